@@ -204,7 +204,7 @@ def _sdpa(case: Case) -> Call:
 
 def _torch_refuses(case: Case) -> str | None:
     if case.dtype == "e4m3":
-        return "torch has no attention of FP8 inputs"
+        return "scaled_dot_product_attention of torch takes no FP8 inputs"
     if case.causal and case.nq != case.nk:
         return "is_causal of torch aligns to the top left: another result than ours"
     return None

@@ -3,7 +3,7 @@
 
 The modules stand in layers, and each imports only from layers below its own:
 
-- `_archflash`, the runtime in C++; the exceptions
+- `_archflash`, the runtime in C++; the exceptions; where PyTorch's kernels fail
 - `_eager`, who watches a call: torch.compile, modes, tracing, transforms, forward mode; `_flops`,
   what counts of operations are made of
 - what PyTorch's causal biases mean; `masks`, masks as data; dropout; how calls on

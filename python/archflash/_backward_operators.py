@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients, _options, _registry
+from archflash import _dispatch, _gradients, _options, _pytorch_faults, _registry
 
 # Gives the reason why PyTorch serves a problem: the problem, the GPU, an obstacle, what refused it.
 WhyPyTorch = Callable[
@@ -61,11 +61,13 @@ class _Decision:
         plan: what computes the gradients; None: PyTorch's own kernel.
         reason: why PyTorch's does.
         layouts: of the gradients of q, k and v.
+        by_torch: whether it is the implementation `torch`, because that kernel would fail.
     """
 
     plan: _native.LaunchPlan | None
     reason: str
     layouts: tuple[Layout, ...] = ()
+    by_torch: bool = False
 
 
 _MOST_DECISIONS = 1024
@@ -94,13 +96,16 @@ def serve(
     decision = _decisions.get(kind)
     if decision is None:
         layouts = _promised(operator, args, kwargs)
-        decision = _decide(call, layouts, forced, deterministic, why_pytorch)
+        decision = _decide(operator, call, layouts, forced, deterministic, why_pytorch)
         if len(_decisions) >= _MOST_DECISIONS:
             _decisions.clear()
         _decisions[kind] = decision
-    if decision.plan is None:
+    if decision.plan is None and not decision.by_torch:
         return decision.reason
     request, into = call.request(), _new_gradients(call, decision.layouts, call.tensors[1].device)
+    if decision.plan is None:
+        _gradients.compute(request, into, _registry.TORCH, deterministic)
+        return into.dq, into.dk, into.dv
     _native.launch(decision.plan, _gradients.operands(request, into, decision.plan))
     # The runtime, which takes the log-sum-exp as it is, serves the next call of this kind itself.
     as_it_is = call.lse.is_contiguous() and call.tensors[1].is_cuda
@@ -132,6 +137,7 @@ def _new_gradients(
 
 
 def _decide(
+    operator: str,
     call: Call,
     layouts: tuple[Layout, ...],
     forced: str | None,
@@ -148,12 +154,17 @@ def _decide(
     # Both passes were measured together. So the gradients are computed here where archflash's two
     # passes are faster than PyTorch's, whoever served the first of them.
     both = _native.Problem.from_dict(problem.to_dict() | {"needs_grad": 1, "want_lse": 0})
-    if forced is None:
+    capability = None if device is None or obstacle else device.capability
+    kernel = _KERNEL_OF.get(operator)
+    fails = kernel is not None and _dispatch.pytorch_fails(both, capability, kernel) is not None
+    if forced is None and not fails:
         plan, refusals = _dispatch.choose(both, device, None, obstacle)
         if plan is None:
             return _Decision(None, why_pytorch(both, device, obstacle, refusals))
     into = _new_gradients(call, layouts, "meta")
     decision = _gradients.decide(request, into, device, forced, obstacle, deterministic)
+    if decision.plan is None and fails:
+        return _Decision(None, "", layouts, by_torch=True)
     if decision.plan is None:
         refusals = {name: why for name, why in decision.reasons.items() if name != _registry.TORCH}
         return _Decision(None, why_pytorch(both, device, obstacle, refusals))
@@ -226,6 +237,12 @@ def _top_left(causal: bool, scale: float | None, q: Tensor, k: Tensor) -> dict[s
     options: dict[str, Any] = {"causal": causal, "scale": scale}
     return options | ({"q_offset": 0} if causal and q.shape[2] != k.shape[2] else {})
 
+
+# The kernels behind those operators whose calls may be such that they fail (`_pytorch_faults`).
+_KERNEL_OF = {
+    "_scaled_dot_product_flash_attention_backward": _pytorch_faults.FLASH,
+    "_scaled_dot_product_cudnn_attention_backward": _pytorch_faults.CUDNN,
+}
 
 OPERATORS: dict[str, Callable[..., Call | str]] = {
     "_scaled_dot_product_flash_attention_backward": _flash,

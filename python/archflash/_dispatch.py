@@ -249,6 +249,8 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
     if problem.needs_grad:  # kernels whose backward pass has never run on a GPU come last
         kernels = tuple(sorted(kernels, key=_registry.BACKWARD_NEVER_RAN.__contains__))
+    if pytorch_fails(problem, capability):
+        return _before_pytorch(problem, capability, kernels)
     if problem.needs_grad and _pytorch_differentiates(problem, capability):
         faster = _faster_with_gradients(problem, capability, kernels)
         return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
@@ -281,6 +283,59 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         # that is 1.8 to 17 times faster than a kernel that does not (bench/results).
         return (*splitting, _registry.TORCH, *others, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
+
+
+@lru_cache(maxsize=256)
+def pytorch_fails(
+    problem: _native.Problem, capability: tuple[int, int] | None, kernel: str | None = None
+) -> str | None:
+    """How a kernel of PyTorch fails at a problem, as a sentence (`_pytorch_faults`); None if it
+    does not.
+
+    Args:
+        problem, capability: the call and the GPU.
+        kernel: "torch-cudnn", "torch-flash" or "torch-efficient"; None for the one that PyTorch
+            itself would use, if it has one.
+    """
+    pytorchs = kernel or _pytorchs_kernel(problem, capability, with_faults=True)
+    if isinstance(pytorchs, list) or capability is None:
+        return None
+    masked = problem.attn_mask or problem.key_ranges or problem.block_mask
+    masked = masked or _torch.needs_mask(
+        causal=problem.causal,
+        window=problem.window,
+        q_offset_given=problem.q_offset_given,
+        nq=problem.nq,
+        nk=problem.nk,
+    )
+    failing = _torch.faults(
+        capability=capability,
+        batch=problem.batch,
+        heads=problem.heads_q,
+        nq=problem.nq,
+        nk=problem.nk,
+        d=problem.d,
+        dv=problem.dv,
+        causal=problem.causal,
+        masked=masked,
+        gradients=problem.needs_grad,
+        scale=problem.scale,
+    )
+    what = failing.get(pytorchs)
+    return None if what is None else f"{_PYTORCHS[pytorchs]} {what}"
+
+
+def _before_pytorch(
+    problem: _native.Problem, capability: tuple[int, int] | None, kernels: Sequence[str]
+) -> tuple[str, ...]:
+    """The order where PyTorch's own choice fails. `torch` keeps from it, and comes before kernels
+    without tensor cores if another fused kernel of PyTorch remains.
+    """
+    if isinstance(_pytorchs_kernel(problem, capability), list):
+        return (*kernels, _registry.TORCH)
+    cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
+    others = [name for name in kernels if name not in cuda_cores]
+    return (*others, _registry.TORCH, *cuda_cores)
 
 
 def _faster_with_gradients(
@@ -370,9 +425,12 @@ def _serves_as_measured(
     return kernel in measured.order and not masked and _pytorch_may_serve(problem)
 
 
-def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int] | None) -> bool:
-    """Whether a fused kernel of PyTorch computes a call and its gradients. In float32 that is the
-    memory-efficient one, which takes what it takes in float16, but no heads that share one of k.
+def _pytorch_differentiates(
+    problem: _native.Problem, capability: tuple[int, int] | None, *, dropout: bool = False
+) -> bool:
+    """Whether a fused kernel of PyTorch computes a call and its gradients, with weights dropped if
+    `dropout` says so. In float32 that is the memory-efficient one, which takes what it takes in
+    float16, but no heads that share one of k.
     """
     if problem.batch_invariant:
         return False
@@ -382,7 +440,8 @@ def _pytorch_differentiates(problem: _native.Problem, capability: tuple[int, int
     if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
         return False
     dtype = "float16" if problem.dtype == "float32" else problem.dtype
-    return not isinstance(_pytorchs_kernel(problem, capability, dtype), list)
+    kernel = _pytorchs_kernel(problem, capability, dtype, dropout=dropout)
+    return not isinstance(kernel, list)
 
 
 @lru_cache(maxsize=256)
@@ -395,7 +454,7 @@ def pytorch_drops_faster(problem: _native.Problem, device: _native.Device | None
         problem: the call without its dropout.
         device: where its tensors are; None for the CPU.
     """
-    if device is None or not _pytorch_differentiates(problem, device.capability):
+    if device is None or not _pytorch_differentiates(problem, device.capability, dropout=True):
         return False
     if device.capability != (9, 0) or min(problem.d, problem.dv) < 64:
         return True
@@ -406,8 +465,21 @@ def pytorch_drops_faster(problem: _native.Problem, device: _native.Device | None
 
 
 def _pytorchs_kernel(
-    problem: _native.Problem, capability: tuple[int, int] | None, dtype: str | None = None
+    problem: _native.Problem,
+    capability: tuple[int, int] | None,
+    dtype: str | None = None,
+    *,
+    dropout: bool = False,
+    with_faults: bool = False,
 ) -> str | list[str]:
+    """The fused kernel of PyTorch that `torch` uses for a problem, or why it uses none.
+
+    Args:
+        problem, capability: the call and the GPU.
+        dtype: taken for that of the problem; none by default.
+        dropout: whether PyTorch drops weights; no by default.
+        with_faults: whether PyTorch itself is asked, which does not keep from kernels that fail.
+    """
     if problem.kv_cache:
         return ["a KV cache needs a mask over its whole capacity"]
     if problem.dropout_p:
@@ -431,6 +503,11 @@ def _pytorchs_kernel(
         alibi=problem.alibi_slopes,
         want_lse=problem.want_lse,
         fp8=problem.dtype.startswith("float8"),
+        batch=problem.batch,
+        heads=problem.heads_q,
+        gradients=problem.needs_grad,
+        dropout=dropout,
+        with_faults=with_faults,
     )
 
 
@@ -496,6 +573,8 @@ _CUDNN_CAPABILITIES = (9, 10)
 
 def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _native.Device) -> str:
     """Why an implementation that could serve a problem comes after the chosen one."""
+    if other == _registry.TORCH and (fails := pytorch_fails(problem, device.capability)):
+        return fails
     if chosen == _registry.TORCH and _dense_mask_alone(problem) and not problem.needs_grad:
         return MASK_READ_FASTER
     if problem.needs_grad and chosen == _registry.TORCH:
@@ -672,12 +751,24 @@ def _why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.
     if problem.needs_grad:
         if measured is not None and (pytorchs := _measured_pytorch(problem, device.capability)):
             return f"{_PYTORCHS[pytorchs]} with its gradients; {_FASTEST} ({measured})"
-        return "PyTorch's fused kernels compute this call and its gradients"
+        why = "PyTorch's fused kernels compute this call and its gradients"
+        return why + _why_hidden_keys(problem, device.capability)
     if _dense_mask_alone(problem):
         return MASK_READ_FASTER
     if measured is not None and (pytorchs := _measured_pytorch(problem, device.capability)):
         return f"{_PYTORCHS[pytorchs]}; {_FASTEST} ({measured})"
     return "PyTorch's fused kernel uses the tensor cores and is expected to be faster"
+
+
+def _why_hidden_keys(problem: _native.Problem, capability: tuple[int, int]) -> str:
+    """What `torch` does to a call with a mask and gradients, as the end of a sentence."""
+    more = _torch.hidden_keys(capability, problem.nq, problem.nk)
+    if more == 0 or _pytorchs_kernel(problem, capability) != "torch-cudnn":
+        return ""
+    return (
+        f"; it gets {more} more keys that the mask hides, because the cuDNN kernel gives NaN as "
+        "gradients of rows with a log-sum-exp below -88 otherwise"
+    )
 
 
 def _select_forced(

@@ -1,7 +1,8 @@
 """PyTorch's own attention served by archflash: enable(), disable(), enabled() and stats().
 
 `torch.nn.functional.scaled_dot_product_attention` chooses one of PyTorch's operators for CUDA
-tensors (flash, cuDNN or memory-efficient), and `torch.nn.attention.varlen` calls a fourth one.
+tensors (flash, cuDNN or memory-efficient), and `torch.nn.attention.varlen` calls a fourth one (from
+torch 2.15 on, on 9.x and 10.x, mostly cuDNN's for packed sequences, which stays PyTorch's).
 While archflash is enabled, it stands in front of these operators: it serves a call with the kernel
 that dispatch chooses, and hands every other call to PyTorch's own kernel. Code under torch.compile
 calls the same operators.
@@ -31,7 +32,14 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from archflash import _archflash as _native
-from archflash import _backward_operators, _dispatch, _options, _registry, _sharding
+from archflash import (
+    _backward_operators,
+    _dispatch,
+    _mended_calls,
+    _options,
+    _registry,
+    _sharding,
+)
 from archflash._errors import ForcedImplementationError
 
 NAME = "archflash"  # in PyTorch's registry, beside "FA3" and "FA4"
@@ -621,7 +629,7 @@ _BY_OTHER_OPERATORS: dict[str, Kernel] = {
 }
 
 
-def _replacement(serve: Kernel, original: Kernel) -> Kernel:
+def _replacement(operator: str, serve: Kernel, original: Kernel) -> Kernel:
     """The kernel that stands before PyTorch's own one, the original."""
     # Asking the dispatcher for the keys of each call takes time, and no kernel on CUDA reads them.
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
@@ -633,11 +641,13 @@ def _replacement(serve: Kernel, original: Kernel) -> Kernel:
         if type(result) is not str:
             return result
         _declined.add(result)
-        _native.note_declined(result)
+        mended = _mended_calls.Call(operator, args, kwargs)
+        if not mended.differs:  # else the runtime asks again for each call of the kind
+            _native.note_declined(result)
         _inside.pytorch = True
         _native.note_inside_pytorch(True)
         try:
-            return original(keys, *args, **kwargs)
+            return mended.results(original(keys, *mended.args, **mended.kwargs))
         finally:
             _inside.pytorch = False
             _native.note_inside_pytorch(False)
@@ -715,7 +725,7 @@ class _Replaced:
         _flash_shapes()  # asks PyTorch, outside of any call
         _sharding.register_if_loaded()  # PyTorch's operator for the CPU has no strategy
         kernels = {
-            operator: _replacement(serve, original)
+            operator: _replacement(operator, serve, original)
             for operator, serve in _OPERATORS.items()
             if (original := _original(operator)) is not None
         }
@@ -770,7 +780,8 @@ def _activate(name: str | None) -> None:
 def enable() -> None:
     """Lets archflash serve PyTorch's own attention: calls of
     `torch.nn.functional.scaled_dot_product_attention` and `torch.nn.attention.varlen` with CUDA
-    tensors, in this process, compiled code included.
+    tensors, in this process, compiled code included. From torch 2.15 on the latter prefers cuDNN on
+    9.x and 10.x, by operators that archflash does not serve.
 
     A call that no kernel of archflash serves, or that PyTorch is expected to serve faster, goes to
     PyTorch's own kernel; `archflash.stats()` has the numbers and the reasons. is_causal keeps

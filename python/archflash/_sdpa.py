@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from archflash import _archflash as _native
@@ -17,7 +18,7 @@ from archflash._eager import is_tracing, unrecorded
 from archflash._overrides import DROPPED_FASTER, count_declined
 from archflash._registry import TORCH
 from archflash._sharding import has_dtensor
-from archflash._torch import PYTORCHS_SDPA
+from archflash._torch import pytorchs_sdpa
 
 
 def scaled_dot_product_attention(
@@ -73,7 +74,7 @@ def scaled_dot_product_attention(
             raise TypeError(f"{name} is {_native.given(flag)}: it must be a bool")
     tracing = is_tracing()
     if tracing and not unrecorded(_is_recorded, query, key, value, dropout_p, enable_gqa):
-        return PYTORCHS_SDPA(  # which torch.jit.trace records as PyTorch's own operator
+        return pytorchs_sdpa(  # which torch.jit.trace records as PyTorch's own operator
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     nested = query.is_nested or key.is_nested or value.is_nested
@@ -84,14 +85,16 @@ def scaled_dot_product_attention(
         )
         if dropout_p != 0.0 and not nested and not torch.compiler.is_compiling():
             count_declined(_NOT_DROPPED)
-        return PYTORCHS_SDPA(
+        return pytorchs_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if not tracing and 0 in (query.shape[-1:] + value.shape[-1:]):
-        # There is nothing to multiply, or nothing to return.
-        return PYTORCHS_SDPA(
+    if not tracing and value.shape[-1] == 0:
+        return pytorchs_sdpa(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if not tracing and query.shape[-1] == 0 and key.shape[-1] == 0:
+        # All scores are 0, as they are with columns of zeros.
+        query, key, scale = F.pad(query, (0, 8)), F.pad(key, (0, 8)), 1.0
     is_bias = attn_mask is not None and is_causal_bias(attn_mask)
     if _autocast.is_on():
         query, key, value, cast = _autocast.inputs(
@@ -131,7 +134,7 @@ def scaled_dot_product_attention(
     try:
         if dropout_p != 0.0:
             if _dropped_by_pytorch(q, k, v, options, dropout_p):
-                return PYTORCHS_SDPA(
+                return pytorchs_sdpa(
                     query, key, value, attn_mask, dropout_p, is_causal,
                     scale=scale, enable_gqa=enable_gqa,
                 )  # fmt: skip

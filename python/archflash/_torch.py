@@ -15,18 +15,20 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
+from archflash import _pytorch_faults
 from archflash._archflash import MASK_BLOCK, SCALE_ROWS
 from archflash._bias import sides_of
 from archflash._dropout import kept
-from archflash._eager import differentiates_twice, in_transform
+from archflash._eager import differentiates_twice, in_transform, is_tracing
 from archflash.masks import to_dense
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -194,8 +196,13 @@ def fused_kernel(
     fp8: bool,
     gqa: bool = False,
     alibi: bool = False,
+    batch: int = 1,
+    heads: int = 1,
+    gradients: bool = False,
+    dropout: bool = False,
+    with_faults: bool = False,
 ) -> str | list[str]:
-    """Which of its fused tensor-core kernels PyTorch uses for a call, or why it uses none.
+    """Which of PyTorch's fused tensor-core kernels `torch` uses for a call, or why it uses none.
 
     Args:
         device_type: "cuda", "cpu", ...
@@ -216,6 +223,12 @@ def fused_kernel(
         fp8: whether the inputs are FP8.
         gqa: whether q has more heads than k; no by default.
         alibi: whether alibi_slopes are given; no by default.
+        batch: number of sequences; 1 by default.
+        heads: heads of q; 1 by default.
+        gradients: whether the gradients of the call are needed; no by default.
+        dropout: whether PyTorch drops weights; no by default.
+        with_faults: whether a kernel that fails at the call (`_pytorch_faults`) is used, as by
+            PyTorch itself; `torch` does not use it.
 
     Returns:
         "torch-cudnn", "torch-flash" or "torch-efficient"; or one sentence per reason.
@@ -251,9 +264,10 @@ def fused_kernel(
 
     aligned = d % 8 == 0 and dv % 8 == 0
     flash = []
-    if masked or needs_mask(
+    masked = masked or needs_mask(
         causal=causal, window=window, q_offset_given=q_offset_given, nq=nq, nk=nk
-    ):
+    )
+    if masked:
         flash.append("takes no mask, window or offset")
     if d != dv or d > 256:
         flash.append("needs D = Dv up to 256")
@@ -274,10 +288,54 @@ def fused_kernel(
     kernels = [("torch-flash", "flash", flash), ("torch-efficient", "memory-efficient", efficient)]
     first = 0 if cudnn_comes_first(capability) else len(kernels)
     kernels.insert(first, ("torch-cudnn", "cuDNN", cudnn))
+    failing = {}
+    if not with_faults:
+        failing = faults(
+            capability=capability, batch=batch, heads=heads, nq=nq, nk=nk, d=d, dv=dv,
+            causal=causal, masked=masked, gradients=gradients, dropout=dropout,
+        )  # fmt: skip
     for kernel, _, why in kernels:
+        if kernel in failing:
+            why.append(failing[kernel])
         if not why:
             return kernel
     return [f"PyTorch's {words} kernel {' and '.join(why)}" for _, words, why in kernels]
+
+
+def faults(
+    *,
+    capability: tuple[int, int],
+    batch: int,
+    heads: int,
+    nq: int,
+    nk: int,
+    d: int,
+    dv: int,
+    causal: bool,
+    masked: bool,
+    gradients: bool,
+    scale: float = 1.0,
+    dropout: bool = False,
+    cudnn: int | None = None,
+) -> dict[str, str]:
+    """The kernels of PyTorch that fail at a call, and what happens there (`_pytorch_faults`).
+
+    Args:
+        capability: compute capability of the GPU.
+        batch, heads, nq, nk, d, dv: sizes; heads are those of q.
+        causal: as in the call.
+        masked: whether PyTorch needs a mask tensor.
+        gradients: whether the gradients of the call are needed.
+        scale: as PyTorch gets it; it is positive where `torch` serves the call.
+        dropout: whether weights are dropped; no by default.
+        cudnn: version of cuDNN; that of this PyTorch by default.
+    """
+    cudnn = _cudnn_version() if cudnn is None else cudnn
+    call = _pytorch_faults.Call(
+        capability, cudnn, batch, heads, nq, nk, d, dv,
+        masked, causal and not masked, gradients, scale, dropout,
+    )  # fmt: skip
+    return _pytorch_faults.find(call)
 
 
 def needs_mask(*, causal: bool, window: bool, q_offset_given: bool, nq: int, nk: int) -> bool:
@@ -323,7 +381,10 @@ def cudnn_comes_first(capability: tuple[int, int]) -> bool:
 
 def _cudnn_head_dim(capability: tuple[int, int]) -> int:
     """The largest head dim that PyTorch gives to cuDNN for a forward pass."""
-    return 256 if capability == (9, 0) and _cudnn_version() >= 91000 else 128
+    version = _cudnn_version()
+    # From torch 2.14 on also on 10.x; PyTorch's guard for 10.7 is newer.
+    wide = capability[0] == 10 and version > (92500 if capability[1] == 7 else 92200)
+    return 256 if wide or (capability == (9, 0) and version >= 91000) else 128
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -662,7 +723,7 @@ class _Mask(NamedTuple):
     def for_sdpa(self, nq: int, nk: int) -> Tensor:
         mask = self.visible
         if self.bias is not None:
-            mask = torch.where(mask, self.bias, _MINUS_INF)
+            mask = mask_for_fused_kernels(torch.where(mask, self.bias, _MINUS_INF), nk)
         return mask.expand(-1, -1, nq, nk)
 
 
@@ -754,7 +815,7 @@ def _with_dense_mask(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: 
     safe_k, safe_v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (k, v))
     mask = attn_mask
     if mask.device.type == "cuda" and mask.dtype != torch.bool:
-        mask = _readable_by_fused_kernels(mask)
+        mask = _readable_by_fused_kernels(mask_for_fused_kernels(mask, nk))
     out = _sdpa(q, safe_k, safe_v, mask.expand(-1, -1, nq, nk), scale, is_causal=False)
     visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask != _MINUS_INF
     bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))  # (B, Hkv, Nk)
@@ -788,14 +849,14 @@ def _sdpa(
         return _sdpa_by_plain_operations(q, k, v, mask, scale, is_causal=is_causal)
     if q.device.type == "cuda":
         q, k, v = (_readable_by_fused_kernels(x) for x in (q, k, v))
-    out = PYTORCHS_SDPA(
+    out = pytorchs_sdpa(
         q,
         k,
         v,
-        attn_mask=mask,
+        mask,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=bool(q.shape[1] != k.shape[1]),  # of symbolic sizes PyTorch takes no other
     )
     if out.requires_grad and not torch.compiler.is_compiling() and not in_transform():
         _let_differentiate_twice(out)
@@ -867,6 +928,222 @@ def _differentiable_gradients(
     return tuple(of_input.get(i) for i in range(len(found)))
 
 
+def pytorchs_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's scaled_dot_product_attention without those of its kernels that fail at the call."""
+    if scale is not None and not scale > 0:
+        factor, scale = positive_scale(scale)
+        query = query * factor
+    traced = is_tracing()  # by torch.jit.trace, which must not record what one shape needs
+    if not traced and type(attn_mask) is Tensor and _has_fused_kernels(query):
+        nk = key.shape[-2]
+        if attn_mask.is_floating_point():
+            attn_mask = mask_for_fused_kernels(attn_mask, nk, query.dtype)
+            if attn_mask.requires_grad and torch.is_grad_enabled():
+                query = _with_gradient(query, key, value)
+        if query.ndim == 4 and _differentiates(query, key, value, attn_mask):
+            more = hidden_keys_for_cudnn(query, key)
+            if (
+                more > 0
+                and _gpu(query.device.index).cudnn_first
+                and _on(SDPBackend.CUDNN_ATTENTION)
+            ):
+                key, value, attn_mask = with_hidden_keys(key, value, attn_mask, more)
+    failing = {}
+    if not traced:
+        failing = _failing(query, key, value, attn_mask, is_causal, dropout_p != 0.0)
+    with _others(failing) if failing else _NOTHING:
+        return PYTORCHS_SDPA(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _has_fused_kernels(query: Tensor) -> bool:
+    # A fake tensor may be on a CUDA device that is not there.
+    return query.is_cuda and not query.is_nested and _has_cuda()
+
+
+_has_cuda = functools.cache(torch.cuda.is_available)
+
+
+def hidden_keys_for_cudnn(query: Tensor, key: Tensor) -> int:
+    """How many keys that a mask hides have to follow key for the gradients of PyTorch's cuDNN
+    kernel to be right (`_pytorch_faults.hidden_keys`).
+    """
+    if not _has_fused_kernels(query):
+        return 0
+    gpu = _gpu(query.device.index)
+    nq, nk = query.shape[2], key.shape[2]
+    return _pytorch_faults.hidden_keys((gpu.major, gpu.minor), gpu.cudnn, nq, nk)
+
+
+def hidden_keys(capability: tuple[int, int], nq: int, nk: int) -> int:
+    """`hidden_keys_for_cudnn` of numbers of queries and keys."""
+    return _pytorch_faults.hidden_keys(capability, _cudnn_version(), nq, nk)
+
+
+def with_hidden_keys(
+    key: Tensor, value: Tensor, mask: Tensor, more: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """key, value and the mask with more keys, none of which a query sees."""
+    hidden: float | bool = False if mask.dtype == torch.bool else _MINUS_INF
+    mask = _changed_rows(mask, key.shape[2], lambda rows: F.pad(rows, (0, more), value=hidden))
+    return F.pad(key, (0, 0, 0, more)), F.pad(value, (0, 0, 0, more)), mask
+
+
+def positive_scale(scale: float) -> tuple[float, float]:
+    """A factor for q and a scale for the product, which is positive: PyTorch's kernels need one
+    (`_pytorch_faults`). Both together are the given scale.
+    """
+    return (0.0, 1.0) if scale == 0 else (-1.0, -scale)
+
+
+def mask_for_fused_kernels(mask: Tensor, nk: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An added mask as PyTorch's fused CUDA kernels read it: a number for each key in neighbouring
+    elements from an aligned address on, in the dtype of q if that is given. cuDNN's takes any other
+    for such a one.
+    """
+    if dtype is not None and mask.dtype != dtype:
+        # The least finite number of a dtype has no neighbour below it but -inf in another.
+        least = torch.finfo(dtype).min
+        mask = torch.where(mask == _MINUS_INF, mask, mask.clamp(min=least)).to(dtype)
+    dense = mask.shape[-1] == nk and (mask.stride(-1) == 1 or nk == 1)
+    if dense and _address(mask) % _LOAD_BYTES == 0:
+        return mask
+    return _changed_rows(mask, nk, lambda rows: rows.clone(memory_format=torch.contiguous_format))
+
+
+def _changed_rows(mask: Tensor, nk: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A mask with a number for each key, of which a function made each row anew; rows that are
+    repeated by a stride of 0 are made once.
+    """
+    outer = mask.shape[:-1]
+    repeated = zip(outer, mask.stride()[:-1], strict=True)
+    once = mask[tuple(slice(0, 1) if n > 1 and not step else slice(None) for n, step in repeated)]
+    return change(once.expand(*once.shape[:-1], nk)).expand(*outer, -1)
+
+
+def _with_gradient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """query, or the same with a gradient if none of the three has one. PyTorch before 2.13 keeps no
+    log-sum-exp then, which its memory-efficient kernel needs for the gradient of a mask.
+    """
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return query
+    if torch.compiler.is_compiling() or in_transform():
+        return query  # where nothing can require a gradient later
+    return query.detach().requires_grad_()
+
+
+_BACKENDS = {
+    _pytorch_faults.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    _pytorch_faults.FLASH: SDPBackend.FLASH_ATTENTION,
+    _pytorch_faults.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def _failing(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    dropout: bool,
+) -> dict[str, str]:
+    """The kernels of PyTorch that fail at a call of its function."""
+    if not _has_fused_kernels(query) or query.ndim != 4:
+        return {}
+    # torch.compile does not trace what is kept between calls.
+    find = _failing_of.__wrapped__ if torch.compiler.is_compiling() else _failing_of
+    gradients = _differentiates(query, key, value)
+    shapes = (*query.shape, key.shape[2], value.shape[3])
+    return find(query.device.index, *shapes, mask is not None, is_causal, gradients, dropout)
+
+
+@functools.lru_cache(maxsize=1024)
+def _failing_of(
+    device: int,
+    batch: int,
+    heads: int,
+    nq: int,
+    d: int,
+    nk: int,
+    dv: int,
+    masked: bool,
+    causal: bool,
+    gradients: bool,
+    dropout: bool,
+) -> dict[str, str]:
+    gpu = _gpu(device)
+    return faults(
+        capability=(gpu.major, gpu.minor), batch=batch, heads=heads, nq=nq, nk=nk, d=d, dv=dv,
+        causal=causal, masked=masked, gradients=gradients, dropout=dropout, cudnn=gpu.cudnn,
+    )  # fmt: skip
+
+
+def _others(failing: dict[str, str]) -> contextlib.AbstractContextManager[None]:
+    """A context in which PyTorch's function chooses none of these kernels."""
+    kept = [backend for name, backend in _BACKENDS.items() if name not in failing and _on(backend)]
+    context: contextlib.AbstractContextManager[None] = sdpa_kernel([*kept, SDPBackend.MATH])
+    return context
+
+
+class _Gpu(NamedTuple):
+    """What PyTorch's choice of a kernel depends on, beside the call.
+
+    Attributes:
+        major, minor: compute capability of the GPU.
+        cudnn: version of cuDNN.
+        cudnn_first: whether PyTorch asks its cuDNN kernel before its others.
+    """
+
+    major: int
+    minor: int
+    cudnn: int
+    cudnn_first: bool
+
+
+def _ask_gpu(device: int) -> tuple[int, int, int, bool]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor, _cudnn_version(), cudnn_comes_first((major, minor))
+
+
+torch.compiler.assume_constant_result(_ask_gpu)  # type: ignore[no-untyped-call]
+_asked_gpu = functools.cache(_ask_gpu)
+
+
+def _gpu(device: int) -> _Gpu:
+    # torch.compile does not trace what is kept between calls.
+    return _Gpu(*(_ask_gpu(device) if torch.compiler.is_compiling() else _asked_gpu(device)))
+
+
+def _on(backend: SDPBackend) -> bool:
+    """Whether one of PyTorch's kernels is allowed at present, as by its sdpa_kernel."""
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        return torch._C._get_cudnn_sdp_enabled()
+    if backend == SDPBackend.FLASH_ATTENTION:
+        return torch._C._get_flash_sdp_enabled()
+    return torch._C._get_mem_efficient_sdp_enabled()
+
+
 _LOAD_BYTES = 16  # bytes that PyTorch's fused CUDA kernels load at a time
 
 
@@ -887,6 +1164,19 @@ def _readable_by_fused_kernels(x: Tensor) -> Tensor:
     *strides, innermost = x.stride()
     aligned = innermost == 1 and all(stride * size % _LOAD_BYTES == 0 for stride in strides)
     if aligned and _address(x) % _LOAD_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def aligned_for_fused_kernels(x: Tensor) -> Tensor:
+    """A tensor as it is, or a dense copy of one whose rows have a width that is a multiple of 16
+    bytes, but do not start at such multiples.
+    """
+    size = x.element_size()
+    steps = [step for n, step in zip(x.shape, x.stride(), strict=True) if n > 1 and step > 1]
+    if x.shape[-1] * size % _LOAD_BYTES or x.stride(-1) != 1:
+        return x
+    if all(step * size % _LOAD_BYTES == 0 for step in steps) and _address(x) % _LOAD_BYTES == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

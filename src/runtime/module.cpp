@@ -744,6 +744,7 @@ NB_MODULE(_archflash, m) {
                      return p.window_left != UNBOUNDED ||
                             (!p.causal && p.window_right != UNBOUNDED);
                    })
+      .def_ro("scale", &Problem::scale)
       .def_ro("softcap", &Problem::softcap)
       .def_ro("dropout_p", &Problem::dropout_p)
       .def_prop_ro("approximate",

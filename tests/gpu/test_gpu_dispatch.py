@@ -109,7 +109,7 @@ def test_pytorch_takes_the_kernel_that_dispatch_expects(call: str, d: int) -> No
     expected = _torch.fused_kernel(
         device_type="cuda", capability=here, dtype=q.dtype, d=d, dv=d, nq=nq, nk=512,
         causal=causal, window=False, softcap=None, sinks=False, q_offset_given=False,
-        varlen=False, masked=False, want_lse=False, fp8=False, gqa=gqa,
+        varlen=False, masked=False, want_lse=False, fp8=False, gqa=gqa, with_faults=True,
     )  # fmt: skip
     assert names.get(taken) == expected
 

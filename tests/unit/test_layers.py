@@ -13,11 +13,11 @@ ROOT = Path(archflash.__file__).parent
 # The lowest first. Modules of one row do not import one another; those of sim/ and cli/ stand in
 # rows of their own. The text in archflash/__init__.py says the same for readers.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_archflash", "_archflash_sim", "_errors"),
+    ("_archflash", "_archflash_sim", "_errors", "_pytorch_faults"),
     ("_eager", "_flops"),
     ("_bias", "masks", "_dropout", "_sharding"),
     ("_options", "_registry", "_measured", "_torch", "reference"),
-    ("_autocast", "_dispatch", "_torch_cache"),
+    ("_autocast", "_dispatch", "_torch_cache", "_mended_calls"),
     ("_gradients",),
     ("_ops",),
     ("_api", "_backward", "_backward_operators", "_kvcache", "_merge", "_quantize"),
