@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _options, _registry, _torch
+from archflash import _dispatch, _options, _proofs, _registry, _torch
 from archflash._errors import ForcedImplementationError
 
 _NO_GRADIENTS = 0  # what the runtime is told of autograd: see enum Grad in src/runtime/call.h
@@ -199,6 +199,7 @@ def decide(
         ForcedImplementationError: the forced one is unknown or cannot compute them.
     """
     problem, chosen, plan, fallback = request.problem(), _registry.TORCH, None, False
+    unproved = []
     if name is not None:
         _dispatch.check_name(name)
         chosen, why = name, "it is forced"
@@ -219,8 +220,10 @@ def decide(
             answer = _plan(kernel, request, on_cuda, into, device, deterministic)
             if isinstance(answer, list):
                 reasons[kernel] = answer
-            elif kernel in _registry.BACKWARD_NEVER_RAN:
-                reasons[kernel] = ["its backward pass has never run on a GPU: it has to be forced"]
+            elif why_not := _proofs.why_not(kernel, device.capability, _proofs.BACKWARD):
+                reasons[kernel] = [why_not]
+                if plan is None:
+                    unproved.append(kernel)
             elif plan is None:
                 chosen, plan = kernel, answer
             else:
@@ -230,7 +233,9 @@ def decide(
         if plan is not None:
             why = "its backward pass reads the output and the log-sum-exp of the call"
             reasons[_registry.TORCH] = ["it would compute the call once more"]
-    return _dispatch.Decision(chosen, why, reasons, problem, device, plan, fallback)
+    return _dispatch.Decision(
+        chosen, why, reasons, problem, device, plan, fallback, tuple(unproved)
+    )
 
 
 def _forced_plan(
@@ -324,6 +329,8 @@ def compute(
     if into.dmask is not None and deterministic:
         by_score = into.with_dmask_of_all_scores(request)
     decision = decide(request, by_score, device, name, obstacle, deterministic)
+    if decision.unproved and device is not None:
+        _proofs.note(decision.unproved[0], device, decision.chosen)
     if decision.plan is not None:
         _native.launch(decision.plan, operands(request, by_score, decision.plan))
         if into.dmask is not None and by_score.dmask is not None and by_score is not into:

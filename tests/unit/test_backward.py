@@ -446,17 +446,26 @@ def test_a_forced_kernel_that_has_gradients_plans_a_call_that_needs_them(folder:
     assert decision.plan is not None
 
 
-def test_a_backward_pass_that_has_never_run_on_a_gpu_has_to_be_forced() -> None:
+def test_a_backward_pass_that_has_never_run_on_a_gpu_has_to_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q = torch.empty(2, 8, 256, 64, dtype=FP16, device="meta")
     decision = archflash.explain(q, q, q, device="B200", backward=True)
     assert decision.chosen == "ampere"
-    assert "never run on a GPU" in decision.reasons["blackwell_dc"][0]
+    assert "backward pass of blackwell_dc has never run" in decision.reasons["blackwell_dc"][0]
+    assert decision.unproved == ("blackwell_dc",)
     # A call that PyTorch has no fused kernel for.
     assert archflash.explain(*inputs(FP16), device="B200", softcap=2.0).chosen == "ampere"
     named = {"implementation": "blackwell_dc"}
     forced = archflash.explain(q, q, q, device="B200", backward=True, **named)
     assert forced.plan is not None
     assert "blackwell_dc_attention_bwd_f16_d64" in forced.plan.kernels
+    monkeypatch.setenv("ARCHFLASH_UNPROVED", "blackwell_dc")
+    asked = archflash.explain(q, q, q, device="B200", backward=True)
+    assert asked.plan is not None
+    assert asked.plan.kernels == forced.plan.kernels
+    asked = archflash.explain(*inputs(FP16), device="B200", softcap=2.0)
+    assert asked.chosen == "blackwell_dc"
 
 
 def large_inputs(d: int) -> tuple[Tensor, Tensor, Tensor]:

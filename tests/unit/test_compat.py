@@ -17,7 +17,7 @@ from torch import Tensor
 
 import archflash
 import archflash.compat
-from archflash import UnsupportedError, _gradients, _registry, reference
+from archflash import UnsupportedError, _gradients, reference
 from archflash import _archflash as _native
 from archflash.compat import _flash, flash_mla
 from archflash.compat import flash_attn as fa2
@@ -368,10 +368,17 @@ def test_deterministic_gradients_pass_over_kernels_that_the_build_left_out(
     monkeypatch.setattr(
         _flash, "attention", lambda q, k, v, implementation, **_: asked.append(implementation) or q
     )
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
-    out = ("hopper", *_registry.BACKWARD_NEVER_RAN)
-    assert asked == [name for name in _gradients.FOLDERS if name not in out][:1]
+    assert asked == ["ampere"]
+    capability[0] = (10, 0)  # here blackwell_dc has never run, and comes first when it is asked for
+    assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
+    assert asked == ["ampere", "ampere"]
+    monkeypatch.setenv("ARCHFLASH_UNPROVED", "1")
+    assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
+    assert asked[2] == "blackwell_dc"
 
 
 @pytest.mark.parametrize("rows", [(9, 7), (5, 11), (6, 6)], ids=str)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients, _registry
+from archflash import _dispatch, _gradients, _proofs
 from archflash._api import attention
 from archflash._eager import without_gradient
 from archflash._errors import ForcedImplementationError, UnsupportedError
@@ -81,15 +81,8 @@ def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
             "leave it at False"
         )
     forced = _dispatch.forced()
-    on_gpu = q.device.type == "cuda"
-    never_ran = _registry.BACKWARD_NEVER_RAN
-    built = [
-        name
-        for name in _gradients.FOLDERS
-        if on_gpu and _native.targets(name) and name not in never_ran
-    ]
     why = "PyTorch would compute the gradients"
-    for name in built if forced is None else (forced,):
+    for name in _with_gradients(q.device) if forced is None else (forced,):
         if name not in _gradients.FOLDERS:
             continue
         try:
@@ -101,6 +94,19 @@ def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         "deterministic=True, and no kernel of archflash computes these gradients; PyTorch's are "
         f"not promised to give the same bits: leave it at False ({why})"
     )
+
+
+def _with_gradients(device: torch.device) -> list[str]:
+    """The kernels that compute gradients on a device, of those that have run on such GPUs."""
+    if device.type != "cuda":
+        return []
+    capability = torch.cuda.get_device_capability(device)
+    passes = (_proofs.FORWARD, _proofs.BACKWARD)
+    return [
+        name
+        for name in _gradients.FOLDERS
+        if _native.targets(name) and all(_proofs.proved(name, capability, of) for of in passes)
+    ]
 
 
 def attend_to_cache(
