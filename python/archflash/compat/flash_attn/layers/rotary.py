@@ -72,6 +72,67 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """x (batch, rows, heads, d) turned by cos and sin (rows, channels / 2), or (batch, rows,
+    channels / 2) for angles of each sequence.
+    """
+    if cos.ndim == 2:
+        return apply_rotary_emb(x, cos, sin, interleaved)
+    turned = [
+        apply_rotary_emb(row[None], c, s, interleaved)
+        for row, c, s in zip(x, cos, sin, strict=True)
+    ]
+    return torch.cat(turned) if turned else x
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Turns q and k of qkv in place.
+
+    Args:
+        qkv: (batch, rows, 3, heads, d); or (batch, rows, heads, d) with num_heads_q, where q's
+            heads come first, and those of k and v share the rest.
+        cos_k, sin_k: those of k; by default cos and sin.
+        cos, sin, interleaved, seqlen_offsets: as for `apply_rotary_emb`.
+
+    Raises:
+        ValueError: qkv of four dimensions without num_heads_q.
+    """
+    if qkv.ndim == 5:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    elif num_heads_q is None:
+        raise ValueError(f"qkv {tuple(qkv.shape)} without num_heads_q: say how many heads are q's")
+    else:
+        of_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + of_k]
+    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+) -> Tensor:
+    """Turns k of kv (batch, rows, 2, heads, d) in place."""
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
 def turned_at(
     q: Tensor,
     k: Tensor,
