@@ -659,6 +659,23 @@ def test_installed_names_belong_to_the_distribution_archflash(
     assert [after.get(name) for name in names] == [before.get(name) for name in names]
 
 
+def test_distributions_are_listed_where_archflash_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from a copy in sys.path: many programs read the entry points of all distributions."""
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    archflash.compat.install()
+    try:
+        found = [x for x in importlib.metadata.distributions() if x.metadata["Name"] == "archflash"]
+        assert {x.version for x in found} == {_native.version}
+    finally:
+        archflash.compat.uninstall()
+
+
 # --- numbers that are tensors or numpy's ---
 
 NUMBERS = {

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from archflash import _archflash as _native
 from archflash.compat import (
     _operators,
     flash_attn,
@@ -67,7 +68,7 @@ class _Names(importlib.metadata.Distribution):
             "METADATA": (
                 "Metadata-Version: 2.1\n"
                 f"Name: {_DISTRIBUTION}\n"
-                f"Version: {importlib.metadata.version(_DISTRIBUTION)}\n"
+                f"Version: {_native.version}\n"
             ),
             "top_level.txt": "\n".join(_TOP_LEVEL),
         }
