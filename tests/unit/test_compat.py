@@ -1069,3 +1069,48 @@ def test_other_names_of_rotary_embeddings(interleaved: bool) -> None:
     kv = torch.stack([x, x], 2)
     rotary.apply_rotary_emb_kv_(kv, cos, sin, interleaved)
     assert torch.equal(kv, torch.stack([right, x], 2))
+
+
+@pytest.mark.parametrize("scale_base", [None, 16.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_module_of_rotary_embeddings(interleaved: bool, scale_base: float | None) -> None:
+    """The product of a turned q and a turned k depends on how far apart they are."""
+    module = rotary.RotaryEmbedding(8, 100.0, interleaved, scale_base)
+    q, k = rand(1, 1, 1, 8), rand(1, 1, 1, 8, seed=2)
+
+    def product(i: int, j: int) -> float:
+        # Both tables have 12 positions, so that XPos has the same middle.
+        turned_q, _ = module(q.clone(), torch.stack([k, k], 2), i, 12)
+        _, turned_kv = module(q.clone(), torch.stack([k, k], 2), j, 12)
+        assert torch.equal(turned_kv[:, :, 1], k)
+        return float((turned_q * turned_kv[:, :, 0]).sum())
+
+    assert product(3, 1) == pytest.approx(product(9, 7), rel=1e-4)
+    assert product(3, 1) != pytest.approx(product(4, 1), rel=1e-2)
+    x = rand(2, 5, 3, 4, 10, seed=4)
+    before = x.clone()
+    assert module(x, seqlen_offset=2) is x
+    angles = torch.outer(torch.arange(2, 7), 100.0 ** (-torch.arange(0, 8, 2) / 8)).float()
+    if scale_base is None:
+        for i in range(2):
+            right = apply_rotary_emb(before[:, :, i], angles.cos(), angles.sin(), interleaved)
+            torch.testing.assert_close(x[:, :, i], right, atol=1e-6, rtol=1e-5)
+    assert torch.equal(x[:, :, 2], before[:, :, 2])
+    with pytest.raises(ValueError, match="pass max_seqlen at the first call"):
+        rotary.RotaryEmbedding(8)(x, seqlen_offset=ends(0, 1))
+    half = module.to(torch.bfloat16)  # angles stay exact
+    y = before.bfloat16()
+    half(y, seqlen_offset=2, max_seqlen=12)
+    torch.testing.assert_close(y.float(), x, atol=3e-2, rtol=3e-2)
+
+
+def test_several_sequences_in_a_row_are_packed() -> None:
+    x = torch.arange(12.0).reshape(2, 6, 1)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0]])
+    packed, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(
+        x, lengths
+    )
+    assert packed.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert cu_seqlens.tolist() == [0, 2, 5, 9]
+    assert (cu_seqlens.dtype, longest) == (torch.int32, 4)

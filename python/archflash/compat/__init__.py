@@ -66,9 +66,7 @@ class _Names(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         texts = {
             "METADATA": (
-                "Metadata-Version: 2.1\n"
-                f"Name: {_DISTRIBUTION}\n"
-                f"Version: {_native.version}\n"
+                f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: {_native.version}\n"
             ),
             "top_level.txt": "\n".join(_TOP_LEVEL),
         }

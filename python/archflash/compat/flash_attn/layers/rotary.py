@@ -133,6 +133,102 @@ def apply_rotary_emb_kv_(
     return kv
 
 
+class RotaryEmbedding(torch.nn.Module):
+    """Turns q and k in place. The tables of angles grow with the longest sequence seen.
+
+    Args:
+        dim: how many channels are turned.
+        base: pair i of the channels turns by base ** (-2 i / dim) from one position to the next.
+        interleaved: as for `apply_rotary_emb`.
+        scale_base: also scales q, and k inversely, by a power of each pair's factor that grows by 1
+            every scale_base positions from the middle of the table (XPos); none by default.
+        device: where the angles are kept.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved = dim, float(base), interleaved
+        self.scale_base = scale_base
+        first = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        self.inv_freq: Tensor
+        self.scale: Tensor | None
+        self.register_buffer("inv_freq", self.base ** (-first / dim), persistent=False)
+        factors = None if scale_base is None else (first + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", factors, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _update_cos_sin_cache(
+        self,
+        seqlen: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        kept = self._cos_cached
+        device = self.inv_freq.device if device is None else torch.device(device)
+        if kept is not None and seqlen <= self._seq_len_cached and kept.device == device:
+            outdated = self.training and kept.is_inference()  # autograd cannot save such a table
+            if kept.dtype == (dtype or kept.dtype) and not outdated:
+                return
+        self._seq_len_cached = seqlen
+        frequencies = self.inv_freq.to(device)
+        if frequencies.dtype != torch.float32:  # the model is in 16 bits, which have too few digits
+            first = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+            frequencies = self.base ** (-first / self.dim)
+        position = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angles = torch.outer(position, frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale is None or self.scale_base is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = (position - seqlen // 2) / self.scale_base
+        scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """qkv turned in place, or q and kv.
+
+        Args:
+            qkv, num_heads_q: as for `apply_rotary_emb_qkv_`; with kv q alone, (batch, rows, heads,
+                d).
+            kv: (batch, rows, 2, heads, d).
+            seqlen_offset: the position of row 0, an int or int32 (batch,).
+            max_seqlen: the positions that are needed; without it the tables fit an int offset.
+        """
+        if max_seqlen is None and isinstance(seqlen_offset, int):
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            raise ValueError("seqlen_offset is a tensor: pass max_seqlen at the first call")
+        cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
+        sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        how = (self.interleaved, seqlen_offset)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, *how, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, *how)
+
+
 def turned_at(
     q: Tensor,
     k: Tensor,
