@@ -55,6 +55,8 @@ _MODULES: dict[str, ModuleType] = {
     "flash_attn_interface": flash_attn_interface,
     "flash_mla": flash_mla,
 }
+# The extension calls functions of that module, which therefore cannot import it.
+vars(_flash_attn_2_interface)["flash_attn_gpu"] = flash_attn_2_cuda
 _TOP_LEVEL = tuple(name for name in _MODULES if "." not in name)
 _DISTRIBUTION = "archflash"
 _hidden: dict[str, ModuleType] = {}  # modules that install() took the names of

@@ -81,7 +81,7 @@ def attend(
         v,
         scale=plain(softmax_scale),
         causal=flag(causal),
-        window=_window(window_size),
+        window=as_window(window_size),
         softcap=plain(softcap) or None,
         layout="bnhd",
         return_lse=want_lse,
@@ -190,7 +190,7 @@ def attend_to_cache(
             page_table=page_table,
             k_new=k_new,
             scale=plain(softmax_scale),
-            window=_window(window_size),
+            window=as_window(window_size),
             softcap=plain(softcap) or None,
             num_splits=plain(num_splits) or None,
             rotary_cos=rotary_cos,
@@ -206,14 +206,14 @@ def attend_to_cache(
     return out, _with_unseen(lse, lse_unseen)
 
 
-def _window(window_size: Window) -> Window | None:
+def as_window(window_size: Window) -> Window | None:
     left, right = (_side(side) for side in window_size)
     return None if left is None and right is None else (left, right)
 
 
 def is_window(window_size: Window) -> bool:
     """Whether any side is bounded."""
-    return _window(window_size) is not None
+    return as_window(window_size) is not None
 
 
 def _side(side: Any) -> int | None:

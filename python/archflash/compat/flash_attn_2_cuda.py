@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from archflash.compat._passes import backward
 from archflash.compat.flash_attn import _private
 from archflash.compat.flash_attn.flash_attn_interface import flash_attn_with_kvcache
 
@@ -68,7 +69,7 @@ def bwd(
 ) -> list[Tensor]:  # fmt: skip
     """dq, dk, dv and the sum of dout * out of each row."""
     _no_generator(generator)
-    found, sums = _private.backward(
+    found, sums = backward(
         dout, q, k, v, out, softmax_lse, (dq, dk, dv), alibi_slopes=alibi_slopes,
         dropout_p=p_dropout, softmax_scale=softmax_scale, causal=is_causal, softcap=softcap,
         window_size=(window_size_left, window_size_right), deterministic=deterministic,
@@ -87,7 +88,7 @@ def varlen_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """The same of packed sequences."""
     _no_generator(generator)
-    found, sums = _private.backward(
+    found, sums = backward(
         dout, q, k, v, out, softmax_lse, (dq, dk, dv), alibi_slopes=alibi_slopes,
         dropout_p=p_dropout, softmax_scale=softmax_scale, causal=is_causal, softcap=softcap,
         window_size=(window_size_left, window_size_right), deterministic=deterministic,

@@ -32,7 +32,7 @@ from archflash.compat._flash import (
     refuse,
     seen_by_none,
 )
-from archflash.compat.flash_attn import _private
+from archflash.compat._passes import backward, padded
 from archflash.compat.flash_attn.layers.rotary import turned_at
 
 __all__ = [
@@ -678,13 +678,13 @@ def _backward(
         UnsupportedError: an argument that archflash does not take; it is named.
     """
     refuse(sm_margin=(sm_margin, 0), seqused_q=(seqused_q, None), seqused_k=(seqused_k, None))
-    _, sums = _private.backward(
+    _, sums = backward(
         dout, q, k, v, out, softmax_lse, (dq, dk, dv), softmax_scale=softmax_scale,
         causal=is_causal, window_size=(window_size_left, window_size_right), softcap=softcap,
         deterministic=deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=plain(max_seqlen_q), max_seqlen_k=plain(max_seqlen_k),
     )  # fmt: skip
-    lse = _private.padded(seen_by_none(softmax_lse) * math.log2(math.e), cu_seqlens_q)
+    lse = padded(seen_by_none(softmax_lse) * math.log2(math.e), cu_seqlens_q)
     first, second, third = (sums.new_empty(0) for _ in range(3))
     return sums, lse, first, second, third
 

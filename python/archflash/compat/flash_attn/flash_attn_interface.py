@@ -291,7 +291,3 @@ def flash_attn_with_kvcache(
         want_lse=return_softmax_lse,
         lse_unseen=math.inf,
     )
-
-
-# The extension below these functions. It is imported here because it calls the last of them.
-from archflash.compat import flash_attn_2_cuda as flash_attn_gpu  # noqa: E402, F401
