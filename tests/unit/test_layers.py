@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_eager", "_flops"),
     ("_bias", "masks", "_dropout", "_sharding"),
     ("_options", "_registry", "_measured", "_torch", "reference"),
-    ("_proofs",),
+    ("_proofs", "_autocast"),
     ("_dispatch", "_torch_cache"),
     ("_gradients",),
     ("_ops",),
@@ -33,6 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat.flash_attn.ops.triton",),
     ("compat.flash_attn", "compat.flash_attn.layers", "compat.flash_attn.ops"),
     ("compat",),
+    ("integrations._mask_functions",),
+    ("integrations._model_mask",),
     (
         "integrations.diffusers",
         "integrations.sglang",
