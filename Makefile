@@ -65,7 +65,7 @@ test-gpu:  ## tests on this machine's GPU, with the Python and the archflash tha
 bench:  ## times every implementation and its peers; appends to bench/results
 	$(PYTHON) -m bench.run
 
-day-one:  ## the first day with a B200 or B300: correctness, every switch of the kernel, peers (docs/day_one.md)
+day-one:  ## the first day with a B200, B300 or Thor: correctness, every switch of the kernel, peers (docs/day_one.md)
 	$(PYTHON) -m bench.day_one
 
 # An installed torch >= 2.6 is kept (the environment sees the system's packages); otherwise constraints.txt says which comes.

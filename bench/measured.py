@@ -1,5 +1,5 @@
 """Writes python/archflash/_measured.json from the result files. The file tells dispatch
-which kernels are the fastest.
+which kernels are the fastest, and on GPUs of which compute capability each was shown right.
 
     python -m bench.measured [--check]
 
@@ -22,7 +22,10 @@ from typing import Any
 
 from archflash import _registry
 from archflash._measured import Kind
+from archflash._proofs import BACKWARD, FORWARD
 from bench.cases import CASES_FILE, GRADIENTS_FILE, MASKS_FILE, TORCH_DTYPES, Case, load_cases
+from bench.day_one import record
+from bench.day_one.jobs import make_jobs
 from bench.results import (
     GRADIENTS,
     MASK,
@@ -66,6 +69,9 @@ MASKS = {"": "none", "documents": "ranges"}
 # The compute capability of each GPU that has rows, because the rows do not name it. The runs of all
 # GPUs of one compute capability count together.
 CAPABILITIES = {"NVIDIA H100 80GB HBM3": (9, 0), "NVIDIA H200": (9, 0)}
+
+# The parts of a day that compare results with float64.
+COMPARISONS = ("correctness", "pairs")
 
 Runs = dict[str, dict[str, Row]]  # the rows of one case by run (newest last) and candidate
 
@@ -189,6 +195,39 @@ def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
     return entries
 
 
+def proofs(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
+    """The runs that show a pass of a folder right on GPUs of a compute capability, the newest of
+    each. What was timed was right (bench.run). A day's record (bench.day_one) shows the forward
+    pass right where all comparisons with float64, alone and in pairs, were made and went well. If
+    one did not, the rows of earlier runs do not count.
+
+    Args:
+        results: folder of result files.
+    """
+    found: dict[tuple[str, str, tuple[int, int]], str] = {}
+    for capability, rows in rows_by_capability(results).items():
+        for row in rows:
+            if row["implementation"] in _OURS:
+                of = BACKWARD if GRADIENTS in call_features(row) else FORWARD
+                found[row["implementation"], of, capability] = row["run_id"]
+    for path in results.glob("*-day-one.csv"):
+        rows = record.load(path)
+        facts = json.loads(rows[0]["detail"])
+        major, minor = map(int, facts["capability"].split("."))
+        key = (facts["implementation"], FORWARD, (major, minor))
+        statuses = record.status_of_jobs(rows)
+        asked = make_jobs(facts["implementation"], tuple(facts["dtypes"].split()), simulate=False)
+        compared = {statuses.get((x.part, x.name)) for x in asked if x.part in COMPARISONS}
+        if compared == {record.OK}:
+            found[key] = max(found.get(key, ""), facts["run_id"])
+        elif compared - {record.OK, None} and found.get(key, "") <= facts["run_id"]:
+            found.pop(key, None)
+    return [
+        {"implementation": name, "pass": of, "capability": list(capability), "run_id": run_id}
+        for (name, of, capability), run_id in sorted(found.items())
+    ]
+
+
 def rows_by_capability(results: Path) -> dict[tuple[int, int], list[Row]]:
     """The rows of all GPUs of each compute capability, the oldest run first.
 
@@ -211,15 +250,28 @@ def rows_by_capability(results: Path) -> dict[tuple[int, int], list[Row]]:
     return found
 
 
-def text_of(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The file, one entry a paragraph."""
+def text_of(
+    entries: Sequence[Mapping[str, Any]], proved: Sequence[Mapping[str, Any]] | None = None
+) -> str:
+    """The file, one measurement a paragraph.
+
+    Args:
+        entries: as measurements() gives them.
+        proved: as proofs() gives them, which is the default.
+    """
     fields = [
         ",\n".join(f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items())
         for entry in entries
     ]
     listed = ",\n".join(f"  {{\n{text}\n  }}" for text in fields)
-    made_by = "python -m bench.measured, from bench/results"
-    return f'{{\n "made_by": {json.dumps(made_by)},\n "measurements": [\n{listed}\n ]\n}}\n'
+    shown = ",\n".join(
+        f"  {json.dumps(proof)}" for proof in (proofs() if proved is None else proved)
+    )
+    made_by = json.dumps("python -m bench.measured, from bench/results")
+    return (
+        f'{{\n "made_by": {made_by},\n "proofs": [\n{shown}\n ],\n'
+        f' "measurements": [\n{listed}\n ]\n}}\n'
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,13 +1,15 @@
-"""What to run on the first day with a B200 or B300: `python -m bench.day_one`.
+"""What to run on the first day with a B200, B300 or Jetson Thor: `python -m bench.day_one`.
 
-    python -m bench.day_one [--output FILE] [--only REGEX] [--implementation NAME] [--simulate]
+    python -m bench.day_one [--output FILE] [--only REGEX] [--continue] [--implementation NAME]
+        [--simulate]
 
 Checks blackwell_dc against float64, first on CTAs alone and then in pairs, and runs it under
 compute-sanitizer. Times every switch of its kernel on and off, its walks over tiles, and it and its
 peers on the shapes of bench/cases.toml. Writes what came of it to one file. Every job has a process
-of its own; one that fails, hangs or dies is recorded, and the others go on. A second start
-continues where the first one ended, and tries again what failed. docs/day_one.md says what to look
-at.
+of its own; one that fails, hangs or dies is recorded, and the others go on, but for a second one
+that hangs in the comparisons with float64: it ends the day, because each would use up its limit. A
+second start continues where the first one ended, and tries again what failed. docs/day_one.md says
+what to look at.
 
 Exit status: 0 when all went well, 1 when a job failed, 2 when there is nothing to run on.
 """
@@ -37,6 +39,7 @@ from bench.run import align
 DEFAULT = "blackwell_dc"
 ENVIRONMENT_LIMIT = 120  # seconds
 KILL_WAIT = 30
+HANGS = 2  # jobs of correctness that run into their limits, after which the day ends
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -58,6 +61,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--simulate", action="store_true",
         help="the same way on the simulator: tiny problems, no times, no GPU",
+    )  # fmt: skip
+    parser.add_argument(
+        "--continue", action="store_true", dest="go_on",
+        help=f"go on after {HANGS} jobs of correctness that ran into their limits",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="name the jobs and stop")
     # The process of one job.
@@ -93,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not chosen:
             print(f"no job matches --only {options.only!r}", file=sys.stderr)
         return 0 if chosen else 2
+    if problem := day.why_no_nvcc(chosen):
+        print(problem, file=sys.stderr)
+        return 2
     path = options.output or default_output(facts, options.simulate)
     _, facts["dirty"] = environment.git_state(results=path)
     try:
@@ -110,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     shared = {name: facts[name] for name in COLUMNS if name in facts}
     statuses = record.status_of_jobs(rows)
+    hung = 0
     for number, job in enumerate(chosen, 1):
         key = (job.part, job.name)
         head = f"[{number}/{len(chosen)}] {job.part}: {job.name}"
@@ -126,10 +137,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{head}: {new[-1]['status']}, {new[-1]['seconds']} s {new[-1]['detail']}", flush=True
         )
+        hung += job.part == "correctness" and statuses[key] == record.TIMEOUT
+        if hung == HANGS and not options.go_on and number < len(chosen):
+            note = (
+                f"{hung} jobs of correctness hung: the other {len(chosen) - number} are left out; "
+                "--continue goes on"
+            )
+            record.append(path, [record.make_row("environment", "", "note", note)])
+            print(note)
+            break
 
     print()
     print("\n".join(summary(record.load(path))))
-    bad = [job for job in chosen if statuses[job.part, job.name] != record.OK]
+    bad = [job for job in chosen if statuses.get((job.part, job.name)) != record.OK]
     print(f"\n{len(chosen) - len(bad)} of {len(chosen)} jobs went well; the record is {path}")
     return 1 if bad else 0
 
@@ -205,7 +225,7 @@ def ask(arguments: list[str], limit_s: float) -> tuple[list[Row], str, str]:
                 return rows, told["status"], told["detail"]
             rows.append(told["row"])
     if status is None:
-        return rows, "timeout", f"no end after {limit_s:.0f} s: {said}"
+        return rows, record.TIMEOUT, f"no end after {limit_s:.0f} s: {said}"
     return rows, "crashed", f"exit status {status}: {said}"
 
 

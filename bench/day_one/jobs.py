@@ -89,6 +89,8 @@ TINY = (
 # Limits of a process in seconds, which a kernel that hangs uses up.
 FIRST_LIMIT, TESTS_LIMIT, SWITCH_LIMIT, TIMING_LIMIT = 180, 1200, 240, 900
 SANITIZER_LIMIT = 900
+MESSAGE_LENGTH = 600  # characters of a failure's text that are recorded
+NVCC_VERSION = (13, 0)  # the first compiler that knows the family of 11.0
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,14 @@ class Job:
         name: what it is about.
         limit_s: seconds that it may take.
         run: does the work. Yields rows, and raises if something is wrong.
+        needs_nvcc: whether it compiles states of switches.
     """
 
     part: str
     name: str
     limit_s: float
     run: Callable[[Setup], Iterator[Row]]
+    needs_nvcc: bool = False
 
 
 class WrongError(Exception):
@@ -181,13 +185,15 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
     for setting in settings:
         if setting.switch != "pairs":
             run = functools.partial(check_setting, "switches", setting)
-            made.append(Job("switches", setting.name, SWITCH_LIMIT, run))
+            nvcc = bool(setting.assignment)
+            made.append(Job("switches", setting.name, SWITCH_LIMIT, run, nvcc))
     cases = {case.name: case for case in (*load_cases(), *LONG)}
 
     def timings(part: str, chosen: Iterable[Case], time: Callable[..., Iterator[Row]]) -> None:
         for case in TINY if simulate else chosen:
             if case.dtype in kinds:
-                made.append(Job(part, case.name, TIMING_LIMIT, functools.partial(time, case)))
+                run = functools.partial(time, case)
+                made.append(Job(part, case.name, TIMING_LIMIT, run, part != "peers"))
 
     if own:
         walks = [setting for setting in settings if setting.switch in WALK_SWITCHES]
@@ -281,6 +287,23 @@ def _serves(
     return any(
         numbers(first) <= capability and (last is None or capability <= numbers(last))
         for first, last, _ in capabilities
+    )
+
+
+def why_no_nvcc(jobs: Iterable[Job]) -> str:
+    """Why some of the jobs cannot be done by this machine's compiler, and what to do; "" if all can
+    be.
+    """
+    need = [job for job in jobs if job.needs_nvcc]
+    nvcc = on_the_spot.find_nvcc()
+    version = re.search(r"cuda_(\d+)\.(\d+)", _version_of(nvcc))
+    if not need or (version and (int(version[1]), int(version[2])) >= NVCC_VERSION):
+        return ""
+    found = "is not found" if nvcc is None else f"of {nvcc} is older ({_version_of(nvcc)})"
+    return (
+        f"{len(need)} jobs compile switches in their other states, and nvcc "
+        f"{'.'.join(map(str, NVCC_VERSION))} or newer {found}: install it (or put it first in "
+        "PATH), or leave these jobs out by --only '^(?!switches|walks)'"
     )
 
 
@@ -438,21 +461,32 @@ def run_tests(
             raise WrongError(f"pytest wrote no report, exit status {status}: {said[-400:]}")
         root = ElementTree.parse(report).getroot()
     tests = list(root.iter("testcase"))
-    bad = [
-        f"{test.get('name')}"
-        for test in tests
-        if test.find("failure") is not None or test.find("error") is not None
-    ]
-    skipped = sum(test.find("skipped") is not None for test in tests)
-    passed = len(tests) - len(bad) - skipped
-    counted = f"{passed} passed, {len(bad)} failed, {skipped} skipped"
-    for name in bad:
-        yield record.make_row(part, path, "note", f"failed: {name}")
+    bad = [(test, found) for test in tests if (found := _of(test, "failure", "error")) is not None]
+    skips = [found for test in tests if (found := _of(test, "skipped")) is not None]
+    passed = len(tests) - len(bad) - len(skips)
+    counted = f"{passed} passed, {len(bad)} failed, {len(skips)} skipped"
+    for test, found in bad:
+        said = f"failed: {test.get('name')}: {_text(found)}"
+        yield record.make_row(part, path, "note", said)
     if bad:
-        raise WrongError(counted)
-    if not passed and status != 5:  # 5: no test of this file is about it
+        raise WrongError(f"{counted}; the first: {_text(bad[0][1])[:300]}")
+    # Exit status 5: no test of this file is about the implementation.
+    if not passed and not (skips and status == 0) and status != 5:
         raise WrongError(f"{counted}: {said[-300:]}")
+    if skips and not passed:
+        counted += f", nothing was tried: {_text(skips[0])}"
     yield record.make_row(part, path, "note", counted)
+
+
+def _of(test: ElementTree.Element, *kinds: str) -> ElementTree.Element | None:
+    """What a test of a report ended with, if it is one of these kinds."""
+    return next((found for kind in kinds if (found := test.find(kind)) is not None), None)
+
+
+def _text(found: ElementTree.Element) -> str:
+    """What went wrong in a test: the lines that pytest marks by E, else the message."""
+    marked = [line[2:] for line in (found.text or "").splitlines() if line.startswith("E ")]
+    return " ".join((" ".join(marked) or found.get("message", "")).split())[:MESSAGE_LENGTH]
 
 
 def find_sanitizer() -> tuple[str | None, tuple[int, int], str]:
@@ -619,11 +653,11 @@ def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
     changed = [setting for setting in settings if setting.assignment]
     if not changed:
         return
-    nvcc, kernel = _nvcc(), variants.changed_kernel(planned)
+    nvcc = _nvcc()
 
     def compile_one(setting: variants.Setting) -> None:
         with contextlib.suppress(RuntimeError):
-            variants.compiled(setting, kernel, nvcc, "cubin")
+            variants.compiled(setting, planned, nvcc, "cubin")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, changed))

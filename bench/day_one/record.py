@@ -13,7 +13,7 @@ RECORD_COLUMNS = (*OWN_COLUMNS, *COLUMNS)
 # A job's status is "ok", "failed" (it ran and something is wrong), "timeout" or "crashed" (its
 # process died). Other rows have "timed", "simulated" (no times), "refused" (a candidate's reason)
 # or "note".
-OK = "ok"
+OK, TIMEOUT = "ok", "timeout"
 # The columns that must be the same in all rows of one file.
 SAME = ("implementation", "simulated", "commit", "dirty", "gpu", "driver", "torch")
 
@@ -72,7 +72,7 @@ def status_of_jobs(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, str], s
     """The latest status of each job, by part and item. Rows of measurements are left out."""
     jobs = {}
     for row in rows:
-        if row["status"] in (OK, "failed", "timeout", "crashed"):
+        if row["status"] in (OK, "failed", TIMEOUT, "crashed"):
             jobs[row["part"], row["item"]] = row["status"]
     return jobs
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from archflash import sim
 
 NAME = "blackwell_dc"
-ARCHITECTURE = "100f"
 HOME = "B200"  # the GPU whose plans are simulated
 SOURCE = Path(__file__).with_name("variant.cu")
 KERNELS = on_the_spot.SOURCES / NAME / "kernels"
@@ -139,12 +138,13 @@ def changed_kernel(plan: Any) -> str:
     return found[0]
 
 
-def compiled(setting: Setting, kernel: str, nvcc: str, kind: str) -> bytes:
-    """Compiles a variant of a kernel of the wheel. It has the kernel's name.
+def compiled(setting: Setting, planned: Any, nvcc: str, kind: str) -> bytes:
+    """Compiles a variant of the kernel of a plan, for the GPUs that the wheel's is for: 10.x, or
+    11.0. It has the kernel's name.
 
     Args:
         setting: what is changed; it must have an assignment.
-        kernel: the name of the kernel.
+        planned: the plan.
         nvcc: the compiler.
         kind: "ptx" or "cubin".
 
@@ -154,10 +154,10 @@ def compiled(setting: Setting, kernel: str, nvcc: str, kind: str) -> bytes:
     Raises:
         RuntimeError: it does not compile; the message is nvcc's.
     """
-    prefix = "compute_" if kind == "ptx" else "sm_"
-    return on_the_spot.compiled(
-        SOURCE, nvcc, kind, prefix + ARCHITECTURE, definitions(setting, kernel)
-    )
+    target = planned.code
+    architecture = target.replace("sm_", "compute_") if kind == "ptx" else target
+    macros = definitions(setting, changed_kernel(planned))
+    return on_the_spot.compiled(SOURCE, nvcc, kind, architecture, macros)
 
 
 def applies(setting: Setting, planned: Any) -> bool:
@@ -229,7 +229,7 @@ def simulate(
             options["num_splits"] = 1
     program = None
     if setting is not None and setting.assignment:
-        program = sim.load(compiled(setting, changed_kernel(plan), nvcc, "ptx").decode())
+        program = sim.load(compiled(setting, plan, nvcc, "ptx").decode())
     return sim.run(q, k, v, implementation=NAME, plan=plan, program=program, **options)
 
 
@@ -264,9 +264,8 @@ def bind(
                 planned = alone(planned)
             plan = plan_for(setting, planned)
             if setting.assignment:
-                kernel = changed_kernel(plan)
-                code = compiled(setting, kernel, nvcc, "cubin")
-                plan = on_the_spot.with_kernel(plan, kernel, code)
+                code = compiled(setting, plan, nvcc, "cubin")
+                plan = on_the_spot.with_kernel(plan, changed_kernel(plan), code)
             plans[q.shape] = plan
         dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)

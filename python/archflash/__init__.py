@@ -10,6 +10,7 @@ The modules stand in layers, and each imports only from layers below its own:
   DTensors are split
 - the table of options, the implementations, what was measured, the implementation `torch`, the
   float64 reference
+- `_proofs`, where the kernels have run; dtypes under autocast
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
 - `_gradients`, who computes those of a call, and how
 - `_ops`, a call and its gradients as torch operators

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import TypeGuard
 
 from archflash import _archflash as _native
-from archflash import _measured, _options, _registry, _torch
+from archflash import _measured, _options, _proofs, _registry, _torch
 from archflash._errors import ForcedImplementationError, NotCompiledError, UnsupportedError
 
 logger = logging.getLogger("archflash")
@@ -86,6 +87,8 @@ class Decision:
         device: the GPU that was planned for; None for tensors on the CPU.
         plan: the launches that will be made; None for `torch`.
         fallback: whether `torch` serves the call because no kernel can.
+        unproved: the kernels that would come before the chosen one, and have never run on a GPU of
+            this compute capability.
     """
 
     chosen: str
@@ -95,6 +98,7 @@ class Decision:
     device: _native.Device | None
     plan: _native.LaunchPlan | None
     fallback: bool
+    unproved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{describe_problem(self.problem)} on {describe_device(self.device)}"]
@@ -247,8 +251,6 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
     """
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
-    if problem.needs_grad:  # kernels whose backward pass has never run on a GPU come last
-        kernels = tuple(sorted(kernels, key=_registry.BACKWARD_NEVER_RAN.__contains__))
     if pytorch_fails(problem, capability):
         return _before_pytorch(problem, capability, kernels)
     if problem.needs_grad and _pytorch_differentiates(problem, capability):
@@ -282,6 +284,10 @@ def order(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple
         # PyTorch's fused kernels also split the keys over the GPU. With one query row on an H200
         # that is 1.8 to 17 times faster than a kernel that does not (bench/results).
         return (*splitting, _registry.TORCH, *others, *cuda_cores)
+    if capability is not None and _pytorch_is_faster_than_mma_sync(pytorchs, problem, capability):
+        own = [name for name in tensor_cores if _registry.uses_own_instructions(name, capability)]
+        others = [name for name in tensor_cores if name not in own]
+        return (*own, _registry.TORCH, *others, *cuda_cores)
     return (*tensor_cores, _registry.TORCH, *cuda_cores)
 
 
@@ -301,13 +307,7 @@ def pytorch_fails(
     if isinstance(pytorchs, list) or capability is None:
         return None
     masked = problem.attn_mask or problem.key_ranges or problem.block_mask
-    masked = masked or _torch.needs_mask(
-        causal=problem.causal,
-        window=problem.window,
-        q_offset_given=problem.q_offset_given,
-        nq=problem.nq,
-        nk=problem.nk,
-    )
+    masked = masked or _needs_mask(problem)
     failing = _torch.faults(
         capability=capability,
         batch=problem.batch,
@@ -336,6 +336,17 @@ def _before_pytorch(
     cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
     others = [name for name in kernels if name not in cuda_cores]
     return (*others, _registry.TORCH, *cuda_cores)
+
+
+def _pytorch_is_faster_than_mma_sync(
+    pytorchs: str | list[str], problem: _native.Problem, capability: tuple[int, int]
+) -> TypeGuard[str]:
+    """Whether PyTorch's kernel for a problem is expected to be faster than ours of mma.sync: on
+    10.x and 11.0, whose tensor cores mma.sync leaves mostly idle, for calls that PyTorch serves as
+    they are. Where it would need a mask of all scores, ours are, because they skip hidden keys.
+    """
+    plain = _pytorch_may_serve(problem) and not problem.masked and not _needs_mask(problem)
+    return capability[0] in (10, 11) and plain and pytorchs in ("torch-cudnn", "torch-flash")
 
 
 def _faster_with_gradients(
@@ -415,14 +426,19 @@ def _serves_as_measured(
     """Whether a kernel of PyTorch was measured for problems of this kind and serves this one
     without a mask. With one it was measured without what `torch` does around it.
     """
-    masked = problem.masked or _torch.needs_mask(
+    masked = problem.masked or _needs_mask(problem)
+    return kernel in measured.order and not masked and _pytorch_may_serve(problem)
+
+
+def _needs_mask(problem: _native.Problem) -> bool:
+    """Whether PyTorch needs a mask tensor that says which keys each query sees."""
+    return _torch.needs_mask(
         causal=problem.causal,
         window=problem.window,
         q_offset_given=problem.q_offset_given,
         nq=problem.nq,
         nk=problem.nk,
     )
-    return kernel in measured.order and not masked and _pytorch_may_serve(problem)
 
 
 def _pytorch_differentiates(
@@ -549,6 +565,7 @@ def select(
 
     answers = _Answers(problem, device)
     chosen, plan = answers.first()
+    unproved = tuple(answers.unproved)
     _require_kernel(chosen, answers, problem, device)
     reasons = {}
     for other in answers.order:
@@ -557,7 +574,7 @@ def select(
         reasons[other] = answers.reasons(other) or [_why_behind(other, chosen, problem, device)]
     fallback = not answers.a_kernel_could()
     why = _why(chosen, fallback, problem, device)
-    return Decision(chosen, why, reasons, problem, device, plan, fallback)
+    return Decision(chosen, why, reasons, problem, device, plan, fallback, unproved)
 
 
 _PYTORCHS = {
@@ -612,6 +629,9 @@ def _why_behind(other: str, chosen: str, problem: _native.Problem, device: _nati
     if measured is not None and pytorchs and other in measured.order:
         return f"{_PYTORCHS[pytorchs]} was measured to be faster"
     tensor_cores = _registry.uses_tensor_cores(other)
+    kernel = _pytorchs_kernel(problem, device.capability)
+    if tensor_cores and _pytorch_is_faster_than_mma_sync(kernel, problem, device.capability):
+        return f"mma.sync leaves this GPU's tensor cores mostly idle: {_PYTORCHS[kernel]} is first"
     short = "it does not split the keys" if tensor_cores else "it leaves the tensor cores unused"
     return f"{short}: PyTorch is expected to be faster"
 
@@ -664,6 +684,8 @@ class _Answers:
 
     Attributes:
         order: the implementations in the order in which they are asked.
+        unproved: those that could serve the call and were asked, but have no proof for this GPU;
+            after first() those that come before the chosen one.
     """
 
     def __init__(self, problem: _native.Problem, device: _native.Device) -> None:
@@ -671,6 +693,7 @@ class _Answers:
         self._device = device
         self._capability = device.capability
         self.order = order(problem, self._capability)
+        self.unproved: list[str] = []
         self._of: dict[str, _native.LaunchPlan | list[str]] = {}
 
     def _ask(self, name: str) -> _native.LaunchPlan | list[str]:
@@ -685,8 +708,18 @@ class _Answers:
                 answer = [
                     f"compute capability {major}.{minor}: {name} serves it only when it is forced"
                 ]
+            elif not isinstance(answer, list) and (why := self._why_not(name)):
+                self.unproved.append(name)
+                answer = [why]
             self._of[name] = answer
         return answer
+
+    def _why_not(self, name: str) -> str | None:
+        """Why a kernel has no proof for this call; see _proofs."""
+        why = _proofs.why_not(name, self._capability)
+        if why is None and self._problem.needs_grad:
+            why = _proofs.why_not(name, self._capability, _proofs.BACKWARD)
+        return why
 
     def first(self) -> tuple[str, _native.LaunchPlan | None]:
         """The first implementation in the order that can serve the call, and its plan; that of
@@ -858,6 +891,8 @@ def choose(
     answers = _Answers(problem, device)
     chosen, plan = answers.first()
     _require_kernel(chosen, answers, problem, device)
+    if answers.unproved:
+        _proofs.note(answers.unproved[0], device, chosen)
     if plan is not None or answers.a_kernel_could():
         return plan, {}
     kernels = (kernel for kernel in answers.order if kernel != _registry.TORCH)

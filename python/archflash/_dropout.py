@@ -7,6 +7,7 @@ computes them in kernels, and `dropout_mask` in PyTorch's operations.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +40,7 @@ def wants_state(dropout_p: object, rng_state: object) -> bool:
     """Whether a call drops weights and has to draw the state of their random bits. A dropout_p of a
     wrong type, which might be a tensor on a GPU, is left to the check of arguments unread.
     """
-    return isinstance(dropout_p, (int, float)) and dropout_p != 0 and rng_state is None
+    return isinstance(dropout_p, numbers.Real) and dropout_p != 0 and rng_state is None
 
 
 def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> Tensor:

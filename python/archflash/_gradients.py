@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _options, _registry, _torch
+from archflash import _dispatch, _options, _proofs, _registry, _torch
 from archflash._errors import ForcedImplementationError
 
 _NO_GRADIENTS = 0  # what the runtime is told of autograd: see enum Grad in src/runtime/call.h
@@ -199,6 +200,7 @@ def decide(
         ForcedImplementationError: the forced one is unknown or cannot compute them.
     """
     problem, chosen, plan, fallback = request.problem(), _registry.TORCH, None, False
+    unproved = []
     if name is not None:
         _dispatch.check_name(name)
         chosen, why = name, "it is forced"
@@ -219,8 +221,10 @@ def decide(
             answer = _plan(kernel, request, on_cuda, into, device, deterministic)
             if isinstance(answer, list):
                 reasons[kernel] = answer
-            elif kernel in _registry.BACKWARD_NEVER_RAN:
-                reasons[kernel] = ["its backward pass has never run on a GPU: it has to be forced"]
+            elif why_not := _proofs.why_not(kernel, device.capability, _proofs.BACKWARD):
+                reasons[kernel] = [why_not]
+                if plan is None:
+                    unproved.append(kernel)
             elif plan is None:
                 chosen, plan = kernel, answer
             else:
@@ -230,7 +234,9 @@ def decide(
         if plan is not None:
             why = "its backward pass reads the output and the log-sum-exp of the call"
             reasons[_registry.TORCH] = ["it would compute the call once more"]
-    return _dispatch.Decision(chosen, why, reasons, problem, device, plan, fallback)
+    return _dispatch.Decision(
+        chosen, why, reasons, problem, device, plan, fallback, tuple(unproved)
+    )
 
 
 def _forced_plan(
@@ -324,6 +330,8 @@ def compute(
     if into.dmask is not None and deterministic:
         by_score = into.with_dmask_of_all_scores(request)
     decision = decide(request, by_score, device, name, obstacle, deterministic)
+    if decision.unproved and device is not None:
+        _proofs.note(decision.unproved[0], device, decision.chosen)
     if decision.plan is not None:
         _native.launch(decision.plan, operands(request, by_score, decision.plan))
         if into.dmask is not None and by_score.dmask is not None and by_score is not into:
@@ -383,10 +391,37 @@ def by_plain_operations(
     return {name: x for name, x in zip(leaves, found, strict=True) if x is not None}
 
 
+def _of_these_keys(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the output and log-sum-exp of a call, from those of attention over its keys
+    and further ones, whose output and log-sum-exp are the request's (context parallelism):
+        output of all = share * output of the call + what the other keys give,
+    where share = exp(lse of the call - lse of all), and so does each gradient.
+
+    Args:
+        request: the call, with what belongs to all keys.
+        out, lse: the output and log-sum-exp of the call.
+    """
+
+    rows_first = lse.ndim == 2 or request.options["layout"] == "bnhd"
+
+    def swapped(x: Tensor) -> Tensor:  # between (heads, rows) of lse and the output's order
+        return x.transpose(-1, -2) if rows_first else x
+
+    share = (lse - request.lse).exp().masked_fill(lse == -math.inf, 0.0)
+    # Without other keys the two differ by rounding only.
+    alone = (lse - request.lse).abs() <= 4 * torch.finfo(lse.dtype).eps * (1 + lse.abs())
+    share = share.masked_fill(alone, 1.0)
+    dout = request.dout.to(torch.promote_types(out.dtype, torch.float32))
+    behind = swapped((dout * (out - request.out)).sum(-1)).masked_fill(alone, 0.0)
+    dlse = behind if request.dlse is None else behind + request.dlse
+    dout = dout * swapped(share)[..., None]
+    return dout.to(out.dtype), (share * dlse).to(lse.dtype)
+
+
 def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
     leaves = [x.detach().requires_grad_() for x in (request.q, request.k, request.v)]
-    options = _options.for_torch(request.options) | {"out": None, "return_lse": False}
+    options = _options.for_torch(request.options) | {"out": None, "return_lse": True}
     targets = [into.dq, into.dk, into.dv]
     for option, target in (("sinks", into.dsinks), ("attn_mask", into.dmask)):
         if target is not None:
@@ -399,13 +434,10 @@ def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
         if deterministic:  # PyTorch's fused kernels may add in any order
             math_only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
             stack.enter_context(math_only)
-        given = [request.dout]
-        if request.dlse is not None:
-            options["return_lse"] = True
-            given.append(request.dlse)
         answer = _torch.attention(*leaves[:3], **options)
-        outputs = [answer] if isinstance(answer, Tensor) else list(answer)
-        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+        assert not isinstance(answer, Tensor)
+        given = _of_these_keys(request, answer[0].detach(), answer[1].detach())
+        found = torch.autograd.grad(answer, leaves, given, allow_unused=True)
     for target, gradient in zip(targets, found, strict=True):
         if target is into.dmask:
             gradient = None if gradient is None else gradient.reshape(target.shape)

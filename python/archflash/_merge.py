@@ -37,8 +37,9 @@ def merge_attention(
     Each part is what `archflash.attention(..., return_lse=True)` returned for some of the keys: a
     prefix that sequences share and what is their own, or the shares of several GPUs. With
     lse = log(sum of exp(lse_i)) the result is the sum of exp(lse_i - lse) * out_i. A row of a part
-    whose lse is -inf saw no key: it counts for nothing, whatever its output holds. A sink belongs
-    into one part only. The call does not wait for the device.
+    whose lse is -inf saw no key: it counts for nothing, whatever its output holds; so does one
+    whose lse is +inf and whose output is 0, as FlashAttention-2 gives it. A sink belongs into one
+    part only. The call does not wait for the device.
 
     Args:
         outs: the outputs, at least one: tensors ``(batch, heads, nq, dv)``, with layout="bnhd"
@@ -228,6 +229,8 @@ def _with_torch(outs: list[Tensor], lses: list[Tensor], layout: str) -> tuple[Te
     """The result by PyTorch's operations in float32."""
     outs = [_as_bhnd(x, layout) if x.ndim == 4 else x.transpose(0, 1) for x in outs]
     stacked = torch.stack(lses)
+    zeros = torch.stack([(out == 0).all(-1) for out in outs])
+    stacked = stacked.masked_fill((stacked == torch.inf) & zeros, -torch.inf)
     top = stacked.amax(0)
     # A finite number near the largest, because the difference of infinities would be NaN.
     base = top.detach().clamp(-_LARGEST, _LARGEST)

@@ -13,8 +13,6 @@ from functools import cache
 from archflash import _archflash as _native
 
 TORCH = "torch"
-# Implementations whose backward pass is there and has never run on a GPU: it has to be forced.
-BACKWARD_NEVER_RAN = ("blackwell_dc",)
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,18 @@ def made_for(name: str, dtype: str, capability: tuple[int, int] | None) -> bool:
     """Whether a kernel's tiles for a dtype suit GPUs of a compute capability as well as any."""
     home = _description(name).sixteen_bits_made_for
     return dtype not in ("float16", "bfloat16") or home is None or home == capability
+
+
+@cache
+def uses_own_instructions(name: str, capability: tuple[int, int]) -> bool:
+    """Whether a kernel has code for GPUs of a compute capability that runs on no other generation,
+    such as sm_100f: it uses instructions that only they have.
+    """
+    return any(
+        target.name[-1] in "af" and target.first <= capability <= target.last
+        for target in _native.targets(name)
+        if target.last is not None
+    )
 
 
 @cache

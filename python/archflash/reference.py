@@ -174,11 +174,16 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Args:
         outs: ``(batch, heads, nq, dv)`` each, any floating-point dtype.
-        lses: ``(batch, heads, nq)`` each, natural logarithms; a row with -inf counts for nothing.
+        lses: ``(batch, heads, nq)`` each, natural logarithms; a row with -inf counts for nothing,
+            nor does one with +inf and an output of 0.
 
     Returns:
         The pair (output, log-sum-exp), float64.
     """
+    lses = [
+        x.masked_fill((x == torch.inf) & (out == 0).all(-1), -torch.inf)
+        for out, x in zip(outs, lses, strict=True)
+    ]
     lse = torch.stack([x.double() for x in lses]).logsumexp(0)
     merged = torch.zeros(outs[0].shape, dtype=torch.float64, device=outs[0].device)
     for out, of_part in zip(outs, lses, strict=True):

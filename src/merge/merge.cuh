@@ -1,7 +1,8 @@
 // merge_attention: partial attention results of the same rows over different keys become the result
 // over all of these keys. Each warp merges one row.
 //   lse = log(sum of exp(lse_i)),  out = sum of exp(lse_i - lse) out_i
-// A part whose LSE is -inf has weight 0, and its output is not read.
+// A part whose LSE is -inf has weight 0, and its output is not read. FlashAttention-2 gives a row
+// that saw no key the LSE +inf and the output 0: such a part has weight 0, too.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +50,20 @@ __device__ __forceinline__ int64_t element_bytes(DType dtype) {
   return dtype == DType::F32 ? 4 : 2;
 }
 
+// Whether the columns of a lane are 0 in a row of a part.
+__device__ __forceinline__ bool is_zero(const Params& params, int i, int64_t batch, int64_t head,
+                                        int64_t row, int lane) {
+  const Part& part = params.part[i];
+  const int64_t start = batch * part.out_batch + head * part.out_head + row * part.out_row;
+  const unsigned char* row_gmem =
+      static_cast<const unsigned char*>(part.out_gmem) + start * element_bytes(params.dtype[i]);
+  for (int column = lane * COLUMNS; column < params.dv; column += 32 * COLUMNS) {
+    const float4 x = load_columns(row_gmem, column, params.dtype[i]);
+    if (x.x != 0.0f || x.y != 0.0f || x.z != 0.0f || x.w != 0.0f) return false;  // NaN, too
+  }
+  return true;
+}
+
 __device__ __forceinline__ void merge_row(const Params& params) {
   const int lane = threadIdx.x % 32;
   const int64_t index =
@@ -65,6 +80,13 @@ __device__ __forceinline__ void merge_row(const Params& params) {
     const Part& part = params.part[i];
     if (lane == i && i < params.parts)
       lse = part.lse_gmem[batch * part.lse_batch + head * part.lse_head + row * part.lse_row];
+  }
+  const unsigned infinite = __ballot_sync(ALL_LANES, lse == -MINUS_INFINITY);
+#pragma unroll
+  for (int i = 0; i < MERGE_PARTS; ++i) {
+    if ((infinite >> i & 1) == 0) continue;
+    if (__all_sync(ALL_LANES, is_zero(params, i, batch, head, row, lane)) && lane == i)
+      lse = MINUS_INFINITY;
   }
   float largest = lse;
 #pragma unroll

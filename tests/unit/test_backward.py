@@ -446,17 +446,26 @@ def test_a_forced_kernel_that_has_gradients_plans_a_call_that_needs_them(folder:
     assert decision.plan is not None
 
 
-def test_a_backward_pass_that_has_never_run_on_a_gpu_has_to_be_forced() -> None:
+def test_a_backward_pass_that_has_never_run_on_a_gpu_has_to_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q = torch.empty(2, 8, 256, 64, dtype=FP16, device="meta")
     decision = archflash.explain(q, q, q, device="B200", backward=True)
     assert decision.chosen == "ampere"
-    assert "never run on a GPU" in decision.reasons["blackwell_dc"][0]
+    assert "backward pass of blackwell_dc has never run" in decision.reasons["blackwell_dc"][0]
+    assert decision.unproved == ("blackwell_dc",)
     # A call that PyTorch has no fused kernel for.
     assert archflash.explain(*inputs(FP16), device="B200", softcap=2.0).chosen == "ampere"
     named = {"implementation": "blackwell_dc"}
     forced = archflash.explain(q, q, q, device="B200", backward=True, **named)
     assert forced.plan is not None
     assert "blackwell_dc_attention_bwd_f16_d64" in forced.plan.kernels
+    monkeypatch.setenv("ARCHFLASH_UNPROVED", "blackwell_dc")
+    asked = archflash.explain(q, q, q, device="B200", backward=True)
+    assert asked.plan is not None
+    assert asked.plan.kernels == forced.plan.kernels
+    asked = archflash.explain(*inputs(FP16), device="B200", softcap=2.0)
+    assert asked.chosen == "blackwell_dc"
 
 
 def large_inputs(d: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -529,3 +538,45 @@ def test_explain_says_how_many_times_kernels_of_parts_are_launched() -> None:
     lines = [line for line in str(decision).splitlines() if "launch:" in line]
     assert len(lines) <= 6  # of all parts but the last one, and of that one
     assert any(line.endswith((f", {parts} times", f", {parts - 1} times")) for line in lines)
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradients_of_parts_of_the_keys_add_up_in_plain_operations(
+    dtype: torch.dtype, layout: str
+) -> None:
+    """out and lse are those of all keys, in each call with a part of them."""
+    shape = {"bhnd": (1, 2, 6, 8), "bnhd": (1, 6, 2, 8), "packed": (6, 2, 8)}[layout]
+    rows = 2 if layout == "bhnd" else len(shape) - 3
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(4))
+    sinks = torch.randn(2, generator=generator)
+    options: dict[str, Any] = {"window": (2, 0), "softcap": 3.0}
+    if layout == "packed":
+        ends = torch.tensor([0, 6], dtype=torch.int32)
+        options |= {"cu_seqlens_q": ends}
+    else:
+        options |= {"layout": layout}
+
+    def lengths(keys: int) -> dict[str, Any]:
+        packed = torch.tensor([0, keys], dtype=torch.int32)
+        return {"cu_seqlens_k": packed} if layout == "packed" else {}
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    out, lse = archflash.attention(
+        *leaves[:3], sinks=leaves[3], return_lse=True, **options, **lengths(6)
+    )
+    dlse = torch.randn(lse.shape, generator=generator)
+    expected = torch.autograd.grad([out, lse], leaves, [dout, dlse])
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    for part in (slice(0, 2), slice(2, 6)):
+        of_part = (slice(None),) * rows + (part,)
+        *gradients, dsinks = archflash.attention_backward(
+            dout, q, k[of_part], v[of_part], out.detach(), lse.detach(), dlse=dlse, sinks=sinks,
+            q_offset=-part.start, **options, **lengths(part.stop - part.start),
+        )  # fmt: skip
+        found[0] += gradients[0]
+        for whole, gradient in zip(found[1:], gradients[1:], strict=True):
+            whole[of_part] = gradient
+    for one, other in zip((*found, dsinks), expected, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), atol=2e-6, rtol=1e-5)

@@ -6,24 +6,30 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import math
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import archflash
 import archflash.compat
-from archflash import UnsupportedError, _gradients, _registry, reference
+from archflash import UnsupportedError, _gradients, reference
 from archflash import _archflash as _native
 from archflash.compat import _flash, flash_mla
 from archflash.compat import flash_attn as fa2
 from archflash.compat import flash_attn_interface as fa3
-from archflash.compat.flash_attn import bert_padding
+from archflash.compat.flash_attn import _private, bert_padding
+from archflash.compat.flash_attn import flash_attn_interface as interface2
+from archflash.compat.flash_attn.layers import rotary
 from archflash.compat.flash_attn.layers.rotary import apply_rotary_emb
+from archflash.compat.flash_attn.ops.triton.rotary import apply_rotary
 
 
 def rand(*shape: int, seed: int = 1) -> Tensor:
@@ -368,10 +374,17 @@ def test_deterministic_gradients_pass_over_kernels_that_the_build_left_out(
     monkeypatch.setattr(
         _flash, "attention", lambda q, k, v, implementation, **_: asked.append(implementation) or q
     )
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
-    out = ("hopper", *_registry.BACKWARD_NEVER_RAN)
-    assert asked == [name for name in _gradients.FOLDERS if name not in out][:1]
+    assert asked == ["ampere"]
+    capability[0] = (10, 0)  # here blackwell_dc has never run, and comes first when it is asked for
+    assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
+    assert asked == ["ampere", "ampere"]
+    monkeypatch.setenv("ARCHFLASH_UNPROVED", "1")
+    assert _flash._deterministic(on_gpu, on_gpu, on_gpu) is on_gpu
+    assert asked[2] == "blackwell_dc"
 
 
 @pytest.mark.parametrize("rows", [(9, 7), (5, 11), (6, 6)], ids=str)
@@ -644,3 +657,460 @@ def test_installed_names_belong_to_the_distribution_archflash(
         archflash.compat.uninstall()
     after = importlib.metadata.packages_distributions()
     assert [after.get(name) for name in names] == [before.get(name) for name in names]
+
+
+def test_distributions_are_listed_where_archflash_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from a copy in sys.path: many programs read the entry points of all distributions."""
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    archflash.compat.install()
+    try:
+        found = [x for x in importlib.metadata.distributions() if x.metadata["Name"] == "archflash"]
+        assert {x.version for x in found} == {_native.version}
+    finally:
+        archflash.compat.uninstall()
+
+
+# --- numbers that are tensors or numpy's ---
+
+NUMBERS = {
+    "softmax_scale": (torch.tensor(0.3), np.float32(0.25), np.float64(0.3), torch.tensor([0.3])),
+    "causal": (np.bool_(True), torch.tensor(True), 1, np.bool_(False), 0),
+    "window_size": ((np.int64(2), np.int32(-1)), np.array([1, 2]), (torch.tensor(2), 0), [2, 1]),
+    "softcap": (torch.tensor(2.0), np.float32(2), torch.tensor(0.0), np.float64(0), 3),
+    "deterministic": (np.bool_(False), torch.tensor(False)),
+}
+
+
+def as_plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list, np.ndarray)):
+        return tuple(int(side) for side in value)
+    return value if isinstance(value, int) else value.item()
+
+
+@pytest.mark.parametrize("interface", [fa2, fa3], ids=["2", "3"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_tensors_or_numpys(name: str, interface: Any) -> None:
+    q, k, v = qkv()
+    packed = (ends(0, 9), ends(0, 7), torch.tensor(9), np.int64(7))
+    for value in NUMBERS[name]:
+        same = as_plain(value)
+        given, meant = {name: value}, {name: bool(same) if name == "causal" else same}
+        found = interface.flash_attn_func(q, k, v, **given)
+        assert torch.equal(found, interface.flash_attn_func(q, k, v, **meant))
+        of_packed = interface.flash_attn_varlen_func(q[0], k[0], v[0], *packed, **given)
+        torch.testing.assert_close(of_packed, found[0])
+        if name != "deterministic":
+            cached = interface.flash_attn_with_kvcache(q, k, v, **given, num_splits=np.int64(0))
+            torch.testing.assert_close(cached, found)
+
+
+def test_other_numbers_may_be_tensors_or_numpys() -> None:
+    q, k, v = qkv()
+    for ask in (np.bool_(True), torch.tensor(True), 1):
+        assert len(fa2.flash_attn_func(q, k, v, return_attn_probs=ask)) == 3
+        assert len(fa3.flash_attn_func(q, k, v, return_attn_probs=ask)) == 2
+        assert len(fa3.flash_attn_with_kvcache(q, k, v, return_softmax_lse=ask)) == 2
+    for size in (np.int64(3), torch.tensor(3)):
+        chunked = fa3.flash_attn_func(q, k, v, attention_chunk=size, sm_margin=torch.tensor(0))
+        assert torch.equal(chunked, fa3.flash_attn_func(q, k, v, attention_chunk=3))
+    for share in (np.float32(0.25), torch.tensor(0.25), np.float64(0.25)):
+        torch.manual_seed(0)
+        dropped = fa2.flash_attn_func(q, k, v, share)
+        torch.manual_seed(0)
+        assert torch.equal(dropped, fa2.flash_attn_func(q, k, v, 0.25))
+    q, pages = torch.randn(2, 3, 4, 24), torch.randn(3, 8, 1, 24)
+    given = (q, pages, torch.tensor([[2, 0], [1, 1]]).int(), torch.tensor([10, 5]).int(), 16)
+    out, _ = flash_mla.flash_mla_with_kvcache(
+        *given, softmax_scale=torch.tensor(0.2), causal=np.bool_(True)
+    )
+    assert torch.equal(
+        out, flash_mla.flash_mla_with_kvcache(*given, softmax_scale=0.2, causal=True)[0]
+    )
+
+
+def test_what_is_no_number_is_still_refused() -> None:
+    q, k, v = qkv()
+    for given in ({"causal": "yes"}, {"causal": torch.ones(2)}, {"softmax_scale": torch.ones(2)}):
+        with pytest.raises(TypeError, match=r"causal|scale"):
+            fa2.flash_attn_func(q, k, v, **given)
+
+
+# --- merging ---
+
+
+@pytest.mark.parametrize("interface", [fa2, fa3], ids=["2", "3"])
+def test_parts_merge_whose_rows_see_no_key(interface: Any) -> None:
+    """By merge_attention and by flash_attn_combine, with either infinity for a row without keys."""
+    q, k, v = qkv(12, 20)
+    # With causal a row sees no key of a block that has fewer keys than rows stand behind it.
+    parts = [
+        interface.flash_attn_func(
+            q, k[:, block], v[:, block], causal=True, return_attn_probs=True
+        )[:2]
+        for block in (slice(0, 3), slice(3, 8), slice(8, 20))
+    ]  # fmt: skip
+    outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
+    assert [int(lse[0, 0].isinf().sum()) for lse in lses] == [9, 7, 0]
+    exact = torch.stack([x.double().masked_fill(x.isinf(), -math.inf) for x in lses])
+    shares = (exact - exact.logsumexp(0)).exp().transpose(-1, -2)[..., None]
+    expected_out = (shares * torch.stack(outs).double()).sum(0)
+    out, lse = archflash.merge_attention(outs, lses, layout="bnhd")
+    combined, combined_lse = fa3.flash_attn_combine(
+        torch.stack(outs), torch.stack(lses).transpose(-1, -2)
+    )
+    torch.testing.assert_close(combined, out)
+    torch.testing.assert_close(combined_lse.transpose(-1, -2), lse)
+    torch.testing.assert_close(out.double(), expected_out, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse.double(), exact.logsumexp(0), atol=1e-6, rtol=1e-6)
+
+
+def test_blocks_of_keys_in_a_ring_give_the_whole_attention() -> None:
+    """Forward and backward pass block by block, with flash-attn's functions for one pass."""
+    q, k, v = rand(2, 12, 4, 8), rand(2, 12, 2, 8, seed=2), rand(2, 12, 2, 8, seed=3)
+    dout = rand(2, 12, 4, 8, seed=4)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    whole, whole_lse = archflash.attention(*leaves, layout="bnhd", return_lse=True)
+    expected_gradients = torch.autograd.grad(whole, leaves, dout)
+    formula = (0.0, 8**-0.5, False, -1, -1, 0.0, None)
+    out = lse = None
+    for block in (slice(0, 4), slice(4, 12)):
+        found, of_block, empty, state = interface2._flash_attn_forward(
+            q, k[:, block], v[:, block], *formula, False
+        )
+        assert (empty.shape, state.shape, state.dtype) == ((0,), (2,), torch.int64)
+        column = of_block.transpose(-1, -2)[..., None]
+        if out is None or lse is None:
+            out, lse = found, column
+        else:  # the update of ring attention
+            out = out - torch.sigmoid(column - lse) * (out - found)
+            lse = lse - torch.nn.functional.logsigmoid(lse - column)
+    assert out is not None
+    assert lse is not None
+    torch.testing.assert_close(out, whole.detach())
+    lse = lse[..., 0].transpose(-1, -2).contiguous()
+    torch.testing.assert_close(lse, whole_lse.detach())
+    dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    for block in (slice(0, 4), slice(4, 12)):
+        of_block = torch.empty_like(q)
+        sums = interface2._flash_attn_backward(
+            dout, q, k[:, block], v[:, block], out, lse, of_block, dk[:, block], dv[:, block],
+            *formula, False,
+        )  # fmt: skip
+        dq += of_block
+        assert sums.shape == (2, 4, 128)
+        torch.testing.assert_close(sums[..., :12], (dout * out).sum(-1).transpose(-1, -2))
+    for found, right in zip((dq, dk, dv), expected_gradients, strict=True):
+        torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-4)
+
+
+# --- one pass each, by the functions below the interfaces ---
+
+
+def by_autograd(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = archflash.attention(*leaves, return_lse=True, **options)
+    return (out.detach(), lse.detach()), torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_pass_each_of_flash_attention_2(packed: bool, sign: int) -> None:
+    """Rows that see no key may come back with either infinity."""
+    q, k, v = qkv(12, 5)  # causal: the first seven rows see no key
+    dout = torch.randn_like(q)
+    formula = (0.0, 0.4, True, 3, -1, 2.0, None)
+    options: dict[str, Any] = {
+        "scale": 0.4, "causal": True, "window": (3, None), "softcap": 2.0, "layout": "bnhd",
+    }  # fmt: skip
+    lengths: tuple[Any, ...] = ()
+    forward, backward = interface2._flash_attn_forward, interface2._flash_attn_backward
+    if packed:
+        q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
+        lengths = (ends(0, 12, 24), ends(0, 5, 10), 12, 5)
+        options |= {"cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
+        forward = interface2._flash_attn_varlen_forward
+        backward = interface2._flash_attn_varlen_backward
+    (right, right_lse), gradients = by_autograd(q, k, v, dout, **options)
+    out, lse, *_ = forward(q, k, v, *lengths, *formula, False)
+    torch.testing.assert_close(out, right)
+    assert bool((lse == math.inf).any())
+    torch.testing.assert_close(lse, right_lse.masked_fill(right_lse == -math.inf, math.inf))
+    lse = lse.masked_fill(lse == math.inf, sign * math.inf)
+    found = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    sums = backward(dout, q, k, v, out, lse, *found, *lengths, *formula, False)
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert sums.dtype == torch.float32
+    assert sums.shape == ((4, 24 + 2 * 128) if packed else (2, 4, 128))
+    rows = (dout * out).sum(-1).transpose(-1, -2)
+    if packed:  # the second sequence begins 128 rows later
+        torch.testing.assert_close(sums[:, 12 + 128 : 24 + 128], rows[:, 12:])
+    torch.testing.assert_close(sums[..., :12], rows[..., :12])
+
+
+def test_dropout_of_one_pass_is_that_of_the_other() -> None:
+    q, k, v = qkv()
+    dout = torch.randn_like(q)
+    formula = (0.3, 0.4, False, -1, -1, 0.0, None)
+    torch.manual_seed(3)
+    out, lse, _, state = interface2._flash_attn_forward(q, k, v, *formula, False)
+    options = {"scale": 0.4, "layout": "bnhd", "dropout_p": 0.3, "rng_state": state}
+    (right, _), gradients = by_autograd(q, k, v, dout, **options)
+    torch.testing.assert_close(out, right)
+    found = [torch.empty_like(x) for x in (q, k, v)]
+    interface2._flash_attn_backward(dout, q, k, v, out, lse, *found, *formula, False, state)
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="dropout_p without rng_state"):
+        interface2._flash_attn_backward(dout, q, k, v, out, lse, *found, *formula, False)
+
+
+def test_pages_and_used_keys_of_one_pass() -> None:
+    q, pages = rand(2, 4, 8), (rand(6, 4, 2, 8, seed=2), rand(6, 4, 2, 8, seed=3))
+    table, lengths = torch.tensor([[5, 0], [3, 1]]).int(), ends(7, 3)
+    k, v = (
+        torch.cat([x[row].flatten(0, 1)[:n] for row, n in zip(table, lengths, strict=True)])
+        for x in pages
+    )
+    right, _ = archflash.attention(
+        q, k, v, cu_seqlens_q=ends(0, 1, 2), cu_seqlens_k=ends(0, 7, 10), return_lse=True
+    )
+    common = (ends(0, 1, 2), ends(0, 8, 16), 1, 8, 0.0, 8**-0.5, False)
+    out, lse, *_ = interface2._flash_attn_varlen_forward(
+        q, *pages, *common, block_table=table, seqused_k=lengths
+    )
+    torch.testing.assert_close(out, right)
+    assert lse.shape == (4, 2)
+    rows = [x[table].flatten(0, 2) for x in pages]
+    out, *_ = interface2._flash_attn_varlen_forward(q, *rows, *common, seqused_k=lengths)
+    torch.testing.assert_close(out, right)
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        interface2._flash_attn_varlen_forward(q, *pages, *common, block_table=table, num_splits=2)
+
+
+def test_the_extension_of_flash_attention_2() -> None:
+    q, k, v = qkv(5, 7)
+    gpu = interface2.flash_attn_gpu
+    into = torch.empty_like(q)
+    out, lse, _, state = gpu.fwd(q, k, v, into, None, 0.0, 0.4, True, -1, -1, 0.0, False, None)
+    assert out is into
+    right = fa2.flash_attn_func(q, k, v, 0.0, 0.4, True)
+    torch.testing.assert_close(out, right)
+    _, gradients = by_autograd(q, k, v, q, layout="bnhd", causal=True, scale=0.4)
+    found = gpu.bwd(q, q, k, v, out, lse, None, None, None, None, 0.0, 0.4, True, -1, -1, 0.0,
+                    False, None, state)  # fmt: skip
+    for one, other in zip(found[:3], gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    cached, _ = gpu.fwd_kvcache(q, k, v, None, None, None, None, None, None, None, None, None, None,
+                                0.4, True, -1, -1, 0.0, True, 0)  # fmt: skip
+    torch.testing.assert_close(cached, right)
+    with pytest.raises(RuntimeError, match="`generator` argument is no longer supported"):
+        gpu.fwd(q, k, v, None, None, 0.0, 0.4, True, -1, -1, 0.0, False, torch.Generator())
+
+
+def test_blocks_are_those_of_the_kernel_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    explain = archflash.explain
+    monkeypatch.setattr(
+        _private, "explain", lambda *x, device, **options: explain(*x, device="H200", **options)
+    )
+    for d, dropout in ((64, False), (128, True)):
+        q = torch.empty(8, 16, 4096, d, dtype=torch.bfloat16, device="meta")
+        options = {"dropout_p": 0.1} if dropout else {}
+        plan = explain(q, q, q, device="H200", causal=True, **options).plan
+        assert plan is not None
+        assert plan.tile is not None
+        assert interface2._get_block_size_n("cuda", d, dropout, True) == plan.tile.block_k
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedError, match="no kernel of archflash serves such calls on cpu"):
+        interface2._get_block_size_n("cpu", 64, False, True)
+
+
+# --- the operators of torch ---
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    archflash.compat.install()
+    yield
+    archflash.compat.uninstall()
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_operators_have_the_originals_names_and_arguments() -> None:
+    two, three = torch.ops.flash_attn, torch.ops.flash_attn_3
+    names = {argument.name for argument in three.fwd.default._schema.arguments}
+    assert {"k_new", "q_v", "is_causal", "is_rotary_interleaved", "kv_batch_idx"} <= names
+    assert str(three.fwd.default._schema).endswith("-> (Tensor(out!), Tensor, Tensor, Tensor)")
+    written = {x.name for x in three.bwd.default._schema.arguments if x.is_write}
+    assert written == {"dq", "dk", "dv"}
+    for operator in (two._flash_attn_backward, two._flash_attn_varlen_backward):
+        arguments = operator.default._schema.arguments
+        assert [x.name for x in arguments if x.is_write] == ["dq", "dk", "dv"]
+    functions = {
+        two._flash_attn_forward: interface2._flash_attn_forward,
+        two._flash_attn_varlen_forward: interface2._flash_attn_varlen_forward,
+        two._flash_attn_backward: interface2._flash_attn_backward,
+        two._flash_attn_varlen_backward: interface2._flash_attn_varlen_backward,
+        three.fwd: fa3._forward,
+        three.bwd: fa3._backward,
+        three.fwd_combine: fa3.flash_attn_combine,
+    }
+    for operator, function in functions.items():
+        asked = {x.name: x.default_value for x in operator.default._schema.arguments}
+        signature = inspect.signature(function).parameters
+        assert list(signature) == list(asked)
+        for name, parameter in signature.items():
+            if parameter.default is not inspect.Parameter.empty:
+                assert parameter.default == asked[name], name
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_operators_compute_what_the_functions_do() -> None:
+    q, k, v = qkv()
+    out, lse = fa3.flash_attn_func(q, k, v, 0.4, True, return_attn_probs=True)
+    found, found_lse, *empty = torch.ops.flash_attn_3.fwd(
+        q, k, v, softmax_scale=0.4, is_causal=True
+    )
+    assert torch.equal(found, out)
+    assert torch.equal(found_lse, lse)
+    assert [x.numel() for x in empty] == [0, 0]
+    into = torch.empty_like(q)
+    torch.ops.flash_attn_3.fwd(q, k, v, out=into, softmax_scale=0.4, is_causal=True)
+    assert torch.equal(into, out)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    torch.ops.flash_attn_3.bwd(q, q, k, v, out, lse, dq, dk, dv, softmax_scale=0.4, is_causal=True)
+    _, gradients = by_autograd(q, k, v, q, layout="bnhd", causal=True, scale=0.4)
+    for one, other in zip((dq, dk, dv), gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    merged, _ = torch.ops.flash_attn_3.fwd_combine(
+        out[None], lse.transpose(-1, -2)[None], out_dtype=torch.float16
+    )
+    assert merged.dtype == torch.float16
+    # A cache, packed sequences and keys that are appended, by the same operator.
+    cache = torch.zeros(2, 9, 2, 8), torch.zeros(2, 9, 2, 8)
+    cached, *_ = torch.ops.flash_attn_3.fwd(
+        q[:, :7], *cache, k, v, seqused_k=ends(0, 0), is_causal=True
+    )
+    torch.testing.assert_close(cached, fa3.flash_attn_func(q[:, :7], k, v, causal=True))
+    assert torch.equal(cache[0][:, :7], k)
+    of_packed, *_ = torch.ops.flash_attn_3.fwd(
+        q[0], k[0], v[0], cu_seqlens_q=ends(0, 9), cu_seqlens_k=ends(0, 7), max_seqlen_q=9,
+        max_seqlen_k=7,
+    )  # fmt: skip
+    torch.testing.assert_close(of_packed, fa3.flash_attn_func(q, k, v)[0])
+    with pytest.raises(UnsupportedError, match="page_table"):
+        torch.ops.flash_attn_3.fwd(q[0], k, v, cu_seqlens_q=ends(0, 9), cu_seqlens_k=ends(0, 7),
+                                   page_table=ends(0))  # fmt: skip
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_operators_compile_in_one_graph() -> None:
+    q, k, v = qkv()
+    formula = (0.0, 0.4, True, -1, -1, 0.0, None)
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        out, lse, *_ = torch.ops.flash_attn._flash_attn_forward(q, k, v, *formula, False)
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        torch.ops.flash_attn._flash_attn_backward(q, q, k, v, out, lse, *found, *formula, False)
+        return [out, lse, *found]
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(q, k, v), both(q, k, v), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_operators_of_the_originals_are_left_alone() -> None:
+    assert not hasattr(torch.ops.flash_attn_3, "fwd")
+    original = torch.library.Library("flash_attn_3", "FRAGMENT")  # type: ignore[no-untyped-call]
+    original.define("fwd(Tensor q) -> Tensor")
+    original.impl("fwd", lambda q: q + 1, "CompositeImplicitAutograd")
+    try:
+        archflash.compat.install()
+        assert torch.equal(torch.ops.flash_attn_3.fwd(torch.ones(2)), torch.full((2,), 2.0))
+        assert hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+        archflash.compat.uninstall()
+        assert hasattr(torch.ops.flash_attn_3, "fwd")
+        assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+    finally:
+        original._destroy()
+
+
+# --- rotary embeddings ---
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_other_names_of_rotary_embeddings(interleaved: bool) -> None:
+    angles = rand(9, 2, seed=7)
+    cos, sin = angles.cos(), angles.sin()
+    x = rand(2, 9, 4, 8)
+    right = apply_rotary_emb(x, cos, sin, interleaved)
+    turn = rotary.apply_rotary_emb_torch
+    assert torch.equal(turn(x, cos, sin, interleaved), right)
+    of_each = turn(x, cos.expand(2, -1, -1), sin.expand(2, -1, -1), interleaved)
+    assert torch.equal(of_each, right)
+    back = apply_rotary(right, cos, sin, interleaved=interleaved, conjugate=True)
+    torch.testing.assert_close(back, x)
+    qkv_ = torch.stack([x, x + 1, x + 2], 2)
+    assert rotary.apply_rotary_emb_qkv_(qkv_, cos, sin, interleaved=interleaved) is qkv_
+    assert torch.equal(qkv_[:, :, 0], right)
+    assert torch.equal(qkv_[:, :, 1], apply_rotary_emb(x + 1, cos, sin, interleaved))
+    assert torch.equal(qkv_[:, :, 2], x + 2)
+    together = torch.cat([x, x[:, :, :2], x[:, :, 2:]], 2)
+    rotary.apply_rotary_emb_qkv_(together, cos, sin, interleaved=interleaved, num_heads_q=4)
+    assert torch.equal(together, torch.cat([right, right[:, :, :2], x[:, :, 2:]], 2))
+    kv = torch.stack([x, x], 2)
+    rotary.apply_rotary_emb_kv_(kv, cos, sin, interleaved)
+    assert torch.equal(kv, torch.stack([right, x], 2))
+
+
+@pytest.mark.parametrize("scale_base", [None, 16.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_module_of_rotary_embeddings(interleaved: bool, scale_base: float | None) -> None:
+    """The product of a turned q and a turned k depends on how far apart they are."""
+    module = rotary.RotaryEmbedding(8, 100.0, interleaved, scale_base)
+    q, k = rand(1, 1, 1, 8), rand(1, 1, 1, 8, seed=2)
+
+    def product(i: int, j: int) -> float:
+        # Both tables have 12 positions, so that XPos has the same middle.
+        turned_q, _ = module(q.clone(), torch.stack([k, k], 2), i, 12)
+        _, turned_kv = module(q.clone(), torch.stack([k, k], 2), j, 12)
+        assert torch.equal(turned_kv[:, :, 1], k)
+        return float((turned_q * turned_kv[:, :, 0]).sum())
+
+    assert product(3, 1) == pytest.approx(product(9, 7), rel=1e-4)
+    assert product(3, 1) != pytest.approx(product(4, 1), rel=1e-2)
+    x = rand(2, 5, 3, 4, 10, seed=4)
+    before = x.clone()
+    assert module(x, seqlen_offset=2) is x
+    angles = torch.outer(torch.arange(2, 7), 100.0 ** (-torch.arange(0, 8, 2) / 8)).float()
+    if scale_base is None:
+        for i in range(2):
+            right = apply_rotary_emb(before[:, :, i], angles.cos(), angles.sin(), interleaved)
+            torch.testing.assert_close(x[:, :, i], right, atol=1e-6, rtol=1e-5)
+    assert torch.equal(x[:, :, 2], before[:, :, 2])
+    with pytest.raises(ValueError, match="pass max_seqlen at the first call"):
+        rotary.RotaryEmbedding(8)(x, seqlen_offset=ends(0, 1))
+    half = module.to(torch.bfloat16)  # angles stay exact
+    y = before.bfloat16()
+    half(y, seqlen_offset=2, max_seqlen=12)
+    torch.testing.assert_close(y.float(), x, atol=3e-2, rtol=3e-2)
+
+
+def test_several_sequences_in_a_row_are_packed() -> None:
+    x = torch.arange(12.0).reshape(2, 6, 1)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0]])
+    packed, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(
+        x, lengths
+    )
+    assert packed.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert cu_seqlens.tolist() == [0, 2, 5, 9]
+    assert (cu_seqlens.dtype, longest) == (torch.int32, 4)

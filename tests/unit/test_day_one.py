@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -231,6 +232,66 @@ def test_a_job_that_ends_during_a_test_has_named_the_test(tmp_path: Path) -> Non
     assert said.rstrip().endswith("::test_long")
 
 
+TEST_FILES = {
+    "passed": "def test_x(): pass",
+    "failed": "def test_x():\n    assert 2 + 2 == 5, 'they are four'",
+    "raised": "def test_x():\n    raise RuntimeError('CUDA error: an illegal\\nmemory access')",
+    "no fixture": "def test_x(missing): pass",
+    "skipped": "import pytest\n@pytest.mark.skip(reason='nvcc is not found')\ndef test_x(): pass",
+    "one of each": (
+        "import pytest\ndef test_x(): pass\n"
+        "@pytest.mark.skip(reason='no such GPU')\ndef test_x_too(): pass"
+    ),
+    "of others": "def test_y(): pass",
+    "does not load": "import nothing_of_this_name",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "noted"),
+    [
+        ("passed", "", ["1 passed, 0 failed, 0 skipped"]),
+        ("failed", "they are four", ["failed: test_x: AssertionError: they are four assert (2"]),
+        (
+            "raised",
+            "illegal memory access",
+            ["failed: test_x: RuntimeError: CUDA error: an illegal"],
+        ),
+        (
+            "no fixture",
+            "fixture 'missing' not found",
+            ["failed: test_x: fixture 'missing' not found"],
+        ),
+        ("skipped", "", ["0 passed, 0 failed, 1 skipped, nothing was tried: nvcc is not found"]),
+        ("one of each", "", ["1 passed, 0 failed, 1 skipped"]),
+        ("of others", "", ["0 passed, 0 failed, 0 skipped"]),
+        ("does not load", "nothing_of_this_name", ["failed:"]),
+    ],
+)
+def test_tests_are_recorded_with_the_text_of_what_failed(
+    name: str, wrong: str, noted: list[str], tmp_path: Path
+) -> None:
+    """A file that only skips is a note: nothing failed."""
+    test = tmp_path / "test_it.py"
+    test.write_text(TEST_FILES[name])
+    rows = []
+
+    def run() -> None:
+        for row in jobs.run_tests("pairs", str(test), "x", (), Setup("x", True)):
+            rows.append(row)
+
+    if wrong:
+        with pytest.raises(jobs.WrongError, match=wrong):
+            run()
+    else:
+        run()
+    assert [row["status"] for row in rows] == ["note"]
+    for row, start in zip(rows, noted, strict=True):
+        assert row["detail"].startswith(start), row["detail"]
+        assert wrong in row["detail"]
+        assert len(row["detail"]) < jobs.MESSAGE_LENGTH + 100
+
+
 def test_calls_that_are_all_refused_are_a_failure() -> None:
     # ampere has no kernel for 8-bit inputs.
     calls = jobs.first_calls("e4m3", 64, 64, Setup("ampere", True))
@@ -327,6 +388,64 @@ def test_the_plan_alone_changes_without_a_compiler(monkeypatch: pytest.MonkeyPat
         jobs.bind_setting(by_name["split_p=off"], setup, case)
 
 
+@pytest.mark.parametrize(("device", "target"), [("B200", "100f"), ("Jetson Thor", "110f")])
+def test_switches_are_built_for_the_gpu_of_the_plan(
+    device: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    import archflash
+
+    asked = []
+    monkeypatch.setattr(on_the_spot, "compiled", lambda *given: asked.append(given[2:4]) or b"")
+    q = torch.empty(1, 2, 600, 128, dtype=torch.bfloat16, device="meta")
+    planned = archflash.explain(q, q, q, device=device, implementation=variants.NAME).plan
+    setting = next(setting for setting in variants.SETTINGS if setting.assignment)
+    for kind in ("cubin", "ptx"):
+        variants.compiled(setting, planned, "nvcc", kind)
+    assert asked == [("cubin", f"sm_{target}"), ("ptx", f"compute_{target}")]
+
+
+def test_jobs_that_need_a_compiler_say_so_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = jobs.make_jobs(variants.NAME, BOTH, False)
+    needed = {job.part for job in made if job.needs_nvcc}
+    assert needed == {"switches", "walks"}
+    without = [job for job in made if not re.search("^(?!switches|walks)", f"{job.part}: x")]
+    assert {job.part for job in without} == needed  # the expression of the message
+    by_name = {job.name: job.needs_nvcc for job in made if job.part == "switches"}
+    assert by_name["split_p=off"]
+    assert not by_name["splits=off"]
+    assert not any(job.needs_nvcc for job in jobs.make_jobs("ampere", BOTH, False))
+
+    def ask(arguments: list[str], limit_s: float) -> tuple[list[Row], str, str]:
+        assert "environment" in arguments, arguments
+        return [], "ok", json.dumps(FACTS | {"dtypes": "bfloat16"})
+
+    monkeypatch.setattr(command, "ask", ask)
+    path = tmp_path / "day.csv"
+    for nvcc, version, found in (
+        (None, "none", "is not found"),
+        ("/usr/bin/nvcc", "Build cuda_12.8.r12.8/compiler.1_0", "of /usr/bin/nvcc is older"),
+    ):
+        monkeypatch.setattr(on_the_spot, "find_nvcc", lambda nvcc=nvcc: nvcc)
+        monkeypatch.setattr(jobs, "_version_of", lambda _, version=version: version)
+        assert command.main(["--output", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert f"nvcc 13.0 or newer {found}" in said
+        assert "--only '^(?!switches|walks)'" in said
+        assert not path.exists()
+        assert not jobs.why_no_nvcc(without_switches(made))
+    monkeypatch.setattr(on_the_spot, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(jobs, "_version_of", lambda _: "Build cuda_13.0.r13.0/compiler.1_0")
+    assert not jobs.why_no_nvcc(made)
+
+
+def without_switches(made: list[Job]) -> list[Job]:
+    return [job for job in made if job.part not in ("switches", "walks")]
+
+
 def test_walks_are_timed_beside_the_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
@@ -382,12 +501,12 @@ def test_without_the_card_it_says_what_it_needs(
 ) -> None:
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11):
         pytest.skip("this is such a card")
     path = tmp_path / "day.csv"
     assert command.main(["--output", str(path)]) == 2
     said = capsys.readouterr().err
-    assert "needs a GPU of compute capability 10.0 to 10.9" in said
+    assert "needs a GPU of compute capability 10.0 to 10.9, 11.0 to 11.9" in said
     assert "--simulate" in said
     assert not path.exists()
 
@@ -415,6 +534,38 @@ def test_the_simulated_day_ends_well_and_is_not_repeated(
     assert capsys.readouterr().out.count("done before") == 5
 
 
+def test_two_hangs_in_correctness_end_the_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def ask(arguments: list[str], limit_s: float) -> tuple[list[Row], str, str]:
+        if "environment" in arguments:
+            return [], "ok", json.dumps(FACTS | {"dtypes": "bfloat16"})
+        _, part, name = arguments[:3]
+        asked.append((part, name))
+        return [], *(("timeout", "no end") if part == "correctness" else ("ok", ""))
+
+    monkeypatch.setattr(command, "ask", ask)
+    monkeypatch.setattr(jobs, "why_no_nvcc", lambda chosen: "")
+    path = tmp_path / "day.csv"
+    # Other parts are no reason: here each job of correctness hangs, and there are more than two.
+    only = ["--output", str(path), "--only", "first calls|^pairs:"]
+    assert command.main(only) == 1
+    assert len(asked) == 2
+    left = len(names("correctness") + names("pairs"))
+    assert "2 jobs of correctness hung" in capsys.readouterr().out
+    rows = record.load(path)
+    assert "--continue goes on" in rows[-1]["detail"]
+    assert rows[-1]["status"] == "note"
+    asked.clear()
+    assert command.main([*only, "--continue"]) == 1
+    assert 2 < len(asked) <= left
+    assert {part for part, _ in asked} == {"correctness", "pairs"}
+    # The record goes on as before, and its first row still says of what it is.
+    assert json.loads(record.load(path)[0]["detail"])["gpu"] == FACTS["gpu"]
+
+
 def test_a_failure_is_recorded_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,6 +584,7 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
         return [], *next(answers[name] for name in answers if name in arguments)
 
     monkeypatch.setattr(command, "ask", ask)
+    monkeypatch.setattr(jobs, "why_no_nvcc", lambda chosen: "")
     path = tmp_path / "day.csv"
     arguments = ["--output", str(path), "--only", "lazy_rescale|split_p"]
     assert command.main(arguments) == 1

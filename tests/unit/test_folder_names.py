@@ -26,8 +26,8 @@ PLACES = {
     "python/archflash/_backward.py": "an example for people",
     "python/archflash/_dispatch.py": "the kernel that was measured with masks as data",
     "python/archflash/_merge.py": "the name that a caller writes",
+    "python/archflash/_proofs.py": "the folders that are chosen where they have never run",
     "python/archflash/_quantize.py": "the name that a caller writes",
-    "python/archflash/_registry.py": "the folder whose backward pass has never run on a GPU",
     "python/archflash/_warm_up.py": "an example for people",
     "python/archflash/cli/demo.py": "the kernels that the demo simulates",
     "python/archflash/cli/ladder.py": "an example for people",
@@ -47,6 +47,7 @@ TABLES = {
     "tests/unit/test_ada_plans.py": "who serves FP8 on which GPU",
     "tests/unit/test_bench.py": "who is a candidate for what is measured",
     "tests/unit/test_dispatch.py": "who serves which call on which capability",
+    "tests/unit/test_proofs.py": "where each folder has run",
     "tests/unit/test_registry.py": "the order, and what each folder is built for",
     "tests/unit/test_warm_up.py": "the kernels that a GPU loads",
 }

@@ -52,6 +52,24 @@ def test_rows_that_saw_no_key_count_for_nothing() -> None:
     assert bool((lse[1, 1] == -math.inf).all())
 
 
+def test_rows_that_saw_no_key_count_for_nothing_as_flash_attention_2_gives_them() -> None:
+    outs, lses = parts_of(3)
+    expected, expected_lse = archflash.merge_attention(outs[1:], lses[1:])
+    lses[0][:], outs[0][:] = math.inf, 0.0
+    out, lse = archflash.merge_attention(outs, lses)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    # A row that holds anything else is no such row: what is wrong with it stays to be seen.
+    outs[0][0, 0, 0] = math.nan
+    out, lse = archflash.merge_attention(outs, lses)
+    assert bool(out[0, 0, 0].isnan().all())
+    assert lse[0, 0, 0] == math.inf
+    nothing, no_lse = archflash.merge_attention([torch.zeros(1, 1, 2, 4)] * 2,
+                                                [torch.full((1, 1, 2), math.inf)] * 2)  # fmt: skip
+    assert torch.equal(nothing, torch.zeros(1, 1, 2, 4))
+    assert bool((no_lse == -math.inf).all())
+
+
 def test_plain_operations_have_the_gradient_of_the_formula() -> None:
     outs, lses = parts_of(3, (1, 2, 2, 3))
     outs, lses = ([x.requires_grad_() for x in tensors] for tensors in (outs, lses))

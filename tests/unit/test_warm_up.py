@@ -62,7 +62,10 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     )
 
 
-def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares() -> None:
+def test_a_b200_gets_pairs_of_ctas_few_rows_and_what_combines_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ARCHFLASH_UNPROVED", "blackwell_dc")
     names = loaded("B200", [HALF], [(128, 128)])
     own = {name for name in names if name.startswith("blackwell_dc_")}
     forward = "blackwell_dc_attention_fwd_f16_d128"

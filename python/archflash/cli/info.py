@@ -26,6 +26,11 @@ ENVIRONMENT = (
         "a CUDA call that no kernel can serve raises instead of running in PyTorch",
     ),
     (
+        "ARCHFLASH_UNPROVED",
+        "1, or names",
+        "kernels are chosen on GPUs where they have never run: all, or those named, by comma",
+    ),
+    (
         "ARCHFLASH_SDPA",
         "1",
         "PyTorch's own attention is served by archflash, in programs that only import torch too",

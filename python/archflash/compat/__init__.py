@@ -3,6 +3,7 @@ them.
 
 - `archflash.compat.flash_attn`: FlashAttention-2's package `flash_attn`
 - `archflash.compat.flash_attn_interface`: FlashAttention-3's module `flash_attn_interface`
+- `archflash.compat.flash_attn_2_cuda`: the extension below the first
 - `archflash.compat.flash_mla`: FlashMLA's module `flash_mla`
 
 Import them in place of the originals. `install` gives them the originals' names, for code that
@@ -18,12 +19,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from archflash.compat import flash_attn, flash_attn_interface, flash_mla
-from archflash.compat.flash_attn import bert_padding, layers
+from archflash import _archflash as _native
+from archflash.compat import (
+    _operators,
+    flash_attn,
+    flash_attn_2_cuda,
+    flash_attn_interface,
+    flash_mla,
+)
+from archflash.compat.flash_attn import bert_padding, layers, ops
 from archflash.compat.flash_attn import flash_attn_interface as _flash_attn_2_interface
 from archflash.compat.flash_attn.layers import rotary
+from archflash.compat.flash_attn.ops import triton
+from archflash.compat.flash_attn.ops.triton import rotary as _triton_rotary
 
-__all__ = ["flash_attn", "flash_attn_interface", "flash_mla", "install", "uninstall"]
+__all__ = [
+    "flash_attn",
+    "flash_attn_2_cuda",
+    "flash_attn_interface",
+    "flash_mla",
+    "install",
+    "uninstall",
+]
 
 _MODULES: dict[str, ModuleType] = {
     "flash_attn": flash_attn,
@@ -31,9 +48,15 @@ _MODULES: dict[str, ModuleType] = {
     "flash_attn.flash_attn_interface": _flash_attn_2_interface,
     "flash_attn.layers": layers,
     "flash_attn.layers.rotary": rotary,
+    "flash_attn.ops": ops,
+    "flash_attn.ops.triton": triton,
+    "flash_attn.ops.triton.rotary": _triton_rotary,
+    "flash_attn_2_cuda": flash_attn_2_cuda,
     "flash_attn_interface": flash_attn_interface,
     "flash_mla": flash_mla,
 }
+# The extension calls functions of that module, which therefore cannot import it.
+vars(_flash_attn_2_interface)["flash_attn_gpu"] = flash_attn_2_cuda
 _TOP_LEVEL = tuple(name for name in _MODULES if "." not in name)
 _DISTRIBUTION = "archflash"
 _hidden: dict[str, ModuleType] = {}  # modules that install() took the names of
@@ -45,9 +68,7 @@ class _Names(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         texts = {
             "METADATA": (
-                "Metadata-Version: 2.1\n"
-                f"Name: {_DISTRIBUTION}\n"
-                f"Version: {importlib.metadata.version(_DISTRIBUTION)}\n"
+                f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: {_native.version}\n"
             ),
             "top_level.txt": "\n".join(_TOP_LEVEL),
         }
@@ -75,9 +96,10 @@ def install(*, replace: bool = False) -> None:
     """Makes ``import flash_attn`` (FlashAttention-2), ``import flash_attn_interface``
     (FlashAttention-3) and ``import flash_mla`` find the modules of this package, in this process.
 
-    Call it before the code that imports them. What looks for the installed distribution behind such
-    a name, as transformers does for ``attn_implementation="flash_attention_2"``, finds archflash
-    and not the original.
+    The operators torch.ops.flash_attn and torch.ops.flash_attn_3 are registered, too, if those of
+    the originals are not. Call it before the code that imports them. What looks for the installed
+    distribution behind such a name, as transformers does for
+    ``attn_implementation="flash_attention_2"``, finds archflash and not the original.
 
     Args:
         replace: also where a module of such a name was imported before; code that has taken
@@ -104,6 +126,7 @@ def install(*, replace: bool = False) -> None:
         )
     _hidden.update(others)
     sys.modules.update(_MODULES)
+    _operators.register()
     if _PROVIDER not in sys.meta_path:
         sys.meta_path.append(_PROVIDER)
     # transformers 5 asks for the distributions once, at import, and looks a module up in the answer
@@ -117,6 +140,7 @@ def install(*, replace: bool = False) -> None:
 
 def uninstall() -> None:
     """Takes the names back that `install` gave; modules that it replaced have them again."""
+    _operators.remove()
     if _PROVIDER in sys.meta_path:
         sys.meta_path.remove(_PROVIDER)
     for name, module in _MODULES.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients, _registry
+from archflash import _dispatch, _gradients, _proofs
 from archflash._api import attention
 from archflash._eager import without_gradient
 from archflash._errors import ForcedImplementationError, UnsupportedError
@@ -18,6 +18,33 @@ from archflash._kvcache import attention_with_kvcache
 
 Window = tuple[int | None, int | None]
 UNBOUNDED: Window = (-1, -1)
+
+
+def plain(value: Any) -> Any:
+    """A number as Python's: FlashAttention's operators also take tensors of one, and numpy's."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
+        return value.item()
+    return value
+
+
+def flag(value: Any) -> Any:
+    """A bool as Python's; FlashAttention's operators also take numbers."""
+    value = plain(value)
+    return bool(value) if isinstance(value, int) else value
+
+
+# Arguments that are numbers, of those that `attend` and `attend_to_cache` hand on.
+_NUMBERS = ("dropout_p", "num_splits", "max_seqlen_q", "max_seqlen_k", "attention_chunk")
+
+
+def _plain_numbers(options: dict[str, Any]) -> dict[str, Any]:
+    if "causal" in options:
+        options = options | {"causal": flag(options["causal"])}
+    return {name: plain(x) if name in _NUMBERS else x for name, x in options.items()}
 
 
 def attend(
@@ -46,18 +73,19 @@ def attend(
         (heads, rows) for packed sequences.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    want_lse = flag(want_lse)
     call = _deterministic if deterministic and needs_grad else attention
     result = call(
         q,
         k,
         v,
-        scale=softmax_scale,
-        causal=causal,
-        window=_window(window_size),
-        softcap=softcap or None,
+        scale=plain(softmax_scale),
+        causal=flag(causal),
+        window=as_window(window_size),
+        softcap=plain(softcap) or None,
         layout="bnhd",
         return_lse=want_lse,
-        **options,
+        **_plain_numbers(options),
     )
     if not want_lse:
         return result, None
@@ -81,15 +109,8 @@ def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
             "leave it at False"
         )
     forced = _dispatch.forced()
-    on_gpu = q.device.type == "cuda"
-    never_ran = _registry.BACKWARD_NEVER_RAN
-    built = [
-        name
-        for name in _gradients.FOLDERS
-        if on_gpu and _native.targets(name) and name not in never_ran
-    ]
     why = "PyTorch would compute the gradients"
-    for name in built if forced is None else (forced,):
+    for name in _with_gradients(q.device) if forced is None else (forced,):
         if name not in _gradients.FOLDERS:
             continue
         try:
@@ -101,6 +122,19 @@ def _deterministic(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         "deterministic=True, and no kernel of archflash computes these gradients; PyTorch's are "
         f"not promised to give the same bits: leave it at False ({why})"
     )
+
+
+def _with_gradients(device: torch.device) -> list[str]:
+    """The kernels that compute gradients on a device, of those that have run on such GPUs."""
+    if device.type != "cuda":
+        return []
+    capability = torch.cuda.get_device_capability(device)
+    passes = (_proofs.FORWARD, _proofs.BACKWARD)
+    return [
+        name
+        for name in _gradients.FOLDERS
+        if _native.targets(name) and all(_proofs.proved(name, capability, of) for of in passes)
+    ]
 
 
 def attend_to_cache(
@@ -139,6 +173,7 @@ def attend_to_cache(
     """
     if cache_seqlens is None and k_new is not None:
         raise ValueError("k is given without cache_seqlens: say how long the caches are before it")
+    want_lse = flag(want_lse)
     if not isinstance(cache_seqlens, Tensor):
         cu_seqlens_q = options.get("cu_seqlens_q")
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
@@ -154,14 +189,14 @@ def attend_to_cache(
             cache_seqlens=cache_seqlens,
             page_table=page_table,
             k_new=k_new,
-            scale=softmax_scale,
-            window=_window(window_size),
-            softcap=softcap or None,
-            num_splits=num_splits or None,
+            scale=plain(softmax_scale),
+            window=as_window(window_size),
+            softcap=plain(softcap) or None,
+            num_splits=plain(num_splits) or None,
             rotary_cos=rotary_cos,
-            rotary_interleaved=rotary_interleaved and rotary_cos is not None,
+            rotary_interleaved=rotary_cos is not None and flag(rotary_interleaved),
             return_lse=want_lse,
-            **options,
+            **_plain_numbers(options),
         )
     given = (q, k_cache, v_cache, k_new, *options.values())
     result = without_gradient("attention with a KV cache", result, *given)
@@ -171,21 +206,27 @@ def attend_to_cache(
     return out, _with_unseen(lse, lse_unseen)
 
 
-def _window(window_size: Window) -> Window | None:
+def as_window(window_size: Window) -> Window | None:
     left, right = (_side(side) for side in window_size)
     return None if left is None and right is None else (left, right)
 
 
 def is_window(window_size: Window) -> bool:
     """Whether any side is bounded."""
-    return _window(window_size) is not None
+    return as_window(window_size) is not None
 
 
 def _side(side: Any) -> int | None:
     """A side of a window, an int or a tensor of one; None for an unbounded one."""
-    if isinstance(side, Tensor):
-        side = side.item()
+    side = plain(side)
     return None if side is None or side < 0 else side
+
+
+def seen_by_none(lse: Tensor) -> Tensor:
+    """A log-sum-exp in which rows that see no key have -inf, as archflash has it. FlashAttention-2
+    gives them +inf.
+    """
+    return lse.masked_fill(lse == math.inf, -math.inf)
 
 
 def _with_unseen(lse: Tensor, value: float) -> Tensor:
@@ -203,6 +244,7 @@ def refuse(**given: tuple[Any, Any]) -> None:
         UnsupportedError: one has another value; it is named.
     """
     for name, (value, taken) in given.items():
+        value = plain(value)
         if isinstance(value, Tensor):
             raise UnsupportedError(f"{name}: not built yet; leave it at {taken}")
         if value != taken:

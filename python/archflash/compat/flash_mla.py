@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archflash._eager import without_gradient
 from archflash._kvcache import attention_with_kvcache
-from archflash.compat._flash import _with_unseen, refuse
+from archflash.compat._flash import _with_unseen, flag, plain, refuse
 
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -92,8 +92,8 @@ def flash_mla_with_kvcache(
             cache_seqlens=cache_seqlens,
             page_table=block_table,
             dv=head_dim_v,
-            scale=softmax_scale,
-            causal=causal,
+            scale=plain(softmax_scale),
+            causal=flag(causal),
             return_lse=True,
         )
     out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)

@@ -43,6 +43,28 @@ def unpad_input(
     return hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, longest, used
 
 
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Packs rows of a batch that hold several sequences each, one behind the other.
+
+    Args:
+        hidden_states: (batch, rows, ...).
+        attention_mask_in_length: (batch, rows), int: the lengths of the sequences of each row of
+            the batch, 0 where there is none.
+
+    Returns:
+        As `unpad_input`, for these sequences, but for the last result.
+    """
+    rows = torch.arange(attention_mask_in_length.shape[1], device=hidden_states.device)
+    kept = rows < attention_mask_in_length.sum(-1, keepdim=True)
+    lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if len(lengths) else 0
+    return hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, longest
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undoes `unpad_input`: (n, ...) to (batch, seqlen, ...), with 0 in the other rows."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)

@@ -33,7 +33,21 @@ from archflash.compat._flash import (
     is_window,
     refuse,
 )
+from archflash.compat.flash_attn._private import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+from archflash.compat.flash_attn._private import _get_block_size_n as _get_block_size_n
 from archflash.compat.flash_attn.layers.rotary import turned_at
+
+# Other names by which code calls these functions, without torch's dispatcher in between.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+USE_TRITON_ROCM = False  # FlashAttention-2's kernels for AMD's GPUs
 
 
 def flash_attn_func(

@@ -1,0 +1,1 @@
+"""FlashAttention-2's `ops`: rotary embeddings only."""

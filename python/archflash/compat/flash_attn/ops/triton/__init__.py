@@ -1,0 +1,1 @@
+"""FlashAttention-2's `ops.triton`: rotary embeddings only."""
