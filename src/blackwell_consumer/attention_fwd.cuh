@@ -210,7 +210,7 @@ __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
       max(math::block_start<C::BLOCK_K>(visible.first(first_row)), context.blocks.first);
   context.seen_last = last_row < first_row ? -1 : visible.last(last_row);
   if (context.seen_last < context.seen_first) context.seen_first = INT32_MAX;
-  context.clear_first = visible.first(last_row);
+  context.clear_first = max(visible.first(last_row), context.seen_first);
   context.clear_last = visible.last(first_row) - (C::BLOCK_K - 1);
   context.work = work;
   context.visible = visible;
@@ -354,11 +354,8 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
   } else if (attention.transform_scores) {
     math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
   }
-  bool lacks_rows = false;  // of V
-  if (block < context.clear_first || block > context.clear_last) {
+  if (block < context.clear_first || block > context.clear_last)
     mask_block<C>(s_rmem, params, context, block);
-    lacks_rows = block < context.visible.begin() || block + C::BLOCK_K > context.visible.nk;
-  }
   bool v_is_zero = false;
   if constexpr (C::FP8) {
     if (context.key_descales.v_gmem != nullptr) {
@@ -372,11 +369,14 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
   exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, known_limits);
   wait_for_v<C>(barriers, ring);
   const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
+  const bool lacks_rows =  // of V
+      block < context.visible.begin() || block + C::BLOCK_K > context.visible.nk;
   if (lacks_rows || v_is_zero) {
-    const int begin = max(context.visible.begin() - block, 0);
-    weigh_and_multiply_pv<C, true>(o_rmem, s_rmem, state, exp2_scale, v_smem,
-                                   static_cast<int>(ptx::mov_tid_x_volatile() % 4 * 2) - begin,
-                                   v_is_zero ? 0 : context.visible.nk - block - begin);
+    const int begin = context.visible.begin();
+    weigh_and_multiply_pv<C, true>(
+        o_rmem, s_rmem, state, exp2_scale, v_smem,
+        static_cast<int>(ptx::mov_tid_x_volatile() % 4 * 2) + block - begin,
+        v_is_zero ? 0 : context.visible.nk - begin);
   } else {
     weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
   }
@@ -533,7 +533,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       if constexpr (C::HAS_PLAIN_LOOP) {
         if (block >= context.clear_first && block <= context.clear_last &&
             !attention.transform_scores && !state.large) {
-          const int first = max(context.clear_first, context.seen_first);
+          const int first = context.clear_first;
           visit_plain_blocks<C>(params, barriers, ring, state, o_rmem, q_rmem, block, first,
                                 shared_smem);
           continue;

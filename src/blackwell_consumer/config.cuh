@@ -117,7 +117,7 @@ using D64Pair    = Config<T,  64,  64,  4,     2,     64,  4,     true,  Registe
 template <DType T>
 using D64Large   = Config<T,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
 template <DType T>
-using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3, true>;
+using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3>;
 template <DType T>
 using D64Short   = Config<T,  64,  64,  4,     2,     80,  2,     false, Registers::Roles,  2>;
 template <DType T>
