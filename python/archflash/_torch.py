@@ -1126,7 +1126,8 @@ def _ask_gpu(device: int) -> tuple[int, int, int, bool]:
     return major, minor, _cudnn_version(), cudnn_comes_first((major, minor))
 
 
-torch.compiler.assume_constant_result(_ask_gpu)  # type: ignore[no-untyped-call]
+# torch.compile takes what it returns as a constant. PyTorch's function that says so loads dynamo.
+_ask_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _asked_gpu = functools.cache(_ask_gpu)
 
 

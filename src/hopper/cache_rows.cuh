@@ -68,11 +68,13 @@ __device__ __forceinline__ void start_cache_load(bool leader, uint32_t tile_smem
 template <class Tile>
 __device__ __forceinline__ void clear_grouped_rows(unsigned char* tile, int begin, int end) {
   constexpr int CHUNKS = Tile::COLUMNS / 8;
+  begin = min(max(begin, 0), Tile::ROWS);
+  const int kept = max(min(end, Tile::ROWS) - begin, 0);  // rows
 #pragma unroll 1
-  for (int chunk = static_cast<int>(threadIdx.x) % 32; chunk < Tile::ROWS * CHUNKS; chunk += 32) {
-    const int row = chunk / CHUNKS;
-    if (row < begin || row >= end)
-      *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk % CHUNKS)) = uint4{};
+  for (int chunk = static_cast<int>(threadIdx.x) % 32; chunk < (Tile::ROWS - kept) * CHUNKS;
+       chunk += 32) {
+    const int row = chunk / CHUNKS + (chunk < begin * CHUNKS ? 0 : kept);
+    *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk % CHUNKS)) = uint4{};
   }
   ptx::fence_proxy_async_shared();  // the stores come before the tensor cores read
   __syncwarp();                     // all lanes' stores come before the arrival of one

@@ -56,7 +56,7 @@ def test_an_empty_k_or_v_has_no_map(kernel: str) -> None:
 
 
 @every_kernel
-def test_a_repeated_row_is_refused_and_ampere_serves_it(kernel: str) -> None:
+def test_a_repeated_row_is_refused_and_another_serves_it(kernel: str) -> None:
     q, k = views(
         torch.float16,
         ((2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)),
@@ -69,7 +69,8 @@ def test_a_repeated_row_is_refused_and_ampere_serves_it(kernel: str) -> None:
         "v repeats one row (a row stride of 0)",
     ]
     decision = archflash.explain(q, k, k, device=home_of(kernel))
-    assert decision.chosen == "ampere"
+    # On a B200 PyTorch's kernel is expected to be faster than those of mma.sync.
+    assert decision.chosen == ("torch" if kernel == "blackwell_dc" else "ampere")
     assert decision.reasons[kernel] == reasons
 
 

@@ -44,10 +44,16 @@ __device__ __forceinline__ void arrive_beside(bool leader, uint32_t barrier_smem
 template <class Tile, int SLABS = Tile::SLABS>
 __device__ __forceinline__ void clear_rows(unsigned char* tile, int begin, int end,
                                            unsigned thread = threadIdx.x) {
+  begin = min(max(begin, 0), static_cast<int>(Tile::ROWS));
+  const int kept = max(min(end, static_cast<int>(Tile::ROWS)) - begin, 0);  // rows
 #pragma unroll 1
-  for (unsigned byte = thread % 32 * 16; byte < SLABS * Tile::SLAB_BYTES; byte += 32 * 16) {
-    const int row = static_cast<int>(byte % Tile::SLAB_BYTES / Tile::ROW_BYTES);
-    if (row < begin || row >= end) *reinterpret_cast<uint4*>(tile + byte) = uint4{};
+  for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll 1
+    for (int byte = static_cast<int>(thread % 32 * 16);
+         byte < static_cast<int>(Tile::ROWS - kept) * Tile::ROW_BYTES; byte += 32 * 16) {
+      const int behind = byte < begin * Tile::ROW_BYTES ? 0 : kept * Tile::ROW_BYTES;
+      *reinterpret_cast<uint4*>(tile + slab * Tile::SLAB_BYTES + byte + behind) = uint4{};
+    }
   }
   ptx::fence_proxy_async_shared();  // the stores come before the tensor cores read
   __syncwarp();                     // all lanes' stores come before the arrival of one
