@@ -20,8 +20,8 @@ KERNELS = [name for name in on.kernels() if name in _gradients.FOLDERS]
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 # Each row meets several features: whole sequences in a part, or some heads of one; the last part
-# smaller; rows beside the sizes of blocks; every kind of tensor that a part has its share of. A call
-# has enough numbers for the error rule, which compares largest and mean errors.
+# smaller; rows beside the sizes of blocks; every kind of tensor that a part has its share of. The
+# calls have enough numbers for the error rule, which compares largest and mean errors.
 CASES: dict[str, FeatureCase] = {
     "one-row": ((1, 7, 64, 64, 5, (16, 16)), {"sinks": True, "dlse": True}),
     "few-rows": ((5, 16, 8, 8, 11, (6, 6)), {"causal": True, "gradient_dtype": "float32"}),
