@@ -213,6 +213,8 @@ def proofs(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
     for path in results.glob("*-day-one.csv"):
         rows = record.load(path)
         facts = json.loads(rows[0]["detail"])
+        if facts["dirty"] == "1":  # the kernels may be others than those of the commit
+            continue
         major, minor = map(int, facts["capability"].split("."))
         key = (facts["implementation"], FORWARD, (major, minor))
         statuses = record.status_of_jobs(rows)

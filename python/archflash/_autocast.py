@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash._bias import is_causal_bias
 from archflash._torch import AUTOCAST_DEVICES
 
 # Whether autocast is on for any device: what every call asks, in about 50 ns.
@@ -68,7 +69,7 @@ def described(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any
             return q, k, v
         names = ("attn_mask",)
     for name in names:
-        if name in options:
+        if name in options and not is_causal_bias(options[name]):
             options[name] = _cast(options[name], dtype, _without_values)
     q, k, v = (_cast(x, dtype, _without_values) for x in (q, k, v))
     return q, k, v

@@ -52,8 +52,21 @@ def has_tangent(x: object) -> bool:
     """Whether x is a tensor with a tangent of forward-mode autograd."""
     if _is_compiling() or forward_ad._current_level < 0 or not isinstance(x, Tensor):
         return False
+    while torch._C._functorch.is_batchedtensor(x):  # PyTorch cannot unpack the dual of such a one
+        x = torch._C._functorch.get_unwrapped(x)
     unpack: Any = forward_ad.unpack_dual
     return unpack(x).tangent is not None
+
+
+def requires_gradient(x: Tensor) -> bool:
+    """Whether x requires a gradient, also one that vmap hides."""
+    if x.requires_grad or _is_compiling() or not _in_transform():
+        return x.requires_grad
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
 
 
 def is_transformed(*given: Any) -> bool:
@@ -100,7 +113,7 @@ def refuse_derivatives(what: str, **given: Any) -> None:
     for name, x in given.items():
         if not isinstance(x, Tensor):
             continue
-        if x.requires_grad and torch.is_grad_enabled():
+        if requires_gradient(x) and torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{name} requires a gradient, and {what} has no derivative: call it under "
                 f"torch.no_grad(), or pass {name}.detach()"
@@ -132,7 +145,7 @@ def without_gradient(what: str, result: Any, *inputs: Any) -> Any:
     Args:
         what: what has no gradient.
     """
-    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    wanted = [x for x in inputs if isinstance(x, Tensor) and requires_gradient(x)]
     if not wanted or not torch.is_grad_enabled() or _is_compiling():
         return result
     results = result if isinstance(result, tuple) else (result,)

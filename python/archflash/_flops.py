@@ -6,6 +6,7 @@ included, take nothing away, and packed sequences count by their lengths where t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -128,13 +129,18 @@ class _WhenImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     table when it is made, and importing that module here would load Triton.
     """
 
+    _asks_others = False  # who loads the module
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _COUNTER:
+        if name != _COUNTER or self._asks_others:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asks_others = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asks_others = False
         if spec is None or spec.loader is None:
             return spec
         self._loader = spec.loader
@@ -148,6 +154,8 @@ class _WhenImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if (spec := module.__spec__) is not None:
             spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
         _register(module)
 
 

@@ -379,7 +379,7 @@ def by_plain_operations(
     """
     options = _options.for_torch(request.options) | {"out": None, "return_lse": True}
     call = {"q": request.q, "k": request.k, "v": request.v} | options
-    with torch.enable_grad():
+    with torch.enable_grad(), _torch.no_autocast(request.q.device.type):
         leaves = {name: variable(call[name]) for name in wanted}
         answer, given = _torch.attention(**(call | leaves)), [request.dout]  # lse: no fused kernel
         if request.dlse is not None:
@@ -431,6 +431,7 @@ def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_with_autograd())
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_torch.no_autocast(request.q.device.type))
         if deterministic:  # PyTorch's fused kernels may add in any order
             math_only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
             stack.enter_context(math_only)

@@ -84,10 +84,11 @@ def merge_attention(
             f"no merging kernel is called {_native.given(implementation)}: there are {_KERNEL} and "
             "torch"
         )
-    dual = any(map(has_tangent, (*parts, *of_parts)))
-    if dual and implementation == _KERNEL:
-        raise ForcedImplementationError(f"{_KERNEL} is forced, but a tensor has a tangent")
-    if dual or (implementation is None and in_transform()):  # these know plain operations
+    if in_transform() or any(map(has_tangent, (*parts, *of_parts))):  # these know plain operations
+        if implementation == _KERNEL:
+            raise ForcedImplementationError(
+                f"{_KERNEL} is forced, but a tensor has a tangent or is one of a transform's"
+            )
         return _with_torch(parts, of_parts, layout)
     if by_operator:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*parts, *of_parts)):

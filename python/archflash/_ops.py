@@ -168,10 +168,11 @@ def _recorded(
         _native.make_problem(q, k, v, tuple(options.values()), _IF_REQUIRED * needs_grad)
         if implementation is not None:
             check_name(implementation)
-    arguments = options | {"return_lse": options["return_lse"] or needs_grad}
+    # PyTorch checks a trace by another one without gradients, which has to record the same.
     results = torch.ops.archflash.attention(
         q, k, v,
-        implementation=implementation, needs_grad=needs_grad, **_options.to_operator(arguments),
+        implementation=implementation, needs_grad=False,
+        **_options.to_operator(options),
     )  # fmt: skip
     return _answer(results, options)
 
@@ -478,16 +479,21 @@ torch.library.register_fake("archflash::attention_with_kvcache", _fake_with_kvca
 # --- gradients ---
 
 
-def _request(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Request, str | None]:
-    """The arguments of archflash::attention_backward."""
+def _request(
+    given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Request, str | None, bool | None]:
+    """The arguments of archflash::attention_backward: the call, `implementation` and
+    `deterministic`.
+    """
     arguments = _by_name(torch.ops.archflash.attention_backward, *given, **named)
     implementation = arguments.pop("implementation")
     mask_gradient = arguments.pop("mask_gradient")
-    arguments.pop("deterministic")
+    deterministic = arguments.pop("deterministic")
     names = ("dout", "q", "k", "v", "out", "lse", "dlse")
     tensors = {name: arguments.pop(name) for name in names}
     options = _options.from_operator(arguments)
-    return Request(**tensors, options=options, mask_gradient=mask_gradient), implementation
+    request = Request(**tensors, options=options, mask_gradient=mask_gradient)
+    return request, implementation, deterministic
 
 
 def backward_request(
@@ -530,15 +536,14 @@ def check_backward(request: Request) -> None:
 
 def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
     """The gradients on real tensors."""
-    asked, implementation = _request(given, named)
+    asked, implementation, deterministic = _request(given, named)
     request = backward_request(
         asked.dout, asked.q, asked.k, asked.v, asked.out, asked.lse, asked.dlse, asked.options,
         asked.mask_gradient,
     )  # fmt: skip
     into = Gradients.like(request)
     name = forced() if implementation is None else implementation
-    named_arguments = _by_name(torch.ops.archflash.attention_backward, *given, **named)
-    compute(request, into, name, named_arguments["deterministic"])
+    compute(request, into, name, deterministic)
     return _results(request, into)
 
 
@@ -554,7 +559,7 @@ def _results(request: Request, into: Gradients) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
-    request, _ = _request(given, named)
+    request, *_ = _request(given, named)
     return _results(request, Gradients.like(request))
 
 
@@ -629,7 +634,7 @@ def _second_backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ..
             for name in ("dout", "dlse", *_OF_KERNELS)
             if needed[name]
         }
-        request, _ = _request((), arguments | asked)
+        request, *_ = _request((), arguments | asked)
         weights = {n: x for n, x in zip(_OF_KERNELS, given, strict=True) if x is not None}
         first = by_plain_operations(request, tuple(weights), create_graph=True)
         first = {name: x for name, x in first.items() if x.requires_grad}

@@ -153,7 +153,7 @@ def attention(
     inside = _inside_dtype(q.dtype, out_dtype, scaled=not unscaled)
     # The caller chooses the dtypes of a call, and autocast must not change them: it would compute
     # the float32 products below in 16 bits.
-    with _no_autocast(q.device.type):
+    with no_autocast(q.device.type):
         result, lse = _attention_bhnd(
             _dequantise(_to_bhnd(q, layout, packed), q_descale, packed and packed.q, inside),
             _dequantise(_to_bhnd(k, layout, packed), k_descale, packed and packed.k, inside),
@@ -447,7 +447,8 @@ def _autocasts(device_type: str) -> bool:
     return device_type not in AUTOCAST_DEVICES or torch.is_autocast_enabled(device_type)
 
 
-def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """A context in which autocast casts nothing on a kind of device."""
     if device_type in AUTOCAST_DEVICES:
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()

@@ -130,3 +130,20 @@ def test_a_call_outside_of_autocast_asks_one_question(monkeypatch: pytest.Monkey
     assert _api._is_autocast_on() is False
     q, k, v = qkv(*[torch.float32] * 3)
     assert archflash.attention(q, k, v).dtype == torch.float32
+
+
+def test_gradients_of_float32_inside_of_autocast_are_exact() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    out, lse = archflash.attention(q, q, q, return_lse=True)
+    expected = archflash.attention_backward(q, q, q, q, out, lse)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = archflash.attention_backward(q, q, q, q, out, lse)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_causal_bias_is_explained() -> None:
+    q = torch.randn(1, 2, 8, 8)
+    bias = torch.nn.attention.bias.causal_upper_left(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert archflash.explain(q, q, q, attn_mask=bias, device="H200").problem.dtype == "bfloat16"

@@ -329,18 +329,16 @@ def test_heads_are_split_where_every_device_gets_as_many() -> None:
 def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
     script, store = tmp_path / "two.py", str(tmp_path / "store")
     script.write_text(TWO_PROCESSES)
-    runs = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), store],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    said = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    runs = []
+    for rank, path in enumerate(said):
+        with path.open("w") as file:
+            command = [sys.executable, str(script), str(rank), store]
+            runs.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
     try:
         for rank, run in enumerate(runs):
-            text, _ = run.communicate(timeout=100)
+            run.wait(timeout=600)
+            text = said[rank].read_text()
             assert f"done {rank}" in text, text[-3000:]
     finally:
         for run in runs:

@@ -330,9 +330,19 @@ def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch) -> N
 # --- proofs that are committed ---
 
 
-def day(folder: Path, *, end: str = record.OK, left_out: int = 0, run_id: str = "20270101") -> None:
+def day(
+    folder: Path,
+    *,
+    end: str = record.OK,
+    left_out: int = 0,
+    run_id: str = "20270101",
+    dirty: str = "0",
+) -> None:
     """The record of a day on a B200 whose last comparison ended so."""
-    facts = {"implementation": DC, "dtypes": "float16", "capability": "10.0", "run_id": run_id}
+    facts = {
+        "implementation": DC, "dtypes": "float16", "capability": "10.0", "run_id": run_id,
+        "dirty": dirty,
+    }  # fmt: skip
     rows = [record.make_row("environment", "", "note", json.dumps(facts))]
     made = [
         job for job in jobs.make_jobs(DC, ("float16",), False) if job.part in measured.COMPARISONS
@@ -345,7 +355,13 @@ def day(folder: Path, *, end: str = record.OK, left_out: int = 0, run_id: str = 
 
 @pytest.mark.parametrize(
     ("told", "counts"),
-    [({}, True), ({"end": "failed"}, False), ({"end": "timeout"}, False), ({"left_out": 1}, False)],
+    [
+        ({}, True),
+        ({"end": "failed"}, False),
+        ({"end": "timeout"}, False),
+        ({"left_out": 1}, False),
+        ({"dirty": "1"}, False),
+    ],
     ids=str,
 )
 def test_a_day_is_a_proof_where_every_comparison_went_well(

@@ -290,3 +290,27 @@ def test_a_transform_inside_of_a_traced_function_is_refused(transform: Function)
 def test_fx_refuses_a_call_that_it_would_run_with_proxies() -> None:
     with pytest.raises(TypeError, match="q is a Proxy"):
         torch.fx.symbolic_trace(lambda q: archflash.attention(q, q, q))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.project(x)
+        out: Tensor = archflash.attention(y, y, y, causal=True)
+        return out
+
+
+def test_a_layer_with_parameters_passes_the_check_of_its_trace() -> None:
+    layer, x = Layer(), rand(1, 2, 9, 16)
+    traced = torch.jit.trace(layer, (x,))  # which records it twice, once without gradients
+    gradients = []
+    for call in (layer, traced):
+        layer.zero_grad()
+        call(x).square().sum().backward()
+        weight = layer.project.weight.grad
+        assert weight is not None
+        gradients.append(weight.clone())
+    torch.testing.assert_close(*gradients)

@@ -20,6 +20,8 @@ import archflash
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 from archflash.integrations import transformers as integration  # noqa: E402
+from archflash.integrations._mask_functions import Rule  # noqa: E402
+from archflash.integrations._model_mask import Mask, Seen  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -404,8 +406,27 @@ def test_position_ids_that_are_changed_in_place_are_looked_at_again(mode: Any) -
         torch.testing.assert_close(attend(q, position_ids=positions), alone)
 
 
+@pytest.mark.parametrize(
+    "read", [lambda x: x[0, 0, 0, 0], lambda x: x[..., :4], lambda x: x.numpy()]
+)
+def test_documents_stay_apart_where_a_layer_has_read_the_mask(read: Any) -> None:
+    mask = Mask.make(1, 13, 13, Seen(Rule(True, 5), 0), "cpu")
+    q = torch.randn(1, 2, 13, 8)
+    before = attend(q, mask, position_ids=POSITIONS)
+    read(mask)
+    after = attend(q, mask, position_ids=POSITIONS)
+    torch.testing.assert_close(after, before)
+    assert not torch.allclose(after, attend(q, mask))
+
+
 def test_lengths_that_cannot_be_meant() -> None:
     q = torch.randn(1, 2, 13, 8)
+    longer, dense = torch.randn(1, 2, 20, 8), torch.ones(1, 1, 13, 20, dtype=torch.bool)
+    with pytest.raises(ValueError, match="13 queries and 20 keys"):
+        integration.forward(
+            torch.nn.Identity(), q, longer, longer, dense, cu_seq_lens_q=BEGINS,
+            cu_seq_lens_k=BEGINS,
+        )  # fmt: skip
     with pytest.raises(ValueError, match="cu_seq_lens_k is missing"):
         attend(q, cu_seq_lens_q=BEGINS)
     layer = torch.nn.Identity()

@@ -457,3 +457,36 @@ def test_vmap_over_a_call_with_a_cache_is_refused() -> None:
         vmap(
             lambda q: archflash.attention_with_kvcache(q, cache, cache, cache_seqlens=int32([3, 4]))
         )(torch.randn(N, 2, 1, 2, 8))
+
+
+def backward_of_itself(x: Tensor) -> Tensor:
+    out, lse = archflash.attention(x, x, x, return_lse=True)
+    return archflash.attention_backward(x, x, x, x, out, lse)[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [backward_of_itself, lambda x: archflash.quantize_fp8(x)[1]],
+    ids=["backward", "fp8"],
+)
+def test_a_gradient_that_vmap_hides_is_refused(function: Any) -> None:
+    x = torch.randn(3, 1, 2, 4, 8)
+    with pytest.raises(archflash.UnsupportedError, match="requires a gradient"):
+        torch.func.grad(lambda y: torch.func.vmap(function)(y).sum())(x)
+    with pytest.raises(archflash.UnsupportedError, match="requires a gradient"):
+        torch.func.vmap(function)(x.clone().requires_grad_())
+    with pytest.raises(archflash.UnsupportedError, match="tangent"):
+        torch.func.jvp(torch.func.vmap(function), (x,), (x,))
+
+
+def test_merging_inside_of_jvp_and_vmap() -> None:
+    out, lse = torch.randn(3, 1, 2, 4, 8), torch.randn(3, 1, 2, 4)
+
+    def merge(x: Tensor, implementation: str | None = None) -> Tensor:
+        parts = ([x, x * 2], [lse[0], lse[0] + 1])
+        return archflash.merge_attention(*parts, implementation=implementation)[0]
+
+    found = torch.func.jvp(torch.func.vmap(merge), (out,), (out,))
+    torch.testing.assert_close(found[1], found[0])  # it is linear in the outputs
+    each = torch.func.vmap(lambda x: merge(x, "torch"))(out)
+    torch.testing.assert_close(each, torch.stack([merge(x) for x in out]))

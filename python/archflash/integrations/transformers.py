@@ -14,9 +14,10 @@ sequences, the rest ranges of keys, and padded rows are left out by packing. A m
 with its mask, or asks for one of another kind, gets the values. Under torch.compile and
 torch.jit.trace masks are plain tensors.
 
-Documents that are packed into one row of text do not see each other, whichever of these says so:
-cu_seq_lens_q and cu_seq_lens_k, position_ids that start anew, or the mask that transformers makes
-of them. It is as in transformers' FlashAttention-2, which needs no use_cache=False either.
+Documents that are packed into one row of text do not see each other. The first of these that is
+given says where they begin: cu_seq_lens_q and cu_seq_lens_k; documents in the mask that
+transformers makes; position_ids that start anew, where the mask hides no padding. It is as in
+transformers' FlashAttention-2, which needs no use_cache=False either.
 """
 
 from __future__ import annotations
@@ -277,9 +278,11 @@ def forward(
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
     batch, nq, nk = query.shape[0], query.shape[2], key.shape[2]
     seen = _seen(module, attention_mask, is_causal, batch, nq, nk)
+    # A mask that somebody has read or written is one of values, but it was made of a rule.
+    was = attention_mask._content.seen if isinstance(attention_mask, Mask) else seen
     lengths: _Lengths | None = None
     # Continuous batching gives a mask that says all, and lengths of another order of keys.
-    by_mask_alone = cache is not None or (seen.values is not None and nq != nk)
+    by_mask_alone = cache is not None
     if not by_mask_alone and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
@@ -300,17 +303,17 @@ def forward(
                 )
             seen = _inside(seen, _ranges_of_lengths(lengths, batch, nq), nk)
             lengths = None
-    elif not by_mask_alone and _may_restart(position_ids, seen, nq, nk):
+    elif not by_mask_alone and _may_restart(position_ids, was, nq, nk):
         assert position_ids is not None
         if not _is_traced(position_ids.device, position_ids):
-            seen = _in_documents_of(position_ids, seen, batch, nq, nk)
+            seen = _in_documents_of(position_ids, seen, was.offset, batch, nq, nk)
         elif others.get("use_cache") or not (
             torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         ):
             # Whether documents begin cannot be asked. Ranges are right for one as well as for many,
             # but gradients are slower with them, and without a cache transformers has looked.
             ranges = ranges_of_documents(_starts(position_ids))
-            seen = seen._replace(ranges=_behind_past(ranges, seen.offset, nq, nk))
+            seen = seen._replace(ranges=_behind_past(ranges, was.offset, nq, nk))
 
     options: dict[str, Any] = {
         "scale": scaling, "softcap": softcap, "sinks": s_aux, **_options_of(seen, nq, nk)
@@ -476,15 +479,19 @@ def _may_restart(position_ids: Tensor | None, seen: Seen, nq: int, nk: int) -> b
     return as_rule and (seen.rule.causal or nq == nk)
 
 
-def _in_documents_of(position_ids: Tensor, seen: Seen, batch: int, nq: int, nk: int) -> Seen:
-    """The same where position_ids are those of one document, else inside of documents."""
+def _in_documents_of(
+    position_ids: Tensor, seen: Seen, past: int, batch: int, nq: int, nk: int
+) -> Seen:
+    """The same where position_ids are those of one document, else inside of documents. The queries
+    stand behind `past` keys.
+    """
     found = _restarts(position_ids)
     if found is None:
         return seen
     ranges, packed = found
-    if nq == nk and seen.offset == 0 and position_ids.shape[0] == batch:
+    if seen.values is None and nq == nk and past == 0 and position_ids.shape[0] == batch:
         return seen._replace(ranges=ranges, packed=packed)
-    return seen._replace(ranges=_behind_past(ranges, seen.offset, nq, nk))
+    return seen._replace(ranges=_behind_past(ranges, past, nq, nk))
 
 
 def _starts(position_ids: Tensor) -> Tensor:
