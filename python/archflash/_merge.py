@@ -84,11 +84,11 @@ def merge_attention(
             f"no merging kernel is called {_native.given(implementation)}: there are {_KERNEL} and "
             "torch"
         )
-    if in_transform() or any(map(has_tangent, (*parts, *of_parts))):  # these know plain operations
+    if implementation != _KERNEL and in_transform():  # these know plain operations
+        return _with_torch(parts, of_parts, layout)
+    if any(map(has_tangent, (*parts, *of_parts))):
         if implementation == _KERNEL:
-            raise ForcedImplementationError(
-                f"{_KERNEL} is forced, but a tensor has a tangent or is one of a transform's"
-            )
+            raise ForcedImplementationError(f"{_KERNEL} is forced, but a tensor has a tangent")
         return _with_torch(parts, of_parts, layout)
     if by_operator:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*parts, *of_parts)):
