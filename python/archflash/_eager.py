@@ -60,13 +60,9 @@ def has_tangent(x: object) -> bool:
 
 def requires_gradient(x: Tensor) -> bool:
     """Whether x requires a gradient, also one that vmap hides."""
-    if x.requires_grad or _is_compiling() or not _in_transform():
+    if _is_compiling() or not _in_transform():
         return x.requires_grad
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-        if x.requires_grad:
-            return True
-    return False
+    return any(level.requires_grad for level in _levels(x))
 
 
 def is_transformed(*given: Any) -> bool:
@@ -76,11 +72,12 @@ def is_transformed(*given: Any) -> bool:
     return in_transform() or any(has_tangent(x) for x in given)
 
 
-def _without_wrappers(x: Tensor) -> Tensor:
-    """The tensor that transforms of torch.func have wrapped."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
+def _levels(x: Tensor) -> list[Tensor]:
+    """x, and what transforms of torch.func have wrapped in it; the innermost last."""
+    levels = [x]
+    while torch._C._functorch.is_functorch_wrapped_tensor(levels[-1]):
+        levels.append(torch._C._functorch.get_unwrapped(levels[-1]))
+    return levels
 
 
 def differentiates_twice(*given: Tensor | None) -> bool:
@@ -95,7 +92,7 @@ def differentiates_twice(*given: Tensor | None) -> bool:
     kinds = torch._C._functorch.TransformType
     if kinds.Jvp in keys or forward_ad._current_level >= 0:
         return True
-    outside = any(x is not None and _without_wrappers(x).requires_grad for x in given)
+    outside = any(x is not None and _levels(x)[-1].requires_grad for x in given)
     return keys.count(kinds.Grad) + outside > 1
 
 

@@ -416,9 +416,7 @@ def _refuse_tangents(*given: Any) -> None:
 
 def plain(x: Any) -> Any:
     """A plain tensor whose memory holds its values, for a tensor; everything else as it is."""
-    if (
-        not isinstance(x, Tensor) or x.layout is not torch.strided
-    ):  # what is sparse is refused later
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:  # sparse ones are refused later
         return x
     return resolved(x.as_subclass(Tensor))
 
@@ -583,7 +581,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     dout = torch.zeros_like(out) if dout is None else dout
     needed = {n for n, x in zip(ctx.order, ctx.needs_input_grad, strict=True) if x}
     if not needed.issubset(_OF_KERNELS) or any(map(has_tangent, (dout, dlse, *saved))):
-        # Of kernels, nothing gives the gradients of the other arguments, or tangents.
+        # Kernels give the gradients of these arguments alone, and no tangents.
         request = Request(dout, q, k, v, out, lse, dlse, _options.from_operator(arguments))
         found = by_plain_operations(request, sorted(needed), torch.is_grad_enabled())
         return tuple(found.get(name) for name in ctx.order)

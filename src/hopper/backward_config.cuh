@@ -165,7 +165,7 @@ using BackwardD64  = BackwardConfig<T,                    64,       2,       4, 
 template <DType T, bool SOFTCAP = false>
 using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, SOFTCAP>;
 // clang-format on
-// Those that leave out of the sums of dQ what it does not have.
+// Exact: the sums of dQ have its own rows and columns, where others have those of whole tiles.
 template <DType T>
 using BackwardD64Exact = BackwardConfig<T, 64, 2, 4, 4, true, false, true>;
 template <DType T>

@@ -232,7 +232,7 @@ UNBACKED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
-# Those that an older PyTorch traces, too: it cannot slice a tensor by such a number.
+# The calls that PyTorch before 2.9 traces, too: it cannot slice a tensor by such a number.
 SELECTED = ("packed", "bnhd", "kvcache")
 
 

@@ -28,8 +28,8 @@ struct BackwardProblem {
   bool dmask = false;
   Strides dmask_strides = {};
   int64_t dmask_key = 0;
-  // Of a part of a call (planning/backward_parts.h): the number of its first head among all heads
-  // of q of the call, and how many of these a sequence has; 0: it is the whole call.
+  // A part of a call (planning/backward_parts.h) has the number of its first head among all heads
+  // of q of the call, and how many of these a sequence has; 0: this is the whole call.
   int64_t first_head = 0, heads_of_sequence = 0;
   // Bytes at the start of the workspace that keep the terms of all rows of the call, to which the
   // part adds those of its rows; 0: they are the part's own.
