@@ -1,14 +1,23 @@
-"""How evenly walks over row tiles fill GPUs, by the model of their makespan: docs/walks.md.
+"""How evenly tile schedulers fill GPUs, by the model of their makespan: writes bench/walks.csv.
 
 ``python -m bench.walks`` checks that the table is up to date, ``--write`` writes it anew. No GPU is
-needed. The column "before" is the same model of the walks of 2026-11-22, which walks_before.json
-keeps.
+needed.
+
+Row tiles take unequal time under a causal mask or a window, and in packed sequences. The column
+``share`` says how much of an even share of the work a GPU gets: the sum of all tiles' times shared
+out over the CTAs that run at the same time (or the longest tile, if that takes longer), divided by
+the time until the last tile is done. It comes from a model (src/common/planning/makespan.h), not
+from a measurement. ``archflash explain`` shows the same number as "balance". The other columns are
+the tile that the plan takes; ``tiles``, the row tiles for each CTA that runs at the same time (with
+less than two, the longest tile often takes all the time); and ``reads``, how often K and V are read
+from memory because they do not stay in L2 (empty for packed sequences).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import csv
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +31,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 CASES = HERE / "walks.toml"
-BEFORE = HERE / "walks_before.json"
-TABLE = HERE.parent / "docs" / "walks.md"
+TABLE = HERE / "walks.csv"
 GPUS = {
     "B200": ("blackwell_dc",),
     "RTX 5090": ("blackwell_consumer",),
@@ -33,24 +41,6 @@ GPUS = {
 # Less of the even share than this is too little, where each worker has at least two tiles: of fewer
 # than four, OTHER_GOAL is enough, because the last tile is a large part of the whole.
 CAUSAL_GOAL, OTHER_GOAL = 0.93, 0.90
-ABOUT = """# How evenly walks fill a GPU
-
-Row tiles take unequal time under a causal mask or a window, and in packed sequences. This table
-says how much of an even share of the work a GPU gets: the sum of all tiles' times shared out over
-the CTAs that run at the same time (or the longest tile, if that takes longer), divided by the time
-until the last tile is done. It comes from a model (`src/common/planning/makespan.h`), not from a
-measurement: a tile takes as long as the keys of its blocks and 192 more. `archflash explain` shows
-the same number as "balance".
-
-- **tiles**: row tiles for each CTA that runs at the same time. With less than two, the longest tile
-  often takes all the time.
-- **before**: the walks of 2026-11-22. blackwell_dc handed its tiles out in fixed rounds, and ampere
-  left a remnant of heads for the end. Kernels that are younger have no such number.
-- **reads**: how often K and V are read from memory, by the model, because they do not stay in L2.
-  Packed sequences have no such number.
-
-`python -m bench.walks --write` writes this page.
-"""
 
 
 @dataclass(frozen=True)
@@ -149,43 +139,30 @@ def plans(shape: Shape) -> dict[tuple[str, str], native.LaunchPlan]:
     return made
 
 
-def before(plan: native.LaunchPlan, kept: dict[str, Any]) -> native.LaunchPlan:
-    """The plan with the tile and the walk that walks_before.json keeps."""
-    from archflash import _archflash as native
-
-    fields = plan.to_dict()
-    fields["tile"] |= kept | {"turned_begin": 0, "turned_end": 0}
-    return native.LaunchPlan.unchecked_from_dict(fields)
-
-
 def table() -> str:
-    """The page."""
-    kept: dict[str, Any] = json.loads(BEFORE.read_text())
-    lines = [ABOUT]
+    """The table, as CSV."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("gpu", "implementation", "shape", "tile", "tiles", "share", "reads"))
+    made = [(shape, plans(shape)) for shape in shapes()]
     for gpu, implementations in GPUS.items():
         for name in implementations:
-            lines += [f"## {name} on {gpu}", "", "| shape | tile | tiles | before | now | reads |"]
-            lines.append("| --- | --- | --- | --- | --- | --- |")
-            for shape in shapes():
-                plan = plans(shape).get((gpu, name))
+            for shape, plans_of_shape in made:
+                plan = plans_of_shape.get((gpu, name))
                 if plan is None:
                     continue
-                now = walk_of(plan, shape.lengths)
-                old = "-"
-                if of_then := kept.get(shape.name, {}).get(f"{name} on {gpu}"):
-                    old = f"{walk_of(before(plan, of_then), shape.lengths).share:.2f}"
-                reads = "-" if now.reads is None else f"{now.reads:.1f}"
-                lines.append(
-                    f"| {shape.name} | {now.tile} | {now.tiles:.1f} | {old} | "
-                    f"{now.share:.2f} | {reads} |"
-                )
-            lines.append("")
-    return "\n".join(lines)
+                walk = walk_of(plan, shape.lengths)
+                reads = "" if walk.reads is None else f"{walk.reads:.1f}"
+                numbers = (f"{walk.tiles:.1f}", f"{walk.share:.2f}", reads)
+                writer.writerow((gpu, name, shape.name, walk.tile, *numbers))
+    return out.getvalue()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks or writes the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.walks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.walks", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(argv)
     made = table()

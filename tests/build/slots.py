@@ -1,13 +1,30 @@
-"""Writes docs/slots.md: what the main loops of every kernel issue, counted in its machine code.
+"""Writes tests/build/slots.csv: what the main loops of every forward kernel issue, counted in the
+machine code of the wheel.
 
-``python -m tests.build.slots`` says whether the page is up to date, ``--write`` writes it anew. Run
-it after a change of a kernel. It needs the installed package, and cuobjdump and nvdisasm of PyPI or
-of CUDA.
+``python -m tests.build.slots`` says whether the table is up to date, ``--write`` writes it anew.
+Run it after a change of a kernel. It needs the installed package, and cuobjdump and nvdisasm of
+PyPI or of CUDA. A test compares the table where the same ptxas has assembled the kernels. Nothing
+in it was timed.
+
+A row is one loop of one warp, which goes round once for each block of keys. Two rows of one kind
+are two loops, such as one for blocks with a mask and one for blocks without. ``slots`` are the
+instructions on the way round that does all the work with the fewest of them: without masks, rare
+branches and second tries of waits, and without loops inside, such as copies by threads. The columns
+behind it say what is among them. ``shortest`` is the shortest way round, which may skip the block,
+or leave O as it is (rescaling). The loops are
+
+- attention: products by mma.sync or wgmma and the softmax between them,
+- products: tcgen05 products, or on CUDA cores those by FFMA,
+- softmax: exponentials of a block, in warps that do nothing else,
+- rescaling: O of one or two tiles times the factor by which the row max has risen,
+- loads: TMA.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import re
 import sys
 import tempfile
@@ -27,31 +44,10 @@ from .machine_code import (
     words_of,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "slots.md"
+TABLE = Path(__file__).with_name("slots.csv")
 # Kernels that differ from those of another dtype in a few instructions, which issue as often.
 TWINS = re.compile("_f16_|_e5m2_|^simt_.*_bf16_")
-HEAD = """# Issue slots of the main loops of the forward pass
-
-`python -m tests.build.slots --write` counts these in the machine code of the wheel's kernels. A
-test compares them (`tests/build/test_slots.py`) where the same ptxas has assembled the kernels.
-Nothing here was timed.
-
-One row is one loop of one warp, which goes round once for each block of keys. Two rows of one kind
-are two loops, such as one for blocks with a mask and one for blocks without. **slots** are the
-instructions on the way round that does all the work with the fewest of them: without masks, rare
-branches and second tries of waits, and without loops inside, such as copies by threads. The columns
-behind it say what is among them. **shortest** is the shortest way round, which may skip the block,
-or leave O as it is (`rescaling`). Kernels for fp16 and e5m2 issue as often as those for bf16 and
-e4m3, but for a few conversions, and are left out.
-
-| loop | what it does |
-| --- | --- |
-| attention | products by mma.sync or wgmma and the softmax between them |
-| products | tcgen05 products, or on CUDA cores those by FFMA |
-| softmax | exponentials of a block, in warps that do nothing else |
-| rescaling | O of one or two tiles times the factor of a base that rose |
-| loads | TMA |
-"""
+COLUMNS = ("folder", "target", "ptxas", "kernel", "loop", "slots", *KINDS, "shortest")
 
 
 def home_target(folder: str) -> str:
@@ -70,7 +66,7 @@ def has_rows(kernel: str) -> bool:
 
 
 def rows(tool: Path, target: str, file: Path) -> Iterator[list[str]]:
-    """The rows of an image's kernels."""
+    """The rows of an image's kernels, without the columns of their folder."""
     if not any(map(has_rows, words_of(cubin_of(tool, target, file)))):
         return
     for kernel, texts in sorted(instructions_of(tool, target, file).items()):
@@ -83,8 +79,8 @@ def rows(tool: Path, target: str, file: Path) -> Iterator[list[str]]:
             yield [name, loop.work.name, *(str(n) if n else "" for n in numbers)]
 
 
-def section(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
-    """The part of the page about one folder.
+def section(folder: str, tool: Path, files: Mapping[str, Path]) -> list[list[str]]:
+    """The rows of the table about one folder.
 
     Args:
         folder: the implementation.
@@ -92,25 +88,30 @@ def section(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
         files: its images.
     """
     target = home_target(folder)
-    table = [row for _, file in sorted(files.items()) for row in rows(tool, target, file)]
-    lines = [["kernel", "loop", "slots", *KINDS, "shortest"]]
-    lines += [["---", "---", *["---:"] * (len(KINDS) + 2)], *table]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{title(folder, tool, files)}\n\n{text}\n"
+    about = [folder, target, assemblers(folder, tool, files)]
+    return [about + row for _, file in sorted(files.items()) for row in rows(tool, target, file)]
 
 
-def title(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
-    """The title of a folder's part, which names the target and the assembler."""
+def assemblers(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
+    """The releases of ptxas that assembled a folder's images."""
     target = home_target(folder)
     releases = {assembler_of(cubin_of(tool, target, file)) for file in files.values()}
-    said = ", ".join(f"{major}.{minor}" for major, minor in sorted(releases))
-    return f"## {folder}, {target}, ptxas {said}"
+    return " ".join(f"{major}.{minor}" for major, minor in sorted(releases))
 
 
-def sections(page: str) -> dict[str, str]:
-    """The parts of a page by folder."""
-    parts = re.split(r"^## ", page, flags=re.MULTILINE)
-    return {part.partition(",")[0]: f"## {part.rstrip()}\n" for part in parts[1:]}
+def sections(table: str) -> dict[str, list[list[str]]]:
+    """The rows of the written table by folder.
+
+    Raises:
+        ValueError: its columns are others.
+    """
+    head, *lines = csv.reader(io.StringIO(table))
+    if head != list(COLUMNS):
+        raise ValueError(f"{TABLE} has the columns {head}")
+    found: dict[str, list[list[str]]] = {}
+    for line in lines:
+        found.setdefault(line[0], []).append(line)
+    return found
 
 
 def folders() -> dict[str, list[str]]:
@@ -127,26 +128,28 @@ def folders() -> dict[str, list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write the page anew")
+    parser.add_argument("--write", action="store_true", help="write the table anew")
     options = parser.parse_args()
     tool = find_tool("cuobjdump")
     if tool is None or find_tool("nvdisasm") is None:
         print("pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm", file=sys.stderr)
         return 2
-    parts = [HEAD]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
     with tempfile.TemporaryDirectory() as place:
         for folder, images in folders().items():
             files = {}
             for image in images:
                 files[image] = Path(place) / f"{image.replace('/', '-')}.fatbin"
                 files[image].write_bytes(native.image(image))
-            parts.append(section(folder, tool, files))
-    page = "\n".join(parts)
+            writer.writerows(section(folder, tool, files))
+    table = out.getvalue()
     if options.write:
-        PAGE.write_text(page)
+        TABLE.write_text(table)
         return 0
-    same = PAGE.exists() and PAGE.read_text() == page
-    print("docs/slots.md is up to date" if same else "docs/slots.md differs: run with --write")
+    same = TABLE.exists() and TABLE.read_text() == table
+    print(f"{TABLE.name} is up to date" if same else f"{TABLE} differs: run with --write")
     return 0 if same else 1
 
 

@@ -1,16 +1,23 @@
-"""Generates docs/simulator-instructions.md (each form that the simulator knows, and what stands
-behind it) and the table of mutation scores in docs/simulator.md.
+"""Generates tests/sim/instructions.csv (each form that the simulator knows, and what stands behind
+it), and in docs/simulator.md a summary of it and the table of mutation scores.
 
 ``python -m tests.sim.instruction_table`` checks that both are up to date, ``--write`` writes them
-anew. What each column says is taken from the simulator's own table and from the tests: the
-programs recorded on a card, the third-party PTX, and the calls that a card and the simulator ran.
+anew. What each row says is taken from the simulator's own table and from the tests: the programs
+recorded on a card, the third-party PTX, and the calls that a card and the simulator ran.
+
+A form is a family of spellings of an instruction: ``[.a/.b]`` may be missing, ``(.a/.b)`` is one of
+them, and ``$int`` is one of a set, which the last rows of the file list. A row of the file has the
+spellings of a form behind which one kind of evidence stands, and the bound that they are held to
+where their bits are not a card's. A form that rests on the ISA's text alone has one row.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,16 +29,12 @@ from archflash import sim
 from .mutation.summaries import older_kernels, summaries
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTRUCTIONS = ROOT / "docs" / "simulator-instructions.md"
+INSTRUCTIONS = Path(__file__).with_name("instructions.csv")
 DETAILS = ROOT / "docs" / "simulator.md"
 THIRD_PARTY = Path(__file__).parent / "third_party.json"
-# Sentences that stand above the tables of some groups of instructions.
 NOT_LOADED = "tcgen05 that does not load"
-ABOUT = {
-    "tcgen05": "No card with tcgen05 has run any of this: it rests on the text of the PTX ISA and "
-    "on third-party PTX that gives the right numbers here.",
-    NOT_LOADED: "The simulator knows these and refuses them with a sentence that says why.",
-}
+COLUMNS = ("group", "form", "evidence", "spellings", "bound")
+ISA_TEXT, REFUSED, SET = "ISA text", "refused", "set of modifiers"
 
 
 @dataclass
@@ -160,23 +163,60 @@ def add_protocols(table: Sequence[Row]) -> str:
     return f"{len(recorded)} small kernels on an {about['gpu']}, {about['date']}"
 
 
-def tensor_cores() -> list[str]:
-    """The section about how the tensor cores of each capability add up."""
+def lines_of(row: Row) -> list[tuple[str, ...]]:
+    """The rows of the file about one form."""
+    by_name = {
+        "card, exact": row.exact,
+        "protocols": row.protocols,
+        "third-party": row.third_party,
+        "our kernels": row.kernels,
+    }
+    found = [(name, " ".join(sorted(words)), "") for name, words in by_name.items() if words]
+    found += [("card, bound", word, row.bounded[word]) for word in sorted(row.bounded)]
+    if not found:
+        found = [(REFUSED if row.about == NOT_LOADED else ISA_TEXT, "", "")]
+    return [(row.about, row.spelling, *line) for line in found]
 
-    def sums(bytes_and_bits: tuple[int, int]) -> str:
-        size, bits = bytes_and_bits
-        return f"{size} bytes, {bits} bits" if size else ""
 
+def instructions(table: Sequence[Row]) -> str:
+    """The text of instructions.csv."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in table:
+        writer.writerows(lines_of(row))
+    for key, names in _native.modifier_sets():
+        if any(f"${key}" in row.modifiers for row in table):
+            words = " ".join(f".{name}" for name in names.split("|"))
+            writer.writerow(("modifiers", f"${key}", SET, words, ""))
+    return out.getvalue()
+
+
+def summary() -> tuple[list[Row], str]:
+    """The simulator's table with its evidence, and what docs/simulator.md says of it."""
+    table = rows()
+    card = add_vectors(table)
+    programs = add_third_party(table)
+    whole = add_kernels(table)
+    protocols = add_protocols(table)
+    backed = sum(row.evidence for row in table)
     lines = [
-        "## How tensor cores add up",
+        f"There are {len(table)} forms of instructions; for {backed} of them some spelling has "
+        "more behind it than the ISA's text.",
         "",
-        "PTX leaves it open. In the simulator it is that of the GPU that a launch is planned for, "
-        "or of the PTX's target. One addition takes the products of so many bytes of a row of A "
-        "and the accumulator, cuts each off, toward zero, so many bits below the largest exponent "
-        "among them, and cuts off their sum. FP8 mma.sync where there is none is what ptxas makes "
-        "of it: two products of f16 from zero, then the accumulator.",
+        "| evidence | what stands behind such a spelling |",
+        "| --- | --- |",
+        f"| card, exact; card, bound | results on an {card['gpu']} ({card['date']}, CUDA "
+        f"{card['cuda']}) that are met bit for bit, or within the stated bound "
+        "(`tests/sim/vectors`) |",
+        f"| protocols | {protocols}, whose outputs are met bit for bit (`tests/sim/protocols`) |",
+        f"| third-party | {'; '.join(programs)}: the output matches float64 |",
+        f"| our kernels | whole ampere and simt calls whose outputs a card gave too ({whole}, "
+        "`tests/sim/cards`) |",
+        "| ISA text | nothing but the reading of the PTX ISA, and our own tests of that |",
         "",
-        "| capability | 16 bits and tf32 | FP8 mma.sync | FP8 wgmma, tcgen05 | source |",
+        "| tensor cores of capability | 16 bits and tf32 | FP8 mma.sync | FP8 wgmma, tcgen05 | "
+        "source |",
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [
@@ -184,85 +224,13 @@ def tensor_cores() -> list[str]:
         f"{source} |"
         for first, source, wide, fp8, fp8_async in _native.tensor_cores()
     ]
-    return [*lines, ""]
+    return table, "\n".join(lines)
 
 
-def cell(words: Collection[str]) -> str:
-    """How many spellings; empty for none."""
-    return str(len(words)) if words else ""
-
-
-def instructions() -> str:
-    """The text of docs/simulator-instructions.md."""
-    table = rows()
-    card = add_vectors(table)
-    programs = add_third_party(table)
-    whole = add_kernels(table)
-    protocols = add_protocols(table)
-    backed = [row for row in table if row.evidence]
-    lines = [
-        "# The instructions that the simulator knows",
-        "",
-        "`python -m tests.sim.instruction_table --write` generates this page from the simulator's "
-        "own table and the recorded tests; a test checks that it is up to date.",
-        "",
-        f"There are {len(table)} forms; for {len(backed)} of them some spelling has more behind it "
-        "than the ISA's text. A form's spellings differ in their modifiers: `[.a/.b]` may be "
-        "missing, `(.a/.b)` is one of them. The numbers count spellings. The end of the page lists "
-        "which they are; a spelling that is not listed there stands on the ISA's text alone.",
-        "",
-        f"- **card, exact** and **card, bound**: spellings whose results on an {card['gpu']} "
-        f"({card['date']}, CUDA {card['cuda']}) the simulator meets bit for bit, or within the "
-        "stated bound (tests/sim/vectors).",
-        "- **protocols**: spellings executed by kernels of TMA, mbarriers, clusters, wgmma, whose "
-        f"outputs are a card's, bit for bit ({protocols}, tests/sim/protocols).",
-        "- **third-party**: "
-        + (
-            f"spellings executed by {'; '.join(programs)}: the output matches float64."
-            if programs
-            else "no program yet."
-        ),
-        "- **our kernels**: spellings executed by whole ampere and simt calls whose outputs a card "
-        f"gave too ({whole}, tests/sim/cards).",
-        "- **ISA text**: nothing but the reading of the PTX ISA, and our own tests of that.",
-        "",
-    ]
-    for about in dict.fromkeys(row.about for row in table):
-        lines += [
-            f"## {about[0].upper()}{about[1:]}",
-            "",
-            *([ABOUT[about], ""] if about in ABOUT else []),
-            "| form | card, exact | card, bound | protocols | third-party | our kernels | else |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
-        ]
-        lines += [
-            f"| `{row.spelling}` | {cell(row.exact)} | {cell(row.bounded)} | "
-            f"{cell(row.protocols)} | {cell(row.third_party)} | {cell(row.kernels)} | "
-            f"{'' if row.evidence else 'refused' if row.about == NOT_LOADED else 'ISA text'} |"
-            for row in table
-            if row.about == about
-        ]
-        lines.append("")
-    lines += tensor_cores()
-    lines += ["## Sets of modifiers", ""]
-    lines += [
-        f"- `$name`: {', '.join(f'`.{name}`' for name in names.split('|'))}".replace("name", key, 1)
-        for key, names in _native.modifier_sets()
-        if any(f"${key}" in row.modifiers for row in table)
-    ]
-    lines += ["", "## Every spelling behind these numbers", ""]
-    for row in backed:
-        lines.append(f"- `{row.spelling}`")
-        for name, words in (
-            ("card, exact", sorted(row.exact)),
-            ("card, bound", [f"{word} ({row.bounded[word]})" for word in sorted(row.bounded)]),
-            ("protocols", sorted(row.protocols)),
-            ("third-party", sorted(row.third_party)),
-            ("our kernels", sorted(row.kernels)),
-        ):
-            if words:
-                lines.append(f"  - {name}: {', '.join(words)}")
-    return "\n".join(lines) + "\n"
+def sums(bytes_and_bits: tuple[int, int]) -> str:
+    """How a tensor core adds up, in words."""
+    size, bits = bytes_and_bits
+    return f"{size} bytes, {bits} bits" if size else ""
 
 
 def mutation() -> str:
@@ -290,26 +258,28 @@ def mutation() -> str:
     return "\n".join(lines)
 
 
-def with_mutation(details: str) -> str:
-    """The text of docs/simulator.md with the mutation scores between their marks.
+def with_part(details: str, name: str, part: str) -> str:
+    """A document with a generated part between its marks.
 
     Raises:
-        ValueError: it has no place for them.
+        ValueError: it has no place for it.
     """
-    begin, end = "<!-- mutation -->", "<!-- /mutation -->"
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, found, rest = details.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"there is no {begin} ... {end}")
-    return f"{before}{begin}\n{mutation()}\n{end}{after}"
+    return f"{before}{begin}\n{part}\n{end}{after}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 1 when a document is not up to date."""
+    """Exit status 1 when a file is not up to date."""
     status = 0
+    table, about = summary()
+    details = with_part(DETAILS.read_text(), "instructions", about)
     for path, now in (
-        (INSTRUCTIONS, instructions()),
-        (DETAILS, with_mutation(DETAILS.read_text())),
+        (INSTRUCTIONS, instructions(table)),
+        (DETAILS, with_part(details, "mutation", mutation())),
     ):
         if path.exists() and path.read_text() == now:
             continue
