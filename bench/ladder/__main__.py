@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--write", action="store_true",
-        help="writes docs/ladder-NAME.md and its plot anew, with counters of the simulator",
+        help="writes docs/ladders.md and the plot anew, with counters of the simulator",
     )  # fmt: skip
     options = parser.parse_args(argv)
     unknown = [name for name in options.names if name not in BY_NAME]

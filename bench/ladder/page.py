@@ -1,6 +1,6 @@
-"""What a ladder's page says: its tables and its plot, made from results, counters and definitions.
+"""What the page of the ladders says: tables and plots, made from results, counters and definitions.
 
-`python -m bench.ladder NAME --write` writes docs/ladder-NAME.md and docs/ladder-NAME.svg.
+`python -m bench.ladder NAME --write` writes docs/ladder-NAME.svg, and docs/ladders.md anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.ladder.definitions import FOLDER, Ladder, Rung
+from bench.ladder.definitions import FOLDER, LADDERS, Ladder, Rung
 from bench.ladder.rungs import Counters
 from bench.results import RESULTS_FOLDER, Row, load_rows, row_key
 
@@ -178,7 +178,7 @@ def table(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def render(ladder: Ladder, results: Path = RESULTS_FOLDER) -> str:
-    """The text of a ladder's page."""
+    """The section of a ladder."""
     counters = load_counters(ladder)
     runs = measured(ladder, results)
     heads, n = ladder.simulated
@@ -219,43 +219,48 @@ def render(ladder: Ladder, results: Path = RESULTS_FOLDER) -> str:
     folder = f"bench/ladder/{ladder.name}"
     return "\n".join(
         [
-            f"# The ladder {ladder.name}: {ladder.title}",
+            f"## The ladder {ladder.name}: {ladder.title}",
             "",
-            *wrapped(
-                ladder.about,
-                f"Each kernel is one small file in [{folder}](../{folder}) and adds one idea to "
-                "the one before it.",
-            ),
-            "",
-            *wrapped(
-                "In a clone with nvcc, this checks every rung against float64 and times it on the "
-                "GPU beside PyTorch's kernels; without a GPU it runs the rungs on the simulator "
-                f"(`python -m bench.ladder {ladder.name}` is the same):"
-            ),
-            "",
-            "```sh",
-            f"archflash ladder {ladder.name}",
-            "```",
+            *wrapped(f"{ladder.about} Kernels: [{folder}](../{folder}).", *notes),
             "",
             f"![Bars for each kernel of the ladder {ladder.name}](ladder-{ladder.name}.svg)",
             "",
-            *wrapped("TFLOP/s (4\\*B\\*H\\*N\\*N\\*D operations, half when causal).", *notes),
-            "",
             *table(lines),
             "",
-            "## What each idea bought",
-            "",
-            *wrapped(
-                f"The counters are the simulator's, for {size} of {n} rows: warp-instructions of "
-                "PTX for 1024 scores, and wavefronts of shared memory over the fewest that its "
-                "accesses need (in brackets the worst opcode). They are no speed: a GPU runs "
-                "machine code, in which ptxas has combined some of these instructions."
-            ),
+            *wrapped(f"Counters of {size} of {n} rows:"),
             "",
             *table(said),
             "",
         ]
     )
+
+
+def render_page() -> str:
+    """The text of docs/ladders.md."""
+    head = [
+        "# Kernels, one idea at a time",
+        "",
+        *wrapped(
+            "Each ladder leads to a kernel of src. Each of its rungs is one small file that adds "
+            "one idea to the one before it. In a clone with nvcc, this checks every rung against "
+            "float64 and times it on the GPU beside PyTorch's kernels; without a GPU it runs the "
+            "rungs on the simulator (`python -m bench.ladder ampere` is the same):"
+        ),
+        "",
+        "```sh",
+        *(f"archflash ladder {ladder.name}" for ladder in LADDERS),
+        "```",
+        "",
+        *wrapped(
+            "Speeds are in TFLOP/s (4\\*B\\*H\\*N\\*N\\*D operations, half when causal). "
+            "Counters are the simulator's: warp-instructions of PTX for 1024 scores, and "
+            "wavefronts of shared memory over the fewest that its accesses need (in brackets the "
+            "worst opcode). They are no speed: a GPU runs machine code, in which ptxas has "
+            "combined some of these instructions."
+        ),
+        "",
+    ]
+    return "\n".join([*head, *(render(ladder) for ladder in LADDERS)])
 
 
 def wrapped(*sentences: str) -> list[str]:
@@ -264,7 +269,7 @@ def wrapped(*sentences: str) -> list[str]:
 
 
 def write(ladder: Ladder) -> None:
-    """Writes the page and its plot."""
-    base = REPOSITORY / "docs" / f"ladder-{ladder.name}"
-    base.with_suffix(".md").write_text(render(ladder))
-    base.with_suffix(".svg").write_text(plot(ladder, load_counters(ladder)))
+    """Writes a ladder's plot, and the page of all ladders."""
+    docs = REPOSITORY / "docs"
+    (docs / f"ladder-{ladder.name}.svg").write_text(plot(ladder, load_counters(ladder)))
+    (docs / "ladders.md").write_text(render_page())

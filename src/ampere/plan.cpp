@@ -119,7 +119,7 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
 };
 // A row of the tables of decoding kernels, which serve calls without a cache too. Their costs were
-// measured on an H200 (NOTES.md).
+// measured on an H200 (docs/lab/ampere.md).
 template <class C>
 constexpr core::Tile decode_tile(const char* name, const char* reason) {
   core::Tile decodes = tile<C>(name, {}, reason);

@@ -257,7 +257,7 @@ LaunchPlan one_head(const Problem& problem, const Tile& tile) {
 // length, and as filling half of their last tile.
 double time_of(const Problem& problem, const Device& device, const Tile& tile) {
   // A CTA that has an SM for itself, where there is room for two, is faster than beside another
-  // one: in so much of the time (NOTES.md).
+  // one: in so much of the time (docs/lab/hopper.md).
   constexpr double ALONE = 0.65;
   const int64_t heads = problem.batch * problem.heads_q;
   const LaunchPlan head = one_head(problem, tile);

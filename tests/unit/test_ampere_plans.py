@@ -276,7 +276,7 @@ def test_packed_sequences_have_whole_tiles_for_their_heads() -> None:
     ],
 )  # fmt: skip
 def test_decoding_shares_keys_as_was_fastest_on_an_h200(batch: int, keys: int, splits: int) -> None:
-    """Each is within a few percent of the fastest number of shares (NOTES.md)."""
+    """Each is within a few percent of the fastest number (docs/lab/ampere.md)."""
     q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, keys, 8, 128, dtype=torch.bfloat16, device="meta")
     lengths = torch.empty(batch, dtype=torch.int32, device="meta")

@@ -375,7 +375,7 @@ def test_order_of_packed_tiles_of_hopper(
     assert tuple(order) == expected
 
 
-# The calls whose speed in turns is in src/hopper/NOTES.md.
+# The calls whose speed in turns is in docs/lab/hopper.md.
 @pytest.mark.parametrize(
     ("shape", "heads_kv", "expected"),
     [

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
 // Blocks of queries of a CTA, for each CTA of its head that runs at the same time, from which on
-// turns are faster: between 4, where they were slower on an H200, and 16 (ampere/NOTES.md).
+// turns are faster: between 4, where they were slower on an H200, and 16 (docs/lab/ampere.md).
 constexpr int64_t TURNS_BLOCKS_OF_CTA = 8;
 
 Reasons why_not_backward(const BackwardProblem& problem, const Description& description,

@@ -51,7 +51,8 @@ int64_t sums_bytes_of_round(const Problem& call, const RoundsTile& tile) {
 int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile,
                       const Device& device) {
   // A tile's steps for each of the tiles that it waits for at most, below which CTAs begin apart.
-  // Measured on an H200 (hopper/NOTES.md): waiting took 14 to 55% up to 4, and 4 to 8% from 10 on.
+  // Measured on an H200 (docs/lab/hopper.md): waiting took 14 to 55% up to 4, and 4 to 8% from 10
+  // on.
   constexpr int64_t STEPS_OF_TILE = 8;
   const Problem& call = problem.call;
   if (!problem.deterministic || call.varlen) return 1;
