@@ -491,7 +491,7 @@ def nesting(strides: Sequence[int]) -> list[int]:
 
     The last dimension is always the innermost. A stride of 0 (expanded) says nothing about the
     order: such a dimension goes outermost. The output of a call nests as q does; plan_output() in
-    src/runtime/problem.cpp follows the same rule for eager calls.
+    src/runtime/reading/output.cpp follows the same rule for eager calls.
     """
     last = len(strides) - 1
     if all(isinstance(stride, int) for stride in strides):

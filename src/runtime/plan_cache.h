@@ -33,11 +33,11 @@ struct CacheKeyHash {
 
 constexpr size_t PLAN_CACHE_CAPACITY = 256;
 
-template <class Decision>
+template <class Value>
 class PlanCache {
  public:
-  // The decision, if it is cached. It stays where it is until the next insert() or clear().
-  const Decision* find(const CacheKey& key) {
+  // The value, if it is cached. It stays where it is until the next insert() or clear().
+  const Value* find(const CacheKey& key) {
     // The layers of a model ask for the same problem again and again, which needs no hash.
     if (!order_.empty() && order_.front().first == key) {
       ++hits;
@@ -53,29 +53,29 @@ class PlanCache {
     return &found->second->second;
   }
 
-  // Decisions hold Python objects, whose destruction may let other threads in. So nothing is
+  // Values hold Python objects, whose destruction may let other threads in. So nothing is
   // destroyed while the table changes, nor before the caller has used what it was given: what is
   // dropped waits for the next insert() or clear().
-  const Decision* insert(const CacheKey& key, Decision decision) {
+  const Value* insert(const CacheKey& key, Value value) {
     {
       Order dropped;
       dropped.swap(dropped_);
     }
     if (const auto found = entries_.find(key); found != entries_.end()) {
-      std::swap(found->second->second, decision);
-      dropped_.emplace_back(key, std::move(decision));
+      std::swap(found->second->second, value);
+      dropped_.emplace_back(key, std::move(value));
       return &found->second->second;
     }
     if (entries_.size() == PLAN_CACHE_CAPACITY) {
       entries_.erase(order_.back().first);
       dropped_.splice(dropped_.end(), order_, std::prev(order_.end()));
     }
-    order_.emplace_front(key, std::move(decision));
+    order_.emplace_front(key, std::move(value));
     entries_.emplace(key, order_.begin());
     return &order_.front().second;
   }
 
-  // Decisions are destroyed at the end: that may run Python, and with it other threads.
+  // Values are destroyed at the end: that may run Python, and with it other threads.
   void clear() {
     Order order, dropped;
     entries_.clear();
@@ -88,7 +88,7 @@ class PlanCache {
   int64_t hits = 0, misses = 0;
 
  private:
-  using Entry = std::pair<CacheKey, Decision>;
+  using Entry = std::pair<CacheKey, Value>;
   using Order = std::list<Entry>;
   Order order_;    // most recently used first
   Order dropped_;  // no longer in the table

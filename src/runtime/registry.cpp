@@ -181,6 +181,17 @@ void complete_copies(PlanResult& result, const copy::Copies& copies, const Probl
   copy::add_to(std::get<LaunchPlan>(result), copies);
 }
 
+std::optional<mma_sync::FewRowsPlan> plan_few_rows_of(const Problem& problem,
+                                                      const Device& device) {
+  for (const FewRows& folder : FEW_ROWS) {
+    if (has_code(folder.folder, device.capability())) return folder.plan(problem, device);
+  }
+  return {};
+}
+
+// Lends them at start: nothing plans before.
+[[maybe_unused]] const auto lent = mma_sync::plan_few_rows_apart = plan_few_rows_of;
+
 const Backward* find_backward(std::string_view name) {
   for (const Backward& backward : BACKWARDS) {
     if (backward.plan && name == backward.folder) return &backward;
@@ -224,14 +235,6 @@ PlanResult with_lse_for_pytorch(const LaunchPlan& plan, bool self_attention) {
   LaunchPlan longer = plan;
   copy::add_lse_for_pytorch(longer);
   return longer;
-}
-
-std::optional<mma_sync::FewRowsPlan> mma_sync::plan_few_rows_apart(const Problem& problem,
-                                                                   const Device& device) {
-  for (const FewRows& folder : FEW_ROWS) {
-    if (has_code(folder.folder, device.capability())) return folder.plan(problem, device);
-  }
-  return {};
 }
 
 bool has_backward(std::string_view name) { return find_backward(name) != nullptr; }

@@ -54,8 +54,10 @@ std::optional<FewRowsPlan> plan_few_rows(const std::string& folder,
                                          const Device& device);
 
 // Such a plan for a folder that has no kernels for few rows, by the folder of the build that lends
-// its own; none if this build has no code of it for the device. The registry implements it.
-std::optional<FewRowsPlan> plan_few_rows_apart(const Problem& problem, const Device& device);
+// its own; none if this build has no code of it for the device. The registry, which knows the
+// folders, fills it in at start.
+inline std::optional<FewRowsPlan> (*plan_few_rows_apart)(const Problem& problem,
+                                                         const Device& device) = nullptr;
 
 // Puts its launches behind those of `plan`.
 void add_few_rows(LaunchPlan& plan, FewRowsPlan few);

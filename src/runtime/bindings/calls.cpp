@@ -1,0 +1,71 @@
+#include <nanobind/stl/string.h>
+
+#include <utility>
+
+#include "runtime/bindings/bindings.h"
+#include "runtime/call_path.h"
+#include "runtime/operators.h"
+#include "runtime/plan_cache.h"
+#include "runtime/run_plan.h"
+
+namespace archflash {
+
+void bind_calls(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("set_decide", &set_decide, "function"_a);
+  m.def(
+      "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
+  m.def("attention", &attention, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a, "grad"_a,
+        "implementation"_a.none(),
+        "Serves an eager call from a kernel. None when `torch` is to serve it; NotImplemented for "
+        "torch's dispatcher, and for lazy tensors, which must be resolved first.");
+  m.def("set_decide_operator", &set_decide_operator, "function"_a);
+  m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
+        "implementation"_a.none(), "rows_before_heads"_a = false, "lse_column"_a = false,
+        nb::sig("def serve_operator(q: typing.Any, k: typing.Any, v: typing.Any, options: "
+                "tuple[typing.Any, ...], implementation: str | None, rows_before_heads: bool = "
+                "False, lse_column: bool = False) -> typing.Any"),
+        "Serves a call of one of PyTorch's operators from a kernel; what `attention` would return. "
+        "Or the reason why PyTorch's own kernel is to serve it, a str; or None where `out` has to "
+        "be given, because q repeats rows. With lse_column the log-sum-exp has a last dimension of "
+        "size 1.");
+  m.def(
+      "cache_info",
+      [] {
+        const auto [hits, misses] = hits_and_misses();
+        return nb::make_tuple(hits, misses, cached_calls(), PLAN_CACHE_CAPACITY);
+      },
+      nb::sig("def cache_info() -> tuple[int, int, int, int]"),
+      "(hits, misses, entries, capacity) of the plan cache.");
+  m.def("clear_cache", [] {
+    clear_cached_calls();
+    forget_operator_calls();
+  });
+  m.def("use_exchange_table", &use_exchange_table, "enabled"_a,
+        "Reads tensors through torch's DLPack exchange table (default), or through their Python "
+        "attributes.");
+  m.def("has_exchange_table", [] { return torch().exchange != nullptr; });
+  m.def("is_plain_tensor", [](nb::handle object) { return is_plain_tensor(object); }, "object"_a);
+  m.def(
+      "all_plain",
+      [](const nb::args& objects) {
+        for (const nb::handle object : objects) {
+          if (needs_dispatcher(object)) return false;
+        }
+        return true;
+      },
+      nb::sig("def all_plain(*objects: typing.Any) -> bool"),
+      "Whether no argument is a subclass of torch.Tensor (but torch.nn.Parameter).");
+  m.def(
+      "check_data",
+      [](nb::handle tensor, const std::string& name) {
+        TensorView view;
+        read_tensor(tensor, name.c_str(), view);
+      },
+      "tensor"_a.none(), "name"_a, "Refuses what is no dense tensor, or has elements but no data.");
+  m.def(
+      "given", [](nb::handle value) { return given(value); }, "value"_a.none(),
+      "What a caller gave, for an error message: never the values of a tensor.");
+}
+
+}  // namespace archflash

@@ -1,0 +1,97 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <string_view>
+
+#include "runtime/bindings/bindings.h"
+
+namespace archflash {
+
+void bind_problem(nb::module_& m) {
+  using namespace nb::literals;
+  auto problem = nb::class_<Problem>(
+      m, "Problem", "What one call asks for: shapes, strides, options. No addresses.");
+  with_pickle(problem, &problem_from_dict)
+      .def_static("from_dict", &problem_from_dict, "fields"_a.none(),
+                  nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Problem"))
+      .def(
+          "to_dict", [](const Problem& p) { return to_dict(p); },
+          nb::sig("def to_dict(self) -> dict[str, typing.Any]"))
+      .def(
+          "__eq__",
+          [](const Problem& a, const Problem& b) {
+            return std::memcmp(&a, &b, sizeof(Problem)) == 0;
+          },
+          nb::is_operator(), nb::sig("def __eq__(self, arg: object, /) -> bool"))
+      .def("__hash__",
+           [](const Problem& p) {
+             const std::string_view bytes(reinterpret_cast<const char*>(&p), sizeof(p));
+             return static_cast<int64_t>(std::hash<std::string_view>()(bytes) >> 1);
+           })
+      .def_prop_ro("dtype", [](const Problem& p) { return dtype_name(p.dtype); })
+      .def_prop_ro("kv_dtype", [](const Problem& p) { return dtype_name(p.kv_dtype); })
+      .def_prop_ro("out_dtype", [](const Problem& p) { return dtype_name(p.out_dtype); })
+      .def_ro("page_size", &Problem::page_size)
+      .def_ro("n_new", &Problem::n_new)
+      .def_ro("rotary_dim", &Problem::rotary_dim)
+      .def_ro("qv_align", &Problem::qv_align)
+      .def_ro("attention_chunk", &Problem::attention_chunk)
+      .def_ro("batch", &Problem::batch)
+      .def_ro("heads_q", &Problem::heads_q)
+      .def_ro("heads_kv", &Problem::heads_kv)
+      .def_ro("nq", &Problem::nq)
+      .def_ro("nk", &Problem::nk)
+      .def_ro("d", &Problem::d)
+      .def_ro("dv", &Problem::dv)
+      .def_prop_ro("window",
+                   [](const Problem& p) {
+                     return p.window_left != UNBOUNDED ||
+                            (!p.causal && p.window_right != UNBOUNDED);
+                   })
+      .def_ro("scale", &Problem::scale)
+      .def_ro("softcap", &Problem::softcap)
+      .def_ro("dropout_p", &Problem::dropout_p)
+      .def_prop_ro("approximate",
+                   [](const Problem& p) -> std::optional<std::string> {
+                     if (p.approximate == static_cast<int64_t>(Approximate::Int8Qk))
+                       return "int8_qk";
+                     return std::nullopt;
+                   })
+      .def_prop_ro("num_splits",
+                   [](const Problem& p) -> std::optional<int64_t> {
+                     if (p.num_splits == 0) return std::nullopt;
+                     return p.num_splits;
+                   })
+      .def_prop_ro("q_offset_given", [](const Problem& p) { return !p.q_offset_default; })
+      .def_prop_ro("sinks", [](const Problem& p) { return p.sinks != 0; })
+      .def_prop_ro("attn_mask", [](const Problem& p) { return p.mask != 0; })
+      .def_prop_ro("bool_mask", [](const Problem& p) { return p.mask == 1; })
+      .def_prop_ro("key_ranges", [](const Problem& p) { return p.key_ranges != 0; })
+      .def_prop_ro(
+          "masked", [](const Problem& p) { return is_masked(p); },
+          "Whether attn_mask, key_ranges, alibi_slopes or block_mask is given.")
+      .def(
+          "as_if_on_cuda",
+          [](Problem p) {
+            p.on_cuda = true;
+            return p;
+          },
+          "The same problem with its tensors on a GPU.");
+  const Problem fields{};
+  for_each_field(fields, [&](const char* name, const auto& field) {
+    if constexpr (std::is_same_v<decltype(field), const Flag&>) {
+      const size_t offset =
+          reinterpret_cast<const char*>(&field) - reinterpret_cast<const char*>(&fields);
+      problem.def_prop_ro(name, [offset](const Problem& p) {
+        Flag flag;
+        std::memcpy(&flag, reinterpret_cast<const char*>(&p) + offset, sizeof flag);
+        return static_cast<bool>(flag);
+      });
+    }
+  });
+}
+
+}  // namespace archflash

@@ -1,0 +1,37 @@
+// The way of an eager call: read, look up, allocate, bind, launch. No policy: which implementation
+// serves a problem is decided in Python (python/archflash/_dispatch), which is asked once per new
+// Problem; what it answers is kept.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "runtime/call.h"
+
+namespace archflash {
+
+// An eager call of archflash.attention or attention_with_kvcache. None when `torch` is to serve it;
+// NotImplemented for torch's dispatcher, and for lazy tensors.
+nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad,
+                     nb::handle implementation);
+// decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`: who serves new
+// problems.
+void set_decide(nb::object function);
+
+// An eager call of one of PyTorch's operators, in which nothing but the kernel's own checks depends
+// on gradients: autograd records the operator, not this call. What `attention` would return, or
+// the reason why PyTorch's own kernel is to serve the call, a str.
+nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
+                          nb::handle implementation, bool rows_before_heads, bool lse_column);
+// decide(problem, device_index, forced) -> LaunchPlan, or a str: the reason why PyTorch's own
+// kernel serves the problem.
+void set_decide_operator(nb::object function);
+
+// Tensor subclasses, fake tensors among them, have a say of their own in what runs.
+bool needs_dispatcher(nb::handle object);
+
+std::pair<int64_t, int64_t> hits_and_misses();  // of calls of archflash.attention
+size_t cached_calls();
+void clear_cached_calls();
+
+}  // namespace archflash

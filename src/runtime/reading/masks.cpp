@@ -1,0 +1,251 @@
+#include "common/mask_params.h"
+#include "runtime/reading/reading.h"
+
+namespace archflash::reading {
+namespace {
+
+// Packed sequences have no masks whose rows are queries: they would be relative to the sequence.
+void refuse_packed(const char* name, const Problem& p) {
+  if (!p.varlen) return;
+  wrong_value(name,
+              " is given with cu_seqlens: packed sequences take no mask; use causal or window");
+}
+
+// The stride of a dimension counted from the last one, 1, and 0 where the tensor lacks it.
+int64_t stride_from_end(const TensorView& t, int number) {
+  return number > t.ndim ? 0 : stride_of(t, t.ndim - number);
+}
+
+void read_mask(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.attn_mask.is_none()) return;
+  TensorView view;
+  read(a.attn_mask, "attn_mask", call, view);
+  Problem& p = call.problem;
+  refuse_packed("attn_mask", p);
+  if (!view.is_bool && !view.is_float) {
+    wrong_type("attn_mask has dtype ", dtype_text(a.attn_mask),
+               ": it must be torch.bool (True keeps) or a floating dtype (added)");
+  }
+  check_same_device(view, "attn_mask", q);
+  const int64_t full[4] = {p.batch, p.heads_q, p.nq, p.nk};
+  bool fits = view.ndim <= 4;
+  for (int i = 0; fits && i < view.ndim; ++i) {
+    const int64_t size = view.shape[view.ndim - 1 - i];
+    fits = size == 1 || size == full[3 - i];
+  }
+  if (!fits) {
+    wrong_value("attn_mask has shape ", describe_shape(view),
+                ": it must broadcast to (batch, heads, nq, nk) = (", full[0], ", ", full[1], ", ",
+                full[2], ", ", full[3], ")");
+  }
+  p.mask = view.is_bool ? 1 : 2 + static_cast<int64_t>(view.dtype);
+  p.mask_align = alignment(view.data);
+  p.mask_strides = {stride_from_end(view, 4), stride_from_end(view, 3), stride_from_end(view, 2)};
+  p.mask_key = stride_from_end(view, 1);
+  set_address(call, Operand::Mask, view);
+}
+
+void read_key_ranges(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.key_ranges.is_none()) return;
+  TensorView view;
+  read(a.key_ranges, "key_ranges", call, view);
+  Problem& p = call.problem;
+  refuse_packed("key_ranges", p);
+  if (!view.is_int32)
+    wrong_type("key_ranges has dtype ", dtype_text(a.key_ranges), ": it must be torch.int32");
+  check_same_device(view, "key_ranges", q);
+  const int64_t full[3] = {p.batch, p.heads_q, p.nq};
+  bool fits =
+      view.ndim == 5 && view.shape[4] == 2 && view.shape[3] >= 1 && view.shape[3] <= MOST_RANGES;
+  for (int i = 0; fits && i < 3; ++i) fits = view.shape[i] == 1 || view.shape[i] == full[i];
+  if (!fits) {
+    wrong_value("key_ranges has shape ", describe_shape(view), ": it must be (", full[0], " or 1, ",
+                full[1], " or 1, ", full[2], " or 1, n, 2), with n from 1 to ", MOST_RANGES,
+                " ranges of keys for each query");
+  }
+  if (view.strides[4] != 1 || (view.shape[3] > 1 && view.strides[3] != 2))
+    wrong_value("key_ranges has strided ranges: call .contiguous() on it");
+  p.key_ranges = view.shape[3];
+  p.range_strides = {stride_of(view, 0), stride_of(view, 1), stride_of(view, 2)};
+  set_address(call, Operand::KeyRanges, view);
+}
+
+void read_alibi_slopes(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.alibi_slopes.is_none()) return;
+  TensorView view;
+  read(a.alibi_slopes, "alibi_slopes", call, view);
+  Problem& p = call.problem;
+  if (!view.is_float || view.dtype != DType::F32)
+    wrong_type("alibi_slopes has dtype ", dtype_text(a.alibi_slopes), ": it must be torch.float32");
+  check_same_device(view, "alibi_slopes", q);
+  const bool fits = (view.ndim == 1 || (view.ndim == 2 && view.shape[0] == p.batch)) &&
+                    view.shape[view.ndim - 1] == p.heads_q;
+  if (!fits) {
+    wrong_value("alibi_slopes has shape ", describe_shape(view), ": it must be (", p.heads_q,
+                ",) or (", p.batch, ", ", p.heads_q, ")");
+  }
+  p.alibi_slopes = true;
+  p.slope_strides = {stride_from_end(view, 2), stride_from_end(view, 1), 0};
+  set_address(call, Operand::AlibiSlopes, view);
+}
+
+void read_block_mask(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.block_mask.is_none()) return;
+  TensorView view;
+  read(a.block_mask, "block_mask", call, view);
+  Problem& p = call.problem;
+  refuse_packed("block_mask", p);
+  if (!view.is_bool && !view.is_int8) {
+    wrong_type("block_mask has dtype ", dtype_text(a.block_mask),
+               ": it must be torch.bool or torch.int8, as archflash.summarize_mask gives it");
+  }
+  check_same_device(view, "block_mask", q);
+  const auto blocks = [](int64_t rows) { return (rows + MASK_BLOCK - 1) / MASK_BLOCK; };
+  const int64_t full[4] = {p.batch, p.heads_q, blocks(p.nq), blocks(p.nk)};
+  bool fits = view.ndim == 4 && view.shape[2] == full[2] && view.shape[3] == full[3];
+  for (int i = 0; fits && i < 2; ++i) fits = view.shape[i] == 1 || view.shape[i] == full[i];
+  if (!fits) {
+    wrong_value("block_mask has shape ", describe_shape(view), ": it must be (", full[0], " or 1, ",
+                full[1], " or 1, ", full[2], ", ", full[3], "), a number for each ", MASK_BLOCK,
+                " queries and ", MASK_BLOCK, " keys");
+  }
+  if (view.shape[3] > 1 && view.strides[3] != 1)
+    wrong_value("block_mask has a strided last dimension: call .contiguous() on it");
+  p.block_mask = true;
+  p.block_strides = {stride_of(view, 0), stride_of(view, 1), stride_of(view, 2)};
+  set_address(call, Operand::BlockMask, view);
+}
+
+// One number for the tensor, each of `heads` (or of `other_heads`), each of those of every batch,
+// or each block of SCALE_ROWS of `rows` rows of them.
+void read_descale(nb::handle object, const char* name, Operand operand, int bit, int64_t heads,
+                  int64_t other_heads, int64_t rows, const TensorView& q, Call& call,
+                  Strides& strides) {
+  if (object.is_none()) return;
+  TensorView view;
+  read(object, name, call, view);
+  Problem& p = call.problem;
+  if (!view.is_float || view.dtype != DType::F32)
+    wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.float32");
+  check_same_device(view, name, q);
+  const DType dtype = bit == 0 ? p.dtype : p.kv_dtype;
+  if (!is_fp8(dtype)) {
+    wrong_value(name, " is given but ", p.kv_cache && bit > 0 ? "the cache is " : "q is ",
+                dtype_name(dtype), ": descales belong to float8 inputs");
+  }
+  const bool per_tensor = view.ndim == 0 || (view.ndim == 1 && view.shape[0] == 1);
+  if (!per_tensor) {
+    const int head_axis = view.ndim == 1 ? 0 : 1;
+    const int64_t blocks = (rows + SCALE_ROWS - 1) / SCALE_ROWS;
+    const bool fits = view.ndim <= 3 && (view.ndim == 1 || view.shape[0] == p.batch) &&
+                      (view.shape[head_axis] == heads || view.shape[head_axis] == other_heads) &&
+                      (view.ndim < 3 || (!p.varlen && !p.kv_cache && view.shape[2] == blocks));
+    if (!fits) {
+      const std::string other = other_heads == heads ? "" : join(" (or ", other_heads, ")");
+      const std::string in_blocks =
+          p.kv_cache ? "; with a cache there are no descales of blocks"
+          : p.varlen ? "; packed sequences take no descales of blocks"
+                     : join(" or (", p.batch, ", ", heads, ", ", blocks, ")", other,
+                            ", the last of these one for each block of ", SCALE_ROWS, " rows");
+      wrong_value(name, " has shape ", describe_shape(view), ": it must be (), (1,), (", heads,
+                  ",)", other, ", (", p.batch, ", ", heads, ")", other, in_blocks);
+    }
+    strides.head = stride_of(view, head_axis);
+    if (view.ndim > 1) strides.batch = stride_of(view, 0);
+    if (view.ndim > 2) strides.row = stride_of(view, 2);
+    if (view.shape[head_axis] != heads) p.descale |= 8;
+  }
+  p.descale |= 1 << bit;
+  set_address(call, operand, view);
+}
+
+}  // namespace
+
+void read_masks(const Arguments& a, const TensorView& q, Call& call) {
+  read_mask(a, q, call);
+  read_alibi_slopes(a, q, call);
+  read_key_ranges(a, q, call);
+  read_block_mask(a, q, call);
+}
+
+void read_sinks(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.sinks.is_none()) return;
+  Problem& p = call.problem;
+  TensorView sinks;
+  read(a.sinks, "sinks", call, sinks);
+  const bool allowed = sinks.dtype == DType::F32 || sinks.dtype == DType::F16 ||
+                       sinks.dtype == DType::BF16 || sinks.dtype == q.dtype;
+  if (!sinks.is_float || !allowed || dtype_bytes(sinks.dtype) == 1) {
+    wrong_type("sinks has dtype ", dtype_text(a.sinks),
+               ": it must be float32, float16, bfloat16 or q's own dtype, not float8");
+  }
+  check_same_device(sinks, "sinks", q);
+  if (sinks.ndim != 1 || sinks.shape[0] != p.heads_q) {
+    wrong_value("sinks has shape ", describe_shape(sinks), ": it must be (", p.heads_q,
+                ",), one per query head");
+  }
+  if (p.heads_q > 1 && sinks.strides[0] != 1)
+    wrong_value("sinks is not contiguous: call .contiguous() on it");
+  p.sinks = 1 + static_cast<int32_t>(sinks.dtype);
+  set_address(call, Operand::Sinks, sinks);
+}
+
+void read_q_offset(const Arguments& a, const TensorView& q, Call& call) {
+  Problem& p = call.problem;
+  p.q_offset_default = a.q_offset.is_none();
+  p.q_offset = p.varlen ? 0 : p.nk - p.nq;
+  if (!p.q_offset_default) {
+    if (PyLong_CheckExact(a.q_offset.ptr()) || !is_tensor(a.q_offset)) {
+      p.q_offset = integer(a.q_offset, "q_offset", "an int, an int32 tensor (batch,) or None");
+    } else {
+      TensorView offset;
+      read_int32(a.q_offset, "q_offset", p.batch, "an int or ", "", q, call, offset);
+      p.q_offset = 0;
+      p.q_offset_tensor = true;
+      set_address(call, Operand::QOffset, offset);
+    }
+  }
+}
+
+// The state says on the device which weights are dropped: only tensors can change in a CUDA graph.
+void read_dropout(const Arguments& a, const TensorView& q, Call& call) {
+  Problem& p = call.problem;
+  if (!a.dropout_p.is_none()) {
+    p.dropout_p = number(a.dropout_p, "dropout_p");
+    if (p.dropout_p < 0 || p.dropout_p >= 1)
+      wrong_value("dropout_p is ", p.dropout_p, ": it must be at least 0 and less than 1");
+  }
+  if (p.dropout_p != 0 && p.batch_invariant) {
+    wrong_value("dropout_p is ", p.dropout_p,
+                " with batch_invariant=True: what is dropped depends on the place in the batch");
+  }
+  if (a.rng_state.is_none()) {
+    if (p.dropout_p != 0) {
+      wrong_value("dropout_p is ", p.dropout_p,
+                  " and rng_state is None: pass the state that archflash.dropout_state gives");
+    }
+    return;
+  }
+  TensorView view;
+  read(a.rng_state, "rng_state", call, view);
+  if (!view.is_int64)
+    wrong_type("rng_state has dtype ", dtype_text(a.rng_state), ": it must be torch.int64");
+  check_same_device(view, "rng_state", q);
+  if (view.ndim != 1 || view.shape[0] != 2 || view.strides[0] != 1) {
+    wrong_value("rng_state has shape ", describe_shape(view),
+                ": it must be (2,), contiguous, seed and offset");
+  }
+  set_address(call, Operand::RngState, view);
+}
+
+void read_descales(const Arguments& a, const TensorView& q, Call& call) {
+  Problem& p = call.problem;
+  read_descale(a.q_descale, "q_descale", Operand::QDescale, 0, p.heads_q, p.heads_kv, p.nq, q, call,
+               p.q_descale);
+  read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, p.heads_kv, p.nk, q,
+               call, p.k_descale);
+  read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, p.heads_kv, p.nk, q,
+               call, p.v_descale);
+}
+
+}  // namespace archflash::reading

@@ -1,0 +1,195 @@
+#include "runtime/run_plan.h"
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include <limits>
+#include <utility>
+
+#include "runtime/text.h"
+
+namespace archflash {
+namespace {
+
+// What functions of PyTorch that allocate an output take: (shape, strides, dtype).
+nb::tuple strided_out(const Call& call) {
+  nb::list shape, strides;
+  for (int i = 0; i < call.out_ndim; ++i) {
+    shape.append(call.out_shape[i]);
+    strides.append(call.out_strides[i]);
+  }
+  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides),
+                        torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+}
+
+// A tensor on q's device. strided: (shape, strides, dtype).
+nb::object new_empty_strided(nb::handle q, nb::handle strided) {
+  return q.attr("new_empty_strided")(strided[0], strided[1], nb::arg("dtype") = strided[2]);
+}
+
+nb::object allocate_out(nb::handle q, const Call& call) {
+  return call.out_like_q ? torch().empty_like(q) : new_empty_strided(q, strided_out(call));
+}
+
+nb::object allocate_lse(nb::handle q, const Problem& p) {
+  nb::tuple shape =
+      p.varlen ? nb::make_tuple(p.heads_q, p.nq) : nb::make_tuple(p.batch, p.heads_q, p.nq);
+  return q.attr("new_empty")(shape, nb::arg("dtype") = torch().float32);
+}
+
+// A tensor for torch.empty_like alone: what is allocated during the capture of a CUDA graph must
+// not outlive it.
+nb::object without_memory(nb::object tensor) {
+  tensor.attr("untyped_storage")().attr("resize_")(0);
+  return tensor;
+}
+
+// Whether templates are the arguments (shape, strides, dtype) of the function with which PyTorch's
+// compiled graphs allocate on a GPU. It takes half of the time of torch.empty_like, for which
+// templates are tensors elsewhere.
+bool templates_are_strides(const Call& call) {
+  return call.device_index >= 0 && torch().empty_strided_cuda.is_valid();
+}
+
+nb::object make_result(nb::handle from, nb::handle q, int device_index) {
+  if (!PyTuple_Check(from.ptr())) return torch().empty_like(from);
+  if (current_device() != device_index) return new_empty_strided(q, from);
+  nb::object made = nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
+  if (!made.is_valid()) throw nb::python_error();
+  return made;
+}
+
+void set_address(Call& call, Operand operand, nb::handle tensor) {
+  void* const address = address_of(tensor);
+  // Under a mode of PyTorch what is allocated may be a fake tensor.
+  if (address == nullptr && nb::cast<int64_t>(tensor.attr("numel")()) > 0)
+    throw nb::value_error(join(operand_name(operand), HAS_NO_MEMORY).c_str());
+  call.addresses[static_cast<int>(operand)] = address;
+}
+
+}  // namespace
+
+nb::object template_of_out(nb::handle q, const Call& call) {
+  if (templates_are_strides(call)) return strided_out(call);
+  return without_memory(allocate_out(q, call));
+}
+
+nb::object template_of_lse(nb::handle q, const Call& call, bool column) {
+  const Problem& p = call.problem;
+  if (!templates_are_strides(call)) {
+    nb::object lse = allocate_lse(q, p);
+    return without_memory(column ? lse.attr("unsqueeze")(-1) : lse);
+  }
+  nb::list shape, strides;
+  if (!p.varlen) shape.append(p.batch), strides.append(p.heads_q * p.nq);
+  shape.append(p.heads_q), strides.append(p.nq);
+  shape.append(p.nq), strides.append(1);
+  if (column) shape.append(1), strides.append(1);
+  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides), torch().float32);
+}
+
+void write_rows_of_no_sequence(nb::handle out, nb::handle lse, nb::handle sinks) {
+  out.attr("zero_")();
+  if (!lse.is_valid()) return;
+  if (sinks.is_none()) {
+    lse.attr("fill_")(-std::numeric_limits<double>::infinity());
+  } else {
+    lse.attr("copy_")(sinks.attr("unsqueeze")(1));
+  }
+}
+
+void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& made,
+              bool all_tensors, const Templates& like) {
+  if (!a.out.is_none()) {
+    made.out = nb::borrow(a.out);
+  } else {
+    made.out = like.out.is_valid() ? make_result(like.out, a.q, call.device_index)
+                                   : allocate_out(a.q, call);
+  }
+  if (a.out.is_none()) {
+    set_address(call, Operand::Out, made.out);
+  } else if (!nb::cast<bool>(a.out.attr("is_inference")())) {
+    torch().increment_version(a.out);  // autograd must see that it was written
+  }
+  if (call.problem.n_new > 0) {
+    for (const nb::handle cache : {a.k, a.v}) {
+      if (!nb::cast<bool>(cache.attr("is_inference")())) torch().increment_version(cache);
+    }
+  }
+  if (call.problem.want_lse) {
+    made.lse = like.lse.is_valid() ? make_result(like.lse, a.q, call.device_index)
+                                   : allocate_lse(a.q, call.problem);
+    set_address(call, Operand::Lse, made.lse);
+  }
+  if (plan.workspace_bytes == 0) return;
+  if (!all_tensors && made.workspace_bytes.allocate(call.device_index, plan.workspace_bytes)) {
+    call.addresses[static_cast<int>(Operand::Workspace)] = made.workspace_bytes.data();
+  } else {
+    made.workspace = a.q.attr("new_empty")(plan.workspace_bytes, nb::arg("dtype") = torch().uint8);
+    set_address(call, Operand::Workspace, made.workspace);
+  }
+}
+
+nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call) {
+  const std::pair<Operand, nb::handle> operands[] = {
+      {Operand::Q, a.q},
+      {Operand::K, a.k},
+      {Operand::V, a.v},
+      {Operand::Out, outputs.out},
+      {Operand::Lse, outputs.lse},
+      {Operand::Sinks, a.sinks},
+      {Operand::CuSeqlensQ, a.cu_seqlens_q},
+      {Operand::CuSeqlensK, a.cu_seqlens_k},
+      {Operand::QOffset, call.problem.q_offset_tensor ? a.q_offset : nb::handle()},
+      {Operand::QDescale, a.q_descale},
+      {Operand::KDescale, a.k_descale},
+      {Operand::VDescale, a.v_descale},
+      {Operand::Mask, a.attn_mask},
+      {Operand::AlibiSlopes, a.alibi_slopes},
+      {Operand::KeyRanges, a.key_ranges},
+      {Operand::BlockMask, a.block_mask},
+      {Operand::RngState, a.rng_state},
+      {Operand::CacheSeqlens, a.cache_seqlens},
+      {Operand::PageTable, a.page_table},
+      {Operand::KNew, a.k_new},
+      {Operand::VNew, a.v_new},
+      {Operand::CacheBatchIdx, a.cache_batch_idx},
+      {Operand::LeftpadK, a.leftpad_k},
+      {Operand::RotaryCos, a.rotary_cos},
+      {Operand::RotarySin, a.rotary_sin},
+      {Operand::Qv, a.qv},
+      {Operand::Workspace, outputs.workspace}};
+  nb::dict tensors;
+  for (const auto& [operand, tensor] : operands) {
+    if (tensor.is_valid() && !tensor.is_none()) tensors[operand_name(operand)] = tensor;
+  }
+  return tensors;
+}
+
+nb::object& simulate() {
+  static auto& instance = *new nb::object;
+  return instance;
+}
+
+std::shared_ptr<PreparedPlan> prepare_for(const Call& call, nb::handle chosen) {
+  auto plan = nb::cast<std::shared_ptr<LaunchPlan>>(chosen);
+  if (call.device_index >= 0) return prepare(std::move(plan));
+  return std::make_shared<PreparedPlan>(PreparedPlan{std::move(plan), {}});
+}
+
+nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,
+               const Templates& like) {
+  Outputs outputs;
+  allocate(*prepared.plan, a, call, outputs, call.device_index < 0, like);
+  if (call.problem.varlen && prepared.plan->launches.empty()) {
+    write_rows_of_no_sequence(outputs.out, outputs.lse, a.sinks);
+  } else if (call.device_index < 0) {
+    simulate()(std::const_pointer_cast<LaunchPlan>(prepared.plan), by_operand(a, outputs, call));
+  } else {
+    void* stream = current_stream(call.device_index);
+    const nb::gil_scoped_release release;
+    execute(prepared, call.addresses, call.device_index, stream);
+  }
+  return call.problem.want_lse ? nb::object(nb::make_tuple(outputs.out, outputs.lse)) : outputs.out;
+}
+
+}  // namespace archflash

@@ -1,0 +1,52 @@
+// Runs a plan for a call: allocates what it writes, fills in the addresses, and launches it, or on
+// the CPU has it simulated.
+#pragma once
+
+#include <memory>
+
+#include "runtime/call.h"
+#include "runtime/execute.h"
+
+namespace archflash {
+
+// What the outputs of a call are made from: (shape, strides, dtype), or a tensor without memory for
+// torch.empty_like. Null where no template was prepared.
+struct Templates {
+  nb::object out, lse;
+};
+
+// The template of an output, and that of a log-sum-exp. `column`: the log-sum-exp has a last
+// dimension of size 1.
+nb::object template_of_out(nb::handle q, const Call& call);
+nb::object template_of_lse(nb::handle q, const Call& call, bool column);
+
+// What a call writes. Null where nothing is asked for.
+struct Outputs {
+  nb::object out, lse, workspace;
+  DeviceBytes workspace_bytes;  // instead of `workspace`, where no tensor is needed
+};
+
+// Allocates what is missing and completes the addresses of the call. all_tensors: the workspace is
+// wanted as a tensor.
+void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& made,
+              bool all_tensors, const Templates& like = {});
+
+// Packed sequences of which there is none have no plan to launch: every row of q is one of no
+// sequence, whose output is 0 and whose log-sum-exp is the sink, or -inf.
+void write_rows_of_no_sequence(nb::handle out, nb::handle lse, nb::handle sinks);
+
+// The tensors of a call by operand name, as the simulator takes them.
+nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call);
+
+// What `archflash.sim` is asked with for tensors on the CPU: (LaunchPlan, {operand name: tensor}).
+nb::object& simulate();
+
+// A plan that Python chose, with its kernels; on the CPU a plan is simulated: no kernel is looked
+// up.
+std::shared_ptr<PreparedPlan> prepare_for(const Call& call, nb::handle chosen);
+
+// Allocates what is missing, binds and launches. Returns out, or (out, lse).
+nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,
+               const Templates& like = {});
+
+}  // namespace archflash
