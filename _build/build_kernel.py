@@ -1,10 +1,12 @@
-"""Builds one kernel file: CUDA -> PTX -> machine code -> fatbin. CMake calls it once per
-src/<folder>/kernels/*.cu.
+"""Builds one image: CUDA -> PTX -> machine code -> fatbin. CMake calls it for each image of each
+src/<folder>/kernels/*.cu: those that the file's line `// images:` names, else one called like it.
 
-Every machine-code image is assembled from a PTX text that is kept: the wheel carries it, and the
-simulator runs it. Outputs, in --output: STEM.fatbin (compressed; machine code for every target, and
-the PTX of a group that has the target `ptx`), STEM.compute_XX.ptx.xz (the texts) and STEM.json
-(registers, spills, shared and stack bytes per target and kernel).
+A file with several images is compiled with two macros that say the type in which the image's name
+ends (src/common/instantiate.cuh). All machine code is assembled from PTX texts that are kept: the
+wheel carries them, and the simulator runs them. Outputs, in --output: IMAGE.fatbin (compressed;
+machine code for every target, and the PTX of a group that has the target `ptx`),
+IMAGE.compute_XX.ptx.xz (the texts) and IMAGE.json (registers, spills, shared and stack bytes per
+target and kernel).
 
 ARCHFLASH_KERNEL_CACHE may name a folder where compiled texts and machine code are kept between
 builds: a kernel whose preprocessed source is unchanged is then not compiled again, and a PTX text
@@ -74,13 +76,21 @@ def kept(parts: list[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes
     return made, json.loads(printed_line)
 
 
+def macros_of(source: Path, image: str) -> list[str]:
+    """What tells src/common/instantiate.cuh the type of an image; nothing if it is the only one."""
+    if image == source.stem:
+        return []
+    word = image.rpartition("_")[2]
+    return [f"ARCHFLASH_DTYPE={word.upper()}", f"ARCHFLASH_DTYPE_WORD={word}"]
+
+
 def compile_to_ptx(
-    toolkit: Path, source: Path, source_root: Path, defines: list[str], virtual: str, to: Path
+    toolkit: Path, source: Path, source_root: Path, macros: list[str], virtual: str, to: Path
 ) -> str:
     """The PTX text of a .cu file for compute_VIRTUAL, its paths made neutral."""
     nvcc = toolkit / "nvcc"
     flags = [*COMPILER_FLAGS, f"-arch=compute_{virtual}", "-I", str(source_root)]
-    flags += [f"-D{name}" for name in defines]
+    flags += [f"-D{name}" for name in macros]
 
     def make() -> tuple[bytes, str]:
         run([str(nvcc), *flags, "-ptx", "-o", str(to), str(source)])
@@ -165,6 +175,7 @@ def parse_resources(report: str) -> dict[str, dict[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="the .cu file")
+    parser.add_argument("--image", help="its name; without it the name of the .cu file")
     parser.add_argument("--source-root", type=Path, required=True, help="src/, the include path")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument(
@@ -182,39 +193,36 @@ def main() -> None:
     )
     arguments = parser.parse_args()
 
-    stem = arguments.source.stem
+    source: Path = arguments.source
+    image = arguments.image or source.stem
+    macros = [*arguments.define, *macros_of(source, image)]
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
-    images: list[str] = []
+    pieces: list[str] = []
     resources: dict[str, dict[str, dict[str, int]]] = {}
     for group in arguments.groups:
         virtual, _, targets = group.partition(":")
-        ptx_file = output / f"{stem}.compute_{virtual}.ptx"
+        ptx_file = output / f"{image}.compute_{virtual}.ptx"
         text = compile_to_ptx(
-            arguments.toolkit,
-            arguments.source,
-            arguments.source_root,
-            arguments.define,
-            virtual,
-            ptx_file,
+            arguments.toolkit, source, arguments.source_root, macros, virtual, ptx_file
         )
         ptx_file.write_text(text)
         packed = lzma.compress(text.encode(), filters=PACKING)
-        (output / f"{stem}.compute_{virtual}.ptx.xz").write_bytes(packed)
+        (output / f"{image}.compute_{virtual}.ptx.xz").write_bytes(packed)
         for target in targets.split(","):
             if target == "ptx":
-                newer = output / f"{stem}.newer.ptx"
+                newer = output / f"{image}.newer.ptx"
                 newer.write_text(for_newer_gpus(text))
-                images.append(f"--image3=kind=ptx,sm={virtual},file={newer}")
+                pieces.append(f"--image3=kind=ptx,sm={virtual},file={newer}")
                 continue
-            cubin = output / f"{stem}.sm_{target}.cubin"
+            cubin = output / f"{image}.sm_{target}.cubin"
             report = assemble(arguments.ptxas, ptx_file, target, arguments.lineinfo, cubin)
             resources[f"sm_{target}"] = parse_resources(report)
-            images.append(f"--image3=kind=elf,sm={target},file={cubin}")
-    fatbin = output / f"{stem}.fatbin"
+            pieces.append(f"--image3=kind=elf,sm={target},file={cubin}")
+    fatbin = output / f"{image}.fatbin"
     flags = [f"--create={fatbin}", "-64", "--compress-all", "--compress-mode=size"]
-    run([str(arguments.toolkit / "fatbinary"), *flags, *images])
-    (output / f"{stem}.json").write_text(json.dumps(resources, indent=1, sort_keys=True) + "\n")
+    run([str(arguments.toolkit / "fatbinary"), *flags, *pieces])
+    (output / f"{image}.json").write_text(json.dumps(resources, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

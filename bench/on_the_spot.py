@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,28 @@ COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
 def find_nvcc() -> str | None:
     """A CUDA compiler of this system, or None."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def images_of(source: Path) -> list[str]:
+    """The images that the build makes of a file of src/<folder>/kernels: those that its line
+    `// images:` names, or one called like the file.
+    """
+    named = re.search(r"^// images: (.+)$", source.read_text(), re.MULTILINE)
+    return named[1].split() if named else [source.stem]
+
+
+def text_for(source: Path, image: str) -> str:
+    """A file of src/<folder>/kernels for one of its images: with the names and the type for which
+    src/common/instantiate.cuh has macros written out.
+    """
+    text = source.read_text()
+    if image == source.stem:
+        return text
+    word = image.rpartition("_")[2]
+    text = text.replace('#include "common/instantiate.cuh"\n', "")
+    text = re.sub(r"\bDTYPE\b", f"DType::{word.upper()}", text)
+    text = re.sub(r"\bKERNEL\((\w+)\)", rf"\1_{word}", text)
+    return re.sub(r"\bKERNEL\((\w+), (\w+)\)", rf"\1_{word}_\2", text)
 
 
 @cache

@@ -105,7 +105,11 @@ SETTINGS = (
 @cache
 def configs() -> Mapping[str, str]:
     """The Config of each kernel of the wheel, by the kernel's name: "D128<DType::BF16>"."""
-    text = "".join(file.read_text() for file in sorted(KERNELS.glob("*.cu")))
+    text = "".join(
+        on_the_spot.text_for(file, image)
+        for file in sorted(KERNELS.glob("*.cu"))
+        for image in on_the_spot.images_of(file)
+    )
     found = re.findall(r"^ARCHFLASH_BLACKWELL_DC_KERNEL\(\s*(\w+),\s*(.+?)\)$", text, re.M | re.S)
     return dict(found)
 

@@ -181,20 +181,18 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
 
 }  // namespace archflash::ada
 
-// Defines the entry points for one type of inputs. plan.cpp launches them by NAME. CTAS is how many
-// CTAs must fit on an SM: with several, one reads while another writes.
-#define ARCHFLASH_ADA_INT8_VALUES(NAME, DTYPE, CHUNKS, CTAS)                       \
+// Define entry points; plan.cpp launches them by NAME. CTAS is how many CTAs must fit on an SM:
+// with several, one reads while another writes.
+#define ARCHFLASH_ADA_INT8_MEAN_KERNEL(NAME, DTYPE)                          \
+  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS) \
+      NAME(const __grid_constant__ archflash::ada::Int8Params params) {      \
+    archflash::ada::find_mean<DTYPE>(params);                                \
+  }
+#define ARCHFLASH_ADA_INT8_VALUES_KERNEL(NAME, DTYPE, CHUNKS, CTAS)                \
   extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS, CTAS) \
       NAME(const __grid_constant__ archflash::ada::Int8Params params) {            \
     archflash::ada::make_int8<DTYPE, CHUNKS>(params);                              \
   }
-#define ARCHFLASH_ADA_INT8_PREPARE(WORD, DTYPE)                                         \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS)            \
-      ada_int8_mean_##WORD(const __grid_constant__ archflash::ada::Int8Params params) { \
-    archflash::ada::find_mean<DTYPE>(params);                                           \
-  }                                                                                     \
-  ARCHFLASH_ADA_INT8_VALUES(ada_int8_values_##WORD##_d128, DTYPE, 4, 4)                 \
-  ARCHFLASH_ADA_INT8_VALUES(ada_int8_values_##WORD##_d256, DTYPE, 8, 2)
 #define ARCHFLASH_ADA_INT8_KERNEL(NAME, CONFIG)                                      \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
       NAME(const __grid_constant__ archflash::ada::Int8Params params) {              \

@@ -626,7 +626,7 @@ void convert_cache(LaunchPlan& plan, const Problem& given, int32_t few_rows) {
   const std::string word = core::dtype_word(given.dtype);
   Launch first;
   first.kernel = "hopper_convert_cache_" + word;
-  first.image = "hopper/mla_" + word;
+  first.image = "hopper/cache_" + word;
   first.grid = {2 * given.batch * params.row_blocks, 1, 1};
   first.block = {32 * CONVERT_WARPS, 1, 1};
   first.params = core::bytes(params);
@@ -892,7 +892,7 @@ PlanResult plan(const Problem& given, const Device& device) {
     read_cache(plan, problem, given, device, tile);
     const std::string word = core::dtype_word(problem.dtype);
     const std::string append = "hopper_append_" + word + (converts_cache(given) ? "_fp8" : "");
-    const Reasons reasons = core::add_append(plan, given, "hopper/mla_" + word, append);
+    const Reasons reasons = core::add_append(plan, given, "hopper/cache_" + word, append);
     if (!reasons.empty()) return reasons;
   }
   return plan;

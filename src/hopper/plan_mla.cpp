@@ -62,9 +62,10 @@ PlanResult plan_latent_cache(const Problem& problem, const Device& device) {
   PlanResult result = mma_sync::plan_with_cache("hopper", MLA_TILES, problem, device);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return result;
-  const std::string word = core::dtype_word(problem.dtype), image = "hopper/mla_" + word;
+  const std::string word = core::dtype_word(problem.dtype);
   for (Launch& launch : plan->launches) {
-    launch.image = image;
+    const bool appends = launch.kernel.starts_with("hopper_append_");
+    launch.image = (appends ? "hopper/cache_" : "hopper/mla_") + word;
     if (launch.kernel == "hopper_combine_" + word) launch.kernel += "_mla";
     if (launch.kernel != "hopper_attention_fwd_" + word + "_mla") continue;
     MlaParams params;

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from bench.on_the_spot import images_of
 
 import archflash
 from archflash import _archflash as native
@@ -115,9 +116,10 @@ def listed_names(targets: list[str]) -> list[str]:
 
 def test_every_kernel_file_became_an_image() -> None:
     expected = [
-        f"{folder}/{file.stem}"
+        f"{folder}/{image}"
         for folder in FOLDERS_OF_KERNELS
         for file in SOURCES.glob(f"{folder}/kernels/*.cu")
+        for image in images_of(file)
     ]
     assert sorted(IMAGES) == sorted(expected)
     assert all(native.image(image) for image in IMAGES)

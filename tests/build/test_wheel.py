@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from bench.on_the_spot import images_of
 
 from archflash import _archflash as native
 
@@ -101,7 +102,8 @@ def test_the_wheel_carries_the_package_and_its_types(wheel: Path) -> None:
 
 @pytest.mark.parametrize("folder", FOLDER_TARGETS)
 def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: str) -> None:
-    stems = sorted(file.stem for file in (ROOT / "src" / folder / "kernels").glob("*.cu"))
+    sources = (ROOT / "src" / folder / "kernels").glob("*.cu")
+    stems = [image for file in sources for image in images_of(file)]
     assert stems
     endings = [*(f"{ptx}.ptx.xz" for ptx in FOLDER_TARGETS[folder]), "json"]
     expected = sorted(

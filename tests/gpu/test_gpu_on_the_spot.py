@@ -22,10 +22,11 @@ NVCC = on_the_spot.find_nvcc()
 def source_of(kernel: str, folder: str) -> str:
     """A source with one kernel of a folder."""
     for file in sorted((on_the_spot.SOURCES / folder / "kernels").glob("*.cu")):
-        text = file.read_text()
-        for line in text.splitlines():
-            if f"({kernel}," in line:
-                return text.split("ARCHFLASH_")[0] + line + "\n"
+        for image in on_the_spot.images_of(file):
+            text = on_the_spot.text_for(file, image)
+            for line in text.splitlines():
+                if f"({kernel}," in line:
+                    return text.split("ARCHFLASH_")[0] + line + "\n"
     raise AssertionError(f"{folder} has no {kernel}")
 
 

@@ -1,3 +1,4 @@
+// targets: 100f:100f
 // e4m3 inputs on 10.3. Tiles: config.cuh.
 #include "blackwell_dc/attention_fwd.cuh"
 

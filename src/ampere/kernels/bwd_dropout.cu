@@ -1,0 +1,14 @@
+// images: bwd_dropout_f16 bwd_dropout_bf16
+// The backward kernels for fp16 and bf16 inputs with dropout and without masks as data.
+// dropout_backward_config.cuh has their tiles.
+#include "ampere/dropout_backward_config.cuh"
+#include "common/instantiate.cuh"
+#include "common/mma_sync/fused_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d64_dropout),
+                                BackwardD64Dropout<DTYPE>)
+ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d128_dropout),
+                                BackwardD128Dropout<DTYPE>)

@@ -1,0 +1,16 @@
+// images: bwd_masked_f16 bwd_masked_bf16
+// The backward kernels for fp16 and bf16 inputs with masks as data or dropout. backward_config.cuh
+// has their tiles.
+#include "ampere/backward_config.cuh"
+#include "common/instantiate.cuh"
+#include "common/mma_sync/fused_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d64_masked), D64Masked<DTYPE>)
+ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d128_masked), D128Masked<DTYPE>)
+ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_values_masked), D256ValuesMasked<DTYPE>)
+ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_keys_masked), D256KeysMasked<DTYPE>)
+ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_queries_masked),
+                          D256QueriesMasked<DTYPE>)

@@ -1,0 +1,16 @@
+// images: bwd_wide_dropout_f16 bwd_wide_dropout_bf16
+// targets: 80:90,100,ptx
+// The backward kernels for fp16 and bf16 inputs with dropout and without masks as data that need
+// 227 KB of shared memory, more than 8.x and 12.x have. dropout_backward_config.cuh has their
+// tiles.
+#include "ampere/dropout_backward_config.cuh"
+#include "common/instantiate.cuh"
+#include "common/mma_sync/fused_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_dropout),
+                                BackwardD128WideDropout<DTYPE>)
+ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_wide_dropout),
+                                BackwardD256WideDropout<DTYPE>)

@@ -1,0 +1,17 @@
+// images: decode_f16 decode_bf16
+// targets: 80:80,ptx 90:90,100,120
+// The kernels for few query rows in fp16 and bf16, with a KV cache or without. config.cuh has their
+// tiles. The second PTX text, for all but 8.x, may convert 8-bit numbers and start the next kernel
+// early.
+#include "ampere/config.cuh"
+#include "common/instantiate.cuh"
+#include "common/math/combine_shares.cuh"
+#include "common/mma_sync/decode_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), D64Decode<DTYPE>)
+ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), D128Decode<DTYPE>)
+ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), D256Decode<DTYPE>)
+ARCHFLASH_COMBINE_SHARES_KERNEL(KERNEL(ampere_combine, decode), DTYPE)

@@ -1,0 +1,12 @@
+// images: masked_f16 masked_bf16
+// The kernels for fp16 and bf16 inputs with masks as data. masked_config.cuh has their tiles.
+#include "ampere/masked_config.cuh"
+#include "common/instantiate.cuh"
+#include "common/mma_sync/masked_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_MASKED_KERNEL(KERNEL(ampere_attention_fwd, d64_masked), D64Masked<DTYPE>)
+ARCHFLASH_MASKED_KERNEL(KERNEL(ampere_attention_fwd, d128_masked), D128Masked<DTYPE>)
+ARCHFLASH_MASKED_KERNEL(KERNEL(ampere_attention_fwd, d256_masked), D256Masked<DTYPE>)

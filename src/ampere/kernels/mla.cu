@@ -1,0 +1,12 @@
+// images: mla_f16 mla_bf16
+// The kernels for latent caches in fp16 and bf16. mla_config.cuh has their tile.
+#include "ampere/mla_config.cuh"
+#include "ampere/mla_fwd.cuh"
+#include "common/instantiate.cuh"
+#include "common/math/combine_splits.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_MLA_KERNEL(KERNEL(ampere_attention_fwd, mla), MlaConfig<DTYPE>)
+ARCHFLASH_COMBINE_KERNEL(KERNEL(ampere_combine, mla), DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V)

@@ -1,0 +1,13 @@
+// images: wide_f16 wide_bf16
+// The kernels for head dimensions above 256 in fp16 and bf16. wide_config.cuh has their tiles.
+#include "ampere/wide_config.cuh"
+#include "ampere/wide_fwd.cuh"
+#include "common/instantiate.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_WIDE_KERNEL(KERNEL(ampere_attention_fwd, d384_large), D384Large<DTYPE>)
+ARCHFLASH_WIDE_KERNEL(KERNEL(ampere_attention_fwd, d384), D384<DTYPE>)
+ARCHFLASH_WIDE_KERNEL(KERNEL(ampere_attention_fwd, d512_large), D512Large<DTYPE>)
+ARCHFLASH_WIDE_KERNEL(KERNEL(ampere_attention_fwd, d512), D512<DTYPE>)
