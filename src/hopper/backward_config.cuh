@@ -81,7 +81,7 @@ struct BackwardConfig {
   // block.
   static constexpr int BARRIERS =
       2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS + 1;
-  static constexpr int WORK_BYTES = 128;  // CtaWork of attention_bwd.cuh
+  static constexpr int WORK_BYTES = 128;  // of math::CtaWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
   static_assert(SHARED_BYTES <= 227 * 1024,
@@ -150,7 +150,7 @@ struct WideBackwardConfig {
   // each stage of the four rings, and for each stage of turns.
   static constexpr int BARRIERS =
       3 + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES + TURN_STAGES);
-  static constexpr int WORK_BYTES = 128;  // CtaWork of attention_bwd.cuh
+  static constexpr int WORK_BYTES = 128;  // of math::CtaWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
   static_assert(SHARED_BYTES <= 227 * 1024,

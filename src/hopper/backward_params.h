@@ -17,7 +17,7 @@ struct BackwardKernelParams {
   // The sums of dQ before its scale, to which all CTAs add: of each round of each head of q, a
   // part of 64 rows and 64 columns after the other; of a part, the 16 rows of a warp after another;
   // of these, 16 bytes of each lane side by side, as the accumulators of wgmma have them. Rows and
-  // columns that no dQ has are left out, as SumsPart (attention_bwd.cuh) says.
+  // columns that no dQ has are left out, as SumsPart (backward_dq.cuh) says.
   float* dq_sums_gmem;
   int64_t cleared_bytes;  // of the sums, or in turns of these, which the first launch clears
   // In turns, behind which tile of keys the next one may add to each sum; null: no turns.

@@ -20,7 +20,7 @@
 //                                        are HUGE; then those of -inf hide keys
 //   SLOPED                               subtracts the slope times the distance, likewise
 //
-// Barriers and hazards are those of tile.cuh. K and V of a block have the same stage of their
+// Barriers and hazards are those of pipeline.cuh. K and V of a block have the same stage of their
 // rings. The message that comes with a block is written before the producer arrives at its k_full,
 // and read before a consumer warp arrives at its k_empty. Elements that are added are counted at
 // k_full, too; each consumer warp hands them back at mask_empty of their stage when it has read
@@ -45,11 +45,11 @@
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/attention_fwd.cuh"
+#include "hopper/block_messages.cuh"
 #include "hopper/clear_outputs.cuh"
 #include "hopper/dense_config.cuh"
 #include "hopper/dense_params.h"
 #include "hopper/summarize_mask.cuh"
-#include "hopper/tile.cuh"
 
 namespace archflash::hopper {
 

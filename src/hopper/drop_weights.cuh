@@ -6,7 +6,7 @@
 #include "common/dropout_params.h"
 #include "common/math/dropout.cuh"
 #include "common/math/kept_weights.cuh"
-#include "hopper/tile.cuh"
+#include "hopper/products.cuh"
 
 namespace archflash::hopper {
 

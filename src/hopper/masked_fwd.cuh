@@ -14,11 +14,11 @@
 // because their registers are needed (math/lane_masks.cuh); the other CTA of the SM multiplies
 // meanwhile.
 //
-// Barriers and hazards are those of tile.cuh. The message that comes with a block is written before
-// the producer arrives at its k_full, and read before a consumer warp arrives at its k_empty. Q
-// goes back to the producer when the scores of the last block are there. The message about the tile
-// is still read then, so there are two: a message is overwritten after the next tile's Q has come
-// back, when every warp is done with this tile.
+// Barriers and hazards are those of pipeline.cuh. The message that comes with a block is written
+// before the producer arrives at its k_full, and read before a consumer warp arrives at its
+// k_empty. Q goes back to the producer when the scores of the last block are there. The message
+// about the tile is still read then, so there are two: a message is overwritten after the next
+// tile's Q has come back, when every warp is done with this tile.
 #pragma once
 
 #include <cstdint>
@@ -36,10 +36,10 @@
 #include "common/ptx/warp_roles.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/attention_fwd.cuh"
+#include "hopper/block_messages.cuh"
 #include "hopper/clear_outputs.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
-#include "hopper/tile.cuh"
 
 namespace archflash::hopper {
 

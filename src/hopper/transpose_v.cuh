@@ -1,5 +1,9 @@
-// Turns 8-bit V, for kernels that do not turn it themselves, so that the keys of a column lie side
-// by side, as wgmma takes 8-bit tiles only: one CTA for V_COLUMN_KEYS keys of each head. It also
+// Transposes 8-bit V, so that the keys of a column lie side by side, as wgmma takes 8-bit tiles
+// only: in a kernel of its own, or block by block in the attention kernel (the second half of this
+// file).
+//
+// The kernel transposes for attention kernels that do not: one CTA for V_COLUMN_KEYS keys of each
+// head. It also
 //   - gives each sequence columns of its own, filled up with zeros: keys behind its end, and those
 //     that none of its rows sees, then never matter, whatever memory holds there;
 //   - writes zeros for a block whose descale is 0;
@@ -13,9 +17,13 @@
 #include "common/math/descales.cuh"
 #include "common/math/varlen_tiles.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/st_global.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/stmatrix.cuh"
 #include "hopper/config.cuh"
 #include "hopper/params.h"
+#include "hopper/pipeline.cuh"
 
 namespace archflash::hopper {
 
@@ -103,6 +111,84 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
       *reinterpret_cast<uint32_t*>(out_gmem + static_cast<int64_t>(row) * params.v_columns) =
           words[i];
     }
+  }
+}
+
+// --- where turns_v(), the other warps of the producer's warpgroup: V -> keys side by side ---
+
+// Whether the CTAs turn 8-bit V. Else it has been turned before.
+template <class C>
+__device__ __forceinline__ bool turns_v(const Params& params) {
+  return C::TURNS_V && (!C::TAKES_TURNED_V || params.v_columns == 0);
+}
+
+// Turns the part of a block that warp `part` of TURNING_WARPS has. 32 keys of 16 columns at a time
+// are four matrices of ldmatrix, whose transposition gives a lane the keys 2t and 2t + 1
+// (t = lane % 4) of two neighbouring columns: bytes of two such matrices are four keys of a column
+// in the order in which pack() has those of P. Column 2c of 16 goes to row c, and 2c + 1 to row
+// 8 + c, so that a lane ends with four neighbouring outputs.
+template <class C>
+__device__ __forceinline__ void turn_block(uint32_t raw_smem, uint32_t turned_smem, int part) {
+  using Raw = typename C::RawVTile;
+  using Turned = typename C::VTile;
+  static_assert(Turned::SLABS == 1, "the keys of a block are one slab's");
+  constexpr int GROUPS = C::BLOCK_K / 32;  // of keys
+  constexpr int AT_ONCE = 2;               // groups of keys: more loads are under way then
+  constexpr int TURNS = C::HEAD_DIM_V / 16 * GROUPS / AT_ONCE;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t from_smem = raw_smem + Raw::offset(lane, 0);
+  const uint32_t to_smem = turned_smem + Turned::offset(lane % 16, lane / 16);
+#pragma unroll 1
+  for (int turn = part; turn < TURNS; turn += C::TURNING_WARPS) {
+    const int group = turn % (GROUPS / AT_ONCE) * AT_ONCE, chunk = turn / (GROUPS / AT_ONCE);
+    const uint32_t group_smem = Raw::advance(from_smem, chunk) + group * 32 * Raw::ROW_BYTES;
+    uint32_t x[AT_ONCE][4];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      ptx::ldmatrix_x4_trans(x[i], group_smem + i * 32 * Raw::ROW_BYTES);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      uint32_t turned[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // 16 keys
+        turned[2 * half] = __byte_perm(x[i][2 * half], x[i][2 * half + 1], 0x6420);
+        turned[2 * half + 1] = __byte_perm(x[i][2 * half], x[i][2 * half + 1], 0x7531);
+      }
+      ptx::stmatrix_x4((to_smem ^ (group + i) * 32) + chunk * 16 * Turned::ROW_BYTES, turned);
+    }
+  }
+}
+
+// Called by the turning warps: turns block after block, in the order in which the producer loads.
+template <class C>
+__device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_smem) {
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int part = uniform(static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32 - 1);
+  RingPosition<C::RAW_STAGES> raw_ring;
+  RingPosition<C::STAGES> v_ring;
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.raw_full(raw_ring.stage), raw_ring.parity);  // it has landed
+    const RowsToTurn message = rows_to_turn<C>(shared, raw_ring.stage);
+    const int begin = uniform(message.begin), end = uniform(message.end);
+    if (end == 0) break;
+    if (begin > 0 || end < C::BLOCK_K) {
+      // The others may be of the next sequence. With NaN there, 0 * NaN would be NaN.
+      if (part == 0) {
+        clear_rows<typename C::RawVTile>(shared + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
+                                         begin, end);
+      }
+      // The rows are cleared before any warp turns them.
+      ptx::bar_sync(1 + C::WARPGROUPS, 32 * C::TURNING_WARPS);
+    }
+    // The products of every consumer warp have read the V that the stage held.
+    ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+    turn_block<C>(shared_smem + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
+                  shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, part);
+    ptx::fence_proxy_async_shared();  // this thread's rows come before wgmma reads them
+    release(barriers.v_full(v_ring.stage));
+    release(barriers.raw_empty(raw_ring.stage));
+    raw_ring.advance();
+    v_ring.advance();
   }
 }
 

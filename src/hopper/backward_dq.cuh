@@ -1,0 +1,154 @@
+// dQ: the sums in the workspace, to which the CTAs of a head add their parts, and the kernel that
+// scales and rounds them.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/backward_rounds.cuh"
+#include "common/math/backward_work.cuh"
+#include "common/ptx/bulk_order.cuh"
+#include "common/ptx/bulk_store.cuh"
+#include "common/ptx/global_order.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/warp_roles.cuh"
+#include "hopper/backward_params.h"
+#include "hopper/backward_pipeline.cuh"
+
+namespace archflash::hopper {
+
+// --- two warps: dQ of each round -> the sums in the workspace ---
+
+// A part of the sums of a round, which have no more rows and columns than dQ needs. Parts come one
+// after another, in a part the rows of each warp, and of these eight columns after eight others.
+template <class C>
+struct SumsPart {
+  int rows, columns;
+  int start;  // in floats from those of the round
+  __device__ __forceinline__ SumsPart(const BackwardKernelParams& params, int number) {
+    const int all_rows = math::sums_rows<C>(params);
+    const int all = math::sums_columns<C>(params.backward.attention.d);
+    if constexpr (C::SHARES_ROWS) {
+      rows = min(all_rows - number * C::PART_ROWS, C::PART_ROWS);
+      columns = all;
+      start = number * C::PART_ROWS * all;
+    } else {
+      const int before = min(number * C::PART_COLUMNS, all);
+      rows = all_rows;
+      columns = min(all - before, C::PART_COLUMNS);
+      start = all_rows * before;
+    }
+  }
+};
+
+// TMA adds a part at once, which is faster than additions of 16 bytes. Warp `number` adds the parts
+// of a consumer warpgroup. In turns it adds both parts of every second round, because to wait for a
+// turn, to add and to hand it on takes longer than a round.
+template <class C>
+__device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const CtaWork& work,
+                                       uint32_t shared_smem, uint32_t number) {
+  constexpr int PART_BYTES = 4 * C::PART_ROWS * C::PART_COLUMNS;
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();
+  const bool in_turns = params.turns_gmem != nullptr;
+  const int first_group = in_turns ? 0 : static_cast<int>(number);
+  const int end_group = in_turns ? C::WARPGROUPS : first_group + 1;
+  BlockPosition<C> block{0, work.start};
+  const uint32_t rounds = work.blocks / C::BLOCKS_OF_ROUND;
+  ptx::griddepcontrol_wait();  // the sums and the turns are zero
+#pragma unroll 1
+  for (uint32_t count = 0; count < rounds; ++count, block.next_round(work)) {
+    if (in_turns && count % 2 != number) continue;
+    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    // It looks for its turn while dQ is computed, because that takes a while even if it has come.
+    if (leader && turn.waits) {
+      const int own_turn = work.turn;
+      while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
+      }
+    }
+    __syncwarp();
+    for (int group = first_group; group < end_group; ++group)
+      ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
+    if (leader) {
+      if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+      float* const round_gmem = math::sums_of_round<C>(params, turn.sum);
+      const auto add = [&](int start, uint32_t offset, uint32_t bytes) {
+        const uint32_t from_smem = shared_smem + C::DQ_SMEM + offset;
+        if (in_turns && !turn.waits) {
+          ptx::cp_async_bulk_store(round_gmem + start, from_smem, bytes);
+        } else {
+          ptx::cp_reduce_async_bulk_add_f32(round_gmem + start, from_smem, bytes);
+        }
+      };
+      if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
+        add(first_group * (PART_BYTES / 4), first_group * PART_BYTES,
+            (end_group - first_group) * PART_BYTES);
+      } else {  // what dQ has of each warp's rows
+#pragma unroll 1
+        for (int group = first_group; group < end_group; ++group) {
+          const SumsPart<C> part(params, group);
+#pragma unroll 1
+          for (int warp = 0; warp * C::WARP_ROWS < part.rows && part.columns > 0; ++warp) {
+            add(part.start + warp * C::WARP_ROWS * part.columns,
+                group * PART_BYTES + warp * 4 * C::WARP_SUMS, 4 * C::WARP_ROWS * part.columns);
+          }
+        }
+      }
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read_0();
+      for (int group = first_group; group < end_group; ++group)
+        ptx::mbarrier_arrive(barriers.dq_empty(group));
+      if (in_turns) {  // the CTA of the next turn may add when this one has
+        ptx::cp_async_bulk_wait_group_0();
+        ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// --- what comes behind: dQ, when all CTAs have added to its sums ---
+
+// Writes dQ of a round of queries: the sums, times the scale.
+template <class C>
+__device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
+  const AttentionParams& attention = params.backward.attention;
+  const GradientParams& gradient = params.backward.dq;
+  const int index = static_cast<int>(blockIdx.x);
+  const math::SummedRound round = math::find_summed_round<C>(params, index);
+  if (round.rows < 0) return;
+  const math::SumsOfRound<C> sums_of_round(params, index);
+  const int64_t start = math::gradient_of_sequence(params, round);
+  // A thread takes what four lanes have of eight columns: of two rows, 8 apart.
+#pragma unroll
+  for (int i = 0; i < C::ROUND_SUMS / 16 / BACKWARD_DQ_THREADS; ++i) {
+    const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
+    const int n = number % 8, lane_row = number / 8 % 8, warp = number / 64;
+    const int part = warp / 4;
+    const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
+    const SumsPart<C> of_part(params, part);
+    if (C::SUMS_STEP < C::HEAD_DIM &&
+        (column >= attention.d || warp % 4 * C::WARP_ROWS >= of_part.rows))
+      continue;
+    const int of_warp = (of_part.start + warp % 4 * C::WARP_ROWS * of_part.columns) / 4;
+    float x[2][8];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const float4 sums = sums_of_round.at(of_warp + n * 32 + lane_row * 4 + t);
+      const float scale = params.backward.scale;
+      x[0][2 * t] = sums.x * scale, x[0][2 * t + 1] = sums.y * scale;
+      x[1][2 * t] = sums.z * scale, x[1][2 * t + 1] = sums.w * scale;
+    }
+    const int row = round.first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) +
+                    warp % 4 * C::WARP_ROWS + lane_row;
+    if (column >= attention.d) continue;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row + 8 * r >= round.rows) continue;
+      math::store_gradient_chunk<C::DTYPE>(gradient, start + (row + 8 * r) * gradient.row + column,
+                                           x[r]);
+    }
+  }
+}
+
+}  // namespace archflash::hopper

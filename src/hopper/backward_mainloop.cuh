@@ -1,0 +1,280 @@
+// The consumers of the backward pass: S, P, dP, dS and the gradients.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/named_barrier.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "hopper/backward_epilogue.cuh"
+#include "hopper/backward_pipeline.cuh"
+#include "hopper/backward_products.cuh"
+#include "hopper/backward_scores.cuh"
+#include "hopper/drop_weights.cuh"
+
+namespace archflash::hopper {
+
+// The named barrier at which the second consumer warpgroup waits before its first step.
+constexpr int START_BARRIER = 1;
+
+// Goes over the blocks of queries, of which there is at least one, sums up dK and dV, and writes
+// them while the last dQ is computed.
+template <class C>
+__device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, const CtaWork& work,
+                                        unsigned char* shared, uint32_t shared_smem) {
+  const BackwardKernelParams& params = call_of<C>(all_params);
+  constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4,
+                PART = C::PART_COLUMNS / 2;
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const AttentionParams& attention = params.backward.attention;
+  const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  const int lane = threadIdx.x % 32;
+
+  KeyGradient<C> dk_rmem = {}, dv_rmem = {};
+  KeysByQueries<C> s_rmem, dp_rmem;
+  KeysByQueries<C> own_p_rmem;  // P, and later dS, if S_AHEAD
+  float own_dq_rmem[C::PART_COLUMNS / 8][4];
+  KeysByQueries<C>& p_rmem = C::S_AHEAD ? own_p_rmem : s_rmem;
+  KeysByQueries<C>& ds_rmem = C::S_AHEAD ? own_p_rmem : dp_rmem;
+  KeysByQueries16<C> a_rmem;  // P or dS, as operand A
+  float* const s = &s_rmem[0][0];
+  float* const dp = &dp_rmem[0][0];
+  float* const p = &p_rmem[0][0];
+  float* const ds = &ds_rmem[0][0];
+  float* const dq = C::S_AHEAD ? &own_dq_rmem[0][0] : dp;
+  float* const dk = &dk_rmem[0][0];
+  float* const dv = &dv_rmem[0][0];
+  uint32_t* const a = &a_rmem[0][0];
+
+  const int own_rows = group * C::GROUP_ROWS * C::KTile::ROW_BYTES;
+  const ptx::WgmmaDescriptor k =
+      describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + own_rows, 16);
+  const ptx::WgmmaDescriptor v =
+      describe_tile<typename C::KTile>(shared_smem + C::V_SMEM + own_rows, 16);
+  const auto blocks = static_cast<uint32_t>(uniform(work.blocks));
+  uint32_t number = 0;  // of the block
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  const auto q_at = [&](int stage) { return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES; };
+
+  // Stores the warp's part of the dQ of round `round`, and hands it to the warp that adds it in the
+  // workspace. In between the next products may start.
+  const auto store_dq = [&](uint32_t round) {
+    ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2 ^ 1);
+    unsigned char* const first = shared + C::DQ_SMEM + 4 * warp * C::WARP_SUMS + lane * 16;
+#pragma unroll
+    for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
+      *reinterpret_cast<float4*>(first + n * 32 * 16) =
+          float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+    }
+  };
+  const auto hand_on_dq = [&](uint32_t round) {
+    ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
+    release(barriers.dq_full(group, round));
+  };
+
+  const auto begin_s = [&](uint32_t q_smem) {
+    ptx::registers_change<SCORES>(s);
+    ptx::wgmma_fence();  // the last uses of S come before the product
+    start_keys_by_queries<C>(s_rmem, k, q_smem);
+  };
+  // S becomes P.
+  const float2* terms;  // of two queries each: LSEs, and from BLOCK / 2 on deltas
+  bool masks;
+  const auto note_of = [&](int q_stage) {
+    return reinterpret_cast<const BlockNote*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES +
+                                              8 * C::BLOCK);
+  };
+  [[maybe_unused]] auto dropout = [&] {
+    if constexpr (C::DROPS) {
+      const DroppedHeads& heads = all_params.dropped_heads;
+      return find_dropout(all_params.dropout, heads.first + work.batch * heads.of_sequence +
+                                                  work.head * attention.heads_per_kv);
+    } else {
+      return nullptr;
+    }
+  }();
+  [[maybe_unused]] int weighed = 0, head = 0;  // blocks; the next one's head
+  const auto weigh = [&](int q_stage) {
+    terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
+            lane % 4;
+    masks = note_of(q_stage)->masked_warps >> warp & 1;
+    weigh_scores<C>(p_rmem, s_rmem, terms, attention);
+    if (masks) clear_unseen<C>(p_rmem, work, note_of(q_stage)->row);
+    if constexpr (C::DROPS) {
+      const int thread = ptx::mov_tid_x_volatile();
+      mark_dropped<C>(p_rmem, dropout,
+                      work.first_row + thread / 32 * C::WARP_ROWS + thread % 32 / 4,
+                      note_of(q_stage)->row + thread % 4 * 2);
+      // The heads that share a head of K come one after another, each with a round.
+      if (++weighed % C::BLOCKS_OF_ROUND == 0) {
+        const bool last = ++head == uniform(work.heads);
+        if (last) head = 0;
+        dropout.batch_head += last ? 1 - uniform(work.heads) : 1;
+      }
+    }
+    ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
+  };
+
+  RingPosition<C::DS_STAGES> ds_ring;  // of the dS to be written
+  const auto ds_at = [&](int stage) { return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES; };
+  // The round before the first one: its dS is 0, and nobody takes its dQ.
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) a[i] = 0;
+#pragma unroll
+  for (int row = 0; row < C::ROUND; row += C::BLOCK)
+    store_ds<C>(ds_at(0) + row * C::DsTile::ROW_BYTES, a_rmem);
+  ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+  release(barriers.ds_full(0));
+  ds_ring.advance();
+  // The second warpgroup begins half a step after the first one, which tells it when.
+  const auto hand_over_start = [&] {
+    if (group == 0 && number == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
+  };
+  if (group != 0) ptx::bar_sync(START_BARRIER, C::CONSUMER_THREADS);
+  const auto begin_dq = [&] {  // of the round before that
+    const bool wraps = ds_ring.stage == 0;
+    const int stage = (wraps ? C::DS_STAGES : ds_ring.stage) - 1;
+    ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_ring.parity ^ (wraps ? 1 : 0));
+    ptx::registers_change<PART>(dq);
+    ptx::wgmma_fence();  // the last uses of dQ come before the product
+    start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
+  };
+  ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
+  ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
+  begin_s(q_at(0));
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<SCORES>(s);
+  if constexpr (C::S_AHEAD) weigh(0);
+  ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
+
+  // A block, whose S is there: with S_AHEAD its P. dK of the block before and dQ of the round
+  // before that may be unfinished, and the next ones are left so. Returns whether there is a next
+  // one. Its products are not in branches more than they have to be: ptxas would wait for each of
+  // them (NOTES.md).
+  const auto step = [&]<bool LAST_OF_ROUND>() {
+    constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1;
+    const auto finish_dk = [&] {
+      ptx::registers_change<SUMS>(dk);
+      ptx::registers_change<WORDS>(a);
+      const int before = (q_ring.stage == 0 ? C::Q_STAGES : q_ring.stage) - 1;
+      if (number > 0) release(barriers.q_empty(before));
+    };
+    const bool more = !LAST_OF_ROUND || number + 1 < blocks;
+    RingPosition<C::Q_STAGES> next = q_ring;  // of the next block; of this one if it is the last
+    if (more) next.advance();
+    if constexpr (!C::S_AHEAD) {
+      weigh(q_ring.stage);
+      ptx::wgmma_wait_group<0>();
+      finish_dk();
+      ptx::registers_change<PART>(dq);
+      if (number > 1) store_dq(number - 2);
+    }
+    const int dout_stage = dout_ring.stage;
+    ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), dout_ring.parity);
+    dout_ring.advance();
+    const uint32_t dout_smem = shared_smem + C::DOUT_SMEM + dout_stage * C::QTile::BYTES;
+    ptx::registers_change<SCORES>(dp);
+    ptx::wgmma_fence();  // the last uses of dP come before the product
+    start_keys_by_queries<C>(dp_rmem, v, dout_smem);
+    if constexpr (C::S_AHEAD) {
+      // Behind the last block S is that of the same queries once more, which nobody uses.
+      ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
+      begin_s(q_at(next.stage));
+      ptx::wgmma_wait_group<2>();
+      finish_dk();
+    }
+    round_to_16_bits<C, C::DROPS>(a_rmem, p_rmem);
+    ptx::registers_change<WORDS>(a);
+    ptx::registers_change<SUMS>(dv);
+    ptx::wgmma_fence();  // P is rounded before the product
+    start_gradient<C>(dv_rmem, a_rmem, dout_smem);
+    hand_over_start();
+    if constexpr (!C::S_AHEAD) {
+      if (number > 1) hand_on_dq(number);
+    }
+    ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
+    ptx::registers_change<SCORES>(dp);
+    if constexpr (C::DROPS) {
+      differentiate_kept<C>(ds_rmem, p_rmem, dp_rmem, terms, all_params.kept_share);
+    } else {
+      differentiate<C>(ds_rmem, p_rmem, dp_rmem, terms, C::SOFTCAP ? params.uncap : 0.0f);
+    }
+    if (masks) clear_unseen<C>(ds_rmem, work, note_of(q_ring.stage)->row);
+    ptx::registers_change<SCORES>(ds);
+    if constexpr (C::S_AHEAD) {
+      ptx::wgmma_wait_group<0>();  // S of the next block and dV
+      ptx::registers_change<SCORES>(s);
+    } else {
+      ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
+      if (more) {
+        begin_s(q_at(next.stage));
+        ptx::wgmma_wait_group<1>();  // dV
+      } else {
+        ptx::wgmma_wait_group<0>();
+      }
+    }
+    ptx::registers_change<SUMS>(dv);
+    ptx::registers_change<WORDS>(a);
+    release(barriers.dout_empty(dout_stage));
+
+    round_to_16_bits<C>(a_rmem, ds_rmem);
+    ptx::registers_change<WORDS>(a);
+    if constexpr (FIRST_OF_ROUND) begin_dq();  // of the round before
+    constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
+    store_ds<C>(ds_at(ds_ring.stage) + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
+    ptx::registers_change<SUMS>(dk);
+    ptx::wgmma_fence();  // dS is rounded before the product
+    start_gradient<C>(dk_rmem, a_rmem, q_at(q_ring.stage));
+    ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
+    if constexpr (LAST_OF_ROUND) {
+      release(barriers.ds_full(ds_ring.stage));
+      ds_ring.advance();
+    }
+    ++number;
+    q_ring = next;
+    if constexpr (C::S_AHEAD) {
+      weigh(q_ring.stage);
+      if constexpr (FIRST_OF_ROUND) {
+        ptx::wgmma_wait_group<1>();
+        ptx::registers_change<PART>(dq);
+        if (number > C::BLOCKS_OF_ROUND) {
+          const uint32_t round = (number - 1) / C::BLOCKS_OF_ROUND - 1;
+          store_dq(round);
+          hand_on_dq(round);
+        }
+      }
+    } else {
+      ptx::wgmma_wait_group<2>();  // S of the next block
+      ptx::registers_change<SCORES>(s);
+    }
+    return more;
+  };
+#pragma unroll 1
+  while (true) {
+    if constexpr (C::BLOCKS_OF_ROUND == 2) step.template operator()<false>();
+    if (!step.template operator()<true>()) break;
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<SUMS>(dk);
+  if constexpr (!C::S_AHEAD) {
+    ptx::registers_change<PART>(dq);
+    if (number > 1) {
+      store_dq(number - 2);
+      hand_on_dq(number);
+    }
+  }
+  begin_dq();  // of the last round
+  store_gradient<C>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
+  float dv_factor = 1.0f;
+  if constexpr (C::DROPS) dv_factor = all_params.dropout.scale;
+  store_gradient<C>(dv_rmem, params.backward.dv, work, attention.dv, dv_factor);
+  ptx::wgmma_wait_group<0>();
+  ptx::registers_change<PART>(dq);
+  store_dq(number / C::BLOCKS_OF_ROUND - 1);
+  hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
+}
+
+}  // namespace archflash::hopper

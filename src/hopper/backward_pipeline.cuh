@@ -1,0 +1,114 @@
+// How the roles of a CTA of the backward pass hand blocks over to one another: the barriers and the
+// hazards that they close.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/math/backward_rounds.cuh"
+#include "common/math/backward_work.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "hopper/backward_config.cuh"
+#include "hopper/backward_params.h"
+#include "hopper/pipeline.cuh"
+
+namespace archflash::hopper {
+
+using math::BackwardWork;
+using math::BlockNote;
+using math::BlockPosition;
+using math::CtaWork;
+
+// What a main kernel is given: with DROPS it is told of dropout, too.
+template <class C>
+using BackwardParamsOf = std::conditional_t<C::DROPS, DroppingBackwardParams, BackwardKernelParams>;
+
+template <class C>
+__device__ __forceinline__ const BackwardKernelParams& call_of(const BackwardParamsOf<C>& params) {
+  if constexpr (C::DROPS) {
+    return params.call;
+  } else {
+    return params;
+  }
+}
+
+// The barriers, as addresses in shared memory. "Bytes": the loader arrives once and says how many
+// bytes TMA will bring; the phase ends when they have landed.
+//
+// clang-format off
+//   barrier                  arrives               waits           so that
+//   k_full, v_full           loader, bytes         consumers       the CTA's keys have landed before
+//                                                                  wgmma reads them
+//   q_full of each stage     loader, bytes;        consumers       Q has landed, and its terms are
+//                            terms warp                            there
+//   q_empty of each stage    each consumer warp    loader, terms   every warp's products have read Q,
+//                                                                  and every warp the terms, before
+//                                                                  the next ones come
+//   dout_full of each stage  loader, bytes         consumers       dO has landed
+//   dout_empty               each consumer warp    loader          every warp's products have read dO
+//     of each stage
+//   ds_full of each stage    each consumer warp    consumers       dS of all keys is there before a
+//                                                                  warpgroup multiplies it by K
+//   dq_full of each          each of its warps     a dQ warp       dQ of a round is in shared memory
+//     warpgroup, for even                                          before TMA adds it
+//     and for odd rounds
+//   dq_empty of each         a dQ warp             its warps       TMA has read dQ before that of the
+//     warpgroup                                                    next round comes
+//   ragged                   loader, bytes         loader          a tile some of whose rows have to
+//                                                                  do with none of the other side has
+//                                                                  landed before the loader clears
+//                                                                  them
+// clang-format on
+//
+// A stage of dS needs no empty barrier. A warp that writes dS of round r has waited for ds_full of
+// round r - 1. There a warp arrives when its dQ of round r - 3 is complete, so three stages
+// suffice; with two blocks in a round, where dQ of round r - 2 is complete by then, two.
+template <class C>
+struct BackwardBarriers {
+  uint32_t first_smem;
+
+  __device__ __forceinline__ uint32_t k_full() const { return first_smem; }
+  __device__ __forceinline__ uint32_t v_full() const { return first_smem + 8; }
+  __device__ __forceinline__ uint32_t ragged() const { return first_smem + 16; }
+  __device__ __forceinline__ uint32_t ds_full(int stage) const {
+    return first_smem + 24 + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t q_full(int stage) const {
+    return ds_full(stage) + 8 * C::DS_STAGES;
+  }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const {
+    return q_full(stage) + 8 * C::Q_STAGES;
+  }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const {
+    return q_full(stage) + 16 * C::Q_STAGES;
+  }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const {
+    return dout_full(stage) + 8 * C::DOUT_STAGES;
+  }
+  // Even and odd rounds have barriers of their own, because in turns a warp waits for one of the
+  // two kinds only.
+  __device__ __forceinline__ uint32_t dq_full(int group, uint32_t round) const {
+    return dout_full(2 * group) + 16 * C::DOUT_STAGES + round % 2 * 8;
+  }
+  __device__ __forceinline__ uint32_t dq_empty(int group) const {
+    return dq_full(C::WARPGROUPS, 0) + 8 * group;
+  }
+
+  // Called by one thread: those of K, V, Q and dO.
+  __device__ __forceinline__ void initialise_inputs() const {
+    ptx::mbarrier_init(k_full(), 1);
+    ptx::mbarrier_init(v_full(), 1);
+    ptx::mbarrier_init(ragged(), 1);
+    for (int stage = 0; stage < C::Q_STAGES; ++stage) {
+      // The warp of the terms, and the loader.
+      ptx::mbarrier_init_for_warps(q_full(stage), 1, 1);
+      ptx::mbarrier_init_for_warps(q_empty(stage), C::WARPS);
+    }
+    for (int stage = 0; stage < C::DOUT_STAGES; ++stage) {
+      ptx::mbarrier_init(dout_full(stage), 1);
+      ptx::mbarrier_init_for_warps(dout_empty(stage), C::WARPS);
+    }
+  }
+};
+
+}  // namespace archflash::hopper

@@ -1,0 +1,98 @@
+// The products of the backward pass: S and dP by keys and queries, dV, dK and dQ; and dS on its way
+// to shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "hopper/backward_pipeline.cuh"
+#include "hopper/products.cuh"
+
+namespace archflash::hopper {
+
+// 64 keys by the queries of a block, in the registers of a warpgroup: keys lane/4 + 8r of a warp's
+// 16, queries 8n + 2*(lane%4) + i at [n][2r + i].
+template <class C>
+using KeysByQueries = float[C::BLOCK / 8][4];
+template <class C>
+using KeysByQueries16 = uint32_t[C::BLOCK / 16][4];  // in 16 bits, as fragments of A
+template <class C>
+using KeyGradient = float[C::HEAD_DIM / 8][4];
+
+// Starts K Q^T or V dO^T for the 64 keys of a warpgroup, which `a` describes.
+template <class C>
+__device__ __forceinline__ void start_keys_by_queries(KeysByQueries<C>& x_rmem,
+                                                      ptx::WgmmaDescriptor a, uint32_t b_smem) {
+  using Product = ptx::Wgmma<C::DTYPE, C::BLOCK>;
+  const ptx::WgmmaDescriptor b = describe_tile<typename C::QTile>(b_smem, 16);
+#pragma unroll
+  for (int i = 0; i < C::HEAD_DIM / 16; ++i) {
+    Product::ss(&x_rmem[0][0], advance(a, column_step<typename C::KTile>(i)),
+                advance(b, column_step<typename C::QTile>(i)), i != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// Starts the addition of P^T dO to dV, or of dS^T Q to dK, at most 128 columns at a time: ptxas
+// refuses a product that takes more registers than a thread has when the kernel starts.
+template <class C>
+__device__ __forceinline__ void start_gradient(KeyGradient<C>& sum_rmem,
+                                               const KeysByQueries16<C>& a_rmem, uint32_t b_smem) {
+  using Tile = typename C::QTile;
+  constexpr int COLUMNS = C::HEAD_DIM < 128 ? C::HEAD_DIM : 128;
+  using Product = ptx::Wgmma<C::DTYPE, COLUMNS>;
+  const ptx::WgmmaDescriptor b =
+      describe_tile<Tile>(b_smem, Tile::SLABS > 1 ? Tile::SLAB_BYTES : 0);
+#pragma unroll
+  for (int i = 0; i < C::BLOCK / 16; ++i) {
+#pragma unroll
+    for (int column = 0; column < C::HEAD_DIM; column += COLUMNS) {
+      Product::rs(&sum_rmem[column / 8][0], a_rmem[i],
+                  advance(b, column / Tile::SLAB * Tile::SLAB_BYTES + 16 * i * Tile::ROW_BYTES), 1);
+    }
+  }
+  ptx::wgmma_commit_group();
+}
+
+// Starts a warpgroup's part of dQ = dS K of a round.
+template <class C>
+__device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k_smem, int group) {
+  using DsTile = typename C::DsTile;
+  using KTile = typename C::KTile;
+  using Product = ptx::Wgmma<C::DTYPE, C::PART_COLUMNS>;
+  static_assert(KTile::SLAB == C::PART_COLUMNS, "a slab has the columns of a part");
+  if constexpr (C::SHARES_ROWS) {
+    ds_smem += group * C::PART_ROWS * DsTile::ROW_BYTES;
+  } else {
+    k_smem += group * KTile::SLAB_BYTES;
+  }
+  const ptx::WgmmaDescriptor ds = describe_tile<DsTile>(ds_smem, 16);
+  const ptx::WgmmaDescriptor k = describe_tile<KTile>(k_smem, 0);
+#pragma unroll
+  for (int i = 0; i < C::ROWS / 16; ++i) {
+    Product::template ss<true>(dq, advance(ds, column_step<DsTile>(i)),
+                               advance(k, 16 * i * KTile::ROW_BYTES), i != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// Writes dS of a block to its rows of a tile, in which a query has a row.
+template <class C>
+__device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries16<C>& ds_rmem) {
+  using DsTile = typename C::DsTile;
+  // With a softcap no register is left for the address, which is then computed anew.
+  const int thread = C::SOFTCAP ? ptx::mov_tid_x_volatile() : static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  // Lanes 8j to 8j + 7 name the rows of matrix j of a fragment: queries 8 * (j / 2) to + 7 of 16,
+  // keys 8 * (j % 2) to + 7 of the warp's 16.
+  const int row = lane / 16 * 8 + lane % 8;
+  const int chunk = thread / 32 % C::KEY_WARPS * 2 + lane / 8 % 2;
+  const uint32_t first_smem = rows_smem + DsTile::offset(row, chunk);
+#pragma unroll
+  for (int i = 0; i < C::BLOCK / 16; ++i)
+    ptx::stmatrix_x4_trans(first_smem + 16 * i * DsTile::ROW_BYTES, ds_rmem[i]);
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,221 @@
+// The end of a tile: its outputs are scaled, rounded and written, from registers or through Q's
+// part of shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_params.h"
+#include "common/math/attention_work.cuh"
+#include "common/math/few_rows.cuh"
+#include "common/math/fp8_softmax.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/math/quad.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/st_global.cuh"
+#include "common/ptx/stmatrix.cuh"
+#include "hopper/params.h"
+#include "hopper/pipeline.cuh"
+#include "hopper/walk.cuh"
+
+namespace archflash::hopper {
+
+// Whether a consumer finds where its rows go and how they end while the last P V of a tile runs.
+// With 256 columns of V that a CTA turns itself that would spill registers.
+template <class C>
+consteval bool finds_ends() {
+  return C::PREPARES_TILES || (C::FP8 && !C::OVERLAPS && !C::TURNS_V);
+}
+
+// Where a warp's rows of a tile go and how they end.
+template <class C>
+struct TileEnd {
+  uint16_t* out_gmem;    // of the warp's first row
+  float* lse_gmem;       // likewise; null where no LSE is asked for
+  int rows;              // from the warp's first one to the end of the tile; may exceed the warp's
+  math::RowEnd ends[2];  // of the rows lane / 4 + 8r
+
+  TileEnd() = default;
+  // v_factor: what the outputs are multiplied by.
+  __device__ __forceinline__ TileEnd(const math::RowState<C>& state, const AttentionParams& params,
+                                     const TileHead& at, const Tile& tile, int warp_row,
+                                     float v_factor = 1.0f)
+      : lse_gmem(params.lse_gmem), rows(tile.end_row - tile.first_row - warp_row) {
+    const int64_t row = math::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
+                        tile.first_row + warp_row;
+    out_gmem = static_cast<uint16_t*>(params.out_gmem) + at.batch * params.out_batch +
+               at.head * params.out_head + row * params.out_row;
+    if (lse_gmem != nullptr)
+      lse_gmem += at.batch * params.lse_batch + at.head * params.lse_head + row;
+    const float sink = math::load_sink(params, at.head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      ends[r] = math::finish_lane_row<C>(state, 0, r, sink);
+      if constexpr (C::FP8) ends[r].factor *= v_factor;
+    }
+  }
+
+  // Two neighbouring outputs of row r, from the first one of them on.
+  __device__ __forceinline__ uint32_t pair(const float* o, int r) const {
+    return ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * ends[r].factor, o[1] * ends[r].factor);
+  }
+  // Where a row's outputs from a column on go.
+  __device__ __forceinline__ uint16_t* place(const AttentionParams& params, int row,
+                                             int column) const {
+    return out_gmem + row * params.out_row + column;
+  }
+  // Writes 8 columns of a row to their place.
+  __device__ __forceinline__ void store(const AttentionParams& params, uint16_t* place, int row,
+                                        int column, const uint32_t (&x)[4]) const {
+    if (row < rows && column < params.dv) ptx::st_global_v4_b32(place, x[0], x[1], x[2], x[3]);
+  }
+  __device__ __forceinline__ void store_lse() const {
+    const int lane = threadIdx.x % 32;
+    if (lse_gmem == nullptr || lane % 4 != 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = 8 * r + lane / 4;
+      if (row < rows) lse_gmem[row] = ends[r].lse;
+    }
+  }
+};
+
+// Does what math::store_out() does from registers, so that no shared memory is needed: the four
+// lanes of a row exchange their columns, and each lane writes 16 bytes.
+template <class C>
+__device__ __forceinline__ void store_out_by_quads(const math::Outputs<C>& o_rmem,
+                                                   const math::RowState<C>& state,
+                                                   const AttentionParams& params,
+                                                   const math::Work& work, int warp_row) {
+  static_assert(C::HEAD_DIM_V % 32 == 0, "the lanes of a quad exchange 32 columns at a time");
+  const math::OutRows out(params, work, warp_row);
+  const int lane = threadIdx.x % 32;
+  uint16_t* out_gmem = out.out_gmem(params);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const math::RowEnd end = math::finish_lane_row<C>(state, 0, r, out.sink);
+    const int row = 8 * r + lane / 4;
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* o = &o_rmem[0][n + i][2 * r];
+        words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
+      }
+      math::transpose_in_quad(words);
+      const int column = 8 * (n + lane % 4);
+      if (row < out.rows && column < params.dv) {
+        ptx::st_global_v4_b32(out_gmem + row * params.out_row + column, words[0], words[1],
+                              words[2], words[3]);
+      }
+    }
+    if (params.lse_gmem != nullptr && lane % 4 == 0 && row < out.rows)
+      out.store_lse(params, row, end.lse);
+  }
+}
+
+// Writes a warp's rows of outputs through `rows`, its own rows of Q's part of shared memory, and
+// calls hand_back() before it writes to global memory: its fence would wait for those stores.
+template <class C, class HandBack>
+__device__ __forceinline__ void store_through_q(const math::Outputs<C>& o_rmem,
+                                                const TileEnd<C>& end,
+                                                const AttentionParams& params, unsigned char* rows,
+                                                const HandBack& hand_back) {
+  using QTile = typename C::QTile;
+  const int lane = threadIdx.x % 32;
+  const uint32_t row_smem =
+      static_cast<uint32_t>(__cvta_generic_to_shared(rows)) + QTile::offset(lane % 16, lane / 16);
+#pragma unroll
+  for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+    const float* left = o_rmem[0][n];
+    const float* right = o_rmem[0][n + 1];
+    const uint32_t x[4] = {end.pair(left, 0), end.pair(left + 2, 1), end.pair(right, 0),
+                           end.pair(right + 2, 1)};
+    ptx::stmatrix_x4(QTile::advance(row_smem, n), x);
+  }
+  __syncwarp();  // the warp's rows are complete before any lane reads them
+  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+  constexpr int COUNT = C::WARP_ROWS * CHUNKS / 32;  // of a lane
+  uint32_t chunks[COUNT][4];
+  const auto row = [&](int i) { return (lane + 32 * i) / CHUNKS; };
+  const auto chunk = [&](int i) { return (lane + 32 * i) % CHUNKS; };
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const uint4 x = *reinterpret_cast<const uint4*>(rows + QTile::offset(row(i), chunk(i)));
+    chunks[i][0] = x.x, chunks[i][1] = x.y, chunks[i][2] = x.z, chunks[i][3] = x.w;
+  }
+  hand_back();
+  uint16_t* place = end.place(params, row(0), 8 * chunk(0));
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    if constexpr (32 % CHUNKS != 0) place = end.place(params, row(i), 8 * chunk(i));
+    end.store(params, place, row(i), 8 * chunk(i), chunks[i]);
+    place += 32 / CHUNKS * params.out_row;  // else to the same column
+  }
+}
+
+// Writes a warp's rows of outputs from registers, where 8-bit V leaves a lane four neighbouring
+// ones of every 16 columns of a row: the four lanes of a row write 32 bytes at a time.
+template <class C, DType OUT>
+__device__ __forceinline__ void store_fp8_rows(const math::Outputs<C>& o_rmem,
+                                               const TileEnd<C>& end,
+                                               const AttentionParams& params) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 8 * r + lane / 4;
+    const float factor = end.ends[r].factor;
+    uint16_t* place = end.place(params, row, lane % 4 * 4);
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+      const float* even = &o_rmem[0][n][2 * r];
+      const float* odd = &o_rmem[0][n + 1][2 * r];
+      const uint32_t first = ptx::cvt_rn_x2_f32<OUT>(even[0] * factor, odd[0] * factor);
+      const uint32_t second = ptx::cvt_rn_x2_f32<OUT>(even[1] * factor, odd[1] * factor);
+      if (row < end.rows && 8 * n < params.dv) ptx::st_global_v2_b32(place + 8 * n, first, second);
+    }
+  }
+}
+
+// Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
+// the output, where rows of one head pass through Q's part of shared memory, at `q`, unless Q has
+// gone back already.
+template <class C>
+__device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
+                                           const math::RowState<C>& state, const Params& params,
+                                           const Tile& tile, int warp_row, unsigned char* q) {
+  using QTile = typename C::QTile;
+  const AttentionParams& attention = params.attention;
+  if (C::CAN_SPLIT && params.partials.splits > 1) {
+    math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
+                            tile.split, warp_row);
+  } else if (C::CAN_PACK && params.packed_heads.count > 1) {
+    math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+  } else if constexpr (C::RELEASES_Q_EARLY) {
+    store_out_by_quads<C>(o_rmem, state, attention, tile.rows(), warp_row);
+  } else {
+    math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
+                              q + warp_row * QTile::ROW_BYTES);
+  }
+}
+
+// --- the other warps of the producer's warpgroup: output rows of no sequence ---
+
+template <class C>
+__device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) {
+  if (params.attention.cu_seqlens_q_gmem == nullptr) return;
+  // With split keys the combining kernel writes these rows.
+  if (C::CAN_SPLIT && params.partials.splits > 1) return;
+  constexpr int THREADS = C::WARPGROUP - 32 * C::PRODUCERS;
+  const int thread = threadIdx.x - C::CONSUMER_THREADS - 32 * C::PRODUCERS;
+  const int heads = C::CAN_PACK ? params.packed_heads.count : 1;
+  const auto tiles = [&] { return C::SLICES_V ? params.tiles / params.v_slices : params.tiles; };
+  for (int64_t index = blockIdx.x; index < tiles(); index += gridDim.x) {
+    for (int head = 0; head < heads; ++head) {
+      math::write_rows_of_no_sequence(params.attention, static_cast<int>(index), thread, THREADS,
+                                      rows_of_tile<C>(params), heads, head);
+    }
+  }
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,321 @@
+// The producer: one warp, which finds the tiles and copies Q, K and V to shared memory by TMA. With
+// PAGES another warp copies V.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/row_tiles.h"
+#include "common/math/slab_load.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/math/visible_keys.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
+#include "hopper/cache_params.h"
+#include "hopper/cache_rows.cuh"
+#include "hopper/config.cuh"
+#include "hopper/params.h"
+#include "hopper/pipeline.cuh"
+#include "hopper/transpose_v.cuh"
+#include "hopper/walk.cuh"
+
+namespace archflash::hopper {
+
+// Whether the number of the tile that comes next in a stage of Q is odd.
+template <class C>
+__device__ __forceinline__ uint32_t parity_of_tile(const RingPosition<C::Q_STAGES>& q_ring) {
+  static_assert(C::Q_STAGES <= 2);
+  return C::Q_STAGES == 2 ? q_ring.stage : q_ring.parity;
+}
+
+template <class C>
+__device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned char* shared,
+                                        uint32_t shared_smem) {
+  const Params& params = call_of<C>(all_params);
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
+  const int shares = shares_of_tile<C>(params);
+  RingPosition<C::STAGES> k_ring, v_ring;
+  [[maybe_unused]] RingPosition<C::RAW_STAGES> raw_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+  uint32_t ragged_parity = 0;
+
+  for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
+       index = next_tile(params, index)) {
+    Tile tile;
+    int batch, head, kv_head;
+    if constexpr (C::PREPARES_TILES) {
+      const FoundTile found = find_tile<C>(attention, index);
+      tile = {found.work, 0};
+      if (tile.first_row < 0) continue;
+      batch = found.batch, head = found.head, kv_head = found.kv_head;
+    } else {
+      tile = {math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
+                              C::CAN_PACK ? params.packed_heads.count : 1),
+              static_cast<int>(index) % shares};
+      if (tile.first_row < 0) continue;
+      batch = tile.batch_head / attention.heads_q;
+      head = tile.batch_head % attention.heads_q;
+      kv_head = head / attention.heads_per_kv;
+    }
+    math::CacheRows cache_rows{};
+    if constexpr (C::CACHE) {
+      if (tile.nq <= all_params.few_rows) continue;  // another launch serves the sequence
+      cache_rows = math::find_cache_rows(all_params.cache, batch);
+      tile.nk = cache_rows.count;
+    }
+    tile.end_row = tile.nq;
+    if constexpr (C::TILE_STEP > 0) {
+      const math::RowTile rows =
+          math::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
+      tile.first_row = rows.first_row;
+      tile.end_row = rows.end_row;
+    }
+    const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
+    const math::Blocks blocks = find_blocks<C>(params, tile, visible);
+    // Kernels that turn V give the producer few registers: these values lie in uniform ones, of
+    // which there are enough.
+    const auto in_uniform_register = [](int x) { return C::TURNS_V ? uniform(x) : x; };
+    kv_head = in_uniform_register(kv_head);
+    const int keys_start =
+        in_uniform_register(math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk));
+    // 8-bit V that was turned before: where the keys of the sequence start in a column, and one
+    // behind its last key, which is filled up with zeros.
+    const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
+    const int v_columns_end = (tile.nk + V_COLUMN_KEYS - 1) / V_COLUMN_KEYS * V_COLUMN_KEYS;
+    // The keys that count: rows of V outside are cleared. With PREPARES_TILES nothing else needs nk
+    // from here on, and the message about the tile has this end.
+    if constexpr (C::PREPARES_TILES) tile.nk = visible.end(tile.nq);
+    const int seen_begin = visible.begin();
+    const int seen_end = C::PREPARES_TILES ? tile.nk : visible.end(tile.nq);
+    // Without cu_seqlens and without a cache TMA reads zeros behind the last key.
+    const auto reads_beyond = [&] {
+      return C::CACHE || attention.cu_seqlens_k_gmem != nullptr || seen_end < attention.nk;
+    };
+
+    const auto find_place = [&](int block) -> CachePlace {
+      if constexpr (!C::CACHE) {
+        return {};
+      } else {
+        return SequenceOfCache{all_params.cache, all_params.box_rows, batch, cache_rows}.find(
+            block);
+      }
+    };
+    CachePlace next_place{};  // of the block whose K comes next: it is found a block ahead
+    const auto load_k = [&](int block) {
+      // The products of every consumer warp have read the K that the stage held.
+      // mutants: needless-with-one-tile
+      ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
+      if constexpr (C::CACHE) {
+        start_cache_load<typename C::KTile>(
+            leader, shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
+            next_place, all_params.cache.blocks, all_params.k_page_groups, all_params.box_rows,
+            kv_head, barriers.k_full(k_ring.stage));
+      } else if (leader) {
+        math::start_load<typename C::KTile, C::PACK>(
+            shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
+            keys_start + block, attention.k_head == 0 ? 0 : kv_head,
+            attention.k_batch == 0 ? 0 : batch, barriers.k_full(k_ring.stage));
+      }
+      k_ring.advance();
+      next_place = find_place(block - C::BLOCK_K);
+    };
+    // `place` is that of the block in a cache.
+    const auto load_v = [&](int block, const CachePlace& place) {
+      // 8-bit V that was turned before has zeros there.
+      const bool ragged =
+          !C::FP8 && (block < seen_begin || (block + C::BLOCK_K > seen_end && reads_beyond()));
+      const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
+      // The products of every consumer warp have read the V that the stage held.
+      ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+      if constexpr (C::CACHE) {
+        start_cache_load<typename C::VTile>(
+            leader, shared_smem + offset, params.v_map, place, all_params.cache.blocks,
+            all_params.v_page_groups, all_params.box_rows, kv_head,
+            ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
+      } else if constexpr (C::FP8) {
+        if (leader) {
+          using VTile = typename C::VTile;
+          ptx::mbarrier_arrive_expect_tx(barriers.v_full(v_ring.stage), VTile::BYTES);
+#pragma unroll
+          for (int slab = 0; slab < VTile::SLABS; ++slab) {
+            // Behind the zeros of this sequence come the keys of the next one: zeros are read from
+            // behind the tensor instead.
+            const int key = block + slab * VTile::SLAB * C::PACK;
+            ptx::cp_async_bulk_tensor_4d_load(
+                shared_smem + offset + slab * VTile::SLAB_BYTES, params.v_map,
+                key < v_columns_end ? v_columns_start + key : params.v_columns,
+                first_v_column<C>(tile), kv_head,
+                attention.cu_seqlens_k_gmem == nullptr ? batch : 0, barriers.v_full(v_ring.stage));
+          }
+        }
+      } else if (leader) {
+        math::start_load<typename C::VTile>(
+            shared_smem + offset, params.v_map, keys_start + block,
+            attention.v_head == 0 ? 0 : kv_head, attention.v_batch == 0 ? 0 : batch,
+            ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
+      }
+      if (ragged) {
+        ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
+        ragged_parity ^= 1;
+        clear_rows<typename C::VTile>(shared + offset, seen_begin - block, seen_end - block);
+        if (leader) ptx::mbarrier_arrive(barriers.v_full(v_ring.stage));
+      }
+      v_ring.advance();
+    };
+
+    // Where the kernel turns V: V as it is, for the warps that turn it.
+    [[maybe_unused]] const auto load_raw_v = [&](int block) {
+      using RawVTile = typename C::RawVTile;
+      // The block that the stage held has been turned.
+      ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
+      if (leader) {
+        rows_to_turn<C>(shared, raw_ring.stage) = {seen_begin - block,
+                                                   reads_beyond() ? seen_end - block : C::BLOCK_K};
+        math::start_load<RawVTile, C::PACK>(
+            shared_smem + C::RAW_SMEM + raw_ring.stage * RawVTile::BYTES, params.v_map,
+            keys_start + block, attention.v_head == 0 ? 0 : kv_head,
+            attention.v_batch == 0 ? 0 : batch, barriers.raw_full(raw_ring.stage));
+      }
+      raw_ring.advance();
+    };
+
+    const bool any_block = blocks.first <= blocks.last;
+    // The first block comes before Q: the rings are free while the previous tile still needs Q's
+    // part.
+    if (any_block) next_place = find_place(blocks.last);
+    CachePlace place = next_place;
+    if (any_block) load_k(blocks.last);
+    if constexpr (C::PRODUCERS == 2) {
+      // V's producer has read the message about the tile before.
+      ptx::mbarrier_wait_parity(barriers.v_tile_empty(), parity_of_tile<C>(q_ring) ^ 1);
+      if (leader) {
+        v_tile_message<C>(shared) = {tile, cache_rows.first};
+        ptx::mbarrier_arrive(barriers.v_tile_full());
+      }
+    }
+    // The consumers have read the message and Q, and output rows that pass through Q's part have
+    // left it.
+    // mutants: needless-with-one-tile
+    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    if constexpr (C::PREPARES_TILES) {
+      BlocksMessage<C>& message = blocks_message<C>(shared, q_ring.stage);
+      const int group = static_cast<int>(threadIdx.x) % 32;
+      if (group < C::WARPGROUPS)
+        message.groups[group] = find_group_blocks<C>(params, tile, visible, blocks, group);
+      if (leader) {
+        message.tile = {blocks.first, blocks.last, visible.first_shift, visible.last_shift};
+        message.head = {batch, head};
+      }
+      __syncwarp();  // the leader's arrival stands for every lane's message
+    }
+    if (leader) {
+      tile_message<C>(shared, q_ring.stage) = tile;
+      if (any_block) {
+        const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+        math::start_load<typename C::QTile, C::PACK>(
+            shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map,
+            q_start + tile.first_row, attention.q_head == 0 ? 0 : head,
+            attention.q_batch == 0 ? 0 : batch, barriers.q_full(q_ring.stage));
+      } else {
+        ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
+      }
+    }
+    if constexpr (C::PREPARES_TILES) math::arrive_beside(leader, barriers.q_full(q_ring.stage));
+    q_ring.advance();
+    if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();  // V has been turned
+#pragma unroll 1
+    for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
+      const CachePlace place_before = next_place;
+      if (block > blocks.first) load_k(block - C::BLOCK_K);
+      bool loaded = false;
+      if constexpr (C::TURNS_V) {
+        loaded = turns_v<C>(params);
+        if (loaded) load_raw_v(block);
+      }
+      if constexpr (C::PRODUCERS == 1 && (!C::TURNS_V || C::TAKES_TURNED_V)) {
+        if (!loaded) load_v(block, place);
+      }
+      place = place_before;
+    }
+  }
+  // Where V was turned before, a CTA without tiles, too, ends after the kernel that did it.
+  if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();
+  send_no_tile<C>(barriers, shared, q_ring, leader);
+  if constexpr (C::TURNS_V) {
+    if (turns_v<C>(params)) {
+      ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
+      if (leader) {
+        rows_to_turn<C>(shared, raw_ring.stage) = {0, 0};
+        ptx::mbarrier_arrive(barriers.raw_full(raw_ring.stage));
+      }
+    }
+  }
+  if constexpr (C::PRODUCERS == 2) {
+    ptx::mbarrier_wait_parity(barriers.v_tile_empty(), parity_of_tile<C>(q_ring) ^ 1);
+    if (leader) {
+      CachedTile none{};
+      none.first_row = -1;
+      v_tile_message<C>(shared) = none;
+      ptx::mbarrier_arrive(barriers.v_tile_full());
+    }
+  }
+}
+
+// --- with PAGES, another warp: V -> shared memory ---
+
+// Finding and copying the pages of a block takes a warp about as long as the block is multiplied,
+// so V has a producer of its own. It has a message of its own about each tile, which comes before
+// the tile's Q.
+template <class C>
+__device__ __forceinline__ void produce_v(const CacheParams& params, unsigned char* shared,
+                                          uint32_t shared_smem) {
+  using VTile = typename C::VTile;
+  const AttentionParams& attention = params.call.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();
+  RingPosition<C::STAGES> v_ring;
+  uint32_t ragged_parity = 0, v_tile_parity = 0;
+
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.v_tile_full(), v_tile_parity);  // the message is there
+    const CachedTile tile = v_tile_message<C>(shared);
+    if (tile.first_row < 0) break;
+    release(barriers.v_tile_empty());
+    v_tile_parity ^= 1;
+    const int batch = tile.batch_head / attention.heads_q;
+    const int kv_head = tile.batch_head % attention.heads_q / attention.heads_per_kv;
+    const SequenceOfCache sequence{
+        params.cache, params.box_rows, batch, {tile.first_of_cache, tile.nk}};
+    const math::ChunkedKeys visible = find_visible_keys<C>(params, tile);
+    const math::Blocks blocks = find_blocks<C>(params.call, tile, visible);
+    const int seen_begin = visible.begin(), seen_end = visible.end(tile.nq);
+    CachePlace place{};
+    if (blocks.first <= blocks.last) place = sequence.find(blocks.last);
+#pragma unroll 1
+    for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
+      const int begin = seen_begin - block, end = seen_end - block;  // rows that count
+      const bool ragged = begin > 0 || end < C::BLOCK_K;
+      const int offset = C::V_SMEM + v_ring.stage * VTile::BYTES;
+      const uint32_t full = barriers.v_full(v_ring.stage);
+      // The products of every consumer warp have read the V that the stage held.
+      ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+      start_cache_load<VTile>(leader, shared_smem + offset, params.call.v_map, place,
+                              params.cache.blocks, params.v_page_groups, params.box_rows, kv_head,
+                              ragged ? barriers.v_ragged() : full);
+      place = sequence.find(block - C::BLOCK_K);  // a block ahead
+      if (ragged) {
+        ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
+        ragged_parity ^= 1;
+        clear_grouped_rows<VTile>(shared + offset, begin, end);
+        if (leader) ptx::mbarrier_arrive(full);
+      }
+      v_ring.advance();
+    }
+  }
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,501 @@
+// The consumers: S, the softmax, P V, and the end of each tile.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/descales.cuh"
+#include "common/math/few_rows.cuh"
+#include "common/math/fp8_softmax.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "hopper/config.cuh"
+#include "hopper/drop_weights.cuh"
+#include "hopper/epilogue.cuh"
+#include "hopper/params.h"
+#include "hopper/pipeline.cuh"
+#include "hopper/products.cuh"
+#include "hopper/row_softmax.cuh"
+#include "hopper/scores.cuh"
+#include "hopper/walk.cuh"
+
+namespace archflash::hopper {
+
+template <class C>
+__device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned char* shared,
+                                        uint32_t shared_smem) {
+  const Params& params = call_of<C>(all_params);
+  using QTile = typename C::QTile;
+  constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::PASS_COLUMNS / 2,
+                WORDS = C::BLOCK_K / (4 * C::PACK);
+  const AttentionParams& attention = params.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
+  const Turns<C> turns{group};
+  if (group == C::WARPGROUPS - 1) turns.hand_over();  // warpgroup 0 begins
+  RingPosition<C::STAGES> k_ring, v_ring;
+  RingPosition<C::Q_STAGES> q_ring;
+
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
+    const Tile tile = tile_message<C>(shared, q_ring.stage);
+    if (tile.first_row < 0) break;
+    // Which 64 rows of the tile the warpgroup has. Under a causal mask one half of a tile of 128
+    // rows sees fewer keys than the other, so two warpgroups change places with each tile.
+    const int place = C::HALVES ? group ^ uniform(q_ring.stage) : group;
+    const int warp_row = static_cast<int>(threadIdx.x / 32 * C::WARP_ROWS) +
+                         (C::HALVES ? (place - group) * C::GROUP_ROWS : 0);
+    VisibleKeysOf<C> visible;
+    if constexpr (C::PREPARES_TILES) {
+      const TileBlocks& message = blocks_message<C>(shared, q_ring.stage).tile;
+      visible = {message.first_shift, message.last_shift, tile.nk};
+    } else {
+      visible = find_visible_keys<C>(all_params, tile);
+    }
+    bool all_need_more = attention.transform_scores;
+    float exp2_scale = attention.exp2_scale;
+    math::KeyDescales key_descales{};  // null: one descale serves all keys
+    math::WarpDescale warp_descale{1.0f, 1.0f};
+    if constexpr (C::FP8) {
+      if constexpr (C::TAKES_DESCALES_BY_BLOCK)
+        key_descales = math::find_key_descales(params.descales, attention, tile);
+      if constexpr (C::PREPARES_TILES && !C::SPARES_REGISTERS) {
+        static_assert(!C::TAKES_DESCALES_BY_BLOCK, "find_head_descale() knows none by block");
+        warp_descale = find_head_descale(params.descales, attention,
+                                         blocks_message<C>(shared, q_ring.stage).head,
+                                         min(tile.first_row + warp_row, tile.nq - 1));
+      } else {
+        warp_descale =
+            math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
+      }
+      exp2_scale *= warp_descale.qk;
+      if constexpr (C::SPARES_REGISTERS) {  // uniform registers are left
+        warp_descale.qk = uniform(warp_descale.qk);
+        exp2_scale = uniform(exp2_scale);
+      }
+      all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= math::SMALLEST_NORMAL);
+    } else if constexpr (C::CACHE) {  // the cache may be the copy of one of 8 bits
+      if (params.descales.k.gmem != nullptr) {
+        exp2_scale *= math::find_warp_descale(params.descales, attention, tile, 0).qk;
+        all_need_more |= !(exp2_scale >= math::SMALLEST_NORMAL);
+      }
+      exp2_scale = uniform(exp2_scale);
+    }
+    math::Blocks all_blocks;  // those that the CTA visits
+    GroupBlocks blocks;
+    if constexpr (C::PREPARES_TILES) {
+      const BlocksMessage<C>& message = blocks_message<C>(shared, q_ring.stage);
+      all_blocks = {message.tile.first, message.tile.last};
+      blocks = message.groups[place];
+    } else {
+      all_blocks = find_blocks<C>(params, tile, visible);
+      blocks = find_group_blocks<C>(params, tile, visible, all_blocks, group);
+    }
+    all_blocks = {uniform(all_blocks.first), uniform(all_blocks.last)};
+    // The first of the bare blocks, whose scores need no more than a softmax.
+    const int bare_first = uniform(all_need_more ? INT32_MAX : blocks.clear_first);
+    blocks = {uniform(blocks.seen_first), uniform(blocks.seen_last), uniform(blocks.clear_first),
+              uniform(blocks.clear_last)};
+    // Whether a block that is not bare must be masked. Without a softcap and descales it always
+    // must. With one of them no block is bare, also where every row sees every key and nothing has
+    // to be masked. With 8 bits, a cache or dropout all are masked: to ask would spill registers.
+    const auto hides_some = [&](int block) {
+      return C::FP8 || C::CACHE || C::DROPS || block < blocks.clear_first ||
+             block > blocks.clear_last;
+    };
+    k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
+    v_ring = k_ring;
+    unsigned char* q = shared + C::Q_SMEM + uniform(q_ring.stage) * QTile::BYTES;
+    const ptx::WgmmaDescriptor q_descriptor =
+        describe_q<C>(shared_smem, uniform(q_ring.stage), place);
+
+    int lane_rows[2];  // this lane's query rows
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * r;
+      lane_rows[r] = tile.first_row + (C::CAN_PACK ? params.packed_heads.row(row) : row);
+    }
+
+    [[maybe_unused]] const auto dropout = [&] {
+      if constexpr (C::DROPS) {
+        return find_dropout(all_params.dropout, tile.batch_head);
+      } else {
+        return nullptr;
+      }
+    }();
+
+    math::Scores<C> s_rmem;
+    Probabilities<C> p_rmem;
+    [[maybe_unused]] Probabilities<C> kept_rmem;  // masks of P: what is not dropped
+    math::Outputs<C> o_rmem = {};
+    PassOutputs<C> part_rmem;  // O += P V of the last blocks, if SUMS_IN_PARTS
+    int part_keys = 0;         // the keys of these blocks
+    PassOutputs<C>& products_rmem = products_of<C>(o_rmem, part_rmem);
+    float* const s = &s_rmem[0][0][0];
+    float* const o = &products_rmem[0][0][0];
+    uint32_t* const p = &p_rmem[0][0][0];
+    math::RowState<C> state;
+    math::clear(state);
+    state.large = false;
+
+    const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
+    const auto begin_pv = [&] {
+      // mutants: fence-before-both-products
+      start_pv<C>(products_rmem, p_rmem, shared_smem, v_ring.stage,
+                  !C::SUMS_IN_PARTS || part_keys > 0);
+      part_keys += C::BLOCK_K;
+    };
+    const auto wait_for_outputs = [&] {
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<OUTPUTS>(o);
+    };
+    // Adds a part of the sums to the outputs. `pass`: which PASS_COLUMNS columns of V it is of.
+    const auto add = [&](const PassOutputs<C>& part, int pass) {
+      constexpr int TILES = C::PASS_COLUMNS / 8;
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o_rmem[0][pass * TILES + n][i] += part[0][n][i];
+      }
+    };
+    const auto add_part = [&] {
+      if constexpr (C::SUMS_IN_PARTS) {
+        add(part_rmem, 0);
+        part_keys = 0;
+      }
+    };
+    // Without OVERLAPS: O += P V from beginning to end, PASS_COLUMNS columns at a time, of which
+    // PARTS are multiplied at the same time. Calls meanwhile() while the first ones are.
+    const auto multiply_pv = [&](const auto& meanwhile) {
+      constexpr int PASSES = C::HEAD_DIM_V / C::PASS_COLUMNS;
+      PassOutputs<C> parts_rmem[C::PARTS];
+      const auto part = [&](int pass) { return &parts_rmem[pass % C::PARTS][0][0][0]; };
+      const auto begin = [&](int pass) {
+        start_pv<C>(parts_rmem[pass % C::PARTS], p_rmem, shared_smem, v_ring.stage, false,
+                    pass * C::PASS_COLUMNS);
+      };
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      if constexpr (C::PARTS == 2) begin(0);
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) {
+        const int next = pass + C::PARTS - 1;
+        if (next < PASSES) begin(next);
+        if (pass == 0) meanwhile();
+        if (C::PARTS == 2 && next < PASSES) {
+          ptx::wgmma_wait_group<1>();
+        } else {
+          ptx::wgmma_wait_group<0>();
+        }
+        ptx::registers_change<OUTPUTS>(part(pass));
+        add(parts_rmem[pass % C::PARTS], pass);
+      }
+      ptx::registers_change<WORDS>(p);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    };
+    // What a block needs whose keys are not all visible, or whose scores are capped or have a
+    // descale of their own. Returns the scale for weigh().
+    const auto finish_scores = [&](int block) {
+      float scale = exp2_scale;
+      if constexpr (C::FP8) {
+        scale = math::descale_scores<C>(s_rmem, attention, key_descales, warp_descale, block);
+      } else if constexpr (C::CACHE) {
+        // The message is read anew, so that it needs no registers between the blocks.
+        const Tile& message = tile_message<C>(shared, q_ring.stage);
+        scale = math::descale_scores<C>(
+            s_rmem, attention, key_descales,
+            math::find_warp_descale(params.descales, attention, message, 0), block);
+      } else if (!C::DROPS && attention.transform_scores) {
+        cap_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+      }
+      if constexpr (C::SPARES_REGISTERS) {
+        // The thread's number is read anew, so that its rows need no registers between the blocks.
+        const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+        const int row =
+            tile.first_row + static_cast<int>(thread / 32 * C::WARP_ROWS + thread % 32 / 4);
+        const int rows[2] = {row, row + 8};
+        math::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
+      } else if constexpr (C::CACHE) {
+        const Tile& message = tile_message<C>(shared, q_ring.stage);
+        const int row_of_tile = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
+        if (all_params.slopes.gmem != nullptr)
+          add_alibi<C>(s_rmem, all_params, message, row_of_tile, block);
+        const math::ChunkedKeys keys{visible, all_params.attention_chunk, message.nk - message.nq};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          math::mask_row<C>(s_rmem, keys.of_row(lane_rows[r]), 0, r, 0,
+                            block + static_cast<int>(threadIdx.x) % 4 * 2);
+        }
+      } else if (hides_some(block)) {
+        mask_rows_by_bits<C>(s_rmem, visible, lane_rows,
+                             block + static_cast<int>(threadIdx.x) % 4 * 2);
+      }
+      return scale;
+    };
+    // Dropout: which weights of a block are kept. It needs no scores, so that it takes the time in
+    // which they are computed.
+    const auto draw = [&](int block) {
+      if constexpr (C::DROPS)
+        draw_kept<C>(kept_rmem, dropout, lane_rows[0],
+                     block + static_cast<int>(threadIdx.x) % 4 * 2);
+    };
+    const auto pack_kept = [&] {
+      pack<C>(s_rmem, p_rmem);
+      if constexpr (C::DROPS) drop<C>(p_rmem, kept_rmem);
+    };
+    // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
+    const auto finish_pv = [&] {
+      wait_for_outputs();
+      ptx::registers_change<WORDS>(p);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    };
+    const auto rescale_outputs = [&](const float (&corrections)[2]) {
+      rescale<C>(o_rmem, corrections);
+      if constexpr (C::SUMS_IN_PARTS && C::OVERLAPS) rescale<C>(part_rmem, corrections);
+    };
+    // FP8: adds the sums of the last blocks to the outputs if they are of enough keys. From then on
+    // the outputs are in the unit of `block`, where each block of V has a descale of its own.
+    const auto add_full_part = [&](int block) {
+      if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
+      if (key_descales.v_gmem != nullptr)
+        math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
+    };
+    const auto skip_block = [&] {
+      // A block that is masked for this warpgroup; others may see it. The warps still wait for it:
+      // otherwise they could lap the ring and hand back a stage a phase too early.
+      // mutants: few-skipped-blocks
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      turns.wait();  // each warpgroup takes one turn for a block
+      turns.hand_over();
+      // mutants: few-skipped-blocks
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    };
+
+    // The first block of the warpgroup, whose P V the next step starts.
+    const auto first_step = [&](int block) {
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      turns.wait();
+      begin_qk();
+      turns.hand_over();
+      draw(block);
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<SCORES>(s);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      float scale = exp2_scale;
+      if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
+      const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
+      scale = follow_maxima<C, true>(s_rmem, state, scale, nothing_to_rescale);
+      weigh_rows<C>(s_rmem, state, scale);
+      if (key_descales.v_gmem != nullptr)
+        math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
+      pack_kept();
+    };
+    // first_step() of a warpgroup that sees the first half of the block only, and has no score
+    // capped.
+    const auto first_half_step = [&](int block) {
+      if constexpr (C::HALVES) {
+        constexpr int KEYS = C::BLOCK_K / 2;
+        ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+        turns.wait();
+        start_qk<C, KEYS>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
+        turns.hand_over();
+        ptx::wgmma_wait_group<0>();
+        ptx::registers_change<KEYS / 2>(s);
+        release(barriers.k_empty(k_ring.stage));
+        k_ring.advance();
+        mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows,
+                                   block + static_cast<int>(threadIdx.x) % 4 * 2);
+        const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
+        const float scale =
+            follow_maxima<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
+        weigh_rows<C, KEYS>(s_rmem, state, scale);
+        // P V multiplies the whole block: a branch around its second half, in the step that all
+        // blocks share, would cost more.
+#pragma unroll
+        for (int n = KEYS / 8; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = 0.0f;
+        }
+        pack<C>(s_rmem, p_rmem);
+      }
+    };
+    const auto step_alone = [&]<bool MASKED>(int block) {
+      turns.wait();
+      multiply_pv([] {});
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      begin_qk();
+      turns.hand_over();
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<SCORES>(s);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      float scale = exp2_scale;
+      if constexpr (MASKED) scale = finish_scores(block);
+      scale = follow_maxima<C>(s_rmem, state, scale, rescale_outputs);
+      weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
+    };
+    const auto step_overlapped = [&]<bool MASKED>(int block) {
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      turns.wait();
+      begin_qk();
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      begin_pv();
+      turns.hand_over();
+      draw(block);
+      ptx::wgmma_wait_group<1>();  // the scores are there
+      ptx::registers_change<SCORES>(s);
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      float scale = exp2_scale;
+      if constexpr (MASKED) scale = finish_scores(block);
+      bool raised = false;
+      float corrections[2];
+      const auto note = [&](const float (&wanted)[2]) {
+        raised = true;
+        corrections[0] = wanted[0], corrections[1] = wanted[1];
+      };
+      scale = follow_maxima<C>(s_rmem, state, scale, note);
+      weigh_rows<C>(s_rmem, state, scale);
+      finish_pv();
+      pack_kept();
+      if (raised) rescale_outputs(corrections);
+      add_full_part(block);
+    };
+
+    const auto step = [&]<bool MASKED>(int block) {
+      if constexpr (C::OVERLAPS) {
+        step_overlapped.template operator()<MASKED>(block);
+      } else {
+        step_alone.template operator()<MASKED>(block);
+      }
+    };
+
+    // No product reads the tile's Q from here on.
+    const auto release_q_early = [&] {
+      if constexpr (C::RELEASES_Q_EARLY) release(barriers.q_empty(q_ring.stage));
+    };
+    // With finds_ends(): how the tile ends, and what is written then, while Q goes back.
+    const auto find_end = [&] {
+      if constexpr (C::PREPARES_TILES) {
+        return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
+                          warp_row, warp_descale.v);
+      } else {
+        const TileHead at{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
+        return TileEnd<C>(state, attention, at, tile, warp_row, warp_descale.v);
+      }
+    };
+    const auto end_tile = [&]([[maybe_unused]] const TileEnd<C>& end) {
+      if constexpr (finds_ends<C>() && C::FP8) {
+        if (params.out_dtype == DType::F16) {
+          store_fp8_rows<C, DType::F16>(o_rmem, end, attention);
+        } else {
+          store_fp8_rows<C, DType::BF16>(o_rmem, end, attention);
+        }
+        end.store_lse();
+      } else if constexpr (finds_ends<C>()) {
+        store_through_q<C>(o_rmem, end, attention, q + warp_row * QTile::ROW_BYTES,
+                           [&] { hand_back_q(barriers, q_ring.stage); });
+        end.store_lse();
+      }
+    };
+
+    // The blocks, from the last to the first: those after the last one that the warpgroup sees,
+    // those that it sees, and those before. Of those that it sees, some need masks at either end:
+    // both ends run the same code, which is long, where that spills no registers.
+    int block = all_blocks.last;
+#pragma unroll 1
+    for (; block >= all_blocks.first && block > blocks.seen_last; block -= C::BLOCK_K) skip_block();
+    if (block >= blocks.seen_first) {
+      if (C::HALVES && !all_need_more && blocks.seen_last < block + C::BLOCK_K / 2) {
+        first_half_step(block);
+      } else {
+        first_step(block);
+      }
+      block -= C::BLOCK_K;
+#pragma unroll(C::MASKED_STEPS)
+      for (int end = 0; end < 2; ++end) {
+#pragma unroll 1
+        for (; block >= blocks.seen_first && (end == 1 || block > blocks.clear_last);
+             block -= C::BLOCK_K)
+          step.template operator()<true>(block);
+        if (end == 1) break;
+#pragma unroll 1
+        for (; block >= blocks.seen_first && block >= bare_first; block -= C::BLOCK_K)
+          step.template operator()<false>(block);
+      }
+      if constexpr (!(C::FP8 && finds_ends<C>())) release_q_early();
+      if constexpr (C::OVERLAPS) {
+        ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+        begin_pv();
+        const auto finish = [&] {
+          wait_for_outputs();
+          ptx::registers_change<WORDS>(p);
+          add_part();
+          // mutants: needless-with-one-tile
+          release(barriers.v_empty(v_ring.stage));
+          v_ring.advance();
+        };
+        if constexpr (C::PREPARES_TILES) {
+          const TileEnd<C> end = find_end();
+          finish();
+          end_tile(end);
+        } else {
+          finish();
+        }
+      } else if constexpr (finds_ends<C>()) {
+        TileEnd<C> end;
+        multiply_pv([&] {
+          end = find_end();
+          release_q_early();
+        });
+        end_tile(end);
+      } else {
+        multiply_pv([] {});
+      }
+    } else {
+      if constexpr (finds_ends<C>()) {
+        const TileEnd<C> end = find_end();
+        release_q_early();
+        end_tile(end);
+      } else {
+        release_q_early();
+      }
+    }
+#pragma unroll 1
+    for (; block >= all_blocks.first; block -= C::BLOCK_K) skip_block();
+
+    if constexpr (finds_ends<C>()) {
+      // end_tile() has written the rows.
+    } else if constexpr (C::FP8) {
+      // The lane that knows it tells the others the unit of the last block.
+      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile.rows(), warp_row,
+                             uniform(warp_descale.v), first_v_column<C>(tile));
+    } else {
+      if constexpr (C::CACHE) {
+        if (params.descales.v.gmem != nullptr) {
+          const float v = math::find_warp_descale(params.descales, attention, tile, 0).v;
+          const float factors[2] = {v, v};
+          rescale<C>(o_rmem, factors);
+        }
+      }
+      if constexpr (C::DROPS) {  // the weights that are left weigh more
+        const float factors[2] = {all_params.dropout.scale, all_params.dropout.scale};
+        rescale<C>(o_rmem, factors);
+      }
+      store_rows<C>(o_rmem, state, params, tile, warp_row, q);
+    }
+    if constexpr (!C::RELEASES_Q_EARLY && !C::PREPARES_TILES) hand_back_q(barriers, q_ring.stage);
+    q_ring.advance();
+  }
+  // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
+  // arrivals.
+  if (group == 0) turns.wait();
+}
+
+}  // namespace archflash::hopper

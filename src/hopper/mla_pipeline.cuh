@@ -1,0 +1,86 @@
+// How the roles of a CTA that computes latent attention hand blocks over to one another: the
+// barriers and the hazards that they close, and the tile that all of them work on.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/chunked_keys.cuh"
+#include "common/math/kv_cache.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/math/visible_keys.cuh"
+#include "hopper/mla_config.cuh"
+#include "hopper/pipeline.cuh"
+
+namespace archflash::hopper {
+
+// The parts of a stage, in the order in which they come.
+enum MlaPart { MLA_KEYS = 0, MLA_LEFT = 1, MLA_RIGHT = 2 };
+
+// The barriers, as addresses in shared memory.
+//
+// clang-format off
+//   barrier                  arrives                  waits         so that
+//   full of each part        its producer, bytes      consumers     the part has landed before wgmma reads it
+//   empty of the keys' part  the 4 warps that         its producer  their product has read it before TMA
+//                            compute the scores                     overwrites it
+//   empty of a half of V     the 4 warps that         its producer  the same. They multiply P V of a block only when
+//                            multiply it                            they have its P, so its scores are there too
+//   p_full of a warpgroup    its 4 warps              the other     P and its bases are there before they are read.
+//                                                     warpgroup     There is no empty barrier: a warpgroup writes its
+//                                                                   next P when it has scores of rows that came after
+//                                                                   the other one has handed back the half of V that
+//                                                                   it multiplied with the last P
+//   ragged of each part      its producer, bytes      its producer  a part has landed before its rows that no query
+//                                                                   sees are cleared
+//   named barrier 2          warpgroup 0: arrives     warpgroup 1   the products of S do not run side by side, which
+//                                                                   would end both late. It closes no hazard
+// clang-format on
+template <class C>
+struct MlaBarriers {
+  uint32_t first_smem;
+
+  __device__ __forceinline__ uint32_t full(int stage, int part) const {
+    return first_smem + 8 * (C::PARTS * stage + part);
+  }
+  __device__ __forceinline__ uint32_t empty(int stage, int part) const {
+    return full(stage, part) + 8 * C::STAGES * C::PARTS;
+  }
+  __device__ __forceinline__ uint32_t p_full(int group) const {
+    return first_smem + 8 * (2 * C::STAGES * C::PARTS + group);
+  }
+  __device__ __forceinline__ uint32_t ragged(int part) const {
+    return p_full(C::WARPGROUPS) + 8 * part;
+  }
+};
+
+// What a CTA computes; thread 0 writes it to shared memory for all.
+struct MlaTile {
+  math::Work work;
+  math::ChunkedKeys visible;
+  math::Blocks blocks;  // first keys of the first and the last block of the CTA's share
+  int last_row;         // of any head of the tile
+  int first;            // row of the sequence that is its first key
+};
+
+template <class C>
+__device__ __forceinline__ MlaTile find_mla_tile(const mma_sync::CacheParams& params,
+                                                 const math::Work& found) {
+  const AttentionParams& attention = params.attention;
+  MlaTile tile;
+  tile.work = found;
+  const math::CacheRows rows =
+      math::find_cache_rows(params.cache, found.batch_head / attention.heads_q);
+  tile.work.nk = rows.count;
+  tile.first = rows.first;
+  tile.visible = {math::find_visible_keys(attention, tile.work), params.attention_chunk,
+                  tile.work.nk - tile.work.nq};
+  tile.last_row = min(found.first_row + params.packed_heads.rows(), found.nq) - 1;
+  tile.blocks =
+      math::blocks_of_share<C::BLOCK_K>({tile.visible.first(found.first_row) & -C::BLOCK_K,
+                                         tile.visible.last(tile.last_row) & -C::BLOCK_K},
+                                        params.partials, blockIdx.x % params.partials.splits);
+  return tile;
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,133 @@
+// What the scores of a block need before their softmax, where they need anything: descales, a
+// softcap, the bias of ALiBi, and masks.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/descales.cuh"
+#include "common/math/online_softmax.cuh"
+#include "common/math/visible_keys.cuh"
+#include "hopper/cache_params.h"
+#include "hopper/walk.cuh"
+
+namespace archflash::hopper {
+
+// Below it tanhf() is a polynomial. Most scores that have a softcap are that small against it.
+constexpr float SMALL_TANH = 0.6f;
+
+// What tanhf(x) gives for |x| < SMALL_TANH, bit for bit but for the sign of 0.
+__device__ __forceinline__ float small_tanh(float x) {
+  const float square = x * x;
+  float p = fmaf(0.0157396831f, square, -0.0523039624f);
+  p = fmaf(p, square, 0.133152977f);
+  p = fmaf(p, square, -0.333327681f);
+  return fmaf(p * square, x, x);
+}
+
+// Does what math::transform_scores() does, with the same bits. There the question whether there is
+// a softcap stands at each score, and such a branch lets the tanh of no score start before that of
+// the last one has ended. Here it is asked once. Where no score of the warp is large, none needs
+// the exponential and the division of tanhf().
+template <class C>
+__device__ __forceinline__ void cap_scores(math::Scores<C>& s_rmem, float tanh_scale,
+                                           float softcap) {
+  const auto change = [&](const auto& changed) {
+#pragma unroll
+    for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = changed(s_rmem[0][n][i] * tanh_scale);
+    }
+  };
+  if (softcap == 0.0f) return change([](float x) { return x; });
+  float largest[4] = {};  // four maxima are found side by side
+#pragma unroll
+  for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest[i] = fmaxf(largest[i], fabsf(s_rmem[0][n][i]));
+  }
+  const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  if (__any_sync(math::FULL_WARP, all * fabsf(tanh_scale) >= SMALL_TANH)) {
+    change([&](float x) { return softcap * tanhf(x); });
+  } else {
+    change([&](float x) { return softcap * small_tanh(x); });
+  }
+}
+
+// Does what math::mask_rows() does with a word of bits for each row, which takes fewer instructions
+// for a score, for the first KEYS keys.
+template <class C, int KEYS = C::BLOCK_K>
+__device__ __forceinline__ void mask_rows_by_bits(math::Scores<C>& s_rmem,
+                                                  const math::VisibleKeys& visible,
+                                                  const int (&rows)[2], int first_key) {
+  static_assert(KEYS <= 128, "a lane has at most 32 keys of a row");
+  // The lane's keys among the first `keys` of the block, counted from its first one: bit 2n + i is
+  // key 8n + i.
+  const auto below = [](int keys) {
+    const int count = 2 * (max(keys, 0) >> 3) + min(max(keys, 0) & 7, 2);
+    return count < 32 ? (1u << count) - 1 : ~0u;
+  };
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint32_t seen =
+        below(visible.last(rows[r]) + 1 - first_key) & ~below(visible.first(rows[r]) - first_key);
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i) {
+      float& s = s_rmem[0][i / 2][2 * r + i % 2];
+      if ((seen >> i & 1) == 0) s = math::MINUS_INFINITY;
+    }
+  }
+}
+
+// Subtracts what ALiBi does from the scores of a block of keys. `row_of_tile`: the first of this
+// lane's two rows.
+template <class C>
+__device__ __forceinline__ void add_alibi(math::Scores<C>& s_rmem, const CacheParams& params,
+                                          const Tile& tile, int row_of_tile, int block) {
+  const AttentionParams& attention = params.call.attention;
+  const AlibiSlopes& slopes = params.slopes;
+  const math::PackedHeads& packed = params.call.packed_heads;
+  const int batch = tile.batch_head / attention.heads_q;
+  const int first_key = block + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int row = row_of_tile + 8 * r, head = tile.batch_head % attention.heads_q;
+    if constexpr (C::CAN_PACK) {
+      head += min(packed.head(row), packed.count - 1);
+      row = packed.row(row);
+    }
+    const float slope = slopes.gmem[batch * slopes.batch + head * slopes.head];
+    const float distance = static_cast<float>(tile.first_row + row + tile.nk - tile.nq - first_key);
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& s = s_rmem[0][n][2 * r + i];
+        s = fmaf(-slope, fabsf(distance - static_cast<float>(8 * n + i)), s);
+      }
+    }
+  }
+}
+
+// Does what math::find_warp_descale() does, where no descale is by blocks of keys and the head is
+// known: without descales it divides nothing. `row`: one of the warp's rows.
+__device__ __forceinline__ math::WarpDescale find_head_descale(const Descales& descales,
+                                                               const AttentionParams& attention,
+                                                               const TileHead& at, int row) {
+  math::WarpDescale result{1.0f, 1.0f};
+  if (descales.q.gmem != nullptr) {
+    const int q_head = at.head / static_cast<int>(descales.heads_per_q_descale);
+    result.qk =
+        math::descale_of_head(descales.q, at.batch, q_head)[row / SCALE_ROWS * descales.q.block];
+  }
+  if (descales.k.gmem != nullptr || descales.v.gmem != nullptr) {
+    const int kv_head = at.head / attention.heads_per_kv;
+    if (descales.k.gmem != nullptr)
+      result.qk *= *math::descale_of_head(descales.k, at.batch, kv_head);
+    if (descales.v.gmem != nullptr)
+      result.v = *math::descale_of_head(descales.v, at.batch, kv_head);
+  }
+  return result;
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,173 @@
+// The walk of a CTA: over row tiles, and for each tile over the blocks of keys that its rows see.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/math/attention_work.cuh"
+#include "common/math/chunked_keys.cuh"
+#include "common/math/tile_walk.cuh"
+#include "common/math/visible_keys.cuh"
+#include "hopper/cache_params.h"
+#include "hopper/config.cuh"
+#include "hopper/drop_weights.cuh"
+#include "hopper/params.h"
+#include "hopper/pipeline.cuh"
+
+namespace archflash::hopper {
+
+// What a kernel is given: with CACHE it is told of the cache, and with DROPS of dropout, too.
+template <class C>
+using ParamsOf =
+    std::conditional_t<C::CACHE, CacheParams, std::conditional_t<C::DROPS, DroppingParams, Params>>;
+
+template <class C>
+__device__ __forceinline__ const Params& call_of(const ParamsOf<C>& params) {
+  if constexpr (C::CACHE || C::DROPS) {
+    return params.call;
+  } else {
+    return params;
+  }
+}
+
+// Query rows of each head that a tile has.
+template <class C>
+__device__ __forceinline__ int rows_of_tile(const Params& params) {
+  return C::CAN_PACK ? params.packed_heads.rows() : C::BLOCK_Q;
+}
+
+// The shares of a tile: of its keys, or of the columns of V.
+template <class C>
+__device__ __forceinline__ int shares_of_tile(const Params& params) {
+  return C::CAN_SPLIT ? params.partials.splits : C::SLICES_V ? params.v_slices : 1;
+}
+
+// The first column of V that a share of a tile multiplies, if it is of 8 bits.
+template <class C>
+__device__ __forceinline__ int first_v_column(const Tile& tile) {
+  return C::SLICES_V ? tile.split * C::HEAD_DIM_V : 0;
+}
+
+// What the rows of a tile see: with CACHE positions may be cut into chunks.
+template <class C>
+using VisibleKeysOf = std::conditional_t<C::CACHE, math::ChunkedKeys, math::VisibleKeys>;
+
+template <class C>
+__device__ __forceinline__ VisibleKeysOf<C> find_visible_keys(const ParamsOf<C>& params,
+                                                              const math::Work& work) {
+  const math::VisibleKeys visible = math::find_visible_keys(call_of<C>(params).attention, work);
+  if constexpr (C::CACHE) {
+    return {visible, params.attention_chunk, work.nk - work.nq};
+  } else {
+    return visible;
+  }
+}
+
+// The blocks of a tile's share of the keys.
+template <class C>
+__device__ __forceinline__ math::Blocks find_blocks(const Params& params, const Tile& tile,
+                                                    const VisibleKeysOf<C>& visible) {
+  const int last_row = min(tile.first_row + rows_of_tile<C>(params), tile.end_row) - 1;
+  const math::Blocks blocks = {math::block_start<C::BLOCK_K>(visible.first(tile.first_row)),
+                               math::block_start<C::BLOCK_K>(visible.last(last_row))};
+  if constexpr (!C::CAN_SPLIT) return blocks;
+  return math::split_blocks<C::BLOCK_K>(blocks, tile.split, params.partials.splits);
+}
+
+// The blocks of a tile, each named by its first key, and the shifts of what its rows see.
+struct TileBlocks {
+  int first, last;  // the CTA visits these
+  int first_shift, last_shift;
+};
+
+// The blocks of a warpgroup, likewise. Where a range is empty, its last block is before its first.
+// The four warps of a warpgroup issue products together, so it is one range for them all.
+struct GroupBlocks {
+  int seen_first, seen_last;    // some row of the warpgroup sees some key of these
+  int clear_first, clear_last;  // every row of the warpgroup sees every key of these
+};
+
+// The batch and head of a tile: with them a consumer needs no division.
+struct TileHead {
+  int batch, head;
+};
+
+// With PREPARES_TILES: behind the message about the tile in a stage of Q, what the producer finds
+// out about the tile, so that the consumers need not, who have no product running meanwhile.
+template <class C>
+struct BlocksMessage {
+  TileBlocks tile;
+  GroupBlocks groups[C::WARPGROUPS];
+  alignas(16) TileHead head;
+};
+template <class C>
+__device__ __forceinline__ BlocksMessage<C>& blocks_message(unsigned char* shared, int stage) {
+  static_assert(sizeof(BlocksMessage<C>) == C::BLOCKS_BYTES);
+  return *reinterpret_cast<BlocksMessage<C>*>(shared + C::BLOCKS_SMEM + stage * C::BLOCKS_BYTES);
+}
+
+template <class C>
+__device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, const Tile& tile,
+                                                         const VisibleKeysOf<C>& visible,
+                                                         const math::Blocks& blocks, int group) {
+  const int first_row = tile.first_row + group * C::GROUP_ROWS;
+  const int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
+  const int last_row = min(first_row + rows, tile.end_row) - 1;
+  return {.seen_first = max(math::block_start<C::BLOCK_K>(visible.first(first_row)), blocks.first),
+          .seen_last = last_row < first_row ? -1 : visible.last(last_row),
+          .clear_first = visible.first(last_row),
+          .clear_last = visible.last(first_row) - (C::BLOCK_K - 1)};
+}
+
+// The index of the CTA's next tile, for the whole warp. With a counter the CTA that is done first
+// takes the next tile, so that tiles of unequal length are shared out evenly. Else every second
+// round is handed out in reverse order: the CTA with the longest tile of the first round gets the
+// shortest of the second.
+__device__ __forceinline__ unsigned next_tile(const Params& params, unsigned index) {
+  if (params.taken_gmem == nullptr) return 2 * gridDim.x * (index / gridDim.x + 1) - 1 - index;
+  unsigned taken = 0;
+  if (threadIdx.x % 32 == 0) taken = atomicAdd(params.taken_gmem, 1);
+  return gridDim.x + uniform(taken);
+}
+
+// A row tile, the batch and the heads that it is of.
+struct FoundTile {
+  math::Work work;
+  int batch, head, kv_head;
+};
+
+// With PREPARES_TILES: the tile of an index. The first copy of a CTA waits for it, and the copies
+// of a tile for the next one, so it does what math::find_work() does with fewer instructions: it
+// divides only where it must, and numbers without a sign.
+template <class C>
+__device__ __forceinline__ FoundTile find_tile(const AttentionParams& params, unsigned index) {
+  FoundTile found{};
+  if (params.cu_seqlens_q_gmem == nullptr) {
+    const unsigned tiles = (static_cast<unsigned>(params.nq) + C::BLOCK_Q - 1) / C::BLOCK_Q;
+    const unsigned group_heads = params.order.heads_per_group;
+    unsigned first_head = 0;
+    if (index >= group_heads * tiles) first_head = index / (group_heads * tiles) * group_heads;
+    const unsigned heads =
+        min(group_heads, static_cast<unsigned>(params.batch * params.heads_q) - first_head);
+    index -= first_head * tiles;
+    const unsigned from_last = index / heads;
+    found.work.batch_head = static_cast<int>(first_head + index - from_last * heads);
+    found.work.nq = params.nq;
+    found.work.nk = params.nk;
+    found.work.first_row = C::BLOCK_Q * (static_cast<int>(tiles) - 1 -
+                                         params.order.from_last(static_cast<int>(from_last)));
+  } else {
+    found.work = math::find_work<C::BLOCK_Q>(params, static_cast<int>(index));
+  }
+  const auto batch_head = static_cast<unsigned>(found.work.batch_head);
+  const auto heads_q = static_cast<unsigned>(params.heads_q);
+  const unsigned batch = batch_head < heads_q ? 0 : batch_head / heads_q;
+  const unsigned head = batch_head - batch * heads_q;
+  const auto heads_per_kv = static_cast<unsigned>(params.heads_per_kv);
+  found.batch = static_cast<int>(batch);
+  found.head = static_cast<int>(head);
+  found.kv_head = static_cast<int>(heads_per_kv == 1 ? head : head / heads_per_kv);
+  return found;
+}
+
+}  // namespace archflash::hopper
