@@ -219,7 +219,8 @@ def torch_varlen(
     longest_q: int,
     longest_k: int,
     *,
-    causal: bool,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """PyTorch's operator for packed sequences, whose kernel is that of torch-flash.
 
@@ -228,15 +229,16 @@ def torch_varlen(
         ends_q, ends_k: where the sequences end, from 0 on: int32.
         longest_q, longest_k: rows of the longest sequence.
         causal: whether a query sees no later keys.
+        window: (left, right) keys that it sees beside the one at its own place.
 
     Returns:
         The output, as q is.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0 if causal else -1)
+    left, right = window or (-1, -1)
     out: torch.Tensor = varlen_attn(
-        q, k, v, ends_q, ends_k, longest_q, longest_k, window_size=window
+        q, k, v, ends_q, ends_k, longest_q, longest_k, window_size=(left, 0 if causal else right)
     )
     return out
 
@@ -359,7 +361,9 @@ def _flash_attention(
         assert function is not None  # otherwise refuses() has refused the case
         attend = function
         # FlashAttention-3 splits the keys of few queries where the number of splits is left to it.
-        options = {"num_splits": 0} if name == "fa3" and case.is_decode else {}
+        options: dict[str, Any] = {"num_splits": 0} if name == "fa3" and case.is_decode else {}
+        if case.window is not None:
+            options["window_size"] = case.window
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             made = attend(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal, **options)

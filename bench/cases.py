@@ -15,9 +15,11 @@ else:  # the same parser as a package, which pytest brings
     import tomli as tomllib
 
 CASES_FILE = Path(__file__).with_name("cases.toml")
-# Shapes of training, for bench.gradients, and calls with masks as data, for bench.masks.
+# Shapes of training, for bench.gradients; calls with mask tensors, for bench.masks; and calls of
+# well-known models, for bench.models.
 GRADIENTS_FILE = Path(__file__).with_name("gradients.toml")
 MASKS_FILE = Path(__file__).with_name("masks.toml")
+MODELS_FILE = Path(__file__).with_name("models.toml")
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "e4m3": 1}
 TORCH_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 OUTPUT_BYTES = DTYPE_BYTES | {"e4m3": 2}  # FP8 inputs give bf16 outputs
@@ -48,6 +50,9 @@ class Case:
         mask: kind of mask as data, of bench.masks; "" for a call without one.
         packed: the sequences of the batch lie behind one another in packed tensors, rows before
             heads.
+        window: (left, right) keys that a query sees beside the one at its own place, or None.
+        sinks: every head has one more logit in the denominator.
+        passes: "both" if the gradients are measured, too, or "forward".
     """
 
     name: str
@@ -64,6 +69,9 @@ class Case:
     published_vs_math: float | None = None
     mask: str = ""
     packed: bool = False
+    window: tuple[int, int] | None = None
+    sinks: bool = False
+    passes: str = "both"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -73,6 +81,8 @@ class Case:
             raise ValueError(f"case {self.name!r}: every size must be at least 1")
         if self.hq % self.hkv != 0:
             raise ValueError(f"case {self.name!r}: hq={self.hq} is no multiple of hkv={self.hkv}")
+        if self.passes not in ("forward", "both"):
+            raise ValueError(f"case {self.name!r}: passes {self.passes!r} is not forward or both")
 
     @property
     def key(self) -> Key:
@@ -87,9 +97,14 @@ class Case:
         return self.nq == 1
 
     def flops(self) -> int:
-        """Operations of both matrix products (FLOPS_RULE); with D = Dv that is 4*B*Hq*Nq*Nk*D."""
-        full = 2 * self.b * self.hq * self.nq * self.nk * (self.d + self.dv)
-        return full // 2 if self.causal else full
+        """Operations of both matrix products (FLOPS_RULE); with D = Dv that is 4*B*Hq*Nq*Nk*D.
+        With a window, those of the keys that a row sees which is far from both ends.
+        """
+        keys = self.nk
+        if self.window is not None:
+            keys = min(self.nk, self.window[0] + 1 + self.window[1])
+        full = 2 * self.b * self.hq * self.nq * keys * (self.d + self.dv)
+        return full // 2 if self.causal and keys == self.nk else full
 
     def bytes(self) -> int:
         """Fewest bytes that device memory must move: q, k, v and the output, each once."""
@@ -121,11 +136,16 @@ def load_cases(path: Path = CASES_FILE) -> list[Case]:
     for table in tables:
         fields = {**table, **table["shape"], "groups": tuple(table.get("groups", ()))}
         del fields["shape"]
+        if "window" in fields:
+            fields["window"] = tuple(fields["window"])
         try:
             cases.append(Case(**fields))
         except TypeError as error:
             raise ValueError(f"{path.name}: case {table.get('name')!r}: {error}") from error
-    names, shapes = [c.name for c in cases], [(c.key, c.mask, c.packed) for c in cases]
+    names, shapes = (
+        [c.name for c in cases],
+        [(c.key, c.mask, c.packed, c.window, c.sinks) for c in cases],
+    )
     for what, count in (("name", len(set(names))), ("shape", len(set(shapes)))):
         if count != len(cases):
             raise ValueError(f"{path.name}: two cases have the same {what}")

@@ -147,8 +147,22 @@ class Checker:
             kv = (slice(part.batch, part.batch + 1), slice(kv_head, kv_head + 1))
             k, v = k[kv], v[kv]
             offset += part.first_row
-        mask = {"causal": True, "q_offset": offset} if case.causal else {}
+        mask: dict[str, Any] = {"causal": True} if case.causal else {}
+        if case.window is not None:
+            mask["window"] = case.window
+        if mask:
+            mask["q_offset"] = offset
+        if case.sinks:
+            mask["sinks"] = sinks_of(case, q.device, part.head if part is not None else None)
         return _part(q, part), k, v, mask
+
+
+def sinks_of(case: Case, device: torch.device | str, head: int | None = None) -> torch.Tensor:
+    """The sinks of a case in float32, the same for everyone: (Hq,), or (1,) of the named head."""
+    import torch
+
+    sinks = torch.linspace(-2.0, 2.0, case.hq, device=device)
+    return sinks if head is None else sinks[head : head + 1]
 
 
 def _part(x: torch.Tensor, part: Slice | None) -> torch.Tensor:

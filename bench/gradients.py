@@ -89,6 +89,22 @@ def with_gradients(candidate: Candidate, dout: torch.Tensor) -> Candidate:
     return dataclasses.replace(candidate, bind=bind, features=";".join(words))
 
 
+def seen_keys(case: Case, device: torch.device | str) -> torch.Tensor | None:
+    """Which keys a query sees, (nq, nk) bool; None where it sees all of them."""
+    import torch
+
+    if not case.causal and case.window is None:
+        return None
+    seen = torch.ones((case.nq, case.nk), dtype=torch.bool, device=device)
+    offset = case.nk - case.nq
+    if case.causal:
+        seen = seen.tril(offset)
+    if case.window is not None:
+        left, right = case.window
+        seen = seen.triu(offset - left).tril(offset + right)
+    return seen
+
+
 class Checker:
     """Compares gradients with float64: all of those of the first and the last head of k."""
 
@@ -139,11 +155,8 @@ class Checker:
             mine = self._heads(q, batch, head).double()
             keys, values = k[batch, head].double(), v[batch, head].double()
             scale = self._case.d**-0.5
-            hidden = None
-            if self._case.causal:
-                shape = (self._case.nq, self._case.nk)
-                seen = torch.ones(shape, dtype=torch.bool, device=q.device)
-                hidden = ~seen.tril(self._case.nk - self._case.nq)
+            seen = seen_keys(self._case, q.device)
+            hidden = None if seen is None else ~seen
             dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
             for rows, dout in zip(mine, self._heads(self._dout, batch, head).double(), strict=True):
                 scores = rows @ keys.T * scale

@@ -6,11 +6,12 @@ A table stands between `<!-- bench:GPU/TABLE -->` and `<!-- /bench -->`, each on
 GPU is the name of a file in bench/results. TABLE is a group of bench/cases.toml (every kernel and
 every peer), `plain` (what a plain call gets, beside the best peer, for the cases of the group
 `readme`), `sustained` (every candidate timed alone, for the cases of 16 and 8 bits with more than
-one query), `masks` (calls with masks as data, of bench/masks.toml), `published` (ratios to
-torch-math beside published ones), `host` (cost of one call on the host) or `end-to-end` (models
-with PyTorch's attention and with archflash). In all tables but `sustained`, and but for the last
-column of `plain`, candidates took turns. What a plain call gets is what `archflash.explain` chooses
-for that GPU, so tables of speed need the installed package, with PyTorch 2.10 or newer.
+one query), `masks` (calls with mask tensors, of bench/masks.toml), `models` (calls of well-known
+models, of bench/models.toml), `published` (ratios to torch-math beside published ones), `host`
+(cost of one call on the host) or `end-to-end` (models with PyTorch's attention and with archflash).
+In all tables but `sustained`, and but for the last column of `plain`, candidates took turns. What a
+plain call gets is what `archflash.explain` chooses for that GPU, so tables of speed need the
+installed package, with PyTorch 2.10 or newer.
 
 Exit status: 0 when the tables are up to date, 1 when --check finds one that is not, 2 when a marker
 or a result file cannot be read.
@@ -28,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from bench import models
 from bench.cases import MASKS_FILE, Case, load_cases
 from bench.results import (
     EAGER,
@@ -307,6 +309,53 @@ def masked_rows(rows: Sequence[Row], case: Case, run_id: str | None) -> dict[str
     return {row["implementation"]: row for row in matching if row["run_id"] == run_id}
 
 
+def models_table(rows: Sequence[Row]) -> str:
+    """Ours beside the fastest peer in the calls of models: both passes and ways of timing."""
+    columns = [(both, eager) for both in (False, True) for eager in (False, True)]
+    lines, ratios = [], {column: dict[str, float]() for column in columns}
+    for case in models.load_models():
+        cells, kernels = [], []
+        for both, eager in columns:
+            found = models.ratio_of(rows, case, both=both, eager=eager)
+            if found is None:
+                cells.append("unmeasured" if case.passes == "both" or not both else "")
+                continue
+            ratios[both, eager][case.name] = found.ratio
+            cells.append(f"{found.ratio:.2f} ({found.best})")
+            if not eager:
+                kernels.append(found.kernel)
+        shape = f"{case.b}x{heads(case)} {rows_and_keys(case)} d{head_dims(case)}"
+        mask = " c" if case.causal else ""
+        lines.append([case.name, shape + mask, ", ".join(dict.fromkeys(kernels)), *cells])
+    means = [models.geometric_mean(list(of.values())) if of else None for of in ratios.values()]
+    lines.append(
+        ["geometric mean", "", "", *("unmeasured" if x is None else f"{x:.3f}" for x in means)]
+    )
+    head = ["model", "call", "kernel", "forward", "eager", "both passes", "eager"]
+    behind = "; ".join(
+        f"{'both passes' if both else 'forward'}{', eager' if eager else ''}: {text}"
+        for both, eager in columns
+        if (text := ", ".join(f"{n} {r:.2f}" for n, r in ratios[both, eager].items() if r < 0.995))
+    )
+    note = f"Behind the best peer: {behind}." if behind else "No row is behind its best peer."
+    return f"{markdown(head, lines)}\n\n{note}\n\n{source_note(rows)}"
+
+
+def heads(case: Case) -> str:
+    """Heads of q, and of k where there are fewer."""
+    return f"{case.hq}/{case.hkv}" if case.hq != case.hkv else str(case.hq)
+
+
+def rows_and_keys(case: Case) -> str:
+    """Rows of q, and keys where their number is another."""
+    return f"{case.nq}x{case.nk}" if case.nq != case.nk else str(case.nq)
+
+
+def head_dims(case: Case) -> str:
+    """The head dimension of q and k, and that of v where it is another."""
+    return f"{case.d}/{case.dv}" if case.d != case.dv else str(case.d)
+
+
 def host_table(path: Path) -> str:
     """Host cost of one eager call from the file that bench/host_overhead.py writes."""
     head = ["call", "p20 us", "p50 us", "p80 us"]
@@ -408,6 +457,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return host_table(results / f"{gpu}-host.json")
     if table == "end-to-end":
         return end_to_end_table(results / f"{gpu}-end-to-end.json")
+    if table == "models":
+        return models_table(load_rows(results / f"models-{gpu}.csv"))
     rows = load_rows(results / f"{gpu}.csv")
     if table == "masks":
         return masks_table(rows, load_cases(MASKS_FILE), run_id)
@@ -420,7 +471,7 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return speed_table(rows, many, run_id, sustained=True)
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
-        others = ("plain", "sustained", "masks", "published", "host", "end-to-end")
+        others = ("plain", "sustained", "masks", "published", "models", "host", "end-to-end")
         known = ", ".join([*others, *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)

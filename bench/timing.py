@@ -309,6 +309,7 @@ def prepare(
     *,
     target_us: float,
     ceiling_us: float,
+    capture: bool = True,
 ) -> tuple[CudaCalls, str]:
     """Makes a candidate ready for timing, with a K that fits its measured speed.
 
@@ -318,9 +319,10 @@ def prepare(
         sets: buffer sets.
         target_us: wanted microseconds of one section of K calls.
         ceiling_us: see choose_calls.
+        capture: whether the calls shall be a CUDA graph.
 
     Returns:
-        The calls, and why they could not be captured ("" when they are a graph).
+        The calls, and why they could not be captured ("" when they are what was asked for).
     """
     import torch
 
@@ -335,6 +337,10 @@ def prepare(
 
     timed = CudaCalls(candidate, case, sets, 2, capture=False)
     wanted = wanted_calls(call_us(timed))
+    if not capture:
+        timed = CudaCalls(candidate, case, sets, wanted, capture=False)
+        call_us(timed)
+        return timed, ""
     # For short kernels eager calls show the host's speed, so a graph is timed to correct K.
     for _ in range(3):
         del timed  # before the next one takes memory
@@ -357,13 +363,17 @@ class CudaLab:
     Args:
         target_us: wanted microseconds of one section of calls.
         ceiling_us: microseconds that it may take in order to use every buffer set.
+        capture: False for eager calls, whose time is the host's where that is the longer one.
     """
 
-    def __init__(self, target_us: float = 4_000.0, ceiling_us: float = 20_000.0) -> None:
+    def __init__(
+        self, target_us: float = 4_000.0, ceiling_us: float = 20_000.0, capture: bool = True
+    ) -> None:
         import torch
 
         self._target_us = target_us
         self._ceiling_us = ceiling_us
+        self._capture = capture
         self._nvml = open_nvml()
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         self._l2_bytes = int(device.L2_cache_size)
@@ -390,7 +400,12 @@ class CudaLab:
     ) -> tuple[CudaCalls, str]:
         """The candidate ready for timing, and why it is not a CUDA graph ("" when it is)."""
         return prepare(
-            candidate, case, sets, target_us=self._target_us, ceiling_us=self._ceiling_us
+            candidate,
+            case,
+            sets,
+            target_us=self._target_us,
+            ceiling_us=self._ceiling_us,
+            capture=self._capture,
         )
 
     def host_us(self, candidate: Candidate, case: Case) -> float:

@@ -1,0 +1,115 @@
+"""bench.models: what it measures, how it checks windows and sinks, and what its tables say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bench import gradients, models, pictures, report
+from bench.cases import Case
+from bench.correctness import Checker, sinks_of
+from bench.results import EAGER, GRADIENTS, Row, append_rows, load_rows, make_row
+
+from archflash import reference
+
+WINDOW = Case("w", "bf16", 1, 4, 2, 40, 40, 16, 16, True, packed=True, window=(7, 0))
+SINKS = Case("s", "bf16", 1, 4, 2, 40, 40, 16, 16, True, packed=True, sinks=True)
+FACTS = dict.fromkeys(("run_id", "date", "commit", "dirty", "gpu", "driver", "cuda", "torch"), "1")
+
+
+def row(case: Case, name: str, us: float, *words: str, run: str = "1") -> Row:
+    features = ";".join([*models.words(case), *words])
+    return make_row(
+        {**FACTS, "run_id": run}, case, implementation=name, version="1", features=features,
+        clocks_mhz="1980", samples_us=[us] * 3, max_err=0.0, host_us=1.0,
+    )  # fmt: skip
+
+
+def test_models_have_names_shapes_and_rows_before_heads() -> None:
+    cases = models.load_models()
+    assert len(cases) >= 40
+    assert all(case.packed and case.dtype == "bf16" for case in cases)
+    kinds = {group for case in cases for group in case.groups}
+    assert {"vision", "detection", "audio", "video", "protein", "embedding", "language"} <= kinds
+    assert any(case.window for case in cases)
+    assert any(case.sinks for case in cases)
+
+
+@pytest.mark.parametrize("case", [WINDOW, SINKS], ids=["window", "sinks"])
+def test_a_check_knows_windows_and_sinks(case: Case) -> None:
+    shapes = ((case.hq, case.nq), (case.hkv, case.nk), (case.hkv, case.nk))
+    q, k, v = (torch.randn(1, *s, case.d, dtype=torch.bfloat16) for s in shapes)
+    options = {"window": case.window} if case.window else {"sinks": sinks_of(case, "cpu")}
+    right = reference.attention(q, k, v, causal=True, return_lse=False, **options)
+    wrong = reference.attention(q, k, v, causal=True, return_lse=False)
+    assert not Checker(case)(q, k, v, right.bfloat16(), ours=True).problem
+    assert Checker(case)(q, k, v, wrong.bfloat16(), ours=True).problem
+
+
+def test_gradients_are_checked_within_windows() -> None:
+    seen = gradients.seen_keys(WINDOW, "cpu")
+    assert seen is not None
+    assert seen.sum(1).tolist() == [min(i + 1, 8) for i in range(40)]
+    assert gradients.seen_keys(Case("f", "bf16", 1, 1, 1, 4, 4, 16, 16, False), "cpu") is None
+
+
+def test_a_ratio_is_that_of_the_fastest_peer_in_the_same_run_and_way() -> None:
+    rows = [
+        row(WINDOW, "fa3", 1.0, run="0"),
+        row(WINDOW, models.OURS, 10.0, "kernel=hopper"),
+        row(WINDOW, "fa3", 12.0),
+        row(WINDOW, "torch-flash", 15.0),
+        row(WINDOW, models.OURS, 20.0, "kernel=hopper", EAGER),
+        row(WINDOW, "torch-flash", 19.0, EAGER),
+        row(WINDOW, models.OURS, 30.0, "kernel=ampere", GRADIENTS),
+        row(WINDOW, "torch-flash", 27.0, GRADIENTS),
+    ]
+    found = models.ratio_of(rows, WINDOW, both=False, eager=False)
+    assert found is not None
+    assert (found.best, found.ratio, found.kernel) == ("fa3", 1.2, "hopper")
+    eager = models.ratio_of(rows, WINDOW, both=False, eager=True)
+    assert eager is not None
+    assert (eager.best, eager.ratio) == ("torch-flash", 0.95)
+    both = models.ratio_of(rows, WINDOW, both=True, eager=False)
+    assert both is not None
+    assert (both.kernel, both.ratio) == ("ampere", 0.9)
+    full = Case("f", "bf16", 1, 4, 2, 40, 40, 16, 16, True, packed=True)
+    assert models.ratio_of(rows, full, both=False, eager=False) is None
+
+
+def test_the_table_names_every_row_that_is_behind() -> None:
+    cases = models.load_models()
+    rows = [
+        row(case, name, us, *words)
+        for number, case in enumerate(cases)
+        for name, us, words in (
+            (models.OURS, 10.0, ["kernel=hopper"]),
+            ("torch-cudnn", 9.0 if number == 3 else 11.0, []),
+        )
+    ]
+    table = report.models_table(rows)
+    assert f"Behind the best peer: forward: {cases[3].name} 0.90." in table
+    mean = models.geometric_mean([0.9] + [1.1] * (len(cases) - 1))
+    assert f"| geometric mean |  |  | {mean:.3f} | unmeasured |" in table
+
+
+def test_pictures_have_every_line_and_refuse_to_be_empty(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--results", str(tmp_path), "--to", str(tmp_path)]
+    assert pictures.main(arguments) == 2
+    append_rows(
+        tmp_path / "models-h200.csv",
+        [
+            row(case, name, 100.0, *words)
+            for case in models.length_cases()
+            for name, *_ in pictures.LINES
+            for words in ([], [GRADIENTS])
+        ],
+    )
+    assert len(load_rows(tmp_path / "models-h200.csv")) == 24 * 4 * 2
+    assert pictures.main(arguments) == 0
+    for theme in pictures.THEMES:
+        text = (tmp_path / f"speed-{theme}.svg").read_text()
+        assert all(legend in text for _, legend, *_ in pictures.LINES)
+        assert text.count("<title>") <= 1
