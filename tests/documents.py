@@ -57,6 +57,7 @@ NOT_RUN = (
     ("python -m bench.day_one", "it needs a GPU, and takes hours with --simulate"),
     ("archflash show", "it takes 15 s; tests/unit/test_show.py runs parts of it"),
     ("archflash ladder", "tests/unit/test_ladder.py runs it"),
+    ("python -m bench.one_kernel", "it needs nvcc; tests/unit/test_one_kernel.py runs it"),
     ("python -m bench.report", "it rewrites documents; `make lint` runs it with --check"),
     ("python -m bench.measured", "it rewrites a file; `make lint` runs it with --check"),
     ("python -m tests.sim.fuzz", "it runs as long as it is told to"),

@@ -37,9 +37,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("sim", help="run a call on the PTX simulator: no GPU needed")
     kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     report = kinds.add_parser("run", help="report what the kernel did and check its output")
-    _add_arguments(report)
-    report.add_argument("--no-race-check", action="store_true", help="faster")
-    report.set_defaults(run=run, ctas="", stretch=0)
+    add_run_arguments(report)
     trace = kinds.add_parser(
         "trace", help="write what the warps of some CTAs did, as a trace or as a picture"
     )
@@ -66,7 +64,16 @@ def add_parser(commands: Any) -> None:
         help="what a picture shows, in warp-instructions; either side may be empty",
     )
     trace.add_argument("--title", help="of a picture")
-    trace.set_defaults(run=trace_call, no_race_check=True)
+    trace.set_defaults(run=trace_call, no_race_check=True, program=None)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `archflash sim run`. `program` of what they are parsed into may be set
+    to a program whose kernels run in place of those of the installed package.
+    """
+    _add_arguments(parser)
+    parser.add_argument("--no-race-check", action="store_true", help="faster")
+    parser.set_defaults(run=run, ctas="", stretch=0, program=None)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,6 +220,7 @@ def _simulate(
         traced_ctas=ctas,
         stretch=arguments.stretch,
         check=False,
+        program=arguments.program,
         **options,
     )
 
