@@ -21,10 +21,6 @@ from archflash import _archflash as _native
 from archflash import _measured, _registry
 
 VARIABLE = "ARCHFLASH_UNPROVED"
-# Kernels that dispatch chooses on every capability that they have code for, once they have run on
-# any: they have no instruction that only the others have. A folder that is not named here needs a
-# proof for each capability.
-RAN_ELSEWHERE = ("simt", "ampere", "ada", "blackwell_consumer")
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -115,7 +111,7 @@ def proved(name: str, capability: tuple[int, int], of: str = FORWARD) -> bool:
     proofs = committed()
     if Proof(name, of, capability) in proofs:
         return True
-    if name in RAN_ELSEWHERE and any((name, of) == proof[:2] for proof in proofs):
+    if not _registry.needs_proof(name) and any((name, of) == proof[:2] for proof in proofs):
         return True
     return asked_for(name) or Proof(name, of, capability) in own()
 

@@ -127,6 +127,39 @@ def only_forced(name: str, capability: tuple[int, int]) -> bool:
 
 
 @cache
+def reads_masks_faster(name: str, capability: tuple[int, int] | None) -> bool:
+    """Whether a kernel was measured to read a dense attn_mask faster than PyTorch's fused ones on
+    GPUs of a compute capability.
+    """
+    return capability is not None and _description(name).masks_faster_on == capability
+
+
+@cache
+def least_rows_with_dropout(name: str) -> int | None:
+    """The query rows from which a kernel was measured to be faster with dropout than those that run
+    on any GPU; None where it was not measured.
+    """
+    description = _description(name)
+    return None if description.dropout_faster_on is None else description.dropout_rows
+
+
+@cache
+def drops_faster_than_pytorch(name: str, capability: tuple[int, int], head_dim: int) -> bool:
+    """Whether a kernel was measured to be faster with dropout than PyTorch's fused ones."""
+    description = _description(name)
+    on, least = description.dropout_faster_on, description.dropout_head_dim
+    return on == capability and head_dim >= least
+
+
+@cache
+def needs_proof(name: str) -> bool:
+    """Whether a kernel has to have run on each capability, because it has instructions that only
+    few GPUs have.
+    """
+    return not _description(name).proved_by_any_gpu
+
+
+@cache
 def _kernel(name: str) -> Implementation:
     description = _description(name)
     targets = _native.targets(name)

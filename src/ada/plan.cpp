@@ -33,6 +33,7 @@ const Description& describe() {
                    "strides", "lse", "num_splits", "batch_invariant", "descales", "int8_qk"},
       .needs_capability = 89,  // fp8 products
       .sixteen_bits_made_for = 89,
+      .proved_by_any_gpu = true,
   };
   return description;
 }

@@ -59,6 +59,7 @@ const Description& describe() {
                    "block_mask",
                    "dropout_p"},
       .needs_capability = 80,  // cp.async, bf16 products
+      .proved_by_any_gpu = true,
   };
   return description;
 }

@@ -33,6 +33,7 @@ const Description& describe() {
                    "strides", "lse", "num_splits", "batch_invariant", "descales"},
       .needs_capability = 90,  // TMA, mbarrier
       .only_forced_on_majors = {9},
+      .proved_by_any_gpu = true,
   };
   return description;
 }

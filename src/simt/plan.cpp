@@ -39,6 +39,7 @@ const Description& describe() {
                    "block_mask", "dropout_p", "kv_cache", "rotary_interleaved", "attention_chunk"},
       .needs_capability = 75,
       .uses_tensor_cores = false,
+      .proved_by_any_gpu = true,
   };
   return description;
 }

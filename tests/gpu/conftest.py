@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No decision is cached and no fallback has been warned of."""
-    monkeypatch.setattr(_dispatch, "_noted", set())
+    monkeypatch.setattr(_dispatch.explain, "_noted", set())
     _native.clear_cache()
     yield
     _native.clear_cache()

@@ -117,7 +117,9 @@ def test_autocast(dtype: torch.dtype, dropout: float) -> None:
 
 
 def test_the_log_sum_exp_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "_noted", set())  # of what was warned once in this process
+    monkeypatch.setattr(
+        _dispatch.explain, "_noted", set()
+    )  # of what was warned once in this process
     q = rand(2, 5, 4, 8)
     out, lse = integration.forward(q, q, q, return_lse=True)
     assert (out.shape, lse.shape) == ((2, 5, 4, 8), (2, 5, 4))

@@ -476,7 +476,7 @@ def test_plain_bfloat16_goes_to_simt_on_7_5() -> None:
 def test_pytorch_comes_before_the_cuda_cores_where_its_fused_kernels_reach(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    asked = _dispatch.order(problem(dtype), capability)
+    asked = _dispatch.order.of(problem(dtype), capability)
     first = (7, 5) if dtype == torch.float16 else (8, 0)
     fused = first <= capability <= PYTORCH_ENDS
     kernels = kernels_for_16_bits(capability)
@@ -507,7 +507,7 @@ def test_what_pytorch_does_unfused_goes_to_a_kernel(
 ) -> None:
     given, expected = make(dtype), kernel_for_16_bits(capability)
     kernels = kernels_for_16_bits(capability)
-    assert _dispatch.order(given, capability) == (*kernels, "simt", "torch")
+    assert _dispatch.order.of(given, capability) == (*kernels, "simt", "torch")
     decision = _dispatch.select(given, gpu(capability))
     assert decision.chosen == expected
     assert decision.plan is not None
@@ -521,8 +521,8 @@ def test_grouped_heads_leave_the_only_fused_kernel_of_a_t4() -> None:
     grouped = make_problem(q, k, k).as_if_on_cuda()
     assert _dispatch.select(grouped, gpu((7, 5))).chosen == "simt"
     kernels = (DC, HOPPER, CONSUMER, "ampere", "ada")
-    assert _dispatch.order(grouped, (7, 5)) == (*kernels, "simt", "torch")
-    assert _dispatch.order(grouped, (8, 0)) == (*kernels, "torch", "simt")
+    assert _dispatch.order.of(grouped, (7, 5)) == (*kernels, "simt", "torch")
+    assert _dispatch.order.of(grouped, (8, 0)) == (*kernels, "torch", "simt")
 
 
 @pytest.mark.parametrize(
@@ -1008,10 +1008,10 @@ def test_a_capability_without_measurements_keeps_its_order(
 ) -> None:
     given = [problem(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)]
     given += [packed(), problem(torch.float16, nq=1, nk=4096), problem(torch.float16, d=256)]
-    asked = [_dispatch.order(each, capability) for each in given]
+    asked = [_dispatch.order.of(each, capability) for each in given]
     assert all(_measured.find(each, capability) is None for each in given)
     monkeypatch.setattr(_measured, "find", lambda problem, capability: None)
-    assert [_dispatch.order(each, capability) for each in given] == asked
+    assert [_dispatch.order.of(each, capability) for each in given] == asked
 
 
 def test_every_measured_kernel_is_one_of_ours_or_of_pytorch() -> None:
@@ -1276,9 +1276,9 @@ except archflash.ForcedImplementationError as error:
 @pytest.fixture
 def on_an_a100(monkeypatch: pytest.MonkeyPatch) -> None:
     """decide() sees an A100, and nothing has been said yet."""
-    monkeypatch.setattr(_dispatch, "driver_problem", lambda: None)
-    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("A100"))
-    monkeypatch.setattr(_dispatch, "_noted", set())
+    monkeypatch.setattr(_dispatch.device, "driver_problem", lambda: None)
+    monkeypatch.setattr(_dispatch.device, "query_device", lambda index: find_device("A100"))
+    monkeypatch.setattr(_dispatch.explain, "_noted", set())
     monkeypatch.delenv("ARCHFLASH_FALLBACK", raising=False)
 
 
@@ -1322,7 +1322,7 @@ def test_a_fallback_warns_once_per_reason(dtype: torch.dtype, kernel: str) -> No
 def test_a_fallback_names_no_kernel_that_the_gpu_cannot_run(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("T4"))
+    monkeypatch.setattr(_dispatch.device, "query_device", lambda index: find_device("T4"))
     (said,) = warned(lambda: _dispatch.decide(problem(dtype, attn_mask=mask()), 0, None))
     assert said.startswith("archflash: PyTorch serves this call. simt: attn_mask with ")
 
@@ -1342,7 +1342,7 @@ def test_a_choice_that_is_no_fallback_is_silent(
 
 @pytest.mark.usefixtures("on_an_a100")
 def test_pytorch_being_faster_is_no_fallback_and_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("T4"))
+    monkeypatch.setattr(_dispatch.device, "query_device", lambda index: find_device("T4"))
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
     given = problem(torch.float16)
     assert warned(lambda: _dispatch.decide(given, 0, None)) == []
@@ -1354,7 +1354,7 @@ def test_pytorch_being_faster_is_no_fallback_and_silent(monkeypatch: pytest.Monk
 def test_a_new_problem_that_pytorch_serves_faster_makes_one_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("H200"))
+    monkeypatch.setattr(_dispatch.device, "query_device", lambda index: find_device("H200"))
     planned: list[str] = []
     plan = native.plan
     monkeypatch.setattr(native, "plan", lambda name, *of: planned.append(name) or plan(name, *of))
@@ -1367,7 +1367,7 @@ def test_a_new_problem_that_pytorch_serves_faster_makes_one_plan(
 def test_deciding_plans_with_each_kernel_once_at_most(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device(device))
+    monkeypatch.setattr(_dispatch.device, "query_device", lambda index: find_device(device))
     planned: list[str] = []
     plan = native.plan
     monkeypatch.setattr(native, "plan", lambda name, *of: planned.append(name) or plan(name, *of))
@@ -1405,7 +1405,7 @@ def test_fallback_error_raises_with_the_reason(
 
 
 def test_tensors_on_the_cpu_are_served_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "_noted", set())
+    monkeypatch.setattr(_dispatch.explain, "_noted", set())
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
     q = torch.randn(1, 2, 3, 8, requires_grad=True)
     native.clear_cache()
@@ -1420,7 +1420,7 @@ class FakeDriver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.monkeypatch, self.version_file = monkeypatch, folder / "version"
-        monkeypatch.setattr(_dispatch, "Path", lambda name: self.version_file)
+        monkeypatch.setattr(_dispatch.device, "Path", lambda name: self.version_file)
 
     def says(self, problem: str, cuda_version: int, version_text: str = "") -> None:
         status = SimpleNamespace(

@@ -215,7 +215,7 @@ def test_sdpa_follows_autocast() -> None:
 
 
 def test_warnings_come_once_per_kind_of_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "_noted", set())
+    monkeypatch.setattr(_dispatch.explain, "_noted", set())
     with pytest.warns(UserWarning, match="stride of 20 bytes"):
         _dispatch.note_fallback("simt: q has a row stride of 20 bytes")
     _dispatch.note_fallback("simt: q has a row stride of 24 bytes")

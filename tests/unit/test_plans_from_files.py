@@ -344,7 +344,7 @@ def test_every_problem_of_a_call_is_taken_back() -> None:
 def test_a_gpu_that_could_not_be_asked_is_taken_back_and_serves_nothing() -> None:
     from archflash import _dispatch
 
-    unasked = _dispatch._unasked_device()
+    unasked = _dispatch.device._unasked_device()
     device = native.Device.from_dict(unasked.to_dict())
     for kernel in KERNELS:
         assert isinstance(native.plan(kernel, call(dtypes_of(kernel)[0]), device), list)

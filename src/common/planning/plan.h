@@ -184,6 +184,7 @@ struct TileChoice {
   // The tiles of a sequence end with it, as far as whole steps of so many rows take them there
   // (math::row_tile_from_end); 0: they begin with it.
   int64_t row_step = 0;
+  bool summarizes_masks = false;  // a launch before summarizes the masks as data for its kernel
 };
 
 struct LaunchPlan {
@@ -229,6 +230,17 @@ struct Description {
   // Major versions for which it is built only so that it can be run there: it serves calls that
   // force it, and kinds of problems for which it was measured there.
   std::vector<int> only_forced_on_majors;
+  // What was measured of calls that the table of measured kinds (python/archflash/_measured.py)
+  // lacks. The capability on which it reads a dense attn_mask faster than PyTorch's fused kernels;
+  // 0: none.
+  int masks_faster_on = 0;
+  // The capability on which it is faster with dropout: from so many query rows than kernels for any
+  // GPU, and from such a head dim than PyTorch's fused ones. 0: none.
+  int dropout_faster_on = 0;
+  int64_t dropout_rows = 0, dropout_head_dim = 0;
+  // Whether a run on one GPU whose results were right stands for all that it has code for: it has
+  // no instruction that only few of them have.
+  bool proved_by_any_gpu = false;
 };
 
 }  // namespace archflash

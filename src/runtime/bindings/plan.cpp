@@ -53,6 +53,8 @@ void bind_plan(nb::module_& m) {
               "The tiles of a head come from the last to the first, but those at these places come "
               "in the opposite direction.")
       .def_ro("turned_end", &TileChoice::turned_end)
+      .def_ro("summarizes_masks", &TileChoice::summarizes_masks,
+              "Whether a launch before summarizes the masks as data for its kernel.")
       .def_ro("row_step", &TileChoice::row_step,
               "The tiles of a sequence end with it, as far as whole steps of so many rows take "
               "them there; 0: they begin with it.");

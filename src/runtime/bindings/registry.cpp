@@ -13,6 +13,10 @@
 namespace archflash {
 namespace {
 
+std::optional<Capability> capability_or_none(int number) {
+  return number == 0 ? std::nullopt : std::optional(capability_pair(number));
+}
+
 std::vector<std::string> texts(const std::vector<std::string_view>& views) {
   return {views.begin(), views.end()};
 }
@@ -39,13 +43,23 @@ void bind_registry(nb::module_& m) {
       .def_ro("uses_tensor_cores", &Description::uses_tensor_cores)
       .def_prop_ro(
           "sixteen_bits_made_for",
-          [](const Description& d) {
-            return d.sixteen_bits_made_for == 0
-                       ? std::nullopt
-                       : std::optional(capability_pair(d.sixteen_bits_made_for));
-          },
+          [](const Description& d) { return capability_or_none(d.sixteen_bits_made_for); },
           "The capability that the tiles for 16-bit inputs are made for; None: every one.")
-      .def_ro("only_forced_on_majors", &Description::only_forced_on_majors);
+      .def_ro("only_forced_on_majors", &Description::only_forced_on_majors)
+      .def_prop_ro(
+          "masks_faster_on",
+          [](const Description& d) { return capability_or_none(d.masks_faster_on); },
+          "Where it was measured to read a dense attn_mask faster than PyTorch's fused kernels.")
+      .def_prop_ro(
+          "dropout_faster_on",
+          [](const Description& d) { return capability_or_none(d.dropout_faster_on); },
+          "Where it was measured to be faster with dropout, from the next two attributes on.")
+      .def_ro("dropout_rows", &Description::dropout_rows,
+              "Query rows, compared with kernels for any GPU.")
+      .def_ro("dropout_head_dim", &Description::dropout_head_dim,
+              "Compared with PyTorch's fused kernels.")
+      .def_ro("proved_by_any_gpu", &Description::proved_by_any_gpu,
+              "Whether a run on one GPU stands for all that it has code for.");
 
   nb::class_<Target>(m, "Target",
                      "Code of an implementation and the compute capabilities that it loads on.")

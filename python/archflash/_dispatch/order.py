@@ -1,0 +1,172 @@
+"""The order in which the implementations are asked to serve a call, and the kernels that serve some
+calls only where they are forced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TypeGuard
+
+from archflash import _archflash as _native
+from archflash import _measured, _registry
+from archflash._dispatch import pytorch
+
+
+def of(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """The implementations in the order in which they are asked. Those that take the dtype come
+    first, by measured speed if this kind of problem was measured on such a GPU, else by expected
+    speed.
+    """
+    measured = _measured.find(problem, capability)
+    kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
+    if pytorch.fails(problem, capability):
+        return _before_pytorch(problem, capability, kernels)
+    if problem.needs_grad and pytorch.differentiates(problem, capability):
+        faster = _faster_with_gradients(problem, capability, kernels)
+        return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
+    if problem.dtype == "float32":
+        # Ours has 0.5 to 0.8 of the speed of PyTorch's memory-efficient kernel there (H200).
+        if max(problem.d, problem.dv) > 256:
+            return (_registry.TORCH, *kernels)
+        return (*kernels, _registry.TORCH)
+    tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
+    cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
+    pytorchs = pytorch.kernel_of(problem, capability)
+    if isinstance(pytorchs, list):
+        return (*tensor_cores, *cuda_cores, _registry.TORCH)
+    if dense_mask_of_few_rows(problem):
+        return (*tensor_cores, _registry.TORCH, *cuda_cores)
+    if dense_mask_alone(problem):
+        # They say no where they were not measured to be faster (only_forced).
+        faster = [name for name in kernels if _registry.reads_masks_faster(name, capability)]
+        others = [name for name in kernels if name not in faster]
+        return (*faster, _registry.TORCH, *others)
+    if measured is not None and pytorch.serves_as_measured(pytorchs, problem, measured):
+        place = measured.place(pytorchs)
+        before = [name for name in kernels if measured.place(name) < place]
+        after = [name for name in kernels if name not in before]
+        return (*before, _registry.TORCH, *after)
+    if problem.nq <= _measured.FEW_QUERIES and pytorch.may_serve(problem):
+        splitting = [name for name in tensor_cores if _registry.splits_keys(name)]
+        others = [name for name in tensor_cores if name not in splitting]
+        # PyTorch's fused kernels also split the keys over the GPU. With one query row on an H200
+        # that is 1.8 to 17 times faster than a kernel that does not (bench/results).
+        return (*splitting, _registry.TORCH, *others, *cuda_cores)
+    if capability is not None and pytorch_is_faster_than_mma_sync(pytorchs, problem, capability):
+        own = [name for name in tensor_cores if _registry.uses_own_instructions(name, capability)]
+        others = [name for name in tensor_cores if name not in own]
+        return (*own, _registry.TORCH, *others, *cuda_cores)
+    return (*tensor_cores, _registry.TORCH, *cuda_cores)
+
+
+def _before_pytorch(
+    problem: _native.Problem, capability: tuple[int, int] | None, kernels: Sequence[str]
+) -> tuple[str, ...]:
+    """The order where PyTorch's own choice fails. `torch` keeps from it, and comes before kernels
+    without tensor cores if another fused kernel of PyTorch remains.
+    """
+    if isinstance(pytorch.kernel_of(problem, capability), list):
+        return (*kernels, _registry.TORCH)
+    cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
+    others = [name for name in kernels if name not in cuda_cores]
+    return (*others, _registry.TORCH, *cuda_cores)
+
+
+def pytorch_is_faster_than_mma_sync(
+    pytorchs: str | list[str], problem: _native.Problem, capability: tuple[int, int]
+) -> TypeGuard[str]:
+    """Whether PyTorch's kernel for a problem is expected to be faster than ours of mma.sync: on
+    10.x and 11.0, whose tensor cores mma.sync leaves mostly idle, for calls that PyTorch serves as
+    they are. Where it would need a mask of all scores, ours are, because they skip hidden keys.
+    """
+    plain = pytorch.may_serve(problem) and not problem.masked and not pytorch.needs_mask(problem)
+    return capability[0] in (10, 11) and plain and pytorchs in ("torch-cudnn", "torch-flash")
+
+
+def _faster_with_gradients(
+    problem: _native.Problem, capability: tuple[int, int] | None, kernels: Sequence[str]
+) -> list[str]:
+    """The kernels that computed such a call and its gradients faster than the kernel that PyTorch
+    has for it, where both were measured.
+    """
+    measured = _measured.find(problem, capability)
+    pytorchs = pytorch.kernel_of(problem, capability)
+    if measured is None or isinstance(pytorchs, list):
+        return []
+    if not pytorch.serves_as_measured(pytorchs, problem, measured):
+        return []
+    place = measured.place(pytorchs)
+    return [name for name in kernels if measured.place(name) < place]
+
+
+def dense_mask_alone(problem: _native.Problem) -> bool:
+    """Whether a call has an attn_mask and nothing that says which of its blocks are hidden. On an
+    H200 PyTorch's fused kernels serve such calls faster than kernels of mma.sync, the
+    memory-efficient one too (docs/masks.md).
+    """
+    return problem.attn_mask and not (problem.key_ranges or problem.block_mask or problem.dropout_p)
+
+
+# On an H200 `torch` takes 5 to 9 times as long as kernels of mma.sync up to so many rows of 4,096
+# keys (331 and 42 us for one row of 2x16 heads of 128).
+_FEW_ROWS_OF_A_MASK = 128
+
+
+def dense_mask_of_few_rows(problem: _native.Problem) -> bool:
+    """Whether so few query rows read a dense mask that what `torch` does around PyTorch's kernel,
+    which passes over all keys and values, takes longer than any kernel of ours.
+    """
+    return dense_mask_alone(problem) and problem.nq <= _FEW_ROWS_OF_A_MASK
+
+
+@cache
+def _kernels_in_order(
+    dtype: str, capability: tuple[int, int] | None, measured: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Our kernels, in the order of the measured speeds; those that take the dtype come first."""
+    return tuple(
+        sorted(
+            _registry.kernel_names(),
+            key=lambda name: (
+                not _registry.takes(name, dtype),
+                measured.index(name) if name in measured else len(measured),
+                not _registry.made_for(name, dtype, capability),
+            ),
+        )
+    )
+
+
+def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan) -> bool:
+    """Whether PyTorch's own kernel, without what `torch` does around it, was measured to be faster
+    with such an attn_mask than the kernel of a plan that would serve the call.
+    """
+    measured = _measured.find(problem, plan.device.capability) if problem.attn_mask else None
+    pytorchs = pytorch.kernel_of(problem, plan.device.capability)
+    if dense_mask_of_few_rows(problem):
+        return not isinstance(pytorchs, list)
+    if measured is None or isinstance(pytorchs, list):
+        return False
+    return measured.place(pytorchs) < measured.place(plan.implementation)
+
+
+def only_forced(
+    name: str,
+    problem: _native.Problem,
+    capability: tuple[int, int],
+    plan: _native.LaunchPlan | None = None,
+) -> bool:
+    """Whether a kernel serves a problem only if it is forced, because the GPU is of another
+    generation than its own and it was not measured there.
+    """
+    if not _registry.only_forced(name, capability):
+        return False
+    if problem.kv_cache:
+        return False  # such a kernel refuses all caches but those that it was measured for
+    if problem.dropout_p and (least := _registry.least_rows_with_dropout(name)) is not None:
+        rows = problem.nq // max(problem.batch, 1) if problem.varlen else problem.nq
+        return rows < least
+    if problem.attn_mask and not (plan and plan.tile and plan.tile.summarizes_masks):
+        return True  # of the kernels that read an attn_mask only these were measured
+    measured = _measured.find(problem, capability)
+    return measured is None or name not in measured.order

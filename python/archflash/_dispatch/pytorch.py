@@ -1,0 +1,157 @@
+"""What PyTorch's own kernels would do with a call: which one serves it, and whether it fails."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from archflash import _archflash as _native
+from archflash import _measured, _torch
+
+NAMES = {
+    "torch-cudnn": "PyTorch's cuDNN kernel",
+    "torch-flash": "PyTorch's flash kernel",
+    "torch-efficient": "PyTorch's memory-efficient kernel",
+}
+
+
+def kernel_of(
+    problem: _native.Problem,
+    capability: tuple[int, int] | None,
+    dtype: str | None = None,
+    *,
+    dropout: bool = False,
+    with_faults: bool = False,
+) -> str | list[str]:
+    """The fused kernel of PyTorch that `torch` uses for a problem, or why it uses none.
+
+    Args:
+        problem, capability: the call and the GPU.
+        dtype: taken for that of the problem; none by default.
+        dropout: whether PyTorch drops weights; no by default.
+        with_faults: whether PyTorch itself is asked, which does not keep from kernels that fail.
+    """
+    if problem.kv_cache:
+        return ["a KV cache needs a mask over its whole capacity"]
+    if problem.dropout_p:
+        return ["the random bits of rng_state need plain operations"]
+    return _torch.fused_kernel(
+        device_type="cuda",
+        capability=capability,
+        dtype=dtype or problem.dtype,
+        d=problem.d,
+        dv=problem.dv,
+        nq=problem.nq,
+        nk=problem.nk,
+        gqa=problem.heads_q != problem.heads_kv,
+        causal=problem.causal,
+        window=problem.window,
+        softcap=problem.softcap,
+        sinks=problem.sinks,
+        q_offset_given=problem.q_offset_given,
+        varlen=problem.varlen,
+        masked=_says_which_keys(problem),
+        alibi=problem.alibi_slopes,
+        want_lse=problem.want_lse,
+        fp8=problem.dtype.startswith("float8"),
+        batch=problem.batch,
+        heads=problem.heads_q,
+        gradients=problem.needs_grad,
+        dropout=dropout,
+        with_faults=with_faults,
+    )
+
+
+@lru_cache(maxsize=256)
+def fails(
+    problem: _native.Problem, capability: tuple[int, int] | None, kernel: str | None = None
+) -> str | None:
+    """How a kernel of PyTorch fails at a problem, as a sentence (`_pytorch_faults`); None if it
+    does not.
+
+    Args:
+        problem, capability: the call and the GPU.
+        kernel: "torch-cudnn", "torch-flash" or "torch-efficient"; None for the one that PyTorch
+            itself would use, if it has one.
+    """
+    pytorchs = kernel or kernel_of(problem, capability, with_faults=True)
+    if isinstance(pytorchs, list) or capability is None:
+        return None
+    masked = _says_which_keys(problem) or needs_mask(problem)
+    failing = _torch.faults(
+        capability=capability,
+        batch=problem.batch,
+        heads=problem.heads_q,
+        nq=problem.nq,
+        nk=problem.nk,
+        d=problem.d,
+        dv=problem.dv,
+        causal=problem.causal,
+        masked=masked,
+        gradients=problem.needs_grad,
+        scale=problem.scale,
+    )
+    what = failing.get(pytorchs)
+    return None if what is None else f"{NAMES[pytorchs]} {what}"
+
+
+def _says_which_keys(problem: _native.Problem) -> bool:
+    """Whether a call has a mask as data from which PyTorch would make a mask of all scores."""
+    return problem.attn_mask or problem.key_ranges or problem.block_mask
+
+
+def may_serve(problem: _native.Problem) -> bool:
+    """Whether a call has no packed sequences, cache, approximation, number of splits or
+    batch_invariant, which PyTorch's kernels do not support.
+    """
+    plain = not problem.varlen and not problem.kv_cache and not problem.approximate
+    plain = plain and not problem.dropout_p
+    return plain and problem.num_splits is None and not problem.batch_invariant
+
+
+def needs_mask(problem: _native.Problem) -> bool:
+    """Whether PyTorch needs a mask tensor that says which keys each query sees."""
+    return _torch.needs_mask(
+        causal=problem.causal,
+        window=problem.window,
+        q_offset_given=problem.q_offset_given,
+        nq=problem.nq,
+        nk=problem.nk,
+    )
+
+
+def differentiates(
+    problem: _native.Problem, capability: tuple[int, int] | None, *, dropout: bool = False
+) -> bool:
+    """Whether a fused kernel of PyTorch computes a call and its gradients, with weights dropped if
+    `dropout` says so. In float32 that is the memory-efficient one, which takes what it takes in
+    float16, but no heads that share one of k.
+    """
+    if problem.batch_invariant:
+        return False
+    of_few_keys = problem.window or problem.key_ranges or problem.block_mask
+    if problem.dtype != "float32" and of_few_keys:
+        return False  # PyTorch would make a mask of all scores, and skip nothing
+    if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
+        return False
+    dtype = "float16" if problem.dtype == "float32" else problem.dtype
+    kernel = kernel_of(problem, capability, dtype, dropout=dropout)
+    return not isinstance(kernel, list)
+
+
+def measured_kernel(problem: _native.Problem, capability: tuple[int, int] | None) -> str | None:
+    """The kernel of PyTorch that serves a problem as it was measured; None if there is none."""
+    kernel = kernel_of(problem, capability)
+    measured = _measured.find(problem, capability)
+    if measured is None or isinstance(kernel, list):
+        return None
+    return kernel if serves_as_measured(kernel, problem, measured) else None
+
+
+def serves_as_measured(
+    kernel: str, problem: _native.Problem, measured: _measured.Measurement
+) -> bool:
+    """Whether a kernel of PyTorch was measured for problems of this kind and serves this one
+    without a mask. With one it was measured without what `torch` does around it.
+    """
+    masked = problem.masked or needs_mask(problem)
+    return kernel in measured.order and not masked and may_serve(problem)
