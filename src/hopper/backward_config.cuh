@@ -7,14 +7,29 @@
 
 namespace archflash::hopper {
 
+// What the kernels of BackwardConfig differ in.
+struct BackwardVariant {
+  int head_dim;               // the largest d and dv
+  int blocks_of_round;        // dQ is computed once for a round of blocks
+  int q_stages, dout_stages;  // blocks of Q and of dO in their rings
+  // The registers suffice for S of the next block beside P and dP of this one. If not, P takes the
+  // place of S, and dS and dQ that of dP.
+  bool s_ahead = false;
+  // Scores have a softcap. In kernels for all calls the branches for it cost 2 to 9% of the speed
+  // of calls without one.
+  bool softcap = false;
+  // The sums of dQ have its own rows and columns, where others have those of whole tiles.
+  bool exact = false;
+  bool drops = false;  // dropout
+};
+
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
-// goes over blocks of BLOCK query rows. HEAD_DIM is the largest d and dv.
-template <DType DTYPE_, int HEAD_DIM_, int BLOCKS_OF_ROUND_, int Q_STAGES_, int DOUT_STAGES_,
-          bool S_AHEAD_, bool SOFTCAP_, bool EXACT_ = false>
+// goes over blocks of BLOCK query rows.
+template <DType DTYPE_, BackwardVariant VARIANT>
 struct BackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int HEAD_DIM = VARIANT.head_dim;
+  static constexpr int HEAD_DIM_V = HEAD_DIM;
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int WARPGROUPS = 2;   // consumers
   static constexpr int WARPS = 4 * WARPGROUPS;
@@ -24,19 +39,14 @@ struct BackwardConfig {
   static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 64;
   static constexpr bool STARTS_EARLY = true;  // before the terms of the rows are written
-  // dQ is computed once for a round of blocks.
-  static constexpr int BLOCKS_OF_ROUND = BLOCKS_OF_ROUND_;
+  static constexpr int BLOCKS_OF_ROUND = VARIANT.blocks_of_round;
   static constexpr int ROUND = BLOCK * BLOCKS_OF_ROUND;
-  static constexpr int Q_STAGES = Q_STAGES_;
-  static constexpr int DOUT_STAGES = DOUT_STAGES_;
+  static constexpr int Q_STAGES = VARIANT.q_stages;
+  static constexpr int DOUT_STAGES = VARIANT.dout_stages;
   static constexpr int DS_STAGES = BLOCKS_OF_ROUND == 1 ? 3 : 2;  // rounds
-  // Whether the registers suffice for S of the next block beside P and dP of this one. If not, P
-  // takes the place of S, and dS and dQ that of dP.
-  static constexpr bool S_AHEAD = S_AHEAD_;
-  // Whether scores have a softcap. In kernels for all calls the branches for it cost 2 to 9% of the
-  // speed of calls without one.
-  static constexpr bool SOFTCAP = SOFTCAP_;
-  static constexpr bool DROPS = false;  // whether weights are dropped
+  static constexpr bool S_AHEAD = VARIANT.s_ahead;
+  static constexpr bool SOFTCAP = VARIANT.softcap;
+  static constexpr bool DROPS = VARIANT.drops;
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
@@ -52,11 +62,14 @@ struct BackwardConfig {
   static constexpr int ROUND_SUMS = WARPS * WARP_SUMS;
   // The sums in the workspace have multiples of it as columns. Kernels that leave none out add a
   // round's sums by one copy of each warp, which is faster where there are as many.
-  static constexpr int SUMS_STEP = EXACT_ ? 8 : HEAD_DIM_;
+  static constexpr int SUMS_STEP = VARIANT.exact ? 8 : HEAD_DIM;
   static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
   static_assert(SHARES_ROWS ? HEAD_DIM == PART_COLUMNS
                             : ROUND == PART_ROWS && HEAD_DIM == 2 * PART_COLUMNS,
                 "the two parts are all of a round's dQ");
+  static_assert(!DROPS || !SOFTCAP, "the sign of P says whether it is dropped");
+  static_assert(!DROPS || (ROWS % 32 == 0 && BLOCK % 16 == 0),
+                "the elements of a lane are of the same groups of random bits in every block");
 
   // Tiles in shared memory. K and V of the CTA's keys; Q and dO of a block; dS of a round, whose
   // rows are queries.
@@ -157,33 +170,35 @@ struct WideBackwardConfig {
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
-// clang-format off
-//                                                     head_dim  blocks of   stages     S
-//                                                               a round     Q   dO   ahead
+constexpr BackwardVariant BACKWARD_D64 = {
+    .head_dim = 64, .blocks_of_round = 2, .q_stages = 4, .dout_stages = 4, .s_ahead = true};
+constexpr BackwardVariant BACKWARD_D128 = {
+    .head_dim = 128, .blocks_of_round = 1, .q_stages = 3, .dout_stages = 2};
+constexpr BackwardVariant with_softcap(BackwardVariant variant, bool softcap = true) {
+  variant.softcap = softcap;
+  return variant;
+}
+constexpr BackwardVariant with_exact_sums(BackwardVariant variant) {
+  variant.exact = true;
+  return variant;
+}
+constexpr BackwardVariant with_dropout(BackwardVariant variant) {
+  variant.drops = true;
+  return variant;
+}
 template <DType T, bool SOFTCAP = false>
-using BackwardD64  = BackwardConfig<T,                    64,       2,       4,   4,  true,  SOFTCAP>;
+using BackwardD64 = BackwardConfig<T, with_softcap(BACKWARD_D64, SOFTCAP)>;
 template <DType T, bool SOFTCAP = false>
-using BackwardD128 = BackwardConfig<T,                   128,       1,       3,   2,  false, SOFTCAP>;
-// clang-format on
-// Exact: the sums of dQ have its own rows and columns, where others have those of whole tiles.
+using BackwardD128 = BackwardConfig<T, with_softcap(BACKWARD_D128, SOFTCAP)>;
 template <DType T>
-using BackwardD64Exact = BackwardConfig<T, 64, 2, 4, 4, true, false, true>;
+using BackwardD64Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D64)>;
 template <DType T>
-using BackwardD128Exact = BackwardConfig<T, 128, 1, 3, 2, false, false, true>;
+using BackwardD128Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D128)>;
+template <DType T>
+using BackwardD64Dropout = BackwardConfig<T, with_dropout(BACKWARD_D64)>;
+template <DType T>
+using BackwardD128Dropout = BackwardConfig<T, with_dropout(BACKWARD_D128)>;
 template <DType T>
 using BackwardD256 = WideBackwardConfig<T, 256>;
-
-// A Config whose kernel drops weights: for calls with dropout.
-template <class Base>
-struct DroppingBackwardConfig : Base {
-  static constexpr bool DROPS = true;
-  static_assert(!Base::SOFTCAP, "the sign of P says whether it is dropped");
-  static_assert(Base::ROWS % 32 == 0 && Base::BLOCK % 16 == 0,
-                "the elements of a lane are of the same groups of random bits in every block");
-};
-template <DType T>
-using BackwardD64Dropout = DroppingBackwardConfig<BackwardD64<T>>;
-template <DType T>
-using BackwardD128Dropout = DroppingBackwardConfig<BackwardD128<T>>;
 
 }  // namespace archflash::hopper

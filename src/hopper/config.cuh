@@ -23,58 +23,72 @@ constexpr int consumer_registers(int launch_registers, int consumer_warpgroups,
   return share < 240 ? share : 240;
 }
 
-// The numbers of one kernel. A CTA owns one row tile at a time, BLOCK_Q query rows of a head, and
-// walks over its keys, BLOCK_K at a time. Each consumer warpgroup owns 64 of the rows. HEAD_DIM is
-// the largest d, HEAD_DIM_V the columns of V that a CTA multiplies: the largest dv, or with
-// SLICES_V half of it.
-template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPGROUPS_, int BLOCK_K_, int STAGES_,
-          int Q_STAGES_, int CTAS_PER_SM_ = 1, bool IN_TURNS_ = false, bool CAN_SPLIT_ = false,
-          bool SLICES_V_ = false, bool OVERLAPS_ = true, bool CACHE_ = false, bool PAGES_ = false>
+// What the kernels differ in. A CTA owns one row tile at a time, 64 query rows of a head for each
+// of its consumer warpgroups, and goes over the tile's keys, block_k at a time.
+struct Variant {
+  int head_dim;        // the largest d
+  int warpgroups = 1;  // consumers
+  int block_k;
+  int stages;           // blocks of K in its ring, and blocks of V in its ring
+  int q_stages = 1;     // 2: the next tile's Q comes during this one
+  int ctas_per_sm = 1;  // the registers must suffice for so many
+  // Columns of V that a CTA multiplies: the largest dv, or with slices_v half of it; 0: head_dim.
+  int head_dim_v = 0;
+  // The warpgroups issue their products in turns, so that one multiplies while others compute their
+  // softmax.
+  bool in_turns = false;
+  // The keys of a tile may be split over several CTAs, and a tile may have rows of several heads.
+  bool can_split = false;
+  // The columns of V may be shared out over two CTAs, which both compute the tile's scores.
+  bool slices_v = false;
+  // A warpgroup multiplies P V of a block while it computes the exponentials of the next one.
+  // Elsewhere O += P V is finished before the next scores begin: then the scores and the part never
+  // need registers at the same time, so that a block can have more keys and O more columns.
+  bool overlaps = true;
+  // K and V are rows of a KV cache, whose lengths and page table are on the device.
+  bool cache = false;
+  // These rows lie in pages and have whole slabs of columns: then one copy brings all columns of a
+  // box.
+  bool pages = false;
+  bool drops = false;  // dropout
+};
+
+// The numbers of one kernel.
+template <DType DTYPE_, Variant VARIANT_>
 struct Config {
+  static constexpr Variant VARIANT = VARIANT_;
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
   // Elements of Q, K and V in 16 bits, the unit in which tiles count columns.
   static constexpr int PACK = FP8 ? 2 : 1;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
-  static constexpr int WARPGROUPS = WARPGROUPS_;  // consumers
-  static constexpr int WARPS = 4 * WARPGROUPS;    // of them
+  static constexpr int HEAD_DIM = VARIANT.head_dim;
+  static constexpr int HEAD_DIM_V = VARIANT.head_dim_v == 0 ? HEAD_DIM : VARIANT.head_dim_v;
+  static constexpr int WARPGROUPS = VARIANT.warpgroups;
+  static constexpr int WARPS = 4 * WARPGROUPS;  // of consumers
   static constexpr int WARP_ROWS = 16;
   static constexpr int M_TILES = 1;  // of 16 rows in a warp
   static constexpr int GROUP_ROWS = 64;
   static constexpr int BLOCK_Q = GROUP_ROWS * WARPGROUPS;
-  static constexpr int BLOCK_K = BLOCK_K_;
+  static constexpr int BLOCK_K = VARIANT.block_k;
   static constexpr int STEP_KEYS = BLOCK_K;
   // With 8-bit inputs wgmma keeps about 13 bits of a sum. Each product loses up to 2^-12 of it, so
   // the products of PART_KEYS keys are summed on their own and then added to the outputs.
   static constexpr int PART_KEYS = 256;
   static constexpr bool SUMS_IN_PARTS = FP8;
   static constexpr bool TAKES_DESCALES_BY_BLOCK = FP8 && BLOCK_K <= SCALE_ROWS;
-  static constexpr int STAGES = STAGES_;  // blocks of K in its ring, and blocks of V in its ring
-  static constexpr int Q_STAGES = Q_STAGES_;        // 2: the next tile's Q comes during this one
-  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // the registers must suffice for so many
-  // The warpgroups issue their products in turns, so that one multiplies while others compute their
-  // softmax.
-  static constexpr bool IN_TURNS = IN_TURNS_;
-  // Whether the keys of a tile may be split over several CTAs.
-  static constexpr bool CAN_SPLIT = CAN_SPLIT_;
-  // Whether the columns of V may be shared out over two CTAs, which both compute the tile's scores.
-  static constexpr bool SLICES_V = SLICES_V_;
-  // Whether a tile can have rows of several heads.
-  static constexpr bool CAN_PACK = CAN_SPLIT;
+  static constexpr int STAGES = VARIANT.stages;
+  static constexpr int Q_STAGES = VARIANT.q_stages;
+  static constexpr int CTAS_PER_SM = VARIANT.ctas_per_sm;
+  static constexpr bool IN_TURNS = VARIANT.in_turns;
+  static constexpr bool CAN_SPLIT = VARIANT.can_split, CAN_PACK = CAN_SPLIT;
+  static constexpr bool SLICES_V = VARIANT.slices_v;
+  static constexpr bool OVERLAPS = VARIANT.overlaps;
+  static constexpr bool CACHE = VARIANT.cache, PAGES = VARIANT.pages;
+  static constexpr bool DROPS = VARIANT.drops;
   // Tiles of one head are moved towards the end of their sequence by a multiple of so many rows
   // (math::row_tile_from_end); 0: they begin with it. A warpgroup then has 64 rows of one tile or
   // none, and blocks of SCALE_ROWS rows of Q that share a descale stay whole.
   static constexpr int TILE_STEP = CAN_PACK ? 0 : GROUP_ROWS;
-  // Whether a warpgroup multiplies P V of a block while it computes the weights of the next one.
-  // Elsewhere O += P V is finished before the next scores begin: then the scores and the part
-  // never need registers at the same time, so that a block can have more keys and O more columns.
-  static constexpr bool OVERLAPS = OVERLAPS_;
-  // Whether K and V are rows of a KV cache, whose lengths and page table are on the device.
-  static constexpr bool CACHE = CACHE_;
-  // Whether these rows lie in pages and have whole slabs of columns: then one copy brings all
-  // columns of a box.
-  static constexpr bool PAGES = PAGES_;
   // Whether Q goes back before the last P V of a tile has ended, so that the next one comes
   // meanwhile: where Q has one stage, and with 8 bits, whose output rows do not pass through its
   // part. With 256 columns of 16 bits it was no faster, so their Q stays.
@@ -82,9 +96,10 @@ struct Config {
       FP8 || (Q_STAGES == 1 && !CAN_SPLIT && !CACHE && HEAD_DIM_V <= 128);
   // Whether the producer finds out which blocks each warpgroup sees and where its rows lie.
   // Elsewhere the consumers do that between two tiles, and the producer needs fewer registers.
-  // Kernels with masks as data have messages of their own.
+  // Kernels with masks as data have messages of their own. With dropout the outputs are scaled once
+  // more before they are written: TileEnd has no such factor.
   static constexpr bool PREPARES_TILES =
-      Q_STAGES == 2 && !CAN_SPLIT && !CACHE && (!FP8 || !OVERLAPS);
+      Q_STAGES == 2 && !CAN_SPLIT && !CACHE && !DROPS && (!FP8 || !OVERLAPS);
   // Whether a warpgroup that sees only the first half of its first block of keys computes the
   // scores and weights of that half alone. Two warpgroups then change places with each tile. With
   // other head dimensions ptxas has too few registers and lets every product wait (its warning
@@ -101,7 +116,6 @@ struct Config {
   // How often the masked step stands in a kernel: once for both ends of a tile's keys, or for each.
   // With more than 128 keys at a time one would spill a register.
   static constexpr int MASKED_STEPS = BLOCK_K > 128 ? 2 : 1;
-  static constexpr bool DROPS = false;             // whether weights are dropped
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
   // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
   // time, so that a part of the sums needs few registers.
@@ -175,87 +189,70 @@ struct Config {
   static_assert(!IN_TURNS || WARPGROUPS >= 2, "a warpgroup hands the turn to another one");
   static_assert(!CACHE || !FP8, "not built: 8-bit caches");
   static_assert(!PAGES || CACHE, "pages are those of a cache");
+  static_assert(!DROPS || (OVERLAPS && !FP8 && !CACHE), "not built: dropout with these");
+  static_assert(!DROPS || (!CAN_PACK && TILE_STEP % 16 == 0),
+                "both rows of a lane are of one group of random bits: math::Dropout");
   static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
+constexpr Variant in_turns(Variant variant) {
+  variant.in_turns = true;
+  return variant;
+}
+constexpr Variant no_overlap(Variant variant) {
+  variant.overlaps = false;
+  return in_turns(variant);
+}
+constexpr Variant few(Variant variant) {
+  variant.can_split = true;
+  return variant;
+}
+constexpr Variant with_dropout(Variant variant) {
+  variant.drops = true;
+  return variant;
+}
+constexpr Variant with_cache(Variant variant) {
+  variant.cache = true;
+  return variant;
+}
+constexpr Variant with_pages(Variant variant) {
+  variant.pages = true;
+  return with_cache(variant);
+}
+
 // Large and Medium serve calls of many row tiles, Few those of few rows; its kernels can split the
-// keys of a tile.
+// keys of a tile. Dropout takes two warpgroups: three have no registers for the masks of what is
+// kept.
 // clang-format off
-//                                head_dim    warp-  block         Q       CTAs     in
-//                              q,k   v       groups  _k   stages  stages  per SM   turns   split
-template <DType T>
-using D64Large   = Config<T,  64,  64,  4,      64,  3,      2,      1,     true>;
-template <DType T>
-using D64Medium  = Config<T,  64,  64,  3,     128,  3,      2,      1,     true>;
-template <DType T>
-using D64Few     = Config<T,  64,  64,  1,     128,  3,      1,      2,     false,  true>;
-template <DType T>
-using D96Large   = Config<T,  96,  96,  3,      96,  2,      2,      1,     true>;
-template <DType T>
-using D96Medium  = Config<T,  96,  96,  2,     128,  3,      2,      1,     true>;
-template <DType T>
-using D96Few     = Config<T,  96,  96,  1,      64,  3,      1,      2,     false,  true>;
-template <DType T>
-using D128Large  = Config<T, 128, 128,  3,      80,  3,      2,      1,     true>;
-template <DType T>
-using D128Medium = Config<T, 128, 128,  2,     128,  2,      2,      1,     true>;
-template <DType T>
-using D128Few    = Config<T, 128, 128,  1,      64,  3,      1,      2,     false,  true>;
-template <DType T>
-using D192Large  = Config<T, 192, 128,  3,      80,  2,      1,      1,     true>;
-template <DType T>
-using D192Medium = Config<T, 192, 128,  2,     128,  2,      1,      1,     true>;
-template <DType T>
-using D192Few    = Config<T, 192, 128,  1,      64,  2,      1,      2,     false,  true>;
-template <DType T>
-using D256Large  = Config<T, 256, 256,  2,      80,  2,      1,      1,     true>;
-template <DType T>
-using D256Few    = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,  true>;
-// clang-format on
+template <DType T> using D64Large   = Config<T, in_turns({.head_dim = 64,  .warpgroups = 4, .block_k = 64,  .stages = 3, .q_stages = 2})>;
+template <DType T> using D64Medium  = Config<T, in_turns({.head_dim = 64,  .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2})>;
+template <DType T> using D64Few     = Config<T, few({.head_dim = 64,  .block_k = 128, .stages = 3, .ctas_per_sm = 2})>;
+template <DType T> using D96Large   = Config<T, in_turns({.head_dim = 96,  .warpgroups = 3, .block_k = 96,  .stages = 2, .q_stages = 2})>;
+template <DType T> using D96Medium  = Config<T, in_turns({.head_dim = 96,  .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
+template <DType T> using D96Few     = Config<T, few({.head_dim = 96,  .block_k = 64,  .stages = 3, .ctas_per_sm = 2})>;
+template <DType T> using D128Large  = Config<T, in_turns({.head_dim = 128, .warpgroups = 3, .block_k = 80,  .stages = 3, .q_stages = 2})>;
+template <DType T> using D128Medium = Config<T, in_turns({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 2, .q_stages = 2})>;
+template <DType T> using D128Few    = Config<T, few({.head_dim = 128, .block_k = 64,  .stages = 3, .ctas_per_sm = 2})>;
+template <DType T> using D192Large  = Config<T, in_turns({.head_dim = 192, .warpgroups = 3, .block_k = 80,  .stages = 2, .head_dim_v = 128})>;
+template <DType T> using D192Medium = Config<T, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 128, .stages = 2, .head_dim_v = 128})>;
+template <DType T> using D192Few    = Config<T, few({.head_dim = 192, .block_k = 64,  .stages = 2, .ctas_per_sm = 2, .head_dim_v = 128})>;
+template <DType T> using D256Large  = Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 80,  .stages = 2})>;
+template <DType T> using D256Few    = Config<T, few({.head_dim = 256, .block_k = 64,  .stages = 2})>;
 
-// --- with dropout ---
+template <DType T> using D64Dropout  = Config<T, with_dropout(in_turns({.head_dim = 64, .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2}))>;
+template <DType T> using D128Dropout = Config<T, with_dropout(D128Medium<T>::VARIANT)>;
 
-// Two warpgroups each: three have no registers for the masks of what is kept.
-template <class Base>
-struct DroppingConfig : Base {
-  static constexpr bool DROPS = true;
-  // The outputs are scaled once more before they are written: TileEnd has no such factor.
-  static constexpr bool PREPARES_TILES = false, HALVES = false;
-  static constexpr int SHARED_BYTES = Base::BLOCKS_SMEM;
-  static_assert(Base::OVERLAPS && !Base::FP8 && !Base::CACHE);
-  static_assert(!Base::CAN_PACK && Base::TILE_STEP % 16 == 0,
-                "both rows of a lane are of one group of random bits: math::Dropout");
-};
-template <DType T>
-using D64Dropout = DroppingConfig<Config<T, 64, 64, 2, 128, 3, 2, 1, true>>;
-template <DType T>
-using D128Dropout = DroppingConfig<D128Medium<T>>;
-
-// --- with a KV cache ---
-
-// clang-format off
-//                                    head_dim    warp-  block         Q       CTAs     in             slices  over-
-//                                  q,k   v       groups  _k   stages  stages  per SM   turns    split   V       laps   cache  pages
-template <DType T>
-using D64Cache       = Config<T,  64,  64,  3,     128,  3,      2,      1,     true,    false,  false,  true,  true>;
-template <DType T>
-using D64FewCache    = Config<T,  64,  64,  1,     128,  3,      1,      2,     false,   true,   false,  true,  true>;
-template <DType T>
-using D128Cache      = Config<T, 128, 128,  3,      80,  3,      2,      1,     true,    false,  false,  true,  true>;
-template <DType T>
-using D128PagesCache = Config<T, 128, 128,  2,     128,  2,      2,      1,     true,    false,  false,  true,  true,  true>;
-template <DType T>
-using D128SmallPagesCache = Config<T, 128, 128,  3,      80,  3,      2,      1,     true,    false,  false,  true,  true,  true>;
-template <DType T>
-using D128FewCache   = Config<T, 128, 128,  1,      64,  3,      1,      2,     false,   true,   false,  true,  true>;
-template <DType T>
-using D256Cache      = Config<T, 256, 256,  2,      80,  2,      1,      1,     true,    false,  false,  true,  true>;
-template <DType T>
-using D256PagesCache = Config<T, 256, 256,  2,      80,  2,      1,      1,     true,    false,  false,  true,  true,  true>;
-template <DType T>
-using D256FewCache   = Config<T, 256, 256,  1,      64,  2,      1,      1,     false,   true,   false,  true,  true>;
+template <DType T> using D64Cache            = Config<T, with_cache(D64Medium<T>::VARIANT)>;
+template <DType T> using D64FewCache         = Config<T, with_cache(D64Few<T>::VARIANT)>;
+template <DType T> using D128Cache           = Config<T, with_cache(D128Large<T>::VARIANT)>;
+template <DType T> using D128PagesCache      = Config<T, with_pages(D128Medium<T>::VARIANT)>;
+template <DType T> using D128SmallPagesCache = Config<T, with_pages(D128Large<T>::VARIANT)>;
+template <DType T> using D128FewCache        = Config<T, with_cache(D128Few<T>::VARIANT)>;
+template <DType T> using D256Cache           = Config<T, with_cache(D256Large<T>::VARIANT)>;
+template <DType T> using D256PagesCache      = Config<T, with_pages(D256Large<T>::VARIANT)>;
+template <DType T> using D256FewCache        = Config<T, with_cache(D256Few<T>::VARIANT)>;
 // clang-format on
 
 // --- with masks as data ---
@@ -295,30 +292,17 @@ constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
 constexpr int TRANSPOSE_THREADS = 256;
 
 // clang-format off
-//                                  head_dim    warp-  block         Q       CTAs     in             slices  over-
-//                                q,k   v       groups  _k   stages  stages  per SM   turns   split   V       laps
-template <DType T>
-using Fp8D64        = Config<T,  64,  64,  4,     128,  3,      2,      1,       true,   false,  false,  false>;
-template <DType T>
-using Fp8D64Small   = Config<T,  64,  64,  2,     128,  3,      2,      1,       true,   false,  false,  false>;
-template <DType T>
-using Fp8D64Blocks  = Config<T,  64,  64,  3,      64,  4,      2>;
-template <DType T>
-using Fp8D128       = Config<T, 128, 128,  3,     128,  3,      2,      1,       true,   false,  false,  false>;
-template <DType T>
-using Fp8D128Small  = Config<T, 128, 128,  2,     128,  3,      2,      1,       true,   false,  false,  false>;
-template <DType T>
-using Fp8D128Blocks = Config<T, 128, 128,  2,      64,  4,      2,      1,       true>;
-template <DType T>
-using Fp8D192       = Config<T, 192, 128,  3,     128,  3,      2,      1,       true,   false,  false,  false>;
-template <DType T>
-using Fp8D192Blocks = Config<T, 192, 128,  2,      64,  3,      2,      1,       true>;
-template <DType T>
-using Fp8D256       = Config<T, 256, 256,  2,     192,  2,      1,      1,       true,   false,  false,  false>;
-template <DType T>
-using Fp8D256Small  = Config<T, 256, 256,  2,     128,  2,      1,      1,       true,   false,  false,  false>;
-template <DType T>
-using Fp8D256Blocks = Config<T, 256, 128,  2,      64,  3,      2,      1,       true,   false,  true>;
+template <DType T> using Fp8D64        = Config<T, no_overlap({.head_dim = 64,  .warpgroups = 4, .block_k = 128, .stages = 3, .q_stages = 2})>;
+template <DType T> using Fp8D64Small   = Config<T, no_overlap({.head_dim = 64,  .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
+template <DType T> using Fp8D64Blocks  = Config<T, Variant{.head_dim = 64,  .warpgroups = 3, .block_k = 64,  .stages = 4, .q_stages = 2}>;
+template <DType T> using Fp8D128       = Config<T, no_overlap({.head_dim = 128, .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2})>;
+template <DType T> using Fp8D128Small  = Config<T, no_overlap({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
+template <DType T> using Fp8D128Blocks = Config<T, in_turns({.head_dim = 128, .warpgroups = 2, .block_k = 64,  .stages = 4, .q_stages = 2})>;
+template <DType T> using Fp8D192       = Config<T, no_overlap({.head_dim = 192, .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2, .head_dim_v = 128})>;
+template <DType T> using Fp8D192Blocks = Config<T, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 64,  .stages = 3, .q_stages = 2, .head_dim_v = 128})>;
+template <DType T> using Fp8D256       = Config<T, no_overlap({.head_dim = 256, .warpgroups = 2, .block_k = 192, .stages = 2})>;
+template <DType T> using Fp8D256Small  = Config<T, no_overlap({.head_dim = 256, .warpgroups = 2, .block_k = 128, .stages = 2})>;
+template <DType T> using Fp8D256Blocks = Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64,  .stages = 3, .q_stages = 2, .head_dim_v = 128, .slices_v = true})>;
 // clang-format on
 
 }  // namespace archflash::hopper

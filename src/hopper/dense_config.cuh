@@ -83,12 +83,8 @@ struct DenseConfig : SeekingConfig<Base> {
 };
 
 // clang-format off
-//                                         head_dim    warp-  block         Q       CTAs     in
-//                                       q,k   v       groups  _k   stages  stages  per SM   turns
-template <DType T>
-using D64Dense  = DenseConfig<Config<T,  64,  64,  3,      64,  4,      2,      1,     true>>;
-template <DType T>
-using D128Dense = DenseConfig<Config<T, 128, 128,  2,     128,  2,      2,      1,     true>>;
+template <DType T> using D64Dense  = DenseConfig<Config<T, in_turns({.head_dim = 64, .warpgroups = 3, .block_k = 64, .stages = 4, .q_stages = 2})>>;
+template <DType T> using D128Dense = DenseConfig<D128Medium<T>>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -50,14 +50,9 @@ struct MaskedConfig : SeekingConfig<Base> {
 };
 
 // clang-format off
-//                                           head_dim    warp-  block         Q       CTAs     in
-//                                         q,k   v       groups  _k   stages  stages  per SM   turns   split
-template <DType T>
-using D64Masked  = MaskedConfig<Config<T,  64,  64,  1,      64,  4,      1,      2,     false,  true>>;
-template <DType T>
-using D128Masked = MaskedConfig<Config<T, 128, 128,  1,      64,  3,      1,      2,     false,  true>>;
-template <DType T>
-using D256Masked = MaskedConfig<Config<T, 256, 256,  1,      64,  2,      1,      1,     false,  true>>;
+template <DType T> using D64Masked  = MaskedConfig<Config<T, few({.head_dim = 64, .block_k = 64, .stages = 4, .ctas_per_sm = 2})>>;
+template <DType T> using D128Masked = MaskedConfig<D128Few<T>>;
+template <DType T> using D256Masked = MaskedConfig<D256Few<T>>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -1,0 +1,182 @@
+#include "hopper/plan_masks.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "common/planning/launch.h"
+#include "common/planning/masks.h"
+#include "common/planning/split_keys.h"
+#include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
+#include "hopper/dense_config.cuh"
+#include "hopper/dense_params.h"
+#include "hopper/extend_params.h"
+#include "hopper/masked_config.cuh"
+#include "hopper/masked_params.h"
+#include "hopper/params.h"
+
+namespace archflash::hopper {
+namespace {
+
+// The blocks of the summary of attn_mask, or else of key_ranges, which has size 1 along dimensions
+// of stride 0.
+struct SummaryBlocks {
+  int64_t batches, heads, row_blocks, key_blocks;
+
+  explicit SummaryBlocks(const Problem& problem)
+      : batches(strides(problem).batch == 0 ? 1 : problem.batch),
+        heads(strides(problem).head == 0 ? 1 : problem.heads_q),
+        row_blocks(core::ceil_div(problem.nq, MASK_BLOCK)),
+        key_blocks(core::ceil_div(problem.nk, MASK_BLOCK)) {}
+
+  int64_t count() const { return batches * heads * row_blocks * key_blocks; }
+  int64_t bits_bytes() const { return count() * SUMMARY_WORDS * 4; }
+
+  static const Strides& strides(const Problem& problem) {
+    return problem.mask != 0 ? problem.mask_strides : problem.range_strides;
+  }
+};
+
+// Whether each element of an added attn_mask is read for one head only: then it needs no summary.
+bool heads_have_masks(const Problem& problem) {
+  return problem.mask > 1 && (problem.mask_strides.head != 0 || problem.heads_q == 1);
+}
+
+}  // namespace
+
+bool reads_summary(const Problem& problem) {
+  constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
+  constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
+  constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
+  const int given =
+      (problem.mask != 0) + (problem.key_ranges != 0) + (problem.alibi_slopes ? 1 : 0);
+  if (given != 1 || problem.block_mask) return false;
+  if (problem.alibi_slopes) return !problem.varlen;
+  const SummaryBlocks blocks(problem);
+  const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
+  if (blocks.count() == 0) return false;
+  if (bytes > MOST_SUMMARY_BYTES && !heads_have_masks(problem)) return false;
+  if (problem.mask <= 1) return true;
+  if (dtype_bytes(static_cast<DType>(problem.mask - 2)) != 2) return false;
+  const Strides& strides = problem.mask_strides;
+  const bool in_units = strides.batch % UNIT == 0 && strides.head % UNIT == 0 &&
+                        strides.row % UNIT == 0 && problem.mask_align % (2 * UNIT) == 0;
+  const int64_t largest = std::max({strides.batch, strides.head, strides.row});
+  return in_units && strides.row != 0 && problem.mask_key == 1 && largest < LARGEST_STRIDE;
+}
+
+// Those of two rounds. Under a causal mask or a window the tiles' positions say more of it than the
+// table.
+int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
+  constexpr int64_t ROUNDS = 2;
+  const int64_t tiles = plan.tile.tiles, ctas = plan.tile.ctas;
+  if (!problem.block_mask || tiles <= ctas || !core::equal_tiles(problem) || problem.varlen ||
+      core::packed_heads(tile).count > 1)
+    return 0;
+  return std::min({tiles, ROUNDS * ctas, int64_t{MOST_ORDERED}});
+}
+
+void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered) {
+  Launch& last = plan.launches[0];
+  MaskedParams params;
+  std::memcpy(static_cast<void*>(&params), last.params.data(), sizeof params);
+  params.ordered = static_cast<int32_t>(ordered);
+  last.params = core::bytes(params);
+  core::Workspace workspace;
+  const auto add = [&](size_t offset, int64_t bytes) {
+    const auto slot = static_cast<int32_t>(offset);
+    last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
+  };
+  add(offsetof(MaskedParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
+  add(offsetof(MaskedParams, order_gmem), ordered * sizeof(*MaskedParams::order_gmem));
+  plan.workspace_bytes = workspace.bytes();
+
+  Launch first;
+  first.kernel = std::string("hopper_order_tiles_") + core::dtype_word(problem.dtype);
+  first.image = last.image;
+  first.grid = {core::ceil_div(ordered, int64_t{ORDER_TILES}), 1, 1};
+  first.block = {ORDER_THREADS, 1, 1};
+  first.params = last.params;
+  first.pointers = last.pointers;
+  last.starts_early = true;
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
+void add_masks(LaunchPlan& plan, const Problem& problem) {
+  Launch& launch = plan.launches[0];
+  auto params = extend_params<MaskedParams>(launch);
+  params.masks = core::mask_params(problem);
+  launch.params = core::bytes(params);
+  launch.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
+  add_pointers(launch, core::mask_pointers(problem, offsetof(MaskedParams, masks)));
+}
+
+void add_summary(LaunchPlan& plan, const Problem& problem) {
+  const SummaryBlocks blocks(problem);
+  Launch& last = plan.launches[0];
+  auto params = extend_params<DenseParams>(last);
+  params.masks = core::mask_params(problem);
+  params.mask_batches = static_cast<int32_t>(blocks.batches);
+  params.mask_heads = static_cast<int32_t>(blocks.heads);
+  params.row_blocks = static_cast<int32_t>(blocks.row_blocks);
+  params.key_blocks = static_cast<int32_t>(blocks.key_blocks);
+  last.params = core::bytes(params);
+  last.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
+  add_pointers(last, core::mask_pointers(problem, offsetof(DenseParams, masks)));
+  core::Workspace workspace;
+  const auto add = [&](size_t offset, int64_t bytes) {
+    const auto slot = static_cast<int32_t>(offset);
+    last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
+  };
+  add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
+  if (problem.mask > 1) {
+    const Strides& strides = problem.mask_strides;
+    const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
+    const int64_t steps[] = {strides.row, strides.head, strides.batch};
+    constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
+    TensorMapSpec elements{};
+    elements.operand = Operand::Mask;
+    elements.offset = offsetof(DenseParams, mask_map);
+    elements.dtype = problem.dtype;
+    elements.swizzle = Swizzle::B128;
+    elements.dims = {problem.nk};
+    for (int i = 0; i < 3; ++i) {
+      elements.dims.push_back(sizes[i]);
+      elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
+    }
+    elements.box = {MASK_BLOCK, plan.tile.block_q, 1, 1};
+    last.tensor_maps.push_back(elements);
+  }
+  if (problem.alibi_slopes || heads_have_masks(problem)) {  // nothing to summarize
+    plan.workspace_bytes = workspace.bytes();
+    plan.zeroed_bytes = sizeof(*Params::taken_gmem);
+    return;
+  }
+  add(offsetof(DenseParams, states_gmem), blocks.count());
+  if (problem.mask != 0) {
+    add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+  } else {
+    const int64_t row_blocks = blocks.count() / blocks.key_blocks;
+    add(offsetof(DenseParams, seen_keys_gmem), row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
+  }
+  plan.workspace_bytes = workspace.bytes();
+
+  Launch first;
+  first.kernel =
+      std::string(problem.mask != 0 ? "hopper_summarize_mask_" : "hopper_summarize_ranges_") +
+      core::dtype_word(problem.dtype);
+  first.image = last.image;
+  first.grid = {problem.mask != 0 ? blocks.count() : blocks.count() / blocks.key_blocks, 1, 1};
+  first.block = {SUMMARY_THREADS, 1, 1};
+  first.params = last.params;
+  first.pointers = last.pointers;
+  // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
+  last.starts_early = problem.mask == 0;
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
+}  // namespace archflash::hopper

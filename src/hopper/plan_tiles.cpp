@@ -1,0 +1,302 @@
+// Which of hopper's tiles serves a call. Pure host code.
+#include "hopper/plan_tiles.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "common/planning/core_set.h"
+#include "common/planning/makespan.h"
+#include "common/planning/masks.h"
+#include "common/planning/order.h"
+#include "hopper/cache_maps.h"
+#include "hopper/config.cuh"
+#include "hopper/dense_config.cuh"
+#include "hopper/masked_config.cuh"
+#include "hopper/plan_masks.h"
+
+namespace archflash::hopper {
+namespace {
+
+template <class C>
+constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char* reason) {
+  KernelTile tile{core::tile<C>(name, serves, reason)};
+  tile.q_box = core::box<typename C::QTile>(C::PACK);
+  tile.k_box = core::box<typename C::KTile>(C::PACK);
+  tile.v_box = core::box<typename C::VTile>(C::PACK);
+  tile.raw_v_box = core::box<typename C::RawVTile>(C::PACK);
+  if (C::SLICES_V) tile.head_dim_v = 2 * C::HEAD_DIM_V;
+  tile.q_stages = C::Q_STAGES;
+  tile.barriers = C::BARRIERS;
+  if (C::MOVES_REGISTERS) tile.producer_registers = C::PRODUCER_REGISTERS;
+  if (C::MOVES_REGISTERS) tile.consumer_registers = C::CONSUMER_REGISTERS;
+  tile.in_turns = C::IN_TURNS;
+  tile.row_step = C::TILE_STEP;
+  tile.v_columns_of_cta = C::HEAD_DIM_V;
+  if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
+  tile.dense = requires { typename C::MaskTile; };
+  tile.turns_v = C::TURNS_V;
+  tile.takes_turned_v = C::TAKES_TURNED_V;
+  return tile;
+}
+
+template <class C>
+constexpr KernelTile rated(const char* name, double speed, int start_keys, const char* reason) {
+  KernelTile rated = tile<C>(name, {}, reason);
+  rated.speed = speed, rated.start_keys = start_keys;
+  return rated;
+}
+
+// Measured on an H200 (NOTES.md).
+constexpr const char* FOUR_64 = "4 warpgroups of 64 rows in turns, 64 keys at a time";
+constexpr const char* THREE_128 = "3 warpgroups of 64 rows in turns, 128 keys at a time";
+constexpr const char* THREE_96 = "3 warpgroups of 64 rows in turns, 96 keys at a time";
+constexpr const char* THREE_80 = "3 warpgroups of 64 rows in turns, 80 keys at a time";
+constexpr const char* TWO_80 = "2 warpgroups of 64 rows in turns, 80 keys at a time";
+constexpr const char* TWO_128 =
+    "2 warpgroups of 64 rows in turns, 128 keys at a time: fills the GPU more evenly";
+constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
+constexpr KernelTile TILES[] = {
+    rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64),
+    rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128),
+    rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
+    rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96),
+    rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
+    rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
+    rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80),
+    rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128),
+    rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
+    rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80),
+    rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128),
+    rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),
+    rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80),
+    rated<D256Few<DType::F16>>("d256_few", 0.75, 0, "few tiles: 64 rows make twice as many"),
+};
+
+constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
+constexpr KernelTile MASKED_TILES[] = {
+    tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
+    tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),
+    tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
+};
+
+constexpr const char* WITH_DROPOUT =
+    "dropout: the random bits of a block are drawn while its scores are computed";
+constexpr KernelTile DROPOUT_TILES[] = {
+    tile<D64Dropout<DType::F16>>("d64_dropout", {}, WITH_DROPOUT),
+    tile<D128Dropout<DType::F16>>("d128_dropout", {}, WITH_DROPOUT),
+};
+
+constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
+constexpr const char* WITH_CACHE_FEW = "a KV cache and few tiles: 64 rows make more of them";
+constexpr const char* WITH_PAGES = "pages of a KV cache: one copy brings all columns of their rows";
+constexpr core::ServesFrom MANY = {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25};
+constexpr core::ServesFrom MANY_256 = {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
+// hopper::tile, because an argument of namespace core would bring in core::tile.
+constexpr KernelTile CACHE_TILES[] = {
+    hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
+    tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D128Cache<DType::F16>>("d128_cache", MANY, WITH_CACHE),
+    tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
+    tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+};
+// For pages whose rows a tensor map has in groups (page_groups): `Tile128` serves head dimensions
+// up to 128.
+template <class Tile128>
+constexpr auto pages_tiles(const char* name, const char* reason) {
+  return std::array{
+      hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
+      hopper::tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<Tile128>(name, MANY, reason),
+      hopper::tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<D256PagesCache<DType::F16>>("d256_pages_cache", MANY_256, WITH_PAGES),
+      hopper::tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+  };
+}
+constexpr int64_t PAGE_ROWS = 64;
+constexpr auto PAGES_TILES = pages_tiles<D128PagesCache<DType::F16>>(
+    "d128_pages_cache", "pages of a multiple of 64 rows: two copies for a block of 128 keys");
+constexpr auto SMALL_PAGES_TILES =
+    pages_tiles<D128SmallPagesCache<DType::F16>>("d128_small_pages_cache", WITH_PAGES);
+
+// For a dense attn_mask or ranges (reads_summary). Few row tiles are left to the tiles above.
+constexpr const char* DENSE = "a dense attn_mask or ranges, summarized first, or ALiBi's slopes";
+constexpr KernelTile DENSE_TILES[] = {
+    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    MASKED_TILES[0],
+    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    MASKED_TILES[1],
+    MASKED_TILES[2],
+};
+
+constexpr const char* FOUR_128 = "4 warpgroups of 64 rows in turns, 128 keys at a time";
+constexpr const char* TWO_192 = "2 warpgroups of 64 rows in turns, 192 keys at a time";
+constexpr const char* SMALL =
+    "2 warpgroups of 64 rows in turns, 128 keys at a time: more tiles or fewer masked keys than in "
+    "larger ones";
+constexpr KernelTile FP8_TILES[] = {
+    rated<Fp8D64<DType::E4M3>>("d64", 1, 0, FOUR_128),
+    rated<Fp8D64Small<DType::E4M3>>("d64_small", 0.65, 0, SMALL),
+    rated<Fp8D128<DType::E4M3>>("d128", 1, 0, THREE_128),
+    rated<Fp8D128Small<DType::E4M3>>("d128_small", 0.77, 0, SMALL),
+    rated<Fp8D192<DType::E4M3>>("d192", 1, 0, THREE_128),
+    rated<Fp8D256<DType::E4M3>>("d256", 1, 0, TWO_192),
+    rated<Fp8D256Small<DType::E4M3>>("d256_small", 0.94, 0, SMALL),
+};
+// For descales of k or v by blocks of 64 keys.
+constexpr KernelTile FP8_BLOCK_TILES[] = {
+    tile<Fp8D64Blocks<DType::E4M3>>("d64_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D128Blocks<DType::E4M3>>("d128_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D192Blocks<DType::E4M3>>("d192_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D256Blocks<DType::E4M3>>(
+        "d256_blocks", {},
+        "64 keys at a time share their descales, two CTAs the columns of V; its speed is "
+        "unmeasured"),
+};
+
+// With more rounds of tiles than these a model says little: they come out even.
+constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;
+
+// How long a call takes with a tile, by the model of makespans: keys, times the rows that an SM
+// passes with the first tile of the table meanwhile. Of packed sequences each counts as filling
+// half of its last tile.
+double time_of(const Problem& problem, const Device& device, const KernelTile& tile) {
+  // A CTA that has an SM for itself, where there is room for two, is faster than beside another
+  // one: in so much of the time (docs/lab/hopper.md).
+  constexpr double ALONE = 0.65;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const HeadModel head(problem, tile);
+  std::vector<core::Run> runs;
+  double sum = 0;
+  for (const double time : head.times) {
+    runs.push_back({time + tile.start_keys, heads});
+    sum += runs.back().time;
+  }
+  const auto rows = static_cast<int64_t>(runs.size());
+  const int64_t workers = core::workers_of(tile, device);
+  double time = rows * heads > MOST_ROUNDS_TO_MODEL * workers
+                    ? sum * static_cast<double>(heads) / static_cast<double>(workers)
+                    : core::queue_time(runs, workers);
+  if (problem.varlen && rows > 0) {
+    const double places = static_cast<double>(head.nq) / tile.block_q + 0.5;
+    time *= places / static_cast<double>(rows);
+  }
+  const int64_t resident = core::resident_ctas(tile, device);
+  if (resident > 1) {
+    // How many of the SMs have a second CTA. Equal tiles end together: one such SM is the last.
+    const double second =
+        std::clamp(static_cast<double>(rows * heads - device.sm_count) / device.sm_count, 0.0, 1.0);
+    const double beside = second > 0 && core::equal_tiles(problem) ? 1 : second;
+    time *= ALONE + (1 - ALONE) * beside;
+  }
+  return time * tile.block_q * static_cast<double>(resident) / tile.speed;
+}
+
+// The tile of a table with which a call is expected to be done first; null: the device has too
+// little shared memory for all of them.
+const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& problem,
+                          const Device& device) {
+  const KernelTile* best = nullptr;
+  double time = 0;
+  for (const KernelTile& tile : tiles) {
+    if (!core::takes_head_dims(tile, problem)) continue;
+    if (best != nullptr && tile.head_dim != best->head_dim) break;  // for larger heads
+    if (tile.shared_bytes > device.shared_per_block) continue;
+    const double of_tile = time_of(problem, device, tile);
+    if (best == nullptr || of_tile < time) best = &tile, time = of_tile;
+  }
+  return best;
+}
+
+}  // namespace
+
+HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
+    : nq(problem.nq), nk(problem.nk) {
+  LaunchPlan head;
+  head.problem = problem;
+  head.problem.batch = head.problem.heads_q = head.problem.heads_kv = 1;
+  if (problem.varlen) {
+    head.problem.varlen = false;
+    head.problem.nq = nq /= problem.batch;
+    head.problem.nk = nk /= problem.batch;
+  }
+  head.tile.block_q = tile.block_q, head.tile.block_k = tile.block_k;
+  head.tile.row_step = tile.row_step;
+  head.tile.splits = head.tile.v_slices = 1;
+  for (const core::TileTime& one : core::tile_times(head, {})) times.push_back(one.time);
+}
+
+std::span<const KernelTile> tiles_for(const Problem& problem) {
+  if (problem.kv_cache) {
+    const bool grouped = page_groups(problem, Operand::K) && page_groups(problem, Operand::V);
+    if (!grouped) return CACHE_TILES;
+    if (problem.page_size % PAGE_ROWS == 0) return PAGES_TILES;
+    return SMALL_PAGES_TILES;
+  }
+  if (problem.dropout_p != 0) return DROPOUT_TILES;
+  if (!is_fp8(problem.dtype) && reads_summary(problem)) return DENSE_TILES;
+  if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
+  if (!is_fp8(problem.dtype)) return TILES;
+  const Descales descales = core::descales(problem);
+  if (descales.k.block != 0 || descales.v.block != 0) return FP8_BLOCK_TILES;
+  return FP8_TILES;
+}
+
+std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& problem,
+                                                                 const Device& device) {
+  const std::span<const KernelTile> table = tiles_for(problem);
+  const KernelTile* best = table[0].speed > 0 ? fastest(table, problem, device) : nullptr;
+  return best != nullptr ? core::choose_splits_of("hopper", best, table, problem, device)
+                         : core::choose_with_splits("hopper", table, problem, device);
+}
+
+// Which heads' row tiles follow one another, measured on an H200 (NOTES.md): about as many as the
+// GPU computes at the same time, with at most 16 MB of K and V, which then come from L2. Where
+// tiles of unequal length are few, all heads are one group: the longest tiles come first.
+int32_t heads_per_group(const Problem& problem, const Device& device, const KernelTile& tile) {
+  constexpr int64_t MOST_BYTES = int64_t{16} << 20;
+  constexpr int64_t FEW_TILES_PER_SM = 6;
+  const int64_t ratio = problem.heads_q / problem.heads_kv;
+  const int64_t kv_heads = problem.batch * problem.heads_kv;
+  const int64_t tiles = core::tiles_of(problem, tile);
+  int64_t size = kv_heads;
+  if (core::equal_tiles(problem) || tiles > FEW_TILES_PER_SM * device.sm_count) {
+    const int64_t fitting = MOST_BYTES / std::max<int64_t>(core::kv_head_bytes(problem), 1);
+    const int64_t at_once = core::workers_of(tile, device);
+    const int64_t wave = core::ceil_div(at_once * kv_heads, std::max<int64_t>(tiles, 1));
+    size = std::clamp<int64_t>(std::min(fitting, wave), 1, kv_heads);
+  }
+  // A remnant of heads would start with its longest tiles when all others are done.
+  const int64_t even = core::equal_tiles(problem)
+                           ? core::ceil_div(kv_heads, core::ceil_div(kv_heads, size))
+                           : core::even_size(kv_heads, size);
+  return static_cast<int32_t>(even * ratio);
+}
+
+// Zeroing the counter takes about 2 us, in which a CTA multiplies a tile with about COUNTER_KEYS
+// keys.
+bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
+  constexpr double COUNTER_KEYS = 128;
+  const int64_t slices = plan.tile.v_slices;
+  const int64_t tiles = plan.tile.tiles * slices, ctas = plan.tile.ctas;
+  const bool unknown_lengths =
+      (problem.kv_cache && problem.batch > 1) || problem.block_mask || problem.key_ranges != 0;
+  if (tiles > ctas && unknown_lengths) return true;
+  if (tiles <= ctas || core::equal_tiles(problem)) return false;
+  if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
+  // The heads of a group take turns: each row tile of all of them, then the next one.
+  const HeadModel head(problem, tile);
+  const int64_t heads = problem.batch * problem.heads_q / tile.packed_heads;
+  const int64_t group = plan.tile.heads_per_group / tile.packed_heads;
+  std::vector<double> times;
+  for (int64_t first = 0; first < heads; first += group) {
+    for (const double time : head.times)
+      times.insert(times.end(), std::min(group, heads - first) * slices, time);
+  }
+  const auto walk_time = [&](core::Walk walk) { return core::makespan(times, ctas, walk).time; };
+  return walk_time(core::Walk::Queue) + COUNTER_KEYS < walk_time(core::Walk::Rounds);
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,63 @@
+// The tiles of hopper's forward kernels, and which of them serves a call. Pure host code.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <variant>
+#include <vector>
+
+#include "common/planning/plan.h"
+#include "common/planning/split_keys.h"
+#include "common/planning/tiles.h"
+#include "common/problem.h"
+
+namespace archflash::hopper {
+
+// A row of the tables.
+struct KernelTile : core::Tile {
+  int q_stages = 0;
+  int barriers = 0;
+  int producer_registers = 0, consumer_registers = 0;  // of a thread; 0: the same for all
+  bool in_turns = false;
+  int row_step = 0;
+  int v_columns_of_cta = 0;
+  int grouped_slabs = 0;  // of K and V, if they lie in GroupedTiles, else 0
+  bool dense = false;     // its kernel reads a summary of attn_mask
+  // Whether a kernel for 8 bits can transpose V, whether it takes V that was transposed before, and
+  // the box in which TMA brings the V that it transposes.
+  bool turns_v = false, takes_turned_v = false;
+  core::Box raw_v_box = {};
+  // For the model of choose_tile(): the scores that an SM computes in a time, relative to the first
+  // tile of the table for the same head dimensions, and the time that a tile's start and end take
+  // beyond core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's
+  // tiles.
+  double speed = 0;
+  int start_keys = 0;
+};
+
+// The table of the tiles that can serve a call: there is one for each kind of kernels.
+std::span<const KernelTile> tiles_for(const Problem& problem);
+
+// The tile of such a table with which a call is expected to be done first, and into how many shares
+// its keys are split; or why there is none.
+std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& problem,
+                                                                 const Device& device);
+
+// The row tiles of a head of one sequence, with a tile of the tables, as the model of makespans has
+// them. Packed sequences count as having the mean length.
+struct HeadModel {
+  int64_t nq, nk;
+  std::vector<double> times;  // in keys, from the last row tile to the first
+
+  HeadModel(const Problem& problem, const KernelTile& tile);
+};
+
+// Which heads' row tiles follow one another: TileOrder::heads_per_group.
+int32_t heads_per_group(const Problem& problem, const Device& device, const KernelTile& tile);
+
+// Whether the CTAs count the tiles that they have taken, so that the one that is done first takes
+// the next one. Else they take them in rounds, of which every second one is handed out in reverse
+// order.
+bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile);
+
+}  // namespace archflash::hopper
