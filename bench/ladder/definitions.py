@@ -352,7 +352,7 @@ SIMT = Ladder(
             "element of Q is read twice.",
         ),
         Rung(
-            "3_online_softmax", "one pass: the base rises, and outputs are rescaled", 64,
+            "3_online_softmax", "one pass: the row max rises, and outputs are rescaled", 64,
             bought="A third fewer products: scores are no longer computed twice. The price is a "
             "branch for each key.",
         ),
