@@ -4,6 +4,7 @@ and Makefile targets exist.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests import documents
 from tests.documents import NOT_RUN, NOTES, PAGES, ROOT, Run, pages
 
 import archflash
+from archflash import _archflash as native
 
 ALL = [*pages(PAGES), *pages(NOTES)]
 
@@ -101,6 +103,56 @@ def test_every_environment_variable_is_in_the_table() -> None:
     told = set(re.findall(r"`(ARCHFLASH_[A-Z_]+)`", table.partition("\n## ")[0]))
     assert "ARCHFLASH_FALLBACK" in read
     assert told == read
+
+
+def largest_head_dim(name: str, feature: str) -> int | None:
+    """The largest head dimension with which a forced implementation serves calls of a feature."""
+    dtype = torch.float32 if name == "simt" else torch.bfloat16
+    options = {
+        "split": {"num_splits": 2},
+        "batch_invariant": {"batch_invariant": True},
+        "mask": {"attn_mask": torch.empty(512, 512, dtype=torch.bool, device="meta")},
+        "dropout": {
+            "dropout_p": 0.1,
+            "rng_state": torch.empty(2, dtype=torch.int64, device="meta"),
+        },
+    }
+    found = None
+    for d in (64, 128, 192, 256, 512):
+        q = torch.empty(2, 8, 1 if feature == "split" else 512, d, dtype=dtype, device="meta")
+        k = torch.empty(2, 8, 512, d, dtype=dtype, device="meta")
+        q.requires_grad_(feature == "gradients")
+        with contextlib.suppress(archflash.ForcedImplementationError):
+            archflash.explain(
+                q, k, k, device=native.describe(name).home_device, implementation=name,
+                **options.get(feature, {}),
+            )  # fmt: skip
+            found = d
+    return found
+
+
+FEATURES = {
+    "any call": "any",
+    "split keys": "split",
+    "`batch_invariant`": "batch_invariant",
+    "[mask tensors]": "mask",
+    "[dropout]": "dropout",
+    "gradients": "gradients",
+}
+
+
+@pytest.mark.parametrize("row", FEATURES)
+def test_the_table_of_support_is_what_plans_say(row: str) -> None:
+    table = (ROOT / "docs" / "dispatch.md").read_text().partition("### What each one serves")[2]
+    lines = re.findall(r"^\| .*", table.partition("\n1. ")[0], re.MULTILINE)
+    names = [re.findall(r"`(\w+)`", cell) for cell in lines[0].split(" | ")[1:]]
+    assert sorted(name for group in names for name in group) == sorted(native.folder_names())
+    (cells,) = [line.split(" | ")[1:] for line in lines if line.startswith(f"| {row}")]
+    for cell, folders in zip(cells, names, strict=True):
+        said = re.search(r"d up to (\d+)", cell)
+        assert said or cell.startswith("no"), cell
+        for name in folders:
+            assert largest_head_dim(name, FEATURES[row]) == (int(said[1]) if said else None), name
 
 
 # ---- the tool itself
