@@ -155,6 +155,44 @@ def test_the_table_of_support_is_what_plans_say(row: str) -> None:
             assert largest_head_dim(name, FEATURES[row]) == (int(said[1]) if said else None), name
 
 
+# ---- the map
+
+
+MAP = (ROOT / "docs" / "architecture.md").read_text()
+FILE = r"\w[\w/]*\.(?:py|cpp|h|cuh|inc)"
+
+
+def files_called(name: str) -> list[Path]:
+    """The files of the project whose path ends in a name."""
+    folders = ("src", "python", "sim", "tests", "bench", "_build")
+    found = [path for folder in folders for path in (ROOT / folder).rglob(Path(name).name)]
+    return [path for path in found if path.as_posix().endswith(f"/{name}")]
+
+
+def test_the_map_has_at_most_150_lines() -> None:
+    assert MAP.count("\n") <= 150
+
+
+def test_every_file_of_the_map_exists() -> None:
+    named = dict.fromkeys(re.findall(rf"(?<![\w*]){FILE}\b", MAP))
+    assert len(named) > 60
+    assert [name for name in named if not files_called(name)] == []
+
+
+def test_every_function_of_the_ways_of_a_call_is_in_its_file() -> None:
+    figures = [block for block in documents.blocks(MAP) if block.kind == "text"]
+    assert len(figures) == 4
+    text = "\n".join(line for block in figures for line in block.lines)
+    steps = re.findall(rf"({FILE}):(\w+)", text)
+    assert len(steps) > 12
+    missing = [
+        (file, function)
+        for file, function in steps
+        if not any(re.search(rf"\b{function}\(", p.read_text()) for p in files_called(file))
+    ]
+    assert missing == []
+
+
 # ---- the tool itself
 
 
