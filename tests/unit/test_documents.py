@@ -4,6 +4,7 @@ and Makefile targets exist.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests import documents
 from tests.documents import NOT_RUN, NOTES, PAGES, ROOT, Run, pages
 
 import archflash
+from archflash import _archflash as native
 
 ALL = [*pages(PAGES), *pages(NOTES)]
 
@@ -101,6 +103,94 @@ def test_every_environment_variable_is_in_the_table() -> None:
     told = set(re.findall(r"`(ARCHFLASH_[A-Z_]+)`", table.partition("\n## ")[0]))
     assert "ARCHFLASH_FALLBACK" in read
     assert told == read
+
+
+def largest_head_dim(name: str, feature: str) -> int | None:
+    """The largest head dimension with which a forced implementation serves calls of a feature."""
+    dtype = torch.float32 if name == "simt" else torch.bfloat16
+    options = {
+        "split": {"num_splits": 2},
+        "batch_invariant": {"batch_invariant": True},
+        "mask": {"attn_mask": torch.empty(512, 512, dtype=torch.bool, device="meta")},
+        "dropout": {
+            "dropout_p": 0.1,
+            "rng_state": torch.empty(2, dtype=torch.int64, device="meta"),
+        },
+    }
+    found = None
+    for d in (64, 128, 192, 256, 512):
+        q = torch.empty(2, 8, 1 if feature == "split" else 512, d, dtype=dtype, device="meta")
+        k = torch.empty(2, 8, 512, d, dtype=dtype, device="meta")
+        q.requires_grad_(feature == "gradients")
+        with contextlib.suppress(archflash.ForcedImplementationError):
+            archflash.explain(
+                q, k, k, device=native.describe(name).home_device, implementation=name,
+                **options.get(feature, {}),
+            )  # fmt: skip
+            found = d
+    return found
+
+
+FEATURES = {
+    "any call": "any",
+    "split keys": "split",
+    "`batch_invariant`": "batch_invariant",
+    "[mask tensors]": "mask",
+    "[dropout]": "dropout",
+    "gradients": "gradients",
+}
+
+
+@pytest.mark.parametrize("row", FEATURES)
+def test_the_table_of_support_is_what_plans_say(row: str) -> None:
+    table = (ROOT / "docs" / "dispatch.md").read_text().partition("### What each one serves")[2]
+    lines = re.findall(r"^\| .*", table.partition("\n1. ")[0], re.MULTILINE)
+    names = [re.findall(r"`(\w+)`", cell) for cell in lines[0].split(" | ")[1:]]
+    assert sorted(name for group in names for name in group) == sorted(native.folder_names())
+    (cells,) = [line.split(" | ")[1:] for line in lines if line.startswith(f"| {row}")]
+    for cell, folders in zip(cells, names, strict=True):
+        said = re.search(r"d up to (\d+)", cell)
+        assert said or cell.startswith("no"), cell
+        for name in folders:
+            assert largest_head_dim(name, FEATURES[row]) == (int(said[1]) if said else None), name
+
+
+# ---- the map
+
+
+MAP = (ROOT / "docs" / "architecture.md").read_text()
+FILE = r"\w[\w/]*\.(?:py|cpp|h|cuh|inc)"
+
+
+def files_called(name: str) -> list[Path]:
+    """The files of the project whose path ends in a name."""
+    folders = ("src", "python", "sim", "tests", "bench", "_build")
+    found = [path for folder in folders for path in (ROOT / folder).rglob(Path(name).name)]
+    return [path for path in found if path.as_posix().endswith(f"/{name}")]
+
+
+def test_the_map_has_at_most_150_lines() -> None:
+    assert MAP.count("\n") <= 150
+
+
+def test_every_file_of_the_map_exists() -> None:
+    named = dict.fromkeys(re.findall(rf"(?<![\w*]){FILE}\b", MAP))
+    assert len(named) > 60
+    assert [name for name in named if not files_called(name)] == []
+
+
+def test_every_function_of_the_ways_of_a_call_is_in_its_file() -> None:
+    figures = [block for block in documents.blocks(MAP) if block.kind == "text"]
+    assert len(figures) == 4
+    text = "\n".join(line for block in figures for line in block.lines)
+    steps = re.findall(rf"({FILE}):(\w+)", text)
+    assert len(steps) > 12
+    missing = [
+        (file, function)
+        for file, function in steps
+        if not any(re.search(rf"\b{function}\(", p.read_text()) for p in files_called(file))
+    ]
+    assert missing == []
 
 
 # ---- the tool itself
@@ -199,7 +289,7 @@ def test_the_table_of_gpus_is_replaced_whole(monkeypatch: pytest.MonkeyPatch) ->
 # ---- glossary
 
 GLOSSARY = re.findall(
-    r"^\| ([^|]+) \| [^|]+ \| `([^`]+)`: `([^`]+)` \|$",
+    r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| `([^`]+)`: `([^`]+)` \|$",
     (ROOT / "docs" / "glossary.md").read_text(),
     re.MULTILINE,
 )
