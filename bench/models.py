@@ -33,7 +33,7 @@ from bench.candidates import (
 from bench.cases import MODELS_FILE, Case, choose_cases, load_cases
 from bench.correctness import Checker, sinks_of
 from bench.results import EAGER, GRADIENTS, Row, append_rows, call_features, check_header, row_key
-from bench.run import CaseResult, cases_to_run, run_case, short_parser, summary
+from bench.run import CaseResult, cases_to_run, run_case, short_parser
 from bench.timing import CudaLab
 
 if TYPE_CHECKING:
@@ -180,9 +180,7 @@ def candidates(case: Case, *, both: bool) -> list[Candidate]:
             found.append(of(peer, sdpa_of))
     if not both:
         for peer in flash_attention_candidates():
-            features = ";".join(words(case))
-            bind = functools.partial(peer.bind, window=case.window) if case.window else peer.bind
-            found.append(dataclasses.replace(peer, features=features, bind=bind))
+            found.append(dataclasses.replace(peer, features=";".join(words(case))))
     return found
 
 
@@ -289,12 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         passes = "both" if both else "forward"
         if options.passes not in (None, passes):
             continue
-        results = {}
         served = [case for case in cases if not both or case.passes == "both"]
         for case in served:
             result = measure(lab, eager, case, facts, both=both, rounds=options.rounds)
             append_rows(path, result.rows)
-            results[case.name] = result
             wrong = wrong or bool(result.wrong)
             told = {}
             for way in ("graph", "eager"):
@@ -305,7 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{'both' if both else 'forward'} {case.name}: {', '.join(told.values())}",
                 flush=True,
             )
-        print(summary(served, results))
+            for what, said in (("not run", result.refused), ("WRONG", result.wrong)):
+                for name, reason in said.items():
+                    print(f"    {name} {what}: {reason}", flush=True)
     return 1 if wrong else 0
 
 
