@@ -105,11 +105,11 @@ def test_torch_and_the_reference_take_every_option_that_the_result_depends_on() 
     with_cache = {row.name for row in rows if row.of_cache}
     tensors = {"q", "k_cache", "v_cache"}
     assert set(inspect.signature(_torch_cache.attention).parameters) == with_cache | tensors
-    of_reference = {field.name for field in dataclasses.fields(reference._CacheCall)}
+    of_reference = {field.name for field in dataclasses.fields(reference.cache.CacheOptions)}
     assert with_cache - {"out", "return_lse"} <= of_reference
     exact = {row.name for row in rows if row.of_attention}
     assert set(inspect.signature(_torch.attention).parameters) == exact | {"q", "k", "v"}
-    of_reference = {field.name for field in dataclasses.fields(reference._Call)}
+    of_reference = {field.name for field in dataclasses.fields(reference.formula.Options)}
     assert exact - {"out", "return_lse"} <= of_reference
 
 

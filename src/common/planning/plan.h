@@ -241,6 +241,8 @@ struct Description {
   // Whether a run on one GPU whose results were right stands for all that it has code for: it has
   // no instruction that only few of them have.
   bool proved_by_any_gpu = false;
+  std::vector<int> fp8_sums_of_13_bits_on;  // capabilities whose tensor cores keep 13 bits of a sum
+                                            // of 8-bit products, where its kernels take them
 };
 
 }  // namespace archflash
