@@ -155,8 +155,8 @@ def attention(
         ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a NaN scale,
             num_splits below 1, or num_splits with batch_invariant.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
-        UnsupportedError: an argument is not built yet, or no kernel serves the call and
-            ARCHFLASH_FALLBACK=error or batch_invariant=True.
+        UnsupportedError: no kernel serves the call and ARCHFLASH_FALLBACK=error or
+            batch_invariant=True.
         ForcedImplementationError: the forced implementation cannot serve the call.
         NotCompiledError: the build lacks the forced implementation.
         LaunchError: CUDA refused the launch.

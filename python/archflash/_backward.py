@@ -68,10 +68,8 @@ def attention_backward(
         deterministic: whether the same inputs must always give the same bits, whoever computes the
             gradients. Otherwise the CTAs of a kernel may add to dq in any order. Default:
             torch.are_deterministic_algorithms_enabled().
-        causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, dropout_p, rng_state,
-            layout: as the call got them. For alibi_slopes there is no gradient. With dropout_p
-            rng_state must be given to both.
+        causal, ..., layout: the options of the call, as it got them. For alibi_slopes there is no
+            gradient. With dropout_p rng_state must be given to both.
         mask_gradient: also returns the gradient of attn_mask, which must be floating.
         implementation: forces one by name, "ampere" or "torch"; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
@@ -98,14 +96,6 @@ def attention_backward(
         >>> dk.shape
         torch.Size([2, 4, 7, 16])
     """
-    refuse_derivatives(
-        "attention_backward", dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, sinks=sinks,
-        attn_mask=attn_mask, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
-    if attn_mask is not None and _bias.is_causal_bias(attn_mask):
-        causal, q_offset, attn_mask = _bias.resolve(
-            attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
-        )
     options = _options.complete(
         {
             "causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale,
@@ -115,12 +105,18 @@ def attention_backward(
             "dropout_p": dropout_p, "rng_state": rng_state, "layout": layout,
         }
     )  # fmt: skip
+    differentiable = {name: options[name] for name in _options.DIFFERENTIABLE}
+    refuse_derivatives(
+        "attention_backward", dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse,
+        **differentiable,
+    )  # fmt: skip
+    if attn_mask is not None and _bias.is_causal_bias(attn_mask):
+        options["causal"], options["q_offset"], options["attn_mask"] = _bias.resolve(
+            attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
+        )
     given = (dq, dk, dv)
     tensors = (dout, q, k, v, out, lse, dlse)
-    if _ops.goes_through_operator(
-        *tensors, *given, sinks, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes,
-        key_ranges, block_mask, rng_state,
-    ):  # fmt: skip
+    if _ops.goes_through_operator(*tensors, *given, *options.values()):
         if not _ops.is_symbolic(*tensors, *options.values()):
             request = _gradients.Request(*tensors, options, mask_gradient)
             _ops.check_backward(request)

@@ -281,12 +281,8 @@ def operands(request: Request, into: Gradients, plan: _native.LaunchPlan) -> dic
     given = {
         "q": request.q, "k": request.k, "v": request.v, "out": request.out, "lse": request.lse,
         "dout": request.dout, "dlse": request.dlse, "dq": into.dq, "dk": into.dk, "dv": into.dv,
-        "dsinks": into.dsinks, "dmask": into.dmask, "mask": options["attn_mask"],
-        "alibi_slopes": options["alibi_slopes"], "key_ranges": options["key_ranges"],
-        "block_mask": options["block_mask"],
-        "rng_state": options["rng_state"] if options["dropout_p"] else None,
-        "sinks": options["sinks"], "q_offset": options["q_offset"],
-        "cu_seqlens_q": options["cu_seqlens_q"], "cu_seqlens_k": options["cu_seqlens_k"],
+        "dsinks": into.dsinks, "dmask": into.dmask,
+        **{operand: options[name] for name, operand in _options.OPERANDS.items()},
         "workspace": torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=request.q.device),
     }  # fmt: skip
     return {name: x.detach() for name, x in given.items() if isinstance(x, Tensor)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _autocast, _dispatch, _ops, _torch_cache
+from archflash import _autocast, _dispatch, _ops, _options, _torch_cache
 from archflash._eager import is_eager, unrecorded
 
 _always_check = os.environ.get("ARCHFLASH_CHECK") == "1"  # read once: a look takes a microsecond
@@ -180,18 +180,18 @@ def attention_with_kvcache(
         raise TypeError("cache_seqlens is None: it must be an int32 tensor (batch,)")
     if _is_autocast_on():
         q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
-    # In the order of the table of options, src/common/options.inc. None stands for those that only
-    # archflash.attention has.
-    values = (
-        causal, window, softcap, sinks, scale, None, cu_seqlens_q, None, max_seqlen_q, None, None,
-        alibi_slopes, None, None, None, None, q_descale, k_descale, v_descale, out_dtype, None,
-        num_splits,
-        batch_invariant, layout, out, return_lse, cache_seqlens, page_table, k_new, v_new,
-        cache_batch_idx, leftpad_k, rotary_cos, rotary_sin, rotary_interleaved,
-        qv, attention_chunk,
-    )  # fmt: skip
+    # In the order of the table of options, src/common/options.inc: a list is one without
+    # those that only archflash.attention has.
+    values = [
+        causal, window, softcap, sinks, scale, cu_seqlens_q, max_seqlen_q, alibi_slopes, q_descale,
+        k_descale, v_descale, out_dtype, num_splits, batch_invariant, layout, out, return_lse,
+        cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k, rotary_cos, rotary_sin,
+        rotary_interleaved, qv, attention_chunk,
+    ]  # fmt: skip
     if not is_eager():
-        return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
+        return _ops.attention_with_kvcache(
+            q, k_cache, v_cache, _options.with_cache(values), implementation
+        )
     if check or (check is None and _always_check):
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
         check_values(
@@ -204,7 +204,9 @@ def attention_with_kvcache(
         return _ops.by_torch(q, k_cache, v_cache, values, forced)
     if result is not NotImplemented:
         return result
-    return _ops.attention_with_kvcache(q, k_cache, v_cache, values, implementation)
+    return _ops.attention_with_kvcache(
+        q, k_cache, v_cache, _options.with_cache(values), implementation
+    )
 
 
 def latent_parts(

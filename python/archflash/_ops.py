@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,7 +76,6 @@ def attention(
         implementation: the forced implementation.
     """
     options = dict(zip(_options.OF_ATTENTION, values, strict=True))
-    _options.refuse_unbuilt(options)
     tensors = (q, k, v, *(options[name] for name in _options.DIFFERENTIABLE))
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in tensors
@@ -235,7 +235,6 @@ def attention_with_kvcache(
         implementation: the forced implementation.
     """
     options = dict(zip(_options.NAMES, values, strict=True))
-    _options.refuse_unbuilt(options)
     if is_transformed(q, k_cache, v_cache, *options.values()):
         raise UnsupportedError(
             "attention_with_kvcache does not work inside functorch transforms such as vmap, "
@@ -274,7 +273,7 @@ def attention_with_kvcache(
     return _answer(operator(q, k_cache, v_cache, options), options)
 
 
-def by_torch(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], name: str | None) -> Any:
+def by_torch(q: Tensor, k: Tensor, v: Tensor, values: Sequence[Any], name: str | None) -> Any:
     """Serves an eager call that the runtime leaves to the implementation `torch`.
 
     Args:

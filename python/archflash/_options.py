@@ -8,31 +8,33 @@ attention() alone, which come first.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._errors import UnsupportedError
 
 ROWS = tuple(_native.call_options())
 NAMES = tuple(row.name for row in ROWS)
 OF_ATTENTION = tuple(row.name for row in ROWS if row.of_attention)
 OF_CACHE = tuple(row.name for row in ROWS if row.of_cache)
 DEFAULTS: dict[str, Any] = {row.name: row.default for row in ROWS}
-_BUILT = tuple(row.name for row in ROWS if row.built)
-_UNBUILT = tuple(row.name for row in ROWS if not row.built)
+OF_BACKWARD = tuple(row.name for row in ROWS if row.of_backward and row.of_attention)
+# The operand that each option which is a tensor becomes.
+OPERANDS = {row.name: row.operand for row in ROWS if row.operand is not None}
 # Options that autograd may want gradients of, beside q, k and v.
 DIFFERENTIABLE = tuple(row.name for row in ROWS if row.differentiable and row.of_attention)
 # Options without which the exact result is the same: `torch` and the float64 reference ignore them.
 ADVICE = tuple(row.name for row in ROWS if row.advice)
-_OF_TORCH = tuple(name for name in OF_ATTENTION if name in _BUILT and name not in ADVICE)
+_OF_TORCH = tuple(name for name in OF_ATTENTION if name not in ADVICE)
 # For each option of kind "flag" the attribute of a Problem that it sets.
 FLAG_FIELDS = {row.name: row.field for row in ROWS if row.field is not None}
+_ABSENT = {row.name: row.default for row in ROWS if not row.of_cache}  # from a call with a cache
 
 
 def _of_kind(*kinds: str) -> tuple[str, ...]:
-    return tuple(row.name for row in ROWS if row.built and row.kind in kinds)
+    return tuple(row.name for row in ROWS if row.kind in kinds)
 
 
 _WINDOWS = _of_kind("window")
@@ -40,8 +42,8 @@ _INTEGERS_OR_TENSORS = _of_kind("integer or tensor")
 _NUMBERS = _of_kind("number", "integer", "integer or tensor")
 _HOLDING_NUMBERS = frozenset((*_NUMBERS, *_WINDOWS))
 _HINTS = ("max_seqlen_q", "max_seqlen_k")
-# How the operators declare an option of each kind. They take every option of their call that is
-# built but for `out`: an operator that writes an argument would have to say so to autograd.
+# How the operators declare an option of each kind. They take every option of their call but for
+# `out`: an operator that writes an argument would have to say so to autograd.
 _DECLARATIONS = {
     "flag": "bool {0}",
     "number": "float? {0}",
@@ -75,7 +77,7 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
     """
     for name in options:
         if name not in DEFAULTS:
-            raise TypeError(f"{name} is no option of a call: it takes {', '.join(_BUILT)}")
+            raise TypeError(f"{name} is no option of a call: it takes {', '.join(NAMES)}")
     # As attention_with_kvcache has it.
     layout = {"layout": "bnhd"} if options.get("cache_seqlens") is not None else {}
     return {**DEFAULTS, **layout, **options}
@@ -86,11 +88,10 @@ def named(values: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(NAMES, values, strict=True))
 
 
-def refuse_unbuilt(options: dict[str, Any]) -> None:
-    """Raises UnsupportedError where an option is given that is not built yet."""
-    for name in _UNBUILT:
-        if options[name] is not None:
-            raise UnsupportedError(f"{name}: not built yet; leave it at None")
+def with_cache(values: list[Any]) -> tuple[Any, ...]:
+    """The values of all options, from those of OF_CACHE in its order."""
+    given = _ABSENT | dict(zip(OF_CACHE, values, strict=True))
+    return tuple(given[name] for name in NAMES)
 
 
 def for_torch(options: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def for_torch(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in _OF_TORCH}
 
 
-def given_to_torch(values: tuple[Any, ...]) -> dict[str, Any]:
+def given_to_torch(values: Sequence[Any]) -> dict[str, Any]:
     """What `for_torch` gives, without options at their defaults and with Python's own numbers.
 
     This is part of every eager call that `torch` serves, so C++ does most of it.

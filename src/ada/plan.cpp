@@ -34,6 +34,7 @@ const Description& describe() {
       .needs_capability = 89,  // fp8 products
       .sixteen_bits_made_for = 89,
       .proved_by_any_gpu = true,
+      .fp8_sums_of_13_bits_on = {89},
   };
   return description;
 }

@@ -14,15 +14,16 @@ const char* flag_field(const Option& option) {
   return found;
 }
 
-Reasons refused_flags(const Problem& problem, const Description& description) {
+Reasons refused_options(bool flags_alone, const Problem& problem, const Description& description) {
   Reasons reasons;
   for (const Option& option : OPTIONS) {
-    if (option.flag == nullptr || !(problem.*option.flag)) continue;
+    if (option.advice && !option.flag) continue;
+    if ((flags_alone && !option.flag) || !is_given(option, problem)) continue;
     const auto& features = description.features;
     if (std::find(features.begin(), features.end(), feature_of(option)) != features.end()) continue;
-    reasons.push_back(std::string(option.name) + "=True: " + description.name +
-                      " does not serve this option; leave it at False or use "
-                      "implementation='torch'");
+    reasons.push_back(std::string(option.name) + (option.flag ? "=True: " : ": ") +
+                      description.name + " does not serve this option; leave it at " +
+                      (option.flag ? "False" : "None") + " or use implementation='torch'");
   }
   return reasons;
 }

@@ -1,7 +1,9 @@
 // The options of a call as data: the table common/options.inc as an array.
 #pragma once
 
+#include <algorithm>
 #include <iterator>
+#include <optional>
 
 #include "common/planning/plan.h"
 #include "common/problem.h"
@@ -25,8 +27,10 @@ struct Option {
   const char* name;
   OptionKind kind;
   ::archflash::Flag Problem::* flag = nullptr;  // the field that an option of kind Flag sets
-  // How a folder that serves the option lists it among its features; the option's name if null. Of
-  // kind Flag only: the folders themselves refuse the other options.
+  std::optional<Operand> operand;  // the operand that an option which is a tensor becomes
+  // Whether a call gives the option; null where calls are not described by it, and for a Flag.
+  bool (*given)(const Problem&) = nullptr;
+  // How a folder that serves the option lists it among its features; the option's name if null.
   const char* feature = nullptr;
   const char* default_text = nullptr;  // the default of a Text
   bool differentiable = false;         // whether autograd may want its gradient
@@ -34,15 +38,16 @@ struct Option {
   bool advice = false;
   bool of_attention = true;  // whether attention() has it
   bool of_cache = true;      // whether attention_with_kvcache() has it
-  bool built = true;  // false: the name is taken, and every call that gives the option is refused
-  const char* doc = "";  // how the option's entry in the docstring of attention() begins
+  bool of_backward = true;   // whether attention_backward() has it
+  const char* doc = "";      // how the option's entry in the docstring of attention() begins
 };
 
+#define ARCHFLASH_WHERE(condition) [](const Problem& p) -> bool { return condition; }
 constexpr Option OPTIONS[] = {
 #define ARCHFLASH_OPTION(option, ...) Option{.name = #option, __VA_ARGS__},
 #include "common/options.inc"
-#undef ARCHFLASH_OPTION
 };
+#undef ARCHFLASH_WHERE
 constexpr int OPTION_COUNT = static_cast<int>(std::size(OPTIONS));
 
 // The options of attention() come first in the table.
@@ -52,6 +57,8 @@ constexpr int attention_options() {
   return count;
 }
 constexpr int ATTENTION_OPTION_COUNT = attention_options();
+constexpr int CACHE_OPTION_COUNT = static_cast<int>(std::count_if(
+    std::begin(OPTIONS), std::end(OPTIONS), [](const Option& o) { return o.of_cache; }));
 
 // Whether a value of this kind is or may be a tensor.
 constexpr bool may_be_tensor(OptionKind kind) {
@@ -64,11 +71,17 @@ constexpr const char* feature_of(const Option& option) {
   return option.feature == nullptr ? option.name : option.feature;
 }
 
+// Whether a call gives an option, as far as its problem says.
+inline bool is_given(const Option& option, const Problem& problem) {
+  return option.flag ? problem.*option.flag : option.given && option.given(problem);
+}
+
 // The name of a flag's field in Problem.
 const char* flag_field(const Option& option);
 
-// Why an implementation with these features cannot serve a problem: a sentence for each Flag that
-// is set and that it does not list.
-Reasons refused_flags(const Problem& problem, const Description& description);
+// Why an implementation with these features cannot serve a problem: a sentence for each option that
+// is given and that it does not list. Of tensors and numbers a folder says so itself where it knows
+// more: `flags_alone` leaves them out.
+Reasons refused_options(bool flags_alone, const Problem& problem, const Description& description);
 
 }  // namespace archflash

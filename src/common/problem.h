@@ -98,20 +98,21 @@ struct Problem {
   int32_t descale;  // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale;
                     // bit 3: that of q has one number for each head of k
 
-  Flag causal;  // as asked; already folded into window_right
   Flag varlen;  // cu_seqlens_q is given: q is packed, and so are k and v unless they are caches
   Flag q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
   Flag q_offset_default;  // q_offset was not given: every sequence uses its own nk - nq
-  Flag want_lse;          // the log-sum-exp is asked for
-  Flag batch_invariant;   // a row gets the same bits whatever else is in the call
   Flag needs_grad;        // autograd will want gradients of a tensor of the call
   Flag on_cuda;           // whether tensors are on a CUDA device, or elsewhere (CPU, meta)
   Flag kv_cache;          // k and v are caches: a call of attention_with_kvcache
   Flag cache_batch_idx, leftpad_k;  // these tensors of it are given
   Flag alibi_slopes, block_mask;    // these tensors are given
   Flag slopes_need_grad;            // autograd will want the gradient of alibi_slopes
-  Flag rotary_interleaved;          // columns 2i and 2i + 1 rotate together, not i and i + dim / 2
   Flag qv_unit;                     // the last dimension of qv is contiguous; 0 without qv
+  // Those of options (common/options.inc), as asked. `causal` is already folded into window_right.
+#define ARCHFLASH_OPTION(...)
+#define ARCHFLASH_TENSOR(...)
+#define ARCHFLASH_FLAG(option, field, ...) Flag field;
+#include "common/options.inc"
 };
 
 // Calls f(name, field) for every field of a Problem. Saving, loading, range checks of flags and the
@@ -131,25 +132,33 @@ constexpr void for_each_field(P& p, F&& f) {
   f("out_align", p.out_align);
   f("q_column", p.q_column), f("k_column", p.k_column), f("v_column", p.v_column);
   f("out_column", p.out_column);
-  f("causal", p.causal), f("varlen", p.varlen), f("q_offset_tensor", p.q_offset_tensor);
+  f("varlen", p.varlen), f("q_offset_tensor", p.q_offset_tensor);
   f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask);
   f("mask_strides", p.mask_strides), f("mask_key", p.mask_key), f("mask_align", p.mask_align);
   f("key_ranges", p.key_ranges), f("range_strides", p.range_strides);
   f("alibi_slopes", p.alibi_slopes), f("slope_strides", p.slope_strides);
   f("slopes_need_grad", p.slopes_need_grad);
   f("block_mask", p.block_mask), f("block_strides", p.block_strides);
-  f("descale", p.descale), f("want_lse", p.want_lse), f("batch_invariant", p.batch_invariant);
+  f("descale", p.descale);
   f("needs_grad", p.needs_grad), f("on_cuda", p.on_cuda), f("kv_cache", p.kv_cache);
   f("cache_batch", p.cache_batch), f("page_size", p.page_size);
   f("page_table_row", p.page_table_row), f("n_new", p.n_new);
   f("k_new", p.k_new), f("v_new", p.v_new);
   f("cache_batch_idx", p.cache_batch_idx), f("leftpad_k", p.leftpad_k);
   f("rotary_dim", p.rotary_dim), f("rotary_rows", p.rotary_rows);
-  f("rotary_dtype", p.rotary_dtype), f("rotary_interleaved", p.rotary_interleaved);
+  f("rotary_dtype", p.rotary_dtype);
   f("qv", p.qv), f("qv_align", p.qv_align), f("qv_unit", p.qv_unit);
   f("attention_chunk", p.attention_chunk);
+#define ARCHFLASH_OPTION(...)
+#define ARCHFLASH_TENSOR(...)
+#define ARCHFLASH_FLAG(option, field, ...) f(#field, p.field);
+#include "common/options.inc"
 }
 
+// Whether a call has a window beside what `causal` says.
+constexpr bool has_window(const Problem& p) {
+  return p.window_left != UNBOUNDED || (!p.causal && p.window_right != UNBOUNDED);
+}
 // Whether a call has masks as data.
 constexpr bool is_masked(const Problem& p) {
   return p.mask != 0 || p.key_ranges != 0 || p.alibi_slopes || p.block_mask;

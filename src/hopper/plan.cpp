@@ -64,6 +64,7 @@ const Description& describe() {
       .dropout_faster_on = 90,
       .dropout_rows = 128,
       .dropout_head_dim = 64,
+      .fp8_sums_of_13_bits_on = {90},
   };
   return description;
 }

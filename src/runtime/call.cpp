@@ -20,13 +20,6 @@ bool wants_gradient(const Arguments& a) {
   return false;
 }
 
-void refuse_unbuilt(const Arguments& a) {
-  for (int i = 0; i < OPTION_COUNT; ++i) {
-    if (!OPTIONS[i].built && !(a.*ARGUMENTS[i]).is_none())
-      throw Unsupported(join(OPTIONS[i].name, ": not built yet; leave it at None"));
-  }
-}
-
 // How many sequences there are, how packed ones or those of a cache lie, and hints of their
 // lengths.
 void read_sequences(const Arguments& a, const Axes& x, const Axes& of_keys, const TensorView& q,
@@ -76,22 +69,31 @@ void read_sequences(const Arguments& a, const Axes& x, const Axes& of_keys, cons
 }  // namespace
 
 Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad) {
-  const Py_ssize_t count = PyTuple_CheckExact(options.ptr()) ? PyTuple_Size(options.ptr()) : 0;
-  if (count != OPTION_COUNT && count != ATTENTION_OPTION_COUNT) {
+  const bool of_cache = PyList_CheckExact(options.ptr());
+  const Py_ssize_t count = of_cache                            ? PyList_Size(options.ptr())
+                           : PyTuple_CheckExact(options.ptr()) ? PyTuple_Size(options.ptr())
+                                                               : 0;
+  if (of_cache ? count != CACHE_OPTION_COUNT
+               : count != OPTION_COUNT && count != ATTENTION_OPTION_COUNT) {
     wrong_type("options is ", given(options), ": it must be a tuple of ", OPTION_COUNT,
                " values, or of ", ATTENTION_OPTION_COUNT, " without those of a cache");
   }
   Arguments a{.q = q, .k = k, .v = v, .grad = static_cast<Grad>(grad)};
+  Py_ssize_t next = 0;
   for (int i = 0; i < OPTION_COUNT; ++i) {
-    const bool is_flag = OPTIONS[i].kind == OptionKind::Flag;
-    a.*ARGUMENTS[i] = i < count ? PyTuple_GetItem(options.ptr(), i) : is_flag ? Py_False : Py_None;
+    if (of_cache && OPTIONS[i].of_cache) {
+      a.*ARGUMENTS[i] = PyList_GetItem(options.ptr(), next++);
+    } else if (!of_cache && i < count) {
+      a.*ARGUMENTS[i] = PyTuple_GetItem(options.ptr(), i);
+    } else {
+      a.*ARGUMENTS[i] = OPTIONS[i].kind == OptionKind::Flag ? Py_False : Py_None;
+    }
   }
   return a;
 }
 
 void build_call(const Arguments& a, Call& call) {
   std::memset(static_cast<void*>(&call), 0, sizeof(call));
-  refuse_unbuilt(a);
   Problem& p = call.problem;
   p.kv_cache = !a.cache_seqlens.is_none();
   const char* const k_name = p.kv_cache ? "k_cache" : "k";

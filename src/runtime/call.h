@@ -20,7 +20,6 @@ struct Arguments {
   nb::handle q, k, v;
 #define ARCHFLASH_OPTION(option, ...) nb::handle option;
 #include "common/options.inc"
-#undef ARCHFLASH_OPTION
   Grad grad;
   // The output that is allocated has rows before heads in memory, whatever q has. For q of four
   // dimensions with heads before rows.
@@ -31,14 +30,14 @@ struct Arguments {
 constexpr nb::handle Arguments::* ARGUMENTS[] = {
 #define ARCHFLASH_OPTION(option, ...) &Arguments::option,
 #include "common/options.inc"
-#undef ARCHFLASH_OPTION
 };
 
-// The options come as one tuple in the order of the table: all, or those of attention() alone, the
-// others being at their defaults. Throws nb::type_error for anything else.
+// The options come in the order of the table: as a tuple of all or of those of attention() alone,
+// or as a list of those of attention_with_kvcache() alone. The others are at their defaults. Throws
+// nb::type_error for anything else.
 Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad);
 
-// A call gives an option that is not built yet: UnsupportedError in Python.
+// A call that archflash refuses by its contract: UnsupportedError in Python.
 struct Unsupported : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

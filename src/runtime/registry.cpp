@@ -106,9 +106,10 @@ std::variant<Target, Reasons> code_for(std::string_view name, const Device& devi
 // Adds the reasons of options that a folder does not serve, and to a plan what it was made for.
 void complete(PlanResult& result, std::string_view name, const Problem& problem,
               const Device& device, const Target& target) {
-  if (const Reasons refused = refused_flags(problem, find_folder(name).describe());
+  const bool refuses = std::holds_alternative<Reasons>(result);
+  if (const Reasons refused = refused_options(refuses, problem, find_folder(name).describe());
       !refused.empty()) {
-    if (!std::holds_alternative<Reasons>(result)) result = Reasons{};
+    if (!refuses) result = Reasons{};
     Reasons& reasons = std::get<Reasons>(result);
     reasons.insert(reasons.end(), refused.begin(), refused.end());
   }

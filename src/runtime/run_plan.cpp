@@ -129,39 +129,20 @@ void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& m
   }
 }
 
-nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call) {
-  const std::pair<Operand, nb::handle> operands[] = {
-      {Operand::Q, a.q},
-      {Operand::K, a.k},
-      {Operand::V, a.v},
-      {Operand::Out, outputs.out},
-      {Operand::Lse, outputs.lse},
-      {Operand::Sinks, a.sinks},
-      {Operand::CuSeqlensQ, a.cu_seqlens_q},
-      {Operand::CuSeqlensK, a.cu_seqlens_k},
-      {Operand::QOffset, call.problem.q_offset_tensor ? a.q_offset : nb::handle()},
-      {Operand::QDescale, a.q_descale},
-      {Operand::KDescale, a.k_descale},
-      {Operand::VDescale, a.v_descale},
-      {Operand::Mask, a.attn_mask},
-      {Operand::AlibiSlopes, a.alibi_slopes},
-      {Operand::KeyRanges, a.key_ranges},
-      {Operand::BlockMask, a.block_mask},
-      {Operand::RngState, a.rng_state},
-      {Operand::CacheSeqlens, a.cache_seqlens},
-      {Operand::PageTable, a.page_table},
-      {Operand::KNew, a.k_new},
-      {Operand::VNew, a.v_new},
-      {Operand::CacheBatchIdx, a.cache_batch_idx},
-      {Operand::LeftpadK, a.leftpad_k},
-      {Operand::RotaryCos, a.rotary_cos},
-      {Operand::RotarySin, a.rotary_sin},
-      {Operand::Qv, a.qv},
-      {Operand::Workspace, outputs.workspace}};
+nb::dict by_operand(const Arguments& a, const Outputs& outputs) {
   nb::dict tensors;
-  for (const auto& [operand, tensor] : operands) {
-    if (tensor.is_valid() && !tensor.is_none()) tensors[operand_name(operand)] = tensor;
+  const auto add = [&](Operand operand, nb::handle value) {
+    if (value.is_valid() && is_tensor(value)) tensors[operand_name(operand)] = value;
+  };
+  add(Operand::Q, a.q);
+  add(Operand::K, a.k);
+  add(Operand::V, a.v);
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    if (OPTIONS[i].operand) add(*OPTIONS[i].operand, a.*ARGUMENTS[i]);
   }
+  add(Operand::Out, outputs.out);
+  add(Operand::Lse, outputs.lse);
+  add(Operand::Workspace, outputs.workspace);
   return tensors;
 }
 
@@ -183,7 +164,7 @@ nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,
   if (call.problem.varlen && prepared.plan->launches.empty()) {
     write_rows_of_no_sequence(outputs.out, outputs.lse, a.sinks);
   } else if (call.device_index < 0) {
-    simulate()(std::const_pointer_cast<LaunchPlan>(prepared.plan), by_operand(a, outputs, call));
+    simulate()(std::const_pointer_cast<LaunchPlan>(prepared.plan), by_operand(a, outputs));
   } else {
     void* stream = current_stream(call.device_index);
     const nb::gil_scoped_release release;

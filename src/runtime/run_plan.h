@@ -36,7 +36,7 @@ void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& m
 void write_rows_of_no_sequence(nb::handle out, nb::handle lse, nb::handle sinks);
 
 // The tensors of a call by operand name, as the simulator takes them.
-nb::dict by_operand(const Arguments& a, const Outputs& outputs, const Call& call);
+nb::dict by_operand(const Arguments& a, const Outputs& outputs);
 
 // What `archflash.sim` is asked with for tensors on the CPU: (LaunchPlan, {operand name: tensor}).
 nb::object& simulate();

@@ -31,7 +31,6 @@ PLACES = {
     "python/archflash/cli/demo.py": "the kernels that the demo simulates",
     "python/archflash/cli/ladder.py": "an example for people",
     "python/archflash/cli/shown.py": "the kernel whose float32 is exact",
-    "python/archflash/reference.py": "the kernels whose sums of FP8 keep 13 bits",
     "python/archflash/sim/_attention.py": "an example for people",
     "python/archflash/sim/_trace.py": "an example for people",
 }

@@ -75,15 +75,15 @@ def test_attention_passes_each_option_in_its_place(monkeypatch: pytest.MonkeyPat
     assert passed == [tuple(f"the {name}" for name in _options.OF_ATTENTION), "a name"]
 
 
-def test_the_operator_takes_every_option_that_is_built_but_out() -> None:
+def test_the_operator_takes_every_option_but_out() -> None:
     def names(schema: Any) -> set[str]:
         return {re.sub(r"_(left|right|tensor)$", "", a.name) for a in schema.arguments}
 
-    built = {row.name for row in OF_ATTENTION if row.built}
+    of_attention = {row.name for row in OF_ATTENTION}
     extra = {"q", "k", "v", "implementation", "needs_grad"}
     operators = torch.ops.archflash
-    assert names(operators.attention.default._schema) == built - {"out"} | extra
-    of_cache = {row.name for row in _options.ROWS if row.of_cache and row.built}
+    assert names(operators.attention.default._schema) == of_attention - {"out"} | extra
+    of_cache = {row.name for row in _options.ROWS if row.of_cache}
     extra = {"q", "k_cache", "v_cache", "implementation"}
     schema = operators.attention_with_kvcache.default._schema
     assert names(schema) == of_cache - {"out"} | extra
@@ -101,16 +101,51 @@ def test_options_come_back_from_the_operator_as_they_went() -> None:
 
 
 def test_torch_and_the_reference_take_every_option_that_the_result_depends_on() -> None:
-    rows = [row for row in _options.ROWS if row.built and not row.advice]
+    rows = [row for row in _options.ROWS if not row.advice]
     with_cache = {row.name for row in rows if row.of_cache}
     tensors = {"q", "k_cache", "v_cache"}
     assert set(inspect.signature(_torch_cache.attention).parameters) == with_cache | tensors
-    of_reference = {field.name for field in dataclasses.fields(reference._CacheCall)}
+    of_reference = {field.name for field in dataclasses.fields(reference.cache.CacheOptions)}
     assert with_cache - {"out", "return_lse"} <= of_reference
     exact = {row.name for row in rows if row.of_attention}
     assert set(inspect.signature(_torch.attention).parameters) == exact | {"q", "k", "v"}
-    of_reference = {field.name for field in dataclasses.fields(reference._Call)}
+    of_reference = {field.name for field in dataclasses.fields(reference.formula.Options)}
     assert exact - {"out", "return_lse"} <= of_reference
+
+
+def test_the_signature_of_attention_backward_has_the_options_of_the_table() -> None:
+    forward = inspect.signature(archflash.attention).parameters
+    backward = inspect.signature(archflash.attention_backward).parameters
+    assert set(_options.OF_BACKWARD) == set(forward) & set(backward) - {
+        "q",
+        "k",
+        "v",
+        "implementation",
+        "out",
+    }
+    for name in _options.OF_BACKWARD:
+        assert str(backward[name]) == str(forward[name])
+
+
+def test_attention_backward_passes_each_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: dict[str, Any] = {}
+
+    def record(*tensors: Any) -> Any:
+        passed.update(tensors[7])
+        raise StopIteration
+
+    monkeypatch.setattr("archflash._ops.backward_request", record)
+    x = inputs()[0]
+    given: dict[str, Any] = {name: f"the {name}" for name in _options.OF_BACKWARD}
+    with pytest.raises(StopIteration):
+        archflash.attention_backward(x, x, x, x, x, x, **given)
+    assert passed == _options.complete(given)
+
+
+def test_every_tensor_among_the_options_is_an_operand_of_its_own() -> None:
+    tensors = [row.name for row in _options.ROWS if row.may_be_tensor and row.kind != "output"]
+    assert [*_options.OPERANDS] == tensors
+    assert all(operand == name for name, operand in _options.OPERANDS.items())
 
 
 def test_a_name_that_no_option_has_is_refused_with_those_there_are() -> None:

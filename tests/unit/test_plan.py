@@ -428,7 +428,7 @@ def test_binding_patches_exactly_the_listed_slots(name: str) -> None:
             address = addresses[slot["operand"]] + slot["addend"]
             struct.pack_into("<Q", expected, slot["offset"], address)
         # An address that no slot asks for changes nothing.
-        assert bound(plan, addresses | {"mask": 0xDEAD0}, index) == bytes(expected)
+        assert bound(plan, addresses | {"attn_mask": 0xDEAD0}, index) == bytes(expected)
 
 
 def test_binding_adds_the_addend_and_leaves_an_absent_operand_null() -> None:

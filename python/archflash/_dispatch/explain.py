@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 
 from archflash import _archflash as _native
-from archflash import _measured, _options, _registry, _torch
+from archflash import _measured, _registry, _torch
 from archflash._dispatch import order, pytorch
 from archflash._errors import UnsupportedError
 
@@ -83,16 +83,10 @@ def describe_problem(problem: _native.Problem) -> str:
         shape += f" over {problem.heads_kv}" if problem.heads_q != problem.heads_kv else ""
         shape += f", {problem.nq} queries, {problem.nk} keys, head dim {problem.d}"
         shape += f" and {problem.dv}" if problem.d != problem.dv else ""
-    features = (
-        "approximate", "num_splits", "causal", "window", "softcap", "sinks", "attn_mask",
-        "alibi_slopes", "key_ranges", "block_mask", "dropout_p",
-    )  # fmt: skip
-    flags = (field for field in _options.FLAG_FIELDS.values() if field not in features)
-    words = {"want_lse": "LSE", "needs_grad": "gradients"}
-    words["approximate"] = f"approximate={problem.approximate!r}"
+    words = {"return_lse": "LSE", "approximate": f"approximate={problem.approximate!r}"}
     words["num_splits"] = f"num_splits={problem.num_splits}"
-    names = (*features, *flags, "cache_batch_idx", "leftpad_k", "needs_grad")
-    given = [words.get(name, name) for name in names if getattr(problem, name)]
+    given = [words.get(name, name) for name in problem.given]
+    given += ["gradients"] if problem.needs_grad else []
     return f"{problem.dtype}, {shape}" + (f", {', '.join(given)}" if given else "")
 
 

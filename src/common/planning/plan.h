@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <variant>
@@ -18,108 +19,25 @@ namespace archflash {
 
 // Which tensor an address in a parameter block belongs to.
 enum class Operand : int32_t {
-  Q,
-  K,
-  V,
-  Out,
-  Lse,
-  Sinks,
-  CuSeqlensQ,
-  CuSeqlensK,
-  QOffset,
-  QDescale,
-  KDescale,
-  VDescale,
-  Mask,
-  Workspace,
-  Descale,  // written by quantize_fp8, whose input is Q and whose values are Out
-  CacheSeqlens,
-  PageTable,
-  KNew,
-  VNew,
-  CacheBatchIdx,
-  LeftpadK,
-  RotaryCos,
-  RotarySin,
-  Qv,
-  AlibiSlopes,
-  KeyRanges,
-  BlockMask,
-  RngState,
-  // attention_backward reads DOut and DLse, beside the operands of the call, and writes the rest.
-  DOut,
-  DLse,
-  DQ,
-  DK,
-  DV,
-  DSinks,
-  DMask,                            // the gradient of attn_mask, to which the kernel adds
-  PartOut,                          // the first of MERGE_PARTS outputs that merge_attention reads,
-  PartLse = PartOut + MERGE_PARTS,  // and of their log-sum-exps
+#define ARCHFLASH_OPERAND(operand, name) operand,
+#include "common/operands.inc"
 };
-constexpr int OPERAND_COUNT = static_cast<int>(Operand::PartLse) + MERGE_PARTS;
+constexpr const char* OPERAND_NAMES[] = {
+#define ARCHFLASH_OPERAND(operand, name) #name,
+#include "common/operands.inc"
+};
+constexpr int OPERAND_COUNT = static_cast<int>(std::size(OPERAND_NAMES));
+constexpr const char* operand_name(Operand operand) {
+  return OPERAND_NAMES[static_cast<int>(operand)];
+}
 
 constexpr Operand part_out(int i) {
-  return static_cast<Operand>(static_cast<int>(Operand::PartOut) + i);
+  return static_cast<Operand>(static_cast<int>(Operand::Part0) + i);
 }
 constexpr Operand part_lse(int i) {
-  return static_cast<Operand>(static_cast<int>(Operand::PartLse) + i);
+  return static_cast<Operand>(static_cast<int>(Operand::PartLse0) + i);
 }
-
-constexpr const char* operand_name(Operand operand) {
-  constexpr const char* NAMES[OPERAND_COUNT] = {"q",
-                                                "k",
-                                                "v",
-                                                "out",
-                                                "lse",
-                                                "sinks",
-                                                "cu_seqlens_q",
-                                                "cu_seqlens_k",
-                                                "q_offset",
-                                                "q_descale",
-                                                "k_descale",
-                                                "v_descale",
-                                                "mask",
-                                                "workspace",
-                                                "descale",
-                                                "cache_seqlens",
-                                                "page_table",
-                                                "k_new",
-                                                "v_new",
-                                                "cache_batch_idx",
-                                                "leftpad_k",
-                                                "rotary_cos",
-                                                "rotary_sin",
-                                                "qv",
-                                                "alibi_slopes",
-                                                "key_ranges",
-                                                "block_mask",
-                                                "rng_state",
-                                                "dout",
-                                                "dlse",
-                                                "dq",
-                                                "dk",
-                                                "dv",
-                                                "dsinks",
-                                                "dmask",
-                                                "part_0",
-                                                "part_1",
-                                                "part_2",
-                                                "part_3",
-                                                "part_4",
-                                                "part_5",
-                                                "part_6",
-                                                "part_7",
-                                                "part_lse_0",
-                                                "part_lse_1",
-                                                "part_lse_2",
-                                                "part_lse_3",
-                                                "part_lse_4",
-                                                "part_lse_5",
-                                                "part_lse_6",
-                                                "part_lse_7"};
-  return NAMES[static_cast<int>(operand)];
-}
+static_assert(part_out(MERGE_PARTS) == Operand::PartLse0);
 
 // bind() writes `address of operand + addend` (8 bytes) at `offset` of the parameter block.
 struct PointerSlot {
@@ -241,6 +159,8 @@ struct Description {
   // Whether a run on one GPU whose results were right stands for all that it has code for: it has
   // no instruction that only few of them have.
   bool proved_by_any_gpu = false;
+  std::vector<int> fp8_sums_of_13_bits_on;  // capabilities whose tensor cores keep 13 bits of a sum
+                                            // of 8-bit products, where its kernels take them
 };
 
 }  // namespace archflash

@@ -52,7 +52,7 @@ nb::dict options_for_torch(nb::handle options) {
   for (int i = 0; i < OPTION_COUNT; ++i) {
     const Option& option = OPTIONS[i];
     const nb::handle value = a.*ARGUMENTS[i];
-    if (option.built && !option.advice && !is_default(option, value)) given[option.name] = value;
+    if (!option.advice && !is_default(option, value)) given[option.name] = value;
   }
   return given;
 }
@@ -82,7 +82,13 @@ void bind_options(nb::module_& m) {
       .def_ro("advice", &Option::advice, "Whether the exact result is the same without it.")
       .def_ro("of_attention", &Option::of_attention, "Whether attention has it.")
       .def_ro("of_cache", &Option::of_cache, "Whether attention_with_kvcache has it.")
-      .def_ro("built", &Option::built)
+      .def_ro("of_backward", &Option::of_backward, "Whether attention_backward has it.")
+      .def_prop_ro(
+          "operand",
+          [](const Option& o) {
+            return o.operand ? std::optional(operand_name(*o.operand)) : std::nullopt;
+          },
+          "The name of the operand that an option which is a tensor becomes; None for others.")
       .def_prop_ro(
           "field",
           [](const Option& o) { return o.flag ? std::optional(flag_field(o)) : std::nullopt; },
@@ -98,7 +104,8 @@ void bind_options(nb::module_& m) {
       "`attention`, `make_problem`, `execute` and `operands` take their values: all, or those "
       "before the first of a cache.");
   m.def("options_for_torch", &options_for_torch, "options"_a,
-        nb::sig("def options_for_torch(options: tuple[typing.Any, ...]) -> dict[str, typing.Any]"),
+        nb::sig("def options_for_torch(options: collections.abc.Sequence[typing.Any]) -> dict[str, "
+                "typing.Any]"),
         "The options that the implementation `torch` takes, without those at their defaults.");
 }
 

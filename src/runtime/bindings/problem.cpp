@@ -1,11 +1,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <functional>
 #include <optional>
 #include <string_view>
 
+#include "common/options.h"
 #include "runtime/bindings/bindings.h"
 
 namespace archflash {
@@ -46,11 +48,17 @@ void bind_problem(nb::module_& m) {
       .def_ro("nk", &Problem::nk)
       .def_ro("d", &Problem::d)
       .def_ro("dv", &Problem::dv)
-      .def_prop_ro("window",
-                   [](const Problem& p) {
-                     return p.window_left != UNBOUNDED ||
-                            (!p.causal && p.window_right != UNBOUNDED);
-                   })
+      .def_prop_ro("window", &has_window)
+      .def_prop_ro(
+          "given",
+          [](const Problem& p) {
+            std::vector<const char*> names;
+            for (const Option& option : OPTIONS) {
+              if (is_given(option, p)) names.push_back(option.name);
+            }
+            return names;
+          },
+          "The options that the call gives, of those by which calls are described.")
       .def_ro("scale", &Problem::scale)
       .def_ro("softcap", &Problem::softcap)
       .def_ro("dropout_p", &Problem::dropout_p)

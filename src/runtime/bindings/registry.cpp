@@ -58,6 +58,15 @@ void bind_registry(nb::module_& m) {
               "Query rows, compared with kernels for any GPU.")
       .def_ro("dropout_head_dim", &Description::dropout_head_dim,
               "Compared with PyTorch's fused kernels.")
+      .def_prop_ro(
+          "fp8_sums_of_13_bits_on",
+          [](const Description& d) {
+            std::vector<Capability> on;
+            for (const int capability : d.fp8_sums_of_13_bits_on)
+              on.push_back(capability_pair(capability));
+            return on;
+          },
+          "Where tensor cores keep 13 bits of a sum of 8-bit products.")
       .def_ro("proved_by_any_gpu", &Description::proved_by_any_gpu,
               "Whether a run on one GPU stands for all that it has code for.");
 

@@ -1,0 +1,51 @@
+"""Attention in float64, and the one rule that says whether an output is right.
+
+`attention` is the formula written as plainly as possible: one head at a time, one block of queries
+at a time. `baseline` is the same formula rounded after every step to the inputs' dtype, as plain
+PyTorch code would compute it; its error is the yardstick. `check` compares an output with both.
+`attention_backward` and `baseline_backward` are the same for gradients.
+"""
+
+from __future__ import annotations
+
+from archflash.reference.cache import (
+    appended,
+    attention_with_kvcache,
+    baseline_with_kvcache,
+)
+from archflash.reference.formula import (
+    Gradients,
+    attention,
+    attention_backward,
+    baseline,
+    baseline_backward,
+    merge_attention,
+)
+from archflash.reference.rule import (
+    ErrorReport,
+    check,
+    check_fp8,
+    check_int8_qk,
+    check_lse,
+    fp8_score_error,
+    int8_qk,
+)
+
+__all__ = [
+    "ErrorReport",
+    "Gradients",
+    "appended",
+    "attention",
+    "attention_backward",
+    "attention_with_kvcache",
+    "baseline",
+    "baseline_backward",
+    "baseline_with_kvcache",
+    "check",
+    "check_fp8",
+    "check_int8_qk",
+    "check_lse",
+    "fp8_score_error",
+    "int8_qk",
+    "merge_attention",
+]
