@@ -26,9 +26,4 @@ void Findings::merge(const Findings& other) {
   dropped_ += other.dropped_;
 }
 
-bool Findings::has_errors() const {
-  return std::any_of(list_.begin(), list_.end(),
-                     [](const Finding& f) { return f.severity == Severity::Error; });
-}
-
 }  // namespace archflash::sim
