@@ -1,6 +1,6 @@
 #include "sim/run/report.h"
 
-#include <algorithm>
+#include <utility>
 
 namespace archflash::sim {
 

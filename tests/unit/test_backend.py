@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -458,3 +459,25 @@ def test_what_the_cache_folder_keeps_is_not_made_again(
         made = build_kernel.kept(parts, make)
         assert made == (b"machine\ncode", "a report\nof two lines")
     assert len(runs) == 4
+
+
+def test_the_tools_of_the_build_are_those_that_the_project_and_the_backend_require() -> None:
+    tools = load("install_tools")
+    packages = tools.required((BUILD_FOLDER.parent / "pyproject.toml").read_text())
+    assert [re.split(r"[>=<]", package)[0] for package in packages] == [
+        "scikit-build-core", "nanobind", "nanobind-backend", "pip",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="has no line"):
+        tools.required("[build-system]\nrequires = [\n")
+
+
+@pytest.mark.parametrize(
+    ("image", "macros"),
+    [
+        ("fwd_f16", ["ARCHFLASH_DTYPE=F16", "ARCHFLASH_DTYPE_WORD=f16"]),
+        ("fwd_e5m2", ["ARCHFLASH_DTYPE=E5M2", "ARCHFLASH_DTYPE_WORD=e5m2"]),
+        ("fwd", []),
+    ],
+)
+def test_a_file_of_several_images_is_told_the_type_of_each(image: str, macros: list[str]) -> None:
+    assert load("build_kernel").macros_of(Path("fwd.cu"), image) == macros
