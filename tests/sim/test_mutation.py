@@ -36,7 +36,7 @@ from .mutation.statements import split
 from .mutation.summaries import hashes, older_kernels, summaries
 from .mutation.targets import Target, implementations
 from .ptx_hash import ptx_hash
-from .tags import KINDS, tagged_lines, tags_of
+from .tags import EXPLANATION, KINDS, tagged_lines, tags_of, unexplained
 
 # Mutants of an implementation besides those of synchronisation, which are all run; where that is
 # more, twice as many as those.
@@ -249,6 +249,10 @@ def test_the_hash_of_ptx_is_that_of_the_code_of_one_kernel() -> None:
 )
 def test_tags_in_the_sources_are_those_that_the_lists_name(kind: str, named: set[str]) -> None:
     assert set(tagged_lines(kind)) == named
+
+
+def test_the_first_tag_of_a_file_says_where_tags_are_explained() -> None:
+    assert unexplained() == [], f"add {EXPLANATION!r} to the first tag of these files"
 
 
 @pytest.mark.parametrize("kind", KINDS)
