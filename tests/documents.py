@@ -32,6 +32,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from archflash.cli.of_clone import PROGRAMS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Documents whose blocks run.
@@ -477,8 +479,9 @@ def missing_commands(text: str) -> list[str]:
             if importlib.util.find_spec(module) is None:
                 missing.append(module)
         command = re.match(r"archflash (\w+)", code)
-        if command and importlib.util.find_spec(f"archflash.cli.{command[1]}") is None:
-            missing.append(command[0])
+        name = command[1] if command else next(iter(PROGRAMS))
+        if name not in PROGRAMS and importlib.util.find_spec(f"archflash.cli.{name}") is None:
+            missing.append(f"archflash {name}")
     return missing
 
 

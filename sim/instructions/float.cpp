@@ -55,8 +55,6 @@ void moded_handler(Warp& warp, const Instruction& instruction, uint32_t mask) {
   run_moded<F>(warp, instruction, mask, +F, typename Arity<decltype(+F)>::Indices());
 }
 
-using WarpFunction2 = void (*)(uint32_t*, const uint32_t*, const uint32_t*);
-
 template <auto WHOLE>
 void run_fma_whole(Warp& warp, const Instruction& instruction, uint32_t mask) {
   uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);

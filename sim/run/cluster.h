@@ -61,7 +61,6 @@ class Cluster {
   // Carries an operation on to its end, out of turn.
   void finish(AsyncOperation& operation);
   void advance(AsyncOperation& operation);  // by one step
-  bool has_pending() const { return !pending_.empty(); }
   // Says that something happened which a waiting lane may have waited for.
   void progress() { fruitless_ = 0; }
 

@@ -52,7 +52,6 @@ struct LaunchContext {
   uint64_t dynamic_shared = 0;
   std::vector<uint8_t> parameters;
   GlobalMemory* memory = nullptr;
-  std::vector<uint64_t> global_addresses;  // of the module's .global variables
   Options options;
   const std::atomic<bool>* given_up = nullptr;  // when it becomes true, every CTA stops soon
 

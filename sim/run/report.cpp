@@ -1,6 +1,6 @@
 #include "sim/run/report.h"
 
-#include <algorithm>
+#include <utility>
 
 namespace archflash::sim {
 
@@ -24,11 +24,6 @@ void Findings::add(Finding finding) {
 void Findings::merge(const Findings& other) {
   for (const Finding& finding : other.list_) add(finding);
   dropped_ += other.dropped_;
-}
-
-bool Findings::has_errors() const {
-  return std::any_of(list_.begin(), list_.end(),
-                     [](const Finding& f) { return f.severity == Severity::Error; });
 }
 
 }  // namespace archflash::sim

@@ -44,7 +44,6 @@ class Findings {
   void merge(const Findings& other);
   const std::vector<Finding>& list() const { return list_; }
   uint64_t dropped() const { return dropped_; }
-  bool has_errors() const;
 
  private:
   static constexpr size_t LIMIT = 64;

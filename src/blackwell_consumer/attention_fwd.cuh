@@ -137,7 +137,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
             shared_smem + C::Q_SMEM, params.q_map, q_start + work.first_row,
             attention.q_head == 0 ? 0 : head, attention.q_batch == 0 ? 0 : batch,
             barriers.q_full());
-        // mutants: v-came-back-before-q
+        // mutants: v-came-back-before-q (tests/sim/tags.py)
         load_v(blocks.last);
       } else {
         // A tile without keys needs no Q. The consumers wait for q_full in every tile.

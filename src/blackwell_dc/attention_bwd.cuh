@@ -286,7 +286,7 @@ __device__ __forceinline__ void mma(const CtaWork& work, uint32_t shared_smem, u
       ptx::tcgen05_fence_after_thread_sync();
     }
     if (leader) {
-      // findings: overwrites-what-was-multiplied
+      // findings: overwrites-what-was-multiplied (tests/sim/tags.py)
       multiply_dq<C>(tmem + C::DQ_COLUMN, address(C::DS_SMEM), address(C::K_SMEM));
       ptx::tcgen05_commit(barriers.dq_ready());
       // There is no dS behind the last block's.

@@ -67,7 +67,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       // this tile's output rows all the same, so load makes the arrival that mma does not make.
       for (int t = 0; t < C::TILES && C::O_OVER_Q; ++t) {
         ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
-        // mutants: arrives-for-itself
+        // mutants: arrives-for-itself (tests/sim/tags.py)
         arrive_as_warp(barriers.q_empty(t));
       }
       if (C::O_OVER_Q) q_parity ^= 1;

@@ -129,7 +129,7 @@ struct Correction {
 
   // O of tile t may get the products of the row tile's first block, which overwrite it.
   __device__ __forceinline__ void release_o(int t) const {
-    // mutants: whole-warp-on-tensor-memory
+    // mutants: whole-warp-on-tensor-memory (tests/sim/tags.py)
     arrive_at_mma_as_warp<C>(mma_barriers.p_ready((first_step + t) % 2));
   }
 

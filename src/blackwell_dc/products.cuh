@@ -127,7 +127,7 @@ struct Products {
       // more than there are uniform registers.
       const uint32_t q_address = ptx::mov_b32_volatile(shared_address) +
                                  (C::Q_SMEM + t * C::QTile::BYTES) / ADDRESS_UNIT<C>;
-      // findings: s-overwrites-p
+      // findings: s-overwrites-p (tests/sim/tags.py)
       multiply_qk<C>(tmem + buffer * C::S_COLUMNS, q_address, k_address);
       commit<C>(barriers.s_ready(buffer));
       if (t == C::TILES - 1) commit<C>(barriers.kv_empty(k_slot));

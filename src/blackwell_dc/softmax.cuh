@@ -40,7 +40,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
   // A message is one float for each row (the factor for O), or two (sum and base, at a tile's end).
   const auto tell = [&](float first, float second, bool both) {
     // Correction has read the message before.
-    // mutants: message-was-read
+    // mutants: message-was-read (tests/sim/tags.py)
     ptx::mbarrier_wait_parity(barriers.stats_empty(t), (message & 1) ^ 1);
     stats[row_of_tile] = first;
     if (both) stats[C::TILE_ROWS + row_of_tile] = second;

@@ -262,7 +262,7 @@ __device__ __forceinline__ void produce_dense(const DenseParams& all_params, uns
     const auto load_k = [&](const Block& block, const Block& next) {
       const bool added = (block.states & ADDED_FOR_ANY) != 0;
       // The products of every consumer warp have read the K that the stage held.
-      // mutants: needless-with-one-tile
+      // mutants: needless-with-one-tile (tests/sim/tags.py)
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
       // Every consumer warp has read the elements that the stage held.
       if (added) {

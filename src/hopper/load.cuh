@@ -107,7 +107,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     CachePlace next_place{};  // of the block whose K comes next: it is found a block ahead
     const auto load_k = [&](int block) {
       // The products of every consumer warp have read the K that the stage held.
-      // mutants: needless-with-one-tile
+      // mutants: needless-with-one-tile (tests/sim/tags.py)
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
       if constexpr (C::CACHE) {
         start_cache_load<typename C::KTile>(

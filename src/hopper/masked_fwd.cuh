@@ -220,7 +220,7 @@ __device__ __forceinline__ void produce_masked(const MaskedParams& all_params,
     using Block = typename SeenBlocks<C>::Block;
     const auto load_k = [&](const Block& block, const Block& next) {
       // The products of every consumer warp have read the K that the stage held.
-      // mutants: needless-with-one-tile
+      // mutants: needless-with-one-tile (tests/sim/tags.py)
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
       if (leader) {
         block_message<C>(shared, k_ring.stage) = {next.key, next.masked, next.key < 0};

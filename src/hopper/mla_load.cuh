@@ -115,7 +115,7 @@ struct MlaQueryRows {
     const uint16_t* const qv_gmem = static_cast<const uint16_t*>(params.qv_gmem) + 8 * lane;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      // mutants: from-a-low-lane
+      // mutants: from-a-low-lane (tests/sim/tags.py)
       const int64_t offset = __shfl_sync(math::FULL_WARP, offset_of_lane, i);
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j) {

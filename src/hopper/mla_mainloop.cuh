@@ -328,7 +328,7 @@ struct MlaConsumer {
         static_cast<uint16_t*>(attention.out_gmem) + 8 * (first_chunk + lane);
 #pragma unroll 4
     for (int i = 0; i < C::WARP_ROWS; ++i) {
-      // mutants: from-a-low-lane
+      // mutants: from-a-low-lane (tests/sim/tags.py)
       const int64_t offset = __shfl_sync(math::FULL_WARP, offset_of_lane, i);
       if ((wanted >> i & 1) == 0) continue;
       *reinterpret_cast<uint4*>(out_gmem + offset) = *reinterpret_cast<const uint4*>(

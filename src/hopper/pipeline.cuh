@@ -171,7 +171,7 @@ __device__ __forceinline__ void send_no_tile(const Barriers<C>& barriers, unsign
 template <class C>
 __device__ __forceinline__ void hand_back_q(const Barriers<C>& barriers, int stage) {
   // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
-  // mutants: needless-with-one-tile
+  // mutants: needless-with-one-tile (tests/sim/tags.py)
   ptx::fence_proxy_async_shared();
   release(barriers.q_empty(stage));
 }

@@ -67,7 +67,7 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float row_max = max[r];
-      // mutants: maximum-of-four-lanes
+      // mutants: maximum-of-four-lanes (tests/sim/tags.py)
       row_max = fmaxf(row_max, __shfl_xor_sync(math::FULL_WARP, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(math::FULL_WARP, row_max, 2));
       float new_base = __fmul_rn(row_max, exp2_scale);

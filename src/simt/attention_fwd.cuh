@@ -221,7 +221,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
     start_v(key_first);
     if (computes) {
       const Lane<C> lane;
-      // mutants: field-to-last-bit
+      // mutants: field-to-last-bit (tests/sim/tags.py)
       multiply_qk<C>(s_rmem, q_smem + (lane.warp_row + lane.row) * C::QK_PITCH,
                      k_smem + lane.col * C::QK_PITCH, params.d);
       if (params.transform_scores) transform_scores<C>(s_rmem, params);

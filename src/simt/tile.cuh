@@ -61,7 +61,7 @@ struct Lane {
   static __device__ __forceinline__ float reduce_cols(float x, Combine combine) {
 #pragma unroll
     for (int mask = 2; mask <= C::LANE_COLS; mask *= 2) {
-      // mutants: butterfly-of-whole-warp
+      // mutants: butterfly-of-whole-warp (tests/sim/tags.py)
       x = combine(x, __shfl_xor_sync(FULL_WARP, x, mask));
     }
     return x;

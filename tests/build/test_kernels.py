@@ -21,6 +21,7 @@ import archflash
 from archflash import _archflash as native
 from archflash import _registry
 from archflash._api import find_device, make_problem
+from tests.kernel_files import KERNELS
 from tests.many_cases import one_test_for_each
 
 from .machine_code import (
@@ -36,7 +37,6 @@ from .machine_code import (
     version_of,
 )
 
-KERNELS = Path(archflash.__file__).parent / "_kernels"
 IMAGES = native.image_names()
 SOURCES = Path(__file__).parents[2] / "src"
 FOLDERS = [name for name in native.folder_names() if native.targets(name)]  # of attention

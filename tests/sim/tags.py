@@ -1,11 +1,11 @@
 """Tags in the CUDA sources by which tests know the instructions of a statement.
 
 A comment on a line of its own, `// mutants: tag` or `// findings: tag` (or several tags, with
-A comment on a line of its own, `// mutants: tag` or `// findings: tag` (or several tags, with
 commas), names the statement below it: the lines up to the first that ends with a semicolon or a
 brace. It covers the instructions of these lines, also of functions that are called there and
-inlined. What the first kind names is told in tests/sim/mutation/excuses.py, the second in
-tests/sim/explained.py. The words of all other comments, and the code itself, may change freely.
+inlined. The first such comment of a file names this page in parentheses. What the first kind names
+is told in tests/sim/mutation/excuses.py, the second in tests/sim/explained.py. The words of all
+other comments, and the code itself, may change freely.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "src"
 KINDS = ("mutants", "findings")
-_TAG = re.compile(rf"^\s*// ({'|'.join(KINDS)}): (.+)$")
+EXPLANATION = " (tests/sim/tags.py)"
+_TAG = re.compile(rf"^\s*// ({'|'.join(KINDS)}): (.+?)(?:{re.escape(EXPLANATION)})?$")
 
 
 def tags_of(text: str, kind: str) -> dict[int, frozenset[str]]:
@@ -60,3 +61,12 @@ def tagged_lines(kind: str) -> dict[str, set[tuple[str, int]]]:
             for tag in tags:
                 lines.setdefault(tag, set()).add((str(file.relative_to(SOURCES)), number))
     return lines
+
+
+def unexplained() -> list[str]:
+    """The files, from src on, whose first tag does not name this file."""
+    first = {
+        str(file.relative_to(SOURCES)): next(filter(_TAG.match, file.read_text().splitlines()), "")
+        for file in sorted(SOURCES.rglob("*.cu*"))
+    }
+    return [name for name, line in first.items() if line and not line.endswith(EXPLANATION)]

@@ -18,7 +18,6 @@ from archflash import sim
 from .test_blackwell_dc import one_after_another
 from .test_tcgen05_descriptors import BF16, E4M3, F16, Instruction, matrix_descriptor
 
-KIB = 1024
 CODES = {torch.bfloat16: BF16, torch.float16: F16, torch.float8_e4m3fn: E4M3}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
 STEP_BYTES = 32  # of a row of Q or K: what one product sums over

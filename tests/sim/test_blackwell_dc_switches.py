@@ -328,7 +328,7 @@ def test_plans_with_and_without_pairs_are_those_of_the_wheel(
 
 
 def test_without_setmaxnreg_softmax_does_not_fit_its_registers(tmp_path: Path) -> None:
-    """What it costs to switch it off, as docs/lab/blackwell_dc.md says: 128 registers, and spills."""
+    """What it costs, as docs/lab/blackwell_dc.md says: 128 registers, and spills."""
     assert NVCC is not None
     q = torch.empty(1, 1, 200, D, dtype=torch.bfloat16, device="meta")
     planned = archflash.explain(q, q, q, device=variants.HOME, implementation=variants.NAME).plan

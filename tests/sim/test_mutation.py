@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-import archflash
 from archflash import sim
+from tests.kernel_files import KERNELS
 
 from . import tags
 from .explained import EXPLAINED, explanation
@@ -36,7 +36,7 @@ from .mutation.statements import split
 from .mutation.summaries import hashes, older_kernels, summaries
 from .mutation.targets import Target, implementations
 from .ptx_hash import ptx_hash
-from .tags import KINDS, tagged_lines, tags_of
+from .tags import EXPLANATION, KINDS, tagged_lines, tags_of, unexplained
 
 # Mutants of an implementation besides those of synchronisation, which are all run; where that is
 # more, twice as many as those.
@@ -167,7 +167,7 @@ def test_every_kernel_of_blackwell_dc_has_a_target() -> None:
     """Those for fp16 and bf16 count as one: they differ in a few conversions. The backward pass has
     targets of its own (mutation/backward.py).
     """
-    files = (Path(archflash.__file__).parent / "_kernels" / "blackwell_dc").glob("*.json")
+    files = (KERNELS / "blackwell_dc").glob("*.json")
     forward = [file for file in files if not file.name.startswith("bwd_")]
     built = {kernel for file in forward for kernel in json.loads(file.read_text())["sm_100f"]}
     mutated = {target.kernel for target in targets_of("blackwell_dc")}
@@ -251,6 +251,10 @@ def test_tags_in_the_sources_are_those_that_the_lists_name(kind: str, named: set
     assert set(tagged_lines(kind)) == named
 
 
+def test_the_first_tag_of_a_file_says_where_tags_are_explained() -> None:
+    assert unexplained() == [], f"add {EXPLANATION!r} to the first tag of these files"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tag_covers_an_instruction_of_a_kernel(kind: str) -> None:
     """The wheel that is installed must have been built from these sources."""
@@ -263,7 +267,7 @@ def test_every_tag_covers_an_instruction_of_a_kernel(kind: str) -> None:
 def lines_with_instructions() -> set[tuple[str, int]]:
     """(file, line) of all line information in the PTX that is installed, inlined lines too."""
     found = set()
-    for file in (Path(archflash.__file__).parent / "_kernels").glob("*/*.ptx.xz"):
+    for file in KERNELS.glob("*/*.ptx.xz"):
         text = lzma.decompress(file.read_bytes()).decode()
         names = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE))
         locations = set(re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", text, re.MULTILINE))

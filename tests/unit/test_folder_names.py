@@ -28,9 +28,6 @@ PLACES = {
     "python/archflash/_proofs.py": "an example for people",
     "python/archflash/_quantize.py": "the name that a caller writes",
     "python/archflash/_warm_up.py": "an example for people",
-    "python/archflash/cli/demo.py": "the kernels that the demo simulates",
-    "python/archflash/cli/ladder.py": "an example for people",
-    "python/archflash/cli/shown.py": "the kernel whose float32 is exact",
     "python/archflash/sim/_attention.py": "an example for people",
     "python/archflash/sim/_trace.py": "an example for people",
 }
@@ -43,7 +40,6 @@ TABLES = {
     "tests/sim/mutation/targets.py": "the kernels that are mutated",
     "tests/sim/test_order.py": "a GPU and a dtype for each folder whose order of tiles is run",
     "tests/unit/test_ada_plans.py": "who serves FP8 on which GPU",
-    "tests/unit/test_bench.py": "who is a candidate for what is measured",
     "tests/unit/test_dispatch.py": "who serves which call on which capability",
     "tests/unit/test_proofs.py": "where each folder has run",
     "tests/unit/test_registry.py": "the order, and what each folder is built for",

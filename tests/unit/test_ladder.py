@@ -19,7 +19,7 @@ from bench.on_the_spot import find_nvcc
 from bench.results import append_rows, make_row
 
 from archflash.__main__ import main as archflash_main
-from archflash.cli import ladder as ladder_command
+from archflash.cli.of_clone import find_clone
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {
@@ -125,27 +125,17 @@ def test_a_gpu_that_is_too_old_or_too_new_is_refused_with_the_reason() -> None:
 # --- archflash ladder ---
 
 
-def test_the_command_outside_a_clone_says_what_it_needs(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert archflash_main(["ladder", "ampere"]) == 2
-    error = capsys.readouterr().err
-    assert "this folder is in no clone: the ladders' kernels are in the source tree" in error
-    assert "give --clone FOLDER. nvcc 13.0 or newer compiles them" in error
-    assert archflash_main(["ladder", "--clone", str(tmp_path)]) == 2
-    assert f"{tmp_path} is no clone of archflash" in capsys.readouterr().err
-
-
 def test_the_command_finds_the_clone_above_the_current_folder(monkeypatch) -> None:
     monkeypatch.chdir(ROOT / "docs")
-    assert ladder_command.find_clone(None) == ROOT
+    assert find_clone("ladder") == find_clone("demo") == ROOT
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not found: it compiles the rungs")
 def test_the_command_prints_a_ladder_and_draws_it(tmp_path, monkeypatch, capfd) -> None:
-    monkeypatch.chdir(tmp_path)
-    picture = ["--simulate", "--plot", "simt.svg"]
-    assert archflash_main(["ladder", "simt", *picture, "--clone", str(ROOT)]) == 0
+    monkeypatch.chdir(ROOT)
+    picture = ["--simulate", "--plot", str(tmp_path / "simt.svg")]
+    assert archflash_main(["ladder", "simt", *picture]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     for rung in BY_NAME["simt"].rungs:

@@ -53,10 +53,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sim._attention", "sim._picture"),
     ("sim",),
     ("__init__",),
-    ("cli", "cli.ladder", "cli.minilm"),
-    ("cli.demo", "cli.explain", "cli.info", "cli.replay", "cli.shown"),
-    ("cli.show_figure", "cli.show_html", "cli.sim"),
-    ("cli.show",),
+    ("cli",),
+    ("cli.explain", "cli.info", "cli.of_clone", "cli.replay"),
+    ("cli.sim",),
     ("__main__",),
 )
 # The package registers the simulator with the runtime, and imports it at the first call that needs

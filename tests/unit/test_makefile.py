@@ -1,8 +1,9 @@
-"""What make runs."""
+"""What make and the hooks of git run."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,9 +57,56 @@ def test_one_wheel_is_built_installed_and_looked_at(target: str) -> None:
     installed = [line for line in lines if " install " in line and "build/wheel/*.whl" in line]
     assert [line.split()[-3:] for line in built] == [["-w", "build/wheel", "."]]
     assert "--force-reinstall" in installed[0]
-    assert installed[1].endswith('[test]"')
-    assert not any(line.endswith((" .", '".[test]"')) for line in lines if line not in built)
+    assert installed[1].endswith("--group test")
+    assert not any(line.endswith(" .") for line in lines if line not in built)
     assert lines[-1].startswith("ARCHFLASH_TEST_WHEEL=build/wheel ")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_lint_builds_nothing() -> None:
+    commands = dry_run("lint", "VENV=elsewhere")
+    assert "ruff check" in commands
+    assert "clang-format" in commands
+    assert "pip wheel" not in commands
+    assert "torch" not in commands
+
+
+def test_linters_are_pinned_in_one_place() -> None:
+    pins = re.search(r"^lint = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert pins is not None
+    linters = dict(re.findall(r'"([\w-]+)==([\d.]+)"', pins[1]))
+    assert set(linters) == {"ruff", "mypy", "clang-format"}
+    for name in (".pre-commit-config.yaml", "Makefile", ".github/workflows/ci.yml"):
+        text = (ROOT / name).read_text()
+        assert not re.search(r"(ruff|mypy|clang-format)\S*[=>]=|rev:", text), name
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert set(re.findall(r"\.venv/bin/([\w-]+)", hooks)) == set(linters)
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ("hopper: clear only the rows of a block that do not count\n\nWhy.", ""),
+        ("tests, docs: the whole suite on an H200", ""),
+        ("bench/models: time a layer", ""),
+        ("Merge branch 'loops'", ""),
+        ("a subject without an area", "not `area: imperative`"),
+        ("Hopper: a capital", "not `area: imperative`"),
+        ("hopper: a full stop.", "not `area: imperative`"),
+        ("hopper: " + "x" * 65, "73 characters; 72 are allowed"),
+        ("hopper: no line between\nthis and that", "an empty line"),
+        ("", "not `area: imperative`"),
+    ],
+)
+def test_the_hook_says_what_is_wrong_with_a_commit_message(
+    tmp_path: Path, message: str, fault: str
+) -> None:
+    file = tmp_path / "message"
+    file.write_text(message)
+    command = [sys.executable, str(ROOT / ".ci" / "commit_subject.py"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == (1 if fault else 0)
+    assert fault in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples.minilm import heads as shown
+from examples.minilm import model
+from examples.minilm.page import HEAT, heat_map, render
 from PIL import Image
 
 import archflash
 from archflash.__main__ import main
-from archflash.cli import minilm, show_html, shown
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-MODEL = importlib.util.find_spec(minilm.PACKAGE) is not None
+MODEL = importlib.util.find_spec(model.PACKAGE) is not None
 VOID = {"meta", "img", "br"}
 
 
@@ -72,11 +74,11 @@ def test_synthetic_heads_look_where_their_names_say() -> None:
 
 def test_a_heat_map_has_a_pixel_for_each_weight() -> None:
     weights = torch.tensor([[0.0, 0.25, 1.0], [0.5, 0.01, 0.0]], dtype=torch.float64)
-    picture = Image.open(io.BytesIO(show_html.heat_map(weights))).convert("RGBA")
+    picture = Image.open(io.BytesIO(heat_map(weights))).convert("RGBA")
     assert picture.size == (3, 2)
     pixels = [picture.getpixel((x, y)) for y in range(2) for x in range(3)]
     assert [p[3] for p in pixels] == [0, 128, 255, 180, 26, 0]
-    assert {p[:3] for p in pixels} == {show_html.HEAT}
+    assert {p[:3] for p in pixels} == {HEAT}
 
 
 def test_a_wrong_output_is_found_by_position_and_by_head(monkeypatch, capsys) -> None:
@@ -103,7 +105,7 @@ def test_an_implementation_that_refuses_is_named_with_its_reason(monkeypatch) ->
     compared = shown.compare(heads, ["ampere"], torch.device("cpu"))
     assert compared.refused == {"ampere": "not on a <Tuesday>"}
     assert "did not run: not on a <Tuesday>" in "\n".join(shown.describe(compared))
-    text = show_html.render(shown.Shown("", (), (), heads, (compared,)))
+    text = render(shown.Shown("", (), (), heads, (compared,)))
     assert "did not run: not on a &lt;Tuesday&gt;" in text
     Page(text)
 
@@ -128,7 +130,7 @@ def test_wrong_arguments_are_refused(arguments, said, capsys) -> None:
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert main(["show", "--no-model", str(tmp_path / "x.png")]) == 2
-    assert "pip install 'archflash[show]'; a page (.html) does not" in capsys.readouterr().err
+    assert "pip install matplotlib; a page (.html) does not" in capsys.readouterr().err
 
 
 def test_the_page_stands_alone_and_has_both_colour_schemes(page: Path) -> None:
@@ -180,6 +182,6 @@ def test_a_browser_shows_the_page_in_its_colours(page: Path, tmp_path: Path, sch
     assert picture.getpixel((2, 2)) == background
     colours = {colour: count for count, colour in picture.getcolors(1 << 24)}
     # The heads "strided", "global anchors" and "blocks" have keys of the largest weight.
-    assert colours[show_html.HEAT] > 10_000
+    assert colours[HEAT] > 10_000
     ink = {"dark": (0xE8, 0xE8, 0xE6), "light": (0x1D, 0x1F, 0x23)}[scheme]
     assert colours[ink] > 100  # text

@@ -44,7 +44,7 @@ __device__ __forceinline__ Work find_work(const AttentionParams& params, int ind
   if (params.cu_seqlens_q_gmem == nullptr) {
     work.nq = params.nq;
     work.nk = params.nk;
-    // mutants: never-negative
+    // mutants: never-negative (tests/sim/tags.py)
     const int tiles = (work.nq + block_q - 1) / block_q;
     const int heads_per_group = params.order.heads_per_group / packed_heads;
     const int group = index / (heads_per_group * tiles);

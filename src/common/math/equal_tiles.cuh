@@ -42,7 +42,7 @@ __device__ __forceinline__ Work find_equal_work(const AttentionParams& params,
   Work work{};
   work.nq = params.nq;
   work.nk = params.nk;
-  // mutants: never-negative
+  // mutants: never-negative (tests/sim/tags.py)
   const int tiles = (work.nq + block_q - 1) / block_q;
   const int heads_per_group = params.order.heads_per_group;
   const int first_head = divisors.tiles_of_group.quotient(index) * heads_per_group;

@@ -160,7 +160,7 @@ __device__ __forceinline__ void raise_bases(const float (&lane_max)[C::M_TILES][
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float row_max = lane_max[m][r];
-      // mutants: maximum-of-four-lanes
+      // mutants: maximum-of-four-lanes (tests/sim/tags.py)
       row_max = fmaxf(row_max, __shfl_xor_sync(FULL_WARP, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(FULL_WARP, row_max, 2));
       float base = __fmul_rn(row_max, exp2_scale);

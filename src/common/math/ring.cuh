@@ -27,7 +27,7 @@ struct RingPosition {
 // The arrival of a warp at a barrier, such as one that hands a stage back to the producer. The
 // barrier was made by mbarrier_init_for_warps().
 __device__ __forceinline__ void release(uint32_t barrier_smem) {
-  // mutants: elect-waits-for-warp
+  // mutants: elect-waits-for-warp (tests/sim/tags.py)
   __syncwarp();  // all lanes of the warp have read what the barrier guards
   if (ptx::ARRIVALS_OF_WARP > 1 || ptx::elect_sync()) ptx::mbarrier_arrive(barrier_smem);
 }

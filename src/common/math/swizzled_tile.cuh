@@ -19,7 +19,7 @@ struct SwizzledTile {
   static_assert(COLUMNS % 32 == 0, "a row is whole groups of chunks");
 
   ARCHFLASH_HOST_DEVICE static constexpr int swizzle(int row) {
-    // mutants: never-negative
+    // mutants: never-negative (tests/sim/tags.py)
     return GROUP == 8 ? row % 8 : row / 2 % 4;
   }
   // Byte offset of a 16-byte chunk in the tile.

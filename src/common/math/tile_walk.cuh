@@ -23,7 +23,7 @@ struct SharedTileIndex {
   }
   __device__ __forceinline__ unsigned value() const {
     const unsigned worker = blockIdx.x / CTAS;
-    // mutants: tiles-in-other-order
+    // mutants: tiles-in-other-order (tests/sim/tags.py)
     return round * workers() + (round % 2 == 0 ? worker : workers() - 1 - worker);
   }
 };

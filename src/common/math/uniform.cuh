@@ -10,7 +10,7 @@ constexpr unsigned FULL_WARP = 0xFFFFFFFFu;
 // computing or moving x at each use.
 template <typename T>
 __device__ __forceinline__ T uniform(T x) {
-  // mutants: same-in-all-lanes
+  // mutants: same-in-all-lanes (tests/sim/tags.py)
   return __shfl_sync(FULL_WARP, x, 0);
 }
 

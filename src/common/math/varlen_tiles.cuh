@@ -23,7 +23,7 @@ __device__ __forceinline__ int find_varlen_sequence(const int* cu_seqlens_gmem, 
   int first = 0;  // the answer lies in [first, first + count)
   int count = batch;
   while (true) {
-    // mutants: never-negative, longer-steps
+    // mutants: never-negative, longer-steps (tests/sim/tags.py)
     const int step = (count + 31) / 32;
     const int asked = first + lane * step;
     const bool before =

@@ -16,7 +16,7 @@ struct VisibleKeys {
   int nk;
 
   ARCHFLASH_HOST_DEVICE int first(int row) const {
-    // mutants: no-negative-key, masked-needlessly
+    // mutants: no-negative-key, masked-needlessly (tests/sim/tags.py)
     return row + first_shift > 0 ? row + first_shift : 0;
   }
   ARCHFLASH_HOST_DEVICE int last(int row) const {

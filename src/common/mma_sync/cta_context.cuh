@@ -174,7 +174,7 @@ template <class C, class Tile>
 __device__ __forceinline__ void start_keys(uint32_t tile_smem, const uint16_t* keys_gmem,
                                            int64_t row_stride, int columns, int key, int begin,
                                            int end) {
-  // mutants: ragged-copy-of-whole-block
+  // mutants: ragged-copy-of-whole-block (tests/sim/tags.py)
   if (key >= begin && key + C::BLOCK_K <= end) {
     start_load<C, Tile, C::BLOCK_K>(tile_smem, keys_gmem, key, row_stride * 2, columns);
   } else {

@@ -30,7 +30,7 @@ struct CopyLane {
     const unsigned thread = ptx::mov_tid_x_volatile();
     const int chunk = thread % Tile::GROUP;
     row = thread / Tile::GROUP;
-    // mutants: own-copy-follows
+    // mutants: own-copy-follows (tests/sim/tags.py)
     column = chunk * 8;
     offset = Tile::offset(row, chunk);
   }

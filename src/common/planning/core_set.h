@@ -18,7 +18,6 @@ namespace archflash::core {
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr const char* USE_TORCH = " or use implementation='torch'";  // ends a reason
-constexpr const char* HEAD_DIMS = "multiples of 8 up to 256, d and dv independent";
 constexpr const char* WIDE_HEAD_DIMS = "multiples of 8 up to 512, d and dv independent";
 constexpr const char* HEAD_DIMS_WITH_FP8 =
     "multiples of 8 (fp8: 16) up to 256, d and dv independent";

@@ -9,7 +9,6 @@ namespace archflash::ptx {
 // tensor memory of an SM has 128 lanes of 512 columns of 32 bits; an address is lane << 16 |
 // column. All wrappers are volatile with "memory", because they act on memory that the compiler
 // does not see and must not move across waits and barriers.
-constexpr int TMEM_LANES = 128;
 constexpr int TMEM_COLUMNS = 512;
 
 // The first of the 32 lanes that a warp may access, as the lane field of an address.

@@ -13,13 +13,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import archflash
+from tests.kernel_files import KERNELS
 
 from ..protocols.cases import cases, sample_cases
 from ..ptx_hash import ptx_hash
 
 FOLDER = Path(__file__).parent
-KERNELS = Path(archflash.__file__).parent / "_kernels"
 
 
 def summaries() -> list[dict[str, Any]]:

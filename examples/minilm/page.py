@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from archflash.cli.shown import Compared, Heads, Shown
+from examples.minilm.heads import Compared, Heads, Shown
 
 HEAT = (217, 98, 43)  # a colour that stands out on white and on black; the weight is its opacity
 SERIES = ("#d9622b", "#3f7fbf", "#4e9a52", "#a05fb5", "#b08a1e", "#c2506e", "#6b7a8f")

@@ -8,11 +8,11 @@ float32 forward over a padded batch. On a machine with no GPU the kernels run on
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,8 @@ from torch import Tensor
 import archflash
 from archflash import _archflash as _native
 from archflash import _dispatch, reference
-from archflash.cli import minilm
+from archflash.cli import Parser
+from examples.minilm import model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -138,14 +139,14 @@ class CheckedAttention:
 
 
 def make_batch(
-    tokenizer: Tokenizer, config: minilm.Config, sentences: tuple[str, ...], device: torch.device
+    tokenizer: Tokenizer, config: model.Config, sentences: tuple[str, ...], device: torch.device
 ) -> Batch:
     """Tokenise sentences; lay them out packed for archflash and padded for the model's own."""
     ids = [
         torch.tensor(tokenizer.encode(sentence).ids, dtype=torch.int64) for sentence in sentences
     ]
     lengths = torch.tensor([len(i) for i in ids])
-    minilm.check_tokens(torch.cat(ids), lengths, config)
+    model.check_tokens(torch.cat(ids), lengths, config)
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
@@ -158,11 +159,10 @@ def make_batch(
     )
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the `demo` command to the command line."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="run a sentence-embedding model with archflash and check every layer",
+def main(arguments: Sequence[str]) -> int:
+    """Runs the demo; returns the exit status, 0 if everything agreed."""
+    parser = Parser(
+        prog="archflash demo",
         description="Run all-MiniLM-L6-v2 over a batch of sentences of unequal lengths, each "
         "layer's attention through archflash, and compare with the model's own masked attention "
         "and with a float64 reference. Exits with 1 if anything disagrees.",
@@ -187,17 +187,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FOLDER",
         help="write a half-precision copy of the model (45 MB) for --weights elsewhere, and stop",
     )
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the demo; return the exit status, 0 if everything agreed."""
-    folder = minilm.find_weights(args.weights)
+    args = parser.parse_args(arguments)
+    folder = model.find_weights(args.weights)
     if args.save_half is not None:
-        written = minilm.save_half(folder, Path(args.save_half))
+        written = model.save_half(folder, Path(args.save_half))
         print(
             f"wrote {written} ({written.stat().st_size / 1e6:.0f} MB), "
-            f"{minilm.TOKENIZER_FILE} and {minilm.CONFIG_FILE}"
+            f"{model.TOKENIZER_FILE} and {model.CONFIG_FILE}"
         )
         print(f"use it with: archflash demo --weights {args.save_half}")
         return 0
@@ -226,7 +222,7 @@ def _demo(folder: Path, dtypes: list[torch.dtype], implementation: str | None) -
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
     print(f"loading weights from {folder}", flush=True)
-    tokenizer, encoder = minilm.load_model(folder)
+    tokenizer, encoder = model.load_model(folder)
     encoder.to(device)
     config = encoder.config
     print(
@@ -315,7 +311,7 @@ def _masked(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         padded[mask] = x.float()
         return padded
 
-    return minilm.masked_attention(pad(q), pad(k), pad(v), mask)[mask]
+    return model.masked_attention(pad(q), pad(k), pad(v), mask)[mask]
 
 
 def _difference(out: Tensor, other: Tensor) -> float:

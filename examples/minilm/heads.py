@@ -15,7 +15,7 @@ from torch import Tensor
 import archflash
 from archflash import _dispatch, reference
 from archflash._errors import ArchflashError
-from archflash.cli import minilm
+from examples.minilm import model
 
 SYNTHETIC_ROWS = 64  # queries and keys of the synthetic heads, and their head dimension
 SYNTHETIC = ("local", "strided", "global anchors", "blocks")
@@ -120,19 +120,19 @@ def model_heads(folder: Any, sentence: str) -> tuple[tuple[str, ...], tuple[Head
     """The heads of the demo's model while it reads a sentence.
 
     Args:
-        folder: that has the model, from `minilm.find_weights`.
+        folder: that has the model, from `model.find_weights`.
         sentence: any text of at most 512 tokens.
 
     Returns:
         The tokens, and the heads of each layer.
 
     Raises:
-        minilm.ModelError: the model cannot be loaded, or the sentence is too long for it.
+        model.ModelError: the model cannot be loaded, or the sentence is too long for it.
     """
-    tokenizer, encoder = minilm.load_model(folder)
+    tokenizer, encoder = model.load_model(folder)
     encoded = tokenizer.encode(sentence)
     ids = torch.tensor(encoded.ids)
-    minilm.check_tokens(ids, torch.tensor([len(ids)]), encoder.config)
+    model.check_tokens(ids, torch.tensor([len(ids)]), encoder.config)
     layers: list[Heads] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from archflash.cli.shown import Compared, Heads, Shown
+from examples.minilm.heads import Compared, Heads, Shown
 
 
 def require() -> Any:
@@ -19,7 +19,7 @@ def require() -> Any:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ValueError(
-            "pictures need matplotlib: pip install 'archflash[show]'; a page (.html) does not"
+            "pictures need matplotlib: pip install matplotlib; a page (.html) does not"
         ) from error
 
 

@@ -5,25 +5,25 @@ every implementation against float64, as text, as pictures, or as one HTML page 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import archflash
 from archflash import _archflash as _native
-from archflash.cli import demo, minilm, show_figure, show_html
-from archflash.cli.shown import Shown, compare, describe, model_heads, synthetic_heads
+from archflash.cli import Parser
+from examples.minilm import demo, figure, model, page
+from examples.minilm.heads import Shown, compare, describe, model_heads, synthetic_heads
 
 PAGE, PICTURES = ".html", (".png", ".svg", ".pdf")
 SENTENCE = demo.SENTENCES[1]
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the parser of `archflash`."""
-    parser = commands.add_parser(
-        "show",
-        help="attention weights of a real model, and the errors of every implementation",
+def main(given: Sequence[str]) -> int:
+    """Prints the errors and writes the files; exit status 1 where the error rule is broken."""
+    parser = Parser(
+        prog="archflash show",
         description="Shows where the heads of all-MiniLM-L6-v2 and four synthetic heads look, and "
         "how far each implementation is from float64 by position and by head. Without a GPU the "
         "kernels run on the simulator. Exits with 1 if an implementation breaks the error rule.",
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help=".html: one page that needs nothing else; .png, .svg, .pdf: a picture, by matplotlib "
-        "(pip install 'archflash[show]')",
+        "(pip install matplotlib)",
     )
     parser.add_argument("--sentence", default=SENTENCE, help="that the model reads")
     parser.add_argument(
@@ -45,17 +45,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--implementations", metavar="NAME,...", help="which are compared (default: all)"
     )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the errors and writes the files; exit status 1 where the error rule is broken."""
+    arguments = parser.parse_args(given)
     for file in arguments.files:
         if file.suffix.lower() not in (PAGE, *PICTURES):
             allowed = ", ".join((PAGE, *PICTURES))
             raise ValueError(f"{file}: the name must end in one of {allowed}")
         if file.suffix.lower() != PAGE:
-            show_figure.require()
+            figure.require()
     shown = collect(arguments)
     if shown.layers:
         heads = sum(len(layer.names) for layer in shown.layers)
@@ -64,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(describe(compared)), flush=True)
     for file in arguments.files:
         if file.suffix.lower() == PAGE:
-            file.write_text(show_html.render(shown), encoding="utf-8")
+            file.write_text(page.render(shown), encoding="utf-8")
         else:
-            show_figure.save(shown, file)
+            figure.save(shown, file)
         print(f"wrote {file}")
     return int(any(not e.report.ok for c in shown.compared for e in c.errors))
 
@@ -88,7 +84,7 @@ def collect(arguments: argparse.Namespace) -> Shown:
     synthetic = synthetic_heads()
     if arguments.no_model:
         return Shown("", (), (), synthetic, (compare(synthetic, names, device),))
-    folder = minilm.find_weights(arguments.weights)
+    folder = model.find_weights(arguments.weights)
     tokens, layers = model_heads(folder, arguments.sentence)
     if not 1 <= arguments.layer <= len(layers):
         raise ValueError(f"--layer {arguments.layer}: the model has layers 1 to {len(layers)}")

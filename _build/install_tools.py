@@ -1,0 +1,43 @@
+"""Installs into a folder what the build backend asks for, as pip does in an isolated build:
+``python _build/install_tools.py FOLDER``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+def required(project: str) -> list[str]:
+    """The requirements in [build-system] of a pyproject.toml. Python 3.10 has no tomllib."""
+    match = re.search(r"^requires = (\[.*\])$", project, flags=re.MULTILINE)
+    if match is None:
+        raise ValueError("pyproject.toml has no line `requires = [...]`")
+    packages: list[str] = json.loads(match[1])
+    return packages
+
+
+def install(packages: list[str], folder: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--target", folder, *packages]
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    packages = required(PROJECT.read_text())
+    with tempfile.TemporaryDirectory() as folder:  # a folder takes one installation
+        install(packages, folder)
+        sys.path.insert(0, folder)
+        import archflash_backend  # imports scikit-build-core
+
+        packages += archflash_backend.get_requires_for_build_wheel()
+    install(packages, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Programs for users to read and run; tests run them too."""
