@@ -40,14 +40,14 @@ const Description& describe() {
 
 namespace {
 
-struct Tile : core::Tile {
+struct ConsumerTile : core::Tile {
   int barriers;
   Registers registers;
   int consumer_registers;  // of a thread, with Registers::Roles
 };
 
 template <class C>
-constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reason) {
+constexpr ConsumerTile tile(const char* name, core::ServesFrom serves, const char* reason) {
   core::Tile common = core::tile<C>(name, serves, reason);
   common.q_box = core::box<typename C::QTile>(C::QK_PACK);
   common.k_box = core::box<typename C::KTile>(C::QK_PACK);
@@ -56,7 +56,7 @@ constexpr Tile tile(const char* name, core::ServesFrom serves, const char* reaso
 }
 
 // Measured on an H200 (NOTES.md).
-constexpr Tile TILES[] = {
+constexpr ConsumerTile TILES[] = {
     tile<D64Short<DType::F16>>("d64_short", {.max_keys = D64Short<DType::F16>::BLOCK_K},
                                "few keys: all of them at a time"),
     tile<D64Pair<DType::F16>>(
@@ -89,7 +89,7 @@ constexpr Tile TILES[] = {
 };
 
 // Chosen by analogy: no GPU with 8-bit mma.sync and TMA was measured (NOTES.md).
-constexpr Tile FP8_TILES[] = {
+constexpr ConsumerTile FP8_TILES[] = {
     tile<Fp8D64Pair<DType::E4M3>>(
         "d64_pair", {.min_tiles_per_sm = 1.5, .min_uneven_tiles_per_sm = 4},
         "two CTAs per SM with 4 warps of 32 rows; its speed is unmeasured on 12.x"),
@@ -104,7 +104,7 @@ constexpr Tile FP8_TILES[] = {
     tile<Fp8D256<DType::E4M3>>("d256", {}, "8 warps of 16 rows; its speed is unmeasured on 12.x"),
 };
 
-std::span<const Tile> tiles_of_type(DType dtype) {
+std::span<const ConsumerTile> tiles_of_type(DType dtype) {
   if (is_fp8(dtype)) return FP8_TILES;
   return TILES;
 }
@@ -122,7 +122,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   const auto choice =
       core::choose_with_splits("blackwell_consumer", tiles_of_type(problem.dtype), problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
-  const auto& chosen = std::get<core::SplitChoice<Tile>>(choice);
+  const auto& chosen = std::get<core::SplitChoice<ConsumerTile>>(choice);
   const auto& [tile, splits, share_keys] = chosen;
 
   const int64_t tiles = core::tiles_of(problem, tile) * splits;
@@ -149,7 +149,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
 }
 
 Notes notes(const LaunchPlan& plan) {
-  const Tile* tile = core::taken(tiles_of_type(plan.problem.dtype), plan);
+  const ConsumerTile* tile = core::taken(tiles_of_type(plan.problem.dtype), plan);
   if (tile == nullptr) return {};
   const auto str = [](int x) { return std::to_string(x); };
   const std::string registers = tile->registers == Registers::Roles

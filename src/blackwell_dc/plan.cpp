@@ -39,7 +39,7 @@ const Description& describe() {
 
 namespace {
 
-struct Tile : core::Tile {
+struct RoleTile : core::Tile {
   int tiles_per_cta;  // of 128 rows
   int barriers;
   int polynomials;  // of 128 exponentials
@@ -52,7 +52,7 @@ constexpr int polynomials_of_128 =
     C::SWITCHES.polynomial_pairs * 2 * (C::SWITCHES.polynomial_in_last_quarter ? 4 : 3);
 
 template <class C>
-constexpr Tile tile(const char* name) {
+constexpr RoleTile tile(const char* name) {
   const core::Tile common{.name = name,
                           .reason = "",
                           .head_dim = C::HEAD_DIM,
@@ -76,33 +76,33 @@ constexpr Tile tile(const char* name) {
 }
 
 // One for each head dimension, the smallest first.
-constexpr Tile TILES[] = {tile<D64<DType::F16>>("d64"), tile<D96<DType::F16>>("d96"),
-                          tile<D128<DType::F16>>("d128"), tile<D192<DType::F16>>("d192"),
-                          tile<D256<DType::F16>>("d256")};
+constexpr RoleTile TILES[] = {tile<D64<DType::F16>>("d64"), tile<D96<DType::F16>>("d96"),
+                              tile<D128<DType::F16>>("d128"), tile<D192<DType::F16>>("d192"),
+                              tile<D256<DType::F16>>("d256")};
 
 // For pairs of CTAs: each has the head dimensions of one of TILES, and serves where pairs_pay().
-constexpr Tile PAIRS[] = {tile<D128Pair<DType::F16>>("d128_pair"),
-                          tile<D192Pair<DType::F16>>("d192_pair")};
+constexpr RoleTile PAIRS[] = {tile<D128Pair<DType::F16>>("d128_pair"),
+                              tile<D192Pair<DType::F16>>("d192_pair")};
 
 // For few query rows: one tile of 128 rows, whose keys may be split over CTAs.
 constexpr int FEW_ROWS = D64Few<DType::F16>::TILE_ROWS;
-constexpr Tile FEW_TILES[] = {
+constexpr RoleTile FEW_TILES[] = {
     tile<D64Few<DType::F16>>("d64_few"), tile<D96Few<DType::F16>>("d96_few"),
     tile<D128Few<DType::F16>>("d128_few"), tile<D192Few<DType::F16>>("d192_few"),
     tile<D256<DType::F16>>("d256")};
 
-constexpr Tile FP8_TILES[] = {tile<Fp8D64<DType::E4M3>>("d64"), tile<Fp8D128<DType::E4M3>>("d128"),
-                              tile<Fp8D192<DType::E4M3>>("d192"),
-                              tile<Fp8D256<DType::E4M3>>("d256")};
+constexpr RoleTile FP8_TILES[] = {
+    tile<Fp8D64<DType::E4M3>>("d64"), tile<Fp8D128<DType::E4M3>>("d128"),
+    tile<Fp8D192<DType::E4M3>>("d192"), tile<Fp8D256<DType::E4M3>>("d256")};
 
 // Tiles that replace others on 10.3. The other kernels have no polynomials, or wait for memory.
 struct Replacement {
   const char* replaces;
-  Tile tile;
+  RoleTile tile;
 };
 template <class C>
 constexpr Replacement on_10_3(const char* replaces, const char* name) {
-  Tile mufu = tile<WithoutPolynomials<C>>(name);
+  RoleTile mufu = tile<WithoutPolynomials<C>>(name);
   mufu.reason = "10.3: no polynomials, since its MUFU is said to be twice as fast";
   return {replaces, mufu};
 }
@@ -120,8 +120,8 @@ std::span<const Replacement> replacements(const Problem& problem) {
   return ON_10_3;
 }
 
-const Tile& smallest(std::span<const Tile> tiles, const Problem& problem) {
-  for (const Tile& tile : tiles) {
+const RoleTile& smallest(std::span<const RoleTile> tiles, const Problem& problem) {
+  for (const RoleTile& tile : tiles) {
     if (core::takes_head_dims(tile, problem)) return tile;
   }
   return tiles.back();  // core::why_not() refuses larger ones
@@ -135,7 +135,8 @@ const Tile& smallest(std::span<const Tile> tiles, const Problem& problem) {
 // to make up for a sixteenth, where there is work for all pairs. FlashAttention-4 takes pairs
 // wherever there is no mask and both CTAs have rows. So do we, unless that takes a quarter longer
 // by the model.
-bool pairs_pay(const Problem& problem, const Device& device, const Tile& alone, const Tile& pair) {
+bool pairs_pay(const Problem& problem, const Device& device, const RoleTile& alone,
+               const RoleTile& pair) {
   const int64_t pairs = device.sm_count / 2;
   if (core::rows_per_sequence(problem) <= alone.block_q || pairs == 0) return false;
   const bool equal = core::equal_tiles(problem);
@@ -146,30 +147,30 @@ bool pairs_pay(const Problem& problem, const Device& device, const Tile& alone, 
 }
 
 // The kernel that serves all rows of a head with all their keys.
-const Tile& alone_or_pair(const Problem& problem, const Device& device) {
-  const Tile& alone = smallest(TILES, problem);
-  for (const Tile& pair : PAIRS) {
+const RoleTile& alone_or_pair(const Problem& problem, const Device& device) {
+  const RoleTile& alone = smallest(TILES, problem);
+  for (const RoleTile& pair : PAIRS) {
     const bool same_dims = pair.head_dim == alone.head_dim && pair.head_dim_v == alone.head_dim_v;
     if (same_dims && pairs_pay(problem, device, alone, pair)) return pair;
   }
   return alone;
 }
 
-Tile few_tile(const Problem& problem) {
-  Tile few = smallest(FEW_TILES, problem);
+RoleTile few_tile(const Problem& problem) {
+  RoleTile few = smallest(FEW_TILES, problem);
   core::pack_heads(problem, few);
   return few;
 }
 
 // The time of all tiles without a split: in keys that an SM passes with one tile.
-int64_t time_unsplit(const Problem& problem, const Device& device, const Tile& tile) {
+int64_t time_unsplit(const Problem& problem, const Device& device, const RoleTile& tile) {
   const int64_t sms = std::max(device.sm_count, 1);
   const int64_t rounds = core::ceil_div(core::tiles_of(problem, tile) * tile.cluster, sms);
   return rounds * core::visited_keys(problem, tile) * tile.tiles_per_cta;
 }
 
 struct Choice {
-  Tile tile;
+  RoleTile tile;
   int64_t splits;
 };
 
@@ -177,13 +178,13 @@ struct Choice {
 // packing heads or splitting the keys is expected to be faster, or a split is asked for.
 Choice choose(const Problem& problem, const Device& device) {
   if (is_fp8(problem.dtype)) return {smallest(FP8_TILES, problem), 1};
-  const Tile few = few_tile(problem);
+  const RoleTile few = few_tile(problem);
   const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
   const int64_t few_time = time_unsplit(problem, device, few);
   Choice choice{few, 1};
   int64_t time = few_time;
   if (longest > FEW_ROWS) {
-    const Tile& many = alone_or_pair(problem, device);
+    const RoleTile& many = alone_or_pair(problem, device);
     int64_t many_time = time_unsplit(problem, device, many);
     // What the model leaves out, the workspace's bytes and what two tiles in flight gain, is taken
     // to be a quarter.
@@ -198,7 +199,7 @@ Choice choose(const Problem& problem, const Device& device) {
 }
 
 // Puts the tile for 10.3 in a tile's place, if there is one. Returns whether there is.
-bool replace_on_10_3(const Problem& problem, const Device& device, Tile& tile) {
+bool replace_on_10_3(const Problem& problem, const Device& device, RoleTile& tile) {
   if (device.capability() != 103) return false;
   for (const auto& [replaces, mufu] : replacements(problem)) {
     if (std::string_view(replaces) != tile.name) continue;
@@ -251,11 +252,11 @@ PlanResult plan(const Problem& problem, const Device& device) {
 }
 
 Notes notes(const LaunchPlan& plan) {
-  const Tile* tile = nullptr;
+  const RoleTile* tile = nullptr;
   if (is_fp8(plan.problem.dtype)) {
-    tile = core::taken<Tile>(FP8_TILES, plan);
+    tile = core::taken<RoleTile>(FP8_TILES, plan);
   } else {
-    using Tiles = std::span<const Tile>;
+    using Tiles = std::span<const RoleTile>;
     for (Tiles tiles : {Tiles(TILES), Tiles(PAIRS), Tiles(FEW_TILES)}) {
       if (tile == nullptr) tile = core::taken(tiles, plan);
     }

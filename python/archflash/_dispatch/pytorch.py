@@ -5,13 +5,20 @@ from __future__ import annotations
 from functools import lru_cache
 
 from archflash import _archflash as _native
-from archflash import _measured, _torch
+from archflash import _measured, _options, _torch
 
 NAMES = {
     "torch-cudnn": "PyTorch's cuDNN kernel",
     "torch-flash": "PyTorch's flash kernel",
     "torch-efficient": "PyTorch's memory-efficient kernel",
 }
+
+
+# Options that _torch.fused_kernel is asked about, or that change no result.
+_KNOWN_TO_FUSED_KERNELS = frozenset(
+    ("causal", "window", "softcap", "sinks", "attn_mask", "alibi_slopes", "key_ranges", "block_mask",
+     "return_lse", *_options.ADVICE)
+)  # fmt: skip
 
 
 def kernel_of(
@@ -34,6 +41,8 @@ def kernel_of(
         return ["a KV cache needs a mask over its whole capacity"]
     if problem.dropout_p:
         return ["the random bits of rng_state need plain operations"]
+    if unknown := [name for name in problem.given if name not in _KNOWN_TO_FUSED_KERNELS]:
+        return [f"{unknown[0]} needs plain operations"]
     return _torch.fused_kernel(
         device_type="cuda",
         capability=capability,

@@ -81,7 +81,8 @@ void check_cache_options(const Arguments& a, bool kv_cache) {
     return;
   }
   for (int i = 0; i < OPTION_COUNT; ++i) {
-    if (OPTIONS[i].of_cache || (a.*ARGUMENTS[i]).is_none()) continue;
+    const nb::handle value = a.*ARGUMENTS[i];
+    if (OPTIONS[i].of_cache || value.is_none() || value.is(Py_False)) continue;
     wrong_value(OPTIONS[i].name,
                 " is given with cache_seqlens: attention_with_kvcache has no such option");
   }
