@@ -38,8 +38,8 @@ def run(command: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-# How texts are packed: contexts for text instead of machine words, and hash chains. Trees of the
-# longest matches (MF_BT4) would make them 7% smaller in 2.5 times the time, a minute of the build.
+# How texts are packed: contexts for text instead of machine words, and hash chains. Matches up to
+# 128 characters long would make them 4% smaller in 1.7 times the time: 20 s of one core in a build.
 PACKING = [
     {
         "id": lzma.FILTER_LZMA2,
@@ -47,7 +47,7 @@ PACKING = [
         "lc": 4,
         "pb": 0,
         "mf": lzma.MF_HC4,
-        "nice_len": 128,
+        "nice_len": 64,
         "depth": 8,
     }
 ]

@@ -22,7 +22,7 @@ import torch
 from _build import build_kernel
 from tests.build.conftest import find_tool
 
-from bench.on_the_spot import SOURCES, find_nvcc
+from bench.on_the_spot import SOURCES, find_nvcc, images_of
 
 OUTPUT = SOURCES.parent / "build" / "one_kernel"
 
@@ -31,8 +31,7 @@ def source_of(image: str) -> tuple[Path, str]:
     """The .cu file of an image ("folder/name"), and the image's name in its folder."""
     folder, _, name = image.partition("/")
     for source in sorted((SOURCES / folder / "kernels").glob("*.cu")):
-        images = re.search(r"^// images: (.*)$", source.read_text(), re.MULTILINE)
-        if name in (images[1].split() if images else [source.stem]):
+        if name in images_of(source):
             return source, name
     raise FileNotFoundError(f"no file of src/{folder}/kernels makes the image {image}")
 

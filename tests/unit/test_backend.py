@@ -305,14 +305,6 @@ def test_without_a_system_compiler_the_wheels_are_laid_out_as_a_toolkit(
     assert (tree / "bin" / "nvcc").read_text() == "bin/nvcc"
 
 
-# --- the kernel build ---
-
-
-@pytest.fixture(scope="module")
-def build_kernel() -> ModuleType:
-    return load("build_kernel")
-
-
 def test_the_link_tree_looks_like_an_ordinary_toolkit(backend: ModuleType, tmp_path: Path) -> None:
     root, tree = wheel_layout(tmp_path / "site"), tmp_path / "tree"
     (tree / "bin").mkdir(parents=True)
@@ -334,6 +326,14 @@ def test_the_link_tree_looks_like_an_ordinary_toolkit(backend: ModuleType, tmp_p
     ):
         assert (tree / path).read_text() == text
     assert backend.link_wheel_toolkit(root, tree) == tree  # the tree is there already
+
+
+# --- the kernel build ---
+
+
+@pytest.fixture(scope="module")
+def build_kernel() -> ModuleType:
+    return load("build_kernel")
 
 
 def test_paths_in_ptx_are_the_same_on_every_machine(build_kernel: ModuleType) -> None:
