@@ -46,7 +46,14 @@ PAGES = (
     "tests/README.md",
 )
 # Documents of which links, paths and Makefile targets are checked only.
-NOTES = ("CHANGELOG.md", "src/*/*.md", "docs/lab/*.md", "tests/sim/vectors/README.md")
+NOTES = (
+    "CHANGELOG.md",
+    "RELEASING.md",
+    "SECURITY.md",
+    "src/*/*.md",
+    "docs/lab/*.md",
+    "tests/sim/vectors/README.md",
+)
 
 # (how a command begins, why the test does not run it)
 NOT_RUN = (

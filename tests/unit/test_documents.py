@@ -164,7 +164,7 @@ FILE = r"\w[\w/]*\.(?:py|cpp|h|cuh|inc)"
 
 def files_called(name: str) -> list[Path]:
     """The files of the project whose path ends in a name."""
-    folders = ("src", "python", "sim", "tests", "bench", "_build")
+    folders = ("src", "python", "sim", "tests", "bench", "examples", "_build")
     found = [path for folder in folders for path in (ROOT / folder).rglob(Path(name).name)]
     return [path for path in found if path.as_posix().endswith(f"/{name}")]
 
