@@ -14,7 +14,7 @@ from archflash import _autocast
 from archflash._api import attention, make_problem
 from archflash._bias import is_causal_bias
 from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster, select
-from archflash._eager import is_tracing, unrecorded
+from archflash._eager import is_eager, is_tracing, unrecorded
 from archflash._overrides import DROPPED_FASTER, count_declined
 from archflash._registry import TORCH
 from archflash._sharding import has_dtensor
@@ -116,10 +116,11 @@ def scaled_dot_product_attention(
     if tracing:
         q, k, v, shape = query, key, value, None
     else:
-        lead = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-            *(x.shape[:-kept] for x in (query, key, value))
-        )
-        q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
+        q, k, v = query, key, value
+        lead, *others = (x.shape[:-kept] for x in (q, k, v))
+        if query.ndim != 4 or not is_eager() or any(other != lead for other in others):
+            lead = torch.broadcast_shapes(lead, *others)  # type: ignore[no-untyped-call]
+            q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (q, k, v))
         shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
         if attn_mask is not None and not is_bias:
             attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
