@@ -69,8 +69,12 @@ bool fits_lse(const TensorView& t, const Problem& p) {
 
 bool requires_gradient(nb::handle x) { return !x.is_none() && reading::requires_grad(x); }
 
-BackwardTensor backward_tensor(const TensorView& t, const reading::Axes& x) {
-  return {reading::strides_of(t, x), t.dtype, reading::column_of(t, x), alignment(t.data)};
+// Writes no padding, which is part of a cache's key.
+void describe(const TensorView& t, const reading::Axes& x, BackwardTensor& to) {
+  to.strides = reading::strides_of(t, x);
+  to.dtype = t.dtype;
+  to.column = reading::column_of(t, x);
+  to.align = alignment(t.data);
 }
 
 // The gradient of q, k or v: the given tensor, or a new one that nests in memory as its input does.
@@ -211,10 +215,10 @@ nb::object attention_backward(const GradientCall& given) {
   BackwardProblem& problem = key.problem;
   std::memcpy(static_cast<void*>(&problem.call), &p, sizeof(Problem));
   const reading::Axes axes = reading::axes_of(a, p.varlen);
-  problem.dout = backward_tensor(dout.view, axes);
-  problem.dq = backward_tensor(made.dq.view, axes);
-  problem.dk = backward_tensor(made.dk.view, axes);
-  problem.dv = backward_tensor(made.dv.view, axes);
+  describe(dout.view, axes, problem.dout);
+  describe(made.dq.view, axes, problem.dq);
+  describe(made.dk.view, axes, problem.dk);
+  describe(made.dv.view, axes, problem.dv);
   problem.accumulate = given.accumulate;
   problem.dlse = !given.dlse.is_none();
   problem.deterministic = given.deterministic;
