@@ -143,7 +143,7 @@ void launch(const PreparedPlan& prepared, const Arguments& a, Call& call, const 
       {Operand::DK, &made.dk.tensor},  {Operand::DV, &made.dv.tensor},
       {Operand::DSinks, &made.dsinks}, {Operand::DMask, &made.dmask}};
   if (simulated) {
-    nb::dict tensors = by_operand(a, outputs, call);
+    nb::dict tensors = by_operand(a, outputs);
     for (const auto& [operand, tensor] : operands) {
       if (!tensor->is_none()) tensors[operand_name(operand)] = *tensor;
     }
