@@ -224,7 +224,7 @@ def training_loops(device: str, archflash: Any) -> Loops:
 
     sdpa, attention = torch.nn.functional.scaled_dot_product_attention, archflash.attention
     ends = torch.tensor([0, ROWS // 4, ROWS], dtype=torch.int32, device=device)
-    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    packed: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
     seen = torch.rand(1, HEADS, ROWS, ROWS, device=device) > 0.2
     plain, single = (1, HEADS, ROWS, HEAD_DIM), torch.float32
     inputs, in_fp32 = sets(*plain), sets(*plain, dtype=single)
@@ -233,8 +233,7 @@ def training_loops(device: str, archflash: Any) -> Loops:
         tensors = [x.detach() for x in (q, k, v)]
         out, lse = attention(*tensors, return_lse=True)
         of_results.append((torch.randn_like(out), *tensors, out, lse))
-    of_lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    of_lengths |= {"max_seqlen_q": ROWS, "max_seqlen_k": ROWS}
+    of_lengths = {**packed, "max_seqlen_q": ROWS, "max_seqlen_k": ROWS}
     return {
         "torch SDPA, both (bf16)": both(sdpa, inputs),
         "torch SDPA, both (fp32)": both(sdpa, in_fp32),

@@ -84,7 +84,7 @@ class _Attention(torch.autograd.Function):
 
 # The function in C++ behind `_Attention.apply`, which looks for transforms of torch.func first: the
 # runtime records no call inside of one.
-_apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
+_apply: Any = super(torch.autograd.Function, _Attention).apply
 
 
 def _record(

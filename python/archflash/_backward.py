@@ -121,7 +121,7 @@ def attention_backward(
             *gradients, dsinks, dmask = results
             if dsinks is not None:
                 gradients.append(dsinks)
-            if dmask is not None:
+            if dmask is not None and attn_mask is not None:
                 gradients.append(dmask.reshape(attn_mask.shape))
             return tuple(gradients)
     options = _options.complete(

@@ -355,12 +355,13 @@ def _decide_eager(
     """The plan for the gradients of an eager call; None if `torch` computes them. The runtime calls
     this when its cache misses.
     """
-    *gradients, dsinks, dmask = into
+    dout, q, k, v, out, lse, dlse = tensors
+    dq, dk, dv, dsinks, dmask = into
     options = _options.complete(dict(zip(_options.OF_ATTENTION, values, strict=True)))
-    request = Request(*tensors, options, dmask is not None)
-    device, obstacle = _dispatch.device_of(request.problem(), request.q.device.index)
-    targets = Gradients(*gradients, dsinks, accumulate, dmask)
-    decision = decide(request, targets, device, name, obstacle, deterministic)
+    request = Request(dout, q, k, v, out, lse, dlse, options, dmask is not None)
+    device, obstacle = _dispatch.device_of(request.problem(), q.device.index)
+    gradients = Gradients(dq, dk, dv, dsinks, accumulate, dmask)
+    decision = decide(request, gradients, device, name, obstacle, deterministic)
     if decision.unproved and device is not None:
         _proofs.note(decision.unproved[0], device, decision.chosen)
     return decision.plan

@@ -67,7 +67,7 @@ bool fits_lse(const TensorView& t, const Problem& p) {
          std::memcmp(t.shape, shape + skipped, t.ndim * sizeof(int64_t)) == 0;
 }
 
-bool requires_gradient(nb::handle x) { return !x.is_none() && reading::requires_grad(x); }
+bool requires_gradient(nb::handle x) { return is_plain_tensor(x) && reading::requires_grad(x); }
 
 // Writes no padding, which is part of a cache's key.
 void describe(const TensorView& t, const reading::Axes& x, BackwardTensor& to) {
