@@ -187,6 +187,87 @@ def sdpa_loops(device: str) -> Loops:
     }
 
 
+def training_loops(device: str, archflash: Any) -> Loops:
+    """Calls whose gradients are needed, with their backward passes where the name says "both": by
+    name, through compat.flash_attn, and PyTorch's SDPA.
+
+    Args:
+        device: torch device.
+        archflash: the package.
+
+    Returns:
+        As `call_loops`.
+    """
+    import torch
+
+    from archflash.compat import flash_attn
+
+    half, heads_last = torch.bfloat16, (1, ROWS, HEADS, HEAD_DIM)
+
+    def leaves(*shape: int, dtype: torch.dtype = half) -> list[torch.Tensor]:
+        made = (torch.randn(shape, dtype=dtype, device=device) for _ in range(TENSOR_SETS))
+        return [x.requires_grad_() for x in made]
+
+    def sets(*shape: int, dtype: torch.dtype = half) -> list[tuple[Any, ...]]:
+        return list(zip(*(leaves(*shape, dtype=dtype) for _ in "qkv"), strict=True))
+
+    def both(call: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> Any:
+        out = call(*inputs[0])
+
+        def passes(out_gradient: Any, *tensors: Any) -> object:
+            return torch.autograd.grad(call(*tensors), tensors, out_gradient)
+
+        return passes, [(torch.randn_like(out), *tensors) for tensors in inputs]
+
+    def with_options(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return lambda *tensors: function(*tensors, **options)
+
+    sdpa, attention = torch.nn.functional.scaled_dot_product_attention, archflash.attention
+    ends = torch.tensor([0, ROWS // 4, ROWS], dtype=torch.int32, device=device)
+    packed: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    seen = torch.rand(1, HEADS, ROWS, ROWS, device=device) > 0.2
+    plain, single = (1, HEADS, ROWS, HEAD_DIM), torch.float32
+    inputs, in_fp32 = sets(*plain), sets(*plain, dtype=single)
+    of_results = []
+    for q, k, v in inputs:
+        tensors = [x.detach() for x in (q, k, v)]
+        out, lse = attention(*tensors, return_lse=True)
+        of_results.append((torch.randn_like(out), *tensors, out, lse))
+    of_lengths = {**packed, "max_seqlen_q": ROWS, "max_seqlen_k": ROWS}
+    return {
+        "torch SDPA, both (bf16)": both(sdpa, inputs),
+        "torch SDPA, both (fp32)": both(sdpa, in_fp32),
+        "archflash, forward alone (bf16)": (attention, inputs),
+        "archflash, both (bf16)": both(attention, inputs),
+        "archflash, both (fp32)": both(attention, in_fp32),
+        "archflash, both, simt forced (fp32)": both(
+            with_options(attention, implementation="simt"), in_fp32
+        ),
+        "archflash, both, packed": both(
+            with_options(attention, **packed), sets(ROWS, HEADS, HEAD_DIM)
+        ),
+        "archflash, both, attn_mask": both(with_options(attention, attn_mask=seen), inputs),
+        "archflash, both, dropout": both(with_options(attention, dropout_p=0.1), inputs),
+        "archflash.scaled_dot_product_attention, both": both(
+            archflash.scaled_dot_product_attention, inputs
+        ),
+        "archflash.attention_backward": (archflash.attention_backward, of_results),
+        "compat flash_attn_func, both": both(flash_attn.flash_attn_func, sets(*heads_last)),
+        "compat flash_attn_varlen_func, both": both(
+            with_options(flash_attn.flash_attn_varlen_func, **of_lengths),
+            sets(ROWS, HEADS, HEAD_DIM),
+        ),
+        "compat flash_attn_qkvpacked_func, both": both(
+            flash_attn.flash_attn_qkvpacked_func,
+            [(x,) for x in leaves(1, ROWS, 3, HEADS, HEAD_DIM)],
+        ),
+        "compat flash_attn_kvpacked_func, both": both(
+            flash_attn.flash_attn_kvpacked_func,
+            list(zip(leaves(*heads_last), leaves(1, ROWS, 2, HEADS, HEAD_DIM), strict=True)),
+        ),
+    }
+
+
 def measure_registry(
     loops: Loops, count: int, synchronize: Callable[[], object], enabled: Callable[[], Any]
 ) -> dict[str, dict[str, float]]:
@@ -265,11 +346,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         registry = measure_registry(
             sdpa_loops("cuda"), options.count, torch.cuda.synchronize, archflash.enabled
         )
+    training = measure(
+        training_loops("cuda", archflash), options.count // 4, torch.cuda.synchronize
+    )
     rest = {name: round(us, 3) for name, us in differences(breakdown).items()}
 
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     print(f"B=1 H={HEADS} N={ROWS} D={HEAD_DIM}; archflash chose {implementation} for fp32\n")
-    tables = [*lines_of(calls), "", *lines_of(registry), "", *lines_of(breakdown)]
+    tables = [*lines_of(calls), "", *lines_of(registry), "", *lines_of(training)]
+    tables += ["", *lines_of(breakdown)]
     print("\n".join([*tables, "", "differences of medians, us"]))
     print("\n".join(f"{us:7.2f}  {name}" for name, us in rest.items()))
 
@@ -283,6 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "count": options.count,
         "calls": calls,
         "registry": registry,
+        "training": training,
         "breakdown": breakdown,
         "differences": rest,
     }

@@ -364,7 +364,7 @@ def host_table(path: Path) -> str:
     data = json.loads(path.read_text())
     lines = [
         [name, *(f"{figures[p]:.2f}" for p in ("p20", "p50", "p80"))]
-        for section in ("calls", "registry", "breakdown")
+        for section in ("calls", "registry", "training", "breakdown")
         for name, figures in data.get(section, {}).items()
     ]
     return (

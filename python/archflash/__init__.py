@@ -13,7 +13,8 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_proofs`, where the kernels have run; dtypes under autocast
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
 - `_gradients`, who computes those of a call, and how
-- `_ops`, a call and its gradients as torch operators
+- `_ops`, a call and its gradients as torch operators; `_autograd`, the eager calls that autograd
+  records without them
 - `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;
   `merge_attention`
 - `attention_with_shared_prefix` and `warm_up`, made of those; `_overrides`, through which PyTorch's

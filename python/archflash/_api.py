@@ -10,6 +10,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _ops, _options
+from archflash import _autograd as _autograd  # it tells the runtime how calls are recorded
 from archflash._eager import is_eager
 
 _is_grad_enabled = torch.is_grad_enabled

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash import _bias, _dispatch, _gradients, _ops, _options
-from archflash._eager import refuse_derivatives, unrecorded
+from archflash._eager import is_eager, refuse_derivatives, unrecorded
 from archflash._errors import UnsupportedError
 
 
@@ -96,6 +99,31 @@ def attention_backward(
         >>> dk.shape
         torch.Size([2, 4, 7, 16])
     """
+    if attn_mask is not None and _bias.is_causal_bias(attn_mask):
+        causal, q_offset, attn_mask = _bias.resolve(
+            attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
+        )
+    given, tensors = (dq, dk, dv), (dout, q, k, v, out, lse, dlse)
+    if is_eager():
+        name = _dispatch.forced() if implementation is None else implementation
+        # In the order of the table of options, src/common/options.inc.
+        values = (
+            causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, dropout_p,
+            rng_state, None, None, None, None, None, None, False, layout, None, False,
+        )  # fmt: skip
+        asked = _gradients.wants_deterministic() if deterministic is None else deterministic
+        results: Any = _native.attention_backward(
+            *tensors, values, name, *given, accumulate, mask_gradient, asked,
+            torch.is_grad_enabled(),
+        )  # fmt: skip
+        if results is not NotImplemented:
+            *gradients, dsinks, dmask = results
+            if dsinks is not None:
+                gradients.append(dsinks)
+            if dmask is not None and attn_mask is not None:
+                gradients.append(dmask.reshape(attn_mask.shape))
+            return tuple(gradients)
     options = _options.complete(
         {
             "causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale,
@@ -110,12 +138,6 @@ def attention_backward(
         "attention_backward", dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse,
         **differentiable,
     )  # fmt: skip
-    if attn_mask is not None and _bias.is_causal_bias(attn_mask):
-        options["causal"], options["q_offset"], options["attn_mask"] = _bias.resolve(
-            attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
-        )
-    given = (dq, dk, dv)
-    tensors = (dout, q, k, v, out, lse, dlse)
     if _ops.goes_through_operator(*tensors, *given, *options.values()):
         if not _ops.is_symbolic(*tensors, *options.values()):
             request = _gradients.Request(*tensors, options, mask_gradient)

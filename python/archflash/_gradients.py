@@ -344,6 +344,32 @@ def compute(
     _by_torch(request, into, deterministic)
 
 
+def _decide_eager(
+    tensors: tuple[Any, ...],
+    values: tuple[Any, ...],
+    into: tuple[Any, ...],
+    accumulate: bool,
+    deterministic: bool,
+    name: str | None,
+) -> _native.LaunchPlan | None:
+    """The plan for the gradients of an eager call; None if `torch` computes them. The runtime calls
+    this when its cache misses.
+    """
+    dout, q, k, v, out, lse, dlse = tensors
+    dq, dk, dv, dsinks, dmask = into
+    options = _options.complete(dict(zip(_options.OF_ATTENTION, values, strict=True)))
+    request = Request(dout, q, k, v, out, lse, dlse, options, dmask is not None)
+    device, obstacle = _dispatch.device_of(request.problem(), q.device.index)
+    gradients = Gradients(dq, dk, dv, dsinks, accumulate, dmask)
+    decision = decide(request, gradients, device, name, obstacle, deterministic)
+    if decision.unproved and device is not None:
+        _proofs.note(decision.unproved[0], device, decision.chosen)
+    return decision.plan
+
+
+_native.set_decide_gradients(_decide_eager)
+
+
 def _with_autograd() -> Any:
     """A context with autograd's dispatch keys, which PyTorch leaves out inside of an operator."""
     excluded = torch._C._dispatch_tls_local_exclude_set()

@@ -574,16 +574,41 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, *saved = ctx.saved_tensors
     arguments = ctx.others | dict(zip(ctx.names, saved, strict=True))
-    arguments.pop("needs_grad")
+    del arguments["needs_grad"]
+    needed = {n for n, x in zip(ctx.order, ctx.needs_input_grad, strict=True) if x}
+    dout = torch.zeros_like(out) if dout is None else dout
+    found = gradients(arguments, (out, lse), (dout, dlse), needed, ctx.deterministic)
+    return tuple(found.get(name) for name in ctx.order)
+
+
+def gradients(
+    arguments: dict[str, Any],
+    results: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Tensor | None],
+    needed: set[str],
+    deterministic: bool,
+) -> dict[str, Tensor]:
+    """The gradients of a call through the operators, which autograd and transforms know.
+
+    Args:
+        arguments: those of archflash::attention, but for needs_grad.
+        results: what it gave.
+        given: the gradients of both.
+        needed: the arguments whose gradients are wanted.
+        deterministic: whether they must always have the same bits, whatever PyTorch's setting is.
+
+    Returns:
+        Those that are not 0 by name, and possibly others.
+    """
+    (out, lse), (dout, dlse) = results, given
+    arguments = dict(arguments)
     implementation = arguments.pop("implementation")
     q, k, v = (arguments.pop(x) for x in ("q", "k", "v"))
-    dout = torch.zeros_like(out) if dout is None else dout
-    needed = {n for n, x in zip(ctx.order, ctx.needs_input_grad, strict=True) if x}
-    if not needed.issubset(_OF_KERNELS) or any(map(has_tangent, (dout, dlse, *saved))):
+    tensors = (x for x in (q, k, v, out, lse, *arguments.values()) if isinstance(x, Tensor))
+    if not needed.issubset(_OF_KERNELS) or any(map(has_tangent, (dout, dlse, *tensors))):
         # Kernels give the gradients of these arguments alone, and no tangents.
         request = Request(dout, q, k, v, out, lse, dlse, _options.from_operator(arguments))
-        found = by_plain_operations(request, sorted(needed), torch.is_grad_enabled())
-        return tuple(found.get(name) for name in ctx.order)
+        return by_plain_operations(request, sorted(needed), torch.is_grad_enabled())
     if not arguments["return_lse"]:  # a call that was traced where no gradients were needed
         with torch.no_grad():
             arguments["return_lse"] = True
@@ -594,14 +619,14 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     mask_gradient = mask is not None and mask.is_floating_point() and "attn_mask" in needed
     dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
         dout, q, k, v, out, lse, dlse, implementation=implementation, mask_gradient=mask_gradient,
-        deterministic=ctx.deterministic or None, **arguments,
+        deterministic=deterministic or None, **arguments,
     )  # fmt: skip
     found = {"q": dq, "k": dk, "v": dv}
     if arguments["sinks"] is not None:
         found["sinks"] = dsinks.to(arguments["sinks"].dtype)
     if mask_gradient:
         found["attn_mask"] = dmask.to(mask.dtype)
-    return tuple(found.get(name) for name in ctx.order)
+    return found
 
 
 # The arguments whose gradients archflash::attention_backward gives.

@@ -14,7 +14,7 @@ from archflash import _autocast
 from archflash._api import attention, make_problem
 from archflash._bias import is_causal_bias
 from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster, select
-from archflash._eager import is_tracing, unrecorded
+from archflash._eager import is_eager, is_tracing, unrecorded
 from archflash._overrides import DROPPED_FASTER, count_declined
 from archflash._registry import TORCH
 from archflash._sharding import has_dtensor
@@ -116,10 +116,11 @@ def scaled_dot_product_attention(
     if tracing:
         q, k, v, shape = query, key, value, None
     else:
-        lead = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-            *(x.shape[:-kept] for x in (query, key, value))
-        )
-        q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
+        q, k, v = query, key, value
+        lead, *others = (x.shape[:-kept] for x in (q, k, v))
+        if query.ndim != 4 or not is_eager() or any(other != lead for other in others):
+            lead = torch.broadcast_shapes(lead, *others)  # type: ignore[no-untyped-call]
+            q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (q, k, v))
         shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
         if attn_mask is not None and not is_bias:
             attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
@@ -188,22 +189,22 @@ def _dropped_by_pytorch(
 ) -> bool:
     """Whether PyTorch's own function serves a call with dropout. It is counted then."""
     problem = make_problem(q, k, v, **options)
-    device, _ = device_of(problem, q.device.index)
+    device, obstacle = device_of(problem, q.device.index)
     if forced() is None and pytorch_drops_faster(problem, device):
         count_declined(DROPPED_FASTER)
         return True
-    if who_drops(q, k, v, options, dropout_p) != TORCH:
+    if _chosen(problem, device, obstacle, forced()) != TORCH:
         return False
     note_fallback(_NOT_DROPPED, stacklevel=4)
     count_declined(_NOT_DROPPED)
     return True
 
 
-def who_drops(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], dropout_p: float) -> str:
-    """The implementation that serves a call of `archflash.attention` with dropout, asked for once
-    for each kind of call."""
-    state = torch.empty(2, dtype=torch.int64, device=q.device)  # any will do
-    problem = make_problem(q, k, v, **options, dropout_p=dropout_p, rng_state=state)
+def who_drops(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str:
+    """The implementation that serves a call of `archflash.attention` with these options, and with
+    dropout.
+    """
+    problem = make_problem(q, k, v, **options)
     return _chosen(problem, *device_of(problem, q.device.index), forced())
 
 
@@ -214,7 +215,9 @@ def _chosen(
     obstacle: str | None,
     name: str | None,
 ) -> str:
-    return select(problem, device, name, obstacle).chosen
+    """Who serves a problem with dropout. Which share is dropped does not decide that."""
+    dropped = _native.Problem.from_dict(problem.to_dict() | {"dropout_p": 0.5})
+    return select(dropped, device, name, obstacle).chosen
 
 
 def _to_4d(x: Tensor) -> Tensor:

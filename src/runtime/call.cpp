@@ -78,7 +78,7 @@ Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle opti
     wrong_type("options is ", given(options), ": it must be a tuple of ", OPTION_COUNT,
                " values, or of ", ATTENTION_OPTION_COUNT, " without those of a cache");
   }
-  Arguments a{.q = q, .k = k, .v = v, .grad = static_cast<Grad>(grad)};
+  Arguments a{.q = q, .k = k, .v = v, .grad = static_cast<Grad>(grad), .options = options};
   Py_ssize_t next = 0;
   for (int i = 0; i < OPTION_COUNT; ++i) {
     if (of_cache && OPTIONS[i].of_cache) {

@@ -21,6 +21,7 @@ struct Arguments {
 #define ARCHFLASH_OPTION(option, ...) nb::handle option;
 #include "common/options.inc"
   Grad grad;
+  nb::handle options;  // the tuple that they came in
   // The output that is allocated has rows before heads in memory, whatever q has. For q of four
   // dimensions with heads before rows.
   bool rows_before_heads = false;

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "runtime/gradient_path.h"
 #include "runtime/operators.h"
 #include "runtime/plan_cache.h"
 #include "runtime/registry.h"
@@ -22,7 +23,9 @@ namespace {
 // destroyed: they hold Python objects and CUDA handles, which must outlive static destruction.
 
 struct CachedCall {
-  std::shared_ptr<PreparedPlan> plan;  // null: `torch` serves the problem
+  // Null: `torch` serves the problem. Where gradients are needed, the plan also writes the
+  // log-sum-exp, which the backward pass reads.
+  std::shared_ptr<PreparedPlan> plan;
   Templates like;
   // The shape and strides of like.out: a problem does not say in which order the dimensions come.
   int out_ndim = 0;
@@ -38,13 +41,18 @@ struct CachedCall {
   }
 };
 
-PlanCache<CachedCall>& cache() {
-  static auto& instance = *new PlanCache<CachedCall>;
+PlanCache<Problem, CachedCall>& cache() {
+  static auto& instance = *new PlanCache<Problem, CachedCall>;
   return instance;
 }
 
 nb::object&
 decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`
+  static auto& instance = *new nb::object;
+  return instance;
+}
+
+nb::object& record() {
   static auto& instance = *new nb::object;
   return instance;
 }
@@ -60,8 +68,8 @@ struct CachedOperator {
   nb::object lse_column;  // as like.lse, with one more dimension, of size 1
 };
 
-PlanCache<CachedOperator>& operator_cache() {
-  static auto& instance = *new PlanCache<CachedOperator>;
+PlanCache<Problem, CachedOperator>& operator_cache() {
+  static auto& instance = *new PlanCache<Problem, CachedOperator>;
   return instance;
 }
 
@@ -70,39 +78,6 @@ PlanCache<CachedOperator>& operator_cache() {
 nb::object& decide_operator() {
   static auto& instance = *new nb::object;
   return instance;
-}
-
-int64_t forced_index(nb::handle name) {
-  if (name.is_none()) return -1;
-  const std::string text =
-      nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name) : std::string();
-  const std::vector<std::string>& names = folder_names();
-  for (size_t i = 0; i < names.size(); ++i) {
-    if (names[i] == text) return static_cast<int64_t>(i);
-  }
-  // `torch` has a place of its own; an unknown name finds nothing there: decide() refuses it.
-  return static_cast<int64_t>(names.size()) + (text == "torch" ? 0 : 1);
-}
-
-bool any_needs_dispatcher(const Arguments& a) {
-  if (needs_dispatcher(a.q) || needs_dispatcher(a.k) || needs_dispatcher(a.v)) return true;
-  for (int i = 0; i < OPTION_COUNT; ++i) {
-    const nb::handle value = a.*ARGUMENTS[i];
-    if (may_be_tensor(OPTIONS[i].kind) && needs_dispatcher(value)) return true;
-  }
-  return false;
-}
-
-// Plans for the simulator depend on ARCHFLASH_SIM_DEVICE: with another value what is cached is
-// stale.
-void forget_other_simulated_devices() {
-  static std::string last;
-  const char* given = std::getenv("ARCHFLASH_SIM_DEVICE");
-  const std::string_view now = given == nullptr ? "" : given;
-  if (now == last) return;
-  last = now;
-  cache().clear();
-  operator_cache().clear();
 }
 
 // Whether a row of q is repeated. The output of PyTorch's operators then has the memory layout that
@@ -126,10 +101,70 @@ void add_plans(const Call& call, const LaunchPlan& plan, CachedOperator& decisio
   }
 }
 
+// The plan with which a kernel that differentiates a call computes its output and log-sum-exp;
+// Python refuses the call if there is none.
+nb::object plan_to_record(const LaunchPlan& chosen) {
+  Problem problem = chosen.problem;
+  problem.needs_grad = false;
+  problem.want_lse = true;
+  PlanResult result = plan(chosen.implementation, problem, chosen.device);
+  if (std::holds_alternative<Reasons>(result)) return nb::none();
+  return nb::cast(std::make_shared<LaunchPlan>(std::get<LaunchPlan>(std::move(result))));
+}
+
+// Whether autograd is to record a call by record(): gradients are wanted of q, k, v, sinks and
+// attn_mask alone, and nothing is written to a given tensor.
+bool can_be_recorded(const Arguments& a, const Problem& problem) {
+  return !problem.slopes_need_grad && a.out.is_none() && a.q_descale.is_none() &&
+         a.k_descale.is_none() && a.v_descale.is_none();
+}
+
+// A call whose gradients are needed, by a plan that gives its log-sum-exp.
+nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& call) {
+  const std::shared_ptr<PreparedPlan> plan = found.plan;
+  const Templates like = found.like_of(call);
+  if (plan->plan->launches.empty() && call.problem.varlen) return nb::borrow(Py_NotImplemented);
+  const Flag wants_lse = call.problem.want_lse;
+  call.problem.want_lse = true;
+  const nb::object results = run(*plan, a, call, like);
+  call.problem.want_lse = wants_lse;
+  return record()(results[0], results[1], a.q, a.k, a.v, a.options, plan->plan->implementation);
+}
+
 }  // namespace
 
 bool needs_dispatcher(nb::handle object) {
   return !object.is_none() && !is_plain_tensor(object) && is_tensor(object);
+}
+
+int64_t forced_index(nb::handle name) {
+  if (name.is_none()) return -1;
+  const std::string text =
+      nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name) : std::string();
+  const std::vector<std::string>& names = folder_names();
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (names[i] == text) return static_cast<int64_t>(i);
+  }
+  // `torch` has a place of its own; an unknown name finds nothing there: decide() refuses it.
+  return static_cast<int64_t>(names.size()) + (text == "torch" ? 0 : 1);
+}
+
+bool needs_dispatcher(const Arguments& a) {
+  if (needs_dispatcher(a.q) || needs_dispatcher(a.k) || needs_dispatcher(a.v)) return true;
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const nb::handle value = a.*ARGUMENTS[i];
+    if (may_be_tensor(OPTIONS[i].kind) && needs_dispatcher(value)) return true;
+  }
+  return false;
+}
+
+void forget_other_simulated_devices() {
+  static std::string last;
+  const char* given = std::getenv("ARCHFLASH_SIM_DEVICE");
+  const std::string_view now = given == nullptr ? "" : given;
+  if (now == last) return;
+  last = now;
+  clear_cached_calls();
 }
 
 // The eager call. On a cached decision this is the whole way: read, look up, allocate, bind,
@@ -137,31 +172,38 @@ bool needs_dispatcher(nb::handle object) {
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad,
                      nb::handle implementation) {
   const Arguments arguments = arguments_of(q, k, v, options, grad);
-  if (any_needs_dispatcher(arguments)) return nb::borrow(Py_NotImplemented);
+  if (needs_dispatcher(arguments)) return nb::borrow(Py_NotImplemented);
   Call call;
   build_call(arguments, call);
   if (call.device_kind == DeviceKind::Meta || call.without_storage || call.lazy)
     return nb::borrow(Py_NotImplemented);
   if (call.device_index < 0) forget_other_simulated_devices();
-  const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
+  const CacheKey<Problem> key{call.problem, call.device_index, forced_index(implementation)};
   const CachedCall* found = cache().find(key);
   if (found == nullptr) {
     CachedCall decision;
     nb::object chosen = decide()(call.problem, call.device_index, implementation);
+    if (!chosen.is_none() && call.problem.needs_grad) {
+      if (!can_be_recorded(arguments, call.problem)) return nb::borrow(Py_NotImplemented);
+      chosen = plan_to_record(nb::cast<const LaunchPlan&>(chosen));
+      if (chosen.is_none()) return nb::borrow(Py_NotImplemented);
+    }
     if (!chosen.is_none()) {
       decision.plan = prepare_for(call, chosen);
       decision.out_ndim = call.out_ndim;
       std::memcpy(decision.out_shape, call.out_shape, sizeof call.out_shape);
       std::memcpy(decision.out_strides, call.out_strides, sizeof call.out_strides);
       decision.like.out = template_of_out(q, call);
-      if (call.problem.want_lse) decision.like.lse = template_of_lse(q, call, false);
+      if (decision.plan->plan->problem.want_lse)
+        decision.like.lse = template_of_lse(q, call, false);
     }
     found = cache().insert(key, std::move(decision));
   }
   if (!found->plan) return nb::none();
-  // A kernel serves a call with gradients through torch's dispatcher, which records it for
-  // autograd.
-  if (call.problem.needs_grad) return nb::borrow(Py_NotImplemented);
+  if (call.problem.needs_grad) {
+    if (!can_be_recorded(arguments, call.problem)) return nb::borrow(Py_NotImplemented);
+    return run_and_record(*found, arguments, call);
+  }
   // Copies: allocating may let other threads insert.
   const std::shared_ptr<PreparedPlan> plan = found->plan;
   const Templates like = found->like_of(call);
@@ -174,14 +216,14 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
   arguments.rows_before_heads = rows_before_heads;
   OperatorAnswer& answer = operator_answer();
   answer.keep = false;  // until it is known that the problem decides
-  if (any_needs_dispatcher(arguments)) return nb::str("a subclass of torch.Tensor");
+  if (needs_dispatcher(arguments)) return nb::str("a subclass of torch.Tensor");
   Call call;
   build_call(arguments, call);
   if (call.without_storage || call.lazy) return nb::str("a tensor whose memory lacks its values");
   if (arguments.out.is_none() && !rows_before_heads && repeats_rows(call.problem))
     return nb::none();
   if (call.device_index < 0) forget_other_simulated_devices();
-  const CacheKey key{call.problem, call.device_index, forced_index(implementation)};
+  const CacheKey<Problem> key{call.problem, call.device_index, forced_index(implementation)};
   const CachedOperator* found = operator_cache().find(key);
   if (found == nullptr) {
     CachedOperator decision;
@@ -217,6 +259,8 @@ void set_decide(nb::object function) {
   decide() = std::move(function);
 }
 
+void set_record(nb::object function) { record() = std::move(function); }
+
 void set_decide_operator(nb::object function) { decide_operator() = std::move(function); }
 
 std::pair<int64_t, int64_t> hits_and_misses() { return {cache().hits, cache().misses}; }
@@ -225,6 +269,7 @@ size_t cached_calls() { return cache().size(); }
 
 void clear_cached_calls() {
   cache().clear();
+  clear_cached_gradients();
   operator_cache().clear();
 }
 

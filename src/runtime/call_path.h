@@ -27,8 +27,21 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
 // kernel serves the problem.
 void set_decide_operator(nb::object function);
 
+// Who serves calls whose gradients are needed, where that is a kernel: it is launched, and
+// record(out, lse, q, k, v, options, implementation) returns what the call does, with autograd's
+// node.
+void set_record(nb::object function);
+
+// What is forced, in a CacheKey.
+int64_t forced_index(nb::handle name);
+
+// Plans for the simulator depend on ARCHFLASH_SIM_DEVICE: with another value what is cached is
+// stale, and forgotten here.
+void forget_other_simulated_devices();
+
 // Tensor subclasses, fake tensors among them, have a say of their own in what runs.
 bool needs_dispatcher(nb::handle object);
+bool needs_dispatcher(const Arguments& arguments);  // whether any of them is one
 
 std::pair<int64_t, int64_t> hits_and_misses();  // of calls of archflash.attention
 size_t cached_calls();

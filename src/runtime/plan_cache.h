@@ -1,4 +1,4 @@
-// The plan cache: the last 256 decisions. The key is the bytes of the Problem, the device and what
+// The plan cache: the last 256 decisions. The key is the bytes of the problem, the device and what
 // is forced; addresses are not part of it.
 #pragma once
 
@@ -10,34 +10,34 @@
 #include <unordered_map>
 #include <utility>
 
+#include "common/planning/backward_problem.h"
 #include "common/planning/plan.h"
 
 namespace archflash {
 
+// Compared and hashed as bytes: whoever makes one sets every byte, padding too.
+template <class Asked>
 struct CacheKey {
-  Problem problem;
+  Asked problem;  // Problem or BackwardProblem
   int64_t device_index;
   int64_t forced;  // the folder's index in the registry; -1 if nothing is forced
-};
-static_assert(sizeof(CacheKey) == sizeof(Problem) + 16, "hashed as bytes: no padding");
 
-inline bool operator==(const CacheKey& a, const CacheKey& b) {
-  return std::memcmp(&a, &b, sizeof(CacheKey)) == 0;
-}
-
-struct CacheKeyHash {
-  size_t operator()(const CacheKey& key) const {
-    return std::hash<std::string_view>()({reinterpret_cast<const char*>(&key), sizeof(key)});
+  bool operator==(const CacheKey& other) const {
+    return std::memcmp(this, &other, sizeof(CacheKey)) == 0;
   }
 };
+static_assert(sizeof(CacheKey<Problem>) == sizeof(Problem) + 16);
+static_assert(sizeof(CacheKey<BackwardProblem>) == sizeof(BackwardProblem) + 16);
 
 constexpr size_t PLAN_CACHE_CAPACITY = 256;
 
-template <class Value>
+template <class Asked, class Value>
 class PlanCache {
  public:
+  using Key = CacheKey<Asked>;
+
   // The value, if it is cached. It stays where it is until the next insert() or clear().
-  const Value* find(const CacheKey& key) {
+  const Value* find(const Key& key) {
     // The layers of a model ask for the same problem again and again, which needs no hash.
     if (!order_.empty() && order_.front().first == key) {
       ++hits;
@@ -56,7 +56,7 @@ class PlanCache {
   // Values hold Python objects, whose destruction may let other threads in. So nothing is
   // destroyed while the table changes, nor before the caller has used what it was given: what is
   // dropped waits for the next insert() or clear().
-  const Value* insert(const CacheKey& key, Value value) {
+  const Value* insert(const Key& key, Value value) {
     {
       Order dropped;
       dropped.swap(dropped_);
@@ -88,11 +88,16 @@ class PlanCache {
   int64_t hits = 0, misses = 0;
 
  private:
-  using Entry = std::pair<CacheKey, Value>;
+  struct Hash {
+    size_t operator()(const Key& key) const {
+      return std::hash<std::string_view>()({reinterpret_cast<const char*>(&key), sizeof(key)});
+    }
+  };
+  using Entry = std::pair<Key, Value>;
   using Order = std::list<Entry>;
   Order order_;    // most recently used first
   Order dropped_;  // no longer in the table
-  std::unordered_map<CacheKey, typename Order::iterator, CacheKeyHash> entries_;
+  std::unordered_map<Key, typename Order::iterator, Hash> entries_;
 };
 
 }  // namespace archflash

@@ -10,15 +10,19 @@
 namespace archflash {
 namespace {
 
-// What functions of PyTorch that allocate an output take: (shape, strides, dtype).
+nb::object tuple_of(const int64_t* numbers, int count) {
+  nb::object made = nb::steal(PyTuple_New(count));
+  for (int i = 0; i < count; ++i) PyTuple_SetItem(made.ptr(), i, PyLong_FromLongLong(numbers[i]));
+  return made;
+}
+
+// What functions of PyTorch that allocate a tensor take: (shape, strides, dtype).
+nb::tuple strided(int ndim, const int64_t* shape, const int64_t* strides, DType dtype) {
+  return nb::make_tuple(tuple_of(shape, ndim), tuple_of(strides, ndim),
+                        torch().dtypes[static_cast<int>(dtype)]);
+}
 nb::tuple strided_out(const Call& call) {
-  nb::list shape, strides;
-  for (int i = 0; i < call.out_ndim; ++i) {
-    shape.append(call.out_shape[i]);
-    strides.append(call.out_strides[i]);
-  }
-  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides),
-                        torch().dtypes[static_cast<int>(call.problem.out_dtype)]);
+  return strided(call.out_ndim, call.out_shape, call.out_strides, call.problem.out_dtype);
 }
 
 // A tensor on q's device. strided: (shape, strides, dtype).
@@ -52,10 +56,19 @@ bool templates_are_strides(const Call& call) {
 
 nb::object make_result(nb::handle from, nb::handle q, int device_index) {
   if (!PyTuple_Check(from.ptr())) return torch().empty_like(from);
-  if (current_device() != device_index) return new_empty_strided(q, from);
+  if (device_index < 0 || !torch().empty_strided_cuda.is_valid() ||
+      current_device() != device_index)
+    return new_empty_strided(q, from);
   nb::object made = nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
   if (!made.is_valid()) throw nb::python_error();
   return made;
+}
+
+}  // namespace
+
+nb::object new_tensor(nb::handle like, int ndim, const int64_t* shape, const int64_t* strides,
+                      DType dtype, int device_index) {
+  return make_result(strided(ndim, shape, strides, dtype), like, device_index);
 }
 
 void set_address(Call& call, Operand operand, nb::handle tensor) {
@@ -65,8 +78,6 @@ void set_address(Call& call, Operand operand, nb::handle tensor) {
     throw nb::value_error(join(operand_name(operand), HAS_NO_MEMORY).c_str());
   call.addresses[static_cast<int>(operand)] = address;
 }
-
-}  // namespace
 
 nb::object template_of_out(nb::handle q, const Call& call) {
   if (templates_are_strides(call)) return strided_out(call);
@@ -120,11 +131,16 @@ void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& m
                                    : allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, made.lse);
   }
+  allocate_workspace(plan, a.q, call, made, all_tensors);
+}
+
+void allocate_workspace(const LaunchPlan& plan, nb::handle q, Call& call, Outputs& made,
+                        bool all_tensors) {
   if (plan.workspace_bytes == 0) return;
   if (!all_tensors && made.workspace_bytes.allocate(call.device_index, plan.workspace_bytes)) {
     call.addresses[static_cast<int>(Operand::Workspace)] = made.workspace_bytes.data();
   } else {
-    made.workspace = a.q.attr("new_empty")(plan.workspace_bytes, nb::arg("dtype") = torch().uint8);
+    made.workspace = q.attr("new_empty")(plan.workspace_bytes, nb::arg("dtype") = torch().uint8);
     set_address(call, Operand::Workspace, made.workspace);
   }
 }

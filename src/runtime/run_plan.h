@@ -9,6 +9,13 @@
 
 namespace archflash {
 
+// A new tensor on the device of `like`, which has the index `device_index` (-1 on the CPU).
+nb::object new_tensor(nb::handle like, int ndim, const int64_t* shape, const int64_t* strides,
+                      DType dtype, int device_index);
+
+// The address of a tensor that was allocated for a call.
+void set_address(Call& call, Operand operand, nb::handle tensor);
+
 // What the outputs of a call are made from: (shape, strides, dtype), or a tensor without memory for
 // torch.empty_like. Null where no template was prepared.
 struct Templates {
@@ -30,6 +37,10 @@ struct Outputs {
 // wanted as a tensor.
 void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& made,
               bool all_tensors, const Templates& like = {});
+
+// Allocates the workspace of a plan and notes its address.
+void allocate_workspace(const LaunchPlan& plan, nb::handle q, Call& call, Outputs& made,
+                        bool all_tensors);
 
 // Packed sequences of which there is none have no plan to launch: every row of q is one of no
 // sequence, whose output is 0 and whose log-sum-exp is the sink, or -inf.

@@ -843,6 +843,18 @@ def test_what_a_user_gets_is_measured_beside_what_pytorch_chooses() -> None:
 # ---- host overhead
 
 
+def test_training_loops_compute_every_gradient() -> None:
+    loops = host_overhead.training_loops("cpu", archflash)
+    timed = {name: x for name, x in loops.items() if "forced" not in name}  # no simulated pass
+    for name, (function, arguments) in timed.items():
+        results = function(*arguments[1])
+        if "both" in name:
+            shapes = [x.shape for x in arguments[1][1:]]
+            assert [gradient.shape for gradient in results] == shapes, name
+            assert all(gradient.abs().max() > 0 for gradient in results), name
+    assert {"torch SDPA, both (bf16)", "archflash, both (bf16)"} < timed.keys()
+
+
 def test_fp8_outputs_are_held_to_the_rule_for_fp8() -> None:
     case = Case("tiny", "e4m3", 1, 2, 1, 5, 70, 16, 16, causal=True)
     ((q, k, v),) = timing.make_sets(case, "cpu", 1)

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_dispatch",),
     ("_gradients",),
     ("_ops",),
+    ("_autograd",),
     ("_api", "_backward", "_backward_operators", "_kvcache", "_merge", "_quantize"),
     ("_shared_prefix", "_warm_up", "_overrides"),
     ("_sdpa",),

@@ -134,6 +134,12 @@ def test_attention_backward_passes_each_option_on(monkeypatch: pytest.MonkeyPatc
         passed.update(tensors[7])
         raise StopIteration
 
+    def to_the_runtime(*arguments: Any) -> Any:
+        values = dict(zip(_options.OF_ATTENTION, arguments[7], strict=True))
+        assert _options.complete(values) == _options.complete(given)
+        return NotImplemented
+
+    monkeypatch.setattr(_native, "attention_backward", to_the_runtime)
     monkeypatch.setattr("archflash._ops.backward_request", record)
     x = inputs()[0]
     given: dict[str, Any] = {name: f"the {name}" for name in _options.OF_BACKWARD}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch
+from archflash import _dispatch, _gradients
 
 THREADS = 8
 ROUNDS = 10
@@ -67,3 +67,76 @@ def test_threads_share_plans_and_drop_the_oldest() -> None:
             archflash.attention(*(torch.zeros(1, 1, length, 8),) * 3)
     _, _, entries, capacity = _native.cache_info()
     assert entries == capacity == 256
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the runtime asks Python for, while plans are not run: zeros are what they write."""
+    asked: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            asked.append(name)
+            return function(*given)
+
+        return noted
+
+    def write_zeros(plan: _native.LaunchPlan, tensors: dict[str, Any]) -> None:
+        for name in ("out", "lse") if "dq" not in tensors else ("dq", "dk", "dv"):
+            tensors[name].zero_()
+
+    _native.set_decide(noting("forward", _dispatch.decide))
+    _native.set_decide_gradients(noting("backward", _gradients._decide_eager))
+    _native.set_simulate(write_zeros)
+    monkeypatch.setenv("ARCHFLASH_SIM_DEVICE", "H200")
+    _native.clear_cache()
+    yield asked
+    _native.set_decide(_dispatch.decide)
+    _native.set_decide_gradients(_gradients._decide_eager)
+    _native.set_simulate(archflash._simulate)
+    _native.clear_cache()
+
+
+def _train(length: int, **options: Any) -> None:
+    q, k, v = (torch.randn(1, 2, length, 64, requires_grad=True) for _ in range(3))
+    out = archflash.attention(q, k, v, implementation="simt", **options)
+    torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+
+
+def test_both_passes_of_a_training_call_are_decided_once(asked_for: list[str]) -> None:
+    for _ in range(3):
+        for length in (40, 72):
+            _train(length)
+    assert asked_for == ["forward", "backward"] * 2
+    with archflash.force("simt"):  # the same implementation, and so the same plans
+        _train(40)
+    assert len(asked_for) == 4
+
+
+def test_what_changes_a_backward_plan_is_in_its_key(asked_for: list[str]) -> None:
+    _train(40)
+    was = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        _train(40)
+    finally:
+        torch.use_deterministic_algorithms(was)
+    q = torch.randn(1, 2, 40, 64, requires_grad=True)
+    archflash.attention(q, q, q, implementation="simt").sum().backward()  # dout is expanded
+    assert asked_for == ["forward", "backward", "backward", "backward"]
+
+
+@pytest.mark.usefixtures("asked_for")
+def test_saved_tensors_may_come_back_with_other_strides() -> None:
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    seen: list[tuple[int, ...]] = []
+    q, k, v = (torch.randn(1, 2, 40, 64, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, moved):
+        out = archflash.attention(q, k, v, implementation="simt")
+    _native.set_simulate(
+        lambda _, tensors: seen.extend(tensors[name].stride() for name in ("q", "k", "v", "out"))
+    )
+    torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    assert seen == [(5120, 2560, 1, 40)] * 4

@@ -407,7 +407,7 @@ def _goes_to_sdpa(
     plain = "window" not in options and options["key_ranges"] is None
     if plain and (as_mask or not options["causal"] or top_left):
         return True
-    return who_drops(query, key, value, options, dropout) == TORCH
+    return who_drops(query, key, value, options) == TORCH
 
 
 def _dropped_by_sdpa(

@@ -4,6 +4,7 @@
 
 #include "runtime/bindings/bindings.h"
 #include "runtime/call_path.h"
+#include "runtime/gradient_path.h"
 #include "runtime/operators.h"
 #include "runtime/plan_cache.h"
 #include "runtime/run_plan.h"
@@ -17,8 +18,26 @@ void bind_calls(nb::module_& m) {
       "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
   m.def("attention", &attention, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a, "grad"_a,
         "implementation"_a.none(),
-        "Serves an eager call from a kernel. None when `torch` is to serve it; NotImplemented for "
-        "torch's dispatcher, and for lazy tensors, which must be resolved first.");
+        "Serves an eager call from a kernel, which autograd records where it is to. None when "
+        "`torch` is to serve it; NotImplemented for torch's dispatcher, and for lazy tensors, "
+        "which must be resolved first.");
+  m.def("set_record", &set_record, "function"_a);
+  m.def("set_decide_gradients", &set_decide_gradients, "function"_a);
+  m.def(
+      "attention_backward",
+      [](nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+         nb::handle dlse, nb::handle options, nb::handle implementation, nb::handle dq,
+         nb::handle dk, nb::handle dv, bool accumulate, bool mask_gradient, bool deterministic,
+         bool refuse_recorded) {
+        return attention_backward({dout, q, k, v, out, lse, dlse, options, implementation, dq, dk,
+                                   dv, accumulate, mask_gradient, deterministic, refuse_recorded});
+      },
+      "dout"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "out"_a.none(), "lse"_a.none(),
+      "dlse"_a.none(), "options"_a, "implementation"_a.none(), "dq"_a.none(), "dk"_a.none(),
+      "dv"_a.none(), "accumulate"_a, "mask_gradient"_a, "deterministic"_a, "refuse_recorded"_a,
+      "Gradients by a kernel: (dq, dk, dv, dsinks, dmask), of which the last two may be None. "
+      "NotImplemented where Python is to serve the call, or to refuse it. 'refuse_recorded': also "
+      "where a tensor requires a gradient.");
   m.def("set_decide_operator", &set_decide_operator, "function"_a);
   m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
         "implementation"_a.none(), "rows_before_heads"_a = false, "lse_column"_a = false,

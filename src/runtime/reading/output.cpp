@@ -1,33 +1,29 @@
+#include <algorithm>
+
 #include "runtime/reading/reading.h"
 
 namespace archflash::reading {
 namespace {
 
-// Dense strides for an output of call.out_shape whose dimensions nest in the order of q's own
-// strides, the last innermost; or rows before heads.
-void plan_output(const TensorView& q, bool same_dtype, bool rows_before_heads, Call& call) {
-  const int n = call.out_ndim;
-  int order[4];  // outermost first
-  for (int i = 0; i < n - 1; ++i) {
-    int place = i;
-    // A stride of 0 (expanded) says nothing about order: such a dimension goes outermost.
-    auto inside = [&](int a, int b) {
-      return q.strides[a] != 0 && (q.strides[b] == 0 || q.strides[a] < q.strides[b]);
-    };
-    for (; place > 0 && inside(order[place - 1], i); --place) order[place] = order[place - 1];
-    order[place] = i;
-  }
-  order[n - 1] = n - 1;
-  if (rows_before_heads) order[0] = 0, order[1] = 2, order[2] = 1;
+// Dense strides of shape by an order of dimensions, outermost first.
+void dense_in(const int* order, int ndim, const int64_t* shape, int64_t* strides) {
   int64_t stride = 1;
-  call.out_like_q = same_dtype;
-  for (int i = n - 1; i >= 0; --i) {
-    const int axis = order[i];
-    call.out_strides[axis] = stride;
-    stride *= call.out_shape[axis] > 0 ? call.out_shape[axis] : 1;
-    call.out_like_q &=
-        call.out_shape[axis] == q.shape[axis] && call.out_strides[axis] == q.strides[axis];
+  for (int i = ndim - 1; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride *= std::max<int64_t>(shape[order[i]], 1);
   }
+}
+
+// Strides for an output of call.out_shape that nests as q does; or rows before heads.
+void plan_output(const TensorView& q, bool same_dtype, bool rows_before_heads, Call& call) {
+  constexpr int ROWS_BEFORE_HEADS[] = {0, 2, 1, 3};
+  if (rows_before_heads) {
+    dense_in(ROWS_BEFORE_HEADS, 4, call.out_shape, call.out_strides);
+  } else {
+    nest_as(q.strides, call.out_ndim, call.out_shape, call.out_strides);
+  }
+  call.out_like_q = same_dtype && std::equal(q.shape, q.shape + q.ndim, call.out_shape) &&
+                    std::equal(q.strides, q.strides + q.ndim, call.out_strides);
 }
 
 void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call) {
@@ -62,6 +58,20 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
 }
 
 }  // namespace
+
+void nest_as(const int64_t* given, int ndim, const int64_t* shape, int64_t* strides) {
+  const auto inside = [&](int a, int b) {
+    return given[a] != 0 && (given[b] == 0 || given[a] < given[b]);
+  };
+  int order[4];  // outermost first
+  for (int i = 0; i < ndim - 1; ++i) {
+    int place = i;
+    for (; place > 0 && inside(order[place - 1], i); --place) order[place] = order[place - 1];
+    order[place] = i;
+  }
+  order[ndim - 1] = ndim - 1;
+  dense_in(order, ndim, shape, strides);
+}
 
 void read_out_dtype(const Arguments& a, Problem& p) {
   p.out_dtype = is_fp8(p.dtype) ? DType::BF16 : p.dtype;

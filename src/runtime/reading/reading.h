@@ -65,6 +65,11 @@ void check_rank(const TensorView& t, const char* name, int rank, bool varlen);
 void check_size(int64_t given, int64_t expected, const TensorView& t, const char* name,
                 const char* what, const char* other);
 
+// Dense strides for a shape of `ndim` dimensions, at most 4, that nest in the order of given
+// strides, the last innermost; a dimension of stride 0 (expanded) says nothing about the order and
+// goes outermost.
+void nest_as(const int64_t* given, int ndim, const int64_t* shape, int64_t* strides);
+
 // The address of a tensor of the call.
 inline void set_address(Call& call, Operand operand, const TensorView& view) {
   call.addresses[static_cast<int>(operand)] = view.data;

@@ -1,0 +1,106 @@
+"""Eager calls of archflash.attention whose gradients are needed and that a kernel serves: one node
+of autograd, each pass of which is one call of the runtime.
+
+Whatever is more than that goes through the operators of `_ops`: compiling, tracing, modes,
+transforms and subclasses in the forward pass; in the backward pass these, gradients that are to be
+differentiated themselves, and what the runtime leaves to Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _ops, _options
+from archflash._eager import is_eager
+from archflash._gradients import asks_for_deterministic, wants_deterministic
+
+_is_grad_enabled = torch.is_grad_enabled
+# The places of options that may be tensors among the values of a call, and those of three of them.
+_TENSORS = tuple(
+    i for i, row in enumerate(_options.ROWS) if row.of_attention and "tensor" in row.kind
+)
+_SINKS, _MASK, _RETURN_LSE = map(_options.OF_ATTENTION.index, ("sinks", "attn_mask", "return_lse"))
+
+
+class _Attention(torch.autograd.Function):
+    """The node. What `forward` returns was computed before, in the call that reads the tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *_: Any
+    ) -> Any:
+        out, lse, values, implementation = recorded
+        tensors = [(i, x) for i in _TENSORS if isinstance(x := values[i], Tensor)]
+        if tensors:  # they are saved by autograd alone, which tells whether they were changed
+            places, given = zip(*tensors, strict=True)
+            values = tuple(None if i in places else x for i, x in enumerate(values))
+        else:
+            places, given = (), ()
+        ctx.call = (values, places, implementation, asks_for_deterministic())
+        ctx.save_for_backward(q, k, v, out, lse, *given)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if values[_RETURN_LSE] else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        values, places, implementation, deterministic = ctx.call
+        q, k, v, out, lse, *given = ctx.saved_tensors
+        if places:
+            values = list(values)
+            for i, x in zip(places, given, strict=True):
+                values[i] = x
+            values = tuple(values)
+        _, *needed = ctx.needs_input_grad
+        if dout is None:
+            dout = torch.zeros_like(out)
+        found: Any = NotImplemented
+        if not _is_grad_enabled() and is_eager():
+            found = _native.attention_backward(
+                dout, q, k, v, out, lse, dlse, values, implementation, None, None, None, False,
+                needed[4], deterministic or wants_deterministic(), False,
+            )  # fmt: skip
+        if found is NotImplemented:
+            names = ("q", "k", "v", "sinks", "attn_mask")
+            options = dict(zip(_options.OF_ATTENTION, values, strict=True)) | {"return_lse": True}
+            by_name = _ops.gradients(
+                {"q": q, "k": k, "v": v, "implementation": implementation}
+                | _options.to_operator(_options.with_python_numbers(options)),
+                (out, lse), (dout, dlse), {n for n, x in zip(names, needed, strict=True) if x},
+                deterministic,
+            )  # fmt: skip
+            return (None, *(by_name.get(name) for name in names))
+        dq, dk, dv, dsinks, dmask = found
+        if dsinks is not None:
+            dsinks = dsinks.to(values[_SINKS].dtype)
+        if dmask is not None:
+            mask = values[_MASK]
+            dmask = dmask.reshape(mask.shape).to(mask.dtype)
+        return None, dq, dk, dv, dsinks, dmask
+
+
+# The function in C++ behind `_Attention.apply`, which looks for transforms of torch.func first: the
+# runtime records no call inside of one.
+_apply: Any = super(torch.autograd.Function, _Attention).apply
+
+
+def _record(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: tuple[Any, ...],
+    implementation: str,
+) -> Any:
+    """What a call returns whose output and log-sum-exp a kernel has computed: the same, recorded by
+    autograd.
+    """
+    recorded = (out, lse, values, implementation)
+    return _apply(recorded, q, k, v, values[_SINKS], values[_MASK])
+
+
+_native.set_record(_record)

@@ -1,0 +1,252 @@
+#include "runtime/gradient_path.h"
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "runtime/call_path.h"
+#include "runtime/plan_cache.h"
+#include "runtime/reading/reading.h"
+#include "runtime/run_plan.h"
+
+namespace archflash {
+namespace {
+
+// What serves calls that are alike. Null: `torch` does, or Python refuses them.
+using CachedGradients = std::shared_ptr<PreparedPlan>;
+
+PlanCache<BackwardProblem, CachedGradients>& cache() {
+  static auto& instance = *new PlanCache<BackwardProblem, CachedGradients>;
+  return instance;
+}
+
+nb::object& decide_gradients() {
+  static auto& instance = *new nb::object;
+  return instance;
+}
+
+// A tensor of a backward pass: new or given.
+struct Seen {
+  nb::object tensor;
+  TensorView view;
+
+  void read(nb::object given, const char* name) {
+    tensor = std::move(given);
+    read_tensor(tensor, name, view);
+  }
+};
+
+// Whether a tensor is one that a kernel may read or write as it is, beside another of the same
+// device.
+bool usable(const TensorView& t, const TensorView& beside) {
+  return t.has_storage && !t.lazy && t.is_float && t.device_kind == beside.device_kind &&
+         t.device_index == beside.device_index;
+}
+
+bool same_shape(const TensorView& a, const TensorView& b) {
+  return a.ndim == b.ndim && std::memcmp(a.shape, b.shape, a.ndim * sizeof(int64_t)) == 0;
+}
+
+bool is_contiguous(const TensorView& t) {
+  int64_t stride = 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    if (t.shape[i] != 1 && t.strides[i] != stride) return false;
+    stride *= t.shape[i];
+  }
+  return true;
+}
+
+// Whether a tensor is a log-sum-exp of a problem, or the gradient of one.
+bool fits_lse(const TensorView& t, const Problem& p) {
+  const int64_t shape[] = {p.batch, p.heads_q, p.nq};
+  const int skipped = p.varlen ? 1 : 0;
+  return t.dtype == DType::F32 && t.ndim == 3 - skipped &&
+         std::memcmp(t.shape, shape + skipped, t.ndim * sizeof(int64_t)) == 0;
+}
+
+bool requires_gradient(nb::handle x) { return is_plain_tensor(x) && reading::requires_grad(x); }
+
+// Writes no padding, which is part of a cache's key.
+void describe(const TensorView& t, const reading::Axes& x, BackwardTensor& to) {
+  to.strides = reading::strides_of(t, x);
+  to.dtype = t.dtype;
+  to.column = reading::column_of(t, x);
+  to.align = alignment(t.data);
+}
+
+// The gradient of q, k or v: the given tensor, or a new one that nests in memory as its input does.
+// False if the given one does not fit.
+bool make_gradient(nb::handle given, const char* name, nb::handle of, int device_index,
+                   Seen& made) {
+  TensorView input;
+  read_tensor(of, name, input);
+  if (given.is_none()) {
+    int64_t strides[4];
+    reading::nest_as(input.strides, input.ndim, input.shape, strides);
+    made.read(new_tensor(of, input.ndim, input.shape, strides, input.dtype, device_index), name);
+    return true;
+  }
+  made.read(nb::borrow(given), name);
+  const TensorView& t = made.view;
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] > 1 && t.strides[i] == 0) return false;
+  }
+  return usable(t, input) && same_shape(t, input) &&
+         (t.dtype == input.dtype || t.dtype == DType::F32);
+}
+
+// What a backward pass writes.
+struct Written {
+  Seen dq, dk, dv;
+  nb::object dsinks = nb::none(), dmask = nb::none();
+};
+
+// The gradients of sinks and mask, and what the problem says of them.
+void make_other_gradients(const Arguments& a, bool mask_gradient, const Call& call, Written& made,
+                          BackwardProblem& problem) {
+  if (!a.sinks.is_none()) {
+    const int64_t heads = call.problem.heads_q, one = 1;
+    made.dsinks = new_tensor(a.q, 1, &heads, &one, DType::F32, call.device_index);
+    problem.dsinks = true;
+  }
+  if (!mask_gradient) return;
+  TensorView mask;
+  read_tensor(a.attn_mask, "attn_mask", mask);
+  int64_t shape[4] = {1, 1, 1, 1}, strides[4] = {0, 0, 0, 0};
+  nb::object sizes = nb::steal(PyTuple_New(4));
+  for (int i = 0; i < mask.ndim; ++i) shape[4 - mask.ndim + i] = mask.shape[i];
+  int64_t stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    if (shape[i] > 1) strides[i] = stride;
+    stride *= shape[i];
+    PyTuple_SetItem(sizes.ptr(), i, PyLong_FromLongLong(shape[i]));
+  }
+  made.dmask = a.attn_mask.attr("new_zeros")(sizes, nb::arg("dtype") = torch().float32);
+  problem.dmask = true;
+  problem.dmask_strides = {strides[0], strides[1], strides[2]};
+  problem.dmask_key = strides[3];
+}
+
+void launch(const PreparedPlan& prepared, const Arguments& a, Call& call, const Seen& lse,
+            const nb::object& dlse, const nb::object& dout, const Written& made) {
+  Outputs outputs;
+  outputs.out = nb::borrow(a.out);
+  outputs.lse = lse.tensor;
+  const bool simulated = call.device_index < 0;
+  allocate_workspace(*prepared.plan, a.q, call, outputs, simulated);
+  const std::pair<Operand, const nb::object*> operands[] = {
+      {Operand::DOut, &dout},          {Operand::Lse, &lse.tensor},
+      {Operand::DLse, &dlse},          {Operand::DQ, &made.dq.tensor},
+      {Operand::DK, &made.dk.tensor},  {Operand::DV, &made.dv.tensor},
+      {Operand::DSinks, &made.dsinks}, {Operand::DMask, &made.dmask}};
+  if (simulated) {
+    nb::dict tensors = by_operand(a, outputs);
+    for (const auto& [operand, tensor] : operands) {
+      if (!tensor->is_none()) tensors[operand_name(operand)] = *tensor;
+    }
+    simulate()(std::const_pointer_cast<LaunchPlan>(prepared.plan), tensors);
+    return;
+  }
+  for (const auto& [operand, tensor] : operands) {
+    if (!tensor->is_none()) set_address(call, operand, *tensor);
+  }
+  void* stream = current_stream(call.device_index);
+  const nb::gil_scoped_release release;
+  execute(prepared, call.addresses, call.device_index, stream);
+}
+
+}  // namespace
+
+nb::object attention_backward(const GradientCall& given) {
+  const nb::object unserved = nb::borrow(Py_NotImplemented);
+  Arguments a = arguments_of(given.q, given.k, given.v, given.options, static_cast<int>(Grad::Off));
+  // The output is the call's own, and how it was computed does not matter.
+  a.out = given.out;
+  a.return_lse = Py_True;
+  a.approximate = a.num_splits = Py_None;
+  for (const nb::handle x : {given.dout, given.out, given.lse, given.dlse}) {
+    if (!is_plain_tensor(x) && !(x.is(given.dlse) && x.is_none())) return unserved;
+  }
+  for (const nb::handle x : {given.dq, given.dk, given.dv}) {
+    if (x.is_none() ? given.accumulate : !is_plain_tensor(x)) return unserved;
+  }
+  if (needs_dispatcher(a)) return unserved;
+  if (given.refuse_recorded) {
+    for (const nb::handle x : {given.dout, a.q, a.k, a.v, a.out, given.lse, given.dlse, given.dq,
+                               given.dk, given.dv, a.sinks, a.attn_mask, a.alibi_slopes}) {
+      if (requires_gradient(x)) return unserved;
+    }
+  }
+  Seen dout, lse, dlse;
+  dout.read(nb::borrow(given.dout), "dout");
+  TensorView out;
+  read_tensor(a.out, "out", out);
+  if (out.lazy) return unserved;
+  Call call;
+  build_call(a, call);
+  const Problem& p = call.problem;
+  if (call.device_kind != DeviceKind::Cuda && call.device_kind != DeviceKind::Cpu) return unserved;
+  if (call.without_storage || call.lazy || is_fp8(p.dtype)) return unserved;
+  if (!usable(dout.view, out) || dout.view.dtype != out.dtype || !same_shape(dout.view, out))
+    return unserved;
+  lse.read(nb::borrow(given.lse), "lse");
+  if (!usable(lse.view, out) || !fits_lse(lse.view, p)) return unserved;
+  if (!is_contiguous(lse.view)) lse.read(lse.tensor.attr("contiguous")(), "lse");
+  dlse.tensor = nb::none();
+  if (!given.dlse.is_none()) {
+    dlse.read(nb::borrow(given.dlse), "dlse");
+    if (!usable(dlse.view, out) || !fits_lse(dlse.view, p)) return unserved;
+    if (!is_contiguous(dlse.view)) dlse.read(dlse.tensor.attr("contiguous")(), "dlse");
+  }
+  // Only an added mask has a gradient. Kernels add it up in any order: where that matters Python
+  // gives them a number for each score.
+  if (given.mask_gradient && (given.deterministic || p.mask < 2)) return unserved;
+
+  Written made;
+  if (!make_gradient(given.dq, "dq", a.q, call.device_index, made.dq) ||
+      !make_gradient(given.dk, "dk", a.k, call.device_index, made.dk) ||
+      !make_gradient(given.dv, "dv", a.v, call.device_index, made.dv))
+    return unserved;
+  CacheKey<BackwardProblem> key;
+  std::memset(static_cast<void*>(&key), 0, sizeof key);
+  BackwardProblem& problem = key.problem;
+  std::memcpy(static_cast<void*>(&problem.call), &p, sizeof(Problem));
+  const reading::Axes axes = reading::axes_of(a, p.varlen);
+  describe(dout.view, axes, problem.dout);
+  describe(made.dq.view, axes, problem.dq);
+  describe(made.dk.view, axes, problem.dk);
+  describe(made.dv.view, axes, problem.dv);
+  problem.accumulate = given.accumulate;
+  problem.dlse = !given.dlse.is_none();
+  problem.deterministic = given.deterministic;
+  make_other_gradients(a, given.mask_gradient, call, made, problem);
+  key.device_index = call.device_index;
+  key.forced = forced_index(given.implementation);
+
+  if (call.device_index < 0) forget_other_simulated_devices();
+  const CachedGradients* found = cache().find(key);
+  if (found == nullptr) {
+    const nb::object chosen = decide_gradients()(
+        nb::make_tuple(dout.tensor, a.q, a.k, a.v, a.out, lse.tensor, dlse.tensor), a.options,
+        nb::make_tuple(made.dq.tensor, made.dk.tensor, made.dv.tensor, made.dsinks, made.dmask),
+        given.accumulate, given.deterministic, given.implementation);
+    found = cache().insert(key, chosen.is_none() ? nullptr : prepare_for(call, chosen));
+  }
+  const CachedGradients plan = *found;  // a copy: allocating may let other threads insert
+  if (!plan) return unserved;
+  launch(*plan, a, call, lse, dlse.tensor, dout.tensor, made);
+  for (const nb::handle x : {given.dq, given.dk, given.dv}) {
+    // Autograd must see that it was written.
+    if (!x.is_none() && !nb::cast<bool>(x.attr("is_inference")())) torch().increment_version(x);
+  }
+  return nb::make_tuple(made.dq.tensor, made.dk.tensor, made.dv.tensor, made.dsinks, made.dmask);
+}
+
+void set_decide_gradients(nb::object function) { decide_gradients() = std::move(function); }
+
+void clear_cached_gradients() { cache().clear(); }
+
+}  // namespace archflash

@@ -1,0 +1,32 @@
+// The way of an eager backward pass: read, look up, allocate, bind, launch. Which kernel computes
+// the gradients of a new kind of call is asked in Python (python/archflash/_gradients.py) once.
+#pragma once
+
+#include "runtime/tensors.h"
+
+namespace archflash {
+
+// What the gradients of a call are computed from and written to.
+struct GradientCall {
+  nb::handle dout, q, k, v, out, lse, dlse;
+  nb::handle options;         // the values of the call's options, a tuple
+  nb::handle implementation;  // the forced one, or None
+  nb::handle dq, dk, dv;      // None: new tensors
+  bool accumulate;            // dq, dk and dv are added to
+  bool mask_gradient;         // that of attn_mask is wanted
+  bool deterministic;         // the same inputs must always give the same bits
+  bool refuse_recorded;       // not if any tensor requires a gradient
+};
+
+// (dq, dk, dv, dsinks, dmask), of which the last two may be None. Or NotImplemented, with nothing
+// written: Python serves the call, or refuses it.
+nb::object attention_backward(const GradientCall& given);
+
+// decide(tensors, options, gradients, accumulate, deterministic, implementation) -> LaunchPlan, or
+// None for `torch`: who computes gradients. tensors: dout, q, k, v, out, lse and dlse; gradients:
+// dq, dk, dv, dsinks and dmask.
+void set_decide_gradients(nb::object function);
+
+void clear_cached_gradients();
+
+}  // namespace archflash
