@@ -111,7 +111,8 @@ def proved(name: str, capability: tuple[int, int], of: str = FORWARD) -> bool:
     proofs = committed()
     if Proof(name, of, capability) in proofs:
         return True
-    if not _registry.needs_proof(name) and any((name, of) == proof[:2] for proof in proofs):
+    elsewhere = any((name, of) == proof[:2] for proof in proofs)
+    if elsewhere and _registry.description(name).proved_by_any_gpu:
         return True
     return asked_for(name) or Proof(name, of, capability) in own()
 

@@ -75,20 +75,21 @@ def names() -> tuple[str, ...]:
 
 
 @cache
-def _description(name: str) -> _native.Description:
+def description(name: str) -> _native.Description:
+    """What a kernel's folder says of itself."""
     return _native.describe(name)
 
 
 @cache
 def takes(name: str, dtype: str) -> bool:
     """Whether a kernel takes inputs of a dtype, as torch spells it."""
-    return dtype in _description(name).dtypes
+    return dtype in description(name).dtypes
 
 
 @cache
 def splits_keys(name: str) -> bool:
     """Whether a kernel splits the keys of few query rows over the GPU."""
-    return "num_splits" in _description(name).features
+    return "num_splits" in description(name).features
 
 
 @cache
@@ -96,13 +97,13 @@ def uses_tensor_cores(name: str) -> bool:
     """Whether a kernel multiplies on tensor cores. One that does not serves 16-bit inputs only
     where PyTorch's fused kernels do not.
     """
-    return bool(_description(name).uses_tensor_cores)
+    return bool(description(name).uses_tensor_cores)
 
 
 @cache
 def made_for(name: str, dtype: str, capability: tuple[int, int] | None) -> bool:
     """Whether a kernel's tiles for a dtype suit GPUs of a compute capability as well as any."""
-    home = _description(name).sixteen_bits_made_for
+    home = description(name).sixteen_bits_made_for
     return dtype not in ("float16", "bfloat16") or home is None or home == capability
 
 
@@ -123,7 +124,7 @@ def only_forced(name: str, capability: tuple[int, int]) -> bool:
     """Whether a kernel serves a GPU of a compute capability only where it is forced or was measured
     there.
     """
-    return capability[0] in _description(name).only_forced_on_majors
+    return capability[0] in description(name).only_forced_on_majors
 
 
 @cache
@@ -131,47 +132,29 @@ def reads_masks_faster(name: str, capability: tuple[int, int] | None) -> bool:
     """Whether a kernel was measured to read a dense attn_mask faster than PyTorch's fused ones on
     GPUs of a compute capability.
     """
-    return capability is not None and _description(name).masks_faster_on == capability
-
-
-@cache
-def least_rows_with_dropout(name: str) -> int | None:
-    """The query rows from which a kernel was measured to be faster with dropout than those that run
-    on any GPU; None where it was not measured.
-    """
-    description = _description(name)
-    return None if description.dropout_faster_on is None else description.dropout_rows
+    return capability is not None and description(name).masks_faster_on == capability
 
 
 @cache
 def drops_faster_than_pytorch(name: str, capability: tuple[int, int], head_dim: int) -> bool:
     """Whether a kernel was measured to be faster with dropout than PyTorch's fused ones."""
-    description = _description(name)
-    on, least = description.dropout_faster_on, description.dropout_head_dim
-    return on == capability and head_dim >= least
-
-
-@cache
-def needs_proof(name: str) -> bool:
-    """Whether a kernel has to have run on each capability, because it has instructions that only
-    few GPUs have.
-    """
-    return not _description(name).proved_by_any_gpu
+    said = description(name)
+    return said.dropout_faster_on == capability and head_dim >= said.dropout_head_dim
 
 
 @cache
 def _kernel(name: str) -> Implementation:
-    description = _description(name)
+    said = description(name)
     targets = _native.targets(name)
     return Implementation(
         name=name,
-        description=description.summary,
+        description=said.summary,
         capabilities=tuple(
             (_text(t.first), None if t.last is None else _text(t.last), t.name) for t in targets
         ),
-        dtypes=tuple(description.dtypes),
-        head_dims=description.head_dims,
-        features=tuple(description.features),
+        dtypes=tuple(said.dtypes),
+        head_dims=said.head_dims,
+        features=tuple(said.features),
         compiled=tuple(t.name for t in targets),
     )
 

@@ -118,6 +118,7 @@ struct Problem {
 // Calls f(name, field) for every field of a Problem. Saving, loading, range checks of flags and the
 // attributes that Python sees go by this list.
 template <class P, class F>
+  requires std::is_same_v<std::remove_const_t<P>, Problem>
 constexpr void for_each_field(P& p, F&& f) {
   f("dtype", p.dtype), f("kv_dtype", p.kv_dtype), f("out_dtype", p.out_dtype);
   f("batch", p.batch), f("heads_q", p.heads_q), f("heads_kv", p.heads_kv);
@@ -191,5 +192,12 @@ struct Device {
 
   int capability() const { return 10 * major + minor; }
 };
+template <class F>
+void for_each_field(Device& d, F&& f) {
+  f("name", d.name), f("major", d.major), f("minor", d.minor), f("sm_count", d.sm_count);
+  f("shared_per_block", d.shared_per_block), f("shared_per_sm", d.shared_per_sm);
+  f("l2_bytes", d.l2_bytes);
+  f("registers_per_sm", d.registers_per_sm), f("threads_per_sm", d.threads_per_sm);
+}
 
 }  // namespace archflash

@@ -24,16 +24,11 @@ template <class F>
 void fields(Strides& s, F&& f) {
   f("batch", s.batch), f("head", s.head), f("row", s.row);
 }
-template <class F>
-void fields(Problem& p, F&& f) {
-  for_each_field(p, f);
-}
-template <class F>
-void fields(Device& d, F&& f) {
-  f("name", d.name), f("major", d.major), f("minor", d.minor), f("sm_count", d.sm_count);
-  f("shared_per_block", d.shared_per_block), f("shared_per_sm", d.shared_per_sm),
-      f("l2_bytes", d.l2_bytes);
-  f("registers_per_sm", d.registers_per_sm), f("threads_per_sm", d.threads_per_sm);
+template <class T, class F>
+void fields(T& value, F&& f)
+  requires requires { for_each_field(value, f); }
+{
+  for_each_field(value, f);
 }
 template <class F>
 void fields(PointerSlot& s, F&& f) {
@@ -51,18 +46,6 @@ void fields(Launch& l, F&& f) {
       f("block", l.block);
   f("shared_bytes", l.shared_bytes), f("starts_early", l.starts_early);
   f("params", l.params), f("pointers", l.pointers), f("tensor_maps", l.tensor_maps);
-}
-template <class F>
-void fields(TileChoice& t, F&& f) {
-  f("name", t.name), f("reason", t.reason), f("head_dim", t.head_dim),
-      f("head_dim_v", t.head_dim_v);
-  f("block_q", t.block_q), f("block_k", t.block_k), f("warps", t.warps),
-      f("rows_per_warp", t.rows_per_warp);
-  f("k_stages", t.k_stages), f("v_stages", t.v_stages), f("cluster", t.cluster),
-      f("packed_heads", t.packed_heads), f("ctas_per_sm", t.ctas_per_sm);
-  f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits), f("v_slices", t.v_slices),
-      f("heads_per_group", t.heads_per_group);
-  f("turned_begin", t.turned_begin), f("turned_end", t.turned_end), f("row_step", t.row_step);
 }
 template <class F>
 void fields(LaunchPlan& p, F&& f) {

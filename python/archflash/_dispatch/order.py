@@ -163,7 +163,7 @@ def only_forced(
         return False
     if problem.kv_cache:
         return False  # such a kernel refuses all caches but those that it was measured for
-    if problem.dropout_p and (least := _registry.least_rows_with_dropout(name)) is not None:
+    if problem.dropout_p and (least := _registry.description(name).dropout_rows):
         rows = problem.nq // max(problem.batch, 1) if problem.varlen else problem.nq
         return rows < least
     if problem.attn_mask and not (plan and plan.tile and plan.tile.summarizes_masks):

@@ -16,8 +16,8 @@ NAMES = {
 
 # Options that _torch.fused_kernel is asked about, or that change no result.
 _KNOWN_TO_FUSED_KERNELS = frozenset(
-    ("causal", "window", "softcap", "sinks", "attn_mask", "alibi_slopes", "key_ranges", "block_mask",
-     "return_lse", *_options.ADVICE)
+    ("causal", "window", "softcap", "sinks", "attn_mask", "alibi_slopes", "key_ranges",
+     "block_mask", "return_lse", *_options.ADVICE)
 )  # fmt: skip
 
 

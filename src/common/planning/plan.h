@@ -104,6 +104,19 @@ struct TileChoice {
   int64_t row_step = 0;
   bool summarizes_masks = false;  // a launch before summarizes the masks as data for its kernel
 };
+template <class F>
+void for_each_field(TileChoice& t, F&& f) {
+  f("name", t.name), f("reason", t.reason);
+  f("head_dim", t.head_dim), f("head_dim_v", t.head_dim_v);
+  f("block_q", t.block_q), f("block_k", t.block_k);
+  f("warps", t.warps), f("rows_per_warp", t.rows_per_warp);
+  f("k_stages", t.k_stages), f("v_stages", t.v_stages), f("cluster", t.cluster);
+  f("packed_heads", t.packed_heads), f("ctas_per_sm", t.ctas_per_sm);
+  f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits), f("v_slices", t.v_slices);
+  f("heads_per_group", t.heads_per_group);
+  f("turned_begin", t.turned_begin), f("turned_end", t.turned_end), f("row_step", t.row_step);
+  f("summarizes_masks", t.summarizes_masks);
+}
 
 struct LaunchPlan {
   std::string implementation;  // folder name

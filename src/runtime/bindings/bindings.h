@@ -3,7 +3,11 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
+#include <cstddef>
+#include <string>
+#include <type_traits>
 #include <utility>
 
 #include "runtime/serialize.h"
@@ -26,6 +30,25 @@ void bind_functions(nb::module_& m);  // quantize_fp8, merge_attention and gradi
 using Capability = std::pair<int, int>;
 inline Capability capability_pair(int number) { return {number / 10, number % 10}; }
 inline int number_of(Capability capability) { return 10 * capability.first + capability.second; }
+
+// Makes the numbers, words and flags that for_each_field() lists of a struct its attributes.
+template <class T>
+void def_fields(nb::class_<T>& type) {
+  T value{};
+  for_each_field(value, [&]<class Field>(const char* name, const Field& field) {
+    const ptrdiff_t offset =
+        reinterpret_cast<const char*>(&field) - reinterpret_cast<const char*>(&value);
+    const auto read = [offset](const T& of) -> const Field& {
+      return *reinterpret_cast<const Field*>(reinterpret_cast<const char*>(&of) + offset);
+    };
+    if constexpr (std::is_same_v<Field, Flag>)
+      type.def_prop_ro(name, [read](const T& of) { return static_cast<bool>(read(of)); });
+    else if constexpr (std::is_same_v<Field, DType>)
+      type.def_prop_ro(name, [read](const T& of) { return dtype_name(read(of)); });
+    else if constexpr (std::is_arithmetic_v<Field> || std::is_same_v<Field, std::string>)
+      type.def_prop_ro(name, [read](const T& of) { return read(of); });
+  });
+}
 
 // Lets a struct be pickled and copied through its to_dict and from_dict.
 template <class T>

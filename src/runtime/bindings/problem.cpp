@@ -16,6 +16,7 @@ void bind_problem(nb::module_& m) {
   using namespace nb::literals;
   auto problem = nb::class_<Problem>(
       m, "Problem", "What one call asks for: shapes, strides, options. No addresses.");
+  def_fields(problem);  // before those that say it in another way
   with_pickle(problem, &problem_from_dict)
       .def_static("from_dict", &problem_from_dict, "fields"_a.none(),
                   nb::sig("def from_dict(fields: dict[str, typing.Any]) -> Problem"))
@@ -33,21 +34,6 @@ void bind_problem(nb::module_& m) {
              const std::string_view bytes(reinterpret_cast<const char*>(&p), sizeof(p));
              return static_cast<int64_t>(std::hash<std::string_view>()(bytes) >> 1);
            })
-      .def_prop_ro("dtype", [](const Problem& p) { return dtype_name(p.dtype); })
-      .def_prop_ro("kv_dtype", [](const Problem& p) { return dtype_name(p.kv_dtype); })
-      .def_prop_ro("out_dtype", [](const Problem& p) { return dtype_name(p.out_dtype); })
-      .def_ro("page_size", &Problem::page_size)
-      .def_ro("n_new", &Problem::n_new)
-      .def_ro("rotary_dim", &Problem::rotary_dim)
-      .def_ro("qv_align", &Problem::qv_align)
-      .def_ro("attention_chunk", &Problem::attention_chunk)
-      .def_ro("batch", &Problem::batch)
-      .def_ro("heads_q", &Problem::heads_q)
-      .def_ro("heads_kv", &Problem::heads_kv)
-      .def_ro("nq", &Problem::nq)
-      .def_ro("nk", &Problem::nk)
-      .def_ro("d", &Problem::d)
-      .def_ro("dv", &Problem::dv)
       .def_prop_ro("window", &has_window)
       .def_prop_ro(
           "given",
@@ -59,9 +45,6 @@ void bind_problem(nb::module_& m) {
             return names;
           },
           "The options that the call gives, of those by which calls are described.")
-      .def_ro("scale", &Problem::scale)
-      .def_ro("softcap", &Problem::softcap)
-      .def_ro("dropout_p", &Problem::dropout_p)
       .def_prop_ro("approximate",
                    [](const Problem& p) -> std::optional<std::string> {
                      if (p.approximate == static_cast<int64_t>(Approximate::Int8Qk))
@@ -88,18 +71,6 @@ void bind_problem(nb::module_& m) {
             return p;
           },
           "The same problem with its tensors on a GPU.");
-  const Problem fields{};
-  for_each_field(fields, [&](const char* name, const auto& field) {
-    if constexpr (std::is_same_v<decltype(field), const Flag&>) {
-      const size_t offset =
-          reinterpret_cast<const char*>(&field) - reinterpret_cast<const char*>(&fields);
-      problem.def_prop_ro(name, [offset](const Problem& p) {
-        Flag flag;
-        std::memcpy(&flag, reinterpret_cast<const char*>(&p) + offset, sizeof flag);
-        return static_cast<bool>(flag);
-      });
-    }
-  });
 }
 
 }  // namespace archflash
