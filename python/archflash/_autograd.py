@@ -34,7 +34,9 @@ class _Attention(torch.autograd.Function):
         ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *_: Any
     ) -> Any:
         out, lse, values, implementation = recorded
-        tensors = [(i, x) for i in _TENSORS if isinstance(x := values[i], Tensor)]
+        # Asking an option that is None for its type would take longer than all the rest here.
+        given_options = [(i, x) for i in _TENSORS if (x := values[i]) is not None]
+        tensors = [(i, x) for i, x in given_options if isinstance(x, Tensor)]
         if tensors:  # they are saved by autograd alone, which tells whether they were changed
             places, given = zip(*tensors, strict=True)
             values = tuple(None if i in places else x for i, x in enumerate(values))

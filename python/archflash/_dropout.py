@@ -40,7 +40,9 @@ def wants_state(dropout_p: object, rng_state: object) -> bool:
     """Whether a call drops weights and has to draw the state of their random bits. A dropout_p of a
     wrong type, which might be a tensor on a GPU, is left to the check of arguments unread.
     """
-    return isinstance(dropout_p, numbers.Real) and dropout_p != 0 and rng_state is None
+    if dropout_p is None or rng_state is not None:
+        return False
+    return isinstance(dropout_p, numbers.Real) and dropout_p != 0
 
 
 def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> Tensor:

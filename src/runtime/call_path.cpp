@@ -10,11 +10,11 @@
 #include <utility>
 
 #include "runtime/gradient_path.h"
-#include "runtime/operators.h"
 #include "runtime/plan_cache.h"
 #include "runtime/registry.h"
 #include "runtime/run_plan.h"
 #include "runtime/text.h"
+#include "torch_operators/operators.h"
 
 namespace archflash {
 namespace {

@@ -6,7 +6,7 @@
 #include "runtime/bindings/bindings.h"
 #include "runtime/call.h"
 #include "runtime/execute.h"
-#include "runtime/operators.h"
+#include "torch_operators/operators.h"
 
 namespace archflash {
 

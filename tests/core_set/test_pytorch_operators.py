@@ -23,7 +23,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _overrides, _torch, reference
+from archflash import _dispatch, _fused_kernels, _overrides, reference
 
 from .checks import assert_close
 from .executors import executor
@@ -486,7 +486,7 @@ def test_a_replaced_kernel_is_reached_through_another_operator_where_need_be(
 
 
 @pytest.mark.skipif(
-    on.name == "gpu" or not _torch.cudnn_comes_first((9, 0)),
+    on.name == "gpu" or not _fused_kernels.cudnn_comes_first((9, 0)),
     reason="another GPU decides otherwise, and older versions of PyTorch prefer other kernels",
 )
 @pytest.mark.usefixtures("cudnn_is_fastest")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _registry, _torch, reference
+from archflash import _fused_kernels, _registry, reference
 from archflash.__main__ import main
 from archflash.cli.replay import Inputs, run_plan
 
@@ -106,7 +106,7 @@ def test_pytorch_takes_the_kernel_that_dispatch_expects(call: str, d: int) -> No
         int(backend.FLASH_ATTENTION): "torch-flash",
         int(backend.EFFICIENT_ATTENTION): "torch-efficient",
     }
-    expected = _torch.fused_kernel(
+    expected = _fused_kernels.fused_kernel(
         device_type="cuda", capability=here, dtype=q.dtype, d=d, dv=d, nq=nq, nk=512,
         causal=causal, window=False, softcap=None, sinks=False, q_offset_given=False,
         varlen=False, masked=False, want_lse=False, fp8=False, gqa=gqa, with_faults=True,
@@ -122,7 +122,7 @@ def test_pytorch_takes_the_kernel_that_dispatch_expects(call: str, d: int) -> No
 )  # fmt: skip
 def test_what_was_measured_to_be_the_fastest_runs(shape: tuple[int, int, int], kernel: str) -> None:
     here = torch.cuda.get_device_capability()
-    if here != (9, 0) or not _torch.cudnn_comes_first(here):
+    if here != (9, 0) or not _fused_kernels.cudnn_comes_first(here):
         pytest.skip("measured on 9.0, with a PyTorch that asks cuDNN first")
     case = qkv(*shape, dtype="bfloat16", batch=2, heads=(8, 8))
     decision = archflash.explain(*case)

@@ -21,7 +21,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch, _measured, _overrides, _registry, _torch
+from archflash import _dispatch, _fused_kernels, _measured, _overrides, _registry
 from archflash._api import find_device, make_problem
 
 # For each capability a known GPU whose facts are taken, and the machine code that this capability
@@ -123,8 +123,10 @@ def why_not_the_consumer(capability: tuple[int, int]) -> list[str]:
 @pytest.fixture(autouse=True)
 def newest_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever PyTorch is installed, it asks cuDNN first on 9.x and 10.x, as from 2.11 on."""
-    monkeypatch.setattr(_torch, "cudnn_comes_first", lambda capability: capability[0] in (9, 10))
-    monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(
+        _fused_kernels, "cudnn_comes_first", lambda capability: capability[0] in (9, 10)
+    )
+    monkeypatch.setattr(_fused_kernels, "cudnn_version", lambda: 91900)
 
 
 @pytest.fixture
@@ -959,7 +961,7 @@ def test_on_9_0_small_problems_go_by_what_was_measured_for_them() -> None:
 def test_on_9_0_a_pytorch_without_cudnn_first_comes_after_hopper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_torch, "cudnn_comes_first", lambda capability: False)
+    monkeypatch.setattr(_fused_kernels, "cudnn_comes_first", lambda capability: False)
     for d in (64, 128, 256):
         decision = h200_call(d)
         assert decision.chosen == HOPPER

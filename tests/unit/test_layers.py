@@ -14,7 +14,7 @@ ROOT = Path(archflash.__file__).parent
 # rows of their own. The text in archflash/__init__.py says the same for readers.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_archflash", "_archflash_sim", "_errors", "_pytorch_faults"),
-    ("_eager", "_flops"),
+    ("_eager", "_flops", "_fused_kernels"),
     ("_bias", "masks", "_dropout", "_sharding"),
     ("_options", "_registry", "_measured", "_torch", "reference.formula"),
     ("_proofs", "_autocast", "reference.cache", "reference.rule"),

@@ -15,7 +15,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch, _overrides, _proofs, _registry, _torch
+from archflash import _dispatch, _fused_kernels, _overrides, _proofs, _registry
 from archflash._api import find_device, make_problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the benchmarks
@@ -33,7 +33,9 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """No variable, file or earlier warning counts, and PyTorch asks cuDNN first on 10.x."""
     monkeypatch.delenv(_proofs.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.setattr(_torch, "cudnn_comes_first", lambda capability: capability[0] in (9, 10))
+    monkeypatch.setattr(
+        _fused_kernels, "cudnn_comes_first", lambda capability: capability[0] in (9, 10)
+    )
     monkeypatch.setattr(_proofs, "_warned", set())
     _proofs.own.cache_clear()
     yield

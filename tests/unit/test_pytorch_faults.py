@@ -14,7 +14,15 @@ from torch.torch_version import TorchVersion
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch, _mended_calls, _overrides, _pytorch_faults, _torch, reference
+from archflash import (
+    _dispatch,
+    _fused_kernels,
+    _mended_calls,
+    _overrides,
+    _pytorch_faults,
+    _torch,
+    reference,
+)
 from archflash._pytorch_faults import CUDNN, EFFICIENT, FLASH
 
 H200 = (9, 0)
@@ -24,7 +32,7 @@ H200 = (9, 0)
 def pytorch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch looks like the one on whose faults the rules were measured."""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
-    monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(_fused_kernels, "cudnn_version", lambda: 91900)
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
     _dispatch.pytorch_fails.cache_clear()
     _torch._failing_of.cache_clear()
@@ -139,7 +147,7 @@ def test_hidden_keys_are_told() -> None:
 
 
 def test_newer_versions_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "_cudnn_version", lambda: 92600)
+    monkeypatch.setattr(_fused_kernels, "cudnn_version", lambda: 92600)
     _dispatch.pytorch_fails.cache_clear()
     _torch._failing_of.cache_clear()
     assert _torch.hidden_keys(H200, 200, 192) == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archflash import _torch, reference
+from archflash import _fused_kernels, _torch, reference
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -692,7 +692,7 @@ WIDE = {"d": 256, "dv": 256}
 def newest_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes PyTorch look like 2.11, where cuDNN comes first on 9.x and 10.x."""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
-    monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(_fused_kernels, "cudnn_version", lambda: 91900)
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
 
 
@@ -728,22 +728,22 @@ def newest_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_fused_kernel_is_the_one_that_pytorch_takes(change: dict[str, Any], kernel: str) -> None:
-    assert _torch.fused_kernel(**{**FUSED, **change}) == f"torch-{kernel}"
+    assert _fused_kernels.fused_kernel(**{**FUSED, **change}) == f"torch-{kernel}"
 
 
 @pytest.mark.usefixtures("newest_cudnn")
 def test_pytorch_takes_flash_where_its_cudnn_is_old_or_put_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = [_torch.fused_kernel(**{**FUSED, **H200})]
+    taken = [_fused_kernels.fused_kernel(**{**FUSED, **H200})]
     with monkeypatch.context() as patch:
         patch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-        taken.append(_torch.fused_kernel(**{**FUSED, **H200}))
+        taken.append(_fused_kernels.fused_kernel(**{**FUSED, **H200}))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", TorchVersion("2.9.1+cu128"))
-        taken.append(_torch.fused_kernel(**{**FUSED, **H200}))
-    monkeypatch.setattr(_torch, "_cudnn_version", lambda: 91002)
-    taken.append(_torch.fused_kernel(**{**FUSED, **H200}))
+        taken.append(_fused_kernels.fused_kernel(**{**FUSED, **H200}))
+    monkeypatch.setattr(_fused_kernels, "cudnn_version", lambda: 91002)
+    taken.append(_fused_kernels.fused_kernel(**{**FUSED, **H200}))
     assert taken == ["torch-cudnn", "torch-flash", "torch-flash", "torch-flash"]
 
 
@@ -767,7 +767,7 @@ def test_pytorch_takes_flash_where_its_cudnn_is_old_or_put_last(
     ids=str,
 )
 def test_fused_kernel_says_why_there_is_none(change: dict[str, Any], words: str) -> None:
-    reasons = _torch.fused_kernel(**{**FUSED, **change})
+    reasons = _fused_kernels.fused_kernel(**{**FUSED, **change})
     assert isinstance(reasons, list)
     assert words in "; ".join(reasons)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from archflash import _archflash as _native
-from archflash import _measured, _options, _torch
+from archflash import _fused_kernels, _measured, _options
 
 NAMES = {
     "torch-cudnn": "PyTorch's cuDNN kernel",
@@ -14,7 +14,7 @@ NAMES = {
 }
 
 
-# Options that _torch.fused_kernel is asked about, or that change no result.
+# Options that _fused_kernels.fused_kernel is asked about, or that change no result.
 _KNOWN_TO_FUSED_KERNELS = frozenset(
     ("causal", "window", "softcap", "sinks", "attn_mask", "alibi_slopes", "key_ranges",
      "block_mask", "return_lse", *_options.ADVICE)
@@ -43,7 +43,7 @@ def kernel_of(
         return ["the random bits of rng_state need plain operations"]
     if unknown := [name for name in problem.given if name not in _KNOWN_TO_FUSED_KERNELS]:
         return [f"{unknown[0]} needs plain operations"]
-    return _torch.fused_kernel(
+    return _fused_kernels.fused_kernel(
         device_type="cuda",
         capability=capability,
         dtype=dtype or problem.dtype,
@@ -86,7 +86,7 @@ def fails(
     if isinstance(pytorchs, list) or capability is None:
         return None
     masked = _says_which_keys(problem) or needs_mask(problem)
-    failing = _torch.faults(
+    failing = _fused_kernels.faults(
         capability=capability,
         batch=problem.batch,
         heads=problem.heads_q,
@@ -119,7 +119,7 @@ def may_serve(problem: _native.Problem) -> bool:
 
 def needs_mask(problem: _native.Problem) -> bool:
     """Whether PyTorch needs a mask tensor that says which keys each query sees."""
-    return _torch.needs_mask(
+    return _fused_kernels.needs_mask(
         causal=problem.causal,
         window=problem.window,
         q_offset_given=problem.q_offset_given,

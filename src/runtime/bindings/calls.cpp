@@ -5,9 +5,9 @@
 #include "runtime/bindings/bindings.h"
 #include "runtime/call_path.h"
 #include "runtime/gradient_path.h"
-#include "runtime/operators.h"
 #include "runtime/plan_cache.h"
 #include "runtime/run_plan.h"
+#include "torch_operators/operators.h"
 
 namespace archflash {
 

@@ -1,4 +1,4 @@
-#include "runtime/torch_functions.h"
+#include "torch_operators/torch_functions.h"
 
 #include <dlfcn.h>
 

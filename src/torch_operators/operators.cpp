@@ -1,4 +1,4 @@
-#include "runtime/operators.h"
+#include "torch_operators/operators.h"
 
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "runtime/text.h"
-#include "runtime/torch_functions.h"
+#include "torch_operators/torch_functions.h"
 
 namespace torch {
 
@@ -85,7 +85,7 @@ struct Argument {
 double as_double(Word bits) { return std::bit_cast<double>(bits); }
 
 constexpr size_t MAX_ARGUMENTS = 17;
-using Arguments = std::array<Argument, MAX_ARGUMENTS>;
+using OperatorArguments = std::array<Argument, MAX_ARGUMENTS>;
 
 // Takes the arguments off the stack. An optional one is a pointer to its word, allocated by
 // PyTorch, and null for None.
@@ -93,7 +93,7 @@ using Arguments = std::array<Argument, MAX_ARGUMENTS>;
 // Args:
 //   types: a letter for each: T tensor, f float, b bool, i int, and t, g, j for those of T, f, i
 //   that may be None.
-void take(std::string_view types, const Word* stack, Arguments& arguments) {
+void take(std::string_view types, const Word* stack, OperatorArguments& arguments) {
   for (size_t i = 0; i < types.size(); ++i) {
     Word word = stack[i];
     Argument& a = arguments[i];
@@ -115,7 +115,7 @@ void take(std::string_view types, const Word* stack, Arguments& arguments) {
 }
 
 // Marks the tensors that PyTorch leaves undefined, which are None in Python.
-void find_undefined(std::string_view types, Arguments& arguments) {
+void find_undefined(std::string_view types, OperatorArguments& arguments) {
   if (torch_functions()->is_defined == nullptr) return;
   for (size_t i = 0; i < types.size(); ++i) {
     if (types[i] == 'T')
@@ -130,14 +130,14 @@ constexpr size_t MAX_TENSORS = 8;  // at most eight of an operator's tensors are
 constexpr size_t TENSOR_WORDS = 9, MAX_NUMBERS = 9;
 // The places of cum_seq_q and cum_seq_k among the tensors of _flash_attention_forward.
 constexpr size_t LENGTHS_OF_QUERIES = 3, LENGTHS_OF_KEYS = 4;
-struct CallKey {
+struct OperatorKey {
   size_t count = 1;
   std::array<Word, 1 + MAX_TENSORS * TENSOR_WORDS + MAX_NUMBERS> words;
 
   std::string_view bytes() const {
     return {reinterpret_cast<const char*>(words.data()), count * sizeof(Word)};
   }
-  bool operator==(const CallKey& other) const { return bytes() == other.bytes(); }
+  bool operator==(const OperatorKey& other) const { return bytes() == other.bytes(); }
   // Bit 0: whether gradients are enabled; bit 1: whether PyTorch asks for deterministic algorithms,
   // in a backward pass; bit 2: whether packed queries and keys have the same tensor of lengths;
   // then a bit for each argument: whether it is not None.
@@ -146,12 +146,14 @@ struct CallKey {
     return static_cast<int64_t>(words[1 + tensor * TENSOR_WORDS + dim]);
   }
 };
-struct CallKeyHash {
-  size_t operator()(const CallKey& key) const { return std::hash<std::string_view>()(key.bytes()); }
+struct OperatorKeyHash {
+  size_t operator()(const OperatorKey& key) const {
+    return std::hash<std::string_view>()(key.bytes());
+  }
 };
 
-struct Call {
-  CallKey key;
+struct OperatorCall {
+  OperatorKey key;
   // By the place of a tensor among the operator's tensors, those included that are not given.
   std::array<void*, MAX_TENSORS> addresses{};
   int32_t device_index = -1;
@@ -164,7 +166,7 @@ constexpr uintptr_t SUSPICIOUS_ADDRESS = uintptr_t{1} << 40;
 
 // Reads one tensor. False where no call with it is served here: one that is not on a CUDA device,
 // has other than four dimensions (fewer are allowed with `any_dims`) or no memory.
-bool read(TensorHandle tensor, size_t i, bool any_dims, Call& call) {
+bool read(TensorHandle tensor, size_t i, bool any_dims, OperatorCall& call) {
   const TorchFunctions& f = *torch_functions();
   int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
   int32_t dtype = 0, device = TORCH_CPU, index = -1;
@@ -199,8 +201,8 @@ bool read(TensorHandle tensor, size_t i, bool any_dims, Call& call) {
 // Args:
 //   tensors_read: of the operator's tensors so many are read: what the others hold changes nothing.
 //   any_dims: whether tensors may have fewer than four dimensions.
-bool read(std::string_view types, size_t tensors_read, bool any_dims, const Arguments& arguments,
-          Call& call) {
+bool read(std::string_view types, size_t tensors_read, bool any_dims,
+          const OperatorArguments& arguments, OperatorCall& call) {
   const TorchFunctions& f = *torch_functions();
   Word given = f.grad_mode_is_enabled();
   if (f.deterministic_algorithms != nullptr && f.deterministic_algorithms(f.global_context()))
@@ -240,13 +242,13 @@ struct Result {
 
 constexpr size_t MAX_RESULTS = 9;
 
-struct Decision {
+struct KeptAnswer {
   std::shared_ptr<PreparedPlan> plan;  // null: PyTorch's own kernel serves the call
   Counts::Counter* count = nullptr;
   std::vector<Result> results;  // of the plan, those that it writes first
 };
 
-constexpr size_t MOST_DECISIONS = 1024;
+constexpr size_t MOST_ANSWERS = 1024;
 
 // The arguments of _flash_attention_forward, without and with block_table and num_splits.
 constexpr std::string_view PACKED = "TTTttiifbbgjjtt", PACKED_WITH_PAGES = "TTTttiifbbgjjtttj";
@@ -308,28 +310,29 @@ struct Operator {
   std::string types;
   Known known = Known::None;
   nb::object by_python;
-  using Decisions = std::unordered_map<CallKey, std::shared_ptr<const Decision>, CallKeyHash>;
-  // Guards the decisions. None is destroyed under it: that may run Python, for whose lock the
+  using KeptAnswers =
+      std::unordered_map<OperatorKey, std::shared_ptr<const KeptAnswer>, OperatorKeyHash>;
+  // Guards the answers. None is destroyed under it: that may run Python, for whose lock the
   // thread would wait, while another one that holds Python's lock waits for this.
   std::mutex lock;
-  Decisions decisions;
+  KeptAnswers answers;
 
-  std::shared_ptr<const Decision> find(const CallKey& key) {
+  std::shared_ptr<const KeptAnswer> find(const OperatorKey& key) {
     const std::lock_guard guard(lock);
-    const auto found = decisions.find(key);
-    return found == decisions.end() ? nullptr : found->second;
+    const auto found = answers.find(key);
+    return found == answers.end() ? nullptr : found->second;
   }
-  void keep(const CallKey& key, Decision decision) {
-    auto kept = std::make_shared<const Decision>(std::move(decision));
-    Decisions replaced;
+  void keep(const OperatorKey& key, KeptAnswer answer) {
+    auto kept = std::make_shared<const KeptAnswer>(std::move(answer));
+    KeptAnswers replaced;
     const std::lock_guard guard(lock);
-    if (decisions.size() >= MOST_DECISIONS) decisions.swap(replaced);
-    decisions[key].swap(kept);  // with an earlier decision for such a call, or null
+    if (answers.size() >= MOST_ANSWERS) answers.swap(replaced);
+    answers[key].swap(kept);  // with an earlier answer for such a call, or null
   }
   void forget() {
-    Decisions replaced;
+    KeptAnswers replaced;
     const std::lock_guard guard(lock);
-    decisions.swap(replaced);
+    answers.swap(replaced);
   }
 };
 
@@ -383,7 +386,7 @@ HeldTensor with_heads_swapped(TensorHandle tensor) {
 }
 
 // Calls PyTorch's own kernel for packed sequences, _flash_attention_forward.
-void call_original_packed(const Operator& op, const Arguments& a, Word* stack) {
+void call_original_packed(const Operator& op, const OperatorArguments& a, Word* stack) {
   const TorchFunctions& f = *torch_functions();
   std::array<HeldTensor, 5> r;
   std::array<TensorHandle, MAX_ARGUMENTS> handles{};
@@ -414,7 +417,7 @@ void call_original_packed(const Operator& op, const Arguments& a, Word* stack) {
 }
 
 // Calls PyTorch's own kernel of a backward operator.
-void call_original_backward(const Operator& op, const Arguments& a, Word* stack) {
+void call_original_backward(const Operator& op, const OperatorArguments& a, Word* stack) {
   const TorchFunctions& f = *torch_functions();
   std::array<HeldTensor, 3> r;
   std::array<TensorHandle, MAX_ARGUMENTS> t{};
@@ -453,7 +456,7 @@ void call_original_backward(const Operator& op, const Arguments& a, Word* stack)
 }
 
 // Calls PyTorch's own kernel.
-void call_original(const Operator& op, const Arguments& a, Word* stack) {
+void call_original(const Operator& op, const OperatorArguments& a, Word* stack) {
   if (op.known == Known::Packed) return call_original_packed(op, a, stack);
   if (is_backward(op.known)) return call_original_backward(op, a, stack);
   const TorchFunctions& f = *torch_functions();
@@ -508,15 +511,15 @@ void give(const std::vector<Result>& results, std::span<HeldTensor> made, Word* 
 }
 
 // Makes the results of a call and launches its plan.
-void serve(Known known, const Decision& decision, const Call& call, Word* stack) {
+void serve(Known known, const KeptAnswer& kept, const OperatorCall& call, Word* stack) {
   const TorchFunctions& f = *torch_functions();
   std::array<void*, OPERAND_COUNT> addresses{};
   const std::span<const Operand> operands = operands_of(known);
   for (size_t i = 0; i < operands.size(); ++i)
     addresses[static_cast<int>(operands[i])] = call.addresses[i];
   std::array<HeldTensor, MAX_RESULTS> made;
-  for (size_t i = 0; i < decision.results.size(); ++i) {
-    const Result& r = decision.results[i];
+  for (size_t i = 0; i < kept.results.size(); ++i) {
+    const Result& r = kept.results[i];
     if (r.kind == Result::Kind::New) {
       check(f.empty_strided(r.dims, r.sizes.data(), r.strides.data(), r.dtype, TORCH_CUDA,
                             call.device_index, made[i].out()));
@@ -526,7 +529,7 @@ void serve(Known known, const Decision& decision, const Call& call, Word* stack)
       check(f.new_uninitialized_tensor(made[i].out()));
     }
   }
-  const LaunchPlan& plan = *decision.plan->plan;
+  const LaunchPlan& plan = *kept.plan->plan;
   const std::span<const Operand> outputs = outputs_of(known, plan);
   for (size_t i = 0; i < outputs.size(); ++i)
     check(f.get_data_ptr(made[i].get(), &addresses[static_cast<int>(outputs[i])]));
@@ -540,12 +543,12 @@ void serve(Known known, const Decision& decision, const Call& call, Word* stack)
   void* stream = nullptr;
   check(f.get_current_cuda_stream(call.device_index, &stream));
   try {
-    execute(*decision.plan, addresses, call.device_index, stream);
+    execute(*kept.plan, addresses, call.device_index, stream);
   } catch (const LaunchFailure&) {
     throw TryInPython{};
   }
-  for (size_t i = 0; i < decision.results.size(); ++i) {
-    const Result& r = decision.results[i];
+  for (size_t i = 0; i < kept.results.size(); ++i) {
+    const Result& r = kept.results[i];
     if (r.padding > 0) {
       const int64_t ends[] = {0, r.padding};
       double infinity = INFINITY;
@@ -554,7 +557,7 @@ void serve(Known known, const Decision& decision, const Call& call, Word* stack)
       made[i] = std::move(padded);
     }
   }
-  give(decision.results, made, stack);
+  give(kept.results, made, stack);
 }
 
 // --- the function in Python ---
@@ -618,8 +621,8 @@ Result describe(TensorHandle tensor, bool may_share) {
 }
 
 // Calls the function in Python and puts its results on the stack.
-std::vector<Result> call_python(const Operator& op, const Arguments& arguments, bool share_state,
-                                Word* stack) {
+std::vector<Result> call_python(const Operator& op, const OperatorArguments& arguments,
+                                bool share_state, Word* stack) {
   nb::list given;
   for (size_t i = 0; i < op.types.size(); ++i)
     given.append(python_argument(op.types[i], arguments[i]));
@@ -657,7 +660,7 @@ std::vector<Result> call_python(const Operator& op, const Arguments& arguments, 
 // PyTorch's memory-efficient kernel pads its log-sum-exp to a multiple of 32 query rows, and so
 // does the function in Python. Later calls let the kernel write a log-sum-exp of the call's own
 // rows, and pad that.
-void part_padding(const CallKey& key, Result& lse) {
+void part_padding(const OperatorKey& key, Result& lse) {
   const int64_t nq = key.size(0, 2);
   if (lse.kind != Result::Kind::New || lse.dims != 3 || lse.sizes[2] <= nq) return;
   lse.padding = lse.sizes[2] - nq;
@@ -666,22 +669,21 @@ void part_padding(const CallKey& key, Result& lse) {
 }
 
 // Keeps what later calls like this one are to do, where that is the same for all of them.
-void keep_answer(Operator& op, const CallKey& key, const OperatorAnswer& answer,
+void keep_answer(Operator& op, const OperatorKey& key, const OperatorAnswer& answer,
                  std::vector<Result> results) {
   if (!answer.keep) return;
-  Decision decision;
+  KeptAnswer kept;
   if (!answer.declined.empty()) {
-    decision.count = &declined().of(answer.declined);
+    kept.count = &declined().of(answer.declined);
   } else if (answer.plan) {
-    decision.plan = answer.plan;
-    decision.count = &served().of(answer.plan->plan->implementation);
-    decision.results = std::move(results);
-    if (op.known == Known::Efficient && decision.results.size() > 1)
-      part_padding(key, decision.results[1]);
+    kept.plan = answer.plan;
+    kept.count = &served().of(answer.plan->plan->implementation);
+    kept.results = std::move(results);
+    if (op.known == Known::Efficient && kept.results.size() > 1) part_padding(key, kept.results[1]);
   } else {
     return;
   }
-  op.keep(key, std::move(decision));
+  op.keep(key, std::move(kept));
 }
 
 // Empties operator_answer() for a call, and restores it at the end of the call: one of PyTorch's
@@ -697,7 +699,8 @@ class AnswerOfThisCall {
   OperatorAnswer outer_;
 };
 
-void by_python(Operator& op, const Arguments& arguments, const Call* call, Word* stack) {
+void by_python(Operator& op, const OperatorArguments& arguments, const OperatorCall* call,
+               Word* stack) {
   const nb::gil_scoped_acquire lock;
   // The state of the random generator is shared by calls in which gradients are enabled
   // (_overrides.py), unless it was allocated in the capture of a CUDA graph, which owns its memory.
@@ -724,9 +727,9 @@ void by_python(Operator& op, const Arguments& arguments, const Call* call, Word*
 void run(Operator& op, Word* stack, uint64_t count) {
   if (op.types.size() != count)
     throw std::runtime_error("an attention operator of this PyTorch has other arguments");
-  Arguments arguments;
+  OperatorArguments arguments;
   take(op.types, stack, arguments);
-  Call call;
+  OperatorCall call;
   bool readable = false;
   try {
     const bool backward = is_backward(op.known);
@@ -734,13 +737,13 @@ void run(Operator& op, Word* stack, uint64_t count) {
     readable = op.known != Known::None && !inside_pytorch && !is_forced() &&
                read(op.types, operands_of(op.known).size(), backward || op.known == Known::Packed,
                     arguments, call);
-    if (const auto decision = readable ? op.find(call.key) : nullptr) {
-      if (decision->plan) {
-        serve(op.known, *decision, call, stack);
+    if (const auto kept = readable ? op.find(call.key) : nullptr) {
+      if (kept->plan) {
+        serve(op.known, *kept, call, stack);
       } else {
         call_original(op, arguments, stack);
       }
-      decision->count->fetch_add(1, std::memory_order_relaxed);
+      kept->count->fetch_add(1, std::memory_order_relaxed);
       return;
     }
   } catch (const TryInPython&) {
