@@ -81,13 +81,12 @@ Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle opti
   Arguments a{.q = q, .k = k, .v = v, .grad = static_cast<Grad>(grad), .options = options};
   Py_ssize_t next = 0;
   for (int i = 0; i < OPTION_COUNT; ++i) {
-    if (of_cache && OPTIONS[i].of_cache) {
-      a.*ARGUMENTS[i] = PyList_GetItem(options.ptr(), next++);
-    } else if (!of_cache && i < count) {
-      a.*ARGUMENTS[i] = PyTuple_GetItem(options.ptr(), i);
-    } else {
-      a.*ARGUMENTS[i] = OPTIONS[i].kind == OptionKind::Flag ? Py_False : Py_None;
-    }
+    const bool is_flag = OPTIONS[i].kind == OptionKind::Flag;
+    PyObject* const absent = is_flag ? Py_False : Py_None;
+    if (of_cache)
+      a.*ARGUMENTS[i] = OPTIONS[i].of_cache ? PyList_GetItem(options.ptr(), next++) : absent;
+    else
+      a.*ARGUMENTS[i] = i < count ? PyTuple_GetItem(options.ptr(), i) : absent;
   }
   return a;
 }
