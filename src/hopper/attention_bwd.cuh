@@ -53,14 +53,6 @@
 
 #include <cstdint>
 
-#include "common/backward_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/backward_rounds.cuh"
-#include "common/math/backward_work.cuh"
-#include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/tma.cuh"
-#include "common/ptx/warp_roles.cuh"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_dq.cuh"
 #include "hopper/backward_epilogue.cuh"

@@ -50,7 +50,6 @@
 
 #include <cstdint>
 
-#include "common/ptx/warp_roles.cuh"
 #include "hopper/config.cuh"
 #include "hopper/epilogue.cuh"
 #include "hopper/load.cuh"

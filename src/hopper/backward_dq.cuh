@@ -4,14 +4,9 @@
 
 #include <cstdint>
 
-#include "common/math/backward_rounds.cuh"
-#include "common/math/backward_work.cuh"
 #include "common/ptx/bulk_order.cuh"
 #include "common/ptx/bulk_store.cuh"
 #include "common/ptx/global_order.cuh"
-#include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/warp_roles.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/backward_pipeline.cuh"
 

@@ -3,11 +3,7 @@
 
 #include <cstdint>
 
-#include "common/math/backward_rows.cuh"
-#include "common/math/backward_work.cuh"
 #include "common/math/quad.cuh"
-#include "common/ptx/cvt.cuh"
-#include "common/ptx/st_global.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/backward_products.cuh"
 

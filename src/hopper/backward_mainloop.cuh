@@ -3,10 +3,6 @@
 
 #include <cstdint>
 
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/named_barrier.cuh"
-#include "common/ptx/special_registers.cuh"
-#include "common/ptx/wgmma.cuh"
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_products.cuh"

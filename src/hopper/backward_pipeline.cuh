@@ -7,7 +7,6 @@
 
 #include "common/math/backward_rounds.cuh"
 #include "common/math/backward_work.cuh"
-#include "common/ptx/mbarrier.cuh"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/pipeline.cuh"

@@ -5,8 +5,6 @@
 #include <cstdint>
 
 #include "common/ptx/ldmatrix.cuh"
-#include "common/ptx/special_registers.cuh"
-#include "common/ptx/wgmma.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/products.cuh"
 

@@ -5,12 +5,8 @@
 #include <cstdint>
 
 #include "common/math/backward_masks.cuh"
-#include "common/math/backward_work.cuh"
-#include "common/ptx/cvt.cuh"
 #include "common/ptx/cvt_relu.cuh"
-#include "common/ptx/ex2.cuh"
 #include "common/ptx/min.cuh"
-#include "common/ptx/special_registers.cuh"
 #include "hopper/backward_products.cuh"
 #include "hopper/drop_weights.cuh"
 

@@ -6,7 +6,6 @@
 #include "common/math/kv_cache.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
-#include "common/tensor_map.h"
 #include "hopper/cache_params.h"
 
 namespace archflash::hopper {

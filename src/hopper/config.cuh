@@ -101,18 +101,19 @@ struct Config {
   static constexpr bool PREPARES_TILES =
       Q_STAGES == 2 && !CAN_SPLIT && !CACHE && !DROPS && (!FP8 || !OVERLAPS);
   // Whether a warpgroup that sees only the first half of its first block of keys computes the
-  // scores and weights of that half alone. Two warpgroups then change places with each tile. With
+  // scores and P of that half alone. Two warpgroups then change places with each tile. With
   // other head dimensions ptxas has too few registers and lets every product wait (its warning
   // C7511).
   static constexpr bool HALVES =
       PREPARES_TILES && !FP8 && WARPGROUPS == 2 && BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128;
-  // Whether the other warps of the producer's warpgroup can turn 8-bit V, a block at a time, and
-  // whether a kernel that can takes V that hopper_transpose_v has turned before, too: where the
-  // producer has the registers for both. Kernels that cannot turn V take only V that was turned.
+  // Whether the other warps of the producer's warpgroup can transpose 8-bit V, a block at a time,
+  // and whether a kernel that can takes V that hopper_transpose_v has transposed before, too: where
+  // the producer has the registers for both. Kernels that cannot take only V that was transposed
+  // before.
   static constexpr bool TURNS_V = FP8 && !OVERLAPS && BLOCK_K == 128;
   static constexpr bool TAKES_TURNED_V = WARPGROUPS < 4;
   static constexpr int TURNING_WARPS = 3;
-  static constexpr int RAW_STAGES = TURNS_V ? 2 : 0;  // blocks of V that are not turned yet
+  static constexpr int RAW_STAGES = TURNS_V ? 2 : 0;  // blocks of V to transpose
   // How often the masked step stands in a kernel: once for both ends of a tile's keys, or for each.
   // With more than 128 keys at a time one would spill a register.
   static constexpr int MASKED_STEPS = BLOCK_K > 128 ? 2 : 1;
@@ -156,9 +157,9 @@ struct Config {
   // V as it lies in memory, for TURNS_V.
   using RawVTile = math::SlabTile<HEAD_DIM_V / PACK, BLOCK_K>;
 
-  // Shared memory, in bytes: ring of Q | ring of K | ring of V | ring of V that is not turned yet |
+  // Shared memory, in bytes: ring of Q | ring of K | ring of V | ring of V to transpose |
   // barriers | messages about tiles, the last one for a producer of V | with PREPARES_TILES about
-  // the blocks of the tile in each stage of Q | which rows of each block to turn count.
+  // the blocks of the tile in each stage of Q | which rows of each block to transpose count.
   // With 16-bit inputs the output rows of a tile pass through the part of its Q, unless Q is
   // released early.
   static constexpr int Q_SMEM = 0;
@@ -167,7 +168,7 @@ struct Config {
   static constexpr int RAW_SMEM = V_SMEM + STAGES * VTile::BYTES;
   static constexpr int BARRIER_SMEM = RAW_SMEM + RAW_STAGES * RawVTile::BYTES;
   // Full and empty: each stage of Q, of K and of V, the message for a producer of V, each block to
-  // turn. One more: the bytes of a ragged block of V.
+  // transpose. One more: the bytes of a ragged block of V.
   static constexpr int BARRIERS =
       2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1) + 2 * RAW_STAGES;
   static constexpr int MESSAGE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
@@ -287,7 +288,7 @@ struct SeekingConfig : Base {
 // descale of its own, the small ones calls that larger tiles or blocks share out badly. With
 // OVERLAPS the registers suffice for sums in parts of 128 columns of V: more are computed by two
 // CTAs.
-constexpr int V_COLUMN_KEYS = 128;       // keys of V that a CTA of transpose_v() turns
+constexpr int V_COLUMN_KEYS = 128;       // keys of V that a CTA of transpose_v() takes
 constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
 constexpr int TRANSPOSE_THREADS = 256;
 

@@ -1,4 +1,4 @@
-// Dropout of the weights that a warpgroup has in registers: which of them are kept.
+// Dropout of P, which a warpgroup has in registers: which elements are kept.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace archflash::hopper {
 using math::find_dropout;
 using math::kept_flags;
 
-// Which weights of a block of keys are kept, as masks of P as pack() lays it out. query: the first
+// Which elements of a block of keys are kept, as masks of P as pack() lays it out. query: the first
 // of the lane's two rows, of which the other one is 8 behind it; key: the lane's first one.
 template <class C>
 __device__ __forceinline__ void draw_kept(Probabilities<C>& kept_rmem, const math::Dropout& dropout,
@@ -26,7 +26,7 @@ __device__ __forceinline__ void draw_kept(Probabilities<C>& kept_rmem, const mat
   }
 }
 
-// Sets the weights that are not kept to 0.
+// Sets the elements of P that are not kept to 0.
 template <class C>
 __device__ __forceinline__ void drop(Probabilities<C>& p_rmem, const Probabilities<C>& kept_rmem) {
 #pragma unroll

@@ -4,23 +4,19 @@
 
 #include <cstdint>
 
-#include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
+#include "common/math/descales.cuh"
 #include "common/math/few_rows.cuh"
-#include "common/math/fp8_softmax.cuh"
-#include "common/math/online_softmax.cuh"
 #include "common/math/quad.cuh"
-#include "common/ptx/cvt.cuh"
-#include "common/ptx/st_global.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "hopper/params.h"
 #include "hopper/pipeline.cuh"
+#include "hopper/row_softmax.cuh"
 #include "hopper/walk.cuh"
 
 namespace archflash::hopper {
 
 // Whether a consumer finds where its rows go and how they end while the last P V of a tile runs.
-// With 256 columns of V that a CTA turns itself that would spill registers.
+// With 256 columns of V that a CTA transposes itself that would spill registers.
 template <class C>
 consteval bool finds_ends() {
   return C::PREPARES_TILES || (C::FP8 && !C::OVERLAPS && !C::TURNS_V);
@@ -196,6 +192,68 @@ __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
   } else {
     math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
                               q + warp_row * QTile::ROW_BYTES);
+  }
+}
+
+// With finds_ends(): how the tile ends.
+template <class C>
+__device__ __forceinline__ TileEnd<C> find_tile_end(
+    const math::RowState<C>& state, const AttentionParams& attention, unsigned char* shared,
+    const RingPosition<C::Q_STAGES>& q_ring, const Tile& tile, int warp_row, float v_factor) {
+  if constexpr (C::PREPARES_TILES) {
+    return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
+                      warp_row, v_factor);
+  } else {
+    const TileHead head{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
+    return TileEnd<C>(state, attention, head, tile, warp_row, v_factor);
+  }
+}
+
+// With finds_ends(): writes a warp's rows of outputs, of 16-bit inputs through Q's part of shared
+// memory, at `q`, and hands Q back.
+template <class C>
+__device__ __forceinline__ void end_tile(const math::Outputs<C>& o_rmem, const TileEnd<C>& end,
+                                         const Params& params, const Barriers<C>& barriers,
+                                         const RingPosition<C::Q_STAGES>& q_ring, unsigned char* q,
+                                         int warp_row) {
+  const AttentionParams& attention = params.attention;
+  if constexpr (finds_ends<C>() && C::FP8) {
+    if (params.out_dtype == DType::F16) {
+      store_fp8_rows<C, DType::F16>(o_rmem, end, attention);
+    } else {
+      store_fp8_rows<C, DType::BF16>(o_rmem, end, attention);
+    }
+    end.store_lse();
+  } else if constexpr (finds_ends<C>()) {
+    store_through_q<C>(o_rmem, end, attention, q + warp_row * C::QTile::ROW_BYTES,
+                       [&] { hand_back_q(barriers, q_ring.stage); });
+    end.store_lse();
+  }
+}
+
+// Without finds_ends(): writes a warp's rows of outputs. `q`: Q's part of shared memory.
+template <class C>
+__device__ __forceinline__ void store_tile(math::Outputs<C>& o_rmem, const math::RowState<C>& state,
+                                           const ParamsOf<C>& all_params, const Tile& tile,
+                                           int warp_row, float v_factor, unsigned char* q) {
+  const Params& params = call_of<C>(all_params);
+  if constexpr (C::FP8) {
+    // The lane that knows it tells the others the unit of the last block.
+    math::store_fp8_out<C>(o_rmem, state, params.attention, params.out_dtype, tile.rows(), warp_row,
+                           uniform(v_factor), first_v_column<C>(tile));
+  } else {
+    if constexpr (C::CACHE) {
+      if (params.descales.v.gmem != nullptr) {
+        const float v = math::find_warp_descale(params.descales, params.attention, tile, 0).v;
+        const float factors[2] = {v, v};
+        rescale<C>(o_rmem, factors);
+      }
+    }
+    if constexpr (C::DROPS) {  // what is left of P counts more
+      const float factors[2] = {all_params.dropout.scale, all_params.dropout.scale};
+      rescale<C>(o_rmem, factors);
+    }
+    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
   }
 }
 

@@ -4,15 +4,8 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
 #include "common/math/row_tiles.h"
 #include "common/math/slab_load.cuh"
-#include "common/math/tile_walk.cuh"
-#include "common/math/visible_keys.cuh"
-#include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/tma.cuh"
-#include "common/ptx/warp_roles.cuh"
 #include "hopper/cache_params.h"
 #include "hopper/cache_rows.cuh"
 #include "hopper/config.cuh"
@@ -76,13 +69,13 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     }
     const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
     const math::Blocks blocks = find_blocks<C>(params, tile, visible);
-    // Kernels that turn V give the producer few registers: these values lie in uniform ones, of
-    // which there are enough.
+    // Kernels that transpose V give the producer few registers: these values lie in uniform ones,
+    // of which there are enough.
     const auto in_uniform_register = [](int x) { return C::TURNS_V ? uniform(x) : x; };
     kv_head = in_uniform_register(kv_head);
     const int keys_start =
         in_uniform_register(math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk));
-    // 8-bit V that was turned before: where the keys of the sequence start in a column, and one
+    // 8-bit V that was transposed before: where the keys of the sequence start in a column, and one
     // behind its last key, which is filled up with zeros.
     const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
     const int v_columns_end = (tile.nk + V_COLUMN_KEYS - 1) / V_COLUMN_KEYS * V_COLUMN_KEYS;
@@ -125,7 +118,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     };
     // `place` is that of the block in a cache.
     const auto load_v = [&](int block, const CachePlace& place) {
-      // 8-bit V that was turned before has zeros there.
+      // 8-bit V that was transposed before has zeros there.
       const bool ragged =
           !C::FP8 && (block < seen_begin || (block + C::BLOCK_K > seen_end && reads_beyond()));
       const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
@@ -167,10 +160,10 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       v_ring.advance();
     };
 
-    // Where the kernel turns V: V as it is, for the warps that turn it.
+    // Where the kernel transposes V: V as it is, for the warps that do so.
     [[maybe_unused]] const auto load_raw_v = [&](int block) {
       using RawVTile = typename C::RawVTile;
-      // The block that the stage held has been turned.
+      // The block that the stage held has been transposed.
       ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
       if (leader) {
         rows_to_turn<C>(shared, raw_ring.stage) = {seen_begin - block,
@@ -226,7 +219,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     }
     if constexpr (C::PREPARES_TILES) math::arrive_beside(leader, barriers.q_full(q_ring.stage));
     q_ring.advance();
-    if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();  // V has been turned
+    if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();  // V has been transposed
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
       const CachePlace place_before = next_place;
@@ -242,7 +235,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       place = place_before;
     }
   }
-  // Where V was turned before, a CTA without tiles, too, ends after the kernel that did it.
+  // Where V was transposed before, a CTA without tiles, too, ends after the kernel that did it.
   if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();
   send_no_tile<C>(barriers, shared, q_ring, leader);
   if constexpr (C::TURNS_V) {

@@ -3,13 +3,6 @@
 
 #include <cstdint>
 
-#include "common/math/descales.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/fp8_softmax.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
-#include "common/ptx/wgmma.cuh"
 #include "hopper/config.cuh"
 #include "hopper/drop_weights.cuh"
 #include "hopper/epilogue.cuh"
@@ -22,13 +15,77 @@
 
 namespace archflash::hopper {
 
+// Hands K back, whose product is done: the scores are there.
+template <class C, int KEYS = C::BLOCK_K>
+__device__ __forceinline__ void release_k(math::Scores<C>& s_rmem, const Barriers<C>& barriers,
+                                          RingPosition<C::STAGES>& k_ring) {
+  ptx::registers_change<KEYS / 2>(&s_rmem[0][0][0]);
+  release(barriers.k_empty(k_ring.stage));
+  k_ring.advance();
+}
+
+// Hands V back, whose product is done: P may be overwritten.
+template <class C>
+__device__ __forceinline__ void release_v(Probabilities<C>& p_rmem, const Barriers<C>& barriers,
+                                          RingPosition<C::STAGES>& v_ring) {
+  ptx::registers_change<C::BLOCK_K / (4 * C::PACK)>(&p_rmem[0][0][0]);
+  release(barriers.v_empty(v_ring.stage));
+  v_ring.advance();
+}
+
+// A block that is masked for this warpgroup; others may see it. The warps still wait for it:
+// otherwise they could lap the ring and hand back a stage a phase too early.
+template <class C>
+__device__ __forceinline__ void skip_block(const Barriers<C>& barriers, const Turns<C>& turns,
+                                           RingPosition<C::STAGES>& k_ring,
+                                           RingPosition<C::STAGES>& v_ring) {
+  // mutants: few-skipped-blocks (tests/sim/tags.py)
+  ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);
+  release(barriers.k_empty(k_ring.stage));
+  k_ring.advance();
+  turns.wait();  // each warpgroup takes one turn for a block
+  turns.hand_over();
+  // mutants: few-skipped-blocks
+  ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);
+  release(barriers.v_empty(v_ring.stage));
+  v_ring.advance();
+}
+
+// Without OVERLAPS: O += P V of the V in a stage from beginning to end, PASS_COLUMNS columns at a
+// time, of which PARTS are multiplied at the same time. Calls meanwhile() while the first ones are.
+template <class C, class Meanwhile>
+__device__ __forceinline__ void multiply_passes(math::Outputs<C>& o_rmem, Probabilities<C>& p_rmem,
+                                                uint32_t shared_smem, int stage,
+                                                const Meanwhile& meanwhile) {
+  constexpr int PASSES = C::HEAD_DIM_V / C::PASS_COLUMNS;
+  PassOutputs<C> parts_rmem[C::PARTS];
+  const auto begin = [&](int pass) {
+    start_pv<C>(parts_rmem[pass % C::PARTS], p_rmem, shared_smem, stage, false,
+                pass * C::PASS_COLUMNS);
+  };
+  if constexpr (C::PARTS == 2) begin(0);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    PassOutputs<C>& part_rmem = parts_rmem[pass % C::PARTS];
+    const int next = pass + C::PARTS - 1;
+    if (next < PASSES) begin(next);
+    if (pass == 0) meanwhile();
+    if (C::PARTS == 2 && next < PASSES) {
+      ptx::wgmma_wait_group<1>();
+    } else {
+      ptx::wgmma_wait_group<0>();
+    }
+    ptx::registers_change<C::PASS_COLUMNS / 2>(&part_rmem[0][0][0]);
+    add_pass<C>(o_rmem, part_rmem, pass);
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned char* shared,
                                         uint32_t shared_smem) {
   const Params& params = call_of<C>(all_params);
   using QTile = typename C::QTile;
-  constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::PASS_COLUMNS / 2,
-                WORDS = C::BLOCK_K / (4 * C::PACK);
+  constexpr int OUTPUTS = C::PASS_COLUMNS / 2, WORDS = C::BLOCK_K / (4 * C::PACK);
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int group = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
@@ -46,52 +103,16 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const int place = C::HALVES ? group ^ uniform(q_ring.stage) : group;
     const int warp_row = static_cast<int>(threadIdx.x / 32 * C::WARP_ROWS) +
                          (C::HALVES ? (place - group) * C::GROUP_ROWS : 0);
-    VisibleKeysOf<C> visible;
-    if constexpr (C::PREPARES_TILES) {
-      const TileBlocks& message = blocks_message<C>(shared, q_ring.stage).tile;
-      visible = {message.first_shift, message.last_shift, tile.nk};
-    } else {
-      visible = find_visible_keys<C>(all_params, tile);
-    }
+    const VisibleKeysOf<C> visible = visible_keys_of<C>(all_params, shared, tile, q_ring.stage);
     bool all_need_more = attention.transform_scores;
     float exp2_scale = attention.exp2_scale;
     math::KeyDescales key_descales{};  // null: one descale serves all keys
     math::WarpDescale warp_descale{1.0f, 1.0f};
-    if constexpr (C::FP8) {
-      if constexpr (C::TAKES_DESCALES_BY_BLOCK)
-        key_descales = math::find_key_descales(params.descales, attention, tile);
-      if constexpr (C::PREPARES_TILES && !C::SPARES_REGISTERS) {
-        static_assert(!C::TAKES_DESCALES_BY_BLOCK, "find_head_descale() knows none by block");
-        warp_descale = find_head_descale(params.descales, attention,
-                                         blocks_message<C>(shared, q_ring.stage).head,
-                                         min(tile.first_row + warp_row, tile.nq - 1));
-      } else {
-        warp_descale =
-            math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
-      }
-      exp2_scale *= warp_descale.qk;
-      if constexpr (C::SPARES_REGISTERS) {  // uniform registers are left
-        warp_descale.qk = uniform(warp_descale.qk);
-        exp2_scale = uniform(exp2_scale);
-      }
-      all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= math::SMALLEST_NORMAL);
-    } else if constexpr (C::CACHE) {  // the cache may be the copy of one of 8 bits
-      if (params.descales.k.gmem != nullptr) {
-        exp2_scale *= math::find_warp_descale(params.descales, attention, tile, 0).qk;
-        all_need_more |= !(exp2_scale >= math::SMALLEST_NORMAL);
-      }
-      exp2_scale = uniform(exp2_scale);
-    }
+    find_scale<C>(params, shared, tile, q_ring.stage, warp_row, exp2_scale, key_descales,
+                  warp_descale, all_need_more);
     math::Blocks all_blocks;  // those that the CTA visits
     GroupBlocks blocks;
-    if constexpr (C::PREPARES_TILES) {
-      const BlocksMessage<C>& message = blocks_message<C>(shared, q_ring.stage);
-      all_blocks = {message.tile.first, message.tile.last};
-      blocks = message.groups[place];
-    } else {
-      all_blocks = find_blocks<C>(params, tile, visible);
-      blocks = find_group_blocks<C>(params, tile, visible, all_blocks, group);
-    }
+    find_blocks_of_group<C>(params, shared, tile, q_ring.stage, visible, place, all_blocks, blocks);
     all_blocks = {uniform(all_blocks.first), uniform(all_blocks.last)};
     // The first of the bare blocks, whose scores need no more than a softmax.
     const int bare_first = uniform(all_need_more ? INT32_MAX : blocks.clear_first);
@@ -131,7 +152,6 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     PassOutputs<C> part_rmem;  // O += P V of the last blocks, if SUMS_IN_PARTS
     int part_keys = 0;         // the keys of these blocks
     PassOutputs<C>& products_rmem = products_of<C>(o_rmem, part_rmem);
-    float* const s = &s_rmem[0][0][0];
     float* const o = &products_rmem[0][0][0];
     uint32_t* const p = &p_rmem[0][0][0];
     math::RowState<C> state;
@@ -140,7 +160,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
 
     const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
     const auto begin_pv = [&] {
-      // mutants: fence-before-both-products (tests/sim/tags.py)
+      // mutants: fence-before-both-products
       start_pv<C>(products_rmem, p_rmem, shared_smem, v_ring.stage,
                   !C::SUMS_IN_PARTS || part_keys > 0);
       part_keys += C::BLOCK_K;
@@ -149,52 +169,21 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
     };
-    // Adds a part of the sums to the outputs. `pass`: which PASS_COLUMNS columns of V it is of.
-    const auto add = [&](const PassOutputs<C>& part, int pass) {
-      constexpr int TILES = C::PASS_COLUMNS / 8;
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o_rmem[0][pass * TILES + n][i] += part[0][n][i];
-      }
-    };
     const auto add_part = [&] {
       if constexpr (C::SUMS_IN_PARTS) {
-        add(part_rmem, 0);
+        add_pass<C>(o_rmem, part_rmem, 0);
         part_keys = 0;
       }
     };
-    // Without OVERLAPS: O += P V from beginning to end, PASS_COLUMNS columns at a time, of which
-    // PARTS are multiplied at the same time. Calls meanwhile() while the first ones are.
     const auto multiply_pv = [&](const auto& meanwhile) {
-      constexpr int PASSES = C::HEAD_DIM_V / C::PASS_COLUMNS;
-      PassOutputs<C> parts_rmem[C::PARTS];
-      const auto part = [&](int pass) { return &parts_rmem[pass % C::PARTS][0][0][0]; };
-      const auto begin = [&](int pass) {
-        start_pv<C>(parts_rmem[pass % C::PARTS], p_rmem, shared_smem, v_ring.stage, false,
-                    pass * C::PASS_COLUMNS);
-      };
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
-      if constexpr (C::PARTS == 2) begin(0);
-#pragma unroll
-      for (int pass = 0; pass < PASSES; ++pass) {
-        const int next = pass + C::PARTS - 1;
-        if (next < PASSES) begin(next);
-        if (pass == 0) meanwhile();
-        if (C::PARTS == 2 && next < PASSES) {
-          ptx::wgmma_wait_group<1>();
-        } else {
-          ptx::wgmma_wait_group<0>();
-        }
-        ptx::registers_change<OUTPUTS>(part(pass));
-        add(parts_rmem[pass % C::PARTS], pass);
-      }
+      multiply_passes<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, meanwhile);
       ptx::registers_change<WORDS>(p);
       release(barriers.v_empty(v_ring.stage));
       v_ring.advance();
     };
     // What a block needs whose keys are not all visible, or whose scores are capped or have a
-    // descale of their own. Returns the scale for weigh().
+    // descale of their own. Returns the scale for weigh_rows().
     const auto finish_scores = [&](int block) {
       float scale = exp2_scale;
       if constexpr (C::FP8) {
@@ -209,35 +198,19 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         cap_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
       if constexpr (C::SPARES_REGISTERS) {
-        // The thread's number is read anew, so that its rows need no registers between the blocks.
-        const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
-        const int row =
-            tile.first_row + static_cast<int>(thread / 32 * C::WARP_ROWS + thread % 32 / 4);
-        const int rows[2] = {row, row + 8};
-        math::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
+        mask_rows_read_anew<C>(s_rmem, visible, tile, block);
       } else if constexpr (C::CACHE) {
-        const Tile& message = tile_message<C>(shared, q_ring.stage);
-        const int row_of_tile = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
-        if (all_params.slopes.gmem != nullptr)
-          add_alibi<C>(s_rmem, all_params, message, row_of_tile, block);
-        const math::ChunkedKeys keys{visible, all_params.attention_chunk, message.nk - message.nq};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          math::mask_row<C>(s_rmem, keys.of_row(lane_rows[r]), 0, r, 0,
-                            block + static_cast<int>(threadIdx.x) % 4 * 2);
-        }
+        mask_cached_rows<C>(s_rmem, all_params, tile_message<C>(shared, q_ring.stage), visible,
+                            lane_rows, warp_row, block);
       } else if (hides_some(block)) {
-        mask_rows_by_bits<C>(s_rmem, visible, lane_rows,
-                             block + static_cast<int>(threadIdx.x) % 4 * 2);
+        mask_rows_by_bits<C>(s_rmem, visible, lane_rows, lane_key(block));
       }
       return scale;
     };
-    // Dropout: which weights of a block are kept. It needs no scores, so that it takes the time in
+    // Dropout: what is kept of P of a block. It needs no scores, so that it takes the time in
     // which they are computed.
     const auto draw = [&](int block) {
-      if constexpr (C::DROPS)
-        draw_kept<C>(kept_rmem, dropout, lane_rows[0],
-                     block + static_cast<int>(threadIdx.x) % 4 * 2);
+      if constexpr (C::DROPS) draw_kept<C>(kept_rmem, dropout, lane_rows[0], lane_key(block));
     };
     const auto pack_kept = [&] {
       pack<C>(s_rmem, p_rmem);
@@ -246,9 +219,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
     const auto finish_pv = [&] {
       wait_for_outputs();
-      ptx::registers_change<WORDS>(p);
-      release(barriers.v_empty(v_ring.stage));
-      v_ring.advance();
+      release_v<C>(p_rmem, barriers, v_ring);
     };
     const auto rescale_outputs = [&](const float (&corrections)[2]) {
       rescale<C>(o_rmem, corrections);
@@ -261,21 +232,6 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if (key_descales.v_gmem != nullptr)
         math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
     };
-    const auto skip_block = [&] {
-      // A block that is masked for this warpgroup; others may see it. The warps still wait for it:
-      // otherwise they could lap the ring and hand back a stage a phase too early.
-      // mutants: few-skipped-blocks
-      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);
-      release(barriers.k_empty(k_ring.stage));
-      k_ring.advance();
-      turns.wait();  // each warpgroup takes one turn for a block
-      turns.hand_over();
-      // mutants: few-skipped-blocks
-      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);
-      release(barriers.v_empty(v_ring.stage));
-      v_ring.advance();
-    };
-
     // The first block of the warpgroup, whose P V the next step starts.
     const auto first_step = [&](int block) {
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
@@ -284,9 +240,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       turns.hand_over();
       draw(block);
       ptx::wgmma_wait_group<0>();
-      ptx::registers_change<SCORES>(s);
-      release(barriers.k_empty(k_ring.stage));
-      k_ring.advance();
+      release_k<C>(s_rmem, barriers, k_ring);
       float scale = exp2_scale;
       if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
@@ -306,11 +260,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         start_qk<C, KEYS>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
         turns.hand_over();
         ptx::wgmma_wait_group<0>();
-        ptx::registers_change<KEYS / 2>(s);
-        release(barriers.k_empty(k_ring.stage));
-        k_ring.advance();
-        mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows,
-                                   block + static_cast<int>(threadIdx.x) % 4 * 2);
+        release_k<C, KEYS>(s_rmem, barriers, k_ring);
+        mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows, lane_key(block));
         const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
         const float scale =
             follow_maxima<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
@@ -332,9 +283,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       begin_qk();
       turns.hand_over();
       ptx::wgmma_wait_group<0>();
-      ptx::registers_change<SCORES>(s);
-      release(barriers.k_empty(k_ring.stage));
-      k_ring.advance();
+      release_k<C>(s_rmem, barriers, k_ring);
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
       scale = follow_maxima<C>(s_rmem, state, scale, rescale_outputs);
@@ -349,9 +298,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       turns.hand_over();
       draw(block);
       ptx::wgmma_wait_group<1>();  // the scores are there
-      ptx::registers_change<SCORES>(s);
-      release(barriers.k_empty(k_ring.stage));
-      k_ring.advance();
+      release_k<C>(s_rmem, barriers, k_ring);
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
       bool raised = false;
@@ -380,37 +327,16 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const auto release_q_early = [&] {
       if constexpr (C::RELEASES_Q_EARLY) release(barriers.q_empty(q_ring.stage));
     };
-    // With finds_ends(): how the tile ends, and what is written then, while Q goes back.
     const auto find_end = [&] {
-      if constexpr (C::PREPARES_TILES) {
-        return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
-                          warp_row, warp_descale.v);
-      } else {
-        const TileHead at{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
-        return TileEnd<C>(state, attention, at, tile, warp_row, warp_descale.v);
-      }
+      return find_tile_end<C>(state, attention, shared, q_ring, tile, warp_row, warp_descale.v);
     };
-    const auto end_tile = [&]([[maybe_unused]] const TileEnd<C>& end) {
-      if constexpr (finds_ends<C>() && C::FP8) {
-        if (params.out_dtype == DType::F16) {
-          store_fp8_rows<C, DType::F16>(o_rmem, end, attention);
-        } else {
-          store_fp8_rows<C, DType::BF16>(o_rmem, end, attention);
-        }
-        end.store_lse();
-      } else if constexpr (finds_ends<C>()) {
-        store_through_q<C>(o_rmem, end, attention, q + warp_row * QTile::ROW_BYTES,
-                           [&] { hand_back_q(barriers, q_ring.stage); });
-        end.store_lse();
-      }
-    };
-
     // The blocks, from the last to the first: those after the last one that the warpgroup sees,
     // those that it sees, and those before. Of those that it sees, some need masks at either end:
     // both ends run the same code, which is long, where that spills no registers.
     int block = all_blocks.last;
 #pragma unroll 1
-    for (; block >= all_blocks.first && block > blocks.seen_last; block -= C::BLOCK_K) skip_block();
+    for (; block >= all_blocks.first && block > blocks.seen_last; block -= C::BLOCK_K)
+      skip_block<C>(barriers, turns, k_ring, v_ring);
     if (block >= blocks.seen_first) {
       if (C::HALVES && !all_need_more && blocks.seen_last < block + C::BLOCK_K / 2) {
         first_half_step(block);
@@ -444,7 +370,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         if constexpr (C::PREPARES_TILES) {
           const TileEnd<C> end = find_end();
           finish();
-          end_tile(end);
+          end_tile<C>(o_rmem, end, params, barriers, q_ring, q, warp_row);
         } else {
           finish();
         }
@@ -454,7 +380,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
           end = find_end();
           release_q_early();
         });
-        end_tile(end);
+        end_tile<C>(o_rmem, end, params, barriers, q_ring, q, warp_row);
       } else {
         multiply_pv([] {});
       }
@@ -462,34 +388,17 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if constexpr (finds_ends<C>()) {
         const TileEnd<C> end = find_end();
         release_q_early();
-        end_tile(end);
+        end_tile<C>(o_rmem, end, params, barriers, q_ring, q, warp_row);
       } else {
         release_q_early();
       }
     }
 #pragma unroll 1
-    for (; block >= all_blocks.first; block -= C::BLOCK_K) skip_block();
+    for (; block >= all_blocks.first; block -= C::BLOCK_K)
+      skip_block<C>(barriers, turns, k_ring, v_ring);
 
-    if constexpr (finds_ends<C>()) {
-      // end_tile() has written the rows.
-    } else if constexpr (C::FP8) {
-      // The lane that knows it tells the others the unit of the last block.
-      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, tile.rows(), warp_row,
-                             uniform(warp_descale.v), first_v_column<C>(tile));
-    } else {
-      if constexpr (C::CACHE) {
-        if (params.descales.v.gmem != nullptr) {
-          const float v = math::find_warp_descale(params.descales, attention, tile, 0).v;
-          const float factors[2] = {v, v};
-          rescale<C>(o_rmem, factors);
-        }
-      }
-      if constexpr (C::DROPS) {  // the weights that are left weigh more
-        const float factors[2] = {all_params.dropout.scale, all_params.dropout.scale};
-        rescale<C>(o_rmem, factors);
-      }
-      store_rows<C>(o_rmem, state, params, tile, warp_row, q);
-    }
+    if constexpr (!finds_ends<C>())
+      store_tile<C>(o_rmem, state, all_params, tile, warp_row, warp_descale.v, q);
     if constexpr (!C::RELEASES_Q_EARLY && !C::PREPARES_TILES) hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }

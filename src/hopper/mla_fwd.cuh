@@ -45,10 +45,6 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/tma.cuh"
-#include "common/ptx/warp_roles.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/mla_load.cuh"
 #include "hopper/mla_mainloop.cuh"

@@ -5,10 +5,6 @@
 #include <cstdint>
 
 #include "common/math/few_rows.cuh"
-#include "common/math/kv_cache.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/tma.cuh"
-#include "common/ptx/warp_roles.cuh"
 #include "hopper/cache_rows.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/mla_pipeline.cuh"

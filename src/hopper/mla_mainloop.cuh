@@ -3,14 +3,7 @@
 
 #include <cstdint>
 
-#include "common/math/few_rows.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/ptx/cvt.cuh"
-#include "common/ptx/ex2.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/named_barrier.cuh"
 #include "common/ptx/stmatrix.cuh"
-#include "common/ptx/wgmma.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/mla_load.cuh"
 #include "hopper/mla_pipeline.cuh"

@@ -4,11 +4,9 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
 #include "common/math/chunked_keys.cuh"
 #include "common/math/kv_cache.cuh"
 #include "common/math/tile_walk.cuh"
-#include "common/math/visible_keys.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/pipeline.cuh"
 

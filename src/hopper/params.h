@@ -28,7 +28,7 @@ struct Params {
   // For 8-bit inputs only; descales of k and v for copies of 8-bit caches, too. With them
   // attention.tanh_scale is set even if there is no softcap. With v_columns v_map is of the
   // transposed V, (batch, heads_kv, dv, v_columns), in the workspace; where it is 0 the kernel
-  // turns V itself.
+  // transposes V itself.
   Descales descales;
   DType out_dtype;  // F16 or BF16
   uint8_t* v_columns_gmem;
@@ -38,7 +38,7 @@ struct Params {
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");
 
-// The one parameter of kernels that drop weights.
+// The one parameter of kernels with dropout.
 struct DroppingParams {
   Params call;
   DropoutParams dropout;

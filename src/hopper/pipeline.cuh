@@ -44,13 +44,13 @@ using math::uniform;
 //                                               producer   before it is read,
 //   v_tile_empty            V's producer        producer   and was read before the next one comes
 //   Where turns_v():
-//   v_full of each stage    each turning warp   consumers  the block has been turned before wgmma
-//                                                          reads it; v_empty then holds back the
-//                                                          turning warps, not TMA
-//   raw_full of each stage  producer, bytes     turning    the block has landed before it is turned
-//                                               warps
-//   raw_empty               each turning warp   producer   every warp has read its part of the block
-//     of each stage                                        before TMA overwrites it
+//   v_full of each stage    each transposing    consumers  the block has been transposed before
+//                           warp                           wgmma reads it; v_empty then holds back
+//                                                          the transposing warps, not TMA
+//   raw_full of each stage  producer, bytes     transpo-   the block has landed before it is
+//                                               sing warps transposed
+//   raw_empty               each transposing    producer   every warp has read its part of the block
+//     of each stage         warp                           before TMA overwrites it
 // clang-format on
 template <class C>
 struct Barriers {
@@ -85,8 +85,8 @@ struct Barriers {
   }
 
   // Called by one thread. The producer arrives once at a full barrier and says how many bytes will
-  // come, or `v_arrivals` turning warps do at v_full. Each consumer warp arrives once at the empty
-  // barriers of Q, K and V, each turning warp at raw_empty, V's producer at v_tile_empty.
+  // come, or `v_arrivals` transposing warps do at v_full. Each consumer warp arrives once at the
+  // empty barriers of Q, K and V, each transposing warp at raw_empty, V's producer at v_tile_empty.
   __device__ __forceinline__ void initialise(int v_arrivals = 1) const {
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
       if constexpr (C::PREPARES_TILES)  // the message is of all lanes of the producer
@@ -142,7 +142,7 @@ __device__ __forceinline__ CachedTile& v_tile_message(unsigned char* shared) {
   return tile_message<C, CachedTile>(shared, C::Q_STAGES);
 }
 
-// With TURNS_V: which rows of the block in a stage of V that is not turned yet count; the others
+// With TURNS_V: which rows of the block in a stage of V to transpose count; the others
 // are cleared. end = 0: no block follows.
 struct RowsToTurn {
   int begin, end;

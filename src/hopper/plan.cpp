@@ -15,12 +15,8 @@
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
 #include "common/problem.h"
-#include "hopper/extend_params.h"
 #include "hopper/params.h"
-#include "hopper/plan_cache.h"
-#include "hopper/plan_fp8.h"
-#include "hopper/plan_masks.h"
-#include "hopper/plan_mla.h"
+#include "hopper/plan_parts.h"
 #include "hopper/plan_tiles.h"
 
 namespace archflash::hopper {
@@ -97,7 +93,7 @@ void refuse(const Problem& problem, const Problem& given, Reasons& reasons) {
 
 // --- the launch ---
 
-// Turns the launch of `plan` into that of a kernel that drops weights.
+// Turns the launch of `plan` into that of a kernel with dropout.
 void add_dropout(LaunchPlan& plan, const Problem& problem) {
   Launch& launch = plan.launches[0];
   auto params = extend_params<DroppingParams>(launch);

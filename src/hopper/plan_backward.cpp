@@ -127,7 +127,7 @@ const BackwardTile& tile_for(const Problem& call) {
   return TILES[std::size(TILES) - 1];
 }
 
-// Turns the main launch of `plan` into that of a kernel that drops weights.
+// Turns the main launch of `plan` into that of a kernel with dropout.
 void add_dropout(LaunchPlan& plan, const BackwardProblem& problem) {
   const Problem& call = problem.call;
   DroppingBackwardParams params;

@@ -1,5 +1,3 @@
-#include "hopper/plan_cache.h"
-
 #include <algorithm>
 #include <bit>
 #include <cstddef>
@@ -19,8 +17,8 @@
 #include "common/planning/workspace.h"
 #include "hopper/cache_maps.h"
 #include "hopper/cache_params.h"
-#include "hopper/extend_params.h"
 #include "hopper/params.h"
+#include "hopper/plan_parts.h"
 
 namespace archflash::hopper {
 namespace {

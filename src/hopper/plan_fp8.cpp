@@ -1,5 +1,3 @@
-#include "hopper/plan_fp8.h"
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -11,6 +9,7 @@
 #include "common/planning/tiles.h"
 #include "hopper/config.cuh"
 #include "hopper/params.h"
+#include "hopper/plan_parts.h"
 
 namespace archflash::hopper {
 

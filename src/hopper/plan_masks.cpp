@@ -1,5 +1,3 @@
-#include "hopper/plan_masks.h"
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -14,10 +12,10 @@
 #include "common/planning/workspace.h"
 #include "hopper/dense_config.cuh"
 #include "hopper/dense_params.h"
-#include "hopper/extend_params.h"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
 #include "hopper/params.h"
+#include "hopper/plan_parts.h"
 
 namespace archflash::hopper {
 namespace {

@@ -1,5 +1,3 @@
-#include "hopper/plan_mla.h"
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +12,7 @@
 #include "common/planning/tiles.h"
 #include "hopper/cache_maps.h"
 #include "hopper/mla_config.cuh"
+#include "hopper/plan_parts.h"
 
 namespace archflash::hopper {
 namespace {

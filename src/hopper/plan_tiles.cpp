@@ -14,7 +14,7 @@
 #include "hopper/config.cuh"
 #include "hopper/dense_config.cuh"
 #include "hopper/masked_config.cuh"
-#include "hopper/plan_masks.h"
+#include "hopper/plan_parts.h"
 
 namespace archflash::hopper {
 namespace {

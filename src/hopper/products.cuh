@@ -117,4 +117,16 @@ __device__ __forceinline__ void start_pv(PassOutputs<C>& o_rmem, const Probabili
   ptx::wgmma_commit_group();
 }
 
+// Adds a part of the sums to the outputs. `pass`: which PASS_COLUMNS columns of V it is of.
+template <class C>
+__device__ __forceinline__ void add_pass(math::Outputs<C>& o_rmem, const PassOutputs<C>& part,
+                                         int pass) {
+  constexpr int TILES = C::PASS_COLUMNS / 8;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o_rmem[0][pass * TILES + n][i] += part[0][n][i];
+  }
+}
+
 }  // namespace archflash::hopper

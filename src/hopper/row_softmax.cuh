@@ -5,10 +5,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/math/fp8_softmax.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/ptx/cvt.cuh"
-#include "common/ptx/ex2.cuh"
 #include "common/ptx/mov.cuh"
 #include "hopper/products.cuh"
 

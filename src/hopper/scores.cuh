@@ -4,14 +4,19 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
 #include "common/math/descales.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/ptx/special_registers.cuh"
 #include "hopper/cache_params.h"
+#include "hopper/params.h"
+#include "hopper/pipeline.cuh"
 #include "hopper/walk.cuh"
 
 namespace archflash::hopper {
+
+// This lane's first key of a block.
+__device__ __forceinline__ int lane_key(int block) {
+  return block + static_cast<int>(threadIdx.x) % 4 * 2;
+}
 
 // Below it tanhf() is a polynomial. Most scores that have a softcap are that small against it.
 constexpr float SMALL_TANH = 0.6f;
@@ -128,6 +133,67 @@ __device__ __forceinline__ math::WarpDescale find_head_descale(const Descales& d
       result.v = *math::descale_of_head(descales.v, at.batch, kv_head);
   }
   return result;
+}
+
+// math::mask_rows() of a block. The thread's number is read anew, so that its rows need no
+// registers between the blocks.
+template <class C>
+__device__ __forceinline__ void mask_rows_read_anew(math::Scores<C>& s_rmem,
+                                                    const math::VisibleKeys& visible,
+                                                    const Tile& tile, int block) {
+  const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+  const int row = tile.first_row + static_cast<int>(thread / 32 * C::WARP_ROWS + thread % 32 / 4);
+  const int rows[2] = {row, row + 8};
+  math::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
+}
+
+// ALiBi and the masks of a block of a cache. `tile`: the message, which is read anew.
+template <class C>
+__device__ __forceinline__ void mask_cached_rows(math::Scores<C>& s_rmem, const CacheParams& params,
+                                                 const Tile& tile, const math::VisibleKeys& visible,
+                                                 const int (&lane_rows)[2], int warp_row,
+                                                 int block) {
+  const int row_of_tile = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
+  if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, tile, row_of_tile, block);
+  const math::ChunkedKeys keys{visible, params.attention_chunk, tile.nk - tile.nq};
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    math::mask_row<C>(s_rmem, keys.of_row(lane_rows[r]), 0, r, 0, lane_key(block));
+}
+
+// Multiplies the scale of the scores by the descales that serve all keys, and finds the others.
+// Sets all_need_more where the scores of every block need more than a softmax.
+template <class C>
+__device__ __forceinline__ void find_scale(const Params& params, unsigned char* shared,
+                                           const Tile& tile, int q_stage, int warp_row,
+                                           float& exp2_scale, math::KeyDescales& key_descales,
+                                           math::WarpDescale& warp_descale, bool& all_need_more) {
+  const AttentionParams& attention = params.attention;
+  if constexpr (C::FP8) {
+    if constexpr (C::TAKES_DESCALES_BY_BLOCK)
+      key_descales = math::find_key_descales(params.descales, attention, tile);
+    if constexpr (C::PREPARES_TILES && !C::SPARES_REGISTERS) {
+      static_assert(!C::TAKES_DESCALES_BY_BLOCK, "find_head_descale() knows none by block");
+      warp_descale =
+          find_head_descale(params.descales, attention, blocks_message<C>(shared, q_stage).head,
+                            min(tile.first_row + warp_row, tile.nq - 1));
+    } else {
+      warp_descale =
+          math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
+    }
+    exp2_scale *= warp_descale.qk;
+    if constexpr (C::SPARES_REGISTERS) {  // uniform registers are left
+      warp_descale.qk = uniform(warp_descale.qk);
+      exp2_scale = uniform(exp2_scale);
+    }
+    all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= math::SMALLEST_NORMAL);
+  } else if constexpr (C::CACHE) {  // the cache may be the copy of one of 8 bits
+    if (params.descales.k.gmem != nullptr) {
+      exp2_scale *= math::find_warp_descale(params.descales, attention, tile, 0).qk;
+      all_need_more |= !(exp2_scale >= math::SMALLEST_NORMAL);
+    }
+    exp2_scale = uniform(exp2_scale);
+  }
 }
 
 }  // namespace archflash::hopper

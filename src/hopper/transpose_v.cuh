@@ -12,14 +12,9 @@
 
 #include <cstdint>
 
-#include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
 #include "common/math/descales.cuh"
-#include "common/math/varlen_tiles.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/named_barrier.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "hopper/config.cuh"
 #include "hopper/params.h"
@@ -116,17 +111,17 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
 
 // --- where turns_v(), the other warps of the producer's warpgroup: V -> keys side by side ---
 
-// Whether the CTAs turn 8-bit V. Else it has been turned before.
+// Whether the CTAs transpose 8-bit V. Else it has been transposed before.
 template <class C>
 __device__ __forceinline__ bool turns_v(const Params& params) {
   return C::TURNS_V && (!C::TAKES_TURNED_V || params.v_columns == 0);
 }
 
-// Turns the part of a block that warp `part` of TURNING_WARPS has. 32 keys of 16 columns at a time
-// are four matrices of ldmatrix, whose transposition gives a lane the keys 2t and 2t + 1
-// (t = lane % 4) of two neighbouring columns: bytes of two such matrices are four keys of a column
-// in the order in which pack() has those of P. Column 2c of 16 goes to row c, and 2c + 1 to row
-// 8 + c, so that a lane ends with four neighbouring outputs.
+// Transposes the part of a block that warp `part` of TURNING_WARPS has. 32 keys of 16 columns at a
+// time are four matrices of ldmatrix, whose transposition gives a lane the keys 2t and 2t + 1 (t =
+// lane % 4) of two neighbouring columns: bytes of two such matrices are four keys of a column in
+// the order in which pack() has those of P. Column 2c of 16 goes to row c, and 2c + 1 to row 8 + c,
+// so that a lane ends with four neighbouring outputs.
 template <class C>
 __device__ __forceinline__ void turn_block(uint32_t raw_smem, uint32_t turned_smem, int part) {
   using Raw = typename C::RawVTile;
@@ -159,7 +154,7 @@ __device__ __forceinline__ void turn_block(uint32_t raw_smem, uint32_t turned_sm
   }
 }
 
-// Called by the turning warps: turns block after block, in the order in which the producer loads.
+// Called by these warps: transposes block after block, in the order in which the producer loads.
 template <class C>
 __device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_smem) {
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -177,7 +172,7 @@ __device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_sm
         clear_rows<typename C::RawVTile>(shared + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
                                          begin, end);
       }
-      // The rows are cleared before any warp turns them.
+      // The rows are cleared before any warp transposes them.
       ptx::bar_sync(1 + C::WARPGROUPS, 32 * C::TURNING_WARPS);
     }
     // The products of every consumer warp have read the V that the stage held.

@@ -4,10 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/math/attention_work.cuh"
 #include "common/math/chunked_keys.cuh"
 #include "common/math/tile_walk.cuh"
-#include "common/math/visible_keys.cuh"
 #include "hopper/cache_params.h"
 #include "hopper/config.cuh"
 #include "hopper/drop_weights.cuh"
@@ -117,6 +115,38 @@ __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, c
           .seen_last = last_row < first_row ? -1 : visible.last(last_row),
           .clear_first = visible.first(last_row),
           .clear_last = visible.last(first_row) - (C::BLOCK_K - 1)};
+}
+
+// What the rows of a tile see, as a consumer learns it: from the producer's message, or from the
+// tile.
+template <class C>
+__device__ __forceinline__ VisibleKeysOf<C> visible_keys_of(const ParamsOf<C>& all_params,
+                                                            unsigned char* shared, const Tile& tile,
+                                                            int q_stage) {
+  if constexpr (C::PREPARES_TILES) {
+    const TileBlocks& message = blocks_message<C>(shared, q_stage).tile;
+    return {message.first_shift, message.last_shift, tile.nk};
+  } else {
+    return find_visible_keys<C>(all_params, tile);
+  }
+}
+
+// Likewise the blocks that the CTA visits, and those of the warpgroup that has the 64 rows number
+// `place`.
+template <class C>
+__device__ __forceinline__ void find_blocks_of_group(const Params& params, unsigned char* shared,
+                                                     const Tile& tile, int q_stage,
+                                                     const VisibleKeysOf<C>& visible, int place,
+                                                     math::Blocks& all_blocks,
+                                                     GroupBlocks& blocks) {
+  if constexpr (C::PREPARES_TILES) {
+    const BlocksMessage<C>& message = blocks_message<C>(shared, q_stage);
+    all_blocks = {message.tile.first, message.tile.last};
+    blocks = message.groups[place];
+  } else {
+    all_blocks = find_blocks<C>(params, tile, visible);
+    blocks = find_group_blocks<C>(params, tile, visible, all_blocks, place);
+  }
 }
 
 // The index of the CTA's next tile, for the whole warp. With a counter the CTA that is done first

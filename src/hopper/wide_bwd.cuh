@@ -33,7 +33,6 @@
 
 #include <cstdint>
 
-#include "common/ptx/global_order.cuh"
 #include "common/ptx/red_global.cuh"
 #include "hopper/attention_bwd.cuh"
 

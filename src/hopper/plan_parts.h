@@ -1,0 +1,98 @@
+// The parts that plan.cpp puts a plan together from. Pure host code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "common/planning/plan.h"
+#include "common/planning/workspace.h"
+#include "common/problem.h"
+#include "hopper/plan_tiles.h"
+
+namespace archflash::hopper {
+
+// The parameter of a kernel that is told more than the call, so far with the call alone.
+template <class AllParams>
+AllParams extend_params(const Launch& launch) {
+  AllParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(&params.call, launch.params.data(), sizeof params.call);
+  return params;
+}
+
+inline void add_pointers(Launch& launch, const std::vector<PointerSlot>& more) {
+  launch.pointers.insert(launch.pointers.end(), more.begin(), more.end());
+}
+
+// --- a KV cache (plan_cache.cpp) ---
+
+// `given` is the call as it was made, where an 8-bit cache is converted before it is read
+// (convert_cache.cuh), and `problem` the call as the attention kernel serves it.
+
+// Whether the cache is converted.
+bool converts_cache(const Problem& given);
+
+// The call as the attention kernel serves it: the copy of an 8-bit cache is a contiguous cache of
+// q's dtype.
+Problem as_kernels_read_it(const Problem& given);
+
+// Adds why a call with a cache cannot or should not be served.
+void refuse_cached_call(const Problem& problem, const Problem& given, Reasons& reasons);
+
+// Makes the plan of a call without a cache one that reads a cache. Returns why not.
+Reasons read_cache(LaunchPlan& plan, const Problem& problem, const Problem& given,
+                   const Device& device, const KernelTile& tile);
+
+// What explain tells of a converted cache.
+void note_converted_cache(const Problem& given, Notes& lines);
+
+// --- 8-bit inputs (plan_fp8.cpp), whose V has to have the keys of a column side by side ---
+
+// Adds why a call with 8-bit inputs cannot be served.
+void refuse_fp8(const Problem& problem, Reasons& reasons);
+
+// Keys of a column of 8-bit V in the workspace.
+int64_t v_columns(const Problem& problem);
+
+// CTAs of the kernel that transposes V before the attention kernel.
+int64_t transpose_ctas(const Problem& problem);
+
+// Whether the CTAs of a kernel transpose 8-bit V themselves.
+bool turns_v(const Problem& problem, const KernelTile& tile);
+
+// Puts the launch that transposes V before that of `plan`, which starts early and then reads V from
+// the workspace.
+void transpose_v(LaunchPlan& plan, const Problem& problem, const KernelTile& tile,
+                 core::Workspace& workspace);
+
+// --- masks as data (plan_masks.cpp) ---
+
+// Whether the kernels that read a summary can serve a call: attn_mask, key_ranges or alibi_slopes,
+// which need none, are the only mask as data, and a tensor map describes the elements of attn_mask
+// if they are added.
+bool reads_summary(const Problem& problem);
+
+// Turns the launch of `plan` into that of a kernel that takes masks as data.
+void add_masks(LaunchPlan& plan, const Problem& problem);
+
+// How many of the last tiles of a call with block_mask are ordered by their work.
+int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile);
+
+// Puts the launch that orders `ordered` tiles before that of `plan`. It zeroes the counter of
+// tiles.
+void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered);
+
+// Turns the launch of `plan` into that of a kernel that reads a summary of a mask, and puts the
+// launch that makes the summary before it. That one zeroes the counter of tiles, too.
+void add_summary(LaunchPlan& plan, const Problem& problem);
+
+// --- a latent cache (plan_mla.cpp) ---
+
+// Whether a call has a second query, so that its cache holds latent rows.
+bool has_latent_cache(const Problem& problem);
+
+// The plan of such a call, which describe() has no reason against; or the reasons why not.
+PlanResult plan_latent_cache(const Problem& problem, const Device& device);
+
+}  // namespace archflash::hopper
