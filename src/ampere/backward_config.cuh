@@ -3,13 +3,12 @@
 
 #include "common/mma_sync/backward_config.cuh"
 #include "common/mma_sync/fused_bwd_config.cuh"
-#include "common/mma_sync/masked_backward_config.cuh"
+#include "common/masked_backward_params.h"
 
 namespace archflash::ampere {
 
 using mma_sync::BackwardConfig;
 using mma_sync::FusedBackwardConfig;
-using mma_sync::MaskedBackwardConfig;
 
 // clang-format off
 // All gradients in one kernel.

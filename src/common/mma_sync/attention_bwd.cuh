@@ -27,7 +27,7 @@
 #include "common/math/quad.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/mma_sync/backward_config.cuh"
-#include "common/mma_sync/masked_backward_config.cuh"
+#include "common/masked_backward_params.h"
 #include "common/mma_sync/masked_bwd.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
