@@ -1,9 +1,9 @@
 // The tile sizes of each backward kernel of ampere.
 #pragma once
 
+#include "common/masked_backward_params.h"
 #include "common/mma_sync/backward_config.cuh"
 #include "common/mma_sync/fused_bwd_config.cuh"
-#include "common/masked_backward_params.h"
 
 namespace archflash::ampere {
 

@@ -8,9 +8,11 @@
 namespace archflash::ampere {
 
 using mma_sync::Config;
+using mma_sync::DropoutConfig;
 using mma_sync::FewRowsConfig;
 using mma_sync::KeyGroupsConfig;
 using mma_sync::LateConfig;
+using mma_sync::MaskedConfig;
 using mma_sync::ShortConfig;
 
 // Large, Medium and Small serve calls of many query rows on GPUs with more or less shared memory.
@@ -66,7 +68,28 @@ template <DType T>
 using D192Few      = FewRowsConfig<T, 192, 128,  32,  2,     false, 2>;
 template <DType T>
 using D256Few      = FewRowsConfig<T, 256, 256,  32,  2,     false, 2>;
+
+// With masks as data: 4 warps of 16 rows, in at most 99 KB of shared memory. A kernel serves every
+// head dimension up to its own.
+template <DType T>
+using D64Masked    = MaskedConfig<
+                     FewRowsConfig<T,  64,  64,  64,  2,     true,  2>>;
+template <DType T>
+using D128Masked   = MaskedConfig<D128Few<T>>;
+template <DType T>
+using D256Masked   = MaskedConfig<D256Few<T>>;
 // clang-format on
+
+// With dropout and many query rows. A kernel serves every head dimension up to its own, so that the
+// wheel stays small.
+template <DType T>
+using D64LargeDropout = DropoutConfig<Config<T, 64, 64, 4, 2, 128, 64, 2, false, 2>>;
+template <DType T>
+using D64MediumDropout = DropoutConfig<D64Medium<T>>;
+template <DType T>
+using D128Dropout = DropoutConfig<D128Medium<T>>;
+template <DType T>
+using D256Dropout = DropoutConfig<D256Large<T>>;
 
 // For few rows, where K and V are a KV cache in q's dtype.
 template <DType T>

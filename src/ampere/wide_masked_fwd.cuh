@@ -22,7 +22,7 @@
 #include "common/math/tile_walk.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/masked_fwd.cuh"
-#include "common/mma_sync/masked_params.h"
+#include "common/mma_sync/params.h"
 #include "common/ptx/cp_async.cuh"
 
 namespace archflash::ampere {

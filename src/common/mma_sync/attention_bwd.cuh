@@ -21,13 +21,13 @@
 #include <cstdint>
 
 #include "common/backward_params.h"
+#include "common/masked_backward_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/quad.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/mma_sync/backward_config.cuh"
-#include "common/masked_backward_params.h"
 #include "common/mma_sync/masked_bwd.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/mask_params.h"
 #include "common/math/swizzled_tile.cuh"
 
 namespace archflash::mma_sync {
@@ -52,6 +53,7 @@ struct Config {
   static constexpr bool FP8_CACHE = false;       // only a DecodeConfig reads one
   static constexpr int KEY_GROUPS = 1;           // see KeyGroupsConfig
   static constexpr bool WEIGHS_LATE = false;     // see LateConfig
+  static constexpr bool DROPS = false;           // see DropoutConfig
   static constexpr bool V_WITH_K = STAGES == 2;  // see ShortConfig
 
   // Layouts in shared memory. Their columns are units of 16 bits.
@@ -111,6 +113,16 @@ struct LateConfig : Base {
   static constexpr bool WEIGHS_LATE = true;
 };
 
+// A Config whose kernel drops some of P before P V. It knows no softcap, no masks as data and no
+// split keys: calls with those are left to MaskedConfig.
+template <class Base>
+struct DropoutConfig : Base {
+  static constexpr bool DROPS = true;
+  static_assert(!Base::CAN_SPLIT && !Base::CACHE && Base::KEY_GROUPS == 1 && Base::QK_PACK == 1 &&
+                    Base::V_PACK == 1 && Base::STEP_KEYS % 32 == 0,
+                "many query rows in 16 bits, and the random bits of 32 keys at a time");
+};
+
 // A Config for few query rows.
 template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, bool Q_IN_REGISTERS,
           int CTAS_PER_SM>
@@ -124,6 +136,18 @@ struct CacheConfig : FewRows {
   static constexpr int CONTEXT_BYTES = 96;
   static constexpr int SHARED_BYTES = FewRows::CONTEXT_SMEM + CONTEXT_BYTES;
   static_assert(FewRows::CAN_SPLIT && FewRows::QK_PACK == 1 && FewRows::V_PACK == 1);
+};
+
+// A FewRowsConfig whose kernel reads attn_mask, key_ranges, alibi_slopes and block_mask.
+template <class FewRows>
+struct MaskedConfig : FewRows {
+  static constexpr bool MASKED = true;
+  static constexpr bool LOADS_ADDED_LATE = false;  // math/lane_masks.cuh
+  static_assert(FewRows::CAN_SPLIT && FewRows::STAGES == 2 && FewRows::M_TILES == 1 &&
+                    FewRows::STEP_KEYS == FewRows::BLOCK_K,
+                "mma_sync/masked_fwd.cuh: two buffers, and all keys of a block at once");
+  static_assert(MASK_BLOCK % FewRows::BLOCK_Q == 0 && MASK_BLOCK % FewRows::BLOCK_K == 0,
+                "a tile lies in one block of block_mask");
 };
 
 }  // namespace archflash::mma_sync

@@ -2,7 +2,7 @@
 // Compile-time numbers only, in plain C++.
 #pragma once
 
-#include "common/mma_sync/dropout_params.h"
+#include "common/mma_sync/params.h"
 
 namespace archflash::mma_sync {
 

@@ -25,8 +25,7 @@
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
-#include "common/mma_sync/masked_config.cuh"
-#include "common/mma_sync/masked_params.h"
+#include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -213,27 +212,8 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
     block = next;
   }
 
-  // The weights that are left of a row whose others were dropped weigh more.
-  if (all_params.dropout.state_gmem != nullptr) {
-#pragma unroll
-    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= all_params.dropout.scale;
-    }
-  }
-  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-  const math::PackedHeads& packed = call.packed_heads;
-  if (partials.wanted()) {
-    math::store_partials<C>(o_rmem, state, params, partials, packed, cta.work,
-                            blockIdx.x % partials.splits, warp_row);
-  } else if (packed.count > 1) {
-    math::store_packed_out<C>(o_rmem, state, params, packed, cta.work, warp_row);
-  } else {
-    // A warp stages its output rows in its own rows of Q, which no other warp reads.
-    static_assert(VTile::ROW_BYTES <= QKTile::ROW_BYTES);
-    math::store_out<C, VTile>(o_rmem, state, params, cta.work, warp_row,
-                              shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES);
-  }
+  if (all_params.dropout.state_gmem != nullptr) scale_kept<C>(o_rmem, all_params.dropout.scale);
+  store_tile<C>(o_rmem, state, call, cta.work, shared);
 }
 
 }  // namespace archflash::mma_sync
