@@ -8,8 +8,12 @@
 
 namespace archflash::ampere {
 
+// Where a warp keeps its RowState between one softmax and the next: in shared memory where
+// registers are few.
+enum class StateIn { Registers, Shared };
+
 // d and dv may be at most HEAD_DIM.
-template <DType DTYPE_, int HEAD_DIM_, int BLOCK_K_, bool STATE_IN_SHARED_>
+template <DType DTYPE_, int HEAD_DIM_, int BLOCK_K_, StateIn STATE_IN>
 struct WideConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -58,9 +62,8 @@ struct WideConfig {
   static constexpr int SCORES_BYTES = WARP_ROWS * BLOCK_K * 4;  // of a warp
   static constexpr int CONTEXT_SMEM = SCORES_SMEM + WARPS * SCORES_BYTES;
   static constexpr int CONTEXT_BYTES = 96;
-  // Where registers are few, a warp keeps its RowState in shared memory between one softmax and the
-  // next: the sums of each lane, and the bases of its rows.
-  static constexpr bool STATE_IN_SHARED = STATE_IN_SHARED_;
+  // The sums of each lane, and the bases of a warp's rows.
+  static constexpr bool STATE_IN_SHARED = STATE_IN == StateIn::Shared;
   static constexpr int SUM_SMEM = CONTEXT_SMEM + CONTEXT_BYTES;
   static constexpr int BASE_SMEM = SUM_SMEM + (STATE_IN_SHARED ? 8 * THREADS : 0);
   static constexpr int SHARED_BYTES = BASE_SMEM + (STATE_IN_SHARED ? 4 * WARPS * WARP_ROWS : 0);
@@ -90,19 +93,19 @@ struct WideMaskedConfig : Base {
 };
 
 // clang-format off
-//                           head block  state in
-//                           _dim _k     shared
+//                           head block
+//                           _dim _k  state in
 template <DType T>
-using D384Large = WideConfig<T, 384, 64,     false>;
+using D384Large = WideConfig<T, 384, 64, StateIn::Registers>;
 template <DType T>
-using D384      = WideConfig<T, 384, 32,     false>;
+using D384      = WideConfig<T, 384, 32, StateIn::Registers>;
 template <DType T>
-using D512Large = WideConfig<T, 512, 64,     true>;
+using D512Large = WideConfig<T, 512, 64, StateIn::Shared>;
 template <DType T>
-using D512      = WideConfig<T, 512, 32,     false>;
+using D512      = WideConfig<T, 512, 32, StateIn::Registers>;
 template <DType T>
 using D512Masked = WideMaskedConfig<
-                  WideConfig<T, 512, 32,     true>>;
+                  WideConfig<T, 512, 32, StateIn::Shared>>;
 // clang-format on
 
 }  // namespace archflash::ampere

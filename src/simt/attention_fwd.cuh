@@ -18,7 +18,6 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/cp_async.cuh"

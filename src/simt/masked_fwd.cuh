@@ -14,7 +14,6 @@
 #include "common/math/dropout.cuh"
 #include "common/math/masks.cuh"
 #include "common/math/packed_heads.cuh"
-#include "common/ptx/cp_async.cuh"
 #include "simt/attention_fwd.cuh"
 #include "simt/tile.cuh"
 

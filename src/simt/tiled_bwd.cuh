@@ -180,7 +180,7 @@ __device__ __forceinline__ void weigh_tile(Scores<C>& s_rmem, Scores<C>& dp_rmem
           if (capped) slope = cap_score(s, attention.softcap);
         }
         const math::RowTerms terms = terms_gmem[column_of_block];
-        p = probability_of(s, attention, terms);
+        p = math::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));
         ds = p * (dp_rmem[i][j] - terms.delta) * slope;
       }
       s_rmem[i][j] = p;

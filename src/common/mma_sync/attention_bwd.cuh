@@ -22,7 +22,7 @@
 
 #include "common/backward_params.h"
 #include "common/masked_backward_params.h"
-#include "common/math/attention_work.cuh"
+#include "common/math/backward_masks.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/quad.cuh"
@@ -32,21 +32,20 @@
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
-#include "common/ptx/ex2.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_global.cuh"
 
 namespace archflash::mma_sync {
 
-// A product as the functions of tile.cuh and online_softmax.cuh take it: owned rows by passing
-// rows, over the columns of Tile.
-template <class C, class Tile>
+// A product as the functions of tile.cuh and online_softmax.cuh take it: the owned rows of a warp
+// by PASSING passing rows over the columns of Tile, or by COLUMNS columns of a gradient.
+template <class C, class Tile, int PASSING = C::BLOCK, int COLUMNS = Tile::COLUMNS>
 struct BackwardProduct {
   static constexpr DType DTYPE = C::DTYPE;
   static constexpr int QK_PACK = 1, V_PACK = 1;
   static constexpr int M_TILES = C::M_TILES;
-  static constexpr int STEP_KEYS = C::BLOCK;
-  static constexpr int HEAD_DIM_V = Tile::COLUMNS;
+  static constexpr int STEP_KEYS = PASSING;
+  static constexpr int HEAD_DIM_V = COLUMNS;
   static constexpr bool Q_IN_REGISTERS = false;
   using QTile = Tile;
   using KTile = Tile;
@@ -131,10 +130,7 @@ __device__ __forceinline__ void weigh_scores(BlockScores<C>& s_rmem, BlockScores
         for (int i = 0; i < 2; ++i) {
           float& s = s_rmem[m][n][2 * r + i];
           const math::RowTerms terms = terms_of(m, n, r, i);
-          const float exponent = fmaf(s, params.exp2_scale, -terms.lse_log2);
-          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite. Not
-          // fminf: a NaN stays one.
-          const float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+          const float p = math::probability(fmaf(s, params.exp2_scale, -terms.lse_log2));
           if constexpr (C::NEEDS_DP) {
             float& dp = dp_rmem[m][n][2 * r + i];
             dp = p * (dp - terms.delta);
@@ -288,41 +284,16 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  // Passing rows that any owned row has to do with; begin > last if there is none.
-  int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
-  const int last = cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK;
-
-  // The next block of rows from one on, in which some score may count; beyond `last` if there is
-  // none.
-  [[maybe_unused]] const int first_block = begin;
-  const auto row_of = [&](int number) { return first_block + number * C::BLOCK; };
-  auto seen_blocks = [&] {
-    if constexpr (C::MASKED) {
-      const MaskParams& masks = all_params.masks;
-      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
-                                 begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
-                                 masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
-    } else {
-      return 0;
-    }
-  }();
-  const auto next_seen = [&](int row) {
-    if constexpr (C::MASKED) {
-      return row_of(seen_blocks.next((row - first_block) / C::BLOCK, row_of));
-    } else {
-      return row;
-    }
-  };
-  begin = next_seen(begin);
+  math::PassingBlocks<C> blocks(all_params, cta);
 
   float first_rmem[C::M_TILES][FirstTile::COLUMNS / 8][4] = {};    // dQ or dK
   float second_rmem[C::M_TILES][SecondTile::COLUMNS / 8][4] = {};  // dV
-  if (begin <= last) {
+  if (blocks.any()) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = OWNS_KEYS ? math::key_rows<uint16_t>(params, cta.batch, cta.head, row)
                                : math::query_rows<uint16_t>(params, cta.batch, cta.head, row);
     start_own<C, C::NEEDS_DP>(attention, own, cta, shared, shared_smem);
-    start_passing<C>(params, cta, {0, begin}, shared_smem + C::STAGES_SMEM,
+    start_passing<C>(params, cta, blocks.first(), shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }
 
@@ -342,14 +313,10 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   }
 
   int stage = 0;
-  Passing block{0, begin};
+  Passing block = blocks.first();
 #pragma unroll 1
-  while (block.head < cta.heads && begin <= last) {
-    Passing next{block.head, next_seen(block.row + C::BLOCK)};
-    if (next.row > last) {
-      next = {block.head + 1, begin};
-      if constexpr (C::MASKED) seen_blocks.base = -1;
-    }
+  while (block.head < cta.heads && blocks.any()) {
+    const Passing next = blocks.after(block);
     // Each thread waits for its own copies. The barrier makes those of all threads visible. After
     // it no warp still reads the other stage, which is overwritten next.
     ptx::copies_wait_all();

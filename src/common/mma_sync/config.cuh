@@ -18,12 +18,15 @@ struct Inputs16 {
   static constexpr int CONTEXT_BYTES = 64;
 };
 
+// Where a warp has its fragments of Q: it reads them once, or from shared memory in every step.
+enum class QIn { Registers, Shared };
+
 // A CTA owns BLOCK_Q query rows of one head and visits the keys in blocks of BLOCK_K. A warp owns
 // M_TILES row tiles of 16 rows, which share every fragment of K and V that it reads. It takes
 // STEP_KEYS keys at a time from scores to output. d may be at most HEAD_DIM, dv HEAD_DIM_V.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
-          int STEP_KEYS_, int STAGES_, bool Q_IN_REGISTERS_, int CTAS_PER_SM_,
-          class Inputs = Inputs16, bool CAN_SPLIT_ = false>
+          int STEP_KEYS_, int STAGES_, QIn Q_IN, int CTAS_PER_SM_, class Inputs = Inputs16,
+          bool CAN_SPLIT_ = false>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int QK_PACK = Inputs::QK_PACK;
@@ -40,8 +43,7 @@ struct Config {
   // Buffers for K and V. With 2, the next K and V are copied during the whole of the current block.
   // With 1, V is copied during Q K^T, and the next K during P V.
   static constexpr int STAGES = STAGES_;
-  // Whether a warp reads its fragments of Q once, or from shared memory again in every step.
-  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
+  static constexpr bool Q_IN_REGISTERS = Q_IN == QIn::Registers;
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
   // For few query rows: the keys of a tile may be split over several CTAs, and heads that share a
   // head of K may be packed into a tile.
@@ -124,10 +126,10 @@ struct DropoutConfig : Base {
 };
 
 // A Config for few query rows.
-template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, bool Q_IN_REGISTERS,
+template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, QIn Q_IN,
           int CTAS_PER_SM>
-using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, BLOCK_K, STAGES,
-                             Q_IN_REGISTERS, CTAS_PER_SM, Inputs16, true>;
+using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, BLOCK_K, STAGES, Q_IN,
+                             CTAS_PER_SM, Inputs16, true>;
 
 // A FewRowsConfig whose K and V are a cache, contiguous or in pages, with lengths on the device.
 template <class FewRows>

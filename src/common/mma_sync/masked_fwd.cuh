@@ -21,13 +21,11 @@
 #include "common/math/lane_masks.cuh"
 #include "common/math/masks.cuh"
 #include "common/math/online_softmax.cuh"
-#include "common/math/tile_walk.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
 #include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
-#include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace archflash::mma_sync {
