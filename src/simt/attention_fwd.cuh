@@ -159,7 +159,7 @@ __device__ __forceinline__ void add_values(Outputs<C>& o_rmem, const Scores<C>& 
                                            bool selects) {
   const Lane<C> lane;
   // This lane's first row in the warp's P.
-  // mutants: field-to-last-bit
+  // mutants: field-to-last-bit (tests/sim/tags.py)
   const float* p_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
   Outputs<C> pv_rmem = {};
 #pragma unroll
@@ -225,7 +225,7 @@ __device__ __forceinline__ void attend(const Tile& tile, float* shared, Outputs<
     tile.start_v(v_smem, block);
     if (computes) {
       const Lane<C> lane;
-      // mutants: field-to-last-bit (tests/sim/tags.py)
+      // mutants: field-to-last-bit
       multiply_qk<C>(s_rmem, q_smem + (lane.warp_row + lane.row) * C::QK_PITCH,
                      k_smem + lane.col * C::QK_PITCH, tile.params.d);
       selects = tile.mask(s_rmem, block);
