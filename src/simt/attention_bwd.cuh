@@ -135,12 +135,36 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   const math::BackwardWork cta = math::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
   if (cta.first_row < 0) return;
 
-  math::PassingBlocks<C> blocks(all_params, cta);
+  // Passing rows that any owned row has to do with; begin > last if there is none.
+  int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
+  const int last = cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK;
+  // The next block of rows from one on, in which some score may count; beyond `last` if there is
+  // none.
+  [[maybe_unused]] const int first_block = begin;
+  const auto row_of = [&](int number) { return first_block + number * C::BLOCK; };
+  [[maybe_unused]] auto seen_blocks = [&] {
+    if constexpr (C::MASKED) {
+      const MaskParams& masks = all_params.masks;
+      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
+                                 begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
+                                 masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
+    } else {
+      return 0;
+    }
+  }();
+  const auto next_seen = [&](int row) {
+    if constexpr (C::MASKED) {
+      return row_of(seen_blocks.next((row - first_block) / C::BLOCK, row_of));
+    } else {
+      return row;
+    }
+  };
+  begin = next_seen(begin);
   const auto rows_of = [&](bool keys, int head, int64_t row) {
     return keys ? math::key_rows<float>(params, cta.batch, head, row)
                 : math::query_rows<float>(params, cta.batch, head, row);
   };
-  if (blocks.any()) {
+  if (begin <= last) {
     const auto own =
         rows_of(OWNS_KEYS, cta.head, static_cast<int64_t>(cta.own_start) + cta.first_row);
     const int begin_own = cta.own_begin() - cta.first_row, end_own = cta.own_end() - cta.first_row;
@@ -159,7 +183,7 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   float second_rmem[C::OUT_ROWS][4] = {};  // dV; unused where the CTA owns queries
 
 #pragma unroll 1
-  for (math::Passing block = blocks.first(); block.head < cta.heads && blocks.any();) {
+  for (math::Passing block{0, begin}; block.head < cta.heads && begin <= last;) {
     const int head = math::passing_head<C::OWNS>(attention, cta, block);
     const int64_t passing_row = static_cast<int64_t>(cta.passing_start) + block.row;
     const auto rows = rows_of(!OWNS_KEYS, head, passing_row);
@@ -219,7 +243,11 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
                       shared + C::SECOND_SMEM + out_column);
     }
     __syncthreads();  // no thread still reads the block, P or dS, which are overwritten next
-    block = blocks.after(block);
+    block.row = next_seen(block.row + C::BLOCK);
+    if (block.row > last) {
+      block = {block.head + 1, begin};
+      if constexpr (C::MASKED) seen_blocks.base = -1;
+    }
   }
 
   if (out_column < attention.d) {

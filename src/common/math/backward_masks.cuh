@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/masked_backward_params.h"
 #include "common/math/attention_work.cuh"
@@ -151,57 +150,6 @@ struct SeenBlocks {
       number = base + 32;
     }
     return count;
-  }
-};
-
-// The blocks that pass by a CTA: all heads one after another, and of each the rows from `begin` on
-// to the block at `last`, with C::MASKED only those in which some score may count.
-template <class C>
-struct PassingBlocks {
-  struct All {};
-  int first_block;  // the first one that any owned row has to do with, whatever masks say
-  int last;
-  std::conditional_t<C::MASKED, SeenBlocks<C>, All> seen;
-  int begin;
-
-  __device__ __forceinline__ PassingBlocks(const typename C::Params& params,
-                                           const BackwardWork& cta)
-      : first_block(cta.visible.first(cta.first_row) & -C::BLOCK),
-        last(cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK),
-        seen(find_seen(params, cta)),
-        begin(next(first_block)) {}
-
-  __device__ __forceinline__ bool any() const { return begin <= last; }
-  __device__ __forceinline__ Passing first() const { return {0, begin}; }
-  __device__ __forceinline__ Passing after(Passing block) {
-    block.row = next(block.row + C::BLOCK);
-    if (block.row > last) {
-      block = {block.head + 1, begin};
-      if constexpr (C::MASKED) seen.base = -1;
-    }
-    return block;
-  }
-
- private:
-  __device__ __forceinline__ auto find_seen(const typename C::Params& params,
-                                            const BackwardWork& cta) const {
-    if constexpr (C::MASKED) {
-      const MaskParams& masks = params.masks;
-      return SeenBlocks<C>{masks, cta, params.call.attention.heads_per_kv,
-                           first_block <= last ? (last - first_block) / C::BLOCK + 1 : 0,
-                           masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
-    } else {
-      return All{};
-    }
-  }
-  // The first row of the next block from `row` on; beyond `last` if there is none.
-  __device__ __forceinline__ int next(int row) {
-    if constexpr (C::MASKED) {
-      const auto row_of = [&](int number) { return first_block + number * C::BLOCK; };
-      return row_of(seen.next((row - first_block) / C::BLOCK, row_of));
-    } else {
-      return row;
-    }
   }
 };
 

@@ -284,16 +284,41 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  math::PassingBlocks<C> blocks(all_params, cta);
+  // Passing rows that any owned row has to do with; begin > last if there is none.
+  int begin = cta.visible.first(cta.first_row) & -C::BLOCK;
+  const int last = cta.visible.last(min(cta.first_row + C::ROWS, cta.own_rows) - 1) & -C::BLOCK;
+
+  // The next block of rows from one on, in which some score may count; beyond `last` if there is
+  // none.
+  [[maybe_unused]] const int first_block = begin;
+  const auto row_of = [&](int number) { return first_block + number * C::BLOCK; };
+  auto seen_blocks = [&] {
+    if constexpr (C::MASKED) {
+      const MaskParams& masks = all_params.masks;
+      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
+                                 begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
+                                 masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
+    } else {
+      return 0;
+    }
+  }();
+  const auto next_seen = [&](int row) {
+    if constexpr (C::MASKED) {
+      return row_of(seen_blocks.next((row - first_block) / C::BLOCK, row_of));
+    } else {
+      return row;
+    }
+  };
+  begin = next_seen(begin);
 
   float first_rmem[C::M_TILES][FirstTile::COLUMNS / 8][4] = {};    // dQ or dK
   float second_rmem[C::M_TILES][SecondTile::COLUMNS / 8][4] = {};  // dV
-  if (blocks.any()) {
+  if (begin <= last) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = OWNS_KEYS ? math::key_rows<uint16_t>(params, cta.batch, cta.head, row)
                                : math::query_rows<uint16_t>(params, cta.batch, cta.head, row);
     start_own<C, C::NEEDS_DP>(attention, own, cta, shared, shared_smem);
-    start_passing<C>(params, cta, blocks.first(), shared_smem + C::STAGES_SMEM,
+    start_passing<C>(params, cta, {0, begin}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }
 
@@ -313,10 +338,14 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   }
 
   int stage = 0;
-  Passing block = blocks.first();
+  Passing block{0, begin};
 #pragma unroll 1
-  while (block.head < cta.heads && blocks.any()) {
-    const Passing next = blocks.after(block);
+  while (block.head < cta.heads && begin <= last) {
+    Passing next{block.head, next_seen(block.row + C::BLOCK)};
+    if (next.row > last) {
+      next = {block.head + 1, begin};
+      if constexpr (C::MASKED) seen_blocks.base = -1;
+    }
     // Each thread waits for its own copies. The barrier makes those of all threads visible. After
     // it no warp still reads the other stage, which is overwritten next.
     ptx::copies_wait_all();
