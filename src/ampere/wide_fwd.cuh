@@ -168,7 +168,7 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
       return mma_sync::EveryBlock<C>{blocks.begin};
     }
   }();
-  if constexpr (C::MASKED) blocks.last = walk.next(blocks.last + C::BLOCK_K);
+  if constexpr (C::MASKED) blocks.last = walk.look_behind(blocks.last + C::BLOCK_K);
   clear_wide_columns<C>(shared, attention);
   if (walk.has(blocks.last)) blocks.start_k(blocks.last, shared_smem);
   PairQuery<C> q_rmem;

@@ -161,11 +161,13 @@ struct SeenKeyBlocks {
   int begin;
 
   __device__ __forceinline__ bool has(int block) const { return block >= 0; }
-  // The block that is visited after `block`, and whether there is one.
-  __device__ __forceinline__ int next(int block) const {
+  // The first key of the block behind `block`, negative if there is none. A main loop calls it once
+  // for a block.
+  __device__ __forceinline__ int look_behind(int block) const {
     return find_masks().template last_block<C::BLOCK_Q, C::BLOCK_K>(block - 1, begin);
   }
-  __device__ __forceinline__ bool has_next(int /* block */, int next) const { return next >= 0; }
+  __device__ __forceinline__ bool has_next(int found) const { return found >= 0; }
+  __device__ __forceinline__ int next(int found) const { return found; }
 };
 
 // An element of attn_mask as a number that is added to a score in natural logarithms: -inf for a

@@ -72,12 +72,12 @@ template <class C>
 struct EveryBlock {
   int begin;
 
-  __device__ __forceinline__ bool has(int block) const { return block >= begin; }
-  // The block that is visited after `block`, and whether there is one.
-  __device__ __forceinline__ int next(int block) const { return block - C::BLOCK_K; }
-  __device__ __forceinline__ bool has_next(int block, int /* next */) const {
-    return block > begin;
-  }
+  __device__ __forceinline__ bool has(int block) const { return begin <= block; }
+  // What is known of the block behind `block`, whether there is one, and its first key, which is
+  // computed where it is used.
+  __device__ __forceinline__ int look_behind(int block) const { return block; }
+  __device__ __forceinline__ bool has_next(int found) const { return begin < found; }
+  __device__ __forceinline__ int next(int found) const { return found - C::BLOCK_K; }
 };
 
 // The default for KeyBlocks' start_with_k, which copies nothing.
@@ -209,7 +209,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk
   QFragments<C> q_rmem;
 #pragma unroll 1
   for (int block = last; walk.has(block);) {
-    int next;
+    int found;  // of the block that comes next
     // Each thread waits for its own copies: K, with two stages also V, and Q in the first round.
     // The barrier makes the copies of all threads visible. After it no warp still reads the
     // previous block, whose buffers are overwritten next.
@@ -222,10 +222,10 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk
     __syncthreads();
     if constexpr (C::STAGES == 2) {
       const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
-      next = walk.next(block);
-      if (walk.has_next(block, next) && !has_started_next) {
-        start_k(next, other_stage);
-        start_v(next, other_stage);
+      found = walk.look_behind(block);
+      if (walk.has_next(found) && !has_started_next) {
+        start_k(walk.next(found), other_stage);
+        start_v(walk.next(found), other_stage);
       }
     } else if (!C::V_WITH_K || block != last) {
       start_v(block, stage_smem);
@@ -259,13 +259,13 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk
         // next block's K overwrites.
         ptx::copies_wait_all();
         __syncthreads();
-        next = walk.next(block);
-        if (walk.has_next(block, next)) start_k(next, stage_smem);
+        found = walk.look_behind(block);
+        if (walk.has_next(found)) start_k(walk.next(found), stage_smem);
       }
       if (computes) multiply(p_rmem, v_smem + step * VTile::ROW_BYTES);
     }
     if constexpr (C::STAGES == 2) stage_smem = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
-    block = next;
+    block = walk.next(found);
   }
 }
 

@@ -144,7 +144,7 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
   const math::TileMasks masks(all_params.masks, params, cta.work, cta.packed_heads);
   const auto find_masks = [&] { return masks; };
   const math::SeenKeyBlocks<C, decltype(find_masks)> walk{find_masks, blocks.begin};
-  blocks.last = walk.next(blocks.last + C::BLOCK_K);
+  blocks.last = walk.look_behind(blocks.last + C::BLOCK_K);
   if (walk.has(blocks.last)) blocks.start(shared);
 
   math::Outputs<C> o_rmem = {};
