@@ -14,40 +14,41 @@ namespace archflash::ada {
 
 using mma_sync::Config;
 using mma_sync::FewRowsConfig;
+using mma_sync::QIn;
 
 // clang-format off
-//                             head_dim       m_    block step        Q in   CTAs
-//                           q,k   v   warps tiles _k   _keys stages  regs   per SM
+//                             head_dim       m_    block step               CTAs
+//                           q,k   v   warps tiles _k   _keys stages  Q in           per SM
 template <DType T>
-using D64Large   = Config<T,  64,  64, 4,   2,  128,  128,  2,     false, 2>;
+using D64Large   = Config<T,  64,  64, 4,   2,  128,  128,  2,     QIn::Shared,    2>;
 template <DType T>
-using D64        = Config<T,  64,  64, 4,   2,  128,  128,  1,     false, 2>;
+using D64        = Config<T,  64,  64, 4,   2,  128,  128,  1,     QIn::Shared,    2>;
 template <DType T>
-using D96        = Config<T,  96,  96, 4,   2,   64,   64,  1,     false, 2>;
+using D96        = Config<T,  96,  96, 4,   2,   64,   64,  1,     QIn::Shared,    2>;
 template <DType T>
-using D128Large  = Config<T, 128, 128, 4,   2,   64,   64,  2,     false, 2>;
+using D128Large  = Config<T, 128, 128, 4,   2,   64,   64,  2,     QIn::Shared,    2>;
 template <DType T>
-using D128Tall   = Config<T, 128, 128, 8,   2,   64,   64,  1,     false, 1>;
+using D128Tall   = Config<T, 128, 128, 8,   2,   64,   64,  1,     QIn::Shared,    1>;
 template <DType T>
-using D192       = Config<T, 192, 128, 8,   1,   32,   32,  1,     false, 1>;
+using D192       = Config<T, 192, 128, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
 template <DType T>
-using D256       = Config<T, 256, 256, 8,   1,   32,   32,  1,     false, 1>;
+using D256       = Config<T, 256, 256, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
 
 // For few rows: 4 warps of 16 rows.
-//                                    head_dim  block       Q in   CTAs
-//                                   q,k   v    _k   stages regs   per SM
+//                                    head_dim  block              CTAs
+//                                   q,k   v    _k   stages Q in           per SM
 template <DType T>
-using D64FewLarge = FewRowsConfig<T,  64,  64, 128,  2,     true,  2>;
+using D64FewLarge = FewRowsConfig<T,  64,  64, 128,  2,     QIn::Registers, 2>;
 template <DType T>
-using D64Few      = FewRowsConfig<T,  64,  64,  64,  1,     true,  3>;
+using D64Few      = FewRowsConfig<T,  64,  64,  64,  1,     QIn::Registers, 3>;
 template <DType T>
-using D96Few      = FewRowsConfig<T,  96,  96,  64,  2,     true,  2>;
+using D96Few      = FewRowsConfig<T,  96,  96,  64,  2,     QIn::Registers, 2>;
 template <DType T>
-using D128        = FewRowsConfig<T, 128, 128,  64,  1,     false, 2>;
+using D128        = FewRowsConfig<T, 128, 128,  64,  1,     QIn::Shared,    2>;
 template <DType T>
-using D192Few     = FewRowsConfig<T, 192, 128,  32,  2,     false, 2>;
+using D192Few     = FewRowsConfig<T, 192, 128,  32,  2,     QIn::Shared,    2>;
 template <DType T>
-using D256Few     = FewRowsConfig<T, 256, 256,  32,  2,     false, 2>;
+using D256Few     = FewRowsConfig<T, 256, 256,  32,  2,     QIn::Shared,    2>;
 // clang-format on
 
 // --- 16-bit inputs whose Q and K are converted to int8 (approximate="int8_qk") ---
@@ -62,7 +63,7 @@ struct Int8QkInputs {
 template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int WARPS, int M_TILES, int STAGES,
           int CTAS_PER_SM>
 struct Int8Config : Config<DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, M_TILES, SCALE_ROWS, SCALE_ROWS,
-                           STAGES, false, CTAS_PER_SM, Int8QkInputs> {
+                           STAGES, QIn::Shared, CTAS_PER_SM, Int8QkInputs> {
   static_assert(!is_fp8(DTYPE), "16-bit inputs only");
   static_assert(SCALE_ROWS % (16 * M_TILES) == 0, "the rows of a warp share a scale");
   static_assert(HEAD_DIM <= 260, "127 * 127 * HEAD_DIM < 2^22: sums are exact as floats");
@@ -90,9 +91,9 @@ struct Fp8Inputs {
 };
 
 template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int WARPS, int M_TILES, int BLOCK_K,
-          int STAGES, bool Q_IN_REGISTERS, int CTAS_PER_SM>
+          int STAGES, QIn Q_IN, int CTAS_PER_SM>
 struct Fp8Config : Config<DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, M_TILES, BLOCK_K, BLOCK_K, STAGES,
-                          Q_IN_REGISTERS, CTAS_PER_SM, Fp8Inputs> {
+                          Q_IN, CTAS_PER_SM, Fp8Inputs> {
   static_assert(is_fp8(DTYPE), "8-bit floating point only");
   static_assert(SCALE_ROWS % BLOCK_K == 0, "the keys of a step share a descale");
   static_assert(SCALE_ROWS % (16 * M_TILES) == 0, "the rows of a warp share a descale");
@@ -101,16 +102,16 @@ struct Fp8Config : Config<DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, M_TILES, BLOCK_K, 
 };
 
 // clang-format off
-//                              head_dim       m_    block         Q in   CTAs
-//                            q,k   v   warps tiles _k    stages   regs   per SM
+//                              head_dim       m_    block                CTAs
+//                            q,k   v   warps tiles _k    stages   Q in           per SM
 template <DType T>
-using Fp8D64     = Fp8Config<T,  64,  64, 4,   1,   64,    2,     true,  3>;
+using Fp8D64     = Fp8Config<T,  64,  64, 4,   1,   64,    2,     QIn::Registers, 3>;
 template <DType T>
-using Fp8D128    = Fp8Config<T, 128, 128, 4,   1,   64,    2,     true,  2>;
+using Fp8D128    = Fp8Config<T, 128, 128, 4,   1,   64,    2,     QIn::Registers, 2>;
 template <DType T>
-using Fp8D192    = Fp8Config<T, 192, 128, 4,   1,   64,    2,     false, 2>;
+using Fp8D192    = Fp8Config<T, 192, 128, 4,   1,   64,    2,     QIn::Shared,    2>;
 template <DType T>
-using Fp8D256    = Fp8Config<T, 256, 256, 4,   1,   64,    1,     false, 2>;
+using Fp8D256    = Fp8Config<T, 256, 256, 4,   1,   64,    1,     QIn::Shared,    2>;
 // clang-format on
 
 }  // namespace archflash::ada

@@ -1,15 +1,15 @@
 // The tile sizes of each backward kernel of ampere.
 #pragma once
 
+#include "common/masked_backward_params.h"
 #include "common/mma_sync/backward_config.cuh"
 #include "common/mma_sync/fused_bwd_config.cuh"
-#include "common/mma_sync/masked_backward_config.cuh"
 
 namespace archflash::ampere {
 
 using mma_sync::BackwardConfig;
+using mma_sync::DropoutBackwardConfig;
 using mma_sync::FusedBackwardConfig;
-using mma_sync::MaskedBackwardConfig;
 
 // clang-format off
 // All gradients in one kernel.
@@ -53,5 +53,18 @@ using D256KeysMasked = MaskedBackwardConfig<D256Keys<T>>;
 template <DType T>
 using D256QueriesMasked = MaskedBackwardConfig<D256Queries<T>>;
 // clang-format on
+
+// With dropout and without masks as data, in at most 99 KB of shared memory. The tiles of 128 keys
+// have no registers for the random bits at head dimension 64.
+template <DType T>
+using BackwardD64Dropout = DropoutBackwardConfig<FusedBackwardConfig<T, 64, 64, 2, 2, 2, 64, 2, 2>>;
+template <DType T>
+using BackwardD128Dropout = DropoutBackwardConfig<D128<T>>;
+
+// The same from 227 KB on.
+template <DType T>
+using BackwardD128WideDropout = DropoutBackwardConfig<D128Wide<T>>;
+template <DType T>
+using BackwardD256WideDropout = DropoutBackwardConfig<D256Wide<T>>;
 
 }  // namespace archflash::ampere

@@ -49,10 +49,6 @@
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
-#include "common/ptx/cvt.cuh"
-#include "common/ptx/ldmatrix.cuh"
-#include "common/ptx/mma_sync.cuh"
-#include "common/ptx/named_barrier.cuh"
 
 namespace archflash::ampere {
 

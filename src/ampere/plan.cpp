@@ -13,8 +13,6 @@
 #include <variant>
 
 #include "ampere/config.cuh"
-#include "ampere/dropout_config.cuh"
-#include "ampere/masked_config.cuh"
 #include "ampere/mla_config.cuh"
 #include "ampere/wide_config.cuh"
 #include "common/planning/core_set.h"

@@ -7,7 +7,6 @@
 #include <variant>
 
 #include "ampere/backward_config.cuh"
-#include "ampere/dropout_backward_config.cuh"
 #include "common/planning/backward.h"
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"

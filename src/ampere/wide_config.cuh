@@ -8,8 +8,12 @@
 
 namespace archflash::ampere {
 
+// Where a warp keeps its RowState between one softmax and the next: in shared memory where
+// registers are few.
+enum class StateIn { Registers, Shared };
+
 // d and dv may be at most HEAD_DIM.
-template <DType DTYPE_, int HEAD_DIM_, int BLOCK_K_, bool STATE_IN_SHARED_>
+template <DType DTYPE_, int HEAD_DIM_, int BLOCK_K_, StateIn STATE_IN>
 struct WideConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -22,12 +26,20 @@ struct WideConfig {
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr int STAGES = 1;       // V is copied during Q K^T, and the next K during P V
   static constexpr int CTAS_PER_SM = 1;  // 8 warps with up to 255 registers fill an SM
-  // What the parts of mma_sync and math/few_rows.cuh ask.
+  // What the main loop of mma_sync and math/few_rows.cuh ask.
+  static constexpr int M_TILES = 1, QK_PACK = 1, V_PACK = 1, KEY_GROUPS = 1;
+  static constexpr int STEP_KEYS = BLOCK_K;
+  static constexpr bool Q_IN_REGISTERS = false;  // the main loop loads none
+  static constexpr bool V_WITH_K = false;
   static constexpr bool CAN_SPLIT = true;
   static constexpr bool CACHE = true;
   static constexpr bool FP8_CACHE = false;
+  static constexpr bool MASKED = false;  // see WideMaskedConfig
 
   using Tile = math::SwizzledTile<HEAD_DIM>;  // of K and of V
+  using QKTile = Tile;
+  using QTile = Tile;
+  using VTile = Tile;
 
   // What one warp multiplies and weighs (pair.cuh).
   struct Warp {
@@ -42,17 +54,16 @@ struct WideConfig {
     using VTile = Tile;
   };
 
-  // Shared memory: K | V | scores of each warp | CacheContext |
-  // sums | bases. Offsets and sizes in
-  // bytes.
+  // Shared memory: K | V | scores of each warp | CacheContext | sums | bases. Offsets and sizes in
+  // bytes. Q is in registers.
+  static constexpr int Q_SMEM = 0, K_SMEM = 0;
   static constexpr int V_SMEM = BLOCK_K * Tile::ROW_BYTES;
   static constexpr int SCORES_SMEM = 2 * V_SMEM;
   static constexpr int SCORES_BYTES = WARP_ROWS * BLOCK_K * 4;  // of a warp
   static constexpr int CONTEXT_SMEM = SCORES_SMEM + WARPS * SCORES_BYTES;
   static constexpr int CONTEXT_BYTES = 96;
-  // Where registers are few, a warp keeps its RowState in shared memory between one softmax and the
-  // next: the sums of each lane, and the bases of its rows.
-  static constexpr bool STATE_IN_SHARED = STATE_IN_SHARED_;
+  // The sums of each lane, and the bases of a warp's rows.
+  static constexpr bool STATE_IN_SHARED = STATE_IN == StateIn::Shared;
   static constexpr int SUM_SMEM = CONTEXT_SMEM + CONTEXT_BYTES;
   static constexpr int BASE_SMEM = SUM_SMEM + (STATE_IN_SHARED ? 8 * THREADS : 0);
   static constexpr int SHARED_BYTES = BASE_SMEM + (STATE_IN_SHARED ? 4 * WARPS * WARP_ROWS : 0);
@@ -62,9 +73,10 @@ struct WideConfig {
                 "CUDA: shared memory of a CTA (8.6, 8.9, 12.x; 8.0)");
 };
 
-// A WideConfig whose kernel reads masks as data (wide_masked_fwd.cuh), and no cache.
+// A WideConfig whose kernel reads masks as data, and no cache.
 template <class Base>
 struct WideMaskedConfig : Base {
+  static constexpr bool MASKED = true;
   static constexpr bool CACHE = false;
   // The scores whose masks a warp finds.
   struct MaskedHalf : Base::Warp {
@@ -73,7 +85,7 @@ struct WideMaskedConfig : Base {
   };
   static constexpr int MASK_SMEM = (Base::SHARED_BYTES + 15) / 16 * 16;
   // Behind the rest, each pair of warps has a number for each of its scores, four bytes of flags
-  // and room to align them (PairMasks in wide_masked_fwd.cuh).
+  // and room to align them (PairMasks in wide_masks.cuh).
   static constexpr int SHARED_BYTES =
       MASK_SMEM + Base::WARPS / 2 * (Base::WARP_ROWS * Base::BLOCK_K * 4 + 16);
   static_assert(MASK_BLOCK % Base::BLOCK_Q == 0 && MASK_BLOCK % Base::BLOCK_K == 0,
@@ -81,19 +93,19 @@ struct WideMaskedConfig : Base {
 };
 
 // clang-format off
-//                           head block  state in
-//                           _dim _k     shared
+//                           head block
+//                           _dim _k  state in
 template <DType T>
-using D384Large = WideConfig<T, 384, 64,     false>;
+using D384Large = WideConfig<T, 384, 64, StateIn::Registers>;
 template <DType T>
-using D384      = WideConfig<T, 384, 32,     false>;
+using D384      = WideConfig<T, 384, 32, StateIn::Registers>;
 template <DType T>
-using D512Large = WideConfig<T, 512, 64,     true>;
+using D512Large = WideConfig<T, 512, 64, StateIn::Shared>;
 template <DType T>
-using D512      = WideConfig<T, 512, 32,     false>;
+using D512      = WideConfig<T, 512, 32, StateIn::Registers>;
 template <DType T>
 using D512Masked = WideMaskedConfig<
-                  WideConfig<T, 512, 32,     true>>;
+                  WideConfig<T, 512, 32, StateIn::Shared>>;
 // clang-format on
 
 }  // namespace archflash::ampere

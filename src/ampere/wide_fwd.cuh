@@ -1,40 +1,38 @@
 // Attention forward with head dimensions above 256, on mma.sync, for every GPU from compute
-// capability 8.0 on: with a KV cache or without one, for many query rows and for few.
+// capability 8.0 on: with a KV cache or without one, for many query rows and for few; and with
+// C::MASKED with masks as data or dropout.
 //
 // One CTA computes 64 rows, 16 in each pair of warps (pair.cuh): of one head, or of heads that
 // share a head of K, packed. Two warps have registers for the outputs of 16 rows with 512 columns,
-// and for the query.
+// and for the query. The main loop is that of mma_sync/main_loop.cuh with one stage, of which a
+// pair of warps makes P in these steps:
 //
-//   wait K | barrier | start V | scores | exchange | softmax | wait V | barrier | start next K | P
-//   V
+//   masks (wide_masks.cuh) | half of the scores | exchange | softmax
 //
 // The barrier at the top of a block also keeps the next scores from being written before the other
 // warp of the pair has read the last ones.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ampere/pair.cuh"
 #include "ampere/wide_config.cuh"
+#include "ampere/wide_masks.cuh"
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
-#include "common/math/chunked_keys.cuh"
 #include "common/math/few_rows.cuh"
+#include "common/math/masks.cuh"
 #include "common/math/online_softmax.cuh"
-#include "common/math/tile_walk.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
+#include "common/mma_sync/main_loop.cuh"
+#include "common/mma_sync/masked_fwd.cuh"
 #include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
-#include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace archflash::ampere {
-
-// What a CTA knows; it is in shared memory.
-struct WideContext : mma_sync::CacheContext {
-  math::Blocks blocks;  // of keys, which it visits from the last to the first
-};
 
 // Reads a warp's part of the query from global memory; zeros for rows and columns that do not
 // exist.
@@ -120,76 +118,121 @@ __device__ __forceinline__ uint32_t half_v_smem(uint32_t v_smem /* V of the firs
 }
 
 template <class C>
-__device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
+using WideParams = std::conditional_t<C::MASKED, mma_sync::MaskedParams, mma_sync::CacheParams>;
+
+// The part of the parameter that both kernels have.
+template <class C>
+__device__ __forceinline__ const auto& wide_call(const WideParams<C>& params) {
+  if constexpr (C::MASKED) {
+    return params.call;
+  } else {
+    return params;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
   using Warp = typename C::Warp;
-  using Tile = typename C::Tile;
+  using Context = std::conditional_t<C::MASKED, mma_sync::MaskedContext, mma_sync::CacheContext>;
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const AttentionParams& attention = params.attention;
-  static_assert(sizeof(WideContext) <= C::CONTEXT_BYTES);
-  WideContext& cta = *reinterpret_cast<WideContext*>(shared + C::CONTEXT_SMEM);
+  const auto& call = wide_call<C>(all_params);
+  const AttentionParams& attention = call.attention;
+  static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
+  Context& cta = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
   {
-    math::Work work = mma_sync::find_work<C>(params);
+    math::Work work = mma_sync::find_work<C>(call);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
-      const math::CacheRows rows = mma_sync::find_rows(params, work);
-      work.nk = rows.count;
-      static_cast<mma_sync::CacheContext&>(cta) =
-          mma_sync::make_cache_context<C>(params, work, rows);
-      const math::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
-      const int last_row = min(work.first_row + cta.packed_heads.rows(), work.nq) - 1;
-      cta.blocks = math::blocks_of_share<C::BLOCK_K>(
-          {visible.first(work.first_row) & -C::BLOCK_K, visible.last(last_row) & -C::BLOCK_K},
-          params.partials, blockIdx.x % params.partials.splits);
+      if constexpr (C::MASKED) {
+        cta = mma_sync::make_masked_context(call, work);
+      } else {
+        const math::CacheRows rows = mma_sync::find_rows(call, work);
+        work.nk = rows.count;
+        cta = mma_sync::make_cache_context<C>(call, work, rows);
+      }
     }
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  const auto start_k = [&](int key) {
-    mma_sync::start_cached_keys<C, Tile>(shared_smem, cta.k_gmem, attention.k_batch,
-                                         attention.k_row, attention.d, key, cta);
-  };
-  const auto start_v = [&](int key) {
-    mma_sync::start_cached_keys<C, Tile>(shared_smem + C::V_SMEM, cta.v_gmem, attention.v_batch,
-                                         attention.v_row, attention.dv, key, cta);
-  };
+  mma_sync::KeyBlocks<C> blocks(attention, cta, shared_smem);
+  blocks.take_share(call.partials, blockIdx.x % call.partials.splits);
+  const auto walk = [&] {
+    if constexpr (C::MASKED) {
+      // Found anew for each block, because there are no registers to keep them.
+      const auto find_masks = [&] {
+        return math::TileMasks(all_params.masks, attention, cta.work, cta.packed_heads);
+      };
+      return math::SeenKeyBlocks<C, decltype(find_masks)>{find_masks, blocks.begin};
+    } else {
+      return mma_sync::EveryBlock<C>{blocks.begin};
+    }
+  }();
+  if constexpr (C::MASKED) blocks.last = walk.look_behind(blocks.last + C::BLOCK_K);
   clear_wide_columns<C>(shared, attention);
-  if (cta.blocks.first <= cta.blocks.last) start_k(cta.blocks.last);
+  if (walk.has(blocks.last)) blocks.start_k(blocks.last, shared_smem);
   PairQuery<C> q_rmem;
   load_wide_query<C>(q_rmem, attention, cta);
   math::Outputs<Warp> o_rmem = {};
   math::RowState<Warp> state;
   math::clear(state);
   if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
-#pragma unroll 1
-  for (int key = cta.blocks.last; key >= cta.blocks.first; key -= C::BLOCK_K) {
-    // Each thread waits for its own copies of K; the barrier makes those of all threads visible.
-    // After it no warp still reads V of the previous block or its scores, which are overwritten
-    // next.
-    ptx::copies_wait_all();
-    __syncthreads();
-    start_v(key);
+  struct Weighed {
     math::Probabilities<Warp> p_rmem;
-    if (pair_sees<C>(cta, key)) {  // both warps of a pair, or neither
-      math::Scores<Warp> s_rmem;
-      multiply_half_scores<C>(s_rmem, q_rmem, shared_smem);
-      add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
-      if (attention.transform_scores)
-        math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
-      mask_pair_scores<C>(s_rmem, cta, key);
-      weigh_wide_scores<C>(p_rmem, s_rmem, state, o_rmem, attention.exp2_scale, shared);
-    }
-    // After the barrier V has arrived from all threads, and no warp still reads K, which the next
-    // block's K overwrites.
-    ptx::copies_wait_all();
-    __syncthreads();
-    if (key > cta.blocks.first) start_k(key - C::BLOCK_K);
-    // Asked anew, so that the answer takes no register in between.
-    if (pair_sees<C>(cta, key))
-      mma_sync::multiply_pv<Warp>(o_rmem, p_rmem, half_v_smem<C>(shared_smem + C::V_SMEM));
+    int key;        // the first of the block
+    bool any;       // with masks: whether any row of the pair sees any key
+    uint32_t seen;  // with masks: the keys that any row sees
+  };
+  // Whether a pair of warps computes a block, which is the same for both. With masks each does,
+  // because that is known behind the exchange only.
+  const auto sees = [&](int key) {
+    if constexpr (!C::MASKED) return pair_sees<C>(cta, key);
+    return true;
+  };
+  // Where registers are few that is asked anew before P V.
+  constexpr bool ASKS_TWICE = C::STATE_IN_SHARED;
+  blocks.template visit<Weighed>(
+      walk, [&](const Weighed&, int key) { return ASKS_TWICE || sees(key); },
+      [&](Weighed& weighed, const mma_sync::QFragments<C>&, uint32_t, uint32_t, int key) {
+        weighed.key = key;
+        if (ASKS_TWICE && !sees(key)) return;
+        if constexpr (C::MASKED) find_half_masks<C>(all_params, cta, key, shared);
+        math::Scores<Warp> s_rmem;
+        multiply_half_scores<C>(s_rmem, q_rmem, shared_smem);
+        add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
+        if (C::MASKED || attention.transform_scores)
+          math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+        if constexpr (C::MASKED) {
+          weighed.any = apply_pair_masks<C>(s_rmem, shared);
+          weighed.seen = mma_sync::keys_of_warp<Warp>(s_rmem);
+          if (!weighed.any) return;
+        } else {
+          mask_pair_scores<C>(s_rmem, cta, key);
+        }
+        weigh_wide_scores<C>(weighed.p_rmem, s_rmem, state, o_rmem, attention.exp2_scale, shared);
+        if constexpr (C::MASKED) {
+          if (all_params.dropout.state_gmem != nullptr)
+            mma_sync::drop_of_warp<Warp>(weighed.p_rmem, all_params.dropout, cta, key);
+        }
+      },
+      [&](const Weighed& weighed, uint32_t) {
+        if (ASKS_TWICE && !sees(weighed.key)) return;
+        if constexpr (C::MASKED) {
+          if (weighed.any) {
+            mma_sync::multiply_seen_pv<Warp>(o_rmem, weighed.p_rmem,
+                                             half_v_smem<C>(shared_smem + C::V_SMEM), weighed.seen);
+          }
+        } else {
+          mma_sync::multiply_pv<Warp>(o_rmem, weighed.p_rmem,
+                                      half_v_smem<C>(shared_smem + C::V_SMEM));
+        }
+      });
+  if constexpr (C::MASKED) {
+    if (all_params.dropout.state_gmem != nullptr)
+      mma_sync::scale_kept<Warp>(o_rmem, all_params.dropout.scale);
   }
   if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
-  store_half_rows<C>(o_rmem, state, attention, params.partials, cta, attention.dv);
+  store_half_rows<C>(o_rmem, state, attention, call.partials, cta, attention.dv);
 }
 
 }  // namespace archflash::ampere
@@ -197,6 +240,6 @@ __device__ __forceinline__ void wide_fwd(const mma_sync::CacheParams& params) {
 // Defines an entry point. plan.cpp launches it by NAME.
 #define ARCHFLASH_WIDE_KERNEL(NAME, CONFIG)                                          \
   extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::mma_sync::CacheParams params) {        \
+      NAME(const __grid_constant__ archflash::ampere::WideParams<CONFIG> params) {   \
     archflash::ampere::wide_fwd<CONFIG>(params);                                     \
   }

@@ -8,6 +8,7 @@
 #include "common/dropout_params.h"
 #include "common/dropped_heads.h"
 #include "common/mask_params.h"
+#include "common/math/host_device.h"
 
 namespace archflash {
 
@@ -26,5 +27,25 @@ struct MaskedBackwardParams {
   DroppedHeads dropped_heads;
 };
 static_assert(std::is_trivially_copyable_v<MaskedBackwardParams>);
+
+// The configuration of a backward kernel that takes masks as data and drops weights, made of that
+// of one that does not.
+template <class Backward>
+struct MaskedBackwardConfig : Backward {
+  using Params = MaskedBackwardParams;
+  static constexpr bool MASKED = true;
+  static_assert(MASK_BLOCK % Backward::ROWS == 0 && MASK_BLOCK % Backward::BLOCK == 0,
+                "a tile lies in one block of block_mask");
+};
+
+// The part of a kernel's parameter that every backward kernel has.
+template <class C>
+ARCHFLASH_HOST_DEVICE constexpr const BackwardParams& call_of(const typename C::Params& params) {
+  if constexpr (requires { params.call; }) {
+    return params.call;
+  } else {
+    return params;
+  }
+}
 
 }  // namespace archflash

@@ -14,10 +14,9 @@
 #include "common/math/backward_masks.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/ptx/cp_async.cuh"
-#include "common/ptx/ex2.cuh"
 #include "common/ptx/global_order.cuh"
-#include "common/ptx/st_global.cuh"
 #include "simt/backward_config.cuh"
+#include "simt/gradients.cuh"
 #include "simt/tile.cuh"
 
 namespace archflash::simt {
@@ -72,22 +71,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient_rmem)[C::O
 #pragma unroll
   for (int i = 0; i < C::OUT_ROWS; ++i) {
     if (cta.first_row + first + i >= cta.own_rows) continue;
-    float* target_gmem = rows_gmem + i * gradient.row;
-    float x[4], old[4] = {};
-    if (gradient.accumulate) load_4(old, target_gmem);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) x[c] = fmaf(gradient_rmem[i][c], factor, old[c]);
-    store_4<DType::F32>(target_gmem, x);
-  }
-}
-
-// The part of a kernel's parameter that every backward kernel has.
-template <class C>
-__device__ __forceinline__ const BackwardParams& call_of(const typename C::Params& params) {
-  if constexpr (C::MASKED) {
-    return params.call;
-  } else {
-    return params;
+    store_gradient_4(rows_gmem + i * gradient.row, gradient_rmem[i], factor, gradient.accumulate);
   }
 }
 
@@ -103,11 +87,7 @@ __device__ __forceinline__ Weighed weigh_masked(const MaskedBackwardParams& para
   const AttentionParams& attention = params.call.attention;
   s *= attention.tanh_scale;
   float slope_of_cap = 1.0f;
-  if (attention.softcap != 0.0f) {
-    const float tanh = tanhf(s);
-    s = attention.softcap * tanh;
-    slope_of_cap = fmaf(-tanh, tanh, 1.0f);
-  }
+  if (attention.softcap != 0.0f) slope_of_cap = cap_score(s, attention.softcap);
   bool seen = true, reads = params.masks.mask_element != MaskElement::None;
   if (params.masks.blocks_gmem != nullptr) {
     const uint8_t state = masks.block(query, key);
@@ -123,9 +103,7 @@ __device__ __forceinline__ Weighed weigh_masked(const MaskedBackwardParams& para
   }
   const auto masked = math::masked_score<false>(s, seen, bias, slope, distance);
   if (!masked.seen) return {0.0f, 0.0f};
-  const float exponent = fmaf(masked.score, attention.exp2_scale, -terms.lse_log2);
-  // P is at most 1, as where there are no masks.
-  float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+  const float p = math::probability(fmaf(masked.score, attention.exp2_scale, -terms.lse_log2));
   bool kept = true;
   if (params.dropout.state_gmem != nullptr) {
     const DroppedHeads& heads = params.dropped_heads;
@@ -247,16 +225,9 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
             float slope = 1.0f;
             if (attention.transform_scores) {
               s *= attention.tanh_scale;
-              if (capped) {
-                const float tanh = tanhf(s);
-                s = attention.softcap * tanh;
-                slope = fmaf(-tanh, tanh, 1.0f);
-              }
+              if (capped) slope = cap_score(s, attention.softcap);
             }
-            const float exponent = fmaf(s, attention.exp2_scale, -terms.lse_log2);
-            // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
-            // Not fminf: a NaN stays one.
-            p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+            p = math::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));
             ds = p * (dp - terms.delta) * slope;
           }
         }

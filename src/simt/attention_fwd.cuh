@@ -1,22 +1,23 @@
 // Exact fp32 attention forward on CUDA cores (no tensor cores), for every GPU from compute
 // capability 7.5 on. Inputs are fp32, fp16 or bf16; every product, sum and exponential is fp32.
 //
-// One CTA computes BLOCK_Q query rows of one head with an online softmax. It visits the key blocks
-// that its rows see, from the last one (which may be shorter) back to the first. There are no
-// roles: each warp loads, multiplies and owns WARP_ROWS rows, whose scores, maxima and outputs stay
-// in its registers. P goes through the warp's own part of shared memory, because the product P V
-// needs it in another layout than Q K^T leaves it in. Two barriers per block hide each copy behind
-// a product:
+// One CTA computes BLOCK_Q query rows with an online softmax. It visits the key blocks that its
+// rows see, from the last one (which may be shorter) back to the first. There are no roles: each
+// warp loads, multiplies and owns WARP_ROWS rows, whose scores, maxima and outputs stay in its
+// registers. P goes through the warp's own part of shared memory, because the product P V needs it
+// in another layout than Q K^T leaves it in. Two barriers per block hide each copy behind a
+// product:
 //   wait K | barrier | start V      | S = Q K^T, softmax
 //   wait V | barrier | start next K | O = correction * O + P V
 //
-// tile.cuh has the loads, the lane map and the products, config.cuh the tiles, plan.cpp the choice
-// among them, NOTES.md the measurements.
+// The main loop, attend(), serves all forward kernels. It takes a tile, which says which keys and
+// rows there are, where they come from, and what masks do: DenseTile below, MaskedTile in
+// masked_fwd.cuh and CacheTile in cache_fwd.cuh. tile.cuh has the loads, the lane map and the
+// products, config.cuh the tile sizes, plan.cpp the choice among them, NOTES.md the measurements.
 #pragma once
 
 #include <cstdint>
 
-#include "common/dtype.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -40,8 +41,7 @@ __device__ __forceinline__ int find_index(const Params& params) {
 // Scales the scores before the softmax. Only needed for a softcap, or for a scale that cannot be
 // folded into the exponential because it is zero or negative.
 template <class C>
-__device__ __forceinline__ void transform_scores(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
-                                                 const Params& params) {
+__device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, const AttentionParams& params) {
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
 #pragma unroll
@@ -53,19 +53,19 @@ __device__ __forceinline__ void transform_scores(float (&s_rmem)[C::THREAD_ROWS]
 }
 
 // Sets the scores of invisible keys to -inf. Selecting (not adding) makes the old value irrelevant,
-// even if it was NaN.
-template <class C>
-__device__ __forceinline__ void mask_scores(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
-                                            const math::VisibleKeys& visible, int first_row,
-                                            int key_first) {
+// even if it was NaN. row_of(row) is the row of the sequence that a row of the tile is.
+template <class C, class Visible, class RowOf>
+__device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, const Visible& visible,
+                                            int key_first, const RowOf& row_of) {
   const Lane<C> lane;
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
-    const int row = first_row + lane.warp_row + i * C::LANE_ROWS + lane.row;
+    const int row = row_of(lane.warp_row + i * C::LANE_ROWS + lane.row);
+    const int first = visible.first(row), last = visible.last(row);
 #pragma unroll
     for (int j = 0; j < C::THREAD_KEYS; ++j) {
       const int key = key_first + j * C::LANE_COLS + lane.col;
-      if (!visible.sees(row, key)) s_rmem[i][j] = MINUS_INFINITY;
+      if (key < first || key > last) s_rmem[i][j] = MINUS_INFINITY;
     }
   }
 }
@@ -83,8 +83,7 @@ struct RowState {
 // S * exp2_scale - max * exp2_scale would keep the rounding error of max * exp2_scale, which grows
 // with the scores without bound.
 template <class C>
-__device__ __forceinline__ void online_softmax(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
-                                               RowState<C>& state,
+__device__ __forceinline__ void online_softmax(Scores<C>& s_rmem, RowState<C>& state,
                                                float (&correction)[C::THREAD_ROWS],
                                                float exp2_scale) {
 #pragma unroll
@@ -110,9 +109,8 @@ __device__ __forceinline__ void online_softmax(float (&s_rmem)[C::THREAD_ROWS][C
 
 // Divides the outputs by the row sums and writes them, and the LSE where it is asked for.
 template <class C>
-__device__ __forceinline__ void store_out(const float (&o_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
-                                          const RowState<C>& state, const Params& params,
-                                          const math::Work& work) {
+__device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C>& state,
+                                          const AttentionParams& params, const math::Work& work) {
   using Element = typename ElementOf<C::DTYPE>::Type;
   const Lane<C> lane;
   const int batch = work.batch_head / params.heads_q;
@@ -152,118 +150,167 @@ __device__ __forceinline__ void store_out(const float (&o_rmem)[C::THREAD_ROWS][
   }
 }
 
+// O = correction * O + P V for a block of keys. P goes through the warp's part of shared memory, in
+// parts of P_KEYS keys. selects: a P of 0 adds nothing, whatever V is.
 template <class C>
-__device__ __forceinline__ void attention_fwd(const Params& params) {
-  using Element = typename ElementOf<C::DTYPE>::Type;
-  extern __shared__ float4 shared_memory[];
-  float* shared = reinterpret_cast<float*>(shared_memory);
+__device__ __forceinline__ void add_values(Outputs<C>& o_rmem, const Scores<C>& p_rmem,
+                                           const float (&correction)[C::THREAD_ROWS], float* shared,
+                                           const float* v_smem /* (BLOCK_K, V_PITCH) */,
+                                           bool selects) {
+  const Lane<C> lane;
+  // This lane's first row in the warp's P.
+  // mutants: field-to-last-bit (tests/sim/tags.py)
+  const float* p_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
+  Outputs<C> pv_rmem = {};
+#pragma unroll
+  for (int part = 0; part < C::P_PARTS; ++part) {
+    if (part > 0) __syncwarp();  // all lanes have read the previous part, overwritten below
+    store_part<C>(p_rmem, shared, part);
+    __syncwarp();  // the warp's part of P is complete before any lane reads it
+    const float* of_part = v_smem + part * C::P_KEYS * C::V_PITCH + 4 * lane.col;
+    if (selects) {
+      multiply_pv<C, true>(pv_rmem, p_smem, of_part);
+    } else {
+      multiply_pv<C>(pv_rmem, p_smem, of_part);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4 * C::OUT_GROUPS; ++c) {
+      o_rmem[i][c] = fmaf(o_rmem[i][c], correction[i], pv_rmem[i][c]);
+    }
+  }
+}
+
+// The main loop over the keys of a CTA's tile. A tile has
+//   params              the AttentionParams
+//   last_block()        the first key of the block that is visited first
+//   has(block)          whether there is such a block
+//   before(block)       the first key of the block that is visited after it
+//   start_q(q_smem), start_k(k_smem, block), start_v(v_smem, block)   start the copies
+//   sees(block)         whether the rows of this warp see any key of the block
+//   mask(s_rmem, block) transforms and masks the scores. True if some key is seen by no row of the
+//                       warp and its V may be anything, NaN too
+//   drop(p_rmem, block) drops some of P
+template <class C, class Tile>
+__device__ __forceinline__ void attend(const Tile& tile, float* shared, Outputs<C>& o_rmem,
+                                       RowState<C>& state) {
   float* q_smem = shared + C::Q_SMEM;  // (BLOCK_Q, QK_PITCH)
   float* k_smem = shared + C::K_SMEM;  // (BLOCK_K, QK_PITCH)
   float* v_smem = shared + C::V_SMEM;  // (BLOCK_K, V_PITCH)
-
-  const int index = find_index(params);
-  math::write_rows_of_no_sequence<C::BLOCK_Q, sizeof(Element)>(params, index, threadIdx.x,
-                                                               C::THREADS);
-  const math::Work work = math::find_work<C::BLOCK_Q>(params, index);
-  if (work.first_row < 0) return;
-
-  const math::Offsets offsets = math::find_offsets(params, work);
-  const Element* q_gmem = static_cast<const Element*>(params.q_gmem) + offsets.q;
-  const Element* k_gmem = static_cast<const Element*>(params.k_gmem) + offsets.k;
-  const Element* v_gmem = static_cast<const Element*>(params.v_gmem) + offsets.v;
-  const math::VisibleKeys visible = math::find_visible_keys(params, work);
-
-  float o_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
-  RowState<C> state;
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
     state.max_rmem[i] = MINUS_INFINITY;
     state.sum_rmem[i] = 0.0f;
   }
-
-  const int cta_last = min(work.first_row + C::BLOCK_Q, work.nq) - 1;
-  // First key of the first and of the last block that any row sees; begin > last if there is none.
-  const int blocks_begin = visible.first(work.first_row) & -C::BLOCK_K;
-  const int blocks_last = visible.last(cta_last) & -C::BLOCK_K;
-
-  const auto start_k = [&](int key) {
-    start_load<C, C::BLOCK_K, C::QK_PITCH>(k_smem, k_gmem + key * params.k_row, params.k_row,
-                                           visible.begin() - key, visible.end(work.nq) - key,
-                                           params.d);
-  };
-  const auto start_v = [&](int key) {
-    start_load<C, C::BLOCK_K, C::V_PITCH>(v_smem, v_gmem + key * params.v_row, params.v_row,
-                                          visible.begin() - key, visible.end(work.nq) - key,
-                                          params.dv);
-  };
-  if (blocks_begin <= blocks_last) {
-    start_load<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, q_gmem, params.q_row, 0,
-                                           work.nq - work.first_row, params.d);
-    start_k(blocks_last);
+  int block = tile.last_block();
+  if (tile.has(block)) {
+    tile.start_q(q_smem);
+    tile.start_k(k_smem, block);
   }
-
 #pragma unroll 1
-  for (int key_first = blocks_last; key_first >= blocks_begin; key_first -= C::BLOCK_K) {
-    const int key_last = key_first + C::BLOCK_K - 1;
-    const int warp_first = work.first_row + Lane<C>().warp_row;
-    const int warp_last = min(warp_first + C::WARP_ROWS, work.nq) - 1;  // < warp_first: no rows
-    const bool computes =
-        warp_last >= warp_first && !visible.hides(warp_first, warp_last, key_first, key_last);
-    const bool masked = visible.masks(warp_first, warp_last, key_first, key_last);
-    float s_rmem[C::THREAD_ROWS][C::THREAD_KEYS];
+  while (tile.has(block)) {
+    const int next = tile.before(block);
+    const bool computes = tile.sees(block);
+    Scores<C> s_rmem;
     float correction[C::THREAD_ROWS];
+    bool selects = false;
 
     // Each thread waits for its own copies of K (and of Q in the first round). The barrier then
     // makes the copies of all threads visible, and no warp still reads the previous V, which
     // start_v overwrites.
     ptx::copies_wait_all();
     __syncthreads();
-    start_v(key_first);
+    tile.start_v(v_smem, block);
     if (computes) {
       const Lane<C> lane;
-      // mutants: field-to-last-bit (tests/sim/tags.py)
+      // mutants: field-to-last-bit
       multiply_qk<C>(s_rmem, q_smem + (lane.warp_row + lane.row) * C::QK_PITCH,
-                     k_smem + lane.col * C::QK_PITCH, params.d);
-      if (params.transform_scores) transform_scores<C>(s_rmem, params);
-      if (masked) mask_scores<C>(s_rmem, visible, work.first_row, key_first);
-      online_softmax<C>(s_rmem, state, correction, params.exp2_scale);
+                     k_smem + lane.col * C::QK_PITCH, tile.params.d);
+      selects = tile.mask(s_rmem, block);
+      online_softmax<C>(s_rmem, state, correction, tile.params.exp2_scale);
+      tile.drop(s_rmem, block);
     }
 
     // After the barrier V has arrived from all threads, and no warp still reads K, which start_k
     // overwrites.
     ptx::copies_wait_all();
     __syncthreads();
-    if (key_first > blocks_begin) start_k(key_first - C::BLOCK_K);
-    if (computes) {
-      const Lane<C> lane;
-      // This lane's first row in the warp's P, which is (WARP_ROWS, P_PITCH).
-      // mutants: field-to-last-bit
-      float* p_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
-      float pv_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
-#pragma unroll
-      for (int part = 0; part < C::P_PARTS; ++part) {
-        constexpr int COLUMNS = C::P_KEYS / C::LANE_COLS;  // scores of a row that a thread stores
-        if (part > 0) __syncwarp();  // all lanes have read the previous part, overwritten below
-#pragma unroll
-        for (int i = 0; i < C::THREAD_ROWS; ++i) {
-#pragma unroll
-          for (int j = 0; j < COLUMNS; ++j) {
-            p_smem[i * C::LANE_ROWS * C::P_PITCH + j * C::LANE_COLS + lane.col] =
-                s_rmem[i][part * COLUMNS + j];
-          }
-        }
-        __syncwarp();  // the warp's part of P is complete before any lane reads it
-        multiply_pv<C>(pv_rmem, p_smem, v_smem + part * C::P_KEYS * C::V_PITCH + 4 * lane.col);
-      }
-#pragma unroll
-      for (int i = 0; i < C::THREAD_ROWS; ++i) {
-#pragma unroll
-        for (int c = 0; c < 4 * C::OUT_GROUPS; ++c) {
-          o_rmem[i][c] = fmaf(o_rmem[i][c], correction[i], pv_rmem[i][c]);
-        }
-      }
-    }
+    if (tile.has(next)) tile.start_k(k_smem, next);
+    if (computes) add_values<C>(o_rmem, s_rmem, correction, shared, v_smem, selects);
+    block = next;
   }
+}
+
+// The tile of attend() for BLOCK_Q rows of one head, without masks as data and without a cache.
+template <class C>
+struct DenseTile {
+  using Element = typename ElementOf<C::DTYPE>::Type;
+  const AttentionParams& params;
+  const math::Work& work;
+  const Element *q_gmem, *k_gmem, *v_gmem;
+  math::VisibleKeys visible;
+  int begin, last;  // first key of the first and of the last block that any row sees
+
+  __device__ __forceinline__ DenseTile(const AttentionParams& params, const math::Work& work)
+      : params(params), work(work), visible(math::find_visible_keys(params, work)) {
+    const math::Offsets offsets = math::find_offsets(params, work);
+    q_gmem = static_cast<const Element*>(params.q_gmem) + offsets.q;
+    k_gmem = static_cast<const Element*>(params.k_gmem) + offsets.k;
+    v_gmem = static_cast<const Element*>(params.v_gmem) + offsets.v;
+    begin = visible.first(work.first_row) & -C::BLOCK_K;
+    last = visible.last(min(work.first_row + C::BLOCK_Q, work.nq) - 1) & -C::BLOCK_K;
+  }
+
+  __device__ __forceinline__ int last_block() const { return last; }
+  __device__ __forceinline__ bool has(int block) const { return block >= begin; }
+  __device__ __forceinline__ int before(int block) const { return block - C::BLOCK_K; }
+  __device__ __forceinline__ void start_q(float* q_smem) const {
+    start_load<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, q_gmem, params.q_row, 0,
+                                           work.nq - work.first_row, params.d);
+  }
+  __device__ __forceinline__ void start_k(float* k_smem, int key) const {
+    start_load<C, C::BLOCK_K, C::QK_PITCH>(k_smem, k_gmem + key * params.k_row, params.k_row,
+                                           visible.begin() - key, visible.end(work.nq) - key,
+                                           params.d);
+  }
+  __device__ __forceinline__ void start_v(float* v_smem, int key) const {
+    start_load<C, C::BLOCK_K, C::V_PITCH>(v_smem, v_gmem + key * params.v_row, params.v_row,
+                                          visible.begin() - key, visible.end(work.nq) - key,
+                                          params.dv);
+  }
+  // The rows of this warp; last < first if it has none.
+  __device__ __forceinline__ int warp_first() const { return work.first_row + Lane<C>().warp_row; }
+  __device__ __forceinline__ int warp_last(int first) const {
+    return min(first + C::WARP_ROWS, work.nq) - 1;
+  }
+  __device__ __forceinline__ bool sees(int block) const {
+    const int first = warp_first(), last_row = warp_last(first);
+    return last_row >= first && !visible.hides(first, last_row, block, block + C::BLOCK_K - 1);
+  }
+  __device__ __forceinline__ bool mask(Scores<C>& s_rmem, int block) const {
+    if (params.transform_scores) transform_scores<C>(s_rmem, params);
+    const int first = warp_first();
+    if (visible.masks(first, warp_last(first), block, block + C::BLOCK_K - 1))
+      mask_scores<C>(s_rmem, visible, block, [&](int row) { return work.first_row + row; });
+    return false;
+  }
+  __device__ __forceinline__ void drop(Scores<C>&, int) const {}
+};
+
+template <class C>
+__device__ __forceinline__ void attention_fwd(const Params& params) {
+  using Element = typename ElementOf<C::DTYPE>::Type;
+  extern __shared__ float4 shared_memory[];
+  const int index = find_index(params);
+  math::write_rows_of_no_sequence<C::BLOCK_Q, sizeof(Element)>(params, index, threadIdx.x,
+                                                               C::THREADS);
+  const math::Work work = math::find_work<C::BLOCK_Q>(params, index);
+  if (work.first_row < 0) return;
+  Outputs<C> o_rmem = {};
+  RowState<C> state;
+  attend<C>(DenseTile<C>(params, work), reinterpret_cast<float*>(shared_memory), o_rmem, state);
   store_out<C>(o_rmem, state, params, work);
 }
 

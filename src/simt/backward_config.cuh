@@ -4,7 +4,6 @@
 
 #include "common/backward_params.h"
 #include "common/dtype.h"
-#include "common/mask_params.h"
 #include "common/masked_backward_params.h"
 
 namespace archflash::simt {
@@ -52,15 +51,6 @@ struct BackwardConfig {
   static_assert(SHARED_BYTES <= 64 * 1024, "7.5 gives a CTA 64 KB");
 };
 
-// A BackwardConfig whose kernel takes masks as data and drops weights.
-template <class Backward>
-struct MaskedBackwardConfig : Backward {
-  using Params = MaskedBackwardParams;
-  static constexpr bool MASKED = true;
-  static_assert(MASK_BLOCK % Backward::ROWS == 0 && MASK_BLOCK % Backward::BLOCK == 0,
-                "a tile lies in one block of block_mask");
-};
-
 // clang-format off
 //                                            head        rows      grid
 //                                            _dim threads    block  cols
@@ -70,6 +60,65 @@ template <Owns O>
 using BackwardD128 = BackwardConfig<O,        128, 256,  32,  16,    16>;
 template <Owns O>
 using BackwardD256 = BackwardConfig<O,        256, 128,  16,   8,     8>;
+// clang-format on
+
+// A warp computes dQ of 16 queries and 64 columns, and a lane 8 x 4 of these.
+constexpr int DQ_WARP_ROWS = 16, DQ_WARP_COLUMNS = 64;
+
+// The tiles for GPUs with more than 64 KB of shared memory for a CTA (tiled_bwd.cuh).
+//
+// A CTA owns ROWS keys; BLOCK queries pass by at a time. A warp owns WARP_ROWS of the keys, and its
+// lanes stand as in Config (config.cuh): each has THREAD_ROWS x THREAD_KEYS scores, where "keys"
+// are passing queries, and THREAD_ROWS x 4*OUT_GROUPS elements of dK and of dV. The names are those
+// that the functions of tile.cuh take.
+template <int HEAD_DIM_, int WARPS_, int THREAD_ROWS_, int BLOCK_, int CTAS_PER_SM_>
+struct TiledBackwardConfig {
+  using Params = BackwardParams;
+  static constexpr DType DTYPE = DType::F32;
+  static constexpr int GRADIENTS = DQ | DK | DV;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int WARPS = WARPS_;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int LANE_ROWS = 2;
+  static constexpr int LANE_COLS = 16;
+  static constexpr int THREAD_ROWS = THREAD_ROWS_;
+  static constexpr int WARP_ROWS = LANE_ROWS * THREAD_ROWS;
+  static constexpr int ROWS = WARPS * WARP_ROWS;
+  static constexpr int BLOCK = BLOCK_;
+  static constexpr int THREAD_KEYS = BLOCK / LANE_COLS;
+  static constexpr int OUT_GROUPS = HEAD_DIM / (4 * LANE_COLS);
+  static constexpr int D_STEP = 8;    // columns per iteration of a product of rows
+  static constexpr int KEY_STEP = 8;  // rows per iteration of a product into a gradient
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
+  static constexpr bool SHORT_SUMS = false;
+  static constexpr int DQ_COLUMN_WARPS = HEAD_DIM / DQ_WARP_COLUMNS;
+
+  // Shared memory, offsets and pitches in floats, with the padding of Config: owned first and
+  // second | passing first and second | P or dS of each warp. "first" is Q or K, "second" dO or V.
+  static constexpr int QK_PITCH = HEAD_DIM + 4;
+  static constexpr int V_PITCH = QK_PITCH;
+  static constexpr int P_KEYS = BLOCK;
+  static constexpr int P_PITCH = P_KEYS + 16;
+  static constexpr int OWN_FIRST_SMEM = 0;
+  static constexpr int OWN_SECOND_SMEM = OWN_FIRST_SMEM + ROWS * QK_PITCH;
+  static constexpr int FIRST_SMEM = OWN_SECOND_SMEM + ROWS * QK_PITCH;
+  static constexpr int SECOND_SMEM = FIRST_SMEM + BLOCK * QK_PITCH;
+  static constexpr int P_SMEM = SECOND_SMEM + BLOCK * QK_PITCH;
+  static constexpr int SHARED_BYTES = 4 * (P_SMEM + ROWS * P_PITCH);
+
+  static_assert(WARPS / DQ_COLUMN_WARPS * DQ_WARP_ROWS == BLOCK, "warps must tile dQ");
+  static_assert(OUT_GROUPS >= 1 && OUT_GROUPS * 4 * LANE_COLS == HEAD_DIM,
+                "lanes must tile the columns of a gradient");
+  static_assert(THREAD_KEYS * LANE_COLS == BLOCK && P_KEYS % 32 == 0, "lanes must tile the scores");
+  static_assert(P_PITCH % 32 == LANE_COLS, "stores of P must not conflict");
+};
+
+// clang-format off
+//                                          head       thread     CTAs
+//                                          _dim warps _rows block per SM
+using TiledD64  = TiledBackwardConfig<        64, 4,    8,    64,   2>;
+using TiledD128 = TiledBackwardConfig<       128, 8,    4,    64,   1>;
 // clang-format on
 
 }  // namespace archflash::simt

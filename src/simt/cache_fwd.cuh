@@ -2,8 +2,8 @@
 // device, the heads that share a head of K are packed as rows of one tile, and keys may be split
 // over CTAs.
 //
-// The walk, the products and the softmax are those of simt/attention_fwd.cuh. A thread finds the
-// address of each row of K and V that it copies by itself.
+// The main loop, the products and the softmax are those of simt/attention_fwd.cuh. A thread finds
+// the address of each row of K and V that it copies by itself.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,6 @@
 #include "common/math/tile_walk.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "simt/attention_fwd.cuh"
-#include "simt/cache_config.cuh"
-#include "simt/cache_params.h"
-#include "simt/masked_fwd.cuh"
 #include "simt/tile.cuh"
 
 namespace archflash::simt {
@@ -62,9 +59,8 @@ struct KeysOfCache {
 
 // Subtracts what ALiBi does from the scores.
 template <class C>
-__device__ __forceinline__ void add_alibi(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
-                                          const CacheParams& params, const math::Work& work,
-                                          int key_first) {
+__device__ __forceinline__ void add_alibi(Scores<C>& s_rmem, const CacheParams& params,
+                                          const math::Work& work, int key_first) {
   const Lane<C> lane;
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
@@ -81,31 +77,13 @@ __device__ __forceinline__ void add_alibi(float (&s_rmem)[C::THREAD_ROWS][C::THR
   }
 }
 
-// Sets the scores of keys that a row does not see to -inf.
-template <class C>
-__device__ __forceinline__ void mask_packed_scores(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
-                                                   const math::ChunkedKeys& visible,
-                                                   const math::PackedHeads& packed_heads,
-                                                   int first_row, int key_first) {
-  const Lane<C> lane;
-#pragma unroll
-  for (int i = 0; i < C::THREAD_ROWS; ++i) {
-    const int row = first_row + packed_heads.row(lane.warp_row + i * C::LANE_ROWS + lane.row);
-    const int first = visible.first(row), last = visible.last(row);
-#pragma unroll
-    for (int j = 0; j < C::THREAD_KEYS; ++j) {
-      const int key = key_first + j * C::LANE_COLS + lane.col;
-      if (key < first || key > last) s_rmem[i][j] = MINUS_INFINITY;
-    }
-  }
-}
-
 // Writes the rows of a tile: to the workspace if the keys are split, else to the output. The base
 // of a share is its largest score, which combine_shares() scales.
 template <class C>
-__device__ __forceinline__ void store_packed_rows(
-    const float (&o_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS], const RowState<C>& state,
-    const CacheParams& params, const math::Work& work) {
+__device__ __forceinline__ void store_packed_rows(const Outputs<C>& o_rmem,
+                                                  const RowState<C>& state,
+                                                  const CacheParams& params,
+                                                  const math::Work& work) {
   const AttentionParams& attention = params.attention;
   const Partials& partials = params.partials;
   const Lane<C> lane;
@@ -144,17 +122,93 @@ __device__ __forceinline__ void store_packed_rows(
   }
 }
 
+// The tile of attend() for rows of packed heads and the keys of one share.
+template <class C>
+struct CacheTile {
+  const CacheParams& all_params;
+  const AttentionParams& params;
+  const math::PackedHeads& packed;
+  const math::Work& work;
+  KeysOfCache keys;
+  math::ChunkedKeys visible;
+  int begin, end;  // rows of K and V that no row of the sequence sees become zeros
+  const float *q_gmem, *k_gmem, *v_gmem;
+  math::Blocks share;
+  int warp_first, warp_last;  // this warp's rows, of one head or of each; last < first: none
+
+  __device__ __forceinline__ CacheTile(const CacheParams& all_params, const math::Work& work,
+                                       const KeysOfCache& keys)
+      : all_params(all_params),
+        params(all_params.attention),
+        packed(all_params.packed_heads),
+        work(work),
+        keys(keys),
+        visible{math::find_visible_keys(params, work), all_params.attention_chunk,
+                work.nk - work.nq},
+        begin(visible.begin()),
+        end(visible.end(work.nq)) {
+    const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
+    q_gmem = static_cast<const float*>(params.q_gmem);
+    k_gmem = static_cast<const float*>(params.k_gmem) + kv_head * params.k_head;
+    v_gmem = static_cast<const float*>(params.v_gmem) + kv_head * params.v_head;
+    const int cta_last = min(work.first_row + packed.rows(), work.nq) - 1;
+    share = math::blocks_of_share<C::BLOCK_K>(
+        {visible.first(work.first_row) & -C::BLOCK_K, visible.last(cta_last) & -C::BLOCK_K},
+        all_params.partials, blockIdx.x % all_params.partials.splits);
+    const int row = threadIdx.x / 32 * C::WARP_ROWS;
+    warp_first = work.first_row + packed.row(row);
+    const int rows = packed.head(row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
+    warp_last = min(warp_first + rows, work.nq) - 1;
+  }
+
+  __device__ __forceinline__ int last_block() const { return share.last; }
+  __device__ __forceinline__ bool has(int block) const { return block >= share.first; }
+  __device__ __forceinline__ int before(int block) const { return block - C::BLOCK_K; }
+  __device__ __forceinline__ void start_q(float* q_smem) const {
+    start_rows<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, params.d, q_gmem, [&](int row_of_tile) {
+      const math::FewRow row(params, packed, work, row_of_tile);
+      const float* row_gmem = q_gmem + row.batch * params.q_batch + row.head * params.q_head +
+                              row.packed * params.q_row;
+      return row.wanted ? row_gmem : nullptr;
+    });
+  }
+  __device__ __forceinline__ const float* find_key(const float* head_gmem, int key,
+                                                   int64_t block_stride, int64_t row_stride) const {
+    if (key < begin || key >= end) return nullptr;
+    return keys.find(head_gmem, key, block_stride, row_stride);
+  }
+  __device__ __forceinline__ void start_k(float* k_smem, int first) const {
+    start_rows<C, C::BLOCK_K, C::QK_PITCH>(k_smem, params.d, q_gmem, [&](int row) {
+      return find_key(k_gmem, first + row, params.k_batch, params.k_row);
+    });
+  }
+  __device__ __forceinline__ void start_v(float* v_smem, int first) const {
+    start_rows<C, C::BLOCK_K, C::V_PITCH>(v_smem, params.dv, q_gmem, [&](int row) {
+      return find_key(v_gmem, first + row, params.v_batch, params.v_row);
+    });
+  }
+  __device__ __forceinline__ bool sees(int block) const {
+    return warp_last >= warp_first &&
+           !visible.hides(warp_first, warp_last, block, block + C::BLOCK_K - 1);
+  }
+  __device__ __forceinline__ bool mask(Scores<C>& s_rmem, int block) const {
+    if (params.transform_scores) transform_scores<C>(s_rmem, params);
+    if (all_params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, all_params, work, block);
+    if (visible.masks(warp_first, warp_last, block, block + C::BLOCK_K - 1)) {
+      mask_scores<C>(s_rmem, visible, block,
+                     [&](int row) { return work.first_row + packed.row(row); });
+    }
+    return false;
+  }
+  __device__ __forceinline__ void drop(Scores<C>&, int) const {}
+};
+
 template <class C>
 __device__ __forceinline__ void cache_fwd(const CacheParams& params) {
   const AttentionParams& attention = params.attention;
   const Partials& partials = params.partials;
   const math::PackedHeads& packed = params.packed_heads;
   extern __shared__ float4 shared_memory[];
-  float* shared = reinterpret_cast<float*>(shared_memory);
-  float* q_smem = shared + C::Q_SMEM;  // (BLOCK_Q, QK_PITCH)
-  float* k_smem = shared + C::K_SMEM;  // (BLOCK_K, QK_PITCH)
-  float* v_smem = shared + C::V_SMEM;  // (BLOCK_K, V_PITCH)
-
   for (int head = 0; !partials.wanted() && head < packed.count; ++head) {
     math::write_rows_of_no_sequence<sizeof(float)>(attention, blockIdx.x, threadIdx.x, C::THREADS,
                                                    packed.rows(), packed.count, head);
@@ -163,91 +217,12 @@ __device__ __forceinline__ void cache_fwd(const CacheParams& params) {
       math::find_work(attention, blockIdx.x / partials.splits, packed.rows(), packed.count);
   if (work.first_row < 0) return;
   const int sequence = work.batch_head / attention.heads_q;
-  const int kv_head = work.batch_head % attention.heads_q / attention.heads_per_kv;
   const KeysOfCache keys{params.cache, sequence, math::find_cache_rows(params.cache, sequence)};
   work.nk = keys.rows.count;
-  const math::ChunkedKeys visible{math::find_visible_keys(attention, work), params.attention_chunk,
-                                  work.nk - work.nq};
-  // Rows of K and V that no row of the sequence sees become zeros.
-  const int begin = visible.begin(), end = visible.end(work.nq);
-  const auto find_key = [&](const float* head_gmem, int key, int64_t block_stride,
-                            int64_t row_stride) -> const float* {
-    if (key < begin || key >= end) return nullptr;
-    return keys.find(head_gmem, key, block_stride, row_stride);
-  };
-  const float* q_gmem = static_cast<const float*>(attention.q_gmem);
-  const float* k_gmem = static_cast<const float*>(attention.k_gmem) + kv_head * attention.k_head;
-  const float* v_gmem = static_cast<const float*>(attention.v_gmem) + kv_head * attention.v_head;
-
-  float o_rmem[C::THREAD_ROWS][4 * C::OUT_GROUPS] = {};
+  Outputs<C> o_rmem = {};
   RowState<C> state;
-#pragma unroll
-  for (int i = 0; i < C::THREAD_ROWS; ++i) {
-    state.max_rmem[i] = MINUS_INFINITY;
-    state.sum_rmem[i] = 0.0f;
-  }
-
-  const int cta_last = min(work.first_row + packed.rows(), work.nq) - 1;
-  const math::Blocks share = math::blocks_of_share<C::BLOCK_K>(
-      {visible.first(work.first_row) & -C::BLOCK_K, visible.last(cta_last) & -C::BLOCK_K}, partials,
-      blockIdx.x % partials.splits);
-  const auto start_k = [&](int first) {
-    start_rows<C, C::BLOCK_K, C::QK_PITCH>(k_smem, attention.d, q_gmem, [&](int row) {
-      return find_key(k_gmem, first + row, attention.k_batch, attention.k_row);
-    });
-  };
-  const auto start_v = [&](int first) {
-    start_rows<C, C::BLOCK_K, C::V_PITCH>(v_smem, attention.dv, q_gmem, [&](int row) {
-      return find_key(v_gmem, first + row, attention.v_batch, attention.v_row);
-    });
-  };
-  if (share.first <= share.last) {
-    start_rows<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, attention.d, q_gmem, [&](int row_of_tile) {
-      const math::FewRow row(attention, packed, work, row_of_tile);
-      const float* row_gmem = q_gmem + row.batch * attention.q_batch + row.head * attention.q_head +
-                              row.packed * attention.q_row;
-      return row.wanted ? row_gmem : nullptr;
-    });
-    start_k(share.last);
-  }
-
-  // The rows of this thread's warp, of one head or of each of its packed heads.
-  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-  const int warp_first = work.first_row + packed.row(warp_row);
-  const int warp_rows = packed.head(warp_row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
-  const int warp_last = min(warp_first + warp_rows, work.nq) - 1;  // < warp_first: no rows
-#pragma unroll 1
-  for (int key_first = share.last; key_first >= share.first; key_first -= C::BLOCK_K) {
-    const int key_last = key_first + C::BLOCK_K - 1;
-    const bool computes =
-        warp_last >= warp_first && !visible.hides(warp_first, warp_last, key_first, key_last);
-    float s_rmem[C::THREAD_ROWS][C::THREAD_KEYS];
-    float correction[C::THREAD_ROWS];
-
-    // Each thread waits for its own copies of K (and of Q in the first round). The barrier then
-    // makes the copies of all threads visible, and no warp still reads the previous V, which
-    // start_v overwrites.
-    ptx::copies_wait_all();
-    __syncthreads();
-    start_v(key_first);
-    if (computes) {
-      const Lane<C> lane;
-      multiply_qk<C>(s_rmem, q_smem + (lane.warp_row + lane.row) * C::QK_PITCH,
-                     k_smem + lane.col * C::QK_PITCH, attention.d);
-      if (attention.transform_scores) transform_scores<C>(s_rmem, Params{attention, 0});
-      if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, work, key_first);
-      if (visible.masks(warp_first, warp_last, key_first, key_last))
-        mask_packed_scores<C>(s_rmem, visible, packed, work.first_row, key_first);
-      online_softmax<C>(s_rmem, state, correction, attention.exp2_scale);
-    }
-
-    // After the barrier V has arrived from all threads, and no warp still reads K, which start_k
-    // overwrites.
-    ptx::copies_wait_all();
-    __syncthreads();
-    if (key_first > share.first) start_k(key_first - C::BLOCK_K);
-    if (computes) add_values<C>(o_rmem, s_rmem, correction, shared, v_smem);
-  }
+  attend<C>(CacheTile<C>(params, work, keys), reinterpret_cast<float*>(shared_memory), o_rmem,
+            state);
   store_packed_rows<C>(o_rmem, state, params, work);
 }
 

@@ -1,16 +1,38 @@
-// The parameter block of every simt kernel.
+// The parameter blocks of the simt kernels.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "common/attention_params.h"
+#include "common/dropout_params.h"
+#include "common/kv_cache.h"
+#include "common/mask_params.h"
+#include "common/math/packed_heads.cuh"
+#include "common/partials.h"
 
 namespace archflash::simt {
 
 struct Params : AttentionParams {
   int32_t snake_from;  // CTAs from this index on take the remaining tiles in reverse order
 };
-static_assert(std::is_trivially_copyable_v<Params>);
+
+struct MaskedParams {
+  AttentionParams attention;
+  MaskParams masks;
+  DropoutParams dropout;
+};
+
+struct CacheParams {
+  AttentionParams attention;  // nk is the capacity of a sequence
+  Partials partials;
+  math::PackedHeads packed_heads;
+  KvCache cache;
+  AlibiSlopes slopes;
+  int32_t attention_chunk;  // positions of a chunk of math::ChunkedKeys; 0: no chunks
+};
+
+static_assert(std::is_trivially_copyable_v<Params> && std::is_trivially_copyable_v<MaskedParams> &&
+              std::is_trivially_copyable_v<CacheParams>);
 
 }  // namespace archflash::simt

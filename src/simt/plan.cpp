@@ -17,11 +17,7 @@
 #include "common/planning/split_keys.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
-#include "simt/cache_config.cuh"
-#include "simt/cache_params.h"
 #include "simt/config.cuh"
-#include "simt/masked_config.cuh"
-#include "simt/masked_params.h"
 #include "simt/params.h"
 
 namespace archflash::simt {

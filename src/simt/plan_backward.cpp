@@ -4,7 +4,6 @@
 #include "common/planning/backward.h"
 #include "common/planning/core_set.h"
 #include "simt/backward_config.cuh"
-#include "simt/tiled_bwd_config.cuh"
 
 namespace archflash::simt {
 

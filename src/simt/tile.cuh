@@ -68,6 +68,12 @@ struct Lane {
   }
 };
 
+// What a thread holds of a block's scores, or of P, and of the outputs.
+template <class C>
+using Scores = float[C::THREAD_ROWS][C::THREAD_KEYS];
+template <class C>
+using Outputs = float[C::THREAD_ROWS][4 * C::OUT_GROUPS];
+
 // Starts the copy of rows [0, ROWS) of `rows_gmem` to shared memory as fp32. Rows before `begin`
 // and from `end` on and columns from `columns` on become zeros, so that memory beyond the end of a
 // sequence never matters. fp32 is copied asynchronously: readers need copies_wait_all() and a
@@ -137,12 +143,12 @@ __device__ __forceinline__ void load_4(float (&x)[4], const float* x_smem) {
 // shorter chains round less, and ptxas can place an accumulator in the register bank that its
 // operands do not use (a 16-byte load puts column e into a register of parity e % 2).
 template <class C>
-__device__ __forceinline__ void multiply_columns(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
+__device__ __forceinline__ void multiply_columns(Scores<C>& s_rmem,
                                                  const float* q_smem /* this lane's first row */,
                                                  const float* k_smem /* this lane's first key */,
                                                  int columns) {
-  float even_rmem[C::THREAD_ROWS][C::THREAD_KEYS] = {};
-  float odd_rmem[C::THREAD_ROWS][C::THREAD_KEYS] = {};
+  Scores<C> even_rmem = {};
+  Scores<C> odd_rmem = {};
 #pragma unroll 1
   for (int column = 0; column < columns; column += C::D_STEP) {
 #pragma unroll
@@ -177,15 +183,15 @@ __device__ __forceinline__ void multiply_columns(float (&s_rmem)[C::THREAD_ROWS]
 
 // S = Q K^T over the first d columns, in one sum or, with SHORT_SUMS, in sums of SUM_COLUMNS.
 template <class C>
-__device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::THREAD_KEYS],
-                                            const float* q_smem, const float* k_smem, int d) {
+__device__ __forceinline__ void multiply_qk(Scores<C>& s_rmem, const float* q_smem,
+                                            const float* k_smem, int d) {
   if constexpr (!C::SHORT_SUMS) {
     multiply_columns<C>(s_rmem, q_smem, k_smem, d);
   } else {
     multiply_columns<C>(s_rmem, q_smem, k_smem, min(d, C::SUM_COLUMNS));
 #pragma unroll 1
     for (int first = C::SUM_COLUMNS; first < d; first += C::SUM_COLUMNS) {
-      float more_rmem[C::THREAD_ROWS][C::THREAD_KEYS];
+      Scores<C> more_rmem;
       multiply_columns<C>(more_rmem, q_smem + first, k_smem + first,
                           min(d - first, C::SUM_COLUMNS));
 #pragma unroll
@@ -201,12 +207,11 @@ __device__ __forceinline__ void multiply_qk(float (&s_rmem)[C::THREAD_ROWS][C::T
 // warp and to column 4 * (n * LANE_COLS + lane.col) + c. With SHORT_SUMS the even and the odd keys
 // have separate sums, which are added at the end. SELECTS: a P of 0 adds nothing, whatever V is.
 template <class C, bool SELECTS = false>
-__device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 * C::OUT_GROUPS],
+__device__ __forceinline__ void multiply_pv(Outputs<C>& pv_rmem,
                                             const float* p_smem /* this lane's first row */,
                                             const float* v_smem /* this lane's first column */) {
-  constexpr int OUTPUTS = 4 * C::OUT_GROUPS;
-  float even_rmem[C::THREAD_ROWS][OUTPUTS] = {};  // unused without SHORT_SUMS
-  float odd_rmem[C::THREAD_ROWS][OUTPUTS] = {};
+  Outputs<C> even_rmem = {};  // unused without SHORT_SUMS
+  Outputs<C> odd_rmem = {};
 #pragma unroll 1
   for (int key = 0; key < C::P_KEYS; key += C::KEY_STEP) {
 #pragma unroll
@@ -241,7 +246,25 @@ __device__ __forceinline__ void multiply_pv(float (&pv_rmem)[C::THREAD_ROWS][4 *
 #pragma unroll
     for (int i = 0; i < C::THREAD_ROWS; ++i) {
 #pragma unroll
-      for (int c = 0; c < OUTPUTS; ++c) pv_rmem[i][c] += even_rmem[i][c] + odd_rmem[i][c];
+      for (int c = 0; c < 4 * C::OUT_GROUPS; ++c) pv_rmem[i][c] += even_rmem[i][c] + odd_rmem[i][c];
+    }
+  }
+}
+
+// Writes the columns of P for P_KEYS keys to the warp's part of shared memory, which is
+// (WARP_ROWS, P_PITCH): those of part number `part` of a block.
+template <class C>
+__device__ __forceinline__ void store_part(const Scores<C>& p_rmem, float* shared, int part) {
+  constexpr int COLUMNS = C::P_KEYS / C::LANE_COLS;  // scores of a row that a thread stores
+  const Lane<C> lane;
+  // mutants: field-to-last-bit
+  float* p_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+      p_smem[i * C::LANE_ROWS * C::P_PITCH + j * C::LANE_COLS + lane.col] =
+          p_rmem[i][part * COLUMNS + j];
     }
   }
 }

@@ -15,42 +15,23 @@
 #include "common/math/backward_work.cuh"
 #include "common/math/dq_turns.cuh"
 #include "common/ptx/cp_async.cuh"
-#include "common/ptx/ex2.cuh"
 #include "common/ptx/global_order.cuh"
+#include "simt/backward_config.cuh"
+#include "simt/gradients.cuh"
 #include "simt/tile.cuh"
-#include "simt/tiled_bwd_config.cuh"
 
 namespace archflash::simt {
 
-template <class C>
-using TiledScores = float[C::THREAD_ROWS][C::THREAD_KEYS];
-template <class C>
-using TiledGradient = float[C::THREAD_ROWS][4 * C::OUT_GROUPS];
-
-// Writes W to the warp's part of shared memory.
-template <class C>
-__device__ __forceinline__ void store_scores(const TiledScores<C>& w_rmem, float* shared) {
-  const Lane<C> lane;
-  float* w_smem = shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH;
-#pragma unroll
-  for (int i = 0; i < C::THREAD_ROWS; ++i) {
-#pragma unroll
-    for (int j = 0; j < C::THREAD_KEYS; ++j) {
-      w_smem[i * C::LANE_ROWS * C::P_PITCH + j * C::LANE_COLS + lane.col] = w_rmem[i][j];
-    }
-  }
-}
-
 // Adds W times the passing rows to a gradient. W goes through the warp's part of shared memory.
 template <class C>
-__device__ __forceinline__ void add_tile_product(TiledGradient<C>& gradient_rmem,
-                                                 const TiledScores<C>& w_rmem, float* shared,
+__device__ __forceinline__ void add_tile_product(Outputs<C>& gradient_rmem, const Scores<C>& w_rmem,
+                                                 float* shared,
                                                  const float* rows_smem /* (BLOCK, V_PITCH) */) {
   __syncwarp();  // all lanes have read what the warp wrote before, which is overwritten below
-  store_scores<C>(w_rmem, shared);
+  store_part<C>(w_rmem, shared, 0);
   __syncwarp();  // the warp's W is complete before any lane reads it
   const Lane<C> lane;
-  TiledGradient<C> sum_rmem = {};
+  Outputs<C> sum_rmem = {};
   multiply_pv<C>(sum_rmem, shared + C::P_SMEM + (lane.warp_row + lane.row) * C::P_PITCH,
                  rows_smem + 4 * lane.col);
 #pragma unroll
@@ -136,21 +117,18 @@ __device__ __forceinline__ void tiled_dq(const BackwardParams& params) {
     if (row >= block.rows || part.column >= params.attention.d) continue;
     float* target_gmem =
         first_gmem + (static_cast<int64_t>(block.start) + row) * params.dq.row + part.column;
-    float x[4] = {}, old[4] = {};
+    float x[4] = {};
     if (any) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) x[c] = sums_gmem[32 * (4 * index + c)];
     }
-    if (params.dq.accumulate) load_4(old, target_gmem);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) x[c] = fmaf(x[c], params.scale, old[c]);
-    store_4<DType::F32>(target_gmem, x);
+    store_gradient_4(target_gmem, x, params.scale, params.dq.accumulate);
   }
 }
 
 // Writes, or adds, a thread's part of a gradient times `factor`.
 template <class C>
-__device__ __forceinline__ void store_tile_gradient(const TiledGradient<C>& gradient_rmem,
+__device__ __forceinline__ void store_tile_gradient(const Outputs<C>& gradient_rmem,
                                                     const GradientParams& gradient,
                                                     const math::BackwardWork& cta, int columns,
                                                     float factor) {
@@ -166,12 +144,10 @@ __device__ __forceinline__ void store_tile_gradient(const TiledGradient<C>& grad
     for (int n = 0; n < C::OUT_GROUPS; ++n) {
       const int column = 4 * (n * C::LANE_COLS + lane.col);
       if (column >= columns) continue;
-      float* target_gmem = rows_gmem + i * C::LANE_ROWS * gradient.row + column;
-      float x[4], old[4] = {};
-      if (gradient.accumulate) load_4(old, target_gmem);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) x[c] = fmaf(gradient_rmem[i][4 * n + c], factor, old[c]);
-      store_4<DType::F32>(target_gmem, x);
+      const float* of_lane = &gradient_rmem[i][4 * n];
+      const float x[4] = {of_lane[0], of_lane[1], of_lane[2], of_lane[3]};
+      store_gradient_4(rows_gmem + i * C::LANE_ROWS * gradient.row + column, x, factor,
+                       gradient.accumulate);
     }
   }
 }
@@ -179,7 +155,7 @@ __device__ __forceinline__ void store_tile_gradient(const TiledGradient<C>& grad
 // Turns the scores into P = 2^(score - LSE), and dP into dS = P * (dP - delta), the gradient of the
 // score before its scale. What belongs to a query and a key that it does not see becomes 0.
 template <class C>
-__device__ __forceinline__ void weigh_tile(TiledScores<C>& s_rmem, TiledScores<C>& dp_rmem,
+__device__ __forceinline__ void weigh_tile(Scores<C>& s_rmem, Scores<C>& dp_rmem,
                                            const AttentionParams& attention,
                                            const math::BackwardWork& cta, int passing_first,
                                            const math::RowTerms* terms_gmem) {
@@ -197,20 +173,14 @@ __device__ __forceinline__ void weigh_tile(TiledScores<C>& s_rmem, TiledScores<C
       const bool seen = row < cta.own_rows && column >= first && column <= last;
       float p = 0.0f, ds = 0.0f;
       if (seen) {
-        float s = s_rmem[i][j], slope = 1.0f;
+        float s = s_rmem[i][j];
+        float slope = 1.0f;
         if (attention.transform_scores) {
           s *= attention.tanh_scale;
-          if (capped) {
-            const float tanh = tanhf(s);
-            s = attention.softcap * tanh;
-            slope = fmaf(-tanh, tanh, 1.0f);
-          }
+          if (capped) slope = cap_score(s, attention.softcap);
         }
         const math::RowTerms terms = terms_gmem[column_of_block];
-        const float exponent = fmaf(s, attention.exp2_scale, -terms.lse_log2);
-        // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite. Not
-        // fminf: a NaN stays one.
-        p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+        p = math::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));
         ds = p * (dp_rmem[i][j] - terms.delta) * slope;
       }
       s_rmem[i][j] = p;
@@ -255,7 +225,7 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
     start_passing();
   }
 
-  TiledGradient<C> dk_rmem = {}, dv_rmem = {};
+  Outputs<C> dk_rmem = {}, dv_rmem = {};
   int64_t added = -1;  // the number of the block to which the CTA has added last
   // By one thread, when all have added.
   const auto pass = [&] {
@@ -269,10 +239,10 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
     __syncthreads();  // the copies of all threads have arrived, and all have added to dQ
     pass();
     // A warp whose keys have nothing to do with the block skips the work, but not the barriers.
-    TiledScores<C> ds_rmem = {};
+    Scores<C> ds_rmem = {};
     if (warp_last >= warp_first &&
         !cta.visible.hides(warp_first, warp_last, block.row, block.row + C::BLOCK - 1)) {
-      TiledScores<C> s_rmem;
+      Scores<C> s_rmem;
       {
         const Lane<C> lane;
         const int own = (lane.warp_row + lane.row) * C::QK_PITCH;
@@ -289,7 +259,7 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
       add_tile_product<C>(dv_rmem, s_rmem, shared, shared + C::SECOND_SMEM);
       add_tile_product<C>(dk_rmem, ds_rmem, shared, shared + C::FIRST_SMEM);
     } else {
-      store_scores<C>(ds_rmem, shared);  // zeros, which dQ reads
+      store_part<C>(ds_rmem, shared, 0);  // zeros, which dQ reads
     }
     added = math::dq_block_number(params, cta, block, C::BLOCK);
     const bool waits = walk.waits(block);

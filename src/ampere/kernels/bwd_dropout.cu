@@ -1,7 +1,7 @@
 // images: bwd_dropout_f16 bwd_dropout_bf16
 // The backward kernels for fp16 and bf16 inputs with dropout and without masks as data.
-// dropout_backward_config.cuh has their tiles.
-#include "ampere/dropout_backward_config.cuh"
+// backward_config.cuh has their tiles.
+#include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 

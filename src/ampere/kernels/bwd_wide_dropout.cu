@@ -1,9 +1,9 @@
 // images: bwd_wide_dropout_f16 bwd_wide_dropout_bf16
 // targets: 80:90,100,ptx
 // The backward kernels for fp16 and bf16 inputs with dropout and without masks as data that need
-// 227 KB of shared memory, more than 8.x and 12.x have. dropout_backward_config.cuh has their
+// 227 KB of shared memory, more than 8.x and 12.x have. backward_config.cuh has their
 // tiles.
-#include "ampere/dropout_backward_config.cuh"
+#include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 

@@ -1,6 +1,6 @@
 // images: masked_f16 masked_bf16
-// The kernels for fp16 and bf16 inputs with masks as data. masked_config.cuh has their tiles.
-#include "ampere/masked_config.cuh"
+// The kernels for fp16 and bf16 inputs with masks as data. config.cuh has their tiles.
+#include "ampere/config.cuh"
 #include "common/instantiate.cuh"
 #include "common/mma_sync/masked_fwd.cuh"
 

@@ -2,10 +2,10 @@
 // The kernels for head dimensions above 256 with masks as data in fp16 and bf16. wide_config.cuh
 // has their tile.
 #include "ampere/wide_config.cuh"
-#include "ampere/wide_masked_fwd.cuh"
+#include "ampere/wide_fwd.cuh"
 #include "common/instantiate.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_WIDE_MASKED_KERNEL(KERNEL(ampere_attention_fwd, d512_masked), D512Masked<DTYPE>)
+ARCHFLASH_WIDE_KERNEL(KERNEL(ampere_attention_fwd, d512_masked), D512Masked<DTYPE>)

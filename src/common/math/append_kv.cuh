@@ -8,7 +8,6 @@
 
 #include "common/dtype.h"
 #include "common/kv_cache.h"
-#include "common/math/attention_work.cuh"
 #include "common/math/bfloat16.cuh"
 #include "common/math/fp8_to_16_bits.cuh"
 #include "common/math/kv_cache.cuh"

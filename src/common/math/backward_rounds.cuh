@@ -19,7 +19,6 @@
 #include "common/ptx/lg2.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
-#include "common/ptx/st_global.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "common/tensor_map.h"
 

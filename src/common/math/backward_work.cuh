@@ -9,6 +9,7 @@
 #include "common/math/backward_rows.cuh"
 #include "common/math/varlen_tiles.cuh"
 #include "common/math/visible_keys.cuh"
+#include "common/ptx/ex2.cuh"
 
 namespace archflash::math {
 
@@ -95,6 +96,12 @@ __device__ __forceinline__ BackwardWork find_backward_work(const AttentionParams
     found.own_start = k_start, found.passing_start = q_start;
   }
   return found;
+}
+
+// P = 2^exponent. It is at most 1: the LSE of huge scores is rounded, which must not make P
+// infinite. Not fminf, because a NaN stays one.
+__device__ __forceinline__ float probability(float exponent) {
+  return ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
 }
 
 // The rows of one side of a head, from one of them on: of Q and dO, or of K and V. Strides in

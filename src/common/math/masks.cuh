@@ -153,6 +153,23 @@ struct TileMasks {
   }
 };
 
+// The walk of a main loop over the blocks of keys from `begin` on of which any row of the tile may
+// see a key, from the last one back to the first. find_masks() is the TileMasks.
+template <class C, class FindMasks>
+struct SeenKeyBlocks {
+  FindMasks find_masks;
+  int begin;
+
+  __device__ __forceinline__ bool has(int block) const { return block >= 0; }
+  // The first key of the block behind `block`, negative if there is none. A main loop calls it once
+  // for a block.
+  __device__ __forceinline__ int look_behind(int block) const {
+    return find_masks().template last_block<C::BLOCK_Q, C::BLOCK_K>(block - 1, begin);
+  }
+  __device__ __forceinline__ bool has_next(int found) const { return found >= 0; }
+  __device__ __forceinline__ int next(int found) const { return found; }
+};
+
 // An element of attn_mask as a number that is added to a score in natural logarithms: -inf for a
 // key that is not seen. Elements of 16 bits are of type DTYPE.
 __device__ __forceinline__ float added(uint8_t kept) { return kept ? 0.0f : MINUS_INFINITY; }

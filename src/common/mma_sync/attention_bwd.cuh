@@ -21,32 +21,31 @@
 #include <cstdint>
 
 #include "common/backward_params.h"
-#include "common/math/attention_work.cuh"
+#include "common/masked_backward_params.h"
+#include "common/math/backward_masks.cuh"
 #include "common/math/backward_work.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/math/quad.cuh"
 #include "common/math/visible_keys.cuh"
 #include "common/mma_sync/backward_config.cuh"
-#include "common/mma_sync/masked_backward_config.cuh"
 #include "common/mma_sync/masked_bwd.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
-#include "common/ptx/ex2.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_global.cuh"
 
 namespace archflash::mma_sync {
 
-// A product as the functions of tile.cuh and online_softmax.cuh take it: owned rows by passing
-// rows, over the columns of Tile.
-template <class C, class Tile>
+// A product as the functions of tile.cuh and online_softmax.cuh take it: the owned rows of a warp
+// by PASSING passing rows over the columns of Tile, or by COLUMNS columns of a gradient.
+template <class C, class Tile, int PASSING = C::BLOCK, int COLUMNS = Tile::COLUMNS>
 struct BackwardProduct {
   static constexpr DType DTYPE = C::DTYPE;
   static constexpr int QK_PACK = 1, V_PACK = 1;
   static constexpr int M_TILES = C::M_TILES;
-  static constexpr int STEP_KEYS = C::BLOCK;
-  static constexpr int HEAD_DIM_V = Tile::COLUMNS;
+  static constexpr int STEP_KEYS = PASSING;
+  static constexpr int HEAD_DIM_V = COLUMNS;
   static constexpr bool Q_IN_REGISTERS = false;
   using QTile = Tile;
   using KTile = Tile;
@@ -131,10 +130,7 @@ __device__ __forceinline__ void weigh_scores(BlockScores<C>& s_rmem, BlockScores
         for (int i = 0; i < 2; ++i) {
           float& s = s_rmem[m][n][2 * r + i];
           const math::RowTerms terms = terms_of(m, n, r, i);
-          const float exponent = fmaf(s, params.exp2_scale, -terms.lse_log2);
-          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite. Not
-          // fminf: a NaN stays one.
-          const float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+          const float p = math::probability(fmaf(s, params.exp2_scale, -terms.lse_log2));
           if constexpr (C::NEEDS_DP) {
             float& dp = dp_rmem[m][n][2 * r + i];
             dp = p * (dp - terms.delta);

@@ -4,7 +4,8 @@
 // One CTA computes BLOCK_Q query rows of one head with an online softmax. It visits the key blocks
 // that its rows see, from the last one (which may be shorter) back to the first. There are no
 // roles: each warp loads, multiplies and owns WARP_ROWS rows, whose scores, P and outputs never
-// leave its registers. Shared memory holds Q, K, V and the CtaContext.
+// leave its registers. Shared memory holds Q, K, V and the CtaContext. With C::DROPS some of P is
+// dropped before P V.
 //
 // main_loop.cuh has the blocks, copies and barriers, tile.cuh the loads, lane maps and products,
 // math/online_softmax.cuh the softmax. The folders that instantiate the kernel (ampere, ada) have
@@ -16,20 +17,23 @@
 #include "common/attention_params.h"
 #include "common/math/attention_work.cuh"
 #include "common/math/few_rows.cuh"
+#include "common/math/kept_weights.cuh"
 #include "common/math/key_groups.cuh"
 #include "common/math/online_softmax.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
 #include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
+#include "common/partials.h"
+#include "common/ptx/special_registers.cuh"
 
 namespace archflash::mma_sync {
 
 // Finds the tile of this CTA, and writes the rows of no sequence, unless the combining kernel does.
-template <class C>
-__device__ __forceinline__ math::Work find_work(const ParamsOf<C>& params) {
+template <class C, class Params>
+__device__ __forceinline__ math::Work find_work(const Params& params) {
+  const AttentionParams& attention = attention_of(params);
   if constexpr (C::CAN_SPLIT) {
-    const AttentionParams& attention = params.attention;
     const math::PackedHeads& packed = params.packed_heads;
     const int splits = params.partials.splits, index = blockIdx.x;
     for (int head = 0; !params.partials.wanted() && head < packed.count; ++head) {
@@ -38,30 +42,101 @@ __device__ __forceinline__ math::Work find_work(const ParamsOf<C>& params) {
     }
     return math::find_work(attention, index / splits, packed.rows(), packed.count);
   } else {
-    math::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, threadIdx.x, C::THREADS);
-    return math::find_work<C::BLOCK_Q>(params, blockIdx.x);
+    math::write_rows_of_no_sequence<C::BLOCK_Q>(attention, blockIdx.x, threadIdx.x, C::THREADS);
+    return math::find_work<C::BLOCK_Q>(attention, blockIdx.x);
   }
 }
 
-// P = 2^(S * exp2_scale - base) and O += P V for STEP_KEYS keys, 16 at a time and without a branch,
-// so that the assembler can place exponentials between products.
+// Writes the rows of a CTA: with C::CAN_SPLIT to the workspace if the keys are split, else to the
+// output. `params` is the FewRowsParams or CacheParams then.
+template <class C, class Params>
+__device__ __forceinline__ void store_tile(const math::Outputs<C>& o_rmem,
+                                           const math::RowState<C>& state, const Params& params,
+                                           const math::Work& work, unsigned char* shared) {
+  const AttentionParams& attention = attention_of(params);
+  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
+  if constexpr (C::CAN_SPLIT) {
+    const Partials& partials = params.partials;
+    const math::PackedHeads& packed = params.packed_heads;
+    if (partials.wanted()) {
+      math::store_partials<C>(o_rmem, state, attention, partials, packed, work,
+                              blockIdx.x % partials.splits, warp_row);
+      return;
+    }
+    if (packed.count > 1) {
+      math::store_packed_out<C>(o_rmem, state, attention, packed, work, warp_row);
+      return;
+    }
+  }
+  // A warp stages its output rows in its own rows of Q, which no other warp reads.
+  static_assert(C::VTile::ROW_BYTES <= C::QKTile::ROW_BYTES);
+  math::store_out<C, typename C::VTile>(o_rmem, state, attention, work, warp_row,
+                                        shared + C::Q_SMEM + warp_row * C::QKTile::ROW_BYTES);
+}
+
+// Sets the dropped weights of a warp's P to 0, of the 32 keys from key_first on. fragment_of(m, i)
+// is that of row tile m and of the first (i = 0) or the other 16 of these keys.
+//
+// All row tiles are drawn together: most of the first two rounds of Philox is the same for all keys
+// of a row or for all rows of a key. The lane finds its row anew for each 32 keys, because there
+// are no registers to keep what depends on the row alone.
+template <class C, class FragmentOf>
+__device__ __forceinline__ void drop_of_keys(const math::Dropout& dropout, const CtaContext& cta,
+                                             int key_first, const FragmentOf& fragment_of) {
+  const unsigned thread = ptx::mov_tid_x_volatile();
+  const int query = cta.work.first_row + math::warp_first_row<C>(thread) + thread % 32 / 4;
+  const int key = key_first + thread % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+    uint32_t kept_rmem[2][4];
+    math::draw_kept(kept_rmem[0], kept_rmem[1], dropout, query + 16 * m, key);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) fragment_of(m, half)[i] &= kept_rmem[half][i];
+    }
+  }
+}
+
+// Scales what dropout has left of the sums of P V; the sums of rows have all of P.
 template <class C>
+__device__ __forceinline__ void scale_kept(math::Outputs<C>& o_rmem, float scale) {
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o_rmem[m][n][i] *= scale;
+    }
+  }
+}
+
+// P = 2^(S * exp2_scale - base) and O += P V for STEP_KEYS keys, a few at a time and without a
+// branch, so that the assembler can place exponentials between products. drop(key, fragment_of)
+// drops some of P of the 32 keys from `key` on, if C::DROPS.
+template <class C, class Drop>
 __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
                                                       const math::Scores<C>& s_rmem,
                                                       math::RowState<C>& state, float exp2_scale,
-                                                      uint32_t v_smem /* this lane's row */) {
+                                                      uint32_t v_smem /* this lane's row */,
+                                                      const Drop& drop) {
+  constexpr int KEYS = C::DROPS ? 32 : 16;
 #pragma unroll
-  for (int key = 0; key < C::STEP_KEYS; key += 16) {
-    uint32_t p_rmem[C::M_TILES][4];
+  for (int key = 0; key < C::STEP_KEYS; key += KEYS) {
+    uint32_t p_rmem[C::M_TILES][KEYS / 16][4];
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
-      for (int n = key / 8; n < key / 8 + 2; ++n)
-        math::weigh_key_tile<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
+      for (int n = 0; n < KEYS / 8; ++n)
+        math::weigh_key_tile<C>(s_rmem, p_rmem[m][n / 2], state, m, key / 8 + n, exp2_scale);
     }
-    multiply_pv_group<C>(
-        o_rmem, [&](int m) -> const uint32_t (&)[4] { return p_rmem[m]; }, v_smem, key,
-        [](uint32_t (&)[4]) {});
+    drop(key, [&](int m, int half) -> uint32_t (&)[4] { return p_rmem[m][half]; });
+#pragma unroll
+    for (int half = 0; half < KEYS / 16; ++half) {
+      multiply_pv_group<C>(
+          o_rmem, [&](int m) -> const uint32_t (&)[4] { return p_rmem[m][half]; }, v_smem,
+          key + 16 * half, [](uint32_t (&)[4]) {});
+    }
   }
 }
 
@@ -69,7 +144,7 @@ template <class C>
 __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const AttentionParams& params = attention_of<C>(all_params);
+  const AttentionParams& params = attention_of(all_params);
   using Context = ContextOf<C>;
   static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
   Context& cta = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
@@ -99,6 +174,15 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
     blocks.take_share(all_params.partials, blockIdx.x % all_params.partials.splits);
   blocks.start(shared, known);
   if (!C::CACHE && blocks.begin > blocks.last) __syncthreads();  // visit() has no barrier then
+  const auto dropout = [&] {
+    if constexpr (C::DROPS)
+      return math::find_dropout(all_params.dropout, math::uniform(work.batch_head));
+    else
+      return nullptr;
+  }();
+  const auto drop_32_keys = [&](int key_first, const auto& fragment_of) {
+    if constexpr (C::DROPS) drop_of_keys<C>(dropout, cta, key_first, fragment_of);
+  };
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
   state.large = false;
@@ -108,9 +192,8 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
                          uint32_t k_smem, int key_first) {
     const math::RaiseLimits<C> limits(state);
     multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-    if (params.transform_scores) {
+    if (!C::DROPS && params.transform_scores)
       math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
-    }
     mask_edges<C>(s_rmem, cta, key_first);
     return math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
   };
@@ -118,14 +201,19 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
     struct Scored {
       math::Scores<C> s_rmem;
       float exp2_scale;
+      int key_first;
     };
     blocks.template visit<Scored>(
         [&](Scored& scored, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
             int key_first) {
           scored.exp2_scale = score(scored.s_rmem, q_rmem, q_smem, k_smem, key_first);
+          scored.key_first = key_first;
         },
         [&](const Scored& scored, uint32_t v_smem) {
-          weigh_and_multiply_pv<C>(o_rmem, scored.s_rmem, state, scored.exp2_scale, v_smem);
+          weigh_and_multiply_pv<C>(o_rmem, scored.s_rmem, state, scored.exp2_scale, v_smem,
+                                   [&](int key, const auto& fragment_of) {
+                                     drop_32_keys(scored.key_first + key, fragment_of);
+                                   });
         });
   } else {
     blocks.visit(
@@ -134,6 +222,12 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
           math::Scores<C> s_rmem;
           const float exp2_scale = score(s_rmem, q_rmem, q_smem, k_smem, key_first);
           math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+#pragma unroll
+          for (int key = 0; C::DROPS && key < C::STEP_KEYS; key += 32) {
+            drop_32_keys(key_first + key, [&](int m, int half) -> uint32_t (&)[4] {
+              return p_rmem[m][key / 16 + half];
+            });
+          }
         },
         [&](const Probabilities<C>& p_rmem, uint32_t v_smem) {
           multiply_pv<C>(o_rmem, p_rmem, v_smem);
@@ -146,24 +240,8 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
     if (math::key_group<C>(threadIdx.x) > 0) return;
   }
 
-  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-  if constexpr (C::CAN_SPLIT) {
-    const Partials& partials = all_params.partials;
-    const math::PackedHeads& packed = all_params.packed_heads;
-    if (partials.wanted()) {
-      math::store_partials<C>(o_rmem, state, params, partials, packed, cta.work,
-                              blockIdx.x % partials.splits, warp_row);
-      return;
-    }
-    if (packed.count > 1) {
-      math::store_packed_out<C>(o_rmem, state, params, packed, cta.work, warp_row);
-      return;
-    }
-  }
-  // A warp stages its output rows in its own rows of Q, which no other warp reads.
-  static_assert(C::VTile::ROW_BYTES <= C::QKTile::ROW_BYTES);
-  math::store_out<C, typename C::VTile>(o_rmem, state, params, cta.work, warp_row,
-                                        shared + C::Q_SMEM + warp_row * C::QKTile::ROW_BYTES);
+  if constexpr (C::DROPS) scale_kept<C>(o_rmem, all_params.dropout.scale);
+  store_tile<C>(o_rmem, state, all_params, cta.work, shared);
 }
 
 }  // namespace archflash::mma_sync

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/mask_params.h"
 #include "common/math/swizzled_tile.cuh"
 
 namespace archflash::mma_sync {
@@ -17,12 +18,15 @@ struct Inputs16 {
   static constexpr int CONTEXT_BYTES = 64;
 };
 
+// Where a warp has its fragments of Q: it reads them once, or from shared memory in every step.
+enum class QIn { Registers, Shared };
+
 // A CTA owns BLOCK_Q query rows of one head and visits the keys in blocks of BLOCK_K. A warp owns
 // M_TILES row tiles of 16 rows, which share every fragment of K and V that it reads. It takes
 // STEP_KEYS keys at a time from scores to output. d may be at most HEAD_DIM, dv HEAD_DIM_V.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_, int BLOCK_K_,
-          int STEP_KEYS_, int STAGES_, bool Q_IN_REGISTERS_, int CTAS_PER_SM_,
-          class Inputs = Inputs16, bool CAN_SPLIT_ = false>
+          int STEP_KEYS_, int STAGES_, QIn Q_IN, int CTAS_PER_SM_, class Inputs = Inputs16,
+          bool CAN_SPLIT_ = false>
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int QK_PACK = Inputs::QK_PACK;
@@ -39,8 +43,7 @@ struct Config {
   // Buffers for K and V. With 2, the next K and V are copied during the whole of the current block.
   // With 1, V is copied during Q K^T, and the next K during P V.
   static constexpr int STAGES = STAGES_;
-  // Whether a warp reads its fragments of Q once, or from shared memory again in every step.
-  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
+  static constexpr bool Q_IN_REGISTERS = Q_IN == QIn::Registers;
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
   // For few query rows: the keys of a tile may be split over several CTAs, and heads that share a
   // head of K may be packed into a tile.
@@ -52,6 +55,7 @@ struct Config {
   static constexpr bool FP8_CACHE = false;       // only a DecodeConfig reads one
   static constexpr int KEY_GROUPS = 1;           // see KeyGroupsConfig
   static constexpr bool WEIGHS_LATE = false;     // see LateConfig
+  static constexpr bool DROPS = false;           // see DropoutConfig
   static constexpr bool V_WITH_K = STAGES == 2;  // see ShortConfig
 
   // Layouts in shared memory. Their columns are units of 16 bits.
@@ -111,11 +115,21 @@ struct LateConfig : Base {
   static constexpr bool WEIGHS_LATE = true;
 };
 
+// A Config whose kernel drops some of P before P V. It knows no softcap, no masks as data and no
+// split keys: calls with those are left to MaskedConfig.
+template <class Base>
+struct DropoutConfig : Base {
+  static constexpr bool DROPS = true;
+  static_assert(!Base::CAN_SPLIT && !Base::CACHE && Base::KEY_GROUPS == 1 && Base::QK_PACK == 1 &&
+                    Base::V_PACK == 1 && Base::STEP_KEYS % 32 == 0,
+                "many query rows in 16 bits, and the random bits of 32 keys at a time");
+};
+
 // A Config for few query rows.
-template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, bool Q_IN_REGISTERS,
+template <DType DTYPE, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_K, int STAGES, QIn Q_IN,
           int CTAS_PER_SM>
-using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, BLOCK_K, STAGES,
-                             Q_IN_REGISTERS, CTAS_PER_SM, Inputs16, true>;
+using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, BLOCK_K, STAGES, Q_IN,
+                             CTAS_PER_SM, Inputs16, true>;
 
 // A FewRowsConfig whose K and V are a cache, contiguous or in pages, with lengths on the device.
 template <class FewRows>
@@ -124,6 +138,18 @@ struct CacheConfig : FewRows {
   static constexpr int CONTEXT_BYTES = 96;
   static constexpr int SHARED_BYTES = FewRows::CONTEXT_SMEM + CONTEXT_BYTES;
   static_assert(FewRows::CAN_SPLIT && FewRows::QK_PACK == 1 && FewRows::V_PACK == 1);
+};
+
+// A FewRowsConfig whose kernel reads attn_mask, key_ranges, alibi_slopes and block_mask.
+template <class FewRows>
+struct MaskedConfig : FewRows {
+  static constexpr bool MASKED = true;
+  static constexpr bool LOADS_ADDED_LATE = false;  // math/lane_masks.cuh
+  static_assert(FewRows::CAN_SPLIT && FewRows::STAGES == 2 && FewRows::M_TILES == 1 &&
+                    FewRows::STEP_KEYS == FewRows::BLOCK_K,
+                "mma_sync/masked_fwd.cuh: two buffers, and all keys of a block at once");
+  static_assert(MASK_BLOCK % FewRows::BLOCK_Q == 0 && MASK_BLOCK % FewRows::BLOCK_K == 0,
+                "a tile lies in one block of block_mask");
 };
 
 }  // namespace archflash::mma_sync

@@ -5,14 +5,15 @@
 
 #include "common/dtype.h"
 #include "common/math/swizzled_tile.cuh"
+#include "common/mma_sync/config.cuh"
 
 namespace archflash::mma_sync {
 
 // A CTA owns 16 query rows, mostly heads of one position, packed. It visits the keys in blocks of
 // BLOCK_K, of which each warp takes WARP_KEYS keys for all rows: see decode_fwd.cuh. DTYPE is that
 // of q and out. An FP8_CACHE is multiplied in fp16, which holds all of its numbers.
-template <DType DTYPE_, int HEAD_DIM_, int WARPS_, int WARP_KEYS_, int STAGES_,
-          bool Q_IN_REGISTERS_, int CTAS_PER_SM_, bool FP8_CACHE_>
+template <DType DTYPE_, int HEAD_DIM_, int WARPS_, int WARP_KEYS_, int STAGES_, QIn Q_IN,
+          int CTAS_PER_SM_, bool FP8_CACHE_ = false>
 struct DecodeConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr DType PRODUCT = FP8_CACHE_ ? DType::F16 : DTYPE;
@@ -26,8 +27,7 @@ struct DecodeConfig {
   static constexpr int BLOCK_K = WARPS * WARP_KEYS;
   static constexpr int STAGES = STAGES_;  // of each warp
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;
-  // Whether a warp keeps its fragments of Q, or reads them from shared memory for each group.
-  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
+  static constexpr bool Q_IN_REGISTERS = Q_IN == QIn::Registers;
   static constexpr bool CAN_SPLIT = true;
   static constexpr bool CACHE = true;
   static constexpr bool FP8_CACHE = FP8_CACHE_;
@@ -66,5 +66,11 @@ struct DecodeConfig {
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0, 10.0)");
 };
+
+// A DecodeConfig for a cache of 8-bit numbers.
+template <DType DTYPE, int HEAD_DIM, int WARPS, int WARP_KEYS, int STAGES, QIn Q_IN,
+          int CTAS_PER_SM>
+using Fp8DecodeConfig =
+    DecodeConfig<DTYPE, HEAD_DIM, WARPS, WARP_KEYS, STAGES, Q_IN, CTAS_PER_SM, true>;
 
 }  // namespace archflash::mma_sync

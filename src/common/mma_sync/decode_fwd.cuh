@@ -539,7 +539,9 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  // The keys that any row sees, those that all rows see, and of the former those of the share.
+  // Two ranges of keys: `first` to `last`, which any row of the tile sees, cut to the part of this
+  // CTA where the keys are split; and all_first to all_last, which every row sees, so that scores
+  // there need no mask.
   const math::ChunkedKeys visible = visible_keys<C>(cta);
   const int first_row = cta.work.first_row;
   const int last_row = min(first_row + packed.rows(), cta.work.nq) - 1;

@@ -3,10 +3,9 @@
 
 #include <cstdint>
 
-#include "common/dropout_params.h"
+#include "common/math/backward_work.cuh"
 #include "common/math/dropout.cuh"
 #include "common/math/kept_factors.cuh"
-#include "common/ptx/ex2.cuh"
 
 namespace archflash::mma_sync {
 
@@ -35,9 +34,7 @@ __device__ __forceinline__ void weigh_dropping(Scores& s_rmem, Scores& dp_rmem, 
             float& s = s_rmem[m][n][2 * r + i];
             float& dp = dp_rmem[m][n][2 * r + i];
             const math::RowTerms terms = terms_of(m, n, r, i);
-            const float exponent = fmaf(s, exp2_scale, -terms.lse_log2);
-            // P is at most 1, as in weigh_backward().
-            const float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+            const float p = math::probability(fmaf(s, exp2_scale, -terms.lse_log2));
             const float factor = kept.of(bits.words[n % 2 * 2 + m], r);
             dp = p * fmaf(dp, factor * scale, -terms.delta);
             s = p * factor;

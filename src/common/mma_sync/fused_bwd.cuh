@@ -48,20 +48,8 @@ struct ScoresOfWarp {
   static constexpr bool NEEDS_DP = true;
 };
 
-// A product as the functions of tile.cuh take it: the warp's keys by its queries over the columns
-// of Tile, or by OUT_COLUMNS columns of a gradient.
 template <class C, class Tile, int OUT_COLUMNS>
-struct FusedProduct {
-  static constexpr DType DTYPE = C::DTYPE;
-  static constexpr int QK_PACK = 1, V_PACK = 1;
-  static constexpr int M_TILES = C::M_TILES;
-  static constexpr int STEP_KEYS = C::PART;
-  static constexpr int HEAD_DIM_V = OUT_COLUMNS;
-  static constexpr bool Q_IN_REGISTERS = false;
-  using QTile = Tile;
-  using KTile = Tile;
-  using VTile = Tile;
-};
+using FusedProduct = BackwardProduct<C, Tile, C::PART, OUT_COLUMNS>;
 
 struct FusedWork : BackwardWork {
   // The sequence's first row of Q, dO and the terms of the first query head.

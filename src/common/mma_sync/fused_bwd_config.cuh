@@ -5,6 +5,7 @@
 #include "common/backward_params.h"
 #include "common/dtype.h"
 #include "common/math/swizzled_tile.cuh"
+#include "common/mma_sync/params.h"
 
 namespace archflash::mma_sync {
 
@@ -65,6 +66,15 @@ struct FusedBackwardConfig {
                     DQ_STEP % 16 == 0 && HEAD_DIM / SPLIT % 16 == 0 && HEAD_DIM_V / SPLIT % 16 == 0,
                 "mma.sync: 16 rows of a product, two tiles of 8 columns at a time");
   static_assert(BLOCK <= THREADS, "a thread copies the terms of a row");
+};
+
+// A FusedBackwardConfig whose kernel drops some of P and knows no masks as data.
+template <class Backward>
+struct DropoutBackwardConfig : Backward {
+  using Params = DroppingBackwardParams;
+  static constexpr bool DROPS = true;
+  static_assert(Backward::M_TILES == 2 && Backward::PART % 16 == 0,
+                "a lane has all elements that share their random bits: 32 keys by 16 queries");
 };
 
 }  // namespace archflash::mma_sync

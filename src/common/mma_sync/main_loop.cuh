@@ -66,6 +66,20 @@ __device__ __forceinline__ void start_q(uint32_t q_smem, const AttentionParams& 
   }
 }
 
+// The walk over all blocks from the last one back to the one at `begin`. Another walk may leave
+// blocks out (math/masks.cuh).
+template <class C>
+struct EveryBlock {
+  int begin;
+
+  __device__ __forceinline__ bool has(int block) const { return begin <= block; }
+  // What is known of the block behind `block`, whether there is one, and its first key, which is
+  // computed where it is used.
+  __device__ __forceinline__ int look_behind(int block) const { return block; }
+  __device__ __forceinline__ bool has_next(int found) const { return begin < found; }
+  __device__ __forceinline__ int next(int found) const { return found - C::BLOCK_K; }
+};
+
 // The default for KeyBlocks' start_with_k, which copies nothing.
 struct NothingElse {
   __device__ __forceinline__ void operator()(int) const {}
@@ -169,18 +183,33 @@ struct KeyBlocks {
   // where q_smem, k_smem and v_smem are the rows that this lane names to ldmatrix, and key_first is
   // the first key of the step. Between is what one leaves to the other, P or what it is made of.
   template <class Between = Probabilities<C>, class Weigh, class Multiply>
-  __device__ __forceinline__ void visit(const Weigh& weigh, const Multiply& multiply) const;
+  __device__ __forceinline__ void visit(const Weigh& weigh, const Multiply& multiply) const {
+    visit<Between>(
+        EveryBlock<C>{begin},
+        [&](Between&, int key_first) {
+          return WarpRows<C>(cta).any_sees(visible_keys<C>(cta), key_first);
+        },
+        weigh, multiply);
+  }
+
+  // The same from the block at `last` on in the order of a walk. sees(p_rmem, key_first) says
+  // whether the warp computes a step; what it finds for the others goes into p_rmem.
+  template <class Between, class Walk, class Sees, class Weigh, class Multiply>
+  __device__ __forceinline__ void visit(const Walk& walk, const Sees& sees, const Weigh& weigh,
+                                        const Multiply& multiply) const;
 };
 
 template <class C, class StartWithK>
-template <class Between, class Weigh, class Multiply>
-__device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& weigh,
+template <class Between, class Walk, class Sees, class Weigh, class Multiply>
+__device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk, const Sees& sees,
+                                                                const Weigh& weigh,
                                                                 const Multiply& multiply) const {
   // The current stage's K is at stage_smem + K_SMEM, its V at stage_smem + V_SMEM.
   uint32_t stage_smem = shared_smem;
   QFragments<C> q_rmem;
 #pragma unroll 1
-  for (int block = last; block >= begin; block -= C::BLOCK_K) {
+  for (int block = last; walk.has(block);) {
+    int found;  // of the block that comes next
     // Each thread waits for its own copies: K, with two stages also V, and Q in the first round.
     // The barrier makes the copies of all threads visible. After it no warp still reads the
     // previous block, whose buffers are overwritten next.
@@ -193,9 +222,10 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
     __syncthreads();
     if constexpr (C::STAGES == 2) {
       const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
-      if (block > begin && !has_started_next) {
-        start_k(block - C::BLOCK_K, other_stage);
-        start_v(block - C::BLOCK_K, other_stage);
+      found = walk.look_behind(block);
+      if (walk.has_next(found) && !has_started_next) {
+        start_k(walk.next(found), other_stage);
+        start_v(walk.next(found), other_stage);
       }
     } else if (!C::V_WITH_K || block != last) {
       start_v(block, stage_smem);
@@ -221,19 +251,21 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Weigh& wei
     for (int step = first_step; step >= group_step; step -= C::STEP_KEYS) {
       const int key_first = block + step;
       // A warp that sees none of these keys skips the work, but not the barriers.
-      const bool computes = WarpRows<C>(cta).any_sees(visible_keys<C>(cta), key_first);
       Between p_rmem;
+      const bool computes = sees(p_rmem, key_first);
       if (computes) weigh(p_rmem, q_rmem, q_smem, k_smem + step * QKTile::ROW_BYTES, key_first);
       if constexpr (C::STAGES == 1) {
         // After the barrier V has arrived from all threads, and no warp still reads K, which the
         // next block's K overwrites.
         ptx::copies_wait_all();
         __syncthreads();
-        if (block > begin) start_k(block - C::BLOCK_K, stage_smem);
+        found = walk.look_behind(block);
+        if (walk.has_next(found)) start_k(walk.next(found), stage_smem);
       }
       if (computes) multiply(p_rmem, v_smem + step * VTile::ROW_BYTES);
     }
     if constexpr (C::STAGES == 2) stage_smem = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
+    block = walk.next(found);
   }
 }
 

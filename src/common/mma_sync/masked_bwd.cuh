@@ -9,7 +9,6 @@
 #include "common/masked_backward_params.h"
 #include "common/math/backward_masks.cuh"
 #include "common/math/dropout.cuh"
-#include "common/ptx/ex2.cuh"
 #include "common/ptx/global_order.cuh"
 
 namespace archflash::mma_sync {
@@ -175,9 +174,7 @@ __device__ __forceinline__ void weigh_masked_scores(Scores& s_rmem, Scores& dp_r
     for (int b = 0; b < E::KEYS; ++b) {
       const bool counts = (seen & E::bit(a, b)) != 0;
       float& s = E::of(s_rmem, a, b);
-      const float exponent = s - terms.lse_log2;
-      // P is at most 1, as in weigh_backward().
-      const float p = ptx::ex2_approx_ftz(exponent > 0.0f ? 0.0f : exponent);
+      const float p = math::probability(s - terms.lse_log2);
       bool kept = true;
       if constexpr (DROPS) {
         kept = bits[E::OWNS_KEYS ? 0 : b % 2].of(query, place.key + E::key_offset(b)) >= threshold;

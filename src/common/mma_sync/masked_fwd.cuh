@@ -1,8 +1,8 @@
 // Attention forward on mma.sync with masks as data: attn_mask (bool or added), key_ranges,
 // alibi_slopes and block_mask, together with the causal mask and the window; and with dropout.
 //
-// The kernel is that of mma_sync/attention_fwd.cuh for few query rows, with another main loop: it
-// goes from each block of keys to the next one of which any row of the tile may see a key, so that
+// The kernel is that of mma_sync/attention_fwd.cuh for few query rows, whose main loop here goes
+// from each block of keys to the next one of which any row of the tile may see a key, so that
 // blocks that ranges or the table of blocks hide are neither copied nor multiplied. In a block each
 // lane finds which of its own scores count, as bits, before the product Q K^T, and loads its
 // elements of attn_mask, whose latency the product hides:
@@ -21,14 +21,11 @@
 #include "common/math/lane_masks.cuh"
 #include "common/math/masks.cuh"
 #include "common/math/online_softmax.cuh"
-#include "common/math/tile_walk.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
-#include "common/mma_sync/masked_config.cuh"
-#include "common/mma_sync/masked_params.h"
+#include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
-#include "common/ptx/cp_async.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace archflash::mma_sync {
@@ -37,6 +34,16 @@ namespace archflash::mma_sync {
 struct MaskedContext : FewRowsContext {
   int64_t q_offset;
 };
+
+// One thread calls this and writes the result to shared memory for all.
+__device__ __forceinline__ MaskedContext make_masked_context(const FewRowsParams& params,
+                                                             const math::Work& work) {
+  MaskedContext cta;
+  static_cast<CtaContext&>(cta) = make_cta_context(params.attention, work);
+  cta.packed_heads = params.packed_heads;
+  cta.q_offset = math::find_q_offset(params.attention, work);
+  return cta;
+}
 
 // Warps that share the rows of each of them; see ampere/pair.cuh.
 template <class C>
@@ -119,121 +126,66 @@ __device__ __forceinline__ void multiply_seen_pv(math::Outputs<C>& o_rmem,
 
 template <class C>
 __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
-  using QKTile = typename C::QKTile;
-  using VTile = typename C::VTile;
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const FewRowsParams& call = all_params.call;
   const AttentionParams& params = call.attention;
-  const Partials& partials = call.partials;
   static_assert(sizeof(MaskedContext) <= C::CONTEXT_BYTES);
   MaskedContext& cta = *reinterpret_cast<MaskedContext*>(shared + C::CONTEXT_SMEM);
   {
     const math::Work work = find_work<C>(call);
     if (work.first_row < 0) return;
-    if (threadIdx.x == 0) {
-      static_cast<CtaContext&>(cta) = make_cta_context(params, work);
-      cta.packed_heads = call.packed_heads;
-      cta.q_offset = math::find_q_offset(params, work);
-    }
+    if (threadIdx.x == 0) cta = make_masked_context(call, work);
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
-  const math::TileMasks masks(all_params.masks, params, cta.work, cta.packed_heads);
   KeyBlocks<C> blocks(params, cta, shared_smem);
-  blocks.take_share(partials, blockIdx.x % partials.splits);
-  const int begin = blocks.begin;
-  const auto block_before = [&](int key) {
-    return masks.last_block<C::BLOCK_Q, C::BLOCK_K>(key - 1, begin);
-  };
-  int block = block_before(blocks.last + C::BLOCK_K);
-  if (block >= 0) {
-    // start() begins with the block at `last`.
-    blocks.last = block;
-    blocks.start(shared);
-  }
+  blocks.take_share(call.partials, blockIdx.x % call.partials.splits);
+  const math::TileMasks masks(all_params.masks, params, cta.work, cta.packed_heads);
+  const auto find_masks = [&] { return masks; };
+  const math::SeenKeyBlocks<C, decltype(find_masks)> walk{find_masks, blocks.begin};
+  blocks.last = walk.look_behind(blocks.last + C::BLOCK_K);
+  if (walk.has(blocks.last)) blocks.start(shared);
 
   math::Outputs<C> o_rmem = {};
   math::RowState<C> state;
   state.large = false;
   math::clear(state);
-  QFragments<C> q_rmem;
-  bool first = true;
-  // The current stage's K is at stage_smem + K_SMEM, its V at stage_smem + V_SMEM.
-  uint32_t stage_smem = shared_smem;
-#pragma unroll 1
-  while (block >= 0) {
-    // Each thread waits for its own copies: K, V, and Q in the first round. The barrier makes the
-    // copies of all threads visible. After it no warp still reads the previous block, whose buffers
-    // are overwritten next.
-    ptx::copies_wait_all();
-    __syncthreads();
-    const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
-    const int next = block_before(block);
-    if (next >= 0) {
-      blocks.start_k(next, other_stage);
-      blocks.start_v(next, other_stage);
-    }
-    const int thread = ptx::mov_tid_x_volatile();
-    const int warp_row = thread / 32 * C::WARP_ROWS;
-    const uint32_t q_smem = shared_smem + C::Q_SMEM + warp_row * QKTile::ROW_BYTES +
-                            rows_first_offset<QKTile>(thread % 32);
-    if constexpr (C::Q_IN_REGISTERS) {
-      if (first) {
-#pragma unroll
-        for (int column = 0; column < QKTile::COLUMNS; column += 16)
-          load_q<C>(q_rmem[column / 16], q_smem, column);
-      }
-    }
-    first = false;
+  struct Weighed {
     math::LaneMasks<C> of_lane;
-    math::find_lane_masks<C>(of_lane, all_params.masks, params, cta, warp_row, block);
-    // A warp that sees none of these keys skips the work, but not the barriers.
-    if (of_lane.any) {
-      const uint32_t k_smem = stage_smem + C::K_SMEM + columns_first_offset<QKTile>(thread % 32);
-      const uint32_t v_smem = stage_smem + C::V_SMEM + v_first_offset<C>(thread % 32);
-      const math::RaiseLimits<C> limits(state);
-      math::Scores<C> s_rmem;
-      multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-      math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
-      uint32_t seen = ALL_KEYS<C>;
-      if (of_lane.changes) {
-        math::apply_lane_masks<C>(s_rmem, of_lane, all_params.masks, 1.0f);
-        seen = keys_of_warp<C>(s_rmem);
-      }
-      const float exp2_scale =
-          math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
-      Probabilities<C> p_rmem;
-      math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
-      if (all_params.dropout.state_gmem != nullptr)
-        drop_of_warp<C>(p_rmem, all_params.dropout, cta, block);
-      multiply_seen_pv<C>(o_rmem, p_rmem, v_smem, seen);
-    }
-    stage_smem = other_stage;
-    block = next;
-  }
+    Probabilities<C> p_rmem;
+    uint32_t seen;
+  };
+  blocks.template visit<Weighed>(
+      walk,
+      [&](Weighed& weighed, int key_first) {
+        math::find_lane_masks<C>(weighed.of_lane, all_params.masks, params, cta,
+                                 first_row_of_warp<C>(ptx::mov_tid_x_volatile()), key_first);
+        return weighed.of_lane.any;
+      },
+      [&](Weighed& weighed, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
+          int key_first) {
+        const math::RaiseLimits<C> limits(state);
+        math::Scores<C> s_rmem;
+        multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
+        math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+        weighed.seen = ALL_KEYS<C>;
+        if (weighed.of_lane.changes) {
+          math::apply_lane_masks<C>(s_rmem, weighed.of_lane, all_params.masks, 1.0f);
+          weighed.seen = keys_of_warp<C>(s_rmem);
+        }
+        const float exp2_scale =
+            math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
+        math::weigh_all_scores<C>(s_rmem, weighed.p_rmem, state, exp2_scale);
+        if (all_params.dropout.state_gmem != nullptr)
+          drop_of_warp<C>(weighed.p_rmem, all_params.dropout, cta, key_first);
+      },
+      [&](const Weighed& weighed, uint32_t v_smem) {
+        multiply_seen_pv<C>(o_rmem, weighed.p_rmem, v_smem, weighed.seen);
+      });
 
-  // The weights that are left of a row whose others were dropped weigh more.
-  if (all_params.dropout.state_gmem != nullptr) {
-#pragma unroll
-    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o_rmem[0][n][i] *= all_params.dropout.scale;
-    }
-  }
-  const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
-  const math::PackedHeads& packed = call.packed_heads;
-  if (partials.wanted()) {
-    math::store_partials<C>(o_rmem, state, params, partials, packed, cta.work,
-                            blockIdx.x % partials.splits, warp_row);
-  } else if (packed.count > 1) {
-    math::store_packed_out<C>(o_rmem, state, params, packed, cta.work, warp_row);
-  } else {
-    // A warp stages its output rows in its own rows of Q, which no other warp reads.
-    static_assert(VTile::ROW_BYTES <= QKTile::ROW_BYTES);
-    math::store_out<C, VTile>(o_rmem, state, params, cta.work, warp_row,
-                              shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES);
-  }
+  if (all_params.dropout.state_gmem != nullptr) scale_kept<C>(o_rmem, all_params.dropout.scale);
+  store_tile<C>(o_rmem, state, call, cta.work, shared);
 }
 
 }  // namespace archflash::mma_sync

@@ -1,5 +1,6 @@
 // The one parameter of the kernels on mma.sync for 16-bit inputs. Those for many query rows take
-// AttentionParams, those for few take FewRowsParams, those with a KV cache CacheParams.
+// AttentionParams or with dropout DroppingParams, those for few take FewRowsParams, those with a KV
+// cache CacheParams, and those with masks as data MaskedParams.
 #pragma once
 
 #include <cstddef>
@@ -7,9 +8,13 @@
 #include <type_traits>
 
 #include "common/attention_params.h"
+#include "common/backward_params.h"
 #include "common/descales.h"
+#include "common/dropout_params.h"
+#include "common/dropped_heads.h"
 #include "common/dtype.h"
 #include "common/kv_cache.h"
+#include "common/mask_params.h"
 #include "common/math/host_device.h"
 #include "common/math/packed_heads.cuh"
 #include "common/partials.h"
@@ -43,15 +48,41 @@ static_assert(std::is_trivially_copyable_v<CacheParams>);
 static_assert(offsetof(CacheParams, attention) == 0,
               "core::pointers() counts from the block's start");
 
-// The parameter of the kernel with Config C.
-template <class C>
-using ParamsOf =
-    std::conditional_t<C::CACHE, CacheParams,
-                       std::conditional_t<C::CAN_SPLIT, FewRowsParams, AttentionParams>>;
+struct MaskedParams {
+  FewRowsParams call;
+  MaskParams masks;
+  DropoutParams dropout;
+};
+static_assert(std::is_trivially_copyable_v<MaskedParams>);
 
+struct DroppingParams {
+  AttentionParams attention;
+  DropoutParams dropout;
+};
+static_assert(std::is_trivially_copyable_v<DroppingParams>);
+static_assert(offsetof(DroppingParams, attention) == 0,
+              "core::pointers() counts from the block's start");
+
+// That of the kernels of the backward pass with dropout and without masks as data.
+struct DroppingBackwardParams {
+  BackwardParams call;
+  DropoutParams dropout;
+  DroppedHeads dropped_heads;
+};
+static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
+static_assert(offsetof(DroppingBackwardParams, call) == 0,
+              "the plan of a call without dropout is extended");
+
+// The parameter of the kernel of attention_fwd.cuh with Config C.
 template <class C>
-ARCHFLASH_HOST_DEVICE const AttentionParams& attention_of(const ParamsOf<C>& params) {
-  if constexpr (C::CAN_SPLIT) {
+using ParamsOf = std::conditional_t<
+    C::CACHE, CacheParams,
+    std::conditional_t<C::CAN_SPLIT, FewRowsParams,
+                       std::conditional_t<C::DROPS, DroppingParams, AttentionParams>>>;
+
+template <class Params>
+ARCHFLASH_HOST_DEVICE const AttentionParams& attention_of(const Params& params) {
+  if constexpr (requires { params.attention; }) {
     return params.attention;
   } else {
     return params;

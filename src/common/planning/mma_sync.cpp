@@ -5,8 +5,6 @@
 #include <cstring>
 #include <variant>
 
-#include "common/mma_sync/dropout_params.h"
-#include "common/mma_sync/masked_params.h"
 #include "common/mma_sync/params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/masks.h"

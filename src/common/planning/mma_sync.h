@@ -40,8 +40,8 @@ PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> ti
                        const Problem& problem, const Device& device);
 
 // The plan of such a call with dropout and without masks as data, for the kernels of
-// mma_sync/dropout_fwd.cuh, which are in the image "<folder>/dropout_<dtype>". Nothing where none
-// of the tiles serves it: those of plan_masked() do.
+// mma_sync/attention_fwd.cuh with C::DROPS, which are in the image "<folder>/dropout_<dtype>".
+// Nothing where none of the tiles serves it: those of plan_masked() do.
 std::optional<PlanResult> plan_dropout(const std::string& folder, std::span<const core::Tile> tiles,
                                        const Problem& problem, const Device& device);
 

@@ -1,5 +1,4 @@
-// The backward kernels for fp32 inputs. backward_config.cuh and tiled_bwd_config.cuh have
-// their tiles.
+// The backward kernels for fp32 inputs. backward_config.cuh has their tiles.
 #include "common/math/backward_rows.cuh"
 #include "common/math/backward_sums.cuh"
 #include "simt/attention_bwd.cuh"

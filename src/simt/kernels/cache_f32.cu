@@ -1,4 +1,4 @@
-// The kernels for fp32 inputs with a KV cache. cache_config.cuh has their tiles.
+// The kernels for fp32 inputs with a KV cache. config.cuh has their tiles.
 #include "common/math/append_kv.cuh"
 #include "common/math/combine_shares.cuh"
 #include "simt/cache_fwd.cuh"

@@ -1,4 +1,4 @@
-// The kernels for fp32 inputs with masks as data. masked_config.cuh has their tiles.
+// The kernels for fp32 inputs with masks as data. config.cuh has their tiles.
 #include "simt/masked_fwd.cuh"
 
 using namespace archflash::simt;
