@@ -10,8 +10,6 @@
 #include "common/planning/split_keys.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
-#include "hopper/dense_config.cuh"
-#include "hopper/dense_params.h"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
 #include "hopper/params.h"
@@ -116,7 +114,7 @@ void add_masks(LaunchPlan& plan, const Problem& problem) {
 void add_summary(LaunchPlan& plan, const Problem& problem) {
   const SummaryBlocks blocks(problem);
   Launch& last = plan.launches[0];
-  auto params = extend_params<DenseParams>(last);
+  auto params = extend_params<SummarizedParams>(last);
   params.masks = core::mask_params(problem);
   params.mask_batches = static_cast<int32_t>(blocks.batches);
   params.mask_heads = static_cast<int32_t>(blocks.heads);
@@ -124,13 +122,13 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   params.key_blocks = static_cast<int32_t>(blocks.key_blocks);
   last.params = core::bytes(params);
   last.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
-  add_pointers(last, core::mask_pointers(problem, offsetof(DenseParams, masks)));
+  add_pointers(last, core::mask_pointers(problem, offsetof(SummarizedParams, masks)));
   core::Workspace workspace;
   const auto add = [&](size_t offset, int64_t bytes) {
     const auto slot = static_cast<int32_t>(offset);
     last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
   };
-  add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
+  add(offsetof(SummarizedParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
   if (problem.mask > 1) {
     const Strides& strides = problem.mask_strides;
     const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
@@ -138,7 +136,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
     constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
     TensorMapSpec elements{};
     elements.operand = Operand::Mask;
-    elements.offset = offsetof(DenseParams, mask_map);
+    elements.offset = offsetof(SummarizedParams, mask_map);
     elements.dtype = problem.dtype;
     elements.swizzle = Swizzle::B128;
     elements.dims = {problem.nk};
@@ -154,12 +152,12 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
     plan.zeroed_bytes = sizeof(*Params::taken_gmem);
     return;
   }
-  add(offsetof(DenseParams, states_gmem), blocks.count());
+  add(offsetof(SummarizedParams, states_gmem), blocks.count());
   if (problem.mask != 0) {
-    add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
+    add(offsetof(SummarizedParams, bits_gmem), blocks.bits_bytes());
   } else {
     const int64_t row_blocks = blocks.count() / blocks.key_blocks;
-    add(offsetof(DenseParams, seen_keys_gmem), row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
+    add(offsetof(SummarizedParams, seen_keys_gmem), row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
   }
   plan.workspace_bytes = workspace.bytes();
 
