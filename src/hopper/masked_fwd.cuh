@@ -21,7 +21,7 @@
 //   InPlace        by ranges and block_mask:            read by each lane:               from registers, its
 //                  masks_in_place.cuh                   masks_in_place.cuh               Q is gone by then
 //   Summarized     by what summarize_mask.cuh wrote:    bits of the summary, elements    through Q's part of
-//                  masks_summarized.cuh                 by TMA: summarized_scores.cuh    shared memory
+//                  masks_summarized.cuh                 by TMA: masks_summarized.cuh    shared memory
 //
 //   what is handed over           from -> to              barriers: ready / free again
 //   Q, the tile's message         producer -> consumers   q_full / q_empty
@@ -52,7 +52,7 @@
 #include "hopper/masked_mainloop.cuh"
 #include "hopper/masked_messages.cuh"
 #include "hopper/masks_in_place.cuh"
-#include "hopper/summarized_scores.cuh"
+#include "hopper/masks_summarized.cuh"
 
 namespace archflash::hopper {
 

@@ -1,6 +1,6 @@
 // The consumers of a kernel with mask tensors, WARPGROUPS warpgroups of 64 rows: S, P, O and the
 // output rows. What a block needs is found while products run, and done to its scores before their
-// softmax; ScoreMasks knows how (masks_in_place.cuh, summarized_scores.cuh).
+// softmax; ScoreMasks knows how (masks_in_place.cuh, masks_summarized.cuh).
 #pragma once
 
 #include <cstdint>
@@ -32,47 +32,6 @@ __device__ __forceinline__ void load_q(QFragments<C>& q_rmem, uint32_t shared_sm
 #pragma unroll
   for (int i = 0; i < C::HEAD_DIM / 16; ++i)
     ptx::ldmatrix_x4(q_rmem[i], QTile::advance(row_smem, 2 * i));
-}
-
-// Does what start_qk() does with Q in registers.
-template <class C>
-__device__ __forceinline__ void start_kept_qk(math::Scores<C>& s_rmem, const QFragments<C>& q_rmem,
-                                              uint32_t shared_smem, int stage) {
-  using Product = ptx::Wgmma<C::DTYPE, C::BLOCK_K>;
-  float* const s = &s_rmem[0][0][0];
-  ptx::registers_change<C::BLOCK_K / 2>(s);
-  ptx::wgmma_fence();  // the last uses of the scores come before the product
-  const ptx::WgmmaDescriptor k =
-      describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + stage * C::KTile::BYTES, 16);
-#pragma unroll
-  for (int i = 0; i < C::HEAD_DIM / 16; ++i) {
-    Product::template rs<false>(s, q_rmem[i], advance(k, column_step<typename C::KTile>(i)),
-                                i != 0);
-  }
-  ptx::wgmma_commit_group();
-}
-
-// Writes a warp's rows of outputs from registers: the four lanes of a row exchange their columns,
-// and each lane writes 16 bytes.
-template <class C>
-__device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
-                                               const TileEnd<C>& end,
-                                               const AttentionParams& params) {
-  static_assert(C::HEAD_DIM_V % 32 == 0, "the lanes of a quad exchange 32 columns at a time");
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = 8 * r + lane / 4, first_column = lane % 4 * 8;
-    uint16_t* place = end.place(params, row, first_column);
-#pragma unroll
-    for (int n = 0; n < C::HEAD_DIM_V / 8; n += 4) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = end.pair(&o_rmem[0][n + i][2 * r], r);
-      math::transpose_in_quad(words);
-      end.store(params, place + 8 * n, row, first_column + 8 * n, words);
-    }
-  }
 }
 
 template <class C, class Masks>
@@ -125,7 +84,7 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
 
     const auto begin_qk = [&] {
       if constexpr (C::KEEPS_Q) {
-        start_kept_qk<C>(s_rmem, q_rmem, shared_smem, ring.stage);
+        start_qk<C>(s_rmem, q_rmem, shared_smem, ring.stage);
       } else {
         start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage);
       }
@@ -281,14 +240,8 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
         store_through_q<C>(o_rmem, end, attention, q + warp_row * QTile::ROW_BYTES,
                            [&] { hand_back_q(barriers, q_ring.stage); });
         end.store_lse();
-      } else if (params.partials.splits > 1) {
-        math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads,
-                                tile, tile.split, warp_row);
-      } else if (params.packed_heads.count > 1) {
-        math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
       } else {
-        store_by_quads<C>(o_rmem, end, attention);
-        end.store_lse();
+        store_rows<C>(o_rmem, state, params, tile, warp_row, q, [&] { return end; });
       }
     };
     if (is_pending) {
