@@ -112,7 +112,6 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
       bool added = false;  // whether elements of attn_mask come with the block
       if constexpr (C::SUMMARIZED) added = (block.states & ADDED_FOR_ANY) != 0;
       // The products of every consumer warp have read the K that the stage held.
-      // mutants: needless-with-one-tile
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
       if constexpr (C::SUMMARIZED) {
         // Every consumer warp has read the elements that the stage held.
@@ -169,7 +168,6 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
     if (tile.any_block) load_k(block, next);
     // The products have read Q, or output rows have left its part, and the consumers are done with
     // the tile whose message is overwritten.
-    // mutants: needless-with-one-tile
     ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
     if (leader) {
       const int message = message_of<C>(q_ring);

@@ -201,21 +201,23 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
       advance();
       return next;
     };
+
     if (tile.any_block) {
       if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem, q_ring.stage, warp_row);
       BlockMessage block = read(cta.first);
-      const auto wait_for_k = [&] {
+      // Returns the state of the block for this warpgroup.
+      const auto wait_for_block = [&] {
         ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
         return ALONE ? block.states : block.states >> (8 * group) & 0xFF;
       };
       bool more = true;
       if constexpr (ALONE) {
-        block = step_alone(wait_for_k(), block);
+        block = step_alone(wait_for_block(), block);
         more = !block.last;
       }
 #pragma unroll 1
       for (; more; more = !block.last) {
-        const uint32_t of_group = wait_for_k();
+        const uint32_t of_group = wait_for_block();
         if (!ALONE && of_group == 0) {
           block = skip_block(block);
         } else if (!is_pending) {
