@@ -91,7 +91,7 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
     };
     const auto begin_pv = [&] {
       ptx::mbarrier_wait_parity(barriers.v_full(pending.stage), pending.parity);  // V has landed
-      // mutants: fence-before-both-products
+      // mutants: fence-before-both-products (tests/sim/tags.py)
       start_pv<C>(o_rmem, p_rmem, shared_smem, pending.stage, true);
     };
     // Waits for O += P V of the block before: its V can go then, and P may be overwritten.
