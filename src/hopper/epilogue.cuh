@@ -163,12 +163,12 @@ __device__ __forceinline__ void store_fp8_rows(const math::Outputs<C>& o_rmem,
 
 // Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
 // the output, where rows of one head pass through Q's part of shared memory, at `q`, unless Q has
-// gone back already: find_end() then gives their TileEnd.
-template <class C, class FindEnd>
+// gone back already. `end`: how the tile ends, if that is known and Q has gone back.
+template <class C>
 __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
                                            const math::RowState<C>& state, const Params& params,
                                            const Tile& tile, int warp_row, unsigned char* q,
-                                           const FindEnd& find_end) {
+                                           const TileEnd<C>* end = nullptr) {
   using QTile = typename C::QTile;
   const AttentionParams& attention = params.attention;
   if (C::CAN_SPLIT && params.partials.splits > 1) {
@@ -177,16 +177,18 @@ __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
   } else if (C::CAN_PACK && params.packed_heads.count > 1) {
     math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
   } else if constexpr (C::RELEASES_Q_EARLY) {
-    const TileEnd<C> end = find_end();
-    store_by_quads<C>(o_rmem, end, attention);
-    end.store_lse();
+    const TileHead head{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
+    const TileEnd<C> known =
+        end != nullptr ? *end : TileEnd<C>(state, attention, head, tile, warp_row);
+    store_by_quads<C>(o_rmem, known, attention);
+    known.store_lse();
   } else {
     math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
                               q + warp_row * QTile::ROW_BYTES);
   }
 }
 
-// How a tile ends that is written by its TileEnd.
+// With finds_ends(): how the tile ends.
 template <class C>
 __device__ __forceinline__ TileEnd<C> find_tile_end(
     const math::RowState<C>& state, const AttentionParams& attention, unsigned char* shared,
@@ -222,13 +224,11 @@ __device__ __forceinline__ void end_tile(const math::Outputs<C>& o_rmem, const T
   }
 }
 
-// Without finds_ends(): writes a warp's rows of outputs. `q`: Q's part of shared memory; find_end()
-// is find_tile_end().
-template <class C, class FindEnd>
+// Without finds_ends(): writes a warp's rows of outputs. `q`: Q's part of shared memory.
+template <class C>
 __device__ __forceinline__ void store_tile(math::Outputs<C>& o_rmem, const math::RowState<C>& state,
                                            const ParamsOf<C>& all_params, const Tile& tile,
-                                           int warp_row, float v_factor, unsigned char* q,
-                                           const FindEnd& find_end) {
+                                           int warp_row, float v_factor, unsigned char* q) {
   const Params& params = call_of<C>(all_params);
   if constexpr (C::FP8) {
     // The lane that knows it tells the others the unit of the last block.
@@ -246,7 +246,7 @@ __device__ __forceinline__ void store_tile(math::Outputs<C>& o_rmem, const math:
       const float factors[2] = {all_params.dropout.scale, all_params.dropout.scale};
       rescale<C>(o_rmem, factors);
     }
-    store_rows<C>(o_rmem, state, params, tile, warp_row, q, find_end);
+    store_rows<C>(o_rmem, state, params, tile, warp_row, q);
   }
 }
 

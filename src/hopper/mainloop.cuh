@@ -398,7 +398,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       skip_block<C>(barriers, turns, k_ring, v_ring);
 
     if constexpr (!finds_ends<C>())
-      store_tile<C>(o_rmem, state, all_params, tile, warp_row, warp_descale.v, q, find_end);
+      store_tile<C>(o_rmem, state, all_params, tile, warp_row, warp_descale.v, q);
     if constexpr (!C::RELEASES_Q_EARLY && !C::PREPARES_TILES) hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }

@@ -243,7 +243,7 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
                            [&] { hand_back_q(barriers, q_ring.stage); });
         end.store_lse();
       } else {
-        store_rows<C>(o_rmem, state, params, tile, warp_row, q, [&] { return end; });
+        store_rows<C>(o_rmem, state, params, tile, warp_row, q, &end);
       }
     };
     if (is_pending) {
