@@ -256,32 +256,6 @@ template <DType T> using D256PagesCache      = Config<T, with_pages(D256Large<T>
 template <DType T> using D256FewCache        = Config<T, with_cache(D256Few<T>::VARIANT)>;
 // clang-format on
 
-// --- with masks as data ---
-
-// What the producer says of the next block of keys when it starts the copy of one.
-struct BlockMessage {
-  int32_t key;      // the first one
-  uint32_t states;  // what its scores need, as the kernel defines it
-  int32_t last;     // whether there is none: the tile has no more blocks
-};
-constexpr int BLOCK_MESSAGE_BYTES = 16;
-static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
-
-// A Config whose producer also finds out which blocks a tile sees, for which it needs more
-// registers.
-template <class Base>
-struct SeekingConfig : Base {
-  // Between the barriers and the messages: which keys of the tile count.
-  static constexpr int COUNTED_SMEM = Base::BARRIER_SMEM + 8 * Base::BARRIERS;
-  static_assert(COUNTED_SMEM + 8 <= Base::MESSAGE_SMEM, "an odd number of barriers leaves room");
-  // Its kernels lay out other things behind BLOCKS_SMEM, where PREPARES_TILES has its messages.
-  static constexpr bool PREPARES_TILES = false, HALVES = false;
-  static constexpr int PRODUCER_REGISTERS = 64;
-  static constexpr int CONSUMER_REGISTERS =
-      consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
-  static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
-};
-
 // --- 8-bit inputs ---
 
 // Those with SCALE_ROWS keys at a time serve calls in which each block of so many keys has a

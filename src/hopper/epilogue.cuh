@@ -75,38 +75,26 @@ struct TileEnd {
   }
 };
 
-// Does what math::store_out() does from registers, so that no shared memory is needed: the four
-// lanes of a row exchange their columns, and each lane writes 16 bytes.
+// Writes a warp's rows of outputs from registers: the four lanes of a row exchange their columns,
+// and each lane writes 16 bytes.
 template <class C>
-__device__ __forceinline__ void store_out_by_quads(const math::Outputs<C>& o_rmem,
-                                                   const math::RowState<C>& state,
-                                                   const AttentionParams& params,
-                                                   const math::Work& work, int warp_row) {
+__device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
+                                               const TileEnd<C>& end,
+                                               const AttentionParams& params) {
   static_assert(C::HEAD_DIM_V % 32 == 0, "the lanes of a quad exchange 32 columns at a time");
-  const math::OutRows out(params, work, warp_row);
   const int lane = threadIdx.x % 32;
-  uint16_t* out_gmem = out.out_gmem(params);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const math::RowEnd end = math::finish_lane_row<C>(state, 0, r, out.sink);
-    const int row = 8 * r + lane / 4;
+    const int row = 8 * r + lane / 4, first_column = lane % 4 * 8;
+    uint16_t* place = end.place(params, row, first_column);
 #pragma unroll
     for (int n = 0; n < C::HEAD_DIM_V / 8; n += 4) {
       uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* o = &o_rmem[0][n + i][2 * r];
-        words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
-      }
+      for (int i = 0; i < 4; ++i) words[i] = end.pair(&o_rmem[0][n + i][2 * r], r);
       math::transpose_in_quad(words);
-      const int column = 8 * (n + lane % 4);
-      if (row < out.rows && column < params.dv) {
-        ptx::st_global_v4_b32(out_gmem + row * params.out_row + column, words[0], words[1],
-                              words[2], words[3]);
-      }
+      end.store(params, place + 8 * n, row, first_column + 8 * n, words);
     }
-    if (params.lse_gmem != nullptr && lane % 4 == 0 && row < out.rows)
-      out.store_lse(params, row, end.lse);
   }
 }
 
@@ -175,11 +163,12 @@ __device__ __forceinline__ void store_fp8_rows(const math::Outputs<C>& o_rmem,
 
 // Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
 // the output, where rows of one head pass through Q's part of shared memory, at `q`, unless Q has
-// gone back already.
+// gone back already. `end`: how the tile ends, if that is known and Q has gone back.
 template <class C>
 __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
                                            const math::RowState<C>& state, const Params& params,
-                                           const Tile& tile, int warp_row, unsigned char* q) {
+                                           const Tile& tile, int warp_row, unsigned char* q,
+                                           const TileEnd<C>* end = nullptr) {
   using QTile = typename C::QTile;
   const AttentionParams& attention = params.attention;
   if (C::CAN_SPLIT && params.partials.splits > 1) {
@@ -188,7 +177,11 @@ __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
   } else if (C::CAN_PACK && params.packed_heads.count > 1) {
     math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
   } else if constexpr (C::RELEASES_Q_EARLY) {
-    store_out_by_quads<C>(o_rmem, state, attention, tile.rows(), warp_row);
+    const TileHead head{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
+    const TileEnd<C> known =
+        end != nullptr ? *end : TileEnd<C>(state, attention, head, tile, warp_row);
+    store_by_quads<C>(o_rmem, known, attention);
+    known.store_lse();
   } else {
     math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
                               q + warp_row * QTile::ROW_BYTES);

@@ -1,4 +1,5 @@
-// The tiles of the hopper kernels that take masks as data. Compile-time numbers only, in plain C++.
+// The tiles of the hopper kernels that take mask tensors, and what is known of blocks of keys.
+// Compile-time numbers only, in plain C++.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,30 @@
 
 namespace archflash::hopper {
 
-constexpr int MASKED_CONTEXT_BYTES = 80;  // what consumers read of a tile besides its message
+// What a block of keys needs: a byte of flags for each warpgroup. 0: its rows see no key of the
+// block. SEEN alone: the masks change nothing.
+constexpr uint32_t STATE_SEEN = 1;     // some row sees some key
+constexpr uint32_t STATE_HIDDEN = 2;   // some key is hidden; the summary's bits say which
+constexpr uint32_t STATE_ADDED = 4;    // something else than 0 is added
+constexpr uint32_t STATE_HUGE = 8;     // some of it is not below LARGEST_ADDED
+constexpr uint32_t STATE_RANGED = 16;  // key_ranges hide some key of some row
+constexpr uint32_t STATE_BEYOND = 32;  // a row's position hides some; no part of the summary
+constexpr uint32_t STATE_SLOPED = 64;  // alibi_slopes change all scores; no part of the summary
+// There is no summary: some may be huge or -inf. Then a warp looks at its elements.
+constexpr uint32_t STATE_UNREAD = 128;
+
+// Elements below it can be added before the scores are scaled, if the scale is not below
+// 1 / LARGEST_FACTOR: their product is finite.
+constexpr float LARGEST_ADDED = 0x1p100f;
+constexpr float LARGEST_FACTOR = 0x1p20f;
+// In an element of 16 bits that is not below LARGEST_ADDED, these two bits of the exponent are set:
+// it is then 2^65 or more in bfloat16, and 2^9 or more in float16.
+constexpr uint32_t HIGH_EXPONENT = 0x4000, NEXT_EXPONENT = 0x2000;
+
+// The summary of a block: a word of bits for each thread of a consumer warpgroup. Bit 16r + 2n + i
+// is the key 8n + 2 (lane % 4) + i of the row lane / 4 + 8r of the warp.
+constexpr int SUMMARY_WORDS = 128;
+constexpr int SUMMARY_THREADS = 128;  // of the CTA that makes it
 
 // order_tiles.cuh: the most tiles that are ordered, the threads of a CTA, and the tiles whose
 // places it finds.
@@ -16,43 +40,114 @@ constexpr int MOST_ORDERED = 1024;
 constexpr int ORDER_THREADS = 1024;
 constexpr int ORDER_TILES = ORDER_THREADS / 32;
 
-// A Config whose kernel reads attn_mask, key_ranges, alibi_slopes and block_mask. A tile is one row
-// of blocks of block_mask, or of rows of several heads within one.
-template <class Base>
-struct MaskedConfig : SeekingConfig<Base> {
-  // The registers do not suffice for words of 16-bit elements beside the scores.
-  static constexpr bool LOADS_ADDED_LATE = true;
-  // The walk spills with 64 registers, but D = 256 has none to give.
-  static constexpr int PRODUCER_REGISTERS =
-      Base::HEAD_DIM <= 128 ? 72 : SeekingConfig<Base>::PRODUCER_REGISTERS;
+// What the producer says of the next block of keys when it starts the copy of one.
+struct BlockMessage {
+  int32_t key;      // the first one
+  uint32_t states;  // of each warpgroup
+  int32_t last;     // whether there is none: the tile has no more blocks
+};
+constexpr int BLOCK_MESSAGE_BYTES = 16;
+static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
+
+// A Config whose kernel takes mask tensors. The producer also finds out which blocks a tile sees,
+// for which it needs more registers.
+template <class Base, int PRODUCER_REGISTERS_>
+struct MaskedConfig : Base {
+  // Between the barriers and the messages: which keys of the tile count.
+  static constexpr int COUNTED_SMEM = Base::BARRIER_SMEM + 8 * Base::BARRIERS;
+  static_assert(COUNTED_SMEM + 8 <= Base::MESSAGE_SMEM, "an odd number of barriers leaves room");
+  // These kernels lay out other things behind BLOCKS_SMEM, where PREPARES_TILES has its messages.
+  static constexpr bool PREPARES_TILES = false, HALVES = false;
+  static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
+  static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
+  static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
+};
+
+// Each lane reads the masks of its scores itself (masks_in_place.cuh): attn_mask, key_ranges,
+// alibi_slopes and block_mask, in any combination. A tile is one row of blocks of block_mask, or of
+// rows of several heads within one. The search spills with 64 registers, but D = 256 has none to
+// give.
+template <class Base>
+struct InPlaceConfig : MaskedConfig<Base, Base::HEAD_DIM <= 128 ? 72 : 64> {
+  static constexpr bool SUMMARIZED = false, KEEPS_Q = false, SHARES_Q = false;
+  // The registers do not suffice for words of 16-bit elements beside the scores, nor for masks
+  // beside P.
+  static constexpr bool LOADS_ADDED_LATE = true, MASKS_TAKE_P = true;
   // Q goes back when the scores of a tile's last block are there, so that the next one comes during
   // their softmax and the end of the tile. Output rows do not pass through its part.
   static constexpr bool RELEASES_Q_EARLY = true;
   // Messages about tiles, and what is known of them besides: the next one is written while this one
   // is still read.
   static constexpr int TILE_MESSAGES = 2;
+  static constexpr int MASK_STAGES = 0;
 
   // Behind what the Config has: the second message about a tile, a message for each stage of K, and
   // what is known of the tile for each message.
+  static constexpr int CONTEXT_BYTES = 80;
   static constexpr int BLOCK_MESSAGE_SMEM =
       Base::BLOCKS_SMEM + (TILE_MESSAGES - 1) * TILE_MESSAGE_BYTES;
   static constexpr int CONTEXT_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
-  static constexpr int SHARED_BYTES = CONTEXT_SMEM + TILE_MESSAGES * MASKED_CONTEXT_BYTES;
+  static constexpr int SHARED_BYTES = CONTEXT_SMEM + TILE_MESSAGES * CONTEXT_BYTES;
 
   static_assert(Base::CAN_PACK && Base::BLOCK_Q == MASK_BLOCK && Base::BLOCK_K == MASK_BLOCK,
-                "hopper/masked_fwd.cuh: a tile and a block of keys are a block of block_mask");
-  static_assert(!Base::FP8 && !Base::IN_TURNS);
+                "a tile and a block of keys are a block of block_mask");
+  static_assert(Base::WARPGROUPS == 1, "what the producer says of a block is for one warpgroup");
   static_assert(Base::Q_STAGES == 1, "the parity of the stage is the number of the message");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
+// The kernel reads a summary of attn_mask or key_ranges (masks_summarized.cuh). Its block of keys
+// is one or more of the summary's. Consumers get a multiple of 8 registers each, and the rest is
+// the producer's.
+template <class Base>
+struct SummarizedConfig : MaskedConfig<Base, Base::WARPGROUPS == 3 ? 80 : 72> {
+  static constexpr bool SUMMARIZED = true, MASKS_TAKE_P = false;
+  static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
+  // Whether elements that are added wait in registers for the scores, and so go back while the
+  // products run. Larger tiles have no registers for them.
+  static constexpr bool KEEPS_ELEMENTS = Base::HEAD_DIM == 64;
+  // Whether Q is kept in registers: a product of 64 rows and 64 keys that reads both from shared
+  // memory takes all that this can give.
+  static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64;
+  static constexpr int TILE_MESSAGES = Base::Q_STAGES;
+
+  // Behind what the Config has: ring of what is added | a message for each stage of K | a barrier
+  // for each stage of what is added | what is known of the tile for each stage of Q. Where
+  // SHARES_Q, the second stage of what is added is the second stage of Q, and a call in which
+  // something is added uses the first stage of Q alone.
+  using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
+  static constexpr int MASK_STAGES = 2;
+  static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
+  static constexpr int MASK_SMEM =
+      (Base::BLOCKS_SMEM + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
+  static constexpr bool SHARES_Q = MASK_SMEM + MASK_STAGES * MaskTile::BYTES > 226 * 1024;
+  static constexpr int MASK_STEP =  // bytes from the first stage to the second
+      SHARES_Q ? Base::Q_SMEM + Base::QTile::BYTES - MASK_SMEM : MaskTile::BYTES;
+  static constexpr int CONTEXT_BYTES = 64;
+  static constexpr int BLOCK_MESSAGE_SMEM =
+      MASK_SMEM + (SHARES_Q ? MASK_STAGES - 1 : MASK_STAGES) * MaskTile::BYTES;
+  static constexpr int MASK_BARRIER_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
+  static constexpr int CONTEXT_SMEM = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
+  static constexpr int SHARED_BYTES = CONTEXT_SMEM + TILE_MESSAGES * CONTEXT_BYTES;
+
+  static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
+                "a warpgroup's rows are a row of blocks of the summary");
+  static_assert(!SHARES_Q || (Base::Q_STAGES == 2 && MASK_STAGES == 2 &&
+                              MaskTile::BYTES == Base::QTile::BYTES),
+                "a stage of what is added is a stage of Q");
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
 // clang-format off
-template <DType T> using D64Masked  = MaskedConfig<Config<T, few({.head_dim = 64, .block_k = 64, .stages = 4, .ctas_per_sm = 2})>>;
-template <DType T> using D128Masked = MaskedConfig<D128Few<T>>;
-template <DType T> using D256Masked = MaskedConfig<D256Few<T>>;
+template <DType T> using D64Masked  = InPlaceConfig<Config<T, few({.head_dim = 64, .block_k = 64, .stages = 4, .ctas_per_sm = 2})>>;
+template <DType T> using D128Masked = InPlaceConfig<D128Few<T>>;
+template <DType T> using D256Masked = InPlaceConfig<D256Few<T>>;
+template <DType T> using D64Dense   = SummarizedConfig<Config<T, in_turns({.head_dim = 64, .warpgroups = 3, .block_k = 64, .stages = 4, .q_stages = 2})>>;
+template <DType T> using D128Dense  = SummarizedConfig<D128Medium<T>>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -1,14 +1,17 @@
-// The one parameter of the hopper kernels that take masks as data.
+// The one parameter of the hopper kernels that take mask tensors.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "common/mask_params.h"
+#include "common/tensor_map.h"
 #include "hopper/params.h"
 
 namespace archflash::hopper {
 
+// Of kernels whose lanes read the masks themselves.
 struct MaskedParams {
   Params call;
   MaskParams masks;
@@ -18,5 +21,26 @@ struct MaskedParams {
 };
 static_assert(std::is_trivially_copyable_v<MaskedParams>);
 static_assert(offsetof(MaskedParams, call) == 0, "the plan of a call without masks is extended");
+
+// The first and the last key in any range of the rows of a row block; first > last if there is
+// none.
+struct SeenKeys {
+  int32_t first, last;
+};
+
+// Of kernels that read a summary of the masks. It has (batch, heads, row blocks, key blocks) of
+// blocks, where a dimension along which the mask is broadcast has size 1.
+struct SummarizedParams {
+  Params call;
+  MaskParams masks;
+  uint8_t* states_gmem;      // a byte for each block, in the workspace
+  uint32_t* bits_gmem;       // SUMMARY_WORDS for each block of attn_mask, in the workspace
+  SeenKeys* seen_keys_gmem;  // of key_ranges: for each row block, in the workspace
+  int32_t mask_batches, mask_heads, row_blocks, key_blocks;
+  TensorMap mask_map;  // attn_mask, where its elements are added
+};
+static_assert(std::is_trivially_copyable_v<SummarizedParams>);
+static_assert(offsetof(SummarizedParams, call) == 0,
+              "the plan of a call without masks is extended");
 
 }  // namespace archflash::hopper

@@ -141,18 +141,7 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));
   }
   // The combining kernel is in the image of the kernels without masks, which the plan names first.
-  if (tile.dense) {
-    plan.tile.summarizes_masks = true;
-    add_summary(plan, problem);
-    return plan;
-  }
-  if (masked) {
-    add_masks(plan, problem);
-    if (const int64_t ordered = ordered_tiles(plan, problem, tile); ordered > 0) {
-      order_tiles(plan, problem, ordered);
-      return plan;
-    }
-  }
+  if (masked && add_masks(plan, problem, tile)) return plan;
   core::Workspace workspace;
   if (splits == 1 && stays && counts_tiles(plan, problem, tile)) {
     plan.zeroed_bytes = sizeof(*params.taken_gmem);

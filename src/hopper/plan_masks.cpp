@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -10,8 +9,6 @@
 #include "common/planning/split_keys.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
-#include "hopper/dense_config.cuh"
-#include "hopper/dense_params.h"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
 #include "hopper/params.h"
@@ -44,7 +41,138 @@ bool heads_have_masks(const Problem& problem) {
   return problem.mask > 1 && (problem.mask_strides.head != 0 || problem.heads_q == 1);
 }
 
+// The parts of the workspace that a launch is given: `field` is the offset of a pointer in its
+// parameter.
+struct FieldsInWorkspace {
+  Launch& launch;
+  core::Workspace workspace{};
+
+  void add(size_t field, int64_t bytes) {
+    const auto slot = static_cast<int32_t>(field);
+    launch.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
+  }
+};
+
+// Puts a kernel before that of `plan`, from the same image and with the same parameter.
+void put_first(LaunchPlan& plan, const Problem& problem, const std::string& kernel, int64_t ctas,
+               int32_t threads) {
+  const Launch& last = plan.launches[0];
+  Launch first;
+  first.kernel = kernel + core::dtype_word(problem.dtype);
+  first.image = last.image;
+  first.grid = {ctas, 1, 1};
+  first.block = {threads, 1, 1};
+  first.params = last.params;
+  first.pointers = last.pointers;
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
+// How many of the last tiles of a call with block_mask are ordered by their work: those of two
+// rounds. Under a causal mask or a window the tiles' positions say more of it than the table.
+int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
+  constexpr int64_t ROUNDS = 2;
+  const int64_t tiles = plan.tile.tiles, ctas = plan.tile.ctas;
+  if (!problem.block_mask || tiles <= ctas || !core::equal_tiles(problem) || problem.varlen ||
+      core::packed_heads(tile).count > 1)
+    return 0;
+  return std::min({tiles, ROUNDS * ctas, int64_t{MOST_ORDERED}});
+}
+
+// The parameter of the plan's kernel when it has masks, too.
+template <class AllParams>
+AllParams with_masks(LaunchPlan& plan, const Problem& problem) {
+  Launch& launch = plan.launches[0];
+  launch.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
+  add_pointers(launch, core::mask_pointers(problem, offsetof(AllParams, masks)));
+  auto params = extend_params<AllParams>(launch);
+  params.masks = core::mask_params(problem);
+  return params;
+}
+
+// For kernels whose lanes read the masks. Returns whether the last tiles are ordered.
+bool add_masks_in_place(LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
+  Launch& launch = plan.launches[0];
+  auto params = with_masks<MaskedParams>(plan, problem);
+  const int64_t ordered = ordered_tiles(plan, problem, tile);
+  params.ordered = static_cast<int32_t>(ordered);
+  launch.params = core::bytes(params);
+  if (ordered == 0) return false;
+  FieldsInWorkspace fields{launch};
+  fields.add(offsetof(MaskedParams, call) + offsetof(Params, taken_gmem),
+             sizeof(*Params::taken_gmem));
+  fields.add(offsetof(MaskedParams, order_gmem), ordered * sizeof(*MaskedParams::order_gmem));
+  plan.workspace_bytes = fields.workspace.bytes();
+  launch.starts_early = true;
+  put_first(plan, problem, "hopper_order_tiles_", core::ceil_div(ordered, int64_t{ORDER_TILES}),
+            ORDER_THREADS);
+  return true;
+}
+
+// The elements of attn_mask, as boxes that TMA brings.
+TensorMapSpec mask_map(const Problem& problem, const SummaryBlocks& blocks, int32_t block_q) {
+  const Strides& strides = problem.mask_strides;
+  const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
+  const int64_t steps[] = {strides.row, strides.head, strides.batch};
+  constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
+  TensorMapSpec elements{};
+  elements.operand = Operand::Mask;
+  elements.offset = offsetof(SummarizedParams, mask_map);
+  elements.dtype = problem.dtype;
+  elements.swizzle = Swizzle::B128;
+  elements.dims = {problem.nk};
+  for (int i = 0; i < 3; ++i) {
+    elements.dims.push_back(sizes[i]);
+    elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
+  }
+  elements.box = {MASK_BLOCK, block_q, 1, 1};
+  return elements;
+}
+
+// For kernels that read a summary of a mask, which another one makes first, where they need one.
+void add_summary(LaunchPlan& plan, const Problem& problem) {
+  const SummaryBlocks blocks(problem);
+  Launch& last = plan.launches[0];
+  auto params = with_masks<SummarizedParams>(plan, problem);
+  params.mask_batches = static_cast<int32_t>(blocks.batches);
+  params.mask_heads = static_cast<int32_t>(blocks.heads);
+  params.row_blocks = static_cast<int32_t>(blocks.row_blocks);
+  params.key_blocks = static_cast<int32_t>(blocks.key_blocks);
+  last.params = core::bytes(params);
+  FieldsInWorkspace fields{last};
+  fields.add(offsetof(SummarizedParams, call) + offsetof(Params, taken_gmem),
+             sizeof(*Params::taken_gmem));
+  if (problem.mask > 1) last.tensor_maps.push_back(mask_map(problem, blocks, plan.tile.block_q));
+  if (problem.alibi_slopes || heads_have_masks(problem)) {  // nothing to summarize
+    plan.workspace_bytes = fields.workspace.bytes();
+    plan.zeroed_bytes = sizeof(*Params::taken_gmem);
+    return;
+  }
+  const int64_t row_blocks = blocks.count() / blocks.key_blocks;
+  fields.add(offsetof(SummarizedParams, states_gmem), blocks.count());
+  if (problem.mask != 0) {
+    fields.add(offsetof(SummarizedParams, bits_gmem), blocks.bits_bytes());
+  } else {
+    fields.add(offsetof(SummarizedParams, seen_keys_gmem),
+               row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
+  }
+  plan.workspace_bytes = fields.workspace.bytes();
+  // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
+  last.starts_early = problem.mask == 0;
+  if (problem.mask != 0) {
+    put_first(plan, problem, "hopper_summarize_mask_", blocks.count(), SUMMARY_THREADS);
+  } else {
+    put_first(plan, problem, "hopper_summarize_ranges_", row_blocks, SUMMARY_THREADS);
+  }
+}
+
 }  // namespace
+
+bool add_masks(LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
+  plan.tile.summarizes_masks = tile.dense;
+  if (!tile.dense) return add_masks_in_place(plan, problem, tile);
+  add_summary(plan, problem);
+  return true;
+}
 
 bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
@@ -65,116 +193,6 @@ bool reads_summary(const Problem& problem) {
                         strides.row % UNIT == 0 && problem.mask_align % (2 * UNIT) == 0;
   const int64_t largest = std::max({strides.batch, strides.head, strides.row});
   return in_units && strides.row != 0 && problem.mask_key == 1 && largest < LARGEST_STRIDE;
-}
-
-// Those of two rounds. Under a causal mask or a window the tiles' positions say more of it than the
-// table.
-int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
-  constexpr int64_t ROUNDS = 2;
-  const int64_t tiles = plan.tile.tiles, ctas = plan.tile.ctas;
-  if (!problem.block_mask || tiles <= ctas || !core::equal_tiles(problem) || problem.varlen ||
-      core::packed_heads(tile).count > 1)
-    return 0;
-  return std::min({tiles, ROUNDS * ctas, int64_t{MOST_ORDERED}});
-}
-
-void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered) {
-  Launch& last = plan.launches[0];
-  MaskedParams params;
-  std::memcpy(static_cast<void*>(&params), last.params.data(), sizeof params);
-  params.ordered = static_cast<int32_t>(ordered);
-  last.params = core::bytes(params);
-  core::Workspace workspace;
-  const auto add = [&](size_t offset, int64_t bytes) {
-    const auto slot = static_cast<int32_t>(offset);
-    last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
-  };
-  add(offsetof(MaskedParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
-  add(offsetof(MaskedParams, order_gmem), ordered * sizeof(*MaskedParams::order_gmem));
-  plan.workspace_bytes = workspace.bytes();
-
-  Launch first;
-  first.kernel = std::string("hopper_order_tiles_") + core::dtype_word(problem.dtype);
-  first.image = last.image;
-  first.grid = {core::ceil_div(ordered, int64_t{ORDER_TILES}), 1, 1};
-  first.block = {ORDER_THREADS, 1, 1};
-  first.params = last.params;
-  first.pointers = last.pointers;
-  last.starts_early = true;
-  plan.launches.insert(plan.launches.begin(), std::move(first));
-}
-
-void add_masks(LaunchPlan& plan, const Problem& problem) {
-  Launch& launch = plan.launches[0];
-  auto params = extend_params<MaskedParams>(launch);
-  params.masks = core::mask_params(problem);
-  launch.params = core::bytes(params);
-  launch.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
-  add_pointers(launch, core::mask_pointers(problem, offsetof(MaskedParams, masks)));
-}
-
-void add_summary(LaunchPlan& plan, const Problem& problem) {
-  const SummaryBlocks blocks(problem);
-  Launch& last = plan.launches[0];
-  auto params = extend_params<DenseParams>(last);
-  params.masks = core::mask_params(problem);
-  params.mask_batches = static_cast<int32_t>(blocks.batches);
-  params.mask_heads = static_cast<int32_t>(blocks.heads);
-  params.row_blocks = static_cast<int32_t>(blocks.row_blocks);
-  params.key_blocks = static_cast<int32_t>(blocks.key_blocks);
-  last.params = core::bytes(params);
-  last.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
-  add_pointers(last, core::mask_pointers(problem, offsetof(DenseParams, masks)));
-  core::Workspace workspace;
-  const auto add = [&](size_t offset, int64_t bytes) {
-    const auto slot = static_cast<int32_t>(offset);
-    last.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
-  };
-  add(offsetof(DenseParams, call) + offsetof(Params, taken_gmem), sizeof(*Params::taken_gmem));
-  if (problem.mask > 1) {
-    const Strides& strides = problem.mask_strides;
-    const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
-    const int64_t steps[] = {strides.row, strides.head, strides.batch};
-    constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
-    TensorMapSpec elements{};
-    elements.operand = Operand::Mask;
-    elements.offset = offsetof(DenseParams, mask_map);
-    elements.dtype = problem.dtype;
-    elements.swizzle = Swizzle::B128;
-    elements.dims = {problem.nk};
-    for (int i = 0; i < 3; ++i) {
-      elements.dims.push_back(sizes[i]);
-      elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
-    }
-    elements.box = {MASK_BLOCK, plan.tile.block_q, 1, 1};
-    last.tensor_maps.push_back(elements);
-  }
-  if (problem.alibi_slopes || heads_have_masks(problem)) {  // nothing to summarize
-    plan.workspace_bytes = workspace.bytes();
-    plan.zeroed_bytes = sizeof(*Params::taken_gmem);
-    return;
-  }
-  add(offsetof(DenseParams, states_gmem), blocks.count());
-  if (problem.mask != 0) {
-    add(offsetof(DenseParams, bits_gmem), blocks.bits_bytes());
-  } else {
-    const int64_t row_blocks = blocks.count() / blocks.key_blocks;
-    add(offsetof(DenseParams, seen_keys_gmem), row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
-  }
-  plan.workspace_bytes = workspace.bytes();
-
-  Launch first;
-  first.kernel =
-      std::string(problem.mask != 0 ? "hopper_summarize_mask_" : "hopper_summarize_ranges_") +
-      core::dtype_word(problem.dtype);
-  first.image = last.image;
-  first.grid = {problem.mask != 0 ? blocks.count() : blocks.count() / blocks.key_blocks, 1, 1};
-  first.block = {SUMMARY_THREADS, 1, 1};
-  first.params = last.params;
-  first.pointers = last.pointers;
-  // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
-  last.starts_early = problem.mask == 0;
-  plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 
 }  // namespace archflash::hopper

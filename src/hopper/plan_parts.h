@@ -73,19 +73,10 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const KernelTile& til
 // if they are added.
 bool reads_summary(const Problem& problem);
 
-// Turns the launch of `plan` into that of a kernel that takes masks as data.
-void add_masks(LaunchPlan& plan, const Problem& problem);
-
-// How many of the last tiles of a call with block_mask are ordered by their work.
-int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile);
-
-// Puts the launch that orders `ordered` tiles before that of `plan`. It zeroes the counter of
-// tiles.
-void order_tiles(LaunchPlan& plan, const Problem& problem, int64_t ordered);
-
-// Turns the launch of `plan` into that of a kernel that reads a summary of a mask, and puts the
-// launch that makes the summary before it. That one zeroes the counter of tiles, too.
-void add_summary(LaunchPlan& plan, const Problem& problem);
+// Turns the launch of `plan` into that of a kernel that takes masks as data, and puts a launch
+// before it that summarizes them or orders tiles, where there is one. Returns whether the counter
+// of tiles is there: a launch before has zeroed it, or it is zeroed.
+bool add_masks(LaunchPlan& plan, const Problem& problem, const KernelTile& tile);
 
 // --- a latent cache (plan_mla.cpp) ---
 

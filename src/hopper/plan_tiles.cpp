@@ -12,7 +12,6 @@
 #include "common/planning/order.h"
 #include "hopper/cache_maps.h"
 #include "hopper/config.cuh"
-#include "hopper/dense_config.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/plan_parts.h"
 

@@ -56,11 +56,11 @@ __device__ __forceinline__ ptx::WgmmaDescriptor describe_q(uint32_t shared_smem,
       16);
 }
 
-// Starts S = Q K^T for the 64 rows of a warpgroup, which `q` describes, and the first KEYS keys of
-// the K of a stage.
-template <class C, int KEYS = C::BLOCK_K>
-__device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, ptx::WgmmaDescriptor q,
-                                         uint32_t shared_smem, int stage) {
+// Starts S = Q K^T for the 64 rows of a warpgroup and the first KEYS keys of the K of a stage.
+// q: the descriptor of the rows, or their fragments of A in registers.
+template <class C, int KEYS = C::BLOCK_K, class Q>
+__device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, const Q& q, uint32_t shared_smem,
+                                         int stage) {
   using Product = ptx::Wgmma<C::DTYPE, KEYS>;
   float* const s = &s_rmem[0][0][0];
   ptx::registers_change<KEYS / 2>(s);
@@ -69,8 +69,12 @@ __device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, ptx::WgmmaDesc
       describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + stage * C::KTile::BYTES, 16);
 #pragma unroll
   for (int i = 0; i < C::QTile::COLUMNS / 16; ++i) {
-    Product::ss(s, advance(q, column_step<typename C::QTile>(i)),
-                advance(k, column_step<typename C::KTile>(i)), i != 0);
+    const ptx::WgmmaDescriptor k_of_product = advance(k, column_step<typename C::KTile>(i));
+    if constexpr (std::is_same_v<Q, ptx::WgmmaDescriptor>) {
+      Product::ss(s, advance(q, column_step<typename C::QTile>(i)), k_of_product, i != 0);
+    } else {
+      Product::template rs<false>(s, q[i], k_of_product, i != 0);
+    }
   }
   ptx::wgmma_commit_group();
 }

@@ -1,6 +1,6 @@
 // Reads attn_mask once, before the attention kernel, however many heads share it: a CTA for each
 // block of MASK_BLOCK rows and keys. It writes whether any row sees any key, whether any is hidden
-// and whether anything is added (dense_config.cuh), and for each thread of a consumer warpgroup
+// and whether anything is added (masked_config.cuh), and for each thread of a consumer warpgroup
 // which of its scores count, as bits. Or it looks at key_ranges, a CTA for MASK_BLOCK rows.
 #pragma once
 
@@ -10,8 +10,8 @@
 #include "common/math/lane_masks.cuh"
 #include "common/math/masks.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "hopper/dense_config.cuh"
-#include "hopper/dense_params.h"
+#include "hopper/masked_config.cuh"
+#include "hopper/masked_params.h"
 
 namespace archflash::hopper {
 
@@ -24,7 +24,7 @@ struct SummaryConfig {
 };
 
 template <DType DTYPE>
-__device__ __forceinline__ void summarize_mask(const DenseParams& params) {
+__device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
   using C = SummaryConfig<DTYPE>;
   __shared__ uint32_t state_of_warp[SUMMARY_THREADS / 32];
   const MaskParams& masks = params.masks;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void summarize_mask(const DenseParams& params) {
 
 // For key_ranges: what the rows of a row block see of each block of keys, and between which keys
 // all of it lies.
-__device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
+__device__ __forceinline__ void summarize_ranges(const SummarizedParams& params) {
   constexpr int LANE_ROWS = MASK_BLOCK / 32;
   ptx::griddepcontrol_launch_dependents();
   const MaskParams& masks = params.masks;
@@ -157,11 +157,11 @@ __device__ __forceinline__ void summarize_ranges(const DenseParams& params) {
 
 #define ARCHFLASH_HOPPER_SUMMARY_KERNEL(NAME, DTYPE)                               \
   extern "C" __global__ void __launch_bounds__(archflash::hopper::SUMMARY_THREADS) \
-      NAME(const __grid_constant__ archflash::hopper::DenseParams params) {        \
+      NAME(const __grid_constant__ archflash::hopper::SummarizedParams params) {   \
     archflash::hopper::summarize_mask<DTYPE>(params);                              \
   }
 #define ARCHFLASH_HOPPER_RANGES_KERNEL(NAME)                                       \
   extern "C" __global__ void __launch_bounds__(archflash::hopper::SUMMARY_THREADS) \
-      NAME(const __grid_constant__ archflash::hopper::DenseParams params) {        \
+      NAME(const __grid_constant__ archflash::hopper::SummarizedParams params) {   \
     archflash::hopper::summarize_ranges(params);                                   \
   }

@@ -136,7 +136,8 @@ class MaskedTarget:
             q, k, v = both
             inputs = q * 4096, torch.cat([k[:, :, :128] * 4096, k[:, :, 128:] / 2**20], 2), v
             return inputs, {"key_ranges": ranges[:, :1, :, 1:], "scale": -200.0}
-        if kind == "ranges, softcap":
+        if kind == "ranges, softcap":  # rows of each 64 see other blocks first and last
+            ranges += 64 * (rows // 64 - torch.arange(rows, dtype=torch.int32) // 64)[:, None, None]
             return shared, {"key_ranges": ranges, "softcap": 1.5}
         if kind == "four ranges":  # whose ends are those of blocks, or next to them
             generator = torch.Generator().manual_seed(3)
