@@ -3,6 +3,7 @@
 //   KERNEL        name of the kernel in src/blackwell_dc/kernels
 //   WHEEL_CONFIG  its Config there
 #include "blackwell_dc/attention_bwd.cuh"
+#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_dc;
@@ -15,4 +16,4 @@ struct Variant : WHEEL_CONFIG {
 
 }  // namespace
 
-ARCHFLASH_BLACKWELL_DC_BACKWARD_KERNEL(KERNEL, Variant)
+ARCHFLASH_KERNEL(KERNEL, backward::attention_bwd, Variant)

@@ -4,6 +4,7 @@
 //   WHEEL_CONFIG  its Config there
 //   SETTING       an assignment to a member of Settings, such as `switches.split_p = false`
 #include "blackwell_dc/attention_fwd.cuh"
+#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_dc;
@@ -29,4 +30,4 @@ struct Variant : WHEEL_CONFIG {
 
 }  // namespace
 
-ARCHFLASH_BLACKWELL_DC_KERNEL(KERNEL, Variant)
+ARCHFLASH_KERNEL(KERNEL, attention_fwd, Variant)

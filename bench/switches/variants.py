@@ -110,7 +110,9 @@ def configs() -> Mapping[str, str]:
         for file in sorted(KERNELS.glob("*.cu"))
         for image in on_the_spot.images_of(file)
     )
-    found = re.findall(r"^ARCHFLASH_BLACKWELL_DC_KERNEL\(\s*(\w+),\s*(.+?)\)$", text, re.M | re.S)
+    found = re.findall(
+        r"^ARCHFLASH_KERNEL\(\s*(\w+),\s*attention_fwd,\s*(.+?)\)$", text, re.M | re.S
+    )
     return dict(found)
 
 

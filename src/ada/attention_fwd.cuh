@@ -107,11 +107,3 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
 }
 
 }  // namespace archflash::ada
-
-// Defines an entry point. plan.cpp launches it by NAME. __grid_constant__ lets the kernel read its
-// parameter from constant memory without a copy.
-#define ARCHFLASH_ADA_FP8_KERNEL(NAME, CONFIG)                                       \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::ada::Params params) {                  \
-    archflash::ada::attention_fwd<CONFIG>(params);                                   \
-  }

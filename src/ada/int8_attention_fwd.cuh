@@ -180,21 +180,3 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
 }
 
 }  // namespace archflash::ada
-
-// Define entry points; plan.cpp launches them by NAME. CTAS is how many CTAs must fit on an SM:
-// with several, one reads while another writes.
-#define ARCHFLASH_ADA_INT8_MEAN_KERNEL(NAME, DTYPE)                          \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS) \
-      NAME(const __grid_constant__ archflash::ada::Int8Params params) {      \
-    archflash::ada::find_mean<DTYPE>(params);                                \
-  }
-#define ARCHFLASH_ADA_INT8_VALUES_KERNEL(NAME, DTYPE, CHUNKS, CTAS)                \
-  extern "C" __global__ void __launch_bounds__(archflash::ada::INT8_THREADS, CTAS) \
-      NAME(const __grid_constant__ archflash::ada::Int8Params params) {            \
-    archflash::ada::make_int8<DTYPE, CHUNKS>(params);                              \
-  }
-#define ARCHFLASH_ADA_INT8_KERNEL(NAME, CONFIG)                                      \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::ada::Int8Params params) {              \
-    archflash::ada::int8_attention_fwd<CONFIG>(params);                              \
-  }

@@ -246,10 +246,3 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
 }
 
 }  // namespace archflash::ampere
-
-// Defines an entry point. plan.cpp launches it by NAME.
-#define ARCHFLASH_MLA_KERNEL(NAME, CONFIG)                                           \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::ampere::MlaParams params) {            \
-    archflash::ampere::mla_fwd<CONFIG>(params);                                      \
-  }

@@ -236,10 +236,3 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
 }
 
 }  // namespace archflash::ampere
-
-// Defines an entry point. plan.cpp launches it by NAME.
-#define ARCHFLASH_WIDE_KERNEL(NAME, CONFIG)                                          \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::ampere::WideParams<CONFIG> params) {   \
-    archflash::ampere::wide_fwd<CONFIG>(params);                                     \
-  }

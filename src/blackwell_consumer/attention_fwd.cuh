@@ -612,11 +612,3 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 }
 
 }  // namespace archflash::blackwell_consumer
-
-// An entry point, under the name that plan.cpp asks for. __grid_constant__ keeps the parameter in
-// constant memory, where TMA reads the tensor maps.
-#define ARCHFLASH_BLACKWELL_CONSUMER_KERNEL(NAME, CONFIG)                            \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::blackwell_consumer::Params params) {   \
-    archflash::blackwell_consumer::attention_fwd<CONFIG>(params);                    \
-  }

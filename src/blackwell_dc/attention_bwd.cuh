@@ -682,21 +682,3 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
 }
 
 }  // namespace archflash::blackwell_dc::backward
-
-// Entry points, under the names that plan_backward.cpp asks for. __grid_constant__ keeps the
-// parameter in constant memory, where TMA reads the tensor maps.
-#define ARCHFLASH_BLACKWELL_DC_PREPARE_KERNEL(NAME, DTYPE)                                 \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS)           \
-      NAME(const __grid_constant__ archflash::blackwell_dc::BackwardKernelParams params) { \
-    archflash::blackwell_dc::backward::prepare<DTYPE>(params);                             \
-  }
-#define ARCHFLASH_BLACKWELL_DC_BACKWARD_KERNEL(NAME, CONFIG)                               \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)                         \
-      NAME(const __grid_constant__ archflash::blackwell_dc::BackwardKernelParams params) { \
-    archflash::blackwell_dc::backward::attention_bwd<CONFIG>(params);                      \
-  }
-#define ARCHFLASH_BLACKWELL_DC_DQ_KERNEL(NAME, CONFIG)                                     \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS)             \
-      NAME(const __grid_constant__ archflash::blackwell_dc::BackwardKernelParams params) { \
-    archflash::blackwell_dc::backward::write_dq<CONFIG>(params);                           \
-  }

@@ -114,11 +114,3 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 }
 
 }  // namespace archflash::blackwell_dc
-
-// An entry point, under the name that plan.cpp asks for. __grid_constant__ keeps the parameter in
-// constant memory, where TMA reads the tensor maps.
-#define ARCHFLASH_BLACKWELL_DC_KERNEL(NAME, CONFIG)                          \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)           \
-      NAME(const __grid_constant__ archflash::blackwell_dc::Params params) { \
-    archflash::blackwell_dc::attention_fwd<CONFIG>(params);                  \
-  }

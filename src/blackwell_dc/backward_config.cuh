@@ -34,6 +34,7 @@ struct BackwardConfig {
   // The warps of each role. setmaxnreg wants the same number of registers in all four warps of a
   // warpgroup.
   static constexpr int THREADS = 512;
+  static constexpr int CTAS_PER_SM = 1;
   static constexpr int SCORE_WARPS = 8;  // from warp 0 on
   static constexpr int GROUPS = 2;       // of four warps, which share out the queries of a block
   static constexpr int GROUP_QUERIES = BLOCK / GROUPS;

@@ -90,6 +90,7 @@ struct Config {
   // warpgroup.
   static constexpr int WARPS = 16;
   static constexpr int THREADS = 32 * WARPS;
+  static constexpr int CTAS_PER_SM = 1;
   static constexpr int SOFTMAX_WARPS = 4;  // for each tile, from warp 0 on
   static constexpr int CORRECTION_WARP = 8;
   static constexpr int CORRECTION_WARPS = 4;

@@ -172,21 +172,3 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
 }
 
 }  // namespace archflash::hopper
-
-// Entry points, under the names that plan_backward.cpp asks for. __grid_constant__ keeps the
-// parameter in constant memory, where TMA reads the tensor maps.
-#define ARCHFLASH_HOPPER_PREPARE_KERNEL(NAME, DTYPE)                                 \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS)     \
-      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
-    archflash::hopper::prepare<DTYPE>(params);                                       \
-  }
-#define ARCHFLASH_HOPPER_BACKWARD_KERNEL(NAME, CONFIG)                                   \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)                       \
-      NAME(const __grid_constant__ archflash::hopper::BackwardParamsOf<CONFIG> params) { \
-    archflash::hopper::attention_bwd<CONFIG>(params);                                    \
-  }
-#define ARCHFLASH_HOPPER_DQ_KERNEL(NAME, CONFIG)                                     \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS)       \
-      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
-    archflash::hopper::write_dq<CONFIG>(params);                                     \
-  }

@@ -107,11 +107,3 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
 }
 
 }  // namespace archflash::hopper
-
-// An entry point, under the name that plan.cpp asks for. __grid_constant__ keeps the parameter in
-// constant memory, where TMA reads the tensor maps.
-#define ARCHFLASH_HOPPER_KERNEL(NAME, CONFIG)                                        \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::hopper::ParamsOf<CONFIG> params) {     \
-    archflash::hopper::attention_fwd<CONFIG>(params);                                \
-  }

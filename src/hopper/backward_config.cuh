@@ -50,6 +50,7 @@ struct BackwardConfig {
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
+  static constexpr int CTAS_PER_SM = 1;
   static constexpr int CONSUMER_REGISTERS = 240;
   static constexpr int PRODUCER_REGISTERS = 24;
 
@@ -127,7 +128,8 @@ struct WideBackwardConfig {
   static constexpr bool DROPS = false;
 
   static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
-  static constexpr int WEIGHT_REGISTERS = 208;   // of the warpgroups that keep dV and dK
+  static constexpr int CTAS_PER_SM = 1;
+  static constexpr int WEIGHT_REGISTERS = 208;  // of the warpgroups that keep dV and dK
   static constexpr int QUERY_REGISTERS = 72;
   static constexpr int PRODUCER_REGISTERS = 24;
   static_assert(2 * WEIGHT_REGISTERS + QUERY_REGISTERS + PRODUCER_REGISTERS <= 512,

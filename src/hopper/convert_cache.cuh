@@ -78,9 +78,3 @@ __device__ __forceinline__ void convert_cache(const ConvertParams& params) {
 }
 
 }  // namespace archflash::hopper
-
-#define ARCHFLASH_CONVERT_CACHE_KERNEL(NAME, DTYPE)                                   \
-  extern "C" __global__ void __launch_bounds__(32 * archflash::hopper::CONVERT_WARPS) \
-      NAME(const __grid_constant__ archflash::hopper::ConvertParams params) {         \
-    archflash::hopper::convert_cache<DTYPE>(params);                                  \
-  }

@@ -77,10 +77,3 @@ __device__ __forceinline__ void masked_fwd(const typename MasksOf<C>::Params& pa
 }
 
 }  // namespace archflash::hopper
-
-// An entry point, under the name that plan.cpp asks for.
-#define ARCHFLASH_HOPPER_MASKED_KERNEL(NAME, CONFIG)                                    \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM)    \
-      NAME(const __grid_constant__ archflash::hopper::MasksOf<CONFIG>::Params params) { \
-    archflash::hopper::masked_fwd<CONFIG>(params);                                      \
-  }

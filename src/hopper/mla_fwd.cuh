@@ -112,10 +112,3 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
 }
 
 }  // namespace archflash::hopper
-
-// Defines an entry point. plan_mla.cpp launches it by NAME.
-#define ARCHFLASH_HOPPER_MLA_KERNEL(NAME, CONFIG)                                    \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::hopper::MlaParams params) {            \
-    archflash::hopper::mla_fwd<CONFIG>(params);                                      \
-  }

@@ -68,9 +68,3 @@ __device__ __forceinline__ void order_tiles(const MaskedParams& params) {
 }
 
 }  // namespace archflash::hopper
-
-#define ARCHFLASH_HOPPER_ORDER_KERNEL(NAME)                                      \
-  extern "C" __global__ void __launch_bounds__(archflash::hopper::ORDER_THREADS) \
-      NAME(const __grid_constant__ archflash::hopper::MaskedParams params) {     \
-    archflash::hopper::order_tiles(params);                                      \
-  }

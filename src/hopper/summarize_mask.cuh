@@ -154,14 +154,3 @@ __device__ __forceinline__ void summarize_ranges(const SummarizedParams& params)
 }
 
 }  // namespace archflash::hopper
-
-#define ARCHFLASH_HOPPER_SUMMARY_KERNEL(NAME, DTYPE)                               \
-  extern "C" __global__ void __launch_bounds__(archflash::hopper::SUMMARY_THREADS) \
-      NAME(const __grid_constant__ archflash::hopper::SummarizedParams params) {   \
-    archflash::hopper::summarize_mask<DTYPE>(params);                              \
-  }
-#define ARCHFLASH_HOPPER_RANGES_KERNEL(NAME)                                       \
-  extern "C" __global__ void __launch_bounds__(archflash::hopper::SUMMARY_THREADS) \
-      NAME(const __grid_constant__ archflash::hopper::SummarizedParams params) {   \
-    archflash::hopper::summarize_ranges(params);                                   \
-  }

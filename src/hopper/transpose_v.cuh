@@ -188,9 +188,3 @@ __device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_sm
 }
 
 }  // namespace archflash::hopper
-
-#define ARCHFLASH_HOPPER_TRANSPOSE_KERNEL(NAME)                                      \
-  extern "C" __global__ void __launch_bounds__(archflash::hopper::TRANSPOSE_THREADS) \
-      NAME(const __grid_constant__ archflash::hopper::Params params) {               \
-    archflash::hopper::transpose_v(params);                                          \
-  }

@@ -411,10 +411,3 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
 }
 
 }  // namespace archflash::hopper
-
-// Entry points, as in attention_bwd.cuh.
-#define ARCHFLASH_HOPPER_WIDE_BACKWARD_KERNEL(NAME, CONFIG)                          \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1)                   \
-      NAME(const __grid_constant__ archflash::hopper::BackwardKernelParams params) { \
-    archflash::hopper::wide_bwd<CONFIG>(params);                                     \
-  }

@@ -263,10 +263,3 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
 }
 
 }  // namespace archflash::simt
-
-// Defines an entry point. plan_backward.cpp launches it by NAME.
-#define ARCHFLASH_SIMT_BACKWARD_KERNEL(NAME, CONFIG)               \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, 1) \
-      NAME(const __grid_constant__ CONFIG::Params params) {        \
-    archflash::simt::attention_bwd<CONFIG>(params);                \
-  }

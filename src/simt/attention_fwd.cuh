@@ -315,11 +315,3 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 }
 
 }  // namespace archflash::simt
-
-// Defines an entry point. plan.cpp launches it by NAME. __grid_constant__ lets the kernel read its
-// parameter from constant memory without a copy.
-#define ARCHFLASH_SIMT_KERNEL(NAME, CONFIG)                                          \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::simt::Params params) {                 \
-    archflash::simt::attention_fwd<CONFIG>(params);                                  \
-  }

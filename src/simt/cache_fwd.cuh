@@ -227,10 +227,3 @@ __device__ __forceinline__ void cache_fwd(const CacheParams& params) {
 }
 
 }  // namespace archflash::simt
-
-// Defines an entry point. plan.cpp launches it by NAME.
-#define ARCHFLASH_SIMT_CACHE_KERNEL(NAME, CONFIG)                                    \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::simt::CacheParams params) {            \
-    archflash::simt::cache_fwd<CONFIG>(params);                                      \
-  }

@@ -159,10 +159,3 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& params) {
 }
 
 }  // namespace archflash::simt
-
-// Defines an entry point. plan.cpp launches it by NAME.
-#define ARCHFLASH_SIMT_MASKED_KERNEL(NAME, CONFIG)                                   \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::simt::MaskedParams params) {           \
-    archflash::simt::masked_fwd<CONFIG>(params);                                     \
-  }

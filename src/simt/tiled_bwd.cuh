@@ -280,15 +280,3 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
 }
 
 }  // namespace archflash::simt
-
-// Define entry points. plan_backward.cpp launches them by NAME.
-#define ARCHFLASH_SIMT_TILED_BACKWARD_KERNEL(NAME, CONFIG)                           \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {               \
-    archflash::simt::tiled_bwd<CONFIG>(params);                                      \
-  }
-#define ARCHFLASH_SIMT_BACKWARD_DQ_KERNEL(NAME)                                \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {         \
-    archflash::simt::tiled_dq(params);                                         \
-  }

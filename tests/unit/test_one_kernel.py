@@ -29,7 +29,7 @@ def test_one_instantiation_is_left() -> None:
     kept = one_kernel.only("simt_attention_fwd_f32_d32", text, "fwd_f32")
     assert len(re.findall("^ARCHFLASH_", text, re.MULTILINE)) > 1
     assert re.findall("^ARCHFLASH_.*", kept, re.MULTILINE) == [
-        "ARCHFLASH_SIMT_KERNEL(simt_attention_fwd_f32_d32, F32D32)"
+        "ARCHFLASH_KERNEL(simt_attention_fwd_f32_d32, attention_fwd, F32D32)"
     ]
     shared = (
         "ARCHFLASH_A(KERNEL(x_fwd, d64),\n            D64<DTYPE>)\nARCHFLASH_B(KERNEL(x), DTYPE)\n"

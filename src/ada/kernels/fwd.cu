@@ -4,23 +4,25 @@
 // and checked on 9.0; on newer GPUs other folders come first.
 #include "ada/config.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/math/combine_splits.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ada;
 
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d64_large), D64Large<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d64), D64<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d64_few_large), D64FewLarge<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d64_few), D64Few<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d96), D96<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d96_few), D96Few<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d128_large), D128Large<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d128_tall), D128Tall<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d128), D128<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d192), D192<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d192_few), D192Few<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d256), D256<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ada_attention_fwd, d256_few), D256Few<DTYPE>)
-ARCHFLASH_COMBINE_KERNEL(KERNEL(ada_combine), DTYPE)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_large), mma_sync::attention_fwd, D64Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64), mma_sync::attention_fwd, D64<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_few_large), mma_sync::attention_fwd,
+                 D64FewLarge<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_few), mma_sync::attention_fwd, D64Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d96), mma_sync::attention_fwd, D96<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d96_few), mma_sync::attention_fwd, D96Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128_large), mma_sync::attention_fwd, D128Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128_tall), mma_sync::attention_fwd, D128Tall<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128), mma_sync::attention_fwd, D128<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192), mma_sync::attention_fwd, D192<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192_few), mma_sync::attention_fwd, D192Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256), mma_sync::attention_fwd, D256<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256_few), mma_sync::attention_fwd, D256Few<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ada_combine), (32 * COMBINE_WARPS), math::combine_splits<DTYPE>)

@@ -4,11 +4,12 @@
 // for GPUs whose sums keep more bits than those of 8.9.
 #include "ada/attention_fwd.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::ada;
 
-ARCHFLASH_ADA_FP8_KERNEL(KERNEL(ada_attention_fwd, d64), Fp8D64<DTYPE>)
-ARCHFLASH_ADA_FP8_KERNEL(KERNEL(ada_attention_fwd, d128), Fp8D128<DTYPE>)
-ARCHFLASH_ADA_FP8_KERNEL(KERNEL(ada_attention_fwd, d192), Fp8D192<DTYPE>)
-ARCHFLASH_ADA_FP8_KERNEL(KERNEL(ada_attention_fwd, d256), Fp8D256<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64), attention_fwd, Fp8D64<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128), attention_fwd, Fp8D128<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192), attention_fwd, Fp8D192<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256), attention_fwd, Fp8D256<DTYPE>)

@@ -2,6 +2,7 @@
 // The backward kernels for fp16 and bf16 inputs. backward_config.cuh has their tiles.
 #include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/math/backward_rows.cuh"
 #include "common/math/backward_sums.cuh"
 #include "common/mma_sync/attention_bwd.cuh"
@@ -11,15 +12,18 @@ using namespace archflash;
 using namespace archflash::ampere;
 
 ARCHFLASH_BACKWARD_ROWS_KERNEL(KERNEL(ampere_backward_rows), DTYPE)
-ARCHFLASH_BACKWARD_SINKS_KERNEL(KERNEL(ampere_backward_sinks))
-ARCHFLASH_BACKWARD_DQ_KERNEL(KERNEL(ampere_backward_dq), DTYPE)
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d64_wide), D64Wide<DTYPE>)
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d64), D64<DTYPE>)
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d128_wide), D128Wide<DTYPE>)
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d128), D128<DTYPE>)
-ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d192_keys), D192Keys<DTYPE>)
-ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d192_queries), D192Queries<DTYPE>)
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_wide), D256Wide<DTYPE>)
-ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_values), D256Values<DTYPE>)
-ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_keys), D256Keys<DTYPE>)
-ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_queries), D256Queries<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_sinks), (BACKWARD_SINKS_THREADS), math::backward_sinks)
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_dq), (BACKWARD_DQ_THREADS), math::backward_dq<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide), mma_sync::fused_bwd, D64Wide<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64), mma_sync::fused_bwd, D64<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide), mma_sync::fused_bwd, D128Wide<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128), mma_sync::fused_bwd, D128<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_keys), mma_sync::attention_bwd, D192Keys<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_queries), mma_sync::attention_bwd,
+                 D192Queries<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_wide), mma_sync::fused_bwd, D256Wide<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_values), mma_sync::attention_bwd,
+                 D256Values<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_keys), mma_sync::attention_bwd, D256Keys<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_queries), mma_sync::attention_bwd,
+                 D256Queries<DTYPE>)

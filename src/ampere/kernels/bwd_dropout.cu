@@ -3,12 +3,13 @@
 // backward_config.cuh has their tiles.
 #include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d64_dropout),
-                                BackwardD64Dropout<DTYPE>)
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d128_dropout),
-                                BackwardD128Dropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_dropout), mma_sync::fused_bwd,
+                 BackwardD64Dropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_dropout), mma_sync::fused_bwd,
+                 BackwardD128Dropout<DTYPE>)

@@ -3,14 +3,17 @@
 // has their tiles.
 #include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d64_masked), D64Masked<DTYPE>)
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d128_masked), D128Masked<DTYPE>)
-ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_values_masked), D256ValuesMasked<DTYPE>)
-ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_keys_masked), D256KeysMasked<DTYPE>)
-ARCHFLASH_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_queries_masked),
-                          D256QueriesMasked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_masked), mma_sync::fused_bwd, D64Masked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_masked), mma_sync::fused_bwd, D128Masked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_values_masked), mma_sync::attention_bwd,
+                 D256ValuesMasked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_keys_masked), mma_sync::attention_bwd,
+                 D256KeysMasked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_queries_masked), mma_sync::attention_bwd,
+                 D256QueriesMasked<DTYPE>)

@@ -5,12 +5,13 @@
 // tiles.
 #include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_dropout),
-                                BackwardD128WideDropout<DTYPE>)
-ARCHFLASH_FUSED_BACKWARD_KERNEL(KERNEL(ampere_attention_bwd, d256_wide_dropout),
-                                BackwardD256WideDropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_dropout), mma_sync::fused_bwd,
+                 BackwardD128WideDropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_wide_dropout), mma_sync::fused_bwd,
+                 BackwardD256WideDropout<DTYPE>)

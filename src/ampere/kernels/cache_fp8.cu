@@ -4,13 +4,17 @@
 // tiles. The second PTX text, for all but 8.x, converts 8-bit numbers with instructions of its own.
 #include "ampere/config.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/math/append_kv.cuh"
 #include "common/mma_sync/decode_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d64_cache_fp8), D64CacheFp8<DTYPE>)
-ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d128_cache_fp8), D128CacheFp8<DTYPE>)
-ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d256_cache_fp8), D256CacheFp8<DTYPE>)
-ARCHFLASH_APPEND_KERNEL(KERNEL(ampere_append, fp8), DTYPE, uint8_t)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_cache_fp8), mma_sync::decode_fwd,
+                 D64CacheFp8<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_cache_fp8), mma_sync::decode_fwd,
+                 D128CacheFp8<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_cache_fp8), mma_sync::decode_fwd,
+                 D256CacheFp8<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_append, fp8), (32 * APPEND_WARPS), math::append_kv<DTYPE, uint8_t>)

@@ -5,13 +5,14 @@
 // early.
 #include "ampere/config.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/math/combine_shares.cuh"
 #include "common/mma_sync/decode_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), D64Decode<DTYPE>)
-ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), D128Decode<DTYPE>)
-ARCHFLASH_DECODE_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), D256Decode<DTYPE>)
-ARCHFLASH_COMBINE_SHARES_KERNEL(KERNEL(ampere_combine, decode), DTYPE)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), mma_sync::decode_fwd, D64Decode<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), mma_sync::decode_fwd, D128Decode<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), mma_sync::decode_fwd, D256Decode<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_combine, decode), (32 * COMBINE_WARPS), math::combine_shares<DTYPE>)

@@ -2,13 +2,17 @@
 // The kernels for fp16 and bf16 inputs with dropout. config.cuh has their tiles.
 #include "ampere/config.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ampere_attention_fwd, d64_large_dropout), D64LargeDropout<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ampere_attention_fwd, d64_medium_dropout),
-                           D64MediumDropout<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ampere_attention_fwd, d128_dropout), D128Dropout<DTYPE>)
-ARCHFLASH_ATTENTION_KERNEL(KERNEL(ampere_attention_fwd, d256_dropout), D256Dropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_large_dropout), mma_sync::attention_fwd,
+                 D64LargeDropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_medium_dropout), mma_sync::attention_fwd,
+                 D64MediumDropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dropout), mma_sync::attention_fwd,
+                 D128Dropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_dropout), mma_sync::attention_fwd,
+                 D256Dropout<DTYPE>)

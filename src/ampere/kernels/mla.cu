@@ -3,10 +3,12 @@
 #include "ampere/mla_config.cuh"
 #include "ampere/mla_fwd.cuh"
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/math/combine_splits.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_MLA_KERNEL(KERNEL(ampere_attention_fwd, mla), MlaConfig<DTYPE>)
-ARCHFLASH_COMBINE_KERNEL(KERNEL(ampere_combine, mla), DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, mla), mla_fwd, MlaConfig<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_combine, mla), (32 * COMBINE_WARPS),
+                math::combine_splits<DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V>)

@@ -1,15 +1,16 @@
 // targets: 100f:100f
 // e4m3 inputs on 10.3. Tiles: config.cuh.
 #include "blackwell_dc/attention_fwd.cuh"
+#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_dc;
 
-ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d64_mufu,
-                              WithoutPolynomials<Fp8D64<DType::E4M3>>)
-ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d128_mufu,
-                              WithoutPolynomials<Fp8D128<DType::E4M3>>)
-ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d192_mufu,
-                              WithoutPolynomials<Fp8D192<DType::E4M3>>)
-ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d256_mufu,
-                              WithoutPolynomials<Fp8D256<DType::E4M3>>)
+ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d64_mufu, attention_fwd,
+                 WithoutPolynomials<Fp8D64<DType::E4M3>>)
+ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d128_mufu, attention_fwd,
+                 WithoutPolynomials<Fp8D128<DType::E4M3>>)
+ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d192_mufu, attention_fwd,
+                 WithoutPolynomials<Fp8D192<DType::E4M3>>)
+ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d256_mufu, attention_fwd,
+                 WithoutPolynomials<Fp8D256<DType::E4M3>>)

@@ -1,10 +1,11 @@
 // e4m3 inputs. Tiles: config.cuh.
 #include "blackwell_dc/attention_fwd.cuh"
+#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_dc;
 
-ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d64, Fp8D64<DType::E4M3>)
-ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d128, Fp8D128<DType::E4M3>)
-ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d192, Fp8D192<DType::E4M3>)
-ARCHFLASH_BLACKWELL_DC_KERNEL(blackwell_dc_attention_fwd_e4m3_d256, Fp8D256<DType::E4M3>)
+ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d64, attention_fwd, Fp8D64<DType::E4M3>)
+ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d128, attention_fwd, Fp8D128<DType::E4M3>)
+ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d192, attention_fwd, Fp8D192<DType::E4M3>)
+ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d256, attention_fwd, Fp8D256<DType::E4M3>)

@@ -154,10 +154,3 @@ __device__ __forceinline__ void append_kv(const AppendParams& params) {
 }
 
 }  // namespace archflash::math
-
-// Defines an entry point. A plan.cpp launches it by NAME.
-#define ARCHFLASH_APPEND_KERNEL(NAME, DTYPE, NUMBER)                         \
-  extern "C" __global__ void __launch_bounds__(32 * archflash::APPEND_WARPS) \
-      NAME(const __grid_constant__ archflash::AppendParams params) {         \
-    archflash::math::append_kv<DTYPE, NUMBER>(params);                       \
-  }

@@ -244,10 +244,3 @@ __device__ __forceinline__ void backward_sinks(const BackwardParams& params) {
 }
 
 }  // namespace archflash::math
-
-// Define entry points, which plan_backward.cpp of a folder launches by NAME.
-#define ARCHFLASH_BACKWARD_SINKS_KERNEL(NAME)                                     \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_SINKS_THREADS) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {            \
-    archflash::math::backward_sinks(params);                                      \
-  }

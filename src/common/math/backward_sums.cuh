@@ -122,8 +122,3 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     archflash::math::backward_rows<DTYPE>(params,                                           \
                                           [&] { archflash::math::clear_dq_sums(params); }); \
   }
-#define ARCHFLASH_BACKWARD_DQ_KERNEL(NAME, DTYPE)                              \
-  extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_DQ_THREADS) \
-      NAME(const __grid_constant__ archflash::BackwardParams params) {         \
-    archflash::math::backward_dq<DTYPE>(params);                               \
-  }

@@ -217,10 +217,3 @@ __device__ __forceinline__ void combine_shares(const CombineSharesParams& params
 }
 
 }  // namespace archflash::math
-
-// Defines an entry point. A plan.cpp launches it by NAME.
-#define ARCHFLASH_COMBINE_SHARES_KERNEL(NAME, OUT)                            \
-  extern "C" __global__ void __launch_bounds__(32 * archflash::COMBINE_WARPS) \
-      NAME(const __grid_constant__ archflash::CombineSharesParams params) {   \
-    archflash::math::combine_shares<OUT>(params);                             \
-  }

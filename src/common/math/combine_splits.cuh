@@ -115,11 +115,3 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
 }
 
 }  // namespace archflash::math
-
-// Defines an entry point. A plan.cpp launches it by NAME. The template arguments of
-// math::combine_splits follow.
-#define ARCHFLASH_COMBINE_KERNEL(NAME, ...)                                   \
-  extern "C" __global__ void __launch_bounds__(32 * archflash::COMBINE_WARPS) \
-      NAME(const __grid_constant__ archflash::CombineParams params) {         \
-    archflash::math::combine_splits<__VA_ARGS__>(params);                     \
-  }

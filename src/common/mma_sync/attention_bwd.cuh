@@ -433,10 +433,3 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
 }
 
 }  // namespace archflash::mma_sync
-
-// Defines an entry point. plan_backward.cpp launches it by NAME.
-#define ARCHFLASH_BACKWARD_KERNEL(NAME, CONFIG)                                      \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ CONFIG::Params params) {                          \
-    archflash::mma_sync::attention_bwd<CONFIG>(params);                              \
-  }

@@ -245,11 +245,3 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
 }
 
 }  // namespace archflash::mma_sync
-
-// Defines an entry point. plan.cpp launches it by NAME. __grid_constant__ lets the kernel read its
-// parameter from constant memory without a copy.
-#define ARCHFLASH_ATTENTION_KERNEL(NAME, CONFIG)                                     \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::mma_sync::ParamsOf<CONFIG> params) {   \
-    archflash::mma_sync::attention_fwd<CONFIG>(params);                              \
-  }

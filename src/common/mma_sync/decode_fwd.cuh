@@ -648,10 +648,3 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
 }
 
 }  // namespace archflash::mma_sync
-
-// Defines an entry point. plan.cpp launches it by NAME.
-#define ARCHFLASH_DECODE_KERNEL(NAME, CONFIG)                                        \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::mma_sync::CacheParams params) {        \
-    archflash::mma_sync::decode_fwd<CONFIG>(params);                                 \
-  }

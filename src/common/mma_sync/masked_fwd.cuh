@@ -189,10 +189,3 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
 }
 
 }  // namespace archflash::mma_sync
-
-// Defines an entry point. plan.cpp launches it by NAME.
-#define ARCHFLASH_MASKED_KERNEL(NAME, CONFIG)                                        \
-  extern "C" __global__ void __launch_bounds__(CONFIG::THREADS, CONFIG::CTAS_PER_SM) \
-      NAME(const __grid_constant__ archflash::mma_sync::MaskedParams params) {       \
-    archflash::mma_sync::masked_fwd<CONFIG>(params);                                 \
-  }

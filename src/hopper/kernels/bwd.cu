@@ -1,6 +1,7 @@
 // images: bwd_f16 bwd_bf16
 // The backward kernels for fp16 and bf16 inputs. backward_config.cuh has their tiles.
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/math/backward_rows.cuh"
 #include "hopper/attention_bwd.cuh"
 #include "hopper/wide_bwd.cuh"
@@ -11,17 +12,22 @@ using namespace archflash::hopper;
 using D64Softcap = BackwardD64<DTYPE, true>;
 using D128Softcap = BackwardD128<DTYPE, true>;
 
-ARCHFLASH_HOPPER_PREPARE_KERNEL(KERNEL(hopper_backward_rows), DTYPE)
-ARCHFLASH_BACKWARD_SINKS_KERNEL(KERNEL(hopper_backward_sinks))
-ARCHFLASH_HOPPER_BACKWARD_KERNEL(KERNEL(hopper_attention_bwd, d64), BackwardD64<DTYPE>)
-ARCHFLASH_HOPPER_BACKWARD_KERNEL(KERNEL(hopper_attention_bwd, d64_softcap), D64Softcap)
-ARCHFLASH_HOPPER_DQ_KERNEL(KERNEL(hopper_backward_dq, d64), BackwardD64<DTYPE>)
-ARCHFLASH_HOPPER_BACKWARD_KERNEL(KERNEL(hopper_attention_bwd, d64_exact), BackwardD64Exact<DTYPE>)
-ARCHFLASH_HOPPER_DQ_KERNEL(KERNEL(hopper_backward_dq, d64_exact), BackwardD64Exact<DTYPE>)
-ARCHFLASH_HOPPER_BACKWARD_KERNEL(KERNEL(hopper_attention_bwd, d128), BackwardD128<DTYPE>)
-ARCHFLASH_HOPPER_BACKWARD_KERNEL(KERNEL(hopper_attention_bwd, d128_softcap), D128Softcap)
-ARCHFLASH_HOPPER_DQ_KERNEL(KERNEL(hopper_backward_dq, d128), BackwardD128<DTYPE>)
-ARCHFLASH_HOPPER_BACKWARD_KERNEL(KERNEL(hopper_attention_bwd, d128_exact), BackwardD128Exact<DTYPE>)
-ARCHFLASH_HOPPER_DQ_KERNEL(KERNEL(hopper_backward_dq, d128_exact), BackwardD128Exact<DTYPE>)
-ARCHFLASH_HOPPER_WIDE_BACKWARD_KERNEL(KERNEL(hopper_attention_bwd, d256), BackwardD256<DTYPE>)
-ARCHFLASH_HOPPER_DQ_KERNEL(KERNEL(hopper_backward_dq, d256), BackwardD256<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_rows), (BACKWARD_ROWS_THREADS), prepare<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_sinks), (BACKWARD_SINKS_THREADS), math::backward_sinks)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64), attention_bwd, BackwardD64<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_softcap), attention_bwd, D64Softcap)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD64<DTYPE>>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_exact), attention_bwd, BackwardD64Exact<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_exact), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD64Exact<DTYPE>>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128), attention_bwd, BackwardD128<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_softcap), attention_bwd, D128Softcap)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD128<DTYPE>>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_exact), attention_bwd, BackwardD128Exact<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128_exact), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD128Exact<DTYPE>>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256), wide_bwd, BackwardD256<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d256), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD256<DTYPE>>)

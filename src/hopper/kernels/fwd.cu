@@ -1,24 +1,25 @@
 // images: fwd_f16 fwd_bf16
 // fp16 and bf16 inputs. Tiles: config.cuh.
 #include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
 #include "common/math/combine_splits.cuh"
 #include "hopper/attention_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
 
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d64_large), D64Large<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d64_medium), D64Medium<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d64_few), D64Few<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d96_large), D96Large<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d96_medium), D96Medium<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d96_few), D96Few<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d128_large), D128Large<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d128_medium), D128Medium<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d128_few), D128Few<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d192_large), D192Large<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d192_medium), D192Medium<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d192_few), D192Few<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d256_large), D256Large<DTYPE>)
-ARCHFLASH_HOPPER_KERNEL(KERNEL(hopper_attention_fwd, d256_few), D256Few<DTYPE>)
-ARCHFLASH_COMBINE_KERNEL(KERNEL(hopper_combine), DTYPE)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_large), attention_fwd, D64Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_medium), attention_fwd, D64Medium<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_few), attention_fwd, D64Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_large), attention_fwd, D96Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_medium), attention_fwd, D96Medium<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_few), attention_fwd, D96Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_large), attention_fwd, D128Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_medium), attention_fwd, D128Medium<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_few), attention_fwd, D128Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_large), attention_fwd, D192Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_medium), attention_fwd, D192Medium<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_few), attention_fwd, D192Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_large), attention_fwd, D256Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_few), attention_fwd, D256Few<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_combine), (32 * COMBINE_WARPS), math::combine_splits<DTYPE>)

@@ -1,4 +1,5 @@
 // The kernels for fp32 inputs with a KV cache. config.cuh has their tiles.
+#include "common/kernel_entry.cuh"
 #include "common/math/append_kv.cuh"
 #include "common/math/combine_shares.cuh"
 #include "simt/cache_fwd.cuh"
@@ -6,8 +7,8 @@
 using namespace archflash;
 using namespace archflash::simt;
 
-ARCHFLASH_SIMT_CACHE_KERNEL(simt_attention_fwd_f32_d64_cache, F32D64Cache)
-ARCHFLASH_SIMT_CACHE_KERNEL(simt_attention_fwd_f32_d128_cache, F32D128Cache)
-ARCHFLASH_SIMT_CACHE_KERNEL(simt_attention_fwd_f32_d256_cache, F32D256Cache)
-ARCHFLASH_COMBINE_SHARES_KERNEL(simt_combine_f32, DType::F32)
-ARCHFLASH_APPEND_KERNEL(simt_append_f32, DType::F32, float)
+ARCHFLASH_KERNEL(simt_attention_fwd_f32_d64_cache, cache_fwd, F32D64Cache)
+ARCHFLASH_KERNEL(simt_attention_fwd_f32_d128_cache, cache_fwd, F32D128Cache)
+ARCHFLASH_KERNEL(simt_attention_fwd_f32_d256_cache, cache_fwd, F32D256Cache)
+ARCHFLASH_ENTRY(simt_combine_f32, (32 * COMBINE_WARPS), math::combine_shares<DType::F32>)
+ARCHFLASH_ENTRY(simt_append_f32, (32 * APPEND_WARPS), math::append_kv<DType::F32, float>)
