@@ -1,7 +1,7 @@
 """Dropout: the state of its random bits, and which weights they drop.
 
 The random bits of a weight depend on its batch, head, query and key, and on seed and offset only,
-so that every kernel, and the backward pass, drop the same ones. src/common/math/dropout.cuh
+so that every kernel, and the backward pass, drop the same ones. src/common/device/dropout.cuh
 computes them in kernels, and `dropout_mask` in PyTorch's operations.
 """
 

@@ -5,7 +5,7 @@
 // the last one back to the first. There are no roles; copies and barriers are those of
 // common/mma_sync/main_loop.cuh.
 //
-// common/math/descales.cuh has the descales, common/math/fp8_softmax.cuh P,
+// common/device/descales.cuh has the descales, common/device/fp8_softmax.cuh P,
 // common/mma_sync/tile.cuh the lane maps and Q K^T, tile.cuh P V, config.cuh the tiles, plan.cpp
 // the choice among them, NOTES.md the measurements.
 #pragma once
@@ -15,10 +15,10 @@
 #include "ada/config.cuh"
 #include "ada/params.h"
 #include "ada/tile.cuh"
-#include "common/math/attention_work.cuh"
-#include "common/math/descales.cuh"
-#include "common/math/fp8_softmax.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/descales.cuh"
+#include "common/device/fp8_softmax.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
 #include "common/mma_sync/tile.cuh"
@@ -31,8 +31,8 @@ constexpr int MOST_WARPS = 8;
 // What the main loop needs to know about its CTA, in shared memory.
 struct Fp8CtaContext {
   mma_sync::CtaContext cta;
-  math::KeyDescales key_descales;
-  math::WarpDescale warp_descales[MOST_WARPS];
+  device::KeyDescales key_descales;
+  device::WarpDescale warp_descales[MOST_WARPS];
 };
 
 template <class C>
@@ -44,48 +44,48 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
   Fp8CtaContext& context = *reinterpret_cast<Fp8CtaContext*>(shared + C::CONTEXT_SMEM);
   {
     // The volatile read keeps the thread index from taking a register for the rest of the kernel.
-    math::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, ptx::mov_tid_x_volatile(),
-                                                C::THREADS);
-    const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);
+    device::write_rows_of_no_sequence<C::BLOCK_Q>(params, blockIdx.x, ptx::mov_tid_x_volatile(),
+                                                  C::THREADS);
+    const device::Work work = device::find_work<C::BLOCK_Q>(params, blockIdx.x);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
       context.cta = mma_sync::make_cta_context(params, work);
-      context.key_descales = math::find_key_descales(all_params.descales, params, work);
+      context.key_descales = device::find_key_descales(all_params.descales, params, work);
     }
     const int warp = threadIdx.x;  // thread i finds the descales of warp i
     if (warp < C::WARPS) {
-      context.warp_descales[warp] = math::find_warp_descale(all_params.descales, params, work,
-                                                            work.first_row + warp * C::WARP_ROWS);
+      context.warp_descales[warp] = device::find_warp_descale(all_params.descales, params, work,
+                                                              work.first_row + warp * C::WARP_ROWS);
     }
   }
   __syncthreads();  // `context` is complete, before any thread reads it
 
   // The descales of this thread's warp. The address is computed at each use to save a register.
-  const auto warp_descale = [&]() -> math::WarpDescale& {
+  const auto warp_descale = [&]() -> device::WarpDescale& {
     return context.warp_descales[ptx::mov_tid_x_volatile() / 32];
   };
 
   const mma_sync::KeyBlocks<C> blocks(params, context.cta, shared_smem);
   blocks.start(shared);
-  math::Outputs<C> o_rmem = {};
-  math::RowState<C> state;
+  device::Outputs<C> o_rmem = {};
+  device::RowState<C> state;
   state.large = false;
-  math::clear(state);
+  device::clear(state);
   blocks.visit(
       [&](mma_sync::Probabilities<C>& p_rmem, const mma_sync::QFragments<C>& q_rmem,
           uint32_t q_smem, uint32_t k_smem, int key_first) {
-        math::Scores<C> s_rmem;
+        device::Scores<C> s_rmem;
         mma_sync::multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        float exp2_scale = math::descale_scores<C>(s_rmem, params, context.key_descales,
-                                                   warp_descale(), key_first);
+        float exp2_scale = device::descale_scores<C>(s_rmem, params, context.key_descales,
+                                                     warp_descale(), key_first);
         mma_sync::mask_edges<C>(s_rmem, context.cta, key_first);
         const bool v_by_block = context.key_descales.v_gmem != nullptr;
         if (v_by_block)
-          math::change_unit<C>(o_rmem, context.key_descales, warp_descale(), key_first,
-                               blocks.last);
-        exp2_scale =
-            math::follow_maxima<C, math::WeightsE4m3>(s_rmem, state, o_rmem, exp2_scale, nullptr);
-        math::weigh_all_scores_e4m3<C>(s_rmem, p_rmem, state, exp2_scale);
+          device::change_unit<C>(o_rmem, context.key_descales, warp_descale(), key_first,
+                                 blocks.last);
+        exp2_scale = device::update_row_max<C, device::WeightsE4m3>(s_rmem, state, o_rmem,
+                                                                    exp2_scale, nullptr);
+        device::weigh_all_scores_e4m3<C>(s_rmem, p_rmem, state, exp2_scale);
         // A descale of 0 makes all V of this block 0, whatever is stored, so P must be 0: the unit
         // of the outputs is not 0.
         if (v_by_block && context.key_descales.v(key_first) == 0.0f) {
@@ -102,8 +102,8 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
 
   __syncwarp();  // lane 0 has written the unit of the outputs (change_unit), before all read it
   const int warp = threadIdx.x / 32;
-  math::store_fp8_out<C>(o_rmem, state, params, all_params.out_dtype, context.cta.work,
-                         warp * C::WARP_ROWS, context.warp_descales[warp].v);
+  device::store_fp8_out<C>(o_rmem, state, params, all_params.out_dtype, context.cta.work,
+                           warp * C::WARP_ROWS, context.warp_descales[warp].v);
 }
 
 }  // namespace archflash::ada

@@ -12,8 +12,8 @@
 #include "ada/config.cuh"
 #include "ada/int8_prepare.cuh"
 #include "ada/params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
 #include "common/mma_sync/tile.cuh"
@@ -38,11 +38,11 @@ struct Int8CtaContext {
 
 // S = Q K^T as the floats that WeightsOfIntegers describes.
 template <class C>
-__device__ __forceinline__ void multiply_int8_qk(math::Scores<C>& s_rmem,
+__device__ __forceinline__ void multiply_int8_qk(device::Scores<C>& s_rmem,
                                                  const mma_sync::QFragments<C>& q_rmem,
                                                  uint32_t q_smem, uint32_t k_smem) {
   int32_t sums_rmem[C::M_TILES][C::STEP_KEYS / 8][4];
-  mma_sync::multiply_qk<C>(sums_rmem, q_rmem, q_smem, k_smem, math::WeightsOfIntegers::ZERO_BITS);
+  mma_sync::multiply_qk<C>(sums_rmem, q_rmem, q_smem, k_smem, device::WeightsOfIntegers::ZERO_BITS);
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -53,14 +53,14 @@ __device__ __forceinline__ void multiply_int8_qk(math::Scores<C>& s_rmem,
   }
 }
 
-// P from S with the scale that follow_maxima returned. If that is 1, follow_maxima has multiplied
+// P from S with the scale that update_row_max returned. If that is 1, update_row_max has multiplied
 // the scores already; otherwise they still contain WeightsOfIntegers::ZERO, which the base absorbs.
 template <class C>
-__device__ __forceinline__ void weigh_integers(const math::Scores<C>& s_rmem,
+__device__ __forceinline__ void weigh_integers(const device::Scores<C>& s_rmem,
                                                mma_sync::Probabilities<C>& p_rmem,
-                                               math::RowState<C>& state, float exp2_scale) {
+                                               device::RowState<C>& state, float exp2_scale) {
   if (exp2_scale == 1.0f) {
-    math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+    device::exponentiate_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
     return;
   }
   float base[C::M_TILES][2];
@@ -69,10 +69,10 @@ __device__ __forceinline__ void weigh_integers(const math::Scores<C>& s_rmem,
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       base[m][r] = state.base[m][r];
-      state.base[m][r] = fmaf(math::WeightsOfIntegers::ZERO, exp2_scale, base[m][r]);
+      state.base[m][r] = fmaf(device::WeightsOfIntegers::ZERO, exp2_scale, base[m][r]);
     }
   }
-  math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+  device::exponentiate_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -82,7 +82,7 @@ __device__ __forceinline__ void weigh_integers(const math::Scores<C>& s_rmem,
 
 // Sets the scores of keys with numbers that are not finite to NaN, as 16-bit products would.
 template <class C>
-__device__ __forceinline__ void spoil_nonfinite_keys(math::Scores<C>& s_rmem,
+__device__ __forceinline__ void spoil_nonfinite_keys(device::Scores<C>& s_rmem,
                                                      const KeyScale& k_scale) {
   const int first_key = ptx::mov_tid_x_volatile() % 4 * 2;  // this lane's first key in a key tile
 #pragma unroll
@@ -106,7 +106,7 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
   static_assert(C::WARPS <= 8 && sizeof(Int8CtaContext) <= C::CONTEXT_BYTES);
   Int8CtaContext& context = *reinterpret_cast<Int8CtaContext*>(shared + C::CONTEXT_SMEM);
   {
-    const math::Work work = math::find_work<C::BLOCK_Q>(params, blockIdx.x);
+    const device::Work work = device::find_work<C::BLOCK_Q>(params, blockIdx.x);
     const int batch = work.batch_head / params.heads_q;
     const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
     if (threadIdx.x == 0) {
@@ -136,23 +136,23 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
   const mma_sync::KeyBlocks<C, decltype(start_scale)> blocks(params, context.cta, shared_smem,
                                                              start_scale);
   blocks.start(shared);
-  math::Outputs<C> o_rmem = {};
-  math::RowState<C> state;
+  device::Outputs<C> o_rmem = {};
+  device::RowState<C> state;
   state.large = false;
-  math::clear(state);
+  device::clear(state);
   blocks.visit(
       [&](mma_sync::Probabilities<C>& p_rmem, const mma_sync::QFragments<C>& q_rmem,
           uint32_t q_smem, uint32_t k_smem, int key_first) {
-        const math::RaiseLimits<C> limits(state);
-        math::Scores<C> s_rmem;
+        const device::RaiseLimits<C> limits(state);
+        device::Scores<C> s_rmem;
         multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
         const KeyScale& k_scale = context.k_scales[key_first / SCALE_ROWS % 2];
         if (k_scale.any_nonfinite != 0) spoil_nonfinite_keys<C>(s_rmem, k_scale);
         float exp2_scale = context.q_factor[ptx::mov_tid_x_volatile() / 32] * k_scale.scale;
         exp2_scale = fminf(fmaxf(exp2_scale, SMALLEST_EXP2_SCALE), LARGEST_EXP2_SCALE);
         mma_sync::mask_edges<C>(s_rmem, context.cta, key_first);
-        exp2_scale = math::follow_maxima<C, math::WeightsOfIntegers>(s_rmem, state, o_rmem,
-                                                                     exp2_scale, &limits);
+        exp2_scale = device::update_row_max<C, device::WeightsOfIntegers>(s_rmem, state, o_rmem,
+                                                                          exp2_scale, &limits);
         weigh_integers<C>(s_rmem, p_rmem, state, exp2_scale);
       },
       [&](const mma_sync::Probabilities<C>& p_rmem, uint32_t v_smem) {
@@ -169,14 +169,14 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
     for (int r = 0; r < 2; ++r) {
       const int row = lane_row + 16 * m + 8 * r;
       if (row < context.cta.work.nq)
-        state.base[m][r] = fmaf(context.shifts_gmem[row], math::LOG2_E, state.base[m][r]);
+        state.base[m][r] = fmaf(context.shifts_gmem[row], device::LOG2_E, state.base[m][r]);
     }
   }
   // Output rows are longer than rows of int8 Q, so they are staged in the space of Q, K and V.
   static_assert(C::BLOCK_Q * C::VTile::ROW_BYTES <= C::CONTEXT_SMEM);
   __syncthreads();  // no warp reads Q, K or V any more, before any warp overwrites them
-  math::store_out<C, typename C::VTile>(o_rmem, state, params, context.cta.work, warp_row,
-                                        shared + warp_row * C::VTile::ROW_BYTES);
+  device::store_out<C, typename C::VTile>(o_rmem, state, params, context.cta.work, warp_row,
+                                          shared + warp_row * C::VTile::ROW_BYTES);
 }
 
 }  // namespace archflash::ada

@@ -14,10 +14,10 @@
 #include <cstdint>
 
 #include "ada/params.h"
+#include "common/device/attention_work.cuh"
+#include "common/device/bfloat16.cuh"
+#include "common/device/largest_of_cta.cuh"
 #include "common/dtype.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/bfloat16.cuh"
-#include "common/math/largest_of_cta.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/st_global.cuh"
 
@@ -36,14 +36,14 @@ __device__ __forceinline__ float element(const uint4& chunk, int j) {
   const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
   const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
   if constexpr (DTYPE == DType::F16) return ptx::cvt_f32_f16(bits);
-  return __uint_as_float(math::float_bits_of_bfloat16(bits));
+  return __uint_as_float(device::float_bits_of_bfloat16(bits));
 }
 
 // The number of keys of a batch up to the last one that some query sees.
 __device__ __forceinline__ int count_seen_keys(const Int8Params& params, int batch) {
-  const math::Work work{
+  const device::Work work{
       .batch_head = batch * params.heads_q, .first_row = 0, .nq = params.nq, .nk = params.nk};
-  return max(0, math::find_visible_keys(params.attention, work).last(params.nq - 1) + 1);
+  return max(0, device::find_visible_keys(params.attention, work).last(params.nq - 1) + 1);
 }
 
 // The chunks of a block that one thread takes: one chunk of columns in every row_step-th row.
@@ -182,7 +182,7 @@ __device__ __forceinline__ void make_int8(const Int8Params& params) {
     if (!at.is_k) dots[row][chunks.column / INT8_CHUNK] = dot;
   }
   // The barrier inside largest_of_cta also completes `odd` and `dots`, which are read below.
-  largest = math::largest_of_cta<INT8_THREADS>(largest);
+  largest = device::largest_of_cta<INT8_THREADS>(largest);
   constexpr float SMALLEST_NORMAL = 1.17549435e-38f;  // its reciprocal is finite
   const float scale = largest == 0.0f ? 1.0f : fmaxf(largest / LARGEST_INT8, SMALLEST_NORMAL);
   const float factor = 1.0f / scale;

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "common/device/online_softmax.cuh"
 #include "common/dtype.h"
-#include "common/math/online_softmax.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/fp8_sums.cuh"
 #include "common/ptx/ldmatrix.cuh"
@@ -16,7 +16,7 @@ namespace archflash::ada {
 // cores. Where these keep 13 bits that would lose most of what is added late, so 16 columns of one
 // step are summed from zero there, and these sums are added to O in fp32.
 template <class C>
-__device__ __forceinline__ void multiply_pv(math::Outputs<C>& o_rmem,
+__device__ __forceinline__ void multiply_pv(device::Outputs<C>& o_rmem,
                                             const mma_sync::Probabilities<C>& p_rmem,
                                             uint32_t v_smem /* this lane's row */) {
   static_assert(C::V_PACK == 2, "8-bit V only");

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/swizzled_tile.cuh"
 #include "common/mma_sync/params.h"
 
 namespace archflash::ampere {
@@ -47,11 +47,11 @@ struct MlaConfig {
     static constexpr int HEAD_DIM_V = MlaConfig::HEAD_DIM_V / 2;
     static constexpr int V_PACK = 1;
     static constexpr bool ROWS_ALONE = true;
-    using VTile = math::SwizzledTile<ROW_COLUMNS>;
+    using VTile = device::SwizzledTile<ROW_COLUMNS>;
   };
 
   // Shared memory: latent rows of each stage | scores of each warp | CacheContext. In bytes.
-  using Tile = math::SwizzledTile<ROW_COLUMNS>;
+  using Tile = device::SwizzledTile<ROW_COLUMNS>;
   static constexpr int STAGE_BYTES = BLOCK_K * Tile::ROW_BYTES;
   // Rows of 8 bits are converted to those of the first stage. Until then they are in the place of
   // the second one, where each thread has FP8_COPIES times 16 bytes of its own.

@@ -38,13 +38,13 @@
 #include "ampere/mla_config.cuh"
 #include "ampere/pair.cuh"
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/chunked_keys.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/fp8_rows.cuh"
-#include "common/math/kv_cache.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/tile_walk.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/chunked_keys.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/fp8_rows.cuh"
+#include "common/device/kv_cache.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/tile_walk.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/tile.cuh"
@@ -54,7 +54,7 @@ namespace archflash::ampere {
 
 // What a CTA knows; it is in shared memory.
 struct MlaContext : mma_sync::CacheContext {
-  math::Blocks blocks;  // of keys, which it visits from the last to the first
+  device::Blocks blocks;  // of keys, which it visits from the last to the first
 };
 
 // Reads a warp's part of the query from global memory; zeros for rows that do not exist.
@@ -65,8 +65,8 @@ __device__ __forceinline__ void load_query(PairQuery<C>& q_rmem, const MlaParams
   const PairWarp<C> at(cta);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const math::FewRow row(attention, cta.packed_heads, cta.work,
-                           at.warp_row + at.lane / 4 + 8 * r);
+    const device::FewRow row(attention, cta.packed_heads, cta.work,
+                             at.warp_row + at.lane / 4 + 8 * r);
     const int column = PAIR_STEP * at.share + at.lane % 4 * 2;
     const uint16_t* q_gmem = static_cast<const uint16_t*>(attention.q_gmem) +
                              row.batch * attention.q_batch + row.head * attention.q_head +
@@ -99,7 +99,7 @@ __device__ __forceinline__ void start_latent_rows(uint32_t shared_smem, uint32_t
   using Tile = typename C::Tile;
   const unsigned thread = ptx::mov_tid_x_volatile();
   const int row = thread / Tile::GROUP, chunk = thread % Tile::GROUP;
-  const math::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
+  const device::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
   const bool valid = key + row >= visible.begin() && key + row < visible.nk;
   int64_t k_offset = 0, v_offset = 0;
   if (valid && cta.pages_gmem == nullptr) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void convert_latent_rows(unsigned char* shared, DType
   using Tile = typename C::Tile;
   const unsigned thread = ptx::mov_tid_x_volatile();
   const int row = thread / Tile::GROUP, chunk = thread % Tile::GROUP;
-  const math::Fp8To16Bits<C::DTYPE> to_16_bits(cache_dtype);
+  const device::Fp8To16Bits<C::DTYPE> to_16_bits(cache_dtype);
   const auto* from = reinterpret_cast<const uint4*>(shared + C::FP8_SMEM) + thread;
 #pragma unroll
   for (int i = 0; i < C::FP8_COPIES; ++i) {
@@ -147,12 +147,12 @@ __device__ __forceinline__ void convert_latent_rows(unsigned char* shared, DType
 
 // A warp's part of the scores of a block, its half of the sum over the columns.
 template <class C>
-__device__ __forceinline__ void multiply_latent_scores(math::Scores<typename C::Warp>& s_rmem,
+__device__ __forceinline__ void multiply_latent_scores(device::Scores<typename C::Warp>& s_rmem,
                                                        const PairQuery<C>& q_rmem,
                                                        uint32_t keys_smem,
                                                        const mma_sync::CacheContext& cta) {
   multiply_half_scores<C, 0, C::HEAD_DIM_V>(s_rmem, q_rmem, keys_smem);
-  math::Scores<typename C::Warp> of_k;
+  device::Scores<typename C::Warp> of_k;
   multiply_half_scores<C, C::HEAD_DIM_V>(of_k, q_rmem, keys_smem);
 #pragma unroll
   for (int n = 0; n < C::BLOCK_K / 8; ++n) {
@@ -173,16 +173,16 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   static_assert(sizeof(MlaContext) <= C::CONTEXT_BYTES);
   MlaContext& cta = *reinterpret_cast<MlaContext*>(shared + C::CONTEXT_SMEM);
   {
-    math::Work work = mma_sync::find_work<C>(call);
+    device::Work work = mma_sync::find_work<C>(call);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
-      const math::CacheRows rows =
-          math::find_cache_rows(call.cache, work.batch_head / attention.heads_q);
+      const device::CacheRows rows =
+          device::find_cache_rows(call.cache, work.batch_head / attention.heads_q);
       work.nk = rows.count;
       static_cast<mma_sync::CacheContext&>(cta) = mma_sync::make_cache_context<C>(call, work, rows);
-      const math::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
+      const device::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
       const int last_row = min(work.first_row + cta.packed_heads.rows(), work.nq) - 1;
-      cta.blocks = math::blocks_of_share<C::BLOCK_K>(
+      cta.blocks = device::blocks_of_share<C::BLOCK_K>(
           {visible.first(work.first_row) & -C::BLOCK_K, visible.last(last_row) & -C::BLOCK_K},
           call.partials, blockIdx.x % call.partials.splits);
     }
@@ -200,9 +200,9 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   if (cta.blocks.first <= cta.blocks.last) start_block(cta.blocks.last);
   PairQuery<C> q_rmem;
   load_query<C>(q_rmem, params, cta);
-  math::Outputs<Warp> o_rmem = {};
-  math::RowState<Warp> state;
-  math::clear(state);
+  device::Outputs<Warp> o_rmem = {};
+  device::RowState<Warp> state;
+  device::clear(state);
 #pragma unroll 1
   for (int key = cta.blocks.last; key >= cta.blocks.first; key -= C::BLOCK_K) {
     // Each thread waits for its own copies; the barrier makes those of all threads visible. After
@@ -216,21 +216,21 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
     __syncthreads();
     if (key > cta.blocks.first) start_block(key - C::BLOCK_K);
     if (pair_sees<C>(cta, key)) {  // both warps of a pair, or neither
-      math::Scores<Warp> s_rmem;
+      device::Scores<Warp> s_rmem;
       multiply_latent_scores<C>(s_rmem, q_rmem, stage_of(key), cta);
       add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
       if (attention.transform_scores)
-        math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+        device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
       mask_pair_scores<C>(s_rmem, cta, key);
       // Found anew in each round, so that it takes no register between them.
       state.large =
-          __any_sync(math::FULL_WARP, math::is_large<math::Weights16>(state.base[0][0]) ||
-                                          math::is_large<math::Weights16>(state.base[0][1]));
+          __any_sync(device::FULL_WARP, device::is_large<device::Weights16>(state.base[0][0]) ||
+                                            device::is_large<device::Weights16>(state.base[0][1]));
       const float exp2_scale =
-          math::follow_maxima<Warp>(s_rmem, state, o_rmem, attention.exp2_scale,
-                                    static_cast<const math::RaiseLimits<Warp>*>(nullptr));
-      math::Probabilities<Warp> p_rmem;
-      math::weigh_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+          device::update_row_max<Warp>(s_rmem, state, o_rmem, attention.exp2_scale,
+                                       static_cast<const device::RaiseLimits<Warp>*>(nullptr));
+      device::Probabilities<Warp> p_rmem;
+      device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
       const unsigned thread = ptx::mov_tid_x_volatile();
       mma_sync::multiply_pv<Warp>(o_rmem, p_rmem,
                                   stage_of(key) + thread / 32 % 2 * Warp::HEAD_DIM_V * 2 +

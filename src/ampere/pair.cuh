@@ -16,10 +16,10 @@
 #include <cstdint>
 
 #include "common/attention_params.h"
-#include "common/math/chunked_keys.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/packed_heads.cuh"
+#include "common/device/chunked_keys.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/packed_heads.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/params.h"
 #include "common/partials.h"
@@ -45,7 +45,7 @@ struct PairWarp {
 
   __device__ __forceinline__ explicit PairWarp(const mma_sync::FewRowsContext& cta) {
     const unsigned thread = ptx::mov_tid_x_volatile();
-    const math::PackedHeads& packed = cta.packed_heads;
+    const device::PackedHeads& packed = cta.packed_heads;
     lane = thread % 32;
     share = thread / 32 % 2;
     warp_row = thread / 64 * C::WARP_ROWS;
@@ -62,7 +62,7 @@ using PairQuery = uint32_t[C::ROW_COLUMNS / (2 * PAIR_STEP)][4];
 // A warp's part of the scores of the STEP_KEYS keys whose rows start at keys_smem: the sum over its
 // steps of 16 columns, of the columns from FIRST_COLUMN on and before LAST_COLUMN.
 template <class C, int FIRST_COLUMN = 0, int LAST_COLUMN = C::ROW_COLUMNS>
-__device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Warp>& s_rmem,
+__device__ __forceinline__ void multiply_half_scores(device::Scores<typename C::Warp>& s_rmem,
                                                      const PairQuery<C>& q_rmem,
                                                      uint32_t keys_smem) {
   using Tile = typename C::Tile;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_half_scores(math::Scores<typename C::Wa
 // Adds the scores of the other warp of a pair, in place. Both warps call it, and get the same bits.
 // `scores` is the CTA's part of shared memory for them.
 template <class C>
-__device__ __forceinline__ void add_scores_of_pair(math::Scores<typename C::Warp>& s_rmem,
+__device__ __forceinline__ void add_scores_of_pair(device::Scores<typename C::Warp>& s_rmem,
                                                    unsigned char* scores) {
   const unsigned thread = ptx::mov_tid_x_volatile(), warp = thread / 32, lane = thread % 32;
   constexpr int TILES = C::Warp::STEP_KEYS / 8;
@@ -122,23 +122,23 @@ __device__ __forceinline__ bool pair_sees(const mma_sync::CacheContext& cta, int
 
 // Masks a warp's scores for the STEP_KEYS keys from `key` on, if some row does not see them all.
 template <class C>
-__device__ __forceinline__ void mask_pair_scores(math::Scores<typename C::Warp>& s_rmem,
+__device__ __forceinline__ void mask_pair_scores(device::Scores<typename C::Warp>& s_rmem,
                                                  const mma_sync::CacheContext& cta, int key) {
   const PairWarp<C> at(cta);
-  const math::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
+  const device::ChunkedKeys visible = mma_sync::visible_keys<C>(cta);
   if (!visible.masks(at.first_row, at.last_row, key, key + C::Warp::STEP_KEYS - 1)) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = cta.work.first_row + cta.packed_heads.row(at.warp_row + at.lane / 4 + 8 * r);
-    math::mask_row<typename C::Warp>(s_rmem, visible.of_row(row), 0, r, 0, key + at.lane % 4 * 2);
+    device::mask_row<typename C::Warp>(s_rmem, visible.of_row(row), 0, r, 0, key + at.lane % 4 * 2);
   }
 }
 
 // Writes a warp's half of the first dv columns of its rows: to the workspace if the keys are split,
 // else to the output. The first warp of a pair writes what there is one of for each row.
 template <class C>
-__device__ __forceinline__ void store_half_rows(const math::Outputs<typename C::Warp>& o_rmem,
-                                                const math::RowState<typename C::Warp>& state,
+__device__ __forceinline__ void store_half_rows(const device::Outputs<typename C::Warp>& o_rmem,
+                                                const device::RowState<typename C::Warp>& state,
                                                 const AttentionParams& attention,
                                                 const Partials& partials,
                                                 const mma_sync::FewRowsContext& cta, int dv) {
@@ -148,11 +148,11 @@ __device__ __forceinline__ void store_half_rows(const math::Outputs<typename C::
   const bool once = share == 0 && lane % 4 == 0;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const math::FewRow row(attention, cta.packed_heads, cta.work, warp_row + lane / 4 + 8 * r);
+    const device::FewRow row(attention, cta.packed_heads, cta.work, warp_row + lane / 4 + 8 * r);
     if (partials.wanted()) {
       float sum = state.sum[0][r];
-      sum += __shfl_xor_sync(math::FULL_WARP, sum, 1);
-      sum += __shfl_xor_sync(math::FULL_WARP, sum, 2);
+      sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
+      sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
       if (!row.wanted) continue;
       const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
       if (once) partials.ends_gmem[index] = {state.base[0][r], sum};
@@ -166,8 +166,8 @@ __device__ __forceinline__ void store_half_rows(const math::Outputs<typename C::
         }
       }
     } else {
-      const math::RowEnd end =
-          math::finish_lane_row<Warp>(state, 0, r, math::load_sink(attention, row.head));
+      const device::RowEnd end =
+          device::finish_lane_row<Warp>(state, 0, r, device::load_sink(attention, row.head));
       if (!row.wanted) continue;
       if (attention.lse_gmem != nullptr && once)
         attention.lse_gmem[row.lse_index(attention)] = end.lse;

@@ -2,9 +2,9 @@
 // only, in plain C++: the kernels and plan.cpp both include them.
 #pragma once
 
+#include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
 #include "common/mask_params.h"
-#include "common/math/swizzled_tile.cuh"
 
 namespace archflash::ampere {
 
@@ -36,7 +36,7 @@ struct WideConfig {
   static constexpr bool FP8_CACHE = false;
   static constexpr bool MASKED = false;  // see WideMaskedConfig
 
-  using Tile = math::SwizzledTile<HEAD_DIM>;  // of K and of V
+  using Tile = device::SwizzledTile<HEAD_DIM>;  // of K and of V
   using QKTile = Tile;
   using QTile = Tile;
   using VTile = Tile;

@@ -20,10 +20,10 @@
 #include "ampere/wide_config.cuh"
 #include "ampere/wide_masks.cuh"
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/masks.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/masks.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_wide_query(PairQuery<C>& q_rmem, const Atte
   const PairWarp<C> at(cta);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const math::FewRow row(params, cta.packed_heads, cta.work, at.warp_row + at.lane / 4 + 8 * r);
+    const device::FewRow row(params, cta.packed_heads, cta.work, at.warp_row + at.lane / 4 + 8 * r);
     const int first_column = PAIR_STEP * at.share + at.lane % 4 * 2;
     const uint16_t* q_gmem = static_cast<const uint16_t*>(params.q_gmem) +
                              row.batch * params.q_batch + row.head * params.q_head +
@@ -70,7 +70,7 @@ __device__ __forceinline__ void clear_wide_columns(unsigned char* shared,
 
 // The RowState of a warp, from shared memory and back (WideConfig::STATE_IN_SHARED).
 template <class C>
-__device__ __forceinline__ void load_state(math::RowState<typename C::Warp>& state,
+__device__ __forceinline__ void load_state(device::RowState<typename C::Warp>& state,
                                            const unsigned char* shared) {
   const unsigned thread = ptx::mov_tid_x_volatile();
   const float2 sums = reinterpret_cast<const float2*>(shared + C::SUM_SMEM)[thread];
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_state(math::RowState<typename C::Warp>& sta
   state.base[0][0] = bases[0], state.base[0][1] = bases[8];
 }
 template <class C>
-__device__ __forceinline__ void store_state(const math::RowState<typename C::Warp>& state,
+__device__ __forceinline__ void store_state(const device::RowState<typename C::Warp>& state,
                                             unsigned char* shared) {
   const unsigned thread = ptx::mov_tid_x_volatile();
   float* bases = reinterpret_cast<float*>(shared + C::BASE_SMEM) + thread / 32 * C::WARP_ROWS +
@@ -93,19 +93,20 @@ __device__ __forceinline__ void store_state(const math::RowState<typename C::War
 
 // P of a warp's scores, with its outputs rescaled as they require.
 template <class C>
-__device__ __forceinline__ void weigh_wide_scores(math::Probabilities<typename C::Warp>& p_rmem,
-                                                  math::Scores<typename C::Warp>& s_rmem,
-                                                  math::RowState<typename C::Warp>& state,
-                                                  math::Outputs<typename C::Warp>& o_rmem,
+__device__ __forceinline__ void weigh_wide_scores(device::Probabilities<typename C::Warp>& p_rmem,
+                                                  device::Scores<typename C::Warp>& s_rmem,
+                                                  device::RowState<typename C::Warp>& state,
+                                                  device::Outputs<typename C::Warp>& o_rmem,
                                                   float exp2_scale, unsigned char* shared) {
   using Warp = typename C::Warp;
   if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
   // Found anew each time, so that it takes no register in between.
-  state.large = __any_sync(math::FULL_WARP, math::is_large<math::Weights16>(state.base[0][0]) ||
-                                                math::is_large<math::Weights16>(state.base[0][1]));
-  exp2_scale = math::follow_maxima<Warp>(s_rmem, state, o_rmem, exp2_scale,
-                                         static_cast<const math::RaiseLimits<Warp>*>(nullptr));
-  math::weigh_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+  state.large =
+      __any_sync(device::FULL_WARP, device::is_large<device::Weights16>(state.base[0][0]) ||
+                                        device::is_large<device::Weights16>(state.base[0][1]));
+  exp2_scale = device::update_row_max<Warp>(s_rmem, state, o_rmem, exp2_scale,
+                                            static_cast<const device::RaiseLimits<Warp>*>(nullptr));
+  device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
   if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
 }
 
@@ -141,13 +142,13 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
   static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
   Context& cta = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
   {
-    math::Work work = mma_sync::find_work<C>(call);
+    device::Work work = mma_sync::find_work<C>(call);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
       if constexpr (C::MASKED) {
         cta = mma_sync::make_masked_context(call, work);
       } else {
-        const math::CacheRows rows = mma_sync::find_rows(call, work);
+        const device::CacheRows rows = mma_sync::find_rows(call, work);
         work.nk = rows.count;
         cta = mma_sync::make_cache_context<C>(call, work, rows);
       }
@@ -161,9 +162,9 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
     if constexpr (C::MASKED) {
       // Found anew for each block, because there are no registers to keep them.
       const auto find_masks = [&] {
-        return math::TileMasks(all_params.masks, attention, cta.work, cta.packed_heads);
+        return device::TileMasks(all_params.masks, attention, cta.work, cta.packed_heads);
       };
-      return math::SeenKeyBlocks<C, decltype(find_masks)>{find_masks, blocks.begin};
+      return device::SeenKeyBlocks<C, decltype(find_masks)>{find_masks, blocks.begin};
     } else {
       return mma_sync::EveryBlock<C>{blocks.begin};
     }
@@ -173,12 +174,12 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
   if (walk.has(blocks.last)) blocks.start_k(blocks.last, shared_smem);
   PairQuery<C> q_rmem;
   load_wide_query<C>(q_rmem, attention, cta);
-  math::Outputs<Warp> o_rmem = {};
-  math::RowState<Warp> state;
-  math::clear(state);
+  device::Outputs<Warp> o_rmem = {};
+  device::RowState<Warp> state;
+  device::clear(state);
   if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
   struct Weighed {
-    math::Probabilities<Warp> p_rmem;
+    device::Probabilities<Warp> p_rmem;
     int key;        // the first of the block
     bool any;       // with masks: whether any row of the pair sees any key
     uint32_t seen;  // with masks: the keys that any row sees
@@ -197,11 +198,11 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
         weighed.key = key;
         if (ASKS_TWICE && !sees(key)) return;
         if constexpr (C::MASKED) find_half_masks<C>(all_params, cta, key, shared);
-        math::Scores<Warp> s_rmem;
+        device::Scores<Warp> s_rmem;
         multiply_half_scores<C>(s_rmem, q_rmem, shared_smem);
         add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
         if (C::MASKED || attention.transform_scores)
-          math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+          device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
         if constexpr (C::MASKED) {
           weighed.any = apply_pair_masks<C>(s_rmem, shared);
           weighed.seen = mma_sync::keys_of_warp<Warp>(s_rmem);

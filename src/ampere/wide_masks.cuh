@@ -9,8 +9,8 @@
 #include <cstdint>
 
 #include "ampere/wide_config.cuh"
-#include "common/math/lane_masks.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/lane_masks.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/mma_sync/masked_fwd.cuh"
 #include "common/mma_sync/params.h"
 #include "common/ptx/special_registers.cuh"
@@ -40,14 +40,14 @@ __device__ __forceinline__ void find_half_masks(const mma_sync::MaskedParams& pa
   using Half = typename C::MaskedHalf;
   const unsigned thread = ptx::mov_tid_x_volatile(), lane = thread % 32, share = thread / 32 % 2;
   PairMasks<C>& pair = masks_of_pair<C>(shared);
-  math::LaneMasks<Half> found;
-  math::find_lane_masks<Half>(found, params.masks, params.call.attention, cta,
-                              mma_sync::first_row_of_warp<Half>(thread),
-                              block + share * Half::STEP_KEYS);
+  device::LaneMasks<Half> found;
+  device::find_lane_masks<Half>(found, params.masks, params.call.attention, cta,
+                                mma_sync::first_row_of_warp<Half>(thread),
+                                block + share * Half::STEP_KEYS);
   if (lane == 0) pair.any[share] = found.any, pair.changes[share] = found.changes;
   if (!found.changes) return;
-  math::Scores<Half> added = {};  // what the masks make of scores of 0
-  math::apply_lane_masks<Half>(added, found, params.masks, 1.0f);
+  device::Scores<Half> added = {};  // what the masks make of scores of 0
+  device::apply_lane_masks<Half>(added, found, params.masks, 1.0f);
 #pragma unroll
   for (int n = 0; n < Half::STEP_KEYS / 8; ++n) {
     const float (&x)[4] = added[0][n];
@@ -57,7 +57,7 @@ __device__ __forceinline__ void find_half_masks(const mma_sync::MaskedParams& pa
 
 // Masks a warp's scores. Returns whether any of its rows sees any key: the same for both warps.
 template <class C>
-__device__ __forceinline__ bool apply_pair_masks(math::Scores<typename C::Warp>& s_rmem,
+__device__ __forceinline__ bool apply_pair_masks(device::Scores<typename C::Warp>& s_rmem,
                                                  unsigned char* shared) {
   constexpr int TILES = C::MaskedHalf::STEP_KEYS / 8;
   const PairMasks<C>& pair = masks_of_pair<C>(shared);
@@ -73,9 +73,9 @@ __device__ __forceinline__ bool apply_pair_masks(math::Scores<typename C::Warp>&
       for (int i = 0; i < 4; ++i) {
         float& s = s_rmem[0][n][i];
         s += added[i];
-        if (s < math::LOWEST_LOG2) s = math::LOWEST_LOG2;
+        if (s < device::LOWEST_LOG2) s = device::LOWEST_LOG2;
         // Selecting makes the old value irrelevant, even if it was NaN.
-        if (added[i] == math::MINUS_INFINITY) s = math::MINUS_INFINITY;
+        if (added[i] == device::MINUS_INFINITY) s = device::MINUS_INFINITY;
       }
     }
   }

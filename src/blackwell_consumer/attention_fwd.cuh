@@ -35,16 +35,16 @@
 #include "blackwell_consumer/config.cuh"
 #include "blackwell_consumer/params.h"
 #include "blackwell_consumer/tile.cuh"
-#include "common/math/attention_work.cuh"
-#include "common/math/descales.cuh"
-#include "common/math/equal_tiles.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/fp8_softmax.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/ring.cuh"
-#include "common/math/slab_load.cuh"
-#include "common/math/tile_walk.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/descales.cuh"
+#include "common/device/equal_tiles.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/fp8_softmax.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/ring.cuh"
+#include "common/device/slab_load.cuh"
+#include "common/device/tile_walk.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -53,41 +53,41 @@
 
 namespace archflash::blackwell_consumer {
 
-using math::release;
+using device::release;
 
 // The rules by which a row's base follows its maximum.
 template <class C>
-using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
+using Weights = std::conditional_t<C::FP8, device::WeightsE4m3, device::Weights16>;
 
 // The row tile of an index, or in kernels that can split a tile's share of the keys.
 template <class C>
-__device__ __forceinline__ math::Work find_tile(const Params& params,
-                                                const math::TileIndex& index) {
+__device__ __forceinline__ device::Work find_tile(const Params& params,
+                                                  const device::TileIndex& index) {
   if constexpr (C::CAN_SPLIT) {
-    return math::find_tile(params.attention, params.tiles, index, params.partials.splits,
-                           params.packed_heads.rows(), params.packed_heads.count);
+    return device::find_tile(params.attention, params.tiles, index, params.partials.splits,
+                             params.packed_heads.rows(), params.packed_heads.count);
   } else {
     if (params.attention.cu_seqlens_q_gmem != nullptr)
-      return math::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
-    math::Work none{};
+      return device::find_tile<C::BLOCK_Q>(params.attention, params.tiles, index);
+    device::Work none{};
     none.first_row = -1;
     if (index.value() >= static_cast<unsigned>(params.tiles)) return none;  // as in find_tile()
-    return math::find_equal_work(params.attention, params.divisors, static_cast<int>(index.value()),
-                                 C::BLOCK_Q);
+    return device::find_equal_work(params.attention, params.divisors,
+                                   static_cast<int>(index.value()), C::BLOCK_Q);
   }
 }
 template <class C>
-__device__ __forceinline__ math::Blocks find_blocks(const Params& params,
-                                                    const math::TileIndex& index,
-                                                    const math::Work& work,
-                                                    const math::VisibleKeys& visible) {
+__device__ __forceinline__ device::Blocks find_blocks(const Params& params,
+                                                      const device::TileIndex& index,
+                                                      const device::Work& work,
+                                                      const device::VisibleKeys& visible) {
   if constexpr (C::CAN_SPLIT) {
-    const math::Blocks blocks =
-        math::find_blocks<C::BLOCK_K>(work, visible, params.packed_heads.rows());
-    return math::blocks_of_share<C::BLOCK_K>(
+    const device::Blocks blocks =
+        device::find_blocks<C::BLOCK_K>(work, visible, params.packed_heads.rows());
+    return device::blocks_of_share<C::BLOCK_K>(
         blocks, params.partials, static_cast<int>(index.value()) % params.partials.splits);
   } else {
-    return math::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
+    return device::find_blocks<C::BLOCK_Q, C::BLOCK_K>(work, visible);
   }
 }
 
@@ -99,20 +99,21 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   RingPosition<C> ring;  // only the elected lane's advances
   uint32_t q_parity = 0;
-  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
-    const math::Work work = find_tile<C>(params, index);
+  for (device::TileIndex index; index.more(params.tiles); ++index.round) {
+    const device::Work work = find_tile<C>(params, index);
     if (work.first_row < 0) continue;
-    const math::Blocks blocks =
-        find_blocks<C>(params, index, work, math::find_visible_keys(attention, work));
+    const device::Blocks blocks =
+        find_blocks<C>(params, index, work, device::find_visible_keys(attention, work));
     if (ptx::elect_sync()) {
       const int batch = params.divisors.heads_of_sequence.quotient(work.batch_head);
       const int head = work.batch_head - batch * attention.heads_q;
       const int kv_head = params.divisors.heads_of_kv.quotient(head);
-      const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
+      const int keys_start =
+          device::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
       const auto load_k = [&](int block) {
         // Every consumer warp has read the K that the stage held, before TMA overwrites it.
         ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage()), ring.parity() ^ 1);
-        math::start_load<typename C::KTile, C::QK_PACK>(
+        device::start_load<typename C::KTile, C::QK_PACK>(
             shared_smem + C::K_SMEM + ring.stage() * C::KTile::BYTES, params.k_map,
             keys_start + block, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(ring.stage()));
@@ -120,7 +121,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
       const auto load_v = [&](int block) {
         // Every consumer warp has read the V that the stage held, before TMA overwrites it.
         ptx::mbarrier_wait_parity(barriers.v_empty(ring.stage()), ring.parity() ^ 1);
-        math::start_load<typename C::VTile, C::V_PACK>(
+        device::start_load<typename C::VTile, C::V_PACK>(
             shared_smem + C::V_SMEM + ring.stage() * C::VTile::BYTES, params.v_map,
             keys_start + block, attention.v_head == 0 ? 0 : kv_head,
             attention.v_batch == 0 ? 0 : batch, barriers.v_full(ring.stage()));
@@ -132,8 +133,9 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t shared_sm
       // Every consumer warp's output rows have left Q's part, before TMA overwrites it.
       ptx::mbarrier_wait_parity(barriers.q_empty(), q_parity ^ 1);
       if (blocks.first <= blocks.last) {
-        const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
-        math::start_load<typename C::QTile, C::QK_PACK>(
+        const int q_start =
+            device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+        device::start_load<typename C::QTile, C::QK_PACK>(
             shared_smem + C::Q_SMEM, params.q_map, q_start + work.first_row,
             attention.q_head == 0 ? 0 : head, attention.q_batch == 0 ? 0 : batch,
             barriers.q_full());
@@ -163,16 +165,16 @@ struct WarpContext {
   unsigned round;               // of the walk over the tiles
   uint32_t q_parity;            // of the phase of q_full that brings this tile's Q
   uint32_t large_bases;         // the value of RowState::large, if that is a WarpFlag
-  math::Blocks blocks;          // the CTA visits these
+  device::Blocks blocks;        // the CTA visits these
   int seen_first, seen_last;    // some row of the warp sees some key of these blocks
   int clear_first, clear_last;  // every row of the warp sees every key of these blocks
-  math::Work work;
-  math::VisibleKeys visible;  // its nk is the end of what any row of the sequence sees
+  device::Work work;
+  device::VisibleKeys visible;  // its nk is the end of what any row of the sequence sees
 };
 
 struct Fp8WarpContext : WarpContext {
-  math::KeyDescales key_descales;
-  math::WarpDescale warp_descale;
+  device::KeyDescales key_descales;
+  device::WarpDescale warp_descale;
 };
 template <class C>
 using WarpContextOf = std::conditional_t<C::FP8, Fp8WarpContext, WarpContext>;
@@ -192,14 +194,14 @@ struct WarpFlag {
 
 template <class C>
 __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
-                                                         const math::TileIndex& index,
-                                                         const math::Work& work,
-                                                         const math::VisibleKeys& visible,
+                                                         const device::TileIndex& index,
+                                                         const device::Work& work,
+                                                         const device::VisibleKeys& visible,
                                                          int warp) {
   const int warp_row = warp * C::WARP_ROWS;
   int first_row = work.first_row + warp_row, rows = C::WARP_ROWS;
   if constexpr (C::CAN_SPLIT) {  // the same rows of each of the warp's heads
-    const math::PackedHeads& packed = params.packed_heads;
+    const device::PackedHeads& packed = params.packed_heads;
     first_row = work.first_row + packed.row(warp_row);
     rows = packed.head(warp_row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
   }
@@ -207,7 +209,7 @@ __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
   WarpContext context;
   context.blocks = find_blocks<C>(params, index, work, visible);
   context.seen_first =
-      max(math::block_start<C::BLOCK_K>(visible.first(first_row)), context.blocks.first);
+      max(device::block_start<C::BLOCK_K>(visible.first(first_row)), context.blocks.first);
   context.seen_last = last_row < first_row ? -1 : visible.last(last_row);
   if (context.seen_last < context.seen_first) context.seen_first = INT32_MAX;
   context.clear_first = max(visible.first(last_row), context.seen_first);
@@ -222,14 +224,14 @@ __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
 template <class C>
 __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params, int index) {
   if constexpr (C::CAN_SPLIT) {
-    const math::PackedHeads& packed = params.packed_heads;
+    const device::PackedHeads& packed = params.packed_heads;
     for (int head = 0; !params.partials.wanted() && head < packed.count; ++head) {
-      math::write_rows_of_no_sequence(params.attention, index, threadIdx.x, C::CONSUMER_THREADS,
-                                      packed.rows(), packed.count, head);
+      device::write_rows_of_no_sequence(params.attention, index, threadIdx.x, C::CONSUMER_THREADS,
+                                        packed.rows(), packed.count, head);
     }
   } else {
-    math::write_rows_of_no_sequence<C::BLOCK_Q>(params.attention, index, threadIdx.x,
-                                                C::CONSUMER_THREADS);
+    device::write_rows_of_no_sequence<C::BLOCK_Q>(params.attention, index, threadIdx.x,
+                                                  C::CONSUMER_THREADS);
   }
 }
 
@@ -285,20 +287,20 @@ __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, RingPosi
 
 // Masks a warp's scores of a block.
 template <class C>
-__device__ __forceinline__ void mask_block(math::Scores<C>& s_rmem, const Params& params,
+__device__ __forceinline__ void mask_block(device::Scores<C>& s_rmem, const Params& params,
                                            const WarpContextOf<C>& context, int block) {
   const unsigned thread = thread_index<C>();
   const int first_key = block + thread % 4 * 2;
   if constexpr (C::CAN_SPLIT) {
     const int row_of_tile = thread / 32 * C::WARP_ROWS + thread % 32 / 4;
-    const math::PackedHeads& packed = params.packed_heads;
+    const device::PackedHeads& packed = params.packed_heads;
     const int first_row = context.work.first_row;
     const int lane_rows[2] = {first_row + packed.row(row_of_tile),
                               first_row + packed.row(row_of_tile + 8)};
-    math::mask_rows<C>(s_rmem, context.visible, lane_rows, first_key);
+    device::mask_rows<C>(s_rmem, context.visible, lane_rows, first_key);
   } else {
     const int first_row = context.work.first_row + thread / 32 * C::WARP_ROWS;
-    math::mask_scores<C>(s_rmem, context.visible, first_row + thread % 32 / 4, first_key);
+    device::mask_scores<C>(s_rmem, context.visible, first_row + thread % 32 / 4, first_key);
   }
 }
 
@@ -311,7 +313,7 @@ __device__ __forceinline__ void wait_for_k(const Barriers<C>& barriers,
 
 // S = Q K^T of a block whose K has landed. K goes back, unless it goes back behind the maxima.
 template <class C>
-__device__ __forceinline__ void multiply_qk(math::Scores<C>& s_rmem, const Barriers<C>& barriers,
+__device__ __forceinline__ void multiply_qk(device::Scores<C>& s_rmem, const Barriers<C>& barriers,
                                             const RingPosition<C>& ring,
                                             const mma_sync::QFragments<C>& q_rmem,
                                             uint32_t shared_smem) {
@@ -329,7 +331,7 @@ __device__ __forceinline__ void wait_for_v(const Barriers<C>& barriers,
   ptx::mbarrier_wait_parity(barriers.v_full(ring.stage()), ring.parity());
 }
 
-// In place of math::RaiseLimits where follow_maxima() finds them itself.
+// In place of device::RaiseLimits where update_row_max() finds them itself.
 struct NoLimits {
   template <class State>
   __device__ __forceinline__ explicit NoLimits(const State&) {}
@@ -339,46 +341,47 @@ struct NoLimits {
 template <class C, class State>
 __device__ __forceinline__ void visit_block(const Params& params, const Barriers<C>& barriers,
                                             RingPosition<C>& ring, WarpContextOf<C>& context,
-                                            State& state, math::Outputs<C>& o_rmem,
+                                            State& state, device::Outputs<C>& o_rmem,
                                             const mma_sync::QFragments<C>& q_rmem, int block,
                                             uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
-  math::Scores<C> s_rmem;
+  device::Scores<C> s_rmem;
   wait_for_k<C>(barriers, ring);
-  const std::conditional_t<C::HAS_PLAIN_LOOP, math::RaiseLimits<C>, NoLimits> limits(state);
+  const std::conditional_t<C::HAS_PLAIN_LOOP, device::RaiseLimits<C>, NoLimits> limits(state);
   multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
   float exp2_scale = attention.exp2_scale;
   if constexpr (C::FP8) {
-    exp2_scale = math::descale_scores<C>(s_rmem, attention, context.key_descales,
-                                         context.warp_descale, block);
+    exp2_scale = device::descale_scores<C>(s_rmem, attention, context.key_descales,
+                                           context.warp_descale, block);
   } else if (attention.transform_scores) {
-    math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+    device::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
   }
   if (block < context.clear_first || block > context.clear_last)
     mask_block<C>(s_rmem, params, context, block);
   bool v_is_zero = false;
   if constexpr (C::FP8) {
     if (context.key_descales.v_gmem != nullptr) {
-      math::change_unit<C>(o_rmem, context.key_descales, context.warp_descale, block,
-                           context.blocks.last);
+      device::change_unit<C>(o_rmem, context.key_descales, context.warp_descale, block,
+                             context.blocks.last);
       v_is_zero = context.key_descales.v(block) == 0.0f;
     }
   }
-  const math::RaiseLimits<C>* known_limits = nullptr;
+  const device::RaiseLimits<C>* known_limits = nullptr;
   if constexpr (C::HAS_PLAIN_LOOP) known_limits = &limits;
-  exp2_scale = math::follow_maxima<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, known_limits);
+  exp2_scale =
+      device::update_row_max<C, Weights<C>>(s_rmem, state, o_rmem, exp2_scale, known_limits);
   wait_for_v<C>(barriers, ring);
   const uint32_t v_smem = lane_v_smem<C>(shared_smem, ring.stage());
   const bool lacks_rows =  // of V
       block < context.visible.begin() || block + C::BLOCK_K > context.visible.nk;
   if (lacks_rows || v_is_zero) {
     const int begin = context.visible.begin();
-    weigh_and_multiply_pv<C, true>(
+    exponentiate_and_multiply_pv<C, true>(
         o_rmem, s_rmem, state, exp2_scale, v_smem,
         static_cast<int>(ptx::mov_tid_x_volatile() % 4 * 2) + block - begin,
         v_is_zero ? 0 : context.visible.nk - begin);
   } else {
-    weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
+    exponentiate_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
   }
   release_after_reads(barriers.v_empty(ring.stage()));
   ++ring.count;
@@ -401,20 +404,20 @@ __device__ __forceinline__ void copy_rows(To& to, const From& from) {
 }
 
 // Raises the bases of a warp's rows if the scores of a plain block require it. Returns the scale
-// for weigh_and_multiply_pv(). `limits` are those of `state`. If a base becomes large, `first`
-// becomes INT32_MAX: no block behind this one is plain.
+// for exponentiate_and_multiply_pv(). `limits` are those of `state`. If a base becomes large,
+// `first` becomes INT32_MAX: no block behind this one is plain.
 template <class C, class State>
-__device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, State& state,
-                                                     math::Outputs<C>& o_rmem, float exp2_scale,
-                                                     const math::RaiseLimits<C>& limits,
+__device__ __forceinline__ float follow_plain_maxima(device::Scores<C>& s_rmem, State& state,
+                                                     device::Outputs<C>& o_rmem, float exp2_scale,
+                                                     const device::RaiseLimits<C>& limits,
                                                      int& first) {
   float lane_max[C::M_TILES][2];
-  math::find_lane_maxima<C, Weights<C>>(s_rmem, lane_max);
-  if (!math::any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits.rmem)) return exp2_scale;
-  math::RowState<C> raised;  // its flag is in a register; that of `state` may be in shared memory
+  device::find_lane_maxima<C, Weights<C>>(s_rmem, lane_max);
+  if (!device::any_exceeds<C>(lane_max, exp2_scale, 0.0f, limits.rmem)) return exp2_scale;
+  device::RowState<C> raised;  // its flag is in a register; that of `state` may be in shared memory
   copy_rows<C>(raised, state);
-  math::raise_bases<C, Weights<C>>(lane_max, raised, o_rmem, exp2_scale,
-                                   [](int, int) { return true; });
+  device::raise_bases<C, Weights<C>>(lane_max, raised, o_rmem, exp2_scale,
+                                     [](int, int) { return true; });
   copy_rows<C>(state, raised);
   if (!raised.large) return exp2_scale;
   // mutants: flag-is-read-later
@@ -425,7 +428,7 @@ __device__ __forceinline__ float follow_plain_maxima(math::Scores<C>& s_rmem, St
 #pragma unroll
     for (int n = 0; n < C::BLOCK_K / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)  // the reason is in math::follow_maxima()
+      for (int i = 0; i < 4; ++i)  // the reason is in device::update_row_max()
         s_rmem[m][n][i] = __fmul_rn(s_rmem[m][n][i], exp2_scale);
     }
   }
@@ -438,21 +441,21 @@ template <class C, class State>
 __device__ __forceinline__ void visit_plain_blocks(const Params& params,
                                                    const Barriers<C>& barriers,
                                                    RingPosition<C>& ring, State& state,
-                                                   math::Outputs<C>& o_rmem,
+                                                   device::Outputs<C>& o_rmem,
                                                    const mma_sync::QFragments<C>& q_rmem,
                                                    int& block, int first, uint32_t shared_smem) {
   if constexpr (C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
 #pragma unroll 1
   do {
-    math::Scores<C> s_rmem;
+    device::Scores<C> s_rmem;
     if constexpr (!C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
-    const math::RaiseLimits<C> limits(state);
+    const device::RaiseLimits<C> limits(state);
     multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
     const float scale =
         follow_plain_maxima<C>(s_rmem, state, o_rmem, params.attention.exp2_scale, limits, first);
     wait_for_v<C>(barriers, ring);
-    weigh_and_multiply_pv<C, false>(o_rmem, s_rmem, state, scale,
-                                    lane_v_smem<C>(shared_smem, ring.stage()), 0, 0);
+    exponentiate_and_multiply_pv<C, false>(o_rmem, s_rmem, state, scale,
+                                           lane_v_smem<C>(shared_smem, ring.stage()), 0, 0);
     const uint32_t stage = ring.stage();
     ++ring.count;
     block -= C::BLOCK_K;
@@ -480,20 +483,20 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   RingPosition<C> ring;
   uint32_t q_parity = 0;
 
-  for (math::TileIndex index; index.more(params.tiles); ++index.round) {
+  for (device::TileIndex index; index.more(params.tiles); ++index.round) {
     {  // The tile's context.
       write_rows_of_no_sequence<C>(params, static_cast<int>(index.value()));
-      const math::Work work = find_tile<C>(params, index);
+      const device::Work work = find_tile<C>(params, index);
       if (work.first_row < 0) continue;
-      const math::VisibleKeys visible = math::find_visible_keys(attention, work);
+      const device::VisibleKeys visible = device::find_visible_keys(attention, work);
       // In shared memory one lane writes the context for its warp. All lanes have read the previous
       // tile's context: release(), at the end of that tile, has synchronised them.
       if (C::CONTEXT_IN_REGISTERS || threadIdx.x % 32 == 0) {
         static_cast<WarpContext&>(context) =
             make_warp_context<C>(params, index, work, visible, threadIdx.x / 32);
         if constexpr (C::FP8) {
-          context.key_descales = math::find_key_descales(params.descales, attention, work);
-          context.warp_descale = math::find_warp_descale(
+          context.key_descales = device::find_key_descales(params.descales, attention, work);
+          context.warp_descale = device::find_warp_descale(
               params.descales, attention, work,
               work.first_row + static_cast<int>(threadIdx.x / 32) * C::WARP_ROWS);
         }
@@ -505,14 +508,14 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       if constexpr (!C::CONTEXT_IN_REGISTERS) __syncwarp();
     }
     mma_sync::QFragments<C> q_rmem;
-    math::Outputs<C> o_rmem = {};
-    math::RowState<C, std::conditional_t<C::CONTEXT_IN_REGISTERS, bool, WarpFlag>> state;
+    device::Outputs<C> o_rmem = {};
+    device::RowState<C, std::conditional_t<C::CONTEXT_IN_REGISTERS, bool, WarpFlag>> state;
     if constexpr (C::CONTEXT_IN_REGISTERS) {
       state.large = false;
     } else {
       state.large.flag_smem = &context.large_bases;
     }
-    math::clear(state);
+    device::clear(state);
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
     const bool any_block = context.blocks.first <= context.blocks.last;
     if (C::Q_IN_REGISTERS && any_block) {
@@ -551,23 +554,23 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       const Partials& partials = params.partials;
       index.round = context.round;
       if (partials.wanted()) {
-        math::store_partials<C>(o_rmem, state, attention, partials, params.packed_heads,
-                                context.work, static_cast<int>(index.value()) % partials.splits,
-                                warp_row);
+        device::store_partials<C>(o_rmem, state, attention, partials, params.packed_heads,
+                                  context.work, static_cast<int>(index.value()) % partials.splits,
+                                  warp_row);
         stored = true;
       } else if (params.packed_heads.count > 1) {
-        math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, context.work,
-                                  warp_row);
+        device::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, context.work,
+                                    warp_row);
         stored = true;
       }
     }
     if constexpr (C::FP8) {
       __syncwarp();  // lane 0 has written warp_descale.v (change_unit) before any lane reads it
-      math::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
-                             context.warp_descale.v);
+      device::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
+                               context.warp_descale.v);
     } else if (!stored) {
-      math::store_out<C, QTile>(o_rmem, state, attention, context.work, warp_row,
-                                shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
+      device::store_out<C, QTile>(o_rmem, state, attention, context.work, warp_row,
+                                  shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);
     }
     // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
     ptx::fence_proxy_async_shared();

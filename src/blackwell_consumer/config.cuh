@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/device/slab_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/slab_tile.cuh"
 
 namespace archflash::blackwell_consumer {
 
@@ -68,9 +68,9 @@ struct Config {
       8;
 
   // Tiles in shared memory. Their columns count units of 16 bits.
-  using QTile = math::SlabTile<HEAD_DIM / QK_PACK, BLOCK_Q>;
-  using KTile = math::SlabTile<HEAD_DIM / QK_PACK, BLOCK_K>;
-  using VTile = math::SlabTile<HEAD_DIM_V / V_PACK, BLOCK_K>;
+  using QTile = device::SlabTile<HEAD_DIM / QK_PACK, BLOCK_Q>;
+  using KTile = device::SlabTile<HEAD_DIM / QK_PACK, BLOCK_K>;
+  using VTile = device::SlabTile<HEAD_DIM_V / V_PACK, BLOCK_K>;
 
   // Shared memory, in bytes: Q | ring of K | ring of V | barriers | WarpContext of each consumer
   // warp. With 16-bit inputs the output rows of a tile pass through the part of its Q.

@@ -7,9 +7,9 @@
 
 #include "common/attention_params.h"
 #include "common/descales.h"
+#include "common/device/equal_tiles.cuh"
+#include "common/device/packed_heads.cuh"
 #include "common/dtype.h"
-#include "common/math/equal_tiles.cuh"
-#include "common/math/packed_heads.cuh"
 #include "common/partials.h"
 #include "common/tensor_map.h"
 
@@ -24,8 +24,8 @@ struct Params {
   DType out_dtype;  // F16 or BF16
   // For kernels that can split keys and pack heads.
   Partials partials;
-  math::PackedHeads packed_heads;
-  math::TileDivisors divisors;  // those of the group are used without cu_seqlens only
+  device::PackedHeads packed_heads;
+  device::TileDivisors divisors;  // those of the group are used without cu_seqlens only
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");

@@ -130,7 +130,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   core::init_params(problem, params);
   params.attention.order = core::choose_order(problem, device, tile);
   params.tiles = static_cast<int32_t>(tiles);
-  params.divisors = math::make_tile_divisors(params.attention, tile.block_q);
+  params.divisors = device::make_tile_divisors(params.attention, tile.block_q);
   params.partials.splits = 1;
   if (tile.can_split) params.packed_heads = core::packed_heads(tile);
   // CTAs that go on to the next tile load its keys while the last one is written. Tiles of unequal

@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "blackwell_consumer/config.cuh"
-#include "common/math/fp8_softmax.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/fp8_softmax.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t v_mask(int key, unsigned keys) {
 // `keys` rows count; the others count as zeros, whatever they hold. lane_key: this lane's first key
 // in a tile of 8 keys, where the first key that counts has number 0.
 template <class C, bool RAGGED>
-__device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
+__device__ __forceinline__ void multiply_pv_group(device::Outputs<C>& o_rmem,
                                                   const uint32_t (&p_rmem)[C::M_TILES][4],
                                                   uint32_t v_smem /* this lane's row */, int key,
                                                   int lane_key, int keys) {
@@ -44,10 +44,10 @@ __device__ __forceinline__ void multiply_pv_group(math::Outputs<C>& o_rmem,
       });
 }
 
-// math::weigh_key_tile() for rows that raise their bases together. Two weights are added to one
-// another first, which makes the chain of additions half as long.
+// device::exponentiate_key_tile() for rows that raise their bases together. Two weights are added
+// to one another first, which makes the chain of additions half as long.
 template <class C, class State>
-__device__ __forceinline__ void weigh_rows_together(const math::Scores<C>& s_rmem,
+__device__ __forceinline__ void weigh_rows_together(const device::Scores<C>& s_rmem,
                                                     uint32_t (&p_rmem)[4], State& state, int m,
                                                     int n, float exp2_scale) {
 #pragma unroll
@@ -65,26 +65,26 @@ __device__ __forceinline__ void weigh_rows_together(const math::Scores<C>& s_rme
 // group of keys has no branch, so that the assembler can place its exponentials between the
 // products of another group.
 template <class C, bool RAGGED, class State>
-__device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
-                                                      const math::Scores<C>& s_rmem, State& state,
-                                                      float exp2_scale,
-                                                      uint32_t v_smem /* this lane's row */,
-                                                      int lane_key, int keys) {
+__device__ __forceinline__ void exponentiate_and_multiply_pv(device::Outputs<C>& o_rmem,
+                                                             const device::Scores<C>& s_rmem,
+                                                             State& state, float exp2_scale,
+                                                             uint32_t v_smem /* this lane's row */,
+                                                             int lane_key, int keys) {
   constexpr int GROUP = 16 * C::V_PACK;
 #pragma unroll
   for (int key = 0; key < C::BLOCK_K; key += GROUP) {
     // Keys that do not count have P = 0. In 8 bits a block whose descale of v is 0 comes here with
     // keys = 0: its P counts in the row sums, so no group is skipped.
-    if (RAGGED && !C::FP8 && __all_sync(math::FULL_WARP, key + lane_key >= keys)) return;
+    if (RAGGED && !C::FP8 && __all_sync(device::FULL_WARP, key + lane_key >= keys)) return;
     uint32_t p_rmem[C::M_TILES][4];
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
       for (int n = key / 8; n < (key + GROUP) / 8; n += C::V_PACK) {
         if constexpr (C::FP8) {
-          math::weigh_key_tiles_e4m3<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
+          device::weigh_key_tiles_e4m3<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         } else if constexpr (C::ROWS_ALONE) {
-          math::weigh_key_tile<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
+          device::exponentiate_key_tile<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         } else {
           weigh_rows_together<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         }

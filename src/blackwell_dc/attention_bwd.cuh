@@ -36,11 +36,11 @@
 #include "blackwell_dc/backward_config.cuh"
 #include "blackwell_dc/backward_params.h"
 #include "common/backward_params.h"
-#include "common/math/backward_rounds.cuh"
-#include "common/math/backward_work.cuh"
-#include "common/math/matrix_descriptor.h"
-#include "common/math/slab_load.cuh"
-#include "common/math/uniform.cuh"
+#include "common/device/backward_rounds.cuh"
+#include "common/device/backward_work.cuh"
+#include "common/device/matrix_descriptor.h"
+#include "common/device/slab_load.cuh"
+#include "common/device/uniform.cuh"
 #include "common/ptx/bulk_order.cuh"
 #include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cvt.cuh"
@@ -59,13 +59,13 @@
 
 namespace archflash::blackwell_dc::backward {
 
-using math::BackwardWork;
-using math::BlockNote;
-using math::BlockPosition;
-using math::CtaWork;
-using math::release;
-using math::RingPosition;
-using math::uniform;
+using device::BackwardWork;
+using device::BlockNote;
+using device::BlockPosition;
+using device::CtaWork;
+using device::release;
+using device::RingPosition;
+using device::uniform;
 
 // The barriers, as addresses in shared memory. "Bytes": the loader arrives once and says how many
 // bytes TMA will bring; the phase ends when they have landed. "Commit": tcgen05.commit arrives once
@@ -156,7 +156,7 @@ struct BackwardBarriers {
 
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
-  math::prepare_rounds<DTYPE>(params);
+  device::prepare_rounds<DTYPE>(params);
 }
 
 // --- load, one warp: K, V, Q and dO -> shared memory ---
@@ -167,7 +167,7 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   RingPosition<C::Q_STAGES> q_ring;
   RingPosition<C::DOUT_STAGES> dout_ring;
-  math::load_rounds<C>(params, work, shared, shared_smem, barriers, q_ring, dout_ring);
+  device::load_rounds<C>(params, work, shared, shared_smem, barriers, q_ring, dout_ring);
   // mma's last commits arrive at barriers in shared memory: load stays, and the CTA's shared memory
   // with it, until all of them have.
   for (int i = 0; i < C::Q_STAGES; ++i, q_ring.advance())
@@ -181,8 +181,8 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
 template <class C>
 __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
                                            unsigned char* shared, uint32_t shared_smem) {
-  math::load_terms_of_rounds<C>(params, work, shared,
-                                BackwardBarriers<C>{shared_smem + C::BARRIER_SMEM});
+  device::load_terms_of_rounds<C>(params, work, shared,
+                                  BackwardBarriers<C>{shared_smem + C::BARRIER_SMEM});
 }
 
 // --- mma, one warp: the five products ---
@@ -199,12 +199,14 @@ __device__ __forceinline__ uint64_t operand(uint64_t fields, uint32_t address, u
 template <class C, class A, class B>
 __device__ __forceinline__ void multiply_rows(uint32_t d_tmem, uint32_t a_address,
                                               uint32_t b_address) {
-  constexpr uint32_t INSTRUCTION = math::instruction_descriptor(C::DTYPE, A::ROWS, B::ROWS, false);
+  constexpr uint32_t INSTRUCTION =
+      device::instruction_descriptor(C::DTYPE, A::ROWS, B::ROWS, false);
 #pragma unroll
   for (int i = 0; i < A::COLUMNS / C::PRODUCT_DEPTH; ++i) {
-    ptx::tcgen05_mma_f16(
-        d_tmem, operand(math::K_MAJOR_FIELDS<A>, a_address, math::k_major_step<A>(i)),
-        operand(math::K_MAJOR_FIELDS<B>, b_address, math::k_major_step<B>(i)), INSTRUCTION, i > 0);
+    ptx::tcgen05_mma_f16(d_tmem,
+                         operand(device::K_MAJOR_FIELDS<A>, a_address, device::k_major_step<A>(i)),
+                         operand(device::K_MAJOR_FIELDS<B>, b_address, device::k_major_step<B>(i)),
+                         INSTRUCTION, i > 0);
   }
 }
 
@@ -215,14 +217,14 @@ __device__ __forceinline__ void add_gradient(uint32_t d_tmem, uint32_t a_tmem, u
                                              bool accumulate) {
   using Tile = typename C::QTile;
   constexpr uint32_t INSTRUCTION =
-      math::instruction_descriptor(C::DTYPE, C::ROWS, C::HEAD_DIM, true);
+      device::instruction_descriptor(C::DTYPE, C::ROWS, C::HEAD_DIM, true);
   constexpr int PIECE = C::GROUP_QUERIES / C::PRODUCT_DEPTH;  // products
 #pragma unroll
   for (int i = 0; i < C::BLOCK / C::PRODUCT_DEPTH; ++i) {
     ptx::tcgen05_mma_f16(d_tmem,
                          a_tmem + i / PIECE * C::GROUP_QUERIES + i % PIECE * (C::PRODUCT_DEPTH / 2),
-                         operand(math::MN_MAJOR_FIELDS<Tile>, b_address,
-                                 math::mn_major_step<Tile, C::PRODUCT_DEPTH>(i)),
+                         operand(device::MN_MAJOR_FIELDS<Tile>, b_address,
+                                 device::mn_major_step<Tile, C::PRODUCT_DEPTH>(i)),
                          INSTRUCTION, i > 0 || accumulate);
   }
 }
@@ -234,14 +236,14 @@ __device__ __forceinline__ void multiply_dq(uint32_t dq_tmem, uint32_t ds_addres
   using DsTile = typename C::DsTile;
   using KTile = typename C::KTile;
   constexpr uint32_t INSTRUCTION =
-      math::instruction_descriptor(C::DTYPE, C::BLOCK, C::HEAD_DIM, true, true);
+      device::instruction_descriptor(C::DTYPE, C::BLOCK, C::HEAD_DIM, true, true);
 #pragma unroll
   for (int i = 0; i < C::ROWS / C::PRODUCT_DEPTH; ++i) {
     ptx::tcgen05_mma_f16(dq_tmem,
-                         operand(math::MN_MAJOR_FIELDS<DsTile>, ds_address,
-                                 math::mn_major_step<DsTile, C::PRODUCT_DEPTH>(i)),
-                         operand(math::MN_MAJOR_FIELDS<KTile>, k_address,
-                                 math::mn_major_step<KTile, C::PRODUCT_DEPTH>(i)),
+                         operand(device::MN_MAJOR_FIELDS<DsTile>, ds_address,
+                                 device::mn_major_step<DsTile, C::PRODUCT_DEPTH>(i)),
+                         operand(device::MN_MAJOR_FIELDS<KTile>, k_address,
+                                 device::mn_major_step<KTile, C::PRODUCT_DEPTH>(i)),
                          INSTRUCTION, i > 0);
   }
 }
@@ -252,7 +254,7 @@ __device__ __forceinline__ void mma(const CtaWork& work, uint32_t shared_smem, u
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();
   const auto address = [&](int offset) {
-    return static_cast<uint32_t>(math::matrix_descriptor_address(shared_smem + offset));
+    return static_cast<uint32_t>(device::matrix_descriptor_address(shared_smem + offset));
   };
   const auto q_at = [&](int stage) { return address(C::Q_SMEM + stage * C::QTile::BYTES); };
   const uint32_t blocks = uniform(work.blocks);
@@ -367,7 +369,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   uint32_t parity = 0;
 #pragma unroll 1
   for (int left = work.blocks; left > 0; --left) {
-    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    const device::DqTurn turn = device::dq_turn<C>(params, work, block);
     const bool in_turns = params.turns_gmem != nullptr;
     float* sums_gmem = params.dq_sums_gmem + static_cast<int64_t>(turn.sum) * C::ROUND_SUMS;
     ptx::mbarrier_wait_parity(barriers.dq_ready(), parity);
@@ -448,7 +450,7 @@ __device__ __forceinline__ void store_gradient(const GradientParams& gradient,
       float x[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = sums[8 * half + i] * factor;
-      math::store_gradient_chunk<C::DTYPE>(gradient, start + column + 8 * half, x);
+      device::store_gradient_chunk<C::DTYPE>(gradient, start + column + 8 * half, x);
     }
   }
 }
@@ -499,7 +501,7 @@ __device__ __forceinline__ void score(const BackwardKernelParams& params, const 
     const bool capped = attention.softcap != 0.0f;
     if (capped) {
 #pragma unroll
-      for (int i = 0; i < QUERIES; ++i) p_rmem[i] = math::cap_score(p_rmem[i], attention);
+      for (int i = 0; i < QUERIES; ++i) p_rmem[i] = device::cap_score(p_rmem[i], attention);
     }
 #pragma unroll
     for (int i = 0; i < QUERIES; i += 4) {
@@ -540,8 +542,8 @@ __device__ __forceinline__ void score(const BackwardKernelParams& params, const 
     if (capped) {
 #pragma unroll
       for (int i = 0; i < QUERIES; ++i) {
-        p_rmem[i] *= math::softcap_derivative(p_rmem[i], reinterpret_cast<const float*>(lse)[i],
-                                              params.uncap);
+        p_rmem[i] *= device::softcap_derivative(p_rmem[i], reinterpret_cast<const float*>(lse)[i],
+                                                params.uncap);
       }
     }
     ptx::mbarrier_wait_parity(barriers.dp_ready(), number & 1);  // dP is complete
@@ -607,12 +609,12 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
   CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
-  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
+  device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   {
     const BackwardWork found =
-        math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
+        device::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
     if (found.first_row < 0) return;
-    if (threadIdx.x == 0) work = math::find_queries<C>(params, found);
+    if (threadIdx.x == 0) work = device::find_queries<C>(params, found);
   }
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (warp == C::MMA_WARP) {
@@ -658,10 +660,10 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const AttentionParams& attention = params.backward.attention;
   const GradientParams& gradient = params.backward.dq;
   const int index = static_cast<int>(blockIdx.x);
-  const math::SummedRound round = math::find_summed_round<C>(params, index);
+  const device::SummedRound round = device::find_summed_round<C>(params, index);
   if (round.rows < 0) return;
-  const math::SumsOfRound<C> sums_of_round(params, index);
-  const int64_t start = math::gradient_of_sequence(params, round);
+  const device::SumsOfRound<C> sums_of_round(params, index);
+  const int64_t start = device::gradient_of_sequence(params, round);
   const float scale = params.backward.scale;
   // A thread takes eight columns of a row.
 #pragma unroll
@@ -676,7 +678,7 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
       x[4 * half] = sums.x * scale, x[4 * half + 1] = sums.y * scale;
       x[4 * half + 2] = sums.z * scale, x[4 * half + 3] = sums.w * scale;
     }
-    math::store_gradient_chunk<C::DTYPE>(
+    device::store_gradient_chunk<C::DTYPE>(
         gradient, start + (round.first_row + row) * gradient.row + 8 * chunk, x);
   }
 }

@@ -2,8 +2,8 @@
 // and plan_backward.cpp (plain C++) read. BACKWARD.md says why they are so.
 #pragma once
 
+#include "common/device/slab_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/slab_tile.cuh"
 
 namespace archflash::blackwell_dc {
 
@@ -24,7 +24,7 @@ struct BackwardConfig {
   // dQ is added for each block (math/backward_rounds.cuh).
   static constexpr int BLOCKS_OF_ROUND = 1;
   static constexpr int ROUND = BLOCK;
-  static constexpr bool STARTS_EARLY = false;  // before the terms of the rows are written
+  static constexpr bool USES_PDL = false;  // before the terms of the rows are written
   static constexpr int Q_STAGES = Q_STAGES_;
   static constexpr int DOUT_STAGES = DOUT_STAGES_;
   static constexpr bool DQ_OVER_DS = DQ_OVER_DS_;
@@ -51,9 +51,9 @@ struct BackwardConfig {
 
   // Tiles in shared memory. K and V of the CTA's keys; Q and dO of a block; dS, whose rows are
   // keys.
-  using KTile = math::SlabTile<HEAD_DIM, ROWS>;
-  using QTile = math::SlabTile<HEAD_DIM, BLOCK>;
-  using DsTile = math::SlabTile<BLOCK, ROWS>;
+  using KTile = device::SlabTile<HEAD_DIM, ROWS>;
+  using QTile = device::SlabTile<HEAD_DIM, BLOCK>;
+  using DsTile = device::SlabTile<BLOCK, ROWS>;
 
   // dQ goes to the sums in the workspace DQ_COLUMNS columns at a time.
   static constexpr int DQ_COLUMNS = 32;

@@ -5,8 +5,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "common/device/slab_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/slab_tile.cuh"
 
 namespace archflash::blackwell_dc {
 
@@ -102,10 +102,10 @@ struct Config {
   static constexpr int WALKING_WARPS = CTAS * (TILES * SOFTMAX_WARPS + CORRECTION_WARPS + 2) + 1;
 
   // Tiles in shared memory. Their columns count units of 16 bits.
-  using QTile = math::SlabTile<HEAD_DIM / PACK, TILE_ROWS>;
-  using KTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_K / CTAS>;
-  using VTile = math::SlabTile<HEAD_DIM_V / CTAS / PACK, BLOCK_K>;
-  using OTile = math::SlabTile<HEAD_DIM_V, TILE_ROWS>;
+  using QTile = device::SlabTile<HEAD_DIM / PACK, TILE_ROWS>;
+  using KTile = device::SlabTile<HEAD_DIM / PACK, BLOCK_K / CTAS>;
+  using VTile = device::SlabTile<HEAD_DIM_V / CTAS / PACK, BLOCK_K>;
+  using OTile = device::SlabTile<HEAD_DIM_V, TILE_ROWS>;
 
   // Shared memory, in bytes: Q | K and V | O, unless O_OVER_Q | row statistics | barriers |
   // responses | the address of tensor memory.

@@ -11,10 +11,10 @@
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/walk.cuh"
-#include "common/math/attention_work.cuh"
-#include "common/math/ring.cuh"
-#include "common/math/slab_load.cuh"
-#include "common/math/tile_walk.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/ring.cuh"
+#include "common/device/slab_load.cuh"
+#include "common/device/tile_walk.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/tma.cuh"
@@ -55,8 +55,8 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       walk.ask(leader);
       continue;
     }
-    const math::VisibleKeys visible = math::find_visible_keys(attention, work);
-    const math::Blocks blocks = find_blocks<C>(params, work, visible);
+    const device::VisibleKeys visible = device::find_visible_keys(attention, work);
+    const device::Blocks blocks = find_blocks<C>(params, work, visible);
     const CountedKeys counted(attention, work, visible);
     const int count = count_blocks<C>(blocks);
     // The next tile is asked for shortly before it is needed: a CTA should not hold a tile that
@@ -77,7 +77,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     const int head = work.batch_head % attention.heads_q;
     const int kv_head = head / attention.heads_per_kv;
     // Opaque to the compiler, which would otherwise compute the coordinates anew for every block.
-    const int keys_start = math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
+    const int keys_start = device::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk);
     const int k_head = ptx::mov_b32_volatile(attention.k_head == 0 ? 0 : kv_head);
     const int k_batch = ptx::mov_b32_volatile(attention.k_batch == 0 ? 0 : batch);
     const int v_head = ptx::mov_b32_volatile(attention.v_head == 0 ? 0 : kv_head);
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
       const int column = rank * C::VTile::COLUMNS;
       if (leader && ragged) {  // the bytes go to clean; mma waits for v_clean besides kv_full
         if (rank == 0) ptx::mbarrier_arrive(barriers.kv_full(slot.index));
-        math::start_load<typename C::VTile, C::PACK, C::SWITCHES.l2_hints>(
+        device::start_load<typename C::VTile, C::PACK, C::SWITCHES.l2_hints>(
             v_smem, v_map, row, v_head, v_batch, barriers.v_ragged(slot.index), column, keep);
       } else if (leader) {
         start_part<C, typename C::VTile>(v_smem, v_map, column, row, v_head, v_batch,
@@ -111,7 +111,7 @@ __device__ __forceinline__ void load(const Params& params, uint32_t shared_smem)
     // mma needs the last block's K and Q first.
     const int last_row = keys_start + blocks.last;
     load_k(last_row);
-    const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+    const int q_start = device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     for (int t = 0; t < C::TILES; ++t) {
       // mutants: q-free-for-both-tiles
       ptx::mbarrier_wait_parity(barriers.q_empty(t), q_parity);
@@ -156,16 +156,16 @@ __device__ __forceinline__ void clean(const Params& params, unsigned char* share
   for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
     const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
-    const math::VisibleKeys visible = math::find_visible_keys(params.attention, work);
-    const math::Blocks blocks = find_blocks<C>(params, work, visible);
+    const device::VisibleKeys visible = device::find_visible_keys(params.attention, work);
+    const device::Blocks blocks = find_blocks<C>(params, work, visible);
     const CountedKeys counted(params.attention, work, visible);
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
       ring.next_k();
       const Slot slot = ring.next_v();
       if (!counted.lack_some(block, C::BLOCK_K)) continue;
       ptx::mbarrier_wait_parity(barriers.v_ragged(slot.index), parities >> slot.index & 1);
-      math::clear_rows<VTile>(shared + C::RING_SMEM + ring.offset(slot.index),
-                              counted.begin - block, counted.end - block);
+      device::clear_rows<VTile>(shared + C::RING_SMEM + ring.offset(slot.index),
+                                counted.begin - block, counted.end - block);
       arrive_at_mma_with_stores_as_warp<C>(mma_barriers.v_clean(slot.index));
       parities ^= 1u << slot.index;
     }

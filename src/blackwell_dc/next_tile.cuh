@@ -8,7 +8,7 @@
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/walk.cuh"
-#include "common/math/tile_walk.cuh"
+#include "common/device/tile_walk.cuh"
 #include "common/ptx/launch_control.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
@@ -79,7 +79,7 @@ class TileWalk {
   int tiles_;
   int tile_;
   uint32_t taken_ = 0;  // tiles before the one at hand
-  math::SharedTileIndex<C::CTAS> index_;
+  device::SharedTileIndex<C::CTAS> index_;
 
   __device__ __forceinline__ Barriers<C> own_barriers() const {
     return Barriers<C>{shared_smem_ + C::BARRIER_SMEM};

@@ -14,10 +14,10 @@
 #include "blackwell_dc/row_softmax_e4m3.cuh"
 #include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/packed_heads.cuh"
-#include "common/math/tile_walk.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/packed_heads.cuh"
+#include "common/device/tile_walk.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/f32x2.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -156,12 +156,13 @@ struct Correction {
     const AttentionParams& attention = params.attention;
     const Tile& work = ended.work;
     const int batch = work.batch_head / attention.heads_q;
-    const math::PackedHeads packed_heads = find_packed_heads<C>(params);
+    const device::PackedHeads packed_heads = find_packed_heads<C>(params);
     const int head_of_tile = packed_heads.head(row_of_tile);  // of this thread's rows
     const bool owned = head_of_tile < packed_heads.count;     // else they belong to no head
     const int head = work.batch_head % attention.heads_q + (owned ? head_of_tile : 0);
-    const int64_t lse_row = batch * attention.lse_batch + head * attention.lse_head +
-                            math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+    const int64_t lse_row =
+        batch * attention.lse_batch + head * attention.lse_head +
+        device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     const bool any = ended.blocks > 0;
     ptx::mbarrier_wait_parity(barriers.stats_full(t), message & 1);
     const float sum = stats()[t * STATS];
@@ -169,13 +170,13 @@ struct Correction {
     arrive_as_warp(barriers.stats_empty(t));
     const int row = work.first_row + packed_heads.row(t * C::TILE_ROWS + row_of_tile);
     const bool wanted = owned && row < work.nq;
-    math::RowEnd end{};
+    device::RowEnd end{};
     if (splits_keys<C>(params)) {
       if (wanted)
         params.partials.ends_gmem[params.partials.index(work.split, lse_row + row)] = {base, sum};
     } else {
-      const float keys_max = sum == 0.0f ? math::MINUS_INFINITY : base * math::LN_2;
-      end = math::finish_row(keys_max, sum, math::load_sink(attention, head));
+      const float keys_max = sum == 0.0f ? device::MINUS_INFINITY : base * device::LN_2;
+      end = device::finish_row(keys_max, sum, device::load_sink(attention, head));
       if (C::FP8 && any) end.factor *= find_v_unit(params.descales, attention, work);
     }
     if (any) {
@@ -256,7 +257,7 @@ __device__ __forceinline__ void correction(const Params& params, unsigned char* 
 template <class C>
 __device__ __forceinline__ void copy_rows(const unsigned char* tile_smem, uint16_t* out_gmem,
                                           const AttentionParams& attention,
-                                          const math::PackedHeads& packed_heads, int rows) {
+                                          const device::PackedHeads& packed_heads, int rows) {
   constexpr int CHUNKS = C::HEAD_DIM_V / 8;
   for (int i = threadIdx.x % 32; i < C::TILE_ROWS * CHUNKS; i += 32) {
     const int row_of_tile = i / CHUNKS, chunk = i % CHUNKS;
@@ -278,14 +279,14 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
   using OTile = typename C::OTile;
   const AttentionParams& attention = params.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const math::PackedHeads packed_heads = find_packed_heads<C>(params);
+  const device::PackedHeads packed_heads = find_packed_heads<C>(params);
   uint32_t tile_parity = 0;
   for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
     // With split keys the combining kernel writes these rows.
     const bool writes = rank_in_pair<C>() == 0 && !splits_keys<C>(params);
     for (int head = 0; writes && head < packed_heads.count; ++head) {
-      math::write_rows_of_no_sequence(attention, walk.tile(), threadIdx.x % 32, 32,
-                                      packed_heads.rows(), packed_heads.count, head);
+      device::write_rows_of_no_sequence(attention, walk.tile(), threadIdx.x % 32, 32,
+                                        packed_heads.rows(), packed_heads.count, head);
     }
     const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
@@ -293,7 +294,7 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
     const int head = work.batch_head % attention.heads_q;
     const int map_head = attention.out_head == 0 ? 0 : head;
     const int map_batch = attention.out_batch == 0 ? 0 : batch;
-    const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+    const int q_start = device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.o_staged(t), tile_parity);
       const int first_row = q_start + work.first_row + t * C::TILE_ROWS;

@@ -7,7 +7,7 @@
 #include "blackwell_dc/config.cuh"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/walk.cuh"
-#include "common/math/slab_load.cuh"
+#include "common/device/slab_load.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tcgen05.cuh"
@@ -154,8 +154,8 @@ __device__ __forceinline__ void start_part(uint32_t tile_smem, const TensorMap& 
                                            uint32_t barrier_of_mma_smem, uint64_t policy) {
   constexpr bool HINT = C::SWITCHES.l2_hints;
   if constexpr (C::CTAS == 1) {
-    math::start_load<Tile, C::PACK, HINT>(tile_smem, map, row, head, batch, barrier_smem, 0,
-                                          policy);
+    device::start_load<Tile, C::PACK, HINT>(tile_smem, map, row, head, batch, barrier_smem, 0,
+                                            policy);
   } else {
     if (rank_in_pair<C>() == 0) ptx::mbarrier_arrive_expect_tx(barrier_smem, C::CTAS * Tile::BYTES);
 #pragma unroll

@@ -7,8 +7,8 @@
 
 #include "common/attention_params.h"
 #include "common/descales.h"
+#include "common/device/packed_heads.cuh"
 #include "common/dtype.h"
-#include "common/math/packed_heads.cuh"
 #include "common/partials.h"
 #include "common/tensor_map.h"
 
@@ -18,7 +18,7 @@ struct Params {
   AttentionParams attention;
   int32_t tiles;  // row tiles of all heads, times partials.splits, which the CTAs share out
   Partials partials;
-  math::PackedHeads packed_heads;  // for kernels that can pack heads
+  device::PackedHeads packed_heads;  // for kernels that can pack heads
   TensorMap q_map, k_map, v_map, out_map;
   // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap.
   Descales descales;

@@ -10,7 +10,7 @@
 
 #include "blackwell_dc/config.cuh"
 #include "blackwell_dc/params.h"
-#include "common/math/packed_heads.cuh"
+#include "common/device/packed_heads.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/order.h"
@@ -232,7 +232,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   params.attention.order = core::choose_order(problem, device, tile);
   params.tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
-  params.packed_heads = math::pack_heads(FEW_ROWS, tile.packed_heads);
+  params.packed_heads = device::pack_heads(FEW_ROWS, tile.packed_heads);
   // One CTA per SM, all of whose tensor memory it takes, goes on to the next tile: that one's
   // products start while the last one's output is written. Or one pair of CTAs for two SMs. A
   // dynamic walk takes its tiles from CTAs that have not started: there is one for each tile.

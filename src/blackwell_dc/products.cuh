@@ -10,9 +10,9 @@
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/pipeline.cuh"
 #include "blackwell_dc/walk.cuh"
-#include "common/math/attention_work.cuh"
-#include "common/math/matrix_descriptor.h"
-#include "common/math/tile_walk.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/matrix_descriptor.h"
+#include "common/device/tile_walk.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/tcgen05.cuh"
@@ -24,7 +24,7 @@ namespace archflash::blackwell_dc {
 // descriptor's address field holds, or with the switch off the address itself.
 template <class C>
 __device__ __forceinline__ uint32_t operand_address(uint32_t smem) {
-  return C::SWITCHES.precomputed_descriptors ? math::matrix_descriptor_address(smem) : smem;
+  return C::SWITCHES.precomputed_descriptors ? device::matrix_descriptor_address(smem) : smem;
 }
 template <class C>
 constexpr int ADDRESS_UNIT = C::SWITCHES.precomputed_descriptors ? 16 : 1;
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t fields, uint32_t addr
     return (fields & ~LOWER) |
            (static_cast<uint32_t>(fields) + address + static_cast<uint32_t>(step));
   } else {
-    return fields | math::matrix_descriptor_address(address + static_cast<uint32_t>(step << 4));
+    return fields | device::matrix_descriptor_address(address + static_cast<uint32_t>(step << 4));
   }
 }
 
@@ -50,13 +50,13 @@ __device__ __forceinline__ void multiply_qk(uint32_t s_tmem, uint32_t q_address,
   using QTile = typename C::QTile;
   using KTile = typename C::KTile;
   constexpr uint32_t INSTRUCTION =
-      math::instruction_descriptor(C::DTYPE, C::CTAS * C::TILE_ROWS, C::BLOCK_K, false);
+      device::instruction_descriptor(C::DTYPE, C::CTAS * C::TILE_ROWS, C::BLOCK_K, false);
 #pragma unroll
   for (int i = 0; i < C::HEAD_DIM / C::PRODUCT_DEPTH; ++i) {
     multiply<C>(
         s_tmem,
-        descriptor_at<C>(math::K_MAJOR_FIELDS<QTile>, q_address, math::k_major_step<QTile>(i)),
-        descriptor_at<C>(math::K_MAJOR_FIELDS<KTile>, k_address, math::k_major_step<KTile>(i)),
+        descriptor_at<C>(device::K_MAJOR_FIELDS<QTile>, q_address, device::k_major_step<QTile>(i)),
+        descriptor_at<C>(device::K_MAJOR_FIELDS<KTile>, k_address, device::k_major_step<KTile>(i)),
         INSTRUCTION, i > 0);
   }
 }
@@ -68,12 +68,12 @@ __device__ __forceinline__ void multiply_pv(uint32_t o_tmem, uint32_t p_tmem, ui
                                             bool accumulate) {
   using VTile = typename C::VTile;
   constexpr uint32_t INSTRUCTION =
-      math::instruction_descriptor(C::DTYPE, C::CTAS * C::TILE_ROWS, C::HEAD_DIM_V, true);
+      device::instruction_descriptor(C::DTYPE, C::CTAS * C::TILE_ROWS, C::HEAD_DIM_V, true);
 #pragma unroll
   for (int i = FIRST; i < LAST; ++i) {
     multiply<C>(o_tmem, p_tmem + 8 * i,
-                descriptor_at<C>(math::MN_MAJOR_FIELDS<VTile>, v_address,
-                                 math::mn_major_step<VTile, C::PRODUCT_DEPTH>(i)),
+                descriptor_at<C>(device::MN_MAJOR_FIELDS<VTile>, v_address,
+                                 device::mn_major_step<VTile, C::PRODUCT_DEPTH>(i)),
                 INSTRUCTION, i > 0 || accumulate);
   }
 }
@@ -192,8 +192,8 @@ __device__ __forceinline__ void mma(const Params& params, uint32_t shared_smem, 
   for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
     const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
-    const math::VisibleKeys visible = math::find_visible_keys(params.attention, work);
-    const math::Blocks blocks = find_blocks<C>(params, work, visible);
+    const device::VisibleKeys visible = device::find_visible_keys(params.attention, work);
+    const device::Blocks blocks = find_blocks<C>(params, work, visible);
     const CountedKeys counted(params.attention, work, visible);
     const int count = count_blocks<C>(blocks);
     if (count == 0) continue;

@@ -7,9 +7,9 @@
 #include "blackwell_dc/params.h"
 #include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/f32x2.cuh"
@@ -20,8 +20,8 @@ constexpr float LOWEST = -3.402823466e38f;
 
 // When the base of a row rises: by the rule of the kernels on mma.sync (Weights16). There a lane
 // compares with the sum over its quarter of the keys; here a thread has the sum over all keys.
-struct RowWeights : math::Weights16 {
-  static constexpr float RAISE_FRACTION = math::Weights16::RAISE_FRACTION / 4;
+struct RowWeights : device::Weights16 {
+  static constexpr float RAISE_FRACTION = device::Weights16::RAISE_FRACTION / 4;
 };
 
 // The scores of one row and one block, later their P, in quarters of the block's keys.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void mask_scores(Scores<C>& s_rmem, int first, int la
     const uint32_t seen = bits_between(first - quarter * KEYS, last - quarter * KEYS);
 #pragma unroll
     for (int i = 0; i < KEYS; ++i) {
-      if ((seen >> i & 1) == 0) s_rmem[quarter][i] = math::MINUS_INFINITY;
+      if ((seen >> i & 1) == 0) s_rmem[quarter][i] = device::MINUS_INFINITY;
     }
   }
 }
@@ -138,13 +138,13 @@ struct RowSoftmax16 {
 
   float sum = 0.0f;  // of P, over all keys so far
 
-  __device__ __forceinline__ RowSoftmax16(const Params& params, const math::Work&, int)
+  __device__ __forceinline__ RowSoftmax16(const Params& params, const device::Work&, int)
       : attention_(params.attention) {}
 
   // Finds the scaled score above which this block raises the base.
   __device__ __forceinline__ void start_block(int) {
     limit_ = base_;
-    if constexpr (C::SWITCHES.lazy_rescale) limit_ += math::allowed_rise<RowWeights>(sum);
+    if constexpr (C::SWITCHES.lazy_rescale) limit_ += device::allowed_rise<RowWeights>(sum);
   }
 
   __device__ __forceinline__ void transform(Scores<C>& s_rmem) {
@@ -191,8 +191,8 @@ struct RowSoftmax16 {
   }
 
   // S -> P of a quarter: in fp32 in place, and in 16 bits in p_rmem.
-  __device__ __forceinline__ void weigh(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 2],
-                                        int quarter) const {
+  __device__ __forceinline__ void exponentiate(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 2],
+                                               int quarter) const {
 #pragma unroll
     for (int pair = 0; pair < KEYS / 2; ++pair) {
       float* s = &s_rmem[2 * pair];

@@ -13,10 +13,10 @@
 #include "blackwell_dc/row_softmax.cuh"
 #include "common/attention_params.h"
 #include "common/descales.h"
+#include "common/device/attention_work.cuh"
+#include "common/device/descales.cuh"
+#include "common/device/fp8_softmax.cuh"
 #include "common/dtype.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/descales.cuh"
-#include "common/math/fp8_softmax.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/f32x2.cuh"
@@ -39,11 +39,11 @@ __device__ __forceinline__ bool counts(float v_descale) {
 // The unit of the outputs: the descale of v if all keys of a head share one, else 1.
 __device__ __forceinline__ float find_v_unit(const Descales& descales,
                                              const AttentionParams& params,
-                                             const math::Work& work) {
-  if (descales.v.gmem == nullptr || math::is_by_block(descales.v)) return 1.0f;
+                                             const device::Work& work) {
+  if (descales.v.gmem == nullptr || device::is_by_block(descales.v)) return 1.0f;
   const int batch = work.batch_head / params.heads_q;
   const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
-  return *math::descale_of_head(descales.v, batch, kv_head);
+  return *device::descale_of_head(descales.v, batch, kv_head);
 }
 
 // The descales of a block of keys, part by part.
@@ -53,8 +53,8 @@ struct BlockDescales {
   float exp2_scale[PARTS<C>];  // the exponent's scale for the (transformed) scores
   bool transform;              // the scores go through transform_scores() first
   float v[PARTS<C>];           // 1 if all keys share a descale of v, 0 if the part counts as zeros
-  float v_log2[PARTS<C>];      // log2 |v|, or SMALLEST_V_LOG2 if v is 0: weigh() then clears P
-  float v_inverse[PARTS<C>];   // 2^-v_log2
+  float v_log2[PARTS<C>];  // log2 |v|, or SMALLEST_V_LOG2 if v is 0: exponentiate() then clears P
+  float v_inverse[PARTS<C>];  // 2^-v_log2
   bool v_all_positive;
 };
 
@@ -65,20 +65,20 @@ struct BlockDescales {
 // up: the difference of a large product from its base is then as exact as the two products are.
 template <class C>
 struct RowSoftmaxE4m3 {
-  using Weights = math::WeightsE4m3;
+  using Weights = device::WeightsE4m3;
   static constexpr int KEYS = C::BLOCK_K / 4;
   static constexpr int QUARTERS = 4 / PARTS<C>;  // in a part
 
   float sum = 0.0f;  // of P without v's descales, over all keys so far
 
   // warp_row: the warp's first row, counted from the sequence's first.
-  __device__ __forceinline__ RowSoftmaxE4m3(const Params& params, const math::Work& work,
+  __device__ __forceinline__ RowSoftmaxE4m3(const Params& params, const device::Work& work,
                                             int warp_row)
       : attention_(params.attention),
-        key_descales_(math::find_key_descales(params.descales, params.attention, work)),
+        key_descales_(device::find_key_descales(params.descales, params.attention, work)),
         nk_(work.nk) {
     by_block_ = key_descales_.k_gmem != nullptr || key_descales_.v_gmem != nullptr;
-    rows_qk_ = math::find_warp_descale(params.descales, params.attention, work, warp_row).qk;
+    rows_qk_ = device::find_warp_descale(params.descales, params.attention, work, warp_row).qk;
 #pragma unroll
     for (int part = 0; part < PARTS<C>; ++part) {
       block_descales_.qk[part] = rows_qk_;
@@ -183,8 +183,8 @@ struct RowSoftmaxE4m3 {
 
   // S -> P of a quarter: in fp32 in place, and in e4m3 in p_rmem, where P has the sign of v's
   // descale and is 0 if that is 0.
-  __device__ __forceinline__ void weigh(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 4],
-                                        int quarter) const {
+  __device__ __forceinline__ void exponentiate(float (&s_rmem)[KEYS], uint32_t (&p_rmem)[KEYS / 4],
+                                               int quarter) const {
     const int part = quarter / QUARTERS;
     const float base = (large_ ? 0.0f : base_) - (block_descales_.v_log2[part] - lift_);
 #pragma unroll
@@ -235,16 +235,16 @@ struct RowSoftmaxE4m3 {
       block_descales_.exp2_scale[part] = attention_.exp2_scale * block_descales_.qk[part];
       // A scale that is not positive and normal goes to the scores instead: times 0, a masked score
       // of -inf would be NaN.
-      block_descales_.transform |= !(block_descales_.exp2_scale[part] >= math::SMALLEST_NORMAL);
+      block_descales_.transform |= !(block_descales_.exp2_scale[part] >= device::SMALLEST_NORMAL);
       block_descales_.v_all_positive &= block_descales_.v[part] > 0.0f;
     }
     if (!block_descales_.transform) return;
 #pragma unroll
-    for (int part = 0; part < PARTS<C>; ++part) block_descales_.exp2_scale[part] = math::LOG2_E;
+    for (int part = 0; part < PARTS<C>; ++part) block_descales_.exp2_scale[part] = device::LOG2_E;
   }
 
   const AttentionParams& attention_;
-  math::KeyDescales key_descales_;
+  device::KeyDescales key_descales_;
   int nk_;
   bool by_block_;  // k or v has descales that differ from part to part
   float rows_qk_;  // the descale of q of the warp's rows, times that of k if all keys share one

@@ -14,9 +14,9 @@
 #include "blackwell_dc/row_softmax_e4m3.cuh"
 #include "blackwell_dc/walk.cuh"
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/tile_walk.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/tile_walk.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tcgen05.cuh"
 
@@ -51,9 +51,9 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
   for (TileWalk<C> walk(params, shared_smem); walk.more(); walk.next()) {
     const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
-    const math::VisibleKeys visible = math::find_visible_keys(attention, work);
-    const math::Blocks blocks = find_blocks<C>(params, work, visible);
-    const math::PackedHeads packed_heads = find_packed_heads<C>(params);
+    const device::VisibleKeys visible = device::find_visible_keys(attention, work);
+    const device::Blocks blocks = find_blocks<C>(params, work, visible);
+    const device::PackedHeads packed_heads = find_packed_heads<C>(params);
     const int row = work.first_row + packed_heads.row(t * C::TILE_ROWS + row_of_tile);
     const int first_seen = visible.first(row), last_seen = visible.last(row);
     // From clear_first to clear_last every row of this warp sees every key of a block: no mask.
@@ -85,7 +85,7 @@ __device__ __forceinline__ void softmax(const Params& params, unsigned char* sha
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
         uint32_t p_rmem[KEYS / C::P_PER_COLUMN];
-        row_softmax.weigh(s_rmem[quarter], p_rmem, quarter);
+        row_softmax.exponentiate(s_rmem[quarter], p_rmem, quarter);
         ptx::tcgen05_st(s_tmem + C::P_COLUMN + quarter * (KEYS / C::P_PER_COLUMN), p_rmem);
         if (quarter == (C::SWITCHES.split_p ? 2 : 3)) {
           ptx::tcgen05_wait_st();

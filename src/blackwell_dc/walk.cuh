@@ -4,19 +4,19 @@
 
 #include "blackwell_dc/params.h"
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/packed_heads.cuh"
-#include "common/math/tile_walk.cuh"
-#include "common/math/uniform.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/packed_heads.cuh"
+#include "common/device/tile_walk.cuh"
+#include "common/device/uniform.cuh"
+#include "common/device/visible_keys.cuh"
 
 namespace archflash::blackwell_dc {
 
-using math::FULL_WARP;
-using math::uniform;
+using device::FULL_WARP;
+using device::uniform;
 
 // A row tile and the number of the share of its keys.
-struct Tile : math::Work {
+struct Tile : device::Work {
   int split;
 };
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool splits_keys(const Params& params) {
 // How the rows of a tile are shared out among heads. Without packing they are BLOCK_Q rows of one
 // head.
 template <class C>
-__device__ __forceinline__ math::PackedHeads find_packed_heads(const Params& params) {
+__device__ __forceinline__ device::PackedHeads find_packed_heads(const Params& params) {
   if constexpr (C::CAN_PACK) return params.packed_heads;
   return {1, C::BLOCK_Q_BITS};
 }
@@ -42,12 +42,12 @@ __device__ __forceinline__ int rank_in_pair() {
 template <class C>
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
   const int splits = C::CAN_SPLIT ? params.partials.splits : 1;
-  const math::PackedHeads packed_heads = find_packed_heads<C>(params);
+  const device::PackedHeads packed_heads = find_packed_heads<C>(params);
   Tile work{};
   work.first_row = -1;
   if (index >= params.tiles) return work;
   work = {
-      math::find_work(params.attention, index / splits, packed_heads.rows(), packed_heads.count),
+      device::find_work(params.attention, index / splits, packed_heads.rows(), packed_heads.count),
       index % splits};
   if (!C::SWITCHES.longest_first && work.first_row >= 0)
     work.first_row = (work.nq - 1) / packed_heads.rows() * packed_heads.rows() - work.first_row;
@@ -56,20 +56,20 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 }
 // The blocks of a share. Both CTAs of a pair visit the blocks that the rows of either CTA see.
 template <class C>
-__device__ __forceinline__ math::Blocks find_blocks(const Params& params, Tile work,
-                                                    const math::VisibleKeys& visible) {
+__device__ __forceinline__ device::Blocks find_blocks(const Params& params, Tile work,
+                                                      const device::VisibleKeys& visible) {
   if (C::CTAS > 1) work.first_row -= rank_in_pair<C>() * C::CTA_ROWS;
-  const math::Blocks blocks =
-      math::find_blocks<C::BLOCK_K>(work, visible, find_packed_heads<C>(params).rows());
+  const device::Blocks blocks =
+      device::find_blocks<C::BLOCK_K>(work, visible, find_packed_heads<C>(params).rows());
   if constexpr (!C::CAN_SPLIT) return blocks;
-  return math::split_blocks<C::BLOCK_K>(blocks, work.split, params.partials.splits);
+  return device::split_blocks<C::BLOCK_K>(blocks, work.split, params.partials.splits);
 }
 template <class C>
-__device__ __forceinline__ math::Blocks find_blocks(const Params& params, const Tile& work) {
-  return find_blocks<C>(params, work, math::find_visible_keys(params.attention, work));
+__device__ __forceinline__ device::Blocks find_blocks(const Params& params, const Tile& work) {
+  return find_blocks<C>(params, work, device::find_visible_keys(params.attention, work));
 }
 template <class C>
-__device__ __forceinline__ int count_blocks(const math::Blocks& blocks) {
+__device__ __forceinline__ int count_blocks(const device::Blocks& blocks) {
   return blocks.last < blocks.first ? 0 : (blocks.last - blocks.first) / C::BLOCK_K + 1;
 }
 // The rows of V that count, because some row of the sequence sees them. The last block of a tile,
@@ -77,8 +77,8 @@ __device__ __forceinline__ int count_blocks(const math::Blocks& blocks) {
 struct CountedKeys {
   int begin, end;
 
-  __device__ __forceinline__ CountedKeys(const AttentionParams& params, const math::Work& work,
-                                         const math::VisibleKeys& visible)
+  __device__ __forceinline__ CountedKeys(const AttentionParams& params, const device::Work& work,
+                                         const device::VisibleKeys& visible)
       : begin(visible.begin()), end(visible.end(work.nq)) {
     if (params.cu_seqlens_k_gmem == nullptr && end == work.nk) end = INT32_MAX;
   }
@@ -91,8 +91,8 @@ struct CountedKeys {
 __device__ __forceinline__ bool any_ragged(const AttentionParams& params) {
   if (params.cu_seqlens_k_gmem != nullptr || params.offset_mode == OffsetMode::PerBatch)
     return true;
-  const math::Work work{.nq = params.nq, .nk = params.nk};
-  const math::VisibleKeys visible = math::find_visible_keys(params, work);
+  const device::Work work{.nq = params.nq, .nk = params.nk};
+  const device::VisibleKeys visible = device::find_visible_keys(params, work);
   return visible.begin() > 0 || visible.end(params.nq) < params.nk;
 }
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/math/host_device.h"
+#include "common/device/host_device.h"
 
 namespace archflash {
 

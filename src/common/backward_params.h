@@ -27,7 +27,7 @@ struct GradientParams {
 };
 
 // dQ in fp32, for kernels whose CTAs own keys and add to dQ: blocks of rows of each head of q.
-// common/math/backward_sums.cuh says how a block lies in memory, and clears what must be zero.
+// common/device/backward_sums.cuh says how a block lies in memory, and clears what must be zero.
 struct DqSums {
   float* gmem;
   // How many tiles of keys have added to each block, where they take turns; null: they do not.

@@ -1,5 +1,5 @@
 // The parameters of kernels that drop weights: every element (batch, head, query, key) of P is set
-// to 0 or multiplied by `scale`, as common/math/dropout.cuh says.
+// to 0 or multiplied by `scale`, as common/device/dropout.cuh says.
 #pragma once
 
 #include <cstdint>

@@ -5,10 +5,10 @@
 #include <type_traits>
 
 #include "common/backward_params.h"
+#include "common/device/host_device.h"
 #include "common/dropout_params.h"
 #include "common/dropped_heads.h"
 #include "common/mask_params.h"
-#include "common/math/host_device.h"
 
 namespace archflash {
 

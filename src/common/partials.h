@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "common/attention_params.h"
-#include "common/math/host_device.h"
+#include "common/device/host_device.h"
 
 namespace archflash {
 

@@ -69,7 +69,7 @@ namespace archflash::hopper {
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
   ptx::griddepcontrol_launch_dependents();  // the main kernel waits for what this one writes
-  math::prepare_rounds<DTYPE>(params);
+  device::prepare_rounds<DTYPE>(params);
 }
 
 // --- loader, one warp: K, V, Q and dO -> shared memory ---
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   RingPosition<C::Q_STAGES> q_ring;
   RingPosition<C::DOUT_STAGES> dout_ring;
-  math::load_rounds<C>(params, work, shared, shared_smem, barriers, q_ring, dout_ring);
+  device::load_rounds<C>(params, work, shared, shared_smem, barriers, q_ring, dout_ring);
 }
 
 // --- one more warp: the terms of a block's rows, and a note about it -> shared memory ---
@@ -89,7 +89,7 @@ template <class C>
 __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
                                            unsigned char* shared, uint32_t shared_smem) {
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  math::load_terms_of_rounds<C>(params, work, shared, barriers);
+  device::load_terms_of_rounds<C>(params, work, shared, barriers);
 }
 
 // What each CTA of a main kernel begins with: one warp finds what it works on, and writes that to
@@ -107,17 +107,17 @@ __device__ __forceinline__ void begin_backward(const BackwardKernelParams& param
     ptx::prefetch_tensormap(params.v_map);
     ptx::prefetch_tensormap(params.dout_map);
   }
-  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
+  device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   if (uniform(static_cast<int>(threadIdx.x) / 32) != 0) return;
   const TileOfCta tile = find_tile<C>(params, static_cast<int>(blockIdx.x));
   const BackwardWork found =
-      math::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, tile.index);
+      device::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, tile.index);
   if (threadIdx.x != 0) return;
   CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
   if (found.first_row < 0) {
     work.first_row = found.first_row;
   } else {
-    work = math::find_queries<C>(params, found, tile.upwards);
+    work = device::find_queries<C>(params, found, tile.upwards);
   }
 }
 

@@ -10,7 +10,7 @@
 //   producer    first of the last         load.cuh         finds the tile; Q, K and V -> shared memory, by TMA
 //               warpgroup
 //   V producer  second of it              load.cuh         with PAGES: V -> shared memory
-//   transpose   second to fourth of it    transpose_v.cuh  8-bit V, where turns_v(): keys of a column side by side
+//   transpose   second to fourth of it    transpose_v.cuh  8-bit V, where transposes_v(): keys of a column side by side
 //   consumers   the WARPGROUPS others,    mainloop.cuh     S = Q K^T, softmax, O += P V; output rows
 //               128 threads each
 //
@@ -38,10 +38,10 @@
 // and blocks (walk.cuh). pipeline.cuh lists the barriers with the hazards that they close.
 //
 // 8-bit V must be transposed, so that the keys of a column lie side by side. In calls for which
-// turns_v() holds the other warps of the producer's warpgroup do that, a block at a time: the
+// transposes_v() holds the other warps of the producer's warpgroup do that, a block at a time: the
 // producer loads V into a ring of its own, and these warps arrive at v_full. Elsewhere a kernel of
 // its own (transpose_v.cuh) has transposed V into the workspace, with zeros behind the end of a
-// sequence; there this kernel starts early (Launch::starts_early), and the producer waits for the
+// sequence; there this kernel starts early (Launch::uses_pdl), and the producer waits for the
 // other kernel's end before it loads V.
 //
 // The tiles are in config.cuh, the choice among the kernels in plan.cpp, budgets and measurements
@@ -90,7 +90,7 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   static_assert(C::QTile::ALIGNMENT <= 1024);
   if (threadIdx.x == 0) {
     Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise(
-        turns_v<C>(params) ? C::TURNING_WARPS * ptx::ARRIVALS_OF_WARP : 1);
+        transposes_v<C>(params) ? C::TURNING_WARPS * ptx::ARRIVALS_OF_WARP : 1);
   }
   run_roles<C>([&] { consume<C>(all_params, shared, shared_smem); },
                [&] { produce<C>(all_params, shared, shared_smem); },
@@ -99,8 +99,8 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
                    if (threadIdx.x < C::CONSUMER_THREADS + 64)
                      return produce_v<C>(all_params, shared, shared_smem);
                  }
-                 if constexpr (C::TURNS_V) {
-                   if (turns_v<C>(params)) turn_v<C>(shared, shared_smem);
+                 if constexpr (C::TRANSPOSES_V) {
+                   if (transposes_v<C>(params)) transpose_blocks_of_v<C>(shared, shared_smem);
                  }
                  write_rows_of_no_sequence<C>(params);
                });

@@ -2,8 +2,8 @@
 // plan_backward.cpp (plain C++) read.
 #pragma once
 
+#include "common/device/slab_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/slab_tile.cuh"
 
 namespace archflash::hopper {
 
@@ -38,7 +38,7 @@ struct BackwardConfig {
   static constexpr int ROWS = GROUP_ROWS * WARPGROUPS;
   static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 64;
-  static constexpr bool STARTS_EARLY = true;  // before the terms of the rows are written
+  static constexpr bool USES_PDL = true;  // before the terms of the rows are written
   static constexpr int BLOCKS_OF_ROUND = VARIANT.blocks_of_round;
   static constexpr int ROUND = BLOCK * BLOCKS_OF_ROUND;
   static constexpr int Q_STAGES = VARIANT.q_stages;
@@ -74,9 +74,9 @@ struct BackwardConfig {
 
   // Tiles in shared memory. K and V of the CTA's keys; Q and dO of a block; dS of a round, whose
   // rows are queries.
-  using KTile = math::SlabTile<HEAD_DIM, ROWS>;
-  using QTile = math::SlabTile<HEAD_DIM, BLOCK>;
-  using DsTile = math::SlabTile<ROWS, ROUND>;
+  using KTile = device::SlabTile<HEAD_DIM, ROWS>;
+  using QTile = device::SlabTile<HEAD_DIM, BLOCK>;
+  using DsTile = device::SlabTile<ROWS, ROUND>;
 
   // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | dQ of a round | terms |
   // barriers | work. The terms of a block, which share the ring of Q, are the LSEs of its rows,
@@ -95,7 +95,7 @@ struct BackwardConfig {
   // block.
   static constexpr int BARRIERS =
       2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS + 1;
-  static constexpr int WORK_BYTES = 128;  // of math::CtaWork
+  static constexpr int WORK_BYTES = 128;  // of device::CtaWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
   static_assert(SHARED_BYTES <= 227 * 1024,
@@ -116,7 +116,7 @@ struct WideBackwardConfig {
   static constexpr int ROWS = 64;
   static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 64;
-  static constexpr bool STARTS_EARLY = true;  // before the terms of the rows are written
+  static constexpr bool USES_PDL = true;  // before the terms of the rows are written
   static constexpr int BLOCKS_OF_ROUND = 1;
   static constexpr int ROUND = BLOCK;
   static constexpr int Q_STAGES = 2;
@@ -145,9 +145,9 @@ struct WideBackwardConfig {
 
   // Tiles in shared memory, as in BackwardConfig. P lies as its fragments: 16 bytes of each lane
   // side by side.
-  using KTile = math::SlabTile<HEAD_DIM, ROWS>;
-  using QTile = math::SlabTile<HEAD_DIM, BLOCK>;
-  using DsTile = math::SlabTile<ROWS, ROUND>;
+  using KTile = device::SlabTile<HEAD_DIM, ROWS>;
+  using QTile = device::SlabTile<HEAD_DIM, BLOCK>;
+  using DsTile = device::SlabTile<ROWS, ROUND>;
   static constexpr int P_BYTES = 2 * ROWS * BLOCK;
 
   // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | ring of P | terms |
@@ -165,7 +165,7 @@ struct WideBackwardConfig {
   // each stage of the four rings, and for each stage of turns.
   static constexpr int BARRIERS =
       3 + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES + TURN_STAGES);
-  static constexpr int WORK_BYTES = 128;  // of math::CtaWork
+  static constexpr int WORK_BYTES = 128;  // of device::CtaWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
   static_assert(SHARED_BYTES <= 227 * 1024,

@@ -21,8 +21,8 @@ struct SumsPart {
   int rows, columns;
   int start;  // in floats from those of the round
   __device__ __forceinline__ SumsPart(const BackwardKernelParams& params, int number) {
-    const int all_rows = math::sums_rows<C>(params);
-    const int all = math::sums_columns<C>(params.backward.attention.d);
+    const int all_rows = device::sums_rows<C>(params);
+    const int all = device::sums_columns<C>(params.backward.attention.d);
     if constexpr (C::SHARES_ROWS) {
       rows = min(all_rows - number * C::PART_ROWS, C::PART_ROWS);
       columns = all;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
 #pragma unroll 1
   for (uint32_t count = 0; count < rounds; ++count, block.next_round(work)) {
     if (in_turns && count % 2 != number) continue;
-    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    const device::DqTurn turn = device::dq_turn<C>(params, work, block);
     // It looks for its turn while dQ is computed, because that takes a while even if it has come.
     if (leader && turn.waits) {
       const int own_turn = work.turn;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
       ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
     if (leader) {
       if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      float* const round_gmem = math::sums_of_round<C>(params, turn.sum);
+      float* const round_gmem = device::sums_of_round<C>(params, turn.sum);
       const auto add = [&](int start, uint32_t offset, uint32_t bytes) {
         const uint32_t from_smem = shared_smem + C::DQ_SMEM + offset;
         if (in_turns && !turn.waits) {
@@ -110,10 +110,10 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const AttentionParams& attention = params.backward.attention;
   const GradientParams& gradient = params.backward.dq;
   const int index = static_cast<int>(blockIdx.x);
-  const math::SummedRound round = math::find_summed_round<C>(params, index);
+  const device::SummedRound round = device::find_summed_round<C>(params, index);
   if (round.rows < 0) return;
-  const math::SumsOfRound<C> sums_of_round(params, index);
-  const int64_t start = math::gradient_of_sequence(params, round);
+  const device::SumsOfRound<C> sums_of_round(params, index);
+  const int64_t start = device::gradient_of_sequence(params, round);
   // A thread takes what four lanes have of eight columns: of two rows, 8 apart.
 #pragma unroll
   for (int i = 0; i < C::ROUND_SUMS / 16 / BACKWARD_DQ_THREADS; ++i) {
@@ -140,8 +140,8 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (row + 8 * r >= round.rows) continue;
-      math::store_gradient_chunk<C::DTYPE>(gradient, start + (row + 8 * r) * gradient.row + column,
-                                           x[r]);
+      device::store_gradient_chunk<C::DTYPE>(gradient,
+                                             start + (row + 8 * r) * gradient.row + column, x[r]);
     }
   }
 }

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/math/quad.cuh"
+#include "common/device/quad.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/backward_products.cuh"
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
           words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[n + i][2 * r] * factor,
                                                   x_rmem[n + i][2 * r + 1] * factor);
         }
-        math::transpose_in_quad(words);
+        device::transpose_in_quad(words);
         const int column = 8 * (n + lane % 4);
         if (first + 8 * r < work.own_rows && column < columns)
           ptx::st_global_v4_b32(row_gmem + column, words[0], words[1], words[2], words[3]);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
       const int column = 8 * n + lane % 4 * 2;
       if (column >= columns) continue;
       const float2 x = {x_rmem[n][2 * r] * factor, x_rmem[n][2 * r + 1] * factor};
-      math::store_gradient_pair<C::DTYPE>(gradient, row + column, x);
+      device::store_gradient_pair<C::DTYPE>(gradient, row + column, x);
     }
   }
 }
@@ -66,10 +66,10 @@ __device__ __forceinline__ void clear_gradients(const BackwardKernelParams& para
   for (int row = work.first_row + static_cast<int>(threadIdx.x) / 32; row < end; row += warps) {
     const AttentionParams& attention = params.backward.attention;
     const int64_t row_of_tensor = static_cast<int64_t>(work.own_start) + row;
-    math::clear_gradient_row(params.backward.dk, work.batch, work.head, row_of_tensor, attention.d,
-                             lane, 32);
-    math::clear_gradient_row(params.backward.dv, work.batch, work.head, row_of_tensor, attention.dv,
-                             lane, 32);
+    device::clear_gradient_row(params.backward.dk, work.batch, work.head, row_of_tensor,
+                               attention.d, lane, 32);
+    device::clear_gradient_row(params.backward.dv, work.batch, work.head, row_of_tensor,
+                               attention.dv, lane, 32);
   }
 }
 

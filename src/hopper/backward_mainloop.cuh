@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
     masks = note_of(q_stage)->masked_warps >> warp & 1;
-    weigh_scores<C>(p_rmem, s_rmem, terms, attention);
+    exponentiate_scores<C>(p_rmem, s_rmem, terms, attention);
     if (masks) clear_unseen<C>(p_rmem, work, note_of(q_stage)->row);
     if constexpr (C::DROPS) {
       const int thread = ptx::mov_tid_x_volatile();
@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   begin_s(q_at(0));
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SCORES>(s);
-  if constexpr (C::S_AHEAD) weigh(0);
+  if constexpr (C::S_AHEAD) exponentiate(0);
   ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
 
   // A block, whose S is there: with S_AHEAD its P. dK of the block before and dQ of the round
@@ -162,7 +162,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     RingPosition<C::Q_STAGES> next = q_ring;  // of the next block; of this one if it is the last
     if (more) next.advance();
     if constexpr (!C::S_AHEAD) {
-      weigh(q_ring.stage);
+      exponentiate(q_ring.stage);
       ptx::wgmma_wait_group<0>();
       finish_dk();
       ptx::registers_change<PART>(dq);
@@ -232,7 +232,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     ++number;
     q_ring = next;
     if constexpr (C::S_AHEAD) {
-      weigh(q_ring.stage);
+      exponentiate(q_ring.stage);
       if constexpr (FIRST_OF_ROUND) {
         ptx::wgmma_wait_group<1>();
         ptx::registers_change<PART>(dq);

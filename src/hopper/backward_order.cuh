@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/uniform.cuh"
-#include "common/math/varlen_tiles.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/uniform.cuh"
+#include "common/device/varlen_tiles.cuh"
 #include "hopper/backward_params.h"
 
 namespace archflash::hopper {
@@ -58,12 +58,13 @@ __device__ __forceinline__ bool much_work_follows(const BackwardKernelParams& pa
   float work = 0.0f;
   if (sequence < attention.batch) {
     const int* const cu_k = attention.cu_seqlens_k_gmem;
-    const int rows = math::sequence_start(cu_k, sequence + 1, attention.nk) -
-                     math::sequence_start(cu_k, sequence, attention.nk);
+    const int rows = device::sequence_start(cu_k, sequence + 1, attention.nk) -
+                     device::sequence_start(cu_k, sequence, attention.nk);
     work = work_of_head(max(rows, 0)) * (attention.heads_q / attention.heads_per_kv);
   }
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) work += __shfl_xor_sync(math::FULL_WARP, work, lanes);
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    work += __shfl_xor_sync(device::FULL_WARP, work, lanes);
   work += work_of_head(tiles * C::ROWS) * heads_behind;
   return work >= static_cast<float>(params.upward_work) * tiles;
 }
@@ -77,15 +78,15 @@ __device__ __forceinline__ TileOfCta find_packed_tile(const BackwardKernelParams
   if (params.packed_rows == INT32_MAX && params.tiles_in_a_row == 1) return {index, false};
   const int* const cu_k = attention.cu_seqlens_k_gmem;
   const int heads = attention.heads_q / attention.heads_per_kv;
-  const int batch = math::find_varlen_sequence(cu_k, attention.batch, C::ROWS, index / heads);
+  const int batch = device::find_varlen_sequence(cu_k, attention.batch, C::ROWS, index / heads);
   if (batch < 0) return {index, false};
   const auto length = [&](const int* cu_seqlens, int rows) {
-    return max(math::sequence_start(cu_seqlens, batch + 1, rows) -
-                   math::sequence_start(cu_seqlens, batch, rows),
+    return max(device::sequence_start(cu_seqlens, batch + 1, rows) -
+                   device::sequence_start(cu_seqlens, batch, rows),
                0);
   };
   const int tiles = (length(cu_k, attention.nk) + C::ROWS - 1) / C::ROWS;
-  const int first_index = math::varlen_tile_start(cu_k, batch, C::ROWS) * heads;
+  const int first_index = device::varlen_tile_start(cu_k, batch, C::ROWS) * heads;
   // Fewer tiles than the sequence's share of the grid.
   if (index - first_index >= tiles * heads) return {index, false};
   const int rows = max(length(attention.cu_seqlens_q_gmem, attention.nq), 1);

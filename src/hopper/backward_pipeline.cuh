@@ -5,18 +5,18 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/math/backward_rounds.cuh"
-#include "common/math/backward_work.cuh"
+#include "common/device/backward_rounds.cuh"
+#include "common/device/backward_work.cuh"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/pipeline.cuh"
 
 namespace archflash::hopper {
 
-using math::BackwardWork;
-using math::BlockNote;
-using math::BlockPosition;
-using math::CtaWork;
+using device::BackwardWork;
+using device::BlockNote;
+using device::BlockPosition;
+using device::CtaWork;
 
 // What a main kernel is given: with DROPS it is told of dropout, too.
 template <class C>

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/math/backward_masks.cuh"
+#include "common/device/backward_masks.cuh"
 #include "common/ptx/cvt_relu.cuh"
 #include "common/ptx/min.cuh"
 #include "hopper/backward_products.cuh"
@@ -18,7 +18,7 @@ namespace archflash::hopper {
 template <class C>
 __device__ __forceinline__ void clear_unseen(KeysByQueries<C>& x_rmem, const BackwardWork& work,
                                              int block_row) {
-  const math::VisibleKeys& visible = work.visible;
+  const device::VisibleKeys& visible = work.visible;
   const int thread = ptx::mov_tid_x_volatile();
   const int first_key =
       work.first_row + thread / 32 % C::KEY_WARPS * C::WARP_ROWS + thread % 32 / 4;
@@ -45,15 +45,15 @@ __device__ __forceinline__ void cap_scores(KeysByQueries<C>& s_rmem,
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s_rmem[n][i] = math::cap_score(s_rmem[n][i], params);
+    for (int i = 0; i < 4; ++i) s_rmem[n][i] = device::cap_score(s_rmem[n][i], params);
   }
 }
 
 // P = 2^(S - LSE), which may lie in the registers of S. terms: as consume() has them.
 template <class C>
-__device__ __forceinline__ void weigh_scores(KeysByQueries<C>& p_rmem, KeysByQueries<C>& s_rmem,
-                                             const float2* terms,
-                                             const AttentionParams& attention) {
+__device__ __forceinline__ void exponentiate_scores(KeysByQueries<C>& p_rmem,
+                                                    KeysByQueries<C>& s_rmem, const float2* terms,
+                                                    const AttentionParams& attention) {
   if constexpr (C::SOFTCAP) cap_scores<C>(s_rmem, attention);
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; ++n) {
@@ -74,8 +74,8 @@ __device__ __forceinline__ void weigh_scores(KeysByQueries<C>& p_rmem, KeysByQue
 // Gives what is dropped of P, which is at least 0, the sign of negative numbers. key, query: the
 // lane's first ones.
 template <class C>
-__device__ __forceinline__ void mark_dropped(KeysByQueries<C>& p_rmem, const math::Dropout& dropout,
-                                             int key, int query) {
+__device__ __forceinline__ void mark_dropped(KeysByQueries<C>& p_rmem,
+                                             const device::Dropout& dropout, int key, int query) {
   const uint32_t threshold = dropout.threshold * 0x10001;
   const auto mark = [](float& p, uint32_t flags) {
     p = __uint_as_float(__float_as_uint(p) | (~flags & 0x80000000));
@@ -84,7 +84,7 @@ __device__ __forceinline__ void mark_dropped(KeysByQueries<C>& p_rmem, const mat
   for (int n = 0; n < C::BLOCK / 8; n += 2) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const math::DropoutBits bits = dropout.bits(query + 8 * n + i, key);
+      const device::DropoutBits bits = dropout.bits(query + 8 * n + i, key);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // queries 8 apart
         const uint32_t of_keys = key & 16 ? bits.words[2 * half + 1] : bits.words[2 * half];
@@ -122,7 +122,7 @@ __device__ __forceinline__ float differentiate_score(float p, float dp, float de
                                                      float uncap) {
   const float ds = p * (dp - delta);
   if constexpr (!C::SOFTCAP) return ds;
-  return ds * math::softcap_derivative(p, lse, uncap);
+  return ds * device::softcap_derivative(p, lse, uncap);
 }
 
 // dS of a block. terms: as consume() has them.

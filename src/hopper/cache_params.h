@@ -24,7 +24,7 @@ struct CacheParams {
   int32_t k_page_groups, v_page_groups;
   // Packed sequences of at most so many query rows are left to another launch.
   int32_t few_rows;
-  int32_t attention_chunk;  // positions of a chunk of math::ChunkedKeys; 0: no chunks
+  int32_t attention_chunk;  // positions of a chunk of device::ChunkedKeys; 0: no chunks
   AlibiSlopes slopes;       // with them call.attention.transform_scores is set
 };
 static_assert(std::is_trivially_copyable_v<CacheParams>);

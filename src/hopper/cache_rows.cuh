@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/math/kv_cache.cuh"
+#include "common/device/kv_cache.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "hopper/cache_params.h"
@@ -21,7 +21,7 @@ struct SequenceOfCache {
   const KvCache& cache;
   int box_rows;
   int sequence;
-  math::CacheRows rows;
+  device::CacheRows rows;
 
   // The place of box number `lane` of the block of keys that begins with key `first_key`. Behind
   // the sequence's last key the page of that key stands in, and before its first key that one's:
@@ -29,7 +29,7 @@ struct SequenceOfCache {
   __device__ __forceinline__ CachePlace find(int first_key) const {
     const int key = min(first_key + static_cast<int>(threadIdx.x) % 32 * box_rows, rows.count - 1);
     const int inside = max(key, 0);
-    const int block = math::find_cache_block(cache, sequence, inside);
+    const int block = device::find_cache_block(cache, sequence, inside);
     if (cache.page_table_gmem == nullptr) return {block, rows.first + first_key};
     return {block, inside % cache.block_rows / box_rows * box_rows};
   }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void start_cache_load(bool leader, uint32_t tile_smem
   }
 }
 
-// math::clear_rows() of a GroupedTile.
+// device::clear_rows() of a GroupedTile.
 template <class Tile>
 __device__ __forceinline__ void clear_grouped_rows(unsigned char* tile, int begin, int end) {
   constexpr int CHUNKS = Tile::COLUMNS / 8;

@@ -1,12 +1,12 @@
 // Outputs of a tile before any product has written them.
 #pragma once
 
-#include "common/math/online_softmax.cuh"
+#include "common/device/online_softmax.cuh"
 
 namespace archflash::hopper {
 
 template <class C>
-__device__ __forceinline__ void clear_outputs(math::Outputs<C>& o_rmem) {
+__device__ __forceinline__ void clear_outputs(device::Outputs<C>& o_rmem) {
 #pragma unroll
   for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
 #pragma unroll

@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/device/slab_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/slab_tile.cuh"
 #include "hopper/grouped_tile.cuh"
 
 namespace archflash::hopper {
 
-// A row tile, as the producer hands it to the consumers: math::Work and the share of it.
+// A row tile, as the producer hands it to the consumers: device::Work and the share of it.
 constexpr int TILE_MESSAGE_BYTES = 32;
 
 // The registers of a consumer thread when the producer's warpgroup keeps `producer_registers` of
@@ -86,7 +86,7 @@ struct Config {
   static constexpr bool CACHE = VARIANT.cache, PAGES = VARIANT.pages;
   static constexpr bool DROPS = VARIANT.drops;
   // Tiles of one head are moved towards the end of their sequence by a multiple of so many rows
-  // (math::row_tile_from_end); 0: they begin with it. A warpgroup then has 64 rows of one tile or
+  // (device::row_tile_from_end); 0: they begin with it. A warpgroup then has 64 rows of one tile or
   // none, and blocks of SCALE_ROWS rows of Q that share a descale stay whole.
   static constexpr int TILE_STEP = CAN_PACK ? 0 : GROUP_ROWS;
   // Whether Q goes back before the last P V of a tile has ended, so that the next one comes
@@ -110,10 +110,10 @@ struct Config {
   // and whether a kernel that can takes V that hopper_transpose_v has transposed before, too: where
   // the producer has the registers for both. Kernels that cannot take only V that was transposed
   // before.
-  static constexpr bool TURNS_V = FP8 && !OVERLAPS && BLOCK_K == 128;
-  static constexpr bool TAKES_TURNED_V = WARPGROUPS < 4;
+  static constexpr bool TRANSPOSES_V = FP8 && !OVERLAPS && BLOCK_K == 128;
+  static constexpr bool TAKES_TRANSPOSED_V = WARPGROUPS < 4;
   static constexpr int TURNING_WARPS = 3;
-  static constexpr int RAW_STAGES = TURNS_V ? 2 : 0;  // blocks of V to transpose
+  static constexpr int RAW_STAGES = TRANSPOSES_V ? 2 : 0;  // blocks of V to transpose
   // How often the masked step stands in a kernel: once for both ends of a tile's keys, or for each.
   // With more than 128 keys at a time one would spill a register.
   static constexpr int MASKED_STEPS = BLOCK_K > 128 ? 2 : 1;
@@ -137,25 +137,25 @@ struct Config {
   // share out the rest (setmaxnreg).
   static constexpr int SM_REGISTERS = 65536;
   static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = TURNS_V && WARPGROUPS <= 3 ? 40
-                                            : WARPGROUPS >= 3 || CACHE ? 32
-                                                                       : 24;
+  static constexpr int PRODUCER_REGISTERS = TRANSPOSES_V && WARPGROUPS <= 3 ? 40
+                                            : WARPGROUPS >= 3 || CACHE      ? 32
+                                                                            : 24;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(LAUNCH_REGISTERS, WARPGROUPS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = LAUNCH_REGISTERS < CONSUMER_REGISTERS;
 
   // Tiles in shared memory. wgmma takes 8-bit V only with the keys of a column side by side, so the
-  // rows of its tile are the columns of V (turn_block() or transpose_v.cuh).
-  using QTile = math::SlabTile<HEAD_DIM / PACK, BLOCK_Q>;
+  // rows of its tile are the columns of V (transpose_block() or transpose_v.cuh).
+  using QTile = device::SlabTile<HEAD_DIM / PACK, BLOCK_Q>;
   template <int COLUMNS, int ROWS>
   using RowsTile =
-      std::conditional_t<PAGES, GroupedTile<COLUMNS, ROWS>, math::SlabTile<COLUMNS, ROWS>>;
+      std::conditional_t<PAGES, GroupedTile<COLUMNS, ROWS>, device::SlabTile<COLUMNS, ROWS>>;
   using KTile = RowsTile<HEAD_DIM / PACK, BLOCK_K>;
-  using VTile = std::conditional_t<FP8, math::SlabTile<BLOCK_K / PACK, HEAD_DIM_V>,
+  using VTile = std::conditional_t<FP8, device::SlabTile<BLOCK_K / PACK, HEAD_DIM_V>,
                                    RowsTile<HEAD_DIM_V, BLOCK_K>>;
 
-  // V as it lies in memory, for TURNS_V.
-  using RawVTile = math::SlabTile<HEAD_DIM_V / PACK, BLOCK_K>;
+  // V as it lies in memory, for TRANSPOSES_V.
+  using RawVTile = device::SlabTile<HEAD_DIM_V / PACK, BLOCK_K>;
 
   // Shared memory, in bytes: ring of Q | ring of K | ring of V | ring of V to transpose |
   // barriers | messages about tiles, the last one for a producer of V | with PREPARES_TILES about
@@ -192,7 +192,7 @@ struct Config {
   static_assert(!PAGES || CACHE, "pages are those of a cache");
   static_assert(!DROPS || (OVERLAPS && !FP8 && !CACHE), "not built: dropout with these");
   static_assert(!DROPS || (!CAN_PACK && TILE_STEP % 16 == 0),
-                "both rows of a lane are of one group of random bits: math::Dropout");
+                "both rows of a lane are of one group of random bits: device::Dropout");
   static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");

@@ -6,10 +6,10 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/chunked_keys.cuh"
-#include "common/math/fp8_rows.cuh"
-#include "common/math/kv_cache.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/chunked_keys.cuh"
+#include "common/device/fp8_rows.cuh"
+#include "common/device/kv_cache.cuh"
 #include "hopper/cache_params.h"
 
 namespace archflash::hopper {
@@ -24,15 +24,15 @@ __device__ __forceinline__ RowsToConvert find_rows_to_convert(const ConvertParam
                                                               int sequence) {
   const AttentionParams& attention = params.attention;
   const int* cu_seqlens_gmem = attention.cu_seqlens_q_gmem;
-  const int start = math::sequence_start(cu_seqlens_gmem, sequence, attention.nq);
+  const int start = device::sequence_start(cu_seqlens_gmem, sequence, attention.nq);
   const int nq = cu_seqlens_gmem == nullptr
                      ? attention.nq
-                     : math::sequence_start(cu_seqlens_gmem, sequence + 1, attention.nq) - start;
+                     : device::sequence_start(cu_seqlens_gmem, sequence + 1, attention.nq) - start;
   if (nq <= params.few_rows) return {};
-  const math::CacheRows rows = math::find_cache_rows(params.cache, sequence);
-  const math::Work work{sequence * attention.heads_q, 0, nq, rows.count};
-  const math::ChunkedKeys visible{math::find_visible_keys(attention, work), params.attention_chunk,
-                                  work.nk - work.nq};
+  const device::CacheRows rows = device::find_cache_rows(params.cache, sequence);
+  const device::Work work{sequence * attention.heads_q, 0, nq, rows.count};
+  const device::ChunkedKeys visible{device::find_visible_keys(attention, work),
+                                    params.attention_chunk, work.nk - work.nq};
   const int seen = min(max(visible.first(0) - (MOST_CACHE_KEYS - 1), 0), rows.count);
   const int end = rows.first + rows.count;
   return {rows.first + seen, end, min(end + MOST_CACHE_KEYS - 1, params.cache.capacity)};
@@ -56,11 +56,11 @@ __device__ __forceinline__ void convert_cache(const ConvertParams& params) {
   const int64_t row_stride = of_v ? attention.v_row : attention.k_row;
   const int chunks = (of_v ? attention.dv : attention.d) / CONVERTED_COLUMNS;  // of a head's row
   const int chunks_of_row = attention.heads_q / attention.heads_per_kv * chunks;
-  const math::Fp8To16Bits<DTYPE> to_16_bits(params.cache_dtype);
+  const device::Fp8To16Bits<DTYPE> to_16_bits(params.cache_dtype);
 
 #pragma unroll 1
   for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < end; row += CONVERT_WARPS) {
-    const int found = math::find_cache_block(cache, sequence, row);
+    const int found = device::find_cache_block(cache, sequence, row);
     const int64_t cache_block = min(max(found, 0), cache.blocks - 1);
     const uint8_t* row_gmem =
         from_gmem + cache_block * batch_stride + row % cache.block_rows * row_stride;

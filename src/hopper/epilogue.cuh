@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "common/math/descales.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/quad.cuh"
+#include "common/device/descales.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/quad.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "hopper/params.h"
 #include "hopper/pipeline.cuh"
@@ -19,33 +19,33 @@ namespace archflash::hopper {
 // With 256 columns of V that a CTA transposes itself that would spill registers.
 template <class C>
 consteval bool finds_ends() {
-  return C::PREPARES_TILES || (C::FP8 && !C::OVERLAPS && !C::TURNS_V);
+  return C::PREPARES_TILES || (C::FP8 && !C::OVERLAPS && !C::TRANSPOSES_V);
 }
 
 // Where a warp's rows of a tile go and how they end.
 template <class C>
 struct TileEnd {
-  uint16_t* out_gmem;    // of the warp's first row
-  float* lse_gmem;       // likewise; null where no LSE is asked for
-  int rows;              // from the warp's first one to the end of the tile; may exceed the warp's
-  math::RowEnd ends[2];  // of the rows lane / 4 + 8r
+  uint16_t* out_gmem;  // of the warp's first row
+  float* lse_gmem;     // likewise; null where no LSE is asked for
+  int rows;            // from the warp's first one to the end of the tile; may exceed the warp's
+  device::RowEnd ends[2];  // of the rows lane / 4 + 8r
 
   TileEnd() = default;
   // v_factor: what the outputs are multiplied by.
-  __device__ __forceinline__ TileEnd(const math::RowState<C>& state, const AttentionParams& params,
-                                     const TileHead& at, const Tile& tile, int warp_row,
-                                     float v_factor = 1.0f)
+  __device__ __forceinline__ TileEnd(const device::RowState<C>& state,
+                                     const AttentionParams& params, const TileHead& at,
+                                     const Tile& tile, int warp_row, float v_factor = 1.0f)
       : lse_gmem(params.lse_gmem), rows(tile.end_row - tile.first_row - warp_row) {
-    const int64_t row = math::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
+    const int64_t row = device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
                         tile.first_row + warp_row;
     out_gmem = static_cast<uint16_t*>(params.out_gmem) + at.batch * params.out_batch +
                at.head * params.out_head + row * params.out_row;
     if (lse_gmem != nullptr)
       lse_gmem += at.batch * params.lse_batch + at.head * params.lse_head + row;
-    const float sink = math::load_sink(params, at.head);
+    const float sink = device::load_sink(params, at.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      ends[r] = math::finish_lane_row<C>(state, 0, r, sink);
+      ends[r] = device::finish_lane_row<C>(state, 0, r, sink);
       if constexpr (C::FP8) ends[r].factor *= v_factor;
     }
   }
@@ -78,7 +78,7 @@ struct TileEnd {
 // Writes a warp's rows of outputs from registers: the four lanes of a row exchange their columns,
 // and each lane writes 16 bytes.
 template <class C>
-__device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
+__device__ __forceinline__ void store_by_quads(const device::Outputs<C>& o_rmem,
                                                const TileEnd<C>& end,
                                                const AttentionParams& params) {
   static_assert(C::HEAD_DIM_V % 32 == 0, "the lanes of a quad exchange 32 columns at a time");
@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = end.pair(&o_rmem[0][n + i][2 * r], r);
-      math::transpose_in_quad(words);
+      device::transpose_in_quad(words);
       end.store(params, place + 8 * n, row, first_column + 8 * n, words);
     }
   }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_by_quads(const math::Outputs<C>& o_rmem,
 // Writes a warp's rows of outputs through `rows`, its own rows of Q's part of shared memory, and
 // calls hand_back() before it writes to global memory: its fence would wait for those stores.
 template <class C, class HandBack>
-__device__ __forceinline__ void store_through_q(const math::Outputs<C>& o_rmem,
+__device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem,
                                                 const TileEnd<C>& end,
                                                 const AttentionParams& params, unsigned char* rows,
                                                 const HandBack& hand_back) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_through_q(const math::Outputs<C>& o_rmem,
 // Writes a warp's rows of outputs from registers, where 8-bit V leaves a lane four neighbouring
 // ones of every 16 columns of a row: the four lanes of a row write 32 bytes at a time.
 template <class C, DType OUT>
-__device__ __forceinline__ void store_fp8_rows(const math::Outputs<C>& o_rmem,
+__device__ __forceinline__ void store_fp8_rows(const device::Outputs<C>& o_rmem,
                                                const TileEnd<C>& end,
                                                const AttentionParams& params) {
   const int lane = threadIdx.x % 32;
@@ -165,17 +165,17 @@ __device__ __forceinline__ void store_fp8_rows(const math::Outputs<C>& o_rmem,
 // the output, where rows of one head pass through Q's part of shared memory, at `q`, unless Q has
 // gone back already. `end`: how the tile ends, if that is known and Q has gone back.
 template <class C>
-__device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
-                                           const math::RowState<C>& state, const Params& params,
+__device__ __forceinline__ void store_rows(const device::Outputs<C>& o_rmem,
+                                           const device::RowState<C>& state, const Params& params,
                                            const Tile& tile, int warp_row, unsigned char* q,
                                            const TileEnd<C>* end = nullptr) {
   using QTile = typename C::QTile;
   const AttentionParams& attention = params.attention;
   if (C::CAN_SPLIT && params.partials.splits > 1) {
-    math::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
-                            tile.split, warp_row);
+    device::store_partials<C>(o_rmem, state, attention, params.partials, params.packed_heads, tile,
+                              tile.split, warp_row);
   } else if (C::CAN_PACK && params.packed_heads.count > 1) {
-    math::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
+    device::store_packed_out<C>(o_rmem, state, attention, params.packed_heads, tile, warp_row);
   } else if constexpr (C::RELEASES_Q_EARLY) {
     const TileHead head{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
     const TileEnd<C> known =
@@ -183,15 +183,15 @@ __device__ __forceinline__ void store_rows(const math::Outputs<C>& o_rmem,
     store_by_quads<C>(o_rmem, known, attention);
     known.store_lse();
   } else {
-    math::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
-                              q + warp_row * QTile::ROW_BYTES);
+    device::store_out<C, QTile>(o_rmem, state, attention, tile.rows(), warp_row,
+                                q + warp_row * QTile::ROW_BYTES);
   }
 }
 
 // With finds_ends(): how the tile ends.
 template <class C>
 __device__ __forceinline__ TileEnd<C> find_tile_end(
-    const math::RowState<C>& state, const AttentionParams& attention, unsigned char* shared,
+    const device::RowState<C>& state, const AttentionParams& attention, unsigned char* shared,
     const RingPosition<C::Q_STAGES>& q_ring, const Tile& tile, int warp_row, float v_factor) {
   if constexpr (C::PREPARES_TILES) {
     return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
@@ -205,7 +205,7 @@ __device__ __forceinline__ TileEnd<C> find_tile_end(
 // With finds_ends(): writes a warp's rows of outputs, of 16-bit inputs through Q's part of shared
 // memory, at `q`, and hands Q back.
 template <class C>
-__device__ __forceinline__ void end_tile(const math::Outputs<C>& o_rmem, const TileEnd<C>& end,
+__device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, const TileEnd<C>& end,
                                          const Params& params, const Barriers<C>& barriers,
                                          const RingPosition<C::Q_STAGES>& q_ring, unsigned char* q,
                                          int warp_row) {
@@ -226,18 +226,19 @@ __device__ __forceinline__ void end_tile(const math::Outputs<C>& o_rmem, const T
 
 // Without finds_ends(): writes a warp's rows of outputs. `q`: Q's part of shared memory.
 template <class C>
-__device__ __forceinline__ void store_tile(math::Outputs<C>& o_rmem, const math::RowState<C>& state,
+__device__ __forceinline__ void store_tile(device::Outputs<C>& o_rmem,
+                                           const device::RowState<C>& state,
                                            const ParamsOf<C>& all_params, const Tile& tile,
                                            int warp_row, float v_factor, unsigned char* q) {
   const Params& params = call_of<C>(all_params);
   if constexpr (C::FP8) {
     // The lane that knows it tells the others the unit of the last block.
-    math::store_fp8_out<C>(o_rmem, state, params.attention, params.out_dtype, tile.rows(), warp_row,
-                           uniform(v_factor), first_v_column<C>(tile));
+    device::store_fp8_out<C>(o_rmem, state, params.attention, params.out_dtype, tile.rows(),
+                             warp_row, uniform(v_factor), first_v_column<C>(tile));
   } else {
     if constexpr (C::CACHE) {
       if (params.descales.v.gmem != nullptr) {
-        const float v = math::find_warp_descale(params.descales, params.attention, tile, 0).v;
+        const float v = device::find_warp_descale(params.descales, params.attention, tile, 0).v;
         const float factors[2] = {v, v};
         rescale<C>(o_rmem, factors);
       }
@@ -263,8 +264,8 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) 
   const auto tiles = [&] { return C::SLICES_V ? params.tiles / params.v_slices : params.tiles; };
   for (int64_t index = blockIdx.x; index < tiles(); index += gridDim.x) {
     for (int head = 0; head < heads; ++head) {
-      math::write_rows_of_no_sequence(params.attention, static_cast<int>(index), thread, THREADS,
-                                      rows_of_tile<C>(params), heads, head);
+      device::write_rows_of_no_sequence(params.attention, static_cast<int>(index), thread, THREADS,
+                                        rows_of_tile<C>(params), heads, head);
     }
   }
 }

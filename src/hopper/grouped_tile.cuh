@@ -1,13 +1,13 @@
 // A tile layout in shared memory that TMA writes and wgmma reads, for rows that come from pages.
 #pragma once
 
-#include "common/math/host_device.h"
+#include "common/device/host_device.h"
 #include "common/swizzle.h"
 
 namespace archflash::hopper {
 
 // A tile of 16-bit columns whose slabs of 64 columns do not follow one another as those of a
-// math::SlabTile: those of 8 rows do, then those of the next 8 rows. So all columns of a multiple
+// device::SlabTile: those of 8 rows do, then those of the next 8 rows. So all columns of a multiple
 // of 8 rows are one piece of shared memory, which one box of a tensor map (columns of a slab, 8
 // rows, slabs, groups of 8 rows, heads) fills. Chunks are permuted as in 128-byte rows there.
 template <int COLUMNS_, int ROWS_>

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "common/math/row_tiles.h"
-#include "common/math/slab_load.cuh"
+#include "common/device/row_tiles.h"
+#include "common/device/slab_load.cuh"
 #include "hopper/cache_params.h"
 #include "hopper/cache_rows.cuh"
 #include "hopper/config.cuh"
@@ -46,35 +46,36 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       if (tile.first_row < 0) continue;
       batch = found.batch, head = found.head, kv_head = found.kv_head;
     } else {
-      tile = {math::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
-                              C::CAN_PACK ? params.packed_heads.count : 1),
-              static_cast<int>(index) % shares};
+      tile = {
+          device::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
+                            C::CAN_PACK ? params.packed_heads.count : 1),
+          static_cast<int>(index) % shares};
       if (tile.first_row < 0) continue;
       batch = tile.batch_head / attention.heads_q;
       head = tile.batch_head % attention.heads_q;
       kv_head = head / attention.heads_per_kv;
     }
-    math::CacheRows cache_rows{};
+    device::CacheRows cache_rows{};
     if constexpr (C::CACHE) {
       if (tile.nq <= all_params.few_rows) continue;  // another launch serves the sequence
-      cache_rows = math::find_cache_rows(all_params.cache, batch);
+      cache_rows = device::find_cache_rows(all_params.cache, batch);
       tile.nk = cache_rows.count;
     }
     tile.end_row = tile.nq;
     if constexpr (C::TILE_STEP > 0) {
-      const math::RowTile rows =
-          math::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
+      const device::RowTile rows =
+          device::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
       tile.first_row = rows.first_row;
       tile.end_row = rows.end_row;
     }
     const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
-    const math::Blocks blocks = find_blocks<C>(params, tile, visible);
+    const device::Blocks blocks = find_blocks<C>(params, tile, visible);
     // Kernels that transpose V give the producer few registers: these values lie in uniform ones,
     // of which there are enough.
-    const auto in_uniform_register = [](int x) { return C::TURNS_V ? uniform(x) : x; };
+    const auto in_uniform_register = [](int x) { return C::TRANSPOSES_V ? uniform(x) : x; };
     kv_head = in_uniform_register(kv_head);
-    const int keys_start =
-        in_uniform_register(math::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk));
+    const int keys_start = in_uniform_register(
+        device::sequence_start(attention.cu_seqlens_k_gmem, batch, attention.nk));
     // 8-bit V that was transposed before: where the keys of the sequence start in a column, and one
     // behind its last key, which is filled up with zeros.
     const int v_columns_start = C::FP8 ? find_v_columns_start(attention, batch) : 0;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
             next_place, all_params.cache.blocks, all_params.k_page_groups, all_params.box_rows,
             kv_head, barriers.k_full(k_ring.stage));
       } else if (leader) {
-        math::start_load<typename C::KTile, C::PACK>(
+        device::start_load<typename C::KTile, C::PACK>(
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
             keys_start + block, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : batch, barriers.k_full(k_ring.stage));
@@ -146,7 +147,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
           }
         }
       } else if (leader) {
-        math::start_load<typename C::VTile>(
+        device::start_load<typename C::VTile>(
             shared_smem + offset, params.v_map, keys_start + block,
             attention.v_head == 0 ? 0 : kv_head, attention.v_batch == 0 ? 0 : batch,
             ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
@@ -166,9 +167,9 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       // The block that the stage held has been transposed.
       ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
       if (leader) {
-        rows_to_turn<C>(shared, raw_ring.stage) = {seen_begin - block,
-                                                   reads_beyond() ? seen_end - block : C::BLOCK_K};
-        math::start_load<RawVTile, C::PACK>(
+        rows_to_transpose<C>(shared, raw_ring.stage) = {
+            seen_begin - block, reads_beyond() ? seen_end - block : C::BLOCK_K};
+        device::start_load<RawVTile, C::PACK>(
             shared_smem + C::RAW_SMEM + raw_ring.stage * RawVTile::BYTES, params.v_map,
             keys_start + block, attention.v_head == 0 ? 0 : kv_head,
             attention.v_batch == 0 ? 0 : batch, barriers.raw_full(raw_ring.stage));
@@ -208,8 +209,9 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     if (leader) {
       tile_message<C>(shared, q_ring.stage) = tile;
       if (any_block) {
-        const int q_start = math::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
-        math::start_load<typename C::QTile, C::PACK>(
+        const int q_start =
+            device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+        device::start_load<typename C::QTile, C::PACK>(
             shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map,
             q_start + tile.first_row, attention.q_head == 0 ? 0 : head,
             attention.q_batch == 0 ? 0 : batch, barriers.q_full(q_ring.stage));
@@ -217,32 +219,32 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
         ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
       }
     }
-    if constexpr (C::PREPARES_TILES) math::arrive_beside(leader, barriers.q_full(q_ring.stage));
+    if constexpr (C::PREPARES_TILES) device::arrive_beside(leader, barriers.q_full(q_ring.stage));
     q_ring.advance();
-    if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();  // V has been transposed
+    if (C::FP8 && !transposes_v<C>(params)) ptx::griddepcontrol_wait();  // V has been transposed
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
       const CachePlace place_before = next_place;
       if (block > blocks.first) load_k(block - C::BLOCK_K);
       bool loaded = false;
-      if constexpr (C::TURNS_V) {
-        loaded = turns_v<C>(params);
+      if constexpr (C::TRANSPOSES_V) {
+        loaded = transposes_v<C>(params);
         if (loaded) load_raw_v(block);
       }
-      if constexpr (C::PRODUCERS == 1 && (!C::TURNS_V || C::TAKES_TURNED_V)) {
+      if constexpr (C::PRODUCERS == 1 && (!C::TRANSPOSES_V || C::TAKES_TRANSPOSED_V)) {
         if (!loaded) load_v(block, place);
       }
       place = place_before;
     }
   }
   // Where V was transposed before, a CTA without tiles, too, ends after the kernel that did it.
-  if (C::FP8 && !turns_v<C>(params)) ptx::griddepcontrol_wait();
+  if (C::FP8 && !transposes_v<C>(params)) ptx::griddepcontrol_wait();
   send_no_tile<C>(barriers, shared, q_ring, leader);
-  if constexpr (C::TURNS_V) {
-    if (turns_v<C>(params)) {
+  if constexpr (C::TRANSPOSES_V) {
+    if (transposes_v<C>(params)) {
       ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
       if (leader) {
-        rows_to_turn<C>(shared, raw_ring.stage) = {0, 0};
+        rows_to_transpose<C>(shared, raw_ring.stage) = {0, 0};
         ptx::mbarrier_arrive(barriers.raw_full(raw_ring.stage));
       }
     }
@@ -283,8 +285,8 @@ __device__ __forceinline__ void produce_v(const CacheParams& params, unsigned ch
     const int kv_head = tile.batch_head % attention.heads_q / attention.heads_per_kv;
     const SequenceOfCache sequence{
         params.cache, params.box_rows, batch, {tile.first_of_cache, tile.nk}};
-    const math::ChunkedKeys visible = find_visible_keys<C>(params, tile);
-    const math::Blocks blocks = find_blocks<C>(params.call, tile, visible);
+    const device::ChunkedKeys visible = find_visible_keys<C>(params, tile);
+    const device::Blocks blocks = find_blocks<C>(params.call, tile, visible);
     const int seen_begin = visible.begin(), seen_end = visible.end(tile.nq);
     CachePlace place{};
     if (blocks.first <= blocks.last) place = sequence.find(blocks.last);

@@ -17,7 +17,7 @@ namespace archflash::hopper {
 
 // Hands K back, whose product is done: the scores are there.
 template <class C, int KEYS = C::BLOCK_K>
-__device__ __forceinline__ void release_k(math::Scores<C>& s_rmem, const Barriers<C>& barriers,
+__device__ __forceinline__ void release_k(device::Scores<C>& s_rmem, const Barriers<C>& barriers,
                                           RingPosition<C::STAGES>& k_ring) {
   ptx::registers_change<KEYS / 2>(&s_rmem[0][0][0]);
   release(barriers.k_empty(k_ring.stage));
@@ -54,9 +54,9 @@ __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, const Tu
 // Without OVERLAPS: O += P V of the V in a stage from beginning to end, PASS_COLUMNS columns at a
 // time, of which PARTS are multiplied at the same time. Calls meanwhile() while the first ones are.
 template <class C, class Meanwhile>
-__device__ __forceinline__ void multiply_passes(math::Outputs<C>& o_rmem, Probabilities<C>& p_rmem,
-                                                uint32_t shared_smem, int stage,
-                                                const Meanwhile& meanwhile) {
+__device__ __forceinline__ void multiply_passes(device::Outputs<C>& o_rmem,
+                                                Probabilities<C>& p_rmem, uint32_t shared_smem,
+                                                int stage, const Meanwhile& meanwhile) {
   constexpr int PASSES = C::HEAD_DIM_V / C::PASS_COLUMNS;
   PassOutputs<C> parts_rmem[C::PARTS];
   const auto begin = [&](int pass) {
@@ -106,11 +106,11 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const VisibleKeysOf<C> visible = visible_keys_of<C>(all_params, shared, tile, q_ring.stage);
     bool all_need_more = attention.transform_scores;
     float exp2_scale = attention.exp2_scale;
-    math::KeyDescales key_descales{};  // null: one descale serves all keys
-    math::WarpDescale warp_descale{1.0f, 1.0f};
+    device::KeyDescales key_descales{};  // null: one descale serves all keys
+    device::WarpDescale warp_descale{1.0f, 1.0f};
     find_scale<C>(params, shared, tile, q_ring.stage, warp_row, exp2_scale, key_descales,
                   warp_descale, all_need_more);
-    math::Blocks all_blocks;  // those that the CTA visits
+    device::Blocks all_blocks;  // those that the CTA visits
     GroupBlocks blocks;
     find_blocks_of_group<C>(params, shared, tile, q_ring.stage, visible, place, all_blocks, blocks);
     all_blocks = {uniform(all_blocks.first), uniform(all_blocks.last)};
@@ -145,17 +145,17 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       }
     }();
 
-    math::Scores<C> s_rmem;
+    device::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
     [[maybe_unused]] Probabilities<C> kept_rmem;  // masks of P: what is not dropped
-    math::Outputs<C> o_rmem = {};
+    device::Outputs<C> o_rmem = {};
     PassOutputs<C> part_rmem;  // O += P V of the last blocks, if SUMS_IN_PARTS
     int part_keys = 0;         // the keys of these blocks
     PassOutputs<C>& products_rmem = products_of<C>(o_rmem, part_rmem);
     float* const o = &products_rmem[0][0][0];
     uint32_t* const p = &p_rmem[0][0][0];
-    math::RowState<C> state;
-    math::clear(state);
+    device::RowState<C> state;
+    device::clear(state);
     state.large = false;
 
     const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
@@ -183,17 +183,17 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       v_ring.advance();
     };
     // What a block needs whose keys are not all visible, or whose scores are capped or have a
-    // descale of their own. Returns the scale for weigh_rows().
+    // descale of their own. Returns the scale for exponentiate_rows().
     const auto finish_scores = [&](int block) {
       float scale = exp2_scale;
       if constexpr (C::FP8) {
-        scale = math::descale_scores<C>(s_rmem, attention, key_descales, warp_descale, block);
+        scale = device::descale_scores<C>(s_rmem, attention, key_descales, warp_descale, block);
       } else if constexpr (C::CACHE) {
         // The message is read anew, so that it needs no registers between the blocks.
         const Tile& message = tile_message<C>(shared, q_ring.stage);
-        scale = math::descale_scores<C>(
+        scale = device::descale_scores<C>(
             s_rmem, attention, key_descales,
-            math::find_warp_descale(params.descales, attention, message, 0), block);
+            device::find_warp_descale(params.descales, attention, message, 0), block);
       } else if (!C::DROPS && attention.transform_scores) {
         cap_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
       }
@@ -230,7 +230,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const auto add_full_part = [&](int block) {
       if (part_keys >= (key_descales.v_gmem != nullptr ? C::BLOCK_K : C::PART_KEYS)) add_part();
       if (key_descales.v_gmem != nullptr)
-        math::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
+        device::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
     };
     // The first block of the warpgroup, whose P V the next step starts.
     const auto first_step = [&](int block) {
@@ -244,10 +244,10 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       float scale = exp2_scale;
       if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = follow_maxima<C, true>(s_rmem, state, scale, nothing_to_rescale);
-      weigh_rows<C>(s_rmem, state, scale);
+      scale = update_row_max<C, true>(s_rmem, state, scale, nothing_to_rescale);
+      exponentiate_rows<C>(s_rmem, state, scale);
       if (key_descales.v_gmem != nullptr)
-        math::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
+        device::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
       pack_kept();
     };
     // first_step() of a warpgroup that sees the first half of the block only, and has no score
@@ -264,8 +264,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows, lane_key(block));
         const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
         const float scale =
-            follow_maxima<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
-        weigh_rows<C, KEYS>(s_rmem, state, scale);
+            update_row_max<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
+        exponentiate_rows<C, KEYS>(s_rmem, state, scale);
         // P V multiplies the whole block: a branch around its second half, in the step that all
         // blocks share, would cost more.
 #pragma unroll
@@ -286,7 +286,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       release_k<C>(s_rmem, barriers, k_ring);
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
-      scale = follow_maxima<C>(s_rmem, state, scale, rescale_outputs);
+      scale = update_row_max<C>(s_rmem, state, scale, rescale_outputs);
       weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
     };
     const auto step_overlapped = [&]<bool MASKED>(int block) {
@@ -307,8 +307,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         raised = true;
         corrections[0] = wanted[0], corrections[1] = wanted[1];
       };
-      scale = follow_maxima<C>(s_rmem, state, scale, note);
-      weigh_rows<C>(s_rmem, state, scale);
+      scale = update_row_max<C>(s_rmem, state, scale, note);
+      exponentiate_rows<C>(s_rmem, state, scale);
       finish_pv();
       pack_kept();
       if (raised) rescale_outputs(corrections);

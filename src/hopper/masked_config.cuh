@@ -118,7 +118,7 @@ struct SummarizedConfig : MaskedConfig<Base, Base::WARPGROUPS == 3 ? 80 : 72> {
   // for each stage of what is added | what is known of the tile for each stage of Q. Where
   // SHARES_Q, the second stage of what is added is the second stage of Q, and a call in which
   // something is added uses the first stage of Q alone.
-  using MaskTile = math::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
+  using MaskTile = device::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
   static constexpr int MASK_STAGES = 2;
   static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
   static constexpr int MASK_SMEM =

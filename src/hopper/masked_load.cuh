@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/masks.cuh"
-#include "common/math/row_tiles.h"
-#include "common/math/slab_load.cuh"
-#include "common/math/tile_walk.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/masks.cuh"
+#include "common/device/row_tiles.h"
+#include "common/device/slab_load.cuh"
+#include "common/device/tile_walk.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
@@ -74,9 +74,9 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
        index = next_index) {
     SeekingTile tile{};
-    static_cast<math::Work&>(tile) =
-        math::find_work(attention, Seen::tile_at(all_params, static_cast<int>(index)) / shares,
-                        rows_of_tile<C>(params), C::CAN_PACK ? params.packed_heads.count : 1);
+    static_cast<device::Work&>(tile) =
+        device::find_work(attention, Seen::tile_at(all_params, static_cast<int>(index)) / shares,
+                          rows_of_tile<C>(params), C::CAN_PACK ? params.packed_heads.count : 1);
     if (tile.first_row < 0) {
       next_index = find_next(index);
       continue;
@@ -84,23 +84,23 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
     tile.split = static_cast<int>(index) % shares;
     tile.end_row = tile.nq;
     if constexpr (C::TILE_STEP > 0) {
-      const math::RowTile rows =
-          math::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
+      const device::RowTile rows =
+          device::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
       tile.first_row = rows.first_row;
       tile.end_row = rows.end_row;
     }
-    const math::VisibleKeys visible = math::find_visible_keys(attention, tile);
+    const device::VisibleKeys visible = device::find_visible_keys(attention, tile);
     const TileHead at{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
     const int kv_head = at.head / attention.heads_per_kv;
     const int keys_start =
-        math::sequence_start(attention.cu_seqlens_k_gmem, at.batch, attention.nk);
+        device::sequence_start(attention.cu_seqlens_k_gmem, at.batch, attention.nk);
     Seen seen(all_params, tile, at, visible);
-    const math::Blocks blocks = seen.in_ranges(find_blocks<C>(params, tile, visible));
+    const device::Blocks blocks = seen.in_ranges(find_blocks<C>(params, tile, visible));
     seen.first = blocks.first;
     {
-      math::KeyRange counted{visible.begin(), visible.end(tile.nq)};
+      device::KeyRange counted{visible.begin(), visible.end(tile.nq)};
       if (all_params.masks.ranges_gmem != nullptr) {
-        const math::KeyRange ranged = seen.all_ranges();
+        const device::KeyRange ranged = seen.all_ranges();
         counted = {max(counted.begin, ranged.begin), min(counted.end, ranged.end)};
       }
       // Without cu_seqlens TMA reads zeros behind the last key.
@@ -125,13 +125,13 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
         int bytes = C::KTile::BYTES;
         if constexpr (C::SUMMARIZED) bytes += added ? C::MaskTile::BYTES : 0;
         ptx::mbarrier_arrive_expect_tx(full, bytes);
-        math::start_copy<typename C::KTile>(
+        device::start_copy<typename C::KTile>(
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
             keys_start + block.key, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : at.batch, full);
         if constexpr (C::SUMMARIZED) {
           if (added)
-            math::start_copy<typename C::MaskTile>(
+            device::start_copy<typename C::MaskTile>(
                 mask_smem<C>(shared_smem, mask_ring.stage), all_params.mask_map, tile.first_row,
                 seen.mask_head, seen.mask_batch, full, block.key);
         }
@@ -140,13 +140,13 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
       k_ring.advance();
     };
     const auto load_v = [&](int block) {
-      const math::KeyRange& counted = counted_keys<C>(shared);
+      const device::KeyRange& counted = counted_keys<C>(shared);
       const bool ragged = block < counted.begin || block > counted.end - C::BLOCK_K;
       const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
       // The products of every consumer warp have read the V that the stage held.
       ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
       if (leader) {
-        math::start_load<typename C::VTile>(
+        device::start_load<typename C::VTile>(
             shared_smem + offset, params.v_map, keys_start + block,
             attention.v_head == 0 ? 0 : kv_head, attention.v_batch == 0 ? 0 : at.batch,
             ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
@@ -176,8 +176,8 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
           seen.context(tile, at, {block.key, block.states, false});
       if (tile.any_block) {
         const int q_start =
-            math::sequence_start(attention.cu_seqlens_q_gmem, at.batch, attention.nq);
-        math::start_load<typename C::QTile>(
+            device::sequence_start(attention.cu_seqlens_q_gmem, at.batch, attention.nq);
+        device::start_load<typename C::QTile>(
             shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map,
             q_start + tile.first_row, attention.q_head == 0 ? 0 : at.head,
             attention.q_batch == 0 ? 0 : at.batch, barriers.q_full(q_ring.stage));

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "common/math/few_rows.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -68,14 +68,14 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
     const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, q_stage, group);
     [[maybe_unused]] QFragments<C> q_rmem;
 
-    math::Scores<C> s_rmem;
+    device::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
-    math::Outputs<C> o_rmem;
+    device::Outputs<C> o_rmem;
     float* const s = &s_rmem[0][0][0];
     float* const o = &o_rmem[0][0][0];
     uint32_t* const p = &p_rmem[0][0][0];
-    math::RowState<C> state;
-    math::clear(state);
+    device::RowState<C> state;
+    device::clear(state);
     state.large = false;
     // The block whose O += P V is still to be started.
     RingPosition<C::STAGES> pending;
@@ -165,8 +165,8 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
         if (has_outputs) rescale<C>(o_rmem, corrections);
         has_outputs = true;
       };
-      scale = follow_maxima<C, true>(s_rmem, state, scale, now);
-      weigh_rows<C>(s_rmem, state, scale);
+      scale = update_row_max<C, true>(s_rmem, state, scale, now);
+      exponentiate_rows<C>(s_rmem, state, scale);
       pack<C>(s_rmem, p_rmem);
       advance();
       return next;
@@ -193,8 +193,8 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
         raised = true;
         corrections[0] = wanted[0], corrections[1] = wanted[1];
       };
-      scale = follow_maxima<C>(s_rmem, state, scale, note);
-      weigh_rows<C>(s_rmem, state, scale);
+      scale = update_row_max<C>(s_rmem, state, scale, note);
+      exponentiate_rows<C>(s_rmem, state, scale);
       if constexpr (!MASKED || !C::MASKS_TAKE_P) finish_pv();
       pack<C>(s_rmem, p_rmem);
       if (raised) rescale<C>(o_rmem, corrections);

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/math/masks.cuh"
+#include "common/device/masks.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/pipeline.cuh"
 
@@ -23,12 +23,12 @@ __device__ __forceinline__ BlockMessage& block_message(unsigned char* shared, in
 // Which keys of the tile count. The producer clears the other rows of V, and
 // keeps this in shared memory, because it has few registers.
 template <class C>
-__device__ __forceinline__ math::KeyRange& counted_keys(unsigned char* shared) {
-  return *reinterpret_cast<math::KeyRange*>(shared + C::COUNTED_SMEM);
+__device__ __forceinline__ device::KeyRange& counted_keys(unsigned char* shared) {
+  return *reinterpret_cast<device::KeyRange*>(shared + C::COUNTED_SMEM);
 }
 template <class C>
 __device__ __forceinline__ void set_counted_keys(unsigned char* shared,
-                                                 const math::KeyRange& counted) {
+                                                 const device::KeyRange& counted) {
   __syncwarp();  // every lane has read the last ones
   if (threadIdx.x % 32 == 0) counted_keys<C>(shared) = counted;
   __syncwarp();  // the new ones are there before every lane reads them

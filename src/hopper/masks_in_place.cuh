@@ -8,11 +8,11 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/lane_masks.cuh"
-#include "common/math/masks.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/lane_masks.cuh"
+#include "common/device/masks.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "hopper/attention_fwd.cuh"
 #include "hopper/masked_config.cuh"
@@ -24,9 +24,9 @@ namespace archflash::hopper::in_place {
 // What the producer says of a tile besides its message: what find_lane_masks() is told, where the
 // tile's rows lie, and its first block.
 struct Context {
-  math::Work work;
-  math::PackedHeads packed_heads;
-  math::VisibleKeys visible;
+  device::Work work;
+  device::PackedHeads packed_heads;
+  device::VisibleKeys visible;
   int64_t q_offset;
   TileHead head;
   BlockMessage first;
@@ -37,15 +37,15 @@ template <class C>
 struct Look {
   const MaskedParams& params;
   const MaskParams& masks;
-  math::TileMasks tile_masks;
-  math::VisibleKeys visible;
+  device::TileMasks tile_masks;
+  device::VisibleKeys visible;
   int rows;  // of each head in the tile
   int first = 0;
   int top = -1;
   uint32_t seen = 0, masked = 0;  // a bit for each lane: some row sees a key; some score changes
 
   __device__ __forceinline__ Look(const MaskedParams& params, const SeekingTile& tile, TileHead,
-                                  const math::VisibleKeys& visible)
+                                  const device::VisibleKeys& visible)
       : params(params),
         masks(params.masks),
         tile_masks(masks, params.call.attention, tile, params.call.packed_heads),
@@ -59,10 +59,10 @@ struct Look {
     ptx::griddepcontrol_wait();  // the kernel before this one has written the order
     return params.order_gmem[place];
   }
-  __device__ __forceinline__ math::Blocks in_ranges(const math::Blocks& blocks) const {
+  __device__ __forceinline__ device::Blocks in_ranges(const device::Blocks& blocks) const {
     return blocks;  // look_at() passes over the others
   }
-  __device__ __forceinline__ math::KeyRange all_ranges() const {
+  __device__ __forceinline__ device::KeyRange all_ranges() const {
     return tile_masks.template all_ranges<C::BLOCK_Q>();
   }
   __device__ __forceinline__ Context context(const SeekingTile& tile, TileHead head,
@@ -70,7 +70,7 @@ struct Look {
     return {.work = tile,
             .packed_heads = params.call.packed_heads,
             .visible = visible,
-            .q_offset = math::find_q_offset(params.call.attention, tile),
+            .q_offset = device::find_q_offset(params.call.attention, tile),
             .head = head,
             .first = first_block};
   }
@@ -107,8 +107,8 @@ struct Look {
       }
       if (masks.slopes_gmem != nullptr) all = false;
     }
-    seen = __ballot_sync(math::FULL_WARP, any);
-    masked = __ballot_sync(math::FULL_WARP, !all);
+    seen = __ballot_sync(device::FULL_WARP, any);
+    masked = __ballot_sync(device::FULL_WARP, !all);
     return key;
   }
 
@@ -132,7 +132,7 @@ struct Look {
         bool whole = false;
 #pragma unroll 1
         for (int number = 0; number < masks.ranges; ++number) {
-          const math::KeyRange keys = tile_masks.range(head, row, number);
+          const device::KeyRange keys = tile_masks.range(head, row, number);
           const int from = max(keys.begin, row_first), to = min(keys.end, row_end);
           any |= max(from, key) < min(to, end);
           whole |= from <= key && to >= end;
@@ -146,7 +146,7 @@ struct Look {
 // The masks of a consumer warp's scores.
 template <class C>
 struct ScoreMasks {
-  using Seen = math::LaneMasks<C>;
+  using Seen = device::LaneMasks<C>;
   struct Kept {};  // elements are loaded when they are added
 
   const MaskedParams& params;
@@ -161,16 +161,17 @@ struct ScoreMasks {
   template <bool>
   __device__ __forceinline__ uint32_t find(Seen& seen, Kept&, uint32_t state,
                                            const BlockMessage& block) {
-    math::find_lane_masks<C>(seen, params.masks, params.call.attention, *cta, warp_row, block.key);
+    device::find_lane_masks<C>(seen, params.masks, params.call.attention, *cta, warp_row,
+                               block.key);
     return state;
   }
   template <bool>
-  __device__ __forceinline__ float finish(math::Scores<C>& s_rmem, Seen& seen, const Kept&,
+  __device__ __forceinline__ float finish(device::Scores<C>& s_rmem, Seen& seen, const Kept&,
                                           uint32_t, int) {
     const AttentionParams& attention = params.call.attention;
     if (attention.transform_scores)
-      math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
-    math::apply_lane_masks<C>(s_rmem, seen, params.masks, attention.exp2_scale);
+      device::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+    device::apply_lane_masks<C>(s_rmem, seen, params.masks, attention.exp2_scale);
     return 1.0f;
   }
   template <bool>

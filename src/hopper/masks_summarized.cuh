@@ -24,12 +24,12 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/lane_masks.cuh"
-#include "common/math/masks.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/tile_walk.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/lane_masks.cuh"
+#include "common/device/masks.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/tile_walk.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -48,7 +48,7 @@ struct Context {
   const uint32_t* bits_gmem;   // the summary's words of the tile's first row block
   const int32_t* ranges_gmem;  // of the head's first row
   int64_t q_offset;
-  math::VisibleKeys visible;
+  device::VisibleKeys visible;
   float slope;
   TileHead head;
   BlockMessage first;  // of the first block
@@ -59,7 +59,7 @@ template <class C>
 struct Look {
   const SummarizedParams& params;
   const MaskParams& masks;
-  math::VisibleKeys visible;
+  device::VisibleKeys visible;
   int first_row, end_row;            // of the tile
   int mask_batch, mask_head, slice;  // of the mask; 0 where it is broadcast
   const uint8_t* states_gmem;        // of the head's first row block
@@ -70,7 +70,7 @@ struct Look {
   uint32_t states = 0;  // of the lane's block
 
   __device__ __forceinline__ Look(const SummarizedParams& params, const SeekingTile& tile,
-                                  TileHead head, const math::VisibleKeys& visible)
+                                  TileHead head, const device::VisibleKeys& visible)
       : params(params),
         masks(params.masks),
         visible(visible),
@@ -92,7 +92,7 @@ struct Look {
   }
   // Those of the tile's blocks that lie between the first and the last one in which a range of a
   // row of the tile lies; first > last if there is none.
-  __device__ __forceinline__ math::Blocks in_ranges(const math::Blocks& blocks) const {
+  __device__ __forceinline__ device::Blocks in_ranges(const device::Blocks& blocks) const {
     if (masks.ranges_gmem == nullptr) return blocks;
     SeenKeys all{INT32_MAX, -1};
 #pragma unroll
@@ -102,19 +102,19 @@ struct Look {
       const SeenKeys keys = params.seen_keys_gmem[slice * params.row_blocks + row / MASK_BLOCK];
       all = {min(all.first, keys.first), max(all.last, keys.last)};
     }
-    return {max(blocks.first, math::block_start<C::BLOCK_K>(all.first)),
-            min(blocks.last, math::block_start<C::BLOCK_K>(all.last))};
+    return {max(blocks.first, device::block_start<C::BLOCK_K>(all.first)),
+            min(blocks.last, device::block_start<C::BLOCK_K>(all.last))};
   }
   // The keys between the first and the last one in a range of any row of the slice.
-  __device__ __forceinline__ math::KeyRange all_ranges() const {
+  __device__ __forceinline__ device::KeyRange all_ranges() const {
     SeenKeys all{INT32_MAX, -1};
 #pragma unroll 1
     for (int block = static_cast<int>(threadIdx.x) % 32; block < params.row_blocks; block += 32) {
       const SeenKeys keys = params.seen_keys_gmem[slice * params.row_blocks + block];
       all = {min(all.first, keys.first), max(all.last, keys.last)};
     }
-    return {__reduce_min_sync(math::FULL_WARP, all.first),
-            __reduce_max_sync(math::FULL_WARP, all.last) + 1};
+    return {__reduce_min_sync(device::FULL_WARP, all.first),
+            __reduce_max_sync(device::FULL_WARP, all.last) + 1};
   }
   __device__ __forceinline__ Context context(const SeekingTile& tile, TileHead head,
                                              const BlockMessage& first_block) const {
@@ -123,14 +123,14 @@ struct Look {
     return {.bits_gmem = params.bits_gmem + row_block * params.key_blocks * SUMMARY_WORDS,
             .ranges_gmem =
                 masks.ranges_gmem + mask_batch * masks.ranges_batch + mask_head * masks.ranges_head,
-            .q_offset = math::find_q_offset(params.call.attention, tile),
+            .q_offset = device::find_q_offset(params.call.attention, tile),
             .visible = visible,
             .slope = slope,
             .head = head,
             .first = first_block};
   }
   __device__ __forceinline__ uint32_t states_of(int lane) const {
-    return __shfl_sync(math::FULL_WARP, states, lane);
+    return __shfl_sync(device::FULL_WARP, states, lane);
   }
 
   // Looks at 32 blocks, from the one at `key` backwards. Returns `key`.
@@ -162,7 +162,7 @@ struct Look {
       }
       if ((state & STATE_SEEN) != 0) states |= state << (8 * group);
     }
-    seen = __ballot_sync(math::FULL_WARP, states != 0);
+    seen = __ballot_sync(device::FULL_WARP, states != 0);
     return key;
   }
 
@@ -189,7 +189,7 @@ struct Look {
 // Selects the scores of a lane whose bits are set; the others become -inf, even if they were NaN.
 // seen: a word for each block of the summary.
 template <class C>
-__device__ __forceinline__ void select_scores(math::Scores<C>& s_rmem,
+__device__ __forceinline__ void select_scores(device::Scores<C>& s_rmem,
                                               const uint32_t (&seen)[C::SUMMARY_BLOCKS]) {
   constexpr int GROUPS = MASK_BLOCK / 8;
 #pragma unroll
@@ -201,7 +201,7 @@ __device__ __forceinline__ void select_scores(math::Scores<C>& s_rmem,
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if ((seen[part] & 1u << (16 * r + 2 * n + i)) == 0)
-            s_rmem[0][part * GROUPS + n][2 * r + i] = math::MINUS_INFINITY;
+            s_rmem[0][part * GROUPS + n][2 * r + i] = device::MINUS_INFINITY;
         }
       }
     }
@@ -233,7 +233,7 @@ __device__ __forceinline__ void take_elements(uint32_t (&words)[4], const Elemen
 
 // Calls add(s, x) with each score of a lane and the element that is added to it.
 template <class C, class Add>
-__device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, const Elements<C>& kept,
+__device__ __forceinline__ void add_elements(device::Scores<C>& s_rmem, const Elements<C>& kept,
                                              uint32_t row_smem, const Add& add) {
 #pragma unroll
   for (int n = 0; n < C::BLOCK_K / 16; ++n) {
@@ -242,8 +242,8 @@ __device__ __forceinline__ void add_elements(math::Scores<C>& s_rmem, const Elem
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float* s = &s_rmem[0][2 * n + i / 2][2 * (i % 2)];
-      add(s[0], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
-      add(s[1], math::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
+      add(s[0], device::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
+      add(s[1], device::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
     }
   }
 }
@@ -260,13 +260,13 @@ __device__ __forceinline__ bool any_huge(const Elements<C>& kept, uint32_t row_s
 #pragma unroll
     for (const uint32_t word : words) exponents |= word & word << 1;
   }
-  return __any_sync(math::FULL_WARP, (exponents & (HIGH_EXPONENT << 16 | HIGH_EXPONENT)) != 0);
+  return __any_sync(device::FULL_WARP, (exponents & (HIGH_EXPONENT << 16 | HIGH_EXPONENT)) != 0);
 }
 
 // Calls add(s, d) with each score of a lane and the distance of its key before its row. distance:
 // that of the lane's first key and row.
 template <class C, class Add>
-__device__ __forceinline__ void add_distances(math::Scores<C>& s_rmem, float distance,
+__device__ __forceinline__ void add_distances(device::Scores<C>& s_rmem, float distance,
                                               const Add& add) {
 #pragma unroll
   for (int n = 0; n < C::BLOCK_K / 8; ++n) {
@@ -302,7 +302,7 @@ struct ScoreMasks {
         attention(params.call.attention),
         shared_smem(shared_smem),
         group(group),
-        factor(math::LOG2_E / attention.exp2_scale),
+        factor(device::LOG2_E / attention.exp2_scale),
         adds_late(!(factor <= LARGEST_FACTOR)) {}
   __device__ __forceinline__ void begin_tile(const SeekingTile& of_cta, const Context& context) {
     tile = &of_cta;
@@ -331,25 +331,27 @@ struct ScoreMasks {
 
   // What a block needs that is not clear. Returns the scale of scores that are finished.
   template <bool MAY_ADD>
-  __device__ __forceinline__ float finish(math::Scores<C>& s_rmem, const Seen& seen,
+  __device__ __forceinline__ float finish(device::Scores<C>& s_rmem, const Seen& seen,
                                           const Kept& kept, uint32_t state, int key) const {
     float scale = attention.exp2_scale;
     const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
     const unsigned lane = thread % 32;
     if (MAY_ADD && attention.transform_scores)
-      math::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+      device::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
     // x * scale + a * b, which stays finite.
     const auto add_scaled = [&](float& x, float a, float b) {
       x = fmaf(a, b, __fmul_rn(x, scale));
-      if (x < math::LOWEST_LOG2) x = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+      if (x < device::LOWEST_LOG2) x = device::LOWEST_LOG2;  // not fmaxf: a NaN stays one
     };
     if (MAY_ADD && (state & STATE_ADDED) != 0) {
       const uint32_t row_smem = C::KEEPS_ELEMENTS ? 0 : find_elements();
-      const auto add_late = [&](float& x, float element) { add_scaled(x, element, math::LOG2_E); };
+      const auto add_late = [&](float& x, float element) {
+        add_scaled(x, element, device::LOG2_E);
+      };
       if ((state & (STATE_HUGE | STATE_UNREAD)) == (STATE_HUGE | STATE_UNREAD)) {
         add_elements<C>(s_rmem, kept, row_smem, [&](float& x, float element) {
           add_late(x, element);
-          if (element == math::MINUS_INFINITY) x = element;  // also where it is NaN
+          if (element == device::MINUS_INFINITY) x = element;  // also where it is NaN
         });
         scale = 1.0f;
       } else if ((state & STATE_HUGE) != 0 || adds_late) {
@@ -372,7 +374,7 @@ struct ScoreMasks {
       const auto lane_row = static_cast<int>(thread % C::WARPGROUP / 32 * 16 + lane / 4);
       const auto distance = static_cast<float>(first + lane_row - static_cast<int>(lane % 4 * 2));
       if (late) {
-        const float step = slope * math::LOG2_E;
+        const float step = slope * device::LOG2_E;
         add_distances<C>(s_rmem, distance,
                          [&](float& x, float d) { add_scaled(x, -step, fabsf(d)); });
         scale = 1.0f;
@@ -432,11 +434,12 @@ struct ScoreMasks {
     // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.
     const auto bits_of = [&](int part, int r, int begin, int end) {
       const int lane_key = key + part * MASK_BLOCK + static_cast<int>(lane % 4 * 2);
-      return math::lane_bits<SummaryConfig<C::DTYPE>>(begin - lane_key, end - lane_key) << (16 * r);
+      return device::lane_bits<SummaryConfig<C::DTYPE>>(begin - lane_key, end - lane_key)
+             << (16 * r);
     };
     const int lane_row = tile->first_row + static_cast<int>(thread / 32 * 16 + lane / 4);
     if ((state & STATE_BEYOND) != 0) {
-      const math::VisibleKeys visible = cta->visible;
+      const device::VisibleKeys visible = cta->visible;
 #pragma unroll
       for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
         uint32_t of_rows = 0;

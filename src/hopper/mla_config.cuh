@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/device/slab_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/slab_tile.cuh"
 #include "common/mma_sync/params.h"
 #include "common/tensor_map.h"
 
@@ -67,9 +67,9 @@ struct MlaConfig {
   // A block of latent rows lies in shared memory as slabs of 64 columns: the columns of V, then
   // those of K alone. It comes and goes in three parts: the half of V that warpgroup 0 multiplies,
   // that of warpgroup 1, and K.
-  using QTile = math::SlabTile<HEAD_DIM_V, BLOCK_Q>;
-  using RowTile = math::SlabTile<HEAD_DIM_V + HEAD_DIM, BLOCK_K>;
-  using PTile = math::SlabTile<BLOCK_K, BLOCK_Q>;
+  using QTile = device::SlabTile<HEAD_DIM_V, BLOCK_Q>;
+  using RowTile = device::SlabTile<HEAD_DIM_V + HEAD_DIM, BLOCK_K>;
+  using PTile = device::SlabTile<BLOCK_K, BLOCK_Q>;
   static constexpr int PARTS = 3;
   static constexpr int V_SLABS = HEAD_DIM_V / RowTile::SLAB;
   static constexpr int HALF_SLABS = V_SLABS / 2;

@@ -57,18 +57,18 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   extern __shared__ __align__(1024) unsigned char shared[];  // where swizzle patterns start
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const mma_sync::CacheParams& call = params.call;
-  const math::PackedHeads& packed = call.packed_heads;
+  const device::PackedHeads& packed = call.packed_heads;
   static_assert(sizeof(MlaTile) <= C::TILE_BYTES);
   MlaTile& tile = *reinterpret_cast<MlaTile*>(shared + C::TILE_SMEM);
   if (call.attention.cu_seqlens_q_gmem != nullptr && !call.partials.wanted()) {
     for (int head = 0; head < packed.count; ++head) {
-      math::write_rows_of_no_sequence(call.attention, blockIdx.x, threadIdx.x, C::THREADS,
-                                      packed.rows(), packed.count, head);
+      device::write_rows_of_no_sequence(call.attention, blockIdx.x, threadIdx.x, C::THREADS,
+                                        packed.rows(), packed.count, head);
     }
   }
-  const math::Work work =
-      math::find_work(call.attention, static_cast<int>(blockIdx.x) / call.partials.splits,
-                      packed.rows(), packed.count);
+  const device::Work work =
+      device::find_work(call.attention, static_cast<int>(blockIdx.x) / call.partials.splits,
+                        packed.rows(), packed.count);
   if (work.first_row < 0) return;
   // An empty cache has no maps.
   if (threadIdx.x == C::CONSUMER_THREADS && call.cache.capacity > 0) {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/math/few_rows.cuh"
+#include "common/device/few_rows.cuh"
 #include "hopper/cache_rows.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/mla_pipeline.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ CachePlace find_place(const MlaParams& params, const 
                                                  int sequence, int key) {
   const KvCache& cache = params.call.cache;
   const int row = min(key, tile.work.nk - 1);
-  CachePlace place{math::find_cache_block(cache, sequence, row), row + tile.first};
+  CachePlace place{device::find_cache_block(cache, sequence, row), row + tile.first};
   if (cache.page_table_gmem != nullptr) place.row = row % cache.block_rows & -params.box_rows;
   return place;
 }
@@ -62,8 +62,8 @@ __device__ __forceinline__ void produce_latent_part(const MlaParams& params, con
     ptx::mbarrier_wait_parity(barriers.empty(stage, PART), parity ^ 1);
 #pragma unroll 1
     for (int box = 0; box < boxes; ++box) {
-      const int row = __shfl_sync(math::FULL_WARP, place.row, box);
-      const int block = __shfl_sync(math::FULL_WARP, block_of_lane, box);
+      const int row = __shfl_sync(device::FULL_WARP, place.row, box);
+      const int block = __shfl_sync(device::FULL_WARP, block_of_lane, box);
       if (!leader) continue;
       uint32_t box_smem = shared_smem + offset + box * params.box_rows * RowTile::ROW_BYTES;
 #pragma unroll 1
@@ -100,19 +100,19 @@ struct MlaQueryRows {
   uint4 x[ROWS][CHUNKS];
 
   // Zeros for rows that do not exist.
-  __device__ __forceinline__ void load(const MlaParams& params, const math::Work& work) {
+  __device__ __forceinline__ void load(const MlaParams& params, const device::Work& work) {
     const int lane = threadIdx.x % 32;
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * ROWS;
-    const math::FewRow own(params.call.attention, params.call.packed_heads, work,
-                           warp_row + lane % ROWS);
+    const device::FewRow own(params.call.attention, params.call.packed_heads, work,
+                             warp_row + lane % ROWS);
     const int64_t offset_of_lane =
         own.batch * params.qv_batch + own.head * params.qv_head + own.packed * params.qv_row;
-    const uint32_t wanted = __ballot_sync(math::FULL_WARP, own.wanted);
+    const uint32_t wanted = __ballot_sync(device::FULL_WARP, own.wanted);
     const uint16_t* const qv_gmem = static_cast<const uint16_t*>(params.qv_gmem) + 8 * lane;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       // mutants: from-a-low-lane (tests/sim/tags.py)
-      const int64_t offset = __shfl_sync(math::FULL_WARP, offset_of_lane, i);
+      const int64_t offset = __shfl_sync(device::FULL_WARP, offset_of_lane, i);
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j) {
         x[i][j] = uint4{};
@@ -139,12 +139,13 @@ using MlaQuery = uint32_t[4][4];
 
 template <class C>
 __device__ __forceinline__ void load_q(MlaQuery& q_rmem, const MlaParams& params,
-                                       const math::Work& work, int warp_row) {
+                                       const device::Work& work, int warp_row) {
   const AttentionParams& attention = params.call.attention;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const math::FewRow row(attention, params.call.packed_heads, work, warp_row + lane / 4 + 8 * r);
+    const device::FewRow row(attention, params.call.packed_heads, work,
+                             warp_row + lane / 4 + 8 * r);
     const uint16_t* q_gmem = static_cast<const uint16_t*>(attention.q_gmem) +
                              row.batch * attention.q_batch + row.head * attention.q_head +
                              row.packed * attention.q_row + lane % 4 * 2;

@@ -29,10 +29,10 @@ struct MlaConsumer {
   int warp_row;
   int open_first, open_last;  // every row of the tile sees the keys from the one to the other
   MlaQuery q_rmem;
-  math::Scores<G> s_rmem;
-  math::Probabilities<G> p_rmem;
-  math::Outputs<G> o_rmem;
-  math::RowState<G> state;
+  device::Scores<G> s_rmem;
+  device::Probabilities<G> p_rmem;
+  device::Outputs<G> o_rmem;
+  device::RowState<G> state;
   bool raised;  // outputs wait for these corrections
   float corrections[2];
 
@@ -110,19 +110,19 @@ struct MlaConsumer {
   }
 
   // The scores are there: hands the keys back and makes P of the scores, for both warpgroups.
-  __device__ __forceinline__ void weigh(int key) {
+  __device__ __forceinline__ void exponentiate(int key) {
     const AttentionParams& attention = params.call.attention;
     ptx::registers_change<SCORES>(s());
     release(barriers.empty(GROUP, MLA_KEYS));
     if (attention.transform_scores)
-      math::transform_scores<G>(s_rmem, attention.tanh_scale, attention.softcap);
+      device::transform_scores<G>(s_rmem, attention.tanh_scale, attention.softcap);
     if (key < open_first || key + C::BLOCK_K - 1 > open_last) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile.work.first_row +
                         params.call.packed_heads.row(warp_row + threadIdx.x % 32 / 4 + 8 * r);
-        math::mask_row<G>(s_rmem, tile.visible.of_row(row), 0, r, 0,
-                          key + static_cast<int>(threadIdx.x) % 4 * 2);
+        device::mask_row<G>(s_rmem, tile.visible.of_row(row), 0, r, 0,
+                            key + static_cast<int>(threadIdx.x) % 4 * 2);
       }
     }
     raised = false;
@@ -130,8 +130,8 @@ struct MlaConsumer {
       raised = true;
       corrections[0] = wanted[0], corrections[1] = wanted[1];
     };
-    const float scale = follow_maxima<G>(s_rmem, state, attention.exp2_scale, note);
-    weigh_rows<G>(s_rmem, state, scale);
+    const float scale = update_row_max<G>(s_rmem, state, attention.exp2_scale, note);
+    exponentiate_rows<G>(s_rmem, state, scale);
     pack<G>(s_rmem, p_rmem);
     const int lane = threadIdx.x % 32;
     const int row = warp_row + lane % 16;
@@ -147,7 +147,7 @@ struct MlaConsumer {
     ptx::fence_proxy_async_shared();  // the stores come before the reads of wgmma
     release(barriers.p_full(GROUP));
   }
-  // Rescales outputs, which no product is adding to, if weigh() has raised a base.
+  // Rescales outputs, which no product is adding to, if exponentiate() has raised a base.
   __device__ __forceinline__ void follow_own_bases() {
     if (raised) rescale<G>(o_rmem, corrections);
   }
@@ -156,7 +156,7 @@ struct MlaConsumer {
     ptx::mbarrier_wait_parity(barriers.p_full(OTHER), parity);
     float (&base)[2] = state.base[0];
     const float newer[2] = {*bases(OTHER, 0), *bases(OTHER, 1)};
-    if (!__any_sync(math::FULL_WARP, newer[0] != base[0] || newer[1] != base[1])) return;
+    if (!__any_sync(device::FULL_WARP, newer[0] != base[0] || newer[1] != base[1])) return;
     float factors[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -165,8 +165,8 @@ struct MlaConsumer {
       state.sum[0][r] *= factors[r];
     }
     rescale<G>(o_rmem, factors);
-    state.large = __any_sync(math::FULL_WARP, math::is_large<math::Weights16>(base[0]) ||
-                                                  math::is_large<math::Weights16>(base[1]));
+    state.large = __any_sync(device::FULL_WARP, device::is_large<device::Weights16>(base[0]) ||
+                                                    device::is_large<device::Weights16>(base[1]));
   }
 
   // A pair of blocks, from `key` on downwards. If not WHOLE it has its first block only.
@@ -176,7 +176,7 @@ struct MlaConsumer {
       begin_scores(parity);
       if constexpr (WHOLE) ptx::bar_arrive(C::SCORES_BARRIER, C::CONSUMER_THREADS);
       ptx::wgmma_wait_group<0>();
-      weigh(key);
+      exponentiate(key);
       follow_own_bases();
       begin_own_pv();
       finish_pv(0);
@@ -191,7 +191,7 @@ struct MlaConsumer {
       follow_other_bases(parity);
       begin_other_pv();
       ptx::wgmma_wait_group<1>();  // the scores are there
-      weigh(key - C::BLOCK_K);
+      exponentiate(key - C::BLOCK_K);
       finish_pv(0);
       follow_own_bases();
       begin_own_pv();
@@ -204,7 +204,7 @@ struct MlaConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    math::clear(state);
+    device::clear(state);
     state.large = false;
 #pragma unroll
     for (int n = 0; n < G::HEAD_DIM_V / 8; ++n) {
@@ -233,8 +233,8 @@ struct MlaConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float& sum = state.sum[0][r];
-      sum += __shfl_xor_sync(math::FULL_WARP, sum, 1);
-      sum += __shfl_xor_sync(math::FULL_WARP, sum, 2);
+      sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
+      sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
       if (lane % 4 == 0) sums[GROUP * C::BLOCK_Q + row + 8 * r] = sum;
     }
     ptx::bar_sync(1, C::CONSUMER_THREADS);  // both warpgroups have written before either reads
@@ -261,9 +261,9 @@ struct MlaConsumer {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const math::FewRow row(attention, params.call.packed_heads, tile.work,
-                             warp_row + lane / 4 + 8 * r);
-      const float sum = __shfl_sync(math::FULL_WARP, state.sum[0][r], lane & ~3);
+      const device::FewRow row(attention, params.call.packed_heads, tile.work,
+                               warp_row + lane / 4 + 8 * r);
+      const float sum = __shfl_sync(device::FULL_WARP, state.sum[0][r], lane & ~3);
       if (!row.wanted) continue;
       const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
       if (GROUP == 0 && lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
@@ -291,10 +291,10 @@ struct MlaConsumer {
     float factors[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const math::FewRow row(attention, params.call.packed_heads, tile.work,
-                             warp_row + lane / 4 + 8 * r);
-      const math::RowEnd end =
-          math::finish_lane_row<G>(state, 0, r, math::load_sink(attention, row.head));
+      const device::FewRow row(attention, params.call.packed_heads, tile.work,
+                               warp_row + lane / 4 + 8 * r);
+      const device::RowEnd end =
+          device::finish_lane_row<G>(state, 0, r, device::load_sink(attention, row.head));
       factors[r] = end.factor;
       if (row.wanted && attention.lse_gmem != nullptr && GROUP == 0 && lane % 4 == 0)
         attention.lse_gmem[row.lse_index(attention)] = end.lse;
@@ -313,16 +313,16 @@ struct MlaConsumer {
       ptx::stmatrix_x4(QTile::advance(row_smem, 2 * i), x);
     }
     __syncwarp();  // the other lanes have stored before a lane reads
-    const math::FewRow own(attention, params.call.packed_heads, tile.work, warp_row + lane % 16);
+    const device::FewRow own(attention, params.call.packed_heads, tile.work, warp_row + lane % 16);
     const int64_t offset_of_lane = own.batch * attention.out_batch + own.head * attention.out_head +
                                    own.packed * attention.out_row;
-    const uint32_t wanted = __ballot_sync(math::FULL_WARP, own.wanted);
+    const uint32_t wanted = __ballot_sync(device::FULL_WARP, own.wanted);
     uint16_t* const out_gmem =
         static_cast<uint16_t*>(attention.out_gmem) + 8 * (first_chunk + lane);
 #pragma unroll 4
     for (int i = 0; i < C::WARP_ROWS; ++i) {
       // mutants: from-a-low-lane (tests/sim/tags.py)
-      const int64_t offset = __shfl_sync(math::FULL_WARP, offset_of_lane, i);
+      const int64_t offset = __shfl_sync(device::FULL_WARP, offset_of_lane, i);
       if ((wanted >> i & 1) == 0) continue;
       *reinterpret_cast<uint4*>(out_gmem + offset) = *reinterpret_cast<const uint4*>(
           shared + C::Q_SMEM + QTile::offset(warp_row + i, first_chunk + lane));

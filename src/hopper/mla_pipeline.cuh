@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "common/math/chunked_keys.cuh"
-#include "common/math/kv_cache.cuh"
-#include "common/math/tile_walk.cuh"
+#include "common/device/chunked_keys.cuh"
+#include "common/device/kv_cache.cuh"
+#include "common/device/tile_walk.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/pipeline.cuh"
 
@@ -54,30 +54,30 @@ struct MlaBarriers {
 
 // What a CTA computes; thread 0 writes it to shared memory for all.
 struct MlaTile {
-  math::Work work;
-  math::ChunkedKeys visible;
-  math::Blocks blocks;  // first keys of the first and the last block of the CTA's share
-  int last_row;         // of any head of the tile
-  int first;            // row of the sequence that is its first key
+  device::Work work;
+  device::ChunkedKeys visible;
+  device::Blocks blocks;  // first keys of the first and the last block of the CTA's share
+  int last_row;           // of any head of the tile
+  int first;              // row of the sequence that is its first key
 };
 
 template <class C>
 __device__ __forceinline__ MlaTile find_mla_tile(const mma_sync::CacheParams& params,
-                                                 const math::Work& found) {
+                                                 const device::Work& found) {
   const AttentionParams& attention = params.attention;
   MlaTile tile;
   tile.work = found;
-  const math::CacheRows rows =
-      math::find_cache_rows(params.cache, found.batch_head / attention.heads_q);
+  const device::CacheRows rows =
+      device::find_cache_rows(params.cache, found.batch_head / attention.heads_q);
   tile.work.nk = rows.count;
   tile.first = rows.first;
-  tile.visible = {math::find_visible_keys(attention, tile.work), params.attention_chunk,
+  tile.visible = {device::find_visible_keys(attention, tile.work), params.attention_chunk,
                   tile.work.nk - tile.work.nq};
   tile.last_row = min(found.first_row + params.packed_heads.rows(), found.nq) - 1;
   tile.blocks =
-      math::blocks_of_share<C::BLOCK_K>({tile.visible.first(found.first_row) & -C::BLOCK_K,
-                                         tile.visible.last(tile.last_row) & -C::BLOCK_K},
-                                        params.partials, blockIdx.x % params.partials.splits);
+      device::blocks_of_share<C::BLOCK_K>({tile.visible.first(found.first_row) & -C::BLOCK_K,
+                                           tile.visible.last(tile.last_row) & -C::BLOCK_K},
+                                          params.partials, blockIdx.x % params.partials.splits);
   return tile;
 }
 

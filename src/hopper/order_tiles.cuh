@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
+#include "common/device/attention_work.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
@@ -26,7 +26,7 @@ __device__ __forceinline__ void order_tiles(const MaskedParams& params) {
   static_assert(MOST_ORDERED <= ORDER_THREADS, "a thread finds one tile");
   if (i < params.ordered) {
     __builtin_assume(attention.cu_seqlens_q_gmem == nullptr);  // the plan orders no others
-    const math::Work work = math::find_work<MASK_BLOCK>(attention, first_tile + i);
+    const device::Work work = device::find_work<MASK_BLOCK>(attention, first_tile + i);
     const int batch = work.batch_head / attention.heads_q;
     const int head = work.batch_head % attention.heads_q;
     seen[i] = 0;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void order_tiles(const MaskedParams& params) {
   int place = 0;
   for (int other = threadIdx.x % 32; other < params.ordered; other += 32)
     place += seen[other] > seen[tile] || (seen[other] == seen[tile] && other < tile);
-  place = __reduce_add_sync(math::FULL_WARP, place);
+  place = __reduce_add_sync(device::FULL_WARP, place);
   if (threadIdx.x % 32 == 0) {
     params.order_gmem[place] = first_tile + tile;
     if (tile == 0) *params.call.taken_gmem = 0;  // the attention kernel counts its tiles there

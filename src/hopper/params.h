@@ -7,9 +7,9 @@
 
 #include "common/attention_params.h"
 #include "common/descales.h"
+#include "common/device/packed_heads.cuh"
 #include "common/dropout_params.h"
 #include "common/dtype.h"
-#include "common/math/packed_heads.cuh"
 #include "common/partials.h"
 #include "common/tensor_map.h"
 
@@ -23,7 +23,7 @@ struct Params {
   // tiles are shared out in a fixed order.
   int32_t* taken_gmem;
   Partials partials;
-  math::PackedHeads packed_heads;  // for kernels that can pack heads
+  device::PackedHeads packed_heads;  // for kernels that can pack heads
   TensorMap q_map, k_map, v_map;
   // For 8-bit inputs only; descales of k and v for copies of 8-bit caches, too. With them
   // attention.tanh_scale is set even if there is no softcap. With v_columns v_map is of the

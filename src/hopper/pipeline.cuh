@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/masks.cuh"
-#include "common/math/ring.cuh"
-#include "common/math/uniform.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/masks.cuh"
+#include "common/device/ring.cuh"
+#include "common/device/uniform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/tma.cuh"
@@ -16,10 +16,10 @@
 
 namespace archflash::hopper {
 
-using math::clear_rows;
-using math::release;
-using math::RingPosition;
-using math::uniform;
+using device::clear_rows;
+using device::release;
+using device::RingPosition;
+using device::uniform;
 
 // The barriers, as addresses in shared memory. "Bytes": the producer arrives once and says how many
 // bytes TMA will bring; the phase ends when they have landed.
@@ -43,7 +43,7 @@ using math::uniform;
 //   v_tile_full             producer            V's        the message for V's producer is there
 //                                               producer   before it is read,
 //   v_tile_empty            V's producer        producer   and was read before the next one comes
-//   Where turns_v():
+//   Where transposes_v():
 //   v_full of each stage    each transposing    consumers  the block has been transposed before
 //                           warp                           wgmma reads it; v_empty then holds back
 //                                                          the transposing warps, not TMA
@@ -116,12 +116,12 @@ struct Barriers {
 
 // A row tile and the number of a share of it: of its keys, or of the columns of V. first_row is
 // negative behind the last tile.
-struct Tile : math::Work {
+struct Tile : device::Work {
   int split;
   int end_row;  // one behind its last row
 
   // The tile as if its sequence ended with it.
-  __device__ __forceinline__ math::Work rows() const {
+  __device__ __forceinline__ device::Work rows() const {
     return {batch_head, first_row, end_row, nk};
   }
 };
@@ -142,14 +142,14 @@ __device__ __forceinline__ CachedTile& v_tile_message(unsigned char* shared) {
   return tile_message<C, CachedTile>(shared, C::Q_STAGES);
 }
 
-// With TURNS_V: which rows of the block in a stage of V to transpose count; the others
+// With TRANSPOSES_V: which rows of the block in a stage of V to transpose count; the others
 // are cleared. end = 0: no block follows.
-struct RowsToTurn {
+struct RowsToTranspose {
   int begin, end;
 };
 template <class C>
-__device__ __forceinline__ RowsToTurn& rows_to_turn(unsigned char* shared, int stage) {
-  return *reinterpret_cast<RowsToTurn*>(shared + C::RAW_MESSAGE_SMEM + 8 * stage);
+__device__ __forceinline__ RowsToTranspose& rows_to_transpose(unsigned char* shared, int stage) {
+  return *reinterpret_cast<RowsToTranspose*>(shared + C::RAW_MESSAGE_SMEM + 8 * stage);
 }
 
 // Tells the consumers that no tile follows. Called by the producer's warp, one lane of which is the
@@ -164,7 +164,7 @@ __device__ __forceinline__ void send_no_tile(const Barriers<C>& barriers, unsign
     tile_message<C, Message>(shared, q_ring.stage) = none;
     ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
   }
-  if constexpr (C::PREPARES_TILES) math::arrive_beside(leader, barriers.q_full(q_ring.stage));
+  if constexpr (C::PREPARES_TILES) device::arrive_beside(leader, barriers.q_full(q_ring.stage));
 }
 
 // Hands a stage of Q back to the producer, when a consumer warp needs this Q no longer.

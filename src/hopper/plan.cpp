@@ -110,7 +110,7 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   const int64_t v_slices = std::max<int64_t>(core::ceil_div(problem.dv, tile.v_columns_of_cta), 1);
   const int64_t tiles = core::tiles_of(problem, tile) * splits * v_slices;
   const bool fp8 = is_fp8(problem.dtype);
-  const bool transposed_before = fp8 && !turns_v(problem, tile);
+  const bool transposed_before = fp8 && !transposes_v(problem, tile);
   const int64_t largest = std::max(tiles, transposed_before ? transpose_ctas(problem) : 0);
   if (largest > core::GRID_LIMIT) return core::grid_too_large(largest);
 

@@ -189,7 +189,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
     if (drops) add_dropout(*plan, problem);
     for (Launch& launch : plan->launches)
-      launch.starts_early = !launch.tensor_maps.empty();  // it waits where it has to
+      launch.uses_pdl = !launch.tensor_maps.empty();  // it waits where it has to
   }
   return result;
 }

@@ -30,7 +30,7 @@ void refuse_fp8(const Problem& problem, Reasons& reasons) {
   }
 }
 
-// Packed sequences start at the tiles of math::varlen_tile_start().
+// Packed sequences start at the tiles of device::varlen_tile_start().
 int64_t v_columns(const Problem& problem) {
   const int64_t blocks = core::ceil_div(problem.nk, V_COLUMN_KEYS);
   return (problem.varlen ? blocks + problem.batch : blocks) * V_COLUMN_KEYS;
@@ -43,9 +43,9 @@ int64_t transpose_ctas(const Problem& problem) {
 
 // That takes no launch of its own, but V is transposed as often as tiles see it: measured to be
 // faster as long as few rows see a key (NOTES.md).
-bool turns_v(const Problem& problem, const KernelTile& tile) {
+bool transposes_v(const Problem& problem, const KernelTile& tile) {
   constexpr double MOST_ROWS = 3072;  // of all heads that read the same V
-  if (!tile.turns_v || !tile.takes_turned_v) return tile.turns_v;
+  if (!tile.transposes_v || !tile.takes_transposed_v) return tile.transposes_v;
   const HeadModel head(problem, tile);
   double keys = 0;  // that the tiles of a head visit
   for (const double time : head.times) keys += time - core::TILE_KEYS;
@@ -75,7 +75,7 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const KernelTile& til
   first.grid = {transpose_ctas(problem), 1, 1};
   first.block = {TRANSPOSE_THREADS, 1, 1};
   first.params = last.params;
-  last.starts_early = true;
+  last.uses_pdl = true;
   first.pointers = last.pointers;
   first.pointers.push_back(
       {Operand::Workspace, static_cast<int32_t>(offsetof(Params, v_columns_gmem)), start});

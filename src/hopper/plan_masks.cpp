@@ -102,7 +102,7 @@ bool add_masks_in_place(LaunchPlan& plan, const Problem& problem, const KernelTi
              sizeof(*Params::taken_gmem));
   fields.add(offsetof(MaskedParams, order_gmem), ordered * sizeof(*MaskedParams::order_gmem));
   plan.workspace_bytes = fields.workspace.bytes();
-  launch.starts_early = true;
+  launch.uses_pdl = true;
   put_first(plan, problem, "hopper_order_tiles_", core::ceil_div(ordered, int64_t{ORDER_TILES}),
             ORDER_THREADS);
   return true;
@@ -157,7 +157,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   }
   plan.workspace_bytes = fields.workspace.bytes();
   // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
-  last.starts_early = problem.mask == 0;
+  last.uses_pdl = problem.mask == 0;
   if (problem.mask != 0) {
     put_first(plan, problem, "hopper_summarize_mask_", blocks.count(), SUMMARY_THREADS);
   } else {

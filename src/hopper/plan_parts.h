@@ -59,7 +59,7 @@ int64_t v_columns(const Problem& problem);
 int64_t transpose_ctas(const Problem& problem);
 
 // Whether the CTAs of a kernel transpose 8-bit V themselves.
-bool turns_v(const Problem& problem, const KernelTile& tile);
+bool transposes_v(const Problem& problem, const KernelTile& tile);
 
 // Puts the launch that transposes V before that of `plan`, which starts early and then reads V from
 // the workspace.

@@ -35,8 +35,8 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   tile.v_columns_of_cta = C::HEAD_DIM_V;
   if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
   tile.dense = requires { typename C::MaskTile; };
-  tile.turns_v = C::TURNS_V;
-  tile.takes_turned_v = C::TAKES_TURNED_V;
+  tile.transposes_v = C::TRANSPOSES_V;
+  tile.takes_transposed_v = C::TAKES_TRANSPOSED_V;
   return tile;
 }
 

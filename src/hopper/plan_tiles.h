@@ -25,7 +25,7 @@ struct KernelTile : core::Tile {
   bool dense = false;     // its kernel reads a summary of attn_mask
   // Whether a kernel for 8 bits can transpose V, whether it takes V that was transposed before, and
   // the box in which TMA brings the V that it transposes.
-  bool turns_v = false, takes_turned_v = false;
+  bool transposes_v = false, takes_transposed_v = false;
   core::Box raw_v_box = {};
   // For the model of choose_tile(): the scores that an SM computes in a time, relative to the first
   // tile of the table for the same head dimensions, and the time that a tile's start and end take

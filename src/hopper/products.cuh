@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/math/fp8_softmax.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/fp8_softmax.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/swizzle.h"
 
@@ -59,8 +59,8 @@ __device__ __forceinline__ ptx::WgmmaDescriptor describe_q(uint32_t shared_smem,
 // Starts S = Q K^T for the 64 rows of a warpgroup and the first KEYS keys of the K of a stage.
 // q: the descriptor of the rows, or their fragments of A in registers.
 template <class C, int KEYS = C::BLOCK_K, class Q>
-__device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, const Q& q, uint32_t shared_smem,
-                                         int stage) {
+__device__ __forceinline__ void start_qk(device::Scores<C>& s_rmem, const Q& q,
+                                         uint32_t shared_smem, int stage) {
   using Product = ptx::Wgmma<C::DTYPE, KEYS>;
   float* const s = &s_rmem[0][0][0];
   ptx::registers_change<KEYS / 2>(s);
@@ -81,7 +81,8 @@ __device__ __forceinline__ void start_qk(math::Scores<C>& s_rmem, const Q& q, ui
 
 // P, as fragments of A.
 template <class C>
-using Probabilities = std::conditional_t<C::FP8, math::Fp8Probabilities<C>, math::Probabilities<C>>;
+using Probabilities =
+    std::conditional_t<C::FP8, device::Fp8Probabilities<C>, device::Probabilities<C>>;
 
 // The outputs of a product: of PASS_COLUMNS columns of V.
 template <class C>
@@ -89,7 +90,7 @@ using PassOutputs = float[1][C::PASS_COLUMNS / 8][4];
 
 // Where products add up: the part, or the outputs themselves.
 template <class C>
-__device__ __forceinline__ PassOutputs<C>& products_of(math::Outputs<C>& o_rmem,
+__device__ __forceinline__ PassOutputs<C>& products_of(device::Outputs<C>& o_rmem,
                                                        PassOutputs<C>& part_rmem) {
   if constexpr (C::SUMS_IN_PARTS) {
     return part_rmem;
@@ -123,7 +124,7 @@ __device__ __forceinline__ void start_pv(PassOutputs<C>& o_rmem, const Probabili
 
 // Adds a part of the sums to the outputs. `pass`: which PASS_COLUMNS columns of V it is of.
 template <class C>
-__device__ __forceinline__ void add_pass(math::Outputs<C>& o_rmem, const PassOutputs<C>& part,
+__device__ __forceinline__ void add_pass(device::Outputs<C>& o_rmem, const PassOutputs<C>& part,
                                          int pass) {
   constexpr int TILES = C::PASS_COLUMNS / 8;
 #pragma unroll

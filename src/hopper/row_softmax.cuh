@@ -11,19 +11,20 @@
 namespace archflash::hopper {
 
 template <class C>
-using Weights = std::conditional_t<C::FP8, math::WeightsE4m3, math::Weights16>;
+using Weights = std::conditional_t<C::FP8, device::WeightsE4m3, device::Weights16>;
 
 // Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
 // rescales their sums; then `raised` is called with the corrections that their outputs need. FIRST:
 // these are the first scores of the rows, so that their bases rise in any case. KEYS: the scores of
 // so many keys, the first ones.
-// Returns the scale for weigh_rows: exp2_scale, or 1 if this has scaled the scores already. What is
-// rare is behind one branch, as each branch would drain the pipelines. In there a warp is on its
-// own: it must not wait for a product, because all four warps of a warpgroup have to execute each
-// wgmma.wait_group (PTX ISA, .aligned).
+// Returns the scale for exponentiate_rows: exp2_scale, or 1 if this has scaled the scores already.
+// What is rare is behind one branch, as each branch would drain the pipelines. In there a warp is
+// on its own: it must not wait for a product, because all four warps of a warpgroup have to execute
+// each wgmma.wait_group (PTX ISA, .aligned).
 template <class C, bool FIRST = false, int KEYS = C::BLOCK_K, class Raised>
-__device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::RowState<C>& state,
-                                               float exp2_scale, Raised raised) {
+__device__ __forceinline__ float update_row_max(device::Scores<C>& s_rmem,
+                                                device::RowState<C>& state, float exp2_scale,
+                                                Raised raised) {
   using W = Weights<C>;
   constexpr int HALF = KEYS / 16;  // two maxima of a row are found side by side
   float max[2];
@@ -50,22 +51,22 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
   float lag = 0.0f;
   if constexpr (W::RAISE_FRACTION == 0.0f)
     lag = state.large ? W::LARGE_BASE_LAG : W::P_LOG2 + W::BASE_LAG;
-  const bool rare = FIRST || __any_sync(math::FULL_WARP, exceed(base[0] + lag, base[1] + lag) |
-                                                             static_cast<int>(state.large));
+  const bool rare = FIRST || __any_sync(device::FULL_WARP, exceed(base[0] + lag, base[1] + lag) |
+                                                               static_cast<int>(state.large));
   if (!rare) return exp2_scale;
-  const bool raises =
-      FIRST || __any_sync(math::FULL_WARP, W::RAISE_FRACTION == 0.0f
-                                               ? exceed(base[0] + lag, base[1] + lag)
-                                               : exceed(base[0] + math::allowed_rise<W>(sum[0]),
-                                                        base[1] + math::allowed_rise<W>(sum[1])));
+  const bool raises = FIRST || __any_sync(device::FULL_WARP,
+                                          W::RAISE_FRACTION == 0.0f
+                                              ? exceed(base[0] + lag, base[1] + lag)
+                                              : exceed(base[0] + device::allowed_rise<W>(sum[0]),
+                                                       base[1] + device::allowed_rise<W>(sum[1])));
   if (raises) {
     float corrections[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float row_max = max[r];
       // mutants: maximum-of-four-lanes (tests/sim/tags.py)
-      row_max = fmaxf(row_max, __shfl_xor_sync(math::FULL_WARP, row_max, 1));
-      row_max = fmaxf(row_max, __shfl_xor_sync(math::FULL_WARP, row_max, 2));
+      row_max = fmaxf(row_max, __shfl_xor_sync(device::FULL_WARP, row_max, 1));
+      row_max = fmaxf(row_max, __shfl_xor_sync(device::FULL_WARP, row_max, 2));
       float new_base = __fmul_rn(row_max, exp2_scale);
       if (W::P_LOG2 != 0.0f && fabsf(new_base) <= W::LARGE_BASE) new_base -= W::P_LOG2;
       new_base = fmaxf(base[r], new_base);
@@ -75,9 +76,9 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
     }
     raised(corrections);
     const auto is_large = [](float x) {
-      return fabsf(x) > W::LARGE_BASE - W::P_LOG2 && x != math::LOWEST;
+      return fabsf(x) > W::LARGE_BASE - W::P_LOG2 && x != device::LOWEST;
     };
-    state.large = __any_sync(math::FULL_WARP, is_large(base[0]) || is_large(base[1]));
+    state.large = __any_sync(device::FULL_WARP, is_large(base[0]) || is_large(base[1]));
   }
   if (!state.large) return exp2_scale;
   // Scores are rounded as their base is, so that the largest of a row gives exactly P = 1.
@@ -90,7 +91,7 @@ __device__ __forceinline__ float follow_maxima(math::Scores<C>& s_rmem, math::Ro
 }
 
 template <class C>
-__device__ __forceinline__ void rescale(math::Outputs<C>& o_rmem, const float (&corrections)[2]) {
+__device__ __forceinline__ void rescale(device::Outputs<C>& o_rmem, const float (&corrections)[2]) {
 #pragma unroll
   for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
 #pragma unroll
@@ -100,8 +101,8 @@ __device__ __forceinline__ void rescale(math::Outputs<C>& o_rmem, const float (&
 
 // P = 2^(S * scale - base) of row r, in place of S, for the first KEYS keys.
 template <class C, int KEYS = C::BLOCK_K>
-__device__ __forceinline__ void weigh_row(math::Scores<C>& s_rmem, math::RowState<C>& state, int r,
-                                          float scale) {
+__device__ __forceinline__ void exponentiate_row(device::Scores<C>& s_rmem,
+                                                 device::RowState<C>& state, int r, float scale) {
   float sums[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int n = 0; n < KEYS / 8; ++n) {
@@ -114,19 +115,19 @@ __device__ __forceinline__ void weigh_row(math::Scores<C>& s_rmem, math::RowStat
   }
   state.sum[0][r] += sums[0] + sums[1];
 }
-// weigh_row() for both rows of a lane.
+// exponentiate_row() for both rows of a lane.
 template <class C, int KEYS = C::BLOCK_K>
-__device__ __forceinline__ void weigh_rows(math::Scores<C>& s_rmem, math::RowState<C>& state,
-                                           float scale) {
-  weigh_row<C, KEYS>(s_rmem, state, 0, scale);
-  weigh_row<C, KEYS>(s_rmem, state, 1, scale);
+__device__ __forceinline__ void exponentiate_rows(device::Scores<C>& s_rmem,
+                                                  device::RowState<C>& state, float scale) {
+  exponentiate_row<C, KEYS>(s_rmem, state, 0, scale);
+  exponentiate_row<C, KEYS>(s_rmem, state, 1, scale);
 }
 
 // Rounds P to fragments of A. In 8 bits a register has the keys 2t and 2t + 1 (t = lane % 4) of two
 // neighbouring groups of 8 keys: a product takes them for the keys 4t to 4t + 3 of 16, an order
-// that transpose_v() and turn_block() give to V as well.
+// that transpose_v() and transpose_block() give to V as well.
 template <class C>
-__device__ __forceinline__ void pack(const math::Scores<C>& s_rmem, Probabilities<C>& p_rmem) {
+__device__ __forceinline__ void pack(const device::Scores<C>& s_rmem, Probabilities<C>& p_rmem) {
 #pragma unroll
   for (int n = 0; n < C::BLOCK_K / 8; n += C::PACK) {
 #pragma unroll
@@ -144,11 +145,11 @@ __device__ __forceinline__ void pack(const math::Scores<C>& s_rmem, Probabilitie
   }
 }
 
-// weigh_rows() and pack() for 16 keys of 8 bits at a time, so that scores and P need few registers
-// together.
+// exponentiate_rows() and pack() for 16 keys of 8 bits at a time, so that scores and P need few
+// registers together.
 template <class C>
-__device__ __forceinline__ void weigh_and_pack(const math::Scores<C>& s_rmem,
-                                               Probabilities<C>& p_rmem, math::RowState<C>& state,
+__device__ __forceinline__ void weigh_and_pack(const device::Scores<C>& s_rmem,
+                                               Probabilities<C>& p_rmem, device::RowState<C>& state,
                                                float scale) {
   float sums[2][2] = {};
 #pragma unroll

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/math/descales.cuh"
+#include "common/device/descales.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "hopper/cache_params.h"
 #include "hopper/params.h"
@@ -30,12 +30,12 @@ __device__ __forceinline__ float small_tanh(float x) {
   return fmaf(p * square, x, x);
 }
 
-// Does what math::transform_scores() does, with the same bits. There the question whether there is
-// a softcap stands at each score, and such a branch lets the tanh of no score start before that of
-// the last one has ended. Here it is asked once. Where no score of the warp is large, none needs
+// Does what device::transform_scores() does, with the same bits. There the question whether there
+// is a softcap stands at each score, and such a branch lets the tanh of no score start before that
+// of the last one has ended. Here it is asked once. Where no score of the warp is large, none needs
 // the exponential and the division of tanhf().
 template <class C>
-__device__ __forceinline__ void cap_scores(math::Scores<C>& s_rmem, float tanh_scale,
+__device__ __forceinline__ void cap_scores(device::Scores<C>& s_rmem, float tanh_scale,
                                            float softcap) {
   const auto change = [&](const auto& changed) {
 #pragma unroll
@@ -52,18 +52,18 @@ __device__ __forceinline__ void cap_scores(math::Scores<C>& s_rmem, float tanh_s
     for (int i = 0; i < 4; ++i) largest[i] = fmaxf(largest[i], fabsf(s_rmem[0][n][i]));
   }
   const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-  if (__any_sync(math::FULL_WARP, all * fabsf(tanh_scale) >= SMALL_TANH)) {
+  if (__any_sync(device::FULL_WARP, all * fabsf(tanh_scale) >= SMALL_TANH)) {
     change([&](float x) { return softcap * tanhf(x); });
   } else {
     change([&](float x) { return softcap * small_tanh(x); });
   }
 }
 
-// Does what math::mask_rows() does with a word of bits for each row, which takes fewer instructions
-// for a score, for the first KEYS keys.
+// Does what device::mask_rows() does with a word of bits for each row, which takes fewer
+// instructions for a score, for the first KEYS keys.
 template <class C, int KEYS = C::BLOCK_K>
-__device__ __forceinline__ void mask_rows_by_bits(math::Scores<C>& s_rmem,
-                                                  const math::VisibleKeys& visible,
+__device__ __forceinline__ void mask_rows_by_bits(device::Scores<C>& s_rmem,
+                                                  const device::VisibleKeys& visible,
                                                   const int (&rows)[2], int first_key) {
   static_assert(KEYS <= 128, "a lane has at most 32 keys of a row");
   // The lane's keys among the first `keys` of the block, counted from its first one: bit 2n + i is
@@ -79,7 +79,7 @@ __device__ __forceinline__ void mask_rows_by_bits(math::Scores<C>& s_rmem,
 #pragma unroll
     for (int i = 0; i < KEYS / 4; ++i) {
       float& s = s_rmem[0][i / 2][2 * r + i % 2];
-      if ((seen >> i & 1) == 0) s = math::MINUS_INFINITY;
+      if ((seen >> i & 1) == 0) s = device::MINUS_INFINITY;
     }
   }
 }
@@ -87,11 +87,11 @@ __device__ __forceinline__ void mask_rows_by_bits(math::Scores<C>& s_rmem,
 // Subtracts what ALiBi does from the scores of a block of keys. `row_of_tile`: the first of this
 // lane's two rows.
 template <class C>
-__device__ __forceinline__ void add_alibi(math::Scores<C>& s_rmem, const CacheParams& params,
+__device__ __forceinline__ void add_alibi(device::Scores<C>& s_rmem, const CacheParams& params,
                                           const Tile& tile, int row_of_tile, int block) {
   const AttentionParams& attention = params.call.attention;
   const AlibiSlopes& slopes = params.slopes;
-  const math::PackedHeads& packed = params.call.packed_heads;
+  const device::PackedHeads& packed = params.call.packed_heads;
   const int batch = tile.batch_head / attention.heads_q;
   const int first_key = block + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
@@ -114,51 +114,52 @@ __device__ __forceinline__ void add_alibi(math::Scores<C>& s_rmem, const CachePa
   }
 }
 
-// Does what math::find_warp_descale() does, where no descale is by blocks of keys and the head is
+// Does what device::find_warp_descale() does, where no descale is by blocks of keys and the head is
 // known: without descales it divides nothing. `row`: one of the warp's rows.
-__device__ __forceinline__ math::WarpDescale find_head_descale(const Descales& descales,
-                                                               const AttentionParams& attention,
-                                                               const TileHead& at, int row) {
-  math::WarpDescale result{1.0f, 1.0f};
+__device__ __forceinline__ device::WarpDescale find_head_descale(const Descales& descales,
+                                                                 const AttentionParams& attention,
+                                                                 const TileHead& at, int row) {
+  device::WarpDescale result{1.0f, 1.0f};
   if (descales.q.gmem != nullptr) {
     const int q_head = at.head / static_cast<int>(descales.heads_per_q_descale);
     result.qk =
-        math::descale_of_head(descales.q, at.batch, q_head)[row / SCALE_ROWS * descales.q.block];
+        device::descale_of_head(descales.q, at.batch, q_head)[row / SCALE_ROWS * descales.q.block];
   }
   if (descales.k.gmem != nullptr || descales.v.gmem != nullptr) {
     const int kv_head = at.head / attention.heads_per_kv;
     if (descales.k.gmem != nullptr)
-      result.qk *= *math::descale_of_head(descales.k, at.batch, kv_head);
+      result.qk *= *device::descale_of_head(descales.k, at.batch, kv_head);
     if (descales.v.gmem != nullptr)
-      result.v = *math::descale_of_head(descales.v, at.batch, kv_head);
+      result.v = *device::descale_of_head(descales.v, at.batch, kv_head);
   }
   return result;
 }
 
-// math::mask_rows() of a block. The thread's number is read anew, so that its rows need no
+// device::mask_rows() of a block. The thread's number is read anew, so that its rows need no
 // registers between the blocks.
 template <class C>
-__device__ __forceinline__ void mask_rows_read_anew(math::Scores<C>& s_rmem,
-                                                    const math::VisibleKeys& visible,
+__device__ __forceinline__ void mask_rows_read_anew(device::Scores<C>& s_rmem,
+                                                    const device::VisibleKeys& visible,
                                                     const Tile& tile, int block) {
   const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
   const int row = tile.first_row + static_cast<int>(thread / 32 * C::WARP_ROWS + thread % 32 / 4);
   const int rows[2] = {row, row + 8};
-  math::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
+  device::mask_rows<C>(s_rmem, visible, rows, block + static_cast<int>(thread % 4 * 2));
 }
 
 // ALiBi and the masks of a block of a cache. `tile`: the message, which is read anew.
 template <class C>
-__device__ __forceinline__ void mask_cached_rows(math::Scores<C>& s_rmem, const CacheParams& params,
-                                                 const Tile& tile, const math::VisibleKeys& visible,
+__device__ __forceinline__ void mask_cached_rows(device::Scores<C>& s_rmem,
+                                                 const CacheParams& params, const Tile& tile,
+                                                 const device::VisibleKeys& visible,
                                                  const int (&lane_rows)[2], int warp_row,
                                                  int block) {
   const int row_of_tile = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
   if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, tile, row_of_tile, block);
-  const math::ChunkedKeys keys{visible, params.attention_chunk, tile.nk - tile.nq};
+  const device::ChunkedKeys keys{visible, params.attention_chunk, tile.nk - tile.nq};
 #pragma unroll
   for (int r = 0; r < 2; ++r)
-    math::mask_row<C>(s_rmem, keys.of_row(lane_rows[r]), 0, r, 0, lane_key(block));
+    device::mask_row<C>(s_rmem, keys.of_row(lane_rows[r]), 0, r, 0, lane_key(block));
 }
 
 // Multiplies the scale of the scores by the descales that serve all keys, and finds the others.
@@ -166,12 +167,12 @@ __device__ __forceinline__ void mask_cached_rows(math::Scores<C>& s_rmem, const 
 template <class C>
 __device__ __forceinline__ void find_scale(const Params& params, unsigned char* shared,
                                            const Tile& tile, int q_stage, int warp_row,
-                                           float& exp2_scale, math::KeyDescales& key_descales,
-                                           math::WarpDescale& warp_descale, bool& all_need_more) {
+                                           float& exp2_scale, device::KeyDescales& key_descales,
+                                           device::WarpDescale& warp_descale, bool& all_need_more) {
   const AttentionParams& attention = params.attention;
   if constexpr (C::FP8) {
     if constexpr (C::TAKES_DESCALES_BY_BLOCK)
-      key_descales = math::find_key_descales(params.descales, attention, tile);
+      key_descales = device::find_key_descales(params.descales, attention, tile);
     if constexpr (C::PREPARES_TILES && !C::SPARES_REGISTERS) {
       static_assert(!C::TAKES_DESCALES_BY_BLOCK, "find_head_descale() knows none by block");
       warp_descale =
@@ -179,18 +180,18 @@ __device__ __forceinline__ void find_scale(const Params& params, unsigned char* 
                             min(tile.first_row + warp_row, tile.nq - 1));
     } else {
       warp_descale =
-          math::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
+          device::find_warp_descale(params.descales, attention, tile, tile.first_row + warp_row);
     }
     exp2_scale *= warp_descale.qk;
     if constexpr (C::SPARES_REGISTERS) {  // uniform registers are left
       warp_descale.qk = uniform(warp_descale.qk);
       exp2_scale = uniform(exp2_scale);
     }
-    all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= math::SMALLEST_NORMAL);
+    all_need_more |= key_descales.k_gmem != nullptr || !(exp2_scale >= device::SMALLEST_NORMAL);
   } else if constexpr (C::CACHE) {  // the cache may be the copy of one of 8 bits
     if (params.descales.k.gmem != nullptr) {
-      exp2_scale *= math::find_warp_descale(params.descales, attention, tile, 0).qk;
-      all_need_more |= !(exp2_scale >= math::SMALLEST_NORMAL);
+      exp2_scale *= device::find_warp_descale(params.descales, attention, tile, 0).qk;
+      all_need_more |= !(exp2_scale >= device::SMALLEST_NORMAL);
     }
     exp2_scale = uniform(exp2_scale);
   }

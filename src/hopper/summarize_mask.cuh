@@ -6,16 +6,16 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/lane_masks.cuh"
-#include "common/math/masks.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/lane_masks.cuh"
+#include "common/device/masks.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"
 
 namespace archflash::hopper {
 
-// What math::load_words() is told.
+// What device::load_words() is told.
 template <DType DTYPE_>
 struct SummaryConfig {
   static constexpr DType DTYPE = DTYPE_;
@@ -37,31 +37,31 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int key_first = key_block * MASK_BLOCK, lane_key = key_first + lane % 4 * 2;
 
-  math::LaneMasks<C> found;
+  device::LaneMasks<C> found;
   uint32_t valid[2];  // the lane's elements that exist
   int64_t elements[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = row_block * MASK_BLOCK + warp * 16 + lane / 4 + 8 * r;
-    valid[r] = row < attention.nq ? math::lane_bits<C>(0, attention.nk - lane_key) : 0;
+    valid[r] = row < attention.nq ? device::lane_bits<C>(0, attention.nk - lane_key) : 0;
     found.seen[r] = valid[r];
     elements[r] = batch * masks.mask_batch + head * masks.mask_head +
                   min(row, attention.nq - 1) * masks.mask_row + lane_key * masks.mask_key;
   }
-  math::load_words<C>(found, masks, elements, attention.nk - key_first);
+  device::load_words<C>(found, masks, elements, attention.nk - key_first);
   bool added = false, huge = false;
   if (found.loaded == MaskElement::Bool) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) found.seen[r] &= math::kept_bits<C>(found.words[r]);
+    for (int r = 0; r < 2; ++r) found.seen[r] &= device::kept_bits<C>(found.words[r]);
   } else if (found.loaded == MaskElement::SixteenBits) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int bit = 0; bit < 16; ++bit) {
         const auto bits = static_cast<uint16_t>(found.words[r][bit / 2] >> (bit % 2 * 16));
-        const float x = math::added_of_16_bits<DTYPE>(bits);
+        const float x = device::added_of_16_bits<DTYPE>(bits);
         if ((valid[r] >> bit & 1) == 0) continue;
-        if (x == math::MINUS_INFINITY) {
+        if (x == device::MINUS_INFINITY) {
           found.seen[r] &= ~(1u << bit);
         } else {
           added |= x != 0.0f;
@@ -74,10 +74,10 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
   const uint32_t exists = valid[0] | valid[1] << 16;
   params.bits_gmem[static_cast<int64_t>(block) * SUMMARY_WORDS + threadIdx.x] = seen;
 
-  const uint32_t state = (__any_sync(math::FULL_WARP, seen != 0) ? STATE_SEEN : 0) |
-                         (__any_sync(math::FULL_WARP, seen != exists) ? STATE_HIDDEN : 0) |
-                         (__any_sync(math::FULL_WARP, added) ? STATE_ADDED : 0) |
-                         (__any_sync(math::FULL_WARP, huge) ? STATE_HUGE : 0);
+  const uint32_t state = (__any_sync(device::FULL_WARP, seen != 0) ? STATE_SEEN : 0) |
+                         (__any_sync(device::FULL_WARP, seen != exists) ? STATE_HIDDEN : 0) |
+                         (__any_sync(device::FULL_WARP, added) ? STATE_ADDED : 0) |
+                         (__any_sync(device::FULL_WARP, huge) ? STATE_HUGE : 0);
   if (lane == 0) state_of_warp[warp] = state;
   __syncthreads();  // each warp's state is there before they are put together
   if (threadIdx.x == 0) {
@@ -121,8 +121,8 @@ __device__ __forceinline__ void summarize_ranges(const SummarizedParams& params)
       all_keys = {min(all_keys.first, begin), max(all_keys.last, end - 1)};
     }
   }
-  all_keys = {__reduce_min_sync(math::FULL_WARP, all_keys.first),
-              __reduce_max_sync(math::FULL_WARP, all_keys.last)};
+  all_keys = {__reduce_min_sync(device::FULL_WARP, all_keys.first),
+              __reduce_max_sync(device::FULL_WARP, all_keys.last)};
   const int first_block = all_keys.first / MASK_BLOCK;
   const int end_block = all_keys.last < 0 ? first_block : all_keys.last / MASK_BLOCK + 1;
   for (int block = threadIdx.x; block < params.key_blocks; block += SUMMARY_THREADS) {
@@ -142,8 +142,8 @@ __device__ __forceinline__ void summarize_ranges(const SummarizedParams& params)
       }
       all &= whole;
     }
-    const bool any_row = __any_sync(math::FULL_WARP, any);
-    const bool all_rows = __all_sync(math::FULL_WARP, all);
+    const bool any_row = __any_sync(device::FULL_WARP, any);
+    const bool all_rows = __all_sync(device::FULL_WARP, all);
     if (lane == 0) states_gmem[block] = any_row ? STATE_SEEN | (all_rows ? 0 : STATE_RANGED) : 0;
   }
   if (threadIdx.x == 0) {

@@ -7,12 +7,12 @@
 //   - gives each sequence columns of its own, filled up with zeros: keys behind its end, and those
 //     that none of its rows sees, then never matter, whatever memory holds there;
 //   - writes zeros for a block whose descale is 0;
-//   - orders 16 keys as pack() orders P, and 16 columns as math::store_fp8_out takes outputs.
+//   - orders 16 keys as pack() orders P, and 16 columns as device::store_fp8_out takes outputs.
 #pragma once
 
 #include <cstdint>
 
-#include "common/math/descales.cuh"
+#include "common/device/descales.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/stmatrix.cuh"
@@ -25,7 +25,8 @@ namespace archflash::hopper {
 // Where the keys of a sequence start in a column.
 __device__ __forceinline__ int find_v_columns_start(const AttentionParams& params, int sequence) {
   if (params.cu_seqlens_k_gmem == nullptr) return 0;
-  return V_COLUMN_KEYS * math::varlen_tile_start(params.cu_seqlens_k_gmem, sequence, V_COLUMN_KEYS);
+  return V_COLUMN_KEYS *
+         device::varlen_tile_start(params.cu_seqlens_k_gmem, sequence, V_COLUMN_KEYS);
 }
 
 // Bytes of four words as a 4 x 4 matrix, transposed: word i of the result has byte i of each.
@@ -53,24 +54,26 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
   const bool packed = attention.cu_seqlens_k_gmem != nullptr;
   int sequence = slice / heads;
   if (packed) {
-    sequence = math::find_varlen_sequence(attention.cu_seqlens_k_gmem, attention.batch,
-                                          V_COLUMN_KEYS, block);
+    sequence = device::find_varlen_sequence(attention.cu_seqlens_k_gmem, attention.batch,
+                                            V_COLUMN_KEYS, block);
     if (sequence < 0) return;
   }
-  const int start = math::sequence_start(attention.cu_seqlens_k_gmem, sequence, attention.nk);
+  const int start = device::sequence_start(attention.cu_seqlens_k_gmem, sequence, attention.nk);
   const int length =
-      packed ? math::sequence_start(attention.cu_seqlens_k_gmem, sequence + 1, attention.nk) - start
-             : attention.nk;
+      packed
+          ? device::sequence_start(attention.cu_seqlens_k_gmem, sequence + 1, attention.nk) - start
+          : attention.nk;
   const int first_key =
       block * V_COLUMN_KEYS - find_v_columns_start(attention, sequence);  // of the sequence
-  const math::Work work{
+  const device::Work work{
       .batch_head = sequence * attention.heads_q + head * attention.heads_per_kv,
-      .nq = packed ? math::sequence_start(attention.cu_seqlens_q_gmem, sequence + 1, attention.nq) -
-                         math::sequence_start(attention.cu_seqlens_q_gmem, sequence, attention.nq)
-                   : attention.nq,
+      .nq = packed
+                ? device::sequence_start(attention.cu_seqlens_q_gmem, sequence + 1, attention.nq) -
+                      device::sequence_start(attention.cu_seqlens_q_gmem, sequence, attention.nq)
+                : attention.nq,
       .nk = length};
-  const math::VisibleKeys visible = math::find_visible_keys(attention, work);
-  const math::KeyDescales descales = math::find_key_descales(params.descales, attention, work);
+  const device::VisibleKeys visible = device::find_visible_keys(attention, work);
+  const device::KeyDescales descales = device::find_key_descales(params.descales, attention, work);
 
   const int chunks = attention.dv / CHUNK;  // of a row
   const uint8_t* v_gmem = static_cast<const uint8_t*>(attention.v_gmem) +
@@ -109,12 +112,12 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
   }
 }
 
-// --- where turns_v(), the other warps of the producer's warpgroup: V -> keys side by side ---
+// --- where transposes_v(), the other warps of the producer's warpgroup: V -> keys side by side ---
 
 // Whether the CTAs transpose 8-bit V. Else it has been transposed before.
 template <class C>
-__device__ __forceinline__ bool turns_v(const Params& params) {
-  return C::TURNS_V && (!C::TAKES_TURNED_V || params.v_columns == 0);
+__device__ __forceinline__ bool transposes_v(const Params& params) {
+  return C::TRANSPOSES_V && (!C::TAKES_TRANSPOSED_V || params.v_columns == 0);
 }
 
 // Transposes the part of a block that warp `part` of TURNING_WARPS has. 32 keys of 16 columns at a
@@ -123,7 +126,7 @@ __device__ __forceinline__ bool turns_v(const Params& params) {
 // the order in which pack() has those of P. Column 2c of 16 goes to row c, and 2c + 1 to row 8 + c,
 // so that a lane ends with four neighbouring outputs.
 template <class C>
-__device__ __forceinline__ void turn_block(uint32_t raw_smem, uint32_t turned_smem, int part) {
+__device__ __forceinline__ void transpose_block(uint32_t raw_smem, uint32_t turned_smem, int part) {
   using Raw = typename C::RawVTile;
   using Turned = typename C::VTile;
   static_assert(Turned::SLABS == 1, "the keys of a block are one slab's");
@@ -156,14 +159,14 @@ __device__ __forceinline__ void turn_block(uint32_t raw_smem, uint32_t turned_sm
 
 // Called by these warps: transposes block after block, in the order in which the producer loads.
 template <class C>
-__device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_smem) {
+__device__ __forceinline__ void transpose_blocks_of_v(unsigned char* shared, uint32_t shared_smem) {
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int part = uniform(static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32 - 1);
   RingPosition<C::RAW_STAGES> raw_ring;
   RingPosition<C::STAGES> v_ring;
   while (true) {
     ptx::mbarrier_wait_parity(barriers.raw_full(raw_ring.stage), raw_ring.parity);  // it has landed
-    const RowsToTurn message = rows_to_turn<C>(shared, raw_ring.stage);
+    const RowsToTranspose message = rows_to_transpose<C>(shared, raw_ring.stage);
     const int begin = uniform(message.begin), end = uniform(message.end);
     if (end == 0) break;
     if (begin > 0 || end < C::BLOCK_K) {
@@ -177,8 +180,8 @@ __device__ __forceinline__ void turn_v(unsigned char* shared, uint32_t shared_sm
     }
     // The products of every consumer warp have read the V that the stage held.
     ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
-    turn_block<C>(shared_smem + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
-                  shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, part);
+    transpose_block<C>(shared_smem + C::RAW_SMEM + raw_ring.stage * C::RawVTile::BYTES,
+                       shared_smem + C::V_SMEM + v_ring.stage * C::VTile::BYTES, part);
     ptx::fence_proxy_async_shared();  // this thread's rows come before wgmma reads them
     release(barriers.v_full(v_ring.stage));
     release(barriers.raw_empty(raw_ring.stage));

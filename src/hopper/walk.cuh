@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/math/chunked_keys.cuh"
-#include "common/math/tile_walk.cuh"
+#include "common/device/chunked_keys.cuh"
+#include "common/device/tile_walk.cuh"
 #include "hopper/cache_params.h"
 #include "hopper/config.cuh"
 #include "hopper/drop_weights.cuh"
@@ -48,12 +48,12 @@ __device__ __forceinline__ int first_v_column(const Tile& tile) {
 
 // What the rows of a tile see: with CACHE positions may be cut into chunks.
 template <class C>
-using VisibleKeysOf = std::conditional_t<C::CACHE, math::ChunkedKeys, math::VisibleKeys>;
+using VisibleKeysOf = std::conditional_t<C::CACHE, device::ChunkedKeys, device::VisibleKeys>;
 
 template <class C>
 __device__ __forceinline__ VisibleKeysOf<C> find_visible_keys(const ParamsOf<C>& params,
-                                                              const math::Work& work) {
-  const math::VisibleKeys visible = math::find_visible_keys(call_of<C>(params).attention, work);
+                                                              const device::Work& work) {
+  const device::VisibleKeys visible = device::find_visible_keys(call_of<C>(params).attention, work);
   if constexpr (C::CACHE) {
     return {visible, params.attention_chunk, work.nk - work.nq};
   } else {
@@ -63,13 +63,13 @@ __device__ __forceinline__ VisibleKeysOf<C> find_visible_keys(const ParamsOf<C>&
 
 // The blocks of a tile's share of the keys.
 template <class C>
-__device__ __forceinline__ math::Blocks find_blocks(const Params& params, const Tile& tile,
-                                                    const VisibleKeysOf<C>& visible) {
+__device__ __forceinline__ device::Blocks find_blocks(const Params& params, const Tile& tile,
+                                                      const VisibleKeysOf<C>& visible) {
   const int last_row = min(tile.first_row + rows_of_tile<C>(params), tile.end_row) - 1;
-  const math::Blocks blocks = {math::block_start<C::BLOCK_K>(visible.first(tile.first_row)),
-                               math::block_start<C::BLOCK_K>(visible.last(last_row))};
+  const device::Blocks blocks = {device::block_start<C::BLOCK_K>(visible.first(tile.first_row)),
+                                 device::block_start<C::BLOCK_K>(visible.last(last_row))};
   if constexpr (!C::CAN_SPLIT) return blocks;
-  return math::split_blocks<C::BLOCK_K>(blocks, tile.split, params.partials.splits);
+  return device::split_blocks<C::BLOCK_K>(blocks, tile.split, params.partials.splits);
 }
 
 // The blocks of a tile, each named by its first key, and the shifts of what its rows see.
@@ -107,14 +107,15 @@ __device__ __forceinline__ BlocksMessage<C>& blocks_message(unsigned char* share
 template <class C>
 __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, const Tile& tile,
                                                          const VisibleKeysOf<C>& visible,
-                                                         const math::Blocks& blocks, int group) {
+                                                         const device::Blocks& blocks, int group) {
   const int first_row = tile.first_row + group * C::GROUP_ROWS;
   const int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
   const int last_row = min(first_row + rows, tile.end_row) - 1;
-  return {.seen_first = max(math::block_start<C::BLOCK_K>(visible.first(first_row)), blocks.first),
-          .seen_last = last_row < first_row ? -1 : visible.last(last_row),
-          .clear_first = visible.first(last_row),
-          .clear_last = visible.last(first_row) - (C::BLOCK_K - 1)};
+  return {
+      .seen_first = max(device::block_start<C::BLOCK_K>(visible.first(first_row)), blocks.first),
+      .seen_last = last_row < first_row ? -1 : visible.last(last_row),
+      .clear_first = visible.first(last_row),
+      .clear_last = visible.last(first_row) - (C::BLOCK_K - 1)};
 }
 
 // What the rows of a tile see, as a consumer learns it: from the producer's message, or from the
@@ -137,7 +138,7 @@ template <class C>
 __device__ __forceinline__ void find_blocks_of_group(const Params& params, unsigned char* shared,
                                                      const Tile& tile, int q_stage,
                                                      const VisibleKeysOf<C>& visible, int place,
-                                                     math::Blocks& all_blocks,
+                                                     device::Blocks& all_blocks,
                                                      GroupBlocks& blocks) {
   if constexpr (C::PREPARES_TILES) {
     const BlocksMessage<C>& message = blocks_message<C>(shared, q_stage);
@@ -162,12 +163,12 @@ __device__ __forceinline__ unsigned next_tile(const Params& params, unsigned ind
 
 // A row tile, the batch and the heads that it is of.
 struct FoundTile {
-  math::Work work;
+  device::Work work;
   int batch, head, kv_head;
 };
 
 // With PREPARES_TILES: the tile of an index. The first copy of a CTA waits for it, and the copies
-// of a tile for the next one, so it does what math::find_work() does with fewer instructions: it
+// of a tile for the next one, so it does what device::find_work() does with fewer instructions: it
 // divides only where it must, and numbers without a sign.
 template <class C>
 __device__ __forceinline__ FoundTile find_tile(const AttentionParams& params, unsigned index) {
@@ -187,7 +188,7 @@ __device__ __forceinline__ FoundTile find_tile(const AttentionParams& params, un
     found.work.first_row = C::BLOCK_Q * (static_cast<int>(tiles) - 1 -
                                          params.order.from_last(static_cast<int>(from_last)));
   } else {
-    found.work = math::find_work<C::BLOCK_Q>(params, static_cast<int>(index));
+    found.work = device::find_work<C::BLOCK_Q>(params, static_cast<int>(index));
   }
   const auto batch_head = static_cast<unsigned>(found.work.batch_head);
   const auto heads_q = static_cast<unsigned>(params.heads_q);

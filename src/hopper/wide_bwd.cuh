@@ -121,8 +121,8 @@ __device__ __forceinline__ void consume_weights(const BackwardKernelParams& para
   for (int left = blocks; left > 0; --left) {
     // S of this block is there, and dV of the one before may be unfinished.
     ptx::registers_change<SCORES>(p);
-    weigh_scores<C>(p_rmem, p_rmem, terms_of_stage<C>(shared, q_ring.stage),
-                    params.backward.attention);
+    exponentiate_scores<C>(p_rmem, p_rmem, terms_of_stage<C>(shared, q_ring.stage),
+                           params.backward.attention);
     const BlockNote* note = note_of_stage<C>(shared, q_ring.stage);
     if (note->masked_warps >> warp & 1) clear_unseen<C>(p_rmem, work, note->row);
     ptx::registers_change<SCORES>(p);
@@ -230,7 +230,7 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& x = ds_rmem[n][2 * r + i];
-            x = math::element_of_chunk<C::DTYPE>(p, 2 * (2 * half + r) + i) *
+            x = device::element_of_chunk<C::DTYPE>(p, 2 * (2 * half + r) + i) *
                 (x - (i == 0 ? delta.x : delta.y));
           }
         }
@@ -274,19 +274,19 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
   BlockPosition<C> block{0, work.start};
   RingPosition<C::DS_STAGES> ds_ring;
   RingPosition<C::TURN_STAGES> turn_ring;
-  const int parts = uniform(math::sums_columns<C>(params.backward.attention.d)) / C::PART_COLUMNS;
+  const int parts = uniform(device::sums_columns<C>(params.backward.attention.d)) / C::PART_COLUMNS;
   const int rows = params.sums_rows;
   ptx::griddepcontrol_wait();                       // the sums are zero
   ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
 #pragma unroll 1
   for (int left = uniform(work.blocks); left > 0; --left) {
-    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    const device::DqTurn turn = device::dq_turn<C>(params, work, block);
     // One value for all threads, without which ptxas computes it anew for each store.
     const bool first = uniform(in_turns && !turn.waits ? 1 : 0) != 0;
     if (in_turns) ptx::mbarrier_wait_parity(barriers.turn_come(turn_ring.stage), turn_ring.parity);
     ptx::mbarrier_wait_parity(barriers.ds_full(ds_ring.stage), ds_ring.parity);
     float* const sums_gmem =
-        math::sums_of_round<C>(params, turn.sum) + number / 32 * C::WARP_SUMS + number % 32 * 4;
+        device::sums_of_round<C>(params, turn.sum) + number / 32 * C::WARP_SUMS + number % 32 * 4;
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       float dq[PART];
@@ -338,7 +338,7 @@ __device__ __forceinline__ void take_turns(const BackwardKernelParams& params, c
 #pragma unroll 1
   for (int count = 0; count < rounds; ++count, block.next_round(work)) {
     if (count % C::TURN_STAGES != number) continue;
-    const math::DqTurn turn = math::dq_turn<C>(params, work, block);
+    const device::DqTurn turn = device::dq_turn<C>(params, work, block);
     if (leader) {
       while (turn.waits && ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
       }

@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
+#include "common/device/bfloat16.cuh"
 #include "common/dtype.h"
-#include "common/math/bfloat16.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/st_global.cuh"
 #include "merge/params.h"
@@ -26,7 +26,7 @@ __device__ __forceinline__ float4 load_columns(const void* row_gmem, int column,
   const auto number = [&](uint32_t bits) {
     const uint16_t low = static_cast<uint16_t>(bits);
     return dtype == DType::F16 ? ptx::cvt_f32_f16(low)
-                               : __uint_as_float(math::float_bits_of_bfloat16(low));
+                               : __uint_as_float(device::float_bits_of_bfloat16(low));
   };
   return {number(pairs.x), number(pairs.x >> 16), number(pairs.y), number(pairs.y >> 16)};
 }

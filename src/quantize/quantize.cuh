@@ -11,9 +11,9 @@
 
 #include <cstdint>
 
+#include "common/device/bfloat16.cuh"
+#include "common/device/largest_of_cta.cuh"
 #include "common/dtype.h"
-#include "common/math/bfloat16.cuh"
-#include "common/math/largest_of_cta.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/st_global.cuh"
 #include "quantize/params.h"
@@ -96,7 +96,7 @@ struct TileChunks {
     if constexpr (DTYPE == DType::F32) return __uint_as_float(words[j % 4]);
     const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
     if constexpr (DTYPE == DType::F16) return ptx::cvt_f32_f16(bits);
-    return __uint_as_float(math::float_bits_of_bfloat16(bits));
+    return __uint_as_float(device::float_bits_of_bfloat16(bits));
   }
 
   // The magnitude of element j of chunk i; NaN if it is not finite. It unpacks 16-bit numbers in
@@ -173,7 +173,8 @@ template <DType DTYPE>
 __device__ __forceinline__ void quantize_at_once(const Params& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
-  const float descale = descale_of(math::largest_of_cta<THREADS>(tile.largest()), params.out_dtype);
+  const float descale =
+      descale_of(device::largest_of_cta<THREADS>(tile.largest()), params.out_dtype);
   tile.write(params, descale);
   if (threadIdx.x == 0) params.descale_gmem[index_of_cta(params)] = descale;
 }
@@ -182,7 +183,7 @@ template <DType DTYPE>
 __device__ __forceinline__ void write_largest(const Params& params) {
   TileChunks<DTYPE> tile(params);
   tile.read(params);
-  const float largest = math::largest_of_cta<THREADS>(tile.largest());
+  const float largest = device::largest_of_cta<THREADS>(tile.largest());
   if (threadIdx.x == 0) params.largest_gmem[index_of_cta(params)] = largest;
 }
 
@@ -199,7 +200,7 @@ __device__ __forceinline__ void write_descale(const Params& params) {
   float largest = 0.0f;
   for (int64_t tile = threadIdx.x; tile < params.tiles_per_group; tile += THREADS)
     largest = fmaxf(largest, tiles_gmem[tile]);
-  largest = math::largest_of_cta<THREADS>(largest);
+  largest = device::largest_of_cta<THREADS>(largest);
   if (threadIdx.x == 0) params.descale_gmem[group] = descale_of(largest, params.out_dtype);
 }
 

@@ -142,7 +142,7 @@ void launch_kernel(const Launch& launch, Kernel& kernel,
     attribute.val.clusterDim.y = launch.cluster[1];
     attribute.val.clusterDim.z = launch.cluster[2];
   }
-  if (launch.starts_early) {
+  if (launch.uses_pdl) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -132,7 +132,7 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
       }
       // The PTX for newer GPUs is of a target below 9.0: its kernels cannot wait for one
       // another.
-      launch.starts_early &= !own->is_ptx() && own->first >= 90;
+      launch.uses_pdl &= !own->is_ptx() && own->first >= 90;
       if (own->is_ptx() && launch.image.starts_with(join(name, '/'))) code = own;
     }
     planned->code =

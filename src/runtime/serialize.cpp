@@ -44,7 +44,7 @@ template <class F>
 void fields(Launch& l, F&& f) {
   f("kernel", l.kernel), f("image", l.image), f("grid", l.grid), f("cluster", l.cluster),
       f("block", l.block);
-  f("shared_bytes", l.shared_bytes), f("starts_early", l.starts_early);
+  f("shared_bytes", l.shared_bytes), f("uses_pdl", l.uses_pdl);
   f("params", l.params), f("pointers", l.pointers), f("tensor_maps", l.tensor_maps);
 }
 template <class F>

@@ -11,8 +11,8 @@
 
 #include <cstdint>
 
-#include "common/math/backward_masks.cuh"
-#include "common/math/backward_work.cuh"
+#include "common/device/backward_masks.cuh"
+#include "common/device/backward_work.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/global_order.cuh"
 #include "simt/backward_config.cuh"
@@ -63,8 +63,8 @@ __device__ __forceinline__ void add_products(float (&gradient_rmem)[C::OUT_ROWS]
 template <class C>
 __device__ __forceinline__ void store_gradient(const float (&gradient_rmem)[C::OUT_ROWS][4],
                                                const GradientParams& gradient,
-                                               const math::BackwardWork& cta, int first, int column,
-                                               float factor) {
+                                               const device::BackwardWork& cta, int first,
+                                               int column, float factor) {
   float* rows_gmem =
       static_cast<float*>(gradient.gmem) + cta.batch * gradient.batch + cta.head * gradient.head +
       (static_cast<int64_t>(cta.own_start) + cta.first_row + first) * gradient.row + column;
@@ -81,9 +81,10 @@ struct Weighed {
   float p, ds;
 };
 template <class C>
-__device__ __forceinline__ Weighed weigh_masked(const MaskedBackwardParams& params,
-                                                const math::HeadMasks& masks, int query, int key,
-                                                float s, float dp, const math::RowTerms& terms) {
+__device__ __forceinline__ Weighed exponentiate_masked(const MaskedBackwardParams& params,
+                                                       const device::HeadMasks& masks, int query,
+                                                       int key, float s, float dp,
+                                                       const device::RowTerms& terms) {
   const AttentionParams& attention = params.call.attention;
   s *= attention.tanh_scale;
   float slope_of_cap = 1.0f;
@@ -99,16 +100,16 @@ __device__ __forceinline__ Weighed weigh_masked(const MaskedBackwardParams& para
   float slope = 0.0f, distance = 0.0f;
   if (params.masks.slopes_gmem != nullptr) {
     slope = masks.slope();
-    distance = static_cast<float>(math::find_q_offset(attention, masks) + query - key);
+    distance = static_cast<float>(device::find_q_offset(attention, masks) + query - key);
   }
-  const auto masked = math::masked_score<false>(s, seen, bias, slope, distance);
+  const auto masked = device::masked_score<false>(s, seen, bias, slope, distance);
   if (!masked.seen) return {0.0f, 0.0f};
-  const float p = math::probability(fmaf(masked.score, attention.exp2_scale, -terms.lse_log2));
+  const float p = device::probability(fmaf(masked.score, attention.exp2_scale, -terms.lse_log2));
   bool kept = true;
   if (params.dropout.state_gmem != nullptr) {
     const DroppedHeads& heads = params.dropped_heads;
-    const math::Dropout dropout(params.dropout,
-                                heads.first + masks.batch * heads.of_sequence + masks.head);
+    const device::Dropout dropout(params.dropout,
+                                  heads.first + masks.batch * heads.of_sequence + masks.head);
     kept = dropout.keeps(dropout.bits(query, key).of(query, key));
   }
   const float ds = p * ((kept ? dp * params.dropout.scale : 0.0f) - terms.delta);
@@ -131,8 +132,9 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   if constexpr (OWNS_KEYS)
-    math::clear_keys_of_no_sequence<C::ROWS, C::GRADIENTS>(params, blockIdx.x, C::THREADS / 32);
-  const math::BackwardWork cta = math::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
+    device::clear_keys_of_no_sequence<C::ROWS, C::GRADIENTS>(params, blockIdx.x, C::THREADS / 32);
+  const device::BackwardWork cta =
+      device::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
   if (cta.first_row < 0) return;
 
   // Passing rows that any owned row has to do with; begin > last if there is none.
@@ -145,9 +147,9 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   [[maybe_unused]] auto seen_blocks = [&] {
     if constexpr (C::MASKED) {
       const MaskParams& masks = all_params.masks;
-      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
-                                 begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
-                                 masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
+      return device::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
+                                   begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
+                                   masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
     } else {
       return 0;
     }
@@ -161,8 +163,8 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   };
   begin = next_seen(begin);
   const auto rows_of = [&](bool keys, int head, int64_t row) {
-    return keys ? math::key_rows<float>(params, cta.batch, head, row)
-                : math::query_rows<float>(params, cta.batch, head, row);
+    return keys ? device::key_rows<float>(params, cta.batch, head, row)
+                : device::query_rows<float>(params, cta.batch, head, row);
   };
   if (begin <= last) {
     const auto own =
@@ -183,8 +185,8 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   float second_rmem[C::OUT_ROWS][4] = {};  // dV; unused where the CTA owns queries
 
 #pragma unroll 1
-  for (math::Passing block{0, begin}; block.head < cta.heads && begin <= last;) {
-    const int head = math::passing_head<C::OWNS>(attention, cta, block);
+  for (device::Passing block{0, begin}; block.head < cta.heads && begin <= last;) {
+    const int head = device::passing_head<C::OWNS>(attention, cta, block);
     const int64_t passing_row = static_cast<int64_t>(cta.passing_start) + block.row;
     const auto rows = rows_of(!OWNS_KEYS, head, passing_row);
     const int begin_seen = cta.passing_begin() - block.row;
@@ -195,10 +197,10 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
                                       begin_seen, end_seen, attention.dv);
     ptx::copies_wait_all();
     __syncthreads();  // the copies of all threads have arrived
-    const math::RowTerms* terms_gmem =
-        OWNS_KEYS ? math::terms_of(params, cta.batch, head, passing_row)
-                  : math::terms_of(params, cta.batch, cta.head,
-                                   static_cast<int64_t>(cta.own_start) + cta.first_row);
+    const device::RowTerms* terms_gmem =
+        OWNS_KEYS ? device::terms_of(params, cta.batch, head, passing_row)
+                  : device::terms_of(params, cta.batch, cta.head,
+                                     static_cast<int64_t>(cta.own_start) + cta.first_row);
 #pragma unroll
     for (int i = 0; i < C::THREAD_ROWS; ++i) {
       const int row = score_row + i * C::GRID_ROWS;
@@ -213,13 +215,14 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
                         shared + C::FIRST_SMEM + column * C::PITCH, attention.d);
           const float dp = dot(shared + C::OWN_SECOND_SMEM + row * C::PITCH,
                                shared + C::SECOND_SMEM + column * C::PITCH, attention.dv);
-          const math::RowTerms terms = terms_gmem[OWNS_KEYS ? column : row];
+          const device::RowTerms terms = terms_gmem[OWNS_KEYS ? column : row];
           if constexpr (C::MASKED) {
             const int owned = cta.first_row + row, passing = block.row + column;
             const auto masks =
-                math::HeadMasks::of<C::OWNS>(all_params.masks, cta, OWNS_KEYS ? head : cta.head);
-            const Weighed weighed = weigh_masked<C>(all_params, masks, OWNS_KEYS ? passing : owned,
-                                                    OWNS_KEYS ? owned : passing, s, dp, terms);
+                device::HeadMasks::of<C::OWNS>(all_params.masks, cta, OWNS_KEYS ? head : cta.head);
+            const Weighed weighed =
+                exponentiate_masked<C>(all_params, masks, OWNS_KEYS ? passing : owned,
+                                       OWNS_KEYS ? owned : passing, s, dp, terms);
             p = weighed.p, ds = weighed.ds;
           } else {
             float slope = 1.0f;
@@ -227,7 +230,7 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
               s *= attention.tanh_scale;
               if (capped) slope = cap_score(s, attention.softcap);
             }
-            p = math::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));
+            p = device::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));
             ds = p * (dp - terms.delta) * slope;
           }
         }

@@ -18,8 +18,8 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ex2.cuh"
 #include "simt/config.cuh"
@@ -28,7 +28,7 @@
 
 namespace archflash::simt {
 
-using math::MINUS_INFINITY;
+using device::MINUS_INFINITY;
 
 // The tile index of this CTA. CTAs from snake_from on take their tiles in reverse order: where two
 // CTAs share an SM, one with many visible keys is then paired with one that has few.
@@ -110,7 +110,7 @@ __device__ __forceinline__ void online_softmax(Scores<C>& s_rmem, RowState<C>& s
 // Divides the outputs by the row sums and writes them, and the LSE where it is asked for.
 template <class C>
 __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C>& state,
-                                          const AttentionParams& params, const math::Work& work) {
+                                          const AttentionParams& params, const device::Work& work) {
   using Element = typename ElementOf<C::DTYPE>::Type;
   const Lane<C> lane;
   const int batch = work.batch_head / params.heads_q;
@@ -118,20 +118,20 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
   const int first_row = work.first_row + lane.warp_row + lane.row;
   const int first_column = 4 * lane.col;
   const int64_t packed_row =
-      math::sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + first_row;
+      device::sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + first_row;
   Element* row_gmem = static_cast<Element*>(params.out_gmem) + batch * params.out_batch +
                       head * params.out_head + packed_row * params.out_row + first_column;
   float* lse_gmem = params.lse_gmem;
   if (lse_gmem != nullptr) {
     lse_gmem += batch * params.lse_batch + head * params.lse_head + packed_row;
   }
-  const float sink = math::load_sink(params, head);
+  const float sink = device::load_sink(params, head);
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
     const float keys_sum =
         Lane<C>::reduce_cols(state.sum_rmem[i], [](float x, float y) { return x + y; });
-    const float keys_max = state.max_rmem[i] * params.exp2_scale * math::LN_2;
-    const math::RowEnd end = math::finish_row(keys_max, keys_sum, sink);
+    const float keys_max = state.max_rmem[i] * params.exp2_scale * device::LN_2;
+    const device::RowEnd end = device::finish_row(keys_max, keys_sum, sink);
 
     if (first_row + i * C::LANE_ROWS < work.nq) {
 #pragma unroll
@@ -248,14 +248,14 @@ template <class C>
 struct DenseTile {
   using Element = typename ElementOf<C::DTYPE>::Type;
   const AttentionParams& params;
-  const math::Work& work;
+  const device::Work& work;
   const Element *q_gmem, *k_gmem, *v_gmem;
-  math::VisibleKeys visible;
+  device::VisibleKeys visible;
   int begin, last;  // first key of the first and of the last block that any row sees
 
-  __device__ __forceinline__ DenseTile(const AttentionParams& params, const math::Work& work)
-      : params(params), work(work), visible(math::find_visible_keys(params, work)) {
-    const math::Offsets offsets = math::find_offsets(params, work);
+  __device__ __forceinline__ DenseTile(const AttentionParams& params, const device::Work& work)
+      : params(params), work(work), visible(device::find_visible_keys(params, work)) {
+    const device::Offsets offsets = device::find_offsets(params, work);
     q_gmem = static_cast<const Element*>(params.q_gmem) + offsets.q;
     k_gmem = static_cast<const Element*>(params.k_gmem) + offsets.k;
     v_gmem = static_cast<const Element*>(params.v_gmem) + offsets.v;
@@ -304,9 +304,9 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   using Element = typename ElementOf<C::DTYPE>::Type;
   extern __shared__ float4 shared_memory[];
   const int index = find_index(params);
-  math::write_rows_of_no_sequence<C::BLOCK_Q, sizeof(Element)>(params, index, threadIdx.x,
-                                                               C::THREADS);
-  const math::Work work = math::find_work<C::BLOCK_Q>(params, index);
+  device::write_rows_of_no_sequence<C::BLOCK_Q, sizeof(Element)>(params, index, threadIdx.x,
+                                                                 C::THREADS);
+  const device::Work work = device::find_work<C::BLOCK_Q>(params, index);
   if (work.first_row < 0) return;
   Outputs<C> o_rmem = {};
   RowState<C> state;

@@ -8,11 +8,11 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/chunked_keys.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/kv_cache.cuh"
-#include "common/math/tile_walk.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/chunked_keys.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/kv_cache.cuh"
+#include "common/device/tile_walk.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "simt/attention_fwd.cuh"
 #include "simt/tile.cuh"
@@ -46,13 +46,13 @@ __device__ __forceinline__ void start_rows(float* tile_smem /* (ROWS, PITCH) */,
 struct KeysOfCache {
   const KvCache& cache;
   int sequence;
-  math::CacheRows rows;
+  device::CacheRows rows;
 
   // A block outside the cache is clamped into it.
   __device__ __forceinline__ const float* find(const float* head_gmem, int key,
                                                int64_t block_stride, int64_t row_stride) const {
     const int row = key + rows.first;
-    const int block = min(max(math::find_cache_block(cache, sequence, row), 0), cache.blocks - 1);
+    const int block = min(max(device::find_cache_block(cache, sequence, row), 0), cache.blocks - 1);
     return head_gmem + block * block_stride + row % cache.block_rows * row_stride;
   }
 };
@@ -60,12 +60,12 @@ struct KeysOfCache {
 // Subtracts what ALiBi does from the scores.
 template <class C>
 __device__ __forceinline__ void add_alibi(Scores<C>& s_rmem, const CacheParams& params,
-                                          const math::Work& work, int key_first) {
+                                          const device::Work& work, int key_first) {
   const Lane<C> lane;
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
-    const math::FewRow row(params.attention, params.packed_heads, work,
-                           lane.warp_row + i * C::LANE_ROWS + lane.row);
+    const device::FewRow row(params.attention, params.packed_heads, work,
+                             lane.warp_row + i * C::LANE_ROWS + lane.row);
     const float slope =
         params.slopes.gmem[row.batch * params.slopes.batch + row.head * params.slopes.head];
     const float distance = static_cast<float>(row.row + work.nk - work.nq - key_first - lane.col);
@@ -83,7 +83,7 @@ template <class C>
 __device__ __forceinline__ void store_packed_rows(const Outputs<C>& o_rmem,
                                                   const RowState<C>& state,
                                                   const CacheParams& params,
-                                                  const math::Work& work) {
+                                                  const device::Work& work) {
   const AttentionParams& attention = params.attention;
   const Partials& partials = params.partials;
   const Lane<C> lane;
@@ -91,8 +91,8 @@ __device__ __forceinline__ void store_packed_rows(const Outputs<C>& o_rmem,
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
     const float keys_sum =
         Lane<C>::reduce_cols(state.sum_rmem[i], [](float x, float y) { return x + y; });
-    const math::FewRow row(attention, params.packed_heads, work,
-                           lane.warp_row + i * C::LANE_ROWS + lane.row);
+    const device::FewRow row(attention, params.packed_heads, work,
+                             lane.warp_row + i * C::LANE_ROWS + lane.row);
     if (!row.wanted) continue;
     const int64_t lse_index = row.lse_index(attention);
     float factor = 1.0f;
@@ -103,9 +103,9 @@ __device__ __forceinline__ void store_packed_rows(const Outputs<C>& o_rmem,
       if (keys_sum == 0.0f) continue;  // the combining kernel does not read the outputs
       row_gmem = partials.rows_gmem + index * attention.dv;
     } else {
-      const math::RowEnd end =
-          math::finish_row(state.max_rmem[i] * attention.exp2_scale * math::LN_2, keys_sum,
-                           math::load_sink(attention, row.head));
+      const device::RowEnd end =
+          device::finish_row(state.max_rmem[i] * attention.exp2_scale * device::LN_2, keys_sum,
+                             device::load_sink(attention, row.head));
       if (attention.lse_gmem != nullptr && lane.col == 0) attention.lse_gmem[lse_index] = end.lse;
       factor = end.factor;
       row_gmem = static_cast<float*>(attention.out_gmem) + row.batch * attention.out_batch +
@@ -127,23 +127,23 @@ template <class C>
 struct CacheTile {
   const CacheParams& all_params;
   const AttentionParams& params;
-  const math::PackedHeads& packed;
-  const math::Work& work;
+  const device::PackedHeads& packed;
+  const device::Work& work;
   KeysOfCache keys;
-  math::ChunkedKeys visible;
+  device::ChunkedKeys visible;
   int begin, end;  // rows of K and V that no row of the sequence sees become zeros
   const float *q_gmem, *k_gmem, *v_gmem;
-  math::Blocks share;
+  device::Blocks share;
   int warp_first, warp_last;  // this warp's rows, of one head or of each; last < first: none
 
-  __device__ __forceinline__ CacheTile(const CacheParams& all_params, const math::Work& work,
+  __device__ __forceinline__ CacheTile(const CacheParams& all_params, const device::Work& work,
                                        const KeysOfCache& keys)
       : all_params(all_params),
         params(all_params.attention),
         packed(all_params.packed_heads),
         work(work),
         keys(keys),
-        visible{math::find_visible_keys(params, work), all_params.attention_chunk,
+        visible{device::find_visible_keys(params, work), all_params.attention_chunk,
                 work.nk - work.nq},
         begin(visible.begin()),
         end(visible.end(work.nq)) {
@@ -152,7 +152,7 @@ struct CacheTile {
     k_gmem = static_cast<const float*>(params.k_gmem) + kv_head * params.k_head;
     v_gmem = static_cast<const float*>(params.v_gmem) + kv_head * params.v_head;
     const int cta_last = min(work.first_row + packed.rows(), work.nq) - 1;
-    share = math::blocks_of_share<C::BLOCK_K>(
+    share = device::blocks_of_share<C::BLOCK_K>(
         {visible.first(work.first_row) & -C::BLOCK_K, visible.last(cta_last) & -C::BLOCK_K},
         all_params.partials, blockIdx.x % all_params.partials.splits);
     const int row = threadIdx.x / 32 * C::WARP_ROWS;
@@ -166,7 +166,7 @@ struct CacheTile {
   __device__ __forceinline__ int before(int block) const { return block - C::BLOCK_K; }
   __device__ __forceinline__ void start_q(float* q_smem) const {
     start_rows<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, params.d, q_gmem, [&](int row_of_tile) {
-      const math::FewRow row(params, packed, work, row_of_tile);
+      const device::FewRow row(params, packed, work, row_of_tile);
       const float* row_gmem = q_gmem + row.batch * params.q_batch + row.head * params.q_head +
                               row.packed * params.q_row;
       return row.wanted ? row_gmem : nullptr;
@@ -207,17 +207,17 @@ template <class C>
 __device__ __forceinline__ void cache_fwd(const CacheParams& params) {
   const AttentionParams& attention = params.attention;
   const Partials& partials = params.partials;
-  const math::PackedHeads& packed = params.packed_heads;
+  const device::PackedHeads& packed = params.packed_heads;
   extern __shared__ float4 shared_memory[];
   for (int head = 0; !partials.wanted() && head < packed.count; ++head) {
-    math::write_rows_of_no_sequence<sizeof(float)>(attention, blockIdx.x, threadIdx.x, C::THREADS,
-                                                   packed.rows(), packed.count, head);
+    device::write_rows_of_no_sequence<sizeof(float)>(attention, blockIdx.x, threadIdx.x, C::THREADS,
+                                                     packed.rows(), packed.count, head);
   }
-  math::Work work =
-      math::find_work(attention, blockIdx.x / partials.splits, packed.rows(), packed.count);
+  device::Work work =
+      device::find_work(attention, blockIdx.x / partials.splits, packed.rows(), packed.count);
   if (work.first_row < 0) return;
   const int sequence = work.batch_head / attention.heads_q;
-  const KeysOfCache keys{params.cache, sequence, math::find_cache_rows(params.cache, sequence)};
+  const KeysOfCache keys{params.cache, sequence, device::find_cache_rows(params.cache, sequence)};
   work.nk = keys.rows.count;
   Outputs<C> o_rmem = {};
   RowState<C> state;

@@ -10,10 +10,10 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/dropout.cuh"
-#include "common/math/masks.cuh"
-#include "common/math/packed_heads.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/dropout.cuh"
+#include "common/device/masks.cuh"
+#include "common/device/packed_heads.cuh"
 #include "simt/attention_fwd.cuh"
 #include "simt/tile.cuh"
 
@@ -29,8 +29,8 @@ __device__ __forceinline__ float added_by_mask(const MaskParams& params, int64_t
 // Adds what the masks add, and sets the scores of keys that a row does not see to -inf. Selecting
 // makes the old value irrelevant, even if it was NaN.
 template <class C>
-__device__ __forceinline__ void apply_masks(Scores<C>& s_rmem, const math::TileMasks& masks,
-                                            const math::VisibleKeys& visible, int64_t q_offset,
+__device__ __forceinline__ void apply_masks(Scores<C>& s_rmem, const device::TileMasks& masks,
+                                            const device::VisibleKeys& visible, int64_t q_offset,
                                             int key_first) {
   const MaskParams& params = masks.params;
   const Lane<C> lane;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void apply_masks(Scores<C>& s_rmem, const math::TileM
         seen = false;
 #pragma unroll 1
         for (int number = 0; number < params.ranges; ++number) {
-          const math::KeyRange keys = masks.range(0, row, number);
+          const device::KeyRange keys = masks.range(0, row, number);
           seen |= key >= keys.begin && key < keys.end;
         }
       }
@@ -61,7 +61,7 @@ __device__ __forceinline__ void apply_masks(Scores<C>& s_rmem, const math::TileM
       if (seen && reads) bias = added_by_mask(params, first_element + key * params.mask_key);
       s += bias;
       if (params.slopes_gmem != nullptr) s = fmaf(-slope, fabsf(position - key_of_block), s);
-      if (s < math::LOWEST_SCORE) s = math::LOWEST_SCORE;  // not fmaxf: a NaN stays one
+      if (s < device::LOWEST_SCORE) s = device::LOWEST_SCORE;  // not fmaxf: a NaN stays one
       if (!seen || bias == MINUS_INFINITY) s = MINUS_INFINITY;
       s_rmem[i][j] = s;
     }
@@ -72,9 +72,9 @@ __device__ __forceinline__ void apply_masks(Scores<C>& s_rmem, const math::TileM
 // those of 8: here they are computed for each element, next to products that cost much more.
 template <class C>
 __device__ __forceinline__ void drop_weights(Scores<C>& p_rmem, const DropoutParams& params,
-                                             const math::Work& work, int key_first) {
+                                             const device::Work& work, int key_first) {
   const Lane<C> lane;
-  const math::Dropout dropout(params, work.batch_head);
+  const device::Dropout dropout(params, work.batch_head);
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
     const int row = work.first_row + lane.warp_row + i * C::LANE_ROWS + lane.row;
@@ -108,14 +108,14 @@ template <class C>
 struct MaskedTile : DenseTile<C> {
   using Dense = DenseTile<C>;
   const MaskedParams& all_params;
-  math::TileMasks masks;
+  device::TileMasks masks;
   int64_t q_offset;
 
-  __device__ __forceinline__ MaskedTile(const MaskedParams& all_params, const math::Work& work)
+  __device__ __forceinline__ MaskedTile(const MaskedParams& all_params, const device::Work& work)
       : Dense(all_params.attention, work),
         all_params(all_params),
         masks(all_params.masks, all_params.attention, work, {1, __builtin_ctz(C::BLOCK_Q)}),
-        q_offset(math::find_q_offset(all_params.attention, work)) {}
+        q_offset(device::find_q_offset(all_params.attention, work)) {}
 
   // The blocks of which any row of the tile may see a key; a negative one if there is none.
   __device__ __forceinline__ int before(int block) const {
@@ -140,9 +140,9 @@ struct MaskedTile : DenseTile<C> {
 template <class C>
 __device__ __forceinline__ void masked_fwd(const MaskedParams& params) {
   extern __shared__ float4 shared_memory[];
-  math::write_rows_of_no_sequence<C::BLOCK_Q, sizeof(float)>(params.attention, blockIdx.x,
-                                                             threadIdx.x, C::THREADS);
-  const math::Work work = math::find_work<C::BLOCK_Q>(params.attention, blockIdx.x);
+  device::write_rows_of_no_sequence<C::BLOCK_Q, sizeof(float)>(params.attention, blockIdx.x,
+                                                               threadIdx.x, C::THREADS);
+  const device::Work work = device::find_work<C::BLOCK_Q>(params.attention, blockIdx.x);
   if (work.first_row < 0) return;
   Outputs<C> o_rmem = {};
   RowState<C> state;

@@ -5,10 +5,10 @@
 #include <type_traits>
 
 #include "common/attention_params.h"
+#include "common/device/packed_heads.cuh"
 #include "common/dropout_params.h"
 #include "common/kv_cache.h"
 #include "common/mask_params.h"
-#include "common/math/packed_heads.cuh"
 #include "common/partials.h"
 
 namespace archflash::simt {
@@ -26,10 +26,10 @@ struct MaskedParams {
 struct CacheParams {
   AttentionParams attention;  // nk is the capacity of a sequence
   Partials partials;
-  math::PackedHeads packed_heads;
+  device::PackedHeads packed_heads;
   KvCache cache;
   AlibiSlopes slopes;
-  int32_t attention_chunk;  // positions of a chunk of math::ChunkedKeys; 0: no chunks
+  int32_t attention_chunk;  // positions of a chunk of device::ChunkedKeys; 0: no chunks
 };
 
 static_assert(std::is_trivially_copyable_v<Params> && std::is_trivially_copyable_v<MaskedParams> &&

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/device/bfloat16.cuh"
 #include "common/dtype.h"
-#include "common/math/bfloat16.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -28,13 +28,13 @@ struct ElementOf<DType::F32> {
 template <DType DTYPE>
 __device__ __forceinline__ float half_to_float(uint16_t bits) {
   if constexpr (DTYPE == DType::F16) return ptx::cvt_f32_f16(bits);
-  return __uint_as_float(math::float_bits_of_bfloat16(bits));
+  return __uint_as_float(device::float_bits_of_bfloat16(bits));
 }
 
 template <DType DTYPE>
 __device__ __forceinline__ uint16_t float_to_half(float x) {
   if constexpr (DTYPE == DType::F16) return ptx::cvt_rn_f16_f32(x);
-  return math::bfloat16_of_float_bits(__float_as_uint(x));
+  return device::bfloat16_of_float_bits(__float_as_uint(x));
 }
 
 // Where a lane stands in its warp's LANE_ROWS x LANE_COLS grid. Bit 0 of the lane number is bit 0

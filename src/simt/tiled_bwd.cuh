@@ -11,9 +11,9 @@
 
 #include <cstdint>
 
-#include "common/math/backward_sums.cuh"
-#include "common/math/backward_work.cuh"
-#include "common/math/dq_turns.cuh"
+#include "common/device/backward_sums.cuh"
+#include "common/device/backward_work.cuh"
+#include "common/device/dq_turns.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/global_order.cuh"
 #include "simt/backward_config.cuh"
@@ -100,7 +100,7 @@ __device__ __forceinline__ void add_dq(const DqSums& sums, const float* shared, 
 // dQ of a block of the sums for each CTA.
 __device__ __forceinline__ void tiled_dq(const BackwardParams& params) {
   const DqSums& sums = params.dq_sums;
-  const math::SummedBlock block = math::find_summed_block(params, blockIdx.x);
+  const device::SummedBlock block = device::find_summed_block(params, blockIdx.x);
   if (block.batch < 0) return;
   // The first CTA writes a block; one to which none has come stays as it was.
   const bool any = sums.turns_gmem[blockIdx.x] != 0;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void tiled_dq(const BackwardParams& params) {
 template <class C>
 __device__ __forceinline__ void store_tile_gradient(const Outputs<C>& gradient_rmem,
                                                     const GradientParams& gradient,
-                                                    const math::BackwardWork& cta, int columns,
+                                                    const device::BackwardWork& cta, int columns,
                                                     float factor) {
   const Lane<C> lane;
   const int first = cta.first_row + lane.warp_row + lane.row;
@@ -157,8 +157,8 @@ __device__ __forceinline__ void store_tile_gradient(const Outputs<C>& gradient_r
 template <class C>
 __device__ __forceinline__ void weigh_tile(Scores<C>& s_rmem, Scores<C>& dp_rmem,
                                            const AttentionParams& attention,
-                                           const math::BackwardWork& cta, int passing_first,
-                                           const math::RowTerms* terms_gmem) {
+                                           const device::BackwardWork& cta, int passing_first,
+                                           const device::RowTerms* terms_gmem) {
   const Lane<C> lane;
   const bool capped = attention.transform_scores && attention.softcap != 0.0f;
 #pragma unroll
@@ -179,8 +179,8 @@ __device__ __forceinline__ void weigh_tile(Scores<C>& s_rmem, Scores<C>& dp_rmem
           s *= attention.tanh_scale;
           if (capped) slope = cap_score(s, attention.softcap);
         }
-        const math::RowTerms terms = terms_gmem[column_of_block];
-        p = math::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));
+        const device::RowTerms terms = terms_gmem[column_of_block];
+        p = device::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));
         ds = p * (dp_rmem[i][j] - terms.delta) * slope;
       }
       s_rmem[i][j] = p;
@@ -195,19 +195,19 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
   float* shared = reinterpret_cast<float*>(shared_memory);
   const AttentionParams& attention = params.attention;
   const DqSums& sums = params.dq_sums;
-  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
-  const math::BackwardWork cta =
-      math::find_backward_work<Owns::Keys, C::ROWS>(attention, blockIdx.x);
+  device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
+  const device::BackwardWork cta =
+      device::find_backward_work<Owns::Keys, C::ROWS>(attention, blockIdx.x);
   if (cta.first_row < 0) return;
 
-  const math::DqWalk walk = math::find_dq_walk<C::ROWS, C::BLOCK>(sums, cta);
+  const device::DqWalk walk = device::find_dq_walk<C::ROWS, C::BLOCK>(sums, cta);
   const int turn = cta.first_row / C::ROWS;
   int blocks_left = walk.blocks<C::BLOCK>();
-  math::Passing block{0, walk.last};
+  device::Passing block{0, walk.last};
   const auto start_passing = [&] {
-    const int head = math::passing_head<Owns::Keys>(attention, cta, block);
-    const auto rows = math::query_rows<float>(params, cta.batch, head,
-                                              static_cast<int64_t>(cta.passing_start) + block.row);
+    const int head = device::passing_head<Owns::Keys>(attention, cta, block);
+    const auto rows = device::query_rows<float>(
+        params, cta.batch, head, static_cast<int64_t>(cta.passing_start) + block.row);
     const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
     start_load<C, C::BLOCK, C::QK_PITCH>(shared + C::FIRST_SMEM, rows.first_gmem, rows.first_row,
                                          begin, end, attention.d);
@@ -215,8 +215,8 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
                                          begin, end, attention.dv);
   };
   if (blocks_left > 0) {
-    const auto own = math::key_rows<float>(params, cta.batch, cta.head,
-                                           static_cast<int64_t>(cta.own_start) + cta.first_row);
+    const auto own = device::key_rows<float>(params, cta.batch, cta.head,
+                                             static_cast<int64_t>(cta.own_start) + cta.first_row);
     const int begin = cta.own_begin() - cta.first_row, end = cta.own_end() - cta.first_row;
     start_load<C, C::ROWS, C::QK_PITCH>(shared + C::OWN_FIRST_SMEM, own.first_gmem, own.first_row,
                                         begin, end, attention.d);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
   int64_t added = -1;  // the number of the block to which the CTA has added last
   // By one thread, when all have added.
   const auto pass = [&] {
-    if (added >= 0 && threadIdx.x == 0) math::pass_turn(sums, added, turn);
+    if (added >= 0 && threadIdx.x == 0) device::pass_turn(sums, added, turn);
   };
 #pragma unroll 1
   while (blocks_left > 0) {
@@ -252,16 +252,16 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
         multiply_qk<C>(ds_rmem, shared + C::OWN_SECOND_SMEM + own,
                        shared + C::SECOND_SMEM + passing, attention.dv);
       }
-      const int head = math::passing_head<Owns::Keys>(attention, cta, block);
+      const int head = device::passing_head<Owns::Keys>(attention, cta, block);
       weigh_tile<C>(s_rmem, ds_rmem, attention, cta, block.row,
-                    math::terms_of(params, cta.batch, head,
-                                   static_cast<int64_t>(cta.passing_start) + block.row));
+                    device::terms_of(params, cta.batch, head,
+                                     static_cast<int64_t>(cta.passing_start) + block.row));
       add_tile_product<C>(dv_rmem, s_rmem, shared, shared + C::SECOND_SMEM);
       add_tile_product<C>(dk_rmem, ds_rmem, shared, shared + C::FIRST_SMEM);
     } else {
       store_part<C>(ds_rmem, shared, 0);  // zeros, which dQ reads
     }
-    added = math::dq_block_number(params, cta, block, C::BLOCK);
+    added = device::dq_block_number(params, cta, block, C::BLOCK);
     const bool waits = walk.waits(block);
     if (++block.head == cta.heads) {
       block = {0, block.row - C::BLOCK};

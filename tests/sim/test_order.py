@@ -14,7 +14,7 @@ from archflash import sim
 from archflash._api import find_device, make_problem
 
 # Where TileOrder lies in a parameter block (src/common/attention_params.h), and in that of
-# blackwell_consumer the divisors that belong to it (src/common/math/equal_tiles.cuh).
+# blackwell_consumer the divisors that belong to it (src/common/device/equal_tiles.cuh).
 ORDER_OFFSET = 260
 DIVISORS_OFFSET = 856
 KERNELS = {
@@ -44,7 +44,7 @@ def plan_for(kernel: str, qkv: list[Tensor], sms: int, **options: Any) -> native
 
 
 def divisors(heads: int, tiles: int, group: int) -> list[int]:
-    """(multiplier, shift) of each divisor (src/common/math/divisor.h) that depends on the order."""
+    """(multiplier, shift) of each divisor (src/common/device/divisor.h) of an order."""
     numbers = []
     for by in (tiles // heads * group, group, heads % group or group):
         shift = 31 + (by - 1).bit_length()

@@ -113,7 +113,7 @@ def test_regions_are_the_functions_that_the_kernel_calls(
     wanted = {
         "start_k": "copies",
         "multiply_qk": "matrix",
-        "weigh_all_scores": "exponential",
+        "exponentiate_all_scores": "exponential",
         "multiply_pv": "matrix",
         "store_out": "store",
     }

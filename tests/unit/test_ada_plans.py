@@ -276,7 +276,7 @@ def test_exact_16_bit_kernels_have_no_machine_code_where_others_come_first(devic
     for problem in (call("bfloat16"), split):
         plan = ada(problem, device)
         assert plan.code == ptx
-        assert not any(launch["starts_early"] for launch in plan.to_dict()["launches"])
+        assert not any(launch["uses_pdl"] for launch in plan.to_dict()["launches"])
     assert ada(split, "H200").code == "sm_90"
     for problem in (call("bfloat16", approximate="int8_qk"), fp8_call()):
         assert ada(problem, device).code == ("sm_100" if device == "B200" else "sm_120")

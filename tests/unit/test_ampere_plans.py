@@ -292,7 +292,7 @@ def test_a_decoding_call_starts_early_unless_its_ctas_are_all_there_at_once(
     batch: int, keys: int, early: bool
 ) -> None:
     problem = call("float16", b=batch, hq=32, hkv=8, nq=1, nk=keys, d=128)
-    assert ampere(problem, "H200").to_dict()["launches"][0]["starts_early"] == early
+    assert ampere(problem, "H200").to_dict()["launches"][0]["uses_pdl"] == early
     # Behind an append it always does.
     q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, keys, 8, 128, dtype=torch.bfloat16, device="meta")
@@ -302,7 +302,7 @@ def test_a_decoding_call_starts_early_unless_its_ctas_are_all_there_at_once(
         q, k, k, layout="bnhd", cache_seqlens=lengths, k_new=new, v_new=new
     ).as_if_on_cuda()
     append, attention, *_ = ampere(problem, "H200").to_dict()["launches"]
-    assert (append["starts_early"], attention["starts_early"]) == (False, True)
+    assert (append["uses_pdl"], attention["uses_pdl"]) == (False, True)
 
 
 def cache_tile(

@@ -340,14 +340,14 @@ def test_paths_in_ptx_are_the_same_on_every_machine(build_kernel: ModuleType) ->
     ptx = (
         '\t.file\t1 "/home/me/archflash/src/simt/attention_fwd.cuh", 1699999999, 20123\n'
         '.file\t2 "/opt/cuda/include/sm_30_intrinsics.hpp"\n'
-        '\t.file 3 "/home/me/archflash/src/common/math/host_device.h"\n'
+        '\t.file 3 "/home/me/archflash/src/common/device/host_device.h"\n'
         "\t.loc\t1 12 5\n"
         '\tld.param.u64 \t%rd1, [file_"/not/a/path"];\n'
     )
     assert build_kernel.neutral_paths(ptx, Path("/home/me/archflash/src")) == (
         '.file\t1 "simt/attention_fwd.cuh"\n'
         '.file\t2 "cuda/sm_30_intrinsics.hpp"\n'
-        '.file\t3 "common/math/host_device.h"\n'
+        '.file\t3 "common/device/host_device.h"\n'
         "\t.loc\t1 12 5\n"
         '\tld.param.u64 \t%rd1, [file_"/not/a/path"];\n'
     )

@@ -16,7 +16,7 @@ LARGEST = 2**31 - 1
 # rows of a tile and a number. It prints the quotients.
 PROGRAM = """
 #include <cstdio>
-#include "common/math/equal_tiles.cuh"
+#include "common/device/equal_tiles.cuh"
 using namespace archflash;
 using namespace archflash::math;
 

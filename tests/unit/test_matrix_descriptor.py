@@ -34,8 +34,8 @@ INSTRUCTIONS = [
 ]
 PROGRAM = f"""
 #include <cstdio>
-#include "common/math/matrix_descriptor.h"
-#include "common/math/slab_tile.cuh"
+#include "common/device/matrix_descriptor.h"
+#include "common/device/slab_tile.cuh"
 using namespace archflash;
 using namespace archflash::math;
 

@@ -22,11 +22,11 @@ PROGRAM = f"""
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
-#include "common/math/slab_tile.cuh"
+#include "common/device/slab_tile.cuh"
 
 template <int COLUMNS, int ROWS>
 void print() {{
-  using Tile = archflash::math::SlabTile<COLUMNS, ROWS>;
+  using Tile = archflash::device::SlabTile<COLUMNS, ROWS>;
   static_assert(Tile::offset(0, 0) == 0, "usable in constant expressions");
   std::printf("tile %d %d %d %d %d %d %d\\n", COLUMNS, ROWS, Tile::SLAB, Tile::SLABS,
               Tile::ROW_BYTES, Tile::SLAB_BYTES, static_cast<int>(Tile::SWIZZLE));

@@ -23,11 +23,11 @@ PROGRAM = f"""
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
-#include "common/math/swizzled_tile.cuh"
+#include "common/device/swizzled_tile.cuh"
 
 template <int COLUMNS>
 void print() {{
-  using Tile = archflash::math::SwizzledTile<COLUMNS>;
+  using Tile = archflash::device::SwizzledTile<COLUMNS>;
   static_assert(Tile::offset(0, 0) == 0, "usable in constant expressions");
   std::printf("tile %d %d %d\\n", COLUMNS, Tile::CHUNKS, Tile::GROUP);
   for (int row = 0; row < {ROWS}; ++row) {{

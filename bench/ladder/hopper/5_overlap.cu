@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(Rung::THREADS)
       rows.wait<1>();  // the scores are there
       k_ring.release();
       float corrections[2];
-      rows.weigh(params.exp2_scale, corrections);
+      rows.exponentiate(params.exp2_scale, corrections);
       rows.wait<0>();  // P V of the block before is there
       v_ring.release();
       rows.rescale(corrections);

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../params.cuh"
-#include "common/math/slab_tile.cuh"
+#include "common/device/slab_tile.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/tma.cuh"
@@ -24,7 +24,7 @@ using Params = RungParams<uint16_t>;
 // A tile of ROWS rows: two slabs of 64 columns with the 128-byte swizzle, as TMA writes them and
 // wgmma reads them.
 template <int ROWS>
-using Tile = math::SlabTile<HEAD_DIM, ROWS>;
+using Tile = device::SlabTile<HEAD_DIM, ROWS>;
 
 __device__ __forceinline__ int64_t head_start(const Params& params) {
   return static_cast<int64_t>(blockIdx.y) * params.n * HEAD_DIM;
@@ -99,7 +99,7 @@ struct Rows {
 
   // Scores become weights 2^(S * exp2_scale - base), still in fp32. `corrections` are the factors
   // of the earlier outputs.
-  __device__ __forceinline__ void weigh(float exp2_scale, float (&corrections)[2]) {
+  __device__ __forceinline__ void exponentiate(float exp2_scale, float (&corrections)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float max = -INFINITY;
@@ -140,7 +140,7 @@ struct Rows {
   }
   __device__ __forceinline__ void softmax(float exp2_scale) {
     float corrections[2];
-    weigh(exp2_scale, corrections);
+    exponentiate(exp2_scale, corrections);
     rescale(corrections);
     pack();
   }

@@ -4,7 +4,7 @@
 //   consumers   wait full  | products                    -> empty
 #pragma once
 
-#include "common/math/slab_load.cuh"
+#include "common/device/slab_load.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "products.cuh"
@@ -57,7 +57,7 @@ struct Ring {
   // Producer: starts the copy of a block, when all consumer warps have freed the stage.
   __device__ __forceinline__ void fill(const TensorMap& map, int key) {
     ptx::mbarrier_wait_parity(empty(), parity ^ 1);
-    math::start_load<Tile<C::KEYS>>(tile(), map, key, blockIdx.y, 0, full());
+    device::start_load<Tile<C::KEYS>>(tile(), map, key, blockIdx.y, 0, full());
     advance();
   }
   // Consumer: waits for a block.
@@ -89,8 +89,8 @@ __device__ __forceinline__ void attend(const Params& params, const Consume& cons
   if (threadIdx.x >= C::CONSUMERS) {
     if constexpr (C::MOVES_REGISTERS) ptx::setmaxnreg_dec<24>();
     if (threadIdx.x >= C::CONSUMERS + 32 || !ptx::elect_sync()) return;
-    math::start_load<Tile<C::BLOCK_Q>>(shared_smem, params.q_map, blockIdx.x * C::BLOCK_Q,
-                                       blockIdx.y, 0, q_full);
+    device::start_load<Tile<C::BLOCK_Q>>(shared_smem, params.q_map, blockIdx.x * C::BLOCK_Q,
+                                         blockIdx.y, 0, q_full);
     for (int key = 0; key < params.n; key += C::KEYS) {
       k_ring.fill(params.k_map, key);
       v_ring.fill(params.v_map, key);

@@ -35,8 +35,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int d = 0; d < HEAD_DIM; ++d) score += shared.q[row][d] * shared.k[key][d];
       shared.s[row][key] = score;
     }
-    const float correction = state.weigh(shared.s[row], first + row + 1 - block, params.exp2_scale,
-                                         [&](int key, float p) { shared.s[row][key] = p; });
+    const float correction =
+        state.exponentiate(shared.s[row], first + row + 1 - block, params.exp2_scale,
+                           [&](int key, float p) { shared.s[row][key] = p; });
 #pragma unroll
     for (float& x : o) x *= correction;
     __syncwarp();  // both threads have written their P, before either reads the whole row

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
     __syncwarp();  // the warp's scores are complete, before its threads read them
-    const float correction = state.weigh(
+    const float correction = state.exponentiate(
         shared.s + state.row * Rows::FLOAT_STRIDE, first + state.row + 1 - block, params.exp2_scale,
         [&](int key, float p) { p_row[key] = ptx::cvt_rn_f16_f32(p); });
     if (state.half == 0) shared.factor[state.row] = correction;

@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float block_base = RowsInRegisters::largest(s, r) * exp2_scale;
-          const float total = RowsInRegisters::weigh(p, s, r, block_base, exp2_scale);
+          const float total = RowsInRegisters::exponentiate(p, s, r, block_base, exp2_scale);
           const float raised = fmaxf(state.base[r], block_base);
           of_earlier[r] = ptx::ex2_approx_ftz(state.base[r] - raised);
           of_block[r] = ptx::ex2_approx_ftz(block_base - raised);

@@ -16,8 +16,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           const float raised = fmaxf(state.base[r], RowsInRegisters::largest(s, r) * exp2_scale);
           const float correction = ptx::ex2_approx_ftz(state.base[r] - raised);
           state.base[r] = raised;
-          state.sum[r] =
-              state.sum[r] * correction + RowsInRegisters::weigh(p, s, r, raised, exp2_scale);
+          state.sum[r] = state.sum[r] * correction +
+                         RowsInRegisters::exponentiate(p, s, r, raised, exp2_scale);
 #pragma unroll
           for (auto& tile : o) tile[2 * r] *= correction, tile[2 * r + 1] *= correction;
         }

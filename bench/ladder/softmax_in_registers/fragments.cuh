@@ -66,8 +66,8 @@ __device__ __forceinline__ void attend_by_fragments(const Params& params, const 
     __syncwarp();  // the warp's scores are complete, before its threads read them
     uint16_t* p_row = shared.p + state.row * STRIDE;
     const float correction =
-        state.weigh(s_row, first + state.row + 1 - block, params.exp2_scale,
-                    [&](int key, float p) { p_row[key] = ptx::cvt_rn_f16_f32(p); });
+        state.exponentiate(s_row, first + state.row + 1 - block, params.exp2_scale,
+                           [&](int key, float p) { p_row[key] = ptx::cvt_rn_f16_f32(p); });
     for (int d = state.half; d < state.half + HEAD_DIM / 2; ++d) o_row[d] *= correction;
     __syncwarp();  // the warp's P and rescaled outputs are complete, before fragments of them load
 #pragma unroll 1

@@ -99,8 +99,8 @@ struct RowsInRegisters {
   }
 
   // Makes P of a row's scores, and returns its sum over the lane's keys.
-  __device__ __forceinline__ static float weigh(Fragments& p, const Sums& s, int r, float of_base,
-                                                float exp2_scale) {
+  __device__ __forceinline__ static float exponentiate(Fragments& p, const Sums& s, int r,
+                                                       float of_base, float exp2_scale) {
     float total = 0.0f;
 #pragma unroll
     for (int n = 0; n < BLOCK / 8; ++n) {

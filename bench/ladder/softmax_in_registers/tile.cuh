@@ -60,8 +60,8 @@ struct RowOfTwoThreads {
   // Replaces a row's scores by P = 2^(score * exp2_scale - base), which `store(key, p)` takes.
   // `visible` keys of the block count. Returns the factor of the row's earlier outputs.
   template <class Store>
-  __device__ __forceinline__ float weigh(const float* s_row, int visible, float exp2_scale,
-                                         const Store& store) {
+  __device__ __forceinline__ float exponentiate(const float* s_row, int visible, float exp2_scale,
+                                                const Store& store) {
     float max = -INFINITY;
     for (int key = half; key < half + BLOCK / 2; ++key)
       if (key < visible) max = fmaxf(max, s_row[key]);

@@ -3,9 +3,9 @@
 // The kernels for fp16 and bf16 inputs. config.cuh has their tiles. They are made for 8.9
 // and checked on 9.0; on newer GPUs other folders come first.
 #include "ada/config.cuh"
+#include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/combine_splits.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 
 using namespace archflash;
@@ -25,4 +25,4 @@ ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192), mma_sync::attention_fwd, D192<
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192_few), mma_sync::attention_fwd, D192Few<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256), mma_sync::attention_fwd, D256<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256_few), mma_sync::attention_fwd, D256Few<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(ada_combine), (32 * COMBINE_WARPS), math::combine_splits<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ada_combine), (32 * COMBINE_WARPS), device::combine_splits<DTYPE>)

@@ -1,10 +1,10 @@
 // images: bwd_f16 bwd_bf16
 // The backward kernels for fp16 and bf16 inputs. backward_config.cuh has their tiles.
 #include "ampere/backward_config.cuh"
+#include "common/device/backward_rows.cuh"
+#include "common/device/backward_sums.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/backward_rows.cuh"
-#include "common/math/backward_sums.cuh"
 #include "common/mma_sync/attention_bwd.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 
@@ -12,8 +12,8 @@ using namespace archflash;
 using namespace archflash::ampere;
 
 ARCHFLASH_BACKWARD_ROWS_KERNEL(KERNEL(ampere_backward_rows), DTYPE)
-ARCHFLASH_ENTRY(KERNEL(ampere_backward_sinks), (BACKWARD_SINKS_THREADS), math::backward_sinks)
-ARCHFLASH_ENTRY(KERNEL(ampere_backward_dq), (BACKWARD_DQ_THREADS), math::backward_dq<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_sinks), (BACKWARD_SINKS_THREADS), device::backward_sinks)
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_dq), (BACKWARD_DQ_THREADS), device::backward_dq<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide), mma_sync::fused_bwd, D64Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64), mma_sync::fused_bwd, D64<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide), mma_sync::fused_bwd, D128Wide<DTYPE>)

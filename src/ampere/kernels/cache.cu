@@ -1,9 +1,9 @@
 // images: cache_f16 cache_bf16
 // The kernels for fp16 and bf16 inputs with a KV cache. config.cuh has their tiles.
 #include "ampere/config.cuh"
+#include "common/device/append_kv.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/append_kv.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 
 using namespace archflash;
@@ -17,4 +17,4 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d192_cache), mma_sync::attention_f
                  D192Cache<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_cache), mma_sync::attention_fwd,
                  D256Cache<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(ampere_append), (32 * APPEND_WARPS), math::append_kv<DTYPE, uint16_t>)
+ARCHFLASH_ENTRY(KERNEL(ampere_append), (32 * APPEND_WARPS), device::append_kv<DTYPE, uint16_t>)

@@ -3,9 +3,9 @@
 // The kernels for fp16 and bf16 queries with a KV cache of 8-bit numbers. config.cuh has their
 // tiles. The second PTX text, for all but 8.x, converts 8-bit numbers with instructions of its own.
 #include "ampere/config.cuh"
+#include "common/device/append_kv.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/append_kv.cuh"
 #include "common/mma_sync/decode_fwd.cuh"
 
 using namespace archflash;
@@ -17,4 +17,4 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_cache_fp8), mma_sync::decode_
                  D128CacheFp8<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_cache_fp8), mma_sync::decode_fwd,
                  D256CacheFp8<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(ampere_append, fp8), (32 * APPEND_WARPS), math::append_kv<DTYPE, uint8_t>)
+ARCHFLASH_ENTRY(KERNEL(ampere_append, fp8), (32 * APPEND_WARPS), device::append_kv<DTYPE, uint8_t>)

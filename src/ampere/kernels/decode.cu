@@ -4,9 +4,9 @@
 // tiles. The second PTX text, for all but 8.x, may convert 8-bit numbers and start the next kernel
 // early.
 #include "ampere/config.cuh"
+#include "common/device/combine_shares.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/combine_shares.cuh"
 #include "common/mma_sync/decode_fwd.cuh"
 
 using namespace archflash;
@@ -15,4 +15,4 @@ using namespace archflash::ampere;
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), mma_sync::decode_fwd, D64Decode<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), mma_sync::decode_fwd, D128Decode<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), mma_sync::decode_fwd, D256Decode<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(ampere_combine, decode), (32 * COMBINE_WARPS), math::combine_shares<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_combine, decode), (32 * COMBINE_WARPS), device::combine_shares<DTYPE>)

@@ -1,9 +1,9 @@
 // images: fwd_f16 fwd_bf16
 // The kernels for fp16 and bf16 inputs. config.cuh has their tiles.
 #include "ampere/config.cuh"
+#include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/combine_splits.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 
 using namespace archflash;
@@ -39,4 +39,4 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_medium), mma_sync::attention_
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_small), mma_sync::attention_fwd,
                  D256Small<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_few), mma_sync::attention_fwd, D256Few<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(ampere_combine), (32 * COMBINE_WARPS), math::combine_splits<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_combine), (32 * COMBINE_WARPS), device::combine_splits<DTYPE>)

@@ -2,13 +2,13 @@
 // The kernels for latent caches in fp16 and bf16. mla_config.cuh has their tile.
 #include "ampere/mla_config.cuh"
 #include "ampere/mla_fwd.cuh"
+#include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/combine_splits.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, mla), mla_fwd, MlaConfig<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(ampere_combine, mla), (32 * COMBINE_WARPS),
-                math::combine_splits<DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V>)
+                device::combine_splits<DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V>)

@@ -1,9 +1,9 @@
 // images: fwd_f16 fwd_bf16
 // fp16 and bf16 inputs. Tiles: config.cuh.
 #include "blackwell_consumer/attention_fwd.cuh"
+#include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/combine_splits.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_consumer;
@@ -35,4 +35,4 @@ ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d256_large), attention
                  D256Large<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d256_few), attention_fwd, D256Few<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(blackwell_consumer_combine), (32 * COMBINE_WARPS),
-                math::combine_splits<DTYPE>)
+                device::combine_splits<DTYPE>)

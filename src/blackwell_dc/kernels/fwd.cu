@@ -1,9 +1,9 @@
 // images: fwd_f16 fwd_bf16
 // fp16 and bf16 inputs. Tiles: config.cuh.
 #include "blackwell_dc/attention_fwd.cuh"
+#include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/combine_splits.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_dc;
@@ -17,4 +17,4 @@ ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d64_few), attention_fwd, D64
 ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d96_few), attention_fwd, D96Few<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d128_few), attention_fwd, D128Few<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d192_few), attention_fwd, D192Few<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(blackwell_dc_combine), (32 * COMBINE_WARPS), math::combine_splits<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(blackwell_dc_combine), (32 * COMBINE_WARPS), device::combine_splits<DTYPE>)

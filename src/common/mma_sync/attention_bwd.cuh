@@ -21,12 +21,12 @@
 #include <cstdint>
 
 #include "common/backward_params.h"
+#include "common/device/backward_masks.cuh"
+#include "common/device/backward_work.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/quad.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/masked_backward_params.h"
-#include "common/math/backward_masks.cuh"
-#include "common/math/backward_work.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/quad.cuh"
-#include "common/math/visible_keys.cuh"
 #include "common/mma_sync/backward_config.cuh"
 #include "common/mma_sync/masked_bwd.cuh"
 #include "common/mma_sync/tile.cuh"
@@ -53,8 +53,8 @@ struct BackwardProduct {
 };
 
 // What the CTA works on lives in shared memory and is read when it is needed.
-using math::BackwardWork;
-using math::Passing;
+using device::BackwardWork;
+using device::Passing;
 
 // Starts the copies of a block of the passing side into a stage. Rows that no owned row of the
 // sequence has to do with become zeros.
@@ -65,17 +65,17 @@ __device__ __forceinline__ void start_passing(const BackwardParams& params, cons
   const AttentionParams& attention = params.attention;
   const int64_t row = static_cast<int64_t>(cta.passing_start) + block.row;
   const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
-  const int head = math::passing_head<C::OWNS>(attention, cta, block);
-  math::BackwardRows<uint16_t> rows;
+  const int head = device::passing_head<C::OWNS>(attention, cta, block);
+  device::BackwardRows<uint16_t> rows;
   if constexpr (C::OWNS == Owns::Queries) {
-    rows = math::key_rows<uint16_t>(params, cta.batch, head, row);
+    rows = device::key_rows<uint16_t>(params, cta.batch, head, row);
   } else {
-    rows = math::query_rows<uint16_t>(params, cta.batch, head, row);
+    rows = device::query_rows<uint16_t>(params, cta.batch, head, row);
     const int thread = ptx::mov_tid_x_volatile();
     if (thread < C::BLOCK) {
-      const math::RowTerms* terms_gmem = math::terms_of(params, cta.batch, head, row);
+      const device::RowTerms* terms_gmem = device::terms_of(params, cta.batch, head, row);
       const bool exists = thread < end;
-      ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(math::RowTerms)),
+      ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(device::RowTerms)),
                          exists ? terms_gmem + thread : params.terms_gmem, exists ? 8 : 0);
     }
   }
@@ -90,7 +90,7 @@ __device__ __forceinline__ void start_passing(const BackwardParams& params, cons
 // the columns that no copy writes, because the tensors have fewer: of these rows and of all stages.
 template <class C, bool BOTH>
 __device__ __forceinline__ void start_own(const AttentionParams& attention,
-                                          const math::BackwardRows<uint16_t>& own,
+                                          const device::BackwardRows<uint16_t>& own,
                                           const BackwardWork& cta, unsigned char* shared,
                                           uint32_t shared_smem) {
   using FirstTile = typename C::FirstTile;
@@ -116,9 +116,9 @@ template <class C>
 using BlockScores = float[C::M_TILES][C::BLOCK / 8][4];
 
 template <class C, bool CAPPED, class TermsOf>
-__device__ __forceinline__ void weigh_scores(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
-                                             const AttentionParams& params,
-                                             const TermsOf& terms_of) {
+__device__ __forceinline__ void exponentiate_scores(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
+                                                    const AttentionParams& params,
+                                                    const TermsOf& terms_of) {
   const float uncap = CAPPED ? 1.0f / params.softcap : 0.0f;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
@@ -129,8 +129,8 @@ __device__ __forceinline__ void weigh_scores(BlockScores<C>& s_rmem, BlockScores
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& s = s_rmem[m][n][2 * r + i];
-          const math::RowTerms terms = terms_of(m, n, r, i);
-          const float p = math::probability(fmaf(s, params.exp2_scale, -terms.lse_log2));
+          const device::RowTerms terms = terms_of(m, n, r, i);
+          const float p = device::probability(fmaf(s, params.exp2_scale, -terms.lse_log2));
           if constexpr (C::NEEDS_DP) {
             float& dp = dp_rmem[m][n][2 * r + i];
             dp = p * (dp - terms.delta);
@@ -151,21 +151,23 @@ __device__ __forceinline__ void weigh_scores(BlockScores<C>& s_rmem, BlockScores
 // score before its scale. scores: of rows lane/4 + 8r of row tile m, columns 8n + 2*(lane%4) + i.
 //   terms_of(m, n, r, i)  the RowTerms of the query of that element
 template <class C, class TermsOf>
-__device__ __forceinline__ void weigh_backward(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
-                                               const AttentionParams& params,
-                                               const TermsOf& terms_of) {
+__device__ __forceinline__ void exponentiate_backward(BlockScores<C>& s_rmem,
+                                                      BlockScores<C>& dp_rmem,
+                                                      const AttentionParams& params,
+                                                      const TermsOf& terms_of) {
   if (C::NEEDS_DP && params.transform_scores && params.softcap != 0.0f) {
-    weigh_scores<C, true>(s_rmem, dp_rmem, params, terms_of);
+    exponentiate_scores<C, true>(s_rmem, dp_rmem, params, terms_of);
   } else {
-    weigh_scores<C, false>(s_rmem, dp_rmem, params, terms_of);
+    exponentiate_scores<C, false>(s_rmem, dp_rmem, params, terms_of);
   }
 }
 
 // Sets to 0 what belongs to a query and a key that it does not see, and to owned rows behind the
 // end. Selecting (not multiplying) makes the old value irrelevant, even if it was NaN.
 template <class C>
-__device__ __forceinline__ void clear_unseen(BlockScores<C>& x_rmem, const math::BackwardWork& cta,
-                                             int first_row, int first_column) {
+__device__ __forceinline__ void clear_unseen(BlockScores<C>& x_rmem,
+                                             const device::BackwardWork& cta, int first_row,
+                                             int first_column) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -235,7 +237,7 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
               words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[m][n + i][2 * r] * factor,
                                                       x_rmem[m][n + i][2 * r + 1] * factor);
             }
-            math::transpose_in_quad(words);
+            device::transpose_in_quad(words);
             if (first + row >= cta.own_rows || column + 8 * n >= columns) continue;
             ptx::st_global_v4_b32(lane_gmem + row * gradient.row + 8 * n, words[0], words[1],
                                   words[2], words[3]);
@@ -256,7 +258,7 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
         const int column = warp_column + 8 * n + lane % 4 * 2;
         if (column >= columns) continue;
         const float2 x = {x_rmem[m][n][2 * r] * factor, x_rmem[m][n][2 * r + 1] * factor};
-        math::store_gradient_pair<C::DTYPE>(gradient, row + column, x);
+        device::store_gradient_pair<C::DTYPE>(gradient, row + column, x);
       }
     }
   }
@@ -276,9 +278,9 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   if constexpr (OWNS_KEYS)
-    math::clear_keys_of_no_sequence<C::ROWS, C::GRADIENTS>(params, blockIdx.x, C::WARPS);
+    device::clear_keys_of_no_sequence<C::ROWS, C::GRADIENTS>(params, blockIdx.x, C::WARPS);
   {
-    const BackwardWork found = math::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
+    const BackwardWork found = device::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
     if (found.first_row < 0) return;
     if (threadIdx.x == 0) cta = found;
   }
@@ -295,9 +297,9 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   auto seen_blocks = [&] {
     if constexpr (C::MASKED) {
       const MaskParams& masks = all_params.masks;
-      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
-                                 begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
-                                 masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
+      return device::SeenBlocks<C>{masks, cta, attention.heads_per_kv,
+                                   begin <= last ? (last - begin) / C::BLOCK + 1 : 0,
+                                   masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr};
     } else {
       return 0;
     }
@@ -315,18 +317,19 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   float second_rmem[C::M_TILES][SecondTile::COLUMNS / 8][4] = {};  // dV
   if (begin <= last) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
-    const auto own = OWNS_KEYS ? math::key_rows<uint16_t>(params, cta.batch, cta.head, row)
-                               : math::query_rows<uint16_t>(params, cta.batch, cta.head, row);
+    const auto own = OWNS_KEYS ? device::key_rows<uint16_t>(params, cta.batch, cta.head, row)
+                               : device::query_rows<uint16_t>(params, cta.batch, cta.head, row);
     start_own<C, C::NEEDS_DP>(attention, own, cta, shared, shared_smem);
     start_passing<C>(params, cta, {0, begin}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }
 
   // The RowTerms of this lane's own queries.
-  math::RowTerms own_terms[OWNS_KEYS ? 1 : C::M_TILES][2] = {};
+  device::RowTerms own_terms[OWNS_KEYS ? 1 : C::M_TILES][2] = {};
   if constexpr (!OWNS_KEYS) {
     const int own_first = cta.first_row + threadIdx.x / 32 * C::WARP_ROWS + threadIdx.x % 32 / 4;
-    const math::RowTerms* terms_gmem = math::terms_of(params, cta.batch, cta.head, cta.own_start);
+    const device::RowTerms* terms_gmem =
+        device::terms_of(params, cta.batch, cta.head, cta.own_start);
 #pragma unroll
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -374,7 +377,7 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
                                     rows_first_offset<FirstTile>(lane),
                                 stage_smem + columns_first_offset<FirstTile>(lane));
       if (attention.transform_scores) {
-        math::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
+        device::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
       }
       if constexpr (C::NEEDS_DP) {
         multiply_qk<SecondProduct>(dp_rmem, unused,
@@ -383,19 +386,20 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
                                        rows_first_offset<SecondTile>(lane),
                                    second_smem + columns_first_offset<SecondTile>(lane));
       }
-      const math::RowTerms* terms =
-          reinterpret_cast<const math::RowTerms*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
-          lane % 4 * 2;
+      const device::RowTerms* terms = reinterpret_cast<const device::RowTerms*>(
+                                          shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
+                                      lane % 4 * 2;
       const auto terms_of = [&](int m, int n, int r, int i) {
         if constexpr (OWNS_KEYS) return terms[8 * n + i];
         return own_terms[m][r];
       };
       if constexpr (C::MASKED) {
-        weigh_masked<C>(s_rmem, dp_rmem, all_params, cta,
-                        OWNS_KEYS ? math::passing_head<C::OWNS>(attention, cta, block) : cta.head,
-                        warp_first, block.row, lane, terms_of);
+        exponentiate_masked<C>(
+            s_rmem, dp_rmem, all_params, cta,
+            OWNS_KEYS ? device::passing_head<C::OWNS>(attention, cta, block) : cta.head, warp_first,
+            block.row, lane, terms_of);
       } else {
-        weigh_backward<C>(s_rmem, dp_rmem, attention, terms_of);
+        exponentiate_backward<C>(s_rmem, dp_rmem, attention, terms_of);
       }
       if (!C::MASKED && cta.visible.masks(warp_first, warp_last, block.row, block_last)) {
         const int row = warp_first + lane / 4, column = block.row + lane % 4 * 2;

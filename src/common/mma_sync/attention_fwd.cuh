@@ -15,11 +15,11 @@
 #include <cstdint>
 
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/kept_weights.cuh"
-#include "common/math/key_groups.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/kept_weights.cuh"
+#include "common/device/key_groups.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
 #include "common/mma_sync/params.h"
@@ -31,47 +31,47 @@ namespace archflash::mma_sync {
 
 // Finds the tile of this CTA, and writes the rows of no sequence, unless the combining kernel does.
 template <class C, class Params>
-__device__ __forceinline__ math::Work find_work(const Params& params) {
+__device__ __forceinline__ device::Work find_work(const Params& params) {
   const AttentionParams& attention = attention_of(params);
   if constexpr (C::CAN_SPLIT) {
-    const math::PackedHeads& packed = params.packed_heads;
+    const device::PackedHeads& packed = params.packed_heads;
     const int splits = params.partials.splits, index = blockIdx.x;
     for (int head = 0; !params.partials.wanted() && head < packed.count; ++head) {
-      math::write_rows_of_no_sequence(attention, index, threadIdx.x, C::THREADS, packed.rows(),
-                                      packed.count, head);
+      device::write_rows_of_no_sequence(attention, index, threadIdx.x, C::THREADS, packed.rows(),
+                                        packed.count, head);
     }
-    return math::find_work(attention, index / splits, packed.rows(), packed.count);
+    return device::find_work(attention, index / splits, packed.rows(), packed.count);
   } else {
-    math::write_rows_of_no_sequence<C::BLOCK_Q>(attention, blockIdx.x, threadIdx.x, C::THREADS);
-    return math::find_work<C::BLOCK_Q>(attention, blockIdx.x);
+    device::write_rows_of_no_sequence<C::BLOCK_Q>(attention, blockIdx.x, threadIdx.x, C::THREADS);
+    return device::find_work<C::BLOCK_Q>(attention, blockIdx.x);
   }
 }
 
 // Writes the rows of a CTA: with C::CAN_SPLIT to the workspace if the keys are split, else to the
 // output. `params` is the FewRowsParams or CacheParams then.
 template <class C, class Params>
-__device__ __forceinline__ void store_tile(const math::Outputs<C>& o_rmem,
-                                           const math::RowState<C>& state, const Params& params,
-                                           const math::Work& work, unsigned char* shared) {
+__device__ __forceinline__ void store_tile(const device::Outputs<C>& o_rmem,
+                                           const device::RowState<C>& state, const Params& params,
+                                           const device::Work& work, unsigned char* shared) {
   const AttentionParams& attention = attention_of(params);
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   if constexpr (C::CAN_SPLIT) {
     const Partials& partials = params.partials;
-    const math::PackedHeads& packed = params.packed_heads;
+    const device::PackedHeads& packed = params.packed_heads;
     if (partials.wanted()) {
-      math::store_partials<C>(o_rmem, state, attention, partials, packed, work,
-                              blockIdx.x % partials.splits, warp_row);
+      device::store_partials<C>(o_rmem, state, attention, partials, packed, work,
+                                blockIdx.x % partials.splits, warp_row);
       return;
     }
     if (packed.count > 1) {
-      math::store_packed_out<C>(o_rmem, state, attention, packed, work, warp_row);
+      device::store_packed_out<C>(o_rmem, state, attention, packed, work, warp_row);
       return;
     }
   }
   // A warp stages its output rows in its own rows of Q, which no other warp reads.
   static_assert(C::VTile::ROW_BYTES <= C::QKTile::ROW_BYTES);
-  math::store_out<C, typename C::VTile>(o_rmem, state, attention, work, warp_row,
-                                        shared + C::Q_SMEM + warp_row * C::QKTile::ROW_BYTES);
+  device::store_out<C, typename C::VTile>(o_rmem, state, attention, work, warp_row,
+                                          shared + C::Q_SMEM + warp_row * C::QKTile::ROW_BYTES);
 }
 
 // Sets the dropped weights of a warp's P to 0, of the 32 keys from key_first on. fragment_of(m, i)
@@ -81,15 +81,15 @@ __device__ __forceinline__ void store_tile(const math::Outputs<C>& o_rmem,
 // of a row or for all rows of a key. The lane finds its row anew for each 32 keys, because there
 // are no registers to keep what depends on the row alone.
 template <class C, class FragmentOf>
-__device__ __forceinline__ void drop_of_keys(const math::Dropout& dropout, const CtaContext& cta,
+__device__ __forceinline__ void drop_of_keys(const device::Dropout& dropout, const CtaContext& cta,
                                              int key_first, const FragmentOf& fragment_of) {
   const unsigned thread = ptx::mov_tid_x_volatile();
-  const int query = cta.work.first_row + math::warp_first_row<C>(thread) + thread % 32 / 4;
+  const int query = cta.work.first_row + device::warp_first_row<C>(thread) + thread % 32 / 4;
   const int key = key_first + thread % 4 * 2;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
     uint32_t kept_rmem[2][4];
-    math::draw_kept(kept_rmem[0], kept_rmem[1], dropout, query + 16 * m, key);
+    device::draw_kept(kept_rmem[0], kept_rmem[1], dropout, query + 16 * m, key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ __forceinline__ void drop_of_keys(const math::Dropout& dropout, const
 
 // Scales what dropout has left of the sums of P V; the sums of rows have all of P.
 template <class C>
-__device__ __forceinline__ void scale_kept(math::Outputs<C>& o_rmem, float scale) {
+__device__ __forceinline__ void scale_kept(device::Outputs<C>& o_rmem, float scale) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -115,11 +115,9 @@ __device__ __forceinline__ void scale_kept(math::Outputs<C>& o_rmem, float scale
 // branch, so that the assembler can place exponentials between products. drop(key, fragment_of)
 // drops some of P of the 32 keys from `key` on, if C::DROPS.
 template <class C, class Drop>
-__device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
-                                                      const math::Scores<C>& s_rmem,
-                                                      math::RowState<C>& state, float exp2_scale,
-                                                      uint32_t v_smem /* this lane's row */,
-                                                      const Drop& drop) {
+__device__ __forceinline__ void exponentiate_and_multiply_pv(
+    device::Outputs<C>& o_rmem, const device::Scores<C>& s_rmem, device::RowState<C>& state,
+    float exp2_scale, uint32_t v_smem /* this lane's row */, const Drop& drop) {
   constexpr int KEYS = C::DROPS ? 32 : 16;
 #pragma unroll
   for (int key = 0; key < C::STEP_KEYS; key += KEYS) {
@@ -128,7 +126,8 @@ __device__ __forceinline__ void weigh_and_multiply_pv(math::Outputs<C>& o_rmem,
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
-        math::weigh_key_tile<C>(s_rmem, p_rmem[m][n / 2], state, m, key / 8 + n, exp2_scale);
+        device::exponentiate_key_tile<C>(s_rmem, p_rmem[m][n / 2], state, m, key / 8 + n,
+                                         exp2_scale);
     }
     drop(key, [&](int m, int half) -> uint32_t (&)[4] { return p_rmem[m][half]; });
 #pragma unroll
@@ -148,14 +147,14 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   using Context = ContextOf<C>;
   static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
   Context& cta = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
-  math::Work work = find_work<C>(all_params);
+  device::Work work = find_work<C>(all_params);
   if (work.first_row < 0) return;
   Context own;
   if constexpr (C::CACHE) {
     if (work.nq <= all_params.few_rows) return;  // another launch serves the sequence
     if (threadIdx.x == 0) {
-      const math::CacheRows rows =
-          math::find_cache_rows(all_params.cache, work.batch_head / params.heads_q);
+      const device::CacheRows rows =
+          device::find_cache_rows(all_params.cache, work.batch_head / params.heads_q);
       work.nk = rows.count;
       cta = make_cache_context<C>(all_params, work, rows);
     }
@@ -176,30 +175,30 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   if (!C::CACHE && blocks.begin > blocks.last) __syncthreads();  // visit() has no barrier then
   const auto dropout = [&] {
     if constexpr (C::DROPS)
-      return math::find_dropout(all_params.dropout, math::uniform(work.batch_head));
+      return device::find_dropout(all_params.dropout, device::uniform(work.batch_head));
     else
       return nullptr;
   }();
   const auto drop_32_keys = [&](int key_first, const auto& fragment_of) {
     if constexpr (C::DROPS) drop_of_keys<C>(dropout, cta, key_first, fragment_of);
   };
-  math::Outputs<C> o_rmem = {};
-  math::RowState<C> state;
+  device::Outputs<C> o_rmem = {};
+  device::RowState<C> state;
   state.large = false;
-  math::clear(state);
+  device::clear(state);
   // S of STEP_KEYS keys, masked, with the bases raised as they require.
-  const auto score = [&](math::Scores<C>& s_rmem, const QFragments<C>& q_rmem, uint32_t q_smem,
+  const auto score = [&](device::Scores<C>& s_rmem, const QFragments<C>& q_rmem, uint32_t q_smem,
                          uint32_t k_smem, int key_first) {
-    const math::RaiseLimits<C> limits(state);
+    const device::RaiseLimits<C> limits(state);
     multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
     if (!C::DROPS && params.transform_scores)
-      math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+      device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
     mask_edges<C>(s_rmem, cta, key_first);
-    return math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
+    return device::update_row_max<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
   };
   if constexpr (C::WEIGHS_LATE) {
     struct Scored {
-      math::Scores<C> s_rmem;
+      device::Scores<C> s_rmem;
       float exp2_scale;
       int key_first;
     };
@@ -210,18 +209,18 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
           scored.key_first = key_first;
         },
         [&](const Scored& scored, uint32_t v_smem) {
-          weigh_and_multiply_pv<C>(o_rmem, scored.s_rmem, state, scored.exp2_scale, v_smem,
-                                   [&](int key, const auto& fragment_of) {
-                                     drop_32_keys(scored.key_first + key, fragment_of);
-                                   });
+          exponentiate_and_multiply_pv<C>(o_rmem, scored.s_rmem, state, scored.exp2_scale, v_smem,
+                                          [&](int key, const auto& fragment_of) {
+                                            drop_32_keys(scored.key_first + key, fragment_of);
+                                          });
         });
   } else {
     blocks.visit(
         [&](Probabilities<C>& p_rmem, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
             int key_first) {
-          math::Scores<C> s_rmem;
+          device::Scores<C> s_rmem;
           const float exp2_scale = score(s_rmem, q_rmem, q_smem, k_smem, key_first);
-          math::weigh_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
+          device::exponentiate_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
 #pragma unroll
           for (int key = 0; C::DROPS && key < C::STEP_KEYS; key += 32) {
             drop_32_keys(key_first + key, [&](int m, int half) -> uint32_t (&)[4] {
@@ -234,10 +233,10 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
         });
   }
   if constexpr (C::KEY_GROUPS > 1) {
-    static_assert(math::MERGE_BYTES<C> <= C::STAGES * C::STAGE_BYTES);
+    static_assert(device::MERGE_BYTES<C> <= C::STAGES * C::STAGE_BYTES);
     __syncthreads();  // every warp has read K and V, before outputs overwrite them
-    math::merge_key_groups<C>(o_rmem, state, shared + C::K_SMEM, [] { __syncthreads(); });
-    if (math::key_group<C>(threadIdx.x) > 0) return;
+    device::merge_key_groups<C>(o_rmem, state, shared + C::K_SMEM, [] { __syncthreads(); });
+    if (device::key_group<C>(threadIdx.x) > 0) return;
   }
 
   if constexpr (C::DROPS) scale_kept<C>(o_rmem, all_params.dropout.scale);

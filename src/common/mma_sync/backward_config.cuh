@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/backward_params.h"
+#include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/swizzled_tile.cuh"
 
 namespace archflash::mma_sync {
 
@@ -34,8 +34,8 @@ struct BackwardConfig {
 
   // Q and K are tiles of HEAD_DIM columns, dO and V of HEAD_DIM_V. "first" is Q or K, "second" dO
   // or V.
-  using FirstTile = math::SwizzledTile<HEAD_DIM>;
-  using SecondTile = math::SwizzledTile<HEAD_DIM_V>;
+  using FirstTile = device::SwizzledTile<HEAD_DIM>;
+  using SecondTile = device::SwizzledTile<HEAD_DIM_V>;
 
   // Shared memory: owned first, owned second | passing first, passing second of each stage | terms
   // of the passing queries of each stage | BackwardContext. Offsets and sizes in bytes.

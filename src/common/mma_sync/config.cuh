@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
 #include "common/mask_params.h"
-#include "common/math/swizzled_tile.cuh"
 
 namespace archflash::mma_sync {
 
@@ -59,10 +59,10 @@ struct Config {
   static constexpr bool V_WITH_K = STAGES == 2;  // see ShortConfig
 
   // Layouts in shared memory. Their columns are units of 16 bits.
-  using QKTile = math::SwizzledTile<HEAD_DIM / QK_PACK>;
+  using QKTile = device::SwizzledTile<HEAD_DIM / QK_PACK>;
   using QTile = QKTile;
   using KTile = QKTile;
-  using VTile = math::SwizzledTile<HEAD_DIM_V / V_PACK>;
+  using VTile = device::SwizzledTile<HEAD_DIM_V / V_PACK>;
 
   // Shared memory: Q | K, V of each stage | CtaContext. Offsets and sizes in bytes.
   static constexpr int K_BYTES = BLOCK_K * QKTile::ROW_BYTES;

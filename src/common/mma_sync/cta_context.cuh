@@ -6,12 +6,12 @@
 #include <type_traits>
 
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/chunked_keys.cuh"
-#include "common/math/key_groups.cuh"
-#include "common/math/kv_cache.cuh"
-#include "common/math/packed_heads.cuh"
-#include "common/math/visible_keys.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/chunked_keys.cuh"
+#include "common/device/key_groups.cuh"
+#include "common/device/kv_cache.cuh"
+#include "common/device/packed_heads.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -23,14 +23,14 @@ namespace archflash::mma_sync {
 struct CtaContext {
   const uint16_t* k_gmem;  // first key of the sequence, in units of 16 bits like the strides
   const uint16_t* v_gmem;  // its V
-  math::Work work;         // head, rows, lengths
+  device::Work work;       // head, rows, lengths
   // The keys that each row sees. Its nk is the end of those that any row of the sequence sees.
-  math::VisibleKeys visible;
+  device::VisibleKeys visible;
 };
 
 // What the CTA of a kernel for few query rows knows besides: how heads are packed into its tile.
 struct FewRowsContext : CtaContext {
-  math::PackedHeads packed_heads;
+  device::PackedHeads packed_heads;
 };
 // What the CTA of a kernel that reads a KV cache knows besides. k_gmem and v_gmem are then the
 // head's first row of the whole cache, or without a page table of the sequence.
@@ -39,7 +39,7 @@ struct CacheContext : FewRowsContext {
   int first;                   // row of the sequence that is its first key
   int blocks, block_rows;      // pages of the cache, rows of a page
   float k_descale, v_descale;  // of the head; 1 but for caches of 8-bit numbers
-  int chunk;                   // of math::ChunkedKeys
+  int chunk;                   // of device::ChunkedKeys
 
   // Where a key of the sequence lies. Pages outside the cache are clamped into it.
   __device__ __forceinline__ int64_t offset(int key, int64_t page_stride,
@@ -57,7 +57,7 @@ using ContextOf = std::conditional_t<C::CACHE, CacheContext,
 template <class C>
 __device__ __forceinline__ decltype(auto) visible_keys(const ContextOf<C>& cta) {
   if constexpr (C::CACHE) {
-    return math::ChunkedKeys{cta.visible, cta.chunk, cta.work.nk - cta.work.nq};
+    return device::ChunkedKeys{cta.visible, cta.chunk, cta.work.nk - cta.work.nq};
   } else {
     return (cta.visible);
   }
@@ -72,9 +72,9 @@ __device__ __forceinline__ int rows_of_tile(const ContextOf<C>& cta) {
 
 // One thread calls this and writes the result to shared memory for all.
 __device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& params,
-                                                       const math::Work& work) {
-  const math::Offsets offsets = math::find_offsets(params, work);
-  math::VisibleKeys visible = math::find_visible_keys(params, work);
+                                                       const device::Work& work) {
+  const device::Offsets offsets = device::find_offsets(params, work);
+  device::VisibleKeys visible = device::find_visible_keys(params, work);
   visible.nk = visible.end(work.nq);
   return {static_cast<const uint16_t*>(params.k_gmem) + offsets.k,
           static_cast<const uint16_t*>(params.v_gmem) + offsets.v, work, visible};
@@ -82,25 +82,25 @@ __device__ __forceinline__ CtaContext make_cta_context(const AttentionParams& pa
 
 // The rows of a call without a cache, of which CacheParams::cache tells as of one whose blocks are
 // the sequences, or with cu_seqlens all of them together.
-__device__ __forceinline__ math::CacheRows rows_without_cache(const AttentionParams& params,
-                                                              const math::Work& work) {
+__device__ __forceinline__ device::CacheRows rows_without_cache(const AttentionParams& params,
+                                                                const device::Work& work) {
   const int sequence = work.batch_head / params.heads_q;
-  return {math::sequence_start(params.cu_seqlens_k_gmem, sequence, params.nk), work.nk};
+  return {device::sequence_start(params.cu_seqlens_k_gmem, sequence, params.nk), work.nk};
 }
 
 // The rows of the CTA's sequence, with a cache or without one.
-__device__ __forceinline__ math::CacheRows find_rows(const CacheParams& params,
-                                                     const math::Work& work) {
+__device__ __forceinline__ device::CacheRows find_rows(const CacheParams& params,
+                                                       const device::Work& work) {
   return params.cache.seqlens_gmem == nullptr
              ? rows_without_cache(params.attention, work)
-             : math::find_cache_rows(params.cache, work.batch_head / params.attention.heads_q);
+             : device::find_cache_rows(params.cache, work.batch_head / params.attention.heads_q);
 }
 
 // make_cta_context() for a KV cache, of which attention sees `rows` of the CTA's sequence.
 template <class C>
 __device__ __forceinline__ CacheContext make_cache_context(const CacheParams& params,
-                                                           const math::Work& work,
-                                                           const math::CacheRows& rows) {
+                                                           const device::Work& work,
+                                                           const device::CacheRows& rows) {
   const AttentionParams& attention = params.attention;
   const KvCache& cache = params.cache;
   CacheContext cta;
@@ -118,7 +118,7 @@ __device__ __forceinline__ CacheContext make_cache_context(const CacheParams& pa
   if (cache.page_table_gmem != nullptr) {
     cta.pages_gmem = cache.page_table_gmem + sequence * cache.page_table_row;
   } else if (rows.count > 0) {
-    const int block = min(max(math::find_cache_block(cache, sequence, 0), 0), cache.blocks - 1);
+    const int block = min(max(device::find_cache_block(cache, sequence, 0), 0), cache.blocks - 1);
     k_start += block * attention.k_batch + rows.first * attention.k_row;
     v_start += block * attention.v_batch + rows.first * attention.v_row;
   }
@@ -146,12 +146,12 @@ struct WarpRows {
   __device__ __forceinline__ explicit WarpRows(const ContextOf<C>& cta) {
     if constexpr (C::CAN_SPLIT) {
       const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
-      const math::PackedHeads& packed = cta.packed_heads;
+      const device::PackedHeads& packed = cta.packed_heads;
       first = cta.work.first_row + packed.row(warp_row);
       const int rows = packed.head(warp_row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
       last = min(first + rows, cta.work.nq) - 1;
     } else {
-      first = cta.work.first_row + math::warp_first_row<C>(ptx::mov_tid_x_volatile());
+      first = cta.work.first_row + device::warp_first_row<C>(ptx::mov_tid_x_volatile());
       last = min(first + C::WARP_ROWS, cta.work.nq) - 1;
     }
   }
@@ -198,7 +198,7 @@ __device__ __forceinline__ void start_paged_keys(uint32_t tile_smem, const uint1
   const int thread = ptx::mov_tid_x_volatile();
   const int step_of_lane = thread % 32 / WARP_ROWS;
   const int row = step_of_lane * Lane::ROWS_PER_STEP + thread / 32 * WARP_ROWS + thread % WARP_ROWS;
-  const math::ChunkedKeys visible = visible_keys<C>(cta);
+  const device::ChunkedKeys visible = visible_keys<C>(cta);
   int64_t own = -1;  // of a row that becomes zeros
   if (step_of_lane < STEPS && key + row >= visible.begin() && key + row < visible.nk)
     own = cta.offset(key + row, page_stride, row_stride);

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/swizzled_tile.cuh"
 #include "common/mma_sync/config.cuh"
 
 namespace archflash::mma_sync {
@@ -44,7 +44,7 @@ struct DecodeConfig {
   };
 
   // The layout of K and V in shared memory. Its columns are units of 16 bits.
-  using Tile = math::SwizzledTile<HEAD_DIM * ELEMENT_BYTES / 2>;
+  using Tile = device::SwizzledTile<HEAD_DIM * ELEMENT_BYTES / 2>;
 
   // Shared memory: for each warp K, V of its stages | fragments of Q | base and sum of each warp's
   // rows | context. In the end a warp's stages hold its outputs in fp32. Offsets and sizes in

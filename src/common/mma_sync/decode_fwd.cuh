@@ -22,13 +22,13 @@
 #include <cstdint>
 
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/chunked_keys.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/fp8_to_16_bits.cuh"
-#include "common/math/kv_cache.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/tile_walk.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/chunked_keys.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/fp8_to_16_bits.cuh"
+#include "common/device/kv_cache.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/tile_walk.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/decode_config.cuh"
 #include "common/mma_sync/tile.cuh"
@@ -60,7 +60,7 @@ struct DecodeQuery {
     uint32_t all[STEPS][4];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const math::FewRow row(params, cta.packed_heads, cta.work, lane / 4 + 8 * r);
+      const device::FewRow row(params, cta.packed_heads, cta.work, lane / 4 + 8 * r);
       const uint16_t* q_gmem = static_cast<const uint16_t*>(params.q_gmem) +
                                row.batch * params.q_batch + row.head * params.q_head +
                                row.packed * params.q_row;
@@ -100,7 +100,8 @@ struct DecodeQuery {
  private:
   // Row number r of this lane, 16 columns from 16 * step on.
   __device__ __forceinline__ static void load_step(uint32_t (&q)[4], int r, const uint16_t* q_gmem,
-                                                   int step, const math::FewRow& row, int columns) {
+                                                   int step, const device::FewRow& row,
+                                                   int columns) {
     const int lane = threadIdx.x % 32;
     if constexpr (C::FP8_CACHE) {
       const int column = 16 * step + 4 * (lane % 4);
@@ -130,8 +131,8 @@ struct DecodeQuery {
         largest = fmaxf(largest, fabsf(__uint_as_float(all[step][i] & 0xFFFF0000u)));
       }
     }
-    largest = fmaxf(largest, __shfl_xor_sync(math::FULL_WARP, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(math::FULL_WARP, largest, 2));
+    largest = fmaxf(largest, __shfl_xor_sync(device::FULL_WARP, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(device::FULL_WARP, largest, 2));
     // Exponents with their bias of 127. Infinity and NaN stay what they are without a factor.
     const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
     const int up = exponent == 255 ? 127 : min(127 + 14 - (exponent - 127), 253);
@@ -198,7 +199,7 @@ struct DecodeCopies {
     for (int unit = 0; unit < C::WARP_KEYS; unit += UNIT) {
       int page = entry;
       if constexpr (C::WARP_KEYS > UNIT)
-        page = __shfl_sync(math::FULL_WARP, entry, unit + threadIdx.x % UNIT);
+        page = __shfl_sync(device::FULL_WARP, entry, unit + threadIdx.x % UNIT);
       // A page outside the cache is clamped into it.
       page = min(max(page, 0), blocks - 1);
       const uint32_t k_smem = stage_smem + unit * C::Tile::ROW_BYTES;
@@ -277,9 +278,9 @@ struct DecodeCopies {
     for (int step = 0; step < Lane::STEPS; ++step) {
       const int row = step * Lane::ROWS + at.row;
       const uint32_t bytes = key + row >= begin && key + row < end ? 16 : 0;
-      const int64_t k_row = __shfl_sync(math::FULL_WARP, own, row);
+      const int64_t k_row = __shfl_sync(device::FULL_WARP, own, row);
       int64_t v_row = k_row;
-      if (!same_strides) v_row = __shfl_sync(math::FULL_WARP, own, UNIT + row);
+      if (!same_strides) v_row = __shfl_sync(device::FULL_WARP, own, UNIT + row);
       const int of_row = at.chunk * 16;
       if (at.in_k) {
         ptx::cp_async_cg_16(at.target(k_smem, step), k_gmem + k_row * C::ELEMENT_BYTES + of_row,
@@ -295,7 +296,7 @@ struct DecodeCopies {
 
 // S = Q K^T of a warp's keys.
 template <class C, DType FORMAT>
-__device__ __forceinline__ void multiply_decode_qk(math::Scores<typename C::Warp>& s_rmem,
+__device__ __forceinline__ void multiply_decode_qk(device::Scores<typename C::Warp>& s_rmem,
                                                    const DecodeQuery<C>& query, uint32_t k_smem) {
   using Tile = typename C::Tile;
   auto& s = s_rmem[0];
@@ -320,7 +321,7 @@ __device__ __forceinline__ void multiply_decode_qk(math::Scores<typename C::Warp
         if constexpr (C::FP8_CACHE) {
 #pragma unroll
           for (int step = 0; step < STEPS; ++step) {
-            const math::Fp8Pairs<FORMAT> k(k_rmem[2 * step + i]);
+            const device::Fp8Pairs<FORMAT> k(k_rmem[2 * step + i]);
             ptx::mma_m16n8k16<C::PRODUCT>(s[n + i], q_rmem[step], k.even, k.odd);
           }
         } else {
@@ -335,8 +336,8 @@ __device__ __forceinline__ void multiply_decode_qk(math::Scores<typename C::Warp
 // on, o_rmem[0][2j + 1] the odd ones.
 template <class C, DType FORMAT>
 __device__ __forceinline__ void multiply_decode_pv(
-    math::Outputs<typename C::Warp>& o_rmem, const math::Probabilities<typename C::Warp>& p_rmem,
-    uint32_t v_smem) {
+    device::Outputs<typename C::Warp>& o_rmem,
+    const device::Probabilities<typename C::Warp>& p_rmem, uint32_t v_smem) {
   using Tile = typename C::Tile;
 #pragma unroll
   for (int chunk = 0; chunk < Tile::CHUNKS; chunk += 2) {
@@ -350,7 +351,7 @@ __device__ __forceinline__ void multiply_decode_pv(
       for (int i = 0; i < 2; ++i) {
         if constexpr (C::FP8_CACHE) {
           float (*o)[4] = &o_rmem[0][2 * (chunk + i)];
-          const math::Fp8Pairs<FORMAT> low(v_rmem[2 * i]), high(v_rmem[2 * i + 1]);
+          const device::Fp8Pairs<FORMAT> low(v_rmem[2 * i]), high(v_rmem[2 * i + 1]);
           ptx::mma_m16n8k16<C::PRODUCT>(o[0], p, low.even, high.even);
           ptx::mma_m16n8k16<C::PRODUCT>(o[1], p, low.odd, high.odd);
         } else {
@@ -364,8 +365,8 @@ __device__ __forceinline__ void multiply_decode_pv(
 // Writes a warp's outputs, and base and sum of its rows, for merge_warps().
 template <class C>
 __device__ __forceinline__ void store_warp(unsigned char* shared,
-                                           const math::Outputs<typename C::Warp>& o_rmem,
-                                           const math::RowState<typename C::Warp>& state) {
+                                           const device::Outputs<typename C::Warp>& o_rmem,
+                                           const device::RowState<typename C::Warp>& state) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* rows = reinterpret_cast<float*>(shared + warp * C::WARP_BYTES);
   PartialEnd* ends = reinterpret_cast<PartialEnd*>(shared + C::ENDS_SMEM) + warp * C::BLOCK_Q;
@@ -373,8 +374,8 @@ __device__ __forceinline__ void store_warp(unsigned char* shared,
   for (int r = 0; r < 2; ++r) {
     const int row = lane / 4 + 8 * r;
     float sum = state.sum[0][r];
-    sum += __shfl_xor_sync(math::FULL_WARP, sum, 1);
-    sum += __shfl_xor_sync(math::FULL_WARP, sum, 2);
+    sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
+    sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
     if (lane % 4 == 0) ends[row] = {state.base[0][r], sum};
     float* own = rows + row * C::OUT_STRIDE;
     if constexpr (C::FP8_CACHE) {
@@ -403,10 +404,10 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   const AttentionParams& attention = params.attention;
   const int row_of_tile = threadIdx.x / THREADS_OF_ROW;
   const int thread_of_row = threadIdx.x % THREADS_OF_ROW;
-  const math::FewRow row(attention, cta.packed_heads, cta.work, row_of_tile);
+  const device::FewRow row(attention, cta.packed_heads, cta.work, row_of_tile);
   if (!row.wanted) return;
   PartialEnd ends[C::WARPS];
-  float base = math::LOWEST;
+  float base = device::LOWEST;
 #pragma unroll
   for (int warp = 0; warp < C::WARPS; ++warp) {
     ends[warp] =
@@ -435,9 +436,9 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
     if (sum == 0.0f) return;  // the combining kernel does not read the outputs
     partial_gmem = partials.rows_gmem + index * attention.dv;
   } else {
-    const math::RowEnd end =
-        math::finish_row(sum == 0.0f ? math::MINUS_INFINITY : base * math::LN_2, sum,
-                         math::load_sink(attention, row.head));
+    const device::RowEnd end =
+        device::finish_row(sum == 0.0f ? device::MINUS_INFINITY : base * device::LN_2, sum,
+                           device::load_sink(attention, row.head));
     if (attention.lse_gmem != nullptr && thread_of_row == 0)
       attention.lse_gmem[row.lse_index(attention)] = end.lse;
     factor *= end.factor;
@@ -468,16 +469,16 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
 
 // The tile of a CTA of a launch for the packed sequences of at most few_rows rows, which are one
 // tile each.
-__device__ __forceinline__ math::Work work_of_short_sequence(const AttentionParams& params,
-                                                             int index, int few_rows,
-                                                             int packed_heads) {
+__device__ __forceinline__ device::Work work_of_short_sequence(const AttentionParams& params,
+                                                               int index, int few_rows,
+                                                               int packed_heads) {
   const int tiles = params.heads_q / packed_heads;  // of a sequence
   const int sequence = index / tiles;
   const int* cu_q = params.cu_seqlens_q_gmem;
-  math::Work work{};
+  device::Work work{};
   work.batch_head = sequence * params.heads_q + index % tiles * packed_heads;
-  work.nq = math::sequence_start(cu_q, sequence + 1, params.nq) -
-            math::sequence_start(cu_q, sequence, params.nq);
+  work.nq = device::sequence_start(cu_q, sequence + 1, params.nq) -
+            device::sequence_start(cu_q, sequence, params.nq);
   work.first_row = work.nq > 0 && work.nq <= few_rows ? 0 : -1;
   return work;
 }
@@ -485,13 +486,13 @@ __device__ __forceinline__ math::Work work_of_short_sequence(const AttentionPara
 // Subtracts what ALiBi does from the scores of a warp's keys, from `key` on. What it needs is found
 // anew for each group, so that other calls keep no register for it.
 template <class C>
-__device__ __forceinline__ void add_alibi(math::Scores<typename C::Warp>& s_rmem,
+__device__ __forceinline__ void add_alibi(device::Scores<typename C::Warp>& s_rmem,
                                           const CacheParams& params, const CacheContext& cta,
                                           int key) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const math::FewRow row(params.attention, cta.packed_heads, cta.work, lane / 4 + 8 * r);
+    const device::FewRow row(params.attention, cta.packed_heads, cta.work, lane / 4 + 8 * r);
     const AlibiSlopes& slopes = params.slopes;
     const float slope = slopes.gmem[row.batch * slopes.batch + row.head * slopes.head];
     const float distance =
@@ -513,26 +514,26 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   using Warp = typename C::Warp;
   static_assert(sizeof(CacheContext) <= C::CONTEXT_BYTES);
   const AttentionParams& attention = params.attention;
-  const math::PackedHeads& packed = params.packed_heads;
+  const device::PackedHeads& packed = params.packed_heads;
   const Partials& partials = params.partials;
   CacheContext& cta = *reinterpret_cast<CacheContext*>(shared + C::CONTEXT_SMEM);
-  // This kernel starts early (Launch::starts_early): what it reads is written now, and what it
+  // This kernel starts early (Launch::uses_pdl): what it reads is written now, and what it
   // writes was read.
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();  // the combining kernel waits for the last share
   {
     const bool all_rows = params.few_rows == 0;  // of all sequences
     for (int head = 0; all_rows && !partials.wanted() && head < packed.count; ++head) {
-      math::write_rows_of_no_sequence(attention, blockIdx.x, threadIdx.x, C::THREADS, packed.rows(),
-                                      packed.count, head);
+      device::write_rows_of_no_sequence(attention, blockIdx.x, threadIdx.x, C::THREADS,
+                                        packed.rows(), packed.count, head);
     }
     const int index = static_cast<int>(blockIdx.x) / partials.splits;
-    math::Work work = all_rows
-                          ? math::find_work(attention, index, packed.rows(), packed.count)
-                          : work_of_short_sequence(attention, index, params.few_rows, packed.count);
+    device::Work work =
+        all_rows ? device::find_work(attention, index, packed.rows(), packed.count)
+                 : work_of_short_sequence(attention, index, params.few_rows, packed.count);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
-      const math::CacheRows rows = find_rows(params, work);
+      const device::CacheRows rows = find_rows(params, work);
       work.nk = rows.count;
       cta = make_cache_context<C>(params, work, rows);
     }
@@ -542,12 +543,12 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   // Two ranges of keys: `first` to `last`, which any row of the tile sees, cut to the part of this
   // CTA where the keys are split; and all_first to all_last, which every row sees, so that scores
   // there need no mask.
-  const math::ChunkedKeys visible = visible_keys<C>(cta);
+  const device::ChunkedKeys visible = visible_keys<C>(cta);
   const int first_row = cta.work.first_row;
   const int last_row = min(first_row + packed.rows(), cta.work.nq) - 1;
   const int all_first = visible.first(last_row), all_last = visible.last(first_row);
   int first = visible.first(first_row), last = visible.last(last_row);
-  const math::Blocks share = math::blocks_of_share<C::BLOCK_K>(
+  const device::Blocks share = device::blocks_of_share<C::BLOCK_K>(
       {first & -C::BLOCK_K, last & -C::BLOCK_K}, partials, blockIdx.x % partials.splits);
   first = max(first & -C::WARP_KEYS, share.first);
   last = min(last, share.last + C::BLOCK_K - 1);
@@ -582,17 +583,17 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
 
   const DecodeQuery<C> query(attention, cta, shared);
   if (!C::Q_IN_REGISTERS) __syncthreads();  // all warps have stored their part of Q
-  math::Outputs<Warp> o_rmem = {};
-  math::RowState<Warp> state;
+  device::Outputs<Warp> o_rmem = {};
+  device::RowState<Warp> state;
   state.large = false;
-  math::clear(state);
+  device::clear(state);
   const uint32_t k_lane = own_smem + rows_first_offset<typename C::Tile>(lane);
   const uint32_t v_lane = own_smem + C::K_BYTES + rows_first_offset<typename C::Tile>(lane);
   const bool e4m3 = params.cache_dtype == DType::E4M3;
   // What the numbers of K and V have to be multiplied by.
   float v_factor = cta.v_descale, k_factor[2];
   if (C::FP8_CACHE) {
-    const float of_format = e4m3 ? math::Fp8Pairs<DType::E4M3>::FACTOR : 1.0f;
+    const float of_format = e4m3 ? device::Fp8Pairs<DType::E4M3>::FACTOR : 1.0f;
     v_factor *= of_format;
     for (int r = 0; r < 2; ++r)
       k_factor[r] = query.scale[r] * of_format * (attention.tanh_scale * cta.k_descale);
@@ -606,8 +607,8 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
     __syncwarp();
     start_next();
 
-    const math::RaiseLimits<Warp> limits(state);
-    math::Scores<Warp> s_rmem;
+    const device::RaiseLimits<Warp> limits(state);
+    device::Scores<Warp> s_rmem;
     if (C::FP8_CACHE && !e4m3) {
       multiply_decode_qk<C, DType::E5M2>(s_rmem, query, k_lane + read);
     } else {
@@ -619,21 +620,22 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s_rmem[0][n][i] *= k_factor[i / 2];
       }
-      if (attention.softcap != 0.0f) math::transform_scores<Warp>(s_rmem, 1.0f, attention.softcap);
+      if (attention.softcap != 0.0f)
+        device::transform_scores<Warp>(s_rmem, 1.0f, attention.softcap);
     } else if (attention.transform_scores) {
-      math::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+      device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
     }
     if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, cta, key);
     if (key < all_first || key + C::WARP_KEYS - 1 > all_last) {
       for (int r = 0; r < 2; ++r) {
         const int row = first_row + packed.row(lane / 4 + 8 * r);
-        math::mask_row<Warp>(s_rmem, visible.of_row(row), 0, r, 0, key + lane % 4 * 2);
+        device::mask_row<Warp>(s_rmem, visible.of_row(row), 0, r, 0, key + lane % 4 * 2);
       }
     }
     const float exp2_scale =
-        math::follow_maxima<Warp>(s_rmem, state, o_rmem, attention.exp2_scale, &limits);
-    math::Probabilities<Warp> p_rmem;
-    math::weigh_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+        device::update_row_max<Warp>(s_rmem, state, o_rmem, attention.exp2_scale, &limits);
+    device::Probabilities<Warp> p_rmem;
+    device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
     if (C::FP8_CACHE && !e4m3) {
       multiply_decode_pv<C, DType::E5M2>(o_rmem, p_rmem, v_lane + read);
     } else {

@@ -3,28 +3,28 @@
 
 #include <cstdint>
 
-#include "common/math/backward_work.cuh"
-#include "common/math/dropout.cuh"
-#include "common/math/kept_factors.cuh"
+#include "common/device/backward_work.cuh"
+#include "common/device/dropout.cuh"
+#include "common/device/kept_factors.cuh"
 
 namespace archflash::mma_sync {
 
-// Turns the scores into P, dropped weights 0, and dP into dS, as weigh_backward() does without
-// dropout: dS = P (dP - delta), where dP of a dropped weight is 0 and that of the others is scaled.
-// The scale of P in P^T dO comes with dV's factor.
+// Turns the scores into P, dropped weights 0, and dP into dS, as exponentiate_backward() does
+// without dropout: dS = P (dP - delta), where dP of a dropped weight is 0 and that of the others is
+// scaled. The scale of P in P^T dO comes with dV's factor.
 //
 // A lane has 32 keys by 16 queries of which each group of 4 keys and 2 queries shares the bits of
 // one Philox. query, key: the lane's first ones.
 template <class C, class Scores, class TermsOf>
 __device__ __forceinline__ void weigh_dropping(Scores& s_rmem, Scores& dp_rmem, float exp2_scale,
-                                               const math::Dropout& dropout, float scale, int query,
-                                               int key, const TermsOf& terms_of) {
-  const math::KeptFactors kept(dropout.threshold);
+                                               const device::Dropout& dropout, float scale,
+                                               int query, int key, const TermsOf& terms_of) {
+  const device::KeptFactors kept(dropout.threshold);
 #pragma unroll
   for (int pair = 0; pair < C::BLOCK / 8; pair += 2) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const math::DropoutBits bits = dropout.bits(query + 8 * pair + i, key);
+      const device::DropoutBits bits = dropout.bits(query + 8 * pair + i, key);
 #pragma unroll
       for (int n = pair; n < pair + 2; ++n) {
 #pragma unroll
@@ -33,8 +33,8 @@ __device__ __forceinline__ void weigh_dropping(Scores& s_rmem, Scores& dp_rmem, 
           for (int r = 0; r < 2; ++r) {
             float& s = s_rmem[m][n][2 * r + i];
             float& dp = dp_rmem[m][n][2 * r + i];
-            const math::RowTerms terms = terms_of(m, n, r, i);
-            const float p = math::probability(fmaf(s, exp2_scale, -terms.lse_log2));
+            const device::RowTerms terms = terms_of(m, n, r, i);
+            const float p = device::probability(fmaf(s, exp2_scale, -terms.lse_log2));
             const float factor = kept.of(bits.words[n % 2 * 2 + m], r);
             dp = p * fmaf(dp, factor * scale, -terms.delta);
             s = p * factor;

@@ -19,10 +19,10 @@
 #include <cstdint>
 
 #include "common/backward_params.h"
-#include "common/math/backward_sums.cuh"
-#include "common/math/backward_work.cuh"
-#include "common/math/dq_turns.cuh"
-#include "common/math/kept_weights.cuh"
+#include "common/device/backward_sums.cuh"
+#include "common/device/backward_work.cuh"
+#include "common/device/dq_turns.cuh"
+#include "common/device/kept_weights.cuh"
 #include "common/mma_sync/attention_bwd.cuh"
 #include "common/mma_sync/dropout_bwd.cuh"
 #include "common/mma_sync/fused_bwd_config.cuh"
@@ -55,8 +55,8 @@ struct FusedWork : BackwardWork {
   // The sequence's first row of Q, dO and the terms of the first query head.
   const uint16_t* q_gmem;
   const uint16_t* dout_gmem;
-  const math::RowTerms* terms_gmem;
-  math::DqWalk walk;
+  const device::RowTerms* terms_gmem;
+  device::DqWalk walk;
 };
 
 // Starts the copies of a block of queries into a stage. Those that see no key become zeros.
@@ -68,13 +68,13 @@ __device__ __forceinline__ void start_queries(const BackwardParams& params, cons
   const uint32_t head = block.head, row = block.row;
   const uint16_t* q_gmem = cta.q_gmem + head * static_cast<uint64_t>(attention.q_head);
   const uint16_t* dout_gmem = cta.dout_gmem + head * static_cast<uint64_t>(params.dout_head);
-  const math::RowTerms* terms_gmem =
+  const device::RowTerms* terms_gmem =
       cta.terms_gmem + head * static_cast<uint64_t>(attention.lse_head) + row;
   const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
   const int thread = ptx::mov_tid_x_volatile();
   if (thread < C::BLOCK) {
     const bool exists = thread < end;
-    ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(math::RowTerms)),
+    ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(device::RowTerms)),
                        exists ? terms_gmem + thread : terms_gmem, exists ? 8 : 0);
   }
   const uint32_t second_smem = stage_smem + C::SECOND_OF_STAGE;
@@ -168,7 +168,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
   const int lane = thread % 32, warp = thread / 32;
   const int row = warp / C::DQ_COLUMN_WARPS * C::DQ_ROWS;
   const int column = warp % C::DQ_COLUMN_WARPS * C::DQ_COLUMNS;
-  const int64_t number = math::dq_block_number(params, cta, block, C::BLOCK);
+  const int64_t number = device::dq_block_number(params, cta, block, C::BLOCK);
   const int turn = cta.first_row / C::ROWS;
   const bool writes = params.dq_sums.turns_gmem != nullptr && !waits;
   // Read before the products, which hide how long this takes.
@@ -177,7 +177,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
   const uint32_t a_smem = Scores::advance(ds_smem + columns_first_offset<Scores>(lane), row / 8);
   const uint32_t b_smem = Tile::advance(k_smem + rows_first_offset<Tile>(lane), column / 8);
   float* sums_gmem = params.dq_sums.gmem + number * (C::BLOCK * C::HEAD_DIM) +
-                     math::dq_fragment<C::HEAD_DIM>(row / 16, column / 8) + lane;
+                     device::dq_fragment<C::HEAD_DIM>(row / 16, column / 8) + lane;
 #pragma unroll 1
   for (int step = 0; step < C::DQ_COLUMNS; step += C::DQ_STEP) {
     float dq_rmem[C::DQ_ROWS / 16][C::DQ_STEP / 8][4] = {};
@@ -210,7 +210,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
         for (int n = 0; n < C::DQ_STEP / 8; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            put(sums_gmem + math::dq_fragment<C::HEAD_DIM>(m, step / 8 + n) + 32 * i,
+            put(sums_gmem + device::dq_fragment<C::HEAD_DIM>(m, step / 8 + n) + 32 * i,
                 dq_rmem[m][n][i]);
           }
         }
@@ -230,8 +230,8 @@ template <class C>
 __device__ __forceinline__ void pass_turn(const BackwardParams& params, const BackwardWork& cta,
                                           const Passing& block) {
   if (params.dq_sums.turns_gmem == nullptr || block.head < 0 || threadIdx.x != 0) return;
-  math::pass_turn(params.dq_sums, math::dq_block_number(params, cta, block, C::BLOCK),
-                  cta.first_row / C::ROWS);
+  device::pass_turn(params.dq_sums, device::dq_block_number(params, cta, block, C::BLOCK),
+                    cta.first_row / C::ROWS);
 }
 
 template <class C>
@@ -250,18 +250,19 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   FusedWork& cta = *reinterpret_cast<FusedWork*>(shared + C::CONTEXT_SMEM);
   const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
-  math::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
+  device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
   {
-    const BackwardWork found = math::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
+    const BackwardWork found = device::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
     if (found.first_row < 0) return;
     if (threadIdx.x == 0) {
       static_cast<BackwardWork&>(cta) = found;
       const int head = found.head * attention.heads_per_kv;
-      const auto rows = math::query_rows<uint16_t>(params, found.batch, head, found.passing_start);
+      const auto rows =
+          device::query_rows<uint16_t>(params, found.batch, head, found.passing_start);
       cta.q_gmem = rows.first_gmem;
       cta.dout_gmem = rows.second_gmem;
-      cta.terms_gmem = math::terms_of(params, found.batch, head, found.passing_start);
-      cta.walk = math::find_dq_walk<C::ROWS, C::BLOCK>(params.dq_sums, found);
+      cta.terms_gmem = device::terms_of(params, found.batch, head, found.passing_start);
+      cta.walk = device::find_dq_walk<C::ROWS, C::BLOCK>(params.dq_sums, found);
     }
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
@@ -275,9 +276,9 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   [[maybe_unused]] auto seen_blocks = [&] {
     if constexpr (C::MASKED) {
       const MaskParams& masks = all_params.masks;
-      return math::SeenBlocks<C>{masks, cta, attention.heads_per_kv, blocks_left,
-                                 (masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr) ||
-                                     params.dq_sums.turns_gmem != nullptr};
+      return device::SeenBlocks<C>{masks, cta, attention.heads_per_kv, blocks_left,
+                                   (masks.ranges_gmem == nullptr && masks.blocks_gmem == nullptr) ||
+                                       params.dq_sums.turns_gmem != nullptr};
     } else {
       return 0;
     }
@@ -291,7 +292,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   float dv_rmem[C::M_TILES][SECOND_COLUMNS / 8][4] = {};
   if (blocks_left > 0) {
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
-    const auto own = math::key_rows<uint16_t>(params, cta.batch, cta.head, row);
+    const auto own = device::key_rows<uint16_t>(params, cta.batch, cta.head, row);
     start_own<C, true>(attention, own, cta, shared, shared_smem);
     start_queries<C>(params, cta, {0, row_of(number)}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
@@ -299,7 +300,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
 
   [[maybe_unused]] const auto dropout = [&] {
     if constexpr (C::DROPS) {
-      return math::find_dropout(all_params.dropout, 0);  // whose head is found for each block
+      return device::find_dropout(all_params.dropout, 0);  // whose head is found for each block
     } else {
       return 0;
     }
@@ -366,7 +367,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
                                     columns_first_offset<FirstTile>(lane));
       start_next();
       if (!C::DROPS && attention.transform_scores) {
-        math::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
+        device::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
       }
       multiply_qk<SecondProduct>(dp_rmem, unused,
                                  shared_smem + C::OWN_SECOND_SMEM +
@@ -379,22 +380,22 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
           part * (C::PART / 2) + lane % 4;
       const auto terms_of = [&](int, int n, int, int i) {
         const float4 two = terms[4 * n];  // of the lane's two neighbouring queries
-        return i == 0 ? math::RowTerms{two.x, two.y} : math::RowTerms{two.z, two.w};
+        return i == 0 ? device::RowTerms{two.x, two.y} : device::RowTerms{two.z, two.w};
       };
       if constexpr (C::MASKED) {
-        weigh_masked<Scores>(s_rmem, dp_rmem, all_params, cta,
-                             math::passing_head<C::OWNS>(attention, cta, block), warp_first,
-                             block.row + part * C::PART, lane, terms_of);
+        exponentiate_masked<Scores>(s_rmem, dp_rmem, all_params, cta,
+                                    device::passing_head<C::OWNS>(attention, cta, block),
+                                    warp_first, block.row + part * C::PART, lane, terms_of);
       } else if constexpr (C::DROPS) {
-        math::Dropout of_head = dropout;
+        device::Dropout of_head = dropout;
         const DroppedHeads& heads = all_params.dropped_heads;
-        of_head.batch_head = math::uniform(heads.first + cta.batch * heads.of_sequence +
-                                           math::passing_head<C::OWNS>(attention, cta, block));
+        of_head.batch_head = device::uniform(heads.first + cta.batch * heads.of_sequence +
+                                             device::passing_head<C::OWNS>(attention, cta, block));
         weigh_dropping<Scores>(s_rmem, dp_rmem, attention.exp2_scale, of_head,
                                all_params.dropout.scale, block.row + part * C::PART + lane % 4 * 2,
                                warp_first + lane / 4, terms_of);
       } else {
-        weigh_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
+        exponentiate_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
       }
       // P of a key behind the end must be 0, because its dS may be too large for 16 bits, and
       // infinity * 0 spoils dQ.

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/backward_params.h"
+#include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
-#include "common/math/swizzled_tile.cuh"
 #include "common/mma_sync/params.h"
 
 namespace archflash::mma_sync {
@@ -42,9 +42,9 @@ struct FusedBackwardConfig {
   static constexpr int DQ_STEP = DQ_COLUMNS < 32 ? DQ_COLUMNS : 32;  // columns at a time
 
   // "first" is Q or K, "second" dO or V, as in BackwardConfig.
-  using FirstTile = math::SwizzledTile<HEAD_DIM>;
-  using SecondTile = math::SwizzledTile<HEAD_DIM_V>;
-  using ScoreTile = math::SwizzledTile<BLOCK>;  // rows are keys, columns are queries
+  using FirstTile = device::SwizzledTile<HEAD_DIM>;
+  using SecondTile = device::SwizzledTile<HEAD_DIM_V>;
+  using ScoreTile = device::SwizzledTile<BLOCK>;  // rows are keys, columns are queries
 
   // Shared memory: K, V | Q, dO of each stage | dS of two blocks | P, where warps share keys |
   // terms of the queries of each stage | FusedWork. Offsets and sizes in bytes.

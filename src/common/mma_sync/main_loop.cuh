@@ -10,9 +10,9 @@
 #include <cstdint>
 
 #include "common/attention_params.h"
-#include "common/math/attention_work.cuh"
-#include "common/math/online_softmax.cuh"
-#include "common/math/tile_walk.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/tile_walk.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/partials.h"
@@ -23,7 +23,7 @@ namespace archflash::mma_sync {
 
 // Masks a warp's scores for STEP_KEYS keys from key_first on, if some row does not see them all.
 template <class C>
-__device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const ContextOf<C>& cta,
+__device__ __forceinline__ void mask_edges(device::Scores<C>& s_rmem, const ContextOf<C>& cta,
                                            int key_first) {
   const WarpRows<C> rows(cta);
   if (rows.all_see(visible_keys<C>(cta), key_first)) return;
@@ -34,15 +34,16 @@ __device__ __forceinline__ void mask_edges(math::Scores<C>& s_rmem, const Contex
     for (int r = 0; r < 2; ++r)
       lane_rows[r] = cta.work.first_row + cta.packed_heads.row(warp_row + lane / 4 + 8 * r);
     if constexpr (C::CACHE) {
-      const math::ChunkedKeys visible = visible_keys<C>(cta);
+      const device::ChunkedKeys visible = visible_keys<C>(cta);
       for (int r = 0; r < 2; ++r) {
-        math::mask_row<C>(s_rmem, visible.of_row(lane_rows[r]), 0, r, 0, key_first + lane % 4 * 2);
+        device::mask_row<C>(s_rmem, visible.of_row(lane_rows[r]), 0, r, 0,
+                            key_first + lane % 4 * 2);
       }
     } else {
-      math::mask_rows<C>(s_rmem, cta.visible, lane_rows, key_first + lane % 4 * 2);
+      device::mask_rows<C>(s_rmem, cta.visible, lane_rows, key_first + lane % 4 * 2);
     }
   } else {
-    math::mask_scores<C>(s_rmem, cta.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
+    device::mask_scores<C>(s_rmem, cta.visible, rows.first + lane / 4, key_first + lane % 4 * 2);
   }
 }
 
@@ -52,7 +53,7 @@ __device__ __forceinline__ void start_q(uint32_t q_smem, const AttentionParams& 
                                         const ContextOf<C>& cta) {
   using Tile = typename C::QKTile;
   const uint16_t* q_gmem =
-      static_cast<const uint16_t*>(params.q_gmem) + math::find_offsets(params, cta.work).q;
+      static_cast<const uint16_t*>(params.q_gmem) + device::find_offsets(params, cta.work).q;
   const int rows = cta.work.nq - cta.work.first_row;
   if constexpr (C::CAN_SPLIT) {
     start_rows_load<C, Tile, C::BLOCK_Q>(q_smem, params.d / C::QK_PACK, q_gmem, [&](int row) {
@@ -111,13 +112,14 @@ struct KeyBlocks {
                                        const StartWithK& start_with_k = StartWithK())
       : params(params), cta(cta), shared_smem(shared_smem), start_with_k(start_with_k) {
     const int last_row = min(own.work.first_row + rows_of_tile<C>(own), own.work.nq) - 1;
-    begin = math::block_start<C::BLOCK_K>(visible_keys<C>(own).first(own.work.first_row));
-    last = math::block_start<C::BLOCK_K>(visible_keys<C>(own).last(last_row));
+    begin = device::block_start<C::BLOCK_K>(visible_keys<C>(own).first(own.work.first_row));
+    last = device::block_start<C::BLOCK_K>(visible_keys<C>(own).last(last_row));
   }
 
   // Visits only the blocks of one share of the keys.
   __device__ __forceinline__ void take_share(const Partials& partials, int split) {
-    const math::Blocks share = math::blocks_of_share<C::BLOCK_K>({begin, last}, partials, split);
+    const device::Blocks share =
+        device::blocks_of_share<C::BLOCK_K>({begin, last}, partials, split);
     begin = share.first;
     last = share.last;
   }
@@ -178,7 +180,7 @@ struct KeyBlocks {
 
   // Visits all blocks. For each step of STEP_KEYS keys of which a warp's rows see any, the warp
   // calls
-  //   weigh(p_rmem, q_rmem, q_smem, k_smem, key_first)  makes P of Q and K
+  //   exponentiate(p_rmem, q_rmem, q_smem, k_smem, key_first)  makes P of Q and K
   //   multiply(p_rmem, v_smem)                          adds P V to the outputs
   // where q_smem, k_smem and v_smem are the rows that this lane names to ldmatrix, and key_first is
   // the first key of the step. Between is what one leaves to the other, P or what it is made of.
@@ -231,7 +233,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk
       start_v(block, stage_smem);
     }
     const unsigned thread = ptx::mov_tid_x_volatile();
-    const int warp_row = math::warp_first_row<C>(thread);
+    const int warp_row = device::warp_first_row<C>(thread);
     const uint32_t q_smem = shared_smem + C::Q_SMEM + warp_row * QKTile::ROW_BYTES +
                             rows_first_offset<QKTile>(thread % 32);
     const uint32_t k_smem = stage_smem + C::K_SMEM + columns_first_offset<QKTile>(thread % 32);
@@ -245,7 +247,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk
     }
 
     // A warp takes all steps, or the one of its group.
-    const int group_step = C::KEY_GROUPS > 1 ? math::key_group<C>(thread) * C::STEP_KEYS : 0;
+    const int group_step = C::KEY_GROUPS > 1 ? device::key_group<C>(thread) * C::STEP_KEYS : 0;
     const int first_step = C::KEY_GROUPS > 1 ? group_step : C::BLOCK_K - C::STEP_KEYS;
 #pragma unroll 1
     for (int step = first_step; step >= group_step; step -= C::STEP_KEYS) {
@@ -253,7 +255,8 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk
       // A warp that sees none of these keys skips the work, but not the barriers.
       Between p_rmem;
       const bool computes = sees(p_rmem, key_first);
-      if (computes) weigh(p_rmem, q_rmem, q_smem, k_smem + step * QKTile::ROW_BYTES, key_first);
+      if (computes)
+        exponentiate(p_rmem, q_rmem, q_smem, k_smem + step * QKTile::ROW_BYTES, key_first);
       if constexpr (C::STAGES == 1) {
         // After the barrier V has arrived from all threads, and no warp still reads K, which the
         // next block's K overwrites.

@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
+#include "common/device/backward_masks.cuh"
+#include "common/device/dropout.cuh"
 #include "common/masked_backward_params.h"
-#include "common/math/backward_masks.cuh"
-#include "common/math/dropout.cuh"
 #include "common/ptx/global_order.cuh"
 
 namespace archflash::mma_sync {
@@ -56,7 +56,7 @@ struct LaneElements {
     return x_rmem[row / 2][n_of(column)][row % 2 * 2 + i_of(column)];
   }
   template <class TermsOf>
-  static __device__ __forceinline__ math::RowTerms terms(const TermsOf& terms_of, int a) {
+  static __device__ __forceinline__ device::RowTerms terms(const TermsOf& terms_of, int a) {
     if constexpr (OWNS_KEYS) return terms_of(0, n_of(a), 0, i_of(a));
     return terms_of(a / 2, 0, a % 2, 0);
   }
@@ -71,8 +71,8 @@ struct MaskedPlace {
 // Which elements of the lane count, as bits, but for what attn_mask says.
 template <class C>
 __device__ __forceinline__ uint32_t find_seen(const MaskedBackwardParams& params,
-                                              const math::BackwardWork& cta,
-                                              const math::HeadMasks& masks,
+                                              const device::BackwardWork& cta,
+                                              const device::HeadMasks& masks,
                                               const MaskedPlace& place, uint8_t state) {
   using E = LaneElements<C>;
   if (state == BLOCK_UNSEEN) return 0;
@@ -132,33 +132,33 @@ __device__ __forceinline__ void add_mask_elements(Scores& s_rmem, uint32_t& seen
       if ((seen & E::bit(a, b)) == 0) continue;
       const float bias = added(row_gmem[E::key_offset(b) * params.mask_key]);
       float& s = E::of(s_rmem, a, b);
-      s = fmaf(bias, math::LOG2_E, s);
-      if (s < math::LOWEST_LOG2) s = math::LOWEST_LOG2;  // not fmaxf: a NaN stays one
-      if (bias == math::MINUS_INFINITY) seen &= ~E::bit(a, b);
+      s = fmaf(bias, device::LOG2_E, s);
+      if (s < device::LOWEST_LOG2) s = device::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+      if (bias == device::MINUS_INFINITY) seen &= ~E::bit(a, b);
     }
   }
 }
 
-// What weigh_masked() does behind the masks. CAPPED: with softcap, whose result had the derivatives
-// `slopes` before anything was added to it.
+// What exponentiate_masked() does behind the masks. CAPPED: with softcap, whose result had the
+// derivatives `slopes` before anything was added to it.
 template <class C, bool CAPPED, bool DROPS, class Scores, class TermsOf>
 __device__ __forceinline__ void weigh_masked_scores(Scores& s_rmem, Scores& dp_rmem,
                                                     const MaskedBackwardParams& params,
-                                                    const math::BackwardWork& cta, int head,
+                                                    const device::BackwardWork& cta, int head,
                                                     const MaskedPlace& place, uint32_t seen,
                                                     const float (&slopes)[32],
                                                     const TermsOf& terms_of) {
   using E = LaneElements<C>;
-  math::DropoutBits bits[2] = {};
+  device::DropoutBits bits[2] = {};
   const uint32_t threshold = params.dropout.threshold;
 #pragma unroll
   for (int a = 0; a < E::QUERIES; ++a) {
-    const math::RowTerms terms = E::terms(terms_of, a);
+    const device::RowTerms terms = E::terms(terms_of, a);
     const int query = place.query + E::query_offset(a);
     if (DROPS && a % 2 == 0) {
       const DroppedHeads& heads = params.dropped_heads;
-      const math::Dropout dropout(params.dropout,
-                                  heads.first + cta.batch * heads.of_sequence + head);
+      const device::Dropout dropout(params.dropout,
+                                    heads.first + cta.batch * heads.of_sequence + head);
       bits[0] = dropout.bits(query, place.key);
       if constexpr (!E::OWNS_KEYS) bits[1] = dropout.bits(query, place.key + 1);
     }
@@ -174,7 +174,7 @@ __device__ __forceinline__ void weigh_masked_scores(Scores& s_rmem, Scores& dp_r
     for (int b = 0; b < E::KEYS; ++b) {
       const bool counts = (seen & E::bit(a, b)) != 0;
       float& s = E::of(s_rmem, a, b);
-      const float p = math::probability(s - terms.lse_log2);
+      const float p = device::probability(s - terms.lse_log2);
       bool kept = true;
       if constexpr (DROPS) {
         kept = bits[E::OWNS_KEYS ? 0 : b % 2].of(query, place.key + E::key_offset(b)) >= threshold;
@@ -201,13 +201,14 @@ __device__ __forceinline__ void weigh_masked_scores(Scores& s_rmem, Scores& dp_r
 //   warp_row, warp_column   the warp's first owned and passing rows
 //   terms_of(m, n, r, i)    the RowTerms of the query of that element
 template <class C, class Scores, class TermsOf>
-__device__ __forceinline__ void weigh_masked(Scores& s_rmem, Scores& dp_rmem,
-                                             const MaskedBackwardParams& params,
-                                             const math::BackwardWork& cta, int head, int warp_row,
-                                             int warp_column, int lane, const TermsOf& terms_of) {
+__device__ __forceinline__ void exponentiate_masked(Scores& s_rmem, Scores& dp_rmem,
+                                                    const MaskedBackwardParams& params,
+                                                    const device::BackwardWork& cta, int head,
+                                                    int warp_row, int warp_column, int lane,
+                                                    const TermsOf& terms_of) {
   using E = LaneElements<C>;
   const AttentionParams& attention = params.call.attention;
-  const math::HeadMasks masks = math::HeadMasks::of<C::OWNS>(params.masks, cta, head);
+  const device::HeadMasks masks = device::HeadMasks::of<C::OWNS>(params.masks, cta, head);
   const int row = warp_row + lane / 4, column = warp_column + lane % 4 * 2;
   const MaskedPlace place{warp_row, warp_column, E::OWNS_KEYS ? column : row,
                           E::OWNS_KEYS ? row : column};
@@ -252,13 +253,13 @@ __device__ __forceinline__ void weigh_masked(Scores& s_rmem, Scores& dp_rmem,
     } else {
       add_mask_elements<C>(s_rmem, seen, mask,
                            static_cast<const uint16_t*>(mask.mask_gmem) + element,
-                           [](uint16_t x) { return math::added_of_16_bits<C::DTYPE>(x); });
+                           [](uint16_t x) { return device::added_of_16_bits<C::DTYPE>(x); });
     }
   }
   if (params.masks.slopes_gmem != nullptr) {
-    const float slope = masks.slope() * math::LOG2_E;
+    const float slope = masks.slope() * device::LOG2_E;
     const float distance =
-        static_cast<float>(math::find_q_offset(attention, masks) + place.query - place.key);
+        static_cast<float>(device::find_q_offset(attention, masks) + place.query - place.key);
 #pragma unroll
     for (int a = 0; a < E::QUERIES; ++a) {
 #pragma unroll
@@ -266,7 +267,7 @@ __device__ __forceinline__ void weigh_masked(Scores& s_rmem, Scores& dp_rmem,
         float& s = E::of(s_rmem, a, b);
         s = fmaf(-slope,
                  fabsf(distance + static_cast<float>(E::query_offset(a) - E::key_offset(b))), s);
-        if (s < math::LOWEST_LOG2) s = math::LOWEST_LOG2;
+        if (s < device::LOWEST_LOG2) s = device::LOWEST_LOG2;
       }
     }
   }
@@ -276,13 +277,13 @@ __device__ __forceinline__ void weigh_masked(Scores& s_rmem, Scores& dp_rmem,
   };
   const bool drops = params.dropout.state_gmem != nullptr;
   if (capped && drops)
-    weigh(Yes{}, Yes{});
+    exponentiate(Yes{}, Yes{});
   else if (capped)
-    weigh(Yes{}, No{});
+    exponentiate(Yes{}, No{});
   else if (drops)
-    weigh(No{}, Yes{});
+    exponentiate(No{}, Yes{});
   else
-    weigh(No{}, No{});
+    exponentiate(No{}, No{});
 }
 
 }  // namespace archflash::mma_sync

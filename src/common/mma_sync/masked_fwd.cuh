@@ -15,12 +15,12 @@
 
 #include <cstdint>
 
-#include "common/math/attention_work.cuh"
-#include "common/math/dropout.cuh"
-#include "common/math/few_rows.cuh"
-#include "common/math/lane_masks.cuh"
-#include "common/math/masks.cuh"
-#include "common/math/online_softmax.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/dropout.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/lane_masks.cuh"
+#include "common/device/masks.cuh"
+#include "common/device/online_softmax.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
@@ -37,11 +37,11 @@ struct MaskedContext : FewRowsContext {
 
 // One thread calls this and writes the result to shared memory for all.
 __device__ __forceinline__ MaskedContext make_masked_context(const FewRowsParams& params,
-                                                             const math::Work& work) {
+                                                             const device::Work& work) {
   MaskedContext cta;
   static_cast<CtaContext&>(cta) = make_cta_context(params.attention, work);
   cta.packed_heads = params.packed_heads;
-  cta.q_offset = math::find_q_offset(params.attention, work);
+  cta.q_offset = device::find_q_offset(params.attention, work);
   return cta;
 }
 
@@ -70,26 +70,26 @@ __device__ __forceinline__ void drop_of_warp(Probabilities<C>& p_rmem, const Dro
     queries[r] = cta.work.first_row + cta.packed_heads.row(row_of_tile);
     batch_heads[r] = cta.work.batch_head + cta.packed_heads.head(row_of_tile);
   }
-  math::drop_weights<C::STEP_KEYS>(p_rmem[0], dropout, queries, batch_heads,
-                                   key_first + thread % 4 * 2);
+  device::drop_weights<C::STEP_KEYS>(p_rmem[0], dropout, queries, batch_heads,
+                                     key_first + thread % 4 * 2);
 }
 
 // Which keys of a block some row of the warp sees, from scores that have been masked: bit 2n + i is
-// the key 8n + i from this lane's first one on, as in math::lane_bits(). Called by whole warps.
+// the key 8n + i from this lane's first one on, as in device::lane_bits(). Called by whole warps.
 template <class C>
-__device__ __forceinline__ uint32_t keys_of_warp(const math::Scores<C>& s_rmem) {
+__device__ __forceinline__ uint32_t keys_of_warp(const device::Scores<C>& s_rmem) {
   uint32_t seen = 0;
 #pragma unroll
   for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float (&s)[4] = s_rmem[0][n];
-      if (s[i] != math::MINUS_INFINITY || s[2 + i] != math::MINUS_INFINITY)
+      if (s[i] != device::MINUS_INFINITY || s[2 + i] != device::MINUS_INFINITY)
         seen |= 1u << (2 * n + i);
     }
   }
 #pragma unroll
-  for (int rows = 4; rows < 32; rows *= 2) seen |= __shfl_xor_sync(math::FULL_WARP, seen, rows);
+  for (int rows = 4; rows < 32; rows *= 2) seen |= __shfl_xor_sync(device::FULL_WARP, seen, rows);
   return seen;
 }
 template <class C>
@@ -98,12 +98,12 @@ constexpr uint32_t ALL_KEYS = (1u << C::STEP_KEYS / 4) - 1;
 // O += P V for STEP_KEYS keys, of which no row of the warp sees those that `seen` lacks: their P is
 // 0, but 0 * NaN would be NaN, so that they count as 0 in V too. Called by whole warps.
 template <class C>
-__device__ __forceinline__ void multiply_seen_pv(math::Outputs<C>& o_rmem,
+__device__ __forceinline__ void multiply_seen_pv(device::Outputs<C>& o_rmem,
                                                  const Probabilities<C>& p_rmem,
                                                  uint32_t v_smem /* this lane's row */,
                                                  uint32_t seen) {
   static_assert(C::V_PACK == 1 && C::M_TILES == 1 && C::STEP_KEYS <= 64);
-  if (__all_sync(math::FULL_WARP, seen == ALL_KEYS<C>)) {
+  if (__all_sync(device::FULL_WARP, seen == ALL_KEYS<C>)) {
     multiply_pv<C>(o_rmem, p_rmem, v_smem);
     return;
   }
@@ -133,7 +133,7 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
   static_assert(sizeof(MaskedContext) <= C::CONTEXT_BYTES);
   MaskedContext& cta = *reinterpret_cast<MaskedContext*>(shared + C::CONTEXT_SMEM);
   {
-    const math::Work work = find_work<C>(call);
+    const device::Work work = find_work<C>(call);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) cta = make_masked_context(call, work);
   }
@@ -141,42 +141,42 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
 
   KeyBlocks<C> blocks(params, cta, shared_smem);
   blocks.take_share(call.partials, blockIdx.x % call.partials.splits);
-  const math::TileMasks masks(all_params.masks, params, cta.work, cta.packed_heads);
+  const device::TileMasks masks(all_params.masks, params, cta.work, cta.packed_heads);
   const auto find_masks = [&] { return masks; };
-  const math::SeenKeyBlocks<C, decltype(find_masks)> walk{find_masks, blocks.begin};
+  const device::SeenKeyBlocks<C, decltype(find_masks)> walk{find_masks, blocks.begin};
   blocks.last = walk.look_behind(blocks.last + C::BLOCK_K);
   if (walk.has(blocks.last)) blocks.start(shared);
 
-  math::Outputs<C> o_rmem = {};
-  math::RowState<C> state;
+  device::Outputs<C> o_rmem = {};
+  device::RowState<C> state;
   state.large = false;
-  math::clear(state);
+  device::clear(state);
   struct Weighed {
-    math::LaneMasks<C> of_lane;
+    device::LaneMasks<C> of_lane;
     Probabilities<C> p_rmem;
     uint32_t seen;
   };
   blocks.template visit<Weighed>(
       walk,
       [&](Weighed& weighed, int key_first) {
-        math::find_lane_masks<C>(weighed.of_lane, all_params.masks, params, cta,
-                                 first_row_of_warp<C>(ptx::mov_tid_x_volatile()), key_first);
+        device::find_lane_masks<C>(weighed.of_lane, all_params.masks, params, cta,
+                                   first_row_of_warp<C>(ptx::mov_tid_x_volatile()), key_first);
         return weighed.of_lane.any;
       },
       [&](Weighed& weighed, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
           int key_first) {
-        const math::RaiseLimits<C> limits(state);
-        math::Scores<C> s_rmem;
+        const device::RaiseLimits<C> limits(state);
+        device::Scores<C> s_rmem;
         multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        math::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+        device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
         weighed.seen = ALL_KEYS<C>;
         if (weighed.of_lane.changes) {
-          math::apply_lane_masks<C>(s_rmem, weighed.of_lane, all_params.masks, 1.0f);
+          device::apply_lane_masks<C>(s_rmem, weighed.of_lane, all_params.masks, 1.0f);
           weighed.seen = keys_of_warp<C>(s_rmem);
         }
         const float exp2_scale =
-            math::follow_maxima<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
-        math::weigh_all_scores<C>(s_rmem, weighed.p_rmem, state, exp2_scale);
+            device::update_row_max<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
+        device::exponentiate_all_scores<C>(s_rmem, weighed.p_rmem, state, exp2_scale);
         if (all_params.dropout.state_gmem != nullptr)
           drop_of_warp<C>(weighed.p_rmem, all_params.dropout, cta, key_first);
       },

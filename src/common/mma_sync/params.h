@@ -10,13 +10,13 @@
 #include "common/attention_params.h"
 #include "common/backward_params.h"
 #include "common/descales.h"
+#include "common/device/host_device.h"
+#include "common/device/packed_heads.cuh"
 #include "common/dropout_params.h"
 #include "common/dropped_heads.h"
 #include "common/dtype.h"
 #include "common/kv_cache.h"
 #include "common/mask_params.h"
-#include "common/math/host_device.h"
-#include "common/math/packed_heads.cuh"
 #include "common/partials.h"
 
 namespace archflash::mma_sync {
@@ -24,7 +24,7 @@ namespace archflash::mma_sync {
 struct FewRowsParams {
   AttentionParams attention;
   Partials partials;
-  math::PackedHeads packed_heads;
+  device::PackedHeads packed_heads;
 };
 static_assert(std::is_trivially_copyable_v<FewRowsParams>);
 static_assert(offsetof(FewRowsParams, attention) == 0,
@@ -33,12 +33,12 @@ static_assert(offsetof(FewRowsParams, attention) == 0,
 struct CacheParams {
   AttentionParams attention;  // nk is the capacity of a sequence
   Partials partials;
-  math::PackedHeads packed_heads;
+  device::PackedHeads packed_heads;
   KvCache cache;
   // Used where the cache holds 8-bit numbers: what they are multiplied by, and their dtype.
   Descale k_descale, v_descale;
   DType cache_dtype;
-  int32_t attention_chunk;  // positions of a chunk of math::ChunkedKeys; 0: no chunks
+  int32_t attention_chunk;  // positions of a chunk of device::ChunkedKeys; 0: no chunks
   AlibiSlopes slopes;       // read by the kernels of decode_fwd.cuh only
   // Where packed sequences of few rows and of many are served by a launch each: the former have at
   // most so many rows; decode_fwd.cuh serves them, attention_fwd.cuh the others. 0: one launch.

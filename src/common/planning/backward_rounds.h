@@ -52,7 +52,7 @@ Reasons refuse_rounds(const BackwardProblem& problem, const std::string& impleme
 // The map of dO at `offset` of a parameter block: (columns, rows, heads, batch).
 TensorMapSpec dout_map(const BackwardProblem& problem, int offset, const Box& box);
 
-// The rounds of all heads; those of packed sequences as math::varlen_tile_start() counts.
+// The rounds of all heads; those of packed sequences as device::varlen_tile_start() counts.
 int64_t count_rounds(const Problem& call, int64_t round_rows);
 
 // The exp2_scale of the main kernel: without a softcap a score becomes a logarithm to base 2 by one

@@ -185,7 +185,7 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   // right before.)
   const bool all_at_once = !chosen.combines() && !for_few_rows && !core::has_append(problem) &&
                            tiles * splits <= int64_t{plan.tile.ctas_per_sm} * device.sm_count;
-  attention.starts_early = decodes && !all_at_once;
+  attention.uses_pdl = decodes && !all_at_once;
   if (decodes && chosen.combines()) {
     Launch& combine = plan.launches[1];
     combine.kernel += "_decode";
@@ -219,8 +219,8 @@ std::optional<FewRowsPlan> plan_few_rows(const std::string& folder,
   const core::Tile* found = core::choose(folder, tiles, problem, device).tile;
   if (found == nullptr) return {};
   Choice few{*found};
-  const math::PackedHeads packed =
-      math::pack_heads(few.tile.block_q, static_cast<int>(problem.heads_q / problem.heads_kv));
+  const device::PackedHeads packed =
+      device::pack_heads(few.tile.block_q, static_cast<int>(problem.heads_q / problem.heads_kv));
   few.tile.block_q = packed.rows();
   few.tile.packed_heads = packed.count;
   if (packed.count * problem.heads_kv != problem.heads_q) return {};  // they need several tiles

@@ -4,7 +4,7 @@
 #include <map>
 #include <numeric>
 
-#include "common/math/row_tiles.h"
+#include "common/device/row_tiles.h"
 #include "common/planning/core_set.h"
 #include "common/planning/order.h"
 
@@ -26,7 +26,7 @@ int64_t keys_of_row_tile(const Problem& problem, const TileChoice& tile, int64_t
                          int64_t index) {
   int64_t row = index * tile.block_q, rows = tile.block_q;
   if (tile.row_step > 0) {
-    const math::RowTile moved = math::row_tile_from_end(
+    const device::RowTile moved = device::row_tile_from_end(
         static_cast<int>(nq), static_cast<int>(row), tile.block_q, static_cast<int>(tile.row_step));
     row = moved.first_row, rows = moved.end_row - moved.first_row;
   }

@@ -17,7 +17,7 @@ namespace archflash::core {
 // Who computes which tile.
 enum class Walk {
   // Tiles are handed out in rounds, one to each worker, every second round in reverse order
-  // (math::SharedTileIndex).
+  // (device::SharedTileIndex).
   Rounds,
   // The next tile goes to the worker that is free first. A grid with a CTA for each tile does this,
   // and so do CTAs that stay and count tiles up.
@@ -47,7 +47,7 @@ struct TileTime {
 };
 
 // The tiles of a plan's first launch in the order in which its kernel counts them
-// (math::find_work). `lengths` is read for packed sequences only. Position offsets that only the
+// (device::find_work). `lengths` is read for packed sequences only. Position offsets that only the
 // device knows count as their default.
 std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths);
 

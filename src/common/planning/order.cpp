@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "common/math/visible_keys.cuh"
+#include "common/device/visible_keys.cuh"
 #include "common/planning/core_set.h"
 
 namespace archflash::core {
@@ -59,7 +59,7 @@ int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t n
                      int64_t first_row) {
   constexpr int64_t NO_SIDE = int64_t{1} << 62;  // what visible_keys() takes for an open window
   const bool known = !problem.q_offset_default && !problem.q_offset_tensor;
-  const math::VisibleKeys visible = math::visible_keys(
+  const device::VisibleKeys visible = device::visible_keys(
       static_cast<int>(nq), static_cast<int>(nk), known ? problem.q_offset : nk - nq,
       std::min(problem.window_left, NO_SIDE), std::min(problem.window_right, NO_SIDE));
   const int64_t last_row = std::min(first_row + block_q, nq) - 1;

@@ -71,7 +71,7 @@ struct Launch {
   // It may start while the launch before it in the stream still runs, be it of this plan or not.
   // Its kernel waits for that one's end itself (ptx/grid_dependency.cuh). The registry takes it
   // back where the code at hand cannot wait.
-  bool starts_early = false;
+  bool uses_pdl = false;
   std::vector<uint8_t> params;  // the kernel's one parameter, addresses not yet filled in
   std::vector<PointerSlot> pointers;
   std::vector<TensorMapSpec> tensor_maps;
@@ -100,7 +100,7 @@ struct TileChoice {
   int64_t turned_begin = 0;     // tiles of a head that come in the opposite direction (TileOrder)
   int64_t turned_end = 0;
   // The tiles of a sequence end with it, as far as whole steps of so many rows take them there
-  // (math::row_tile_from_end); 0: they begin with it.
+  // (device::row_tile_from_end); 0: they begin with it.
   int64_t row_step = 0;
   bool summarizes_masks = false;  // a launch before summarizes the masks as data for its kernel
 };

@@ -66,7 +66,7 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
 
 int64_t combine_ctas(const Problem& problem) { return ceil_div(all_rows(problem), COMBINE_WARPS); }
 
-math::PackedHeads packed_heads(const Tile& tile) {
+device::PackedHeads packed_heads(const Tile& tile) {
   return {tile.packed_heads, std::countr_zero(static_cast<unsigned>(tile.block_q))};
 }
 
@@ -152,7 +152,7 @@ void combine_shares(Launch& combine, int64_t splits, int64_t share_keys, int64_t
   params.base_scale = base_scale;
   combine.params = bytes(params);
   combine.grid[0] = ceil_div(params.partials.rows, COMBINE_WARPS / params.warps_of_row);
-  combine.starts_early = true;
+  combine.uses_pdl = true;
 }
 
 }  // namespace archflash::core

@@ -10,7 +10,7 @@
 #include <string>
 #include <variant>
 
-#include "common/math/packed_heads.cuh"
+#include "common/device/packed_heads.cuh"
 #include "common/partials.h"
 #include "common/planning/core_set.h"
 #include "common/planning/plan.h"
@@ -37,7 +37,7 @@ int64_t visited_keys(const Problem& problem, const Tile& tile);
 int64_t combine_ctas(const Problem& problem);
 
 // How the kernel of a tile that can_split reads which rows the tile has.
-math::PackedHeads packed_heads(const Tile& tile);
+device::PackedHeads packed_heads(const Tile& tile);
 
 // A tile of a folder's table, and the shares of its keys.
 template <class T>

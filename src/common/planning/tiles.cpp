@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "common/math/packed_heads.cuh"
+#include "common/device/packed_heads.cuh"
 #include "common/planning/core_set.h"
 
 namespace archflash::core {
@@ -49,7 +49,7 @@ void pack_heads(const Problem& problem, Tile& tile) {
   if (heads_per_kv == 1 || (loads_by_map && problem.q.head == 0) ||
       (stores_by_map && problem.out.head == 0))
     return;
-  const math::PackedHeads packed_heads = math::pack_heads(tile.block_q, heads_per_kv);
+  const device::PackedHeads packed_heads = device::pack_heads(tile.block_q, heads_per_kv);
   Tile packed = tile;
   packed.block_q = packed_heads.rows();
   packed.packed_heads = packed_heads.count;

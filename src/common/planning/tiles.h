@@ -87,7 +87,7 @@ constexpr Tile tile(const char* name, ServesFrom serves, const char* reason) {
   return tile;
 }
 
-// The box of a math::SlabTile, which counts `pack` elements as one column.
+// The box of a device::SlabTile, which counts `pack` elements as one column.
 template <class SlabTile>
 constexpr Box box(int pack) {
   return {SlabTile::SLAB * pack, SlabTile::BOX_ROWS, SlabTile::SWIZZLE};

@@ -1,4 +1,4 @@
-// A kernel that starts while the one before it in its stream still runs (Launch::starts_early).
+// A kernel that starts while the one before it in its stream still runs (Launch::uses_pdl).
 #pragma once
 
 namespace archflash::ptx {

@@ -1,8 +1,8 @@
 // images: bwd_f16 bwd_bf16
 // The backward kernels for fp16 and bf16 inputs. backward_config.cuh has their tiles.
+#include "common/device/backward_rows.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/backward_rows.cuh"
 #include "hopper/attention_bwd.cuh"
 #include "hopper/wide_bwd.cuh"
 
@@ -13,7 +13,7 @@ using D64Softcap = BackwardD64<DTYPE, true>;
 using D128Softcap = BackwardD128<DTYPE, true>;
 
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_rows), (BACKWARD_ROWS_THREADS), prepare<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(hopper_backward_sinks), (BACKWARD_SINKS_THREADS), math::backward_sinks)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_sinks), (BACKWARD_SINKS_THREADS), device::backward_sinks)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64), attention_bwd, BackwardD64<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_softcap), attention_bwd, D64Softcap)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64), (BACKWARD_DQ_THREADS),

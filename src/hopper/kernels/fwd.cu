@@ -1,8 +1,8 @@
 // images: fwd_f16 fwd_bf16
 // fp16 and bf16 inputs. Tiles: config.cuh.
+#include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/combine_splits.cuh"
 #include "hopper/attention_fwd.cuh"
 
 using namespace archflash;
@@ -22,4 +22,4 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_medium), attention_fwd, D192M
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_few), attention_fwd, D192Few<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_large), attention_fwd, D256Large<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_few), attention_fwd, D256Few<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(hopper_combine), (32 * COMBINE_WARPS), math::combine_splits<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_combine), (32 * COMBINE_WARPS), device::combine_splits<DTYPE>)

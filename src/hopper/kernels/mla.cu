@@ -1,8 +1,8 @@
 // images: mla_f16 mla_bf16
 // The kernels for latent caches in fp16 and bf16. mla_config.cuh has their tile.
+#include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/combine_splits.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/mla_fwd.cuh"
 
@@ -11,4 +11,4 @@ using namespace archflash::hopper;
 
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla), mla_fwd, MlaConfig<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_combine, mla), (32 * COMBINE_WARPS),
-                math::combine_splits<DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V>)
+                device::combine_splits<DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V>)

@@ -1,7 +1,7 @@
 // The backward kernels for fp32 inputs. backward_config.cuh has their tiles.
+#include "common/device/backward_rows.cuh"
+#include "common/device/backward_sums.cuh"
 #include "common/kernel_entry.cuh"
-#include "common/math/backward_rows.cuh"
-#include "common/math/backward_sums.cuh"
 #include "simt/attention_bwd.cuh"
 #include "simt/tiled_bwd.cuh"
 
@@ -9,7 +9,7 @@ using namespace archflash;
 using namespace archflash::simt;
 
 ARCHFLASH_BACKWARD_ROWS_KERNEL(simt_backward_rows_f32, DType::F32)
-ARCHFLASH_ENTRY(simt_backward_sinks_f32, (BACKWARD_SINKS_THREADS), math::backward_sinks)
+ARCHFLASH_ENTRY(simt_backward_sinks_f32, (BACKWARD_SINKS_THREADS), device::backward_sinks)
 ARCHFLASH_ENTRY(simt_backward_dq_f32, (BACKWARD_DQ_THREADS), tiled_dq)
 ARCHFLASH_KERNEL(simt_attention_bwd_f32_d64_keys, attention_bwd, BackwardD64<Owns::Keys>)
 ARCHFLASH_KERNEL(simt_attention_bwd_f32_d64_queries, attention_bwd, BackwardD64<Owns::Queries>)

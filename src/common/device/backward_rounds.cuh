@@ -1,0 +1,406 @@
+// A backward pass whose CTAs own keys and go over rounds of query rows. What is the same in every
+// folder that has one: which rounds a CTA goes over, the warps that bring Q, dO and the terms of
+// their rows, and where the sums of dQ lie. `Params` is a folder's BackwardKernelParams; C is a
+// kernel's tile, of which a round has ROUND rows in BLOCKS_OF_ROUND blocks of BLOCK rows.
+#pragma once
+
+#include <cstdint>
+
+#include "common/backward_params.h"
+#include "common/device/attention_work.cuh"
+#include "common/device/backward_rows.cuh"
+#include "common/device/backward_work.cuh"
+#include "common/device/ring.cuh"
+#include "common/device/slab_load.cuh"
+#include "common/device/uniform.cuh"
+#include "common/device/varlen_tiles.cuh"
+#include "common/ptx/ex2.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/lg2.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/warp_roles.cuh"
+#include "common/tensor_map.h"
+
+namespace archflash::device {
+
+// What a CTA works on, in shared memory.
+struct CtaWork : BackwardWork {
+  // The query rows that it goes over: of whole rounds, which see its keys, the first rows of the
+  // first and of the last one; begin > last: none. It goes over the heads that share a head of K
+  // inside of a round, and over the rounds from `start` to the first one and then from the last one
+  // on; or, if `upwards`, from the first one to the last one.
+  int begin, last, start;
+  bool upwards;
+  int blocks;  // of all rounds and heads
+  // In turns: which one of its head the CTA has, and what the CTA of the turn before has, which is
+  // that of the keys before, or behind if `upwards`; before_begin > before_last: no round.
+  int turn;
+  int before_begin, before_last, before_start;
+  // The number of the first head's first round among all rounds, and what comes to it for the next
+  // head and for the next round.
+  int dq_first, dq_next_head, dq_next_round;
+};
+
+// The number of the round of query row `row` among those of all heads.
+template <class C, class Params>
+__device__ __forceinline__ int dq_round(const Params& params, int batch, int head, int row) {
+  const AttentionParams& attention = params.backward.attention;
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  if (cu_q == nullptr) return (batch * attention.heads_q + head) * params.rounds + row / C::ROUND;
+  const int tile = varlen_tile_start(cu_q, batch, C::ROUND) + row / C::ROUND;
+  return tile * attention.heads_q + head;
+}
+
+// The round that a CTA begins with in turns: the last one, or where a round has two sums
+// (core::sums_of_round()) later keys with a later one. There a CTA comes to a round behind the CTA
+// of the keys before, if either both or none of them have come to their first round in between.
+template <class Params>
+__device__ __forceinline__ int start_in_turns(const Params& params, int first_key, int begin,
+                                              int last) {
+  return params.sums_of_round == 1 ? last : min(begin + first_key, last);
+}
+
+// Adds the query rows to what a CTA works on. upwards: in turns the tiles of its head come from the
+// last one to the first.
+template <class C, class Params>
+__device__ __forceinline__ CtaWork find_queries(const Params& params, const BackwardWork& work,
+                                                bool upwards = false) {
+  const AttentionParams& attention = params.backward.attention;
+  CtaWork cta{work};
+  cta.before_last = -1;
+  const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
+  cta.begin = work.visible.first(work.first_row) & -C::ROUND;
+  cta.last = work.visible.last(last_row) & -C::ROUND;
+  const int rounds = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::ROUND + 1;
+  cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
+  cta.start = cta.last;
+  if (params.turns_gmem == nullptr) {
+    // CTAs begin so many steps apart at most that L2 has what the one before has read.
+    constexpr int STEPS_APART = C::HEAD_DIM > 128 ? 1 : 4;
+    const int apart = work.first_row / C::ROWS * STEPS_APART / max(work.heads, STEPS_APART);
+    if (rounds > 0) cta.start -= apart % rounds * C::ROUND;
+  } else {
+    const int tile = work.first_row / C::ROWS;
+    cta.upwards = upwards;
+    cta.turn = upwards ? (work.own_rows - 1) / C::ROWS - tile : tile;
+    cta.start = upwards ? cta.begin : start_in_turns(params, work.first_row, cta.begin, cta.last);
+    if (cta.turn > 0) {
+      const int before = work.first_row + (upwards ? C::ROWS : -C::ROWS);
+      const int before_end = min(before + C::ROWS, work.own_rows);
+      cta.before_begin = work.visible.first(before) & -C::ROUND;
+      cta.before_last = work.visible.last(before_end - 1) & -C::ROUND;
+      cta.before_start = start_in_turns(params, before, cta.before_begin, cta.before_last);
+    }
+  }
+  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
+  cta.dq_first = dq_round<C>(params, work.batch, work.head * attention.heads_per_kv, 0);
+  cta.dq_next_head = packed ? 1 : params.rounds;
+  cta.dq_next_round = packed ? attention.heads_q : 1;
+  return cta;
+}
+
+// The block of queries that a CTA is at: its rounds, and in these its heads.
+template <class C>
+struct BlockPosition {
+  int head = 0, row;  // of the heads that share a head of K; the block's first row
+
+  __device__ __forceinline__ void next_round(const CtaWork& cta) {
+    if (++head < uniform(cta.heads)) return;
+    head = 0;
+    row += uniform(cta.upwards) ? C::ROUND : -C::ROUND;
+    if (row < uniform(cta.begin)) row = uniform(cta.last);
+  }
+};
+
+// --- sums of dQ ---
+
+// Where a CTA adds its part of a round's dQ. In turns the order is that of the keys, or the other
+// way round for CTAs that go upwards. A round may have two sums side by side: one of the CTAs that
+// come to it before their first round, the other one of those that come to it after that. CTAs that
+// go upwards use the first one alone.
+struct DqTurn {
+  int sum;     // its number among all sums
+  bool waits;  // the CTA of the turn before adds to it
+};
+
+template <class C, class Params>
+__device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& cta,
+                                          const BlockPosition<C>& block) {
+  const int round =
+      cta.dq_first + block.head * cta.dq_next_head + block.row / C::ROUND * cta.dq_next_round;
+  if (params.turns_gmem == nullptr) return {round, false};
+  const bool after = !cta.upwards && block.row > cta.start;
+  return {params.sums_of_round * round + (after ? 1 : 0),
+          block.row >= cta.before_begin && block.row <= cta.before_last &&
+              (cta.upwards || (block.row > cta.before_start) == after)};
+}
+
+// The columns of the sums: those of dQ, or as many more as make steps of C::SUMS_STEP.
+template <class C>
+__device__ __forceinline__ int sums_columns(int d) {
+  if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
+    return C::HEAD_DIM;
+  } else {
+    return (d + C::SUMS_STEP - 1) / C::SUMS_STEP * C::SUMS_STEP;
+  }
+}
+
+// The rows of the sums of a round: kernels that leave out columns leave out rows, too.
+template <class C, class Params>
+__device__ __forceinline__ int sums_rows(const Params& params) {
+  if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
+    return C::ROUND;
+  } else {
+    return params.sums_rows;
+  }
+}
+
+// How many floats the sums of a round are.
+template <class C, class Params>
+__device__ __forceinline__ int round_sums(const Params& params) {
+  return sums_rows<C>(params) * sums_columns<C>(params.backward.attention.d);
+}
+
+// Where sums number `sum` start.
+template <class C, class Params>
+__device__ __forceinline__ float* sums_of_round(const Params& params, int64_t sum) {
+  return params.dq_sums_gmem + sum * round_sums<C>(params);
+}
+
+// The sums of a round, when all CTAs have added to them.
+template <class C>
+struct SumsOfRound {
+  const float4* sums_gmem;
+  int to_second;   // in chunks of 16 bytes
+  bool any, both;  // whether a CTA has added to the first one, and whether to a second one
+
+  template <class Params>
+  __device__ __forceinline__ SumsOfRound(const Params& params, int64_t round)
+      : to_second(round_sums<C>(params) / 4), any(true), both(false) {
+    const int32_t* turns_gmem = params.turns_gmem;
+    if (turns_gmem != nullptr) {
+      round *= params.sums_of_round;
+      any = turns_gmem[round] != 0;
+      both = params.sums_of_round > 1 && turns_gmem[round + 1] != 0;
+    }
+    sums_gmem = reinterpret_cast<const float4*>(sums_of_round<C>(params, round));
+  }
+
+  __device__ __forceinline__ float4 at(int index) const {
+    float4 sums = {};
+    if (any) sums = sums_gmem[index];
+    if (both) {
+      const float4 more = sums_gmem[to_second + index];
+      sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+    }
+    return sums;
+  }
+};
+
+// --- what comes before the main kernel ---
+
+// Writes the terms of all query rows, and zeros to the sums of dQ. In turns the first CTA writes a
+// sum, and so only the turns become zeros.
+template <DType DTYPE, class Params>
+__device__ __forceinline__ void prepare_rounds(const Params& params) {
+  void* const cleared_gmem =
+      params.turns_gmem == nullptr ? static_cast<void*>(params.dq_sums_gmem) : params.turns_gmem;
+  backward_rows<DTYPE>(params.backward, [&] { clear_by_grid(cleared_gmem, params.cleared_bytes); });
+}
+
+// --- the warp that loads K, V, Q and dO ---
+
+// Brings K and V once, and Q and dO of each block. The rings are at their first stage, and end
+// where the next block would come.
+template <class C, class Params, class Barriers>
+__device__ __forceinline__ void load_rounds(const Params& params, const CtaWork& work,
+                                            unsigned char* shared, uint32_t shared_smem,
+                                            const Barriers& barriers,
+                                            RingPosition<C::Q_STAGES>& q_ring,
+                                            RingPosition<C::DOUT_STAGES>& dout_ring) {
+  const AttentionParams& attention = params.backward.attention;
+  const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
+  const bool packed = attention.cu_seqlens_q_gmem != nullptr;
+  uint32_t ragged_parity = 0;
+
+  // Loads rows of a sequence that starts at row `start` of the tensor and has `rows` of them, of
+  // which those from `begin` to `end` count. Without cu_seqlens TMA reads zeros behind its end.
+  const auto load_rows = [&]<class Tile>(int offset, const TensorMap& map, int start, int row,
+                                         int rows, int begin, int end, int head, int batch,
+                                         uint32_t full) {
+    const bool ragged = row < begin || (row + Tile::ROWS > end && (packed || end < rows));
+    if (leader) {
+      start_load<Tile>(shared_smem + offset, map, start + row, head, batch,
+                       ragged ? barriers.ragged() : full);
+    }
+    if (!ragged) return;
+    ptx::mbarrier_wait_parity(barriers.ragged(), ragged_parity);  // the tile has landed
+    ragged_parity ^= 1;
+    // The volatile read keeps the number of the lane out of the registers until here.
+    clear_rows<Tile>(shared + offset, begin - row, end - row, ptx::mov_tid_x_volatile());
+    if (leader) ptx::mbarrier_arrive(full);
+  };
+  const auto load_keys = [&](int offset, const TensorMap& map, int64_t head_stride,
+                             int64_t batch_stride, uint32_t full) {
+    load_rows.template operator()<typename C::KTile>(
+        offset, map, work.own_start, work.first_row, work.own_rows, work.own_begin(),
+        work.own_end(), head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
+  };
+  const auto load_queries = [&](int offset, const TensorMap& map, int64_t head_stride,
+                                int64_t batch_stride, int head, int row, uint32_t full) {
+    load_rows.template operator()<typename C::QTile>(
+        offset, map, work.passing_start, row, work.passing_rows, work.passing_begin(),
+        work.passing_end(), head_stride == 0 ? 0 : head, batch_stride == 0 ? 0 : work.batch, full);
+  };
+
+  load_keys(C::K_SMEM, params.k_map, attention.k_head, attention.k_batch, barriers.k_full());
+  bool v_due = true;
+  BlockPosition<C> block{0, work.start};
+#pragma unroll 1
+  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+    const int head = work.head * attention.heads_per_kv + block.head;
+#pragma unroll 1
+    for (int row = block.row; row < block.row + C::ROUND; row += C::BLOCK) {
+      ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+      load_queries(C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
+                   attention.q_batch, head, row, barriers.q_full(q_ring.stage));
+      q_ring.advance();
+      if (v_due) {  // behind the first Q, because S comes before dP
+        load_keys(C::V_SMEM, params.v_map, attention.v_head, attention.v_batch, barriers.v_full());
+        v_due = false;
+      }
+      ptx::mbarrier_wait_parity(barriers.dout_empty(dout_ring.stage), dout_ring.parity ^ 1);
+      load_queries(C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES, params.dout_map,
+                   params.backward.dout_head, params.backward.dout_batch, head, row,
+                   barriers.dout_full(dout_ring.stage));
+      dout_ring.advance();
+    }
+    block.next_round(work);
+  }
+}
+
+// --- the warp that brings the terms of a block's rows ---
+
+// What the terms of a block end with, in shared memory.
+struct BlockNote {
+  int row;  // the block's first row
+  // A bit for each warp's keys: not all of them are there and seen by all rows. P of a key behind
+  // the end must be 0, because its dS may be too large for 16 bits, and infinity * 0 spoils dQ.
+  unsigned masked_warps;
+};
+
+// Writes LSEs, deltas and a note of each block to shared memory, in the ring of Q. A warp's keys
+// are WARP_ROWS of KEY_WARPS * WARP_ROWS.
+template <class C, class Params, class Barriers>
+__device__ __forceinline__ void load_terms_of_rounds(const Params& params, const CtaWork& work,
+                                                     unsigned char* shared,
+                                                     const Barriers& barriers) {
+  const int lane = threadIdx.x % 32;
+  RingPosition<C::Q_STAGES> q_ring;
+  BlockPosition<C> block{0, work.start};
+  if constexpr (C::USES_PDL) ptx::griddepcontrol_wait();  // the terms are written
+#pragma unroll 1
+  for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+    const int head = work.head * params.backward.attention.heads_per_kv + block.head;
+    const RowTerms* terms_gmem = terms_of(params.backward, work.batch, head, work.passing_start);
+#pragma unroll 1
+    for (int first = block.row; first < block.row + C::ROUND; first += C::BLOCK) {
+      RowTerms terms[C::BLOCK / 32];
+#pragma unroll
+      for (int j = 0; j < C::BLOCK / 32; ++j) {
+        const int row = first + 32 * j + lane;
+        // P of rows behind the end is 0.
+        terms[j] = {-MINUS_INFINITY, 0.0f};
+        if (row < work.passing_rows) terms[j] = terms_gmem[row];
+      }
+      ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+      float* of_stage =
+          reinterpret_cast<float*>(shared + C::TERMS_SMEM + q_ring.stage * C::TERMS_BYTES);
+#pragma unroll
+      for (int j = 0; j < C::BLOCK / 32; ++j) {
+        of_stage[32 * j + lane] = terms[j].lse_log2;
+        of_stage[C::BLOCK + 32 * j + lane] = terms[j].delta;
+      }
+      const int first_key = work.first_row + lane % C::KEY_WARPS * C::WARP_ROWS;
+      const int last_key = first_key + C::WARP_ROWS - 1;
+      const bool masks = last_key >= work.own_rows ||
+                         work.visible.masks(first_key, last_key, first, first + C::BLOCK - 1);
+      const unsigned masked_warps = __ballot_sync(FULL_WARP, masks);
+      if (lane == 0) {
+        *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {first, masked_warps};
+      }
+      release(barriers.q_full(q_ring.stage));
+      q_ring.advance();
+    }
+    block.next_round(work);
+  }
+}
+
+// --- softcap ---
+
+// A score becomes softcap * tanh(score / softcap). The error of tanh is relative to its result, as
+// that of 1 - 2 / (1 + e^2x) is not near 0; the series ends with an error of 2^-24 at its limit.
+__device__ __forceinline__ float cap_score(float score, const AttentionParams& params) {
+  constexpr float SERIES_LIMIT = 0.1f;
+  const float x = score * params.tanh_scale;
+  const float square = x * x;
+  const float series = fmaf(x * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), x);
+  const float power = ptx::ex2_approx_ftz(x * (2.0f * LOG2_E));
+  const float far = 1.0f - __fdividef(2.0f, 1.0f + power);
+  return params.softcap * (square < SERIES_LIMIT * SERIES_LIMIT ? series : far);
+}
+
+// The derivative of softcap * tanh(x / softcap) by x: 1 - tanh(x / softcap)^2. The tanh comes from
+// P = 2^(score - LSE), because the score is no longer there. Where P is 0, tanh is anything.
+__device__ __forceinline__ float softcap_derivative(float p, float lse, float uncap) {
+  constexpr float LEAST_EXPONENT = -126.0f;
+  const float exponent = fmaxf(ptx::lg2_approx_ftz(p), LEAST_EXPONENT);
+  const float tanh = (exponent + lse) * uncap;
+  return fmaxf(fmaf(-tanh, tanh, 1.0f), 0.0f);
+}
+
+// --- what comes behind the main kernel: dQ, when all CTAs have added to its sums ---
+
+// A round of queries of a head, by its number among all rounds.
+struct SummedRound {
+  int batch, head;
+  int first_row;  // of its sequence
+  int rows;       // of its sequence; negative: no sequence has this round
+};
+
+template <class C, class Params>
+__device__ __forceinline__ SummedRound find_summed_round(const Params& params, int index) {
+  const AttentionParams& attention = params.backward.attention;
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  SummedRound found;
+  if (cu_q == nullptr) {
+    found.head = index / params.rounds % attention.heads_q;
+    found.batch = index / params.rounds / attention.heads_q;
+    found.first_row = index % params.rounds * C::ROUND;
+    found.rows = attention.nq;
+  } else {
+    found.head = index % attention.heads_q;
+    const int tile = index / attention.heads_q;
+    found.rows = -1;
+    found.batch = find_varlen_sequence(cu_q, attention.batch, C::ROUND, tile);
+    if (found.batch < 0) return found;
+    found.first_row = (tile - varlen_tile_start(cu_q, found.batch, C::ROUND)) * C::ROUND;
+    found.rows = sequence_start(cu_q, found.batch + 1, attention.nq) -
+                 sequence_start(cu_q, found.batch, attention.nq);
+  }
+  return found;
+}
+
+// Where the gradient of a round's sequence starts, in elements from the start of the tensor.
+template <class Params>
+__device__ __forceinline__ int64_t gradient_of_sequence(const Params& params,
+                                                        const SummedRound& round) {
+  const AttentionParams& attention = params.backward.attention;
+  const GradientParams& gradient = params.backward.dq;
+  const int first = sequence_start(attention.cu_seqlens_q_gmem, round.batch, attention.nq);
+  return round.batch * gradient.batch + round.head * gradient.head +
+         static_cast<int64_t>(first) * gradient.row;
+}
+
+}  // namespace archflash::device
