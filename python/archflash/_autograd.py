@@ -26,8 +26,10 @@ _TENSORS = tuple(
 _SINKS, _MASK, _RETURN_LSE = map(_options.OF_ATTENTION.index, ("sinks", "attn_mask", "return_lse"))
 
 
-class _Attention(torch.autograd.Function):
-    """The node. What `forward` returns was computed before, in the call that reads the tensors."""
+class ArchflashAttention(torch.autograd.Function):
+    """The node, in profiles ArchflashAttentionBackward. What `forward` returns was computed before,
+    in the call that reads the tensors.
+    """
 
     @staticmethod
     def forward(
@@ -84,9 +86,9 @@ class _Attention(torch.autograd.Function):
         return None, dq, dk, dv, dsinks, dmask
 
 
-# The function in C++ behind `_Attention.apply`, which looks for transforms of torch.func first: the
-# runtime records no call inside of one.
-_apply: Any = super(torch.autograd.Function, _Attention).apply
+# The function in C++ behind `apply`, which looks for transforms of torch.func first: the runtime
+# records no call inside of one.
+_apply: Any = super(torch.autograd.Function, ArchflashAttention).apply
 
 
 def _record(
