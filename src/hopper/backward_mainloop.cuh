@@ -93,7 +93,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     }
   }();
   [[maybe_unused]] int weighed = 0, head = 0;  // blocks; the next one's head
-  const auto weigh = [&](int q_stage) {
+  const auto exponentiate = [&](int q_stage) {
     terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
     masks = note_of(q_stage)->masked_warps >> warp & 1;

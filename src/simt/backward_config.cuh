@@ -20,6 +20,7 @@ struct BackwardConfig {
   static constexpr int GRADIENTS = OWNS == Owns::Keys ? DK | DV : DQ;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int CTAS_PER_SM = 1;
   static constexpr int THREADS = THREADS_;
   static constexpr int ROWS = ROWS_;
   static constexpr int BLOCK = BLOCK_;

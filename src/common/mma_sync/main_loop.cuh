@@ -184,27 +184,29 @@ struct KeyBlocks {
   //   multiply(p_rmem, v_smem)                          adds P V to the outputs
   // where q_smem, k_smem and v_smem are the rows that this lane names to ldmatrix, and key_first is
   // the first key of the step. Between is what one leaves to the other, P or what it is made of.
-  template <class Between = Probabilities<C>, class Weigh, class Multiply>
-  __device__ __forceinline__ void visit(const Weigh& weigh, const Multiply& multiply) const {
+  template <class Between = Probabilities<C>, class Exponentiate, class Multiply>
+  __device__ __forceinline__ void visit(const Exponentiate& exponentiate,
+                                        const Multiply& multiply) const {
     visit<Between>(
         EveryBlock<C>{begin},
         [&](Between&, int key_first) {
           return WarpRows<C>(cta).any_sees(visible_keys<C>(cta), key_first);
         },
-        weigh, multiply);
+        exponentiate, multiply);
   }
 
   // The same from the block at `last` on in the order of a walk. sees(p_rmem, key_first) says
   // whether the warp computes a step; what it finds for the others goes into p_rmem.
-  template <class Between, class Walk, class Sees, class Weigh, class Multiply>
-  __device__ __forceinline__ void visit(const Walk& walk, const Sees& sees, const Weigh& weigh,
+  template <class Between, class Walk, class Sees, class Exponentiate, class Multiply>
+  __device__ __forceinline__ void visit(const Walk& walk, const Sees& sees,
+                                        const Exponentiate& exponentiate,
                                         const Multiply& multiply) const;
 };
 
 template <class C, class StartWithK>
-template <class Between, class Walk, class Sees, class Weigh, class Multiply>
+template <class Between, class Walk, class Sees, class Exponentiate, class Multiply>
 __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk, const Sees& sees,
-                                                                const Weigh& weigh,
+                                                                const Exponentiate& exponentiate,
                                                                 const Multiply& multiply) const {
   // The current stage's K is at stage_smem + K_SMEM, its V at stage_smem + V_SMEM.
   uint32_t stage_smem = shared_smem;

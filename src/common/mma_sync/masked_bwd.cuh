@@ -271,7 +271,7 @@ __device__ __forceinline__ void exponentiate_masked(Scores& s_rmem, Scores& dp_r
       }
     }
   }
-  const auto weigh = [&](auto with_cap, auto with_dropout) {
+  const auto exponentiate = [&](auto with_cap, auto with_dropout) {
     weigh_masked_scores<C, with_cap, with_dropout>(s_rmem, dp_rmem, params, cta, head, place, seen,
                                                    slopes, terms_of);
   };
