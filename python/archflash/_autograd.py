@@ -24,6 +24,7 @@ _TENSORS = tuple(
     i for i, row in enumerate(_options.ROWS) if row.of_attention and "tensor" in row.kind
 )
 _SINKS, _MASK, _RETURN_LSE = map(_options.OF_ATTENTION.index, ("sinks", "attn_mask", "return_lse"))
+_WINDOW = _options.OF_ATTENTION.index("window")
 
 
 class ArchflashAttention(torch.autograd.Function):
@@ -44,6 +45,8 @@ class ArchflashAttention(torch.autograd.Function):
             values = tuple(None if i in places else x for i, x in enumerate(values))
         else:
             places, given = (), ()
+        if isinstance(values[_WINDOW], list):  # which its owner may change before the backward pass
+            values = (*values[:_WINDOW], tuple(values[_WINDOW]), *values[_WINDOW + 1 :])
         ctx.call = (values, places, implementation, asks_for_deterministic())
         ctx.save_for_backward(q, k, v, out, lse, *given)
         ctx.set_materialize_grads(False)

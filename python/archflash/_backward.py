@@ -114,7 +114,7 @@ def attention_backward(
         )  # fmt: skip
         asked = _gradients.wants_deterministic() if deterministic is None else deterministic
         results: Any = _native.attention_backward(
-            *tensors, values, name, *given, accumulate, mask_gradient, asked,
+            *tensors, values, name, *given, bool(accumulate), bool(mask_gradient), bool(asked),
             torch.is_grad_enabled(),
         )  # fmt: skip
         if results is not NotImplemented:

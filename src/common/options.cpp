@@ -19,8 +19,10 @@ Reasons refused_options(bool flags_alone, const Problem& problem, const Descript
   for (const Option& option : OPTIONS) {
     if (option.advice && !option.flag) continue;
     if ((flags_alone && !option.flag) || !is_given(option, problem)) continue;
+    const std::string feature = feature_of(option);
     const auto& features = description.features;
-    if (std::find(features.begin(), features.end(), feature_of(option)) != features.end()) continue;
+    if (feature.empty() || std::find(features.begin(), features.end(), feature) != features.end())
+      continue;
     reasons.push_back(std::string(option.name) + (option.flag ? "=True: " : ": ") +
                       description.name + " does not serve this option; leave it at " +
                       (option.flag ? "False" : "None") + " or use implementation='torch'");

@@ -31,6 +31,7 @@ struct Option {
   // Whether a call gives the option; null where calls are not described by it, and for a Flag.
   bool (*given)(const Problem&) = nullptr;
   // How a folder that serves the option lists it among its features; the option's name if null.
+  // Empty: whoever serves caches serves it.
   const char* feature = nullptr;
   const char* default_text = nullptr;  // the default of a Text
   bool differentiable = false;         // whether autograd may want its gradient

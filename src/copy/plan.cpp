@@ -29,16 +29,20 @@ bool starts_rows(const Strides& strides, int64_t column, int32_t align, DType dt
   return column == 1 && align >= ROW_BYTES && together * dtype_bytes(dtype) % ROW_BYTES == 0;
 }
 
-// Copies a tensor unless kernels take it as it is, and changes its layout to that of the copy.
+// Copies a tensor unless kernels take it as it is, and changes its layout to that of the copy. A
+// gradient of the output that repeats one row, as that of a sum over rows does, is copied as well:
+// the forward call chose a kernel before anybody knew of it, and tensor maps have no such stride.
 void consider(Tensor tensor, Strides& strides, int64_t& column, int32_t& align, Copies& copies) {
-  if (tensor.columns == tensor.dense_columns && starts_rows(strides, column, align, tensor.dtype))
+  const bool repeats_dout = tensor.operand == Operand::DOut && strides.row == 0 && tensor.rows > 1;
+  if (!repeats_dout && tensor.columns == tensor.dense_columns &&
+      starts_rows(strides, column, align, tensor.dtype))
     return;
   if (column != 1 && align < dtype_bytes(tensor.dtype)) return;  // the kernels will refuse it
   tensor.given = strides, tensor.given_column = column, tensor.given_align = align;
   // Heads and batches that are repeated in memory are copied once. Rows are all copied: kernels
   // that read by tensor maps cannot repeat them.
-  if (strides.batch == 0) tensor.batch = 1;
-  if (strides.head == 0) tensor.heads = 1;
+  if (strides.batch == 0) tensor.batch = std::min<int64_t>(tensor.batch, 1);
+  if (strides.head == 0) tensor.heads = std::min<int64_t>(tensor.heads, 1);
   Strides& dense = tensor.dense;
   dense.row = tensor.rows == 1 ? 0 : tensor.dense_columns;
   dense.head = strides.head == 0 ? 0 : tensor.rows * tensor.dense_columns;

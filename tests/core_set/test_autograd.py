@@ -147,3 +147,54 @@ def test_the_function_gives_what_autograd_gives(kernel: str) -> None:
     for name, x in zip("qkv", (dq, dk, dv), strict=True):
         assert torch.equal(x, plain[name])
     assert torch.equal(dsinks.to(sinks.dtype), plain["sinks"])
+
+
+@each_kernel
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd", "packed"])
+def test_an_output_that_is_summed_over_its_rows(kernel: str, layout: str) -> None:
+    """As models that pool do: the gradient of the output repeats one row in memory."""
+    dtype = dtypes_with_gradients(on, kernel)[0]
+    options: dict[str, Any] = {"implementation": kernel}
+    if layout == "packed":
+        q, k, v = (on.rand(14, 2, 32, seed=seed, dtype=dtype) for seed in range(3))
+        ends = on.cu_seqlens((5, 9))
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    else:
+        q, k, v = on.qkv(6, 9, 32, dtype=dtype, heads=(2, 1))
+        options["layout"] = layout
+        if layout == "bnhd":
+            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = archflash.attention(*inputs, **options)
+    pooled = out.sum({"packed": 0, "bnhd": 1, "bhnd": 2}[layout])
+    dpooled = weight(pooled.shape).to(dtype)
+    found = torch.autograd.grad(pooled, inputs, dpooled, retain_graph=True)
+    dim = {"packed": 0, "bnhd": 1, "bhnd": 2}[layout]
+    dout = dpooled.unsqueeze(dim).expand_as(out).contiguous()
+    wanted = torch.autograd.grad(out, inputs, dout)
+    for mine, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-2, rtol=1e-2)
+
+
+@each_kernel
+def test_no_batches_with_sinks_and_an_expanded_gradient(kernel: str) -> None:
+    dtype = dtypes_with_gradients(on, kernel)[0]
+    q, k, v = (x[:0].requires_grad_() for x in on.qkv(6, 9, 32, dtype=dtype, heads=(2, 1)))
+    sinks = on.rand(2, seed=8, dtype=dtype).requires_grad_()
+    archflash.attention(q, k, v, sinks=sinks, implementation=kernel).sum().backward()
+    assert sinks.grad is not None
+    assert sinks.grad.tolist() == [0.0, 0.0]
+
+
+@each_kernel
+def test_a_window_that_its_owner_changes_before_the_backward_pass(kernel: str) -> None:
+    given = leaves(kernel)
+    q, k, v = (given[name] for name in "qkv")
+    window = [1, 0]
+    out = archflash.attention(q, k, v, window=window, implementation=kernel)
+    window[0] = 5
+    dout = weight(out.shape).to(out.dtype)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    again = archflash.attention(q, k, v, window=(1, 0), implementation=kernel)
+    for mine, right in zip(found, torch.autograd.grad(again, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-3, rtol=1e-3)
