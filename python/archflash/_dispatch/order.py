@@ -32,7 +32,8 @@ def of(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[st
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
     cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
-    pytorchs = pytorch.kernel_of(problem, capability)
+    # It does not fail, so `torch` uses the same as PyTorch itself.
+    pytorchs = pytorch.kernel_of(problem, capability, with_faults=True)
     if isinstance(pytorchs, list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
     if dense_mask_of_few_rows(problem):
