@@ -232,7 +232,9 @@ def _autocasts(device_type: str) -> bool:
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast casts nothing on a kind of device."""
-    if device_type in AUTOCAST_DEVICES:
+    if device_type in AUTOCAST_DEVICES and (
+        torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)
+    ):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
@@ -541,7 +543,7 @@ def _attention_bhnd(
     visible = _visible_keys(q, k, band, packed)
     nq, nk = q.shape[2], k.shape[2]
     alone = visible is None and masks.key_ranges is None and masks.block_mask is None
-    if attn_mask is not None and alone and not plain and not _differentiates(q, k, v, attn_mask):
+    if attn_mask is not None and alone and not plain:
         return _with_dense_mask(q, k, v, attn_mask[(None,) * (4 - attn_mask.ndim)], scale), None
     if masks.key_ranges is not None:
         visible = _in_ranges(visible, masks.key_ranges, nk)
@@ -591,23 +593,39 @@ def _with_dense_mask(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: 
     """SDPA with an attn_mask of four dimensions and nothing else. The mask may be as large as all
     scores, so it is handed on as it is, and read by few other operations.
 
-    As in `_attention_bhnd`, the products run on finite keys and values. One product of the mask
-    with what is to be known of each key tells which rows see any key, whose result is 0 otherwise,
-    and which see one that is not finite.
+    As in `_attention_bhnd`, the products run on finite keys and values, the result of a row that
+    sees no key is 0, and that of one that sees a key which is not finite is NaN. One product of the
+    mask with what is to be known of each key tells which rows these are.
     """
     nq, nk = q.shape[2], k.shape[2]
-    safe_k, safe_v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (k, v))
     mask = attn_mask
+    visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask != _MINUS_INF
+    finite = torch.maximum(_largest_of_rows(k), _largest_of_rows(v)) < math.inf  # (B, Hkv, Nk)
+    safe_k, safe_v = (torch.where(finite[..., None], x, 0.0) for x in (k, v))
+    bad = ~finite
+    if q.shape[1] != k.shape[1]:
+        bad = bad.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    seen = None
+    if _differentiates(q, k, v, attn_mask):
+        # The gradients of a row without keys would be NaN times 0: it sees all of them instead.
+        seen = visible.any(-1, keepdim=True)
+        mask = mask | ~seen if mask.dtype == torch.bool else torch.where(seen, mask, 0.0)
     if mask.device.type == "cuda" and mask.dtype != torch.bool:
         mask = _readable_by_fused_kernels(mask_for_fused_kernels(mask, nk))
     out = _sdpa(q, safe_k, safe_v, mask.expand(-1, -1, nq, nk), scale, is_causal=False)
-    visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask != _MINUS_INF
-    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))  # (B, Hkv, Nk)
-    bad = bad.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    of_key = torch.stack([torch.ones_like(bad), bad], -1)
-    rows = _any_of(visible.expand(-1, -1, -1, nk), of_key)
-    seen, spoiled = rows[..., :1], rows[..., 1:]
+    visible = visible.expand(-1, -1, -1, nk)
+    if seen is None:
+        rows = _any_of(visible, torch.stack([torch.ones_like(bad), bad], -1))
+        seen, spoiled = rows[..., :1], rows[..., 1:]
+    else:
+        spoiled = _any_of(visible, bad[..., None])
     return torch.where(seen, out, 0.0) + _nan_where(spoiled, out.dtype)
+
+
+def _largest_of_rows(x: Tensor) -> Tensor:
+    """The largest magnitude of each row; NaN where there is one."""
+    largest: Tensor = torch.linalg.vector_norm(x.detach(), math.inf, -1)
+    return largest
 
 
 def _any_of(visible: Tensor, of_key: Tensor) -> Tensor:
@@ -1033,4 +1051,4 @@ def _sees_non_finite(visible: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple
 
 
 def _nan_where(spoiled: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.where(spoiled, math.nan, 0.0).to(dtype)
+    return torch.zeros_like(spoiled, dtype=dtype).masked_fill(spoiled, math.nan)
