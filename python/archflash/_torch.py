@@ -26,7 +26,7 @@ from archflash import _fused_kernels, _pytorch_faults
 from archflash._archflash import MASK_BLOCK, SCALE_ROWS
 from archflash._bias import sides_of
 from archflash._dropout import kept
-from archflash._eager import differentiates_twice, in_transform, is_tracing
+from archflash._eager import differentiates_twice, in_transform, is_eager, is_tracing
 from archflash.masks import to_dense
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -172,6 +172,57 @@ def attention(
         return result
     lse = lse.to(torch.float32).contiguous()
     return result, lse[0] if packed else lse
+
+
+def pytorchs_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhnd",
+) -> Callable[[Tensor, Tensor, Tensor, bool], Any] | None:
+    """A function for eager calls like this one that are one call of PyTorch's SDPA and no more;
+    None if this one is not. Calls that are alike have the same shapes, strides, dtype, device and
+    options, addresses that are multiples of the same number up to 16, and gradients if it has.
+
+    Args:
+        q, k, v, causal, scale, layout: as for `attention`.
+
+    Returns:
+        A function of (q, k, v, rows_first); rows_first says that their layout is "bnhd".
+    """
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    band = _Band.of(causal, None, None, None, q, k, layout)
+    is_causal = _top_left_causal(band)
+    seen = is_causal or _unbounded(band)
+    if not seen or not scale > 0 or q.dtype in _FP8 or 0 in (*q.shape, *k.shape, *v.shape):
+        return None
+    device_type = q.device.type
+    q, k, v = (_to_bhnd(x, layout, None) for x in (q, k, v))
+    if is_causal and k.shape[2] > q.shape[2]:
+        return None  # keys that no query sees have to be left out
+    if device_type == "cuda" and any(_readable_by_fused_kernels(x) is not x for x in (q, k, v)):
+        return None
+    if _failing(q, k, v, None, is_causal, False):
+        return None
+    enable_gqa = q.shape[1] != k.shape[1]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, rows_first: bool) -> Any:
+        if _autocasts(device_type) or not is_eager():
+            return attention(
+                q, k, v, causal=causal, scale=scale, layout="bnhd" if rows_first else "bhnd"
+            )
+        given = q
+        if rows_first:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = PYTORCHS_SDPA(q, k, v, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if out.requires_grad:
+            _let_differentiate_twice(out)
+        return _in_stride_order_of(given, out.transpose(1, 2) if rows_first else out)
+
+    return call
 
 
 # --- inputs and outputs ---
