@@ -185,7 +185,13 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
         causal=problem.causal,
         mask=mask,
     )
-    if kind is None:
-        return None
-    found = (_table().get((capability, near)) for near in kind.nearest())
-    return next((measurement for measurement in found if measurement), None)
+    if kind is not None:
+        for near in _nearest(kind):
+            if measurement := _table().get((capability, near)):
+                return measurement
+    return None
+
+
+@cache
+def _nearest(kind: Kind) -> tuple[Kind, ...]:
+    return kind.nearest()

@@ -288,6 +288,24 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, values: Sequence[Any], name: str |
         return serve(q, k, v, **given)
 
 
+def pytorchs_call(q: Tensor, k: Tensor, v: Tensor, values: Sequence[Any], name: str | None) -> Any:
+    """`_torch.pytorchs_call` of an eager call that the runtime leaves to `torch`, whether it has an
+    `out` or not; None where there is none.
+
+    Args:
+        q, k, v, values, name: as for `by_torch`.
+    """
+    given = _options.given_to_torch(values)
+    given.pop("out", None)
+    if name is not None or not _OF_PYTORCHS_CALL.issuperset(given):
+        return None
+    return _torch.pytorchs_call(q, k, v, **given)
+
+
+_OF_PYTORCHS_CALL = frozenset(("causal", "scale", "layout"))
+_native.set_decide_pytorchs(pytorchs_call)
+
+
 def resolved(x: Any) -> Any:
     """A tensor whose memory holds its values: a copy if x has the negative bit or is a zero tensor,
     otherwise x itself.

@@ -26,7 +26,7 @@ from archflash import _fused_kernels, _pytorch_faults
 from archflash._archflash import MASK_BLOCK, SCALE_ROWS
 from archflash._bias import sides_of
 from archflash._dropout import kept
-from archflash._eager import differentiates_twice, in_transform, is_tracing
+from archflash._eager import differentiates_twice, in_transform, is_eager, is_tracing
 from archflash.masks import to_dense
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -174,6 +174,57 @@ def attention(
     return result, lse[0] if packed else lse
 
 
+def pytorchs_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhnd",
+) -> Callable[[Tensor, Tensor, Tensor, bool], Any] | None:
+    """A function for eager calls like this one that are one call of PyTorch's SDPA and no more;
+    None if this one is not. Calls that are alike have the same shapes, strides, dtype, device and
+    options, addresses that are multiples of the same number up to 16, and gradients if it has.
+
+    Args:
+        q, k, v, causal, scale, layout: as for `attention`.
+
+    Returns:
+        A function of (q, k, v, rows_first); rows_first says that their layout is "bnhd".
+    """
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    band = _Band.of(causal, None, None, None, q, k, layout)
+    is_causal = _top_left_causal(band)
+    seen = is_causal or _unbounded(band)
+    if not seen or not scale > 0 or q.dtype in _FP8 or 0 in (*q.shape, *k.shape, *v.shape):
+        return None
+    device_type = q.device.type
+    q, k, v = (_to_bhnd(x, layout, None) for x in (q, k, v))
+    if is_causal and k.shape[2] > q.shape[2]:
+        return None  # keys that no query sees have to be left out
+    if device_type == "cuda" and any(_readable_by_fused_kernels(x) is not x for x in (q, k, v)):
+        return None
+    if _failing(q, k, v, None, is_causal, False):
+        return None
+    enable_gqa = q.shape[1] != k.shape[1]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, rows_first: bool) -> Any:
+        if _autocasts(device_type) or not is_eager():
+            return attention(
+                q, k, v, causal=causal, scale=scale, layout="bnhd" if rows_first else "bhnd"
+            )
+        given = q
+        if rows_first:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = PYTORCHS_SDPA(q, k, v, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if out.requires_grad:
+            _let_differentiate_twice(out)
+        return _in_stride_order_of(given, out.transpose(1, 2) if rows_first else out)
+
+    return call
+
+
 # --- inputs and outputs ---
 
 
@@ -232,7 +283,9 @@ def _autocasts(device_type: str) -> bool:
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """A context in which autocast casts nothing on a kind of device."""
-    if device_type in AUTOCAST_DEVICES:
+    if device_type in AUTOCAST_DEVICES and (
+        torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)
+    ):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
@@ -541,7 +594,7 @@ def _attention_bhnd(
     visible = _visible_keys(q, k, band, packed)
     nq, nk = q.shape[2], k.shape[2]
     alone = visible is None and masks.key_ranges is None and masks.block_mask is None
-    if attn_mask is not None and alone and not plain and not _differentiates(q, k, v, attn_mask):
+    if attn_mask is not None and alone and not plain:
         return _with_dense_mask(q, k, v, attn_mask[(None,) * (4 - attn_mask.ndim)], scale), None
     if masks.key_ranges is not None:
         visible = _in_ranges(visible, masks.key_ranges, nk)
@@ -591,23 +644,39 @@ def _with_dense_mask(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: 
     """SDPA with an attn_mask of four dimensions and nothing else. The mask may be as large as all
     scores, so it is handed on as it is, and read by few other operations.
 
-    As in `_attention_bhnd`, the products run on finite keys and values. One product of the mask
-    with what is to be known of each key tells which rows see any key, whose result is 0 otherwise,
-    and which see one that is not finite.
+    As in `_attention_bhnd`, the products run on finite keys and values, the result of a row that
+    sees no key is 0, and that of one that sees a key which is not finite is NaN. One product of the
+    mask with what is to be known of each key tells which rows these are.
     """
     nq, nk = q.shape[2], k.shape[2]
-    safe_k, safe_v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (k, v))
     mask = attn_mask
+    visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask != _MINUS_INF
+    finite = torch.maximum(_largest_of_rows(k), _largest_of_rows(v)) < math.inf  # (B, Hkv, Nk)
+    safe_k, safe_v = (torch.where(finite[..., None], x, 0.0) for x in (k, v))
+    bad = ~finite
+    if q.shape[1] != k.shape[1]:
+        bad = bad.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    seen = None
+    if _differentiates(q, k, v, attn_mask):
+        # The gradients of a row without keys would be NaN times 0: it sees all of them instead.
+        seen = visible.any(-1, keepdim=True)
+        mask = mask | ~seen if mask.dtype == torch.bool else torch.where(seen, mask, 0.0)
     if mask.device.type == "cuda" and mask.dtype != torch.bool:
         mask = _readable_by_fused_kernels(mask_for_fused_kernels(mask, nk))
     out = _sdpa(q, safe_k, safe_v, mask.expand(-1, -1, nq, nk), scale, is_causal=False)
-    visible = attn_mask if attn_mask.dtype == torch.bool else attn_mask != _MINUS_INF
-    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))  # (B, Hkv, Nk)
-    bad = bad.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    of_key = torch.stack([torch.ones_like(bad), bad], -1)
-    rows = _any_of(visible.expand(-1, -1, -1, nk), of_key)
-    seen, spoiled = rows[..., :1], rows[..., 1:]
+    visible = visible.expand(-1, -1, -1, nk)
+    if seen is None:
+        rows = _any_of(visible, torch.stack([torch.ones_like(bad), bad], -1))
+        seen, spoiled = rows[..., :1], rows[..., 1:]
+    else:
+        spoiled = _any_of(visible, bad[..., None])
     return torch.where(seen, out, 0.0) + _nan_where(spoiled, out.dtype)
+
+
+def _largest_of_rows(x: Tensor) -> Tensor:
+    """The largest magnitude of each row; NaN where there is one."""
+    largest: Tensor = torch.linalg.vector_norm(x.detach(), math.inf, -1)
+    return largest
 
 
 def _any_of(visible: Tensor, of_key: Tensor) -> Tensor:
@@ -1033,4 +1102,4 @@ def _sees_non_finite(visible: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple
 
 
 def _nan_where(spoiled: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.where(spoiled, math.nan, 0.0).to(dtype)
+    return torch.zeros_like(spoiled, dtype=dtype).masked_fill(spoiled, math.nan)

@@ -11,6 +11,7 @@
 
 #include "runtime/gradient_path.h"
 #include "runtime/plan_cache.h"
+#include "runtime/reading/reading.h"
 #include "runtime/registry.h"
 #include "runtime/run_plan.h"
 #include "runtime/text.h"
@@ -26,6 +27,9 @@ struct CachedCall {
   // Null: `torch` serves the problem. Where gradients are needed, the plan also writes the
   // log-sum-exp, which the backward pass reads.
   std::shared_ptr<PreparedPlan> plan;
+  // Without a plan: a function of (q, k, v, rows_first) that calls PyTorch's own, for calls without
+  // `out`; None where `torch` has more to do.
+  nb::object pytorchs = nb::none();
   Templates like;
   // The shape and strides of like.out: a problem does not say in which order the dimensions come.
   int out_ndim = 0;
@@ -48,6 +52,12 @@ PlanCache<Problem, CachedCall>& cache() {
 
 nb::object&
 decide() {  // _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`
+  static auto& instance = *new nb::object;
+  return instance;
+}
+
+// _ops.pytorchs_call(q, k, v, options, forced) -> CachedCall::pytorchs
+nb::object& decide_pytorchs() {
   static auto& instance = *new nb::object;
   return instance;
 }
@@ -196,10 +206,17 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
       decision.like.out = template_of_out(q, call);
       if (decision.plan->plan->problem.want_lse)
         decision.like.lse = template_of_lse(q, call, false);
+    } else if (decide_pytorchs().is_valid()) {
+      decision.pytorchs = decide_pytorchs()(q, k, v, options, implementation);
     }
     found = cache().insert(key, std::move(decision));
   }
-  if (!found->plan) return nb::none();
+  if (!found->plan) {
+    const nb::object pytorchs = found->pytorchs;  // a copy: it may let other threads insert
+    if (pytorchs.is_none() || !arguments.out.is_none()) return nb::none();
+    const bool rows_first = reading::axes_of(arguments, false).row == 1;
+    return pytorchs(q, k, v, rows_first);
+  }
   if (call.problem.needs_grad) {
     if (!can_be_recorded(arguments, call.problem)) return nb::borrow(Py_NotImplemented);
     return run_and_record(*found, arguments, call);
@@ -258,6 +275,8 @@ void set_decide(nb::object function) {
   torch();  // filled before a second thread can come
   decide() = std::move(function);
 }
+
+void set_decide_pytorchs(nb::object function) { decide_pytorchs() = std::move(function); }
 
 void set_record(nb::object function) { record() = std::move(function); }
 

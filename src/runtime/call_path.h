@@ -17,6 +17,10 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
 // decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`: who serves new
 // problems.
 void set_decide(nb::object function);
+// decide(q, k, v, options, forced) -> a function of (q, k, v, rows_first) that serves calls of
+// `torch` which are alike, where no `out` is given; or None, where `attention` is to return None.
+// rows_first: their layout has rows before heads.
+void set_decide_pytorchs(nb::object function);
 
 // An eager call of one of PyTorch's operators, in which nothing but the kernel's own checks depends
 // on gradients: autograd records the operator, not this call. What `attention` would return, or

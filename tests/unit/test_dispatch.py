@@ -769,7 +769,11 @@ def test_who_computes_gradients_of_a_call_with_masks(dtype: torch.dtype, name: s
     """Kernels compute all of them. PyTorch's fused kernels come first where they read the mask.
     In 16 bits ranges and blocks would become a mask of all scores.
     """
-    given = problem(dtype, grad=True, **{name: MASKS[name]})
+    mask = MASKS[name]
+    dense = name == "attn_mask"
+    given = problem(
+        dtype, grad=True, nq=256 if dense else 128, **{name: mask.repeat(2, 1) if dense else mask}
+    )
     decision = _dispatch.select(given, find_device("A100"))
     kernel = "simt" if dtype == torch.float32 else "ampere"
     assert not isinstance(native.plan(kernel, given, find_device("A100")), list)
@@ -778,6 +782,22 @@ def test_who_computes_gradients_of_a_call_with_masks(dtype: torch.dtype, name: s
     assert decision.chosen == ("torch" if pytorchs else kernel)
     if pytorchs:
         assert "gradients faster" in decision.reasons[kernel][0]
+
+
+@pytest.mark.parametrize("device", ["A100", "H200"])
+def test_gradients_of_few_rows_of_a_dense_mask_go_to_tensor_cores_of_ours(device: str) -> None:
+    """`torch` would do more around PyTorch's kernel than that takes."""
+    few, more = (torch.empty(rows, 1, dtype=torch.bool, device="meta") for rows in (128, 129))
+    for dtype, rows, mask, chosen in (
+        (torch.bfloat16, 128, few, "ampere"),
+        (torch.bfloat16, 129, more, "torch"),
+        (torch.float32, 128, few, "torch"),
+    ):
+        given = problem(dtype, grad=True, nq=rows, attn_mask=mask)
+        decision = _dispatch.select(given, find_device(device))
+        assert decision.chosen == chosen
+        if chosen == "ampere":
+            assert "over keys and values once" in decision.reasons["torch"][0]
 
 
 @pytest.mark.parametrize(

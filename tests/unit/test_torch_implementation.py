@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import archflash
+from archflash import _archflash as native
 from archflash import _fused_kernels, _torch, reference
 
 HALF = (torch.float16, torch.bfloat16)
@@ -479,6 +482,126 @@ def test_autocast_leaves_the_dtypes_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert_same(_torch.attention(q, k, v, causal=True, return_lse=True), expected)
         torch.testing.assert_close(_torch.attention(q, k, v, causal=True), expected[0])
+
+
+# --- calls that are one of PyTorch's own ---
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Who serves eager calls by name that `torch` serves: its general code, or PyTorch at once."""
+    names: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            names.append(name)
+            return function(*given, **named)
+
+        return call
+
+    monkeypatch.setattr(_torch, "attention", noted("general", _torch.attention))
+    monkeypatch.setattr(_torch, "PYTORCHS_SDPA", noted("pytorch", _torch.PYTORCHS_SDPA))
+    native.clear_cache()
+    yield names
+    native.clear_cache()
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("heads", [4, 2], ids=["mha", "gqa"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"scale": 0.3}, {"causal": True, "q_offset": 0}], ids=str
+)
+def test_a_call_that_pytorch_has_is_one_call_of_its_function(
+    served: list[str], options: dict[str, Any], layout: str, heads: int, gradients: bool
+) -> None:
+    for again in range(3):
+        given = [x + again for x in qkv(9, 9, hkv=heads)]
+        if layout == "bnhd":
+            given = [x.transpose(1, 2).contiguous() for x in given]
+        given = [x.requires_grad_(gradients) for x in given]
+        out = archflash.attention(*given, layout=layout, **options)
+        general = [] if "q_offset" not in options else ["general"]
+        assert served == [*general, "pytorch"]
+        expected = _torch.attention(*given, layout=layout, **options)
+        served.clear()
+        torch.testing.assert_close(out, expected)
+        assert out.stride() == expected.stride()
+        if gradients:
+            grads = (torch.autograd.grad(x.sin().sum(), given) for x in (out, expected))
+            for x, y in zip(*grads, strict=True):
+                torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    ("nq", "nk", "options"),
+    [
+        (7, 9, {"causal": True}),
+        (9, 7, {"causal": True}),
+        (7, 9, {"causal": True, "q_offset": 0}),
+        (7, 9, {"scale": -0.5}),
+        (7, 9, {"window": (2, 1)}),
+        (0, 9, {}),
+        (9, 9, {"return_lse": True}),
+        (9, 9, {"softcap": 3.0}),
+        (9, 9, {"attn_mask": torch.ones(9, 9, dtype=torch.bool).tril(2)}),
+        (9, 9, {"implementation": "torch"}),
+        (9, 9, {"out_dtype": torch.float64}),
+    ],
+    ids=str,
+)
+def test_a_call_that_pytorch_lacks_is_served_by_the_general_code(
+    served: list[str], nq: int, nk: int, options: dict[str, Any]
+) -> None:
+    q, k, v = qkv(nq, nk)
+    for _ in range(2):
+        out = archflash.attention(q, k, v, **options)
+        assert served[0] == "general"
+        served.clear()
+    named = {name: x for name, x in options.items() if name != "implementation"}
+    assert_same(out, _torch.attention(q, k, v, **named))
+
+
+@pytest.mark.parametrize("first", ["plain", "out", "bnhd"])
+def test_calls_that_differ_in_nothing_but_layout_or_out_are_told_apart(
+    served: list[str], first: str
+) -> None:
+    q, k, v = (rand(2, 4, 4, 16, seed=seed) for seed in (1, 2, 3))
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    if first == "out":
+        archflash.attention(q, k, v, out=torch.empty_like(q))
+    elif first == "bnhd":
+        archflash.attention(*turned, layout="bnhd")
+    served.clear()
+    expected = archflash.attention(q, k, v)
+    assert served == ["pytorch"]
+    for _ in range(2):
+        out = torch.full_like(q, math.nan)
+        assert archflash.attention(q, k, v, out=out) is out
+        assert torch.equal(out, expected)
+        # The same memory, heads and rows, described by the other layout.
+        by_rows = archflash.attention(*turned, layout="bnhd")
+        assert torch.equal(by_rows.transpose(1, 2), expected)
+        assert by_rows.transpose(1, 2).is_contiguous()
+        assert torch.equal(archflash.attention(q, k, v), expected)
+    assert "pytorch" in served
+
+
+def test_a_kept_call_is_not_taken_inside_autocast_nor_transforms(served: list[str]) -> None:
+    q, k, v = qkv(9, 9)
+    expected = archflash.attention(q, k, v, causal=True)
+    served.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = [x.clone() for x in (q, k, v)]
+        out = archflash.attention(*given, causal=True, out=torch.empty_like(q))
+    torch.testing.assert_close(out, expected)
+    assert served[0] == "general"
+    served.clear()
+    grads = torch.func.grad(lambda q: archflash.attention(q, k, v, causal=True).sin().sum())(q)
+    assert served[0] == "general"
+    leaf = q.clone().requires_grad_()
+    archflash.attention(leaf, k, v, causal=True).sin().sum().backward()
+    torch.testing.assert_close(grads, leaf.grad)
 
 
 # --- what PyTorch's fused kernels could not read ---

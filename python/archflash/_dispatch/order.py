@@ -23,7 +23,10 @@ def of(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[st
     if pytorch.fails(problem, capability):
         return _before_pytorch(problem, capability, kernels)
     if problem.needs_grad and pytorch.differentiates(problem, capability):
-        faster = _faster_with_gradients(problem, capability, kernels)
+        if dense_mask_of_few_rows(problem):
+            faster = [name for name in kernels if _registry.uses_tensor_cores(name)]
+        else:
+            faster = _faster_with_gradients(problem, capability, kernels)
         return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
     if problem.dtype == "float32":
         # Ours has 0.5 to 0.8 of the speed of PyTorch's memory-efficient kernel there (H200).
@@ -32,7 +35,8 @@ def of(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[st
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
     cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
-    pytorchs = pytorch.kernel_of(problem, capability)
+    # It does not fail, so `torch` uses the same as PyTorch itself.
+    pytorchs = pytorch.kernel_of(problem, capability, with_faults=True)
     if isinstance(pytorchs, list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
     if dense_mask_of_few_rows(problem):
@@ -109,7 +113,8 @@ def dense_mask_alone(problem: _native.Problem) -> bool:
 
 
 # On an H200 `torch` takes 5 to 9 times as long as kernels of mma.sync up to so many rows of 4,096
-# keys (331 and 42 us for one row of 2x16 heads of 128).
+# keys (331 and 42 us for one row of 2x16 heads of 128). With gradients it is 8 times on the host
+# (1,380 and 162 us for 128 rows and keys).
 _FEW_ROWS_OF_A_MASK = 128
 
 

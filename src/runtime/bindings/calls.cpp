@@ -14,6 +14,7 @@ namespace archflash {
 void bind_calls(nb::module_& m) {
   using namespace nb::literals;
   m.def("set_decide", &set_decide, "function"_a);
+  m.def("set_decide_pytorchs", &set_decide_pytorchs, "function"_a);
   m.def(
       "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
   m.def("attention", &attention, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a, "grad"_a,
