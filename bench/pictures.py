@@ -5,7 +5,7 @@
 Writes speed-light.svg and speed-dark.svg, which the README shows: TFLOP/s of a plain call and of
 its peers in CUDA graphs, forward and both passes, head dimensions 64 and 128, causal and not. GPU
 is the name of a file in bench/results, `h200` by default. Needs matplotlib
-(`pip install 'archflash[show]'`). Exit status 2 where there are no such rows.
+(`pip install matplotlib`). Exit status 2 where there are no such rows.
 """
 
 from __future__ import annotations

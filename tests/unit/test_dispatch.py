@@ -1521,6 +1521,17 @@ def test_gradients_of_windows_need_no_mask_of_all_scores(gpu: str, options: dict
     assert archflash.explain(q, q, q, device=gpu, **options).chosen != "torch"
 
 
+@pytest.mark.parametrize(("nq", "nk"), [(512, 8192), (2048, 4096), (700, 300)])
+def test_causal_gradients_of_other_numbers_of_queries_and_keys(nq: int, nk: int) -> None:
+    """PyTorch's kernel reads a mask for them: so a kernel that is faster without it stays first."""
+    q, k = (
+        torch.empty(1, heads, n, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for heads, n in ((32, nq), (8, nk))
+    )
+    as_many = archflash.explain(q, q[:, :8], q[:, :8], device="H200", causal=True).chosen
+    assert archflash.explain(q, k, k, device="H200", causal=True).chosen == as_many != "torch"
+
+
 @pytest.mark.parametrize("gpu", ["A100", "RTX 4090", "H200", "B200", "RTX 5090"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
 def test_few_rows_of_a_dense_mask_are_read_by_our_kernels(gpu: str, dtype: torch.dtype) -> None:
@@ -1532,3 +1543,14 @@ def test_few_rows_of_a_dense_mask_are_read_by_our_kernels(gpu: str, dtype: torch
         mask = torch.empty(2, 1, rows, 4096, dtype=dtype, device="meta")
         chosen = archflash.explain(q, k, k, device=gpu, attn_mask=mask).chosen
         assert (chosen != "torch") == ours
+
+
+@pytest.mark.parametrize(("gpu", "measured"), [("A100", False), ("H200", True)])
+def test_explain_says_measured_only_where_it_was(gpu: str, measured: bool) -> None:
+    q = torch.empty(2, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(4096, 4096, dtype=torch.bool, device="meta")
+    options: dict[str, Any] = {} if measured else {"softcap": 20.0}
+    decision = archflash.explain(q, q, q, device=gpu, attn_mask=mask, **options)
+    assert decision.chosen == ("hopper" if measured else "ampere")
+    said = " ".join(decision.reasons["torch"])
+    assert ("was measured to be faster with such a mask" in said) == measured

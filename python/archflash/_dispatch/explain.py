@@ -172,7 +172,8 @@ def why_behind(other: str, chosen: str, problem: _native.Problem, device: _nativ
         return (
             f"{chosen} passes over keys and values once, what archflash's promises need more often"
         )
-    if other == _registry.TORCH and order.dense_mask_alone(problem):
+    faster = _registry.reads_masks_faster(chosen, device.capability)
+    if other == _registry.TORCH and faster and order.dense_mask_alone(problem):
         return (
             f"{chosen} was measured to be faster with such a mask than PyTorch's kernels and what "
             "archflash's promises need around them"

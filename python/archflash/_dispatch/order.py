@@ -92,13 +92,14 @@ def _faster_with_gradients(
     problem: _native.Problem, capability: tuple[int, int] | None, kernels: Sequence[str]
 ) -> list[str]:
     """The kernels that computed such a call and its gradients faster than the kernel that PyTorch
-    has for it, where both were measured.
+    has for it, where both were measured. A causal mask that PyTorch's kernel has to read, because
+    there are other numbers of queries and keys, was not measured; it only makes it slower.
     """
     measured = _measured.find(problem, capability)
     pytorchs = pytorch.kernel_of(problem, capability)
     if measured is None or isinstance(pytorchs, list):
         return []
-    if not pytorch.serves_as_measured(pytorchs, problem, measured):
+    if pytorchs not in measured.order or problem.masked or not pytorch.may_serve(problem):
         return []
     place = measured.place(pytorchs)
     return [name for name in kernels if measured.place(name) < place]
