@@ -167,7 +167,7 @@ def test_an_output_that_is_summed_over_its_rows(kernel: str, layout: str) -> Non
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = archflash.attention(*inputs, **options)
     pooled = out.sum({"packed": 0, "bnhd": 1, "bhnd": 2}[layout])
-    dpooled = weight(pooled.shape).to(dtype)
+    dpooled = weight(pooled.shape).to(pooled.dtype)
     found = torch.autograd.grad(pooled, inputs, dpooled, retain_graph=True)
     dim = {"packed": 0, "bnhd": 1, "bhnd": 2}[layout]
     dout = dpooled.unsqueeze(dim).expand_as(out).contiguous()

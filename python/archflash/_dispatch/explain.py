@@ -172,8 +172,11 @@ def why_behind(other: str, chosen: str, problem: _native.Problem, device: _nativ
         return (
             f"{chosen} passes over keys and values once, what archflash's promises need more often"
         )
-    faster = _registry.reads_masks_faster(chosen, device.capability)
-    if other == _registry.TORCH and faster and order.dense_mask_alone(problem):
+    if (
+        other == _registry.TORCH
+        and order.dense_mask_alone(problem)
+        and _registry.reads_masks_faster(chosen, device.capability)
+    ):
         return (
             f"{chosen} was measured to be faster with such a mask than PyTorch's kernels and what "
             "archflash's promises need around them"
