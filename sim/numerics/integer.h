@@ -13,6 +13,7 @@ inline int64_t sign_extended(uint64_t value, int count) {
   return static_cast<int64_t>(value << (64 - count)) >> (64 - count);
 }
 
+inline uint32_t mul_hi_u32(uint32_t a, uint32_t b) { return (uint64_t{a} * b) >> 32; }
 inline int32_t mul_hi_s32(int32_t a, int32_t b) { return (int64_t{a} * b) >> 32; }
 uint64_t mul_hi_u64(uint64_t a, uint64_t b);
 int64_t mul_hi_s64(int64_t a, int64_t b);
@@ -72,8 +73,27 @@ inline uint32_t popc_b64(uint64_t a) { return std::popcount(a); }
 uint32_t brev_b32(uint32_t a);
 uint64_t brev_b64(uint64_t a);
 
+// lop3: bit i of `table` is the result where the bits of (a, b, c) spell the number i.
+inline uint32_t lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint8_t table) {
+  uint32_t result = 0;
+  if (table & 0x01) result |= ~a & ~b & ~c;
+  if (table & 0x02) result |= ~a & ~b & c;
+  if (table & 0x04) result |= ~a & b & ~c;
+  if (table & 0x08) result |= ~a & b & c;
+  if (table & 0x10) result |= a & ~b & ~c;
+  if (table & 0x20) result |= a & ~b & c;
+  if (table & 0x40) result |= a & b & ~c;
+  if (table & 0x80) result |= a & b & c;
+  return result;
+}
+
 enum class PrmtMode : uint8_t { NONE, F4E, B4E, RC8, ECL, ECR, RC16 };
 uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t c, PrmtMode mode = PrmtMode::NONE);
+
+inline uint32_t sad_u32(uint32_t a, uint32_t b, uint32_t c) { return c + (a > b ? a - b : b - a); }
+inline uint32_t sad_s32(int32_t a, int32_t b, uint32_t c) {
+  return c + (a > b ? uint32_t(a) - uint32_t(b) : uint32_t(b) - uint32_t(a));
+}
 
 // dp4a adds the dot product of four bytes to c; dp2a that of the two 16-bit halves of a and the
 // lower or upper two bytes of b. Each operand may be signed or not; the sum wraps.

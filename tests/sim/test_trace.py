@@ -115,7 +115,7 @@ def test_regions_are_the_functions_that_the_kernel_calls(
         "multiply_qk": "matrix",
         "exponentiate_all_scores": "exponential",
         "multiply_pv": "matrix",
-        "store_out": "store",
+        "store_tile": "store",
     }
     assert wanted.items() <= roles.items()
     assert sum(piece.executed for piece in line.slices) == traced.report.total_instructions

@@ -18,7 +18,7 @@ PROGRAM = """
 #include <cstdio>
 #include "common/device/equal_tiles.cuh"
 using namespace archflash;
-using namespace archflash::math;
+using namespace archflash::device;
 
 int main() {
   long long by, x, batch, heads, heads_per_kv, nq, group, block_q;

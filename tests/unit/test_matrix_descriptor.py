@@ -37,7 +37,7 @@ PROGRAM = f"""
 #include "common/device/matrix_descriptor.h"
 #include "common/device/slab_tile.cuh"
 using namespace archflash;
-using namespace archflash::math;
+using namespace archflash::device;
 
 template <int COLUMNS, int ROWS>
 void print() {{
