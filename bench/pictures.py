@@ -74,6 +74,8 @@ def draw(rows: Sequence[Row], theme: str, to: Path) -> None:
                             marker="o", markersize=3, linewidth=2 if number == 0 else 1.2,
                             zorder=3 if number == 0 else 2,
                         )  # fmt: skip
+                if not panel.lines:
+                    panel.text(0.5, 0.5, "unmeasured", transform=panel.transAxes, ha="center")
                 passes = "forward and backward" if both else "forward"
                 panel.set_title(f"{passes}, D {d}{', causal' if causal else ''}", fontsize=9)
                 panel.set_xscale("log", base=2)

@@ -309,6 +309,9 @@ def masked_rows(rows: Sequence[Row], case: Case, run_id: str | None) -> dict[str
     return {row["implementation"]: row for row in matching if row["run_id"] == run_id}
 
 
+UNFUSED = ("torch-math",)  # a ratio to it says nothing about kernels, and is in no mean
+
+
 def models_table(rows: Sequence[Row]) -> str:
     """Ours beside the fastest peer in the calls of models: both passes and ways of timing."""
     columns = [(both, eager) for both in (False, True) for eager in (False, True)]
@@ -320,7 +323,8 @@ def models_table(rows: Sequence[Row]) -> str:
             if found is None:
                 cells.append("unmeasured" if case.passes == "both" or not both else "")
                 continue
-            ratios[both, eager][case.name] = found.ratio
+            if found.best not in UNFUSED:
+                ratios[both, eager][case.name] = found.ratio
             cells.append(f"{found.ratio:.2f} ({found.best})")
             if not eager:
                 kernels.append(found.kernel)
@@ -338,6 +342,7 @@ def models_table(rows: Sequence[Row]) -> str:
         if (text := ", ".join(f"{n} {r:.2f}" for n, r in ratios[both, eager].items() if r < 0.995))
     )
     note = f"Behind the best peer: {behind}." if behind else "No row is behind its best peer."
+    note += " The mean leaves out rows whose only peer is plain operations (torch-math)."
     return f"{markdown(head, lines)}\n\n{note}\n\n{source_note(rows)}"
 
 

@@ -91,6 +91,7 @@ def test_the_table_names_every_row_that_is_behind() -> None:
     table = report.models_table(rows)
     assert f"Behind the best peer: forward: {cases[3].name} 0.90." in table
     mean = models.geometric_mean([0.9] + [1.1] * (len(cases) - 1))
+    assert "leaves out rows whose only peer is plain operations" in table
     assert f"| geometric mean |  |  | {mean:.3f} | unmeasured |" in table
 
 
