@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_upper_left
 
 import archflash
 from archflash import _api, _autocast
@@ -144,6 +145,6 @@ def test_gradients_of_float32_inside_of_autocast_are_exact() -> None:
 
 def test_a_causal_bias_is_explained() -> None:
     q = torch.randn(1, 2, 8, 8)
-    bias = torch.nn.attention.bias.causal_upper_left(8, 8)
+    bias = causal_upper_left(8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert archflash.explain(q, q, q, attn_mask=bias, device="H200").problem.dtype == "bfloat16"
