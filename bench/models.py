@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import environment, gradients
+from bench import gradients
 from bench.candidates import (
     Candidate,
     chosen_candidates,
@@ -32,8 +32,8 @@ from bench.candidates import (
 )
 from bench.cases import MODELS_FILE, Case, choose_cases, load_cases
 from bench.correctness import Checker, sinks_of
-from bench.results import EAGER, GRADIENTS, Row, append_rows, call_features, check_header, row_key
-from bench.run import CaseResult, cases_to_run, run_case, short_parser
+from bench.results import EAGER, GRADIENTS, Row, append_rows, call_features, row_key
+from bench.run import CaseResult, cases_to_run, open_results, run_case, short_parser
 from bench.timing import CudaLab
 
 if TYPE_CHECKING:
@@ -208,10 +208,7 @@ def measure(
     result.rows += again.rows
     result.wrong |= again.wrong
     if both:
-        for row in result.rows:
-            p50 = float(row["p50_us"])
-            row["tflops"] = f"{gradients.FLOPS * case.flops() / p50 / 1e6:.2f}"
-            row["gbps"] = f"{gradients.BYTES * case.bytes() / p50 / 1e3:.1f}"
+        gradients.count_both_passes(result.rows, case)
     return result
 
 
@@ -232,8 +229,8 @@ class Ratio:
     tflops: float
 
 
-def ratio_of(rows: Sequence[Row], case: Case, *, both: bool, eager: bool) -> Ratio | None:
-    """Ours beside the fastest peer, in the latest run that has the case; None without one."""
+def rows_of(rows: Sequence[Row], case: Case, *, both: bool, eager: bool) -> list[Row]:
+    """The rows of a case, timed in one of the two ways, in their order."""
 
     def fits(row: Row) -> bool:
         features = call_features(row)
@@ -244,7 +241,12 @@ def ratio_of(rows: Sequence[Row], case: Case, *, both: bool, eager: bool) -> Rat
             and (EAGER in row["features"].split(";")) == eager
         )
 
-    fitting = [row for row in rows if fits(row)]
+    return [row for row in rows if fits(row)]
+
+
+def ratio_of(rows: Sequence[Row], case: Case, *, both: bool, eager: bool) -> Ratio | None:
+    """Ours beside the fastest peer, in the latest run that has the case; None without one."""
+    fitting = rows_of(rows, case, both=both, eager=eager)
     ours = [row for row in fitting if row["implementation"] == OURS]
     if not ours:
         return None
@@ -277,11 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     lab, eager = CudaLab(), CudaLab(capture=False)
-    facts = lab.facts()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"models-{environment.gpu_slug(facts['gpu'])}.csv"
-    check_header(path)
-    print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
+    facts, path = open_results(lab, options.output, "models-")
     wrong = False
     for both in (False, True):
         passes = "both" if both else "forward"
@@ -292,15 +290,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = measure(lab, eager, case, facts, both=both, rounds=options.rounds)
             append_rows(path, result.rows)
             wrong = wrong or bool(result.wrong)
-            told = {}
+            told = []
             for way in ("graph", "eager"):
                 found = ratio_of(result.rows, case, both=both, eager=way == "eager")
                 if found is not None:
-                    told[way] = f"{way} {found.ratio:.2f} of {found.best} ({found.kernel})"
-            print(
-                f"{'both' if both else 'forward'} {case.name}: {', '.join(told.values())}",
-                flush=True,
-            )
+                    told.append(f"{way} {found.ratio:.2f} of {found.best} ({found.kernel})")
+            print(f"{passes} {case.name}: {', '.join(told)}", flush=True)
             for what, said in (("not run", result.refused), ("WRONG", result.wrong)):
                 for name, reason in said.items():
                     print(f"    {name} {what}: {reason}", flush=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench import models
 from bench.cases import Case
-from bench.results import GRADIENTS, RESULTS_FOLDER, Row, call_features, load_rows, row_key
+from bench.results import RESULTS_FOLDER, Row, load_rows, row_key
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # Name of the row, name in the legend, and colour on a light and on a dark page.
@@ -33,14 +33,8 @@ THEMES = {"light": ("#1f2328", "#d0d7de", 2), "dark": ("#e6edf3", "#3d444d", 3)}
 
 def speed(rows: Sequence[Row], case: Case, name: str, *, both: bool) -> float | None:
     """TFLOP/s of a candidate in the latest run that timed it in a graph; None without one."""
-    found = [
-        row
-        for row in rows
-        if row_key(row) == case.key
-        and row["implementation"] == name
-        and (GRADIENTS in call_features(row)) == both
-        and "timing=" not in row["features"]
-    ]
+    timed = models.rows_of(rows, case, both=both, eager=False)
+    found = [row for row in timed if row["implementation"] == name]
     return float(found[-1]["tflops"]) if found else None
 
 

@@ -392,15 +392,16 @@ def cases_to_run(choose: Callable[[], list[Case]]) -> list[Case] | None:
     return cases
 
 
-def open_results(lab: CudaLab, folder: Path) -> tuple[dict[str, str], Path]:
-    """The facts of a run, which are printed, and the file in `folder` to which its rows go.
+def open_results(lab: CudaLab, folder: Path, prefix: str = "") -> tuple[dict[str, str], Path]:
+    """The facts of a run, which are printed, and the file in `folder` to which its rows go: that of
+    the GPU, behind `prefix`.
 
     Raises:
         ValueError: the file is there and has other columns.
     """
     facts = lab.facts()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{environment.gpu_slug(facts['gpu'])}.csv"
+    path = folder / f"{prefix}{environment.gpu_slug(facts['gpu'])}.csv"
     check_header(path)
     print(" ".join(f"{name}={value}" for name, value in facts.items()), flush=True)
     return facts, path

@@ -61,7 +61,7 @@ using BackwardD64Dropout = DropoutBackwardConfig<FusedBackwardConfig<T, 64, 64, 
 template <DType T>
 using BackwardD128Dropout = DropoutBackwardConfig<D128<T>>;
 
-// The same from 227 KB on.
+// Tiles with dropout for GPUs that give a CTA 227 KB or more.
 template <DType T>
 using BackwardD128WideDropout = DropoutBackwardConfig<D128Wide<T>>;
 template <DType T>

@@ -17,6 +17,6 @@ Params params_of(void (*)(const Params&));  // the type of the parameters of a k
     __VA_ARGS__(params);                                                            \
   }
 
-// The same for a function template and its configuration, which says the bounds.
+// A kernel whose code is a function template of a configuration, which says the bounds.
 #define ARCHFLASH_KERNEL(NAME, FUNCTION, ...) \
   ARCHFLASH_ENTRY(NAME, (__VA_ARGS__::THREADS, __VA_ARGS__::CTAS_PER_SM), FUNCTION<__VA_ARGS__>)

@@ -108,7 +108,7 @@ struct Problem {
   Flag alibi_slopes, block_mask;    // these tensors are given
   Flag slopes_need_grad;            // autograd will want the gradient of alibi_slopes
   Flag qv_unit;                     // the last dimension of qv is contiguous; 0 without qv
-  // Those of options (common/options.inc), as asked. `causal` is already folded into window_right.
+  // Flags of options (common/options.inc), as asked. `causal` is already folded into window_right.
 #define ARCHFLASH_OPTION(...)
 #define ARCHFLASH_TENSOR(...)
 #define ARCHFLASH_FLAG(option, field, ...) Flag field;

@@ -152,7 +152,7 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
       const BlockMessage next = read_next();
       typename ScoreMasks::Seen seen;
       typename ScoreMasks::Kept kept;
-      // Of a summarized mask also a clear block may have elements for other warpgroups.
+      // A block of a summarized mask that is clear here may have elements for other warpgroups.
       if (C::SUMMARIZED || of_group != clear)
         of_group = masks.template find<true>(seen, kept, of_group, block);
       ptx::wgmma_wait_group<0>();

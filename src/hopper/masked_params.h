@@ -11,7 +11,7 @@
 
 namespace archflash::hopper {
 
-// Of kernels whose lanes read the masks themselves.
+// The parameters of kernels whose lanes read the masks themselves.
 struct MaskedParams {
   Params call;
   MaskParams masks;
@@ -28,8 +28,8 @@ struct SeenKeys {
   int32_t first, last;
 };
 
-// Of kernels that read a summary of the masks. It has (batch, heads, row blocks, key blocks) of
-// blocks, where a dimension along which the mask is broadcast has size 1.
+// The parameters of kernels that read a summary of the masks, (batch, heads, row blocks, key
+// blocks). A dimension along which the mask is broadcast has size 1.
 struct SummarizedParams {
   Params call;
   MaskParams masks;

@@ -90,8 +90,8 @@ struct Look {
     ptx::griddepcontrol_wait();  // the kernel before this one has written the summary
     return index;
   }
-  // Those of the tile's blocks that lie between the first and the last one in which a range of a
-  // row of the tile lies; first > last if there is none.
+  // The blocks of the tile from the first to the last in which a range of one of its rows lies;
+  // first > last if there is none.
   __device__ __forceinline__ device::Blocks in_ranges(const device::Blocks& blocks) const {
     if (masks.ranges_gmem == nullptr) return blocks;
     SeenKeys all{INT32_MAX, -1};

@@ -38,8 +38,8 @@ __device__ __forceinline__ ptx::WgmmaDescriptor advance(ptx::WgmmaDescriptor des
   return {descriptor.low + static_cast<uint32_t>(bytes >> 4), descriptor.high};
 }
 
-// Of a K-major tile, whose columns are summed over: bytes to the columns of product k. A product
-// sums over 32 bytes of columns.
+// The bytes from a row's start to the columns of product k, in a K-major tile, whose columns are
+// summed over. A product sums over 32 bytes of columns.
 template <class Tile>
 __device__ __forceinline__ constexpr int column_step(int k) {
   const int column = 16 * k;

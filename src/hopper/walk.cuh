@@ -132,7 +132,7 @@ __device__ __forceinline__ VisibleKeysOf<C> visible_keys_of(const ParamsOf<C>& a
   }
 }
 
-// Likewise the blocks that the CTA visits, and those of the warpgroup that has the 64 rows number
+// Finds the blocks that the CTA visits, and those of the warpgroup that has the 64 rows number
 // `place`.
 template <class C>
 __device__ __forceinline__ void find_blocks_of_group(const Params& params, unsigned char* shared,

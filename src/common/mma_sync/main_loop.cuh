@@ -181,7 +181,7 @@ struct KeyBlocks {
   // Visits all blocks. For each step of STEP_KEYS keys of which a warp's rows see any, the warp
   // calls
   //   exponentiate(p_rmem, q_rmem, q_smem, k_smem, key_first)  makes P of Q and K
-  //   multiply(p_rmem, v_smem)                          adds P V to the outputs
+  //   multiply(p_rmem, v_smem)                                 adds P V to the outputs
   // where q_smem, k_smem and v_smem are the rows that this lane names to ldmatrix, and key_first is
   // the first key of the step. Between is what one leaves to the other, P or what it is made of.
   template <class Between = Probabilities<C>, class Exponentiate, class Multiply>
@@ -195,8 +195,8 @@ struct KeyBlocks {
         exponentiate, multiply);
   }
 
-  // The same from the block at `last` on in the order of a walk. sees(p_rmem, key_first) says
-  // whether the warp computes a step; what it finds for the others goes into p_rmem.
+  // Visits the blocks from the one at `last` on, in the order of a walk. sees(p_rmem, key_first)
+  // says whether the warp computes a step; what it finds for the others goes into p_rmem.
   template <class Between, class Walk, class Sees, class Exponentiate, class Multiply>
   __device__ __forceinline__ void visit(const Walk& walk, const Sees& sees,
                                         const Exponentiate& exponentiate,
