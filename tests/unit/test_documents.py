@@ -179,6 +179,16 @@ def test_every_file_of_the_map_exists() -> None:
     assert [name for name in named if not files_called(name)] == []
 
 
+def test_every_folder_of_the_map_exists() -> None:
+    named = dict.fromkeys(re.findall(r"`([\w/]+)/`", MAP))
+    assert len(named) > 8
+    folders = {
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/") if path.is_dir()
+    }
+    missing = [n for n in named if not any(f"/{f}".endswith(f"/{n}") for f in folders)]
+    assert missing == []
+
+
 def test_every_function_of_the_ways_of_a_call_is_in_its_file() -> None:
     figures = [block for block in documents.blocks(MAP) if block.kind == "text"]
     assert len(figures) == 4
