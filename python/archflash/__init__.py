@@ -5,16 +5,16 @@ The modules stand in layers, and each imports only from layers below its own:
 
 - `_archflash`, the runtime in C++; the exceptions; where PyTorch's kernels fail
 - `_eager`, who watches a call: torch.compile, modes, tracing, transforms, forward mode; `_flops`,
-  what counts of operations are made of
+  what counts of operations are made of; the order of dimensions in memory
 - what PyTorch's causal biases mean; `masks`, masks as data; dropout; how calls on
-  DTensors are split
-- the table of options, the implementations, what was measured, the implementation `torch`, the
-  float64 reference
-- `_proofs`, where the kernels have run; dtypes under autocast
+  DTensors are split; `_torch_kernels`, which of PyTorch's kernels may serve
+- the table of options, the implementations, what was measured, dtypes under autocast, the float64
+  reference; masks of the implementation `torch`, its plain operations, and `_torch` itself
+- `_proofs`, where the kernels have run
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
 - `_gradients`, who computes those of a call, and how
-- `_ops`, a call and its gradients as torch operators; `_autograd`, the eager calls that autograd
-  records without them
+- `_ops` and `_ops_backward`, a call and its gradients as torch operators; `_autograd`, the eager
+  calls that autograd records without them
 - `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;
   `merge_attention`
 - `attention_with_shared_prefix` and `warm_up`, made of those; `_overrides`, through which PyTorch's

@@ -8,6 +8,7 @@ bits are cast: float64 and float8 mean what they say.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,12 @@ import torch
 from torch import Tensor
 
 from archflash._bias import is_causal_bias
-from archflash._torch import AUTOCAST_DEVICES
+
+# Device types that have autocast. They are determined at import, because torch.compile cannot trace
+# this query before torch 2.13.
+AUTOCAST_DEVICES = tuple(
+    name for name in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(name)
+)
 
 # Whether autocast is on for any device: what every call asks, in about 50 ns.
 is_on = torch._C._is_any_autocast_enabled
@@ -88,3 +94,17 @@ def _cast(
 ) -> Any:
     cast = isinstance(x, Tensor) and x.dtype in _CAST and x.dtype != dtype
     return convert(x, dtype) if cast else x
+
+
+def may_be_on(device_type: str) -> bool:
+    """Whether autocast may be active for tensors of a device type."""
+    return device_type not in AUTOCAST_DEVICES or torch.is_autocast_enabled(device_type)
+
+
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """A context in which autocast casts nothing on a kind of device."""
+    if device_type in AUTOCAST_DEVICES and (
+        torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)
+    ):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _ops, _options
+from archflash import _ops_backward, _options
 from archflash._eager import is_eager
 from archflash._gradients import asks_for_deterministic, wants_deterministic
 
@@ -73,7 +73,7 @@ class ArchflashAttention(torch.autograd.Function):
         if found is NotImplemented:
             names = ("q", "k", "v", "sinks", "attn_mask")
             options = dict(zip(_options.OF_ATTENTION, values, strict=True)) | {"return_lse": True}
-            by_name = _ops.gradients(
+            by_name = _ops_backward.gradients(
                 {"q": q, "k": k, "v": v, "implementation": implementation}
                 | _options.to_operator(_options.with_python_numbers(options)),
                 (out, lse), (dout, dlse), {n for n, x in zip(names, needed, strict=True) if x},

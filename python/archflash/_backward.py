@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _bias, _dispatch, _gradients, _ops, _options
+from archflash import _bias, _dispatch, _gradients, _ops_backward, _options
 from archflash._eager import is_eager, refuse_derivatives, unrecorded
 from archflash._errors import UnsupportedError
+from archflash._plain_tensors import goes_through_operator, is_symbolic
 
 
 def attention_backward(
@@ -138,20 +139,20 @@ def attention_backward(
         "attention_backward", dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse,
         **differentiable,
     )  # fmt: skip
-    if _ops.goes_through_operator(*tensors, *given, *options.values()):
-        if not _ops.is_symbolic(*tensors, *options.values()):
+    if goes_through_operator(*tensors, *given, *options.values()):
+        if not is_symbolic(*tensors, *options.values()):
             request = _gradients.Request(*tensors, options, mask_gradient)
-            _ops.check_backward(request)
+            _ops_backward.check_backward(request)
             for of_gradient, x, of in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
                 _check_given(of_gradient, x, of, accumulate)
         unrecorded(_refuse_for_operator, (q, k, v), given)
         with torch.no_grad():
-            found = _ops.attention_backward(
+            found = _ops_backward.attention_backward(
                 *tensors, options, implementation, mask_gradient, deterministic
             )
             results = _into_given(found, given, accumulate)
     else:
-        request = _ops.backward_request(dout, q, k, v, out, lse, dlse, options, mask_gradient)
+        request = _ops_backward.backward_request(*tensors, options, mask_gradient)
         into = _targets(request, given, accumulate)
         name = _dispatch.forced() if implementation is None else implementation
         with torch.no_grad():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _options, _proofs, _registry, _torch
+from archflash import _autocast, _dispatch, _options, _proofs, _registry, _strides, _torch
 from archflash._errors import ForcedImplementationError
 
 _NO_GRADIENTS = 0  # what the runtime is told of autograd: see enum Grad in src/runtime/call.h
@@ -129,7 +129,7 @@ class Gradients:
         """
         inputs = (request.q, request.k, request.v)
         dq, dk, dv = (
-            _new(x, x.shape) if target is None else target
+            _strides.new_in_order(x, x.shape) if target is None else target
             for x, target in zip(inputs, given, strict=True)
         )
         sinks = request.sinks
@@ -148,12 +148,6 @@ class Gradients:
         return dataclasses.replace(self, dmask=full)
 
 
-def _new(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A dense tensor of a shape, whose dimensions nest as those of x do, the last innermost."""
-    order = _torch.nesting(x.stride())
-    return x.new_empty([shape[i] for i in order]).permute(_torch.inverse(order))
-
-
 Decide = Callable[..., _dispatch.Decision]
 
 
@@ -169,7 +163,7 @@ def decider(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Decide:
 
     q, k, v = (without_data(x) for x in (q, k, v))
     options = {name: without_data(value) for name, value in options.items()}
-    out = _new(q, (*q.shape[:-1], v.shape[-1]))
+    out = _strides.new_in_order(q, (*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(0, dtype=torch.float32)
     request = Request(out, q, k, v, out, lse, None, options)
     into = Gradients.like(request)
@@ -401,7 +395,7 @@ def by_plain_operations(
     """
     options = _options.for_torch(request.options) | {"out": None, "return_lse": True}
     call = {"q": request.q, "k": request.k, "v": request.v} | options
-    with torch.enable_grad(), _torch.no_autocast(request.q.device.type):
+    with torch.enable_grad(), _autocast.no_autocast(request.q.device.type):
         leaves = {name: variable(call[name]) for name in wanted}
         answer, given = _torch.attention(**(call | leaves)), [request.dout]  # lse: no fused kernel
         if request.dlse is not None:
@@ -453,7 +447,7 @@ def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_with_autograd())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_torch.no_autocast(request.q.device.type))
+        stack.enter_context(_autocast.no_autocast(request.q.device.type))
         if deterministic:  # PyTorch's fused kernels may add in any order
             math_only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
             stack.enter_context(math_only)

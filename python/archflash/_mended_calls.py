@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _torch
+from archflash import _torch_kernels
 
 _MASK_COLUMNS = 32  # of a mask, which PyTorch's memory-efficient kernel reads at a time
 _CUDNN = "_scaled_dot_product_cudnn_attention"
@@ -45,7 +45,7 @@ class Call:
         self._given_value = args[self._value]
         self._factor = 1.0  # of the gradient of q
         for i in range(5) if self._backward else (self._query, self._key, self._value):
-            self.args[i] = _torch.aligned_for_fused_kernels(args[i])
+            self.args[i] = _torch_kernels.aligned_for_fused_kernels(args[i])
         place = _PLACE_OF_MASK.get(operator)
         masked = place is not None and len(args) > place and args[place] is not None
         if masked and place is not None:
@@ -54,7 +54,7 @@ class Call:
             self._hide_keys(place)
         scale = kwargs.get("scale")
         if scale is not None and not scale > 0 and operator != _EFFICIENT:
-            self._factor, positive = _torch.positive_scale(scale)
+            self._factor, positive = _torch_kernels.positive_scale(scale)
             self.args[self._query] = self.args[self._query] * self._factor
             self.kwargs = kwargs | {"scale": positive}
         # The runtime reads no mask of a backward pass.
@@ -64,7 +64,7 @@ class Call:
     def _read_mask(self, operator: str, place: int) -> None:
         query, key, value = (self.args[i] for i in (self._query, self._key, self._value))
         nk = key.shape[2]
-        self.args[place] = _torch.mask_for_fused_kernels(self.args[place], nk, query.dtype)
+        self.args[place] = _torch_kernels.mask_for_fused_kernels(self.args[place], nk, query.dtype)
         if operator == _EFFICIENT and nk % _MASK_COLUMNS == 1:
             for i, x in ((self._key, key), (self._value, value)):
                 if 0 in x.stride()[:2]:
@@ -82,13 +82,13 @@ class Call:
         same weights.
         """
         query, key, value = (self.args[i] for i in (self._query, self._key, self._value))
-        more = _torch.hidden_keys_for_cudnn(query, key)
+        more = _torch_kernels.hidden_keys_for_cudnn(query, key)
         if more == 0:
             return
         mask = self.args[place]
         if mask is None:
             mask = query.new_zeros(1, 1, query.shape[2], key.shape[2])
-        hiding = _torch.with_hidden_keys(key, value, mask, more)
+        hiding = _torch_kernels.with_hidden_keys(key, value, mask, more)
         self.args[self._key], self.args[self._value], self.args[place] = hiding
 
     def results(self, results: Any) -> Any:

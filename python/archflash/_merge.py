@@ -13,6 +13,7 @@ from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import MERGE_PARTS
 from archflash._eager import has_tangent, in_transform, unrecorded
 from archflash._errors import ForcedImplementationError
+from archflash._plain_tensors import goes_through_operator, is_symbolic, plain, resolved
 
 _ops.library.define(
     "merge_attention(Tensor[] outs, Tensor[] lses, int heads_dim, str? implementation) "
@@ -76,8 +77,8 @@ def merge_attention(
         True
     """
     parts, of_parts = _tensors(outs, "outs"), _tensors(lses, "lses")
-    by_operator = _ops.goes_through_operator(*parts, *of_parts)
-    symbolic = by_operator and _ops.is_symbolic(*parts, *of_parts)
+    by_operator = goes_through_operator(*parts, *of_parts)
+    symbolic = by_operator and is_symbolic(*parts, *of_parts)
     unrecorded(_check, parts, of_parts, layout, symbolic)
     if implementation not in (None, _KERNEL, _registry.TORCH):
         raise ForcedImplementationError(
@@ -110,7 +111,7 @@ def _merge(
     parts: list[Tensor], of_parts: list[Tensor], layout: str, implementation: str | None
 ) -> tuple[Tensor, Tensor]:
     """`merge_attention` of plain tensors."""
-    parts, of_parts = ([_ops.resolved(x) for x in tensors] for tensors in (parts, of_parts))
+    parts, of_parts = ([resolved(x) for x in tensors] for tensors in (parts, of_parts))
     by_head = [_as_bhnd(x, layout) for x in parts]
     by_row = [x if x.ndim == 3 else x[None] for x in of_parts]
     simulated = implementation == _KERNEL and parts[0].device.type == "cpu"
@@ -252,7 +253,7 @@ def _run(
     outs: list[Tensor], lses: list[Tensor], heads_dim: int, implementation: str | None
 ) -> tuple[Tensor, Tensor]:
     """The operator on real tensors."""
-    parts, of_parts = ([_ops.plain(x) for x in tensors] for tensors in (outs, lses))
+    parts, of_parts = ([plain(x) for x in tensors] for tensors in (outs, lses))
     return _merge(parts, of_parts, "bnhd" if heads_dim == 2 else "bhnd", implementation)
 
 

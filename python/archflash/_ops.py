@@ -1,13 +1,12 @@
-"""archflash.attention, its gradients and attention_with_kvcache as torch operators, and which calls
-of any function go through an operator: those under torch.compile, torch.jit.trace and dispatch
-modes, and those with fake tensors or subclasses.
+"""archflash.attention and attention_with_kvcache as torch operators, for the calls that torch's
+dispatcher has to see: those under torch.compile, torch.jit.trace and dispatch modes, and those with
+fake tensors or subclasses. Their gradients are in `_ops_backward`.
 
-Plain eager calls do not come here: they skip torch's dispatcher.
+Plain eager calls do not come here, except for those that `torch` serves (`by_torch`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _flops, _options, _registry, _sharding, _torch, _torch_cache
+from archflash import _flops, _options, _registry, _sharding, _strides, _torch, _torch_cache
 from archflash._dispatch import (
     Decision,
     check_name,
@@ -26,18 +25,10 @@ from archflash._dispatch import (
     note_fallback,
     select,
 )
-from archflash._eager import has_tangent, in_transform, is_tracing, is_transformed, untraced
+from archflash._eager import has_tangent, is_tracing, is_transformed, untraced
 from archflash._errors import ForcedImplementationError, UnsupportedError
-from archflash._gradients import (
-    FOLDERS,
-    Gradients,
-    Request,
-    asks_for_deterministic,
-    by_plain_operations,
-    check_tensor,
-    compute,
-    variable,
-)
+from archflash._gradients import FOLDERS
+from archflash._plain_tensors import has_symbols, is_symbolic, plain, resolved
 
 library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
 # Arguments may be given by position: autograd's registration takes no tensors by keyword only.
@@ -45,12 +36,6 @@ library.define(
     f"attention(Tensor q, Tensor k, Tensor v, {_options.SCHEMA}, str? implementation, "
     "bool needs_grad) -> (Tensor, Tensor)"
 )
-library.define(
-    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"Tensor? dlse, {_options.SCHEMA}, str? implementation, bool mask_gradient, "
-    "bool? deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
 library.define(
     "attention_with_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     f"{_options.CACHE_SCHEMA}, str? implementation) -> (Tensor, Tensor)"
@@ -193,33 +178,6 @@ def _answer(results: tuple[Tensor, Tensor], options: dict[str, Any]) -> Any:
     return (result, lse) if options["return_lse"] else result
 
 
-def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    options: dict[str, Any],
-    implementation: str | None,
-    mask_gradient: bool,
-    deterministic: bool | None,
-) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dsinks, dmask) of a call through the operator; dsinks is None without sinks, and
-    dmask where it is not wanted.
-    """
-    if _sharding.has_dtensor(q, k, v):
-        _sharding.prepare(options)
-    *gradients, dsinks, dmask = torch.ops.archflash.attention_backward(
-        dout, q, k, v, out, lse, dlse,
-        implementation=implementation, mask_gradient=mask_gradient, deterministic=deterministic,
-        **_options.to_operator(options),
-    )  # fmt: skip
-    dsinks = None if options["sinks"] is None else dsinks
-    return (*gradients, dsinks, dmask if mask_gradient else None)
-
-
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -306,50 +264,6 @@ _OF_PYTORCHS_CALL = frozenset(("causal", "scale", "layout"))
 _native.set_decide_pytorchs(pytorchs_call)
 
 
-def resolved(x: Any) -> Any:
-    """A tensor whose memory holds its values: a copy if x has the negative bit or is a zero tensor,
-    otherwise x itself.
-    """
-    # A subclass is handled by its own dispatcher first, and resolved when it comes back as a plain
-    # tensor.
-    if isinstance(x, Tensor) and _native.is_plain_tensor(x) and (x.is_neg() or x._is_zerotensor()):
-        return x.clone()
-    return x
-
-
-def goes_through_operator(*arguments: Any) -> bool:
-    """Whether a call goes through torch's dispatcher: while PyTorch traces or transforms it, or if
-    an argument is no plain tensor (a subclass, a fake tensor), whose own dispatcher finds the real
-    ones. Arguments that are no tensors do not matter.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or is_tracing()
-        or in_transform()
-        or not _native.all_plain(*arguments)
-    )
-
-
-def is_symbolic(*values: Any) -> bool:
-    """Whether a call is traced without numbers: while PyTorch compiles it, or where a number or the
-    size of a tensor is symbolic.
-    """
-    return torch.compiler.is_compiling() or has_symbols(*values)
-
-
-def has_symbols(*values: Any) -> bool:
-
-    def symbolic(x: Any) -> bool:
-        if isinstance(x, Tensor):
-            return not x.is_nested and any(not isinstance(size, int) for size in x.shape)
-        if isinstance(x, (tuple, list)):
-            return any(symbolic(part) for part in x)
-        return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-    return symbolic(values)
-
-
 def _refuse_forced(implementation: str | None) -> None:
     name = forced() if implementation is None else implementation
     if name is not None and name != "torch":
@@ -376,7 +290,7 @@ def _selected(
     return select(problem, device, name, obstacle)
 
 
-def _by_name(op: Any, *given: Any, **named: Any) -> dict[str, Any]:
+def arguments_by_name(op: Any, *given: Any, **named: Any) -> dict[str, Any]:
     """The arguments of an operator by name, however they came."""
     names = [argument.name for argument in op.default._schema.arguments]
     return dict(zip(names, given, strict=False)) | named
@@ -384,7 +298,7 @@ def _by_name(op: Any, *given: Any, **named: Any) -> dict[str, Any]:
 
 def _run(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The operator on real tensors."""
-    arguments = _by_name(torch.ops.archflash.attention, *given, **named)
+    arguments = arguments_by_name(torch.ops.archflash.attention, *given, **named)
     q, k, v, implementation = (arguments.pop(x) for x in ("q", "k", "v", "implementation"))
     del arguments["needs_grad"]
     # A subclass whose dispatcher let the operator through becomes a plain tensor; otherwise it
@@ -409,10 +323,10 @@ def _run_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The operator of a call with a cache on real tensors. The caches are written in place, so that
     no copy of them is made.
     """
-    arguments = _by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
+    arguments = arguments_by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
     q, k_cache, v_cache = (arguments.pop(x) for x in ("q", "k_cache", "v_cache"))
     implementation = arguments.pop("implementation")
-    _refuse_tangents(q, k_cache, v_cache, *arguments.values())
+    refuse_tangents(q, k_cache, v_cache, *arguments.values())
     return _serve(
         plain(q),
         k_cache.as_subclass(Tensor),
@@ -422,20 +336,13 @@ def _run_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _refuse_tangents(*given: Any) -> None:
+def refuse_tangents(*given: Any) -> None:
     """Refuses the tangents of forward-mode autograd, which an operator would drop."""
     if any(map(has_tangent, given)):
         raise UnsupportedError(
             "a tensor has a tangent of forward-mode autograd, which archflash's operators do not "
             "have: call archflash.attention itself, or pass detach() of the tensor"
         )
-
-
-def plain(x: Any) -> Any:
-    """A plain tensor whose memory holds its values, for a tensor; everything else as it is."""
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:  # sparse ones are refused later
-        return x
-    return resolved(x.as_subclass(Tensor))
 
 
 library.impl("attention", _run, "CompositeExplicitAutograd")
@@ -446,7 +353,7 @@ def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Tensors with the shapes, strides and dtypes that `_run` returns. Raises the errors that do
     not depend on data.
     """
-    arguments = _by_name(torch.ops.archflash.attention, *given, **named)
+    arguments = arguments_by_name(torch.ops.archflash.attention, *given, **named)
     q, k, v, implementation = (arguments.pop(x) for x in ("q", "k", "v", "implementation"))
     needs_grad = arguments.pop("needs_grad")
     options = _options.from_operator(arguments)
@@ -462,7 +369,7 @@ def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Tensors with the shapes, strides and dtypes that `_run_with_kvcache` returns."""
-    arguments = _by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
+    arguments = arguments_by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
     q, k_cache, v_cache = (arguments.pop(x) for x in ("q", "k_cache", "v_cache"))
     del arguments["implementation"]
     return _planned(q, k_cache, v_cache, _options.from_operator(arguments))
@@ -474,8 +381,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[
         _native.make_problem(q, k, v, tuple(options.values()), _NO_GRADIENTS)
     shape = [*q.shape[:-1], v.shape[-1]]
     dtype = options["out_dtype"] or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
-    order = _torch.nesting(q.stride())
-    out = q.new_empty([shape[i] for i in order], dtype=dtype).permute(_torch.inverse(order))
+    out = _strides.new_in_order(q, shape, dtype)
     if not options["return_lse"]:
         lse_shape: tuple[int, ...] = (0,)
     elif options["cu_seqlens_q"] is not None:
@@ -489,238 +395,3 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[
 
 torch.library.register_fake("archflash::attention", _fake, lib=library)
 torch.library.register_fake("archflash::attention_with_kvcache", _fake_with_kvcache, lib=library)
-
-
-# --- gradients ---
-
-
-def _request(
-    given: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[Request, str | None, bool | None]:
-    """The arguments of archflash::attention_backward: the call, `implementation` and
-    `deterministic`.
-    """
-    arguments = _by_name(torch.ops.archflash.attention_backward, *given, **named)
-    implementation = arguments.pop("implementation")
-    mask_gradient = arguments.pop("mask_gradient")
-    deterministic = arguments.pop("deterministic")
-    names = ("dout", "q", "k", "v", "out", "lse", "dlse")
-    tensors = {name: arguments.pop(name) for name in names}
-    options = _options.from_operator(arguments)
-    request = Request(**tensors, options=options, mask_gradient=mask_gradient)
-    return request, implementation, deterministic
-
-
-def backward_request(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    options: dict[str, Any],
-    mask_gradient: bool = False,
-) -> Request:
-    """The call whose gradients are asked for, its tensors checked."""
-    options = {name: plain(value) for name, value in options.items()}
-    dout, q, k, v, out, lse, dlse = (plain(x) for x in (dout, q, k, v, out, lse, dlse))
-    request = Request(dout, q, k, v, out, lse, dlse, options, mask_gradient)
-    check_backward(request)
-    dlse = None if dlse is None else dlse.contiguous()
-    return dataclasses.replace(request, lse=lse.contiguous(), dlse=dlse)
-
-
-def check_backward(request: Request) -> None:
-    """Refuses wrong tensors of a call of `archflash.attention_backward`, plain or not."""
-    problem = request.problem()  # checks q, k, v and out
-    q, out, dlse = request.q, request.out, request.dlse
-    if q.dtype.itemsize == 1:
-        raise TypeError("q, k and v are float8, which have no gradients: convert them to bfloat16")
-    check_tensor("dout", request.dout, q.device, out.shape, (out.dtype,))
-    rows = (problem.heads_q, problem.nq)
-    lse_shape = rows if problem.varlen else (problem.batch, *rows)
-    check_tensor("lse", request.lse, q.device, lse_shape, (torch.float32,))
-    if dlse is not None:
-        check_tensor("dlse", dlse, q.device, lse_shape, (torch.float32,))
-    mask = request.options["attn_mask"]
-    if request.mask_gradient and (mask is None or not mask.is_floating_point()):
-        kind = "None" if mask is None else str(mask.dtype)
-        raise TypeError(f"mask_gradient=True, and attn_mask is {kind}: only a floating one has one")
-
-
-def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
-    """The gradients on real tensors."""
-    asked, implementation, deterministic = _request(given, named)
-    request = backward_request(
-        asked.dout, asked.q, asked.k, asked.v, asked.out, asked.lse, asked.dlse, asked.options,
-        asked.mask_gradient,
-    )  # fmt: skip
-    into = Gradients.like(request)
-    name = forced() if implementation is None else implementation
-    compute(request, into, name, deterministic)
-    return _results(request, into)
-
-
-def _results(request: Request, into: Gradients) -> tuple[Tensor, ...]:
-    """What the operator returns: gradients that are not wanted are empty."""
-    dsinks, dmask = into.dsinks, into.dmask
-    dsinks = request.q.new_empty(0, dtype=torch.float32) if dsinks is None else dsinks
-    if dmask is None:
-        dmask = request.q.new_empty(0, dtype=torch.float32)
-    else:
-        dmask = dmask.reshape(request.options["attn_mask"].shape)
-    return into.dq, into.dk, into.dv, dsinks, dmask
-
-
-def _fake_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
-    request, *_ = _request(given, named)
-    return _results(request, Gradients.like(request))
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    arguments = _by_name(torch.ops.archflash.attention, *inputs)
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-    ctx.names = tuple(tensors)
-    ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
-    ctx.order = tuple(arguments)
-    ctx.deterministic = asks_for_deterministic()
-    ctx.save_for_backward(*output, *tensors.values())
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *saved = ctx.saved_tensors
-    arguments = ctx.others | dict(zip(ctx.names, saved, strict=True))
-    del arguments["needs_grad"]
-    needed = {n for n, x in zip(ctx.order, ctx.needs_input_grad, strict=True) if x}
-    dout = torch.zeros_like(out) if dout is None else dout
-    found = gradients(arguments, (out, lse), (dout, dlse), needed, ctx.deterministic)
-    return tuple(found.get(name) for name in ctx.order)
-
-
-def gradients(
-    arguments: dict[str, Any],
-    results: tuple[Tensor, Tensor],
-    given: tuple[Tensor, Tensor | None],
-    needed: set[str],
-    deterministic: bool,
-) -> dict[str, Tensor]:
-    """The gradients of a call through the operators, which autograd and transforms know.
-
-    Args:
-        arguments: those of archflash::attention, but for needs_grad.
-        results: what it gave.
-        given: the gradients of both.
-        needed: the arguments whose gradients are wanted.
-        deterministic: whether they must always have the same bits, whatever PyTorch's setting is.
-
-    Returns:
-        Those that are not 0 by name, and possibly others.
-    """
-    (out, lse), (dout, dlse) = results, given
-    arguments = dict(arguments)
-    implementation = arguments.pop("implementation")
-    q, k, v = (arguments.pop(x) for x in ("q", "k", "v"))
-    tensors = (x for x in (q, k, v, out, lse, *arguments.values()) if isinstance(x, Tensor))
-    if not needed.issubset(_OF_KERNELS) or any(map(has_tangent, (dout, dlse, *tensors))):
-        # Kernels give the gradients of these arguments alone, and no tangents.
-        request = Request(dout, q, k, v, out, lse, dlse, _options.from_operator(arguments))
-        return by_plain_operations(request, sorted(needed), torch.is_grad_enabled())
-    if not arguments["return_lse"]:  # a call that was traced where no gradients were needed
-        with torch.no_grad():
-            arguments["return_lse"] = True
-            out, lse = torch.ops.archflash.attention(
-                q, k, v, implementation=implementation, needs_grad=False, **arguments
-            )
-    mask = arguments["attn_mask"]
-    mask_gradient = mask is not None and mask.is_floating_point() and "attn_mask" in needed
-    dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
-        dout, q, k, v, out, lse, dlse, implementation=implementation, mask_gradient=mask_gradient,
-        deterministic=deterministic or None, **arguments,
-    )  # fmt: skip
-    found = {"q": dq, "k": dk, "v": dv}
-    if arguments["sinks"] is not None:
-        found["sinks"] = dsinks.to(arguments["sinks"].dtype)
-    if mask_gradient:
-        found["attn_mask"] = dmask.to(mask.dtype)
-    return found
-
-
-# The arguments whose gradients archflash::attention_backward gives.
-_OF_KERNELS = ("q", "k", "v", "sinks", "attn_mask")
-
-
-def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    arguments = _by_name(torch.ops.archflash.attention_backward, *inputs)
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-    ctx.names = tuple(tensors)
-    ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
-    ctx.order = tuple(arguments)
-    ctx.save_for_backward(*tensors.values())
-    ctx.set_materialize_grads(False)
-
-
-def _second_backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of gradients: the first ones once more, by operations that autograd differentiates.
-    `out` and `lse` are what the call gave, so that nothing but its arguments matters.
-    """
-    arguments = ctx.others | dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-    needed = dict(zip(ctx.order, ctx.needs_input_grad, strict=True))
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        asked = {
-            name: variable(arguments[name])
-            for name in ("dout", "dlse", *_OF_KERNELS)
-            if needed[name]
-        }
-        request, *_ = _request((), arguments | asked)
-        weights = {n: x for n, x in zip(_OF_KERNELS, given, strict=True) if x is not None}
-        first = by_plain_operations(request, tuple(weights), create_graph=True)
-        first = {name: x for name, x in first.items() if x.requires_grad}
-        if not first or not asked:
-            return (None,) * len(ctx.order)
-        second = torch.autograd.grad(
-            list(first.values()),
-            list(asked.values()),
-            [weights[name].to(x.dtype).reshape(x.shape) for name, x in first.items()],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    found = dict(zip(asked, second, strict=True))
-    return tuple(found.get(name) for name in ctx.order)
-
-
-library.impl("attention_backward", _run_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("archflash::attention_backward", _fake_backward, lib=library)
-
-
-class _Derivatives:
-    """The library, as `torch.library.register_autograd` uses it: its kernels refuse tangents. The
-    functions of the package do not let these get here, but a traced module may, and no kernel below
-    those for autograd sees the tangents of torch.func.jvp.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(library, name)
-
-    @staticmethod
-    def impl(name: str, kernel: Any, key: str, **more: Any) -> None:
-        def checked(keyset: Any, *args: Any, **named: Any) -> Any:
-            _refuse_tangents(*args, *named.values())
-            return kernel(keyset, *args, **named)
-
-        library.impl(name, checked, key, **more)
-
-
-_derivatives: Any = _Derivatives()
-torch.library.register_autograd(
-    "archflash::attention", _backward, setup_context=_keep_for_backward, lib=_derivatives
-)
-torch.library.register_autograd(
-    "archflash::attention_backward",
-    _second_backward,
-    setup_context=_keep_for_second_backward,
-    lib=_derivatives,
-)
-_flops.register()

@@ -13,6 +13,7 @@ from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import SCALE_ROWS
 from archflash._eager import in_transform, refuse_derivatives
 from archflash._errors import ForcedImplementationError
+from archflash._plain_tensors import goes_through_operator, is_symbolic, plain, resolved
 
 _ops.library.define(
     "quantize_fp8(Tensor x, int per, ScalarType dtype, int heads_dim, str? implementation) "
@@ -73,8 +74,8 @@ def quantize_fp8(
         >>> values.dtype, descale.shape
         (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
     """
-    by_operator = _ops.goes_through_operator(x)
-    if by_operator and _ops.is_symbolic(x):
+    by_operator = goes_through_operator(x)
+    if by_operator and is_symbolic(x):
         _check_dense(x)
     else:
         _native.check_data(x, "x")
@@ -100,7 +101,7 @@ def _quantize(
     x: Tensor, per: str, dtype: torch.dtype, layout: str, implementation: str | None
 ) -> tuple[Tensor, Tensor]:
     """`quantize_fp8` of a plain tensor."""
-    x = _ops.resolved(x)
+    x = resolved(x)
     values = torch.empty_like(x, dtype=dtype)
     x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
     simulated = implementation == _KERNEL and x.device.type == "cpu"
@@ -130,7 +131,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """The operator on real tensors."""
     layout = "bnhd" if heads_dim == 2 else "bhnd"
-    return _quantize(_ops.plain(x), _PER[per], dtype, layout, implementation)
+    return _quantize(plain(x), _PER[per], dtype, layout, implementation)
 
 
 def _fake(

@@ -18,7 +18,7 @@ from archflash._eager import is_eager, is_tracing, unrecorded
 from archflash._overrides import DROPPED_FASTER, count_declined
 from archflash._registry import TORCH
 from archflash._sharding import has_dtensor
-from archflash._torch import pytorchs_sdpa
+from archflash._torch_kernels import pytorchs_sdpa
 
 
 def scaled_dot_product_attention(

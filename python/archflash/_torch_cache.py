@@ -15,6 +15,7 @@ from torch import Tensor
 
 from archflash import _torch
 from archflash._bias import sides_of
+from archflash._torch_masks import packed_rows
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -188,7 +189,7 @@ def _rows_of(q: Tensor, cu_seqlens_q: Tensor | None, layout: str) -> _Rows:
         row = torch.arange(nq, device=q.device).expand(batch, nq)
         lengths = torch.full((batch,), nq, device=q.device)
         return _Rows(sequence, row, torch.ones_like(row, dtype=torch.bool), lengths)
-    rows = _torch.packed_rows(cu_seqlens_q, q.shape[0])
+    rows = packed_rows(cu_seqlens_q, q.shape[0])
     sequences = cu_seqlens_q.shape[0] - 1
     owned = (rows.sequence < sequences) & (rows.row >= 0)
     return _Rows(rows.sequence, rows.row, owned, cu_seqlens_q.long().diff())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import archflash
-from archflash import _api, _gradients, _options, reference
+from archflash import _api, _gradients, _options, _strides, reference
 from archflash import _archflash as native
 
 
@@ -110,9 +110,9 @@ def test_gradients_are_written_or_added_to_given_tensors() -> None:
 def test_no_memory_is_taken_for_gradients_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     dout, q, k, v = call(torch.float32)
     out, lse = archflash.attention(q, k, v, return_lse=True)
-    new, made = _gradients._new, []
+    new, made = _strides.new_in_order, []
     monkeypatch.setattr(
-        _gradients, "_new", lambda x, shape: made.append(tuple(shape)) or new(x, shape)
+        _strides, "new_in_order", lambda x, shape: made.append(tuple(shape)) or new(x, shape)
     )
     into = {"dq": torch.empty_like(q), "dv": torch.empty_like(v)}
     archflash.attention_backward(dout, q, k, v, out, lse, **into)

@@ -14,10 +14,11 @@ ROOT = Path(archflash.__file__).parent
 # rows of their own. The text in archflash/__init__.py says the same for readers.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_archflash", "_archflash_sim", "_errors", "_pytorch_faults"),
-    ("_eager", "_flops", "_fused_kernels"),
-    ("_bias", "masks", "_dropout", "_sharding"),
-    ("_options", "_registry", "_measured", "_torch", "reference.formula"),
-    ("_proofs", "_autocast", "reference.cache", "reference.rule"),
+    ("_eager", "_flops", "_fused_kernels", "_strides"),
+    ("_bias", "masks", "_dropout", "_sharding", "_plain_tensors", "_torch_kernels"),
+    ("_autocast", "_options", "_registry", "_measured", "_torch_masks", "reference.formula"),
+    ("_proofs", "_torch_plain", "reference.cache", "reference.rule"),
+    ("_torch",),
     ("reference",),
     ("_dispatch.forcing", "_dispatch.device", "_dispatch.pytorch", "_torch_cache", "_mended_calls"),
     ("_dispatch.order",),
@@ -26,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_dispatch",),
     ("_gradients",),
     ("_ops",),
+    ("_ops_backward",),
     ("_autograd",),
     ("_api", "_backward", "_backward_operators", "_kvcache", "_merge", "_quantize"),
     ("_shared_prefix", "_warm_up", "_overrides"),

@@ -140,7 +140,7 @@ def test_attention_backward_passes_each_option_on(monkeypatch: pytest.MonkeyPatc
         return NotImplemented
 
     monkeypatch.setattr(_native, "attention_backward", to_the_runtime)
-    monkeypatch.setattr("archflash._ops.backward_request", record)
+    monkeypatch.setattr("archflash._ops_backward.backward_request", record)
     x = inputs()[0]
     given: dict[str, Any] = {name: f"the {name}" for name in _options.OF_BACKWARD}
     with pytest.raises(StopIteration):

@@ -21,6 +21,7 @@ from archflash import (
     _overrides,
     _pytorch_faults,
     _torch,
+    _torch_kernels,
     reference,
 )
 from archflash._pytorch_faults import CUDNN, EFFICIENT, FLASH
@@ -35,16 +36,16 @@ def pytorch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fused_kernels, "cudnn_version", lambda: 91900)
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
     _dispatch.pytorch_fails.cache_clear()
-    _torch._failing_of.cache_clear()
+    _torch_kernels._failing_of.cache_clear()
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the CPU are treated as if they were on an H200."""
-    monkeypatch.setattr(_torch, "_has_fused_kernels", lambda query: True)
-    gpu = _torch._Gpu(*H200, cudnn=91900, cudnn_first=True)
-    monkeypatch.setattr(_torch, "_gpu", lambda index: gpu)
+    monkeypatch.setattr(_torch_kernels, "_has_fused_kernels", lambda query: True)
+    gpu = _torch_kernels._Gpu(*H200, cudnn=91900, cudnn_first=True)
+    monkeypatch.setattr(_torch_kernels, "_gpu", lambda index: gpu)
 
 
 def decide(
@@ -142,7 +143,7 @@ def test_hidden_keys_are_told() -> None:
     call: dict[str, Any] = {"grad": True, "mask": torch.bool}
     assert "64 more keys" in decide("H200", (2, 8, 200, 64), 192, **call).why
     assert decide("H200", (2, 8, 1, 64), 128, **call).chosen == "ampere"  # which needs none
-    assert _torch.hidden_keys(H200, 1, 128) == 8
+    assert _torch_kernels.hidden_keys(H200, 1, 128) == 8
     assert "more keys" not in decide("H200", (2, 8, 200, 64), **call).why
     assert "more keys" not in decide("A100", (2, 8, 200, 64), 192, **call).why
 
@@ -150,9 +151,9 @@ def test_hidden_keys_are_told() -> None:
 def test_newer_versions_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fused_kernels, "cudnn_version", lambda: 92600)
     _dispatch.pytorch_fails.cache_clear()
-    _torch._failing_of.cache_clear()
-    assert _torch.hidden_keys(H200, 200, 192) == 0
-    assert _torch.hidden_keys(H200, 1, 128) == 8
+    _torch_kernels._failing_of.cache_clear()
+    assert _torch_kernels.hidden_keys(H200, 200, 192) == 0
+    assert _torch_kernels.hidden_keys(H200, 1, 128) == 8
     (reason,) = decide("H200", (2, 8, 200, 64), 192, grad=True).reasons["torch"]
     assert "NaN" not in reason
     assert "wrong results" not in str(decide("B200", (2, 8, 1, 64), 4096).reasons)
@@ -216,8 +217,8 @@ class Recorded:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    record = Recorded(_torch.PYTORCHS_SDPA)
-    monkeypatch.setattr(_torch, "PYTORCHS_SDPA", record)
+    record = Recorded(_torch_kernels.PYTORCHS_SDPA)
+    monkeypatch.setattr(_torch_kernels, "PYTORCHS_SDPA", record)
     return record
 
 
@@ -311,7 +312,7 @@ def test_a_mask_in_another_dtype_keeps_its_least_numbers() -> None:
     least = torch.finfo(torch.float32).min
     mask = torch.tensor([[least, -math.inf, 0.5, -1e30]])
     for dtype in (torch.float16, torch.bfloat16):
-        found = _torch.mask_for_fused_kernels(mask, 4, dtype)
+        found = _torch_kernels.mask_for_fused_kernels(mask, 4, dtype)
         assert found.dtype == dtype
         assert found[0, 0] == torch.finfo(dtype).min
         assert found[0, 1] == -math.inf

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import archflash
 from archflash import _archflash as native
-from archflash import _fused_kernels, _torch, reference
+from archflash import _fused_kernels, _torch, _torch_kernels, reference
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -500,7 +500,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return call
 
     monkeypatch.setattr(_torch, "attention", noted("general", _torch.attention))
-    monkeypatch.setattr(_torch, "PYTORCHS_SDPA", noted("pytorch", _torch.PYTORCHS_SDPA))
+    monkeypatch.setattr(
+        _torch_kernels, "PYTORCHS_SDPA", noted("pytorch", _torch_kernels.PYTORCHS_SDPA)
+    )
     native.clear_cache()
     yield names
     native.clear_cache()
@@ -613,12 +615,12 @@ def test_what_fused_kernels_could_not_read_is_copied_to_aligned_memory(
     name: str, dtype: torch.dtype
 ) -> None:
     x = laid_out(name, (2, 3, 5, 16), dtype)
-    copy = _torch._readable_by_fused_kernels(x)
+    copy = _torch_kernels.readable_by_fused_kernels(x)
     assert copy is not x
     assert torch.equal(copy, x)
     assert copy.is_contiguous()
     assert copy.data_ptr() % 16 == 0
-    assert _torch._readable_by_fused_kernels(copy) is copy
+    assert _torch_kernels.readable_by_fused_kernels(copy) is copy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
@@ -626,18 +628,18 @@ def test_what_fused_kernels_could_not_read_is_copied_to_aligned_memory(
 def test_what_fused_kernels_read_is_not_copied(name: str, dtype: torch.dtype) -> None:
     x = laid_out(name, (2, 3, 5, 16), dtype)
     for view in (x, x[1:], x[:, 1:2], x[:, :, 1:], x[..., 8:]):
-        assert _torch._readable_by_fused_kernels(view) is view
+        assert _torch_kernels.readable_by_fused_kernels(view) is view
 
 
 def test_rows_that_pytorch_pads_are_not_copied() -> None:
     for dtype in HALF:
         x = laid_out("offset and row", (2, 3, 5, 12), dtype)
-        assert _torch._readable_by_fused_kernels(x) is x
+        assert _torch_kernels.readable_by_fused_kernels(x) is x
 
 
 def test_views_that_fused_kernels_could_not_read_are_copied_inside_transforms_too() -> None:
     x, odd = (laid_out(name, (2, 3, 5, 16), torch.float32) for name in ("dense", "row"))
-    read = _torch._readable_by_fused_kernels
+    read = _torch_kernels.readable_by_fused_kernels
     torch.testing.assert_close(torch.vmap(read)(odd[None]), odd[None])
     torch.testing.assert_close(torch.func.grad(lambda y: read(y).square().sum())(odd), 2 * odd)
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 
 from archflash import _archflash as _native
-from archflash import _measured, _registry, _torch
+from archflash import _measured, _registry, _torch_kernels
 from archflash._dispatch import order, pytorch
 from archflash._errors import UnsupportedError
 
@@ -151,7 +151,7 @@ def why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.D
 
 def _why_hidden_keys(problem: _native.Problem, capability: tuple[int, int]) -> str:
     """What `torch` does to a call with a mask and gradients, as the end of a sentence."""
-    more = _torch.hidden_keys(capability, problem.nq, problem.nk)
+    more = _torch_kernels.hidden_keys(capability, problem.nq, problem.nk)
     if more == 0 or pytorch.kernel_of(problem, capability) != "torch-cudnn":
         return ""
     return (

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _api, _dispatch, _ops
+from archflash import _api, _dispatch
 from archflash import _archflash as _runtime
 from archflash import _archflash_sim as _native
 from archflash._errors import LaunchError, NotCompiledError
+from archflash._plain_tensors import resolved
 from archflash.sim._launch import Bindings, Buffer, Program, load, run_kernel
 from archflash.sim._report import Report, SimulationError
 
@@ -125,10 +126,10 @@ def run(
         True
     """
     if plan is None:  # a given plan refuses lazy tensors, as launch() does, and so does any `out`
-        q = _ops.resolved(q)
+        q = resolved(q)
         if options.get("cache_seqlens") is None:  # caches are written in place
-            k, v = (_ops.resolved(x) for x in (k, v))
-        options = {n: x if n == "out" else _ops.resolved(x) for n, x in options.items()}
+            k, v = (resolved(x) for x in (k, v))
+        options = {n: x if n == "out" else resolved(x) for n, x in options.items()}
     values = _api.option_values(q, k, options)
     if plan is None:
         problem = _runtime.make_problem(q, k, v, values, torch.is_grad_enabled())
