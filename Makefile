@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WHEELS := build/wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo editable test test-fast test-torch test-sim-full lint lint-built format test-gpu bench day-one clean
+.PHONY: demo editable test test-fast test-torch test-servers test-sim-full lint lint-built format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
@@ -36,6 +36,19 @@ $(VENV)/torch-%: $(VENV)/installed
 	$(BIN)/python -m pip install -q --no-deps --target $@.new torch==$*
 	$(BIN)/python tests/unit/stub_cuda.py $@.new
 	mv $@.new $@
+	touch $@
+
+# The plug-ins for servers inside the real packages, each of which has a folder and a process of its own. SERVERS_INSTALL=--newest takes
+# today's releases. It runs Python of this folder as it is installed, so that a failure says which package changed.
+SERVERS ?= vllm sglang
+test-servers: $(addprefix test-server-,$(SERVERS))  ## plug-ins inside vLLM and SGLang themselves, on a CPU
+test-server-%: $(VENV)/server-%
+	PYTHONPATH=$(CURDIR)/tests/servers/site_$*:$(CURDIR)/$< OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/servers/$* --record $*
+
+.PRECIOUS: $(VENV)/server-%
+$(VENV)/server-%: tests/servers/%.txt tests/servers/install.py $(VENV)/installed
+	@echo "== fetching $* for its tests (about 500 MB)"
+	$(BIN)/python -m tests.servers.install $* $@ $(SERVERS_INSTALL)
 	touch $@
 
 test-sim-full: $(VENV)/installed $(VENV)/sanitized  ## the simulator: 20 seeds, every mutant, sanitizers, fuzzed PTX (hours)

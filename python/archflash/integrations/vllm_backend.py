@@ -1,48 +1,46 @@
-"""The attention backend of archflash for vLLM: paged prefill, decoding, and batches of both in one
-call of `archflash.attention_with_kvcache`.
+"""The attention backend of archflash for vLLM: paged prefill, decoding and batches of both in one
+call, and encoders. `archflash.integrations.vllm_mla` is that of latent attention (MLA).
 
-Lengths and page tables are read on the device only, so that a CUDA graph of a batch of decoding
-serves others of its size.
+What a model needs beyond it is refused when vLLM chooses a backend, with the reason.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops
+from vllm import _custom_ops, envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
-    MultipleOf,
 )
 
-from archflash._api import attention
 from archflash._errors import UnsupportedError
-from archflash._kvcache import attention_with_kvcache
+from archflash.integrations._paged import FP8, PagedAttention, PagedBatch
 
-_FP8 = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
-_MOST_HEAD_DIM = 256
+_MOST_HEAD_DIM, _MOST_HEAD_DIM_FP8 = 512, 256
+_16_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def why_no_cache(dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
+    """Why queries of a dtype cannot read a cache of another one."""
+    if _16_BITS.get(kv_cache_dtype or "auto", dtype) != dtype:
+        return f"a {kv_cache_dtype} cache with {dtype} queries: set --kv-cache-dtype to auto or fp8"
+    return None
 
 
 class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
     """What vLLM asks a backend before it takes it."""
 
-    accept_output_buffer = True
-    forward_includes_kv_cache_update = True
+    forward_includes_kv_cache_update = False
+    supports_kv_cache_update_bypass = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_FP8]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *_16_BITS, *FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -56,27 +54,24 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
     def get_builder_cls() -> type[ArchflashMetadataBuilder]:
         return ArchflashMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
-        return [MultipleOf(1)]
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Keys, then values: (2, pages, page size, heads, head dim)."""
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
-
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 8 == 0 and head_size <= _MOST_HEAD_DIM
 
     @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)  # kernels for 16 bits need mma.sync of bfloat16
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in tuple(AttentionType)
+
+    @classmethod
     def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
         return True
 
     @classmethod
@@ -84,106 +79,143 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in _TYPES
+    def supports_batch_invariance(cls) -> bool:
+        return True
 
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
 
-@dataclass
-class ArchflashMetadata(AttentionMetadata):  # type: ignore[misc]
-    """A batch, as all layers see it.
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **kw: Any
+    ) -> str | None:
+        """Why what is supported alone is not together."""
+        if kv_cache_dtype in FP8 and (head_size > _MOST_HEAD_DIM_FP8 or head_size % 16):
+            return (
+                f"an FP8 cache with head_size {head_size}: it must be a multiple of 16 up to "
+                f"{_MOST_HEAD_DIM_FP8}; set --kv-cache-dtype to auto"
+            )
+        return why_no_cache(dtype, kv_cache_dtype)
 
-    Attributes:
-        num_actual_tokens: rows of the batch; rows behind them pad it.
-        max_query_len: the most rows of a request.
-        query_start_loc: int32 (requests + 1,), where each request's rows begin.
-        seq_lens: int32 (requests,), the length of each request with the rows of this batch.
-        block_table: int32 (requests, pages of a request).
-        slot_mapping: int64 (rows,), where each row goes in the caches; -1 for nowhere.
-        causal: whether a row sees no later one.
-    """
-
-    num_actual_tokens: int
-    max_query_len: int
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    slot_mapping: Tensor
-    causal: bool
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kw: Any) -> list[str]:
+        """The reasons why not, with what to do where vLLM's own words do not say it."""
+        reasons: list[str] = super().validate_configuration(*args, **kw)
+        advice = {
+            "MLA not supported": "choose --attention-backend ARCHFLASH_MLA",
+            "partial multimodal token full attention not supported": "no kernel with paged caches "
+            "sees ranges of keys",
+            "R-SWA not supported": "no kernel with paged caches sees ranges of keys",
+        }
+        return [f"{r} ({advice[r]})" if r in advice else r for r in reasons]
 
 
 class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the metadata of a batch once for all layers. Nothing is computed from lengths."""
+    """Makes the metadata of a batch once for all layers. Nothing is computed from lengths, but the
+    lengths of a rank's share where ranks share a cache.
+    """
 
-    # A graph of requests with one number of rows serves all others of that kind.
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    # Kernels read lengths and offsets on the device, so a graph serves every batch of its shapes.
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.ranks, self.rank = 1, 0
+        if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
+            from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
+
+            self.ranks, self.rank = get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
+        # With all in persistent tensors of vLLM there is nothing to update for another draft.
+        self.supports_draft_decode_metadata_update = self.ranks == 1
+        if self.ranks > 1:  # where a graph's replay finds the lengths of this rank's share
+            most = vllm_config.scheduler_config.max_num_seqs
+            self.context_lens = torch.zeros(most, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> ArchflashMetadata:
-        """The metadata of a batch. A prefix that all requests share is read for each of them."""
+    ) -> PagedBatch:
+        """The metadata of a batch."""
         common = common_attn_metadata
-        if isinstance(common.causal, Tensor):
-            raise UnsupportedError("causal for each request: not built yet; pass one for the batch")
-        return ArchflashMetadata(
+        if self.ranks > 1 and isinstance(common.causal, Tensor):
+            raise UnsupportedError("causal for each request with decode context parallelism")
+        batch = PagedBatch(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            causal=bool(common.causal),
+            causal=common.causal,
         )
+        if self.ranks > 1:
+            from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+            requests = common.seq_lens.shape[0]
+            batch.context_lens = self.context_lens[:requests]
+            batch.context_lens.copy_(
+                get_dcp_local_seq_lens(
+                    common.seq_lens - common.query_start_loc.diff(),
+                    self.ranks,
+                    self.rank,
+                    self.vllm_config.parallel_config.cp_kv_cache_interleave_size,
+                )
+            )
+        return batch
 
     def update_block_table(
-        self, metadata: ArchflashMetadata, blk_table: Tensor, slot_mapping: Tensor
-    ) -> ArchflashMetadata:
+        self, metadata: PagedBatch, blk_table: Tensor, slot_mapping: Tensor
+    ) -> PagedBatch:
         """The same batch in the caches of other layers."""
-        fields = {**vars(metadata), "block_table": blk_table, "slot_mapping": slot_mapping}
-        return ArchflashMetadata(**fields)
+        other = copy.copy(metadata)
+        other.block_table, other.slot_mapping = blk_table, slot_mapping
+        other.call = {**metadata.call, "page_table": blk_table}
+        return other
+
+    def update_draft_decode_metadata(self, metadata: PagedBatch) -> None:
+        """Nothing to do: a draft changes numbers in tensors that metadata refers to."""
 
 
-class ArchflashImpl(AttentionImpl):  # type: ignore[misc]
-    """The attention of one layer.
+class ArchflashImpl(PagedAttention, AttentionImpl):  # type: ignore[misc]
+    """The attention of one layer; see `PagedAttention` for the arguments.
 
     Raises:
-        UnsupportedError: a kind of attention other than that of decoders and encoders.
+        UnsupportedError: a window or alibi with decode context parallelism.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
+    can_return_lse_for_decode = True
+    supports_dcp = True
+    lse_base_on_e = True
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw, batch_invariant=envs.VLLM_BATCH_INVARIANT)
+        if self.dcp_world_size > 1:
+            self.check_shared()
+            self._collectives = _collectives()
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        if attn_type not in _TYPES:
-            raise UnsupportedError(f"{attn_type}: not built yet; choose another attention backend")
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.sliding_window = sliding_window
-        self.softcap = logits_soft_cap or None
-        self.attn_type = attn_type
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
-        self.alibi_slopes = None
-        if alibi_slopes is not None:
-            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+        """Writes the rows of a batch into the cache, before `forward`."""
+        if kv_cache.numel() == 0:  # of an encoder
+            return
+        if not kv_cache.is_cuda:  # vLLM's operator has no code for the CPU
+            self.write(layer, key, value, kv_cache, slot_mapping)
+            return
+        both = kv_cache.transpose(1, 2)
+        _custom_ops.reshape_and_cache_flash(
+            key,
+            value,
+            both[..., : self.head_size],
+            both[..., self.head_size :],
+            slot_mapping,
+            self.kv_cache_dtype,
+            layer._k_scale,
+            layer._v_scale,
+        )
 
     def forward(
         self,
@@ -192,73 +224,47 @@ class ArchflashImpl(AttentionImpl):  # type: ignore[misc]
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor,
-        attn_metadata: ArchflashMetadata | None,
+        attn_metadata: PagedBatch | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Writes key and value into the cache and the attention of the batch into output.
+        """Writes the attention of the batch into output: see `PagedAttention.run`.
 
         Args:
-            layer: has the scales of an FP8 cache, `_k_scale` and `_v_scale`, float32 ().
-            query: (rows, heads, head dim); key and value (rows, kv heads, head dim), or None where
-                another layer has written the cache.
-            kv_cache: of `ArchflashBackend.get_kv_cache_shape`.
             attn_metadata: None while vLLM measures its memory: output is 0 then.
-            output: (rows, heads, head dim) or (rows, heads x head dim).
             output_scale, output_block_scale: only None.
-
-        Returns:
-            output.
 
         Raises:
             UnsupportedError: a scale of the output.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: not built yet; turn the fusion of it off")
-        if self.alibi_slopes is not None:  # before a CUDA graph is captured
-            self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
             return output.fill_(0)
-        batch = attn_metadata
-        rows = batch.num_actual_tokens
-        q, out = query[:rows], output.view(-1, self.num_heads, self.head_size)[:rows]
-        options: dict[str, Any] = {
-            "causal": batch.causal and self.attn_type == AttentionType.DECODER,
-            "softcap": self.softcap,
-            "sinks": self.sinks,
-            "alibi_slopes": self.alibi_slopes,
-            "scale": self.scale,
-            "cu_seqlens_q": batch.query_start_loc,
-            "max_seqlen_q": batch.max_query_len,
-            "out": out,
-        }
-        if self.sliding_window is not None:
-            left = self.sliding_window - 1
-            options["window"] = (left, 0 if options["causal"] else left)
-        if self.attn_type == AttentionType.ENCODER_ONLY:
+        if attn_metadata.context_lens is not None:
             assert key is not None
             assert value is not None
-            ends, longest = batch.query_start_loc, batch.max_query_len
-            attention(
-                q, key[:rows], value[:rows], cu_seqlens_k=ends, max_seqlen_k=longest, **options
+            return self.run_shared(
+                layer, query, key, value, kv_cache, attn_metadata, output, *self._collectives
             )
-            return output
-        k_cache, v_cache = kv_cache.unbind(0)
-        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
-            _custom_ops.reshape_and_cache_flash(
-                key, value, k_cache, v_cache, batch.slot_mapping, self.kv_cache_dtype,
-                layer._k_scale, layer._v_scale,
-            )  # fmt: skip
-        if self.kv_cache_dtype in _FP8:
-            k_cache, v_cache = (x.view(_FP8[self.kv_cache_dtype]) for x in (k_cache, v_cache))
-            options.update(k_descale=layer._k_scale, v_descale=layer._v_scale)
-        attention_with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens=batch.seq_lens,
-            page_table=batch.block_table,
-            **options,
-        )
-        return output
+        return self.run(layer, query, key, value, kv_cache, attn_metadata, output)
+
+
+def _collectives() -> tuple[Any, Any]:
+    """`gather` and `combine` of `PagedAttention.run_shared`, by vLLM's group of ranks."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed.parallel_state import get_dcp_group
+    from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce
+
+    config = get_current_vllm_config_or_none()
+    by_all_to_all = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
+    reduce = dcp_a2a_lse_reduce if by_all_to_all else cp_lse_ag_out_rs
+
+    def gather(queries: Tensor) -> Any:
+        return get_dcp_group().all_gather(queries, dim=1)
+
+    def combine(out: Tensor, lse: Tensor) -> Any:
+        return reduce(out, lse, get_dcp_group(), return_lse=True)
+
+    return gather, combine

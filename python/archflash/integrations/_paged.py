@@ -1,0 +1,295 @@
+"""Attention of one layer of a server's model over a paged cache: what the plug-in for vLLM does at
+each step, without an import of vLLM.
+
+Lengths, offsets and page tables are read on the device only, so that a CUDA graph of a batch serves
+every other batch of its shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash._api import attention
+from archflash._errors import UnsupportedError
+from archflash._kvcache import attention_with_kvcache
+from archflash._merge import merge_attention
+
+FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+_WITHOUT_CACHE = ("encoder", "encoder_only")
+
+
+@dataclass
+class PagedBatch:
+    """A batch of requests, as all layers see it.
+
+    Attributes:
+        num_actual_tokens: rows of the batch; rows behind them pad it.
+        max_query_len: the most rows of a request.
+        query_start_loc: int32 (requests + 1,), where each request's rows begin.
+        seq_lens: int32 (requests,), the length of each request with the rows of this batch.
+        block_table: int32 (requests, pages of a request).
+        slot_mapping: int64 (rows,), where each row goes in the caches; -1 for nowhere.
+        causal: whether a row sees no later one: one bool, or int32 (requests,).
+        context_lens: int32 (requests,): rows of each request that this rank's share of the cache
+            holds, without the rows of this batch. Only where ranks share a cache.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool | Tensor = True
+    context_lens: Tensor | None = None
+    call: dict[str, Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.call = {  # the arguments that all layers have in common
+            "cu_seqlens_q": self.query_start_loc,
+            "max_seqlen_q": self.max_query_len,
+            "cache_seqlens": self.seq_lens,
+            "page_table": self.block_table,
+        }
+
+    def causal_rows(self) -> Tensor:
+        """bool (rows, 1, 1), of `causal` given for each request; computed on the device."""
+        assert isinstance(self.causal, Tensor)
+        rows = torch.arange(self.num_actual_tokens, device=self.causal.device, dtype=torch.int32)
+        request = torch.searchsorted(self.query_start_loc[1:], rows, right=True)
+        request = request.clamp(max=self.causal.shape[0] - 1)  # rows that pad the batch
+        return self.causal[request].bool()[:, None, None]
+
+
+class PagedAttention:
+    """The attention of one layer, with the arguments and names that vLLM gives its backends.
+
+    Args:
+        num_heads, head_size, scale, num_kv_heads: of the layer; head_size is that of queries and
+            keys, and values may have another one.
+        alibi_slopes, logits_soft_cap, sinks: options of the softmax, or None.
+        sliding_window: a row sees so many keys up to its own, and where it sees later ones, as many
+            of these; None for all.
+        kv_cache_dtype: a name of `FP8`, or any other for a cache of the dtype of the queries.
+        attn_type: "decoder", "encoder_decoder", "encoder" or "encoder_only".
+        kv_sharing_target_layer_name: not None where another layer writes the cache.
+        batch_invariant: a row gets the same bits in any batch.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sliding_window = sliding_window
+        self.sinks = sinks
+        self._float8 = FP8.get(kv_cache_dtype)
+        self._call: dict[str, Any] = {
+            "softcap": logits_soft_cap or None,
+            "sinks": sinks,
+            "scale": self.scale,
+            "batch_invariant": batch_invariant,
+        }
+        if alibi_slopes is not None:
+            self._call["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
+        left = None if sliding_window is None else sliding_window - 1
+        self._calls: dict[bool, dict[str, Any]] = {  # by whether a row sees no later one
+            True: {"causal": True, "window": None if left is None else (left, 0)},
+            False: {"causal": False, "window": None if left is None else (left, left)},
+        }
+        self._views: tuple[Tensor | None, Any] = (None, None)
+
+    def write(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Writes rows into the cache by plain operations of PyTorch, for devices without an
+        operator of the server's own.
+
+        Args:
+            layer: `_k_scale`, `_v_scale`: what rows are divided by, if the cache is FP8; float32 ()
+                or (kv heads,).
+            key, value: (rows, kv heads, head dim).
+            kv_cache: as for `run`.
+            slot_mapping: int64, page * page size + row of the page for each of the first rows of
+                key; -1 for nowhere.
+        """
+        rows = slot_mapping.shape[0]
+        kept = slot_mapping >= 0
+        slots = slot_mapping[kept]
+        caches = self.caches(kv_cache)
+        page = caches[0].shape[1]
+        scales = (layer._k_scale, layer._v_scale)
+        for new, cache, scale in zip((key, value), caches, scales, strict=True):
+            new = new[:rows][kept]
+            if self._float8 is not None:
+                largest = torch.finfo(self._float8).max
+                new = (new.float() / scale.view(-1, 1)).clamp(-largest, largest)
+                cache = cache.view(torch.uint8)
+                new = new.to(self._float8).view(torch.uint8)
+            cache[slots // page, slots % page] = new.to(cache.dtype)
+
+    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The caches of keys and of values (pages, page size, kv heads, head dim), views of a cache
+        (pages, kv heads, page size, head dims of both), whatever its strides are.
+        """
+        known, views = self._views
+        if known is not kv_cache:
+            both = kv_cache.transpose(1, 2)
+            views = both[..., : self.head_size], both[..., self.head_size :]
+            if self._float8 is not None:
+                views = tuple(x.view(self._float8) for x in views)
+            self._views = (kv_cache, views)
+        return views  # type: ignore[no-any-return]
+
+    def run(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        batch: PagedBatch,
+        output: Tensor,
+    ) -> Tensor:
+        """Writes the attention of a batch, whose keys and values are in the cache, into output.
+
+        Args:
+            layer: has the scales of an FP8 cache, `_k_scale` and `_v_scale`, float32 () or (kv
+                heads,).
+            query: (rows, heads, head dim).
+            key, value: (rows, kv heads, head dim), read where there is no cache only.
+            kv_cache: (pages, kv heads, page size, head dims of keys and values).
+            batch: the requests.
+            output: (rows, heads, head dim of values), or with these two in one.
+
+        Returns:
+            output.
+        """
+        rows = batch.num_actual_tokens
+        out = output if output.ndim == 3 else output.view(output.shape[0], self.num_heads, -1)
+        if query.shape[0] != rows:
+            query, out = query[:rows], out[:rows]
+        if self.attn_type in _WITHOUT_CACHE:
+            assert key is not None
+            assert value is not None
+            self._among_rows(query, key[:rows], value[:rows], batch, False, out=out)
+            return output
+        k_cache, v_cache = self.caches(kv_cache)
+        causal = batch.causal
+        call = self._call | batch.call
+        if self._float8 is not None:
+            call["k_descale"], call["v_descale"] = layer._k_scale, layer._v_scale
+        if isinstance(causal, Tensor):
+            ordered = attention_with_kvcache(query, k_cache, v_cache, **call, **self._calls[True])
+            free = attention_with_kvcache(query, k_cache, v_cache, **call, **self._calls[False])
+            torch.where(batch.causal_rows(), ordered, free, out=out)
+        else:
+            attention_with_kvcache(query, k_cache, v_cache, out=out, **call, **self._calls[causal])
+        return output
+
+    def run_shared(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        batch: PagedBatch,
+        output: Tensor,
+        gather: Any,
+        combine: Any,
+    ) -> Tensor:
+        """`run` where the ranks of a group hold a share of the cache's rows each (decode context
+        parallelism): the rows before this batch are attended to by all ranks together, those of
+        this batch by the rank that has their heads, and the two results are merged.
+
+        Args:
+            gather: makes queries of all ranks' heads of those of this rank.
+            combine: makes output and log-sum-exp (rows, heads) of this rank's heads of those of all
+                heads over this rank's share of the keys.
+        """
+        rows = batch.num_actual_tokens
+        out = output.view(output.shape[0], self.num_heads, -1)[:rows]
+        call = {**batch.call, "cache_seqlens": batch.context_lens, **self._call, "sinks": None}
+        if self._float8 is not None:
+            call["k_descale"], call["v_descale"] = layer._k_scale, layer._v_scale
+        before, lse_before = combine(
+            *_rows_first(
+                attention_with_kvcache(
+                    gather(query[:rows]), *self.caches(kv_cache), return_lse=True, **call
+                )
+            )
+        )
+        new, lse_new = self._among_rows(
+            query[:rows], key[:rows], value[:rows], batch, batch.causal, return_lse=True
+        )
+        merged, _ = merge_attention(
+            [before.to(new.dtype), new], [lse_before.transpose(0, 1), lse_new]
+        )
+        out.copy_(merged)
+        return output
+
+    def check_shared(self) -> None:
+        """Raises what `run_shared` cannot serve, UnsupportedError: it needs positions of keys,
+        which a share of them does not show.
+        """
+        for name, value in (
+            ("a sliding window", self.sliding_window),
+            ("alibi", self._call.get("alibi_slopes")),
+        ):
+            if value is not None:
+                raise UnsupportedError(
+                    f"{name} with decode context parallelism: a rank's share of the cache does not "
+                    "show how far a key is away; choose another attention backend, or set "
+                    "decode_context_parallel_size to 1"
+                )
+
+    def _among_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, causal: Any, **more: Any
+    ) -> Any:
+        """Attention of the rows of each request to one another."""
+        ends, longest = batch.query_start_loc, batch.max_query_len
+        return attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            **self._call,
+            **self._calls[causal],
+            **more,
+        )
+
+
+def _rows_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp (rows, heads) of a packed call."""
+    out, lse = result
+    return out, lse.transpose(0, 1)
