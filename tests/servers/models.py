@@ -30,7 +30,8 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma2": (
         "Gemma2",
         _DECODER
-        | {"sliding_window": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32},
+        | {"sliding_window": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}
+        | {"hidden_act": "gelu_pytorch_tanh"},  # SGLang reads this name
     ),
     "gemma3": (
         "Gemma3",

@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("integrations._mask_functions",),
     ("integrations._model_mask", "integrations._paged"),
-    ("integrations.vllm_backend",),
+    ("integrations.sglang_backend", "integrations.vllm_backend"),
     (
         "integrations.diffusers",
         "integrations.sglang",

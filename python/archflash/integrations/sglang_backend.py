@@ -1,0 +1,570 @@
+"""The attention backend of `archflash.integrations.sglang`: imported where it is chosen."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    KVWriteLoc,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from torch import Tensor
+
+from archflash._api import attention
+from archflash._errors import UnsupportedError
+from archflash._kvcache import attention_with_kvcache
+from archflash._merge import merge_attention
+
+_ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "NONE", "STANDALONE")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class _Batch(NamedTuple):
+    """A batch, as all layers see it.
+
+    Attributes:
+        lengths: int32 (requests,), keys of each request. With `branches` without those of them.
+        pages: int32 (requests, pages of a request).
+        window_pages: as pages, in the pool of layers with a window; None where there is one pool.
+        window_slots: int64 (new rows,), where they are stored in that pool.
+        rows: how many new rows each request has; None if that differs.
+        ends: int32 (requests + 1,), where each request's rows begin; None if `rows` is a number.
+        longest: the most new rows of a request.
+        branches: of a tree of drafts: int32 (new rows, places), in which slots the drafts are that
+            a row sees, and int32 (new rows,), how many they are.
+    """
+
+    lengths: Tensor
+    pages: Tensor
+    window_pages: Tensor | None
+    window_slots: Tensor | None
+    rows: int | None
+    ends: Tensor | None
+    longest: int
+    branches: tuple[Tensor, Tensor] | None
+
+
+class _Layer(NamedTuple):
+    """What calls of a layer have in common.
+
+    Attributes:
+        in_window_pool: whether its cache is in the pool of layers with a window.
+        latent: whether its cache has latent rows, of which the first columns are V.
+        options: of `attention_with_kvcache`.
+    """
+
+    in_window_pool: bool
+    latent: bool
+    options: dict[str, Any]
+
+
+class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
+    """The attention of all layers of a model, with SGLang's names.
+
+    Args:
+        runner: SGLang's ModelRunner.
+        step: the number of a draft model's decoding step; None for all other work.
+
+    Raises:
+        UnsupportedError: the model, its cache or an option of the server is not served.
+    """
+
+    def __init__(self, runner: Any, step: int | None = None) -> None:
+        super().__init__()
+        _refuse_what_is_not_served(runner)
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool: Any = runner.token_to_kv_pool
+        self.kv_index_translator = runner.kv_index_translator
+        self.max_context_len: int = runner.model_config.context_len
+        # The slot of each row of each request: int32 (requests, longest request).
+        self._slots: Tensor = runner.req_to_token_pool.req_to_token
+        self._page_size: int = runner.page_size
+        self._window_pool: SWAKVPool | None = None
+        if isinstance(self.token_to_kv_pool, SWAKVPool) and self.token_to_kv_pool.swa_layer_nums:
+            self._window_pool = self.token_to_kv_pool
+        self._attention_chunk: int | None = runner.attention_chunk_size
+        self._batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
+        self._is_cpu = runner.device == "cpu"
+        self._step = step
+        self._topk: int = get_spec().speculative_eagle_topk or 1
+        self._num_steps: int = get_spec().speculative_num_steps or 1
+        self._drafts: int = get_spec().speculative_num_draft_tokens or 0
+        self._verifies = self._drafts > 0 and not runner.is_draft_worker
+        self._verify_mask: VerifyMask | None = None
+        self._requests: tuple[Tensor, Tensor] | None = None  # of the last batch of drafts
+        self._layers: dict[RadixAttention, _Layer] = {}
+        self._batch: _Batch | None = None
+        self._graph: _Batch | None = None
+
+    # --- batches ---
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Notes a batch that runs without a graph, once for all layers."""
+        self._batch = self._note(forward_batch, in_graph=False)
+
+    def _note(self, forward_batch: Any, in_graph: bool, in_capture: bool = False) -> _Batch:
+        mode, drafts = forward_batch.forward_mode, forward_batch.spec_info
+        requests, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
+        on_host = forward_batch.seq_lens_cpu
+        longest_key = self._slots.shape[1] if on_host is None else max(on_host.tolist(), default=0)
+        slots = forward_batch.out_cache_loc
+        rows: int | None = 1
+        ends, longest, added, branches = None, 1, 0, None
+        if mode.is_target_verify():
+            rows = drafts.draft_token_num
+            if drafts.tree_topk == 1:
+                added = rows
+            else:
+                branches = self._tree(drafts, requests, lengths, in_capture)
+        elif mode.is_decode_or_idle():
+            if self._step is not None and drafts is not None:
+                # (requests, branches, steps): where the drafts of all steps are stored.
+                of_steps = slots.view(-1, self._topk, self._num_steps)
+                slots = of_steps[..., self._step].reshape(-1)
+                added = self._step + 1
+                if self._topk > 1:
+                    places = of_steps[..., :added].reshape(-1, added).to(torch.int32)
+                    branches = (places, torch.full_like(places[:, 0], added))
+                    rows, added = self._topk, 0
+        elif in_graph:
+            if not mode.is_draft_extend_v2():
+                raise UnsupportedError(
+                    "a CUDA graph of prefill as a whole: pass --cuda-graph-backend-prefill "
+                    "breakable or disabled"
+                )
+            rows = drafts.num_tokens_per_req
+        else:
+            if getattr(drafts, "ragged_verify_layout", None) is not None:
+                raise UnsupportedError("drafts of several lengths in one batch")
+            rows, new = None, forward_batch.extend_seq_lens
+            on_host = forward_batch.extend_seq_lens_cpu
+            ends = F.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
+            longest = self._slots.shape[1] if on_host is None else max(on_host, default=1)
+        # The slots of a page are consecutive, so the first one of each says which page it is.
+        size = self._page_size
+        found = self._slots[requests, : longest_key + added : size]
+        window_pages = window_slots = None
+        if self._window_pool is not None:
+            to_window = self._window_pool.translate_loc_from_full_to_swa
+            window_pages = (to_window(found) // size).to(torch.int32)
+            window_slots = None if slots is None else to_window(slots)
+        return _Batch(
+            (lengths + added).to(torch.int32), found // size, window_pages, window_slots, rows,
+            ends, longest if rows is None else rows, branches,
+        )  # fmt: skip
+
+    def _tree(
+        self, drafts: Any, requests: Tensor, lengths: Tensor, in_capture: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The drafts that each row of a tree sees, itself among them: its branch up to the root."""
+        self._requests = (requests, lengths)
+        count, batch = drafts.draft_token_num, len(requests)
+        options: dict[str, Any] = {"device": lengths.device}
+        own = torch.arange(count, **options)
+        places = self._slots[requests[:, None], lengths[:, None] + own]  # (batch, count)
+        if in_capture:  # there are no drafts yet
+            return places.repeat_interleave(count, 0), torch.ones(batch * count, **options).int()
+        mask = drafts.custom_mask
+        if isinstance(drafts, NgramVerifyInput) and not self._is_cpu:
+            # Each request has count rows of lengths + count columns, of which the last are drafts.
+            width = lengths + count
+            first = (width * count).cumsum(0) - width * count
+            at = first[:, None] + own * width[:, None] + lengths[:, None]
+            at = at[..., None] + own
+            # A graph's batch may have more requests than the mask.
+            mask = mask[at.clamp(max=mask.numel() - 1)]
+        sees = mask[: batch * count * count].view(batch * count, count).bool()
+        # Those that a row sees come first, in their order.
+        order = torch.argsort((~sees).to(torch.int8), dim=1, stable=True)
+        places = places.repeat_interleave(count, 0).gather(1, order)
+        return places, sees.sum(1, dtype=torch.int32)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """What the drafts of a tree see of one another, written in place by SGLang."""
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: Any) -> None:
+        """Reads the tree again, of a batch that was noted before the drafts were made."""
+        if spec_info.tree_topk == 1:
+            return
+        assert self._requests is not None
+        assert self._batch is not None
+        branches = self._tree(spec_info, *self._requests, in_capture=False)
+        if cuda_graph_bs is None:
+            self._batch = self._batch._replace(branches=branches)
+        else:
+            assert self._graph is not None
+            assert self._graph.branches is not None
+            for buffer, x in zip(self._graph.branches, branches, strict=True):
+                _write(buffer, x)
+
+    # --- CUDA graphs ---
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocates what the graphs read, for at most max_bs requests."""
+        width = -(-self._slots.shape[1] // self._page_size)
+        options: dict[str, Any] = {"dtype": torch.int32, "device": self._slots.device}
+        pages = torch.zeros(max_bs, width, **options)
+        window = self._window_pool is not None
+        self._graph = _Batch(
+            torch.ones(max_bs, **options), pages, torch.zeros_like(pages) if window else None,
+            torch.zeros(max_num_tokens, dtype=torch.int64, device=pages.device) if window else None,
+            None, None, 1, None,
+        )  # fmt: skip
+        places = self._drafts if self._step is None else self._step + 1
+        if places:
+            branches = torch.zeros(max_num_tokens, places, **options)
+            self._graph = self._graph._replace(branches=(branches, torch.ones_like(branches[:, 0])))
+        if self._verifies:
+            cells = max_bs * self._drafts**2
+            buffer = torch.zeros(cells, dtype=torch.bool, device=pages.device)
+            self._verify_mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Writes a batch where its graph reads it."""
+        graph = self._graph
+        assert graph is not None
+        batch = self._note(forward_batch, in_graph=True, in_capture=in_capture)
+        self._batch = batch._replace(
+            lengths=_write(graph.lengths, batch.lengths),
+            pages=_write(graph.pages, batch.pages),
+            window_pages=_write(graph.window_pages, batch.window_pages),
+            window_slots=_write(graph.window_slots, batch.window_slots),
+            branches=None
+            if batch.branches is None
+            else tuple(map(_write, graph.branches or (), batch.branches)),
+        )
+
+    # --- layers ---
+
+    def support_triton(self) -> bool:
+        return not self._is_cpu
+
+    def forward_decode(self, *args: Any, **options: Any) -> Any:
+        """The attention of one row of each request."""
+        return self._attend(*args, **options)
+
+    def forward_extend(self, *args: Any, **options: Any) -> Any:
+        """The attention of new rows of each request, behind those of its cache."""
+        return self._attend(*args, **options)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+        **others: Any,
+    ) -> Any:
+        """Writes k and v (rows, kv heads, head dim) into the cache, and computes the attention of q
+        (rows, heads x head dim).
+
+        Returns:
+            (rows, heads x head dim of v); where a log-sum-exp is asked for (rows, heads, head dim
+            of v), and float32 (rows, heads).
+
+        Raises:
+            UnsupportedError: an argument of a layer that is not known here; it is named.
+        """
+        for name, value in others.items():
+            if value is not None:
+                raise UnsupportedError(f"{name}: choose another attention backend")
+        batch = self._batch
+        assert batch is not None
+        known = self._layers.get(layer)
+        if known is None:
+            known = self._layers[layer] = self._describe(layer)
+        with_lse = return_lse or bool(forward_batch.mha_return_lse)
+        rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if save_kv_cache and k is not None:
+            place = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=batch.window_slots)
+            if known.latent:
+                self.token_to_kv_pool.set_kv_buffer(layer, place, k, v)
+            else:
+                self.token_to_kv_pool.set_kv_buffer(
+                    layer, place, k, v, layer.k_scale, layer.v_scale
+                )
+        elif k is not None and isinstance(self.token_to_kv_pool, MLATokenToKVPool):
+            return self._attend_to_new_rows(rows, k, v, layer, batch, with_lse)
+        pages = batch.pages
+        if known.in_window_pool:
+            assert batch.window_pages is not None
+            pages = batch.window_pages
+        caches = self._caches(layer, known, self._page_size)
+        if batch.branches is not None:
+            out, lse = self._attend_to_branches(rows, layer, known, batch, pages, sinks, *caches)
+        else:
+            by_request = rows if batch.rows is None else _by_request(rows, batch.rows)
+            result = attention_with_kvcache(
+                by_request,
+                *caches,
+                cache_seqlens=batch.lengths,
+                page_table=pages,
+                cu_seqlens_q=batch.ends,
+                max_seqlen_q=None if batch.ends is None else batch.longest,
+                sinks=sinks,
+                return_lse=with_lse,
+                layout="bnhd",
+                **known.options,
+            )
+            if not with_lse:
+                return result.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+            out, lse = result
+        if not with_lse:
+            return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        if lse.ndim == 3:  # (requests, heads, rows of a request)
+            lse = lse.transpose(0, 1).flatten(1)
+        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim), lse.T.contiguous()
+
+    def _caches(self, layer: RadixAttention, known: _Layer, page_size: int) -> tuple[Any, Any]:
+        """The caches of a layer in pages: (pages, rows of a page, kv heads, head dim)."""
+        pool = self.token_to_kv_pool
+        if known.latent:
+            rows = pool.get_key_buffer(layer.layer_id)
+            return rows.view(-1, page_size, *rows.shape[1:]), None
+        k, v = pool.get_kv_buffer(layer.layer_id)
+        return (
+            k.view(-1, page_size, *k.shape[1:]),
+            v.view(-1, page_size, *v.shape[1:]),
+        )
+
+    def _attend_to_branches(
+        self,
+        rows: Tensor,
+        layer: RadixAttention,
+        known: _Layer,
+        batch: _Batch,
+        pages: Tensor,
+        sinks: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The attention of a tree of drafts: to what a request had before, which all its rows see,
+        and to each row's branch, whose slots are pages of one row. Both parts are merged.
+        """
+        assert batch.rows is not None
+        assert batch.branches is not None
+        options = known.options | {"causal": False, "return_lse": True, "layout": "bnhd"}
+        places, counts = batch.branches
+        before = attention_with_kvcache(
+            _by_request(rows, batch.rows),
+            k_cache,
+            v_cache,
+            cache_seqlens=batch.lengths,
+            page_table=pages,
+            **options,
+        )
+        branch, branch_lse = attention_with_kvcache(
+            rows[:, None],
+            *self._caches(layer, known, 1),
+            cache_seqlens=counts,
+            page_table=places,
+            sinks=sinks,
+            **options,
+        )
+        by_request = branch_lse.view(-1, batch.rows, layer.tp_q_head_num).transpose(1, 2)
+        return merge_attention(
+            [before[0], branch.view_as(before[0])], [before[1], by_request], layout="bnhd"
+        )
+
+    def _attend_to_new_rows(
+        self,
+        rows: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: _Batch,
+        with_lse: bool,
+    ) -> Any:
+        """Prefill of a model with latent attention, whose K and V are not those of the cache."""
+        assert v is not None
+        result = attention(
+            rows,
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            causal=True,
+            softcap=layer.logit_cap or None,
+            scale=layer.scaling,
+            cu_seqlens_q=batch.ends,
+            cu_seqlens_k=batch.ends,
+            max_seqlen_q=batch.longest,
+            max_seqlen_k=batch.longest,
+            batch_invariant=self._batch_invariant,
+            layout="bnhd",
+            return_lse=with_lse,
+        )
+        if with_lse:
+            return result[0], result[1].T.contiguous()
+        return result.flatten(1)
+
+    def _describe(self, layer: RadixAttention) -> _Layer:
+        left = layer.sliding_window_size
+        bounded = left is not None and left >= 0
+        causal = layer.attn_type == AttentionType.DECODER
+        pool = self.token_to_kv_pool
+        latent = isinstance(pool, MLATokenToKVPool)
+        options: dict[str, Any] = {
+            "causal": causal,
+            "window": (left, 0 if causal else left) if bounded else None,
+            "softcap": layer.logit_cap or None,
+            "scale": layer.scaling,
+            "attention_chunk": self._attention_chunk if layer.use_irope else None,
+            "batch_invariant": self._batch_invariant,
+        }
+        if latent:
+            options["dv"] = layer.v_head_dim
+        elif pool.dtype in _FP8:
+            device = self._slots.device
+            options["k_descale"] = _descale(layer.k_scale, device)
+            options["v_descale"] = _descale(layer.v_scale, device)
+        in_window_pool = (
+            self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
+        )
+        return _Layer(in_window_pool, latent, options)
+
+
+class DraftSteps:
+    """A draft model's decoding steps, each of which has a backend: step i sees the drafts of the
+    steps before it.
+
+    Args:
+        runner: SGLang's ModelRunner of the draft model.
+        topk: branches of the tree.
+        num_steps: decoding steps, of which the last one drafts nothing.
+    """
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, runner: Any, topk: int, num_steps: int) -> None:
+        self.topk = topk
+        self.speculative_num_steps = num_steps
+        self.attn_backends = [ArchflashBackend(runner, step) for step in range(num_steps - 1)]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for backend in self.attn_backends:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Nothing of it is in the graph."""
+
+
+def _write(buffer: Tensor | None, x: Tensor | None) -> Any:
+    """Copies x to the start of a buffer, and returns the rows that it is in, with all columns of
+    the buffer: a graph reads them whatever the next x has.
+    """
+    if buffer is None or x is None:
+        return None
+    part = buffer[: x.shape[0]]
+    (part if x.ndim == 1 else part[:, : x.shape[1]]).copy_(x)
+    return part
+
+
+def _by_request(rows: Tensor, count: int) -> Tensor:
+    """(rows, heads, head dim) as (requests, count, heads, head dim)."""
+    return rows.view(-1, count, rows.shape[1], rows.shape[2])
+
+
+def _descale(scale: Any, device: torch.device) -> Tensor | None:
+    """A scale of a cache as float32 () on the device."""
+    if scale is None:
+        return None
+    if isinstance(scale, Tensor):
+        return scale.detach().to(device, torch.float32).reshape(())
+    return torch.full((), float(scale), dtype=torch.float32, device=device)
+
+
+def _refuse_what_is_not_served(runner: Any) -> None:
+    """Raises UnsupportedError for what would fail, or be wrong, in a batch."""
+    pool = runner.token_to_kv_pool
+    deterministic = get_exec().deterministic.enable_deterministic_inference
+    algorithm = get_spec().speculative_algorithm or "NONE"
+    tree = algorithm == "NGRAM" or (get_spec().speculative_eagle_topk or 1) > 1
+    other = "choose another attention backend"
+    if runner.model_config.is_encoder_decoder:
+        raise UnsupportedError(f"cross attention: {other}")
+    if get_parallel().attn_dcp_size > 1:
+        raise UnsupportedError(f"decode context parallelism: leave out --dcp-size, or {other}")
+    if algorithm not in _ALGORITHMS:
+        raise UnsupportedError(
+            f"--speculative-algorithm {algorithm}: archflash serves {', '.join(_ALGORITHMS)}"
+        )
+    if runner.kv_index_translator.is_translating:
+        raise UnsupportedError("a unified memory pool: leave out --enable-unified-memory")
+    _refuse_pool(pool)
+    latent = isinstance(pool, MLATokenToKVPool)
+    if deterministic and (pool.dtype in _FP8 or latent):
+        what = "a latent cache (MLA)" if latent else "a cache of 8 bits"
+        raise UnsupportedError(
+            f"{what} with --enable-deterministic-inference: archflash is batch-invariant with "
+            f"caches of 16 bits; {other}"
+        )
+    for name, layer in runner.model.named_modules():
+        if isinstance(layer, RadixAttention):
+            reason = _why_not(layer, tree)
+            if reason is not None:
+                raise UnsupportedError(f"layer {name}: {reason}, or {other}")
+
+
+def _refuse_pool(pool: Any) -> None:
+    """Only pools whose rows are known to be contiguous vectors of numbers are served."""
+    parts = [pool]
+    if type(pool) is SWAKVPool:
+        parts = [pool.full_kv_pool, pool.swa_kv_pool]
+    elif type(pool) is HybridLinearKVPool:
+        parts = [pool.full_kv_pool]
+    for part in parts:
+        if type(part) is MHATokenToKVPool and not part.is_quantized_kv_cache:
+            if part.kv_cache_layout != "nhd":
+                raise UnsupportedError(
+                    f"a cache with the layout {part.kv_cache_layout}: archflash reads nhd; unset "
+                    "SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT"
+                )
+        elif type(part) is not MLATokenToKVPool or part is not pool:
+            raise UnsupportedError(
+                f"the cache {type(part).__name__}: archflash reads caches of 16 and of 8 bits "
+                "(--kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2); choose another attention backend"
+            )
+
+
+def _why_not(layer: RadixAttention, tree: bool) -> str | None:
+    """Why a layer is not served, and what to do; None if it is."""
+    if layer.is_cross_attention:
+        return "cross attention is not served: leave the model"
+    if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
+        return f"logits are capped by {layer.logit_capping_method}, not by tanh: leave the model"
+    if (layer.xai_temperature_len or 0) > 0:
+        return "logits have a temperature that depends on the position: leave the model"
+    if layer.pos_encoding_mode != "NONE":
+        return f"attention encodes positions ({layer.pos_encoding_mode}): leave the model"
+    if layer.attn_type != AttentionType.DECODER and get_schedule().chunked_prefill_size != -1:
+        return "rows see later rows, which may be in a later chunk: pass --chunked-prefill-size -1"
+    if tree and layer.sliding_window_size is not None and layer.sliding_window_size >= 0:
+        return "a window beside a tree of drafts: pass --speculative-eagle-topk 1, not NGRAM"
+    return None
