@@ -52,7 +52,9 @@ struct BackwardConfig {
   // Tiles in shared memory. K and V of the CTA's keys; Q and dO of a block; dS, whose rows are
   // keys.
   using KTile = device::SlabTile<HEAD_DIM, ROWS>;
+  using VTile = KTile;
   using QTile = device::SlabTile<HEAD_DIM, BLOCK>;
+  using DoutTile = QTile;
   using DsTile = device::SlabTile<BLOCK, ROWS>;
 
   // dQ goes to the sums in the workspace DQ_COLUMNS columns at a time.

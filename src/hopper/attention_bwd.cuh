@@ -34,7 +34,8 @@
 //
 //   tensor cores   dQ of b - 2, dK of b - 1 |          | dP of b | dV of b | S of b + 1       | dQ of b - 1, dK of b
 //   warps          P of b                   | store dQ | round P | dS of b | round, store dS  | P of b + 1
-//   (with S_AHEAD S of b + 1 comes behind dP of b, and dQ is stored while dK is computed)
+//   (with S_AHEAD S of b + 1 comes behind dP of b, and dQ is stored while dK is computed;
+//   a round of two blocks has a dQ in every second step)
 // clang-format on
 //
 // A consumer warpgroup owns 64 keys. S, P and dP lie in its registers with a key in a row, so that

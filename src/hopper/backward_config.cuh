@@ -21,6 +21,7 @@ struct BackwardVariant {
   // The sums of dQ have its own rows and columns, where others have those of whole tiles.
   bool exact = false;
   bool drops = false;  // dropout
+  int consumer_registers = 240;
 };
 
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
@@ -51,23 +52,21 @@ struct BackwardConfig {
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
   static constexpr int CTAS_PER_SM = 1;
-  static constexpr int CONSUMER_REGISTERS = 240;
-  static constexpr int PRODUCER_REGISTERS = 24;
+  // Of a thread. When the kernel starts each of the three warpgroups has 168.
+  static constexpr int CONSUMER_REGISTERS = VARIANT.consumer_registers;
+  static constexpr int PRODUCER_REGISTERS = 3 * 168 - WARPGROUPS * CONSUMER_REGISTERS;
 
-  // The two warpgroups share out dQ of a round. Each computes a part of 64 rows and 64 columns:
-  // half of the rows if the round has 128 of them, else half of the columns. A warp has 16 rows of
-  // it.
+  // The two warpgroups share out dQ of a round. Each computes a part of 64 rows: half of the rows
+  // if the round has 128 of them, else half of the columns. A warp has 16 rows of it.
   static constexpr int PART_ROWS = 64;
-  static constexpr int PART_COLUMNS = 64;
+  static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
+  static constexpr int PART_COLUMNS = SHARES_ROWS ? HEAD_DIM : HEAD_DIM / 2;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = WARPS * WARP_SUMS;
+  static_assert(ROUND_SUMS == ROUND * HEAD_DIM, "the two parts are all of a round's dQ");
   // The sums in the workspace have multiples of it as columns. Kernels that leave none out add a
   // round's sums by one copy of each warp, which is faster where there are as many.
   static constexpr int SUMS_STEP = VARIANT.exact ? 8 : HEAD_DIM;
-  static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
-  static_assert(SHARES_ROWS ? HEAD_DIM == PART_COLUMNS
-                            : ROUND == PART_ROWS && HEAD_DIM == 2 * PART_COLUMNS,
-                "the two parts are all of a round's dQ");
   static_assert(!DROPS || !SOFTCAP, "the sign of P says whether it is dropped");
   static_assert(!DROPS || (ROWS % 32 == 0 && BLOCK % 16 == 0),
                 "the elements of a lane are of the same groups of random bits in every block");
@@ -75,7 +74,9 @@ struct BackwardConfig {
   // Tiles in shared memory. K and V of the CTA's keys; Q and dO of a block; dS of a round, whose
   // rows are queries.
   using KTile = device::SlabTile<HEAD_DIM, ROWS>;
+  using VTile = KTile;
   using QTile = device::SlabTile<HEAD_DIM, BLOCK>;
+  using DoutTile = QTile;
   using DsTile = device::SlabTile<ROWS, ROUND>;
 
   // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | dQ of a round | terms |
@@ -83,9 +84,9 @@ struct BackwardConfig {
   // then their deltas, then a note.
   static constexpr int K_SMEM = 0;
   static constexpr int V_SMEM = K_SMEM + KTile::BYTES;
-  static constexpr int Q_SMEM = V_SMEM + KTile::BYTES;
+  static constexpr int Q_SMEM = V_SMEM + VTile::BYTES;
   static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
-  static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * QTile::BYTES;
+  static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * DoutTile::BYTES;
   static constexpr int DQ_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
   static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
@@ -102,14 +103,23 @@ struct BackwardConfig {
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
+// What the kernels of WideBackwardConfig differ in.
+struct WideBackwardVariant {
+  int head_dim, head_dim_v;   // the largest d and dv
+  int q_stages, dout_stages;  // blocks of Q and of dO in their rings
+  int part_columns;           // of dQ that are computed at once
+  // Of a thread of the warpgroups that keep dV and dK, and of that which computes dQ.
+  int weights_registers, keys_registers, queries_registers;
+};
+
 // The numbers of a kernel for larger head dimensions (wide_bwd.cuh). A CTA owns 64 keys of a head,
 // and each of its consumer warpgroups another product, so that one of them keeps dV and another one
 // dK of all columns.
-template <DType DTYPE_, int HEAD_DIM_>
+template <DType DTYPE_, WideBackwardVariant VARIANT>
 struct WideBackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int HEAD_DIM = VARIANT.head_dim;
+  static constexpr int HEAD_DIM_V = VARIANT.head_dim_v;
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int WARPS = 8;        // that read Q, and that read dO: of two warpgroups
   static constexpr int WARP_ROWS = 16;
@@ -119,8 +129,8 @@ struct WideBackwardConfig {
   static constexpr bool USES_PDL = true;  // before the terms of the rows are written
   static constexpr int BLOCKS_OF_ROUND = 1;
   static constexpr int ROUND = BLOCK;
-  static constexpr int Q_STAGES = 2;
-  static constexpr int DOUT_STAGES = 2;
+  static constexpr int Q_STAGES = VARIANT.q_stages;
+  static constexpr int DOUT_STAGES = VARIANT.dout_stages;
   static constexpr int P_STAGES = 2;
   static constexpr int DS_STAGES = 2;
   static constexpr int TURN_STAGES = 2;   // a warp each
@@ -129,15 +139,17 @@ struct WideBackwardConfig {
 
   static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
   static constexpr int CTAS_PER_SM = 1;
-  static constexpr int WEIGHT_REGISTERS = 208;  // of the warpgroups that keep dV and dK
-  static constexpr int QUERY_REGISTERS = 72;
+  static constexpr int WEIGHTS_REGISTERS = VARIANT.weights_registers;
+  static constexpr int KEYS_REGISTERS = VARIANT.keys_registers;
+  static constexpr int QUERIES_REGISTERS = VARIANT.queries_registers;
   static constexpr int PRODUCER_REGISTERS = 24;
-  static_assert(2 * WEIGHT_REGISTERS + QUERY_REGISTERS + PRODUCER_REGISTERS <= 512,
+  static_assert(WEIGHTS_REGISTERS + KEYS_REGISTERS + QUERIES_REGISTERS + PRODUCER_REGISTERS <= 512,
                 "an SM has 512 registers for each thread of a warpgroup");
 
-  // dQ of a round is computed in parts of 64 columns.
+  // dQ of a round is computed in parts of so many columns.
   static constexpr int PART_ROWS = 64;
-  static constexpr int PART_COLUMNS = 64;
+  static constexpr int PART_COLUMNS = VARIANT.part_columns;
+  static_assert(HEAD_DIM % PART_COLUMNS == 0);
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = ROUND * HEAD_DIM;
   static constexpr int SUMS_STEP = PART_COLUMNS;
@@ -146,7 +158,9 @@ struct WideBackwardConfig {
   // Tiles in shared memory, as in BackwardConfig. P lies as its fragments: 16 bytes of each lane
   // side by side.
   using KTile = device::SlabTile<HEAD_DIM, ROWS>;
+  using VTile = device::SlabTile<HEAD_DIM_V, ROWS>;
   using QTile = device::SlabTile<HEAD_DIM, BLOCK>;
+  using DoutTile = device::SlabTile<HEAD_DIM_V, BLOCK>;
   using DsTile = device::SlabTile<ROWS, ROUND>;
   static constexpr int P_BYTES = 2 * ROWS * BLOCK;
 
@@ -154,9 +168,9 @@ struct WideBackwardConfig {
   // barriers | work.
   static constexpr int K_SMEM = 0;
   static constexpr int V_SMEM = K_SMEM + KTile::BYTES;
-  static constexpr int Q_SMEM = V_SMEM + KTile::BYTES;
+  static constexpr int Q_SMEM = V_SMEM + VTile::BYTES;
   static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
-  static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * QTile::BYTES;
+  static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * DoutTile::BYTES;
   static constexpr int P_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
   static constexpr int TERMS_SMEM = P_SMEM + P_STAGES * P_BYTES;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
@@ -174,6 +188,12 @@ struct WideBackwardConfig {
 
 constexpr BackwardVariant BACKWARD_D64 = {
     .head_dim = 64, .blocks_of_round = 2, .q_stages = 4, .dout_stages = 4, .s_ahead = true};
+constexpr BackwardVariant BACKWARD_D96 = {.head_dim = 96,
+                                          .blocks_of_round = 2,
+                                          .q_stages = 3,
+                                          .dout_stages = 2,
+                                          .exact = true,
+                                          .consumer_registers = 240};
 constexpr BackwardVariant BACKWARD_D128 = {
     .head_dim = 128, .blocks_of_round = 1, .q_stages = 3, .dout_stages = 2};
 constexpr BackwardVariant with_softcap(BackwardVariant variant, bool softcap = true) {
@@ -190,6 +210,8 @@ constexpr BackwardVariant with_dropout(BackwardVariant variant) {
 }
 template <DType T, bool SOFTCAP = false>
 using BackwardD64 = BackwardConfig<T, with_softcap(BACKWARD_D64, SOFTCAP)>;
+template <DType T>
+using BackwardD96 = BackwardConfig<T, BACKWARD_D96>;
 template <DType T, bool SOFTCAP = false>
 using BackwardD128 = BackwardConfig<T, with_softcap(BACKWARD_D128, SOFTCAP)>;
 template <DType T>
@@ -200,7 +222,26 @@ template <DType T>
 using BackwardD64Dropout = BackwardConfig<T, with_dropout(BACKWARD_D64)>;
 template <DType T>
 using BackwardD128Dropout = BackwardConfig<T, with_dropout(BACKWARD_D128)>;
+
+constexpr WideBackwardVariant BACKWARD_D192 = {.head_dim = 192,
+                                               .head_dim_v = 128,
+                                               .q_stages = 3,
+                                               .dout_stages = 3,
+                                               .part_columns = 192,
+                                               .weights_registers = 160,
+                                               .keys_registers = 176,
+                                               .queries_registers = 152};
+constexpr WideBackwardVariant BACKWARD_D256 = {.head_dim = 256,
+                                               .head_dim_v = 256,
+                                               .q_stages = 2,
+                                               .dout_stages = 2,
+                                               .part_columns = 64,
+                                               .weights_registers = 208,
+                                               .keys_registers = 208,
+                                               .queries_registers = 72};
 template <DType T>
-using BackwardD256 = WideBackwardConfig<T, 256>;
+using BackwardD192 = WideBackwardConfig<T, BACKWARD_D192>;
+template <DType T>
+using BackwardD256 = WideBackwardConfig<T, BACKWARD_D256>;
 
 }  // namespace archflash::hopper

@@ -118,7 +118,8 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
 #pragma unroll
   for (int i = 0; i < C::ROUND_SUMS / 16 / BACKWARD_DQ_THREADS; ++i) {
     const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
-    const int n = number % 8, lane_row = number / 8 % 8, warp = number / 64;
+    constexpr int CHUNKS = C::PART_COLUMNS / 8;
+    const int n = number % CHUNKS, lane_row = number / CHUNKS % 8, warp = number / (8 * CHUNKS);
     const int part = warp / 4;
     const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
     const SumsPart<C> of_part(params, part);

@@ -10,8 +10,8 @@
 namespace archflash::hopper {
 
 // Writes, or adds, a warp's rows of a gradient times `factor`.
-template <class C>
-__device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
+template <class C, class Tile>
+__device__ __forceinline__ void store_gradient(const KeyGradient<Tile>& x_rmem,
                                                const GradientParams& gradient,
                                                const BackwardWork& work, int columns,
                                                float factor) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
       uint16_t* const row_gmem =
           static_cast<uint16_t*>(gradient.gmem) + start + 8 * r * gradient.row;
 #pragma unroll
-      for (int n = 0; n < C::HEAD_DIM / 8; n += 4) {
+      for (int n = 0; n < Tile::COLUMNS / 8; n += 4) {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<C>& x_rmem,
     if (first + 8 * r >= work.own_rows) continue;
     const int64_t row = start + 8 * r * gradient.row;
 #pragma unroll
-    for (int n = 0; n < C::HEAD_DIM / 8; ++n) {
+    for (int n = 0; n < Tile::COLUMNS / 8; ++n) {
       const int column = 8 * n + lane % 4 * 2;
       if (column >= columns) continue;
       const float2 x = {x_rmem[n][2 * r] * factor, x_rmem[n][2 * r + 1] * factor};

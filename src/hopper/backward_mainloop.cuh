@@ -20,6 +20,8 @@ template <class C>
 __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, const CtaWork& work,
                                         unsigned char* shared, uint32_t shared_smem) {
   const BackwardKernelParams& params = call_of<C>(all_params);
+  using KTile = typename C::KTile;
+  using QTile = typename C::QTile;
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4,
                 PART = C::PART_COLUMNS / 2;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -28,9 +30,10 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   const int lane = threadIdx.x % 32;
 
-  KeyGradient<C> dk_rmem = {}, dv_rmem = {};
+  KeyGradient<KTile> dk_rmem = {}, dv_rmem = {};
   KeysByQueries<C> s_rmem, dp_rmem;
   KeysByQueries<C> own_p_rmem;  // P, and later dS, if S_AHEAD
+  constexpr bool OWN_DQ = C::S_AHEAD || PART > SCORES;
   float own_dq_rmem[C::PART_COLUMNS / 8][4];
   KeysByQueries<C>& p_rmem = C::S_AHEAD ? own_p_rmem : s_rmem;
   KeysByQueries<C>& ds_rmem = C::S_AHEAD ? own_p_rmem : dp_rmem;
@@ -39,7 +42,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   float* const dp = &dp_rmem[0][0];
   float* const p = &p_rmem[0][0];
   float* const ds = &ds_rmem[0][0];
-  float* const dq = C::S_AHEAD ? &own_dq_rmem[0][0] : dp;
+  float* const dq = OWN_DQ ? &own_dq_rmem[0][0] : dp;
   float* const dk = &dk_rmem[0][0];
   float* const dv = &dv_rmem[0][0];
   uint32_t* const a = &a_rmem[0][0];
@@ -74,7 +77,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   const auto begin_s = [&](uint32_t q_smem) {
     ptx::registers_change<SCORES>(s);
     ptx::wgmma_fence();  // the last uses of S come before the product
-    start_keys_by_queries<C>(s_rmem, k, q_smem);
+    start_keys_by_queries<C, KTile, QTile>(s_rmem, k, q_smem);
   };
   // S becomes P.
   const float2* terms;  // of two queries each: LSEs, and from BLOCK / 2 on deltas
@@ -134,7 +137,11 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     const bool wraps = ds_ring.stage == 0;
     const int stage = (wraps ? C::DS_STAGES : ds_ring.stage) - 1;
     ptx::mbarrier_wait_parity(barriers.ds_full(stage), ds_ring.parity ^ (wraps ? 1 : 0));
-    ptx::registers_change<PART>(dq);
+    if constexpr (PART > SCORES) {
+      ptx::registers_begin<PART>(dq);
+    } else {
+      ptx::registers_change<PART>(dq);
+    }
     ptx::wgmma_fence();  // the last uses of dQ come before the product
     start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
   };
@@ -152,6 +159,9 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   // them (NOTES.md).
   const auto step = [&]<bool LAST_OF_ROUND>() {
     constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1;
+    // Without S_AHEAD a step takes the dQ that the step before has started, of round `taken`.
+    constexpr bool TAKES_DQ = !C::S_AHEAD && LAST_OF_ROUND;
+    [[maybe_unused]] const uint32_t taken = (number - 1) / C::BLOCKS_OF_ROUND - 1;
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
       ptx::registers_change<WORDS>(a);
@@ -165,8 +175,10 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       exponentiate(q_ring.stage);
       ptx::wgmma_wait_group<0>();
       finish_dk();
-      ptx::registers_change<PART>(dq);
-      if (number > 1) store_dq(number - 2);
+      if constexpr (TAKES_DQ) {
+        ptx::registers_change<PART>(dq);
+        if (number > C::BLOCKS_OF_ROUND) store_dq(taken);
+      }
     }
     const int dout_stage = dout_ring.stage;
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), dout_ring.parity);
@@ -174,7 +186,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     const uint32_t dout_smem = shared_smem + C::DOUT_SMEM + dout_stage * C::QTile::BYTES;
     ptx::registers_change<SCORES>(dp);
     ptx::wgmma_fence();  // the last uses of dP come before the product
-    start_keys_by_queries<C>(dp_rmem, v, dout_smem);
+    start_keys_by_queries<C, KTile, QTile>(dp_rmem, v, dout_smem);
     if constexpr (C::S_AHEAD) {
       // Behind the last block S is that of the same queries once more, which nobody uses.
       ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
@@ -186,10 +198,10 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     ptx::registers_change<WORDS>(a);
     ptx::registers_change<SUMS>(dv);
     ptx::wgmma_fence();  // P is rounded before the product
-    start_gradient<C>(dv_rmem, a_rmem, dout_smem);
+    start_gradient<C, QTile>(dv_rmem, a_rmem, dout_smem);
     hand_over_start();
-    if constexpr (!C::S_AHEAD) {
-      if (number > 1) hand_on_dq(number);
+    if constexpr (TAKES_DQ) {
+      if (number > C::BLOCKS_OF_ROUND) hand_on_dq(taken);
     }
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
@@ -205,7 +217,9 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       ptx::registers_change<SCORES>(s);
     } else {
       ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
-      if (more) {
+      // With two blocks in a round ptxas would wait for each product if this one had a branch:
+      // behind the last block S is that of the same queries once more, which nobody uses.
+      if (more || C::BLOCKS_OF_ROUND > 1) {
         begin_s(q_at(next.stage));
         ptx::wgmma_wait_group<1>();  // dV
       } else {
@@ -223,7 +237,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     store_ds<C>(ds_at(ds_ring.stage) + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
     ptx::registers_change<SUMS>(dk);
     ptx::wgmma_fence();  // dS is rounded before the product
-    start_gradient<C>(dk_rmem, a_rmem, q_at(q_ring.stage));
+    start_gradient<C, QTile>(dk_rmem, a_rmem, q_at(q_ring.stage));
     ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
     if constexpr (LAST_OF_ROUND) {
       release(barriers.ds_full(ds_ring.stage));
@@ -243,7 +257,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
         }
       }
     } else {
-      ptx::wgmma_wait_group<2>();  // S of the next block
+      ptx::wgmma_wait_group<FIRST_OF_ROUND ? 2 : 1>();  // S of the next block
       ptx::registers_change<SCORES>(s);
     }
     return more;
@@ -255,7 +269,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   }
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SUMS>(dk);
-  if constexpr (!C::S_AHEAD) {
+  if constexpr (!C::S_AHEAD && C::BLOCKS_OF_ROUND == 1) {
     ptx::registers_change<PART>(dq);
     if (number > 1) {
       store_dq(number - 2);
@@ -263,10 +277,10 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     }
   }
   begin_dq();  // of the last round
-  store_gradient<C>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
+  store_gradient<C, KTile>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
   float dv_factor = 1.0f;
   if constexpr (C::DROPS) dv_factor = all_params.dropout.scale;
-  store_gradient<C>(dv_rmem, params.backward.dv, work, attention.dv, dv_factor);
+  store_gradient<C, KTile>(dv_rmem, params.backward.dv, work, attention.dv, dv_factor);
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<PART>(dq);
   store_dq(number / C::BLOCKS_OF_ROUND - 1);

@@ -16,37 +16,38 @@ template <class C>
 using KeysByQueries = float[C::BLOCK / 8][4];
 template <class C>
 using KeysByQueries16 = uint32_t[C::BLOCK / 16][4];  // in 16 bits, as fragments of A
-template <class C>
-using KeyGradient = float[C::HEAD_DIM / 8][4];
+template <class Tile>
+using KeyGradient = float[Tile::COLUMNS / 8][4];  // dK for a tile of K, dV for one of V
 
-// Starts K Q^T or V dO^T for the 64 keys of a warpgroup, which `a` describes.
-template <class C>
+// Starts K Q^T or V dO^T for the 64 keys of a warpgroup, which `a` describes. Tile, Passing: of K
+// and Q, or of V and dO.
+template <class C, class Tile, class Passing>
 __device__ __forceinline__ void start_keys_by_queries(KeysByQueries<C>& x_rmem,
                                                       ptx::WgmmaDescriptor a, uint32_t b_smem) {
   using Product = ptx::Wgmma<C::DTYPE, C::BLOCK>;
-  const ptx::WgmmaDescriptor b = describe_tile<typename C::QTile>(b_smem, 16);
+  const ptx::WgmmaDescriptor b = describe_tile<Passing>(b_smem, 16);
 #pragma unroll
-  for (int i = 0; i < C::HEAD_DIM / 16; ++i) {
-    Product::ss(&x_rmem[0][0], advance(a, column_step<typename C::KTile>(i)),
-                advance(b, column_step<typename C::QTile>(i)), i != 0);
+  for (int i = 0; i < Tile::COLUMNS / 16; ++i) {
+    Product::ss(&x_rmem[0][0], advance(a, column_step<Tile>(i)),
+                advance(b, column_step<Passing>(i)), i != 0);
   }
   ptx::wgmma_commit_group();
 }
 
-// Starts the addition of P^T dO to dV, or of dS^T Q to dK, at most 128 columns at a time: ptxas
-// refuses a product that takes more registers than a thread has when the kernel starts.
-template <class C>
-__device__ __forceinline__ void start_gradient(KeyGradient<C>& sum_rmem,
+// Starts the addition of P^T dO to dV, or of dS^T Q to dK (Tile: of dO or Q), at most 192 columns
+// at a time: ptxas refuses a product that takes more registers than a thread has when the kernel
+// starts.
+template <class C, class Tile>
+__device__ __forceinline__ void start_gradient(KeyGradient<Tile>& sum_rmem,
                                                const KeysByQueries16<C>& a_rmem, uint32_t b_smem) {
-  using Tile = typename C::QTile;
-  constexpr int COLUMNS = C::HEAD_DIM < 128 ? C::HEAD_DIM : 128;
+  constexpr int COLUMNS = Tile::COLUMNS <= 192 ? Tile::COLUMNS : Tile::COLUMNS / 2;
   using Product = ptx::Wgmma<C::DTYPE, COLUMNS>;
   const ptx::WgmmaDescriptor b =
       describe_tile<Tile>(b_smem, Tile::SLABS > 1 ? Tile::SLAB_BYTES : 0);
 #pragma unroll
   for (int i = 0; i < C::BLOCK / 16; ++i) {
 #pragma unroll
-    for (int column = 0; column < C::HEAD_DIM; column += COLUMNS) {
+    for (int column = 0; column < Tile::COLUMNS; column += COLUMNS) {
       Product::rs(&sum_rmem[column / 8][0], a_rmem[i],
                   advance(b, column / Tile::SLAB * Tile::SLAB_BYTES + 16 * i * Tile::ROW_BYTES), 1);
     }
@@ -60,14 +61,15 @@ __device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k
   using DsTile = typename C::DsTile;
   using KTile = typename C::KTile;
   using Product = ptx::Wgmma<C::DTYPE, C::PART_COLUMNS>;
-  static_assert(KTile::SLAB == C::PART_COLUMNS, "a slab has the columns of a part");
+  static_assert(C::PART_COLUMNS % KTile::SLAB == 0, "a part has the columns of whole slabs");
+  constexpr int SLABS = C::PART_COLUMNS / KTile::SLAB;
   if constexpr (C::SHARES_ROWS) {
     ds_smem += group * C::PART_ROWS * DsTile::ROW_BYTES;
   } else {
-    k_smem += group * KTile::SLAB_BYTES;
+    k_smem += group * SLABS * KTile::SLAB_BYTES;
   }
   const ptx::WgmmaDescriptor ds = describe_tile<DsTile>(ds_smem, 16);
-  const ptx::WgmmaDescriptor k = describe_tile<KTile>(k_smem, 0);
+  const ptx::WgmmaDescriptor k = describe_tile<KTile>(k_smem, SLABS > 1 ? KTile::SLAB_BYTES : 0);
 #pragma unroll
   for (int i = 0; i < C::ROWS / 16; ++i) {
     Product::template ss<true>(dq, advance(ds, column_step<DsTile>(i)),

@@ -32,17 +32,16 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
   return {core::rounds_tile<C>(name), with_softcap, with_dropout};
 }
 
+// The tiles of the smallest head dimensions come first. With "exact" in its name one has sums of dQ
+// that leave out rows and columns.
 constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD64<DType::F16>>("d64", "d64_softcap", "d64_dropout"),
-    backward_tile<BackwardD128<DType::F16>>("d128", "d128_softcap", "d128_dropout"),
-    backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
-};
-
-// For calls without a softcap and dropout that have fewer rows or columns than the sums of the tile
-// above.
-constexpr BackwardTile EXACT_TILES[] = {
     backward_tile<BackwardD64Exact<DType::F16>>("d64_exact", nullptr, nullptr),
+    backward_tile<BackwardD96<DType::F16>>("d96", nullptr, nullptr),
+    backward_tile<BackwardD128<DType::F16>>("d128", "d128_softcap", "d128_dropout"),
     backward_tile<BackwardD128Exact<DType::F16>>("d128_exact", nullptr, nullptr),
+    backward_tile<BackwardD192<DType::F16>>("d192", nullptr, nullptr),
+    backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
 // The order in which the tiles of keys of all heads come: see BackwardKernelParams.
@@ -114,17 +113,22 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   return order;
 }
 
-// The smallest tile for the head dimensions, or the largest of all, which refuses them.
+// Of the smallest tiles that serve a call the one with the smallest sums of dQ; if there is none
+// the largest tile, which refuses the call.
 const BackwardTile& tile_for(const Problem& call) {
-  for (size_t i = 0; i < std::size(TILES); ++i) {
-    if (call.d > TILES[i].head_dim || call.dv > TILES[i].head_dim_v) continue;
-    if (i >= std::size(EXACT_TILES) || call.softcap != 0 || call.dropout_p != 0) return TILES[i];
-    const auto bytes = [&](const BackwardTile& tile) {
-      return core::sums_bytes_of_round(call, tile);
-    };
-    return bytes(EXACT_TILES[i]) < bytes(TILES[i]) ? EXACT_TILES[i] : TILES[i];
+  const BackwardTile* best = nullptr;
+  for (const BackwardTile& tile : TILES) {
+    if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
+    if (call.softcap != 0 && tile.with_softcap == nullptr) continue;
+    if (call.dropout_p != 0 && tile.with_dropout == nullptr) continue;
+    if (best == nullptr) {
+      best = &tile;
+    } else if (tile.head_dim == best->head_dim &&
+               core::sums_bytes_of_round(call, tile) < core::sums_bytes_of_round(call, *best)) {
+      best = &tile;
+    }
   }
-  return TILES[std::size(TILES) - 1];
+  return best != nullptr ? *best : TILES[std::size(TILES) - 1];
 }
 
 // Turns the main launch of `plan` into that of a kernel with dropout.

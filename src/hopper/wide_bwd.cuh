@@ -91,11 +91,11 @@ template <class C>
 __device__ __forceinline__ void consume_weights(const BackwardKernelParams& params,
                                                 const CtaWork& work, unsigned char* shared,
                                                 uint32_t shared_smem) {
-  constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4;
+  constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK / 4;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS);
   const int lane = threadIdx.x % 32;
-  KeyGradient<C> dv_rmem = {};
+  KeyGradient<typename C::VTile> dv_rmem = {};
   KeysByQueries<C> p_rmem;    // S, then P
   KeysByQueries16<C> a_rmem;  // P, as operand A
   float* const p = &p_rmem[0][0];
@@ -108,7 +108,8 @@ __device__ __forceinline__ void consume_weights(const BackwardKernelParams& para
   const auto begin_s = [&](int stage) {
     ptx::registers_change<SCORES>(p);
     ptx::wgmma_fence();  // the last uses of P come before the product
-    start_keys_by_queries<C>(p_rmem, k, shared_smem + C::Q_SMEM + stage * C::QTile::BYTES);
+    start_keys_by_queries<C, typename C::KTile, typename C::QTile>(
+        p_rmem, k, shared_smem + C::Q_SMEM + stage * C::QTile::BYTES);
   };
 
   ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
@@ -155,14 +156,15 @@ __device__ __forceinline__ void consume_weights(const BackwardKernelParams& para
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_ring.stage), dout_ring.parity);
     ptx::registers_change<SUMS>(dv);
     ptx::wgmma_fence();  // P is rounded before the product
-    start_gradient<C>(dv_rmem, a_rmem,
-                      shared_smem + C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES);
+    start_gradient<C, typename C::DoutTile>(
+        dv_rmem, a_rmem, shared_smem + C::DOUT_SMEM + dout_ring.stage * C::DoutTile::BYTES);
     ptx::wgmma_wait_group<1>();  // S of the next block
   }
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SUMS>(dv);
   release(barriers.dout_empty(dout_ring.stage));  // nobody waits, but its phase ends
-  store_gradient<C>(dv_rmem, params.backward.dv, work, params.backward.attention.dv, 1.0f);
+  store_gradient<C, typename C::VTile>(dv_rmem, params.backward.dv, work,
+                                       params.backward.attention.dv, 1.0f);
 }
 
 // --- keys, one warpgroup: dP, dS, dK ---
@@ -175,13 +177,13 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS);
   const int lane = threadIdx.x % 32;
-  KeyGradient<C> dk_rmem = {};
+  KeyGradient<typename C::KTile> dk_rmem = {};
   KeysByQueries<C> ds_rmem;   // dP, then dS
   KeysByQueries16<C> a_rmem;  // dS, as operand A
   float* const ds = &ds_rmem[0][0];
   float* const dk = &dk_rmem[0][0];
   uint32_t* const a = &a_rmem[0][0];
-  const ptx::WgmmaDescriptor v = describe_tile<typename C::KTile>(shared_smem + C::V_SMEM, 16);
+  const ptx::WgmmaDescriptor v = describe_tile<typename C::VTile>(shared_smem + C::V_SMEM, 16);
   RingPosition<C::Q_STAGES> q_ring;
   RingPosition<C::DOUT_STAGES> dout_ring;
   RingPosition<C::P_STAGES> p_ring;
@@ -190,8 +192,8 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_ring.stage), dout_ring.parity);
     ptx::registers_change<SCORES>(ds);
     ptx::wgmma_fence();  // the last uses of dS come before the product
-    start_keys_by_queries<C>(ds_rmem, v,
-                             shared_smem + C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES);
+    start_keys_by_queries<C, typename C::VTile, typename C::DoutTile>(
+        ds_rmem, v, shared_smem + C::DOUT_SMEM + dout_ring.stage * C::DoutTile::BYTES);
   };
 
   ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
@@ -246,7 +248,8 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
     ptx::registers_change<WORDS>(a);
     ptx::registers_change<SUMS>(dk);
     ptx::wgmma_fence();  // dS is rounded before the product
-    start_gradient<C>(dk_rmem, a_rmem, shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES);
+    start_gradient<C, typename C::QTile>(dk_rmem, a_rmem,
+                                         shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES);
     ptx::mbarrier_wait_parity(barriers.ds_empty(ds_ring.stage), ds_ring.parity ^ 1);
     store_ds<C>(shared_smem + C::DS_SMEM + ds_ring.stage * C::DsTile::BYTES, a_rmem);
     ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
@@ -258,8 +261,8 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SUMS>(dk);
   release(barriers.q_empty(q_ring.stage));  // nobody waits, but its phase ends
-  store_gradient<C>(dk_rmem, params.backward.dk, work, params.backward.attention.d,
-                    params.backward.scale);
+  store_gradient<C, typename C::KTile>(dk_rmem, params.backward.dk, work,
+                                       params.backward.attention.d, params.backward.scale);
 }
 
 // --- queries, one warpgroup: dQ, added to the sums in the workspace ---
@@ -384,17 +387,21 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
   const bool any_block = work.blocks > 0;
   const int role = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
   if (role == 0) {
-    ptx::setmaxnreg_inc<C::WEIGHT_REGISTERS>();
+    ptx::setmaxnreg_inc<C::WEIGHTS_REGISTERS>();
     if (any_block) {
       consume_weights<C>(params, work, shared, shared_smem);
     } else {
       clear_gradients<C>(params, work, C::KEY_WARPS);
     }
   } else if (role == 1) {
-    ptx::setmaxnreg_inc<C::WEIGHT_REGISTERS>();
+    ptx::setmaxnreg_inc<C::KEYS_REGISTERS>();
     if (any_block) consume_keys<C>(params, work, shared, shared_smem);
   } else if (role == 2) {
-    ptx::setmaxnreg_dec<C::QUERY_REGISTERS>();
+    if constexpr (C::QUERIES_REGISTERS > 128) {
+      ptx::setmaxnreg_inc<C::QUERIES_REGISTERS>();
+    } else {
+      ptx::setmaxnreg_dec<C::QUERIES_REGISTERS>();
+    }
     if (any_block) consume_queries<C>(params, work, shared_smem);
   } else {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();

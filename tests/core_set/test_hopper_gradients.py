@@ -174,7 +174,8 @@ def test_what_is_left_to_ampere(d: int, options: dict[str, Any], words: str) -> 
     ("rows", "d"),
     [
         (1, 8), (16, 40), (49, 64), (64, 24), (65, 40), (127, 56), (128, 8), (129, 48),
-        (1, 128), (33, 72), (49, 120), (64, 96), (65, 104), (17, 136), (49, 200), (65, 192),
+        (1, 128), (33, 72), (49, 120), (64, 96), (129, 80), (65, 104), (17, 136), (49, 200),
+        (65, 192),
     ],
 )  # fmt: skip
 def test_sums_of_dq_without_rows_and_columns_that_dq_has_not(
@@ -184,7 +185,7 @@ def test_sums_of_dq_without_rows_and_columns_that_dq_has_not(
     The columns of V are those of the tile.
     """
     dtype = ("float16", "bfloat16")[rows % 2]
-    dv = 64 if d <= 64 else 128 if d <= 128 else 256
+    dv = next(columns for columns in (64, 96, 128, 256) if d <= columns)
     tensors = inputs(rows, 130, d, dv, dtype, heads=(1, 1))
     gradients.differentiate_and_check(
         on, "hopper", *tensors, schedules=(rows,), deterministic=deterministic, causal=True

@@ -33,9 +33,12 @@ DTYPES = ("float16", "bfloat16")
 # The head dimensions of each folder that together run every kernel of it, and some that TMA fills
 # up with zeros.
 HEAD_DIMS = {
-    "hopper": ((64, 64), (40, 24), (128, 128), (72, 120), (256, 256), (192, 128)),
+    "hopper": (
+        (64, 64), (40, 24), (96, 96), (72, 88), (128, 128), (72, 120), (192, 128), (136, 104),
+        (256, 256), (192, 136),
+    ),
     "blackwell_dc": ((64, 64), (40, 24), (128, 128), (72, 120)),
-}
+}  # fmt: skip
 
 inputs = functools.partial(gradients.inputs, on)
 
@@ -109,6 +112,11 @@ FEATURES: dict[str, FeatureCase] = {
         (33, 17, 96, 128, 1, (3, 1)),
         {"dlse": True, "gradient_dtype": "float32", "add_to": -2.0, "pad": 4},
     ),
+    "96-window-sinks-lse-added": (
+        (145, 183, 96, 80, 1, (4, 2)),
+        {"window": (20, 3), "sinks": True, "dlse": True, "add_to": 0.5, "pad": 8},
+    ),
+    "96-softcap": ((70, 140, 96, 96, 1, (2, 2)), {"softcap": 0.7}),
     "softcap": ((70, 140, 64, 64, 1, (2, 2)), {"softcap": 0.7, "scale": -0.3}),
     "causal-softcap-sinks": (
         (140, 150, 128, 96, 1, (2, 1)), {"causal": True, "softcap": 3.0, "sinks": True},
@@ -124,6 +132,10 @@ WIDE_FEATURES: dict[str, FeatureCase] = {
             "window": (40, 5), "sinks": True, "dlse": True,
             "gradient_dtype": "float32",
         },
+    ),
+    "192-bnhd-offsets-added-window": (
+        (90, 150, 184, 120, 2, (2, 1)),
+        {"layout": "bnhd", "window": (30, 20), "add_to": 0.5, "pad": 8, "dlse": True},
     ),
     "wide-bnhd-offsets-added": (
         (20, 61, 136, 256, 2, (2, 1)),
@@ -149,9 +161,11 @@ IN_TURNS: dict[str, FeatureCase] = {
     "shared-heads": ((130, 300, 128, 128, 1, (2, 1)), {"softcap": 2.0}),
     "causal": ((390, 390, 64, 64, 1, (2, 1)), {"causal": True}),
     "window": ((300, 500, 128, 128, 1, (1, 1)), {"window": (100, 60)}),
+    "96": ((390, 390, 96, 96, 1, (2, 1)), {"causal": True}),
     "one-sum": ((200, 200, 64, 64, 1, (8, 1)), {"causal": True}),  # core::sums_of_round()
 }
 WIDE_IN_TURNS: dict[str, FeatureCase] = {
+    "192": ((150, 300, 192, 128, 1, (2, 1)), {"causal": True}),
     "wide": ((150, 300, 256, 256, 1, (2, 1)), {"causal": True}),
 }
 ALL_IN_TURNS = IN_TURNS | WIDE_IN_TURNS
@@ -191,7 +205,7 @@ Q_LENGTHS, K_LENGTHS = (5, 0, 40, 150), (9, 12, 0, on.pick(simulator=200, gpu=60
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@of_each_kernel("d", {"hopper": (64, 128, 256), "blackwell_dc": (64, 128)})
+@of_each_kernel("d", {"hopper": (64, 96, 128, 256), "blackwell_dc": (64, 128)})
 def test_packed_sequences_with_rows_of_none_behind_them(kernel: str, d: int, causal: bool) -> None:
     """Sequences without queries and without keys; rows behind the last one hold NaN, and so do
     those of the next sequence in a block that ends behind its own.

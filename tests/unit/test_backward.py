@@ -255,6 +255,7 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     for d, tile, sums in (
         (64, "d64_exact", 112 * 64),  # rows of 16 in a head's only round
         (128, "d128", 128 * 128),
+        (80, "d96", 112 * 80),
         (192, "d256", 128 * 192),
     ):
         decision = explain(d)

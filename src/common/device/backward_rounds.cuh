@@ -241,41 +241,47 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
     clear_rows<Tile>(shared + offset, begin - row, end - row, ptx::mov_tid_x_volatile());
     if (leader) ptx::mbarrier_arrive(full);
   };
-  const auto load_keys = [&](int offset, const TensorMap& map, int64_t head_stride,
-                             int64_t batch_stride, uint32_t full) {
-    load_rows.template operator()<typename C::KTile>(
+  const auto load_keys = [&]<class Tile>(int offset, const TensorMap& map, int64_t head_stride,
+                                         int64_t batch_stride, uint32_t full) {
+    load_rows.template operator()<Tile>(
         offset, map, work.own_start, work.first_row, work.own_rows, work.own_begin(),
         work.own_end(), head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
   };
-  const auto load_queries = [&](int offset, const TensorMap& map, int64_t head_stride,
-                                int64_t batch_stride, int head, int row, uint32_t full) {
-    load_rows.template operator()<typename C::QTile>(
+  const auto load_queries = [&]<class Tile>(int offset, const TensorMap& map, int64_t head_stride,
+                                            int64_t batch_stride, int head, int row,
+                                            uint32_t full) {
+    load_rows.template operator()<Tile>(
         offset, map, work.passing_start, row, work.passing_rows, work.passing_begin(),
         work.passing_end(), head_stride == 0 ? 0 : head, batch_stride == 0 ? 0 : work.batch, full);
   };
 
-  load_keys(C::K_SMEM, params.k_map, attention.k_head, attention.k_batch, barriers.k_full());
-  bool v_due = true;
+  load_keys.template operator()<typename C::KTile>(C::K_SMEM, params.k_map, attention.k_head,
+                                                   attention.k_batch, barriers.k_full());
   BlockPosition<C> block{0, work.start};
+  // The loop keeps few values: a warp that loads has few registers.
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
-    const int head = work.head * attention.heads_per_kv + block.head;
-#pragma unroll 1
-    for (int row = block.row; row < block.row + C::ROUND; row += C::BLOCK) {
+    do {
+      const int head = work.head * attention.heads_per_kv + block.head;
       ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-      load_queries(C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
-                   attention.q_batch, head, row, barriers.q_full(q_ring.stage));
+      load_queries.template operator()<typename C::QTile>(
+          C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
+          attention.q_batch, head, block.row, barriers.q_full(q_ring.stage));
       q_ring.advance();
-      if (v_due) {  // behind the first Q, because S comes before dP
-        load_keys(C::V_SMEM, params.v_map, attention.v_head, attention.v_batch, barriers.v_full());
-        v_due = false;
+      // V comes behind the first Q, because S comes before dP.
+      if (left == work.blocks && block.row == work.start) {
+        load_keys.template operator()<typename C::VTile>(C::V_SMEM, params.v_map, attention.v_head,
+                                                         attention.v_batch, barriers.v_full());
       }
       ptx::mbarrier_wait_parity(barriers.dout_empty(dout_ring.stage), dout_ring.parity ^ 1);
-      load_queries(C::DOUT_SMEM + dout_ring.stage * C::QTile::BYTES, params.dout_map,
-                   params.backward.dout_head, params.backward.dout_batch, head, row,
-                   barriers.dout_full(dout_ring.stage));
+      load_queries.template operator()<typename C::DoutTile>(
+          C::DOUT_SMEM + dout_ring.stage * C::DoutTile::BYTES, params.dout_map,
+          params.backward.dout_head, params.backward.dout_batch, head, block.row,
+          barriers.dout_full(dout_ring.stage));
       dout_ring.advance();
-    }
+      block.row += C::BLOCK;
+    } while (C::BLOCKS_OF_ROUND > 1 && block.row % C::ROUND != 0);
+    block.row -= C::ROUND;
     block.next_round(work);
   }
 }

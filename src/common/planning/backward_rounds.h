@@ -21,7 +21,7 @@ namespace archflash::core {
 struct RoundsTile : BackwardTile {
   int64_t round_rows;  // query rows of a round
   int64_t sums_step;   // its sums of dQ have the columns of dQ in steps of so many
-  Box keys_box, queries_box;
+  Box k_box, v_box, q_box, dout_box;
 };
 
 // A row of a folder's table from the kernel's Config.
@@ -36,7 +36,13 @@ constexpr RoundsTile rounds_tile(const char* name) {
                             .shared_bytes = C::SHARED_BYTES,
                             .dq_block = 0,  // its sums are not those of DqSums
                             .faster_in_turns = false};
-  return {common, C::ROUND, C::SUMS_STEP, box<typename C::KTile>(1), box<typename C::QTile>(1)};
+  return {common,
+          C::ROUND,
+          C::SUMS_STEP,
+          box<typename C::KTile>(1),
+          box<typename C::VTile>(1),
+          box<typename C::QTile>(1),
+          box<typename C::DoutTile>(1)};
 }
 
 // The rows of a round that the sums of dQ have: all, or where a head has no second round those of
@@ -111,10 +117,10 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
     // Without queries the main kernel copies nothing.
     if (rounds == 0 || launch.kernel == folder + "_backward_rows_" + word) continue;
     launch.tensor_maps = {
-        tensor_map(call, Operand::Q, offsetof(P, q_map), tile.queries_box),
-        tensor_map(call, Operand::K, offsetof(P, k_map), tile.keys_box),
-        tensor_map(call, Operand::V, offsetof(P, v_map), tile.keys_box),
-        dout_map(problem, offsetof(P, dout_map), tile.queries_box),
+        tensor_map(call, Operand::Q, offsetof(P, q_map), tile.q_box),
+        tensor_map(call, Operand::K, offsetof(P, k_map), tile.k_box),
+        tensor_map(call, Operand::V, offsetof(P, v_map), tile.v_box),
+        dout_map(problem, offsetof(P, dout_map), tile.dout_box),
     };
   }
   if (rounds > 0) {

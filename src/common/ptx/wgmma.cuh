@@ -42,6 +42,13 @@ __device__ __forceinline__ void registers_change(uint32_t* rmem) {
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(rmem[i])::"memory");
 }
 
+// registers_change() of registers whose values nobody needs, which then take none before here.
+template <int COUNT>
+__device__ __forceinline__ void registers_begin(float* rmem) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "=f"(rmem[i])::"memory");
+}
+
 // A shared-memory descriptor of wgmma in two registers, so that the steps inside a tile are added
 // to 32 bits only.
 struct WgmmaDescriptor {
@@ -143,8 +150,8 @@ ARCHFLASH_WGMMA_16_BITS(96, ARCHFLASH_NAMES_48, 48, 49, 50, 51, 52, 53, 54, ARCH
                         ARCHFLASH_SUMS_8(32), ARCHFLASH_SUMS_8(40))
 ARCHFLASH_WGMMA_ALL(128, ARCHFLASH_NAMES_64, 64, 65, 66, 67, 68, 69, 70, ARCHFLASH_SUMS_32(0),
                     ARCHFLASH_SUMS_32(32))
-ARCHFLASH_WGMMA_8_BITS(192, ARCHFLASH_NAMES_96, 96, 97, 98, 99, 100, 101, 102, ARCHFLASH_SUMS_32(0),
-                       ARCHFLASH_SUMS_32(32), ARCHFLASH_SUMS_32(64))
+ARCHFLASH_WGMMA_ALL(192, ARCHFLASH_NAMES_96, 96, 97, 98, 99, 100, 101, 102, ARCHFLASH_SUMS_32(0),
+                    ARCHFLASH_SUMS_32(32), ARCHFLASH_SUMS_32(64))
 ARCHFLASH_WGMMA_16_BITS(256, ARCHFLASH_NAMES_128, 128, 129, 130, 131, 132, 133, 134,
                         ARCHFLASH_SUMS_32(0), ARCHFLASH_SUMS_32(32), ARCHFLASH_SUMS_32(64),
                         ARCHFLASH_SUMS_32(96))

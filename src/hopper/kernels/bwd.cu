@@ -21,6 +21,9 @@ ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64), (BACKWARD_DQ_THREADS),
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_exact), attention_bwd, BackwardD64Exact<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_exact), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD64Exact<DTYPE>>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96), attention_bwd, BackwardD96<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d96), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD96<DTYPE>>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128), attention_bwd, BackwardD128<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_softcap), attention_bwd, D128Softcap)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128), (BACKWARD_DQ_THREADS),
@@ -28,6 +31,9 @@ ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128), (BACKWARD_DQ_THREADS),
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_exact), attention_bwd, BackwardD128Exact<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128_exact), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD128Exact<DTYPE>>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d192), wide_bwd, BackwardD192<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d192), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD192<DTYPE>>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256), wide_bwd, BackwardD256<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d256), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD256<DTYPE>>)
