@@ -1,0 +1,338 @@
+"""Measures attention of a server's steps: the plug-in's own call of a layer, over batches that a
+scheduler makes of a mix of requests.
+
+    python -m bench.serving [--only REGEX] [--rounds N] [--output FOLDER]
+
+Requests, lengths and arrivals come from a seeded generator, and so do the pages. A step is captured
+in a CUDA graph with other lengths than those that it is replayed with. Beside it stands fa3 where
+it is installed, over keys and values without pages. Host times are those of eager calls. Writes
+<gpu>-serving.json. Exit status 1 when an output was wrong, 2 when nothing can be measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from bench import environment
+from bench.candidates import FLASH_ATTENTION
+from bench.results import percentile
+from bench.run import short_parser
+from bench.timing import enqueue_times_us, round_robin, warm_up
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE = 16
+TOKENS, REQUESTS = 2048, 64  # of a step, at most: vLLM's chunked prefill
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Requests: log-normal lengths of prompts and of answers, and how many come in a step."""
+
+    prompt: tuple[float, float, int]  # median, sigma, longest
+    answer: tuple[float, float, int]
+    arrivals: float
+    requests: int = 400
+
+    def draw(self) -> list[tuple[int, int]]:
+        """Lengths of the prompt and of the answer of each request."""
+        generator = random.Random(0)
+
+        def length(median: float, sigma: float, longest: int) -> int:
+            return max(1, min(longest, round(median * generator.lognormvariate(0, sigma))))
+
+        return [(length(*self.prompt), length(*self.answer)) for _ in range(self.requests)]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The attention of a layer of a model."""
+
+    heads: int
+    heads_kv: int
+    dim: int
+    window: int | None = None
+    sinks: bool = False
+
+
+# Lengths as in conversations that people shared: half of the prompts below 60 tokens, the mean
+# above 200; and questions about documents.
+MIXES = {
+    "chat": Mix((60, 1.6, 4096), (150, 1.0, 1024), 0.3),
+    "documents": Mix((5000, 0.6, 16384), (100, 0.8, 512), 0.1, 100),
+}
+LAYERS = {
+    "llama-8b": Layer(32, 8, 128),
+    "gpt-oss, window": Layer(64, 8, 64, 128, True),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch: new rows of each request, and its length with them. Decoding requests come first."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        one = sum(rows == 1 for rows in self.rows)
+        return "decode" if one == len(self.rows) else "mixed" if one else "prefill"
+
+
+def steps(mix: Mix) -> Iterator[Step]:
+    """The batches of a server that gets the requests of a mix: each request that decodes has a row,
+    and chunks of prompts fill the rest of `TOKENS`.
+    """
+    waiting = [[prompt, 0, answer] for prompt, answer in mix.draw()]  # prompt, rows seen, answer
+    running: list[list[int]] = []
+    came = 0.0
+    while waiting or running:
+        came += mix.arrivals
+        while waiting and came >= 1 and len(running) < REQUESTS:
+            running.append(waiting.pop(0))
+            came -= 1
+        left, rows, lengths = TOKENS, [], []
+        for request in sorted(running, key=lambda request: request[1] < request[0]):
+            new = 1 if request[1] >= request[0] else min(request[0] - request[1], left)
+            if new:
+                left -= new
+                request[1] += new
+                rows.append(new)
+                lengths.append(request[1])
+        running = [r for r in running if r[1] < r[0] + r[2]]
+        if rows:
+            yield Step(tuple(rows), tuple(lengths))
+
+
+def chosen(mix: Mix, kind: str, number: int = 2) -> list[Step]:
+    """Steps of a kind, from the shortest contexts to the longest, of those that fill the server
+    most: by requests where they decode, else by rows.
+    """
+
+    def size(step: Step) -> int:
+        return len(step.rows) if kind == "decode" else sum(step.rows)
+
+    found = [step for step in steps(mix) if step.kind == kind]
+    most = max(map(size, found), default=0)
+    found = sorted((s for s in found if size(s) == most), key=lambda step: sum(step.lengths))
+    last = len(found) - 1
+    return [found[i * last // max(number - 1, 1)] for i in range(min(number, len(found)))]
+
+
+class Server:
+    """A layer over a paged cache in vLLM's layout, and the batch of a step in persistent tensors,
+    as a server has them: `load` changes their numbers only.
+    """
+
+    def __init__(self, layer: Layer, shape: Step, device: str, longest: int, pages: int) -> None:
+        import torch
+
+        from archflash.integrations._paged import PagedAttention, PagedBatch
+
+        torch.manual_seed(0)
+        self.layer, self.shape = layer, shape
+        heads, dim, half = layer.heads, layer.dim, torch.bfloat16
+        rows, requests = sum(shape.rows), len(shape.rows)
+        sinks = torch.randn(heads, device=device) if layer.sinks else None
+        self.attention = PagedAttention(
+            heads, dim, dim**-0.5, layer.heads_kv, sliding_window=layer.window, sinks=sinks
+        )
+        self.pages = pages
+        cache = torch.randn(pages, PAGE, layer.heads_kv, 2 * dim, device=device, dtype=half)
+        self.cache = cache.transpose(1, 2)
+        self.q = torch.randn(rows, heads, dim, device=device, dtype=half)
+        self.out = torch.empty_like(self.q)
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.batch = PagedBatch(
+            num_actual_tokens=rows,
+            max_query_len=max(shape.rows),
+            query_start_loc=torch.zeros(requests + 1, **integers),
+            seq_lens=torch.zeros(requests, **integers),
+            block_table=torch.zeros(requests, -(-longest // PAGE), **integers),
+            slot_mapping=torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+        self.of_layer = SimpleNamespace(_k_scale=None, _v_scale=None)
+
+    def load(self, step: Step) -> None:
+        """The numbers of a step of the same shape."""
+        import torch
+
+        order = torch.randperm(self.pages, generator=torch.Generator().manual_seed(1)).int()
+        table = torch.zeros_like(self.batch.block_table, device="cpu")
+        at = 0
+        for request, length in enumerate(step.lengths):
+            count = -(-length // PAGE)
+            table[request, :count] = order[torch.arange(at, at + count) % self.pages]
+            at += count
+        self.batch.block_table.copy_(table)
+        self.batch.seq_lens.copy_(torch.tensor(step.lengths))
+        self.batch.query_start_loc.copy_(torch.tensor([0, *step.rows]).cumsum(0))
+
+    def archflash(self) -> torch.Tensor:
+        return self.attention.run(
+            self.of_layer, self.q, None, None, self.cache, self.batch, self.out
+        )
+
+    def fa3(self, step: Step) -> Callable[[], object]:
+        """fa3's call of a step, over keys and values that lie one behind the other: PyPI's build
+        reads no pages.
+        """
+        import torch
+
+        tables = [self.batch.block_table[i, : -(-n // PAGE)] for i, n in enumerate(step.lengths)]
+        k, v = (
+            torch.cat(
+                [x[t.long()].flatten(0, 1)[:n] for t, n in zip(tables, step.lengths, strict=True)]
+            )
+            for x in self.attention.caches(self.cache)
+        )
+        ends = torch.tensor([0, *step.lengths], device=k.device).cumsum(0).int()
+        window = (-1, -1) if self.layer.window is None else (self.layer.window - 1, 0)
+        return functools.partial(
+            fa3_module().flash_attn_varlen_func, self.q, k, v, self.batch.query_start_loc, ends,
+            max(step.rows), max(step.lengths), causal=True, window_size=window,
+            softmax_scale=self.attention.scale,
+        )  # fmt: skip
+
+    def expected(self, request: int, step: Step) -> tuple[slice, torch.Tensor, torch.Tensor]:
+        """Rows of a request, and their attention in float64 and in 16 bits."""
+        import torch
+
+        from archflash import reference
+
+        start, rows = sum(step.rows[:request]), min(step.rows[request], 4)
+        length = step.lengths[request]
+        last = start + step.rows[request]
+        part = slice(last - rows, last)
+        table = self.batch.block_table[request, : -(-length // PAGE)].long()
+        k, v = (
+            x[table].flatten(0, 1)[:length].transpose(0, 1)[None].cpu()
+            for x in self.attention.caches(self.cache)
+        )
+        q = self.q[part].transpose(0, 1)[None].cpu()
+        call: dict[str, Any] = {"causal": True, "scale": self.attention.scale}
+        if self.layer.window is not None:
+            call["window"] = (self.layer.window - 1, 0)
+        if self.attention.sinks is not None:
+            call["sinks"] = self.attention.sinks.cpu()
+        with torch.no_grad():
+            exact = reference.attention(q, k, v, **call)[0]
+            plain = reference.baseline(q, k, v, **call)
+        return part, exact[0].transpose(0, 1), plain[0].transpose(0, 1)
+
+    def is_right(self, step: Step) -> bool:
+        """Whether `out` is that of the step, by the last rows of some requests."""
+        from archflash import reference
+
+        for request in {0, len(step.rows) // 2, len(step.rows) - 1}:
+            part, exact, plain = self.expected(request, step)
+            if not reference.check(self.out[part].cpu(), exact, plain).ok:
+                return False
+        return True
+
+
+class Graph:
+    """A call in a CUDA graph, for `round_robin`."""
+
+    captured = True
+    calls = 8
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        import torch
+
+        call()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(self.calls):
+                call()
+
+    def enqueue(self) -> Any:
+        from bench.timing import CudaMark
+
+        return CudaMark(self._graph.replay)
+
+
+@functools.cache
+def fa3_module() -> Any:
+    """FlashAttention-3's module, or None where it is not installed."""
+    for name in FLASH_ATTENTION[0][1]:
+        with contextlib.suppress(Exception):  # a broken installation fails in its own way
+            return importlib.import_module(name)
+    return None
+
+
+def measure(layer: Layer, mix: Mix, rounds: int) -> Iterator[dict[str, Any]]:
+    """Medians in microseconds for steps of each kind."""
+    import torch
+
+    longest = max(prompt + answer for prompt, answer in mix.draw())
+    for kind in ("prefill", "mixed", "decode"):
+        for step in chosen(mix, kind):
+            pages = min(sum(-(-n // PAGE) for n in step.lengths), 40_000)
+            server = Server(layer, step, "cuda", longest, pages)
+            # Captured while every request is short.
+            server.load(Step(step.rows, step.rows))
+            graphs = {"archflash": Graph(server.archflash)}
+            server.load(step)
+            if fa3_module() is not None and not layer.sinks:  # it has no sinks
+                graphs["fa3"] = Graph(server.fa3(step))
+            graphs["archflash"].enqueue().wait()
+            right = server.is_right(step)
+            warm_up(graphs, 0.05)
+            samples = round_robin(graphs, rounds)
+            host = enqueue_times_us({"host": (server.archflash, [()])}, 200, torch.cuda.synchronize)
+            yield {
+                "kind": kind,
+                "requests": len(step.rows),
+                "rows": sum(step.rows),
+                "keys": sum(step.lengths),
+                "right": right,
+                **{name: round(percentile(us, 0.5), 2) for name, us in samples.items()},
+                "host_us": round(percentile(host["host"], 0.5), 2),
+            }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; see the top of this file."""
+    parser = short_parser("bench.serving", __doc__, "layers and mixes whose name matches")
+    options = parser.parse_args(argv)
+    problem = environment.why_no_gpu() or environment.why_no_archflash()
+    if problem:
+        print(problem, file=sys.stderr)
+        return 2
+
+    import torch
+
+    facts = environment.run_facts(environment.open_nvml())
+    found: dict[str, list[dict[str, Any]]] = {}
+    with torch.no_grad():
+        for (of_layer, layer), (of_mix, mix) in itertools.product(LAYERS.items(), MIXES.items()):
+            name = f"{of_layer}, {of_mix}"
+            if options.only and not re.search(options.only, name):
+                continue
+            found[name] = []
+            for row in measure(layer, mix, options.rounds):
+                print(name, row, flush=True)
+                found[name].append(row)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{environment.gpu_slug(facts['gpu'])}-serving.json"
+    path.write_text(json.dumps({**facts, "steps": found}, indent=2) + "\n")
+    return 0 if all(row["right"] for rows in found.values() for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
