@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import tokenizers
 import torch
 import transformers
 from torch import Tensor
@@ -46,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
     "deepseek": (
-        "DeepseekV2",
+        "DeepseekV3",
         _COMMON
         | {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 512}
         | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "head_dim": 64}
@@ -80,6 +81,12 @@ def save(name: str, folder: Path) -> Path:
                 if weight.ndim > 1:
                     weight.mul_(4)
         made.bfloat16().save_pretrained(path)
+        if name == "bert":  # servers ask encoders for a tokenizer: token i is the word "i"
+            words = {str(i): i for i in range(VOCABULARY)}
+            tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+            transformers.PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, pad_token="0", unk_token="0"
+            ).save_pretrained(path)
     return path
 
 

@@ -110,26 +110,26 @@ class PagedAttention:
         self.sliding_window = sliding_window
         self.sinks = sinks
         self._float8 = FP8.get(kv_cache_dtype)
-        self._call: dict[str, Any] = {
+        options = {
             "softcap": logits_soft_cap or None,
             "sinks": sinks,
-            "scale": self.scale,
-            "batch_invariant": batch_invariant,
+            "alibi_slopes": alibi_slopes and torch.tensor(alibi_slopes, dtype=torch.float32),
+            "batch_invariant": batch_invariant or None,
         }
-        if alibi_slopes is not None:
-            self._call["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
-        left = None if sliding_window is None else sliding_window - 1
-        self._calls: dict[bool, dict[str, Any]] = {  # by whether a row sees no later one
-            True: {"causal": True, "window": None if left is None else (left, 0)},
-            False: {"causal": False, "window": None if left is None else (left, left)},
-        }
+        given = {name: value for name, value in options.items() if value is not None}
+        ordered: dict[str, Any] = {**given, "scale": self.scale, "causal": True}
+        free: dict[str, Any] = {**given, "scale": self.scale}
+        if sliding_window is not None:
+            ordered["window"] = (sliding_window - 1, 0)
+            free["window"] = (sliding_window - 1, sliding_window - 1)
+        # Arguments of a call, by whether a row sees no later one.
+        self._calls = {True: ordered, False: free}
         self._views: tuple[Tensor | None, Any] = (None, None)
 
     def write(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes rows into the cache by plain operations of PyTorch, for devices without an
-        operator of the server's own.
+        """Writes rows into the cache by plain operations of PyTorch.
 
         Args:
             layer: `_k_scale`, `_v_scale`: what rows are divided by, if the cache is FP8; float32 ()
@@ -139,20 +139,9 @@ class PagedAttention:
             slot_mapping: int64, page * page size + row of the page for each of the first rows of
                 key; -1 for nowhere.
         """
-        rows = slot_mapping.shape[0]
-        kept = slot_mapping >= 0
-        slots = slot_mapping[kept]
-        caches = self.caches(kv_cache)
-        page = caches[0].shape[1]
-        scales = (layer._k_scale, layer._v_scale)
-        for new, cache, scale in zip((key, value), caches, scales, strict=True):
-            new = new[:rows][kept]
-            if self._float8 is not None:
-                largest = torch.finfo(self._float8).max
-                new = (new.float() / scale.view(-1, 1)).clamp(-largest, largest)
-                cache = cache.view(torch.uint8)
-                new = new.to(self._float8).view(torch.uint8)
-            cache[slots // page, slots % page] = new.to(cache.dtype)
+        k_cache, v_cache = self.caches(kv_cache)
+        write_rows(k_cache, key, slot_mapping, layer._k_scale)
+        write_rows(v_cache, value, slot_mapping, layer._v_scale)
 
     def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """The caches of keys and of values (pages, page size, kv heads, head dim), views of a cache
@@ -201,17 +190,23 @@ class PagedAttention:
             self._among_rows(query, key[:rows], value[:rows], batch, False, out=out)
             return output
         k_cache, v_cache = self.caches(kv_cache)
+        scales: dict[str, Any] = self._scales(layer) if self._float8 else {}
         causal = batch.causal
-        call = self._call | batch.call
-        if self._float8 is not None:
-            call["k_descale"], call["v_descale"] = layer._k_scale, layer._v_scale
-        if isinstance(causal, Tensor):
-            ordered = attention_with_kvcache(query, k_cache, v_cache, **call, **self._calls[True])
-            free = attention_with_kvcache(query, k_cache, v_cache, **call, **self._calls[False])
-            torch.where(batch.causal_rows(), ordered, free, out=out)
-        else:
-            attention_with_kvcache(query, k_cache, v_cache, out=out, **call, **self._calls[causal])
+        if not isinstance(causal, Tensor):
+            attention_with_kvcache(
+                query, k_cache, v_cache, out=out, **self._calls[causal], **batch.call, **scales
+            )
+            return output
+        ordered, free = (
+            attention_with_kvcache(query, k_cache, v_cache, **call, **batch.call, **scales)
+            for call in self._calls.values()
+        )
+        torch.where(batch.causal_rows(), ordered, free, out=out)
         return output
+
+    @staticmethod
+    def _scales(layer: Any) -> dict[str, Any]:
+        return {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
 
     def run_shared(
         self,
@@ -236,9 +231,10 @@ class PagedAttention:
         """
         rows = batch.num_actual_tokens
         out = output.view(output.shape[0], self.num_heads, -1)[:rows]
-        call = {**batch.call, "cache_seqlens": batch.context_lens, **self._call, "sinks": None}
-        if self._float8 is not None:
-            call["k_descale"], call["v_descale"] = layer._k_scale, layer._v_scale
+        call = {**self._calls[False], **batch.call, "cache_seqlens": batch.context_lens}
+        call.pop("sinks", None)  # they count once, among the new rows
+        if self._float8:
+            call |= self._scales(layer)
         before, lse_before = combine(
             *_rows_first(
                 attention_with_kvcache(
@@ -261,7 +257,7 @@ class PagedAttention:
         """
         for name, value in (
             ("a sliding window", self.sliding_window),
-            ("alibi", self._call.get("alibi_slopes")),
+            ("alibi", self._calls[True].get("alibi_slopes")),
         ):
             if value is not None:
                 raise UnsupportedError(
@@ -283,10 +279,24 @@ class PagedAttention:
             cu_seqlens_k=ends,
             max_seqlen_q=longest,
             max_seqlen_k=longest,
-            **self._call,
             **self._calls[causal],
             **more,
         )
+
+
+def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scale: Tensor) -> None:
+    """Writes rows (rows, ...) into a cache (pages, page size, ...) by plain operations of PyTorch:
+    servers have operators for it, but not for a CPU. See `PagedAttention.write`.
+    """
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    rows = rows[: slot_mapping.shape[0]][kept]
+    if cache.dtype in FP8.values():
+        largest = torch.finfo(cache.dtype).max
+        rows = (rows.float() / scale.view(-1, 1)).clamp(-largest, largest)
+        rows, cache = rows.to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+    size = cache.shape[1]
+    cache[slots // size, slots % size] = rows.to(cache.dtype)
 
 
 def _rows_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from archflash._api import attention
 from archflash._errors import UnsupportedError
 from archflash._kvcache import attention_with_kvcache
-from archflash.integrations._paged import FP8
+from archflash.integrations._paged import FP8, write_rows
 from archflash.integrations.vllm_backend import why_no_cache
 
 _LATENT, _ROPE = 512, 64  # the columns that kernels take
@@ -163,6 +163,26 @@ class ArchflashMLAImpl(MLACommonImpl):  # type: ignore[misc]
         self.supports_quant_query_input = False  # queries stay in 16 bits
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Writes the rows of a batch into the cache (pages, page size, latent + rope columns)."""
+        if kv_cache.is_cuda:
+            super().do_kv_cache_update(
+                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale
+            )
+        elif kv_cache.numel():
+            cache = kv_cache.view(FP8.get(kv_cache_dtype, kv_cache.dtype))
+            rows = torch.cat([kv_c_normed, k_pe.squeeze(1)], -1)
+            write_rows(cache, rows, slot_mapping.flatten(), k_scale)
+
     def forward_mqa(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -213,7 +233,7 @@ class ArchflashMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        return "ARCHFLASH"
+        return "CUSTOM"
 
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:

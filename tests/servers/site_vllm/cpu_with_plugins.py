@@ -4,6 +4,7 @@ that is asked for, as the platform of CUDA does. vLLM finds it by its entry poin
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
@@ -32,11 +33,17 @@ class CpuWithPlugins(CpuPlatform):
         return selected_backend.get_path()
 
     @classmethod
+    @functools.cache
+    def register_triton_kernel_overrides(cls) -> None:
+        """Once in a process: it looks into all modules, and fails at some that come later."""
+        super().register_triton_kernel_overrides()
+
+    @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
         from vllm.config import get_current_vllm_config
         from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
         backend = get_current_vllm_config().attention_config.backend
         if backend is not None and backend.name == "ARCHFLASH_MLA":
-            return MLAPrefillBackendEnum["ARCHFLASH"].get_class()
+            return MLAPrefillBackendEnum.CUSTOM.get_class()
         return super().get_mla_prefill_backend_cls(mla_selector_config)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
@@ -16,6 +18,7 @@ from vllm.model_executor.layers.attention.encoder_only_attention import (
     create_encoder_only_attention_backend,
 )
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
@@ -26,6 +29,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 import archflash
 from archflash.integrations.vllm import register
 from archflash.integrations.vllm_backend import ArchflashBackend
+from tests.servers import models
 
 from .server import DIM, FP8, HEADS, HEADS_KV, PAGE, Server, check, metadata, rand
 
@@ -385,3 +389,15 @@ def test_the_entry_point_registers_both_backends_and_their_names() -> None:
     mla = AttentionBackendEnum["ARCHFLASH_MLA"].get_class()
     assert mla.is_mla()
     assert AttentionBackendEnum[mla.get_name()].get_class() is mla
+
+
+def test_the_command_line_takes_the_names(tmp_path: Path) -> None:
+    register()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    names = ["--attention-backend", "ARCHFLASH_MLA"]
+    names += ["--attention-config.mla_prefill_backend", "CUSTOM"]
+    given = EngineArgs.from_cli_args(
+        parser.parse_args(["--model", str(models.save("deepseek", tmp_path)), *names])
+    )
+    assert AttentionBackendEnum[given.attention_backend].get_class().is_mla()
+    assert given.attention_config.mla_prefill_backend.get_class().__module__.startswith("archflash")
