@@ -20,6 +20,7 @@ The modules stand in layers, and each imports only from layers below its own:
 - `attention_with_shared_prefix` and `warm_up`, made of those; `_overrides`, through which PyTorch's
   own attention is served
 - `scaled_dot_product_attention`
+- `distributed`, one sequence over many GPUs, which is imported only by who wants it
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
   only by who wants them
 - `sim`, which makes a problem, selects, allocates and simulates

@@ -124,6 +124,18 @@ def _merge(
     return out, _launch(by_head, by_row, _as_bhnd(out, layout)).reshape(of_parts[0].shape)
 
 
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merges a part into what `out` and `lse` hold, "bhnd". Their dtypes may differ: a part of 16
+    bits is added up in an `out` of float32.
+    """
+    if out.numel() and _why_not([out, part], [lse, part_lse], simulated=False) is None:
+        lse.copy_(_launch([out, part], [lse, part_lse], out))
+        return
+    merged, of_both = _with_torch([out, part], [lse, part_lse], "bhnd")
+    out.copy_(merged)
+    lse.copy_(of_both)
+
+
 def _tensors(given: Sequence[Tensor] | Tensor, name: str) -> list[Tensor]:
     """The parts of an argument."""
     if isinstance(given, Tensor):
@@ -240,10 +252,10 @@ def _with_torch(outs: list[Tensor], lses: list[Tensor], layout: str) -> tuple[Te
     total = weights.sum(0)
     total = torch.where(total == 0, 1.0, total)
     lse = torch.where(top.isinf(), top, base + total.log())
-    merged = torch.zeros_like(outs[0], dtype=torch.float32)
+    merged = torch.zeros_like(outs[0], dtype=torch.promote_types(outs[0].dtype, torch.float32))
     for out, weight in zip(outs, weights, strict=True):
         share = (weight / total)[..., None]
-        merged = merged + torch.where(share == 0, 0.0, out.float()) * share
+        merged = merged + torch.where(share == 0, 0.0, out.to(merged.dtype)) * share
     merged = merged.to(outs[0].dtype)
     merged = _as_bhnd(merged, layout) if merged.ndim == 4 else merged.transpose(0, 1)
     return merged.contiguous(), lse

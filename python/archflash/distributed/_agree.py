@@ -1,0 +1,148 @@
+"""The ranks of a call agree on it before anything is sent, or all of them raise an error.
+
+Each rank tells the others a few numbers through a group on the CPU, which no GPU waits for. A rank
+whose arguments are refused says so, too, so that no other one waits for its keys.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from archflash._errors import ArchflashError, UnsupportedError
+
+_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, UnsupportedError, RuntimeError)
+_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class GroupError(ArchflashError, RuntimeError):
+    """Ranks of a group called archflash.distributed with what does not fit together, or one of them
+    did not come.
+    """
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a rank says of its call.
+
+    Attributes:
+        rows: how many rows it has.
+        call: all that must be the same on every rank, in words.
+        trouble: why its arguments are refused; None if they are not.
+    """
+
+    rows: int
+    call: str
+    trouble: Exception | None = None
+
+
+def agree(
+    groups: Sequence[dist.ProcessGroup | None], statement: Statement, digest: int
+) -> list[int]:
+    """Waits for the other ranks, and returns how many rows each has.
+
+    Args:
+        groups: the groups of the mesh, the innermost first: the ranks of all of them together are
+            counted in that order.
+        statement: of this rank.
+        digest: of statement.call.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError, GroupError: the same on all ranks.
+    """
+    bad = statement.trouble is not None
+    said: list[tuple[int, ...]] = [(int(bad), statement.rows, digest)]
+    for group in groups:
+        said = _gathered(group, said)
+    if all(row[0] == 0 and row[2] == said[0][2] for row in said):
+        return [row[1] for row in said]
+    texts = [_in_words(statement)]
+    for group in groups:
+        texts = _gathered_texts(group, texts)
+    for rank, text in enumerate(texts):
+        kind, _, sentence = text.partition(":")
+        if kind.isdigit():
+            raise _KINDS[int(kind)](f"rank {rank} of the group: {sentence}") from statement.trouble
+    # The rank to name is one that differs from most.
+    usual = max(texts, key=texts.count)
+    rank = next(r for r, text in enumerate(texts) if text != usual)
+    raise GroupError(
+        f"rank {rank} of the group calls {texts[rank][1:]}, but rank {texts.index(usual)} calls "
+        f"{usual[1:]}: every rank must make the same calls in the same order"
+    )
+
+
+def _in_words(statement: Statement) -> str:
+    trouble = statement.trouble
+    if trouble is None:
+        return f":{statement.call}"
+    kind = next((i for i, kind in enumerate(_KINDS) if isinstance(trouble, kind)), len(_KINDS) - 1)
+    return f"{kind}:{trouble}"
+
+
+def _gathered(
+    group: dist.ProcessGroup | None, rows: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """The rows of all ranks of a group, in the order of the ranks."""
+    mine = torch.tensor(rows, dtype=torch.int64)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    try:
+        dist.all_gather(parts, mine, group=on_cpu(group))
+    except RuntimeError as error:
+        raise GroupError(
+            f"not all ranks of the group came to this call of archflash.distributed: {error}"
+        ) from error
+    return [tuple(row) for part in parts for row in part.tolist()]
+
+
+def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> list[str]:
+    mine = "\0".join(texts).encode()
+    lengths = [row[0] for row in _gathered(group, [(len(mine),)])]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=on_cpu(group))
+    return [
+        text
+        for part, n in zip(parts, lengths, strict=True)
+        for text in bytes(part[:n].tolist()).decode().split("\0")
+    ]
+
+
+def on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of the same ranks that sends tensors on the CPU. The first call for a group of NCCL
+    makes one with gloo, which all ranks of that group take part in.
+    """
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None
+    if "cpu:" in dist.get_backend_config(whole):
+        return whole
+    if whole not in _on_cpu:
+        devices = {x.split(":")[0] for x in dist.get_backend_config(whole).split(",")}
+        backend = whole._get_backend(torch.device(devices.pop()))
+        _on_cpu[whole] = dist.new_group(
+            dist.get_process_group_ranks(whole), backend="gloo",
+            timeout=backend.options._timeout, use_local_synchronization=True,
+        )  # fmt: skip
+    return _on_cpu[whole]
+
+
+def exchange_rows(
+    groups: Sequence[dist.ProcessGroup | None], mine: torch.Tensor, rows: Sequence[int]
+) -> list[torch.Tensor]:
+    """An integer for each row of each rank, int64 on the CPU.
+
+    Args:
+        mine: those of this rank.
+        rows: how many each rank has, in the order of `agree`.
+    """
+    said = [tuple(mine.detach().cpu().long().tolist()) + (0,) * (max(rows) - len(mine))]
+    for group in groups:
+        said = _gathered(group, said)
+    return [torch.tensor(x[:n]) for x, n in zip(said, rows, strict=True)]

@@ -1,0 +1,63 @@
+"""Messages between the ranks of a group that travel while kernels run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Message = tuple[int, Tensor]  # rank in the group, and contiguous rows to send or to receive into
+
+
+@dataclass
+class Pending:
+    """Messages under way. `wait` lets the current stream, or on the CPU the caller, wait for them;
+    until then the tensors must be left alone.
+    """
+
+    _works: list[dist.Work] = field(default_factory=list)
+    _staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _held: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        for target, received in self._staged:
+            target.copy_(received)
+        self._works, self._staged, self._held = [], [], []
+
+
+def start(
+    group: dist.ProcessGroup | None, sends: Sequence[Message], receives: Sequence[Message]
+) -> Pending:
+    """Starts messages. Those of two ranks arrive in the order in which they are listed, and both
+    ranks must list the same.
+    """
+    pending = Pending()
+    operations = []
+    for operation, messages in ((dist.isend, sends), (dist.irecv, receives)):
+        for rank, x in messages:
+            assert x.is_contiguous()
+            if not x.numel():
+                continue
+            carried = x
+            if x.is_cuda and not carries(group, x.device):
+                # The group has no backend for GPUs, as gloo: by way of the CPU.
+                carried = x.cpu() if operation is dist.isend else torch.empty_like(x, device="cpu")
+                if operation is dist.irecv:
+                    pending._staged.append((x, carried))
+            peer = rank if group is None else dist.get_global_rank(group, rank)
+            operations.append(dist.P2POp(operation, carried, peer, group))
+            pending._held.append(carried)
+    if operations:
+        pending._works = dist.batch_isend_irecv(operations)
+    return pending
+
+
+def carries(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a group sends tensors of a device by itself. gloo takes those of the CPU only."""
+    backends = dict(x.split(":") for x in dist.get_backend_config(group).split(","))
+    return device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo")

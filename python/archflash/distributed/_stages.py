@@ -1,0 +1,343 @@
+"""Ring and all-gather: a rank's rows against keys of other ranks, a stage after the other, while
+the next stage's keys are under way.
+
+Keys and values travel as one tensor ``(rows, batch, heads, d + dv)``, whose rows can be received
+where they belong in a buffer of ascending global rows. Their gradients travel back in float32, and
+are added up in an order that depends on the ranks alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from archflash import _merge
+from archflash._api import attention
+from archflash._backward import attention_backward
+from archflash.distributed import _exchange
+from archflash.distributed._plan import Dense, Packed, Plan, Stage, places
+from archflash.distributed._shards import Piece
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call that do not say who sees whom."""
+
+    softcap: float | None
+    scale: float | None
+    implementation: str | None
+
+
+def forward(
+    plan: Plan, group: dist.ProcessGroup | None, options: Options,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attention of the local rows, "bhnd". Writes `out`, and returns the log-sum-exps."""
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    # Parts are merged in float32, and rounded once.
+    merged = out if plan.once or out.dtype not in _HALVES else out.new_empty(
+        out.shape, dtype=torch.float32
+    )  # fmt: skip
+    for start, end in plan.untouched:
+        merged[:, :, start:end] = 0
+        lse[:, :, start:end] = -torch.inf if sinks is None else sinks[:, None]
+    keys = _Keys(plan, group, k, v)
+    for number, stage in enumerate(plan.stages):
+        with_heads = _query_heads(stage, q, k)
+        k_part, v_part = keys.of(number)
+        q_part, to, lse_to = (x[:, with_heads] for x in (q, merged, lse))
+        sinks_part = None if sinks is None else sinks[with_heads]
+        for place, part in enumerate(stage.parts):
+            call = part.call
+            rows = slice(call.q0, call.q1)
+            arguments = _arguments(plan, stage, number, place, with_heads, options, q.device)
+            arguments["sinks"] = sinks_part if part.first else None
+            _attend(
+                arguments, call, q_part[:, :, rows], k_part, v_part, to[:, :, rows],
+                lse_to[:, :, rows], part.first,
+            )  # fmt: skip
+    if merged is not out:
+        out.copy_(merged)
+    return lse
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _attend(
+    arguments: dict[str, Any], call: object, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, first: bool,
+) -> None:  # fmt: skip
+    """Computes one call, into `out` and `lse` or merged with what these hold."""
+    if isinstance(call, Dense):
+        k, v = (x[:, :, call.k0 : call.k1] for x in (k, v))
+    packed = isinstance(call, Packed)
+    into = out if first and out.dtype == q.dtype else None
+    if packed:
+        q, k, v = (_rows_first(x) for x in (q, k, v))
+        into = None if into is None else _rows_first(into)
+    part, part_lse = attention(q, k, v, out=into, return_lse=True, **arguments)
+    if packed:
+        part, part_lse = part.transpose(0, 1)[None], part_lse[None]
+    if first:
+        lse.copy_(part_lse)
+        if into is None:
+            out.copy_(part)
+    else:
+        _merge.merge_into(out, lse, part, part_lse)
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """A tensor "bhnd" with a batch of 1 as a packed one."""
+    return x[0].transpose(0, 1)
+
+
+def backward(
+    plan: Plan, group: dist.ProcessGroup | None, options: Options,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of `forward`: that of q, and those of k and v ``(rows, batch, heads, d + dv)``
+    in float32 (float64 for float64).
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.zeros_like(q, dtype=q.dtype if plan.once else wide)
+    total = _buffer(plan.rows, k, v, wide).zero_()
+    keys = _Keys(plan, group, k, v)
+    back: list[_Returned] = []
+    for number, stage in enumerate(plan.stages):
+        with_heads = _query_heads(stage, q, k)
+        k_part, v_part = keys.of(number)
+        # What the last stage gave travels while this one is computed.
+        for returned in back[:-1]:
+            returned.add()
+        back = back[-1:]
+        own = slice(*stage.heads)
+        alone = _alone(plan, stage)
+        if alone is not None:
+            found = total[slice(*alone), :, own]
+        else:
+            found = _buffer(stage.key_rows, k[:, own], v, wide).zero_()
+        dk, dv = columns(found, k.shape[-1])
+        tensors = [x[:, with_heads] for x in (dout, q, out, lse, dq)]
+        for place, part in enumerate(stage.parts):
+            call = part.call
+            rows = slice(call.q0, call.q1)
+            parts = [x[:, :, rows] for x in tensors]
+            of_lse = None if dlse is None else dlse[:, with_heads, rows]
+            pieces = call.apart if isinstance(call, Packed) else (call,)
+            for which in range(len(pieces)):
+                arguments = _arguments(
+                    plan, stage, number, place, with_heads, options, q.device, which
+                )
+                _differentiate(arguments, call, parts, of_lse, k_part, v_part, dk, dv)
+        back.append(_Returned(plan, group, stage, found, total[:, :, own], alone is None))
+    for returned in back:
+        returned.add()
+    return dq, total
+
+
+def _differentiate(
+    arguments: dict[str, Any], call: object, parts: Sequence[Tensor], dlse: Tensor | None,
+    k: Tensor, v: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    dout, q, out, lse, dq = parts
+    if isinstance(call, Dense):
+        k, v, dk, dv = (x[:, :, call.k0 : call.k1] for x in (k, v, dk, dv))
+    if isinstance(call, Packed):
+        dout, q, out, dq, k, v, dk, dv = map(_rows_first, (dout, q, out, dq, k, v, dk, dv))
+        lse, dlse = lse[0], None if dlse is None else dlse[0]
+    attention_backward(
+        dout, q, k, v, out, lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(),
+        dq=dq, dk=dk, dv=dv, accumulate=True, **arguments,
+    )  # fmt: skip
+
+
+def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
+    shared = q.shape[1] // max(1, k.shape[1])
+    return slice(stage.heads[0] * shared, stage.heads[1] * shared)
+
+
+def _arguments(
+    plan: Plan, stage: Stage, number: int, place: int, heads: slice, options: Options,
+    device: torch.device, apart: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The options of one call. apart: which of a packed call's sets that share no keys."""
+    call = stage.parts[place].call
+    given: dict[str, Any] = {
+        "softcap": options.softcap, "scale": options.scale,
+        "implementation": options.implementation,
+    }  # fmt: skip
+    # Heads shares have the same tables.
+    key = (number % plan.stages_of_a_share, place, apart, device)
+    if isinstance(call, Dense):
+        given |= _bounds(call)
+        if not call.bottom_right:
+            given["q_offset"] = call.offset
+    elif isinstance(call, Packed):
+        together = call.together if apart is None else call.apart[apart]
+        tables = plan.table(key, lambda: _packed_tables(call, together, device))
+        given |= _bounds(together[0])
+        given |= {"cu_seqlens_q": tables[0], "cu_seqlens_k": tables[1]}
+        given["max_seqlen_q"] = max(c.q1 - c.q0 for c in together)
+        given["max_seqlen_k"] = max(c.k1 - c.k0 for c in together)
+    else:
+        ranges = plan.table(key, lambda: (_ranges(plan, stage, device),))[0]
+        given["key_ranges"] = ranges[:, heads] if ranges.shape[1] > 1 else ranges
+    return given
+
+
+def _bounds(call: Dense) -> dict[str, Any]:
+    if call.plain:
+        return {}
+    if call.right == 0:
+        return {"causal": True} | ({} if call.left is None else {"window": (call.left, None)})
+    return {"window": (call.left, call.right)}
+
+
+def _packed_tables(
+    call: Packed, together: Sequence[Dense], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cu_seqlens of q, counted from the first row of the call, and of k. Between two sequences
+    stand one of rows without keys and one of keys without rows, which step over what lies between.
+    """
+    of_q: list[int] = []
+    of_k: list[int] = []
+    for c in together:
+        if of_q:
+            of_q += [c.q0 - call.q0] * 2
+            of_k += [of_k[-1], c.k0]
+        else:
+            of_q.append(c.q0 - call.q0)
+            of_k.append(c.k0)
+        of_q.append(c.q1 - call.q0)
+        of_k.append(c.k1)
+    made = torch.tensor([of_q, of_k], dtype=torch.int32).to(device)
+    return made[0], made[1]
+
+
+def _ranges(plan: Plan, stage: Stage, device: torch.device) -> Tensor:
+    """key_ranges of all local rows for the keys of a stage's buffer."""
+    rows = plan.shards.positions(plan.rank).to(device)
+    wanted = plan.mask.row_ranges(rows)
+    ranges = [torch.arange(start, end, device=device) for start, end in stage.keys]
+    return torch.searchsorted(torch.cat(ranges), wanted.contiguous()).int()
+
+
+def columns(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """k and v "bhnd" of a buffer."""
+    x = x.permute(1, 2, 0, 3)
+    return x[..., :d], x[..., d:]
+
+
+def _buffer(rows: int, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A buffer for rows of k and v "bhnd"."""
+    return k.new_empty((rows, *k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=dtype)
+
+
+def _alone(plan: Plan, stage: Stage) -> Piece | None:
+    """Where the keys of a stage stand among the rank's own, if it needs no others and these are
+    neighbours.
+    """
+    if stage.receives:
+        return None
+    local = plan.local(stage.own)
+    if not local:
+        return (0, 0)
+    if any(a[1] != b[0] for a, b in itertools.pairwise(local)):
+        return None
+    return local[0][0], local[-1][1]
+
+
+class _Keys:
+    """The keys of the stages, of which the next one's are under way."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, k: Tensor, v: Tensor) -> None:
+        self._plan, self._group, self._k, self._v = plan, group, k, v
+        self._sent: tuple[Piece, Tensor] | None = None  # own rows of the heads of a share
+        self._next: tuple[Tensor, Tensor, _exchange.Pending] | None = None
+
+    def of(self, number: int) -> tuple[Tensor, Tensor]:
+        """k and v "bhnd" of a stage. Starts the messages of the next one."""
+        k, v, pending = self._start(number) if self._next is None else self._next
+        pending.wait()
+        self._next = self._start(number + 1) if number + 1 < len(self._plan.stages) else None
+        return k, v
+
+    def _start(self, number: int) -> tuple[Tensor, Tensor, _exchange.Pending]:
+        stage = self._plan.stages[number]
+        heads = slice(*stage.heads)
+        sends = [
+            (rank, self._own(heads)[a:b])
+            for rank, pieces in stage.sends
+            for a, b in self._plan.local(pieces)
+        ]
+        alone = _alone(self._plan, stage)
+        if alone is not None:
+            pending = _exchange.start(self._group, sends, [])
+            k, v = (x[:, heads, slice(*alone)] for x in (self._k, self._v))
+            return k, v, pending
+        k_heads, v_heads = self._k[:, heads], self._v[:, heads]
+        buffer = _buffer(stage.key_rows, k_heads, v_heads)
+        k, v = columns(buffer, self._k.shape[-1])
+        for (a, b), (start, end) in zip(
+            places(stage.keys, stage.own), self._plan.local(stage.own), strict=True
+        ):
+            k[:, :, a:b] = k_heads[:, :, start:end]
+            v[:, :, a:b] = v_heads[:, :, start:end]
+        receives = [
+            (rank, buffer[a:b])
+            for rank, pieces in stage.receives
+            for a, b in places(stage.keys, pieces)
+        ]
+        return k, v, _exchange.start(self._group, sends, receives)
+
+    def _own(self, heads: slice) -> Tensor:
+        """The rank's own rows as they travel."""
+        share = (heads.start, heads.stop)
+        if self._sent is None or self._sent[0] != share:
+            k, v = self._k[:, heads], self._v[:, heads]
+            packed = _buffer(self._plan.rows, k, v)
+            for to, x in zip(columns(packed, k.shape[-1]), (k, v), strict=True):
+                to.copy_(x)
+            self._sent = share, packed
+        return self._sent[1]
+
+
+class _Returned:
+    """Gradients of a stage's keys on their way to the ranks that hold these."""
+
+    def __init__(
+        self, plan: Plan, group: dist.ProcessGroup | None, stage: Stage, found: Tensor,
+        total: Tensor, adds_own: bool,
+    ) -> None:  # fmt: skip
+        self._total = total
+        sends = [
+            (rank, found[a:b])
+            for rank, pieces in stage.receives
+            for a, b in places(stage.keys, pieces)
+        ]
+        self._received = [
+            (rank, place, total.new_empty((place[1] - place[0], *total.shape[1:])))
+            for rank, pieces in stage.sends
+            for place in plan.local(pieces)
+        ]
+        receives = [(rank, x) for rank, _, x in self._received]
+        self._pending = _exchange.start(group, sends, receives)
+        if adds_own:
+            for (a, b), (start, end) in zip(
+                places(stage.keys, stage.own), plan.local(stage.own), strict=True
+            ):
+                total[start:end] += found[a:b]
+
+    def add(self) -> None:
+        """Adds what other ranks found, in the order of the plan."""
+        self._pending.wait()
+        for _, (start, end), x in self._received:
+            self._total[start:end] += x
+        self._received = []
