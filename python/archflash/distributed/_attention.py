@@ -66,9 +66,9 @@ def attention(
         mesh: a DeviceMesh of one or two dimensions in place of a group. Of two, heads are split
             over the last one (ulysses), and rows travel over the first one (ring); ranks are
             counted as in mesh.mesh.flatten().
-        shards: which rows of the sequence each rank holds: "contiguous", "zigzag", "documents",
-            `Shards`, or this rank's positions, integers ``(rows,)``, which the ranks tell each
-            other in every call: `Shards.of_positions` does it once.
+        shards: which rows of the sequence each rank holds: "contiguous", "zigzag", `Shards`, which
+            also has those by documents, or this rank's positions, integers ``(rows,)``, which the
+            ranks tell each other in every call: `Shards.of_positions` does it once.
         causal: row i of the whole sequence sees rows up to i.
         window: ``(left, right)``: row i sees rows i - left to i + right; None for an unbounded
             side.
@@ -254,9 +254,7 @@ class _Call:
         if isinstance(self.shards, Tensor):
             return Shards.of_positions(exchange_rows(self.ranks.groups, self.shards, rows))
         n = sum(rows)
-        shards = _of_shards.make(
-            self.shards, n, self.ranks.count, self.ends, causal=self.right == 0
-        )
+        shards = _of_shards.make(self.shards, n, self.ranks.count)
         wanted = [shards.rows(r) for r in range(shards.ranks)]
         for rank, (has, should) in enumerate(zip(rows, wanted, strict=True)):
             if has != should:
@@ -429,9 +427,9 @@ def _planned(
     if method in ("all-gather", "ring"):
         everyone = range(shards.ranks)
         sources = [everyone] if method == "all-gather" else [[r] for r in everyone]
-        shares = _cost.head_shares(shape.heads_kv)
-        if method == "ring" or shards.ranks == 1:
-            shares = ((0, shape.heads_kv),)
+        shares: tuple[tuple[int, int], ...] = ((0, shape.heads_kv),)
+        if method == "all-gather" and shards.ranks > 1:
+            shares = _cost.head_shares(shards, mask, shape, Speeds())
         return _plan.make(shards, mask, ranks.rank, sources, shares, packs=packs), None, ()
     size = ranks.inner_count if method == "hybrid" else ranks.count
     across, inside = divmod(ranks.rank, size)
@@ -626,8 +624,7 @@ def explain(
     ranges = None if key_ranges is None else read_ranges(key_ranges)
     if ranges is not None:
         _check_ranges(ranges, q, q.shape[2])
-    held = _of_shards.make(shards, q.shape[2], count, ends,
-                           causal=right == 0).in_order()  # fmt: skip
+    held = _of_shards.make(shards, q.shape[2], count).in_order()
     mask = Mask(held.n, left, right, ends, ranges)
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
     return _cost.explain(held, mask, shape, speeds or Speeds(), sizes)

@@ -18,7 +18,8 @@ from archflash.distributed._plan import Mask, overlaps, seen
 from archflash.distributed._shards import Piece, Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")
-_SHARES = 4  # of the heads of k and v, whose keys are gathered one after the other
+_MOST_SHARES = 4  # of the heads of k and v, unless buffers are too large
+_SHARE_SECONDS = 3e-3  # of a share's work, at least
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,16 @@ def traffic(shards: Shards, mask: Mask) -> tuple[list[int], list[int]]:
     return sent, received
 
 
-def head_shares(heads_kv: int) -> tuple[Piece, ...]:
-    """Shares of the heads of k and v for all-gather, which overlaps one with the next."""
-    shares = min(_SHARES, heads_kv)
-    edges = [heads_kv * i // shares for i in range(shares + 1)] if shares else [0, 0]
-    return tuple(itertools.pairwise(edges))
+def head_shares(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> tuple[Piece, ...]:
+    """Shares of the heads of k and v for all-gather, which overlaps one with the next: few of much
+    work, as a kernel of little work leaves SMs idle at its end; more where buffers are large.
+    """
+    pairs = max(pairs_of(mask, pieces) for pieces in shards.pieces) * shape.heads_q
+    by_work = int(_seconds(pairs, shape, speeds) / _SHARE_SECONDS)
+    row = shape.batch * shape.heads_kv * (shape.d + shape.dv) * shape.element_bytes
+    by_room = -(-2 * max(traffic(shards, mask)[1]) * row // int(speeds.room))
+    shares = max(min(max(min(by_work, _MOST_SHARES), by_room), shape.heads_kv), 1)
+    return tuple(itertools.pairwise(shape.heads_kv * i // shares for i in range(shares + 1)))
 
 
 def explain(
@@ -181,7 +187,7 @@ def _gathering(
     sent, received = ([x * row for x in rows] for rows in traffic(shards, mask))
     pairs = [pairs_of(mask, pieces) * shape.heads_q for pieces in shards.pieces]
     ranks, slowest, reason = shards.ranks, 0.0, ""
-    shares = len(head_shares(shape.heads_kv))
+    shares = len(head_shares(shards, mask, shape, speeds))
     for r in range(ranks):
         work = _seconds(pairs[r], shape, speeds)
         travel = max(sent[r], received[r]) / speeds.link

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from archflash.distributed._shards import Piece, Shards, digest
 
-_MOST_DENSE = 8  # calls of one stage that are launched one by one; more are packed into one
+_MOST_DENSE = 8  # calls of one stage that are launched one by one, where they cannot be packed
 _MOST_PACKED = 4  # packed calls of one stage; a stage of more becomes one call with key_ranges
 _BRIDGED = 128  # unseen rows between two seen ranges that are sent along
 
@@ -181,20 +181,20 @@ class Dense:
 
 @dataclass(frozen=True)
 class Packed:
-    """Calls of few rows in one, with cu_seqlens. `together` has them all, and `apart` sets of them
-    that share no keys, as gradients need them.
+    """Calls of ascending rows in one, with cu_seqlens. `apart` has them again, as calls in each of
+    which no two share keys: gradients need that.
     """
 
-    together: tuple[Dense, ...]
-    apart: tuple[tuple[Dense, ...], ...]
+    calls: tuple[Dense, ...]
+    apart: tuple[Dense | Packed, ...] = ()
 
     @property
     def q0(self) -> int:
-        return self.together[0].q0
+        return self.calls[0].q0
 
     @property
     def q1(self) -> int:
-        return self.together[-1].q1
+        return self.calls[-1].q1
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,11 @@ def calls(
         made += found
         at += piece[1] - piece[0]
     made = _merged(made)
-    if len(made) <= _MOST_DENSE:
-        return list(made)
-    packed = _packed(made, mask) if packs else None
-    return everything if packed is None else list(packed)
+    packed = _packed(made, mask) if packs and len(made) > 1 else None
+    # One launch of all tiles is faster than several; several packed ones are not.
+    if packed is not None and (len(packed) == 1 or len(made) > _MOST_DENSE):
+        return list(packed)
+    return list(made) if len(made) <= _MOST_DENSE else everything
 
 
 class _Keys:
@@ -342,7 +343,8 @@ def _packed(made: Sequence[Dense], mask: Mask) -> list[Packed] | None:
                     break
             else:
                 apart.append([call])
-        packed.append(Packed(tuple(held), tuple(map(tuple, apart))))
+        alone = (c[0] if len(c) == 1 else Packed(tuple(c)) for c in apart)
+        packed.append(Packed(tuple(held), tuple(alone)))
     if sum(len(p.apart) for p in packed) > _MOST_PACKED:
         return None
     return packed

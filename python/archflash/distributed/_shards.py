@@ -6,6 +6,7 @@ import functools
 import hashlib
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Piece = tuple[int, int]  # half-open range of rows
-_TOLERANCE = (
-    1.03  # how far the most work of a rank may lie above the mean, where documents allow it
-)
+_TOLERANCE = 1.03  # the most work or rows of a rank over the mean, where documents allow that
+_SMALLEST_SHARE = 1 / 16  # of what a rank should have: no smaller document is cut
+_ROWS_OF_A_TILE = 128  # of a kernel: a piece whose last tile is not full wastes work
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Shards:
 
     @staticmethod
     def documents(cu_seqlens: Tensor | Sequence[int], ranks: int, causal: bool = True) -> Shards:
-        """Whole documents, where the work of the ranks can be balanced so; the longest ones are cut
-        in zigzag over all ranks.
+        """Whole documents, where work and rows of the ranks can be balanced so; longer ones are cut
+        in zigzag over some ranks.
 
         Args:
             cu_seqlens: where documents start, and the number of rows: ``(documents + 1,)``.
@@ -73,14 +74,13 @@ class Shards:
             causal: whether the work is that of a causal mask or of none.
         """
         ends = boundaries(cu_seqlens)
-        documents = sorted(itertools.pairwise(ends), key=lambda d: d[0] - d[1])
-        documents = [d for d in documents if d[1] > d[0]]
-        cut = 0
-        while True:
-            made, balance = _dealt(documents, cut, ranks, causal)
-            if balance <= _TOLERANCE or cut == len(documents):
-                return Shards(ends[-1], made)
-            cut = min(len(documents), max(cut + 1, cut * 5 // 4))
+        documents = [d for d in itertools.pairwise(ends) if d[1] > d[0]]
+        best: tuple[float, tuple[tuple[Piece, ...], ...]] = (math.inf, ((),) * ranks)
+        share = 1.0
+        while best[0] > _TOLERANCE and share >= _SMALLEST_SHARE and documents:
+            best = min(best, _dealt(documents, share, ranks, causal), key=lambda dealt: dealt[0])
+            share /= 2
+        return Shards(ends[-1], best[1])
 
     @staticmethod
     def of_positions(positions: Sequence[Tensor]) -> Shards:
@@ -172,36 +172,51 @@ def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def _dealt(
-    documents: list[Piece], cut: int, ranks: int, causal: bool
-) -> tuple[tuple[tuple[Piece, ...], ...], float]:
-    """Deals documents, the longest first: the first `cut` in zigzag to all ranks, each other one to
-    the rank with the least work. Also returns the most work of a rank over the mean.
+    documents: list[Piece], share: float, ranks: int, causal: bool
+) -> tuple[float, tuple[tuple[Piece, ...], ...]]:
+    """Deals documents to ranks, the largest first, each to the rank that has the least. Those that
+    are more than `share` of what a rank should have are cut before.
+
+    Returns:
+        The most work or rows of a rank over the mean, and the rows of the ranks.
     """
-    held: list[list[Piece]] = [[] for _ in range(ranks)]
-    work = [0] * ranks
-    for start, end in documents[:cut]:
-        for r, pieces in enumerate(Shards.zigzag(end - start, ranks).pieces):
-            for a, b in pieces:
-                held[r].append((start + a, start + b))
-                work[r] += (b * (b + 1) - a * (a + 1)) // 2 if causal else (b - a) * (end - start)
-    # A document too short to be cut evenly leaves its rows to the last ranks: the whole ones make
-    # up for that.
-    least = [(w, r) for r, w in enumerate(work)]
-    heapq.heapify(least)
-    for start, end in documents[cut:]:
-        of_rank, r = heapq.heappop(least)
+    all_work = sum(_work((0, b - a), b - a, causal) for a, b in documents) / ranks
+    all_rows = sum(b - a for a, b in documents) / ranks
+    items: list[tuple[float, float, tuple[Piece, ...]]] = []  # work, rows and pieces
+    for start, end in documents:
         n = end - start
-        work[r] = of_rank + (n * (n + 1) // 2 if causal else n * n)
-        held[r].append((start, end))
-        heapq.heappush(least, (work[r], r))
-    mean = sum(work) / ranks
-    return tuple(_joined(pieces) for pieces in held), max(work) / mean if mean else 1.0
+        load = max(_work((0, n), n, causal) / all_work, n / all_rows)
+        for pieces in _cut(n, min(ranks, math.ceil(load / share))):
+            work = sum(_work(piece, n, causal) for piece in pieces) / all_work
+            rows = sum(b - a for a, b in pieces) / all_rows
+            items.append((work, rows, tuple((start + a, start + b) for a, b in pieces)))
+    items.sort(key=lambda item: -max(item[:2]))
+    held: list[list[Piece]] = [[] for _ in range(ranks)]
+    least = [(0.0, 0.0, 0.0, r) for r in range(ranks)]  # the larger one of work and rows, and both
+    for work, rows, pieces in items:
+        _, has_work, has_rows, r = least[0]
+        has_work, has_rows = has_work + work, has_rows + rows
+        heapq.heapreplace(least, (max(has_work, has_rows), has_work, has_rows, r))
+        held[r] += pieces
+    return max(least)[0], tuple(_joined(pieces) for pieces in held)
 
 
-def make(
-    shards: Shards | str, n: int, ranks: int, cu_seqlens: Sequence[int] | None = None,
-    causal: bool = True,
-) -> Shards:  # fmt: skip
+def _cut(n: int, parts: int) -> list[tuple[Piece, ...]]:
+    """A document of n rows in zigzag, in full tiles as far as there are that many."""
+    tile = _ROWS_OF_A_TILE if n >= 4 * parts * _ROWS_OF_A_TILE else 1
+    edges = [_part(-(-n // tile), 2 * parts, i)[0] * tile for i in range(2 * parts)] + [n]
+    both = list(itertools.pairwise(edges))
+    made = (_joined([both[i], both[-1 - i]]) for i in range(parts))
+    return [pieces for pieces in made if pieces]
+
+
+def _work(piece: Piece, n: int, causal: bool) -> float:
+    """Pairs of a row of a piece and a key of its document of n rows that it sees."""
+    a, b = piece
+    return (b * (b + 1) - a * (a + 1)) / 2 if causal else float((b - a) * n)
+
+
+def make(shards: Shards | str, n: int, ranks: int) -> Shards:
     """The shards of n rows that a name or a description says."""
     if isinstance(shards, Shards):
         if shards.ranks != ranks or shards.n != n:
@@ -214,13 +229,9 @@ def make(
         return Shards.contiguous(n, ranks)
     if shards == "zigzag":
         return Shards.zigzag(n, ranks)
-    if shards == "documents":
-        if cu_seqlens is None:
-            raise ValueError("shards='documents' needs cu_seqlens, which say where they are")
-        return Shards.documents(cu_seqlens, ranks, causal)
     raise ValueError(
-        f"shards is {shards!r}: it must be 'contiguous', 'zigzag', 'documents', Shards or a tensor "
-        "of positions"
+        f"shards is {shards!r}: it must be 'contiguous', 'zigzag', Shards, which has documents, "
+        "or a tensor of positions"
     )
 
 

@@ -21,7 +21,7 @@ from archflash import _merge
 from archflash._api import attention
 from archflash._backward import attention_backward
 from archflash.distributed import _exchange
-from archflash.distributed._plan import Dense, Packed, Plan, Stage, places
+from archflash.distributed._plan import Call, Dense, Packed, Plan, Stage, places
 from archflash.distributed._shards import Piece
 
 
@@ -56,7 +56,9 @@ def forward(
         for place, part in enumerate(stage.parts):
             call = part.call
             rows = slice(call.q0, call.q1)
-            arguments = _arguments(plan, stage, number, place, with_heads, options, q.device)
+            arguments = _arguments(
+                plan, stage, call, (number, place), with_heads, options, q.device
+            )
             arguments["sinks"] = sinks_part if part.first else None
             _attend(
                 arguments, call, q_part[:, :, rows], k_part, v_part, to[:, :, rows],
@@ -71,7 +73,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def _attend(
-    arguments: dict[str, Any], call: object, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    arguments: dict[str, Any], call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, first: bool,
 ) -> None:  # fmt: skip
     """Computes one call, into `out` and `lse` or merged with what these hold."""
@@ -126,15 +128,13 @@ def backward(
         dk, dv = columns(found, k.shape[-1])
         tensors = [x[:, with_heads] for x in (dout, q, out, lse, dq)]
         for place, part in enumerate(stage.parts):
-            call = part.call
-            rows = slice(call.q0, call.q1)
-            parts = [x[:, :, rows] for x in tensors]
-            of_lse = None if dlse is None else dlse[:, with_heads, rows]
-            pieces = call.apart if isinstance(call, Packed) else (call,)
-            for which in range(len(pieces)):
-                arguments = _arguments(
-                    plan, stage, number, place, with_heads, options, q.device, which
-                )
+            apart = part.call.apart if isinstance(part.call, Packed) else (part.call,)
+            for which, call in enumerate(apart):
+                rows = slice(call.q0, call.q1)
+                parts = [x[:, :, rows] for x in tensors]
+                of_lse = None if dlse is None else dlse[:, with_heads, rows]
+                key = (number, place, which)
+                arguments = _arguments(plan, stage, call, key, with_heads, options, q.device)
                 _differentiate(arguments, call, parts, of_lse, k_part, v_part, dk, dv)
         back.append(_Returned(plan, group, stage, found, total[:, :, own], alone is None))
     for returned in back:
@@ -143,7 +143,7 @@ def backward(
 
 
 def _differentiate(
-    arguments: dict[str, Any], call: object, parts: Sequence[Tensor], dlse: Tensor | None,
+    arguments: dict[str, Any], call: Call, parts: Sequence[Tensor], dlse: Tensor | None,
     k: Tensor, v: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     dout, q, out, lse, dq = parts
@@ -164,30 +164,28 @@ def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
 
 
 def _arguments(
-    plan: Plan, stage: Stage, number: int, place: int, heads: slice, options: Options,
-    device: torch.device, apart: int | None = None,
+    plan: Plan, stage: Stage, call: Call, key: tuple[int, ...], heads: slice, options: Options,
+    device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
-    """The options of one call. apart: which of a packed call's sets that share no keys."""
-    call = stage.parts[place].call
+    """The options of one call. key: numbers of the stage, the part, and the call of that."""
     given: dict[str, Any] = {
         "softcap": options.softcap, "scale": options.scale,
         "implementation": options.implementation,
     }  # fmt: skip
-    # Heads shares have the same tables.
-    key = (number % plan.stages_of_a_share, place, apart, device)
+    # Shares of the heads have the same tables.
+    table = (key[0] % plan.stages_of_a_share, *key[1:], device)
     if isinstance(call, Dense):
         given |= _bounds(call)
         if not call.bottom_right:
             given["q_offset"] = call.offset
     elif isinstance(call, Packed):
-        together = call.together if apart is None else call.apart[apart]
-        tables = plan.table(key, lambda: _packed_tables(call, together, device))
-        given |= _bounds(together[0])
+        tables = plan.table(table, lambda: _packed_tables(call, device))
+        given |= _bounds(call.calls[0])
         given |= {"cu_seqlens_q": tables[0], "cu_seqlens_k": tables[1]}
-        given["max_seqlen_q"] = max(c.q1 - c.q0 for c in together)
-        given["max_seqlen_k"] = max(c.k1 - c.k0 for c in together)
+        given["max_seqlen_q"] = max(c.q1 - c.q0 for c in call.calls)
+        given["max_seqlen_k"] = max(c.k1 - c.k0 for c in call.calls)
     else:
-        ranges = plan.table(key, lambda: (_ranges(plan, stage, device),))[0]
+        ranges = plan.table(table, lambda: (_ranges(plan, stage, device),))[0]
         given["key_ranges"] = ranges[:, heads] if ranges.shape[1] > 1 else ranges
     return given
 
@@ -200,15 +198,13 @@ def _bounds(call: Dense) -> dict[str, Any]:
     return {"window": (call.left, call.right)}
 
 
-def _packed_tables(
-    call: Packed, together: Sequence[Dense], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _packed_tables(call: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
     """cu_seqlens of q, counted from the first row of the call, and of k. Between two sequences
     stand one of rows without keys and one of keys without rows, which step over what lies between.
     """
     of_q: list[int] = []
     of_k: list[int] = []
-    for c in together:
+    for c in call.calls:
         if of_q:
             of_q += [c.q0 - call.q0] * 2
             of_k += [of_k[-1], c.k0]

@@ -1,0 +1,422 @@
+"""One rank of the tests of archflash.distributed: random calls against one process in float64.
+
+    python -m tests.distributed_worker RANK RANKS STORE [--backend nccl --device cuda] PART...
+
+The parts are functions of this module. A rank that gets through them prints "done".
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import archflash
+import archflash.distributed as afd
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+# The error of a result over the largest number of it, at most.
+TOLERANCE = {
+    torch.float64: 2e-6,  # log-sum-exps are float32
+    torch.float32: 2e-6,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call on the whole sequence, the way it is split, and the tensors."""
+
+    n: int
+    shards: Any
+    method: str
+    left: int | None = None
+    right: int | None = None
+    causal: bool = False
+    ends: list[int] | None = None
+    key_ranges: Tensor | None = None
+    softcap: float | None = None
+    layout: str = "bhnd"
+    implementation: str | None = None
+    tensors: dict[str, Tensor | None] = dataclasses.field(default_factory=dict, repr=False)
+
+    def held(self, ranks: int) -> afd.Shards:
+        """Who has which rows."""
+        if isinstance(self.shards, afd.Shards):
+            return self.shards
+        return getattr(afd.Shards, self.shards)(self.n, ranks)
+
+
+def reference(case: Case) -> list[Tensor | None]:
+    """Outputs and gradients in float64, from a dense mask: as NAMES."""
+    x = case.tensors
+    q, k, v, sinks = (
+        None if (t := x[name]) is None else t.double().clone().requires_grad_()
+        for name in ("q", "k", "v", "sinks")
+    )
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    n, device = case.n, q.device
+    i, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
+    seen = torch.ones(n, n, dtype=torch.bool, device=device)
+    if case.left is not None:
+        seen &= j >= i - case.left
+    if case.right is not None:
+        seen &= j <= i + case.right
+    if case.causal:
+        seen &= j <= i
+    if case.ends is not None:
+        number = torch.bucketize(j, torch.tensor(case.ends, device=device), right=True)
+        seen &= number[:, None] == number
+    seen = seen[None, None]
+    if case.key_ranges is not None:
+        begin, end = case.key_ranges.to(device).unbind(-1)
+        seen = seen & ((j >= begin[..., None]) & (j < end[..., None])).any(3)
+    shared = q.shape[1] // k.shape[1]
+    keys, values = (t.repeat_interleave(shared, 1) for t in (k, v))
+    scores = q @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        more = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, more], -1)
+    base = scores.amax(-1, keepdim=True).clamp(min=-1e30).detach()
+    weights = (scores - base).exp()
+    total = weights.sum(-1, keepdim=True)
+    divisor = torch.where(total == 0, 1.0, total)
+    out = weights[..., :n] / divisor @ values
+    lse = torch.where(total == 0, -torch.inf, base + divisor.log())[..., 0]
+    loss(out, lse, x["dout"], x["dlse"]).backward()
+    found = [out.detach(), lse.detach(), q.grad, k.grad, v.grad]
+    return [*found, None if sinks is None else sinks.grad]
+
+
+def loss(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
+    assert dout is not None
+    total = (out * dout.to(out.dtype)).sum()
+    if dlse is not None:
+        total = total + (lse.masked_fill(lse.isinf(), 0.0) * dlse.to(lse.dtype)).sum()
+    return total
+
+
+def run(case: Case, rank: int, ranks: int, where: dict[str, Any]) -> list[Tensor | None]:
+    """What this rank gets, as NAMES."""
+    x, rows = case.tensors, case.held(ranks).positions(rank)
+    q, k, v = (x[name][:, :, rows].clone().requires_grad_() for name in "qkv")  # type: ignore[index]
+    sinks = None if x["sinks"] is None else x["sinks"].clone().requires_grad_()
+    given = [q, k, v]
+    if case.ends is not None:
+        given = [t[0].transpose(0, 1) for t in given]
+    elif case.layout == "bnhd":
+        given = [t.transpose(1, 2) for t in given]
+    ends = None if case.ends is None else torch.tensor(case.ends, dtype=torch.int32)
+    out, lse = afd.attention(
+        *given, shards=case.shards, causal=case.causal, window=(case.left, case.right),
+        softcap=case.softcap, sinks=sinks, cu_seqlens=ends, key_ranges=case.key_ranges,
+        return_lse=True, method=case.method, layout=case.layout,
+        implementation=case.implementation, **where,
+    )  # fmt: skip
+    if case.ends is not None:
+        out, lse = out.transpose(0, 1)[None], lse[None]
+    elif case.layout == "bnhd":
+        out = out.transpose(1, 2)
+    dlse = None if x["dlse"] is None else x["dlse"][:, :, rows]
+    loss(out, lse, x["dout"][:, :, rows], dlse).backward()  # type: ignore[index]
+    dsinks = None
+    if sinks is not None:
+        assert sinks.grad is not None
+        dsinks = sinks.grad.cpu() if dist.get_backend() == "gloo" else sinks.grad.clone()
+        dist.all_reduce(dsinks)
+    return [out.detach(), lse.detach(), q.grad, k.grad, v.grad, dsinks]
+
+
+def check(case: Case, rank: int, ranks: int, where: dict[str, Any]) -> None:
+    found, rows = run(case, rank, ranks, where), case.held(ranks).positions(rank)
+    dtype = case.tensors["q"].dtype  # type: ignore[union-attr]
+    for name, x, wanted in zip(NAMES, found, reference(case), strict=True):
+        if wanted is None:
+            continue
+        assert x is not None
+        y = wanted if name == "dsinks" else wanted[:, :, rows]
+        x, largest = (
+            x.double().to(y.device),
+            1 + float(wanted.masked_fill(wanted.isinf(), 0).abs().amax()),
+        )
+        assert torch.equal(x.isinf(), y.isinf()), (rank, name, case)
+        off = (x - y).masked_fill(y.isinf(), 0.0).abs()
+        error = float(off.amax()) / largest if off.numel() else 0.0
+        assert error <= TOLERANCE[dtype], (rank, name, error, case)
+
+
+class Draw:
+    """Random choices that are the same on every rank."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self._generator, self._device = torch.Generator().manual_seed(seed), device
+
+    def of(self, *choices: Any) -> Any:
+        return choices[int(torch.randint(0, len(choices), (1,), generator=self._generator))]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self._device)
+
+    def cuts(self, n: int, count: int) -> list[int]:
+        drawn = torch.randint(0, n + 1, (count,), generator=self._generator)
+        found: list[int] = drawn.sort().values.tolist()
+        return found
+
+    def ranges(self, *shape: int, n: int) -> Tensor:
+        drawn = torch.randint(0, n + 1, (*shape, 2), generator=self._generator)
+        return drawn.sort(-1).values.int()
+
+    def shards(self, n: int, ranks: int) -> afd.Shards:
+        """Rows of every kind: shuffled, in turns, neighbours of any number."""
+        rows = self.of(torch.randperm(n, generator=self._generator), torch.arange(n), None)
+        if rows is None:
+            return afd.Shards.of_positions([torch.arange(n)[r::ranks] for r in range(ranks)])
+        return afd.Shards.of_positions(rows.tensor_split(self.cuts(n, ranks - 1)))
+
+    def tensors(
+        self, batch: int, heads: int, heads_kv: int, n: int, d: int, dv: int, dtype: torch.dtype
+    ) -> dict[str, Tensor | None]:
+        q, k = self.normal(batch, heads, n, d), self.normal(batch, heads_kv, n, d)
+        v, dout = self.normal(batch, heads_kv, n, dv), self.normal(batch, heads, n, dv)
+        made = {"q": q, "k": k, "v": v, "dout": dout}
+        dlse, sinks = self.of(None, self.normal(batch, heads, n)), self.of(None, self.normal(heads))
+        return {name: x.to(dtype) for name, x in made.items()} | {"dlse": dlse, "sinks": sinks}
+
+
+def drawn(seed: int, ranks: int, device: str, methods: tuple[str, ...]) -> Case:
+    """A random call."""
+    draw = Draw(seed, device)
+    on_gpu = device != "cpu"
+    n = draw.of(1, 5, 99, 300, 1000, 1777) if on_gpu else draw.of(1, 2, 5, 8, 17, 64, 99)
+    heads_kv, batch, kind = (
+        draw.of(1, 2, 3),
+        draw.of(1, 1, 2),
+        draw.of("", "", "documents", "ranges"),
+    )
+    heads, d, dv = heads_kv * draw.of(1, 2, 3), draw.of(8, 16), draw.of(8, 16)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    if on_gpu:
+        d = dv = draw.of(64, 128)
+        dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.bfloat16]
+    window = draw.of((None, None), (None, None), (3, None), (5, 2), (None, 4), (0, 0))
+    ends = key_ranges = None
+    if kind == "documents":
+        batch, ends = 1, [0, *draw.cuts(n, draw.of(1, 3, 12, 20)), n]
+    if kind == "ranges":
+        shape = draw.of(1, batch), draw.of(1, heads), draw.of(1, n), draw.of(1, 3)
+        key_ranges = draw.ranges(*shape, n=n)
+    documents = afd.Shards.documents(ends, ranks) if ends else "zigzag"
+    shards = draw.of("contiguous", "zigzag", documents, draw.shards(n, ranks))
+    return Case(
+        n, shards, draw.of("auto", *methods), *window, draw.of(True, True, False), ends, key_ranges,
+        draw.of(None, None, 3.0), draw.of("bhnd", "bnhd"),
+        tensors=draw.tensors(batch, heads, heads_kv, n, d, dv, draw.of(*dtypes)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Here:
+    """This process among its ranks, and the arguments of `attention` for each method."""
+
+    rank: int
+    ranks: int
+    device: str
+    where: dict[str, dict[str, Any]]
+    seconds: float
+    cases: int
+
+    def arguments(self, case: Case) -> dict[str, Any]:
+        return self.where.get(case.method, {})
+
+    def counted(self) -> Iterator[int]:
+        """Numbers of cases, until there are enough or the time of some rank is over."""
+        start = time.monotonic()
+        for number in range(self.cases):
+            over = torch.tensor(float(time.monotonic() - start > self.seconds))
+            if dist.get_backend() == "nccl":
+                over = over.to(self.device)
+            dist.all_reduce(over)
+            if over.item():
+                return
+            yield number
+
+
+def random_calls(here: Here) -> None:
+    """Every method, over shards, lengths, masks and dtypes, with gradients."""
+    methods = ("ring", "all-gather", "ulysses", *here.where)
+    number = -1
+    for number in here.counted():
+        case = drawn(number, here.ranks, here.device, methods)
+        check(case, here.rank, here.ranks, here.arguments(case))
+    print(number + 1, "random calls")
+
+
+def positions_of_each_rank(here: Here) -> None:
+    """Shards as tensors, which each rank gives for its own rows."""
+    rows = (torch.arange(40) * 7 % 40).tensor_split(here.ranks)
+    x = Draw(3, here.device).tensors(1, 4, 2, 40, 8, 8, torch.float32)
+    q, k, v = (x[name][:, :, rows[here.rank]] for name in "qkv")  # type: ignore[index]
+    by_all = afd.attention(q, k, v, shards=afd.Shards.of_positions(rows), causal=True)
+    assert torch.equal(afd.attention(q, k, v, shards=rows[here.rank], causal=True), by_all)
+
+
+def shards_of_tensors(here: Here) -> None:
+    """What shard cuts unshard puts together."""
+    draw = Draw(5, here.device)
+    whole = draw.normal(3, 41, 2)
+    for shards in ("contiguous", "zigzag", draw.shards(41, here.ranks)):
+        part = afd.shard(whole, shards, dim=1)
+        rows = afd.positions(41, shards, device=here.device)
+        assert torch.equal(part, whole[:, rows])
+        if dist.get_backend() != "gloo" or here.device == "cpu":
+            assert torch.equal(afd.unshard(part, shards, dim=1), whole)
+
+
+def kernels(here: Here) -> None:
+    """Kernels in place of PyTorch: on the CPU by the simulator."""
+    for method, more in (
+        ("ring", {"causal": True}),
+        ("all-gather", {"causal": True, "left": 9}),
+        ("ring", {"causal": True, "ends": [0, *range(2, 40, 3), 40]}),
+        ("ulysses", {"causal": True, "ends": [0, 17, 40]}),
+        ("all-gather", {"key_ranges": Draw(1, "cpu").ranges(1, 1, 40, 2, n=40)}),
+    ):
+        draw = Draw(11, here.device)
+        case = Case(
+            40, "zigzag", method, implementation="ampere",
+            tensors=draw.tensors(1, 4, 2, 40, 16, 16, torch.bfloat16), **more,
+        )  # fmt: skip
+        check(case, here.rank, here.ranks, {})
+
+
+def same_bits(here: Here) -> None:
+    """A call gives the same bits every time, gradients too."""
+    torch.use_deterministic_algorithms(True)
+    n, d = (2000, 128) if here.device != "cpu" else (60, 8)
+    for method in ("ring", "all-gather", "ulysses", *here.where):
+        tensors = Draw(7, here.device).tensors(1, 8, 2, n, d, d, torch.bfloat16)
+        case = Case(n, "zigzag", method, causal=True, tensors=tensors)
+        first, second = (run(case, here.rank, here.ranks, here.arguments(case)) for _ in range(2))
+        for name, x, y in zip(NAMES, first, second, strict=True):
+            assert x is y is None or torch.equal(x, y), (method, name)  # type: ignore[arg-type]
+    torch.use_deterministic_algorithms(False)
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
+    """A call raises the same error on all ranks."""
+    with pytest.raises(kind) as caught:
+        call()
+    sentence = str(caught.value)
+    assert all(word in sentence for word in words), sentence
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, sentence)
+    assert len(set(said)) == 1, said
+
+
+def faults(here: Here) -> None:
+    """What does not fit is an error on all ranks, after which calls work."""
+    draw, last = Draw(9, here.device), here.rank == here.ranks - 1
+    q = draw.normal(1, 4, 8, 8)
+    name = f"rank {here.ranks - 1} of the group"
+    refused(lambda: afd.attention(q, q, q[:, :, last:]), ValueError, name, "v has shape")
+    refused(lambda: afd.attention(q, q, q[:, : 4 - last]), ValueError, name)
+    refused(lambda: afd.attention(q, q.to(torch.float16) if last else q, q), TypeError, name)
+    refused(lambda: afd.attention(q, q, q, causal=last), afd.GroupError, "window (None, 0)")
+    if here.ranks > 2:
+        refused(lambda: afd.attention(q, q, q, softcap=3.0 + last), afd.GroupError, name)
+    refused(lambda: afd.attention(q, q, q, method="hybrid"), archflash.UnsupportedError, "mesh")
+    refused(lambda: afd.attention(q, q, q, method="tree"), ValueError, "'tree'")
+    refused(lambda: afd.attention(*[q[:, :, last:]] * 3), ValueError, "by the shards")
+    cu_seqlens = torch.tensor([0, 9], dtype=torch.int32)
+    packed = q[0].transpose(0, 1)
+    refused(lambda: afd.attention(*[packed] * 3, cu_seqlens=cu_seqlens), ValueError, "end with 9")
+    # One rank goes back while the others go on.
+    x = q.clone().requires_grad_()
+    out = afd.attention(x, q, q)
+    if last:
+        refused(lambda: out.sum().backward(), afd.GroupError, "the backward pass")
+    else:
+        refused(lambda: afd.attention(x, q, q), afd.GroupError, "the backward pass")
+    case = Case(8 * here.ranks, "zigzag", "auto", causal=True,
+                tensors=draw.tensors(1, 4, 2, 8 * here.ranks, 64, 64, torch.float32))  # fmt: skip
+    check(case, here.rank, here.ranks, {})
+
+
+def missing(here: Here) -> None:
+    """A rank that does not come, and one that dies, are errors within the group's time-out."""
+    q = torch.zeros(1, 2, 4, 8)
+    short = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1))
+    start = time.monotonic()
+    if here.rank:
+        time.sleep(2)
+    else:
+        with pytest.raises(afd.GroupError, match="not all ranks"):
+            afd.attention(q, q, q, group=short)
+        assert time.monotonic() - start < 10
+    dist.barrier()
+    tensors = Draw(1, "cpu").tensors(1, 2, 2, 4, 8, 8, torch.float32)
+    check(Case(4, "zigzag", "ring", tensors=tensors), here.rank, here.ranks, {})
+    if here.rank == here.ranks - 1:
+        print("done", flush=True)
+        os._exit(0)
+
+    def call_on() -> None:
+        while True:
+            afd.attention(q, q, q)
+
+    with pytest.raises(RuntimeError):
+        call_on()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rank", type=int)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("store")
+    parser.add_argument("parts", nargs="+")
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    device = asked.device
+    if device == "cuda":
+        device = f"cuda:{asked.rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        asked.backend, init_method=f"file://{asked.store}", rank=asked.rank,
+        world_size=asked.ranks, timeout=datetime.timedelta(seconds=120),
+    )  # fmt: skip
+    where = {}
+    if asked.ranks % 2 == 0 and asked.ranks > 2:
+        where["hybrid"] = {"mesh": init_device_mesh(asked.device, (2, asked.ranks // 2))}
+    here = Here(asked.rank, asked.ranks, device, where, asked.seconds, asked.cases)
+    for part in asked.parts:
+        start = time.monotonic()
+        globals()[part](here)
+        print(f"{part}: {time.monotonic() - start:.1f} s", flush=True)
+    if asked.parts[-1] != "missing":
+        dist.destroy_process_group()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
