@@ -428,9 +428,13 @@ def _planned(
         everyone = range(shards.ranks)
         sources = [everyone] if method == "all-gather" else [[r] for r in everyone]
         shares: tuple[tuple[int, int], ...] = ((0, shape.heads_kv),)
+        back = shares
         if method == "all-gather" and shards.ranks > 1:
-            shares = _cost.head_shares(shards, mask, shape, Speeds())
-        return _plan.make(shards, mask, ranks.rank, sources, shares, packs=packs), None, ()
+            shares, back = (
+                _cost.head_shares(shards, mask, shape, Speeds(), back=b) for b in (False, True)
+            )
+        plan = _plan.make(shards, mask, ranks.rank, sources, shares, back, packs=packs)
+        return plan, None, ()
     size = ranks.inner_count if method == "hybrid" else ranks.count
     across, inside = divmod(ranks.rank, size)
     split = _heads.Split.make(shape.heads_q, shape.heads_kv, size)

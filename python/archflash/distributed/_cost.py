@@ -18,8 +18,7 @@ from archflash.distributed._plan import Mask, overlaps, seen
 from archflash.distributed._shards import Piece, Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")
-_MOST_SHARES = 4  # of the heads of k and v, unless buffers are too large
-_SHARE_SECONDS = 3e-3  # of a share's work, at least
+_SHARED_SECONDS = 3e-3  # of work: calls of less have one share of the heads
 
 
 @dataclass(frozen=True)
@@ -151,16 +150,21 @@ def traffic(shards: Shards, mask: Mask) -> tuple[list[int], list[int]]:
     return sent, received
 
 
-def head_shares(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> tuple[Piece, ...]:
-    """Shares of the heads of k and v for all-gather, which overlaps one with the next: few of much
-    work, as a kernel of little work leaves SMs idle at its end; more where buffers are large.
+def head_shares(
+    shards: Shards, mask: Mask, shape: Shape, speeds: Speeds, *, back: bool = False
+) -> tuple[Piece, ...]:
+    """Shares of the heads of k and v for all-gather: while one is computed, the next one's keys
+    travel. The first one is a quarter, because its keys are waited for, and going back the last one
+    too, whose gradients are waited for. The rest is one share, as each kernel leaves SMs idle at
+    its end, unless buffers are too large.
     """
     pairs = max(pairs_of(mask, pieces) for pieces in shards.pieces) * shape.heads_q
-    by_work = int(_seconds(pairs, shape, speeds) / _SHARE_SECONDS)
-    row = shape.batch * shape.heads_kv * (shape.d + shape.dv) * shape.element_bytes
-    by_room = -(-2 * max(traffic(shards, mask)[1]) * row // int(speeds.room))
-    shares = max(min(max(min(by_work, _MOST_SHARES), by_room), shape.heads_kv), 1)
-    return tuple(itertools.pairwise(shape.heads_kv * i // shares for i in range(shares + 1)))
+    heads = shape.heads_kv
+    first = -(-heads // 4) if _seconds(pairs, shape, speeds) > _SHARED_SECONDS else 0
+    row = shape.batch * (shape.d + shape.dv) * shape.element_bytes
+    most = max(1, int(speeds.room / (2 * row * max(1, *traffic(shards, mask)[1]))))
+    edges = sorted({0, first, *range(first, heads, most), heads - first if back else 0, heads})
+    return tuple(itertools.pairwise(edges))
 
 
 def explain(
@@ -187,7 +191,9 @@ def _gathering(
     sent, received = ([x * row for x in rows] for rows in traffic(shards, mask))
     pairs = [pairs_of(mask, pieces) * shape.heads_q for pieces in shards.pieces]
     ranks, slowest, reason = shards.ranks, 0.0, ""
-    shares = len(head_shares(shards, mask, shape, speeds))
+    shares = head_shares(shards, mask, shape, speeds)
+    waited = shares[0][1] / max(1, shape.heads_kv)  # the share of keys that nothing hides
+    largest = max(end - start for start, end in shares) / max(1, shape.heads_kv)
     for r in range(ranks):
         work = _seconds(pairs[r], shape, speeds)
         travel = max(sent[r], received[r]) / speeds.link
@@ -198,12 +204,12 @@ def _gathering(
             merging = (stages - 1) * passes / speeds.memory if received[r] else 0.0
             time = max(work, travel) + merging + stages * speeds.call
         else:
-            time = max(work, travel) + min(work, travel) / shares + shares * speeds.call
+            time = max(work, travel) + min(work, travel) * waited + len(shares) * speeds.call
         slowest = max(slowest, time)
     if method == "ring":
         most = 3 * max(shards.rows(r) for r in range(ranks)) * row
     else:
-        most = 2 * max(received, default=0) // shares
+        most = int(2 * max(received, default=0) * largest)
         if most > speeds.room:
             reason = f"its buffers are larger than {speeds.room / 1e9:.1f} GB"
     return Estimate(method, tuple(pairs), tuple(sent), tuple(received), most, slowest, reason)

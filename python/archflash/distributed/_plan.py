@@ -390,7 +390,8 @@ class Plan:
         shards: with ascending rows of each rank.
         mask: who sees whom.
         rank: whose plan it is.
-        stages: in order.
+        stages: of the forward pass, in order.
+        stages_back: of the backward pass.
         once: whether each row is in one call at most, so that nothing is merged.
         untouched: local rows of which no part is the first: they start as rows that see no key.
     """
@@ -399,6 +400,7 @@ class Plan:
     mask: Mask
     rank: int
     stages: tuple[Stage, ...]
+    stages_back: tuple[Stage, ...]
     once: bool
     untouched: tuple[Piece, ...]
     _tables: dict[object, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
@@ -431,7 +433,8 @@ def places(held: Sequence[Piece], pieces: Sequence[Piece]) -> list[Piece]:
 
 def make(
     shards: Shards, mask: Mask, rank: int, sources: Sequence[Sequence[int]],
-    heads: Sequence[Piece] = ((0, 1),), *, packs: bool = True,
+    heads: Sequence[Piece] = ((0, 1),), heads_back: Sequence[Piece] | None = None, *,
+    packs: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan of a rank.
 
@@ -440,6 +443,7 @@ def make(
         sources: for each stage the distances of the ranks whose keys a rank sees in it: 0 is the
             rank itself, 1 the one before it.
         heads: the heads of k and v of each share; each share has all the stages.
+        heads_back: those of the backward pass; default the same.
         packs: whether calls can be packed.
     """
     ranks = shards.ranks
@@ -475,13 +479,16 @@ def make(
         templates.append(
             Stage((0, 0), tuple(keys), own, tuple(receives), tuple(sends), tuple(parts))
         )
-    stages = [dataclasses.replace(stage, heads=share) for share in heads for stage in templates]
+    forward, backward = (
+        tuple(dataclasses.replace(stage, heads=share) for share in shares for stage in templates)
+        for shares in (heads, heads if heads_back is None else heads_back)
+    )
     gaps, at = [], 0
     for start, end in [*sorted(fresh), (shards.rows(rank),) * 2]:
         if start > at:
             gaps.append((at, start))
         at = end
-    return Plan(shards, mask, rank, tuple(stages), once, tuple(gaps))
+    return Plan(shards, mask, rank, forward, backward, once, tuple(gaps))
 
 
 def _split(call: Call, covered: Sequence[Piece]) -> list[Call]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -15,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Piece = tuple[int, int]  # half-open range of rows
-_TOLERANCE = 1.03  # the most work or rows of a rank over the mean, where documents allow that
-_SMALLEST_SHARE = 1 / 16  # of what a rank should have: no smaller document is cut
-_ROWS_OF_A_TILE = 128  # of a kernel: a piece whose last tile is not full wastes work
+_TOLERANCE = 1.04  # the most work or rows of a rank over the mean, where documents allow that
+_SMALLEST_SHARE = 1 / 32  # of what a rank should have: no smaller document is cut
+_TILE = 128  # rows of a kernel's tile
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,8 @@ def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 def _dealt(
     documents: list[Piece], share: float, ranks: int, causal: bool
 ) -> tuple[float, tuple[tuple[Piece, ...], ...]]:
-    """Deals documents to ranks, the largest first, each to the rank that has the least. Those that
-    are more than `share` of what a rank should have are cut before.
+    """Deals documents to ranks, the largest first, each to the rank that has the least with it.
+    Those that are more than `share` of what a rank should have are cut before.
 
     Returns:
         The most work or rows of a rank over the mean, and the rows of the ranks.
@@ -192,18 +191,17 @@ def _dealt(
             items.append((work, rows, tuple((start + a, start + b) for a, b in pieces)))
     items.sort(key=lambda item: -max(item[:2]))
     held: list[list[Piece]] = [[] for _ in range(ranks)]
-    least = [(0.0, 0.0, 0.0, r) for r in range(ranks)]  # the larger one of work and rows, and both
+    loads = torch.zeros(2, ranks, dtype=torch.float64)  # work and rows of each rank
     for work, rows, pieces in items:
-        _, has_work, has_rows, r = least[0]
-        has_work, has_rows = has_work + work, has_rows + rows
-        heapq.heapreplace(least, (max(has_work, has_rows), has_work, has_rows, r))
+        r = int((loads + torch.tensor([[work], [rows]])).amax(0).argmin())
+        loads[:, r] += torch.tensor([work, rows])
         held[r] += pieces
-    return max(least)[0], tuple(_joined(pieces) for pieces in held)
+    return float((loads.amax(1) / loads.mean(1)).max()), tuple(map(_joined, held))
 
 
 def _cut(n: int, parts: int) -> list[tuple[Piece, ...]]:
     """A document of n rows in zigzag, in full tiles as far as there are that many."""
-    tile = _ROWS_OF_A_TILE if n >= 4 * parts * _ROWS_OF_A_TILE else 1
+    tile = _TILE if n >= 4 * parts * _TILE else 1
     edges = [_part(-(-n // tile), 2 * parts, i)[0] * tile for i in range(2 * parts)] + [n]
     both = list(itertools.pairwise(edges))
     made = (_joined([both[i], both[-1 - i]]) for i in range(parts))

@@ -21,7 +21,7 @@ from archflash import _merge
 from archflash._api import attention
 from archflash._backward import attention_backward
 from archflash.distributed import _exchange
-from archflash.distributed._plan import Call, Dense, Packed, Plan, Stage, places
+from archflash.distributed._plan import Call, Dense, Packed, Part, Plan, Stage, places
 from archflash.distributed._shards import Piece
 
 
@@ -47,13 +47,13 @@ def forward(
     for start, end in plan.untouched:
         merged[:, :, start:end] = 0
         lse[:, :, start:end] = -torch.inf if sinks is None else sinks[:, None]
-    keys = _Keys(plan, group, k, v)
+    keys = _Keys(plan, plan.stages, group, k, v)
     for number, stage in enumerate(plan.stages):
         with_heads = _query_heads(stage, q, k)
         k_part, v_part = keys.of(number)
         q_part, to, lse_to = (x[:, with_heads] for x in (q, merged, lse))
         sinks_part = None if sinks is None else sinks[with_heads]
-        for place, part in enumerate(stage.parts):
+        for place, part in enumerate(_parts(stage, q)):
             call = part.call
             rows = slice(call.q0, call.q1)
             arguments = _arguments(
@@ -110,9 +110,9 @@ def backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.zeros_like(q, dtype=q.dtype if plan.once else wide)
     total = _buffer(plan.rows, k, v, wide).zero_()
-    keys = _Keys(plan, group, k, v)
+    keys = _Keys(plan, plan.stages_back, group, k, v)
     back: list[_Returned] = []
-    for number, stage in enumerate(plan.stages):
+    for number, stage in enumerate(plan.stages_back):
         with_heads = _query_heads(stage, q, k)
         k_part, v_part = keys.of(number)
         # What the last stage gave travels while this one is computed.
@@ -127,7 +127,7 @@ def backward(
             found = _buffer(stage.key_rows, k[:, own], v, wide).zero_()
         dk, dv = columns(found, k.shape[-1])
         tensors = [x[:, with_heads] for x in (dout, q, out, lse, dq)]
-        for place, part in enumerate(stage.parts):
+        for place, part in enumerate(_parts(stage, q)):
             apart = part.call.apart if isinstance(part.call, Packed) else (part.call,)
             for which, call in enumerate(apart):
                 rows = slice(call.q0, call.q1)
@@ -161,6 +161,11 @@ def _differentiate(
 def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
     shared = q.shape[1] // max(1, k.shape[1])
     return slice(stage.heads[0] * shared, stage.heads[1] * shared)
+
+
+def _parts(stage: Stage, q: Tensor) -> tuple[Part, ...]:
+    """The calls of a stage: none where a rank has no heads, or the batch is empty."""
+    return stage.parts if q.numel() else ()
 
 
 def _arguments(
@@ -253,8 +258,11 @@ def _alone(plan: Plan, stage: Stage) -> Piece | None:
 class _Keys:
     """The keys of the stages, of which the next one's are under way."""
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup | None, k: Tensor, v: Tensor) -> None:
-        self._plan, self._group, self._k, self._v = plan, group, k, v
+    def __init__(
+        self, plan: Plan, stages: Sequence[Stage], group: dist.ProcessGroup | None, k: Tensor,
+        v: Tensor,
+    ) -> None:  # fmt: skip
+        self._plan, self._stages, self._group, self._k, self._v = plan, stages, group, k, v
         self._sent: tuple[Piece, Tensor] | None = None  # own rows of the heads of a share
         self._next: tuple[Tensor, Tensor, _exchange.Pending] | None = None
 
@@ -262,11 +270,11 @@ class _Keys:
         """k and v "bhnd" of a stage. Starts the messages of the next one."""
         k, v, pending = self._start(number) if self._next is None else self._next
         pending.wait()
-        self._next = self._start(number + 1) if number + 1 < len(self._plan.stages) else None
+        self._next = self._start(number + 1) if number + 1 < len(self._stages) else None
         return k, v
 
     def _start(self, number: int) -> tuple[Tensor, Tensor, _exchange.Pending]:
-        stage = self._plan.stages[number]
+        stage = self._stages[number]
         heads = slice(*stage.heads)
         sends = [
             (rank, self._own(heads)[a:b])

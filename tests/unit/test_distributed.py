@@ -1,0 +1,429 @@
+"""archflash.distributed: plans of 1 to 1,024 ranks, and what several processes compute."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+import archflash.distributed as afd
+from archflash.distributed import _cost, _exchange, _plan, _stages
+from archflash.distributed._heads import Split
+from archflash.distributed._plan import Dense, Mask, Packed, Stage
+
+ROOT = Path(__file__).parents[2]
+MANY = (1, 2, 3, 4, 8, 64, 1000, 1024)
+SHAPE = _cost.Shape(1, 64, 8, 128, 128, 2)
+
+
+def documents(n: int, seed: int = 0, shortest: int = 8, longest: int = 14) -> list[int]:
+    """Where documents start whose lengths' logarithms are uniform, and n."""
+    generator, ends = torch.Generator().manual_seed(seed), [0]
+    while ends[-1] < n:
+        bits = float(torch.empty(1).uniform_(shortest, longest, generator=generator))
+        ends.append(min(n, ends[-1] + int(2**bits)))
+    return ends
+
+
+# --- shards ---
+
+
+@pytest.mark.parametrize("ranks", MANY)
+@pytest.mark.parametrize("n", [0, 1, 37, 5003])
+def test_every_row_belongs_to_one_rank(n: int, ranks: int) -> None:
+    for shards in (
+        afd.Shards.contiguous(n, ranks),
+        afd.Shards.zigzag(n, ranks),
+        afd.Shards.documents(documents(n, shortest=1, longest=12), ranks),
+        afd.Shards.of_positions(torch.randperm(n).tensor_split(ranks)),
+    ):
+        rows = torch.cat([shards.positions(r) for r in range(ranks)])
+        assert torch.equal(rows.sort().values, torch.arange(n))
+        assert [shards.rows(r) for r in range(ranks)] == [
+            len(shards.positions(r)) for r in range(ranks)
+        ]
+
+
+def test_positions_keep_their_order() -> None:
+    rows = [torch.tensor([5, 3, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([0, 1, 2])]
+    shards = afd.Shards.of_positions(rows)
+    assert [shards.positions(r).tolist() for r in range(3)] == [[5, 3, 4], [], [0, 1, 2]]
+    assert not shards.sorted
+    assert shards.in_order().positions(0).tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([[0, 1], [1, 2]], "belong to one rank"), ([[0, 1], [3]], "belong to one rank"),
+     ([[[0]], [[1]]], "shape"), ([[0, 2]], "belong to one rank")],
+)  # fmt: skip
+def test_shards_that_are_none_are_refused(rows: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        afd.Shards.of_positions([torch.tensor(x) for x in rows])
+    with pytest.raises(ValueError, match="must start with 0"):
+        afd.Shards.documents([3, 5], 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64, pytest.param(1024, marks=pytest.mark.slow)])
+def test_work_is_balanced(ranks: int) -> None:
+    n = 8192 * ranks
+    zigzag = _cost.explain(afd.Shards.zigzag(n, ranks), Mask(n, None, 0), SHAPE, afd.Speeds())
+    assert zigzag.estimates[0].balance <= 1.001
+    for seed in range(3 if ranks < 1000 else 1):
+        ends = documents(n, seed, longest=15)
+        shards = afd.Shards.documents(ends, ranks)
+        said = _cost.explain(shards, Mask(n, None, 0, tuple(ends)), SHAPE, afd.Speeds())
+        gathering = next(e for e in said.estimates if e.method == "all-gather")
+        assert gathering.balance <= 1.05
+        assert max(shards.rows(r) for r in range(ranks)) <= 1.06 * 8192
+
+
+# --- masks ---
+
+
+def drawn_mask(seed: int, n: int) -> Mask:
+    generator = torch.Generator().manual_seed(seed)
+
+    def of(*choices: Any) -> Any:
+        return choices[int(torch.randint(0, len(choices), (1,), generator=generator))]
+
+    cuts = torch.randint(0, n + 1, (of(1, 4, 15),), generator=generator).sort().values.tolist()
+    ends = of(None, (0, *cuts, n))
+    ranges = None
+    if of(0, 0, 1):
+        shape = of(1, 2), 1, of(1, n), of(1, 3), 2
+        ranges = torch.randint(0, n + 1, shape, generator=generator).sort(-1).values.int()
+    return Mask(n, of(None, None, 0, 3, 20), of(None, 0, 0, 2), ends, ranges)
+
+
+def dense(mask: Mask) -> Tensor:
+    """Which keys each row sees: bool (batch, rows, keys)."""
+    i, j = torch.arange(mask.n)[:, None], torch.arange(mask.n)
+    seen = torch.ones(mask.n, mask.n, dtype=torch.bool)
+    if mask.left is not None:
+        seen &= j >= i - mask.left
+    if mask.right is not None:
+        seen &= j <= i + mask.right
+    if mask.ends is not None:
+        number = torch.bucketize(j, torch.tensor(mask.ends), right=True)
+        seen &= number[:, None] == number
+    if mask.key_ranges is None:
+        return seen[None]
+    begin, end = mask.key_ranges[:, 0].unbind(-1)
+    return seen & ((j >= begin[..., None]) & (j < end[..., None])).any(2)
+
+
+def of_dense_call(call: Dense, mask: Tensor) -> None:
+    """Adds the pairs of a call to numbers (rows, keys)."""
+    row = torch.arange(call.q1 - call.q0)[:, None] + call.offset
+    key = torch.arange(call.k1 - call.k0)
+    seen = torch.ones(len(row), len(key), dtype=torch.bool)
+    if call.left is not None:
+        seen &= key >= row - call.left
+    if call.right is not None:
+        seen &= key <= row + call.right
+    mask[call.q0 : call.q1, call.k0 : call.k1] += seen
+
+
+def drawn_shards(seed: int, n: int, ranks: int, ends: tuple[int, ...] | None) -> afd.Shards:
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Callable[[], afd.Shards]] = [
+        lambda: afd.Shards.contiguous(n, ranks),
+        lambda: afd.Shards.zigzag(n, ranks),
+        lambda: afd.Shards.documents(ends or (0, n), ranks),
+        lambda: afd.Shards.of_positions([torch.arange(n)[r::ranks] for r in range(ranks)]),
+        lambda: afd.Shards.of_positions(torch.randperm(n, generator=generator).tensor_split(ranks)),
+    ]
+    return made[seed % len(made)]().in_order()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_calls_see_what_the_mask_says_once(seed: int) -> None:
+    n, ranks = (1, 7, 40, 90)[seed % 4], (1, 2, 3, 5)[seed // 4 % 4]
+    mask = drawn_mask(seed, n)
+    shards, whole = drawn_shards(seed // 3, n, ranks, mask.ends), dense(mask)
+    pairs = [_cost.pairs_of(mask, shards.pieces[r]) for r in range(ranks)]
+    if len(whole) == 1:
+        assert pairs == [int(whole[:, shards.positions(r)].sum()) for r in range(ranks)]
+    everyone = list(range(ranks))
+    for sources in ([everyone], [[r] for r in everyone], [everyone[:1], everyone[1:]]):
+        plans = [_plan.make(shards, mask, r, sources) for r in everyone]
+        for rank, plan in enumerate(plans):
+            rows = shards.positions(rank)
+            counted = torch.zeros(len(rows), n, dtype=torch.int64)
+            ranged = torch.zeros(len(rows), n, dtype=torch.bool)
+            for stage in plan.stages:
+                keys = torch.cat([torch.arange(a, b) for a, b in stage.keys] or [rows[:0]])
+                here = torch.zeros(len(rows), len(keys), dtype=torch.int64)
+                for part in stage.parts:
+                    if isinstance(part.call, (Dense, Packed)):
+                        packed = isinstance(part.call, Packed)
+                        for call in part.call.calls if packed else (part.call,):
+                            of_dense_call(call, here)
+                            assert call.bottom_right or not packed
+                    else:
+                        ranged[:, keys] = True
+                counted[:, keys] += here
+            # What ranges tell is the tensor's business; each pair is in one call.
+            assert torch.equal(counted * ~ranged, whole.any(0)[rows].long() * ~ranged)
+            assert not (counted.bool() & ranged).any()
+            assert whole.any(0)[rows][:, ~ranged.any(0)].sum() == counted.sum() or ranged.any()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ranks_send_what_others_wait_for(seed: int) -> None:
+    n, ranks = 400, 4
+    mask = drawn_mask(seed, n)
+    shards = drawn_shards(seed, n, ranks, mask.ends)
+    sent, received = _cost.traffic(shards, mask)
+    everyone = list(range(ranks))
+    for sources in ([everyone], [[r] for r in everyone]):
+        plans = [_plan.make(shards, mask, r, sources) for r in everyone]
+        for number in range(len(sources)):
+            stages: list[Stage] = [plan.stages[number] for plan in plans]
+            sends = {(r, t): pieces for r, s in enumerate(stages) for t, pieces in s.sends}
+            waits = {(t, r): pieces for r, s in enumerate(stages) for t, pieces in s.receives}
+            assert sends == waits
+        for rank, plan in enumerate(plans):
+            for words, total in (("sends", sent), ("receives", received)):
+                rows = sum(
+                    b - a
+                    for stage in plan.stages
+                    for _, pieces in getattr(stage, words)
+                    for a, b in pieces
+                )
+                assert rows == total[rank]
+
+
+def test_a_ring_sends_only_what_is_seen() -> None:
+    n, ranks = 4096, 8
+    window, causal = Mask(n, 255, 0), Mask(n, None, 0)
+    shards = afd.Shards.contiguous(n, ranks)
+    assert _cost.traffic(shards, window)[1] == [0] + [255] * 7
+    assert _cost.traffic(shards, causal)[1] == [512 * r for r in range(ranks)]
+    plan = _plan.make(shards, window, 3, [[r] for r in range(ranks)])
+    assert [bool(stage.receives) for stage in plan.stages] == [False, True] + [False] * 6
+
+
+@pytest.mark.parametrize("ranks", [r for r in MANY if r > 1])
+def test_plans_of_many_ranks(ranks: int) -> None:
+    n = 64 * ranks + 5
+    shards, mask = afd.Shards.zigzag(n, ranks), Mask(n, None, 0)
+    for rank in {0, ranks // 2, ranks - 1}:
+        gathering = _plan.make(shards, mask, rank, [range(ranks)])
+        assert gathering.once
+        assert len(gathering.stages[0].parts) == 1  # both pieces in one launch
+        ring = _plan.make(shards, mask, rank, [[r] for r in range(ranks)])
+        assert sum(stage.key_rows for stage in ring.stages) == gathering.stages[0].key_rows
+        assert all(len(stage.parts) <= 1 for stage in ring.stages)
+    said = _cost.explain(shards, mask, SHAPE, afd.Speeds())
+    assert {e.method for e in said.estimates} == {"all-gather", "ring", "ulysses"}
+    for estimate in said.estimates:
+        assert sum(estimate.sent) == sum(estimate.received)
+        assert sum(estimate.pairs) == 64 * n * (n + 1) // 2
+
+
+def test_heads_of_fewer_kv_heads_than_ranks() -> None:
+    assert Split.make(8, 2, 4).of_kv == ((0,), (0,), (1,), (1,))
+    assert Split.make(8, 2, 4).repeats
+    assert Split.make(8, 4, 2).of_kv == ((0, 1), (2, 3))
+    assert not Split.make(8, 4, 2).repeats
+    # Query heads 2, 3 and 4 of three ranks are of two heads of k, one of them twice.
+    assert Split.make(8, 4, 3).of_kv[1] == (1, 1, 2)
+    for heads, heads_kv, ranks in itertools.product((1, 4, 6), (1, 2), (1, 3, 8)):
+        if heads % heads_kv:
+            continue
+        split = Split.make(heads, heads_kv, ranks)
+        assert split.of_q[0][0] == 0
+        assert split.of_q[-1][1] == heads
+        for (first, end), groups in zip(split.of_q, split.of_kv, strict=True):
+            each = (end - first) // max(1, len(groups))
+            found = [groups[i // each] for i in range(end - first)]
+            assert found == [h // (heads // heads_kv) for h in range(first, end)]
+
+
+def test_explain_says_what_speaks_for_a_method() -> None:
+    q = torch.empty(1, 64, 65536, 128, device="meta", dtype=torch.bfloat16)
+    said = afd.explain(q, q[:, :8], q[:, :8], ranks=8, shards="zigzag", causal=True)
+    text = str(said)
+    assert text.startswith(f"65536 rows on 8 ranks, 8192 to 8192 each: {said.chosen}")
+    assert all(method in text for method in ("all-gather", "ring", "ulysses"))
+    slow = afd.explain(
+        q, q[:, :8], q[:, :8], ranks=128, shards="zigzag", speeds=afd.Speeds(room=1e6)
+    )
+    by_name = {e.method: e.reason for e in slow.estimates}
+    assert "buffers" in by_name["all-gather"]
+    assert "heads" in by_name["ulysses"]
+    assert slow.chosen == "ring"
+    hybrid = afd.explain(q, q[:, :8], q[:, :8], ranks=(2, 4), shards="zigzag", causal=True)
+    assert hybrid.chosen == "hybrid"
+    assert hybrid.estimates[0].balance == pytest.approx(1.0)
+
+
+# --- many ranks in threads ---
+
+
+class Rank:
+    """A rank of a group whose messages go through queues, one for each number of a message."""
+
+    def __init__(self, number: int, wires: Wires) -> None:
+        self.number, self.wires = number, wires
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    def to(self, target: int) -> queue.Queue[Tensor]:
+        self._sent[target] += 1
+        return self.wires[self.number, target, self._sent[target]]
+
+    def of(self, source: int) -> queue.Queue[Tensor]:
+        self._received[source] += 1
+        return self.wires[source, self.number, self._received[source]]
+
+
+class Wires(dict[tuple[int, int, int], "queue.Queue[Tensor]"]):
+    _lock = threading.Lock()
+
+    def __missing__(self, key: tuple[int, int, int]) -> queue.Queue[Tensor]:
+        with self._lock:
+            return self.setdefault(key, queue.Queue())
+
+
+class Arriving:
+    def __init__(self, receives: list[tuple[queue.Queue[Tensor], Tensor]]) -> None:
+        self._receives = receives
+
+    def wait(self) -> None:
+        for wire, x in self._receives:
+            x.copy_(wire.get(timeout=30))
+
+
+def start(rank: Rank, sends: Any, receives: Any) -> Arriving:
+    for target, x in sends:
+        rank.to(target).put(x.clone())
+    return Arriving([(rank.of(source), x) for source, x in receives])
+
+
+def in_threads(
+    ranks: int, call: Callable[[int, Rank], Any], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    wires = Wires()
+    monkeypatch.setattr(_exchange, "start", start)
+    results: list[Any] = [None] * ranks
+
+    def run(number: int) -> None:
+        results[number] = call(number, Rank(number, wires))
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in results
+    return results
+
+
+def attend_in_threads(
+    ranks: int, tensors: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """Output and gradients of a ring under a causal mask."""
+    q, k, v, dout = tensors
+    n = q.shape[2]
+    shards = afd.Shards.zigzag(n, ranks)
+    options = _stages.Options(None, None, None)
+
+    def of_rank(number: int, rank: Rank) -> list[Tensor]:
+        plan = _plan.make(
+            shards, Mask(n, None, 0), number, [[r] for r in range(ranks)], [(0, k.shape[1])]
+        )
+        a, b, c, d = (x[:, :, shards.positions(number)] for x in (q, k, v, dout))
+        out = torch.empty_like(a)
+        lse = _stages.forward(plan, rank, options, a, b, c, None, out)  # type: ignore[arg-type]
+        dq, dkv = _stages.backward(plan, rank, options, d, None, a, b, c, out, lse)  # type: ignore[arg-type]
+        return [out, dq.to(q.dtype), *(x.to(q.dtype) for x in _stages.columns(dkv, q.shape[3]))]
+
+    found = in_threads(ranks, of_rank, monkeypatch)
+    order = torch.cat([shards.positions(r) for r in range(ranks)]).argsort()
+    return [torch.cat(parts, 2)[:, :, order] for parts in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    # Partial outputs of 16-bit inputs are rounded before they are merged.
+    [(torch.float32, (1.5, 1.5, 1.5, 1.5)), (torch.bfloat16, (1.4, 2.0, 2.0, 2.0))],
+)
+def test_the_error_does_not_grow_with_the_ranks(
+    dtype: torch.dtype, most: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    wide = [torch.randn(1, heads, 192, 16, generator=generator) for heads in (4, 2, 2, 4)]
+    tensors = [x.to(dtype) for x in wide]
+    q, k, v, dout = (x.double() for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
+    wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, dout)]
+    errors = []
+    for ranks in (1, 2, 3, 4, 6, 8, 12, 16):
+        found = attend_in_threads(ranks, tensors, monkeypatch)
+        errors.append(
+            [float((x - y).square().mean().sqrt()) for x, y in zip(found, wanted, strict=True)]
+        )
+    for (alone, *several), factor in zip(zip(*errors, strict=True), most, strict=True):
+        assert max(several) <= factor * alone, (alone, several)
+
+
+# --- several processes ---
+
+
+def run_ranks(ranks: int, folder: Path, *arguments: str) -> list[str]:
+    """What each rank of tests.distributed_worker said."""
+    said = [folder / f"{rank}.txt" for rank in range(ranks)]
+    runs = []
+    for rank, path in enumerate(said):
+        command = [sys.executable, "-m", "tests.distributed_worker", str(rank), str(ranks)]
+        command += [str(folder / "store"), *arguments]
+        with path.open("w") as file:
+            runs.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        for run in runs:
+            run.wait(timeout=300)
+    finally:
+        for run in runs:
+            run.kill()
+    return [path.read_text() for path in said]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "parts", "cases"),
+    [
+        (2, ["random_calls", "kernels", "positions_of_each_rank", "missing"], 150),
+        (4, ["random_calls", "shards_of_tensors", "same_bits", "faults"], 100),
+    ],
+)
+def test_ranks_give_what_one_process_gives(
+    ranks: int, parts: list[str], cases: int, tmp_path: Path
+) -> None:
+    for text in run_ranks(ranks, tmp_path, *parts, "--cases", str(cases)):
+        assert text.endswith("done\n"), text[-3000:]
+
+
+def test_a_call_without_a_process_group_says_so() -> None:
+    if torch.distributed.is_initialized():
+        pytest.skip("another test made a process group")
+    x = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="init_process_group"):
+        afd.attention(x, x, x)
