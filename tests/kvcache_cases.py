@@ -88,7 +88,8 @@ def make(
     batch, (heads_q, heads_kv), dv = len(lengths), heads, dv or d
     kind = cache_dtype or dtype
     first = leftpad or [0] * batch
-    options = {**options, "cache_seqlens": int32(list(lengths))}
+    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    options["cache_seqlens"] = int32(list(lengths))
     if page_size is None:
         blocks, rows = (batch if rows_of is None else max(rows_of) + 2), capacity
     else:
@@ -137,6 +138,19 @@ def make(
             if qv:
                 options["qv"] = options["qv"].transpose(1, 2).contiguous()
     return CacheCall(q, caches[0], caches[1], options)
+
+
+def random_mask(*shape: int) -> Tensor:
+    """An attn_mask that keeps most keys."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.7
+
+
+def random_ranges(*shape: int) -> Tensor:
+    """key_ranges, some of them empty, and some beyond the keys."""
+    generator = torch.Generator().manual_seed(6)
+    begin = torch.randint(-20, 200, shape, generator=generator)
+    length = torch.randint(-5, 60, shape, generator=generator)
+    return torch.stack([begin, begin + length], -1).int()
 
 
 def check(call: CacheCall, serve: Callable[[CacheCall], tuple[Tensor, Tensor]]) -> Tensor:

@@ -41,7 +41,9 @@ def attention_with_kvcache(
     attention_chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     qv: Tensor | None = None,
     scale: float | None = None,
     q_descale: Tensor | None = None,
@@ -109,8 +111,17 @@ def attention_with_kvcache(
             that causal and window allow. Default: no chunks.
         softcap: c > 0 replaces each score s by c * tanh(s / c). None or 0: no cap.
         sinks: ``(heads_q,)``, one more logit per head in the denominator of the softmax.
+        attn_mask: bool ``(batch or 1, heads_q or 1, nq or 1, n)``, True keeps: column j is about
+            the key at row length - n + j, so that the mask is one of the last n keys, as a tree of
+            drafted tokens needs it. Other keys are not masked by it. With cu_seqlens_q
+            ``(1, heads_q or 1, total_q or 1, n)``. Default: no mask.
         alibi_slopes: float32 ``(heads_q,)`` or ``(batch, heads_q)``, of ALiBi: from the score of
             query i and key j slope * |length - nq + i - j| is subtracted, after softcap.
+        key_ranges: int32 ``(batch or 1, heads_q or 1, nq or 1, n, 2)``, n up to 4: query i sees the
+            keys j of its sequence with begin <= j < end for one of its ranges, of those that causal
+            and the others allow; j is counted from the first row behind leftpad_k. A range with end
+            <= begin is empty. With cu_seqlens_q ``(1, heads_q or 1, total_q or 1, n, 2)``. Default:
+            no ranges.
         qv: as q with dv for d: a second query, whose product with the rows of V is added to q k^T,
             as multi-head latent attention needs it. With caches of float8 that product has
             v_descale, and q k^T has k_descale. Not with float8 q. Kernels take d = 64 and dv = 512.
@@ -183,10 +194,10 @@ def attention_with_kvcache(
     # In the order of the table of options, src/common/options.inc: a list is one without
     # those that only archflash.attention has.
     values = [
-        causal, window, softcap, sinks, scale, cu_seqlens_q, max_seqlen_q, alibi_slopes, q_descale,
-        k_descale, v_descale, out_dtype, num_splits, batch_invariant, layout, out, return_lse,
-        cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k, rotary_cos, rotary_sin,
-        rotary_interleaved, qv, attention_chunk,
+        causal, window, softcap, sinks, scale, cu_seqlens_q, max_seqlen_q, attn_mask, alibi_slopes,
+        key_ranges, q_descale, k_descale, v_descale, out_dtype, num_splits, batch_invariant, layout,
+        out, return_lse, cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k,
+        rotary_cos, rotary_sin, rotary_interleaved, qv, attention_chunk,
     ]  # fmt: skip
     if not is_eager():
         return _ops.attention_with_kvcache(

@@ -62,7 +62,9 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     scale: float | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -141,6 +143,10 @@ def attention(
             scale = 1.0 / math.sqrt(q.shape[-1] + qv.shape[-1])
         q = torch.cat([q, qv], -1)
         dense = (torch.cat(dense, -1), dense[1])
+    masks = None  # (B or 1, heads or 1, Nq, capacity), for packed queries (1, heads or 1, Tq, ...)
+    if attn_mask is not None or key_ranges is not None:
+        number = rows.sequence.clamp(max=max(batch - 1, 0))
+        masks = _masks(attn_mask, key_ranges, key, total[number], first[number])
     bias = None  # (B, heads, Nq, capacity), or for packed queries (1, heads, Tq, B * capacity)
     if alibi_slopes is not None:
         away = distance.abs().float()
@@ -154,11 +160,15 @@ def attention(
         own = torch.arange(batch, device=q.device) == rows.sequence[:, None]  # (Tq, B)
         visible = visible[:, None] & (own & rows.owned[:, None])[..., None] & kept
         visible = visible.flatten(1)[None, None]
+        if masks is not None:
+            visible = visible & masks.repeat(1, 1, 1, batch)
         dense = tuple(x.flatten(0, 1)[None] for x in dense)
         q = q[None]
         layout = "bnhd"
     else:
         visible = (visible & kept[:, None])[:, None]
+        if masks is not None:
+            visible = visible & masks
     result = _torch.attention(
         q.transpose(1, 2) if layout == "bnhd" else q,
         dense[0].transpose(1, 2),
@@ -180,6 +190,35 @@ def attention(
     if lse is None:
         return answer
     return answer, lse[0] if packed else lse
+
+
+def _masks(
+    attn_mask: Tensor | None, key_ranges: Tensor | None, key: Tensor, end: Tensor, first: Tensor
+) -> Tensor:
+    """What attn_mask and key_ranges keep.
+
+    Args:
+        key: ``(capacity,)``, 0, 1, and so on.
+        end, first: the rows behind the last and before the first key of a query's sequence,
+            ``(B, Nq)`` or ``(Tq,)``.
+
+    Returns:
+        bool ``(B or 1, heads or 1, Nq, capacity)``, ``(1, heads or 1, Tq, capacity)``.
+    """
+    end, first = (x if x.ndim == 2 else x[None] for x in (end, first))
+    kept = torch.ones(1, 1, 1, key.shape[0], dtype=torch.bool, device=key.device)
+    if key_ranges is not None:
+        at = (key - first[..., None])[:, None, :, None]
+        begins, ends = key_ranges[..., :1], key_ranges[..., 1:]
+        kept = ((at >= begins) & (at < ends)).any(3)
+    if attn_mask is not None:
+        columns = attn_mask.shape[3]
+        column = (key - end[..., None] + columns)[:, None]  # (B, 1, Nq, capacity)
+        shape = torch.broadcast_shapes(attn_mask.shape[:3], column.shape[:3])
+        at = column.clamp(0, columns - 1).expand(*shape, -1)
+        of_key = attn_mask.expand(*shape, -1).gather(3, at)
+        kept = kept & (of_key | (column < 0) | (column >= columns))
+    return kept
 
 
 def _rows_of(q: Tensor, cu_seqlens_q: Tensor | None, layout: str) -> _Rows:

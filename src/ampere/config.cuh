@@ -104,6 +104,15 @@ using D192Cache = mma_sync::CacheConfig<D192Few<T>>;
 template <DType T>
 using D256Cache = mma_sync::CacheConfig<D256Few<T>>;
 
+// The same with masks as data.
+template <DType T>
+using D64MaskedCache =
+    mma_sync::MaskedCacheConfig<FewRowsConfig<T, 64, 64, 64, 2, QIn::Registers, 2>>;
+template <DType T>
+using D128MaskedCache = mma_sync::MaskedCacheConfig<D128Few<T>>;
+template <DType T>
+using D256MaskedCache = mma_sync::MaskedCacheConfig<D256Few<T>>;
+
 // For at most 16 rows that share a head of K, without a KV cache or with one in q's dtype. head_dim
 // is that of q, k and v.
 //                                            head        keys                        CTAs

@@ -55,6 +55,7 @@ const Description& describe() {
                    "key_ranges",
                    "alibi_slopes",
                    "block_mask",
+                   "cache_masks",
                    "dropout_p"},
       .needs_capability = 80,  // cp.async, bf16 products
       .proved_by_any_gpu = true,
@@ -117,6 +118,12 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<D192Cache<DType::F16>>("d192_cache", {}, WITH_CACHE),
     tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
 };
+constexpr const char* CACHE_WITH_MASKS = "masks as data, whose rows are those of a cache";
+constexpr core::Tile MASKED_CACHE_TILES[] = {
+    tile<D64MaskedCache<DType::F16>>("d64_cache_masked", {}, CACHE_WITH_MASKS),
+    tile<D128MaskedCache<DType::F16>>("d128_cache_masked", {}, CACHE_WITH_MASKS),
+    tile<D256MaskedCache<DType::F16>>("d256_cache_masked", {}, CACHE_WITH_MASKS),
+};
 // A row of the tables of decoding kernels, which serve calls without a cache too. Their costs were
 // measured on an H200 (docs/lab/ampere.md).
 template <class C>
@@ -154,6 +161,7 @@ bool decodes(const Problem& problem) {
 // The table for a call with a cache.
 std::span<const core::Tile> cache_tiles(const Problem& problem) {
   if (is_fp8(problem.kv_dtype)) return FP8_CACHE_TILES;
+  if (has_cache_masks(problem)) return MASKED_CACHE_TILES;
   // The others know no slopes.
   if (decodes(problem) || problem.alibi_slopes) return DECODE_TILES;
   return CACHE_TILES;
@@ -237,10 +245,10 @@ constexpr core::Tile WIDE_MASKED_TILES[] = {
 // in the images "ampere/wide_<dtype>" and "ampere/wide_masked_<dtype>", but for the combining
 // kernel, which is that of latent caches.
 PlanResult plan_wide(const Problem& problem, const Device& device) {
-  if (problem.kv_cache && problem.alibi_slopes) {
-    return Reasons{"alibi_slopes with a KV cache and head dimensions " + std::to_string(problem.d) +
-                   " and " + std::to_string(problem.dv) +
-                   ": ampere takes them with head dimensions up to 256; drop alibi_slopes" +
+  if (problem.kv_cache && is_masked(problem)) {
+    return Reasons{"masks as data with a KV cache and head dimensions " +
+                   std::to_string(problem.d) + " and " + std::to_string(problem.dv) +
+                   ": ampere takes them with head dimensions up to 256; drop the masks" +
                    core::USE_TORCH};
   }
   const bool masked = takes_masked_kernels(problem);

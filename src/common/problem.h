@@ -82,6 +82,7 @@ struct Problem {
   Strides k_new, v_new;     // of the appended rows
   Strides qv;               // of the second query, which has dv columns
   int64_t qv_align;         // as q_align below; 0: there is no second query
+  int64_t mask_keys;        // last keys of a sequence that attn_mask is about; 0 without one
   int64_t attention_chunk;  // a query sees keys of its own chunk of so many positions; 0: of all
 
   // Elements from one column to the next; 1 where there is one column. Kernels read and write
@@ -149,7 +150,7 @@ constexpr void for_each_field(P& p, F&& f) {
   f("rotary_dim", p.rotary_dim), f("rotary_rows", p.rotary_rows);
   f("rotary_dtype", p.rotary_dtype);
   f("qv", p.qv), f("qv_align", p.qv_align), f("qv_unit", p.qv_unit);
-  f("attention_chunk", p.attention_chunk);
+  f("mask_keys", p.mask_keys), f("attention_chunk", p.attention_chunk);
 #define ARCHFLASH_OPTION(...)
 #define ARCHFLASH_TENSOR(...)
 #define ARCHFLASH_FLAG(option, field, ...) f(#field, p.field);
@@ -163,6 +164,11 @@ constexpr bool has_window(const Problem& p) {
 // Whether a call has masks as data.
 constexpr bool is_masked(const Problem& p) {
   return p.mask != 0 || p.key_ranges != 0 || p.alibi_slopes || p.block_mask;
+}
+// Whether a call has masks of a cache: its rows and keys are those of a sequence whose length is on
+// the device. (alibi_slopes alone are served without them.)
+constexpr bool has_cache_masks(const Problem& p) {
+  return p.kv_cache && (p.mask != 0 || p.key_ranges != 0);
 }
 // Whether a call takes the kernels with masks as data, which have dropout, too.
 constexpr bool takes_masked_kernels(const Problem& p) { return is_masked(p) || p.dropout_p != 0; }

@@ -166,13 +166,16 @@ void check_descales(const Checker& check, const Problem& p) {
 }
 
 void check_masks(const Checker& check, const Problem& p) {
-  check.range(0, p.varlen ? 0 : 1 + DTYPE_COUNT, {{"mask", p.mask}});
-  check.range(0, p.varlen ? 0 : MOST_RANGES, {{"key_ranges", p.key_ranges}});
+  const bool packed_keys = p.varlen && !p.kv_cache;
+  const int64_t most_masks = packed_keys ? 0 : p.kv_cache ? 1 : 1 + DTYPE_COUNT;  // 1: bool alone
+  check.range(0, most_masks, {{"mask", p.mask}});
+  check.range(0, packed_keys ? 0 : MOST_RANGES, {{"key_ranges", p.key_ranges}});
   check.range(0, p.varlen ? 0 : 1, {{"block_mask", p.block_mask}});
   check.range(0, p.alibi_slopes ? 1 : 0, {{"slopes_need_grad", p.slopes_need_grad}});
   const auto blocks = [](int64_t rows) { return rows / MASK_BLOCK + (rows % MASK_BLOCK != 0); };
-  const Layout of_mask{"mask_strides", p.mask_strides, p.batch, p.heads_q, p.nq, 1};
-  const Layout of_ranges{"range_strides", p.range_strides, p.batch, p.heads_q, p.nq,
+  const int64_t batch = p.varlen ? 1 : p.batch;
+  const Layout of_mask{"mask_strides", p.mask_strides, batch, p.heads_q, p.nq, 1};
+  const Layout of_ranges{"range_strides", p.range_strides, batch, p.heads_q, p.nq,
                          2 * p.key_ranges};
   const Layout of_slopes{"slope_strides", p.slope_strides, p.batch, p.heads_q, 1, 1};
   const Layout of_blocks{"block_strides", p.block_strides, p.batch,
@@ -232,6 +235,9 @@ void check_cache(const Checker& check, const Problem& p) {
       p.qv_align > 0 || (!p.qv_unit && p.qv.batch == 0 && p.qv.head == 0 && p.qv.row == 0),
       "qv_align", "0", "at least 1, as strides of qv are given");
   check.range(0, most == 0 ? 0 : LIMIT, {{"attention_chunk", p.attention_chunk}});
+  const bool mask_of_cache = p.kv_cache && p.mask != 0;
+  check.range(mask_of_cache ? 1 : 0, mask_of_cache ? std::max<int64_t>(p.nk, 1) : 0,
+              {{"mask_keys", p.mask_keys}});
   check.range(0, std::min(most, p.d), {{"rotary_dim", p.rotary_dim}});
   check.range(p.rotary_dim > 0 ? 1 : 0, p.rotary_dim > 0 ? LIMIT : 0,
               {{"rotary_rows", p.rotary_rows}});
@@ -249,9 +255,7 @@ void check_cache(const Checker& check, const Problem& p) {
   if (!p.kv_cache) return;
   check.require(p.q_offset_default, "q_offset_default", "0", "1, as kv_cache is 1");
   check.range(0, 0,
-              {{"mask", p.mask},
-               {"key_ranges", p.key_ranges},
-               {"block_mask", p.block_mask},
+              {{"block_mask", p.block_mask},
                {"slopes_need_grad", p.slopes_need_grad},
                {"approximate", p.approximate},
                {"needs_grad", p.needs_grad}});

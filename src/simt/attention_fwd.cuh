@@ -183,6 +183,23 @@ __device__ __forceinline__ void add_values(Outputs<C>& o_rmem, const Scores<C>& 
   }
 }
 
+// Whether some key of a block is seen by no row of the warp, from scores that have been masked:
+// then its V must not be multiplied, because 0 * NaN would be NaN. Called by whole warps.
+template <class C>
+__device__ __forceinline__ bool any_key_unseen(const Scores<C>& s_rmem) {
+  uint32_t seen = 0;  // a bit for each key of the lane
+#pragma unroll
+  for (int j = 0; j < C::THREAD_KEYS; ++j) {
+#pragma unroll
+    for (int i = 0; i < C::THREAD_ROWS; ++i) {
+      if (s_rmem[i][j] != MINUS_INFINITY) seen |= 1u << j;
+    }
+  }
+  seen |= __shfl_xor_sync(FULL_WARP, seen, 1);  // the other lanes with these keys: see Lane
+  if constexpr (C::LANE_ROWS == 4) seen |= __shfl_xor_sync(FULL_WARP, seen, 16);
+  return __any_sync(FULL_WARP, seen != (1u << C::THREAD_KEYS) - 1);
+}
+
 // The main loop over the keys of a CTA's tile. A tile has
 //   params              the AttentionParams
 //   last_block()        the first key of the block that is visited first

@@ -77,6 +77,36 @@ __device__ __forceinline__ void add_alibi(Scores<C>& s_rmem, const CacheParams& 
   }
 }
 
+// Hides the keys that attn_mask and key_ranges hide, and all of them in rows that do not exist.
+template <class C>
+__device__ __forceinline__ void apply_cache_masks(Scores<C>& s_rmem, const CacheParams& params,
+                                                  const device::Work& work, int key_first) {
+  const MaskParams& masks = params.masks;
+  const int mask_begin = work.nk - static_cast<int>(params.mask_keys);
+  const Lane<C> lane;
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    const device::FewRow row(params.attention, params.packed_heads, work,
+                             lane.warp_row + i * C::LANE_ROWS + lane.row);
+    const int32_t* range_gmem = masks.ranges_gmem + row.batch * masks.ranges_batch +
+                                row.head * masks.ranges_head + row.packed * masks.ranges_row;
+    const uint8_t* mask_gmem = static_cast<const uint8_t*>(masks.mask_gmem) +
+                               row.batch * masks.mask_batch + row.head * masks.mask_head +
+                               row.packed * masks.mask_row;
+#pragma unroll
+    for (int j = 0; j < C::THREAD_KEYS; ++j) {
+      const int key = key_first + lane.col + j * C::LANE_COLS;
+      bool seen = row.wanted && masks.ranges == 0;
+#pragma unroll 1
+      for (int number = 0; row.wanted && number < masks.ranges && !seen; ++number)
+        seen = key >= range_gmem[2 * number] && key < range_gmem[2 * number + 1];
+      if (seen && masks.mask_gmem != nullptr && key >= mask_begin && key < work.nk)
+        seen = mask_gmem[(key - mask_begin) * masks.mask_key] != 0;
+      if (!seen) s_rmem[i][j] = MINUS_INFINITY;
+    }
+  }
+}
+
 // Writes the rows of a tile: to the workspace if the keys are split, else to the output. The base
 // of a share is its largest score, which combine_shares() scales.
 template <class C>
@@ -198,7 +228,9 @@ struct CacheTile {
       mask_scores<C>(s_rmem, visible, block,
                      [&](int row) { return work.first_row + packed.row(row); });
     }
-    return false;
+    if (all_params.masks.ranges == 0 && all_params.masks.mask_gmem == nullptr) return false;
+    apply_cache_masks<C>(s_rmem, all_params, work, block);
+    return any_key_unseen<C>(s_rmem);
   }
   __device__ __forceinline__ void drop(Scores<C>&, int) const {}
 };

@@ -30,6 +30,8 @@ struct CacheParams {
   KvCache cache;
   AlibiSlopes slopes;
   int32_t attention_chunk;  // positions of a chunk of device::ChunkedKeys; 0: no chunks
+  MaskParams masks;         // attn_mask and key_ranges, of rows of packed queries where they are
+  int64_t mask_keys;        // the last keys of a sequence that attn_mask is about
 };
 
 static_assert(std::is_trivially_copyable_v<Params> && std::is_trivially_copyable_v<MaskedParams> &&

@@ -32,7 +32,8 @@ const Description& describe() {
       .largest_head_dim = F32D512Small::HEAD_DIM,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "gradients", "attn_mask", "key_ranges", "alibi_slopes",
-                   "block_mask", "dropout_p", "kv_cache", "rotary_interleaved", "attention_chunk"},
+                   "block_mask", "dropout_p", "kv_cache", "cache_masks", "rotary_interleaved",
+                   "attention_chunk"},
       .needs_capability = 75,
       .uses_tensor_cores = false,
       .proved_by_any_gpu = true,
@@ -143,6 +144,8 @@ PlanResult plan_with_cache(const Problem& problem, const Device& device) {
   params.cache = core::kv_cache(problem);
   params.attention_chunk = core::chunk_of(problem);
   params.slopes = core::alibi_slopes(problem);
+  params.masks = core::mask_params(problem);
+  params.mask_keys = problem.mask_keys;
   if (problem.alibi_slopes) core::always_transform_scores(problem, params.attention);
   const int64_t ctas = core::tiles_of(problem, chosen.tile) * chosen.splits;
   LaunchPlan plan = core::one_launch("simt", problem, device, chosen.tile, ctas, params);
@@ -154,6 +157,8 @@ PlanResult plan_with_cache(const Problem& problem, const Device& device) {
   const std::string image = "simt/cache_f32";
   for (Launch& launch : plan.launches) launch.image = image;
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
+    plan.launches[0].pointers.push_back(slot);
+  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(CacheParams, masks)))
     plan.launches[0].pointers.push_back(slot);
   if (problem.alibi_slopes) {
     constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);

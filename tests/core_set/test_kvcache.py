@@ -20,7 +20,7 @@ import archflash
 from archflash import reference
 
 from .. import kvcache_cases
-from ..kvcache_cases import CacheCall, make
+from ..kvcache_cases import CacheCall, make, random_mask, random_ranges
 from ..replanned import replanned
 from .executors import executor
 
@@ -120,6 +120,32 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         [15, 70], nq=2, n_new=2, page_size=8, d=128, causal=True, cache_dtype=torch.float8_e4m3fn,
         k_descale=here.tensor(0.5), alibi_slopes=here.rand(4, seed=8), dtype=BF16,
         device=here.device,
+    ),
+    "mask-of-a-tree-page-16": lambda: make(
+        [15, 140, 97], page_size=16, capacity=144, nq=6, attn_mask=random_mask(3, 1, 6, 6),
+        dtype=BF16, device=here.device,
+    ),
+    "mask-of-more-keys-than-there-are-append-d128": lambda: make(
+        [0, 5, 90], nq=3, n_new=2, d=128, causal=True, attn_mask=random_mask(1, 4, 3, 20),
+        dtype=F16, device=here.device,
+    ),
+    "mask-packed-queries-window-rows-of-a-larger-cache-d96": lambda: make(
+        [70, 8, 0], rows_of=[3, 0, 1], q_lengths=[20, 0, 3], window=(40, 5), d=96,
+        attn_mask=random_mask(1, 1, 25, 50).transpose(2, 3).contiguous().transpose(2, 3),
+        dtype=BF16, device=here.device,
+    ),
+    "ranges-page-5-many-rows-splits": lambda: make(
+        [15, 300, 97], page_size=5, capacity=304, nq=70, num_splits=2, sinks=here.rand(4, seed=3),
+        key_ranges=random_ranges(3, 1, 70, 2), dtype=BF16, device=here.device,
+    ),
+    "ranges-packed-queries-leftpad-causal-d192": lambda: make(
+        [200, 0, 90], leftpad=[3, 0, 5], q_lengths=[3, 0, 20], capacity=256, d=192, dv=128,
+        causal=True, key_ranges=random_ranges(1, 4, 25, 4), dtype=F16, device=here.device,
+    ),
+    "ranges-mask-alibi-chunks-softcap-d256": lambda: make(
+        [60, 81], nq=5, page_size=3, d=256, softcap=4.0, attention_chunk=50, causal=True,
+        key_ranges=random_ranges(2, 1, 1, 3), attn_mask=random_mask(2, 1, 5, 7),
+        alibi_slopes=here.tensor([0.5, 0.0, 2.0, -0.01]), dtype=BF16, device=here.device,
     ),
     "qv-page-64-causal-splits-sinks": lambda: make(
         [100, 0, 130], nq=2, page_size=64, capacity=192, heads=(11, 1), d=64, dv=512, qv=True,
@@ -337,6 +363,9 @@ def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
             return out, lse
 
         kvcache_cases.check(call, serve)
+        if nq == 17 and d in (64, 128, 256):
+            mask = random_mask(2, 1, 17, 9).to(here.device)
+            kvcache_cases.check(call.with_options(attn_mask=mask), serve)
     compiled: set[str] = set()
     for file in (files("archflash") / "_kernels" / kernel).iterdir():
         if file.name.endswith(".json"):
@@ -344,7 +373,7 @@ def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
                 compiled |= {
                     name
                     for name in entries
-                    if re.search("_cache(_fp8)?$|_decode$|_append_|_mla$", name)
+                    if re.search("_cache(_fp8|_masked)?$|_decode$|_append_|_mla$", name)
                 }
     assert ran == compiled
 

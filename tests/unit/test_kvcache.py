@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests import kvcache_cases
-from tests.kvcache_cases import CacheCall, make
+from tests.kvcache_cases import CacheCall, make, random_mask, random_ranges
 from torch import Tensor
 
 import archflash
@@ -74,6 +74,20 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
     "alibi-packed-queries-softcap": lambda: make(
         [40, 7], q_lengths=[3, 9], page_size=8, causal=True, softcap=3.0,
         alibi_slopes=torch.rand(2, 4, generator=torch.Generator().manual_seed(1)),
+    ),
+    "mask-of-a-tree-page-16": lambda: make(
+        [15, 40, 97], page_size=16, capacity=112, nq=6, attn_mask=random_mask(3, 1, 6, 6)
+    ),
+    "mask-of-more-keys-than-there-are-packed-queries": lambda: make(
+        [0, 5, 60], q_lengths=[3, 1, 9], n_new=2, attn_mask=random_mask(1, 4, 15, 20)
+    ),
+    "ranges-mask-leftpad-causal": lambda: make(
+        [60, 9], leftpad=[8, 9], nq=12, causal=True, layout="bhnd",
+        key_ranges=random_ranges(1, 4, 12, 4), attn_mask=random_mask(2, 1, 1, 7),
+    ),
+    "ranges-packed-queries-alibi": lambda: make(
+        [80, 7], q_lengths=[3, 9], page_size=8, key_ranges=random_ranges(1, 1, 14, 3),
+        alibi_slopes=torch.tensor([0.5, 0.0, 2.0, -0.25]),
     ),
     "chunks-leftpad-window": lambda: make(
         [30, 9], leftpad=[8, 9], nq=12, attention_chunk=5, window=(3, 1)
@@ -220,6 +234,26 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], ty
     "qv-fp8": (
         {"dtype": torch.float8_e5m2}, lambda c: {"qv": c.q}, archflash.UnsupportedError,
         "qv with float8 q: not built yet",
+    ),
+    "mask-added": (
+        {}, lambda c: {"attn_mask": torch.zeros(1, 1, 1, 9)}, TypeError,
+        r"attn_mask has dtype torch.float32: with a cache it must be torch.bool \(True keeps\)",
+    ),
+    "mask-of-too-many-keys": (
+        {}, lambda c: {"attn_mask": torch.ones(1, 1, 1, 97, dtype=torch.bool)}, ValueError,
+        r"attn_mask has shape \(1, 1, 1, 97\): .* it must be \(2 or 1, 4 or 1, 1 or 1, n\)",
+    ),
+    "mask-rank": (
+        {}, lambda c: {"attn_mask": torch.ones(1, 9, dtype=torch.bool)}, ValueError,
+        "for the last n keys of each sequence, n from 1 to 96",
+    ),
+    "mask-packed": (
+        {"q_lengths": [3, 4]}, lambda c: {"attn_mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)},
+        ValueError, r"attn_mask has shape \(2, 1, 9, 9\): .* \(1 or 1, 4 or 1, 9 or 1, n\)",
+    ),
+    "ranges-shape": (
+        {"nq": 3}, lambda c: {"key_ranges": torch.zeros(2, 1, 2, 1, 2, dtype=torch.int32)},
+        ValueError, r"key_ranges has shape \(2, 1, 2, 1, 2\): .* \(2 or 1, 4 or 1, 3 or 1, n",
     ),
     "chunk": (
         {}, lambda c: {"attention_chunk": 0}, ValueError,

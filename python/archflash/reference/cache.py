@@ -36,7 +36,9 @@ class CacheOptions:
     attention_chunk: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    attn_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    key_ranges: Tensor | None = None
     scale: float | None = None
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -62,6 +64,37 @@ class CacheOptions:
         else:
             page = number if self.cache_batch_idx is None else int(self.cache_batch_idx[number])
         return (page, row) if 0 <= page < len(rows) and 0 <= row < size else None
+
+    def masks(self, here: int | slice, nq: int, nk: int) -> dict[str, Tensor]:
+        """The masks of a sequence of nq queries, its number or its packed rows, and nk keys."""
+        device = self.cache_seqlens.device
+        keep = torch.ones(1, 1, nq, nk, dtype=torch.bool, device=device)
+        given = {}
+        if self.attention_chunk is not None:
+            place = torch.arange(nk - nq, nk, device=device) // self.attention_chunk
+            of_key = torch.arange(nk, device=device) // self.attention_chunk
+            keep = keep & (place[:, None] == of_key)
+        of_sequence = {}
+        for name in ("attn_mask", "key_ranges"):
+            x = getattr(self, name)
+            if x is None:
+                continue
+            if isinstance(here, int):
+                of_sequence[name] = x if x.shape[0] == 1 else x[here : here + 1]
+            else:
+                of_sequence[name] = x if x.shape[2] == 1 else x[:, :, here]
+        if "attn_mask" in of_sequence:
+            mask = of_sequence["attn_mask"]
+            columns = min(mask.shape[3], nk)
+            last = mask[..., mask.shape[3] - columns :]
+            heads = mask.shape[1]
+            keep = keep.expand(1, heads, nq, nk).clone()
+            keep[..., nk - columns :] &= last
+        if "key_ranges" in of_sequence:
+            given["key_ranges"] = of_sequence["key_ranges"]
+        if self.attention_chunk is not None or self.attn_mask is not None:
+            given["attn_mask"] = keep
+        return given
 
     def rotated(self, x: Tensor, position: int) -> Tensor:
         """x ``(..., D)`` as the row of a position, in its own dtype after every step."""
@@ -206,12 +239,9 @@ def _run_with_cache(
                 for i, row in enumerate(x)
             ]
             x = torch.stack(turned) if turned else x
-        chunks = {}
-        if asked.attention_chunk is not None:
-            nq, nk = x.shape[0], keys.shape[1]
-            place = torch.arange(nk - nq, nk, device=q.device) // asked.attention_chunk
-            of_key = torch.arange(nk, device=q.device) // asked.attention_chunk
-            chunks["attn_mask"] = place[:, None] == of_key
+        here = number if asked.cu_seqlens_q is None else rows[number]
+        nq, nk = x.shape[0], keys.shape[1]
+        masks = asked.masks(here, nq, nk)
         of_heads = {
             name: value[number : number + 1] if value is not None and value.ndim == 2 else value
             for name in ("q_descale", "k_descale", "v_descale", "alibi_slopes")
@@ -230,9 +260,8 @@ def _run_with_cache(
         of_sequence, of_lse = formula(
             x[None], keys, values, causal=asked.causal, window=asked.window,
             softcap=asked.softcap, sinks=asked.sinks, scale=scale, layout="bnhd",
-            out_dtype=out_dtype, **of_heads, **chunks,
+            out_dtype=out_dtype, **of_heads, **masks,
         )  # fmt: skip
-        here = number if asked.cu_seqlens_q is None else rows[number]
         out[here] = of_sequence[0]
         lse[here] = of_lse[0].transpose(0, 1)
     if asked.cu_seqlens_q is not None:

@@ -152,4 +152,12 @@ struct MaskedConfig : FewRows {
                 "a tile lies in one block of block_mask");
 };
 
+// A MaskedConfig whose K and V are a cache.
+template <class FewRows>
+struct MaskedCacheConfig : MaskedConfig<FewRows> {
+  static constexpr bool CACHE = true;
+  static constexpr int CONTEXT_BYTES = 288;
+  static constexpr int SHARED_BYTES = FewRows::CONTEXT_SMEM + CONTEXT_BYTES;
+};
+
 }  // namespace archflash::mma_sync

@@ -9,15 +9,21 @@
 //
 //   wait K, V | barrier | find and start next K, V | bits, mask | S = Q K^T | softmax | P V
 //
+// K and V may be a KV cache. Its attn_mask is about the last keys of each sequence, and each lane
+// looks up its few elements after it has found its other masks.
+//
 // Scores are logarithms to base 2 here: params.tanh_scale and softcap include log2(e), and
 // exp2_scale is 1.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/device/attention_work.cuh"
+#include "common/device/chunked_keys.cuh"
 #include "common/device/dropout.cuh"
 #include "common/device/few_rows.cuh"
+#include "common/device/kv_cache.cuh"
 #include "common/device/lane_masks.cuh"
 #include "common/device/masks.cuh"
 #include "common/device/online_softmax.cuh"
@@ -35,6 +41,17 @@ struct MaskedContext : FewRowsContext {
   int64_t q_offset;
 };
 
+// The same with a KV cache, whose masks are found for the CTA's sequence.
+struct MaskedCacheContext : CacheContext {
+  MaskParams masks;          // of the CTA's sequence, but for attn_mask
+  const uint8_t* mask_gmem;  // the element of row 0 and key 0 of the tile's first head; null: none
+  int mask_begin;            // the first key that attn_mask is about
+};
+template <class C>
+using MaskedContextOf = std::conditional_t<C::CACHE, MaskedCacheContext, MaskedContext>;
+template <class C>
+using MaskedParamsOf = std::conditional_t<C::CACHE, MaskedCacheParams, MaskedParams>;
+
 // One thread calls this and writes the result to shared memory for all.
 __device__ __forceinline__ MaskedContext make_masked_context(const FewRowsParams& params,
                                                              const device::Work& work) {
@@ -43,6 +60,64 @@ __device__ __forceinline__ MaskedContext make_masked_context(const FewRowsParams
   cta.packed_heads = params.packed_heads;
   cta.q_offset = device::find_q_offset(params.attention, work);
   return cta;
+}
+
+// make_masked_context() for a KV cache.
+template <class C>
+__device__ __forceinline__ MaskedCacheContext make_masked_cache_context(
+    const MaskedCacheParams& params, const device::Work& work, const device::CacheRows& rows) {
+  const AttentionParams& attention = params.call.attention;
+  MaskedCacheContext cta;
+  static_cast<CacheContext&>(cta) = make_cache_context<C>(params.call, work, rows);
+  MaskParams& masks = cta.masks;
+  masks = params.masks;
+  const int sequence = work.batch_head / attention.heads_q;
+  const int row_start = device::sequence_start(attention.cu_seqlens_q_gmem, sequence, attention.nq);
+  if (masks.ranges_gmem != nullptr) masks.ranges_gmem += row_start * masks.ranges_row;
+  cta.mask_gmem = static_cast<const uint8_t*>(masks.mask_gmem);
+  // May be negative, and then the mask has columns for keys that the sequence does not have.
+  cta.mask_begin = work.nk - static_cast<int>(params.mask_keys);
+  if (cta.mask_gmem != nullptr) {
+    cta.mask_gmem += sequence * masks.mask_batch +
+                     work.batch_head % attention.heads_q * masks.mask_head +
+                     row_start * masks.mask_row - cta.mask_begin * masks.mask_key;
+  }
+  masks.mask_element = MaskElement::None;
+  return cta;
+}
+
+// What find_lane_masks() reads of a MaskedCacheContext.
+struct MaskedCacheRows {
+  const device::Work& work;
+  const device::PackedHeads& packed_heads;
+  device::ChunkedKeys visible;
+  int64_t q_offset;
+};
+
+// Takes from a lane's bits the keys from key_first on that attn_mask hides. Called by whole warps.
+template <class C>
+__device__ __forceinline__ void hide_by_mask(device::LaneMasks<C>& found,
+                                             const MaskedCacheContext& cta, int warp_row,
+                                             int key_first) {
+  if (cta.mask_gmem == nullptr || key_first + C::STEP_KEYS <= cta.mask_begin) return;
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+  const int lane_key = key_first + lane % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row_of_tile = warp_row + lane / 4 + 8 * r;
+    const uint8_t* row_gmem =
+        cta.mask_gmem + cta.packed_heads.head(row_of_tile) * cta.masks.mask_head +
+        (cta.work.first_row + cta.packed_heads.row(row_of_tile)) * cta.masks.mask_row;
+    uint32_t asked = found.seen[r] & device::lane_bits<C>(cta.mask_begin - lane_key, C::STEP_KEYS);
+#pragma unroll 1
+    for (; asked != 0; asked &= asked - 1) {
+      const int bit = __ffs(static_cast<int>(asked)) - 1;
+      const int64_t key = lane_key + 8 * (bit / 2) + bit % 2;
+      if (row_gmem[key * cta.masks.mask_key] == 0) found.seen[r] &= ~(1u << bit);
+    }
+  }
+  found.any = __any_sync(device::FULL_WARP, (found.seen[0] | found.seen[1]) != 0);
+  found.changes = true;
 }
 
 // Warps that share the rows of each of them; see ampere/pair.cuh.
@@ -125,23 +200,39 @@ __device__ __forceinline__ void multiply_seen_pv(device::Outputs<C>& o_rmem,
 }
 
 template <class C>
-__device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
+__device__ __forceinline__ void masked_fwd(const MaskedParamsOf<C>& all_params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const FewRowsParams& call = all_params.call;
+  const auto& call = all_params.call;
   const AttentionParams& params = call.attention;
-  static_assert(sizeof(MaskedContext) <= C::CONTEXT_BYTES);
-  MaskedContext& cta = *reinterpret_cast<MaskedContext*>(shared + C::CONTEXT_SMEM);
+  using Context = MaskedContextOf<C>;
+  static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
+  Context& cta = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
   {
-    const device::Work work = find_work<C>(call);
+    device::Work work = find_work<C>(call);
     if (work.first_row < 0) return;
-    if (threadIdx.x == 0) cta = make_masked_context(call, work);
+    if (threadIdx.x == 0) {
+      if constexpr (C::CACHE) {
+        const device::CacheRows rows =
+            device::find_cache_rows(call.cache, work.batch_head / params.heads_q);
+        work.nk = rows.count;
+        cta = make_masked_cache_context<C>(all_params, work, rows);
+      } else {
+        cta = make_masked_context(call, work);
+      }
+    }
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 
   KeyBlocks<C> blocks(params, cta, shared_smem);
   blocks.take_share(call.partials, blockIdx.x % call.partials.splits);
-  const device::TileMasks masks(all_params.masks, params, cta.work, cta.packed_heads);
+  const MaskParams& mask_params = [&]() -> const MaskParams& {
+    if constexpr (C::CACHE)
+      return cta.masks;
+    else
+      return all_params.masks;
+  }();
+  const device::TileMasks masks(mask_params, params, cta.work, cta.packed_heads);
   const auto find_masks = [&] { return masks; };
   const device::SeenKeyBlocks<C, decltype(find_masks)> walk{find_masks, blocks.begin};
   blocks.last = walk.look_behind(blocks.last + C::BLOCK_K);
@@ -159,8 +250,17 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
   blocks.template visit<Weighed>(
       walk,
       [&](Weighed& weighed, int key_first) {
-        device::find_lane_masks<C>(weighed.of_lane, all_params.masks, params, cta,
-                                   first_row_of_warp<C>(ptx::mov_tid_x_volatile()), key_first);
+        const int warp_row = first_row_of_warp<C>(ptx::mov_tid_x_volatile());
+        if constexpr (C::CACHE) {
+          const MaskedCacheRows rows{cta.work, cta.packed_heads, visible_keys<C>(cta),
+                                     cta.work.nk - cta.work.nq};
+          device::find_lane_masks<C>(weighed.of_lane, mask_params, params, rows, warp_row,
+                                     key_first);
+          hide_by_mask<C>(weighed.of_lane, cta, warp_row, key_first);
+        } else {
+          device::find_lane_masks<C>(weighed.of_lane, mask_params, params, cta, warp_row,
+                                     key_first);
+        }
         return weighed.of_lane.any;
       },
       [&](Weighed& weighed, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
@@ -171,20 +271,24 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& all_params) {
         device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
         weighed.seen = ALL_KEYS<C>;
         if (weighed.of_lane.changes) {
-          device::apply_lane_masks<C>(s_rmem, weighed.of_lane, all_params.masks, 1.0f);
+          device::apply_lane_masks<C>(s_rmem, weighed.of_lane, mask_params, 1.0f);
           weighed.seen = keys_of_warp<C>(s_rmem);
         }
         const float exp2_scale =
             device::update_row_max<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
         device::exponentiate_all_scores<C>(s_rmem, weighed.p_rmem, state, exp2_scale);
-        if (all_params.dropout.state_gmem != nullptr)
-          drop_of_warp<C>(weighed.p_rmem, all_params.dropout, cta, key_first);
+        if constexpr (!C::CACHE) {
+          if (all_params.dropout.state_gmem != nullptr)
+            drop_of_warp<C>(weighed.p_rmem, all_params.dropout, cta, key_first);
+        }
       },
       [&](const Weighed& weighed, uint32_t v_smem) {
         multiply_seen_pv<C>(o_rmem, weighed.p_rmem, v_smem, weighed.seen);
       });
 
-  if (all_params.dropout.state_gmem != nullptr) scale_kept<C>(o_rmem, all_params.dropout.scale);
+  if constexpr (!C::CACHE) {
+    if (all_params.dropout.state_gmem != nullptr) scale_kept<C>(o_rmem, all_params.dropout.scale);
+  }
   store_tile<C>(o_rmem, state, call, cta.work, shared);
 }
 

@@ -55,6 +55,15 @@ struct MaskedParams {
 };
 static_assert(std::is_trivially_copyable_v<MaskedParams>);
 
+// With a KV cache attn_mask is bool and about the last mask_keys keys of each sequence; rows of
+// packed queries are those of all sequences together.
+struct MaskedCacheParams {
+  CacheParams call;
+  MaskParams masks;
+  int64_t mask_keys;
+};
+static_assert(std::is_trivially_copyable_v<MaskedCacheParams>);
+
 struct DroppingParams {
   AttentionParams attention;
   DropoutParams dropout;

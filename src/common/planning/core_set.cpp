@@ -174,6 +174,13 @@ Reasons refusals(const Problem& problem, const Description& description,
     if (given && !has(name))
       refuse.add(name, std::string("has causal and window masks only; drop ") + name);
   }
+  if (has_cache_masks(problem) && !has("cache_masks")) {
+    refuse.add("attn_mask or key_ranges with a KV cache",
+               "has causal and window masks there; leave the implementation out");
+  } else if (has_cache_masks(problem) && (fp8_cache || with_qv)) {
+    refuse.add(std::string("attn_mask or key_ranges with ") + (fp8_cache ? "a float8 cache" : "qv"),
+               "takes them with a cache of q's dtype; drop the mask");
+  }
   if (problem.dropout_p != 0 && !has("dropout_p"))
     refuse.add("dropout_p", "drops no weights; drop dropout_p");
   if (problem.mask > 1 && has("attn_mask")) {

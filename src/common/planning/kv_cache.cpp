@@ -10,6 +10,7 @@
 #include "common/mma_sync/params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/masks.h"
 #include "common/planning/order.h"
 #include "common/planning/split_keys.h"
 #include "common/planning/workspace.h"
@@ -136,11 +137,26 @@ namespace archflash::mma_sync {
 namespace {
 
 std::string cache_image(const std::string& folder, const Problem& problem) {
-  const char* kind = is_fp8(problem.kv_dtype) ? "/cache_fp8_" : "/cache_";
+  const char* kind = is_fp8(problem.kv_dtype)   ? "/cache_fp8_"
+                     : has_cache_masks(problem) ? "/cache_masked_"
+                                                : "/cache_";
   return folder + kind + core::dtype_word(problem.dtype);
 }
 
 using Choice = core::SplitChoice<core::Tile>;
+
+// Turns the attention kernel of a plan into that with masks as data.
+void add_masks(Launch& attention, const Problem& problem) {
+  MaskedCacheParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), attention.params.data(), sizeof params.call);
+  core::transform_scores_to_base_2(problem, params.call.attention);
+  params.masks = core::mask_params(problem);
+  params.mask_keys = problem.mask_keys;
+  attention.params = core::bytes(params);
+  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedCacheParams, masks)))
+    attention.pointers.push_back(slot);
+}
 
 // The launches of a call with a cache, but for the append. few_rows: CacheParams::few_rows.
 LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
@@ -194,7 +210,9 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   }
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     attention.pointers.push_back(slot);
-  if (problem.alibi_slopes) {
+  if (has_cache_masks(problem)) {
+    add_masks(attention, problem);
+  } else if (problem.alibi_slopes) {
     constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
     attention.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
   }
@@ -261,7 +279,9 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
   LaunchPlan plan = launches_with_cache(folder, chosen, problem, device, few ? few->rows : 0);
   if (few) add_few_rows(plan, std::move(*few));
   const std::string append = folder + "_append_" + core::dtype_word(problem.dtype);
-  const Reasons reasons = core::add_append(plan, problem, cache_image(folder, problem),
+  Problem unmasked = problem;  // one kernel appends, with masks and without
+  unmasked.mask = unmasked.key_ranges = 0;
+  const Reasons reasons = core::add_append(plan, problem, cache_image(folder, unmasked),
                                            append + (is_fp8(problem.kv_dtype) ? "_fp8" : ""));
   if (!reasons.empty()) return reasons;
   return plan;

@@ -1,12 +1,14 @@
+#include <algorithm>
+
 #include "common/mask_params.h"
 #include "runtime/reading/reading.h"
 
 namespace archflash::reading {
 namespace {
 
-// Packed sequences have no masks whose rows are queries: they would be relative to the sequence.
+// Packed keys have no masks whose rows are queries: they would be relative to the sequence.
 void refuse_packed(const char* name, const Problem& p) {
-  if (!p.varlen) return;
+  if (!p.varlen || p.kv_cache) return;
   wrong_value(name,
               " is given with cu_seqlens: packed sequences take no mask; use causal or window");
 }
@@ -14,6 +16,36 @@ void refuse_packed(const char* name, const Problem& p) {
 // The stride of a dimension counted from the last one, 1, and 0 where the tensor lacks it.
 int64_t stride_from_end(const TensorView& t, int number) {
   return number > t.ndim ? 0 : stride_of(t, t.ndim - number);
+}
+
+// The strides and the address of an attn_mask whose shape fits.
+void set_mask(const TensorView& view, Call& call) {
+  Problem& p = call.problem;
+  p.mask = view.is_bool ? 1 : 2 + static_cast<int64_t>(view.dtype);
+  p.mask_align = alignment(view.data);
+  p.mask_strides = {stride_from_end(view, 4), stride_from_end(view, 3), stride_from_end(view, 2)};
+  p.mask_key = stride_from_end(view, 1);
+  set_address(call, Operand::Mask, view);
+}
+
+// With a cache the lengths are on the device: a mask is about the last keys of each sequence, as
+// many as it has columns.
+void read_mask_of_cache(const Arguments& a, const TensorView& view, Call& call) {
+  Problem& p = call.problem;
+  if (!view.is_bool) {
+    wrong_type("attn_mask has dtype ", dtype_text(a.attn_mask),
+               ": with a cache it must be torch.bool (True keeps)");
+  }
+  const int64_t full[3] = {p.varlen ? 1 : p.batch, p.heads_q, p.nq};
+  bool fits = view.ndim == 4 && view.shape[3] >= 1 && view.shape[3] <= std::max<int64_t>(p.nk, 1);
+  for (int i = 0; fits && i < 3; ++i) fits = view.shape[i] == 1 || view.shape[i] == full[i];
+  if (!fits) {
+    wrong_value("attn_mask has shape ", describe_shape(view), ": with a cache it must be (",
+                full[0], " or 1, ", full[1], " or 1, ", full[2],
+                " or 1, n), for the last n keys of each sequence, n from 1 to ", p.nk);
+  }
+  p.mask_keys = view.shape[3];
+  set_mask(view, call);
 }
 
 void read_mask(const Arguments& a, const TensorView& q, Call& call) {
@@ -27,6 +59,10 @@ void read_mask(const Arguments& a, const TensorView& q, Call& call) {
                ": it must be torch.bool (True keeps) or a floating dtype (added)");
   }
   check_same_device(view, "attn_mask", q);
+  if (p.kv_cache) {
+    read_mask_of_cache(a, view, call);
+    return;
+  }
   const int64_t full[4] = {p.batch, p.heads_q, p.nq, p.nk};
   bool fits = view.ndim <= 4;
   for (int i = 0; fits && i < view.ndim; ++i) {
@@ -38,11 +74,7 @@ void read_mask(const Arguments& a, const TensorView& q, Call& call) {
                 ": it must broadcast to (batch, heads, nq, nk) = (", full[0], ", ", full[1], ", ",
                 full[2], ", ", full[3], ")");
   }
-  p.mask = view.is_bool ? 1 : 2 + static_cast<int64_t>(view.dtype);
-  p.mask_align = alignment(view.data);
-  p.mask_strides = {stride_from_end(view, 4), stride_from_end(view, 3), stride_from_end(view, 2)};
-  p.mask_key = stride_from_end(view, 1);
-  set_address(call, Operand::Mask, view);
+  set_mask(view, call);
 }
 
 void read_key_ranges(const Arguments& a, const TensorView& q, Call& call) {
@@ -54,7 +86,7 @@ void read_key_ranges(const Arguments& a, const TensorView& q, Call& call) {
   if (!view.is_int32)
     wrong_type("key_ranges has dtype ", dtype_text(a.key_ranges), ": it must be torch.int32");
   check_same_device(view, "key_ranges", q);
-  const int64_t full[3] = {p.batch, p.heads_q, p.nq};
+  const int64_t full[3] = {p.varlen ? 1 : p.batch, p.heads_q, p.nq};
   bool fits =
       view.ndim == 5 && view.shape[4] == 2 && view.shape[3] >= 1 && view.shape[3] <= MOST_RANGES;
   for (int i = 0; fits && i < 3; ++i) fits = view.shape[i] == 1 || view.shape[i] == full[i];
