@@ -121,7 +121,10 @@ def _promised(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
             return x
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
-    results = getattr(torch.ops.aten, operator)(*map(without_data, args), **kwargs)
+    given = [*map(without_data, args)]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "Meta"):
+        return tuple((x.shape, x.stride()) for x in map(torch.empty_like, given[1:4]))
+    results = getattr(torch.ops.aten, operator)(*given, **kwargs)
     return tuple((x.shape, x.stride()) for x in results[:3])
 
 
@@ -226,6 +229,33 @@ def _packed(
     return Call((grad_out, q, k, v, out), lse, options)
 
 
+def _cudnn_packed(*args: Any, scale: float | None = None) -> Call | str:
+    """aten::_cudnn_attention_backward, which torch.nn.attention.varlen calls from torch 2.15 on: as
+    `_packed`, but causal aligns to the top left.
+    """
+    grad_out, q, k, v, out, lse, _, _, attn_bias, cum_seq_q, cum_seq_k, *numbers = args
+    max_q, max_k, dropout_p, is_causal = numbers
+    if attn_bias is not None:
+        return _WITH_MASK
+    if cum_seq_q is None or cum_seq_k is None or lse.shape != (q.shape[1], q.shape[0]):
+        return _NESTED
+    if dropout_p != 0.0:
+        return _DROPPED
+    options: dict[str, Any] = {"layout": "bnhd", "causal": is_causal, "scale": scale}
+    options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+    options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    if is_causal and not same_lengths(cum_seq_q, cum_seq_k):
+        options["q_offset"] = 0
+    return Call((grad_out, q, k, v, out), lse, options)
+
+
+def same_lengths(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> bool:
+    """Whether both are one tensor: then all sequences have as many queries as keys."""
+    if cum_seq_q is None or cum_seq_k is None:
+        return cum_seq_q is cum_seq_k
+    return cum_seq_q.data_ptr() == cum_seq_k.data_ptr() and cum_seq_q.shape == cum_seq_k.shape
+
+
 def window_option(left: int | None, right: int | None) -> dict[str, Any]:
     """The window of PyTorch's flash operators, where a side below 0 is unbounded, as an option."""
     window = tuple(None if side is None or side < 0 else side for side in (left, right))
@@ -249,3 +279,5 @@ OPERATORS: dict[str, Callable[..., Call | str]] = {
     "_scaled_dot_product_cudnn_attention_backward": _cudnn,
     "_flash_attention_backward": _packed,
 }
+if hasattr(torch.ops.aten, "_cudnn_attention_forward_no_dropout_inplace"):
+    OPERATORS["_cudnn_attention_backward"] = _cudnn_packed

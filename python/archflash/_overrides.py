@@ -1,8 +1,8 @@
 """PyTorch's own attention served by archflash: enable(), disable(), enabled() and stats().
 
 `torch.nn.functional.scaled_dot_product_attention` chooses one of PyTorch's operators for CUDA
-tensors (flash, cuDNN or memory-efficient), and `torch.nn.attention.varlen` calls a fourth one (from
-torch 2.15 on, on 9.x and 10.x, mostly cuDNN's for packed sequences, which stays PyTorch's).
+tensors (flash, cuDNN or memory-efficient), `torch.nn.attention.varlen` calls flash's for packed
+sequences or, from torch 2.15 on, cuDNN's, and FP8 attention has overloads of flash's.
 While archflash is enabled, it stands in front of these operators: it serves a call with the kernel
 that dispatch chooses, and hands every other call to PyTorch's own kernel. Code under torch.compile
 calls the same operators.
@@ -391,6 +391,40 @@ def _flash(
     return out, lse, None, None, query.size(2), key.size(2), *_flash_tail(query)
 
 
+def _flash_quantized(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """aten::_scaled_dot_product_flash_attention.quantized: FP8, with descales (batch, heads_kv),
+    and the output in bfloat16.
+    """
+    if dropout_p != 0.0 or return_debug_mask:
+        return _decline(_why_not(dropout_p, return_debug_mask))
+    options = {"causal": is_causal, "scale": scale, "return_lse": True}
+    options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    options["out"] = _new_output(query)
+    served = _serve(query, key, value, _named_values(options), _forced())
+    if type(served) is str:
+        return _decline(served)
+    out, lse = served
+    return out, lse, None, None, query.size(2), key.size(2), *_flash_tail(out)
+
+
+def _new_output(query: Tensor) -> Tensor:
+    """An output in query's layout; FP8 attention gives bfloat16."""
+    fp8 = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return _empty_like(query, dtype=torch.bfloat16) if fp8 else _empty_like(query)
+
+
 def _cudnn(
     query: Tensor,
     key: Tensor,
@@ -475,6 +509,70 @@ def _flash_forward_into(out: Tensor, *args: Any, **options: Any) -> Any:
     return served if isinstance(served, str) else served[1]
 
 
+def _flash_forward_quantized(*args: Any, **options: Any) -> Any:
+    """aten::_flash_attention_forward.quantized, whose last positional arguments are descales."""
+    *of_flash, q_descale, k_descale, v_descale = args
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    served = _flash_into(None, *of_flash, **options, descales=descales)
+    return served if isinstance(served, str) else (*served, *_flash_tail(served[0]))
+
+
+def _cudnn_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Any:
+    """aten::_cudnn_attention_forward, which torch.nn.attention.varlen calls from torch 2.15 on. As
+    `_flash_forward`, but causal aligns to the top left of packed keys.
+    """
+    if attn_bias is not None:
+        return _decline("attn_bias of packed sequences")
+    served = _flash_into(
+        None, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        return_debug_mask, scale=scale, seqused_k=seqused_k, block_table=block_table,
+        top_left=seqused_k is None,
+    )  # fmt: skip
+    if isinstance(served, str):
+        return served
+    return *served, cum_seq_q, cum_seq_k, max_q, max_k, *_two_scalars(query), None
+
+
+def _cudnn_forward_into(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Any:
+    """aten::_cudnn_attention_forward_no_dropout_inplace."""
+    served = _flash_into(
+        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, is_causal, False,
+        scale=scale, seqused_k=seqused_k, block_table=block_table, top_left=seqused_k is None,
+    )  # fmt: skip
+    return served if isinstance(served, str) else served[1]
+
+
 def _flash_into(
     out: Tensor | None,
     query: Tensor,
@@ -495,9 +593,12 @@ def _flash_into(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    top_left: bool = False,
+    descales: dict[str, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor] | str:
     """The output, in `out` if that is given, and the log-sum-exp. Rows come before heads here,
-    packed sequences have three dimensions, and causal aligns to the bottom right.
+    packed sequences have three dimensions, and causal aligns to the bottom right, or to the top
+    left. (Of equally long queries and keys both are the same, and the former was measured.)
     """
     paged = block_table is not None and seqused_k is not None and cum_seq_q is not None
     if dropout_p != 0.0 or return_debug_mask:
@@ -511,6 +612,9 @@ def _flash_into(
     options: dict[str, Any] = {"layout": "bnhd", "causal": is_causal, "scale": scale}
     options["return_lse"] = True
     options |= _backward_operators.window_option(window_size_left, window_size_right)
+    options |= descales or {}
+    if top_left and is_causal and not _backward_operators.same_lengths(cum_seq_q, cum_seq_k):
+        options["q_offset"] = 0
     if num_splits:
         options["num_splits"] = num_splits
     if paged:  # key and value are pages
@@ -519,7 +623,7 @@ def _flash_into(
     elif cum_seq_q is not None:
         options.update(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
         options.update(max_seqlen_q=max_q, max_seqlen_k=max_k)
-    options["out"] = _empty_like(query) if out is None else out
+    options["out"] = _new_output(query) if out is None else out
     served: Any = _serve(query, key, value, _named_values(options), _forced())
     if isinstance(served, str):
         return _decline(served)
@@ -548,8 +652,15 @@ _OPERATORS: dict[str, Kernel] = {
     "_scaled_dot_product_efficient_attention": _efficient,
     "_flash_attention_forward": _flash_forward,
     "_flash_attention_forward_no_dropout_inplace": _flash_forward_into,
+    "_scaled_dot_product_flash_attention.quantized": _flash_quantized,
+    "_flash_attention_forward.quantized": _flash_forward_quantized,
     **{operator: _gradients_of(operator) for operator in _backward_operators.OPERATORS},
 }
+# cuDNN's operators for packed sequences. Older versions of the first one serve nested tensors
+# alone, with a log-sum-exp of their own.
+if hasattr(torch.ops.aten, "_cudnn_attention_forward_no_dropout_inplace"):
+    _OPERATORS["_cudnn_attention_forward"] = _cudnn_forward
+    _OPERATORS["_cudnn_attention_forward_no_dropout_inplace"] = _cudnn_forward_into
 
 
 # --- PyTorch's own kernels ---
@@ -566,15 +677,19 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
+def has_operator(operator: str) -> bool:
+    """Whether this PyTorch has an operator, of which the name may say an overload behind a dot."""
+    packet, _, overload = operator.partition(".")
+    found = getattr(torch.ops.aten, packet, None)
+    return found is not None and hasattr(found, overload or "default")
+
+
 def _original(operator: str) -> Kernel | None:
     """PyTorch's own kernel, which takes a set of dispatch keys before its arguments; None if there
     is none, or no way to call it while it is replaced.
     """
     name = f"aten::{operator}"
-    if not (
-        hasattr(torch.ops.aten, operator)
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)
-    ):
+    if not (has_operator(operator) and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)):
         return None
     if hasattr(torch.library, "get_kernel"):
         kernel: Kernel = torch.library.get_kernel(name, _KEY).call_boxed
@@ -780,8 +895,8 @@ def _activate(name: str | None) -> None:
 def enable() -> None:
     """Lets archflash serve PyTorch's own attention: calls of
     `torch.nn.functional.scaled_dot_product_attention` and `torch.nn.attention.varlen` with CUDA
-    tensors, in this process, compiled code included. From torch 2.15 on the latter prefers cuDNN on
-    9.x and 10.x, by operators that archflash does not serve.
+    tensors, in this process, compiled code included; and PyTorch's prototype for FP8,
+    `_scaled_dot_product_attention_quantized`.
 
     A call that no kernel of archflash serves, or that PyTorch is expected to serve faster, goes to
     PyTorch's own kernel; `archflash.stats()` has the numbers and the reasons. is_causal keeps

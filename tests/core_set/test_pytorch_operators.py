@@ -45,7 +45,9 @@ def stand_in(operator: str) -> Any:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
-        promised = getattr(aten, operator)(*given, **kwargs)
+        if operator.startswith("_cudnn_attention"):  # without a meta kernel
+            return tuple(torch.full_like(x, NUMBER) for x in args[:3])
+        promised = getattr(aten, operator.split(".")[0])(*given, **kwargs)
         return tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).fill_(NUMBER)
             if isinstance(x, Tensor)
@@ -86,7 +88,7 @@ def kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         warnings.simplefilter("ignore")
         own = {"_scaled_dot_product_flash_attention_backward": flash_backward}
         for operator in (*_overrides._OPERATORS, "_efficient_attention_forward"):
-            if hasattr(aten, operator):
+            if _overrides.has_operator(operator):
                 library.impl(operator, own.get(operator) or stand_in(operator), "CPU")
     # Older versions of PyTorch refuse a second kernel from Python, for which these stand in.
     torch.library._impls.difference_update(library._op_impls)
@@ -254,6 +256,85 @@ def test_pages_of_a_cache_through_varlen_attn() -> None:
     ends_k = on.cu_seqlens(used)
     assert_close(out, None, q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends_k, causal=True)
     assert archflash.stats().served == {"ampere": 1}
+
+
+has_packed_cudnn = pytest.mark.skipif(
+    not _overrides.has_operator("_cudnn_attention_forward_no_dropout_inplace"),
+    reason="this torch calls no cuDNN operator for packed sequences",
+)
+
+
+@has_packed_cudnn
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("same", [True, False], ids=["same lengths", "other lengths"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_packed_sequences_through_the_cudnn_operators(causal: bool, same: bool) -> None:
+    q, k, v, grad = (on.rand(60, 2, 32, seed=i, dtype="bfloat16") for i in range(4))
+    ends_q = on.cu_seqlens([25, 0, 30, 5])
+    ends_k = ends_q if same else on.cu_seqlens([20, 10, 25, 5])
+    packed = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "causal": causal, "q_offset": 0}
+    longest = (30, 30, True, 0.0, causal)
+    out, lse, *rest = aten._cudnn_attention_forward(q, k, v, None, ends_q, ends_k, *longest)
+    assert lse.shape == (2, 60)
+    assert_close(out, lse, q, k, v, **packed)
+    written = torch.empty_like(q)
+    again = aten._cudnn_attention_forward_no_dropout_inplace(
+        written, q, k, v, ends_q, ends_k, 30, 30, causal
+    )
+    assert torch.equal(written, out)
+    assert torch.equal(again, lse)
+    gradients = aten._cudnn_attention_backward(
+        grad, q, k, v, out, lse, *rest[4:6], None, ends_q, ends_k, 30, 30, 0.0, causal
+    )
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = archflash.attention(*leaves, **{**packed, "implementation": "torch"})
+    exact.backward(grad.double())
+    for one, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(one.double(), leaf.grad, atol=0.05, rtol=0.05)
+    assert archflash.stats().served == {"ampere": 3}
+
+
+@has_packed_cudnn
+@pytest.mark.usefixtures("ampere")
+def test_pages_of_a_cache_through_the_cudnn_operator() -> None:
+    q = on.rand(7, 2, 32, seed=0, dtype="bfloat16")
+    pages = [on.rand(6, 16, 2, 32, seed=i, dtype="bfloat16") for i in (1, 2)]
+    ends, used, table = on.cu_seqlens([3, 4]), [5, 21], on.int32(4, 0, 5, 2).view(2, 2)
+    out, lse, *_ = aten._cudnn_attention_forward(
+        q, *pages, None, ends, None, 4, 32, True, 0.0, True, seqused_k=on.int32(*used),
+        block_table=table,
+    )  # fmt: skip
+    k, v = (
+        torch.cat([x[row].flatten(0, 1)[:n] for row, n in zip(table.long(), used, strict=True)])
+        for x in pages
+    )
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": on.cu_seqlens(used)}
+    assert_close(out, lse, q, k, v, causal=True, **packed)
+
+
+@needs_get_kernel
+@pytest.mark.skipif("hopper" not in on.kernels(), reason="hopper has no code for this GPU")
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_fp8_through_the_quantized_operators(packed: bool) -> None:
+    shape = (60, 4, 64) if packed else (2, 4, 60, 64)
+    q, k, v = (on.rand(*shape, seed=i).to(torch.float8_e4m3fn) for i in range(3))
+    descales = [on.rand(1 if packed else 2, 4, seed=i).abs() + 0.5 for i in (3, 4, 5)]
+    options = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    with archflash.enabled(), archflash.force("hopper"):
+        if packed:
+            ends = on.cu_seqlens([60])
+            options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+            out, lse, *_ = aten._flash_attention_forward.quantized(
+                q, k, v, ends, ends, 60, 60, 0.0, True, False, *descales
+            )
+        else:
+            result = aten._scaled_dot_product_flash_attention.quantized(
+                q, k, v, *descales, 0.0, True
+            )
+            out, lse, *_ = result
+    assert out.dtype == torch.bfloat16
+    assert_close(out, lse, q, k, v, ran_on=("hopper", (9, 0)), causal=True, **options)
+    assert archflash.stats().served == {"hopper": 1}
 
 
 def gradients_of(
