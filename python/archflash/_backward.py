@@ -105,14 +105,14 @@ def attention_backward(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
         )
     given, tensors = (dq, dk, dv), (dout, q, k, v, out, lse, dlse)
+    # In the order of the table of options, src/common/options.inc.
+    values = (
+        causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, dropout_p, rng_state, None,
+        None, None, None, None, None, False, layout, None, False,
+    )  # fmt: skip
     if is_eager():
         name = _dispatch.forced() if implementation is None else implementation
-        # In the order of the table of options, src/common/options.inc.
-        values = (
-            causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, dropout_p,
-            rng_state, None, None, None, None, None, None, False, layout, None, False,
-        )  # fmt: skip
         asked = _gradients.wants_deterministic() if deterministic is None else deterministic
         results: Any = _native.attention_backward(
             *tensors, values, name, *given, bool(accumulate), bool(mask_gradient), bool(asked),
@@ -125,15 +125,7 @@ def attention_backward(
             if dmask is not None and attn_mask is not None:
                 gradients.append(dmask.reshape(attn_mask.shape))
             return tuple(gradients)
-    options = _options.complete(
-        {
-            "causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale,
-            "q_offset": q_offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "attn_mask": attn_mask,
-            "alibi_slopes": alibi_slopes, "key_ranges": key_ranges, "block_mask": block_mask,
-            "dropout_p": dropout_p, "rng_state": rng_state, "layout": layout,
-        }
-    )  # fmt: skip
+    options = _options.complete(dict(zip(_options.OF_ATTENTION, values, strict=True)))
     differentiable = {name: options[name] for name in _options.DIFFERENTIABLE}
     refuse_derivatives(
         "attention_backward", dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse,

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from archflash import _torch_kernels
+from archflash._schemas import by_name, by_place
 
 _MASK_COLUMNS = 32  # of a mask, which PyTorch's memory-efficient kernel reads at a time
 _CUDNN = "_scaled_dot_product_cudnn_attention"
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
-_CUDNN_BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
-_PLACE_OF_MASK = {_CUDNN: 3, _EFFICIENT: 3, _CUDNN_BACKWARD: 8}
+_TENSORS = ("grad_out", "query", "key", "value", "out")  # whose rows PyTorch's kernels load
 
 
 class Call:
@@ -37,74 +37,70 @@ class Call:
     """
 
     def __init__(self, operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = [*args], kwargs
+        op = getattr(torch.ops.aten, operator)
+        given = by_name(op, *args, **kwargs)
         self._backward = operator.endswith("_backward")
-        first = 1 if self._backward or operator.endswith("_inplace") else 0
-        self._query, self._key, self._value = first, first + 1, first + 2
-        self._given_key = args[self._key]
-        self._given_value = args[self._value]
+        self._key, self._value = given["key"], given["value"]  # as the caller gave them
         self._factor = 1.0  # of the gradient of q
-        for i in range(5) if self._backward else (self._query, self._key, self._value):
-            self.args[i] = _torch_kernels.aligned_for_fused_kernels(args[i])
-        place = _PLACE_OF_MASK.get(operator)
-        masked = place is not None and len(args) > place and args[place] is not None
-        if masked and place is not None:
-            self._read_mask(operator, place)
-        if place is not None and self._may_differentiate_by_cudnn(operator):
-            self._hide_keys(place)
-        scale = kwargs.get("scale")
+        a = given.copy()
+        for name in _TENSORS if self._backward else ("query", "key", "value"):
+            a[name] = _torch_kernels.aligned_for_fused_kernels(a[name])
+        masked = a.get("attn_bias") is not None
+        if masked:
+            _mend_mask(operator, a)
+        if operator.startswith(_CUDNN) and self._may_differentiate(a):
+            _hide_keys(a)
+        scale = a.get("scale")
         if scale is not None and not scale > 0 and operator != _EFFICIENT:
-            self._factor, positive = _torch_kernels.positive_scale(scale)
-            self.args[self._query] = self.args[self._query] * self._factor
-            self.kwargs = kwargs | {"scale": positive}
+            self._factor, a["scale"] = _torch_kernels.positive_scale(scale)
+            a["query"] = a["query"] * self._factor
+        self.args, self.kwargs = by_place(op, a)
         # The runtime reads no mask of a backward pass.
         self.differs = masked and self._backward
-        self.differs |= any(x is not given for x, given in zip(self.args, args, strict=True))
+        self.differs |= any(x is not given.get(name) for name, x in a.items())
+        self._hidden = a["key"].shape[-2] > self._key.shape[-2]
 
-    def _read_mask(self, operator: str, place: int) -> None:
-        query, key, value = (self.args[i] for i in (self._query, self._key, self._value))
-        nk = key.shape[2]
-        self.args[place] = _torch_kernels.mask_for_fused_kernels(self.args[place], nk, query.dtype)
-        if operator == _EFFICIENT and nk % _MASK_COLUMNS == 1:
-            for i, x in ((self._key, key), (self._value, value)):
-                if 0 in x.stride()[:2]:
-                    self.args[i] = x.contiguous()
-
-    def _may_differentiate_by_cudnn(self, operator: str) -> bool:
+    def _may_differentiate(self, a: dict[str, Any]) -> bool:
         """Whether the gradients of the call are cuDNN's, and its mask is not the causal one."""
-        if operator == _CUDNN_BACKWARD:
-            return not self.args[14]
-        is_causal = len(self.args) > 6 and self.args[6]
-        return operator == _CUDNN and self.args[4] and not is_causal
-
-    def _hide_keys(self, place: int) -> None:
-        """Adds the keys that cuDNN needs behind the others, in both passes, so that both drop the
-        same weights.
-        """
-        query, key, value = (self.args[i] for i in (self._query, self._key, self._value))
-        more = _torch_kernels.hidden_keys_for_cudnn(query, key)
-        if more == 0:
-            return
-        mask = self.args[place]
-        if mask is None:
-            mask = query.new_zeros(1, 1, query.shape[2], key.shape[2])
-        hiding = _torch_kernels.with_hidden_keys(key, value, mask, more)
-        self.args[self._key], self.args[self._value], self.args[place] = hiding
+        return (self._backward or a["compute_log_sumexp"]) and not a.get("is_causal")
 
     def results(self, results: Any) -> Any:
         """What the operator returns, of what PyTorch's own kernel did."""
         if not self.differs:
             return results
-        nk = self._given_key.shape[-2]
-        hidden = self.args[self._key].shape[-2] > nk
         if not self._backward:
-            return (*results[:5], nk, *results[6:]) if hidden else results
+            nk = self._key.shape[-2]
+            return (*results[:5], nk, *results[6:]) if self._hidden else results
         dq, dk, dv = results[:3]
         if self._factor != 1.0:
             dq = dq * self._factor
-        if hidden:
-            dk, dv = _rows_like(dk, self._given_key), _rows_like(dv, self._given_value)
+        if self._hidden:
+            dk, dv = _rows_like(dk, self._key), _rows_like(dv, self._value)
         return (dq, dk, dv, *results[3:])
+
+
+def _mend_mask(operator: str, a: dict[str, Any]) -> None:
+    nk = a["key"].shape[2]
+    dtype = a["query"].dtype
+    a["attn_bias"] = _torch_kernels.mask_for_fused_kernels(a["attn_bias"], nk, dtype)
+    if operator == _EFFICIENT and nk % _MASK_COLUMNS == 1:
+        for name in ("key", "value"):
+            if 0 in a[name].stride()[:2]:
+                a[name] = a[name].contiguous()
+
+
+def _hide_keys(a: dict[str, Any]) -> None:
+    """Adds the keys that cuDNN needs behind the others, in both passes, so that both drop the same
+    weights.
+    """
+    query, key, mask = a["query"], a["key"], a.get("attn_bias")
+    more = _torch_kernels.hidden_keys_for_cudnn(query, key)
+    if more == 0:
+        return
+    if mask is None:
+        mask = query.new_zeros(1, 1, query.shape[2], key.shape[2])
+    hiding = _torch_kernels.with_hidden_keys(key, a["value"], mask, more)
+    a["key"], a["value"], a["attn_bias"] = hiding
 
 
 def _rows_like(gradient: Tensor, x: Tensor) -> Tensor:

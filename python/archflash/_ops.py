@@ -29,6 +29,7 @@ from archflash._eager import has_tangent, is_tracing, is_transformed, untraced
 from archflash._errors import ForcedImplementationError, UnsupportedError
 from archflash._gradients import FOLDERS
 from archflash._plain_tensors import has_symbols, is_symbolic, plain, resolved
+from archflash._schemas import by_name
 
 library: Any = torch.library.Library("archflash", "DEF")  # type: ignore[no-untyped-call]
 # Arguments may be given by position: autograd's registration takes no tensors by keyword only.
@@ -290,15 +291,9 @@ def _selected(
     return select(problem, device, name, obstacle)
 
 
-def arguments_by_name(op: Any, *given: Any, **named: Any) -> dict[str, Any]:
-    """The arguments of an operator by name, however they came."""
-    names = [argument.name for argument in op.default._schema.arguments]
-    return dict(zip(names, given, strict=False)) | named
-
-
 def _run(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The operator on real tensors."""
-    arguments = arguments_by_name(torch.ops.archflash.attention, *given, **named)
+    arguments = by_name(torch.ops.archflash.attention, *given, **named)
     q, k, v, implementation = (arguments.pop(x) for x in ("q", "k", "v", "implementation"))
     del arguments["needs_grad"]
     # A subclass whose dispatcher let the operator through becomes a plain tensor; otherwise it
@@ -323,7 +318,7 @@ def _run_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The operator of a call with a cache on real tensors. The caches are written in place, so that
     no copy of them is made.
     """
-    arguments = arguments_by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
+    arguments = by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
     q, k_cache, v_cache = (arguments.pop(x) for x in ("q", "k_cache", "v_cache"))
     implementation = arguments.pop("implementation")
     refuse_tangents(q, k_cache, v_cache, *arguments.values())
@@ -353,7 +348,7 @@ def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Tensors with the shapes, strides and dtypes that `_run` returns. Raises the errors that do
     not depend on data.
     """
-    arguments = arguments_by_name(torch.ops.archflash.attention, *given, **named)
+    arguments = by_name(torch.ops.archflash.attention, *given, **named)
     q, k, v, implementation = (arguments.pop(x) for x in ("q", "k", "v", "implementation"))
     needs_grad = arguments.pop("needs_grad")
     options = _options.from_operator(arguments)
@@ -369,7 +364,7 @@ def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_with_kvcache(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """Tensors with the shapes, strides and dtypes that `_run_with_kvcache` returns."""
-    arguments = arguments_by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
+    arguments = by_name(torch.ops.archflash.attention_with_kvcache, *given, **named)
     q, k_cache, v_cache = (arguments.pop(x) for x in ("q", "k_cache", "v_cache"))
     del arguments["implementation"]
     return _planned(q, k_cache, v_cache, _options.from_operator(arguments))

@@ -22,8 +22,9 @@ from archflash._gradients import (
     compute,
     variable,
 )
-from archflash._ops import arguments_by_name, library, refuse_tangents
+from archflash._ops import library, refuse_tangents
 from archflash._plain_tensors import plain
+from archflash._schemas import by_name
 
 library.define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -65,7 +66,7 @@ def _request(
     """The arguments of archflash::attention_backward: the call, `implementation` and
     `deterministic`.
     """
-    arguments = arguments_by_name(torch.ops.archflash.attention_backward, *given, **named)
+    arguments = by_name(torch.ops.archflash.attention_backward, *given, **named)
     implementation = arguments.pop("implementation")
     mask_gradient = arguments.pop("mask_gradient")
     deterministic = arguments.pop("deterministic")
@@ -145,7 +146,7 @@ def _fake_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
 
 def _keep(ctx: Any, op: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
     """Saves the arguments of an operator for its backward pass, and of its results the given."""
-    arguments = arguments_by_name(op, *inputs)
+    arguments = by_name(op, *inputs)
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     ctx.names = tuple(tensors)
     ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
