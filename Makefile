@@ -10,6 +10,11 @@ SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -typ
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
 
+# What the tests need besides is fetched while kernels compile.
+ifeq ($(MAKELEVEL),0)  # a make inside this one shares its jobs
+MAKEFLAGS += --jobs=2
+endif
+
 # tests/build looks at the wheel that was installed. Each worker takes a half of the tests, and then steals from the other. Torch
 # gets one thread in each: with more, threads of the two wait for one another.
 PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
