@@ -19,7 +19,7 @@ void refuse_fp8(const Problem& problem, Reasons& reasons) {
   if (v_columns(problem) > INT32_MAX) {
     reasons.push_back("V of " + std::to_string(problem.nk) + " keys in " +
                       std::to_string(problem.batch) + " sequences with " + dtype +
-                      ": hopper turns V into columns of up to " + std::to_string(INT32_MAX) +
+                      ": hopper transposes V into columns of up to " + std::to_string(INT32_MAX) +
                       " keys, in which each sequence is filled up to a multiple of " +
                       std::to_string(V_COLUMN_KEYS) + "; split the batch" + core::USE_TORCH);
   }
