@@ -340,34 +340,20 @@ void check_tile(const LaunchPlan& plan) {
   constexpr int64_t MOST = INT32_MAX;
   const TileChoice& tile = plan.tile;
   if (tile.name.empty()) return;  // nothing is computed by tiles
-  using Fields = std::initializer_list<std::pair<const char*, int64_t>>;
-  const auto range = [&](int64_t least, const Fields& fields) {
-    for (const auto& [field, value] : fields) {
-      if (value >= least && value <= MOST) continue;
+  // What is divided by, or shared out; the other numbers may be 0.
+  static const std::set<std::string> AT_LEAST_ONE{"block_q",      "block_k",     "cluster",
+                                                  "packed_heads", "ctas_per_sm", "ctas",
+                                                  "tiles",        "splits",      "v_slices"};
+  for_each_field(const_cast<TileChoice&>(tile), [&](const std::string& field, const auto& value) {
+    using Value = std::remove_cvref_t<decltype(value)>;
+    if constexpr (std::is_integral_v<Value> && !std::is_same_v<Value, bool>) {
+      const int least = AT_LEAST_ONE.contains(field) ? 1 : 0;
+      if (value >= least && value <= MOST) return;
       throw nb::value_error(join("field 'tile.", field, "' is ", value,
                                  ": it must be an integer from ", least, " to ", MOST)
                                 .c_str());
     }
-  };
-  range(1, {{"block_q", tile.block_q},
-            {"block_k", tile.block_k},
-            {"cluster", tile.cluster},
-            {"packed_heads", tile.packed_heads},
-            {"ctas_per_sm", tile.ctas_per_sm},
-            {"ctas", tile.ctas},
-            {"tiles", tile.tiles},
-            {"splits", tile.splits},
-            {"v_slices", tile.v_slices}});
-  range(0, {{"head_dim", tile.head_dim},
-            {"head_dim_v", tile.head_dim_v},
-            {"warps", tile.warps},
-            {"rows_per_warp", tile.rows_per_warp},
-            {"k_stages", tile.k_stages},
-            {"v_stages", tile.v_stages},
-            {"heads_per_group", tile.heads_per_group},
-            {"turned_begin", tile.turned_begin},
-            {"turned_end", tile.turned_end},
-            {"row_step", tile.row_step}});
+  });
   const int64_t heads_per_kv = plan.problem.heads_q / std::max<int64_t>(plan.problem.heads_kv, 1);
   if (heads_per_kv < tile.packed_heads || heads_per_kv % tile.packed_heads != 0) {
     throw nb::value_error(join("field 'tile.packed_heads' is ", tile.packed_heads, ": ",
