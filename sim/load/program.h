@@ -229,7 +229,7 @@ struct Module {
 // Parses PTX text and resolves every instruction of every kernel. Throws LoadError naming the line.
 std::unique_ptr<Module> load_module(const std::string& text);
 
-// "line 12: ld.shared.u32 (attention.cu:33)"
+// "line 12: ld.shared.u32 (attention_fwd.cuh:33)"
 std::string describe_instruction(const Module& module, const Kernel& kernel, uint32_t pc);
 std::string source_line(const Module& module, const Kernel& kernel, uint32_t pc);
 // Makes "multiply_qk" of "_ZN9archflash6ampere11multiply_qkI...", and "lambda" of a lambda.

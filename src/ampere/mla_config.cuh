@@ -33,12 +33,12 @@ struct MlaConfig {
   static constexpr int BLOCK_K = 32;
   static constexpr int STAGES = 2;
   static constexpr int CTAS_PER_SM = 1;  // 8 warps with up to 255 registers fill an SM
-  // What the parts of mma_sync and math/few_rows.cuh ask.
+  // What the parts of mma_sync and device/few_rows.cuh ask.
   static constexpr bool CAN_SPLIT = true;
   static constexpr bool CACHE = true;
   static constexpr bool FP8_CACHE = true;  // or of 16 bits: strides of the cache are in bytes
 
-  // What one warp multiplies and weighs: all scores of its rows, half of the columns of V.
+  // What one warp multiplies and exponentiates: all scores of its rows, half of the columns of V.
   struct Warp {
     static constexpr DType DTYPE = DTYPE_;
     static constexpr int M_TILES = 1;

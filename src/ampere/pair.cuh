@@ -9,8 +9,8 @@
 //
 // C is a kernel's Config, of which this uses ROW_COLUMNS (columns of a row of Tile, the layout of
 // what the scores are multiplied with), BLOCK_K, WARP_ROWS, SCORES_BYTES (of the scores of a warp)
-// and Warp, the Config of what one warp multiplies and weighs: all scores of its rows, half of the
-// columns of V.
+// and Warp, the Config of what one warp multiplies and exponentiates: all scores of its rows, half
+// of the columns of V.
 #pragma once
 
 #include <cstdint>

@@ -26,7 +26,7 @@ struct WideConfig {
   static constexpr int BLOCK_K = BLOCK_K_;
   static constexpr int STAGES = 1;       // V is copied during Q K^T, and the next K during P V
   static constexpr int CTAS_PER_SM = 1;  // 8 warps with up to 255 registers fill an SM
-  // What the main loop of mma_sync and math/few_rows.cuh ask.
+  // What the main loop of mma_sync and device/few_rows.cuh ask.
   static constexpr int M_TILES = 1, QK_PACK = 1, V_PACK = 1, KEY_GROUPS = 1;
   static constexpr int STEP_KEYS = BLOCK_K;
   static constexpr bool Q_IN_REGISTERS = false;  // the main loop loads none
@@ -41,7 +41,7 @@ struct WideConfig {
   using QTile = Tile;
   using VTile = Tile;
 
-  // What one warp multiplies and weighs (pair.cuh).
+  // What one warp multiplies and exponentiates (pair.cuh).
   struct Warp {
     static constexpr DType DTYPE = DTYPE_;
     static constexpr int M_TILES = 1;
@@ -81,7 +81,7 @@ struct WideMaskedConfig : Base {
   // The scores whose masks a warp finds.
   struct MaskedHalf : Base::Warp {
     static constexpr int STEP_KEYS = Base::BLOCK_K / 2;
-    static constexpr bool LOADS_ADDED_LATE = false;  // math/lane_masks.cuh
+    static constexpr bool LOADS_ADDED_LATE = false;  // device/lane_masks.cuh
   };
   static constexpr int MASK_SMEM = (Base::SHARED_BYTES + 15) / 16 * 16;
   // Behind the rest, each pair of warps has a number for each of its scores, four bytes of flags

@@ -45,7 +45,7 @@ struct Config {
   // For few query rows: the keys of a tile may be split over several CTAs, and heads that share a
   // head of K may be packed into a tile.
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
-  static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
+  static constexpr bool ROWS_ALONE = CAN_SPLIT;  // device/online_softmax.cuh
   // Whether blocks that need no mask have a loop of their own.
   static constexpr bool HAS_PLAIN_LOOP = !FP8 && !CAN_SPLIT;
   // Whether that loop waits for the next K before it hands V back. Measured on an H200 (NOTES.md).
@@ -90,7 +90,7 @@ struct Config {
   static_assert(!FP8 || (SCALE_ROWS % BLOCK_K == 0 && SCALE_ROWS % WARP_ROWS == 0),
                 "the keys of a block share one descale, and so do the rows of a warp");
   static_assert(!CAN_SPLIT || (M_TILES == 1 && (BLOCK_Q & (BLOCK_Q - 1)) == 0),
-                "math/few_rows.cuh: 16 rows for each warp; packed heads share a power of two");
+                "device/few_rows.cuh: 16 rows for each warp; packed heads share a power of two");
   static_assert((STAGES & (STAGES - 1)) == 0,
                 "RingPosition counts blocks modulo 2^32: the stages must divide that");
   static_assert(REGISTERS == Registers::Even || CONSUMER_REGISTERS <= 256,

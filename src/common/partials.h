@@ -1,5 +1,5 @@
 // Partial results of a call whose keys are split. Several CTAs compute one row tile, each for a
-// share of its keys, and leave what is declared here in the workspace; math/combine_splits.cuh
+// share of its keys, and leave what is declared here in the workspace; device/combine_splits.cuh
 // combines it. split_keys.h decides how many shares there are.
 #pragma once
 

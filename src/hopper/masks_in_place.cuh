@@ -3,7 +3,7 @@
 // at ranges and blocks only; attn_mask is read where scores are. In a block that any mask changes
 // each lane finds the masks of its scores while both products run, which hides the loads of a bool
 // mask, and applies them when both are done, because they need the registers of P
-// (math/lane_masks.cuh). The other CTA of the SM multiplies meanwhile.
+// (device/lane_masks.cuh). The other CTA of the SM multiplies meanwhile.
 #pragma once
 
 #include <cstdint>

@@ -53,7 +53,7 @@ struct MlaConfig {
   static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 168 * (WARPGROUPS + 1));
 
   // What a warpgroup multiplies and takes exponentials of: the scores of a block for 64 rows, half
-  // of the columns of V. As row_softmax.cuh and math/online_softmax.cuh ask.
+  // of the columns of V. As row_softmax.cuh and device/online_softmax.cuh ask.
   struct Group {
     static constexpr DType DTYPE = DTYPE_;
     static constexpr bool FP8 = false;

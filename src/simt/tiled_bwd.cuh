@@ -6,7 +6,7 @@
 //   start next block | dQ = dS^T K, added to sums
 // A warp has the scores of its own keys and all passing queries, so that P is private to it; dQ
 // needs dS of all warps. P and dS go through the same part of shared memory. A block has a sum of
-// its own, because short sums round less. CTAs always add to dQ in turns (math/dq_turns.cuh).
+// its own, because short sums round less. CTAs always add to dQ in turns (device/dq_turns.cuh).
 #pragma once
 
 #include <cstdint>

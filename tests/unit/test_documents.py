@@ -289,6 +289,25 @@ def test_missing_names_are_found() -> None:
     assert "no-such" not in documents.make_targets() >= {"test", "lint", "test-gpu"}
 
 
+# Headers of CUDA, PyTorch and other projects.
+FOREIGN = ("arch_traits.h", "cuda_occupancy.h", "dlpack.h", "Exceptions.h", "sm100_store_cd.cuh")
+
+
+def test_files_that_comments_name_exist() -> None:
+    sources = [x for folder in ("src", "sim", "bench") for x in (ROOT / folder).rglob("*.*")]
+    names = {str(x.relative_to(ROOT)) for x in sources} | {"generated/folders.inc"}
+    ends = {"/".join(name.split("/")[i:]) for name in names for i in range(name.count("/") + 1)}
+    missing = [
+        f"{source.relative_to(ROOT)}: {name}"
+        for source in sources
+        if source.suffix in (".cpp", ".h", ".cuh", ".cu", ".inc")
+        for comment in re.findall(r"//.*", source.read_text())
+        for name in re.findall(r"(?<![\w./-])[a-zA-Z.][\w./]*\.(?:cuh|cu|cpp|h|inc)\b", comment)
+        if name not in ends and not name.endswith(FOREIGN)
+    ]
+    assert missing == []
+
+
 def test_the_table_of_gpus_is_replaced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "gpu_table", lambda: "| new |")
     before = "a\n<!-- kernels-by-gpu -->\n| old |\n| old |\n<!-- /kernels-by-gpu -->\nb\n"

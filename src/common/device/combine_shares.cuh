@@ -1,5 +1,5 @@
 // The second kernel of a decoding call whose keys are split (mma_sync/decode_fwd.cuh). It computes
-// what math/combine_splits.cuh computes, for few rows with many shares: one or all warps of a CTA
+// what device/combine_splits.cuh computes, for few rows with many shares: one or all warps of a CTA
 // share out the shares of a row, so that few loads follow one another, and where the GPU can do it,
 // its CTAs are there before the last share ends.
 #pragma once

@@ -8,7 +8,7 @@
 // dropped before P V.
 //
 // main_loop.cuh has the blocks, copies and barriers, tile.cuh the loads, lane maps and products,
-// math/online_softmax.cuh the softmax. The folders that instantiate the kernel (ampere, ada) have
+// device/online_softmax.cuh the softmax. The folders that instantiate the kernel (ampere, ada) have
 // its tiles, the choice among them and the measurements.
 #pragma once
 

@@ -48,8 +48,8 @@ struct Config {
   // For few query rows: the keys of a tile may be split over several CTAs, and heads that share a
   // head of K may be packed into a tile.
   static constexpr bool CAN_SPLIT = CAN_SPLIT_;
-  static constexpr bool ROWS_ALONE = CAN_SPLIT;  // math/online_softmax.cuh
-  // math/online_softmax.cuh. For (192, 128) the registers would not suffice.
+  static constexpr bool ROWS_ALONE = CAN_SPLIT;  // device/online_softmax.cuh
+  // device/online_softmax.cuh. For (192, 128) the registers would not suffice.
   static constexpr bool KEEPS_LIMITS = !CAN_SPLIT && QK_PACK == 1 && HEAD_DIM == HEAD_DIM_V;
   static constexpr bool CACHE = false;           // see CacheConfig
   static constexpr bool FP8_CACHE = false;       // only a DecodeConfig reads one
@@ -76,7 +76,7 @@ struct Config {
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
 
   static_assert(!CAN_SPLIT || (M_TILES == 1 && (BLOCK_Q & (BLOCK_Q - 1)) == 0),
-                "math/few_rows.cuh: 16 rows for each warp; packed heads share a power of two");
+                "device/few_rows.cuh: 16 rows for each warp; packed heads share a power of two");
   static_assert(STAGES == 1 || STAGES == 2, "the main loop knows one or two buffers");
   static_assert(STAGES == 2 || STEP_KEYS == BLOCK_K,
                 "with one buffer V is awaited once, after all scores of the block");
@@ -88,7 +88,7 @@ struct Config {
 };
 
 // A Config of twice as many warps: each row belongs to two, of which each takes half of the keys of
-// a block, STEP_KEYS (math/key_groups.cuh).
+// a block, STEP_KEYS (device/key_groups.cuh).
 template <class Base>
 struct KeyGroupsConfig : Base {
   static constexpr int KEY_GROUPS = 2;
@@ -144,7 +144,7 @@ struct CacheConfig : FewRows {
 template <class FewRows>
 struct MaskedConfig : FewRows {
   static constexpr bool MASKED = true;
-  static constexpr bool LOADS_ADDED_LATE = false;  // math/lane_masks.cuh
+  static constexpr bool LOADS_ADDED_LATE = false;  // device/lane_masks.cuh
   static_assert(FewRows::CAN_SPLIT && FewRows::STAGES == 2 && FewRows::M_TILES == 1 &&
                     FewRows::STEP_KEYS == FewRows::BLOCK_K,
                 "mma_sync/masked_fwd.cuh: two buffers, and all keys of a block at once");

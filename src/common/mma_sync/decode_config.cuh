@@ -33,7 +33,7 @@ struct DecodeConfig {
   static constexpr bool FP8_CACHE = FP8_CACHE_;
   static constexpr int ELEMENT_BYTES = FP8_CACHE ? 1 : 2;
 
-  // What math/online_softmax.cuh needs to know of a warp.
+  // What device/online_softmax.cuh needs to know of a warp.
   struct Warp {
     static constexpr DType DTYPE = PRODUCT;
     static constexpr int HEAD_DIM_V = HEAD_DIM_;

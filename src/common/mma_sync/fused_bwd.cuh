@@ -13,7 +13,7 @@
 //            one block late, so that one barrier of the CTA serves a block
 //
 // dQ is added to sums in fp32 (DqSums), which another kernel scales and converts;
-// math/dq_turns.cuh says in which order.
+// device/dq_turns.cuh says in which order.
 #pragma once
 
 #include <cstdint>

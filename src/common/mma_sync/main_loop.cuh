@@ -1,9 +1,9 @@
 // The main loop of the kernels on mma.sync and cp.async: a CTA visits the key blocks that its rows
-// see, from the last one (which may be shorter) back to the first. `weigh` makes P from Q and K;
-// `multiply` adds P V to the outputs.
-//   two stages:  wait K, V | barrier | start next K, V | weigh | multiply
-//   one stage:   wait K | barrier | start V | weigh | wait V | barrier | start next K | multiply
-// With key groups (math/key_groups.cuh) the first two blocks are started together, because the
+// see, from the last one (which may be shorter) back to the first. `exponentiate` makes P of Q and
+// K; `multiply` adds P V to the outputs.
+//   two stages: wait K, V | barrier | start next K, V | exponentiate | multiply
+//   one stage:  wait K | barrier | start V | exponentiate | wait V | barrier | next K | multiply
+// With key groups (device/key_groups.cuh) the first two blocks are started together, because the
 // products of a warp then take less time than a copy.
 #pragma once
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void start_q(uint32_t q_smem, const AttentionParams& 
 }
 
 // The walk over all blocks from the last one back to the one at `begin`. Another walk may leave
-// blocks out (math/masks.cuh).
+// blocks out (device/masks.cuh).
 template <class C>
 struct EveryBlock {
   int begin;

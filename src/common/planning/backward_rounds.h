@@ -1,5 +1,5 @@
 // What folders plan alike whose backward pass goes over rounds of query rows and copies by TMA
-// (math/backward_rounds.cuh). Pure host code.
+// (device/backward_rounds.cuh). Pure host code.
 #pragma once
 
 #include <cstddef>
