@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash._errors import UnsupportedError
 
 # How one dimension of a mesh splits a call: not at all, batches, heads of q together with those of
 # k and v, or heads of q that all read the one head of k and v.
 _WHOLE, _BATCH, _HEADS, _HEADS_OF_Q = "whole", "batch", "heads", "heads of q"
+# What the dimensions of options are whose row in the table says so.
+_STRIDED = {option.name: option.dimensions for option in _native.call_options()}
 
 
 def has_dtensor(*tensors: object) -> bool:
@@ -169,10 +172,14 @@ class _Call:
             return self._if_whole(x, x.ndim - 4, self.batch), self._if_whole(
                 x, x.ndim - 3, self.heads_q
             )
-        if name in ("key_ranges", "block_mask"):
+        if name == "key_ranges":
             return self._if_whole(x, 0, self.batch), self._if_whole(x, 1, self.heads_q)
-        if name == "alibi_slopes":
-            return (batched if x.ndim == 2 else None), x.ndim - 1
+        if dimensions := _STRIDED.get(name):
+            given = dimensions[len(dimensions) - x.ndim :]
+            places = {what: axis for axis, what in enumerate(given)}
+            return self._if_whole(x, places.get("batch", -1), self.batch), self._if_whole(
+                x, places.get("heads_q", -1), self.heads_q
+            )
         if name in ("q_descale", "k_descale", "v_descale"):
             if x.ndim == 0 or tuple(x.shape) == (1,):
                 return None, None

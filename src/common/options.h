@@ -5,6 +5,7 @@
 #include <iterator>
 #include <optional>
 
+#include "common/mask_params.h"
 #include "common/planning/plan.h"
 #include "common/problem.h"
 
@@ -23,11 +24,34 @@ enum class OptionKind {
   Output,  // the tensor that the call writes: no input of the operator
 };
 
+// The dtypes that a strided tensor may have: a sum of these.
+enum Element : uint32_t { ELEMENT_F32 = 1, ELEMENT_BOOL = 2, ELEMENT_INT8 = 4, ELEMENT_INT32 = 8 };
+
+// What the size of a dimension of a strided tensor has to be: sequences, query heads, query rows,
+// or blocks of MASK_BLOCK rows or keys. Batch, heads and rows have their strides in Problem;
+// elements along keys are neighbours.
+enum class Extent { None, Batch, HeadsQ, RowsQ, BlocksQ, Keys, BlocksK };
+// Whether all share one element along it: where its size is 1, or where it is left out, as leading
+// dimensions may be.
+enum class Repeats { Never, IfOne, IfLeftOut };
+struct Dimension {
+  Extent extent = Extent::None;
+  Repeats repeats = Repeats::Never;
+};
+constexpr int MOST_DIMENSIONS = 4;
+
 struct Option {
   const char* name;
   OptionKind kind;
   ::archflash::Flag Problem::* flag = nullptr;  // the field that an option of kind Flag sets
   std::optional<Operand> operand;  // the operand that an option which is a tensor becomes
+  // Of a strided tensor: the fields that say that it is given, and how; what it has to be; whether
+  // packed sequences take it. Null for others.
+  ::archflash::Flag Problem::* present = nullptr;
+  Strides Problem::* strides = nullptr;
+  uint32_t dtypes = 0;
+  bool of_packed = false;
+  Dimension dimensions[MOST_DIMENSIONS] = {};
   // Whether a call gives the option; null where calls are not described by it, and for a Flag.
   bool (*given)(const Problem&) = nullptr;
   // How a folder that serves the option lists it among its features; the option's name if null.
@@ -74,7 +98,57 @@ constexpr const char* feature_of(const Option& option) {
 
 // Whether a call gives an option, as far as its problem says.
 inline bool is_given(const Option& option, const Problem& problem) {
-  return option.flag ? problem.*option.flag : option.given && option.given(problem);
+  if (option.flag) return problem.*option.flag;
+  if (option.present) return problem.*option.present;
+  return option.given && option.given(problem);
+}
+
+// The number of dimensions of a strided tensor, those counted that may be left out.
+constexpr int dimensions_of(const Option& option) {
+  int count = 0;
+  while (count < MOST_DIMENSIONS && option.dimensions[count].extent != Extent::None) ++count;
+  return count;
+}
+
+// The elements that a strided tensor has along a dimension where none is shared.
+inline int64_t size_of(Extent extent, const Problem& p) {
+  const auto blocks = [](int64_t rows) { return rows / MASK_BLOCK + (rows % MASK_BLOCK != 0); };
+  switch (extent) {
+    case Extent::None:
+      return 1;
+    case Extent::Batch:
+      return p.batch;
+    case Extent::HeadsQ:
+      return p.heads_q;
+    case Extent::RowsQ:
+      return p.nq;
+    case Extent::BlocksQ:
+      return blocks(p.nq);
+    case Extent::Keys:
+      return p.nk;
+    case Extent::BlocksK:
+      return blocks(p.nk);
+  }
+  return 1;
+}
+
+// The stride of a strided tensor along a dimension; null along keys, where it is 1.
+constexpr int64_t* stride_along(Extent extent, Strides& strides) {
+  switch (extent) {
+    case Extent::Batch:
+      return &strides.batch;
+    case Extent::HeadsQ:
+      return &strides.head;
+    case Extent::RowsQ:
+    case Extent::BlocksQ:
+      return &strides.row;
+    default:
+      return nullptr;
+  }
+}
+
+constexpr int64_t element_bytes(const Option& option) {
+  return option.dtypes & (ELEMENT_F32 | ELEMENT_INT32) ? 4 : 1;
 }
 
 // The name of a flag's field in Problem.

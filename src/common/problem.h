@@ -68,8 +68,13 @@ struct Problem {
   int64_t mask_align;  // as q_align below; 0 without attn_mask
   int64_t key_ranges;  // ranges of each query; 0: key_ranges is not given
   Strides range_strides;
-  Strides slope_strides;  // of alibi_slopes; `row` is 0
-  Strides block_strides;  // of block_mask: `row` is the step from one row of blocks to the next
+  // Those of strided options (common/options.inc), as `alibi_slopes_strides`. Of block_mask `row`
+  // is the step from one row of blocks to the next.
+#define ARCHFLASH_OPTION(...)
+#define ARCHFLASH_FLAG(...)
+#define ARCHFLASH_TENSOR(...)
+#define ARCHFLASH_STRIDED(option, ...) Strides option##_strides;
+#include "common/options.inc"
 
   // Of attention_with_kvcache: 0 for every other call. k and v above are then the caches, nk is the
   // capacity of a sequence in rows, and the lengths are on the device only.
@@ -106,12 +111,13 @@ struct Problem {
   Flag on_cuda;           // whether tensors are on a CUDA device, or elsewhere (CPU, meta)
   Flag kv_cache;          // k and v are caches: a call of attention_with_kvcache
   Flag cache_batch_idx, leftpad_k;  // these tensors of it are given
-  Flag alibi_slopes, block_mask;    // these tensors are given
   Flag slopes_need_grad;            // autograd will want the gradient of alibi_slopes
   Flag qv_unit;                     // the last dimension of qv is contiguous; 0 without qv
-  // Flags of options (common/options.inc), as asked. `causal` is already folded into window_right.
+  // Flags of options (common/options.inc), as asked, and whether strided ones are given. `causal`
+  // is already folded into window_right.
 #define ARCHFLASH_OPTION(...)
 #define ARCHFLASH_TENSOR(...)
+#define ARCHFLASH_STRIDED(option, ...) Flag option;
 #define ARCHFLASH_FLAG(option, field, ...) Flag field;
 #include "common/options.inc"
 };
@@ -138,9 +144,7 @@ constexpr void for_each_field(P& p, F&& f) {
   f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask);
   f("mask_strides", p.mask_strides), f("mask_key", p.mask_key), f("mask_align", p.mask_align);
   f("key_ranges", p.key_ranges), f("range_strides", p.range_strides);
-  f("alibi_slopes", p.alibi_slopes), f("slope_strides", p.slope_strides);
   f("slopes_need_grad", p.slopes_need_grad);
-  f("block_mask", p.block_mask), f("block_strides", p.block_strides);
   f("descale", p.descale);
   f("needs_grad", p.needs_grad), f("on_cuda", p.on_cuda), f("kv_cache", p.kv_cache);
   f("cache_batch", p.cache_batch), f("page_size", p.page_size);
@@ -153,6 +157,8 @@ constexpr void for_each_field(P& p, F&& f) {
   f("mask_keys", p.mask_keys), f("attention_chunk", p.attention_chunk);
 #define ARCHFLASH_OPTION(...)
 #define ARCHFLASH_TENSOR(...)
+#define ARCHFLASH_STRIDED(option, ...) \
+  f(#option, p.option), f(#option "_strides", p.option##_strides);
 #define ARCHFLASH_FLAG(option, field, ...) f(#field, p.field);
 #include "common/options.inc"
 }

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "common/mask_params.h"
+#include "common/options.h"
 #include "runtime/text.h"
 
 namespace archflash {
@@ -85,6 +85,16 @@ void check_strides(const Checker& check, const Layout& x) {
   }
 }
 
+// A tensor that a call may have: its strides, all 0 where it does not.
+void check_strides_of(const Checker& check, const Layout& layout, bool given) {
+  check_strides(check, layout);
+  const Strides& s = layout.strides;
+  if (!given && (s.batch != 0 || s.head != 0 || s.row != 0)) {
+    refuse("field '", check.prefix, layout.name,
+           "' has strides: they must be 0, as the tensor is not given");
+  }
+}
+
 // The first dimension of k and v, and their rows: of a sequence, or of a page.
 struct Rows {
   int64_t batch, rows;
@@ -155,13 +165,7 @@ void check_descales(const Checker& check, const Problem& p) {
        {Layout{"q_descale", p.q_descale, p.batch, q_heads, blocks(p.nq), 1},
         Layout{"k_descale", p.k_descale, p.batch, p.heads_kv, blocks(p.nk), 1},
         Layout{"v_descale", p.v_descale, p.batch, p.heads_kv, blocks(p.nk), 1}}) {
-    check_strides(check, layout);
-    const Strides& s = layout.strides;
-    const bool given = p.descale >> bit++ & 1;
-    if (!given && (s.batch != 0 || s.head != 0 || s.row != 0)) {
-      refuse("field '", check.prefix, layout.name,
-             "' has strides: they must be 0, as the descale is not given");
-    }
+    check_strides_of(check, layout, p.descale >> bit++ & 1);
   }
 }
 
@@ -170,27 +174,26 @@ void check_masks(const Checker& check, const Problem& p) {
   const int64_t most_masks = packed_keys ? 0 : p.kv_cache ? 1 : 1 + DTYPE_COUNT;  // 1: bool alone
   check.range(0, most_masks, {{"mask", p.mask}});
   check.range(0, packed_keys ? 0 : MOST_RANGES, {{"key_ranges", p.key_ranges}});
-  check.range(0, p.varlen ? 0 : 1, {{"block_mask", p.block_mask}});
   check.range(0, p.alibi_slopes ? 1 : 0, {{"slopes_need_grad", p.slopes_need_grad}});
-  const auto blocks = [](int64_t rows) { return rows / MASK_BLOCK + (rows % MASK_BLOCK != 0); };
   const int64_t batch = p.varlen ? 1 : p.batch;
   const Layout of_mask{"mask_strides", p.mask_strides, batch, p.heads_q, p.nq, 1};
   const Layout of_ranges{"range_strides", p.range_strides, batch, p.heads_q, p.nq,
                          2 * p.key_ranges};
-  const Layout of_slopes{"slope_strides", p.slope_strides, p.batch, p.heads_q, 1, 1};
-  const Layout of_blocks{"block_strides", p.block_strides, p.batch,
-                         p.heads_q,       blocks(p.nq),    blocks(p.nk)};
-  const std::pair<const Layout&, bool> layouts[] = {{of_mask, p.mask != 0},
-                                                    {of_ranges, p.key_ranges != 0},
-                                                    {of_slopes, p.alibi_slopes},
-                                                    {of_blocks, p.block_mask}};
-  for (const auto& [layout, given] : layouts) {
-    check_strides(check, layout);
-    const Strides& s = layout.strides;
-    if (!given && (s.batch != 0 || s.head != 0 || s.row != 0)) {
-      refuse("field '", check.prefix, layout.name,
-             "' has strides: they must be 0, as the tensor is not given");
+  check_strides_of(check, of_mask, p.mask != 0);
+  check_strides_of(check, of_ranges, p.key_ranges != 0);
+  for (const Option& option : OPTIONS) {
+    if (!option.strides) continue;
+    const bool allowed = (option.of_packed || !p.varlen) && (option.of_cache || !p.kv_cache);
+    check.range(0, allowed ? 1 : 0, {{option.name, p.*option.present}});
+    const std::string name = std::string(option.name) + "_strides";
+    Strides sizes{1, 1, 1};
+    int64_t keys = 1;
+    for (const auto& [extent, repeats] : option.dimensions) {
+      int64_t* const size = stride_along(extent, sizes);
+      (size ? *size : keys) *= size_of(extent, p);
     }
+    const Layout layout{name.c_str(), p.*option.strides, sizes.batch, sizes.head, sizes.row, keys};
+    check_strides_of(check, layout, p.*option.present);
   }
   check.range(0, p.mask != 0 ? ELEMENTS : 0, {{"mask_key", p.mask_key}});
   check.require(p.mask_key <= ELEMENTS / std::max<int64_t>(p.nk, 1), "mask_key",
@@ -255,8 +258,7 @@ void check_cache(const Checker& check, const Problem& p) {
   if (!p.kv_cache) return;
   check.require(p.q_offset_default, "q_offset_default", "0", "1, as kv_cache is 1");
   check.range(0, 0,
-              {{"block_mask", p.block_mask},
-               {"slopes_need_grad", p.slopes_need_grad},
+              {{"slopes_need_grad", p.slopes_need_grad},
                {"approximate", p.approximate},
                {"needs_grad", p.needs_grad}});
   check.range(UNKNOWN, UNKNOWN, {{"max_seqlen_k", p.max_seqlen_k}});

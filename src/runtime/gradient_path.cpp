@@ -175,9 +175,12 @@ nb::object attention_backward(const GradientCall& given) {
   }
   if (needs_dispatcher(a)) return unserved;
   if (given.refuse_recorded) {
-    for (const nb::handle x : {given.dout, a.q, a.k, a.v, a.out, given.lse, given.dlse, given.dq,
-                               given.dk, given.dv, a.sinks, a.attn_mask, a.alibi_slopes}) {
+    for (const nb::handle x :
+         {given.dout, a.q, a.k, a.v, a.out, given.lse, given.dlse, given.dq, given.dk, given.dv}) {
       if (requires_gradient(x)) return unserved;
+    }
+    for (int i = 0; i < OPTION_COUNT; ++i) {
+      if (OPTIONS[i].differentiable && requires_gradient(a.*ARGUMENTS[i])) return unserved;
     }
   }
   Seen dout, lse, dlse;

@@ -485,7 +485,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "block_mask-shape": (
         padded(block_mask=torch.zeros(1, 1, 7, 9, dtype=torch.bool)),
         ValueError,
-        ("block_mask has shape (1, 1, 7, 9)", "(2 or 1, 4 or 1, 1, 1)", "64 queries and 64 keys"),
+        ("block_mask has shape (1, 1, 7, 9)", "(2 or 1, 4 or 1, 1, 1)", "64 rows and 64 keys"),
     ),
     "block_mask-packed": (
         packed(block_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool)),

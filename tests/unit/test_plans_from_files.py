@@ -165,7 +165,7 @@ HOSTILE_PROBLEMS: list[tuple[str, Any, str]] = [
     ("descale", 2, "'descale' is 2: it must be without bits 1 and 2, as k and v are float16"),
     ("kv_dtype", "float8_e4m3fn", "'kv_dtype' is float8_e4m3fn: it must be float16 as dtype is"),
     ("page_size", 16, "'page_size' is 16: it must be an integer from 0 to 0"),
-    ("k_descale.head", 1, "'k_descale' has strides: they must be 0, as the descale is not given"),
+    ("k_descale.head", 1, "'k_descale' has strides: they must be 0, as the tensor is not given"),
     ("q_align", 32, "'q_align' is 32: it must be 1, 2, 4, 8 or 16"),
     ("out_align", 0, "'out_align' is 0: it must be 1, 2, 4, 8 or 16"),
     ("q_column", -1, "'q_column' is -1: it must be an integer from 0"),

@@ -8,6 +8,7 @@
 #include <variant>
 #include <vector>
 
+#include "common/options.h"
 #include "common/planning/backward.h"
 #include "common/planning/core_set.h"
 
@@ -132,11 +133,11 @@ int64_t start_of(const BackwardProblem& whole, const Part& part, Operand operand
       return at(whole.dmask_strides, head_q, FLOAT);
     case Operand::KeyRanges:
       return at(call.range_strides, head_q, sizeof(int32_t));
-    case Operand::AlibiSlopes:
-      return at(call.slope_strides, head_q, FLOAT);
-    case Operand::BlockMask:
-      return at(call.block_strides, head_q, 1);
     default:
+      for (const Option& option : OPTIONS) {
+        if (option.strides && option.operand == operand)
+          return at(call.*option.strides, head_q, element_bytes(option));
+      }
       return 0;  // all parts read the same, or share it
   }
 }

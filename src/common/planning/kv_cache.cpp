@@ -47,7 +47,7 @@ int32_t chunk_of(const Problem& problem) {
 }
 
 AlibiSlopes alibi_slopes(const Problem& problem) {
-  return {nullptr, problem.slope_strides.batch, problem.slope_strides.head};
+  return {nullptr, problem.alibi_slopes_strides.batch, problem.alibi_slopes_strides.head};
 }
 
 bool has_append(const Problem& problem) { return problem.n_new != 0 || problem.rotary_dim != 0; }

@@ -23,9 +23,9 @@ MaskParams mask_params(const Problem& problem) {
   const Strides& ranges = problem.range_strides;
   params.ranges_batch = ranges.batch, params.ranges_head = ranges.head;
   params.ranges_row = ranges.row;
-  params.slopes_batch = problem.slope_strides.batch;
-  params.slopes_head = problem.slope_strides.head;
-  const Strides& blocks = problem.block_strides;
+  params.slopes_batch = problem.alibi_slopes_strides.batch;
+  params.slopes_head = problem.alibi_slopes_strides.head;
+  const Strides& blocks = problem.block_mask_strides;
   params.blocks_batch = blocks.batch, params.blocks_head = blocks.head;
   params.blocks_row = blocks.row;
   params.ranges = static_cast<int32_t>(problem.key_ranges);

@@ -32,6 +32,14 @@ const char* kind_name(OptionKind kind) {
   return "";
 }
 
+std::vector<const char*> dimension_names(const Option& option) {
+  constexpr const char* NAMES[] = {"", "batch", "heads_q", "nq", "blocks_q", "nk", "blocks_k"};
+  std::vector<const char*> names;
+  for (int i = 0; i < dimensions_of(option); ++i)
+    names.push_back(NAMES[static_cast<int>(option.dimensions[i].extent)]);
+  return names;
+}
+
 nb::object default_of(const Option& option) {
   if (option.kind == OptionKind::Flag) return nb::bool_(false);
   return option.default_text == nullptr ? nb::none() : nb::cast(option.default_text);
@@ -96,6 +104,9 @@ void bind_options(nb::module_& m) {
       .def_prop_ro(
           "feature", [](const Option& o) { return feature_of(o); },
           "How a folder that serves a flag lists it among its features.")
+      .def_prop_ro("dimensions", &dimension_names,
+                   "What the dimensions of a strided tensor are: batch, heads_q and so on; empty "
+                   "for other options.")
       .def_ro("doc", &Option::doc, "How its entry in the docstring of attention() begins.");
   m.def("dtypes", &dtype_names, "Those that q, k and v may have, as torch spells them; FP8 last.");
   m.def(

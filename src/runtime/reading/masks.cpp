@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 
 #include "common/mask_params.h"
 #include "runtime/reading/reading.h"
@@ -102,50 +103,67 @@ void read_key_ranges(const Arguments& a, const TensorView& q, Call& call) {
   set_address(call, Operand::KeyRanges, view);
 }
 
-void read_alibi_slopes(const Arguments& a, const TensorView& q, Call& call) {
-  if (a.alibi_slopes.is_none()) return;
-  TensorView view;
-  read(a.alibi_slopes, "alibi_slopes", call, view);
-  Problem& p = call.problem;
-  if (!view.is_float || view.dtype != DType::F32)
-    wrong_type("alibi_slopes has dtype ", dtype_text(a.alibi_slopes), ": it must be torch.float32");
-  check_same_device(view, "alibi_slopes", q);
-  const bool fits = (view.ndim == 1 || (view.ndim == 2 && view.shape[0] == p.batch)) &&
-                    view.shape[view.ndim - 1] == p.heads_q;
-  if (!fits) {
-    wrong_value("alibi_slopes has shape ", describe_shape(view), ": it must be (", p.heads_q,
-                ",) or (", p.batch, ", ", p.heads_q, ")");
+// The shapes that a strided tensor may have: "(4,) or (2, 4)", "(2 or 1, 4 or 1, 8, 8)".
+std::string shapes_of(const Option& option, const Problem& p) {
+  const int most = dimensions_of(option);
+  std::string shapes;
+  for (int first = most - 1; first >= 0; --first) {
+    if (first > 0 && option.dimensions[first - 1].repeats != Repeats::IfLeftOut) continue;
+    std::string sizes;
+    for (int i = first; i < most; ++i) {
+      const auto& [extent, repeats] = option.dimensions[i];
+      sizes += join(i == first ? "" : ", ", size_of(extent, p),
+                    repeats == Repeats::IfOne ? " or 1" : "");
+    }
+    shapes += join(shapes.empty() ? "(" : " or (", sizes, first == most - 1 ? ",)" : ")");
   }
-  p.alibi_slopes = true;
-  p.slope_strides = {stride_from_end(view, 2), stride_from_end(view, 1), 0};
-  set_address(call, Operand::AlibiSlopes, view);
+  return shapes;
 }
 
-void read_block_mask(const Arguments& a, const TensorView& q, Call& call) {
-  if (a.block_mask.is_none()) return;
+// A tensor as its row of the table of options describes it.
+void read_strided(const Option& option, nb::handle object, const TensorView& q, Call& call) {
   TensorView view;
-  read(a.block_mask, "block_mask", call, view);
+  read(object, option.name, call, view);
   Problem& p = call.problem;
-  refuse_packed("block_mask", p);
-  if (!view.is_bool && !view.is_int8) {
-    wrong_type("block_mask has dtype ", dtype_text(a.block_mask),
-               ": it must be torch.bool or torch.int8, as archflash.summarize_mask gives it");
+  if (!option.of_packed) refuse_packed(option.name, p);
+  const std::pair<bool, const char*> dtypes[] = {
+      {view.is_float && view.dtype == DType::F32, "torch.float32"},
+      {view.is_bool, "torch.bool"},
+      {view.is_int8, "torch.int8"},
+      {view.is_int32, "torch.int32"}};
+  std::string allowed;
+  bool is_allowed = false;
+  for (size_t i = 0; i < std::size(dtypes); ++i) {
+    if (!(option.dtypes >> i & 1)) continue;
+    is_allowed = is_allowed || dtypes[i].first;
+    allowed += join(allowed.empty() ? "" : " or ", dtypes[i].second);
   }
-  check_same_device(view, "block_mask", q);
-  const auto blocks = [](int64_t rows) { return (rows + MASK_BLOCK - 1) / MASK_BLOCK; };
-  const int64_t full[4] = {p.batch, p.heads_q, blocks(p.nq), blocks(p.nk)};
-  bool fits = view.ndim == 4 && view.shape[2] == full[2] && view.shape[3] == full[3];
-  for (int i = 0; fits && i < 2; ++i) fits = view.shape[i] == 1 || view.shape[i] == full[i];
+  if (!is_allowed)
+    wrong_type(option.name, " has dtype ", dtype_text(object), ": it must be ", allowed);
+  check_same_device(view, option.name, q);
+
+  const int most = dimensions_of(option), left_out = most - view.ndim;
+  bool fits = left_out >= 0;
+  for (int i = 0; fits && i < most; ++i) {
+    const auto& [extent, repeats] = option.dimensions[i];
+    const int64_t size = i < left_out ? 0 : view.shape[i - left_out];
+    fits = i < left_out ? repeats == Repeats::IfLeftOut
+                        : size == size_of(extent, p) || (size == 1 && repeats == Repeats::IfOne);
+  }
   if (!fits) {
-    wrong_value("block_mask has shape ", describe_shape(view), ": it must be (", full[0], " or 1, ",
-                full[1], " or 1, ", full[2], ", ", full[3], "), a number for each ", MASK_BLOCK,
-                " queries and ", MASK_BLOCK, " keys");
+    wrong_value(option.name, " has shape ", describe_shape(view), ": it must be ",
+                shapes_of(option, p), ": ", option.doc);
   }
-  if (view.shape[3] > 1 && view.strides[3] != 1)
-    wrong_value("block_mask has a strided last dimension: call .contiguous() on it");
-  p.block_mask = true;
-  p.block_strides = {stride_of(view, 0), stride_of(view, 1), stride_of(view, 2)};
-  set_address(call, Operand::BlockMask, view);
+  Strides& strides = p.*option.strides;
+  for (int i = left_out; i < most; ++i) {
+    const int axis = i - left_out;
+    if (int64_t* stride = stride_along(option.dimensions[i].extent, strides))
+      *stride = stride_of(view, axis);
+    else if (view.shape[axis] > 1 && view.strides[axis] != 1)
+      wrong_value(option.name, " has a strided last dimension: call .contiguous() on it");
+  }
+  p.*option.present = true;
+  set_address(call, *option.operand, view);
 }
 
 // One number for the tensor, each of `heads` (or of `other_heads`), each of those of every batch,
@@ -195,9 +213,12 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
 
 void read_masks(const Arguments& a, const TensorView& q, Call& call) {
   read_mask(a, q, call);
-  read_alibi_slopes(a, q, call);
   read_key_ranges(a, q, call);
-  read_block_mask(a, q, call);
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const Option& option = OPTIONS[i];
+    if (option.strides && !(a.*ARGUMENTS[i]).is_none())
+      read_strided(option, a.*ARGUMENTS[i], q, call);
+  }
 }
 
 void read_sinks(const Arguments& a, const TensorView& q, Call& call) {
