@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from examples import serve_vllm
 from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.platforms import current_platform
 
 import archflash
 from tests.servers import models
@@ -182,6 +184,15 @@ def test_what_a_model_needs_is_named_where_it_is_not_served(folder: Path) -> Non
     path = models.save("deepseek", folder)
     with pytest.raises(ValueError, match="choose --attention-backend ARCHFLASH_MLA"):
         engine(path, "CUSTOM").__enter__()
+
+
+def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    platform = type(current_platform)  # what the example changes there is undone
+    name = "get_attn_backend_cls"
+    monkeypatch.setattr(platform, name, vars(platform)[name])
+    serve_vllm.main(["--tokens", "2"])
+    printed = [line for line in capsys.readouterr().out.splitlines() if "archflash" in line]
+    assert printed[0].endswith(": archflash.integrations.vllm_backend.ArchflashImpl")
 
 
 PROGRAM = """
