@@ -38,8 +38,13 @@ class PagedBatch:
         block_table: int32 (requests, pages of a request).
         slot_mapping: int64 (rows,), where each row goes in the caches; -1 for nowhere.
         causal: whether a row sees no later one: one bool, or int32 (requests,).
+        seen_by_all: int32 (rows, 2): a row also sees the keys from the first of these positions to
+            the second, inclusive; (-1, -1) for none. Images whose rows see one another.
+        prefix_lens: int32 (requests,): all rows of a request see so many of its first keys, and of
+            the others only `prefix_window` up to their own.
         context_lens: int32 (requests,): rows of each request that this rank's share of the cache
             holds, without the rows of this batch. Only where ranks share a cache.
+        call: arguments that all layers have in common.
     """
 
     num_actual_tokens: int
@@ -50,10 +55,14 @@ class PagedBatch:
     slot_mapping: Tensor
     causal: bool | Tensor = True
     context_lens: Tensor | None = None
+    seen_by_all: Tensor | None = None
+    prefix_lens: Tensor | None = None
+    prefix_window: int = 0
     call: dict[str, Any] = field(init=False, repr=False)
+    _ranges: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.call = {  # the arguments that all layers have in common
+        self.call = {
             "cu_seqlens_q": self.query_start_loc,
             "max_seqlen_q": self.max_query_len,
             "cache_seqlens": self.seq_lens,
@@ -63,10 +72,47 @@ class PagedBatch:
     def causal_rows(self) -> Tensor:
         """bool (rows, 1, 1), of `causal` given for each request; computed on the device."""
         assert isinstance(self.causal, Tensor)
-        rows = torch.arange(self.num_actual_tokens, device=self.causal.device, dtype=torch.int32)
-        request = torch.searchsorted(self.query_start_loc[1:], rows, right=True)
-        request = request.clamp(max=self.causal.shape[0] - 1)  # rows that pad the batch
-        return self.causal[request].bool()[:, None, None]
+        return self.causal[self._requests()[1]].bool()[:, None, None]
+
+    def key_ranges(self, window: int | None, clamped: bool) -> Tensor:
+        """int32 (1, 1, rows, 2, 2): two ranges of keys for each row, whose union it sees; computed
+        on the device, once for all layers of a kind.
+
+        Args:
+            window: as `PagedAttention.sliding_window`.
+            clamped: whether the window bounds `seen_by_all`, too.
+        """
+        # A CUDA graph must not keep what was computed before it: its replay would not compute it.
+        captures = self.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
+        key = (window, clamped, captures)
+        if key in self._ranges:
+            return self._ranges[key]
+        rows, request = self._requests()
+        last = self.seq_lens - self.query_start_loc[1:]  # a row's position, less its number
+        position = rows + last[request]
+        if self.prefix_lens is not None:
+            window = self.prefix_window
+        first = torch.zeros_like(position)
+        if window is not None:
+            first = (position - window + 1).clamp(min=0)
+        if self.prefix_lens is not None:
+            other = torch.zeros_like(position), self.prefix_lens[request].minimum(position + 1)
+        else:
+            assert self.seen_by_all is not None
+            begin, end = self.seen_by_all.unbind(-1)
+            begin = begin.clamp(min=0)
+            other = (begin.maximum(first) if clamped else begin), end + 1
+        pairs = [torch.stack(x, -1) for x in ((first, position + 1), other)]
+        ranges = torch.stack(pairs, -2).int()[None, None]
+        self._ranges[key] = ranges
+        return ranges
+
+    def _requests(self) -> tuple[Tensor, Tensor]:
+        """The numbers of the rows, and the request of each."""
+        ends = self.query_start_loc
+        rows = torch.arange(self.num_actual_tokens, device=ends.device, dtype=torch.int32)
+        request = torch.searchsorted(ends[1:], rows, right=True)
+        return rows, request.clamp(max=ends.shape[0] - 2)  # rows behind all requests pad the batch
 
 
 class PagedAttention:
@@ -192,6 +238,14 @@ class PagedAttention:
         k_cache, v_cache = self.caches(kv_cache)
         scales: dict[str, Any] = self._scales(layer) if self._float8 else {}
         causal = batch.causal
+        if causal is True and (batch.seen_by_all is not None or batch.prefix_lens is not None):
+            clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+            call = {name: x for name, x in self._calls[False].items() if name != "window"}
+            ranges = batch.key_ranges(self.sliding_window, clamped)
+            attention_with_kvcache(
+                query, k_cache, v_cache, out=out, key_ranges=ranges, **call, **batch.call, **scales
+            )
+            return output
         if not isinstance(causal, Tensor):
             attention_with_kvcache(
                 query, k_cache, v_cache, out=out, **self._calls[causal], **batch.call, **scales

@@ -23,8 +23,13 @@ from vllm.v1.attention.backend import (
 from archflash._errors import UnsupportedError
 from archflash.integrations._paged import FP8, PagedAttention, PagedBatch
 
-_MOST_HEAD_DIM, _MOST_HEAD_DIM_FP8 = 512, 256
+_MOST_HEAD_DIM, _MOST_HEAD_DIM_FP8, _MOST_HEAD_DIM_RANGES = 512, 256, 256
 _16_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _has_images_seen_by_all(vllm_config: Any) -> bool:
+    """Whether rows of an image see one another: vLLM's mm_prefix."""
+    return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
 
 
 def why_no_cache(dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
@@ -83,6 +88,14 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         return True
 
@@ -102,13 +115,31 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
     def validate_configuration(cls, *args: Any, **kw: Any) -> list[str]:
         """The reasons why not, with what to do where vLLM's own words do not say it."""
         reasons: list[str] = super().validate_configuration(*args, **kw)
-        advice = {
-            "MLA not supported": "choose --attention-backend ARCHFLASH_MLA",
-            "partial multimodal token full attention not supported": "no kernel with paged caches "
-            "sees ranges of keys",
-            "R-SWA not supported": "no kernel with paged caches sees ranges of keys",
+        advice = {"MLA not supported": "choose --attention-backend ARCHFLASH_MLA"}
+        reasons = [f"{r} ({advice[r]})" if r in advice else r for r in reasons]
+        for name, words in (("use_mm_prefix", "mm_prefix"), ("use_rswa", "R-SWA")):
+            if kw.get(name):
+                reasons += [f"{words} with {why}" for why in cls._why_no_ranges(**kw)]
+        return reasons
+
+    @staticmethod
+    def _why_no_ranges(
+        *,
+        head_size: int,
+        kv_cache_dtype: str | None,
+        use_batch_invariant: bool = False,
+        use_dcp: bool = False,
+        **others: Any,
+    ) -> list[str]:
+        """What kernels do not serve together with ranges of keys."""
+        cases = {
+            "an FP8 cache: set --kv-cache-dtype to auto": kv_cache_dtype in FP8,
+            f"head_size {head_size}: up to {_MOST_HEAD_DIM_RANGES}": head_size
+            > _MOST_HEAD_DIM_RANGES,
+            "batch invariance": use_batch_invariant,
+            "decode context parallelism": use_dcp,
         }
-        return [f"{r} ({advice[r]})" if r in advice else r for r in reasons]
+        return [words for words, is_so in cases.items() if is_so]
 
 
 class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -131,9 +162,25 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             self.ranks, self.rank = get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
         # With all in persistent tensors of vLLM there is nothing to update for another draft.
         self.supports_draft_decode_metadata_update = self.ranks == 1
-        if self.ranks > 1:  # where a graph's replay finds the lengths of this rank's share
-            most = vllm_config.scheduler_config.max_num_seqs
+        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.seen_by_all: tuple[Tensor, Tensor] | None = None  # for the host, for the device
+        if _has_images_seen_by_all(vllm_config):
+            on_host = torch.empty(most_rows, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self.seen_by_all = on_host, torch.empty_like(on_host, device=device)
+        self.rswa_window = getattr(vllm_config.model_config, "rswa_window", None)
+        # Where a graph's replay finds what the builder makes of each request.
+        most = vllm_config.scheduler_config.max_num_seqs
+        if self.rswa_window is not None:
+            self.prefix_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        if self.ranks > 1:
             self.context_lens = torch.zeros(most, dtype=torch.int32, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Batches with images that rows see as a whole are in no graph; they never decode."""
+        if _has_images_seen_by_all(vllm_config):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -150,7 +197,13 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             causal=common.causal,
+            seen_by_all=self._images(common),
         )
+        if self.rswa_window is not None and common.rswa_prefix_lens is not None:
+            requests = common.seq_lens.shape[0]
+            given = common.rswa_prefix_lens[:requests]
+            batch.prefix_lens = self.prefix_lens[:requests].copy_(given, non_blocking=True)
+            batch.prefix_window = self.rswa_window
         if self.ranks > 1:
             from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
@@ -165,6 +218,25 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
                 )
             )
         return batch
+
+    def _images(self, common: Any) -> Tensor | None:
+        """`PagedBatch.seen_by_all` of a batch; None where no row is in an image."""
+        if self.seen_by_all is None or common.mm_req_doc_ranges is None:
+            return None
+        from vllm.v1.attention.backends.utils import fill_mm_prefix_query_ranges
+
+        on_host, on_device = self.seen_by_all
+        rows = fill_mm_prefix_query_ranges(
+            on_host.numpy(),
+            common.mm_req_doc_ranges,
+            common.query_start_loc_cpu,
+            common.seq_lens_cpu_upper_bound,
+        )
+        if rows == 0:
+            return None
+        on_host[rows : common.num_actual_tokens] = -1  # rows that pad the batch
+        used = slice(common.num_actual_tokens)
+        return on_device[used].copy_(on_host[used], non_blocking=True)
 
     def update_block_table(
         self, metadata: PagedBatch, blk_table: Tensor, slot_mapping: Tensor

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
@@ -101,6 +104,69 @@ def test_causal_for_each_request(window: int | None) -> None:
         rows = [server.rows[request]]
         check(q[part], out[part], rows, (length,), causal=causal, window=window_of)
         at += length
+
+
+def with_images(clamped: bool) -> Server:
+    server = Server(ArchflashBackend, sliding_window=4)
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(is_mm_prefix_lm=True, rswa_window=None)
+    cls = ArchflashBackend.get_builder_cls()
+    assert cls.get_cudagraph_support(config, server.spec) == AttentionCGSupport.UNIFORM_BATCH
+    server.builder = cls(server.spec, ["layer"], config, torch.device("cpu"))
+    server.layer.mm_prefix_clamp_sliding_window = clamped
+    return server
+
+
+@pytest.mark.parametrize("implementation", ["torch", "ampere"])
+@pytest.mark.parametrize("clamped", [False, True])
+def test_images_whose_rows_see_one_another(clamped: bool, implementation: str) -> None:
+    """Two chunks of a prompt with an image in each and one that both have a part of."""
+    server = with_images(clamped)
+    images = {0: [(1, 2), (3, 9)], 2: [(0, 4)]}
+    at = [0, 0, 0]
+    with archflash.force(implementation):
+        for lengths in ((5, 2, 3), (4, 1, 1)):
+            q, out = server.step(lengths, seed=at[0], mm_req_doc_ranges=images)
+            row = 0
+            for request, length in enumerate(lengths):
+                rows = server.rows[request]
+                for position in range(at[request], at[request] + length):
+                    seen = set(range(max(0, position - 3), position + 1))
+                    for first, last in images.get(request, []):
+                        if first <= position <= last:
+                            seen |= set(range(first, last + 1))
+                    if clamped:
+                        seen = {key for key in seen if key > position - 4}
+                    kept = [rows[key] for key in sorted(seen) if key < len(rows)]
+                    part = slice(row, row + 1)
+                    check(q[part], out[part], [kept], (1,), causal=False)
+                    row += 1
+                at[request] += length
+
+
+@pytest.mark.parametrize("implementation", ["torch", "ampere"])
+def test_a_prefix_that_all_rows_see_beside_their_window(implementation: str) -> None:
+    """R-SWA."""
+    server, config, window = Server(ArchflashBackend), VllmConfig(), 3
+    config.model_config = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=window)
+    cls = ArchflashBackend.get_builder_cls()
+    assert cls.get_cudagraph_support(config, server.spec) == AttentionCGSupport.ALWAYS
+    server.builder = cls(server.spec, ["layer"], config, torch.device("cpu"))
+    prefixes, at = torch.tensor([4, 0, 2], dtype=torch.int32), [0, 0, 0]
+    with archflash.force(implementation):
+        for lengths in ((6, 4, 1), (1, 2, 6)):
+            q, out = server.step(lengths, seed=at[0], rswa_prefix_lens=prefixes)
+            row = 0
+            for request, length in enumerate(lengths):
+                for position in range(at[request], at[request] + length):
+                    kept = [
+                        x
+                        for key, x in enumerate(server.rows[request][: position + 1])
+                        if key < prefixes[request] or key > position - window
+                    ]
+                    check(q[row : row + 1], out[row : row + 1], [kept], (1,), causal=False)
+                    row += 1
+                at[request] += length
 
 
 def test_encoders_have_no_cache() -> None:
@@ -297,6 +363,8 @@ SERVED: dict[str, list[Any]] = {
     "use_per_head_quant_scales": [True],
     "attn_type": list(AttentionType),
     "has_sliding_window": [True],
+    "use_mm_prefix": [True],
+    "use_rswa": [True],
     "use_non_causal": [True],
     "use_batch_invariant": [True],
     "use_kv_connector": [True],
@@ -314,9 +382,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     ],
     "use_mla": [(True, "choose --attention-backend ARCHFLASH_MLA")],
     "use_sparse": [(True, "sparse not supported")],
-    "use_mm_prefix": [(True, "no kernel with paged caches sees ranges of keys")],
     "use_pcp": [(True, "PCP not supported")],
-    "use_rswa": [(True, "no kernel with paged caches sees ranges of keys")],
 }
 
 
@@ -338,37 +404,52 @@ def test_each_row_of_the_configuration_is_served_or_refused_with_a_reason() -> N
             assert words in reason, (name, value)
     (reason,) = reasons(head_size=512, kv_cache_dtype="fp8")
     assert "an FP8 cache with head_size 512" in reason
+    for name, words in (("use_mm_prefix", "mm_prefix"), ("use_rswa", "R-SWA")):
+        for changes, what in (
+            ({"kv_cache_dtype": "fp8"}, "an FP8 cache"),
+            ({"head_size": 512}, "head_size 512"),
+            ({"use_batch_invariant": True}, "batch invariance"),
+            ({"use_dcp": True}, "decode context parallelism"),
+        ):
+            (reason,) = reasons(**{name: True}, **changes)
+            assert reason.startswith(f"{words} with {what}")
     (reason,) = reasons(major=7)
     assert reason == "compute capability not supported"
 
 
 def test_a_kernel_serves_what_is_promised() -> None:
     """On each kind of GPU a kernel serves a decoding and a prefill of every kind, not PyTorch."""
-    for gpu in ("A100", "H200", "RTX 5090", "B200"):
-        for size in SERVED["head_size"]:
-            for dtype in ("auto", "fp8", "fp8_e5m2"):
-                for invariant in (False, True):
-                    if reasons(head_size=size, kv_cache_dtype=dtype):
-                        continue
-                    both = torch.empty(
-                        64, 16, 2, 2 * size, dtype=FP8.get(dtype, torch.bfloat16), device="meta"
-                    )
-                    for rows in (1, 300):
-                        decision = archflash.explain(
-                            torch.empty(4 * rows, 8, size, dtype=torch.bfloat16, device="meta"),
-                            both[..., :size],
-                            both[..., size:],
-                            device=gpu,
-                            cache_seqlens=torch.empty(4, dtype=torch.int32, device="meta"),
-                            page_table=torch.empty(4, 9, dtype=torch.int32, device="meta"),
-                            cu_seqlens_q=torch.empty(5, dtype=torch.int32, device="meta"),
-                            max_seqlen_q=rows,
-                            causal=True,
-                            window=(40, 0),
-                            sinks=torch.empty(8, device="meta"),
-                            batch_invariant=invariant,
-                        )
-                        assert not decision.chosen.startswith("torch"), (gpu, size, dtype, decision)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for gpu, size, dtype, rows, kind in itertools.product(
+        ("A100", "H200", "RTX 5090", "B200"),
+        SERVED["head_size"],
+        ("auto", "fp8", "fp8_e5m2"),
+        (1, 300),
+        ("plain", "invariant", "ranges"),
+    ):
+        if reasons(head_size=size, kv_cache_dtype=dtype, use_rswa=kind == "ranges"):
+            continue
+        options: dict[str, Any] = {
+            "plain": {"causal": True, "window": (40, 0), "sinks": empty(8, dtype=torch.float32)},
+            "invariant": {"causal": True, "batch_invariant": True},
+            "ranges": {"key_ranges": empty(1, 1, 4 * rows, 2, 2)},
+        }[kind]
+        both = empty(64, 16, 2, 2 * size, dtype=FP8.get(dtype, torch.bfloat16))
+        decision = archflash.explain(
+            empty(4 * rows, 8, size, dtype=torch.bfloat16),
+            both[..., :size],
+            both[..., size:],
+            device=gpu,
+            cache_seqlens=empty(4),
+            page_table=empty(4, 9),
+            cu_seqlens_q=empty(5),
+            max_seqlen_q=rows,
+            **options,
+        )
+        assert not decision.chosen.startswith("torch"), (gpu, size, dtype, rows, kind, decision)
 
 
 def test_while_vllm_measures_memory_the_output_is_zero() -> None:
