@@ -5,8 +5,8 @@ A file with several images is compiled with two macros that say the type in whic
 ends (src/common/instantiate.cuh). All machine code is assembled from PTX texts that are kept: the
 wheel carries them, and the simulator runs them. Outputs, in --output: IMAGE.fatbin (compressed;
 machine code for every target, and the PTX of a group that has the target `ptx`),
-IMAGE.compute_XX.ptx.xz (the texts) and IMAGE.json (registers, spills, shared and stack bytes per
-target and kernel).
+IMAGE.compute_XX.ptx (the texts, which pack_texts.py packs) and IMAGE.json (registers, spills,
+shared and stack bytes per target and kernel).
 
 ARCHFLASH_KERNEL_CACHE may name a folder where compiled texts and machine code are kept between
 builds: a kernel whose preprocessed source is unchanged is then not compiled again, and a PTX text
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import lzma
 import os
 import re
 import subprocess
@@ -36,21 +35,6 @@ def run(command: list[str]) -> str:
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
-
-
-# How texts are packed: contexts for text instead of machine words, and hash chains. Matches up to
-# 128 characters long would make them 4% smaller in 1.7 times the time: 20 s of one core in a build.
-PACKING = [
-    {
-        "id": lzma.FILTER_LZMA2,
-        "preset": 6,
-        "lc": 4,
-        "pb": 0,
-        "mf": lzma.MF_HC4,
-        "nice_len": 64,
-        "depth": 8,
-    }
-]
 
 
 @cache
@@ -207,8 +191,6 @@ def main() -> None:
             arguments.toolkit, source, arguments.source_root, macros, virtual, ptx_file
         )
         ptx_file.write_text(text)
-        packed = lzma.compress(text.encode(), filters=PACKING)
-        (output / f"{image}.compute_{virtual}.ptx.xz").write_bytes(packed)
         for target in targets.split(","):
             if target == "ptx":
                 newer = output / f"{image}.newer.ptx"

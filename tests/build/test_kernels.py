@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import lzma
 import math
 import re
 import subprocess
@@ -21,7 +20,7 @@ import archflash
 from archflash import _archflash as native
 from archflash import _registry
 from archflash._api import find_device, make_problem
-from tests.kernel_files import KERNELS
+from tests.kernel_files import KERNELS, ptx_texts
 from tests.many_cases import one_test_for_each
 
 from .machine_code import (
@@ -76,12 +75,19 @@ def targets_of(image: str, prefix: str) -> list[str]:
 
 def lowest_ptx_of(image: str) -> str:
     """The PTX text of the oldest GPUs that the kernels are for."""
-    texts = (file.name.split(".")[1] for file in KERNELS.glob(f"{image}.*.ptx.xz"))
-    return min(texts, key=lambda name: int(re.sub(r"\D", "", name)))
+    targets = (target for name, target, _ in texts_of(image.partition("/")[0]) if name == image)
+    return min(targets, key=lambda name: int(re.sub(r"\D", "", name)))
 
 
 def ptx_text(image: str, target: str) -> str:
-    return lzma.decompress((KERNELS / f"{image}.{target}.ptx.xz").read_bytes()).decode()
+    texts = texts_of(image.partition("/")[0])
+    (text,) = (text for name, of, text in texts if (name, of) == (image, target))
+    return text
+
+
+@functools.lru_cache(maxsize=1)  # all images of a folder are asked for one after another
+def texts_of(folder: str) -> list[tuple[str, str, str]]:
+    return list(ptx_texts(folder))
 
 
 def statements(ptx: str) -> list[str]:
@@ -210,9 +216,9 @@ def test_the_lowest_ptx_of_a_folder_is_that_of_its_oldest_gpus(folder: str, ptx:
         assert entries(text) == built
 
 
-@pytest.mark.parametrize("file", sorted(KERNELS.glob("*/*.ptx.xz")), ids=lambda file: file.name)
-def test_ptx_names_no_path_of_the_building_machine(file: Path) -> None:
-    text = lzma.decompress(file.read_bytes()).decode()
+@every_image
+def test_ptx_names_no_path_of_the_building_machine(image: str) -> None:
+    text = ptx_text(image, lowest_ptx_of(image))
     files = re.findall(r'^\s*\.file\s+\d+\s+"([^"]*)"', text, flags=re.MULTILINE)
     assert files  # line information is there
     folders = [*FOLDERS_OF_KERNELS, "common", "cuda"]

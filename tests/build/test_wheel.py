@@ -32,17 +32,7 @@ FOLDER_TARGETS = {
     "merge": ("compute_80",),
     "quantize": ("compute_89",),
 }
-SECOND_TEXTS = dict.fromkeys(
-    (
-        *(
-            f"ampere/{name}_{dtype}"
-            for name in ("cache_fp8", "decode")
-            for dtype in ("bf16", "f16")
-        ),
-        *("ada/fwd_e4m3", "ada/fwd_e5m2"),
-    ),
-    ("compute_90.ptx.xz",),
-)
+SECOND_TEXTS = dict.fromkeys(("ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"), ("compute_90",))
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -102,15 +92,17 @@ def test_the_wheel_carries_the_package_and_its_types(wheel: Path) -> None:
 
 @pytest.mark.parametrize("folder", FOLDER_TARGETS)
 def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: str) -> None:
-    sources = (ROOT / "src" / folder / "kernels").glob("*.cu")
-    stems = [image for file in sources for image in images_of(file)]
+    files = sorted((ROOT / "src" / folder / "kernels").glob("*.cu"))
+    stems = [image for file in files for image in images_of(file)]
     assert stems
-    endings = [*(f"{ptx}.ptx.xz" for ptx in FOLDER_TARGETS[folder]), "json"]
     expected = sorted(
-        f"archflash/_kernels/{folder}/{stem}.{ending}"
-        for stem in stems
-        for ending in [*endings, *SECOND_TEXTS.get(f"{folder}/{stem}", ())]
-        if not (stem.startswith("fwd_103") and ending.startswith("compute_110f"))
+        [f"archflash/_kernels/{folder}/{stem}.json" for stem in stems]
+        + [
+            f"archflash/_kernels/{folder}/{'+'.join(images_of(file))}.{ptx}.ptx.xz"
+            for file in files
+            for ptx in [*FOLDER_TARGETS[folder], *SECOND_TEXTS.get(f"{folder}/{file.stem}", ())]
+            if not (file.stem.startswith("fwd_103") and ptx == "compute_110f")
+        ]
     )
     given = sorted(name for name in names_in(wheel) if f"_kernels/{folder}/" in name)
     assert given == expected

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import lzma
 import random
 import re
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from archflash import sim
-from tests.kernel_files import KERNELS
+from tests.kernel_files import KERNELS, ptx_texts
 
 from . import tags
 from .explained import EXPLAINED, explanation
@@ -267,10 +266,9 @@ def test_every_tag_covers_an_instruction_of_a_kernel(kind: str) -> None:
 def lines_with_instructions() -> set[tuple[str, int]]:
     """(file, line) of all line information in the PTX that is installed, inlined lines too."""
     found = set()
-    for file in KERNELS.glob("*/*.ptx.xz"):
-        if "_f16." in file.name:  # made from the same lines as the image for bf16
+    for image, _, text in ptx_texts():
+        if image.endswith("_f16"):  # made from the same lines as the image for bf16
             continue
-        text = lzma.decompress(file.read_bytes()).decode()
         names = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE))
         locations = set(re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", text, re.MULTILINE))
         locations |= set(re.findall(r"inlined_at (\d+) (\d+)", text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -306,20 +307,24 @@ def ptx_text(image: str, capability: tuple[int, int]) -> str:
     """
     folder, _, stem = image.partition("/")
     kernels = resources.files("archflash") / "_kernels" / folder
-    names = [file.name for file in kernels.iterdir()] if kernels.is_dir() else []
-    start, end = f"{stem}.", ".ptx.xz"
-    targets = [
-        name.removeprefix(start).removesuffix(end)
-        for name in names
-        if name.startswith(start) and name.endswith(end)
-    ]
-    target = _runtime.pick_target(targets, capability)
+    files = {}  # by target
+    for file in kernels.iterdir() if kernels.is_dir() else ():
+        images, _, target = file.name.removesuffix(".ptx.xz").rpartition(".")
+        if file.name.endswith(".ptx.xz") and stem in images.split("+"):
+            files[target] = file
+    target = _runtime.pick_target(list(files), capability)
     if target is None:
         raise NotCompiledError(
             f"no PTX of {image} that compute capability {capability[0]}.{capability[1]} runs is in "
             "this build: build again with ARCHFLASH_ARCHS=all"
         )
-    return lzma.decompress((kernels / f"{start}{target}{end}").read_bytes()).decode()
+    return texts_in(files[target].read_bytes())[stem]
+
+
+def texts_in(packed: bytes) -> dict[str, str]:
+    """The PTX of each image in a file that _build/pack_texts.py has packed."""
+    _, *parts = re.split(r"^// image (\w+)\n", lzma.decompress(packed).decode(), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 # --- how long it will take ---

@@ -8,12 +8,11 @@ summaries from before hashes were kept).
 from __future__ import annotations
 
 import json
-import lzma
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tests.kernel_files import KERNELS
+from tests.kernel_files import KERNELS, ptx_texts
 
 from ..protocols.cases import cases, sample_cases
 from ..ptx_hash import ptx_hash
@@ -45,8 +44,7 @@ def hashes(kernel: str) -> frozenset[str]:
 @lru_cache(maxsize=1)  # all kernels of a folder are asked for one after another
 def texts_of(folder: str) -> list[str]:
     """The PTX of a folder's kernels as it is installed."""
-    files = sorted((KERNELS / folder).glob("*.ptx.xz"))
-    return [lzma.decompress(file.read_bytes()).decode() for file in files]
+    return [text for _, _, text in ptx_texts(folder)]
 
 
 def older_kernels(summary: dict[str, Any]) -> list[str]:
