@@ -56,6 +56,16 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "bert": ("Bert", {name: _COMMON[name] for name in _COMMON if "key_value" not in name}),
 }
+# SGLang has this model without a GPU only with positions that YaRN scales.
+MODELS["deepseek_yarn"] = (
+    "DeepseekV2",
+    MODELS["deepseek"][1]
+    | {"moe_layer_freq": 1}
+    | {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32, "beta_slow": 1}
+        | {"original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 1.0}
+    },
+)
 _CLASSES = {
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "Bert": ("BertConfig", "BertModel"),

@@ -3,14 +3,20 @@
 Installing archflash is enough: SGLang finds `register` by the entry point `sglang.srt.plugins`, and
 ``--attention-backend archflash`` chooses it. The environment variable SGLANG_PLUGINS says which
 plug-ins SGLang loads, where it should not be all that are installed.
+
+SGLang starts some models, GPT-OSS and Llama 4 among them, only with backends of a fixed list. For
+these, ARCHFLASH_SGLANG_REPLACES=triton puts archflash in the place of the backend "triton".
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
 NAME = "archflash"
+_replaced = os.environ.get("ARCHFLASH_SGLANG_REPLACES")
+_NAMES = (NAME, _replaced) if _replaced else (NAME,)
 _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
 
@@ -29,7 +35,8 @@ def register() -> None:
         choices.add_draft_attention_backend_choices([NAME])
         choices.add_deterministic_attention_backend_choices([NAME])
         choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
-        register_attention_backend(NAME)(_backend)
+        for name in _NAMES:
+            register_attention_backend(name)(_backend)
         # SGLang makes the backends of draft models by name, from a table without a registry.
         for method, make in (
             ("create_decode_backend", _draft_decode_backend),
@@ -53,7 +60,7 @@ def _is_ours(factory: Any, decodes: bool) -> bool:
     """Whether a DraftBackendFactory is to make our backends."""
     from sglang.srt.runtime_context import attention_backends
 
-    return bool((factory.draft_attn_backend or attention_backends()[decodes]) == NAME)
+    return (factory.draft_attn_backend or attention_backends()[decodes]) in _NAMES
 
 
 def _draft_decode_backend(original: Any, factory: Any) -> Any:

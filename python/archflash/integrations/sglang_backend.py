@@ -40,7 +40,7 @@ class _Batch(NamedTuple):
         window_slots: int64 (new rows,), where they are stored in that pool.
         rows: how many new rows each request has; None if that differs.
         ends: int32 (requests + 1,), where each request's rows begin; None if `rows` is a number.
-        longest: the most new rows of a request.
+        longest: the most new rows of a request; None if `rows` is a number.
         branches: of a tree of drafts: int32 (new rows, places), in which slots the drafts are that
             a row sees, and int32 (new rows,), how many they are.
     """
@@ -51,7 +51,7 @@ class _Batch(NamedTuple):
     window_slots: Tensor | None
     rows: int | None
     ends: Tensor | None
-    longest: int
+    longest: int | None
     branches: tuple[Tensor, Tensor] | None
 
 
@@ -61,12 +61,16 @@ class _Layer(NamedTuple):
     Attributes:
         in_window_pool: whether its cache is in the pool of layers with a window.
         latent: whether its cache has latent rows, of which the first columns are V.
+        bypasses_cache: whether it sees new rows only, which it does not store.
         options: of `attention_with_kvcache`.
+        views: its caches in pages of a size, and the address that they were made for.
     """
 
     in_window_pool: bool
     latent: bool
+    bypasses_cache: bool
     options: dict[str, Any]
+    views: dict[int, tuple[int, Any]]
 
 
 class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
@@ -120,7 +124,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         longest_key = self._slots.shape[1] if on_host is None else max(on_host.tolist(), default=0)
         slots = forward_batch.out_cache_loc
         rows: int | None = 1
-        ends, longest, added, branches = None, 1, 0, None
+        ends, longest, added, branches = None, None, 0, None
         if mode.is_target_verify():
             rows = drafts.draft_token_num
             if drafts.tree_topk == 1:
@@ -159,10 +163,10 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             to_window = self._window_pool.translate_loc_from_full_to_swa
             window_pages = (to_window(found) // size).to(torch.int32)
             window_slots = None if slots is None else to_window(slots)
+        lengths = (lengths + added if added else lengths).to(torch.int32)
         return _Batch(
-            (lengths + added).to(torch.int32), found // size, window_pages, window_slots, rows,
-            ends, longest if rows is None else rows, branches,
-        )  # fmt: skip
+            lengths, found // size, window_pages, window_slots, rows, ends, longest, branches
+        )
 
     def _tree(
         self, drafts: Any, requests: Tensor, lengths: Tensor, in_capture: bool
@@ -221,7 +225,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         self._graph = _Batch(
             torch.ones(max_bs, **options), pages, torch.zeros_like(pages) if window else None,
             torch.zeros(max_num_tokens, dtype=torch.int64, device=pages.device) if window else None,
-            None, None, 1, None,
+            None, None, None, None,
         )  # fmt: skip
         places = self._drafts if self._step is None else self._step + 1
         if places:
@@ -255,15 +259,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
     def support_triton(self) -> bool:
         return not self._is_cpu
 
-    def forward_decode(self, *args: Any, **options: Any) -> Any:
-        """The attention of one row of each request."""
-        return self._attend(*args, **options)
-
-    def forward_extend(self, *args: Any, **options: Any) -> Any:
-        """The attention of new rows of each request, behind those of its cache."""
-        return self._attend(*args, **options)
-
-    def _attend(
+    def forward_extend(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -276,7 +272,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         **others: Any,
     ) -> Any:
         """Writes k and v (rows, kv heads, head dim) into the cache, and computes the attention of q
-        (rows, heads x head dim).
+        (rows, heads x head dim): of new rows of each request, behind those of its cache.
 
         Returns:
             (rows, heads x head dim of v); where a log-sum-exp is asked for (rows, heads, head dim
@@ -294,152 +290,133 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         if known is None:
             known = self._layers[layer] = self._describe(layer)
         with_lse = return_lse or bool(forward_batch.mha_return_lse)
-        rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if save_kv_cache and k is not None:
             place = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=batch.window_slots)
-            if known.latent:
-                self.token_to_kv_pool.set_kv_buffer(layer, place, k, v)
-            else:
-                self.token_to_kv_pool.set_kv_buffer(
-                    layer, place, k, v, layer.k_scale, layer.v_scale
-                )
-        elif k is not None and isinstance(self.token_to_kv_pool, MLATokenToKVPool):
-            return self._attend_to_new_rows(rows, k, v, layer, batch, with_lse)
-        pages = batch.pages
-        if known.in_window_pool:
-            assert batch.window_pages is not None
-            pages = batch.window_pages
-        caches = self._caches(layer, known, self._page_size)
-        if batch.branches is not None:
-            out, lse = self._attend_to_branches(rows, layer, known, batch, pages, sinks, *caches)
+            scales = () if known.latent else (layer.k_scale, layer.v_scale)
+            self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, *scales)
+        if known.bypasses_cache:
+            result = self._attend_to_new_rows(q, k, v, layer, known, batch, with_lse)
+        elif batch.branches is not None:
+            result = self._attend_to_branches(q, layer, known, batch, sinks)
         else:
-            by_request = rows if batch.rows is None else _by_request(rows, batch.rows)
+            heads, dim = layer.tp_q_head_num, layer.qk_head_dim
+            rows = (-1, heads, dim) if batch.rows is None else (-1, batch.rows, heads, dim)
             result = attention_with_kvcache(
-                by_request,
-                *caches,
+                q.reshape(rows),
+                *self._caches(layer, known, self._page_size),
                 cache_seqlens=batch.lengths,
-                page_table=pages,
+                page_table=batch.window_pages if known.in_window_pool else batch.pages,
                 cu_seqlens_q=batch.ends,
-                max_seqlen_q=None if batch.ends is None else batch.longest,
+                max_seqlen_q=batch.longest,
                 sinks=sinks,
                 return_lse=with_lse,
-                layout="bnhd",
                 **known.options,
             )
-            if not with_lse:
-                return result.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
-            out, lse = result
         if not with_lse:
+            out = result[0] if isinstance(result, tuple) else result
             return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        out, lse = result
         if lse.ndim == 3:  # (requests, heads, rows of a request)
             lse = lse.transpose(0, 1).flatten(1)
         return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim), lse.T.contiguous()
 
-    def _caches(self, layer: RadixAttention, known: _Layer, page_size: int) -> tuple[Any, Any]:
+    forward_decode = forward_extend  # the batch says how many new rows a request has
+
+    def _caches(self, layer: RadixAttention, known: _Layer, page_size: int) -> Any:
         """The caches of a layer in pages: (pages, rows of a page, kv heads, head dim)."""
         pool = self.token_to_kv_pool
         if known.latent:
-            rows = pool.get_key_buffer(layer.layer_id)
-            return rows.view(-1, page_size, *rows.shape[1:]), None
-        k, v = pool.get_kv_buffer(layer.layer_id)
-        return (
-            k.view(-1, page_size, *k.shape[1:]),
-            v.view(-1, page_size, *v.shape[1:]),
-        )
+            k, v = pool.get_key_buffer(layer.layer_id), None
+        else:
+            k, v = pool.get_kv_buffer(layer.layer_id)
+        made = known.views.get(page_size)
+        if made is None or made[0] != k.data_ptr():
+            views = tuple(x if x is None else x.view(-1, page_size, *x.shape[1:]) for x in (k, v))
+            made = known.views[page_size] = (k.data_ptr(), views)
+        return made[1]
 
     def _attend_to_branches(
-        self,
-        rows: Tensor,
-        layer: RadixAttention,
-        known: _Layer,
-        batch: _Batch,
-        pages: Tensor,
-        sinks: Tensor | None,
-        k_cache: Tensor,
-        v_cache: Tensor | None,
+        self, q: Tensor, layer: RadixAttention, known: _Layer, batch: _Batch, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The attention of a tree of drafts: to what a request had before, which all its rows see,
         and to each row's branch, whose slots are pages of one row. Both parts are merged.
         """
         assert batch.rows is not None
         assert batch.branches is not None
-        options = known.options | {"causal": False, "return_lse": True, "layout": "bnhd"}
+        heads = layer.tp_q_head_num
+        options = known.options | {"causal": False, "return_lse": True}
         places, counts = batch.branches
         before = attention_with_kvcache(
-            _by_request(rows, batch.rows),
-            k_cache,
-            v_cache,
+            q.reshape(-1, batch.rows, heads, layer.qk_head_dim),
+            *self._caches(layer, known, self._page_size),
             cache_seqlens=batch.lengths,
-            page_table=pages,
+            page_table=batch.window_pages if known.in_window_pool else batch.pages,
             **options,
         )
         branch, branch_lse = attention_with_kvcache(
-            rows[:, None],
+            q.reshape(-1, 1, heads, layer.qk_head_dim),
             *self._caches(layer, known, 1),
             cache_seqlens=counts,
             page_table=places,
             sinks=sinks,
             **options,
         )
-        by_request = branch_lse.view(-1, batch.rows, layer.tp_q_head_num).transpose(1, 2)
+        by_request = branch_lse.view(-1, batch.rows, heads).transpose(1, 2)
         return merge_attention(
             [before[0], branch.view_as(before[0])], [before[1], by_request], layout="bnhd"
         )
 
     def _attend_to_new_rows(
         self,
-        rows: Tensor,
-        k: Tensor,
-        v: Tensor | None,
+        q: Tensor,
+        k: Any,
+        v: Any,
         layer: RadixAttention,
+        known: _Layer,
         batch: _Batch,
         with_lse: bool,
     ) -> Any:
         """Prefill of a model with latent attention, whose K and V are not those of the cache."""
-        assert v is not None
-        result = attention(
-            rows,
+        return attention(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            causal=True,
-            softcap=layer.logit_cap or None,
-            scale=layer.scaling,
             cu_seqlens_q=batch.ends,
             cu_seqlens_k=batch.ends,
             max_seqlen_q=batch.longest,
             max_seqlen_k=batch.longest,
-            batch_invariant=self._batch_invariant,
-            layout="bnhd",
             return_lse=with_lse,
+            **known.options,
         )
-        if with_lse:
-            return result[0], result[1].T.contiguous()
-        return result.flatten(1)
 
     def _describe(self, layer: RadixAttention) -> _Layer:
         left = layer.sliding_window_size
         bounded = left is not None and left >= 0
         causal = layer.attn_type == AttentionType.DECODER
         pool = self.token_to_kv_pool
-        latent = isinstance(pool, MLATokenToKVPool)
+        # A model with latent attention has layers for its cache, and others for new rows.
+        of_latent_model = isinstance(pool, MLATokenToKVPool)
+        latent = of_latent_model and layer.qk_head_dim == pool.kv_cache_dim
         options: dict[str, Any] = {
             "causal": causal,
             "window": (left, 0 if causal else left) if bounded else None,
             "softcap": layer.logit_cap or None,
             "scale": layer.scaling,
-            "attention_chunk": self._attention_chunk if layer.use_irope else None,
             "batch_invariant": self._batch_invariant,
+            "layout": "bnhd",
         }
         if latent:
             options["dv"] = layer.v_head_dim
-        elif pool.dtype in _FP8:
-            device = self._slots.device
-            options["k_descale"] = _descale(layer.k_scale, device)
-            options["v_descale"] = _descale(layer.v_scale, device)
+        elif not of_latent_model:
+            options["attention_chunk"] = self._attention_chunk if layer.use_irope else None
+            if pool.dtype in _FP8:
+                device = self._slots.device
+                options["k_descale"] = _descale(layer.k_scale, device)
+                options["v_descale"] = _descale(layer.v_scale, device)
         in_window_pool = (
             self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
         )
-        return _Layer(in_window_pool, latent, options)
+        return _Layer(in_window_pool, latent, of_latent_model and not latent, options, {})
 
 
 class DraftSteps:
@@ -484,11 +461,6 @@ def _write(buffer: Tensor | None, x: Tensor | None) -> Any:
     part = buffer[: x.shape[0]]
     (part if x.ndim == 1 else part[:, : x.shape[1]]).copy_(x)
     return part
-
-
-def _by_request(rows: Tensor, count: int) -> Tensor:
-    """(rows, heads, head dim) as (requests, count, heads, head dim)."""
-    return rows.view(-1, count, rows.shape[1], rows.shape[2])
 
 
 def _descale(scale: Any, device: torch.device) -> Tensor | None:

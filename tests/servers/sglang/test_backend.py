@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import (
@@ -195,6 +196,13 @@ class Server:
                 )
 
 
+def test_all_lists_of_names_have_ours() -> None:
+    names = ("ATTENTION_BACKEND", "DRAFT_ATTENTION_BACKEND", "DETERMINISTIC_ATTENTION_BACKEND")
+    lists = [getattr(choices, f"{name}_CHOICES") for name in names]
+    for names_of in (*lists, choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND):
+        assert "archflash" in names_of
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "window": ({"sliding_window_size": 3}, {}, {"window": (3, 0)}),
@@ -254,6 +262,22 @@ def test_log_sum_exp(options: Any, asked_by: str, rows: tuple[int, ...]) -> None
     assert out.shape == (sum(rows), HEADS, DIM)
     assert lse.is_contiguous()
     server.check(q, out, lse=lse)
+
+
+def test_deterministic_rows_do_not_depend_on_the_batch(options: Any) -> None:
+    options(enable_deterministic_inference=True)
+    server = Server(16)
+    with archflash.force("ampere"):
+        backend = prefilled(server)
+        backend.init_forward_metadata(batch := server.batch((1, 1, 1)))
+        q, out = server.attend(batch, seed=10)
+        server.check(q, out)
+        for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu"):
+            setattr(batch, name, getattr(batch, name)[2:])
+        backend.init_forward_metadata(batch)
+        alone = backend.forward(q[2:].flatten(1), None, None, server.layer, batch)
+    assert alone.equal(out[2:])
+    assert backend._layers[server.layer].options["batch_invariant"]
 
 
 # --- speculative decoding ---

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 class _Missing(ModuleType):
