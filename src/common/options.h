@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <optional>
 
@@ -25,12 +26,12 @@ enum class OptionKind {
 };
 
 // The dtypes that a strided tensor may have: a sum of these.
-enum Element : uint32_t { ELEMENT_F32 = 1, ELEMENT_BOOL = 2, ELEMENT_INT8 = 4, ELEMENT_INT32 = 8 };
+enum Element : uint32_t { ELEMENT_F32 = 1, ELEMENT_BOOL = 2, ELEMENT_INT8 = 4 };
 
 // What the size of a dimension of a strided tensor has to be: sequences, query heads, query rows,
 // or blocks of MASK_BLOCK rows or keys. Batch, heads and rows have their strides in Problem;
 // elements along keys are neighbours.
-enum class Extent { None, Batch, HeadsQ, RowsQ, BlocksQ, Keys, BlocksK };
+enum class Extent { None, Batch, HeadsQ, RowsQ, BlocksQ, BlocksK };
 // Whether all share one element along it: where its size is 1, or where it is left out, as leading
 // dimensions may be.
 enum class Repeats { Never, IfOne, IfLeftOut };
@@ -85,6 +86,17 @@ constexpr int ATTENTION_OPTION_COUNT = attention_options();
 constexpr int CACHE_OPTION_COUNT = static_cast<int>(std::count_if(
     std::begin(OPTIONS), std::end(OPTIONS), [](const Option& o) { return o.of_cache; }));
 
+// The places of strided tensors in the table.
+constexpr bool is_strided(const Option& option) { return option.strides != nullptr; }
+constexpr auto STRIDED_OPTIONS = [] {
+  std::array<int, std::count_if(std::begin(OPTIONS), std::end(OPTIONS), is_strided)> places{};
+  size_t count = 0;
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    if (is_strided(OPTIONS[i])) places[count++] = i;
+  }
+  return places;
+}();
+
 // Whether a value of this kind is or may be a tensor.
 constexpr bool may_be_tensor(OptionKind kind) {
   return kind == OptionKind::Tensor || kind == OptionKind::IntegerOrTensor ||
@@ -124,8 +136,6 @@ inline int64_t size_of(Extent extent, const Problem& p) {
       return p.nq;
     case Extent::BlocksQ:
       return blocks(p.nq);
-    case Extent::Keys:
-      return p.nk;
     case Extent::BlocksK:
       return blocks(p.nk);
   }
@@ -148,7 +158,7 @@ constexpr int64_t* stride_along(Extent extent, Strides& strides) {
 }
 
 constexpr int64_t element_bytes(const Option& option) {
-  return option.dtypes & (ELEMENT_F32 | ELEMENT_INT32) ? 4 : 1;
+  return option.dtypes & ELEMENT_F32 ? 4 : 1;
 }
 
 // The name of a flag's field in Problem.

@@ -181,8 +181,8 @@ void check_masks(const Checker& check, const Problem& p) {
                          2 * p.key_ranges};
   check_strides_of(check, of_mask, p.mask != 0);
   check_strides_of(check, of_ranges, p.key_ranges != 0);
-  for (const Option& option : OPTIONS) {
-    if (!option.strides) continue;
+  for (const int i : STRIDED_OPTIONS) {
+    const Option& option = OPTIONS[i];
     const bool allowed = (option.of_packed || !p.varlen) && (option.of_cache || !p.kv_cache);
     check.range(0, allowed ? 1 : 0, {{option.name, p.*option.present}});
     const std::string name = std::string(option.name) + "_strides";

@@ -134,8 +134,9 @@ int64_t start_of(const BackwardProblem& whole, const Part& part, Operand operand
     case Operand::KeyRanges:
       return at(call.range_strides, head_q, sizeof(int32_t));
     default:
-      for (const Option& option : OPTIONS) {
-        if (option.strides && option.operand == operand)
+      for (const int i : STRIDED_OPTIONS) {
+        const Option& option = OPTIONS[i];
+        if (option.operand == operand)
           return at(call.*option.strides, head_q, element_bytes(option));
       }
       return 0;  // all parts read the same, or share it

@@ -33,7 +33,7 @@ const char* kind_name(OptionKind kind) {
 }
 
 std::vector<const char*> dimension_names(const Option& option) {
-  constexpr const char* NAMES[] = {"", "batch", "heads_q", "nq", "blocks_q", "nk", "blocks_k"};
+  constexpr const char* NAMES[] = {"", "batch", "heads_q", "nq", "blocks_q", "blocks_k"};
   std::vector<const char*> names;
   for (int i = 0; i < dimensions_of(option); ++i)
     names.push_back(NAMES[static_cast<int>(option.dimensions[i].extent)]);

@@ -129,8 +129,7 @@ void read_strided(const Option& option, nb::handle object, const TensorView& q, 
   const std::pair<bool, const char*> dtypes[] = {
       {view.is_float && view.dtype == DType::F32, "torch.float32"},
       {view.is_bool, "torch.bool"},
-      {view.is_int8, "torch.int8"},
-      {view.is_int32, "torch.int32"}};
+      {view.is_int8, "torch.int8"}};
   std::string allowed;
   bool is_allowed = false;
   for (size_t i = 0; i < std::size(dtypes); ++i) {
@@ -214,10 +213,8 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
 void read_masks(const Arguments& a, const TensorView& q, Call& call) {
   read_mask(a, q, call);
   read_key_ranges(a, q, call);
-  for (int i = 0; i < OPTION_COUNT; ++i) {
-    const Option& option = OPTIONS[i];
-    if (option.strides && !(a.*ARGUMENTS[i]).is_none())
-      read_strided(option, a.*ARGUMENTS[i], q, call);
+  for (const int i : STRIDED_OPTIONS) {
+    if (!(a.*ARGUMENTS[i]).is_none()) read_strided(OPTIONS[i], a.*ARGUMENTS[i], q, call);
   }
 }
 
