@@ -106,15 +106,15 @@ def test_tiles_of_keys_from_the_last_to_the_first(
 
 
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
-@pytest.mark.parametrize("d", [64, 256])
-@pytest.mark.parametrize("order", [Order(3, 0, 2), Order(2, 0, 3), Order(1, 0, 4)], ids=str)
-def test_tiles_of_a_head_in_a_row(d: int, order: Order) -> None:
+@pytest.mark.parametrize(("d", "n"), [(64, 330), (256, 210)])
+def test_tiles_of_a_head_in_a_row(d: int, n: int) -> None:
     """Of heads that share a head of K; the last row, and the last group, may be smaller."""
-    dout, q, k, v = inputs(330, 330, d, d, "bfloat16", heads=(6, 3))
+    dout, q, k, v = inputs(n, n, d, d, "bfloat16", heads=(6, 3))
     out, lse = forward(q, k, v, {"causal": True})
     request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({"causal": True}))
     expected = gradients_in_order(request, Order(3), 1)
-    assert_same(gradients_in_order(request, order), expected)
+    for order in (Order(3, 0, 2), Order(2, 0, 3), Order(1, 0, 4)):
+        assert_same(gradients_in_order(request, order), expected)
 
 
 PACKED_Q, PACKED_K = (5, 300, 0, 140, 20, 130), (9, 300, 130, 200, 0, 20)
