@@ -1,13 +1,15 @@
 """Measures the attention calls of well-known models (models.toml), forward and both passes.
 
     python -m bench.models [--lengths] [--only REGEX] [--group NAME] [--passes forward|both]
-                           [--rounds N] [--output FOLDER]
+                           [--forced NAME] [--rounds N] [--output FOLDER]
 
 Every call is made by name and without a forced kernel, as a model makes it, beside PyTorch's own
 choice, each of PyTorch's fused kernels, and FlashAttention-3 (forward). It is timed twice: in a
 CUDA graph, so without the host, and eagerly, so with it. With --lengths the calls are 16,384 rows
 in sequences of 512 to 16,384, which bench.pictures draws. The rows go to models-<gpu>.csv; those of
 the eager way have `timing=eager` among their features, and ours the kernel that dispatch chose.
+With --forced one implementation is measured beside those kernels of PyTorch that run on the GPUs
+for which it is made, in graphs only; the rows go to models-<NAME>-<gpu>.csv.
 Exit status: 0 when all is measured, 1 when a result of ours was wrong, 2 when nothing can be
 measured.
 """
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 OURS = "archflash"
+# The kernels of PyTorch that also run where an implementation is the one that dispatch chooses.
+PEERS = {"ampere": ("torch-flash", "torch-efficient")}
 WINDOW, SINKS = "window=", "sinks"  # words in `features`
 
 
@@ -152,8 +156,10 @@ def scores_with_sinks(case: Case) -> Call:
     return call
 
 
-def candidates(case: Case, *, both: bool) -> list[Candidate]:
-    """Ours and PyTorch's own choice, PyTorch's fused kernels and FlashAttention-3."""
+def candidates(case: Case, *, both: bool, forced: str | None = None) -> list[Candidate]:
+    """Ours and PyTorch's own choice, PyTorch's fused kernels and FlashAttention-3; or a forced
+    implementation and its PEERS.
+    """
 
     def of(candidate: Candidate, bind: Callable[[Case], Call]) -> Candidate:
         features = ";".join([word for word in (candidate.features, *words(case)) if word])
@@ -164,10 +170,10 @@ def candidates(case: Case, *, both: bool) -> list[Candidate]:
     def ours_of(case: Case) -> Call:
         import archflash
 
-        return functools.partial(archflash.attention, **our_options(case))
+        return functools.partial(archflash.attention, implementation=forced, **our_options(case))
 
     ours, torch_itself = chosen_candidates()
-    kernel = f"{ours.features};kernel={chosen_kernel(case, both=both)}"
+    kernel = f"{ours.features};kernel={forced or chosen_kernel(case, both=both)}"
     ours = dataclasses.replace(ours, features=kernel, exact=case.dtype == "bf16")
     if case.sinks:
         plain = dataclasses.replace(torch_itself, name="torch-math")
@@ -181,6 +187,8 @@ def candidates(case: Case, *, both: bool) -> list[Candidate]:
     if not both:
         for peer in flash_attention_candidates():
             found.append(dataclasses.replace(peer, features=";".join(words(case))))
+    if forced is not None:
+        return [x for x in found if x.name in (OURS, *PEERS[forced])]
     return found
 
 
@@ -192,10 +200,19 @@ def peer_of_windows(case: Case) -> str | None:
 
 
 def measure(
-    lab: CudaLab, eager: CudaLab, case: Case, facts: dict[str, str], *, both: bool, rounds: int
+    lab: CudaLab,
+    eager: CudaLab | None,
+    case: Case,
+    facts: dict[str, str],
+    *,
+    both: bool,
+    rounds: int,
+    forced: str | None = None,
 ) -> CaseResult:
-    """One case in a graph and eagerly: the result of the first, with the rows of both."""
-    measured = candidates(case, both=both)
+    """One case in a graph and, with a lab for it, eagerly: the result of the first, with the rows
+    of both.
+    """
+    measured = candidates(case, both=both, forced=forced)
     check: Callable[..., Any] = Checker(case)
     if both:
         dout = gradients.dout_of(case)
@@ -203,10 +220,11 @@ def measure(
         check = gradients.Checker(case, dout)
     result = run_case(lab, case, measured, facts, rounds=rounds, check=check)
     lab.release()
-    again = run_case(eager, case, measured, facts, rounds=rounds, check=check)
-    lab.release()
-    result.rows += again.rows
-    result.wrong |= again.wrong
+    if eager is not None:
+        again = run_case(eager, case, measured, facts, rounds=rounds, check=check)
+        lab.release()
+        result.rows += again.rows
+        result.wrong |= again.wrong
     if both:
         gradients.count_both_passes(result.rows, case)
     return result
@@ -272,14 +290,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", metavar="NAME", help="calls of one kind of models")
     parser.add_argument("--passes", choices=("forward", "both"), help="one of the two only")
     parser.add_argument("--lengths", action="store_true", help="sequences of 512 to 16,384 rows")
+    parser.add_argument("--forced", choices=tuple(PEERS), help="one implementation and its peers")
     options = parser.parse_args(argv)
     known = length_cases() if options.lengths else load_models()
     cases = cases_to_run(lambda: choose_cases(known, options.only, options.group))
     if cases is None:
         return 2
 
-    lab, eager = CudaLab(), CudaLab(capture=False)
-    facts, path = open_results(lab, options.output, "models-")
+    lab, eager = CudaLab(), None if options.forced else CudaLab(capture=False)
+    prefix = f"models-{options.forced}-" if options.forced else "models-"
+    facts, path = open_results(lab, options.output, prefix)
     wrong = False
     for both in (False, True):
         passes = "both" if both else "forward"
@@ -287,7 +307,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         served = [case for case in cases if not both or case.passes == "both"]
         for case in served:
-            result = measure(lab, eager, case, facts, both=both, rounds=options.rounds)
+            if options.forced and case.sinks:
+                continue  # none of PEERS has sinks
+            result = measure(
+                lab, eager, case, facts, both=both, rounds=options.rounds, forced=options.forced
+            )
             append_rows(path, result.rows)
             wrong = wrong or bool(result.wrong)
             told = []

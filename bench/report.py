@@ -7,11 +7,12 @@ GPU is the name of a file in bench/results. TABLE is a group of bench/cases.toml
 every peer), `plain` (what a plain call gets, beside the best peer, for the cases of the group
 `readme`), `sustained` (every candidate timed alone, for the cases of 16 and 8 bits with more than
 one query), `masks` (calls with mask tensors, of bench/masks.toml), `models` (calls of well-known
-models, of bench/models.toml), `published` (ratios to torch-math beside published ones), `host`
-(cost of one call on the host) or `end-to-end` (models with PyTorch's attention and with archflash).
-In all tables but `sustained`, and but for the last column of `plain`, candidates took turns. What a
-plain call gets is what `archflash.explain` chooses for that GPU, so tables of speed need the
-installed package, with PyTorch 2.10 or newer.
+models, of bench/models.toml), `models-ampere` (the same calls by `ampere` beside its peers),
+`published` (ratios to torch-math beside published ones), `host` (cost of one call on the host) or
+`end-to-end` (models with PyTorch's attention and with archflash). In all tables but `sustained`,
+and but for the last column of `plain`, candidates took turns. What a plain call gets is what
+`archflash.explain` chooses for that GPU, so tables of speed need the installed package, with
+PyTorch 2.10 or newer.
 
 Exit status: 0 when the tables are up to date, 1 when --check finds one that is not, 2 when a marker
 or a result file cannot be read.
@@ -312,11 +313,16 @@ def masked_rows(rows: Sequence[Row], case: Case, run_id: str | None) -> dict[str
 UNFUSED = ("torch-math",)  # a ratio to it says nothing about kernels, and is in no mean
 
 
-def models_table(rows: Sequence[Row]) -> str:
-    """Ours beside the fastest peer in the calls of models: both passes and ways of timing."""
-    columns = [(both, eager) for both in (False, True) for eager in (False, True)]
+def models_table(rows: Sequence[Row], *, forced: bool = False) -> str:
+    """Ours beside the fastest peer in the calls of models: both passes and ways of timing. With
+    `forced` the rows are of one implementation, which was timed in graphs only.
+    """
+    ways = (False,) if forced else (False, True)
+    columns = [(both, eager) for both in (False, True) for eager in ways]
     lines, ratios = [], {column: dict[str, float]() for column in columns}
     for case in models.load_models():
+        if forced and case.sinks:
+            continue
         cells, kernels = [], []
         for both, eager in columns:
             found = models.ratio_of(rows, case, both=both, eager=eager)
@@ -335,14 +341,18 @@ def models_table(rows: Sequence[Row]) -> str:
     lines.append(
         ["geometric mean", "", "", *("unmeasured" if x is None else f"{x:.3f}" for x in means)]
     )
-    head = ["model", "call", "kernel", "forward", "eager", "both passes", "eager"]
+    names = [
+        ("eager" if eager else "both passes" if both else "forward") for both, eager in columns
+    ]
+    head = ["model", "call", "kernel", *names]
     behind = "; ".join(
         f"{'both passes' if both else 'forward'}{', eager' if eager else ''}: {text}"
         for both, eager in columns
         if (text := ", ".join(f"{n} {r:.2f}" for n, r in ratios[both, eager].items() if r < 0.995))
     )
     note = f"Behind the best peer: {behind}." if behind else "No row is behind its best peer."
-    note += " The mean leaves out rows whose only peer is plain operations (torch-math)."
+    if not forced:
+        note += " The mean leaves out rows whose only peer is plain operations (torch-math)."
     return f"{markdown(head, lines)}\n\n{note}\n\n{source_note(rows)}"
 
 
@@ -464,6 +474,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return end_to_end_table(results / f"{gpu}-end-to-end.json")
     if table == "models":
         return models_table(load_rows(results / f"models-{gpu}.csv"))
+    if table.startswith("models-") and table.removeprefix("models-") in models.PEERS:
+        return models_table(load_rows(results / f"{table}-{gpu}.csv"), forced=True)
     rows = load_rows(results / f"{gpu}.csv")
     if table == "masks":
         return masks_table(rows, load_cases(MASKS_FILE), run_id)
@@ -477,7 +489,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
         others = ("plain", "sustained", "masks", "published", "models", "host", "end-to-end")
-        known = ", ".join([*others, *groups])
+        forced = [f"models-{name}" for name in models.PEERS]
+        known = ", ".join([*others, *forced, *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)
 

@@ -95,6 +95,28 @@ def test_the_table_names_every_row_that_is_behind() -> None:
     assert f"| geometric mean |  |  | {mean:.3f} | unmeasured |" in table
 
 
+def test_the_table_of_a_forced_implementation_has_no_eager_columns() -> None:
+    cases = [case for case in models.load_models() if not case.sinks]
+    rows = [
+        row(case, name, us, *words, *passes)
+        for case in cases
+        for passes in ([], [GRADIENTS])
+        for name, us, words in ((models.OURS, 10.0, ["kernel=ampere"]), ("torch-flash", 11.0, []))
+    ]
+    head, _, *lines = report.models_table(rows, forced=True).splitlines()
+    assert head == "| model | call | kernel | forward | both passes |"
+    assert lines[len(cases)] == "| geometric mean |  |  | 1.100 | 1.100 |"
+    assert "No row is behind its best peer." in lines
+
+
+def test_a_forced_implementation_has_its_own_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "chosen_kernel", None)  # is not asked
+    for both in (False, True):
+        found = models.candidates(WINDOW, both=both, forced="ampere")
+        assert [x.name for x in found] == [models.OURS, *models.PEERS["ampere"]]
+        assert "kernel=ampere" in found[0].features
+
+
 def test_pictures_have_every_line_and_refuse_to_be_empty(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--results", str(tmp_path), "--to", str(tmp_path)]
