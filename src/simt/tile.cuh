@@ -229,9 +229,11 @@ __device__ __forceinline__ void multiply_pv(Outputs<C>& pv_rmem,
           load_4(v, v_smem + (step + e) * C::V_PITCH + 4 * n * C::LANE_COLS);
 #pragma unroll
           for (int i = 0; i < C::THREAD_ROWS; ++i) {
-            // Columns are innermost, so that consecutive FFMAs reuse the operand p[i][e].
+            // Columns are innermost, and every second row has them from the last one on:
+            // consecutive FFMAs then share p[i][e] or v[c], which is read once from the registers.
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
+            for (int step_c = 0; step_c < 4; ++step_c) {
+              const int c = i % 2 == 0 ? step_c : 3 - step_c;
               float& sum = sum_rmem[i][4 * n + c];
               if (!SELECTS || p[i][e] != 0.0f) sum = fmaf(p[i][e], v[c], sum);
             }

@@ -74,7 +74,10 @@ __device__ __forceinline__ void add_dq(const DqSums& sums, const float* shared, 
 #pragma unroll
       for (int i = 0; i < DqPart::ROWS; ++i) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) dq_rmem[i][c] = fmaf(ds[i / 4][i % 4], k[c], dq_rmem[i][c]);
+        for (int step_c = 0; step_c < 4; ++step_c) {
+          const int c = i % 2 == 0 ? step_c : 3 - step_c;  // as in multiply_pv()
+          dq_rmem[i][c] = fmaf(ds[i / 4][i % 4], k[c], dq_rmem[i][c]);
+        }
       }
     }
     ds_smem += C::KEY_STEP * C::P_PITCH;
