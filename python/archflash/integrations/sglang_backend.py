@@ -43,6 +43,7 @@ class _Batch(NamedTuple):
         longest: the most new rows of a request; None if `rows` is a number.
         branches: of a tree of drafts: int32 (new rows, places), in which slots the drafts are that
             a row sees, and int32 (new rows,), how many they are.
+        sees: bool (new rows, rows), which new rows of its request a row sees, for verification.
     """
 
     lengths: Tensor
@@ -53,6 +54,7 @@ class _Batch(NamedTuple):
     ends: Tensor | None
     longest: int | None
     branches: tuple[Tensor, Tensor] | None
+    sees: Tensor | None
 
 
 class _Layer(NamedTuple):
@@ -62,6 +64,7 @@ class _Layer(NamedTuple):
         in_window_pool: whether its cache is in the pool of layers with a window.
         latent: whether its cache has latent rows, of which the first columns are V.
         bypasses_cache: whether it sees new rows only, which it does not store.
+        takes_masks: whether kernels read its cache under a mask.
         options: of `attention_with_kvcache`.
         views: its caches in pages of a size, and the address that they were made for.
     """
@@ -69,6 +72,7 @@ class _Layer(NamedTuple):
     in_window_pool: bool
     latent: bool
     bypasses_cache: bool
+    takes_masks: bool
     options: dict[str, Any]
     views: dict[int, tuple[int, Any]]
 
@@ -86,7 +90,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
 
     def __init__(self, runner: Any, step: int | None = None) -> None:
         super().__init__()
-        _refuse_what_is_not_served(runner)
+        _refuse_what_is_not_served(runner, step)
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool: Any = runner.token_to_kv_pool
         self.kv_index_translator = runner.kv_index_translator
@@ -124,13 +128,13 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         longest_key = self._slots.shape[1] if on_host is None else max(on_host.tolist(), default=0)
         slots = forward_batch.out_cache_loc
         rows: int | None = 1
-        ends, longest, added, branches = None, None, 0, None
+        ends, longest, added, branches, sees = None, None, 0, None, None
         if mode.is_target_verify():
             rows = drafts.draft_token_num
             if drafts.tree_topk == 1:
                 added = rows
             else:
-                branches = self._tree(drafts, requests, lengths, in_capture)
+                branches, sees = self._tree(drafts, requests, lengths, in_capture)
         elif mode.is_decode_or_idle():
             if self._step is not None and drafts is not None:
                 # (requests, branches, steps): where the drafts of all steps are stored.
@@ -157,7 +161,8 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             longest = self._slots.shape[1] if on_host is None else max(on_host, default=1)
         # The slots of a page are consecutive, so the first one of each says which page it is.
         size = self._page_size
-        found = self._slots[requests, : longest_key + added : size]
+        reach = longest_key + (added if sees is None else sees.shape[1])
+        found = self._slots[requests, :reach:size]
         window_pages = window_slots = None
         if self._window_pool is not None:
             to_window = self._window_pool.translate_loc_from_full_to_swa
@@ -165,20 +170,24 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             window_slots = None if slots is None else to_window(slots)
         lengths = (lengths + added if added else lengths).to(torch.int32)
         return _Batch(
-            lengths, found // size, window_pages, window_slots, rows, ends, longest, branches
+            lengths, found // size, window_pages, window_slots, rows, ends, longest, branches, sees
         )
 
     def _tree(
         self, drafts: Any, requests: Tensor, lengths: Tensor, in_capture: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The drafts that each row of a tree sees, itself among them: its branch up to the root."""
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The drafts that each row of a tree sees, itself among them: its branch up to the root.
+        Returns `branches` and `sees` of a batch.
+        """
         self._requests = (requests, lengths)
         count, batch = drafts.draft_token_num, len(requests)
         options: dict[str, Any] = {"device": lengths.device}
         own = torch.arange(count, **options)
         places = self._slots[requests[:, None], lengths[:, None] + own]  # (batch, count)
+        places = places.repeat_interleave(count, 0)
         if in_capture:  # there are no drafts yet
-            return places.repeat_interleave(count, 0), torch.ones(batch * count, **options).int()
+            sees = torch.ones(batch * count, count, dtype=torch.bool, **options)
+            return (places, torch.ones(batch * count, **options).int()), sees
         mask = drafts.custom_mask
         if isinstance(drafts, NgramVerifyInput) and not self._is_cpu:
             # Each request has count rows of lengths + count columns, of which the last are drafts.
@@ -191,8 +200,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         sees = mask[: batch * count * count].view(batch * count, count).bool()
         # Those that a row sees come first, in their order.
         order = torch.argsort((~sees).to(torch.int8), dim=1, stable=True)
-        places = places.repeat_interleave(count, 0).gather(1, order)
-        return places, sees.sum(1, dtype=torch.int32)
+        return (places.gather(1, order), sees.sum(1, dtype=torch.int32)), sees
 
     @property
     def verify_mask(self) -> VerifyMask | None:
@@ -205,14 +213,17 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             return
         assert self._requests is not None
         assert self._batch is not None
-        branches = self._tree(spec_info, *self._requests, in_capture=False)
-        if cuda_graph_bs is None:
-            self._batch = self._batch._replace(branches=branches)
-        else:
-            assert self._graph is not None
-            assert self._graph.branches is not None
-            for buffer, x in zip(self._graph.branches, branches, strict=True):
-                _write(buffer, x)
+        branches, sees = self._tree(spec_info, *self._requests, in_capture=False)
+        if cuda_graph_bs is not None:
+            branches, sees = self._write_tree(branches, sees)
+        self._batch = self._batch._replace(branches=branches, sees=sees)
+
+    def _write_tree(self, branches: Any, sees: Tensor | None) -> tuple[Any, Any]:
+        """Writes a tree where its graph reads it."""
+        graph = self._graph
+        assert graph is not None
+        assert graph.branches is not None
+        return tuple(map(_write, graph.branches, branches)), _write(graph.sees, sees)
 
     # --- CUDA graphs ---
 
@@ -225,12 +236,14 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         self._graph = _Batch(
             torch.ones(max_bs, **options), pages, torch.zeros_like(pages) if window else None,
             torch.zeros(max_num_tokens, dtype=torch.int64, device=pages.device) if window else None,
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
         places = self._drafts if self._step is None else self._step + 1
         if places:
             branches = torch.zeros(max_num_tokens, places, **options)
-            self._graph = self._graph._replace(branches=(branches, torch.ones_like(branches[:, 0])))
+            self._graph = self._graph._replace(
+                branches=(branches, torch.ones_like(branches[:, 0])), sees=branches.bool()
+            )
         if self._verifies:
             cells = max_bs * self._drafts**2
             buffer = torch.zeros(cells, dtype=torch.bool, device=pages.device)
@@ -244,14 +257,14 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         graph = self._graph
         assert graph is not None
         batch = self._note(forward_batch, in_graph=True, in_capture=in_capture)
+        if batch.branches is not None:
+            branches, sees = self._write_tree(batch.branches, batch.sees)
+            batch = batch._replace(branches=branches, sees=sees)
         self._batch = batch._replace(
             lengths=_write(graph.lengths, batch.lengths),
             pages=_write(graph.pages, batch.pages),
             window_pages=_write(graph.window_pages, batch.window_pages),
             window_slots=_write(graph.window_slots, batch.window_slots),
-            branches=None
-            if batch.branches is None
-            else tuple(map(_write, graph.branches or (), batch.branches)),
         )
 
     # --- layers ---
@@ -296,6 +309,8 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, *scales)
         if known.bypasses_cache:
             result = self._attend_to_new_rows(q, k, v, layer, known, batch, with_lse)
+        elif batch.sees is not None and known.takes_masks:
+            result = self._attend_to_tree(q, layer, known, batch, sinks)
         elif batch.branches is not None:
             result = self._attend_to_branches(q, layer, known, batch, sinks)
         else:
@@ -334,6 +349,33 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             views = tuple(x if x is None else x.view(-1, page_size, *x.shape[1:]) for x in (k, v))
             made = known.views[page_size] = (k.data_ptr(), views)
         return made[1]
+
+    def _attend_to_tree(
+        self, q: Tensor, layer: RadixAttention, known: _Layer, batch: _Batch, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The attention of a tree of drafts whose cache kernels read under a mask of the drafts."""
+        assert batch.rows is not None
+        assert batch.sees is not None
+        assert batch.branches is not None
+        count, window = batch.rows, known.options["window"]
+        ranges = None
+        if window is not None:  # it ends at a draft's depth, which is not its row
+            depth = batch.branches[1].view(-1, count) - 1
+            first = (batch.lengths[:, None] + depth - window[0]).clamp(min=0)
+            last = (batch.lengths + count)[:, None].expand_as(first)
+            ranges = torch.stack([first, last], -1)[:, None, :, None]
+        options = known.options | {"causal": False, "window": None}
+        return attention_with_kvcache(  # type: ignore[no-any-return]
+            q.reshape(-1, count, layer.tp_q_head_num, layer.qk_head_dim),
+            *self._caches(layer, known, self._page_size),
+            cache_seqlens=batch.lengths + count,
+            page_table=batch.window_pages if known.in_window_pool else batch.pages,
+            attn_mask=batch.sees.view(-1, 1, count, count),
+            key_ranges=ranges,
+            sinks=sinks,
+            return_lse=True,
+            **options,
+        )
 
     def _attend_to_branches(
         self, q: Tensor, layer: RadixAttention, known: _Layer, batch: _Batch, sinks: Tensor | None
@@ -416,7 +458,9 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         in_window_pool = (
             self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
         )
-        return _Layer(in_window_pool, latent, of_latent_model and not latent, options, {})
+        takes_masks = not of_latent_model and pool.dtype not in _FP8
+        bypasses_cache = of_latent_model and not latent
+        return _Layer(in_window_pool, latent, bypasses_cache, takes_masks, options, {})
 
 
 class DraftSteps:
@@ -472,7 +516,7 @@ def _descale(scale: Any, device: torch.device) -> Tensor | None:
     return torch.full((), float(scale), dtype=torch.float32, device=device)
 
 
-def _refuse_what_is_not_served(runner: Any) -> None:
+def _refuse_what_is_not_served(runner: Any, step: int | None) -> None:
     """Raises UnsupportedError for what would fail, or be wrong, in a batch."""
     pool = runner.token_to_kv_pool
     deterministic = get_exec().deterministic.enable_deterministic_inference
@@ -499,7 +543,7 @@ def _refuse_what_is_not_served(runner: Any) -> None:
         )
     for name, layer in runner.model.named_modules():
         if isinstance(layer, RadixAttention):
-            reason = _why_not(layer, tree)
+            reason = _why_not(layer, tree and (step is not None or pool.dtype in _FP8))
             if reason is not None:
                 raise UnsupportedError(f"layer {name}: {reason}, or {other}")
 
@@ -526,7 +570,9 @@ def _refuse_pool(pool: Any) -> None:
 
 
 def _why_not(layer: RadixAttention, tree: bool) -> str | None:
-    """Why a layer is not served, and what to do; None if it is."""
+    """Why a layer is not served, and what to do; None if it is. tree: whether it sees a tree of
+    drafts by branches.
+    """
     if layer.is_cross_attention:
         return "cross attention is not served: leave the model"
     if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
@@ -538,5 +584,8 @@ def _why_not(layer: RadixAttention, tree: bool) -> str | None:
     if layer.attn_type != AttentionType.DECODER and get_schedule().chunked_prefill_size != -1:
         return "rows see later rows, which may be in a later chunk: pass --chunked-prefill-size -1"
     if tree and layer.sliding_window_size is not None and layer.sliding_window_size >= 0:
-        return "a window beside a tree of drafts: pass --speculative-eagle-topk 1, not NGRAM"
+        return (
+            "a window beside a tree of drafts, in a draft model or a cache of 8 bits: pass "
+            "--speculative-eagle-topk 1, not NGRAM"
+        )
     return None

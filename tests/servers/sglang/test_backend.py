@@ -311,16 +311,20 @@ def drafts_of(kind: str, lengths: Tensor) -> Any:
     return NgramVerifyInput(custom_mask=tree().flatten(), draft_token_num=COUNT)
 
 
-def masks_of(kind: str, lengths: Tensor) -> list[Tensor]:
+def masks_of(kind: str, lengths: Tensor, window: int = LONGEST) -> list[Tensor]:
+    """What drafts see of what was before and of one another. A window ends at their depth."""
     sees = (
         torch.ones(COUNT, COUNT).tril().bool().expand(REQUESTS, -1, -1)
         if kind == "chain"
         else tree()
     )
-    return [
-        torch.cat([torch.ones(COUNT, n, dtype=torch.bool), own], 1)
-        for n, own in zip(lengths.tolist(), sees, strict=True)
-    ]
+    masks = []
+    for length, own in zip(lengths.tolist(), sees, strict=True):
+        depth = own.sum(1) - 1
+        at = torch.cat([torch.arange(length), length + depth])
+        seen = torch.cat([torch.ones(COUNT, length, dtype=torch.bool), own], 1)
+        masks.append(seen & (length + depth[:, None] - at <= window))
+    return masks
 
 
 def prefilled(server: Server, rows: tuple[int, ...] = (5, 2, 3)) -> Any:
@@ -332,20 +336,23 @@ def prefilled(server: Server, rows: tuple[int, ...] = (5, 2, 3)) -> Any:
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("kind", ["chain", "tree", "ngram"])
-@pytest.mark.parametrize("name", ["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("name", [*CASES, "8 bits"])
 def test_drafts_are_verified(options: Any, name: str, kind: str, page: int) -> None:
-    attributes, more, call = CASES[name]
+    attributes, more, call = CASES.get(name, ({}, {}, {}))
+    dtype = torch.float8_e4m3fn if name == "8 bits" else torch.bfloat16
+    window = attributes.get("sliding_window_size", LONGEST)
+    call = {option: value for option, value in call.items() if option != "window"}
     options(
         speculative_algorithm="EAGLE", speculative_eagle_topk=1 if kind == "chain" else 2,
         speculative_num_draft_tokens=COUNT, speculative_num_steps=COUNT - 1,
     )  # fmt: skip
-    server = Server(page, **attributes)
+    server = Server(page, dtype, **attributes)
     backend = prefilled(server)
     lengths = server.lengths.clone()
     spec = drafts_of(kind, lengths)
     batch = server.batch((COUNT,) * 3, ForwardMode.TARGET_VERIFY, spec_info=spec)
     backend.init_forward_metadata(batch)
-    server.check(*server.attend(batch, seed=20, **more), masks_of(kind, lengths), **call)
+    server.check(*server.attend(batch, seed=20, **more), masks_of(kind, lengths, window), **call)
 
 
 def test_a_tree_of_a_gpu_has_columns_for_what_was_before(options: Any) -> None:
@@ -423,13 +430,14 @@ def test_a_graph_reads_what_is_written_before_its_replay(options: Any, window_po
     server.check(*server.attend(batch, seed=20), **call)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("kind", ["chain", "tree", "ngram"])
-def test_a_graph_of_verification(options: Any, kind: str) -> None:
+def test_a_graph_of_verification(options: Any, kind: str, dtype: torch.dtype) -> None:
     options(
         speculative_algorithm="EAGLE", speculative_eagle_topk=1 if kind == "chain" else 2,
         speculative_num_draft_tokens=COUNT, speculative_num_steps=COUNT - 1,
     )  # fmt: skip
-    server = Server()
+    server = Server(dtype=dtype)
     backend = prefilled(server)
     backend.init_cuda_graph_state(8, 8 * COUNT)
     assert backend.verify_mask.fits(8)
@@ -539,7 +547,7 @@ def test_other_refusals(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         server.start()
     options(speculative_algorithm="NGRAM", speculative_num_draft_tokens=COUNT)
     with pytest.raises(archflash.UnsupportedError, match="window beside a tree"):
-        Server(sliding_window_size=3).start()
+        Server(sliding_window_size=3, dtype=torch.float8_e4m3fn).start()
     options()
     server = Server()
     server.runner.kv_index_translator.is_translating = True

@@ -133,13 +133,14 @@ def test_a_model_with_a_fixed_list_of_backends(
         check(path, "gpt_oss", generated(engine), 0.15)
 
 
-def test_drafts_from_a_corpus(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_drafts_from_a_corpus(folder: Path, name: str) -> None:
     """SGLang's ngram drafts are trees, from a corpus that it makes of what is generated."""
-    path = models.save("llama", folder)
+    path = models.save(name, folder)
     options = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
     with started(path, **options) as engine:
         generated(engine)
-        check(path, "llama", generated(engine), 1e-4)
+        check(path, name, generated(engine), 1e-4)
 
 
 def verifications(path: Path, prompt: list[int], tokens: list[int]) -> int:
@@ -180,10 +181,10 @@ def test_drafts_from_a_draft_model(folder: Path, topk: int) -> None:
 
 def test_a_refusal_is_a_sentence_at_the_start(folder: Path) -> None:
     """In a process of its own, which SGLang ends."""
-    path = models.save("gemma2", folder)
-    options = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    path = models.save("deepseek_yarn", folder)
+    options = {"enable_deterministic_inference": True}
     arguments = {"model_path": str(path)} | OPTIONS | options
     program = f"import sglang; sglang.Engine(**{arguments})"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode != 0
-    assert "a window beside a tree of drafts: pass --speculative-eagle-topk 1" in run.stderr
+    assert "a latent cache (MLA) with --enable-deterministic-inference" in run.stderr
