@@ -73,7 +73,9 @@ def test_every_kernel(dtype: str, kernel: str, dims: tuple[int, int], causal: bo
     """Three tiles of keys, the last one ragged, and more blocks of queries than there are stages,
     of two heads that share one of k.
     """
-    nq, nk = on.pick(simulator=(330, 300), gpu=(1350, 1300))
+    # The tiles of hopper's kernels for more than 128 columns have 64 keys, the others 128.
+    wide = kernel == "hopper" and max(dims) > 128
+    nq, nk = on.pick(simulator=(200, 170) if wide else (330, 300), gpu=(1350, 1300))
     number = HEAD_DIMS[kernel].index(dims) + 4 * causal
     tensors = inputs(nq, nk, *dims, dtype)
     differentiate_and_check(
