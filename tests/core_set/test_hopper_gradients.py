@@ -117,29 +117,32 @@ def test_tiles_of_a_head_in_a_row(d: int, n: int) -> None:
         assert_same(gradients_in_order(request, order), expected)
 
 
-PACKED_Q, PACKED_K = (5, 300, 0, 140, 20, 130), (9, 300, 130, 200, 0, 20)
-
-
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
-@pytest.mark.parametrize("d", [64, 256])
-def test_order_of_packed_tiles(d: int) -> None:
+@pytest.mark.parametrize(
+    ("d", "nq", "nk"),
+    [
+        (64, (5, 300, 0, 140, 20, 130), (9, 300, 130, 200, 0, 20)),
+        (256, (5, 150, 0, 70, 20, 65), (9, 150, 65, 100, 0, 20)),  # tiles of 64 keys, not 128
+    ],
+)
+def test_order_of_packed_tiles(d: int, nq: tuple[int, ...], nk: tuple[int, ...]) -> None:
     """Groups and rows of tiles do not change the sums of dq. With sequences that go upwards, as
     far as one SM has work behind them, the same bits in every schedule.
     """
-    ends = {"cu_seqlens_q": on.cu_seqlens(PACKED_Q), "cu_seqlens_k": on.cu_seqlens(PACKED_K)}
-    rows = (sum(PACKED_Q), sum(PACKED_Q), sum(PACKED_K), sum(PACKED_K))
+    ends = {"cu_seqlens_q": on.cu_seqlens(nq), "cu_seqlens_k": on.cu_seqlens(nk)}
+    rows = (sum(nq), sum(nq), sum(nk), sum(nk))
     dout, q, k, v = (on.rand(n, 3, d, seed=seed, dtype="bfloat16") for seed, n in enumerate(rows))
     options = {"causal": True, **ends}
     out, lse = forward(q, k, v, options)
     request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete(options))
     in_order = gradients_in_order(request, Order())
     for order in (
-        Order(packed_rows=400),  # two heads of 140 rows
+        Order(packed_rows=3 * nq[3] - 20),  # two heads of the fourth sequence
         Order(packed_rows=1, packed_tiles=4),  # two heads of two tiles
         Order(packed_rows=1, tiles_in_a_row=2),
     ):
         assert_same(gradients_in_order(request, order), in_order)
-    upwards = Order(packed_rows=300, upward_work=1)
+    upwards = Order(packed_rows=nq[1], upward_work=1)
     found = [gradients_in_order(request, upwards, seed) for seed in range(3)]
     for into in found[1:]:
         assert_same(into, found[0])
@@ -147,8 +150,9 @@ def test_order_of_packed_tiles(d: int) -> None:
         torch.testing.assert_close(
             getattr(found[0], name), getattr(in_order, name), rtol=1e-4, atol=1e-5
         )
-    assert not torch.equal(found[0].dq[5:305], in_order.dq[5:305])
-    assert torch.equal(found[0].dq[-130:], in_order.dq[-130:])  # one tile
+    longest, last = slice(nq[0], nq[0] + nq[1]), slice(-nq[5], None)
+    assert not torch.equal(found[0].dq[longest], in_order.dq[longest])
+    assert torch.equal(found[0].dq[last], in_order.dq[last])  # one tile
 
 
 @pytest.mark.parametrize(
