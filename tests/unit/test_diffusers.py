@@ -4,7 +4,10 @@ diffusers' own backend.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,8 +127,58 @@ def test_the_log_sum_exp_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     out, lse = integration.forward(q, q, q, return_lse=True)
     assert (out.shape, lse.shape) == ((2, 5, 4, 8), (2, 5, 4))
     with pytest.raises(archflash.UnsupportedError, match="context parallelism"):
-        integration.forward(q, q, q, _parallel_config=object())
+        integration._forward_op(None, q, q, q, dropout_p=0.5)
     with pytest.raises(archflash.UnsupportedError, match="return_lse"):
         integration.forward(q, q, q, dropout_p=0.5, return_lse=True)
     with pytest.warns(UserWarning, match="dropout"):
         assert integration.forward(q, q, q, dropout_p=0.5).shape == q.shape
+
+
+TWO_PROCESSES = """
+import sys
+
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from diffusers.models._modeling_parallel import ParallelConfig
+
+from archflash.integrations import diffusers as integration
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+generator = torch.Generator().manual_seed(0)
+tensors = [torch.randn(2, 12, 4, 16, generator=generator) for _ in range(4)]
+leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+whole = integration.forward(*leaves)
+wanted = (whole, *torch.autograd.grad(whole, leaves, tensors[3]))
+for degrees in ({"ring_degree": 2}, {"ulysses_degree": 2}):
+    config = ContextParallelConfig(**degrees)
+    names = config.mesh_dim_names
+    mesh = dist.device_mesh.init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=names)
+    config.setup(rank, 2, torch.device("cpu"), mesh)
+    parallel = ParallelConfig(context_parallel_config=config)
+    mine = [x.chunk(2, 1)[rank].clone() for x in tensors]
+    local = [x.requires_grad_() for x in mine[:3]]
+    out = integration.forward(*local, _parallel_config=parallel)
+    given = (out, *torch.autograd.grad(out, local, mine[3]))
+    for x, y in zip(given, wanted, strict=True):
+        torch.testing.assert_close(x, y.chunk(2, 1)[rank], msg=lambda m: f"{degrees}: {m}")
+print("done")
+dist.destroy_process_group()
+"""
+
+
+def test_a_ring_and_an_exchange_of_heads_give_what_one_process_gives(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", TWO_PROCESSES, str(rank), str(tmp_path / "s")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        text, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, text
+        assert "done" in text

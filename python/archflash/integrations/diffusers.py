@@ -16,10 +16,12 @@ from diffusers.models.attention_dispatch import (
     _AttentionBackendRegistry,
     _check_device,
     _check_shape,
+    _templated_context_parallel_attention,
 )
 from torch import Tensor
 
 from archflash._api import attention
+from archflash._backward import attention_backward
 from archflash._errors import UnsupportedError
 from archflash._sdpa import scaled_dot_product_attention
 
@@ -64,17 +66,21 @@ def forward(
         scale: multiplies query.key; 1 / sqrt(d) by default.
         enable_gqa: not needed: heads may always be a multiple of heads_kv.
         return_lse: also return the log-sum-exp, float32 (batch, rows, heads).
+        _parallel_config: where it is given, diffusers' own ring or all-to-all calls `_forward_op`
+            and `_backward_op` with the rows of this rank.
 
     Returns:
         (batch, rows, heads, dv); with return_lse the pair of it and the log-sum-exp.
 
     Raises:
-        UnsupportedError: context parallelism, or return_lse with dropout.
+        UnsupportedError: dropout with return_lse or with context parallelism.
+        ValueError: diffusers' context parallelism takes neither is_causal nor enable_gqa.
     """
     if _parallel_config is not None:
-        raise UnsupportedError(
-            "context parallelism: not built yet; use another attention backend of diffusers"
-        )
+        return _templated_context_parallel_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
+            forward_op=_forward_op, backward_op=_backward_op, _parallel_config=_parallel_config,
+        )  # fmt: skip
     nq, nk = query.shape[1], key.shape[1]
     if attn_mask is not None and tuple(attn_mask.shape) == (query.shape[0], nk):
         attn_mask = attn_mask[:, None, None]
@@ -102,4 +108,71 @@ def forward(
     return out, lse.transpose(1, 2)
 
 
-_AttentionBackendRegistry.register(_member(), constraints=[_check_device, _check_shape])(forward)
+def _forward_op(
+    ctx: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _save_ctx: bool = True,
+    _parallel_config: Any = None,
+) -> Any:
+    """One part of a call that is spread over ranks: diffusers calls it inside an autograd.Function
+    of its own, whose context it passes.
+    """
+    if dropout_p > 0.0:
+        raise UnsupportedError(f"dropout_p={dropout_p} with context parallelism: set it to 0")
+    out, lse = forward(
+        query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, return_lse=True
+    )
+    if _save_ctx:
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.attn_mask, ctx.is_causal, ctx.scale = attn_mask, is_causal, scale
+    return (out, lse) if return_lse else out
+
+
+def _backward_op(
+    ctx: Any,
+    grad_out: Tensor,
+    *args: Any,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of one part. A ring passes the tensors of the part, with the output and the
+    log-sum-exp of all of them together; else they are those that `_forward_op` kept.
+    """
+    given = (query, key, value, out, lse)
+    q, k, v, o, of_rows = (
+        kept if x is None else x for x, kept in zip(given, ctx.saved_tensors, strict=True)
+    )
+    mask, nq, nk = ctx.attn_mask, q.shape[1], k.shape[1]
+    if mask is not None and tuple(mask.shape) == (q.shape[0], nk):
+        mask = mask[:, None, None]
+    dq, dk, dv = attention_backward(
+        grad_out.to(q.dtype),
+        q,
+        k,
+        v,
+        o.to(q.dtype),
+        of_rows.transpose(1, 2),
+        causal=ctx.is_causal,
+        q_offset=0 if ctx.is_causal and nq != nk else None,
+        attn_mask=mask,
+        scale=ctx.scale,
+        layout="bnhd",
+    )
+    return dq, dk, dv
+
+
+_AttentionBackendRegistry.register(
+    _member(), constraints=[_check_device, _check_shape], supports_context_parallel=True
+)(forward)
