@@ -260,9 +260,9 @@ __device__ __forceinline__ void attend(const Tile& tile, float* shared, Outputs<
   }
 }
 
-// The tile of attend() for BLOCK_Q rows of one head, without masks as data and without a cache.
+// BLOCK_Q rows of one head and the keys that they see, without a cache: the copies of attend().
 template <class C>
-struct DenseTile {
+struct DenseCopies {
   using Element = typename ElementOf<C::DTYPE>::Type;
   const AttentionParams& params;
   const device::Work& work;
@@ -270,7 +270,7 @@ struct DenseTile {
   device::VisibleKeys visible;
   int begin, last;  // first key of the first and of the last block that any row sees
 
-  __device__ __forceinline__ DenseTile(const AttentionParams& params, const device::Work& work)
+  __device__ __forceinline__ DenseCopies(const AttentionParams& params, const device::Work& work)
       : params(params), work(work), visible(device::find_visible_keys(params, work)) {
     const device::Offsets offsets = device::find_offsets(params, work);
     q_gmem = static_cast<const Element*>(params.q_gmem) + offsets.q;
@@ -297,6 +297,14 @@ struct DenseTile {
                                           visible.begin() - key, visible.end(work.nq) - key,
                                           params.dv);
   }
+};
+
+// The tile of attend() for these rows, without masks as data.
+template <class C>
+struct DenseTile : DenseCopies<C> {
+  using DenseCopies<C>::params, DenseCopies<C>::work, DenseCopies<C>::visible;
+  using DenseCopies<C>::DenseCopies;
+
   // The rows of this warp; last < first if it has none.
   __device__ __forceinline__ int warp_first() const { return work.first_row + Lane<C>().warp_row; }
   __device__ __forceinline__ int warp_last(int first) const {

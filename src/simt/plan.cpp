@@ -19,13 +19,16 @@
 #include "common/problem.h"
 #include "simt/config.cuh"
 #include "simt/params.h"
+#include "simt/tensor_config.cuh"
 
 namespace archflash::simt {
 
 const Description& describe() {
   static const Description description{
       .name = "simt",
-      .summary = "exact fp32 attention on CUDA cores, any GPU from compute capability 7.5 on",
+      .summary =
+          "fp32 attention on CUDA cores, any GPU from compute capability 7.5 on; on 9.0 also in "
+          "three products of TF32",
       .home_device = "A100",
       .dtypes = {DType::F32, DType::F16, DType::BF16},
       .head_dims = "multiples of 8 up to 256 (float32: 512), d and dv independent",
@@ -68,6 +71,15 @@ constexpr core::Tile F32_TILES[] = {
     tile<F32D512Small>("d512_small", {}, "99 KB, few CTAs or short sequences: 16 rows"),
 };
 
+constexpr const char* THREE_PRODUCTS =
+    "three products of TF32 for one of fp32, where they were measured: faster, and as exact";
+
+// Fewer tiles, and fewer rows, were not measured, or were slower (NOTES.md).
+constexpr core::Tile TENSOR_TILES[] = {
+    tile<TensorD64>("d64_tensor", {.min_tiles_per_sm = 0.05}, THREE_PRODUCTS),
+    tile<TensorD128>("d128_tensor", {.min_tiles_per_sm = 0.4}, THREE_PRODUCTS),
+};
+
 constexpr const char* ONE_PER_HEAD_DIM = "16-bit inputs: one kernel per head_dim, for every GPU";
 
 constexpr core::Tile HALF_TILES[] = {
@@ -94,9 +106,15 @@ constexpr core::Tile CACHE_TILES[] = {
     tile<F32D256Cache>("d256_cache", {}, WITH_CACHE),
 };
 
-std::span<const core::Tile> tiles_of_type(DType dtype) {
-  if (dtype == DType::F32) return F32_TILES;
-  return HALF_TILES;
+// The kernel on tensor cores for a call without masks as data and without a cache, or null:
+// NOTES.md has their speeds and errors, which were measured on 9.0 only.
+const core::Tile* tensor_tile(const Problem& problem, const Device& device) {
+  if (problem.dtype != DType::F32 || device.capability() != 90) return nullptr;
+  for (const core::Tile& tile : TENSOR_TILES) {
+    if (core::takes_head_dims(tile, problem))
+      return core::serves(tile, problem, device) ? &tile : nullptr;
+  }
+  return nullptr;
 }
 
 // Whether the CTAs that each SM runs second take the tiles in reverse order. Where tiles take
@@ -235,7 +253,11 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (!refused.empty()) return refused;
   if (problem.kv_cache) return plan_with_cache(problem, device);
   if (takes_masked_kernels(problem)) return plan_masked(problem, device);
-  const auto [tile, reasons] = core::choose("simt", tiles_of_type(problem.dtype), problem, device);
+  const core::Tile* const tensor = tensor_tile(problem, device);
+  std::span<const core::Tile> tiles = HALF_TILES;
+  if (problem.dtype == DType::F32) tiles = F32_TILES;
+  if (tensor != nullptr) tiles = {tensor, 1};
+  const auto [tile, reasons] = core::choose("simt", tiles, problem, device);
   if (tile == nullptr) return reasons;
 
   Params params;
@@ -246,6 +268,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
       second_ones_reversed(problem, device, resident, ctas) ? device.sm_count : INT32_MAX;
   LaunchPlan plan = core::one_launch("simt", problem, device, *tile, ctas, params);
   plan.tile.heads_per_group = 0;
+  if (tensor != nullptr) plan.launches[0].image = "simt/tensor_f32";
   return plan;
 }
 

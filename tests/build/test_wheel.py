@@ -33,6 +33,8 @@ FOLDER_TARGETS = {
     "quantize": ("compute_89",),
 }
 SECOND_TEXTS = dict.fromkeys(("ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"), ("compute_90",))
+# Those of a file that has none of its folder's.
+OWN_TEXTS = {"simt/tensor_f32": ("compute_90",)}
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -100,7 +102,10 @@ def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: 
         + [
             f"archflash/_kernels/{folder}/{'+'.join(images_of(file))}.{ptx}.ptx.xz"
             for file in files
-            for ptx in [*FOLDER_TARGETS[folder], *SECOND_TEXTS.get(f"{folder}/{file.stem}", ())]
+            for ptx in OWN_TEXTS.get(
+                f"{folder}/{file.stem}",
+                [*FOLDER_TARGETS[folder], *SECOND_TEXTS.get(f"{folder}/{file.stem}", ())],
+            )
             if not (file.stem.startswith("fwd_103") and ptx == "compute_110f")
         ]
     )

@@ -149,6 +149,8 @@ if on.name == "simulator":  # one tile of ada is for calls of many rows only
         ("blackwell_consumer", "RTX 5090", dtype, (64, 64), "grouped")
         for dtype in on.dtypes_of("blackwell_consumer")
     ]
+    # On 9.0 simt has tensor cores for it.
+    EVERY += [("simt", "B200", "float32", (128, 128), "many")]
     # The tiles for larger heads.
     EVERY += [
         (kernel, device, dtype, dims, shape)

@@ -1053,7 +1053,7 @@ def test_a_decision_reads_like_a_report() -> None:
         "float32, batch 2, heads 4, 128 queries, 128 keys, head dim 64, causal "
         "on H200 (compute capability 9.0, 132 SMs)"
     )
-    assert lines[1].startswith("  chosen  simt: exact fp32 attention on CUDA cores")
+    assert lines[1].startswith("  chosen  simt: fp32 attention on CUDA cores")
     assert "          code: sm_90" in lines
     (launch,) = [line for line in lines if line.startswith("          launch: ")]
     plan = _dispatch.select(problem(causal=True), find_device("H200")).plan

@@ -224,7 +224,7 @@ def test_a_grid_beyond_cudas_limit_is_refused_with_its_size(kernel: str) -> None
 
 def test_large_tiles_are_for_calls_that_fill_the_gpu() -> None:
     def kernel(**shape: int) -> Any:
-        return plan_of(call(d=128, **shape), "H200").to_dict()["launches"][0]["kernel"]
+        return plan_of(call(d=128, **shape), "B200").to_dict()["launches"][0]["kernel"]
 
     assert kernel(b=8, hq=16, nq=1024) == "simt_attention_fwd_f32_d128_large"
     assert not kernel(b=1, hq=2, nq=64).endswith("_large")

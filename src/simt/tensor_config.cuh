@@ -1,0 +1,53 @@
+// The tile sizes of the kernels on tensor cores (tensor_fwd.cuh). Compile-time numbers only, in
+// plain C++: the kernel and plan.cpp both include them.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace archflash::simt {
+
+// A CTA owns BLOCK_Q query rows of one head and visits the keys in blocks of BLOCK_K. A warp owns
+// 16 of these rows. d and dv may be at most HEAD_DIM.
+template <int HEAD_DIM_, int WARPS_, int BLOCK_K_, int CTAS_PER_SM_>
+struct TensorConfig {
+  static constexpr DType DTYPE = DType::F32;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int WARPS = WARPS_;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int M_TILES = 1;
+  static constexpr int WARP_ROWS = 16 * M_TILES;
+  static constexpr int BLOCK_Q = WARPS * WARP_ROWS;
+  static constexpr int BLOCK_K = BLOCK_K_;
+  static constexpr int STEP_KEYS = BLOCK_K;
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
+  static constexpr bool ROWS_ALONE = false;         // device/online_softmax.cuh
+  static constexpr bool KEEPS_LIMITS = true;        // device/online_softmax.cuh
+  // Columns of Q K^T, and of P V, whose sums are added by themselves (tensor_fwd.cuh).
+  static constexpr int SUM_COLUMNS = 64;
+  static constexpr int OUT_COLUMNS = 32;
+
+  // Shared memory, offsets and pitches in floats. Eight lanes that read 16 bytes each hit all
+  // banks: in Q and K they read four neighbouring chunks of two rows, in V two of every second row.
+  static constexpr int QK_PITCH = HEAD_DIM + 16;
+  static constexpr int V_PITCH = HEAD_DIM + 4;
+  static constexpr int Q_SMEM = 0;
+  static constexpr int K_SMEM = Q_SMEM + BLOCK_Q * QK_PITCH;
+  static constexpr int V_SMEM = K_SMEM + BLOCK_K * QK_PITCH;
+  static constexpr int AGAIN_SMEM = V_SMEM + BLOCK_K * V_PITCH;  // of each warp, whether it asks
+  static constexpr int SHARED_BYTES = 4 * (AGAIN_SMEM + WARPS);
+
+  static_assert(QK_PITCH % 32 == 16 && V_PITCH % 8 == 4, "reads of 16 bytes must not conflict");
+  static_assert(HEAD_DIM % SUM_COLUMNS == 0 && HEAD_DIM % OUT_COLUMNS == 0,
+                "sums are whole trips of their loops");
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0, 10.0)");
+};
+
+// clang-format off
+//                        head_dim warps block_k CTAs per SM
+using TensorD64  = TensorConfig< 64,     4,    64,     2>;
+using TensorD128 = TensorConfig<128,     4,    64,     2>;
+// clang-format on
+
+}  // namespace archflash::simt

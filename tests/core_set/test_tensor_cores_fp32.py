@@ -1,0 +1,110 @@
+"""simt's kernels on tensor cores, which an H200 gets: fp32 in three products of TF32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import archflash
+from archflash import _archflash as native
+
+from ..replanned import replanned
+from .checks import assert_rows_close
+from .executors import executor
+
+on = executor()
+NAME = "simt"
+pytestmark = pytest.mark.skipif(
+    NAME not in on.kernels() or (on.name == "gpu" and torch.cuda.get_device_capability() != (9, 0)),
+    reason="these kernels have no code for this GPU",
+)
+
+
+def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> native.LaunchPlan:
+    plan = archflash.explain(
+        q, k, v, device="H200", implementation=NAME, return_lse=True, **call
+    ).plan
+    assert plan is not None
+    plan = replanned(plan, sm_count=1)
+    (launch,) = plan.to_dict()["launches"]
+    assert launch["kernel"].endswith("_tensor")
+    return plan
+
+
+def attend_and_check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any
+) -> torch.Tensor:
+    plan = plan_of(q, k, v, **call)
+    out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[0, 3], **call)
+    return out
+
+
+CALLS: dict[str, tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "plain": ((64, 64), (100, 150), {}),
+    "causal": ((128, 128), (130, 130), {"causal": True}),
+    "unlike head dims": ((40, 24), (70, 65), {}),
+    "more columns of v": ((72, 120), (65, 70), {"causal": True}),
+    "window": ((32, 32), (150, 150), {"window": (20, 3)}),
+    "softcap": ((96, 96), (40, 90), {"softcap": 3.0}),
+    "negative scale": ((64, 64), (40, 90), {"scale": -0.3}),
+    "few rows": ((128, 128), (33, 200), {}),
+    "no keys": ((64, 64), (40, 40), {"window": (2, -1), "q_offset": -39}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_agree_with_float64(name: str) -> None:
+    dims, (nq, nk), options = CALLS[name]
+    attend_and_check(*on.qkv(nq, nk, *dims, heads=(4, 2)), **options)
+
+
+def test_packed_sequences_and_sinks() -> None:
+    ends = on.cu_seqlens([70, 0, 3, 65])
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in on.qkv(138, 138, 64))
+    attend_and_check(
+        q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=70, max_seqlen_k=70,
+        causal=True, sinks=on.tensor([0.5, -1.0]),
+    )  # fmt: skip
+
+
+def test_few_rows_and_few_tiles_stay_on_cuda_cores() -> None:
+    for nq, d in ((32, 64), (64, 128)):
+        q, k, v = on.qkv(nq, 200, d, heads=(8, 8))
+        plan = archflash.explain(q, k, v, device="H200", implementation=NAME).plan
+        assert plan is not None
+        assert plan.tile is not None
+        assert not plan.tile.name.endswith("_tensor")
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e12])
+def test_scores_of_any_size(size: float) -> None:
+    q, k, v = on.qkv(70, 130, 64)
+    attend_and_check(q * size, k, v * size)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_what_is_not_finite_spoils_what_sees_it_only(where: str, value: float) -> None:
+    """A tile with such a result is computed again."""
+    given = dict(zip("qkv", on.qkv(70, 70, 64), strict=True))
+    clean = dict(given)
+    causal = where != "v"
+    spoiled = given[where].clone()
+    spoiled[0, 1, 40, 3] = value
+    given[where] = spoiled
+    plan = plan_of(*given.values(), causal=causal)
+    found, _ = on.attend(NAME, *given.values(), plan=plan, schedules=[0], causal=causal)
+    if where == "v":
+        assert not found[0, 1, :, 3].isfinite().any()
+        expected = attend_and_check(*clean.values(), causal=causal)
+        found[0, 1, :, 3] = expected[0, 1, :, 3]
+        assert torch.equal(found, expected)
+        return
+    blind = torch.ones(1, 2, 70, dtype=torch.bool, device=on.device)
+    blind[0, 1, 40 : 41 if where == "q" else 70] = False
+    assert_rows_close(blind, found, *clean.values(), causal=causal)
+    if where == "q" or math.isnan(value):
+        assert bool(found[~blind].isnan().all())
