@@ -16,6 +16,8 @@ using mma_sync::FusedBackwardConfig;
 //                                           head_dim  key       m_          dQ row  CTAs
 //                                          q,k   v  warps split tiles block warps  per SM
 template <DType T>
+using D32          = FusedBackwardConfig<T,  32,  32, 4,    1,    2,    64,  4,      2>;
+template <DType T>
 using D64Wide      = FusedBackwardConfig<T,  64,  64, 4,    2,    2,   128,  4,      1>;
 template <DType T>
 using D64          = FusedBackwardConfig<T,  64,  64, 4,    1,    2,    32,  1,      2>;

@@ -22,6 +22,12 @@ using mma_sync::ShortConfig;
 //                             head_dim       m_    block step                       CTAs
 //                           q,k   v   warps tiles _k   _keys stages Q in           per SM
 template <DType T>
+using D32Large     = LateConfig<
+                     Config<T,  32,  32, 4,   2,  128,   64,  2,     QIn::Registers, 3>>;
+template <DType T>
+using D32Medium    = LateConfig<
+                     Config<T,  32,  32, 4,   2,  128,  128,  2,     QIn::Shared,    2>>;
+template <DType T>
 using D64Large     = LateConfig<
                      Config<T,  64,  64, 4,   2,  128,  128,  2,     QIn::Shared,    2>>;
 template <DType T>

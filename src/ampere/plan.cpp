@@ -72,6 +72,11 @@ constexpr const char* FEW_ROWS = "few query rows: keys split over CTAs, or heads
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
 // GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
+    // These two are left out where they do not serve a call: tiles_of().
+    tile<D32Large<DType::F16>>("d32_large", {.min_tiles_per_sm = 6, .min_keys = 81},
+                               "head dimensions up to 32 and many rows: three CTAs per SM"),
+    tile<D32Medium<DType::F16>>("d32_medium", {.min_tiles_per_sm = 1, .min_keys = 81},
+                                "head dimensions up to 32: two CTAs per SM, 128 keys at a time"),
     tile<D64Short<DType::F16>>("d64_short",
                                {.min_keys = 65, .max_keys = D64Short<DType::F16>::BLOCK_K},
                                "few keys: all of them at a time, and more CTAs per SM"),
@@ -109,6 +114,17 @@ constexpr core::Tile TILES[] = {
     tile<D256Small<DType::F16>>("d256_small", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
     tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
+
+// The table for a call without masks as data and without a cache. Calls of few rows, and those
+// whose keys are split, have no kernel of their own for head dimensions up to 32.
+std::span<const core::Tile> tiles_of(const Problem& problem, const Device& device) {
+  constexpr size_t OF_32 = 2;
+  const std::span<const core::Tile> all(TILES);
+  const core::Tile& last = all[OF_32 - 1];
+  const bool served = core::takes_head_dims(last, problem) && core::serves(last, problem, device) &&
+                      problem.num_splits <= 1 && !problem.batch_invariant;
+  return served ? all : all.subspan(OF_32);
+}
 
 constexpr const char* WITH_CACHE = "lengths and page tables are read on the device";
 constexpr core::Tile CACHE_TILES[] = {
@@ -288,7 +304,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (takes_masked_kernels(problem))
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
-  return mma_sync::plan_16_bits("ampere", TILES, problem, device);
+  return mma_sync::plan_16_bits("ampere", tiles_of(problem, device), problem, device);
 }
 
 // Lends the decoding kernels to the calls of other folders.

@@ -21,6 +21,7 @@ using core::backward_tile;
 
 // NOTES.md has their speeds. The last sets of each head dimension fit 99 KB.
 constexpr core::BackwardTile TILES[] = {
+    backward_tile<D32<DType::F16>>("d32"),
     backward_tile<D64Wide<DType::F16>>("d64_wide", true),
     backward_tile<D64<DType::F16>>("d64"),
     backward_tile<D128Wide<DType::F16>>("d128_wide", true),

@@ -29,7 +29,7 @@ KERNELS = kernels_with_gradients(on)
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 # Head dimensions that take different kernels, the last ones of each less than the kernel's.
-HEAD_DIMS = ((64, 64), (40, 24), (128, 128), (192, 128), (256, 256))
+HEAD_DIMS = ((32, 32), (64, 64), (40, 24), (128, 128), (192, 128), (256, 256))
 NQ, NK = on.pick(simulator=(70, 150), gpu=(333, 517))
 
 inputs = functools.partial(gradients.inputs, on)

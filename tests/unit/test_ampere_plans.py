@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,20 @@ def test_the_smallest_kernel_that_holds_both_head_dims_serves(
     device: str, dims: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     plan = ampere(large_call("bfloat16", dims), device)
-    assert variant(plan) == CHOICES[DEVICES[device]][expected][0]
+    name = "d32_large" if max(dims) <= 32 else CHOICES[DEVICES[device]][expected][0]
+    assert variant(plan) == name
+
+
+@every_device
+def test_only_many_rows_have_a_kernel_for_head_dimensions_up_to_32(device: str) -> None:
+    def chosen(**options: Any) -> str:
+        return variant(ampere(call("float16", b=32, hq=32, nq=512, d=32, **options), device))
+
+    assert chosen() == "d32_large"
+    assert chosen(nk=64) == "d64_medium"
+    assert chosen(num_splits=2) == chosen(batch_invariant=True) == "d64_few"
+    few = ampere(call("float16", b=1, hq=2, nq=256, d=32), device)
+    assert variant(few) == "d64_groups"
 
 
 @every_head_dim

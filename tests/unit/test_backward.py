@@ -215,6 +215,7 @@ def test_deterministic_gradients_take_turns(device: str, block: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "heads_kv", "rows", "device", "turns"),
     [
+        (160, 160, 256, "H200", True),  # a head has one CTA at a time
         (16, 16, 2048, "H200", False),  # 9 CTAs of a head at a time, 32 blocks of queries
         (32, 32, 4096, "H200", True),  # 5 and 64
         (32, 8, 8192, "H200", True),  # 17 and 512, those of 4 heads
@@ -232,8 +233,11 @@ def test_large_calls_take_turns_where_that_is_faster(
 @pytest.mark.parametrize(
     ("d", "device", "tiles"),
     [
+        (32, "RTX 4090", ["d32"]),
+        (40, "H200", ["d64_wide"]),
         (64, "H200", ["d64_wide"]),
         (64, "A100", ["d64"]),
+        (80, "A100", ["d128"]),
         (128, "H200", ["d128_wide"]),
         (128, "A100", ["d128"]),
         (128, "RTX 4090", ["d128"]),

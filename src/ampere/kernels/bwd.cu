@@ -14,6 +14,7 @@ using namespace archflash::ampere;
 ARCHFLASH_BACKWARD_ROWS_KERNEL(KERNEL(ampere_backward_rows), DTYPE)
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_sinks), (BACKWARD_SINKS_THREADS), device::backward_sinks)
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_dq), (BACKWARD_DQ_THREADS), device::backward_dq<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32), mma_sync::fused_bwd, D32<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide), mma_sync::fused_bwd, D64Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64), mma_sync::fused_bwd, D64<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide), mma_sync::fused_bwd, D128Wide<DTYPE>)

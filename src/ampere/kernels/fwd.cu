@@ -9,6 +9,9 @@
 using namespace archflash;
 using namespace archflash::ampere;
 
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_large), mma_sync::attention_fwd, D32Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_medium), mma_sync::attention_fwd,
+                 D32Medium<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_large), mma_sync::attention_fwd, D64Large<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_medium), mma_sync::attention_fwd,
                  D64Medium<DTYPE>)

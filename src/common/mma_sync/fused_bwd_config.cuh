@@ -63,8 +63,10 @@ struct FusedBackwardConfig {
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
 
   static_assert(PART % 16 == 0 && DQ_ROWS % 16 == 0 && DQ_COLUMNS % DQ_STEP == 0 &&
-                    DQ_STEP % 16 == 0 && HEAD_DIM / SPLIT % 16 == 0 && HEAD_DIM_V / SPLIT % 16 == 0,
+                    DQ_STEP % 16 == 0,
                 "mma.sync: 16 rows of a product, two tiles of 8 columns at a time");
+  static_assert(HEAD_DIM / SPLIT % 32 == 0 && HEAD_DIM_V / SPLIT % 32 == 0,
+                "a warp's columns of a gradient start with a swizzle group, and are stored by 32");
   static_assert(BLOCK <= THREADS, "a thread copies the terms of a row");
 };
 

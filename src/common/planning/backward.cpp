@@ -174,7 +174,8 @@ Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
 }
 
 // Whether the CTAs of a head add to its sums of dQ in turns. They start together and get out of
-// step by a block for each CTA, which costs little where each has many more blocks than that.
+// step by a block for each CTA but the first, which costs little where each has many more blocks
+// than that, and nothing where a head has one CTA at a time.
 bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const Device& device) {
   if (problem.deterministic || !tile.faster_in_turns) return problem.deterministic;
   const Problem& call = problem.call;
@@ -182,7 +183,7 @@ bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const
   const int64_t at_a_time = ceil_div(device.sm_count, sequences * call.heads_kv);
   const int64_t queries = call.varlen ? call.nq / std::max<int64_t>(call.batch, 1) : call.nq;
   const int64_t blocks = ceil_div(queries, tile.dq_block) * (call.heads_q / call.heads_kv);
-  return TURNS_BLOCKS_OF_CTA * at_a_time <= blocks;
+  return TURNS_BLOCKS_OF_CTA * (at_a_time - 1) <= blocks;
 }
 
 }  // namespace
