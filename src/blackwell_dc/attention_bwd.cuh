@@ -165,9 +165,11 @@ template <class C>
 __device__ __forceinline__ void load(const BackwardKernelParams& params, const CtaWork& work,
                                      unsigned char* shared, uint32_t shared_smem) {
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  RingPosition<C::Q_STAGES> q_ring;
-  RingPosition<C::DOUT_STAGES> dout_ring;
-  device::load_rounds<C>(params, work, shared, shared_smem, barriers, q_ring, dout_ring);
+  device::LoaderPosition<C> position;
+  device::load_rounds<C>(params, work, shared, shared_smem, barriers,
+                         {C::K_SMEM, C::V_SMEM, barriers.k_full(), barriers.v_full()}, position);
+  RingPosition<C::Q_STAGES>& q_ring = position.q_ring;
+  RingPosition<C::DOUT_STAGES>& dout_ring = position.dout_ring;
   // mma's last commits arrive at barriers in shared memory: load stays, and the CTA's shared memory
   // with it, until all of them have.
   for (int i = 0; i < C::Q_STAGES; ++i, q_ring.advance())
@@ -181,8 +183,9 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, const C
 template <class C>
 __device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
                                            unsigned char* shared, uint32_t shared_smem) {
+  RingPosition<C::Q_STAGES> q_ring;
   device::load_terms_of_rounds<C>(params, work, shared,
-                                  BackwardBarriers<C>{shared_smem + C::BARRIER_SMEM});
+                                  BackwardBarriers<C>{shared_smem + C::BARRIER_SMEM}, q_ring);
 }
 
 // --- mma, one warp: the five products ---
@@ -614,7 +617,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
     const BackwardWork found =
         device::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, blockIdx.x);
     if (found.first_row < 0) return;
-    if (threadIdx.x == 0) work = device::find_queries<C>(params, found);
+    if (threadIdx.x == 0) device::find_queries<C>(params, found, work);
   }
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (warp == C::MMA_WARP) {

@@ -1,13 +1,18 @@
 // Attention backward on TMA, mbarriers and wgmma, for compute capability 9.0: fp16 or bf16 inputs,
 // products summed in fp32.
 //
-// A CTA owns 128 keys of a head and goes over the blocks of 64 query rows that see any of them, of
-// all query heads that share its head of K. It sums up dK and dV of its keys in registers. All CTAs
-// of a head add their parts of dQ to sums in the workspace, in an order that is not known, or in
-// turns: in an order that is fixed, so that the same inputs always give the same bits. A kernel of
-// its own (write_dq) then scales and rounds the sums.
+// A CTA owns a tile of 128 keys of a head and goes over the blocks of 64 query rows that see any of
+// them, of all query heads that share its head of K. It sums up dK and dV of its keys in registers.
+// All CTAs of a head add their parts of dQ to sums in the workspace, in an order that is not known,
+// or in turns: in an order that is fixed, so that the same inputs always give the same bits. A
+// kernel of its own (write_dq) then scales and rounds the sums.
 //
-// In turns, a CTA waits only for CTAs with smaller indices, which have started before it. All CTAs
+// Where there are more tiles than SMs, CTAs stay if their kernel has room for two tiles
+// (TILE_STAGES): they take one after another by a counter, and the loader brings K and V of the
+// next one while the consumers are at work. Where tiles are few and long, several CTAs share out
+// the rows of a tile, and a further kernel (backward_shares.cuh) adds up their dK and dV.
+//
+// In turns, a tile waits only for tiles with smaller numbers, which were taken before it. All CTAs
 // go from later rounds of queries to earlier ones, and over the heads that share a head of K inside
 // of a round. Each begins with a later round than that of the keys before, so that the turn has
 // mostly come. Behind its first round it goes on with the last one; what it adds from there on has
@@ -70,27 +75,99 @@ namespace archflash::hopper {
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
   ptx::griddepcontrol_launch_dependents();  // the main kernel waits for what this one writes
+  if (params.taken_gmem != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *params.taken_gmem = 0;
   device::prepare_rounds<DTYPE>(params);
+}
+
+// --- which tiles a CTA takes ---
+
+// Finds what the CTA works on in its tile number `number` of all; first_row < 0: nothing. Called by
+// a whole warp.
+template <class C>
+__device__ __forceinline__ void find_work(const BackwardKernelParams& params, int number,
+                                          CtaWork& work) {
+  const TileOfCta tile = find_tile<C>(params, number);
+  const int shares = params.shares;
+  const int index = shares > 1 ? tile.index / shares : tile.index;
+  const BackwardWork found =
+      device::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, index);
+  if (threadIdx.x % 32 != 0) return;
+  if (found.first_row < 0) {
+    work.first_row = found.first_row;
+  } else {
+    device::find_queries<C>(params, found, work, tile.upwards, tile.index - index * shares);
+  }
+}
+
+// The number of the next tile of a CTA that stays, whose first one is that with the CTA's index. In
+// turns it takes the first one in this way, too: a tile waits for tiles that were taken before it,
+// and so for no CTA that has not started.
+__device__ __forceinline__ int take_number(const BackwardKernelParams& params) {
+  ptx::griddepcontrol_wait();  // the counter is zero
+  int taken = 0;
+  if (threadIdx.x % 32 == 0) taken = atomicAdd(params.taken_gmem, 1);
+  return uniform(taken) + (params.turns_gmem == nullptr ? static_cast<int>(gridDim.x) : 0);
+}
+
+// The next tile for the loader of a CTA that stays, which writes it to `work` when the CTA is done
+// with the one that it had there; false: there is none. The CTA that asks first takes the next one.
+template <class C>
+__device__ __forceinline__ bool take_next_tile(const BackwardKernelParams& params,
+                                               const BackwardBarriers<C>& barriers,
+                                               const RingPosition<C::TILE_STAGES>& position,
+                                               CtaWork& work) {
+  __builtin_assume(params.backward.attention.cu_seqlens_q_gmem == nullptr);
+  __builtin_assume(params.backward.attention.cu_seqlens_k_gmem == nullptr);
+  const int number = take_number(params);
+  ptx::mbarrier_wait_parity(barriers.tile_empty(position.stage), position.parity ^ 1);
+  const bool any = number < params.tiles;
+  if (any) {
+    find_work<C>(params, number, work);
+  } else if (threadIdx.x % 32 == 0) {
+    work.first_row = -1;
+  }
+  release(barriers.tile_full(position.stage));
+  return any;
 }
 
 // --- loader, one warp: K, V, Q and dO -> shared memory ---
 
 template <class C>
-__device__ __forceinline__ void load(const BackwardKernelParams& params, const CtaWork& work,
-                                     unsigned char* shared, uint32_t shared_smem) {
+__device__ __forceinline__ void load(const BackwardKernelParams& params, unsigned char* shared,
+                                     uint32_t shared_smem) {
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  RingPosition<C::Q_STAGES> q_ring;
-  RingPosition<C::DOUT_STAGES> dout_ring;
-  device::load_rounds<C>(params, work, shared, shared_smem, barriers, q_ring, dout_ring);
+  device::LoaderPosition<C> position;
+  RingPosition<C::TILE_STAGES> tile;
+  if constexpr (C::STAYS) release(barriers.tile_full(0));  // the first tile is there already
+#pragma unroll 1
+  while (true) {
+    const CtaWork& work = work_of<C>(shared, tile.stage);
+    if (!C::STAYS || work.blocks > 0) {
+      device::load_rounds<C>(
+          params, work, shared, shared_smem, barriers,
+          {C::K_SMEM + tile.stage * C::KTile::BYTES, C::V_SMEM + tile.stage * C::VTile::BYTES,
+           barriers.k_full(tile.stage), barriers.v_full(tile.stage)},
+          position);
+    } else if (ptx::elect_sync()) {  // the consumers count its phases, too
+      ptx::mbarrier_arrive(barriers.k_full(tile.stage));
+      ptx::mbarrier_arrive(barriers.v_full(tile.stage));
+    }
+    if (!takes_more<C>(params)) break;
+    tile.advance();
+    if (!take_next_tile<C>(params, barriers, tile, work_of<C>(shared, tile.stage))) break;
+  }
 }
 
 // --- one more warp: the terms of a block's rows, and a note about it -> shared memory ---
 
 template <class C>
-__device__ __forceinline__ void load_terms(const BackwardKernelParams& params, const CtaWork& work,
+__device__ __forceinline__ void load_terms(const BackwardKernelParams& params,
                                            unsigned char* shared, uint32_t shared_smem) {
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  device::load_terms_of_rounds<C>(params, work, shared, barriers);
+  RingPosition<C::Q_STAGES> q_ring;
+  for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
+    device::load_terms_of_rounds<C>(params, work, shared, barriers, q_ring);
+  });
 }
 
 // What each CTA of a main kernel begins with: one warp finds what it works on, and writes that to
@@ -110,15 +187,12 @@ __device__ __forceinline__ void begin_backward(const BackwardKernelParams& param
   }
   device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   if (uniform(static_cast<int>(threadIdx.x) / 32) != 0) return;
-  const TileOfCta tile = find_tile<C>(params, static_cast<int>(blockIdx.x));
-  const BackwardWork found =
-      device::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, tile.index);
-  if (threadIdx.x != 0) return;
-  CtaWork& work = *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM);
-  if (found.first_row < 0) {
-    work.first_row = found.first_row;
+  int number = static_cast<int>(blockIdx.x);
+  if (takes_more<C>(params) && params.turns_gmem != nullptr) number = take_number(params);
+  if (takes_more<C>(params) && number >= params.tiles) {
+    if (threadIdx.x == 0) work_of<C>(shared).first_row = -1;
   } else {
-    work = device::find_queries<C>(params, found, tile.upwards);
+    find_work<C>(params, number, work_of<C>(shared));
   }
 }
 
@@ -128,7 +202,6 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
   begin_backward<C>(params, shared);
   if (threadIdx.x == C::CONSUMER_THREADS) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -142,32 +215,34 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
-  if (work.first_row < 0) {
+  __syncthreads();  // the barriers are initialised and the work is written before any warp uses it
+  if (work_of<C>(shared).first_row < 0) {
     ptx::griddepcontrol_wait();
     return;
   }
 
-  const bool any_block = work.blocks > 0;
   if (threadIdx.x < C::CONSUMER_THREADS) {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    if (any_block) {
-      consume<C>(all_params, work, shared, shared_smem);
-    } else {
-      clear_gradients<C>(params, work, C::WARPS);
-    }
+    ConsumerPosition<C> position;
+    for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto& tile) {
+      if (work.blocks > 0) {
+        consume<C>(all_params, work, shared, shared_smem, tile, position);
+      } else {
+        clear_gradients<C>(params, work, C::WARPS);
+      }
+    });
   } else {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (!any_block) {
+    if (!C::STAYS && work_of<C>(shared).blocks == 0) {
       ptx::griddepcontrol_wait();
       return;
     }
     if (threadIdx.x < C::CONSUMER_THREADS + 32) {
-      load<C>(params, work, shared, shared_smem);
+      load<C>(params, shared, shared_smem);
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
-      load_terms<C>(params, work, shared, shared_smem);
+      load_terms<C>(params, shared, shared_smem);
     } else {
-      add_dq<C>(params, work, shared_smem, threadIdx.x / 32 % 2);
+      add_dq<C>(params, shared, shared_smem, threadIdx.x / 32 % 2);
     }
   }
 }

@@ -22,6 +22,9 @@ struct BackwardVariant {
   bool exact = false;
   bool drops = false;  // dropout
   int consumer_registers = 240;
+  // Tiles of keys whose K and V are in shared memory. With two CTAs stay and take one tile after
+  // another: K and V of the next one come while this one is computed.
+  int tile_stages = 1;
 };
 
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
@@ -48,6 +51,8 @@ struct BackwardConfig {
   static constexpr bool S_AHEAD = VARIANT.s_ahead;
   static constexpr bool SOFTCAP = VARIANT.softcap;
   static constexpr bool DROPS = VARIANT.drops;
+  static constexpr int TILE_STAGES = VARIANT.tile_stages;
+  static constexpr bool STAYS = TILE_STAGES > 1;
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
@@ -83,22 +88,23 @@ struct BackwardConfig {
   // barriers | work. The terms of a block, which share the ring of Q, are the LSEs of its rows,
   // then their deltas, then a note.
   static constexpr int K_SMEM = 0;
-  static constexpr int V_SMEM = K_SMEM + KTile::BYTES;
-  static constexpr int Q_SMEM = V_SMEM + VTile::BYTES;
+  static constexpr int V_SMEM = K_SMEM + TILE_STAGES * KTile::BYTES;
+  static constexpr int Q_SMEM = V_SMEM + TILE_STAGES * VTile::BYTES;
   static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
   static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * DoutTile::BYTES;
   static constexpr int DQ_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
   static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
-  // Full of K, of V, and of each stage of dS; full and empty of each stage of Q and of dO; full of
-  // each warpgroup's dQ of even and of odd rounds, and empty; one more: the bytes of a ragged
-  // block.
+  // Full of K and of V, and where CTAs stay full and empty, of each tile; full of each stage of dS;
+  // full and empty of each stage of Q and of dO; full of each warpgroup's dQ of even and of odd
+  // rounds, and empty; one more: the bytes of a ragged block.
+  static constexpr int TILE_BARRIERS = (STAYS ? 4 : 2) * TILE_STAGES + 1;
   static constexpr int BARRIERS =
-      2 + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS + 1;
+      TILE_BARRIERS + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS;
   static constexpr int WORK_BYTES = 128;  // of device::CtaWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
-  static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
+  static constexpr int SHARED_BYTES = WORK_SMEM + TILE_STAGES * WORK_BYTES;
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
@@ -136,6 +142,9 @@ struct WideBackwardConfig {
   static constexpr int TURN_STAGES = 2;   // a warp each
   static constexpr bool SOFTCAP = false;  // it would spill registers
   static constexpr bool DROPS = false;
+  static constexpr bool STAYS = false;
+  static constexpr int TILE_STAGES = 1;
+  static constexpr int TILE_BARRIERS = 2 * TILE_STAGES + 1;
 
   static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
   static constexpr int CTAS_PER_SM = 1;
@@ -186,8 +195,13 @@ struct WideBackwardConfig {
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
-constexpr BackwardVariant BACKWARD_D64 = {
-    .head_dim = 64, .blocks_of_round = 2, .q_stages = 4, .dout_stages = 4, .s_ahead = true};
+constexpr BackwardVariant BACKWARD_D64 = {.head_dim = 64,
+                                          .blocks_of_round = 2,
+                                          .q_stages = 4,
+                                          .dout_stages = 4,
+                                          .s_ahead = true,
+                                          .consumer_registers = 232,
+                                          .tile_stages = 2};
 constexpr BackwardVariant BACKWARD_D96 = {.head_dim = 96,
                                           .blocks_of_round = 2,
                                           .q_stages = 3,

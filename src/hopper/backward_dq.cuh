@@ -40,7 +40,7 @@ struct SumsPart {
 // of a consumer warpgroup. In turns it adds both parts of every second round, because to wait for a
 // turn, to add and to hand it on takes longer than a round.
 template <class C>
-__device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const CtaWork& work,
+__device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsigned char* shared,
                                        uint32_t shared_smem, uint32_t number) {
   constexpr int PART_BYTES = 4 * C::PART_ROWS * C::PART_COLUMNS;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
@@ -48,58 +48,61 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
   const bool in_turns = params.turns_gmem != nullptr;
   const int first_group = in_turns ? 0 : static_cast<int>(number);
   const int end_group = in_turns ? C::WARPGROUPS : first_group + 1;
-  BlockPosition<C> block{0, work.start};
-  const uint32_t rounds = work.blocks / C::BLOCKS_OF_ROUND;
+  uint32_t count = 0;          // of rounds
   ptx::griddepcontrol_wait();  // the sums and the turns are zero
+  for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
+    BlockPosition<C> block{0, work.start};
+    const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
 #pragma unroll 1
-  for (uint32_t count = 0; count < rounds; ++count, block.next_round(work)) {
-    if (in_turns && count % 2 != number) continue;
-    const device::DqTurn turn = device::dq_turn<C>(params, work, block);
-    // It looks for its turn while dQ is computed, because that takes a while even if it has come.
-    if (leader && turn.waits) {
-      const int own_turn = work.turn;
-      while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
-      }
-    }
-    __syncwarp();
-    for (int group = first_group; group < end_group; ++group)
-      ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
-    if (leader) {
-      if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
-      float* const round_gmem = device::sums_of_round<C>(params, turn.sum);
-      const auto add = [&](int start, uint32_t offset, uint32_t bytes) {
-        const uint32_t from_smem = shared_smem + C::DQ_SMEM + offset;
-        if (in_turns && !turn.waits) {
-          ptx::cp_async_bulk_store(round_gmem + start, from_smem, bytes);
-        } else {
-          ptx::cp_reduce_async_bulk_add_f32(round_gmem + start, from_smem, bytes);
+    for (; count < end; ++count, block.next_round(work)) {
+      if (in_turns && count % 2 != number) continue;
+      const device::DqTurn turn = device::dq_turn<C>(params, work, block);
+      // It looks for its turn while dQ is computed, because that takes a while even if it has come.
+      if (leader && turn.waits) {
+        const int own_turn = work.turn;
+        while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
         }
-      };
-      if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
-        add(first_group * (PART_BYTES / 4), first_group * PART_BYTES,
-            (end_group - first_group) * PART_BYTES);
-      } else {  // what dQ has of each warp's rows
+      }
+      __syncwarp();
+      for (int group = first_group; group < end_group; ++group)
+        ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
+      if (leader) {
+        if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+        float* const round_gmem = device::sums_of_round<C>(params, turn.sum);
+        const auto add = [&](int start, uint32_t offset, uint32_t bytes) {
+          const uint32_t from_smem = shared_smem + C::DQ_SMEM + offset;
+          if (in_turns && !turn.waits) {
+            ptx::cp_async_bulk_store(round_gmem + start, from_smem, bytes);
+          } else {
+            ptx::cp_reduce_async_bulk_add_f32(round_gmem + start, from_smem, bytes);
+          }
+        };
+        if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
+          add(first_group * (PART_BYTES / 4), first_group * PART_BYTES,
+              (end_group - first_group) * PART_BYTES);
+        } else {  // what dQ has of each warp's rows
 #pragma unroll 1
-        for (int group = first_group; group < end_group; ++group) {
-          const SumsPart<C> part(params, group);
+          for (int group = first_group; group < end_group; ++group) {
+            const SumsPart<C> part(params, group);
 #pragma unroll 1
-          for (int warp = 0; warp * C::WARP_ROWS < part.rows && part.columns > 0; ++warp) {
-            add(part.start + warp * C::WARP_ROWS * part.columns,
-                group * PART_BYTES + warp * 4 * C::WARP_SUMS, 4 * C::WARP_ROWS * part.columns);
+            for (int warp = 0; warp * C::WARP_ROWS < part.rows && part.columns > 0; ++warp) {
+              add(part.start + warp * C::WARP_ROWS * part.columns,
+                  group * PART_BYTES + warp * 4 * C::WARP_SUMS, 4 * C::WARP_ROWS * part.columns);
+            }
           }
         }
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read_0();
+        for (int group = first_group; group < end_group; ++group)
+          ptx::mbarrier_arrive(barriers.dq_empty(group));
+        if (in_turns) {  // the CTA of the next turn may add when this one has
+          ptx::cp_async_bulk_wait_group_0();
+          ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
+        }
       }
-      ptx::cp_async_bulk_commit_group();
-      ptx::cp_async_bulk_wait_group_read_0();
-      for (int group = first_group; group < end_group; ++group)
-        ptx::mbarrier_arrive(barriers.dq_empty(group));
-      if (in_turns) {  // the CTA of the next turn may add when this one has
-        ptx::cp_async_bulk_wait_group_0();
-        ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
-      }
+      __syncwarp();
     }
-    __syncwarp();
-  }
+  });
 }
 
 // --- what comes behind: dQ, when all CTAs have added to its sums ---

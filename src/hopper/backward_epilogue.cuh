@@ -12,13 +12,12 @@ namespace archflash::hopper {
 // Writes, or adds, a warp's rows of a gradient times `factor`.
 template <class C, class Tile>
 __device__ __forceinline__ void store_gradient(const KeyGradient<Tile>& x_rmem,
-                                               const GradientParams& gradient,
-                                               const BackwardWork& work, int columns,
-                                               float factor) {
+                                               const GradientParams& gradient, const CtaWork& work,
+                                               int columns, float factor) {
   const int lane = threadIdx.x % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS;
   const int first = work.first_row + warp * C::WARP_ROWS + lane / 4;
-  const int64_t start = work.batch * gradient.batch + work.head * gradient.head +
+  const int64_t start = work.batch * gradient.batch + work.gradient_head * gradient.head +
                         (static_cast<int64_t>(work.own_start) + first) * gradient.row;
   if (gradient.dtype != DType::F32 && !gradient.accumulate) {
     // A lane has two neighbouring columns of eight. The lanes of a quad exchange them, so that each
@@ -66,9 +65,9 @@ __device__ __forceinline__ void clear_gradients(const BackwardKernelParams& para
   for (int row = work.first_row + static_cast<int>(threadIdx.x) / 32; row < end; row += warps) {
     const AttentionParams& attention = params.backward.attention;
     const int64_t row_of_tensor = static_cast<int64_t>(work.own_start) + row;
-    device::clear_gradient_row(params.backward.dk, work.batch, work.head, row_of_tensor,
+    device::clear_gradient_row(params.backward.dk, work.batch, work.gradient_head, row_of_tensor,
                                attention.d, lane, 32);
-    device::clear_gradient_row(params.backward.dv, work.batch, work.head, row_of_tensor,
+    device::clear_gradient_row(params.backward.dv, work.batch, work.gradient_head, row_of_tensor,
                                attention.dv, lane, 32);
   }
 }

@@ -14,11 +14,23 @@ namespace archflash::hopper {
 // The named barrier at which the second consumer warpgroup waits before its first step.
 constexpr int START_BARRIER = 1;
 
-// Goes over the blocks of queries, of which there is at least one, sums up dK and dV, and writes
-// them while the last dQ is computed.
+// Where the consumers are in the blocks of all tiles of a CTA.
+template <class C>
+struct ConsumerPosition {
+  uint32_t number = 0;  // of the block
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  RingPosition<C::DS_STAGES> ds_ring;  // of the dS to be written
+};
+
+// Goes over the blocks of queries of a tile, of which there is at least one, sums up dK and dV, and
+// writes them while the last dQ is computed. `position` is that of the tile's first block, and
+// becomes that of the next tile's.
 template <class C>
 __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, const CtaWork& work,
-                                        unsigned char* shared, uint32_t shared_smem) {
+                                        unsigned char* shared, uint32_t shared_smem,
+                                        const RingPosition<C::TILE_STAGES>& tile,
+                                        ConsumerPosition<C>& position) {
   const BackwardKernelParams& params = call_of<C>(all_params);
   using KTile = typename C::KTile;
   using QTile = typename C::QTile;
@@ -48,14 +60,15 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   uint32_t* const a = &a_rmem[0][0];
 
   const int own_rows = group * C::GROUP_ROWS * C::KTile::ROW_BYTES;
-  const ptx::WgmmaDescriptor k =
-      describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + own_rows, 16);
-  const ptx::WgmmaDescriptor v =
-      describe_tile<typename C::KTile>(shared_smem + C::V_SMEM + own_rows, 16);
-  const auto blocks = static_cast<uint32_t>(uniform(work.blocks));
-  uint32_t number = 0;  // of the block
-  RingPosition<C::Q_STAGES> q_ring;
-  RingPosition<C::DOUT_STAGES> dout_ring;
+  const uint32_t k_smem = shared_smem + C::K_SMEM + tile.stage * C::KTile::BYTES;
+  const uint32_t v_smem = shared_smem + C::V_SMEM + tile.stage * C::VTile::BYTES;
+  const ptx::WgmmaDescriptor k = describe_tile<typename C::KTile>(k_smem + own_rows, 16);
+  const ptx::WgmmaDescriptor v = describe_tile<typename C::KTile>(v_smem + own_rows, 16);
+  uint32_t& number = position.number;
+  RingPosition<C::Q_STAGES>& q_ring = position.q_ring;
+  RingPosition<C::DOUT_STAGES>& dout_ring = position.dout_ring;
+  RingPosition<C::DS_STAGES>& ds_ring = position.ds_ring;
+  const uint32_t end = number + static_cast<uint32_t>(uniform(work.blocks));
   const auto q_at = [&](int stage) { return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES; };
 
   // Stores the warp's part of the dQ of round `round`, and hands it to the warp that adds it in the
@@ -117,20 +130,20 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     ptx::registers_change<SCORES>(p);  // all exponentials come before the next wait
   };
 
-  RingPosition<C::DS_STAGES> ds_ring;  // of the dS to be written
   const auto ds_at = [&](int stage) { return shared_smem + C::DS_SMEM + stage * C::DsTile::BYTES; };
   // The round before the first one: its dS is 0, and nobody takes its dQ.
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) a[i] = 0;
 #pragma unroll
   for (int row = 0; row < C::ROUND; row += C::BLOCK)
-    store_ds<C>(ds_at(0) + row * C::DsTile::ROW_BYTES, a_rmem);
+    store_ds<C>(ds_at(ds_ring.stage) + row * C::DsTile::ROW_BYTES, a_rmem);
   ptx::fence_proxy_async_shared();  // the stores come before wgmma reads them
-  release(barriers.ds_full(0));
+  release(barriers.ds_full(ds_ring.stage));
   ds_ring.advance();
-  // The second warpgroup begins half a step after the first one, which tells it when.
+  [[maybe_unused]] bool starts = true;  // the tile
+  // The second warpgroup begins a tile half a step after the first one, which tells it when.
   const auto hand_over_start = [&] {
-    if (group == 0 && number == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
+    if (group == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
   };
   if (group != 0) ptx::bar_sync(START_BARRIER, C::CONSUMER_THREADS);
   const auto begin_dq = [&] {  // of the round before that
@@ -143,15 +156,15 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       ptx::registers_change<PART>(dq);
     }
     ptx::wgmma_fence();  // the last uses of dQ come before the product
-    start_dq<C>(dq, ds_at(stage), shared_smem + C::K_SMEM, group);
+    start_dq<C>(dq, ds_at(stage), k_smem, group);
   };
-  ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
-  ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
-  begin_s(q_at(0));
+  ptx::mbarrier_wait_parity(barriers.k_full(tile.stage), tile.parity);  // K has landed
+  ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);
+  begin_s(q_at(q_ring.stage));
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SCORES>(s);
-  if constexpr (C::S_AHEAD) exponentiate(0);
-  ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
+  if constexpr (C::S_AHEAD) exponentiate(q_ring.stage);
+  ptx::mbarrier_wait_parity(barriers.v_full(tile.stage), tile.parity);  // V has landed
 
   // A block, whose S is there: with S_AHEAD its P. dK of the block before and dQ of the round
   // before that may be unfinished, and the next ones are left so. Returns whether there is a next
@@ -168,7 +181,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       const int before = (q_ring.stage == 0 ? C::Q_STAGES : q_ring.stage) - 1;
       if (number > 0) release(barriers.q_empty(before));
     };
-    const bool more = !LAST_OF_ROUND || number + 1 < blocks;
+    const bool more = !LAST_OF_ROUND || number + 1 < end;
     RingPosition<C::Q_STAGES> next = q_ring;  // of the next block; of this one if it is the last
     if (more) next.advance();
     if constexpr (!C::S_AHEAD) {
@@ -199,7 +212,8 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     ptx::registers_change<SUMS>(dv);
     ptx::wgmma_fence();  // P is rounded before the product
     start_gradient<C, QTile>(dv_rmem, a_rmem, dout_smem);
-    hand_over_start();
+    if (C::STAYS ? starts : number == 0) hand_over_start();
+    starts = false;
     if constexpr (TAKES_DQ) {
       if (number > C::BLOCKS_OF_ROUND) hand_on_dq(taken);
     }
@@ -250,7 +264,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       if constexpr (FIRST_OF_ROUND) {
         ptx::wgmma_wait_group<1>();
         ptx::registers_change<PART>(dq);
-        if (number > C::BLOCKS_OF_ROUND) {
+        if (number + uniform(work.blocks) > end + C::BLOCKS_OF_ROUND) {
           const uint32_t round = (number - 1) / C::BLOCKS_OF_ROUND - 1;
           store_dq(round);
           hand_on_dq(round);
@@ -269,6 +283,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   }
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SUMS>(dk);
+  if constexpr (C::STAYS) q_ring.advance();
   if constexpr (!C::S_AHEAD && C::BLOCKS_OF_ROUND == 1) {
     ptx::registers_change<PART>(dq);
     if (number > 1) {

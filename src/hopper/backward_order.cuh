@@ -14,8 +14,8 @@
 namespace archflash::hopper {
 
 // A CTA's tile of keys: its index as find_backward_work() counts them, which is the first tiles of
-// all heads, then the second ones; and whether the tiles of its head come from the last one to the
-// first, and go over rounds upwards.
+// all heads, then the second ones, where each share of a head counts as a head; and whether the
+// tiles of its head come from the last one to the first, and go over rounds upwards.
 struct TileOfCta {
   int index;
   bool upwards;
@@ -105,7 +105,7 @@ template <class C>
 __device__ __forceinline__ TileOfCta find_tile(const BackwardKernelParams& params, int index) {
   const AttentionParams& attention = params.backward.attention;
   if (attention.cu_seqlens_k_gmem != nullptr) return find_packed_tile<C>(params, index);
-  const int heads = attention.batch * (attention.heads_q / attention.heads_per_kv);
+  const int heads = attention.batch * (attention.heads_q / attention.heads_per_kv) * params.shares;
   if (params.group_heads >= heads && params.tiles_in_a_row == 1) return {index, false};
   const int tiles = (attention.nk + C::ROWS - 1) / C::ROWS;
   const TileInGroups found(index, heads, tiles, params.group_heads, params.tiles_in_a_row);

@@ -41,6 +41,15 @@ struct BackwardKernelParams {
   int32_t packed_tiles;
   int32_t upward_work;
   int32_t sums_rows;  // that a round has in the sums: no more than dQ needs where it is one round
+  // How many CTAs share out the query rows of a tile of keys: share_rows each, of whole rounds.
+  // With more than one, dk and dv are shares in the workspace, whose heads are those of K times the
+  // shares, and a launch behind the main one adds them up (SharedGradientsParams).
+  int32_t shares;
+  int32_t share_rows;
+  // The tiles of all heads and shares. Where there are more than CTAs, these take one after another
+  // by a counter, which the first launch clears.
+  int32_t tiles;
+  int32_t* taken_gmem;
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);
@@ -57,5 +66,16 @@ struct DroppingBackwardParams {
 static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
 static_assert(offsetof(DroppingBackwardParams, call) == 0,
               "the plan of a call without dropout is extended");
+
+// The parameter of the kernel that adds up the shares of dK and dV.
+struct SharedGradientsParams {
+  GradientParams dk, dv;        // to be written
+  const float* dk_shares_gmem;  // (batch, heads_kv, shares, nk, d)
+  const float* dv_shares_gmem;  // (batch, heads_kv, shares, nk, dv)
+  int32_t shares, heads_kv, nk;
+  int32_t d_chunks, chunks;  // of 8 columns: of a row of dK, and of dK and dV together
+  int64_t all_chunks;
+};
+static_assert(std::is_trivially_copyable_v<SharedGradientsParams>);
 
 }  // namespace archflash::hopper

@@ -31,13 +31,30 @@ __device__ __forceinline__ const BackwardKernelParams& call_of(const BackwardPar
   }
 }
 
+// What a CTA works on.
+template <class C>
+__device__ __forceinline__ CtaWork& work_of(unsigned char* shared, int stage = 0) {
+  return *reinterpret_cast<CtaWork*>(shared + C::WORK_SMEM + stage * C::WORK_BYTES);
+}
+
+// Whether CTAs take more tiles than their first ones.
+template <class C>
+__device__ __forceinline__ bool takes_more(const BackwardKernelParams& params) {
+  return C::STAYS && params.tiles > static_cast<int>(gridDim.x);
+}
+
 // The barriers, as addresses in shared memory. "Bytes": the loader arrives once and says how many
 // bytes TMA will bring; the phase ends when they have landed.
 //
 // clang-format off
 //   barrier                  arrives               waits           so that
-//   k_full, v_full           loader, bytes         consumers       the CTA's keys have landed before
-//                                                                  wgmma reads them
+//   k_full, v_full           loader, bytes         consumers       the tile's keys have landed before
+//     of each tile                                                 wgmma reads them
+//   tile_full of each tile,  loader                all others      the tile's CtaWork is written
+//     where CTAs stay                                              before it is read
+//   tile_empty               all others            loader          every warp is done with CtaWork, K
+//                                                                  and V, before those of the tile
+//                                                                  after the next one come
 //   q_full of each stage     loader, bytes;        consumers       Q has landed, and its terms are
 //                            terms warp                            there
 //   q_empty of each stage    each consumer warp    loader, terms   every warp's products have read Q,
@@ -66,11 +83,19 @@ template <class C>
 struct BackwardBarriers {
   uint32_t first_smem;
 
-  __device__ __forceinline__ uint32_t k_full() const { return first_smem; }
-  __device__ __forceinline__ uint32_t v_full() const { return first_smem + 8; }
-  __device__ __forceinline__ uint32_t ragged() const { return first_smem + 16; }
+  __device__ __forceinline__ uint32_t k_full(int stage = 0) const { return first_smem + 8 * stage; }
+  __device__ __forceinline__ uint32_t v_full(int stage = 0) const {
+    return k_full(C::TILE_STAGES) + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t ragged() const { return v_full(C::TILE_STAGES); }
+  __device__ __forceinline__ uint32_t tile_full(int stage) const {
+    return ragged() + 8 + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t tile_empty(int stage) const {
+    return tile_full(C::TILE_STAGES) + 8 * stage;
+  }
   __device__ __forceinline__ uint32_t ds_full(int stage) const {
-    return first_smem + 24 + 8 * stage;
+    return first_smem + 8 * C::TILE_BARRIERS + 8 * stage;
   }
   __device__ __forceinline__ uint32_t q_full(int stage) const {
     return ds_full(stage) + 8 * C::DS_STAGES;
@@ -95,8 +120,15 @@ struct BackwardBarriers {
 
   // Called by one thread: those of K, V, Q and dO.
   __device__ __forceinline__ void initialise_inputs() const {
-    ptx::mbarrier_init(k_full(), 1);
-    ptx::mbarrier_init(v_full(), 1);
+    for (int stage = 0; stage < C::TILE_STAGES; ++stage) {
+      ptx::mbarrier_init(k_full(stage), 1);
+      ptx::mbarrier_init(v_full(stage), 1);
+      if constexpr (C::STAYS) {
+        ptx::mbarrier_init_for_warps(tile_full(stage), 1);
+        // The consumers, the warp of the terms, and those that add dQ.
+        ptx::mbarrier_init_for_warps(tile_empty(stage), C::WARPS + 3);
+      }
+    }
     ptx::mbarrier_init(ragged(), 1);
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
       // The warp of the terms, and the loader.
@@ -109,5 +141,24 @@ struct BackwardBarriers {
     }
   }
 };
+
+// Calls each(work, position) for each tile of the CTA, where `position` is that of K, V and of
+// `work`. Called by the warps of all roles but the loader.
+template <class C, class Each>
+__device__ __forceinline__ void for_each_tile(const BackwardKernelParams& params,
+                                              unsigned char* shared, uint32_t shared_smem,
+                                              const Each& each) {
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  RingPosition<C::TILE_STAGES> position;
+#pragma unroll 1
+  while (true) {
+    each(work_of<C>(shared, position.stage), position);
+    if (!takes_more<C>(params)) return;
+    release(barriers.tile_empty(position.stage));
+    position.advance();
+    ptx::mbarrier_wait_parity(barriers.tile_full(position.stage), position.parity);
+    if (work_of<C>(shared, position.stage).first_row < 0) return;
+  }
+}
 
 }  // namespace archflash::hopper

@@ -410,8 +410,8 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
       return;
     }
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % 4);
-    if (warp == 0) load<C>(params, work, shared, shared_smem);
-    if (warp == 1) load_terms<C>(params, work, shared, shared_smem);
+    if (warp == 0) load<C>(params, shared, shared_smem);
+    if (warp == 1) load_terms<C>(params, shared, shared_smem);
     if (warp > 1 && params.turns_gmem != nullptr)
       take_turns<C>(params, work, shared_smem, warp - 2);
   }

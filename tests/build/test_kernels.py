@@ -345,6 +345,7 @@ INSTRUCTIONS = {
     "hopper_attention_fwd_e4m3_": ("QGMMA.64x", *WARPGROUPS),
     "hopper_backward_dq_": ("LDG.E.128", "STG.E.128"),
     "hopper_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
+    "hopper_backward_shares_": ("LDG.E.128", "STG.E.128"),
     "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "hopper_combine_": COMBINES,
     "hopper_convert_cache_": ("LDG.E.128", "HMUL2", "STG.E.128"),

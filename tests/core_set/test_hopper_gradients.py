@@ -117,6 +117,72 @@ def test_tiles_of_a_head_in_a_row(d: int, n: int) -> None:
         assert_same(gradients_in_order(request, order), expected)
 
 
+# Calls of more tiles of keys than the GPU has SMs, which CTAs take one after another; some tiles
+# are seen by no query. name -> (nq, nk, d, dv, batch, heads), options.
+ONE_AFTER_ANOTHER: dict[str, gradients.FeatureCase] = {
+    "full": ((200, 300, 64, 64, 1, (2, 2)), {}),
+    "causal-shared-heads": ((330, 330, 64, 40, 1, (4, 2)), {"causal": True, "sinks": True}),
+    "exact": ((70, 300, 24, 64, 2, (2, 1)), {"add_to": 0.5, "pad": 8}),
+    "window": ((60, 560, 64, 64, 1, (2, 2)), {"window": (90, 10), "dlse": True}),
+    "softcap": ((140, 300, 40, 64, 1, (2, 1)), {"softcap": 2.0, "layout": "bnhd"}),
+    "dropout": ((140, 300, 64, 64, 1, (2, 1)), {"dropout_p": 0.3}),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
+def test_tiles_that_a_cta_takes_one_after_another(name: str, deterministic: bool) -> None:
+    number = list(ONE_AFTER_ANOTHER).index(name)
+    tensors, options = gradients.feature_call(on, ONE_AFTER_ANOTHER[name], "bfloat16", number)
+    if "dropout_p" in options:
+        options["rng_state"] = on.tensor([7, 0], dtype=torch.int64)
+    schedules = range(number, number + 3)
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, sms=2, schedules=schedules, deterministic=deterministic, **options
+    )
+
+
+# Calls of few and long tiles, whose query rows several CTAs share out. Under a mask some of them
+# have no row of their tile.
+SHARED_OUT: dict[str, gradients.FeatureCase] = {
+    "causal": ((300, 300, 64, 64, 1, (7, 1)), {"causal": True}),
+    "sinks-lse": ((150, 150, 128, 96, 2, (4, 1)), {"sinks": True, "dlse": True}),
+    "unseen-keys": ((200, 300, 128, 128, 1, (4, 1)), {"window": (50, 0)}),
+    "added-in-fp32": (
+        (200, 140, 40, 64, 1, (8, 2)),
+        {"layout": "bnhd", "gradient_dtype": "float32", "add_to": -2.0, "pad": 4},
+    ),
+    "wide": ((200, 100, 136, 256, 1, (4, 1)), {"causal": True, "add_to": 0.5}),
+    "dropout": ((300, 140, 64, 64, 1, (5, 1)), {"dropout_p": 0.3}),
+    "few-keys": ((2000, 40, 64, 64, 1, (1, 1)), {}),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", SHARED_OUT)
+def test_query_rows_that_ctas_share_out(
+    name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dk and dv are sums of shares in an order that is always the same."""
+    number = list(SHARED_OUT).index(name)
+    tensors, options = gradients.feature_call(on, SHARED_OUT[name], "bfloat16", number)
+    if "dropout_p" in options:
+        options["rng_state"] = on.tensor([7, 0], dtype=torch.int64)
+    planned = []
+
+    def noted(*args: Any) -> native.LaunchPlan:
+        planned.append(plan_of(*args))
+        return planned[-1]
+
+    plan_of = gradients._plan
+    monkeypatch.setattr(gradients, "_plan", noted)
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, sms=132, schedules=(number, number + 1),
+        deterministic=deterministic, **options,
+    )  # fmt: skip
+    assert all("hopper_backward_shares_bf16" in plan.kernels for plan in planned)
+
+
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
 @pytest.mark.parametrize(
     ("d", "nq", "nk"),

@@ -254,7 +254,7 @@ def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> No
 def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     def explain(d: int = 64, **options: Any) -> archflash.Decision:
         q = torch.empty(2, 8, 100, d, dtype=torch.bfloat16, device="meta")
-        return archflash.explain(q, q[:, :2], q[:, :2], device="H200", backward=True, **options)
+        return archflash.explain(q, q[:, :4], q[:, :4], device="H200", backward=True, **options)
 
     for d, tile, sums in (
         (64, "d64_exact", 112 * 64),  # rows of 16 in a head's only round
@@ -279,6 +279,59 @@ def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     decision = explain(264)
     assert decision.chosen != "hopper"
     assert "up to 256" in decision.reasons["hopper"][0]
+
+
+@pytest.mark.parametrize("name", [*_gradients.FOLDERS])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_call_without_heads_has_nothing_to_launch(name: str, deterministic: bool) -> None:
+    dtype = torch.float32 if name == "simt" else torch.bfloat16
+    q = torch.empty(2, 0, 70, 64, dtype=dtype, device="meta")
+    lse = torch.empty(2, 0, 70, device="meta")
+    call = _options.complete({"causal": True})
+    request = _gradients.Request(q, q, q, q, q, lse, None, call)
+    into = _gradients.Gradients.like(request)
+    device = _api.find_device(native.describe(name).home_device)
+    plan = _gradients.decide(request, into, device, name, deterministic=deterministic).plan
+    assert plan is not None
+    assert plan.kernels == []
+
+
+def shared_out(
+    shape: tuple[int, int, int, int], keys: tuple[int, int], *, causal: bool
+) -> tuple[list[str], tuple[int, int]]:
+    """The kernels of a call's gradients on an H200, and the CTAs and shares of the main one. keys:
+    heads and rows of k.
+    """
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(shape[0], *keys, shape[3], dtype=torch.bfloat16, device="meta")
+    decision = archflash.explain(q, k, k, causal=causal, device="H200", backward=True)
+    assert decision.plan is not None
+    main = decision.plan.to_dict()["launches"][1]
+    (shares,) = struct.unpack_from("<i", bytes.fromhex(main["params"]), SHARES_OFFSET)
+    return decision.plan.kernels, (main["grid"][0], shares)
+
+
+SHARES_OFFSET = 552  # of BackwardKernelParams::shares
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "causal", "ctas", "shares"),
+    [
+        ((2, 14, 4096, 64), (2, 4096), True, 132, 2),  # 128 tiles, the longest of which is twice
+        ((2, 16, 2048, 128), (1, 2048), True, 224, 7),  # as long as the mean
+        ((2, 10, 4096, 64), (10, 77), False, 120, 6),
+        ((1, 8, 1024, 128), (1, 1024), False, 32, 4),  # more would take too much memory
+        ((1, 64, 4096, 128), (8, 4096), True, 256, 1),  # two rounds of tiles are even
+        ((1, 32, 8192, 128), (8, 8192), True, 512, 1),
+        ((1, 4, 1024, 128), (4, 1024), True, 32, 1),  # memory
+    ],
+)
+def test_query_rows_are_shared_out_where_few_tiles_leave_sms_idle(
+    shape: tuple[int, int, int, int], keys: tuple[int, int], causal: bool, ctas: int, shares: int
+) -> None:
+    kernels, found = shared_out(shape, keys, causal=causal)
+    assert found == (ctas, shares)
+    assert ("hopper_backward_shares_bf16" in kernels) == (shares > 1)
 
 
 # Where BackwardKernelParams::group_heads lies, behind which come upward_heads, tiles_in_a_row,
@@ -319,13 +372,14 @@ def hopper_params(
         ((2, 16, 4096, 256), 16, True, True, 2, 30),  # all groups but the last one
         ((1, 9, 4096, 256), 9, True, True, 2, 8),
         ((2, 16, 4096, 128), 16, False, True, 8, 0),
-        ((2, 16, 4096, 128), 16, True, False, 32, 0),  # all of them
+        ((2, 16, 4096, 128), 16, True, False, 8, 0),  # 32 MB
         ((2, 16, 4096, 128), 16, True, True, 4, 28),
         ((1, 16, 2048, 128), 16, True, True, 8, 8),  # 16 tiles each: about 132
         ((4, 32, 2048, 128), 8, True, True, 32, 0),  # four query heads share one of k
         ((1, 16, 2048, 64), 16, True, True, 16, 0),  # one group
-        ((2, 16, 4096, 128), 16, False, False, 32, 0),
-        ((4, 16, 4096, 64), 16, False, False, 16, 0),
+        ((2, 16, 4096, 128), 16, False, False, 8, 0),
+        ((4, 16, 4096, 64), 16, False, False, 10, 0),
+        ((8, 16, 1024, 128), 16, False, False, 19, 0),  # 8 tiles of a head at the same time
         ((1, 32, 8192, 128), 8, False, True, 2, 0),  # 64 tiles each: about 132, in equal groups
         ((1, 2, 100, 64), 2, False, False, 2, 0),
     ],

@@ -40,6 +40,7 @@ struct CtaWork : BackwardWork {
   // The number of the first head's first round among all rounds, and what comes to it for the next
   // head and for the next round.
   int dq_first, dq_next_head, dq_next_round;
+  int gradient_head;  // that it writes of dK and dV, in folders whose CTAs share out a tile's rows
 };
 
 // The number of the round of query row `row` among those of all heads.
@@ -61,43 +62,55 @@ __device__ __forceinline__ int start_in_turns(const Params& params, int first_ke
   return params.sums_of_round == 1 ? last : min(begin + first_key, last);
 }
 
-// Adds the query rows to what a CTA works on. upwards: in turns the tiles of its head come from the
-// last one to the first.
+// Writes what a CTA works on, with the query rows. upwards: in turns the tiles of its head come
+// from the last one to the first. share: of the rows, in folders whose CTAs share them out.
 template <class C, class Params>
-__device__ __forceinline__ CtaWork find_queries(const Params& params, const BackwardWork& work,
-                                                bool upwards = false) {
+__device__ __forceinline__ void find_queries(const Params& params, const BackwardWork& work,
+                                             CtaWork& cta, bool upwards = false, int share = 0) {
   const AttentionParams& attention = params.backward.attention;
-  CtaWork cta{work};
-  cta.before_last = -1;
-  const int last_row = min(work.first_row + C::ROWS, work.own_rows) - 1;
-  cta.begin = work.visible.first(work.first_row) & -C::ROUND;
-  cta.last = work.visible.last(last_row) & -C::ROUND;
-  const int rounds = cta.begin > cta.last ? 0 : (cta.last - cta.begin) / C::ROUND + 1;
+  static_cast<BackwardWork&>(cta) = work;
+  cta.upwards = false;
+  cta.before_begin = 0, cta.before_last = -1, cta.before_start = 0;
+  // The rows that see keys from `first_key` on, of the CTA's share.
+  const auto rows_of = [&](int first_key, int& begin, int& last) {
+    begin = work.visible.first(first_key) & -C::ROUND;
+    last = work.visible.last(min(first_key + C::ROWS, work.own_rows) - 1) & -C::ROUND;
+    if constexpr (requires { params.shares; }) {
+      begin = max(begin, share * params.share_rows);
+      if (params.shares > 1) last = min(last, (share + 1) * params.share_rows - C::ROUND);
+    }
+  };
+  if constexpr (requires { params.shares; }) cta.gradient_head = work.head * params.shares + share;
+  int begin, last;
+  rows_of(work.first_row, begin, last);
+  const int rounds = begin > last ? 0 : (last - begin) / C::ROUND + 1;
+  cta.begin = begin, cta.last = last;
   cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
-  cta.start = cta.last;
+  int start = last;
   if (params.turns_gmem == nullptr) {
     // CTAs begin so many steps apart at most that L2 has what the one before has read.
     constexpr int STEPS_APART = C::HEAD_DIM > 128 ? 1 : 4;
     const int apart = work.first_row / C::ROWS * STEPS_APART / max(work.heads, STEPS_APART);
-    if (rounds > 0) cta.start -= apart % rounds * C::ROUND;
+    if (rounds > 0) start -= apart % rounds * C::ROUND;
   } else {
     const int tile = work.first_row / C::ROWS;
     cta.upwards = upwards;
-    cta.turn = upwards ? (work.own_rows - 1) / C::ROWS - tile : tile;
-    cta.start = upwards ? cta.begin : start_in_turns(params, work.first_row, cta.begin, cta.last);
-    if (cta.turn > 0) {
+    const int turn = upwards ? (work.own_rows - 1) / C::ROWS - tile : tile;
+    cta.turn = turn;
+    start = upwards ? begin : start_in_turns(params, work.first_row, begin, last);
+    if (turn > 0) {
       const int before = work.first_row + (upwards ? C::ROWS : -C::ROWS);
-      const int before_end = min(before + C::ROWS, work.own_rows);
-      cta.before_begin = work.visible.first(before) & -C::ROUND;
-      cta.before_last = work.visible.last(before_end - 1) & -C::ROUND;
-      cta.before_start = start_in_turns(params, before, cta.before_begin, cta.before_last);
+      int before_begin, before_last;
+      rows_of(before, before_begin, before_last);
+      cta.before_begin = before_begin, cta.before_last = before_last;
+      cta.before_start = start_in_turns(params, before, before_begin, before_last);
     }
   }
+  cta.start = start;
   const bool packed = attention.cu_seqlens_q_gmem != nullptr;
   cta.dq_first = dq_round<C>(params, work.batch, work.head * attention.heads_per_kv, 0);
   cta.dq_next_head = packed ? 1 : params.rounds;
   cta.dq_next_round = packed ? attention.heads_q : 1;
-  return cta;
 }
 
 // The block of queries that a CTA is at: its rounds, and in these its heads.
@@ -211,18 +224,32 @@ __device__ __forceinline__ void prepare_rounds(const Params& params) {
 
 // --- the warp that loads K, V, Q and dO ---
 
-// Brings K and V once, and Q and dO of each block. The rings are at their first stage, and end
-// where the next block would come.
+// Where K and V of a tile go, in bytes, and the barriers that they arrive at.
+struct KeyStage {
+  int k_smem, v_smem;
+  uint32_t k_full, v_full;
+};
+
+// Where the loader is in the rings of Q and dO, and the parity of its barrier for ragged blocks.
+template <class C>
+struct LoaderPosition {
+  RingPosition<C::Q_STAGES> q_ring;
+  RingPosition<C::DOUT_STAGES> dout_ring;
+  uint32_t ragged_parity = 0;
+};
+
+// Brings K and V of a tile once, and Q and dO of each block.
 template <class C, class Params, class Barriers>
 __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork& work,
                                             unsigned char* shared, uint32_t shared_smem,
-                                            const Barriers& barriers,
-                                            RingPosition<C::Q_STAGES>& q_ring,
-                                            RingPosition<C::DOUT_STAGES>& dout_ring) {
+                                            const Barriers& barriers, const KeyStage& keys,
+                                            LoaderPosition<C>& position) {
   const AttentionParams& attention = params.backward.attention;
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
   const bool packed = attention.cu_seqlens_q_gmem != nullptr;
-  uint32_t ragged_parity = 0;
+  RingPosition<C::Q_STAGES>& q_ring = position.q_ring;
+  RingPosition<C::DOUT_STAGES>& dout_ring = position.dout_ring;
+  uint32_t& ragged_parity = position.ragged_parity;
 
   // Loads rows of a sequence that starts at row `start` of the tensor and has `rows` of them, of
   // which those from `begin` to `end` count. Without cu_seqlens TMA reads zeros behind its end.
@@ -255,8 +282,8 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
         work.passing_end(), head_stride == 0 ? 0 : head, batch_stride == 0 ? 0 : work.batch, full);
   };
 
-  load_keys.template operator()<typename C::KTile>(C::K_SMEM, params.k_map, attention.k_head,
-                                                   attention.k_batch, barriers.k_full());
+  load_keys.template operator()<typename C::KTile>(keys.k_smem, params.k_map, attention.k_head,
+                                                   attention.k_batch, keys.k_full);
   BlockPosition<C> block{0, work.start};
   // The loop keeps few values: a warp that loads has few registers.
 #pragma unroll 1
@@ -270,8 +297,8 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
       q_ring.advance();
       // V comes behind the first Q, because S comes before dP.
       if (left == work.blocks && block.row == work.start) {
-        load_keys.template operator()<typename C::VTile>(C::V_SMEM, params.v_map, attention.v_head,
-                                                         attention.v_batch, barriers.v_full());
+        load_keys.template operator()<typename C::VTile>(
+            keys.v_smem, params.v_map, attention.v_head, attention.v_batch, keys.v_full);
       }
       ptx::mbarrier_wait_parity(barriers.dout_empty(dout_ring.stage), dout_ring.parity ^ 1);
       load_queries.template operator()<typename C::DoutTile>(
@@ -301,9 +328,9 @@ struct BlockNote {
 template <class C, class Params, class Barriers>
 __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const CtaWork& work,
                                                      unsigned char* shared,
-                                                     const Barriers& barriers) {
+                                                     const Barriers& barriers,
+                                                     RingPosition<C::Q_STAGES>& q_ring) {
   const int lane = threadIdx.x % 32;
-  RingPosition<C::Q_STAGES> q_ring;
   BlockPosition<C> block{0, work.start};
   if constexpr (C::USES_PDL) ptx::griddepcontrol_wait();  // the terms are written
 #pragma unroll 1

@@ -48,18 +48,19 @@ int64_t sums_bytes_of_round(const Problem& call, const RoundsTile& tile) {
   return sums_rows(call, tile) * columns * int64_t{sizeof(float)};
 }
 
-int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile,
-                      const Device& device) {
+int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, const Device& device,
+                      int64_t shares) {
   // A tile's steps for each of the tiles that it waits for at most, below which CTAs begin apart.
   // Measured on an H200 (docs/lab/hopper.md): waiting took 14 to 55% up to 4, and 4 to 8% from 10
   // on.
   constexpr int64_t STEPS_OF_TILE = 8;
   const Problem& call = problem.call;
   if (!problem.deterministic || call.varlen) return 1;
-  const int64_t heads = std::max<int64_t>(call.batch * call.heads_kv, 1);
+  const int64_t heads = std::max<int64_t>(call.batch * call.heads_kv * shares, 1);
   const int64_t at_a_time =
       std::min(ceil_div(call.nk, tile.rows), ceil_div(int64_t{device.sm_count}, heads));
-  const int64_t steps = ceil_div(call.nq, tile.round_rows) * (call.heads_q / call.heads_kv);
+  const int64_t rounds = ceil_div(ceil_div(call.nq, tile.round_rows), shares);
+  const int64_t steps = rounds * (call.heads_q / std::max<int64_t>(call.heads_kv, 1));
   return at_a_time > 1 && steps < STEPS_OF_TILE * at_a_time ? 2 : 1;
 }
 

@@ -68,23 +68,27 @@ float exponent_scale(const AttentionParams& attention);
 // How many sums of dQ a round has in turns. Two where the CTAs of a head that start together would
 // wait for one another, each for the one before, for a good part of their time: then they begin
 // with different rounds. Elsewhere CTAs that are at the same round share what they read from L2.
-int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, const Device& device);
+// shares: CTAs that share out the rows of a tile.
+int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, const Device& device,
+                      int64_t shares = 1);
 
 // Completes what plan_backward() has planned for `tile` in a folder whose parameter P begins with
 // `backward` and has dq_sums_gmem, cleared_bytes, turns_gmem, uncap, rounds, sums_of_round and the
 // maps of Q, K, V and dO. The sums of dQ come behind the terms in the workspace, and the turns
 // behind them; the first launch clears the turns, or the sums if there are none, and a last one
 // ("<folder>_backward_dq_<dtype>_<tile>") writes dQ. The main launch is the one that gets tensor
-// maps, if there is any round. finish(params): fills in what the folder has besides.
+// maps, if there is any round. finish(params): fills in what the folder has besides. shares: as
+// sums_of_round() has them.
 template <class P, class Finish>
 PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, const RoundsTile& tile,
-                           const Device& device, const std::string& folder, const Finish& finish) {
+                           const Device& device, const std::string& folder, const Finish& finish,
+                           int64_t shares = 1) {
   const Problem& call = problem.call;
   const int64_t rounds = count_rounds(call, tile.round_rows);
   if (rounds > GRID_LIMIT) return grid_too_large(rounds);
   Workspace workspace;
   workspace.add(plan.workspace_bytes);
-  const int64_t of_round = sums_of_round(problem, tile, device);
+  const int64_t of_round = sums_of_round(problem, tile, device, shares);
   const int64_t sums = of_round * rounds;
   const int64_t sums_bytes = sums * sums_bytes_of_round(call, tile);
   const int64_t sums_start = workspace.add(sums_bytes);
