@@ -153,8 +153,6 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
                 )
             rows = drafts.num_tokens_per_req
         else:
-            if getattr(drafts, "ragged_verify_layout", None) is not None:
-                raise UnsupportedError("drafts of several lengths in one batch")
             rows, new = None, forward_batch.extend_seq_lens
             on_host = forward_batch.extend_seq_lens_cpu
             ends = F.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
@@ -166,11 +164,12 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         window_pages = window_slots = None
         if self._window_pool is not None:
             to_window = self._window_pool.translate_loc_from_full_to_swa
-            window_pages = (to_window(found) // size).to(torch.int32)
+            window_pages = _divided(to_window(found), size).to(torch.int32)
             window_slots = None if slots is None else to_window(slots)
         lengths = (lengths + added if added else lengths).to(torch.int32)
+        pages = _divided(found, size)
         return _Batch(
-            lengths, found // size, window_pages, window_slots, rows, ends, longest, branches, sees
+            lengths, pages, window_pages, window_slots, rows, ends, longest, branches, sees
         )
 
     def _tree(
@@ -494,6 +493,11 @@ class DraftSteps:
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Nothing of it is in the graph."""
+
+
+def _divided(slots: Tensor, size: int) -> Tensor:
+    """The pages of slots."""
+    return slots if size == 1 else slots // size
 
 
 def _write(buffer: Tensor | None, x: Tensor | None) -> Any:

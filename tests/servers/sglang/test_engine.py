@@ -5,6 +5,7 @@ of SGLang's own backend. Processes, scheduler, memory pools and plug-ins are SGL
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import sglang
 import torch
+from examples import serve_sglang
 from sglang.srt.utils import kill_process_tree
 from torch import Tensor
 
@@ -180,6 +182,13 @@ def test_drafts_from_a_draft_model(folder: Path, topk: int) -> None:
             assert count == verifications(path, prompt, tokens)
         else:  # the chain is a branch of the tree
             assert count <= verifications(path, prompt, tokens)
+
+
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    serve_sglang.main(["--tokens", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    for prompt, line in zip(serve_sglang.PROMPTS, lines[-2:], strict=True):
+        assert re.fullmatch(rf"{re.escape(str(prompt))} -> \[\d+, \d+\]", line), line
 
 
 def test_a_refusal_is_a_sentence_at_the_start(folder: Path) -> None:
