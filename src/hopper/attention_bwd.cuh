@@ -7,10 +7,11 @@
 // or in turns: in an order that is fixed, so that the same inputs always give the same bits. A
 // kernel of its own (write_dq) then scales and rounds the sums.
 //
-// Where there are more tiles than SMs, CTAs stay if their kernel has room for two tiles
-// (TILE_STAGES): they take one after another by a counter, and the loader brings K and V of the
-// next one while the consumers are at work. Where tiles are few and long, several CTAs share out
-// the rows of a tile, and a further kernel (backward_shares.cuh) adds up their dK and dV.
+// Where there are more tiles than SMs, CTAs of some kernels stay (TILE_STAGES): they take one after
+// another by a counter, and the loader brings K and V of the next one while the consumers are at
+// work, or, without room for them (KEY_STAGES), while they write dK and dV. Where tiles are few and
+// long, several CTAs share out the rows of a tile, and a further kernel (backward_shares.cuh) adds
+// up their dK and dV.
 //
 // In turns, a tile waits only for tiles with smaller numbers, which were taken before it. All CTAs
 // go from later rounds of queries to earlier ones, and over the heads that share a head of K inside
@@ -142,10 +143,13 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, unsigne
 #pragma unroll 1
   while (true) {
     const CtaWork& work = work_of<C>(shared, tile.stage);
+    const int key_stage = key_stage_of<C>(tile);
+    if constexpr (C::HANDS_KEYS_BACK)  // the first one of two tiles has stage 0
+      ptx::mbarrier_wait_parity(barriers.keys_empty(), tile.stage ^ 1);
     if (!C::STAYS || work.blocks > 0) {
       device::load_rounds<C>(
           params, work, shared, shared_smem, barriers,
-          {C::K_SMEM + tile.stage * C::KTile::BYTES, C::V_SMEM + tile.stage * C::VTile::BYTES,
+          {C::K_SMEM + key_stage * C::KTile::BYTES, C::V_SMEM + key_stage * C::VTile::BYTES,
            barriers.k_full(tile.stage), barriers.v_full(tile.stage)},
           position);
     } else if (ptx::elect_sync()) {  // the consumers count its phases, too
@@ -229,6 +233,12 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
         consume<C>(all_params, work, shared, shared_smem, tile, position);
       } else {
         clear_gradients<C>(params, work, C::WARPS);
+        if constexpr (C::HANDS_KEYS_BACK) {
+          const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+          // The loader has seen what the tile before has handed back.
+          ptx::mbarrier_wait_parity(barriers.k_full(tile.stage), tile.parity);
+          release(barriers.keys_empty());
+        }
       }
     });
   } else {

@@ -22,9 +22,11 @@ struct BackwardVariant {
   bool exact = false;
   bool drops = false;  // dropout
   int consumer_registers = 240;
-  // Tiles of keys whose K and V are in shared memory. With two CTAs stay and take one tile after
-  // another: K and V of the next one come while this one is computed.
+  // Tiles of keys that a CTA knows. With two CTAs stay and take one tile after another.
   int tile_stages = 1;
+  // Tiles whose K and V are in shared memory. With two those of the next tile come while this one
+  // is computed, else while the gradients of this one are written.
+  int key_stages = 1;
 };
 
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
@@ -53,6 +55,9 @@ struct BackwardConfig {
   static constexpr bool DROPS = VARIANT.drops;
   static constexpr int TILE_STAGES = VARIANT.tile_stages;
   static constexpr bool STAYS = TILE_STAGES > 1;
+  static constexpr int KEY_STAGES = VARIANT.key_stages;
+  static constexpr bool HANDS_KEYS_BACK = KEY_STAGES < TILE_STAGES;
+  static_assert(KEY_STAGES == TILE_STAGES || (KEY_STAGES == 1 && TILE_STAGES == 2));
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
@@ -88,18 +93,20 @@ struct BackwardConfig {
   // barriers | work. The terms of a block, which share the ring of Q, are the LSEs of its rows,
   // then their deltas, then a note.
   static constexpr int K_SMEM = 0;
-  static constexpr int V_SMEM = K_SMEM + TILE_STAGES * KTile::BYTES;
-  static constexpr int Q_SMEM = V_SMEM + TILE_STAGES * VTile::BYTES;
+  static constexpr int V_SMEM = K_SMEM + KEY_STAGES * KTile::BYTES;
+  static constexpr int Q_SMEM = V_SMEM + KEY_STAGES * VTile::BYTES;
   static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
   static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * DoutTile::BYTES;
   static constexpr int DQ_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
   static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
-  // Full of K and of V, and where CTAs stay full and empty, of each tile; full of each stage of dS;
+  // Full of K and of V, and where CTAs stay full and empty, of each tile, and one at which K and V
+  // are handed back; full of each stage of dS;
   // full and empty of each stage of Q and of dO; full of each warpgroup's dQ of even and of odd
   // rounds, and empty; one more: the bytes of a ragged block.
-  static constexpr int TILE_BARRIERS = (STAYS ? 4 : 2) * TILE_STAGES + 1;
+  static constexpr int TILE_BARRIERS =
+      (STAYS ? 4 : 2) * TILE_STAGES + (HANDS_KEYS_BACK ? 1 : 0) + 1;
   static constexpr int BARRIERS =
       TILE_BARRIERS + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS;
   static constexpr int WORK_BYTES = 128;  // of device::CtaWork
@@ -143,6 +150,7 @@ struct WideBackwardConfig {
   static constexpr bool SOFTCAP = false;  // it would spill registers
   static constexpr bool DROPS = false;
   static constexpr bool STAYS = false;
+  static constexpr bool HANDS_KEYS_BACK = false;
   static constexpr int TILE_STAGES = 1;
   static constexpr int TILE_BARRIERS = 2 * TILE_STAGES + 1;
 
@@ -201,13 +209,15 @@ constexpr BackwardVariant BACKWARD_D64 = {.head_dim = 64,
                                           .dout_stages = 4,
                                           .s_ahead = true,
                                           .consumer_registers = 232,
-                                          .tile_stages = 2};
+                                          .tile_stages = 2,
+                                          .key_stages = 2};
 constexpr BackwardVariant BACKWARD_D96 = {.head_dim = 96,
                                           .blocks_of_round = 2,
                                           .q_stages = 3,
                                           .dout_stages = 2,
                                           .exact = true,
-                                          .consumer_registers = 240};
+                                          .consumer_registers = 232,
+                                          .tile_stages = 2};
 constexpr BackwardVariant BACKWARD_D128 = {
     .head_dim = 128, .blocks_of_round = 1, .q_stages = 3, .dout_stages = 2};
 constexpr BackwardVariant with_softcap(BackwardVariant variant, bool softcap = true) {

@@ -14,8 +14,10 @@ template <class C, class Tile>
 __device__ __forceinline__ void store_gradient(const KeyGradient<Tile>& x_rmem,
                                                const GradientParams& gradient, const CtaWork& work,
                                                int columns, float factor) {
-  const int lane = threadIdx.x % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS;
+  // A CTA that stays has no register to keep this in from tile to tile.
+  const unsigned thread = C::HANDS_KEYS_BACK ? ptx::mov_tid_x_volatile() : threadIdx.x;
+  const int lane = thread % 32;
+  const int warp = static_cast<int>(thread) / 32 % C::KEY_WARPS;
   const int first = work.first_row + warp * C::WARP_ROWS + lane / 4;
   const int64_t start = work.batch * gradient.batch + work.gradient_head * gradient.head +
                         (static_cast<int64_t>(work.own_start) + first) * gradient.row;

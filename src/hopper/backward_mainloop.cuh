@@ -60,15 +60,23 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   uint32_t* const a = &a_rmem[0][0];
 
   const int own_rows = group * C::GROUP_ROWS * C::KTile::ROW_BYTES;
-  const uint32_t k_smem = shared_smem + C::K_SMEM + tile.stage * C::KTile::BYTES;
-  const uint32_t v_smem = shared_smem + C::V_SMEM + tile.stage * C::VTile::BYTES;
+  const uint32_t k_smem = shared_smem + C::K_SMEM + key_stage_of<C>(tile) * C::KTile::BYTES;
+  const uint32_t v_smem = shared_smem + C::V_SMEM + key_stage_of<C>(tile) * C::VTile::BYTES;
   const ptx::WgmmaDescriptor k = describe_tile<typename C::KTile>(k_smem + own_rows, 16);
   const ptx::WgmmaDescriptor v = describe_tile<typename C::KTile>(v_smem + own_rows, 16);
-  uint32_t& number = position.number;
-  RingPosition<C::Q_STAGES>& q_ring = position.q_ring;
-  RingPosition<C::DOUT_STAGES>& dout_ring = position.dout_ring;
-  RingPosition<C::DS_STAGES>& ds_ring = position.ds_ring;
+  // The same in all lanes, as the assembler does not see from one tile to the next.
+  const auto own = [](auto ring) {
+    if constexpr (C::STAYS) ring.stage = uniform(ring.stage), ring.parity = uniform(ring.parity);
+    return ring;
+  };
+  uint32_t number = C::STAYS ? uniform(position.number) : 0;
+  auto q_ring = own(position.q_ring);
+  auto dout_ring = own(position.dout_ring);
+  auto ds_ring = own(position.ds_ring);
   const uint32_t end = number + static_cast<uint32_t>(uniform(work.blocks));
+  // Of the tile.
+  const auto blocks_done = [&] { return number - (C::STAYS ? end - uniform(work.blocks) : 0); };
+  const auto behind_first_round = [&] { return blocks_done() > C::BLOCKS_OF_ROUND; };
   const auto q_at = [&](int stage) { return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES; };
 
   // Stores the warp's part of the dQ of round `round`, and hands it to the warp that adds it in the
@@ -174,7 +182,8 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1;
     // Without S_AHEAD a step takes the dQ that the step before has started, of round `taken`.
     constexpr bool TAKES_DQ = !C::S_AHEAD && LAST_OF_ROUND;
-    [[maybe_unused]] const uint32_t taken = (number - 1) / C::BLOCKS_OF_ROUND - 1;
+    [[maybe_unused]] const uint32_t taken =
+        number / C::BLOCKS_OF_ROUND - (C::BLOCKS_OF_ROUND == 1 ? 2 : 1);
     const auto finish_dk = [&] {
       ptx::registers_change<SUMS>(dk);
       ptx::registers_change<WORDS>(a);
@@ -190,14 +199,19 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       finish_dk();
       if constexpr (TAKES_DQ) {
         ptx::registers_change<PART>(dq);
-        if (number > C::BLOCKS_OF_ROUND) store_dq(taken);
+        if (behind_first_round()) store_dq(taken);
       }
     }
     const int dout_stage = dout_ring.stage;
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_stage), dout_ring.parity);
     dout_ring.advance();
     const uint32_t dout_smem = shared_smem + C::DOUT_SMEM + dout_stage * C::QTile::BYTES;
-    ptx::registers_change<SCORES>(dp);
+    // If dQ has registers of its own, those of dP serve others in between.
+    if constexpr (PART > SCORES) {
+      ptx::registers_begin<SCORES>(dp);
+    } else {
+      ptx::registers_change<SCORES>(dp);
+    }
     ptx::wgmma_fence();  // the last uses of dP come before the product
     start_keys_by_queries<C, KTile, QTile>(dp_rmem, v, dout_smem);
     if constexpr (C::S_AHEAD) {
@@ -215,7 +229,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     if (C::STAYS ? starts : number == 0) hand_over_start();
     starts = false;
     if constexpr (TAKES_DQ) {
-      if (number > C::BLOCKS_OF_ROUND) hand_on_dq(taken);
+      if (behind_first_round()) hand_on_dq(taken + 2);  // of the same parity
     }
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
@@ -264,7 +278,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       if constexpr (FIRST_OF_ROUND) {
         ptx::wgmma_wait_group<1>();
         ptx::registers_change<PART>(dq);
-        if (number + uniform(work.blocks) > end + C::BLOCKS_OF_ROUND) {
+        if (behind_first_round()) {
           const uint32_t round = (number - 1) / C::BLOCKS_OF_ROUND - 1;
           store_dq(round);
           hand_on_dq(round);
@@ -292,14 +306,20 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     }
   }
   begin_dq();  // of the last round
+  const auto finish_dq = [&] {
+    ptx::wgmma_wait_group<0>();
+    ptx::registers_change<PART>(dq);
+    if constexpr (C::HANDS_KEYS_BACK) release(barriers.keys_empty());
+    store_dq(number / C::BLOCKS_OF_ROUND - 1);
+    hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
+  };
+  if constexpr (C::HANDS_KEYS_BACK) finish_dq();
   store_gradient<C, KTile>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
   float dv_factor = 1.0f;
   if constexpr (C::DROPS) dv_factor = all_params.dropout.scale;
   store_gradient<C, KTile>(dv_rmem, params.backward.dv, work, attention.dv, dv_factor);
-  ptx::wgmma_wait_group<0>();
-  ptx::registers_change<PART>(dq);
-  store_dq(number / C::BLOCKS_OF_ROUND - 1);
-  hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
+  if constexpr (!C::HANDS_KEYS_BACK) finish_dq();
+  position = {number, q_ring, dout_ring, ds_ring};
 }
 
 }  // namespace archflash::hopper

@@ -55,6 +55,9 @@ __device__ __forceinline__ bool takes_more(const BackwardKernelParams& params) {
 //   tile_empty               all others            loader          every warp is done with CtaWork, K
 //                                                                  and V, before those of the tile
 //                                                                  after the next one come
+//   keys_empty, where K and  each consumer warp    loader          every warp's products have read K
+//     V have one stage                                             and V before those of the next
+//                                                                  tile come
 //   q_full of each stage     loader, bytes;        consumers       Q has landed, and its terms are
 //                            terms warp                            there
 //   q_empty of each stage    each consumer warp    loader, terms   every warp's products have read Q,
@@ -94,6 +97,7 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t tile_empty(int stage) const {
     return tile_full(C::TILE_STAGES) + 8 * stage;
   }
+  __device__ __forceinline__ uint32_t keys_empty() const { return tile_empty(C::TILE_STAGES); }
   __device__ __forceinline__ uint32_t ds_full(int stage) const {
     return first_smem + 8 * C::TILE_BARRIERS + 8 * stage;
   }
@@ -129,6 +133,7 @@ struct BackwardBarriers {
         ptx::mbarrier_init_for_warps(tile_empty(stage), C::WARPS + 3);
       }
     }
+    if constexpr (C::HANDS_KEYS_BACK) ptx::mbarrier_init_for_warps(keys_empty(), C::WARPS);
     ptx::mbarrier_init(ragged(), 1);
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
       // The warp of the terms, and the loader.
@@ -142,22 +147,34 @@ struct BackwardBarriers {
   }
 };
 
+// Where K and V of a tile lie, which is at `tile`.
+template <class C>
+__device__ __forceinline__ int key_stage_of(const RingPosition<C::TILE_STAGES>& tile) {
+  return C::HANDS_KEYS_BACK ? 0 : tile.stage;
+}
+
 // Calls each(work, position) for each tile of the CTA, where `position` is that of K, V and of
 // `work`. Called by the warps of all roles but the loader.
 template <class C, class Each>
 __device__ __forceinline__ void for_each_tile(const BackwardKernelParams& params,
                                               unsigned char* shared, uint32_t shared_smem,
                                               const Each& each) {
-  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  RingPosition<C::TILE_STAGES> position;
+  if constexpr (!C::STAYS) {
+    each(work_of<C>(shared), RingPosition<C::TILE_STAGES>());
+  } else {
+    const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
 #pragma unroll 1
-  while (true) {
-    each(work_of<C>(shared, position.stage), position);
-    if (!takes_more<C>(params)) return;
-    release(barriers.tile_empty(position.stage));
-    position.advance();
-    ptx::mbarrier_wait_parity(barriers.tile_full(position.stage), position.parity);
-    if (work_of<C>(shared, position.stage).first_row < 0) return;
+    for (uint32_t number = 0;; ++number) {  // one register says where the ring is
+      const RingPosition<C::TILE_STAGES> position{static_cast<int>(number % C::TILE_STAGES),
+                                                  number / C::TILE_STAGES % 2};
+      if (number > 0) {
+        ptx::mbarrier_wait_parity(barriers.tile_full(position.stage), position.parity);
+        if (work_of<C>(shared, position.stage).first_row < 0) return;
+      }
+      each(work_of<C>(shared, position.stage), position);
+      if (!takes_more<C>(params)) return;
+      release(barriers.tile_empty(position.stage));
+    }
   }
 }
 

@@ -124,6 +124,8 @@ ONE_AFTER_ANOTHER: dict[str, gradients.FeatureCase] = {
     "causal-shared-heads": ((330, 330, 64, 40, 1, (4, 2)), {"causal": True, "sinks": True}),
     "exact": ((70, 300, 24, 64, 2, (2, 1)), {"add_to": 0.5, "pad": 8}),
     "window": ((60, 560, 64, 64, 1, (2, 2)), {"window": (90, 10), "dlse": True}),
+    "96": ((200, 300, 96, 80, 1, (4, 2)), {"causal": True}),
+    "96-window": ((60, 560, 72, 96, 1, (2, 2)), {"window": (90, 10), "dlse": True}),
     "softcap": ((140, 300, 40, 64, 1, (2, 1)), {"softcap": 2.0, "layout": "bnhd"}),
     "dropout": ((140, 300, 64, 64, 1, (2, 1)), {"dropout_p": 0.3}),
 }
