@@ -373,8 +373,9 @@ def missing(here: Here) -> None:
             afd.attention(q, q, q, group=short)
         assert time.monotonic() - start < 10
     dist.barrier()
-    tensors = Draw(1, "cpu").tensors(1, 2, 2, 4, 8, 8, torch.float32)
+    tensors = Draw(1, here.device).tensors(1, 2, 2, 4, 64, 64, torch.float32)
     check(Case(4, "zigzag", "ring", tensors=tensors), here.rank, here.ranks, {})
+    q = q.to(here.device)
     if here.rank == here.ranks - 1:
         print("done", flush=True)
         os._exit(0)

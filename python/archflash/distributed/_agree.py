@@ -116,20 +116,25 @@ def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> li
 
 
 def on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of the same ranks that sends tensors on the CPU. The first call for a group of NCCL
-    makes one with gloo, which all ranks of that group take part in.
+    """A group of the same ranks that sends tensors on the CPU.
+
+    The first call for a group, which all its ranks take part in, makes one with gloo if the group
+    has NCCL alone, and starts NCCL: later messages may leave out some ranks, which would not come
+    to its start.
     """
     whole = dist.group.WORLD if group is None else group
     assert whole is not None
-    if "cpu:" in dist.get_backend_config(whole):
-        return whole
     if whole not in _on_cpu:
-        devices = {x.split(":")[0] for x in dist.get_backend_config(whole).split(",")}
-        backend = whole._get_backend(torch.device(devices.pop()))
-        _on_cpu[whole] = dist.new_group(
-            dist.get_process_group_ranks(whole), backend="gloo",
-            timeout=backend.options._timeout, use_local_synchronization=True,
-        )  # fmt: skip
+        backends = dict(x.split(":") for x in dist.get_backend_config(whole).split(","))
+        if backends.get("cuda") == "nccl":
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=whole)
+        _on_cpu[whole] = whole
+        if "cpu" not in backends:
+            options = whole._get_backend(torch.device(next(iter(backends)))).options
+            _on_cpu[whole] = dist.new_group(
+                dist.get_process_group_ranks(whole), backend="gloo", timeout=options._timeout,
+                use_local_synchronization=True,
+            )  # fmt: skip
     return _on_cpu[whole]
 
 

@@ -21,6 +21,7 @@ from archflash.distributed import _cost, _heads, _plan, _stages
 from archflash.distributed import _shards as _of_shards
 from archflash.distributed._agree import Statement, agree, exchange_rows
 from archflash.distributed._cost import METHODS, Explanation, Shape, Speeds
+from archflash.distributed._exchange import carries
 from archflash.distributed._plan import Mask, Plan
 from archflash.distributed._shards import Shards, digest
 
@@ -181,6 +182,8 @@ class _Call:
             shards,
         )
         _check(q, k, v, self.packed, layout)
+        if any(not carries(g, torch.device("cpu")) for g in ranks.groups) and not q.is_cuda:
+            raise ValueError(f"q is on {q.device}, and the group sends tensors of GPUs only")
         self.q, self.k, self.v = (_by_head(x, self.packed, layout) for x in (q, k, v))
         self.left, self.right = _bounds(causal, window)
         self.ends = None if cu_seqlens is None else read_boundaries(cu_seqlens)
