@@ -421,6 +421,17 @@ def test_ranks_give_what_one_process_gives(
         assert text.endswith("done\n"), text[-3000:]
 
 
+@pytest.mark.slow
+def test_the_example_trains_as_one_process_does() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples/long_context.py"), "--check"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "a difference of" in done.stdout
+
+
 def test_a_call_without_a_process_group_says_so() -> None:
     if torch.distributed.is_initialized():
         pytest.skip("another test made a process group")

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from archflash._errors import ArchflashError, UnsupportedError
 
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, UnsupportedError, RuntimeError)
-_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+# By group; None for one that sends tensors on the CPU itself: a group must not keep itself alive.
+_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -128,14 +129,14 @@ def on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         backends = dict(x.split(":") for x in dist.get_backend_config(whole).split(","))
         if backends.get("cuda") == "nccl":
             dist.all_reduce(torch.zeros(1, device="cuda"), group=whole)
-        _on_cpu[whole] = whole
+        _on_cpu[whole] = None
         if "cpu" not in backends:
             options = whole._get_backend(torch.device(next(iter(backends)))).options
             _on_cpu[whole] = dist.new_group(
                 dist.get_process_group_ranks(whole), backend="gloo", timeout=options._timeout,
                 use_local_synchronization=True,
             )  # fmt: skip
-    return _on_cpu[whole]
+    return _on_cpu[whole] or whole
 
 
 def exchange_rows(
