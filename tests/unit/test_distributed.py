@@ -411,7 +411,17 @@ def run_ranks(ranks: int, folder: Path, *arguments: str) -> list[str]:
     ("ranks", "parts", "cases"),
     [
         (2, ["random_calls", "kernels", "positions_of_each_rank", "missing"], 150),
-        (4, ["random_calls", "shards_of_tensors", "same_bits", "faults"], 100),
+        (
+            4,
+            [
+                "random_calls",
+                "shards_of_tensors",
+                "same_bits",
+                "faults",
+                "transformer_engines_call",
+            ],
+            100,
+        ),
     ],
 )
 def test_ranks_give_what_one_process_gives(

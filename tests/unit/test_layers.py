@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed._cost",),
     ("distributed._attention",),
     ("distributed",),
+    ("compat.transformer_engine",),
     ("compat._flash", "compat.flash_attn.bert_padding", "compat.flash_attn.layers.rotary"),
     ("compat._passes", "compat.flash_attn.ops.triton.rotary"),
     ("compat.flash_attn_interface", "compat.flash_mla"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from archflash import _autocast
+from archflash import _autocast, _gradients
 from archflash._eager import in_transform
 from archflash._errors import UnsupportedError
 from archflash.distributed import _cost, _heads, _plan, _stages
@@ -191,7 +191,8 @@ class _Call:
         self.sinks = sinks
         if sinks is not None and tuple(sinks.shape) != (q_heads := self.q.shape[1],):
             raise ValueError(f"sinks have shape {tuple(sinks.shape)}: it must be ({q_heads},)")
-        self.options = _stages.Options(softcap, scale, implementation)
+        deterministic = True if _gradients.asks_for_deterministic() else None
+        self.options = _stages.Options(softcap, scale, implementation, deterministic)
         self.method = _checked_method(method, ranks.sizes)
         if isinstance(shards, Tensor) and (shards.ndim != 1 or len(shards) != self.q.shape[2]):
             raise ValueError(

@@ -32,6 +32,7 @@ class Options:
     softcap: float | None
     scale: float | None
     implementation: str | None
+    deterministic: bool | None = None  # of the gradients; None: as PyTorch's setting says
 
 
 def forward(
@@ -135,7 +136,9 @@ def backward(
                 of_lse = None if dlse is None else dlse[:, with_heads, rows]
                 key = (number, place, which)
                 arguments = _arguments(plan, stage, call, key, with_heads, options, q.device)
-                _differentiate(arguments, call, parts, of_lse, k_part, v_part, dk, dv)
+                _differentiate(
+                    arguments, call, parts, of_lse, k_part, v_part, dk, dv, options.deterministic
+                )
         back.append(_Returned(plan, group, stage, found, total[:, :, own], alone is None))
     for returned in back:
         returned.add()
@@ -144,7 +147,7 @@ def backward(
 
 def _differentiate(
     arguments: dict[str, Any], call: Call, parts: Sequence[Tensor], dlse: Tensor | None,
-    k: Tensor, v: Tensor, dk: Tensor, dv: Tensor,
+    k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, deterministic: bool | None,
 ) -> None:  # fmt: skip
     dout, q, out, lse, dq = parts
     if isinstance(call, Dense):
@@ -154,7 +157,7 @@ def _differentiate(
         lse, dlse = lse[0], None if dlse is None else dlse[0]
     attention_backward(
         dout, q, k, v, out, lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(),
-        dq=dq, dk=dk, dv=dv, accumulate=True, **arguments,
+        dq=dq, dk=dk, dv=dv, accumulate=True, deterministic=deterministic, **arguments,
     )  # fmt: skip
 
 
