@@ -173,16 +173,22 @@ def gathered(problem: Problem, tensors: list[Tensor]) -> Iterator[tuple[Attend, 
 
 
 @contextlib.contextmanager
-def by_torch(problem: Problem, tensors: list[Tensor]) -> Iterator[tuple[Attend, list[Tensor]]]:
-    """PyTorch's context_parallel, whose kernels take as many heads of k and v as of q."""
+def by_torch(
+    enabled: bool, problem: Problem, tensors: list[Tensor]
+) -> Iterator[tuple[Attend, list[Tensor]]]:
+    """PyTorch's context_parallel, whose kernels take as many heads of k and v as of q. enabled:
+    archflash serves its calls of PyTorch's operators.
+    """
     from torch.distributed.tensor.experimental import context_parallel
 
     q, k, v = (
         x.repeat_interleave(HEADS // x.shape[1], 1) for x in (problem.queries[0], *problem.keys)
     )
     mesh = _mesh_of(problem, (problem.ranks,))
-    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3,
-                          no_restore_buffers={q, k, v}):  # fmt: skip
+    sharing = context_parallel(
+        mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3, no_restore_buffers={q, k, v}
+    )
+    with archflash.enabled() if enabled else contextlib.nullcontext(), sharing:
         shared = HEADS // HEADS_KV
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -207,7 +213,9 @@ def candidates(problem: Problem) -> list[Candidate]:
     if problem.mask != "documents":
         made.append(Candidate("all-gather, then our kernels", "contiguous", gathered))
         # It deals rows in zigzag by itself, whatever the mask.
-        made.append(Candidate("torch context_parallel", "zigzag", by_torch))
+        for name, enabled in (("", False), (", archflash.enable()", True)):
+            call = functools.partial(by_torch, enabled)
+            made.append(Candidate(f"torch context_parallel{name}", "zigzag", call))
     return made
 
 
