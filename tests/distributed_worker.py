@@ -415,6 +415,51 @@ def transformer_engines_call(here: Here) -> None:
         )  # fmt: skip
 
 
+def models_of_transformers(here: Here) -> None:
+    """Tiny models give the logits and gradients that they give in one process."""
+    import transformers
+
+    from archflash.integrations.transformers_parallel import NAME, sharing
+
+    sizes = {
+        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+        "eos_token_id": None,
+    }  # fmt: skip
+    n = 20 * here.ranks
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5}
+    for config, more, cu_seqlens in (
+        ("LlamaConfig", {}, None),
+        ("LlamaConfig", {}, torch.tensor([0, 7, 25, n], dtype=torch.int32)),
+        ("MistralConfig", {"sliding_window": 5}, None),
+        ("GptOssConfig", experts, None),
+    ):
+        torch.manual_seed(0)
+        made = getattr(transformers, config)(**sizes, **more)
+        model = transformers.AutoModelForCausalLM.from_config(made).eval()
+        ids = torch.randint(1, 99, (1, n))
+        ends = [0, n] if cu_seqlens is None else cu_seqlens.tolist()
+        places = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])[None]
+        model.set_attn_implementation("eager")
+        wanted = model(ids, position_ids=places, use_cache=False).logits
+        wanted.square().sum().backward()
+        whole = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+        model.zero_grad()
+        model.set_attn_implementation(NAME)
+        rows = afd.positions(n, "zigzag")
+        with sharing("zigzag", cu_seqlens=cu_seqlens):
+            found = model(ids[:, rows], position_ids=places[:, rows], use_cache=False).logits
+            with pytest.raises(archflash.UnsupportedError, match="padding"):
+                model(ids[:, rows], attention_mask=(ids[:, rows] > 50).long(), use_cache=False)
+        torch.testing.assert_close(found, wanted[:, rows], atol=1e-4, rtol=1e-4)
+        found.square().sum().backward()
+        for x, y in zip((x for x in model.parameters() if x.grad is not None), whole, strict=True):
+            dist.all_reduce(x.grad)
+            torch.testing.assert_close(x.grad, y, atol=1e-2, rtol=1e-3)
+    with pytest.raises(archflash.UnsupportedError, match="sharing"):
+        model(ids, use_cache=False)
+
+
 def pytorchs_context_parallel(here: Here) -> None:
     """PyTorch's own ring, whose calls of its operators archflash.enable() serves."""
     from torch.distributed.tensor.experimental import context_parallel

@@ -432,6 +432,13 @@ def test_ranks_give_what_one_process_gives(
 
 
 @pytest.mark.slow
+def test_models_of_transformers_run_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for text in run_ranks(2, tmp_path, "models_of_transformers"):
+        assert text.endswith("done\n"), text[-3000:]
+
+
+@pytest.mark.slow
 def test_the_example_trains_as_one_process_does() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
