@@ -124,16 +124,16 @@ def _merge(
     return out, _launch(by_head, by_row, _as_bhnd(out, layout)).reshape(of_parts[0].shape)
 
 
-def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges a part into what `out` and `lse` hold, "bhnd". Their dtypes may differ: a part of 16
-    bits is added up in an `out` of float32.
+def merge_into(outs: list[Tensor], lses: list[Tensor], out: Tensor) -> Tensor:
+    """Merges parts "bhnd", of which each has a dtype of its own, in float32 into `out`, which may
+    be the first part. Returns the log-sum-exps.
     """
-    if out.numel() and _why_not([out, part], [lse, part_lse], simulated=False) is None:
-        lse.copy_(_launch([out, part], [lse, part_lse], out))
-        return
-    merged, of_both = _with_torch([out, part], [lse, part_lse], "bhnd")
+    if out.numel() and _why_not([out, *outs], lses, simulated=False) is None:
+        return _launch(outs, lses, out)
+    wide = torch.promote_types(outs[0].dtype, torch.float32)
+    merged, lse = _with_torch([x.to(wide) for x in outs], lses, "bhnd")
     out.copy_(merged)
-    lse.copy_(of_both)
+    return lse
 
 
 def _tensors(given: Sequence[Tensor] | Tensor, name: str) -> list[Tensor]:

@@ -346,7 +346,7 @@ def attend_in_threads(
 
     def of_rank(number: int, rank: Rank) -> list[Tensor]:
         plan = _plan.make(
-            shards, Mask(n, None, 0), number, [[r] for r in range(ranks)], [(0, k.shape[1])]
+            shards, Mask(n, None, 0), number, [[r] for r in range(ranks)], [(0, 1), (1, 2)]
         )
         a, b, c, d = (x[:, :, shards.positions(number)] for x in (q, k, v, dout))
         out = torch.empty_like(a)

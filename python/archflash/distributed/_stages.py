@@ -41,59 +41,91 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """Attention of the local rows, "bhnd". Writes `out`, and returns the log-sum-exps."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    # Parts are merged in float32, and rounded once.
-    merged = out if plan.once or out.dtype not in _HALVES else out.new_empty(
-        out.shape, dtype=torch.float32
-    )  # fmt: skip
     for start, end in plan.untouched:
-        merged[:, :, start:end] = 0
+        out[:, :, start:end] = 0
         lse[:, :, start:end] = -torch.inf if sinks is None else sinks[:, None]
-    keys = _Keys(plan, plan.stages, group, k, v)
+    keys, merging = _Keys(plan, plan.stages, group, k, v), None
     for number, stage in enumerate(plan.stages):
         with_heads = _query_heads(stage, q, k)
         k_part, v_part = keys.of(number)
-        q_part, to, lse_to = (x[:, with_heads] for x in (q, merged, lse))
-        sinks_part = None if sinks is None else sinks[with_heads]
+        q_part, to, lse_to = (x[:, with_heads] for x in (q, out, lse))
+        if not plan.once and number % plan.stages_of_a_share == 0:
+            merging = _Merged(plan, to, lse_to)
         for place, part in enumerate(_parts(stage, q)):
             call = part.call
             rows = slice(call.q0, call.q1)
-            arguments = _arguments(
-                plan, stage, call, (number, place), with_heads, options, q.device
-            )
-            arguments["sinks"] = sinks_part if part.first else None
-            _attend(
-                arguments, call, q_part[:, :, rows], k_part, v_part, to[:, :, rows],
-                lse_to[:, :, rows], part.first,
-            )  # fmt: skip
-    if merged is not out:
-        out.copy_(merged)
+            key = (number, place)
+            arguments = _arguments(plan, stage, call, key, with_heads, options, q.device)
+            if sinks is not None and part.first:
+                arguments["sinks"] = sinks[with_heads]
+            into = to[:, :, rows] if merging is None else None
+            found = _attend(arguments, call, q_part[:, :, rows], k_part, v_part, into)
+            if merging is None:
+                lse_to[:, :, rows] = found[1]
+            else:
+                merging.add(call, *found)
+        if merging is not None and (number + 1) % plan.stages_of_a_share == 0:
+            merging.finish()
     return lse
 
 
-_HALVES = (torch.float16, torch.bfloat16)
+_MOST_PARTS = 4  # partial outputs that are kept before they are merged
+
+
+class _Merged:
+    """Partial outputs of rows, which are merged in float32, several at once, and rounded once."""
+
+    def __init__(self, plan: Plan, out: Tensor, lse: Tensor) -> None:
+        self._out, self._lse = out, lse
+        self._sum: Tensor | None = None  # of parts that were merged already
+        self._parts: list[tuple[int, int, Tensor, Tensor]] = []  # first row, end, output, lse
+        for start, end in plan.untouched:  # what they hold is a part
+            rows = slice(start, end)
+            self._parts.append((start, end, out[:, :, rows].clone(), lse[:, :, rows].clone()))
+
+    def add(self, call: Call, part: Tensor, lse: Tensor) -> None:
+        if len(self._parts) >= _MOST_PARTS:
+            wide = torch.promote_types(part.dtype, torch.float32)
+            total = self._out.new_empty(self._out.shape, dtype=wide)
+            self._merge(total)
+            self._sum = total
+        self._parts.append((call.q0, call.q1, part, lse))
+
+    def finish(self) -> None:
+        self._merge(self._out)
+
+    def _merge(self, target: Tensor) -> None:
+        """Merges what there is into `target`, for rows of the same parts at a time."""
+        edges = sorted({x for part in self._parts for x in part[:2]} | {0, target.shape[2]})
+        before = self._sum
+        for start, end in itertools.pairwise(edges):
+            parts = [p for p in self._parts if p[0] <= start and end <= p[1]]
+            outs = [out[:, :, start - q0 : end - q0] for q0, _, out, _ in parts]
+            lses = [lse[:, :, start - q0 : end - q0] for q0, _, _, lse in parts]
+            if before is not None:
+                outs.insert(0, before[:, :, start:end])
+                lses.insert(0, self._lse[:, :, start:end])
+            here = target[:, :, start:end]
+            if outs:
+                self._lse[:, :, start:end] = _merge.merge_into(outs, lses, here)
+            else:  # rows whose first part is still to come
+                here.zero_()
+                self._lse[:, :, start:end] = -torch.inf
+        self._parts = []
 
 
 def _attend(
-    arguments: dict[str, Any], call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, first: bool,
-) -> None:  # fmt: skip
-    """Computes one call, into `out` and `lse` or merged with what these hold."""
+    arguments: dict[str, Any], call: Call, q: Tensor, k: Tensor, v: Tensor, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The output, in `into` if that is given, and the log-sum-exps of one call."""
     if isinstance(call, Dense):
         k, v = (x[:, :, call.k0 : call.k1] for x in (k, v))
     packed = isinstance(call, Packed)
-    into = out if first and out.dtype == q.dtype else None
     if packed:
         q, k, v = (_rows_first(x) for x in (q, k, v))
         into = None if into is None else _rows_first(into)
-    part, part_lse = attention(q, k, v, out=into, return_lse=True, **arguments)
-    if packed:
-        part, part_lse = part.transpose(0, 1)[None], part_lse[None]
-    if first:
-        lse.copy_(part_lse)
-        if into is None:
-            out.copy_(part)
-    else:
-        _merge.merge_into(out, lse, part, part_lse)
+    out, lse = attention(q, k, v, out=into, return_lse=True, **arguments)
+    return (out.transpose(0, 1)[None], lse[None]) if packed else (out, lse)
 
 
 def _rows_first(x: Tensor) -> Tensor:
