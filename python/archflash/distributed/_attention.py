@@ -209,7 +209,7 @@ class _Call:
         if isinstance(self.shards, Shards):
             shards = f"Shards {self.shards.digest:x}"
         ranges = None if self.key_ranges is None else f"{_ranges_digest(self.key_ranges):x}"
-        ends = None if self.ends is None else f"{digest(self.ends):x}"
+        ends = None if self.ends is None else f"{_ends_digest(self.ends):x}"
         sinks = self.sinks is not None
         return (
             f"attention of q ({batch}, {heads}, rows, {d}) over {self.k.shape[1]} heads, dv "
@@ -359,6 +359,9 @@ def read_ranges(key_ranges: Any) -> Tensor:
         )
     found: Tensor = _remembered(key_ranges, lambda x: x.detach().cpu().clone())
     return found
+
+
+_ends_digest = functools.lru_cache(64)(digest)  # the same in every layer of a step
 
 
 def _ranges_digest(key_ranges: Tensor) -> int:
