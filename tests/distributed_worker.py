@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import archflash
 import archflash.distributed as afd
@@ -360,6 +361,36 @@ def faults(here: Here) -> None:
     case = Case(8 * here.ranks, "zigzag", "auto", causal=True,
                 tensors=draw.tensors(1, 4, 2, 8 * here.ranks, 64, 64, torch.float32))  # fmt: skip
     check(case, here.rank, here.ranks, {})
+
+
+def watched_calls(here: Here) -> None:
+    """torch.compile breaks its graph, checkpointing repeats a call, transforms are refused."""
+    draw = Draw(19, here.device)
+    q, k = draw.normal(1, 4, 32, 64).requires_grad_(), draw.normal(1, 2, 32, 64).requires_grad_()
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        out: Tensor = afd.attention(q * 2, k, k, causal=True, shards="zigzag") + 1
+        return out.sin()
+
+    wanted = attend(q, k)
+    gradients = torch.autograd.grad(wanted.sum(), (q, k))
+    compiled = torch.compile(attend, backend="aot_eager")
+    for call in (
+        lambda: compiled(q, k),
+        lambda: checkpoint(attend, q, k, use_reentrant=False),
+    ):
+        found = call()
+        torch.testing.assert_close(found, wanted)
+        for x, y in zip(torch.autograd.grad(found.sum(), (q, k)), gradients, strict=True):
+            torch.testing.assert_close(x, y)
+    refused(
+        lambda: torch.func.grad(lambda q: attend(q, k).sum())(q),
+        archflash.UnsupportedError, "transforms",
+    )  # fmt: skip
+    first_two = dist.new_group([0, 1])  # beside the default group
+    if here.rank < 2:
+        out = afd.attention(q, k, k, group=first_two)
+        torch.testing.assert_close(out, afd.attention(q, k, k, group=first_two, method="ring"))
 
 
 def transformer_engines_call(here: Here) -> None:
