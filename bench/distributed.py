@@ -179,12 +179,14 @@ def by_torch(
     """PyTorch's context_parallel, whose kernels take as many heads of k and v as of q. enabled:
     archflash serves its calls of PyTorch's operators.
     """
-    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental import _attention, context_parallel
 
     q, k, v = (
         x.repeat_interleave(HEADS // x.shape[1], 1) for x in (problem.queries[0], *problem.keys)
     )
     mesh = _mesh_of(problem, (problem.ranks,))
+    # It deals rows in zigzag, which some versions refuse without a causal mask.
+    _attention._cp_options.enable_load_balance = problem.causal
     sharing = context_parallel(
         mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3, no_restore_buffers={q, k, v}
     )
@@ -212,10 +214,9 @@ def candidates(problem: Problem) -> list[Candidate]:
     ]  # fmt: skip
     if problem.mask != "documents":
         made.append(Candidate("all-gather, then our kernels", "contiguous", gathered))
-        # It deals rows in zigzag by itself, whatever the mask.
         for name, enabled in (("", False), (", archflash.enable()", True)):
             call = functools.partial(by_torch, enabled)
-            made.append(Candidate(f"torch context_parallel{name}", "zigzag", call))
+            made.append(Candidate(f"torch context_parallel{name}", even, call))
     return made
 
 

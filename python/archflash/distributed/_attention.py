@@ -435,11 +435,10 @@ def _planned(
         everyone = range(shards.ranks)
         sources = [everyone] if method == "all-gather" else [[r] for r in everyone]
         shares: tuple[tuple[int, int], ...] = ((0, shape.heads_kv),)
-        back = shares
+        back = None
         if method == "all-gather" and shards.ranks > 1:
-            shares, back = (
-                _cost.head_shares(shards, mask, shape, Speeds(), back=b) for b in (False, True)
-            )
+            shares = _cost.head_shares(shards, mask, shape, Speeds())
+            back = _cost.stages_back(shards, mask, shape, Speeds())
         plan = _plan.make(shards, mask, ranks.rank, sources, shares, back, packs=packs)
         return plan, None, ()
     size = ranks.inner_count if method == "hybrid" else ranks.count

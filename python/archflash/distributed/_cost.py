@@ -18,7 +18,7 @@ from archflash.distributed._plan import Mask, overlaps, seen
 from archflash.distributed._shards import Piece, Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")
-_SHARED_SECONDS = 3e-3  # of work: calls of less have one share of the heads
+_SHARED_SECONDS = 2.5e-3  # of work, at least, for one more share or stage
 
 
 @dataclass(frozen=True)
@@ -150,21 +150,37 @@ def traffic(shards: Shards, mask: Mask) -> tuple[list[int], list[int]]:
     return sent, received
 
 
-def head_shares(
-    shards: Shards, mask: Mask, shape: Shape, speeds: Speeds, *, back: bool = False
-) -> tuple[Piece, ...]:
+def head_shares(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> tuple[Piece, ...]:
     """Shares of the heads of k and v for all-gather: while one is computed, the next one's keys
-    travel. The first one is a quarter, because its keys are waited for, and going back the last one
-    too, whose gradients are waited for. The rest is one share, as each kernel leaves SMs idle at
-    its end, unless buffers are too large.
+    travel. The first one is a quarter, because its keys are waited for; the rest is one share, as
+    each kernel leaves SMs idle at its end, unless buffers are too large.
     """
-    pairs = max(pairs_of(mask, pieces) for pieces in shards.pieces) * shape.heads_q
     heads = shape.heads_kv
-    first = -(-heads // 4) if _seconds(pairs, shape, speeds) > _SHARED_SECONDS else 0
+    first = -(-heads // 4) if _slowest(shards, mask, shape, speeds) > _SHARED_SECONDS else 0
     row = shape.batch * (shape.d + shape.dv) * shape.element_bytes
     most = max(1, int(speeds.room / (2 * row * max(1, *traffic(shards, mask)[1]))))
-    edges = sorted({0, first, *range(first, heads, most), heads - first if back else 0, heads})
+    edges = sorted({0, first, *range(first, heads, most), heads})
     return tuple(itertools.pairwise(edges))
+
+
+def stages_back(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> list[list[int]]:
+    """The distances of each stage of all-gather's backward pass. A share of the heads would leave
+    SMs idle there, and nothing has to be merged: the rank's own keys come first, then those of a
+    few others at a time, whose gradients travel while the next ones are computed. Little work has
+    one stage.
+    """
+    others = range(1, shards.ranks)
+    seconds = 2.5 * _slowest(shards, mask, shape, speeds)
+    stages = min(len(others), int(seconds / _SHARED_SECONDS) - 1)
+    if stages < 1:
+        return [[0, *others]]
+    edges = [len(others) * i // stages for i in range(stages + 1)]
+    return [[0], *(list(others[a:b]) for a, b in itertools.pairwise(edges))]
+
+
+def _slowest(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> float:
+    pairs = max(pairs_of(mask, pieces) for pieces in shards.pieces) * shape.heads_q
+    return _seconds(pairs, shape, speeds)
 
 
 def explain(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_HEAD_START = 20_000  # clock cycles: about 10 us
 Message = tuple[int, Tensor]  # rank in the group, and contiguous rows to send or to receive into
 
 
@@ -21,6 +22,13 @@ class Pending:
     _works: list[dist.Work] = field(default_factory=list)
     _staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _held: list[Tensor] = field(default_factory=list)
+
+    def let_start(self) -> None:
+        """Keeps the current stream from its next kernel for a moment, so that NCCL's kernel gets
+        its SMs first. One of attention that is resident on all SMs would let it wait to the end.
+        """
+        if self._works and any(x.is_cuda for x in self._held):
+            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         for work in self._works:

@@ -391,8 +391,8 @@ class Plan:
         mask: who sees whom.
         rank: whose plan it is.
         stages: of the forward pass, in order.
-        stages_back: of the backward pass.
-        once: whether each row is in one call at most, so that nothing is merged.
+        stages_back: of the backward pass, each for all heads.
+        once, once_back: whether each row is in one call at most, so that nothing is merged.
         untouched: local rows of which no part is the first: they start as rows that see no key.
     """
 
@@ -402,6 +402,7 @@ class Plan:
     stages: tuple[Stage, ...]
     stages_back: tuple[Stage, ...]
     once: bool
+    once_back: bool
     untouched: tuple[Piece, ...]
     _tables: dict[object, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
 
@@ -433,7 +434,7 @@ def places(held: Sequence[Piece], pieces: Sequence[Piece]) -> list[Piece]:
 
 def make(
     shards: Shards, mask: Mask, rank: int, sources: Sequence[Sequence[int]],
-    heads: Sequence[Piece] = ((0, 1),), heads_back: Sequence[Piece] | None = None, *,
+    heads: Sequence[Piece] = ((0, 1),), sources_back: Sequence[Sequence[int]] | None = None, *,
     packs: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan of a rank.
@@ -442,19 +443,45 @@ def make(
         shards: with ascending rows of each rank.
         sources: for each stage the distances of the ranks whose keys a rank sees in it: 0 is the
             rank itself, 1 the one before it.
-        heads: the heads of k and v of each share; each share has all the stages.
-        heads_back: those of the backward pass; default the same.
+        heads: the heads of k and v of each share, the last one to the end; in the forward pass each
+            share has all the stages.
+        sources_back: those of the backward pass; default the same.
         packs: whether calls can be packed.
     """
-    ranks = shards.ranks
     mine = shards.pieces[rank]
     wanted = seen(mask, mine)
     # What a rank needs of this one is asked where that one's distance is in a stage.
     asked = {
-        r: overlaps(seen(mask, shards.pieces[r]), mine) for r in range(ranks) if r != rank and mine
+        r: overlaps(seen(mask, shards.pieces[r]), mine)
+        for r in range(shards.ranks)
+        if r != rank and mine
     }
+    every_head = (heads[0][0], heads[-1][1]) if heads else (0, 0)
+    stages, covered, once = _stages(shards, mask, rank, sources, wanted, asked, packs)
+    back, once_back = stages, once
+    if sources_back is not None:
+        back, _, once_back = _stages(shards, mask, rank, sources_back, wanted, asked, packs)
+    gaps, at = [], 0
+    for start, end in [*sorted(covered), (shards.rows(rank),) * 2]:
+        if start > at:
+            gaps.append((at, start))
+        at = end
+    return Plan(
+        shards, mask, rank,
+        tuple(dataclasses.replace(stage, heads=share) for share in heads for stage in stages),
+        tuple(dataclasses.replace(stage, heads=every_head) for stage in back),
+        once, once_back, tuple(gaps),
+    )  # fmt: skip
+
+
+def _stages(
+    shards: Shards, mask: Mask, rank: int, sources: Sequence[Sequence[int]],
+    wanted: Sequence[Piece], asked: dict[int, list[Piece]], packs: bool,
+) -> tuple[list[Stage], list[Piece], bool]:  # fmt: skip
+    """The stages for some heads, the rows of first calls, and whether all calls are that."""
+    ranks, mine = shards.ranks, shards.pieces[rank]
     once, covered, fresh = True, list[Piece](), list[Piece]()
-    templates = []
+    stages = []
     for distances in sources:
         receives, sends, own = [], [], tuple[Piece, ...]()
         for distance in distances:
@@ -476,19 +503,8 @@ def make(
                 fresh += [rows] if first else []
                 parts.append(Part(call, first))
             covered = _neighbours([*covered, (whole.q0, whole.q1)], overlapping=True)
-        templates.append(
-            Stage((0, 0), tuple(keys), own, tuple(receives), tuple(sends), tuple(parts))
-        )
-    forward, backward = (
-        tuple(dataclasses.replace(stage, heads=share) for share in shares for stage in templates)
-        for shares in (heads, heads if heads_back is None else heads_back)
-    )
-    gaps, at = [], 0
-    for start, end in [*sorted(fresh), (shards.rows(rank),) * 2]:
-        if start > at:
-            gaps.append((at, start))
-        at = end
-    return Plan(shards, mask, rank, forward, backward, once, tuple(gaps))
+        stages.append(Stage((0, 0), tuple(keys), own, tuple(receives), tuple(sends), tuple(parts)))
+    return stages, fresh, once
 
 
 def _split(call: Call, covered: Sequence[Piece]) -> list[Call]:

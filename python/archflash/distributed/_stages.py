@@ -54,7 +54,7 @@ def forward(
         for place, part in enumerate(_parts(stage, q)):
             call = part.call
             rows = slice(call.q0, call.q1)
-            key = (number, place)
+            key = (number % plan.stages_of_a_share, place)
             arguments = _arguments(plan, stage, call, key, with_heads, options, q.device)
             if sinks is not None and part.first:
                 arguments["sinks"] = sinks[with_heads]
@@ -141,39 +141,37 @@ def backward(
     in float32 (float64 for float64).
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.zeros_like(q, dtype=q.dtype if plan.once else wide)
+    dq = torch.zeros_like(q, dtype=q.dtype if plan.once_back else wide)
     total = _buffer(plan.rows, k, v, wide).zero_()
     keys = _Keys(plan, plan.stages_back, group, k, v)
-    back: list[_Returned] = []
+    back: _Returned | None = None
     for number, stage in enumerate(plan.stages_back):
-        with_heads = _query_heads(stage, q, k)
-        k_part, v_part = keys.of(number)
-        # What the last stage gave travels while this one is computed.
-        for returned in back[:-1]:
-            returned.add()
-        back = back[-1:]
-        own = slice(*stage.heads)
-        alone = _alone(plan, stage)
-        if alone is not None:
-            found = total[slice(*alone), :, own]
+        # What the last stage gave travels with the next one's keys while this one is computed.
+        k_part, v_part = keys.of(number, back)
+        if (alone := _alone(plan, stage)) is not None:
+            found = total[slice(*alone)]
         else:
-            found = _buffer(stage.key_rows, k[:, own], v, wide).zero_()
+            found = _buffer(stage.key_rows, k, v, wide).zero_()
         dk, dv = columns(found, k.shape[-1])
-        tensors = [x[:, with_heads] for x in (dout, q, out, lse, dq)]
         for place, part in enumerate(_parts(stage, q)):
             apart = part.call.apart if isinstance(part.call, Packed) else (part.call,)
             for which, call in enumerate(apart):
                 rows = slice(call.q0, call.q1)
-                parts = [x[:, :, rows] for x in tensors]
-                of_lse = None if dlse is None else dlse[:, with_heads, rows]
+                parts = [x[:, :, rows] for x in (dout, q, out, lse, dq)]
+                of_lse = None if dlse is None else dlse[:, :, rows]
                 key = (number, place, which)
-                arguments = _arguments(plan, stage, call, key, with_heads, options, q.device)
+                arguments = _arguments(
+                    plan, stage, call, key, slice(0, q.shape[1]), options, q.device
+                )
                 _differentiate(
                     arguments, call, parts, of_lse, k_part, v_part, dk, dv, options.deterministic
                 )
-        back.append(_Returned(plan, group, stage, found, total[:, :, own], alone is None))
-    for returned in back:
-        returned.add()
+        if back is not None:
+            back.add()
+        back = _Returned(plan, stage, found, total, alone is None)
+    if back is not None:
+        back.pending = _exchange.start(group, back.sends, back.receives)
+        back.add()
     return dq, total
 
 
@@ -212,8 +210,7 @@ def _arguments(
         "softcap": options.softcap, "scale": options.scale,
         "implementation": options.implementation,
     }  # fmt: skip
-    # Shares of the heads have the same tables.
-    table = (key[0] % plan.stages_of_a_share, *key[1:], device)
+    table = (*key, device)
     if isinstance(call, Dense):
         given |= _bounds(call)
         if not call.bottom_right:
@@ -301,14 +298,34 @@ class _Keys:
         self._sent: tuple[Piece, Tensor] | None = None  # own rows of the heads of a share
         self._next: tuple[Tensor, Tensor, _exchange.Pending] | None = None
 
-    def of(self, number: int) -> tuple[Tensor, Tensor]:
-        """k and v "bhnd" of a stage. Starts the messages of the next one."""
-        k, v, pending = self._start(number) if self._next is None else self._next
+    def of(self, number: int, back: _Returned | None = None) -> tuple[Tensor, Tensor]:
+        """k and v "bhnd" of a stage. Starts the messages of the next one, and those of `back` with
+        them: what one kernel of NCCL sends needs SMs once.
+        """
+        if number == 0:
+            k, v, sends, receives = self._prepare(0)
+            self._next = k, v, _exchange.start(self._group, sends, receives)
+        assert self._next is not None
+        k, v, pending = self._next
         pending.wait()
-        self._next = self._start(number + 1) if number + 1 < len(self._stages) else None
+        sends, receives = ([], []) if back is None else (back.sends, back.receives)
+        if number + 1 < len(self._stages):
+            next_k, next_v, more_sends, more_receives = self._prepare(number + 1)
+            pending = _exchange.start(
+                self._group, [*sends, *more_sends], [*receives, *more_receives]
+            )
+            self._next = next_k, next_v, pending
+        else:
+            pending = _exchange.start(self._group, sends, receives)
+        if back is not None:
+            back.pending = pending
+        pending.let_start()
         return k, v
 
-    def _start(self, number: int) -> tuple[Tensor, Tensor, _exchange.Pending]:
+    def _prepare(
+        self, number: int
+    ) -> tuple[Tensor, Tensor, list[_exchange.Message], list[_exchange.Message]]:
+        """k and v of a stage, and the messages that bring them."""
         stage = self._stages[number]
         heads = slice(*stage.heads)
         sends = [
@@ -318,9 +335,8 @@ class _Keys:
         ]
         alone = _alone(self._plan, stage)
         if alone is not None:
-            pending = _exchange.start(self._group, sends, [])
             k, v = (x[:, heads, slice(*alone)] for x in (self._k, self._v))
-            return k, v, pending
+            return k, v, sends, []
         k_heads, v_heads = self._k[:, heads], self._v[:, heads]
         buffer = _buffer(stage.key_rows, k_heads, v_heads)
         k, v = columns(buffer, self._k.shape[-1])
@@ -334,7 +350,7 @@ class _Keys:
             for rank, pieces in stage.receives
             for a, b in places(stage.keys, pieces)
         ]
-        return k, v, _exchange.start(self._group, sends, receives)
+        return k, v, sends, receives
 
     def _own(self, heads: slice) -> Tensor:
         """The rank's own rows as they travel."""
@@ -352,11 +368,10 @@ class _Returned:
     """Gradients of a stage's keys on their way to the ranks that hold these."""
 
     def __init__(
-        self, plan: Plan, group: dist.ProcessGroup | None, stage: Stage, found: Tensor,
-        total: Tensor, adds_own: bool,
-    ) -> None:  # fmt: skip
+        self, plan: Plan, stage: Stage, found: Tensor, total: Tensor, adds_own: bool
+    ) -> None:
         self._total = total
-        sends = [
+        self.sends = [
             (rank, found[a:b])
             for rank, pieces in stage.receives
             for a, b in places(stage.keys, pieces)
@@ -366,8 +381,8 @@ class _Returned:
             for rank, pieces in stage.sends
             for place in plan.local(pieces)
         ]
-        receives = [(rank, x) for rank, _, x in self._received]
-        self._pending = _exchange.start(group, sends, receives)
+        self.receives = [(rank, x) for rank, _, x in self._received]
+        self.pending = _exchange.Pending()  # once these messages are under way
         if adds_own:
             for (a, b), (start, end) in zip(
                 places(stage.keys, stage.own), plan.local(stage.own), strict=True
@@ -376,7 +391,6 @@ class _Returned:
 
     def add(self) -> None:
         """Adds what other ranks found, in the order of the plan."""
-        self._pending.wait()
+        self.pending.wait()
         for _, (start, end), x in self._received:
             self._total[start:end] += x
-        self._received = []
