@@ -58,6 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "integrations.vllm",
         "integrations.vllm_mla",
     ),
+    ("integrations.transformers_parallel",),
     ("integrations",),
     ("sim._report",),
     ("sim._launch", "sim._trace"),
