@@ -42,8 +42,9 @@ struct Variant {
   // The columns of V may be shared out over two CTAs, which both compute the tile's scores.
   bool slices_v = false;
   // A warpgroup multiplies P V of a block while it computes the exponentials of the next one.
-  // Elsewhere O += P V is finished before the next scores begin: then the scores and the part never
-  // need registers at the same time, so that a block can have more keys and O more columns.
+  // Elsewhere O += P V is finished before the next scores begin: then the scores never need
+  // registers at the same time as P or the part, so that a block can have more keys and O more
+  // columns.
   bool overlaps = true;
   // K and V are rows of a KV cache, whose lengths and page table are on the device.
   bool cache = false;
@@ -101,11 +102,15 @@ struct Config {
   static constexpr bool PREPARES_TILES =
       Q_STAGES == 2 && !CAN_SPLIT && !CACHE && !DROPS && (!FP8 || !OVERLAPS);
   // Whether a warpgroup that sees only the first half of its first block of keys computes the
-  // scores and P of that half alone. Two warpgroups then change places with each tile. With
-  // other head dimensions ptxas has too few registers and lets every product wait (its warning
-  // C7511).
-  static constexpr bool HALVES =
-      PREPARES_TILES && !FP8 && WARPGROUPS == 2 && BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128;
+  // scores and P of that half alone. With other head dimensions, and with three warpgroups that
+  // overlap, ptxas has too few registers and lets every product wait (its warning C7511).
+  static constexpr bool HALVES = PREPARES_TILES && !FP8 && (WARPGROUPS == 2 || !OVERLAPS) &&
+                                 BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128;
+  // Two warpgroups then change places with each tile: else one of them would always have the rows
+  // that see half of that block.
+  static constexpr bool CHANGES_PLACES = HALVES && WARPGROUPS == 2;
+  // Whether the last tiles can be cut into parts of fewer rows (Params::part_rows).
+  static constexpr bool CUTS_TILES = PREPARES_TILES && !FP8;
   // Whether the other warps of the producer's warpgroup can transpose 8-bit V, a block at a time,
   // and whether a kernel that can takes V that hopper_transpose_v has transposed before, too: where
   // the producer has the registers for both. Kernels that cannot take only V that was transposed
@@ -118,9 +123,9 @@ struct Config {
   // With more than 128 keys at a time one would spill a register.
   static constexpr int MASKED_STEPS = BLOCK_K > 128 ? 2 : 1;
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
-  // The columns of V that a product takes. Without OVERLAPS all of them are multiplied so many at a
-  // time, so that a part of the sums needs few registers.
-  static constexpr int PASS_COLUMNS = OVERLAPS ? HEAD_DIM_V : 64;
+  // The columns of V that a product takes. With 8 bits and without OVERLAPS all of them are
+  // multiplied so many at a time, so that a part of the sums needs few registers.
+  static constexpr int PASS_COLUMNS = FP8 && !OVERLAPS ? 64 : HEAD_DIM_V;
   // So many of these parts at the same time: with two, one is added to the outputs while the next
   // one is multiplied. Three warpgroups have no registers for that.
   static constexpr int PARTS = !OVERLAPS && WARPGROUPS <= 2 ? 2 : 1;
@@ -182,7 +187,7 @@ struct Config {
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
                 "output rows pass through Q's part of shared memory, in Q's layout");
   static_assert(HEAD_DIM_V % PASS_COLUMNS == 0);
-  static_assert(OVERLAPS || (FP8 && BLOCK_K <= PART_KEYS && !TAKES_DESCALES_BY_BLOCK),
+  static_assert(OVERLAPS || !FP8 || (BLOCK_K <= PART_KEYS && !TAKES_DESCALES_BY_BLOCK),
                 "a part is one block");
   static_assert(STAGES >= 2, "the K of the next block comes before the V of this one is read");
   static_assert(!SLICES_V || (FP8 && !CAN_SPLIT), "a tile is shared out in one way");
@@ -223,18 +228,21 @@ constexpr Variant with_pages(Variant variant) {
   return with_cache(variant);
 }
 
-// Large and Medium serve calls of many row tiles, Few those of few rows; its kernels can split the
-// keys of a tile. Dropout takes two warpgroups: three have no registers for the masks of what is
-// kept.
+// Large, Medium and Turns serve calls of many row tiles, Few those of few rows; its kernels can
+// split the keys of a tile. Turns do not overlap inside a warpgroup, which costs long calls some
+// speed, but the others multiply while one starts or ends a tile. Dropout takes two warpgroups:
+// three have no registers for the masks of what is kept.
 // clang-format off
 template <DType T> using D64Large   = Config<T, in_turns({.head_dim = 64,  .warpgroups = 4, .block_k = 64,  .stages = 3, .q_stages = 2})>;
 template <DType T> using D64Medium  = Config<T, in_turns({.head_dim = 64,  .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2})>;
+template <DType T> using D64Turns   = Config<T, no_overlap({.head_dim = 64,  .warpgroups = 4, .block_k = 96, .stages = 3, .q_stages = 2})>;
 template <DType T> using D64Few     = Config<T, few({.head_dim = 64,  .block_k = 128, .stages = 3, .ctas_per_sm = 2})>;
 template <DType T> using D96Large   = Config<T, in_turns({.head_dim = 96,  .warpgroups = 3, .block_k = 96,  .stages = 2, .q_stages = 2})>;
 template <DType T> using D96Medium  = Config<T, in_turns({.head_dim = 96,  .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
 template <DType T> using D96Few     = Config<T, few({.head_dim = 96,  .block_k = 64,  .stages = 3, .ctas_per_sm = 2})>;
 template <DType T> using D128Large  = Config<T, in_turns({.head_dim = 128, .warpgroups = 3, .block_k = 80,  .stages = 3, .q_stages = 2})>;
 template <DType T> using D128Medium = Config<T, in_turns({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 2, .q_stages = 2})>;
+template <DType T> using D128Turns  = Config<T, no_overlap({.head_dim = 128, .warpgroups = 3, .block_k = 128, .stages = 2, .q_stages = 2})>;
 template <DType T> using D128Few    = Config<T, few({.head_dim = 128, .block_k = 64,  .stages = 3, .ctas_per_sm = 2})>;
 template <DType T> using D192Large  = Config<T, in_turns({.head_dim = 192, .warpgroups = 3, .block_k = 80,  .stages = 2, .head_dim_v = 128})>;
 template <DType T> using D192Medium = Config<T, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 128, .stages = 2, .head_dim_v = 128})>;

@@ -40,8 +40,10 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
        index = next_tile(params, index)) {
     Tile tile;
     int batch, head, kv_head;
+    [[maybe_unused]] TilePart part{index, 0, C::BLOCK_Q};
+    if constexpr (C::CUTS_TILES) part = find_part<C>(params, index);
     if constexpr (C::PREPARES_TILES) {
-      const FoundTile found = find_tile<C>(attention, index);
+      const FoundTile found = find_tile<C>(attention, part.tile);
       tile = {found.work, 0};
       if (tile.first_row < 0) continue;
       batch = found.batch, head = found.head, kv_head = found.kv_head;
@@ -67,6 +69,11 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
           device::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
       tile.first_row = rows.first_row;
       tile.end_row = rows.end_row;
+      if constexpr (C::CUTS_TILES) {
+        tile.first_row += part.first_row;
+        tile.end_row = min(tile.end_row, tile.first_row + part.rows);
+        if (tile.first_row >= tile.end_row) continue;  // the row tile has fewer parts
+      }
     }
     const VisibleKeysOf<C> visible = find_visible_keys<C>(all_params, tile);
     const device::Blocks blocks = find_blocks<C>(params, tile, visible);

@@ -51,8 +51,9 @@ __device__ __forceinline__ void skip_block(const Barriers<C>& barriers, const Tu
   v_ring.advance();
 }
 
-// Without OVERLAPS: O += P V of the V in a stage from beginning to end, PASS_COLUMNS columns at a
-// time, of which PARTS are multiplied at the same time. Calls meanwhile() while the first ones are.
+// With 8 bits, without OVERLAPS: O += P V of the V in a stage from beginning to end, PASS_COLUMNS
+// columns at a time, of which PARTS are multiplied at the same time. Calls meanwhile() while the
+// first ones are.
 template <class C, class Meanwhile>
 __device__ __forceinline__ void multiply_passes(device::Outputs<C>& o_rmem,
                                                 Probabilities<C>& p_rmem, uint32_t shared_smem,
@@ -100,9 +101,9 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     if (tile.first_row < 0) break;
     // Which 64 rows of the tile the warpgroup has. Under a causal mask one half of a tile of 128
     // rows sees fewer keys than the other, so two warpgroups change places with each tile.
-    const int place = C::HALVES ? group ^ uniform(q_ring.stage) : group;
+    const int place = C::CHANGES_PLACES ? group ^ uniform(q_ring.stage) : group;
     const int warp_row = static_cast<int>(threadIdx.x / 32 * C::WARP_ROWS) +
-                         (C::HALVES ? (place - group) * C::GROUP_ROWS : 0);
+                         (C::CHANGES_PLACES ? (place - group) * C::GROUP_ROWS : 0);
     const VisibleKeysOf<C> visible = visible_keys_of<C>(all_params, shared, tile, q_ring.stage);
     bool all_need_more = attention.transform_scores;
     float exp2_scale = attention.exp2_scale;
@@ -177,7 +178,13 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     };
     const auto multiply_pv = [&](const auto& meanwhile) {
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
-      multiply_passes<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, meanwhile);
+      if constexpr (C::FP8) {
+        multiply_passes<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, meanwhile);
+      } else {
+        begin_pv();
+        meanwhile();
+        wait_for_outputs();
+      }
       ptx::registers_change<WORDS>(p);
       release(barriers.v_empty(v_ring.stage));
       v_ring.advance();
@@ -287,7 +294,12 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
       scale = update_row_max<C>(s_rmem, state, scale, rescale_outputs);
-      weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
+      if constexpr (C::FP8) {
+        weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
+      } else {
+        exponentiate_rows<C>(s_rmem, state, scale);
+        pack<C>(s_rmem, p_rmem);
+      }
     };
     const auto step_overlapped = [&]<bool MASKED>(int block) {
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed

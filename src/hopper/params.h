@@ -34,6 +34,9 @@ struct Params {
   uint8_t* v_columns_gmem;
   int32_t v_columns;  // keys of a column of V, each sequence filled up to whole V_COLUMN_KEYS
   int32_t v_slices;   // into which the columns of V are shared out, for kernels that can do that
+  // The tiles from whole_tiles on are parts of a row tile, which have part_rows rows or what is
+  // left (for kernels with CUTS_TILES).
+  int32_t whole_tiles, part_rows;
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");

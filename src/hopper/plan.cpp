@@ -119,7 +119,7 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   if (problem.dropout_p != 0 && params.attention.transform_scores)
     return Reasons{refuse_with_dropout("a softcap, or a scale of 0 or less or near it")};
   params.attention.order.heads_per_group = heads_per_group(problem, device, tile);
-  params.tiles = static_cast<int32_t>(tiles);
+  params.tiles = params.whole_tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
   if (tile.can_split) params.packed_heads = core::packed_heads(tile);
   params.v_slices = static_cast<int32_t>(v_slices);
@@ -131,11 +131,20 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   const bool masked = is_masked(problem) && !problem.kv_cache;
   const bool stays = resident == 1 || (masked && splits == 1);
   const int64_t ctas = stays ? std::min(tiles, resident * device.sm_count) : tiles;
+  CutTiles cut{};
+  if (stays && splits == 1) cut = cut_last_round(problem, tile, tiles, ctas);
+  if (cut.rows > 0) {
+    const int64_t parts = (tiles - cut.whole) * core::ceil_div(tile.block_q, cut.rows);
+    params.tiles = static_cast<int32_t>(cut.whole + parts);
+    params.whole_tiles = static_cast<int32_t>(cut.whole);
+    params.part_rows = static_cast<int32_t>(cut.rows);
+  }
   KernelTile loaded = tile;
   if (fp8 && !transposed_before) loaded.v_box = tile.raw_v_box;
   LaunchPlan plan = core::one_launch("hopper", problem, device, loaded, ctas, params);
   plan.tile.v_slices = v_slices;
   plan.tile.row_step = tile.row_step;
+  plan.tile.whole_tiles = cut.whole, plan.tile.part_rows = cut.rows;
   if (splits > 1) {
     core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "common/device/row_tiles.h"
 #include "common/planning/core_set.h"
 #include "common/planning/makespan.h"
 #include "common/planning/masks.h"
@@ -34,6 +35,7 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   tile.row_step = C::TILE_STEP;
   tile.v_columns_of_cta = C::HEAD_DIM_V;
   if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
+  tile.cuts_tiles = C::CUTS_TILES;
   tile.dense = requires { typename C::MaskTile; };
   tile.transposes_v = C::TRANSPOSES_V;
   tile.takes_transposed_v = C::TAKES_TRANSPOSED_V;
@@ -55,16 +57,23 @@ constexpr const char* THREE_80 = "3 warpgroups of 64 rows in turns, 80 keys at a
 constexpr const char* TWO_80 = "2 warpgroups of 64 rows in turns, 80 keys at a time";
 constexpr const char* TWO_128 =
     "2 warpgroups of 64 rows in turns, 128 keys at a time: fills the GPU more evenly";
+constexpr const char* FOUR_ALONE =
+    "4 warpgroups of 64 rows, 96 keys at a time, one after another: fills the pauses between tiles";
+constexpr const char* THREE_ALONE =
+    "3 warpgroups of 64 rows, 128 keys at a time, one after another: fills the pauses between "
+    "tiles of few keys";
 constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
 constexpr KernelTile TILES[] = {
     rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64),
     rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128),
+    rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE),
     rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
     rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96),
     rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
     rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80),
     rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128),
+    rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),
     rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
     rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80),
     rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128),
@@ -155,6 +164,9 @@ constexpr KernelTile FP8_BLOCK_TILES[] = {
         "unmeasured"),
 };
 
+// The start_keys of a tile some of whose warpgroups have no rows, at least.
+constexpr int START_ALONE = 64;
+
 // With more rounds of tiles than these a model says little: they come out even.
 constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;
 
@@ -170,8 +182,8 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   std::vector<core::Run> runs;
   double sum = 0;
   for (const double time : head.times) {
-    runs.push_back({time + tile.start_keys, heads});
-    sum += runs.back().time;
+    runs.push_back({time, heads});
+    sum += time;
   }
   const auto rows = static_cast<int64_t>(runs.size());
   const int64_t workers = core::workers_of(tile, device);
@@ -181,6 +193,11 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   if (problem.varlen && rows > 0) {
     const double places = static_cast<double>(head.nq) / tile.block_q + 0.5;
     time *= places / static_cast<double>(rows);
+  }
+  const CutTiles cut = cut_last_round(problem, tile, rows * heads, workers);
+  if (cut.rows > 0) {
+    const double rounds = static_cast<double>(cut.whole / workers);
+    time = std::min(time, (rounds + core::share_of_rows(cut.rows, tile.block_q)) * runs[0].time);
   }
   const int64_t resident = core::resident_ctas(tile, device);
   if (resident > 1) {
@@ -224,7 +241,23 @@ HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
   head.tile.block_q = tile.block_q, head.tile.block_k = tile.block_k;
   head.tile.row_step = tile.row_step;
   head.tile.splits = head.tile.v_slices = 1;
-  for (const core::TileTime& one : core::tile_times(head, {})) times.push_back(one.time);
+  // Only products of its own keys can fill a tile's start and end.
+  constexpr double MOST_FILLED = 1.0 / 3;
+  const std::vector<core::TileTime> tiles = core::tile_times(head, {});
+  for (const core::TileTime& one : tiles) {
+    const double filled = -MOST_FILLED * (one.time - core::TILE_KEYS);
+    times.push_back(one.time + std::max<double>(tile.start_keys, filled));
+  }
+  if (problem.varlen || tile.row_step == 0 || times.empty()) return;
+  // The first tile may have rows for some of the warpgroups only.
+  const device::RowTile first =
+      device::row_tile_from_end(static_cast<int>(nq), 0, tile.block_q, tile.row_step);
+  const int64_t rows =
+      core::ceil_div(first.end_row - first.first_row, tile.row_step) * tile.row_step;
+  if (rows >= tile.block_q) return;
+  const double keys = tiles.back().time - core::TILE_KEYS;
+  times.back() = core::TILE_KEYS + std::max(tile.start_keys, START_ALONE) +
+                 keys * core::share_of_rows(rows, tile.block_q);
 }
 
 std::span<const KernelTile> tiles_for(const Problem& problem) {
@@ -251,19 +284,22 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
                          : core::choose_with_splits("hopper", table, problem, device);
 }
 
-// Which heads' row tiles follow one another, measured on an H200 (NOTES.md): about as many as the
-// GPU computes at the same time, with at most 16 MB of K and V, which then come from L2. Where
-// tiles of unequal length are few, all heads are one group: the longest tiles come first.
+// Which heads' row tiles follow one another, measured on an H200 (NOTES.md): with at most 16 MB of
+// K and V, which then come from L2, and about as many as the GPU computes at the same time. Tiles
+// of unequal length come from the longest to the shortest, so that larger groups share them out
+// more evenly; where they are few, all heads are one group.
 int32_t heads_per_group(const Problem& problem, const Device& device, const KernelTile& tile) {
   constexpr int64_t MOST_BYTES = int64_t{16} << 20;
-  constexpr int64_t FEW_TILES_PER_SM = 6;
+  constexpr int64_t FEW_TILES_PER_SM = 6, UNEQUAL_ROUNDS = 8;
   const int64_t ratio = problem.heads_q / problem.heads_kv;
   const int64_t kv_heads = problem.batch * problem.heads_kv;
   const int64_t tiles = core::tiles_of(problem, tile);
   int64_t size = kv_heads;
   if (core::equal_tiles(problem) || tiles > FEW_TILES_PER_SM * device.sm_count) {
     const int64_t fitting = MOST_BYTES / std::max<int64_t>(core::kv_head_bytes(problem), 1);
-    const int64_t at_once = core::workers_of(tile, device);
+    const bool ordered = !core::equal_tiles(problem) && !problem.varlen && !problem.kv_cache;
+    const int64_t rounds = ordered ? UNEQUAL_ROUNDS : 1;
+    const int64_t at_once = rounds * core::workers_of(tile, device);
     const int64_t wave = core::ceil_div(at_once * kv_heads, std::max<int64_t>(tiles, 1));
     size = std::clamp<int64_t>(std::min(fitting, wave), 1, kv_heads);
   }
@@ -272,6 +308,17 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Kern
                            ? core::ceil_div(kv_heads, core::ceil_div(kv_heads, size))
                            : core::even_size(kv_heads, size);
   return static_cast<int32_t>(even * ratio);
+}
+
+CutTiles cut_last_round(const Problem& problem, const KernelTile& tile, int64_t tiles,
+                        int64_t ctas) {
+  const bool few_rounds = tiles > ctas && tiles <= MOST_ROUNDS_TO_MODEL * ctas;
+  const int64_t left = tiles % ctas;
+  if (!tile.cuts_tiles || !core::equal_tiles(problem) || !few_rounds || left == 0) return {};
+  for (int64_t rows = tile.row_step; rows < tile.block_q; rows *= 2) {
+    if (left * core::ceil_div(tile.block_q, rows) <= ctas) return {tiles - left, rows};
+  }
+  return {};
 }
 
 // Zeroing the counter takes about 2 us, in which a CTA multiplies a tile with about COUNTER_KEYS
@@ -283,7 +330,8 @@ bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTi
   const bool unknown_lengths =
       (problem.kv_cache && problem.batch > 1) || problem.block_mask || problem.key_ranges != 0;
   if (tiles > ctas && unknown_lengths) return true;
-  if (tiles <= ctas || core::equal_tiles(problem)) return false;
+  if (tiles <= ctas || plan.tile.part_rows > 0) return false;
+  if (core::equal_tiles(problem) && !tile.cuts_tiles) return false;  // not measured
   if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
   // The heads of a group take turns: each row tile of all of them, then the next one.
   const HeadModel head(problem, tile);

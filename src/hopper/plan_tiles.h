@@ -21,8 +21,9 @@ struct KernelTile : core::Tile {
   bool in_turns = false;
   int row_step = 0;
   int v_columns_of_cta = 0;
-  int grouped_slabs = 0;  // of K and V, if they lie in GroupedTiles, else 0
-  bool dense = false;     // its kernel reads a summary of attn_mask
+  int grouped_slabs = 0;    // of K and V, if they lie in GroupedTiles, else 0
+  bool cuts_tiles = false;  // the last ones into parts
+  bool dense = false;       // its kernel reads a summary of attn_mask
   // Whether a kernel for 8 bits can transpose V, whether it takes V that was transposed before, and
   // the box in which TMA brings the V that it transposes.
   bool transposes_v = false, takes_transposed_v = false;
@@ -54,6 +55,14 @@ struct HeadModel {
 
 // Which heads' row tiles follow one another: TileOrder::heads_per_group.
 int32_t heads_per_group(const Problem& problem, const Device& device, const KernelTile& tile);
+
+// The row tiles that are left for the last round of CTAs that stay, if they are so few that cut
+// into parts of `rows` rows they still fit into one round. rows = 0: none are cut.
+struct CutTiles {
+  int64_t whole = 0, rows = 0;
+};
+CutTiles cut_last_round(const Problem& problem, const KernelTile& tile, int64_t tiles,
+                        int64_t ctas);
 
 // Whether the CTAs count the tiles that they have taken, so that the one that is done first takes
 // the next one. Else they take them in rounds, of which every second one is handed out in reverse

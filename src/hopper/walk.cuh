@@ -161,6 +161,21 @@ __device__ __forceinline__ unsigned next_tile(const Params& params, unsigned ind
   return gridDim.x + uniform(taken);
 }
 
+// With CUTS_TILES: the row tile that a tile is a part of, and its rows in there.
+struct TilePart {
+  unsigned tile;
+  int first_row, rows;
+};
+template <class C>
+__device__ __forceinline__ TilePart find_part(const Params& params, unsigned index) {
+  const auto whole = static_cast<unsigned>(params.whole_tiles);
+  if (index < whole) return {index, 0, C::BLOCK_Q};
+  const unsigned parts = (C::BLOCK_Q + params.part_rows - 1) / params.part_rows;
+  const unsigned tile = (index - whole) / parts;
+  const unsigned part = index - whole - tile * parts;
+  return {whole + tile, static_cast<int>(part) * params.part_rows, params.part_rows};
+}
+
 // A row tile, the batch and the heads that it is of.
 struct FoundTile {
   device::Work work;

@@ -354,6 +354,12 @@ void check_tile(const LaunchPlan& plan) {
                                 .c_str());
     }
   });
+  constexpr int64_t MOST_PARTS = 16;
+  if (tile.part_rows > 0 && tile.part_rows * MOST_PARTS < tile.block_q) {
+    throw nb::value_error(join("field 'tile.part_rows' is ", tile.part_rows, ": tiles of ",
+                               tile.block_q, " rows are cut into up to ", MOST_PARTS, " parts")
+                              .c_str());
+  }
   const int64_t heads_per_kv = plan.problem.heads_q / std::max<int64_t>(plan.problem.heads_kv, 1);
   if (heads_per_kv < tile.packed_heads || heads_per_kv % tile.packed_heads != 0) {
     throw nb::value_error(join("field 'tile.packed_heads' is ", tile.packed_heads, ": ",

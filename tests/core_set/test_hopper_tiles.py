@@ -21,17 +21,20 @@ from .executors import executor
 on = executor()
 
 NAME = "hopper"
-# The kernels for many rows: (d, dv), rows and keys of a tile.
+# The kernels for many rows: (d, dv), rows and keys of a tile, and the KB of shared memory that it
+# needs: a GPU that gives a CTA no more has none of the larger ones.
 LARGE = {
-    "d64_large": ((64, 64), 256, 64),
-    "d64_medium": ((64, 64), 192, 128),
-    "d96_large": ((96, 96), 192, 96),
-    "d96_medium": ((96, 96), 128, 128),
-    "d128_large": ((128, 128), 192, 80),
-    "d128_medium": ((128, 128), 128, 128),
-    "d192_large": ((192, 128), 192, 80),
-    "d192_medium": ((192, 128), 128, 128),
-    "d256_large": ((256, 256), 128, 80),
+    "d64_large": ((64, 64), 256, 64, 113),
+    "d64_medium": ((64, 64), 192, 128, 145),
+    "d64_turns": ((64, 64), 256, 96, 137),
+    "d96_large": ((96, 96), 192, 96, 145),
+    "d96_medium": ((96, 96), 128, 128, 193),
+    "d128_large": ((128, 128), 192, 80, 217),
+    "d128_medium": ((128, 128), 128, 128, 193),
+    "d128_turns": ((128, 128), 192, 128, 225),
+    "d192_large": ((192, 128), 192, 80, 173),
+    "d192_medium": ((192, 128), 128, 128, 209),
+    "d256_large": ((256, 256), 128, 80, 225),
 }
 pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
 every_large = pytest.mark.parametrize("kernel", LARGE)
@@ -46,26 +49,28 @@ def rows_of(kernel: str) -> int:
 
 
 # The tiles of LARGE that a GPU with one SM gets for packed sequences and windows, too. The code for
-# these is the same in the other two.
+# these is the same in the others.
 every_uneven = pytest.mark.parametrize(
-    "kernel", [name for name in LARGE if name not in ("d64_large", "d192_medium")]
+    "kernel", [name for name in LARGE if name not in ("d64_large", "d64_turns", "d192_medium")]
 )
 
 
-def plan_on(sms: int, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
-    """A plan for an H200 with so many SMs."""
+def plan_on(
+    sms: int, q: Tensor, k: Tensor, v: Tensor, shared: int = 227, **call: Any
+) -> native.LaunchPlan:
+    """A plan for an H200 with so many SMs, which gives a CTA so many KB of shared memory."""
     planned = archflash.explain(
         q, k, v, device="H200", implementation=NAME, return_lse=True, **call
     ).plan
     assert planned is not None
-    return replanned(planned, sm_count=sms)
+    return replanned(planned, sm_count=sms, shared_per_block=shared * 1024)
 
 
 def check_every_schedule(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any
 ) -> tuple[Tensor, Tensor]:
     """Runs a call in one CTA, which is planned as for a GPU with one SM."""
-    plan = plan_on(1, q, k, v, **call)
+    plan = plan_on(1, q, k, v, LARGE[kernel][3], **call)
     (launch,) = plan.to_dict()["launches"]
     assert launch["kernel"].endswith(kernel)
     assert launch["grid"] == [1, 1, 1]
@@ -78,14 +83,16 @@ def check_every_schedule(
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @every_large
 def test_a_cta_goes_from_tile_to_tile(kernel: str, causal: bool) -> None:
-    dims, _, keys = LARGE[kernel]
-    q, k, v = on.qkv(rows_of(kernel), 4 * keys + 9, *dims, dtype="bfloat16", heads=(4, 2))
+    dims, _, keys, _ = LARGE[kernel]
+    # A number of keys for which the plan takes the kernel.
+    nk = {"d64_turns": 8 * keys - 9, "d128_turns": 4 * keys - 9}.get(kernel, 4 * keys + 9)
+    q, k, v = on.qkv(rows_of(kernel), nk, *dims, dtype="bfloat16", heads=(4, 2))
     check_every_schedule(kernel, q, k, v, causal=causal)
 
 
 @every_uneven
 def test_packed_sequences_with_and_without_keys_follow_each_other(kernel: str) -> None:
-    (d, dv), rows, keys = LARGE[kernel]
+    (d, dv), rows, keys, _ = LARGE[kernel]
     # The mean length decides on the tile.
     q_lengths = (rows, 0, 130, (4 if kernel == "d64_medium" else 2) * rows + 3, 1)
     k_lengths = (keys + 3, 7, 0, 3 * keys - 1, 1)
@@ -109,7 +116,7 @@ def test_blocks_are_masked_at_either_end_of_the_rows_of_a_warpgroup(
     kernel: str, dtype: str
 ) -> None:
     """A window whose blocks some warpgroups of a tile do not see; some rows see no key."""
-    dims, _, keys = LARGE[kernel]
+    dims, _, keys, _ = LARGE[kernel]
     q, k, v = on.qkv(rows_of(kernel), 8 * keys - 3, *dims, dtype=dtype, heads=(4, 2))
     call = {"window": (40, 25), "q_offset": on.int32(-30), "sinks": on.rand(q.shape[1], seed=3)}
     check_every_schedule(kernel, q, k, v, **call)
@@ -117,17 +124,17 @@ def test_blocks_are_masked_at_either_end_of_the_rows_of_a_warpgroup(
 
 @every_uneven
 def test_capped_and_huge_scores(kernel: str) -> None:
-    dims, _, keys = LARGE[kernel]
+    dims, _, keys, _ = LARGE[kernel]
     q, k, v = on.qkv(rows_of(kernel), 3 * keys - 3, *dims, dtype="bfloat16", heads=(4, 2))
     check_every_schedule(kernel, q, k, v, softcap=3.0, causal=True)
     q, k = q * 1e3, k * 1e3
-    plan = plan_on(1, q, k, v, causal=True)
+    plan = plan_on(1, q, k, v, LARGE[kernel][3], causal=True)
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[1], causal=True)
 
 
 @every_uneven
 def test_a_softcap_of_small_scores_and_of_large_ones_in_other_warps(kernel: str) -> None:
-    dims, _, keys = LARGE[kernel]
+    dims, _, keys, _ = LARGE[kernel]
     rows = rows_of(kernel)
     q, k, v = on.qkv(rows, 3 * keys - 3, *dims, dtype="bfloat16", heads=(4, 2))
     q[:, :, : rows // 3] *= 0.05

@@ -99,6 +99,34 @@ def test_every_order_computes_every_row_once(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "part_rows"), [(620, 64), (700, 128)], ids=["parts without rows", "a short part"]
+)
+def test_parts_of_row_tiles_compute_every_row_once(rows: int, part_rows: int) -> None:
+    """The tiles that are left for the last round of five CTAs are cut into parts; two CTAs have
+    none left. The output is full of NaN before.
+    """
+    qkv = inputs(torch.bfloat16, rows)
+
+    def out(sms: int, part_rows: int) -> tuple[str, Tensor]:
+        plan = plan_for("hopper", qkv, sms)
+        tile = plan.tile
+        assert tile is not None
+        assert (tile.ctas, tile.part_rows) == (sms, part_rows)
+        if part_rows > 0:
+            parts = -(-tile.block_q // part_rows) * (tile.tiles - tile.whole_tiles)
+            assert len(native.tile_times(plan)) == tile.whole_tiles + parts
+        given = torch.full_like(qkv[0], torch.nan)
+        run = sim.run(*qkv, implementation="hopper", plan=plan, out=given)
+        return tile.name, run.out
+
+    name, expected = out(2, 0)
+    assert not expected.isnan().any()
+    same_name, cut = out(5, part_rows)
+    assert same_name == name
+    assert torch.equal(cut, expected)
+
+
+@pytest.mark.parametrize(
     ("options", "order"),
     [
         ({"causal": True}, (4, 0, 0)),

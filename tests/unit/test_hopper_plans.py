@@ -26,31 +26,39 @@ def hopper(device: str = "H200", **options: Any) -> native.LaunchPlan:
 SHAPES = {
     (16, 16, 16, 8192, 8192, 128, False): ("d128_large", 4),
     (1, 32, 8, 4096, 4096, 128, True): ("d128_large", 32),
-    (1, 32, 8, 16384, 16384, 128, True): ("d128_large", 4),
+    (1, 32, 8, 16384, 16384, 128, True): ("d128_large", 8),
     (2, 16, 16, 4001, 4001, 128, True): ("d128_large", 32),
-    (64, 64, 64, 1024, 1024, 64, False): ("d64_large", 33),
-    (4, 8, 8, 1024, 1024, 64, False): ("d64_large", 32),
+    (64, 64, 64, 1024, 1024, 64, False): ("d64_turns", 33),
+    (4, 8, 8, 1024, 1024, 64, False): ("d64_turns", 32),
     (2, 2, 2, 512, 512, 64, False): ("d64_few", 4),
     (1, 12, 12, 512, 512, 64, True): ("d64_few", 12),
     (1, 12, 12, 2048, 2048, 64, True): ("d64_few", 12),
     (1, 12, 12, 4096, 4096, 64, True): ("d64_medium", 12),
-    (8, 12, 12, 2048, 2048, 64, True): ("d64_medium", 12),
-    (2, 16, 16, 4096, 77, 64, False): ("d64_large", 8),
+    (8, 12, 12, 2048, 2048, 64, True): ("d64_medium", 32),
+    (2, 16, 16, 4096, 77, 64, False): ("d64_turns", 8),
     (4, 16, 16, 2048, 2048, 96, True): ("d96_large", 64),
     (2, 16, 16, 4096, 4096, 256, True): ("d256_large", 4),
     # Tiles of these sizes fill the GPU unevenly; the tile was the fastest of all.
     (1, 12, 12, 2048, 2048, 64, False): ("d64_medium", 12),
     (1, 12, 12, 4096, 4096, 64, False): ("d64_medium", 6),
-    (2, 12, 12, 1024, 1024, 64, False): ("d64_large", 24),
+    (2, 12, 12, 1024, 1024, 64, False): ("d64_turns", 24),
     (2, 16, 16, 1024, 1024, 64, True): ("d64_medium", 32),
     (1, 32, 32, 1024, 1024, 96, False): ("d96_medium", 16),
-    (1, 16, 16, 1536, 1536, 128, False): ("d128_large", 16),
+    (1, 16, 16, 1536, 1536, 128, False): ("d128_turns", 16),
     (1, 16, 16, 2048, 2048, 128, False): ("d128_medium", 8),
     (1, 16, 16, 2048, 2048, 128, True): ("d128_medium", 16),
     (1, 8, 8, 384, 384, 128, False): ("d128_few", 8),
-    (2, 8, 8, 1536, 1536, 128, False): ("d128_large", 16),
+    (2, 8, 8, 1536, 1536, 128, False): ("d128_turns", 16),
     (4, 10, 10, 2048, 2048, 128, False): ("d128_medium", 8),
-    (1, 40, 40, 1024, 1024, 128, False): ("d128_large", 20),
+    # Tiles of few keys, whose starts and ends other warpgroups fill.
+    (8, 32, 8, 512, 512, 128, True): ("d128_turns", 256),
+    (1, 40, 40, 32760, 512, 128, False): ("d128_turns", 1),
+    (2, 32, 8, 2048, 2048, 128, True): ("d128_turns", 64),
+    (16, 16, 16, 256, 256, 128, True): ("d128_medium", 256),
+    (2, 24, 24, 4096, 77, 128, False): ("d128_large", 6),
+    (8, 20, 20, 1500, 1500, 64, False): ("d64_medium", 16),
+    (16, 12, 12, 1024, 1024, 64, True): ("d64_large", 192),
+    (1, 40, 40, 1024, 1024, 128, False): ("d128_turns", 20),
 }
 
 
@@ -67,15 +75,33 @@ def test_one_cta_for_each_sm_counts_the_tiles_that_are_of_unequal_length() -> No
     causal = hopper(b=2, hq=16, nq=4001, d=128, causal=True)
     assert launch_of(causal)["grid"] == [132, 1, 1]
     assert causal.zeroed_bytes == causal.workspace_bytes == 4
-    equal = hopper(b=2, hq=16, nq=4001, d=128)
+    equal = hopper(b=2, hq=16, nq=4224, d=128)
     assert launch_of(equal)["grid"] == [132, 1, 1]
     assert equal.workspace_bytes == 0
+    short_ones = hopper(b=32, hq=16, nq=577, d=64)  # the first tile of a head has 64 of 192 rows
+    assert (tile_of(short_ones).name, short_ones.workspace_bytes) == ("d64_medium", 4)
     two_rounds = hopper(b=1, hq=12, nq=4096, d=64, causal=True)
     assert (launch_of(two_rounds)["grid"], tile_of(two_rounds).tiles) == ([132, 1, 1], 264)
     assert two_rounds.workspace_bytes == 0
     few = hopper(b=1, hq=12, nq=512, d=64, causal=True)  # two CTAs on an SM, one for each tile
     assert launch_of(few)["grid"] == [96, 1, 1]
     assert few.workspace_bytes == 0
+
+
+def test_the_tiles_of_the_last_round_are_cut_where_their_parts_fit_into_it() -> None:
+    def parts(**shape: int) -> tuple[str, int, int, int]:
+        tile = tile_of(hopper(**shape))
+        return tile.name, tile.tiles, tile.whole_tiles, tile.part_rows
+
+    # 44 tiles of 192 rows are left, so 132 parts.
+    assert parts(b=2, hq=10, nq=4096, d=64) == ("d64_medium", 440, 396, 64)
+    # 56 tiles of 256 rows, so 112 parts.
+    assert parts(b=2, hq=10, nq=4096, nk=77, d=64) == ("d64_turns", 320, 264, 128)
+    # 92 are too many.
+    assert parts(b=8, hq=20, nq=1500, d=64) == ("d64_medium", 1280, 0, 0)
+    cut = hopper(b=2, hq=10, nq=4096, d=64)
+    assert cut.workspace_bytes == 0  # no counter beside them
+    assert len(native.tile_times(cut)) == 396 + 3 * 44
 
 
 @pytest.mark.parametrize(
@@ -230,5 +256,7 @@ def test_tiles_are_counted_where_that_gains_more_than_zeroing_the_counter_costs(
     assert even.zeroed_bytes == 0
     uneven = hopper(b=2, hq=16, hkv=16, nq=4001, nk=4001, d=128, causal=True)
     assert uneven.zeroed_bytes == 4
-    equal = hopper(b=16, hq=16, hkv=16, nq=8192, nk=8192, d=128, causal=False)
-    assert equal.zeroed_bytes == 0
+    rounds = hopper(b=8, hq=16, hkv=16, nq=1024, nk=1024, d=64, causal=False)
+    assert rounds.zeroed_bytes == 0
+    many_rounds = hopper(b=16, hq=16, hkv=16, nq=8192, nk=8192, d=128, causal=False)
+    assert many_rounds.zeroed_bytes == 4

@@ -349,6 +349,7 @@ def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("tile.block_k", 0, "field 'tile.block_k' is 0: it must be an integer from 1 to"),
         ("tile.splits", -1, "field 'tile.splits' is -1: it must be an integer from 1 to"),
         ("tile.tiles", 1 << 40, "'tile.tiles' is 1099511627776: it must be an integer from 1 to"),
+        ("tile.part_rows", 1, "'tile.part_rows' is 1: tiles of "),
         ("tile.turned_begin", -1, "'tile.turned_begin' is -1: it must be an integer from 0 to"),
         ("tile.packed_heads", 2, "is 2: 1 heads share a head of k, and it must divide them"),
         ("problem.dropout", 0.1, "field 'problem.dropout' is not known"),

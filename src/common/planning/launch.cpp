@@ -33,6 +33,10 @@ std::string ctas_text(const LaunchPlan& plan) {
   const TileChoice& tile = plan.tile;
   std::string text = str(tile.ctas);
   if (tile.ctas != tile.tiles || tile.splits > 1) text += " for " + str(tile.tiles) + " tiles";
+  if (tile.part_rows > 0) {
+    text += ", the last " + str(tile.tiles - tile.whole_tiles) + " in parts of " +
+            str(tile.part_rows) + " rows";
+  }
   if (tile.splits > 1) text += " x " + str(tile.splits) + " shares";
   if (tile.v_slices > 1)
     text += " x " + str(tile.v_slices) + " slices of V, all of which compute the scores";

@@ -21,6 +21,21 @@ void add(std::vector<TileTime>& tiles, int64_t kv_head, int64_t keys, const Tile
   }
 }
 
+// Cuts the tiles from whole_tiles on: each becomes as many shorter ones as it has parts.
+std::vector<TileTime> in_parts(const std::vector<TileTime>& tiles, const TileChoice& tile) {
+  const auto whole = static_cast<int64_t>(tiles.size()) < tile.whole_tiles
+                         ? static_cast<int64_t>(tiles.size())
+                         : tile.whole_tiles;
+  std::vector<TileTime> parts(tiles.begin(), tiles.begin() + whole);
+  for (auto cut = tiles.begin() + whole; cut != tiles.end(); ++cut) {
+    for (int64_t row = 0; row < tile.block_q; row += tile.part_rows) {
+      const int64_t rows = std::min(tile.part_rows, tile.block_q - row);
+      parts.push_back({cut->kv_head, cut->time * share_of_rows(rows, tile.block_q)});
+    }
+  }
+  return parts;
+}
+
 // The keys that tile number `index` of a sequence visits.
 int64_t keys_of_row_tile(const Problem& problem, const TileChoice& tile, int64_t nq, int64_t nk,
                          int64_t index) {
@@ -107,7 +122,7 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
         add(tiles, head / heads_per_kv, keys, tile);
     }
   }
-  return tiles;
+  return tile.part_rows > 0 ? in_parts(tiles, tile) : tiles;
 }
 
 Walk walk_of(const LaunchPlan& plan) {

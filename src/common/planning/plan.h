@@ -102,6 +102,9 @@ struct TileChoice {
   // The tiles of a sequence end with it, as far as whole steps of so many rows take them there
   // (device::row_tile_from_end); 0: they begin with it.
   int64_t row_step = 0;
+  // The row tiles from whole_tiles on are cut into parts of part_rows rows, which CTAs take one by
+  // one; part_rows = 0: none is.
+  int64_t whole_tiles = 0, part_rows = 0;
   bool summarizes_masks = false;  // a launch before summarizes the masks as data for its kernel
 };
 template <class F>
@@ -115,6 +118,7 @@ void for_each_field(TileChoice& t, F&& f) {
   f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits), f("v_slices", t.v_slices);
   f("heads_per_group", t.heads_per_group);
   f("turned_begin", t.turned_begin), f("turned_end", t.turned_end), f("row_step", t.row_step);
+  f("whole_tiles", t.whole_tiles), f("part_rows", t.part_rows);
   f("summarizes_masks", t.summarizes_masks);
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "common/planning/core_set.h"
 #include "common/planning/makespan.h"
 #include "common/planning/order.h"
 #include "runtime/bindings/bindings.h"
@@ -23,7 +24,9 @@ void check_walk(const LaunchPlan& plan, const Lengths& q, const Lengths& k) {
   if (plan.tile.name.empty())
     throw std::invalid_argument("this plan computes nothing by tiles: it has no walk");
   const int64_t shares = plan.tile.splits * plan.tile.v_slices;
-  if (plan.tile.tiles > MOST_TILES / shares) {
+  const int64_t parts =
+      plan.tile.part_rows > 0 ? core::ceil_div(plan.tile.block_q, plan.tile.part_rows) : 1;
+  if (plan.tile.tiles > MOST_TILES / shares / parts) {
     throw std::invalid_argument(join("a walk over ", plan.tile.tiles, " tiles in ", shares,
                                      " shares: the model takes up to ", MOST_TILES, " of them"));
   }
