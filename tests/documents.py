@@ -59,6 +59,7 @@ NOTES = (
 NOT_RUN = (
     ("pip install", "it installs packages from the network"),
     ("vllm serve", "it starts a server; tests/servers runs the plug-in"),
+    ("sglang serve", "it starts a server; tests/servers runs the plug-in"),
     ("torchrun", "it starts several processes; tests/unit/test_distributed.py runs the example"),
     ("make demo", "it takes a minute; tests/unit/test_demo.py runs parts of it"),
     ("make test", "it runs this test and thousands of others"),
