@@ -299,6 +299,33 @@ def test_decoding_shares_keys_as_was_fastest_on_an_h200(batch: int, keys: int, s
 
 
 @pytest.mark.parametrize(
+    ("batch", "pages", "splits"),
+    [(1, 1040, 33), (8, 512, 8), (19, 1040, 3), (24, 1040, 3), (32, 1040, 2), (64, 232, 1)],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences_with_pages_share_keys_for_the_sake_of_the_longest(
+    batch: int, pages: int, splits: int, packed: bool
+) -> None:
+    """19 requests of 1,000 to 16,500 keys: 234 us with one share, 144 with four (H200, 2026-11-28).
+    What cu_seqlens_q says of a grid's empty tiles counts for nothing.
+    """
+    rows = (batch,) if packed else (batch, 1)
+    q = torch.empty(*rows, 32, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(100, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+    call: dict[str, Any] = {
+        "cache_seqlens": torch.empty(batch, dtype=torch.int32, device="meta"),
+        "page_table": torch.empty(batch, pages, dtype=torch.int32, device="meta"),
+    }
+    if packed:
+        call["cu_seqlens_q"] = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+        call["max_seqlen_q"] = 1
+    problem = make_problem(q, k, k, layout="bnhd", **call).as_if_on_cuda()
+    assert tile_of(ampere(problem, "H200")).splits == splits
+    window = make_problem(q, k, k, layout="bnhd", **call, window=(127, 0)).as_if_on_cuda()
+    assert tile_of(ampere(window, "H200")).splits == 1
+
+
+@pytest.mark.parametrize(
     ("batch", "keys", "early"),
     [(1, 8192, True), (24, 4096, False), (32, 8192, False), (128, 2048, True)],
 )

@@ -50,15 +50,21 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
   }
   const int64_t keys = visited_keys(problem, tile);
   const int64_t blocks = keys / tile.block_k;
-  const int64_t tiles = tiles_of(problem, tile);
+  const int64_t tiles = filled_tiles(problem, tile);
   const int64_t workers = workers_of(tile, device);
-  int64_t splits = 1, time = otherwise;
   const SplitCosts& costs = tile.split_costs;
+  const bool may_differ = problem.page_size > 0 && problem.batch > 1 && keys >= problem.nk;
+  const auto of_unlike = [&](int64_t n, int64_t start) {
+    const int64_t longest = ceil_div(blocks, n) * tile.block_k, mean = longest / 2;
+    return may_differ ? std::max(longest + start, n * tiles * (mean + start) / workers) : 0;
+  };
+  int64_t splits = 1, time = otherwise + of_unlike(1, 0);
   const int64_t most = std::min(keys / costs.fewest_keys, MOST_SPLITS);
   for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * workers; ++n) {
     const int64_t of_share = ceil_div(blocks, n) * tile.block_k + costs.start;
-    const int64_t combine = costs.combine + n * costs.combine_share;
-    const int64_t of_n = ceil_div(n * tiles, workers) * of_share + combine;
+    const int64_t combine = (costs.combine + n * costs.combine_share) * (may_differ ? 2 : 1);
+    const int64_t of_alike = ceil_div(n * tiles, workers) * of_share;
+    const int64_t of_n = of_alike + of_unlike(n, costs.start) + combine;
     if (of_n < time) splits = n, time = of_n;
   }
   return splits;

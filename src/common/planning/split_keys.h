@@ -26,6 +26,9 @@ namespace archflash::core {
 // that run at the same time (workers_of), times the keys of a share and the start of a CTA, plus
 // the second kernel (Tile::split_costs). CTAs that share an SM read keys side by side, as if each
 // had an SM. There are at most MOST_SPLITS shares and two rounds of CTAs.
+//
+// Sequences with pages may all be as long as their tables, or of any length: then the CTAs of the
+// longest one end last, and the others have half of its keys. Both times count alike.
 int64_t choose_splits(const Problem& problem, const Device& device, const Tile& tile,
                       int64_t otherwise);
 constexpr int64_t MOST_SPLITS = 128;  // unless more are asked for
@@ -99,7 +102,8 @@ std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder
   const bool packing_pays =
       few.packed_heads > 1 && 4 * tiles_of(problem, few) <= 3 * tiles_of(problem, *unsplit);
   if (unsplit->can_split || packing_pays) choice.tile = few;
-  const int64_t rounds = ceil_div(tiles_of(problem, choice.tile), workers_of(choice.tile, device));
+  const int64_t rounds =
+      ceil_div(filled_tiles(problem, choice.tile), workers_of(choice.tile, device));
   choice.splits = choose_splits(problem, device, few, rounds * visited_keys(problem, choice.tile));
   if (choice.splits > 1) choice.tile = few;
   const int64_t ctas = tiles_of(problem, choice.tile) * choice.splits;

@@ -22,6 +22,13 @@ int64_t tiles_of(const Problem& problem, const Tile& tile) {
   return row_tiles(problem, tile.block_q) * (problem.heads_q / tile.packed_heads);
 }
 
+int64_t filled_tiles(const Problem& problem, const Tile& tile) {
+  const int64_t tiles = tiles_of(problem, tile);
+  if (!problem.varlen || problem.max_seqlen_q == UNKNOWN) return tiles;
+  const int64_t most = problem.batch * ceil_div(problem.max_seqlen_q, tile.block_q);
+  return std::min(tiles, most * (problem.heads_q / tile.packed_heads));
+}
+
 int64_t rows_per_sequence(const Problem& problem) {
   return problem.varlen ? problem.nq / problem.batch : problem.nq;
 }
