@@ -39,6 +39,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "unmasked": (1, 2, 2, 137, 150, False),
         "rounds": (2, 2, 2, 300, 290, True),
         "two tiles": (2, 2, 2, 250, 350, True),
+        "three blocks": (1, 2, 2, 250, 280, False),
     },
     gpu={
         "short": (1, 4, 2, 65, 77, True),
@@ -51,6 +52,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "shares": (1, 4, 2, 9, 4100, True),
         "few keys": (4, 40, 20, 193, 77, False),
         "rows": (4, 40, 20, 1150, 321, False),
+        "keys": (4, 20, 10, 600, 1500, False),
         "long": (1, 10, 5, 4096, 4096, False),
     },
 )
@@ -63,6 +65,7 @@ def shapes_of(kernel: str) -> list[str]:
             "shares": "ampere",
             "few keys": "ampere",
             "rows": "hopper",  # tiles of 192 rows
+            "keys": "hopper",  # tiles of 256 rows
         }
         return [shape for shape in SHAPES if only.get(shape, kernel) == kernel]
     return {
@@ -70,7 +73,8 @@ def shapes_of(kernel: str) -> list[str]:
         "ampere": ["short", "few", "many"],  # one tile is for few keys
         "blackwell_consumer": ["short", "few", "some", "most"],  # and some are in between
         "blackwell_dc": ["few", "rounds"],  # one CTA goes from tile to tile
-        "hopper": ["few", "many", "two tiles"],  # of 128 or of 256 rows
+        # Tiles of 128 or of 256 rows, and those that take one turn for a block.
+        "hopper": ["few", "many", "two tiles", "rounds", "three blocks"],
     }.get(kernel, ["few", "many"])
 
 
