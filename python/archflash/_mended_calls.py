@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _torch_kernels
+from archflash import _schemas, _torch_kernels
 from archflash._schemas import by_name, by_place
 
 _MASK_COLUMNS = 32  # of a mask, which PyTorch's memory-efficient kernel reads at a time
@@ -37,7 +37,7 @@ class Call:
     """
 
     def __init__(self, operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        op = getattr(torch.ops.aten, operator)
+        op = _schemas.find(operator)
         given = by_name(op, *args, **kwargs)
         self._backward = operator.endswith("_backward")
         self._key, self._value = given["key"], given["value"]  # as the caller gave them

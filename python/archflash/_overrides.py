@@ -38,6 +38,7 @@ from archflash import (
     _mended_calls,
     _options,
     _registry,
+    _schemas,
     _sharding,
 )
 from archflash._errors import ForcedImplementationError
@@ -677,19 +678,15 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-def has_operator(operator: str) -> bool:
-    """Whether this PyTorch has an operator, of which the name may say an overload behind a dot."""
-    packet, _, overload = operator.partition(".")
-    found = getattr(torch.ops.aten, packet, None)
-    return found is not None and hasattr(found, overload or "default")
-
-
 def _original(operator: str) -> Kernel | None:
     """PyTorch's own kernel, which takes a set of dispatch keys before its arguments; None if there
     is none, or no way to call it while it is replaced.
     """
     name = f"aten::{operator}"
-    if not (has_operator(operator) and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)):
+    if not (
+        _schemas.find(operator) is not None
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)
+    ):
         return None
     if hasattr(torch.library, "get_kernel"):
         kernel: Kernel = torch.library.get_kernel(name, _KEY).call_boxed

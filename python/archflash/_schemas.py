@@ -1,15 +1,26 @@
-"""The arguments of torch's operators by name, as their schemas list them."""
+"""torch's operators by their names, and the arguments of a call as their schemas list them."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
 
+import torch
+
+
+def find(name: str) -> Any:
+    """An operator of aten, whose name may say an overload behind a dot; None where this PyTorch has
+    none of that name.
+    """
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
 
 @lru_cache
 def _arguments(op: Any) -> tuple[tuple[str, ...], int]:
     """The names of an operator's arguments, and how many of them have places."""
-    arguments = op.default._schema.arguments
+    overload = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
+    arguments = overload._schema.arguments
     names = tuple(argument.name for argument in arguments)
     return names, sum(not argument.kwarg_only for argument in arguments)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _fused_kernels, _overrides, reference
+from archflash import _dispatch, _fused_kernels, _overrides, _schemas, reference
 
 from .checks import assert_close
 from .executors import executor
@@ -47,7 +47,7 @@ def stand_in(operator: str) -> Any:
         given = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
         if operator.startswith("_cudnn_attention"):  # without a meta kernel
             return tuple(torch.full_like(x, NUMBER) for x in args[:3])
-        promised = getattr(aten, operator.split(".")[0])(*given, **kwargs)
+        promised = _schemas.find(operator)(*given, **kwargs)
         return tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).fill_(NUMBER)
             if isinstance(x, Tensor)
@@ -88,7 +88,7 @@ def kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         warnings.simplefilter("ignore")
         own = {"_scaled_dot_product_flash_attention_backward": flash_backward}
         for operator in (*_overrides._OPERATORS, "_efficient_attention_forward"):
-            if _overrides.has_operator(operator):
+            if _schemas.find(operator) is not None:
                 library.impl(operator, own.get(operator) or stand_in(operator), "CPU")
     # Older versions of PyTorch refuse a second kernel from Python, for which these stand in.
     torch.library._impls.difference_update(library._op_impls)
@@ -259,7 +259,7 @@ def test_pages_of_a_cache_through_varlen_attn() -> None:
 
 
 has_packed_cudnn = pytest.mark.skipif(
-    not _overrides.has_operator("_cudnn_attention_forward_no_dropout_inplace"),
+    _schemas.find("_cudnn_attention_forward_no_dropout_inplace") is None,
     reason="this torch calls no cuDNN operator for packed sequences",
 )
 
@@ -518,6 +518,9 @@ DECLINED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
     "gradients of a mask": (
         "_scaled_dot_product_efficient_attention", (torch.zeros(40, 40), True), {}, "a mask",
     ),
+    "dropout of an overload": (
+        "_scaled_dot_product_flash_attention.quantized", (None, None, None, 0.5), {}, "dropout",
+    ),
     "used keys": (
         "_flash_attention_forward", (None, None, 40, 40, 0.0, False, False),
         {"seqused_k": torch.ones(1, dtype=torch.int32)}, "seqused_k",
@@ -532,7 +535,7 @@ def test_pytorchs_own_kernel_serves_what_archflash_does_not(name: str) -> None:
     operator, args, kwargs, reason = DECLINED[name]
     q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
     with archflash.enabled():
-        result = getattr(aten, operator)(q, k, v, *args, **kwargs)
+        result = _schemas.find(operator)(q, k, v, *args, **kwargs)
         assert bool((result[0] == NUMBER).all())
         counted = archflash.stats()
         assert counted.served == {}
@@ -542,7 +545,7 @@ def test_pytorchs_own_kernel_serves_what_archflash_does_not(name: str) -> None:
             archflash.force("ampere"),
             pytest.raises(archflash.ForcedImplementationError, match=reason),
         ):
-            getattr(aten, operator)(q, k, v, *args, **kwargs)
+            _schemas.find(operator)(q, k, v, *args, **kwargs)
 
 
 @on_cpu
