@@ -236,7 +236,7 @@ def rows_by_capability(results: Path) -> dict[tuple[int, int], list[Row]]:
     Raises:
         ValueError: rows of a GPU whose compute capability is unknown here.
     """
-    other = ("day-one", "ladder", "training")  # what these files hold serves no call
+    other = ("day-one", "distributed", "ladder", "training")  # what these files hold serves no call
     found: dict[tuple[int, int], list[Row]] = {}
     for path in sorted(results.glob("*.csv")):
         if any(word in path.name for word in other):

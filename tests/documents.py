@@ -366,7 +366,7 @@ def gpu_table() -> str:
     measured = {
         row["gpu"]
         for path in RESULTS_FOLDER.glob("*.csv")
-        if "day-one" not in path.name and "training" not in path.name
+        if not any(word in path.name for word in ("day-one", "distributed", "training"))
         for row in load_rows(path)
     }
     groups: dict[tuple[str, ...], list[native.KnownDevice]] = {}
