@@ -8,13 +8,18 @@ The parts are functions of this module. A rank that gets through them prints "do
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import itertools
+import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +32,9 @@ from torch.utils.checkpoint import checkpoint
 import archflash
 import archflash.distributed as afd
 from archflash.distributed import _cost
+from archflash.distributed._agree import gloo_beside
 
+ROOT = Path(__file__).parents[1]
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 # The error of a result over the largest number of it, at most.
 TOLERANCE = {
@@ -217,7 +224,7 @@ def drawn(seed: int, ranks: int, device: str, methods: tuple[str, ...]) -> Case:
     dtypes = [torch.float32, torch.float64, torch.bfloat16]
     if on_gpu:
         d = dv = draw.of(64, 128)
-        dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.bfloat16]
+        dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
     window = draw.of((None, None), (None, None), (3, None), (5, 2), (None, 4), (0, 0))
     ends = key_ranges = None
     if kind == "documents":
@@ -351,6 +358,37 @@ def faults(here: Here) -> None:
     cu_seqlens = torch.tensor([0, 9], dtype=torch.int32)
     packed = q[0].transpose(0, 1)
     refused(lambda: afd.attention(*[packed] * 3, cu_seqlens=cu_seqlens), ValueError, "end with 9")
+    sinks = draw.normal(4)
+    refused(lambda: afd.attention(q, q, q, sinks=sinks[: 4 - last]), ValueError, name, "sinks")
+    refused(lambda: afd.attention(q, q, q, sinks=sinks.half() if last else sinks), afd.GroupError)
+    refused(lambda: afd.attention(q, q, q, window=(2.5, 0)), TypeError, "window left is 2.5")
+
+    def forced_on_one() -> Any:
+        with archflash.force("torch") if last else contextlib.nullcontext():
+            return afd.attention(q, q, q)
+
+    refused(forced_on_one, afd.GroupError, "implementation")
+    # A rank without rows makes no call that could refuse anything.
+    rows = [torch.arange(8)[: 8 * (r == 0)] for r in range(here.ranks)]
+    shards = afd.Shards.of_positions(rows)
+    some = q if here.rank == 0 else q[:, :, :0]
+    refused(lambda: afd.attention(some, some, some, shards=shards, scale=math.nan), ValueError)
+    for method in ("ring", "ulysses"):
+        refused(
+            lambda method=method: afd.attention(
+                some, some, some, shards=shards, method=method, implementation="ampere"
+            ),
+            archflash.ForcedImplementationError, "float32",
+        )  # fmt: skip
+    # cu_seqlens that numpy or a view has changed are read anew.
+    lengths = torch.tensor([0, 4, 8 * here.ranks], dtype=torch.int32)
+    before = afd.attention(*[packed] * 3, cu_seqlens=lengths)
+    lengths.data[1] = 8 * here.ranks - 4
+    after = afd.attention(*[packed] * 3, cu_seqlens=lengths)
+    changed = torch.tensor(float((before != after).any()))
+    changed = changed.to(here.device) if dist.get_backend() == "nccl" else changed
+    dist.all_reduce(changed)
+    assert changed.item() > 0
     # One rank goes back while the others go on.
     x = q.clone().requires_grad_()
     out = afd.attention(x, q, q)
@@ -397,20 +435,19 @@ def transformer_engines_call(here: Here) -> None:
     """The arguments of TransformerEngine's function, in its three layouts."""
     from archflash.compat.transformer_engine import attn_forward_func_with_cp
 
-    draw, n = Draw(13, here.device), 24 * here.ranks
-    case = Case(
-        n, "zigzag", "", causal=True, tensors=draw.tensors(2, 4, 2, n, 16, 16, torch.float32)
-    )
+    draw, n, none = Draw(13, here.device), 24 * here.ranks, [None] * 6
+    sinks = draw.normal(4)
+    tensors = draw.tensors(2, 4, 2, n, 16, 16, torch.float32) | {"sinks": sinks}
+    case = Case(n, "zigzag", "", causal=True, tensors=tensors)
     x = case.tensors
     wanted, rows = reference(case)[0], case.held(here.ranks).positions(here.rank)
     assert wanted is not None
-    sinks, none = x["sinks"], [None] * 6
     for comm, layout in (("p2p", "bshd"), ("all_gather", "sbhd"), ("a2a", "bshd")):
         order = (0, 2, 1, 3) if layout == "bshd" else (2, 0, 1, 3)
         local = [x[name][:, :, rows].permute(order) for name in "qkv"]  # type: ignore[index]
         out = attn_forward_func_with_cp(
             True, *local, *none, 0.0, dist.group.WORLD, None, None, comm, qkv_format=layout,
-            softmax_type="vanilla" if sinks is None else "learnable", softmax_offset=sinks,
+            softmax_type="learnable", softmax_offset=sinks[None, :, None, None],
         )  # fmt: skip
         expected = wanted[:, :, rows].permute(order).to(out.dtype)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
@@ -440,6 +477,11 @@ def transformer_engines_call(here: Here) -> None:
     )  # fmt: skip
     expected = wanted[0][:, rows].transpose(0, 1).to(out.dtype)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    with pytest.raises(archflash.UnsupportedError, match="padding of 'sbhd'"):
+        attn_forward_func_with_cp(
+            True, *local, *none, 0.0, dist.group.WORLD, None, None, qkv_format="sbhd",
+            attn_mask_type="padding",
+        )  # fmt: skip
     with pytest.raises(archflash.UnsupportedError, match="fp8"):
         attn_forward_func_with_cp(
             True, *local, *none, 0.5, dist.group.WORLD, None, None, fp8=True
@@ -520,6 +562,20 @@ def pytorchs_context_parallel(here: Here) -> None:
         assert float((x.double() - y).abs().max() / y.abs().max()) < 3e-2
 
 
+def gloo_beside_groups(here: Here) -> None:
+    """The group that is made beside one of NCCL comes about although ranks belong to different
+    numbers of groups.
+    """
+    groups = [dist.new_group([0]), dist.new_group([0, 1]), dist.new_group()]
+    for group in (groups[2], groups[1]):
+        if dist.get_rank(group) < 0:
+            continue
+        gloo = gloo_beside(group, here.device.split(":")[0])
+        parts = [torch.zeros(1) for _ in range(dist.get_world_size(group))]
+        gloo.allgather([parts], [torch.full((1,), float(dist.get_rank(group)))]).wait()
+        assert [x.item() for x in parts] == list(range(len(parts)))
+
+
 def missing(here: Here) -> None:
     """A rank that does not come, and one that dies, are errors within the group's time-out."""
     q = torch.zeros(1, 2, 4, 8)
@@ -545,6 +601,24 @@ def missing(here: Here) -> None:
 
     with pytest.raises(RuntimeError):
         call_on()
+
+
+def run_ranks(ranks: int, folder: Path, *arguments: str) -> list[str]:
+    """What each rank said of its parts."""
+    said = [folder / f"{rank}.txt" for rank in range(ranks)]
+    runs = []
+    for rank, path in enumerate(said):
+        command = [sys.executable, "-m", "tests.distributed_worker", str(rank), str(ranks)]
+        command += [str(folder / "store"), *arguments]
+        with path.open("w") as file:
+            runs.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        for run in runs:
+            run.wait(timeout=300)
+    finally:
+        for run in runs:
+            run.kill()
+    return [path.read_text() for path in said]
 
 
 def main() -> None:

@@ -196,6 +196,9 @@ def _as_bhnd(x: Tensor, layout: str) -> Tensor:
 def _why_not(outs: list[Tensor], lses: list[Tensor], simulated: bool) -> str | None:
     """Why the kernel cannot merge these parts (bhnd)."""
     first = outs[0]
+    for x in outs:
+        if x.dtype not in _DTYPES:
+            return f"outs have dtype {x.dtype}: it takes float32, float16 and bfloat16"
     if not simulated:
         if first.device.type != "cuda":
             return "the tensors are not on a CUDA device: move them to one"

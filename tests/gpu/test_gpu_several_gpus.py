@@ -17,6 +17,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
+from tests.distributed_worker import run_ranks
 
 from .gpu_cases import (
     NAN,
@@ -35,7 +36,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-ROOT = Path(__file__).parents[2]
 HERE, THERE = "cuda:0", "cuda:1"  # the first one is current in all tests
 LONG_SLEEP = 400_000_000  # GPU clock cycles: about 0.2 s
 each_kernel = pytest.mark.parametrize("kernel", kernels())
@@ -369,21 +369,7 @@ def test_ranks_of_nccl_give_what_one_process_gives(tmp_path: Path) -> None:
     """archflash.distributed, and PyTorch's own ring through enable(), on up to four GPUs."""
     ranks = min(4, torch.cuda.device_count())
     parts = ["random_calls", "same_bits", "faults", "shards_of_tensors",
-             "pytorchs_context_parallel", "missing"]  # fmt: skip
+             "gloo_beside_groups", "pytorchs_context_parallel", "missing"]  # fmt: skip
     options = ["--backend", "nccl", "--device", "cuda", "--cases", "500", "--seconds", "60"]
-    said = [tmp_path / f"{rank}.txt" for rank in range(ranks)]
-    runs = []
-    for rank, path in enumerate(said):
-        command = [sys.executable, "-m", "tests.distributed_worker", str(rank), str(ranks)]
-        command += [str(tmp_path / "store"), *parts, *options]
-        with path.open("w") as file:
-            runs.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        for run in runs:
-            run.wait(timeout=300)
-    finally:
-        for run in runs:
-            run.kill()
-    for path in said:
-        text = path.read_text()
+    for text in run_ranks(ranks, tmp_path, *parts, *options):
         assert "done" in text, text[-3000:]

@@ -19,7 +19,13 @@ from torch import Tensor
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
+# The worker is no part of the installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.distributed_worker import run_ranks
+
 import archflash.distributed as afd
+from archflash import _merge
 from archflash.distributed import _cost, _exchange, _plan, _stages
 from archflash.distributed._heads import Split
 from archflash.distributed._plan import Dense, Mask, Packed, Stage
@@ -389,25 +395,15 @@ def test_the_error_does_not_grow_with_the_ranks(
         assert max(several) <= factor * alone, (alone, several)
 
 
+def test_float64_is_merged_by_plain_operations() -> None:
+    """The kernel would read it as numbers of 16 bits."""
+    parts = [torch.ones(1, 1, 2, 4, dtype=torch.float64) for _ in range(2)]
+    reason = _merge._why_not(parts, [torch.zeros(1, 1, 2)] * 2, simulated=True)
+    assert reason is not None
+    assert "float64" in reason
+
+
 # --- several processes ---
-
-
-def run_ranks(ranks: int, folder: Path, *arguments: str) -> list[str]:
-    """What each rank of tests.distributed_worker said."""
-    said = [folder / f"{rank}.txt" for rank in range(ranks)]
-    runs = []
-    for rank, path in enumerate(said):
-        command = [sys.executable, "-m", "tests.distributed_worker", str(rank), str(ranks)]
-        command += [str(folder / "store"), *arguments]
-        with path.open("w") as file:
-            runs.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        for run in runs:
-            run.wait(timeout=300)
-    finally:
-        for run in runs:
-            run.kill()
-    return [path.read_text() for path in said]
 
 
 @pytest.mark.slow
@@ -415,7 +411,11 @@ def run_ranks(ranks: int, folder: Path, *arguments: str) -> list[str]:
     ("ranks", "parts"),
     [
         (2, "random_calls kernels positions_of_each_rank watched_calls missing"),
-        (4, "random_calls shards_of_tensors same_bits faults transformer_engines_call"),
+        (
+            4,
+            "random_calls shards_of_tensors same_bits faults gloo_beside_groups "
+            "transformer_engines_call",
+        ),
     ],
 )
 def test_ranks_give_what_one_process_gives(ranks: int, parts: str, tmp_path: Path) -> None:

@@ -78,10 +78,13 @@ def attn_forward_func_with_cp(
         UnsupportedError: an option that archflash has not.
         ValueError: sequences that are no multiples of 2 cp, or what `attention` refuses.
     """
-    causal = _CAUSAL.get(attn_mask_type)
-    sinks = softmax_offset if softmax_type == "learnable" else None
+    causal, padded = _CAUSAL.get(attn_mask_type), attn_mask_type.startswith("padding")
+    sinks = None
+    if softmax_type == "learnable" and softmax_offset is not None:
+        sinks = softmax_offset.flatten()  # (1, heads, 1, 1)
     asked: dict[str, bool] = {
         f"attn_mask_type {attn_mask_type!r}": causal is None,
+        f"padding of {qkv_format!r} (pack sequences as 'thd')": padded and qkv_format != "thd",
         f"cp_comm_type {cp_comm_type!r}": cp_comm_type not in _METHODS,
         f"attn_bias_type {attn_bias_type!r}": attn_bias_type != "no_bias" or attn_bias is not None,
         f"dropout_p {dropout_p}": dropout_p != 0,

@@ -9,17 +9,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from archflash._errors import ArchflashError, UnsupportedError
-
-_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, UnsupportedError, RuntimeError)
-# By group; None for one that sends tensors on the CPU itself: a group must not keep itself alive.
-_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = (
-    weakref.WeakKeyDictionary()
+from archflash._errors import (
+    ArchflashError,
+    ForcedImplementationError,
+    NotCompiledError,
+    UnsupportedError,
 )
+
+_KINDS: tuple[type[Exception], ...] = (
+    ValueError, TypeError, UnsupportedError, ForcedImplementationError, NotCompiledError,
+    RuntimeError,
+)  # fmt: skip
+# By group; None for one that sends tensors on the CPU itself: a group must not keep itself alive.
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 
 class GroupError(ArchflashError, RuntimeError):
@@ -94,7 +101,7 @@ def _gathered(
     mine = torch.tensor(rows, dtype=torch.int64)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
-        dist.all_gather(parts, mine, group=on_cpu(group))
+        _all_gather(group, parts, mine)
     except RuntimeError as error:
         raise GroupError(
             f"not all ranks of the group came to this call of archflash.distributed: {error}"
@@ -108,7 +115,7 @@ def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> li
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=on_cpu(group))
+    _all_gather(group, parts, padded)
     return [
         text
         for part, n in zip(parts, lengths, strict=True)
@@ -116,27 +123,43 @@ def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> li
     ]
 
 
-def on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of the same ranks that sends tensors on the CPU.
+def _all_gather(
+    group: dist.ProcessGroup | None, parts: list[torch.Tensor], x: torch.Tensor
+) -> None:
+    """Gathers tensors on the CPU from all ranks of a group.
 
-    The first call for a group, which all its ranks take part in, makes one with gloo if the group
-    has NCCL alone, and starts NCCL: later messages may leave out some ranks, which would not come
-    to its start.
+    The first call for a group of NCCL, which all its ranks take part in, makes one with gloo beside
+    it, and starts NCCL: later messages may leave out some ranks, which would not come to its start.
     """
     whole = dist.group.WORLD if group is None else group
     assert whole is not None
-    if whole not in _on_cpu:
+    if whole not in _beside:
         backends = dict(x.split(":") for x in dist.get_backend_config(whole).split(","))
         if backends.get("cuda") == "nccl":
             dist.all_reduce(torch.zeros(1, device="cuda"), group=whole)
-        _on_cpu[whole] = None
-        if "cpu" not in backends:
-            options = whole._get_backend(torch.device(next(iter(backends)))).options
-            _on_cpu[whole] = dist.new_group(
-                dist.get_process_group_ranks(whole), backend="gloo", timeout=options._timeout,
-                use_local_synchronization=True,
-            )  # fmt: skip
-    return _on_cpu[whole] or whole
+        _beside[whole] = None if "cpu" in backends else gloo_beside(whole, next(iter(backends)))
+    gloo = _beside[whole]
+    if gloo is None:
+        dist.all_gather(parts, x, group=whole)
+    else:
+        gloo.allgather([parts], [x]).wait()
+
+
+def gloo_beside(group: dist.ProcessGroup, device: str) -> Any:
+    """gloo for the ranks of a group, with its time-out. torch.distributed.new_group is not for a
+    few ranks: all would have to call it, or belong to as many groups.
+
+    Args:
+        device: a type that the group has a backend for.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    timeout = group._get_backend(torch.device(device)).options._timeout
+    return dist.ProcessGroupGloo(
+        dist.distributed_c10d.PrefixStore(f"archflash/{group.group_name}", store),
+        group.rank(),
+        group.size(),
+        timeout,
+    )
 
 
 def exchange_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from archflash import _autocast, _gradients
+from archflash import _autocast, _dispatch, _gradients
+from archflash._api import make_problem
 from archflash._eager import in_transform
 from archflash._errors import UnsupportedError
 from archflash.distributed import _cost, _heads, _plan, _stages
@@ -185,14 +187,21 @@ class _Call:
         if any(not carries(g, torch.device("cpu")) for g in ranks.groups) and not q.is_cuda:
             raise ValueError(f"q is on {q.device}, and the group sends tensors of GPUs only")
         self.q, self.k, self.v = (_by_head(x, self.packed, layout) for x in (q, k, v))
+        forced = _dispatch.forced() if implementation is None else implementation
+        if forced is not None:
+            _dispatch.check_name(forced)
+        # All that the options of a call can be refused for, also where a rank has no rows.
+        make_problem(
+            self.q, self.k, self.v, causal=causal, window=window, softcap=softcap, sinks=sinks,
+            scale=scale, return_lse=True,
+        )  # fmt: skip
         self.left, self.right = _bounds(causal, window)
         self.ends = None if cu_seqlens is None else read_boundaries(cu_seqlens)
         self.key_ranges = None if key_ranges is None else read_ranges(key_ranges)
         self.sinks = sinks
-        if sinks is not None and tuple(sinks.shape) != (q_heads := self.q.shape[1],):
-            raise ValueError(f"sinks have shape {tuple(sinks.shape)}: it must be ({q_heads},)")
         deterministic = True if _gradients.asks_for_deterministic() else None
-        self.options = _stages.Options(softcap, scale, implementation, deterministic)
+        self.options = _stages.Options(softcap, scale, forced, deterministic)
+        self.fallback = os.environ.get("ARCHFLASH_FALLBACK")
         self.method = _checked_method(method, ranks.sizes)
         if isinstance(shards, Tensor) and (shards.ndim != 1 or len(shards) != self.q.shape[2]):
             raise ValueError(
@@ -208,15 +217,20 @@ class _Call:
         shards = self.shards if isinstance(self.shards, str) else type(self.shards).__name__
         if isinstance(self.shards, Shards):
             shards = f"Shards {self.shards.digest:x}"
-        ranges = None if self.key_ranges is None else f"{_ranges_digest(self.key_ranges):x}"
+        ranges = None if self.key_ranges is None else f"{self.ranges_digest:x}"
         ends = None if self.ends is None else f"{_ends_digest(self.ends):x}"
-        sinks = self.sinks is not None
+        sinks = None if self.sinks is None else self.sinks.dtype
         return (
             f"attention of q ({batch}, {heads}, rows, {d}) over {self.k.shape[1]} heads, dv "
             f"{self.v.shape[3]}, {self.q.dtype}, {self.q.device.type}, {self.layout}, shards "
             f"{shards}, window ({self.left}, {self.right}), cu_seqlens {ends}, key_ranges {ranges},"
-            f" sinks {sinks}, {self.options}, method {self.method}, gradients {self.needs_gradient}"
+            f" sinks {sinks}, {self.options}, fallback {self.fallback}, method {self.method}, "
+            f"gradients {self.needs_gradient}"
         )
+
+    @functools.cached_property
+    def ranges_digest(self) -> int | None:
+        return None if self.key_ranges is None else _of_shards.digest_of_tensor(self.key_ranges)
 
     @functools.cached_property
     def needs_gradient(self) -> bool:
@@ -240,7 +254,16 @@ class _Call:
             )
         if self.key_ranges is not None:
             _check_ranges(self.key_ranges, self.q, shards.n)
-        work = _work(self.ranks, shards, mask, self.method, self.q, self.k, self.v, self.options)
+        work = self._work(shards, mask)
+        if self.options.implementation is not None or self.fallback == "error":
+            # Then a kernel may refuse the calls of some ranks alone.
+            trouble = None
+            try:
+                _check_calls(work, self.q, self.k, self.v, self.sinks, self.needs_gradient)
+            except Exception as error:
+                trouble = error
+            planned = f"the plan of {words}"
+            agree(self.ranks.groups, Statement(0, planned, trouble), digest(planned))
         results: tuple[Tensor, Tensor] = _Attention.apply(
             self.q, self.k, self.v, self.sinks, work, f"the backward pass of {words}"
         )  # type: ignore[no-untyped-call]
@@ -253,6 +276,25 @@ class _Call:
         elif self.layout == "bnhd":
             out = out.transpose(1, 2)
         return (out, lse) if return_lse else out
+
+    def _work(self, shards: Shards, mask: Mask) -> _Work:
+        q, k, v, ranks = self.q, self.k, self.v, self.ranks
+        shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
+        key = (
+            shards.digest, mask.n, mask.left, mask.right, mask.ends, self.ranges_digest,
+            self.method, shape, ranks.rank, ranks.count, ranks.inner_count,
+        )  # fmt: skip
+        if key not in _plans:
+            while len(_plans) >= _MOST_PLANS:
+                del _plans[next(iter(_plans))]
+            if mask.key_ranges is not None:  # the plan must not change with the caller's tensor
+                mask = dataclasses.replace(mask, key_ranges=mask.key_ranges.clone())
+            _plans[key] = _planned(ranks, shards, mask, self.method, shape)
+        plan, heads, pieces = _plans[key]
+        outer, inner = ranks.outer, ranks.inner
+        if heads is not None and ranks.inner is None:  # ulysses of one group: nothing is across
+            outer, inner = None, ranks.outer
+        return _Work(ranks, outer, inner, plan, self.options, heads, pieces)
 
     def _all_shards(self, rows: list[int]) -> Shards:
         if isinstance(self.shards, Tensor):
@@ -333,8 +375,10 @@ def _checked_method(method: str, sizes: tuple[int, int] | None) -> str:
 
 
 def _remembered(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """What was read of a tensor, which is not read again while it stays the same."""
-    if x.is_inference():
+    """What was read of a tensor on a GPU, which is not read again while it stays the same. One on
+    the CPU is read each time, as numpy may have written to it.
+    """
+    if not x.is_cuda or x.is_inference():
         return read(x)
     known = _read.get(x)
     if known is None or known[0] != x._version:
@@ -357,17 +401,11 @@ def read_ranges(key_ranges: Any) -> Tensor:
             f"key_ranges has shape {tuple(key_ranges.shape)}: it must be (batch or 1, heads or 1, "
             "n or 1, ranges, 2)"
         )
-    found: Tensor = _remembered(key_ranges, lambda x: x.detach().cpu().clone())
+    found: Tensor = _remembered(key_ranges, lambda x: x.detach().cpu())
     return found
 
 
 _ends_digest = functools.lru_cache(64)(digest)  # the same in every layer of a step
-
-
-def _ranges_digest(key_ranges: Tensor) -> int:
-    """Of what `read_ranges` gave."""
-    found: int = _remembered(key_ranges, lambda x: Mask(0, key_ranges=x).digest)
-    return found
 
 
 def _check_ranges(key_ranges: Tensor, q: Tensor, n: int) -> None:
@@ -397,32 +435,8 @@ class _Work:
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
-def _work(
-    ranks: _Ranks, shards: Shards, mask: Mask, method: str, q: Tensor, k: Tensor, v: Tensor,
-    options: _stages.Options,
-) -> _Work:  # fmt: skip
-    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
-    key = (
-        shards.digest, _mask_key(mask), method, shape, ranks.rank, ranks.count, ranks.inner_count,
-    )  # fmt: skip
-    if key not in _plans:
-        while len(_plans) >= _MOST_PLANS:
-            del _plans[next(iter(_plans))]
-        _plans[key] = _planned(ranks, shards, mask, method, shape)
-    plan, heads, pieces = _plans[key]
-    outer, inner = ranks.outer, ranks.inner
-    if heads is not None and ranks.inner is None:  # ulysses of one group: nothing is across
-        outer, inner = None, ranks.outer
-    return _Work(ranks, outer, inner, plan, options, heads, pieces)
-
-
 _plans: dict[Any, Any] = {}
 _MOST_PLANS = 64
-
-
-def _mask_key(mask: Mask) -> Any:
-    ranges = None if mask.key_ranges is None else _ranges_digest(mask.key_ranges)
-    return mask.n, mask.left, mask.right, mask.ends, ranges
 
 
 def _planned(
@@ -453,6 +467,22 @@ def _planned(
         ((0, len(split.of_kv[inside])),), packs=packs,
     )  # fmt: skip
     return plan, split, shards.pieces[across * size : (across + 1) * size]
+
+
+def _check_calls(
+    work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, differentiated: bool
+) -> None:
+    """Raises what this rank's calls would raise."""
+    if work.heads is not None:
+        rank, rows = dist.get_rank(work.inner), work.plan.rows
+        (first, end), groups = work.heads.of_q[rank], work.heads.of_kv[rank]
+        # As tensors come out of an exchange.
+        q, k, v = (
+            x.new_empty((rows, x.shape[0], heads, x.shape[3])).permute(1, 2, 0, 3)
+            for x, heads in ((q, end - first), (k, len(groups)), (v, len(groups)))
+        )
+        sinks = None if sinks is None else sinks[first:end]
+    _stages.check(work.plan, work.options, q, k, v, sinks, differentiated)
 
 
 class _Attention(torch.autograd.Function):

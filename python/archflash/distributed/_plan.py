@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from archflash.distributed._shards import Piece, Shards, digest
+from archflash.distributed._shards import Piece, Shards, digest, digest_of_tensor
 
 _MOST_DENSE = 8  # calls of one stage that are launched one by one, where they cannot be packed
 _MOST_PACKED = 4  # packed calls of one stage; a stage of more becomes one call with key_ranges
@@ -99,9 +99,7 @@ class Mask:
 
     @functools.cached_property
     def digest(self) -> int:
-        ranges = None
-        if self.key_ranges is not None:
-            ranges = (self.key_ranges.shape, self.key_ranges.contiguous().numpy().tobytes())
+        ranges = None if self.key_ranges is None else digest_of_tensor(self.key_ranges)
         return digest((self.n, self.left, self.right, self.ends, ranges))
 
 
@@ -223,7 +221,7 @@ def calls(
     everything: list[Call] = [Ranged(0, n)]
     if mask.key_ranges is not None:
         return everything
-    held = _Keys(keys)
+    held = _Places(keys)
     made: list[Dense] = []
     at = 0
     for piece, document in (cut for row in rows for cut in mask.documents(row)):
@@ -240,7 +238,7 @@ def calls(
     return list(made) if len(made) <= _MOST_DENSE else everything
 
 
-class _Keys:
+class _Places:
     """Where the keys of global rows stand in a buffer of ascending pieces."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -268,7 +266,7 @@ class _Keys:
 
 
 def _of_piece(
-    mask: Mask, piece: Piece, document: Piece, q0: int, keys: _Keys
+    mask: Mask, piece: Piece, document: Piece, q0: int, keys: _Places
 ) -> list[Dense] | None:
     """The calls of the rows of one piece; None if only ranges can say what they see."""
     (a, b), q1 = piece, q0 + piece[1] - piece[0]
@@ -382,7 +380,7 @@ class Stage:
         return sum(end - start for start, end in self.keys)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What one rank does.
 
@@ -405,6 +403,7 @@ class Plan:
     once_back: bool
     untouched: tuple[Piece, ...]
     _tables: dict[object, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
+    checked: set[object] = field(default_factory=set, compare=False)  # options that all calls take
 
     @property
     def rows(self) -> int:
@@ -416,19 +415,37 @@ class Plan:
         return sum(stage.heads == self.stages[0].heads for stage in self.stages)
 
     def table(self, key: object, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Tensors that calls read, made once for each key."""
-        if key not in self._tables:
-            self._tables[key] = make()
-        return self._tables[key]
+        """Tensors that calls read, made once for each key while the plan is one of the last two.
+
+        Those of a CUDA graph that is captured belong to it, and are not kept.
+        """
+        if key in self._tables:
+            return self._tables[key]
+        made = make()
+        if any(x.is_cuda for x in made):
+            if torch.cuda.is_current_stream_capturing():
+                return made
+            torch.cuda.current_stream().synchronize()  # other streams may read them
+        if self not in _with_tables:
+            _with_tables.append(self)
+            for plan in _with_tables[:-_MOST_WITH_TABLES]:
+                plan._tables.clear()
+            del _with_tables[:-_MOST_WITH_TABLES]
+        self._tables[key] = made
+        return made
 
     def local(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Where global rows that the rank holds stand among its own."""
         return places(self.shards.pieces[self.rank], pieces)
 
 
+_with_tables: list[Plan] = []
+_MOST_WITH_TABLES = 2
+
+
 def places(held: Sequence[Piece], pieces: Sequence[Piece]) -> list[Piece]:
     """Where ascending pieces stand in a buffer of ascending pieces that has all their rows."""
-    keys = _Keys(held)
+    keys = _Places(held)
     return [(keys.before(start), keys.before(end)) for start, end in pieces]
 
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archflash import _merge
-from archflash._api import attention
+from archflash._api import attention, explain
 from archflash._backward import attention_backward
+from archflash._dispatch import note_fallback
 from archflash.distributed import _exchange
 from archflash.distributed._plan import Call, Dense, Packed, Part, Plan, Stage, places
 from archflash.distributed._shards import Piece
@@ -44,7 +45,7 @@ def forward(
     for start, end in plan.untouched:
         out[:, :, start:end] = 0
         lse[:, :, start:end] = -torch.inf if sinks is None else sinks[:, None]
-    keys, merging = _Keys(plan, plan.stages, group, k, v), None
+    keys, merging = _Arrivals(plan, plan.stages, group, k, v), None
     for number, stage in enumerate(plan.stages):
         with_heads = _query_heads(stage, q, k)
         k_part, v_part = keys.of(number)
@@ -133,6 +134,43 @@ def _rows_first(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
+def check(
+    plan: Plan, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    differentiated: bool,
+) -> None:  # fmt: skip
+    """Raises what the calls of a plan would raise because of a forced implementation or of
+    ARCHFLASH_FALLBACK=error. It launches nothing.
+
+    Args:
+        q, k, v: of the shapes of the plan's rows; their values do not matter.
+        differentiated: whether there will be a backward pass.
+    """
+    key = (options, q.shape, k.shape, v.shape, q.dtype, q.device, sinks is None, differentiated)
+    if key in plan.checked:
+        return
+    for back, stages in ((False, plan.stages), (True, plan.stages_back)):
+        for number, stage in enumerate(stages if differentiated or not back else ()):
+            heads = _query_heads(stage, q, k)
+            own = slice(*stage.heads)
+            keys = columns(_buffer(stage.key_rows, k[:, own], v), k.shape[-1])
+            for place, part in enumerate(_parts(stage, q)):
+                apart = part.call.apart if back and isinstance(part.call, Packed) else (part.call,)
+                for which, call in enumerate(apart):
+                    at = (number % plan.stages_of_a_share, place) + ((which,) if back else ())
+                    arguments = _arguments(plan, stage, call, at, heads, options, q.device)
+                    if sinks is not None and part.first and not back:
+                        arguments["sinks"] = sinks[heads]
+                    given = [q[:, heads, call.q0 : call.q1], *keys]
+                    if isinstance(call, Dense):
+                        given[1:] = [x[:, :, call.k0 : call.k1] for x in keys]
+                    if isinstance(call, Packed):
+                        given = [_rows_first(x) for x in given]
+                    decision = explain(*given, backward=back, return_lse=True, **arguments)
+                    if decision.fallback:
+                        note_fallback("one of the calls of attention over ranks")
+    plan.checked.add(key)
+
+
 def backward(
     plan: Plan, group: dist.ProcessGroup | None, options: Options,
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -143,7 +181,7 @@ def backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.zeros_like(q, dtype=q.dtype if plan.once_back else wide)
     total = _buffer(plan.rows, k, v, wide).zero_()
-    keys = _Keys(plan, plan.stages_back, group, k, v)
+    keys = _Arrivals(plan, plan.stages_back, group, k, v)
     back: _Returned | None = None
     for number, stage in enumerate(plan.stages_back):
         # What the last stage gave travels with the next one's keys while this one is computed.
@@ -287,7 +325,7 @@ def _alone(plan: Plan, stage: Stage) -> Piece | None:
     return local[0][0], local[-1][1]
 
 
-class _Keys:
+class _Arrivals:
     """The keys of the stages, of which the next one's are under way."""
 
     def __init__(
