@@ -18,6 +18,7 @@
 #include "common/planning/core_set.h"
 #include "common/planning/kv_cache.h"
 #include "common/planning/launch.h"
+#include "common/planning/masks.h"
 #include "common/planning/mma_sync.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
@@ -262,10 +263,13 @@ constexpr core::Tile WIDE_MASKED_TILES[] = {
 // kernel, which is that of latent caches.
 PlanResult plan_wide(const Problem& problem, const Device& device) {
   if (problem.kv_cache && is_masked(problem)) {
-    return Reasons{"masks as data with a KV cache and head dimensions " +
-                   std::to_string(problem.d) + " and " + std::to_string(problem.dv) +
-                   ": ampere takes them with head dimensions up to 256; drop the masks" +
-                   core::USE_TORCH};
+    std::string given;
+    for (const auto& [name, is_given] : core::masks_of(problem))
+      if (is_given) given += given.empty() ? name : std::string(" and ") + name;
+    return Reasons{given + " with a KV cache and head dimensions " + std::to_string(problem.d) +
+                   " and " + std::to_string(problem.dv) +
+                   ": ampere takes masks as data with head dimensions up to 256 there; drop " +
+                   given + core::USE_TORCH};
   }
   const bool masked = takes_masked_kernels(problem);
   PlanResult result = masked && !problem.kv_cache

@@ -306,8 +306,9 @@ def test_gradients_are_right(dtype: str, call: dict[str, Any], fresh_dispatch: N
 
     kind = tensors[0].dtype
     leaves = [x.detach().requires_grad_() for x in tensors]
-    # Our kernels compute what PyTorch has no fused kernel for.
-    served = "simt" if call else "torch"
+    # Our kernels compute what PyTorch has no fused kernel for, or where they were measured first.
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    served = "simt" if call else "hopper" if on_hopper else "torch"
     assert archflash.explain(*leaves, causal=True, **call).chosen == served
     ours = gradients(archflash.attention, kind)
     expected, plain = gradients(exact, torch.float64), gradients(reference.baseline, kind)
