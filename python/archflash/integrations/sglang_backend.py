@@ -356,20 +356,26 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         assert batch.rows is not None
         assert batch.sees is not None
         assert batch.branches is not None
-        count, window = batch.rows, known.options["window"]
-        ranges = None
-        if window is not None:  # it ends at a draft's depth, which is not its row
-            depth = batch.branches[1].view(-1, count) - 1
-            first = (batch.lengths[:, None] + depth - window[0]).clamp(min=0)
-            last = (batch.lengths + count)[:, None].expand_as(first)
-            ranges = torch.stack([first, last], -1)[:, None, :, None]
-        options = known.options | {"causal": False, "window": None}
+        count, length = batch.rows, batch.lengths[:, None]
+        window, chunk = known.options["window"], known.options["attention_chunk"]
+        sees, ranges = batch.sees.view(-1, count, count), None
+        if window is not None or chunk is not None:
+            # A draft's position is its depth behind the length, which is not its row.
+            position = length + batch.branches[1].view(-1, count) - 1
+            first = position - window[0] if window is not None else torch.zeros_like(position)
+            if chunk is not None:
+                first = first.maximum(position // chunk * chunk)
+            # The mask bounds the drafts, whose rows are in another order; ranges bound other keys.
+            sees = sees & (position[:, None] >= first[..., None])
+            first = first.clamp(min=0).minimum(length)
+            ranges = torch.stack([first, (length + count).expand_as(first)], -1)[:, None, :, None]
+        options = known.options | {"causal": False, "window": None, "attention_chunk": None}
         return attention_with_kvcache(  # type: ignore[no-any-return]
             q.reshape(-1, count, layer.tp_q_head_num, layer.qk_head_dim),
             *self._caches(layer, known, self._page_size),
             cache_seqlens=batch.lengths + count,
             page_table=batch.window_pages if known.in_window_pool else batch.pages,
-            attn_mask=batch.sees.view(-1, 1, count, count),
+            attn_mask=sees[:, None],
             key_ranges=ranges,
             sinks=sinks,
             return_lse=True,
@@ -547,7 +553,8 @@ def _refuse_what_is_not_served(runner: Any, step: int | None) -> None:
         )
     for name, layer in runner.model.named_modules():
         if isinstance(layer, RadixAttention):
-            reason = _why_not(layer, tree and (step is not None or pool.dtype in _FP8))
+            by_branches = tree and (step is not None or pool.dtype in _FP8)
+            reason = _why_not(layer, by_branches, runner.attention_chunk_size)
             if reason is not None:
                 raise UnsupportedError(f"layer {name}: {reason}, or {other}")
 
@@ -573,9 +580,12 @@ def _refuse_pool(pool: Any) -> None:
             )
 
 
-def _why_not(layer: RadixAttention, tree: bool) -> str | None:
-    """Why a layer is not served, and what to do; None if it is. tree: whether it sees a tree of
-    drafts by branches.
+def _why_not(layer: RadixAttention, by_branches: bool, chunk: int | None) -> str | None:
+    """Why a layer is not served, and what to do; None if it is.
+
+    Args:
+        by_branches: whether it sees a tree of drafts by branches, whose rows have no positions.
+        chunk: keys of an attention chunk of the model's layers that have them.
     """
     if layer.is_cross_attention:
         return "cross attention is not served: leave the model"
@@ -587,9 +597,10 @@ def _why_not(layer: RadixAttention, tree: bool) -> str | None:
         return f"attention encodes positions ({layer.pos_encoding_mode}): leave the model"
     if layer.attn_type != AttentionType.DECODER and get_schedule().chunked_prefill_size != -1:
         return "rows see later rows, which may be in a later chunk: pass --chunked-prefill-size -1"
-    if tree and layer.sliding_window_size is not None and layer.sliding_window_size >= 0:
+    window = layer.sliding_window_size is not None and layer.sliding_window_size >= 0
+    if by_branches and (window or (chunk is not None and layer.use_irope)):
         return (
-            "a window beside a tree of drafts, in a draft model or a cache of 8 bits: pass "
-            "--speculative-eagle-topk 1, not NGRAM"
+            f"{'a window' if window else 'attention chunks'} beside a tree of drafts, in a draft "
+            "model or a cache of 8 bits: pass --speculative-eagle-topk 1, not NGRAM"
         )
     return None

@@ -81,6 +81,7 @@ class Server:
         dtype: torch.dtype = torch.bfloat16,
         window_pool: bool = False,
         latent: tuple[int, int] | None = None,
+        chunk: int | None = None,
         **more: Any,
     ) -> None:
         per_request = -(-LONGEST // page)
@@ -117,7 +118,7 @@ class Server:
         self.layer = layer(**more)
         self.runner = SimpleNamespace(
             req_to_token_pool=requests, token_to_kv_pool=pool, page_size=page, device="cpu",
-            kv_index_translator=SimpleNamespace(is_translating=False), attention_chunk_size=None,
+            kv_index_translator=SimpleNamespace(is_translating=False), attention_chunk_size=chunk,
             model_config=SimpleNamespace(is_encoder_decoder=False, context_len=LONGEST),
             model=torch.nn.ModuleDict({"attn": self.layer}), is_draft_worker=False,
             draft_attention_backend="archflash",
@@ -283,7 +284,7 @@ def test_deterministic_rows_do_not_depend_on_the_batch(options: Any) -> None:
 # --- speculative decoding ---
 
 COUNT = 4  # drafts of a request
-PARENTS = ((-1, 0, 0, 1), (-1, 0, 1, 2), (-1, 0, 1, 0))  # of each draft, for each request
+PARENTS = ((-1, 0, 0, 2), (-1, 0, 1, 2), (-1, 0, 1, 0))  # of each draft, for each request
 
 
 def tree() -> Tensor:
@@ -311,8 +312,10 @@ def drafts_of(kind: str, lengths: Tensor) -> Any:
     return NgramVerifyInput(custom_mask=tree().flatten(), draft_token_num=COUNT)
 
 
-def masks_of(kind: str, lengths: Tensor, window: int = LONGEST) -> list[Tensor]:
-    """What drafts see of what was before and of one another. A window ends at their depth."""
+def masks_of(
+    kind: str, lengths: Tensor, window: int = LONGEST, chunk: int = LONGEST
+) -> list[Tensor]:
+    """What drafts see of what was before and of one another. Windows and chunks go by depth."""
     sees = (
         torch.ones(COUNT, COUNT).tril().bool().expand(REQUESTS, -1, -1)
         if kind == "chain"
@@ -323,7 +326,8 @@ def masks_of(kind: str, lengths: Tensor, window: int = LONGEST) -> list[Tensor]:
         depth = own.sum(1) - 1
         at = torch.cat([torch.arange(length), length + depth])
         seen = torch.cat([torch.ones(COUNT, length, dtype=torch.bool), own], 1)
-        masks.append(seen & (length + depth[:, None] - at <= window))
+        position = length + depth[:, None]
+        masks.append(seen & (position - at <= window) & (position // chunk == at // chunk))
     return masks
 
 
@@ -353,6 +357,38 @@ def test_drafts_are_verified(options: Any, name: str, kind: str, page: int) -> N
     batch = server.batch((COUNT,) * 3, ForwardMode.TARGET_VERIFY, spec_info=spec)
     backend.init_forward_metadata(batch)
     server.check(*server.attend(batch, seed=20, **more), masks_of(kind, lengths, window), **call)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "ngram"])
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"chunk": 4, "use_irope": True},
+        {"chunk": 7, "use_irope": True},
+        {"chunk": 4, "use_irope": True, "sliding_window_size": 1},
+        {"chunk": 4},  # of other layers of the model
+    ],
+    ids=str,
+)
+def test_chunks_that_begin_among_the_drafts(
+    options: Any, attributes: dict[str, Any], kind: str
+) -> None:
+    topk = 1 if kind == "chain" else 2
+    options(
+        speculative_algorithm="EAGLE", speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=COUNT, speculative_num_steps=COUNT - 1,
+    )  # fmt: skip
+    server = Server(4, **attributes)
+    backend = prefilled(server)
+    lengths = server.lengths.clone()
+    spec = drafts_of(kind, lengths)
+    batch = server.batch((COUNT,) * 3, ForwardMode.TARGET_VERIFY, spec_info=spec)
+    backend.init_forward_metadata(batch)
+    masks = masks_of(
+        kind, lengths, attributes.get("sliding_window_size", LONGEST),
+        attributes["chunk"] if "use_irope" in attributes else LONGEST,
+    )  # fmt: skip
+    server.check(*server.attend(batch, seed=20), masks)
 
 
 def test_a_tree_of_a_gpu_has_columns_for_what_was_before(options: Any) -> None:
@@ -548,6 +584,13 @@ def test_other_refusals(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options(speculative_algorithm="NGRAM", speculative_num_draft_tokens=COUNT)
     with pytest.raises(archflash.UnsupportedError, match="window beside a tree"):
         Server(sliding_window_size=3, dtype=torch.float8_e4m3fn).start()
+    with pytest.raises(archflash.UnsupportedError, match="attention chunks beside a tree"):
+        Server(chunk=4, use_irope=True, dtype=torch.float8_e4m3fn).start()
+    Server(chunk=4, dtype=torch.float8_e4m3fn).start()
+    drafting = DraftBackendFactory(Server(chunk=4, use_irope=True).runner, 2, 3)
+    options(speculative_algorithm="EAGLE", speculative_eagle_topk=2)
+    with pytest.raises(archflash.UnsupportedError, match="attention chunks beside a tree"):
+        drafting.create_decode_backend()
     options()
     server = Server()
     server.runner.kv_index_translator.is_translating = True
