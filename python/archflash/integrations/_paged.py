@@ -69,6 +69,12 @@ class PagedBatch:
             "page_table": self.block_table,
         }
 
+    def lengths_changed(self) -> None:
+        """Forgets what was computed of `seq_lens`, in which there are other numbers now. In a CUDA
+        graph it is computed anew behind this, by each replay, too.
+        """
+        self._ranges.clear()
+
     def causal_rows(self) -> Tensor:
         """bool (rows, 1, 1), of `causal` given for each request; computed on the device."""
         assert isinstance(self.causal, Tensor)
@@ -90,19 +96,27 @@ class PagedBatch:
         rows, request = self._requests()
         last = self.seq_lens - self.query_start_loc[1:]  # a row's position, less its number
         position = rows + last[request]
+        end = position + 1
+        if self.causal is not True:
+            far = self.seq_lens[request]
+            if window is not None and self.prefix_lens is None:  # that of a prefix has one side
+                far = far.minimum(position + window)
+            if isinstance(self.causal, Tensor):
+                far = torch.where(self.causal_rows().flatten(), end, far)
+            end = far
         if self.prefix_lens is not None:
             window = self.prefix_window
         first = torch.zeros_like(position)
         if window is not None:
             first = (position - window + 1).clamp(min=0)
         if self.prefix_lens is not None:
-            other = torch.zeros_like(position), self.prefix_lens[request].minimum(position + 1)
+            other = torch.zeros_like(position), self.prefix_lens[request].minimum(end)
         else:
             assert self.seen_by_all is not None
-            begin, end = self.seen_by_all.unbind(-1)
+            begin, last_seen = self.seen_by_all.unbind(-1)
             begin = begin.clamp(min=0)
-            other = (begin.maximum(first) if clamped else begin), end + 1
-        pairs = [torch.stack(x, -1) for x in ((first, position + 1), other)]
+            other = (begin.maximum(first) if clamped else begin), last_seen + 1
+        pairs = [torch.stack(x, -1) for x in ((first, end), other)]
         ranges = torch.stack(pairs, -2).int()[None, None]
         self._ranges[key] = ranges
         return ranges
@@ -238,7 +252,7 @@ class PagedAttention:
         k_cache, v_cache = self.caches(kv_cache)
         scales: dict[str, Any] = self._scales(layer) if self._float8 else {}
         causal = batch.causal
-        if causal is True and (batch.seen_by_all is not None or batch.prefix_lens is not None):
+        if batch.seen_by_all is not None or batch.prefix_lens is not None:
             clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
             call = {name: x for name, x in self._calls[False].items() if name != "window"}
             ranges = batch.key_ranges(self.sliding_window, clamped)

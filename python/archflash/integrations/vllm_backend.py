@@ -160,7 +160,7 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 
             self.ranks, self.rank = get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
-        # With all in persistent tensors of vLLM there is nothing to update for another draft.
+        # All is in persistent tensors of vLLM, or made of these by kernels that a graph keeps.
         self.supports_draft_decode_metadata_update = self.ranks == 1
         most_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.seen_by_all: tuple[Tensor, Tensor] | None = None  # for the host, for the device
@@ -188,7 +188,10 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         """The metadata of a batch."""
         common = common_attn_metadata
         if self.ranks > 1 and isinstance(common.causal, Tensor):
-            raise UnsupportedError("causal for each request with decode context parallelism")
+            raise UnsupportedError(
+                "causal for each request with decode context parallelism: choose another attention "
+                "backend, or set decode_context_parallel_size to 1"
+            )
         batch = PagedBatch(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -248,7 +251,8 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return other
 
     def update_draft_decode_metadata(self, metadata: PagedBatch) -> None:
-        """Nothing to do: a draft changes numbers in tensors that metadata refers to."""
+        """A draft changed numbers in tensors that metadata refers to."""
+        metadata.lengths_changed()
 
 
 class ArchflashImpl(PagedAttention, AttentionImpl):  # type: ignore[misc]

@@ -144,14 +144,53 @@ def test_images_whose_rows_see_one_another(clamped: bool, implementation: str) -
                 at[request] += length
 
 
-@pytest.mark.parametrize("implementation", ["torch", "ampere"])
-def test_a_prefix_that_all_rows_see_beside_their_window(implementation: str) -> None:
+def with_prefixes(window: int) -> Server:
     """R-SWA."""
-    server, config, window = Server(ArchflashBackend), VllmConfig(), 3
+    server, config = Server(ArchflashBackend), VllmConfig()
     config.model_config = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=window)
     cls = ArchflashBackend.get_builder_cls()
     assert cls.get_cudagraph_support(config, server.spec) == AttentionCGSupport.ALWAYS
     server.builder = cls(server.spec, ["layer"], config, torch.device("cpu"))
+    return server
+
+
+CAUSAL = {
+    "no request": (False, (False,) * 3),
+    "some requests": (torch.tensor([1, 0, 1], dtype=torch.int32), (True, False, True)),
+}
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("kind", ["images", "clamped images", "a prefix"])
+def test_ranges_where_rows_see_later_ones(kind: str, causal: str) -> None:
+    given, by_request = CAUSAL[causal]
+    lengths, prefixes = (6, 7, 3), torch.tensor([1, 2, 0], dtype=torch.int32)
+    images = {0: [(2, 4)], 1: [(0, 5)]}
+    window = 3 if kind == "a prefix" else 4
+    server = with_prefixes(window) if kind == "a prefix" else with_images("clamped" in kind)
+    common = {"rswa_prefix_lens": prefixes} if kind == "a prefix" else {"mm_req_doc_ranges": images}
+    q, out = server.step(lengths, causal=given, **common)
+    row = 0
+    for request, length in enumerate(lengths):
+        for position in range(length):
+            keys = set(range(position + 1 if by_request[request] else length))
+            if kind == "a prefix":
+                seen = {x for x in keys if x < prefixes[request] or x > position - window}
+            else:
+                seen = {x for x in keys if abs(position - x) < window}
+                for first, last in images.get(request, []):
+                    if first <= position <= last:
+                        after = position - window if kind == "clamped images" else -1
+                        seen |= {x for x in range(first, last + 1) if x > after}
+            kept = [server.rows[request][x] for x in sorted(seen)]
+            check(q[row : row + 1], out[row : row + 1], [kept], (1,), causal=False)
+            row += 1
+
+
+@pytest.mark.parametrize("implementation", ["torch", "ampere"])
+def test_a_prefix_that_all_rows_see_beside_their_window(implementation: str) -> None:
+    window = 3
+    server = with_prefixes(window)
     prefixes, at = torch.tensor([4, 0, 2], dtype=torch.int32), [0, 0, 0]
     with archflash.force(implementation):
         for lengths in ((6, 4, 1), (1, 2, 6)):
@@ -242,6 +281,28 @@ def test_a_draft_changes_numbers_in_the_tensors_of_its_metadata() -> None:
     out = torch.empty(3, HEADS, DIM, dtype=torch.bfloat16)
     server.impl.forward(server.layer, q, None, None, server.cache, batch, out)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", ["images", "a prefix"])
+def test_each_draft_of_a_loop_has_ranges_of_its_own(kind: str) -> None:
+    server = with_prefixes(2) if kind == "a prefix" else with_images(clamped=False)
+    server.step((4, 3, 5), seed=5)
+    ranges = {
+        "images": {"mm_req_doc_ranges": {0: [(0, 8)]}},
+        "a prefix": {"rswa_prefix_lens": torch.tensor([1, 0, 2], dtype=torch.int32)},
+    }[kind]
+    common = metadata((1, 1, 1), (5, 4, 6), server.table, [0] * 3, **ranges)
+    batch = server.builder.build_for_drafting(common, 0)
+    shared = server.builder.update_block_table(batch, batch.block_table, batch.slot_mapping)
+    for draft in range(3):
+        if draft > 0:
+            common.seq_lens.add_(1)
+            server.builder.update_draft_decode_metadata(batch)
+        q, expected = server.step((1, 1, 1), seed=20 + draft, **ranges)
+        for of_layer in (batch, shared):
+            out = torch.empty(3, HEADS, DIM, dtype=torch.bfloat16)
+            server.impl.forward(server.layer, q, None, None, server.cache, of_layer, out)
+            assert torch.equal(out, expected), draft
 
 
 def test_a_graph_of_any_batch_serves_others_of_its_shapes() -> None:
