@@ -410,7 +410,7 @@ def _flash_quantized(
     """
     if dropout_p != 0.0 or return_debug_mask:
         return _decline(_why_not(dropout_p, return_debug_mask))
-    options = {"causal": is_causal, "scale": scale, "return_lse": True}
+    options: dict[str, Any] = {"causal": is_causal, "scale": scale, "return_lse": True}
     options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options["out"] = _new_output(query)
     served = _serve(query, key, value, _named_values(options), _forced())

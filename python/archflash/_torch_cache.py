@@ -214,7 +214,8 @@ def _masks(
     if attn_mask is not None:
         columns = attn_mask.shape[3]
         column = (key - end[..., None] + columns)[:, None]  # (B, 1, Nq, capacity)
-        shape = torch.broadcast_shapes(attn_mask.shape[:3], column.shape[:3])
+        sizes = (attn_mask.shape[:3], column.shape[:3])
+        shape = torch.broadcast_shapes(*sizes)  # type: ignore[no-untyped-call]
         at = column.clamp(0, columns - 1).expand(*shape, -1)
         of_key = attn_mask.expand(*shape, -1).gather(3, at)
         kept = kept & (of_key | (column < 0) | (column >= columns))

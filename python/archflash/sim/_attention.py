@@ -309,9 +309,9 @@ def ptx_text(image: str, capability: tuple[int, int]) -> str:
     kernels = resources.files("archflash") / "_kernels" / folder
     files = {}  # by target
     for file in kernels.iterdir() if kernels.is_dir() else ():
-        images, _, target = file.name.removesuffix(".ptx.xz").rpartition(".")
+        images, _, built_for = file.name.removesuffix(".ptx.xz").rpartition(".")
         if file.name.endswith(".ptx.xz") and stem in images.split("+"):
-            files[target] = file
+            files[built_for] = file
     target = _runtime.pick_target(list(files), capability)
     if target is None:
         raise NotCompiledError(
