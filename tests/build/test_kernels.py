@@ -684,9 +684,11 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 )
                 lengths = torch.empty(2, dtype=torch.int32, device="meta")
                 new = {"k_new": k_new, "v_new": v_new, "cache_seqlens": lengths, "num_splits": 2}
-                plan = archflash.explain(q, k_cache, v_cache, device="A100", **new).plan
-                assert plan is not None
-                planned |= set(plan.kernels)
+                masked = {"attn_mask": torch.empty(1, 1, 1, 9, dtype=torch.bool, device="meta")}
+                for more in ({}, masked) if of_cache == dtype else ({},):
+                    plan = archflash.explain(q, k_cache, v_cache, device="A100", **new, **more).plan
+                    assert plan is not None
+                    planned |= set(plan.kernels)
         if exact:
             continue
         keep = torch.empty(1024, 200, dtype=torch.bool, device="meta")
@@ -711,13 +713,20 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 ).plan
                 assert plan is not None
                 planned |= set(plan.kernels)
-        for rows, d in ((1024, 64), (40, 128)):  # rounds with all rows of the tile, and with fewer
+        # Rounds with all rows of the tile, and with fewer; other head dimensions.
+        for rows, d, dv in ((1024, 64, 64), (40, 128, 128), (1024, 96, 96), (1024, 192, 128)):
             q = torch.empty(2, 16, rows, d, dtype=dtype, device="meta")
+            v = torch.empty(2, 16, rows, dv, dtype=dtype, device="meta")
             plan = archflash.explain(
-                q, q, q, backward=True, device="H200", implementation="hopper"
+                q, q, v, backward=True, device="H200", implementation="hopper"
             ).plan
             assert plan is not None
             planned |= set(plan.kernels)
+        q = torch.empty(2, 16, 1024, 32, dtype=dtype, device="meta")
+        planned |= set(archflash.explain(q, q, q, backward=True, device="A100").plan.kernels)
+        few, long = (torch.empty(1, 2, n, 64, dtype=dtype, device="meta") for n in (4096, 77))
+        plan = archflash.explain(few, long, long, backward=True, device="H200").plan
+        planned |= set(getattr(plan, "kernels", ()))  # whose query rows are shared out
         q = torch.empty(2, 16, 2048, 128, dtype=dtype, device="meta")
         table = torch.empty(2, 16, 32, 32, dtype=torch.bool, device="meta")
         plan = archflash.explain(

@@ -70,7 +70,7 @@ def shapes_of(kernel: str) -> list[str]:
         return [shape for shape in SHAPES if only.get(shape, kernel) == kernel]
     return {
         "ada": ["few", "many", "unmasked"],  # one tile is for unmasked calls only
-        "ampere": ["short", "few", "many"],  # one tile is for few keys
+        "ampere": ["short", "few", "many", "most"],  # one tile is for few keys, and one for many
         "blackwell_consumer": ["short", "few", "some", "most"],  # and some are in between
         "blackwell_dc": ["few", "rounds"],  # one CTA goes from tile to tile
         # Tiles of 128 or of 256 rows, and those that take one turn for a block.

@@ -222,10 +222,11 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     chosen = {
         name
         for device in DEVICES
-        for dims in HEAD_DIMS
+        for dims in ((32, 32), *HEAD_DIMS)
         for problem in (
             large_call(dtype, dims),
             call(dtype, nq=17, d=dims[0], dv=dims[1]),
+            call(dtype, b=4, hq=60, hkv=60, nq=130, nk=130, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, nk=8192, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, nk=77, d=dims[0], dv=dims[1]),
             call(dtype, nq=1, nk=8192, d=dims[0], dv=dims[1]),
@@ -233,7 +234,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 24
+    assert len(built) == 26
 
 
 # --- few query rows ---

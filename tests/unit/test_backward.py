@@ -248,7 +248,8 @@ def test_large_calls_take_turns_where_that_is_faster(
 def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> None:
     found = backward_plan(64, 1024, d, device).kernels
     name = "ampere_attention_bwd_bf16_"
-    assert [kernel.removeprefix(name) for kernel in found if kernel.startswith(name)] == tiles
+    named = [kernel.removeprefix(name) for kernel in found if kernel.startswith(name)]
+    assert list(dict.fromkeys(named)) == tiles  # a pass may be in parts
 
 
 def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:

@@ -50,6 +50,11 @@ ENVIRONMENT = (
         "seconds",
         "a call that the simulator would take longer for raises; inf: none does; default 60",
     ),
+    (
+        "ARCHFLASH_SGLANG_REPLACES",
+        "a name of SGLang's",
+        "archflash takes the place of that attention backend; read when SGLang loads its plug-ins",
+    ),
 )
 
 
