@@ -165,9 +165,7 @@ TARGETS = (
     Target(
         "hopper", "bf16_d96_large", "H200", 1, 192, 96, 96, many=(300, 3), sample=30, steady=True
     ),
-    Target(
-        "hopper", "f16_d256_large", "H200", 1, 128, 80, 256, many=(370, 3), sample=30, steady=True
-    ),
+    Target("hopper", "f16_d256_large", "H200", 1, 128, 80, 256, many=(370, 3), steady=True),
     Target(
         "hopper",
         "bf16_d64_few",
