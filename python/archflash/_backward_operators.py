@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients, _options, _pytorch_faults, _registry
+from archflash import _dispatch, _gradients, _options, _pytorch_faults, _registry, _schemas
 
 # Gives the reason why PyTorch serves a problem: the problem, the GPU, an obstacle, what refused it.
 WhyPyTorch = Callable[
@@ -223,9 +223,7 @@ def _packed(
         return _DROPPED
     options = {"layout": "bnhd", "causal": more[0], "scale": scale}
     options |= window_option(window_size_left, window_size_right)
-    if cum_seq_q is not None:
-        options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
-        options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    options |= lengths_option(cum_seq_q, cum_seq_k, max_q, max_k)
     return Call((grad_out, q, k, v, out), lse, options)
 
 
@@ -242,18 +240,36 @@ def _cudnn_packed(*args: Any, scale: float | None = None) -> Call | str:
     if dropout_p != 0.0:
         return _DROPPED
     options: dict[str, Any] = {"layout": "bnhd", "causal": is_causal, "scale": scale}
-    options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
-    options |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    if is_causal and not same_lengths(cum_seq_q, cum_seq_k):
-        options["q_offset"] = 0
+    options |= lengths_option(cum_seq_q, cum_seq_k, max_q, max_k)
+    options |= top_left_of_packed(is_causal, cum_seq_q, cum_seq_k)
     return Call((grad_out, q, k, v, out), lse, options)
 
 
-def same_lengths(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> bool:
-    """Whether both are one tensor: then all sequences have as many queries as keys."""
-    if cum_seq_q is None or cum_seq_k is None:
-        return cum_seq_q is cum_seq_k
-    return cum_seq_q.data_ptr() == cum_seq_k.data_ptr() and cum_seq_q.shape == cum_seq_k.shape
+def lengths_option(
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int
+) -> dict[str, Any]:
+    """The lengths of packed sequences, as options; nothing where there are none."""
+    if cum_seq_q is None:
+        return {}
+    lengths: dict[str, Any] = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+    return lengths | {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+
+
+def top_left_of_packed(
+    causal: bool, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None
+) -> dict[str, Any]:
+    """As `_top_left` for packed sequences. Where one tensor has the lengths of both, all sequences
+    have as many queries as keys.
+    """
+    if not causal or cum_seq_q is cum_seq_k:
+        return {}
+    same = (
+        cum_seq_q is not None
+        and cum_seq_k is not None
+        and cum_seq_q.data_ptr() == cum_seq_k.data_ptr()
+        and cum_seq_q.shape == cum_seq_k.shape
+    )
+    return {} if same else {"q_offset": 0}
 
 
 def window_option(left: int | None, right: int | None) -> dict[str, Any]:
@@ -279,5 +295,8 @@ OPERATORS: dict[str, Callable[..., Call | str]] = {
     "_scaled_dot_product_cudnn_attention_backward": _cudnn,
     "_flash_attention_backward": _packed,
 }
-if hasattr(torch.ops.aten, "_cudnn_attention_forward_no_dropout_inplace"):
+# Whether torch.nn.attention.varlen calls cuDNN's operators. Older versions of these serve nested
+# tensors alone, with a log-sum-exp of their own.
+HAS_PACKED_CUDNN = _schemas.find("_cudnn_attention_forward_no_dropout_inplace") is not None
+if HAS_PACKED_CUDNN:
     OPERATORS["_cudnn_attention_backward"] = _cudnn_packed

@@ -614,16 +614,15 @@ def _flash_into(
     options["return_lse"] = True
     options |= _backward_operators.window_option(window_size_left, window_size_right)
     options |= descales or {}
-    if top_left and is_causal and not _backward_operators.same_lengths(cum_seq_q, cum_seq_k):
-        options["q_offset"] = 0
+    if top_left:
+        options |= _backward_operators.top_left_of_packed(is_causal, cum_seq_q, cum_seq_k)
     if num_splits:
         options["num_splits"] = num_splits
     if paged:  # key and value are pages
         options.update(cu_seqlens_q=cum_seq_q, max_seqlen_q=max_q)
         options.update(cache_seqlens=seqused_k, page_table=block_table)
-    elif cum_seq_q is not None:
-        options.update(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
-        options.update(max_seqlen_q=max_q, max_seqlen_k=max_k)
+    else:
+        options |= _backward_operators.lengths_option(cum_seq_q, cum_seq_k, max_q, max_k)
     options["out"] = _new_output(query) if out is None else out
     served: Any = _serve(query, key, value, _named_values(options), _forced())
     if isinstance(served, str):
@@ -657,9 +656,7 @@ _OPERATORS: dict[str, Kernel] = {
     "_flash_attention_forward.quantized": _flash_forward_quantized,
     **{operator: _gradients_of(operator) for operator in _backward_operators.OPERATORS},
 }
-# cuDNN's operators for packed sequences. Older versions of the first one serve nested tensors
-# alone, with a log-sum-exp of their own.
-if hasattr(torch.ops.aten, "_cudnn_attention_forward_no_dropout_inplace"):
+if _backward_operators.HAS_PACKED_CUDNN:
     _OPERATORS["_cudnn_attention_forward"] = _cudnn_forward
     _OPERATORS["_cudnn_attention_forward_no_dropout_inplace"] = _cudnn_forward_into
 

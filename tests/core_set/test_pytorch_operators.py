@@ -23,7 +23,14 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _fused_kernels, _overrides, _schemas, reference
+from archflash import (
+    _backward_operators,
+    _dispatch,
+    _fused_kernels,
+    _overrides,
+    _schemas,
+    reference,
+)
 
 from .checks import assert_close
 from .executors import executor
@@ -259,7 +266,7 @@ def test_pages_of_a_cache_through_varlen_attn() -> None:
 
 
 has_packed_cudnn = pytest.mark.skipif(
-    _schemas.find("_cudnn_attention_forward_no_dropout_inplace") is None,
+    not _backward_operators.HAS_PACKED_CUDNN,
     reason="this torch calls no cuDNN operator for packed sequences",
 )
 

@@ -81,31 +81,33 @@ def forward(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
             forward_op=_forward_op, backward_op=_backward_op, _parallel_config=_parallel_config,
         )  # fmt: skip
-    nq, nk = query.shape[1], key.shape[1]
-    if attn_mask is not None and tuple(attn_mask.shape) == (query.shape[0], nk):
-        attn_mask = attn_mask[:, None, None]
+    options = _options(query, key, attn_mask, is_causal, scale)
     if dropout_p > 0.0:
         if return_lse:
             raise UnsupportedError(f"return_lse with dropout_p={dropout_p}: set dropout_p to 0")
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+            q, k, v, options["attn_mask"], dropout_p, is_causal, scale=scale, enable_gqa=True
         ).transpose(1, 2)
-    result = attention(
-        query,
-        key,
-        value,
-        causal=is_causal,
-        q_offset=0 if is_causal and nq != nk else None,
-        attn_mask=attn_mask,
-        scale=scale,
-        layout="bnhd",
-        return_lse=return_lse,
-    )
+    result = attention(query, key, value, **options, return_lse=return_lse)
     if not return_lse:
         return result
     out, lse = result
     return out, lse.transpose(1, 2)
+
+
+def _options(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
+) -> dict[str, Any]:
+    """The options of `archflash.attention` that a call has: a mask of two dimensions is one of
+    keys, and causal aligns to the top left.
+    """
+    nq, nk = query.shape[1], key.shape[1]
+    if attn_mask is not None and tuple(attn_mask.shape) == (query.shape[0], nk):
+        attn_mask = attn_mask[:, None, None]
+    q_offset = 0 if is_causal and nq != nk else None
+    options = {"causal": is_causal, "q_offset": q_offset, "attn_mask": attn_mask}
+    return options | {"scale": scale, "layout": "bnhd"}
 
 
 def _forward_op(
@@ -154,21 +156,9 @@ def _backward_op(
     q, k, v, o, of_rows = (
         kept if x is None else x for x, kept in zip(given, ctx.saved_tensors, strict=True)
     )
-    mask, nq, nk = ctx.attn_mask, q.shape[1], k.shape[1]
-    if mask is not None and tuple(mask.shape) == (q.shape[0], nk):
-        mask = mask[:, None, None]
+    options = _options(q, k, ctx.attn_mask, ctx.is_causal, ctx.scale)
     dq, dk, dv = attention_backward(
-        grad_out.to(q.dtype),
-        q,
-        k,
-        v,
-        o.to(q.dtype),
-        of_rows.transpose(1, 2),
-        causal=ctx.is_causal,
-        q_offset=0 if ctx.is_causal and nq != nk else None,
-        attn_mask=mask,
-        scale=ctx.scale,
-        layout="bnhd",
+        grad_out.to(q.dtype), q, k, v, o.to(q.dtype), of_rows.transpose(1, 2), **options
     )
     return dq, dk, dv
 

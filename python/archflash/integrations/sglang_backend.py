@@ -197,7 +197,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             # A graph's batch may have more requests than the mask.
             mask = mask[at.clamp(max=mask.numel() - 1)]
         sees = mask[: batch * count * count].view(batch * count, count).bool()
-        # Those that a row sees come first, in their order.
+        # The places that a row sees come first, in their order.
         order = torch.argsort((~sees).to(torch.int8), dim=1, stable=True)
         return (places.gather(1, order), sees.sum(1, dtype=torch.int32)), sees
 
