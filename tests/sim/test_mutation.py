@@ -86,7 +86,9 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
 
 
 BACKWARD_SAMPLE = 12
-BACKWARD_FLOOR = 0.83  # two of a sample may survive: large samples have 0.9
+BACKWARD_FLOOR = 0.9
+# Of this sample a mutant survives that changes nothing: rows from 128 on are none, as from 384 on.
+LOWER_FLOORS = {"blackwell_dc_attention_bwd_bf16_d64": 0.83}
 
 
 def assert_caught(kernel: str, score: Score, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +98,7 @@ def assert_caught(kernel: str, score: Score, capsys: pytest.CaptureFixture[str])
     )
     with capsys.disabled():
         print(f"\n{kernel}: mutation score {score}{survivors}")
-    assert score.value >= BACKWARD_FLOOR, survivors
+    assert score.value >= LOWER_FLOORS.get(kernel, BACKWARD_FLOOR), survivors
 
 
 @pytest.mark.parametrize("target", backward.TARGETS, ids=lambda target: target.kernel)
