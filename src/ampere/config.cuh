@@ -110,7 +110,7 @@ using D192Cache = mma_sync::CacheConfig<D192Few<T>>;
 template <DType T>
 using D256Cache = mma_sync::CacheConfig<D256Few<T>>;
 
-// The same with masks as data.
+// Kernels for a KV cache with masks as data.
 template <DType T>
 using D64MaskedCache =
     mma_sync::MaskedCacheConfig<FewRowsConfig<T, 64, 64, 64, 2, QIn::Registers, 2>>;

@@ -46,8 +46,8 @@ struct Option {
   OptionKind kind;
   ::archflash::Flag Problem::* flag = nullptr;  // the field that an option of kind Flag sets
   std::optional<Operand> operand;  // the operand that an option which is a tensor becomes
-  // Of a strided tensor: the fields that say that it is given, and how; what it has to be; whether
-  // packed sequences take it. Null for others.
+  // The members below are of a strided tensor: the fields that say that it is given, and how; what
+  // it has to be; whether packed sequences take it. They are null for other options.
   ::archflash::Flag Problem::* present = nullptr;
   Strides Problem::* strides = nullptr;
   uint32_t dtypes = 0;

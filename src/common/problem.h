@@ -68,8 +68,8 @@ struct Problem {
   int64_t mask_align;  // as q_align below; 0 without attn_mask
   int64_t key_ranges;  // ranges of each query; 0: key_ranges is not given
   Strides range_strides;
-  // Those of strided options (common/options.inc), as `alibi_slopes_strides`. Of block_mask `row`
-  // is the step from one row of blocks to the next.
+  // The strides of strided options (common/options.inc), such as `alibi_slopes_strides`. The `row`
+  // of block_mask is the step from one row of blocks to the next.
 #define ARCHFLASH_OPTION(...)
 #define ARCHFLASH_FLAG(...)
 #define ARCHFLASH_TENSOR(...)

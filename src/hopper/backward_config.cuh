@@ -62,7 +62,7 @@ struct BackwardConfig {
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
   static constexpr int CTAS_PER_SM = 1;
-  // Of a thread. When the kernel starts each of the three warpgroups has 168.
+  // Registers of a thread. Each of the three warpgroups starts with 168.
   static constexpr int CONSUMER_REGISTERS = VARIANT.consumer_registers;
   static constexpr int PRODUCER_REGISTERS = 3 * 168 - WARPGROUPS * CONSUMER_REGISTERS;
 
@@ -121,7 +121,7 @@ struct WideBackwardVariant {
   int head_dim, head_dim_v;   // the largest d and dv
   int q_stages, dout_stages;  // blocks of Q and of dO in their rings
   int part_columns;           // of dQ that are computed at once
-  // Of a thread of the warpgroups that keep dV and dK, and of that which computes dQ.
+  // Registers of a thread in the warpgroups that keep dV and dK, and in that which computes dQ.
   int weights_registers, keys_registers, queries_registers;
 };
 

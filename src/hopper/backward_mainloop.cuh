@@ -64,7 +64,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   const uint32_t v_smem = shared_smem + C::V_SMEM + key_stage_of<C>(tile) * C::VTile::BYTES;
   const ptx::WgmmaDescriptor k = describe_tile<typename C::KTile>(k_smem + own_rows, 16);
   const ptx::WgmmaDescriptor v = describe_tile<typename C::KTile>(v_smem + own_rows, 16);
-  // The same in all lanes, as the assembler does not see from one tile to the next.
+  // Ring positions are the same in all lanes, which the assembler does not see between tiles.
   const auto own = [](auto ring) {
     if constexpr (C::STAYS) ring.stage = uniform(ring.stage), ring.parity = uniform(ring.parity);
     return ring;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   auto dout_ring = own(position.dout_ring);
   auto ds_ring = own(position.ds_ring);
   const uint32_t end = number + static_cast<uint32_t>(uniform(work.blocks));
-  // Of the tile.
+  // The blocks of this tile that are done, and whether its first round is.
   const auto blocks_done = [&] { return number - (C::STAYS ? end - uniform(work.blocks) : 0); };
   const auto behind_first_round = [&] { return blocks_done() > C::BLOCKS_OF_ROUND; };
   const auto q_at = [&](int stage) { return shared_smem + C::Q_SMEM + stage * C::QTile::BYTES; };

@@ -308,8 +308,8 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   return order;
 }
 
-// Of the smallest tiles that serve a call the one with the smallest sums of dQ; if there is none
-// the largest tile, which refuses the call.
+// The tile with the smallest sums of dQ among the smallest ones that serve a call. If there is
+// none, the largest tile of all, which refuses the call.
 const BackwardTile& tile_for(const Problem& call) {
   const BackwardTile* best = nullptr;
   for (const BackwardTile& tile : TILES) {

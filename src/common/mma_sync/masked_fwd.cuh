@@ -41,7 +41,7 @@ struct MaskedContext : FewRowsContext {
   int64_t q_offset;
 };
 
-// The same with a KV cache, whose masks are found for the CTA's sequence.
+// What the CTA of a masked kernel knows of a KV cache, with the masks of its sequence.
 struct MaskedCacheContext : CacheContext {
   MaskParams masks;          // of the CTA's sequence, but for attn_mask
   const uint8_t* mask_gmem;  // the element of row 0 and key 0 of the tile's first head; null: none

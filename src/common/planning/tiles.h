@@ -98,7 +98,7 @@ constexpr Box box(int pack) {
 int64_t row_tiles(const Problem& problem, int block_q);
 // Row tiles of all heads.
 int64_t tiles_of(const Problem& problem, const Tile& tile);
-// Those that have rows, where max_seqlen_q says more than the number of all rows does.
+// The row tiles of all heads that have rows: max_seqlen_q may say that others are empty.
 int64_t filled_tiles(const Problem& problem, const Tile& tile);
 
 int64_t rows_per_sequence(const Problem& problem);  // on average
