@@ -3,7 +3,8 @@
 
 The modules stand in layers, and each imports only from layers below its own:
 
-- `_archflash`, the runtime in C++; the exceptions; where PyTorch's kernels fail
+- `_archflash`, the runtime in C++; the exceptions; where PyTorch's kernels fail; `_user_tables`,
+  the files in which commands keep what they found on this machine
 - `_eager`, who watches a call: torch.compile, modes, tracing, transforms, forward mode; `_flops`,
   what counts of operations are made of; the order of dimensions in memory
 - what PyTorch's causal biases mean; `masks`, masks as data; dropout; how calls on

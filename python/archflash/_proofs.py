@@ -2,26 +2,28 @@
 compute capability for which there is no proof, unless somebody asks for it.
 
 A proof is a run on such a GPU whose results were compared with float64. It is committed in
-bench/results, from which `python -m bench.measured` lists it in _measured.json, or it was made on
-this machine and stands in `own_file()`. The forward and the backward pass have proofs of their own.
+bench/results, from which `python -m bench.measured` lists it in _measured.json, or `archflash
+verify` made it on this machine and keeps it among the user's tables (_user_tables.py). The forward
+and the backward pass have proofs of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from archflash import _archflash as _native
-from archflash import _measured, _registry
+from archflash import _measured, _registry, _user_tables
 
 VARIABLE = "ARCHFLASH_UNPROVED"
 FORWARD, BACKWARD = "forward", "backward"
+KIND = "proofs"  # what the user's table is called
 
 
 class Proof(NamedTuple):
@@ -51,34 +53,48 @@ def committed() -> frozenset[Proof]:
     return frozenset(Proof.read(entry) for entry in entries)
 
 
-def own_file() -> Path | None:
-    """The file of the proofs of this machine; None for a user without a home folder.
-
-    It holds `{"proofs": [{"implementation": "blackwell_dc", "pass": "forward", "capability":
-    [10, 0], "version": "0.1.0"}]}`. An entry counts for the version of archflash that it names.
+def _own_entries() -> list[tuple[Proof, str]]:
+    """The proofs of this machine, each with what has changed since, "" for nothing. The name of the
+    GPU does not matter, as in those that are committed.
     """
-    with contextlib.suppress(RuntimeError):
-        data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        return Path(data) / "archflash" / "proofs.json"
-    return None
+    kept = _user_tables.entries(KIND)
+    now = _user_tables.software() if kept else {}
+    return [
+        (Proof(str(name), str(of), _capability(entry["key"])), since)
+        for entry in kept
+        for since in [_user_tables.differences(entry["key"], now)]
+        for name, of in entry.get("proved", ())
+    ]
 
 
-@cache
+def _capability(key: dict[str, str]) -> tuple[int, int]:
+    major, _, minor = key.get("capability", "").partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
 def own() -> frozenset[Proof]:
-    """The proofs of this machine, read once."""
-    file = own_file()
-    if file is None or not file.exists():
-        return frozenset()
-    try:
-        entries = json.loads(file.read_text())["proofs"]
-        return frozenset(Proof.read(x) for x in entries if x["version"] == _native.version)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        warnings.warn(
-            f"archflash: {file} is no list of proofs ({type(error).__name__}: {error}) and does "
-            "not count: delete it",
-            stacklevel=2,
-        )
-        return frozenset()
+    """The proofs of this machine that count."""
+    return frozenset(proof for proof, since in _own_entries() if not since)
+
+
+def keep(device: _native.Device, passes: Iterable[tuple[str, str]], **more: str) -> Path:
+    """Writes down which passes of which kernels were right on a GPU of this machine, in place of
+    what was known of that GPU.
+
+    Args:
+        device: the GPU.
+        passes: (folder, FORWARD or BACKWARD) pairs.
+        more: what else is worth knowing, by name.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: it cannot be written; the message says what to do.
+    """
+    proved = sorted([name, of] for name, of in passes)
+    key = _user_tables.key_of(device)
+    return _user_tables.put(KIND, {"key": key, "proved": proved, **more})
 
 
 def asked_for(name: str) -> bool:
@@ -124,15 +140,18 @@ def why_not(name: str, capability: tuple[int, int], of: str = FORWARD) -> str | 
     if proved(name, capability, of):
         return None
     major, minor = capability
-    return f"compute capability {major}.{minor}: {_never_ran(name, of)}"
+    return f"compute capability {major}.{minor}: {_never_ran(name, capability, of)}"
 
 
-def _never_ran(name: str, of: str) -> str:
+def _never_ran(name: str, capability: tuple[int, int], of: str) -> str:
     what = name if of == FORWARD else f"the backward pass of {name}"
-    run = f"bench.day_one --implementation {name}" if of == FORWARD else "bench.gradients"
+    wanted = Proof(name, of, capability)
+    if since := next((text for proof, text in _own_entries() if proof == wanted), ""):
+        said = f"{what} was proved here with other software ({since}); `archflash verify` does so"
+        return f"{said} again, and {VARIABLE}={name} takes it at once"
     return (
-        f"{what} has never run on such a GPU; `python -m {run}` in a checkout of archflash "
-        f"compares it with float64 there, and {VARIABLE}={name} takes it at once"
+        f"{what} has never run on such a GPU; `archflash verify` compares it with float64 there, "
+        f"in minutes, and {VARIABLE}={name} takes it at once"
     )
 
 
@@ -156,8 +175,9 @@ def note(name: str, device: _native.Device, chosen: str, stacklevel: int = 4) ->
     major, minor = device.capability
     of = FORWARD if why_not(name, device.capability) else BACKWARD
     server = "PyTorch serves" if chosen == _registry.TORCH else f"{chosen} serves"
+    why = _never_ran(name, device.capability, of).replace("such a GPU", "one", 1)
     warnings.warn(
         f"archflash: {server} calls on {device.name} (compute capability {major}.{minor}) that "
-        f"{name} is made for. {_never_ran(name, of).replace('such a GPU', 'one', 1)}",
+        f"{name} is made for. {why}",
         stacklevel=stacklevel,
     )

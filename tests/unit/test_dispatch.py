@@ -21,7 +21,14 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch, _fused_kernels, _measured, _overrides, _registry
+from archflash import (
+    _dispatch,
+    _fused_kernels,
+    _measured,
+    _overrides,
+    _registry,
+    _user_tables,
+)
 from archflash._api import find_device, make_problem
 
 # For each capability a known GPU whose facts are taken, and the machine code that this capability
@@ -1442,7 +1449,7 @@ class FakeDriver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.monkeypatch, self.version_file = monkeypatch, folder / "version"
-        monkeypatch.setattr(_dispatch.device, "Path", lambda name: self.version_file)
+        monkeypatch.setattr(_user_tables, "Path", lambda name: self.version_file)
 
     def says(self, problem: str, cuda_version: int, version_text: str = "") -> None:
         status = SimpleNamespace(

@@ -25,7 +25,6 @@ PLACES = {
     "python/archflash/_api.py": "examples for people",
     "python/archflash/_backward.py": "an example for people",
     "python/archflash/_merge.py": "the name that a caller writes",
-    "python/archflash/_proofs.py": "an example for people",
     "python/archflash/_quantize.py": "the name that a caller writes",
     "python/archflash/_warm_up.py": "an example for people",
     "python/archflash/sim/_attention.py": "an example for people",

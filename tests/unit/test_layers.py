@@ -14,6 +14,7 @@ ROOT = Path(archflash.__file__).parent
 # rows of their own. The text in archflash/__init__.py says the same for readers.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_archflash", "_archflash_sim", "_errors", "_pytorch_faults"),
+    ("_user_tables",),
     ("_eager", "_flops", "_fused_kernels", "_schemas", "_strides"),
     ("_bias", "masks", "_dropout", "_sharding", "_plain_tensors", "_torch_kernels"),
     ("_autocast", "_options", "_registry", "_measured", "_torch_masks", "reference.formula"),

@@ -15,7 +15,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch, _fused_kernels, _overrides, _proofs, _registry
+from archflash import _dispatch, _fused_kernels, _overrides, _proofs, _registry, _user_tables
 from archflash._api import find_device, make_problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the benchmarks
@@ -32,14 +32,14 @@ NEW = pytest.mark.parametrize("device", ["B200", "B300", "Jetson Thor"])
 def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No variable, file or earlier warning counts, and PyTorch asks cuDNN first on 10.x."""
     monkeypatch.delenv(_proofs.VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv(_user_tables.VARIABLE, str(tmp_path))
     monkeypatch.setattr(
         _fused_kernels, "cudnn_comes_first", lambda capability: capability[0] in (9, 10)
     )
     monkeypatch.setattr(_proofs, "_warned", set())
-    _proofs.own.cache_clear()
+    _user_tables.entries.cache_clear()
     yield
-    _proofs.own.cache_clear()
+    _user_tables.entries.cache_clear()
 
 
 def tensors(
@@ -142,7 +142,7 @@ def test_who_serves_what_the_kernel_for_the_gpu_may_not_yet(device: str, kind: s
     assert not decision.fallback
     (reason,) = decision.reasons[DC]
     assert "has never run on such a GPU" in reason
-    assert f"python -m bench.day_one --implementation {DC}" in reason
+    assert "`archflash verify` compares it with float64 there" in reason
     assert f"{_proofs.VARIABLE}={DC} takes it at once" in reason
     # By name it serves, on a GPU and on the simulator.
     forced = archflash.explain(q, k, v, device=device, implementation=DC, **options)
@@ -223,9 +223,8 @@ def test_one_warning_names_the_run_and_the_variable() -> None:
     first, second = (str(warning.message) for warning in said)
     assert first == (
         "archflash: PyTorch serves calls on B200 (compute capability 10.0) that blackwell_dc is "
-        "made for. blackwell_dc has never run on one; `python -m bench.day_one --implementation "
-        "blackwell_dc` in a checkout of archflash compares it with float64 there, and "
-        "ARCHFLASH_UNPROVED=blackwell_dc takes it at once"
+        "made for. blackwell_dc has never run on one; `archflash verify` compares it with float64 "
+        "there, in minutes, and ARCHFLASH_UNPROVED=blackwell_dc takes it at once"
     )
     assert second.startswith("archflash: ampere serves calls on Jetson Thor (compute capability 11")
 
@@ -248,7 +247,7 @@ def test_gradients_warn_where_the_backward_pass_alone_has_never_run(
 ) -> None:
     ran = _proofs.committed() | {_proofs.Proof(DC, _proofs.FORWARD, (10, 0))}
     monkeypatch.setattr(_proofs, "committed", lambda: ran)
-    with pytest.warns(UserWarning, match="backward pass of blackwell_dc .*bench.gradients"):
+    with pytest.warns(UserWarning, match="backward pass of blackwell_dc has never run"):
         choose("B200", *tensors(grad=True), softcap=2.0)
 
 
@@ -283,52 +282,42 @@ def test_explaining_says_nothing_aloud() -> None:
 # --- proofs of this machine ---
 
 
-def write(entries: object) -> Path:
-    file = _proofs.own_file()
-    assert file is not None
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(entries))
-    _proofs.own.cache_clear()
-    return file
+def gpu(name: str = "B200") -> native.Device:
+    return find_device(name)
 
 
-def entry(**changed: object) -> dict[str, object]:
-    return {
-        "implementation": DC, "pass": "forward", "capability": [10, 0], "version": native.version,
-    } | changed  # fmt: skip
-
-
-def test_a_proof_of_this_machine_counts_for_its_capability_and_version() -> None:
-    write({"proofs": [entry()]})
+def test_a_proof_of_this_machine_counts_for_its_capability_and_passes() -> None:
+    _proofs.keep(gpu(), [(DC, _proofs.FORWARD)])
     assert archflash.explain(*tensors(), device="B200").chosen == DC
     assert archflash.explain(*tensors(), device="B300").chosen == "torch"
     assert archflash.explain(*tensors(), device="B200", backward=True).chosen == "ampere"
-    write({"proofs": [entry(), entry(**{"pass": "backward"})]})
+    file = _proofs.keep(gpu(), [(DC, _proofs.FORWARD), (DC, _proofs.BACKWARD)], date="2027-01-01")
     assert archflash.explain(*tensors(), device="B200", backward=True).chosen == DC
-    write({"proofs": [entry(version="0.0.1")]})
+    (entry,) = json.loads(file.read_text())["entries"]
+    assert (entry["key"]["gpu"], entry["date"]) == ("B200", "2027-01-01")
+    _proofs.keep(gpu(), [])  # a later run that went wrong
     assert archflash.explain(*tensors(), device="B200").chosen == "torch"
 
 
-@pytest.mark.parametrize(
-    "content", [[], {}, {"proofs": [entry(capability=10)]}, {"proofs": [{}]}, {"proofs": 3}]
-)
-def test_a_file_that_holds_no_proofs_is_named_and_does_not_count(content: object) -> None:
-    file = write(content)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        chosen = {archflash.explain(*tensors(), device="B200").chosen for _ in range(2)}
-    assert chosen == {"torch"}
-    (warning,) = said
-    assert f"{file} is no list of proofs" in str(warning.message)
+def test_a_proof_with_other_software_does_not_count_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _proofs.keep(gpu(), [(DC, _proofs.FORWARD)])
+    monkeypatch.setattr(_user_tables, "driver_version", lambda: "700.10")
+    decision = archflash.explain(*tensors(), device="B200")
+    assert decision.chosen == "torch"
+    assert (
+        "was proved here with other software (driver none, now 700.10); `archflash verify`"
+        in (decision.reasons[DC][0])
+    )
 
 
-def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_DATA_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert _proofs.own_file() is None
+def test_a_list_of_proofs_without_passes_proves_nothing() -> None:
+    key = _user_tables.key_of(gpu())
+    _user_tables.put(_proofs.KIND, {"key": key})
+    _user_tables.put(
+        _proofs.KIND, {"key": key | {"capability": "ten"}, "proved": [[DC, "forward"]]}
+    )
     assert archflash.explain(*tensors(), device="B200").chosen == "torch"
 
 

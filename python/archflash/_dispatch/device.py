@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 from functools import cache
-from pathlib import Path
 
 from archflash import _archflash as _native
+from archflash import _user_tables
 from archflash._errors import ForcedImplementationError
 
 MINIMUM_DRIVER = 580  # the driver that CUDA 13.0 needs, whose runtime is in the wheel
@@ -22,17 +20,9 @@ def driver_problem() -> str | None:
     if status.usable:
         return None
     if "too old" in status.problem:
-        version = _driver_version(status.cuda_version)
+        version = _user_tables.driver_version()
         return f"driver {version} is older than {MINIMUM_DRIVER}: update it"
     return str(status.problem)
-
-
-def _driver_version(cuda_version: int) -> str:
-    with contextlib.suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        if match := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
-            return match[1]
-    return f"for CUDA {cuda_version // 1000}.{cuda_version % 1000 // 10}"
 
 
 @cache

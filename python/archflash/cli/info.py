@@ -31,6 +31,11 @@ ENVIRONMENT = (
         "kernels are chosen on GPUs where they have never run: all, or those named, by comma",
     ),
     (
+        "ARCHFLASH_TABLES",
+        "a folder",
+        "where commands keep what they found on this machine; default ~/.local/share/archflash",
+    ),
+    (
         "ARCHFLASH_SDPA",
         "1",
         "PyTorch's own attention is served by archflash, in programs that only import torch too",
