@@ -77,14 +77,13 @@ def own() -> frozenset[Proof]:
     return frozenset(proof for proof, since in _own_entries() if not since)
 
 
-def keep(device: _native.Device, passes: Iterable[tuple[str, str]], **more: str) -> Path:
-    """Writes down which passes of which kernels were right on a GPU of this machine, in place of
-    what was known of that GPU.
+def keep(device: _native.Device, passes: Iterable[tuple[str, str]], *, add: bool = False) -> Path:
+    """Writes down which passes of which kernels were right on a GPU of this machine.
 
     Args:
         device: the GPU.
         passes: (folder, FORWARD or BACKWARD) pairs.
-        more: what else is worth knowing, by name.
+        add: whether they are added to what is known of that GPU, or take its place.
 
     Returns:
         The file.
@@ -92,9 +91,15 @@ def keep(device: _native.Device, passes: Iterable[tuple[str, str]], **more: str)
     Raises:
         ValueError: it cannot be written; the message says what to do.
     """
-    proved = sorted([name, of] for name, of in passes)
     key = _user_tables.key_of(device)
-    return _user_tables.put(KIND, {"key": key, "proved": proved, **more})
+    known = [
+        (name, of)
+        for entry in (_user_tables.entries(KIND) if add else ())
+        if entry["key"] == key
+        for name, of in entry.get("proved", ())
+    ]
+    proved = sorted({*known, *passes})
+    return _user_tables.put(KIND, {"key": key, "proved": [list(one) for one in proved]})
 
 
 def asked_for(name: str) -> bool:

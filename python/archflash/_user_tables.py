@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ import torch
 from archflash import _archflash as _native
 
 VARIABLE = "ARCHFLASH_TABLES"  # names another folder than that of the user's home
+
+_log = logging.getLogger("archflash")
 
 Entry = dict[str, Any]
 Key = dict[str, str]
@@ -96,7 +98,7 @@ def differences(key: Mapping[str, str], now: Mapping[str, str]) -> str:
 @cache
 def entries(kind: str) -> tuple[Entry, ...]:
     """All entries of a kind, whatever their keys. The file is read once in a process; a damaged or
-    unreadable one counts as empty, and a warning names it.
+    unreadable one counts as empty, which is logged.
     """
     file = file_of(kind)
     try:
@@ -104,10 +106,7 @@ def entries(kind: str) -> tuple[Entry, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError) as error:
-        warnings.warn(
-            f"archflash: {file} does not count ({type(error).__name__}: {error}): delete it",
-            stacklevel=2,
-        )
+        _log.warning("%s does not count (%s: %s): delete it", file, type(error).__name__, error)
         return ()
 
 

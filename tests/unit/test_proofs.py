@@ -291,10 +291,11 @@ def test_a_proof_of_this_machine_counts_for_its_capability_and_passes() -> None:
     assert archflash.explain(*tensors(), device="B200").chosen == DC
     assert archflash.explain(*tensors(), device="B300").chosen == "torch"
     assert archflash.explain(*tensors(), device="B200", backward=True).chosen == "ampere"
-    file = _proofs.keep(gpu(), [(DC, _proofs.FORWARD), (DC, _proofs.BACKWARD)], date="2027-01-01")
+    file = _proofs.keep(gpu(), [(DC, _proofs.BACKWARD)], add=True)
     assert archflash.explain(*tensors(), device="B200", backward=True).chosen == DC
     (entry,) = json.loads(file.read_text())["entries"]
-    assert (entry["key"]["gpu"], entry["date"]) == ("B200", "2027-01-01")
+    assert entry["key"]["gpu"] == "B200"
+    assert entry["proved"] == [[DC, _proofs.BACKWARD], [DC, _proofs.FORWARD]]
     _proofs.keep(gpu(), [])  # a later run that went wrong
     assert archflash.explain(*tensors(), device="B200").chosen == "torch"
 
