@@ -23,6 +23,8 @@ from typing import Any
 from archflash import _registry
 from archflash._measured import Kind
 from archflash._proofs import BACKWARD, FORWARD
+from archflash.verify._verdict import FAILED, PROVED
+from bench import receive
 from bench.cases import CASES_FILE, GRADIENTS_FILE, MASKS_FILE, TORCH_DTYPES, Case, load_cases
 from bench.day_one import record
 from bench.day_one.jobs import make_jobs
@@ -198,8 +200,9 @@ def measurements(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
 def proofs(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
     """The runs that show a pass of a folder right on GPUs of a compute capability, the newest of
     each. What was timed was right (bench.run). A day's record (bench.day_one) shows the forward
-    pass right where all comparisons with float64, alone and in pairs, were made and went well. If
-    one did not, the rows of earlier runs do not count.
+    pass right where all comparisons with float64, alone and in pairs, were made and went well; so
+    does a verdict of `archflash verify` (bench.receive). Where one was wrong, the rows of earlier
+    runs do not count.
 
     Args:
         results: folder of result files.
@@ -224,6 +227,13 @@ def proofs(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
             found[key] = max(found.get(key, ""), facts["run_id"])
         elif compared - {record.OK, None} and found.get(key, "") <= facts["run_id"]:
             found.pop(key, None)
+    for row in receive.verdicts(results):
+        major, minor = map(int, row["capability"].split("."))
+        key = (row["kernel"], row["pass"], (major, minor))
+        if row["status"] == PROVED:
+            found[key] = max(found.get(key, ""), row["run_id"])
+        elif row["status"] == FAILED and found.get(key, "") <= row["run_id"]:
+            found.pop(key, None)
     return [
         {"implementation": name, "pass": of, "capability": list(capability), "run_id": run_id}
         for (name, of, capability), run_id in sorted(found.items())
@@ -236,7 +246,13 @@ def rows_by_capability(results: Path) -> dict[tuple[int, int], list[Row]]:
     Raises:
         ValueError: rows of a GPU whose compute capability is unknown here.
     """
-    other = ("day-one", "distributed", "ladder", "training")  # what these files hold serves no call
+    other = (
+        "day-one",
+        "distributed",
+        "ladder",
+        "training",
+        "verify",
+    )  # what these files hold serves no call
     found: dict[tuple[int, int], list[Row]] = {}
     for path in sorted(results.glob("*.csv")):
         if any(word in path.name for word in other):

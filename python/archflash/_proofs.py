@@ -77,13 +77,17 @@ def own() -> frozenset[Proof]:
     return frozenset(proof for proof, since in _own_entries() if not since)
 
 
-def keep(device: _native.Device, passes: Iterable[tuple[str, str]], *, add: bool = False) -> Path:
-    """Writes down which passes of which kernels were right on a GPU of this machine.
+def keep(
+    device: _native.Device,
+    passes: Iterable[tuple[str, str]],
+    refuted: Iterable[tuple[str, str]] = (),
+) -> Path:
+    """Adds what was found on a GPU of this machine to what is known of it.
 
     Args:
         device: the GPU.
-        passes: (folder, FORWARD or BACKWARD) pairs.
-        add: whether they are added to what is known of that GPU, or take its place.
+        passes: (folder, FORWARD or BACKWARD) pairs that were right.
+        refuted: those that were wrong.
 
     Returns:
         The file.
@@ -94,11 +98,11 @@ def keep(device: _native.Device, passes: Iterable[tuple[str, str]], *, add: bool
     key = _user_tables.key_of(device)
     known = [
         (name, of)
-        for entry in (_user_tables.entries(KIND) if add else ())
+        for entry in _user_tables.entries(KIND)
         if entry["key"] == key
         for name, of in entry.get("proved", ())
     ]
-    proved = sorted({*known, *passes})
+    proved = sorted({*known, *passes} - {*refuted})
     return _user_tables.put(KIND, {"key": key, "proved": [list(one) for one in proved]})
 
 

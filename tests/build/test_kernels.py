@@ -55,9 +55,24 @@ TWINS = [image for image in IMAGES if image.replace("_f16", "_bf16") in {*IMAGES
 # PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
 # simt's kernels on tensor cores are for 9.0 alone, where they were measured.
 ON_9_0 = "simt/tensor_f32"
-ANY_NEWER = [
-    image for image in IMAGES if not image.startswith(("blackwell_", "hopper/")) and image != ON_9_0
-]
+# Programs of one instruction, which are for the GPUs that have it.
+PROBES = "probes"
+PROBES_TARGETS = {
+    "async": ["sm_90", "sm_100", "sm_120", "compute_90"],
+    "fp8": ["sm_89", "sm_90", "sm_100", "sm_120", "compute_89"],
+    "mma_sync": ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80"],
+    "roles": ["sm_90a", "sm_100f", "sm_110f", "sm_120f"],
+    "tcgen05": ["sm_100f", "sm_110f"],
+    "warp": ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_75"],
+    "wgmma": ["sm_90a"],
+}
+OF_ONE_FAMILY = (
+    "blackwell_",
+    "hopper/",
+    ON_9_0,
+    *(f"probes/{x}" for x in ("roles", "tcgen05", "wgmma")),
+)
+ANY_NEWER = [image for image in IMAGES if not image.startswith(OF_ONE_FAMILY)]
 REGISTERS_PER_SM = 65536  # 7.5 to 12.1
 REGISTERS_PER_THREAD = 255
 
@@ -76,6 +91,8 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names = ["sm_90", "sm_100", "compute_80"]
     if image == ON_9_0:
         names = ["sm_90"]
+    if folder == PROBES:  # each file has its own
+        names = PROBES_TARGETS[stem]
     return sorted(name for name in names if name.startswith(prefix))
 
 
@@ -354,6 +371,7 @@ INSTRUCTIONS = {
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
     "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
+    "probe_": ("STG.E",),
     "simt_append_": ("LDG.E", "STG.E"),
     "simt_attention_": ("FFMA", "MUFU.EX2"),
     "simt_backward_dq_": ("LDG.E", "STG.E"),
@@ -445,6 +463,8 @@ def test_tensor_cores_are_used_where_the_registry_says_so(image: str, opcodes: O
         for kernel, instructions in found.items():
             assert instructions
             with_tensor_cores = image == ON_9_0 or not kernel.startswith(WITHOUT_TENSOR_CORES)
+            if folder == PROBES:
+                with_tensor_cores = re.match("probe_(mma|wgmma|tcgen05)", kernel) is not None
             used = any(has.startswith(TENSOR_CORES) for has in instructions)
             assert used == with_tensor_cores, (kernel, target)
             if folder in FOLDERS and not _registry.uses_tensor_cores(folder):

@@ -30,11 +30,21 @@ FOLDER_TARGETS = {
     "copy": ("compute_75", "compute_80"),
     "hopper": ("compute_90a",),
     "merge": ("compute_80",),
+    "probes": (),  # each file has its own
     "quantize": ("compute_89",),
 }
 SECOND_TEXTS = dict.fromkeys(("ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"), ("compute_90",))
 # Those of a file that has none of its folder's.
-OWN_TEXTS = {"simt/tensor_f32": ("compute_90",)}
+OWN_TEXTS = {
+    "simt/tensor_f32": ("compute_90",),
+    "probes/async": ("compute_90",),
+    "probes/fp8": ("compute_89",),
+    "probes/mma_sync": ("compute_80",),
+    "probes/roles": ("compute_90a", "compute_100f", "compute_110f", "compute_120f"),
+    "probes/tcgen05": ("compute_100f", "compute_110f"),
+    "probes/warp": ("compute_75", "compute_80"),
+    "probes/wgmma": ("compute_90a",),
+}
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -115,7 +125,8 @@ def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: 
 
 def test_the_wheel_carries_kernels_of_the_folders_of_this_build_only(wheel: Path) -> None:
     carried = {name.split("/")[2] for name in names_in(wheel) if "/_kernels/" in name}
-    assert carried == set(FOLDER_TARGETS) == {*native.folder_names(), "copy", "quantize", "merge"}
+    functions = {"copy", "quantize", "merge", "probes"}
+    assert carried == set(FOLDER_TARGETS) == {*native.folder_names(), *functions}
 
 
 def test_the_wheel_carries_no_sources_tests_or_left_overs(wheel: Path) -> None:

@@ -291,12 +291,12 @@ def test_a_proof_of_this_machine_counts_for_its_capability_and_passes() -> None:
     assert archflash.explain(*tensors(), device="B200").chosen == DC
     assert archflash.explain(*tensors(), device="B300").chosen == "torch"
     assert archflash.explain(*tensors(), device="B200", backward=True).chosen == "ampere"
-    file = _proofs.keep(gpu(), [(DC, _proofs.BACKWARD)], add=True)
+    file = _proofs.keep(gpu(), [(DC, _proofs.BACKWARD)])
     assert archflash.explain(*tensors(), device="B200", backward=True).chosen == DC
     (entry,) = json.loads(file.read_text())["entries"]
     assert entry["key"]["gpu"] == "B200"
     assert entry["proved"] == [[DC, _proofs.BACKWARD], [DC, _proofs.FORWARD]]
-    _proofs.keep(gpu(), [])  # a later run that went wrong
+    _proofs.keep(gpu(), [], refuted=[(DC, _proofs.FORWARD)])  # a later run
     assert archflash.explain(*tensors(), device="B200").chosen == "torch"
 
 

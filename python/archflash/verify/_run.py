@@ -1,0 +1,212 @@
+"""Runs the jobs, each in a process of its own, and keeps what came of every item."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from archflash.verify import _worker
+from archflash.verify._jobs import CORRECTNESS
+from archflash.verify._setup import Item, Job, Setup
+
+WORKER = ("-m", "archflash.verify._worker")  # what a process runs
+TIMEOUT, CRASHED, NOT_RUN = "timeout", "crashed", "not run"
+BAD = (_worker.WRONG, _worker.FAILED, TIMEOUT, CRASHED)
+MOST_TIMEOUTS = 2  # items of correctness that run into their limits, after which the run ends
+START_LIMIT = 180  # seconds in which a process must be ready: it imports torch
+KILL_WAIT = 30
+OUTPUT_END = 2000  # characters of what a process printed that are kept where it dies
+
+
+@dataclass
+class Row:
+    """What came of an item.
+
+    Attributes:
+        part, kernel, job, item: which it is.
+        of: the pass of the kernel that it speaks for.
+        status: "ok", "wrong" (a result), "failed" (an exception), "timeout", "crashed" (its process
+            died), "not here" (it cannot be tried on this GPU) or "not run".
+        seconds: how long it took.
+        detail: a remark, or the text of the error.
+        where: a map of wrong elements.
+        kernels: what was launched.
+        numbers: what was measured.
+    """
+
+    part: str
+    kernel: str
+    job: str
+    item: str
+    of: str
+    status: str
+    seconds: float = 0.0
+    detail: str = ""
+    where: dict[str, Any] = field(default_factory=dict)
+    kernels: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+class Process:
+    """A process that waits for a job. It is started ahead, because it imports torch first."""
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        self._answers = os.fdopen(read, "rb", buffering=0)
+        self._rest = b""
+        self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, end() closes it
+        self.process = subprocess.Popen(
+            [sys.executable, *WORKER, str(write)],
+            stdin=subprocess.PIPE, stdout=self.printed, stderr=subprocess.STDOUT,
+            pass_fds=[write], start_new_session=True,
+        )  # fmt: skip
+        os.close(write)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._answers, selectors.EVENT_READ)
+
+    def give(self, job: Job, items: Iterable[Item], setup: Setup) -> None:
+        """Sends it its job."""
+        asked = {
+            "job": job.name, "items": [item.name for item in items], "setup": setup.to_dict(),
+        }  # fmt: skip
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died, which its answers will show
+            self.process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def next_answer(self, limit_s: float) -> dict[str, Any] | None:
+        """Its next answer; None where it has ended.
+
+        Raises:
+            TimeoutError: none came in time.
+        """
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._rest:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._selector.select(left):
+                raise TimeoutError
+            piece = os.read(self._answers.fileno(), 1 << 16)
+            if not piece:
+                return None
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self, soon: bool = False) -> str:
+        """Ends it and what it has started; the end of what it printed, and how it ended. `soon`: it
+        is about to end by itself.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5 if soon else 0)
+        status = self.process.poll()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the driver
+            self.process.wait(KILL_WAIT)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self._selector.close()
+        self._answers.close()
+        self.printed.seek(0)
+        said = self.printed.read().decode(errors="replace")[-OUTPUT_END:].strip()
+        self.printed.close()
+        how = "killed" if status is None else f"exit status {status}"
+        return f"{how}: {said}" if said else how
+
+
+class Runner:
+    """Runs jobs one after another.
+
+    Args:
+        setup: what they share.
+        tell: called with each row as it comes.
+        go_on: whether to go on after MOST_TIMEOUTS.
+    """
+
+    def __init__(self, setup: Setup, tell: Callable[[Row], None], go_on: bool = False) -> None:
+        self._setup, self._tell, self._go_on = setup, tell, go_on
+        self._spare: Process | None = None
+        self.rows: list[Row] = []
+        self.timeouts = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether too many items ran into their limits."""
+        return self.timeouts >= MOST_TIMEOUTS and not self._go_on
+
+    def run(self, jobs: list[Job]) -> None:
+        """Runs jobs. Those that are left out after too many timeouts have rows, too."""
+        try:
+            for number, job in enumerate(jobs):
+                if self.ended:
+                    said = f"{self.timeouts} items ran into their limits: --continue goes on"
+                    for item in job.items:
+                        self._add(job, item, status=NOT_RUN, detail=said)
+                else:
+                    self._run(job, last=number == len(jobs) - 1)
+        finally:
+            if self._spare is not None:
+                self._spare.end()
+                self._spare = None
+
+    def _take(self, last: bool) -> Process:
+        taken = self._spare or Process()
+        self._spare = None if last else Process()
+        return taken
+
+    def _run(self, job: Job, last: bool) -> None:
+        pending = list(job.items)
+        while pending and not self.ended:
+            pending = self._serve(job, pending, last)
+        for item in pending:
+            self._add(job, item, status=NOT_RUN, detail="after items that ran into their limits")
+
+    def _serve(self, job: Job, pending: list[Item], last: bool) -> list[Item]:
+        """Has a process try items of a job; returns those that it did not come to."""
+        process = self._take(last)
+        process.give(job, pending, self._setup)
+        running: Item | None = None
+        limit_s, began = float(START_LIMIT), time.monotonic()
+        some, in_time = False, True
+        try:
+            while pending and (answer := process.next_answer(limit_s)) is not None:
+                limit_s, began = START_LIMIT, time.monotonic()
+                if answer["said"] == "begin":
+                    running = next(x for x in pending if x.name == answer["item"])
+                    limit_s = running.limit_s
+                elif answer["said"] == "end" and running is not None:
+                    told = {x: answer[x] for x in answer if x not in ("said", "item")}
+                    self._add(job, running, **told)
+                    pending = pending[pending.index(running) + 1 :]
+                    running, some = None, True
+        except TimeoutError:
+            in_time = False
+        printed = process.end(soon=in_time)
+        if not pending or (running is None and some and in_time):
+            return pending  # it is done, or ended itself after a failure that broke CUDA
+        item = running or pending[0]
+        seconds = round(time.monotonic() - began, 1)
+        if in_time:
+            self._add(job, item, status=CRASHED, seconds=seconds, detail=printed)
+        else:
+            self.timeouts += job.part in CORRECTNESS
+            said = f"no end after {limit_s:.0f} s; {printed}"
+            self._add(job, item, status=TIMEOUT, seconds=seconds, detail=said)
+        return pending[pending.index(item) + 1 :]
+
+    def _add(self, job: Job, item: Item, **told: Any) -> None:
+        row = Row(job.part, job.kernel, job.name, item.name, item.of, **told)
+        self.rows.append(row)
+        self._tell(row)

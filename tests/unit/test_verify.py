@@ -1,0 +1,449 @@
+"""`archflash verify` without a GPU: its processes, maps, verdicts and archive."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tarfile
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the benchmarks
+
+from bench import measured, receive
+
+from archflash import __main__ as program
+from archflash import _archflash as native
+from archflash import _dispatch, _proofs, _user_tables, reference
+from archflash._errors import ForcedImplementationError
+from archflash.cli import verify
+from archflash.verify import _jobs, _run, _verdict, _worker, _wrong
+from archflash.verify._calls import Maker
+from archflash.verify._run import Row, Runner
+from archflash.verify._setup import Item, Job, NotHereError, Setup, Told, kernels_on
+from archflash.verify._wrong import WrongError
+
+DC = "blackwell_dc"
+
+
+@pytest.fixture(autouse=True)
+def own_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv(_user_tables.VARIABLE, str(tmp_path / "tables"))
+    _user_tables.entries.cache_clear()
+    yield
+    _user_tables.entries.cache_clear()
+
+
+def setup(gpu: str = "B200", full: bool = False) -> Setup:
+    known = native.find_known_device(gpu)
+    assert known is not None
+    capability = known.device.capability
+    return Setup(gpu, "cuda:0", capability, 8 << 30, full, kernels_on(capability))
+
+
+# --- where values are wrong ---
+
+
+def test_the_map_names_heads_tiles_quarters_and_slabs() -> None:
+    expected = torch.zeros(1, 2, 300, 128, dtype=torch.float64)
+    got = expected.clone()
+    got[0, 1, 128 + 64 : 128 + 96, 64:] = 1.0  # quarter 2 of tile 1, the second slab, of head 1
+    got[0, 1, 130, 0] = torch.nan
+    found = _wrong.where(~(got == expected), got)
+    assert (found["wrong"], found["of"], found["nan"], found["infinite"]) == (2049, 76800, 1, 0)
+    assert list(found["heads"]) == ["1"]
+    assert list(found["tiles of 128 rows"]) == ["1"]
+    assert set(found["lane quarters"]) == {"0", "2"}
+    assert found["lane quarters"]["2"] == 1 / 8  # half of two tiles, two heads and two slabs each
+    assert found["slabs of 64 columns"]["1"] > 50 * found["slabs of 64 columns"]["0"]
+    text = "\n".join(_wrong.as_text(found))
+    assert "2049 of 76800 elements wrong; the result has 1 NaN" in text
+    assert "wrong by lane quarters: 0: 0.01%, 2: 12.5%" in text
+    assert "first: (1, 130, 0) nan; (1, 192, 64) 1" in text
+    json.dumps(found)  # it goes through a pipe
+
+
+def test_a_result_that_is_wrong_by_its_mean_has_a_map_too() -> None:
+    right = torch.randn(2, 40, 64, dtype=torch.float64, generator=torch.manual_seed(0))
+    got = (right + 0.004).half()
+    report = reference.check(got, right, right.half())
+    assert not report.ok
+    with pytest.raises(WrongError, match="output: WRONG") as caught:
+        _wrong.judge("output", got, right, report)
+    assert caught.value.where["wrong"] > 0
+
+
+def test_runs_that_differ_are_wrong() -> None:
+    first = torch.tensor([[1.0, torch.nan], [3.0, 4.0]])
+    _wrong.same_bits("output", first, first.clone())
+    again = first.clone()
+    again[1, 0] = 3.5
+    with pytest.raises(WrongError, match="1 of 4 elements differ between two runs"):
+        _wrong.same_bits("output", first, again)
+
+
+# --- jobs ---
+
+
+@pytest.mark.parametrize("gpu", ["T4", "A100", "RTX 4090", "H200", "B200", "Jetson Thor", "GB10"])
+def test_every_gpu_has_jobs_for_all_that_runs_on_it(gpu: str) -> None:
+    made = setup(gpu)
+    jobs = _jobs.make_jobs(made)
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        assert len({item.name for item in job.items}) == len(job.items) > 0
+    for kernel in made.kernels:
+        parts = {job.part for job in jobs if job.kernel == kernel}
+        assert {_jobs.FIRST, _jobs.LONG, _jobs.DECODING} <= parts
+        assert (_jobs.GRADIENTS in parts) == native.has_backward(kernel)
+    names = [job.name for job in _jobs.make_jobs(setup(gpu, full=True))]
+    assert {job.name for job in jobs} <= {*names}
+
+
+def test_the_same_name_has_the_same_numbers_in_every_process() -> None:
+    simulated = Setup("H200", "cpu", (9, 0), 1 << 30, False, ("simt",))
+    first, again = (Maker(simulated, "a name").rand(3, 4) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, Maker(simulated, "another").rand(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (WrongError("output: off", {"wrong": 1}), _worker.WRONG),
+        (ValueError("a reason"), _worker.FAILED),
+        (NotHereError("a reason"), _worker.NOT_HERE),
+        (ForcedImplementationError("a reason"), _worker.NOT_HERE),
+        (torch.OutOfMemoryError("a reason"), _worker.NOT_HERE),
+    ],
+)
+def test_what_an_item_raises_is_its_result(error: Exception, status: str) -> None:
+    def run(made: Setup) -> Told:
+        raise error
+
+    told, alive = _worker.try_item(Item("x", run, ""), Setup("H200", "cpu", (9, 0), 0, False, ()))
+    assert alive
+    assert told["status"] == status
+    assert str(error) in told["detail"]
+
+
+def test_an_error_that_cuda_keeps_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(made: Setup) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Setup, "synchronize", broken)
+    told, alive = _worker.try_item(Item("x", lambda made: Told(), ""), setup())
+    assert not alive
+    assert told["status"] == _worker.FAILED
+    assert "illegal memory access" in told["detail"]
+
+
+# --- processes ---
+
+# A worker that speaks as _worker does, and does what the names of items say.
+WORKER = """
+import json, os, sys, time
+answer = os.fdopen(int(sys.argv[1]), "w")
+def tell(**told):
+    print(json.dumps(told), file=answer, flush=True)
+tell(said="ready")
+line = sys.stdin.readline()
+if not line: sys.exit()
+asked = json.loads(line)
+if asked["job"].endswith("stillborn"): sys.exit("no luck")
+for item in asked["items"]:
+    tell(said="begin", item=item)
+    if item.startswith("hang"): time.sleep(60)
+    if item.startswith("die"):
+        print("last words", flush=True)
+        os.kill(os.getpid(), 11)
+    status = "wrong" if item.startswith(("wrong", "break")) else "ok"
+    tell(said="end", item=item, status=status, detail="", seconds=0.0)
+    if item.startswith("break"): sys.exit(1)
+"""
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(WORKER))
+    monkeypatch.setattr(_run, "WORKER", (str(script),))
+
+
+def made(what: str, *items: str, part: str = _jobs.FIRST) -> Job:
+    nothing = [Item(name, lambda setup: Told(), _proofs.FORWARD, 0.3) for name in items]
+    return Job(part, "simt", what, tuple(nothing))
+
+
+def statuses(*jobs: Job, go_on: bool = False) -> dict[str, str]:
+    told: list[Row] = []
+    runner = Runner(setup(), told.append, go_on)
+    runner.run([*jobs])
+    assert told == runner.rows
+    return {row.item: row.status for row in told}
+
+
+def test_what_a_process_does_to_itself_is_blamed_on_its_item_alone(worker: None) -> None:
+    found = statuses(
+        made("one", "fine", "wrong a", "die a", "after a", "break a", "after b"),
+        made("stillborn", "never begun", "nor this"),
+        made("two", "wrong b", "die b", "end"),
+    )
+    assert found == {
+        "fine": "ok", "wrong a": "wrong", "die a": "crashed", "after a": "ok", "break a": "wrong",
+        "after b": "ok", "never begun": "crashed", "nor this": "crashed", "wrong b": "wrong",
+        "die b": "crashed", "end": "ok",
+    }  # fmt: skip
+
+
+def test_the_last_words_of_a_process_are_kept(worker: None) -> None:
+    runner = Runner(setup(), lambda row: None)
+    runner.run([made("one", "die a")])
+    assert "exit status -11: last words" in runner.rows[0].detail
+
+
+def test_two_hangs_in_correctness_end_the_run_and_one_does_not(worker: None) -> None:
+    jobs = [made("one", "hang a", "after a"), made("two", "hang b", "after b"), made("end", "c")]
+    assert statuses(*jobs) == {
+        "hang a": "timeout", "after a": "ok", "hang b": "timeout", "after b": "not run",
+        "c": "not run",
+    }  # fmt: skip
+    times = [made("times", "hang a", "hang b", "after a", part=_jobs.TIMES)]
+    assert statuses(*times)["after a"] == "ok"
+    assert statuses(*jobs, go_on=True)["c"] == "ok"
+
+
+# --- verdicts ---
+
+WANTED = [("simt", "forward", _jobs.FIRST), ("simt", "forward", _jobs.LONG)]
+
+
+def row(status: str, part: str = _jobs.FIRST, kernel: str = "simt", of: str = "forward") -> Row:
+    return Row(part, kernel, f"{part}: {kernel}", "an item", of, status)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row("ok"), row("ok", _jobs.LONG)], _verdict.PROVED),
+        ([row("ok"), row("not here"), row("ok", _jobs.LONG)], _verdict.PROVED),
+        ([row("ok")], _verdict.UNTRIED),  # --only left the long calls out
+        ([row("ok"), row("not run", _jobs.LONG)], _verdict.UNTRIED),
+        ([row("ok"), row("not run"), row("ok", _jobs.LONG)], _verdict.UNTRIED),
+        ([row("wrong"), row("ok", _jobs.LONG)], _verdict.FAILED),
+        ([row("timeout"), row("not run", _jobs.LONG)], _verdict.FAILED),
+        ([row("crashed", kernel="ada"), row("ok"), row("ok", _jobs.LONG)], _verdict.PROVED),
+        ([row("wrong", of="backward"), row("ok"), row("ok", _jobs.LONG)], _verdict.PROVED),
+        ([], _verdict.UNTRIED),
+    ],
+)
+def test_a_pass_is_proved_where_every_part_of_it_went_well(rows: list[Row], said: str) -> None:
+    (verdict,) = _verdict.verdicts(rows, WANTED)
+    assert verdict.said == said
+
+
+def test_nvidia_smi_is_cleared_of_what_names_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = """==============NVSMI LOG==============
+Timestamp                   : Sat Nov 28 2026
+GPU 00000000:01:00.0
+    Product Name            : NVIDIA B200
+    Serial Number           : 1234567
+    GPU UUID                : GPU-abc
+    Clocks
+        SM                  : 1965 MHz
+    Processes
+        Process ID          : 77
+            Name            : secret
+    Capabilities
+        EGM                 : disabled
+"""
+    monkeypatch.setattr(
+        _verdict.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout=told, returncode=0)
+    )
+    kept = _verdict.nvidia_smi()
+    assert "NVIDIA B200" in kept
+    assert "1965 MHz" in kept
+    assert "disabled" in kept
+    assert not {"1234567", "GPU-abc", "secret", "77", "Nov"} & {*kept.split()}
+
+
+# --- archives ---
+
+
+def rows_of_a_run(made: Setup, status: str = "ok") -> list[Row]:
+    """Rows as of a run where all was right, but for the last comparison of the last kernel."""
+    rows = [
+        Row(job.part, job.kernel, job.name, item.name, item.of, "ok")
+        for job in _jobs.make_jobs(made)
+        for item in job.items
+    ]
+    last = [row for row in rows if row.kernel == made.kernels[-1] and row.of == _proofs.FORWARD]
+    last[-1].status = status
+    for one in rows:
+        if one.part == _jobs.TIMES:
+            one.numbers = {"p50_us": 10.0, "clock_mhz": 1965.0, "power_limit_w": 1000.0}
+    return rows
+
+
+def archive(folder: Path, made: Setup, rows: list[Row], **changed: str) -> Path:
+    wanted = sorted(
+        {(job.kernel, x.of, job.part) for job in _jobs.make_jobs(made) for x in job.items if x.of}
+    )
+    facts = {
+        "date": "2027-01-02T03:04Z", "gpu": made.gpu, "driver": "590.1", "torch": "2.13",
+        "capability": "{}.{}".format(*made.capability), "archflash": native.version,
+        "memory_bytes": str(made.memory), "kernels": " ".join(made.kernels),
+    }  # fmt: skip
+    file = folder / "card.tar.gz"
+    _verdict.write_archive(file, facts | changed, rows, _verdict.verdicts(rows, wanted))
+    return file
+
+
+def test_an_archive_becomes_rows_with_their_origin_and_proofs_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = setup("B200")
+    file = archive(tmp_path, made, rows_of_a_run(made))
+    arguments = [str(file), "--origin", "issue 7", "--output", str(tmp_path)]
+    assert receive.main(arguments) == 0
+    assert "proved   blackwell_dc backward" in capsys.readouterr().out
+    rows = receive.load(tmp_path / "b200-verify.csv")
+    assert {row["origin"] for row in rows} == {"issue 7"}
+    assert {row["kind"] for row in rows} == {"verdict", "time"}
+    assert json.loads(rows[-1]["numbers"])["clock_mhz"] == 1965
+    found = {(x["implementation"], x["pass"]) for x in measured.proofs(tmp_path)}
+    assert {(DC, "forward"), (DC, "backward")} <= found
+    assert receive.main(arguments) == 2
+    assert "has run 20270102T0304Z-b200-" in capsys.readouterr().err
+
+
+def test_a_failure_becomes_a_row_and_proves_nothing(tmp_path: Path) -> None:
+    made = setup("B200")
+    rows = rows_of_a_run(made, "wrong")
+    bad = next(row for row in rows if row.status == "wrong")
+    bad.detail, bad.where = "off by 1", {"wrong": 1, "of": 2, "nan": 0, "infinite": 0, "first": []}
+    assert receive.main([str(archive(tmp_path, made, rows)), "--output", str(tmp_path)]) == 0
+    (failure,) = [
+        row for row in receive.load(tmp_path / "b200-verify.csv") if row["kind"] == "failure"
+    ]
+    assert failure["kernel"] == made.kernels[-1]
+    assert failure["detail"].startswith("off by 1 1 of 2 elements wrong")
+    found = {(x["implementation"], x["pass"]) for x in measured.proofs(tmp_path)}
+    assert (made.kernels[-1], "forward") not in found
+    assert (DC, "forward") in found
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"archflash": "0.0.1"}, "it is of archflash 0.0.1"),
+        ({"capability": "12.0"}, "B200 has no compute capability 12.0"),
+        ({"driver": ""}, "it does not say driver"),
+    ],
+)
+def test_an_archive_that_is_not_of_this_version_or_gpu_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], said: str
+) -> None:
+    made = setup("B200")
+    file = archive(tmp_path, made, rows_of_a_run(made), **changed)
+    assert receive.main([str(file), "--output", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.csv"))
+
+
+def test_rows_that_are_made_up_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = setup("B200")
+    every = rows_of_a_run(made)
+    some = [row for row in every if "plain" not in row.item]
+    renamed = [*every, Row(_jobs.FIRST, DC, "first calls: x", "y", "forward", "ok")]
+    for rows, said in ((some, "items of that pass are missing"), (renamed, "has no such item")):
+        assert receive.main([str(archive(tmp_path, made, rows)), "--output", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, other = tmp_path / "a.txt", tmp_path / "b.tar.gz"
+    text.write_text("nothing")
+    with tarfile.open(other, "w:gz") as file:
+        file.add(text, "other.json")
+    for path in (text, other, tmp_path / "missing"):
+        assert receive.main([str(path), "--output", str(tmp_path)]) == 2
+        assert "is not of `archflash verify --send`" in capsys.readouterr().err
+
+
+# --- the command ---
+
+
+def test_without_a_gpu_it_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_dispatch, "driver_problem", lambda: "no NVIDIA driver on this machine")
+    assert program.main(["verify"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "archflash: verify needs an NVIDIA GPU: no NVIDIA driver on this machine (--simulate goes "
+        "the same way without one)\n"
+    )
+
+
+def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["verify", "--simulate", "--only", "nothing like it"]) == 2
+    assert "no job matches --only 'nothing like it'" in capsys.readouterr().err
+    assert program.main(["verify", "--simulate", "RTX 9090"]) == 2
+    assert "RTX 9090" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program.main(["verify", "--only", "("])
+
+
+def test_what_a_run_proved_is_chosen_afterwards_and_what_it_refuted_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    known = native.find_known_device("B200")
+    assert known is not None
+    made = setup("B200")
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: known.device)
+    monkeypatch.setattr(verify, "make_setup", lambda arguments: made)
+    monkeypatch.setattr(_verdict, "facts", lambda made: dict.fromkeys(
+        ("date", "gpu", "capability", "driver", "torch", "archflash"), "x"))  # fmt: skip
+    for status, expected, proved in (("ok", 0, True), ("wrong", 1, False)):
+        bad = rows_of_a_run(made)
+        of_dc = [one for one in bad if one.kernel == DC and one.of == _proofs.FORWARD]
+        of_dc[0].status = status
+
+        def run(self: Runner, jobs: list[Job], rows: list[Row] = bad) -> None:
+            for one in rows:
+                self.rows.append(one)
+                self._tell(one)
+
+        monkeypatch.setattr(Runner, "run", run)
+        send = tmp_path / f"{status}.tar.gz"
+        assert program.main(["verify", "--send", str(send)]) == expected
+        said = capsys.readouterr().out
+        assert f"{'proved' if proved else 'failed'}   {DC}: " in said
+        assert said.splitlines()[-1].startswith("RIGHT: " if proved else "WRONG: ")
+        assert _proofs.proved(DC, (10, 0)) == proved
+        assert _proofs.proved(DC, (10, 0), _proofs.BACKWARD)
+        with tarfile.open(send) as archive:
+            assert ("failures.txt" in archive.getnames()) != proved
+
+
+def test_the_whole_way_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job of probes and one of calls, in processes of their own."""
+    file = tmp_path / "sent.tar.gz"
+    only = "probes: warp|first calls: simt"
+    assert program.main(["verify", "--simulate", "--only", only, "--send", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "[1/2] probes: warp: 3 ok" in said
+    assert "[2/2] first calls: simt" in said
+    assert "proved   simt: 1 of 1 right" in said
+    assert "not run  hopper: nothing tried" in said
+    assert not (tmp_path / "tables").exists()  # a simulated run proves nothing
+    told = receive.read_archive(file)
+    assert [row["status"] for row in told["rows"]] == ["ok"] * 4
