@@ -67,6 +67,7 @@ NOT_RUN = (
     ("make day-one", "it needs a GPU of compute capability 10.0 or 10.3"),
     ("compute-sanitizer", "it needs a GPU and NVIDIA's tool"),
     ("python -m bench.day_one", "it needs a GPU, and takes hours with --simulate"),
+    ("archflash verify", "it needs a GPU; tests/unit/test_verify.py runs it on the simulator"),
     ("archflash show", "it takes 15 s; tests/unit/test_show.py runs parts of it"),
     ("archflash ladder", "tests/unit/test_ladder.py runs it"),
     ("python -m bench.one_kernel", "it needs nvcc; tests/unit/test_one_kernel.py runs it"),

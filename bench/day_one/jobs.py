@@ -40,6 +40,8 @@ from bench.switches import plans, variants
 if TYPE_CHECKING:
     import torch
 
+    from archflash.verify import _setup as verify_setup
+
 WITH_SWITCHES = variants.NAME
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -118,7 +120,8 @@ class Setup:
         return "cpu" if self.simulate else "cuda"
 
 
-PARTS = ("correctness", "pairs", "sanitizers", "switches", "walks", "peers")
+VERIFY = "verify"
+PARTS = ("correctness", "pairs", VERIFY, "sanitizers", "switches", "walks", "peers")
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,9 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
             run = functools.partial(long_calls, dtype, *dims)
             made.append(Job("pairs", f"long calls {dtype} d{dims[0]}", FIRST_LIMIT, run))
         tests("pairs", PAIR_TESTS)
+        for name in verified(implementation):
+            run = functools.partial(run_verified, name)
+            made.append(Job(VERIFY, name, TESTS_LIMIT, run))
         for tool in SANITIZERS:
             run = functools.partial(run_sanitizer, tool)
             made.append(Job("sanitizers", tool, SANITIZER_LIMIT, run))
@@ -487,6 +493,49 @@ def _text(found: ElementTree.Element) -> str:
     """What went wrong in a test: the lines that pytest marks by E, else the message."""
     marked = [line[2:] for line in (found.text or "").splitlines() if line.startswith("E ")]
     return " ".join((" ".join(marked) or found.get("message", "")).split())[:MESSAGE_LENGTH]
+
+
+def verified(
+    implementation: str, setup: verify_setup.Setup | None = None
+) -> dict[str, verify_setup.Job]:
+    """The jobs of `archflash verify --full` about what the tests above leave out, by name.
+
+    Args:
+        implementation: the implementation that is examined.
+        setup: of a GPU; without one the jobs can be named only.
+    """
+    from archflash import _archflash as native
+    from archflash.verify import _jobs, _setup
+
+    if setup is None:
+        targets = native.targets(implementation)
+        capability = targets[0].first if targets else (0, 0)
+        setup = _setup.Setup("", "cuda:0", capability, 1 << 33, True, (implementation,))
+    parts = (_jobs.GRADIENTS, _jobs.CACHES, _jobs.DECODING)
+    return {job.name: job for job in _jobs.make_jobs(setup) if job.part in parts}
+
+
+def run_verified(name: str, setup: Setup) -> Iterator[Row]:
+    """Runs a job of `archflash verify --full`, all of whose items are tried."""
+    import torch
+
+    from archflash.verify import _setup, _worker, _wrong
+
+    free, _ = torch.cuda.mem_get_info()
+    capability = torch.cuda.get_device_capability()
+    gpu = torch.cuda.get_device_name()
+    own = _setup.Setup(gpu, "cuda:0", capability, free, True, (setup.implementation,))
+    bad = []
+    for item in verified(setup.implementation, own)[name].items:
+        told, alive = _worker.try_item(item, own)
+        said = "; ".join([f"{item.name}: {told['status']}", *_wrong.as_text(told.get("where", {}))])
+        yield record.make_row(VERIFY, name, "note", f"{said}; {told['detail']}")
+        if told["status"] in (_worker.WRONG, _worker.FAILED):
+            bad.append(f"{item.name}: {told['detail']}")
+        if not alive:
+            break
+    if bad:
+        raise WrongError(f"{len(bad)} wrong; the first: {bad[0][:MESSAGE_LENGTH]}")
 
 
 def find_sanitizer() -> tuple[str | None, tuple[int, int], str]:

@@ -25,7 +25,8 @@ The modules stand in layers, and each imports only from layers below its own:
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
   only by who wants them
 - `sim`, which makes a problem, selects, allocates and simulates
-- this package, which registers the simulator with the runtime; above it the command line
+- this package, which registers the simulator with the runtime; above it `verify`, which tries the
+  kernels on a GPU, and the command line
 """
 
 from typing import Any as _Any

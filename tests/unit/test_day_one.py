@@ -354,3 +354,39 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
     # A file of another card is not continued.
     answers["environment"] = ("ok", json.dumps(FACTS | {"dtypes": "", "gpu": "NVIDIA B300"}))
     assert command.main([*arguments[:2], "--only", "split_p"]) == 2
+
+
+def test_gradients_caches_and_decoding_are_compared_as_verify_does() -> None:
+    assert names(jobs.VERIFY) == [
+        "gradients: blackwell_dc float16", "gradients: blackwell_dc bfloat16",
+        "decoding: blackwell_dc",
+    ]  # fmt: skip
+    assert "caches: ampere bfloat16" in names(jobs.VERIFY, implementation="ampere")
+
+
+def test_what_verify_finds_wrong_is_recorded_with_its_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from archflash.verify import _setup, _wrong
+
+    where = {"wrong": 3, "of": 9, "nan": 1, "infinite": 0, "first": []}
+
+    def wrong(setup: _setup.Setup) -> _setup.Told:
+        raise _wrong.WrongError("off by 1", where)
+
+    def right(setup: _setup.Setup) -> _setup.Told:
+        return _setup.Told()
+
+    items = _setup.Item("right", right, "forward"), _setup.Item("bad", wrong, "forward")
+    job = _setup.Job("decoding", "ampere", "", items)
+    monkeypatch.setattr(jobs, "verified", lambda name, setup: {job.name: job})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 33, 1 << 33))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(_setup.Setup, "synchronize", lambda setup: None)
+    run = jobs.run_verified(job.name, Setup("ampere", False))
+    rows = [next(run), next(run)]
+    assert [row["detail"].partition(";")[0] for row in rows] == ["right: ok", "bad: wrong"]
+    assert "3 of 9 elements wrong; the result has 1 NaN" in rows[1]["detail"]
+    with pytest.raises(jobs.WrongError, match="1 wrong; the first: bad: off by 1"):
+        next(run)
