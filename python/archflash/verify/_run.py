@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -60,13 +60,13 @@ class Row:
 class Process:
     """A process that waits for a job. It is started ahead, because it imports torch first."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Sequence[str]) -> None:
         read, write = os.pipe()
         self._answers = os.fdopen(read, "rb", buffering=0)
         self._rest = b""
         self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, end() closes it
         self.process = subprocess.Popen(
-            [sys.executable, *WORKER, str(write)],
+            [sys.executable, *worker, str(write)],
             stdin=subprocess.PIPE, stdout=self.printed, stderr=subprocess.STDOUT,
             pass_fds=[write], start_new_session=True,
         )  # fmt: skip
@@ -133,10 +133,14 @@ class Runner:
         setup: what they share.
         tell: called with each row as it comes.
         go_on: whether to go on after MOST_TIMEOUTS.
+        worker: what Python runs in a process; tests have others.
     """
 
-    def __init__(self, setup: Setup, tell: Callable[[Row], None], go_on: bool = False) -> None:
-        self._setup, self._tell, self._go_on = setup, tell, go_on
+    def __init__(
+        self, setup: Setup, tell: Callable[[Row], None], go_on: bool = False,
+        worker: Sequence[str] = WORKER,
+    ) -> None:  # fmt: skip
+        self._setup, self._tell, self._go_on, self._worker = setup, tell, go_on, worker
         self._spare: Process | None = None
         self.rows: list[Row] = []
         self.timeouts = 0
@@ -162,8 +166,8 @@ class Runner:
                 self._spare = None
 
     def _take(self, last: bool) -> Process:
-        taken = self._spare or Process()
-        self._spare = None if last else Process()
+        taken = self._spare or Process(self._worker)
+        self._spare = None if last else Process(self._worker)
         return taken
 
     def _run(self, job: Job, last: bool) -> None:

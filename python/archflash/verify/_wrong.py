@@ -73,7 +73,7 @@ def where(wrong: Tensor, got: Tensor) -> dict[str, Any]:
 
     def shares(values: Tensor, parts: Tensor) -> dict[str, float]:
         found = {part: float(values[parts == part].mean()) for part in sorted({*parts.tolist()})}
-        return {str(part): round(share, 4) for part, share in found.items() if share > 0}
+        return {str(part): float(f"{share:.3g}") for part, share in found.items() if share > 0}
 
     places = wrong.nonzero()[:SHOWN].tolist()
     return {
