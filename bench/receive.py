@@ -21,7 +21,7 @@ from typing import Any
 
 from archflash import _archflash as native
 from archflash.verify import _jobs, _run, _verdict, _worker
-from archflash.verify._setup import Setup, kernels_on
+from archflash.verify._setup import Job, Setup, kernels_on
 from bench.environment import gpu_slug
 from bench.results import RESULTS_FOLDER, Row
 
@@ -96,6 +96,15 @@ def check_facts(facts: dict[str, str]) -> tuple[int, int]:
     return capability
 
 
+def has_item(job: Job, item: str) -> bool:
+    """Whether a job has an item of this name. Which calls come to a kernel depends on all of a
+    card, and so is not known here: of them only the kernel is looked at.
+    """
+    if job.part == _jobs.KERNELS:
+        return item.partition(":")[0] in _verdict.kernel_names(job.kernel)
+    return item in {one.name for one in job.items}
+
+
 def rows_of(told: dict[str, Any], origin: str) -> tuple[list[Row], list[_verdict.Verdict]]:
     """The rows that an archive adds, and the verdicts that its own rows come to.
 
@@ -110,22 +119,26 @@ def rows_of(told: dict[str, Any], origin: str) -> tuple[list[Row], list[_verdict
         facts["gpu"], "cuda:0", capability, int(facts["memory_bytes"]), full,
         kernels_on(capability),
     )  # fmt: skip
-    made = [(job, item) for job in _jobs.make_jobs(setup) for item in job.items]
-    known = {(job.name, item.name): (job.part, job.kernel, item.of) for job, item in made}
+    jobs = {job.name: job for job in _jobs.make_jobs(setup)}
     for row in found:
-        if known.get((row.job, row.item)) != (row.part, row.kernel, row.of):
+        job = jobs.get(row.job)
+        if job is None or (job.part, job.kernel, job.of) != (row.part, row.kernel, row.of):
+            raise ValueError(f"this version has no such job: {row.job}")
+        if not has_item(job, row.item):
             raise ValueError(f"this version has no such item: {row.job}: {row.item}")
+    wanted = sorted({(job.kernel, job.of, job.part) for job in jobs.values() if job.of})
+    said = _verdict.verdicts(found, wanted)
     tried = {(row.job, row.item) for row in found}
-    wanted = sorted({(job.kernel, item.of, job.part) for job, item in made if item.of})
-    said = []
-    for verdict in _verdict.verdicts(found, wanted):
+    for verdict in said:
         left_out = [
-            key for key, (_, *which) in known.items()
-            if which == [verdict.kernel, verdict.of] and key not in tried
-        ]  # fmt: skip
+            (job.name, item.name)
+            for job in jobs.values()
+            if (job.kernel, job.of) == (verdict.kernel, verdict.of) and job.part != _jobs.KERNELS
+            for item in job.items
+            if (job.name, item.name) not in tried
+        ]
         if verdict.said == _verdict.PROVED and left_out:
             raise ValueError(f"{verdict.kernel}: {len(left_out)} items of that pass are missing")
-        said.append(verdict)
     shared = {name: facts[name] for name in COLUMNS if name in facts}
     mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     shared |= {"origin": origin, "date": facts["date"][:10]}

@@ -158,7 +158,8 @@ def find(fault: Fault, folder: Path, setup: Setup) -> list[_run.Row]:
     items = tuple(dataclasses.replace(item, limit_s=LIMIT_S) for item in job.items)
     worker = (str(WORKER), fault.kernel, str(file_of(fault, folder)))
     rows: list[_run.Row] = []
-    _run.Runner(setup, rows.append, worker=worker).run([dataclasses.replace(job, items=items)])
+    limited = dataclasses.replace(job, make=lambda: items)
+    _run.Runner(setup, rows.append, worker=worker).run([limited])
     return rows
 
 

@@ -377,8 +377,8 @@ def test_what_verify_finds_wrong_is_recorded_with_its_map(monkeypatch: pytest.Mo
     def right(setup: _setup.Setup) -> _setup.Told:
         return _setup.Told()
 
-    items = _setup.Item("right", right, "forward"), _setup.Item("bad", wrong, "forward")
-    job = _setup.Job("decoding", "ampere", "", items)
+    items = _setup.Item("right", right), _setup.Item("bad", wrong)
+    job = _setup.Job("decoding", "ampere", "forward", "", lambda: items)
     monkeypatch.setattr(jobs, "verified", lambda name, setup: {job.name: job})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 33, 1 << 33))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

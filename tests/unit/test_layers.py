@@ -68,7 +68,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("verify._setup", "verify._wrong"),
     ("verify._calls", "verify._probes"),
-    ("verify._times",),
+    ("verify._kernels", "verify._times"),
     ("verify._jobs",),
     ("verify._worker",),
     ("verify._run",),

@@ -131,9 +131,7 @@ def finish(
     told: dict[str, str], seconds: float,
 ) -> int:  # fmt: skip
     """Prints what the rows say, keeps the proof, writes the archive; the exit status."""
-    wanted = sorted(
-        {(job.kernel, item.of, job.part) for job in every for item in job.items if item.of}
-    )
+    wanted = sorted({(job.kernel, job.of, job.part) for job in every if job.of})
     said = _verdict.verdicts(runner.rows, wanted)
     bad = [row for row in runner.rows if row.status in _run.BAD]
     if bad:
@@ -187,14 +185,14 @@ class Printer:
     """Prints a line for each job when it has ended."""
 
     def __init__(self, jobs: list[Job]) -> None:
-        self._left = {job.name: len(job.items) for job in jobs}
-        self._total, self._rows = len(jobs), list[_run.Row]()
+        self._jobs = {job.name: job for job in jobs}
+        self._ended, self._rows = 0, list[_run.Row]()
 
     def row(self, row: _run.Row) -> None:
         """Takes a row as it comes."""
         self._rows.append(row)
-        self._left[row.job] -= 1
-        if self._left[row.job] == 0:
+        if len(self._rows) == len(self._jobs[row.job].items):
+            self._ended += 1
             self.close()
 
     def close(self) -> None:
@@ -205,8 +203,8 @@ class Printer:
         ok = counts.pop(_worker.OK, 0)
         words = [f"{ok} ok", *(f"{number} {status}" for status, number in counts.items())]
         seconds = sum(row.seconds for row in self._rows)
-        number = sum(left == 0 for left in self._left.values())
-        head = f"[{number}/{self._total}] {self._rows[0].job}: {', '.join(words)}, {seconds:.1f} s"
+        count = f"[{self._ended}/{len(self._jobs)}]"
+        head = f"{count} {self._rows[0].job}: {', '.join(words)}, {seconds:.1f} s"
         bad = next((row for row in self._rows if row.status in _run.BAD), None)
         said = "" if bad is None else f"; {bad.item}: {bad.detail[:200]}"
         print(head + said.replace("\n", " "), flush=True)

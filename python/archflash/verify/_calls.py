@@ -13,7 +13,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _proofs, _registry, reference
+from archflash import _registry, reference
 from archflash.verify._setup import Item, NotHereError, Setup, Told
 from archflash.verify._wrong import WrongError, judge, same_bits, where
 
@@ -71,7 +71,7 @@ def first_items(kernel: str, dtype: str, dims: tuple[int, int], setup: Setup) ->
     def item(name: str, make: Callable[[Maker], tuple[Tensors, Call]]) -> Item:
         label = f"d{dims[0]} {name}" if dims[0] == dims[1] else f"d{dims[0]}/{dims[1]} {name}"
         run = functools.partial(check_call, kernel, f"{dtype} {label}", make)
-        return Item(label, run, _proofs.FORWARD)
+        return Item(label, run)
 
     def plain(make: Maker) -> tuple[Tensors, Call]:
         return make.qkv(dtype, dims, (1, 1), min(rows, 128), min(rows, 128)), {}
@@ -137,7 +137,7 @@ def odd_items(kernel: str, dtype: str, setup: Setup) -> list[Item]:
 
     def item(name: str, make: Callable[[Maker], tuple[Tensors, Call]]) -> Item:
         run = functools.partial(check_call, kernel, f"{dtype} {name}", make)
-        return Item(name, run, _proofs.FORWARD)
+        return Item(name, run)
 
     def odd_columns(make: Maker) -> tuple[Tensors, Call]:
         return make.qkv(dtype, (100, 100), (2, 1), 300, 333), {"causal": True}
@@ -206,9 +206,8 @@ def planned(
     """The plan of a call by a kernel, which raises ForcedImplementationError if it does not serve
     it.
     """
-    device = setup.gpu if setup.simulate else None
     plan = archflash.explain(
-        q, k, v, implementation=kernel, device=device, return_lse=True, **call, **more
+        q, k, v, implementation=kernel, device=setup.planned_for, return_lse=True, **call, **more
     ).plan
     if plan is None:
         raise NotHereError(f"{kernel} launches nothing for it")
@@ -253,9 +252,7 @@ def long_items(kernel: str, setup: Setup) -> list[Item]:
         if dtype == "float16" and "bfloat16" in dtypes and not setup.full:
             continue  # the same kernels but for conversions
         label = f"{dtype} d{dims[0]}" + ("" if dims[0] == dims[1] else f"/{dims[1]}")
-        found.append(
-            Item(label, functools.partial(long_call, kernel, dtype, dims), _proofs.FORWARD)
-        )
+        found.append(Item(label, functools.partial(long_call, kernel, dtype, dims)))
     return found
 
 
@@ -313,7 +310,7 @@ def gradient_items(kernel: str, dtype: str, setup: Setup) -> list[Item]:
         name: str, make: Callable[[Maker], tuple[Tensors, Call]], limit_s: float = 60, **more: Any
     ) -> Item:
         run = functools.partial(check_gradients, kernel, f"{dtype} {name}", make, more)
-        return Item(name, run, _proofs.BACKWARD, limit_s)
+        return Item(name, run, limit_s)
 
     found = []
     for dims in DIMS if not setup.simulate else DIMS[:1]:
@@ -407,7 +404,7 @@ def cache_items(kernel: str, dtype: str, setup: Setup) -> list[Item]:
 
     def item(name: str, **made: Any) -> Item:
         run = functools.partial(check_cache, kernel, f"{dtype} {name}", dtype, made)
-        return Item(name, run, _proofs.FORWARD)
+        return Item(name, run)
 
     lengths = [333, 40, 1] if not setup.simulate else [40]
     found = []
@@ -428,9 +425,8 @@ def cache_items(kernel: str, dtype: str, setup: Setup) -> list[Item]:
     ]
 
 
-def check_cache(kernel: str, name: str, dtype: str, made: dict[str, Any], setup: Setup) -> Told:
-    """Compares a call over a cache, whose unused rows are NaN, with float64."""
-    maker = Maker(setup, name)
+def cache_call(maker: Maker, dtype: str, made: dict[str, Any]) -> tuple[Tensor, list[Tensor], Call]:
+    """Queries, caches whose unused rows are NaN, and the options of a call."""
     lengths: list[int] = made["lengths"]
     heads: tuple[int, int] = made.get("heads", (8, 2))
     latent = bool(made.get("latent"))
@@ -445,7 +441,7 @@ def check_cache(kernel: str, name: str, dtype: str, made: dict[str, Any], setup:
             cache[sequence, length:] = float("nan")
     if page:
         pages = batch * capacity // page
-        order = torch.arange(pages, device=setup.device).flip(0)
+        order = torch.arange(pages, device=maker.device).flip(0)
         for number, cache in enumerate(caches):
             mixed = torch.empty_like(cache).reshape(pages, page, *cache.shape[2:])
             mixed[order] = cache.reshape(mixed.shape)
@@ -456,9 +452,17 @@ def check_cache(kernel: str, name: str, dtype: str, made: dict[str, Any], setup:
         call["v_new"] = maker.rand(batch, n_new, heads[1], dv, dtype=kind)
     if kind in FP8:
         call |= {"k_descale": maker.rand(1).abs() + 0.5, "v_descale": maker.rand(1).abs() + 0.5}
+    if made.get("masked"):
+        call["attn_mask"] = maker.rand(1, 1, nq, 32) > -1.0
     q = maker.rand(batch, nq, heads[0], d, dtype=dtype)
     if latent:
         call |= {"qv": maker.rand(batch, nq, heads[0], dv, dtype=dtype), "scale": 0.05}
+    return q, caches, call
+
+
+def check_cache(kernel: str, name: str, dtype: str, made: dict[str, Any], setup: Setup) -> Told:
+    """Compares a call over a cache with float64."""
+    q, caches, call = cache_call(Maker(setup, name), dtype, made)
     plan = planned(kernel, q, caches[0], caches[1], call, setup)
     expected, expected_lse = reference.attention_with_kvcache(q, *caches, **call)
     base = reference.baseline_with_kvcache(q, *caches, **call)
@@ -496,7 +500,7 @@ def decode_items(kernel: str, setup: Setup) -> list[Item]:
     for dtype in _native.describe(kernel).dtypes:
         for d, rows, batch in ((64, 1, 4), (128, 1, 1), (128, 4, 8), (256, 1, 2)):
             run = functools.partial(decode, kernel, dtype, d, rows, batch)
-            found.append(Item(f"{dtype} d{d}, {batch}x{rows} rows", run, _proofs.FORWARD))
+            found.append(Item(f"{dtype} d{d}, {batch}x{rows} rows", run))
     return found
 
 
@@ -521,8 +525,8 @@ def decode(kernel: str, dtype: str, d: int, rows: int, batch: int, setup: Setup)
 def function_items(setup: Setup) -> list[Item]:
     """quantize_fp8 and merge_attention, whose results are compared with plain operations."""
     return [
-        Item("quantize_fp8", check_quantize, ""),
-        Item("merge_attention", check_merge, ""),
+        Item("quantize_fp8", check_quantize),
+        Item("merge_attention", check_merge),
     ]
 
 

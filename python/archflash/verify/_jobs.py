@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
-from archflash import _archflash as _native
-from archflash.verify import _calls, _probes, _times
-from archflash.verify._setup import Job, Setup
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-PROBES, FIRST, LONG, GRADIENTS, CACHES, DECODING, FUNCTIONS, TIMES = (
-    "probes", "first calls", "long calls", "gradients", "caches", "decoding", "functions", "times",
+from archflash import _archflash as _native
+from archflash._proofs import BACKWARD, FORWARD
+from archflash.verify import _calls, _kernels, _probes, _times
+from archflash.verify._setup import Item, Job, Setup
+
+PROBES, FIRST, KERNELS, LONG, GRADIENTS, CACHES, DECODING, FUNCTIONS, TIMES = (
+    "probes", "first calls", "every kernel", "long calls", "gradients", "caches", "decoding",
+    "functions", "times",
 )  # fmt: skip
-PARTS = (PROBES, FIRST, LONG, GRADIENTS, CACHES, DECODING, FUNCTIONS, TIMES)
+PARTS = (PROBES, FIRST, KERNELS, LONG, GRADIENTS, CACHES, DECODING, FUNCTIONS, TIMES)
 # A second item of these that runs into its limit ends the run.
 CORRECTNESS = PARTS[:-1]
 
 
 def make_jobs(setup: Setup) -> list[Job]:
     """All jobs of a run."""
-    jobs = [Job(PROBES, "", image, tuple(items)) for image, items in _probes.items_by_image(setup)]
-    names = {name: _native.describe(name) for name in setup.kernels}
+    made = [
+        Job(PROBES, "", "", image, partial(list, items))
+        for image, items in _probes.items_by_image(setup)
+    ]
+    if setup.simulate:  # one dtype and head dimension of each kernel show that the way works
+        for name in setup.kernels:
+            dtype = _native.describe(name).dtypes[-1]
+            items = partial(_calls.first_items, name, dtype, _calls.DIMS[0], setup)
+            made.append(Job(FIRST, name, FORWARD, dtype, items))
+        return made
+    made += [job for part in PARTS for name in setup.kernels for job in jobs_of(part, name, setup)]
+    made.append(Job(FUNCTIONS, "", "", "", partial(_calls.function_items, setup)))
+    return made + [
+        Job(TIMES, "", "", shape, partial(list, items))
+        for shape, items in _times.items_by_shape(setup)
+    ]
 
-    for name, said in names.items():
-        for dtype in dict.fromkeys((*said.dtypes[::-1],)):
-            dims = _calls.DIMS + (_calls.MORE_DIMS if setup.full else ())
-            items = [
-                item
-                for both in dims[: 1 if setup.simulate else None]
-                for item in _calls.first_items(name, dtype, both, setup)
-            ]
-            items += [] if setup.simulate else _calls.odd_items(name, dtype, setup)
-            jobs.append(Job(FIRST, name, dtype, tuple(items)))
-            if setup.simulate:
-                break  # one dtype shows that the way works
-    if setup.simulate:
-        return jobs
-    for name, said in names.items():
-        exact = [dtype for dtype in said.dtypes if dtype not in _calls.FP8]
-        jobs.append(Job(LONG, name, "", tuple(_calls.long_items(name, setup))))
-        jobs += [
-            Job(GRADIENTS, name, dtype, tuple(_calls.gradient_items(name, dtype, setup)))
-            for dtype in exact
-            if _native.has_backward(name)
-        ]
-        jobs += [
-            Job(CACHES, name, dtype, tuple(_calls.cache_items(name, dtype, setup)))
-            for dtype in exact
-            if {"kv_cache", "kv_cache_prefill", "qv"} & {*said.features}
-        ]
-        jobs.append(Job(DECODING, name, "", tuple(_calls.decode_items(name, setup))))
-    jobs.append(Job(FUNCTIONS, "", "", tuple(_calls.function_items(setup))))
-    jobs += [Job(TIMES, "", shape, tuple(items)) for shape, items in _times.items_by_shape(setup)]
-    return [job for job in jobs if job.items]
+
+def jobs_of(part: str, name: str, setup: Setup) -> Iterator[Job]:
+    """The jobs of a part about a kernel."""
+    said = _native.describe(name)
+    exact = [dtype for dtype in said.dtypes if dtype not in _calls.FP8]
+    # Those of the backward pass and of caches, where the folder has any for the dtype.
+    of_gradients = exact if _native.has_backward(name) else []
+    of_caches = exact if {"kv_cache", "kv_cache_prefill", "qv"} & {*said.features} else []
+    if "float32" in exact:  # a folder for fp32 has these for fp32 alone
+        of_gradients, of_caches = of_gradients[:1], of_caches[:1]
+
+    def job(of: str, what: str, make: Callable[..., Sequence[Item]], *given: str) -> Job:
+        return Job(part, name, of, what, partial(make, name, *given, setup))
+
+    if part == FIRST:
+        for dtype in said.dtypes:
+            yield job(FORWARD, dtype, first_items, dtype)
+    elif part == KERNELS:
+        for dtype in said.dtypes:
+            yield job(FORWARD, dtype, _kernels.kernel_items, dtype, FORWARD)
+        for dtype in of_gradients:
+            what = f"backward {dtype}"
+            yield job(BACKWARD, what, _kernels.kernel_items, dtype, BACKWARD)
+    elif part == LONG:
+        yield job(FORWARD, "", _calls.long_items)
+    elif part == GRADIENTS:
+        for dtype in of_gradients:
+            yield job(BACKWARD, dtype, _calls.gradient_items, dtype)
+    elif part == CACHES:
+        for dtype in of_caches:
+            yield job(FORWARD, dtype, _calls.cache_items, dtype)
+    elif part == DECODING:
+        yield job(FORWARD, "", _calls.decode_items)
+
+
+def first_items(name: str, dtype: str, setup: Setup) -> list[Item]:
+    """Small calls of all head dimensions, and odd ones."""
+    dims = _calls.DIMS + (_calls.MORE_DIMS if setup.full else ())
+    items = [item for both in dims for item in _calls.first_items(name, dtype, both, setup)]
+    return items + _calls.odd_items(name, dtype, setup)

@@ -181,7 +181,7 @@ def items_by_image(setup: Setup) -> list[tuple[str, list[Item]]]:
     found: dict[str, list[Item]] = {}
     for probe in PROBES:
         if runs_on(probe, setup.capability):
-            item = Item(probe.name, functools.partial(check, probe), "", LIMIT_S)
+            item = Item(probe.name, functools.partial(check, probe), LIMIT_S)
             found.setdefault(probe.image, []).append(item)
     return list(found.items())
 

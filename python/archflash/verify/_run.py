@@ -211,6 +211,6 @@ class Runner:
         return pending[pending.index(item) + 1 :]
 
     def _add(self, job: Job, item: Item, **told: Any) -> None:
-        row = Row(job.part, job.kernel, job.name, item.name, item.of, **told)
+        row = Row(job.part, job.kernel, job.name, item.name, job.of, **told)
         self.rows.append(row)
         self._tell(row)

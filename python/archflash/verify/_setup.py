@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class Setup:
             told["memory"], told["full"], tuple(told["kernels"]),
         )  # fmt: skip
 
+    @property
+    def planned_for(self) -> str | int:
+        """The GPU as `archflash.explain` takes it: its name if it is simulated, or its index."""
+        return self.gpu if self.simulate else torch.device(self.device).index or 0
+
     def synchronize(self) -> None:
         """Waits for the device, so that an error of a kernel is that of the item that made it."""
         if not self.simulate:
@@ -80,13 +86,11 @@ class Item:
     Attributes:
         name: what it is about.
         run: tries it. Raises WrongError if a result is wrong.
-        of: the pass of the kernel that it speaks for, FORWARD or BACKWARD; "" for none.
         limit_s: seconds that it may take.
     """
 
     name: str
     run: Callable[[Setup], Told]
-    of: str
     limit_s: float = 60
 
 
@@ -97,14 +101,21 @@ class Job:
     Attributes:
         part: what it is for, one of PARTS.
         kernel: the folder that it speaks for; "" for none.
+        of: the pass of the folder, FORWARD or BACKWARD; "" for none.
         what: what it is about.
-        items: what it tries, in this order.
+        make: lists what it tries.
     """
 
     part: str
     kernel: str
+    of: str
     what: str
-    items: tuple[Item, ...]
+    make: Callable[[], Sequence[Item]]
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """What it tries, in this order. Plans are made to find some of it."""
+        return tuple(self.make())
 
     @property
     def name(self) -> str:

@@ -37,11 +37,10 @@ def items_by_shape(setup: Setup) -> list[tuple[str, list[Item]]]:
         names = [x for x in (*setup.kernels, _registry.TORCH) if takes(x, dtype)]
         call: Call = {"causal": causal}
         items = [
-            Item(x, functools.partial(time, x, dtype, heads, (nq, nk), d, call), "", 90)
-            for x in names
+            Item(x, functools.partial(time, x, dtype, heads, (nq, nk), d, call), 90) for x in names
         ]
         found.append((name, items))
-    return found
+    return [(name, items) for name, items in found if items]
 
 
 def takes(name: str, dtype: str) -> bool:

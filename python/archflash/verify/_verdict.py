@@ -84,16 +84,23 @@ def verdicts(rows: Sequence[Row], wanted: Iterable[tuple[str, str, str]]) -> lis
 
 
 @cache
-def compiled(kernel: str, capability: tuple[int, int]) -> frozenset[str]:
-    """The kernels of a folder's images that a GPU of a compute capability would load."""
-    found: set[str] = set()
+def resources_of(kernel: str) -> list[dict[str, dict[str, Any]]]:
+    """For each image of a folder the kernels in it, by target."""
     folder = resources.files("archflash") / "_kernels" / kernel
-    for file in folder.iterdir() if folder.is_dir() else ():
-        if file.name.endswith(".json"):
-            by_target = json.loads(file.read_text())
-            target = _native.pick_target(list(by_target), capability)
-            found |= set(by_target.get(target, ()))
-    return frozenset(found)
+    files = folder.iterdir() if folder.is_dir() else ()
+    return [json.loads(file.read_text()) for file in files if file.name.endswith(".json")]
+
+
+def kernel_names(kernel: str) -> set[str]:
+    """All kernels of a folder."""
+    images = resources_of(kernel)
+    return {name for image in images for kernels in image.values() for name in kernels}
+
+
+def compiled(kernel: str, capability: tuple[int, int]) -> set[str]:
+    """The kernels of a folder whose machine code a GPU of a compute capability would load."""
+    picked = ((x, _native.pick_target(list(x), capability)) for x in resources_of(kernel))
+    return {name for image, target in picked if target is not None for name in image[target]}
 
 
 def coverage(rows: Sequence[Row], setup: Setup) -> dict[str, list[str]]:

@@ -1,0 +1,205 @@
+"""A call for each kernel that this GPU would launch: candidates are planned, and those that come to
+a kernel of which no earlier one made use are run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash import _gradients, _proofs
+from archflash._errors import ArchflashError
+from archflash.verify import _calls
+from archflash.verify._calls import FP8, Call, Maker, Tensors
+from archflash.verify._setup import Item, NotHereError, Setup, Told
+
+DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (384, 384), (512, 512))
+# Batch, heads of q and of k, queries, keys: few keys, few rows, enough to fill a GPU several times,
+# many keys for few rows, and tall tiles.
+SHAPES = (
+    (1, 4, 2, 65, 77), (1, 4, 2, 65, 129), (2, 24, 12, 193, 321), (4, 40, 20, 193, 321),
+    (12, 48, 24, 193, 321), (4, 40, 20, 193, 77), (4, 40, 20, 1150, 321), (4, 20, 10, 600, 1500),
+    (1, 4, 2, 5, 4100), (1, 16, 1, 9, 4100), (1, 4, 1, 1, 9001), (1, 10, 5, 4096, 4096),
+)  # fmt: skip
+SHAPES_OF_GRADIENTS = SHAPES[1:5] + SHAPES[7:8]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A call that may come to a kernel.
+
+    Attributes:
+        name: the call in words.
+        plan: plans it.
+        run: runs it and compares the result with float64.
+    """
+
+    name: str
+    plan: Callable[[], _native.LaunchPlan]
+    run: Callable[[Setup], Told]
+
+
+def kernel_items(kernel: str, dtype: str, of: str, setup: Setup) -> list[Item]:
+    """For each kernel of a pass that the GPU would launch for a dtype, a call that comes to it."""
+    found = []
+    for candidate, new in chosen(kernel, dtype, of, setup):
+        name = next((x for x in new if "_attention_" in x), new[-1])
+        found.append(Item(f"{name}: {candidate.name}", candidate.run))
+    return found
+
+
+def chosen(
+    kernel: str, dtype: str, of: str, setup: Setup
+) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
+    """The candidates that come to kernels which those before do not, with these kernels."""
+    seen: set[str] = set()
+    candidates = backward if of == _proofs.BACKWARD else forward
+    for candidate in candidates(kernel, dtype, setup):
+        try:
+            plan = candidate.plan()
+        except (ArchflashError, NotHereError):  # the kernel does not serve it
+            continue
+        if new := tuple(name for name in plan.kernels if name not in seen):
+            seen.update(new)
+            yield candidate, new
+
+
+def forward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
+    """Candidates of a forward pass."""
+    takes = {*_native.describe(kernel).features}
+    for dims, shape in itertools.product(DIMS, SHAPES):
+        for name, options in options_of(dtype, takes):
+            yield candidate(kernel, dtype, dims, shape, name, options, setup)
+    if dtype not in FP8 and takes & {"kv_cache", "kv_cache_prefill", "qv"}:
+        yield from of_caches(kernel, dtype, setup)
+
+
+Options = Callable[[Maker, tuple[int, int, int, int, int]], Call]
+
+
+def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
+    """Options that have kernels of their own, with their names."""
+
+    def mask(make: Maker, shape: tuple[int, ...]) -> Call:
+        return {"attn_mask": make.rand(1, 1, shape[3], shape[4], dtype=dtype)}
+
+    def ranges(make: Maker, shape: tuple[int, ...]) -> Call:
+        rows, keys = shape[3], shape[4]
+        both = [[min(row * keys // (2 * rows), keys - 9), keys - row % 7] for row in range(rows)]
+        return {"key_ranges": make.int32(both)[None, None, :, None]}
+
+    def dropout(make: Maker, shape: tuple[int, ...]) -> Call:
+        state = torch.tensor([5, 4], dtype=torch.int64, device=make.device)
+        return {"dropout_p": 0.2, "rng_state": state, "causal": True}
+
+    def blocks(make: Maker, shape: tuple[int, ...]) -> Call:
+        batch, heads, heads_kv, rows, keys = shape
+        count = {"q": (heads, rows), "k": (heads_kv, keys), "v": (heads_kv, keys)}
+        return {
+            f"{name}_descale": make.rand(batch, n, -(-size // _native.SCALE_ROWS)).abs() + 0.5
+            for name, (n, size) in count.items()
+        }
+
+    yield "causal", lambda make, shape: {"causal": True}
+    yield "no mask", lambda make, shape: {}
+    yield "softcap", lambda make, shape: {"softcap": 7.0}
+    yield "sinks", lambda make, shape: {"sinks": make.rand(shape[1])}
+    if dtype in FP8:
+        yield "descales by block", blocks
+    elif "int8_qk" in takes:
+        yield "int8_qk", lambda make, shape: {"approximate": "int8_qk"}
+    if "attn_mask" in takes:
+        yield "added mask", mask
+        yield "ranges of keys", ranges
+    if "dropout_p" in takes:
+        yield "dropout", dropout
+
+
+def candidate(
+    kernel: str, dtype: str, dims: tuple[int, int], shape: tuple[int, int, int, int, int],
+    what: str, options: Options, setup: Setup,
+) -> Candidate:  # fmt: skip
+    """A call of attention."""
+    batch, heads, heads_kv, rows, keys = shape
+    name = f"{dtype} d{dims[0]}/{dims[1]} {batch}x{heads}/{heads_kv} {rows}x{keys} {what}"
+
+    def make(maker: Maker) -> tuple[Tensors, Call]:
+        tensors = maker.qkv(dtype, dims, (heads, heads_kv), rows, keys, batch)
+        return tensors, options(maker, shape)
+
+    def plan() -> _native.LaunchPlan:
+        (q, k, v), call = make(Meta(setup))
+        return _calls.planned(kernel, q, k, v, call, setup)
+
+    return Candidate(name, plan, functools.partial(_calls.check_call, kernel, name, make))
+
+
+def of_caches(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
+    """Calls of attention_with_kvcache."""
+    made: list[dict[str, Any]] = [
+        {"d": d, "lengths": lengths, "nq": nq, "page_size": page, "cache_dtype": kind}
+        for d in (64, 96, 128, 192, 256)
+        for lengths, nq in (([333, 40, 1], 1), ([700, 300], 200), ([900] * 24, 300), ([9000], 2))
+        for page in (0, 16, 64)
+        for kind in (dtype, FP8[0])
+    ]
+    made += [one | {"n_new": one["nq"]} for one in made if one["page_size"] != 16]
+    made += [one | {"masked": True} for one in made if one["nq"] < 5 and not one["page_size"]]
+    made += [
+        {"latent": True, "lengths": lengths, "heads": (16, 1), "page_size": page, "nq": nq}
+        for lengths, nq in (([700, 200], 1), ([9000] * 2, 1), ([600] * 3, 70))
+        for page in (0, 64)
+    ]
+    for one in made:
+        words = [f"{name} {value}" for name, value in one.items() if value]
+        name = f"{dtype} cache, " + ", ".join(words)[:120]
+
+        def plan(one: dict[str, Any] = one) -> _native.LaunchPlan:
+            q, caches, call = _calls.cache_call(Meta(setup), dtype, one)
+            return _calls.planned(kernel, q, caches[0], caches[1], call, setup)
+
+        run = functools.partial(_calls.check_cache, kernel, name, dtype, one)
+        yield Candidate(name, plan, run)
+
+
+def backward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
+    """Candidates of a backward pass."""
+    takes = {*_native.describe(kernel).features}
+    for dims, shape, exact in itertools.product(DIMS, SHAPES_OF_GRADIENTS, (False, True)):
+        for what, options in options_of(dtype, takes - {"int8_qk"}):
+            batch, heads, heads_kv, rows, keys = shape
+            words = [f"{dtype} d{dims[0]}/{dims[1]} {batch}x{heads}/{heads_kv} {rows}x{keys}", what]
+            name = " ".join([*words, *(["deterministic"] if exact else [])])
+
+            def make(
+                maker: Maker, dims: tuple[int, int] = dims, shape: Any = shape,
+                options: Options = options,
+            ) -> tuple[Tensors, Call]:  # fmt: skip
+                tensors = maker.qkv(dtype, dims, shape[1:3], shape[3], shape[4], shape[0])
+                return tensors, options(maker, shape)
+
+            def plan(make: Any = make, exact: bool = exact) -> _native.LaunchPlan:
+                (q, k, v), call = make(Meta(setup))
+                with _gradients.asked_for(exact):
+                    return _calls.planned(kernel, q, k, v, call, setup, backward=True)
+
+            more = {"deterministic": True} if exact else {}
+            run = functools.partial(_calls.check_gradients, kernel, name, make, more)
+            yield Candidate(name, plan, run)
+
+
+class Meta(Maker):
+    """Tensors without memory, for plans."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.device = "meta"
+
+    def rand(self, *shape: int, dtype: str = "float32") -> Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
