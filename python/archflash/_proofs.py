@@ -53,9 +53,12 @@ def committed() -> frozenset[Proof]:
     return frozenset(Proof.read(entry) for entry in entries)
 
 
-def _own_entries() -> list[tuple[Proof, str]]:
-    """The proofs of this machine, each with what has changed since, "" for nothing. The name of the
-    GPU does not matter, as in those that are committed.
+PROVED, REFUTED = "proved", "refuted"
+
+
+def _own_entries(word: str) -> list[tuple[Proof, str]]:
+    """What was PROVED or REFUTED on this machine, each with what has changed since, "" for nothing.
+    The name of the GPU does not matter, as in proofs that are committed.
     """
     kept = _user_tables.entries(KIND)
     now = _user_tables.software() if kept else {}
@@ -63,7 +66,7 @@ def _own_entries() -> list[tuple[Proof, str]]:
         (Proof(str(name), str(of), _capability(entry["key"])), since)
         for entry in kept
         for since in [_user_tables.differences(entry["key"], now)]
-        for name, of in entry.get("proved", ())
+        for name, of in entry.get(word, ())
     ]
 
 
@@ -72,9 +75,9 @@ def _capability(key: dict[str, str]) -> tuple[int, int]:
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
-def own() -> frozenset[Proof]:
-    """The proofs of this machine that count."""
-    return frozenset(proof for proof, since in _own_entries() if not since)
+def own(word: str = PROVED) -> frozenset[Proof]:
+    """What was PROVED or REFUTED on this machine and counts."""
+    return frozenset(proof for proof, since in _own_entries(word) if not since)
 
 
 def keep(
@@ -96,14 +99,18 @@ def keep(
         ValueError: it cannot be written; the message says what to do.
     """
     key = _user_tables.key_of(device)
-    known = [
-        (name, of)
-        for entry in _user_tables.entries(KIND)
-        if entry["key"] == key
-        for name, of in entry.get("proved", ())
-    ]
-    proved = sorted({*known, *passes} - {*refuted})
-    return _user_tables.put(KIND, {"key": key, "proved": [list(one) for one in proved]})
+
+    def known(word: str) -> set[tuple[str, str]]:
+        found = [entry for entry in _user_tables.entries(KIND) if entry["key"] == key]
+        return {(name, of) for entry in found for name, of in entry.get(word, ())}
+
+    right, wrong = {*passes}, {*refuted}
+    sets = {
+        PROVED: (known(PROVED) | right) - wrong,
+        REFUTED: (known(REFUTED) | wrong) - right,
+    }
+    lists = {word: [list(one) for one in sorted(found)] for word, found in sets.items()}
+    return _user_tables.put(KIND, {"key": key, **lists})
 
 
 def asked_for(name: str) -> bool:
@@ -125,8 +132,9 @@ def asked_for(name: str) -> bool:
 
 
 def proved(name: str, capability: tuple[int, int], of: str = FORWARD) -> bool:
-    """Whether a kernel may be chosen on GPUs of a compute capability: it was shown right there, it
-    needs no proof of its own there, or ARCHFLASH_UNPROVED asks for it.
+    """Whether a kernel may be chosen on GPUs of a compute capability: it was shown right there, or
+    needs no proof of its own there, and was not found wrong on this machine; or ARCHFLASH_UNPROVED
+    asks for it.
 
     Args:
         name: the folder.
@@ -134,6 +142,8 @@ def proved(name: str, capability: tuple[int, int], of: str = FORWARD) -> bool:
         of: FORWARD or BACKWARD.
     """
     proofs = committed()
+    if Proof(name, of, capability) in own(REFUTED):
+        return asked_for(name)
     if Proof(name, of, capability) in proofs:
         return True
     elsewhere = any((name, of) == proof[:2] for proof in proofs)
@@ -155,7 +165,12 @@ def why_not(name: str, capability: tuple[int, int], of: str = FORWARD) -> str | 
 def _never_ran(name: str, capability: tuple[int, int], of: str) -> str:
     what = name if of == FORWARD else f"the backward pass of {name}"
     wanted = Proof(name, of, capability)
-    if since := next((text for proof, text in _own_entries() if proof == wanted), ""):
+    if wanted in own(REFUTED):
+        return (
+            f"`archflash verify` found {what} wrong on such a GPU of this machine, and can be run "
+            f"again; {VARIABLE}={name} takes it all the same"
+        )
+    if since := next((text for proof, text in _own_entries(PROVED) if proof == wanted), ""):
         said = f"{what} was proved here with other software ({since}); `archflash verify` does so"
         return f"{said} again, and {VARIABLE}={name} takes it at once"
     return (

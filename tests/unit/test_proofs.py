@@ -297,7 +297,24 @@ def test_a_proof_of_this_machine_counts_for_its_capability_and_passes() -> None:
     assert entry["key"]["gpu"] == "B200"
     assert entry["proved"] == [[DC, _proofs.BACKWARD], [DC, _proofs.FORWARD]]
     _proofs.keep(gpu(), [], refuted=[(DC, _proofs.FORWARD)])  # a later run
-    assert archflash.explain(*tensors(), device="B200").chosen == "torch"
+    decision = archflash.explain(*tensors(), device="B200")
+    assert decision.chosen == "torch"
+    assert "`archflash verify` found blackwell_dc wrong on such a GPU" in decision.reasons[DC][0]
+    _proofs.keep(gpu(), [(DC, _proofs.FORWARD)])
+    assert archflash.explain(*tensors(), device="B200").chosen == DC
+
+
+def test_what_was_found_wrong_here_is_not_chosen_though_it_is_proved_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert archflash.explain(*tensors(), device="A100", softcap=2.0).chosen == "ampere"
+    _proofs.keep(gpu("A100"), [], refuted=[("ampere", _proofs.FORWARD)])
+    decision = archflash.explain(*tensors(), device="A100", softcap=2.0)
+    assert decision.chosen != "ampere"
+    assert decision.unproved == ("ampere",)
+    assert archflash.explain(*tensors(), device="RTX 3090", softcap=2.0).chosen == "ampere"
+    monkeypatch.setenv(_proofs.VARIABLE, "ampere")
+    assert archflash.explain(*tensors(), device="A100", softcap=2.0).chosen == "ampere"
 
 
 def test_a_proof_with_other_software_does_not_count_and_says_so(

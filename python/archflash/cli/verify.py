@@ -178,7 +178,7 @@ def keep(index: int, said: list[_verdict.Verdict]) -> None:
     except ValueError as error:
         print(f"archflash: the proof is not kept: {error}", file=sys.stderr)
         return
-    print(f"kept in {file}: on this GPU dispatch chooses what is proved")
+    print(f"kept in {file}: on this GPU dispatch chooses what is proved, and nothing that failed")
 
 
 class Printer:

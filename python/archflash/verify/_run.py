@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from archflash import _archflash as _native
 from archflash.verify import _worker
 from archflash.verify._jobs import CORRECTNESS
 from archflash.verify._setup import Item, Job, Setup
@@ -25,6 +26,7 @@ BAD = (_worker.WRONG, _worker.FAILED, TIMEOUT, CRASHED)
 MOST_TIMEOUTS = 2  # items of correctness that run into their limits, after which the run ends
 START_LIMIT = 180  # seconds in which a process must be ready: it imports torch
 KILL_WAIT = 30
+PATIENCE = 5  # times the limit of an item, where the driver compiles kernels at first use
 OUTPUT_END = 2000  # characters of what a process printed that are kept where it dies
 
 
@@ -126,6 +128,15 @@ class Process:
         return f"{how}: {said}" if said else how
 
 
+def compiles_first(setup: Setup) -> bool:
+    """Whether the driver has to compile some folder's kernels for the GPU."""
+    codes = (
+        _native.pick_target([target.name for target in _native.targets(name)], setup.capability)
+        for name in setup.kernels
+    )
+    return any(code is not None and code.startswith("compute_") for code in codes)
+
+
 class Runner:
     """Runs jobs one after another.
 
@@ -142,6 +153,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self._setup, self._tell, self._go_on, self._worker = setup, tell, go_on, worker
         self._spare: Process | None = None
+        # Where the driver compiles kernels at their first use, first calls take long.
+        self._patience = PATIENCE if compiles_first(setup) else 1
         self.rows: list[Row] = []
         self.timeouts = 0
 
@@ -189,7 +202,7 @@ class Runner:
                 limit_s, began = START_LIMIT, time.monotonic()
                 if answer["said"] == "begin":
                     running = next(x for x in pending if x.name == answer["item"])
-                    limit_s = running.limit_s
+                    limit_s = running.limit_s * self._patience
                 elif answer["said"] == "end" and running is not None:
                     told = {x: answer[x] for x in answer if x not in ("said", "item")}
                     self._add(job, running, **told)
