@@ -22,7 +22,7 @@ from archflash import _archflash as native
 from archflash import _dispatch, _proofs, _user_tables, reference
 from archflash._errors import ForcedImplementationError
 from archflash.cli import verify
-from archflash.verify import _jobs, _verdict, _worker, _wrong
+from archflash.verify import _calls, _jobs, _verdict, _worker, _wrong
 from archflash.verify._calls import Maker
 from archflash.verify._run import Row, Runner
 from archflash.verify._setup import Item, Job, NotHereError, Setup, Told, kernels_on
@@ -105,6 +105,21 @@ def test_every_gpu_has_jobs_for_all_that_runs_on_it(gpu: str) -> None:
         assert (_jobs.GRADIENTS in parts) == native.has_backward(kernel)
     names = [job.name for job in _jobs.make_jobs(setup(gpu, full=True))]
     assert {job.name for job in jobs} <= {*names}
+
+
+def test_sizes_follow_the_memory() -> None:
+    rows = [_calls.long_rows("ampere", (256, 256), (8, 2), gib << 30) for gib in (1, 2, 7, 100)]
+    assert rows == [4059, 8155, 16347, 16347]
+    small, large = (
+        dataclasses.replace(setup("RTX 4090"), memory=gib << 30, kernels=("ampere",))
+        for gib in (1, 100)
+    )
+    calls = [
+        [x.name for job in _jobs.jobs_of(_jobs.KERNELS, "ampere", made) for x in job.items]
+        for made in (small, large)
+    ]
+    kernels = [{name.partition(":")[0] for name in names} for names in calls]
+    assert len(kernels[0]) > 0.8 * len(kernels[1])
 
 
 def test_the_same_name_has_the_same_numbers_in_every_process() -> None:

@@ -259,12 +259,7 @@ def long_items(kernel: str, setup: Setup) -> list[Item]:
 def long_call(kernel: str, dtype: str, dims: tuple[int, int], setup: Setup) -> Told:
     """A long causal call: it is finite, has the same bits each time, and is right in some rows."""
     heads = (8, 2)
-    size = torch.finfo(getattr(torch, dtype)).bits // 8
-    row_bytes = 2 * (size * heads[0] + 4 * heads[1]) * sum(dims)  # randn makes float32 first
-    rows = LONG_ROWS if _registry.uses_tensor_cores(kernel) else LONG_ROWS // 4
-    while rows > 1024 and rows * row_bytes > setup.memory * BYTES_OF_LONG:
-        rows //= 2
-    rows -= 37  # the last tile is not full
+    rows = long_rows(kernel, dims, heads, setup.memory)
     q, k, v = Maker(setup, f"long {dtype} {dims}").qkv(dtype, dims, heads, rows, rows)
     call: Call = {"causal": True}
     plan = planned(kernel, q, k, v, call, setup)
@@ -274,6 +269,15 @@ def long_call(kernel: str, dtype: str, dims: tuple[int, int], setup: Setup) -> T
         same_bits("output", out, again)
     compare_rows(kernel, setup, (q, k, v), call, out, lse)
     return Told(f"{rows} rows", tuple(plan.kernels))
+
+
+def long_rows(kernel: str, dims: tuple[int, int], heads: tuple[int, int], memory: int) -> int:
+    """The rows of a long call, whose tensors fit into a share of the GPU's memory."""
+    row_bytes = 4 * 2 * sum(heads) * sum(dims)  # numbers are made in float32
+    rows = LONG_ROWS if _registry.uses_tensor_cores(kernel) else LONG_ROWS // 4
+    while rows > 1024 and rows * row_bytes > memory * BYTES_OF_LONG:
+        rows //= 2
+    return rows - 37  # the last tile is not full
 
 
 def compare_rows(

@@ -28,6 +28,7 @@ SHAPES = (
     (12, 48, 24, 193, 321), (4, 40, 20, 193, 77), (4, 40, 20, 1150, 321), (4, 20, 10, 600, 1500),
     (1, 4, 2, 5, 4100), (1, 16, 1, 9, 4100), (1, 4, 1, 1, 9001), (1, 10, 5, 4096, 4096),
 )  # fmt: skip
+BYTES_OF_OUTPUT = 50  # of memory that a comparison with float64 takes for an element
 SHAPES_OF_GRADIENTS = SHAPES[1:5] + SHAPES[7:8]
 
 
@@ -39,11 +40,13 @@ class Candidate:
         name: the call in words.
         plan: plans it.
         run: runs it and compares the result with float64.
+        outputs: elements of its output.
     """
 
     name: str
     plan: Callable[[], _native.LaunchPlan]
     run: Callable[[Setup], Told]
+    outputs: int = 0
 
 
 def kernel_items(kernel: str, dtype: str, of: str, setup: Setup) -> list[Item]:
@@ -62,6 +65,8 @@ def chosen(
     seen: set[str] = set()
     candidates = backward if of == _proofs.BACKWARD else forward
     for candidate in candidates(kernel, dtype, setup):
+        if candidate.outputs * BYTES_OF_OUTPUT > setup.memory / 2:
+            continue
         try:
             plan = candidate.plan()
         except (ArchflashError, NotHereError):  # the kernel does not serve it
@@ -138,7 +143,8 @@ def candidate(
         (q, k, v), call = make(Meta(setup))
         return _calls.planned(kernel, q, k, v, call, setup)
 
-    return Candidate(name, plan, functools.partial(_calls.check_call, kernel, name, make))
+    run = functools.partial(_calls.check_call, kernel, name, make)
+    return Candidate(name, plan, run, batch * heads * rows * dims[1])
 
 
 def of_caches(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
@@ -192,7 +198,7 @@ def backward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
 
             more = {"deterministic": True} if exact else {}
             run = functools.partial(_calls.check_gradients, kernel, name, make, more)
-            yield Candidate(name, plan, run)
+            yield Candidate(name, plan, run, 3 * batch * heads * rows * dims[1])
 
 
 class Meta(Maker):
