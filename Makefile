@@ -27,21 +27,10 @@ FAST_TESTS := tests/unit tests/core_set/test_calls.py tests/sim/test_instruction
 test-fast: $(VENV)/installed  ## in a minute: unit tests, a few launches of every kernel, the simulator's instructions
 	$(PYTEST) -m "not slow" $(FAST_TESTS)
 
-# `make test` runs with the newest torch. These are the tests of what depends on its version.
+# `make test` runs with the newest torch. TORCH may be a list of versions.
 TORCH ?= 2.6.0
-TORCH_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,api causal_bias compat export flops other_ways quantize reference sdpa_semantics torch_implementation tracing transforms))
-TORCH_TESTS += tests/core_set/test_pytorch_operators.py
-test-torch: $(VENV)/torch-$(TORCH)  ## torch.compile, autograd and the like with another torch, the oldest supported by default
-	PYTHONPATH=$< $(BIN)/python -m pytest $(TORCH_TESTS)
-
-# PyPI's build for CUDA, since it has no other, without NVIDIA's libraries (several GB), which a CPU does not need.
-$(VENV)/torch-%: $(VENV)/installed
-	@echo "== fetching torch $* (up to 900 MB)"
-	rm -rf $@.new $@
-	$(BIN)/python -m pip install -q --no-deps --target $@.new torch==$*
-	$(BIN)/python tests/unit/stub_cuda.py $@.new
-	mv $@.new $@
-	touch $@
+test-torch: $(VENV)/installed  ## torch.compile, autograd and the like with another torch, the oldest supported by default
+	$(BIN)/python -m tests.torch_versions --keep $(VENV) $(TORCH)
 
 # The plug-ins for servers inside the real packages, each of which has a folder and a process of its own. SERVERS_INSTALL=--newest takes
 # today's releases. It runs Python of this folder as it is installed, so that a failure says which package changed.

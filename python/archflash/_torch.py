@@ -135,11 +135,11 @@ def attention(
         out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     unscaled = q_descale is None and k_descale is None and v_descale is None
-    packed = None
+    packed = rows = keys = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        packed = Packed(
-            packed_rows(cu_seqlens_q, q.shape[0]), packed_rows(cu_seqlens_k, k.shape[0])
-        )
+        rows = packed_rows(cu_seqlens_q, q.shape[0])
+        keys = packed_rows(cu_seqlens_k, k.shape[0])
+        packed = Packed(rows, keys)
     band = Band.of(causal, window, q_offset, packed, q, k, layout)
     masks = MaskTensors(attn_mask, alibi_slopes, key_ranges, block_mask)
     drops = None
@@ -147,11 +147,11 @@ def attention(
         drops = Drops(dropout_p, rng_state)
     plain = (
         no_masks(masks)
-        and not drops
+        and drops is None
         and sinks is None
         and not softcap
         and not return_lse
-        and not packed
+        and packed is None
     )
     as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
     if (
@@ -176,9 +176,9 @@ def attention(
     # the float32 products below in 16 bits.
     with _autocast.no_autocast(q.device.type):
         result, lse = _attention_bhnd(
-            _dequantise(_to_bhnd(q, layout, packed), q_descale, packed and packed.q, inside),
-            _dequantise(_to_bhnd(k, layout, packed), k_descale, packed and packed.k, inside),
-            _dequantise(_to_bhnd(v, layout, packed), v_descale, packed and packed.k, inside),
+            _dequantise(_to_bhnd(q, layout, packed), q_descale, rows, inside),
+            _dequantise(_to_bhnd(k, layout, packed), k_descale, keys, inside),
+            _dequantise(_to_bhnd(v, layout, packed), v_descale, keys, inside),
             scale=scale,
             band=band,
             packed=packed,
@@ -194,7 +194,7 @@ def attention(
     if not return_lse or lse is None:
         return result
     lse = lse.to(torch.float32).contiguous()
-    return result, lse[0] if packed else lse
+    return result, lse if packed is None else lse[0]
 
 
 def pytorchs_call(
@@ -261,13 +261,13 @@ def _inside_dtype(dtype: torch.dtype, out_dtype: torch.dtype, *, scaled: bool) -
 
 
 def _to_bhnd(x: Tensor, layout: str, packed: Packed | None) -> Tensor:
-    if packed:
+    if packed is not None:
         return x.transpose(0, 1)[None]
     return x.transpose(1, 2) if layout == "bnhd" else x
 
 
 def _from_bhnd(x: Tensor, layout: str, packed: Packed | None) -> Tensor:
-    if packed:
+    if packed is not None:
         return x[0].transpose(0, 1)
     return x.transpose(1, 2) if layout == "bnhd" else x
 
@@ -316,7 +316,7 @@ def _attention_bhnd(
     foreign_bias = attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype)
     plain = bool(softcap) or sinks is not None or want_lse or empty or foreign_bias
     plain = plain or masks.alibi_slopes is not None or drops is not None
-    if not plain and not packed and no_masks(masks) and top_left_causal(band):
+    if not plain and packed is None and no_masks(masks) and top_left_causal(band):
         return _sdpa(q, *seen_from_top_left(q, k, v), None, scale, is_causal=True), None
 
     visible = visible_keys(q, k, band, packed)
@@ -340,7 +340,7 @@ def _attention_bhnd(
     if plain:
         need_lse = want_lse or sinks is not None
         inside = q.dtype if q.dtype == torch.float64 else torch.float32
-        factors = drops.factors(q, k, packed, inside) if drops else None
+        factors = drops.factors(q, k, packed, inside) if drops is not None else None
         out, lse = plain_operations(
             q, safe_k, safe_v, mask,
             scale=scale, softcap=softcap, factors=factors, want_lse=need_lse,

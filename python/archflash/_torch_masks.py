@@ -44,6 +44,10 @@ class PackedRows(NamedTuple):
 
 
 class Packed(NamedTuple):
+    """Packed sequences. Whether there are any is asked by ``is None``: torch.compile cannot trace
+    ``not packed`` in torch 2.9 and 2.10.
+    """
+
     q: PackedRows
     k: PackedRows
 
@@ -89,7 +93,7 @@ class Band(NamedTuple):
             q_offset = max(-_FAR, min(q_offset, _FAR))
         if causal:
             right = 0 if right is None else min(right, 0)
-        if packed:
+        if packed is not None:
             if q_offset is None:
                 q_offset = packed.k.cu_seqlens.diff() - packed.q.cu_seqlens.diff()
             return cls(left, right, q_offset)
@@ -139,7 +143,7 @@ def visible_keys(q: Tensor, k: Tensor, band: Band, packed: Packed | None) -> Ten
     """Which keys band and packed sequences let each query see: bool, broadcastable to
     ``(B, Hq, Nq, Nk)``; None if every query sees every key.
     """
-    if packed:
+    if packed is not None:
         rows, keys = packed
         sequences = rows.cu_seqlens.shape[0] - 1
         owned = (rows.sequence < sequences) & (rows.row >= 0)
@@ -178,7 +182,7 @@ class Drops(NamedTuple):
     def factors(self, q: Tensor, k: Tensor, packed: Packed | None, dtype: torch.dtype) -> Tensor:
         """What each weight is multiplied by, 0 or 1 / (1 - p): ``(B, Hq, Nq, Nk)``."""
         head = torch.arange(q.shape[1], device=q.device)[:, None, None]
-        if packed:
+        if packed is not None:
             sequence = packed.q.sequence[:, None]
             query, key = packed.q.row[:, None], packed.k.of(packed.q)[1]
         else:
@@ -208,7 +212,7 @@ def in_blocks(visible: Tensor | None, block_mask: Tensor, nq: int, nk: int) -> T
 def alibi(slopes: Tensor, q: Tensor, k: Tensor, band: Band, packed: Packed | None) -> Tensor:
     """What ALiBi adds to the scores: ``(B or 1, Hq, Nq, Nk)``, float64 for such q, else float32."""
     slopes = slopes.double() if q.dtype == torch.float64 else slopes
-    if packed:
+    if packed is not None:
         rows, keys = packed
         offset = of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset
         distance = (rows.row + offset)[:, None] - keys.of(rows)[1]

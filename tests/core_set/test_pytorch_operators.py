@@ -44,6 +44,11 @@ needs_get_kernel = pytest.mark.skipif(
     reason=f"torch {torch.__version__} cannot call a kernel that was replaced",
 )
 
+needs_quantized = pytest.mark.skipif(
+    "quantized" not in aten._scaled_dot_product_flash_attention.overloads(),
+    reason="this torch has no operator for FP8",
+)
+
 on_cpu = pytest.mark.skipif(on.name == "gpu", reason="PyTorch's own kernels may refuse these calls")
 
 
@@ -194,15 +199,23 @@ def test_a_causal_bias_aligned_to_the_bottom_right(rows: tuple[int, int]) -> Non
     assert_close(out, lse, q, k, v, causal=True)
 
 
+def varlen_with_a_mask() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """PyTorch's module for packed sequences, a mask as it is given there, and as archflash's."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen")
+    if "window_size" in inspect.signature(varlen.varlen_attn).parameters:
+        return varlen, {"window_size": (9, 0)}, {"window": (9, 0)}
+    return varlen, {"is_causal": True}, {"causal": True}  # torch 2.10
+
+
 @needs_get_kernel
 @pytest.mark.usefixtures("ampere")
 def test_packed_sequences_through_varlen_attn() -> None:
-    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen")
+    varlen, mask, same_mask = varlen_with_a_mask()
     q, k, v = (on.rand(60, 2, 32, seed=i, dtype="bfloat16") for i in range(3))
     ends_q, ends_k = on.cu_seqlens([25, 0, 30, 5]), on.cu_seqlens([20, 10, 30, 0])
-    packed = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "window": (9, 0)}
+    packed = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, **same_mask}
     out, lse = varlen.varlen_attn(
-        q, k, v, ends_q, ends_k, 30, 30, window_size=(9, 0), return_aux=varlen.AuxRequest(lse=True)
+        q, k, v, ends_q, ends_k, 30, 30, return_aux=varlen.AuxRequest(lse=True), **mask
     )
     unseen = torch.zeros(60, dtype=torch.bool, device=on.device)
     unseen[:5] = unseen[55:] = True  # more queries than keys, and a sequence without keys
@@ -320,6 +333,7 @@ def test_pages_of_a_cache_through_the_cudnn_operator() -> None:
 
 
 @needs_get_kernel
+@needs_quantized
 @pytest.mark.skipif("hopper" not in on.kernels(), reason="hopper has no code for this GPU")
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_fp8_through_the_quantized_operators(packed: bool) -> None:
@@ -437,12 +451,12 @@ def test_a_gradient_that_is_one_number_everywhere() -> None:
 @needs_get_kernel
 @pytest.mark.usefixtures("ampere")
 def test_gradients_of_packed_sequences_through_varlen_attn() -> None:
-    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen")
+    varlen, mask, same_mask = varlen_with_a_mask()
     q, k, v = (on.rand(60, 2, 32, seed=i, dtype="bfloat16").requires_grad_() for i in range(3))
     grad = on.rand(60, 2, 32, seed=9, dtype="bfloat16")
     ends_q, ends_k = on.cu_seqlens([25, 0, 30, 5]), on.cu_seqlens([20, 10, 30, 0])
-    packed = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "window": (9, 0)}
-    out = varlen.varlen_attn(q, k, v, ends_q, ends_k, 30, 30, window_size=(9, 0))
+    packed = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, **same_mask}
+    out = varlen.varlen_attn(q, k, v, ends_q, ends_k, 30, 30, **mask)
     found = torch.autograd.grad(out, (q, k, v), grad)
     assert_gradients(found, grad, *(x.detach() for x in (q, k, v)), **packed)
     assert_calls(2)
@@ -537,7 +551,10 @@ DECLINED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
 
 @needs_get_kernel
 @on_cpu
-@pytest.mark.parametrize("name", DECLINED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[needs_quantized] * ("overload" in x)) for x in DECLINED],
+)
 def test_pytorchs_own_kernel_serves_what_archflash_does_not(name: str) -> None:
     operator, args, kwargs, reason = DECLINED[name]
     q, k, v = on.qkv(40, 40, 32, dtype="bfloat16")
