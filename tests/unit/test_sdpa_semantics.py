@@ -157,7 +157,7 @@ def test_arguments_of_the_wrong_type_are_type_errors() -> None:
 def test_head_dims_of_no_size(sizes: tuple[int, int]) -> None:
     d, dv = sizes
     q, k, v = rand(2, 4, 5, d), rand(2, 4, 7, d), rand(2, 4, 7, dv)
-    expected = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    expected = (q @ k.mT).softmax(-1) @ v  # torch 2.12 gives other numbers for d = 0
     out = scaled_dot_product_attention(q, k, v, scale=1.0)
     torch.testing.assert_close(out, expected)
 

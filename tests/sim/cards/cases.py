@@ -1,7 +1,4 @@
-"""Whole attention calls that a card and the simulator both run, on inputs of the same bits.
-
-Inputs come from an integer hash, so that they do not depend on the version of anything.
-"""
+"""Whole attention calls that a card and the simulator both run, on inputs of the same bits."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..hashed import hashed
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -71,18 +70,6 @@ class Case:
     def rows(self, out: Tensor) -> Tensor:
         """The recorded rows of an output: (rows, dv)."""
         return out.reshape(-1, self.dv)[:: self.kept]
-
-
-def hashed(shape: tuple[int, ...], stream: int) -> Tensor:
-    """Numbers of mean 0 and deviation near 1, float32: multiples of 1/128 below 4, which fp16 holds
-    exactly.
-    """
-    x = np.arange(int(np.prod(shape)), dtype=np.uint32) + np.uint32(stream * 0x9E3779B9 % 2**32)
-    # The finaliser of MurmurHash3.
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-    sums = x.view(np.uint8).reshape(-1, 4).astype(np.int32).sum(axis=1)
-    return torch.from_numpy(((sums - 510) / 128).astype(np.float32)).reshape(shape)
 
 
 def bits(x: Tensor) -> np.ndarray[Any, Any]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from archflash import _api, _gradients, _options, reference
 
-from ..cards.cases import DTYPES, hashed
+from ..cards.cases import DTYPES
+from ..hashed import hashed
 from .planned import main, number_of
 
 

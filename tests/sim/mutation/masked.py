@@ -16,7 +16,8 @@ from archflash import _api, reference
 from archflash import _archflash as _runtime
 
 from ...core_set.odd_strides import laid_out
-from ..cards.cases import DTYPES, hashed
+from ..cards.cases import DTYPES
+from ..hashed import hashed
 from .planned import ForwardCall, main
 
 REFERENCES = (reference.attention, reference.baseline)

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from bench.switches.plans import in_pairs
 
-from ..cards.cases import DTYPES, hashed
+from ..cards.cases import DTYPES
+from ..hashed import hashed
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 DESCALES = ("q_descale", "k_descale", "v_descale")

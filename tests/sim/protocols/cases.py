@@ -12,6 +12,7 @@ from torch import Tensor
 from archflash import sim
 
 from .. import test_cluster, test_mbarrier, test_tma, test_wgmma
+from ..hashed import wide
 from ..ptx import program
 from .samples.kernels import samples
 
@@ -162,11 +163,11 @@ def _elements(stream: int) -> Tensor:
     """REDUCED bytes for each reduction. Elements of two streams are close, to test comparisons."""
     generator = torch.Generator().manual_seed(stream)
     parts = []
-    for _, name in REDUCTIONS:
+    for number, (_, name) in enumerate(REDUCTIONS):
         dtype = _TYPES.get(name) or _TYPES[name[1:]]
         count = REDUCED // dtype.itemsize
         values = (
-            torch.randn(count, generator=generator) * 100
+            wide((count,), 2 * number + stream) * 100
             if dtype.is_floating_point
             else torch.randint(-8, 8, (count,), generator=generator)
         )
@@ -261,21 +262,18 @@ def _runs() -> Iterator[Case]:
 
 
 def _products() -> Iterator[Case]:
-    def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        generator = torch.Generator().manual_seed(rows * columns)
+    def values(rows: int, columns: int, dtype: torch.dtype, stream: int) -> Tensor:
         if dtype == torch.int8:
+            generator = torch.Generator().manual_seed(stream)
             return torch.randint(-128, 128, (rows, columns), generator=generator).to(dtype)
-        normal = torch.randn(rows, columns, generator=generator)
-        # Widely different exponents show how the addends of a sum are aligned.
-        wide = torch.randint(-6, 7, (rows, columns), generator=generator)
-        return (normal * 2.0**wide).to(dtype)
+        return wide((rows, columns), stream).to(dtype)
 
     def case(name: str, types: str, dtype: torch.dtype, n: int, **options: object) -> Case:
         k = 32 // dtype.itemsize
 
         def made() -> tuple[str, list[Argument]]:
             return test_wgmma.problem(
-                values(64, k, dtype), values(n, k, dtype), types, twice=True, **options
+                values(64, k, dtype, 1), values(n, k, dtype, 2), types, twice=True, **options
             )
 
         return Case(

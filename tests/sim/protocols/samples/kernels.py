@@ -14,6 +14,7 @@ from torch import Tensor
 
 from archflash import sim
 
+from ...hashed import wide
 from . import compile
 
 ROWS, TILE_K = 64, 64
@@ -236,16 +237,10 @@ class Sample:
 
     def operands(self, tiles: int = TILES) -> tuple[Tensor, Tensor]:
         """bf16 a (64, K) and b. Widely different exponents show how the addends are aligned."""
-        generator = torch.Generator().manual_seed(tiles)
         columns = 64 * self.grid if self.transposed else WGMMA_COLUMNS
         depth = TILE_K * tiles
-
-        def values(*shape: int) -> Tensor:
-            wide = torch.randint(-6, 7, shape, generator=generator)
-            return (torch.randn(shape, generator=generator) * 2.0**wide).bfloat16()
-
         b_shape = (columns, depth) if self.transposed else (depth, columns)
-        return values(ROWS, depth), values(*b_shape)
+        return wide((ROWS, depth), 2 * tiles).bfloat16(), wide(b_shape, 2 * tiles + 1).bfloat16()
 
     def arguments(self, tiles: int = TILES) -> list[Tensor | sim.TensorMap | bytes]:
         """New arguments of a launch over `tiles` tiles of K."""
