@@ -1,5 +1,5 @@
 // Handlers for instructions that compute each lane's result from the lane's own operands. They turn
-// a function of values into a handler for 32 lanes: one for any x86-64, and one for AVX2.
+// a function of values into a handler for 32 lanes: one for any processor, and one for AVX2.
 #pragma once
 
 #include <bit>

@@ -24,4 +24,13 @@ class FloatEnvironment {
 bool uses_avx2();
 void set_avx2(bool enabled);
 
+// Returns `call` from a function where AVX2 code is in use. Elsewhere the code below it serves, and
+// a processor without AVX2 code does not even see the call's name.
+#if defined(__x86_64__)
+#define ARCHFLASH_RETURN_IF_AVX2(call) \
+  if (uses_avx2()) return call
+#else
+#define ARCHFLASH_RETURN_IF_AVX2(call) static_cast<void>(0)
+#endif
+
 }  // namespace archflash::sim

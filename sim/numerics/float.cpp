@@ -1,9 +1,8 @@
 #include "sim/numerics/float.h"
 
-#include <immintrin.h>
-
 #include <cmath>
 
+#include "sim/numerics/float_control.h"
 #include "sim/numerics/formats.h"
 
 namespace archflash::sim {
@@ -13,21 +12,14 @@ namespace {
 // uses the host's own instructions.
 class Direction {
  public:
-  explicit Direction(Round round) : saved_(_mm_getcsr()) {
-    const uint32_t control = round == Round::RM   ? 0x2000
-                             : round == Round::RP ? 0x4000
-                             : round == Round::RZ ? 0x6000
-                                                  : 0x0000;
-    _mm_setcsr((saved_ & ~0x6000u) | control);
+  explicit Direction(Round round) : saved_(float_control()) {
+    set_float_control(with_direction(saved_, round));
   }
-  ~Direction() { _mm_setcsr(saved_); }
+  ~Direction() { set_float_control(saved_); }
 
  private:
   uint32_t saved_;
 };
-
-// Keeps the compiler from moving an operation across a change of the rounding control.
-inline void pin(double& value) { asm volatile("" : "+x"(value)::"memory"); }
 
 // A NaN result in double precision is the first NaN operand in the order given, made quiet.
 double with_nan_of(double result, double first, double second, double third) {

@@ -1,12 +1,14 @@
 #include "sim/numerics/tensor_core.h"
 
-#include <immintrin.h>
-
 #include <cmath>
 #include <cstring>
 
 #include "sim/numerics/convert.h"
 #include "sim/numerics/cpu.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace archflash::sim {
 namespace {
@@ -75,6 +77,10 @@ void add_slowly(const TileA& a, const TileB& b, TileC& c, int first, const Addit
 }
 
 // ---- Most operands, in 32-bit arithmetic, eight columns at a time -------------------------------
+
+using AddFunction = bool (*)(const TileA& a, const TileB& b, TileC& c, int first);
+
+#if defined(__x86_64__)
 
 #define ARCHFLASH_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define ARCHFLASH_AVX2_INLINE __attribute__((target("avx2,fma,f16c"), always_inline)) inline
@@ -223,8 +229,6 @@ ARCHFLASH_AVX2 bool add_avx2(const TileA& a, const TileB& b, TileC& c, int first
   return true;
 }
 
-using AddFunction = bool (*)(const TileA& a, const TileB& b, TileC& c, int first);
-
 template <int DEPTH, int FRACTION_BITS>
 AddFunction add_of(bool to_f16) {
   return to_f16 ? add_avx2<DEPTH, FRACTION_BITS, true> : add_avx2<DEPTH, FRACTION_BITS, false>;
@@ -238,8 +242,7 @@ AddFunction add_of(int depth, bool to_f16) {
                        : add_of<32, FRACTION_BITS>(to_f16);
 }
 
-AddFunction find_avx2(const Additions& additions) {
-  if (!uses_avx2()) return nullptr;
+AddFunction add_of(const Additions& additions) {
   switch (additions.fraction_bits) {
     case 13:
       return add_of<13>(additions.depth, additions.to_f16);
@@ -252,17 +255,25 @@ AddFunction find_avx2(const Additions& additions) {
   }
 }
 
+#endif
+
+// The function that adds with AVX2; nullptr where there is none.
+AddFunction find_avx2([[maybe_unused]] const Additions& additions) {
+  ARCHFLASH_RETURN_IF_AVX2(add_of(additions));
+  return nullptr;
+}
+
 }  // namespace
 
 void set_exponents(TileA& a, int k, int smallest) {
-  if (uses_avx2() && k % TILE_COLUMNS == 0) return set_fast(a, k, smallest);
+  if (k % TILE_COLUMNS == 0) ARCHFLASH_RETURN_IF_AVX2(set_fast(a, k, smallest));
   for (int row = 0; row < TILE_ROWS; ++row) {
     for (int i = 0; i < k; ++i) a.exponent[row][i] = exponent_of(a.value[row][i], smallest);
   }
 }
 
 void set_exponents(TileB& b, int k, int smallest) {
-  if (uses_avx2()) return set_fast(b, k, smallest);
+  ARCHFLASH_RETURN_IF_AVX2(set_fast(b, k, smallest));
   for (int i = 0; i < k; ++i) {
     for (int column = 0; column < TILE_COLUMNS; ++column) {
       b.exponent[i / 2][column][i % 2] = exponent_of(b.value[i][column], smallest);

@@ -1,17 +1,29 @@
 #include "sim/numerics/warp_wide.h"
 
-#include <immintrin.h>
-
 #include "sim/numerics/approximate.h"
 #include "sim/numerics/convert.h"
 #include "sim/numerics/cpu.h"
 #include "sim/numerics/float.h"
 #include "sim/numerics/function_unit.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace archflash::sim {
 namespace {
 
 constexpr int WARP = 32;
+
+template <bool FTZ>
+void fma_baseline(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
+  for (int i = 0; i < WARP; ++i) {
+    d[i] =
+        bits_of(fma_f32_general(f32_of(a[i]), f32_of(b[i]), f32_of(c[i]), {Round::RN, FTZ, false}));
+  }
+}
+
+#if defined(__x86_64__)
 
 // The AVX2 functions use fused multiply-add only where PTX does: a contraction elsewhere would
 // change bits.
@@ -50,14 +62,6 @@ ARCHFLASH_AVX2_FMA void fma_avx2(uint32_t* d, const uint32_t* a, const uint32_t*
     __m256 result = _mm256_fmadd_ps(x, y, z);
     if (FTZ) result = flush_lanes(result);
     store_lanes(d + i, _mm256_castps_si256(canonical_lanes(result)));
-  }
-}
-
-template <bool FTZ>
-void fma_baseline(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
-  for (int i = 0; i < WARP; ++i) {
-    d[i] =
-        bits_of(fma_f32_general(f32_of(a[i]), f32_of(b[i]), f32_of(c[i]), {Round::RN, FTZ, false}));
   }
 }
 
@@ -159,33 +163,37 @@ ARCHFLASH_AVX2 void cvt_bf16x2_avx2(uint32_t* d, const uint32_t* a, const uint32
   }
 }
 
+#endif
+
 }  // namespace
 
 void ex2_approx_ftz_f32_warp(uint32_t* d, const uint32_t* a) {
-  if (uses_avx2()) return ex2_avx2(d, a);
+  ARCHFLASH_RETURN_IF_AVX2(ex2_avx2(d, a));
   for (int i = 0; i < WARP; ++i) d[i] = bits_of(ex2_approx_f32(f32_of(a[i]), true));
 }
 
 void cvt_rn_f16x2_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b) {
-  if (uses_avx2()) return cvt_f16x2_avx2(d, a, b);
+  ARCHFLASH_RETURN_IF_AVX2(cvt_f16x2_avx2(d, a, b));
   for (int i = 0; i < WARP; ++i) {
     d[i] = uint32_t{cvt_rn_f16_f32(f32_of(a[i]))} << 16 | cvt_rn_f16_f32(f32_of(b[i]));
   }
 }
 
 void cvt_rn_bf16x2_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b) {
-  if (uses_avx2()) return cvt_bf16x2_avx2(d, a, b);
+  ARCHFLASH_RETURN_IF_AVX2(cvt_bf16x2_avx2(d, a, b));
   for (int i = 0; i < WARP; ++i) {
     d[i] = uint32_t{cvt_rn_bf16_f32(f32_of(a[i]))} << 16 | cvt_rn_bf16_f32(f32_of(b[i]));
   }
 }
 
 void fma_rn_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
-  uses_avx2() ? fma_avx2<false>(d, a, b, c) : fma_baseline<false>(d, a, b, c);
+  ARCHFLASH_RETURN_IF_AVX2(fma_avx2<false>(d, a, b, c));
+  fma_baseline<false>(d, a, b, c);
 }
 
 void fma_rn_ftz_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
-  uses_avx2() ? fma_avx2<true>(d, a, b, c) : fma_baseline<true>(d, a, b, c);
+  ARCHFLASH_RETURN_IF_AVX2(fma_avx2<true>(d, a, b, c));
+  fma_baseline<true>(d, a, b, c);
 }
 
 }  // namespace archflash::sim
