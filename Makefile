@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WHEELS := build/wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo editable test test-fast test-torch test-servers test-sim-full lint lint-built format test-gpu bench day-one clean
+.PHONY: demo editable test test-fast wheel-aarch64 test-aarch64 test-torch test-servers test-sim-full lint lint-built format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
@@ -31,6 +31,15 @@ test-fast: $(VENV)/installed  ## in a minute: unit tests, a few launches of ever
 TORCH ?= 2.6.0
 test-torch: $(VENV)/installed  ## torch.compile, autograd and the like with another torch, the oldest supported by default
 	$(BIN)/python -m tests.torch_versions --keep $(VENV) $(TORCH)
+
+# The wheel for ARM hosts, with the kernels of this machine's build. apt-get installs what it needs where make runs as root.
+ARM_WHEELS := build/wheel-aarch64
+wheel-aarch64: $(VENV)/installed  ## the wheel for hosts such as GH200, GB200 and GB10, cross-compiled
+	rm -rf $(ARM_WHEELS)
+	PYTHONPATH=$(TOOLS) $(BIN)/python _build/aarch64.py $(ARM_WHEELS)
+
+test-aarch64: wheel-aarch64  ## that wheel under qemu-user: plans, calls and the simulator's instructions have the bits that they have here
+	$(BIN)/python -m tests.aarch64 $(ARM_WHEELS)
 
 # The plug-ins for servers inside the real packages, each of which has a folder and a process of its own. SERVERS_INSTALL=--newest takes
 # today's releases. It runs Python of this folder as it is installed, so that a failure says which package changed.

@@ -142,6 +142,8 @@ def newer_ptxas(toolkit: Path) -> Path:
 
 
 def _use_compiler() -> None:
+    if _has_kernels():
+        return
     nvcc = find_system_nvcc()
     if nvcc:
         root = toolkit_root(nvcc)
@@ -160,8 +162,13 @@ def _use_compiler() -> None:
     os.environ["ARCHFLASH_PTXAS"] = str(newer_ptxas(root))
 
 
+def _has_kernels() -> bool:
+    """Whether kernels come from a finished build (aarch64.py), so that none are compiled."""
+    return bool(os.environ.get("ARCHFLASH_KERNELS_OF"))
+
+
 def _with_compiler(requires: list[str]) -> list[str]:
-    return requires if find_system_nvcc() else [*requires, *CUDA_PACKAGES]
+    return requires if _has_kernels() or find_system_nvcc() else [*requires, *CUDA_PACKAGES]
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:

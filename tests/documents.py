@@ -421,14 +421,14 @@ def gpu_table() -> str:
 
 def make_targets() -> set[str]:
     """The targets of the Makefile that a person may name."""
-    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def named_targets(text: str) -> set[str]:
     """The Makefile targets that a document names, as code or in a block."""
-    inline = re.findall(r"`make ([a-z-]+)[^`]*`", text)
+    inline = re.findall(r"`make ([a-z0-9-]+)[^`]*`", text)
     commands = [run.code for run in runs(text)] if "```" in text else []
-    return {*inline, *(m[1] for c in commands if (m := re.match(r"make ([a-z-]+)", c)))}
+    return {*inline, *(m[1] for c in commands if (m := re.match(r"make ([a-z0-9-]+)", c)))}
 
 
 def missing_links(page: Path, text: str) -> list[str]:
