@@ -268,6 +268,8 @@ def describe_environment(implementation: str, simulate: bool) -> dict[str, str]:
             f"{needs}: this is {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]}). "
             "--simulate goes the same way on the simulator, --implementation names another kernel"
         )
+    from archflash.verify import _times
+
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     nvml = timing.open_nvml()
     return (
@@ -279,6 +281,9 @@ def describe_environment(implementation: str, simulate: bool) -> dict[str, str]:
             "l2_bytes": str(properties.L2_cache_size),
             "memory_bytes": str(properties.total_memory),
             "clock_mhz": str(nvml.sm_clock_mhz()),
+            "power_limit_w": str(
+                _times.gpu_state(torch.cuda.current_device()).get("power_limit_w")
+            ),
             "cudnn": str(torch.backends.cudnn.version()),
         }
     )

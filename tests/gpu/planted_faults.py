@@ -28,7 +28,6 @@ WORKER = Path(__file__).with_name("planted_worker.py")
 AT_A_TIME = 6
 LIMIT_S = 6  # of an item: what hangs has to be waited for
 FORWARD = "hopper_attention_fwd_bf16_d128_few"
-LARGE = "hopper_attention_fwd_bf16_d128_large"
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ FAULTS = (
         where=("slabs of 64 columns", ("1",)),
     ),
     Fault(
-        "nobody waits for V", FORWARD, "hopper/fwd_bf16", "hopper/mainloop.cuh",
-        "ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed",
+        "nobody waits for K", FORWARD, "hopper/fwd_bf16", "hopper/mainloop.cuh",
+        "ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed",
         "", statuses=("wrong", "timeout"),
     ),
     Fault(
@@ -92,15 +91,15 @@ FAULTS = (
         "below(visible.last(rows[r]) + 2 - first_key)",
     ),
     Fault(
-        "outputs beyond all memory", FORWARD, "hopper/fwd_bf16", "hopper/epilogue.cuh",
-        "static_cast<uint16_t*>(params.out_gmem) + at.batch",
-        "static_cast<uint16_t*>(params.out_gmem) + (int64_t{1} << 44) + at.batch",
+        "outputs beyond all memory", FORWARD, "hopper/fwd_bf16", "common/device/online_softmax.cuh",
+        "uint16_t* out_gmem = out.out_gmem(params);",
+        "uint16_t* out_gmem = out.out_gmem(params) + (int64_t{1} << 44);",
         statuses=("failed", "crashed"), said="illegal memory access",
     ),
     Fault(
-        "a warp writes another's rows", LARGE, "hopper/fwd_bf16", "hopper/epilogue.cuh",
-        "                        tile.first_row + warp_row;",
-        "                        tile.first_row + warp_row + (warp_row % 128 == 32 ? 16 : 0);",
+        "a warp exchanges rows", FORWARD, "hopper/fwd_bf16", "common/device/online_softmax.cuh",
+        "ptx::st_global_v4_b32(out_gmem + row * params.out_row",
+        "ptx::st_global_v4_b32(out_gmem + (row ^ (warp_row % 128 == 32)) * params.out_row",
         where=("lane quarters", ("1",)),
     ),
     Fault(
@@ -121,9 +120,9 @@ FAULTS = (
         job="gradients: hopper bfloat16", said="differ between two runs",
     ),
     Fault(
-        "the next row's page", "ampere_attention_fwd_bf16_d128_decode", "ampere/cache_bf16",
-        "common/device/kv_cache.cuh", "+ row / cache.block_rows];",
-        "+ (row + 1) / cache.block_rows];", job="caches: ampere bfloat16",
+        "the next row's page", "ampere_attention_fwd_bf16_d128_decode", "ampere/decode_bf16",
+        "common/mma_sync/decode_fwd.cuh", "return page_shift >= 0 ? row >> page_shift",
+        "return page_shift >= 0 ? (row + 16) >> page_shift", job="caches: ampere bfloat16",
     ),
 )  # fmt: skip
 

@@ -22,7 +22,7 @@ from archflash import _archflash as native
 from archflash import _dispatch, _proofs, _user_tables, reference
 from archflash._errors import ForcedImplementationError
 from archflash.cli import verify
-from archflash.verify import _calls, _jobs, _verdict, _worker, _wrong
+from archflash.verify import _calls, _jobs, _times, _verdict, _worker, _wrong
 from archflash.verify._calls import Maker
 from archflash.verify._run import Row, Runner
 from archflash.verify._setup import Item, Job, NotHereError, Setup, Told, kernels_on
@@ -288,6 +288,33 @@ GPU 00000000:01:00.0
     assert "1965 MHz" in kept
     assert "disabled" in kept
     assert not {"1234567", "GPU-abc", "secret", "77", "Nov"} & {*kept.split()}
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("1980, 512.33, 700.00, 61\n", {
+            "clock_mhz": 1980.0, "power_w": 512.33, "power_limit_w": 700.0, "celsius": 61.0,
+        }),
+        ("1300, [N/A], [Not Supported], 50\n", {"clock_mhz": 1300.0, "celsius": 50.0}),
+        ("", {}),
+    ],
+)  # fmt: skip
+def test_the_state_of_the_gpu_has_what_nvidia_smi_says(
+    monkeypatch: pytest.MonkeyPatch, told: str, expected: dict[str, float]
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout=told)
+
+    monkeypatch.setattr(_times.subprocess, "run", run)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="12-34")
+    )
+    assert _times.gpu_state(1) == expected
+    assert asked[0][-1] == "--id=GPU-12-34"
 
 
 # --- archives ---

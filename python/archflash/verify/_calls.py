@@ -56,6 +56,12 @@ class Maker:
     def int32(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
+    def ranges(self, rows: int, keys: int) -> Tensor:
+        """key_ranges that begin later and later, and end near the end."""
+        row = torch.arange(rows, dtype=torch.int32, device=self.device)
+        both = torch.stack([row * keys // (2 * rows), keys - row % 7], -1)
+        return both[None, None, :, None]
+
     def ends(self, lengths: Sequence[int]) -> Tensor:
         return self.int32([0, *itertools.accumulate(lengths)])
 
@@ -440,7 +446,7 @@ def cache_call(maker: Maker, dtype: str, made: dict[str, Any]) -> tuple[Tensor, 
     batch, capacity = len(lengths), -(-(max(lengths) + n_new) // 64) * 64
     call: Call = {"cache_seqlens": maker.int32(lengths), "causal": True}
     caches = [maker.rand(batch, capacity, heads[1], n, dtype=kind) for n in (d, dv)]
-    for sequence, length in enumerate(lengths):
+    for sequence, length in enumerate(lengths if maker.device != "meta" else ()):
         for cache in caches:
             cache[sequence, length:] = float("nan")
     if page:

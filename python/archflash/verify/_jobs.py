@@ -52,15 +52,20 @@ def jobs_of(part: str, name: str, setup: Setup) -> Iterator[Job]:
     def job(of: str, what: str, make: Callable[..., Sequence[Item]], *given: str) -> Job:
         return Job(part, name, of, what, partial(make, name, *given, setup))
 
+    def of_kernels(of: str, dtype: str) -> Job:
+        given = (name, dtype, of, setup)
+        what = dtype if of == FORWARD else f"{of} {dtype}"
+        make, find = partial(_kernels.kernel_items, *given), partial(_kernels.items_named, *given)
+        return Job(part, name, of, what, make, find)
+
     if part == FIRST:
         for dtype in said.dtypes:
             yield job(FORWARD, dtype, first_items, dtype)
     elif part == KERNELS:
         for dtype in said.dtypes:
-            yield job(FORWARD, dtype, _kernels.kernel_items, dtype, FORWARD)
+            yield of_kernels(FORWARD, dtype)
         for dtype in of_gradients:
-            what = f"backward {dtype}"
-            yield job(BACKWARD, what, _kernels.kernel_items, dtype, BACKWARD)
+            yield of_kernels(BACKWARD, dtype)
     elif part == LONG:
         yield job(FORWARD, "", _calls.long_items)
     elif part == GRADIENTS:

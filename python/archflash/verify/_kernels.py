@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ SHAPES = (
     (12, 48, 24, 193, 321), (4, 40, 20, 193, 77), (4, 40, 20, 1150, 321), (4, 20, 10, 600, 1500),
     (1, 4, 2, 5, 4100), (1, 16, 1, 9, 4100), (1, 4, 1, 1, 9001), (1, 10, 5, 4096, 4096),
 )  # fmt: skip
+BEFORE_CALL = ": "  # in the name of an item: between the kernel and the call
 BYTES_OF_OUTPUT = 50  # of memory that a comparison with float64 takes for an element
 SHAPES_OF_GRADIENTS = SHAPES[1:5] + SHAPES[7:8]
 
@@ -54,8 +55,25 @@ def kernel_items(kernel: str, dtype: str, of: str, setup: Setup) -> list[Item]:
     found = []
     for candidate, new in chosen(kernel, dtype, of, setup):
         name = next((x for x in new if "_attention_" in x), new[-1])
-        found.append(Item(f"{name}: {candidate.name}", candidate.run))
+        found.append(Item(f"{name}{BEFORE_CALL}{candidate.name}", candidate.run))
     return found
+
+
+def items_named(
+    kernel: str, dtype: str, of: str, setup: Setup, names: Collection[str]
+) -> list[Item]:
+    """Those of `kernel_items` with these names, without a plan of any."""
+    by_call = {name.partition(BEFORE_CALL)[2]: name for name in names}
+    return [
+        Item(by_call[candidate.name], candidate.run)
+        for candidate in candidates(kernel, dtype, of, setup)
+        if candidate.name in by_call
+    ]
+
+
+def candidates(kernel: str, dtype: str, of: str, setup: Setup) -> Iterator[Candidate]:
+    """Calls that may come to kernels of a pass."""
+    return (backward if of == _proofs.BACKWARD else forward)(kernel, dtype, setup)
 
 
 def chosen(
@@ -63,8 +81,7 @@ def chosen(
 ) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
     """The candidates that come to kernels which those before do not, with these kernels."""
     seen: set[str] = set()
-    candidates = backward if of == _proofs.BACKWARD else forward
-    for candidate in candidates(kernel, dtype, setup):
+    for candidate in candidates(kernel, dtype, of, setup):
         if candidate.outputs * BYTES_OF_OUTPUT > setup.memory / 2:
             continue
         try:
@@ -96,9 +113,7 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
         return {"attn_mask": make.rand(1, 1, shape[3], shape[4], dtype=dtype)}
 
     def ranges(make: Maker, shape: tuple[int, ...]) -> Call:
-        rows, keys = shape[3], shape[4]
-        both = [[min(row * keys // (2 * rows), keys - 9), keys - row % 7] for row in range(rows)]
-        return {"key_ranges": make.int32(both)[None, None, :, None]}
+        return {"key_ranges": make.ranges(shape[3], shape[4])}
 
     def dropout(make: Maker, shape: tuple[int, ...]) -> Call:
         state = torch.tensor([5, 4], dtype=torch.int64, device=make.device)
@@ -202,10 +217,13 @@ def backward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
 
 
 class Meta(Maker):
-    """Tensors without memory, for plans."""
+    """Tensors without memory, for plans. What is computed of meta tensors takes PyTorch long."""
 
     def __init__(self, setup: Setup) -> None:
         self.device = "meta"
 
     def rand(self, *shape: int, dtype: str = "float32") -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    def ranges(self, rows: int, keys: int) -> Tensor:
+        return torch.empty((1, 1, rows, 1, 2), dtype=torch.int32, device="meta")

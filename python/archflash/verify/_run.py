@@ -166,6 +166,7 @@ class Runner:
     def run(self, jobs: list[Job]) -> None:
         """Runs jobs. Those that are left out after too many timeouts have rows, too."""
         try:
+            self._spare = Process(self._worker)  # it imports torch while items are listed
             for number, job in enumerate(jobs):
                 if self.ended:
                     said = f"{self.timeouts} items ran into their limits: --continue goes on"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,6 +104,7 @@ class Job:
         of: the pass of the folder, FORWARD or BACKWARD; "" for none.
         what: what it is about.
         make: lists what it tries.
+        find: lists what it tries of these names, where `make` takes long.
     """
 
     part: str
@@ -111,11 +112,17 @@ class Job:
     of: str
     what: str
     make: Callable[[], Sequence[Item]]
+    find: Callable[[Collection[str]], Sequence[Item]] | None = None
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
         """What it tries, in this order. Plans are made to find some of it."""
         return tuple(self.make())
+
+    def named(self, names: Collection[str]) -> list[Item]:
+        """What it tries of these names."""
+        found = self.items if self.find is None else self.find(names)
+        return [item for item in found if item.name in names]
 
     @property
     def name(self) -> str:

@@ -71,7 +71,7 @@ def time(
     each = max(elapsed_ms(run, 3) / 3, 1e-3)
     for _ in range(int(WARM_SECONDS * 1e3 / each) + 1):
         run()
-    state = gpu_state(setup)  # read while the queue has work
+    state = gpu_state(torch.device(setup.device).index or 0)  # read while the queue has work
     torch.cuda.synchronize(setup.device)
     calls = max(1, int(2 / each))  # short calls are timed together: events take microseconds, too
     times = sorted(1e3 * elapsed_ms(run, calls) / calls for _ in range(ROUNDS))
@@ -104,11 +104,10 @@ def elapsed_ms(run: Callable[[], Any], calls: int) -> float:
     return float(begin.elapsed_time(end))
 
 
-def gpu_state(setup: Setup) -> dict[str, float]:
-    """Clock, power, power limit and temperature at this moment; what nvidia-smi does not say is
-    left out.
+def gpu_state(index: int) -> dict[str, float]:
+    """Clock, power, power limit and temperature of a CUDA device at this moment; what nvidia-smi
+    does not say is left out.
     """
-    index = torch.device(setup.device).index or 0
     uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
     chosen = [f"--id={uuid if uuid.startswith('GPU-') else f'GPU-{uuid}'}"] if uuid else []
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]

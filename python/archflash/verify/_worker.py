@@ -42,15 +42,14 @@ def main() -> int:
     if setup.simulate:
         os.environ["ARCHFLASH_SIM_DEVICE"] = setup.gpu
     job = next(job for job in _jobs.make_jobs(setup) if job.name == asked["job"])
-    for item in job.items:
-        if item.name in asked["items"]:
-            tell(said="begin", item=item.name)
-            began = time.perf_counter()
-            told, alive = try_item(item, setup)
-            seconds = round(time.perf_counter() - began, 3)
-            tell(said="end", item=item.name, seconds=seconds, **told)
-            if not alive:
-                return 1
+    for item in job.named(asked["items"]):
+        tell(said="begin", item=item.name)
+        began = time.perf_counter()
+        told, alive = try_item(item, setup)
+        seconds = round(time.perf_counter() - began, 3)
+        tell(said="end", item=item.name, seconds=seconds, **told)
+        if not alive:
+            return 1
     return 0
 
 
