@@ -36,6 +36,7 @@ def test_a_probe_gives_the_bits_of_the_simulator(probe: _probes.Probe) -> None:
     _probes.check(probe, setup)
 
 
+@pytest.mark.slow
 def test_a_short_run_is_right_and_keeps_its_proof(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

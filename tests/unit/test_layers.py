@@ -66,7 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sim._attention", "sim._picture"),
     ("sim",),
     ("__init__",),
-    ("verify._setup", "verify._wrong"),
+    ("verify._machine", "verify._setup", "verify._wrong"),
     ("verify._calls", "verify._probes"),
     ("verify._kernels", "verify._times"),
     ("verify._jobs",),

@@ -22,7 +22,7 @@ from archflash import _archflash as native
 from archflash import _dispatch, _proofs, _user_tables, reference
 from archflash._errors import ForcedImplementationError
 from archflash.cli import verify
-from archflash.verify import _calls, _jobs, _times, _verdict, _worker, _wrong
+from archflash.verify import _calls, _jobs, _machine, _times, _verdict, _worker, _wrong
 from archflash.verify._calls import Maker
 from archflash.verify._run import Row, Runner
 from archflash.verify._setup import Item, Job, NotHereError, Setup, Told, kernels_on
@@ -438,6 +438,11 @@ def test_without_a_gpu_it_says_what_is_missing(
     )
 
 
+def test_a_torch_that_cannot_use_the_gpu_is_named_with_what_it_says() -> None:
+    with pytest.raises(ValueError, match=r"torch .* cannot use cuda:7 \(install one .*\): .*Error"):
+        _machine.ask(7)
+
+
 def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["verify", "--simulate", "--only", "nothing like it"]) == 2
     assert "no job matches --only 'nothing like it'" in capsys.readouterr().err
@@ -454,8 +459,8 @@ def test_what_a_run_proved_is_chosen_afterwards_and_what_it_refuted_is_not(
     assert known is not None
     made = of_one_kernel()
     monkeypatch.setattr(_dispatch, "query_device", lambda index: known.device)
-    monkeypatch.setattr(verify, "make_setup", lambda arguments: made)
-    monkeypatch.setattr(_verdict, "facts", lambda made: dict.fromkeys(
+    monkeypatch.setattr(verify, "make_setup", lambda arguments: (made, {}))
+    monkeypatch.setattr(_verdict, "facts", lambda made, machine: dict.fromkeys(
         ("date", "gpu", "capability", "driver", "torch", "archflash"), "x"))  # fmt: skip
     for status, expected, proved in (("ok", 0, True), ("wrong", 1, False)):
         bad = rows_of_a_run(made)

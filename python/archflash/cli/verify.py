@@ -9,11 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from archflash import _api, _dispatch, _proofs
 from archflash.cli import INTERRUPTED
-from archflash.verify import _jobs, _run, _verdict, _worker
+from archflash.verify import _jobs, _machine, _run, _verdict, _worker
 from archflash.verify._setup import Job, Setup, kernels_on
 
 MEMORY_OF_SIMULATOR = 1 << 30
@@ -59,42 +57,35 @@ def pattern(text: str) -> str:
     return text
 
 
-def make_setup(arguments: argparse.Namespace) -> Setup:
-    """What the jobs share.
+def make_setup(arguments: argparse.Namespace) -> tuple[Setup, dict[str, str]]:
+    """What the jobs share, and what torch says of the GPU.
 
     Raises:
         ValueError: there is nothing to run on; the message says what is missing.
     """
     if arguments.simulate is not None:
         gpu = _api.find_device(arguments.simulate)
-        capability = gpu.capability
-        return Setup(
-            gpu.name, "cpu", capability, MEMORY_OF_SIMULATOR, False, kernels_on(capability)
-        )
+        kernels = kernels_on(gpu.capability)
+        return Setup(gpu.name, "cpu", gpu.capability, MEMORY_OF_SIMULATOR, False, kernels), {}
     if trouble := _dispatch.driver_problem():
         raise ValueError(
             f"verify needs an NVIDIA GPU: {trouble} (--simulate goes the same way without one)"
         )
     device = _dispatch.query_device(arguments.device)
-    if not torch.cuda.is_available():
-        raise ValueError(
-            f"verify needs a torch that can use the GPU, and torch {torch.__version__} finds none: "
-            "install torch with CUDA"
-        )
     kernels = kernels_on(device.capability)
     if not kernels:
         raise ValueError(
             f"no kernel of this build has code for {device.name} (compute capability "
             f"{device.major}.{device.minor}): archflash info lists what they are built for"
         )
-    free, _ = torch.cuda.mem_get_info(arguments.device)
-    where = f"cuda:{arguments.device}"
-    return Setup(device.name, where, device.capability, free, arguments.full, kernels)
+    machine = _machine.ask(arguments.device)
+    where, free = f"cuda:{arguments.device}", int(machine["free_bytes"])
+    return Setup(device.name, where, device.capability, free, arguments.full, kernels), machine
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the jobs and prints the verdict."""
-    setup = make_setup(arguments)
+    setup, machine = make_setup(arguments)
     every = _jobs.make_jobs(setup)
     jobs = [job for job in every if re.search(arguments.only, job.name)]
     if not jobs:
@@ -105,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.send is not None:  # now rather than after the work
         arguments.send.open("ab").close()
-    told = _verdict.facts(setup)
+    told = _verdict.facts(setup, machine)
     on = f"{setup.gpu} (simulated)" if setup.simulate else setup.gpu
     print(
         f"{on}, compute capability {told['capability']}, driver {told['driver']}, "
@@ -147,7 +138,7 @@ def finish(
         for name, left in _verdict.coverage(runner.rows, setup).items():
             print(f"{name}: {len(left)} kernels were not launched: {', '.join(left) or 'none'}")
     if arguments.send is not None:
-        told |= {"seconds": f"{seconds:.0f}", "only": arguments.only, "full": str(arguments.full)}
+        told |= {"seconds": f"{seconds:.0f}", "only": arguments.only}
         _verdict.write_archive(arguments.send, told, runner.rows, said)
         print(f"\nwritten: {arguments.send}; docs/your-card.md says where to send it")
     print("\nverdict")

@@ -118,24 +118,20 @@ def failure_lines(row: Row) -> list[str]:
 # --- the archive ---
 
 
-def facts(setup: Setup) -> dict[str, str]:
-    """The machine, in words by name. Nothing tells its owner or name."""
+def facts(setup: Setup, machine: Mapping[str, str]) -> dict[str, str]:
+    """The machine, in words by name. Nothing tells its owner or name.
+
+    Args:
+        setup: of the run.
+        machine: what torch says of the GPU.
+    """
     now = datetime.datetime.now(datetime.timezone.utc)
-    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    found = {
+    return {
         "date": f"{now:%Y-%m-%dT%H:%MZ}", "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(), **_user_tables.software(),
-        "cuda": str(torch.version.cuda), "cudnn": str(cudnn),
-        "gpu": setup.gpu, "capability": ".".join(map(str, setup.capability)),
-        "kernels": " ".join(setup.kernels),
-    }  # fmt: skip
-    if setup.simulate:
-        return found
-    properties = torch.cuda.get_device_properties(setup.device)
-    return found | {
-        "sms": str(properties.multi_processor_count),
-        "memory_bytes": str(properties.total_memory), "l2_bytes": str(properties.L2_cache_size),
-        "free_bytes": str(setup.memory),
+        "cuda": str(torch.version.cuda), "gpu": setup.gpu,
+        "capability": ".".join(map(str, setup.capability)), "kernels": " ".join(setup.kernels),
+        "full": str(setup.full), **machine,
     }  # fmt: skip
 
 

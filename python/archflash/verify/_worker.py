@@ -41,6 +41,8 @@ def main() -> int:
     setup = Setup.from_dict(asked["setup"])
     if setup.simulate:
         os.environ["ARCHFLASH_SIM_DEVICE"] = setup.gpu
+    else:
+        torch.cuda.set_device(setup.device)  # events are recorded on the current one
     job = next(job for job in _jobs.make_jobs(setup) if job.name == asked["job"])
     for item in job.named(asked["items"]):
         tell(said="begin", item=item.name)
