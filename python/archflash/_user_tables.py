@@ -61,7 +61,8 @@ def driver_version() -> str:
     return f"for CUDA {cuda // 1000}.{cuda % 1000 // 10}" if cuda else "none"
 
 
-def software() -> Key:
+@cache
+def software() -> Mapping[str, str]:
     """The part of a key that is the same for all GPUs of this machine."""
     return {
         "driver": driver_version(),

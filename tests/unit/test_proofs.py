@@ -40,6 +40,7 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     _user_tables.entries.cache_clear()
     yield
     _user_tables.entries.cache_clear()
+    _user_tables.software.cache_clear()
 
 
 def tensors(
@@ -322,6 +323,7 @@ def test_a_proof_with_other_software_does_not_count_and_says_so(
 ) -> None:
     _proofs.keep(gpu(), [(DC, _proofs.FORWARD)])
     monkeypatch.setattr(_user_tables, "driver_version", lambda: "700.10")
+    _user_tables.software.cache_clear()
     decision = archflash.explain(*tensors(), device="B200")
     assert decision.chosen == "torch"
     assert (
