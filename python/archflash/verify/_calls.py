@@ -13,7 +13,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _registry, reference
+from archflash import _options, _registry, reference
 from archflash.verify._setup import Item, NotHereError, Setup, Told
 from archflash.verify._wrong import WrongError, judge, same_bits, where
 
@@ -232,8 +232,14 @@ def compare(
 ) -> None:
     """Raises WrongError if a result breaks the error rule."""
     q, k, v = tensors
-    asked = {name: value for name, value in call.items() if name != "num_splits"}
+    asked = {name: value for name, value in call.items() if name not in _options.ADVICE}
     expected, expected_lse = reference.attention(q, k, v, **asked)
+    if call.get("approximate") == "int8_qk":
+        report, lse_report = reference.check_int8_qk(out, lse, q, k, v, **asked)
+        judge("output", by_head(out, call), by_head(expected, call), report)
+        if lse is not None and lse_report is not None:
+            judge("log-sum-exp", lse[..., None], expected_lse[..., None], lse_report)
+        return
     if str(q.dtype).removeprefix("torch.") in FP8:
         report = reference.check_fp8(out, expected, q, k, v, **asked)
     else:
