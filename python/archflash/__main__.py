@@ -1,12 +1,23 @@
 """`python -m archflash`: what this installation is and can do, and the commands explain, verify,
-replay, sim, demo, show and ladder.
+calibrate, bench, replay, sim, demo, show and ladder.
 """
 
 from __future__ import annotations
 
 import sys
 
-from archflash.cli import Parser, exit_status, explain, info, of_clone, replay, sim, verify
+from archflash.cli import (
+    Parser,
+    bench,
+    calibrate,
+    exit_status,
+    explain,
+    info,
+    of_clone,
+    replay,
+    sim,
+    verify,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         return exit_status(lambda: of_clone.run(given[0], given[1:]))
     parser = Parser(prog="archflash", description=__doc__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (info, explain, verify, replay, sim):
+    for command in (info, explain, verify, calibrate, bench, replay, sim):
         command.add_parser(commands)
     of_clone.add_parsers(commands)
     parser.set_defaults(run=info.run)

@@ -167,8 +167,8 @@ def _never_ran(name: str, capability: tuple[int, int], of: str) -> str:
     wanted = Proof(name, of, capability)
     if wanted in own(REFUTED):
         return (
-            f"`archflash verify` found {what} wrong on such a GPU of this machine, and can be run "
-            f"again; {VARIABLE}={name} takes it all the same"
+            f"`archflash verify` or `calibrate` found {what} wrong on such a GPU of this machine: "
+            f"verify can be run again, and {VARIABLE}={name} takes it all the same"
         )
     if since := next((text for proof, text in _own_entries(PROVED) if proof == wanted), ""):
         said = f"{what} was proved here with other software ({since}); `archflash verify` does so"

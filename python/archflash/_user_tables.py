@@ -154,6 +154,11 @@ def forget(kind: str, chosen: Callable[[Entry], bool] = lambda entry: True) -> P
     return _change(kind, lambda old: [entry for entry in old if not chosen(entry)])
 
 
+def check_writable(kind: str) -> None:
+    """Raises what `put` would raise, and changes nothing."""
+    _change(kind, list)
+
+
 def _change(kind: str, change: Callable[[Iterable[Entry]], list[Entry]]) -> Path:
     file = file_of(kind)
     if file is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from archflash import _archflash as _native
-from archflash import _dispatch
+from archflash import _dispatch, _user_tables
 
 from .gpu_cases import no_gpu
 
@@ -19,6 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_tables_of_this_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `archflash verify` and `calibrate` found here changes no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_user_tables.VARIABLE, str(tmp_path_factory.mktemp("tables")))
+        yield
 
 
 @pytest.fixture

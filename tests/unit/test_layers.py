@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_eager", "_flops", "_fused_kernels", "_schemas", "_strides"),
     ("_bias", "masks", "_dropout", "_sharding", "_plain_tensors", "_torch_kernels"),
     ("_autocast", "_options", "_registry", "_measured", "_torch_masks", "reference.formula"),
-    ("_proofs", "_torch_plain", "reference.cache", "reference.rule"),
+    ("_calibrated", "_proofs", "_torch_plain", "reference.cache", "reference.rule"),
     ("_torch",),
     ("reference",),
     ("_dispatch.forcing", "_dispatch.device", "_dispatch.pytorch", "_torch_cache", "_mended_calls"),
@@ -76,7 +76,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("verify",),
     ("cli",),
     ("cli.explain", "cli.info", "cli.of_clone", "cli.replay", "cli.verify"),
-    ("cli.sim",),
+    ("_calibrate", "_calibrate.grid"),
+    ("_calibrate.calls", "_calibrate.fit"),
+    ("_calibrate.lab",),
+    ("_calibrate.worker",),
+    ("_calibrate.measuring",),
+    ("cli.calibrate", "cli.sim"),
+    ("cli.bench",),
     ("__main__",),
 )
 # The package registers the simulator with the runtime, and imports it at the first call that needs

@@ -300,7 +300,7 @@ def test_a_proof_of_this_machine_counts_for_its_capability_and_passes() -> None:
     _proofs.keep(gpu(), [], refuted=[(DC, _proofs.FORWARD)])  # a later run
     decision = archflash.explain(*tensors(), device="B200")
     assert decision.chosen == "torch"
-    assert "`archflash verify` found blackwell_dc wrong on such a GPU" in decision.reasons[DC][0]
+    assert "`calibrate` found blackwell_dc wrong on such a GPU" in decision.reasons[DC][0]
     _proofs.keep(gpu(), [(DC, _proofs.FORWARD)])
     assert archflash.explain(*tensors(), device="B200").chosen == DC
 

@@ -30,7 +30,7 @@ class _Answers:
         self._problem = problem
         self._device = device
         self._capability = device.capability
-        self.order = order.of(problem, self._capability)
+        self.order = order.of(problem, self._capability, device)
         self.unproved: list[str] = []
         self._of: dict[str, _native.LaunchPlan | list[str]] = {}
 
@@ -40,7 +40,7 @@ class _Answers:
         if answer is None:
             answer = _native.plan(name, self._problem, self._device)
             if not isinstance(answer, list) and order.only_forced(
-                name, self._problem, self._capability, answer
+                name, self._problem, self._capability, answer, self._device
             ):
                 major, minor = self._capability
                 answer = [

@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 
 from archflash import _archflash as _native
-from archflash import _measured, _registry, _torch_kernels
+from archflash import _calibrated, _measured, _registry, _torch_kernels
 from archflash._dispatch import order, pytorch
 from archflash._errors import UnsupportedError
 
@@ -123,6 +123,14 @@ def plan_facts(plan: _native.LaunchPlan) -> list[tuple[str, str]]:
 
 
 def why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.Device) -> str:
+    if calibrated := _cost_of(chosen, problem, device):
+        served_by = pytorch.kernel_of(problem, device.capability)
+        what = "PyTorch's attention"
+        if chosen != _registry.TORCH:
+            what = str(_native.describe(chosen).summary)
+        elif isinstance(served_by, str):
+            what = pytorch.NAMES[served_by]
+        return f"{what}; {_FASTEST} ({calibrated[0]})"
     measured = _measured.find(problem, device.capability)
     if chosen != _registry.TORCH:
         summary = str(_native.describe(chosen).summary)
@@ -149,6 +157,21 @@ def why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.D
     return "PyTorch's fused kernel uses the tensor cores and is expected to be faster"
 
 
+def _cost_of(
+    name: str, problem: _native.Problem, device: _native.Device
+) -> tuple[_calibrated.Prediction, float] | None:
+    """What the user measured for such calls on this very GPU, and what an implementation costs by
+    it; None where it was not measured.
+    """
+    calibrated = _calibrated.find(problem, device)
+    if calibrated is None:
+        return None
+    if name == _registry.TORCH:
+        name = pytorch.as_calibrated(problem, device.capability, calibrated) or ""
+    cost = calibrated.cost.get(name)
+    return None if cost is None else (calibrated, cost)
+
+
 def _why_hidden_keys(problem: _native.Problem, capability: tuple[int, int]) -> str:
     """What `torch` does to a call with a mask and gradients, as the end of a sentence."""
     more = _torch_kernels.hidden_keys(capability, problem.nq, problem.nk)
@@ -164,6 +187,10 @@ def why_behind(other: str, chosen: str, problem: _native.Problem, device: _nativ
     """Why an implementation that could serve a problem comes after the chosen one."""
     if other == _registry.TORCH and (fails := pytorch.fails(problem, device.capability)):
         return fails
+    mine, others = _cost_of(chosen, problem, device), _cost_of(other, problem, device)
+    if mine and others:
+        faster = "faster" if others[1] > mine[1] * (1 + _calibrated.EQUAL) else "about as fast"
+        return f"{chosen} is {faster} by what was measured here: {mine[1]:.3g}, {others[1]:.3g} us"
     if chosen == _registry.TORCH and order.dense_mask_alone(problem) and not problem.needs_grad:
         return MASK_READ_FASTER
     if problem.needs_grad and chosen == _registry.TORCH:
@@ -228,7 +255,7 @@ def nearest(
         (name for name in refusals if name != _registry.TORCH),
         key=lambda name: (
             not _native.has_code(name, device.capability)
-            or order.only_forced(name, problem, device.capability),
+            or order.only_forced(name, problem, device.capability, device=device),
             not _registry.takes(name, problem.dtype),
             any(reason.startswith("approximate=") for reason in refusals[name]),
             len(refusals[name]),

@@ -9,15 +9,61 @@ from functools import cache
 from typing import TypeGuard
 
 from archflash import _archflash as _native
-from archflash import _measured, _registry
+from archflash import _calibrated, _measured, _registry
 from archflash._dispatch import pytorch
 
 
-def of(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
+def of(
+    problem: _native.Problem,
+    capability: tuple[int, int] | None,
+    device: _native.Device | None = None,
+) -> tuple[str, ...]:
     """The implementations in the order in which they are asked. Those that take the dtype come
-    first, by measured speed if this kind of problem was measured on such a GPU, else by expected
-    speed.
+    first, by what the user measured on this very GPU, else by measured speed if this kind of
+    problem was measured on such a GPU, else by expected speed.
+
+    Args:
+        problem: the call.
+        capability: compute capability of the GPU.
+        device: the GPU, where the user may have measured it.
     """
+    usual = _usual(problem, capability)
+    calibrated = _calibrated.find(problem, device)
+    if device is None or calibrated is None:
+        return usual
+    return by_calibration(problem, device, calibrated, usual)
+
+
+def by_calibration(
+    problem: _native.Problem,
+    device: _native.Device,
+    calibrated: _calibrated.Prediction,
+    usual: tuple[str, ...],
+) -> tuple[str, ...]:
+    """The usual order, changed by the times on this GPU: first what was measured there, by its
+    speed. Where `torch` would not serve the call as it was measured, it stays behind the kernels
+    that it is usually behind of.
+    """
+
+    def arranged(names: tuple[str, ...]) -> tuple[str, ...]:
+        order = calibrated.in_order(names)
+        return (*order, *(name for name in names if name not in order))
+
+    torch = usual.index(_registry.TORCH)
+    if pytorchs := pytorch.as_calibrated(problem, device.capability, calibrated):
+        order = arranged((*usual[:torch], pytorchs, *usual[torch + 1 :]))
+        return tuple(_registry.TORCH if name == pytorchs else name for name in order)
+    before, kernels = usual[:torch], arranged((*usual[:torch], *usual[torch + 1 :]))
+    if pytorch.gave_wrong_numbers(problem, device):
+        return (*kernels, _registry.TORCH)
+    # What is faster than a kernel that comes before `torch` comes before it, too.
+    last = max((kernels.index(name) for name in before if name in calibrated.cost), default=-1)
+    first = (*kernels[: last + 1], *(x for x in kernels[last + 1 :] if x in before))
+    return (*first, _registry.TORCH, *(name for name in kernels if name not in first))
+
+
+def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """The order without what the user measured."""
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
     if pytorch.fails(problem, capability):
@@ -161,11 +207,15 @@ def only_forced(
     problem: _native.Problem,
     capability: tuple[int, int],
     plan: _native.LaunchPlan | None = None,
+    device: _native.Device | None = None,
 ) -> bool:
     """Whether a kernel serves a problem only if it is forced, because the GPU is of another
-    generation than its own and it was not measured there.
+    generation than its own and it was measured neither there nor by the user on this very GPU.
     """
     if not _registry.only_forced(name, capability):
+        return False
+    calibrated = _calibrated.find(problem, device)
+    if calibrated is not None and name in calibrated.cost:
         return False
     if problem.kv_cache:
         return False  # such a kernel refuses all caches but those that it was measured for

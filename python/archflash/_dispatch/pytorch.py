@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from archflash import _archflash as _native
-from archflash import _fused_kernels, _measured, _options
+from archflash import _calibrated, _fused_kernels, _measured, _options, _registry
 
 NAMES = {
     "torch-cudnn": "PyTorch's cuDNN kernel",
@@ -19,6 +19,12 @@ _KNOWN_TO_FUSED_KERNELS = frozenset(
     ("causal", "window", "softcap", "sinks", "attn_mask", "alibi_slopes", "key_ranges",
      "block_mask", "return_lse", *_options.ADVICE)
 )  # fmt: skip
+
+
+# Options of the calls that `archflash calibrate` measures. Others cost PyTorch more.
+_OF_CALIBRATED_CALLS = frozenset(
+    ("causal", "attn_mask", "alibi_slopes", "key_ranges", "block_mask", *_options.ADVICE)
+)
 
 
 def kernel_of(
@@ -170,3 +176,26 @@ def serves_as_measured(
     """
     masked = problem.masked or needs_mask(problem)
     return kernel in measured.order and not masked and may_serve(problem)
+
+
+def as_calibrated(
+    problem: _native.Problem,
+    capability: tuple[int, int] | None,
+    calibrated: _calibrated.Prediction,
+) -> str | None:
+    """Under which name the user measured what `torch` does with a problem; None if they did not."""
+    if fails(problem, capability) or set(problem.given) - _OF_CALIBRATED_CALLS:
+        return None
+    if _registry.TORCH in calibrated.cost:
+        return _registry.TORCH
+    kernel = kernel_of(problem, capability)
+    if isinstance(kernel, list) or problem.masked or needs_mask(problem):
+        return None
+    return kernel if kernel in calibrated.cost and may_serve(problem) else None
+
+
+def gave_wrong_numbers(problem: _native.Problem, device: _native.Device) -> bool:
+    """Whether the user saw PyTorch's kernel for a problem give wrong numbers on this GPU."""
+    kernel = kernel_of(problem, device.capability)
+    passes = _calibrated.BOTH if problem.needs_grad else _calibrated.FORWARD
+    return isinstance(kernel, str) and _calibrated.was_wrong(kernel, device, passes)

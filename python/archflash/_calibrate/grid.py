@@ -1,0 +1,193 @@
+"""Which calls are measured: a few sizes of each kind, the common kinds first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from archflash._calibrated import BOTH, FORWARD, Kind, Sizes
+
+
+class Point(NamedTuple):
+    """A call to be measured.
+
+    Attributes:
+        kind: the kind of the call.
+        shape: batch, heads of q, heads of k, query rows, keys.
+        d, dv: head dimensions.
+    """
+
+    kind: Kind
+    shape: tuple[int, int, int, int, int]
+    d: int
+    dv: int
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.shape, self.kind.causal)
+
+    def flops(self) -> float:
+        """Operations of both products, and of the five of a backward pass."""
+        b, hq, _, nq, _ = self.shape
+        forward = 2.0 * b * hq * nq * self.sizes.seen * (self.d + self.dv)
+        return forward * (3.5 if self.kind.passes == BOTH else 1.0)
+
+    def bytes(self) -> int:
+        """Bytes of q, k, v and the output."""
+        b, hq, hkv, nq, nk = self.shape
+        size = {"float32": 4, "fp8": 1}.get(self.kind.dtype, 2)
+        return size * b * (hq * nq + hkv * nk) * (self.d + self.dv)
+
+
+# Query rows and keys of a sequence, and how many 128-row tiles each SM gets: from a GPU that is
+# nearly empty to many waves. Each part of the list covers both.
+_PLAIN = (
+    (512, 1.5), (2048, 5.0), (512, 0.2), (200, 5.0), (4096, 1.5), (512, 16.0), (2048, 0.3),
+    (1024, 5.0), (8192, 3.0), (200, 0.3), (200, 16.0), (1024, 1.0), (4096, 5.0), (1024, 0.2),
+    (512, 5.0), (2048, 1.5), (1024, 16.0), (200, 1.5), (4096, 0.5), (16384, 1.5), (2048, 16.0),
+    (320, 3.0), (1024, 2.5), (704, 8.0), (8192, 1.0), (4096, 16.0), (2048, 2.5), (8192, 8.0),
+    (1500, 0.7), (3000, 1.5), (512, 0.7), (16384, 5.0),
+)  # fmt: skip
+# Calls that need longer are not measured: what holds for many waves holds for more of them.
+_MOST_US = {FORWARD: 800.0, BOTH: 2000.0}
+_FIRST, _FEWER = 13, 7  # points of common and of rare head dimensions that come first
+
+
+def _heads(rows: int, fill: float, sms: int) -> int:
+    """Heads of all sequences of so many rows that fill the SMs with tiles of 128 rows."""
+    return max(2, round(fill * sms / math.ceil(rows / 128)))
+
+
+def _split(heads: int, group: int = 1) -> tuple[int, int, int]:
+    """Sequences of at most 16 heads for a number of heads; heads of q and of k."""
+    batch = math.ceil(heads / 16)
+    hq = max(1, round(heads / batch / group)) * group
+    return batch, hq, hq // group
+
+
+def _plain(kind: Kind, d: int, dv: int, sms: int) -> Iterator[Point]:
+    for rows, fill in _PLAIN:
+        yield Point(kind, (*_split(_heads(rows, fill, sms)), rows, rows), d, dv)
+
+
+def _others(kind: Kind, d: int, dv: int, sms: int) -> list[list[Point]]:
+    """Heads that share one of k, and other numbers of keys than of rows."""
+    sharing = [
+        (4096, 5.0, 4), (1024, 1.5, 4), (512, 8.0, 4), (2048, 0.3, 8), (4096, 1.5, 7),
+        (2048, 16.0, 4), (512, 0.3, 4), (8192, 5.0, 8), (256, 16.0, 4), (1024, 5.0, 8),
+    ]  # fmt: skip
+    crossing = [
+        (4096, 77, 5.0), (128, 1024, 0.5), (512, 2048, 2.0), (8192, 512, 16.0), (1024, 77, 2.0),
+    ]  # fmt: skip
+    return [
+        [
+            Point(kind, (*_split(_heads(rows, fill, sms), group), rows, rows), d, dv)
+            for rows, fill, group in sharing
+        ],
+        [
+            Point(kind, (*_split(_heads(rows, fill, sms)), rows, keys), d, dv)
+            for rows, keys, fill in crossing
+            if not kind.causal
+        ],
+    ]
+
+
+def _few(d: int) -> Iterator[Point]:
+    kind = Kind("16 bits", FORWARD, "few", False)
+    for shape in (
+        (1, 32, 8, 1, 2048), (1, 32, 8, 1, 16384), (16, 32, 8, 1, 1024), (16, 32, 8, 1, 4096),
+        (64, 32, 8, 1, 2048), (128, 16, 16, 1, 1024), (4, 16, 16, 1, 8192), (8, 32, 8, 8, 4096),
+        (1, 32, 8, 1, 65536), (2, 16, 16, 16, 1024), (1, 16, 16, 1, 512),
+    ):  # fmt: skip
+        yield Point(kind, shape, d, d)
+
+
+def _caches(d: int) -> Iterator[Point]:
+    for rows, shapes in (
+        ("few", ((16, 32, 8, 1, 4096), (64, 32, 8, 1, 2048), (1, 32, 8, 1, 16384))),
+        ("many", ((4, 32, 8, 512, 4096), (1, 32, 8, 2048, 8192), (8, 32, 8, 128, 2048))),
+    ):
+        kind = Kind("16 bits", FORWARD, rows, rows == "many", way="cache")
+        for shape in shapes:
+            yield Point(kind, shape, d, d)
+
+
+def _of_kind(
+    kind: Kind, dims: Iterable[int], sms: int, sizes: Sequence[tuple[int, float]]
+) -> Iterator[Point]:
+    for d in dims:
+        for rows, fill in sizes:
+            yield Point(kind, (*_split(_heads(rows, fill, sms)), rows, rows), d, d)
+
+
+def points(sms: int, flops_per_us: float) -> list[Point]:
+    """All points in the order in which they are measured.
+
+    Args:
+        sms: SMs of the GPU.
+        flops_per_us: about what its fastest kernel reaches.
+    """
+    dense = [Kind("16 bits", p, "many", c) for c in (False, True) for p in (FORWARD, BOTH)]
+    common, rare = (64, 128), ((256, 256), (192, 128), (96, 96), (32, 32), (80, 80))
+    usual = [list(_plain(kind, d, d, sms)) for d in common for kind in dense]
+    less = [list(_plain(kind, *dims, sms)) for dims in rare for kind in dense]
+    shared = [list(_in_turns(_others(kind, d, d, sms))) for d in common for kind in dense]
+    rounds: list[Iterable[Iterable[Point]]] = [
+        [each[:_FIRST] for each in usual] + [_few(128)],
+        [each[:_FEWER] for each in (*shared, *less)],
+        [_of_kind(Kind("fp8", FORWARD, "many", c), (128, 64, 256), sms, _SOME)
+         for c in (False, True)] + [_few(64), _few(256)],
+        [each[_FIRST:] for each in usual] + [each[_FEWER:] for each in shared],
+        [_of_kind(Kind("float32", p, "many", c), common, sms, _SOME[:3])
+         for c in (False, True) for p in (FORWARD, BOTH)],
+        [_caches(128), _caches(64)],
+        [_of_kind(Kind("16 bits", FORWARD, "many", c, way="packed"), common, sms, _SOME)
+         for c in (False, True)],
+        [_of_kind(Kind("16 bits", FORWARD, "many", False, mask), common, sms, _SOME[:3])
+         for mask in ("bool", "added", "ranges", "blocks", "slopes")],
+        [each[_FEWER:] for each in less],
+        [_in_turns(_others(kind, *dims, sms)) for dims in rare for kind in dense],
+    ]  # fmt: skip
+    most = {passes: us * flops_per_us for passes, us in _MOST_US.items()}
+    made: dict[Point, None] = {}
+    for each in rounds:
+        for turn in _in_turns(each):
+            rate = 0.1 if turn.kind.dtype == "float32" else 1.0  # of the speed
+            if turn.flops() <= most[turn.kind.passes] * rate:
+                made[turn] = None
+    return list(made)
+
+
+_SOME = ((1024, 5.0), (4096, 5.0), (2048, 1.5), (512, 1.5), (8192, 16.0))
+
+
+def _in_turns(streams: Iterable[Iterable[Point]]) -> Iterator[Point]:
+    """One point of each stream, then the next of each."""
+    left = [iter(stream) for stream in streams]
+    while left:
+        for stream in list(left):
+            point = next(stream, None)
+            if point is None:
+                left.remove(stream)
+            else:
+                yield point
+
+
+def between(one: Point, other: Point) -> Point | None:
+    """The call in the middle of two of a kind, by the logarithms of their sizes; None if it is one
+    of them.
+    """
+
+    def middle(a: int, b: int) -> int:
+        return max(1, round(math.sqrt(a * b)))
+
+    (b, hq, hkv, nq, nk), (b2, hq2, _, nq2, nk2) = one.shape, other.shape
+    heads = middle(b * hq, b2 * hq2)
+    group = hq // hkv
+    square = nq == nk and nq2 == nk2
+    rows = middle(nq, nq2)
+    rows = max(64, round(rows / 64) * 64) if one.kind.rows == "many" else rows
+    keys = rows if square else max(64, round(middle(nk, nk2) / 64) * 64)
+    found = one._replace(shape=(*_split(heads, group), rows, keys))
+    return None if found.shape in (one.shape, other.shape) else found

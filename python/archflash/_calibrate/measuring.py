@@ -1,0 +1,183 @@
+"""Measures a GPU in a process of its own, and starts another one where a kernel breaks or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from archflash import _registry
+from archflash._calibrate.fit import Measured
+from archflash._calibrate.grid import Point
+from archflash._calibrate.worker import point_of
+from archflash._calibrated import BOTH, FORWARD
+from archflash._errors import LaunchError
+
+WORKER = (sys.executable, "-m", "archflash._calibrate.worker")
+_SILENT_S = 60.0  # a worker that says nothing for so long hangs
+_LEAST_S = 5.0  # with less time left no worker is started again
+_PROOFS = {FORWARD: "forward", BOTH: "backward"}  # the pass that _proofs calls so
+_RIGHT = 10  # points at which a pass of a kernel was right: then it is proved
+
+
+@dataclass
+class Findings:
+    """What was measured.
+
+    Attributes:
+        times: microseconds in a CUDA graph by candidate, for each point.
+        host_us: what an eager call costs on the host, by passes and "ours" or "torch".
+        wrong: what was wrong, by candidate and passes; also what broke or hung.
+        refused: why candidates did not run, the first reason of each.
+    """
+
+    times: list[tuple[Point, dict[str, float]]] = field(default_factory=list)
+    host_us: dict[tuple[str, str], float] = field(default_factory=dict)
+    wrong: dict[tuple[str, str], str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def measured(self) -> list[Measured]:
+        """What the table is made of: what was right."""
+        return [
+            Measured(point.kind, point.d, point.dv, point.sizes, kept)
+            for point, times in self.times
+            if (kept := {n: us for n, us in times.items() if self._counts(n, point)})
+        ]
+
+    def _counts(self, name: str, point: Point) -> bool:
+        return (name, point.kind.passes) not in self.wrong
+
+    def proved(self) -> list[tuple[str, str]]:
+        """The passes of our kernels that were right at many points and wrong at none, as (folder,
+        pass) of _proofs.
+        """
+        wrong = {name for name, _ in self.wrong}
+        return [
+            (name, proof)
+            for name in _registry.kernel_names()
+            for passes, proof in _PROOFS.items()
+            if name not in wrong
+            and sum(name in t and p.kind.passes == passes for p, t in self.times) >= _RIGHT
+        ]
+
+    def refuted(self) -> list[tuple[str, str]]:
+        """The passes of our kernels that were wrong somewhere, likewise."""
+        kernels = _registry.kernel_names()
+        return [(name, _PROOFS[passes]) for name, passes in self.wrong if name in kernels]
+
+
+def measure(
+    index: int,
+    seconds: float,
+    progress: Callable[[str], None] = lambda text: None,
+    worker: Sequence[str] = WORKER,
+    silent_s: float = _SILENT_S,
+) -> Findings:
+    """Measures a GPU.
+
+    Args:
+        index: which GPU.
+        seconds: how long points are measured.
+        progress: is told what happens.
+        worker: the program of the process that measures.
+        silent_s: seconds without a word after which it is taken to hang.
+
+    Raises:
+        LaunchError: nothing could be measured.
+    """
+    found = Findings()
+    start = time.monotonic()
+    while True:
+        left = seconds - (time.monotonic() - start)
+        ended, trying, said = _run_worker(found, index, left, progress, worker, silent_s)
+        if ended:
+            break
+        if trying is None:
+            raise LaunchError(f"the process that measures ended at its start: {said}")
+        point, name = trying
+        passes = point.kind.passes
+        found.wrong[name, passes] = f"it broke at {point}: {said}"
+        progress(f"{name} {found.wrong[name, passes]}")
+        if seconds - (time.monotonic() - start) < _LEAST_S:
+            break
+    if not found.times:
+        raise LaunchError("nothing could be measured" + "".join(f"; {x}" for x in found.wrong))
+    return found
+
+
+def _run_worker(
+    found: Findings,
+    index: int,
+    seconds: float,
+    progress: Callable[[str], None],
+    worker: Sequence[str],
+    silent_s: float,
+) -> tuple[bool, tuple[Point, str] | None, str]:
+    """One process: whether it came to its end, what it tried last, and its last words."""
+    asked = {
+        "device": index,
+        "seconds": seconds,
+        "known": found.times,
+        "host": bool(found.host_us),
+        "skip": [list(key) for key in found.wrong],
+    }
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment,
+    ) as process:  # fmt: skip
+        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        stdin.write(json.dumps(asked))
+        stdin.close()
+        words: list[str] = []
+        listener = threading.Thread(target=words.extend, args=(stderr,), daemon=True)
+        listener.start()
+        hung, trying, ended = False, None, False
+
+        def kill() -> None:
+            nonlocal hung
+            hung = True
+            process.kill()
+
+        while True:
+            clock = threading.Timer(silent_s, kill)
+            clock.start()
+            line = stdout.readline()
+            clock.cancel()
+            if not line:
+                break
+            told = json.loads(line)
+            if "trying" in told:
+                trying = point_of(told["trying"][0]), str(told["trying"][1])
+            ended = ended or "done" in told
+            _take(found, told, progress)
+        listener.join(silent_s)
+    said = "it hung" if hung else " ".join("".join(words[-3:]).split())[-300:]
+    return ended, trying, said
+
+
+def _take(found: Findings, told: dict[str, Any], progress: Callable[[str], None]) -> None:
+    """One line of the worker."""
+    if "error" in told:
+        raise LaunchError(str(told["error"]))
+    if "host" in told:
+        passes, who, us = told["host"]
+        found.host_us[str(passes), str(who)] = float(us)
+    if "wrong" in told:
+        name, passes, text = map(str, told["wrong"])
+        found.wrong.setdefault((name, passes), text)
+        progress(f"{name} is wrong: {text}")
+    if "refused" in told:
+        name, _, text = told["refused"]
+        found.refused.setdefault(str(name), str(text))
+    if "point" in told:
+        found.times.append((point_of(told["point"]), dict(told["graph_us"])))

@@ -1,0 +1,499 @@
+"""What `archflash calibrate` measured on the GPUs of this machine, and the times that it predicts
+for other sizes. Dispatch asks here before it looks at what was measured elsewhere (_measured.py).
+
+A call belongs to a kind, within it to the measured head dimensions that are large enough for it,
+and has sizes. For each candidate (a folder of ours or a kernel of PyTorch) a few numbers say how
+long a call of some sizes takes: the start, the work of all tiles over the SMs, the waves of tiles,
+the longest tile, the tiles, and the bytes. What this formula misses at the measured sizes is known
+and is taken into account near them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from archflash import _archflash as _native
+from archflash import _fused_kernels, _measured, _user_tables
+
+TABLE = "calibration"  # the name of the file in the user's folder
+FORWARD, BOTH = "forward", "both"
+EQUAL = 0.02  # candidates whose times differ by less count as equally fast
+
+logger = logging.getLogger("archflash")
+_FEW = _measured.FEW_QUERIES
+_DTYPES = {
+    "float16": "16 bits",
+    "bfloat16": "16 bits",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+    "float32": "float32",
+}
+# How far measured sizes reach, in octaves, and how much of a lone one's deviation is believed.
+_REACH, _DOUBT = 0.9, 0.15
+# Capacities of caches and keys of few rows are looked up in steps of a sixteenth of an octave,
+# because in a decoding loop every step has another number.
+_STEPS = 16
+_UNBOUNDED = 2**63 - 1  # a side of a window without a limit, as problems have it
+
+
+Place = tuple[float, float, float, float]
+
+
+class Kind(NamedTuple):
+    """A kind of calls, whose times are measured and predicted together.
+
+    Attributes:
+        dtype: "16 bits", "fp8" or "float32".
+        passes: FORWARD, or BOTH for a call and its gradients.
+        rows: "few" query rows of a sequence (decoding), or "many".
+        causal: whether there is a causal mask; False for few rows, where it makes no difference.
+        mask: the mask as data, as _measured.Kind has it.
+        way: "dense", "packed" for sequences behind one another, or "cache".
+    """
+
+    dtype: str
+    passes: str
+    rows: str
+    causal: bool
+    mask: str = "none"
+    way: str = "dense"
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call.
+
+    Attributes:
+        batch: sequences.
+        heads_q, heads_kv: heads of q, and of k and v.
+        nq, nk: query rows and keys of a sequence; of packed ones the mean.
+        seen: keys that a query row sees on average.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    nq: int
+    nk: int
+    seen: float
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int, int, int, int],
+        causal: bool,
+        window: tuple[int | None, int | None] = (None, None),
+    ) -> Sizes:
+        """The sizes for (batch, heads of q, heads of k, rows, keys), a causal mask and a window."""
+        *_, nq, nk = shape
+        left, right = window
+        if causal:
+            right = 0 if right is None else min(right, 0)
+        first = nk - nq  # the key at the place of the first row
+        end = nq * nk if right is None else _total(first + right + 1, nq, nk)
+        begin = 0 if left is None else _total(first - left, nq, nk)
+        return cls(*shape, max((end - begin) / max(nq, 1), 1.0))
+
+    def place(self) -> Place:
+        """Where the sizes lie among others, in octaves of rows and keys. A double number of heads
+        is half as far, and whether heads share one of k matters more than how many do.
+        """
+        group = self.heads_q // max(self.heads_kv, 1)
+        return (
+            math.log2(max(self.nq, 1)),
+            math.log2(max(self.nk, 1)),
+            math.log2(max(self.batch * self.heads_q, 1)) / 2,
+            1.5 + math.log2(group) / 4 if group > 1 else 0.0,
+        )
+
+
+def _total(first: int, count: int, most: int) -> float:
+    """The sum of first, first + 1, ..., each at least 0 and at most `most`."""
+    low = min(max(-first, 0), count)
+    high = min(max(most - first, 0), count)
+    return (high - low) * (2 * first + low + high - 1) / 2 + (count - high) * most
+
+
+class Shape(NamedTuple):
+    """How a candidate is taken to divide a call: query rows of a tile, and CTAs of an SM."""
+
+    rows: int
+    ctas: int
+
+
+SHAPES = tuple(Shape(rows, ctas) for rows in (64, 128, 192, 256) for ctas in (1, 2))
+FEATURES = 7
+
+
+def features(kind: Kind, sizes: Sizes, head_dims: int, shape: Shape, sms: int) -> tuple[float, ...]:
+    """What the time of a call is made of, each about a microsecond on a GPU of today.
+
+    Args:
+        kind: the kind of the call.
+        sizes: its sizes.
+        head_dims: both head dimensions together.
+        shape: how the candidate divides it.
+        sms: SMs of the GPU.
+    """
+    few = kind.rows == "few"
+    group = sizes.heads_q // max(sizes.heads_kv, 1) if few else 1
+    heads = sizes.batch * (sizes.heads_kv if few else sizes.heads_q)
+    tiles = heads * math.ceil(max(sizes.nq, 1) * group / shape.rows)
+    # A tile of rows visits all keys that its last row sees, and whole blocks of them.
+    seen = min(sizes.seen + (shape.rows / 2 if kind.causal else 0), sizes.nk)
+    seen = math.ceil(seen / 64) * 64
+    of_tile = shape.rows * seen * head_dims / 1e6
+    longest = shape.rows * min(sizes.nk, 2 * seen) * head_dims / 1e6
+    data = sizes.batch * (sizes.heads_q * sizes.nq + sizes.heads_kv * sizes.nk) * head_dims / 1e4
+    load, slots = tiles / sms, sms * shape.ctas
+    over_keys = 0.0
+    if kind.passes == BOTH:
+        blocks = heads * math.ceil(max(sizes.nk, 1) / shape.rows)
+        over_keys = math.ceil(blocks / slots) * shape.ctas * tiles * of_tile / blocks
+    return (
+        1.0,
+        max(load * of_tile, longest),
+        math.ceil(tiles / slots) * shape.ctas * of_tile,
+        longest,
+        max(load, 1.0),
+        data / sms,
+        over_keys,
+    )
+
+
+class Fit(NamedTuple):
+    """The times of one candidate for a kind and head dimensions.
+
+    Attributes:
+        shape: how it is taken to divide a call.
+        weights: what a unit of each feature costs, in microseconds.
+        residuals: for each measured point the logarithm of the measured over the predicted time;
+            None where it was not measured.
+    """
+
+    shape: Shape
+    weights: tuple[float, ...]
+    residuals: tuple[float | None, ...]
+
+
+class Group(NamedTuple):
+    """What was measured of a kind for a pair of head dimensions.
+
+    Attributes:
+        d, dv: head dimensions.
+        points: the sizes that were measured.
+        fits: the candidates by name.
+    """
+
+    d: int
+    dv: int
+    points: tuple[Sizes, ...]
+    fits: dict[str, Fit]
+
+    def predict(self, kind: Kind, sizes: Sizes, sms: int) -> dict[str, float]:
+        """Microseconds of every candidate on the device, without the host."""
+        near = _near(sizes.place(), _places_of(self.points))
+        known: dict[Shape, tuple[float, ...]] = {}
+        times = {}
+        for name, fit in self.fits.items():
+            parts = known.get(fit.shape)
+            if parts is None:
+                parts = features(kind, sizes, self.d + self.dv, fit.shape, sms)
+                known[fit.shape] = parts
+            us = sum(map(_times, fit.weights, parts))
+            total, weight = 0.0, _DOUBT
+            for number, share in near:
+                residual = fit.residuals[number]
+                if residual is not None:
+                    total += share * residual
+                    weight += share
+            times[name] = max(us, 0.1) * math.exp(total / weight)
+        return times
+
+    def measured(self, kind: Kind, number: int, sms: int) -> dict[str, float]:
+        """The times of a point, by candidate."""
+        times = {}
+        for name, fit in self.fits.items():
+            residual = fit.residuals[number]
+            if residual is not None:
+                parts = features(kind, self.points[number], self.d + self.dv, fit.shape, sms)
+                us = max(sum(map(_times, fit.weights, parts)), 0.1)
+                times[name] = us * math.exp(residual)
+        return times
+
+
+def _times(a: float, b: float) -> float:
+    return a * b
+
+
+@lru_cache(maxsize=512)
+def _places_of(points: tuple[Sizes, ...]) -> tuple[Place, ...]:
+    return tuple(point.place() for point in points)
+
+
+def _near(place: Place, points: tuple[Place, ...]) -> list[tuple[int, float]]:
+    """The points that are near a place, by number, and what each counts."""
+    a, b, c, d = place
+    found = []
+    for number, (e, f, g, h) in enumerate(points):
+        squares = (a - e) ** 2 + (b - f) ** 2 + (c - g) ** 2 + (d - h) ** 2
+        if squares < 9.0:
+            found.append((number, math.exp(squares / (-2 * _REACH * _REACH))))
+    return found
+
+
+class Prediction(NamedTuple):
+    """The candidates for a call by what they cost.
+
+    Attributes:
+        cost: of each candidate, in microseconds: the geometric mean of the time in a CUDA graph and
+            of the time eagerly, which is at least that of the host.
+        date: when it was measured.
+        gpu: the GPU.
+        key: what the table holds for, in words.
+    """
+
+    cost: dict[str, float]
+    date: str
+    gpu: str
+    key: str
+
+    def in_order(self, today: tuple[str, ...]) -> tuple[str, ...]:
+        """The candidates of `today` that were measured, the fastest first. Those that are equally
+        fast keep the order that they have there.
+        """
+        left = [name for name in today if name in self.cost]
+        order = []
+        while left:
+            least = min(self.cost[name] for name in left)
+            name = next(x for x in left if self.cost[x] <= least * (1 + EQUAL))
+            order.append(name)
+            left.remove(name)
+        return tuple(order)
+
+    def __str__(self) -> str:
+        fastest = sorted(self.cost.items(), key=lambda item: item[1])[:4]
+        times = ", ".join(f"{name} {us:.3g}" for name, us in fastest)
+        return f"`archflash calibrate` on this {self.gpu}, {self.date}, {self.key}: {times} us"
+
+
+@dataclass(frozen=True, eq=False)  # equal only to itself: it is a key of a cache
+class Table:
+    """What was measured on one GPU.
+
+    Attributes:
+        gpu: its name.
+        date: when, as people write it.
+        key: with what, in words.
+        sms: its SMs.
+        host_us: what an eager call costs on the host: by passes and "ours" or "torch".
+        groups: what was measured, by kind.
+        wrong: candidates that gave wrong numbers, (name, passes), and what was seen.
+    """
+
+    gpu: str
+    date: str
+    key: str
+    sms: int
+    host_us: dict[tuple[str, str], float]
+    groups: dict[Kind, tuple[Group, ...]]
+    wrong: dict[tuple[str, str], str]
+
+    @classmethod
+    def read(cls, entry: dict[str, Any]) -> Table:
+        """The table of an entry of the file.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is none.
+        """
+        key = entry["key"]
+        groups: dict[Kind, list[Group]] = {}
+        for told in entry["groups"]:
+            fits = {
+                str(name): Fit(
+                    Shape(*map(int, fit["shape"])),
+                    tuple(map(float, fit["weights"])),
+                    tuple(None if x is None else float(x) for x in fit["residuals"]),
+                )
+                for name, fit in told["fits"].items()
+            }
+            points = tuple(Sizes(*point) for point in told["points"])
+            if any(len(fit.residuals) != len(points) for fit in fits.values()):
+                raise ValueError("residuals and points differ in number")
+            group = Group(int(told["d"]), int(told["dv"]), points, fits)
+            groups.setdefault(Kind(*told["kind"]), []).append(group)
+        words = ", ".join(f"{name} {word}" for name, word in key.items() if name in _SHOWN)
+        return cls(
+            gpu=str(key["gpu"]),
+            date=str(entry["date"]),
+            key=words,
+            sms=int(entry["sms"]),
+            host_us={(str(p), str(who)): float(us) for p, who, us in entry["host_us"]},
+            groups={
+                kind: tuple(sorted(found, key=lambda g: g.d + g.dv))
+                for kind, found in groups.items()
+            },
+            wrong={(str(name), str(of)): str(text) for name, of, text in entry["wrong"]},
+        )
+
+    def group(self, kind: Kind, d: int, dv: int) -> Group | None:
+        """The measured head dimensions that stand for those of a call."""
+        found = self.groups.get(kind, ())
+        return next((group for group in found if group.d >= d and group.dv >= dv), None)
+
+    def predict(self, kind: Kind, sizes: Sizes, d: int, dv: int) -> Prediction | None:
+        """What each candidate costs; None where such calls were not measured."""
+        group = self.group(kind, d, dv)
+        if group is None:
+            return None
+        cost = {}
+        for name, us in group.predict(kind, sizes, self.sms).items():
+            who = "torch" if name.startswith("torch") else "ours"
+            cost[name] = math.sqrt(us * max(us, self.host_us.get((kind.passes, who), 0.0)))
+        return Prediction(cost, self.date, self.gpu, self.key)
+
+
+_SHOWN = ("driver", "torch", "cudnn", "power")
+
+
+# --- the table of this machine ---
+
+
+def key_of(device: _native.Device) -> _user_tables.Key:
+    """What a table of a GPU of this machine holds for."""
+    return _user_tables.key_of(
+        device, cudnn=str(_fused_kernels.cudnn_version()), power=_power_limit(device.name)
+    )
+
+
+def _power_limit(name: str) -> str:
+    """The power limit of the first GPU of that name, such as "700 W"; "unknown" where the driver's
+    library does not say. GPUs of one name share a table.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    handle, count, milliwatts = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_uint()
+    text = ctypes.create_string_buffer(96)
+    if library.nvmlInit_v2() != 0 or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        return "unknown"
+    for index in range(count.value):
+        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+            continue
+        library.nvmlDeviceGetName(handle, text, len(text))
+        if text.value.decode() != name:
+            continue
+        if library.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(milliwatts)) == 0:
+            return f"{milliwatts.value / 1000:.0f} W"
+    return "unknown"
+
+
+def table_of(device: _native.Device) -> Table | None:
+    """The table of a GPU of this machine that counts; None if there is none. A known GPU of another
+    machine has none, because its name is not the driver's. The file is read once.
+    """
+    if not _user_tables.entries(TABLE):
+        return None
+    if device.name not in _found:
+        _found[device.name] = _find(device)
+    return _found[device.name]
+
+
+_found: dict[str, Table | None] = {}
+
+
+def _find(device: _native.Device) -> Table | None:
+    mine = [x for x in _user_tables.entries(TABLE) if x["key"].get("gpu") == device.name]
+    if not mine:
+        return None
+    now = key_of(device)
+    fitting = next((entry for entry in mine if entry["key"] == now), None)
+    if fitting is None:
+        logger.warning("%s", stale(mine[-1], now))
+        return None
+    try:
+        return Table.read(fitting)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        logger.warning(
+            "archflash: the table of %s is damaged (%s: %s) and does not count: "
+            "`archflash calibrate` makes a new one",
+            device.name, type(error).__name__, error,
+        )  # fmt: skip
+        return None
+
+
+def stale(entry: dict[str, Any], now: _user_tables.Key) -> str:
+    """A sentence on a table that no longer holds."""
+    changed = _user_tables.differences(entry["key"], now)
+    return (
+        f"archflash: what `archflash calibrate` measured on {entry['key'].get('gpu')} does not "
+        f"count any more ({changed}): run it again, or `archflash calibrate --forget`"
+    )
+
+
+def read_again() -> None:
+    """Forgets what was read, after the file has changed."""
+    _user_tables.entries.cache_clear()
+    _found.clear()
+    _predict.cache_clear()
+
+
+def find(problem: _native.Problem, device: _native.Device | None) -> Prediction | None:
+    """What each candidate costs for a problem on a GPU of this machine; None if that was not
+    measured, or if it must not matter.
+    """
+    if device is None:
+        return None
+    # With batch_invariant the choice must not depend on how large a call is.
+    if problem.batch_invariant or problem.dropout_p or problem.approximate:
+        return None
+    table = table_of(device)
+    dtype, mask = _DTYPES.get(problem.dtype), _measured.mask_of(problem)
+    if table is None or dtype is None or mask is None:
+        return None
+    sequences = max(problem.batch, 1)
+    nq, nk = problem.nq, problem.nk
+    if problem.varlen:
+        nq, nk = -(-nq // sequences), -(-nk // sequences)
+        if problem.kv_cache:
+            nk = problem.nk
+    few = nq <= _FEW
+    way = "cache" if problem.kv_cache else "packed" if problem.varlen else "dense"
+    passes = BOTH if problem.needs_grad else FORWARD
+    kind = Kind(dtype, passes, "few" if few else "many", problem.causal and not few, mask, way)
+    if few or way == "cache":
+        step = 2.0 ** (math.ceil(math.log2(max(nk, 1)) * _STEPS) / _STEPS)
+        nk = round(step)
+    sides = (problem.window_left, problem.window_right) if problem.window else ()
+    window = tuple(None if keys == _UNBOUNDED else keys for keys in sides) or (None, None)
+    shape = (sequences, problem.heads_q, problem.heads_kv, nq, nk)
+    return _predict(table, kind, shape, window, problem.d, problem.dv)
+
+
+@lru_cache(maxsize=1024)
+def _predict(
+    table: Table,
+    kind: Kind,
+    shape: tuple[int, int, int, int, int],
+    window: tuple[int | None, int | None],
+    d: int,
+    dv: int,
+) -> Prediction | None:
+    sizes = Sizes.of(shape, kind.causal, window)
+    found = table.predict(kind, sizes, d, dv)
+    if found is None and kind.way == "packed":
+        found = table.predict(kind._replace(way="dense"), sizes, d, dv)
+    return found
+
+
+def was_wrong(name: str, device: _native.Device, passes: str) -> bool:
+    """Whether a kernel of PyTorch gave wrong numbers on this GPU. Those of ours are refuted in
+    _proofs.
+    """
+    table = table_of(device)
+    return table is not None and (name, passes) in table.wrong

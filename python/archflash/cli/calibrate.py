@@ -1,0 +1,178 @@
+"""`archflash calibrate`: measures this machine's GPU, and keeps what it found for dispatch."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from typing import Any
+
+from archflash import _archflash as _native
+from archflash import _calibrated, _dispatch, _proofs, _user_tables
+from archflash._calibrate import fit, measuring
+from archflash._calibrated import EQUAL, Group, Kind, Sizes, Table
+
+SECONDS = 60.0
+_ENOUGH = 8  # measured sizes from which crossovers are worth telling
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser of `archflash`."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure this GPU for a minute; from then on the fastest measured kernel is chosen",
+        description="Measures archflash's and PyTorch's kernels on this GPU, after comparing their "
+        "results with float64, and keeps a table from which calls choose the fastest from then on. "
+        "It holds for this GPU, driver, torch, cuDNN, archflash and power limit.",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="how long (default: %(default).0f)"
+    )
+    parser.add_argument("--device", default="cuda:0", help="which GPU (default: %(default)s)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--show", action="store_true", help="print what was measured")
+    what.add_argument("--forget", action="store_true", help="delete what was measured on all GPUs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, shows or forgets."""
+    if arguments.forget:
+        return _forget()
+    if arguments.show:
+        return _show()
+    if not 1 <= arguments.seconds <= 3600:
+        raise ValueError(f"--seconds {arguments.seconds:g}: it must be from 1 to 3600")
+    index, device = find_gpu(arguments.device, "measure")
+    _user_tables.check_writable(_calibrated.TABLE)  # before a minute is spent
+    print(f"{_dispatch.describe_device(device)}: {arguments.seconds:.0f} s", flush=True)
+    found = measuring.measure(
+        index, arguments.seconds, lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+    )
+    entry = fit.entry(
+        _calibrated.key_of(device),
+        f"{datetime.date.today():%Y-%m-%d}",
+        device.sm_count,
+        found.measured(),
+        found.host_us,
+        found.wrong,
+    )
+    table = Table.read(entry)
+    file = keep(entry)
+    new = [
+        (name, of) for name, of in found.proved() if not _proofs.proved(name, device.capability, of)
+    ]
+    if new or found.refuted():
+        _proofs.keep(device, new, found.refuted())
+    if new:
+        print("proved here: " + ", ".join(f"{name} ({of} pass)" for name, of in new))
+    print(describe(table))
+    print(f"kept in {file}; `archflash calibrate --forget` deletes it")
+    return 0
+
+
+def keep(entry: dict[str, Any]) -> Any:
+    """Writes a table in place of earlier ones of the same GPU; the file."""
+    gpu = entry["key"]["gpu"]
+    if any(old["key"].get("gpu") == gpu for old in _user_tables.entries(_calibrated.TABLE)):
+        _user_tables.forget(_calibrated.TABLE, lambda old: old["key"].get("gpu") == gpu)
+    file = _user_tables.put(_calibrated.TABLE, entry)
+    _calibrated.read_again()
+    return file
+
+
+def find_gpu(name: str, purpose: str) -> tuple[int, _native.Device]:
+    """The GPU "cuda:0" and its index.
+
+    Raises:
+        ValueError: it is not here.
+    """
+    if trouble := _dispatch.driver_problem():
+        raise ValueError(f"there is no GPU to {purpose}: {trouble}")
+    digits = name.removeprefix("cuda:")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 4):
+        raise ValueError(f"--device {name!r}: it must be a GPU of this machine such as cuda:0")
+    return int(digits), _dispatch.query_device(int(digits))
+
+
+def _forget() -> int:
+    if not _user_tables.entries(_calibrated.TABLE):
+        print("nothing was kept")
+        return 0
+    print(f"{_user_tables.forget(_calibrated.TABLE)}: emptied")
+    _calibrated.read_again()
+    return 0
+
+
+def _show() -> int:
+    entries = _user_tables.entries(_calibrated.TABLE)
+    if not entries:
+        print("nothing was measured here yet: `archflash calibrate` does")
+        return 0
+    here: dict[str, _native.Device] = {}
+    if _dispatch.driver_problem() is None:
+        for index in range(_native.driver_status().device_count):
+            found = _dispatch.query_device(index)
+            here.setdefault(found.name, found)
+    for entry in entries:
+        device = here.get(entry["key"].get("gpu", ""))
+        try:
+            print(describe(Table.read(entry)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            print(f"{entry['key'].get('gpu')}: damaged ({type(error).__name__}: {error})")
+            continue
+        if device is None:
+            print("it does not count: there is no such GPU here")
+        elif entry["key"] != (now := _calibrated.key_of(device)):
+            print(_calibrated.stale(entry, now))
+    return 0
+
+
+def describe(table: Table) -> str:
+    """Who was the fastest at how many sizes of each kind of call, and where that changes."""
+    lines = [f"{table.gpu}, {table.date}, {table.key}"]
+    for kind, groups in table.groups.items():
+        for group in groups:
+            first: dict[str, int] = {}
+            for number in range(len(group.points)):
+                times = group.measured(kind, number, table.sms)
+                for name, us in times.items():
+                    if us <= min(times.values()) * (1 + EQUAL):
+                        first[name] = first.get(name, 0) + 1
+            counts = sorted(first.items(), key=lambda item: -item[1])
+            words = ", ".join(f"{name} {count}" for name, count in counts)
+            dims = f"d {group.d}" if group.d == group.dv else f"d {group.d}/{group.dv}"
+            lines.append(f"  {words_of(kind)}, {dims}: of {len(group.points)} sizes {words}")
+            changes = crossovers(table, kind, group)
+            if len(changes) > 1:
+                lines.append("    by rows: " + ", ".join(f"{n} to {rows}" for n, rows in changes))
+    for (name, passes), text in table.wrong.items():
+        lines.append(f"  {name}, {passes}: WRONG: {text}")
+    return "\n".join(lines)
+
+
+_ROWS = 16_384  # of all sequences, with 16 heads
+
+
+def crossovers(table: Table, kind: Kind, group: Group) -> list[tuple[str, int]]:
+    """Who is the fastest by the table in sequences up to how many rows."""
+    found: list[tuple[str, int]] = []
+    if kind.rows == "few" or len(group.points) < _ENOUGH:
+        return found
+    for step in range(15):
+        rows = round(128 * 2 ** (step / 2))
+        sizes = Sizes.of((_ROWS // rows, 16, 16, rows, rows), kind.causal)
+        times = group.predict(kind, sizes, table.sms)
+        name = min(times, key=times.__getitem__)
+        if found and found[-1][0] == name:
+            found.pop()
+        found.append((name, rows))
+    return found
+
+
+def words_of(kind: Kind) -> str:
+    """A kind of calls in words."""
+    words = [kind.dtype, "with gradients" if kind.passes == _calibrated.BOTH else "forward"]
+    words += ["few rows"] if kind.rows == "few" else ["causal"] if kind.causal else []
+    words += [] if kind.mask == "none" else [f"mask: {kind.mask}"]
+    return ", ".join(words + ([] if kind.way == "dense" else [kind.way]))
