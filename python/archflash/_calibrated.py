@@ -255,12 +255,14 @@ class Prediction(NamedTuple):
         date: when it was measured.
         gpu: the GPU.
         key: what the table holds for, in words.
+        wrong: candidates that gave wrong numbers in calls of this kind.
     """
 
     cost: dict[str, float]
     date: str
     gpu: str
     key: str
+    wrong: frozenset[str]
 
     def in_order(self, today: tuple[str, ...]) -> tuple[str, ...]:
         """The candidates of `today` that were measured, the fastest first. Those that are equally
@@ -293,6 +295,7 @@ class Table:
         host_us: what an eager call costs on the host: by passes and "ours" or "torch".
         groups: what was measured, by kind.
         wrong: candidates that gave wrong numbers, (name, passes), and what was seen.
+        wrong_kinds: the kinds of calls where they did.
     """
 
     gpu: str
@@ -302,6 +305,7 @@ class Table:
     host_us: dict[tuple[str, str], float]
     groups: dict[Kind, tuple[Group, ...]]
     wrong: dict[tuple[str, str], str]
+    wrong_kinds: frozenset[tuple[str, Kind]]
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> Table:
@@ -338,6 +342,7 @@ class Table:
                 for kind, found in groups.items()
             },
             wrong={(str(name), str(of)): str(text) for name, of, text in entry["wrong"]},
+            wrong_kinds=frozenset((str(name), Kind(*kind)) for name, kind in entry["wrong_kinds"]),
         )
 
     def group(self, kind: Kind, d: int, dv: int) -> Group | None:
@@ -354,7 +359,8 @@ class Table:
         for name, us in group.predict(kind, sizes, self.sms).items():
             who = "torch" if name.startswith("torch") else "ours"
             cost[name] = math.sqrt(us * max(us, self.host_us.get((kind.passes, who), 0.0)))
-        return Prediction(cost, self.date, self.gpu, self.key)
+        wrong = frozenset(name for name, where in self.wrong_kinds if where == kind)
+        return Prediction(cost, self.date, self.gpu, self.key, wrong)
 
 
 _SHOWN = ("driver", "torch", "cudnn", "power")
@@ -489,11 +495,3 @@ def _predict(
     if found is None and kind.way == "packed":
         found = table.predict(kind._replace(way="dense"), sizes, d, dv)
     return found
-
-
-def was_wrong(name: str, device: _native.Device, passes: str) -> bool:
-    """Whether a kernel of PyTorch gave wrong numbers on this GPU. Those of ours are refuted in
-    _proofs.
-    """
-    table = table_of(device)
-    return table is not None and (name, passes) in table.wrong

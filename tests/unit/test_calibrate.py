@@ -235,7 +235,6 @@ def problem(
 def table_with(
     us: dict[str, float],
     passes: str = FORWARD,
-    wrong: dict[tuple[str, str], str] | None = None,
     device: native.Device = H200,
     **key: str,
 ) -> dict[str, Any]:
@@ -246,9 +245,7 @@ def table_with(
         for causal in (False, True)
         if rows == "many" or not causal
     ]
-    entry = fit.entry(
-        _calibrated.key_of(device) | key, "2026-11-28", 132, measured, {}, wrong or {}
-    )
+    entry = fit.entry(_calibrated.key_of(device) | key, "2026-11-28", 132, measured, {}, {})
     return entry
 
 
@@ -336,9 +333,11 @@ def test_gradients_go_by_both_passes() -> None:
 
 @pytest.mark.usefixtures("no_user")
 def test_where_pytorchs_kernel_gave_wrong_numbers_it_comes_last() -> None:
-    keep(table_with({"hopper": 60.0}, wrong={("torch-cudnn", FORWARD): "NaN"}))
+    entry = table_with({"hopper": 60.0})
+    entry["wrong_kinds"] = [["torch-cudnn", list(Kind("16 bits", FORWARD, "many", False))]]
+    keep(entry)
     assert _dispatch.order.of(problem(), (9, 0), H200)[-1] == "torch"
-    assert _dispatch.order.of(problem(grad=True), (9, 0), H200)[-1] != "torch"
+    assert _dispatch.order.of(problem(causal=True), (9, 0), H200)[-1] != "torch"
 
 
 @pytest.mark.usefixtures("no_user")
@@ -490,6 +489,19 @@ def test_a_kernel_is_proved_by_many_right_results_and_no_wrong_one() -> None:
     assert found.refuted() == [("blackwell_dc", "backward")]
 
 
+def test_wrong_numbers_of_pytorch_count_for_their_kind_of_call_and_ours_for_all() -> None:
+    found, told = measuring.Findings(), []
+    for point in (square(512, 4), square(512, 4, 64)._replace(kind=CAUSAL)):
+        found.times.append((point, {"torch-cudnn": 9.0, "ampere": 9.0, "simt": 90.0}))
+    for name in ("torch-cudnn", "ampere"):
+        found.note_wrong(name, square(512, 4), "max error 3", told.append)
+    assert [set(one.graph_us) for one in found.measured()] == [{"simt"}, {"torch-cudnn", "simt"}]
+    assert found.refuted() == [("ampere", "forward")]
+    assert told[0].startswith("torch-cudnn: max error 3, at Point(")
+
+
+CAUSAL = Kind("16 bits", FORWARD, "many", True)
+
 # --- what is compared ---
 
 SMALL = [
@@ -607,7 +619,7 @@ def test_a_kernel_that_broke_is_never_chosen(capsys: pytest.CaptureFixture[str])
     _broken[0] = "hopper"
     status, out, err = archflash_says(capsys, "calibrate")
     assert status == 0
-    assert "hopper it broke at Point(" in err
+    assert "hopper: it broke: CUDA error, at Point(" in err
     assert "hopper, forward: WRONG: it broke" in out
     for given in (problem(), problem(causal=True, grad=True), problem(d=64), problem(softcap=3.0)):
         decision = _dispatch.select(given, H200)

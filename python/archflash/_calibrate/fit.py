@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from archflash import _calibrated
@@ -177,6 +177,7 @@ def entry(
     measured: Sequence[Measured],
     host_us: Mapping[tuple[str, str], float],
     wrong: Mapping[tuple[str, str], str],
+    wrong_kinds: Iterable[tuple[str, Kind]] = (),
 ) -> dict[str, Any]:
     """The entry of a table in the user's file, as `_calibrated.Table.read` takes it."""
 
@@ -189,6 +190,7 @@ def entry(
         "sms": sms,
         "host_us": [[passes, who, short(us)] for (passes, who), us in host_us.items()],
         "wrong": [[name, passes, text] for (name, passes), text in wrong.items()],
+        "wrong_kinds": [[name, list(kind)] for name, kind in wrong_kinds],
         "groups": [
             {
                 "kind": list(kind),

@@ -19,6 +19,7 @@ from archflash import _dispatch, _registry
 from archflash._calibrate.calls import Call, Inputs, Outputs
 from archflash._calibrate.grid import Point
 from archflash._calibrated import FORWARD
+from archflash._errors import ArchflashError
 
 _SECTION_US = 600.0  # a replay takes about so long
 _MOST_CALLS = 64
@@ -141,7 +142,7 @@ class Lab:
         """Notes that a candidate does not serve a call."""
         try:
             yield
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (ArchflashError, RuntimeError, ValueError, TypeError) as error:
             _require_healthy(error)
             result.refused[name] = " ".join(str(error).split())[:300]
 

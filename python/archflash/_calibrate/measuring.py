@@ -16,7 +16,7 @@ from archflash import _registry
 from archflash._calibrate.fit import Measured
 from archflash._calibrate.grid import Point
 from archflash._calibrate.worker import point_of
-from archflash._calibrated import BOTH, FORWARD
+from archflash._calibrated import BOTH, FORWARD, Kind
 from archflash._errors import LaunchError
 
 WORKER = (sys.executable, "-m", "archflash._calibrate.worker")
@@ -34,13 +34,24 @@ class Findings:
         times: microseconds in a CUDA graph by candidate, for each point.
         host_us: what an eager call costs on the host, by passes and "ours" or "torch".
         wrong: what was wrong, by candidate and passes; also what broke or hung.
+        wrong_kinds: the kinds of calls at which a candidate was wrong.
         refused: why candidates did not run, the first reason of each.
     """
 
     times: list[tuple[Point, dict[str, float]]] = field(default_factory=list)
     host_us: dict[tuple[str, str], float] = field(default_factory=dict)
     wrong: dict[tuple[str, str], str] = field(default_factory=dict)
+    wrong_kinds: set[tuple[str, Kind]] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
+
+    def note_wrong(
+        self, name: str, point: Point, text: str, progress: Callable[[str], None]
+    ) -> None:
+        """Notes that a candidate was wrong, or broke, at a point."""
+        text = f"{text}, at {point}"
+        self.wrong.setdefault((name, point.kind.passes), text)
+        self.wrong_kinds.add((name, point.kind))
+        progress(f"{name}: {text}")
 
     def measured(self) -> list[Measured]:
         """What the table is made of: what was right."""
@@ -51,7 +62,10 @@ class Findings:
         ]
 
     def _counts(self, name: str, point: Point) -> bool:
-        return (name, point.kind.passes) not in self.wrong
+        ours = name in _registry.kernel_names()
+        if ours and (name, point.kind.passes) in self.wrong:
+            return False
+        return (name, point.kind) not in self.wrong_kinds
 
     def proved(self) -> list[tuple[str, str]]:
         """The passes of our kernels that were right at many points and wrong at none, as (folder,
@@ -101,9 +115,7 @@ def measure(
         if trying is None:
             raise LaunchError(f"the process that measures ended at its start: {said}")
         point, name = trying
-        passes = point.kind.passes
-        found.wrong[name, passes] = f"it broke at {point}: {said}"
-        progress(f"{name} {found.wrong[name, passes]}")
+        found.note_wrong(name, point, f"it broke: {said}", progress)
         if seconds - (time.monotonic() - start) < _LEAST_S:
             break
     if not found.times:
@@ -122,7 +134,7 @@ def _run_worker(
     """One process: whether it came to its end, what it tried last, and its last words."""
     asked = {
         "device": index,
-        "seconds": seconds,
+        "until": time.time() + seconds,
         "known": found.times,
         "host": bool(found.host_us),
         "skip": [list(key) for key in found.wrong],
@@ -173,9 +185,8 @@ def _take(found: Findings, told: dict[str, Any], progress: Callable[[str], None]
         passes, who, us = told["host"]
         found.host_us[str(passes), str(who)] = float(us)
     if "wrong" in told:
-        name, passes, text = map(str, told["wrong"])
-        found.wrong.setdefault((name, passes), text)
-        progress(f"{name} is wrong: {text}")
+        name, point, text = told["wrong"]
+        found.note_wrong(str(name), point_of(point), str(text), progress)
     if "refused" in told:
         name, _, text = told["refused"]
         found.refused.setdefault(str(name), str(text))

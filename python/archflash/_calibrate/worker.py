@@ -89,11 +89,11 @@ def points_of(
     asked: dict[str, Any], speed: float, known: list[tuple[Point, Times]]
 ) -> Iterator[Point]:
     """What is measured, until nobody asks for more."""
-    start, seconds = time.monotonic(), float(asked["seconds"])
-    done = {point for point, _ in known}
+    begin, done = time.time(), {point for point, _ in known}
+    end = begin + (1 - _FOR_CROSSOVERS) * (float(asked["until"]) - begin)
     sms = _dispatch.query_device(int(asked["device"])).sm_count
     for point in grid.points(sms, speed):
-        if time.monotonic() - start > (1 - _FOR_CROSSOVERS) * seconds:
+        if time.time() > end:
             break
         if point not in done:
             yield point
@@ -112,7 +112,6 @@ def _is_slow(name: str) -> bool:
 
 def main() -> int:
     asked = json.loads(sys.stdin.read())
-    start, seconds = time.monotonic(), float(asked["seconds"])
     index = int(asked["device"])
     known = [(point_of(point), dict(times)) for point, times in asked["known"]]
     skip = {(str(name), str(passes)) for name, passes in asked["skip"]}
@@ -126,8 +125,8 @@ def main() -> int:
         trying=lambda point, name: say(trying=[point, name]),
     )
     gc.freeze()
-    speed = 0.0
-    while not speed or time.monotonic() - start < _WARM_S:
+    speed, warm = 0.0, time.monotonic() + _WARM_S
+    while not speed or time.monotonic() < warm:
         found = lab.measure(first, lambda name: (name, FORWARD) in skip or _is_slow(name))
         if not found.graph_us:
             say(error=f"nothing could be measured: {found.wrong or found.refused}")
@@ -147,7 +146,7 @@ def main() -> int:
         return is_behind(name, point, known)
 
     for point in points_of(asked, speed, known):
-        if time.monotonic() - start > seconds:
+        if time.time() > float(asked["until"]):
             break
         if point.bytes() > free // 16:
             continue
@@ -159,7 +158,7 @@ def main() -> int:
             if name in _registry.kernel_names():
                 skip.add((name, point.kind.passes))
             wrong_kinds.add((name, point.kind))
-            say(wrong=[name, point.kind.passes, f"{text} at {point}"])
+            say(wrong=[name, point, text])
         say(point=point, graph_us=result.graph_us)
     say(done=True)
     return 0

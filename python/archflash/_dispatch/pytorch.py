@@ -192,10 +192,3 @@ def as_calibrated(
     if isinstance(kernel, list) or problem.masked or needs_mask(problem):
         return None
     return kernel if kernel in calibrated.cost and may_serve(problem) else None
-
-
-def gave_wrong_numbers(problem: _native.Problem, device: _native.Device) -> bool:
-    """Whether the user saw PyTorch's kernel for a problem give wrong numbers on this GPU."""
-    kernel = kernel_of(problem, device.capability)
-    passes = _calibrated.BOTH if problem.needs_grad else _calibrated.FORWARD
-    return isinstance(kernel, str) and _calibrated.was_wrong(kernel, device, passes)

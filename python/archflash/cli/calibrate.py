@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         found.measured(),
         found.host_us,
         found.wrong,
+        found.wrong_kinds,
     )
     table = Table.read(entry)
     file = keep(entry)
