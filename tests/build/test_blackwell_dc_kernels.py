@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from bench import on_the_spot
 
 from .machine_code import instructions_of
 from .test_kernels import IMAGES, REGISTERS_PER_SM, RESOURCES, ptx_text
@@ -115,3 +116,17 @@ def test_registers_of_the_roles_are_the_ones_at_launch(kernel: str, code: list[s
     assert sorted(values) == sorted([*more, *less])
     names = {int(n) for text in code for n in re.findall(r"\bR(\d+)\b", text)}
     assert used <= max(names) < more[0]
+
+
+def test_the_compiler_makes_the_same_text_for_10_x_and_11_0() -> None:
+    """The build relies on it: SAME_TEXT_AS of _build/build_kernel.py."""
+    nvcc = on_the_spot.find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not found")
+    source = on_the_spot.SOURCES / "blackwell_dc" / "kernels" / "bwd.cu"
+    macros = ("ARCHFLASH_DTYPE=BF16", "ARCHFLASH_DTYPE_WORD=bf16")
+    of_10, of_11 = (
+        on_the_spot.compiled(source, nvcc, "ptx", f"compute_{family}", macros)
+        for family in ("100f", "110f")
+    )
+    assert of_10.replace(b".target sm_100f", b".target sm_110f") == of_11
