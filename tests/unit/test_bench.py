@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench import (
     correctness,
-    end_to_end,
     environment,
     gradients,
     host_overhead,
@@ -91,21 +90,6 @@ def test_malformed_case_is_refused(bad: dict[str, Any]) -> None:
 # ---- arithmetic of timing
 
 
-@pytest.mark.parametrize(
-    ("call_us", "sets", "calls"),
-    [
-        (10.0, 16, 400),  # 25 turns over all sets
-        (10.0, 120, 360),  # 3 turns
-        (100.0, 120, 120),  # longer than the target, but every set is touched
-        (1000.0, 120, 4),  # one turn would take too long
-        (30_000.0, 2, 1),
-        (0.01, 2, 8192),
-    ],
-)
-def test_calls_fill_the_target_in_whole_turns(call_us: float, sets: int, calls: int) -> None:
-    assert timing.choose_calls(call_us, sets, target_us=4000, ceiling_us=20_000) == calls
-
-
 class FakeMark:
     def __init__(self, us: float, log: list[str], name: str) -> None:
         self._us, self._log, self._name = us, log, name
@@ -147,18 +131,6 @@ def test_round_robin_takes_turns_and_keeps_work_queued() -> None:
     assert samples == {"a": [10.0, 10.1, 10.2], "b": [10.0, 10.1, 10.2]}
 
 
-def test_every_candidate_follows_every_other_one() -> None:
-    log: list[str] = []
-    names = "abcd"
-    timing.round_robin({name: FakeTimed(name, log) for name in names}, 20)
-    order = [entry for entry in log if len(entry) == 1]
-    rounds = ["".join(order[i : i + 4]) for i in range(0, 80, 4)]
-    assert {"".join(sorted(found)) for found in rounds} == {names}
-    followed = {(one, other) for found in rounds for one, other in itertools.pairwise(found)}
-    assert len(followed) == 12
-    assert {found[0] for found in rounds} == set(names)
-
-
 # --- masks as data ---
 
 
@@ -183,21 +155,6 @@ def test_each_mask_means_the_same_for_ours_and_for_sdpa(case: Case) -> None:
     )
     assert torch.allclose(ours, theirs, atol=1e-12)
     assert 0 < masks.SHARES[case.mask](case) <= 1
-
-
-@pytest.mark.parametrize("case", load_cases(MASKS_FILE)[1:8:2], ids=lambda case: case.name)
-def test_a_part_of_a_masked_case_has_its_rows_of_the_mask(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = small_case(case)
-    mask = masks.mask_of(small, "cpu")
-    monkeypatch.setattr(masks, "mask_of", lambda case: mask)
-    q, k, v = (torch.randn(2, 2, small.nk, 8) for _ in range(3))
-    whole = reference.attention(q, k, v, return_lse=False, **mask.options)
-    part = correctness.Slice(batch=1, head=1, first_row=40, end_row=104)
-    part_q, part_k, part_v, call = masks.MaskChecker(small)._call(q, k, v, part)
-    found = reference.attention(part_q, part_k, part_v, return_lse=False, **call)
-    assert torch.equal(found, whole[1:2, 1:2, 40:104])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -422,24 +379,6 @@ def test_candidates_also_run_alone_with_their_power_recorded(
     assert re.search(r"^small sustained +a ", text, re.MULTILINE)
 
 
-def test_summary_shows_ratios_published_ones_and_reasons() -> None:
-    case = CASES["fp32 4x16 512 d64"]
-    lost = CASES["bf16 2x2 512 d64"]
-    done = {
-        case.name: run.CaseResult(
-            rows=[row(case, "simt", 100.0), row(case, "torch-math", 350.0)],
-            refused={"torch-flash": "no float32"},
-        ),
-        lost.name: run.CaseResult(rows=[row(lost, "torch-math", 20.0)], wrong={"simt": "bad"}),
-    }
-    text = run.summary([case, lost], done)
-    assert "3.50x (12.3)" in text
-    assert re.search(r"simt +3\.50 +2\.27", text)
-    assert "Did not run: torch-flash (fp32 4x16 512 d64): no float32" in text
-    assert "WRONG RESULT: simt (bf16 2x2 512 d64): bad" in text
-    assert re.search(r"bf16 2x2 512 d64 +- ", text)
-
-
 def test_torch_peers_run_one_backend_each_and_say_why_not() -> None:
     peers = {peer.name: peer for peer in torch_candidates()}
     assert list(peers) == ["torch-flash", "torch-cudnn", "torch-efficient", "torch-math"]
@@ -454,30 +393,6 @@ def test_torch_peers_run_one_backend_each_and_say_why_not() -> None:
 
 
 # ---- results file
-
-
-def test_rows_are_appended_below_one_header(tmp_path: Path) -> None:
-    path = tmp_path / "h200.csv"
-    rows = [row(SMALL, "simt", 10.0), row(SMALL, "torch-math", 20.0)]
-    results.append_rows(path, rows[:1])
-    results.append_rows(path, rows[1:])
-    text = path.read_text()
-    assert text.splitlines()[0] == (
-        "run_id,date,commit,dirty,gpu,driver,cuda,torch,implementation,version,dtype,b,hq,hkv,nq,"
-        "nk,d,dv,causal,features,clocks_mhz,p20_us,p50_us,p80_us,tflops,gbps,max_err,host_us"
-    )
-    assert len(text.splitlines()) == 3
-    assert results.load_rows(path) == rows
-    assert results.row_key(rows[0]) == SMALL.key
-
-
-def test_file_with_another_header_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "h200.csv"
-    for text, message in (("a,b\n1,2\n", "another header"), (results.HEADER + "\nx", "middle")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            results.append_rows(path, [row(SMALL, "simt", 10.0)])
-        assert path.read_text() == text
 
 
 def test_ratio_only_within_a_run_and_a_case() -> None:
@@ -628,34 +543,6 @@ def test_the_ratio_is_of_what_dispatch_chooses_not_of_our_fastest_kernel(tmp_pat
     assert re.search(r"\| hopper \| \S+ \| torch-flash \| \S+ \| 2\.00 \|$", found)
 
 
-def test_sustained_rows_have_a_table_and_a_column_of_their_own(tmp_path: Path) -> None:
-    small = CASES["bf16 2x2 512 d64"]
-    rows = [row(small, "hopper", 20.0), row(small, "torch-flash", 40.0)]
-    results.append_rows(tmp_path / "h200.csv", rows)
-    before = report.make_table("h200/plain", tmp_path)
-    assert "ustained" not in before
-    assert small.name in report.make_table("h200/sustained", tmp_path)
-    slower = [
-        {**row(small, "hopper", 30.0), "features": "sustained;power=650W"},
-        {**row(small, "fa3", 24.0), "features": "sustained;power=699W"},
-        {**row(small, "archflash", 32.0), "features": "chosen=archflash;sustained;power=650W"},
-    ]
-    results.append_rows(tmp_path / "h200.csv", slower)
-
-    def line(table: str) -> str:
-        lines = report.make_table(f"h200/{table}", tmp_path).splitlines()
-        (found,) = (text for text in lines if text.startswith(f"| {small.name} |"))
-        return found
-
-    assert line("bf16").endswith("| hopper | 2.00 (torch-flash) |")
-    assert line("plain").endswith("| 2.00 | 0.80 (fa3) |")
-    assert line("sustained").endswith("| hopper | 0.80 (fa3) |")
-    table = report.make_table("h200/sustained", tmp_path)
-    assert "650 to 699 W." in table.splitlines()[-1]
-    assert "d64 c | unmeasured" in table
-    assert "(GB/s)" not in table
-
-
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if "readme" in case.groups])
 def test_calls_that_dispatch_leaves_to_pytorch_were_as_fast_as_its_fastest_kernel(
     name: str,
@@ -671,46 +558,6 @@ def test_calls_that_dispatch_leaves_to_pytorch_were_as_fast_as_its_fastest_kerne
     fastest = report.best_peer(pytorchs)
     assert fastest is not None
     assert results.speedup(given, fastest) == pytest.approx(1.0, abs=0.05)
-
-
-def end_to_end_cases() -> dict[str, end_to_end.Case]:
-    sizes = end_to_end.Sizes(layers=2, width=64, heads=4, heads_kv=2, hidden=96)
-    return {
-        "prefill": end_to_end.decoder("cpu", sizes, 1, 33),
-        "decoding": end_to_end.decoder("cpu", sizes, 2, 1, 40),
-        "training": end_to_end.training("cpu", sizes, 2, 17),
-        "diffusion": end_to_end.diffusion("cpu", 3, 20, 16),
-    }
-
-
-def test_models_are_causal_and_decoding_continues_them() -> None:
-    """The last row of a prefill is what one step with a cache of the rows before gives."""
-    sizes = end_to_end.Sizes(layers=2, width=64, heads=4, heads_kv=2, hidden=96)
-    case = end_to_end.decoder("cpu", sizes, 1, 9)
-    (x,) = case.arguments
-    whole = end_to_end.step(case, case.module)
-    caches = torch.zeros(2, 2, 1, 2, 9, 16, dtype=x.dtype)
-    with torch.no_grad():
-        for row in range(9):
-            filled = torch.zeros_like(caches[:, :, :, :, : row + 1])
-            filled[:, :, :, :, :row] = caches[:, :, :, :, :row]
-            last = case.module(x[:, row : row + 1], row, filled)
-            caches[:, :, :, :, : row + 1] = filled
-    assert end_to_end.difference(last[:, 0], whole[:, -1]) < 0.02
-
-
-def test_steps_leave_no_gradients_and_differences_are_shares() -> None:
-    for case in end_to_end_cases().values():
-        first, again = end_to_end.step(case, case.module), end_to_end.step(case, case.module)
-        assert end_to_end.difference(again, first) < 1e-2
-        assert all(parameter.grad is None for parameter in case.module.parameters())
-    x = torch.tensor([3.0, -3.0])
-    assert end_to_end.difference(x * 1.5, x) == pytest.approx(0.5)
-
-
-def test_gpu_without_results_is_unmeasured(tmp_path: Path) -> None:
-    for table in ("plain", "bf16", "published", "host"):
-        assert "unmeasured" in report.make_table(f"b200/{table}", tmp_path)
 
 
 def test_report_fills_and_check_finds_stale_tables(
@@ -841,18 +688,6 @@ def test_what_a_user_gets_is_measured_beside_what_pytorch_chooses() -> None:
 
 
 # ---- host overhead
-
-
-def test_training_loops_compute_every_gradient() -> None:
-    loops = host_overhead.training_loops("cpu", archflash)
-    timed = {name: x for name, x in loops.items() if "forced" not in name}  # no simulated pass
-    for name, (function, arguments) in timed.items():
-        results = function(*arguments[1])
-        if "both" in name:
-            shapes = [x.shape for x in arguments[1][1:]]
-            assert [gradient.shape for gradient in results] == shapes, name
-            assert all(gradient.abs().max() > 0 for gradient in results), name
-    assert {"torch SDPA, both (bf16)", "archflash, both (bf16)"} < timed.keys()
 
 
 def test_fp8_outputs_are_held_to_the_rule_for_fp8() -> None:

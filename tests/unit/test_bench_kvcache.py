@@ -14,7 +14,7 @@ import archflash
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench import kvcache, results
-from bench.cases import Case, load_cases
+from bench.cases import Case
 from bench.timing import make_sets
 
 CASE = Case("small", "bf16", b=2, hq=4, hkv=2, nq=1, nk=128, d=32, dv=32, causal=False)
@@ -48,13 +48,6 @@ def test_every_kind_of_cache_holds_the_keys_of_the_case_and_is_made_once() -> No
             assert table.tolist() != sorted(table.tolist())
 
 
-def test_a_cache_of_8_bits_counts_half_of_the_bytes() -> None:
-    case = next(case for case in load_cases() if case.name == "bf16 32x32/8 1x8192 d128")
-    whole, half = (kvcache.gbps(case, 100.0, fp8) for fp8 in (False, True))
-    assert whole == pytest.approx(case.bytes() / 1e5)
-    assert half == pytest.approx(whole / 2, rel=1e-3)
-
-
 def test_rows_of_caches_have_ratios_to_calls_without_one() -> None:
     facts = {name: "" for name in results.COLUMNS if name not in results.SHAPE_COLUMNS}
     shape = results.shape_columns(CASE)
@@ -62,13 +55,6 @@ def test_rows_of_caches_have_ratios_to_calls_without_one() -> None:
     paged = {**facts, **shape, "p50_us": "10", "features": "cache=pages:16"}
     assert results.speedup(paged, plain) == 2.0
     assert results.call_features(paged), "rows of plain calls alone decide dispatch"
-
-
-def test_prefills_and_decodes_are_the_same_together_and_apart() -> None:
-    mixed = kvcache.Mixed("cpu", prefills=(40, 70), decodes=3, keys=(64, 200))
-    together, apart = mixed.together(), mixed.apart()
-    assert together.shape == (113, kvcache.HEADS, kvcache.HEAD_DIM)
-    torch.testing.assert_close(together, apart, rtol=0, atol=0.02)
 
 
 def test_host_loops_have_growing_lengths_and_page_tables() -> None:

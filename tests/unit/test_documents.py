@@ -225,30 +225,15 @@ archflash ...
 """
 
 
-def test_an_output_that_is_right_stays() -> None:
-    assert documents.with_fresh_outputs(PAGE) == PAGE
-
-
 def test_an_output_that_is_wrong_is_written_anew() -> None:
     wrong = PAGE.replace("```text\n2\n", "```text\n3\n4\n")
     assert documents.with_fresh_outputs(wrong) == PAGE
-
-
-def test_a_wrong_output_with_an_ellipsis_is_an_error() -> None:
-    wrong = PAGE.replace("archflash ...", "archflush ...")
-    with pytest.raises(ValueError, match="line 12: the output is not the one shown"):
-        documents.with_fresh_outputs(wrong)
 
 
 def test_a_command_that_fails_is_an_error() -> None:
     page = "```console\n$ archflash explain --shape 1,2,3\n```\n"
     with pytest.raises(RuntimeError, match="exit status 2"):
         documents.with_fresh_outputs(page)
-
-
-def test_an_example_that_fails_is_an_error() -> None:
-    with pytest.raises(NameError):
-        documents.with_fresh_outputs("```python\nno_such_name\n```\n")
 
 
 @pytest.mark.parametrize(
@@ -263,15 +248,6 @@ def test_an_example_that_fails_is_an_error() -> None:
 def test_a_block_that_cannot_be_checked_is_an_error(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         documents.with_fresh_outputs(text)
-
-
-def test_ellipses_stand_for_parts_of_a_line_and_for_lines() -> None:
-    printed = ["one 1.5 s", "two", "three", "four"]
-    assert documents.matches(["one ... s", "...", "four"], printed)
-    assert documents.matches(["...", "four", "..."], printed)
-    assert not documents.matches(["one ... s", "four"], printed)
-    assert not documents.matches(["one ...", "...", "five"], printed)
-    assert not documents.matches(["one", "..."], printed)
 
 
 def test_missing_names_are_found() -> None:
@@ -307,13 +283,6 @@ def test_files_that_comments_name_exist() -> None:
         if name not in ends and not name.endswith(FOREIGN)
     ]
     assert missing == []
-
-
-def test_the_table_of_gpus_is_replaced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "gpu_table", lambda: "| new |")
-    before = "a\n<!-- kernels-by-gpu -->\n| old |\n| old |\n<!-- /kernels-by-gpu -->\nb\n"
-    after = "a\n<!-- kernels-by-gpu -->\n| new |\n<!-- /kernels-by-gpu -->\nb\n"
-    assert documents.with_fresh_gpu_table(before) == after
 
 
 # ---- glossary

@@ -19,7 +19,6 @@ from bench.on_the_spot import find_nvcc
 from bench.results import append_rows, make_row
 
 from archflash.__main__ import main as archflash_main
-from archflash.cli.of_clone import find_clone
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {
@@ -73,14 +72,6 @@ def test_measured_rungs_appear_on_the_page_and_in_the_plot(tmp_path: Path) -> No
     assert ">175.1<" in picture
 
 
-def test_a_plot_without_speeds_says_that_instructions_are_none() -> None:
-    from dataclasses import replace
-
-    ladder = replace(BY_NAME["ampere"], columns=())
-    picture = page.plot(ladder, page.load_counters(ladder), Path("no such folder"))
-    assert "no speed: warp-instructions" in picture
-
-
 def test_rungs_refuse_what_they_do_not_serve() -> None:
     ladder = BY_NAME["ampere"]
     q = torch.empty(1, 2, 256, 128, dtype=torch.float16)
@@ -88,21 +79,6 @@ def test_rungs_refuse_what_they_do_not_serve() -> None:
     for other in (q.bfloat16(), q[..., :64], q[:, :, :200], q.transpose(1, 2)):
         assert rungs.why_not(ladder, other, other, other, False)
     assert rungs.why_not(ladder, q, q, q, True) == "the rungs have no mask"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["rope"], "no ladder rope; there are simt, ampere"),
-        (["--plot", "x.svg"], "--plot draws one ladder"),
-        (["ampere", "--rounds", "0"], "--rounds 0"),
-    ],
-)
-def test_wrong_arguments_are_told_before_anything_runs(arguments, said, capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def test_without_nvcc_the_command_says_what_it_needs(monkeypatch, capsys) -> None:
@@ -123,11 +99,6 @@ def test_a_gpu_that_is_too_old_or_too_new_is_refused_with_the_reason() -> None:
 
 
 # --- archflash ladder ---
-
-
-def test_the_command_finds_the_clone_above_the_current_folder(monkeypatch) -> None:
-    monkeypatch.chdir(ROOT / "docs")
-    assert find_clone("ladder") == find_clone("demo") == ROOT
 
 
 @pytest.mark.slow

@@ -14,32 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize(("xdist", "workers"), [(True, ["-n", "6"]), (False, [])])
-def test_the_gpu_tests_run_in_six_workers_where_xdist_is_installed(
-    tmp_path: Path, xdist: bool, workers: list[str]
-) -> None:
-    if xdist:
-        (tmp_path / "xdist.py").touch()
-    python = tmp_path / "python"  # says what it is asked to run; -S: without what is installed
-    python.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] && PYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n'
-        'echo "$@"\n'
-    )
-    python.chmod(0o755)
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    command = ["make", "--silent", "test-gpu", f"PYTHON={python}"]
-    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
-    assert done.stdout.split() == [
-        "-m",
-        "pytest",
-        "tests/gpu",
-        "tests/core_set",
-        "--executor=gpu",
-        *workers,
-    ], done.stderr
-
-
 def dry_run(target: str, *options: str) -> str:
     """What `make target` would run if nothing were there."""
     command = ["make", "--dry-run", "--always-make", target, *options]
@@ -107,11 +81,3 @@ def test_the_hook_says_what_is_wrong_with_a_commit_message(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == (1 if fault else 0)
     assert fault in done.stderr
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_what_the_fast_tests_name_is_there() -> None:
-    command = dry_run("test-fast").splitlines()[-1]
-    named = [word for word in command.split() if word.startswith("tests/")]
-    assert "tests/unit" in named
-    assert [name for name in named if not (ROOT / name).exists()] == []

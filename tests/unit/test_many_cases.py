@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.many_cases import check_all, one_test_for_each
+from tests.many_cases import check_all
 
 
 def is_even(number: int) -> None:
@@ -20,16 +20,3 @@ def test_all_cases_are_checked_and_those_that_fail_are_named() -> None:
     assert said.startswith("2 of 3 cases fail:\ncase-1: AssertionError: 1 is odd")
     assert "case-3: AssertionError: 3 is odd" in said
     assert "case-2" not in said
-
-
-def test_no_case_is_a_failure() -> None:
-    with pytest.raises(AssertionError, match="no case"):
-        check_all([], is_even)
-
-
-def test_a_group_fails_for_its_own_cases_alone() -> None:
-    test = one_test_for_each({"even": [(2,), (4,)], "odd": [(2,), (3,)]})(is_even)
-    assert test.__name__ == "is_even"
-    test("even")
-    with pytest.raises(pytest.fail.Exception, match=r"1 of 2 cases fail:\n\(3,\)"):
-        test("odd")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html.parser
 import importlib.util
-import io
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 from examples.minilm import heads as shown
 from examples.minilm import model
-from examples.minilm.page import HEAT, heat_map, render
+from examples.minilm.page import HEAT, render
 from PIL import Image
 
 import archflash
@@ -72,15 +71,6 @@ def test_synthetic_heads_look_where_their_names_say() -> None:
     assert torch.allclose(anchors[0], torch.full((n,), 1 / n).double())  # an anchor sees all alike
 
 
-def test_a_heat_map_has_a_pixel_for_each_weight() -> None:
-    weights = torch.tensor([[0.0, 0.25, 1.0], [0.5, 0.01, 0.0]], dtype=torch.float64)
-    picture = Image.open(io.BytesIO(heat_map(weights))).convert("RGBA")
-    assert picture.size == (3, 2)
-    pixels = [picture.getpixel((x, y)) for y in range(2) for x in range(3)]
-    assert [p[3] for p in pixels] == [0, 128, 255, 180, 26, 0]
-    assert {p[:3] for p in pixels} == {HEAT}
-
-
 def test_a_wrong_output_is_found_by_position_and_by_head(monkeypatch, capsys) -> None:
     attention = archflash.attention
 
@@ -108,29 +98,6 @@ def test_an_implementation_that_refuses_is_named_with_its_reason(monkeypatch) ->
     text = render(shown.Shown("", (), (), heads, (compared,)))
     assert "did not run: not on a &lt;Tuesday&gt;" in text
     Page(text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["x.gif"], "x.gif: the name must end in one of .html, .png, .svg, .pdf"),
-        (["--implementations", "torch,rope"], "rope: there is none of that name; choose from"),
-        (["--no-model", "--weights"], "expected one argument"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, said, capsys) -> None:
-    try:
-        status = main(["show", *arguments])
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert main(["show", "--no-model", str(tmp_path / "x.png")]) == 2
-    assert "pip install matplotlib; a page (.html) does not" in capsys.readouterr().err
 
 
 def test_the_page_stands_alone_and_has_both_colour_schemes(page: Path) -> None:
