@@ -15,7 +15,8 @@ from archflash._api import attention, make_problem
 from archflash._bias import is_causal_bias
 from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster, select
 from archflash._eager import is_eager, is_tracing, unrecorded
-from archflash._overrides import DROPPED_FASTER, count_declined
+from archflash._forward_operators import DROPPED_FASTER
+from archflash._overrides import count_declined
 from archflash._registry import TORCH
 from archflash._sharding import has_dtensor
 from archflash._torch_kernels import pytorchs_sdpa
