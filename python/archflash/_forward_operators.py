@@ -20,6 +20,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _backward_operators, _dispatch, _options, _registry, _schemas
 from archflash._errors import ForcedImplementationError
+from archflash.reference.formula import FP8
 
 Kernel = Callable[..., Any]
 _LSE_BLOCK = 32  # PyTorch's memory-efficient kernel pads the rows of its log-sum-exp to this
@@ -259,8 +260,7 @@ def _flash_quantized(
 
 def _new_output(query: Tensor) -> Tensor:
     """An output in query's layout; FP8 attention gives bfloat16."""
-    fp8 = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    return _empty_like(query, dtype=torch.bfloat16) if fp8 else _empty_like(query)
+    return _empty_like(query, dtype=torch.bfloat16) if query.dtype in FP8 else _empty_like(query)
 
 
 def _cudnn(

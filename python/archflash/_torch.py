@@ -56,8 +56,8 @@ from archflash._torch_plain import (
     plain_operations,
     sdpa_by_plain_operations,
 )
+from archflash.reference.formula import FP8
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MINUS_INF = -math.inf
 
 
@@ -132,7 +132,7 @@ def attention(
         key gives 0 and an LSE of -inf (the sink, if any).
     """
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
+        out_dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     unscaled = q_descale is None and k_descale is None and v_descale is None
     packed = rows = keys = None
@@ -153,7 +153,7 @@ def attention(
         and not return_lse
         and packed is None
     )
-    as_it_is = q.dtype == out_dtype and q.dtype not in _FP8 and unscaled
+    as_it_is = q.dtype == out_dtype and q.dtype not in FP8 and unscaled
     if (
         plain
         and as_it_is
@@ -220,7 +220,7 @@ def pytorchs_call(
     band = Band.of(causal, None, None, None, q, k, layout)
     is_causal = top_left_causal(band)
     seen = is_causal or unbounded(band)
-    if not seen or not scale > 0 or q.dtype in _FP8 or 0 in (*q.shape, *k.shape, *v.shape):
+    if not seen or not scale > 0 or q.dtype in FP8 or 0 in (*q.shape, *k.shape, *v.shape):
         return None
     device_type = q.device.type
     q, k, v = (_to_bhnd(x, layout, None) for x in (q, k, v))

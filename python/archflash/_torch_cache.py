@@ -16,8 +16,7 @@ from torch import Tensor
 from archflash import _torch
 from archflash._bias import sides_of
 from archflash._torch_masks import packed_rows
-
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+from archflash.reference.formula import FP8
 
 
 class _Rows(NamedTuple):
@@ -78,7 +77,7 @@ def attention(
     packed = cu_seqlens_q is not None
     rows = _rows_of(q, cu_seqlens_q, layout)
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
+        out_dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
     swap = layout == "bhnd"
     # Views (batch, rows, heads, dim) from here on.
     keys, values = (x.transpose(1, 2) if swap else x for x in (k_cache, v_cache))
@@ -131,7 +130,7 @@ def attention(
         start = offset - (offset - padding).remainder(attention_chunk)
         visible &= (key >= start[..., None]) & (key < (start + attention_chunk)[..., None])
     dense = tuple(_dense(cache, page_table, sequence_rows) for cache in (keys, values))
-    if q.dtype in _FP8 or dense[0].dtype in _FP8:
+    if q.dtype in FP8 or dense[0].dtype in FP8:
         number = rows.sequence.clamp(max=max(batch - 1, 0))
         q = _scaled(q, q_descale, layout, number if packed else None)
         dense = tuple(
@@ -252,13 +251,13 @@ def _rotated(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved:
     one, other = pairs.unbind(-1)
     turned = torch.stack([one * cos - other * sin, one * sin + other * cos], -1)
     turned = (turned if interleaved else turned.mT).flatten(-2)
-    if x.dtype in _FP8:
+    if x.dtype in FP8:
         largest = torch.finfo(x.dtype).max
         turned = turned.clamp(-largest, largest)
     turned = turned.to(x.dtype)
     if rest.shape[-1] == 0:
         return turned
-    if x.dtype in _FP8:  # torch.cat does not take them on every device
+    if x.dtype in FP8:  # torch.cat does not take them on every device
         both = torch.cat([turned.view(torch.uint8), rest.view(torch.uint8)], -1)
         return both.view(x.dtype)
     return torch.cat([turned, rest], -1)
@@ -287,7 +286,7 @@ def append(
         block, row = page_table.long().gather(1, inside // size), inside % size
     valid = (valid & (block >= 0) & (block < cache.shape[0])).flatten()
     block, row = block.clamp(0, cache.shape[0] - 1).flatten(), row.flatten()
-    cache, new = (x.view(torch.uint8) if x.dtype in _FP8 else x for x in (cache, new))
+    cache, new = (x.view(torch.uint8) if x.dtype in FP8 else x for x in (cache, new))
     # Nothing on the host knows which rows are valid, so every row is written somewhere: the others
     # are written as a copy of the first valid one, or where there is none as what is there already.
     own = torch.arange(valid.shape[0], device=valid.device)
@@ -301,7 +300,7 @@ def _dense(cache: Tensor, page_table: Tensor | None, sequence_rows: Tensor | Non
     """The caches of all sequences, ``(B, capacity, heads, dim)``. What lies behind a sequence's
     length may be any row.
     """
-    bits = cache.view(torch.uint8) if cache.dtype in _FP8 else cache
+    bits = cache.view(torch.uint8) if cache.dtype in FP8 else cache
     if page_table is not None:
         batch, pages = page_table.shape
         if cache.shape[0] == 0:
