@@ -378,23 +378,25 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, const
     ptx::mbarrier_wait_parity(barriers.dq_ready(), parity);
     ptx::tcgen05_fence_after_thread_sync();
     parity ^= 1;
+    // All of dQ is taken over before any of it goes on: the tensor cores wait for its columns.
+    float dq_rmem[PIECES][C::DQ_COLUMNS];
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece)
+      ptx::tcgen05_ld(dq_rmem[piece], dq_tmem + piece * C::DQ_COLUMNS);
+    ptx::tcgen05_wait_ld(dq_rmem);
+    ptx::tcgen05_fence_before_thread_sync();
+    release(barriers.dq_empty());
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       const int offset = C::DQ_SMEM + piece % C::DQ_STAGES * C::DQ_BYTES;
-      float dq_rmem[C::DQ_COLUMNS];
-      ptx::tcgen05_ld(dq_rmem, dq_tmem + piece * C::DQ_COLUMNS);
-      ptx::tcgen05_wait_ld(dq_rmem);
-      if (piece == PIECES - 1) {
-        ptx::tcgen05_fence_before_thread_sync();
-        release(barriers.dq_empty());
-      }
       // TMA has read the piece that lay here.
       as_leader([] { ptx::cp_async_bulk_wait_group_read_1(); });
       sync();
 #pragma unroll
       for (int i = 0; i < C::DQ_COLUMNS / 4; ++i) {
+        const float* const dq = &dq_rmem[piece][4 * i];
         *reinterpret_cast<float4*>(shared + offset + (i * C::BLOCK + row) * 16) =
-            float4{dq_rmem[4 * i], dq_rmem[4 * i + 1], dq_rmem[4 * i + 2], dq_rmem[4 * i + 3]};
+            float4{dq[0], dq[1], dq[2], dq[3]};
       }
       ptx::fence_proxy_async_shared();  // the stores come before TMA reads them
       sync();
@@ -634,7 +636,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardKernelParams& params
     ptx::setmaxnreg_inc<C::SCORE_REGISTERS>();
     score<C>(params, work, shared, shared_smem);
   } else if (warp < C::MMA_WARP) {
-    ptx::setmaxnreg_dec<C::DQ_REGISTERS>();
+    if constexpr (C::DQ_REGISTERS > C::REGISTERS_AT_LAUNCH)
+      ptx::setmaxnreg_inc<C::DQ_REGISTERS>();
+    else
+      ptx::setmaxnreg_dec<C::DQ_REGISTERS>();
     if (any_block) add_dq<C>(params, work, shared, shared_smem);
   } else {
     ptx::setmaxnreg_dec<C::OTHER_REGISTERS>();

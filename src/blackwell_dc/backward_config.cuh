@@ -43,9 +43,12 @@ struct BackwardConfig {
   static constexpr int MMA_WARP = 12;
   static constexpr int LOAD_WARP = 13;
   static constexpr int TERMS_WARP = 14;
-  static constexpr int SCORE_REGISTERS = 152;
-  static constexpr int DQ_REGISTERS = 120;
-  static constexpr int OTHER_REGISTERS = 88;
+  static constexpr int REGISTERS_AT_LAUNCH = 65536 / THREADS;
+  // At d128 a dQ warp holds 128 columns of dQ in registers.
+  static constexpr bool LARGE = HEAD_DIM > 64;
+  static constexpr int SCORE_REGISTERS = LARGE ? 144 : 152;
+  static constexpr int DQ_REGISTERS = LARGE ? 144 : 120;
+  static constexpr int OTHER_REGISTERS = LARGE ? 80 : 88;
   static_assert(128 * (2 * SCORE_REGISTERS + DQ_REGISTERS + OTHER_REGISTERS) <= 65536,
                 "CUDA: 65536 registers of an SM");
 
