@@ -377,7 +377,7 @@ INSTRUCTIONS = {
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
     "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
-    "probe_": ("STG.E",),
+    "probe_": (),  # their bits are compared (tests/sim/test_probes.py)
     "simt_append_": ("LDG.E", "STG.E"),
     "simt_attention_": ("FFMA", "MUFU.EX2"),
     "simt_backward_dq_": ("LDG.E", "STG.E"),
@@ -470,7 +470,8 @@ def test_tensor_cores_are_used_where_the_registry_says_so(image: str, opcodes: O
             assert instructions
             with_tensor_cores = image == ON_9_0 or not kernel.startswith(WITHOUT_TENSOR_CORES)
             if folder == PROBES:
-                with_tensor_cores = re.match("probe_(mma|wgmma|tcgen05)", kernel) is not None
+                of_floats = re.match("probe_(mma(?!_s8)|wgmma|tcgen05|tmem)", kernel)
+                with_tensor_cores = of_floats is not None
             used = any(has.startswith(TENSOR_CORES) for has in instructions)
             assert used == with_tensor_cores, (kernel, target)
             if folder in FOLDERS and not _registry.uses_tensor_cores(folder):

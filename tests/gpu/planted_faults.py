@@ -25,7 +25,7 @@ from archflash.verify import _jobs, _run
 from archflash.verify._setup import Setup
 
 WORKER = Path(__file__).with_name("planted_worker.py")
-AT_A_TIME = 6
+AT_A_TIME = 12
 LIMIT_S = 6  # of an item: what hangs has to be waited for
 FORWARD = "hopper_attention_fwd_bf16_d128_few"
 
@@ -67,6 +67,11 @@ FAULTS = (
     Fault(
         "nobody waits for K", FORWARD, "hopper/fwd_bf16", "hopper/mainloop.cuh",
         "ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed",
+        "", statuses=("wrong", "timeout"),
+    ),
+    Fault(
+        "nobody waits for V", FORWARD, "hopper/fwd_bf16", "hopper/mainloop.cuh",
+        "ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed",
         "", statuses=("wrong", "timeout"),
     ),
     Fault(

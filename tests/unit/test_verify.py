@@ -219,6 +219,14 @@ def test_what_a_process_does_to_itself_is_blamed_on_its_item_alone(worker: tuple
     }  # fmt: skip
 
 
+def test_a_job_whose_items_all_die_is_left_after_the_third(worker: tuple[str, ...]) -> None:
+    found = statuses(worker, made("one", "die a", "b", "die c", "die d", "e"), made("two", "f"))
+    assert found == {
+        "die a": "crashed", "b": "ok", "die c": "crashed", "die d": "crashed", "e": "not run",
+        "f": "ok",
+    }  # fmt: skip
+
+
 def test_the_last_words_of_a_process_are_kept(worker: tuple[str, ...]) -> None:
     runner = Runner(setup(), lambda row: None, worker=worker)
     runner.run([made("one", "die a")])

@@ -191,19 +191,46 @@ def check_call(
     (q, k, v), call = make(Maker(setup, name))
     plan = planned(kernel, q, k, v, call, setup)
 
-    def run() -> tuple[Tensor, Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         answer: tuple[Tensor, Tensor] = archflash.attention(
             q, k, v, implementation=kernel, return_lse=True, **call
         )
         return answer
 
-    out, lse = run()
+    out, lse = run(q, k, v)
     for _ in range(0 if setup.simulate else REPEATS - 1):
-        again, lse_again = run()
+        run(*poisoned(q, k, v))
+        forget_caches(setup)
+        again, lse_again = run(q, k, v)
         same_bits("output", by_head(out, call), by_head(again, call))
         same_bits("log-sum-exp", lse, lse_again)
     compare(kernel, setup, (q, k, v), call, out, lse)
     return Told(kernels=tuple(plan.kernels))
+
+
+def poisoned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors like these that are full of NaN. A call with them leaves NaN wherever a kernel keeps
+    anything, so that the next one shows it if it reads something before it is there.
+    """
+    made = [torch.empty_like(x) for x in tensors]
+    for x in made:
+        if x.dtype.itemsize == 1:
+            x.view(torch.uint8).fill_(0x7F)  # NaN in both types of 8 bits
+        else:
+            x.fill_(torch.nan)
+    return tuple(made)
+
+
+@functools.cache
+def _scratch(device: str, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def forget_caches(setup: Setup) -> None:
+    """Fills the GPU's L2 cache with other data, so that the next copies of a kernel take long."""
+    size = 2 * torch.cuda.get_device_properties(setup.device).L2_cache_size
+    if size < setup.memory / 8:
+        _scratch(setup.device, size).fill_(1)
 
 
 def planned(
@@ -276,7 +303,9 @@ def long_call(kernel: str, dtype: str, dims: tuple[int, int], setup: Setup) -> T
     call: Call = {"causal": True}
     plan = planned(kernel, q, k, v, call, setup)
     out, lse = archflash.attention(q, k, v, implementation=kernel, return_lse=True, **call)
-    for _ in range(4 * REPEATS):
+    for number in range(4 * REPEATS):
+        if number % 4 == 0:
+            archflash.attention(*poisoned(q, k, v), implementation=kernel, **call)
         again = archflash.attention(q, k, v, implementation=kernel, **call)
         same_bits("output", out, again)
     compare_rows(kernel, setup, (q, k, v), call, out, lse)
@@ -388,15 +417,17 @@ def check_gradients(
     exact, exact_lse = reference.attention(q, k, v, **call)
     out, lse = exact.to(q.dtype), exact_lse.float()
 
-    def run() -> tuple[Tensor, ...]:
+    def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return archflash.attention_backward(
             dout, q, k, v, out, lse, implementation=kernel, **call, **more
         )
 
-    found = run()
+    run(*poisoned(dout, q, k, v))
+    forget_caches(setup)
+    found = run(dout, q, k, v)
     names = ("dq", "dk", "dv", "dsinks")
     for _ in range(4 if more.get("deterministic") else 0):
-        for what, first, again in zip(names, found, run(), strict=False):
+        for what, first, again in zip(names, found, run(dout, q, k, v), strict=False):
             same_bits(what, by_rows(first, call), by_rows(again, call))
     expected = reference.attention_backward(dout, q, k, v, **call)
     base = reference.baseline_backward(dout, q, k, v, **call)
@@ -484,16 +515,18 @@ def check_cache(kernel: str, name: str, dtype: str, made: dict[str, Any], setup:
     base = reference.baseline_with_kvcache(q, *caches, **call)
     after = reference.appended(*caches, **call)
 
-    def run() -> tuple[Tensor, Tensor, list[Tensor]]:
+    def run(q: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         own = [x.clone() for x in caches]
         out, lse = archflash.attention_with_kvcache(
             q, *own, implementation=kernel, return_lse=True, **call
         )
         return out, lse, own
 
-    out, lse, written = run()
+    out, lse, written = run(q)
     for _ in range(REPEATS - 1):
-        again, lse_again, _ = run()
+        run(*poisoned(q))
+        forget_caches(setup)
+        again, lse_again, _ = run(q)
         same_bits("output", out.transpose(1, 2), again.transpose(1, 2))
         same_bits("log-sum-exp", lse, lse_again)
     report = reference.check(out, expected, base)
@@ -529,7 +562,10 @@ def decode(kernel: str, dtype: str, d: int, rows: int, batch: int, setup: Setup)
     call: Call = {"causal": True}
     plan = planned(kernel, q, k, v, call, setup)
     out, lse = archflash.attention(q, k, v, implementation=kernel, return_lse=True, **call)
-    for _ in range(20):
+    for number in range(20):
+        if number % 5 == 0:
+            archflash.attention(*poisoned(q, k, v), implementation=kernel, **call)
+            forget_caches(setup)
         same_bits("output", out, archflash.attention(q, k, v, implementation=kernel, **call))
     compare(kernel, setup, (q, k, v), call, out, lse)
     return Told(f"{keys} keys", tuple(plan.kernels))

@@ -179,8 +179,9 @@ def of_caches(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
         for page in (0, 64)
     ]
     for one in made:
-        words = [f"{name} {value}" for name, value in one.items() if value]
-        name = f"{dtype} cache, " + ", ".join(words)[:120]
+        lengths = one["lengths"]
+        words = [f"{name} {value}" for name, value in one.items() if value and name != "lengths"]
+        name = f"{dtype} cache, {len(lengths)} up to {max(lengths)} rows, {', '.join(words)}"
 
         def plan(one: dict[str, Any] = one) -> _native.LaunchPlan:
             q, caches, call = _calls.cache_call(Meta(setup), dtype, one)

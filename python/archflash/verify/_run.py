@@ -22,7 +22,9 @@ from archflash.verify._setup import Item, Job, Setup
 
 WORKER = ("-m", "archflash.verify._worker")  # what a process runs
 TIMEOUT, CRASHED, NOT_RUN = "timeout", "crashed", "not run"
-BAD = (_worker.WRONG, _worker.FAILED, TIMEOUT, CRASHED)
+FAILED = _worker.FAILED
+BAD = (_worker.WRONG, FAILED, TIMEOUT, CRASHED)
+MOST_DEATHS = 3  # items of a job that crash or raise, after which its other items are left out
 MOST_TIMEOUTS = 2  # items of correctness that run into their limits, after which the run ends
 START_LIMIT = 180  # seconds in which a process must be ready: it imports torch
 KILL_WAIT = 30
@@ -185,11 +187,13 @@ class Runner:
         return taken
 
     def _run(self, job: Job, last: bool) -> None:
-        pending = list(job.items)
-        while pending and not self.ended:
+        pending, before = list(job.items), len(self.rows)
+        died = 0  # processes of this job, by their own hand
+        while pending and not self.ended and died < MOST_DEATHS:
             pending = self._serve(job, pending, last)
+            died = sum(row.status in (CRASHED, FAILED) for row in self.rows[before:])
         for item in pending:
-            self._add(job, item, status=NOT_RUN, detail="after items that ran into their limits")
+            self._add(job, item, status=NOT_RUN, detail="after items that ended so")
 
     def _serve(self, job: Job, pending: list[Item], last: bool) -> list[Item]:
         """Has a process try items of a job; returns those that it did not come to."""
