@@ -60,6 +60,7 @@ class Probe:
         shared: bytes of dynamic shared memory.
         box: of its copies.
         map_of: the operand that its tensor map is of.
+        slabs: the map takes the columns as two dimensions, slabs of half of them.
     """
 
     image: str
@@ -72,6 +73,7 @@ class Probe:
     shared: int = 0
     box: Box | None = None
     map_of: str = "q"
+    slabs: bool = False
 
 
 def _wgmma(name: str, n: int, columns: int) -> Probe:
@@ -140,6 +142,16 @@ PROBES = (
         map_of="out",
     ),
     Probe("async", "bulk_stores", 128, threads=64),
+    Probe(
+        "async",
+        "tma_load_5d",
+        64 * 16,
+        threads=64,
+        shared=2 * 2 * 64 * 16,
+        box=Box(64, 16, 0, 5, 3),
+        slabs=True,
+    ),
+    Probe("async", "reductions", 144, threads=256),
     Probe("async", "cluster", 128, ctas=4, cluster=2),
     Probe("async", "dependent_launch", 256, ("probe_dependent_first", "probe_dependent_second")),
     Probe("roles", "registers", 384, threads=384),
@@ -174,6 +186,18 @@ PROBES = (
     _pair(128),
     _pair(256),
     Probe("tcgen05", "launch_control", 700, ctas=700, shared=200 * 1024),
+    Probe("tcgen05", "launch_control_of_pair", 700, ctas=700, cluster=2, shared=200 * 1024),
+    Probe(
+        "tcgen05",
+        "tma_load_of_pair",
+        2 * 64 * 16 // 2,
+        threads=64,
+        ctas=2,
+        cluster=2,
+        shared=2 * 64 * 16,
+        box=Box(64, 16, 64, 2, 3),
+    ),
+    Probe("tcgen05", "packed_floats", 352),
 )
 
 
@@ -281,13 +305,16 @@ def make_plan(probe: Probe, device: _native.Device) -> _native.LaunchPlan:
         "tensor_maps": [],
     }
     if probe.box is not None:
+        slab, row = IN_COLUMNS // 2, 2 * IN_COLUMNS
+        sizes = ([slab, 2], [IN_COLUMNS])[not probe.slabs]
+        steps = ([2 * slab, row], [row])[not probe.slabs]
         launch["tensor_maps"] = [
             {
                 "operand": probe.map_of, "offset": MAP_OFFSET, "addend": 0, "dtype": "bfloat16",
                 "swizzle": box.swizzle, "nan_fill": False,
-                "dims": [IN_COLUMNS, IN_ROWS, 1, 1],
-                "strides": [2 * IN_COLUMNS, 2 * IN_COLUMNS * IN_ROWS, 2 * IN_COLUMNS * IN_ROWS],
-                "box": [box.columns, box.rows, 1, 1],
+                "dims": [*sizes, IN_ROWS, 1, 1],
+                "strides": [*steps, row * IN_ROWS, row * IN_ROWS],
+                "box": [box.columns, *sizes[1:], box.rows, 1, 1],
             }
         ]  # fmt: skip
     kernels = probe.kernels or (f"probe_{probe.name}",)

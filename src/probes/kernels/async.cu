@@ -2,9 +2,11 @@
 // Barriers of shared memory, the copy engine, clusters, and launches that overlap.
 #include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/global_order.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
+#include "common/ptx/red_global.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
@@ -144,6 +146,35 @@ __device__ __forceinline__ void bulk_stores(const Params& params) {
   }
 }
 
+// A box of a tensor whose columns are two dimensions of the map.
+__device__ __forceinline__ void tma_load_5d(const Params& params) {
+  extern __shared__ __align__(1024) uint32_t box[];
+  __shared__ __align__(8) uint64_t barrier;
+  const uint32_t barrier_smem = shared_address(&barrier);
+  const int words = params.columns * params.rows;  // of two slabs
+  if (threadIdx.x < 32 && ptx::elect_sync()) {
+    ptx::mbarrier_init(barrier_smem, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(barrier_smem, 4 * words);
+    ptx::cp_async_bulk_tensor_5d_load(shared_address(box), params.map, params.column, 0, params.row,
+                                      0, 0, barrier_smem);
+  }
+  __syncthreads();
+  ptx::mbarrier_wait_parity(barrier_smem, 0);
+  for (int i = threadIdx.x; i < words; i += blockDim.x) params.out[i] = box[i];
+}
+
+// Warps add to the same floats.
+__device__ __forceinline__ void reductions(const Params& params) {
+  float* const out = reinterpret_cast<float*>(params.out);
+  const int lane = threadIdx.x % 32, first = static_cast<int>(threadIdx.x) * 4;
+  const auto x = [&](int i) { return static_cast<float>(number(first + i)); };
+  if (threadIdx.x < 144) out[threadIdx.x] = 0;
+  __syncthreads();
+  ptx::red_add_v4_f32(out + 4 * lane, x(0), x(1), x(2), x(3));
+  ptx::red_add_f32(out + 128 + lane / 2, x(0));
+}
+
 // Two CTAs of a cluster write into each other's shared memory and arrive at each other's barrier.
 __device__ __forceinline__ void cluster(const Params& params) {
   __shared__ uint32_t row[32];
@@ -189,6 +220,8 @@ PROBE(tma_load, 64)
 PROBE(tma_ring, 64)
 PROBE(tma_store, 64)
 PROBE(bulk_stores, 64)
+PROBE(tma_load_5d, 64)
+PROBE(reductions, 256)
 PROBE(cluster, 32)
 PROBE(dependent_first, 32)
 PROBE(dependent_second, 32)

@@ -3,6 +3,7 @@
 #include "common/device/matrix_descriptor.h"
 #include "common/device/slab_tile.cuh"
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/f32x2.cuh"
 #include "common/ptx/launch_control.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tcgen05.cuh"
@@ -251,6 +252,83 @@ __device__ __forceinline__ void launch_control(const Params& params) {
   }
 }
 
+// The same for clusters of two: one CTA asks, and both get the response.
+__device__ __forceinline__ void launch_control_of_pair(const Params& params) {
+  __shared__ __align__(16) uint4 response;
+  __shared__ __align__(8) uint64_t barrier;
+  const uint32_t response_smem = shared_address(&response), barrier_smem = shared_address(&barrier);
+  const int rank = static_cast<int>(blockIdx.x % 2);
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier_smem, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncwarp();
+  int first = static_cast<int>(blockIdx.x) - rank;
+  uint32_t phase = 0;
+  while (first >= 0) {
+    if (ptx::elect_sync()) {
+      params.out[first + rank] = static_cast<uint32_t>(number(first + rank));
+      ptx::mbarrier_arrive_expect_tx(barrier_smem, ptx::LAUNCH_RESPONSE_BYTES);
+    }
+    __syncwarp();
+    ptx::barrier_cluster_arrive();  // both expect a response, and have read the last one
+    ptx::barrier_cluster_wait();
+    if (rank == 0 && ptx::elect_sync())
+      ptx::try_cancel_launch_for_cluster(response_smem, barrier_smem);
+    __syncwarp();
+    ptx::mbarrier_wait_parity(barrier_smem, phase);
+    phase ^= 1;
+    first = ptx::canceled_cta(response_smem);
+    ptx::fence_proxy_async_shared();
+  }
+  ptx::barrier_cluster_arrive();  // neither ends before the other one has its response
+  ptx::barrier_cluster_wait();
+}
+
+// Each CTA of a pair loads a box; the bytes of both count at the barrier of the first.
+__device__ __forceinline__ void tma_load_of_pair(const Params& params) {
+  extern __shared__ __align__(1024) uint32_t box[];
+  __shared__ __align__(8) uint64_t barrier;
+  const uint32_t barrier_smem = shared_address(&barrier);
+  const int words = params.columns * params.rows / 2, rank = static_cast<int>(blockIdx.x % 2);
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier_smem, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  ptx::barrier_cluster_arrive();
+  ptx::barrier_cluster_wait();
+  if (threadIdx.x < 32 && ptx::elect_sync()) {
+    if (rank == 0) ptx::mbarrier_arrive_expect_tx(barrier_smem, 2 * 4 * words);
+    ptx::cp_async_bulk_tensor_4d_load_of_pair(shared_address(box), params.map, params.column,
+                                              params.row + rank * params.rows, 0, 0,
+                                              ptx::mapa_shared_cluster(barrier_smem, 0));
+  }
+  __syncthreads();
+  if (rank == 0) ptx::mbarrier_wait_parity(barrier_smem, 0);
+  ptx::barrier_cluster_arrive();  // the second CTA knows from the first that its box is there
+  ptx::barrier_cluster_wait();
+  for (int i = threadIdx.x; i < words; i += blockDim.x) params.out[rank * words + i] = box[i];
+}
+
+// Pairs of floats: sums whose rounding shows, products and maxima.
+__device__ __forceinline__ void packed_floats(const Params& params) {
+  const int lane = threadIdx.x;
+  const auto pair = [&](int first, float unit) {
+    return make_float2(static_cast<float>(number(first + 2 * lane)) * unit,
+                       static_cast<float>(number(first + 2 * lane + 1)) * unit);
+  };
+  const float2 a = pair(0, 1.0f), b = pair(100, 0x1p-25f), c = pair(200, 1.0f);
+  const float2 results[] = {ptx::add_rn_f32x2(a, b), ptx::add_rm_f32x2(a, b),
+                            ptx::sub_rn_f32x2(a, b), ptx::mul_rn_f32x2(a, b),
+                            ptx::fma_rn_f32x2(a, c, b)};
+  for (int i = 0; i < 5; ++i) {
+    params.out[64 * i + 2 * lane] = __float_as_uint(results[i].x);
+    params.out[64 * i + 2 * lane + 1] = __float_as_uint(results[i].y);
+  }
+  params.out[320 + lane] = __float_as_uint(ptx::max_nan_f32(a.x, b.y, c.x));
+}
+
 constexpr DType F16 = DType::F16, BF16 = DType::BF16, E4M3 = DType::E4M3;
 
 }  // namespace archflash::probes
@@ -278,3 +356,6 @@ TCGEN05(e4m3_n128_a_in_tmem, E4M3, 128, 64, A::TensorMemory, true)
 TCGEN05_PAIR(pair_n128, 128)
 TCGEN05_PAIR(pair_n256, 256)
 PROBE(launch_control, 32)
+PROBE(launch_control_of_pair, 32)
+PROBE(tma_load_of_pair, 64)
+PROBE(packed_floats, 32)
