@@ -126,7 +126,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = tuple(Shape(rows, ctas) for rows in (64, 128, 192, 256) for ctas in (1, 2))
-FEATURES = 7
+FEATURES = 9
 
 
 def features(kind: Kind, sizes: Sizes, head_dims: int, shape: Shape, sms: int) -> tuple[float, ...]:
@@ -150,6 +150,7 @@ def features(kind: Kind, sizes: Sizes, head_dims: int, shape: Shape, sms: int) -
     longest = shape.rows * min(sizes.nk, 2 * seen) * head_dims / 1e6
     data = sizes.batch * (sizes.heads_q * sizes.nq + sizes.heads_kv * sizes.nk) * head_dims / 1e4
     load, slots = tiles / sms, sms * shape.ctas
+    shared = sizes.heads_q > sizes.heads_kv and not few
     over_keys = 0.0
     if kind.passes == BOTH:
         blocks = heads * math.ceil(max(sizes.nk, 1) / shape.rows)
@@ -162,6 +163,8 @@ def features(kind: Kind, sizes: Sizes, head_dims: int, shape: Shape, sms: int) -
         max(load, 1.0),
         data / sms,
         over_keys,
+        1.0 if shared else 0.0,
+        load * of_tile if shared else 0.0,
     )
 
 
@@ -185,14 +188,17 @@ class Group(NamedTuple):
 
     Attributes:
         d, dv: head dimensions.
-        points: the sizes that were measured.
+        points: the sizes that were measured, and behind them those of other head dimensions that
+            help out.
         fits: the candidates by name.
+        own: how many of the points are of these head dimensions.
     """
 
     d: int
     dv: int
     points: tuple[Sizes, ...]
     fits: dict[str, Fit]
+    own: int
 
     def predict(self, kind: Kind, sizes: Sizes, sms: int) -> dict[str, float]:
         """Microseconds of every candidate on the device, without the host."""
@@ -328,7 +334,7 @@ class Table:
             points = tuple(Sizes(*point) for point in told["points"])
             if any(len(fit.residuals) != len(points) for fit in fits.values()):
                 raise ValueError("residuals and points differ in number")
-            group = Group(int(told["d"]), int(told["dv"]), points, fits)
+            group = Group(int(told["d"]), int(told["dv"]), points, fits, int(told["own"]))
             groups.setdefault(Kind(*told["kind"]), []).append(group)
         words = ", ".join(f"{name} {word}" for name, word in key.items() if name in _SHOWN)
         return cls(

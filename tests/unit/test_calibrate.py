@@ -196,14 +196,22 @@ def crossing(point: Point) -> dict[str, float]:
 
 def test_a_candidate_that_is_far_behind_is_left_out_and_predicted_as_a_multiple() -> None:
     points = [square(rows, 16) for rows in (512, 1024, 2048, 4096)]
-    known = [(p, {"a": p.flops() / 1e6, "slow": p.flops() / 4e5}) for p in points[:3]]
-    assert worker.is_behind("slow", points[3], known)
-    assert not worker.is_behind("a", points[3], known)
-    assert not worker.is_behind("slow", points[3], known[:2])
+    known = [(p, {"a": p.flops() / 1e6, "slow": p.flops() / 4e5}) for p in points]
+    assert worker.is_enough("slow", known, lambda: True)
+    assert not worker.is_enough("slow", known[:3], lambda: True)
+    assert not worker.is_enough("a", known, lambda: True)
+    assert worker.is_enough("a", known, lambda: False)
+    assert not worker.is_enough("a", known[:3], lambda: False)
     measured = [fit.Measured(p.kind, p.d, p.dv, p.sizes, times) for p, times in known]
     measured += [
         fit.Measured(p.kind, p.d, p.dv, p.sizes, {"a": p.flops() / 1e6})
-        for p in (points[3], square(8192, 16), square(256, 16))
+        for p in (
+            square(8192, 16),
+            square(256, 16),
+            square(300, 16),
+            square(400, 16),
+            square(6144, 8),
+        )
     ]
     ((kind, group),) = fit.groups(measured, SMS)
     times = group.predict(kind, square(6000, 16).sizes, SMS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -255,7 +255,7 @@ class Call:
         return x.transpose(1, 2) if self.point.kind.way == "cache" else x
 
     def _expected(self, inputs: Inputs) -> dict[str, Any]:
-        """Some rows of the first and the last head, in float64 and in plain operations."""
+        """Some rows of the first and the last head, exactly and in plain operations."""
         b, hq, hkv, nq, nk = self.point.shape
         q, k, v = (self._by_head(x) for x in inputs)
         starts = (0, max(0, nq // 2 - _ROWS // 2), max(0, nq - _ROWS))
@@ -266,7 +266,7 @@ class Call:
         at = (batches, heads, rows[None])
         group = hq // hkv
         keys = (batches[:, 0], heads[:, 0] // group)
-        of = (q[at][:, None], k[keys][:, None], v[keys][:, None])
+        of = q_of, k_of, v_of = q[at][:, None], k[keys][:, None], v[keys][:, None]
         options: dict[str, Any] = {}
         if self.point.kind.causal:
             last = rows + nk - nq
@@ -281,8 +281,12 @@ class Call:
             options["attn_mask"] = seen
         if (ranges := self.options.get("key_ranges")) is not None:
             options["attn_mask"] = masks.to_dense(ranges, nk)[0, 0][rows]
-        ref = reference.attention(*of, return_lse=False, **options)
-        base = reference.baseline(*of, **options)
+        # For 16 bits float32 is exact enough, and GPUs that have little of float64 are faster.
+        exact = torch.float64 if self.point.kind.dtype == "float32" else torch.float32
+        rounded = torch.bfloat16 if self.point.kind.dtype == "fp8" else self.dtype
+        mask = options.get("attn_mask")
+        ref = _formula(q_of.to(exact), k_of.to(exact), v_of.to(exact), mask).double()
+        base = _formula(q_of.to(rounded), k_of.to(rounded), v_of.to(rounded), mask)
         rule = reference.check(base, ref, base)  # its bounds do not depend on what is judged
         return {
             "at": at, "of": of, "options": options, "ref": ref,
@@ -326,6 +330,27 @@ def _both_passes(call: Callable[..., Tensor], dout: Tensor, *inputs: Tensor) -> 
     return torch.autograd.grad(call(*leaves), leaves, dout)
 
 
+def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention in plain operations of the dtype of the inputs."""
+    with _without_tf32():
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if mask is not None:
+            hidden = mask.dtype == torch.bool
+            scores = scores.masked_fill(~mask, -math.inf) if hidden else scores + mask.to(q.dtype)
+        out: Tensor = scores.softmax(-1) @ v
+        return out
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -336,18 +361,17 @@ def _gradients(
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     keys = torch.arange(len(k), device=q.device)
     step = max(16, 2**24 // max(len(k) * heads, 1))
-    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
-    for start in range(0, rows, step):
-        part = slice(start, min(rows, start + step))
-        scores = q[:, part] @ k.T * d**-0.5
-        if causal:
-            last = torch.arange(part.start, part.stop, device=q.device) + len(k) - rows
-            scores.masked_fill_(keys > last[:, None], -math.inf)
-        p = scores.softmax(-1)
-        dp = dout[:, part] @ v.T
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * d**-0.5
-        dv += torch.einsum("hij,hid->jd", p, dout[:, part])
-        dq[:, part] = ds @ k
-        dk += torch.einsum("hij,hid->jd", ds, q[:, part])
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    with _without_tf32():
+        for start in range(0, rows, step):
+            part = slice(start, min(rows, start + step))
+            scores = q[:, part] @ k.T * d**-0.5
+            if causal:
+                last = torch.arange(part.start, part.stop, device=q.device) + len(k) - rows
+                scores.masked_fill_(keys > last[:, None], -math.inf)
+            p = scores.softmax(-1)
+            dp = dout[:, part] @ v.T
+            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * d**-0.5
+            dv += torch.einsum("hij,hid->jd", p, dout[:, part])
+            dq[:, part] = ds @ k
+            dk += torch.einsum("hij,hid->jd", ds, q[:, part])
     return dq, dk, dv

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from archflash import _calibrated
 from archflash._calibrated import FEATURES, SHAPES, Fit, Group, Kind, Shape, Sizes, features
 
+_OWN = 8  # points from which head dimensions need no help of others
 _FEWEST = 5  # times of a candidate from which its own formula is made
 _LEAST = 1e-6  # pull towards small weights: terms that say the same stay small
 _FLAT = 1e-6  # a slope that is not worth another weight
@@ -49,12 +50,11 @@ def fitted(
     assert best is not None
     _, shape, weights = best
     fit = Fit(shape, tuple(weights), ())
-    residuals: list[float | None] = []
-    for point, time in zip(points, us, strict=True):
-        parts = features(kind, point, head_dims, shape, sms)
-        formula = max(sum(map(_product, fit.weights, parts)), 0.1)
-        residuals.append(None if time is None else math.log(time / formula))
-    return Fit(shape, fit.weights, tuple(residuals))
+    residuals = [
+        None if time is None else math.log(time / _formula(kind, point, head_dims, fit, sms))
+        for point, time in zip(points, us, strict=True)
+    ]
+    return fit._replace(residuals=tuple(residuals))
 
 
 def _as_a_multiple(
@@ -147,27 +147,71 @@ def _solved(matrix: list[list[float]], target: list[float]) -> list[float]:
 
 def groups(measured: Sequence[Measured], sms: int) -> list[tuple[Kind, Group]]:
     """Everything that was measured, by kind and head dimensions."""
-    found: dict[tuple[Kind, int, int], list[Measured]] = {}
+    kinds: dict[Kind, dict[tuple[int, int], list[Measured]]] = {}
     for one in measured:
-        found.setdefault((one.kind, one.d, one.dv), []).append(one)
+        kinds.setdefault(one.kind, {}).setdefault((one.d, one.dv), []).append(one)
     made = []
-    for (kind, d, dv), mine in found.items():
-        points = tuple(one.sizes for one in mine)
-        times = {
-            name: [one.graph_us.get(name) for one in mine]
-            for name in dict.fromkeys(name for one in mine for name in one.graph_us)
-        }
-        counts = {name: len(us) - us.count(None) for name, us in times.items()}
-        best_known = max(counts, key=counts.__getitem__)
-        reference = fitted(kind, d + dv, points, times[best_known], sms)
-        fits = {
-            name: fitted(kind, d + dv, points, us, sms)
-            if counts[name] >= max(_FEWEST, len(points) / 2)
-            else _as_a_multiple(us, reference, times[best_known])
-            for name, us in times.items()
-        }
-        made.append((kind, Group(d, dv, points, fits)))
+    for kind, by_dims in kinds.items():
+        most = max(by_dims.values(), key=len)
+        best_known = _alone(kind, most, sms)
+        for mine in by_dims.values():
+            if mine is most:
+                made.append((kind, best_known))
+            elif len(mine) < _OWN:
+                made.append((kind, _with_the_help_of(best_known, kind, mine, sms)))
+            else:
+                made.append((kind, _alone(kind, mine, sms)))
     return made
+
+
+def _alone(kind: Kind, mine: Sequence[Measured], sms: int) -> Group:
+    """A group from its own times."""
+    d, dv = mine[0].d, mine[0].dv
+    points = tuple(one.sizes for one in mine)
+    times = {
+        name: [one.graph_us.get(name) for one in mine]
+        for name in dict.fromkeys(name for one in mine for name in one.graph_us)
+    }
+    counts = {name: len(us) - us.count(None) for name, us in times.items()}
+    best_known = max(counts, key=counts.__getitem__)
+    reference = fitted(kind, d + dv, points, times[best_known], sms)
+    fits = {
+        name: fitted(kind, d + dv, points, us, sms)
+        if counts[name] >= max(_FEWEST, len(points) / 2)
+        else _as_a_multiple(us, reference, times[best_known])
+        for name, us in times.items()
+    }
+    return Group(d, dv, points, fits, len(points))
+
+
+def _with_the_help_of(other: Group, kind: Kind, mine: Sequence[Measured], sms: int) -> Group:
+    """A group of few points: it takes over how the times of other head dimensions depend on sizes,
+    and by its own points how much longer or shorter they are.
+    """
+    d, dv = mine[0].d, mine[0].dv
+    points = tuple(one.sizes for one in mine)
+    fits = {}
+    for name, fit in other.fits.items():
+        deviations = [
+            None if (us := one.graph_us.get(name)) is None
+            else math.log(us / _formula(kind, one.sizes, d + dv, fit, sms))
+            for one in mine
+        ]  # fmt: skip
+        known = [x for x in deviations if x is not None]
+        if not known:
+            continue
+        mean = sum(known) / len(known)
+        fits[name] = Fit(
+            fit.shape,
+            tuple(weight * math.exp(mean) for weight in fit.weights),
+            (*(None if x is None else x - mean for x in deviations), *fit.residuals),
+        )
+    return Group(d, dv, points + other.points, fits, len(points))
+
+
+def _formula(kind: Kind, sizes: Sizes, head_dims: int, fit: Fit, sms: int) -> float:
+    parts = features(kind, sizes, head_dims, fit.shape, sms)
+    return max(sum(map(_product, fit.weights, parts)), 0.1)
 
 
 def entry(
@@ -196,6 +240,7 @@ def entry(
                 "kind": list(kind),
                 "d": group.d,
                 "dv": group.dv,
+                "own": group.own,
                 "points": [[*point[:5], short(point.seen)] for point in group.points],
                 "fits": {
                     name: {

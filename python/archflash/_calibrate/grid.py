@@ -43,15 +43,16 @@ class Point(NamedTuple):
 # Query rows and keys of a sequence, and how many 128-row tiles each SM gets: from a GPU that is
 # nearly empty to many waves. Each part of the list covers both.
 _PLAIN = (
-    (512, 1.5), (2048, 5.0), (512, 0.2), (200, 5.0), (4096, 1.5), (512, 16.0), (2048, 0.3),
-    (1024, 5.0), (8192, 3.0), (200, 0.3), (200, 16.0), (1024, 1.0), (4096, 5.0), (1024, 0.2),
-    (512, 5.0), (2048, 1.5), (1024, 16.0), (200, 1.5), (4096, 0.5), (16384, 1.5), (2048, 16.0),
+    (512, 1.5), (4096, 5.0), (512, 0.2), (200, 5.0), (2048, 1.5), (512, 16.0), (4096, 0.4),
+    (1024, 5.0), (8192, 3.0), (200, 0.3), (200, 16.0), (1024, 1.0), (2048, 5.0), (1024, 0.2),
+    (512, 5.0), (4096, 1.5), (1024, 16.0), (200, 1.5), (2048, 0.3), (16384, 1.5), (2048, 16.0),
     (320, 3.0), (1024, 2.5), (704, 8.0), (8192, 1.0), (4096, 16.0), (2048, 2.5), (8192, 8.0),
     (1500, 0.7), (3000, 1.5), (512, 0.7), (16384, 5.0),
 )  # fmt: skip
+# The same for head dimensions that get the help of others: first what their share depends on.
+_RARE = ((4096, 5.0), (512, 4.0), (1024, 0.5), (200, 8.0), (2048, 2.0), *_PLAIN)
 # Calls that need longer are not measured: what holds for many waves holds for more of them.
 _MOST_US = {FORWARD: 800.0, BOTH: 2000.0}
-_FIRST, _FEWER = 13, 7  # points of common and of rare head dimensions that come first
 
 
 def _heads(rows: int, fill: float, sms: int) -> int:
@@ -66,16 +67,18 @@ def _split(heads: int, group: int = 1) -> tuple[int, int, int]:
     return batch, hq, hq // group
 
 
-def _plain(kind: Kind, d: int, dv: int, sms: int) -> Iterator[Point]:
-    for rows, fill in _PLAIN:
+def _plain(
+    kind: Kind, d: int, dv: int, sms: int, sizes: Sequence[tuple[int, float]] = _PLAIN
+) -> Iterator[Point]:
+    for rows, fill in sizes:
         yield Point(kind, (*_split(_heads(rows, fill, sms)), rows, rows), d, dv)
 
 
 def _others(kind: Kind, d: int, dv: int, sms: int) -> list[list[Point]]:
     """Heads that share one of k, and other numbers of keys than of rows."""
     sharing = [
-        (4096, 5.0, 4), (1024, 1.5, 4), (512, 8.0, 4), (2048, 0.3, 8), (4096, 1.5, 7),
-        (2048, 16.0, 4), (512, 0.3, 4), (8192, 5.0, 8), (256, 16.0, 4), (1024, 5.0, 8),
+        (4096, 4.0, 4), (512, 8.0, 4), (1024, 1.0, 4), (256, 20.0, 4), (2048, 0.4, 8),
+        (2048, 8.0, 8), (4096, 1.5, 7), (512, 0.3, 4), (8192, 5.0, 8), (1024, 16.0, 4),
     ]  # fmt: skip
     crossing = [
         (4096, 77, 5.0), (128, 1024, 0.5), (512, 2048, 2.0), (8192, 512, 16.0), (1024, 77, 2.0),
@@ -96,9 +99,10 @@ def _others(kind: Kind, d: int, dv: int, sms: int) -> list[list[Point]]:
 def _few(d: int) -> Iterator[Point]:
     kind = Kind("16 bits", FORWARD, "few", False)
     for shape in (
-        (1, 32, 8, 1, 2048), (1, 32, 8, 1, 16384), (16, 32, 8, 1, 1024), (16, 32, 8, 1, 4096),
-        (64, 32, 8, 1, 2048), (128, 16, 16, 1, 1024), (4, 16, 16, 1, 8192), (8, 32, 8, 8, 4096),
-        (1, 32, 8, 1, 65536), (2, 16, 16, 16, 1024), (1, 16, 16, 1, 512),
+        (1, 32, 8, 1, 2048), (16, 32, 8, 1, 4096), (8, 16, 16, 1, 2048), (64, 32, 8, 1, 4096),
+        (1, 32, 8, 1, 16384), (32, 16, 16, 1, 4096), (4, 16, 4, 1, 8192), (16, 32, 8, 1, 1024),
+        (96, 16, 4, 1, 4096), (64, 16, 16, 1, 8192), (1, 16, 16, 1, 512), (8, 32, 8, 8, 4096),
+        (1, 32, 8, 1, 65536), (2, 16, 16, 16, 1024), (128, 16, 16, 1, 1024), (4, 32, 32, 1, 2048),
     ):  # fmt: skip
         yield Point(kind, shape, d, d)
 
@@ -131,14 +135,15 @@ def points(sms: int, flops_per_us: float) -> list[Point]:
     dense = [Kind("16 bits", p, "many", c) for c in (False, True) for p in (FORWARD, BOTH)]
     common, rare = (64, 128), ((256, 256), (192, 128), (96, 96), (32, 32), (80, 80))
     usual = [list(_plain(kind, d, d, sms)) for d in common for kind in dense]
-    less = [list(_plain(kind, *dims, sms)) for dims in rare for kind in dense]
+    less = [list(_plain(kind, *dims, sms, _RARE)) for dims in rare for kind in dense]
     shared = [list(_in_turns(_others(kind, d, d, sms))) for d in common for kind in dense]
     rounds: list[Iterable[Iterable[Point]]] = [
-        [each[:_FIRST] for each in usual] + [_few(128)],
-        [each[:_FEWER] for each in (*shared, *less)],
+        [each[:8] for each in usual] + [each[:4] for each in shared] + [_few(128)],
+        [each[:3] for each in less],
+        [each[8:13] for each in usual] + [each[4:8] for each in shared],
         [_of_kind(Kind("fp8", FORWARD, "many", c), (128, 64, 256), sms, _SOME)
          for c in (False, True)] + [_few(64), _few(256)],
-        [each[_FIRST:] for each in usual] + [each[_FEWER:] for each in shared],
+        [each[3:7] for each in less],
         [_of_kind(Kind("float32", p, "many", c), common, sms, _SOME[:3])
          for c in (False, True) for p in (FORWARD, BOTH)],
         [_caches(128), _caches(64)],
@@ -146,7 +151,8 @@ def points(sms: int, flops_per_us: float) -> list[Point]:
          for c in (False, True)],
         [_of_kind(Kind("16 bits", FORWARD, "many", False, mask), common, sms, _SOME[:3])
          for mask in ("bool", "added", "ranges", "blocks", "slopes")],
-        [each[_FEWER:] for each in less],
+        [each[13:] for each in usual] + [each[8:] for each in shared],
+        [each[7:] for each in less],
         [_in_turns(_others(kind, *dims, sms)) for dims in rare for kind in dense],
     ]  # fmt: skip
     most = {passes: us * flops_per_us for passes, us in _MOST_US.items()}

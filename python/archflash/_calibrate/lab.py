@@ -19,6 +19,7 @@ from archflash import _dispatch, _registry
 from archflash._calibrate.calls import Call, Inputs, Outputs
 from archflash._calibrate.grid import Point
 from archflash._calibrated import FORWARD
+from archflash._dispatch import pytorch
 from archflash._errors import ArchflashError
 
 _SECTION_US = 600.0  # a replay takes about so long
@@ -238,6 +239,12 @@ class Lab:
         """A kernel of ours that serves a point."""
         kernels = _registry.kernel_names()
         return next((x for x in Call(point, self.device).candidates() if x in kernels), None)
+
+    def pytorchs(self, point: Point) -> str | None:
+        """The kernel that PyTorch chooses for a point; None if it has none."""
+        call = Call(point, self.device)
+        kernel = pytorch.kernel_of(call.problem, call.capability)
+        return kernel if isinstance(kernel, str) else None
 
     def host_us(self, point: Point, name: str) -> float:
         """Microseconds that the host needs for a call, whose work is small."""

@@ -5,28 +5,31 @@ hangs, only this process is lost (measuring.py starts another one).
 
 from __future__ import annotations
 
+import collections
 import gc
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from archflash import _dispatch, _registry
 from archflash._calibrate import grid
+from archflash._calibrate.calls import PYTORCHS
 from archflash._calibrate.grid import Point
 from archflash._calibrate.lab import Lab
 from archflash._calibrated import BOTH, FORWARD, Kind
 
 # A candidate that was so much slower at so many points of a kind is left out at the others.
-_BEHIND, _ENOUGH = 1.8, 3
-_FOR_CROSSOVERS = 0.2  # of the time
+_BEHIND, _ENOUGH = 1.25, 4
+_FOR_CROSSOVERS = 0.12  # of the time
 _APART, _NEAR = 3.0, 0.45  # octaves between points whose middle is measured, and which is no news
 _WARM_S = 0.4
 
 Times = dict[str, float]
+Group = tuple[Kind, int, int]
 
 
 def point_of(told: list[Any]) -> Point:
@@ -40,22 +43,29 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def is_behind(name: str, point: Point, known: list[tuple[Point, Times]]) -> bool:
-    """Whether a candidate has been too slow at calls like a point to be measured once more."""
-    like = [
-        times[name] / min(times.values())
-        for other, times in known
-        if name in times and (other.kind, other.d, other.dv) == (point.kind, point.d, point.dv)
-    ]
-    return len(like) >= _ENOUGH and min(like) > _BEHIND
+def group_of(point: Point) -> Group:
+    """The points with which a point is compared."""
+    return point.kind, point.d, point.dv
+
+
+def is_enough(name: str, like: list[tuple[Point, Times]], needed: Callable[[], bool]) -> bool:
+    """Whether a candidate need not be measured at further calls of a group.
+
+    Args:
+        name: the candidate.
+        like: what was measured of the group.
+        needed: tells whether dispatch could choose it. Of PyTorch's kernels it can choose one.
+    """
+    known = [times[name] / min(times.values()) for _, times in like if name in times]
+    return len(known) >= _ENOUGH and (min(known) > _BEHIND or not needed())
 
 
 def crossovers(known: list[tuple[Point, Times]]) -> list[Point]:
     """Points in the middle of two near ones at which different candidates are the fastest."""
     found: dict[Point, None] = {}
-    groups: dict[tuple[Kind, int, int], list[tuple[Point, Times]]] = {}
+    groups: dict[Group, list[tuple[Point, Times]]] = {}
     for point, times in known:
-        groups.setdefault((point.kind, point.d, point.dv), []).append((point, times))
+        groups.setdefault(group_of(point), []).append((point, times))
     for mine in groups.values():
         places = [point.sizes.place() for point, _ in mine]
         for i, (one, times) in enumerate(mine):
@@ -138,12 +148,16 @@ def main() -> int:
             for who, name in (("ours", lab.one_of_ours(small)), ("torch", _registry.TORCH)):
                 if name is not None:
                     say(host=[passes, who, lab.host_us(small, name)])
+    groups: dict[Group, list[tuple[Point, Times]]] = collections.defaultdict(list)
+    for point, times in known:
+        groups[group_of(point)].append((point, times))
     wrong_kinds: set[tuple[str, Kind]] = set()  # where a kernel of PyTorch was wrong
 
     def left(name: str) -> bool:
         if (name, point.kind.passes) in skip or (name, point.kind) in wrong_kinds:
             return True
-        return is_behind(name, point, known)
+        like = groups[group_of(point)]
+        return is_enough(name, like, lambda: name not in PYTORCHS or name == lab.pytorchs(point))
 
     for point in points_of(asked, speed, known):
         if time.time() > float(asked["until"]):
@@ -152,6 +166,7 @@ def main() -> int:
             continue
         result = lab.measure(point, left)
         known.append((point, result.graph_us))
+        groups[group_of(point)].append(known[-1])
         for name, text in result.refused.items():
             say(refused=[name, point, text])
         for name, text in result.wrong.items():

@@ -135,7 +135,7 @@ def describe(table: Table) -> str:
     for kind, groups in table.groups.items():
         for group in groups:
             first: dict[str, int] = {}
-            for number in range(len(group.points)):
+            for number in range(group.own):
                 times = group.measured(kind, number, table.sms)
                 for name, us in times.items():
                     if us <= min(times.values()) * (1 + EQUAL):
@@ -143,7 +143,7 @@ def describe(table: Table) -> str:
             counts = sorted(first.items(), key=lambda item: -item[1])
             words = ", ".join(f"{name} {count}" for name, count in counts)
             dims = f"d {group.d}" if group.d == group.dv else f"d {group.d}/{group.dv}"
-            lines.append(f"  {words_of(kind)}, {dims}: of {len(group.points)} sizes {words}")
+            lines.append(f"  {words_of(kind)}, {dims}: of {group.own} sizes {words}")
             changes = crossovers(table, kind, group)
             if len(changes) > 1:
                 lines.append("    by rows: " + ", ".join(f"{n} to {rows}" for n, rows in changes))
