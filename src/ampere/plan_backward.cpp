@@ -56,7 +56,7 @@ constexpr core::BackwardTile DROPOUT_TILES[] = {
 std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Device& device) {
   BackwardProblem undropped = problem;
   undropped.call.dropout_p = 0;
-  PlanResult result = core::plan_backward(describe(), DROPOUT_TILES, undropped, device);
+  PlanResult result = core::plan_backward(describe(), DROPOUT_TILES, undropped, device, {}, true);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return std::nullopt;
   mma_sync::DroppingBackwardParams params;
@@ -86,7 +86,7 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     if (auto plan = plan_dropout(problem, device)) return *std::move(plan);
   }
   const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
-  return core::plan_backward(describe(), TILES, problem, device, masked);
+  return core::plan_backward(describe(), TILES, problem, device, masked, true);
 }
 
 }  // namespace archflash::ampere

@@ -50,9 +50,25 @@ struct BackwardParams {
 
   GradientParams dq, dk, dv;
   float scale;  // the factor of q.k in a score before softcap
+  // How many CTAs share out the query heads of a tile of keys. With more than one each counts as a
+  // head of k of its own, whose dk and dv are shares in the workspace (SharedGradientsParams).
+  int32_t head_shares;
   DqSums dq_sums;
 };
 static_assert(std::is_trivially_copyable_v<BackwardParams>);
+
+// The parameter of the kernel that adds up the shares of dk and dv of CTAs that share out what one
+// tile of keys has to do.
+struct SharedGradientsParams {
+  GradientParams dk, dv;  // to be written
+  const float*
+      dk_shares_gmem;  // (batch, heads_kv, shares, nk, d), or with cu_seqlens without batch
+  const float* dv_shares_gmem;  // likewise, with dv columns
+  int32_t shares, heads_kv, nk;
+  int32_t d_chunks, chunks;  // of 8 columns: of a row of dk, and of dk and dv together
+  int64_t all_chunks;
+};
+static_assert(std::is_trivially_copyable_v<SharedGradientsParams>);
 
 constexpr int BACKWARD_ROWS = 64;           // of a head, whose RowTerms a CTA makes
 constexpr int BACKWARD_ROWS_THREADS = 256;  // of that CTA

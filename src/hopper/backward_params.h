@@ -67,15 +67,4 @@ static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
 static_assert(offsetof(DroppingBackwardParams, call) == 0,
               "the plan of a call without dropout is extended");
 
-// The parameter of the kernel that adds up the shares of dK and dV.
-struct SharedGradientsParams {
-  GradientParams dk, dv;        // to be written
-  const float* dk_shares_gmem;  // (batch, heads_kv, shares, nk, d)
-  const float* dv_shares_gmem;  // (batch, heads_kv, shares, nk, dv)
-  int32_t shares, heads_kv, nk;
-  int32_t d_chunks, chunks;  // of 8 columns: of a row of dK, and of dK and dV together
-  int64_t all_chunks;
-};
-static_assert(std::is_trivially_copyable_v<SharedGradientsParams>);
-
 }  // namespace archflash::hopper

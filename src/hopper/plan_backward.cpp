@@ -9,8 +9,8 @@
 #include <variant>
 #include <vector>
 
-#include "common/device/visible_keys.cuh"
 #include "common/planning/backward_rounds.h"
+#include "common/planning/backward_shares.h"
 #include "common/planning/masks.h"
 #include "common/planning/order.h"
 #include "common/planning/workspace.h"
@@ -48,72 +48,33 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
-// How the query rows of a tile of keys are shared out: CTAs, and rows of each, in whole rounds.
-struct RowShares {
-  int64_t shares, rows;
-};
-
-// The CTAs that go over the tiles of a head of K, in the time of which rows they pass.
-std::vector<core::Run> runs_of_head(const Problem& call, const BackwardTile& tile,
-                                    const RowShares& split) {
-  // What a tile's start and end take, as query rows that it could pass meanwhile (NOTES.md).
-  constexpr double TILE_ROWS = 256;
-  constexpr int64_t NO_SIDE = int64_t{1} << 62;  // what visible_keys() takes for an open window
-  const device::VisibleKeys keys = device::visible_keys(
-      static_cast<int>(call.nq), static_cast<int>(call.nk), call.q_offset,
-      std::min(call.window_left, NO_SIDE), std::min(call.window_right, NO_SIDE));
-  const device::VisibleKeys rows{-keys.last_shift, -keys.first_shift, static_cast<int>(call.nq)};
-  std::vector<core::Run> runs;
-  for (int64_t key = 0; key < call.nk; key += tile.rows) {
-    const int64_t last_key = std::min(key + tile.rows, call.nk) - 1;
-    const int64_t first = rows.first(static_cast<int>(key)) / tile.round_rows * tile.round_rows;
-    const int64_t end = core::ceil_div(rows.last(static_cast<int>(last_key)) + 1, tile.round_rows) *
-                        tile.round_rows;
-    for (int64_t share = 0; share < split.shares; ++share) {
-      const int64_t seen =
-          std::min(end, (share + 1) * split.rows) - std::max(first, share * split.rows);
-      const auto time =
-          static_cast<double>(std::max<int64_t>(seen, 0) * (call.heads_q / call.heads_kv));
-      runs.push_back({TILE_ROWS + time, 1});
-    }
-  }
-  return runs;
-}
-
-// Shares out the query rows of each tile of keys where the tiles are so few, or the longest of them
-// take so long, that SMs would be idle. Each share writes dK and dV in fp32 for a launch behind to
-// add up.
-RowShares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
-  // The time of the launch behind, in rows; and the bytes that the GPU writes and reads again while
-  // its tiles pass a row, for each column of a tile. Measured on an H200 (NOTES.md).
-  constexpr double LAUNCH_ROWS = 128, BYTES_OF_ROW = 1024;
+// Shares out the query rows of each tile of keys, in whole rounds.
+core::RowShares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
   constexpr int64_t MOST_WAVES = 4;  // of CTAs, with which all SMs are busy
   constexpr int64_t FLOAT = sizeof(float);
-  const RowShares whole{1, core::ceil_div(call.nq, tile.round_rows) * tile.round_rows};
+  const int64_t share_bytes = core::share_bytes(call);
+  const core::RowShares whole{1, core::ceil_div(call.nq, tile.round_rows) * tile.round_rows};
   const int64_t heads = call.batch * call.heads_kv;
   const int64_t ctas = heads * core::ceil_div(call.nk, tile.rows);
   const int64_t most_ctas = MOST_WAVES * device.sm_count;
   if (call.varlen || ctas == 0 || ctas >= most_ctas) return whole;
   // They take no more memory than other backward passes do: a part of the sums of dQ, and
   // gradients in 16 bits of each query head.
-  const int64_t share_bytes = heads * call.nk * (call.d + call.dv) * FLOAT;
   int64_t most_bytes = call.batch * call.heads_q * call.nq * call.d * FLOAT / 4;
   if (call.heads_q != call.heads_kv)
     most_bytes += share_bytes * (call.heads_q / call.heads_kv) / (FLOAT / dtype_bytes(call.dtype));
-  RowShares best = whole;
+  core::RowShares best = whole;
   double best_time = 0;
   for (int64_t shares = 1; shares * tile.round_rows < whole.rows + tile.round_rows; ++shares) {
     if (shares > 1 && (shares * share_bytes > most_bytes || shares * ctas > most_ctas)) break;
     const int64_t rounds = core::ceil_div(whole.rows / tile.round_rows, shares);
-    const RowShares split{shares, rounds * tile.round_rows};
+    const core::RowShares split{shares, rounds * tile.round_rows};
     if ((shares - 1) * split.rows >= whole.rows) continue;  // a share would be empty
-    std::vector<core::Run> runs = runs_of_head(call, tile, split);
+    std::vector<core::Run> runs =
+        core::runs_of_keys(call, tile.rows, tile.round_rows, split, call.heads_q / call.heads_kv);
     for (core::Run& run : runs) run.count = heads;
     double time = core::queue_time(runs, device.sm_count);
-    if (shares > 1) {
-      time += LAUNCH_ROWS +
-              static_cast<double>(2 * shares * share_bytes) / (BYTES_OF_ROW * tile.head_dim);
-    }
+    if (shares > 1) time += core::time_of_shares(call, tile.head_dim, shares);
     if (shares == 1 || time < best_time) best = split, best_time = time;
   }
   return best;
@@ -125,54 +86,6 @@ Launch* main_launch(LaunchPlan& plan) {
     if (launch.kernel.starts_with("hopper_attention_bwd_")) return &launch;
   }
   return nullptr;
-}
-
-// Makes the main launch of `plan` write shares of dK and dV, and adds the launch that adds them up.
-void add_shares(LaunchPlan& plan, const BackwardProblem& problem, int64_t shares) {
-  using P = BackwardKernelParams;
-  using Sums = SharedGradientsParams;
-  const Problem& call = problem.call;
-  const std::string word = core::dtype_word(call.dtype);
-  core::Workspace workspace;
-  workspace.add(plan.workspace_bytes);
-  Sums sums;
-  std::memset(static_cast<void*>(&sums), 0, sizeof sums);  // equal plans are equal bytes
-  Launch last = plan.launches.front();
-  last.kernel = "hopper_backward_shares_" + word;
-  last.pointers.clear();
-  Launch* const main = main_launch(plan);
-  P params;
-  std::memcpy(static_cast<void*>(&params), main->params.data(), sizeof params);
-  const auto share = [&](GradientParams& gradient, Operand operand, int64_t columns, size_t offset,
-                         size_t shares_offset) {
-    const int64_t head = call.nk * columns;
-    const int64_t start =
-        workspace.add(call.batch * call.heads_kv * shares * head * int64_t{sizeof(float)});
-    gradient = {nullptr, call.heads_kv * shares * head, head, columns, DType::F32, 0};
-    for (PointerSlot& slot : main->pointers) {
-      if (slot.operand == operand) slot.operand = Operand::Workspace, slot.addend = start;
-    }
-    last.pointers.push_back({operand, static_cast<int32_t>(offset), 0});
-    last.pointers.push_back({Operand::Workspace, static_cast<int32_t>(shares_offset), start});
-  };
-  sums.dk = params.backward.dk, sums.dv = params.backward.dv;
-  share(params.backward.dk, Operand::DK, call.d,
-        offsetof(Sums, dk) + offsetof(GradientParams, gmem), offsetof(Sums, dk_shares_gmem));
-  share(params.backward.dv, Operand::DV, call.dv,
-        offsetof(Sums, dv) + offsetof(GradientParams, gmem), offsetof(Sums, dv_shares_gmem));
-  std::memcpy(main->params.data(), static_cast<const void*>(&params), sizeof params);
-  main->grid[0] *= shares;
-  sums.shares = static_cast<int32_t>(shares);
-  sums.heads_kv = static_cast<int32_t>(call.heads_kv);
-  sums.nk = static_cast<int32_t>(call.nk);
-  sums.d_chunks = static_cast<int32_t>(call.d / 8);
-  sums.chunks = static_cast<int32_t>((call.d + call.dv) / 8);
-  sums.all_chunks = call.batch * call.heads_kv * call.nk * sums.chunks;
-  last.params = core::bytes(sums);
-  last.grid = {core::ceil_div(sums.all_chunks, BACKWARD_DQ_THREADS), 1, 1};
-  last.block = {BACKWARD_DQ_THREADS, 1, 1};
-  plan.launches.insert(plan.launches.begin() + (main - plan.launches.data()) + 1, std::move(last));
-  plan.workspace_bytes = workspace.bytes();
 }
 
 // Makes the CTAs of the main launch take the tiles one after another where there are more of them
@@ -228,7 +141,7 @@ bool is_triangle(const Problem& call) {
 // Whether CTAs take turns though nobody asks for it. Then the first one to add to a sum of dQ
 // writes it, and no launch has to clear it. Measured on an H200 (NOTES.md) that was faster for many
 // heads with few keys, and where rows are shared out, when more CTAs add to the same sums.
-bool turns_are_faster(const Problem& call, const BackwardTile& tile, const RowShares& split,
+bool turns_are_faster(const Problem& call, const BackwardTile& tile, const core::RowShares& split,
                       const Device& device) {
   constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_WAVES = 4;
   const bool triangle = is_triangle(call);
@@ -254,7 +167,7 @@ bool turns_are_faster(const Problem& call, const BackwardTile& tile, const RowSh
 // far apart rounds. Where query heads share a head of K they are so far apart that each tile reads
 // Q and dO from memory again: so these calls go the first way, with tiles in a row.
 KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& tile,
-                         const RowShares& split, const Device& device) {
+                         const core::RowShares& split, const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
   const Problem& call = problem.call;
   // A share counts as a head.
@@ -375,7 +288,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
   if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
-  const RowShares split = share_out(call, tile, device);
+  const core::RowShares split = share_out(call, tile, device);
   problem.deterministic |= turns_are_faster(call, tile, split, device);
   const KeyTileOrder order = order_tiles(problem, tile, split, device);
   result = core::complete_rounds<BackwardKernelParams>(
@@ -393,7 +306,10 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       },
       split.shares);
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
-    if (split.shares > 1) add_shares(*plan, problem, split.shares);
+    if (split.shares > 1) {
+      core::add_shares(*plan, problem, "hopper", split.shares);
+      main_launch(*plan)->grid[0] *= split.shares;
+    }
     take_tiles(*plan, problem, tile, device);
     if (drops) add_dropout(*plan, problem);
     for (Launch& launch : plan->launches)

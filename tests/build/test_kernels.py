@@ -342,6 +342,7 @@ INSTRUCTIONS = {
     "ampere_attention_": ("HMMA.16816.F32", *TILES),
     "ampere_backward_dq_": ("LDG.E.128", "STG.E.128"),
     "ampere_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
+    "ampere_backward_shares_": ("LDG.E.128", "STG.E.128"),
     "ampere_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "ampere_combine_": COMBINES,
     "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -243,6 +245,19 @@ def _plan(
     decision = _gradients.decide(request, into, device, kernel, deterministic=deterministic)
     assert decision.plan is not None
     return decision.plan
+
+
+def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[native.LaunchPlan]:
+    """A list to which each plan of `differentiate` is appended."""
+    plans: list[native.LaunchPlan] = []
+    plan_of = _plan
+
+    def noted(*args: Any) -> native.LaunchPlan:
+        plans.append(plan_of(*args))
+        return plans[-1]
+
+    monkeypatch.setattr(sys.modules[__name__], "_plan", noted)
+    return plans
 
 
 def _run(

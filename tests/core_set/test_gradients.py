@@ -106,6 +106,59 @@ def test_keys_behind_the_end_do_not_matter_where_delta_is_huge(d: int) -> None:
     gradients.assert_keys_behind_the_end_do_not_matter(on, "ampere", d)
 
 
+# A few query heads on one of k, which CTAs share out: name -> (nq, nk, d, dv, batch, heads,
+# options), and the GPU that is planned for.
+SHARED_OUT: dict[str, tuple[FeatureCase, str]] = {
+    "causal-sinks-lse": (
+        ((130, 200, 64, 48, 2, (6, 1)), {"causal": True, "sinks": True, "dlse": True}), "H200",
+    ),
+    "two-heads-of-k-added-in-fp32": (
+        (
+            (70, 90, 40, 64, 1, (8, 2)),
+            {"layout": "bnhd", "gradient_dtype": "float32", "add_to": -2.0, "pad": 4},
+        ),
+        "RTX 4090",
+    ),
+    "kernels-of-keys-and-of-queries": (
+        ((70, 70, 192, 128, 1, (8, 1)), {"causal": True, "add_to": 0.5}), "RTX 4090",
+    ),
+    "dropout": (((150, 70, 128, 128, 1, (4, 1)), {"dropout_p": 0.3}), "H200"),
+    "mask": (((90, 130, 64, 64, 1, (4, 1)), {"attn_mask": True}), "RTX 4090"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED_OUT)
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_query_heads_that_ctas_share_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = list(SHARED_OUT).index(name)
+    case, device = SHARED_OUT[name]
+    tensors, options = feature_call(on, case, "bfloat16", number)
+    if "dropout_p" in options:
+        options["rng_state"] = on.tensor([7, 0], dtype=torch.int64)
+    if "attn_mask" in options:
+        options["attn_mask"] = on.rand(1, case[0][5][0], *case[0][:2], seed=8) > 0.3
+    plans = gradients.note_plans(monkeypatch)
+    differentiate_and_check(
+        on, "ampere", *tensors, schedules=(number, number + 1), planned_for=device, **options
+    )
+    assert all("ampere_backward_shares_bf16" in plan.kernels for plan in plans)
+
+
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_query_heads_of_packed_sequences_that_ctas_share_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q_lengths, k_lengths = (130, 0, 40), (150, 20, 60)
+    rows = sum(q_lengths) + 3, sum(k_lengths) + 5
+    dout, q, k, v = (x[0].transpose(0, 1) for x in inputs(*rows, 64, 64, "bfloat16", heads=(4, 1)))
+    plans = gradients.note_plans(monkeypatch)
+    differentiate_and_check(
+        on, "ampere", dout, q, k, v, planned_for="H200", causal=True,
+        cu_seqlens_q=on.cu_seqlens(q_lengths), cu_seqlens_k=on.cu_seqlens(k_lengths),
+    )  # fmt: skip
+    assert all("ampere_backward_shares_bf16" in plan.kernels for plan in plans)
+
+
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> None:
     devices = []
@@ -113,7 +166,8 @@ def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> N
         known = native.find_known_device(name)
         assert known is not None
         devices.append(known.device)
-    assert_every_kernel_is_planned(on, kernel, dtype, HEAD_DIMS, devices)
+    heads = ((2, 1), (7, 1))  # the second ones are shared out
+    assert_every_kernel_is_planned(on, kernel, dtype, HEAD_DIMS, devices, heads=heads)
 
 
 # Each row is one launch that meets several features at once, so that every pair of them meets

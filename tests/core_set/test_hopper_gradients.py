@@ -170,19 +170,12 @@ def test_query_rows_that_ctas_share_out(
     tensors, options = gradients.feature_call(on, SHARED_OUT[name], "bfloat16", number)
     if "dropout_p" in options:
         options["rng_state"] = on.tensor([7, 0], dtype=torch.int64)
-    planned = []
-
-    def noted(*args: Any) -> native.LaunchPlan:
-        planned.append(plan_of(*args))
-        return planned[-1]
-
-    plan_of = gradients._plan
-    monkeypatch.setattr(gradients, "_plan", noted)
+    plans = gradients.note_plans(monkeypatch)
     gradients.differentiate_and_check(
         on, "hopper", *tensors, sms=132, schedules=(number, number + 1),
         deterministic=deterministic, **options,
     )  # fmt: skip
-    assert all("hopper_backward_shares_bf16" in plan.kernels for plan in planned)
+    assert all("hopper_backward_shares_bf16" in plan.kernels for plan in plans)
 
 
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")

@@ -176,11 +176,13 @@ def test_explain_says_who_computes_gradients(device: str) -> None:
     assert decision.plan.kernels == [
         "ampere_backward_rows_bf16",
         "ampere_attention_bwd_bf16_d64" + ("_wide" if device in ("H200", "B200") else ""),
+        "ampere_backward_shares_bf16",
         "ampere_backward_dq_bf16",
     ]
     rows = 128  # whole blocks of queries, each with 64 sums of dq
-    assert decision.plan.zeroed_bytes == 0  # the first kernel clears them
-    assert decision.plan.workspace_bytes == 4 * 2 * 8 * rows * 64 + 8 * 2 * 8 * 100
+    shares = 4 * 4 * 2 * 2 * 100 * (64 + 64)  # of dk and dv, from a CTA for each query head
+    assert decision.plan.zeroed_bytes == 0  # the first kernel clears the sums
+    assert decision.plan.workspace_bytes == 4 * 2 * 8 * rows * 64 + 8 * 2 * 8 * 100 + shares
     assert "once more" in decision.reasons["torch"][0]
     assert "workspace" in str(decision)
     exact = archflash.explain(*(q.float(),) * 3, device=device, backward=True)
@@ -333,6 +335,32 @@ def test_query_rows_are_shared_out_where_few_tiles_leave_sms_idle(
     kernels, found = shared_out(shape, keys, causal=causal)
     assert found == (ctas, shares)
     assert ("hopper_backward_shares_bf16" in kernels) == (shares > 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "heads_kv", "ctas", "shares"),
+    [
+        ("H200", (2, 14, 4096, 64), 2, 896, 7),
+        ("RTX 4090", (2, 14, 4096, 64), 2, 896, 7),
+        ("A100", (2, 16, 2048, 128), 1, 512, 8),
+        ("A100", (1, 32, 4096, 128), 8, 512, 1),  # the tiles of keys fill the GPU
+        ("A100", (4, 8, 1024, 64), 8, 256, 1),  # no heads that share one of k
+    ],
+)
+def test_query_heads_are_shared_out_where_few_tiles_leave_sms_idle(
+    device: str, shape: tuple[int, int, int, int], heads_kv: int, ctas: int, shares: int
+) -> None:
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    k = q[:, :heads_kv]
+    plan = archflash.explain(
+        q, k, k, causal=True, device=device, backward=True, implementation="ampere"
+    ).plan
+    assert plan is not None
+    main = [x for x in plan.to_dict()["launches"] if "_attention_bwd_" in x["kernel"]]
+    assert sum(launch["grid"][0] for launch in main) == ctas
+    assert ("ampere_backward_shares_bf16" in plan.kernels) == (shares > 1)
+    rows = 64 if main[0]["kernel"].endswith("d128") else 128  # keys of a tile
+    assert ctas == shares * shape[0] * heads_kv * shape[2] // rows
 
 
 # Where BackwardKernelParams::group_heads lies, behind which come upward_heads, tiles_in_a_row,

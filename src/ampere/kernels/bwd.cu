@@ -2,6 +2,7 @@
 // The backward kernels for fp16 and bf16 inputs. backward_config.cuh has their tiles.
 #include "ampere/backward_config.cuh"
 #include "common/device/backward_rows.cuh"
+#include "common/device/backward_shares.cuh"
 #include "common/device/backward_sums.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
@@ -14,6 +15,7 @@ using namespace archflash::ampere;
 ARCHFLASH_BACKWARD_ROWS_KERNEL(KERNEL(ampere_backward_rows), DTYPE)
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_sinks), (BACKWARD_SINKS_THREADS), device::backward_sinks)
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_dq), (BACKWARD_DQ_THREADS), device::backward_dq<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_shares), (BACKWARD_DQ_THREADS), device::add_shares<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32), mma_sync::fused_bwd, D32<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide), mma_sync::fused_bwd, D64Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64), mma_sync::fused_bwd, D64<DTYPE>)

@@ -127,6 +127,7 @@ template <class Element>
 __device__ __forceinline__ BackwardRows<Element> key_rows(const BackwardParams& params, int batch,
                                                           int head, int64_t row) {
   const AttentionParams& a = params.attention;
+  if (params.head_shares > 1) head /= params.head_shares;
   return {
       static_cast<const Element*>(a.k_gmem) + batch * a.k_batch + head * a.k_head + row * a.k_row,
       static_cast<const Element*>(a.v_gmem) + batch * a.v_batch + head * a.v_head + row * a.v_row,

@@ -7,6 +7,7 @@
 
 #include "common/backward_params.h"
 #include "common/masked_backward_params.h"
+#include "common/planning/backward_shares.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
@@ -68,6 +69,7 @@ BackwardParams backward_params(const BackwardProblem& problem, const DqSums& sum
   params.dk = gradient_params(problem.dk, problem.accumulate);
   params.dv = gradient_params(problem.dv, problem.accumulate);
   params.scale = static_cast<float>(problem.call.scale);
+  params.head_shares = 1;
   params.dq_sums.blocks = sums.blocks;
   params.dq_sums.block_rows = sums.block_rows;
   params.dq_sums.columns = sums.columns;
@@ -176,13 +178,15 @@ Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
 // Whether the CTAs of a head add to its sums of dQ in turns. They start together and get out of
 // step by a block for each CTA but the first, which costs little where each has many more blocks
 // than that, and nothing where a head has one CTA at a time.
-bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const Device& device) {
+bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const Device& device,
+                 int64_t head_shares) {
   if (problem.deterministic || !tile.faster_in_turns) return problem.deterministic;
   const Problem& call = problem.call;
   const int64_t sequences = call.varlen ? 1 : call.batch;
-  const int64_t at_a_time = ceil_div(device.sm_count, sequences * call.heads_kv);
+  const int64_t heads = call.heads_kv * head_shares;
+  const int64_t at_a_time = ceil_div(device.sm_count, sequences * heads);
   const int64_t queries = call.varlen ? call.nq / std::max<int64_t>(call.batch, 1) : call.nq;
-  const int64_t blocks = ceil_div(queries, tile.dq_block) * (call.heads_q / call.heads_kv);
+  const int64_t blocks = ceil_div(queries, tile.dq_block) * (call.heads_q / heads);
   return TURNS_BLOCKS_OF_CTA * (at_a_time - 1) <= blocks;
 }
 
@@ -196,7 +200,7 @@ DroppedHeads dropped_heads(const BackwardProblem& problem) {
 
 PlanResult plan_backward(const Description& description, std::span<const BackwardTile> tiles,
                          const BackwardProblem& problem, const Device& device,
-                         const MaskedBackwardTiles& masked) {
+                         const MaskedBackwardTiles& masked, bool shares_heads) {
   const Problem& call = problem.call;
   Reasons reasons = why_not_backward(problem, description, !masked.tiles.empty());
   if (!reasons.empty()) return reasons;
@@ -218,6 +222,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   plan.accumulates = problem.accumulate;
   const int64_t heads = (call.varlen ? 1 : call.batch) * call.heads_q;
   const int64_t rows = heads * call.nq;
+  const int64_t shares = shares_heads ? share_heads(call, set.front(), device) : 1;
 
   DqSums sums{};
   Workspace workspace;
@@ -229,7 +234,8 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     sums.block_rows = block;
     sums.columns = set.front().head_dim;
     const int64_t blocks = heads * sums.blocks;
-    if (takes_turns(set.front(), problem, device)) parts.turns = workspace.add(blocks * TURN_BYTES);
+    if (takes_turns(set.front(), problem, device, shares))
+      parts.turns = workspace.add(blocks * TURN_BYTES);
     parts.sums = workspace.add(blocks * block * sums.columns * SUM_BYTES);
   }
   parts.terms = keeps_terms ? problem.first_head * call.nq * ROW_TERMS_BYTES
@@ -238,10 +244,13 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   const BackwardParams of_call = backward_params(problem, sums);
   const auto params = bytes(of_call);
   const auto slots = backward_pointers(problem, sums, parts);
-  std::vector<uint8_t> main_params = params;
+  BackwardParams of_main = of_call;
+  of_main.head_shares = static_cast<int32_t>(shares);
+  of_main.attention.heads_per_kv /= of_main.head_shares;
+  std::vector<uint8_t> main_params = bytes(of_main);
   std::vector<PointerSlot> main_slots = slots;
   if (is_masked_call) {
-    main_params = bytes(masked_params(problem, of_call, masked.base_2));
+    main_params = bytes(masked_params(problem, of_main, masked.base_2));
     main_slots = masked_pointers(problem, slots);
   }
   int64_t most_ctas = 0;
@@ -262,12 +271,13 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
 
   add("backward_rows_" + word, heads * ceil_div(call.nq, BACKWARD_ROWS), BACKWARD_ROWS_THREADS, 0);
   for (const BackwardTile& tile : set) {
-    add("attention_bwd_" + word + "_" + tile.name, ctas_of(tile, call), tile.threads,
-        tile.shared_bytes, true);
+    const int64_t ctas = ctas_of(tile, call) * (tile.gradients == DQ ? 1 : shares);
+    add("attention_bwd_" + word + "_" + tile.name, ctas, tile.threads, tile.shared_bytes, true);
   }
   add("backward_dq_" + word, heads * sums.blocks, BACKWARD_DQ_THREADS, 0);
   if (problem.dsinks) add("backward_sinks_" + word, call.heads_q, BACKWARD_SINKS_THREADS, 0);
   if (most_ctas > GRID_LIMIT) return grid_too_large(most_ctas);
+  if (shares > 1) add_shares(plan, problem, description.name, shares);
   return plan;
 }
 

@@ -54,8 +54,11 @@ DroppedHeads dropped_heads(const BackwardProblem& problem);
 // ("<folder>_attention_bwd_<dtype>_<tile>"), dQ from its sums if they made such
 // ("<folder>_backward_dq_<dtype>"), and the gradient of the sinks
 // ("<folder>_backward_sinks_<dtype>"), all of the image "<folder>/bwd_<dtype>".
+//
+// shares_heads: the folder has a kernel that adds up shares ("<folder>_backward_shares_<dtype>"),
+// and so several CTAs may share out the query heads of a tile of keys.
 PlanResult plan_backward(const Description& description, std::span<const BackwardTile> tiles,
                          const BackwardProblem& problem, const Device& device,
-                         const MaskedBackwardTiles& masked = {});
+                         const MaskedBackwardTiles& masked = {}, bool shares_heads = false);
 
 }  // namespace archflash::core

@@ -1,10 +1,10 @@
 // images: bwd_f16 bwd_bf16
 // The backward kernels for fp16 and bf16 inputs. backward_config.cuh has their tiles.
 #include "common/device/backward_rows.cuh"
+#include "common/device/backward_shares.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 #include "hopper/attention_bwd.cuh"
-#include "hopper/backward_shares.cuh"
 #include "hopper/wide_bwd.cuh"
 
 using namespace archflash;
@@ -14,7 +14,7 @@ using D64Softcap = BackwardD64<DTYPE, true>;
 using D128Softcap = BackwardD128<DTYPE, true>;
 
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_rows), (BACKWARD_ROWS_THREADS), prepare<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(hopper_backward_shares), (BACKWARD_DQ_THREADS), add_shares<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_shares), (BACKWARD_DQ_THREADS), device::add_shares<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_sinks), (BACKWARD_SINKS_THREADS), device::backward_sinks)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64), attention_bwd, BackwardD64<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_softcap), attention_bwd, D64Softcap)

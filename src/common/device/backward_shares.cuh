@@ -1,13 +1,13 @@
-// The shares of dK and dV of CTAs that share out the query rows of a tile of keys, added up: the
-// kernel behind the main one. The order of the sum is fixed.
+// The shares of dK and dV of CTAs that share out the query rows or heads of a tile of keys, added
+// up: the kernel behind the main one. The order of the sum is fixed.
 #pragma once
 
 #include <cstdint>
 
+#include "common/backward_params.h"
 #include "common/device/backward_rows.cuh"
-#include "hopper/backward_params.h"
 
-namespace archflash::hopper {
+namespace archflash::device {
 
 // A thread adds up 8 columns of a row of dK or dV.
 template <DType DTYPE>
@@ -36,7 +36,7 @@ __device__ __forceinline__ void add_shares(const SharedGradientsParams& params) 
   const int64_t start = head_of_all / params.heads_kv * gradient.batch +
                         head_of_all % params.heads_kv * gradient.head + row * gradient.row +
                         8 * chunk;
-  device::store_gradient_chunk<DTYPE>(gradient, start, x);
+  store_gradient_chunk<DTYPE>(gradient, start, x);
 }
 
-}  // namespace archflash::hopper
+}  // namespace archflash::device
