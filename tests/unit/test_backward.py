@@ -374,10 +374,15 @@ def hopper_params(
     deterministic: bool,
     causal: bool,
     packed: bool = False,
+    keys: int = 0,
 ) -> bytes:
-    """The parameter block of hopper's main kernel for gradients on an H200."""
+    """The parameter block of hopper's main kernel for gradients on an H200. keys: rows of k, if not
+    those of q.
+    """
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     k = q[:, :heads_kv]
+    if keys > 0:
+        k = torch.empty(shape[0], heads_kv, keys, shape[3], dtype=torch.bfloat16, device="meta")
     lse = torch.empty(shape[:3], device="meta")
     options: dict[str, Any] = {"causal": causal}
     if packed:
@@ -409,6 +414,7 @@ def hopper_params(
         ((2, 16, 4096, 128), 16, False, False, 8, 0),
         ((4, 16, 4096, 64), 16, False, False, 10, 0),
         ((8, 16, 1024, 128), 16, False, False, 19, 0),  # 8 tiles of a head at the same time
+        ((25, 16, 196, 80), 16, False, False, 67, 0),  # the tiles of 66 heads fill the GPU
         ((1, 32, 8192, 128), 8, False, True, 2, 0),  # 64 tiles each: about 132, in equal groups
         ((1, 2, 100, 64), 2, False, False, 2, 0),
     ],
@@ -429,6 +435,28 @@ def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
     shares_causal = causal and shape[1] == 4 * heads_kv
     assert in_a_row == (2 if shares_causal and deterministic else 1)
     assert (upward_work > 0) == (deterministic and causal and shape[1] == heads_kv)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "heads_kv", "deterministic", "causal", "expected"),
+    [
+        (2048, 8192, 8, True, True, (4, 1)),  # as without a mask
+        (2048, 8192, 8, True, False, (4, 1)),
+        (2048, 8192, 8, False, True, (4, 1)),
+        (4096, 8192, 8, True, True, (8, 2)),  # half of the tiles are shorter than others
+    ],
+)
+def test_keys_far_more_than_rows_are_ordered_as_without_a_mask(
+    rows: int,
+    keys: int,
+    heads_kv: int,
+    deterministic: bool,
+    causal: bool,
+    expected: tuple[int, int],
+) -> None:
+    params = hopper_params((1, 32, rows, 128), heads_kv, deterministic, causal, keys=keys)
+    group_heads, _, in_a_row, *_ = struct.unpack_from("<6i", params, ORDER_OFFSET)
+    assert (group_heads, in_a_row) == expected
 
 
 ALL_ROWS = 2**31 - 1
