@@ -56,9 +56,10 @@ __device__ __forceinline__ void multiply_int8_qk(device::Scores<C>& s_rmem,
 // P from S with the scale that update_row_max returned. If that is 1, update_row_max has multiplied
 // the scores already; otherwise they still contain WeightsOfIntegers::ZERO, which the base absorbs.
 template <class C>
-__device__ __forceinline__ void weigh_integers(const device::Scores<C>& s_rmem,
-                                               mma_sync::Probabilities<C>& p_rmem,
-                                               device::RowState<C>& state, float exp2_scale) {
+__device__ __forceinline__ void exponentiate_integers(const device::Scores<C>& s_rmem,
+                                                      mma_sync::Probabilities<C>& p_rmem,
+                                                      device::RowState<C>& state,
+                                                      float exp2_scale) {
   if (exp2_scale == 1.0f) {
     device::exponentiate_all_scores<C>(s_rmem, p_rmem, state, exp2_scale);
     return;
@@ -153,7 +154,7 @@ __device__ __forceinline__ void int8_attention_fwd(const Int8Params& all_params)
         mma_sync::mask_edges<C>(s_rmem, context.cta, key_first);
         exp2_scale = device::update_row_max<C, device::WeightsOfIntegers>(s_rmem, state, o_rmem,
                                                                           exp2_scale, &limits);
-        weigh_integers<C>(s_rmem, p_rmem, state, exp2_scale);
+        exponentiate_integers<C>(s_rmem, p_rmem, state, exp2_scale);
       },
       [&](const mma_sync::Probabilities<C>& p_rmem, uint32_t v_smem) {
         mma_sync::multiply_pv<C>(o_rmem, p_rmem, v_smem);

@@ -93,11 +93,10 @@ __device__ __forceinline__ void store_state(const device::RowState<typename C::W
 
 // P of a warp's scores, with its outputs rescaled as they require.
 template <class C>
-__device__ __forceinline__ void weigh_wide_scores(device::Probabilities<typename C::Warp>& p_rmem,
-                                                  device::Scores<typename C::Warp>& s_rmem,
-                                                  device::RowState<typename C::Warp>& state,
-                                                  device::Outputs<typename C::Warp>& o_rmem,
-                                                  float exp2_scale, unsigned char* shared) {
+__device__ __forceinline__ void exponentiate_wide_scores(
+    device::Probabilities<typename C::Warp>& p_rmem, device::Scores<typename C::Warp>& s_rmem,
+    device::RowState<typename C::Warp>& state, device::Outputs<typename C::Warp>& o_rmem,
+    float exp2_scale, unsigned char* shared) {
   using Warp = typename C::Warp;
   if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
   // Found anew each time, so that it takes no register in between.
@@ -210,7 +209,8 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
         } else {
           mask_pair_scores<C>(s_rmem, cta, key);
         }
-        weigh_wide_scores<C>(weighed.p_rmem, s_rmem, state, o_rmem, attention.exp2_scale, shared);
+        exponentiate_wide_scores<C>(weighed.p_rmem, s_rmem, state, o_rmem, attention.exp2_scale,
+                                    shared);
         if constexpr (C::MASKED) {
           if (all_params.dropout.state_gmem != nullptr)
             mma_sync::drop_of_warp<Warp>(weighed.p_rmem, all_params.dropout, cta, key);

@@ -109,8 +109,8 @@ __device__ __forceinline__ constexpr bool by_polynomial(int quarter, int pair) {
 
 // 2^(score * exp2_scale - base) of two neighbouring scores, pair number `pair` of a quarter.
 template <class C>
-__device__ __forceinline__ float2 weigh_pair(const float* scores, int quarter, int pair, float base,
-                                             float exp2_scale) {
+__device__ __forceinline__ float2 exponentiate_pair(const float* scores, int quarter, int pair,
+                                                    float base, float exp2_scale) {
   const float2 x =
       ptx::fma_rn_f32x2({scores[0], scores[1]}, {exp2_scale, exp2_scale}, {-base, -base});
   if (by_polynomial<C>(quarter, pair)) return exp2_polynomial(x);
@@ -196,7 +196,7 @@ struct RowSoftmax16 {
 #pragma unroll
     for (int pair = 0; pair < KEYS / 2; ++pair) {
       float* s = &s_rmem[2 * pair];
-      const float2 p = weigh_pair<C>(s, quarter, pair, base_, exp2_scale_);
+      const float2 p = exponentiate_pair<C>(s, quarter, pair, base_, exp2_scale_);
       s[0] = p.x;
       s[1] = p.y;
       p_rmem[pair] = ptx::cvt_rn_x2_f32<C::DTYPE>(p.x, p.y);

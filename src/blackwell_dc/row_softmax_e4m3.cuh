@@ -193,7 +193,7 @@ struct RowSoftmaxE4m3 {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* s = &s_rmem[4 * i + 2 * half];
-        const float2 p = weigh_pair<C>(s, quarter, 2 * i + half, base, exp2_scale_[part]);
+        const float2 p = exponentiate_pair<C>(s, quarter, 2 * i + half, base, exp2_scale_[part]);
         s[0] = p.x;
         s[1] = p.y;
         pairs[half] = ptx::cvt_rn_satfinite_x2_f32<DType::E4M3>(p.x, p.y);

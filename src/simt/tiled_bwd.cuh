@@ -158,10 +158,11 @@ __device__ __forceinline__ void store_tile_gradient(const Outputs<C>& gradient_r
 // Turns the scores into P = 2^(score - LSE), and dP into dS = P * (dP - delta), the gradient of the
 // score before its scale. What belongs to a query and a key that it does not see becomes 0.
 template <class C>
-__device__ __forceinline__ void weigh_tile(Scores<C>& s_rmem, Scores<C>& dp_rmem,
-                                           const AttentionParams& attention,
-                                           const device::BackwardWork& cta, int passing_first,
-                                           const device::RowTerms* terms_gmem) {
+__device__ __forceinline__ void exponentiate_tile(Scores<C>& s_rmem, Scores<C>& dp_rmem,
+                                                  const AttentionParams& attention,
+                                                  const device::BackwardWork& cta,
+                                                  int passing_first,
+                                                  const device::RowTerms* terms_gmem) {
   const Lane<C> lane;
   const bool capped = attention.transform_scores && attention.softcap != 0.0f;
 #pragma unroll
@@ -256,9 +257,9 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
                        shared + C::SECOND_SMEM + passing, attention.dv);
       }
       const int head = device::passing_head<Owns::Keys>(attention, cta, block);
-      weigh_tile<C>(s_rmem, ds_rmem, attention, cta, block.row,
-                    device::terms_of(params, cta.batch, head,
-                                     static_cast<int64_t>(cta.passing_start) + block.row));
+      exponentiate_tile<C>(s_rmem, ds_rmem, attention, cta, block.row,
+                           device::terms_of(params, cta.batch, head,
+                                            static_cast<int64_t>(cta.passing_start) + block.row));
       add_tile_product<C>(dv_rmem, s_rmem, shared, shared + C::SECOND_SMEM);
       add_tile_product<C>(dk_rmem, ds_rmem, shared, shared + C::FIRST_SMEM);
     } else {

@@ -16,9 +16,10 @@ namespace archflash::mma_sync {
 // A lane has 32 keys by 16 queries of which each group of 4 keys and 2 queries shares the bits of
 // one Philox. query, key: the lane's first ones.
 template <class C, class Scores, class TermsOf>
-__device__ __forceinline__ void weigh_dropping(Scores& s_rmem, Scores& dp_rmem, float exp2_scale,
-                                               const device::Dropout& dropout, float scale,
-                                               int query, int key, const TermsOf& terms_of) {
+__device__ __forceinline__ void exponentiate_dropping(Scores& s_rmem, Scores& dp_rmem,
+                                                      float exp2_scale,
+                                                      const device::Dropout& dropout, float scale,
+                                                      int query, int key, const TermsOf& terms_of) {
   const device::KeptFactors kept(dropout.threshold);
 #pragma unroll
   for (int pair = 0; pair < C::BLOCK / 8; pair += 2) {

@@ -391,9 +391,9 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
         const DroppedHeads& heads = all_params.dropped_heads;
         of_head.batch_head = device::uniform(heads.first + cta.batch * heads.of_sequence +
                                              device::passing_head<C::OWNS>(attention, cta, block));
-        weigh_dropping<Scores>(s_rmem, dp_rmem, attention.exp2_scale, of_head,
-                               all_params.dropout.scale, block.row + part * C::PART + lane % 4 * 2,
-                               warp_first + lane / 4, terms_of);
+        exponentiate_dropping<Scores>(
+            s_rmem, dp_rmem, attention.exp2_scale, of_head, all_params.dropout.scale,
+            block.row + part * C::PART + lane % 4 * 2, warp_first + lane / 4, terms_of);
       } else {
         exponentiate_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
       }
