@@ -51,6 +51,9 @@ constexpr core::BackwardTile DROPOUT_TILES[] = {
     backward_tile<BackwardD256WideDropout<DType::F16>>("d256_wide_dropout"),
 };
 
+// The kernels that need more shared memory than 8.x and 12.x have.
+const std::string WIDE_IMAGE = "ampere/bwd_wide_";
+
 // The plan of a call with dropout for DROPOUT_TILES: that of the call without it, whose main kernel
 // is told what is dropped. Nothing where they do not take it.
 std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Device& device) {
@@ -69,8 +72,7 @@ std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Dev
     std::memcpy(static_cast<void*>(&params.call), launch.params.data(), sizeof params.call);
     if (params.call.attention.transform_scores) return std::nullopt;
     launch.params = core::bytes(params);
-    const bool wide = launch.kernel.ends_with("_wide_dropout");
-    launch.image = std::string(wide ? "ampere/bwd_wide_dropout_" : "ampere/bwd_dropout_") +
+    launch.image = (launch.kernel.ends_with("_wide_dropout") ? WIDE_IMAGE : "ampere/bwd_dropout_") +
                    core::dtype_word(problem.call.dtype);
     for (const PointerSlot& slot : core::dropout_pointers(problem.call, DROPOUT))
       launch.pointers.push_back(slot);
@@ -86,7 +88,13 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     if (auto plan = plan_dropout(problem, device)) return *std::move(plan);
   }
   const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
-  return core::plan_backward(describe(), TILES, problem, device, masked, true);
+  PlanResult result = core::plan_backward(describe(), TILES, problem, device, masked, true);
+  if (auto* plan = std::get_if<LaunchPlan>(&result)) {
+    for (Launch& launch : plan->launches)
+      if (launch.kernel.ends_with("_wide"))
+        launch.image = WIDE_IMAGE + core::dtype_word(call.dtype);
+  }
+  return result;
 }
 
 }  // namespace archflash::ampere

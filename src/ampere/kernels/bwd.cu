@@ -17,14 +17,11 @@ ARCHFLASH_ENTRY(KERNEL(ampere_backward_sinks), (BACKWARD_SINKS_THREADS), device:
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_dq), (BACKWARD_DQ_THREADS), device::backward_dq<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_shares), (BACKWARD_DQ_THREADS), device::add_shares<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32), mma_sync::fused_bwd, D32<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide), mma_sync::fused_bwd, D64Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64), mma_sync::fused_bwd, D64<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide), mma_sync::fused_bwd, D128Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128), mma_sync::fused_bwd, D128<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_keys), mma_sync::attention_bwd, D192Keys<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_queries), mma_sync::attention_bwd,
                  D192Queries<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_wide), mma_sync::fused_bwd, D256Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_values), mma_sync::attention_bwd,
                  D256Values<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_keys), mma_sync::attention_bwd, D256Keys<DTYPE>)
