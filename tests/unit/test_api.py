@@ -494,6 +494,7 @@ def test_compiled_in_one_graph_it_gives_the_same(name: str) -> None:
     assert out.stride() == expected.stride()
 
 
+@pytest.mark.slow
 def test_compiled_gradients_are_those_of_autograd() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(archflash.attention, backend="aot_eager", fullgraph=True)

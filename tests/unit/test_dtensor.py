@@ -326,6 +326,7 @@ def test_heads_are_split_where_every_device_gets_as_many() -> None:
         assert not _sharding._splits_evenly(heads, mesh)
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
     script, store = tmp_path / "two.py", str(tmp_path / "store")
     script.write_text(TWO_PROCESSES)

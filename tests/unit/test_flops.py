@@ -135,6 +135,7 @@ def test_a_compiled_graph_is_counted() -> None:
     assert count(lambda: torch.autograd.grad(call(*leaves), leaves)) == FORWARD + BACKWARD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["archflash", "torch.utils.flop_counter"])
 def test_importing_archflash_does_not_import_the_counter_and_either_may_come_first(
     first: str,

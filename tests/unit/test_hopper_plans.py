@@ -185,6 +185,7 @@ def test_v_in_8_bits_is_turned_first_where_many_rows_read_it(
     assert len(kernels) == 1 + turned_before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "dv"), [(128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_v_turned_by_the_ctas_and_before_gives_the_same_bits(d: int, dv: int, causal: bool) -> None:

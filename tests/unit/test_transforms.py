@@ -163,6 +163,7 @@ def test_derivatives_by_what_is_no_input(transform: Function, name: str) -> None
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_gradgradcheck_and_tangents_of_all_options_together() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     bias, sinks = rand(3, 4).requires_grad_(), rand(4).requires_grad_()
