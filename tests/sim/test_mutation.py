@@ -72,7 +72,7 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
         # Every mutated instruction is executed: as `trap` it stops the run.
         for mutant in chosen[:: len(chosen) // 3]:
             assert subject.traps(subject.statements[mutant.statement]), mutant
-        outcomes += run_mutants(subject, chosen)
+        outcomes += run_mutants(subject, chosen, briefly=True)
     score = Score(outcomes)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
@@ -112,7 +112,7 @@ def test_mutants_of_the_backward_pass_are_caught(
     # adds to what gradients hold, for which a kernel of hopper has a branch at each pair.
     least = 0.7 if target.implementation == "hopper" else 0.75
     assert subject.coverage() > (0.6 if target.masked else least)
-    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=2)
+    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=2, briefly=True)
     assert_caught(target.kernel, score, capsys)
 
 
@@ -123,7 +123,7 @@ def test_mutants_of_kernels_for_latent_caches_are_caught(
     """A small sample; ``python -m tests.sim.mutation.latent`` runs a larger one."""
     subject = planned.subject_of(target)
     assert subject.coverage() > 0.95
-    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0)
+    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0, briefly=True)
     assert_caught(target.kernel, score, capsys)
 
 
@@ -142,7 +142,7 @@ def test_mutants_of_kernels_for_masks_and_copies_are_caught(
     subject = planned.subject_of(target)
     # Copies of a tensor have code for units of every size, of which the calls have some.
     assert subject.coverage() > (0.3 if target.kernel.startswith("copy") else 0.75)
-    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0)
+    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0, briefly=True)
     assert_caught(target.kernel, score, capsys)
 
 

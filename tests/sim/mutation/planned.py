@@ -93,10 +93,11 @@ class ForwardCall:
         return "" if lse.ok else f"lse {lse}"
 
 
-def run_sample(subject: Subject, count: int, seed: int) -> Score:
-    """Runs so many mutants of a kernel, of any kind."""
+def run_sample(subject: Subject, count: int, seed: int, briefly: bool = False) -> Score:
+    """Runs so many mutants of a kernel, of any kind; briefly: see `Subject.run`."""
     found = [mutant for mutant in subject.mutants(seed) if not mutant.equivalent]
-    return Score(run_mutants(subject, random.Random(seed).sample(found, min(count, len(found)))))
+    chosen = random.Random(seed).sample(found, min(count, len(found)))
+    return Score(run_mutants(subject, chosen, briefly=briefly))
 
 
 def main(targets: Sequence[Target]) -> None:
