@@ -215,8 +215,9 @@ def test_v_turned_by_the_ctas_and_before_gives_the_same_bits(d: int, dv: int, ca
     parts = [x.contiguous().view(torch.float8_e4m3fn) for x in q.view(torch.uint8).split(8, dim=1)]
     assert (launches(q), launches(parts[0])) == (2, 1)
     whole = archflash.attention(q, k, v, implementation=NAME, **options)
-    apart = [archflash.attention(x, k, v, implementation=NAME, **options) for x in parts]
-    assert torch.equal(whole, torch.cat(apart, 1))
+    for part, of_whole in ((parts[0], whole[:, :8]), (parts[-1], whole[:, -8:])):
+        apart = archflash.attention(part, k, v, implementation=NAME, **options)
+        assert torch.equal(of_whole, apart)
     assert whole.isfinite().all()
     assert (whole[40:103] == 0).all()
     assert (whole[:40] != 0).any(-1).all()
