@@ -19,13 +19,14 @@ from archflash import _archflash as native
 
 from .machine_code import Flow, controls_of, instructions_of
 
-# Folders in which every arrival of a thread hands memory back to TMA. In the others some arrivals
-# are for threads, whose stores queue behind the loads.
+# Folders in which arrivals of threads hand memory back to TMA. Of blackwell_dc one target, and one
+# of two types that differ in a few conversions.
 IMAGES = [
     (image, target.name)
     for image in native.image_names()
     for target in native.targets(image.partition("/")[0])
-    if image.startswith(("blackwell_consumer/", "hopper/")) and target.name.startswith("sm_")
+    if (image.startswith(("blackwell_consumer/", "hopper/")) and target.name.startswith("sm_"))
+    or (image.startswith("blackwell_dc/") and target.name == "sm_100f" and "_f16" not in image)
 ]
 LOADS = ("LDS", "LDSM")
 ARRIVAL, WAIT = "SYNCS.ARRIVE", "SYNCS.PHASECHK"
@@ -33,6 +34,7 @@ FENCE = "FENCE.VIEW.ASYNC"  # fence.proxy.async, behind MEMBAR.ALL.CTA
 NO_SCOREBOARD = 7
 LINE = 16  # bytes: the longest load
 BACKWARD_WORK_BYTES = 128  # hopper::BackwardConfig::WORK_BYTES
+STATS_BYTES = 1024  # of a tile: blackwell_dc's Config::STATS_BYTES
 # A load under way: its place in the kernel, and the scoreboard that it sets.
 Pending = set[tuple[int, int]]
 
@@ -88,7 +90,7 @@ def test_no_load_is_under_way_when_a_stage_is_handed_back(
     for kernel, texts in codes.items():
         found = loads_under_way(texts, controls[kernel])
         arrivals += len(found)
-        kept, stored = kept_from(kernel), stored_by_threads(texts)
+        kept, stored = kept_from(kernel, texts), stored_by_threads(texts)
         of_stages = [
             load
             for loads in found.values()
@@ -99,10 +101,14 @@ def test_no_load_is_under_way_when_a_stage_is_handed_back(
     assert arrivals
 
 
-def kept_from(kernel: str) -> int:
-    """The offset in shared memory behind which nothing is overwritten while the kernel runs: the
-    work of a CTA, at the end, of hopper's backward kernels.
+def kept_from(kernel: str, texts: list[str]) -> int:
+    """The offset in shared memory behind which TMA writes nothing while the kernel runs: the work
+    of a CTA, at the end, of hopper's backward kernels, and the statistics of rows, in front of the
+    barriers, of blackwell_dc's forward kernels, which threads store.
     """
+    if kernel.startswith("blackwell_dc_attention_fwd"):
+        tiles = 1 if re.search(r"_few$|_d256", kernel) else 2
+        return first_barrier(texts) // STATS_BYTES * STATS_BYTES - tiles * STATS_BYTES
     # The kernels with a softcap, with dropout and of exact sums have the same memory as the others.
     main = re.fullmatch(r"hopper_attention_bwd_[^_]+_d(\d+)(_softcap|_dropout|_exact)?", kernel)
     if main is None:
@@ -122,10 +128,15 @@ def stored_by_threads(texts: list[str]) -> set[int]:
     messages between warps. Such a store queues behind the loads before the arrival that it waited
     for. In front of the barriers lies what TMA writes.
     """
-    barriers = [offset_of(text) for text in texts if "SYNCS." in text]
-    first = min((offset for offset in barriers if offset), default=sys.maxsize)
+    first = first_barrier(texts)
     stores = {offset_of(text) for text in texts if re.search(r"\bSTS\b", text)}
     return {offset // LINE for offset in stores if offset >= first}
+
+
+def first_barrier(texts: list[str]) -> int:
+    """The lowest offset of a barrier that an instruction states."""
+    barriers = [offset_of(text) for text in texts if "SYNCS." in text]
+    return min((offset for offset in barriers if offset >= STATS_BYTES), default=sys.maxsize)
 
 
 def offset_of(load: str) -> int:
