@@ -427,6 +427,7 @@ void build_copysign(Builder& b) {
 }
 void build_min_max_f32(Builder& b, bool maximum) {
   const bool three = b.operands_left() == 4;
+  if (three) b.require_target("100");
   operands(b, {'f', 32}, three ? 3 : 2);
   b.instruction.flags |= mode_flags(b);
   if (three) {

@@ -147,7 +147,6 @@ void build_mma(Builder& b) {
   if (b.has("popc") != (shape.a == ElementType::B1)) b.fail(".popc is for .b1, which needs it");
   extra.function = find_mma(shape);
   if (extra.function == nullptr) b.fail("PTX has no such matrix product, or it is not simulated");
-  if (is_fp8(shape.a)) b.needs_capability(89, "FP8 mma.sync");
   if (const MmaFunction fast = find_avx2_mma(shape)) extra.function = fast;
   extra.registers = mma_registers(shape);
   const auto type = [](ElementType t) -> Type {

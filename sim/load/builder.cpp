@@ -12,10 +12,8 @@ void Builder::fail(const std::string& message) const {
   sim::fail(statement_->line, message + ": " + std::string(statement_->text));
 }
 
-void Builder::needs_capability(int least, const std::string& what) const {
-  if (loader_->capability() >= least) return;
-  fail(what + " needs target sm_" + std::to_string(least) + " or higher, and this is " +
-       loader_->target());
+void Builder::require_target(std::string_view needed) const {
+  loader_->require(needed, statement_->text, statement_->line);
 }
 
 bool Builder::has(std::string_view modifier) const {

@@ -86,8 +86,9 @@ class Builder {
     instruction.counted = counted;
   }
   Kernel& kernel() { return *kernel_; }
-  // Fails unless the module's target has at least this capability. `what` is what needs it.
-  void needs_capability(int least, const std::string& what) const;
+  // Fails unless the module's target is one of `needed`, for what targets.cpp does not tell by
+  // opcode and modifiers.
+  void require_target(std::string_view needed) const;
   int line() const { return statement_->line; }
   [[noreturn]] void fail(const std::string& message) const;
 

@@ -6,6 +6,7 @@
 
 #include "sim/load/forms.h"
 #include "sim/load/special_registers.h"
+#include "sim/load/targets.h"
 #include "sim/memory/memory.h"
 
 namespace archflash::sim {
@@ -77,6 +78,7 @@ Ref KernelLoader::constant(uint64_t value, int bits, bool shared) {
 Ref KernelLoader::special(const std::string& name, int& bits, int line) {
   const SpecialRegister* const row = find_special_register(name);
   if (row == nullptr) fail(line, "unknown register or special register " + name);
+  if (name.find("cluster") != std::string::npos) require("90", name, line);
   bits = row->bits;
   const auto [place, added] = specials_.emplace(row->special, 0);
   if (added) {
@@ -192,6 +194,17 @@ void KernelLoader::place_shared() {
   }
 }
 
+void KernelLoader::require(std::string_view needed, std::string_view what, int line) const {
+  if (target_has(target(), needed)) return;
+  std::string names;
+  for (const char c : needed) names += c == '|' ? ", sm_" : std::string(1, c);
+  const char* const others = needed.back() == 'a'   ? ""
+                             : needed.back() == 'f' ? ", or a higher one of such a family"
+                                                    : " or higher";
+  fail(line,
+       std::string(what) + " needs target sm_" + names + others + ", and this is " + target());
+}
+
 void KernelLoader::build(const Statement& statement) {
   FormMatch match = match_form(statement.opcode, statement.modifiers);
   const std::string opcode(statement.opcode);
@@ -204,6 +217,8 @@ void KernelLoader::build(const Statement& statement) {
     }
     fail(statement.line, opcode + " lacks a modifier: " + text);
   }
+  const std::string_view missing = missing_target(target(), opcode, statement.modifiers);
+  if (!missing.empty()) require(missing, statement.text, statement.line);
   Builder builder;
   builder.statement_ = &statement;
   builder.kernel_ = &kernel_;

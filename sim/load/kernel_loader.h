@@ -33,7 +33,8 @@ class KernelLoader {
   void widen(Ref ref);  // makes a register at least 64 bits wide
   Ref carry();          // the register of the carry flag
   const std::string& target() const { return module_.module->target; }
-  int capability() const { return module_.module->capability(); }
+  // Fails unless the module's target is one of `needed` (targets.h). `what` is what needs it.
+  void require(std::string_view needed, std::string_view what, int line) const;
   const std::vector<Type>& registers() const { return syntax_.registers; }
 
   // These look a name up in a scope and the scopes around it; false or nullptr: it is not there.

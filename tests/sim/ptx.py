@@ -9,13 +9,16 @@ from torch import Tensor
 
 from archflash import sim
 
-HEADER = """.version 8.7
-.target sm_90a
+TARGET = "sm_90a"
+HEADER = f""".version 8.7
+.target {TARGET}
 .address_size 64
 """
 
 
-def program(body: str, *, parameters: int = 2, module: str = "", shared: int = 0) -> str:
+def program(
+    body: str, *, parameters: int = 2, module: str = "", shared: int = 0, target: str = TARGET
+) -> str:
     """A module with the kernel `test`: `parameters` pointers in %rd0, %rd1, ...; %r0 is %tid.x,
     %rd10 + %rd11 are the addresses of this thread's 4-byte element of the first two buffers.
     `shared` bytes of static shared memory are called `smem`.
@@ -26,7 +29,7 @@ def program(body: str, *, parameters: int = 2, module: str = "", shared: int = 0
         f"mad.wide.u32 %rd{10 + index}, %r0, 4, %rd{index};" for index in range(min(parameters, 2))
     )
     memory = f".shared .align 16 .b8 smem[{shared}];" if shared else ""
-    return f"""{HEADER}{module}
+    return f"""{HEADER.replace(TARGET, target)}{module}
 .visible .entry test({names})
 {{
 .reg .pred %p<10>;

@@ -116,7 +116,7 @@ def test_wide_vectors_of_global_memory() -> None:
     base = [t for t in (source, out) if t.data_ptr() % 32]
     if base:
         pytest.skip("torch gave memory that is not aligned to 32 bytes")
-    run(program(body), source, out)
+    run(program(body, target="sm_100a"), source, out)
     assert torch.equal(out.view(32, 4), source.view(32, 4).flip(1))
 
 
@@ -468,7 +468,7 @@ def test_pairs_are_two_of_the_plain_instructions(
             st.global.v2.f32 [%rd13], {{%f9, %f10}};"""
             native.set_avx2(avx2)
             try:
-                run(program(text), out, inputs)
+                run(program(text, target="sm_100a"), out, inputs)
             finally:
                 native.set_avx2(True)
             results.append(out)
