@@ -97,7 +97,8 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
              const Sizes& cluster, const Sizes& block, uint64_t shared_bytes, nb::bytes parameters,
              GlobalMemory& memory, const std::string& mode, uint64_t seed, bool race, int threads,
              uint64_t max_instructions, int capability, uint64_t shared_limit,
-             const std::vector<int64_t>& traced_ctas, uint64_t stretch, int64_t resident_ctas) {
+             const std::vector<int64_t>& traced_ctas, uint64_t stretch, int64_t resident_ctas,
+             bool starts_early, bool next_starts_early) {
   LaunchRequest request;
   request.kernel = kernel_name;
   request.grid = {grid[0], grid[1], grid[2]};
@@ -116,6 +117,8 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   request.options.stretch = stretch;
   request.options.resident_ctas = resident_ctas;
   request.traced_ctas = traced_ctas;
+  request.starts_early = starts_early;
+  request.next_starts_early = next_starts_early;
   // Ctrl-C: Python's handlers of signals run here, and their exception stays set in this thread.
   request.wants_to_stop = [] {
     const nb::gil_scoped_acquire acquire;
@@ -256,14 +259,15 @@ NB_MODULE(_archflash_sim, m) {
       .def("run", &run, "kernel"_a, "grid"_a, "cluster"_a, "block"_a, "shared_bytes"_a,
            "parameters"_a, "memory"_a, "mode"_a, "seed"_a, "race"_a, "threads"_a,
            "max_instructions"_a, "capability"_a, "shared_limit"_a, "traced_ctas"_a, "stretch"_a,
-           "resident_ctas"_a,
+           "resident_ctas"_a, "starts_early"_a, "next_starts_early"_a,
            nb::sig("def run(self, kernel: str, grid: collections.abc.Sequence[int], cluster: "
                    "collections.abc.Sequence[int], block: collections.abc.Sequence[int], "
                    "shared_bytes: int, parameters: bytes, memory: Memory, mode: str, seed: int, "
                    "race: bool, threads: int, max_instructions: int, capability: int, "
                    "shared_limit: int, "
                    "traced_ctas: collections.abc.Sequence[int], stretch: int, "
-                   "resident_ctas: int) -> dict[str, typing.Any]"));
+                   "resident_ctas: int, starts_early: bool, next_starts_early: bool) -> dict[str, "
+                   "typing.Any]"));
 
   m.def("load", &load, "text"_a,
         "Parses PTX text and resolves every instruction of every kernel; LaunchError names the "

@@ -30,8 +30,10 @@ void run_atomic(Warp& warp, const Instruction& instruction, uint32_t mask) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
     if (races != nullptr) {
-      races->strong_read(warp.agent(), variable_key(located, lane), instruction.flags & ACQUIRE);
-      races->strong_write(warp.agent(), variable_key(located, lane), instruction.flags & RELEASE);
+      const uint64_t key = variable_key(located, lane);
+      const SyncScope scope = scope_of(instruction);
+      races->strong_read(warp.agent(), key, instruction.flags & ACQUIRE, scope);
+      races->strong_write(warp.agent(), key, instruction.flags & RELEASE, true, scope);
     }
     for (int k = 0; k < count; ++k) {
       uint8_t* where = located.where[lane] + static_cast<uint32_t>(k) * bytes;

@@ -104,9 +104,14 @@ void build_registers(Builder& b) {
   b.handler(&run_registers, Class::Other);
 }
 
-// A grid that depends on no other has nothing to wait for.
+void run_wait_for_launch(Warp& warp, const Instruction&, uint32_t) {
+  warp.cta().cluster().wait_for_launch_before(warp);
+}
+// When the next launch starts is not simulated: it may do so at any time.
 void run_nothing(Warp&, const Instruction&, uint32_t) {}
-void build_dependency(Builder& b) { b.handler(&run_nothing, Class::Other); }
+void build_dependency(Builder& b) {
+  b.handler(b.slot(0) == "wait" ? &run_wait_for_launch : &run_nothing, Class::Other);
+}
 
 constexpr Form FORMS[] = {
     {"barrier", "cluster arrive ?release|relaxed ?aligned", build_barrier},

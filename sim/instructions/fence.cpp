@@ -7,18 +7,26 @@
 namespace archflash::sim {
 namespace {
 
-void run_fence(Warp& warp, const Instruction&, uint32_t) {
-  if (RaceDetector* races = warp.cta().races()) races->fence(warp.agent());
+void run_fence(Warp& warp, const Instruction& instruction, uint32_t) {
+  if (RaceDetector* races = warp.cta().races()) {
+    races->fence(warp.agent(), scope_of(instruction));
+  }
 }
 void build_fence(Builder& b) {
   if (b.has("gl") || b.has("sys") || b.has("gpu")) b.kernel().orders_globally = true;
+  b.instruction.flags = order_flags(b);
   b.handler(&run_fence, Class::Fence);
 }
-void run_proxy_fence(Warp& warp, const Instruction&, uint32_t) {
-  if (RaceDetector* races = warp.cta().races()) races->proxy_fence(warp.agent());
+// `offset` says whether the fence is for global memory, too.
+void run_proxy_fence(Warp& warp, const Instruction& instruction, uint32_t) {
+  if (RaceDetector* races = warp.cta().races())
+    races->proxy_fence(warp.agent(), instruction.offset != 0);
   warp.cta().mbarriers().fence(warp);
 }
-void build_proxy_fence(Builder& b) { b.handler(&run_proxy_fence, Class::Fence); }
+void build_proxy_fence(Builder& b) {
+  b.instruction.offset = b.slot(2).empty() || b.has("global");
+  b.handler(&run_proxy_fence, Class::Fence);
+}
 
 void run_nothing(Warp&, const Instruction&, uint32_t) {}
 // A hint about caches has its address checked and accesses nothing.

@@ -30,7 +30,7 @@ void run_request(Warp& warp, const Instruction& instruction, uint32_t mask) {
     const SharedPlace to = own_place(warp, extra.to.of(instruction), lane, RESPONSE_BYTES);
     const SharedPlace barrier =
         own_place(warp, extra.barrier.of(instruction), lane, MBARRIER_BYTES);
-    if (own.knows_all_started()) {
+    if (own.was_refused()) {
       throw Fault{"launch-control",
                   "a request after the CTA has seen that an earlier one failed is undefined", lane};
     }
@@ -75,7 +75,7 @@ void run_is_canceled(Warp& warp, const Instruction& instruction, uint32_t mask) 
   for_each_lane(mask, [&](int lane) {
     const bool canceled = response_of(warp, instruction.operands[1], lane).is_canceled();
     p = canceled ? p | 1u << lane : p & ~(1u << lane);
-    if (!canceled) warp.cta().learn_all_started();
+    if (!canceled) warp.cta().note_refusal();
   });
 }
 void build_is_canceled(Builder& b) {

@@ -44,7 +44,7 @@ void run_load(Warp& warp, const Instruction& instruction, uint32_t mask) {
     if (RaceDetector* races = warp.cta().races()) {
       for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
         races->strong_read(warp.agent(), variable_key(located, std::countr_zero(rest)),
-                           (instruction.flags & ACQUIRE) != 0);
+                           (instruction.flags & ACQUIRE) != 0, scope_of(instruction));
       }
     }
   }
@@ -122,6 +122,12 @@ void run_load_param(Warp& warp, const Instruction& instruction, uint32_t mask) {
   }
 }
 
+// Whether CTAs may tell each other things by such a load or store.
+void note_order(Builder& b, Space space) {
+  if ((space == Space::Global || space == Space::Generic) && (b.has("gpu") || b.has("sys")))
+    b.kernel().orders_globally = true;
+}
+
 void build_load(Builder& b, Space space, size_t vector_slot, size_t type_slot) {
   const Type t = b.type(type_slot);
   const std::string_view vector = b.slot(vector_slot);
@@ -163,6 +169,7 @@ void build_load(Builder& b, Space space, size_t vector_slot, size_t type_slot) {
   note_width(b, space, static_cast<uint32_t>(count * t.bits / 8));
   b.instruction.flags |= (t.kind == 's' ? SIGNED_LOAD : 0) |
                          (register_bits == 64 && t.bits < 64 ? WIDE_REGISTER : 0) | order_flags(b);
+  note_order(b, space);
   b.handler(space == Space::Param && constant_address ? &run_load_param : &run_load, Class::Load);
 }
 
@@ -194,7 +201,7 @@ void run_store(Warp& warp, const Instruction& instruction, uint32_t mask) {
     if (strong) {
       if (RaceDetector* races = warp.cta().races()) {
         races->strong_write(warp.agent(), variable_key(located, lane),
-                            (instruction.flags & RELEASE) != 0);
+                            (instruction.flags & RELEASE) != 0, false, scope_of(instruction));
       }
       note_strong_write(warp, located, lane, bytes);
     } else {
@@ -235,6 +242,7 @@ void build_store(Builder& b, Space space, size_t vector_slot, size_t type_slot) 
   b.instruction.bytes = static_cast<uint8_t>(t.bits / 8);
   note_width(b, space, static_cast<uint32_t>(count * t.bits / 8));
   b.instruction.flags |= (register_bits == 64 && t.bits < 64 ? WIDE_REGISTER : 0) | order_flags(b);
+  note_order(b, space);
   b.handler(&run_store, Class::Store);
 }
 void build_st(Builder& b) { build_store(b, space_named(b.slot(2)), 7, 8); }

@@ -10,7 +10,8 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t EXPECT = 1, DROP = 2, NO_COMPLETE = 4, RELAXED = 8, PARITY = 16, TRY = 32;
+constexpr uint32_t EXPECT = 1, DROP = 2, NO_COMPLETE = 4, RELAXED = 8, PARITY = 16, TRY = 32,
+                   IN_CLUSTER = 64;
 
 bool is_random(const Cta& cta) {
   return cta.options().mode != Mode::Lazy && cta.options().mode != Mode::Eager;
@@ -72,6 +73,7 @@ void run_arrive(Warp& warp, const Instruction& instruction, uint32_t mask) {
     arrival.drop = (flags & DROP) != 0;
     arrival.completes = (flags & NO_COMPLETE) == 0;
     arrival.releases = (flags & RELAXED) == 0;
+    arrival.in_cluster = (flags & IN_CLUSTER) != 0;
     states[lane] = at.cta->mbarriers().arrive(warp, lane, at.offset, arrival);
     if (before == at.address() && phase != MbarrierUnit::phase_of(states[lane])) {
       warp.cta().report(Severity::Error, warp, lane, "mbarrier",
@@ -92,13 +94,15 @@ void build_arrive(Builder& b) {
   mbarrier_address(b);
   const bool expects = b.has("expect_tx");
   if (expects || b.has("noComplete") || b.operands_left() > 0) {
+    if (!b.has("noComplete")) b.require_target("90");
     b.source({'u', 32});
     b.instruction.count = 1;
   } else {
     b.instruction.count = 0;
   }
   b.instruction.flags |= (expects ? EXPECT : 0) | (b.slot(0) == "arrive_drop" ? DROP : 0) |
-                         (b.has("noComplete") ? NO_COMPLETE : 0) | (b.has("relaxed") ? RELAXED : 0);
+                         (b.has("noComplete") ? NO_COMPLETE : 0) |
+                         (b.has("relaxed") ? RELAXED : 0) | (b.has("cluster") ? IN_CLUSTER : 0);
   b.handler(&run_arrive, Class::Barrier);
 }
 
@@ -125,7 +129,8 @@ void build_transactions(Builder& b) {
 void run_wait(Warp& warp, const Instruction& instruction, uint32_t mask) {
   // try_wait may answer false for no reason: one in so many answers does.
   constexpr uint64_t SPURIOUS = 16;
-  const bool acquires = (instruction.flags & RELAXED) == 0;
+  const MbarrierUnit::Acquire acquire{(instruction.flags & RELAXED) == 0,
+                                      (instruction.flags & IN_CLUSTER) != 0};
   const bool tries = (instruction.flags & TRY) != 0;
   Cta& cta = warp.cta();
   uint32_t& predicate = warp.predicate(instruction.operands[0]);
@@ -150,10 +155,10 @@ void run_wait(Warp& warp, const Instruction& instruction, uint32_t mask) {
         throw Fault{"mbarrier", "a wait for parity " + std::to_string(parity) + ": 0 or 1", lane,
                     at.address()};
       }
-      complete = unit.test_parity(warp, lane, at.offset, parity != 0, acquires);
+      complete = unit.test_parity(warp, lane, at.offset, parity != 0, acquire);
     } else {
       const uint64_t state = warp.lanes<const uint64_t>(instruction.operands[2])[lane];
-      complete = unit.test_state(warp, lane, at.offset, state, acquires);
+      complete = unit.test_state(warp, lane, at.offset, state, acquire);
     }
     done |= uint32_t{complete} << lane;
     one_object = one_object && (address == 0 || address == at.address());
@@ -179,8 +184,8 @@ void build_wait(Builder& b) {
   else
     b.source({'b', 64});
   if (tries && b.operands_left() > 0) b.source({'u', 32});
-  b.instruction.flags |=
-      (b.has("parity") ? PARITY : 0) | (tries ? TRY : 0) | (b.has("relaxed") ? RELAXED : 0);
+  b.instruction.flags |= (b.has("parity") ? PARITY : 0) | (tries ? TRY : 0) |
+                         (b.has("relaxed") ? RELAXED : 0) | (b.has("cluster") ? IN_CLUSTER : 0);
   b.instruction.control = Control::Barrier;
   b.handler(&run_wait, Class::Barrier);
 }
@@ -229,7 +234,7 @@ void build_copy_arrive(Builder& b) {
 }
 
 void run_fence_init(Warp& warp, const Instruction&, uint32_t) {
-  if (RaceDetector* races = warp.cta().races()) races->fence(warp.agent());
+  if (RaceDetector* races = warp.cta().races()) races->fence(warp.agent(), SyncScope::Cluster);
   warp.cta().mbarriers().fence(warp);
 }
 void build_fence_init(Builder& b) { b.handler(&run_fence_init, Class::Fence); }

@@ -13,7 +13,8 @@
 namespace archflash::sim {
 
 // Flags of loads, stores and atomics.
-constexpr uint32_t SIGNED_LOAD = 1, WIDE_REGISTER = 2, STRONG = 4, ACQUIRE = 8, RELEASE = 16;
+constexpr uint32_t SIGNED_LOAD = 1, WIDE_REGISTER = 2, STRONG = 4, ACQUIRE = 8, RELEASE = 16,
+                   IN_CTA = 32, IN_CLUSTER = 64;  // a scope that is smaller than the GPU
 
 inline Space space_named(std::string_view name) {
   return name == "shared::cluster"    ? Space::SharedCluster
@@ -40,7 +41,13 @@ inline void note_width(Builder& b, Space space, uint32_t bytes) {
 inline uint32_t order_flags(const Builder& b) {
   return (b.has("volatile") || b.has("relaxed") ? STRONG : 0) |
          (b.has("acquire") ? STRONG | ACQUIRE : 0) | (b.has("release") ? STRONG | RELEASE : 0) |
-         (b.has("acq_rel") ? STRONG | ACQUIRE | RELEASE : 0);
+         (b.has("acq_rel") ? STRONG | ACQUIRE | RELEASE : 0) | (b.has("cta") ? IN_CTA : 0) |
+         (b.has("cluster") ? IN_CLUSTER : 0);
+}
+inline SyncScope scope_of(const Instruction& instruction) {
+  return instruction.flags & IN_CTA       ? SyncScope::Cta
+         : instruction.flags & IN_CLUSTER ? SyncScope::Cluster
+                                          : SyncScope::Gpu;
 }
 
 // The key of a synchronising variable in the race detector; it is unique over the spaces.

@@ -122,6 +122,30 @@ uint8_t* locate_shared(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
   return owner.shared() + at;
 }
 
+// What launches that overlap do with global memory.
+void check_launches(Warp& warp, int lane, Buffer& buffer, uint64_t address, uint64_t bytes,
+                    bool reads, bool writes) {
+  Cta& cta = warp.cta();
+  GlobalMemory& memory = *cta.launch().memory;
+  const uint64_t offset = address - buffer.base;
+  if (cta.launch().starts_early && cta.races() != nullptr) {
+    const bool waited = cta.cluster().has_waited_for_launch(warp);
+    if (memory.conflicts(buffer, offset, bytes, writes, waited)) {
+      std::string message = (writes ? "writes " : "reads ") + memory.describe(address, bytes);
+      message += writes ? ", which an earlier launch may still use"
+                        : ", which an earlier launch may still write";
+      message += waited
+                     ? ": the launch before this one has not waited for it by griddepcontrol.wait"
+                     : ": no griddepcontrol.wait comes first";
+      cta.report(Severity::Error, warp, lane, "launch-overlap", std::move(message), address);
+    }
+  }
+  if (cta.launch().next_starts_early && buffer.writable) {
+    const int use = (reads ? LaunchUse::READ : 0) | (writes ? LaunchUse::WRITTEN : 0);
+    GlobalMemory::note_use(buffer, offset, bytes, static_cast<uint8_t>(use));
+  }
+}
+
 uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access) {
   Cta& cta = warp.cta();
   GlobalMemory& memory = *cta.launch().memory;
@@ -151,8 +175,12 @@ uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
       report_state(warp, lane, state, bytes, memory.describe(address, bytes), address);
     }
   }
+  if (cta.launch().overlaps) [[unlikely]] {
+    check_launches(warp, lane, *buffer, address, bytes, access != Access::Write, !is_read(access));
+  }
   if (buffer->writable && cta.races() != nullptr && access != Access::Write) {
     const Accessor who{warp.agent(), lane, warp.pc()};
+    if (is_read(access)) cta.log_access(who, address, bytes, false);
     Race race;
     if (access == Access::Read) race = cta.races()->global_read(who, address, bytes);
     if (access == Access::StrongRead) {
@@ -491,9 +519,12 @@ uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t by
                    address);
     }
   }
+  if (cta.launch().overlaps) [[unlikely]]
+    check_launches(warp, lane, *buffer, address, bytes, !writes, writes);
   if (!writes && buffer->writable && cta.races() != nullptr) {
     const Accessor who{warp.agent(), lane, warp.pc()};
-    const Race race = cta.races()->global_read(who, address, static_cast<uint32_t>(bytes));
+    cta.log_access(who, address, static_cast<uint32_t>(bytes), false);
+    const Race race = cta.races()->global_async_read(who, address, static_cast<uint32_t>(bytes));
     if (race.found) {
       cta.report_race(warp, lane, race, false, false, memory.describe(address, bytes), address);
     }
@@ -536,13 +567,7 @@ void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, co
     cta.report_race(warp, lane, race, true, benign, cta.launch().memory->describe(address, bytes),
                     address);
   }
-  std::vector<GlobalWrite>& log = cta.global_writes();
-  if (!log.empty() && log.back().address + log.back().bytes == address && log.back().pc == who.pc) {
-    log.back().bytes += bytes;
-  } else {
-    log.push_back(
-        {address, bytes, who.pc, static_cast<uint16_t>(warp.index()), static_cast<uint8_t>(lane)});
-  }
+  cta.log_access(who, address, bytes, true);
 }
 
 void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t bytes) {

@@ -4,6 +4,11 @@
 #include <cstring>
 
 namespace archflash::sim {
+namespace {
+
+constexpr uint64_t USE_BYTES = 4;  // of a buffer, for which `uses` has one byte
+
+}  // namespace
 
 uint64_t GlobalMemory::add(std::string name, uint8_t* host, uint64_t bytes, bool writable,
                            bool initialised) {
@@ -28,6 +33,7 @@ uint64_t GlobalMemory::add_at(size_t slot, std::string name, uint8_t* host, uint
   buffer.base = GLOBAL_BASE + (static_cast<uint64_t>(slot) << GLOBAL_SLOT_LOG2) + GLOBAL_RED_ZONE +
                 reinterpret_cast<uintptr_t>(host) % 16;
   buffer.state.clear();
+  buffer.uses.clear();
   if (!initialised) buffer.state.assign(bytes, UNINITIALISED);
   return buffer.base;
 }
@@ -55,6 +61,44 @@ void GlobalMemory::allow(uint64_t base, const std::vector<uint64_t>& starts, uin
 void GlobalMemory::remove(uint64_t base) {
   const uint64_t slot = (base - GLOBAL_BASE) >> GLOBAL_SLOT_LOG2;
   if (slot < buffers_.size()) buffers_[slot] = Buffer();
+}
+
+void GlobalMemory::begin_launch(bool early) {
+  // The end of a launch that has waited for the one before it tells the end of that one, too.
+  const bool waited = has_waited_.exchange(false);
+  unknown_long_before_ = early && (unknown_long_before_ || (unknown_before_ && !waited));
+  unknown_before_ = early && !any_launch_;
+  any_launch_ = true;
+  constexpr uint8_t USES = LaunchUse::READ | LaunchUse::WRITTEN;
+  for (Buffer& buffer : buffers_) {
+    if (!early) buffer.uses.clear();
+    for (uint8_t& use : buffer.uses) {
+      const int now = use & USES, before = waited ? 0 : use >> LaunchUse::BEFORE & USES;
+      const int long_before = (use >> LaunchUse::LONG_BEFORE & USES) | before;
+      use = static_cast<uint8_t>(now << LaunchUse::BEFORE | long_before << LaunchUse::LONG_BEFORE);
+    }
+  }
+}
+
+bool GlobalMemory::conflicts(Buffer& buffer, uint64_t offset, uint64_t bytes, bool writes,
+                             bool waited) const {
+  if (unknown_long_before_ || (unknown_before_ && !waited)) return true;
+  if (buffer.uses.empty()) return false;
+  const int kinds = writes ? LaunchUse::READ | LaunchUse::WRITTEN : LaunchUse::WRITTEN;
+  const int mask = kinds << LaunchUse::LONG_BEFORE | (waited ? 0 : kinds << LaunchUse::BEFORE);
+  for (uint64_t i = offset / USE_BYTES; i <= (offset + bytes - 1) / USE_BYTES; ++i) {
+    if (std::atomic_ref(buffer.uses[i]).load(std::memory_order_relaxed) & mask) return true;
+  }
+  return false;
+}
+
+void GlobalMemory::note_use(Buffer& buffer, uint64_t offset, uint64_t bytes, uint8_t use) {
+  for (uint64_t i = offset / USE_BYTES; i <= (offset + bytes - 1) / USE_BYTES; ++i) {
+    const std::atomic_ref byte(buffer.uses[i]);
+    if ((byte.load(std::memory_order_relaxed) & use) != use) {
+      byte.fetch_or(use, std::memory_order_relaxed);
+    }
+  }
 }
 
 std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) {

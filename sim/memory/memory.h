@@ -2,6 +2,7 @@
 // written, holds a value.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -45,6 +46,15 @@ struct Buffer {
   uint64_t bytes = 0;
   bool writable = false;
   std::vector<uint8_t> state;  // the ByteState of each byte; empty: all are VALID
+  // For each 4 bytes of a writable buffer, what launches do there that the next one may overlap
+  // with: bits of LaunchUse. Empty: nothing.
+  std::vector<uint8_t> uses;
+};
+
+// Bits for this launch, the one before it, and those before that one.
+struct LaunchUse {
+  static constexpr uint8_t READ = 1, WRITTEN = 2;
+  static constexpr int BEFORE = 2, LONG_BEFORE = 4;  // shifts
 };
 
 // The buffers that a launch may use. They are added before launches; during a launch only their
@@ -69,12 +79,28 @@ class GlobalMemory {
     const uint64_t slot = (address - GLOBAL_BASE) >> GLOBAL_SLOT_LOG2;
     return slot < buffers_.size() && buffers_[slot].bytes > 0 ? &buffers_[slot] : nullptr;
   }
+  // ---- Launches that overlap ----
+  // A launch begins. With `early` it may start while the launch before it still runs, which, for
+  // the first one, may have used any byte. Until griddepcontrol.wait nothing tells that it is over.
+  void begin_launch(bool early);
+  void note_wait() { has_waited_.store(true, std::memory_order_relaxed); }
+  // Whether an access of the launch is in conflict with one of an earlier launch that may still
+  // run; `waited`: after griddepcontrol.wait.
+  bool conflicts(Buffer& buffer, uint64_t offset, uint64_t bytes, bool writes, bool waited) const;
+  // Notes an access of this launch, with which the next one may overlap.
+  static void note_use(Buffer& buffer, uint64_t offset, uint64_t bytes, uint8_t use);
+
   // "16 bytes at q+4096, which has 4096 bytes" and the like, for a report.
   std::string describe(uint64_t address, uint64_t bytes);
   std::vector<Buffer>& buffers() { return buffers_; }
 
  private:
   std::vector<Buffer> buffers_;
+  bool any_launch_ = false;
+  // Whether the launch before this one, or one before that one, is not known; whether a CTA of the
+  // latest launch has executed griddepcontrol.wait.
+  bool unknown_before_ = false, unknown_long_before_ = false;
+  std::atomic<bool> has_waited_{false};
 };
 
 // Whether all of `bytes` bytes hold a value.

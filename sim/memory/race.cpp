@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <bit>
 
+#include "sim/memory/memory.h"
+
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFF, LANES_OF_WARP = 32;
+constexpr uint32_t LANES_OF_WARP = 32;
 
 // A race that only ldmatrix or stmatrix makes is looked beyond: it must not hide another one.
 bool is_settled(const Race& race) { return race.found && !race.by_matrix; }
@@ -14,12 +16,22 @@ void keep_worst(Race& race, const Race& other) {
   if (!race.found || (other.found && !other.by_matrix)) race = other;
 }
 
+void join_clocks(std::vector<Clock>& into, const std::vector<Clock>& from) {
+  if (into.size() < from.size()) into.resize(from.size());
+  for (size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
+}
+
 }  // namespace
 
 void Knowledge::join(const Knowledge& other) {
+  others.join(other.others);
+  others_async.join(other.others_async);
   if (other.empty()) return;
   if (empty()) {
-    *this = other;
+    general = other.general;
+    async = other.async;
+    parts = other.parts;
+    join_clocks(executed, other.executed);
     return;
   }
   if (general.size() < other.general.size()) {  // this was made before a unit was added
@@ -39,10 +51,25 @@ void Knowledge::join(const Knowledge& other) {
     part.lanes |= theirs.lanes;
     if (part.lanes == ALL_LANES) part.whole = std::max(general[w], other.general[w]);
   }
+  if (!executed.empty() || !other.executed.empty()) join_clocks(executed, other.executed);
   for (size_t i = 0; i < other.general.size(); ++i) {
     general[i] = std::max(general[i], other.general[i]);
     async[i] = std::max(async[i], other.async[i]);
   }
+}
+
+void Knowledge::join_executed(const Knowledge& other, size_t threads) {
+  if (other.empty()) return;
+  join_clocks(executed, other.general);
+  join_clocks(executed, other.executed);
+  if (general.size() < other.general.size()) {
+    general.resize(other.general.size());
+    async.resize(other.async.size());
+  }
+  if (parts.size() < other.parts.size()) parts.resize(other.parts.size());
+  for (size_t i = threads; i < other.general.size(); ++i)
+    general[i] = std::max(general[i], other.general[i]);
+  join_clocks(async, other.async);
 }
 
 namespace {
@@ -51,12 +78,15 @@ constexpr int UNIT_LOG2 = 4;  // wgmma reads at least 16 bytes
 
 }  // namespace
 
-RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
-                           int global_granule_log2, bool matrix_reads)
+RaceDetector::RaceDetector(int warps, int warps_of_cta, uint64_t shared_bytes, int granule_log2,
+                           bool matrix_reads, int32_t cluster, GlobalOrder& global)
     : warps_(warps),
+      warps_of_cta_(warps_of_cta),
       agents_(3 * warps),
       shift_(granule_log2),
-      global_shift_(global_granule_log2),
+      cluster_(cluster),
+      global_(global),
+      shared_variables_(granule_log2, false),
       known_(static_cast<size_t>(warps)),
       lanes_synced_(static_cast<size_t>(warps), 1),
       returned_(static_cast<size_t>(warps)),
@@ -75,7 +105,9 @@ RaceDetector::RaceDetector(int warps, uint64_t shared_bytes, int granule_log2,
     knowledge.async.assign(static_cast<size_t>(agents_), 0);
     knowledge.general[static_cast<size_t>(w)] = 1;
     knowledge.parts.resize(static_cast<size_t>(warps));
-    fenced_[static_cast<size_t>(w)] = knowledge;
+    // Without a fence a relaxed release tells its cluster no more than that the warp has started.
+    auto& fenced = fenced_[static_cast<size_t>(w)];
+    fenced[0] = fenced[1] = std::make_shared<const Knowledge>(knowledge);
   }
 }
 
@@ -142,32 +174,47 @@ Race RaceDetector::check_write(const Accessor& who, const Write& last) const {
   race.other_wrote = true;
   race.same_warp = warp_of(last.agent) == who.agent;
   race.by_matrix = is_ordered_but_for_matrix(who, last);
+  race.by_scope = is_executed(who, last.agent, last.clock);
   race.other_agent = last.agent;
   race.other_lane = last.lane & ~FOR_OTHERS;
   race.other_pc = last.pc;
   return race;
 }
 
-Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, bool strong) const {
-  Race race;
+// Whether an access that is not in order has happened before all the same: what is missing is a
+// scope.
+bool RaceDetector::is_executed(const Accessor& who, int agent, Clock clock) const {
+  const std::vector<Clock>& executed = known_[static_cast<size_t>(who.agent)].executed;
+  return agent != who.agent && static_cast<size_t>(agent) < executed.size() &&
+         clock <= executed[static_cast<size_t>(agent)];
+}
+
+// Inlined because most reads are none, or are in order.
+void RaceDetector::check_reader(const Accessor& who, int w, uint32_t read, bool strong,
+                                Race& race) const {
+  if (read == 0 || (strong && (read & STRONG))) return;
   const Knowledge& known = known_[static_cast<size_t>(who.agent)];
   const auto mine = static_cast<uint32_t>(who.lane & ~FOR_OTHERS);
+  const Clock clock = read >> LANE_BITS;
+  const uint32_t lane = read & (STRONG - 1);
+  const bool ordered =
+      w == who.agent ? (lane == mine && who.lane < FOR_OTHERS) || before_in_warp(w, clock, lane)
+                     : known_of(known, w, clock, lane);
+  // What has read needs no scope: the value was there before the release.
+  if (ordered || is_executed(who, w, clock)) return;
+  race.found = true;
+  race.same_warp = w == who.agent;
+  race.by_matrix = race.same_warp
+                       ? lane == BY_MATRIX || lane == mine
+                       : lane == BY_MATRIX && clock <= known.general[static_cast<size_t>(w)];
+  race.other_agent = w;
+  race.other_lane = lane >= LANES_OF_WARP ? -1 : static_cast<int>(lane);
+}
+
+Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, bool strong) const {
+  Race race;
   for (int w = 0; w < warps_ && !is_settled(race); ++w) {
-    const uint32_t read = readers[w];
-    if (read == 0 || (strong && (read & STRONG))) continue;
-    const Clock clock = read >> LANE_BITS;
-    const uint32_t lane = read & (STRONG - 1);
-    const bool ordered =
-        w == who.agent ? (lane == mine && who.lane < FOR_OTHERS) || before_in_warp(w, clock, lane)
-                       : known_of(known, w, clock, lane);
-    if (ordered) continue;
-    race.found = true;
-    race.same_warp = w == who.agent;
-    race.by_matrix = race.same_warp
-                         ? lane == BY_MATRIX || lane == mine
-                         : lane == BY_MATRIX && clock <= known.general[static_cast<size_t>(w)];
-    race.other_agent = w;
-    race.other_lane = lane >= LANES_OF_WARP ? -1 : static_cast<int>(lane);
+    check_reader(who, w, readers[w], strong, race);
   }
   return race;
 }
@@ -331,11 +378,9 @@ Race RaceDetector::copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_
 }
 
 int RaceDetector::add_unit() {
-  for (auto* all : {&known_, &fenced_}) {
-    for (Knowledge& knowledge : *all) {
-      knowledge.general.push_back(0);
-      knowledge.async.push_back(0);
-    }
+  for (Knowledge& knowledge : known_) {
+    knowledge.general.push_back(0);
+    knowledge.async.push_back(0);
   }
   return agents_++;
 }
@@ -428,17 +473,6 @@ void RaceDetector::note_matrix_read(const Accessor& who, Clock clock, uint32_t o
   }
 }
 
-Race RaceDetector::global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
-                                      uint32_t bytes) {
-  const Race race = global_write(who, address, bytes);
-  for (uint64_t g = address >> global_shift_; g <= (address + bytes - 1) >> global_shift_; ++g) {
-    Write& write = global_[g].write;
-    write.clock = clock;
-    write.agent = static_cast<uint16_t>(unit);
-  }
-  return race;
-}
-
 void RaceDetector::reads_landed(int unit, Clock clock, uint32_t offset, uint32_t bytes) {
   for (UnitRead& read : unit_reads_) {
     if (read.unit == unit && read.clock == UNFINISHED && read.begin >= offset &&
@@ -472,60 +506,140 @@ Knowledge RaceDetector::known_of_others(int warp) const {
   return knowledge;
 }
 
+std::vector<Clock> RaceDetector::known_clocks(int warp) const {
+  std::vector<Clock> clocks = known_[static_cast<size_t>(warp)].general;
+  join_clocks(clocks, known_[static_cast<size_t>(warp)].executed);
+  return clocks;
+}
+
 bool RaceDetector::known(int unit, Clock clock) const {
   return std::any_of(known_.begin(), known_.end(), [&](const Knowledge& k) {
     return k.general[static_cast<size_t>(unit)] >= clock;
   });
 }
 
+// ---- Global memory ----
+
+Race RaceDetector::check_global_write(const Accessor& who, const GlobalOrder::Place& last,
+                                      bool async) const {
+  if (last.cluster == cluster_ || last.write.clock == 0) return check_write(who, last.write);
+  Race race;
+  const Knowledge& known = known_[static_cast<size_t>(who.agent)];
+  const int agent = last.write.agent;
+  if (known.others.covers(last.cluster, agent, last.write.clock)) {
+    if (!async || known.others_async.covers(last.cluster, agent, last.write.clock)) return race;
+    race.proxy = true;
+  }
+  race.found = race.other_wrote = true;
+  race.other_cluster = last.cluster;
+  race.other_agent = agent;
+  race.other_lane = last.write.lane & ~FOR_OTHERS;
+  race.other_pc = last.write.pc;
+  return race;
+}
+
+Race RaceDetector::check_global_readers(const Accessor& who, const GlobalOrder::Cell& cell,
+                                        bool strong) const {
+  Race race;
+  if (cell.readers == nullptr) return race;
+  for (const GlobalOrder::Reader& reader : *cell.readers) {
+    if (reader.cluster == cluster_) {
+      check_reader(who, reader.warp, reader.read, strong, race);
+    } else if (!strong || !(reader.read & STRONG)) {
+      const OtherClusters& others = known_[static_cast<size_t>(who.agent)].others;
+      if (others.covers(reader.cluster, reader.warp, reader.read >> LANE_BITS)) continue;
+      race.found = true;
+      race.other_cluster = reader.cluster;
+      race.other_agent = reader.warp;
+      race.other_lane = -1;
+    }
+    if (is_settled(race)) break;
+  }
+  return race;
+}
+
+bool RaceDetector::has_seen(int warp, const GlobalOrder::Place& last) const {
+  const auto& pending = pending_[static_cast<size_t>(warp)];
+  const size_t agent = last.write.agent;
+  if (last.cluster != cluster_)
+    return pending.back().others.covers(last.cluster, last.write.agent, last.write.clock);
+  return std::any_of(pending.begin(), pending.end(), [&](const Knowledge& knowledge) {
+    return agent < knowledge.general.size() && last.write.clock <= knowledge.general[agent];
+  });
+}
+
+Race RaceDetector::write_global(const Accessor& who, const Write& write, uint64_t address,
+                                uint32_t bytes, bool async) {
+  Race race;
+  const bool atomic = write.atomic != 0;
+  global_.for_each_cell(address, bytes, [&](GlobalOrder::Cell& cell) {
+    if (!race.found) {
+      race = check_global_write(who, cell.plain, async);
+      race.by_dependency = race.found && atomic && !async && has_seen(who.agent, cell.plain);
+    }
+    if (!race.found && !atomic) race = check_global_write(who, cell.atomic, async);
+    if (!race.found) race = check_global_readers(who, cell, atomic);
+    if (atomic) {
+      cell.atomic = {write, cluster_};
+      return;
+    }
+    cell.plain = {write, cluster_};
+    cell.atomic = {};
+    cell.readers.reset();
+  });
+  return race;
+}
+
 Race RaceDetector::global_write(const Accessor& who, uint64_t address, uint32_t bytes) {
-  Race race;
   const auto warp = static_cast<size_t>(who.agent);
-  const Clock now = known_[warp].general[warp];
-  for (uint64_t g = address >> global_shift_; g <= (address + bytes - 1) >> global_shift_; ++g) {
-    GlobalCell& cell = global_[g];
-    if (!race.found && cell.written) race = check_write(who, cell.write);
-    if (!race.found && !cell.readers.empty()) race = check_readers(who, cell.readers.data());
-    cell.written = true;
-    cell.write = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 0, who.pc};
-  }
-  return race;
-}
-
-Race RaceDetector::global_read(const Accessor& who, uint64_t address, uint32_t bytes) {
-  return global_mark_read(who, address, bytes, static_cast<uint32_t>(who.lane));
-}
-
-Race RaceDetector::global_strong_read(const Accessor& who, uint64_t address, uint32_t bytes) {
-  return global_mark_read(who, address, bytes, static_cast<uint32_t>(who.lane) | STRONG);
-}
-
-Race RaceDetector::global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes,
-                                    uint32_t lane) {
-  Race race;
-  const auto warp = static_cast<size_t>(who.agent);
-  const Clock now = known_[warp].general[warp];
-  for (uint64_t g = address >> global_shift_; g <= (address + bytes - 1) >> global_shift_; ++g) {
-    GlobalCell& cell = global_[g];
-    const bool no_conflict = (lane & STRONG) != 0 && cell.write.atomic;
-    if (!race.found && cell.written && !no_conflict) race = check_write(who, cell.write);
-    if (cell.readers.empty()) cell.readers.assign(static_cast<size_t>(warps_), 0);
-    mark(cell.readers[warp], now, lane);
-  }
-  return race;
+  const Write write{known_[warp].general[warp], static_cast<uint16_t>(who.agent),
+                    static_cast<uint8_t>(who.lane), 0, who.pc};
+  return write_global(who, write, address, bytes, false);
 }
 
 Race RaceDetector::global_atomic(const Accessor& who, uint64_t address, uint32_t bytes) {
+  const auto warp = static_cast<size_t>(who.agent);
+  const Write write{known_[warp].general[warp], static_cast<uint16_t>(who.agent),
+                    static_cast<uint8_t>(who.lane), 1, who.pc};
+  return write_global(who, write, address, bytes, false);
+}
+
+Race RaceDetector::global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
+                                      uint32_t bytes, bool updates) {
+  const Write write{clock, static_cast<uint16_t>(unit), static_cast<uint8_t>(who.lane), updates,
+                    who.pc};
+  return write_global(who, write, address, bytes, true);
+}
+
+Race RaceDetector::global_read(const Accessor& who, uint64_t address, uint32_t bytes) {
+  return global_mark_read(who, address, bytes, static_cast<uint32_t>(who.lane), false);
+}
+
+Race RaceDetector::global_async_read(const Accessor& who, uint64_t address, uint32_t bytes) {
+  return global_mark_read(who, address, bytes, static_cast<uint32_t>(who.lane), true);
+}
+
+Race RaceDetector::global_strong_read(const Accessor& who, uint64_t address, uint32_t bytes) {
+  return global_mark_read(who, address, bytes, static_cast<uint32_t>(who.lane) | STRONG, false);
+}
+
+Race RaceDetector::global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes,
+                                    uint32_t lane, bool async) {
   Race race;
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
-  for (uint64_t g = address >> global_shift_; g <= (address + bytes - 1) >> global_shift_; ++g) {
-    GlobalCell& cell = global_[g];
-    if (!race.found && cell.written && !cell.write.atomic) race = check_write(who, cell.write);
-    if (!race.found && !cell.readers.empty()) race = check_readers(who, cell.readers.data(), true);
-    cell.written = true;
-    cell.write = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 1, who.pc};
-  }
+  global_.for_each_cell(address, bytes, [&](GlobalOrder::Cell& cell) {
+    if (!race.found) race = check_global_write(who, cell.plain, async);
+    if (!race.found && (lane & STRONG) == 0) race = check_global_write(who, cell.atomic, async);
+    if (cell.readers == nullptr)
+      cell.readers = std::make_unique<std::vector<GlobalOrder::Reader>>();
+    for (GlobalOrder::Reader& reader : *cell.readers) {
+      if (reader.cluster != cluster_ || reader.warp != who.agent) continue;
+      mark(reader.read, now, lane);
+      return;
+    }
+    cell.readers->push_back({cluster_, who.agent, now << LANE_BITS | lane});
+  });
   return race;
 }
 
@@ -574,44 +688,112 @@ void RaceDetector::acquire(int warp, const Knowledge& from) {
   }
 }
 
-void RaceDetector::release_fenced(int warp, Knowledge& into) {
-  into.join(fenced_[static_cast<size_t>(warp)]);
+void RaceDetector::release_executed(int warp, uint32_t lanes, uint32_t live, Knowledge& into) {
+  Knowledge all;
+  release_lanes(warp, lanes, live, all);
+  into.join_executed(all, 2 * static_cast<size_t>(warps_));
 }
 
-void RaceDetector::acquire_relaxed(int warp, const Knowledge& from) {
-  pending_[static_cast<size_t>(warp)].join(from);
+void RaceDetector::acquire_executed(int warp, const Knowledge& from) {
+  known_[static_cast<size_t>(warp)].join_executed(from, 2 * static_cast<size_t>(warps_));
 }
 
-void RaceDetector::fence(int warp) {
+void RaceDetector::release_fenced(int warp, SyncScope scope, Knowledge& into) {
+  const auto& fenced = fenced_[static_cast<size_t>(warp)][static_cast<size_t>(scope)];
+  if (fenced != nullptr) into.join(*fenced);
+}
+
+void RaceDetector::acquire_relaxed(int warp, SyncScope scope, const Knowledge& from) {
+  pending_[static_cast<size_t>(warp)][static_cast<size_t>(scope)].join(from);
+}
+
+void RaceDetector::fence(int warp, SyncScope scope) {
   const auto w = static_cast<size_t>(warp);
-  known_[w].join(pending_[w]);
-  pending_[w] = {};
+  for (size_t s = 0; s <= static_cast<size_t>(scope); ++s) {
+    known_[w].join(pending_[w][s]);
+    pending_[w][s] = {};
+  }
   known_[w].parts[w].whole = known_[w].general[w];
-  fenced_[w] = known_[w];
+  const auto now = std::make_shared<const Knowledge>(known_[w]);
+  for (size_t s = 0; s <= static_cast<size_t>(scope); ++s) fenced_[w][s] = now;
   ++known_[w].general[w];
 }
 
-void RaceDetector::strong_read(int warp, uint64_t address, bool acquires) {
-  const auto found = variables_.find(address);
-  if (found == variables_.end()) return;
-  const auto w = static_cast<size_t>(warp);
-  (acquires ? known_[w] : pending_[w]).join(found->second);
+GlobalOrder& RaceDetector::variables_of(uint64_t address) {
+  return address >= GLOBAL_BASE ? global_ : shared_variables_;
 }
 
-void RaceDetector::strong_write(int warp, uint64_t address, bool releases) {
+SyncScope RaceDetector::distance(const GlobalOrder::Release& release, int warp) const {
+  if (release.cluster != cluster_) return SyncScope::Gpu;
+  return release.cta == warp / warps_of_cta_ ? SyncScope::Cta : SyncScope::Cluster;
+}
+
+void RaceDetector::strong_read(int warp, uint64_t address, bool acquires, SyncScope scope) {
+  auto& variables = variables_of(address).variables;
+  const auto found = variables.find(address);
+  if (found == variables.end()) return;
   const auto w = static_cast<size_t>(warp);
-  Knowledge& variable = variables_[address];
-  if (releases) {
-    release(warp, variable);
-  } else {
-    variable.join(fenced_[w]);
+  for (const GlobalOrder::Release& release : found->second) {
+    const SyncScope needed = distance(release, warp);
+    const bool reaches = scope >= needed && release.scope >= needed;
+    Knowledge& into = acquires ? known_[w] : pending_[w][static_cast<size_t>(needed)];
+    if (needed == SyncScope::Gpu) {
+      if (!reaches) continue;
+      into.others.join(release.cluster, release.knowledge->general);
+      into.others.join(release.knowledge->others);
+      into.others_async.join(release.knowledge->others_async);
+      pending_[w].back().others.join(release.seen);
+    } else if (reaches) {
+      into.join(*release.knowledge);
+    } else {
+      acquire_executed(warp, *release.knowledge);
+    }
   }
 }
 
-void RaceDetector::proxy_fence(int warp) {
+void RaceDetector::strong_write(int warp, uint64_t address, bool releases, bool updates,
+                                SyncScope scope) {
   const auto w = static_cast<size_t>(warp);
-  known_[w].async = known_[w].general;
-  ++known_[w].general[w];  // the fence does not cover later writes
+  std::vector<GlobalOrder::Release>& variable = variables_of(address).variables[address];
+  if (!updates) variable.clear();
+  const auto add = [&](SyncScope reach, std::shared_ptr<const Knowledge> knowledge) {
+    GlobalOrder::Release release{cluster_, warp / warps_of_cta_, reach, std::move(knowledge),
+                                 pending_[w].back().others};
+    for (GlobalOrder::Release& other : variable) {
+      if (other.cluster != cluster_ || other.cta != release.cta || other.scope != reach) continue;
+      other.seen.join(release.seen);
+      if (other.knowledge == release.knowledge) return;
+      auto both = std::make_shared<Knowledge>(*release.knowledge);
+      both->join(*other.knowledge);
+      other.knowledge = std::move(both);
+      return;
+    }
+    variable.push_back(std::move(release));
+  };
+  if (releases) {
+    auto knowledge = std::make_shared<Knowledge>();
+    release(warp, *knowledge);
+    add(scope, std::move(knowledge));
+    return;
+  }
+  std::shared_ptr<const Knowledge> added;
+  for (size_t s = static_cast<size_t>(scope) + 1; s-- > 0;) {
+    if (fenced_[w][s] == nullptr || fenced_[w][s] == added) continue;
+    added = fenced_[w][s];
+    add(static_cast<SyncScope>(s), added);
+  }
+}
+
+void RaceDetector::proxy_fence(int warp, bool in_global) {
+  const auto w = static_cast<size_t>(warp);
+  Knowledge& known = known_[w];
+  join_clocks(known.async, known.general);
+  join_clocks(known.async, known.executed);
+  if (in_global) {
+    known.others_async.join(known.others);
+    if (global_.is_shared()) known.others_async.join(cluster_, known.general);
+  }
+  ++known.general[w];  // the fence does not cover later writes
 }
 
 }  // namespace archflash::sim

@@ -15,17 +15,24 @@
 // There are two sets of knowledge: `general` (happened before, in the generic proxy) and `async`
 // (made visible to the async proxy by a proxy fence). Both travel along release and acquire.
 // Accesses of units in the async proxy are checked against the second.
+//
+// A release and an acquire put two threads in order only if the scope of each includes the other
+// thread. Where it does not, the acquirer still knows that the other thread has come so far
+// (`executed`): that is enough for tensor memory, which has fences of its own, and for what units
+// have done, but not for what threads have read and written.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
-#include <cstring>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-namespace archflash::sim {
+#include "sim/memory/global_order.h"
 
-using Clock = uint32_t;
+namespace archflash::sim {
 
 // What an agent knows about every agent.
 struct Knowledge {
@@ -38,8 +45,15 @@ struct Knowledge {
   std::vector<Clock> general;
   std::vector<Clock> async;
   std::vector<Part> parts;  // by warp
+  // What has happened, whether or not scopes make it visible; empty: nothing but `general`.
+  std::vector<Clock> executed;
+  // The same for the agents of other clusters, in the generic and in the async proxy.
+  OtherClusters others, others_async;
 
   void join(const Knowledge& other);
+  // Joins what travels along a release and an acquire whose scopes are too small: that it has
+  // happened, and what units have done. The first `threads` agents are not units.
+  void join_executed(const Knowledge& other, size_t threads);
   bool empty() const { return general.empty(); }
 };
 
@@ -57,6 +71,10 @@ struct Race {
   bool same_warp = false;    // the two are lanes of one warp
   // The accesses would be in order if ldmatrix and stmatrix acted for the addressing lane only.
   bool by_matrix = false;
+  bool by_scope = false;  // they would be if the scopes of releases and acquires were large enough
+  // The accessor's is an atomic one that depends on a relaxed read of what the other released.
+  bool by_dependency = false;
+  int32_t other_cluster = -1;  // -1: the accessor's own
   int other_agent = 0;
   int other_lane = 0;
   int64_t other_pc = -1;  // -1: unknown (an earlier read)
@@ -73,8 +91,9 @@ class RaceDetector {
   // Agents 0 .. warps-1 are warps. Agents warps .. 2*warps-1 are their cp.async units. The next
   // `warps` are their matrix agents: a warp's part of wgmma, or what it puts into the tensor pipe.
   // Units that are added follow. `matrix_reads` says whether reads of matrix agents are watched.
-  RaceDetector(int warps, uint64_t shared_bytes, int granule_log2, int global_granule_log2,
-               bool matrix_reads);
+  // The warps of each CTA follow one another. `global` is what `cluster` shares with others.
+  RaceDetector(int warps, int warps_of_cta, uint64_t shared_bytes, int granule_log2,
+               bool matrix_reads, int32_t cluster, GlobalOrder& global);
 
   int copy_agent(int warp) const { return warps_ + warp; }
   int matrix_agent(int warp) const { return 2 * warps_ + warp; }
@@ -112,7 +131,7 @@ class RaceDetector {
   bool matrix_read_in_order(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
   // A write to global memory that `who` starts and `unit` carries out.
   Race global_async_write(const Accessor& who, int unit, Clock clock, uint64_t address,
-                          uint32_t bytes);
+                          uint32_t bytes, bool updates);
   // Reads that were started with the clock UNFINISHED are done at `clock`.
   void reads_landed(int unit, Clock clock, uint32_t offset, uint32_t bytes);
   // What a unit did up to `clock` becomes known to whoever acquires `into`, or to a warp.
@@ -121,11 +140,12 @@ class RaceDetector {
   // What a warp knows about others, without what it did itself.
   Knowledge known_of_others(int warp) const;
   Clock known_clock(int warp, int agent) const {
-    return known_[static_cast<size_t>(warp)].general[static_cast<size_t>(agent)];
+    const Knowledge& known = known_[static_cast<size_t>(warp)];
+    const auto a = static_cast<size_t>(agent);
+    return a < known.executed.size() ? std::max(known.general[a], known.executed[a])
+                                     : known.general[a];
   }
-  const std::vector<Clock>& known_clocks(int warp) const {
-    return known_[static_cast<size_t>(warp)].general;
-  }
+  std::vector<Clock> known_clocks(int warp) const;
   // Whether what an agent did up to `clock` happened before what the warp does now.
   bool happened(int warp, int agent, Clock clock) const {
     return known_clock(warp, agent) >= clock;
@@ -133,9 +153,10 @@ class RaceDetector {
   // Whether some warp knows what the unit did up to `clock`.
   bool known(int unit, Clock clock) const;
 
-  // Accesses of global memory. Only warps of this cluster are compared.
+  // Accesses of global memory.
   Race global_write(const Accessor& who, uint64_t address, uint32_t bytes);
   Race global_read(const Accessor& who, uint64_t address, uint32_t bytes);
+  Race global_async_read(const Accessor& who, uint64_t address, uint32_t bytes);
   Race global_strong_read(const Accessor& who, uint64_t address, uint32_t bytes);
   Race global_atomic(const Accessor& who, uint64_t address, uint32_t bytes);
 
@@ -149,29 +170,26 @@ class RaceDetector {
   // A release by `lanes` of a warp, of which `live` have not exited.
   void release_lanes(int warp, uint32_t lanes, uint32_t live, Knowledge& into);
   void acquire(int warp, const Knowledge& from);
-  // A relaxed release hands on what was before the warp's last fence. What a relaxed acquire brings
-  // counts from the warp's next fence on.
-  void release_fenced(int warp, Knowledge& into);
-  void acquire_relaxed(int warp, const Knowledge& from);
+  // The same where a scope is too small. `lanes` and `live` as above.
+  void release_executed(int warp, uint32_t lanes, uint32_t live, Knowledge& into);
+  void acquire_executed(int warp, const Knowledge& from);
+  // A relaxed release to threads that are at most `scope` away hands on what was before the warp's
+  // last fence of such a scope. What a relaxed acquire from such threads brings counts from the
+  // warp's next fence of such a scope on.
+  void release_fenced(int warp, SyncScope scope, Knowledge& into);
+  void acquire_relaxed(int warp, SyncScope scope, const Knowledge& from);
   // A fence: what relaxed reads have acquired counts from now on, and later relaxed writes release
   // what the warp knows now.
-  void fence(int warp);
-  // A strong (volatile, relaxed or stronger) access to a synchronising variable.
-  void strong_read(int warp, uint64_t address, bool acquires);
-  void strong_write(int warp, uint64_t address, bool releases);
-  // fence.proxy.async: everything that the warp knows becomes visible to the async proxy.
-  void proxy_fence(int warp);
+  void fence(int warp, SyncScope scope);
+  // A strong (volatile, relaxed or stronger) access to a synchronising variable. `updates` says
+  // that the write is part of an atomic operation.
+  void strong_read(int warp, uint64_t address, bool acquires, SyncScope scope);
+  void strong_write(int warp, uint64_t address, bool releases, bool updates, SyncScope scope);
+  // fence.proxy.async: everything that the warp knows becomes visible to the async proxy, with
+  // `in_global` also that about global memory that other clusters use.
+  void proxy_fence(int warp, bool in_global);
 
  private:
-  struct Write {
-    Clock clock = 0;
-    uint16_t agent = 0;
-    uint8_t lane = 0;
-    uint8_t atomic = 0;
-    uint32_t pc = 0;
-    bool operator==(const Write& other) const { return std::memcmp(this, &other, 12) == 0; }
-  };
-  static_assert(sizeof(Write) == 12);  // no padding
   // A read is clock << 7 | STRONG | lane. MANY_LANES stands for several lanes, BY_MATRIX for
   // ldmatrix and nothing else.
   static constexpr uint32_t LANE_BITS = 7;
@@ -194,15 +212,33 @@ class RaceDetector {
   static void mark(uint32_t& reader, Clock now, uint32_t lane);
   // A strong access races with plain reads only.
   Race check_readers(const Accessor& who, const uint32_t* readers, bool strong = false) const;
-  Race global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes, uint32_t lane);
+  [[gnu::always_inline]] inline void check_reader(const Accessor& who, int warp, uint32_t read,
+                                                  bool strong, Race& race) const;
+  bool is_executed(const Accessor& who, int agent, Clock clock) const;
+  Race global_mark_read(const Accessor& who, uint64_t address, uint32_t bytes, uint32_t lane,
+                        bool async);
+  // Checks an access against the writes and the reads of a cell. `async`: it is in the async proxy;
+  // `strong`: it is an atomic one.
+  Race check_global_write(const Accessor& who, const GlobalOrder::Place& last, bool async) const;
+  Race check_global_readers(const Accessor& who, const GlobalOrder::Cell& cell, bool strong) const;
+  // Whether a relaxed read without a fence has brought what was written.
+  bool has_seen(int warp, const GlobalOrder::Place& last) const;
+  Race write_global(const Accessor& who, const Write& write, uint64_t address, uint32_t bytes,
+                    bool async);
+  SyncScope distance(const GlobalOrder::Release& release, int warp) const;
+  // The variables at an address: those of shared memory belong to the cluster.
+  GlobalOrder& variables_of(uint64_t address);
   Race check_async(const Accessor& who, const Write& last);
   // Reads that come before a write in the async proxy, but without a proxy fence between the two.
   Race check_unfenced_readers(const Accessor& who, const uint32_t* readers) const;
   // Reads by units and by wgmma.
   Race check_async_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const;
 
-  int warps_, agents_;
-  int shift_, global_shift_;
+  int warps_, warps_of_cta_, agents_;
+  int shift_;
+  int32_t cluster_;
+  GlobalOrder& global_;
+  GlobalOrder shared_variables_;
   std::vector<Knowledge> known_;
   std::vector<Clock> lanes_synced_;  // the warp's clock at its last synchronisation
   // What lanes of the warp have released and the warp itself has acquired.
@@ -214,8 +250,10 @@ class RaceDetector {
   // The copies of a warp that all its lanes know to be over: those that were waited for before the
   // last warp-wide synchronisation.
   std::vector<Clock> copies_synced_;
-  std::vector<Knowledge> fenced_;   // what each warp knew at its last fence
-  std::vector<Knowledge> pending_;  // from relaxed reads; it counts from the next fence on
+  // By warp and scope: what it knew at its last fence of at least that scope; and what relaxed
+  // reads have brought, which counts from the next such fence on.
+  std::vector<std::array<std::shared_ptr<const Knowledge>, SYNC_SCOPES>> fenced_;
+  std::vector<std::array<Knowledge, SYNC_SCOPES>> pending_;
   std::vector<Write> writes_;
   std::vector<uint32_t> reads_;      // [granule][warp]
   std::vector<Clock> matrix_reads_;  // [16 bytes][warp], of matrix agents; empty: not watched
@@ -234,13 +272,6 @@ class RaceDetector {
   static constexpr size_t MIN_UNIT_READS = 256;
   std::vector<UnitRead> unit_reads_;
   size_t next_prune_ = MIN_UNIT_READS;  // with so many, those that are over are removed
-  std::unordered_map<uint64_t, Knowledge> variables_;
-  struct GlobalCell {
-    Write write;
-    bool written = false;
-    std::vector<uint32_t> readers;
-  };
-  std::unordered_map<uint64_t, GlobalCell> global_;
 };
 
 }  // namespace archflash::sim

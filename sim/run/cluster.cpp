@@ -25,25 +25,37 @@ Dim3 first_cta(const LaunchContext& launch, int64_t cluster) {
           cluster / (across * down) * size.z};
 }
 
+Dim3 cta_position(const LaunchContext& launch, int64_t cluster, int rank) {
+  const Dim3 &size = launch.cluster, first = first_cta(launch, cluster);
+  return {first.x + rank % size.x, first.y + rank / size.x % size.y,
+          first.z + rank / (size.x * size.y)};
+}
+
+int64_t cta_index(const LaunchContext& launch, Dim3 position) {
+  return position.x + launch.grid.x * (position.y + launch.grid.y * position.z);
+}
+
 Cluster::Cluster(const LaunchContext& launch, int64_t index, Counts& counts,
                  std::deque<int64_t> unstarted)
     : launch_(launch),
       random_(launch.options.seed + static_cast<uint64_t>(index) * SEED_STEP),
       unstarted_(std::move(unstarted)) {
-  const Dim3& size = launch.cluster;
-  const Dim3 first = first_cta(launch, index);
   const auto warps = static_cast<int>((launch.block.count() + LANES - 1) / LANES);
-  const auto ranks = static_cast<int>(size.count());
+  const auto ranks = static_cast<int>(launch.cluster.count());
   if (launch.options.race) {
+    GlobalOrder* global = launch.global_order;
+    if (global == nullptr) {
+      own_order_ = std::make_unique<GlobalOrder>(launch.kernel->global_granule_log2, false);
+      global = own_order_.get();
+    }
     races_ = std::make_unique<RaceDetector>(
-        warps * ranks, race_stride(launch) * static_cast<uint64_t>(ranks),
-        launch.kernel->race_granule_log2, launch.kernel->global_granule_log2,
-        launch.kernel->uses_wgmma || launch.kernel->uses_tcgen05);
+        warps * ranks, warps, race_stride(launch) * static_cast<uint64_t>(ranks),
+        launch.kernel->race_granule_log2, launch.kernel->uses_wgmma || launch.kernel->uses_tcgen05,
+        static_cast<int32_t>(index), *global);
+    if (launch.starts_early) launch_before_ = races_->add_unit();
   }
   for (int rank = 0; rank < ranks; ++rank) {
-    const Dim3 position{first.x + rank % size.x, first.y + rank / size.x % size.y,
-                        first.z + rank / (size.x * size.y)};
-    ctas_.push_back(std::make_unique<Cta>(*this, rank, position, counts));
+    ctas_.push_back(std::make_unique<Cta>(*this, rank, cta_position(launch, index, rank), counts));
     for (int w = 0; w < warps; ++w) warps_.push_back(&ctas_.back()->warp(w));
   }
   counts.ctas += static_cast<uint64_t>(ranks);
@@ -265,7 +277,7 @@ void Cluster::arrive(Warp& warp, uint32_t mask, bool releases) {
     if (releases)
       races_->release(warp.agent(), arriving_);
     else
-      races_->release_fenced(warp.agent(), arriving_);
+      races_->release_fenced(warp.agent(), SyncScope::Cluster, arriving_);
   }
   complete_if_full();
 }
@@ -285,10 +297,22 @@ bool Cluster::wait(Warp& warp, uint32_t mask) {
   return true;
 }
 
+void Cluster::wait_for_launch_before(Warp& warp) {
+  launch_.memory->note_wait();
+  if (launch_before_ >= 0) races_->unit_done(launch_before_, 1, warp.agent());
+}
+
+bool Cluster::has_waited_for_launch(const Warp& warp) const {
+  return launch_before_ < 0 || races_->happened(warp.agent(), launch_before_, 1);
+}
+
 void Cluster::lanes_exited() { complete_if_full(); }
 
 int64_t Cluster::take_unstarted() {
+  constexpr uint64_t REFUSED = 16;  // one in so many requests, where chance decides
+  const Mode mode = launch_.options.mode;
   if (unstarted_.empty()) return -1;
+  if (mode != Mode::Lazy && mode != Mode::Eager && random_.below(REFUSED) == 0) return -1;
   const int64_t index = unstarted_.front();
   unstarted_.pop_front();
   return index;

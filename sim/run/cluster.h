@@ -34,8 +34,10 @@ class AsyncOperation {
   uint32_t pc_;
 };
 
-// The position of the first CTA of a cluster in the grid.
+// The position of the first CTA of a cluster in the grid; the position and the index of any.
 Dim3 first_cta(const LaunchContext& launch, int64_t cluster);
+Dim3 cta_position(const LaunchContext& launch, int64_t cluster, int rank);
+int64_t cta_index(const LaunchContext& launch, Dim3 position);
 
 class Cluster {
  public:
@@ -70,8 +72,13 @@ class Cluster {
   bool wait(Warp& warp, uint32_t mask);
   void lanes_exited();
 
+  // ---- griddepcontrol ----
+  void wait_for_launch_before(Warp& warp);
+  bool has_waited_for_launch(const Warp& warp) const;
+
   // ---- clusterlaunchcontrol ----
-  // Takes the work of a cluster that has not started; -1: all have.
+  // Takes the work of a cluster that has not started; -1: the request fails, because all have or
+  // for no reason that a kernel can know.
   int64_t take_unstarted();
   const std::deque<int64_t>& unstarted() const { return unstarted_; }
 
@@ -87,6 +94,7 @@ class Cluster {
 
   const LaunchContext& launch_;
   Random random_;
+  std::unique_ptr<GlobalOrder> own_order_;  // unless the launch has one
   std::unique_ptr<RaceDetector> races_;
   std::unique_ptr<Lifetimes> lifetimes_;
   std::vector<std::unique_ptr<Cta>> ctas_;
@@ -105,6 +113,7 @@ class Cluster {
   };
   std::vector<Arrivals> arrivals_;
   Knowledge arriving_, arrived_;
+  int launch_before_ = -1;  // the agent that a launch is with which this one overlaps
   std::deque<int64_t> unstarted_;
 };
 

@@ -47,7 +47,7 @@ Cta::Cta(Cluster& cluster, int rank, Dim3 position, Counts& counts)
     : cluster_(cluster),
       launch_(cluster.launch()),
       rank_(rank),
-      index_(position.x + launch_.grid.x * (position.y + launch_.grid.y * position.z)),
+      index_(cta_index(launch_, position)),
       position_(position),
       counts_(counts),
       shared_base_((static_cast<uint32_t>(rank) << CLUSTER_RANK_SHIFT) + SHARED_START),
@@ -108,6 +108,20 @@ void Cta::set_tile(uint32_t offset, uint32_t bytes, const TileLine& tile) {
        ++line) {
     tiles_[line] = tile;
   }
+}
+
+void Cta::log_access(const Accessor& who, uint64_t address, uint32_t bytes, bool writes) {
+  if (launch_.global_order != nullptr || launch_.grid.count() == 1) return;
+  if (!global_accesses_.empty()) {
+    GlobalAccess& last = global_accesses_.back();
+    if (last.address + last.bytes == address && last.pc == who.pc && last.writes == writes) {
+      last.bytes += bytes;
+      return;
+    }
+  }
+  global_accesses_.push_back({address, bytes, who.pc,
+                              static_cast<uint16_t>(who.agent % warp_count()),
+                              static_cast<uint8_t>(who.lane), writes});
 }
 
 uint64_t Cta::time() const { return cluster_.time(); }
@@ -404,8 +418,14 @@ void Cta::report_at(uint32_t pc, Severity severity, const Warp& warp, int lane, 
 
 void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes, bool benign,
                       const std::string& what, uint64_t address) {
+  const bool far = race.other_cluster >= 0;
   const auto name = [&](int agent) {
     const int count = warp_count(), of = races_->warp_of(agent);
+    if (far) {
+      return "warp " + std::to_string(of % count) + " of CTA " +
+             std::to_string(
+                 cta_index(launch_, cta_position(launch_, race.other_cluster, of / count)));
+    }
     if (agent == warp.agent()) return std::string("another lane of the same warp");
     if (of == warp.agent()) return std::string("this warp");
     std::string text = "warp " + std::to_string(of % count);
@@ -414,10 +434,13 @@ void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes,
   };
   const int agent = race.other_agent;
   const char* const matrix = tensor_ ? "an operation of the tensor pipe for " : "a wgmma of ";
-  const std::string other = races_->is_warp(agent)     ? name(agent)
-                            : races_->is_copy(agent)   ? "an asynchronous copy of " + name(agent)
-                            : races_->is_matrix(agent) ? matrix + name(agent)
-                                                       : "a bulk copy";
+  const std::string other =
+      races_->is_warp(agent)     ? name(agent)
+      : races_->is_copy(agent)   ? "an asynchronous copy of " + name(agent)
+      : races_->is_matrix(agent) ? matrix + name(agent)
+      : far ? "a bulk copy by the cluster of CTA " +
+                  std::to_string(cta_index(launch_, first_cta(launch_, race.other_cluster)))
+            : "a bulk copy";
   const char* const by = race.other_wrote ? "a write by " : "a read by ";
   std::string message = std::string(writes ? "a write to " : "a read of ") + what;
   message += !race.proxy        ? " is not ordered after "
@@ -436,13 +459,26 @@ void Cta::report_race(const Warp& warp, int lane, const Race& race, bool writes,
         ": ldmatrix and stmatrix access memory for several lanes and do not order them; "
         "bar.warp.sync does";
   }
+  if (race.by_dependency) {
+    message +=
+        ": the atomic operation depends on a relaxed load of what was released, which orders it on "
+        "a card, but an acquire or a fence does so by the memory model";
+  }
+  if (race.by_scope) {
+    message +=
+        ": the releases and acquires between the two have a smaller scope than .cluster, and the "
+        "two are in different CTAs";
+  }
   const bool unfenced_read = race.proxy && !race.other_wrote;
-  const char* const kind = unfenced_read     ? "proxy-read"
-                           : race.proxy      ? "proxy"
-                           : !race.by_matrix ? "race"
-                           : race.same_warp  ? "lane-order"
-                                             : "lane-release";
-  const bool tolerated = benign || unfenced_read || (race.by_matrix && !race.proxy);
+  const char* const kind = unfenced_read        ? "proxy-read"
+                           : race.proxy         ? "proxy"
+                           : race.by_dependency ? "relaxed-order"
+                           : race.by_scope      ? "scope"
+                           : !race.by_matrix    ? "race"
+                           : race.same_warp     ? "lane-order"
+                                                : "lane-release";
+  const bool tolerated = benign || unfenced_read ||
+                         ((race.by_matrix || race.by_scope || race.by_dependency) && !race.proxy);
   report(tolerated ? Severity::Lint : Severity::Error, warp, lane, kind, std::move(message),
          address, race.other_pc);
 }

@@ -52,6 +52,9 @@ struct LaunchContext {
   uint64_t dynamic_shared = 0;
   std::vector<uint8_t> parameters;
   GlobalMemory* memory = nullptr;
+  bool starts_early = false, next_starts_early = false;  // as in the request
+  bool overlaps = false;                                 // one of the two
+  GlobalOrder* global_order = nullptr;                   // of clusters that tell each other things
   Options options;
   const std::atomic<bool>* given_up = nullptr;  // when it becomes true, every CTA stops soon
 
@@ -93,13 +96,15 @@ struct Counts {
   Counts& operator+=(const Counts& other);
 };
 
-// A write to global memory. Writes are kept to find CTAs that write the same bytes.
-struct GlobalWrite {
+// An access to global memory that a launch may write. They are kept to find CTAs that use the same
+// bytes, where nothing can put CTAs in order.
+struct GlobalAccess {
   uint64_t address;
   uint32_t bytes;
   uint32_t pc;
   uint16_t warp;
   uint8_t lane;
+  bool writes;
 };
 
 class Cluster;
@@ -177,9 +182,9 @@ class Cta {
   // Returns false if an increase has to wait until others give registers back.
   bool set_registers(Warp& warp, int count, bool increase);
 
-  // ---- clusterlaunchcontrol: whether the CTA has seen that no cluster is left to start ----
-  bool knows_all_started() const { return knows_all_started_; }
-  void learn_all_started() { knows_all_started_ = true; }
+  // ---- clusterlaunchcontrol: whether the CTA has seen that a request failed ----
+  bool was_refused() const { return was_refused_; }
+  void note_refusal() { was_refused_ = true; }
 
   // ---- Reports ----
   void report(Severity severity, const Warp& warp, int lane, const char* kind, std::string message,
@@ -192,7 +197,8 @@ class Cta {
 
   bool traced() const { return options().trace; }
   Trace& trace() { return trace_; }
-  std::vector<GlobalWrite>& global_writes() { return global_writes_; }
+  std::vector<GlobalAccess>& global_accesses() { return global_accesses_; }
+  void log_access(const Accessor& who, uint64_t address, uint32_t bytes, bool writes);
 
   void check_exit();
   std::string describe_waits();  // what each warp waits for, for the report of a deadlock
@@ -251,9 +257,9 @@ class Cta {
   // How many registers a thread of each warp has; empty until a warp changes its number.
   std::vector<int> registers_;
   int free_registers_ = 0;
-  bool knows_all_started_ = false;
+  bool was_refused_ = false;
   Trace trace_;
-  std::vector<GlobalWrite> global_writes_;
+  std::vector<GlobalAccess> global_accesses_;
 };
 
 }  // namespace archflash::sim

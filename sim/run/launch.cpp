@@ -8,6 +8,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "sim/numerics/numeric.h"
@@ -91,11 +92,11 @@ int64_t cluster_of(const LaunchRequest& request, int64_t cta) {
   return x + grid.x / size.x * (y + grid.y / size.y * z);
 }
 
-// Finds writes of different CTAs to the same bytes. CTAs of a cluster may be in order, which the
-// race detector knows if it is on.
+// Finds accesses of different CTAs to the same bytes, one of which is a write. CTAs of a cluster
+// may be in order, which the race detector knows if it is on.
 void check_overlaps(const Module& module, const LaunchRequest& request, const Kernel& kernel,
                     GlobalMemory& memory,
-                    const std::vector<std::pair<int64_t, std::vector<GlobalWrite>>>& logs,
+                    const std::vector<std::pair<int64_t, std::vector<GlobalAccess>>>& logs,
                     Findings& findings) {
   const auto same = [&](int64_t a, int64_t b) {
     return a == b || (request.options.race && cluster_of(request, a) == cluster_of(request, b));
@@ -103,36 +104,40 @@ void check_overlaps(const Module& module, const LaunchRequest& request, const Ke
   struct Piece {
     uint64_t begin, end;
     int64_t cta;
-    const GlobalWrite* write;
+    const GlobalAccess* access;
   };
   std::vector<Piece> pieces;
-  for (const auto& [cta, writes] : logs) {
-    for (const GlobalWrite& write : writes) {
-      pieces.push_back({write.address, write.address + write.bytes, cta, &write});
+  for (const auto& [cta, accesses] : logs) {
+    for (const GlobalAccess& access : accesses) {
+      pieces.push_back({access.address, access.address + access.bytes, cta, &access});
     }
   }
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
     if (a.begin != b.begin) return a.begin < b.begin;
-    return a.cta != b.cta ? a.cta < b.cta : a.write->pc < b.write->pc;
+    return a.cta != b.cta ? a.cta < b.cta : a.access->pc < b.access->pc;
   });
-  const Piece* furthest = nullptr;
+  const auto check = [&](const Piece& piece, const Piece* other) {
+    if (other == nullptr || piece.begin >= other->end || same(piece.cta, other->cta)) return;
+    const auto verb = [](const Piece& of) { return of.access->writes ? "writes" : "reads"; };
+    const uint64_t bytes = std::min(piece.end, other->end) - piece.begin;
+    Finding finding;
+    finding.kind = "race";
+    finding.message = std::string(verb(piece)) + " " + memory.describe(piece.begin, bytes) +
+                      ", which CTA " + str(other->cta) + " " + verb(*other) + " too, at " +
+                      describe_instruction(module, kernel, other->access->pc);
+    finding.cta = piece.cta;
+    finding.warp = piece.access->warp;
+    finding.lane = piece.access->lane;
+    finding.pc = piece.access->pc;
+    finding.other_pc = other->access->pc;
+    finding.address = piece.begin;
+    findings.add(std::move(finding));
+  };
+  const Piece *written = nullptr, *read = nullptr;  // those that reach furthest
   for (const Piece& piece : pieces) {
-    if (furthest != nullptr && piece.begin < furthest->end && !same(piece.cta, furthest->cta)) {
-      Finding finding;
-      finding.kind = "race";
-      finding.message =
-          "writes " +
-          memory.describe(piece.begin, std::min(piece.end, furthest->end) - piece.begin) +
-          ", which CTA " + str(furthest->cta) + " writes too, at " +
-          describe_instruction(module, kernel, furthest->write->pc);
-      finding.cta = piece.cta;
-      finding.warp = piece.write->warp;
-      finding.lane = piece.write->lane;
-      finding.pc = piece.write->pc;
-      finding.other_pc = furthest->write->pc;
-      finding.address = piece.begin;
-      findings.add(std::move(finding));
-    }
+    check(piece, written);
+    if (piece.access->writes) check(piece, read);
+    const Piece*& furthest = piece.access->writes ? written : read;
     if (furthest == nullptr || piece.end > furthest->end) furthest = &piece;
   }
 }
@@ -244,6 +249,19 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   context.parameters = request.parameters;
   context.memory = &memory;
   context.options = request.options;
+  context.starts_early = request.starts_early;
+  context.next_starts_early = request.next_starts_early;
+  context.overlaps = request.starts_early || request.next_starts_early;
+  memory.begin_launch(request.starts_early);
+  for (Buffer& buffer : memory.buffers()) {
+    constexpr uint64_t BYTES = 4;
+    if (request.next_starts_early && buffer.writable)
+      buffer.uses.resize((buffer.bytes + BYTES - 1) / BYTES);
+  }
+
+  std::optional<GlobalOrder> order;
+  if (kernel.orders_globally)
+    context.global_order = &order.emplace(kernel.global_granule_log2, true);
 
   const int64_t ctas = request.grid.count(), clusters = ctas / request.cluster.count();
   int64_t threads = request.options.threads > 0
@@ -258,7 +276,7 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
   std::atomic<size_t> logged{0};
   std::mutex mutex;
   std::map<int64_t, Findings> found_by_cluster;
-  std::vector<std::pair<int64_t, std::vector<GlobalWrite>>> logs;
+  std::vector<std::pair<int64_t, std::vector<GlobalAccess>>> logs;
   std::exception_ptr failure;
   std::atomic<bool> given_up{false};
   context.given_up = &given_up;
@@ -311,10 +329,10 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
         const int64_t index = done->index;
         left.insert(left.end(), cluster.unstarted().begin(), cluster.unstarted().end());
         Findings findings;
-        bool writes = false;
+        bool logged_any = false;
         for (int rank = 0; rank < cluster.size(); ++rank) {
           findings.merge(cluster.cta(rank).findings());
-          writes = writes || !cluster.cta(rank).global_writes().empty();
+          logged_any = logged_any || !cluster.cta(rank).global_accesses().empty();
         }
         const bool fatal = std::any_of(findings.list().begin(), findings.list().end(),
                                        [](const Finding& f) { return f.fatal; });
@@ -324,18 +342,18 @@ LaunchReport launch(const Module& module, const LaunchRequest& request, GlobalMe
           }
           if (at_a_time > 1) running.clear();  // they may wait for it
         }
-        const bool logs_writes = ctas > 1 && writes && !kernel.orders_globally;
+
         const bool traced = done->context.options.trace;
-        if (findings.list().empty() && !logs_writes && !traced) continue;
+        if (findings.list().empty() && !logged_any && !traced) continue;
         const std::lock_guard lock(mutex);
         if (!findings.list().empty()) found_by_cluster.emplace(index, std::move(findings));
         for (int rank = 0; rank < cluster.size(); ++rank) {
           Cta& cta = cluster.cta(rank);
           if (traced) report.traces.emplace(cta.index(), std::move(cta.trace()));
-          if (!logs_writes) continue;
-          logged += cta.global_writes().size();
+          if (!logged_any) continue;
+          logged += cta.global_accesses().size();
           if (logged < MAX_LOGGED_WRITES)
-            logs.emplace_back(cta.index(), std::move(cta.global_writes()));
+            logs.emplace_back(cta.index(), std::move(cta.global_accesses()));
           else
             report.overlaps_checked = false;
         }

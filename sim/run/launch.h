@@ -18,6 +18,8 @@ struct LaunchRequest {
   uint64_t dynamic_shared = 0;
   int capability = 0;  // of the device, 10 * major + minor; 0: that of the module's target
   uint64_t shared_limit = 227 * 1024;  // of one CTA, static and dynamic together
+  // It may start while the launch before it in the same memory still runs; so may the next one.
+  bool starts_early = false, next_starts_early = false;
   std::vector<uint8_t> parameters;
   Options options;
   std::vector<int64_t> traced_ctas;  // the CTAs that record what they do

@@ -417,20 +417,16 @@ void start_bulk_store(Warp& warp, int lane, BulkShape shape, SharedPlace source,
     locate_global_range(warp, lane, piece.address, bytes, true);
     if (races == nullptr) continue;
     const Accessor who{warp.agent(), lane, warp.pc()};
-    const Race race =
-        update ? races->global_atomic(who, piece.address, bytes)
-               : races->global_async_write(who, queue.write_unit(), sequence, piece.address, bytes);
+    const Race race = races->global_async_write(who, queue.write_unit(), sequence, piece.address,
+                                                bytes, update.has_value());
     if (race.found) {
       // Lanes that all start the same store write the same bytes.
-      const bool benign = again && race.other_wrote && race.other_agent == queue.write_unit();
+      const bool benign = again && race.other_wrote && race.other_cluster < 0 &&
+                          race.other_agent == queue.write_unit();
       cta.report_race(warp, lane, race, true, benign,
                       cta.launch().memory->describe(piece.address, bytes), piece.address);
     }
-    if (!update) {
-      cta.global_writes().push_back({piece.address, bytes, warp.pc(),
-                                     static_cast<uint16_t>(warp.index()),
-                                     static_cast<uint8_t>(lane)});
-    }
+    if (!update) cta.log_access(who, piece.address, bytes, true);
   }
   open_source(warp, lane, shape, source, races != nullptr ? queue.read_unit() : -1, sequence);
   auto store =

@@ -106,8 +106,8 @@ void MbarrierUnit::init(Warp& warp, int lane, uint32_t offset, uint32_t count) {
   object.fenced = false;
   object.init_agent = warp.agent();
   object.init_pc = warp.pc();
-  object.arriving = {};
-  object.complete = {};
+  object.arriving = object.arriving_far = {};
+  object.complete = object.complete_far = {};
   std::memset(cta_.shared() + offset, OBJECT_CONTENT, OBJECT_BYTES);
   std::memset(cta_.shared_state() + offset, MBARRIER, OBJECT_BYTES);
 }
@@ -168,7 +168,8 @@ void MbarrierUnit::complete_if_due(Object& object, uint32_t offset, int cause) {
   ++object.serial;
   object.pending = object.expected;
   object.complete.join(object.arriving);
-  object.arriving = {};
+  object.complete_far.join(object.arriving_far);
+  object.arriving = object.arriving_far = {};
   const uint64_t key = cta_.shared_base() + offset;
   for (int w = 0; w < cta_.warp_count(); ++w) cta_.warp(w).wake(Wait::Mbarrier, key);
   cta_.cluster().progress();
@@ -195,13 +196,20 @@ uint64_t MbarrierUnit::arrive(Warp& warp, int lane, uint32_t offset, const Arriv
                 cta_.shared_base() + offset};
   }
   if (RaceDetector* races = cta_.races()) {
+    const bool far = &warp.cta() != &cta_;
+    Knowledge& to = far ? object.arriving_far : object.arriving;
     if (arrival.releases) {
       // A relaxed arrival cannot be watched: it does not tell those who wait that it was made.
       cta_.cluster().lifetimes().note_access(warp, lane, cta_, "arrives at an mbarrier of",
                                              cta_.shared_base() + offset);
-      races->release_lanes(warp.agent(), 1u << lane, warp.live(), object.arriving);
+      if (far && !arrival.in_cluster) {
+        races->release_fenced(warp.agent(), SyncScope::Cluster, to);
+        races->release_executed(warp.agent(), 1u << lane, warp.live(), to);
+      } else {
+        races->release_lanes(warp.agent(), 1u << lane, warp.live(), to);
+      }
     } else {
-      races->release_fenced(warp.agent(), object.arriving);
+      races->release_fenced(warp.agent(), far ? SyncScope::Cluster : SyncScope::Cta, to);
     }
   }
   const uint64_t state = object.phase << STATE_PHASE_SHIFT | object.pending;
@@ -223,24 +231,34 @@ void MbarrierUnit::complete(Warp& warp, int lane, uint32_t offset, int64_t bytes
   complete_if_due(object, offset, track_of(warp));
 }
 
-bool MbarrierUnit::observe(Warp& warp, Object& object, bool done, bool acquires) {
+bool MbarrierUnit::observe(Warp& warp, Object& object, bool done, Acquire acquire) {
   if (done) object.seen = object.phase;
   RaceDetector* races = cta_.races();
   if (!done || races == nullptr) return done;
-  if (acquires)
-    races->acquire(warp.agent(), object.complete);
-  else
-    races->acquire_relaxed(warp.agent(), object.complete);
+  if (!acquire.acquires) {
+    races->acquire_relaxed(warp.agent(), SyncScope::Cta, object.complete);
+    races->acquire_relaxed(warp.agent(), SyncScope::Cluster, object.complete_far);
+    return done;
+  }
+  races->acquire(warp.agent(), object.complete);
+  if (object.complete_far.empty()) return done;
+  if (acquire.in_cluster) {
+    races->acquire(warp.agent(), object.complete_far);
+  } else {
+    races->acquire_executed(warp.agent(), object.complete_far);
+    races->acquire_relaxed(warp.agent(), SyncScope::Cluster, object.complete_far);
+  }
   return done;
 }
 
-bool MbarrierUnit::test_parity(Warp& warp, int lane, uint32_t offset, bool parity, bool acquires) {
+bool MbarrierUnit::test_parity(Warp& warp, int lane, uint32_t offset, bool parity,
+                               Acquire acquire) {
   Object& object = find_for(warp, lane, offset, "a wait");
-  return observe(warp, object, (object.phase & 1) != parity, acquires);
+  return observe(warp, object, (object.phase & 1) != parity, acquire);
 }
 
 bool MbarrierUnit::test_state(Warp& warp, int lane, uint32_t offset, uint64_t state,
-                              bool acquires) {
+                              Acquire acquire) {
   Object& object = find_for(warp, lane, offset, "a wait");
   const uint64_t phase = phase_of(state);
   if (phase > object.phase || object.phase - phase > 1) {
@@ -250,7 +268,7 @@ bool MbarrierUnit::test_state(Warp& warp, int lane, uint32_t offset, uint64_t st
                     ": only the current phase and the one before can be asked for",
                 lane, cta_.shared_base() + offset};
   }
-  return observe(warp, object, object.phase != phase, acquires);
+  return observe(warp, object, object.phase != phase, acquire);
 }
 
 uint32_t MbarrierUnit::pending_count(uint64_t state) {

@@ -29,7 +29,12 @@ class MbarrierUnit {
     int64_t expect = 0;  // bytes that are added to the expected ones first
     bool drop = false;   // later phases expect so many arrivals less
     bool completes = true;
-    bool releases = true;  // false: relaxed
+    bool releases = true;     // false: relaxed
+    bool in_cluster = false;  // its scope; false: the CTA
+  };
+  struct Acquire {
+    bool acquires = true;     // false: relaxed
+    bool in_cluster = false;  // its scope
   };
   // Returns the state of the phase in which the arrival counted.
   uint64_t arrive(Warp& warp, int lane, uint32_t offset, const Arrival& arrival);
@@ -37,10 +42,10 @@ class MbarrierUnit {
   // mbarrier.complete_tx: software completes bytes.
   void complete(Warp& warp, int lane, uint32_t offset, int64_t bytes);
 
-  // Whether the phase of this parity, or of this state, is complete. If it is and `acquires` is
-  // set, the warp comes to know what happened before it.
-  bool test_parity(Warp& warp, int lane, uint32_t offset, bool parity, bool acquires);
-  bool test_state(Warp& warp, int lane, uint32_t offset, uint64_t state, bool acquires);
+  // Whether the phase of this parity, or of this state, is complete. If it is, the warp comes to
+  // know what happened before it.
+  bool test_parity(Warp& warp, int lane, uint32_t offset, bool parity, Acquire acquire);
+  bool test_state(Warp& warp, int lane, uint32_t offset, uint64_t state, Acquire acquire);
   static uint32_t pending_count(uint64_t state);
   static uint64_t phase_of(uint64_t state);
 
@@ -82,7 +87,8 @@ class MbarrierUnit {
     uint64_t seen = 0;       // how many phases somebody has seen complete
     uint64_t committed = 0;  // how many phases there were when a tcgen05.commit arrived last
     uint32_t committed_pc = 0;
-    Knowledge arriving, complete;
+    // What arrivals hand on: to every wait, and those of other CTAs to waits with their scope.
+    Knowledge arriving, arriving_far, complete, complete_far;
   };
 
   Object& find(const Warp& warp, int lane, uint32_t offset, const char* what);
@@ -95,7 +101,7 @@ class MbarrierUnit {
   void complete_if_due(Object& object, uint32_t offset, int cause);
   void trace_waits(const Object& object, uint32_t offset, int cause);
   int track_of(const Warp& warp);
-  bool observe(Warp& warp, Object& object, bool done, bool acquires);
+  bool observe(Warp& warp, Object& object, bool done, Acquire acquire);
   std::string name(uint32_t offset) const;
   std::string name(const Object& object, uint32_t offset) const;
 

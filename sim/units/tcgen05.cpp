@@ -356,6 +356,16 @@ void TensorUnit::check_exit() {
     finding.pc = block.pc;
     cta_.findings().add(std::move(finding));
   }
+  if (last_columns_ != 0 && may_allocate_) {
+    Finding finding;
+    finding.severity = Severity::Lint;
+    finding.kind = "tmem-permit";
+    finding.message =
+        "the CTA has allocated tensor memory and keeps the permit to allocate more until it exits, "
+        "so that no other CTA of the SM can: tcgen05.relinquish_alloc_permit is missing";
+    finding.cta = cta_.index();
+    cta_.findings().add(std::move(finding));
+  }
   const RaceDetector* races = cta_.races();
   for (size_t w = 0; races != nullptr && w < ports_.size(); ++w) {
     const TensorPort& port = ports_[w];

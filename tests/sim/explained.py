@@ -17,8 +17,7 @@ class Explained:
         kernel: how the names of its kernels start.
         kind: of the finding.
         tag: of the statement that the instruction comes from: `// findings: tag` in the CUDA source
-            (tests/sim/tags.py); empty for the kernels of tests/sim/protocols, whose PTX has no
-            lines of a source.
+            (tests/sim/tags.py); empty for all of a kernel's findings of this kind.
         reason: why it is as it must be.
     """
 
@@ -43,6 +42,14 @@ EXPLAINED = (
         "overwrites-what-was-multiplied",
         "S, dP and dQ of the backward pass overwrite P or dS that the product before them reads, "
         "as above (src/blackwell_dc/BACKWARD.md)",
+    ),
+    Explained(
+        "ampere",
+        "relaxed-order",
+        "",
+        "add_dq() of common/mma_sync/fused_bwd.cuh looks for its turn by a relaxed load while it "
+        "multiplies, and adds, by red in L2, if that says that the turn has come: an acquire there "
+        "would show its latency",
     ),
     Explained(
         "protocol_pipeline",

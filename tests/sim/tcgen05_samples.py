@@ -304,10 +304,10 @@ setp.ne.u32 %p7, %rank0, 0;
         relay = f"""@!%p7 bra LEADS;
 add.u32 %r18, %r14, 32;
 mapa.shared::cluster.u32 %r19, %r18, 0;
-mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r19];
+mbarrier.arrive.shared::cluster.b64 _, [%r19];
 bra NEXT;
 LEADS:
-{wait("%r14+32", "%r12").replace("parity.", "parity.acquire.cluster.")}"""
+{wait("%r14+32", "%r12")}"""
     elif ts:
         relay = wait("%r14+48", "%r12") + "\ntcgen05.fence::after_thread_sync;"
     text = HEADER + GEMM.format(

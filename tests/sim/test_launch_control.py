@@ -107,9 +107,30 @@ def test_no_more_clusters_start_than_there_is_room_for(mode: str) -> None:
         assert not report.findings, report
         assert all(counts)
         most = max(resident // cluster, 1)
-        assert counts[::cluster].count(1) <= most
-        if mode == "eager":
-            assert counts[::cluster].count(1) == most
+        if mode in ("lazy", "eager"):  # in the other modes a request may be refused
+            assert counts[::cluster].count(1) == (1 if mode == "lazy" else most)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_request_may_be_refused_while_clusters_have_not_started(cluster: int) -> None:
+    """Those start then by themselves: without a refusal the first cluster takes all."""
+    text = PAIR if cluster == 2 else ALONE
+    alone = []
+    for seed in range(8):
+        report, counts = launch(text, 24, cluster, resident_ctas=1, seed=seed)
+        assert not report.findings, report
+        assert all(counts)
+        alone.append(counts[::cluster].count(1))
+    assert min(alone) == 1
+    assert max(alone) > 1
+
+
+def test_a_kernel_that_relies_on_its_requests_is_reported() -> None:
+    """It computes as many clusters as there are, and does not look whether requests succeed."""
+    counts = ALONE.replace("@!%p3 bra END;", "setp.lt.u32 %p3, %r10, 24;\n@!%p3 bra END;")
+    assert not launch(counts, 24, mode="lazy")[0].findings
+    reports = [launch(counts, 24, resident_ctas=1, seed=seed)[0] for seed in range(4)]
+    assert {f.kind for report in reports for f in report.findings} == {"launch-control"}
 
 
 def test_a_run_does_not_depend_on_the_number_of_threads() -> None:

@@ -5,6 +5,7 @@ What is right here is right by the text of the PTX ISA; no card with tcgen05 was
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -894,6 +895,17 @@ def test_tensor_memory_holds_nothing_at_first() -> None:
     found = run(program(load(8)))[0].errors
     assert [f.kind for f in found] == ["uninitialised"]
     assert "that nothing has written: column 0" in found[0].message
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_the_permit_to_allocate_is_given_up(pair: bool) -> None:
+    text = program("", pair=pair)
+    kept = re.sub(r"tcgen05\.relinquish_alloc_permit.*;", "", text)
+    assert kept != text
+    assert not run(text, strict=True)[0].findings
+    assert not run(kept)[0].findings
+    found = run(kept, strict=True)[0].errors
+    assert {f.kind for f in found} == {"tmem-permit"}
 
 
 def test_a_pair_allocates_together() -> None:

@@ -195,6 +195,8 @@ def simulate(
             traced_ctas=settings.traced_ctas,
             stretch=settings.stretch,
             resident_ctas=resident_ctas(plan),
+            starts_early=starts_early(launches, index),
+            next_starts_early=starts_early(launches, index + 1),
             strict=True,
         )
         reports.append(report)
@@ -203,6 +205,11 @@ def simulate(
         if not report.complete:
             break
     return tuple(reports)
+
+
+def starts_early(launches: list[dict[str, Any]], index: int) -> bool:
+    """Whether launch `index` of a plan may start while the one before it still runs."""
+    return index < len(launches) and bool(launches[index]["uses_pdl"])
 
 
 def place_operands(

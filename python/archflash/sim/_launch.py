@@ -272,6 +272,7 @@ def launch(
     traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
     resident_ctas: int = 0,
+    starts_early: bool = False,
     device: str | None = None,
     strict: bool = False,
     check: bool = True,
@@ -303,12 +304,16 @@ def launch(
         resident_ctas: how many CTAs the GPU has room for at a time; 0: any number. It counts for
             kernels with clusterlaunchcontrol, whose clusters take the work of those that have not
             started, and for those whose CTAs run interleaved (docs/simulator.md).
+        starts_early: whether it is launched so that it may start while the launch before it still
+            runs (programmatic dependent launch). That launch may use any byte: before
+            griddepcontrol.wait an access to global memory is an error.
         device: the GPU whose tensor cores add up, a name from the table of known GPUs; default one
             of the capability that is the PTX's target.
         strict: whether missing waits and fences around tensor memory, ldmatrix and stmatrix, and
-            before bulk loads, are errors, as they are in this library's kernels, although compilers
-            leave them out, mostly without harm on a card (kinds "tcgen05-fence", "tcgen05-wait",
-            "lane-order", "lane-release" and "proxy-read").
+            before bulk loads, too small scopes in a cluster, and tensor memory whose permit is kept
+            are errors, as they are in this library's kernels, although compilers leave them out,
+            mostly without harm on a card (kinds "tcgen05-fence", "tcgen05-wait", "lane-order",
+            "lane-release", "proxy-read", "scope" and "tmem-permit").
         check: whether errors raise `SimulationError`.
 
     Returns:
@@ -365,6 +370,7 @@ def launch(
         traced_ctas=traced_ctas,
         stretch=stretch,
         resident_ctas=resident_ctas,
+        starts_early=starts_early,
         capability=None if device is None else _api.find_device(device).capability,
         strict=strict,
     )
@@ -392,10 +398,16 @@ def run_kernel(
     traced_ctas: int | Sequence[int] = 0,
     stretch: int = 0,
     resident_ctas: int = 0,
+    starts_early: bool = False,
+    next_starts_early: bool = False,
     capability: tuple[int, int] | None = None,
     strict: bool = False,
 ) -> Report:
-    """Runs a kernel on parameter bytes whose addresses are those of `memory`."""
+    """Runs a kernel on parameter bytes whose addresses are those of `memory`.
+
+    With `starts_early` it may start while the launch before it in this memory still runs, which was
+    run with `next_starts_early`.
+    """
     major, minor = capability or (0, 0)
     result = program.module.run(
         kernel,
@@ -415,6 +427,8 @@ def run_kernel(
         _indices(traced_ctas, grid),
         stretch,
         resident_ctas,
+        starts_early,
+        next_starts_early,
     )
     return make_report(kernel, program.instructions(kernel), result, strict=strict)
 

@@ -223,9 +223,17 @@ class Report:
 
 # These kinds of findings are lints in kernels that compilers make. Compilers leave out waits and
 # fences where ptxas or the order of the hardware makes up for them.
-LENIENT_KINDS = ("tcgen05-fence", "tcgen05-wait", "lane-order", "lane-release", "proxy-read")
+LENIENT_KINDS = (
+    "tcgen05-fence",
+    "tcgen05-wait",
+    "lane-order",
+    "lane-release",
+    "proxy-read",
+    "scope",
+    "tmem-permit",
+)
 # Lints that are reported only for this library's kernels.
-STRICT_LINTS = ("pending-copy", "lane-release")
+STRICT_LINTS = ("pending-copy", "lane-release", "tmem-permit")
 
 
 def make_report(

@@ -278,6 +278,21 @@ EXCUSES = (
         )
         for kernel in ("hopper_order_tiles_", "hopper_summarize_ranges_")
     ),
+    Excuse(
+        "sync",
+        r"mbarrier\.try_wait\.parity\.acquire\.cluster.* -> .*",
+        "",
+        "bytes that an mbarrier counts need no scope, those of st.async as those of TMA",
+        kernel="protocol_store-async",
+    ),
+    Excuse(
+        "sync",
+        "delete griddepcontrol.wait",
+        "",
+        "of warps and CTAs that have no work: others wait, so that this launch ends after the one "
+        "before all the same",
+        kernel="hopper_attention_bwd_",
+    ),
     *(
         Excuse(
             "constant",

@@ -93,6 +93,7 @@ def mutants(
             continue
         if protocols:
             found += _protocol(statement)
+        found += _weaken(statement)
         if is_sync(statement):
             found.append(_delete(statement))
         else:
@@ -120,6 +121,28 @@ def _delete(statement: Statement) -> Mutant:
     return _replace(
         statement, 0, len(statement.text), instead, "sync", f"delete {statement.opcode}"
     )
+
+
+def _weaken(statement: Statement) -> list[Mutant]:
+    """A smaller scope, a relaxed access, a wait for what bulk stores have read, a proxy fence for
+    shared memory alone.
+    """
+    opcode, parts = statement.opcode, statement.parts
+    weaker = []
+    if {"acquire", "release", "acq_rel"} & set(parts) and parts[0] != "barrier":
+        weaker += [
+            opcode.replace(f".{scope}.", ".cta.", 1)
+            for scope in ("cluster", "gpu")
+            if scope in parts and "mbarrier_init" not in parts
+        ]
+        if parts[0] in ("ld", "st"):
+            weaker.append(re.sub(r"\.(acquire|release)\b", ".relaxed", opcode))
+    if opcode == "cp.async.bulk.wait_group":
+        weaker.append(f"{opcode}.read")
+    if opcode == "fence.proxy.async.global":
+        weaker.append("fence.proxy.async.shared::cta")
+    begin, end = statement.body, statement.body + len(opcode)
+    return [_replace(statement, begin, end, text, "sync", f"{opcode} -> {text}") for text in weaker]
 
 
 # Bits of a wgmma descriptor: 16 and 128 bytes of the start, one that must be zero, both offsets,

@@ -24,6 +24,7 @@ from archflash.sim._attention import (
     place_operands,
     ptx_text,
     resident_ctas,
+    starts_early,
 )
 from archflash.sim._launch import run_kernel
 
@@ -331,6 +332,8 @@ class CallTrial:
                     capability=capability,
                     shared_limit=call.plan.device.shared_per_block,
                     resident_ctas=resident_ctas(call.plan),
+                    starts_early=starts_early(call.launches, number),
+                    next_starts_early=starts_early(call.launches, number + 1),
                     strict=True,
                 )
             )
