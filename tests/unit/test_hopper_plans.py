@@ -262,3 +262,14 @@ def test_tiles_are_counted_where_that_gains_more_than_zeroing_the_counter_costs(
     assert rounds.zeroed_bytes == 0
     many_rounds = hopper(b=16, hq=16, hkv=16, nq=8192, nk=8192, d=128, causal=False)
     assert many_rounds.zeroed_bytes == 4
+    # Long rounds of unequal tiles vary by more than the counter costs, short ones do not.
+    assert hopper(b=2, hq=32, hkv=8, nq=2048, nk=2048, d=128, causal=True).zeroed_bytes == 4
+    assert hopper(b=8, hq=32, hkv=8, nq=512, nk=512, d=128, causal=True).zeroed_bytes == 0
+
+
+def test_up_to_seven_tiles_for_each_sm_go_longest_first_over_all_heads() -> None:
+    def heads_at_a_time(heads: int) -> int:
+        return tile_of(hopper(b=4, hq=heads, nq=2048, d=128, causal=True)).heads_per_group
+
+    assert heads_at_a_time(20) == 4 * 20  # 6.7 tiles of 192 rows for each SM
+    assert heads_at_a_time(24) == 16  # 8
