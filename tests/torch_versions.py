@@ -37,7 +37,7 @@ HEAD = """\
 
 `make test-torch TORCH=VERSION` runs the tests of what depends on torch's version (torch.compile,
 export, autograd, transforms, PyTorch's own operators) with that version on a CPU, and notes here
-that none failed. A skipped test is of something that the version does not have.
+that none failed. Skipped are tests of what the version does not have, and of other packages.
 
 | torch | Python | passed | skipped | date |
 | --- | --- | --- | --- | --- |
