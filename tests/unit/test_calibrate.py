@@ -201,6 +201,9 @@ def test_a_candidate_that_is_far_behind_is_left_out_and_predicted_as_a_multiple(
     assert not worker.is_enough("slow", known[:3], lambda: True)
     assert not worker.is_enough("a", known, lambda: True)
     assert worker.is_enough("a", known, lambda: False)
+    many = 3 * known
+    assert [worker.is_half("a", many[:n]) for n in (7, 8, 9)] == [False, True, True]
+    assert not worker.is_half("a", [*many[:8], (points[0], {}), (points[0], {})])
     assert not worker.is_enough("a", known[:3], lambda: False)
     measured = [fit.Measured(p.kind, p.d, p.dv, p.sizes, times) for p, times in known]
     measured += [
@@ -295,6 +298,9 @@ def test_host_time_decides_between_short_calls() -> None:
     entry["host_us"] = [[FORWARD, "ours", 10.0], [FORWARD, "torch", 40.0]]
     keep(entry)
     assert _dispatch.select(problem(nq=1), H200).chosen == "ampere"
+    entry = table_with({"ampere": 60.0, "torch-cudnn": 58.0})
+    keep(entry)
+    assert _dispatch.select(problem(nq=1), H200).chosen == "ampere"  # cuDNN plans each length anew
     entry = table_with({"ampere": 60.0, "torch-cudnn": 50.0})
     entry["host_us"] = [[FORWARD, "ours", 10.0], [FORWARD, "torch", 40.0]]
     keep(entry)

@@ -43,16 +43,17 @@ class Point(NamedTuple):
 # Query rows and keys of a sequence, and how many 128-row tiles each SM gets: from a GPU that is
 # nearly empty to many waves. Each part of the list covers both.
 _PLAIN = (
-    (512, 1.5), (4096, 5.0), (512, 0.2), (200, 5.0), (2048, 1.5), (512, 16.0), (4096, 0.4),
-    (1024, 5.0), (8192, 3.0), (200, 0.3), (200, 16.0), (1024, 1.0), (2048, 5.0), (1024, 0.2),
-    (512, 5.0), (4096, 1.5), (1024, 16.0), (200, 1.5), (2048, 0.3), (16384, 1.5), (2048, 16.0),
-    (320, 3.0), (1024, 2.5), (704, 8.0), (8192, 1.0), (4096, 16.0), (2048, 2.5), (8192, 8.0),
-    (1500, 0.7), (3000, 1.5), (512, 0.7), (16384, 5.0),
+    (512, 1.5), (2048, 16.0), (577, 12.0), (200, 5.0), (512, 0.2), (3001, 5.0), (4096, 1.5),
+    (1024, 5.0), (8192, 3.0), (512, 16.0), (1374, 3.0), (4096, 0.4), (197, 0.3), (4096, 5.0),
+    (200, 16.0), (1024, 1.0), (2048, 5.0), (6007, 4.0), (1024, 0.2), (2501, 10.0), (512, 5.0),
+    (2048, 1.5), (1024, 16.0), (200, 1.5), (2048, 0.3), (729, 2.0), (16384, 1.5), (320, 3.0),
+    (1024, 2.5), (704, 8.0), (8192, 1.0), (1500, 0.7), (4096, 16.0), (2048, 2.5), (8192, 8.0),
+    (512, 0.7), (16384, 5.0),
 )  # fmt: skip
 # The same for head dimensions that get the help of others: first what their share depends on.
-_RARE = ((4096, 5.0), (512, 4.0), (1024, 0.5), (200, 8.0), (2048, 2.0), *_PLAIN)
+_RARE = ((4096, 5.0), (577, 8.0), (1024, 0.5), (200, 8.0), (2048, 2.0), (3001, 4.0), *_PLAIN)
 # Calls that need longer are not measured: what holds for many waves holds for more of them.
-_MOST_US = {FORWARD: 800.0, BOTH: 2000.0}
+_MOST_US = {FORWARD: 1000.0, BOTH: 2800.0}
 
 
 def _heads(rows: int, fill: float, sms: int) -> int:
@@ -140,10 +141,8 @@ def points(sms: int, flops_per_us: float) -> list[Point]:
     rounds: list[Iterable[Iterable[Point]]] = [
         [each[:8] for each in usual] + [each[:4] for each in shared] + [_few(128)],
         [each[:3] for each in less],
-        [each[8:13] for each in usual] + [each[4:8] for each in shared],
         [_of_kind(Kind("fp8", FORWARD, "many", c), (128, 64, 256), sms, _SOME)
          for c in (False, True)] + [_few(64), _few(256)],
-        [each[3:7] for each in less],
         [_of_kind(Kind("float32", p, "many", c), common, sms, _SOME[:3])
          for c in (False, True) for p in (FORWARD, BOTH)],
         [_caches(128), _caches(64)],
@@ -151,6 +150,8 @@ def points(sms: int, flops_per_us: float) -> list[Point]:
          for c in (False, True)],
         [_of_kind(Kind("16 bits", FORWARD, "many", False, mask), common, sms, _SOME[:3])
          for mask in ("bool", "added", "ranges", "blocks", "slopes")],
+        [each[8:13] for each in usual] + [each[4:8] for each in shared],
+        [each[3:7] for each in less],
         [each[13:] for each in usual] + [each[8:] for each in shared],
         [each[7:] for each in less],
         [_in_turns(_others(kind, *dims, sms)) for dims in rare for kind in dense],

@@ -39,12 +39,14 @@ class Result:
         eager_us: microseconds of an eager call, where that was asked for.
         wrong: what was wrong with the results of a candidate.
         refused: why a candidate did not run.
+        first_s: seconds of the host until its first calls were done.
     """
 
     graph_us: dict[str, float] = field(default_factory=dict)
     eager_us: dict[str, float] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    first_s: dict[str, float] = field(default_factory=dict)
 
 
 class Lab:
@@ -116,7 +118,9 @@ class Lab:
             self._trying(point, name)
             with self._refusals(name, result), call.context(name):
                 functions[name] = call.function(name)
+                begin = time.perf_counter()
                 once[name] = self._once(functions[name], sets[0], point)
+                result.first_s[name] = time.perf_counter() - begin
         graphs: dict[str, Graph] = {}
         for name, us in once.items():
             self._trying(point, name)

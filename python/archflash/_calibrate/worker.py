@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,10 @@ from archflash._calibrated import BOTH, FORWARD, Kind
 
 # A candidate that was so much slower at so many points of a kind is left out at the others.
 _BEHIND, _ENOUGH = 1.25, 4
-_FOR_CROSSOVERS = 0.12  # of the time
+# One that plans so long for each shape, as cuDNN does, is measured at so many points of a group and
+# at every second one of the others.
+_SLOW_TO_PLAN_S, _SOME = 0.04, 8
+_FOR_CROSSOVERS = 0.08  # of the time
 _APART, _NEAR = 3.0, 0.45  # octaves between points whose middle is measured, and which is no news
 _WARM_S = 0.4
 
@@ -58,6 +62,12 @@ def is_enough(name: str, like: list[tuple[Point, Times]], needed: Callable[[], b
     """
     known = [times[name] / min(times.values()) for _, times in like if name in times]
     return len(known) >= _ENOUGH and (min(known) > _BEHIND or not needed())
+
+
+def is_half(name: str, like: list[tuple[Point, Times]]) -> bool:
+    """Whether a candidate was measured at some calls of a group and at half of the others."""
+    count = sum(name in times for _, times in like)
+    return count >= _SOME and count - _SOME >= (len(like) - _SOME) / 2
 
 
 def crossovers(known: list[tuple[Point, Times]]) -> list[Point]:
@@ -151,12 +161,15 @@ def main() -> int:
     groups: dict[Group, list[tuple[Point, Times]]] = collections.defaultdict(list)
     for point, times in known:
         groups[group_of(point)].append((point, times))
+    first_s: dict[str, list[float]] = collections.defaultdict(list)
     wrong_kinds: set[tuple[str, Kind]] = set()  # where a kernel of PyTorch was wrong
 
     def left(name: str) -> bool:
         if (name, point.kind.passes) in skip or (name, point.kind) in wrong_kinds:
             return True
         like = groups[group_of(point)]
+        if statistics.median(first_s[name] or [0.0]) > _SLOW_TO_PLAN_S and is_half(name, like):
+            return True
         return is_enough(name, like, lambda: name not in PYTORCHS or name == lab.pytorchs(point))
 
     for point in points_of(asked, speed, known):
@@ -167,6 +180,8 @@ def main() -> int:
         result = lab.measure(point, left)
         known.append((point, result.graph_us))
         groups[group_of(point)].append(known[-1])
+        for name, seconds in result.first_s.items():
+            first_s[name].append(seconds)
         for name, text in result.refused.items():
             say(refused=[name, point, text])
         for name, text in result.wrong.items():
