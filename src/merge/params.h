@@ -28,10 +28,12 @@ struct Params {
   int32_t parts, dv;
   DType dtype[MERGE_PARTS];  // F32, F16 or BF16
   DType out_dtype;           // one of these
+  int32_t lane_bits;         // 2^lane_bits threads have FEWEST_COLUMNS columns of a row each
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 
-constexpr int WARPS = 4;    // of a CTA; each merges one row
-constexpr int COLUMNS = 4;  // neighbouring ones that a lane reads at once; they divide dv
+constexpr int THREADS = 128;       // of a CTA
+constexpr int ROWS = 32;           // of a CTA
+constexpr int FEWEST_COLUMNS = 4;  // neighbouring ones that a thread takes; they divide dv
 
 }  // namespace archflash::merge

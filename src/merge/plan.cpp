@@ -1,5 +1,6 @@
 // merge_attention: MergeProblem + Device -> LaunchPlan. Pure host code.
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -35,14 +36,17 @@ LaunchPlan plan(const MergeProblem& problem, const Device& device) {
   params.dv = static_cast<int32_t>(problem.dv);
   params.out_dtype = problem.out_dtype;
 
-  const int64_t most_rows = core::GRID_LIMIT * WARPS;
+  const uint64_t chunks = core::ceil_div(problem.dv, FEWEST_COLUMNS);
+  params.lane_bits = std::countr_zero(std::min<uint64_t>(std::bit_ceil(chunks), THREADS));
+
+  const int64_t most_rows = core::GRID_LIMIT * ROWS;
   for (; params.first_row < params.all_rows; params.first_row += most_rows) {
     const int64_t rows = std::min(params.all_rows - params.first_row, most_rows);
     Launch launch;
     launch.kernel = "merge_attention";
     launch.image = "merge/merge";
-    launch.grid = {core::ceil_div(rows, WARPS), 1, 1};
-    launch.block = {32 * WARPS, 1, 1};
+    launch.grid = {core::ceil_div(rows, ROWS), 1, 1};
+    launch.block = {THREADS, 1, 1};
     launch.params = core::bytes(params);
     const auto add = [&](Operand operand, size_t offset) {
       launch.pointers.push_back({operand, static_cast<int32_t>(offset), 0});

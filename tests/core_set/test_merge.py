@@ -11,7 +11,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
-from archflash import reference
+from archflash import _merge, reference
 
 from .checks import same_bits
 from .executors import DTYPES, executor
@@ -47,6 +47,15 @@ def check(out: Tensor, lse: Tensor, outs: list[Tensor], lses: list[Tensor]) -> N
     for row in ((1, 2, 1), (0, 2, 2)):
         assert torch.equal(out[row], torch.zeros_like(out[row]))
         assert lse[row] == -math.inf
+
+
+@pytest.mark.parametrize("dv", [40, 200])
+def test_parts_of_other_dtypes_are_merged_in_the_place_of_the_first(dv: int) -> None:
+    outs, lses = parts_of(3, "float32", (2, 3, 25, dv))
+    outs[1] = outs[1].bfloat16()
+    before = [x.float().clone() for x in outs]
+    lse = _merge._launch(outs, lses, outs[0])
+    check(outs[0], lse, before, lses)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
