@@ -115,7 +115,10 @@ def attention(
             and nk.
         v_descale: float32: float8 v stands for v * v_descale. Shaped as k_descale.
         out_dtype: dtype of the output; default that of q, or bfloat16 for float8 inputs, for which
-            kernels write float16 or bfloat16.
+            kernels write float16 or bfloat16. float32 for 16-bit inputs: partial results for
+            `archflash.merge_attention`, which are then rounded once, after they are merged. Kernels
+            write it without a cache, dropout_p, num_splits and batch_invariant, and compute no
+            gradients of it.
         approximate: "int8_qk" lets q k^T be computed in int8, for fp16 and bf16: q and k (without
             its mean over the keys, which is added back) are rounded to 8 bits with one scale for
             each block of 64 rows. The output's root mean square error is about 1.4% of its own

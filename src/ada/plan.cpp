@@ -30,7 +30,8 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16, DType::E4M3, DType::E5M2},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "batch_invariant", "descales", "int8_qk"},
+                   "strides", "lse", "num_splits", "out_dtype", "batch_invariant", "descales",
+                   "int8_qk"},
       .needs_capability = 89,  // fp8 products
       .sixteen_bits_made_for = 89,
       .proved_by_any_gpu = true,

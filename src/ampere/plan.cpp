@@ -35,29 +35,14 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16},
       .head_dims = core::WIDE_HEAD_DIMS,
       .largest_head_dim = D512<DType::F16>::HEAD_DIM,
-      .features = {"causal",
-                   "q_offset",
-                   "window",
-                   "softcap",
-                   "sinks",
-                   "gqa",
-                   "cu_seqlens",
-                   "strides",
-                   "lse",
-                   "num_splits",
-                   "batch_invariant",
-                   "kv_cache",
-                   "fp8_cache",
-                   "rotary_interleaved",
-                   "qv",
-                   "attention_chunk",
-                   "gradients",
-                   "attn_mask",
-                   "key_ranges",
-                   "alibi_slopes",
-                   "block_mask",
-                   "cache_masks",
-                   "dropout_p"},
+      .features = {"causal",     "q_offset",        "window",
+                   "softcap",    "sinks",           "gqa",
+                   "cu_seqlens", "strides",         "lse",
+                   "num_splits", "out_dtype",       "batch_invariant",
+                   "kv_cache",   "fp8_cache",       "rotary_interleaved",
+                   "qv",         "attention_chunk", "gradients",
+                   "attn_mask",  "key_ranges",      "alibi_slopes",
+                   "block_mask", "cache_masks",     "dropout_p"},
       .needs_capability = 80,  // cp.async, bf16 products
       .proved_by_any_gpu = true,
   };
@@ -169,7 +154,7 @@ constexpr core::Tile FP8_CACHE_TILES[] = {
 // batch_invariant the kernel must not depend on how many rows there are.
 bool decodes(const Problem& problem) {
   const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;
-  if (problem.batch_invariant || rows == UNKNOWN) return false;
+  if (problem.batch_invariant || rows == UNKNOWN || core::writes_f32(problem)) return false;
   const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
   const uint64_t tile_rows = power_of_two(rows) * power_of_two(problem.heads_q / problem.heads_kv);
   return tile_rows <= static_cast<uint64_t>(DECODE_TILES[0].block_q);
@@ -270,6 +255,12 @@ PlanResult plan_wide(const Problem& problem, const Device& device) {
                    " and " + std::to_string(problem.dv) +
                    ": ampere takes masks as data with head dimensions up to 256 there; drop " +
                    given + core::USE_TORCH};
+  }
+  if (core::writes_f32(problem)) {
+    return Reasons{std::string("out_dtype float32 with head dimensions ") +
+                   std::to_string(problem.d) + " and " + std::to_string(problem.dv) +
+                   ": ampere writes it with head dimensions up to 256; leave out_dtype out" +
+                   core::USE_TORCH};
   }
   const bool masked = takes_masked_kernels(problem);
   PlanResult result = masked && !problem.kv_cache

@@ -38,6 +38,7 @@
 #include "common/device/attention_work.cuh"
 #include "common/device/descales.cuh"
 #include "common/device/equal_tiles.cuh"
+#include "common/device/f32_out.cuh"
 #include "common/device/few_rows.cuh"
 #include "common/device/fp8_softmax.cuh"
 #include "common/device/online_softmax.cuh"
@@ -221,18 +222,25 @@ __device__ __forceinline__ WarpContext make_warp_context(const Params& params,
 }
 
 // Writes the rows of no sequence, unless the combining kernel does.
-template <class C>
-__device__ __forceinline__ void write_rows_of_no_sequence(const Params& params, int index) {
+template <class C, int ELEMENT_BYTES>
+__device__ __forceinline__ void write_rows_of_no_sequence_as(const Params& params, int index) {
   if constexpr (C::CAN_SPLIT) {
     const device::PackedHeads& packed = params.packed_heads;
     for (int head = 0; !params.partials.wanted() && head < packed.count; ++head) {
-      device::write_rows_of_no_sequence(params.attention, index, threadIdx.x, C::CONSUMER_THREADS,
-                                        packed.rows(), packed.count, head);
+      device::write_rows_of_no_sequence<ELEMENT_BYTES>(params.attention, index, threadIdx.x,
+                                                       C::CONSUMER_THREADS, packed.rows(),
+                                                       packed.count, head);
     }
   } else {
-    device::write_rows_of_no_sequence<C::BLOCK_Q>(params.attention, index, threadIdx.x,
-                                                  C::CONSUMER_THREADS);
+    device::write_rows_of_no_sequence<C::BLOCK_Q, ELEMENT_BYTES>(params.attention, index,
+                                                                 threadIdx.x, C::CONSUMER_THREADS);
   }
+}
+template <class C>
+__device__ __forceinline__ void write_rows_of_no_sequence(const Params& params, int index) {
+  if (!C::FP8 && params.out_dtype == DType::F32)
+    return write_rows_of_no_sequence_as<C, 4>(params, index);
+  write_rows_of_no_sequence_as<C, 2>(params, index);
 }
 
 // Hands a stage back that the warp has read by ldmatrix. The fence makes the reads come before
@@ -568,6 +576,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       __syncwarp();  // lane 0 has written warp_descale.v (change_unit) before any lane reads it
       device::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
                                context.warp_descale.v);
+    } else if (!stored && params.out_dtype == DType::F32) {
+      device::store_f32_out<C>(o_rmem, state, attention, context.work, warp_row);
     } else if (!stored) {
       device::store_out<C, QTile>(o_rmem, state, attention, context.work, warp_row,
                                   shared + C::Q_SMEM + warp_row * QTile::ROW_BYTES);

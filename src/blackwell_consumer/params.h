@@ -21,7 +21,7 @@ struct Params {
   TensorMap q_map, k_map, v_map;
   // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap.
   Descales descales;
-  DType out_dtype;  // F16 or BF16
+  DType out_dtype;  // of 8-bit inputs F16 or BF16, of others theirs or F32
   // For kernels that can split keys and pack heads.
   Partials partials;
   device::PackedHeads packed_heads;

@@ -30,7 +30,7 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "batch_invariant", "descales"},
+                   "strides", "lse", "num_splits", "out_dtype", "batch_invariant", "descales"},
       .needs_capability = 90,  // TMA, mbarrier
       .only_forced_on_majors = {9},
       .proved_by_any_gpu = true,

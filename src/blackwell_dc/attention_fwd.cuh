@@ -72,7 +72,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
       ptx::prefetch_tensormap(params.k_map);
       ptx::prefetch_tensormap(params.v_map);
     }
-    ptx::prefetch_tensormap(params.out_map);
+    if (!writes_f32<C>(params)) ptx::prefetch_tensormap(params.out_map);
   }
   // Barriers are initialised and tensor memory is allocated before any warp uses them, also those
   // of the other CTA of a pair. All columns of tensor memory are this CTA's.

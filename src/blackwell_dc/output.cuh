@@ -81,20 +81,25 @@ __device__ __forceinline__ void stage_row(uint32_t o_tmem, bool any, float facto
   }
 }
 
-// Writes one row of O as it is to the workspace, `columns` columns of it (0: nothing).
+// Writes one row, O * factor, in fp32, `columns` columns of it (0: nothing). any: O has a product;
+// else the row is zeros.
 template <class C>
-__device__ __forceinline__ void write_partial_row(uint32_t o_tmem, float* row_gmem, int columns) {
+__device__ __forceinline__ void write_f32_row(uint32_t o_tmem, bool any, float factor,
+                                              float* row_gmem, int columns) {
 #pragma unroll
   for (int column = 0; column < C::HEAD_DIM_V; column += 16) {
-    float o_rmem[16];
-    ptx::tcgen05_ld(o_rmem, o_tmem + column);
-    ptx::tcgen05_wait_ld(o_rmem);
+    float o_rmem[16] = {};
+    if (any) {
+      ptx::tcgen05_ld(o_rmem, o_tmem + column);
+      ptx::tcgen05_wait_ld(o_rmem);
+    }
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
       if (column + i >= columns) continue;
-      ptx::st_global_v4_b32(row_gmem + column + i, __float_as_uint(o_rmem[i]),
-                            __float_as_uint(o_rmem[i + 1]), __float_as_uint(o_rmem[i + 2]),
-                            __float_as_uint(o_rmem[i + 3]));
+      ptx::st_global_v4_b32(row_gmem + column + i, __float_as_uint(o_rmem[i] * factor),
+                            __float_as_uint(o_rmem[i + 1] * factor),
+                            __float_as_uint(o_rmem[i + 2] * factor),
+                            __float_as_uint(o_rmem[i + 3] * factor));
     }
   }
 }
@@ -190,10 +195,16 @@ struct Correction {
     // store has written out the rows that lay here.
     ptx::mbarrier_wait_parity(barriers.o_free(t), tile_parity);
     const uint32_t o_tmem = lanes_tmem + C::O_COLUMN + t * C::HEAD_DIM_V;
+    const int columns = wanted ? attention.dv : 0;
     if (splits_keys<C>(params)) {
       const int64_t start = params.partials.index(work.split, lse_row + row) * attention.dv;
-      const int columns = wanted ? attention.dv : 0;
-      if (any) write_partial_row<C>(o_tmem, params.partials.rows_gmem + start, columns);
+      if (any) write_f32_row<C>(o_tmem, any, 1.0f, params.partials.rows_gmem + start, columns);
+    } else if (writes_f32<C>(params)) {
+      const int64_t packed_row =
+          device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq) + row;
+      float* row_gmem = static_cast<float*>(attention.out_gmem) + batch * attention.out_batch +
+                        head * attention.out_head + packed_row * attention.out_row;
+      write_f32_row<C>(o_tmem, any, end.factor, row_gmem, columns);
     } else {
       stage_row<C>(o_tmem, any, end.factor, params.out_dtype, shared + C::O_SMEM + t * C::O_STRIDE,
                    row_of_tile);
@@ -285,8 +296,13 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
     // With split keys the combining kernel writes these rows.
     const bool writes = rank_in_pair<C>() == 0 && !splits_keys<C>(params);
     for (int head = 0; writes && head < packed_heads.count; ++head) {
-      device::write_rows_of_no_sequence(attention, walk.tile(), threadIdx.x % 32, 32,
-                                        packed_heads.rows(), packed_heads.count, head);
+      if (writes_f32<C>(params)) {
+        device::write_rows_of_no_sequence<4>(attention, walk.tile(), threadIdx.x % 32, 32,
+                                             packed_heads.rows(), packed_heads.count, head);
+      } else {
+        device::write_rows_of_no_sequence(attention, walk.tile(), threadIdx.x % 32, 32,
+                                          packed_heads.rows(), packed_heads.count, head);
+      }
     }
     const Tile work = find_tile<C>(params, walk.tile());
     if (work.first_row < 0) continue;
@@ -298,8 +314,8 @@ __device__ __forceinline__ void store(const Params& params, const unsigned char*
     for (int t = 0; t < C::TILES; ++t) {
       ptx::mbarrier_wait_parity(barriers.o_staged(t), tile_parity);
       const int first_row = q_start + work.first_row + t * C::TILE_ROWS;
-      // With split keys correction has written the rows to the workspace.
-      const int rows = splits_keys<C>(params) ? 0 : work.nq - work.first_row - t * C::TILE_ROWS;
+      const int rows =
+          correction_writes<C>(params) ? 0 : work.nq - work.first_row - t * C::TILE_ROWS;
       const int offset = C::O_SMEM + t * C::O_STRIDE;
       const bool whole =
           attention.cu_seqlens_q_gmem == nullptr || rows >= min(packed_heads.rows(), C::TILE_ROWS);

@@ -22,7 +22,7 @@ struct Params {
   TensorMap q_map, k_map, v_map, out_map;
   // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap.
   Descales descales;
-  DType out_dtype;  // F16 or BF16
+  DType out_dtype;  // of 8-bit inputs F16 or BF16, of others theirs or F32
 };
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");

@@ -31,7 +31,7 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "descales", "gradients"},
+                   "strides", "lse", "num_splits", "out_dtype", "descales", "gradients"},
       .needs_capability = 100,  // tcgen05
   };
   return description;

@@ -25,6 +25,17 @@ template <class C>
 __device__ __forceinline__ bool splits_keys(const Params& params) {
   return C::CAN_SPLIT && params.partials.splits > 1;
 }
+// Whether the outputs of 16-bit inputs are fp32.
+template <class C>
+__device__ __forceinline__ bool writes_f32(const Params& params) {
+  return !C::FP8 && params.out_dtype == DType::F32;
+}
+// Whether the rows of a tile are fp32 numbers, which correction writes itself: where keys are
+// split, to the workspace, else to the output.
+template <class C>
+__device__ __forceinline__ bool correction_writes(const Params& params) {
+  return splits_keys<C>(params) || writes_f32<C>(params);
+}
 // How the rows of a tile are shared out among heads. Without packing they are BLOCK_Q rows of one
 // head.
 template <class C>

@@ -51,7 +51,8 @@ struct Variant {
   // These rows lie in pages and have whole slabs of columns: then one copy brings all columns of a
   // box.
   bool pages = false;
-  bool drops = false;  // dropout
+  bool drops = false;       // dropout
+  bool writes_f32 = false;  // fp32 outputs of 16-bit inputs
 };
 
 // The numbers of one kernel.
@@ -86,6 +87,7 @@ struct Config {
   static constexpr bool OVERLAPS = VARIANT.overlaps;
   static constexpr bool CACHE = VARIANT.cache, PAGES = VARIANT.pages;
   static constexpr bool DROPS = VARIANT.drops;
+  static constexpr bool WRITES_F32 = VARIANT.writes_f32;
   // Tiles of one head are moved towards the end of their sequence by a multiple of so many rows
   // (device::row_tile_from_end); 0: they begin with it. A warpgroup then has 64 rows of one tile or
   // none, and blocks of SCALE_ROWS rows of Q that share a descale stay whole.
@@ -198,6 +200,7 @@ struct Config {
   static_assert(!DROPS || (OVERLAPS && !FP8 && !CACHE), "not built: dropout with these");
   static_assert(!DROPS || (!CAN_PACK && TILE_STEP % 16 == 0),
                 "both rows of a lane are of one group of random bits: device::Dropout");
+  static_assert(!WRITES_F32 || (PREPARES_TILES && !FP8), "not built: fp32 outputs with these");
   static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
@@ -219,6 +222,10 @@ constexpr Variant with_dropout(Variant variant) {
   variant.drops = true;
   return variant;
 }
+constexpr Variant with_f32_outputs(Variant variant) {
+  variant.writes_f32 = true;
+  return variant;
+}
 constexpr Variant with_cache(Variant variant) {
   variant.cache = true;
   return variant;
@@ -231,7 +238,8 @@ constexpr Variant with_pages(Variant variant) {
 // Large, Medium and Turns serve calls of many row tiles, Few those of few rows; its kernels can
 // split the keys of a tile. Turns do not overlap inside a warpgroup, which costs long calls some
 // speed, but the others multiply while one starts or ends a tile. Dropout takes two warpgroups:
-// three have no registers for the masks of what is kept.
+// three have no registers for the masks of what is kept. Kernels of their own write fp32 outputs:
+// as a branch in the others that cost calls of 16 bits 1% (docs/lab/hopper.md).
 // clang-format off
 template <DType T> using D64Large   = Config<T, in_turns({.head_dim = 64,  .warpgroups = 4, .block_k = 64,  .stages = 3, .q_stages = 2})>;
 template <DType T> using D64Medium  = Config<T, in_turns({.head_dim = 64,  .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2})>;
@@ -249,6 +257,9 @@ template <DType T> using D192Medium = Config<T, in_turns({.head_dim = 192, .warp
 template <DType T> using D192Few    = Config<T, few({.head_dim = 192, .block_k = 64,  .stages = 2, .ctas_per_sm = 2, .head_dim_v = 128})>;
 template <DType T> using D256Large  = Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 80,  .stages = 2})>;
 template <DType T> using D256Few    = Config<T, few({.head_dim = 256, .block_k = 64,  .stages = 2})>;
+
+template <DType T> using D64F32Out   = Config<T, with_f32_outputs(D64Large<T>::VARIANT)>;
+template <DType T> using D128F32Out  = Config<T, with_f32_outputs(D128Large<T>::VARIANT)>;
 
 template <DType T> using D64Dropout  = Config<T, with_dropout(in_turns({.head_dim = 64, .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2}))>;
 template <DType T> using D128Dropout = Config<T, with_dropout(D128Medium<T>::VARIANT)>;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/device/descales.cuh"
 #include "common/device/few_rows.cuh"
@@ -22,12 +23,21 @@ consteval bool finds_ends() {
   return C::PREPARES_TILES || (C::FP8 && !C::OVERLAPS && !C::TRANSPOSES_V);
 }
 
+// What a kernel's output consists of.
+template <class C>
+consteval bool writes_f32() {
+  if constexpr (requires { C::WRITES_F32; }) return C::WRITES_F32;
+  return false;
+}
+template <class C>
+using OutElement = std::conditional_t<writes_f32<C>(), float, uint16_t>;
+
 // Where a warp's rows of a tile go and how they end.
 template <class C>
 struct TileEnd {
-  uint16_t* out_gmem;  // of the warp's first row
-  float* lse_gmem;     // likewise; null where no LSE is asked for
-  int rows;            // from the warp's first one to the end of the tile; may exceed the warp's
+  OutElement<C>* out_gmem;  // of the warp's first row
+  float* lse_gmem;          // likewise; null where no LSE is asked for
+  int rows;  // from the warp's first one to the end of the tile; may exceed the warp's
   device::RowEnd ends[2];  // of the rows lane / 4 + 8r
 
   TileEnd() = default;
@@ -38,7 +48,7 @@ struct TileEnd {
       : lse_gmem(params.lse_gmem), rows(tile.end_row - tile.first_row - warp_row) {
     const int64_t row = device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
                         tile.first_row + warp_row;
-    out_gmem = static_cast<uint16_t*>(params.out_gmem) + at.batch * params.out_batch +
+    out_gmem = static_cast<OutElement<C>*>(params.out_gmem) + at.batch * params.out_batch +
                at.head * params.out_head + row * params.out_row;
     if (lse_gmem != nullptr)
       lse_gmem += at.batch * params.lse_batch + at.head * params.lse_head + row;
@@ -55,8 +65,8 @@ struct TileEnd {
     return ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * ends[r].factor, o[1] * ends[r].factor);
   }
   // Where a row's outputs from a column on go.
-  __device__ __forceinline__ uint16_t* place(const AttentionParams& params, int row,
-                                             int column) const {
+  __device__ __forceinline__ OutElement<C>* place(const AttentionParams& params, int row,
+                                                  int column) const {
     return out_gmem + row * params.out_row + column;
   }
   // Writes 8 columns of a row to their place.
@@ -135,6 +145,27 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
     if constexpr (32 % CHUNKS != 0) place = end.place(params, row(i), 8 * chunk(i));
     end.store(params, place, row(i), 8 * chunk(i), chunks[i]);
     place += 32 / CHUNKS * params.out_row;  // else to the same column
+  }
+}
+
+// Writes a warp's rows of fp32 outputs from registers: the four lanes of a row write 32 bytes at a
+// time.
+template <class C>
+__device__ __forceinline__ void store_f32_rows(const device::Outputs<C>& o_rmem,
+                                               const TileEnd<C>& end,
+                                               const AttentionParams& params) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 8 * r + lane / 4;
+    const float factor = end.ends[r].factor;
+    float* place = end.place(params, row, lane % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+      const float* o = &o_rmem[0][n][2 * r];
+      if (row < end.rows && 8 * n < params.dv)
+        *reinterpret_cast<float2*>(place + 8 * n) = {o[0] * factor, o[1] * factor};
+    }
   }
 }
 
@@ -217,6 +248,10 @@ __device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, const
       store_fp8_rows<C, DType::BF16>(o_rmem, end, attention);
     }
     end.store_lse();
+  } else if constexpr (writes_f32<C>()) {
+    hand_back_q(barriers, q_ring.stage);
+    store_f32_rows<C>(o_rmem, end, attention);
+    end.store_lse();
   } else if constexpr (finds_ends<C>()) {
     store_through_q<C>(o_rmem, end, attention, q + warp_row * C::QTile::ROW_BYTES,
                        [&] { hand_back_q(barriers, q_ring.stage); });
@@ -264,8 +299,9 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) 
   const auto tiles = [&] { return C::SLICES_V ? params.tiles / params.v_slices : params.tiles; };
   for (int64_t index = blockIdx.x; index < tiles(); index += gridDim.x) {
     for (int head = 0; head < heads; ++head) {
-      device::write_rows_of_no_sequence(params.attention, static_cast<int>(index), thread, THREADS,
-                                        rows_of_tile<C>(params), heads, head);
+      device::write_rows_of_no_sequence<sizeof(OutElement<C>)>(
+          params.attention, static_cast<int>(index), thread, THREADS, rows_of_tile<C>(params),
+          heads, head);
     }
   }
 }

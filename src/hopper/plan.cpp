@@ -40,6 +40,7 @@ const Description& describe() {
                    "strides",
                    "lse",
                    "num_splits",
+                   "out_dtype",
                    "descales",
                    "gradients",
                    "qv",
@@ -82,12 +83,23 @@ void refuse_dropout(const Problem& problem, Reasons& reasons) {
   if (problem.num_splits > 1) add("num_splits " + std::to_string(problem.num_splits));
 }
 
+void refuse_f32_outputs(const Problem& problem, Reasons& reasons) {
+  const auto add = [&](const std::string& given) {
+    reasons.push_back("out_dtype float32 with " + given +
+                      ": hopper takes either alone; leave the implementation out" +
+                      core::USE_TORCH);
+  };
+  if (std::max(problem.d, problem.dv) > 128) add("head dimensions above 128");
+  if (is_masked(problem)) add("masks as data");
+}
+
 // Why the kernels of attention_fwd.cuh and of masks as data cannot serve a call. `given`: the call
 // as it was made (plan_cache.h).
 void refuse(const Problem& problem, const Problem& given, Reasons& reasons) {
   core::add_tma_reasons(problem, "hopper", false, reasons);
   if (problem.kv_cache) refuse_cached_call(problem, given, reasons);
   if (problem.dropout_p != 0) refuse_dropout(problem, reasons);
+  if (core::writes_f32(problem)) refuse_f32_outputs(problem, reasons);
   if (is_fp8(problem.dtype)) refuse_fp8(problem, reasons);
 }
 

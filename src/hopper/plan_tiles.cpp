@@ -82,6 +82,12 @@ constexpr KernelTile TILES[] = {
     rated<D256Few<DType::F16>>("d256_few", 0.75, 0, "few tiles: 64 rows make twice as many"),
 };
 
+constexpr const char* F32_OUT = "fp32 outputs, written from registers";
+constexpr KernelTile F32_OUT_TILES[] = {
+    rated<D64F32Out<DType::F16>>("d64_f32_out", 1, 0, F32_OUT),
+    rated<D128F32Out<DType::F16>>("d128_f32_out", 1, 0, F32_OUT),
+};
+
 constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
 constexpr KernelTile MASKED_TILES[] = {
     tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
@@ -268,6 +274,7 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
     return SMALL_PAGES_TILES;
   }
   if (problem.dropout_p != 0) return DROPOUT_TILES;
+  if (core::writes_f32(problem)) return F32_OUT_TILES;
   if (!is_fp8(problem.dtype) && reads_summary(problem)) return DENSE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;

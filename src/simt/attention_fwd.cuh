@@ -107,11 +107,11 @@ __device__ __forceinline__ void online_softmax(Scores<C>& s_rmem, RowState<C>& s
   }
 }
 
-// Divides the outputs by the row sums and writes them, and the LSE where it is asked for.
-template <class C>
+// Divides the outputs by the row sums and writes them as OUT, and the LSE where it is asked for.
+template <class C, DType OUT = C::DTYPE>
 __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowState<C>& state,
                                           const AttentionParams& params, const device::Work& work) {
-  using Element = typename ElementOf<C::DTYPE>::Type;
+  using Element = typename ElementOf<OUT>::Type;
   const Lane<C> lane;
   const int batch = work.batch_head / params.heads_q;
   const int head = work.batch_head % params.heads_q;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_out(const Outputs<C>& o_rmem, const RowSta
 #pragma unroll
         for (int c = 0; c < 4; ++c) x[c] = o_rmem[i][4 * n + c] * end.factor;
         const int column = 4 * n * C::LANE_COLS;
-        if (first_column + column < params.dv) store_4<C::DTYPE>(row_gmem + column, x);
+        if (first_column + column < params.dv) store_4<OUT>(row_gmem + column, x);
       }
       if (lse_gmem != nullptr && lane.col == 0) {
         lse_gmem[i * C::LANE_ROWS] = end.lse;
@@ -326,17 +326,23 @@ struct DenseTile : DenseCopies<C> {
 
 template <class C>
 __device__ __forceinline__ void attention_fwd(const Params& params) {
-  using Element = typename ElementOf<C::DTYPE>::Type;
   extern __shared__ float4 shared_memory[];
   const int index = find_index(params);
-  device::write_rows_of_no_sequence<C::BLOCK_Q, sizeof(Element)>(params, index, threadIdx.x,
-                                                                 C::THREADS);
+  if (params.out_dtype == DType::F32) {
+    device::write_rows_of_no_sequence<C::BLOCK_Q, 4>(params, index, threadIdx.x, C::THREADS);
+  } else {
+    device::write_rows_of_no_sequence<C::BLOCK_Q>(params, index, threadIdx.x, C::THREADS);
+  }
   const device::Work work = device::find_work<C::BLOCK_Q>(params, index);
   if (work.first_row < 0) return;
   Outputs<C> o_rmem = {};
   RowState<C> state;
   attend<C>(DenseTile<C>(params, work), reinterpret_cast<float*>(shared_memory), o_rmem, state);
-  store_out<C>(o_rmem, state, params, work);
+  if (params.out_dtype == DType::F32) {
+    store_out<C, DType::F32>(o_rmem, state, params, work);
+  } else {
+    store_out<C>(o_rmem, state, params, work);
+  }
 }
 
 }  // namespace archflash::simt

@@ -7,6 +7,7 @@
 #include "common/attention_params.h"
 #include "common/device/packed_heads.cuh"
 #include "common/dropout_params.h"
+#include "common/dtype.h"
 #include "common/kv_cache.h"
 #include "common/mask_params.h"
 #include "common/partials.h"
@@ -15,6 +16,7 @@ namespace archflash::simt {
 
 struct Params : AttentionParams {
   int32_t snake_from;  // CTAs from this index on take the remaining tiles in reverse order
+  DType out_dtype;     // that of the inputs, or F32
 };
 
 struct MaskedParams {

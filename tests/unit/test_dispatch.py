@@ -611,7 +611,7 @@ def test_fp8_goes_to_the_kernel_for_the_gpu_from_8_9_on_and_to_torch_before(
     ("options", "reason"),
     [
         pytest.param({"d": 520}, "head_dim 520: ampere takes multiples of 8", id="large d"),
-        pytest.param({"out_dtype": torch.float32}, "out_dtype float32 with ", id="out_dtype"),
+        pytest.param({"out_dtype": torch.float64}, "out_dtype float64 with ", id="out_dtype"),
     ],
 )
 @every_16_bit_dtype
@@ -635,6 +635,17 @@ def test_16_bits_that_no_kernel_serves_fall_back_to_torch_with_the_reasons(
             for said in decision.reasons["ampere"]
         ]
         assert decision.reasons[other] == own_words
+
+
+@every_16_bit_dtype
+@every_capability
+def test_fp32_outputs_of_16_bits_come_from_a_kernel(
+    capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """PyTorch would compute them by plain operations."""
+    decision = _dispatch.select(problem(dtype, out_dtype=torch.float32), gpu(capability))
+    assert decision.chosen != "torch"
+    assert "out_dtype" in str(decision)
 
 
 MASKS: dict[str, torch.Tensor] = {

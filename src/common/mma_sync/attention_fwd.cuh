@@ -16,6 +16,7 @@
 
 #include "common/attention_params.h"
 #include "common/device/attention_work.cuh"
+#include "common/device/f32_out.cuh"
 #include "common/device/few_rows.cuh"
 #include "common/device/kept_weights.cuh"
 #include "common/device/key_groups.cuh"
@@ -37,12 +38,22 @@ __device__ __forceinline__ device::Work find_work(const Params& params) {
     const device::PackedHeads& packed = params.packed_heads;
     const int splits = params.partials.splits, index = blockIdx.x;
     for (int head = 0; !params.partials.wanted() && head < packed.count; ++head) {
-      device::write_rows_of_no_sequence(attention, index, threadIdx.x, C::THREADS, packed.rows(),
-                                        packed.count, head);
+      if (writes_f32(params)) {
+        device::write_rows_of_no_sequence<4>(attention, index, threadIdx.x, C::THREADS,
+                                             packed.rows(), packed.count, head);
+      } else {
+        device::write_rows_of_no_sequence(attention, index, threadIdx.x, C::THREADS, packed.rows(),
+                                          packed.count, head);
+      }
     }
     return device::find_work(attention, index / splits, packed.rows(), packed.count);
   } else {
-    device::write_rows_of_no_sequence<C::BLOCK_Q>(attention, blockIdx.x, threadIdx.x, C::THREADS);
+    if (writes_f32(params)) {
+      device::write_rows_of_no_sequence<C::BLOCK_Q, 4>(attention, blockIdx.x, threadIdx.x,
+                                                       C::THREADS);
+    } else {
+      device::write_rows_of_no_sequence<C::BLOCK_Q>(attention, blockIdx.x, threadIdx.x, C::THREADS);
+    }
     return device::find_work<C::BLOCK_Q>(attention, blockIdx.x);
   }
 }
@@ -67,6 +78,10 @@ __device__ __forceinline__ void store_tile(const device::Outputs<C>& o_rmem,
       device::store_packed_out<C>(o_rmem, state, attention, packed, work, warp_row);
       return;
     }
+  }
+  if (writes_f32(params)) {
+    device::store_f32_out<C>(o_rmem, state, attention, work, warp_row);
+    return;
   }
   // A warp stages its output rows in its own rows of Q, which no other warp reads.
   static_assert(C::VTile::ROW_BYTES <= C::QKTile::ROW_BYTES);

@@ -1,5 +1,5 @@
 // The one parameter of the kernels on mma.sync for 16-bit inputs. Those for many query rows take
-// AttentionParams or with dropout DroppingParams, those for few take FewRowsParams, those with a KV
+// ManyRowsParams or with dropout DroppingParams, those for few take FewRowsParams, those with a KV
 // cache CacheParams, and those with masks as data MaskedParams.
 #pragma once
 
@@ -21,10 +21,19 @@
 
 namespace archflash::mma_sync {
 
+struct ManyRowsParams {
+  AttentionParams attention;
+  DType out_dtype;  // that of the inputs, or F32
+};
+static_assert(std::is_trivially_copyable_v<ManyRowsParams>);
+static_assert(offsetof(ManyRowsParams, attention) == 0,
+              "core::pointers() counts from the block's start");
+
 struct FewRowsParams {
   AttentionParams attention;
   Partials partials;
   device::PackedHeads packed_heads;
+  DType out_dtype;  // that of the inputs, or F32, where keys are not split and heads not packed
 };
 static_assert(std::is_trivially_copyable_v<FewRowsParams>);
 static_assert(offsetof(FewRowsParams, attention) == 0,
@@ -87,7 +96,17 @@ template <class C>
 using ParamsOf = std::conditional_t<
     C::CACHE, CacheParams,
     std::conditional_t<C::CAN_SPLIT, FewRowsParams,
-                       std::conditional_t<C::DROPS, DroppingParams, AttentionParams>>>;
+                       std::conditional_t<C::DROPS, DroppingParams, ManyRowsParams>>>;
+
+// Whether the outputs are fp32.
+template <class Params>
+ARCHFLASH_HOST_DEVICE bool writes_f32(const Params& params) {
+  if constexpr (requires { params.out_dtype; }) {
+    return params.out_dtype == DType::F32;
+  } else {
+    return false;
+  }
+}
 
 template <class Params>
 ARCHFLASH_HOST_DEVICE const AttentionParams& attention_of(const Params& params) {

@@ -25,6 +25,10 @@ constexpr int64_t TURNS_BLOCKS_OF_CTA = 8;
 Reasons why_not_backward(const BackwardProblem& problem, const Description& description,
                          bool takes_masks) {
   Reasons reasons = why_not(problem.call, description);
+  if (writes_f32(problem.call)) {
+    reasons.push_back("gradients of out_dtype float32: " + description.name +
+                      " reads outputs of the inputs' type; leave out_dtype out" + USE_TORCH);
+  }
   if (problem.call.slopes_need_grad) {
     reasons.push_back("the gradient of alibi_slopes: " + description.name +
                       " computes none; detach alibi_slopes" + USE_TORCH);

@@ -54,6 +54,23 @@ struct Refusals {
                                         (whole ? "split the heads" : "pad " + tensors + ","));
   }
 
+  // Of inputs that are not 8-bit. writes_f32: whether the folder can write fp32 outputs of them.
+  void out_dtype(bool writes_f32) {
+    const std::string given = std::string("out_dtype ") + dtype_name(problem.out_dtype);
+    if (!writes_f32 || !core::writes_f32(problem)) {
+      add(given + " with " + dtype_name(problem.dtype) + " inputs",
+          "writes the type of its inputs; leave out_dtype out");
+      return;
+    }
+    const auto alone = [&](bool is_given, const char* what) {
+      if (is_given) add(given + " with " + what, "takes either alone; leave out_dtype out");
+    };
+    alone(problem.kv_cache, "a KV cache");
+    alone(problem.dropout_p != 0, "dropout_p");
+    alone(problem.num_splits > 1, "num_splits");
+    alone(problem.batch_invariant, "batch_invariant");
+  }
+
   void layout(const std::string& name, const Strides& strides, bool unit, int32_t align,
               DType dtype) {
     if (!unit) {
@@ -109,8 +126,10 @@ Reasons refusals(const Problem& problem, const Description& description,
                  std::span<const DType> dtypes, Approximate offered) {
   Refusals refuse{problem, description.name, {}};
   const std::vector<std::string>& features = description.features;
-  const bool splits_keys =
-      std::find(features.begin(), features.end(), "num_splits") != features.end();
+  const auto has = [&](const char* feature) {
+    return std::find(features.begin(), features.end(), feature) != features.end();
+  };
+  const bool splits_keys = has("num_splits");
   const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
   const bool takes_fp8 = takes && is_fp8(problem.dtype);
   if (!takes)
@@ -120,13 +139,8 @@ Reasons refusals(const Problem& problem, const Description& description,
     refuse.add(std::string("out_dtype ") + dtype_name(problem.out_dtype),
                "writes float16 or bfloat16; choose one of them");
   } else if (!takes_fp8 && problem.out_dtype != problem.dtype) {
-    refuse.add(std::string("out_dtype ") + dtype_name(problem.out_dtype) + " with " +
-                   dtype_name(problem.dtype) + " inputs",
-               "writes the type of its inputs; leave out_dtype out");
+    refuse.out_dtype(has("out_dtype"));
   }
-  const auto has = [&](const char* feature) {
-    return std::find(features.begin(), features.end(), feature) != features.end();
-  };
   const bool with_qv = problem.qv_align > 0;
   if (with_qv && has("qv")) {
     if (problem.d != QV_HEAD_DIM || problem.dv != QV_HEAD_DIM_V) {
@@ -233,6 +247,11 @@ void add_layout_reasons(const std::string& implementation, const std::string& na
   Refusals refuse{unused, implementation, {}};
   refuse.layout(name, strides, unit, align, dtype);
   reasons.insert(reasons.end(), refuse.reasons.begin(), refuse.reasons.end());
+}
+
+bool writes_f32(const Problem& problem) {
+  const bool of_16_bits = problem.dtype == DType::F16 || problem.dtype == DType::BF16;
+  return of_16_bits && problem.out_dtype == DType::F32;
 }
 
 bool nothing_to_write(const Problem& problem) {

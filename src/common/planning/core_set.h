@@ -38,6 +38,9 @@ void add_layout_reasons(const std::string& implementation, const std::string& na
                         const Strides& strides, bool unit, int32_t align, DType dtype,
                         Reasons& reasons);
 
+// Whether fp32 outputs of 16-bit inputs are asked for.
+bool writes_f32(const Problem& problem);
+
 // Whether no output element and no log-sum-exp is asked for. A plan without launches serves that.
 bool nothing_to_write(const Problem& problem);
 

@@ -18,7 +18,7 @@
 namespace archflash::core {
 
 // A folder's Params is AttentionParams, or a struct that starts with it. By their names these
-// members of it are filled in here too: `descales` and `out_dtype`, for 8-bit inputs; `q_map`,
+// members of it are filled in here too: `out_dtype`; `descales`, for 8-bit inputs; `q_map`,
 // `k_map`, `v_map` and `out_map`, the tensor maps of the tile's boxes.
 template <class Params>
 AttentionParams& attention_of(Params& params) {
@@ -36,13 +36,13 @@ template <class Params>
 void init_params(const Problem& problem, Params& params) {
   std::memset(static_cast<void*>(&params), 0, sizeof params);
   attention_of(params) = attention_params(problem);
+  if constexpr (requires { params.out_dtype; }) params.out_dtype = problem.out_dtype;
   if constexpr (requires { params.descales; }) {
     if (!is_fp8(problem.dtype)) return;
     AttentionParams& attention = attention_of(params);
     // Kernels for 8-bit inputs multiply by it whether or not there is a softcap.
     if (!attention.transform_scores) attention.tanh_scale = static_cast<float>(problem.scale);
     params.descales = descales(problem);
-    params.out_dtype = problem.out_dtype;
   }
 }
 

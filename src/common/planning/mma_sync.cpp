@@ -22,8 +22,12 @@ PlanResult plan_16_bits(const std::string& folder, std::span<const core::Tile> t
   core::init_params(problem, params);
   params.attention.order = core::choose_order(problem, device, tile);
   const int64_t ctas = core::tiles_of(problem, tile) * splits;
-  if (!tile.can_split)
-    return core::one_launch(folder, problem, device, tile, ctas, params.attention);
+  if (!tile.can_split) {
+    ManyRowsParams of_many;
+    core::init_params(problem, of_many);
+    of_many.attention.order = params.attention.order;
+    return core::one_launch(folder, problem, device, tile, ctas, of_many);
+  }
   params.partials.splits = 1;
   params.packed_heads = core::packed_heads(tile);
   LaunchPlan plan = core::one_launch(folder, problem, device, tile, ctas, params);

@@ -44,6 +44,7 @@ int64_t visited_keys(const Problem& problem, const Tile& tile) {
 
 int64_t choose_splits(const Problem& problem, const Device& device, const Tile& tile,
                       int64_t otherwise) {
+  if (writes_f32(problem)) return 1;  // the combining kernels write 16 bits
   if (problem.num_splits > 0) {
     const int64_t most = std::max<int64_t>(ceil_div(problem.nk, tile.block_k), 1);
     return std::min(problem.num_splits, most);

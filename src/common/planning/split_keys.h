@@ -67,13 +67,14 @@ constexpr int64_t MOST_WORKSPACE_BYTES = int64_t{4} << 30;
 // and the tile of the table for few query rows, which can_split. That one is taken where it is
 // `unsplit`, where packed heads save a quarter of the CTAs, and where a split is asked for or
 // expected to be faster. A folder whose table has no such tile for the problem's head dimensions
-// does not split.
+// does not split, and neither does one that writes fp32 outputs.
 template <class T>
 std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder, const T* unsplit,
                                                        std::span<const T> tiles,
                                                        const Problem& problem,
                                                        const Device& device) {
   SplitChoice<T> choice{*unsplit};
+  if (writes_f32(problem)) return choice;  // rows of packed heads are written in 16 bits
   const T* found = unsplit;
   if (!unsplit->can_split) {
     const auto other = std::find_if(tiles.begin(), tiles.end(), [&](const T& tile) {

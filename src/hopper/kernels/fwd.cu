@@ -24,4 +24,6 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_medium), attention_fwd, D192M
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_few), attention_fwd, D192Few<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_large), attention_fwd, D256Large<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_few), attention_fwd, D256Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_f32_out), attention_fwd, D64F32Out<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_f32_out), attention_fwd, D128F32Out<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_combine), (32 * COMBINE_WARPS), device::combine_splits<DTYPE>)
