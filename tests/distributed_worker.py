@@ -14,6 +14,7 @@ import datetime
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import archflash
 import archflash.distributed as afd
-from archflash.distributed import _cost
+from archflash.distributed import _cost, _stages
 from archflash.distributed._agree import gloo_beside
 
 ROOT = Path(__file__).parents[1]
@@ -534,7 +535,16 @@ def models_of_transformers(here: Here) -> None:
 
 
 def pytorchs_context_parallel(here: Here) -> None:
-    """PyTorch's own ring, whose calls of its operators archflash.enable() serves."""
+    """PyTorch's own ring, whose calls of its operators archflash.enable() serves, compiled too."""
+
+    def attend(*given: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
+
+    _context_parallel(here, attend)
+    _context_parallel(here, torch.compile(attend))
+
+
+def _context_parallel(here: Here, attend: Callable[..., Tensor]) -> None:
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = init_device_mesh("cuda", (here.ranks,))
@@ -552,7 +562,7 @@ def pytorchs_context_parallel(here: Here) -> None:
     ):
         *leaves, dout = buffers
         leaves = [x.detach().requires_grad_() for x in leaves]
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        out = attend(*leaves)
         found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     assert sum(archflash.stats().served.values()) > 0, archflash.stats()
     wanted = reference(case)
@@ -576,6 +586,46 @@ def gloo_beside_groups(here: Here) -> None:
         assert [x.item() for x in parts] == list(range(len(parts)))
 
 
+def broken_in_the_middle(here: Here) -> None:
+    """A rank that raises, or is too slow, in the middle of a call is an error on the others within
+    the time-out of the group. Other groups work before, meanwhile and after.
+    """
+    q = Draw(1, here.device).normal(1, 4, 8 * here.ranks, 16).requires_grad_()
+    attend, seconds = _stages.attention, 1.0
+    other = dist.new_group(backend="gloo")
+
+    def raises() -> None:
+        raise MemoryError("in the middle")
+
+    for method, fails, kind in (
+        ("ring", raises, MemoryError),
+        ("ulysses", raises, MemoryError),
+        ("ring", lambda: time.sleep(2.5 * seconds), afd.GroupError),
+    ):
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
+        wanted = afd.attention(q, q, q, group=group, method=method)
+        calls = itertools.count(1)
+
+        def last_fails(*tensors: Any, fails: Any = fails, calls: Any = calls, **more: Any) -> Any:
+            if here.rank == here.ranks - 1 and next(calls) == 1:
+                fails()
+            return attend(*tensors, **more)
+
+        def call_on(group: Any = group, method: str = method) -> None:
+            while True:  # until the ranks miss each other
+                afd.attention(q, q, q, group=group, method=method).sum().backward()
+
+        _stages.attention = last_fails
+        start = time.monotonic()
+        expected = kind if here.rank == here.ranks - 1 else afd.GroupError
+        with pytest.raises(expected):
+            call_on()
+        assert time.monotonic() - start < 5 * seconds
+        _stages.attention = attend
+        found = afd.attention(q, q, q, group=other, method=method)
+        torch.testing.assert_close(found, wanted)
+
+
 def missing(here: Here) -> None:
     """A rank that does not come, and one that dies, are errors within the group's time-out."""
     q = torch.zeros(1, 2, 4, 8)
@@ -591,13 +641,19 @@ def missing(here: Here) -> None:
     tensors = Draw(1, here.device).tensors(1, 2, 2, 4, 64, 64, torch.float32)
     check(Case(4, "zigzag", "ring", tensors=tensors), here.rank, here.ranks, {})
     q = q.to(here.device)
-    if here.rank == here.ranks - 1:
-        print("done", flush=True)
-        os._exit(0)
+    attend, calls = _stages.attention, itertools.count(1)
+
+    def last_is_killed(*tensors: Any, **more: Any) -> Any:
+        if here.rank == here.ranks - 1 and next(calls) == 20:
+            print("done", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return attend(*tensors, **more)
+
+    _stages.attention = last_is_killed
 
     def call_on() -> None:
         while True:
-            afd.attention(q, q, q)
+            afd.attention(q, q, q, method="ring")
 
     with pytest.raises(RuntimeError):
         call_on()

@@ -7,14 +7,17 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
@@ -346,18 +349,21 @@ def in_threads(
 
 
 def attend_in_threads(
-    ranks: int, tensors: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    ranks: int,
+    tensors: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    implementation: str | None = None,
 ) -> list[Tensor]:
     """Output and gradients of a ring under a causal mask."""
     q, k, v, dout = tensors
-    n = q.shape[2]
+    n, heads_kv = q.shape[2], k.shape[1]
     shards = afd.Shards.zigzag(n, ranks)
-    options = _stages.Options(None, None, None)
+    options = _stages.Options(None, None, implementation)
+    shares = [(head, head + 1) for head in range(heads_kv)]
 
     def of_rank(number: int, rank: Rank) -> list[Tensor]:
-        plan = _plan.make(
-            shards, Mask(n, None, 0), number, [[r] for r in range(ranks)], [(0, 1), (1, 2)]
-        )
+        sources = [[r] for r in range(ranks)]
+        plan = _plan.make(shards, Mask(n, None, 0), number, sources, shares)
         a, b, c, d = (x[:, :, shards.positions(number)] for x in (q, k, v, dout))
         out = torch.empty_like(a)
         lse = _stages.forward(plan, rank, options, a, b, c, None, out)  # type: ignore[arg-type]
@@ -369,30 +375,129 @@ def attend_in_threads(
     return [torch.cat(parts, 2)[:, :, order] for parts in zip(*found, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "most"),
-    # Partial outputs of 16-bit inputs are rounded before they are merged.
-    [(torch.float32, (1.5, 1.5, 1.5, 1.5)), (torch.bfloat16, (1.4, 2.0, 2.0, 2.0))],
+    ("dtype", "implementation", "n", "ranks"),
+    [
+        (torch.float32, None, 192, range(1, 17)),
+        (torch.bfloat16, None, 192, range(1, 17)),
+        (torch.bfloat16, "ampere", 32, (1, 3, 16)),
+    ],
 )
 def test_the_error_does_not_grow_with_the_ranks(
-    dtype: torch.dtype, most: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dtype: torch.dtype, implementation: str | None, n: int, ranks: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(2)
-    wide = [torch.randn(1, heads, 192, 16, generator=generator) for heads in (4, 2, 2, 4)]
+    heads_q, heads_kv = (4, 2) if implementation is None else (1, 1)
+    wide = [
+        torch.randn(1, heads, n, 16, generator=generator)
+        for heads in (heads_q, heads_kv, heads_kv, heads_q)
+    ]
     tensors = [x.to(dtype) for x in wide]
     q, k, v, dout = (x.double() for x in tensors)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    keys, values = (x.repeat_interleave(heads_q // heads_kv, 1) for x in (k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
     wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, dout)]
     errors = []
-    for ranks in (1, 2, 3, 4, 6, 8, 12, 16):
-        found = attend_in_threads(ranks, tensors, monkeypatch)
+    for count in ranks:
+        found = attend_in_threads(count, tensors, monkeypatch, implementation)
         errors.append(
             [float((x - y).square().mean().sqrt()) for x, y in zip(found, wanted, strict=True)]
         )
-    for (alone, *several), factor in zip(zip(*errors, strict=True), most, strict=True):
-        assert max(several) <= factor * alone, (alone, several)
+    # Partial outputs of 16 bits would make it 1.25 times as large with 16 ranks.
+    for alone, *several in zip(*errors, strict=True):
+        assert max(several) <= 1.15 * alone, (alone, several)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_messages_travel_while_kernels_run(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With messages and kernels that each take a while, nothing but the first message of keys, and
+    the last one of gradients, is waited for.
+    """
+    delay, ranks, rows = 0.02, 6, 8
+    waited = []
+
+    class Message:
+        def __init__(self) -> None:
+            self._end: float | None = time.monotonic() + delay
+
+        def let_start(self) -> None:
+            pass
+
+        def wait(self) -> None:
+            left = 0.0 if self._end is None else self._end - time.monotonic()
+            self._end = None
+            if left > delay / 4:
+                waited.append(left)
+            time.sleep(max(0.0, left))
+
+    def start(_: Any, sends: Any, receives: Any) -> Any:
+        return Message() if sends or receives else Arriving([])
+
+    def attention(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        time.sleep(1.5 * delay)
+        return q.float(), q[..., 0].float()
+
+    monkeypatch.setattr(_exchange, "start", start)
+    monkeypatch.setattr(_stages, "attention", attention)
+    monkeypatch.setattr(_stages, "attention_backward", lambda *x, **y: attention(x[1]))
+    x = torch.zeros(1, 1, rows, 8)
+    shards = afd.Shards.contiguous(rows * ranks, ranks)
+    plan = _plan.make(shards, Mask(rows * ranks), 2, [[r] for r in range(ranks)])
+    options, lse = _stages.Options(None, None, None), torch.zeros(1, 1, rows)
+    if backward:
+        _stages.backward(plan, None, options, x, None, x, x, x, x, lse)
+    else:
+        _stages.forward(plan, None, options, x, x, x, None, torch.empty_like(x))
+    assert len(waited) <= (1 if backward else 0), waited
+
+
+class KeysInMemory(TorchDispatchMode):
+    """Counts memory of the size of the keys, or values, of a stage, beside some tensors."""
+
+    def __init__(self, size: int, *beside: Tensor) -> None:
+        super().__init__()
+        self.most, self._size = 0, size
+        self._beside = {x.untyped_storage().data_ptr() for x in beside}
+        self._live: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, Tensor) and x.untyped_storage().nbytes() == self._size:
+                self._live[x.untyped_storage().data_ptr()] = StorageWeakRef(x.untyped_storage())
+        self._live = {
+            at: x for at, x in self._live.items() if not x.expired() and at not in self._beside
+        }
+        self.most = max(self.most, len(self._live))
+        return found
+
+
+@pytest.mark.parametrize(("rows_outermost", "most"), [(True, 4), (False, 6)])
+def test_a_ring_has_the_keys_of_two_stages_at_a_time(
+    rows_outermost: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, ranks = 32, 6
+    shape = (1, rows, 2, 16) if rows_outermost else (1, 2, rows, 16)
+    k, v = torch.zeros(shape), torch.zeros(shape)
+    k, v = (x.transpose(1, 2) if rows_outermost else x for x in (k, v))
+    q = torch.zeros(1, 6, rows, 16)
+    plan = _plan.make(
+        afd.Shards.contiguous(rows * ranks, ranks), Mask(rows * ranks), 2,
+        [[r] for r in range(ranks)], [(0, 2)],
+    )  # fmt: skip
+    monkeypatch.setattr(_exchange, "start", lambda *messages: Arriving([]))
+    monkeypatch.setattr(
+        _stages, "attention", lambda q, *others, **options: (q.float(), q[..., 0].float())
+    )
+    options, out = _stages.Options(None, None, None), torch.empty_like(q)
+    with KeysInMemory(k.numel() * 4, k, v) as counted:
+        _stages.forward(plan, None, options, q, k, v, None, out)
+    assert counted.most == most  # two of each
 
 
 def test_float64_is_merged_by_plain_operations() -> None:
@@ -410,7 +515,11 @@ def test_float64_is_merged_by_plain_operations() -> None:
 @pytest.mark.parametrize(
     ("ranks", "parts"),
     [
-        (2, "random_calls kernels positions_of_each_rank watched_calls missing"),
+        (
+            2,
+            "random_calls kernels positions_of_each_rank watched_calls broken_in_the_middle "
+            "missing",
+        ),
         (
             4,
             "random_calls shards_of_tensors same_bits faults gloo_beside_groups "

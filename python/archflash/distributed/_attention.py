@@ -97,7 +97,8 @@ def attention(
 
     Raises:
         ValueError, TypeError, UnsupportedError: what a rank refuses, with its number, on all ranks.
-        GroupError: the ranks make different calls, or one of them did not come in time.
+        GroupError: the ranks make different calls, or one of them did not come in time, or failed
+            in the middle of the call: the group is then lost, and others are not.
 
     Example (one process of `torchrun`)::
 

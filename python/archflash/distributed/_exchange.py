@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from archflash.distributed._agree import GroupError
 
 _HEAD_START = 20_000  # clock cycles: about 10 us
 Message = tuple[int, Tensor]  # rank in the group, and contiguous rows to send or to receive into
@@ -31,11 +34,25 @@ class Pending:
             torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with _lost():
+            for work in self._works:
+                work.wait()
         for target, received in self._staged:
             target.copy_(received)
         self._works, self._staged, self._held = [], [], []
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    """Makes errors of torch.distributed a GroupError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupError(
+            "a message between the ranks of the group did not arrive: one of them died, was slower "
+            "than the group's time-out, or raised an error in the middle of this call. Make a new "
+            f"group (torch.distributed.new_group) to go on: {error}"
+        ) from error
 
 
 def start(
@@ -61,7 +78,8 @@ def start(
             operations.append(dist.P2POp(operation, carried, peer, group))
             pending._held.append(carried)
     if operations:
-        pending._works = dist.batch_isend_irecv(operations)
+        with _lost():
+            pending._works = dist.batch_isend_irecv(operations)
     return pending
 
 

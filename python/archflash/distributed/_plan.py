@@ -404,6 +404,8 @@ class Plan:
     untouched: tuple[Piece, ...]
     _tables: dict[object, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
     checked: set[object] = field(default_factory=set, compare=False)  # options that all calls take
+    # By a call and its options: whether a kernel writes fp32 outputs of 16-bit inputs for it.
+    in_f32: dict[object, bool] = field(default_factory=dict, compare=False)
 
     @property
     def rows(self) -> int:

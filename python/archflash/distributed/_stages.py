@@ -1,9 +1,13 @@
 """Ring and all-gather: a rank's rows against keys of other ranks, a stage after the other, while
 the next stage's keys are under way.
 
-Keys and values travel as one tensor ``(rows, batch, heads, d + dv)``, whose rows can be received
-where they belong in a buffer of ascending global rows. Their gradients travel back in float32, and
-are added up in an order that depends on the ranks alone.
+Keys and values travel with rows first, ``(rows, batch, heads, d)``: they are received where they
+belong in buffers of ascending global rows. Their gradients travel back in float32 as one tensor
+``(rows, batch, heads, d + dv)``, and are added up in an order that depends on the ranks alone.
+
+Beside the rank's own rows there are at most keys and values of two stages at a time: those that are
+computed with, and those under way; and the own ones once more where rows are not outermost in
+memory ("bhnd", or a batch).
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from archflash import _merge
 from archflash._api import attention, explain
 from archflash._backward import attention_backward
 from archflash._dispatch import note_fallback
+from archflash._errors import ForcedImplementationError, NotCompiledError
+from archflash._registry import TORCH
 from archflash.distributed import _exchange
 from archflash.distributed._plan import Call, Dense, Packed, Part, Plan, Stage, places
 from archflash.distributed._shards import Piece
@@ -48,7 +54,7 @@ def forward(
     keys, merging = _Arrivals(plan, plan.stages, group, k, v), None
     for number, stage in enumerate(plan.stages):
         with_heads = _query_heads(stage, q, k)
-        k_part, v_part = keys.of(number)
+        keys.take(number)
         q_part, to, lse_to = (x[:, with_heads] for x in (q, out, lse))
         if not plan.once and number % plan.stages_of_a_share == 0:
             merging = _Merged(plan, to, lse_to)
@@ -59,18 +65,25 @@ def forward(
             arguments = _arguments(plan, stage, call, key, with_heads, options, q.device)
             if sinks is not None and part.first:
                 arguments["sinks"] = sinks[with_heads]
-            into = to[:, :, rows] if merging is None else None
-            found = _attend(arguments, call, q_part[:, :, rows], k_part, v_part, into)
+            given = _operands(call, q_part[:, :, rows], keys.k, keys.v)
             if merging is None:
-                lse_to[:, :, rows] = found[1]
+                lse_to[:, :, rows] = _attend(arguments, call, given, to[:, :, rows])[1]
             else:
-                merging.add(call, *found)
+                shape = options, key, q.dtype, q.device, q.shape, k.shape, v.shape, sinks is None
+                if shape not in plan.in_f32:
+                    plan.in_f32[shape] = _can_be_f32(given, arguments)
+                if plan.in_f32[shape]:
+                    arguments["out_dtype"] = torch.float32
+                merging.add(call, *_attend(arguments, call, given))
+            given.clear()  # the next stage's keys take the memory of this one's
         if merging is not None and (number + 1) % plan.stages_of_a_share == 0:
             merging.finish()
     return lse
 
 
-_MOST_PARTS = 4  # partial outputs that are kept before they are merged
+# Partial outputs that are kept before they are merged: at most so many, and so many bytes. More of
+# them take less of the memory's time.
+_MOST_PARTS, _BYTES_OF_PARTS = 4, 1 << 30
 
 
 class _Merged:
@@ -85,12 +98,15 @@ class _Merged:
             self._parts.append((start, end, out[:, :, rows].clone(), lse[:, :, rows].clone()))
 
     def add(self, call: Call, part: Tensor, lse: Tensor) -> None:
-        if len(self._parts) >= _MOST_PARTS:
+        self._parts.append((call.q0, call.q1, part, lse))
+        kept = sum(x.numel() * x.element_size() for _, _, x, _ in self._parts)
+        if len(self._parts) > _MOST_PARTS or (kept > _BYTES_OF_PARTS and len(self._parts) > 1):
             wide = torch.promote_types(part.dtype, torch.float32)
-            total = self._out.new_empty(self._out.shape, dtype=wide)
+            total = self._sum
+            if total is None:
+                total = self._out.new_empty(self._out.shape, dtype=wide)
             self._merge(total)
             self._sum = total
-        self._parts.append((call.q0, call.q1, part, lse))
 
     def finish(self) -> None:
         self._merge(self._out)
@@ -115,18 +131,35 @@ class _Merged:
         self._parts = []
 
 
-def _attend(
-    arguments: dict[str, Any], call: Call, q: Tensor, k: Tensor, v: Tensor, into: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The output, in `into` if that is given, and the log-sum-exps of one call."""
+def _operands(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """q, k and v of one call, of its rows and of the keys of its stage."""
     if isinstance(call, Dense):
         k, v = (x[:, :, call.k0 : call.k1] for x in (k, v))
+    return [_rows_first(x) for x in (q, k, v)] if isinstance(call, Packed) else [q, k, v]
+
+
+def _attend(
+    arguments: dict[str, Any], call: Call, given: list[Tensor], into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The output, in `into` if that is given, and the log-sum-exps of one call."""
     packed = isinstance(call, Packed)
-    if packed:
-        q, k, v = (_rows_first(x) for x in (q, k, v))
-        into = None if into is None else _rows_first(into)
-    out, lse = attention(q, k, v, out=into, return_lse=True, **arguments)
+    if packed and into is not None:
+        into = _rows_first(into)
+    out, lse = attention(*given, out=into, return_lse=True, **arguments)
     return (out.transpose(0, 1)[None], lse[None]) if packed else (out, lse)
+
+
+def _can_be_f32(given: list[Tensor], arguments: dict[str, Any]) -> bool:
+    """Whether a call of 16-bit inputs can have a float32 output at little cost. PyTorch's fused
+    kernels cannot; on the CPU its plain operations can.
+    """
+    if given[0].element_size() != 2:
+        return False
+    try:
+        chosen = explain(*given, return_lse=True, out_dtype=torch.float32, **arguments).chosen
+    except (ForcedImplementationError, NotCompiledError):
+        return False
+    return chosen != TORCH or not given[0].is_cuda
 
 
 def _rows_first(x: Tensor) -> Tensor:
@@ -152,7 +185,11 @@ def check(
         for number, stage in enumerate(stages if differentiated or not back else ()):
             heads = _query_heads(stage, q, k)
             own = slice(*stage.heads)
-            keys = columns(_buffer(stage.key_rows, k[:, own], v), k.shape[-1])
+            keys = [
+                x.new_empty((stage.key_rows, x.shape[0], own.stop - own.start, x.shape[3]))
+                for x in (k, v)
+            ]
+            keys = [x.permute(1, 2, 0, 3) for x in keys]
             for place, part in enumerate(_parts(stage, q)):
                 apart = part.call.apart if back and isinstance(part.call, Packed) else (part.call,)
                 for which, call in enumerate(apart):
@@ -160,11 +197,7 @@ def check(
                     arguments = _arguments(plan, stage, call, at, heads, options, q.device)
                     if sinks is not None and part.first and not back:
                         arguments["sinks"] = sinks[heads]
-                    given = [q[:, heads, call.q0 : call.q1], *keys]
-                    if isinstance(call, Dense):
-                        given[1:] = [x[:, :, call.k0 : call.k1] for x in keys]
-                    if isinstance(call, Packed):
-                        given = [_rows_first(x) for x in given]
+                    given = _operands(call, q[:, heads, call.q0 : call.q1], *keys)
                     decision = explain(*given, backward=back, return_lse=True, **arguments)
                     if decision.fallback:
                         note_fallback("one of the calls of attention over ranks")
@@ -185,7 +218,7 @@ def backward(
     back: _Returned | None = None
     for number, stage in enumerate(plan.stages_back):
         # What the last stage gave travels with the next one's keys while this one is computed.
-        k_part, v_part = keys.of(number, back)
+        keys.take(number, back)
         if (alone := _alone(plan, stage)) is not None:
             found = total[slice(*alone)]
         else:
@@ -202,7 +235,7 @@ def backward(
                     plan, stage, call, key, slice(0, q.shape[1]), options, q.device
                 )
                 _differentiate(
-                    arguments, call, parts, of_lse, k_part, v_part, dk, dv, options.deterministic
+                    arguments, call, parts, of_lse, keys.k, keys.v, dk, dv, options.deterministic
                 )
         if back is not None:
             back.add()
@@ -300,14 +333,19 @@ def _ranges(plan: Plan, stage: Stage, device: torch.device) -> Tensor:
     return torch.searchsorted(torch.cat(ranges), wanted.contiguous()).int()
 
 
+def _travelling(x: Tensor) -> Tensor:
+    """k or v "bhnd" with rows first."""
+    return x.permute(2, 0, 1, 3)
+
+
 def columns(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """k and v "bhnd" of a buffer."""
+    """The gradients of k and v "bhnd" in a buffer."""
     x = x.permute(1, 2, 0, 3)
     return x[..., :d], x[..., d:]
 
 
-def _buffer(rows: int, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer for rows of k and v "bhnd"."""
+def _buffer(rows: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """A buffer for the gradients of rows of k and v "bhnd"."""
     return k.new_empty((rows, *k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=dtype)
 
 
@@ -326,25 +364,31 @@ def _alone(plan: Plan, stage: Stage) -> Piece | None:
 
 
 class _Arrivals:
-    """The keys of the stages, of which the next one's are under way."""
+    """The keys of the stages, of which the next one's are under way.
+
+    Attributes:
+        k, v: "bhnd", of the stage that was taken last.
+    """
 
     def __init__(
         self, plan: Plan, stages: Sequence[Stage], group: dist.ProcessGroup | None, k: Tensor,
         v: Tensor,
     ) -> None:  # fmt: skip
         self._plan, self._stages, self._group, self._k, self._v = plan, stages, group, k, v
-        self._sent: tuple[Piece, Tensor] | None = None  # own rows of the heads of a share
+        self.k, self.v = k, v
+        # The own keys and values of the heads of a share, as they travel.
+        self._sent: tuple[Piece, tuple[Tensor, ...]] | None = None
         self._next: tuple[Tensor, Tensor, _exchange.Pending] | None = None
 
-    def of(self, number: int, back: _Returned | None = None) -> tuple[Tensor, Tensor]:
-        """k and v "bhnd" of a stage. Starts the messages of the next one, and those of `back` with
-        them: what one kernel of NCCL sends needs SMs once.
+    def take(self, number: int, back: _Returned | None = None) -> None:
+        """Waits for the keys of a stage. Starts the messages of the next one, and those of `back`
+        with them: what one kernel of NCCL sends needs SMs once.
         """
         if number == 0:
             k, v, sends, receives = self._prepare(0)
             self._next = k, v, _exchange.start(self._group, sends, receives)
         assert self._next is not None
-        k, v, pending = self._next
+        self.k, self.v, pending = self._next
         pending.wait()
         sends, receives = ([], []) if back is None else (back.sends, back.receives)
         if number + 1 < len(self._stages):
@@ -358,7 +402,6 @@ class _Arrivals:
         if back is not None:
             back.pending = pending
         pending.let_start()
-        return k, v
 
     def _prepare(
         self, number: int
@@ -367,38 +410,37 @@ class _Arrivals:
         stage = self._stages[number]
         heads = slice(*stage.heads)
         sends = [
-            (rank, self._own(heads)[a:b])
+            (rank, x[a:b])
             for rank, pieces in stage.sends
             for a, b in self._plan.local(pieces)
+            for x in self._own(heads)
         ]
         alone = _alone(self._plan, stage)
         if alone is not None:
             k, v = (x[:, heads, slice(*alone)] for x in (self._k, self._v))
             return k, v, sends, []
-        k_heads, v_heads = self._k[:, heads], self._v[:, heads]
-        buffer = _buffer(stage.key_rows, k_heads, v_heads)
-        k, v = columns(buffer, self._k.shape[-1])
+        own = [_travelling(x[:, heads]) for x in (self._k, self._v)]
+        buffers = [x.new_empty((stage.key_rows, *x.shape[1:])) for x in own]
         for (a, b), (start, end) in zip(
             places(stage.keys, stage.own), self._plan.local(stage.own), strict=True
         ):
-            k[:, :, a:b] = k_heads[:, :, start:end]
-            v[:, :, a:b] = v_heads[:, :, start:end]
+            for buffer, x in zip(buffers, own, strict=True):
+                buffer[a:b] = x[start:end]
         receives = [
             (rank, buffer[a:b])
             for rank, pieces in stage.receives
             for a, b in places(stage.keys, pieces)
+            for buffer in buffers
         ]
+        k, v = (x.permute(1, 2, 0, 3) for x in buffers)
         return k, v, sends, receives
 
-    def _own(self, heads: slice) -> Tensor:
-        """The rank's own rows as they travel."""
+    def _own(self, heads: slice) -> tuple[Tensor, ...]:
+        """The rank's own keys and values as they travel."""
         share = (heads.start, heads.stop)
         if self._sent is None or self._sent[0] != share:
-            k, v = self._k[:, heads], self._v[:, heads]
-            packed = _buffer(self._plan.rows, k, v)
-            for to, x in zip(columns(packed, k.shape[-1]), (k, v), strict=True):
-                to.copy_(x)
-            self._sent = share, packed
+            own = (_travelling(x[:, heads]).contiguous() for x in (self._k, self._v))
+            self._sent = share, tuple(own)
         return self._sent[1]
 
 
