@@ -1,12 +1,13 @@
-"""Measures attention of a server's steps: the plug-in's own call of a layer, over batches that a
-scheduler makes of a mix of requests.
+"""Measures attention of a server's steps: the calls of a layer that the plug-ins for vLLM and for
+SGLang make, over batches that a scheduler makes of a mix of requests.
 
     python -m bench.serving [--only REGEX] [--rounds N] [--output FOLDER]
 
 Requests, lengths and arrivals come from a seeded generator, and so do the pages. A step is captured
-in a CUDA graph with other lengths than those that it is replayed with. Beside it stands fa3 where
-it is installed, over keys and values without pages. Host times are those of eager calls. Writes
-<gpu>-serving.json. Exit status 1 when an output was wrong, 2 when nothing can be measured.
+in a CUDA graph with other lengths than those that it is replayed with. Beside it stand the peers
+that serve it, over keys and values without pages: PyTorch's cuDNN kernel, and fa3 where it is
+installed. Host times are those of eager calls. Writes <gpu>-serving.json. Exit status 1 when an
+output was wrong, 2 when nothing can be measured.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class Server:
     def __init__(self, layer: Layer, shape: Step, device: str, longest: int, pages: int) -> None:
         import torch
 
+        from archflash._kvcache import values_of
         from archflash.integrations._paged import PagedAttention, PagedBatch
 
         torch.manual_seed(0)
@@ -150,6 +152,8 @@ class Server:
         self.attention = PagedAttention(
             heads, dim, dim**-0.5, layer.heads_kv, sliding_window=layer.window, sinks=sinks
         )
+        window = None if layer.window is None else (layer.window - 1, 0)
+        self.values = values_of(causal=True, window=window, scale=dim**-0.5)
         self.pages = pages
         cache = torch.randn(pages, PAGE, layer.heads_kv, 2 * dim, device=device, dtype=half)
         self.cache = cache.transpose(1, 2)
@@ -182,14 +186,30 @@ class Server:
         self.batch.query_start_loc.copy_(torch.tensor([0, *step.rows]).cumsum(0))
 
     def archflash(self) -> torch.Tensor:
+        """The call of the plug-in for vLLM."""
         return self.attention.run(
             self.of_layer, self.q, None, None, self.cache, self.batch, self.out
         )
 
-    def fa3(self, step: Step) -> Callable[[], object]:
-        """fa3's call of a step, over keys and values that lie one behind the other: PyPI's build
-        reads no pages.
-        """
+    def sglang(self) -> torch.Tensor:
+        """That of the plug-in for SGLang, where queries of decoding are not packed."""
+        from archflash.integrations._paged import attend
+
+        batch, decodes = self.batch, self.shape.kind == "decode"
+        out = attend(
+            self.values,
+            self.q[:, None] if decodes else self.q,
+            self.attention.caches(self.cache),
+            None if decodes else batch.query_start_loc,
+            None if decodes else batch.max_query_len,
+            batch.seq_lens,
+            batch.block_table,
+            {"sinks": self.attention.sinks, "return_lse": False},
+        )
+        return out.view_as(self.q)  # type: ignore[no-any-return]
+
+    def without_pages(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys and values of all requests one behind the other, and where each request begins."""
         import torch
 
         tables = [self.batch.block_table[i, : -(-n // PAGE)] for i, n in enumerate(step.lengths)]
@@ -200,12 +220,32 @@ class Server:
             for x in self.attention.caches(self.cache)
         )
         ends = torch.tensor([0, *step.lengths], device=k.device).cumsum(0).int()
-        window = (-1, -1) if self.layer.window is None else (self.layer.window - 1, 0)
-        return functools.partial(
-            fa3_module().flash_attn_varlen_func, self.q, k, v, self.batch.query_start_loc, ends,
-            max(step.rows), max(step.lengths), causal=True, window_size=window,
-            softmax_scale=self.attention.scale,
-        )  # fmt: skip
+        return k, v, ends
+
+    def peers(self, step: Step) -> dict[str, Callable[[], object]]:
+        """What else serves a step."""
+        import torch
+
+        if self.layer.sinks:
+            return {}
+        longest, scale = (max(step.rows), max(step.lengths)), self.attention.scale
+        starts = self.batch.query_start_loc
+        k, v, ends = self.without_pages(step)
+        calls: dict[str, Callable[[], object]] = {}
+        if fa3_module() is not None:
+            window = (-1, -1) if self.layer.window is None else (self.layer.window - 1, 0)
+            calls["fa3"] = functools.partial(
+                fa3_module().flash_attn_varlen_func, self.q, k, v, starts, ends, *longest,
+                causal=True, window_size=window, softmax_scale=scale,
+            )  # fmt: skip
+        # cuDNN's causal aligns to the top left.
+        whole = step.rows == step.lengths
+        if self.layer.window is None and (whole or step.kind == "decode"):
+            calls["torch-cudnn"] = functools.partial(
+                torch.ops.aten._cudnn_attention_forward, self.q, k, v, None, starts, ends, *longest,
+                False, 0.0, whole, scale=scale,
+            )  # fmt: skip
+        return calls
 
     def expected(self, request: int, step: Step) -> tuple[slice, torch.Tensor, torch.Tensor]:
         """Rows of a request, and their attention in float64 and in 16 bits."""
@@ -233,13 +273,13 @@ class Server:
             plain = reference.baseline(q, k, v, **call)
         return part, exact[0].transpose(0, 1), plain[0].transpose(0, 1)
 
-    def is_right(self, step: Step) -> bool:
-        """Whether `out` is that of the step, by the last rows of some requests."""
+    def is_right(self, step: Step, out: torch.Tensor) -> bool:
+        """Whether an output is that of the step, by the last rows of some requests."""
         from archflash import reference
 
         for request in {0, len(step.rows) // 2, len(step.rows) - 1}:
             part, exact, plain = self.expected(request, step)
-            if not reference.check(self.out[part].cpu(), exact, plain).ok:
+            if not reference.check(out[part].cpu(), exact, plain).ok:
                 return False
         return True
 
@@ -258,7 +298,7 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for _ in range(self.calls):
-                call()
+                self.result: Any = call()
 
     def enqueue(self) -> Any:
         from bench.timing import CudaMark
@@ -286,23 +326,26 @@ def measure(layer: Layer, mix: Mix, rounds: int) -> Iterator[dict[str, Any]]:
             server = Server(layer, step, "cuda", longest, pages)
             # Captured while every request is short.
             server.load(Step(step.rows, step.rows))
-            graphs = {"archflash": Graph(server.archflash)}
+            graphs = {"archflash": Graph(server.archflash), "sglang": Graph(server.sglang)}
             server.load(step)
-            if fa3_module() is not None and not layer.sinks:  # it has no sinks
-                graphs["fa3"] = Graph(server.fa3(step))
-            graphs["archflash"].enqueue().wait()
-            right = server.is_right(step)
+            for name, call in server.peers(step).items():
+                graphs[name] = Graph(call)
+            right = True
+            for name in ("archflash", "sglang"):
+                graphs[name].enqueue().wait()
+                right &= server.is_right(step, graphs[name].result)
             warm_up(graphs, 0.05)
             samples = round_robin(graphs, rounds)
-            host = enqueue_times_us({"host": (server.archflash, [()])}, 200, torch.cuda.synchronize)
+            calls = {"host_us": server.archflash, "sglang_host_us": server.sglang}
+            loops = {name: (call, [()]) for name, call in calls.items()}
+            host = enqueue_times_us(loops, 200, torch.cuda.synchronize)
             yield {
                 "kind": kind,
                 "requests": len(step.rows),
                 "rows": sum(step.rows),
                 "keys": sum(step.lengths),
                 "right": right,
-                **{name: round(percentile(us, 0.5), 2) for name, us in samples.items()},
-                "host_us": round(percentile(host["host"], 0.5), 2),
+                **{name: round(percentile(us, 0.5), 2) for name, us in (samples | host).items()},
             }
 
 
@@ -319,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     facts = environment.run_facts(environment.open_nvml())
     found: dict[str, list[dict[str, Any]]] = {}
-    with torch.no_grad():
+    with torch.inference_mode():  # as servers do
         for (of_layer, layer), (of_mix, mix) in itertools.product(LAYERS.items(), MIXES.items()):
             name = f"{of_layer}, {of_mix}"
             if options.only and not re.search(options.only, name):

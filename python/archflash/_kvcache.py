@@ -209,6 +209,12 @@ def attention_with_kvcache(
             q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k, rotary_cos,
             cu_seqlens_q, layout, _torch_cache.orders_queries(causal, window, attention_chunk),
         )  # fmt: skip
+    return _serve(q, k_cache, v_cache, values, implementation)
+
+
+def _serve(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, values: list[Any], implementation: str | None
+) -> Any:
     forced = _forced() if implementation is None else implementation
     result = _native.attention(q, k_cache, v_cache, values, _is_grad_enabled(), forced)
     if result is None:
@@ -218,6 +224,28 @@ def attention_with_kvcache(
     return _ops.attention_with_kvcache(
         q, k_cache, v_cache, _options.with_cache(values), implementation
     )
+
+
+PLACES = {name: place for place, name in enumerate(_options.OF_CACHE)}
+
+
+def values_of(**options: Any) -> list[Any]:
+    """The options of a call by their `PLACES`, for `serve`; those that are not given are absent."""
+    values = [_options.DEFAULTS[name] for name in PLACES]
+    for name, value in ({"layout": "bnhd"} | options).items():
+        values[PLACES[name]] = value
+    return values
+
+
+def serve(q: Tensor, k_cache: Tensor, v_cache: Tensor, values: list[Any]) -> Any:
+    """`attention_with_kvcache` for the layers of a server's model, whose calls have most options in
+    common: each copies and completes what `values_of` made once, which takes the host less time
+    than so many arguments. Such layers run outside of autocast.
+    """
+    if _always_check or not is_eager():
+        options = dict(zip(PLACES, values, strict=True))
+        return attention_with_kvcache(q, k_cache, v_cache, **options)
+    return _serve(q, k_cache, v_cache, values, None)
 
 
 def latent_parts(

@@ -6,6 +6,8 @@ import pytest
 import torch
 from bench import serving
 
+from archflash import reference
+
 
 @pytest.mark.parametrize("name", serving.MIXES)
 def test_every_row_of_every_request_is_in_one_batch(name: str) -> None:
@@ -26,11 +28,25 @@ def test_every_row_of_every_request_is_in_one_batch(name: str) -> None:
 def test_a_batch_that_is_loaded_later_is_computed(layer: serving.Layer) -> None:
     shape, step = serving.Step((1, 1, 5), (1, 1, 5)), serving.Step((1, 1, 5), (40, 17, 21))
     server = serving.Server(layer, shape, "cpu", 48, 8)
-    with torch.no_grad():
-        server.load(shape)
-        server.archflash()
-        assert server.is_right(shape)
-        server.load(step)
-        assert not server.is_right(step)
-        server.archflash()
-    assert server.is_right(step)
+    with torch.inference_mode():
+        for call in (server.archflash, server.sglang):
+            server.load(shape)
+            out = call()
+            assert server.is_right(shape, out)
+            server.load(step)
+            assert not server.is_right(step, out)
+            assert server.is_right(step, call())
+
+
+def test_peers_get_the_rows_without_pages() -> None:
+    layer, step = serving.Layer(4, 2, 16), serving.Step((1, 1), (40, 17))
+    server = serving.Server(layer, serving.Step((1, 1), (1, 1)), "cpu", 48, 8)
+    server.load(step)
+    k, v, ends = server.without_pages(step)
+    assert ends.tolist() == [0, 40, 57]
+    assert k.shape == v.shape == (57, 2, 16)
+    _, expected, _ = server.expected(1, step)
+    q = server.q[1:2].transpose(0, 1)[None]
+    part = slice(40, 57)
+    mine, _ = reference.attention(q, *(x[part].transpose(0, 1)[None] for x in (k, v)))
+    torch.testing.assert_close(mine[0].transpose(0, 1), expected)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archflash._api import attention
 from archflash._errors import UnsupportedError
-from archflash._kvcache import attention_with_kvcache
+from archflash._kvcache import PLACES, serve, values_of
 from archflash._merge import merge_attention
 
 FP8 = {
@@ -24,6 +24,10 @@ FP8 = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 _WITHOUT_CACHE = ("encoder", "encoder_only")
+# Where values of a call are that all layers have in common.
+_CU_SEQLENS_Q, _MAX_SEQLEN_Q, _CACHE_SEQLENS, _PAGE_TABLE = (
+    PLACES[name] for name in ("cu_seqlens_q", "max_seqlen_q", "cache_seqlens", "page_table")
+)
 
 
 @dataclass
@@ -44,7 +48,6 @@ class PagedBatch:
             the others only `prefix_window` up to their own.
         context_lens: int32 (requests,): rows of each request that this rank's share of the cache
             holds, without the rows of this batch. Only where ranks share a cache.
-        call: arguments that all layers have in common.
     """
 
     num_actual_tokens: int
@@ -58,16 +61,7 @@ class PagedBatch:
     seen_by_all: Tensor | None = None
     prefix_lens: Tensor | None = None
     prefix_window: int = 0
-    call: dict[str, Any] = field(init=False, repr=False)
     _ranges: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.call = {
-            "cu_seqlens_q": self.query_start_loc,
-            "max_seqlen_q": self.max_query_len,
-            "cache_seqlens": self.seq_lens,
-            "page_table": self.block_table,
-        }
 
     def lengths_changed(self) -> None:
         """Forgets what was computed of `seq_lens`, in which there are other numbers now. In a CUDA
@@ -184,6 +178,7 @@ class PagedAttention:
             free["window"] = (sliding_window - 1, sliding_window - 1)
         # Arguments of a call, by whether a row sees no later one.
         self._calls = {True: ordered, False: free}
+        self._values = {causal: values_of(**call) for causal, call in self._calls.items()}
         self._views: tuple[Tensor | None, Any] = (None, None)
 
     def write(
@@ -249,32 +244,45 @@ class PagedAttention:
             assert value is not None
             self._among_rows(query, key[:rows], value[:rows], batch, False, out=out)
             return output
-        k_cache, v_cache = self.caches(kv_cache)
-        scales: dict[str, Any] = self._scales(layer) if self._float8 else {}
         causal = batch.causal
         if batch.seen_by_all is not None or batch.prefix_lens is not None:
             clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-            call = {name: x for name, x in self._calls[False].items() if name != "window"}
             ranges = batch.key_ranges(self.sliding_window, clamped)
-            attention_with_kvcache(
-                query, k_cache, v_cache, out=out, key_ranges=ranges, **call, **batch.call, **scales
+            self._attend(
+                layer, query, kv_cache, batch, False, out=out, key_ranges=ranges, window=None
             )
             return output
         if not isinstance(causal, Tensor):
-            attention_with_kvcache(
-                query, k_cache, v_cache, out=out, **self._calls[causal], **batch.call, **scales
-            )
+            self._attend(layer, query, kv_cache, batch, causal, out=out)
             return output
         ordered, free = (
-            attention_with_kvcache(query, k_cache, v_cache, **call, **batch.call, **scales)
-            for call in self._calls.values()
+            self._attend(layer, query, kv_cache, batch, ordered) for ordered in (True, False)
         )
         torch.where(batch.causal_rows(), ordered, free, out=out)
         return output
 
-    @staticmethod
-    def _scales(layer: Any) -> dict[str, Any]:
-        return {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
+    def _attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        batch: PagedBatch,
+        causal: bool,
+        **more: Any,
+    ) -> Any:
+        """Attention of the rows to the cache. more: other options of `attention_with_kvcache`."""
+        if self._float8 is not None:
+            more |= {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
+        return attend(
+            self._values[causal],
+            query,
+            self.caches(kv_cache),
+            batch.query_start_loc,
+            batch.max_query_len,
+            batch.seq_lens,
+            batch.block_table,
+            more,
+        )
 
     def run_shared(
         self,
@@ -299,14 +307,17 @@ class PagedAttention:
         """
         rows = batch.num_actual_tokens
         out = output.view(output.shape[0], self.num_heads, -1)[:rows]
-        call = {**self._calls[False], **batch.call, "cache_seqlens": batch.context_lens}
-        call.pop("sinks", None)  # they count once, among the new rows
-        if self._float8:
-            call |= self._scales(layer)
         before, lse_before = combine(
             *_rows_first(
-                attention_with_kvcache(
-                    gather(query[:rows]), *self.caches(kv_cache), return_lse=True, **call
+                self._attend(
+                    layer,
+                    gather(query[:rows]),
+                    kv_cache,
+                    batch,
+                    False,
+                    cache_seqlens=batch.context_lens,
+                    sinks=None,  # they count once, among the new rows
+                    return_lse=True,
                 )
             )
         )
@@ -350,6 +361,34 @@ class PagedAttention:
             **self._calls[causal],
             **more,
         )
+
+
+def attend(
+    values: list[Any],
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    ends: Tensor | None,
+    longest: int | None,
+    lengths: Tensor,
+    pages: Tensor,
+    more: dict[str, Any],
+) -> Any:
+    """Attention of the rows of a batch to a layer's caches.
+
+    Args:
+        values: those of `values_of`, of the layer.
+        q, caches: `attention_with_kvcache` has their shapes.
+        ends, longest, lengths, pages: its cu_seqlens_q, max_seqlen_q, cache_seqlens and page_table.
+        more: its other options in this call.
+    """
+    values = values.copy()
+    values[_CU_SEQLENS_Q] = ends
+    values[_MAX_SEQLEN_Q] = longest
+    values[_CACHE_SEQLENS] = lengths
+    values[_PAGE_TABLE] = pages
+    for name, value in more.items():
+        values[PLACES[name]] = value
+    return serve(q, *caches, values)
 
 
 def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scale: Tensor) -> None:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from archflash._api import attention
 from archflash._errors import UnsupportedError
-from archflash._kvcache import attention_with_kvcache
+from archflash._kvcache import attention_with_kvcache, values_of
 from archflash._merge import merge_attention
+from archflash.integrations._paged import attend
 
 _ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "NONE", "STANDALONE")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -66,6 +67,7 @@ class _Layer(NamedTuple):
         bypasses_cache: whether it sees new rows only, which it does not store.
         takes_masks: whether kernels read its cache under a mask.
         options: of `attention_with_kvcache`.
+        values: the same for `attend`; none of a latent cache.
         views: its caches in pages of a size, and the address that they were made for.
     """
 
@@ -74,6 +76,7 @@ class _Layer(NamedTuple):
     bypasses_cache: bool
     takes_masks: bool
     options: dict[str, Any]
+    values: list[Any]
     views: dict[int, tuple[int, Any]]
 
 
@@ -315,17 +318,26 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         else:
             heads, dim = layer.tp_q_head_num, layer.qk_head_dim
             rows = (-1, heads, dim) if batch.rows is None else (-1, batch.rows, heads, dim)
-            result = attention_with_kvcache(
-                q.reshape(rows),
-                *self._caches(layer, known, self._page_size),
-                cache_seqlens=batch.lengths,
-                page_table=batch.window_pages if known.in_window_pool else batch.pages,
-                cu_seqlens_q=batch.ends,
-                max_seqlen_q=batch.longest,
-                sinks=sinks,
-                return_lse=with_lse,
-                **known.options,
-            )
+            caches = self._caches(layer, known, self._page_size)
+            pages = batch.window_pages if known.in_window_pool else batch.pages
+            if known.latent:
+                result = attention_with_kvcache(
+                    q.reshape(rows),
+                    *caches,
+                    cache_seqlens=batch.lengths,
+                    page_table=pages,
+                    cu_seqlens_q=batch.ends,
+                    max_seqlen_q=batch.longest,
+                    sinks=sinks,
+                    return_lse=with_lse,
+                    **known.options,
+                )
+            else:
+                more = {"sinks": sinks, "return_lse": with_lse}
+                q = q.reshape(rows)
+                result = attend(
+                    known.values, q, caches, batch.ends, batch.longest, batch.lengths, pages, more
+                )
         if not with_lse:
             out = result[0] if isinstance(result, tuple) else result
             return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
@@ -465,7 +477,8 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         )
         takes_masks = not of_latent_model and pool.dtype not in _FP8
         bypasses_cache = of_latent_model and not latent
-        return _Layer(in_window_pool, latent, bypasses_cache, takes_masks, options, {})
+        values = [] if of_latent_model else values_of(**options)
+        return _Layer(in_window_pool, latent, bypasses_cache, takes_masks, options, values, {})
 
 
 class DraftSteps:

@@ -247,7 +247,6 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         """The same batch in the caches of other layers."""
         other = copy.copy(metadata)
         other.block_table, other.slot_mapping = blk_table, slot_mapping
-        other.call = {**metadata.call, "page_table": blk_table}
         return other
 
     def update_draft_decode_metadata(self, metadata: PagedBatch) -> None:
