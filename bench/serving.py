@@ -93,12 +93,14 @@ class Step:
         return "decode" if one == len(self.rows) else "mixed" if one else "prefill"
 
 
-def steps(mix: Mix) -> Iterator[Step]:
+@functools.cache
+def steps(mix: Mix) -> tuple[Step, ...]:
     """The batches of a server that gets the requests of a mix: each request that decodes has a row,
     and chunks of prompts fill the rest of `TOKENS`.
     """
     waiting = [[prompt, 0, answer] for prompt, answer in mix.draw()]  # prompt, rows seen, answer
     running: list[list[int]] = []
+    batches = []
     came = 0.0
     while waiting or running:
         came += mix.arrivals
@@ -115,7 +117,8 @@ def steps(mix: Mix) -> Iterator[Step]:
                 lengths.append(request[1])
         running = [r for r in running if r[1] < r[0] + r[2]]
         if rows:
-            yield Step(tuple(rows), tuple(lengths))
+            batches.append(Step(tuple(rows), tuple(lengths)))
+    return tuple(batches)
 
 
 def chosen(mix: Mix, kind: str, number: int = 2) -> list[Step]:
@@ -141,7 +144,7 @@ class Server:
     def __init__(self, layer: Layer, shape: Step, device: str, longest: int, pages: int) -> None:
         import torch
 
-        from archflash._kvcache import values_of
+        from archflash._kvcache import kind_of, values_of
         from archflash.integrations._paged import PagedAttention, PagedBatch
 
         torch.manual_seed(0)
@@ -154,6 +157,7 @@ class Server:
         )
         window = None if layer.window is None else (layer.window - 1, 0)
         self.values = values_of(causal=True, window=window, scale=dim**-0.5)
+        self.kind, self.prepared = kind_of(self.values), dict[int, Any]()
         self.pages = pages
         cache = torch.randn(pages, PAGE, layer.heads_kv, 2 * dim, device=device, dtype=half)
         self.cache = cache.transpose(1, 2)
@@ -198,6 +202,8 @@ class Server:
         batch, decodes = self.batch, self.shape.kind == "decode"
         out = attend(
             self.values,
+            self.kind,
+            self.prepared,
             self.q[:, None] if decodes else self.q,
             self.attention.caches(self.cache),
             None if decodes else batch.query_start_loc,
@@ -224,7 +230,6 @@ class Server:
 
     def peers(self, step: Step) -> dict[str, Callable[[], object]]:
         """What else serves a step."""
-        import torch
 
         if self.layer.sinks:
             return {}
@@ -238,13 +243,10 @@ class Server:
                 fa3_module().flash_attn_varlen_func, self.q, k, v, starts, ends, *longest,
                 causal=True, window_size=window, softmax_scale=scale,
             )  # fmt: skip
-        # cuDNN's causal aligns to the top left.
-        whole = step.rows == step.lengths
-        if self.layer.window is None and (whole or step.kind == "decode"):
-            calls["torch-cudnn"] = functools.partial(
-                torch.ops.aten._cudnn_attention_forward, self.q, k, v, None, starts, ends, *longest,
-                False, 0.0, whole, scale=scale,
-            )  # fmt: skip
+        # PyTorch's cuDNN kernel for packed sequences is left out: a first call of 64 of them took
+        # longer than 20 s (torch 2.11, H200, 2026-11-28).
+        if self.layer.window is None and len(step.rows) == 1 and step.rows == step.lengths:
+            calls["torch-cudnn"] = functools.partial(_by_cudnn, self.q, k, v, scale)
         return calls
 
     def expected(self, request: int, step: Step) -> tuple[slice, torch.Tensor, torch.Tensor]:
@@ -273,15 +275,27 @@ class Server:
             plain = reference.baseline(q, k, v, **call)
         return part, exact[0].transpose(0, 1), plain[0].transpose(0, 1)
 
-    def is_right(self, step: Step, out: torch.Tensor) -> bool:
-        """Whether an output is that of the step, by the last rows of some requests."""
+    def are_right(self, step: Step, *outs: torch.Tensor) -> bool:
+        """Whether outputs are that of the step, by the last rows of some requests."""
         from archflash import reference
 
         for request in {0, len(step.rows) // 2, len(step.rows) - 1}:
             part, exact, plain = self.expected(request, step)
-            if not reference.check(out[part].cpu(), exact, plain).ok:
+            if not all(reference.check(out[part].cpu(), exact, plain).ok for out in outs):
                 return False
         return True
+
+
+def _by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of one sequence by PyTorch's cuDNN kernel."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 class Graph:
@@ -330,10 +344,10 @@ def measure(layer: Layer, mix: Mix, rounds: int) -> Iterator[dict[str, Any]]:
             server.load(step)
             for name, call in server.peers(step).items():
                 graphs[name] = Graph(call)
-            right = True
-            for name in ("archflash", "sglang"):
+            ours = ("archflash", "sglang")
+            for name in ours:
                 graphs[name].enqueue().wait()
-                right &= server.is_right(step, graphs[name].result)
+            right = server.are_right(step, *(graphs[name].result for name in ours))
             warm_up(graphs, 0.05)
             samples = round_robin(graphs, rounds)
             calls = {"host_us": server.archflash, "sglang_host_us": server.sglang}

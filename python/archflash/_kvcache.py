@@ -237,15 +237,46 @@ def values_of(**options: Any) -> list[Any]:
     return values
 
 
-def serve(q: Tensor, k_cache: Tensor, v_cache: Tensor, values: list[Any]) -> Any:
-    """`attention_with_kvcache` for the layers of a server's model, whose calls have most options in
-    common: each copies and completes what `values_of` made once, which takes the host less time
-    than so many arguments. Such layers run outside of autocast.
+def serve(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    values: list[Any],
+    prepared: dict[int, Any],
+    kind: int,
+) -> Any:
+    """`attention_with_kvcache` for the layers of a server's model, whose calls have most in common:
+    each copies and completes what `values_of` made once, which takes the host less time than so
+    many arguments, and a batch is read once. Such layers run outside of autocast.
+
+    Args:
+        prepared: what is known of the batch, by `kind`; empty at first.
+        kind: that of the layer, see `kind_of`.
     """
     if _always_check or not is_eager():
         options = dict(zip(PLACES, values, strict=True))
         return attention_with_kvcache(q, k_cache, v_cache, **options)
-    return _serve(q, k_cache, v_cache, values, None)
+    if _is_grad_enabled():
+        return _serve(q, k_cache, v_cache, values, None)
+    known = prepared.get(kind)
+    if known:
+        result = known(q, k_cache, v_cache, values, _forced())
+        if result is not NotImplemented:
+            return result
+    result = _serve(q, k_cache, v_cache, values, None)
+    if known is None:  # False: no kernel serves it
+        made = _native.prepare_call(q, k_cache, v_cache, values, _forced())
+        prepared[kind] = False if made is None else made
+    return result
+
+
+_kinds: dict[Any, int] = {}
+
+
+def kind_of(values: list[Any]) -> int:
+    """A number that layers have in common whose options are the same but for tensors."""
+    plain = tuple(x if not isinstance(x, Tensor) else Tensor for x in values)
+    return _kinds.setdefault(plain, len(_kinds))
 
 
 def latent_parts(

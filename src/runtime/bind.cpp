@@ -35,6 +35,19 @@ Encode encoder() {
   return encode;
 }
 
+using Replace = decltype(&cuTensorMapReplaceAddress);
+
+Replace replacer() {
+  static const auto replace =
+      reinterpret_cast<Replace>(driver_function("cuTensorMapReplaceAddress", 12000));
+  return replace;
+}
+
+[[noreturn]] void refused(const TensorMapSpec& spec, CUresult status) {
+  throw LaunchFailure(join("the driver refused the tensor map of ", operand_name(spec.operand),
+                           " (CUresult ", static_cast<int>(status), ")"));
+}
+
 void make_context_current() {
   int device_index = 0;
   cudaError_t status = cudaGetDevice(&device_index);
@@ -93,10 +106,7 @@ void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map) {
     make_context_current();
     status = encode();
   }
-  if (status != CUDA_SUCCESS) {
-    throw LaunchFailure(join("the driver refused the tensor map of ", operand_name(spec.operand),
-                             " (CUresult ", status, ")"));
-  }
+  if (status != CUDA_SUCCESS) refused(spec, status);
 }
 
 void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
@@ -110,10 +120,23 @@ void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>
 }
 
 void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
-          unsigned char* block) {
+          unsigned char* block, EncodedMaps& known) {
   bind_addresses(launch, addresses, block);
-  for (const TensorMapSpec& spec : launch.tensor_maps) {
-    encode_tensor_map(spec, addresses[static_cast<int>(spec.operand)], block + spec.offset);
+  const auto address = [&](const TensorMapSpec& spec) {
+    return static_cast<char*>(addresses[static_cast<int>(spec.operand)]);
+  };
+  std::call_once(known.encoded, [&] {
+    known.maps.resize(launch.tensor_maps.size());
+    for (size_t i = 0; i < known.maps.size(); ++i)
+      encode_tensor_map(launch.tensor_maps[i], address(launch.tensor_maps[i]), &known.maps[i]);
+  });
+  for (size_t i = 0; i < known.maps.size(); ++i) {
+    const TensorMapSpec& spec = launch.tensor_maps[i];
+    unsigned char* map = block + spec.offset;
+    std::memcpy(map, &known.maps[i], sizeof(TensorMap));
+    const CUresult status =
+        replacer()(reinterpret_cast<CUtensorMap*>(map), address(spec) + spec.addend);
+    if (status != CUDA_SUCCESS) refused(spec, status);
   }
 }
 

@@ -4,9 +4,12 @@
 
 #include <array>
 #include <cstddef>
+#include <mutex>
 #include <stdexcept>
+#include <vector>
 
 #include "common/planning/plan.h"
+#include "common/tensor_map.h"
 
 namespace archflash {
 
@@ -17,10 +20,17 @@ struct LaunchFailure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// The tensor maps of a launch as its first call encoded them. The driver puts other addresses into
+// them in a fraction of the time.
+struct EncodedMaps {
+  std::once_flag encoded;
+  std::vector<TensorMap> maps;
+};
+
 // Writes launch.params into `block` (64-byte aligned, MAX_PARAMETER_BYTES) with the addresses
-// filled in and the tensor maps encoded.
+// filled in and the tensor maps encoded. `known` belongs to the launch.
 void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
-          unsigned char* block);
+          unsigned char* block, EncodedMaps& known);
 
 // Writes launch.params into `block` with the addresses filled in, but without tensor maps.
 void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,

@@ -123,10 +123,10 @@ std::string describe_launch(const Launch& launch) {
               launch.block[2], "), ", launch.shared_bytes, " bytes of shared memory");
 }
 
-void launch_kernel(const Launch& launch, Kernel& kernel,
+void launch_kernel(const Launch& launch, Kernel& kernel, EncodedMaps& maps,
                    const std::array<void*, OPERAND_COUNT>& addresses, cudaStream_t stream) {
   alignas(64) unsigned char block[MAX_PARAMETER_BYTES];
-  bind(launch, addresses, block);
+  bind(launch, addresses, block, maps);
   void* parameters[] = {block};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.grid[0], launch.grid[1], launch.grid[2]);
@@ -155,7 +155,9 @@ void launch_kernel(const Launch& launch, Kernel& kernel,
 }  // namespace
 
 std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan) {
-  auto prepared = std::make_shared<PreparedPlan>(PreparedPlan{std::move(plan), {}});
+  auto prepared = std::make_shared<PreparedPlan>();
+  prepared->plan = std::move(plan);
+  prepared->maps.resize(prepared->plan->launches.size());
   const std::lock_guard lock(loading);
   for (const Launch& launch : prepared->plan->launches) {
     if (launch.params.size() > MAX_PARAMETER_BYTES) {
@@ -181,7 +183,8 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
   for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
     const Launch& launch = prepared.plan->launches[i];
     make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
-    launch_kernel(launch, *prepared.kernels[i], addresses, static_cast<cudaStream_t>(stream));
+    launch_kernel(launch, *prepared.kernels[i], prepared.maps[i], addresses,
+                  static_cast<cudaStream_t>(stream));
   }
 }
 

@@ -1,6 +1,7 @@
 // Runs plans on a GPU. Nothing else in the project launches a kernel there.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,7 +15,8 @@ struct Kernel;  // an entry of a loaded fatbin
 // A plan and the kernels it launches, looked up once.
 struct PreparedPlan {
   std::shared_ptr<const LaunchPlan> plan;
-  std::vector<Kernel*> kernels;  // one per launch
+  std::vector<Kernel*> kernels;          // one per launch
+  mutable std::deque<EncodedMaps> maps;  // likewise
 };
 
 std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan);

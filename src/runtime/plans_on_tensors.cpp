@@ -128,7 +128,11 @@ nb::bytes bound_parameters(const LaunchPlan& plan, size_t launch,
     }
   }
   alignas(64) unsigned char block[MAX_PARAMETER_BYTES];
-  (tensor_maps ? bind : bind_addresses)(plan.launches.at(launch), pointers, block);
+  EncodedMaps maps;
+  if (tensor_maps)
+    archflash::bind(plan.launches.at(launch), pointers, block, maps);
+  else
+    bind_addresses(plan.launches.at(launch), pointers, block);
   return nb::bytes(block, plan.launches[launch].params.size());
 }
 

@@ -170,7 +170,9 @@ nb::object& simulate() {
 std::shared_ptr<PreparedPlan> prepare_for(const Call& call, nb::handle chosen) {
   auto plan = nb::cast<std::shared_ptr<LaunchPlan>>(chosen);
   if (call.device_index >= 0) return prepare(std::move(plan));
-  return std::make_shared<PreparedPlan>(PreparedPlan{std::move(plan), {}});
+  auto prepared = std::make_shared<PreparedPlan>();
+  prepared->plan = std::move(plan);
+  return prepared;
 }
 
 nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,

@@ -12,7 +12,7 @@ from archflash import reference
 @pytest.mark.parametrize("name", serving.MIXES)
 def test_every_row_of_every_request_is_in_one_batch(name: str) -> None:
     mix = serving.MIXES[name]
-    batches = list(serving.steps(mix))
+    batches = serving.steps(mix)
     assert sum(sum(step.rows) for step in batches) == sum(map(sum, mix.draw()))
     assert max(len(step.rows) for step in batches) <= serving.REQUESTS
     assert max(sum(step.rows) for step in batches) <= serving.TOKENS
@@ -32,10 +32,10 @@ def test_a_batch_that_is_loaded_later_is_computed(layer: serving.Layer) -> None:
         for call in (server.archflash, server.sglang):
             server.load(shape)
             out = call()
-            assert server.is_right(shape, out)
+            assert server.are_right(shape, out)
             server.load(step)
-            assert not server.is_right(step, out)
-            assert server.is_right(step, call())
+            assert not server.are_right(step, out)
+            assert server.are_right(step, call())
 
 
 def test_peers_get_the_rows_without_pages() -> None:

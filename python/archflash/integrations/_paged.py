@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archflash._api import attention
 from archflash._errors import UnsupportedError
-from archflash._kvcache import PLACES, serve, values_of
+from archflash._kvcache import PLACES, kind_of, serve, values_of
 from archflash._merge import merge_attention
 
 FP8 = {
@@ -48,6 +48,7 @@ class PagedBatch:
             the others only `prefix_window` up to their own.
         context_lens: int32 (requests,): rows of each request that this rank's share of the cache
             holds, without the rows of this batch. Only where ranks share a cache.
+        prepared: what a layer's call has found out for the layers behind it.
     """
 
     num_actual_tokens: int
@@ -61,6 +62,7 @@ class PagedBatch:
     seen_by_all: Tensor | None = None
     prefix_lens: Tensor | None = None
     prefix_window: int = 0
+    prepared: dict[int, Any] = field(init=False, repr=False, default_factory=dict)
     _ranges: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def lengths_changed(self) -> None:
@@ -179,6 +181,7 @@ class PagedAttention:
         # Arguments of a call, by whether a row sees no later one.
         self._calls = {True: ordered, False: free}
         self._values = {causal: values_of(**call) for causal, call in self._calls.items()}
+        self._kinds = {causal: kind_of(values) for causal, values in self._values.items()}
         self._views: tuple[Tensor | None, Any] = (None, None)
 
     def write(
@@ -275,6 +278,8 @@ class PagedAttention:
             more |= {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
         return attend(
             self._values[causal],
+            self._kinds[causal],
+            batch.prepared,
             query,
             self.caches(kv_cache),
             batch.query_start_loc,
@@ -365,6 +370,8 @@ class PagedAttention:
 
 def attend(
     values: list[Any],
+    kind: int,
+    prepared: dict[int, Any],
     q: Tensor,
     caches: tuple[Tensor, Tensor],
     ends: Tensor | None,
@@ -376,7 +383,8 @@ def attend(
     """Attention of the rows of a batch to a layer's caches.
 
     Args:
-        values: those of `values_of`, of the layer.
+        values, kind: those of `values_of` and `kind_of`, of the layer.
+        prepared: see `serve`; of the batch.
         q, caches: `attention_with_kvcache` has their shapes.
         ends, longest, lengths, pages: its cu_seqlens_q, max_seqlen_q, cache_seqlens and page_table.
         more: its other options in this call.
@@ -388,7 +396,7 @@ def attend(
     values[_PAGE_TABLE] = pages
     for name, value in more.items():
         values[PLACES[name]] = value
-    return serve(q, *caches, values)
+    return serve(q, *caches, values, prepared, kind)
 
 
 def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scale: Tensor) -> None:

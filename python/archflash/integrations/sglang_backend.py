@@ -23,7 +23,7 @@ from torch import Tensor
 
 from archflash._api import attention
 from archflash._errors import UnsupportedError
-from archflash._kvcache import attention_with_kvcache, values_of
+from archflash._kvcache import attention_with_kvcache, kind_of, values_of
 from archflash._merge import merge_attention
 from archflash.integrations._paged import attend
 
@@ -45,6 +45,7 @@ class _Batch(NamedTuple):
         branches: of a tree of drafts: int32 (new rows, places), in which slots the drafts are that
             a row sees, and int32 (new rows,), how many they are.
         sees: bool (new rows, rows), which new rows of its request a row sees, for verification.
+        prepared: of `attend`.
     """
 
     lengths: Tensor
@@ -56,6 +57,7 @@ class _Batch(NamedTuple):
     longest: int | None
     branches: tuple[Tensor, Tensor] | None
     sees: Tensor | None
+    prepared: dict[int, Any]
 
 
 class _Layer(NamedTuple):
@@ -65,18 +67,20 @@ class _Layer(NamedTuple):
         in_window_pool: whether its cache is in the pool of layers with a window.
         latent: whether its cache has latent rows, of which the first columns are V.
         bypasses_cache: whether it sees new rows only, which it does not store.
-        takes_masks: whether kernels read its cache under a mask.
+        masks_trees: whether it sees a tree of drafts under a mask of the cache, which windows and
+            chunks need; two calls are faster without them.
         options: of `attention_with_kvcache`.
-        values: the same for `attend`; none of a latent cache.
+        values, kind: the same for `attend`; not of a latent cache.
         views: its caches in pages of a size, and the address that they were made for.
     """
 
     in_window_pool: bool
     latent: bool
     bypasses_cache: bool
-    takes_masks: bool
+    masks_trees: bool
     options: dict[str, Any]
     values: list[Any]
+    kind: int
     views: dict[int, tuple[int, Any]]
 
 
@@ -172,7 +176,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         lengths = (lengths + added if added else lengths).to(torch.int32)
         pages = _divided(found, size)
         return _Batch(
-            lengths, pages, window_pages, window_slots, rows, ends, longest, branches, sees
+            lengths, pages, window_pages, window_slots, rows, ends, longest, branches, sees, {}
         )
 
     def _tree(
@@ -238,7 +242,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         self._graph = _Batch(
             torch.ones(max_bs, **options), pages, torch.zeros_like(pages) if window else None,
             torch.zeros(max_num_tokens, dtype=torch.int64, device=pages.device) if window else None,
-            None, None, None, None, None,
+            None, None, None, None, None, {},
         )  # fmt: skip
         places = self._drafts if self._step is None else self._step + 1
         if places:
@@ -311,7 +315,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, *scales)
         if known.bypasses_cache:
             result = self._attend_to_new_rows(q, k, v, layer, known, batch, with_lse)
-        elif batch.sees is not None and known.takes_masks:
+        elif batch.sees is not None and known.masks_trees:
             result = self._attend_to_tree(q, layer, known, batch, sinks)
         elif batch.branches is not None:
             result = self._attend_to_branches(q, layer, known, batch, sinks)
@@ -336,8 +340,9 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
                 more = {"sinks": sinks, "return_lse": with_lse}
                 q = q.reshape(rows)
                 result = attend(
-                    known.values, q, caches, batch.ends, batch.longest, batch.lengths, pages, more
-                )
+                    known.values, known.kind, batch.prepared, q, caches, batch.ends, batch.longest,
+                    batch.lengths, pages, more,
+                )  # fmt: skip
         if not with_lse:
             out = result[0] if isinstance(result, tuple) else result
             return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
@@ -370,24 +375,23 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         assert batch.branches is not None
         count, length = batch.rows, batch.lengths[:, None]
         window, chunk = known.options["window"], known.options["attention_chunk"]
-        sees, ranges = batch.sees.view(-1, count, count), None
-        if window is not None or chunk is not None:
-            # A draft's position is its depth behind the length, which is not its row.
-            position = length + batch.branches[1].view(-1, count) - 1
-            first = position - window[0] if window is not None else torch.zeros_like(position)
-            if chunk is not None:
-                first = first.maximum(position // chunk * chunk)
-            # The mask bounds the drafts, whose rows are in another order; ranges bound other keys.
-            sees = sees & (position[:, None] >= first[..., None])
-            first = first.clamp(min=0).minimum(length)
-            ranges = torch.stack([first, (length + count).expand_as(first)], -1)[:, None, :, None]
+        # A draft's position is its depth behind the length, which is not its row.
+        position = length + batch.branches[1].view(-1, count) - 1
+        first = position - window[0] if window is not None else torch.zeros_like(position)
+        if chunk is not None:
+            first = first.maximum(position // chunk * chunk)
+        # The mask bounds the drafts, whose rows are in another order; ranges bound other keys.
+        sees = batch.sees.view(-1, count, count)[:, None]
+        sees = sees & (position[:, None, None] >= first[:, None, :, None])
+        first = first.clamp(min=0).minimum(length)
+        ranges = torch.stack([first, (length + count).expand_as(first)], -1)[:, None, :, None]
         options = known.options | {"causal": False, "window": None, "attention_chunk": None}
         return attention_with_kvcache(  # type: ignore[no-any-return]
             q.reshape(-1, count, layer.tp_q_head_num, layer.qk_head_dim),
             *self._caches(layer, known, self._page_size),
             cache_seqlens=batch.lengths + count,
             page_table=batch.window_pages if known.in_window_pool else batch.pages,
-            attn_mask=sees[:, None],
+            attn_mask=sees,
             key_ranges=ranges,
             sinks=sinks,
             return_lse=True,
@@ -475,10 +479,17 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         in_window_pool = (
             self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
         )
-        takes_masks = not of_latent_model and pool.dtype not in _FP8
+        masks_trees = (
+            not of_latent_model
+            and pool.dtype not in _FP8
+            and (bounded or options["attention_chunk"] is not None)
+        )
         bypasses_cache = of_latent_model and not latent
         values = [] if of_latent_model else values_of(**options)
-        return _Layer(in_window_pool, latent, bypasses_cache, takes_masks, options, values, {})
+        return _Layer(
+            in_window_pool, latent, bypasses_cache, masks_trees, options, values, kind_of(values),
+            {},
+        )  # fmt: skip
 
 
 class DraftSteps:

@@ -1,0 +1,79 @@
+#include "runtime/prepared_call.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace archflash {
+namespace {
+
+std::optional<Operand> operand_of(const Option& option) {
+  return option.kind == OptionKind::Output ? Operand::Out : option.operand;
+}
+
+}  // namespace
+
+void PreparedCall::Like::set(nb::handle tensor, const char* name) {
+  read_tensor(tensor, name, view);
+  align = alignment(view.data);
+  std::copy_n(view.shape, view.ndim, shape);
+  std::copy_n(view.strides, view.ndim, strides);
+}
+
+bool PreparedCall::Like::fits(const TensorView& other) const {
+  return align == alignment(other.data) && view.device_kind == other.device_kind &&
+         view.device_index == other.device_index && view.is_float == other.is_float &&
+         (!view.is_float || view.dtype == other.dtype) && view.is_int32 == other.is_int32 &&
+         view.is_bool == other.is_bool && view.is_int64 == other.is_int64 &&
+         view.is_int8 == other.is_int8 && view.ndim == other.ndim && other.has_storage &&
+         !other.lazy && std::equal(shape, shape + view.ndim, other.shape) &&
+         std::equal(strides, strides + view.ndim, other.strides);
+}
+
+bool PreparedCall::replace(nb::handle tensor, const char* name, const Like& like, Operand operand,
+                           Call& call) {
+  if (like.align == 0 || !is_plain_tensor(tensor)) return false;
+  TensorView view;
+  read_tensor(tensor, name, view);
+  call.addresses[static_cast<int>(operand)] = view.data;
+  return like.fits(view);
+}
+
+PreparedCall::PreparedCall(const Arguments& arguments, const Call& call,
+                           std::shared_ptr<PreparedPlan> plan, Templates like,
+                           nb::handle implementation)
+    : call_(call),
+      plan_(std::move(plan)),
+      like_(std::move(like)),
+      implementation_(nb::borrow(implementation)),
+      gives_out_(!arguments.out.is_none()) {
+  q_.set(arguments.q, "q");
+  k_.set(arguments.k, "k_cache");
+  v_.set(arguments.v, "v_cache");
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const nb::handle value = arguments.*ARGUMENTS[i];
+    const auto operand = operand_of(OPTIONS[i]);
+    if (operand && is_plain_tensor(value)) of_options_[i].set(value, OPTIONS[i].name);
+    options_.append(operand == Operand::Out ? nb::none() : nb::borrow(value));
+  }
+}
+
+nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
+                             nb::handle implementation) const {
+  const nb::object no = nb::borrow(Py_NotImplemented);
+  const Arguments a = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+  if (!implementation.is(implementation_) || a.out.is_none() == gives_out_) return no;
+  Call call = call_;
+  if (!replace(q, "q", q_, Operand::Q, call) || !replace(k, "k_cache", k_, Operand::K, call) ||
+      !replace(v, "v_cache", v_, Operand::V, call))
+    return no;
+  for (int i = 0; i < OPTION_COUNT; ++i) {
+    const nb::handle value = a.*ARGUMENTS[i];
+    if (value.is(PyList_GetItem(options_.ptr(), i))) continue;
+    const auto operand = operand_of(OPTIONS[i]);
+    if (!operand || !replace(value, OPTIONS[i].name, of_options_[i], *operand, call)) return no;
+  }
+  return archflash::run(*plan_, a, call, like_);
+}
+
+}  // namespace archflash
