@@ -313,7 +313,11 @@ Notes notes(const LaunchPlan& plan) {
     if (launch.kernel.ends_with("_decode") && !plan.tile.name.ends_with("_decode"))
       return {{"few rows", "sequences of few rows have a launch of their own, " + launch.kernel}};
   }
-  return {};
+  if (!mma_sync::shares_by_length(plan)) return {};
+  return {{"splits", "up to " + std::to_string(plan.tile.splits) +
+                         " shares of the keys of each tile, by the lengths of the sequences; a "
+                         "second kernel combines them"},
+          {"balance", "by the lengths, which are on the device"}};
 }
 
 }  // namespace archflash::ampere

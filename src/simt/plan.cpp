@@ -186,7 +186,7 @@ PlanResult plan_with_cache(const Problem& problem, const Device& device) {
   if (chosen.combines()) {
     core::split_keys(plan, problem, chosen.splits, 0, offsetof(CacheParams, partials),
                      "simt_combine_f32");
-    core::combine_shares(plan.launches[1], chosen.splits, 0, 0, params.attention.exp2_scale);
+    core::combine_shares(plan.launches[1], chosen.splits, false, 0, params.attention.exp2_scale);
   }
   const std::string image = "simt/cache_f32";
   for (Launch& launch : plan.launches) launch.image = image;

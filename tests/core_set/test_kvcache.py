@@ -49,6 +49,19 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
         [15, 300], page_size=16, capacity=304, heads=(4, 2), num_splits=3, dtype=BF16,
         sinks=torch.tensor([0.5, -1, 2, 0], device=here.device), device=here.device,
     ),
+    # Sequences have shares of their own number, also beyond the lanes of a warp.
+    "page-16-unlike-lengths-d256": lambda: make(
+        [700, 0, 40, 330], page_size=16, capacity=704, d=256, heads=(8, 2), n_new=1, dtype=BF16,
+        sinks=torch.linspace(-1, 9, 8, device=here.device), device=here.device,
+    ),
+    "page-8-unlike-lengths-of-36-d192": lambda: make(
+        [*range(20), 250, *range(15)], page_size=8, capacity=256, d=192, heads=(1, 1), dtype=F16,
+        q_lengths=[*[1, 0, 3, 2, 16] * 7, 1], causal=True, max_seqlen_q=16, device=here.device,
+    ),
+    "e4m3-page-16-unlike-lengths": lambda: make(
+        [15, 600, 97], page_size=16, capacity=608, d=192, heads=(4, 2), nq=3, causal=True,
+        cache_dtype=torch.float8_e4m3fn, dtype=BF16, device=here.device,
+    ),
     "page-64-softcap-append": lambda: make(
         [63, 100], page_size=64, capacity=128, n_new=3, nq=3, causal=True, softcap=5.0, dtype=F16,
         device=here.device,

@@ -300,16 +300,13 @@ def test_decoding_shares_keys_as_was_fastest_on_an_h200(batch: int, keys: int, s
 
 
 @pytest.mark.parametrize(
-    ("batch", "pages", "splits"),
-    [(1, 1040, 33), (8, 512, 8), (19, 1040, 3), (24, 1040, 3), (32, 1040, 2), (64, 232, 1)],
+    ("batch", "pages", "splits"), [(2, 16, 2), (8, 512, 33), (19, 1040, 33), (64, 232, 29)]
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_sequences_with_pages_share_keys_for_the_sake_of_the_longest(
+def test_sequences_with_pages_share_keys_by_their_lengths(
     batch: int, pages: int, splits: int, packed: bool
 ) -> None:
-    """19 requests of 1,000 to 16,500 keys: 234 us with one share, 144 with four (H200, 2026-11-28).
-    What cu_seqlens_q says of a grid's empty tiles counts for nothing.
-    """
+    """Four CTAs an SM for the keys beside one for each tile, but not more than there can be."""
     rows = (batch,) if packed else (batch, 1)
     q = torch.empty(*rows, 32, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(100, 16, 8, 128, dtype=torch.bfloat16, device="meta")
@@ -321,9 +318,16 @@ def test_sequences_with_pages_share_keys_for_the_sake_of_the_longest(
         call["cu_seqlens_q"] = torch.empty(batch + 1, dtype=torch.int32, device="meta")
         call["max_seqlen_q"] = 1
     problem = make_problem(q, k, k, layout="bnhd", **call).as_if_on_cuda()
-    assert tile_of(ampere(problem, "H200")).splits == splits
-    window = make_problem(q, k, k, layout="bnhd", **call, window=(127, 0)).as_if_on_cuda()
-    assert tile_of(ampere(window, "H200")).splits == 1
+    plan = ampere(problem, "H200")
+    tile = tile_of(plan)
+    assert tile.splits == splits
+    assert plan.to_dict()["launches"][0]["grid"][0] == tile.tiles + min(
+        4 * 132, tile.tiles * (splits - 1)
+    )
+    assert "by the lengths" in dict(plan.notes)["splits"]
+    for one_share in ({"window": (127, 0)}, {"num_splits": 1}):
+        problem = make_problem(q, k, k, layout="bnhd", **call, **one_share).as_if_on_cuda()
+        assert tile_of(ampere(problem, "H200")).splits == 1
 
 
 @pytest.mark.parametrize(

@@ -15,4 +15,5 @@ using namespace archflash::ampere;
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), mma_sync::decode_fwd, D64Decode<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), mma_sync::decode_fwd, D128Decode<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), mma_sync::decode_fwd, D256Decode<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(ampere_combine, decode), (32 * COMBINE_WARPS), device::combine_shares<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_combine, decode), (32 * COMBINE_WARPS),
+                device::combine_shares<DTYPE, mma_sync::CombineUnlikeParams>)

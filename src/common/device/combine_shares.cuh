@@ -171,9 +171,10 @@ __device__ __forceinline__ void combine_row(const CombineSharesParams& params,
   store_combined<OUT>(attention, all, to, scale);
 }
 
-// OUT is the output's type. dv may be at most 256.
-template <DType OUT>
-__device__ __forceinline__ void combine_shares(const CombineSharesParams& params) {
+// OUT is the output's type. dv may be at most 256. Where Params has shares_gmem, rows may have
+// shares of their own number, and those of one share are complete.
+template <DType OUT, class Params = CombineSharesParams>
+__device__ __forceinline__ void combine_shares(const Params& params) {
   __shared__ __align__(16) unsigned char shared[COMBINE_WARPS * (2 * 32 * 16 + 8)];
   const AttentionParams& attention = params.attention;
   const Partials& partials = params.partials;
@@ -209,6 +210,10 @@ __device__ __forceinline__ void combine_shares(const CombineSharesParams& params
     to.lse_index = to.head * attention.lse_head + to.row;
   }
   ptx::griddepcontrol_wait();
+  if constexpr (requires { params.shares_gmem; }) {
+    if (params.shares_gmem != nullptr && splits > 0) splits = params.shares_gmem[row];
+    if (params.shares_gmem != nullptr && splits == 1) return;
+  }
   if (attention.dv <= 128) {
     combine_row<OUT, 1>(params, shared, row, splits, to);
   } else {

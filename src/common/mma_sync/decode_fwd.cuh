@@ -31,7 +31,9 @@
 #include "common/device/tile_walk.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/decode_config.cuh"
+#include "common/mma_sync/decode_params.h"
 #include "common/mma_sync/tile.cuh"
+#include "common/mma_sync/unlike_lengths.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
@@ -40,6 +42,11 @@
 #include "common/ptx/mma_sync.cuh"
 
 namespace archflash::mma_sync {
+
+// What a CTA knows besides: which share of its tile's keys it has, out of how many.
+struct DecodeContext : CacheContext {
+  int share, shares;
+};
 
 // The fragments a of the 16 query rows, for each 16 columns.
 template <class C>
@@ -398,8 +405,8 @@ __device__ __forceinline__ void store_warp(unsigned char* shared,
 // Adds up what the warps of a CTA have found, and writes it: to the workspace if the keys are
 // split, else to the output. Neighbouring threads have a row. v_factor: of the numbers of V.
 template <class C>
-__device__ __forceinline__ void merge_warps(const unsigned char* shared, const CacheParams& params,
-                                            const CacheContext& cta, float v_factor) {
+__device__ __forceinline__ void merge_warps(const unsigned char* shared, const DecodeParams& params,
+                                            const DecodeContext& cta, float v_factor) {
   constexpr int THREADS_OF_ROW = C::THREADS / C::BLOCK_Q, COLUMNS = 4;
   const AttentionParams& attention = params.attention;
   const int row_of_tile = threadIdx.x / THREADS_OF_ROW;
@@ -425,13 +432,19 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const C
   float* partial_gmem = nullptr;
   uint16_t* row_gmem = nullptr;
   float factor = v_factor;
+  const bool by_length = params.share_ctas > 0;
+  int64_t row_of_all = 0;
   if (partials.wanted()) {
-    const int64_t row_of_all =
+    row_of_all =
         params.few_rows == 0
             ? row.lse_index(attention)
             : (static_cast<int64_t>(row.batch) * attention.heads_q + row.head) * params.few_rows +
                   row.row;
-    const int64_t index = partials.index(blockIdx.x % partials.splits, row_of_all);
+    if (by_length && cta.share == 0 && thread_of_row == 0)
+      params.shares_gmem[row_of_all] = cta.shares;
+  }
+  if (partials.wanted() && !(by_length && cta.shares == 1)) {
+    const int64_t index = partials.index(cta.share, row_of_all);
     if (thread_of_row == 0) partials.ends_gmem[index] = {base, sum};
     if (sum == 0.0f) return;  // the combining kernel does not read the outputs
     partial_gmem = partials.rows_gmem + index * attention.dv;
@@ -509,14 +522,14 @@ __device__ __forceinline__ void add_alibi(device::Scores<typename C::Warp>& s_rm
 }
 
 template <class C>
-__device__ __forceinline__ void decode_fwd(const CacheParams& params) {
+__device__ __forceinline__ void decode_fwd(const DecodeParams& params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   using Warp = typename C::Warp;
-  static_assert(sizeof(CacheContext) <= C::CONTEXT_BYTES);
+  static_assert(sizeof(DecodeContext) <= C::CONTEXT_BYTES);
   const AttentionParams& attention = params.attention;
   const device::PackedHeads& packed = params.packed_heads;
   const Partials& partials = params.partials;
-  CacheContext& cta = *reinterpret_cast<CacheContext*>(shared + C::CONTEXT_SMEM);
+  DecodeContext& cta = *reinterpret_cast<DecodeContext*>(shared + C::CONTEXT_SMEM);
   // This kernel starts early (Launch::uses_pdl): what it reads is written now, and what it
   // writes was read.
   ptx::griddepcontrol_wait();
@@ -527,15 +540,21 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
       device::write_rows_of_no_sequence(attention, blockIdx.x, threadIdx.x, C::THREADS,
                                         packed.rows(), packed.count, head);
     }
-    const int index = static_cast<int>(blockIdx.x) / partials.splits;
-    device::Work work =
-        all_rows ? device::find_work(attention, index, packed.rows(), packed.count)
-                 : work_of_short_sequence(attention, index, params.few_rows, packed.count);
-    if (work.first_row < 0) return;
+    SharedWork own;
+    if (params.share_ctas > 0) {
+      own = find_shared_work<C::BLOCK_K>(params);
+    } else {
+      const int index = static_cast<int>(blockIdx.x) / partials.splits;
+      own.work = all_rows ? device::find_work(attention, index, packed.rows(), packed.count)
+                          : work_of_short_sequence(attention, index, params.few_rows, packed.count);
+      own.share = blockIdx.x % partials.splits;
+      own.shares = partials.splits;
+    }
+    if (own.work.first_row < 0) return;
     if (threadIdx.x == 0) {
-      const device::CacheRows rows = find_rows(params, work);
-      work.nk = rows.count;
-      cta = make_cache_context<C>(params, work, rows);
+      const device::CacheRows rows = find_rows(params, own.work);
+      own.work.nk = rows.count;
+      cta = {make_cache_context<C>(params, own.work, rows), own.share, own.shares};
     }
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
@@ -548,8 +567,10 @@ __device__ __forceinline__ void decode_fwd(const CacheParams& params) {
   const int last_row = min(first_row + packed.rows(), cta.work.nq) - 1;
   const int all_first = visible.first(last_row), all_last = visible.last(first_row);
   int first = visible.first(first_row), last = visible.last(last_row);
+  Partials of_tile = partials;
+  of_tile.splits = cta.shares;
   const device::Blocks share = device::blocks_of_share<C::BLOCK_K>(
-      {first & -C::BLOCK_K, last & -C::BLOCK_K}, partials, blockIdx.x % partials.splits);
+      {first & -C::BLOCK_K, last & -C::BLOCK_K}, of_tile, cta.share);
   first = max(first & -C::WARP_KEYS, share.first);
   last = min(last, share.last + C::BLOCK_K - 1);
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <variant>
 
+#include "common/mma_sync/decode_params.h"
 #include "common/mma_sync/params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
@@ -158,9 +159,59 @@ void add_masks(Launch& attention, const Problem& problem) {
     attention.pointers.push_back(slot);
 }
 
-// The launches of a call with a cache, but for the append. few_rows: CacheParams::few_rows.
+// Turns the parameters of the launches of decode_fwd.cuh and of its combining kernel into theirs.
+template <class Params>
+Params& longer(Launch& launch, Params& params) {
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params), launch.params.data(), launch.params.size());
+  return params;
+}
+void add_share_ctas(LaunchPlan& plan, int64_t share_ctas) {
+  DecodeParams attention;
+  longer(plan.launches[0], attention).share_ctas = static_cast<int32_t>(share_ctas);
+  plan.launches[0].params = core::bytes(attention);
+  if (plan.launches.size() == 1) return;
+  CombineUnlikeParams combine;
+  plan.launches[1].params = core::bytes(longer(plan.launches[1], combine));
+  if (share_ctas == 0) return;
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t start = workspace.add(combine.partials.rows * int64_t{sizeof(int32_t)});
+  plan.workspace_bytes = workspace.bytes();
+  const auto add = [&](Launch& launch, size_t field) {
+    launch.pointers.push_back({Operand::Workspace, static_cast<int32_t>(field), start});
+  };
+  add(plan.launches[0], DecodeParams::SHARES);
+  add(plan.launches[1], CombineUnlikeParams::SHARES);
+}
+
+// DecodeParams::share_ctas of a call whose sequences may differ in length: its keys are shared out
+// by the lengths, and `chosen` gets the most shares that a sequence may have. 0 where they are not.
+// rows: query rows of all heads. Measured on an H200 (docs/lab/ampere.md).
+int64_t share_by_length(Choice& chosen, const Problem& problem, const Device& device,
+                        int64_t rows) {
+  const core::Tile& tile = chosen.tile;
+  const bool decodes = tile.rows_per_warp == 0;  // a kernel of decode_fwd.cuh
+  const bool may_differ = problem.page_size > 0 && problem.batch > 1;
+  const bool to_choose = problem.num_splits == 0 && !problem.batch_invariant;
+  if (!decodes || !may_differ || !to_choose || core::visited_keys(problem, tile) < problem.nk)
+    return 0;
+  constexpr int64_t MOST_BYTES = int64_t{32} << 20;  // of partial results
+  const int64_t row_bytes = problem.dv * static_cast<int64_t>(sizeof(float)) + sizeof(PartialEnd);
+  const int64_t workers = core::workers_of(tile, device), tiles = core::tiles_of(problem, tile);
+  const int64_t most = std::min(
+      {core::ceil_div(workers, problem.heads_q / tile.packed_heads), core::MOST_SPLITS,
+       problem.nk / (FEWEST_SHARE_BLOCKS * tile.block_k), MOST_BYTES / (rows * row_bytes)});
+  const int64_t blocks = tiles * core::ceil_div(problem.nk, tile.block_k);  // the kernel adds up
+  if (most < 2 || blocks > INT32_MAX / 2 || tiles > core::GRID_LIMIT / 2) return 0;
+  chosen.splits = most;
+  return std::min(3 * workers / 2, tiles * (most - 1));
+}
+
+// The launches of a call with a cache, but for the append. few_rows, share_ctas: of DecodeParams.
 LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
-                               const Problem& problem, const Device& device, int64_t few_rows) {
+                               const Problem& problem, const Device& device, int64_t few_rows,
+                               int64_t share_ctas) {
   const auto& [tile, splits, share_keys] = chosen;
   const std::string word = core::dtype_word(problem.dtype);
   const bool decodes = tile.rows_per_warp == 0;  // a kernel of decode_fwd.cuh
@@ -185,7 +236,8 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   }
   const int64_t tiles = for_few_rows ? problem.batch * (problem.heads_q / tile.packed_heads)
                                      : core::tiles_of(problem, tile);
-  LaunchPlan plan = core::one_launch(folder, problem, device, tile, tiles * splits, params);
+  const int64_t ctas = share_ctas > 0 ? tiles + share_ctas : tiles * splits;
+  LaunchPlan plan = core::one_launch(folder, problem, device, tile, ctas, params);
   if (chosen.combines()) {
     const int64_t rows = for_few_rows ? problem.batch * problem.heads_q * few_rows : 0;
     core::split_keys(plan, problem, splits, share_keys, offsetof(CacheParams, partials),
@@ -200,13 +252,14 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   // the room of a third on some SMs and leave others with one. (Behind an append no such call comes
   // right before.)
   const bool all_at_once = !chosen.combines() && !for_few_rows && !core::has_append(problem) &&
-                           tiles * splits <= int64_t{plan.tile.ctas_per_sm} * device.sm_count;
+                           ctas <= int64_t{plan.tile.ctas_per_sm} * device.sm_count;
   attention.uses_pdl = decodes && !all_at_once;
   if (decodes && chosen.combines()) {
     Launch& combine = plan.launches[1];
     combine.kernel += "_decode";
     combine.image = decode_image;
-    core::combine_shares(combine, splits, share_keys, for_few_rows ? few_rows : 0);
+    core::combine_shares(combine, splits, share_keys > 0 || share_ctas > 0,
+                         for_few_rows ? few_rows : 0);
   }
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     attention.pointers.push_back(slot);
@@ -224,6 +277,7 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   };
   add_descale(1, Operand::KDescale, offsetof(CacheParams, k_descale));
   add_descale(2, Operand::VDescale, offsetof(CacheParams, v_descale));
+  if (decodes) add_share_ctas(plan, share_ctas);
   return plan;
 }
 
@@ -253,7 +307,20 @@ std::optional<FewRowsPlan> plan_few_rows(const std::string& folder,
   few.splits = core::choose_splits(shorter, device, few.tile,
                                    rounds * core::visited_keys(shorter, few.tile));
   const int64_t rows = packed.rows();
-  return FewRowsPlan{rows, launches_with_cache(folder, few, problem, device, rows)};
+  const int64_t all_rows = problem.batch * problem.heads_q * rows;
+  const int64_t share_ctas = share_by_length(few, shorter, device, all_rows);
+  return FewRowsPlan{rows, launches_with_cache(folder, few, problem, device, rows, share_ctas)};
+}
+
+bool shares_by_length(const LaunchPlan& plan) {
+  for (const Launch& launch : plan.launches) {
+    if (launch.params.size() != sizeof(DecodeParams) || !launch.kernel.ends_with(plan.tile.name))
+      continue;
+    DecodeParams params;
+    std::memcpy(static_cast<void*>(&params), launch.params.data(), sizeof params);
+    return params.share_ctas > 0;
+  }
+  return false;
 }
 
 void add_few_rows(LaunchPlan& plan, FewRowsPlan few) {
@@ -273,10 +340,13 @@ PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile
                            std::span<const core::Tile> for_few_rows) {
   const auto choice = core::choose_with_splits(folder, tiles, problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
-  const auto& chosen = std::get<Choice>(choice);
+  auto chosen = std::get<Choice>(choice);
   auto few =
       chosen.combines() ? std::nullopt : plan_few_rows(folder, for_few_rows, problem, device);
-  LaunchPlan plan = launches_with_cache(folder, chosen, problem, device, few ? few->rows : 0);
+  const int64_t rows = (problem.varlen ? 1 : problem.batch) * problem.heads_q * problem.nq;
+  const int64_t share_ctas = share_by_length(chosen, problem, device, rows);
+  LaunchPlan plan =
+      launches_with_cache(folder, chosen, problem, device, few ? few->rows : 0, share_ctas);
   if (few) add_few_rows(plan, std::move(*few));
   const std::string append = folder + "_append_" + core::dtype_word(problem.dtype);
   Problem unmasked = problem;  // one kernel appends, with masks and without

@@ -59,6 +59,9 @@ std::optional<FewRowsPlan> plan_few_rows(const std::string& folder,
 inline std::optional<FewRowsPlan> (*plan_few_rows_apart)(const Problem& problem,
                                                          const Device& device) = nullptr;
 
+// Whether sequences have shares of their keys by their lengths (unlike_lengths.cuh).
+bool shares_by_length(const LaunchPlan& plan);
+
 // Puts its launches behind those of `plan`.
 void add_few_rows(LaunchPlan& plan, FewRowsPlan few);
 

@@ -146,14 +146,13 @@ void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_
   plan.launches.push_back(std::move(second));
 }
 
-void combine_shares(Launch& combine, int64_t splits, int64_t share_keys, int64_t few_rows,
+void combine_shares(Launch& combine, int64_t splits, bool one_warp, int64_t few_rows,
                     float base_scale) {
   CombineSharesParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   std::memcpy(static_cast<void*>(&params), combine.params.data(), sizeof(CombineParams));
-  // How many warps make a row changes its bits. Fixed shares are made so that nothing does.
   constexpr int64_t FEW_SHARES = 4, MANY_ROWS = 1 << 14;
-  const bool by_one = splits <= FEW_SHARES || share_keys > 0 || params.partials.rows > MANY_ROWS;
+  const bool by_one = one_warp || splits <= FEW_SHARES || params.partials.rows > MANY_ROWS;
   params.warps_of_row = by_one ? 1 : COMBINE_WARPS;
   params.few_rows = static_cast<int32_t>(few_rows);
   params.base_scale = base_scale;
