@@ -19,14 +19,14 @@ from archflash import _archflash as native
 
 from .machine_code import Flow, controls_of, instructions_of
 
-# Folders in which arrivals of threads hand memory back to TMA. Of blackwell_dc one target, and one
-# of two types that differ in a few conversions.
+# Folders in which arrivals of threads hand memory back to TMA. Of blackwell_dc one target, one of
+# two types that differ in a few conversions, and not 10.3, whose kernels differ in exponentials.
 IMAGES = [
     (image, target.name)
     for image in native.image_names()
     for target in native.targets(image.partition("/")[0])
     if (image.startswith(("blackwell_consumer/", "hopper/")) and target.name.startswith("sm_"))
-    or (image.startswith("blackwell_dc/") and target.name == "sm_100f" and "_f16" not in image)
+    or (target.name == "sm_100f" and re.fullmatch(r"blackwell_dc/(?!fwd_103).*(?<!_f16)", image))
 ]
 LOADS = ("LDS", "LDSM")
 ARRIVAL, WAIT = "SYNCS.ARRIVE", "SYNCS.PHASECHK"
