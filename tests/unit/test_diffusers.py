@@ -4,6 +4,7 @@ diffusers' own backend.
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -182,3 +183,58 @@ def test_a_ring_and_an_exchange_of_heads_give_what_one_process_gives(tmp_path: P
         text, _ = process.communicate(timeout=120)
         assert process.returncode == 0, text
         assert "done" in text
+
+
+SAGE = """
+import archflash.compat
+
+archflash.compat.install()
+import torch
+from diffusers.models import attention_dispatch
+
+from archflash.compat import sageattention
+
+assert attention_dispatch.sageattn is sageattention.sageattn
+calls = []
+for name in sageattention.__all__:
+    def counted(*args, _function=getattr(sageattention, name), **kwargs):
+        calls.append(_function.__name__)
+        return _function(*args, **kwargs)
+    setattr(attention_dispatch, name, counted)
+generator = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(2, 9, 4, 8, generator=generator) for _ in range(3))
+attend = attention_dispatch.dispatch_attention_fn
+kept = torch.arange(9) < torch.tensor([[9], [5]])
+backends = {
+    "sage": "sageattn",
+    "sage_varlen": "sageattn_varlen",
+    "_sage_qk_int8_pv_fp8_cuda": "sageattn_qk_int8_pv_fp8_cuda",
+    "_sage_qk_int8_pv_fp8_cuda_sm90": "sageattn_qk_int8_pv_fp8_cuda_sm90",
+    "_sage_qk_int8_pv_fp16_cuda": "sageattn_qk_int8_pv_fp16_cuda",
+    "_sage_qk_int8_pv_fp16_triton": "sageattn_qk_int8_pv_fp16_triton",
+}
+for backend, function in backends.items():
+    for call in ({}, {"is_causal": True, "scale": 0.4}, {"attn_mask": kept}):
+        if "attn_mask" in call and backend != "sage_varlen":
+            continue  # diffusers refuses it
+        expected = attend(q, k, v, **call, backend="native")
+        with attention_dispatch.attention_backend(backend):
+            found = attend(q, k, v, **call)
+        torch.testing.assert_close(found, expected, msg=lambda m: f"{backend}, {call}: {m}")
+        assert calls.pop() == function and not calls
+with attention_dispatch.attention_backend("sage"):
+    out, lse = attend(q, k, v, attention_kwargs={"return_lse": True})
+assert lse.shape == (2, 4, 9)
+print("done")
+"""
+
+
+def test_the_backends_of_sageattention_are_served_after_install() -> None:
+    """In a process of its own: diffusers looks for sageattention when it is imported."""
+    if importlib.util.find_spec("sageattention") is not None:
+        pytest.skip("the original is installed, whose version diffusers would find")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SAGE], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout

@@ -56,6 +56,11 @@ ENVIRONMENT = (
         "a call that the simulator would take longer for raises; inf: none does; default 60",
     ),
     (
+        "ARCHFLASH_SAGE_APPROXIMATE",
+        "int8_qk",
+        "archflash.compat.sageattention computes q k^T in int8; read at import; default exact",
+    ),
+    (
         "ARCHFLASH_SGLANG_REPLACES",
         "a name of SGLang's",
         "archflash takes the place of that attention backend; read when SGLang loads its plug-ins",
