@@ -133,7 +133,7 @@ def finish(
     if times:
         print("\ntimes")
         for row in times:
-            print(f"  {row.job.partition(': ')[2]}, {row.item}: {row.detail}")
+            print(f"  {row.item}: {row.detail}")
     if arguments.full:
         for name, left in _verdict.coverage(runner.rows, setup).items():
             print(f"{name}: {len(left)} kernels were not launched: {', '.join(left) or 'none'}")

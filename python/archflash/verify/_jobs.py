@@ -21,10 +21,7 @@ CORRECTNESS = PARTS[:-1]
 
 def make_jobs(setup: Setup) -> list[Job]:
     """All jobs of a run."""
-    made = [
-        Job(PROBES, "", "", image, partial(list, items))
-        for image, items in _probes.items_by_image(setup)
-    ]
+    made = [Job(PROBES, "", "", "instructions", partial(_probes.probe_items, setup))]
     if setup.simulate:  # one dtype and head dimension of each kernel show that the way works
         for name in setup.kernels:
             dtype = _native.describe(name).dtypes[-1]
@@ -32,11 +29,9 @@ def make_jobs(setup: Setup) -> list[Job]:
             made.append(Job(FIRST, name, FORWARD, dtype, items))
         return made
     made += [job for part in PARTS for name in setup.kernels for job in jobs_of(part, name, setup)]
-    made.append(Job(FUNCTIONS, "", "", "", partial(_calls.function_items, setup)))
-    return made + [
-        Job(TIMES, "", "", shape, partial(list, items))
-        for shape, items in _times.items_by_shape(setup)
-    ]
+    made.append(Job(FUNCTIONS, "", "", "beside attention", partial(_calls.function_items, setup)))
+    made.append(Job(TIMES, "", "", "all kernels", partial(_times.time_items, setup)))
+    return made
 
 
 def jobs_of(part: str, name: str, setup: Setup) -> Iterator[Job]:

@@ -201,14 +201,13 @@ PROBES = (
 )
 
 
-def items_by_image(setup: Setup) -> list[tuple[str, list[Item]]]:
-    """For each image of probes with code for the GPU the items that run them."""
-    found: dict[str, list[Item]] = {}
-    for probe in PROBES:
-        if runs_on(probe, setup.capability):
-            item = Item(probe.name, functools.partial(check, probe), LIMIT_S)
-            found.setdefault(probe.image, []).append(item)
-    return list(found.items())
+def probe_items(setup: Setup) -> list[Item]:
+    """The probes with code for the GPU."""
+    return [
+        Item(probe.name, functools.partial(check, probe), LIMIT_S)
+        for probe in PROBES
+        if runs_on(probe, setup.capability)
+    ]
 
 
 def runs_on(probe: Probe, capability: tuple[int, int]) -> bool:

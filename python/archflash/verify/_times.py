@@ -30,17 +30,18 @@ SHAPES = (
 )
 
 
-def items_by_shape(setup: Setup) -> list[tuple[str, list[Item]]]:
-    """For each shape the items that time it."""
-    found = []
-    for name, dtype, heads, nq, nk, d, causal in SHAPES:
-        names = [x for x in (*setup.kernels, _registry.TORCH) if takes(x, dtype)]
-        call: Call = {"causal": causal}
-        items = [
-            Item(x, functools.partial(time, x, dtype, heads, (nq, nk), d, call), 90) for x in names
-        ]
-        found.append((name, items))
-    return [(name, items) for name, items in found if items]
+def time_items(setup: Setup) -> list[Item]:
+    """Each shape by each kernel, and by PyTorch."""
+    return [
+        Item(
+            f"{name}, {kernel}",
+            functools.partial(time, kernel, dtype, heads, (nq, nk), d, {"causal": causal}),
+            90,
+        )
+        for name, dtype, heads, nq, nk, d, causal in SHAPES
+        for kernel in (*setup.kernels, _registry.TORCH)
+        if takes(kernel, dtype)
+    ]
 
 
 def takes(name: str, dtype: str) -> bool:
