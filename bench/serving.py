@@ -261,15 +261,15 @@ class Server:
         part = slice(last - rows, last)
         table = self.batch.block_table[request, : -(-length // PAGE)].long()
         k, v = (
-            x[table].flatten(0, 1)[:length].transpose(0, 1)[None].cpu()
+            x[table].flatten(0, 1)[:length].transpose(0, 1)[None]
             for x in self.attention.caches(self.cache)
         )
-        q = self.q[part].transpose(0, 1)[None].cpu()
+        q = self.q[part].transpose(0, 1)[None]
         call: dict[str, Any] = {"causal": True, "scale": self.attention.scale}
         if self.layer.window is not None:
             call["window"] = (self.layer.window - 1, 0)
         if self.attention.sinks is not None:
-            call["sinks"] = self.attention.sinks.cpu()
+            call["sinks"] = self.attention.sinks
         with torch.no_grad():
             exact = reference.attention(q, k, v, **call)[0]
             plain = reference.baseline(q, k, v, **call)
@@ -281,7 +281,7 @@ class Server:
 
         for request in {0, len(step.rows) // 2, len(step.rows) - 1}:
             part, exact, plain = self.expected(request, step)
-            if not all(reference.check(out[part].cpu(), exact, plain).ok for out in outs):
+            if not all(reference.check(out[part], exact, plain).ok for out in outs):
                 return False
         return True
 
