@@ -423,10 +423,10 @@ def _of_these_keys(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, 
     def swapped(x: Tensor) -> Tensor:  # between (heads, rows) of lse and the output's order
         return x.transpose(-1, -2) if rows_first else x
 
-    share = (lse - request.lse).exp().masked_fill(lse == -math.inf, 0.0)
-    # Without other keys the two differ by rounding only.
-    alone = (lse - request.lse).abs() <= 4 * torch.finfo(lse.dtype).eps * (1 + lse.abs())
-    share = share.masked_fill(alone, 1.0)
+    # Without other keys the two differ by rounding only; of an infinite sink both are infinite.
+    near = 4 * torch.finfo(lse.dtype).eps * (1 + lse.abs())
+    alone = ((lse - request.lse).abs() <= near) | (lse == request.lse)
+    share = (lse - request.lse).exp().masked_fill(alone, 1.0).masked_fill(lse == -math.inf, 0.0)
     dout = request.dout.to(torch.promote_types(out.dtype, torch.float32))
     behind = swapped((dout * (out - request.out)).sum(-1)).masked_fill(alone, 0.0)
     dlse = behind if request.dlse is None else behind + request.dlse

@@ -358,6 +358,11 @@ def check_values(
     added = 0 if k_new is None else k_new.shape[rows]
     first = torch.zeros_like(lengths) if leftpad_k is None else leftpad_k.long()
     total = lengths + added
+    if added > capacity:
+        raise ValueError(
+            f"k_new has {added} rows, but a sequence has room for {capacity}: "
+            "append fewer at once, or give larger caches or more pages"
+        )
     # (name, values, which of them are wrong, what they must be)
     checks: list[tuple[str, Tensor, Tensor, str]] = [
         (

@@ -350,7 +350,8 @@ def _attention_bhnd(
         out = _sdpa(q, safe_k, safe_v, sdpa_mask, scale, is_causal=False)
     lse_unseen: float | Tensor = _MINUS_INF
     if sinks is not None and lse is not None:
-        sink = sinks.to(lse.dtype)[:, None]
+        # A sink of -inf has no share, and no gradient, also in rows that see no key.
+        sink = torch.where(sinks == _MINUS_INF, _MINUS_INF, sinks.to(lse.dtype))[:, None]
         # The share of the denominator that belongs to keys: exp(lse) / (exp(lse) + exp(sink)).
         out = out * torch.sigmoid(lse - sink)[..., None]
         lse = torch.logaddexp(lse, sink)

@@ -363,8 +363,9 @@ def from_flashmask(startend_row_indices: Tensor, nq: int, *, causal: bool) -> Te
         seen = [(first, bounds[0]), (bounds[1], last)]
     elif len(bounds) == 2:
         seen = [(bounds[1], bounds[0])]
-    else:
-        seen = [(first, bounds[2]), (bounds[3], bounds[0]), (bounds[1], last)]
+    else:  # those that neither hides, whichever of the two comes first and whether they overlap
+        before, after = torch.minimum(bounds[0], bounds[2]), torch.maximum(bounds[1], bounds[3])
+        seen = [(first, before), (bounds[3], bounds[0]), (bounds[1], bounds[2]), (after, last)]
     return from_query_ranges(torch.stack([torch.stack(pair, -1) for pair in seen], -2), nq)
 
 
