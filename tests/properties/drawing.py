@@ -1,0 +1,293 @@
+"""What random problems are, as plain values that a repr shows in full."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.core_set.odd_strides import READABLE, UNREADABLE
+
+Given = dict[str, Any]
+
+FLOATS = ("float32", "float16", "bfloat16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33)  # half of them; the others are up to 300
+EDGES = (63, 64, 65, 100, 127, 128, 129, 191, 200, 256, 257, 300)
+DIMS = (1, 3, 8, 16, 32, 40, 64, 64, 72, 96, 100, 128, 128, 192, 256, 300)
+MOST_SCORES = 1 << 18  # of all heads of a problem
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call.
+
+    Attributes:
+        entry: the function that is called, one of ENTRIES.
+        seed: of the numbers in its tensors.
+        given: sizes, dtypes, strides and options.
+    """
+
+    entry: str
+    seed: int
+    given: Given
+
+
+class Dice:
+    """Draws of random.Random, or of hypothesis in its place."""
+
+    def __init__(self, chance: random.Random, most: int) -> None:
+        self.chance, self.most = chance, most
+
+    def maybe(self, share: float = 0.25) -> bool:
+        return self.chance.random() < share
+
+    def one_of(self, values: Any) -> Any:
+        return values[self.chance.randrange(len(values))]
+
+    def between(self, least: int, most: int) -> int:
+        return self.chance.randint(least, most)
+
+    def size(self, least: int = 0) -> int:
+        kind = self.between(0, 9)
+        if kind < 6:
+            drawn = self.one_of(SIZES)
+        else:
+            drawn = self.one_of(EDGES) if kind < 9 else self.between(0, 300)
+        return max(least, min(drawn, self.most))
+
+    def dims(self, multiple: int = 1) -> tuple[int, int]:
+        allowed = [n for n in DIMS if n <= self.most and n % multiple == 0] or [self.most]
+        d = self.one_of(allowed)
+        return d, (self.one_of(allowed) if self.maybe(0.3) else d)
+
+    def heads(self) -> tuple[int, int]:
+        of_keys = self.one_of((1, 1, 2, 3))
+        return of_keys * self.one_of((1, 1, 2, 4, 5)), of_keys
+
+    def strides(self) -> str:
+        return "dense" if self.maybe(0.5) else str(self.one_of(READABLE + UNREADABLE))
+
+    def lengths(self, count: int, least: int = 0) -> tuple[int, ...]:
+        return tuple(self.size(least) for _ in range(count))
+
+    def sometimes(self, options: Given, share: float = 0.25, **draws: Callable[[], Any]) -> None:
+        """Adds each option with this probability."""
+        for name, drawn in draws.items():
+            if self.maybe(share):
+                options[name] = drawn()
+
+
+def draw(entry: str, chance: random.Random, most: int = 300) -> Problem:
+    """A problem whose sizes are at most `most`."""
+    dice = Dice(chance, most)
+    return Problem(entry, dice.between(0, 999), ENTRIES[entry](dice))
+
+
+def _side(dice: Dice) -> int | None:
+    return dice.one_of((None, -1, 0, 1, 3, 17, 64, 100))  # type: ignore[no-any-return]
+
+
+def _scores(dice: Dice, options: Given, cached: bool = False) -> None:
+    """Options that calls of every kind have."""
+    dice.sometimes(
+        options,
+        causal=lambda: True,
+        window=lambda: (_side(dice), _side(dice)),
+        softcap=lambda: dice.one_of((0.0, 1.0, 7.5, 50.0)),
+        sinks=lambda: dice.one_of(("normal", "normal", "infinite")),
+        scale=lambda: dice.one_of((0.0, 0.03, 0.5, -0.2, 1)),
+        alibi_slopes=lambda: dice.one_of(("heads", "batch")),
+    )
+    dice.sometimes(options, 0.1, num_splits=lambda: dice.one_of((1, 2, 3, 7)))
+    if "num_splits" not in options:
+        dice.sometimes(options, 0.05, batch_invariant=lambda: True)
+    if not cached:
+        dice.sometimes(options, q_offset=lambda: dice.one_of((-3, 0, 1, 40, 300, "tensor")))
+
+
+def _masks(dice: Dice, options: Given, cached: bool = False) -> None:
+    """Masks as data. Their shapes: whether they have size 1 there."""
+    ones = lambda count: tuple(dice.maybe(0.4) for _ in range(count))  # noqa: E731
+    kinds = ("bool",) if cached else ("bool", "bool", "float32", "same")
+    dice.sometimes(
+        options,
+        attn_mask=lambda: {
+            "kind": dice.one_of(kinds),
+            "ones": ones(4),
+            "hidden": dice.one_of((0.0, 0.3, 0.3, 0.95, 1.0)),
+            "expanded": dice.maybe(),
+        },
+    )
+    dice.sometimes(options, 0.15, key_ranges=lambda: {"ones": ones(3), "count": dice.between(1, 4)})
+    if not cached:
+        kinds = ("bool", "int8", "summary") if "attn_mask" in options else ("bool", "int8")
+        dice.sometimes(
+            options, 0.15, block_mask=lambda: {"kind": dice.one_of(kinds), "ones": ones(2)}
+        )
+
+
+def _attention(dice: Dice, backward: bool = False) -> Given:
+    fp8 = not backward and dice.maybe(0.12)
+    dtype = dice.one_of(FP8 if fp8 else (*FLOATS, *FLOATS, *FLOATS, "float64"))
+    (d, dv), heads, options = dice.dims(), dice.heads(), {}
+    given: Given = {"dtype": dtype, "dims": (d, dv), "heads": heads, "options": options}
+    _scores(dice, options)
+    if dice.maybe(0.2):
+        count = dice.between(0, 4)
+        given["packed"] = {
+            "q": dice.lengths(count),
+            "k": dice.lengths(count),
+            "gaps": (dice.between(0, 3), dice.between(0, 3)),  # rows behind the last sequence
+            "hints": dice.maybe(),
+        }
+        if options.get("q_offset") == "tensor":
+            del options["q_offset"]
+        given["strides"] = tuple(dice.strides() for _ in "qkv")
+    else:
+        batch, nq, nk = dice.one_of((0, 1, 1, 1, 2, 3)), dice.size(), dice.size()
+        while batch * heads[0] * nq * nk > MOST_SCORES:
+            nq, nk, batch = nq // 2, nk // 2 + 1, 1
+        given |= {"batch": batch, "nq": nq, "nk": nk}
+        given["strides"] = tuple(dice.strides() for _ in "qkv")
+        _masks(dice, options)
+        dice.sometimes(options, 0.3, layout=lambda: "bnhd")
+    if not fp8:
+        if not options.get("batch_invariant"):
+            dice.sometimes(options, 0.1, dropout_p=lambda: dice.one_of((0.0, 0.1, 0.5, 0.99)))
+    else:
+        shapes = ("one", "()", "heads", "batch") + (() if "packed" in given else ("blocks",))
+        dice.sometimes(options, 0.4, **{f"{x}_descale": lambda: dice.one_of(shapes) for x in "qkv"})
+    if backward:
+        for name in ("num_splits", "batch_invariant"):
+            options.pop(name, None)
+        mask = options.get("attn_mask")
+        added = mask is not None and mask["kind"] != "bool"
+        given["mask_gradient"] = added and not mask["expanded"] and dice.maybe(0.5)
+        given["dlse"] = dice.maybe(0.3)
+        return given
+    if not fp8 and "softcap" not in options and "packed" not in given and dice.maybe(0.08):
+        options["approximate"] = "int8_qk"
+    dice.sometimes(
+        options, 0.1, out_dtype=lambda: dice.one_of(("float16", "bfloat16") if fp8 else (dtype,))
+    )
+    given["pad"] = dice.one_of((0, 0, 1, 8))  # of the output's rows
+    return given
+
+
+def _backward(dice: Dice) -> Given:
+    given = _attention(dice, backward=True)
+    dice.sometimes(
+        given, accumulate=lambda: dice.one_of((0.0, 1.5)), deterministic=lambda: True
+    )  # fmt: skip
+    if given["dtype"] != "float64":
+        dice.sometimes(given, gradient_dtype=lambda: "float32")
+    return given
+
+
+def _cache(dice: Dice) -> Given:
+    # Kernels copy no cache, and take rows of whole 16 bytes.
+    batch, (d, dv), heads = dice.between(1, 3), dice.dims(1 if dice.maybe(0.1) else 8), dice.heads()
+    n_new = dice.between(1, 5) if dice.maybe(0.4) else 0
+    capacity = max(1, n_new, dice.size())
+    lengths = tuple(dice.between(0, capacity - n_new) for _ in range(batch))
+    rotary = d >= 16 and n_new > 0 and dice.maybe(0.4)
+    rows = 8 if rotary else 40  # there are 8 positions more than the caches have rows
+    nq, options = min(dice.size(), rows), {}
+    made: Given = {
+        "nq": nq, "heads": heads, "d": d, "dv": dv, "capacity": capacity,
+        "dtype": dice.one_of(FLOATS), "layout": dice.one_of(("bnhd", "bnhd", "bhnd")),
+        "n_new": n_new,
+    }  # fmt: skip
+    dice.sometimes(made, 0.4, page_size=lambda: dice.one_of((1, 3, 7, 16, 64, 256)))
+    dice.sometimes(
+        made, 0.2, q_lengths=lambda: tuple(min(dice.size(), rows) for _ in lengths),
+        leftpad=lambda: tuple(dice.between(0, n) for n in lengths),
+    )  # fmt: skip
+    if "page_size" not in made and dice.maybe(0.2):
+        made["rows_of"] = tuple((2 * i + 1) % (batch + 1 + batch % 2) for i in range(batch))
+    if made["dtype"] != "float32" and dice.maybe(0.2):
+        made["cache_dtype"] = dice.one_of(FP8)
+        shapes = ("one", "()", "heads", "batch")
+        dice.sometimes(options, 0.4, **{f"{x}_descale": lambda: dice.one_of(shapes) for x in "kv"})
+    if rotary:
+        made["rotary"] = dice.one_of([x for x in (16, 32, 64, d // 16 * 16) if x <= d])
+        dice.sometimes(options, 0.5, rotary_interleaved=lambda: True)
+    dice.sometimes(made, 0.05, qv=lambda: True)
+    dice.sometimes(options, 0.1, attention_chunk=lambda: dice.one_of((1, 5, 64)))
+    _scores(dice, options, cached=True)
+    _masks(dice, options, cached=True)
+    return {"lengths": lengths, "made": made, "options": options}
+
+
+def _merge(dice: Dice) -> Given:
+    return {
+        "parts": dice.between(1, 9),
+        "shape": (dice.between(0, 2), dice.between(1, 4), min(dice.size(), 70), dice.dims()[0]),
+        "dtype": dice.one_of(FLOATS),
+        "layout": dice.one_of(("bhnd", "bnhd")),
+        "packed": dice.maybe(),
+        "stacked": dice.maybe(),
+        "strides": dice.strides(),
+        "unseen": dice.one_of((0.0, 0.3, 1.0)),
+    }
+
+
+def _quantise(dice: Dice) -> Given:
+    packed = dice.maybe()
+    return {
+        "shape": (dice.between(0, 2), dice.between(1, 3), dice.size(), dice.dims()[0]),
+        "packed": packed,
+        "dtype": dice.one_of(FLOATS),
+        "fp8": dice.one_of(FP8),
+        "per": dice.one_of(("tensor", "head") if packed else ("tensor", "head", "block")),
+        "layout": dice.one_of(("bhnd", "bnhd")),
+        "strides": dice.one_of(("dense", "bnhd", "row", "offset", "transposed")),
+        "size": dice.one_of((0.0, 1e-4, 1.0, 300.0)),
+        "odd": dice.one_of((None, math.inf, -math.inf, "nan")),
+    }
+
+
+def _mask_functions(dice: Dice) -> Given:
+    name = dice.one_of(
+        ("documents", "prefix_lm", "bidirectional_spans", "sliding_window_with_global", "tree",
+         "from_query_ranges", "from_flashmask", "summarize_mask")
+    )  # fmt: skip
+    nk = min(dice.size(1), 140)
+    return {
+        "name": name, "nq": min(dice.size(), nk), "nk": nk, "batch": dice.between(1, 3),
+        "number": dice.between(0, 9), "causal": dice.maybe(0.5),
+    }  # fmt: skip
+
+
+def _sdpa(dice: Dice) -> Given:
+    options: Given = {}
+    dice.sometimes(
+        options, scale=lambda: dice.one_of((0.03, 0.5, -0.2)),
+        attn_mask=lambda: {
+            "kind": dice.one_of(("bool", "float32", "same")), "hidden": 0.3, "expanded": False,
+            "ones": tuple(dice.maybe(0.4) for _ in range(4)),
+        },
+    )  # fmt: skip
+    if "attn_mask" not in options:
+        dice.sometimes(options, is_causal=lambda: True)
+    nq, nk = dice.size(), dice.size()
+    return {
+        "dtype": dice.one_of((*FLOATS, "float64")), "dims": dice.dims(), "heads": dice.heads(),
+        "batch": dice.between(0, 2), "nq": min(nq, 130), "nk": min(nk, 130),
+        "strides": tuple(dice.strides() for _ in "qkv"), "options": options,
+    }  # fmt: skip
+
+
+ENTRIES: dict[str, Callable[[Dice], Given]] = {
+    "attention": _attention,
+    "attention_backward": _backward,
+    "autograd": lambda dice: _attention(dice, backward=True),
+    "attention_with_kvcache": _cache,
+    "merge_attention": _merge,
+    "quantize_fp8": _quantise,
+    "masks": _mask_functions,
+    "scaled_dot_product_attention": _sdpa,
+}
