@@ -156,7 +156,7 @@ def _attention(dice: Dice, backward: bool = False) -> Given:
         dice.sometimes(options, 0.3, layout=lambda: "bnhd")
     if not fp8:
         if not options.get("batch_invariant"):
-            dice.sometimes(options, 0.1, dropout_p=lambda: dice.one_of((0.0, 0.1, 0.5, 0.99)))
+            dice.sometimes(options, 0.1, dropout_p=lambda: dice.one_of((0.0, 0.1, 0.5, 0.8)))
     else:
         shapes = ("one", "()", "heads", "batch") + (() if "packed" in given else ("blocks",))
         dice.sometimes(options, 0.4, **{f"{x}_descale": lambda: dice.one_of(shapes) for x in "qkv"})
