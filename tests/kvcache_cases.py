@@ -153,9 +153,16 @@ def random_ranges(*shape: int) -> Tensor:
     return torch.stack([begin, begin + length], -1).int()
 
 
-def check(call: CacheCall, serve: Callable[[CacheCall], tuple[Tensor, Tensor]]) -> Tensor:
+def check(
+    call: CacheCall, serve: Callable[[CacheCall], tuple[Tensor, Tensor]], slack: float = 0.0
+) -> Tensor:
     """Serves a call on copies of its caches, and judges the output, the log-sum-exp and what was
     written to the caches. Returns the output.
+
+    Args:
+        call: the call.
+        serve: gives its output and log-sum-exp.
+        slack: an output is also right with no error above so many times the rule's bound.
     """
     mine = call.copied()
     out, lse = serve(mine)
@@ -164,7 +171,7 @@ def check(call: CacheCall, serve: Callable[[CacheCall], tuple[Tensor, Tensor]]) 
     report = reference.check(
         out, expected, reference.baseline_with_kvcache(*tensors, **call.options)
     )
-    assert report.ok, report
+    assert report.ok or report.max_error <= slack * report.bound, report
     rotated = call.options.get("rotary_cos") is not None and call.q.dtype != torch.float64
     # A rotation rounds q and k to their dtype, which the exact log-sum-exp does not.
     more = 16 * float(torch.finfo(call.q.dtype).eps) if rotated else 0.0

@@ -218,7 +218,7 @@ def _cache(problem: Problem, device: str) -> Run:
             )  # fmt: skip
             return answer
 
-        kvcache_cases.check(call, serve)
+        kvcache_cases.check(call, serve, SLACK)
 
     return run
 
