@@ -227,12 +227,16 @@ def _serve(
 
 
 PLACES = {name: place for place, name in enumerate(_options.OF_CACHE)}
+# One object for equal scales and windows, because a prepared call compares objects.
+_same: dict[Any, Any] = {}
 
 
 def values_of(**options: Any) -> list[Any]:
     """The options of a call by their `PLACES`, for `serve`; those that are not given are absent."""
     values = [_options.DEFAULTS[name] for name in PLACES]
     for name, value in ({"layout": "bnhd"} | options).items():
+        if isinstance(value, float | tuple):
+            value = _same.setdefault(value, value)
         values[PLACES[name]] = value
     return values
 

@@ -59,6 +59,16 @@ void make_context_current() {
   }
 }
 
+// What the driver says of a call that needs a current context. A thread that has made no call of
+// CUDA has none: a launch would make one current by itself, but it comes after this.
+template <class Call>
+CUresult in_context(const Call& call) {
+  const CUresult status = call();
+  if (status != CUDA_ERROR_INVALID_CONTEXT) return status;
+  make_context_current();
+  return call();
+}
+
 }  // namespace
 
 void* driver_function(const char* name, int cuda_version) {
@@ -99,13 +109,7 @@ void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map) {
                      spec.nan_fill ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
                                    : CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
-  CUresult status = encode();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {
-    // The encoder needs a current context. A thread that has made no call of CUDA has none: a
-    // launch would make one current by itself, but it comes after this.
-    make_context_current();
-    status = encode();
-  }
+  const CUresult status = in_context(encode);
   if (status != CUDA_SUCCESS) refused(spec, status);
 }
 
@@ -134,8 +138,9 @@ void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresse
     const TensorMapSpec& spec = launch.tensor_maps[i];
     unsigned char* map = block + spec.offset;
     std::memcpy(map, &known.maps[i], sizeof(TensorMap));
-    const CUresult status =
-        replacer()(reinterpret_cast<CUtensorMap*>(map), address(spec) + spec.addend);
+    const CUresult status = in_context([&] {
+      return replacer()(reinterpret_cast<CUtensorMap*>(map), address(spec) + spec.addend);
+    });
     if (status != CUDA_SUCCESS) refused(spec, status);
   }
 }

@@ -40,7 +40,7 @@ struct CachedCall {
 
   // The templates that fit a call: that of the output only if it has the same
   // strides.
-  Templates like_of(const Call &call) const {
+  Templates like_of(const Call& call) const {
     const size_t bytes = out_ndim * sizeof(int64_t);
     const bool same = call.out_ndim == out_ndim &&
                       std::memcmp(call.out_shape, out_shape, bytes) == 0 &&
@@ -49,25 +49,25 @@ struct CachedCall {
   }
 };
 
-PlanCache<Problem, CachedCall> &cache() {
-  static auto &instance = *new PlanCache<Problem, CachedCall>;
+PlanCache<Problem, CachedCall>& cache() {
+  static auto& instance = *new PlanCache<Problem, CachedCall>;
   return instance;
 }
 
-nb::object &decide() { // _dispatch.decide(problem, device_index, forced) ->
-                       // LaunchPlan, or None for `torch`
-  static auto &instance = *new nb::object;
+nb::object& decide() {  // _dispatch.decide(problem, device_index, forced) ->
+                        // LaunchPlan, or None for `torch`
+  static auto& instance = *new nb::object;
   return instance;
 }
 
 // _ops.pytorchs_call(q, k, v, options, forced) -> CachedCall::pytorchs
-nb::object &decide_pytorchs() {
-  static auto &instance = *new nb::object;
+nb::object& decide_pytorchs() {
+  static auto& instance = *new nb::object;
   return instance;
 }
 
-nb::object &record() {
-  static auto &instance = *new nb::object;
+nb::object& record() {
+  static auto& instance = *new nb::object;
   return instance;
 }
 
@@ -79,159 +79,138 @@ struct CachedOperator {
   // queries, or that has none; and any other call. Null: PyTorch's own kernel
   // does.
   std::shared_ptr<PreparedPlan> of_self_attention, plan;
-  std::string reason; // why PyTorch's own kernel serves a call
+  std::string reason;  // why PyTorch's own kernel serves a call
   Templates like;
-  nb::object lse_column; // as like.lse, with one more dimension, of size 1
+  nb::object lse_column;  // as like.lse, with one more dimension, of size 1
 };
 
-PlanCache<Problem, CachedOperator> &operator_cache() {
-  static auto &instance = *new PlanCache<Problem, CachedOperator>;
+PlanCache<Problem, CachedOperator>& operator_cache() {
+  static auto& instance = *new PlanCache<Problem, CachedOperator>;
   return instance;
 }
 
 // _overrides._decide(problem, device_index, forced) -> LaunchPlan, or a str:
 // the reason why PyTorch's own kernel serves the problem.
-nb::object &decide_operator() {
-  static auto &instance = *new nb::object;
+nb::object& decide_operator() {
+  static auto& instance = *new nb::object;
   return instance;
 }
 
 // Whether a row of q is repeated. The output of PyTorch's operators then has
 // the memory layout that torch.empty_like chooses, which is not the runtime's.
-bool repeats_rows(const Problem &p) {
+bool repeats_rows(const Problem& p) {
   return (p.batch > 1 && p.q.batch == 0) || (p.heads_q > 1 && p.q.head == 0) ||
          (p.nq > 1 && p.q.row == 0);
 }
 
 // Adds what serves a call by a plan, or the reason why not all calls like it
 // can be.
-void add_plans(const Call &call, const LaunchPlan &plan,
-               CachedOperator &decision) {
+void add_plans(const Call& call, const LaunchPlan& plan, CachedOperator& decision) {
   for (const bool self_attention : {true, false}) {
     const PlanResult result = with_lse_for_pytorch(plan, self_attention);
-    if (const auto *reasons = std::get_if<Reasons>(&result)) {
+    if (const auto* reasons = std::get_if<Reasons>(&result)) {
       decision.reason = join(plan.implementation, ": ", reasons->front());
       return;
     }
-    const auto longer =
-        std::make_shared<LaunchPlan>(std::get<LaunchPlan>(result));
-    auto &place = self_attention ? decision.of_self_attention : decision.plan;
+    const auto longer = std::make_shared<LaunchPlan>(std::get<LaunchPlan>(result));
+    auto& place = self_attention ? decision.of_self_attention : decision.plan;
     place = prepare_for(call, nb::cast(longer));
   }
 }
 
 // The plan with which a kernel that differentiates a call computes its output
 // and log-sum-exp; Python refuses the call if there is none.
-nb::object plan_to_record(const LaunchPlan &chosen) {
+nb::object plan_to_record(const LaunchPlan& chosen) {
   Problem problem = chosen.problem;
   problem.needs_grad = false;
   problem.want_lse = true;
   PlanResult result = plan(chosen.implementation, problem, chosen.device);
-  if (std::holds_alternative<Reasons>(result))
-    return nb::none();
-  return nb::cast(
-      std::make_shared<LaunchPlan>(std::get<LaunchPlan>(std::move(result))));
+  if (std::holds_alternative<Reasons>(result)) return nb::none();
+  return nb::cast(std::make_shared<LaunchPlan>(std::get<LaunchPlan>(std::move(result))));
 }
 
 // Whether autograd is to record a call by record(): gradients are wanted of q,
 // k, v, sinks and attn_mask alone, and nothing is written to a given tensor.
-bool can_be_recorded(const Arguments &a, const Problem &problem) {
-  return !problem.slopes_need_grad && a.out.is_none() &&
-         a.q_descale.is_none() && a.k_descale.is_none() &&
-         a.v_descale.is_none();
+bool can_be_recorded(const Arguments& a, const Problem& problem) {
+  return !problem.slopes_need_grad && a.out.is_none() && a.q_descale.is_none() &&
+         a.k_descale.is_none() && a.v_descale.is_none();
 }
 
 // A call whose gradients are needed, by a plan that gives its log-sum-exp.
-nb::object run_and_record(const CachedCall &found, const Arguments &a,
-                          Call &call) {
+nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& call) {
   const std::shared_ptr<PreparedPlan> plan = found.plan;
   const Templates like = found.like_of(call);
-  if (plan->plan->launches.empty() && call.problem.varlen)
-    return nb::borrow(Py_NotImplemented);
+  if (plan->plan->launches.empty() && call.problem.varlen) return nb::borrow(Py_NotImplemented);
   const Flag wants_lse = call.problem.want_lse;
   call.problem.want_lse = true;
   const nb::object results = run(*plan, a, call, like);
   call.problem.want_lse = wants_lse;
-  return record()(results[0], results[1], a.q, a.k, a.v, a.options,
-                  plan->plan->implementation);
+  return record()(results[0], results[1], a.q, a.k, a.v, a.options, plan->plan->implementation);
 }
 
-} // namespace
+}  // namespace
 
 bool needs_dispatcher(nb::handle object) {
   return !object.is_none() && !is_plain_tensor(object) && is_tensor(object);
 }
 
 int64_t forced_index(nb::handle name) {
-  if (name.is_none())
-    return -1;
-  const std::string text = nb::isinstance<nb::str>(name)
-                               ? nb::cast<std::string>(name)
-                               : std::string();
-  const std::vector<std::string> &names = folder_names();
+  if (name.is_none()) return -1;
+  const std::string text =
+      nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name) : std::string();
+  const std::vector<std::string>& names = folder_names();
   for (size_t i = 0; i < names.size(); ++i) {
-    if (names[i] == text)
-      return static_cast<int64_t>(i);
+    if (names[i] == text) return static_cast<int64_t>(i);
   }
   // `torch` has a place of its own; an unknown name finds nothing there:
   // decide() refuses it.
   return static_cast<int64_t>(names.size()) + (text == "torch" ? 0 : 1);
 }
 
-bool needs_dispatcher(const Arguments &a) {
-  if (needs_dispatcher(a.q) || needs_dispatcher(a.k) || needs_dispatcher(a.v))
-    return true;
+bool needs_dispatcher(const Arguments& a) {
+  if (needs_dispatcher(a.q) || needs_dispatcher(a.k) || needs_dispatcher(a.v)) return true;
   for (int i = 0; i < OPTION_COUNT; ++i) {
     const nb::handle value = a.*ARGUMENTS[i];
-    if (may_be_tensor(OPTIONS[i].kind) && needs_dispatcher(value))
-      return true;
+    if (may_be_tensor(OPTIONS[i].kind) && needs_dispatcher(value)) return true;
   }
   return false;
 }
 
 void forget_other_simulated_devices() {
   static std::string last;
-  const char *given = std::getenv("ARCHFLASH_SIM_DEVICE");
+  const char* given = std::getenv("ARCHFLASH_SIM_DEVICE");
   const std::string_view now = given == nullptr ? "" : given;
-  if (now == last)
-    return;
+  if (now == last) return;
   last = now;
   clear_cached_calls();
 }
 
 // The eager call. On a cached decision this is the whole way: read, look up,
 // allocate, bind, launch.
-nb::object attention(nb::handle q, nb::handle k, nb::handle v,
-                     nb::handle options, int grad, nb::handle implementation) {
+nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad,
+                     nb::handle implementation) {
   const Arguments arguments = arguments_of(q, k, v, options, grad);
-  if (needs_dispatcher(arguments))
-    return nb::borrow(Py_NotImplemented);
+  if (needs_dispatcher(arguments)) return nb::borrow(Py_NotImplemented);
   Call call;
   build_call(arguments, call);
   if (call.device_kind == DeviceKind::Meta || call.without_storage || call.lazy)
     return nb::borrow(Py_NotImplemented);
-  if (call.device_index < 0)
-    forget_other_simulated_devices();
-  const CacheKey<Problem> key{call.problem, call.device_index,
-                              forced_index(implementation)};
-  const CachedCall *found = cache().find(key);
+  if (call.device_index < 0) forget_other_simulated_devices();
+  const CacheKey<Problem> key{call.problem, call.device_index, forced_index(implementation)};
+  const CachedCall* found = cache().find(key);
   if (found == nullptr) {
     CachedCall decision;
-    nb::object chosen =
-        decide()(call.problem, call.device_index, implementation);
+    nb::object chosen = decide()(call.problem, call.device_index, implementation);
     if (!chosen.is_none() && call.problem.needs_grad) {
-      if (!can_be_recorded(arguments, call.problem))
-        return nb::borrow(Py_NotImplemented);
-      chosen = plan_to_record(nb::cast<const LaunchPlan &>(chosen));
-      if (chosen.is_none())
-        return nb::borrow(Py_NotImplemented);
+      if (!can_be_recorded(arguments, call.problem)) return nb::borrow(Py_NotImplemented);
+      chosen = plan_to_record(nb::cast<const LaunchPlan&>(chosen));
+      if (chosen.is_none()) return nb::borrow(Py_NotImplemented);
     }
     if (!chosen.is_none()) {
       decision.plan = prepare_for(call, chosen);
       decision.out_ndim = call.out_ndim;
       std::memcpy(decision.out_shape, call.out_shape, sizeof call.out_shape);
-      std::memcpy(decision.out_strides, call.out_strides,
-                  sizeof call.out_strides);
+      std::memcpy(decision.out_strides, call.out_strides, sizeof call.out_strides);
       decision.like.out = template_of_out(q, call);
       if (decision.plan->plan->problem.want_lse)
         decision.like.lse = template_of_lse(q, call, false);
@@ -241,16 +220,13 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v,
     found = cache().insert(key, std::move(decision));
   }
   if (!found->plan) {
-    const nb::object pytorchs =
-        found->pytorchs; // a copy: it may let other threads insert
-    if (pytorchs.is_none() || !arguments.out.is_none())
-      return nb::none();
+    const nb::object pytorchs = found->pytorchs;  // a copy: it may let other threads insert
+    if (pytorchs.is_none() || !arguments.out.is_none()) return nb::none();
     const bool rows_first = reading::axes_of(arguments, false).row == 1;
     return pytorchs(q, k, v, rows_first);
   }
   if (call.problem.needs_grad) {
-    if (!can_be_recorded(arguments, call.problem))
-      return nb::borrow(Py_NotImplemented);
+    if (!can_be_recorded(arguments, call.problem)) return nb::borrow(Py_NotImplemented);
     return run_and_record(*found, arguments, call);
   }
   // Copies: allocating may let other threads insert.
@@ -259,55 +235,41 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v,
   return run(*plan, arguments, call, like);
 }
 
-nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v,
-                        nb::handle options, nb::handle implementation) {
-  const Arguments arguments =
-      arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
-  if (needs_dispatcher(arguments))
-    return nb::none();
+nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
+                        nb::handle implementation) {
+  const Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+  if (needs_dispatcher(arguments)) return nb::none();
   Call call;
   build_call(arguments, call);
-  if (call.without_storage || call.lazy)
-    return nb::none();
-  const CacheKey<Problem> key{call.problem, call.device_index,
-                              forced_index(implementation)};
-  const CachedCall *found = cache().find(key);
-  if (found == nullptr || !found->plan)
-    return nb::none();
-  return nb::cast(PreparedCall(arguments, call, found->plan,
-                               found->like_of(call), implementation));
+  if (call.without_storage || call.lazy) return nb::none();
+  const CacheKey<Problem> key{call.problem, call.device_index, forced_index(implementation)};
+  const CachedCall* found = cache().find(key);
+  if (found == nullptr || !found->plan) return nb::none();
+  return nb::cast(PreparedCall(arguments, call, found->plan, found->like_of(call), implementation));
 }
 
-nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v,
-                          nb::handle options, nb::handle implementation,
-                          bool rows_before_heads, bool lse_column) {
-  Arguments arguments =
-      arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
+                          nb::handle implementation, bool rows_before_heads, bool lse_column) {
+  Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
   arguments.rows_before_heads = rows_before_heads;
-  OperatorAnswer &answer = operator_answer();
-  answer.keep = false; // until it is known that the problem decides
-  if (needs_dispatcher(arguments))
-    return nb::str("a subclass of torch.Tensor");
+  OperatorAnswer& answer = operator_answer();
+  answer.keep = false;  // until it is known that the problem decides
+  if (needs_dispatcher(arguments)) return nb::str("a subclass of torch.Tensor");
   Call call;
   build_call(arguments, call);
-  if (call.without_storage || call.lazy)
-    return nb::str("a tensor whose memory lacks its values");
-  if (arguments.out.is_none() && !rows_before_heads &&
-      repeats_rows(call.problem))
+  if (call.without_storage || call.lazy) return nb::str("a tensor whose memory lacks its values");
+  if (arguments.out.is_none() && !rows_before_heads && repeats_rows(call.problem))
     return nb::none();
-  if (call.device_index < 0)
-    forget_other_simulated_devices();
-  const CacheKey<Problem> key{call.problem, call.device_index,
-                              forced_index(implementation)};
-  const CachedOperator *found = operator_cache().find(key);
+  if (call.device_index < 0) forget_other_simulated_devices();
+  const CacheKey<Problem> key{call.problem, call.device_index, forced_index(implementation)};
+  const CachedOperator* found = operator_cache().find(key);
   if (found == nullptr) {
     CachedOperator decision;
-    nb::object chosen =
-        decide_operator()(call.problem, call.device_index, implementation);
+    nb::object chosen = decide_operator()(call.problem, call.device_index, implementation);
     if (nb::isinstance<nb::str>(chosen)) {
       decision.reason = nb::cast<std::string>(chosen);
     } else {
-      add_plans(call, nb::cast<const LaunchPlan &>(chosen), decision);
+      add_plans(call, nb::cast<const LaunchPlan&>(chosen), decision);
       decision.like.out = template_of_out(q, call);
       if (call.problem.want_lse) {
         decision.like.lse = template_of_lse(q, call, false);
@@ -316,44 +278,32 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v,
     }
     found = operator_cache().insert(key, std::move(decision));
   }
-  const auto address = [&](Operand operand) {
-    return call.addresses[static_cast<int>(operand)];
-  };
-  const bool self_attention =
-      address(Operand::CuSeqlensQ) == address(Operand::CuSeqlensK);
+  const auto address = [&](Operand operand) { return call.addresses[static_cast<int>(operand)]; };
+  const bool self_attention = address(Operand::CuSeqlensQ) == address(Operand::CuSeqlensK);
   const std::shared_ptr<PreparedPlan> plan =
       self_attention ? found->of_self_attention : found->plan;
   answer.keep = true;
   answer.plan = plan;
-  if (!plan)
-    return nb::str(found->reason.c_str(), found->reason.size());
-  CachedOperator decision =
-      *found; // a copy: allocating may let other threads insert
-  if (lse_column)
-    decision.like.lse = decision.lse_column;
+  if (!plan) return nb::str(found->reason.c_str(), found->reason.size());
+  CachedOperator decision = *found;  // a copy: allocating may let other threads insert
+  if (lse_column) decision.like.lse = decision.lse_column;
   nb::object result = run(*plan, arguments, call, decision.like);
   ++served().of(plan->plan->implementation);
   return result;
 }
 
 void set_decide(nb::object function) {
-  torch(); // filled before a second thread can come
+  torch();  // filled before a second thread can come
   decide() = std::move(function);
 }
 
-void set_decide_pytorchs(nb::object function) {
-  decide_pytorchs() = std::move(function);
-}
+void set_decide_pytorchs(nb::object function) { decide_pytorchs() = std::move(function); }
 
 void set_record(nb::object function) { record() = std::move(function); }
 
-void set_decide_operator(nb::object function) {
-  decide_operator() = std::move(function);
-}
+void set_decide_operator(nb::object function) { decide_operator() = std::move(function); }
 
-std::pair<int64_t, int64_t> hits_and_misses() {
-  return {cache().hits, cache().misses};
-}
+std::pair<int64_t, int64_t> hits_and_misses() { return {cache().hits, cache().misses}; }
 
 size_t cached_calls() { return cache().size(); }
 
@@ -363,4 +313,4 @@ void clear_cached_calls() {
   operator_cache().clear();
 }
 
-} // namespace archflash
+}  // namespace archflash

@@ -14,12 +14,12 @@ namespace archflash {
 // An eager call of archflash.attention or attention_with_kvcache. None when
 // `torch` is to serve it; NotImplemented for torch's dispatcher, and for lazy
 // tensors.
-nb::object attention(nb::handle q, nb::handle k, nb::handle v,
-                     nb::handle options, int grad, nb::handle implementation);
+nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad,
+                     nb::handle implementation);
 // A PreparedCall of a call of attention_with_kvcache without gradients that was
 // served just now; None where no kernel serves it.
-nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v,
-                        nb::handle options, nb::handle implementation);
+nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
+                        nb::handle implementation);
 // decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`: who
 // serves new problems.
 void set_decide(nb::object function);
@@ -33,9 +33,8 @@ void set_decide_pytorchs(nb::object function);
 // kernel's own checks depends on gradients: autograd records the operator, not
 // this call. What `attention` would return, or the reason why PyTorch's own
 // kernel is to serve the call, a str.
-nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v,
-                          nb::handle options, nb::handle implementation,
-                          bool rows_before_heads, bool lse_column);
+nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
+                          nb::handle implementation, bool rows_before_heads, bool lse_column);
 // decide(problem, device_index, forced) -> LaunchPlan, or a str: the reason why
 // PyTorch's own kernel serves the problem.
 void set_decide_operator(nb::object function);
@@ -55,11 +54,10 @@ void forget_other_simulated_devices();
 // Tensor subclasses, fake tensors among them, have a say of their own in what
 // runs.
 bool needs_dispatcher(nb::handle object);
-bool needs_dispatcher(const Arguments &arguments); // whether any of them is one
+bool needs_dispatcher(const Arguments& arguments);  // whether any of them is one
 
-std::pair<int64_t, int64_t>
-hits_and_misses(); // of calls of archflash.attention
+std::pair<int64_t, int64_t> hits_and_misses();  // of calls of archflash.attention
 size_t cached_calls();
 void clear_cached_calls();
 
-} // namespace archflash
+}  // namespace archflash

@@ -69,7 +69,9 @@ nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handl
     return no;
   for (int i = 0; i < OPTION_COUNT; ++i) {
     const nb::handle value = a.*ARGUMENTS[i];
-    if (value.is(PyList_GetItem(options_.ptr(), i))) continue;
+    // Also the same tensor is read again: its memory may be another (set_, resize_).
+    const bool is_tensor = of_options_[i].align != 0;
+    if (!is_tensor && value.is(PyList_GetItem(options_.ptr(), i))) continue;
     const auto operand = operand_of(OPTIONS[i]);
     if (!operand || !replace(value, OPTIONS[i].name, of_options_[i], *operand, call)) return no;
   }

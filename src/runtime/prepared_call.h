@@ -13,12 +13,11 @@
 namespace archflash {
 
 class PreparedCall {
-public:
+ public:
   // A call of attention_with_kvcache that a plan serves, without gradients. The
   // tensors among its options stay alive with this, but for `out`.
-  PreparedCall(const Arguments &arguments, const Call &call,
-               std::shared_ptr<PreparedPlan> plan, Templates like,
-               nb::handle implementation);
+  PreparedCall(const Arguments& arguments, const Call& call, std::shared_ptr<PreparedPlan> plan,
+               Templates like, nb::handle implementation);
 
   // What attention() of call_path.h returns. NotImplemented where the call
   // differs in more than the addresses of its tensors: then it has to be read
@@ -26,29 +25,29 @@ public:
   nb::object run(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
                  nb::handle implementation) const;
 
-private:
+ private:
   // What a problem depends on of a tensor.
   struct Like {
     TensorView view;
-    int32_t align = 0; // 0: there is no tensor
+    int32_t align = 0;  // 0: there is no tensor
     int64_t shape[MAX_DIMS], strides[MAX_DIMS];
 
-    void set(nb::handle tensor, const char *name);
-    bool fits(const TensorView &other) const;
+    void set(nb::handle tensor, const char* name);
+    bool fits(const TensorView& other) const;
   };
   // Puts the address of a tensor into a call; false if it is not like that of
   // the prepared one.
-  static bool replace(nb::handle tensor, const char *name, const Like &like,
-                      Operand operand, Call &call);
+  static bool replace(nb::handle tensor, const char* name, const Like& like, Operand operand,
+                      Call& call);
 
   Call call_;
   std::shared_ptr<PreparedPlan> plan_;
   Templates like_;
   nb::object implementation_;
-  nb::list options_; // those of the prepared call, without `out`
+  nb::list options_;  // those of the prepared call, without `out`
   bool gives_out_;
   Like q_, k_, v_;
   std::array<Like, OPTION_COUNT> of_options_;
 };
 
-} // namespace archflash
+}  // namespace archflash

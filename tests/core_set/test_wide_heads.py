@@ -191,6 +191,16 @@ def test_rows_of_minus_infinity_are_zero_and_rows_of_the_lowest_number_are_the_m
     torch.testing.assert_close(out[:, :, 2:], plain, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("keys", [8, 40, 48])
+@pytest.mark.parametrize("kernel", OF_16_BITS)
+def test_a_bool_mask_of_whole_words(kernel: str, keys: int) -> None:
+    """Rows of 4 or 16 keys at a time, which other kernels load at once."""
+    q, k, v = on.qkv(19, keys, 304, dtype="float16")
+    mask = torch.rand(19, keys, generator=torch.Generator().manual_seed(keys)) > 0.3
+    mask[3] = False
+    on.attend_and_check(kernel, q, k, v, attn_mask=mask.to(on.device), schedules=[3])
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_of_such_heads_are_refused_before_a_launch(kernel: str) -> None:
     q, k, v = on.qkv(5, 7, 512, dtype=dtypes_of(kernel)[-1], heads=(2, 2))

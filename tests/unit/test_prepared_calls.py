@@ -28,6 +28,8 @@ class Layer:
             "cache_seqlens": torch.tensor([13, 5], dtype=torch.int32),
             "page_table": torch.tensor([[2, 0], [3, 1]], dtype=torch.int32),
             "causal": True,
+            "scale": float("0.125"),  # each layer of a model has objects of its own
+            "window": (int("7"), 0),
             "sinks": torch.randn(2),
             "out": torch.empty_like(self.q),
         }

@@ -47,6 +47,8 @@ def _lost() -> Iterator[None]:
     """Makes errors of torch.distributed a GroupError."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise GroupError(
             "a message between the ranks of the group did not arrive: one of them died, was slower "

@@ -1,5 +1,5 @@
-"""Attention of one layer of a server's model over a paged cache: what the plug-in for vLLM does at
-each step, without an import of vLLM.
+"""Attention of one layer of a server's model over a paged cache: what the plug-ins for vLLM and
+SGLang do at each step, without an import of them.
 
 Lengths, offsets and page tables are read on the device only, so that a CUDA graph of a batch serves
 every other batch of its shapes.

@@ -41,8 +41,8 @@ def attention(
         attn_precision: has no effect: kernels add scores up in fp32 whatever the dtype is.
         skip_reshape: q, k and v have their heads already.
         skip_output_reshape: the output keeps its heads.
-        approximate: as for `archflash.attention`. A layer that passes low_precision_attention=False
-            is computed exactly all the same.
+        approximate: as for `archflash.attention`. A layer with a mask, and one that passes
+            low_precision_attention=False, is computed exactly all the same.
         kwargs: `scale` multiplies q k^T, 1 / sqrt(d) by default; with `enable_gqa` k and v may have
             fewer heads. What else ComfyUI passes is for other functions, and not read.
 
@@ -62,17 +62,25 @@ def attention(
     if not skip_reshape:
         q = _with_heads("q", q, heads)
         d = q.shape[-1]
-        heads_kv = k.shape[-1] // d if kwargs.get("enable_gqa") else heads
+        heads_kv = heads
+        if kwargs.get("enable_gqa"):
+            heads_kv = k.shape[-1] // d
+            if heads_kv < 1 or k.shape[-1] % d:
+                raise ValueError(
+                    f"k has shape {tuple(k.shape)}: with enable_gqa its rows must be multiples of "
+                    f"q's head dimension {d}"
+                )
         k, v = _with_heads("k", k, heads_kv), _with_heads("v", v, heads_kv)
     if mask is not None and mask.ndim == 3:
         mask = mask.unsqueeze(1)
+    exact = mask is not None or kwargs.get("low_precision_attention") is False
     out: Tensor = _attention(
         q,
         k,
         v,
         attn_mask=mask,
         scale=kwargs.get("scale"),
-        approximate=None if kwargs.get("low_precision_attention") is False else approximate,
+        approximate=None if exact else approximate,
         layout="bhnd" if skip_reshape else "bnhd",
     )
     if skip_reshape != skip_output_reshape:
@@ -94,6 +102,10 @@ def register() -> None:
     """Lists `attention` among ComfyUI's attention functions, for nodes that let one choose."""
     from comfy.ldm.modules import attention as functions
 
+    if not hasattr(functions, "register_attention_function"):
+        raise RuntimeError(
+            "this ComfyUI keeps no list of attention functions: the node needs 0.3.64 or newer"
+        )
     if functions.REGISTERED_ATTENTION_FUNCTIONS.get(NAME) is None:
         functions.register_attention_function(NAME, functions.wrap_attn(attention))
 

@@ -12,30 +12,26 @@
 
 namespace archflash {
 
-void bind_calls(nb::module_ &m) {
+void bind_calls(nb::module_& m) {
   using namespace nb::literals;
   m.def("set_decide", &set_decide, "function"_a);
   m.def("set_decide_pytorchs", &set_decide_pytorchs, "function"_a);
   m.def(
-      "set_simulate",
-      [](nb::object function) { simulate() = std::move(function); },
-      "function"_a);
-  m.def("attention", &attention, "q"_a.none(), "k"_a.none(), "v"_a.none(),
-        "options"_a, "grad"_a, "implementation"_a.none(),
+      "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
+  m.def("attention", &attention, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a, "grad"_a,
+        "implementation"_a.none(),
         "Serves an eager call from a kernel, which autograd records where it "
         "is to. None when "
         "`torch` is to serve it; NotImplemented for torch's dispatcher, and "
         "for lazy tensors, "
         "which must be resolved first.");
-  nb::class_<PreparedCall>(
-      m, "PreparedCall",
-      "A call that is made again with other tensors of the same shapes.")
+  nb::class_<PreparedCall>(m, "PreparedCall",
+                           "A call that is made again with other tensors of the same shapes.")
       .def("__call__", &PreparedCall::run, "q"_a, "k"_a, "v"_a, "options"_a,
            "implementation"_a.none(),
            "What `attention` returns; NotImplemented where the call has to be "
            "read as a whole.");
-  m.def("prepare_call", &prepare_call, "q"_a, "k"_a, "v"_a, "options"_a,
-        "implementation"_a.none(),
+  m.def("prepare_call", &prepare_call, "q"_a, "k"_a, "v"_a, "options"_a, "implementation"_a.none(),
         "A PreparedCall of a call of attention_with_kvcache that `attention` "
         "served just now, "
         "without gradients; None where no kernel serves it.");
@@ -43,28 +39,24 @@ void bind_calls(nb::module_ &m) {
   m.def("set_decide_gradients", &set_decide_gradients, "function"_a);
   m.def(
       "attention_backward",
-      [](nb::handle dout, nb::handle q, nb::handle k, nb::handle v,
-         nb::handle out, nb::handle lse, nb::handle dlse, nb::handle options,
-         nb::handle implementation, nb::handle dq, nb::handle dk, nb::handle dv,
-         bool accumulate, bool mask_gradient, bool deterministic,
+      [](nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+         nb::handle dlse, nb::handle options, nb::handle implementation, nb::handle dq,
+         nb::handle dk, nb::handle dv, bool accumulate, bool mask_gradient, bool deterministic,
          bool refuse_recorded) {
-        return attention_backward(
-            {dout, q, k, v, out, lse, dlse, options, implementation, dq, dk, dv,
-             accumulate, mask_gradient, deterministic, refuse_recorded});
+        return attention_backward({dout, q, k, v, out, lse, dlse, options, implementation, dq, dk,
+                                   dv, accumulate, mask_gradient, deterministic, refuse_recorded});
       },
-      "dout"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "out"_a.none(),
-      "lse"_a.none(), "dlse"_a.none(), "options"_a, "implementation"_a.none(),
-      "dq"_a.none(), "dk"_a.none(), "dv"_a.none(), "accumulate"_a,
-      "mask_gradient"_a, "deterministic"_a, "refuse_recorded"_a,
+      "dout"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "out"_a.none(), "lse"_a.none(),
+      "dlse"_a.none(), "options"_a, "implementation"_a.none(), "dq"_a.none(), "dk"_a.none(),
+      "dv"_a.none(), "accumulate"_a, "mask_gradient"_a, "deterministic"_a, "refuse_recorded"_a,
       "Gradients by a kernel: (dq, dk, dv, dsinks, dmask), of which the last "
       "two may be None. "
       "NotImplemented where Python is to serve the call, or to refuse it. "
       "'refuse_recorded': also "
       "where a tensor requires a gradient.");
   m.def("set_decide_operator", &set_decide_operator, "function"_a);
-  m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(),
-        "v"_a.none(), "options"_a, "implementation"_a.none(),
-        "rows_before_heads"_a = false, "lse_column"_a = false,
+  m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
+        "implementation"_a.none(), "rows_before_heads"_a = false, "lse_column"_a = false,
         nb::sig("def serve_operator(q: typing.Any, k: typing.Any, v: "
                 "typing.Any, options: "
                 "tuple[typing.Any, ...], implementation: str | None, "
@@ -81,8 +73,7 @@ void bind_calls(nb::module_ &m) {
       "cache_info",
       [] {
         const auto [hits, misses] = hits_and_misses();
-        return nb::make_tuple(hits, misses, cached_calls(),
-                              PLAN_CACHE_CAPACITY);
+        return nb::make_tuple(hits, misses, cached_calls(), PLAN_CACHE_CAPACITY);
       },
       nb::sig("def cache_info() -> tuple[int, int, int, int]"),
       "(hits, misses, entries, capacity) of the plan cache.");
@@ -95,15 +86,12 @@ void bind_calls(nb::module_ &m) {
         "through their Python "
         "attributes.");
   m.def("has_exchange_table", [] { return torch().exchange != nullptr; });
-  m.def(
-      "is_plain_tensor",
-      [](nb::handle object) { return is_plain_tensor(object); }, "object"_a);
+  m.def("is_plain_tensor", [](nb::handle object) { return is_plain_tensor(object); }, "object"_a);
   m.def(
       "all_plain",
-      [](const nb::args &objects) {
+      [](const nb::args& objects) {
         for (const nb::handle object : objects) {
-          if (needs_dispatcher(object))
-            return false;
+          if (needs_dispatcher(object)) return false;
         }
         return true;
       },
@@ -112,16 +100,15 @@ void bind_calls(nb::module_ &m) {
       "torch.nn.Parameter).");
   m.def(
       "check_data",
-      [](nb::handle tensor, const std::string &name) {
+      [](nb::handle tensor, const std::string& name) {
         TensorView view;
         read_tensor(tensor, name.c_str(), view);
       },
-      "tensor"_a.none(), "name"_a,
-      "Refuses what is no dense tensor, or has elements but no data.");
+      "tensor"_a.none(), "name"_a, "Refuses what is no dense tensor, or has elements but no data.");
   m.def(
       "given", [](nb::handle value) { return given(value); }, "value"_a.none(),
       "What a caller gave, for an error message: never the values of a "
       "tensor.");
 }
 
-} // namespace archflash
+}  // namespace archflash

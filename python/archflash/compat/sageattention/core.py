@@ -82,7 +82,8 @@ def sageattn(
     if scale is not None and sm_scale is not None:
         raise ValueError(f"sm_scale={sm_scale} and scale={scale} are one number: pass one of them")
     approximate = kwargs.get("approximate")
-    if approximate is None and q.dtype in (torch.float16, torch.bfloat16):
+    # With a mask no kernel of ours approximates, and the exact ones take it.
+    if approximate is None and attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
         approximate = _asked_of_all
     causal = flag(is_causal)
     return attention(
@@ -172,6 +173,11 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **kwargs)
 
 
+def _as_int32(starts: Any) -> Any:
+    """What is no tensor, `attention` refuses."""
+    return starts.to(torch.int32) if isinstance(starts, Tensor) else starts
+
+
 def sageattn_varlen(
     q: Tensor,
     k: Tensor,
@@ -214,8 +220,8 @@ def sageattn_varlen(
         causal=causal,
         q_offset=0 if causal else None,
         scale=plain(sm_scale),
-        cu_seqlens_q=cu_seqlens_q.to(torch.int32),
-        cu_seqlens_k=cu_seqlens_k.to(torch.int32),
+        cu_seqlens_q=_as_int32(cu_seqlens_q),
+        cu_seqlens_k=_as_int32(cu_seqlens_k),
         max_seqlen_q=plain(max_seqlen_q),
         max_seqlen_k=plain(max_seqlen_k),
     )
