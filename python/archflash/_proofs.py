@@ -63,16 +63,28 @@ def _own_entries(word: str) -> list[tuple[Proof, str]]:
     kept = _user_tables.entries(KIND)
     now = _user_tables.software() if kept else {}
     return [
-        (Proof(str(name), str(of), _capability(entry["key"])), since)
+        (Proof(name, of, _capability(entry["key"])), since)
         for entry in kept
         for since in [_user_tables.differences(entry["key"], now)]
-        for name, of in entry.get(word, ())
+        for name, of in _pairs(entry, word)
     ]
+
+
+def _pairs(entry: dict[str, Any], word: str) -> list[tuple[str, str]]:
+    """The (folder, pass) pairs of an entry; none if it is damaged."""
+    told = entry.get(word)
+    if not isinstance(told, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
+        for pair in told
+    ):
+        return []
+    return [(name, of) for name, of in told]
 
 
 def _capability(key: dict[str, str]) -> tuple[int, int]:
     major, _, minor = key.get("capability", "").partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+    numbers = all(word.isascii() and word.isdecimal() and len(word) < 4 for word in (major, minor))
+    return (int(major), int(minor)) if numbers else (0, 0)
 
 
 def own(word: str = PROVED) -> frozenset[Proof]:
@@ -98,19 +110,17 @@ def keep(
     Raises:
         ValueError: it cannot be written; the message says what to do.
     """
-    key = _user_tables.key_of(device)
-
-    def known(word: str) -> set[tuple[str, str]]:
-        found = [entry for entry in _user_tables.entries(KIND) if entry["key"] == key]
-        return {(name, of) for entry in found for name, of in entry.get(word, ())}
-
     right, wrong = {*passes}, {*refuted}
-    sets = {
-        PROVED: (known(PROVED) | right) - wrong,
-        REFUTED: (known(REFUTED) | wrong) - right,
-    }
-    lists = {word: [list(one) for one in sorted(found)] for word, found in sets.items()}
-    return _user_tables.put(KIND, {"key": key, **lists})
+
+    def merged(entry: dict[str, Any]) -> dict[str, Any]:
+        sets = {
+            PROVED: ({*_pairs(entry, PROVED)} | right) - wrong,
+            REFUTED: ({*_pairs(entry, REFUTED)} | wrong) - right,
+        }
+        lists = {word: [list(one) for one in sorted(found)] for word, found in sets.items()}
+        return {"key": entry["key"], **lists}
+
+    return _user_tables.update(KIND, _user_tables.key_of(device), merged)
 
 
 def asked_for(name: str) -> bool:

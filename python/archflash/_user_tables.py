@@ -35,6 +35,8 @@ Key = dict[str, str]
 def folder() -> Path | None:
     """The folder of the files; None for a user without a home folder."""
     if given := os.environ.get(VARIABLE):
+        with contextlib.suppress(RuntimeError):  # "~" of a user without a home
+            return Path(given).expanduser()
         return Path(given)
     with contextlib.suppress(RuntimeError):
         data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
@@ -104,7 +106,10 @@ def entries(kind: str) -> tuple[Entry, ...]:
     file = file_of(kind)
     try:
         return () if file is None else _read(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except PermissionError as error:
+        _log.info("%s cannot be read (%s)", file, error)
         return ()
     except (OSError, ValueError) as error:
         _log.warning("%s does not count (%s: %s): delete it", file, type(error).__name__, error)
@@ -118,7 +123,10 @@ def _read(file: Path) -> tuple[Entry, ...]:
         OSError: it cannot be read.
         ValueError: it holds something else.
     """
-    told = json.loads(file.read_text())
+    try:
+        told = json.loads(file.read_text())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     listed = told.get("entries") if isinstance(told, dict) else None
     if not isinstance(listed, list) or not all(
         isinstance(entry, dict)
@@ -140,6 +148,30 @@ def put(kind: str, entry: Entry) -> Path:
         ValueError: there is no place that can be written; the message says what to do.
     """
     return _change(kind, lambda old: [*(x for x in old if x["key"] != entry["key"]), entry])
+
+
+def update(kind: str, key: Key, change: Callable[[Entry], Entry]) -> Path:
+    """Changes the entry of a key, while no other process can.
+
+    Args:
+        kind: of the entry.
+        key: its key.
+        change: from the entry as it is in the file, which has nothing but the key if it is new, to
+            what it becomes.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: as for `put`.
+    """
+
+    def changed(old: Iterable[Entry]) -> list[Entry]:
+        known = [*old]
+        mine = next((entry for entry in known if entry["key"] == key), {"key": key})
+        return [*(entry for entry in known if entry["key"] != key), change(mine)]
+
+    return _change(kind, changed)
 
 
 def forget(kind: str, chosen: Callable[[Entry], bool] = lambda entry: True) -> Path:
@@ -195,6 +227,7 @@ def _replace(file: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".new")
     try:
         with open(handle, "w") as new:
+            os.fchmod(handle, 0o644)  # other users may read it, as they may other files
             new.write(text)
         os.replace(name, file)
     except OSError:

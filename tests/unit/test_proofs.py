@@ -341,6 +341,30 @@ def test_a_list_of_proofs_without_passes_proves_nothing() -> None:
     assert archflash.explain(*tensors(), device="B200").chosen == "torch"
 
 
+@pytest.mark.parametrize(
+    "told",
+    [{"refuted": None}, {"proved": 5}, {"proved": ["ab"]}, {"proved": [["a"]]},
+     {"refuted": [[1, 2]]}, {"key": {"capability": "\u00b25.\u00b2"}}],
+    ids=str,
+)  # fmt: skip
+def test_damaged_lists_of_proofs_prove_nothing_and_are_written_over(told: dict[str, Any]) -> None:
+    _user_tables.put(_proofs.KIND, {"key": _user_tables.key_of(gpu()), **told})
+    assert archflash.explain(*tensors(), device="B200").chosen == "torch"
+    _proofs.keep(gpu(), [(DC, _proofs.FORWARD)])
+    assert archflash.explain(*tensors(), device="B200").chosen == DC
+
+
+def test_results_that_another_process_kept_meanwhile_stay() -> None:
+    assert _proofs.own() == frozenset()  # from now on this process knows of none
+    file = _user_tables.file_of(_proofs.KIND)
+    assert file is not None
+    file.parent.mkdir(exist_ok=True)
+    entry = {"key": _user_tables.key_of(gpu()), "proved": [[DC, "backward"]]}
+    file.write_text(json.dumps({"entries": [entry]}))
+    _proofs.keep(gpu(), [(DC, _proofs.FORWARD)])
+    assert {proof.of for proof in _proofs.own()} == {"forward", "backward"}
+
+
 # --- proofs that are committed ---
 
 

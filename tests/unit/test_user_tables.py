@@ -72,7 +72,15 @@ def test_differences_name_what_changed() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"entries": 3}', '{"entries": [{}]}', '{"entries": [{"key": {"gpu": 1}}]}'],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"entries": 3}',
+        '{"entries": [{}]}',
+        '{"entries": [{"key": {"gpu": 1}}]}',
+        100_000 * "[",
+    ],
 )
 def test_a_damaged_file_is_named_once_does_not_count_and_is_replaced(
     folder: Path, text: str, caplog: pytest.LogCaptureFixture
@@ -107,3 +115,33 @@ def test_processes_that_write_at_the_same_time_lose_nothing(folder: Path) -> Non
     kept = json.loads((folder / "things.json").read_text())["entries"]
     assert {entry["key"]["gpu"] for entry in kept} == {str(number) for number in range(60)}
     assert sorted(os.listdir(folder)) == ["things.json", "things.lock"]
+
+
+def count_some(times: int) -> None:
+    for _ in range(times):
+        _user_tables.update(
+            KIND, {"gpu": "x"}, lambda old: {**old, "number": old.get("number", 0) + 1}
+        )
+
+
+def test_changes_are_of_what_the_file_holds_and_not_of_what_was_read(folder: Path) -> None:
+    assert _user_tables.entries(KIND) == ()
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=count_some, args=(20,)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    count_some(1)
+    assert _user_tables.entries(KIND) == ({"key": {"gpu": "x"}, "number": 61},)
+    assert (folder / "things.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_home_that_is_no_folder_is_as_no_file(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(_user_tables.VARIABLE, "/dev/null/tables")
+    assert _user_tables.entries(KIND) == ()
+    assert not caplog.records
+    monkeypatch.setenv(_user_tables.VARIABLE, "~/tables")
+    assert _user_tables.folder() == Path.home() / "tables"
