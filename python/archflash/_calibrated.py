@@ -21,6 +21,7 @@ from archflash import _archflash as _native
 from archflash import _fused_kernels, _measured, _user_tables
 
 TABLE = "calibration"  # the name of the file in the user's folder
+FORMAT = 1  # of an entry; another one does not count
 FORWARD, BOTH = "forward", "both"
 EQUAL = 0.02  # candidates whose times differ by less count as equally fast
 # With few query rows each call may have another number of keys, for which cuDNN makes a plan, which
@@ -159,7 +160,7 @@ def features(kind: Kind, sizes: Sizes, head_dims: int, shape: Shape, sms: int) -
     over_keys = 0.0
     if kind.passes == BOTH:
         blocks = heads * math.ceil(max(sizes.nk, 1) / shape.rows)
-        over_keys = math.ceil(blocks / slots) * shape.ctas * tiles * of_tile / blocks
+        over_keys = math.ceil(blocks / slots) * shape.ctas * tiles * of_tile / max(blocks, 1)
     return (
         1.0,
         max(load * of_tile, longest),
@@ -327,19 +328,23 @@ class Table:
             KeyError, TypeError, ValueError, AttributeError: it is none.
         """
         key = entry["key"]
+        if entry.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
         groups: dict[Kind, list[Group]] = {}
         for told in entry["groups"]:
             fits = {
                 str(name): Fit(
-                    Shape(*map(int, fit["shape"])),
+                    Shape(*map(_at_least_1, fit["shape"])),
                     tuple(map(float, fit["weights"])),
                     tuple(None if x is None else float(x) for x in fit["residuals"]),
                 )
                 for name, fit in told["fits"].items()
             }
-            points = tuple(Sizes(*point) for point in told["points"])
-            if any(len(fit.residuals) != len(points) for fit in fits.values()):
-                raise ValueError("residuals and points differ in number")
+            points = tuple(Sizes(*map(_number, point)) for point in told["points"])
+            for fit in fits.values():
+                _check_fit(fit, len(points))
+            if not 0 <= int(told["own"]) <= len(points):
+                raise ValueError("it has fewer points than it says")
             group = Group(int(told["d"]), int(told["dv"]), points, fits, int(told["own"]))
             groups.setdefault(Kind(*told["kind"]), []).append(group)
         words = ", ".join(f"{name} {word}" for name, word in key.items() if name in _SHOWN)
@@ -347,8 +352,8 @@ class Table:
             gpu=str(key["gpu"]),
             date=str(entry["date"]),
             key=words,
-            sms=int(entry["sms"]),
-            host_us={(str(p), str(who)): float(us) for p, who, us in entry["host_us"]},
+            sms=_at_least_1(entry["sms"]),
+            host_us={(str(p), str(who)): float(_number(us)) for p, who, us in entry["host_us"]},
             groups={
                 kind: tuple(sorted(found, key=lambda g: g.d + g.dv))
                 for kind, found in groups.items()
@@ -377,6 +382,30 @@ class Table:
         return Prediction(cost, self.date, self.gpu, self.key, wrong)
 
 
+def _number(told: object) -> Any:
+    """A number that is at least 0."""
+    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told < math.inf:
+        raise ValueError(f"{told!r} is no size")
+    return told
+
+
+def _at_least_1(told: object) -> int:
+    if not isinstance(told, int) or told < 1:
+        raise ValueError(f"{told!r} is no number from 1 on")
+    return told
+
+
+def _check_fit(fit: Fit, points: int) -> None:
+    """Raises ValueError where no times can be made of a fit."""
+    if len(fit.residuals) != points:
+        raise ValueError("residuals and points differ in number")
+    if len(fit.weights) != FEATURES or not all(abs(x) < _MOST_WEIGHT for x in fit.weights):
+        raise ValueError(f"there must be {FEATURES} weights of microseconds")
+    if not all(x is None or abs(x) < _MOST_RESIDUAL for x in fit.residuals):
+        raise ValueError("a residual is no logarithm of a ratio of times")
+
+
+_MOST_RESIDUAL, _MOST_WEIGHT = 20.0, 1e12  # far beyond what any GPU gives
 _SHOWN = ("driver", "torch", "cudnn", "power")
 
 
@@ -437,14 +466,16 @@ def _find(device: _native.Device) -> Table | None:
         logger.warning("%s", stale(mine[-1], now))
         return None
     try:
-        return Table.read(fitting)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        table = Table.read(fitting)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         logger.warning(
             "archflash: the table of %s is damaged (%s: %s) and does not count: "
             "`archflash calibrate` makes a new one",
             device.name, type(error).__name__, error,
         )  # fmt: skip
         return None
+    # GPUs of one name may differ in SMs, as parts of a GPU (MIG) do.
+    return table if table.sms == device.sm_count else None
 
 
 def stale(entry: dict[str, Any], now: _user_tables.Key) -> str:

@@ -461,6 +461,14 @@ def disable() -> None:
         _activate(None)
 
 
+def environment_without() -> dict[str, str]:
+    """The environment for a process in which PyTorch's kernels are PyTorch's, and nothing is forced
+    that is not asked for.
+    """
+    ours = (ENABLE_VARIABLE, _dispatch.forcing.FORCE_VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
     """Lets archflash serve PyTorch's own attention inside a `with` block, as `enable` does. At its

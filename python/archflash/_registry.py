@@ -177,3 +177,11 @@ def implementations() -> list[Implementation]:
         compiled=(f"torch {torch.__version__} on {platform.machine()}",),
     )
     return [*(_kernel(name) for name in kernel_names()), fallback]
+
+
+def compiled_by_driver(name: str, capability: tuple[int, int]) -> bool:
+    """Whether the driver has to compile the kernels of a folder for GPUs of a compute capability,
+    at their first use.
+    """
+    code = _native.pick_target([target.name for target in _native.targets(name)], capability)
+    return code is not None and code.startswith("compute_")

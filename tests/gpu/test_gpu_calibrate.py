@@ -1,4 +1,4 @@
-"""`archflash calibrate` on a real GPU, for seconds."""
+"""`archflash calibrate` on a real GPU, for seconds enough where other tests use it, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_dispatch: None
 def test_a_few_seconds_give_a_table_of_right_kernels_that_calls_go_by(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["calibrate", "--seconds", "4"]) == 0
+    assert main(["calibrate", "--seconds", "20"]) == 0
     said = capfd.readouterr()
     table = _calibrated.table_of(_dispatch.query_device(0))
     assert table is not None, said

@@ -16,7 +16,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _calibrated, _dispatch, _measured, _user_tables
+from archflash import _calibrated, _dispatch, _measured, _proofs, _user_tables
 from archflash.__main__ import main
 from archflash._api import find_device, make_problem
 from archflash._calibrate import fit, grid, measuring, worker
@@ -351,6 +351,9 @@ def test_where_pytorchs_kernel_gave_wrong_numbers_it_comes_last() -> None:
     entry["wrong_kinds"] = [["torch-cudnn", list(Kind("16 bits", FORWARD, "many", False))]]
     keep(entry)
     assert _dispatch.order.of(problem(), (9, 0), H200)[-1] == "torch"
+    entry["wrong_kinds"][0][0] = "torch"
+    keep(entry)
+    assert _dispatch.order.of(problem(), (9, 0), H200)[-1] == "torch"
     assert _dispatch.order.of(problem(causal=True), (9, 0), H200)[-1] != "torch"
 
 
@@ -393,6 +396,14 @@ def test_a_table_of_other_software_does_not_count_and_a_sentence_says_so(
         lambda entry: entry["groups"][0]["points"].pop(),
         lambda entry: entry.update(sms="many"),
         lambda entry: entry["groups"].append("x"),
+        lambda entry: entry.pop("format"),
+        lambda entry: entry.update(sms=0),
+        lambda entry: entry.update(sms=math.inf),
+        lambda entry: entry["groups"][0]["points"][0].__setitem__(0, "2"),
+        lambda entry: entry["groups"][0]["fits"]["ampere"]["weights"].pop(),
+        lambda entry: entry["groups"][0]["fits"]["ampere"]["weights"].__setitem__(0, math.nan),
+        lambda entry: entry["groups"][0]["fits"]["ampere"].update(residuals=[800.0]),
+        lambda entry: entry["groups"][0]["fits"]["ampere"].update(shape=[64, 0]),
     ],
 )
 def test_a_damaged_table_does_not_count(
@@ -412,11 +423,29 @@ def test_each_gpu_has_its_table_and_a_new_one_takes_the_place_of_its_own() -> No
     command.keep(table_with({"ampere": 100.0, "hopper": 60.0}, device=h100))
     assert _dispatch.select(problem(), H200).chosen == "ampere"
     assert _dispatch.select(problem(), h100).chosen == "hopper"
-    command.keep(table_with({"ampere": 100.0, "hopper": 60.0}, driver="older"))
+    for number in range(9):
+        command.keep(table_with({"ampere": 100.0, "hopper": 60.0}, torch=f"older {number}"))
     command.keep(table_with({"ampere": 100.0, "hopper": 60.0}))
     kept = _user_tables.entries(_calibrated.TABLE)
-    assert sorted(entry["key"]["gpu"] for entry in kept) == ["H100", "H200"]
+    assert [entry["key"]["gpu"] for entry in kept].count("H100") == 1
+    mine = [entry["key"]["torch"] for entry in kept if entry["key"]["gpu"] == "H200"]
+    assert len(mine) == command._TABLES  # environments with other versions share the file
+    assert mine[0] == "older 2"
     assert _dispatch.select(problem(), H200).chosen == "hopper"
+
+
+@pytest.mark.usefixtures("no_user")
+def test_a_table_of_a_gpu_with_other_sms_does_not_count() -> None:
+    entry = table_with({"ampere": 60.0, "hopper": 100.0})
+    keep(entry | {"sms": 66})
+    assert _dispatch.select(problem(), H200).chosen == "hopper"
+
+
+@pytest.mark.usefixtures("no_user")
+def test_calls_without_heads_have_an_order_too() -> None:
+    keep(table_with({"hopper": 100.0, "ampere": 60.0}, BOTH))
+    q = torch.empty(2, 0, 64, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert _dispatch.order.of(make_problem(q, q, q).as_if_on_cuda(), (9, 0), H200)
 
 
 @pytest.mark.usefixtures("no_user")
@@ -488,6 +517,35 @@ def test_a_kernel_that_breaks_or_hangs_is_left_out_and_measuring_goes_on(
 def test_a_process_that_cannot_start_is_an_error_with_its_last_words() -> None:
     with pytest.raises(archflash.LaunchError, match="ended at its start: no such device"):
         measuring.measure(0, 9.0, worker=(sys.executable, "-c", "exit('no such device')"))
+
+
+def test_nobody_is_blamed_for_what_ends_the_process_between_kernels() -> None:
+    told: list[str] = []
+    between = FAKE.replace(
+        "    times = {}", "    if number == 2: sys.exit('out of luck')\n    times = {}"
+    )
+    between = "print('a library speaks')\n" + between.replace("BROKEN", "''").replace("HOW", "pass")
+    found = measuring.measure(0, 100.0, told.append, (sys.executable, "-c", between), silent_s=9.0)
+    assert len(found.times) == 2
+    assert found.wrong == {}
+    assert "ended early: out of luck" in told[-1]
+
+
+def test_the_process_that_measures_sees_no_variable_that_makes_pytorchs_kernels_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ARCHFLASH_SDPA", "1")
+    monkeypatch.setenv("ARCHFLASH_FORCE_IMPLEMENTATION", "ampere")
+    shows = "import os; exit(' '.join(sorted(x for x in os.environ if x.startswith('ARCHFLASH_'))))"
+    with pytest.raises(archflash.LaunchError) as caught:
+        measuring.measure(0, 9.0, worker=(sys.executable, "-c", shows))
+    assert "ARCHFLASH_SDPA" not in str(caught.value)
+    assert "FORCE" not in str(caught.value)
+
+
+def test_silence_lasts_longer_where_the_driver_compiles() -> None:
+    assert measuring.silence_on((9, 0)) == measuring._SILENT_S
+    assert measuring.silence_on((13, 0)) == measuring._PATIENCE * measuring._SILENT_S
 
 
 def test_a_kernel_is_proved_by_many_right_results_and_no_wrong_one() -> None:
@@ -611,6 +669,12 @@ def test_calibrate_keeps_shows_and_forgets(capsys: pytest.CaptureFixture[str]) -
     assert archflash_says(capsys, "calibrate", "--forget")[0] == 0
     assert _user_tables.entries(_calibrated.TABLE) == ()
     assert "nothing was measured here yet" in archflash_says(capsys, "calibrate", "--show")[1]
+    file = _user_tables.file_of(_calibrated.TABLE)
+    assert file is not None
+    file.write_text("damaged")
+    _calibrated.read_again()
+    assert "emptied" in archflash_says(capsys, "calibrate", "--forget")[1]
+    assert "damaged" not in file.read_text()
 
 
 @pytest.mark.usefixtures("card_here")
@@ -625,6 +689,11 @@ def test_a_kernel_that_was_right_becomes_a_default_of_that_gpu(
     assert status == 0
     assert "proved here: blackwell_dc (forward pass)" in out
     assert _dispatch.select(problem(return_lse=True), b200).chosen == "blackwell_dc"
+    # What verify found wrong stays so.
+    _proofs.keep(b200, [], [("blackwell_dc", _proofs.FORWARD)])
+    status, out, _ = archflash_says(capsys, "calibrate")
+    assert "proved here" not in out
+    assert _dispatch.select(problem(return_lse=True), b200).chosen != "blackwell_dc"
 
 
 @pytest.mark.usefixtures("card_here")

@@ -230,6 +230,7 @@ def entry(
 
     return {
         "key": key,
+        "format": _calibrated.FORMAT,
         "date": date,
         "sms": sms,
         "host_us": [[passes, who, short(us)] for (passes, who), us in host_us.items()],

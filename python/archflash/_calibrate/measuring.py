@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from archflash import _registry
+from archflash import _overrides, _registry
 from archflash._calibrate.fit import Measured
 from archflash._calibrate.grid import Point
 from archflash._calibrate.worker import point_of
@@ -21,6 +21,7 @@ from archflash._errors import LaunchError
 
 WORKER = (sys.executable, "-m", "archflash._calibrate.worker")
 _SILENT_S = 60.0  # a worker that says nothing for so long hangs
+_PATIENCE = 5  # times as long, where the driver compiles kernels at their first use
 _LEAST_S = 5.0  # with less time left no worker is started again
 _PROOFS = {FORWARD: "forward", BOTH: "backward"}  # the pass that _proofs calls so
 _RIGHT = 10  # points at which a pass of a kernel was right: then it is proved
@@ -86,6 +87,12 @@ class Findings:
         return [(name, _PROOFS[passes]) for name, passes in self.wrong if name in kernels]
 
 
+def silence_on(capability: tuple[int, int]) -> float:
+    """Seconds after which a silent worker is taken to hang on GPUs of a compute capability."""
+    compiles = (_registry.compiled_by_driver(x, capability) for x in _registry.kernel_names())
+    return _SILENT_S * (_PATIENCE if any(compiles) else 1)
+
+
 def measure(
     index: int,
     seconds: float,
@@ -112,7 +119,10 @@ def measure(
         ended, trying, said = _run_worker(found, index, left, progress, worker, silent_s)
         if ended:
             break
-        if trying is None:
+        if trying is None:  # no kernel is to blame
+            if found.times:
+                progress(f"the process that measures ended early: {said}")
+                break
             raise LaunchError(f"the process that measures ended at its start: {said}")
         point, name = trying
         found.note_wrong(name, point, f"it broke: {said}", progress)
@@ -131,7 +141,9 @@ def _run_worker(
     worker: Sequence[str],
     silent_s: float,
 ) -> tuple[bool, tuple[Point, str] | None, str]:
-    """One process: whether it came to its end, what it tried last, and its last words."""
+    """One process: whether it came to its end, what it was trying when it ended, and its last
+    words.
+    """
     asked = {
         "device": index,
         "until": time.time() + seconds,
@@ -139,7 +151,7 @@ def _run_worker(
         "host": bool(found.host_us),
         "skip": [list(key) for key in found.wrong],
     }
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = _overrides.environment_without() | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=environment,
@@ -148,8 +160,10 @@ def _run_worker(
         assert stdin is not None
         assert stdout is not None
         assert stderr is not None
-        stdin.write(json.dumps(asked))
-        stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has died, which its answers will show
+            stdin.write(json.dumps(asked))
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()
         words: list[str] = []
         listener = threading.Thread(target=words.extend, args=(stderr,), daemon=True)
         listener.start()
@@ -167,9 +181,13 @@ def _run_worker(
             clock.cancel()
             if not line:
                 break
+            if not line.startswith("{"):  # a library printed it
+                continue
             told = json.loads(line)
-            if "trying" in told:
+            if told.get("trying"):
                 trying = point_of(told["trying"][0]), str(told["trying"][1])
+            elif told.keys() & {"trying", "host", "point"}:
+                trying = None
             ended = ended or "done" in told
             _take(found, told, progress)
         listener.join(silent_s)

@@ -152,6 +152,7 @@ def main() -> int:
             say(error=f"nothing could be measured: {found.wrong or found.refused}")
             return 1
         speed = first.flops() / min(found.graph_us.values())
+    say(trying=None)
     if not asked["host"]:
         for passes in (FORWARD, BOTH):
             small = Point(Kind("16 bits", passes, "many", False), (1, 4, 4, 64, 64), 64, 64)

@@ -11,11 +11,11 @@ from archflash import _archflash as _native
 from archflash import _registry
 from archflash._errors import ForcedImplementationError
 
-_FORCE_VARIABLE = "ARCHFLASH_FORCE_IMPLEMENTATION"
+FORCE_VARIABLE = "ARCHFLASH_FORCE_IMPLEMENTATION"
 # What force() has set in this context. It overrides the environment variable; an argument of the
 # call overrides it.
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "archflash_forced", default=os.environ.get(_FORCE_VARIABLE) or None
+    "archflash_forced", default=os.environ.get(FORCE_VARIABLE) or None
 )
 forced = _forced.get
 if forced() is not None:
@@ -47,6 +47,11 @@ def force(name: str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def force_nothing() -> None:
+    """Takes back in this context what the environment variable forces."""
+    _forced.set(None)
 
 
 def check_name(name: object) -> None:

@@ -55,7 +55,7 @@ def by_calibration(
         return tuple(_registry.TORCH if name == pytorchs else name for name in order)
     before, kernels = usual[:torch], arranged((*usual[:torch], *usual[torch + 1 :]))
     kernel = pytorch.kernel_of(problem, device.capability)
-    if isinstance(kernel, str) and kernel in calibrated.wrong:
+    if {kernel if isinstance(kernel, str) else "", _registry.TORCH} & calibrated.wrong:
         return (*kernels, _registry.TORCH)
     # What is faster than a kernel that comes before `torch` comes before it, too.
     last = max((kernels.index(name) for name in before if name in calibrated.cost), default=-1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _registry
+from archflash import _dispatch, _overrides, _registry
 from archflash._calibrate.calls import Call
 from archflash._calibrate.grid import Point
 from archflash._calibrate.lab import Lab, Result
@@ -87,6 +87,9 @@ def read_point(arguments: argparse.Namespace) -> Point:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the tables; 1 if a kernel of ours was wrong."""
     points = [read_point(arguments)] if arguments.shape else standard()
+    # Otherwise what is timed as PyTorch's, and as chosen, could be ours, or what is forced.
+    _overrides.disable()
+    _dispatch.forcing.force_nothing()
     index, device = find_gpu(arguments.device, "time")
     lab = Lab(index, max(point.bytes() for point in points), rounds=15)
     rows: list[dict[str, Any]] = []

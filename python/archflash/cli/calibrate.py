@@ -13,6 +13,7 @@ from archflash._calibrate import fit, measuring
 from archflash._calibrated import EQUAL, Group, Kind, Sizes, Table
 
 SECONDS = 60.0
+_TABLES = 8  # that are kept of a GPU
 _ENOUGH = 8  # measured sizes from which crossovers are worth telling
 
 
@@ -47,8 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     _user_tables.check_writable(_calibrated.TABLE)  # before a minute is spent
     print(f"{_dispatch.describe_device(device)}: {arguments.seconds:.0f} s", flush=True)
     found = measuring.measure(
-        index, arguments.seconds, lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-    )
+        index, arguments.seconds, lambda text: print(f"  {text}", file=sys.stderr, flush=True),
+        silent_s=measuring.silence_on(device.capability),
+    )  # fmt: skip
     entry = fit.entry(
         _calibrated.key_of(device),
         f"{datetime.date.today():%Y-%m-%d}",
@@ -60,8 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     table = Table.read(entry)
     file = keep(entry)
+    # A minute of plain calls does not overturn what was found wrong here.
+    settled = _proofs.committed() | _proofs.own() | _proofs.own(_proofs.REFUTED)
     new = [
-        (name, of) for name, of in found.proved() if not _proofs.proved(name, device.capability, of)
+        (name, of)
+        for name, of in found.proved()
+        if _proofs.Proof(name, of, device.capability) not in settled
     ]
     if new or found.refuted():
         _proofs.keep(device, new, found.refuted())
@@ -73,11 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def keep(entry: dict[str, Any]) -> Any:
-    """Writes a table in place of earlier ones of the same GPU; the file."""
+    """Writes a table in place of one with the same key; the file. Of each GPU the newest tables are
+    kept, because environments with other versions of torch share the file.
+    """
     gpu = entry["key"]["gpu"]
-    if any(old["key"].get("gpu") == gpu for old in _user_tables.entries(_calibrated.TABLE)):
-        _user_tables.forget(_calibrated.TABLE, lambda old: old["key"].get("gpu") == gpu)
     file = _user_tables.put(_calibrated.TABLE, entry)
+    mine = [x["key"] for x in _user_tables.entries(_calibrated.TABLE) if x["key"].get("gpu") == gpu]
+    if old := mine[:-_TABLES]:
+        _user_tables.forget(_calibrated.TABLE, lambda one: one["key"] in old)
     _calibrated.read_again()
     return file
 
@@ -97,7 +106,8 @@ def find_gpu(name: str, purpose: str) -> tuple[int, _native.Device]:
 
 
 def _forget() -> int:
-    if not _user_tables.entries(_calibrated.TABLE):
+    file = _user_tables.file_of(_calibrated.TABLE)
+    if not _user_tables.entries(_calibrated.TABLE) and not (file and file.exists()):
         print("nothing was kept")
         return 0
     print(f"{_user_tables.forget(_calibrated.TABLE)}: emptied")
