@@ -213,6 +213,7 @@ def proofs(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
             if row["implementation"] in _OURS:
                 of = BACKWARD if GRADIENTS in call_features(row) else FORWARD
                 found[row["implementation"], of, capability] = row["run_id"]
+    runs: list[tuple[str, tuple[str, str, tuple[int, int]], bool]] = []  # run, of what, was right
     for path in results.glob("*-day-one.csv"):
         rows = record.load(path)
         facts = json.loads(rows[0]["detail"])
@@ -224,15 +225,18 @@ def proofs(results: Path = RESULTS_FOLDER) -> list[dict[str, Any]]:
         asked = make_jobs(facts["implementation"], tuple(facts["dtypes"].split()), simulate=False)
         compared = {statuses.get((x.part, x.name)) for x in asked if x.part in COMPARISONS}
         if compared == {record.OK}:
-            found[key] = max(found.get(key, ""), facts["run_id"])
-        elif compared - {record.OK, None} and found.get(key, "") <= facts["run_id"]:
-            found.pop(key, None)
+            runs.append((facts["run_id"], key, True))
+        elif compared - {record.OK, None}:
+            runs.append((facts["run_id"], key, False))
     for row in receive.verdicts(results):
         major, minor = map(int, row["capability"].split("."))
         key = (row["kernel"], row["pass"], (major, minor))
-        if row["status"] == PROVED:
-            found[key] = max(found.get(key, ""), row["run_id"])
-        elif row["status"] == FAILED and found.get(key, "") <= row["run_id"]:
+        if row["status"] in (PROVED, FAILED):
+            runs.append((row["run_id"], key, row["status"] == PROVED))
+    for run_id, key, right in sorted(runs):
+        if right:
+            found[key] = max(found.get(key, ""), run_id)
+        elif found.get(key, "") <= run_id:
             found.pop(key, None)
     return [
         {"implementation": name, "pass": of, "capability": list(capability), "run_id": run_id}

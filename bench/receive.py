@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import tarfile
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ VERDICT, TIME, FAILURE = "verdict", "time", "failure"
 SUFFIX = "-verify.csv"
 MOST_BYTES = 32 << 20  # of what a file holds; a run has a hundredth of it
 STATUSES = (*_run.BAD, _worker.OK, _worker.NOT_HERE, _run.NOT_RUN)
+DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}Z"
 FACTS = ("date", "gpu", "capability", "driver", "torch", "archflash", "memory_bytes", "kernels")
 
 
@@ -49,7 +51,9 @@ def read_archive(path: Path) -> dict[str, Any]:
             if file is None or entry.size > MOST_BYTES:
                 raise ValueError("verify.json is no file, or too large")
             found: dict[str, Any] = json.loads(file.read(MOST_BYTES))
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
+    except (
+        OSError, EOFError, zlib.error, tarfile.TarError, KeyError, ValueError, RecursionError,
+    ) as error:  # fmt: skip
         raise ValueError(f"{path} is not of `archflash verify --send`: {error}") from error
     if not isinstance(found, dict) or found.get("format") != _verdict.FORMAT:
         raise ValueError(f"{path} has another format than {_verdict.FORMAT}: take that version")
@@ -68,7 +72,8 @@ def read_rows(told: dict[str, Any]) -> list[_run.Row]:
         raise ValueError(f"a row is malformed: {error}") from error
     for row in rows:
         texts = (row.part, row.kernel, row.job, row.item, row.of, row.detail)
-        if row.status not in STATUSES or not all(isinstance(text, str) for text in texts):
+        dicts = isinstance(row.where, dict) and isinstance(row.numbers, dict)
+        if row.status not in STATUSES or not (dicts and all(isinstance(x, str) for x in texts)):
             raise ValueError(f"a row is malformed: {row}")
     return rows
 
@@ -87,8 +92,12 @@ def check_facts(facts: dict[str, str]) -> tuple[int, int]:
             "with a checkout of that version"
         )
     major, _, minor = facts["capability"].partition(".")
-    if not (major.isdigit() and minor.isdigit()):
+    if not all(re.fullmatch("[0-9]{1,3}", word) for word in (major, minor)):
         raise ValueError(f"{facts['capability']!r} is no compute capability")
+    if not re.fullmatch(DATE, facts["date"]):  # runs are ordered by it
+        raise ValueError(f"{facts['date']!r} is no date such as 2027-01-31T12:00Z")
+    if not re.fullmatch("[0-9]{1,18}", facts["memory_bytes"]):
+        raise ValueError(f"{facts['memory_bytes']!r} is no number of bytes")
     capability = int(major), int(minor)
     known = native.find_known_device(facts["gpu"])
     if known is not None and known.device.capability != capability:
@@ -111,6 +120,8 @@ def rows_of(told: dict[str, Any], origin: str) -> tuple[list[Row], list[_verdict
     Raises:
         ValueError: it is malformed, or says of a kernel what its rows do not.
     """
+    if not isinstance(told.get("facts"), dict):
+        raise ValueError("it has no facts")
     facts = {str(name): str(value) for name, value in told["facts"].items()}
     capability = check_facts(facts)
     found = read_rows(told)
@@ -127,7 +138,13 @@ def rows_of(told: dict[str, Any], origin: str) -> tuple[list[Row], list[_verdict
         if not has_item(job, row.item):
             raise ValueError(f"this version has no such item: {row.job}: {row.item}")
     wanted = sorted({(job.kernel, job.of, job.part) for job in jobs.values() if job.of})
-    said = _verdict.verdicts(found, wanted)
+    # A run that was not asked for all jobs, or did not come to the end of one, proves nothing
+    # of its pass: which calls come to a kernel is not known here, so that none would be missed.
+    ended = {row.job for row in found} - {*facts.get("unfinished", "").split("; ")}
+    unfinished = [(x.kernel, x.of, x.name) for x in jobs.values() if x.name not in ended]
+    if facts.get("only"):
+        unfinished = [(x.kernel, x.of, x.name) for x in jobs.values()]
+    said = _verdict.verdicts(found, wanted, unfinished)
     tried = {(row.job, row.item) for row in found}
     for verdict in said:
         left_out = [
@@ -196,11 +213,9 @@ def load(path: Path) -> list[Row]:
 
 
 def verdicts(folder: Path) -> Iterable[Row]:
-    """The verdicts in all files, the oldest run of each GPU first."""
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        yield from sorted(
-            (row for row in load(path) if row["kind"] == VERDICT), key=lambda row: row["run_id"]
-        )
+    """The verdicts in all files, the oldest run first: one GPU's may speak against another's."""
+    found = [row for path in sorted(folder.glob(f"*{SUFFIX}")) for row in load(path)]
+    return sorted((row for row in found if row["kind"] == VERDICT), key=lambda row: row["run_id"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from bench import on_the_spot
 
 from archflash import __main__ as program
 from archflash import _dispatch, _user_tables
-from archflash.verify import _probes
+from archflash.verify import _machine, _probes, _run
 from archflash.verify._setup import Setup, kernels_on
 
 from . import planted_faults
@@ -42,6 +42,11 @@ def test_a_short_run_is_right_and_keeps_its_proof(
 ) -> None:
     monkeypatch.setenv(_user_tables.VARIABLE, str(tmp_path))
     _user_tables.entries.cache_clear()
+    # Other tests may use the same GPU: less memory is asked for, and nothing need be fast.
+    ask = _machine.ask
+    monkeypatch.setattr(_machine, "ask", lambda index: ask(index) | {"free_bytes": str(4 << 30)})
+    monkeypatch.setattr(_run, "compiles_first", lambda setup: True)
+    monkeypatch.setattr(_run, "START_LIMIT", 900)
     send = tmp_path / "sent.tar.gz"
     only = "probes|functions|simt"
     assert program.main(["verify", "--only", only, "--send", str(send)]) == 0

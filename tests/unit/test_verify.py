@@ -20,7 +20,7 @@ from bench import measured, receive
 from archflash import __main__ as program
 from archflash import _archflash as native
 from archflash import _dispatch, _proofs, _user_tables, reference
-from archflash._errors import ForcedImplementationError
+from archflash._errors import ForcedImplementationError, LaunchError
 from archflash.cli import verify
 from archflash.verify import _calls, _jobs, _machine, _times, _verdict, _worker, _wrong
 from archflash.verify._calls import Maker
@@ -77,6 +77,23 @@ def test_a_result_that_is_wrong_by_its_mean_has_a_map_too() -> None:
     with pytest.raises(WrongError, match="output: WRONG") as caught:
         _wrong.judge("output", got, right, report)
     assert caught.value.where["wrong"] > 0
+
+
+@pytest.mark.parametrize(("times", "right"), [(1.5, True), (2.5, False), (torch.nan, False)])
+def test_an_element_a_little_beyond_the_bound_is_right_if_the_mean_is(
+    times: float, right: bool
+) -> None:
+    expected = torch.ones(64, 64, dtype=torch.float64)
+    base = (expected + 1e-6).float()
+    got = expected.float()
+    got[1, 1] += times * reference.check(got, expected, base).bound
+    report = reference.check(got, expected, base)
+    assert not report.ok
+    if right:
+        _wrong.judge("output", got, expected, report)
+    else:
+        with pytest.raises(WrongError, match="1 of 4096 elements bad"):
+            _wrong.judge("output", got, expected, report)
 
 
 def test_runs_that_differ_are_wrong() -> None:
@@ -136,7 +153,9 @@ def test_the_same_name_has_the_same_numbers_in_every_process() -> None:
         (ValueError("a reason"), _worker.FAILED),
         (NotHereError("a reason"), _worker.NOT_HERE),
         (ForcedImplementationError("a reason"), _worker.NOT_HERE),
-        (torch.OutOfMemoryError("a reason"), _worker.NOT_HERE),
+        (torch.OutOfMemoryError("a reason"), _worker.NOT_RUN),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), _worker.NOT_RUN),
+        (LaunchError("CUDA: out of memory"), _worker.NOT_RUN),
     ],
 )
 def test_what_an_item_raises_is_its_result(error: Exception, status: str) -> None:
@@ -265,12 +284,33 @@ def row(status: str, part: str = _jobs.FIRST, kernel: str = "simt", of: str = "f
         ([row("timeout"), row("not run", _jobs.LONG)], _verdict.FAILED),
         ([row("crashed", kernel="ada"), row("ok"), row("ok", _jobs.LONG)], _verdict.PROVED),
         ([row("wrong", of="backward"), row("ok"), row("ok", _jobs.LONG)], _verdict.PROVED),
+        ([row("not here"), row("not here", _jobs.LONG)], _verdict.UNTRIED),
         ([], _verdict.UNTRIED),
     ],
 )
 def test_a_pass_is_proved_where_every_part_of_it_went_well(rows: list[Row], said: str) -> None:
     (verdict,) = _verdict.verdicts(rows, WANTED)
     assert verdict.said == said
+
+
+def test_a_pass_is_not_proved_where_a_job_did_not_come_to_its_end() -> None:
+    rows = [row("ok"), row("ok", _jobs.LONG)]
+    (verdict,) = _verdict.verdicts(rows, WANTED, [("simt", "forward", "first calls: simt float16")])
+    assert verdict.said == _verdict.UNTRIED
+    assert verdict.why.endswith("the first: first calls: simt float16")
+    (verdict,) = _verdict.verdicts(rows, WANTED, [("simt", "backward", "gradients: simt float16")])
+    assert verdict.said == _verdict.PROVED
+
+
+def test_a_runner_knows_the_jobs_that_it_finished(worker: tuple[str, ...]) -> None:
+    def tell(row: Row) -> None:
+        if row.item == "c":
+            raise KeyboardInterrupt
+
+    runner = Runner(setup(), tell, worker=worker)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run([made("one", "a"), made("two", "b", "c", "d")])
+    assert runner.finished == {made("one").name}
 
 
 def test_nvidia_smi_is_cleared_of_what_names_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +320,11 @@ GPU 00000000:01:00.0
     Product Name            : NVIDIA B200
     Serial Number           : 1234567
     GPU UUID                : GPU-abc
+    Platform Info
+        Chassis Serial      : 99x
+        Slot Number         : 98x
+        Host ID             : 97x
+        MAC address         : 96x
     Clocks
         SM                  : 1965 MHz
     Processes
@@ -295,7 +340,15 @@ GPU 00000000:01:00.0
     assert "NVIDIA B200" in kept
     assert "1965 MHz" in kept
     assert "disabled" in kept
-    assert not {"1234567", "GPU-abc", "secret", "77", "Nov"} & {*kept.split()}
+    private = {"1234567", "GPU-abc", "secret", "77", "Nov", "99x", "98x", "97x", "96x"}
+    assert not private & {*kept.split()}
+
+
+def test_texts_name_no_folder_of_a_person_and_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
+    monkeypatch.setattr(_verdict.platform, "node", lambda: "anns-pc")
+    text = f"{sys.prefix}/lib/x.py: no /home/ann/y on anns-pc, but /home/anna"
+    assert _verdict.without_names(text) == "PREFIX/lib/x.py: no HOME/y on MACHINE, but /home/anna"
 
 
 @pytest.mark.parametrize(
@@ -397,6 +450,7 @@ def test_a_failure_becomes_a_row_and_proves_nothing(tmp_path: Path) -> None:
         ({"archflash": "0.0.1"}, "it is of archflash 0.0.1"),
         ({"capability": "12.0"}, "B200 has no compute capability 12.0"),
         ({"driver": ""}, "it does not say driver"),
+        ({"date": "9999"}, "'9999' is no date"),
     ],
 )
 def test_an_archive_that_is_not_of_this_version_or_gpu_is_refused(
@@ -419,6 +473,47 @@ def test_rows_that_are_made_up_are_refused(
     for rows, said in ((some, "items of that pass are missing"), (renamed, "has no such item")):
         assert receive.main([str(archive(tmp_path, made, rows)), "--output", str(tmp_path)]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changed", [{"only": "simt"}, {"unfinished": f"long calls: {DC}"}], ids=str
+)
+def test_a_part_of_a_run_proves_nothing_for_all(tmp_path: Path, changed: dict[str, str]) -> None:
+    made = of_one_kernel()
+    file = archive(tmp_path, made, rows_of_a_run(made), **changed)
+    _, said = receive.rows_of(receive.read_archive(file), "")
+    assert _verdict.UNTRIED in {verdict.said for verdict in said if verdict.of == _proofs.FORWARD}
+
+
+def test_what_another_gpu_of_its_kind_refuted_later_is_not_proved(tmp_path: Path) -> None:
+    made = of_one_kernel()
+    early, late = "2027-01-02T03:04Z", "2027-01-03T03:04Z"
+    # The file of the older run comes last in the order of names.
+    for status, date, name in (("wrong", late, "a"), ("ok", early, "z")):
+        file = archive(tmp_path, made, rows_of_a_run(made, status), date=date)
+        assert receive.main([str(file), "--output", str(tmp_path)]) == 0
+        (tmp_path / "b200-verify.csv").rename(tmp_path / f"{name}-verify.csv")
+    found = {(x["implementation"], x["pass"]) for x in measured.proofs(tmp_path)}
+    assert (DC, "forward") not in found
+    assert (DC, "backward") in found
+
+
+def test_damaged_archives_are_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = of_one_kernel()
+    rows = rows_of_a_run(made)
+    good = archive(tmp_path, made, rows)
+    cut = tmp_path / "cut.tar.gz"
+    cut.write_bytes(good.read_bytes()[:300])
+    assert receive.main([str(cut), "--output", str(tmp_path)]) == 2
+    assert "is not of `archflash verify --send`" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="it has no facts"):
+        receive.rows_of({"facts": 3, "rows": []}, "")
+    told = receive.read_archive(good)
+    told["rows"][0]["where"] = 3
+    with pytest.raises(ValueError, match="a row is malformed"):
+        receive.rows_of(told, "")
 
 
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -476,6 +571,7 @@ def test_what_a_run_proved_is_chosen_afterwards_and_what_it_refuted_is_not(
         of_dc[0].status = status
 
         def run(self: Runner, jobs: list[Job], rows: list[Row] = bad) -> None:
+            self.finished.update(job.name for job in jobs)
             for one in rows:
                 self.rows.append(one)
                 self._tell(one)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from archflash import _api, _dispatch, _proofs
+from archflash import _api, _dispatch, _proofs, _user_tables
 from archflash.cli import INTERRUPTED
 from archflash.verify import _jobs, _machine, _run, _verdict, _worker
 from archflash.verify._setup import Job, Setup, kernels_on
@@ -96,6 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.send is not None:  # now rather than after the work
         arguments.send.open("ab").close()
+    if not setup.simulate:
+        try:
+            _user_tables.check_writable(_proofs.KIND)
+        except ValueError as error:
+            print(f"archflash: what is proved will not be kept: {error}", file=sys.stderr)
     told = _verdict.facts(setup, machine)
     on = f"{setup.gpu} (simulated)" if setup.simulate else setup.gpu
     print(
@@ -123,7 +128,10 @@ def finish(
 ) -> int:  # fmt: skip
     """Prints what the rows say, keeps the proof, writes the archive; the exit status."""
     wanted = sorted({(job.kernel, job.of, job.part) for job in every if job.of})
-    said = _verdict.verdicts(runner.rows, wanted)
+    unfinished = [job for job in every if job.name not in runner.finished]
+    said = _verdict.verdicts(
+        runner.rows, wanted, [(job.kernel, job.of, job.name) for job in unfinished]
+    )
     bad = [row for row in runner.rows if row.status in _run.BAD]
     if bad:
         print("\nfailures")
@@ -138,7 +146,8 @@ def finish(
         for name, left in _verdict.coverage(runner.rows, setup).items():
             print(f"{name}: {len(left)} kernels were not launched: {', '.join(left) or 'none'}")
     if arguments.send is not None:
-        told |= {"seconds": f"{seconds:.0f}", "only": arguments.only}
+        names = "; ".join(job.name for job in unfinished)
+        told |= {"seconds": f"{seconds:.0f}", "only": arguments.only, "unfinished": names}
         _verdict.write_archive(arguments.send, told, runner.rows, said)
         print(f"\nwritten: {arguments.send}; docs/your-card.md says where to send it")
     print("\nverdict")

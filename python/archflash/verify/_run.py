@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from archflash import _archflash as _native
+from archflash import _overrides, _registry
 from archflash.verify import _worker
 from archflash.verify._jobs import CORRECTNESS
 from archflash.verify._setup import Item, Job, Setup
 
 WORKER = ("-m", "archflash.verify._worker")  # what a process runs
-TIMEOUT, CRASHED, NOT_RUN = "timeout", "crashed", "not run"
-FAILED = _worker.FAILED
+TIMEOUT, CRASHED = "timeout", "crashed"
+FAILED, NOT_RUN = _worker.FAILED, _worker.NOT_RUN
 BAD = (_worker.WRONG, FAILED, TIMEOUT, CRASHED)
 MOST_DEATHS = 3  # items of a job that crash or raise, after which its other items are left out
 MOST_TIMEOUTS = 2  # items of correctness that run into their limits, after which the run ends
@@ -72,7 +72,7 @@ class Process:
         self.process = subprocess.Popen(
             [sys.executable, *worker, str(write)],
             stdin=subprocess.PIPE, stdout=self.printed, stderr=subprocess.STDOUT,
-            pass_fds=[write], start_new_session=True,
+            pass_fds=[write], start_new_session=True, env=_overrides.environment_without(),
         )  # fmt: skip
         os.close(write)
         self._selector = selectors.DefaultSelector()
@@ -132,11 +132,7 @@ class Process:
 
 def compiles_first(setup: Setup) -> bool:
     """Whether the driver has to compile some folder's kernels for the GPU."""
-    codes = (
-        _native.pick_target([target.name for target in _native.targets(name)], setup.capability)
-        for name in setup.kernels
-    )
-    return any(code is not None and code.startswith("compute_") for code in codes)
+    return any(_registry.compiled_by_driver(name, setup.capability) for name in setup.kernels)
 
 
 class Runner:
@@ -147,6 +143,11 @@ class Runner:
         tell: called with each row as it comes.
         go_on: whether to go on after MOST_TIMEOUTS.
         worker: what Python runs in a process; tests have others.
+
+    Attributes:
+        rows: what came of each item.
+        timeouts: items of correctness that ran into their limits.
+        finished: the names of the jobs whose last item was come to.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Runner:
         self._patience = PATIENCE if compiles_first(setup) else 1
         self.rows: list[Row] = []
         self.timeouts = 0
+        self.finished: set[str] = set()
 
     @property
     def ended(self) -> bool:
@@ -194,6 +196,7 @@ class Runner:
             died = sum(row.status in (CRASHED, FAILED) for row in self.rows[before:])
         for item in pending:
             self._add(job, item, status=NOT_RUN, detail="after items that ended so")
+        self.finished.add(job.name)
 
     def _serve(self, job: Job, pending: list[Item], last: bool) -> list[Item]:
         """Has a process try items of a job; returns those that it did not come to."""
@@ -215,6 +218,9 @@ class Runner:
                     running, some = None, True
         except TimeoutError:
             in_time = False
+        except BaseException:  # a person's interrupt, too: the process is in a session of its own
+            process.end()
+            raise
         printed = process.end(soon=in_time)
         if not pending or (running is None and some and in_time):
             return pending  # it is done, or ended itself after a failure that broke CUDA

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import io
@@ -9,6 +10,7 @@ import json
 import platform
 import re
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -56,13 +58,20 @@ class Verdict:
         return f"{self.said:<8} {self.kernel}{PASSES[self.of]}: {counted}{why}"
 
 
-def verdicts(rows: Sequence[Row], wanted: Iterable[tuple[str, str, str]]) -> list[Verdict]:
+def verdicts(
+    rows: Sequence[Row],
+    wanted: Iterable[tuple[str, str, str]],
+    unfinished: Iterable[tuple[str, str, str]] = (),
+) -> list[Verdict]:
     """What the rows say of each kernel.
 
     Args:
         rows: of a run.
         wanted: (kernel, pass, part) triples without which a pass is not proved.
+        unfinished: (kernel, pass, job) triples of the jobs that did not come to their end, with
+            which it is not proved either.
     """
+    left = [*unfinished]
     parts: dict[tuple[str, str], set[str]] = {}
     for kernel, of, part in wanted:
         parts.setdefault((kernel, of), set()).add(part)
@@ -73,12 +82,18 @@ def verdicts(rows: Sequence[Row], wanted: Iterable[tuple[str, str, str]]) -> lis
         bad = [row for row in own if row.status in BAD]
         left_out = [row for row in own if row.status == NOT_RUN]
         missing = sorted(needed - {row.part for row in own if row.status != NOT_RUN})
+        jobs = [name for kernel_of, pass_of, name in left if (kernel_of, pass_of) == (kernel, of)]
         said, why = PROVED, ""
         if bad:
             said, why = FAILED, f"the first: {bad[0].item} ({bad[0].status})"
-        elif left_out or missing:
-            said = UNTRIED
-            why = f"without {', '.join(missing)}" if missing else f"{len(left_out)} not run"
+        elif left_out or missing or jobs or not right:
+            said, why = UNTRIED, "nothing could be tried here"
+            if missing:
+                why = f"without {', '.join(missing)}"
+            elif left_out:
+                why = f"{len(left_out)} not run, the first: {left_out[0].item}"
+            elif jobs:
+                why = f"{len(jobs)} jobs did not come to their end, the first: {jobs[0]}"
         found.append(Verdict(kernel, of, said, len(right), len(right) + len(bad), why))
     return found
 
@@ -150,16 +165,30 @@ def nvidia_smi() -> str:
             left_out = -1
         if re.match(r"\s*Processes\b", line):
             left_out = depth
-        private = re.search(r"UUID|Serial|PDI|GUID|Bus Id|Timestamp|Inforom|Clique", line)
+        private = re.search(r"UUID|Serial|PDI|GUID|Bus Id|Timestamp|Inforom|Clique"
+                            r"|Host ID|Slot Number|Tray|Board ID|MAC\b", line)  # fmt: skip
         if left_out < 0 and not private:
             kept.append(line)
     return "\n".join(kept) + "\n"
+
+
+def without_names(text: str) -> str:
+    """A text without the folders and the name of this machine, which may name a person."""
+    names = {str(Path.cwd()): "FOLDER", sys.prefix: "PREFIX", sys.base_prefix: "PREFIX"}
+    with contextlib.suppress(RuntimeError):
+        names[str(Path.home())] = "HOME"
+    names[platform.node()] = "MACHINE"
+    for name in sorted(names, key=len, reverse=True):
+        if len(name) > 1:  # "/" is in all texts
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", names[name], text)
+    return text
 
 
 def write_archive(
     file: Path, told: Mapping[str, str], rows: Sequence[Row], said: Sequence[Verdict]
 ) -> None:
     """Writes one archive: what was found (verify.json), failures for people, nvidia-smi -q."""
+    rows = [dataclasses.replace(row, detail=without_names(row.detail)) for row in rows]
     content = {
         "format": FORMAT, "facts": dict(told), "verdicts": [dataclasses.asdict(x) for x in said],
         "rows": [dataclasses.asdict(row) for row in rows],
@@ -168,7 +197,7 @@ def write_archive(
     texts = {
         "verify.json": json.dumps(content, indent=1) + "\n",
         "failures.txt": "\n".join([*failures, ""]),
-        "nvidia-smi.txt": nvidia_smi(),
+        "nvidia-smi.txt": without_names(nvidia_smi()),
     }
     with tarfile.open(file, "w:gz") as archive:
         for name, text in texts.items():

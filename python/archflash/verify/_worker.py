@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -16,12 +17,12 @@ from typing import Any
 
 import torch
 
-from archflash._errors import ForcedImplementationError
+from archflash._errors import ForcedImplementationError, LaunchError
 from archflash.verify import _jobs
 from archflash.verify._setup import Item, NotHereError, Setup, Told
 from archflash.verify._wrong import WrongError
 
-OK, WRONG, FAILED, NOT_HERE = "ok", "wrong", "failed", "not here"
+OK, WRONG, FAILED, NOT_HERE, NOT_RUN = "ok", "wrong", "failed", "not here", "not run"
 READY = "ready"
 
 
@@ -71,17 +72,26 @@ def try_item(item: Item, setup: Setup) -> tuple[dict[str, Any], bool]:
         return {"status": NOT_HERE, "detail": str(error)}, True
     except WrongError as error:
         told = {"status": WRONG, "detail": str(error), "where": error.where}
-    except torch.OutOfMemoryError as error:
-        told = {"status": NOT_HERE, "detail": f"the GPU's memory is too full: {error}"}
     except Exception as error:  # any exception is the item's result
-        traceback.print_exc()
-        told = {"status": FAILED, "detail": f"{type(error).__name__}: {error}"[:2000]}
+        if is_out_of_memory(error):
+            told = {"status": NOT_RUN, "detail": f"the GPU's memory is too full: {error}"[:2000]}
+        else:
+            traceback.print_exc()
+            told = {"status": FAILED, "detail": f"{type(error).__name__}: {error}"[:2000]}
     try:
         setup.synchronize()
     except Exception as error:
         told["detail"] += f"; then {type(error).__name__}: {error}"[:500]
         return told, False
     return told, True
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the GPU's memory was too full, by the words of torch, CUDA and cuBLAS."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    words = isinstance(error, RuntimeError | LaunchError)
+    return words and re.search("out of memory|ALLOC_FAILED", str(error)) is not None
 
 
 def as_dict(found: Told) -> dict[str, Any]:
