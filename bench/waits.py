@@ -5,8 +5,8 @@
 It takes the arguments of ``archflash explain``; ``--gradients`` measures the backward pass. No
 compiler is needed: the kernel's PTX comes from the wheel, each wait in it gets instructions that
 add the cycles that it took to a table, and the driver compiles that. A share is that of the
-warp's whole time from its first to its last instruction. The kernel itself is a little slower with
-the counting, as the last line says.
+warp's whole time from its first to its last instruction. The counting takes time itself, as the
+last line says: kernels of hopper took 1.07 to 1.6 times as long (H200, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ def counting(text: str, kernel: str, address: int) -> tuple[str, list[str]]:
             places.append(f"{files[at[0]]}:{at[1]}")
             of_first_lane = "activemask.b32 first;\nbrev.b32 first, first;\nclz.b32 first, first;"
             before = ".reg .b64 cycles, then;\nmov.u64 then, %clock64;\n"
-            lines[number] = before + line + _add(address, len(places), of_first_lane)
+            # The clock is read under the wait's result, so that it is read when that is there.
+            after = "".join(f"\n@{sign}complete mov.u64 cycles, %clock64;" for sign in ("", "!"))
+            lines[number] = before + line + after + _add(address, len(places), of_first_lane)
         elif line.strip() == "ret;":
-            block = "{\n.reg .b64 cycles, then;\nmov.u64 then, %born;" + _add(address, 0)
+            block = "{\n.reg .b64 cycles, then;\nmov.u64 then, %born;\nmov.u64 cycles, %clock64;"
+            block += _add(address, 0)
             lines[number] = f"{block}\n}}\n{line}"
     body = re.sub(
         r"\n\{\n((?:\s*\.reg.*\n)+)",
@@ -72,12 +75,11 @@ def counting(text: str, kernel: str, address: int) -> tuple[str, list[str]]:
 
 
 def _add(address: int, row: int, of_lane: str = "mov.u32 first, 0;") -> str:
-    """PTX by which one lane adds the cycles since `then` to the table."""
+    """PTX by which one lane adds the cycles from `then` to `cycles` to the table."""
     return f"""
 .reg .pred counts;
 .reg .b32 first, number;
 .reg .b64 entry;
-mov.u64 cycles, %clock64;
 sub.s64 cycles, cycles, then;
 {of_lane}
 mov.u32 number, %laneid;

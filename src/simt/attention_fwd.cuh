@@ -328,7 +328,8 @@ template <class C>
 __device__ __forceinline__ void attention_fwd(const Params& params) {
   extern __shared__ float4 shared_memory[];
   const int index = find_index(params);
-  if (params.out_dtype == DType::F32) {
+  const bool writes_f32 = C::DTYPE == DType::F32 || params.out_dtype == DType::F32;
+  if (writes_f32) {
     device::write_rows_of_no_sequence<C::BLOCK_Q, 4>(params, index, threadIdx.x, C::THREADS);
   } else {
     device::write_rows_of_no_sequence<C::BLOCK_Q>(params, index, threadIdx.x, C::THREADS);
@@ -338,7 +339,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   Outputs<C> o_rmem = {};
   RowState<C> state;
   attend<C>(DenseTile<C>(params, work), reinterpret_cast<float*>(shared_memory), o_rmem, state);
-  if (params.out_dtype == DType::F32) {
+  if (writes_f32) {
     store_out<C, DType::F32>(o_rmem, state, params, work);
   } else {
     store_out<C>(o_rmem, state, params, work);

@@ -377,7 +377,7 @@ INSTRUCTIONS = {
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
     "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
-    "merge_attention": ("LDG.E.128", "LDG.E.64", "MUFU.EX2", "SHFL.BFLY"),
+    "merge_attention": ("LD.E.128", "LD.E.64", "MUFU.EX2", "STG.E.128"),
     "probe_": (),  # their bits are compared (tests/sim/test_probes.py)
     "simt_append_": ("LDG.E", "STG.E"),
     "simt_attention_": ("FFMA", "MUFU.EX2"),
@@ -808,8 +808,18 @@ def test_every_kernel_is_planned_somewhere() -> None:
             ).plan
             assert plan is not None
             planned |= set(plan.kernels)
+        for d in (64, 128):
+            q, k = (torch.empty(2, h, 1024, d, dtype=dtype, device="meta") for h in (16, 2))
+            of_f32 = {"implementation": "hopper", "out_dtype": torch.float32}
+            planned |= set(archflash.explain(q, k, k, device="H200", **of_f32).plan.kernels)
+            # Query heads that share a head of k are shared out.
+            plan = archflash.explain(
+                q, k, k, device="A100", implementation="ampere", backward=True, causal=True
+            ).plan
+            planned |= set(plan.kernels)
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
-    assert built - planned == set()
+    # The probes of `archflash verify` are launched by themselves (tests/sim/test_probes.py).
+    assert {kernel for kernel in built - planned if not kernel.startswith("probe_")} == set()
 
 
 @pytest.mark.parametrize("device", DEVICES)

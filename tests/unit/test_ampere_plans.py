@@ -306,7 +306,7 @@ def test_decoding_shares_keys_as_was_fastest_on_an_h200(batch: int, keys: int, s
 def test_sequences_with_pages_share_keys_by_their_lengths(
     batch: int, pages: int, splits: int, packed: bool
 ) -> None:
-    """Four CTAs an SM for the keys beside one for each tile, but not more than there can be."""
+    """Three CTAs an SM for the keys beside one for each tile, but not more than there can be."""
     rows = (batch,) if packed else (batch, 1)
     q = torch.empty(*rows, 32, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(100, 16, 8, 128, dtype=torch.bfloat16, device="meta")
@@ -322,7 +322,7 @@ def test_sequences_with_pages_share_keys_by_their_lengths(
     tile = tile_of(plan)
     assert tile.splits == splits
     assert plan.to_dict()["launches"][0]["grid"][0] == tile.tiles + min(
-        4 * 132, tile.tiles * (splits - 1)
+        3 * 132, tile.tiles * (splits - 1)
     )
     assert "by the lengths" in dict(plan.notes)["splits"]
     for one_share in ({"window": (127, 0)}, {"num_splits": 1}):

@@ -290,6 +290,8 @@ def test_equally_fast_candidates_keep_the_order_of_before() -> None:
     decision = _dispatch.select(problem(), H200)
     assert decision.chosen == "hopper"
     assert "about as fast" in decision.reasons["ampere"][0]
+    keep(table_with({"hopper": 103.7, "ampere": 100.0, "torch-cudnn": 109.0}))
+    assert _dispatch.select(problem(), H200).chosen == "ampere"
 
 
 @pytest.mark.usefixtures("no_user")

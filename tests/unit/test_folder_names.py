@@ -37,6 +37,7 @@ TABLES = {
     "tests/build/test_wheel.py": "the PTX texts in the wheel",
     "tests/core_set/test_every_kernel.py": "the shapes and GPUs with which each kernel is planned",
     "tests/sim/mutation/targets.py": "the kernels that are mutated",
+    "tests/sim/test_same_bits.py": "a call of each folder, whose outputs have known bits",
     "tests/sim/test_order.py": "a GPU and a dtype for each folder whose order of tiles is run",
     "tests/unit/test_ada_plans.py": "who serves FP8 on which GPU",
     "tests/unit/test_dispatch.py": "who serves which call on which capability",

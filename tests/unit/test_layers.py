@@ -44,7 +44,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat.transformer_engine",),
     ("compat._flash", "compat.flash_attn.bert_padding", "compat.flash_attn.layers.rotary"),
     ("compat._passes", "compat.flash_attn.ops.triton.rotary"),
-    ("compat.flash_attn_interface", "compat.flash_mla"),
+    ("compat.flash_attn_interface", "compat.flash_mla", "compat.sageattention.core"),
+    ("compat.sageattention",),
+    ("compat.sageattn3",),
     ("compat.flash_attn._private",),
     ("compat.flash_attn.flash_attn_interface", "compat._operators"),
     ("compat.flash_attn_2_cuda",),
@@ -55,6 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations._model_mask", "integrations._paged"),
     ("integrations.sglang_backend", "integrations.vllm_backend"),
     (
+        "integrations.comfyui",
         "integrations.diffusers",
         "integrations.sglang",
         "integrations.transformers",

@@ -274,7 +274,8 @@ def test_a_hand_made_plan_needs_the_unsafe_door_which_no_command_opens() -> None
     assert "Unsafe" in str(native.LaunchPlan.unchecked_from_dict.__doc__)
     package = Path(archflash.__file__).parent
     users = [file for file in package.rglob("*.py") if "unchecked" in file.read_text()]
-    assert users == []
+    # The probes of `archflash verify` are kernels that nothing plans, and lie in the wheel.
+    assert [file.name for file in users] == ["_probes.py"]
 
 
 # --- problems and devices ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,7 +69,8 @@ def _as_a_multiple(
         for mine, other in zip(us, of_reference, strict=True)
     ]
     known = [ratio for ratio in ratios if ratio is not None]
-    mean = sum(known) / len(known) if known else 0.0
+    mean = statistics.fmean(known) if known else 0.0
+    mean += statistics.pstdev(known) if known else 0.0  # it is not to be first by chance
     residuals = [
         None if residual is None else residual + (0.0 if ratio is None else ratio - mean)
         for ratio, residual in zip(ratios, reference.residuals, strict=True)

@@ -28,6 +28,8 @@ _BEHIND, _ENOUGH = 1.25, 4
 # One that plans so long for each shape, as cuDNN does, is measured at so many points of a group and
 # at every second one of the others.
 _SLOW_TO_PLAN_S, _SOME = 0.04, 8
+# Where plans take more than this part of the time, at so many points and every second one.
+_MOST_OF_PLANS, _FEWEST = 0.5, 3
 _FOR_CROSSOVERS = 0.08  # of the time
 _APART, _NEAR = 3.0, 0.45  # octaves between points whose middle is measured, and which is no news
 _WARM_S = 0.4
@@ -64,10 +66,10 @@ def is_enough(name: str, like: list[tuple[Point, Times]], needed: Callable[[], b
     return len(known) >= _ENOUGH and (min(known) > _BEHIND or not needed())
 
 
-def is_half(name: str, like: list[tuple[Point, Times]]) -> bool:
+def is_half(name: str, like: list[tuple[Point, Times]], some: int = _SOME) -> bool:
     """Whether a candidate was measured at some calls of a group and at half of the others."""
     count = sum(name in times for _, times in like)
-    return count >= _SOME and count - _SOME >= (len(like) - _SOME) / 2
+    return count >= some and count - some >= (len(like) - some) / 2
 
 
 def crossovers(known: list[tuple[Point, Times]]) -> list[Point]:
@@ -131,7 +133,7 @@ def _is_slow(name: str) -> bool:
 
 
 def main() -> int:
-    asked = json.loads(sys.stdin.read())
+    asked, begin = json.loads(sys.stdin.read()), time.time()
     index = int(asked["device"])
     known = [(point_of(point), dict(times)) for point, times in asked["known"]]
     skip = {(str(name), str(passes)) for name, passes in asked["skip"]}
@@ -169,8 +171,10 @@ def main() -> int:
         if (name, point.kind.passes) in skip or (name, point.kind) in wrong_kinds:
             return True
         like = groups[group_of(point)]
-        if statistics.median(first_s[name] or [0.0]) > _SLOW_TO_PLAN_S and is_half(name, like):
-            return True
+        if statistics.median(first_s[name] or [0.0]) > _SLOW_TO_PLAN_S:
+            too_long = sum(first_s[name]) > _MOST_OF_PLANS * (time.time() - begin)
+            if is_half(name, like) or (too_long and is_half(name, like, _FEWEST)):
+                return True
         return is_enough(name, like, lambda: name not in PYTORCHS or name == lab.pytorchs(point))
 
     for point in points_of(asked, speed, known):

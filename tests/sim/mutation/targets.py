@@ -266,7 +266,7 @@ class Call:
         self.plan = plan
         packed = q.ndim == 3
         bnhd = options.get("layout") == "bnhd"
-        out_dtype = options.get("out_dtype", torch.bfloat16) if target.is_fp8 else q.dtype
+        out_dtype = options.get("out_dtype", torch.bfloat16 if target.is_fp8 else q.dtype)
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
         if packed:
             lse_shape: tuple[int, ...] = (q.shape[1], q.shape[0])
@@ -377,6 +377,13 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     if target.many:
         n, heads = target.many
         many = [("many tiles", qkv(n, 2 * keys + 9, (heads, heads), d), {})]
+    # hopper has kernels of their own for these.
+    if target.implementation != "hopper" and dtype.itemsize == 2:
+        f32 = {"out_dtype": torch.float32}
+        many += [
+            ("fp32 outputs", qkv(rows + 9, keys + 9, (2, 2), d), f32),
+            ("fp32 outputs of other strides", narrow, {"layout": "bhnd", **f32}),
+        ]
     if target.blocks:
         many += [
             ("many blocks", qkv(rows, target.blocks * keys + 9, (2, 1), d), {}),
