@@ -377,7 +377,7 @@ def attend(
     ends: Tensor | None,
     longest: int | None,
     lengths: Tensor,
-    pages: Tensor,
+    pages: Tensor | None,
     more: dict[str, Any],
 ) -> Any:
     """Attention of the rows of a batch to a layer's caches.
