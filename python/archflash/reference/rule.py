@@ -219,7 +219,11 @@ def _to_int8(x: Tensor) -> Tensor:
     rows = x.shape[2]
     largest = x.abs().amax(-1) if x.numel() else x.new_zeros(x.shape[:3])
     padded = torch.nn.functional.pad(largest, (0, -rows % SCALE_ROWS))
-    blocks = padded.reshape(*padded.shape[:2], -1, SCALE_ROWS).amax(-1) if rows else padded
+    blocks = (
+        padded.reshape(*padded.shape[:2], padded.shape[2] // SCALE_ROWS, SCALE_ROWS).amax(-1)
+        if rows
+        else padded
+    )
     scale = torch.where(blocks == 0, 1.0, blocks / torch.full_like(blocks, 127.0))
     scale = scale.repeat_interleave(SCALE_ROWS, 2)[:, :, :rows, None] if rows else x[..., :1]
     return (x * (1.0 / scale)).round().double() * scale.double()
