@@ -6,7 +6,7 @@ It takes the arguments of ``archflash explain``; ``--gradients`` measures the ba
 compiler is needed: the kernel's PTX comes from the wheel, each wait in it gets instructions that
 add the cycles that it took to a table, and the driver compiles that. A share is that of the
 warp's whole time from its first to its last instruction. The counting takes time itself, as the
-last line says: kernels of hopper took 1.07 to 1.6 times as long (H200, 2026-11-28).
+last line says; how much is unmeasured, and so is this form of the counting on any GPU.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ struct Knowledge {
   std::vector<Part> parts;  // by warp
   // What has happened, whether or not scopes make it visible; empty: nothing but `general`.
   std::vector<Clock> executed;
-  // The same for the agents of other clusters, in the generic and in the async proxy.
+  // What the agents of other clusters have done, in the generic and in the async proxy.
   OtherClusters others, others_async;
 
   void join(const Knowledge& other);
@@ -170,7 +170,7 @@ class RaceDetector {
   // A release by `lanes` of a warp, of which `live` have not exited.
   void release_lanes(int warp, uint32_t lanes, uint32_t live, Knowledge& into);
   void acquire(int warp, const Knowledge& from);
-  // The same where a scope is too small. `lanes` and `live` as above.
+  // A release and an acquire whose scopes are too small; `lanes` and `live` as for release_lanes.
   void release_executed(int warp, uint32_t lanes, uint32_t live, Knowledge& into);
   void acquire_executed(int warp, const Knowledge& from);
   // A relaxed release to threads that are at most `scope` away hands on what was before the warp's

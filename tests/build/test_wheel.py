@@ -35,7 +35,7 @@ FOLDER_TARGETS = {
     "quantize": ("compute_89",),
 }
 SECOND_TEXTS = dict.fromkeys(("ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"), ("compute_90",))
-# Those of a file that has none of its folder's.
+# The PTX texts of files that do not have those of their folder.
 OWN_TEXTS = {
     "simt/tensor_f32": ("compute_90",),
     "probes/async": ("compute_90",),

@@ -147,7 +147,7 @@ def _gradients(
             return eps * math.sqrt(dout.numel())
         if call.get("dropout_p"):  # of one key, sum(dout * out) does not cancel: out is rounded
             return 4 * eps * math.sqrt(dout.shape[-1]) / (1 - call["dropout_p"])
-        # Of one key the gradient of its score is 0.
+        # The gradient of a score is 0 where a row sees one key.
         zero = exact.numel() == 0 or float(exact.abs().max()) < 2**-10
         return 2.0**-16 if zero else 2.0**-20
 

@@ -50,7 +50,8 @@ _PLAIN = (
     (1024, 2.5), (704, 8.0), (8192, 1.0), (1500, 0.7), (4096, 16.0), (2048, 2.5), (8192, 8.0),
     (512, 0.7), (16384, 5.0),
 )  # fmt: skip
-# The same for head dimensions that get the help of others: first what their share depends on.
+# Rows and fills for rare head dimensions, whose formula is another one's times a factor: first
+# those that the factor depends on.
 _RARE = ((4096, 5.0), (577, 8.0), (1024, 0.5), (200, 8.0), (2048, 2.0), (3001, 4.0), *_PLAIN)
 # Calls that need longer are not measured: what holds for many waves holds for more of them.
 _MOST_US = {FORWARD: 1000.0, BOTH: 2800.0}

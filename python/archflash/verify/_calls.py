@@ -413,7 +413,7 @@ def check_gradients(
     plan = planned(kernel, q, k, v, call, setup, backward=True)
     dtype = str(q.dtype).removeprefix("torch.")
     dout = maker.rand(*q.shape[:-1], v.shape[-1], dtype=dtype)
-    # Those of the formula, so that no forward pass matters.
+    # Output and log-sum-exp are those of the formula, so that no forward pass matters.
     exact, exact_lse = reference.attention(q, k, v, **call)
     out, lse = exact.to(q.dtype), exact_lse.float()
 

@@ -38,7 +38,7 @@ def jobs_of(part: str, name: str, setup: Setup) -> Iterator[Job]:
     """The jobs of a part about a kernel."""
     said = _native.describe(name)
     exact = [dtype for dtype in said.dtypes if dtype not in _calls.FP8]
-    # Those of the backward pass and of caches, where the folder has any for the dtype.
+    # The dtypes of the backward pass and of caches, where the folder has either.
     of_gradients = exact if _native.has_backward(name) else []
     of_caches = exact if {"kv_cache", "kv_cache_prefill", "qv"} & {*said.features} else []
     if "float32" in exact:  # a folder for fp32 has these for fp32 alone

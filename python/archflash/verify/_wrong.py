@@ -37,7 +37,7 @@ def judge(what: str, got: Tensor, expected: Tensor, report: reference.ErrorRepor
     """
     if report.ok:
         return
-    # Of few numbers the baseline's largest error may be small by luck. A right kernel must not be
+    # The baseline's largest error of few numbers may be small by luck. A right kernel must not be
     # called wrong for that, and a wrong one is further off, in its mean or its largest error.
     if report.mean_error <= report.mean_bound and report.max_error <= LUCK * report.bound:
         return

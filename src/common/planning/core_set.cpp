@@ -54,7 +54,7 @@ struct Refusals {
                                         (whole ? "split the heads" : "pad " + tensors + ","));
   }
 
-  // Of inputs that are not 8-bit. writes_f32: whether the folder can write fp32 outputs of them.
+  // Checks out_dtype where the inputs are not 8-bit. writes_f32: whether the folder can write fp32.
   void out_dtype(bool writes_f32) {
     const std::string given = std::string("out_dtype ") + dtype_name(problem.out_dtype);
     if (!writes_f32 || !core::writes_f32(problem)) {

@@ -252,7 +252,7 @@ __device__ __forceinline__ void launch_control(const Params& params) {
   }
 }
 
-// The same for clusters of two: one CTA asks, and both get the response.
+// Launch control for clusters of two: one CTA asks, and both get the response.
 __device__ __forceinline__ void launch_control_of_pair(const Params& params) {
   __shared__ __align__(16) uint4 response;
   __shared__ __align__(8) uint64_t barrier;
