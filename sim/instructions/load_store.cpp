@@ -133,12 +133,11 @@ void build_load(Builder& b, Space space, size_t vector_slot, size_t type_slot) {
   const std::string_view vector = b.slot(vector_slot);
   const int count = vector.empty() ? 1 : vector[1] - '0';
   const Operand& destination = b.peek();
-  if ((destination.kind == Operand::Kind::Vector) != !vector.empty()) {
-    b.fail("a vector is due exactly where .v2, .v4 or .v8 is");
-  }
+  const bool listed = destination.kind == Operand::Kind::Vector;  // ptxas takes {a} as a, too
+  if (!listed && count > 1) b.fail("a vector is due where .v2, .v4 or .v8 is");
   if (count * t.bits > 256) b.fail("too wide a vector");
   int register_bits = t.bits;
-  if (vector.empty()) {
+  if (!listed) {
     register_bits = b.destination_at_least(t);
   } else {
     if (static_cast<int>(destination.items.size()) != count) b.fail("a vector of another size");
@@ -218,12 +217,11 @@ void build_store(Builder& b, Space space, size_t vector_slot, size_t type_slot) 
   if (space == Space::Param || space == Space::Const) b.fail("this space cannot be written");
   b.address(space);
   const Operand& source = b.peek();
-  if ((source.kind == Operand::Kind::Vector) != !vector.empty()) {
-    b.fail("a vector is due exactly where .v2, .v4 or .v8 is");
-  }
+  const bool listed = source.kind == Operand::Kind::Vector;
+  if (!listed && count > 1) b.fail("a vector is due where .v2, .v4 or .v8 is");
   if (count * t.bits > 256) b.fail("too wide a vector");
   int register_bits = t.bits;
-  if (vector.empty()) {
+  if (!listed) {
     register_bits = b.source_at_least(t);
   } else {
     if (static_cast<int>(source.items.size()) != count) b.fail("a vector of another size");

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "sim/numerics/block_scaled.h"
 #include "sim/numerics/numeric.h"
 #include "sim/numerics/tensor_core.h"
 
@@ -35,6 +36,19 @@ struct Tiles {
 
 constexpr int stored_column(int column) { return column / 2 + column % 2 * (N / 2); }
 
+void read_c(const MmaShape& shape, const MmaOperands& operands, TileC& c) {
+  for (int row = 0; row < MAX_M; ++row) {
+    const int half = row / BLOCK_ROWS, g = row % BLOCK_ROWS;
+    for (int column = 0; column < N; ++column) {
+      c.value[row][stored_column(column)] =
+          shape.c == ElementType::F16
+              ? f32_of_f16(static_cast<const uint16_t*>(operands.c[half])[g * N + column])
+              : static_cast<const float*>(
+                    operands.c[2 * half + column % 2])[g * (N / 2) + column / 2];
+    }
+  }
+}
+
 void read_tiles(const MmaShape& shape, const MmaOperands& operands, Tiles& tiles) {
   const int width = 4 * 32 / element_bits(shape.a);  // columns of A in one register
   const int row_bytes = 16;
@@ -53,16 +67,7 @@ void read_tiles(const MmaShape& shape, const MmaOperands& operands, Tiles& tiles
       for (int k = 0; k < width; ++k) tiles.b[block * width + k][stored_column(column)] = rows[k];
     }
   }
-  for (int row = 0; row < MAX_M; ++row) {
-    const int half = row / BLOCK_ROWS, g = row % BLOCK_ROWS;
-    for (int column = 0; column < N; ++column) {
-      tiles.c.value[row][stored_column(column)] =
-          shape.c == ElementType::F16
-              ? f32_of_f16(static_cast<const uint16_t*>(operands.c[half])[g * N + column])
-              : static_cast<const float*>(
-                    operands.c[2 * half + column % 2])[g * (N / 2) + column / 2];
-    }
-  }
+  read_c(shape, operands, tiles.c);
 }
 
 void write_tile(const MmaShape& shape, const MmaOperands& operands, const TileC& c) {
@@ -140,6 +145,63 @@ void mma_fp8(const MmaShape& shape, const MmaOperands& operands, const TensorCor
   } else {
     multiply(shape, operands, core.fp8_mma);
   }
+}
+
+// ---- Block scales ------------------------------------------------------------------------------
+
+// The scales of row or column `index`, of a register of A or B.
+const uint8_t* scales_of(const ScaleOperand& operand, int index, bool of_a) {
+  const int lane = of_a ? index % BLOCK_ROWS * 4 + 2 * operand.thread + index / BLOCK_ROWS
+                        : index * 4 + operand.thread;
+  return static_cast<const uint8_t*>(operand.words) + 4 * lane + operand.byte;
+}
+
+void mma_scaled_bytes(const MmaShape& shape, const MmaOperands& operands, const TensorCore& core) {
+  Tiles tiles;
+  read_tiles(shape, operands, tiles);
+  TileA a;
+  TileB b;
+  for (int row = 0; row < MAX_M; ++row) std::copy_n(tiles.a[row], shape.k, a.value[row]);
+  for (int k = 0; k < shape.k; ++k) std::copy_n(tiles.b[k], N, b.value[k]);
+  set_exponents(a, shape.k, smallest_exponent(shape.a));
+  set_exponents(b, shape.k, smallest_exponent(shape.b));
+  uint8_t row_scales[MAX_M], column_scales[N];
+  for (int row = 0; row < MAX_M; ++row) row_scales[row] = *scales_of(operands.scale_a, row, true);
+  for (int column = 0; column < N; ++column) {
+    column_scales[stored_column(column)] = *scales_of(operands.scale_b, column, false);
+  }
+  add_scaled_products(a, b, row_scales, column_scales, tiles.c, shape.k,
+                      {core.fp8_mma, shape.a, false});
+  write_tile(shape, operands, tiles.c);
+}
+
+void mma_scaled_nibbles(const MmaShape& shape, const MmaOperands& operands, const TensorCore&) {
+  constexpr int WIDTH = 32;  // columns of A in one register
+  FourBitTiles tiles;
+  const auto read = [&](const void* const* registers, int count, int first, int step, auto& rows,
+                        auto row_of) {
+    for (int i = first; i < count; i += step) {
+      for (int g = 0; g < BLOCK_ROWS; ++g) {
+        float* row = rows[row_of(g)] + i / step * WIDTH;
+        decode_row(ElementType::E2M1, static_cast<const uint8_t*>(registers[i]) + g * 16, WIDTH,
+                   row);
+      }
+    }
+  };
+  for (int half = 0; half < 2; ++half) {
+    read(operands.a, 4, half, 2, tiles.a, [&](int g) { return half * BLOCK_ROWS + g; });
+  }
+  read(operands.b, 2, 0, 1, tiles.b, stored_column);
+  for (int row = 0; row < MAX_M; ++row) {
+    tiles.a_scales[row] = scales_of(operands.scale_a, row, true);
+  }
+  for (int column = 0; column < N; ++column) {
+    tiles.b_scales[stored_column(column)] = scales_of(operands.scale_b, column, false);
+  }
+  TileC c;
+  read_c(shape, operands, c);
+  add_four_bit_products(tiles, shape.scale, shape.scales, c);
+  write_tile(shape, operands, c);
 }
 
 // ---- m8n8k4 with .f16: four independent products, one for each pair of quads --------------------
@@ -307,7 +369,20 @@ MmaFunction find_float_mma(const MmaShape& shape) {
   if (is_fp8(shape.a) && is_fp8(shape.b)) {
     return is_k(shape, 16, 32) && (f32 || f16) ? mma_fp8 : nullptr;
   }
+  if (is_f8f6f4(shape.a) && is_f8f6f4(shape.b)) {
+    return shape.k == 32 && (f32 || f16) ? mma_fp8 : nullptr;
+  }
   return nullptr;
+}
+
+MmaFunction find_scaled_mma(const MmaShape& shape) {
+  if (shape.m != 16 || !accumulates(shape, ElementType::F32)) return nullptr;
+  const bool powers = shape.scale == ElementType::UE8M0;
+  if (is_f8f6f4(shape.a) && is_f8f6f4(shape.b)) {
+    return shape.k == 32 && shape.scales == 1 && powers ? mma_scaled_bytes : nullptr;
+  }
+  if (shape.a != ElementType::E2M1 || shape.b != ElementType::E2M1 || shape.k != 64) return nullptr;
+  return shape.scales == (powers ? 2 : 4) ? mma_scaled_nibbles : nullptr;
 }
 
 MmaFunction find_integer_mma(const MmaShape& shape) {
@@ -333,6 +408,7 @@ MmaFunction find_mma(const MmaShape& shape) {
   const bool quad_pairs = shape.m == 8 && shape.k == 4 && shape.a == ElementType::F16;
   if ((shape.a_column_major || shape.b_row_major) && !quad_pairs) return nullptr;
   if (shape.b1_and && shape.a != ElementType::B1) return nullptr;
+  if (shape.scales > 0) return find_scaled_mma(shape);
   if (shape.c == ElementType::S32) return find_integer_mma(shape);
   if (shape.satfinite) return nullptr;
   if (shape.a == ElementType::F64) {

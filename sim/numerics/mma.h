@@ -10,6 +10,7 @@
 //   then c is added. An H200 was recorded; ptxas does the same for 10.x.
 // - m8n8k4 with .f16 does fused multiply-adds in float, in the order of k from zero; then c is
 //   added. Every card does what was recorded on an H200.
+// - With block scales, block_scaled.h says how.
 // - .f64 does fused multiply-adds in the order of k, from c; a NaN is that of the operation.
 // - .s32 is exact modulo 2^32, or clamped (.satfinite).
 #pragma once
@@ -27,6 +28,17 @@ struct MmaShape {
   bool b_row_major = false;     // .row for B: only m8n8k4 with .f16
   bool satfinite = false;       // .satfinite, for .s32
   bool b1_and = false;          // .and.popc instead of .xor.popc, for .b1
+  // .block_scale: how many scales a row of A and a column of B have (.scale_vec), and their type.
+  int scales = 0;  // 0: none
+  ElementType scale = ElementType::UE8M0;
+};
+
+// A register with block scales, and where they lie in it: from byte `byte` on, in the lanes of each
+// group of four that `thread` names. Of A those are a pair, for rows g and g + 8 of group g; of B
+// it is one, for column g.
+struct ScaleOperand {
+  const void* words = nullptr;
+  int byte = 0, thread = 0;
 };
 
 // Pointers to the registers of each fragment; d may name registers of the others.
@@ -35,6 +47,7 @@ struct MmaOperands {
   const void* a[8];
   const void* b[4];
   const void* c[8];
+  ScaleOperand scale_a, scale_b;
 };
 
 // How many registers each fragment has. They have 64 bits where the type is F64, else 32.
@@ -45,8 +58,8 @@ struct MmaRegisters {
 using MmaFunction = void (*)(const MmaShape& shape, const MmaOperands& operands,
                              const TensorCore& core);
 
-// The function for a form of mma.sync; nullptr if PTX has no such form, or if it is sparse or block
-// scaled, which is not simulated. It is looked up once, when the PTX is loaded.
+// The function for a form of mma.sync; nullptr if PTX has no such form, or if it is sparse, which
+// is not simulated. It is looked up once, when the PTX is loaded.
 MmaFunction find_mma(const MmaShape& shape);
 MmaRegisters mma_registers(const MmaShape& shape);  // of a shape that find_mma knows
 

@@ -30,41 +30,8 @@ constexpr uint32_t kept_bits(int fraction_bits) {
   return ~0u << std::max(FLOAT_FRACTION_BITS - fraction_bits, 0);
 }
 
-float cut_to_float(double value, int fraction_bits) {
-  if (std::fabs(value) >= 0x1p128) return std::copysign(INFINITY, static_cast<float>(value));
-  return f32_of(static_cast<uint32_t>(narrowed(NumericType::F32, Round::RZ, value)) &
-                kept_bits(fraction_bits));
-}
-
 float rounded_to_f16(double value) {
   return f32_of_f16(static_cast<uint16_t>(narrowed(NumericType::F16, Round::RN, value)));
-}
-
-// One addition, of the products from `first` on.
-float sum_element(const TileA& a, const TileB& b, float c, int row, int column, int first,
-                  const Additions& additions) {
-  int largest = exponent_of(c, additions.to_f16 ? F16_SMALLEST : F32_SMALLEST);
-  for (int k = first; k < first + additions.depth; ++k) {
-    largest = std::max(largest, a.exponent[row][k] + b.exponent[k / 2][column][k % 2]);
-  }
-  if (largest < NO_EXPONENT) return 0.0f;
-  if (largest > SPECIAL_EXPONENT / 2 || !std::isfinite(c)) {  // infinities and NaN follow IEEE 754
-    float sum = c;
-    for (int k = first; k < first + additions.depth; ++k) {
-      const float product = a.value[row][k] * b.value[k][column];
-      if (!std::isfinite(a.value[row][k]) || !std::isfinite(b.value[k][column])) sum += product;
-    }
-    return canonical(sum);
-  }
-  // Sums are in units of the last place that counts. A double has every bit of a product.
-  const int fraction_bits = additions.fraction_bits;
-  const double scale = std::ldexp(1.0, fraction_bits - largest);
-  auto sum = static_cast<int64_t>(double{c} * scale);
-  for (int k = first; k < first + additions.depth; ++k) {
-    sum += static_cast<int64_t>(double{a.value[row][k]} * double{b.value[k][column]} * scale);
-  }
-  const double result = std::ldexp(static_cast<double>(sum), largest - fraction_bits);
-  return additions.to_f16 ? rounded_to_f16(result) : cut_to_float(result, fraction_bits);
 }
 
 void add_slowly(const TileA& a, const TileB& b, TileC& c, int first, const Additions& additions) {
@@ -264,6 +231,39 @@ AddFunction find_avx2([[maybe_unused]] const Additions& additions) {
 }
 
 }  // namespace
+
+float cut_to_float(double value, int fraction_bits) {
+  if (std::fabs(value) >= 0x1p128) return std::copysign(INFINITY, static_cast<float>(value));
+  return f32_of(static_cast<uint32_t>(narrowed(NumericType::F32, Round::RZ, value)) &
+                kept_bits(fraction_bits));
+}
+
+float sum_element(const TileA& a, const TileB& b, float c, int row, int column, int first,
+                  const Additions& additions, int scale) {
+  int largest = exponent_of(c, additions.to_f16 ? F16_SMALLEST : F32_SMALLEST);
+  for (int k = first; k < first + additions.depth; ++k) {
+    largest = std::max(largest, a.exponent[row][k] + b.exponent[k / 2][column][k % 2] + scale);
+  }
+  if (largest < NO_EXPONENT) return 0.0f;
+  if (largest > SPECIAL_EXPONENT / 2 || !std::isfinite(c)) {  // infinities and NaN follow IEEE 754
+    float sum = c;
+    for (int k = first; k < first + additions.depth; ++k) {
+      const float product = a.value[row][k] * b.value[k][column];
+      if (!std::isfinite(a.value[row][k]) || !std::isfinite(b.value[k][column])) sum += product;
+    }
+    return canonical(sum);
+  }
+  // Sums are in units of the last place that counts. A double has every bit of a product.
+  const int fraction_bits = additions.fraction_bits;
+  const double c_unit = std::ldexp(1.0, fraction_bits - largest);
+  const double unit = std::ldexp(c_unit, scale);
+  auto sum = static_cast<int64_t>(double{c} * c_unit);
+  for (int k = first; k < first + additions.depth; ++k) {
+    sum += static_cast<int64_t>(double{a.value[row][k]} * double{b.value[k][column]} * unit);
+  }
+  const double result = std::ldexp(static_cast<double>(sum), largest - fraction_bits);
+  return additions.to_f16 ? rounded_to_f16(result) : cut_to_float(result, fraction_bits);
+}
 
 void set_exponents(TileA& a, int k, int smallest) {
   if (k % TILE_COLUMNS == 0) ARCHFLASH_RETURN_IF_AVX2(set_fast(a, k, smallest));

@@ -28,6 +28,8 @@ constexpr int SPECIAL_EXPONENT = 4000;
 constexpr int F16_SMALLEST = -14;   // of a normal number, and of subnormals
 constexpr int F32_SMALLEST = -126;  // of bf16 and tf32, too
 constexpr int E4M3_SMALLEST = -6;
+constexpr int E3M2_SMALLEST = -2;
+constexpr int E2M3_SMALLEST = 0;  // of e2m1, too
 
 constexpr int smallest_exponent(ElementType type) {
   switch (type) {
@@ -36,6 +38,11 @@ constexpr int smallest_exponent(ElementType type) {
       return F16_SMALLEST;
     case ElementType::E4M3:
       return E4M3_SMALLEST;
+    case ElementType::E3M2:
+      return E3M2_SMALLEST;
+    case ElementType::E2M3:
+    case ElementType::E2M1_IN_BYTE:
+      return E2M3_SMALLEST;
     default:
       return F32_SMALLEST;
   }
@@ -75,5 +82,12 @@ struct Additions {
 // c (16, 8) = a (16, k) * b (k, 8) + c, in one addition for each `depth` of k, or in one for all if
 // k is smaller: 4, 8, 16 or 32. NaN is canonical.
 void add_products(const TileA& a, const TileB& b, TileC& c, int k, const Additions& additions);
+
+// One addition of one element of c: the products from `first` on, each times 2^scale.
+float sum_element(const TileA& a, const TileB& b, float c, int row, int column, int first,
+                  const Additions& additions, int scale = 0);
+
+// The value in float, cut off toward zero to at most so many bits of fraction.
+float cut_to_float(double value, int fraction_bits);
 
 }  // namespace archflash::sim

@@ -135,8 +135,23 @@ STATEMENTS = {
     "100f|110f|120f": [
         "cvt.rn.satfinite.e2m3x2.f32 %h1, %f1, %f2;",
         "cvt.rz.ue8m0x2.f32 %h1, %f1, %f2;",
+        "mma.sync.aligned.kind::f8f6f4.m16n8k32.row.col.f32.e4m3.e5m2.f32 "
+        "{%f0,%f1,%f2,%f3}, {%r1,%r2,%r3,%r4}, {%r5,%r6}, {%f0,%f1,%f2,%f3};",
         "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
         ".multicast::cluster::all.b128 [%r1], [%r2];",
+    ],
+    "120f": [
+        "mma.sync.aligned.kind::f8f6f4.m16n8k32.row.col.f32.e2m1.e3m2.f32 "
+        "{%f0,%f1,%f2,%f3}, {%r1,%r2,%r3,%r4}, {%r5,%r6}, {%f0,%f1,%f2,%f3};",
+        "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e5m2"
+        ".f32.ue8m0 {%f0,%f1,%f2,%f3}, {%r1,%r2,%r3,%r4}, {%r5,%r6}, {%f0,%f1,%f2,%f3}, "
+        "%r7, {3, 1}, {%r8}, {0, %h1};",
+        "mma.sync.aligned.m16n8k64.row.col.kind::mxf4.block_scale.f32.e2m1.e2m1"
+        ".f32.ue8m0 {%f0,%f1,%f2,%f3}, {%r1,%r2,%r3,%r4}, {%r5,%r6}, {%f0,%f1,%f2,%f3}, "
+        "%r7, {2, 1}, %r8, {0, 3};",
+        "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1"
+        ".f32.ue4m3 {%f0,%f1,%f2,%f3}, {%r1,%r2,%r3,%r4}, {%r5,%r6}, {%f0,%f1,%f2,%f3}, "
+        "%r7, {0, 1}, %r8, {0, 3};",
     ],
     "100a|103a|110a": ["tcgen05.shift.cta_group::1.down [%r1];"],
 }

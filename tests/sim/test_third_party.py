@@ -103,9 +103,12 @@ def why_not() -> str:
 
 def compiled(capability: int, constants: list[dict[str, object]]) -> list[dict[str, Any]]:
     """The kernels with these constants: "ptx", name ("kernel"), "warps", "shared" bytes."""
-    script = str(Path(__file__).parent / "triton_attention.py")
+    return compiled_by("triton_attention.py", str(capability), *map(json.dumps, constants))
+
+
+def compiled_by(script: str, *arguments: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as cache:
-        result = _python([script, str(capability), *map(json.dumps, constants)], cache)
+        result = _python([str(Path(__file__).parent / script), *arguments], cache)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     for row in rows:
@@ -320,3 +323,64 @@ def test_attention_compiled_by_triton_needs_its_waits_and_fences(
     tensors = inputs(128, 333, variant.d)
     _, report = attend(variant, sim.load(without), kernel, tensors, "eager", check=False)
     assert report.errors
+
+
+# ---- Products with block scales ----
+
+M, N, K = 32, 32, 128
+SCALED = [("e4m3", "e4m3", 32), ("e5m2", "e4m3", 32), ("e2m1", "e2m1", 32), ("e2m1", "e2m1", 16)]
+
+
+def operand(kind: str, rows: int, group: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random elements and scales as Triton reads them, and their values in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (rows, K), generator=generator, dtype=torch.uint8)
+    if kind == "e2m1":
+        codes %= 16
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        values = numbers[codes.long() % 8] * (1 - 2.0 * (codes >= 8))
+        stored = codes[:, 0::2] | codes[:, 1::2] << 4
+    else:
+        codes &= 0xBF  # neither NaN nor infinity
+        stored = codes
+        dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2
+        values = codes.view(dtype).double()
+    scales = torch.randint(40, 72, (rows, K // group), generator=generator, dtype=torch.uint8)
+    if group == 16:
+        factors = scales.view(torch.float8_e4m3fn).double()
+    else:
+        scales += 70
+        factors = torch.exp2(scales.double() - 127)
+    return stored.contiguous(), scales, values * factors.repeat_interleave(group, 1)
+
+
+def test_products_with_block_scales_compiled_by_triton_match_float64() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    constants = [
+        {"M": M, "N": N, "K": K, "A": a, "B": b, "PACK": 2 if a == "e2m1" else 1, "GROUP": group}
+        for a, b, group in SCALED
+    ]
+    executed: set[str] = set()
+    kernels = compiled_by("triton_scaled.py", *map(json.dumps, constants))
+    for (a_kind, b_kind, group), kernel in zip(SCALED, kernels, strict=True):
+        a, a_scales, a_values = operand(a_kind, M, group, 1)
+        b, b_scales, b_values = operand(b_kind, N, group, 2)
+        out = torch.full((M, N), math.nan)
+        report = sim.launch(
+            sim.load(kernel["ptx"]),
+            kernel["kernel"],
+            [a, a_scales, b, b_scales, out, bytes(16)],
+            block=(32 * kernel["warps"],),
+            shared_bytes=kernel["shared"],
+            device="RTX 5090",
+        )
+        magnitude = a_values.abs() @ b_values.abs().T
+        assert ((out - a_values @ b_values.T).abs() <= 2.0**-20 * magnitude).all()
+        executed |= set(report.opcodes)
+    row = {
+        "program": f"Triton {pinned()}, products with block scales, sm_120",
+        "executed": sorted(executed),
+    }
+    assert row in json.loads(TABLE.read_text()), f"{TABLE} should hold\n{json.dumps(row)}"
+    assert sum("block_scale" in opcode for opcode in executed) == len(SCALED)
