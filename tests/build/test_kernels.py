@@ -59,6 +59,7 @@ ON_9_0 = "simt/tensor_f32"
 PROBES = "probes"
 PROBES_TARGETS = {
     "async": ["sm_90", "sm_100", "sm_120", "compute_90"],
+    "block_scaled": ["sm_120f"],
     "fp8": ["sm_89", "sm_90", "sm_100", "sm_120", "compute_89"],
     "mma_sync": ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80"],
     "roles": ["sm_90a", "sm_100f", "sm_110f", "sm_120f"],
@@ -70,7 +71,7 @@ OF_ONE_FAMILY = (
     "blackwell_",
     "hopper/",
     ON_9_0,
-    *(f"probes/{x}" for x in ("roles", "tcgen05", "wgmma")),
+    *(f"probes/{x}" for x in ("block_scaled", "roles", "tcgen05", "wgmma")),
 )
 ANY_NEWER = [image for image in IMAGES if not image.startswith(OF_ONE_FAMILY)]
 REGISTERS_PER_SM = 65536  # 7.5 to 12.1
@@ -390,7 +391,8 @@ INSTRUCTIONS = {
 # reduction there.
 PAIR = ("UTCHMMA.2CTA", "UTCBAR.2CTA.MULTICAST", "UTMALDG.4D.2CTA", "SYNCS.ARRIVE.TRANS64.RED")
 # 8-bit floating-point products: 9.0 and 10.0 make those of mma.sync of 16-bit ones.
-FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120", "sm_120f"), "QMMA.16832.F32") | {
+FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120"), "QMMA.16832.F32") | {
+    "sm_120f": "QMMA.SF.16832.F32",  # with block scales
     "sm_100f": "UTCQMMA",
     "sm_110f": "UTCQMMA",
 }
