@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/ptx/mma_block_scaled.cuh"
 
 namespace archflash::ptx {
 
@@ -36,11 +37,16 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
 //   a[0], a[1]: rows g and g+8, columns 4t to 4t+3
 //   a[2], a[3]: rows g and g+8, columns 4t+16 to 4t+19
 //   b0, b1:     column g, rows 4t to 4t+3 and 4t+16 to 4t+19
+// Targets of the family sm_120f take the form with block scales, all of them 1.
 template <DType A, DType B>
 __device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
   static_assert(A == DType::E4M3 || A == DType::E5M2, "8-bit floating-point inputs only");
   static_assert(B == DType::E4M3 || B == DType::E5M2, "8-bit floating-point inputs only");
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ / 100 == 12
+  constexpr uint32_t ONES = 0x7F7F7F7F;
+  mma_mxf8_m16n8k32<A, B>(d, a, b0, b1, ONES, ONES);
+#else
   if constexpr (A == DType::E4M3 && B == DType::E4M3) {
     asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
@@ -58,6 +64,7 @@ __device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32_t (&a)[
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+#endif
 }
 
 // mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: PTX ISA, "Warp Level Matrix Instructions: mma"
