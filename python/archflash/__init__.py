@@ -36,7 +36,7 @@ from archflash import masks, reference
 from archflash._api import attention, explain
 from archflash._archflash import version as __version__
 from archflash._backward import attention_backward
-from archflash._dispatch import Decision, force
+from archflash._dispatch import Decision, approximate, force
 from archflash._dropout import dropout_mask, dropout_state
 from archflash._errors import (
     ArchflashError,
@@ -66,6 +66,7 @@ __all__ = [
     "Stats",
     "UnsupportedError",
     "__version__",
+    "approximate",
     "attention",
     "attention_backward",
     "attention_with_kvcache",

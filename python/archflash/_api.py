@@ -15,6 +15,7 @@ from archflash._eager import is_eager
 
 _is_grad_enabled = torch.is_grad_enabled
 _forced = _dispatch.forced
+_with_approximate = _dispatch.with_approximate
 _is_autocast_on = _autocast.is_on
 
 
@@ -119,12 +120,13 @@ def attention(
             `archflash.merge_attention`, which are then rounded once, after they are merged. Kernels
             write it without a cache, dropout_p, num_splits and batch_invariant, and compute no
             gradients of it.
-        approximate: "int8_qk" lets q k^T be computed in int8, for fp16 and bf16: q and k (without
-            its mean over the keys, which is added back) are rounded to 8 bits with one scale for
-            each block of 64 rows. The output's root mean square error is about 1.4% of its own
-            on normal data (PyTorch at fp16: 0.05%), and 13% if one channel in 32 of k is 20 times
-            as large as the others. Mean and scales are those of all keys up to the last that any
-            query sees. Never chosen unless asked for; not with cu_seqlens or softcap.
+        approximate: "int8" or another word lets the result be approximate, for fp16 and bf16, where
+            that is faster; never chosen unless asked for. "int8_qk" computes q k^T in int8: q and k
+            (without its mean over the keys, which is added back) are rounded to 8 bits with one
+            scale for each block of 64 rows, which costs about 1.4% of the output (root mean square;
+            PyTorch at fp16: 0.05%), and 13% if one channel in 32 of k is 20 times as large as the
+            others; not with cu_seqlens, softcap or masks as data. `explain` tells the error of each
+            word. `archflash.approximate` asks for calls that cannot say it themselves.
         num_splits: shares into which the keys of each query tile are split, at most (there are
             never more shares than blocks of keys). The shares go to several SMs, and a second
             kernel combines them. 1 for no split; default what is expected to be the fastest. A
@@ -190,6 +192,7 @@ def attention(
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and
         # launches.
         forced = _forced() if implementation is None else implementation
+        values = _with_approximate(values)
         result = _native.attention(q, k, v, values, _is_grad_enabled(), forced)
         if result is None:
             return _ops.by_torch(q, k, v, values, forced)
@@ -288,7 +291,8 @@ def find_device(name: str) -> _native.Device:
 
 def make_problem(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> _native.Problem:
     """The call as planning sees it; options and errors as those of `attention`."""
-    return _native.make_problem(q, k, v, option_values(q, k, options), _is_grad_enabled())
+    values = _with_approximate(option_values(q, k, options))
+    return _native.make_problem(q, k, v, values, _is_grad_enabled())
 
 
 def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:

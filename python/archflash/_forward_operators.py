@@ -80,7 +80,15 @@ def decline(reason: str) -> str:
 
 
 _forced = _dispatch.forced
-_serve = _native.serve_operator
+_serve_exactly = _native.serve_operator
+_asked_for = _dispatch.asked_for
+
+
+def _serve(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], *how: Any) -> Any:
+    """What the runtime serves; approximately if that is asked for and no gradients are needed."""
+    if _asked_for() is not None and not (q.requires_grad or k.requires_grad or v.requires_grad):
+        values = _dispatch.with_approximate(values)
+    return _serve_exactly(q, k, v, values, *how)
 
 
 # --- what several operators return ---

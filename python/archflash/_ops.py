@@ -24,6 +24,7 @@ from archflash._dispatch import (
     forced,
     note_fallback,
     select,
+    with_approximate,
 )
 from archflash._eager import has_tangent, is_tracing, is_transformed, untraced
 from archflash._errors import ForcedImplementationError, UnsupportedError
@@ -305,7 +306,7 @@ def _run(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
 def _serve(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], implementation: str | None
 ) -> tuple[Tensor, Tensor]:
-    values = tuple(plain(value) for value in options.values())
+    values = with_approximate(tuple(plain(value) for value in options.values()))
     name = forced() if implementation is None else implementation
     grad = _IF_REQUIRED if torch.is_grad_enabled() else _NO_GRADIENTS
     result: Any = _native.attention(q, k, v, values, grad, name)

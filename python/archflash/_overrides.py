@@ -19,7 +19,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -54,10 +54,14 @@ class Stats:
         served: the number of calls that each implementation served.
         declined: the number of calls that PyTorch's own kernels served, for each reason. Reasons
             that differ only in numbers count as one, under the first of them.
+        approximated: the number of calls that kernels served approximately, for each word of
+            `archflash.attention`'s option `approximate`. Those of archflash's own functions are
+            among them.
     """
 
     served: dict[str, int]
     declined: dict[str, int]
+    approximated: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         by_archflash, by_pytorch = sum(self.served.values()), sum(self.declined.values())
@@ -65,6 +69,7 @@ class Stats:
         for counts in (self.served, self.declined):
             for what, count in sorted(counts.items(), key=lambda item: -item[1]):
                 lines.append(f"  {count:>9}  {what}")
+        lines += [f"  {count:>9}  with approximate={x!r}" for x, count in self.approximated.items()]
         return "\n".join(lines)
 
 
@@ -128,7 +133,8 @@ def stats(*, reset: bool = False) -> Stats:
         >>> print(archflash.stats())
         0 calls served by archflash, 0 by PyTorch's own kernels
     """
-    return Stats(_native.operators_served(reset), _declined.read(reset))
+    served, approximated = _native.operators_served(reset), _native.calls_approximated(reset)
+    return Stats(served, _declined.read(reset), approximated)
 
 
 # --- who serves a call ---
@@ -361,7 +367,7 @@ def _install_in_runtime(operator: str, kernel: Kernel) -> None:
         return kernel(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
 
     types = "".join(str(letter) for letter in letters)
-    _native.install_operator(operator, types, _KEY, by_python, _forced, *functions)
+    _native.install_operator(operator, types, _KEY, by_python, _dispatch.steered, *functions)
 
 
 class _Replaced:
@@ -465,7 +471,8 @@ def environment_without() -> dict[str, str]:
     """The environment for a process in which PyTorch's kernels are PyTorch's, and nothing is forced
     that is not asked for.
     """
-    ours = (ENABLE_VARIABLE, _dispatch.forcing.FORCE_VARIABLE)
+    asking = _dispatch.approximating.APPROXIMATE_VARIABLE
+    ours = (ENABLE_VARIABLE, _dispatch.forcing.FORCE_VARIABLE, asking)
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 

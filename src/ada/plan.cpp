@@ -106,9 +106,7 @@ void count_units_of_16_bits(const Problem&, Params& params) {
 // --- approximate="int8_qk" ---
 
 Reasons why_not_int8(const Problem& problem) {
-  constexpr DType SIXTEEN_BITS[] = {DType::F16, DType::BF16};
-  Reasons reasons =
-      core::why_not_approximate(problem, describe(), Approximate::Int8Qk, SIXTEEN_BITS);
+  Reasons reasons = core::why_not(problem, describe());
   const std::string exactly = "; leave approximate out" + std::string(core::USE_TORCH);
   if (problem.varlen) {
     reasons.push_back("cu_seqlens with approximate='int8_qk': ada takes one length for all" +
@@ -238,7 +236,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
 
 Notes notes(const LaunchPlan& plan) {
   if (plan.problem.approximate == 0) return {};
-  return {{"approximate", "q k^T in int8, one scale for each 64 rows of q and k"}};
+  return {core::approximate_note(plan.problem)};
 }
 
 }  // namespace archflash::ada

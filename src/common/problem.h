@@ -8,12 +8,10 @@
 #include <string>
 #include <type_traits>
 
+#include "common/approximate.h"
 #include "common/dtype.h"
 
 namespace archflash {
-
-// What a caller lets the result differ in from the exact formula.
-enum class Approximate : int64_t { Nothing = 0, Int8Qk = 1 };
 
 // Strides in elements. Dimensions of size 1 have stride 0, so that equal problems compare equal.
 // With cu_seqlens the batch stride is 0: the rows of all sequences lie along `row`.
@@ -113,6 +111,9 @@ struct Problem {
   Flag cache_batch_idx, leftpad_k;  // these tensors of it are given
   Flag slopes_need_grad;            // autograd will want the gradient of alibi_slopes
   Flag qv_unit;                     // the last dimension of qv is contiguous; 0 without qv
+  // `approximate` is asked for by archflash.approximate(), where a kernel offers it: where none
+  // does, the call is served exactly.
+  Flag approximate_if_served;
   // Flags of options (common/options.inc), as asked, and whether strided ones are given. `causal`
   // is already folded into window_right.
 #define ARCHFLASH_OPTION(...)
@@ -135,7 +136,8 @@ constexpr void for_each_field(P& p, F&& f) {
   f("q_descale", p.q_descale), f("k_descale", p.k_descale), f("v_descale", p.v_descale);
   f("q_offset", p.q_offset), f("window_left", p.window_left), f("window_right", p.window_right);
   f("scale", p.scale), f("softcap", p.softcap), f("dropout_p", p.dropout_p);
-  f("approximate", p.approximate), f("num_splits", p.num_splits);
+  f("approximate", p.approximate), f("approximate_if_served", p.approximate_if_served);
+  f("num_splits", p.num_splits);
   f("q_align", p.q_align), f("k_align", p.k_align), f("v_align", p.v_align);
   f("out_align", p.out_align);
   f("q_column", p.q_column), f("k_column", p.k_column), f("v_column", p.v_column);

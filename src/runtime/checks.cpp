@@ -292,7 +292,9 @@ void check_problem(const Problem& p, const std::string& prefix) {
     if constexpr (std::is_same_v<decltype(field), const Flag&>)
       check.range(0, 1, {{name, field.value}});
   });
-  check.range(0, 1, {{"approximate", p.approximate}});
+  check.range(0, APPROXIMATION_COUNT, {{"approximate", p.approximate}});
+  check.require(!p.approximate_if_served || p.approximate != 0, "approximate_if_served", "1",
+                "0, as approximate is 0");
   check_shapes(check, p);
   check_layouts(check, p);
   check_descales(check, p);

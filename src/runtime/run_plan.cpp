@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "runtime/text.h"
+#include "torch_operators/operators.h"
 
 namespace archflash {
 namespace {
@@ -179,6 +180,8 @@ nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,
                const Templates& like) {
   Outputs outputs;
   allocate(*prepared.plan, a, call, outputs, call.device_index < 0, like);
+  const int64_t approximate = prepared.plan->problem.approximate;
+  if (approximate != 0) ++approximated().of(approximation(approximate).name);
   if (call.problem.varlen && prepared.plan->launches.empty()) {
     write_rows_of_no_sequence(outputs.out, outputs.lse, a.sinks);
   } else if (call.device_index < 0) {

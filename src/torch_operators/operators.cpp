@@ -56,6 +56,11 @@ Counts& declined() {
   return instance;
 }
 
+Counts& approximated() {
+  static auto& instance = *new Counts;
+  return instance;
+}
+
 OperatorAnswer& operator_answer() {
   static thread_local OperatorAnswer instance;
   return instance;
@@ -344,7 +349,7 @@ std::array<Operator, MOST_OPERATORS>& operators() {
 size_t installed = 0;
 void* library = nullptr;
 
-// Which implementation is forced, or None: _dispatch.forced. It is asked once something was forced
+// What is forced or asked for, or None: _dispatch.steered. It is asked once something was
 // in this process.
 std::atomic<bool> anything_forced{false};
 nb::object& forced() {
@@ -852,7 +857,7 @@ void bind_operators(nb::module_& m) {
       "it.");
   m.def(
       "note_forced", [] { anything_forced = true; },
-      "From now on each call asks whether an implementation is forced.");
+      "From now on each call asks whether something is forced or asked for.");
   m.def(
       "note_served",
       [](const LaunchPlan& plan, bool keep) {
@@ -865,6 +870,9 @@ void bind_operators(nb::module_& m) {
   m.def(
       "operators_served", [](bool reset) { return served().read(reset); }, "reset"_a,
       "The number of calls of PyTorch's operators that each implementation served.");
+  m.def(
+      "calls_approximated", [](bool reset) { return approximated().read(reset); }, "reset"_a,
+      "The number of calls that kernels served approximately, by what was asked for.");
   m.def(
       "operators_declined", [](bool reset) { return declined().read(reset); }, "reset"_a,
       "The number of calls that were handed to PyTorch's own kernels without Python, by reason.");

@@ -35,6 +35,8 @@ class Counts {
 };
 Counts& served();    // calls of PyTorch's operators, by implementation
 Counts& declined();  // those handed to PyTorch's own kernels without Python, by reason
+// Calls of all kinds that a kernel served approximately, by what was asked for.
+Counts& approximated();
 
 // What the function in Python decided for the operator's call that this thread is serving.
 struct OperatorAnswer {

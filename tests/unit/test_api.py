@@ -102,6 +102,7 @@ def test_the_public_names() -> None:
         "Stats",
         "UnsupportedError",
         "__version__",
+        "approximate",
         "attention",
         "attention_backward",
         "attention_with_kvcache",

@@ -495,7 +495,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "approximate": (
         padded(approximate="fast"),
         ValueError,
-        ("approximate is 'fast'", "it must be 'int8_qk' or None"),
+        ("approximate is 'fast'", "it must be 'int8_qk', 'int8', "),
     ),
     "num_splits": (
         padded(num_splits=0),

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch",),
     ("reference",),
     ("_dispatch.forcing", "_dispatch.device", "_dispatch.pytorch", "_torch_cache", "_mended_calls"),
+    ("_dispatch.approximating",),
     ("_dispatch.order",),
     ("_dispatch.explain",),
     ("_dispatch.choosing",),

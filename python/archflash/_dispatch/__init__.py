@@ -1,9 +1,10 @@
 """Decides which implementation serves a call, and says why the others do not. Deciding needs no
 GPU, and nothing here launches a kernel.
 
-`forcing` knows what is forced, `device` the GPU, `pytorch` what PyTorch's own kernels do, `order`
-the order in which implementations are asked; `choosing` asks them, and `explain` puts it into
-words. No module names a folder of kernels: each states its facts in its `describe()` and its plans.
+`forcing` knows what is forced, `approximating` what may be approximate, `device` the GPU, `pytorch`
+what PyTorch's own kernels do, `order` the order in which implementations are asked; `choosing` asks
+them, and `explain` puts it into words. No module names a folder of kernels: each states its facts
+in its `describe()` and its plans.
 
 A call that the runtime's plan cache (src/runtime/call_path.cpp) does not know comes up from C++
 into `choosing.decide`: the last line here registers it.
@@ -12,6 +13,7 @@ into `choosing.decide`: the last line here registers it.
 from __future__ import annotations
 
 from archflash import _archflash as _native
+from archflash._dispatch.approximating import approximate, asked_for, steered, with_approximate
 from archflash._dispatch.choosing import (
     choose,
     decide,
@@ -45,6 +47,8 @@ __all__ = [
     "MASK_READ_FASTER",
     "MINIMUM_DRIVER",
     "Decision",
+    "approximate",
+    "asked_for",
     "check_name",
     "choose",
     "decide",
@@ -65,7 +69,9 @@ __all__ = [
     "query_device",
     "select",
     "simulated_device",
+    "steered",
     "why_torch",
+    "with_approximate",
 ]
 
 _native.set_decide(decide)

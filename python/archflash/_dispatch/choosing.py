@@ -81,6 +81,32 @@ class _Answers:
         return any(not isinstance(self._ask(name), list) for name in _registry.kernel_names())
 
 
+def _settled(
+    problem: _native.Problem,
+    device: _native.Device | None,
+    name: str | None,
+    obstacle: str | None,
+) -> _native.Problem:
+    """The problem as `archflash.approximate` lets it be served: approximately, where the forced
+    kernel or, if none is forced, any kernel offers that; else exactly.
+    """
+    if not problem.approximate_if_served:
+        return problem
+    asked = problem.approximating(True)
+    if name is None:
+        plain = device is None or obstacle is not None
+        offered = not plain and _Answers(asked, device).first()[1] is not None
+    else:
+        forcing.check_name(name)
+        device = device or (None if name == _registry.TORCH else devices.simulated_device(name))
+        offered = (
+            device is not None
+            and name != _registry.TORCH
+            and not isinstance(_native.plan(name, asked.as_if_on_cuda(), device), list)
+        )
+    return problem.approximating(offered)
+
+
 def select(
     problem: _native.Problem,
     device: _native.Device | None,
@@ -102,6 +128,7 @@ def select(
         ForcedImplementationError: the forced one is unknown or cannot serve the problem.
         NotCompiledError: the forced one was left out of this build.
     """
+    problem = _settled(problem, device, name, obstacle)
     if name is not None:
         return _select_forced(problem, device, name, obstacle)
     if problem.batch_invariant and (device is None or obstacle):
@@ -193,6 +220,7 @@ def choose(
     Raises:
         UnsupportedError: no kernel can, and `torch` must not.
     """
+    problem = _settled(problem, device, name, obstacle)
     if name is not None or device is None or obstacle is not None:
         decision = select(problem, device, name, obstacle)
         return decision.plan, decision.reasons if decision.fallback else {}

@@ -56,9 +56,14 @@ ENVIRONMENT = (
         "a call that the simulator would take longer for raises; inf: none does; default 60",
     ),
     (
+        "ARCHFLASH_APPROXIMATE",
+        "int8 or another word of approximate=",
+        "calls are approximate where a kernel offers it; read at import; default exact",
+    ),
+    (
         "ARCHFLASH_SAGE_APPROXIMATE",
-        "int8_qk",
-        "archflash.compat.sageattention computes q k^T in int8; read at import; default exact",
+        "as ARCHFLASH_APPROXIMATE",
+        "the same for archflash.compat.sageattention alone; read at import; default exact",
     ),
     (
         "ARCHFLASH_SGLANG_REPLACES",

@@ -134,7 +134,7 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
             codes[problem["sinks"]]
         )
     if problem["approximate"]:
-        options["approximate"] = "int8_qk"
+        options["approximate"] = _native.approximations()[problem["approximate"] - 1][0]
     options["num_splits"] = problem["num_splits"] or None
     if problem["out_dtype"] != problem["dtype"]:
         options["out_dtype"] = getattr(torch, problem["out_dtype"])

@@ -122,14 +122,21 @@ void set_scale(const Problem& problem, AttentionParams& params) {
   transform_scores(problem, params);
 }
 
-Reasons refusals(const Problem& problem, const Description& description,
-                 std::span<const DType> dtypes, Approximate offered) {
+}  // namespace
+
+Reasons why_not(const Problem& problem, const Description& description) {
   Refusals refuse{problem, description.name, {}};
   const std::vector<std::string>& features = description.features;
   const auto has = [&](const char* feature) {
     return std::find(features.begin(), features.end(), feature) != features.end();
   };
   const bool splits_keys = has("num_splits");
+  const char* approximate =
+      problem.approximate == 0 ? nullptr : approximation(problem.approximate).name;
+  const bool approximates = approximate != nullptr && has(approximate);
+  constexpr DType SIXTEEN_BITS[] = {DType::F16, DType::BF16};
+  const std::span<const DType> dtypes =
+      approximates ? std::span<const DType>(SIXTEEN_BITS) : description.dtypes;
   const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
   const bool takes_fp8 = takes && is_fp8(problem.dtype);
   if (!takes)
@@ -162,8 +169,10 @@ Reasons refusals(const Problem& problem, const Description& description,
     refuse.layout("v", problem.v, problem.v_column == 1, problem.v_align, problem.kv_dtype);
   }
   refuse.layout("out", problem.out, problem.out_column == 1, problem.out_align, problem.out_dtype);
-  if (problem.approximate != 0 && problem.approximate != static_cast<int64_t>(offered))
-    refuse.add("approximate='int8_qk'", "computes exactly; leave approximate out");
+  if (approximate != nullptr && !approximates) {
+    refuse.add(std::string("approximate='") + approximate + "'",
+               "has no such kernel; leave approximate out");
+  }
   if (problem.num_splits > 1 && !splits_keys) {
     refuse.add("num_splits " + str(problem.num_splits),
                "does not split the keys; leave num_splits out or pass 1");
@@ -229,17 +238,6 @@ Reasons refusals(const Problem& problem, const Description& description,
   return refuse.reasons;
 }
 
-}  // namespace
-
-Reasons why_not(const Problem& problem, const Description& description) {
-  return refusals(problem, description, description.dtypes, Approximate::Nothing);
-}
-
-Reasons why_not_approximate(const Problem& problem, const Description& description,
-                            Approximate offered, std::span<const DType> dtypes) {
-  return refusals(problem, description, dtypes, offered);
-}
-
 void add_layout_reasons(const std::string& implementation, const std::string& name,
                         const Strides& strides, bool unit, int32_t align, DType dtype,
                         Reasons& reasons) {
@@ -247,6 +245,12 @@ void add_layout_reasons(const std::string& implementation, const std::string& na
   Refusals refuse{unused, implementation, {}};
   refuse.layout(name, strides, unit, align, dtype);
   reasons.insert(reasons.end(), refuse.reasons.begin(), refuse.reasons.end());
+}
+
+std::pair<std::string, std::string> approximate_note(const Problem& problem) {
+  const Approximation& row = approximation(problem.approximate);
+  return {"approximate",
+          std::string(row.what) + "; " + row.error + "; its speed on 8.x and 12.x is unmeasured"};
 }
 
 bool writes_f32(const Problem& problem) {

@@ -23,13 +23,9 @@ constexpr const char* HEAD_DIMS_WITH_FP8 =
     "multiples of 8 (fp8: 16) up to 256, d and dv independent";
 
 // Why an implementation cannot serve a problem, judged by what it says of itself: its dtypes, and
-// whether its features hold "num_splits". Returns no reasons if the call is supported.
+// its features. Returns no reasons if the call is supported. A folder that offers approximations
+// does so for 16-bit inputs.
 Reasons why_not(const Problem& problem, const Description& description);
-
-// Why an implementation cannot serve a problem that asks for an approximation, which it offers for
-// `dtypes` only.
-Reasons why_not_approximate(const Problem& problem, const Description& description,
-                            Approximate offered, std::span<const DType> dtypes);
 
 // Adds the reasons why an implementation cannot read or write a tensor because of how it lies in
 // memory: strides in elements, `unit` says that the last dimension is contiguous, `align` is the
@@ -37,6 +33,9 @@ Reasons why_not_approximate(const Problem& problem, const Description& descripti
 void add_layout_reasons(const std::string& implementation, const std::string& name,
                         const Strides& strides, bool unit, int32_t align, DType dtype,
                         Reasons& reasons);
+
+// What a plan that approximates computes, and the error to expect, for people.
+std::pair<std::string, std::string> approximate_note(const Problem& problem);
 
 // Whether fp32 outputs of 16-bit inputs are asked for.
 bool writes_f32(const Problem& problem);

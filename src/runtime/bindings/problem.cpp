@@ -47,9 +47,8 @@ void bind_problem(nb::module_& m) {
           "The options that the call gives, of those by which calls are described.")
       .def_prop_ro("approximate",
                    [](const Problem& p) -> std::optional<std::string> {
-                     if (p.approximate == static_cast<int64_t>(Approximate::Int8Qk))
-                       return "int8_qk";
-                     return std::nullopt;
+                     if (p.approximate == 0) return std::nullopt;
+                     return approximation(p.approximate).name;
                    })
       .def_prop_ro("num_splits",
                    [](const Problem& p) -> std::optional<int64_t> {
@@ -70,7 +69,15 @@ void bind_problem(nb::module_& m) {
             p.on_cuda = true;
             return p;
           },
-          "The same problem with its tensors on a GPU.");
+          "The same problem with its tensors on a GPU.")
+      .def(
+          "approximating",
+          [](Problem p, bool approximates) {
+            p.approximate_if_served = false;
+            if (!approximates) p.approximate = 0;
+            return p;
+          },
+          "approximates"_a, "The same problem served approximately as it asks, or exactly.");
 }
 
 }  // namespace archflash

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
@@ -25,6 +26,17 @@ std::vector<std::string> texts(const std::vector<std::string_view>& views) {
 
 void bind_registry(nb::module_& m) {
   using namespace nb::literals;
+  m.def(
+      "approximations",
+      [] {
+        std::vector<std::tuple<std::string, std::string, std::string>> rows;
+        for (const Approximation& row : APPROXIMATIONS)
+          rows.emplace_back(row.name, row.what, row.error);
+        return rows;
+      },
+      "The words that attention's option `approximate` takes: each with what a kernel then "
+      "computes, "
+      "and the error to expect.");
   nb::class_<Description>(m, "Description", "What an implementation says of itself.")
       .def_ro("name", &Description::name)
       .def_ro("summary", &Description::summary)

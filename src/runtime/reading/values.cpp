@@ -95,10 +95,21 @@ void read_softcap(const Arguments& a, Problem& p) {
 
 void read_approximate(const Arguments& a, Problem& p) {
   if (a.approximate.is_none()) return;
-  const bool is_text = PyUnicode_Check(a.approximate.ptr());
-  if (!is_text || PyUnicode_CompareWithASCIIString(a.approximate.ptr(), "int8_qk") != 0)
-    wrong_value("approximate is ", given(a.approximate), ": it must be 'int8_qk' or None");
-  p.approximate = static_cast<int64_t>(Approximate::Int8Qk);
+  std::string text =
+      nb::isinstance<nb::str>(a.approximate) ? nb::cast<std::string>(a.approximate) : std::string();
+  // What archflash.approximate() asks for: "int8 if served".
+  constexpr std::string_view IF_SERVED = " if served";
+  if (text.ends_with(IF_SERVED)) {
+    text.resize(text.size() - IF_SERVED.size());
+    p.approximate_if_served = true;
+  }
+  std::string names;
+  for (int64_t i = 0; i < APPROXIMATION_COUNT; ++i) {
+    if (text == APPROXIMATIONS[i].name) p.approximate = i + 1;
+    names += std::string("'") + APPROXIMATIONS[i].name + "', ";
+  }
+  if (p.approximate == 0)
+    wrong_value("approximate is ", given(a.approximate), ": it must be ", names, "or None");
 }
 
 void read_num_splits(const Arguments& a, Problem& p) {

@@ -1,0 +1,143 @@
+"""The option approximate=, archflash.approximate() and ARCHFLASH_APPROXIMATE: who is asked, what is
+said, and what is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as _native
+from archflash import _forward_operators
+
+NAMES = [name for name, *_ in _native.approximations()]
+
+
+def meta(*shape: int, **options: Any) -> Tensor:
+    return torch.empty(shape or (1, 2, 256, 64), device="meta", dtype=torch.float16, **options)
+
+
+def asked(**options: Any) -> str | None:
+    """What the plan of a call on an H200 approximates."""
+    q = options.pop("q", meta())
+    plan = archflash.explain(q, q, q, device="H200", **options).plan
+    return None if plan is None else plan.problem.approximate
+
+
+@pytest.mark.parametrize("value", ["fast", "int8 ", 8, "", "int4 if served"])
+def test_a_wrong_word_is_refused_with_all_right_ones(value: object) -> None:
+    listed = ", ".join(f"'{name}'" for name in NAMES) + ", or None"
+    with pytest.raises(ValueError, match=listed):
+        asked(approximate=value)
+    with pytest.raises(ValueError, match=rf"it must be one of {', '.join(NAMES)}, or None"):
+        archflash.approximate(value).__enter__()  # type: ignore[arg-type]
+
+
+def test_explain_tells_the_error_and_that_the_speed_is_unmeasured() -> None:
+    q = meta()
+    decision = archflash.explain(q, q, q, device="H200", approximate="int8_qk")
+    assert decision.plan is not None
+    note = dict(decision.plan.notes)["approximate"]
+    assert "in int8" in note
+    assert "about 1.4%" in note
+    assert "unmeasured" in note
+    assert "approximate='int8_qk'" in str(decision)
+
+
+def test_a_kernel_without_it_says_so_and_what_to_do() -> None:
+    q = meta()
+    with pytest.raises(
+        archflash.ForcedImplementationError,
+        match="approximate='int8_qk': simt has no such kernel; leave approximate out or use",
+    ):
+        archflash.explain(q, q, q, device="H200", implementation="simt", approximate="int8_qk")
+
+
+def test_nothing_is_approximate_unless_asked_for() -> None:
+    assert asked() is None
+    assert asked(approximate="int8_qk") == "int8_qk"
+
+
+def test_a_context_asks_where_a_kernel_offers_it_and_else_for_the_usual_one() -> None:
+    q = meta()
+    usual = archflash.explain(q, q, q, device="H200", softcap=5.0, return_lse=True)
+    with archflash.approximate("int8_qk"):
+        assert asked() == "int8_qk"
+        exact = archflash.explain(q, q, q, device="H200", softcap=5.0, return_lse=True)
+        with archflash.approximate(None):
+            assert asked() is None
+    assert exact.chosen == usual.chosen != "torch"
+    assert str(exact) == str(usual)
+    assert asked() is None
+
+
+def test_a_call_that_needs_gradients_is_exact_in_a_context() -> None:
+    with archflash.approximate("int8_qk"):
+        assert asked(q=meta(requires_grad=True)) is None
+
+
+def test_a_context_ends_with_its_thread() -> None:
+    found: list[str | None] = []
+    with archflash.approximate("int8_qk"):
+        thread = threading.Thread(target=lambda: found.append(asked()))
+        thread.start()
+        thread.join()
+    assert found == [None]
+
+
+@pytest.mark.parametrize("value", ["int8_qk", "", "quick"])
+def test_the_environment_variable_asks_in_the_whole_process(value: str) -> None:
+    program = (
+        "import archflash, torch; q = torch.empty(1, 2, 256, 64, device='meta', dtype=torch.half);"
+        "print(archflash.explain(q, q, q, device='H200').plan.problem.approximate)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, env=os.environ | {"ARCHFLASH_APPROXIMATE": value},
+    )  # fmt: skip
+    if value == "quick":
+        assert "ARCHFLASH_APPROXIMATE is 'quick': it must be one of int8_qk, " in done.stderr
+    else:
+        assert done.stdout.strip() == (value or "None"), done.stderr
+
+
+def by_function(q: Tensor) -> Tensor:
+    result: Tensor = archflash.attention(q, q, q)
+    return result
+
+
+def by_torch_operator(q: Tensor) -> Tensor:
+    return torch.compile(by_function, backend="eager", fullgraph=True)(q)
+
+
+def by_pytorchs_operator(q: Tensor) -> Tensor:
+    results = _forward_operators.OPERATORS["_scaled_dot_product_flash_attention"](q, q, q)
+    result: Tensor = results[0]
+    return result
+
+
+@pytest.mark.slow  # each is a run on the simulator
+@pytest.mark.parametrize("way", [by_function, by_torch_operator, by_pytorchs_operator])
+def test_every_way_of_a_call_asks_and_is_counted(way: Callable[[Tensor], Tensor]) -> None:
+    q = torch.randn(1, 1, 33, 16, dtype=torch.float16)
+    with archflash.force("ada"):
+        exact = way(q)
+        expected = archflash.attention(q, q, q, approximate="int8_qk")
+        archflash.stats(reset=True)
+        with archflash.approximate("int8_qk"):
+            out = way(q)
+        counted = archflash.stats(reset=True)
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, exact)
+    assert counted.approximated == {"int8_qk": 1}
+    assert "with approximate='int8_qk'" in str(counted)
+    assert archflash.stats().approximated == {}
