@@ -263,12 +263,8 @@ PlanResult plan_wide(const Problem& problem, const Device& device) {
                    core::USE_TORCH};
   }
   const bool masked = takes_masked_kernels(problem);
-  // A warp of d512_masked finds the masks of 16 keys, too few for the four lanes of a row to share
-  // them out as device/lane_masks.cuh does: each loads the elements of a bool mask that it needs.
-  Problem one_by_one = problem;
-  if (problem.mask == 1) one_by_one.mask_align = 1;
   PlanResult result = masked && !problem.kv_cache
-                          ? mma_sync::plan_masked("ampere", WIDE_MASKED_TILES, one_by_one, device)
+                          ? mma_sync::plan_masked("ampere", WIDE_MASKED_TILES, problem, device)
                           : mma_sync::plan_with_cache("ampere", WIDE_TILES, problem, device);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return result;

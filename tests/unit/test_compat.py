@@ -4,8 +4,10 @@ return values.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import math
 import sys
@@ -22,7 +24,7 @@ import archflash
 import archflash.compat
 from archflash import UnsupportedError, _gradients, reference
 from archflash import _archflash as _native
-from archflash.compat import _flash, flash_mla
+from archflash.compat import _flash, _operators, flash_mla
 from archflash.compat import flash_attn as fa2
 from archflash.compat import flash_attn_interface as fa3
 from archflash.compat.flash_attn import _private, bert_padding
@@ -635,45 +637,49 @@ def test_install_gives_the_names_and_takes_them_back(monkeypatch: pytest.MonkeyP
     assert sys.modules["flash_attn"] is another
 
 
-def test_installed_names_belong_to_the_distribution_archflash(
+def test_installed_names_have_the_distributions_of_the_originals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What looks a module's distribution up finds one, and not the original's."""
-    # As transformers keeps them, which asks once.
-    asked_before = SimpleNamespace(PACKAGE_DISTRIBUTION_MAPPING={"torch": ["torch"]})
+    """As transformers and diffusers look for them, by a module's name or a distribution's."""
+    # transformers asks for all distributions once, and keeps a table or the answer.
+    kept = functools.cache(importlib.metadata.packages_distributions)
+    asked_before = SimpleNamespace(
+        PACKAGE_DISTRIBUTION_MAPPING={"torch": ["torch"]}, _package_distribution_mapping=kept
+    )
     monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", asked_before)
-    names = ("flash_attn", "flash_attn_interface", "flash_mla")
-    before = importlib.metadata.packages_distributions()
+    before = kept()
+    originals = {
+        "flash_attn": "flash-attn", "flash_attn_3": "flash_attn_3", "flash_mla": "flash_mla",
+        "flash_attn_interface": "flash_attn_3", "sageattention": "sageattention",
+    }  # fmt: skip
     archflash.compat.install(replace=True)
     try:
-        found = importlib.metadata.packages_distributions()
-        for name in names:
-            assert "archflash" in found[name]
-            assert asked_before.PACKAGE_DISTRIBUTION_MAPPING[name] == ["archflash"]
+        for name, distribution in originals.items():
+            normal = distribution.replace("-", "_")
+            assert normal in kept()[name]
+            assert asked_before.PACKAGE_DISTRIBUTION_MAPPING[name] == [normal]
+            assert importlib.util.find_spec(name) is not None
+            assert importlib.metadata.version(distribution)
+        assert importlib.metadata.version("flash_attn").startswith(fa2.__version__)
         assert importlib.metadata.version("archflash") == archflash.__version__
-        listed = list(importlib.metadata.distributions(name="archflash"))
-        assert all(d.files for d in listed), "the names alone are no installed distribution"
     finally:
         archflash.compat.uninstall()
-    after = importlib.metadata.packages_distributions()
-    assert [after.get(name) for name in names] == [before.get(name) for name in names]
+    assert asked_before.PACKAGE_DISTRIBUTION_MAPPING == {"torch": ["torch"]}
+    assert kept() == before
 
 
-def test_distributions_are_listed_where_archflash_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As from a copy in sys.path: many programs read the entry points of all distributions."""
-
-    def missing(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    archflash.compat.install()
-    try:
-        found = [x for x in importlib.metadata.distributions() if x.metadata["Name"] == "archflash"]
-        assert {x.version for x in found} == {_native.version}
-    finally:
-        archflash.compat.uninstall()
+def test_an_install_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"flash_attn_3": {"fwd(NoType q) -> Tensor": lambda q: q}}
+    monkeypatch.setattr(_operators, "OPERATORS", _operators.OPERATORS | wrong)
+    before = dict(sys.modules), list(sys.meta_path)
+    with pytest.raises(RuntimeError, match="NoType"):
+        archflash.compat.install()
+    assert (dict(sys.modules), list(sys.meta_path)) == before
+    assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+    monkeypatch.undo()
+    archflash.compat.install()  # and the next one works
+    assert hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+    archflash.compat.uninstall()
 
 
 # --- numbers that are tensors or numpy's ---

@@ -229,12 +229,42 @@ print("done")
 """
 
 
-def test_the_backends_of_sageattention_are_served_after_install() -> None:
-    """In a process of its own: diffusers looks for sageattention when it is imported."""
-    if importlib.util.find_spec("sageattention") is not None:
-        pytest.skip("the original is installed, whose version diffusers would find")
+FLASH = """
+import archflash.compat
+
+archflash.compat.install()
+import torch
+from diffusers.models import attention_dispatch
+
+from archflash.compat import flash_attn, flash_attn_interface
+
+assert attention_dispatch._CAN_USE_FLASH_ATTN and attention_dispatch._CAN_USE_FLASH_ATTN_3
+assert attention_dispatch.flash_attn_func is flash_attn.flash_attn_func
+assert attention_dispatch.flash_attn_3_func is flash_attn_interface.flash_attn_func
+generator = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(2, 9, 4, 8, generator=generator) for _ in range(3))
+attend = attention_dispatch.dispatch_attention_fn
+kept = torch.arange(9) < torch.tensor([[9], [5]])
+# "_flash_3" is an operator of diffusers for CUDA alone.
+for backend in ("flash", "flash_varlen", "_flash_varlen_3"):
+    for call in ({}, {"is_causal": True, "scale": 0.4}, {"attn_mask": kept}):
+        if "attn_mask" in call and backend == "flash":
+            continue  # diffusers refuses it
+        expected = attend(q, k, v, **call, backend="native")
+        with attention_dispatch.attention_backend(backend):
+            found = attend(q, k, v, **call)
+        torch.testing.assert_close(found, expected, msg=lambda m: f"{backend}, {call}: {m}")
+print("done")
+"""
+
+
+@pytest.mark.parametrize("program", [SAGE, FLASH], ids=["sageattention", "flash_attn"])
+def test_the_backends_of_other_libraries_are_served_after_install(program: str) -> None:
+    """In a process of its own: diffusers looks for the libraries when it is imported."""
+    if any(importlib.util.find_spec(name) for name in ("sageattention", "flash_attn")):
+        pytest.skip("an original is installed, whose version diffusers would find")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SAGE], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "done" in done.stdout

@@ -3,7 +3,7 @@ them.
 
 - `archflash.compat.flash_attn`: FlashAttention-2's package `flash_attn`
 - `archflash.compat.flash_attn_interface`: FlashAttention-3's module `flash_attn_interface`
-- `archflash.compat.flash_attn_2_cuda`: the extension below the first
+- `archflash.compat.flash_attn_2_cuda`, `archflash.compat.flash_attn_3`: what lies below these two
 - `archflash.compat.flash_mla`: FlashMLA's module `flash_mla`
 - `archflash.compat.sageattention`, `archflash.compat.sageattn3`: SageAttention's packages
 
@@ -14,17 +14,18 @@ cannot be edited.
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from archflash import _archflash as _native
 from archflash.compat import (
     _operators,
     flash_attn,
     flash_attn_2_cuda,
+    flash_attn_3,
     flash_attn_interface,
     flash_mla,
     sageattention,
@@ -40,6 +41,7 @@ from archflash.compat.sageattention import core as _sageattention_core
 __all__ = [
     "flash_attn",
     "flash_attn_2_cuda",
+    "flash_attn_3",
     "flash_attn_interface",
     "flash_mla",
     "install",
@@ -58,6 +60,7 @@ _MODULES: dict[str, ModuleType] = {
     "flash_attn.ops.triton": triton,
     "flash_attn.ops.triton.rotary": _triton_rotary,
     "flash_attn_2_cuda": flash_attn_2_cuda,
+    "flash_attn_3": flash_attn_3,
     "flash_attn_interface": flash_attn_interface,
     "flash_mla": flash_mla,
     "sageattention": sageattention,
@@ -66,12 +69,17 @@ _MODULES: dict[str, ModuleType] = {
 }
 # The extension calls functions of that module, which therefore cannot import it.
 vars(_flash_attn_2_interface)["flash_attn_gpu"] = flash_attn_2_cuda
-_TOP_LEVEL = tuple(name for name in _MODULES if "." not in name)
-_DISTRIBUTION = "archflash"
-# diffusers asks for a version of this name, and takes no module without one. It is that of the
-# interface.
-_VERSIONS = {"sageattention": "2.2.0+archflash"}
+# The distributions of the originals, by which transformers and diffusers look for them: names, the
+# versions of these interfaces, and their modules.
+_DISTRIBUTIONS = {
+    "flash_attn": (f"{flash_attn.__version__}+archflash", ("flash_attn", "flash_attn_2_cuda")),
+    "flash_attn_3": ("3.0.0+archflash", ("flash_attn_3", "flash_attn_interface")),
+    "flash_mla": ("1.0.0+archflash", ("flash_mla",)),
+    "sageattention": ("2.2.0+archflash", ("sageattention",)),
+    "sageattn3": ("1.0.0+archflash", ("sageattn3",)),
+}
 _hidden: dict[str, ModuleType] = {}  # modules that install() took the names of
+_listed: list[tuple[dict[str, list[str]], str]] = []  # what it put into tables of others
 
 
 class _Names(importlib.metadata.Distribution):
@@ -91,19 +99,22 @@ class _Names(importlib.metadata.Distribution):
 
 
 class _Provider(importlib.metadata.DistributionFinder):
-    """Finds archflash with all modules among all distributions, for
-    importlib.metadata.packages_distributions(), and those of _VERSIONS by name. It is asked last,
-    so an original that is installed is found in its place.
+    """Finds _DISTRIBUTIONS, by name and among all. It is asked last, so an original that is
+    installed is found in its place.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         """No module: `install` has put them into sys.modules."""
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        if context is None or context.name is None:  # by its name it is found as it is installed
-            yield _Names(_DISTRIBUTION, _native.version, _TOP_LEVEL)
-        elif context.name in _VERSIONS:
-            yield _Names(context.name, _VERSIONS[context.name], [context.name])
+        wanted = None if context is None or context.name is None else _normal(context.name)
+        for name, (version, modules) in _DISTRIBUTIONS.items():
+            if wanted in (None, name):
+                yield _Names(name, version, modules)
+
+
+def _normal(name: str) -> str:
+    return re.sub("[-_.]+", "_", name).lower()
 
 
 _PROVIDER = _Provider()
@@ -116,8 +127,8 @@ def install(*, replace: bool = False) -> None:
 
     The operators torch.ops.flash_attn and torch.ops.flash_attn_3 are registered, too, if those of
     the originals are not. Call it before the code that imports them. What looks for the installed
-    distribution behind such a name, as transformers does for
-    ``attn_implementation="flash_attention_2"``, finds archflash and not the original.
+    distribution behind such a name, as transformers and diffusers do, finds one of the version that
+    these interfaces have. An install that raises changes nothing.
 
     Args:
         replace: also where a module of such a name was imported before; code that has taken
@@ -142,18 +153,12 @@ def install(*, replace: bool = False) -> None:
             f"{', '.join(others)} was imported before archflash.compat.install(): call install() "
             "first, or with replace=True"
         )
+    _operators.register()  # the only step here that can fail
     _hidden.update(others)
     sys.modules.update(_MODULES)
-    _operators.register()
     if _PROVIDER not in sys.meta_path:
         sys.meta_path.append(_PROVIDER)
-    # transformers 5 asks for the distributions once, at import, and looks a module up in the answer
-    # without asking whether it is listed.
-    transformers = sys.modules.get("transformers.utils.import_utils")
-    distributions = getattr(transformers, "PACKAGE_DISTRIBUTION_MAPPING", None)
-    if isinstance(distributions, dict):
-        for name in _TOP_LEVEL:
-            distributions.setdefault(name, [_DISTRIBUTION])
+    _tell_transformers()
 
 
 def uninstall() -> None:
@@ -166,3 +171,28 @@ def uninstall() -> None:
             del sys.modules[name]
             if name in _hidden:
                 sys.modules[name] = _hidden.pop(name)
+    while _listed:
+        known, name = _listed.pop()
+        known.pop(name, None)
+    _forget_distributions()
+
+
+def _forget_distributions() -> None:
+    """Has transformers 5 ask for the distributions again, which it does once."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    mapping = getattr(module, "_package_distribution_mapping", None)
+    if mapping is not None:
+        mapping.cache_clear()
+
+
+def _tell_transformers() -> None:
+    """Adds _DISTRIBUTIONS to what transformers 5 was told of distributions when it was imported."""
+    _forget_distributions()
+    module = sys.modules.get("transformers.utils.import_utils")
+    known = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", None)  # of its earlier versions
+    if isinstance(known, dict):
+        for name, (_, modules) in _DISTRIBUTIONS.items():
+            for one in modules:
+                if one not in known:
+                    known[one] = [name]
+                    _listed.append((known, one))

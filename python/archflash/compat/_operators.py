@@ -87,19 +87,25 @@ _libraries: list[Any] = []
 
 
 def register() -> None:
-    """Registers the operators of a namespace, unless it has some: then the original is loaded."""
+    """Registers the operators of a namespace, unless it has some: then the original is loaded. All
+    or none: what was registered before an error is taken back.
+    """
     if _libraries:
         return
-    for namespace, operators in OPERATORS.items():
-        names = [schema.partition("(")[0] for schema in operators]
-        if any(hasattr(getattr(torch.ops, namespace), name) for name in names):
-            continue
-        library: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-        for schema, function in operators.items():
-            library.define(schema)
-            name = schema.partition("(")[0]
-            library.impl(name, function, "CompositeImplicitAutograd")
-        _libraries.append(library)
+    try:
+        for namespace, operators in OPERATORS.items():
+            names = [schema.partition("(")[0] for schema in operators]
+            if any(hasattr(getattr(torch.ops, namespace), name) for name in names):
+                continue
+            library: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+            _libraries.append(library)
+            for schema, function in operators.items():
+                library.define(schema)
+                name = schema.partition("(")[0]
+                library.impl(name, function, "CompositeImplicitAutograd")
+    except BaseException:
+        remove()
+        raise
 
 
 def remove() -> None:

@@ -211,8 +211,11 @@ __device__ __forceinline__ void combine_shares(const Params& params) {
   }
   ptx::griddepcontrol_wait();
   if constexpr (requires { params.shares_gmem; }) {
-    if (params.shares_gmem != nullptr && splits > 0) splits = params.shares_gmem[row];
-    if (params.shares_gmem != nullptr && splits == 1) return;
+    if (params.shares_gmem != nullptr && splits > 0) {
+      // Nobody writes the number of a row that belongs to no sequence because cu_seqlens decrease.
+      splits = min(max(params.shares_gmem[row], 0), partials.splits);
+      if (splits == 1) return;
+    }
   }
   if (attention.dv <= 128) {
     combine_row<OUT, 1>(params, shared, row, splits, to);

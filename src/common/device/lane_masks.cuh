@@ -5,8 +5,8 @@
 //
 // find_lane_masks() comes before the product Q K^T and apply_lane_masks() after it, so that the
 // product hides the latency of attn_mask: its elements of 8 and 16 bits are kept as they were
-// loaded until then. A bool mask whose rows are aligned is loaded 8 or 16 keys at a time; the four
-// lanes of a row then exchange them as bits.
+// loaded until then. A bool mask whose rows are aligned is loaded 4, 8 or 16 keys at a time; the
+// four lanes of a row then exchange them as bits.
 #pragma once
 
 #include <cstdint>
@@ -82,6 +82,7 @@ __device__ __forceinline__ void load_each(const Element* const (&row_gmem)[2], i
 template <class C>
 __device__ __forceinline__ uint32_t kept_bits(const uint32_t (&words)[LaneMasks<C>::MOST_WORDS]) {
   constexpr int WORDS = LaneMasks<C>::BOOL_WORDS;
+  static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4, "the exchange below knows no other number");
   const int lane = ptx::mov_tid_x_volatile() % 4;
   uint32_t bits = 0;
 #pragma unroll
@@ -95,8 +96,8 @@ __device__ __forceinline__ uint32_t kept_bits(const uint32_t (&words)[LaneMasks<
   const auto of_lane = [&](uint32_t of_32_keys) {
     return ((of_32_keys >> (2 * lane)) & 0x03030303u) * 0x01041040u >> 24;
   };
-  if constexpr (WORDS == 2) {
-    bits <<= 8 * lane;
+  if constexpr (WORDS <= 2) {
+    bits <<= 4 * WORDS * lane;
     bits |= __shfl_xor_sync(FULL_WARP, bits, 1);
     bits |= __shfl_xor_sync(FULL_WARP, bits, 2);
     return of_lane(bits);
