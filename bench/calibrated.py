@@ -30,7 +30,7 @@ from archflash import _calibrated, _dispatch, _measured, _registry
 from archflash._calibrate.calls import PYTORCHS, Call
 from archflash._calibrate.grid import Point, points
 from archflash._calibrate.lab import Lab, Result
-from archflash._calibrated import BOTH, FORWARD, Kind
+from archflash._call_times import BOTH, FORWARD, Kind
 from bench.cases import Case
 from bench.models import load_models
 

@@ -11,7 +11,8 @@ The modules stand in layers, and each imports only from layers below its own:
   DTensors are split; `_torch_kernels`, which of PyTorch's kernels may serve
 - the table of options, the implementations, what was measured, dtypes under autocast, the float64
   reference; masks of the implementation `torch`, its plain operations, and `_torch` itself
-- `_proofs`, where the kernels have run; `_calibrated`, what the user measured on the GPU at hand
+- `_proofs`, where the kernels have run; `_calibrated`, what the user measured on the GPU at hand,
+  by the formula of `_call_times`
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
 - `_gradients`, who computes those of a call, and how
 - `_ops` and `_ops_backward`, a call and its gradients as torch operators; `_autograd`, the eager

@@ -11,6 +11,7 @@ import torch
 import archflash
 from archflash import _calibrated, _dispatch, _user_tables
 from archflash.__main__ import main
+from archflash._call_times import BOTH, FORWARD
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ def test_a_few_seconds_give_a_table_of_right_kernels_that_calls_go_by(
     table = _calibrated.table_of(_dispatch.query_device(0))
     assert table is not None, said
     assert table.wrong == {}
-    assert {passes for passes, _ in table.host_us} == {_calibrated.FORWARD, _calibrated.BOTH}
+    assert {passes for passes, _ in table.host_us} == {FORWARD, BOTH}
     measured = [group for groups in table.groups.values() for group in groups]
     assert sum(len(group.points) for group in measured) >= 8
     assert all(len(group.fits) >= 2 for group in measured)

@@ -377,9 +377,9 @@ def test_replay_on_a_device_that_is_not_here_is_one_line(
     q, k, v = qkv(65, 129, dtype="float32")
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_of(q, k, v, implementation="simt")))
-    for index in ("-1", "99"):
-        assert main(["replay", str(path), "--device", index]) == 2
-        assert f"there is no device cuda:{index} here" in capsys.readouterr().err
+    for name in ("99", "cuda:99"):
+        assert main(["replay", str(path), "--device", name]) == 2
+        assert "there is no device cuda:99 here" in capsys.readouterr().err
 
 
 @each_kernel_and_dtype

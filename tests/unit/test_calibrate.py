@@ -23,7 +23,7 @@ from archflash._calibrate import fit, grid, measuring, worker
 from archflash._calibrate.calls import Call
 from archflash._calibrate.grid import Point
 from archflash._calibrate.lab import Result
-from archflash._calibrated import BOTH, FORWARD, Kind, Sizes
+from archflash._call_times import BOTH, FORWARD, Kind, Sizes
 from archflash.cli import bench as bench_command
 from archflash.cli import calibrate as command
 
@@ -727,7 +727,10 @@ def test_what_cannot_be_kept_is_said_before_measuring(
     assert _user_tables.VARIABLE in err
     for seconds in ("0", "nan", "1e9"):
         assert archflash_says(capsys, "calibrate", "--seconds", seconds)[0] == 2
-    assert "such as cuda:0" in archflash_says(capsys, "calibrate", "--device", "first")[2]
+    for given in (("calibrate",), ("verify",), ("bench",), ("replay", "plan.json")):
+        with pytest.raises(SystemExit, match="2"):
+            archflash_says(capsys, *given, "--device", "first")
+        assert "such as cuda:0" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("card_here")

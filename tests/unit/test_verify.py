@@ -22,7 +22,7 @@ from archflash import _archflash as native
 from archflash import _dispatch, _proofs, _user_tables, reference
 from archflash._errors import ForcedImplementationError, LaunchError
 from archflash.cli import verify
-from archflash.verify import _calls, _jobs, _machine, _times, _verdict, _worker, _wrong
+from archflash.verify import _calls, _jobs, _machine, _run, _times, _verdict, _worker, _wrong
 from archflash.verify._calls import Maker
 from archflash.verify._run import Row, Runner
 from archflash.verify._setup import Item, Job, NotHereError, Setup, Told, kernels_on
@@ -187,6 +187,8 @@ import json, os, sys, time
 answer = os.fdopen(int(sys.argv[1]), "w")
 def tell(**told):
     print(json.dumps(told), file=answer, flush=True)
+first = json.loads(sys.stdin.readline())
+print("ahead" if first["ahead"] else "alone", flush=True)
 tell(said="ready")
 line = sys.stdin.readline()
 if not line: sys.exit()
@@ -249,7 +251,19 @@ def test_a_job_whose_items_all_die_is_left_after_the_third(worker: tuple[str, ..
 def test_the_last_words_of_a_process_are_kept(worker: tuple[str, ...]) -> None:
     runner = Runner(setup(), lambda row: None, worker=worker)
     runner.run([made("one", "die a")])
-    assert "exit status -11: last words" in runner.rows[0].detail
+    assert "exit status -11: ahead\nlast words" in runner.rows[0].detail
+
+
+def test_no_process_opens_a_gpu_ahead_that_takes_one_at_a_time(worker: tuple[str, ...]) -> None:
+    on = dataclasses.replace(setup(), memory=80 << 30)
+    alone = dataclasses.replace(on, alone=True)
+    assert _run.processes_ahead(dataclasses.replace(on, memory=7 << 30)) == 1
+    assert 1 <= _run.processes_ahead(on) <= _run.AHEAD
+    assert _run.processes_ahead(alone) == 1
+    runner = Runner(alone, lambda row: None, worker=worker)
+    runner.run([made("one", "die a"), made("two", "b")])
+    assert "alone" in runner.rows[0].detail
+    assert runner.rows[1].status == "ok"
 
 
 def test_two_hangs_in_correctness_end_the_run_and_one_does_not(worker: tuple[str, ...]) -> None:
@@ -536,7 +550,7 @@ def test_without_a_gpu_it_says_what_is_missing(
     assert program.main(["verify"]) == 2
     said = capsys.readouterr().err
     assert said == (
-        "archflash: verify needs an NVIDIA GPU: no NVIDIA driver on this machine (--simulate goes "
+        "archflash: there is no GPU to verify: no NVIDIA driver on this machine (--simulate goes "
         "the same way without one)\n"
     )
 

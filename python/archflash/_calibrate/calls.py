@@ -19,7 +19,7 @@ from archflash import _archflash as _native
 from archflash import _dispatch, _fused_kernels, _registry, masks, reference
 from archflash._api import attention, explain, make_problem
 from archflash._calibrate.grid import Point
-from archflash._calibrated import BOTH
+from archflash._call_times import BOTH
 from archflash._kvcache import attention_with_kvcache
 
 PYTORCHS = {

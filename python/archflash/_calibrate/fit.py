@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from archflash import _calibrated
-from archflash._calibrated import FEATURES, SHAPES, Fit, Group, Kind, Shape, Sizes, features
+from archflash._call_times import FEATURES, SHAPES, Fit, Group, Kind, Shape, Sizes, features
 
 _OWN = 8  # points from which head dimensions need no help of others
 _FEWEST = 5  # times of a candidate from which its own formula is made

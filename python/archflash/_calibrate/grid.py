@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from archflash._calibrated import BOTH, FORWARD, Kind, Sizes
+from archflash._call_times import BOTH, FORWARD, Kind, Sizes
 
 
 class Point(NamedTuple):

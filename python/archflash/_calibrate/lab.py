@@ -18,7 +18,7 @@ from torch import Tensor
 from archflash import _dispatch, _registry
 from archflash._calibrate.calls import Call, Inputs, Outputs
 from archflash._calibrate.grid import Point
-from archflash._calibrated import FORWARD
+from archflash._call_times import FORWARD
 from archflash._dispatch import pytorch
 from archflash._errors import ArchflashError
 

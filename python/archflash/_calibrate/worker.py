@@ -21,7 +21,7 @@ from archflash._calibrate import grid
 from archflash._calibrate.calls import PYTORCHS
 from archflash._calibrate.grid import Point
 from archflash._calibrate.lab import Lab
-from archflash._calibrated import BOTH, FORWARD, Kind
+from archflash._call_times import BOTH, FORWARD, Kind
 
 # A candidate that was so much slower at so many points of a kind is left out at the others.
 _BEHIND, _ENOUGH = 1.25, 4

@@ -15,9 +15,10 @@ from archflash import _dispatch, _overrides, _registry
 from archflash._calibrate.calls import Call
 from archflash._calibrate.grid import Point
 from archflash._calibrate.lab import Lab, Result
-from archflash._calibrated import BOTH, FORWARD, Kind
+from archflash._call_times import BOTH, FORWARD, Kind
 from archflash._measured import FEW_QUERIES
-from archflash.cli.calibrate import find_gpu, words_of
+from archflash.cli import gpus
+from archflash.cli.calibrate import words_of
 from archflash.cli.explain import parse_shape
 
 DTYPES = {"bfloat16": "16 bits", "float32": "float32", "float8_e4m3fn": "fp8"}
@@ -55,7 +56,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--dv", type=int, help="head dim of v")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--gradients", action="store_true", help="a call and its gradients")
-    parser.add_argument("--device", default="cuda:0", help="which GPU (default: %(default)s)")
+    gpus.add_argument(parser)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
     parser.set_defaults(run=run)
 
@@ -90,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Otherwise what is timed as PyTorch's, and as chosen, could be ours, or what is forced.
     _overrides.disable()
     _dispatch.forcing.force_nothing()
-    index, device = find_gpu(arguments.device, "time")
+    index = arguments.device
+    device = gpus.find(index, "time")
     lab = Lab(index, max(point.bytes() for point in points), rounds=15)
     rows: list[dict[str, Any]] = []
     wrong = False

@@ -10,7 +10,9 @@ from typing import Any
 from archflash import _archflash as _native
 from archflash import _calibrated, _dispatch, _proofs, _user_tables
 from archflash._calibrate import fit, measuring
-from archflash._calibrated import EQUAL, Group, Kind, Sizes, Table
+from archflash._calibrated import EQUAL, Table
+from archflash._call_times import BOTH, Group, Kind, Sizes
+from archflash.cli import gpus
 
 SECONDS = 60.0
 _TABLES = 8  # that are kept of a GPU
@@ -29,7 +31,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="how long (default: %(default).0f)"
     )
-    parser.add_argument("--device", default="cuda:0", help="which GPU (default: %(default)s)")
+    gpus.add_argument(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--show", action="store_true", help="print what was measured")
     what.add_argument("--forget", action="store_true", help="delete what was measured on all GPUs")
@@ -44,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _show()
     if not 1 <= arguments.seconds <= 3600:
         raise ValueError(f"--seconds {arguments.seconds:g}: it must be from 1 to 3600")
-    index, device = find_gpu(arguments.device, "measure")
+    index = arguments.device
+    device = gpus.find(index, "measure")
     _user_tables.check_writable(_calibrated.TABLE)  # before a minute is spent
     print(f"{_dispatch.describe_device(device)}: {arguments.seconds:.0f} s", flush=True)
     found = measuring.measure(
@@ -89,20 +92,6 @@ def keep(entry: dict[str, Any]) -> Any:
         _user_tables.forget(_calibrated.TABLE, lambda one: one["key"] in old)
     _calibrated.read_again()
     return file
-
-
-def find_gpu(name: str, purpose: str) -> tuple[int, _native.Device]:
-    """The GPU "cuda:0" and its index.
-
-    Raises:
-        ValueError: it is not here.
-    """
-    if trouble := _dispatch.driver_problem():
-        raise ValueError(f"there is no GPU to {purpose}: {trouble}")
-    digits = name.removeprefix("cuda:")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) < 4):
-        raise ValueError(f"--device {name!r}: it must be a GPU of this machine such as cuda:0")
-    return int(digits), _dispatch.query_device(int(digits))
 
 
 def _forget() -> int:
@@ -183,7 +172,7 @@ def crossovers(table: Table, kind: Kind, group: Group) -> list[tuple[str, int]]:
 
 def words_of(kind: Kind) -> str:
     """A kind of calls in words."""
-    words = [kind.dtype, "with gradients" if kind.passes == _calibrated.BOTH else "forward"]
+    words = [kind.dtype, "with gradients" if kind.passes == BOTH else "forward"]
     words += ["few rows"] if kind.rows == "few" else ["causal"] if kind.causal else []
     words += [] if kind.mask == "none" else [f"mask: {kind.mask}"]
     return ", ".join(words + ([] if kind.way == "dense" else [kind.way]))

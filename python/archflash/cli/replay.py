@@ -16,6 +16,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _dispatch, _options, reference
 from archflash._errors import LaunchError
+from archflash.cli import gpus
 
 SEED = 20240731
 MOST_BYTES = 1 << 20  # most bytes of a file; no plan has a tenth of them
@@ -27,7 +28,7 @@ def add_parser(commands: Any) -> None:
         "replay", help="run a plan saved by `explain --plan` on random data and check it"
     )
     parser.add_argument("plan", type=Path, help="a plan as JSON")
-    parser.add_argument("--device", type=int, default=0, help="index of the CUDA device")
+    gpus.add_argument(parser)
     parser.set_defaults(run=run)
 
 

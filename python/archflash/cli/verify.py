@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from archflash import _api, _dispatch, _proofs, _user_tables
-from archflash.cli import INTERRUPTED
+from archflash.cli import INTERRUPTED, gpus
 from archflash.verify import _jobs, _machine, _run, _verdict, _worker
 from archflash.verify._setup import Job, Setup, kernels_on
 
@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
         "process of its own. What is proved here is chosen here from then on. Exit status: 0 if "
         "everything was right, 1 if something was not, 2 if nothing can be run.",
     )
-    parser.add_argument("--device", type=int, default=0, help="index of the CUDA device")
+    gpus.add_argument(parser)
     parser.add_argument("--full", action="store_true", help="more of everything")
     parser.add_argument(
         "--only", type=pattern, default="", metavar="REGEX", help="jobs whose name matches"
@@ -67,11 +67,7 @@ def make_setup(arguments: argparse.Namespace) -> tuple[Setup, dict[str, str]]:
         gpu = _api.find_device(arguments.simulate)
         kernels = kernels_on(gpu.capability)
         return Setup(gpu.name, "cpu", gpu.capability, MEMORY_OF_SIMULATOR, False, kernels), {}
-    if trouble := _dispatch.driver_problem():
-        raise ValueError(
-            f"verify needs an NVIDIA GPU: {trouble} (--simulate goes the same way without one)"
-        )
-    device = _dispatch.query_device(arguments.device)
+    device = gpus.find(arguments.device, "verify", " (--simulate goes the same way without one)")
     kernels = kernels_on(device.capability)
     if not kernels:
         raise ValueError(
@@ -80,7 +76,10 @@ def make_setup(arguments: argparse.Namespace) -> tuple[Setup, dict[str, str]]:
         )
     machine = _machine.ask(arguments.device)
     where, free = f"cuda:{arguments.device}", int(machine["free_bytes"])
-    return Setup(device.name, where, device.capability, free, arguments.full, kernels), machine
+    alone = machine.get("compute_mode") == _machine.ALONE
+    return Setup(
+        device.name, where, device.capability, free, arguments.full, kernels, alone
+    ), machine
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -182,11 +181,12 @@ def keep(index: int, said: list[_verdict.Verdict]) -> None:
 
 
 class Printer:
-    """Prints a line for each job when it has ended."""
+    """Prints a line for each job when it has ended, with the time since the one before."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = {job.name: job for job in jobs}
         self._ended, self._rows = 0, list[_run.Row]()
+        self._since = time.monotonic()
 
     def row(self, row: _run.Row) -> None:
         """Takes a row as it comes."""
@@ -202,7 +202,8 @@ class Printer:
         counts = _verdict.counts(self._rows)
         ok = counts.pop(_worker.OK, 0)
         words = [f"{ok} ok", *(f"{number} {status}" for status, number in counts.items())]
-        seconds = sum(row.seconds for row in self._rows)
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
         count = f"[{self._ended}/{len(self._jobs)}]"
         head = f"{count} {self._rows[0].job}: {', '.join(words)}, {seconds:.1f} s"
         bad = next((row for row in self._rows if row.status in _run.BAD), None)

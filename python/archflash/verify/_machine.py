@@ -6,6 +6,7 @@ compute mode "exclusive process" keeps all others out.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -13,6 +14,18 @@ import sys
 import torch
 
 LIMIT_S = 180
+ALONE = "exclusive process"  # of the compute modes
+_MODES = {0: "default", 2: "prohibited", 3: ALONE}
+_ATTRIBUTE_COMPUTE_MODE = 20  # of cuda.h
+
+
+def compute_mode(index: int) -> str:
+    """The compute mode of a CUDA device, "unknown" where the driver does not say."""
+    driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(-1)
+    device = ctypes.c_int()
+    if driver.cuDeviceGet(ctypes.byref(device), index) == 0:
+        driver.cuDeviceGetAttribute(ctypes.byref(mode), _ATTRIBUTE_COMPUTE_MODE, device)
+    return _MODES.get(mode.value, "unknown")
 
 
 def describe(index: int) -> dict[str, str]:
@@ -23,6 +36,7 @@ def describe(index: int) -> dict[str, str]:
     return {
         "free_bytes": str(free), "memory_bytes": str(total), "cudnn": str(cudnn),
         "sms": str(properties.multi_processor_count), "l2_bytes": str(properties.L2_cache_size),
+        "compute_mode": compute_mode(index),
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -28,6 +29,8 @@ MOST_DEATHS = 3  # items of a job that crash or raise, after which its other ite
 MOST_TIMEOUTS = 2  # items of correctness that run into their limits, after which the run ends
 START_LIMIT = 180  # seconds in which a process must be ready: it imports torch
 KILL_WAIT = 30
+# Processes that wait for a job: importing torch and opening the GPU takes longer than most jobs.
+AHEAD, BYTES_OF_PROCESS = 4, 4 << 30
 PATIENCE = 5  # times the limit of an item, where the driver compiles kernels at first use
 OUTPUT_END = 2000  # characters of what a process printed that are kept where it dies
 
@@ -62,9 +65,9 @@ class Row:
 
 
 class Process:
-    """A process that waits for a job. It is started ahead, because it imports torch first."""
+    """A process that waits for a job. `ahead`: it opens the GPU meanwhile."""
 
-    def __init__(self, worker: Sequence[str]) -> None:
+    def __init__(self, worker: Sequence[str], setup: Setup, ahead: bool) -> None:
         read, write = os.pipe()
         self._answers = os.fdopen(read, "rb", buffering=0)
         self._rest = b""
@@ -77,15 +80,16 @@ class Process:
         os.close(write)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._answers, selectors.EVENT_READ)
+        self._send(setup=setup.to_dict(), ahead=ahead)
 
-    def give(self, job: Job, items: Iterable[Item], setup: Setup) -> None:
+    def give(self, job: Job, items: Iterable[Item]) -> None:
         """Sends it its job."""
-        asked = {
-            "job": job.name, "items": [item.name for item in items], "setup": setup.to_dict(),
-        }  # fmt: skip
+        self._send(job=job.name, items=[item.name for item in items])
+
+    def _send(self, **told: Any) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died, which its answers will show
-            self.process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self.process.stdin.write(json.dumps(told).encode() + b"\n")
             self.process.stdin.flush()
 
     def next_answer(self, limit_s: float) -> dict[str, Any] | None:
@@ -135,6 +139,13 @@ def compiles_first(setup: Setup) -> bool:
     return any(_registry.compiled_by_driver(name, setup.capability) for name in setup.kernels)
 
 
+def processes_ahead(setup: Setup) -> int:
+    """How many processes wait for a job: as many as the machine has room for."""
+    if setup.simulate or setup.alone:
+        return 1
+    return max(1, min(AHEAD, (os.cpu_count() or 1) // 2, setup.memory // BYTES_OF_PROCESS))
+
+
 class Runner:
     """Runs jobs one after another.
 
@@ -155,7 +166,7 @@ class Runner:
         worker: Sequence[str] = WORKER,
     ) -> None:  # fmt: skip
         self._setup, self._tell, self._go_on, self._worker = setup, tell, go_on, worker
-        self._spare: Process | None = None
+        self._spares = deque[Process]()
         # Where the driver compiles kernels at their first use, first calls take long.
         self._patience = PATIENCE if compiles_first(setup) else 1
         self.rows: list[Row] = []
@@ -170,38 +181,42 @@ class Runner:
     def run(self, jobs: list[Job]) -> None:
         """Runs jobs. Those that are left out after too many timeouts have rows, too."""
         try:
-            self._spare = Process(self._worker)  # it imports torch while items are listed
+            self._start(len(jobs))  # while items are listed
             for number, job in enumerate(jobs):
                 if self.ended:
                     said = f"{self.timeouts} items ran into their limits: --continue goes on"
                     for item in job.items:
                         self._add(job, item, status=NOT_RUN, detail=said)
                 else:
-                    self._run(job, last=number == len(jobs) - 1)
+                    self._run(job, len(jobs) - 1 - number)
         finally:
-            if self._spare is not None:
-                self._spare.end()
-                self._spare = None
+            while self._spares:
+                self._spares.pop().end()
 
-    def _take(self, last: bool) -> Process:
-        taken = self._spare or Process(self._worker)
-        self._spare = None if last else Process(self._worker)
-        return taken
+    def _start(self, wanted: int) -> None:
+        """Starts processes for `wanted` jobs, but no more than there is room for."""
+        warm = not (self._setup.simulate or self._setup.alone)
+        while len(self._spares) < min(wanted, processes_ahead(self._setup)):
+            self._spares.append(Process(self._worker, self._setup, warm))
 
-    def _run(self, job: Job, last: bool) -> None:
+    def _run(self, job: Job, later: int) -> None:
         pending, before = list(job.items), len(self.rows)
         died = 0  # processes of this job, by their own hand
         while pending and not self.ended and died < MOST_DEATHS:
-            pending = self._serve(job, pending, last)
+            pending = self._serve(job, pending, later)
             died = sum(row.status in (CRASHED, FAILED) for row in self.rows[before:])
         for item in pending:
             self._add(job, item, status=NOT_RUN, detail="after items that ended so")
         self.finished.add(job.name)
 
-    def _serve(self, job: Job, pending: list[Item], last: bool) -> list[Item]:
-        """Has a process try items of a job; returns those that it did not come to."""
-        process = self._take(last)
-        process.give(job, pending, self._setup)
+    def _serve(self, job: Job, pending: list[Item], later: int) -> list[Item]:
+        """Has a process try items of a job, after which come `later` others; returns those that it
+        did not come to.
+        """
+        self._start(1)
+        process = self._spares.popleft()
+        process.give(job, pending)
+        self._start(later)
         running: Item | None = None
         limit_s, began = float(START_LIMIT), time.monotonic()
         some, in_time = False, True

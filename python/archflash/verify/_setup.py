@@ -29,6 +29,7 @@ class Setup:
         memory: bytes of the GPU that may be used.
         full: whether to run what takes longer, too.
         kernels: folders with code for the GPU.
+        alone: whether the GPU takes one process at a time.
     """
 
     gpu: str
@@ -37,6 +38,7 @@ class Setup:
     memory: int
     full: bool
     kernels: tuple[str, ...]
+    alone: bool = False
 
     @property
     def simulate(self) -> bool:
@@ -50,7 +52,7 @@ class Setup:
     def from_dict(cls, told: dict[str, Any]) -> Setup:
         return cls(
             told["gpu"], told["device"], (told["capability"][0], told["capability"][1]),
-            told["memory"], told["full"], tuple(told["kernels"]),
+            told["memory"], told["full"], tuple(told["kernels"]), told["alone"],
         )  # fmt: skip
 
     @property

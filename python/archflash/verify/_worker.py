@@ -1,12 +1,13 @@
 """The process of one job: `python -m archflash.verify._worker FD`.
 
-It reads one line of JSON from stdin, which names the job and those of its items that are wanted.
-To the file descriptor FD it writes a line of JSON when it begins an item and when it has ended it.
-What it prints is kept for the record of a job that dies.
+It reads two lines of JSON from stdin: the setup, and, when its turn has come, the job and those of
+its items that are wanted. To the file descriptor FD it writes a line of JSON when it begins an item
+and when it has ended it. What it prints is kept for the record of a job that dies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from archflash import reference
 from archflash._errors import ForcedImplementationError, LaunchError
 from archflash.verify import _jobs
 from archflash.verify._setup import Item, NotHereError, Setup, Told
@@ -34,12 +36,16 @@ def main() -> int:
         answer.write(json.dumps(told) + "\n")
         answer.flush()  # what is known survives a crash
 
+    first = json.loads(sys.stdin.readline())
+    setup = Setup.from_dict(first["setup"])
+    if first["ahead"]:
+        with contextlib.suppress(Exception):  # it fails again in an item, which tells it
+            warm_up(setup)
     tell(said=READY)
     line = sys.stdin.readline()
     if not line:  # it is not needed
         return 0
     asked = json.loads(line)
-    setup = Setup.from_dict(asked["setup"])
     if setup.simulate:
         os.environ["ARCHFLASH_SIM_DEVICE"] = setup.gpu
     else:
@@ -54,6 +60,18 @@ def main() -> int:
         if not alive:
             return 1
     return 0
+
+
+def warm_up(setup: Setup) -> None:
+    """Opens the GPU and loads PyTorch's kernels of the comparison with float64, which takes seconds
+    and belongs to no item.
+    """
+    torch.cuda.set_device(setup.device)
+    q, k, v = (torch.randn(1, 2, 40, 64, device=setup.device).half() for _ in range(3))
+    out, lse = reference.attention(q, k, v, causal=True)
+    reference.check(out.half(), out, reference.baseline(q, k, v, causal=True))
+    reference.check_lse(lse.float(), lse)
+    setup.synchronize()
 
 
 def try_item(item: Item, setup: Setup) -> tuple[dict[str, Any], bool]:
