@@ -55,6 +55,7 @@ struct TileEnd {
     const float sink = device::load_sink(params, at.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      // mutants: zeros-without-keys (tests/sim/tags.py)
       ends[r] = device::finish_lane_row<C>(state, 0, r, sink);
       if constexpr (C::FP8) ends[r].factor *= v_factor;
     }
@@ -127,6 +128,7 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
                            end.pair(right + 2, 1)};
     ptx::stmatrix_x4(QTile::advance(row_smem, n), x);
   }
+  // mutants: zeros-without-keys
   __syncwarp();  // the warp's rows are complete before any lane reads them
   constexpr int CHUNKS = C::HEAD_DIM_V / 8;
   constexpr int COUNT = C::WARP_ROWS * CHUNKS / 32;  // of a lane
@@ -135,6 +137,7 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
   const auto chunk = [&](int i) { return (lane + 32 * i) % CHUNKS; };
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
+    // mutants: zeros-without-keys
     const uint4 x = *reinterpret_cast<const uint4*>(rows + QTile::offset(row(i), chunk(i)));
     chunks[i][0] = x.x, chunks[i][1] = x.y, chunks[i][2] = x.z, chunks[i][3] = x.w;
   }

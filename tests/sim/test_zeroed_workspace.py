@@ -1,4 +1,4 @@
-"""The bytes of a workspace that a plan wants zero, on the simulator."""
+"""The bytes of a workspace on the simulator: those that a plan wants zero, and unwritten ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import archflash
 from archflash import _archflash as native
-from archflash import sim
+from archflash import _options, sim
 from archflash._api import find_device, make_problem
 from archflash.sim._attention import Settings, simulate
+
+from ..kvcache_cases import make
 
 CTAS = 6
 WORKSPACE = 256
@@ -89,3 +92,29 @@ def test_explain_and_replay_carry_the_number_of_zeroed_bytes() -> None:
     facts = dict(plan_facts(plan))
     assert facts["workspace"] == "256 bytes, of which the first 16 are zeroed"
     assert dict(plan_facts(plan_with(0)))["workspace"] == "256 bytes"
+
+
+def test_counts_of_shares_that_nobody_wrote_lead_nowhere_outside() -> None:
+    """Where cu_seqlens decrease, a combining kernel reads counts that no share has written."""
+    call = make(
+        [40, 700], page_size=8, capacity=704, heads=(1, 1), q_lengths=[1, 2], causal=True,
+        max_seqlen_q=2, dtype=torch.float16,
+    )  # fmt: skip
+    q, k, v = call.q, call.k_cache, call.v_cache
+    plan = archflash.explain(q, k, v, implementation="ampere", device="A100", **call.options).plan
+    assert plan is not None
+    fields = plan.to_dict()
+    combine = fields["launches"][-1]
+    assert combine["kernel"] == "ampere_combine_f16_decode"
+    # The workspace is a tensor of the test, so that it counts as written.
+    pointers = [
+        slot | {"operand": "k" if slot["operand"] == "workspace" else "q"}
+        if slot["operand"] in ("workspace", "k") else slot
+        for slot in combine["pointers"]
+    ]  # fmt: skip
+    fields["launches"] = [combine | {"pointers": pointers, "uses_pdl": False}]
+    alone = native.LaunchPlan.unchecked_from_dict(fields)
+    tensors = native.operands(plan, q, k, v, tuple(_options.complete(call.options).values()))
+    for count in (0x7F7F7F7F, -0x01010102):
+        tensors["k"] = torch.full((fields["workspace_bytes"] // 4,), count, dtype=torch.int32)
+        simulate(alone, tensors, Settings())
