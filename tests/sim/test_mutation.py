@@ -90,8 +90,6 @@ BACKWARD_FLOOR = 0.9
 # Samples in which two of twelve survive. Of blackwell_dc one changes nothing: rows from 128 on are
 # none, as from 384 on. The others negate what only skips work, or show in none of the few calls.
 LOWER_FLOORS = {
-    "ampere_attention_bwd_bf16_d128_masked": 0.81,
-    "ampere_attention_fwd_bf16_d64_masked": 0.83,
     "blackwell_dc_attention_bwd_bf16_d64": 0.83,
 }
 

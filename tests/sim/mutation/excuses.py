@@ -267,6 +267,16 @@ EXCUSES = (
         "thread has read or written",
         kernel="hopper_attention_fwd_e4m3",
     ),
+    *(
+        Excuse(
+            kind,
+            ".*",
+            "zeros-without-keys",
+            "the compiler makes a copy of the end of a tile for tiles without keys, in which sums "
+            "and outputs of all lanes are 0, whichever is taken; in the other copy it counts",
+        )
+        for kind in ("constant", "predicate")
+    ),
     # The kernels below have no tags: few instructions of a kind, each of which was looked at.
     *(
         Excuse(
