@@ -17,7 +17,9 @@ from archflash._call_times import BOTH, FEATURES, FORWARD, Fit, Group, Kind, Sha
 
 TABLE = "calibration"  # the name of the file in the user's folder
 FORMAT = 1  # of an entry; another one does not count
-EQUAL = 0.02  # candidates whose times differ by less count as equally fast
+# Candidates whose times differ by less count as equally fast. UNSURE holds where one of the times
+# is predicted from few sizes, none of them near: on an H200 such times were off by so much.
+EQUAL, UNSURE = 0.02, 0.1
 # With few query rows each call may have another number of keys, for which cuDNN makes a plan, which
 # takes the host long: PyTorch has to be faster by this.
 FEW_ROWS_MARGIN = 0.05
@@ -47,6 +49,7 @@ class Prediction(NamedTuple):
         gpu: the GPU.
         key: what the table holds for, in words.
         wrong: candidates that gave wrong numbers in calls of this kind.
+        sure: candidates whose times at these sizes are known well.
     """
 
     cost: dict[str, float]
@@ -54,6 +57,7 @@ class Prediction(NamedTuple):
     gpu: str
     key: str
     wrong: frozenset[str]
+    sure: frozenset[str]
 
     def in_order(self, today: tuple[str, ...]) -> tuple[str, ...]:
         """The candidates of `today` that were measured, the fastest first. Those that are equally
@@ -62,11 +66,16 @@ class Prediction(NamedTuple):
         left = [name for name in today if name in self.cost]
         order = []
         while left:
-            least = min(self.cost[name] for name in left)
-            name = next(x for x in left if self.cost[x] <= least * (1 + EQUAL))
+            fastest = min(left, key=self.cost.__getitem__)
+            name = next(x for x in left if not self.differ(x, fastest))
             order.append(name)
             left.remove(name)
         return tuple(order)
+
+    def differ(self, name: str, fastest: str) -> bool:
+        """Whether a candidate is slower than another one by what counts."""
+        margin = EQUAL if {name, fastest} <= self.sure else UNSURE
+        return self.cost[name] > self.cost[fastest] * (1 + margin)
 
     def __str__(self) -> str:
         fastest = sorted(self.cost.items(), key=lambda item: item[1])[:4]
@@ -157,7 +166,8 @@ class Table:
             if who == "torch" and kind.rows == "few":
                 cost[name] *= 1 + FEW_ROWS_MARGIN
         wrong = frozenset(name for name, where in self.wrong_kinds if where == kind)
-        return Prediction(cost, self.date, self.gpu, self.key, wrong)
+        sure = group.sure_of(sizes) if (group.d, group.dv) == (d, dv) else frozenset[str]()
+        return Prediction(cost, self.date, self.gpu, self.key, wrong, sure)
 
 
 def _number(told: object) -> Any:

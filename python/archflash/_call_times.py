@@ -16,6 +16,8 @@ from typing import NamedTuple
 FORWARD, BOTH = "forward", "both"
 # How far measured sizes reach, in octaves, and how much of a lone one's deviation is believed.
 _REACH, _DOUBT = 0.9, 0.15
+# Octaves between sizes that take about the same time, and so many sizes that the formula holds.
+_NEAR, _MANY = 0.4, 16
 _BLOCK = 128  # keys that kernels read at a time; a part of such a block needs a mask
 
 Place = tuple[float, float, float, float]
@@ -198,6 +200,19 @@ class Group(NamedTuple):
                     weight += share
             times[name] = max(us, 0.1) * math.exp(total / weight)
         return times
+
+    def sure_of(self, sizes: Sizes) -> frozenset[str]:
+        """The candidates whose times at some sizes are known well: those that were measured near
+        them or at many others.
+        """
+        place, places = sizes.place(), _places_of(self.points)[: self.own]
+        near = [number for number, own in enumerate(places) if math.dist(place, own) <= _NEAR]
+        return frozenset(
+            name
+            for name, fit in self.fits.items()
+            if sum(x is not None for x in fit.residuals[: self.own]) >= _MANY
+            or any(fit.residuals[number] is not None for number in near)
+        )
 
     def measured(self, kind: Kind, number: int, sms: int) -> dict[str, float]:
         """The times of a point, by candidate."""

@@ -285,6 +285,26 @@ def test_what_the_user_measured_comes_before_what_others_did() -> None:
 
 
 @pytest.mark.usefixtures("no_user")
+def test_a_small_difference_counts_only_where_the_times_are_known_well() -> None:
+    kind = Kind("16 bits", FORWARD, "many", False)
+
+    def chosen(sizes: int, rows: int) -> str:
+        made = [Sizes.of((4, 16, 16, 512 + 8 * n, 512 + 8 * n), False) for n in range(sizes)]
+        measured = [
+            fit.Measured(kind, 64, 64, x, {"hopper": x.nq * 1.06, "ampere": float(x.nq)})
+            for x in made
+        ]
+        entry = fit.entry({"gpu": "NVIDIA H200"}, "2026-11-29", SMS, measured, {}, {})
+        table = _calibrated.Table.read(entry)
+        found = table.predict(kind, Sizes.of((4, 16, 16, rows, rows), False), 64, 64)
+        assert found is not None
+        return found.in_order(("hopper", "ampere"))[0]
+
+    assert chosen(8, 2048) == "hopper"  # nothing near, and few sizes: the usual order holds
+    assert chosen(8, 540) == "ampere"
+    assert chosen(16, 2048) == "ampere"
+
+
 def test_equally_fast_candidates_keep_the_order_of_before() -> None:
     keep(table_with({"hopper": 101.5, "ampere": 100.0, "torch-cudnn": 100.5}))
     decision = _dispatch.select(problem(), H200)
