@@ -92,9 +92,11 @@ class MaskedTarget:
             apart = torch.zeros(1, 1, 1, 2 * nk, dtype=torch.bool)[..., ::2]
             apart.copy_(torch.arange(nk) < nk - 5)
             q, k, v = shared
-            return (q * 4096, k * 4096, v), {"attn_mask": apart}  # scores of bases beyond 2^24
+            # Bases beyond 2^24, where scores have to be rounded as they are.
+            return (q * 4096, k * 4096, v), {"attn_mask": apart, "scale": 2.0**20}
         if kind == "shares, ranges":
-            return self._qkv((4, 2), nk, rows=3), {"num_splits": 2, "key_ranges": ranges[:, :1, :3]}
+            inputs = self._qkv((4, 2), nk, self.d - 40, rows=5)  # a lane has two rows
+            return inputs, {"num_splits": 2, "key_ranges": ranges[:, :1, :5]}
         if kind == "packed, slopes":
             ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 0, 40, 60), (0, 9, 80, 190))]
             q, k, v = (x[0].transpose(0, 1).contiguous() for x in shared)
