@@ -6,7 +6,8 @@ It takes the arguments of ``archflash explain``; ``--gradients`` measures the ba
 compiler is needed: the kernel's PTX comes from the wheel, each wait in it gets instructions that
 add the cycles that it took to a table, and the driver compiles that. A share is that of the
 warp's whole time from its first to its last instruction. The counting takes time itself, as the
-last line says; how much is unmeasured, and so is this form of the counting on any GPU.
+last line says: on an H200 8% of a forward pass and 48% of a backward pass (hopper, 2x16 4096 d128,
+2026-11-29, by the attempts of a wait one by one).
 """
 
 from __future__ import annotations
@@ -55,18 +56,24 @@ def counting(text: str, kernel: str, address: int) -> tuple[str, list[str]]:
             while files[at[0]].startswith("common/ptx/"):  # what calls the wrapper
                 at = callers[at]
             places.append(f"{files[at[0]]}:{at[1]}")
-            of_first_lane = "activemask.b32 first;\nbrev.b32 first, first;\nclz.b32 first, first;"
-            before = ".reg .b64 cycles, then;\nmov.u64 then, %clock64;\n"
-            # The clock is read under the wait's result, so that it is read when that is there.
-            after = "".join(f"\n@{sign}complete mov.u64 cycles, %clock64;" for sign in ("", "!"))
-            lines[number] = before + line + after + _add(address, len(places), of_first_lane)
+            # A wait is a loop of attempts, and lasts from the first of them to the one that is
+            # complete: %since is 0 outside of it.
+            before = ".reg .pred fresh;\n.reg .b64 cycles, then;\n"
+            before += "setp.eq.u64 fresh, %since, 0;\n@fresh mov.u64 %since, %clock64;\n"
+            # A warp issues in order: behind the vote on the result the clock is read when that is
+            # there. Under its predicate alone the assembler reads it before.
+            after = "\n.reg .b32 mask, done;\nactivemask.b32 mask;"
+            after += "\nvote.sync.ballot.b32 done, complete, mask;\nmov.u64 cycles, %clock64;"
+            after += "\nmov.u64 then, %since;\n@complete mov.u64 %since, 0;"
+            adding = _add(address, len(places), "brev.b32 first, done;\nclz.b32 first, first;")
+            lines[number] = before + line + after + adding
         elif line.strip() == "ret;":
             block = "{\n.reg .b64 cycles, then;\nmov.u64 then, %born;\nmov.u64 cycles, %clock64;"
             block += _add(address, 0)
             lines[number] = f"{block}\n}}\n{line}"
     body = re.sub(
         r"\n\{\n((?:\s*\.reg.*\n)+)",
-        r"\n{\n\1.reg .b64 %born;\nmov.u64 %born, %clock64;\n",
+        r"\n{\n\1.reg .b64 %born, %since;\nmov.u64 %born, %clock64;\nmov.u64 %since, 0;\n",
         "\n".join(lines),
         count=1,
     )
