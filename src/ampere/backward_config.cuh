@@ -22,6 +22,8 @@ using D64Wide      = FusedBackwardConfig<T,  64,  64, 4,    2,    2,   128,  4, 
 template <DType T>
 using D64          = FusedBackwardConfig<T,  64,  64, 4,    1,    2,    32,  1,      2>;
 template <DType T>
+using D96          = FusedBackwardConfig<T,  96,  96, 4,    2,    2,    64,  4,      1>;
+template <DType T>
 using D128Wide     = FusedBackwardConfig<T, 128, 128, 4,    2,    2,    64,  2,      1>;
 template <DType T>
 using D128         = FusedBackwardConfig<T, 128, 128, 2,    2,    2,    32,  1,      2>;

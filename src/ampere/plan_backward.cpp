@@ -24,6 +24,7 @@ constexpr core::BackwardTile TILES[] = {
     backward_tile<D32<DType::F16>>("d32"),
     backward_tile<D64Wide<DType::F16>>("d64_wide", true),
     backward_tile<D64<DType::F16>>("d64"),
+    backward_tile<D96<DType::F16>>("d96", true),
     backward_tile<D128Wide<DType::F16>>("d128_wide", true),
     backward_tile<D128<DType::F16>>("d128"),
     backward_tile<D192Keys<DType::F16>>("d192_keys"),
@@ -90,9 +91,13 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
   PlanResult result = core::plan_backward(describe(), TILES, problem, device, masked, true);
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
-    for (Launch& launch : plan->launches)
-      if (launch.kernel.ends_with("_wide"))
+    for (Launch& launch : plan->launches) {
+      if (launch.kernel.ends_with("_wide")) {
         launch.image = WIDE_IMAGE + core::dtype_word(call.dtype);
+      } else if (launch.kernel.ends_with("_d96")) {
+        launch.image = "ampere/bwd_d96_" + std::string(core::dtype_word(call.dtype));
+      }
+    }
   }
   return result;
 }

@@ -90,6 +90,8 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names = ["sm_89", "sm_90", "compute_89"]
     if image.startswith("ampere/bwd_wide_"):  # 227 KB of shared memory
         names = ["sm_90", "sm_100", "compute_80"]
+    if image.startswith("ampere/bwd_d96_"):  # 163 KB
+        names = ["sm_80", "sm_90", "sm_100", "compute_80"]
     if image == ON_9_0:
         names = ["sm_90"]
     if folder == PROBES:  # each file has its own
@@ -679,7 +681,7 @@ def test_every_kernel_is_planned_somewhere() -> None:
     assert isinstance(plan, native.LaunchPlan)
     planned |= set(plan.kernels)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
             q = torch.empty(1, 2, 100, d, dtype=dtype, device="meta")
             v = torch.empty(1, 2, 100, dv, dtype=dtype, device="meta")
             options = {"sinks": torch.empty(2, device="meta"), "backward": True}

@@ -54,7 +54,7 @@ def test_every_kernel_of_the_backward_pass(kernel: str, dtype: str, dims: tuple[
 # The kernels of these head dimensions have tiles of their own for the shared memory of 9.0. Three
 # tiles of keys take turns at two blocks of queries. On a GPU there are more, at the same time.
 WIDE_ROWS = on.pick(simulator=(150, 300), gpu=(1150, 2300))
-WIDE = ((40, 24), (128, 72), (200, 256))
+WIDE = ((40, 24), (128, 72), (96, 80), (200, 256))
 WIDE_DTYPES = dtypes_with_gradients(on, "ampere") if "ampere" in KERNELS else []
 PLANNED_FOR = on.pick(simulator="H200", gpu=None)
 
@@ -167,7 +167,8 @@ def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> N
         assert known is not None
         devices.append(known.device)
     heads = ((2, 1), (7, 1))  # the second ones are shared out
-    assert_every_kernel_is_planned(on, kernel, dtype, HEAD_DIMS, devices, heads=heads)
+    dims = (*HEAD_DIMS, *WIDE)
+    assert_every_kernel_is_planned(on, kernel, dtype, dims, devices, heads=heads)
 
 
 # Each row is one launch that meets several features at once, so that every pair of them meets

@@ -86,8 +86,10 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   const SummedBlock of_cta = find_summed_block(params, blockIdx.x);
   if (of_cta.batch < 0) return;
   const int chunks = sums.columns / 8;
-  const int chunk = threadIdx.x % chunks;
-  if (8 * chunk >= params.attention.d) return;
+  const int chunk = threadIdx.x % chunks, first = threadIdx.x / chunks;
+  const int rows_at_a_time = BACKWARD_DQ_THREADS / chunks;
+  // With 12 chunks some threads are left over.
+  if (8 * chunk >= params.attention.d || first >= rows_at_a_time) return;
   // In turns the first CTA writes a block; one to which none has come stays as it was.
   const bool any = sums.turns_gmem == nullptr || sums.turns_gmem[blockIdx.x] != 0;
   const float* block_gmem =
@@ -96,7 +98,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
       of_cta.batch * params.dq.batch + of_cta.head * params.dq.head + 8 * chunk;
   const int end = min(of_cta.rows - of_cta.first_row, sums.block_rows);
 #pragma unroll 2
-  for (int row = threadIdx.x / chunks; row < end; row += BACKWARD_DQ_THREADS / chunks) {
+  for (int row = first; row < end; row += rows_at_a_time) {
     const float* row_gmem = block_gmem + row / 16 * (chunks * 128) + row / 8 % 2 * 64 + row % 8 * 4;
     float4 even = {}, odd = {};
     if (any) {

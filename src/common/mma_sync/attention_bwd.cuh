@@ -208,10 +208,10 @@ __device__ __forceinline__ void pack_block(BlockFragments<C>& packed_rmem,
 }
 
 // Writes, or adds, a warp's part of a gradient times `factor`: from row `warp_row` of the CTA's
-// rows and from column `warp_column` on. `columns`: how many the gradient has. Two neighbouring
-// columns of a lane make one store; with CHUNKS the lanes of a quad exchange theirs, where 16 bits
-// are written, and eight make one.
-template <class C, bool CHUNKS, int COLUMN_TILES>
+// rows and from column `warp_column` on, every PAIR_STEP-th 16 columns. `columns`: how many the
+// gradient has. Two neighbouring columns of a lane make one store; with CHUNKS the lanes of a quad
+// exchange theirs, where 16 bits are written, and eight make one.
+template <class C, bool CHUNKS, int PAIR_STEP = 1, int COLUMN_TILES>
 __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES][COLUMN_TILES][4],
                                                const GradientParams& gradient,
                                                const BackwardWork& cta, int warp_row,
@@ -220,7 +220,33 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
   const int first = cta.first_row + warp_row + lane / 4;
   const int64_t start = cta.batch * gradient.batch + cta.head * gradient.head +
                         (static_cast<int64_t>(cta.own_start) + first) * gradient.row;
-  if constexpr (CHUNKS) {
+  // Of four column tiles of a row, or where these are no neighbours of two tiles of two rows, each
+  // lane of a quad gets one.
+  if constexpr (CHUNKS && PAIR_STEP > 1) {
+    if (gradient.dtype == C::DTYPE && !gradient.accumulate) {
+      const int row_of_lane = lane % 4 / 2 * 8, column = warp_column + lane % 2 * 8;
+      uint16_t* lane_gmem =
+          static_cast<uint16_t*>(gradient.gmem) + start + row_of_lane * gradient.row + column;
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n += 2) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* x = &x_rmem[m][n + i % 2][i / 2 * 2];
+            words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x[0] * factor, x[1] * factor);
+          }
+          device::transpose_in_quad(words);
+          if (first + 16 * m + row_of_lane >= cta.own_rows || column + 8 * n * PAIR_STEP >= columns)
+            continue;
+          ptx::st_global_v4_b32(lane_gmem + 16 * m * gradient.row + 8 * n * PAIR_STEP, words[0],
+                                words[1], words[2], words[3]);
+        }
+      }
+      return;
+    }
+  } else if constexpr (CHUNKS) {
     if (gradient.dtype == C::DTYPE && !gradient.accumulate) {
       const int column = warp_column + lane % 4 * 8;
       uint16_t* lane_gmem = static_cast<uint16_t*>(gradient.gmem) + start + column;
@@ -255,7 +281,7 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
       const int64_t row = start + (16 * m + 8 * r) * gradient.row;
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; ++n) {
-        const int column = warp_column + 8 * n + lane % 4 * 2;
+        const int column = warp_column + n / 2 * 16 * PAIR_STEP + n % 2 * 8 + lane % 4 * 2;
         if (column >= columns) continue;
         const float2 x = {x_rmem[m][n][2 * r] * factor, x_rmem[m][n][2 * r + 1] * factor};
         device::store_gradient_pair<C::DTYPE>(gradient, row + column, x);

@@ -48,8 +48,25 @@ struct ScoresOfWarp {
   static constexpr bool NEEDS_DP = true;
 };
 
+// A tile of which every STEP-th pair of chunks (16 columns) counts, from one of the first STEP on.
+template <class Tile, int STEP>
+struct PairsOfTile : Tile {
+  template <typename Address>
+  static __device__ __forceinline__ constexpr Address advance(Address offset, int chunks) {
+    return Tile::advance(offset, chunks * STEP);
+  }
+};
+
 template <class C, class Tile, int OUT_COLUMNS>
-using FusedProduct = BackwardProduct<C, Tile, C::PART, OUT_COLUMNS>;
+struct FusedProduct : BackwardProduct<C, Tile, C::PART, OUT_COLUMNS> {
+  using VTile = PairsOfTile<Tile, C::PAIR_STEP>;
+};
+
+// The first chunk of the columns of share `part` of a gradient of keys.
+template <class C, int COLUMNS>
+__device__ __forceinline__ int first_chunk(int part) {
+  return part * (C::PAIR_STEP > 1 ? 2 : COLUMNS / 8);
+}
 
 struct FusedWork : BackwardWork {
   // The sequence's first row of Q, dO and the terms of the first query head.
@@ -121,7 +138,7 @@ __device__ __forceinline__ void multiply_own(float (&x_rmem)[C::M_TILES][COLUMNS
                                              const BlockFragments<ScoresOfWarp<C>>& scores_rmem,
                                              uint32_t passing_smem, int part, int lane) {
   const uint32_t first_smem =
-      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), part * (COLUMNS / 8)) +
+      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), first_chunk<C, COLUMNS>(part)) +
       part * C::PART * Tile::ROW_BYTES;
   multiply_pv<FusedProduct<C, Tile, COLUMNS>>(x_rmem, scores_rmem, first_smem);
 }
@@ -134,7 +151,7 @@ __device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLU
                                                 int part, int lane) {
   using Scores = typename C::ScoreTile;
   const uint32_t first_smem =
-      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), part * (COLUMNS / 8));
+      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), first_chunk<C, COLUMNS>(part));
 #pragma unroll
   for (int step = 1; step < C::SPLIT; ++step) {
     const int other = (part + step) % C::SPLIT;
@@ -167,7 +184,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
   const int thread = ptx::mov_tid_x_volatile();
   const int lane = thread % 32, warp = thread / 32;
   const int row = warp / C::DQ_COLUMN_WARPS * C::DQ_ROWS;
-  const int column = warp % C::DQ_COLUMN_WARPS * C::DQ_COLUMNS;
+  const int column = warp % C::DQ_COLUMN_WARPS * (C::DQ_ALTERNATES ? 16 : C::DQ_COLUMNS);
   const int64_t number = device::dq_block_number(params, cta, block, C::BLOCK);
   const int turn = cta.first_row / C::ROWS;
   const bool writes = params.dq_sums.turns_gmem != nullptr && !waits;
@@ -191,7 +208,8 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
 #pragma unroll
       for (int n = 0; n < C::DQ_STEP / 8; n += 2) {
         uint32_t b_rmem[4];
-        ptx::ldmatrix_x4_trans(b_rmem, Tile::advance(b_smem, step / 8 + n) + key * Tile::ROW_BYTES);
+        ptx::ldmatrix_x4_trans(
+            b_rmem, Tile::advance(b_smem, step / 8 + n * C::DQ_PAIR_STEP) + key * Tile::ROW_BYTES);
 #pragma unroll
         for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
           ptx::mma_m16n8k16<C::DTYPE>(dq_rmem[m][n], a_rmem[m], b_rmem[0], b_rmem[1]);
@@ -210,8 +228,8 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
         for (int n = 0; n < C::DQ_STEP / 8; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            put(sums_gmem + device::dq_fragment<C::HEAD_DIM>(m, step / 8 + n) + 32 * i,
-                dq_rmem[m][n][i]);
+            const int tile = step / 8 + n / 2 * 2 * C::DQ_PAIR_STEP + n % 2;
+            put(sums_gmem + device::dq_fragment<C::HEAD_DIM>(m, tile) + 32 * i, dq_rmem[m][n][i]);
           }
         }
       }
@@ -444,12 +462,14 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   const int warp = ptx::mov_tid_x_volatile() / 32;
   const int warp_row = warp / C::SPLIT * C::WARP_ROWS;
   constexpr bool CHUNKS = C::CTAS_PER_SM == 1;  // else another CTA multiplies in the meantime
-  store_gradient<C, CHUNKS>(dk_rmem, params.dk, cta, warp_row, warp % C::SPLIT * FIRST_COLUMNS,
-                            attention.d, params.scale);
+  store_gradient<C, CHUNKS, C::PAIR_STEP>(dk_rmem, params.dk, cta, warp_row,
+                                          8 * first_chunk<C, FIRST_COLUMNS>(warp % C::SPLIT),
+                                          attention.d, params.scale);
   float dv_factor = 1.0f;
   if constexpr (C::MASKED || C::DROPS) dv_factor = all_params.dropout.scale;
-  store_gradient<C, CHUNKS>(dv_rmem, params.dv, cta, warp_row, warp % C::SPLIT * SECOND_COLUMNS,
-                            attention.dv, dv_factor);
+  store_gradient<C, CHUNKS, C::PAIR_STEP>(dv_rmem, params.dv, cta, warp_row,
+                                          8 * first_chunk<C, SECOND_COLUMNS>(warp % C::SPLIT),
+                                          attention.dv, dv_factor);
 }
 
 }  // namespace archflash::mma_sync

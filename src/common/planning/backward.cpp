@@ -164,17 +164,15 @@ int64_t ctas_of(const BackwardTile& tile, const Problem& call) {
 }
 
 // The kernels of a call; none if its head dimensions are larger than those of all. If the device
-// has too little shared memory for any: the smallest ones.
+// has too little shared memory for any: those that need least.
 Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
   Tiles chosen;
   while (!tiles.empty()) {
     const Tiles set = first_set(tiles);
     tiles = tiles.subspan(set.size());
-    const BackwardTile& tile = set.front();
-    if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
-    if (!chosen.empty() && chosen.front().head_dim != tile.head_dim) break;
-    chosen = set;
-    if (shared_bytes_of(set) <= device.shared_per_block) break;
+    if (call.d > set.front().head_dim || call.dv > set.front().head_dim_v) continue;
+    if (shared_bytes_of(set) <= device.shared_per_block) return set;
+    if (chosen.empty() || shared_bytes_of(set) < shared_bytes_of(chosen)) chosen = set;
   }
   return chosen;
 }

@@ -12,8 +12,8 @@
 namespace archflash::core {
 
 // One main kernel of each type of inputs. Consecutive rows of a table that compute all gradients
-// together are a set. A call takes the first set of the smallest head dimensions that are large
-// enough, if the device has the shared memory for it.
+// together are a set. A call takes the first set of large enough head dimensions for which the
+// device has the shared memory.
 struct BackwardTile {
   const char* name;          // the last word of the kernel's name: "d128_keys"
   int head_dim, head_dim_v;  // it takes d and dv up to these
