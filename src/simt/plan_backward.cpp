@@ -1,9 +1,11 @@
 // simt: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
 #include <string>
+#include <variant>
 
 #include "common/planning/backward.h"
 #include "common/planning/core_set.h"
 #include "simt/backward_config.cuh"
+#include "simt/tensor_config.cuh"
 
 namespace archflash::simt {
 
@@ -24,6 +26,19 @@ constexpr core::BackwardTile TILES[] = {
     backward_tile<BackwardD256<Owns::Keys>>("d256_keys"),
     backward_tile<BackwardD256<Owns::Queries>>("d256_queries"),
 };
+
+// On tensor cores.
+constexpr core::BackwardTile TENSOR_TILES[] = {
+    backward_tile<TensorBackwardD64>("d64_tensor"),
+    backward_tile<TensorBackwardD128>("d128_tensor"),
+};
+
+// Whether the kernels on tensor cores take a call: NOTES.md has their speeds and errors, which were
+// measured on 9.0 only.
+bool takes_tensor_cores(const Problem& call, const Device& device) {
+  return device.capability() == 90 && call.d <= 128 && call.dv <= 128 &&
+         !takes_masked_kernels(call);
+}
 
 template <class C>
 constexpr core::BackwardTile masked_tile(const char* name) {
@@ -50,7 +65,16 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   // give the same bits.
   BackwardProblem in_turns = problem;
   in_turns.deterministic = true;
-  return core::plan_backward(describe(), TILES, in_turns, device, {.tiles = MASKED_TILES});
+  if (!takes_tensor_cores(problem.call, device))
+    return core::plan_backward(describe(), TILES, in_turns, device, {.tiles = MASKED_TILES});
+  PlanResult result =
+      core::plan_backward(describe(), TENSOR_TILES, in_turns, device, {.tiles = MASKED_TILES});
+  if (auto* plan = std::get_if<LaunchPlan>(&result)) {
+    for (Launch& launch : plan->launches) {
+      if (launch.kernel.ends_with("_tensor")) launch.image = "simt/tensor_bwd_f32";
+    }
+  }
+  return result;
 }
 
 }  // namespace archflash::simt

@@ -1,7 +1,8 @@
-// The tile sizes of the kernels on tensor cores (tensor_fwd.cuh). Compile-time numbers only, in
-// plain C++: the kernel and plan.cpp both include them.
+// The tile sizes of the kernels on tensor cores (tensor_fwd.cuh, tensor_bwd.cuh). Compile-time
+// numbers only, in plain C++: kernels and plans both include them.
 #pragma once
 
+#include "common/backward_params.h"
 #include "common/dtype.h"
 
 namespace archflash::simt {
@@ -49,5 +50,49 @@ struct TensorConfig {
 using TensorD64  = TensorConfig< 64,     4,    64,     2>;
 using TensorD128 = TensorConfig<128,     4,    64,     2>;
 // clang-format on
+
+// The backward pass: a CTA owns ROWS keys, and BLOCK queries pass by at a time. SPLIT warps share
+// 16 keys, and each has PART of the queries; for dQ each has 16 queries and 64 columns. d and dv
+// may be at most HEAD_DIM.
+template <int HEAD_DIM_, int SPLIT_, int CTAS_PER_SM_>
+struct TensorBackwardConfig {
+  using Params = BackwardParams;
+  static constexpr DType DTYPE = DType::F32;
+  static constexpr int GRADIENTS = DQ | DK | DV;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_;
+  static constexpr int ROWS = 64;
+  static constexpr int BLOCK = 64;
+  static constexpr int WARP_ROWS = 16;
+  static constexpr int SPLIT = SPLIT_;
+  static constexpr int PART = BLOCK / SPLIT;
+  static constexpr int WARPS = ROWS / WARP_ROWS * SPLIT;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
+  static constexpr int SUM = 32;  // columns, queries or keys whose products are added by themselves
+
+  // Shared memory, offsets and pitches in floats: K | V | Q | dO | dS, whose rows are queries |
+  // RowTerms of the queries | TensorWork. A lane reads two neighbours of dS: sixteen lanes hit all
+  // banks.
+  static constexpr int OWN_FIRST_SMEM = 0;
+  static constexpr int OWN_SECOND_SMEM = OWN_FIRST_SMEM + ROWS * HEAD_DIM;
+  static constexpr int FIRST_SMEM = OWN_SECOND_SMEM + ROWS * HEAD_DIM;
+  static constexpr int SECOND_SMEM = FIRST_SMEM + BLOCK * HEAD_DIM;
+  static constexpr int DS_SMEM = SECOND_SMEM + BLOCK * HEAD_DIM;
+  static constexpr int DS_PITCH = ROWS + 8;
+  static constexpr int TERMS_SMEM = DS_SMEM + BLOCK * DS_PITCH;
+  static constexpr int WORK_SMEM = TERMS_SMEM + 2 * BLOCK;
+  static constexpr int WORK_BYTES = 64;  // of a TensorWork
+  static constexpr int SHARED_BYTES = 4 * WORK_SMEM + WORK_BYTES;
+
+  static_assert(HEAD_DIM == 64 * SPLIT, "warps must tile dQ");
+  static_assert(SPLIT <= 2, "two warps add up what they have of dK and dV");
+  static_assert(BLOCK <= THREADS, "a thread copies the terms of a row");
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
+using TensorBackwardD64 = TensorBackwardConfig<64, 1, 2>;
+using TensorBackwardD128 = TensorBackwardConfig<128, 2, 1>;
 
 }  // namespace archflash::simt

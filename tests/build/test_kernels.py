@@ -54,7 +54,7 @@ RESOURCES = {
 TWINS = [image for image in IMAGES if image.replace("_f16", "_bf16") in {*IMAGES} - {image}]
 # PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
 # simt's kernels on tensor cores are for 9.0 alone, where they were measured.
-ON_9_0 = "simt/tensor_f32"
+ON_9_0 = ("simt/tensor_f32", "simt/tensor_bwd_f32")
 # Programs of one instruction, which are for the GPUs that have it.
 PROBES = "probes"
 PROBES_TARGETS = {
@@ -70,7 +70,7 @@ PROBES_TARGETS = {
 OF_ONE_FAMILY = (
     "blackwell_",
     "hopper/",
-    ON_9_0,
+    *ON_9_0,
     *(f"probes/{x}" for x in ("block_scaled", "roles", "tcgen05", "wgmma")),
 )
 ANY_NEWER = [image for image in IMAGES if not image.startswith(OF_ONE_FAMILY)]
@@ -92,7 +92,7 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names = ["sm_90", "sm_100", "compute_80"]
     if image.startswith("ampere/bwd_d96_"):  # 163 KB
         names = ["sm_80", "sm_90", "sm_100", "compute_80"]
-    if image == ON_9_0:
+    if image in ON_9_0:
         names = ["sm_90"]
     if folder == PROBES:  # each file has its own
         names = PROBES_TARGETS[stem]
@@ -240,7 +240,7 @@ def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
     ],
 )
 def test_the_lowest_ptx_of_a_folder_is_that_of_its_oldest_gpus(folder: str, ptx: str) -> None:
-    images = [image for image in IMAGES if image.startswith(f"{folder}/") and image != ON_9_0]
+    images = [image for image in IMAGES if image.startswith(f"{folder}/") and image not in ON_9_0]
     assert images
     for image in images:
         assert lowest_ptx_of(image) == ptx
@@ -473,14 +473,14 @@ def test_tensor_cores_are_used_where_the_registry_says_so(image: str, opcodes: O
     for target, found in opcodes[image].items():
         for kernel, instructions in found.items():
             assert instructions
-            with_tensor_cores = image == ON_9_0 or not kernel.startswith(WITHOUT_TENSOR_CORES)
+            with_tensor_cores = image in ON_9_0 or not kernel.startswith(WITHOUT_TENSOR_CORES)
             if folder == PROBES:
                 of_floats = re.match("probe_(mma(?!_s8)|wgmma|tcgen05|tmem)", kernel)
                 with_tensor_cores = of_floats is not None
             used = any(has.startswith(TENSOR_CORES) for has in instructions)
             assert used == with_tensor_cores, (kernel, target)
             if folder in FOLDERS and not _registry.uses_tensor_cores(folder):
-                assert with_tensor_cores == (image == ON_9_0), kernel
+                assert with_tensor_cores == (image in ON_9_0), kernel
 
 
 # Where each lane starts the copy of a box of its own, and what must not be in the loop over them.

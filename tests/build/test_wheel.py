@@ -38,6 +38,7 @@ SECOND_TEXTS = dict.fromkeys(("ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"
 # The PTX texts of files that do not have those of their folder.
 OWN_TEXTS = {
     "simt/tensor_f32": ("compute_90",),
+    "simt/tensor_bwd_f32": ("compute_90",),
     "probes/async": ("compute_90",),
     "probes/fp8": ("compute_89",),
     "probes/mma_sync": ("compute_80",),

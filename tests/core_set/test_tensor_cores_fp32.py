@@ -12,8 +12,10 @@ import archflash
 from archflash import _archflash as native
 
 from ..replanned import replanned
+from . import gradients
 from .checks import assert_rows_close
 from .executors import executor
+from .gradients import FeatureCase, differentiate_and_check, feature_call
 
 on = executor()
 NAME = "simt"
@@ -111,3 +113,46 @@ def test_what_is_not_finite_spoils_what_sees_it_only(where: str, value: float) -
     assert_rows_close(blind, found, *clean.values(), causal=causal)
     if where == "q" or math.isnan(value):
         assert bool(found[~blind].isnan().all())
+
+
+# Gradients that meet several features at once: see test_gradients.py.
+GRADIENTS: dict[str, FeatureCase] = {
+    "window-softcap-sinks-lse": (
+        (70, 130, 64, 64, 1, (4, 2)),
+        {"window": (20, 3), "softcap": 1.5, "sinks": True, "dlse": True},
+    ),
+    "causal-rows-without-keys": ((90, 37, 128, 72, 1, (2, 1)), {"causal": True}),
+    "bnhd-offsets-negative-scale-added": (
+        (20, 70, 120, 128, 2, (2, 1)),
+        {
+            "layout": "bnhd", "q_offset": (3, 50), "causal": True, "scale": -0.2, "add_to": 0.5,
+            "pad": 8,
+        },
+    ),
+    "no-key": ((9, 0, 64, 64, 1, (2, 2)), {"sinks": True, "dlse": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_agree_with_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = list(GRADIENTS).index(name)
+    tensors, options = feature_call(on, GRADIENTS[name], "float32", number)
+    plans = gradients.note_plans(monkeypatch)
+    differentiate_and_check(
+        on, NAME, *tensors, schedules=(number, number + 1), planned_for="H200", **options
+    )
+    of_keys = [k for plan in plans for k in plan.kernels if k.startswith("simt_attention_bwd_")]
+    assert all(kernel.endswith("_tensor") for kernel in of_keys)
+    assert bool(of_keys) == (tensors[2].numel() > 0)
+
+
+def test_gradients_of_packed_sequences_on_tensor_cores() -> None:
+    ends_q, ends_k = on.cu_seqlens([5, 0, 40, 70]), on.cu_seqlens([9, 12, 0, 100])
+    dout, q, k, v = (
+        x[0].transpose(0, 1).contiguous()
+        for x in gradients.inputs(on, 115, 121, 64, 64, "float32", heads=(4, 2))
+    )
+    differentiate_and_check(
+        on, NAME, dout, q, k, v, planned_for="H200", schedules=(2,), causal=True,
+        cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, sinks=on.rand(4, seed=9),
+    )  # fmt: skip

@@ -1,0 +1,447 @@
+// Attention backward for fp32 inputs on mma.sync tensor cores (tensor_parts.cuh) in one kernel: 5
+// products of queries and keys, each in sums of SUM columns, queries or keys.
+//
+// A CTA owns ROWS keys; blocks of BLOCK queries pass by. Each warp owns 16 of the keys; SPLIT warps
+// share the same ones, and each has a share of the queries: its dK and dV are of these queries
+// alone, and are added up at the end.
+//   wait Q, dO | barrier | S^T = K Q^T  dP^T = V dO^T  P  dS  dV += P^T dO  dK += dS^T Q  dS ->
+//   shared barrier | start next Q, dO | dQ = dS K of all keys of the CTA, added to the sums
+//
+// The order of keys and columns is that of tensor_fwd.cuh. So every fragment but those of dS is
+// read by 16 bytes, and P and dS of a warp are operand A as they lie.
+#pragma once
+
+#include <cstdint>
+
+#include "common/device/backward_sums.cuh"
+#include "common/device/backward_work.cuh"
+#include "common/device/dq_turns.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/global_order.cuh"
+#include "simt/gradients.cuh"
+#include "simt/tensor_config.cuh"
+#include "simt/tensor_parts.cuh"
+#include "simt/tiled_bwd.cuh"
+
+namespace archflash::simt::tensor {
+
+// Rows lie in shared memory without padding. Chunk c (4 columns) of row r is at c ^ swizzle(r), so
+// that neither eight lanes that read four neighbouring chunks of two rows hit a bank twice, nor
+// eight that read two of every second row.
+__device__ __forceinline__ int swizzle(int row) { return (row / 2 % 4 * 2) ^ (row % 2 * 4); }
+
+// Scores of a warp's 16 keys and its share of a block's queries: lane l has keys l/4 and l/4 + 8,
+// and of each the queries 8n + 2*(l%4) and the next one.
+template <class C>
+using BlockScores = float[C::PART / 8][4];
+// Lane l has rows l/4 and l/4 + 8, and in [4 * n + j] their columns 32n + 8*(l%4) + j and 4 more.
+template <int COLUMNS>
+using Gradient = float[COLUMNS / 8][4];
+
+// Starts the copy of 64 rows. Those before `begin` and from `end` on become zeros, and columns from
+// `columns` on.
+template <class C>
+__device__ __forceinline__ void start_rows(float* tile_smem, const float* rows_gmem,
+                                           int64_t row_stride, int begin, int end, int columns) {
+  constexpr int CHUNKS = C::HEAD_DIM / 4, ROWS_PER_STEP = C::THREADS / CHUNKS;
+  static_assert(ROWS_PER_STEP % 8 == 0, "the swizzle must be the same in every step");
+  const int thread = ptx::mov_tid_x_volatile();
+  const int row = thread / CHUNKS, chunk = thread % CHUNKS;
+  // Rows to copy: from the one to the other, counted from `row` on.
+  const int first = begin - row, behind = 4 * chunk < columns ? end - row : 0;
+  const float* source = rows_gmem + row * row_stride + 4 * chunk;
+  float* target = tile_smem + row * C::HEAD_DIM + 4 * (chunk ^ swizzle(row));
+#pragma unroll
+  for (int step = 0; step < C::BLOCK; step += ROWS_PER_STEP) {
+    const bool valid = step >= first && step < behind;
+    ptx::copy_16_bytes_async(target + step * C::HEAD_DIM, valid ? source : rows_gmem, valid);
+    source += ROWS_PER_STEP * row_stride;
+  }
+}
+
+// Products of a warp's 16 owned rows with its share of the passing rows, over `columns` columns.
+// own_smem and passing_smem: this lane's first row of either.
+template <class C>
+__device__ __forceinline__ void multiply_rows(BlockScores<C>& s_rmem, const float* own_smem,
+                                              const float* passing_smem, int columns) {
+  constexpr int TILES = C::PART / 8;
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+  const int even_chunks = 4 * (lane % 4 ^ swizzle(lane / 4));  // odd ones: 16 columns further
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s_rmem[n][i] = 0.0f;
+  }
+#pragma unroll 1
+  for (int column = 0; column < columns; column += C::SUM) {
+    float sum_rmem[TILES][4] = {}, small_rmem[TILES][4] = {};
+#pragma unroll
+    for (int half = 0; half < C::SUM / 16; ++half) {
+      // Columns 4t and 4t+1 are one step of mma.sync, 4t+2 and 4t+3 the other one.
+      const int chunk = column + (even_chunks ^ 16 * half);
+      Parts own[2];
+      {
+        float row[2][4];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) load_4(row[r], own_smem + 8 * r * C::HEAD_DIM + chunk);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          split<false>(row[i % 2][i / 2], own[i / 4].big[i % 4], own[i / 4].small[i % 4]);
+      }
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        float row[4];
+        load_4(row, passing_smem + 8 * n * C::HEAD_DIM + chunk);
+        uint32_t big[4], small[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) split<false>(row[i], big[i], small[i]);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          multiply(sum_rmem[n], small_rmem[n], own[step], big[2 * step], big[2 * step + 1],
+                   small[2 * step], small[2 * step + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s_rmem[n][i] += sum_rmem[n][i] + small_rmem[n][i];
+    }
+  }
+}
+
+// x += W times 32 columns of 8 * STEPS rows of shared memory. w_of(step): the operand A of 8 of
+// these rows. rows_smem: the first row, at the first of the columns.
+template <class C, int STEPS, class Operand>
+__device__ __forceinline__ void add_columns(float* x_rmem /* [4][4] */, const float* rows_smem,
+                                            const Operand& w_of) {
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+#pragma unroll
+  for (int first = 0; first < STEPS; first += C::SUM / 8) {
+    float sum_rmem[4][4] = {}, small_rmem[4][4] = {};
+    // Without this barrier ptxas loads so much ahead that it spills.
+    __syncwarp();
+#pragma unroll
+    for (int step = first; step < first + C::SUM / 8; ++step) {
+      const Parts w = w_of(step);
+      uint32_t big[2][4], small[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane % 4 * 2 + i;
+        float x[4];
+        load_4(x, rows_smem + (8 * step + row) * C::HEAD_DIM + 4 * (lane / 4 ^ swizzle(row)));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) split<false>(x[j], big[i][j], small[i][j]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        multiply(sum_rmem[j], small_rmem[j], w, big[0][j], big[1][j], small[0][j], small[1][j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x_rmem[4 * j + i] += sum_rmem[j][i] + small_rmem[j][i];
+    }
+  }
+}
+
+// Adds W, which is P or dS, times the warp's share of the passing rows to a gradient.
+// element(step, i): element [step][i] of W, as in BlockScores.
+template <class C, class Element>
+__device__ __forceinline__ void add_product(Gradient<C::HEAD_DIM>& gradient_rmem,
+                                            const float* rows_smem, int columns,
+                                            const Element& element) {
+#pragma unroll
+  for (int n = 0; n < C::HEAD_DIM / 32; ++n) {
+    if (32 * n >= columns) break;
+    add_columns<C, C::PART / 8>(&gradient_rmem[4 * n][0], rows_smem + 32 * n, [&](int step) {
+      Parts w;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        split<false>(element(step, i), w.big[i / 2 + i % 2 * 2], w.small[i / 2 + i % 2 * 2]);
+      return w;
+    });
+  }
+}
+
+// Turns the scores into P = 2^(score - LSE), and dP into dS = P * (dP - delta), the gradient of the
+// score before its scale. What belongs to a query and a key that it does not see becomes 0.
+// warp_row: the warp's first key of the CTA; first: its first query.
+template <class C>
+__device__ __forceinline__ void exponentiate(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
+                                             const AttentionParams& attention,
+                                             const device::BackwardWork& cta, int warp_row,
+                                             int first, const device::RowTerms* terms_smem) {
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+  const auto for_each = [&](auto&& act) {
+#pragma unroll
+    for (int n = 0; n < C::PART / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        act(s_rmem[n][i], dp_rmem[n][i], i / 2, 8 * n + lane % 4 * 2 + i % 2);
+    }
+  };
+  for_each([&](float&, float& dp, int, int query) { dp -= terms_smem[query].delta; });
+  if (attention.transform_scores) {
+    const bool capped = attention.softcap != 0.0f;
+    for_each([&](float& s, float& dp, int, int) {
+      s *= attention.tanh_scale;
+      if (capped) dp *= cap_score(s, attention.softcap);
+    });
+  }
+  int row[2], begin[2], last[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    row[r] = cta.first_row + warp_row + 8 * r + lane / 4;
+    // dS of a key behind the end is 0 in dQ.
+    begin[r] = row[r] < cta.own_rows ? cta.visible.first(row[r]) : INT32_MAX;
+    last[r] = cta.visible.last(row[r]);
+  }
+  for_each([&](float& s, float& dp, int r, int query) {
+    const bool seen = first + query >= begin[r] && first + query <= last[r];
+    const float exponent = fmaf(s, attention.exp2_scale, -terms_smem[query].lse_log2);
+    s = seen ? device::probability(exponent) : 0.0f;
+    dp = seen ? s * dp : 0.0f;
+  });
+}
+
+// dQ = dS K of all keys of the CTA, added to the sums of a block, which lie as DqPart says.
+template <class C>
+__device__ __forceinline__ void add_dq(const DqSums& sums, const float* shared, int columns,
+                                       int64_t number, int turn, bool waits) {
+  const int thread = ptx::mov_tid_x_volatile();
+  const int lane = thread % 32, warp = thread / 32;
+  const int first_column = warp % C::SPLIT * DQ_WARP_COLUMNS;
+  const float* ds_smem = shared + C::DS_SMEM +
+                         (warp / C::SPLIT * DQ_WARP_ROWS + lane / 4) * C::DS_PITCH + lane % 4 * 2;
+  // The element of the lane's row l/4 and column 8 * (l%4), of those of its warp.
+  float* sums_gmem = sums.gmem + number * (C::BLOCK * C::HEAD_DIM) +
+                     32 * 4 * (DqPart::ROWS * warp + lane / 4 % 4) + lane % 4 * 4 + lane / 16;
+#pragma unroll 1
+  for (int n = 0; n < DQ_WARP_COLUMNS / 32; ++n) {
+    float dq_rmem[4][4] = {};
+    if (first_column + 32 * n < columns) {
+      add_columns<C, C::ROWS / 8>(
+          &dq_rmem[0][0], shared + C::OWN_FIRST_SMEM + first_column + 32 * n, [&](int step) {
+            Parts ds;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const float2 x =
+                  *reinterpret_cast<const float2*>(ds_smem + 8 * r * C::DS_PITCH + 8 * step);
+              split<false>(x.x, ds.big[r], ds.small[r]);
+              split<false>(x.y, ds.big[r + 2], ds.small[r + 2]);
+            }
+            return ds;
+          });
+    }
+    const auto for_each = [&](auto&& put) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            put(sums_gmem + 512 * r + 32 * j + 16 * n + 2 * half, dq_rmem[j][2 * r + half]);
+        }
+      }
+    };
+    if (waits) {
+      while (ptx::ld_acquire_s32(sums.turns_gmem + number) < turn) continue;
+      for_each([](float* gmem, float x) { ptx::red_add_f32(gmem, x); });
+    } else {
+      for_each([](float* gmem, float x) { *gmem = x; });
+    }
+  }
+}
+
+// Writes, or adds, a warp's part of a gradient times `factor`.
+template <class C>
+__device__ __forceinline__ void store_gradient(const Gradient<C::HEAD_DIM>& gradient_rmem,
+                                               const GradientParams& gradient,
+                                               const device::BackwardWork& cta, int warp_row,
+                                               int columns, float factor) {
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+  const int first = cta.first_row + warp_row + lane / 4;
+  float* rows_gmem = static_cast<float*>(gradient.gmem) + cta.batch * gradient.batch +
+                     cta.head * gradient.head +
+                     (static_cast<int64_t>(cta.own_start) + first) * gradient.row;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (first + 8 * r >= cta.own_rows) continue;
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM / 32; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int column = 32 * n + lane % 4 * 8 + 4 * half;
+        if (column >= columns) continue;
+        float x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = gradient_rmem[4 * n + j][2 * r + half];
+        store_gradient_4(rows_gmem + 8 * r * gradient.row + column, x, factor, gradient.accumulate);
+      }
+    }
+  }
+}
+
+// What the CTA works on, in shared memory: it is read when it is needed, so that it takes no
+// registers.
+struct TensorWork : device::BackwardWork {
+  device::DqWalk walk;
+};
+
+template <class C>
+__device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
+  extern __shared__ float4 shared_memory[];
+  float* shared = reinterpret_cast<float*>(shared_memory);
+  device::RowTerms* terms_smem = reinterpret_cast<device::RowTerms*>(shared + C::TERMS_SMEM);
+  const AttentionParams& attention = params.attention;
+  const DqSums& sums = params.dq_sums;
+  device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
+  static_assert(sizeof(TensorWork) <= C::WORK_BYTES);
+  TensorWork& cta = *reinterpret_cast<TensorWork*>(shared + C::WORK_SMEM);
+  {
+    const device::BackwardWork found =
+        device::find_backward_work<Owns::Keys, C::ROWS>(attention, blockIdx.x);
+    if (found.first_row < 0) return;
+    if (threadIdx.x == 0) {
+      static_cast<device::BackwardWork&>(cta) = found;
+      cta.walk = device::find_dq_walk<C::ROWS, C::BLOCK>(sums, found);
+    }
+  }
+  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+
+  const int turn = cta.first_row / C::ROWS;
+  int blocks_left = cta.walk.blocks<C::BLOCK>();
+  device::Passing block{0, cta.walk.last};
+  const auto start_passing = [&] {
+    const int head = device::passing_head<Owns::Keys>(attention, cta, block);
+    const int64_t row = static_cast<int64_t>(cta.passing_start) + block.row;
+    const auto rows = device::query_rows<float>(params, cta.batch, head, row);
+    const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
+    start_rows<C>(shared + C::FIRST_SMEM, rows.first_gmem, rows.first_row, begin, end, attention.d);
+    start_rows<C>(shared + C::SECOND_SMEM, rows.second_gmem, rows.second_row, begin, end,
+                  attention.dv);
+    const device::RowTerms* terms_gmem = device::terms_of(params, cta.batch, head, row);
+    const int thread = ptx::mov_tid_x_volatile();
+    if (thread < C::BLOCK) {
+      const bool exists = thread < end;
+      ptx::cp_async_ca_8(static_cast<uint32_t>(__cvta_generic_to_shared(terms_smem + thread)),
+                         exists ? terms_gmem + thread : terms_gmem, exists ? 8 : 0);
+    }
+  };
+  if (blocks_left > 0) {
+    const auto own = device::key_rows<float>(params, cta.batch, cta.head,
+                                             static_cast<int64_t>(cta.own_start) + cta.first_row);
+    const int begin = cta.own_begin() - cta.first_row, end = cta.own_end() - cta.first_row;
+    start_rows<C>(shared + C::OWN_FIRST_SMEM, own.first_gmem, own.first_row, begin, end,
+                  attention.d);
+    start_rows<C>(shared + C::OWN_SECOND_SMEM, own.second_gmem, own.second_row, begin, end,
+                  attention.dv);
+    start_passing();
+  }
+
+  Gradient<C::HEAD_DIM> dk_rmem = {}, dv_rmem = {};
+  int64_t added = -1;  // the number of the block to which the CTA has added last
+  // By one thread, when all have added.
+  const auto pass = [&] {
+    if (added >= 0 && threadIdx.x == 0) device::pass_turn(sums, added, turn);
+  };
+#pragma unroll 1
+  while (blocks_left > 0) {
+    const int thread = ptx::mov_tid_x_volatile();
+    const int lane_row = thread % 32 / 4, part = thread / 32 % C::SPLIT;
+    const int warp_row = thread / 32 / C::SPLIT * C::WARP_ROWS;
+    const int warp_first = cta.first_row + warp_row;
+    const int warp_last = min(warp_first + C::WARP_ROWS, cta.own_rows) - 1;  // none: < warp_first
+    const int first = block.row + part * C::PART;
+    ptx::copies_wait_all();
+    __syncthreads();  // the copies of all threads have arrived, and all have added to dQ
+    pass();
+    float* ds_smem =
+        shared + C::DS_SMEM + (part * C::PART + thread % 4 * 2) * C::DS_PITCH + warp_row + lane_row;
+    const auto element = [&](int n, int i) -> float& {
+      return ds_smem[(8 * n + i % 2) * C::DS_PITCH + i / 2 * 8];
+    };
+    const auto store = [&](const BlockScores<C>& x_rmem) {
+#pragma unroll
+      for (int n = 0; n < C::PART / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) element(n, i) = x_rmem[n][i];
+      }
+    };
+    // A warp whose keys have nothing to do with its queries skips the work, but not the barriers.
+    BlockScores<C> ds_rmem = {};
+    if (warp_last >= warp_first &&
+        !cta.visible.hides(warp_first, warp_last, first, first + C::PART - 1)) {
+      const int own = (warp_row + lane_row) * C::HEAD_DIM;
+      const int passing = part * C::PART * C::HEAD_DIM;
+      const int passing_of_lane = passing + lane_row * C::HEAD_DIM;
+      {
+        BlockScores<C> s_rmem;
+        multiply_rows<C>(s_rmem, shared + C::OWN_FIRST_SMEM + own,
+                         shared + C::FIRST_SMEM + passing_of_lane, attention.d);
+        multiply_rows<C>(ds_rmem, shared + C::OWN_SECOND_SMEM + own,
+                         shared + C::SECOND_SMEM + passing_of_lane, attention.dv);
+        exponentiate<C>(s_rmem, ds_rmem, attention, cta, warp_row, first,
+                        terms_smem + part * C::PART);
+        // A lane reads its own P back, and dS: in registers they would be split once for all
+        // columns, which takes more of them than there are.
+        store(s_rmem);
+      }
+      add_product<C>(dv_rmem, shared + C::SECOND_SMEM + passing, attention.dv, element);
+      store(ds_rmem);
+      add_product<C>(dk_rmem, shared + C::FIRST_SMEM + passing, attention.d, element);
+    } else {
+      store(ds_rmem);  // zeros, which dQ reads
+    }
+    added = device::dq_block_number(params, cta, block, C::BLOCK);
+    const bool waits = cta.walk.waits(block);
+    if (++block.head == cta.heads) {
+      block = {0, block.row - C::BLOCK};
+      --blocks_left;
+    }
+    __syncthreads();  // dS is complete, and no warp still reads the block, which is overwritten
+                      // next
+    if (blocks_left > 0) start_passing();
+    add_dq<C>(sums, shared, attention.d, added, turn, waits);
+  }
+  __syncthreads();  // all have added to dQ
+  pass();
+
+  const int thread = ptx::mov_tid_x_volatile();
+  const int part = thread / 32 % C::SPLIT;
+  const int warp_row = thread / 32 / C::SPLIT * C::WARP_ROWS;
+  if constexpr (C::SPLIT == 2) {
+    // Of the two warps that share their keys, the first one adds up dV, the second one dK.
+    const auto place = [&](int of_part) {
+      return shared + (of_part == 0 ? C::FIRST_SMEM : C::SECOND_SMEM) + warp_row * C::HEAD_DIM +
+             thread % 32;
+    };
+    const auto for_each = [&](auto& gradient_rmem, float* smem, auto&& act) {
+#pragma unroll
+      for (int n = 0; n < C::HEAD_DIM / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) act(gradient_rmem[n][i], smem + 32 * (4 * n + i));
+      }
+    };
+    const auto put = [](float x, float* smem) { *smem = x; };
+    const auto add = [](float& x, const float* smem) { x += *smem; };
+    if (part == 0) {
+      for_each(dk_rmem, place(1), put);
+    } else {
+      for_each(dv_rmem, place(0), put);
+    }
+    __syncthreads();  // both have written what the other one adds
+    if (part == 0) {
+      for_each(dv_rmem, place(0), add);
+    } else {
+      for_each(dk_rmem, place(1), add);
+    }
+  }
+  if (C::SPLIT == 1 || part == 1)
+    store_gradient<C>(dk_rmem, params.dk, cta, warp_row, attention.d, params.scale);
+  if (C::SPLIT == 1 || part == 0)
+    store_gradient<C>(dv_rmem, params.dv, cta, warp_row, attention.dv, 1.0f);
+}
+
+}  // namespace archflash::simt::tensor
