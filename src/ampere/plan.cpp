@@ -14,6 +14,7 @@
 
 #include "ampere/config.cuh"
 #include "ampere/mla_config.cuh"
+#include "ampere/plan_approximate.h"
 #include "ampere/wide_config.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/kv_cache.h"
@@ -42,7 +43,8 @@ const Description& describe() {
                    "kv_cache",   "fp8_cache",       "rotary_interleaved",
                    "qv",         "attention_chunk", "gradients",
                    "attn_mask",  "key_ranges",      "alibi_slopes",
-                   "block_mask", "cache_masks",     "dropout_p"},
+                   "block_mask", "cache_masks",     "dropout_p",
+                   "int8",       "fp16_accumulate"},
       .needs_capability = 80,  // cp.async, bf16 products
       .proved_by_any_gpu = true,
   };
@@ -285,6 +287,7 @@ PlanResult plan_wide(const Problem& problem, const Device& device) {
 PlanResult plan(const Problem& problem, const Device& device) {
   Reasons reasons = core::why_not(problem, describe());
   if (!reasons.empty()) return reasons;
+  if (problem.approximate != 0) return plan_approximate(problem, device);
   if (problem.qv_align > 0) return plan_with_qv(problem, device);
   if (std::max(problem.d, problem.dv) > 256) return plan_wide(problem, device);
   if (problem.kv_cache) {
@@ -309,6 +312,7 @@ std::optional<mma_sync::FewRowsPlan> plan_few_rows(const Problem& problem, const
 }
 
 Notes notes(const LaunchPlan& plan) {
+  if (plan.problem.approximate != 0) return {core::approximate_note(plan.problem)};
   for (const Launch& launch : plan.launches) {
     if (launch.kernel.ends_with("_decode") && !plan.tile.name.ends_with("_decode"))
       return {{"few rows", "sequences of few rows have a launch of their own, " + launch.kernel}};

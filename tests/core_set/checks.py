@@ -88,8 +88,10 @@ def assert_close(
         ran_on: the implementation, and the GPU's capability; needed for FP8.
     """
     semantics = {name: value for name, value in call.items() if name not in _options.ADVICE}
-    if call.get("approximate") == "int8_qk":
-        report, lse_report = reference.check_int8_qk(out, lse, q, k, v, **semantics)
+    if call.get("approximate") is not None:
+        report, lse_report = reference.check_approximate(
+            call["approximate"], out, lse, q, k, v, **semantics
+        )
     else:
         expected, expected_lse = reference.attention(q, k, v, **semantics)
         if is_fp8(q):

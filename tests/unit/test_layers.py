@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_bias", "masks", "_dropout", "_sharding", "_plain_tensors", "_torch_kernels"),
     ("_autocast", "_options", "_registry", "_measured", "_torch_masks", "reference.formula"),
     ("_calibrated", "_proofs", "_torch_plain", "reference.cache", "reference.rule"),
-    ("_torch",),
+    ("_torch", "reference.approximate"),
     ("reference",),
     ("_dispatch.forcing", "_dispatch.device", "_dispatch.pytorch", "_torch_cache", "_mended_calls"),
     ("_dispatch.approximating",),

@@ -186,7 +186,9 @@ def run(arguments: argparse.Namespace) -> int:
         if name != "return_lse" and name not in _options.ADVICE
     }
     if problem["approximate"]:
-        of_out, of_lse = reference.check_int8_qk(out, lse, inputs.q, inputs.k, inputs.v, **options)
+        of_out, of_lse = reference.check_approximate(
+            inputs.options["approximate"], out, lse, inputs.q, inputs.k, inputs.v, **options
+        )
         print(of_out if of_lse is None else f"{of_out}\nlog-sum-exp: {of_lse}")
         return 0 if of_out.ok and (of_lse is None or of_lse.ok) else 1
     expected, expected_lse = reference.attention(inputs.q, inputs.k, inputs.v, **options)

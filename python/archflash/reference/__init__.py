@@ -8,6 +8,7 @@ PyTorch code would compute it; its error is the yardstick. `check` compares an o
 
 from __future__ import annotations
 
+from archflash.reference.approximate import check_approximate, check_int8_qk, int8, int8_qk
 from archflash.reference.cache import (
     appended,
     attention_with_kvcache,
@@ -25,10 +26,8 @@ from archflash.reference.rule import (
     ErrorReport,
     check,
     check_fp8,
-    check_int8_qk,
     check_lse,
     fp8_score_error,
-    int8_qk,
 )
 
 __all__ = [
@@ -42,10 +41,12 @@ __all__ = [
     "baseline_backward",
     "baseline_with_kvcache",
     "check",
+    "check_approximate",
     "check_fp8",
     "check_int8_qk",
     "check_lse",
     "fp8_score_error",
+    "int8",
     "int8_qk",
     "merge_attention",
 ]

@@ -262,8 +262,10 @@ def compare(
     q, k, v = tensors
     asked = {name: value for name, value in call.items() if name not in _options.ADVICE}
     expected, expected_lse = reference.attention(q, k, v, **asked)
-    if call.get("approximate") == "int8_qk":
-        report, lse_report = reference.check_int8_qk(out, lse, q, k, v, **asked)
+    if call.get("approximate") is not None:
+        report, lse_report = reference.check_approximate(
+            call["approximate"], out, lse, q, k, v, **asked
+        )
         judge("output", by_head(out, call), by_head(expected, call), report)
         if lse is not None and lse_report is not None:
             judge("log-sum-exp", lse[..., None], expected_lse[..., None], lse_report)

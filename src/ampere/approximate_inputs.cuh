@@ -1,0 +1,369 @@
+// Makes what the kernels for approximate= multiply: V in fp16, scaled by a power of two for each
+// head so that no sum of a few keys overflows; and Q and K in int8, with a scale for each row.
+//
+// Before they are rounded, the mean over the keys is subtracted from K: what all keys have in
+// common only shifts the scores of a row. A column of large numbers in K that is small in Q, or the
+// other way round, is scaled to be alike in both. Then the rows of Q and K are rotated alike: the
+// sign of some columns changes, and a Hadamard transform mixes all of them. That changes no
+// product, and spreads a column of large numbers over all columns, each of which 8 bits then
+// describe well. The result is right for any mean and scale, so those of at most SAMPLED_ROWS rows
+// will do.
+//
+// Two kernels run:
+//   find_stats: a CTA for each STATS_ROWS rows of V of a head finds their largest magnitude, and
+//   the
+//               first CTA of a head the mean and scale of each column of K
+//   convert:    a CTA for each CONVERT_ROWS rows of each head of K, V and Q
+// Keys that no query of the batch sees, such as the unused rest of a cache, are not read. There are
+// no atomics, so the same inputs give the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "ampere/approximate_params.h"
+#include "common/device/attention_work.cuh"
+#include "common/device/bfloat16.cuh"
+#include "common/device/largest_of_cta.cuh"
+#include "common/dtype.h"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/st_global.cuh"
+
+namespace archflash::ampere {
+
+constexpr int CHUNK = 8;  // neighbouring elements that a thread reads at once (16 bytes)
+constexpr float LARGEST_FLOAT = 3.402823466e38f;
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST_FLOAT; }
+
+// 2^exponent, of a normal number.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
+}
+
+// The exponent e of a magnitude in [2^e, 2^(e+1)), within [least, most].
+__device__ __forceinline__ int exponent_of(float magnitude, int least, int most) {
+  return min(max(static_cast<int>(__float_as_uint(magnitude) >> 23) - 127, least), most);
+}
+
+// Reads a chunk of eight elements.
+__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const uint16_t* gmem, DType dtype) {
+  const uint4 data = *reinterpret_cast<const uint4*>(gmem);
+  const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+#pragma unroll
+  for (int j = 0; j < CHUNK; ++j) {
+    const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
+    x[j] = dtype == DType::F16 ? ptx::cvt_f32_f16(bits)
+                               : __uint_as_float(device::float_bits_of_bfloat16(bits));
+  }
+}
+
+// The keys of a batch that some query sees lie between these.
+struct SeenKeys {
+  int begin, end;
+
+  __device__ __forceinline__ SeenKeys(const ConvertParams& params, int batch) {
+    const AttentionParams& call = params.call;
+    if (call.cu_seqlens_k_gmem != nullptr) {
+      begin = 0;
+      end = device::sequence_start(call.cu_seqlens_k_gmem, call.batch, call.nk);
+    } else {
+      const device::Work work{
+          .batch_head = batch * call.heads_q, .first_row = 0, .nq = call.nq, .nk = call.nk};
+      const device::VisibleKeys visible = device::find_visible_keys(call, work);
+      begin = visible.begin();
+      end = max(0, visible.end(call.nq));
+    }
+  }
+};
+
+__device__ __forceinline__ void find_stats(const ConvertParams& params) {
+  const ApproximateInputs& inputs = params.inputs;
+  const int head_of_all = blockIdx.x / inputs.chunks, chunk = blockIdx.x % inputs.chunks;
+  const int batch = head_of_all / inputs.heads_kv, head = head_of_all % inputs.heads_kv;
+  const SeenKeys seen(params, batch);
+  const int thread = threadIdx.x;
+  {
+    const int per_row = inputs.dv / CHUNK, rows_per_step = CONVERT_THREADS / per_row;
+    const uint16_t* v_gmem = static_cast<const uint16_t*>(inputs.v_gmem) + batch * inputs.v_batch +
+                             head * inputs.v_head + thread % per_row * CHUNK;
+    const int first = max(chunk * STATS_ROWS, seen.begin);
+    const int end = min(chunk * STATS_ROWS + STATS_ROWS, seen.end);
+    float largest = 0.0f;
+    if (thread / per_row < rows_per_step) {
+      for (int row = first + thread / per_row; row < end; row += rows_per_step) {
+        float x[CHUNK];
+        load_chunk(x, v_gmem + row * inputs.v_row, inputs.dtype);
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j)
+          largest = fmaxf(largest, is_finite(x[j]) ? fabsf(x[j]) : 0.0f);
+      }
+    }
+    largest = device::largest_of_cta<CONVERT_THREADS>(largest);
+    if (thread == 0) inputs.v_largest_gmem[blockIdx.x] = largest;
+  }
+  if (inputs.columns == 0 || chunk > 0) return;
+
+  // The mean, and the range of each column, of every step-th key. The step is odd, so that it does
+  // not pick only one of two kinds of alternating keys.
+  const int step = ((seen.end + SAMPLED_ROWS - 1) / SAMPLED_ROWS) | 1;
+  const int keys = (seen.end + step - 1) / step;
+  const int per_row = inputs.d / CHUNK, rows_per_step = CONVERT_THREADS / per_row;
+  const int column = thread % per_row * CHUNK, first = thread / per_row;
+  const uint16_t* k_gmem = static_cast<const uint16_t*>(inputs.k_gmem) + batch * inputs.k_batch +
+                           head * inputs.k_head + column;
+  float sum[CHUNK] = {}, largest[CHUNK], smallest[CHUNK];
+#pragma unroll
+  for (int j = 0; j < CHUNK; ++j) largest[j] = -LARGEST_FLOAT, smallest[j] = LARGEST_FLOAT;
+#pragma unroll 2
+  for (int key = first; first < rows_per_step && key < keys; key += rows_per_step) {
+    float x[CHUNK];
+    load_chunk(x, k_gmem + key * (step * inputs.k_row), inputs.dtype);
+#pragma unroll
+    for (int j = 0; j < CHUNK; ++j) {
+      if (!is_finite(x[j])) continue;
+      sum[j] += x[j];
+      largest[j] = fmaxf(largest[j], x[j]);
+      smallest[j] = fminf(smallest[j], x[j]);
+    }
+  }
+  // The largest magnitude of each column in every step-th row of the heads of Q that share this
+  // head of K.
+  const int group = inputs.heads_q / inputs.heads_kv;
+  const int64_t q_rows = static_cast<int64_t>(group) * inputs.nq;
+  const int64_t q_step = ((q_rows + SAMPLED_ROWS - 1) / SAMPLED_ROWS) | 1;
+  const uint16_t* q_gmem = static_cast<const uint16_t*>(inputs.q_gmem) + batch * inputs.q_batch +
+                           head * group * inputs.q_head + column;
+  float largest_q[CHUNK] = {};
+#pragma unroll 2
+  for (int64_t row = first * q_step; first < rows_per_step && row < q_rows;
+       row += rows_per_step * q_step) {
+    float x[CHUNK];
+    load_chunk(x, q_gmem + row % group * inputs.q_head + row / group * inputs.q_row, inputs.dtype);
+#pragma unroll
+    for (int j = 0; j < CHUNK; ++j)
+      largest_q[j] = fmaxf(largest_q[j], is_finite(x[j]) ? fabsf(x[j]) : 0.0f);
+  }
+  // Of the column whose number is the thread's, from what all threads found.
+  __shared__ float parts[CONVERT_THREADS * CHUNK];  // (rows_per_step, d)
+  const auto of_column = [&](const float (&own)[CHUNK], const auto& add) {
+    __syncthreads();  // all threads have read what was here before
+#pragma unroll
+    for (int j = 0; first < rows_per_step && j < CHUNK; ++j)
+      parts[first * inputs.d + column + j] = own[j];
+    __syncthreads();  // all threads have written their parts, before they are read
+    float result = thread < inputs.d ? parts[thread] : 0.0f;
+    for (int row = 1; thread < inputs.d && row < rows_per_step; ++row)
+      result = add(result, parts[row * inputs.d + thread]);
+    return result;
+  };
+  const auto larger = [](float x, float y) { return fmaxf(x, y); };
+  const float mean = of_column(sum, [](float x, float y) { return x + y; }) / keys;
+  const float range = of_column(largest, larger) -
+                      of_column(smallest, [](float x, float y) { return fminf(x, y); });
+  const float of_q = of_column(largest_q, larger);
+  if (thread >= inputs.columns) return;
+  // A column whose numbers are large in K and small in Q, or the other way round, is scaled by a
+  // power of two so that they are as large in both: no product changes.
+  int halves = 0;
+  if (range > 0.0f && range <= LARGEST_FLOAT && of_q > 0.0f)
+    halves = (exponent_of(range, -100, 100) - exponent_of(of_q, -100, 100)) >> 1;
+  inputs.k_columns_gmem[head_of_all * inputs.columns + thread] = {
+      is_finite(mean) ? mean : 0.0f,  // NaN without keys
+      power_of_two(-min(max(halves, -30), 30))};
+}
+
+// The rows that a CTA of convert() converts.
+struct ConvertBlock {
+  enum Kind { K, V, Q } kind;
+  int batch, head, heads;
+  int rows;   // rows of the head
+  int first;  // the block's first row
+
+  __device__ __forceinline__ explicit ConvertBlock(const ApproximateInputs& inputs) {
+    int index = blockIdx.x;
+    kind = index < inputs.k_ctas ? K : index < inputs.k_ctas + inputs.v_ctas ? V : Q;
+    if (kind == V) index -= inputs.k_ctas;
+    if (kind == Q) index -= inputs.k_ctas + inputs.v_ctas;
+    heads = kind == Q ? inputs.heads_q : inputs.heads_kv;
+    rows = kind == Q ? inputs.nq : inputs.nk;
+    const int blocks = (rows + CONVERT_ROWS - 1) / CONVERT_ROWS;
+    first = index % blocks * CONVERT_ROWS;
+    head = index / blocks % heads;
+    batch = index / blocks / heads;
+  }
+};
+
+// The scale of V in a head: a power of two by which the largest number is at most 1. Numbers beyond
+// 2^100 count as 2^100. All threads call it.
+__device__ __forceinline__ VScale find_v_scale(const ApproximateInputs& inputs, int head) {
+  float largest = 0.0f;
+  for (int chunk = threadIdx.x; chunk < inputs.chunks; chunk += CONVERT_THREADS)
+    largest = fmaxf(largest, inputs.v_largest_gmem[head * inputs.chunks + chunk]);
+  largest = device::largest_of_cta<CONVERT_THREADS>(largest);
+  const float scale = power_of_two(exponent_of(largest, -100, 99) + 1);
+  return {scale, fminf(largest / scale, 1.0f)};
+}
+
+__device__ __forceinline__ void convert_v(const ConvertParams& params, const ConvertBlock& at) {
+  const ApproximateInputs& inputs = params.inputs;
+  const int head_of_all = at.batch * inputs.heads_kv + at.head;
+  const VScale found = find_v_scale(inputs, head_of_all);
+  if (threadIdx.x == 0 && at.first == 0) inputs.v_scales_gmem[head_of_all] = found;
+  const float factor = 1.0f / found.scale;  // exact
+  const int per_row = inputs.dv / CHUNK, rows_per_step = CONVERT_THREADS / per_row;
+  const int column = threadIdx.x % per_row * CHUNK, thread_row = threadIdx.x / per_row;
+  if (thread_row >= rows_per_step) return;
+  const SeenKeys seen(params, at.batch);
+  const int end = min(at.first + CONVERT_ROWS, seen.end);
+  const uint16_t* v_gmem = static_cast<const uint16_t*>(inputs.v_gmem) + at.batch * inputs.v_batch +
+                           at.head * inputs.v_head + column;
+  uint16_t* values_gmem =
+      inputs.v_values_gmem + static_cast<int64_t>(head_of_all) * inputs.nk * inputs.dv + column;
+  for (int row = at.first + thread_row; row < end; row += rows_per_step) {
+    float x[CHUNK];
+    load_chunk(x, v_gmem + row * inputs.v_row, inputs.dtype);
+    uint32_t words[CHUNK / 2];
+#pragma unroll
+    for (int j = 0; j < CHUNK; ++j) {
+      const float scaled = x[j] * factor;
+      if (is_finite(x[j])) x[j] = fminf(fmaxf(scaled, -1.0f), 1.0f);
+    }
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2)
+      words[j / 2] = ptx::cvt_rn_x2_f32<DType::F16>(x[j], x[j + 1]);
+    ptx::st_global_v4_b32(values_gmem + static_cast<int64_t>(row) * inputs.dv, words[0], words[1],
+                          words[2], words[3]);
+  }
+}
+
+// Whether the rotation changes the sign of a column.
+__device__ __forceinline__ bool changes_sign(int column) {
+  return (static_cast<uint32_t>(column) * 0x9E3779B1u) >> 31 != 0;
+}
+
+// Rotates a row that `lanes` neighbouring lanes hold, a chunk each; `lane` is that of this one
+// among them. Magnitudes grow at most by the number of columns.
+__device__ __forceinline__ void rotate(float (&x)[CHUNK], int lane, int lanes) {
+#pragma unroll
+  for (int j = 0; j < CHUNK; ++j) x[j] = changes_sign(lane * CHUNK + j) ? -x[j] : x[j];
+#pragma unroll
+  for (int distance = 1; distance < CHUNK; distance *= 2) {
+#pragma unroll
+    for (int j = 0; j < CHUNK; ++j) {
+      if (j & distance) continue;
+      const float a = x[j], b = x[j + distance];
+      x[j] = a + b;
+      x[j + distance] = a - b;
+    }
+  }
+  for (int distance = 1; distance < lanes; distance *= 2) {
+    const bool upper = lane & distance;
+#pragma unroll
+    for (int j = 0; j < CHUNK; ++j) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, x[j], distance);
+      x[j] = upper ? other - x[j] : x[j] + other;
+    }
+  }
+}
+
+// The largest magnitude of the row that `lanes` neighbouring lanes hold.
+__device__ __forceinline__ float largest_of_row(const float (&x)[CHUNK], int lanes) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < CHUNK; ++j) largest = fmaxf(largest, fabsf(x[j]));
+  for (int distance = 1; distance < lanes; distance *= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
+  return largest;
+}
+
+// Numbers that are not finite make the scale NaN, and so all scores of their row.
+__device__ __forceinline__ void convert_qk(const ConvertParams& params, const ConvertBlock& at) {
+  constexpr float NOT_A_NUMBER = __builtin_nanf("");
+  constexpr float LARGEST_SHIFT = 1.329227996e36f;  // 2^120: scores stay finite
+  const ApproximateInputs& inputs = params.inputs;
+  const bool is_k = at.kind == ConvertBlock::K;
+  const int lanes = inputs.columns / CHUNK;  // of a row
+  const int lane = threadIdx.x % lanes, column = lane * CHUNK;
+  const int kv_head = is_k ? at.head : at.head / (inputs.heads_q / inputs.heads_kv);
+  const KColumn* columns_gmem =
+      inputs.k_columns_gmem + (at.batch * inputs.heads_kv + kv_head) * inputs.columns + column;
+  float mean[CHUNK], factor_of_column[CHUNK];
+#pragma unroll
+  for (int j = 0; j < CHUNK; ++j) {
+    const KColumn found = inputs.nk == 0 ? KColumn{0.0f, 1.0f} : columns_gmem[j];
+    mean[j] = found.mean;
+    factor_of_column[j] = is_k ? found.factor : 1.0f / found.factor;  // exact
+  }
+  const int64_t row_stride = is_k ? inputs.k_row : inputs.q_row;
+  const uint16_t* x_gmem = static_cast<const uint16_t*>(is_k ? inputs.k_gmem : inputs.q_gmem) +
+                           at.batch * (is_k ? inputs.k_batch : inputs.q_batch) +
+                           at.head * (is_k ? inputs.k_head : inputs.q_head) + column;
+  const int64_t first_of_head = static_cast<int64_t>(at.batch * at.heads + at.head) * at.rows;
+  const int end = is_k ? SeenKeys(params, at.batch).end : at.rows;
+  int8_t* values_gmem = (is_k ? inputs.k_values_gmem : inputs.q_values_gmem) + column;
+
+  // All lanes take part in each step, for the shuffles.
+  for (int step = 0; step < CONVERT_ROWS; step += CONVERT_THREADS / lanes) {
+    const int row = at.first + step + threadIdx.x / lanes;
+    const bool valid = row < end;
+    float x[CHUNK] = {};
+    if (valid && column < inputs.d) load_chunk(x, x_gmem + row * row_stride, inputs.dtype);
+    bool finite = true;
+    float dot = 0.0f;
+#pragma unroll
+    for (int j = 0; j < CHUNK; ++j) {
+      finite &= is_finite(x[j]);
+      if (!is_finite(x[j])) x[j] = 0.0f;
+      if (is_k) {
+        if (column < inputs.d) x[j] -= mean[j];
+      } else {
+        dot = fmaf(x[j], mean[j], dot);
+      }
+      x[j] = fminf(fmaxf(x[j] * factor_of_column[j], -LARGEST_FLOAT), LARGEST_FLOAT);
+    }
+    for (int distance = 1; distance < lanes; distance *= 2) {
+      dot += __shfl_xor_sync(0xFFFFFFFFu, dot, distance);
+      finite &= __shfl_xor_sync(0xFFFFFFFFu, static_cast<int>(finite), distance) != 0;
+    }
+    // Numbers beyond 2^51 count as 2^51, so that no score overflows.
+    const int exponent = exponent_of(largest_of_row(x, lanes), -100, 50);
+    const float unit = power_of_two(exponent), factor_of_unit = power_of_two(-exponent);
+#pragma unroll
+    for (int j = 0; j < CHUNK; ++j) x[j] = fminf(fmaxf(x[j] * factor_of_unit, -2.0f), 2.0f);
+    rotate(x, lane, lanes);
+    const float largest = largest_of_row(x, lanes);
+    // Few bits, so that the kernel multiplies it by 1.5 * 2^23 exactly.
+    const float rounding = __uint_as_float(__float_as_uint(largest / 127.0f) & ~0xFFu);
+    const float integer = rounding == 0.0f ? 1.0f : rounding;
+    const float factor = 1.0f / integer;
+    if (!valid) continue;
+    uint32_t words[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < CHUNK; ++j) {
+      const uint32_t byte = static_cast<uint32_t>(__float2int_rn(x[j] * factor)) & 0xFFu;
+      words[j / 4] |= byte << (j % 4 * 8);
+    }
+    const int64_t index = first_of_head + row;
+    ptx::st_global_v2_b32(values_gmem + index * inputs.columns, words[0], words[1]);
+    if (lane != 0) continue;
+    // The product of two rotated rows is `columns` times that of the rows: 2^6, 2^7 or 2^8.
+    const float norm = inputs.columns == 64 || (is_k && inputs.columns == 128) ? 0.125f : 0.0625f;
+    const float scale = finite ? integer * unit * norm : NOT_A_NUMBER;
+    if (is_k) {
+      inputs.k_scales_gmem[index] = scale;
+    } else {
+      inputs.q_rows_gmem[index] = {scale, fminf(fmaxf(dot, -LARGEST_SHIFT), LARGEST_SHIFT)};
+    }
+  }
+}
+
+__device__ __forceinline__ void convert(const ConvertParams& params) {
+  const ConvertBlock at(params.inputs);
+  if (at.kind == ConvertBlock::V) {
+    convert_v(params, at);
+  } else {
+    convert_qk(params, at);
+  }
+}
+
+}  // namespace archflash::ampere

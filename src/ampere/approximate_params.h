@@ -1,0 +1,81 @@
+// The parameter blocks of the kernels for approximate=.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/attention_params.h"
+#include "common/dtype.h"
+#include "common/mma_sync/params.h"
+
+namespace archflash::ampere {
+
+// What a row of int8 Q stands for: its integers times `scale`; and q.mean, where `mean` is what was
+// subtracted from K, which is added to each score of the row.
+struct QRow {
+  float scale;
+  float shift;
+};
+
+// How a column of K is changed before it is rounded: (k - mean) * factor. The column of Q is
+// divided by the factor, a power of two.
+struct KColumn {
+  float mean;
+  float factor;
+};
+
+// What a number of the converted V of a head stands for: it times `scale`, a power of two. The
+// largest magnitude of them is at most 1.
+struct VScale {
+  float scale;
+  float largest;
+};
+
+// The caller's q, k and v, and what the converting kernels make of them in the workspace. With
+// cu_seqlens the rows of all sequences count as one batch there.
+struct ApproximateInputs {
+  const void *q_gmem, *k_gmem, *v_gmem;
+  int64_t q_batch, q_head, q_row;  // strides in elements
+  int64_t k_batch, k_head, k_row;
+  int64_t v_batch, v_head, v_row;
+  // The workspace. A head of K is one of (batches, heads_kv).
+  float* v_largest_gmem;    // (heads of K, chunks): the largest magnitude in STATS_ROWS rows of V
+  KColumn* k_columns_gmem;  // (heads of K, columns)
+  VScale* v_scales_gmem;    // (heads of K,)
+  uint16_t* v_values_gmem;  // (heads of K, nk, dv) in fp16
+  int8_t* k_values_gmem;    // (heads of K, nk, columns)
+  float* k_scales_gmem;     // (heads of K, nk)
+  int8_t* q_values_gmem;    // (batches, heads_q, nq, columns)
+  QRow* q_rows_gmem;        // (batches, heads_q, nq)
+  int32_t batches, heads_q, heads_kv, nq, nk, d, dv;
+  int32_t columns;         // of int8 rows: 64, 128 or 256; 0: Q and K are not converted
+  int32_t chunks;          // of the rows of V in a head
+  int32_t k_ctas, v_ctas;  // the first CTAs of convert() convert K, the next V, the rest Q
+  DType dtype;             // of q, k and v
+};
+
+constexpr int CONVERT_THREADS = 256;
+constexpr int CONVERT_ROWS = 64;   // rows that a CTA converts
+constexpr int STATS_ROWS = 1024;   // rows of V whose maximum a CTA finds
+constexpr int SAMPLED_ROWS = 512;  // most rows of K, and of Q, by which columns are judged
+
+// The two converting kernels, and the kernels of attention with or without masks as data. The
+// former read inputs and `call` as AttentionParams alone.
+struct ApproximateParams {
+  mma_sync::ManyRowsParams call;
+  ApproximateInputs inputs;
+};
+struct MaskedApproximateParams {
+  mma_sync::MaskedParams call;
+  ApproximateInputs inputs;
+};
+struct ConvertParams {
+  AttentionParams call;
+  ApproximateInputs inputs;
+};
+static_assert(std::is_trivially_copyable_v<ApproximateParams> &&
+              std::is_trivially_copyable_v<MaskedApproximateParams> &&
+              std::is_trivially_copyable_v<ConvertParams>);
+
+}  // namespace archflash::ampere

@@ -1,0 +1,12 @@
+// images: fp16_accumulate_f16 fp16_accumulate_bf16
+// targets: 80:80,90,120,ptx
+// The kernels of approximate="fp16_accumulate". approximate_config.cuh has their tiles.
+#include "ampere/approximate_fwd.cuh"
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_KERNEL(KERNEL(ampere_approximate, fp16_d64), approximate_fwd, Fp16SumsD64<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_approximate, fp16_d128), approximate_fwd, Fp16SumsD128<DTYPE>)
