@@ -198,8 +198,6 @@ def _problems(
         {"sinks": sinks, "num_splits": 1},
         {"sinks": sinks, "num_splits": 8},
     ]
-    if dtype in (torch.float16, torch.bfloat16):
-        kinds.append({"approximate": "int8_qk"})
     heads = sorted({max(1, round(device.sm_count * ratio)) for ratio in _HEADS_PER_SM})
     for nq, nk in itertools.product(_QUERIES, _KEYS):
         # The tensors are on the CPU, where nothing touches their memory. Tensors on the meta device
@@ -212,6 +210,12 @@ def _problems(
             for options in kinds:
                 yield _api.make_problem(q, k, v, **options).as_if_on_cuda()
             yield _api.make_problem(q, same_k, v, sinks=sinks).as_if_on_cuda()
+    if dtype in (torch.float16, torch.bfloat16):  # whose kernels go by the head dims alone
+        ranges = torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32)
+        q, k, v = (torch.empty(1, 1, 64, dim, dtype=dtype) for dim in (d, d, dv))
+        for name in _dispatch.approximating.NAMES:
+            for options in ({}, {"key_ranges": ranges}):
+                yield _api.make_problem(q, k, v, approximate=name, **options).as_if_on_cuda()
     yield from _problems_with_cache(device, dtype, d, dv)
     yield from _problems_with_masks(device, dtype, d, dv)
 

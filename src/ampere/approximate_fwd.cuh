@@ -254,12 +254,12 @@ __device__ __forceinline__ void approximate_fwd(const ApproximateParams& all_par
   __syncthreads();  // `context` and the rows of Q are written, before other threads read them
   const mma_sync::CtaContext& cta = context.cta;
 
-  int next_stage = 0;
+  // Neighbouring blocks of keys have their scales in the two stages in turn.
+  const auto stage_of = [](int key) {
+    return C::STAGES == 2 ? key / C::BLOCK_K % 2 * C::STAGE_BYTES : 0;
+  };
   const auto start_scales = [&](int key) {
-    if constexpr (C::INT8_QK) {
-      start_key_scales<C>(context, key, shared_smem + next_stage * C::STAGE_BYTES);
-      if (C::STAGES == 2) next_stage ^= 1;
-    }
+    if constexpr (C::INT8_QK) start_key_scales<C>(context, key, shared_smem + stage_of(key));
   };
   const mma_sync::KeyBlocks<C, decltype(start_scales)> blocks(params, cta, shared_smem,
                                                               start_scales);
@@ -275,8 +275,7 @@ __device__ __forceinline__ void approximate_fwd(const ApproximateParams& all_par
         device::Scores<C> s_rmem;
         if constexpr (C::INT8_QK) {
           const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
-          const bool second = C::STAGES == 2 && k_smem - shared_smem >= C::K_SMEM + C::STAGE_BYTES;
-          const unsigned char* stage = shared + (second ? C::STAGE_BYTES : 0);
+          const unsigned char* stage = shared + stage_of(key_first);
           multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem,
                               reinterpret_cast<const QRow*>(shared + C::ROWS_SMEM), warp_row,
                               reinterpret_cast<const float*>(stage + C::SCALES_SMEM));

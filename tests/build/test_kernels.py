@@ -342,6 +342,11 @@ INSTRUCTIONS = {
     "quantize_values_": ("F2FP.SATFINITE.E4M3.F32", "F2FP.SATFINITE.E5M2.F32", "LDG.E.128"),
     "ada_combine_": COMBINES,
     "ampere_append_": ("LDG.E", "STG.E"),
+    "ampere_approximate_bf16_": ("HMMA.16816.F32", "HMMA.16816.F16", *TILES),
+    "ampere_approximate_convert": ("LDG.E.128", "F2I", "SHFL.BFLY"),
+    "ampere_approximate_f16_": ("HMMA.16816.F32", "HMMA.16816.F16", *TILES),
+    "ampere_approximate_int8_": ("HMMA.16816.F16", *TILES),
+    "ampere_approximate_stats": ("LDG.E.128", "FMNMX"),
     "ampere_attention_": ("HMMA.16816.F32", *TILES),
     "ampere_backward_dq_": ("LDG.E.128", "STG.E.128"),
     "ampere_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
@@ -402,6 +407,7 @@ WITHOUT_TENSOR_CORES = (
     *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
     *("hopper_convert_cache_", "hopper_order_tiles_", "hopper_summarize_"),
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
+    *("ampere_approximate_convert", "ampere_approximate_stats"),
     "blackwell_dc_backward_",
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
     *("blackwell_dc_combine_", "hopper_combine_"),
@@ -620,6 +626,9 @@ def problems() -> tuple[native.Problem, ...]:
                     options: dict[str, Any]
                     for options in (
                         {"approximate": "int8_qk"},
+                        {"approximate": "int8"},
+                        {"approximate": "int8", "softcap": 5.0},
+                        {"approximate": "fp16_accumulate"},
                         {"num_splits": 2},
                         {"causal": True},
                     ):

@@ -97,7 +97,9 @@ def test_the_approximation_is_taken_only_where_it_is_asked_for(
     asked_for = comfyui.override("int8_qk")
     asked_for(None, q, k, v, heads=HEADS, low_precision_attention=True)
     asked_for(None, q, k, v, heads=HEADS, low_precision_attention=False)
-    assert asked == [None, None, "int8_qk", None]
+    assert asked == [None, None, "int8_qk if served", None]
+    with pytest.raises(ValueError, match="approximate is 'int3': it must be one of int8_qk, int8"):
+        comfyui.attention(q, k, v, HEADS, approximate="int3")
 
 
 def test_what_is_wrong_is_said() -> None:
@@ -198,7 +200,7 @@ def test_it_is_listed_once(
     assert listed(*qkv(), HEADS, transformer_options=options) == "attention"
 
 
-@pytest.mark.parametrize("precision", ["exact", "int8_qk"])
+@pytest.mark.parametrize("precision", ["exact", "int8"])
 def test_a_patched_model_calls_it(
     functions: ModuleType, node: Any, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,11 +152,13 @@ def test_the_approximation_is_taken_only_where_it_is_asked_for(
         function(q, k, v, approximate="int8_qk")
     assert asked == [None, "int8_qk"] * len(ONE_CALL)
     asked.clear()
-    monkeypatch.setattr(core, "_asked_of_all", "int8_qk")
+    monkeypatch.setattr(core, "_asked_of_all", "int8 if served")
     sageattention.sageattn(q, k, v)
     sageattn3.sageattn3_blackwell(q, k, v)
     sageattention.sageattn(*wide)
-    assert asked == ["int8_qk", "int8_qk", None]
+    packed, ends = q[0].transpose(0, 1), torch.tensor([0, q.shape[2]])
+    sageattention.sageattn_varlen(packed, packed, packed, ends, ends, q.shape[2], q.shape[2])
+    assert asked == ["int8 if served"] * 4
     with pytest.raises(ValueError, match="int8_qk"):
         sageattention.sageattn(q, k, v, approximate="int3")
 
@@ -169,7 +171,7 @@ def test_the_environment_asks_at_import(value: str, monkeypatch: pytest.MonkeyPa
     assert spec.loader is not None
     another = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(another)
-    assert another._asked_of_all == (value or None)
+    assert another._asked_of_all == (f"{value} if served" if value else None)
 
 
 def test_install_gives_the_names_and_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:

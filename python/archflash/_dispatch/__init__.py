@@ -13,7 +13,13 @@ into `choosing.decide`: the last line here registers it.
 from __future__ import annotations
 
 from archflash import _archflash as _native
-from archflash._dispatch.approximating import approximate, asked_for, steered, with_approximate
+from archflash._dispatch.approximating import (
+    approximate,
+    asked_for,
+    steered,
+    where_served,
+    with_approximate,
+)
 from archflash._dispatch.choosing import (
     choose,
     decide,
@@ -70,6 +76,7 @@ __all__ = [
     "select",
     "simulated_device",
     "steered",
+    "where_served",
     "why_torch",
     "with_approximate",
 ]

@@ -18,18 +18,26 @@ _PLACE = list(_options.DEFAULTS).index("approximate")
 _CACHE = list(_options.DEFAULTS).index("cache_seqlens")
 
 
-def _checked(name: object, what: str) -> str | None:
-    """The value of the option that asks for an approximation where a kernel offers it."""
+NAMES = tuple(name for name, *_ in _native.approximations())
+
+
+def where_served(name: object, what: str) -> str | None:
+    """The value of the option that asks for an approximation where a kernel offers it, and else for
+    an exact result; None for no name.
+
+    Raises:
+        ValueError: no approximation has that name; the message begins with `what`.
+    """
     if name is None:
         return None
-    if name not in (names := [name for name, *_ in _native.approximations()]):
+    if name not in NAMES:
         raise ValueError(
-            f"{what} {_native.given(name)}: it must be one of {', '.join(names)}, or None"
+            f"{what} {_native.given(name)}: it must be one of {', '.join(NAMES)}, or None"
         )
     return f"{name} if served"
 
 
-_of_environment = _checked(
+_of_environment = where_served(
     os.environ.get(APPROXIMATE_VARIABLE) or None, f"{APPROXIMATE_VARIABLE} is"
 )
 _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar(
@@ -61,7 +69,7 @@ def approximate(name: str | None) -> Iterator[None]:
         ...     archflash.attention(q, q, q).shape
         torch.Size([1, 2, 5, 8])
     """
-    value = _checked(name, "approximate() got")
+    value = where_served(name, "approximate() got")
     _native.note_forced()
     token = _asked.set(value)
     try:

@@ -123,6 +123,9 @@ def plan_facts(plan: _native.LaunchPlan) -> list[tuple[str, str]]:
 
 
 def why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.Device) -> str:
+    if problem.approximate and chosen != _registry.TORCH:
+        summary = str(_native.describe(chosen).summary)
+        return f"{summary}; the call asks for approximate={problem.approximate!r}"
     if calibrated := _cost_of(chosen, problem, device):
         served_by = pytorch.kernel_of(problem, device.capability)
         what = "PyTorch's attention"

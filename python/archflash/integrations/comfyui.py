@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from archflash._api import attention as _attention
+from archflash._dispatch import where_served
 
 NAME = "archflash"
 _OVERRIDE = "optimized_attention_override"  # where ComfyUI looks for a function of a model's own
@@ -41,8 +42,8 @@ def attention(
         attn_precision: has no effect: kernels add scores up in fp32 whatever the dtype is.
         skip_reshape: q, k and v have their heads already.
         skip_output_reshape: the output keeps its heads.
-        approximate: as for `archflash.attention`. A layer with a mask, and one that passes
-            low_precision_attention=False, is computed exactly all the same.
+        approximate: as for `archflash.attention`. A layer that no kernel serves so, and one that
+            passes low_precision_attention=False, is computed exactly all the same.
         kwargs: `scale` multiplies q k^T, 1 / sqrt(d) by default; with `enable_gqa` k and v may have
             fewer heads. What else ComfyUI passes is for other functions, and not read.
 
@@ -73,14 +74,14 @@ def attention(
         k, v = _with_heads("k", k, heads_kv), _with_heads("v", v, heads_kv)
     if mask is not None and mask.ndim == 3:
         mask = mask.unsqueeze(1)
-    exact = mask is not None or kwargs.get("low_precision_attention") is False
+    exact = kwargs.get("low_precision_attention") is False
     out: Tensor = _attention(
         q,
         k,
         v,
         attn_mask=mask,
         scale=kwargs.get("scale"),
-        approximate=None if exact else approximate,
+        approximate=None if exact else where_served(approximate, "approximate is"),
         layout="bhnd" if skip_reshape else "bnhd",
     )
     if skip_reshape != skip_output_reshape:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _gradients, _proofs
+from archflash import _dispatch, _gradients, _proofs
 from archflash._errors import ArchflashError
 from archflash.verify import _calls
 from archflash.verify._calls import FP8, Call, Maker, Tensors
 from archflash.verify._setup import Item, NotHereError, Setup, Told
 
+_APPROXIMATIONS = {*_dispatch.approximating.NAMES}
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (384, 384), (512, 512))
 # Batch, heads of q and of k, queries, keys: few keys, few rows, enough to fill a GPU several times,
 # many keys for few rows, and tall tiles.
@@ -133,8 +134,13 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
     yield "sinks", lambda make, shape: {"sinks": make.rand(shape[1])}
     if dtype in FP8:
         yield "descales by block", blocks
-    elif "int8_qk" in takes:
-        yield "int8_qk", lambda make, shape: {"approximate": "int8_qk"}
+    for approximation in _APPROXIMATIONS & takes:
+        yield approximation, lambda make, shape, name=approximation: {"approximate": name}
+    if "int8" in takes and "attn_mask" in takes:
+        yield (
+            "int8, ranges of keys",
+            lambda make, shape: ranges(make, shape) | {"approximate": "int8"},
+        )
     if "attn_mask" in takes:
         yield "added mask", mask
         yield "ranges of keys", ranges
@@ -195,7 +201,7 @@ def backward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
     """Candidates of a backward pass."""
     takes = {*_native.describe(kernel).features}
     for dims, shape, exact in itertools.product(DIMS, SHAPES_OF_GRADIENTS, (False, True)):
-        for what, options in options_of(dtype, takes - {"int8_qk"}):
+        for what, options in options_of(dtype, takes - _APPROXIMATIONS):
             batch, heads, heads_kv, rows, keys = shape
             words = [f"{dtype} d{dims[0]}/{dims[1]} {batch}x{heads}/{heads_kv} {rows}x{keys}", what]
             name = " ".join([*words, *(["deterministic"] if exact else [])])

@@ -3,8 +3,8 @@
 Names, order and defaults of the arguments, shapes and the log-sum-exp are those of SageAttention
 2.2. What is different:
 
-- Nothing is quantised unless `approximate="int8_qk"` (`archflash.attention`) is passed, or the
-  environment has ARCHFLASH_SAGE_APPROXIMATE=int8_qk. Arguments that say how to quantise have no
+- Nothing is quantised unless `approximate="int8"` (`archflash.attention`) is passed, or the
+  environment has ARCHFLASH_SAGE_APPROXIMATE=int8. Arguments that say how to quantise have no
   effect.
 - attn_mask counts in every function, and so do scale and dropout_p of PyTorch's
   scaled_dot_product_attention, in whose place `sageattn` may stand. The originals drop them.

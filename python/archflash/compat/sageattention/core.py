@@ -10,11 +10,14 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._api import attention
+from archflash._dispatch import where_served
 from archflash._errors import UnsupportedError
 from archflash.compat._flash import flag, plain
 
 APPROXIMATE_VARIABLE = "ARCHFLASH_SAGE_APPROXIMATE"
-_asked_of_all = os.environ.get(APPROXIMATE_VARIABLE) or None
+_asked_of_all = where_served(
+    os.environ.get(APPROXIMATE_VARIABLE) or None, f"{APPROXIMATE_VARIABLE} is"
+)
 _LAYOUTS = {"HND": "bhnd", "NHD": "bnhd"}
 # Arguments of the originals that say how they quantise.
 _OF_QUANTISING = (
@@ -52,9 +55,9 @@ def sageattn(
         attn_mask: bool (True keeps) or added to the scores, broadcastable to (batch, heads,
             queries, keys).
         kwargs: `approximate`, as for `archflash.attention`, by default what the environment's
-            ARCHFLASH_SAGE_APPROXIMATE said at import, for 16-bit tensors; `scale`, `dropout_p` and
-            `enable_gqa`, as PyTorch's scaled_dot_product_attention has them; and the originals'
-            arguments on quantising, which have no effect.
+            ARCHFLASH_SAGE_APPROXIMATE said at import, where a kernel serves that; `scale`,
+            `dropout_p` and `enable_gqa`, as PyTorch's scaled_dot_product_attention has them; and
+            the originals' arguments on quantising, which have no effect.
 
     Returns:
         The output in q's layout; with return_lse the pair of it and the log-sum-exp, float32
@@ -81,10 +84,6 @@ def sageattn(
     scale = plain(kwargs.get("scale"))
     if scale is not None and sm_scale is not None:
         raise ValueError(f"sm_scale={sm_scale} and scale={scale} are one number: pass one of them")
-    approximate = kwargs.get("approximate")
-    # With a mask no kernel of ours approximates, and the exact ones take it.
-    if approximate is None and attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
-        approximate = _asked_of_all
     causal = flag(is_causal)
     return attention(
         q,
@@ -95,7 +94,7 @@ def sageattn(
         scale=plain(sm_scale) if scale is None else scale,
         attn_mask=attn_mask,
         dropout_p=plain(kwargs.get("dropout_p")),
-        approximate=approximate,
+        approximate=_asked_of_all if kwargs.get("approximate") is None else kwargs["approximate"],
         layout=_LAYOUTS[tensor_layout],
         return_lse=flag(return_lse),
     )
@@ -191,13 +190,14 @@ def sageattn_varlen(
     smooth_k: bool = True,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention of packed sequences, always exact.
+    """Attention of packed sequences.
 
     Args:
         q, k, v: (rows of all sequences, heads, d).
         cu_seqlens_q, cu_seqlens_k: where sequences start and end, int32 or int64.
         max_seqlen_q, max_seqlen_k: the longest sequences, hints.
         is_causal, sm_scale, smooth_k: as for `sageattn`.
+        kwargs: `approximate` and the originals' arguments on quantising, as for `sageattn`.
 
     Returns:
         (rows of all sequences, heads, dv).
@@ -211,7 +211,7 @@ def sageattn_varlen(
             "attn_mask in sageattn_varlen: packed sequences take none; leave the rows out that it "
             "hides, or call sageattn"
         )
-    _refuse_unknown("sageattn_varlen", kwargs, ())
+    _refuse_unknown("sageattn_varlen", kwargs, ("approximate",))
     causal = flag(is_causal)
     return attention(  # type: ignore[no-any-return]
         q,
@@ -224,6 +224,7 @@ def sageattn_varlen(
         cu_seqlens_k=_as_int32(cu_seqlens_k),
         max_seqlen_q=plain(max_seqlen_q),
         max_seqlen_k=plain(max_seqlen_k),
+        approximate=_asked_of_all if kwargs.get("approximate") is None else kwargs["approximate"],
     )
 
 
