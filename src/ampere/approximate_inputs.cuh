@@ -45,15 +45,36 @@ __device__ __forceinline__ int exponent_of(float magnitude, int least, int most)
   return min(max(static_cast<int>(__float_as_uint(magnitude) >> 23) - 127, least), most);
 }
 
-// Reads a chunk of eight elements.
-__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const uint16_t* gmem, DType dtype) {
-  const uint4 data = *reinterpret_cast<const uint4*>(gmem);
+// The eight elements of a chunk.
+__device__ __forceinline__ void unpack_chunk(float (&x)[CHUNK], const uint4& data, DType dtype) {
   const uint32_t words[4] = {data.x, data.y, data.z, data.w};
 #pragma unroll
   for (int j = 0; j < CHUNK; ++j) {
     const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
     x[j] = dtype == DType::F16 ? ptx::cvt_f32_f16(bits)
                                : __uint_as_float(device::float_bits_of_bfloat16(bits));
+  }
+}
+
+// Calls use(x, row) with a chunk of every step-th row from `first` to `end`, READS of which are
+// loaded together. at(row) is the chunk's address.
+template <int READS, class At, class Use>
+__device__ __forceinline__ void for_chunks(int64_t first, int64_t end, int64_t step, DType dtype,
+                                           const At& at, const Use& use) {
+  for (int64_t row = first; row < end; row += READS * step) {
+    uint4 data[READS];
+#pragma unroll
+    for (int i = 0; i < READS; ++i) {
+      data[i] = make_uint4(0, 0, 0, 0);
+      if (row + i * step < end) data[i] = *reinterpret_cast<const uint4*>(at(row + i * step));
+    }
+#pragma unroll
+    for (int i = 0; i < READS; ++i) {
+      if (row + i * step >= end) break;
+      float x[CHUNK];
+      unpack_chunk(x, data[i], dtype);
+      use(x, row + i * step);
+    }
   }
 }
 
@@ -90,13 +111,14 @@ __device__ __forceinline__ void find_stats(const ConvertParams& params) {
     const int end = min(chunk * STATS_ROWS + STATS_ROWS, seen.end);
     float largest = 0.0f;
     if (thread / per_row < rows_per_step) {
-      for (int row = first + thread / per_row; row < end; row += rows_per_step) {
-        float x[CHUNK];
-        load_chunk(x, v_gmem + row * inputs.v_row, inputs.dtype);
+      for_chunks<8>(
+          first + thread / per_row, end, rows_per_step, inputs.dtype,
+          [&](int64_t row) { return v_gmem + row * inputs.v_row; },
+          [&](const float (&x)[CHUNK], int64_t) {
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j)
-          largest = fmaxf(largest, is_finite(x[j]) ? fabsf(x[j]) : 0.0f);
-      }
+            for (int j = 0; j < CHUNK; ++j)
+              largest = fmaxf(largest, is_finite(x[j]) ? fabsf(x[j]) : 0.0f);
+          });
     }
     largest = device::largest_of_cta<CONVERT_THREADS>(largest);
     if (thread == 0) inputs.v_largest_gmem[blockIdx.x] = largest;
@@ -114,18 +136,18 @@ __device__ __forceinline__ void find_stats(const ConvertParams& params) {
   float sum[CHUNK] = {}, largest[CHUNK], smallest[CHUNK];
 #pragma unroll
   for (int j = 0; j < CHUNK; ++j) largest[j] = -LARGEST_FLOAT, smallest[j] = LARGEST_FLOAT;
-#pragma unroll 2
-  for (int key = first; first < rows_per_step && key < keys; key += rows_per_step) {
-    float x[CHUNK];
-    load_chunk(x, k_gmem + key * (step * inputs.k_row), inputs.dtype);
+  for_chunks<8>(
+      first < rows_per_step ? first : keys, keys, rows_per_step, inputs.dtype,
+      [&](int64_t key) { return k_gmem + key * (step * inputs.k_row); },
+      [&](const float (&x)[CHUNK], int64_t) {
 #pragma unroll
-    for (int j = 0; j < CHUNK; ++j) {
-      if (!is_finite(x[j])) continue;
-      sum[j] += x[j];
-      largest[j] = fmaxf(largest[j], x[j]);
-      smallest[j] = fminf(smallest[j], x[j]);
-    }
-  }
+        for (int j = 0; j < CHUNK; ++j) {
+          if (!is_finite(x[j])) continue;
+          sum[j] += x[j];
+          largest[j] = fmaxf(largest[j], x[j]);
+          smallest[j] = fminf(smallest[j], x[j]);
+        }
+      });
   // The largest magnitude of each column in every step-th row of the heads of Q that share this
   // head of K.
   const int group = inputs.heads_q / inputs.heads_kv;
@@ -134,15 +156,16 @@ __device__ __forceinline__ void find_stats(const ConvertParams& params) {
   const uint16_t* q_gmem = static_cast<const uint16_t*>(inputs.q_gmem) + batch * inputs.q_batch +
                            head * group * inputs.q_head + column;
   float largest_q[CHUNK] = {};
-#pragma unroll 2
-  for (int64_t row = first * q_step; first < rows_per_step && row < q_rows;
-       row += rows_per_step * q_step) {
-    float x[CHUNK];
-    load_chunk(x, q_gmem + row % group * inputs.q_head + row / group * inputs.q_row, inputs.dtype);
+  for_chunks<8>(
+      first < rows_per_step ? first * q_step : q_rows, q_rows, rows_per_step * q_step, inputs.dtype,
+      [&](int64_t row) {
+        return q_gmem + row % group * inputs.q_head + row / group * inputs.q_row;
+      },
+      [&](const float (&x)[CHUNK], int64_t) {
 #pragma unroll
-    for (int j = 0; j < CHUNK; ++j)
-      largest_q[j] = fmaxf(largest_q[j], is_finite(x[j]) ? fabsf(x[j]) : 0.0f);
-  }
+        for (int j = 0; j < CHUNK; ++j)
+          largest_q[j] = fmaxf(largest_q[j], is_finite(x[j]) ? fabsf(x[j]) : 0.0f);
+      });
   // Of the column whose number is the thread's, from what all threads found.
   __shared__ float parts[CONVERT_THREADS * CHUNK];  // (rows_per_step, d)
   const auto of_column = [&](const float (&own)[CHUNK], const auto& add) {
@@ -219,21 +242,24 @@ __device__ __forceinline__ void convert_v(const ConvertParams& params, const Con
                            at.head * inputs.v_head + column;
   uint16_t* values_gmem =
       inputs.v_values_gmem + static_cast<int64_t>(head_of_all) * inputs.nk * inputs.dv + column;
-  for (int row = at.first + thread_row; row < end; row += rows_per_step) {
-    float x[CHUNK];
-    load_chunk(x, v_gmem + row * inputs.v_row, inputs.dtype);
-    uint32_t words[CHUNK / 2];
+  for_chunks<4>(
+      at.first + thread_row, end, rows_per_step, inputs.dtype,
+      [&](int64_t row) { return v_gmem + row * inputs.v_row; },
+      [&](const float (&x)[CHUNK], int64_t row) {
+        uint32_t words[CHUNK / 2];
 #pragma unroll
-    for (int j = 0; j < CHUNK; ++j) {
-      const float scaled = x[j] * factor;
-      if (is_finite(x[j])) x[j] = fminf(fmaxf(scaled, -1.0f), 1.0f);
-    }
+        for (int j = 0; j < CHUNK; j += 2) {
+          float pair[2];
 #pragma unroll
-    for (int j = 0; j < CHUNK; j += 2)
-      words[j / 2] = ptx::cvt_rn_x2_f32<DType::F16>(x[j], x[j + 1]);
-    ptx::st_global_v4_b32(values_gmem + static_cast<int64_t>(row) * inputs.dv, words[0], words[1],
-                          words[2], words[3]);
-  }
+          for (int i = 0; i < 2; ++i) {
+            const float scaled = fminf(fmaxf(x[j + i] * factor, -1.0f), 1.0f);
+            pair[i] = is_finite(x[j + i]) ? scaled : x[j + i];
+          }
+          words[j / 2] = ptx::cvt_rn_x2_f32<DType::F16>(pair[0], pair[1]);
+        }
+        ptx::st_global_v4_b32(values_gmem + row * inputs.dv, words[0], words[1], words[2],
+                              words[3]);
+      });
 }
 
 // Whether the rotation changes the sign of a column.
@@ -302,12 +328,19 @@ __device__ __forceinline__ void convert_qk(const ConvertParams& params, const Co
   const int end = is_k ? SeenKeys(params, at.batch).end : at.rows;
   int8_t* values_gmem = (is_k ? inputs.k_values_gmem : inputs.q_values_gmem) + column;
 
-  // All lanes take part in each step, for the shuffles.
-  for (int step = 0; step < CONVERT_ROWS; step += CONVERT_THREADS / lanes) {
-    const int row = at.first + step + threadIdx.x / lanes;
+  // All lanes take part in each step, for the shuffles. The chunk of the next step is loaded ahead.
+  const int thread_row = at.first + threadIdx.x / lanes, rows_per_step = CONVERT_THREADS / lanes;
+  const auto load = [&](int row) {
+    const bool valid = row < end && column < inputs.d;
+    return valid ? *reinterpret_cast<const uint4*>(x_gmem + row * row_stride)
+                 : make_uint4(0, 0, 0, 0);
+  };
+  uint4 next = load(thread_row);
+  for (int row = thread_row; row < thread_row + CONVERT_ROWS; row += rows_per_step) {
     const bool valid = row < end;
-    float x[CHUNK] = {};
-    if (valid && column < inputs.d) load_chunk(x, x_gmem + row * row_stride, inputs.dtype);
+    float x[CHUNK];
+    unpack_chunk(x, next, inputs.dtype);
+    if (row + rows_per_step < thread_row + CONVERT_ROWS) next = load(row + rows_per_step);
     bool finite = true;
     float dot = 0.0f;
 #pragma unroll

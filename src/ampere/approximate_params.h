@@ -57,7 +57,7 @@ struct ApproximateInputs {
 
 constexpr int CONVERT_THREADS = 256;
 constexpr int CONVERT_ROWS = 64;   // rows that a CTA converts
-constexpr int STATS_ROWS = 1024;   // rows of V whose maximum a CTA finds
+constexpr int STATS_ROWS = 256;    // rows of V whose maximum a CTA finds
 constexpr int SAMPLED_ROWS = 512;  // most rows of K, and of Q, by which columns are judged
 
 // The two converting kernels, and the kernels of attention with or without masks as data. The

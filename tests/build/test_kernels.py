@@ -92,6 +92,8 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names = ["sm_90", "sm_100", "compute_80"]
     if image.startswith("ampere/bwd_d96_"):  # 163 KB
         names = ["sm_80", "sm_90", "sm_100", "compute_80"]
+    if image == "ampere/int8" or stem.startswith("fp16_accumulate_"):  # 10.x has its driver compile
+        names.remove("sm_100")
     if image in ON_9_0:
         names = ["sm_90"]
     if folder == PROBES:  # each file has its own

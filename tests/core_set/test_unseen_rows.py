@@ -105,11 +105,12 @@ def test_8_bits(kernel: str, d: int) -> None:
     assert_same_with_nan(kernel, q, (k, v), nan, window=(40, 7), q_offset=100)
 
 
-def test_int8_products_with_values_that_nobody_sees() -> None:
-    for kernel in on.kernels("int8_qk"):
+@pytest.mark.parametrize("name", ["int8_qk", "int8", "fp16_accumulate"])
+def test_approximate_products_with_values_that_nobody_sees(name: str) -> None:
+    for kernel in on.kernels(name):
         q, k, v = on.qkv(70, 300, dtype="bfloat16")
         nan = (k, spoiled(v, (60, 177)))
-        call = {"approximate": "int8_qk", "window": (40, 7), "q_offset": 100}
+        call = {"approximate": name, "window": (40, 7), "q_offset": 100}
         assert_same_with_nan(kernel, q, (k, v), nan, **call)
 
 

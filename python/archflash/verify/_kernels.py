@@ -134,7 +134,7 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
     yield "sinks", lambda make, shape: {"sinks": make.rand(shape[1])}
     if dtype in FP8:
         yield "descales by block", blocks
-    for approximation in _APPROXIMATIONS & takes:
+    for approximation in sorted(_APPROXIMATIONS & takes):
         yield approximation, lambda make, shape, name=approximation: {"approximate": name}
     if "int8" in takes and "attn_mask" in takes:
         yield (
