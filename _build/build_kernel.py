@@ -1,12 +1,11 @@
-"""Builds one image: CUDA -> PTX -> machine code -> fatbin. CMake calls it for each image of each
+"""Builds one image: CUDA -> PTX -> machine code. CMake calls it for each image of each
 src/<folder>/kernels/*.cu: those that the file's line `// images:` names, else one called like it.
 
 A file with several images is compiled with two macros that say the type in which the image's name
 ends (src/common/instantiate.cuh). All machine code is assembled from PTX texts that are kept: the
-wheel carries them, and the simulator runs them. Outputs, in --output: IMAGE.fatbin (compressed;
-machine code for every target, and the PTX of a group that has the target `ptx`),
-IMAGE.compute_XX.ptx (the texts, which pack_texts.py packs) and IMAGE.json (registers, spills,
-shared and stack bytes per target and kernel).
+wheel carries them, and the simulator runs them. Outputs, in --output: IMAGE.sm_XX.cubin and
+IMAGE.compute_XX.ptx, which pack_images.py packs, and IMAGE.json (registers, spills, shared and
+stack bytes per target and kernel).
 
 ARCHFLASH_KERNEL_CACHE may name a folder where compiled texts and machine code are kept between
 builds: a kernel whose preprocessed source is unchanged is then not compiled again, and a PTX text
@@ -63,6 +62,11 @@ def kept(parts: list[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes
     return made, json.loads(printed_line)
 
 
+def targets_of_groups(groups: list[str]) -> list[tuple[str, list[str]]]:
+    """ "80:80,90,ptx" -> ("80", ["80", "90", "ptx"])."""
+    return [(group.partition(":")[0], group.partition(":")[2].split(",")) for group in groups]
+
+
 def macros_of(source: Path, image: str) -> list[str]:
     """What tells src/common/instantiate.cuh the type of an image; nothing if it is the only one."""
     if image == source.stem:
@@ -113,12 +117,6 @@ def without_lines(ptx: str) -> str:
     return re.sub(r"^\s*\.(loc|file)\s[^\n]*\n", "", ptx, flags=re.MULTILINE)
 
 
-def for_newer_gpus(ptx: str) -> str:
-    """A PTX text without line numbers and the names of functions that these point to."""
-    names = r"^\s*\.section\s+\.debug_str\s*\{[^}]*\}\n"
-    return re.sub(names, "", without_lines(ptx), flags=re.MULTILINE)
-
-
 def neutral_paths(ptx: str, source_root: Path) -> str:
     """Makes `.file` lines the same on every machine: paths relative to src/ or cuda/, no times and
     sizes.
@@ -165,9 +163,7 @@ def main() -> None:
     parser.add_argument("--image", help="its name; without it the name of the .cu file")
     parser.add_argument("--source-root", type=Path, required=True, help="src/, the include path")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    parser.add_argument(
-        "--toolkit", type=Path, required=True, help="folder with nvcc and fatbinary"
-    )
+    parser.add_argument("--toolkit", type=Path, required=True, help="folder with nvcc")
     parser.add_argument("--ptxas", type=Path, required=True, help="the assembler")
     parser.add_argument(
         "--lineinfo",
@@ -185,11 +181,9 @@ def main() -> None:
     macros = [*arguments.define, *macros_of(source, image)]
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
-    pieces: list[str] = []
     texts: dict[str | None, str] = {}
     resources: dict[str, dict[str, dict[str, int]]] = {}
-    for group in arguments.groups:
-        virtual, _, targets = group.partition(":")
+    for virtual, targets in targets_of_groups(arguments.groups):
         ptx_file = output / f"{image}.compute_{virtual}.ptx"
         same = SAME_TEXT_AS.get(virtual)
         if same in texts:
@@ -200,19 +194,11 @@ def main() -> None:
             )
         texts[virtual] = text
         ptx_file.write_text(text)
-        for target in targets.split(","):
-            if target == "ptx":
-                newer = output / f"{image}.newer.ptx"
-                newer.write_text(for_newer_gpus(text))
-                pieces.append(f"--image3=kind=ptx,sm={virtual},file={newer}")
-                continue
-            cubin = output / f"{image}.sm_{target}.cubin"
-            report = assemble(arguments.ptxas, ptx_file, target, arguments.lineinfo, cubin)
-            resources[f"sm_{target}"] = parse_resources(report)
-            pieces.append(f"--image3=kind=elf,sm={target},file={cubin}")
-    fatbin = output / f"{image}.fatbin"
-    flags = [f"--create={fatbin}", "-64", "--compress-all", "--compress-mode=size"]
-    run([str(arguments.toolkit / "fatbinary"), *flags, *pieces])
+        for target in targets:
+            if target != "ptx":
+                cubin = output / f"{image}.sm_{target}.cubin"
+                report = assemble(arguments.ptxas, ptx_file, target, arguments.lineinfo, cubin)
+                resources[f"sm_{target}"] = parse_resources(report)
     (output / f"{image}.json").write_text(json.dumps(resources, indent=1, sort_keys=True) + "\n")
 
 

@@ -38,10 +38,11 @@ import hashlib, pathlib, torch, archflash
 from archflash import _archflash
 folder = pathlib.Path(archflash.__file__).parent
 for file in sorted(folder.rglob("*")):
-    if file.suffix in (".py", ".pyi", ".json", ".xz"):
+    if file.suffix in (".py", ".pyi", ".json", ".lzma"):
         print(file.relative_to(folder), hashlib.sha256(file.read_bytes()).hexdigest())
 for name in _archflash.image_names():
-    print(name, hashlib.sha256(_archflash.image(name)).hexdigest())
+    for target in _archflash.targets(name):
+        print(name, target.name, hashlib.sha256(_archflash.code_of(name, target.name)).hexdigest())
 for device in (row.device.name for row in _archflash.known_devices()):
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
         for shape in ((2, 16, 4096, 128), (1, 8, 1, 64)):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import archflash
-from archflash.sim._attention import texts_in
+from archflash._packed import members
 
 KERNELS = next(
     folder for path in archflash.__path__ if (folder := Path(path) / "_kernels").is_dir()
@@ -17,7 +17,7 @@ KERNELS = next(
 
 def ptx_texts(folder: str = "*") -> Iterator[tuple[str, str, str]]:
     """(image, target, PTX) of all kernels that are installed, or of those of a folder."""
-    for file in sorted(KERNELS.glob(f"{folder}/*.ptx.xz")):
-        target = file.name.removesuffix(".ptx.xz").rpartition(".")[2]
-        for image, text in texts_in(file.read_bytes()).items():
-            yield f"{file.parent.name}/{image}", target, text
+    for file in sorted(KERNELS.glob(f"{folder}/*.ptx.lzma")):
+        for name, text in members(file.read_bytes()):
+            image, _, target = name.partition(".")
+            yield f"{file.parent.name}/{image}", target, text.decode()

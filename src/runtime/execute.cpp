@@ -13,9 +13,12 @@
 namespace archflash {
 
 struct Kernel {
-  cudaKernel_t handle = nullptr;
+  struct OnDevice {
+    cudaKernel_t handle = nullptr;
+    int32_t shared_limit = 0;  // the dynamic shared memory set so far
+  };
   std::string image, entry;
-  std::map<int, int32_t> shared_limit;  // for each device, the dynamic shared memory set so far
+  std::map<int, OnDevice> on;  // by device
 };
 
 namespace {
@@ -70,45 +73,67 @@ Kernel* find_kernel(std::string_view image_name, std::string_view entry) {
   return kernels.emplace(name, std::move(kernel)).first->second.get();
 }
 
-void load(Kernel& kernel) {
-  static auto& libraries = *new std::map<std::string, cudaLibrary_t>;
-  const OutsideCapture guard;
-  auto found = libraries.find(kernel.image);
-  if (found == libraries.end()) {
-    const Bytes bytes = image(kernel.image);
-    if (!bytes.begin)
-      throw LaunchFailure(join("kernels ", kernel.image, " are not compiled in this build"));
-    cudaLibrary_t library = nullptr;
-    check(cudaLibraryLoadData(&library, bytes.begin, nullptr, nullptr, 0, nullptr, nullptr, 0),
-          join("loading ", kernel.image));
-    found = libraries.emplace(kernel.image, library).first;
-  }
-  check(cudaLibraryGetKernel(&kernel.handle, found->second, kernel.entry.c_str()),
-        join("finding kernel ", kernel.entry, " in ", kernel.image));
+// The compute capability of a device, 10 * major + minor.
+int capability_of(int device_index) {
+  int major = 0, minor = 0;
+  const std::string what = join("asking device ", device_index, " for its compute capability");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index), what);
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_index), what);
+  return 10 * major + minor;
 }
 
-void make_ready(Kernel& kernel, int device_index, int32_t shared_bytes) {
-  const std::lock_guard lock(loading);
-  if (!kernel.handle) load(kernel);
-  int32_t& limit = kernel.shared_limit[device_index];
-  if (shared_bytes > limit) {
-    const OutsideCapture guard;
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel.handle),
+// The code of an image for a device. It is unpacked by Python, whose lock is never waited for with
+// the other one held.
+cudaLibrary_t find_library(const std::string& image, int device_index,
+                           std::unique_lock<std::mutex>& lock) {
+  static auto& libraries = *new std::map<std::pair<std::string, std::string>, cudaLibrary_t>;
+  const int capability = capability_of(device_index);
+  const std::string target = target_for(image, capability);
+  cudaLibrary_t& library = libraries[{image, target}];
+  if (library != nullptr) return library;
+  lock.unlock();
+  const std::string code = code_of(image, target);
+  lock.lock();
+  if (code.empty()) {
+    throw LaunchFailure(join("this build has no code of ", image, " for compute capability ",
+                             capability / 10, '.', capability % 10));
+  }
+  if (library == nullptr) {  // CUDA keeps a copy of the code
+    check(cudaLibraryLoadData(&library, code.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+          join("loading ", image, " for ", target));
+  }
+  return library;
+}
+
+// The kernel as a device launches it, with so much dynamic shared memory.
+cudaKernel_t make_ready(Kernel& kernel, int device_index, int32_t shared_bytes) {
+  std::unique_lock lock(loading);
+  auto& [handle, shared_limit] = kernel.on[device_index];
+  if (handle && shared_bytes <= shared_limit) return handle;
+  const OutsideCapture guard;
+  if (!handle) {
+    const cudaLibrary_t library = find_library(kernel.image, device_index, lock);
+    check(cudaLibraryGetKernel(&handle, library, kernel.entry.c_str()),
+          join("finding kernel ", kernel.entry, " in ", kernel.image));
+  }
+  if (shared_bytes > shared_limit) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(handle),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           join("allowing ", shared_bytes, " bytes of shared memory for ", kernel.entry));
-    limit = shared_bytes;
+    shared_limit = shared_bytes;
   }
+  return handle;
 }
 
 // Loads a kernel into the current context now. CUDA would load it at its first launch.
-void finish_loading(const Kernel& kernel) {
+void finish_loading(const Kernel& kernel, cudaKernel_t handle) {
   static const auto get_function = reinterpret_cast<decltype(&cuKernelGetFunction)>(
       driver_function("cuKernelGetFunction", 12000));
   static const auto load_function =
       reinterpret_cast<decltype(&cuFuncLoad)>(driver_function("cuFuncLoad", 12040));
   const OutsideCapture guard;
   CUfunction function = nullptr;
-  CUresult status = get_function(&function, kernel.handle);
+  CUresult status = get_function(&function, handle);
   if (status == CUDA_SUCCESS) status = load_function(function);
   if (status != CUDA_SUCCESS) {
     throw LaunchFailure(join("loading kernel ", kernel.entry, " of ", kernel.image, ": CUresult ",
@@ -123,7 +148,7 @@ std::string describe_launch(const Launch& launch) {
               launch.block[2], "), ", launch.shared_bytes, " bytes of shared memory");
 }
 
-void launch_kernel(const Launch& launch, Kernel& kernel, EncodedMaps& maps,
+void launch_kernel(const Launch& launch, cudaKernel_t kernel, EncodedMaps& maps,
                    const std::array<void*, OPERAND_COUNT>& addresses, cudaStream_t stream) {
   alignas(64) unsigned char block[MAX_PARAMETER_BYTES];
   bind(launch, addresses, block, maps);
@@ -148,7 +173,7 @@ void launch_kernel(const Launch& launch, Kernel& kernel, EncodedMaps& maps,
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   const cudaError_t status =
-      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel.handle), parameters);
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), parameters);
   if (status != cudaSuccess) check(status, describe_launch(launch));
 }
 
@@ -182,9 +207,8 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
   }
   for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
     const Launch& launch = prepared.plan->launches[i];
-    make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
-    launch_kernel(launch, *prepared.kernels[i], prepared.maps[i], addresses,
-                  static_cast<cudaStream_t>(stream));
+    const cudaKernel_t kernel = make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
+    launch_kernel(launch, kernel, prepared.maps[i], addresses, static_cast<cudaStream_t>(stream));
   }
 }
 
@@ -193,8 +217,9 @@ void load_kernels(const PreparedPlan& prepared, int device_index) {
   // This is called even if the device is current: a process's first call creates the context.
   check(cudaSetDevice(device_index), join("cudaSetDevice(", device_index, ")"));
   for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
-    make_ready(*prepared.kernels[i], device_index, prepared.plan->launches[i].shared_bytes);
-    finish_loading(*prepared.kernels[i]);
+    Kernel& kernel = *prepared.kernels[i];
+    finish_loading(kernel,
+                   make_ready(kernel, device_index, prepared.plan->launches[i].shared_bytes));
   }
 }
 

@@ -10,7 +10,7 @@
 
 namespace archflash {
 
-struct Kernel;  // an entry of a loaded fatbin
+struct Kernel;  // an entry of an image
 
 // A plan and the kernels it launches, looked up once.
 struct PreparedPlan {

@@ -324,15 +324,27 @@ std::map<std::string, std::string, std::less<>>& added_images() {
 }
 }  // namespace
 
-Bytes image(std::string_view name) {
-  for (const Image& entry : IMAGES) {
-    if (entry.name && name == entry.name) return {entry.begin, entry.end};
+std::string (*unpack)(std::string_view, std::string_view, std::string_view) = nullptr;
+
+std::string code_of(std::string_view image, std::string_view target) {
+  {
+    const std::lock_guard lock(adding);
+    const auto found = added_images().find(image);
+    if (found != added_images().end()) return target.empty() ? found->second : std::string();
   }
+  if (target.starts_with("compute_")) return unpack({}, image, target);
+  for (const Piece& piece : PIECES) {
+    if (piece.image && image == piece.image && target == piece.target)
+      return unpack({piece.begin, piece.end}, image, target);
+  }
+  return {};
+}
+
+std::string target_for(std::string_view image, int capability) {
   const std::lock_guard lock(adding);
-  const auto found = added_images().find(name);
-  if (found == added_images().end()) return {};
-  const auto* begin = reinterpret_cast<const unsigned char*>(found->second.data());
-  return {begin, begin + found->second.size()};
+  if (added_images().contains(image)) return {};
+  const Target* target = pick_target(targets(image), capability);
+  return target == nullptr ? std::string() : target->name;
 }
 
 void add_image(const std::string& name, std::string_view code) {
@@ -343,21 +355,18 @@ void add_image(const std::string& name, std::string_view code) {
   }
   if (code.empty())
     throw std::invalid_argument(join("the image '", name, "' is empty: give a cubin or fatbin"));
-  const Bytes known = image(name);
-  if (known.begin) {
-    if (std::equal(known.begin, known.end, code.begin(), code.end(),
-                   [](unsigned char a, char b) { return a == static_cast<unsigned char>(b); }))
-      return;
-    throw std::invalid_argument(join("there is another image with the name '", name, "'"));
-  }
+  const std::vector<std::string> built = image_names();
+  bool taken = std::find(built.begin(), built.end(), name) != built.end();
   const std::lock_guard lock(adding);
-  added_images().emplace(name, code);
+  if (!taken) taken = added_images().try_emplace(name, code).first->second != code;
+  if (taken) throw std::invalid_argument(join("there is another image with the name '", name, "'"));
 }
 
 std::vector<std::string> image_names() {
   std::vector<std::string> names;
-  for (const Image& entry : IMAGES) {
-    if (entry.name) names.emplace_back(entry.name);
+  for (const Piece& piece : PIECES) {
+    if (piece.image && std::find(names.begin(), names.end(), piece.image) == names.end())
+      names.emplace_back(piece.image);
   }
   return names;
 }

@@ -51,12 +51,16 @@ std::vector<std::string> merger_names();
 bool has_merger(int capability);
 LaunchPlan plan_merge(const MergeProblem& problem, const Device& device);
 
-struct Bytes {
-  const unsigned char* begin = nullptr;
-  const unsigned char* end = nullptr;
-};
-// Fatbin "<folder>/<stem>", or what add_image() got for the name; empty where there is neither.
-Bytes image(std::string_view name);
+// The target whose code of an image "<folder>/<stem>" a capability runs; empty where there is none,
+// and for images that add_image() got.
+std::string target_for(std::string_view image, int capability);
+// The code of an image for a target: a cubin, or PTX. What add_image() got stands for the target
+// "". Empty where this build has none.
+std::string code_of(std::string_view image, std::string_view target);
+// Unpacks one member of an archive of machine code, or with a null archive the PTX of an image for
+// a target. Python sets it (bindings/registry.cpp): it takes the GIL, so no lock may be held.
+extern std::string (*unpack)(std::string_view archive, std::string_view image,
+                             std::string_view target);
 std::vector<std::string> image_names();
 // Adds a cubin or fatbin that is not in this build, for plans whose launches name it. It stays for
 // the life of the process. Throws std::invalid_argument if the name is taken by other bytes or is

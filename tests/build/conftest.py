@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from archflash import _archflash as native
-
 ROOT = Path(__file__).parents[2]
 # Names the folder that a wheel of these sources was built into. The Makefile sets it, so that
 # nothing is built twice; otherwise a wheel is built here.
@@ -87,14 +85,3 @@ def ptxas() -> Path:
     if tool is None:
         pytest.skip("no ptxas here: it comes with the CUDA toolkit")
     return tool
-
-
-@pytest.fixture(scope="session")
-def image_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every image of this build, as a file."""
-    folder = tmp_path_factory.mktemp("images")
-    files = {}
-    for image in native.image_names():
-        files[image] = folder / f"{image.replace('/', '-')}.fatbin"
-        files[image].write_bytes(native.image(image))
-    return files

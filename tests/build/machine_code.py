@@ -176,12 +176,15 @@ def kept(parts: Iterable[bytes], make: Callable[[], Any]) -> Any:
 
 
 @lru_cache(maxsize=2)  # they are long
-def listing(tool: Path, target: str, file: Path) -> dict[str, Code]:
-    """The machine code of each kernel of an image for one target, as the disassembler has it."""
+def listing(tool: Path, cubin: bytes) -> dict[str, Code]:
+    """The machine code of each kernel in an ELF file, as the disassembler has it."""
 
     def make() -> dict[str, tuple[list[str], list[int]]]:
-        command = [tool, "--dump-sass", "--gpu-architecture", target, file]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [tool, "--dump-sass", file.name]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode != 0:
             raise RuntimeError(done.stderr)
         found: dict[str, tuple[list[str], list[int]]] = {}
@@ -195,7 +198,7 @@ def listing(tool: Path, target: str, file: Path) -> dict[str, Code]:
                 texts, controls = found.setdefault(match[1], ([], []))
         return found
 
-    made = kept([b"listing", version_of(tool), target.encode(), file.read_bytes()], make)
+    made = kept([b"listing", version_of(tool), cubin], make)
     return {kernel: Code(*code) for kernel, code in made.items()}
 
 
@@ -204,14 +207,14 @@ def version_of(tool: Path) -> bytes:
     return subprocess.run([tool, "--version"], capture_output=True, timeout=60).stdout
 
 
-def instructions_of(tool: Path, target: str, file: Path) -> dict[str, list[str]]:
-    """The instructions of each kernel of an image for one target, with operands and predicates."""
-    return {kernel: code.texts for kernel, code in listing(tool, target, file).items()}
+def instructions_of(tool: Path, cubin: bytes) -> dict[str, list[str]]:
+    """The instructions of each kernel, with operands and predicates. `tool` is cuobjdump."""
+    return {kernel: code.texts for kernel, code in listing(tool, cubin).items()}
 
 
-def controls_of(tool: Path, target: str, file: Path) -> dict[str, list[int]]:
+def controls_of(tool: Path, cubin: bytes) -> dict[str, list[int]]:
     """The control bits of each instruction that `instructions_of` gives."""
-    return {kernel: code.controls for kernel, code in listing(tool, target, file).items()}
+    return {kernel: code.controls for kernel, code in listing(tool, cubin).items()}
 
 
 # --- names of instructions, without their operands ---
@@ -290,27 +293,6 @@ def _first_names(
     if len(opcodes) != len(first):
         raise RuntimeError(f"{len(opcodes)} of {len(first)} instructions were disassembled")
     return np.array(opcodes, dtype=object)[inverse.reshape(-1)]
-
-
-@lru_cache(maxsize=2)
-def unpacked(tool: Path, file: Path) -> dict[str, bytes]:
-    """The cubins and PTX texts of an image by their names, such as "fwd_f16.1.sm_80.cubin"."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [tool, "--extract-elf", "all", "--extract-ptx", "all", file]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-
-
-def cubin_of(tool: Path, target: str, file: Path) -> bytes:
-    """The machine code of an image for one target. That of a family has the name of its first
-    member.
-    """
-    (cubin,) = (
-        code
-        for name, code in unpacked(tool, file).items()
-        if name.endswith(f".{target.removesuffix('f')}.cubin")
-    )
-    return cubin
 
 
 def assembler_of(cubin: bytes) -> tuple[int, int]:
@@ -520,10 +502,7 @@ def lane_loops(cuobjdump: Path, nvdisasm: Path, target: str, cubin: bytes) -> di
     kernels = [name for name, own in opcodes.items() if has_lane_loop(own)]
     if not kernels:
         return {}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        texts = instructions_of(cuobjdump, target, Path(file.name))
+    texts = instructions_of(cuobjdump, cubin)
     return {kernel: _lane_loops(texts[kernel]) for kernel in kernels}
 
 

@@ -27,8 +27,7 @@ import csv
 import io
 import re
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from archflash import _archflash as native
@@ -37,7 +36,6 @@ from .conftest import find_tool
 from .machine_code import (
     KINDS,
     assembler_of,
-    cubin_of,
     instructions_of,
     kinds,
     main_loops,
@@ -65,11 +63,11 @@ def has_rows(kernel: str) -> bool:
     return "_attention_fwd_" in kernel and not TWINS.search(kernel)
 
 
-def rows(tool: Path, target: str, file: Path) -> Iterator[list[str]]:
+def rows(tool: Path, cubin: bytes) -> Iterator[list[str]]:
     """The rows of an image's kernels, without the columns of their folder."""
-    if not any(map(has_rows, words_of(cubin_of(tool, target, file)))):
+    if not any(map(has_rows, words_of(cubin))):
         return
-    for kernel, texts in sorted(instructions_of(tool, target, file).items()):
+    for kernel, texts in sorted(instructions_of(tool, cubin).items()):
         if not has_rows(kernel):
             continue
         for loop in main_loops(texts):
@@ -79,23 +77,24 @@ def rows(tool: Path, target: str, file: Path) -> Iterator[list[str]]:
             yield [name, loop.work.name, *(str(n) if n else "" for n in numbers)]
 
 
-def section(folder: str, tool: Path, files: Mapping[str, Path]) -> list[list[str]]:
+def section(folder: str, tool: Path, images: Sequence[str]) -> list[list[str]]:
     """The rows of the table about one folder.
 
     Args:
         folder: the implementation.
         tool: cuobjdump.
-        files: its images.
+        images: those of the folder.
     """
     target = home_target(folder)
-    about = [folder, target, assemblers(folder, tool, files)]
-    return [about + row for _, file in sorted(files.items()) for row in rows(tool, target, file)]
+    about = [folder, target, assemblers(folder, images)]
+    cubins = (native.code_of(image, target) for image in sorted(images))
+    return [about + row for cubin in cubins for row in rows(tool, cubin)]
 
 
-def assemblers(folder: str, tool: Path, files: Mapping[str, Path]) -> str:
+def assemblers(folder: str, images: Sequence[str]) -> str:
     """The releases of ptxas that assembled a folder's images."""
     target = home_target(folder)
-    releases = {assembler_of(cubin_of(tool, target, file)) for file in files.values()}
+    releases = {assembler_of(native.code_of(image, target)) for image in images}
     return " ".join(f"{major}.{minor}" for major, minor in sorted(releases))
 
 
@@ -137,13 +136,8 @@ def main() -> int:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    with tempfile.TemporaryDirectory() as place:
-        for folder, images in folders().items():
-            files = {}
-            for image in images:
-                files[image] = Path(place) / f"{image.replace('/', '-')}.fatbin"
-                files[image].write_bytes(native.image(image))
-            writer.writerows(section(folder, tool, files))
+    for folder, images in folders().items():
+        writer.writerows(section(folder, tool, images))
     table = out.getvalue()
     if options.write:
         TABLE.write_text(table)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from bench import on_the_spot
 
+from archflash import _archflash as native
+
 from .machine_code import instructions_of
 from .test_kernels import IMAGES, REGISTERS_PER_SM, RESOURCES, ptx_text
 
@@ -51,8 +53,8 @@ def count(found: Counter[str], start: str, part: str = "") -> int:
 
 
 @pytest.fixture
-def code(kernel: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]) -> list[str]:
-    return instructions_of(cuobjdump, TARGET, image_files[KERNELS[kernel]])[kernel]
+def code(kernel: str, cuobjdump: Path, nvdisasm: Path) -> list[str]:
+    return instructions_of(cuobjdump, native.code_of(KERNELS[kernel], TARGET))[kernel]
 
 
 def test_there_is_a_kernel_for_each_head_dimension() -> None:

@@ -7,8 +7,8 @@ import itertools
 import json
 import math
 import re
+import struct
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,13 +26,11 @@ from tests.many_cases import one_test_for_each
 from .machine_code import (
     OPCODE,
     assembler_of,
-    cubin_of,
     has_lane_loop,
     instructions_of,
     kept,
     lane_loops,
     opcodes_of,
-    unpacked,
     version_of,
 )
 
@@ -74,6 +72,8 @@ OF_ONE_FAMILY = (
     *(f"probes/{x}" for x in ("block_scaled", "roles", "tcgen05", "wgmma")),
 )
 ANY_NEWER = [image for image in IMAGES if not image.startswith(OF_ONE_FAMILY)]
+NAMES = (*FOLDERS_OF_KERNELS, *IMAGES)
+ALL_TARGETS = sorted({target.name for name in NAMES for target in native.targets(name)})
 REGISTERS_PER_SM = 65536  # 7.5 to 12.1
 REGISTERS_PER_THREAD = 255
 
@@ -123,31 +123,8 @@ def entries_of(folder: str) -> dict[tuple[str, str], set[str]]:
     return {(image, target): entries(text) for image, target, text in texts_of(folder)}
 
 
-def statements(ptx: str) -> list[str]:
-    """Words without comments, which fatbinary drops together with spacing."""
-    return re.sub(r"//[^\n]*", "", ptx).replace("\0", " ").split()
-
-
 def entries(ptx: str) -> set[str]:
     return set(re.findall(r"\.entry\s+(\w+)", ptx))
-
-
-def listed(tool: Path, option: str, file: Path) -> list[str]:
-    """Architectures of the code in a file, sorted, one for each piece of code."""
-    done = subprocess.run([tool, option, file], capture_output=True, text=True, timeout=120)
-    return architectures(done.stdout.splitlines(), "")
-
-
-def architectures(names: Iterable[str], ending: str) -> list[str]:
-    """Those of pieces of code with these names, of one kind or of both."""
-    chosen = [name for name in names if name.endswith(ending)]
-    found = (re.search(r"\.(sm_\w+)\.(?:cubin|ptx)", name) for name in chosen)
-    return sorted(match[1] for match in found if match)
-
-
-def listed_names(targets: list[str]) -> list[str]:
-    """As cuobjdump lists them: it names machine code of a family by its first member."""
-    return sorted(target.removesuffix("f") for target in targets)
 
 
 # --- what was compiled ---
@@ -161,57 +138,23 @@ def test_every_kernel_file_became_an_image() -> None:
         for image in images_of(file)
     ]
     assert sorted(IMAGES) == sorted(expected)
-    assert all(native.image(image) for image in IMAGES)
-    assert native.image("simt/no_such_file") == b""
+    assert native.code_of("simt/no_such_file", "sm_80") == b""
 
 
 @every_image
-def test_an_image_holds_machine_code_for_exactly_the_registrys_targets(
-    image: str, cuobjdump: Path, image_files: dict[str, Path]
-) -> None:
-    expected = listed_names(targets_of(image, "sm_"))
-    assert architectures(unpacked(cuobjdump, image_files[image]), ".cubin") == expected
+def test_an_image_holds_machine_code_for_exactly_the_registrys_targets(image: str) -> None:
+    code = {name: native.code_of(image, name) for name in ALL_TARGETS if name.startswith("sm_")}
+    assert [name for name in code if code[name]] == targets_of(image, "sm_")
+    for name in targets_of(image, "sm_"):
+        (flags,) = struct.unpack_from("<I", code[name], 0x30)  # of an ELF file
+        assert flags >> 8 & 0xFF == int(re.sub(r"\D", "", name)), name
 
 
 @every_image
-def test_an_image_holds_the_lowest_ptx_only_where_it_serves_newer_gpus(
-    image: str, cuobjdump: Path, image_files: dict[str, Path]
-) -> None:
-    expected = [name.replace("compute_", "sm_") for name in targets_of(image, "compute_")]
-    assert expected in ([], [lowest_ptx_of(image).replace("compute_", "sm_")])
-    assert architectures(unpacked(cuobjdump, image_files[image]), ".ptx") == expected
-
-
-def test_the_extension_itself_lists_the_code_of_all_images(cuobjdump: Path) -> None:
-    module = Path(str(native.__file__))
-    expected = listed_names([name for image in IMAGES for name in targets_of(image, "sm_")])
-    assert listed(cuobjdump, "--list-elf", module) == expected
-    texts = [name for image in ANY_NEWER for name in targets_of(image, "compute_")]
-    ptx = sorted(name.replace("compute_", "sm_") for name in texts)
-    assert listed(cuobjdump, "--list-ptx", module) == ptx
-
-
-@every_image
-def test_images_are_compressed(image: str, cuobjdump: Path, image_files: dict[str, Path]) -> None:
-    pieces = unpacked(cuobjdump, image_files[image])
-    sizes = [len(code) for name, code in pieces.items() if name.endswith(".cubin")]
-    assert len(sizes) == len(targets_of(image, "sm_"))
-    assert 2 * len(native.image(image)) < sum(sizes)
-
-
-@pytest.mark.parametrize("image", ANY_NEWER, scope="module")
-def test_the_embedded_ptx_is_the_text_in_the_wheel_without_lines(
-    image: str, cuobjdump: Path, image_files: dict[str, Path]
-) -> None:
-    pieces = unpacked(cuobjdump, image_files[image])
-    (text,) = (code for name, code in pieces.items() if name.endswith(".ptx"))
-    whole = ptx_text(image, lowest_ptx_of(image))
-    code, _, names = whole.partition("\t.section\t.debug_str")
-    assert ".entry" not in names
-    of_lines = (".loc\t", ".file\t")
-    lines = [line for line in code.splitlines() if not line.strip().startswith(of_lines)]
-    assert statements(text.decode()) == statements("\n".join(lines))
-    assert len(lines) < 0.9 * len(whole.splitlines())
+def test_the_lowest_ptx_serves_newer_gpus_where_it_can(image: str) -> None:
+    lowest = lowest_ptx_of(image)
+    assert targets_of(image, "compute_") in ([], [lowest])
+    assert native.code_of(image, lowest).decode() == ptx_text(image, lowest)
 
 
 @pytest.mark.parametrize("image", [image for image in ANY_NEWER if image not in TWINS])
@@ -421,25 +364,24 @@ Opcodes = dict[str, dict[str, dict[str, list[str]]]]
 
 
 @pytest.fixture(scope="session")
-def opcodes(cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]) -> Opcodes:
+def opcodes(nvdisasm: Path) -> Opcodes:
     """The instructions that each kernel has, without operands and predicates, by image and target,
     each named once.
     """
 
     def make() -> Opcodes:
         cubins: dict[str, dict[str, bytes]] = {}
-        for image, file in image_files.items():
+        for image in IMAGES:
             for target in targets_of(image, "sm_"):
-                cubins.setdefault(target, {})[image] = cubin_of(cuobjdump, target, file)
-        found: Opcodes = {image: {} for image in image_files}
+                cubins.setdefault(target, {})[image] = native.code_of(image, target)
+        found: Opcodes = {image: {} for image in IMAGES}
         for target, of_target in cubins.items():
             for image, kernels in opcodes_of(nvdisasm, target, of_target).items():
                 found[image][target] = {name: sorted(set(x)) for name, x in kernels.items()}
         return found
 
-    files = [file.read_bytes() for file in image_files.values()]
-    names = json.dumps({image: targets_of(image, "sm_") for image in image_files})
-    return cast(Opcodes, kept([b"opcodes", version_of(nvdisasm), names.encode(), *files], make))
+    module = Path(str(native.__file__)).read_bytes()
+    return cast(Opcodes, kept([b"opcodes", version_of(nvdisasm), module], make))
 
 
 @every_image
@@ -498,13 +440,12 @@ OF_ONE_LANE = re.compile("HGMMA|WARPGROUP|SYNCS")
 
 @every_image
 def test_no_instruction_goes_from_lane_to_lane(
-    image: str, opcodes: Opcodes, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+    image: str, opcodes: Opcodes, cuobjdump: Path, nvdisasm: Path
 ) -> None:
     """ptxas must see that one lane, chosen by elect.sync, starts what a warp starts once."""
     for target, found in opcodes[image].items():
         if any(map(has_lane_loop, found.values())):
-            cubin = cubin_of(cuobjdump, target, image_files[image])
-            loops = lane_loops(cuobjdump, nvdisasm, target, cubin)
+            loops = lane_loops(cuobjdump, nvdisasm, target, native.code_of(image, target))
             for kernel in filter(LANES_COPY.match, found):
                 of_copies = "\n".join(loops.pop(kernel))
                 assert "UTMALDG" in of_copies, kernel
@@ -514,15 +455,15 @@ def test_no_instruction_goes_from_lane_to_lane(
 
 @pytest.mark.parametrize("folder", FOLDERS_OF_KERNELS)
 def test_instructions_of_one_operation_have_one_name(
-    folder: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+    folder: str, cuobjdump: Path, nvdisasm: Path
 ) -> None:
     """What the tests above read is what the disassembler says of every single instruction."""
     images = [image for image in IMAGES if image.startswith(f"{folder}/")]
-    image = min(images, key=lambda name: len(native.image(name)))
-    target = targets_of(image, "sm_")[0]
-    cubin = cubin_of(cuobjdump, target, image_files[image])
+    code = {image: native.code_of(image, targets_of(image, "sm_")[0]) for image in images}
+    image = min(images, key=lambda name: len(code[name]))
+    target, cubin = targets_of(image, "sm_")[0], code[image]
     quick = opcodes_of(nvdisasm, target, {image: cubin})[image]
-    for kernel, texts in instructions_of(cuobjdump, target, image_files[image]).items():
+    for kernel, texts in instructions_of(cuobjdump, cubin).items():
         each = [match[1] for match in map(OPCODE.match, texts) if match]
         # Moves, shifts and sums of the multiplier have names of their own.
         assert list(map(without_alias, quick[kernel])) == list(map(without_alias, each))
@@ -577,12 +518,9 @@ def test_a_lane_that_was_not_elected_is_noticed(
     assert bool(inside) == bool(found)
 
 
-def test_the_newer_assembler_leaves_the_products_of_12_x_unpadded(
-    cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
-) -> None:
+def test_the_newer_assembler_leaves_the_products_of_12_x_unpadded(nvdisasm: Path) -> None:
     """ptxas 13.0 lays a NOP behind three of four HMMA; the build says where it has no newer one."""
-    image = image_files["blackwell_consumer/fwd_f16"]
-    cubin = cubin_of(cuobjdump, "sm_120f", image)
+    cubin = native.code_of("blackwell_consumer/fwd_f16", "sm_120f")
     assembler = assembler_of(cubin)
     if assembler < (13, 4):
         pytest.skip(f"ptxas {assembler[0]}.{assembler[1]} assembled this build, not 13.4 or newer")

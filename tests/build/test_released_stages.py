@@ -82,10 +82,10 @@ def loads_under_way(texts: list[str], controls: list[int]) -> dict[int, list[str
 
 @pytest.mark.parametrize(("image", "target"), IMAGES)
 def test_no_load_is_under_way_when_a_stage_is_handed_back(
-    image: str, target: str, cuobjdump: Path, nvdisasm: Path, image_files: dict[str, Path]
+    image: str, target: str, cuobjdump: Path, nvdisasm: Path
 ) -> None:
-    codes = instructions_of(cuobjdump, target, image_files[image])
-    controls = controls_of(cuobjdump, target, image_files[image])
+    cubin = native.code_of(image, target)
+    codes, controls = instructions_of(cuobjdump, cubin), controls_of(cuobjdump, cubin)
     arrivals = 0
     for kernel, texts in codes.items():
         found = loads_under_way(texts, controls[kernel])

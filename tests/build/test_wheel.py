@@ -17,6 +17,7 @@ import pytest
 from bench.on_the_spot import images_of
 
 from archflash import _archflash as native
+from archflash._packed import members
 
 from .conftest import ROOT, pip_wheel
 
@@ -37,9 +38,12 @@ FOLDER_TARGETS = {
 SECOND_TEXTS = dict.fromkeys(("ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"), ("compute_90",))
 # The PTX texts of files that do not have those of their folder.
 OWN_TEXTS = {
+    "blackwell_dc/fwd_103": ("compute_100f",),
+    "blackwell_dc/fwd_103_e4m3": ("compute_100f",),
     "simt/tensor_f32": ("compute_90",),
     "simt/tensor_bwd_f32": ("compute_90",),
     "probes/async": ("compute_90",),
+    "probes/block_scaled": ("compute_120f",),
     "probes/fp8": ("compute_89",),
     "probes/mma_sync": ("compute_80",),
     "probes/roles": ("compute_90a", "compute_100f", "compute_110f", "compute_120f"),
@@ -107,23 +111,18 @@ def test_the_wheel_carries_the_package_and_its_types(wheel: Path) -> None:
 
 @pytest.mark.parametrize("folder", FOLDER_TARGETS)
 def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: str) -> None:
-    files = sorted((ROOT / "src" / folder / "kernels").glob("*.cu"))
-    stems = [image for file in files for image in images_of(file)]
-    assert stems
-    expected = sorted(
-        [f"archflash/_kernels/{folder}/{stem}.json" for stem in stems]
-        + [
-            f"archflash/_kernels/{folder}/{'+'.join(images_of(file))}.{ptx}.ptx.xz"
-            for file in files
-            for ptx in OWN_TEXTS.get(
-                f"{folder}/{file.stem}",
-                [*FOLDER_TARGETS[folder], *SECOND_TEXTS.get(f"{folder}/{file.stem}", ())],
-            )
-            if not (file.stem.startswith("fwd_103") and ptx == "compute_110f")
-        ]
-    )
+    expected = []
+    for file in sorted((ROOT / "src" / folder / "kernels").glob("*.cu")):
+        images = images_of(file)
+        packed = f"archflash/_kernels/{folder}/{'+'.join(images)}.ptx.lzma"
+        expected += [packed, *(f"archflash/_kernels/{folder}/{image}.json" for image in images)]
+        own = FOLDER_TARGETS[folder] + SECOND_TEXTS.get(f"{folder}/{file.stem}", ())
+        targets = OWN_TEXTS.get(f"{folder}/{file.stem}", own)
+        with zipfile.ZipFile(wheel) as archive:
+            texts = [name for name, _ in members(archive.read(packed))]
+        assert sorted(texts) == sorted(f"{x}.{ptx}" for x in images for ptx in targets)
     given = sorted(name for name in names_in(wheel) if f"_kernels/{folder}/" in name)
-    assert given == expected
+    assert given == sorted(expected) != []
 
 
 def test_the_wheel_carries_kernels_of_the_folders_of_this_build_only(wheel: Path) -> None:
@@ -133,7 +132,7 @@ def test_the_wheel_carries_kernels_of_the_folders_of_this_build_only(wheel: Path
 
 
 def test_the_wheel_carries_no_sources_tests_or_left_overs(wheel: Path) -> None:
-    allowed = (".py", ".pyi", ".so", ".typed", ".ptx.xz", ".json")
+    allowed = (".py", ".pyi", ".so", ".typed", ".ptx.lzma", ".json")
     for name in names_in(wheel):
         if ".dist-info/" not in name:
             assert name.startswith(("archflash/", "archflash_autoload/")), name

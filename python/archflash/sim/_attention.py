@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import lzma
 import os
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from archflash import _api, _dispatch
+from archflash import _api, _dispatch, _packed
 from archflash import _archflash as _runtime
 from archflash import _archflash_sim as _native
 from archflash._errors import LaunchError, NotCompiledError
@@ -312,26 +309,14 @@ def ptx_text(image: str, capability: tuple[int, int]) -> str:
     Raises:
         NotCompiledError: this build has none.
     """
-    folder, _, stem = image.partition("/")
-    kernels = resources.files("archflash") / "_kernels" / folder
-    files = {}  # by target
-    for file in kernels.iterdir() if kernels.is_dir() else ():
-        images, _, built_for = file.name.removesuffix(".ptx.xz").rpartition(".")
-        if file.name.endswith(".ptx.xz") and stem in images.split("+"):
-            files[built_for] = file
-    target = _runtime.pick_target(list(files), capability)
+    texts = dict(_packed.texts(image))
+    target = _runtime.pick_target(list(texts), capability)
     if target is None:
         raise NotCompiledError(
             f"no PTX of {image} that compute capability {capability[0]}.{capability[1]} runs is in "
             "this build: build again with ARCHFLASH_ARCHS=all"
         )
-    return texts_in(files[target].read_bytes())[stem]
-
-
-def texts_in(packed: bytes) -> dict[str, str]:
-    """The PTX of each image in a file that _build/pack_texts.py has packed."""
-    _, *parts = re.split(r"^// image (\w+)\n", lzma.decompress(packed).decode(), flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    return texts[target].decode()
 
 
 # --- how long it will take ---

@@ -10,6 +10,7 @@
 #include "runtime/bindings/bindings.h"
 #include "runtime/execute.h"
 #include "runtime/known_devices.h"
+#include "runtime/text.h"
 
 namespace archflash {
 namespace {
@@ -20,6 +21,24 @@ std::optional<Capability> capability_or_none(int number) {
 
 std::vector<std::string> texts(const std::vector<std::string_view>& views) {
   return {views.begin(), views.end()};
+}
+
+std::string unpack_in_python(std::string_view archive, std::string_view image,
+                             std::string_view target) {
+  const nb::gil_scoped_acquire gil;
+  const auto text = [](std::string_view view) { return nb::str(view.data(), view.size()); };
+  try {
+    const nb::object packed = nb::module_::import_("archflash._packed");
+    const std::string_view stem = image.substr(image.find('/') + 1);
+    const nb::object code =
+        archive.data() == nullptr
+            ? packed.attr("text")(text(image), text(target))
+            : packed.attr("member")(nb::bytes(archive.data(), archive.size()), text(stem));
+    const auto bytes = nb::cast<nb::bytes>(code);
+    return {bytes.c_str(), bytes.size()};
+  } catch (const nb::python_error& error) {
+    throw LaunchFailure(join("unpacking ", image, " for ", target, ": ", error.what()));
+  }
 }
 
 }  // namespace
@@ -37,6 +56,7 @@ void bind_registry(nb::module_& m) {
       "The words that attention's option `approximate` takes: each with what a kernel then "
       "computes, "
       "and the error to expect.");
+  unpack = unpack_in_python;
   nb::class_<Description>(m, "Description", "What an implementation says of itself.")
       .def_ro("name", &Description::name)
       .def_ro("summary", &Description::summary)
@@ -149,12 +169,15 @@ void bind_registry(nb::module_& m) {
         "that see no key, where there may be any; or the list of reasons why not. With "
         "self_attention the sequences of packed keys are those of the queries.");
   m.def(
-      "image",
-      [](const std::string& name) {
-        const Bytes bytes = image(name);
-        return nb::bytes(bytes.begin, bytes.end - bytes.begin);
+      "code_of",
+      [](const std::string& image, const std::string& target) {
+        const std::string code = code_of(image, target);
+        return nb::bytes(code.data(), code.size());
       },
-      "name"_a, "The fatbin `<folder>/<file stem>`; empty when not compiled in.");
+      "image"_a, "target"_a,
+      "The machine code of an image `<folder>/<file stem>` for a target (sm_90a), a cubin, or its "
+      "PTX "
+      "for newer GPUs (compute_80); empty when not compiled in.");
   m.def("image_names", &image_names, "The images of this build.");
   m.def(
       "add_image",
