@@ -3,6 +3,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -158,13 +159,26 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
     row["source"] = known ? source_line(*loaded.module, kernel, static_cast<uint32_t>(f.pc)) : "";
     findings.append(row);
   }
-  nb::list executed, wavefronts, ideal, transactions, local;
+  nb::list executed;
+  std::map<std::string, uint64_t> by_class, by_opcode;
+  std::map<std::string, std::pair<uint64_t, uint64_t>> shared;  // wavefronts, and without conflicts
+  uint64_t wavefronts = 0, transactions = 0, local = 0;
   for (size_t i = 0; i < kernel.code.size(); ++i) {
-    executed.append(report.counts.executed[i]);
-    wavefronts.append(report.counts.memory[i].wavefronts);
-    ideal.append(report.counts.memory[i].ideal);
-    transactions.append(report.counts.memory[i].transactions);
-    local.append(report.counts.memory[i].local);
+    const uint64_t count = report.counts.executed[i];
+    executed.append(count);
+    if (count == 0) continue;
+    const auto& memory_counts = report.counts.memory[i];
+    const std::string& opcode = kernel.texts[i].text;
+    by_class[class_name(kernel.code[i].counted)] += count;
+    by_opcode[opcode] += count;
+    if (memory_counts.ideal != 0) {
+      auto& [taken, least] = shared[opcode];
+      taken += memory_counts.wavefronts;
+      least += memory_counts.ideal;
+    }
+    wavefronts += memory_counts.wavefronts;
+    transactions += memory_counts.transactions;
+    local += memory_counts.local;
   }
   nb::dict traces;
   for (const auto& [cta, trace] : report.traces) {
@@ -184,9 +198,11 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   result["overlaps_checked"] = report.overlaps_checked;
   result["ctas"] = report.counts.ctas;
   result["barrier_waits"] = report.counts.barrier_waits;
-  result["executed"] = executed;
+  result["executed"] = nb::tuple(executed);
+  result["instructions"] = by_class;
+  result["opcodes"] = by_opcode;
+  result["bank_conflicts"] = shared;
   result["wavefronts"] = wavefronts;
-  result["ideal_wavefronts"] = ideal;
   result["transactions"] = transactions;
   result["local"] = local;
   result["seconds"] = seconds;
@@ -242,6 +258,15 @@ NB_MODULE(_archflash_sim, m) {
                      return names;
                    })
       .def_prop_ro("target", [](const LoadedModule& loaded) { return loaded.module->target; })
+      .def(
+          "classes",
+          [](const LoadedModule& loaded, const std::string& kernel) {
+            std::set<std::string> classes;
+            for (const Instruction& instruction : loaded.kernel(kernel).code)
+              classes.insert(class_name(instruction.counted));
+            return classes;
+          },
+          "kernel"_a, "The classes of the kernel's instructions.")
       .def("instructions", &instructions, "kernel"_a,
            nb::sig("def instructions(self, kernel: str) -> list[dict[str, typing.Any]]"))
       .def(

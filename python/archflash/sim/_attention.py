@@ -349,9 +349,8 @@ def estimate_seconds(plan: _runtime.LaunchPlan, tensors: dict[str, Tensor]) -> f
     if "dout" in tensors:
         flops *= _BACKWARD_FLOPS
     uses_matrices = any(
-        row["class"] == "matrix"
+        "matrix" in program.module.classes(kernel)
         for program, kernel in zip(programs_of(plan), plan.kernels, strict=True)
-        for row in program.instructions(kernel)
     )
     rate = MATRIX_FLOPS if uses_matrices else SCALAR_FLOPS
     return float(flops / rate / max(os.cpu_count() or 1, 1))

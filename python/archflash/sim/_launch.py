@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -430,7 +431,7 @@ def run_kernel(
         starts_early,
         next_starts_early,
     )
-    return make_report(kernel, program.instructions(kernel), result, strict=strict)
+    return make_report(kernel, partial(program.instructions, kernel), result, strict=strict)
 
 
 def _indices(traced_ctas: int | Sequence[int], grid: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,8 +145,6 @@ class Report:
         overlaps_checked: whether writes of different CTAs were compared; False when a launch wrote
             too much for that.
         traces: what each traced CTA did, by its index in the grid.
-        listing: the kernel's instructions in order, each with its line in the PTX text, opcode,
-            statement, source, class and calls (function, file, line; innermost first).
     """
 
     kernel: str
@@ -162,7 +161,14 @@ class Report:
     dropped: int = 0
     overlaps_checked: bool = True
     traces: dict[int, Trace] = field(default_factory=dict, repr=False)
-    listing: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    _listing: Callable[[], list[dict[str, Any]]] = field(default=list, repr=False, compare=False)
+
+    @property
+    def listing(self) -> list[dict[str, Any]]:
+        """The kernel's instructions in order, each with its line in the PTX text, opcode,
+        statement, source, class and calls (function, file, line; innermost first).
+        """
+        return self._listing()
 
     @property
     def errors(self) -> list[Finding]:
@@ -237,9 +243,13 @@ STRICT_LINTS = ("pending-copy", "lane-release", "tmem-permit")
 
 
 def make_report(
-    kernel: str, texts: list[dict[str, Any]], result: dict[str, Any], *, strict: bool
+    kernel: str,
+    listing: Callable[[], list[dict[str, Any]]],
+    result: dict[str, Any],
+    *,
+    strict: bool,
 ) -> Report:
-    """Makes a `Report` of the extension module's answer. `texts` are the kernel's instructions.
+    """Makes a `Report` of the extension module's answer. `listing` gives the kernel's instructions.
 
     With `strict`, findings of LENIENT_KINDS are errors and not lints, and lints of STRICT_LINTS are
     reported.
@@ -253,20 +263,6 @@ def make_report(
     for row in result["findings"]:
         if strict and row["kind"] in LENIENT_KINDS:
             row["severity"] = "error"
-    instructions: dict[str, int] = {}
-    opcodes: dict[str, int] = {}
-    conflicts: dict[str, tuple[int, int]] = {}
-    for index, text in enumerate(texts):
-        count = result["executed"][index]
-        if count == 0:
-            continue
-        opcode = text["opcode"]
-        instructions[text["class"]] = instructions.get(text["class"], 0) + count
-        opcodes[opcode] = opcodes.get(opcode, 0) + count
-        if ideal := result["ideal_wavefronts"][index]:
-            before = conflicts.get(opcode, (0, 0))
-            wavefronts = result["wavefronts"][index]
-            conflicts[opcode] = (before[0] + wavefronts, before[1] + ideal)
     findings = tuple(
         Finding(
             kernel=kernel,
@@ -284,16 +280,16 @@ def make_report(
         kernel=kernel,
         ctas=result["ctas"],
         findings=findings,
-        instructions=instructions,
-        opcodes=opcodes,
+        instructions=result["instructions"],
+        opcodes=result["opcodes"],
         transactions={
-            "global": sum(result["transactions"]),
-            "shared": sum(result["wavefronts"]),
-            "local": sum(result["local"]),
+            "global": result["transactions"],
+            "shared": result["wavefronts"],
+            "local": result["local"],
         },
-        bank_conflicts=conflicts,
+        bank_conflicts=result["bank_conflicts"],
         barrier_waits=result["barrier_waits"],
-        executed=tuple(result["executed"]),
+        executed=result["executed"],
         seconds=result["seconds"],
         complete=result["complete"],
         dropped=result["dropped"],
@@ -302,5 +298,5 @@ def make_report(
             cta: Trace(tuple(tracks), tuple(TraceEvent(*event) for event in events))
             for cta, (tracks, events) in result["traces"].items()
         },
-        listing=texts,
+        _listing=listing,
     )

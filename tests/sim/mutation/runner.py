@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import os
@@ -144,8 +145,9 @@ class Subject:
             row["statement"].split() for row in loaded
         ], "instructions are numbered as the simulator numbers them"
         self._sources = [row["source"] for row in sim.load(text).instructions(kernel)]
+        ends = [i for i, character in enumerate(self._module) if character == "\n"]
         source_of_line = {
-            self._module.count("\n", 0, statement.begin) + 1: source
+            bisect.bisect_left(ends, statement.begin) + 1: source
             for statement, source in zip(self.statements, self._sources, strict=False)
         }
         # Findings of the unchanged kernel, which are explained: by kind and line of the module.
