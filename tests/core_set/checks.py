@@ -68,7 +68,16 @@ def is_fp8(x: Tensor) -> bool:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal values, NaN where the other has NaN."""
+    if a.shape == b.shape and a.dtype == b.dtype and torch.equal(as_bits(a), as_bits(b)):
+        return True  # nearly always, and the fastest to find out
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """The same memory as integers."""
+    return x.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
 
 
 def assert_close(
