@@ -9,7 +9,7 @@ stack bytes per target and kernel).
 
 ARCHFLASH_KERNEL_CACHE may name a folder where compiled texts and machine code are kept between
 builds: a kernel whose preprocessed source is unchanged is then not compiled again, and a PTX text
-that differs in line numbers only is not assembled again.
+that differs in line information only is not assembled again.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def assemble(ptxas: Path, ptx_file: Path, target: str, lineinfo: bool, to: Path)
         return to.read_bytes(), report
 
     text = ptx_file.read_text()
-    if not lineinfo:  # line numbers leave no trace in the machine code
+    if not lineinfo:  # it leaves no trace in the machine code
         text = without_lines(text)
     made, report = kept([version_of(ptxas), *flags, text], make)
     to.write_bytes(made)
@@ -113,8 +113,11 @@ def assemble(ptxas: Path, ptx_file: Path, target: str, lineinfo: bool, to: Path)
 
 
 def without_lines(ptx: str) -> str:
-    """A PTX text without the statements that say which source line an instruction is of."""
-    return re.sub(r"^\s*\.(loc|file)\s[^\n]*\n", "", ptx, flags=re.MULTILINE)
+    """A PTX text without the statements that say which source line an instruction is of, and the
+    names of functions that these point to. Those have a hash of the source in them.
+    """
+    names = r"^\s*\.section\s+\.debug_str\s*\{[^}]*\}\n"
+    return re.sub(rf"^\s*\.(loc|file)\s[^\n]*\n|{names}", "", ptx, flags=re.MULTILINE)
 
 
 def neutral_paths(ptx: str, source_root: Path) -> str:
