@@ -8,6 +8,6 @@ from .direct import Direct
 
 
 @pytest.fixture(scope="session")
-def direct(tmp_path_factory: pytest.TempPathFactory) -> Direct:
+def direct() -> Direct:
     """The simulator's arithmetic, compiled as a library of its own."""
-    return Direct(tmp_path_factory.mktemp("direct"))
+    return Direct()

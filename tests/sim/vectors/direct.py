@@ -1,12 +1,14 @@
 """The simulator's arithmetic alone: ``sim/numerics``, called through ctypes.
 
-A small library (direct.cpp and that folder) is compiled once a test session; each call runs one
-instruction, named by its PTX text, over arrays.
+A small library (direct.cpp and that folder) is compiled where its sources have changed; each call
+runs one instruction, named by its PTX text, over arrays.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -21,24 +23,42 @@ SOURCES = (
     REPOSITORY / "tests" / "sim" / "vectors" / "direct.cpp",
 )
 
+FOLDER = REPOSITORY / "build" / "direct"
+
 Words = npt.NDArray[np.uint64]
+
+
+def compiled() -> Path:
+    """The library. Of processes that want it at the same time one compiles it."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise RuntimeError("no C++ compiler: install g++ or set CXX")
+    command = [compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC"]
+    command += [f"-I{REPOSITORY}", *(str(source) for source in SOURCES)]
+    key = hashlib.sha256("\0".join(command).encode())
+    for file in (*SOURCES, *sorted((REPOSITORY / "sim").glob("*/*.h"))):
+        key.update(file.read_bytes())
+    library = FOLDER / f"{key.hexdigest()}.so"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            for old in FOLDER.glob("*.so"):
+                old.unlink()
+            new = library.with_suffix(".new")
+            done = subprocess.run([*command, "-o", str(new)], capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(done.stderr)
+            new.replace(library)
+    return library
 
 
 class Direct:
     """The compiled library. Operands are arrays of raw bits, one value in an element."""
 
-    def __init__(self, folder: Path) -> None:
-        """Compiles into ``folder``. Raises RuntimeError with the compiler's words if it cannot."""
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            raise RuntimeError("no C++ compiler: install g++ or set CXX")
-        library = folder / "direct.so"
-        command = [compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC"]
-        command += [f"-I{REPOSITORY}", *(str(source) for source in SOURCES)]
-        done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(done.stderr)
-        self._library = ctypes.CDLL(str(library))
+    def __init__(self) -> None:
+        """Raises RuntimeError with the compiler's words if it cannot be compiled."""
+        self._library = ctypes.CDLL(str(compiled()))
 
     def set_avx2(self, enabled: bool) -> bool:
         """Chooses between AVX2 and baseline code; returns whether AVX2 is in use now."""
