@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _ops, _options
+from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _key_lists, _ops, _options
 from archflash import _autograd as _autograd  # it tells the runtime how calls are recorded
 from archflash._eager import is_eager
 
@@ -38,6 +38,8 @@ def attention(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: Tensor | None = None,
+    key_indices: Tensor | None = None,
+    topk_lengths: Tensor | None = None,
     dropout_p: float | None = None,
     rng_state: Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -101,6 +103,15 @@ def attention(
             (int8 only): a promise that attn_mask keeps all of it and adds nothing. Anything else:
             attn_mask decides, or all is seen if there is none. `archflash.summarize_mask` makes it
             of attn_mask. Not with cu_seqlens.
+        key_indices: int32 ``(batch or 1, heads_kv or 1, nq or ceil(nq / 64), n)``: a list of n keys
+            for each query row, or for each 64 of them, in any order. A query sees the keys that its
+            list names, of those that causal and window allow; entries other than 0 to nk - 1, such
+            as -1, name none, and nothing is read for them. A key that is named twice counts twice:
+            ARCHFLASH_CHECK=1 refuses that. Not with masks as data, dropout_p, cu_seqlens, float8
+            inputs and batch_invariant. Gradients are computed with the mask that
+            `archflash.masks.from_key_indices` makes.
+        topk_lengths: int32, shaped as key_indices without its last dimension, or 1 for any: how
+            many entries of each list count; what lies behind them is never read. Default: all.
         dropout_p: the probability that a weight is dropped, at least 0 and less than 1; the other
             weights of the softmax are multiplied by 1 / (1 - dropout_p). The log-sum-exp is that of
             all scores. None or 0: no dropout. Not with batch_invariant.
@@ -181,12 +192,29 @@ def attention(
         q, k, v, attn_mask = _autocast.inputs(q, k, v, attn_mask, out)
     if _dropout.wants_state(dropout_p, rng_state):
         rng_state = _dropout.dropout_state(q.device)
+    if key_indices is not None:
+        if _key_lists.ALWAYS_CHECK and is_eager():
+            make_problem(
+                q, k, v, key_indices=key_indices, topk_lengths=topk_lengths, layout=layout
+            )  # refuses wrong shapes
+            nk = k.shape[2 if layout == "bhnd" else 1]
+            _key_lists.check(key_indices, topk_lengths, nk)
+        if _key_lists.needs_gradients(q, k, v, sinks):
+            if is_eager():
+                make_problem(
+                    q, k, v, key_indices=key_indices, topk_lengths=topk_lengths, layout=layout,
+                    attn_mask=attn_mask, alibi_slopes=alibi_slopes, key_ranges=key_ranges,
+                    block_mask=block_mask, dropout_p=dropout_p, rng_state=rng_state,
+                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                )  # fmt: skip
+            attn_mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
+            key_indices = topk_lengths = None
     # In the order of the table of options, src/common/options.inc.
     values = (
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, dropout_p, rng_state,
-        q_descale, k_descale, v_descale, out_dtype, approximate, num_splits, batch_invariant,
-        layout, out, return_lse,
+        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, key_indices, topk_lengths,
+        dropout_p, rng_state, q_descale, k_descale, v_descale, out_dtype, approximate, num_splits,
+        batch_invariant, layout, out, return_lse,
     )  # fmt: skip
     if is_eager():
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and

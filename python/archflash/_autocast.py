@@ -64,7 +64,7 @@ def described(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any
     tensors among its options. Those that would be cast are replaced by tensors without values, so
     that nothing is launched.
     """
-    if options.get("cache_seqlens") is not None:
+    if options.get("cache_seqlens") is not None or options.get("physical_indices"):
         dtype = dtype_on(k.device.type) if isinstance(k, Tensor) else None
         if dtype is None or k.dtype != dtype:
             return q, k, v

@@ -45,6 +45,11 @@ def _of_cache(*given: Any, **named: Any) -> int:
     call = _by_name("attention_with_kvcache", given, named)
     q, k_cache, v_cache, lengths = (call[x] for x in ("q", "k_cache", "v_cache", "cache_seqlens"))
     rows = 1 if call["layout"] == "bnhd" else 2
+    lists = call.get("key_indices")
+    if lists is not None:
+        pairs = q.shape[0] * q.shape[rows] * lists.shape[3]
+        of_scores = q.shape[-1] + (0 if call.get("qv") is None else v_cache.shape[-1])
+        return int(2 * q.shape[3 - rows] * pairs * (of_scores + v_cache.shape[-1]))
     table, new, cu_seqlens = (call.get(x) for x in ("page_table", "k_new", "cu_seqlens_q"))
     capacity = k_cache.shape[rows] * (1 if table is None else table.shape[1])
     added = 0 if new is None else new.shape[rows]
@@ -76,7 +81,9 @@ def _heads_and_pairs(call: dict[str, Any]) -> tuple[int, int]:
         nk = _lengths(call["cu_seqlens_k"], call.get("max_seqlen_k"), k.shape[0])
         return q.shape[1], sum(one * other for one, other in zip(nq, nk, strict=True))
     rows = 1 if call["layout"] == "bnhd" else 2
-    return q.shape[3 - rows], q.shape[0] * q.shape[rows] * k.shape[rows]
+    lists = call.get("key_indices")
+    keys = k.shape[rows] if lists is None else lists.shape[3]
+    return q.shape[3 - rows], q.shape[0] * q.shape[rows] * keys
 
 
 def _lengths(cu_seqlens: Tensor, longest: int | None, total: int) -> list[int]:

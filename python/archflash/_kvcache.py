@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _autocast, _dispatch, _ops, _options, _torch_cache
+from archflash import _autocast, _dispatch, _key_lists, _ops, _options, _torch_cache
 from archflash._eager import is_eager, unrecorded
+from archflash._packed_rows import ROW_BYTES
 
-_always_check = os.environ.get("ARCHFLASH_CHECK") == "1"  # read once: a look takes a microsecond
+_always_check = _key_lists.ALWAYS_CHECK
 
 _is_grad_enabled = torch.is_grad_enabled
 _forced = _dispatch.forced
@@ -24,7 +24,7 @@ def attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor | None = None,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | None = None,
     dv: int | None = None,
     page_table: Tensor | None = None,
     k_new: Tensor | None = None,
@@ -44,6 +44,10 @@ def attention_with_kvcache(
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    key_indices: Tensor | None = None,
+    topk_lengths: Tensor | None = None,
+    physical_indices: bool = False,
+    packed_rows: str | None = None,
     qv: Tensor | None = None,
     scale: float | None = None,
     q_descale: Tensor | None = None,
@@ -76,7 +80,7 @@ def attention_with_kvcache(
             these that a rotary embedding rotates. `archflash.explain` takes that form only.
         dv: given with v_cache=None only: columns of a latent row that are V, below d.
         cache_seqlens: int32 ``(batch,)`` on q's device: rows of each sequence that are valid before
-            this call, leftpad_k included.
+            this call, leftpad_k included. Left out with physical_indices only.
         page_table: int32 ``(batch, pages of a sequence)``: the pages of each sequence, in order.
             Row j of a sequence is row j % page_size of page page_table[sequence, j // page_size].
             Sequences may share pages, but not those that the call appends to. The capacity of a
@@ -122,6 +126,21 @@ def attention_with_kvcache(
             and the others allow; j is counted from the first row behind leftpad_k. A range with end
             <= begin is empty. With cu_seqlens_q ``(1, heads_q or 1, total_q or 1, n, 2)``. Default:
             no ranges.
+        key_indices: int32 ``(batch or 1, heads_kv or 1, nq or ceil(nq / 64), n)``: a list of n keys
+            for each query row, or for each 64 of them, as in `archflash.attention`. An entry is the
+            number of a row of the sequence, counted from the first one behind leftpad_k; others
+            than those of its rows name none. Not with the other masks as data, attention_chunk,
+            cu_seqlens_q, a rotary embedding, float8 and batch_invariant.
+        topk_lengths: int32, shaped as key_indices without its last dimension, or 1 for any: how
+            many entries of each list count. Default: all.
+        physical_indices: key_indices are places in the caches: page times page_size plus row,
+            whatever sequence has that page. Then nothing else says which rows there are:
+            cache_seqlens, page_table and what belongs to them are left out, and so are causal and
+            window.
+        packed_rows: "fp8_656" or "fp8_584": latent rows of float8 with their scales, as FlashMLA
+            stores them (docs/sparse.md). k_cache is then uint8 or float8_e4m3fn ``(pages,
+            page_size, 1, 656 or 584)``, v_cache None, and q bfloat16 ``(batch, nq, heads_q, 576 or
+            512)``. With key_indices only.
         qv: as q with dv for d: a second query, whose product with the rows of V is added to q k^T,
             as multi-head latent attention needs it. With caches of float8 that product has
             v_descale, and q k^T has k_descale. Not with float8 q. Kernels take d = 64 and dv = 512.
@@ -177,7 +196,11 @@ def attention_with_kvcache(
         >>> out.shape, bool((k_cache[1, 20] == k[1, 0]).all())
         (torch.Size([2, 1, 4, 16]), True)
     """
-    if v_cache is None:
+    if packed_rows is not None and v_cache is None:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, qv, k_cache = packed_parts(q, k_cache, packed_rows, dv)
+        v_cache = k_cache
+    elif v_cache is None:
         if qv is not None or v_new is not None:
             name = "v_new" if qv is None else "qv"
             raise ValueError(
@@ -187,7 +210,7 @@ def attention_with_kvcache(
         q, qv, k_cache, v_cache, k_new, v_new = latent_parts(q, k_cache, k_new, dv)
     elif dv is not None:
         raise ValueError(f"dv is {dv} with v_cache: the cache says how wide V is; leave dv out")
-    if cache_seqlens is None:
+    if cache_seqlens is None and not physical_indices:
         raise TypeError("cache_seqlens is None: it must be an int32 tensor (batch,)")
     if _is_autocast_on():
         q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
@@ -195,9 +218,10 @@ def attention_with_kvcache(
     # those that only archflash.attention has.
     values = [
         causal, window, softcap, sinks, scale, cu_seqlens_q, max_seqlen_q, attn_mask, alibi_slopes,
-        key_ranges, q_descale, k_descale, v_descale, out_dtype, num_splits, batch_invariant, layout,
-        out, return_lse, cache_seqlens, page_table, k_new, v_new, cache_batch_idx, leftpad_k,
-        rotary_cos, rotary_sin, rotary_interleaved, qv, attention_chunk,
+        key_ranges, key_indices, topk_lengths, q_descale, k_descale, v_descale, out_dtype,
+        num_splits, batch_invariant, layout, out, return_lse, cache_seqlens, page_table, k_new,
+        v_new, cache_batch_idx, leftpad_k, rotary_cos, rotary_sin, rotary_interleaved, qv,
+        attention_chunk, packed_rows, physical_indices,
     ]  # fmt: skip
     if not is_eager():
         return _ops.attention_with_kvcache(
@@ -205,10 +229,24 @@ def attention_with_kvcache(
         )
     if check or (check is None and _always_check):
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
-        check_values(
-            q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k, rotary_cos,
-            cu_seqlens_q, layout, _torch_cache.orders_queries(causal, window, attention_chunk),
-        )  # fmt: skip
+        if key_indices is not None:
+            rows = k_cache.shape[1 if layout == "bnhd" else 2] * k_cache.shape[0]
+            keys: int | Tensor = rows  # that an entry may name
+            if cache_seqlens is not None:
+                added = 0 if k_new is None else k_new.shape[1 if layout == "bnhd" else 2]
+                ends = (
+                    cache_seqlens + added
+                    if leftpad_k is None
+                    else cache_seqlens + added - leftpad_k
+                )
+                keys = ends[:, None, None, None]
+            _key_lists.check(key_indices, topk_lengths, keys)
+        if cache_seqlens is not None:
+            check_values(
+                q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k,
+                rotary_cos, cu_seqlens_q, layout,
+                _torch_cache.orders_queries(causal, window, attention_chunk),
+            )  # fmt: skip
     return _serve(q, k_cache, v_cache, values, implementation)
 
 
@@ -281,6 +319,32 @@ def kind_of(values: list[Any]) -> int:
     """A number that layers have in common whose options are the same but for tensors."""
     plain = tuple(x if not isinstance(x, Tensor) else Tensor for x in values)
     return _kinds.setdefault(plain, len(_kinds))
+
+
+def packed_parts(
+    q: Tensor, k_cache: Tensor, packed_rows: str, dv: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The call on packed latent rows as one with qv: views of the same memory.
+
+    Returns:
+        q, qv and k_cache, which is v_cache too. Where V has all columns of a row, K's other ones
+        count as 0, so that any columns will do for q.
+
+    Raises:
+        ValueError: no such format, or q or dv do not fit it.
+    """
+    row = ROW_BYTES.get(packed_rows)
+    if row is None:
+        raise ValueError(f"packed_rows is {packed_rows!r}: it must be 'fp8_656' or 'fp8_584'")
+    columns = 576 if row == 656 else 512
+    if q.shape[-1] != columns or dv not in (None, 512):
+        raise ValueError(
+            f"q has {q.shape[-1]} columns and dv is {dv} with packed_rows={packed_rows!r}: "
+            f"they must be {columns} and 512"
+        )
+    if k_cache.dtype == torch.uint8:
+        k_cache = k_cache.view(torch.float8_e4m3fn)
+    return q[..., 512:] if columns == 576 else q[..., :64], q[..., :512], k_cache
 
 
 def latent_parts(

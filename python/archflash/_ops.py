@@ -241,7 +241,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, values: Sequence[Any], name: str |
         name: the forced implementation, or None.
     """
     given = _options.given_to_torch(values)
-    serve = _torch_cache.attention if "cache_seqlens" in given else _torch.attention
+    serve = _torch_cache.attention if _options.has_cache(given) else _torch.attention
     if name is None:
         return serve(q, k, v, **given)
     with force(name):  # PyTorch's own kernels even where archflash.enable() put others before them

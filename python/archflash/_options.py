@@ -8,7 +8,7 @@ attention() alone, which come first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -79,8 +79,13 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
         if name not in DEFAULTS:
             raise TypeError(f"{name} is no option of a call: it takes {', '.join(NAMES)}")
     # As attention_with_kvcache has it.
-    layout = {"layout": "bnhd"} if options.get("cache_seqlens") is not None else {}
+    layout = {"layout": "bnhd"} if has_cache(options) else {}
     return {**DEFAULTS, **layout, **options}
+
+
+def has_cache(options: Mapping[str, Any]) -> bool:
+    """Whether options, of which some may be left out, are those of attention_with_kvcache."""
+    return options.get("cache_seqlens") is not None or bool(options.get("physical_indices"))
 
 
 def named(values: tuple[Any, ...]) -> dict[str, Any]:

@@ -174,6 +174,8 @@ class _Call:
             )
         if name == "key_ranges":
             return self._if_whole(x, 0, self.batch), self._if_whole(x, 1, self.heads_q)
+        if name in ("key_indices", "topk_lengths"):
+            return self._if_whole(x, 0, self.batch), self._if_whole(x, 1, self.heads_kv)
         if dimensions := _STRIDED.get(name):
             given = dimensions[len(dimensions) - x.ndim :]
             places = {what: axis for axis, what in enumerate(given)}

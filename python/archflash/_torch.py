@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _autocast, _torch_kernels
+from archflash import _autocast, _key_lists, _torch_kernels
 from archflash._archflash import SCALE_ROWS
 from archflash._eager import differentiates_twice, in_transform, is_eager
 from archflash._strides import in_stride_order_of
@@ -78,6 +78,8 @@ def attention(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: Tensor | None = None,
+    key_indices: Tensor | None = None,
+    topk_lengths: Tensor | None = None,
     dropout_p: float | None = None,
     rng_state: Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -114,6 +116,9 @@ def attention(
             query sees; None for all keys.
         block_mask: bool or int8 ``(B or 1, Hq or 1, ceil(Nq / 64), ceil(Nk / 64))``, 0 for blocks
             that are not seen; None for none such.
+        key_indices: int32 ``(B or 1, Hkv or 1, Nq or ceil(Nq / 64), n)``, lists of the keys that
+            queries see; None for all keys.
+        topk_lengths: int32, how many entries of each list count; None for all.
         dropout_p: the probability that a weight is dropped; None or 0 for none.
         rng_state: int64 ``(2,)``, seed and offset of which weights are; given with dropout_p.
         q_descale: float32; a stored number times its descale is the number that it stands for. One
@@ -135,6 +140,8 @@ def attention(
         out_dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     unscaled = q_descale is None and k_descale is None and v_descale is None
+    if key_indices is not None:
+        attn_mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
     packed = rows = keys = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         rows = packed_rows(cu_seqlens_q, q.shape[0])

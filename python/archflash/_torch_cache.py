@@ -15,7 +15,9 @@ from torch import Tensor
 
 from archflash import _torch
 from archflash._bias import sides_of
+from archflash._packed_rows import unpack
 from archflash._torch_masks import packed_rows
+from archflash.masks import from_key_indices
 from archflash.reference.formula import FP8
 
 
@@ -45,7 +47,7 @@ def attention(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | None = None,
     page_table: Tensor | None = None,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
@@ -64,6 +66,10 @@ def attention(
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    key_indices: Tensor | None = None,
+    topk_lengths: Tensor | None = None,
+    physical_indices: bool = False,
+    packed_rows: str | None = None,
     scale: float | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -74,6 +80,8 @@ def attention(
     return_lse: bool = False,
 ) -> Any:
     """`archflash.attention_with_kvcache` by PyTorch operations; arguments as they were checked."""
+    if packed_rows is not None:
+        k_cache, v_cache = unpack(k_cache, packed_rows)
     packed = cu_seqlens_q is not None
     rows = _rows_of(q, cu_seqlens_q, layout)
     if out_dtype is None:
@@ -81,6 +89,14 @@ def attention(
     swap = layout == "bhnd"
     # Views (batch, rows, heads, dim) from here on.
     keys, values = (x.transpose(1, 2) if swap else x for x in (k_cache, v_cache))
+    if physical_indices:
+        # All queries see one sequence, which is the whole cache.
+        batch = q.shape[0]
+        size = keys.shape[0] * keys.shape[1]
+        keys, values = (x.reshape(1, size, *x.shape[2:]) for x in (keys, values))
+        cache_seqlens = torch.full((batch,), size, dtype=torch.int32, device=q.device)
+        cache_batch_idx = torch.zeros_like(cache_seqlens)
+    assert cache_seqlens is not None
     lengths = cache_seqlens.long()
     first = torch.zeros_like(lengths) if leftpad_k is None else leftpad_k.long()
     batch = lengths.shape[0]
@@ -154,6 +170,16 @@ def attention(
             bias = -of_row.T[None, :, :, None] * away.repeat(1, batch)[None, None]
         else:
             bias = -alibi_slopes.expand(batch, -1)[:, :, None, None] * away[:, None]
+    if key_indices is not None:
+        # Positions are counted behind the padding, and end with the sequence.
+        last = (total - first)[:, None, None, None]
+        at = torch.where((key_indices >= 0) & (key_indices < last), key_indices, -1)
+        at = torch.where(at >= 0, at + first[:, None, None, None], -1)
+        nq = q.shape[2 if layout == "bhnd" else 1]
+        bias = from_key_indices(at, nq, capacity, topk_lengths)
+        if bias.shape[1] > 1:
+            heads = q.shape[1 if layout == "bhnd" else 2]
+            bias = bias.repeat_interleave(heads // bias.shape[1], 1)
     if packed:
         # All keys are those of one sequence, of which a row sees those of its own.
         own = torch.arange(batch, device=q.device) == rows.sequence[:, None]  # (Tq, B)

@@ -513,6 +513,53 @@ def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) ->
     return fine[:, :, : -(-nq // MASK_BLOCK), : -(-nk // MASK_BLOCK)].contiguous()
 
 
+def from_key_indices(
+    key_indices: Tensor, nq: int, nk: int, topk_lengths: Tensor | None = None
+) -> Tensor:
+    """The attn_mask that says what lists of keys say, with which every kernel for masks, and every
+    gradient, serves them. It takes 4 * nq * nk bytes for each head of the lists.
+
+    Args:
+        key_indices: int32 ``(batch or 1, heads or 1, nq or ceil(nq / 64), n)``, positions of keys;
+            others than 0 to nk - 1 stand for none.
+        nq: queries.
+        nk: keys.
+        topk_lengths: int32, how many entries of each list count, shaped as key_indices without its
+            last dimension, or 1 for any; default all.
+
+    Returns:
+        float32 ``(batch or 1, heads or 1, nq, nk)``: 0 for a key in the list, the logarithm of how
+        often it is there if that is more than once, -inf for others.
+
+    Raises:
+        ValueError: key_indices of another shape.
+
+    Example:
+        >>> import archflash, torch
+        >>> lists = torch.tensor([[[[2, -1, 0]]]], dtype=torch.int32)
+        >>> archflash.masks.from_key_indices(lists, 1, 4)[0, 0, 0].tolist()
+        [0.0, -inf, 0.0, -inf]
+    """
+    blocks = -(-nq // MASK_BLOCK)
+    if key_indices.ndim != 4 or key_indices.shape[2] not in (nq, blocks):
+        raise ValueError(
+            f"key_indices has shape {tuple(key_indices.shape)}: it must be (batch or 1, heads or "
+            f"1, {nq} or {blocks}, n)"
+        )
+    lists = key_indices.long()
+    counts = (lists >= 0) & (lists < nk)
+    if topk_lengths is not None:
+        place = torch.arange(lists.shape[3], device=lists.device)
+        counts = counts & (place < topk_lengths[..., None])
+        lists = lists.expand(counts.shape)
+    often = torch.zeros(*lists.shape[:3], nk + 1, device=lists.device)
+    often.scatter_add_(3, torch.where(counts, lists, nk), torch.ones_like(lists, dtype=often.dtype))
+    mask = often[..., :nk].log()
+    if mask.shape[2] == nq:
+        return mask
+    return mask.repeat_interleave(MASK_BLOCK, 2)[:, :, :nq]
+
+
 def _scattered(counts: Tensor, indices: Tensor, value: int) -> Tensor:
     """An int8 table with `value` at the first counts[...] of indices[..., :] in each row."""
     columns = indices.shape[-1]

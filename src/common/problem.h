@@ -66,6 +66,11 @@ struct Problem {
   int64_t mask_align;  // as q_align below; 0 without attn_mask
   int64_t key_ranges;  // ranges of each query; 0: key_ranges is not given
   Strides range_strides;
+  // Lists of keys. Query rows i * list_rows and those up to the next list share list i.
+  int64_t key_indices;   // entries of a list; 0: key_indices is not given
+  int64_t list_rows;     // query rows that share a list, 1 or MASK_BLOCK; 0 without key_indices
+  Strides list_strides;  // of key_indices: `head` of heads of k, `row` from one list to the next
+  Strides topk_strides;  // of topk_lengths, likewise
   // The strides of strided options (common/options.inc), such as `alibi_slopes_strides`. The `row`
   // of block_mask is the step from one row of blocks to the next.
 #define ARCHFLASH_OPTION(...)
@@ -86,6 +91,7 @@ struct Problem {
   Strides qv;               // of the second query, which has dv columns
   int64_t qv_align;         // as q_align below; 0: there is no second query
   int64_t mask_keys;        // last keys of a sequence that attn_mask is about; 0 without one
+  int64_t packed_rows;      // a PackedRows (common/packed_rows.h): k and v both are those rows
   int64_t attention_chunk;  // a query sees keys of its own chunk of so many positions; 0: of all
 
   // Elements from one column to the next; 1 where there is one column. Kernels read and write
@@ -110,6 +116,7 @@ struct Problem {
   Flag kv_cache;          // k and v are caches: a call of attention_with_kvcache
   Flag cache_batch_idx, leftpad_k;  // these tensors of it are given
   Flag slopes_need_grad;            // autograd will want the gradient of alibi_slopes
+  Flag topk_lengths;                // is given
   Flag qv_unit;                     // the last dimension of qv is contiguous; 0 without qv
   // `approximate` is asked for by archflash.approximate(), where a kernel offers it: where none
   // does, the call is served exactly.
@@ -146,6 +153,9 @@ constexpr void for_each_field(P& p, F&& f) {
   f("q_offset_default", p.q_offset_default), f("sinks", p.sinks), f("mask", p.mask);
   f("mask_strides", p.mask_strides), f("mask_key", p.mask_key), f("mask_align", p.mask_align);
   f("key_ranges", p.key_ranges), f("range_strides", p.range_strides);
+  f("key_indices", p.key_indices), f("list_rows", p.list_rows);
+  f("list_strides", p.list_strides), f("topk_lengths", p.topk_lengths);
+  f("topk_strides", p.topk_strides);
   f("slopes_need_grad", p.slopes_need_grad);
   f("descale", p.descale);
   f("needs_grad", p.needs_grad), f("on_cuda", p.on_cuda), f("kv_cache", p.kv_cache);
@@ -157,6 +167,7 @@ constexpr void for_each_field(P& p, F&& f) {
   f("rotary_dtype", p.rotary_dtype);
   f("qv", p.qv), f("qv_align", p.qv_align), f("qv_unit", p.qv_unit);
   f("mask_keys", p.mask_keys), f("attention_chunk", p.attention_chunk);
+  f("packed_rows", p.packed_rows);
 #define ARCHFLASH_OPTION(...)
 #define ARCHFLASH_TENSOR(...)
 #define ARCHFLASH_STRIDED(option, ...) \

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/packed_rows.h"
 #include "runtime/reading/reading.h"
 
 namespace archflash {
@@ -94,7 +95,7 @@ Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle opti
 void build_call(const Arguments& a, Call& call) {
   std::memset(static_cast<void*>(&call), 0, sizeof(call));
   Problem& p = call.problem;
-  p.kv_cache = !a.cache_seqlens.is_none();
+  p.kv_cache = !a.cache_seqlens.is_none() || a.physical_indices.is(Py_True);
   const char* const k_name = p.kv_cache ? "k_cache" : "k";
   const char* const v_name = p.kv_cache ? "v_cache" : "v";
   TensorView q, k, v;
@@ -144,7 +145,11 @@ void build_call(const Arguments& a, Call& call) {
   p.nk = k.shape[of_keys.row];
   p.d = q.shape[x.inner];
   p.dv = v.shape[of_keys.inner];
-  check_size(k.shape[of_keys.inner], p.d, k, k_name, "head dim", "q");
+  if (!a.packed_rows.is_none()) {
+    read_packed_rows(a, of_keys, k, p);
+  } else {
+    check_size(k.shape[of_keys.inner], p.d, k, k_name, "head dim", "q");
+  }
   check_size(v.shape[of_keys.head], p.heads_kv, v, v_name, "heads", k_name);
   check_size(v.shape[of_keys.row], p.nk, v, v_name, "rows", k_name);
   if (p.d < 1 || p.dv < 1)
@@ -159,6 +164,7 @@ void build_call(const Arguments& a, Call& call) {
   p.q = strides_of(q, x);
   p.k = strides_of(k, of_keys);
   p.v = strides_of(v, of_keys);
+  if (p.packed_rows != 0 && p.k.row != 0) p.k.row = p.v.row = PACKED_FORMATS[p.packed_rows].step;
   p.q_column = column_of(q, x);
   p.k_column = column_of(k, of_keys);
   p.v_column = column_of(v, of_keys);
@@ -180,6 +186,7 @@ void build_call(const Arguments& a, Call& call) {
   read_q_offset(a, q, call);
   read_sinks(a, q, call);
   read_masks(a, q, call);
+  read_key_indices(a, q, call);
   read_dropout(a, q, call);
   read_descales(a, q, call);
   p.needs_grad = wants_gradient(a);

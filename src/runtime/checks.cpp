@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common/options.h"
+#include "common/packed_rows.h"
 #include "runtime/text.h"
 
 namespace archflash {
@@ -205,6 +206,32 @@ void check_masks(const Checker& check, const Problem& p) {
                 p.mask == 0 ? "0, as there is no attn_mask" : "1, 2, 4, 8 or 16");
 }
 
+// What a call with key_indices says of its lists; all of it is 0 for other calls.
+void check_key_lists(const Checker& check, const Problem& p) {
+  check.range(0, LIMIT, {{"key_indices", p.key_indices}});
+  const bool given = p.key_indices > 0;
+  check.require(given ? p.list_rows == 1 || p.list_rows == MASK_BLOCK : p.list_rows == 0,
+                "list_rows", text_of(p.list_rows), given ? "1 or 64" : "0, as there are no lists");
+  check.range(0, given, {{"topk_lengths", p.topk_lengths}});
+  check.range(0, given && p.kv_cache, {{"physical_indices", p.physical_indices}});
+  const int64_t rows = std::max<int64_t>(p.list_rows, 1), lists = (p.nq + rows - 1) / rows;
+  check_strides_of(
+      check, {"list_strides", p.list_strides, p.batch, p.heads_kv, lists, p.key_indices}, given);
+  check_strides_of(check, {"topk_strides", p.topk_strides, p.batch, p.heads_kv, lists, 1},
+                   p.topk_lengths);
+  check.range(0, given ? PACKED_FORMAT_COUNT - 1 : 0, {{"packed_rows", p.packed_rows}});
+  check.require(p.packed_rows == 0 || (p.kv_dtype == DType::E4M3 && p.dtype == DType::BF16 &&
+                                       p.qv_align > 0 && p.heads_kv == 1 && p.n_new == 0),
+                "packed_rows", text_of(p.packed_rows),
+                "0 but for qv of bfloat16 with an e4m3 cache of one head, without an append");
+  if (!given) return;
+  const bool alone = !is_masked(p) && p.dropout_p == 0 && !p.varlen && !p.batch_invariant &&
+                     p.attention_chunk == 0 && p.rotary_dim == 0;
+  check.require(alone, "key_indices", text_of(p.key_indices),
+                "0 beside masks as data, dropout_p, packed sequences, batch_invariant, "
+                "attention_chunk and a rotary embedding");
+}
+
 // What a call with a cache says of it; all of it is 0 for other calls.
 void check_cache(const Checker& check, const Problem& p) {
   const int64_t most = p.kv_cache ? LIMIT : 0;
@@ -303,6 +330,7 @@ void check_problem(const Problem& p, const std::string& prefix) {
                 "float32, float16, bfloat16 or float64");
 
   check_masks(check, p);
+  check_key_lists(check, p);
   const int64_t longest = p.varlen ? LIMIT : UNKNOWN;
   check.range(UNKNOWN, longest,
               {{"max_seqlen_q", p.max_seqlen_q}, {"max_seqlen_k", p.max_seqlen_k}});

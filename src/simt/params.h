@@ -8,6 +8,7 @@
 #include "common/device/packed_heads.cuh"
 #include "common/dropout_params.h"
 #include "common/dtype.h"
+#include "common/key_lists.h"
 #include "common/kv_cache.h"
 #include "common/mask_params.h"
 #include "common/partials.h"
@@ -36,7 +37,13 @@ struct CacheParams {
   int64_t mask_keys;        // the last keys of a sequence that attn_mask is about
 };
 
+struct GatherParams {
+  CacheParams call;
+  KeyLists lists;
+};
+
 static_assert(std::is_trivially_copyable_v<Params> && std::is_trivially_copyable_v<MaskedParams> &&
-              std::is_trivially_copyable_v<CacheParams>);
+              std::is_trivially_copyable_v<CacheParams> &&
+              std::is_trivially_copyable_v<GatherParams>);
 
 }  // namespace archflash::simt

@@ -5,11 +5,13 @@
 #include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <variant>
 
 #include "common/planning/core_set.h"
+#include "common/planning/key_lists.h"
 #include "common/planning/kv_cache.h"
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
@@ -52,7 +54,8 @@ const Description& describe() {
                    "kv_cache",
                    "cache_masks",
                    "rotary_interleaved",
-                   "attention_chunk"},
+                   "attention_chunk",
+                   "key_indices"},
       .needs_capability = 75,
       .uses_tensor_cores = false,
       .proved_by_any_gpu = true,
@@ -203,18 +206,64 @@ PlanResult plan_with_cache(const Problem& problem, const Device& device) {
   return plan;
 }
 
+constexpr core::Tile GATHER_TILES[] = {
+    tile<F32D64Cache>("d64_gather", {}, "listed keys"),
+    tile<F32D128Cache>("d128_gather", {}, "listed keys"),
+    tile<F32D256Cache>("d256_gather", {}, "listed keys"),
+};
+
+// The plan of a call with key_indices, for the kernels of gather_fwd.cuh.
+PlanResult plan_lists(const Problem& problem, const Device& device) {
+  const auto choice =
+      core::choose_for_lists("simt", std::span<const core::Tile>(GATHER_TILES), problem, device);
+  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
+  const auto& chosen = std::get<core::SplitChoice<core::Tile>>(choice);
+  CacheParams call;
+  core::init_params(problem, call);
+  call.partials.splits = 1;
+  call.packed_heads = core::packed_heads(chosen.tile);
+  call.cache = core::kv_cache(problem);
+  const int64_t ctas = core::list_tiles(problem, chosen.tile) * chosen.splits;
+  LaunchPlan plan = core::one_launch("simt", problem, device, chosen.tile, ctas, call);
+  if (chosen.combines()) {
+    core::split_keys(plan, problem, chosen.splits, 0, offsetof(CacheParams, partials),
+                     "simt_combine_f32");
+    core::combine_shares(plan.launches[1], chosen.splits, false, 0, call.attention.exp2_scale);
+    plan.launches[1].image = "simt/cache_f32";
+  }
+  Launch& launch = plan.launches[0];
+  GatherParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);
+  std::memcpy(static_cast<void*>(&params.call), launch.params.data(), sizeof params.call);
+  params.lists = core::key_lists(problem);
+  launch.params = core::bytes(params);
+  launch.image = "simt/gather_f32";
+  for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
+    launch.pointers.push_back(slot);
+  for (const PointerSlot& slot : core::key_list_pointers(problem, offsetof(GatherParams, lists)))
+    launch.pointers.push_back(slot);
+  const Reasons reasons = core::add_append(plan, problem, "simt/cache_f32", "simt_append_f32");
+  if (!reasons.empty()) return reasons;
+  return plan;
+}
+
 // What is served for fp32 only: `ampere` has masks as data and caches for 16 bits. Keys are split
 // only where there is a cache.
 Reasons why_not(const Problem& problem) {
   if (problem.dtype == DType::F32) {
     Problem asked = problem;
-    if (problem.kv_cache) asked.num_splits = 1;
+    if (problem.kv_cache || problem.key_indices > 0) asked.num_splits = 1;
     return core::why_not(asked, describe());
   }
   if (problem.kv_cache) {
     return {std::string("a KV cache with q of dtype ") + dtype_name(problem.dtype) +
             ": simt reads caches of float32 only; convert q and the cache, or leave the "
             "implementation out"};
+  }
+  if (problem.key_indices > 0) {
+    return {std::string("key_indices with ") + dtype_name(problem.dtype) +
+            " inputs: simt gathers float32 only; convert q, k and v, or leave the implementation "
+            "out"};
   }
   Problem unmasked = problem;
   unmasked.mask = unmasked.key_ranges = 0;
@@ -258,6 +307,7 @@ Reasons why_not_wide(const Problem& problem) {
     reasons.push_back("a KV cache" + dims +
                       "one of head dimensions up to 256; leave the implementation out");
   }
+  refuse("key_indices", problem.key_indices > 0);
   return reasons;
 }
 
@@ -267,6 +317,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   Reasons refused = why_not(problem);
   if (refused.empty()) refused = why_not_wide(problem);
   if (!refused.empty()) return refused;
+  if (problem.key_indices > 0) return plan_lists(problem, device);
   if (problem.kv_cache) return plan_with_cache(problem, device);
   if (takes_masked_kernels(problem)) return plan_masked(problem, device);
   const core::Tile* const tensor = tensor_tile(problem, device);

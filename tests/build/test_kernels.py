@@ -654,6 +654,13 @@ def test_every_kernel_is_planned_somewhere() -> None:
         for device in ("A100", "RTX 5090"):  # few keys
             planned |= set(getattr(archflash.explain(q, k, k, device=device).plan, "kernels", ()))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for d in (64, 128, 256):
+            x = torch.empty(1, 2, 100, d, dtype=dtype, device="meta")
+            lists = torch.empty(1, 1, 100, 8, dtype=torch.int32, device="meta")
+            planned |= set(
+                archflash.explain(x, x, x, key_indices=lists, device="A100").plan.kernels
+            )
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         exact = dtype == torch.float32
         for of_cache in (dtype,) if exact else (dtype, torch.float8_e4m3fn):
             dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -760,6 +767,19 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 q, k_cache, v_cache, device=device, implementation=name, **of_cache, **new
             ).plan
             assert plan is not None
+            planned |= set(plan.kernels)
+        listed = {
+            "qv": qv, "physical_indices": True,
+            "key_indices": torch.empty(2, 1, 1, 64, dtype=torch.int32, device="meta"),
+        }  # fmt: skip
+        plan = archflash.explain(q, k_cache, v_cache, device="A100", **listed).plan
+        assert plan is not None
+        planned |= set(plan.kernels)
+        if dtype == torch.bfloat16:
+            rows = torch.empty(9, 8, 1, 656, dtype=torch.float8_e4m3fn, device="meta")
+            plan = archflash.explain(
+                q, rows, rows, device="A100", packed_rows="fp8_656", **listed
+            ).plan
             planned |= set(plan.kernels)
         for d in (64, 128):
             q, k = (torch.empty(2, h, 1024, d, dtype=dtype, device="meta") for h in (16, 2))

@@ -129,6 +129,19 @@ def _masks(dice: Dice, options: Given, cached: bool = False) -> None:
         )
 
 
+def _lists(dice: Dice, options: Given) -> None:
+    """Lists of keys, in place of what does not go with them."""
+    for name in (
+        "attn_mask", "key_ranges", "block_mask", "alibi_slopes", "dropout_p", "approximate",
+        "batch_invariant", "attention_chunk",
+    ):  # fmt: skip
+        options.pop(name, None)
+    options["key_indices"] = {
+        "ones": (dice.maybe(0.4), dice.maybe(0.4)), "blocks": dice.maybe(0.3),
+        "count": dice.size(1), "lengths": dice.maybe(0.5),
+    }  # fmt: skip
+
+
 def _attention(dice: Dice, backward: bool = False) -> Given:
     fp8 = not backward and dice.maybe(0.12)
     dtype = dice.one_of(FP8 if fp8 else (*FLOATS, *FLOATS, *FLOATS, "float64"))
@@ -174,6 +187,8 @@ def _attention(dice: Dice, backward: bool = False) -> Given:
         options, 0.1, out_dtype=lambda: dice.one_of(("float16", "bfloat16") if fp8 else (dtype,))
     )
     given["pad"] = dice.one_of((0, 0, 1, 8))  # of the output's rows
+    if not fp8 and "packed" not in given and dice.maybe(0.1):
+        _lists(dice, options)
     return given
 
 
@@ -221,6 +236,9 @@ def _cache(dice: Dice) -> Given:
     dice.sometimes(options, 0.1, attention_chunk=lambda: dice.one_of((1, 5, 64)))
     _scores(dice, options, cached=True)
     _masks(dice, options, cached=True)
+    alone = "q_lengths" not in made and "cache_dtype" not in made and not rotary
+    if alone and dice.maybe(0.15):
+        _lists(dice, options)
     return {"lengths": lengths, "made": made, "options": options}
 
 

@@ -74,6 +74,8 @@ def call_of(problem: Problem, device: str) -> tuple[list[Tensor], dict[str, Any]
         if options.get("layout") == "bnhd":
             tensors = [x.transpose(1, 2) for x in tensors]
         _of_batch(make, given, options, batch)
+        if words := given["options"].get("key_indices"):
+            options |= lists_of(make, words, (batch, heads_kv, nq), nk)
     return tensors, options
 
 
@@ -106,14 +108,30 @@ def _slopes_and_descales(
             options[f"{x}_descale"] = make.uniform(*shapes[kind]) + 0.25
 
 
+# Options whose shapes need more than that of q.
+_OF_BATCH = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "key_indices")
+
+
+def lists_of(make: Maker, words: Given, sizes: Sequence[int], nk: int) -> dict[str, Tensor]:
+    """key_indices, some of them no keys, and topk_lengths; sizes: of sequences, heads of k and
+    queries. A list names no key twice, which calls with a cache check.
+    """
+    *outer, nq = sizes
+    shape = [1 if one else n for one, n in zip(words["ones"], outer, strict=True)]
+    shape.append(-(-nq // 64) if words["blocks"] else nq)
+    order = make.uniform(*shape, max(nk + 6, words["count"])).argsort(-1)
+    lists = {"key_indices": (order[..., : words["count"]] - 3).int()}
+    if words["lengths"]:
+        lists["topk_lengths"] = make.integers(-1, words["count"] + 2, shape)
+    return lists
+
+
 def _options(
     make: Maker, asked: Given, shape: Sequence[int], nk: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Options of one call whose q has this shape "bhnd"; those of a batch are left out."""
     options = {
-        name: value
-        for name, value in asked.items()
-        if name not in ("alibi_slopes", "q_descale", "k_descale", "v_descale") and value != "tensor"
+        name: value for name, value in asked.items() if name not in _OF_BATCH and value != "tensor"
     }
     batch, heads, nq, _ = shape
     if "sinks" in asked:
@@ -178,4 +196,7 @@ def cache_call_of(problem: Problem, device: str) -> kvcache_cases.CacheCall:
     options = _options(make, given["options"], shape, made["capacity"], dtype)
     heads = {"q": made["heads"][0], "k": made["heads"][1], "v": made["heads"][1]}
     _slopes_and_descales(make, given["options"], options, len(lengths), heads, {})
+    if words := given["options"].get("key_indices"):
+        sizes = (len(lengths), made["heads"][1], made["nq"])
+        options |= lists_of(make, words, sizes, made["capacity"])
     return kvcache_cases.make(lengths, seed=problem.seed, device=device, **made, **options)

@@ -502,8 +502,8 @@ def test_flash_mla_reads_a_latent_cache() -> None:
         )
         torch.testing.assert_close(out[number], want[0])
         torch.testing.assert_close(lse[number], want_lse[0])
-    with pytest.raises(UnsupportedError, match="indices"):
-        flash_mla.flash_mla_with_kvcache(q, pages, table, lengths, 16, indices=table)
+    with pytest.raises(UnsupportedError, match="topk_length"):
+        flash_mla.flash_mla_with_kvcache(q, pages, table, lengths, 16, topk_length=lengths)
 
 
 @pytest.mark.parametrize("interface", [fa2, fa3], ids=["2", "3"])

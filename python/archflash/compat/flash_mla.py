@@ -1,8 +1,9 @@
-"""FlashMLA's module `flash_mla`, served by archflash: decoding over a paged latent cache.
+"""FlashMLA's module `flash_mla`, served by archflash: decoding over a latent cache, and attention
+to the tokens that an indexer has chosen (sparse MLA), in decoding and in prefill.
 
-Names, order and defaults of the arguments and return values are those of FlashMLA's dense decoding.
-Pages may have any size, not 64 only. What archflash does not take raises
-`archflash.UnsupportedError` with the name of the argument: float8 caches, sinks, sparse attention.
+Names, order and defaults of the arguments and return values are FlashMLA's. Pages may have any
+size, the rows of a cache are bfloat16 or float16, or with `indices` packed float8 (docs/sparse.md).
+A key that a row names twice counts twice.
 """
 
 from __future__ import annotations
@@ -15,23 +16,34 @@ from torch import Tensor
 
 from archflash._eager import without_gradient
 from archflash._kvcache import attention_with_kvcache
+from archflash._merge import merge_attention
 from archflash.compat._flash import _with_unseen, flag, plain, refuse
 
-__all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
+
+_PACKED = {576: ("fp8_656", 656), 512: ("fp8_584", 584)}  # by the columns of q
+_ROPE, _LATENT = 64, 512  # columns of a latent row: of K alone, of V
 
 
-def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[None, None]:
-    """(None, None): archflash makes its plans itself and keeps them, so there is nothing to pass
-    on.
-    """
-    return None, None
+class FlashMLASchedMeta:
+    """What `get_mla_metadata` gives. It holds nothing: archflash makes its plans itself."""
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """An object to pass on, as FlashMLA's functions want one, and None."""
+    return FlashMLASchedMeta(), None
 
 
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
     head_dim_v: int,
     tile_scheduler_metadata: Any = None,
     num_splits: Any = None,
@@ -50,14 +62,24 @@ def flash_mla_with_kvcache(
 
     Args:
         q: (batch, rows, heads, d), the last rows of each sequence.
-        k_cache: pages (pages, page size, heads of k, d) of any size.
-        block_table: int32 (batch, pages of a sequence).
-        cache_seqlens: int32 (batch,).
+        k_cache: pages (pages, page size, heads of k, d) of any size. With is_fp8_kvcache and
+            indices (pages, page size, 1, 656) for d = 576, or 584 for d = 512: bytes as FlashMLA's
+            quantization of V3.2 and of V4 lays them out.
+        block_table: int32 (batch, pages of a sequence). None with indices.
+        cache_seqlens: int32 (batch,). None with indices.
         head_dim_v: the columns of a row that are V.
         tile_scheduler_metadata, num_splits: not read; what `get_mla_metadata` gives.
         softmax_scale: multiplies q k^T; 1 / sqrt(d) by default. Absorbed MLA needs that of the
             model's heads, 1 / sqrt(d_nope + d_rope), which no shape shows: pass it.
-        causal: row i of n sees keys up to the sequence's length - n + i.
+        causal: row i of n sees keys up to the sequence's length - n + i. Not with indices.
+        is_fp8_kvcache: the rows of the caches are packed float8.
+        indices: int32 (batch, rows, n): which rows of the cache a row sees, page * page size + row
+            of the page; anything outside the cache, such as -1, names none.
+        attn_sink: float32 (heads,): one more logit in the denominator of the output, not in the
+            log-sum-exp.
+        extra_k_cache, extra_indices_in_kvcache: a second cache, of pages of another size, and the
+            rows of it that are seen besides.
+        topk_length, extra_topk_length: int32 (batch,): how many indices of each row count.
 
     Returns:
         The output (batch, rows, heads, head_dim_v), and the log-sum-exp, float32 (batch, heads,
@@ -76,9 +98,28 @@ def flash_mla_with_kvcache(
         >>> out.shape, lse.shape
         (torch.Size([2, 1, 4, 16]), torch.Size([2, 4, 1]))
     """
+    if indices is not None:
+        if flag(causal):
+            raise ValueError("causal is True with indices: leave out what a row must not see")
+        scopes = [(k_cache, indices, topk_length)]
+        if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+            scopes.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
+        with torch.no_grad():
+            parts = [
+                _attend(
+                    q, cache, lists[:, None], None if n is None else n[:, None, None],
+                    plain(softmax_scale), flag(is_fp8_kvcache),
+                )
+                for cache, lists, n in scopes
+            ]  # fmt: skip
+            out, lse = parts[0]
+            if len(parts) > 1:
+                out, lse = merge_attention(*zip(*parts, strict=True), layout="bnhd")
+            out = _with_sink(out, lse, attn_sink)
+        out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
+        return out, _with_unseen(lse, math.inf)
     refuse(
         is_fp8_kvcache=(is_fp8_kvcache, False),
-        indices=(indices, None),
         attn_sink=(attn_sink, None),
         extra_k_cache=(extra_k_cache, None),
         extra_indices_in_kvcache=(extra_indices_in_kvcache, None),
@@ -98,3 +139,94 @@ def flash_mla_with_kvcache(
         )
     out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
     return out, _with_unseen(lse, math.inf)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of each query to the rows that its indices name (prefill of sparse MLA).
+
+    Args:
+        q: (rows, heads, d), d of 576 or 512.
+        kv: (keys, heads of k, d): rows that are K, and V in their first 512 columns.
+        indices: int32 (rows, heads of k, n); anything outside kv names no row.
+        sm_scale: multiplies q k^T.
+        d_v: 512.
+        attn_sink: float32 (heads,): one more logit in the denominator of the output alone.
+        topk_length: int32 (rows,): how many indices of each row count.
+
+    Returns:
+        The output (rows, heads, 512); the largest scaled score, float32 (rows, heads), -inf for a
+        row that sees no key; and the log-sum-exp, float32 (rows, heads), a natural logarithm, +inf
+        for such a row. The largest score costs a second pass over the keys.
+
+    Example:
+        >>> import torch
+        >>> from archflash.compat.flash_mla import flash_mla_sparse_fwd
+        >>> q, kv = torch.randn(3, 2, 576), torch.randn(9, 1, 576)
+        >>> indices = torch.tensor([[[0, -1]], [[4, 5]], [[8, 2]]], dtype=torch.int32)
+        >>> out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 0.1)
+        >>> out.shape, lse.shape
+        (torch.Size([3, 2, 512]), torch.Size([3, 2]))
+    """
+    if d_v != _LATENT:
+        raise ValueError(f"d_v is {d_v}: it must be {_LATENT}")
+    lists = indices.transpose(0, 1)[None]
+    lengths = None if topk_length is None else topk_length[None, None]
+    scale = plain(sm_scale)
+    with torch.no_grad():
+        out, lse = _attend(q[None], kv[None], lists, lengths, scale, False)
+        # Scores times a large number: the log-sum-exp of the row is its largest one alone.
+        _, largest = _attend(q[None], kv[None], lists, lengths, scale * _SHARPENED, False)
+        out = _with_sink(out, lse, attn_sink)
+    out, lse = without_gradient("attention to listed keys", (out, lse), q, kv)
+    rows_first = (largest / _SHARPENED)[0].transpose(0, 1).contiguous()
+    return out[0], rows_first, _with_unseen(lse, math.inf)[0].transpose(0, 1).contiguous()
+
+
+_SHARPENED = float(1 << 20)
+
+
+def _attend(
+    q: Tensor,
+    cache: Tensor,
+    lists: Tensor,
+    lengths: Tensor | None,
+    scale: float | None,
+    packed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of q (batch, rows, heads, d) on the rows that lists name."""
+    columns = q.shape[-1]
+    if columns not in _PACKED:
+        raise ValueError(f"q has {columns} columns: it must have 576 or 512")
+    call: dict[str, Any] = {
+        "key_indices": lists, "topk_lengths": lengths, "physical_indices": True,
+        "scale": columns**-0.5 if scale is None else scale, "return_lse": True,
+    }  # fmt: skip
+    if packed:
+        name, row_bytes = _PACKED[columns]
+        if cache.shape[-1] != row_bytes:
+            raise ValueError(
+                f"k_cache has rows of {cache.shape[-1]} bytes for q of {columns} columns: they "
+                f"must have {row_bytes}"
+            )
+        return attention_with_kvcache(q, cache, packed_rows=name, **call)  # type: ignore[no-any-return]
+    if columns == _LATENT:  # K has no columns of its own: zeros of q meet any columns
+        zeros = q.new_zeros(*q.shape[:-1], _ROPE)
+        call |= {"qv": q, "v_cache": cache}
+        return attention_with_kvcache(zeros, cache[..., :_ROPE], **call)  # type: ignore[no-any-return]
+    return attention_with_kvcache(q, cache, dv=_LATENT, **call)  # type: ignore[no-any-return]
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """The output with a sink in its denominator; lse (batch, heads, rows) is that without one."""
+    if sink is None:
+        return out
+    share = torch.sigmoid(lse - sink[:, None]).masked_fill(lse == -math.inf, 0.0)
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)

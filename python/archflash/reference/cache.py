@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from archflash import _bias
+from archflash._packed_rows import unpack
 from archflash.reference.formula import FP8, attention, baseline
 
 
@@ -19,7 +20,7 @@ from archflash.reference.formula import FP8, attention, baseline
 class CacheOptions:
     """The keywords of archflash.attention_with_kvcache that influence a result."""
 
-    cache_seqlens: Tensor
+    cache_seqlens: Tensor | None = None
     page_table: Tensor | None = None
     k_new: Tensor | None = None
     v_new: Tensor | None = None
@@ -39,6 +40,10 @@ class CacheOptions:
     attn_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     key_ranges: Tensor | None = None
+    key_indices: Tensor | None = None
+    topk_lengths: Tensor | None = None
+    physical_indices: bool = False
+    packed_rows: str | None = None
     scale: float | None = None
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -47,6 +52,12 @@ class CacheOptions:
     num_splits: int | None = None
     batch_invariant: bool = False
     layout: str = "bnhd"
+
+    @property
+    def lengths(self) -> Tensor:
+        """Rows of each sequence before the append."""
+        assert self.cache_seqlens is not None
+        return self.cache_seqlens
 
     def first(self, number: int) -> int:
         """The first row of a sequence that is no padding."""
@@ -67,7 +78,7 @@ class CacheOptions:
 
     def masks(self, here: int | slice, nq: int, nk: int) -> dict[str, Tensor]:
         """The masks of a sequence of nq queries, its number or its packed rows, and nk keys."""
-        device = self.cache_seqlens.device
+        device = self.lengths.device
         keep = torch.ones(1, 1, nq, nk, dtype=torch.bool, device=device)
         given = {}
         if self.attention_chunk is not None:
@@ -94,6 +105,10 @@ class CacheOptions:
             given["key_ranges"] = of_sequence["key_ranges"]
         if self.attention_chunk is not None or self.attn_mask is not None:
             given["attn_mask"] = keep
+        for name in ("key_indices", "topk_lengths"):
+            x = getattr(self, name)
+            if x is not None and isinstance(here, int):
+                given[name] = x if x.shape[0] == 1 else x[here : here + 1]
         return given
 
     def rotated(self, x: Tensor, position: int) -> Tensor:
@@ -176,7 +191,7 @@ def appended(k_cache: Tensor, v_cache: Tensor, **call: Any) -> tuple[Tensor, Ten
     new = tuple(
         x if asked.layout == "bnhd" else x.transpose(1, 2) for x in (asked.k_new, asked.v_new)
     )
-    for number, length in enumerate(asked.cache_seqlens.tolist()):
+    for number, length in enumerate(asked.lengths.tolist()):
         for i in range(new[0].shape[1]):
             place = asked.place(rows[0], number, length + i)
             if place is None:
@@ -185,6 +200,19 @@ def appended(k_cache: Tensor, v_cache: Tensor, **call: Any) -> tuple[Tensor, Ten
             rows[0][place] = k_row.to(k_cache.dtype)
             rows[1][place] = new[1][number, i]
     return caches
+
+
+def _as_one_sequence(
+    asked: CacheOptions, q: Tensor, k_cache: Tensor, v_cache: Tensor, call: dict[str, Any]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """A call with physical indices as one whose sequences all are the whole cache."""
+    swap = asked.layout == "bhnd"
+    caches = [x.transpose(1, 2) if swap else x for x in (k_cache, v_cache)]
+    caches = [x.reshape(1, -1, *x.shape[2:]) for x in caches]
+    lengths = torch.full((q.shape[0],), caches[0].shape[1], dtype=torch.int32, device=q.device)
+    k_cache, v_cache = (x.transpose(1, 2) if swap else x for x in caches)
+    as_sequence = {"cache_seqlens": lengths, "cache_batch_idx": torch.zeros_like(lengths)}
+    return k_cache, v_cache, call | as_sequence | {"physical_indices": False}
 
 
 def _run_with_cache(
@@ -197,6 +225,13 @@ def _run_with_cache(
 ) -> tuple[Tensor, Tensor]:
     """Calls a formula of attention for each sequence with the keys that it has after the append."""
     asked = CacheOptions(**call)
+    if asked.packed_rows is not None:
+        of_16_bits = unpack(k_cache, asked.packed_rows)
+        return _run_with_cache(formula, dtype, q, *of_16_bits, call | {"packed_rows": None})
+    if asked.physical_indices:
+        return _run_with_cache(
+            formula, dtype, q, *_as_one_sequence(asked, q, k_cache, v_cache, call)
+        )
     caches = appended(k_cache, v_cache, **call)
     if asked.layout == "bhnd":
         caches = (caches[0].transpose(1, 2), caches[1].transpose(1, 2))
@@ -222,7 +257,7 @@ def _run_with_cache(
     added = 0 if asked.k_new is None else asked.k_new.shape[1 if asked.layout == "bnhd" else 2]
     size = caches[0].shape[1]
     capacity = size if asked.page_table is None else size * asked.page_table.shape[1]
-    for number, length in enumerate(asked.cache_seqlens.tolist()):
+    for number, length in enumerate(asked.lengths.tolist()):
         first = asked.first(number)
         places = [
             asked.place(caches[0], number, row)

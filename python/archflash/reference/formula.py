@@ -37,6 +37,8 @@ class Options:
     alibi_slopes: Tensor | None = None
     key_ranges: Tensor | None = None
     block_mask: Tensor | None = None
+    key_indices: Tensor | None = None
+    topk_lengths: Tensor | None = None
     dropout_p: float | None = None
     rng_state: Tensor | None = None
     q_descale: Tensor | None = None
@@ -71,8 +73,9 @@ def attention(
         return_lse: also return the log-sum-exp; on by default.
         **call: the other keywords of archflash.attention that change the result: causal, window,
             softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes,
-            key_ranges, block_mask, dropout_p, rng_state, q_descale, k_descale, v_descale, layout.
-            out_dtype, max_seqlen_q and max_seqlen_k are taken and change nothing here.
+            key_ranges, block_mask, key_indices, topk_lengths, dropout_p, rng_state,
+            q_descale, k_descale, v_descale, layout. out_dtype, max_seqlen_q and max_seqlen_k are
+            taken and change nothing here.
 
     Returns:
         The output, float64, shaped like q with Dv for D; with return_lse the pair of it and the
@@ -428,6 +431,10 @@ def _blocks(
                         visible = visible & (given != -math.inf)
                         bias = given.to(dtype)
                 visible = visible & _unhidden(call, batch, head, rows, nk)
+                if call.key_indices is not None:
+                    often = _listed(call, batch, head // group, rows, nq, nk)
+                    visible = visible & (often > 0)
+                    bias = often.double().log().to(dtype)  # a key that is named twice counts twice
                 if call.alibi_slopes is not None:
                     of_distance = _alibi(call.alibi_slopes, number, head, rows + offset, nk)
                     bias = of_distance.to(dtype) if bias is None else bias + of_distance.to(dtype)
@@ -507,6 +514,26 @@ def _unhidden(call: Options, batch: int, head: int, rows: Tensor, nk: int) -> Te
         blocks = of_head(call.block_mask) != 0
         seen &= blocks[rows // _MASK_BLOCK][:, key // _MASK_BLOCK]
     return seen
+
+
+def _listed(call: Options, batch: int, kv_head: int, rows: Tensor, nq: int, nk: int) -> Tensor:
+    """How often the lists of these rows name each key: (rows, Nk)."""
+
+    def of_head(x: Tensor) -> Tensor:
+        return x[batch if x.shape[0] > 1 else 0, kv_head if x.shape[1] > 1 else 0]
+
+    assert call.key_indices is not None
+    lists = of_head(call.key_indices)
+    number = rows if len(lists) == nq else rows // _MASK_BLOCK
+    often = torch.zeros(len(rows), nk, device=rows.device)
+    for i, of_row in enumerate(number.tolist()):
+        entries = lists[of_row]
+        if call.topk_lengths is not None:
+            lengths = of_head(call.topk_lengths)
+            entries = entries[: max(int(lengths[of_row if len(lengths) > 1 else 0]), 0)]
+        entries = entries[(entries >= 0) & (entries < nk)].long()
+        often[i] = torch.bincount(entries, minlength=nk).to(often.dtype)
+    return often
 
 
 def _dropout_factors(

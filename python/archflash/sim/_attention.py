@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _api, _dispatch, _packed
+from archflash import _api, _dispatch, _options, _packed
 from archflash import _archflash as _runtime
 from archflash import _archflash_sim as _native
 from archflash._errors import LaunchError, NotCompiledError
@@ -125,7 +125,7 @@ def run(
     """
     if plan is None:  # a given plan refuses lazy tensors, as launch() does, and so does any `out`
         q = resolved(q)
-        if options.get("cache_seqlens") is None:  # caches are written in place
+        if not _options.has_cache(options):  # caches are written in place
             k, v = (resolved(x) for x in (k, v))
         options = {n: x if n == "out" else resolved(x) for n, x in options.items()}
     values = _api.option_values(q, k, options)
@@ -326,7 +326,9 @@ def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     """The pairs of a query and a key that attention computes, over all sequences and heads; half of
     them for causal calls.
     """
-    if "cache_seqlens" in tensors:
+    if problem["key_indices"]:
+        pairs = problem["batch"] * problem["nq"] * problem["key_indices"]
+    elif "cache_seqlens" in tensors:
         keys = tensors["cache_seqlens"].clamp(0, problem["nk"]).to(torch.int64) + problem["n_new"]
         rows = torch.tensor(problem["nq"])
         if "cu_seqlens_q" in tensors:

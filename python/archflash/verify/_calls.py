@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,6 +63,13 @@ class Maker:
         row = torch.arange(rows, dtype=torch.int32, device=self.device)
         both = torch.stack([row * keys // (2 * rows), keys - row % 7], -1)
         return both[None, None, :, None]
+
+    def lists(self, *shape: int, keys: int) -> Tensor:
+        """key_indices of distinct keys, some of them none."""
+        step = torch.arange(shape[-1], device=self.device)
+        first = torch.arange(math.prod(shape[:-1]), device=self.device).reshape(*shape[:-1], 1)
+        listed = (step * 7 + first * 3) % (keys + 5) - 2
+        return torch.where(step < keys, listed, -1).int()
 
     def ends(self, lengths: Sequence[int]) -> Tensor:
         return self.int32([0, *itertools.accumulate(lengths)])
@@ -472,6 +480,14 @@ def cache_items(kernel: str, dtype: str, setup: Setup) -> list[Item]:
         item("d128 8-bit cache", lengths=lengths, cache_dtype="float8_e4m3fn"),
         item("d128 long, split keys", lengths=[9000, 5000], page_size=64, heads=(16, 2)),
         item("latent cache", lengths=[700, 200], latent=True, heads=(16, 1), page_size=64),
+        item(
+            "latent cache, listed rows",
+            lengths=[700, 200],
+            latent=True,
+            heads=(16, 1),
+            page_size=64,
+            listed=True,
+        ),
     ]
 
 
@@ -505,6 +521,8 @@ def cache_call(maker: Maker, dtype: str, made: dict[str, Any]) -> tuple[Tensor, 
     if made.get("masked"):
         call["attn_mask"] = maker.rand(1, 1, nq, 32) > -1.0
     q = maker.rand(batch, nq, heads[0], d, dtype=dtype)
+    if made.get("listed"):
+        call["key_indices"] = maker.lists(batch, 1, nq, 300, keys=max(lengths))
     if latent:
         call |= {"qv": maker.rand(batch, nq, heads[0], dv, dtype=dtype), "scale": 0.05}
     return q, caches, call

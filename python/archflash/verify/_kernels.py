@@ -128,6 +128,10 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
             for name, (n, size) in count.items()
         }
 
+    def lists(make: Maker, shape: tuple[int, ...]) -> Call:
+        batch, _, heads_kv, rows, keys = shape
+        return {"key_indices": make.lists(batch, heads_kv, rows, 90, keys=keys), "causal": True}
+
     yield "causal", lambda make, shape: {"causal": True}
     yield "no mask", lambda make, shape: {}
     yield "softcap", lambda make, shape: {"softcap": 7.0}
@@ -146,6 +150,8 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
         yield "ranges of keys", ranges
     if "dropout_p" in takes:
         yield "dropout", dropout
+    if "key_indices" in takes and "kv_cache" in takes:  # not of latent rows alone
+        yield "listed keys", lists
 
 
 def candidate(
@@ -184,6 +190,7 @@ def of_caches(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
         for lengths, nq in (([700, 200], 1), ([9000] * 2, 1), ([600] * 3, 70))
         for page in (0, 64)
     ]
+    made += [one | {"listed": True} for one in made if one.get("latent") and one["nq"] == 1]
     for one in made:
         lengths = one["lengths"]
         words = [f"{name} {value}" for name, value in one.items() if value and name != "lengths"]
@@ -201,7 +208,7 @@ def backward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
     """Candidates of a backward pass."""
     takes = {*_native.describe(kernel).features}
     for dims, shape, exact in itertools.product(DIMS, SHAPES_OF_GRADIENTS, (False, True)):
-        for what, options in options_of(dtype, takes - _APPROXIMATIONS):
+        for what, options in options_of(dtype, takes - _APPROXIMATIONS - {"key_indices"}):
             batch, heads, heads_kv, rows, keys = shape
             words = [f"{dtype} d{dims[0]}/{dims[1]} {batch}x{heads}/{heads_kv} {rows}x{keys}", what]
             name = " ".join([*words, *(["deterministic"] if exact else [])])

@@ -31,7 +31,7 @@ KvCache kv_cache(const Problem& problem) {
 
 std::vector<PointerSlot> kv_cache_pointers(const Problem& problem, int offset) {
   std::vector<PointerSlot> slots;
-  if (!problem.kv_cache) return slots;
+  if (!problem.kv_cache || problem.physical_indices) return slots;  // nothing says what counts
   const auto add = [&](Operand operand, size_t field) {
     slots.push_back({operand, static_cast<int32_t>(offset + field), 0});
   };

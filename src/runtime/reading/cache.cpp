@@ -1,5 +1,7 @@
 #include <tuple>
+#include <utility>
 
+#include "common/packed_rows.h"
 #include "runtime/reading/reading.h"
 
 namespace archflash::reading {
@@ -104,9 +106,46 @@ void check_cache_options(const Arguments& a, bool kv_cache) {
   }
 }
 
+namespace {
+
+// Caches whose rows are named by their places alone: pages, or sequences of equal size.
+void read_places(const Arguments& a, const Axes& x, const TensorView& k, Call& call) {
+  Problem& p = call.problem;
+  if (a.key_indices.is_none())
+    wrong_value("physical_indices is True without key_indices: pass the places of the keys");
+  const std::pair<const char*, nb::handle> needless[] = {{"cache_seqlens", a.cache_seqlens},
+                                                         {"page_table", a.page_table},
+                                                         {"k_new", a.k_new},
+                                                         {"leftpad_k", a.leftpad_k},
+                                                         {"cache_batch_idx", a.cache_batch_idx},
+                                                         {"window", a.window}};
+  for (const auto& [name, value] : needless) {
+    if (!value.is_none()) {
+      wrong_value(name,
+                  " is given with physical_indices=True: key_indices alone say which rows of "
+                  "the caches a query sees; leave it out");
+    }
+  }
+  if (!a.causal.is(Py_False)) {
+    wrong_value(
+        "causal is True with physical_indices=True: a place in the caches is no position; "
+        "leave out of key_indices what a query must not see");
+  }
+  p.cache_batch = k.shape[x.batch];
+  p.page_size = k.shape[x.row];
+  if (__builtin_mul_overflow(p.cache_batch, p.page_size, &p.nk) || p.nk >= INTEGER_LIMIT)
+    wrong_value("k_cache has shape ", describe_shape(k), ": it must have fewer than 2^60 rows");
+}
+
+}  // namespace
+
 void read_cache(const Arguments& a, const Axes& x, const TensorView& q, const TensorView& k,
                 Call& call) {
   Problem& p = call.problem;
+  if (a.physical_indices.is(Py_True)) {
+    read_places(a, x, k, call);
+    return;
+  }
   const auto read_numbers = [&](nb::handle object, const char* name, Operand operand) {
     TensorView view;
     read_int32(object, name, p.batch, "", ", one number for each sequence", q, call, view);
@@ -154,6 +193,33 @@ void read_cache(const Arguments& a, const Axes& x, const TensorView& q, const Te
     read_new_rows(a.v_new, "v_new", Operand::VNew, x, p.dv, q, call, p.v_new);
   }
   read_rotary(a, q, call);
+}
+
+void read_packed_rows(const Arguments& a, const Axes& x, const TensorView& k, Problem& p) {
+  for (int i = 1; i < PACKED_FORMAT_COUNT; ++i) {
+    if (PyUnicode_Check(a.packed_rows.ptr()) &&
+        PyUnicode_CompareWithASCIIString(a.packed_rows.ptr(), PACKED_FORMATS[i].name) == 0)
+      p.packed_rows = i;
+  }
+  if (p.packed_rows == 0)
+    wrong_value("packed_rows is ", given(a.packed_rows), ": it must be 'fp8_656' or 'fp8_584'");
+  if (a.key_indices.is_none())
+    wrong_value("packed_rows is given without key_indices: pass the rows that each query sees");
+  if (a.qv.is_none() || !a.k_new.is_none() || x.row != 1) {
+    wrong_value("packed_rows is given ",
+                a.qv.is_none() ? "without qv" : "with k_new or layout=bhnd",
+                ": it belongs to a latent cache in the layout bnhd, to which nothing is appended");
+  }
+  const int64_t row_bytes = PACKED_FORMATS[p.packed_rows].row_bytes;
+  if (p.kv_dtype != DType::E4M3 || p.dtype != DType::BF16 || k.shape[x.head] != 1 ||
+      k.shape[x.inner] != row_bytes || (k.shape[x.row] > 1 && k.strides[x.row] != row_bytes) ||
+      k.strides[x.inner] != 1) {
+    wrong_value("k_cache is ", dtype_name(p.kv_dtype), " ", describe_shape(k), " for q of ",
+                dtype_name(p.dtype), " and packed_rows=", given(a.packed_rows),
+                ": it must be float8_e4m3fn (pages, page_size, 1, ", row_bytes,
+                "), contiguous within a page, for q of bfloat16");
+  }
+  p.dv = 512;
 }
 
 void read_qv(const Arguments& a, const Axes& x, const TensorView& q, Call& call) {

@@ -208,6 +208,40 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
   set_address(call, operand, view);
 }
 
+// What a query sees is said once: by its list, and by where causal and window end.
+void refuse_beside_key_indices(const Arguments& a, const Problem& p) {
+  const std::pair<const char*, nb::handle> refused[] = {{"attn_mask", a.attn_mask},
+                                                        {"key_ranges", a.key_ranges},
+                                                        {"block_mask", a.block_mask},
+                                                        {"alibi_slopes", a.alibi_slopes},
+                                                        {"dropout_p", a.dropout_p},
+                                                        {"cu_seqlens_q", a.cu_seqlens_q},
+                                                        {"attention_chunk", a.attention_chunk},
+                                                        {"rotary_cos", a.rotary_cos}};
+  for (const auto& [name, value] : refused) {
+    if (!value.is_none()) {
+      wrong_value(name,
+                  " is given with key_indices: only causal, window, softcap, sinks, scale and "
+                  "q_offset may be; leave it out");
+    }
+  }
+  if (p.batch_invariant)
+    wrong_value("batch_invariant is True with key_indices: no kernel promises it; leave it out");
+  if (is_fp8(p.dtype) || (is_fp8(p.kv_dtype) && p.packed_rows == 0)) {
+    wrong_type("q and k have dtypes ", dtype_name(p.dtype), " and ", dtype_name(p.kv_dtype),
+               " with key_indices: they must not be float8; convert them");
+  }
+}
+
+// The sizes that key_indices and topk_lengths may have before the last dimension of the former.
+std::string sizes_of_lists(const Problem& p, bool may_repeat) {
+  const int64_t blocks = (p.nq + MASK_BLOCK - 1) / MASK_BLOCK;
+  const int64_t lists = p.list_rows == MASK_BLOCK ? blocks : p.nq;
+  std::string text = join(p.batch, " or 1, ", p.heads_kv, " or 1, ", lists);
+  if (may_repeat) return text + " or 1";
+  return p.list_rows == 0 ? text + join(" or ", blocks) : text;
+}
+
 }  // namespace
 
 void read_masks(const Arguments& a, const TensorView& q, Call& call) {
@@ -216,6 +250,49 @@ void read_masks(const Arguments& a, const TensorView& q, Call& call) {
   for (const int i : STRIDED_OPTIONS) {
     if (!(a.*ARGUMENTS[i]).is_none()) read_strided(OPTIONS[i], a.*ARGUMENTS[i], q, call);
   }
+}
+
+void read_key_indices(const Arguments& a, const TensorView& q, Call& call) {
+  Problem& p = call.problem;
+  if (a.key_indices.is_none()) {
+    if (!a.topk_lengths.is_none())
+      wrong_value("topk_lengths is given without key_indices: pass the lists that it cuts short");
+    return;
+  }
+  refuse_beside_key_indices(a, p);
+  const auto read_lists = [&](nb::handle object, const char* name, TensorView& view) {
+    read(object, name, call, view);
+    if (!view.is_int32)
+      wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.int32");
+    check_same_device(view, name, q);
+  };
+  const auto fits = [](int64_t size, int64_t full) { return size == full || size == 1; };
+  TensorView lists;
+  read_lists(a.key_indices, "key_indices", lists);
+  const int64_t blocks = (p.nq + MASK_BLOCK - 1) / MASK_BLOCK;
+  if (lists.ndim != 4 || !fits(lists.shape[0], p.batch) || !fits(lists.shape[1], p.heads_kv) ||
+      (lists.shape[2] != p.nq && lists.shape[2] != blocks) || lists.shape[3] < 1) {
+    wrong_value("key_indices has shape ", describe_shape(lists), ": it must be (",
+                sizes_of_lists(p, false), ", n): a list of n keys for each query row or for each ",
+                MASK_BLOCK, " of them");
+  }
+  if (lists.shape[3] > 1 && lists.strides[3] != 1)
+    wrong_value("key_indices has a strided last dimension: call .contiguous() on it");
+  p.key_indices = lists.shape[3];
+  p.list_rows = lists.shape[2] == p.nq ? 1 : MASK_BLOCK;
+  p.list_strides = {stride_of(lists, 0), stride_of(lists, 1), stride_of(lists, 2)};
+  set_address(call, Operand::KeyIndices, lists);
+  if (a.topk_lengths.is_none()) return;
+  TensorView lengths;
+  read_lists(a.topk_lengths, "topk_lengths", lengths);
+  if (lengths.ndim != 3 || !fits(lengths.shape[0], p.batch) ||
+      !fits(lengths.shape[1], p.heads_kv) || !fits(lengths.shape[2], lists.shape[2])) {
+    wrong_value("topk_lengths has shape ", describe_shape(lengths), ": it must be (",
+                sizes_of_lists(p, true), "): how many entries of each list count");
+  }
+  p.topk_lengths = true;
+  p.topk_strides = {stride_of(lengths, 0), stride_of(lengths, 1), stride_of(lengths, 2)};
+  set_address(call, Operand::TopkLengths, lengths);
 }
 
 void read_sinks(const Arguments& a, const TensorView& q, Call& call) {

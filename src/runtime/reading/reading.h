@@ -78,6 +78,7 @@ inline void set_address(Call& call, Operand operand, const TensorView& view) {
 // --- masks.cpp: what changes the scores or the weights, and the tensors beside q, k and v ---
 
 void read_masks(const Arguments& a, const TensorView& q, Call& call);  // masks as data
+void read_key_indices(const Arguments& a, const TensorView& q, Call& call);
 void read_sinks(const Arguments& a, const TensorView& q, Call& call);
 void read_q_offset(const Arguments& a, const TensorView& q, Call& call);
 void read_dropout(const Arguments& a, const TensorView& q, Call& call);
@@ -91,6 +92,8 @@ void check_cache_options(const Arguments& a, bool kv_cache);
 // caches are known.
 void read_cache(const Arguments& a, const Axes& x, const TensorView& q, const TensorView& k,
                 Call& call);
+// Latent rows whose format packed_rows names: k and v both are their bytes.
+void read_packed_rows(const Arguments& a, const Axes& x, const TensorView& k, Problem& p);
 // A second query, whose product with the rows of V is added to the scores.
 void read_qv(const Arguments& a, const Axes& x, const TensorView& q, Call& call);
 

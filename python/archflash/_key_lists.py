@@ -1,0 +1,63 @@
+"""What calls with key_indices need beside the runtime: the check of what the lists hold, and the
+same call with a mask, for whose gradients there are kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash.masks import from_key_indices
+
+# Read once: a look takes a microsecond.
+ALWAYS_CHECK = os.environ.get("ARCHFLASH_CHECK") == "1"
+
+
+def check(key_indices: Tensor, topk_lengths: Tensor | None, keys: int | Tensor) -> None:
+    """Checks the lists of a call whose shapes agree, on their device; one number comes back.
+
+    Args:
+        key_indices, topk_lengths: those of the call.
+        keys: rows that an entry can name, others stand for none; a tensor ``(batch, 1, 1, 1)`` if
+            sequences differ.
+
+    Raises:
+        ValueError: a list names a key twice.
+    """
+    if key_indices.numel() == 0:
+        return
+    place = torch.arange(key_indices.shape[3], device=key_indices.device)
+    counts = (key_indices >= 0) & (key_indices < keys)
+    if topk_lengths is not None:
+        counts = counts & (place < topk_lengths[..., None])
+    # Entries that do not count differ from one another and from those that do.
+    named = torch.where(counts, key_indices, -1 - place).sort(3).values
+    twice = named[..., 1:] == named[..., :-1]
+    if not twice.any():
+        return
+    sequence, head, number, at = (int(x) for x in twice.nonzero()[0])
+    key = int(named[sequence, head, number, at])
+    raise ValueError(
+        f"key_indices[{sequence}, {head}, {number}] names key {key} "
+        "twice, and it would count twice: name each key once, and -1 where a list is shorter"
+    )
+
+
+def needs_gradients(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tensors
+    )
+
+
+def as_mask(
+    key_indices: Tensor, topk_lengths: Tensor | None, q: Tensor, k: Tensor, layout: str
+) -> Tensor:
+    """The attn_mask of lists of keys, ``(B or 1, Hq or 1, Nq, Nk)``, for q and k as they came."""
+    heads, rows = (1, 2) if layout == "bhnd" else (2, 1)
+    mask = from_key_indices(key_indices, q.shape[rows], k.shape[rows], topk_lengths)
+    if mask.shape[1] == 1:
+        return mask
+    return mask.repeat_interleave(q.shape[heads] // mask.shape[1], 1)

@@ -1,0 +1,180 @@
+"""key_indices: lists of the keys that queries see, of K and V as they are given and of caches.
+
+What no list names is NaN, and what lies behind topk_lengths would be read outside of the tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from archflash import reference
+from archflash._kvcache import packed_parts
+
+from .. import kvcache_cases
+from ..kvcache_cases import CacheCall, make
+from .checks import assert_close
+from .executors import executor
+
+here = executor()
+GARBAGE = (-1, 2**31 - 1, -(2**31), 1 << 29)  # entries that name no key
+LATENT_ALONE = ("hopper",)  # kernels for latent caches only
+KERNELS = [
+    (kernel, dtype)
+    for kernel in here.kernels("key_indices")
+    if kernel not in LATENT_ALONE
+    for dtype in here.dtypes_of(kernel)
+    if kernel != "simt" or dtype == "float32"
+]
+LATENT = [name for name in here.kernels("key_indices") if name in here.kernels("qv")]
+
+
+def lists_of(
+    shape: tuple[int, int, int, int], keys: int, *, seed: int = 0, lengths: Tensor | None = None
+) -> Tensor:
+    """Lists in any order that name each key once at most, one entry in five garbage; behind the
+    lengths all of them are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, n = shape[0] * shape[1] * shape[2], shape[3]
+    lists = torch.full((rows, n), -1)
+    for row in range(rows):
+        order = torch.randperm(keys, generator=generator)[:n]
+        lists[row, : len(order)] = order
+    garbage = torch.tensor(GARBAGE)[torch.randint(0, len(GARBAGE), (rows, n), generator=generator)]
+    lists = torch.where(torch.rand(rows, n, generator=generator) < 0.2, garbage, lists)
+    lists = lists.reshape(shape)
+    if lengths is not None:
+        lists = torch.where(torch.arange(n) < lengths.cpu()[..., None], lists, 1 << 30)
+    return lists.int().to(here.device)
+
+
+def poisoned(k: Tensor, v: Tensor, lists: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v, bhnd, whose rows that no list names are NaN."""
+    named = torch.zeros(k.shape[2] + 1, dtype=torch.bool, device=k.device)
+    named[torch.where((lists >= 0) & (lists < k.shape[2]), lists, k.shape[2]).long().flatten()] = (
+        True
+    )
+    return tuple(x.masked_fill(~named[:-1, None], torch.nan) for x in (k, v))
+
+
+# (batch, (heads of q, of k), nq, nk, d, dv), the lists' shape, options
+CALLS: dict[str, tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, Any]]] = {
+    "a-head": ((1, (1, 1), 3, 70, 64, 64), (1, 1, 3, 40), {}),
+    "gqa-lists-of-heads": ((2, (6, 2), 2, 90, 64, 40), (2, 2, 2, 150), {"lengths": (2, 2, 2)}),
+    "two-tiles-of-heads-splits": ((1, (72, 1), 1, 300, 40, 64), (1, 1, 1, 280), {"num_splits": 3}),
+    "causal-sinks-lists-of-a-batch": (
+        (2, (4, 2), 5, 40, 128, 128), (1, 1, 5, 33),
+        {"causal": True, "sinks": 4, "lengths": (2, 1, 1)},
+    ),
+    "lists-of-64-rows-window": (
+        (1, (4, 2), 70, 80, 64, 64), (1, 2, 2, 50), {"window": (30, 20), "q_offset": 4}
+    ),
+    "wide-softcap-bnhd": (
+        (1, (20, 1), 2, 50, 256, 256), (1, 1, 2, 45), {"softcap": 3.0, "layout": "bnhd"}
+    ),
+    "nobody-sees-a-key": ((1, (2, 2), 2, 8, 64, 64), (1, 2, 2, 4), {"lengths": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
+def test_a_kernel_attends_to_listed_keys(kernel: str, dtype: str, name: str) -> None:
+    (batch, heads, nq, nk, d, dv), shape, given = CALLS[name]
+    q, k, v = here.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads)
+    options = dict(given)
+    lengths = options.pop("lengths", None)
+    if lengths == 0:
+        lengths = torch.zeros(1, 1, 1, dtype=torch.int32)
+    elif lengths is not None:
+        lengths = torch.randint(
+            0, shape[3] + 9, lengths, generator=torch.Generator().manual_seed(1)
+        )
+    lists = lists_of(shape, nk, lengths=lengths)
+    if lengths is not None:
+        options["topk_lengths"] = lengths.int().to(here.device)
+    if "sinks" in options:
+        options["sinks"] = here.rand(options["sinks"], seed=9)
+    with_nan = poisoned(k, v, lists)
+    if options.get("layout") == "bnhd":
+        q, k, v, *with_nan = (x.transpose(1, 2).contiguous() for x in (q, k, v, *with_nan))
+    options["key_indices"] = lists
+    out, lse = here.attend(kernel, q, *with_nan, **options)
+    assert_close(out, lse, q, k, v, (kernel, here.capability(kernel, None)), **options)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS[:1] + KERNELS[-1:])
+def test_a_key_that_is_named_twice_counts_twice(kernel: str, dtype: str) -> None:
+    q, k, v = here.qkv(1, 20, 64, dtype=dtype)
+    lists = here.int32(3, 7, 3, 3, 11).reshape(1, 1, 1, 5)
+    out, lse = here.attend_and_check(kernel, q, k, v, key_indices=lists)
+    alone = here.int32(3, 7, 11).reshape(1, 1, 1, 3)
+    assert (lse > reference.attention(q, k, v, key_indices=alone)[1]).all()
+    assert out.isfinite().all()
+
+
+def physical(call: CacheCall, lists: Tensor) -> CacheCall:
+    """A call with pages as one with physical indices."""
+    options = dict(call.options)
+    table, lengths = options.pop("page_table").long(), options.pop("cache_seqlens").long()
+    size = call.k_cache.shape[1]
+    named = (lists >= 0) & (lists < lengths[:, None, None, None])
+    at = torch.where(named, lists, 0).long()
+    page = table[torch.arange(len(lengths))[:, None, None, None], at // size]
+    places = torch.where(named, page * size + at % size, -1).int()
+    return CacheCall(call.q, call.k_cache, call.v_cache, options).with_options(
+        key_indices=places, physical_indices=True
+    )
+
+
+@pytest.mark.parametrize("how", ["contiguous", "pages", "physical", "latent", "latent-physical"])
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS + [(x, "bfloat16") for x in LATENT_ALONE])
+def test_a_kernel_attends_to_listed_rows_of_a_cache(kernel: str, dtype: str, how: str) -> None:
+    latent = how.startswith("latent")
+    if (latent and kernel not in LATENT) or (not latent and kernel in LATENT_ALONE):
+        return
+    head_dims = {"d": 64, "dv": 512, "qv": True} if latent else {"d": 64}
+    heads = (20, 1) if latent else (6, 2)
+    pages = {} if how == "contiguous" else {"page_size": 7}
+    new = {"n_new": 2, "causal": True, "leftpad": [3, 0]} if how == "contiguous" else {}
+    call = make(
+        [60, 33], nq=2, heads=heads, dtype=getattr(torch, dtype), device=here.device, **head_dims,
+        **pages, **new,
+    )  # fmt: skip
+    lists = lists_of((2, 1, 2, 44), 33)
+    call = call.with_options(key_indices=lists)
+    places = how.endswith("physical")
+    call = physical(call, lists) if places else call.with_options(num_splits=2)
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
+@pytest.mark.parametrize("form", ["fp8_656", "fp8_584"])
+@pytest.mark.parametrize("kernel", here.kernels("packed_rows"))
+def test_a_kernel_reads_packed_latent_rows(kernel: str, form: str) -> None:
+    size, pages, width = 5, 9, 656 if form == "fp8_656" else 584
+    length = size * width
+    memory = torch.full((pages, -(-length // 576) * 576 if width == 584 else length), 255)
+    memory[:, :length] = torch.randint(
+        0, 255, (pages, length), generator=torch.Generator().manual_seed(3)
+    )
+    memory = memory.masked_fill(memory % 128 == 127, 5).byte()  # no NaN
+    cache = memory[:, :length].unflatten(1, (size, 1, width))
+    rest = here.rand(pages, size, 64, seed=4, dtype="bfloat16").cpu()
+    if width == 656:
+        scales = torch.rand(pages, size, 1, 4, generator=torch.Generator().manual_seed(5)) / 64
+        cache[..., 512:528] = scales.view(torch.uint8)
+        cache[..., 528:] = rest[:, :, None].view(torch.uint8)
+    else:
+        memory[:, : size * 576].unflatten(1, (size, 576))[..., 448:] = rest.view(torch.uint8)
+        memory[:, size * 576 : length] = memory[:, size * 576 : length] % 6 + 118
+    cache = memory.to(here.device)[:, :length].unflatten(1, (size, 1, width))
+    q = here.rand(2, 2, 20, 576 if width == 656 else 512, seed=6, dtype="bfloat16")
+    q, qv, rows = packed_parts(q, cache, form, 512)
+    call = CacheCall(q, rows, rows, {
+        "qv": qv, "packed_rows": form, "physical_indices": True, "scale": 0.05, "num_splits": 2,
+        "key_indices": lists_of((2, 1, 2, 40), size * pages),
+    })  # fmt: skip
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])

@@ -1,0 +1,120 @@
+"""FlashMLA's sparse functions, by PyTorch's operations: against the formula over the rows that each
+query names, which is written here once more.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from archflash.compat import flash_mla
+
+LATENT = 512
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def formula(
+    q: Tensor, rows: Tensor, scale: float, sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, largest score and log-sum-exp of q (heads, d) on rows (n, d), in float64."""
+    scores = q.double() @ rows.double().T * scale
+    lse = scores.logsumexp(-1)
+    of_output = lse if sink is None else torch.logaddexp(lse, sink.double())
+    weights = (scores - of_output.masked_fill(of_output == -math.inf, 0.0)[:, None]).exp()
+    largest = scores.amax(-1) if len(rows) else torch.full_like(lse, -math.inf)
+    return weights @ rows.double()[:, :LATENT], largest, lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def packed(pages: int, size: int, d: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A packed cache (pages, size, 1, bytes) and the rows (pages * size, d) that it holds."""
+    generator = torch.Generator().manual_seed(seed)
+    group, numbers = (128, 512) if d == 576 else (64, 448)
+    stored = torch.randn(pages, size, numbers, generator=generator).to(torch.float8_e4m3fn)
+    exponents = torch.randint(-3, 2, (pages, size, numbers // group), generator=generator)
+    scales = exponents.float().exp2()
+    rest = torch.randn(pages, size, 64, generator=generator).bfloat16()
+    held = (stored.float() * scales.repeat_interleave(group, -1)).bfloat16()
+    rows = torch.cat([held, rest], -1).flatten(0, 1)
+    if d == 576:
+        parts = [x.view(torch.uint8) for x in (stored, scales, rest)]
+        return torch.cat(parts, -1)[:, :, None].view(torch.float8_e4m3fn), rows
+    # The pages lie further apart than they are long, as FlashMLA pads them.
+    length = size * 584
+    memory = torch.full((pages, -(-length // 576) * 576), 255, dtype=torch.uint8)
+    data = torch.cat([stored.view(torch.uint8), rest.view(torch.uint8)], -1)
+    memory[:, : size * 576] = data.flatten(1)
+    bytes_of_scales = torch.cat([(exponents + 127).byte(), torch.zeros(pages, size, 1)], -1).byte()
+    memory[:, size * 576 : length] = bytes_of_scales.flatten(1)
+    return memory[:, :length].unflatten(1, (size, 1, 584)), rows
+
+
+def seen(rows: Tensor, indices: Tensor, length: int | None) -> Tensor:
+    named = indices[:length]
+    return rows[named[(named >= 0) & (named < len(rows))].long()]
+
+
+@pytest.mark.parametrize("d", [576, 512])
+def test_prefill_reads_the_rows_that_each_query_names(d: int) -> None:
+    q, kv = rand(4, 3, d, seed=1), rand(20, 1, d, seed=2)
+    indices = torch.randint(-2, 24, (4, 1, 9), generator=torch.Generator().manual_seed(3)).int()
+    indices[2] = 1 << 30
+    lengths = torch.tensor([9, 0, 9, 4], dtype=torch.int32)
+    sink = torch.tensor([0.5, math.inf, -math.inf])
+    out, largest, lse = flash_mla.flash_mla_sparse_fwd(
+        q, kv, indices, 0.05, attn_sink=sink, topk_length=lengths
+    )
+    for row in range(4):
+        rows = seen(kv[:, 0], indices[row, 0], int(lengths[row]))
+        want, want_largest, want_lse = formula(q[row], rows, 0.05, sink)
+        torch.testing.assert_close(out[row].double(), want, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(largest[row].double(), want_largest, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(lse[row].double(), want_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("more", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("d", [576, 512])
+def test_decoding_reads_packed_rows_of_one_cache_or_two(d: int, more: bool) -> None:
+    q = rand(2, 2, 3, d, seed=4)
+    generator = torch.Generator().manual_seed(5)
+    caches = [packed(3, 5, d, seed=6), packed(2, 7, d, seed=7)]
+    lists = [torch.randint(-2, 16, (2, 2, n), generator=generator).int() for n in (8, 5)]
+    lengths = [torch.tensor([8, 0], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)]
+    sink = torch.tensor([0.5, 4.0, -math.inf])
+    extra = {}
+    if more:
+        extra = {
+            "extra_k_cache": caches[1][0], "extra_indices_in_kvcache": lists[1],
+            "extra_topk_length": lengths[1],
+        }  # fmt: skip
+    metadata, _ = flash_mla.get_mla_metadata()
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, caches[0][0], None, None, LATENT, metadata, None, 0.05, False, True, lists[0], sink,
+        topk_length=lengths[0], **extra,
+    )  # fmt: skip
+    scopes = range(2 if more else 1)
+    for batch in range(2):
+        for row in range(2):
+            rows = torch.cat([
+                seen(caches[i][1], lists[i][batch, row], int(lengths[i][batch])) for i in scopes
+            ])  # fmt: skip
+            want, _, want_lse = formula(q[batch, row], rows, 0.05, sink)
+            torch.testing.assert_close(out[batch, row].double(), want, atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(lse[batch, :, row].double(), want_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, indices = rand(1, 1, 2, 576, seed=1), torch.zeros(1, 1, 4, dtype=torch.int32)
+    cache, _ = packed(2, 4, 512, seed=2)
+    given = (None, None, LATENT, None, None, 0.1)
+    with pytest.raises(ValueError, match="rows of 584 bytes for q of 576 columns"):
+        flash_mla.flash_mla_with_kvcache(q, cache, *given, False, True, indices)
+    with pytest.raises(ValueError, match="causal is True with indices"):
+        flash_mla.flash_mla_with_kvcache(q, cache, *given, True, True, indices)
+    with pytest.raises(ValueError, match="q has 300 columns"):
+        flash_mla.flash_mla_sparse_fwd(q[0, :, :, :300], rand(9, 1, 300, seed=3), indices, 0.1)
