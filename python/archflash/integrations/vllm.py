@@ -1,5 +1,5 @@
-"""archflash in vLLM: the attention backends CUSTOM (also ARCHFLASH) and ARCHFLASH_MLA, and the
-prefill CUSTOM of models with latent attention.
+"""archflash in vLLM: the attention backends CUSTOM (also ARCHFLASH), ARCHFLASH_MLA and
+ARCHFLASH_MLA_SPARSE, and the prefill CUSTOM of models with latent attention.
 
 Installing archflash is enough: vLLM finds `register` by the entry point `vllm.general_plugins`, and
 ``--attention-backend CUSTOM`` chooses it. Where another plug-in takes CUSTOM too, the environment
@@ -13,6 +13,7 @@ from typing import Any
 
 BACKEND = "archflash.integrations.vllm_backend.ArchflashBackend"
 MLA_BACKEND = "archflash.integrations.vllm_mla.ArchflashMLABackend"
+MLA_SPARSE_BACKEND = "archflash.integrations.vllm_mla_sparse.ArchflashMLASparseBackend"
 MLA_PREFILL_BACKEND = "archflash.integrations.vllm_mla.ArchflashMLAPrefillBackend"
 
 
@@ -32,6 +33,7 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
         _add(AttentionBackendEnum, "ARCHFLASH", BACKEND)
         _add(AttentionBackendEnum, "ARCHFLASH_MLA", MLA_BACKEND)
+        _add(AttentionBackendEnum, "ARCHFLASH_MLA_SPARSE", MLA_SPARSE_BACKEND)
         register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, MLA_PREFILL_BACKEND)
     except (ImportError, AttributeError) as error:
         warnings.warn(
