@@ -10,17 +10,51 @@ say so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._archflash import MASK_BLOCK, MOST_RANGES
+from archflash._block_masks import (
+    from_block_lists,
+    from_blocks,
+    from_bsr,
+    from_chunks,
+    from_flex,
+    from_ragged_blocks,
+    from_vertical_and_slash,
+    sliding_tiles,
+    summarize_mask,
+    tile_order,
+)
 from archflash._eager import is_tracing
 from archflash._errors import UnsupportedError
 
-_UNSEEN, _MIXED, _FULL = 0, 1, 2  # the numbers of a block_mask
+__all__ = [
+    "bidirectional_spans",
+    "documents",
+    "from_block_lists",
+    "from_blocks",
+    "from_bsr",
+    "from_chunks",
+    "from_flashmask",
+    "from_flex",
+    "from_key_indices",
+    "from_query_ranges",
+    "from_ragged_blocks",
+    "from_rows",
+    "from_vertical_and_slash",
+    "prefix_lm",
+    "query_ranges_to_dense",
+    "sliding_tiles",
+    "sliding_window_with_global",
+    "summarize_mask",
+    "tile_order",
+    "to_dense",
+    "tree",
+]
+
 _DENSE_AT_ONCE = 1 << 21  # scores whose visibility is looked at together
 
 
@@ -415,104 +449,6 @@ def _seen_by(query_ranges: Tensor, rows: Tensor) -> Tensor:
     return seen.expand(*query_ranges.shape[:2], len(rows), query_ranges.shape[2])
 
 
-def summarize_mask(attn_mask: Tensor) -> Tensor:
-    """Says of each block of 64 queries and 64 keys whether attn_mask hides it, keeps all of it, or
-    has to be asked. With block_mask=summarize_mask(mask) beside attn_mask=mask, kernels skip the
-    blocks that are hidden, and do not read the mask where all is kept. One summary serves every
-    call with the same mask.
-
-    Args:
-        attn_mask: bool or floating, two to four dimensions ``(..., nq, nk)``; -inf hides a key. The
-            last two dimensions must have their full size.
-
-    Returns:
-        block_mask, int8 ``(batch or 1, heads or 1, ceil(nq / 64), ceil(nk / 64))``: 0 for a block
-        that is hidden, 2 for one that is kept and to which nothing is added, 1 for all others.
-
-    Raises:
-        ValueError: a mask of fewer than two or more than four dimensions.
-        TypeError: a mask that is neither bool nor floating.
-
-    Example:
-        >>> import archflash, torch
-        >>> mask = torch.ones(128, 128, dtype=torch.bool).tril()
-        >>> archflash.summarize_mask(mask).tolist()
-        [[[[1, 0], [2, 1]]]]
-    """
-    if attn_mask.is_nested or attn_mask.layout is not torch.strided:
-        raise TypeError("attn_mask is a nested or sparse tensor: it must be dense")
-    if not 2 <= attn_mask.ndim <= 4:
-        raise ValueError(
-            f"attn_mask has shape {tuple(attn_mask.shape)}: it must have 2 to 4 dimensions"
-        )
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask has dtype {attn_mask.dtype}: it must be bool or floating")
-    mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    boolean = mask.dtype == torch.bool
-    seen = mask if boolean else mask != -torch.inf
-    plain = mask if boolean else mask == 0
-    any_seen = _by_block(seen, fill=False).any(-1).any(-2)
-    all_plain = _by_block(plain, fill=True).all(-1).all(-2)
-    return torch.where(all_plain & any_seen, _FULL, any_seen.to(torch.int8)).to(torch.int8)
-
-
-def from_flex(block_mask: Any) -> Tensor:
-    """The block_mask that says what a BlockMask of torch.nn.attention.flex_attention says of its
-    blocks, whose sizes must be multiples of 64.
-
-    A BlockMask that has partial blocks leaves their inside to a function. Pass that as attn_mask,
-    too: ``create_mask(mask_mod, B, H, Q_LEN, KV_LEN)`` makes the tensor.
-
-    Args:
-        block_mask: a BlockMask.
-
-    Returns:
-        block_mask, int8 ``(batch, heads, ceil(nq / 64), ceil(nk / 64))``, as `summarize_mask` has
-        it: 2 for full blocks, 1 for partial ones.
-
-    Raises:
-        ValueError: blocks of another size.
-    """
-    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-    table = _scattered(counts, indices, _MIXED)
-    if block_mask.full_kv_num_blocks is not None:
-        full = _scattered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, _FULL)
-        table = torch.maximum(table, full)
-    return from_blocks(table, block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
-
-
-def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) -> Tensor:
-    """The block_mask with the meaning of a table of larger blocks.
-
-    Args:
-        table: bool (True is seen) or int8 (as block_mask has it) ``(batch or 1, heads or 1,
-            ceil(nq / rows), ceil(nk / keys))``.
-        block_size: queries and keys of a block, multiples of 64.
-        nq, nk: numbers of queries and keys.
-
-    Returns:
-        block_mask, int8 ``(batch or 1, heads or 1, ceil(nq / 64), ceil(nk / 64))``.
-
-    Raises:
-        ValueError: blocks of another size, or a table of another shape.
-    """
-    rows, keys = block_size
-    if rows % MASK_BLOCK or keys % MASK_BLOCK:
-        raise ValueError(
-            f"the blocks have {rows} queries and {keys} keys: they must have multiples of "
-            f"{MASK_BLOCK}; make attn_mask of the table, and block_mask=summarize_mask() of that"
-        )
-    expected = (-(-nq // rows), -(-nk // keys))
-    if table.ndim != 4 or tuple(table.shape[2:]) != expected:
-        raise ValueError(
-            f"table has shape {tuple(table.shape)}: it must be (batch or 1, heads or 1, "
-            f"{expected[0]}, {expected[1]})"
-        )
-    fine = table.to(torch.int8).repeat_interleave(rows // MASK_BLOCK, 2)
-    fine = fine.repeat_interleave(keys // MASK_BLOCK, 3)
-    return fine[:, :, : -(-nq // MASK_BLOCK), : -(-nk // MASK_BLOCK)].contiguous()
-
-
 def from_key_indices(
     key_indices: Tensor, nq: int, nk: int, topk_lengths: Tensor | None = None
 ) -> Tensor:
@@ -558,24 +494,6 @@ def from_key_indices(
     if mask.shape[2] == nq:
         return mask
     return mask.repeat_interleave(MASK_BLOCK, 2)[:, :, :nq]
-
-
-def _scattered(counts: Tensor, indices: Tensor, value: int) -> Tensor:
-    """An int8 table with `value` at the first counts[...] of indices[..., :] in each row."""
-    columns = indices.shape[-1]
-    listed = torch.arange(columns, device=indices.device) < counts[..., None]
-    table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.int8, device=indices.device)
-    # What is not listed goes into a column of its own, which is dropped.
-    place = torch.where(listed, indices, columns).long()
-    return table.scatter(-1, place, torch.full_like(place, value, dtype=torch.int8))[..., :columns]
-
-
-def _by_block(x: Tensor, *, fill: bool) -> Tensor:
-    """``(B, H, nq, nk)`` as ``(B, H, rows of blocks, 64, columns of blocks, 64)``, filled up."""
-    nq, nk = x.shape[-2:]
-    x = torch.nn.functional.pad(x, (0, -nk % MASK_BLOCK, 0, -nq % MASK_BLOCK), value=fill)
-    rows, columns = (size // MASK_BLOCK for size in x.shape[-2:])
-    return x.reshape(*x.shape[:2], rows, MASK_BLOCK, columns, MASK_BLOCK)
 
 
 def _positions(nq: int, nk: int | None, device: torch.device) -> Tensor:
