@@ -138,7 +138,7 @@ struct MlaQueryRows {
 using MlaQuery = uint32_t[4][4];
 
 template <class C>
-__device__ __forceinline__ void load_q(MlaQuery& q_rmem, const MlaParams& params,
+__device__ __forceinline__ void load_q(MlaQuery& q_rmem, const typename C::Params& params,
                                        const device::Work& work, int warp_row) {
   const AttentionParams& attention = params.call.attention;
   const int lane = threadIdx.x % 32;

@@ -21,11 +21,11 @@ struct MlaConsumer {
   static constexpr MlaPart HALF = GROUP == 0 ? MLA_LEFT : MLA_RIGHT;  // of V, that it multiplies
   static constexpr int OTHER = 1 - GROUP;
 
-  const MlaParams& params;
-  const MlaTile& tile;  // in shared memory
+  const typename C::Params& params;
+  const typename C::Tile& tile;  // in shared memory
   unsigned char* shared;
   uint32_t shared_smem;
-  MlaBarriers<C> barriers;
+  typename C::Barriers barriers;
   int warp_row;
   int open_first, open_last;  // every row of the tile sees the keys from the one to the other
   MlaQuery q_rmem;
@@ -35,6 +35,7 @@ struct MlaConsumer {
   device::RowState<G> state;
   bool raised;  // outputs wait for these corrections
   float corrections[2];
+  bool last_scores;  // with GATHERS: no further scores of the tile read Q
 
   __device__ __forceinline__ float* s() { return &s_rmem[0][0][0]; }
   __device__ __forceinline__ float* o() { return &o_rmem[0][0][0]; }
@@ -43,13 +44,20 @@ struct MlaConsumer {
            threadIdx.x % 32 / 4 + 8 * r;
   }
 
+  // Waits for a part of the block in stage GROUP.
+  __device__ __forceinline__ void wait_for(int part, uint32_t parity) {
+    ptx::mbarrier_wait_parity(barriers.full(GROUP, part), parity);
+    // cp.async writes in the generic proxy what wgmma reads in the async proxy.
+    if constexpr (C::GATHERS) ptx::fence_proxy_async_shared();
+  }
   // Starts S of the block in stage GROUP, part by part as they land.
   __device__ __forceinline__ void begin_scores(uint32_t parity) {
     using Product = ptx::Wgmma<C::DTYPE, C::BLOCK_K>;
     const uint32_t rows_smem = shared_smem + C::ROWS_SMEM + GROUP * RowTile::BYTES;
     const ptx::WgmmaDescriptor k = describe_tile<RowTile>(rows_smem, 16);
     const ptx::WgmmaDescriptor q = describe_tile<typename C::QTile>(shared_smem + C::Q_SMEM, 16);
-    ptx::mbarrier_wait_parity(barriers.full(GROUP, MLA_KEYS), parity);
+    // With GATHERS the columns of K alone come with the left half.
+    wait_for(C::GATHERS ? MLA_LEFT : MLA_KEYS, parity);
     ptx::registers_change<SCORES>(s());
     ptx::wgmma_fence();  // the last uses of the scores come before the product
 #pragma unroll
@@ -60,7 +68,7 @@ struct MlaConsumer {
     constexpr int STEPS = C::HEAD_DIM_V / 32;
 #pragma unroll
     for (int part = MLA_LEFT; part <= MLA_RIGHT; ++part) {
-      ptx::mbarrier_wait_parity(barriers.full(GROUP, part), parity);
+      if (!C::GATHERS || part == MLA_RIGHT) wait_for(part, parity);
       ptx::wgmma_fence();  // ptxas wants one behind each loop
 #pragma unroll
       for (int i = (part - 1) * STEPS; i < part * STEPS; ++i) {
@@ -109,14 +117,36 @@ struct MlaConsumer {
     release(barriers.empty(stage, HALF));
   }
 
+  // Hides the places of the block in stage GROUP that name no key or one that the query does not
+  // see.
+  __device__ __forceinline__ void hide_unseen_places() {
+    const uint2 seen = *reinterpret_cast<const uint2*>(shared + C::SEEN_SMEM + 8 * GROUP);
+    if ((seen.x & seen.y) == ~0u) return;
+    const int first_bit = static_cast<int>(threadIdx.x) % 4 * 2;
+    const uint32_t words[2] = {seen.x >> first_bit, seen.y >> first_bit};
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if ((words[n / 4] >> (n % 4 * 8 + i % 2) & 1) == 0)
+          s_rmem[0][n][i] = device::MINUS_INFINITY;
+      }
+    }
+  }
   // The scores are there: hands the keys back and makes P of the scores, for both warpgroups.
   __device__ __forceinline__ void exponentiate(int key) {
     const AttentionParams& attention = params.call.attention;
     ptx::registers_change<SCORES>(s());
-    release(barriers.empty(GROUP, MLA_KEYS));
+    if constexpr (C::GATHERS) {
+      if (last_scores) release(barriers.q_empty());
+    } else {
+      release(barriers.empty(GROUP, MLA_KEYS));
+    }
     if (attention.transform_scores)
       device::transform_scores<G>(s_rmem, attention.tanh_scale, attention.softcap);
-    if (key < open_first || key + C::BLOCK_K - 1 > open_last) {
+    if constexpr (C::GATHERS) {
+      hide_unseen_places();
+    } else if (key < open_first || key + C::BLOCK_K - 1 > open_last) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile.work.first_row +
@@ -144,6 +174,9 @@ struct MlaConsumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) *bases(GROUP, r) = state.base[0][r];
     }
+    if constexpr (C::GATHERS && GROUP == 0) {
+      if (lane == 0) shared[C::RAISED_SMEM + warp_row / C::WARP_ROWS] = raised ? 1 : 0;
+    }
     ptx::fence_proxy_async_shared();  // the stores come before the reads of wgmma
     release(barriers.p_full(GROUP));
   }
@@ -156,7 +189,17 @@ struct MlaConsumer {
     ptx::mbarrier_wait_parity(barriers.p_full(OTHER), parity);
     float (&base)[2] = state.base[0];
     const float newer[2] = {*bases(OTHER, 0), *bases(OTHER, 1)};
-    if (!__any_sync(device::FULL_WARP, newer[0] != base[0] || newer[1] != base[1])) return;
+    if constexpr (C::GATHERS && GROUP == 1) {
+      // The scores of this warpgroup are being multiplied. ptxas lets a branch touch the outputs
+      // only behind a wait for them, which all four warps have to execute: so they go by what every
+      // warp of the other warpgroup says.
+      if (uniform(*reinterpret_cast<const uint32_t*>(shared + C::RAISED_SMEM)) == 0) return;
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<SCORES>(s());
+      ptx::registers_change<OUTPUTS>(o());
+    } else {
+      if (!__any_sync(device::FULL_WARP, newer[0] != base[0] || newer[1] != base[1])) return;
+    }
     float factors[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -170,10 +213,11 @@ struct MlaConsumer {
   }
 
   // A pair of blocks, from `key` on downwards. If not WHOLE it has its first block only.
+  // parity_0, parity_1: those of the phases of the two stages.
   template <bool WHOLE>
-  __device__ __forceinline__ void visit_pair(int key, uint32_t parity) {
+  __device__ __forceinline__ void visit_pair(int key, uint32_t parity_0, uint32_t parity_1) {
     if constexpr (GROUP == 0) {
-      begin_scores(parity);
+      begin_scores(parity_0);
       if constexpr (WHOLE) ptx::bar_arrive(C::SCORES_BARRIER, C::CONSUMER_THREADS);
       ptx::wgmma_wait_group<0>();
       exponentiate(key);
@@ -181,14 +225,14 @@ struct MlaConsumer {
       begin_own_pv();
       finish_pv(0);
       if constexpr (WHOLE) {
-        follow_other_bases(parity);
+        follow_other_bases(parity_1);
         begin_other_pv();
         finish_pv(1);
       }
     } else if constexpr (WHOLE) {
       ptx::bar_sync(C::SCORES_BARRIER, C::CONSUMER_THREADS);
-      begin_scores(parity);
-      follow_other_bases(parity);
+      begin_scores(parity_1);
+      follow_other_bases(parity_0);
       begin_other_pv();
       ptx::wgmma_wait_group<1>();  // the scores are there
       exponentiate(key - C::BLOCK_K);
@@ -197,13 +241,13 @@ struct MlaConsumer {
       begin_own_pv();
       finish_pv(1);
     } else {
-      follow_other_bases(parity);
+      follow_other_bases(parity_0);
       begin_other_pv();
       finish_pv(0);
     }
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void clear() {
     device::clear(state);
     state.large = false;
 #pragma unroll
@@ -211,23 +255,26 @@ struct MlaConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) o_rmem[0][n][i] = 0.0f;
     }
+  }
+  __device__ __forceinline__ void run() {
+    clear();
     const int first = uniform(tile.blocks.first);
     int key = uniform(tile.blocks.last);
     uint32_t parity = 0;
 #pragma unroll 1
     for (; key - C::BLOCK_K >= first; key -= 2 * C::BLOCK_K) {
-      visit_pair<true>(key, parity);
+      visit_pair<true>(key, parity, parity);
       parity ^= 1;
     }
-    if (key >= first) visit_pair<false>(key, parity);
+    if (key >= first) visit_pair<false>(key, parity, parity);
     add_sums();
     store();
   }
 
   // Adds the row sums of both warpgroups, whose bases are the same at the end. The first of the
   // four lanes of a row then has the sum, the others 0.
-  __device__ __forceinline__ void add_sums() {
-    float* const sums = reinterpret_cast<float*>(shared + C::SUM_SMEM);
+  __device__ __forceinline__ void add_sums(int sums_smem = C::SUM_SMEM) {
+    float* const sums = reinterpret_cast<float*>(shared + sums_smem);
     const int lane = threadIdx.x % 32;
     const int row = warp_row + lane / 4;
 #pragma unroll
@@ -255,6 +302,14 @@ struct MlaConsumer {
     }
   }
 
+  // The number of the CTA's share of the keys.
+  __device__ __forceinline__ int split() const {
+    if constexpr (C::GATHERS) {
+      return tile.split;
+    } else {
+      return blockIdx.x % params.call.partials.splits;
+    }
+  }
   __device__ __forceinline__ void store_partial_rows() {
     const AttentionParams& attention = params.call.attention;
     const Partials& partials = params.call.partials;
@@ -265,7 +320,7 @@ struct MlaConsumer {
                                warp_row + lane / 4 + 8 * r);
       const float sum = __shfl_sync(device::FULL_WARP, state.sum[0][r], lane & ~3);
       if (!row.wanted) continue;
-      const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
+      const int64_t index = partials.index(split(), row.lse_index(attention));
       if (GROUP == 0 && lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
       if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
       float* row_gmem =

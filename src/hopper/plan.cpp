@@ -30,29 +30,12 @@ const Description& describe() {
       .home_device = "H200",
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
-      .features = {"causal",
-                   "q_offset",
-                   "window",
-                   "softcap",
-                   "sinks",
-                   "gqa",
-                   "cu_seqlens",
-                   "strides",
-                   "lse",
-                   "num_splits",
-                   "out_dtype",
-                   "descales",
-                   "gradients",
-                   "qv",
-                   "attention_chunk",
-                   "rotary_interleaved",
-                   "attn_mask",
-                   "key_ranges",
-                   "alibi_slopes",
-                   "block_mask",
-                   "dropout_p",
-                   "kv_cache_prefill",
-                   "fp8_cache_prefill"},
+      .features = {"causal",      "q_offset",   "window",           "softcap",
+                   "sinks",       "gqa",        "cu_seqlens",       "strides",
+                   "lse",         "num_splits", "out_dtype",        "descales",
+                   "gradients",   "qv",         "attention_chunk",  "rotary_interleaved",
+                   "attn_mask",   "key_ranges", "alibi_slopes",     "block_mask",
+                   "key_indices", "dropout_p",  "kv_cache_prefill", "fp8_cache_prefill"},
       .needs_capability = 90,  // wgmma
       .only_forced_on_majors = {9},
       .masks_faster_on = 90,
@@ -98,6 +81,12 @@ void refuse_f32_outputs(const Problem& problem, Reasons& reasons) {
 void refuse(const Problem& problem, const Problem& given, Reasons& reasons) {
   core::add_tma_reasons(problem, "hopper", false, reasons);
   if (problem.kv_cache) refuse_cached_call(problem, given, reasons);
+  if (problem.key_indices > 0) {
+    reasons.push_back(
+        "key_indices without qv: hopper gathers rows of latent caches only; leave the "
+        "implementation out" +
+        std::string(core::USE_TORCH));
+  }
   if (problem.dropout_p != 0) refuse_dropout(problem, reasons);
   if (core::writes_f32(problem)) refuse_f32_outputs(problem, reasons);
   if (is_fp8(problem.dtype)) refuse_fp8(problem, reasons);
@@ -193,7 +182,8 @@ PlanResult plan(const Problem& given, const Device& device) {
           core::USE_TORCH);
     }
     if (!why_not.empty()) return why_not;
-    return plan_latent_cache(problem, device);
+    return problem.key_indices > 0 ? plan_latent_lists(problem, device)
+                                   : plan_latent_cache(problem, device);
   }
   refuse(problem, given, why_not);
   if (!why_not.empty()) return why_not;

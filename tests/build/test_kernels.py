@@ -407,6 +407,8 @@ def made_for(kernel: str, target: str) -> list[str]:
         expected.append("IMMA.16832.S8.S8")
     if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla"):
         expected = [name.replace("UTMALDG.4D", "UTMALDG.5D") for name in expected]
+    if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla_gather"):
+        expected = [name.replace("UTMALDG.4D", "LDGSTS.E.BYPASS.128") for name in expected]
     # By warps, not by TMA.
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith(("_d192", "_d256")):
         expected = [name.replace("UBLKRED", "REDG.E.ADD.F32x4") for name in expected]

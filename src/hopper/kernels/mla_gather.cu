@@ -1,0 +1,13 @@
+// images: mla_gather_f16 mla_gather_bf16
+// The kernels for chosen rows of latent caches in fp16 and bf16. mla_gather_config.cuh has their
+// tile.
+#include "common/device/combine_splits.cuh"
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "hopper/mla_gather_config.cuh"
+#include "hopper/mla_gather_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_gather), mla_gather_fwd, MlaGatherConfig<DTYPE>)

@@ -1,0 +1,72 @@
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <variant>
+
+#include "common/planning/core_set.h"
+#include "common/planning/key_lists.h"
+#include "common/planning/kv_cache.h"
+#include "common/planning/launch.h"
+#include "common/planning/split_keys.h"
+#include "common/planning/tiles.h"
+#include "hopper/mla_gather_config.cuh"
+#include "hopper/plan_parts.h"
+
+namespace archflash::hopper {
+namespace {
+
+constexpr core::Tile TILES[] = {
+    core::tile<MlaGatherConfig<DType::F16>>(
+        "mla_gather", {}, "chosen latent rows; two warpgroups share 64 heads of a query"),
+};
+
+}  // namespace
+
+PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
+  // A tile has heads of one query, also where several share a list.
+  Problem queries = problem;
+  queries.list_rows = 1;
+  const auto choice = core::choose_for_lists("hopper", TILES, queries, device);
+  if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
+  const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<core::Tile>>(choice);
+  // As device::find_list_work() counts them: of every list, whole.
+  queries.nq = core::ceil_div(problem.nq, problem.list_rows) * problem.list_rows;
+  const int64_t tiles = core::list_tiles(queries, tile) * splits;
+  if (tiles > core::GRID_LIMIT / 2) return core::grid_too_large(tiles);
+
+  MlaGatherParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  core::init_params(problem, params.call);
+  params.call.partials.splits = 1;
+  params.call.packed_heads = core::packed_heads(tile);
+  params.call.cache = core::kv_cache(problem);
+  params.qv_batch = problem.qv.batch, params.qv_head = problem.qv.head;
+  params.qv_row = problem.qv.row;
+  params.lists = core::key_lists(problem);
+  params.tiles = static_cast<int32_t>(tiles);
+
+  const std::string word = core::dtype_word(problem.dtype);
+  // CTAs stay: the first rows of a tile are gathered while the last one is computed and written.
+  const int64_t ctas = std::min(tiles, core::workers_of(tile, device));
+  LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params.call);
+  plan.launches[0].params = core::bytes(params);
+  if (splits > 1) {
+    constexpr size_t PARTIALS = offsetof(MlaGatherParams, call.partials);
+    core::split_keys(plan, problem, splits, share_keys, PARTIALS,
+                     "hopper_combine_" + word + "_mla");
+    plan.launches[1].image = "hopper/mla_" + word;
+  }
+  Launch& launch = plan.launches[0];
+  launch.image = "hopper/mla_gather_" + word;
+  add_pointers(launch, core::kv_cache_pointers(problem, offsetof(MlaGatherParams, call.cache)));
+  add_pointers(launch, core::key_list_pointers(problem, offsetof(MlaGatherParams, lists)));
+  add_pointers(launch,
+               {{Operand::Qv, static_cast<int32_t>(offsetof(MlaGatherParams, qv_gmem)), 0}});
+  const Reasons reasons =
+      core::add_append(plan, problem, "hopper/cache_" + word, "hopper_append_" + word);
+  if (!reasons.empty()) return reasons;
+  return plan;
+}
+
+}  // namespace archflash::hopper
