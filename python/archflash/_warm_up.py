@@ -272,3 +272,12 @@ def _problems_with_cache(
         yield _api.make_problem(q, k, v, **options, page_table=table).as_if_on_cuda()
         contiguous = (x.view(batch, page * pages, 1, -1) for x in (k, v))
         yield _api.make_problem(q, *contiguous, **options).as_if_on_cuda()
+    # Packed sequences of mixed lengths.
+    q, k, v = (
+        torch.empty(*rows, 1, n, dtype=dtype)
+        for rows, n in (((512,), d), ((32, 64), d), ((32, 64), dv))
+    )
+    lengths = torch.zeros(2, dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}
+    table = torch.zeros(2, pages, dtype=torch.int32)
+    yield _api.make_problem(q, k, v, **options, page_table=table).as_if_on_cuda()

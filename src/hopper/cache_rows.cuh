@@ -35,6 +35,21 @@ struct SequenceOfCache {
   }
 };
 
+// The same for pages of 2^page_shift rows without padding. Few rows need a block of keys in less
+// time than divisions would take.
+struct SequenceInPages {
+  const KvCache& cache;
+  int box_rows, page_shift;
+  int sequence, count;
+
+  __device__ __forceinline__ CachePlace find(int first_key) const {
+    const int key = min(first_key + static_cast<int>(threadIdx.x) % 32 * box_rows, count - 1);
+    const int inside = max(key, 0);
+    const int* pages = cache.page_table_gmem + sequence * cache.page_table_row;
+    return {pages[inside >> page_shift], inside & ((1 << page_shift) - box_rows)};
+  }
+};
+
 // Starts the copies of one head's block of keys, each lane that of its box of `box_rows` rows, and
 // makes the barrier expect all its bytes. What a page table names outside the cache is clamped.
 // `page_groups`: for a GroupedTile, groups of 8 rows from one page to the next. Called by all

@@ -51,6 +51,9 @@ struct Variant {
   // These rows lie in pages and have whole slabs of columns: then one copy brings all columns of a
   // box.
   bool pages = false;
+  // Packed sequences of mixed lengths: those of few rows have tiles of packed heads
+  // (mixed_params.h).
+  bool mixed = false;
   bool drops = false;       // dropout
   bool writes_f32 = false;  // fp32 outputs of 16-bit inputs
 };
@@ -86,6 +89,7 @@ struct Config {
   static constexpr bool SLICES_V = VARIANT.slices_v;
   static constexpr bool OVERLAPS = VARIANT.overlaps;
   static constexpr bool CACHE = VARIANT.cache, PAGES = VARIANT.pages;
+  static constexpr bool MIXED = VARIANT.mixed;
   static constexpr bool DROPS = VARIANT.drops;
   static constexpr bool WRITES_F32 = VARIANT.writes_f32;
   // Tiles of one head are moved towards the end of their sequence by a multiple of so many rows
@@ -197,6 +201,7 @@ struct Config {
   static_assert(!IN_TURNS || WARPGROUPS >= 2, "a warpgroup hands the turn to another one");
   static_assert(!CACHE || !FP8, "not built: 8-bit caches");
   static_assert(!PAGES || CACHE, "pages are those of a cache");
+  static_assert(!MIXED || (PAGES && !CAN_SPLIT), "written for pages");
   static_assert(!DROPS || (OVERLAPS && !FP8 && !CACHE), "not built: dropout with these");
   static_assert(!DROPS || (!CAN_PACK && TILE_STEP % 16 == 0),
                 "both rows of a lane are of one group of random bits: device::Dropout");
@@ -233,6 +238,10 @@ constexpr Variant with_cache(Variant variant) {
 constexpr Variant with_pages(Variant variant) {
   variant.pages = true;
   return with_cache(variant);
+}
+constexpr Variant of_mixed_lengths(Variant variant) {
+  variant.mixed = true;
+  return with_pages(variant);
 }
 
 // Large, Medium and Turns serve calls of many row tiles, Few those of few rows; its kernels can
@@ -273,6 +282,9 @@ template <DType T> using D128FewCache        = Config<T, with_cache(D128Few<T>::
 template <DType T> using D256Cache           = Config<T, with_cache(D256Large<T>::VARIANT)>;
 template <DType T> using D256PagesCache      = Config<T, with_pages(D256Large<T>::VARIANT)>;
 template <DType T> using D256FewCache        = Config<T, with_cache(D256Few<T>::VARIANT)>;
+
+template <DType T> using D64Mixed  = Config<T, of_mixed_lengths(D64Medium<T>::VARIANT)>;
+template <DType T> using D128Mixed = Config<T, of_mixed_lengths(D128Large<T>::VARIANT)>;
 // clang-format on
 
 // --- 8-bit inputs ---

@@ -6,9 +6,11 @@
 
 #include "common/device/row_tiles.h"
 #include "common/device/slab_load.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "hopper/cache_params.h"
 #include "hopper/cache_rows.cuh"
 #include "hopper/config.cuh"
+#include "hopper/mixed_order.cuh"
 #include "hopper/params.h"
 #include "hopper/pipeline.cuh"
 #include "hopper/transpose_v.cuh"
@@ -16,11 +18,90 @@
 
 namespace archflash::hopper {
 
+template <class C>
+__device__ __forceinline__ auto sequence_of_cache(const ParamsOf<C>& params, int sequence,
+                                                  const device::CacheRows& rows) {
+  if constexpr (C::MIXED) {
+    return SequenceInPages{params.cache, params.box_rows, params.tiles.page_shift, sequence,
+                           rows.count};
+  } else {
+    return SequenceOfCache{params.cache, params.box_rows, sequence, rows};
+  }
+}
+
 // Whether the number of the tile that comes next in a stage of Q is odd.
 template <class C>
 __device__ __forceinline__ uint32_t parity_of_tile(const RingPosition<C::Q_STAGES>& q_ring) {
   static_assert(C::Q_STAGES <= 2);
   return C::Q_STAGES == 2 ? q_ring.stage : q_ring.parity;
+}
+
+// With MIXED: how many tiles there are, and the tile of a number of the walk. They are read anew
+// for each tile, so that they need no registers meanwhile.
+__device__ __forceinline__ unsigned count_mixed_tiles(const MixedParams& params) {
+  const TileCounts& counts = *params.tiles.counts_gmem;
+  return counts.few + counts.many;
+}
+template <class C>
+__device__ __forceinline__ MixedTile find_mixed_tile(const MixedParams& params, unsigned index) {
+  const MixedTiles& tiles = params.tiles;
+  const AttentionParams& attention = params.call.attention;
+  const MixedItem item = find_mixed_item(tiles, attention.heads_q, index);
+  const TileEntry entry = *item.entry;
+  const bool packed = entry.shares > 0;
+  MixedTile tile;
+  tile.batch_head =
+      entry.sequence * attention.heads_q + item.head * (packed ? attention.heads_per_kv : 1);
+  tile.nq = entry.nq, tile.nk = entry.nk;
+  tile.split = entry.share, tile.shares = entry.shares;
+  tile.slot = entry.slot * tiles.heads_kv + item.head * entry.shares;
+  const int first_row = entry.first_row;
+  device::RowTile rows{first_row, min(first_row + params.call.packed_heads.rows(), entry.nq)};
+  if (!packed)
+    rows = device::row_tile_from_end(entry.nq, entry.first_row, C::BLOCK_Q, C::TILE_STEP);
+  tile.first_row = rows.first_row, tile.end_row = rows.end_row;
+  return tile;
+}
+
+// With MIXED: tells V's producer of a tile, when it has read the message about the one before.
+template <class C>
+__device__ __forceinline__ void send_tile_to_v(const Barriers<C>& barriers, unsigned char* shared,
+                                               const MixedTile& tile, uint32_t parity,
+                                               bool leader) {
+  ptx::mbarrier_wait_parity(barriers.v_tile_empty(), parity);
+  if (!leader) return;
+  v_tile_message<C>(shared) = tile;
+  ptx::mbarrier_arrive(barriers.v_tile_full());
+}
+
+// With MIXED: the message about a tile and the copy of its Q, as V's producer was told of it: so
+// the tile needs no registers meanwhile. Rows of packed heads fill the first warpgroup's part of Q.
+// Called by one thread.
+template <class C>
+__device__ __forceinline__ void load_mixed_q(const MixedParams& params, const Barriers<C>& barriers,
+                                             unsigned char* shared, uint32_t shared_smem, int stage,
+                                             bool any_block) {
+  using QTile = typename C::QTile;
+  const AttentionParams& attention = params.call.attention;
+  const MixedTile& tile = v_tile_message<C>(shared);
+  const uint32_t full = barriers.q_full(stage);
+  tile_message<C, MixedTile>(shared, stage) = tile;
+  if (!any_block) return ptx::mbarrier_arrive(full);  // a tile without keys needs no Q
+  const int head = attention.q_head == 0 ? 0 : tile.batch_head % attention.heads_q;
+  const int row = device::sequence_start(attention.cu_seqlens_q_gmem,
+                                         tile.batch_head / attention.heads_q, attention.nq) +
+                  tile.first_row;
+  const uint32_t q_smem = shared_smem + C::Q_SMEM + stage * QTile::BYTES;
+  if (!tile.is_packed()) {
+    device::start_load<QTile>(q_smem, params.call.q_map, row, head, 0, full);
+    return;
+  }
+  ptx::mbarrier_arrive_expect_tx(full, C::GROUP_ROWS * 2 * C::HEAD_DIM);
+#pragma unroll
+  for (int slab = 0; slab < QTile::SLABS; ++slab) {
+    ptx::cp_async_bulk_tensor_4d_load(q_smem + slab * QTile::SLAB_BYTES, params.tiles.q_map,
+                                      slab * QTile::SLAB, row, head, 0, full);
+  }
 }
 
 template <class C>
@@ -35,14 +116,48 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   [[maybe_unused]] RingPosition<C::RAW_STAGES> raw_ring;
   RingPosition<C::Q_STAGES> q_ring;
   uint32_t ragged_parity = 0;
+  if constexpr (C::MIXED) {
+    if (leader) {
+      for (const TensorMap* map :
+           {&params.k_map, &params.v_map, &params.q_map, &all_params.tiles.q_map})
+        ptx::prefetch_tensormap(*map);
+    }
+    // The tiles are known. The ordering kernel began when those before it had ended.
+    ptx::griddepcontrol_wait();
+  }
+  const auto is_there = [&](unsigned index) {
+    if constexpr (C::MIXED) return index < count_mixed_tiles(all_params);
+    return index < static_cast<unsigned>(params.tiles);
+  };
 
-  for (unsigned index = blockIdx.x; index < static_cast<unsigned>(params.tiles);
-       index = next_tile(params, index)) {
-    Tile tile;
+  // With MIXED the next tile is taken before the last blocks of this one are loaded, so that its
+  // number is there when the copies have begun.
+  [[maybe_unused]] unsigned taken = 0;
+  const auto take_next = [&] {
+    if constexpr (C::MIXED) {
+      if (threadIdx.x % 32 == 0) taken = atomicAdd(params.taken_gmem, 1);
+    }
+  };
+  const auto next = [&](unsigned index) {
+    if constexpr (C::MIXED) return gridDim.x + uniform(taken);
+    return next_tile(params, index);
+  };
+
+  for (unsigned index = blockIdx.x; is_there(index); index = next(index)) {
+    TileOf<C> tile;
     int batch, head, kv_head;
     [[maybe_unused]] TilePart part{index, 0, C::BLOCK_Q};
     if constexpr (C::CUTS_TILES) part = find_part<C>(params, index);
-    if constexpr (C::PREPARES_TILES) {
+    if constexpr (C::MIXED) {
+      tile = find_mixed_tile<C>(all_params, index);
+      const auto heads_q = static_cast<unsigned>(attention.heads_q);
+      const auto batch_head = static_cast<unsigned>(tile.batch_head);
+      batch = static_cast<int>(batch_head / heads_q);
+      head = static_cast<int>(batch_head % heads_q);
+      kv_head =
+          static_cast<int>(batch_head % heads_q / static_cast<unsigned>(attention.heads_per_kv));
+      send_tile_to_v<C>(barriers, shared, tile, parity_of_tile<C>(q_ring) ^ 1, leader);
+    } else if constexpr (C::PREPARES_TILES) {
       const FoundTile found = find_tile<C>(attention, part.tile);
       tile = {found.work, 0};
       if (tile.first_row < 0) continue;
@@ -58,13 +173,15 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       kv_head = head / attention.heads_per_kv;
     }
     device::CacheRows cache_rows{};
-    if constexpr (C::CACHE) {
+    if constexpr (C::MIXED) {
+      cache_rows = {0, tile.nk};
+    } else if constexpr (C::CACHE) {
       if (tile.nq <= all_params.few_rows) continue;  // another launch serves the sequence
       cache_rows = device::find_cache_rows(all_params.cache, batch);
       tile.nk = cache_rows.count;
     }
-    tile.end_row = tile.nq;
-    if constexpr (C::TILE_STEP > 0) {
+    if constexpr (!C::MIXED) tile.end_row = tile.nq;
+    if constexpr (C::TILE_STEP > 0 && !C::MIXED) {
       const device::RowTile rows =
           device::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
       tile.first_row = rows.first_row;
@@ -101,8 +218,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       if constexpr (!C::CACHE) {
         return {};
       } else {
-        return SequenceOfCache{all_params.cache, all_params.box_rows, batch, cache_rows}.find(
-            block);
+        return sequence_of_cache<C>(all_params, batch, cache_rows).find(block);
       }
     };
     CachePlace next_place{};  // of the block whose K comes next: it is found a block ahead
@@ -190,7 +306,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     if (any_block) next_place = find_place(blocks.last);
     CachePlace place = next_place;
     if (any_block) load_k(blocks.last);
-    if constexpr (C::PRODUCERS == 2) {
+    if constexpr (C::PRODUCERS == 2 && !C::MIXED) {
       // V's producer has read the message about the tile before.
       ptx::mbarrier_wait_parity(barriers.v_tile_empty(), parity_of_tile<C>(q_ring) ^ 1);
       if (leader) {
@@ -214,23 +330,29 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       __syncwarp();  // the leader's arrival stands for every lane's message
     }
     if (leader) {
-      tile_message<C>(shared, q_ring.stage) = tile;
-      if (any_block) {
-        const int q_start =
-            device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
-        device::start_load<typename C::QTile, C::PACK>(
-            shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map,
-            q_start + tile.first_row, attention.q_head == 0 ? 0 : head,
-            attention.q_batch == 0 ? 0 : batch, barriers.q_full(q_ring.stage));
+      if constexpr (C::MIXED) {
+        load_mixed_q<C>(all_params, barriers, shared, shared_smem, q_ring.stage, any_block);
       } else {
-        ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
+        tile_message<C>(shared, q_ring.stage) = tile;
+        if (any_block) {
+          const int q_start =
+              device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+          device::start_load<typename C::QTile, C::PACK>(
+              shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map,
+              q_start + tile.first_row, attention.q_head == 0 ? 0 : head,
+              attention.q_batch == 0 ? 0 : batch, barriers.q_full(q_ring.stage));
+        } else {
+          ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
+        }
       }
     }
     if constexpr (C::PREPARES_TILES) device::arrive_beside(leader, barriers.q_full(q_ring.stage));
     q_ring.advance();
     if (C::FP8 && !transposes_v<C>(params)) ptx::griddepcontrol_wait();  // V has been transposed
+    if (!any_block) take_next();
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
+      if (block == min(blocks.last, blocks.first + 2 * C::BLOCK_K)) take_next();
       const CachePlace place_before = next_place;
       if (block > blocks.first) load_k(block - C::BLOCK_K);
       bool loaded = false;
@@ -246,7 +368,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   }
   // Where V was transposed before, a CTA without tiles, too, ends after the kernel that did it.
   if (C::FP8 && !transposes_v<C>(params)) ptx::griddepcontrol_wait();
-  send_no_tile<C>(barriers, shared, q_ring, leader);
+  send_no_tile<C, TileOf<C>>(barriers, shared, q_ring, leader);
   if constexpr (C::TRANSPOSES_V) {
     if (transposes_v<C>(params)) {
       ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);
@@ -259,7 +381,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   if constexpr (C::PRODUCERS == 2) {
     ptx::mbarrier_wait_parity(barriers.v_tile_empty(), parity_of_tile<C>(q_ring) ^ 1);
     if (leader) {
-      CachedTile none{};
+      VTileMessage<C> none{};
       none.first_row = -1;
       v_tile_message<C>(shared) = none;
       ptx::mbarrier_arrive(barriers.v_tile_full());
@@ -273,7 +395,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
 // so V has a producer of its own. It has a message of its own about each tile, which comes before
 // the tile's Q.
 template <class C>
-__device__ __forceinline__ void produce_v(const CacheParams& params, unsigned char* shared,
+__device__ __forceinline__ void produce_v(const ParamsOf<C>& params, unsigned char* shared,
                                           uint32_t shared_smem) {
   using VTile = typename C::VTile;
   const AttentionParams& attention = params.call.attention;
@@ -284,14 +406,15 @@ __device__ __forceinline__ void produce_v(const CacheParams& params, unsigned ch
 
   while (true) {
     ptx::mbarrier_wait_parity(barriers.v_tile_full(), v_tile_parity);  // the message is there
-    const CachedTile tile = v_tile_message<C>(shared);
+    const VTileMessage<C> tile = v_tile_message<C>(shared);
     if (tile.first_row < 0) break;
     release(barriers.v_tile_empty());
     v_tile_parity ^= 1;
     const int batch = tile.batch_head / attention.heads_q;
     const int kv_head = tile.batch_head % attention.heads_q / attention.heads_per_kv;
-    const SequenceOfCache sequence{
-        params.cache, params.box_rows, batch, {tile.first_of_cache, tile.nk}};
+    int first_of_cache = 0;
+    if constexpr (!C::MIXED) first_of_cache = tile.first_of_cache;
+    const auto sequence = sequence_of_cache<C>(params, batch, {first_of_cache, tile.nk});
     const device::ChunkedKeys visible = find_visible_keys<C>(params, tile);
     const device::Blocks blocks = find_blocks<C>(params.call, tile, visible);
     const int seen_begin = visible.begin(), seen_end = visible.end(tile.nq);

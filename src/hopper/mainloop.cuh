@@ -6,6 +6,7 @@
 #include "hopper/config.cuh"
 #include "hopper/drop_weights.cuh"
 #include "hopper/epilogue.cuh"
+#include "hopper/merge_shares.cuh"
 #include "hopper/params.h"
 #include "hopper/pipeline.cuh"
 #include "hopper/products.cuh"
@@ -97,7 +98,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
 
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
-    const Tile tile = tile_message<C>(shared, q_ring.stage);
+    const TileOf<C> tile = tile_message<C, TileOf<C>>(shared, q_ring.stage);
     if (tile.first_row < 0) break;
     // Which 64 rows of the tile the warpgroup has. Under a causal mask one half of a tile of 128
     // rows sees fewer keys than the other, so two warpgroups change places with each tile.
@@ -135,7 +136,9 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     int lane_rows[2];  // this lane's query rows
     for (int r = 0; r < 2; ++r) {
       const int row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * r;
-      lane_rows[r] = tile.first_row + (C::CAN_PACK ? params.packed_heads.row(row) : row);
+      int of_tile = C::CAN_PACK ? params.packed_heads.row(row) : row;
+      if constexpr (C::MIXED) of_tile = heads_of(params, tile).row(row);
+      lane_rows[r] = tile.first_row + of_tile;
     }
 
     [[maybe_unused]] const auto dropout = [&] {
@@ -207,8 +210,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if constexpr (C::SPARES_REGISTERS) {
         mask_rows_read_anew<C>(s_rmem, visible, tile, block);
       } else if constexpr (C::CACHE) {
-        mask_cached_rows<C>(s_rmem, all_params, tile_message<C>(shared, q_ring.stage), visible,
-                            lane_rows, warp_row, block);
+        mask_cached_rows<C>(s_rmem, all_params, tile_message<C, TileOf<C>>(shared, q_ring.stage),
+                            visible, lane_rows, warp_row, block);
       } else if (hides_some(block)) {
         mask_rows_by_bits<C>(s_rmem, visible, lane_rows, lane_key(block));
       }
@@ -409,8 +412,12 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     for (; block >= all_blocks.first; block -= C::BLOCK_K)
       skip_block<C>(barriers, turns, k_ring, v_ring);
 
-    if constexpr (!finds_ends<C>())
+    if constexpr (C::MIXED) {  // the message is read anew, as above
+      store_mixed_tile<C>(o_rmem, state, all_params,
+                          tile_message<C, MixedTile>(shared, q_ring.stage), q);
+    } else if constexpr (!finds_ends<C>()) {
       store_tile<C>(o_rmem, state, all_params, tile, warp_row, warp_descale.v, q);
+    }
     if constexpr (!C::RELEASES_Q_EARLY && !C::PREPARES_TILES) hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/device/attention_work.cuh"
 #include "common/device/masks.cuh"
@@ -13,6 +14,7 @@
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "hopper/config.cuh"
+#include "hopper/params.h"
 
 namespace archflash::hopper {
 
@@ -126,6 +128,30 @@ struct Tile : device::Work {
   }
 };
 
+// A tile of a call of mixed lengths (TileEntry): `split` is the number of a share, and `slot` the
+// first slot of all shares of the tile.
+struct MixedTile : Tile {
+  int shares, slot;
+
+  __device__ __forceinline__ bool is_packed() const { return shares > 0; }
+};
+
+// Whether a kernel serves such calls.
+template <class C>
+consteval bool is_mixed() {
+  if constexpr (requires { C::MIXED; }) return C::MIXED;
+  return false;
+}
+template <class C>
+using TileOf = std::conditional_t<is_mixed<C>(), MixedTile, Tile>;
+
+// The heads of a tile of a call of mixed lengths.
+__device__ __forceinline__ device::PackedHeads heads_of(const Params& params,
+                                                        const MixedTile& tile) {
+  constexpr int MORE_THAN_ALL = 30;  // bits
+  return tile.is_packed() ? params.packed_heads : device::PackedHeads{1, MORE_THAN_ALL};
+}
+
 // The message about the tile in a stage of Q: a Tile, or what a kernel makes of it.
 template <class C, class Message = Tile>
 __device__ __forceinline__ Message& tile_message(unsigned char* shared, int stage) {
@@ -137,9 +163,12 @@ __device__ __forceinline__ Message& tile_message(unsigned char* shared, int stag
 struct CachedTile : Tile {
   int first_of_cache;
 };
+// In a call of mixed lengths that row is the first one: its caches have no padding.
 template <class C>
-__device__ __forceinline__ CachedTile& v_tile_message(unsigned char* shared) {
-  return tile_message<C, CachedTile>(shared, C::Q_STAGES);
+using VTileMessage = std::conditional_t<is_mixed<C>(), MixedTile, CachedTile>;
+template <class C>
+__device__ __forceinline__ VTileMessage<C>& v_tile_message(unsigned char* shared) {
+  return tile_message<C, VTileMessage<C>>(shared, C::Q_STAGES);
 }
 
 // With TRANSPOSES_V: which rows of the block in a stage of V to transpose count; the others

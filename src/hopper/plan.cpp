@@ -189,7 +189,9 @@ PlanResult plan(const Problem& given, const Device& device) {
   if (!why_not.empty()) return why_not;
   const auto choice = choose_tile(problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
-  return plan_with_tile(problem, given, device, std::get<core::SplitChoice<KernelTile>>(choice));
+  const auto& chosen = std::get<core::SplitChoice<KernelTile>>(choice);
+  if (chosen.tile.mixed) return plan_mixed(problem, device, chosen.tile);
+  return plan_with_tile(problem, given, device, chosen);
 }
 
 Notes notes(const LaunchPlan& plan) {
@@ -213,6 +215,11 @@ Notes notes(const LaunchPlan& plan) {
   if (few != plan.launches.end()) {
     lines.emplace_back("few rows",
                        "sequences of few rows have a launch of their own, " + few->kernel);
+  }
+  if (tile->mixed) {
+    lines.emplace_back("few rows",
+                       "sequences of few rows have tiles of all heads that share a head of K; a "
+                       "kernel before finds the tiles, and shares out long caches");
   }
   note_converted_cache(plan.problem, lines);
   return lines;

@@ -144,10 +144,8 @@ void refuse_cached_call(const Problem& problem, const Problem& given, Reasons& r
   refuse_cache(problem, "rows of a cache", reasons);
 }
 
-Reasons read_cache(LaunchPlan& plan, const Problem& problem, const Problem& given,
-                   const Device& device, const KernelTile& tile) {
-  Launch& launch = plan.launches[0];
-  auto params = extend_params<CacheParams>(launch);
+void tell_of_cache(CacheParams& params, Launch& launch, const Problem& problem,
+                   const KernelTile& tile) {
   params.cache = core::kv_cache(problem);
   params.attention_chunk = core::chunk_of(problem);
   params.slopes = core::alibi_slopes(problem);
@@ -156,23 +154,11 @@ Reasons read_cache(LaunchPlan& plan, const Problem& problem, const Problem& give
     constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
     launch.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
   }
-  if (converts_cache(given)) {
-    AttentionParams& attention = params.call.attention;
-    // For descales that leave no normal scale of the exponents.
-    if (!attention.transform_scores) attention.tanh_scale = static_cast<float>(given.scale);
-    params.call.descales = core::descales(given);
-  }
   params.box_rows = cache_box_rows(problem, tile.block_k);
   if (tile.grouped_slabs > 0) {
     params.k_page_groups = page_groups(problem, Operand::K).value();
     params.v_page_groups = page_groups(problem, Operand::V).value();
   }
-  // A combining kernel writes all rows.
-  std::optional<mma_sync::FewRowsPlan> few;
-  if (plan.launches.size() == 1) few = mma_sync::plan_few_rows_apart(given, device);
-  if (few) params.few_rows = static_cast<int32_t>(few->rows);
-  launch.image = std::string("hopper/cache_") + core::dtype_word(problem.dtype);
-  launch.params = core::bytes(params);
   add_pointers(launch, core::kv_cache_pointers(problem, offsetof(CacheParams, cache)));
   if (problem.nk == 0) {  // an empty cache is never read
     std::erase_if(launch.tensor_maps,
@@ -187,6 +173,25 @@ Reasons read_cache(LaunchPlan& plan, const Problem& problem, const Problem& give
     map = cache_map(problem, map.operand, map.offset,
                     map.operand == Operand::K ? tile.k_box : tile.v_box, params.box_rows);
   }
+}
+
+Reasons read_cache(LaunchPlan& plan, const Problem& problem, const Problem& given,
+                   const Device& device, const KernelTile& tile) {
+  Launch& launch = plan.launches[0];
+  auto params = extend_params<CacheParams>(launch);
+  tell_of_cache(params, launch, problem, tile);
+  if (converts_cache(given)) {
+    AttentionParams& attention = params.call.attention;
+    // For descales that leave no normal scale of the exponents.
+    if (!attention.transform_scores) attention.tanh_scale = static_cast<float>(given.scale);
+    params.call.descales = core::descales(given);
+  }
+  // A combining kernel writes all rows.
+  std::optional<mma_sync::FewRowsPlan> few;
+  if (plan.launches.size() == 1) few = mma_sync::plan_few_rows_apart(given, device);
+  if (few) params.few_rows = static_cast<int32_t>(few->rows);
+  launch.image = std::string("hopper/cache_") + core::dtype_word(problem.dtype);
+  launch.params = core::bytes(params);
   if (converts_cache(given)) convert_cache(plan, given, params.few_rows);
   if (few) mma_sync::add_few_rows(plan, std::move(*few));
   const std::string word = core::dtype_word(problem.dtype);

@@ -8,6 +8,7 @@
 #include "common/planning/plan.h"
 #include "common/planning/workspace.h"
 #include "common/problem.h"
+#include "hopper/cache_params.h"
 #include "hopper/plan_tiles.h"
 
 namespace archflash::hopper {
@@ -43,6 +44,13 @@ void refuse_cached_call(const Problem& problem, const Problem& given, Reasons& r
 // Makes the plan of a call without a cache one that reads a cache. Returns why not.
 Reasons read_cache(LaunchPlan& plan, const Problem& problem, const Problem& given,
                    const Device& device, const KernelTile& tile);
+
+// What the kernels that read a cache are told of it. `launch` gets the addresses and tensor maps.
+void tell_of_cache(CacheParams& params, Launch& launch, const Problem& problem,
+                   const KernelTile& tile);
+
+// The plan of a call of mixed lengths (mixed_params.h), with a tile that was chosen for it.
+PlanResult plan_mixed(const Problem& problem, const Device& device, const KernelTile& tile);
 
 // What explain tells of a converted cache.
 void note_converted_cache(const Problem& given, Notes& lines);

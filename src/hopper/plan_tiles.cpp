@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <optional>
 
+#include "common/device/packed_heads.cuh"
 #include "common/device/row_tiles.h"
 #include "common/planning/core_set.h"
 #include "common/planning/makespan.h"
@@ -36,6 +38,7 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   tile.v_columns_of_cta = C::HEAD_DIM_V;
   if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
   tile.cuts_tiles = C::CUTS_TILES;
+  tile.mixed = C::MIXED;
   tile.dense = requires { typename C::MaskTile; };
   tile.transposes_v = C::TRANSPOSES_V;
   tile.takes_transposed_v = C::TAKES_TRANSPOSED_V;
@@ -134,6 +137,31 @@ constexpr auto PAGES_TILES = pages_tiles<D128PagesCache<DType::F16>>(
     "d128_pages_cache", "pages of a multiple of 64 rows: two copies for a block of 128 keys");
 constexpr auto SMALL_PAGES_TILES =
     pages_tiles<D128SmallPagesCache<DType::F16>>("d128_small_pages_cache", WITH_PAGES);
+
+constexpr const char* MIXED =
+    "packed sequences of mixed lengths: those of few rows beside those of many";
+constexpr KernelTile MIXED_TILES[] = {
+    hopper::tile<D64Mixed<DType::F16>>("d64_mixed", {}, MIXED),
+    tile<D128Mixed<DType::F16>>("d128_mixed", {}, MIXED),
+};
+
+// Whether packed sequences have their tiles found on the device: where one has enough rows to fill
+// tiles of many rows, or is a prompt among sequences of which most decode.
+bool mixes_lengths(const Problem& problem) {
+  constexpr int64_t MANY_ROWS = 129, DECODED_ROWS = 16;
+  if (!problem.varlen || problem.batch < 2 || problem.nk == 0 || problem.num_splits != 0)
+    return false;
+  if (std::max(problem.d, problem.dv) > MIXED_TILES[1].head_dim) return false;
+  if (!std::has_single_bit(static_cast<uint64_t>(problem.page_size))) return false;
+  const int64_t ratio = problem.heads_q / problem.heads_kv;
+  if (ratio > 1 && problem.q.head == 0) return false;  // no tensor map has such heads side by side
+  const device::PackedHeads packed =
+      device::pack_heads(D128Mixed<DType::F16>::GROUP_ROWS, static_cast<int>(ratio));
+  if (packed.count != ratio) return false;
+  const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
+  const bool others_decode = problem.nq - longest <= DECODED_ROWS * (problem.batch - 1);
+  return longest >= MANY_ROWS || (longest > DECODED_ROWS && others_decode);
+}
 
 // For a dense attn_mask or ranges (reads_summary). Few row tiles are left to the tiles above.
 constexpr const char* DENSE = "a dense attn_mask or ranges, summarized first, or ALiBi's slopes";
@@ -270,6 +298,7 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   if (problem.kv_cache) {
     const bool grouped = page_groups(problem, Operand::K) && page_groups(problem, Operand::V);
     if (!grouped) return CACHE_TILES;
+    if (mixes_lengths(problem)) return MIXED_TILES;
     if (problem.page_size % PAGE_ROWS == 0) return PAGES_TILES;
     return SMALL_PAGES_TILES;
   }

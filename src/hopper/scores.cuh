@@ -88,16 +88,19 @@ __device__ __forceinline__ void mask_rows_by_bits(device::Scores<C>& s_rmem,
 // lane's two rows.
 template <class C>
 __device__ __forceinline__ void add_alibi(device::Scores<C>& s_rmem, const CacheParams& params,
-                                          const Tile& tile, int row_of_tile, int block) {
+                                          const TileOf<C>& tile, int row_of_tile, int block) {
   const AttentionParams& attention = params.call.attention;
   const AlibiSlopes& slopes = params.slopes;
-  const device::PackedHeads& packed = params.call.packed_heads;
+  const device::PackedHeads packed = [&] {
+    if constexpr (C::MIXED) return heads_of(params.call, tile);
+    return params.call.packed_heads;
+  }();
   const int batch = tile.batch_head / attention.heads_q;
   const int first_key = block + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     int row = row_of_tile + 8 * r, head = tile.batch_head % attention.heads_q;
-    if constexpr (C::CAN_PACK) {
+    if constexpr (C::CAN_PACK || C::MIXED) {
       head += min(packed.head(row), packed.count - 1);
       row = packed.row(row);
     }
@@ -150,7 +153,7 @@ __device__ __forceinline__ void mask_rows_read_anew(device::Scores<C>& s_rmem,
 // ALiBi and the masks of a block of a cache. `tile`: the message, which is read anew.
 template <class C>
 __device__ __forceinline__ void mask_cached_rows(device::Scores<C>& s_rmem,
-                                                 const CacheParams& params, const Tile& tile,
+                                                 const CacheParams& params, const TileOf<C>& tile,
                                                  const device::VisibleKeys& visible,
                                                  const int (&lane_rows)[2], int warp_row,
                                                  int block) {

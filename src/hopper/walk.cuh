@@ -9,15 +9,18 @@
 #include "hopper/cache_params.h"
 #include "hopper/config.cuh"
 #include "hopper/drop_weights.cuh"
+#include "hopper/mixed_params.h"
 #include "hopper/params.h"
 #include "hopper/pipeline.cuh"
 
 namespace archflash::hopper {
 
-// What a kernel is given: with CACHE it is told of the cache, and with DROPS of dropout, too.
+// What a kernel is given: with CACHE it is told of the cache, with MIXED of the tiles, and with
+// DROPS of dropout, too.
 template <class C>
 using ParamsOf =
-    std::conditional_t<C::CACHE, CacheParams, std::conditional_t<C::DROPS, DroppingParams, Params>>;
+    std::conditional_t<C::CACHE, std::conditional_t<C::MIXED, MixedParams, CacheParams>,
+                       std::conditional_t<C::DROPS, DroppingParams, Params>>;
 
 template <class C>
 __device__ __forceinline__ const Params& call_of(const ParamsOf<C>& params) {
@@ -63,11 +66,14 @@ __device__ __forceinline__ VisibleKeysOf<C> find_visible_keys(const ParamsOf<C>&
 
 // The blocks of a tile's share of the keys.
 template <class C>
-__device__ __forceinline__ device::Blocks find_blocks(const Params& params, const Tile& tile,
+__device__ __forceinline__ device::Blocks find_blocks(const Params& params, const TileOf<C>& tile,
                                                       const VisibleKeysOf<C>& visible) {
   const int last_row = min(tile.first_row + rows_of_tile<C>(params), tile.end_row) - 1;
   const device::Blocks blocks = {device::block_start<C::BLOCK_K>(visible.first(tile.first_row)),
                                  device::block_start<C::BLOCK_K>(visible.last(last_row))};
+  if constexpr (C::MIXED) {
+    if (tile.shares > 1) return device::split_blocks<C::BLOCK_K>(blocks, tile.split, tile.shares);
+  }
   if constexpr (!C::CAN_SPLIT) return blocks;
   return device::split_blocks<C::BLOCK_K>(blocks, tile.split, params.partials.splits);
 }
@@ -136,7 +142,7 @@ __device__ __forceinline__ VisibleKeysOf<C> visible_keys_of(const ParamsOf<C>& a
 // `place`.
 template <class C>
 __device__ __forceinline__ void find_blocks_of_group(const Params& params, unsigned char* shared,
-                                                     const Tile& tile, int q_stage,
+                                                     const TileOf<C>& tile, int q_stage,
                                                      const VisibleKeysOf<C>& visible, int place,
                                                      device::Blocks& all_blocks,
                                                      GroupBlocks& blocks) {

@@ -326,6 +326,7 @@ INSTRUCTIONS = {
     "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "hopper_combine_": COMBINES,
     "hopper_convert_cache_": ("LDG.E.128", "HMUL2", "STG.E.128"),
+    "hopper_order_mixed_": ("LDG.E", "SHFL.UP", "STG.E.128"),
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
@@ -350,7 +351,7 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120"), "QMMA.16832.F32") | {
 }
 WITHOUT_TENSOR_CORES = (
     *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
-    *("hopper_convert_cache_", "hopper_order_tiles_", "hopper_summarize_"),
+    *("hopper_convert_cache_", "hopper_order_", "hopper_summarize_"),
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
     *("ampere_approximate_convert", "ampere_approximate_stats"),
     "blackwell_dc_backward_",
@@ -436,7 +437,7 @@ def test_tensor_cores_are_used_where_the_registry_says_so(image: str, opcodes: O
 
 
 # Where each lane starts the copy of a box of its own, and what must not be in the loop over them.
-LANES_COPY = re.compile("hopper_attention_fwd_.*_cache$")
+LANES_COPY = re.compile("hopper_attention_fwd_.*_(cache|mixed)$")
 OF_ONE_LANE = re.compile("HGMMA|WARPGROUP|SYNCS")
 
 

@@ -55,8 +55,8 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     own = {f"hopper_attention_fwd_f16_d64_{size}" for size in (*SIZES, "turns")}
     assert own <= loaded("H200", [HALF], [(64, 64)])
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
-    others = {f"d64_{tile}" for tile in ("masked", "dense", "cache", "few_cache")}
-    helpers = {"combine", "order_tiles", "summarize_mask", "summarize_ranges"}
+    others = {f"d64_{tile}" for tile in ("masked", "dense", "cache", "few_cache", "mixed")}
+    helpers = {"combine", "order_tiles", "order_mixed", "summarize_mask", "summarize_ranges"}
     assert names == (
         own
         | {f"hopper_attention_fwd_f16_{tile}" for tile in others}

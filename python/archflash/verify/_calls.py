@@ -520,7 +520,11 @@ def cache_call(maker: Maker, dtype: str, made: dict[str, Any]) -> tuple[Tensor, 
         call |= {"k_descale": maker.rand(1).abs() + 0.5, "v_descale": maker.rand(1).abs() + 0.5}
     if made.get("masked"):
         call["attn_mask"] = maker.rand(1, 1, nq, 32) > -1.0
-    q = maker.rand(batch, nq, heads[0], d, dtype=dtype)
+    rows: list[int] | None = made.get("rows")
+    if rows is not None:
+        call["cu_seqlens_q"] = maker.int32([0, *itertools.accumulate(rows)])
+    shape = (batch, nq) if rows is None else (sum(rows),)
+    q = maker.rand(*shape, heads[0], d, dtype=dtype)
     if made.get("listed"):
         call["key_indices"] = maker.lists(batch, 1, nq, 300, keys=max(lengths))
     if latent:
@@ -543,17 +547,23 @@ def check_cache(kernel: str, name: str, dtype: str, made: dict[str, Any], setup:
         )
         return out, lse, own
 
+    def heads_first(x: Tensor) -> Tensor:  # (batch, heads, rows, dv), of one sequence if packed
+        return x.transpose(-3, -2) if x.ndim == 4 else x.transpose(-3, -2)[None]
+
+    def of_heads(x: Tensor) -> Tensor:  # (batch, heads, rows, 1)
+        return (x if x.ndim == 3 else x[None])[..., None]
+
     out, lse, written = run(q, *caches)
     for _ in range(REPEATS - 1):
         run(*poisoned(q, *caches))
         forget_caches(setup)
         again, lse_again, _ = run(q, *caches)
-        same_bits("output", out.transpose(1, 2), again.transpose(1, 2))
+        same_bits("output", heads_first(out), heads_first(again))
         same_bits("log-sum-exp", lse, lse_again)
     report = reference.check(out, expected, base)
-    judge("output", out.transpose(1, 2), expected.transpose(1, 2), report)
+    judge("output", heads_first(out), heads_first(expected), report)
     judge(
-        "log-sum-exp", lse[..., None], expected_lse[..., None],
+        "log-sum-exp", of_heads(lse), of_heads(expected_lse),
         reference.check_lse(lse, expected_lse),
     )  # fmt: skip
     for what, cache, right in zip(("k_cache", "v_cache"), written, after, strict=True):

@@ -186,6 +186,10 @@ def of_caches(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
     made += [one | {"n_new": one["nq"]} for one in made if one["page_size"] != 16]
     made += [one | {"masked": True} for one in made if one["nq"] < 5 and not one["page_size"]]
     made += [
+        {"d": d, "lengths": [6000, 300, 40], "rows": [1, 200, 5], "page_size": 16}
+        for d in (64, 128)
+    ]
+    made += [
         {"latent": True, "lengths": lengths, "heads": (16, 1), "page_size": page, "nq": nq}
         for lengths, nq in (([700, 200], 1), ([9000] * 2, 1), ([600] * 3, 70))
         for page in (0, 64)
