@@ -10,6 +10,8 @@
 
 #include "blackwell_consumer/config.cuh"
 #include "blackwell_consumer/params.h"
+#include "blackwell_consumer/plan_nvfp4.h"
+#include "common/approximate.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/order.h"
@@ -30,7 +32,8 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16, DType::E4M3},
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
-                   "strides", "lse", "num_splits", "out_dtype", "batch_invariant", "descales"},
+                   "strides", "lse", "num_splits", "out_dtype", "batch_invariant", "descales",
+                   "nvfp4"},
       .needs_capability = 90,  // TMA, mbarrier
       .only_forced_on_majors = {9},
       .proved_by_any_gpu = true,
@@ -112,7 +115,15 @@ std::span<const ConsumerTile> tiles_of_type(DType dtype) {
 }  // namespace
 
 PlanResult plan(const Problem& problem, const Device& device) {
+  const bool nvfp4 = problem.approximate == static_cast<int64_t>(Approximate::Nvfp4);
   Reasons why_not = core::why_not(problem, describe());
+  if (nvfp4) {
+    add_nvfp4_reasons(problem, device, why_not);
+    core::refuse_splits(problem, "blackwell_consumer", "approximate='nvfp4'", why_not);
+    core::refuse_batch_invariant(problem, "blackwell_consumer", "approximate='nvfp4'", why_not);
+    if (!why_not.empty()) return why_not;
+    return plan_nvfp4(problem, device);
+  }
   core::add_tma_reasons(problem, "blackwell_consumer", false, why_not);
   if (is_fp8(problem.dtype)) {
     core::refuse_splits(problem, "blackwell_consumer", dtype_name(problem.dtype), why_not);
@@ -149,6 +160,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
 }
 
 Notes notes(const LaunchPlan& plan) {
+  if (plan.problem.approximate != 0) return {core::approximate_note(plan.problem)};
   const ConsumerTile* tile = core::taken(tiles_of_type(plan.problem.dtype), plan);
   if (tile == nullptr) return {};
   const auto str = [](int x) { return std::to_string(x); };

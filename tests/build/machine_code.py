@@ -34,7 +34,18 @@ LANE_LOOP = "BRA.U.ANY"
 # The kinds of instructions that the table counts, by name.
 TENSOR = "tensor"
 KINDS = {
-    TENSOR: ("HMMA", "QMMA", "IMMA", "HGMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA"),
+    TENSOR: (
+        "HMMA",
+        "OMMA",
+        "QMMA",
+        "IMMA",
+        "HGMMA",
+        "QGMMA",
+        "IGMMA",
+        "UTCHMMA",
+        "UTCQMMA",
+        "UTCIMMA",
+    ),
     "MUFU": ("MUFU",),
     "fp32 pairs": ("FFMA2", "FADD2", "FMUL2"),
     "fp32": ("FFMA", "FMUL", "FADD", "FMNMX", "FMNMX3", "FSEL", "FSETP"),
@@ -42,7 +53,7 @@ KINDS = {
     "tensor memory": ("LDTM", "STTM"),
     "copies": ("UTMALDG", "UTMASTG", "LDGSTS"),
 }
-MMA_SYNC = ("HMMA", "QMMA", "IMMA", "HGMMA", "QGMMA", "IGMMA")
+MMA_SYNC = ("HMMA", "OMMA", "QMMA", "IMMA", "HGMMA", "QGMMA", "IGMMA")
 
 
 @dataclass(frozen=True)

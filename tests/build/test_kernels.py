@@ -50,6 +50,7 @@ RESOURCES = {
 # PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
 # simt's kernels on tensor cores are for 9.0 alone, where they were measured.
 ON_9_0 = ("simt/tensor_f32", "simt/tensor_bwd_f32")
+ON_12_X = "blackwell_consumer/nvfp4"
 # Programs of one instruction, which are for the GPUs that have it.
 PROBES = "probes"
 PROBES_TARGETS = {
@@ -93,6 +94,8 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names.remove("sm_100")
     if image in ON_9_0:
         names = ["sm_90"]
+    if image == ON_12_X:
+        names = ["sm_120f"]
     if folder == PROBES:  # each file has its own
         names = PROBES_TARGETS[stem]
     return sorted(name for name in names if name.startswith(prefix))
@@ -185,7 +188,8 @@ def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
     ],
 )
 def test_the_lowest_ptx_of_a_folder_is_that_of_its_oldest_gpus(folder: str, ptx: str) -> None:
-    images = [image for image in IMAGES if image.startswith(f"{folder}/") and image not in ON_9_0]
+    others = (*ON_9_0, ON_12_X)
+    images = [image for image in IMAGES if image.startswith(f"{folder}/") and image not in others]
     assert images
     for image in images:
         assert lowest_ptx_of(image) == ptx
@@ -301,6 +305,11 @@ INSTRUCTIONS = {
     "blackwell_consumer_attention_fwd_bf16_": ("HMMA.16816.F32", *ROLES),
     "blackwell_consumer_attention_fwd_e": (*ROLES, "F2FP.SATFINITE.E4M3.F32", "PRMT"),
     "blackwell_consumer_attention_fwd_f16_": ("HMMA.16816.F32", *ROLES),
+    "blackwell_consumer_attention_fwd_nvfp4_": (
+        *("OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X", "F2FP.SATFINITE.E2M1.F32", "UBLKCP", "LDSM"),
+    ),
+    "blackwell_consumer_nvfp4_chunks_": ("F2FP.SATFINITE.E2M1.F32", "LDG.E.128", "STG.E.64"),
+    "blackwell_consumer_nvfp4_means_": ("LDG.E.128", "SHFL.BFLY"),
     "blackwell_dc_attention_bwd_": (
         *("UTCHMMA", "UTCBAR", "UTMALDG.4D", "LDTM.x", "STTM.x", "FFMA2", "MUFU.EX2", "UBLKRED"),
     ),
@@ -356,9 +365,10 @@ WITHOUT_TENSOR_CORES = (
     *("ampere_approximate_convert", "ampere_approximate_stats"),
     "blackwell_dc_backward_",
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
+    "blackwell_consumer_nvfp4_",
     *("blackwell_dc_combine_", "hopper_combine_"),
 )
-TENSOR_CORES = ("HMMA", "HGMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
+TENSOR_CORES = ("HMMA", "HGMMA", "OMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
 
 Opcodes = dict[str, dict[str, dict[str, list[str]]]]

@@ -24,7 +24,7 @@ from .machine_code import Flow, controls_of, instructions_of
 IMAGES = [
     (image, target.name)
     for image in native.image_names()
-    for target in native.targets(image.partition("/")[0])
+    for target in native.targets(image)
     if (image.startswith(("blackwell_consumer/", "hopper/")) and target.name.startswith("sm_"))
     or (target.name == "sm_100f" and re.fullmatch(r"blackwell_dc/(?!fwd_103).*(?<!_f16)", image))
 ]

@@ -1,0 +1,31 @@
+// The one parameter of the kernels for approximate="nvfp4".
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/attention_params.h"
+#include "common/dtype.h"
+
+namespace archflash::blackwell_consumer {
+
+struct Nvfp4Params {
+  AttentionParams attention;
+  DType dtype;  // of q, k, v and out
+  int32_t heads_kv;
+  int32_t k_blocks;  // of a head of K and V
+  float scale;       // of the scores
+  // In the workspace, for each head of K: the mean of K's keys, (HEAD_DIM,); the unit of V; for
+  // each block the unit of K, and the chunks of K and of V (nvfp4_config.cuh). A stored number
+  // times its scale times its unit is the number that it stands for.
+  float* k_mean_gmem;
+  float* v_unit_gmem;
+  float* k_units_gmem;
+  unsigned char* k_chunks_gmem;
+  unsigned char* v_chunks_gmem;
+};
+static_assert(std::is_trivially_copyable_v<Nvfp4Params>);
+static_assert(offsetof(Nvfp4Params, attention) == 0, "core::pointers() counts from its start");
+
+}  // namespace archflash::blackwell_consumer

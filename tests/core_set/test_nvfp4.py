@@ -1,0 +1,240 @@
+"""approximate="nvfp4": the rounding to four bits, the features, and how far the result is from that
+of exact kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import reference
+
+from .checks import relative_rms_error
+from .executors import executor
+
+on = executor()
+
+NVFP4 = {"approximate": "nvfp4"}
+every_kernel = pytest.mark.parametrize("kernel", on.kernels("nvfp4"))
+RANDOM = [2]  # one of the simulator's schedules
+BLOCK, LARGEST = 128, 6 * 448
+
+
+# ---- What such a kernel multiplies, in plain operations ----
+
+
+def to_e2m1(x: Tensor) -> Tensor:
+    """To nearest, ties to the even code, at most 6."""
+    size = x.abs().clamp(max=6)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return torch.round(size / step) * step * x.sign()
+
+
+def unit_of(largest: Tensor) -> Tensor:
+    return torch.where(largest == 0, 1.0, largest / LARGEST).clamp(min=2.0**-60)
+
+
+def rounded(x: Tensor, unit: Tensor | float) -> Tensor:
+    """Float32 (..., a multiple of 16), each 16 with a scale of their own, in units."""
+    parts = (x / unit).unflatten(-1, (-1, 16))
+    scale = (parts.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
+    stored = to_e2m1(parts / scale.clamp(min=2.0**-9)) * scale
+    return stored.flatten(-2) * unit
+
+
+def padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    made = x.new_zeros(*x.shape[:-2], rows, columns, dtype=torch.float32)
+    made[..., : x.shape[-2], : x.shape[-1]] = x.float()
+    return made
+
+
+def key_order() -> Tensor:
+    """The keys of a block in the order in which groups of 16 share a scale of V or P."""
+    place = torch.arange(BLOCK)
+    return place // 32 * 32 + place % 8 // 2 * 8 + place % 32 // 8 * 2 + place % 2
+
+
+def grouped(x: Tensor) -> Tensor:
+    """Columns that are keys, in blocks and in that order."""
+    return x.unflatten(-1, (-1, BLOCK))[..., key_order()].flatten(-2)
+
+
+def multiplied(
+    q: Tensor, k: Tensor, v: Tensor, begin: int = 0, end: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k with one more column for the mean, and v, as their products are computed. No query
+    sees a key before `begin` or from `end` on.
+    """
+    seen = slice(begin, k.shape[2] if end is None else end)
+    columns = 64 if max(q.shape[-1], v.shape[-1]) <= 64 else 128
+    rows = -(-q.shape[2] // 16) * 16
+    keys = -(-k.shape[2] // BLOCK) * BLOCK
+    step = -(-(seen.stop - seen.start) // 512) | 1
+    whole_k = padded(k, keys, columns)
+    mean = whole_k[:, :, seen.start : seen.stop : step].mean(2, keepdim=True)
+    less = torch.zeros_like(whole_k)
+    less[:, :, seen] = whole_k[:, :, seen] - mean
+    k_unit = unit_of(less.unflatten(2, (-1, BLOCK)).abs().amax((-2, -1)))
+    stored_k = rounded(less, k_unit.repeat_interleave(BLOCK, 2)[..., None])
+    whole_q = padded(q, rows, columns)
+    q_unit = unit_of(whole_q.unflatten(2, (-1, 16)).abs().amax((-2, -1)))
+    stored_q = rounded(whole_q, q_unit.repeat_interleave(16, 2)[..., None])
+    whole_v = torch.zeros_like(whole_k)
+    whole_v[:, :, seen, : v.shape[3]] = v[:, :, seen].float()
+    by_key = grouped(whole_v.transpose(2, 3))
+    unit = unit_of(whole_v.abs().amax((2, 3), keepdim=True))
+    stored_v = torch.empty_like(by_key)
+    order = torch.cat([key_order() + first for first in range(0, keys, BLOCK)])
+    stored_v[..., order] = rounded(by_key, unit)
+    heads = q.shape[1] // k.shape[1]
+    shift = (whole_q * mean.repeat_interleave(heads, 1)).sum(-1, keepdim=True)
+    wide_q = torch.cat([stored_q, shift], -1)[:, :, : q.shape[2]]
+    wide_k = torch.cat([stored_k, torch.ones_like(stored_k[..., :1])], -1)[:, :, : k.shape[2]]
+    return wide_q, wide_k, stored_v.transpose(2, 3)[:, :, : k.shape[2], : v.shape[-1]]
+
+
+def check(kernel: str, q: Tensor, k: Tensor, v: Tensor, seen: tuple[int, int], **call: Any) -> None:
+    """A call, whose scores are those of the rounded q and k; P alone is rounded beside that."""
+    out, lse = on.attend(kernel, q, k, v, schedules=RANDOM, **NVFP4, **call)
+    semantics = {"scale": q.shape[-1] ** -0.5} | {x: y for x, y in call.items() if x != "out_pad"}
+    expected, expected_lse = reference.attention(
+        *(x.double() for x in multiplied(q, k, v, *seen)), **semantics
+    )
+    finite = expected_lse.isfinite()
+    assert torch.equal(lse[~finite].double(), expected_lse[~finite])
+    # A number may round the other way, because reciprocals are not exact.
+    assert ((lse - expected_lse)[finite].abs() <= 2e-3 * (1 + expected_lse[finite].abs())).all()
+    if expected.abs().max() > 0:
+        assert relative_rms_error(out, expected) < 0.15
+
+
+def inputs(
+    nq: int, nk: int, d: int, dv: int, dtype: str, heads: tuple[int, int] = (2, 1)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two heads over one; the keys have a mean that is large beside what tells them apart."""
+    kind = getattr(torch, dtype)
+    k = on.rand(1, heads[1], nk, d, seed=2) + 3 * on.rand(1, heads[1], 1, d, seed=4)
+    q, v = on.rand(1, heads[0], nq, d, seed=1), on.rand(1, heads[1], nk, dv, seed=3)
+    return q.to(kind), k.to(kind), v.to(kind)
+
+
+# nq, nk, d, dv, dtype, options; `seen` are the first and the last key that some query sees
+CALLS: dict[str, tuple[int, int, int, int, str, dict[str, Any]]] = {
+    "d64": (70, 300, 64, 64, "float16", {}),
+    "causal": (150, 260, 128, 128, "bfloat16", {"causal": True}),
+    "window": (90, 300, 64, 64, "bfloat16", {"window": (70, 5), "out_pad": 24, "seen": (140, 300)}),
+    "odd-dims": (33, 140, 72, 40, "bfloat16", {"sinks": [0.5, -1.0]}),
+    "offset": (65, 200, 24, 120, "float16", {"q_offset": [20], "causal": True, "seen": (0, 85)}),
+    "one-row": (1, 300, 128, 128, "float16", {"sinks": [20.0, 1.0]}),
+    "scale": (40, 130, 64, 64, "bfloat16", {"scale": 0.02}),
+}
+
+
+@every_kernel
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_agrees_with_float64_on_the_rounded_inputs(kernel: str, name: str) -> None:
+    nq, nk, d, dv, dtype, options = CALLS[name]
+    call = dict(options)
+    if "sinks" in call:
+        call["sinks"] = on.tensor(call["sinks"])
+    if "q_offset" in call:
+        call["q_offset"] = on.int32(*call["q_offset"])
+    seen = call.pop("seen", (0, nk))
+    check(kernel, *inputs(nq, nk, d, dv, dtype), seen, **call)
+
+
+@every_kernel
+def test_without_keys_the_output_is_zero(kernel: str) -> None:
+    sinks = on.tensor([0.5, -1.0])
+    out, lse = on.attend(
+        kernel, *inputs(5, 0, 64, 64, "bfloat16"), schedules=RANDOM, sinks=sinks, **NVFP4
+    )
+    assert not out.any()
+    assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
+
+
+@every_kernel
+def test_p_of_one_block_is_rounded_in_groups_of_16_keys(kernel: str) -> None:
+    q, k, v = inputs(40, 128, 64, 64, "float16")
+    out, _ = on.attend(kernel, q, k, v, schedules=RANDOM, **NVFP4)
+    wide_q, wide_k, stored_v = (x.double() for x in multiplied(q, k, v))
+    scores = wide_q @ wide_k.transpose(2, 3) * (64**-0.5 * math.log2(math.e))
+    p = torch.exp2(scores - scores.amax(-1, keepdim=True) + 10.5)
+    stored = torch.empty_like(p)
+    stored[..., key_order()] = rounded(grouped(p.float()), 1.0).double()
+    expected = stored @ stored_v / p.sum(-1, keepdim=True)
+    assert relative_rms_error(out, expected) < 0.01
+    assert relative_rms_error(out, p @ stored_v / p.sum(-1, keepdim=True)) > 0.05
+
+
+@every_kernel
+def test_the_error_is_what_explain_says(kernel: str) -> None:
+    q, k, v = on.qkv(128, on.pick(simulator=256, gpu=1024), 128, dtype="float16", heads=(1, 1))
+    out, _ = on.attend(kernel, q, k, v, schedules=RANDOM, **NVFP4)
+    expected, _ = reference.attention(q, k, v)
+    assert 0.14 < relative_rms_error(out, expected) < 0.28
+    cosine = torch.nn.functional.cosine_similarity(out.double().flatten(), expected.flatten(), 0)
+    assert 0.96 < cosine < 0.99
+
+
+@every_kernel
+def test_what_is_not_finite_stays_where_it_is_seen(kernel: str) -> None:
+    q, k, v = inputs(40, 200, 64, 64, "bfloat16")
+    out, lse = on.attend(kernel, q, k, v, schedules=RANDOM, causal=True, q_offset=60, **NVFP4)
+    spoiled = q.clone()
+    spoiled[0, 1, 7, 3] = math.nan
+    spoiled[0, 0, 9, 5] = math.inf
+    rows, _ = on.attend(kernel, spoiled, k, v, schedules=RANDOM, causal=True, q_offset=60, **NVFP4)
+    hit = torch.zeros(1, 2, 40, dtype=torch.bool, device=q.device)
+    hit[0, 1, 7] = hit[0, 0, 9] = True
+    assert rows[hit].isnan().all()
+    assert not rows[~hit].isnan().any()
+    # Of keys that no query sees nothing matters: these are keys 0 to 99.
+    far_k, far_v = k.clone(), v.clone()
+    far_k[:, :, 100:] = math.nan
+    far_v[:, :, 100:] = math.inf
+    far, far_lse = on.attend(
+        kernel, q, far_k, far_v, schedules=RANDOM, causal=True, q_offset=60, **NVFP4
+    )
+    assert torch.equal(far, out)
+    assert torch.equal(far_lse, lse)
+    # A key that some rows see spoils those.
+    near = k.clone()
+    near[0, 0, 80, 4] = math.inf
+    seen, _ = on.attend(kernel, q, near, v, schedules=RANDOM, causal=True, q_offset=60, **NVFP4)
+    assert seen[:, :, 20:].isnan().all()
+    assert not seen[:, :, :20].isnan().any()
+
+
+@every_kernel
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-4, 1e4, 1e30])
+def test_numbers_of_any_size_give_no_nan(kernel: str, size: float) -> None:
+    q, k, v = (x * size for x in inputs(20, 140, 64, 64, "bfloat16"))
+    out, lse = on.attend(kernel, q, k, v, schedules=RANDOM, **NVFP4)
+    assert out.isfinite().all()
+    assert not lse.isnan().any()
+    assert out.abs().max() <= 1.2 * v.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "H200"}, "compute capability 9.0 with approximate='nvfp4': blackwell_consumer "
+         "multiplies numbers of four bits on 12.x only; leave approximate out"),
+        ({"softcap": 5.0}, "softcap with approximate='nvfp4'"),
+        ({"scale": -1.0}, "scale -1.000000 with approximate='nvfp4'"),
+        ({"out_dtype": torch.float32}, "out_dtype float32 with approximate='nvfp4'"),
+        ({"d": 136}, "d 136 and dv 136 with approximate='nvfp4': blackwell_consumer takes at most"),
+        ({"num_splits": 2}, "num_splits"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused(options: dict[str, Any], words: str) -> None:
+    call = {"device": "RTX 5090"} | options
+    q = torch.empty(1, 2, 64, call.pop("d", 64), dtype=torch.float16, device="meta")
+    with pytest.raises(archflash.ForcedImplementationError, match=words):
+        archflash.explain(q, q, q, implementation="blackwell_consumer", **NVFP4, **call)
