@@ -266,7 +266,9 @@ __device__ __forceinline__ void release_nvfp4(uint32_t barrier_smem) {
 }
 
 // Divides the outputs by the row sums and writes them, and the LSE where it is asked for. Of every
-// 16 columns of a row a lane holds four neighbouring ones (Nvfp4Config::v_row).
+// 16 columns of a row a lane holds four neighbouring ones (Nvfp4Config::v_row). The rounded weights
+// of a row may add up to more than their sum: no output may exceed the largest number of V, which
+// could make an infinity of it.
 template <class C>
 __device__ __forceinline__ void store_nvfp4_out(const device::Outputs<C>& o_rmem,
                                                 const device::RowState<C>& state,
@@ -284,7 +286,11 @@ __device__ __forceinline__ void store_nvfp4_out(const device::Outputs<C>& o_rmem
     const float keys_max =
         sum == 0.0f ? device::MINUS_INFINITY : state.base[0][r] * device::LN_2 + shift[r];
     const device::RowEnd end = device::finish_row(keys_max, sum, out.sink);
-    const float factor = end.factor * v_unit;
+    const float factor = end.factor * v_unit, limit = v_unit * NVFP4_LARGEST;
+    const auto output = [&](float sum) {  // NaN stays NaN
+      const float x = sum * factor;
+      return x > limit ? limit : x < -limit ? -limit : x;
+    };
     const int row = 8 * r + lane / 4;
     if (row >= out.rows) continue;
     uint16_t* row_gmem = out.out_gmem(attention) + row * attention.out_row + lane % 4 * 4;
@@ -294,8 +300,8 @@ __device__ __forceinline__ void store_nvfp4_out(const device::Outputs<C>& o_rmem
       uint32_t pair[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float low = o_rmem[0][n][2 * r + i] * factor;
-        const float high = o_rmem[0][n + 1][2 * r + i] * factor;
+        const float low = output(o_rmem[0][n][2 * r + i]);
+        const float high = output(o_rmem[0][n + 1][2 * r + i]);
         pair[i] = params.dtype == DType::F16 ? ptx::cvt_rn_x2_f32<DType::F16>(low, high)
                                              : ptx::cvt_rn_x2_f32<DType::BF16>(low, high);
       }
