@@ -19,98 +19,9 @@ from .executors import executor
 
 on = executor()
 
-NVFP4 = {"approximate": "nvfp4"}
+NVFP4: dict[str, Any] = {"approximate": "nvfp4"}
 every_kernel = pytest.mark.parametrize("kernel", on.kernels("nvfp4"))
 RANDOM = [2]  # one of the simulator's schedules
-BLOCK, LARGEST = 128, 6 * 448
-
-
-# ---- What such a kernel multiplies, in plain operations ----
-
-
-def to_e2m1(x: Tensor) -> Tensor:
-    """To nearest, ties to the even code, at most 6."""
-    size = x.abs().clamp(max=6)
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return torch.round(size / step) * step * x.sign()
-
-
-def unit_of(largest: Tensor) -> Tensor:
-    return torch.where(largest == 0, 1.0, largest / LARGEST).clamp(min=2.0**-60)
-
-
-def rounded(x: Tensor, unit: Tensor | float) -> Tensor:
-    """Float32 (..., a multiple of 16), each 16 with a scale of their own, in units."""
-    parts = (x / unit).unflatten(-1, (-1, 16))
-    scale = (parts.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
-    stored = to_e2m1(parts / scale.clamp(min=2.0**-9)) * scale
-    return stored.flatten(-2) * unit
-
-
-def padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    made = x.new_zeros(*x.shape[:-2], rows, columns, dtype=torch.float32)
-    made[..., : x.shape[-2], : x.shape[-1]] = x.float()
-    return made
-
-
-def key_order() -> Tensor:
-    """The keys of a block in the order in which groups of 16 share a scale of V or P."""
-    place = torch.arange(BLOCK)
-    return place // 32 * 32 + place % 8 // 2 * 8 + place % 32 // 8 * 2 + place % 2
-
-
-def grouped(x: Tensor) -> Tensor:
-    """Columns that are keys, in blocks and in that order."""
-    return x.unflatten(-1, (-1, BLOCK))[..., key_order()].flatten(-2)
-
-
-def multiplied(
-    q: Tensor, k: Tensor, v: Tensor, begin: int = 0, end: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k with one more column for the mean, and v, as their products are computed. No query
-    sees a key before `begin` or from `end` on.
-    """
-    seen = slice(begin, k.shape[2] if end is None else end)
-    columns = 64 if max(q.shape[-1], v.shape[-1]) <= 64 else 128
-    rows = -(-q.shape[2] // 16) * 16
-    keys = -(-k.shape[2] // BLOCK) * BLOCK
-    step = -(-(seen.stop - seen.start) // 512) | 1
-    whole_k = padded(k, keys, columns)
-    mean = whole_k[:, :, seen.start : seen.stop : step].mean(2, keepdim=True)
-    less = torch.zeros_like(whole_k)
-    less[:, :, seen] = whole_k[:, :, seen] - mean
-    k_unit = unit_of(less.unflatten(2, (-1, BLOCK)).abs().amax((-2, -1)))
-    stored_k = rounded(less, k_unit.repeat_interleave(BLOCK, 2)[..., None])
-    whole_q = padded(q, rows, columns)
-    q_unit = unit_of(whole_q.unflatten(2, (-1, 16)).abs().amax((-2, -1)))
-    stored_q = rounded(whole_q, q_unit.repeat_interleave(16, 2)[..., None])
-    whole_v = torch.zeros_like(whole_k)
-    whole_v[:, :, seen, : v.shape[3]] = v[:, :, seen].float()
-    by_key = grouped(whole_v.transpose(2, 3))
-    unit = unit_of(whole_v.abs().amax((2, 3), keepdim=True))
-    stored_v = torch.empty_like(by_key)
-    order = torch.cat([key_order() + first for first in range(0, keys, BLOCK)])
-    stored_v[..., order] = rounded(by_key, unit)
-    heads = q.shape[1] // k.shape[1]
-    shift = (whole_q * mean.repeat_interleave(heads, 1)).sum(-1, keepdim=True)
-    wide_q = torch.cat([stored_q, shift], -1)[:, :, : q.shape[2]]
-    wide_k = torch.cat([stored_k, torch.ones_like(stored_k[..., :1])], -1)[:, :, : k.shape[2]]
-    return wide_q, wide_k, stored_v.transpose(2, 3)[:, :, : k.shape[2], : v.shape[-1]]
-
-
-def check(kernel: str, q: Tensor, k: Tensor, v: Tensor, seen: tuple[int, int], **call: Any) -> None:
-    """A call, whose scores are those of the rounded q and k; P alone is rounded beside that."""
-    out, lse = on.attend(kernel, q, k, v, schedules=RANDOM, **NVFP4, **call)
-    semantics = {"scale": q.shape[-1] ** -0.5} | {x: y for x, y in call.items() if x != "out_pad"}
-    expected, expected_lse = reference.attention(
-        *(x.double() for x in multiplied(q, k, v, *seen)), **semantics
-    )
-    finite = expected_lse.isfinite()
-    assert torch.equal(lse[~finite].double(), expected_lse[~finite])
-    # A number may round the other way, because reciprocals are not exact.
-    assert ((lse - expected_lse)[finite].abs() <= 2e-3 * (1 + expected_lse[finite].abs())).all()
-    if expected.abs().max() > 0:
-        assert relative_rms_error(out, expected) < 0.15
 
 
 def inputs(
@@ -123,13 +34,13 @@ def inputs(
     return q.to(kind), k.to(kind), v.to(kind)
 
 
-# nq, nk, d, dv, dtype, options; `seen` are the first and the last key that some query sees
+# nq, nk, d, dv, dtype, options
 CALLS: dict[str, tuple[int, int, int, int, str, dict[str, Any]]] = {
-    "d64": (70, 300, 64, 64, "float16", {}),
+    "d64": (70, 300, 64, 64, "float16", {"layout": "bnhd"}),
     "causal": (150, 260, 128, 128, "bfloat16", {"causal": True}),
-    "window": (90, 300, 64, 64, "bfloat16", {"window": (70, 5), "out_pad": 24, "seen": (140, 300)}),
+    "window": (90, 300, 64, 64, "bfloat16", {"window": (70, 5), "out_pad": 24}),
     "odd-dims": (33, 140, 72, 40, "bfloat16", {"sinks": [0.5, -1.0]}),
-    "offset": (65, 200, 24, 120, "float16", {"q_offset": [20], "causal": True, "seen": (0, 85)}),
+    "offset": (65, 200, 24, 120, "float16", {"q_offset": [20], "causal": True}),
     "one-row": (1, 300, 128, 128, "float16", {"sinks": [20.0, 1.0]}),
     "scale": (40, 130, 64, 64, "bfloat16", {"scale": 0.02}),
 }
@@ -144,8 +55,10 @@ def test_a_call_agrees_with_float64_on_the_rounded_inputs(kernel: str, name: str
         call["sinks"] = on.tensor(call["sinks"])
     if "q_offset" in call:
         call["q_offset"] = on.int32(*call["q_offset"])
-    seen = call.pop("seen", (0, nk))
-    check(kernel, *inputs(nq, nk, d, dv, dtype), seen, **call)
+    q, k, v = inputs(nq, nk, d, dv, dtype)
+    if call.get("layout") == "bnhd":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    on.attend_and_check(kernel, q, k, v, schedules=RANDOM, **NVFP4, **call)
 
 
 @every_kernel
@@ -162,11 +75,14 @@ def test_without_keys_the_output_is_zero(kernel: str) -> None:
 def test_p_of_one_block_is_rounded_in_groups_of_16_keys(kernel: str) -> None:
     q, k, v = inputs(40, 128, 64, 64, "float16")
     out, _ = on.attend(kernel, q, k, v, schedules=RANDOM, **NVFP4)
-    wide_q, wide_k, stored_v = (x.double() for x in multiplied(q, k, v))
+    wide_q, wide_k, stored_v = reference.nvfp4(q, k, v)
     scores = wide_q @ wide_k.transpose(2, 3) * (64**-0.5 * math.log2(math.e))
     p = torch.exp2(scores - scores.amax(-1, keepdim=True) + 10.5)
-    stored = torch.empty_like(p)
-    stored[..., key_order()] = rounded(grouped(p.float()), 1.0).double()
+    # P is rounded as numbers of V in units of 1, which a column with the largest of them makes.
+    largest = torch.zeros(1, 2, 128, 1)
+    largest[:, :, 0] = 6 * 448
+    columns = torch.cat([p.transpose(2, 3).float(), largest.to(p.device)], -1)
+    stored = reference.nvfp4(q, k.expand(1, 2, -1, -1), columns)[2][..., :-1].transpose(2, 3)
     expected = stored @ stored_v / p.sum(-1, keepdim=True)
     assert relative_rms_error(out, expected) < 0.01
     assert relative_rms_error(out, p @ stored_v / p.sum(-1, keepdim=True)) > 0.05

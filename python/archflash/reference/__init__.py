@@ -22,6 +22,7 @@ from archflash.reference.formula import (
     baseline_backward,
     merge_attention,
 )
+from archflash.reference.four_bits import check_nvfp4, nvfp4
 from archflash.reference.rule import (
     ErrorReport,
     check,
@@ -45,8 +46,10 @@ __all__ = [
     "check_fp8",
     "check_int8_qk",
     "check_lse",
+    "check_nvfp4",
     "fp8_score_error",
     "int8",
     "int8_qk",
     "merge_attention",
+    "nvfp4",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from archflash import _bias
 from archflash.reference.formula import SCALE_ROWS, attention, baseline
+from archflash.reference.four_bits import check_nvfp4
 from archflash.reference.rule import ErrorReport, check, check_lse
 
 _SAMPLED_ROWS = 512  # most rows of k, and for "int8" of q, by which columns are judged
@@ -39,6 +40,8 @@ def check_approximate(
     """
     if approximate == "int8_qk":
         return check_int8_qk(out, lse, q, k, v, **call)
+    if approximate == "nvfp4":
+        return check_nvfp4(out, lse, q, k, v, **call)
     asked = dict(call)
     more_of_lse = 0.0
     if approximate == "int8":

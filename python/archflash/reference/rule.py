@@ -89,7 +89,7 @@ def check(out: Tensor, ref: Tensor, base: Tensor, more: float = 0.0) -> ErrorRep
     ulps = 4 if out.dtype == torch.float32 else 2
     bound = 2 * _max(base_error) + ulps * _ulp(_max(size), out.dtype)
     mean_bound = 2 * _mean(base_error) + ulps * _ulp(_mean(size), out.dtype)
-    return _report(out, ref, bound + more, mean_bound + more)
+    return report_of(out, ref, bound + more, mean_bound + more)
 
 
 def check_fp8(
@@ -134,7 +134,7 @@ def check_fp8(
     ulp = _ulp(_max(ref.abs()[ref.isfinite()]), out.dtype)
     bound = (2.0**-4 + 2.0**-8) * weighted + 2.0**-18 * total + 2 * ulp
     bound = torch.where(bound.isfinite(), bound, 0.0)
-    return _report(out, ref, bound, _mean(bound) / 2)
+    return report_of(out, ref, bound, _mean(bound) / 2)
 
 
 def fp8_score_error(
@@ -196,10 +196,10 @@ def check_lse(lse: Tensor, ref: Tensor, more: float = 0.0) -> ErrorReport:
             "compare those of the same call"
         )
     bound = _LSE_ULPS * _ulp(max(1.0, _max(ref.abs()[ref.isfinite()])), torch.float32) + more
-    return _report(lse, ref, bound, bound)
+    return report_of(lse, ref, bound, bound)
 
 
-def _report(out: Tensor, ref: Tensor, bound: float | Tensor, mean_bound: float) -> ErrorReport:
+def report_of(out: Tensor, ref: Tensor, bound: float | Tensor, mean_bound: float) -> ErrorReport:
     value = out.double()
     same = (value == ref) | (
         value.isnan() & ref.isnan()

@@ -1,0 +1,192 @@
+"""What the kernels of approximate="nvfp4" multiply, in float64, and the rule for their outputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _bias
+from archflash.reference.formula import attention
+from archflash.reference.rule import ErrorReport, check_lse, report_of
+
+_BLOCK = 128  # keys that share a unit
+_ROWS = 16  # rows of q that share a unit
+_LARGEST = 6.0 * 448.0  # what e2m1 times a scale of ue4m3 can say
+_MEAN_KEYS = 512
+
+
+def nvfp4(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers that approximate="nvfp4" multiplies in place of q, k and v.
+
+    The mean over the keys (at most 512 of them, evenly spread) is subtracted from k. Then q, k and
+    v are rounded to multiples of e2m1 with a scale of ue4m3 for each 16 numbers, which lie along
+    the columns of q and k and along the keys of v, and with units behind the scales: one for 16
+    rows of q, one for 128 keys of k, one for a head of v. The mean is added back exactly.
+
+    Args:
+        q: ``(B, Hq, Nq, D)``, or ``(B, Nq, Hq, D)`` with layout "bnhd"; no NaN, no infinities.
+        k, v: ``(B, Hkv, Nk, D)`` and ``(B, Hkv, Nk, Dv)``, or in that layout.
+        **call: the call, as for `attention`: keys that no query sees count as zeros.
+
+    Returns:
+        float64 tensors in the layout of q, k and v, those of q and k with one more column. The
+        products of their rows are the scores that such a kernel computes, before scale.
+    """
+    turned = call.get("layout") == "bnhd"
+    if turned:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    columns = 64 if max(q.shape[3], v.shape[3]) <= 64 else 128
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    seen = _seen_keys(q, k, call)
+    made = [_of_batch(q[i], k[i], v[i], columns, group, seen[i]) for i in range(len(q))]
+    if not made:
+        empty = (q.shape[3] + 1, k.shape[3] + 1, v.shape[3])
+        results = [
+            x.new_zeros(*x.shape[:3], n, dtype=torch.float64)
+            for x, n in zip((q, k, v), empty, strict=True)
+        ]
+    else:
+        results = [torch.stack(x) for x in zip(*made, strict=True)]
+    wide_q, wide_k, stored_v = (x.transpose(1, 2) if turned else x for x in results)
+    return wide_q, wide_k, stored_v
+
+
+def check_nvfp4(
+    out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **call: Any
+) -> tuple[ErrorReport, ErrorReport | None]:
+    """Compares the output of a kernel of approximate="nvfp4" with float64 on the numbers of
+    `nvfp4`. Such a kernel also rounds the weights P to four bits: each by at most 0.18 of the
+    largest in its group of 16 keys. The rule for each element is::
+
+        |out - ref| <= 0.18 * sum(w V) + 2^-7 * max|v|
+
+    with V the sum of |v| over the group of a key. The mean error may be 0.15 of the root mean
+    square of ref. A number may be rounded the other way where reciprocals are not exact: the
+    log-sum-exp may be off by 2^-9 of itself and 2^-9.
+
+    Args:
+        out: the output to judge.
+        lse: its log-sum-exp; None if there is none.
+        q, k, v, **call: the call, as for `attention`.
+
+    Returns:
+        The reports of out and of lse.
+    """
+    scale = call.get("scale")
+    asked = call | {"scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
+    wide_q, wide_k, stored_v = nvfp4(q, k, v, **call)
+    expected, expected_lse = attention(wide_q, wide_k, stored_v, **asked)
+    by_key = stored_v.abs().movedim(1 if call.get("layout") == "bnhd" else 2, -1)
+    in_groups = _grouped(_padded(by_key, by_key.shape[-2], -(-by_key.shape[-1] // _BLOCK) * _BLOCK))
+    sums = _by(16, in_groups).sum(-1).repeat_interleave(16, -1)
+    of_group = torch.empty_like(sums)
+    of_group[..., _order(sums.shape[-1])] = sums
+    of_group = of_group[..., : by_key.shape[-1]].movedim(
+        -1, 1 if call.get("layout") == "bnhd" else 2
+    )
+    bound = 0.18 * attention(wide_q, wide_k, of_group, return_lse=False, **asked)
+    largest = float(v.double().abs().max()) if v.numel() else 0.0
+    rms = float(expected.square().mean().sqrt()) if expected.numel() else 0.0
+    report = report_of(out, expected, bound + 2.0**-7 * largest, 0.15 * rms + 2.0**-9 * largest)
+    if lse is None:
+        return report, None
+    finite = expected_lse[expected_lse.isfinite()].abs()
+    size = float(finite.max()) if finite.numel() else 0.0
+    return report, check_lse(lse, expected_lse, 2.0**-9 * (1 + size))
+
+
+def _seen_keys(q: Tensor, k: Tensor, call: dict[str, Any]) -> list[tuple[int, int]]:
+    """For each batch, the first key that some query sees, and the one behind the last."""
+    nq, nk = q.shape[2], k.shape[2]
+    left, right = _bias.sides_of(call.get("window"))
+    if call.get("causal"):
+        right = 0 if right is None else min(right, 0)
+    offset = call.get("q_offset")
+    if offset is None:
+        offset = nk - nq
+    offsets = offset.tolist() if isinstance(offset, Tensor) else [offset] * len(q)
+    found = []
+    for start in offsets:
+        begin = 0 if left is None else min(max(start - left, 0), nk)
+        end = nk if right is None else min(max(nq + start + right, 0), nk)
+        found.append((begin, max(begin, end)))
+    return found
+
+
+def _of_batch(
+    q: Tensor, k: Tensor, v: Tensor, columns: int, group: int, seen: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`nvfp4` of (H, N, D)."""
+    begin, end = seen
+    nq, nk, dv = q.shape[1], k.shape[1], v.shape[2]
+    keys = -(-nk // _BLOCK) * _BLOCK
+    whole_q = _padded(q, -(-nq // _ROWS) * _ROWS, columns)
+    whole_k, less = _padded(k, keys, columns), q.new_zeros(k.shape[0], keys, columns).float()
+    whole_v = torch.zeros_like(less)
+    mean = torch.zeros_like(whole_k[:, :1])
+    if end > begin:
+        step = -(-(end - begin) // _MEAN_KEYS) | 1
+        mean = whole_k[:, begin:end:step].mean(1, keepdim=True)
+        less[:, begin:end] = whole_k[:, begin:end] - mean
+        whole_v[:, begin:end, :dv] = v[:, begin:end].float()
+    stored_q = _rounded(whole_q, _units(whole_q, _ROWS))
+    stored_k = _rounded(less, _units(less, _BLOCK))
+    by_key = _grouped(whole_v.transpose(1, 2))
+    unit = _unit(whole_v.abs().flatten(1).amax(1) if keys else q.new_zeros(len(v)).float())
+    stored_v = torch.empty_like(by_key)
+    stored_v[..., _order(keys)] = _rounded(by_key, unit[:, None, None])
+    shift = (whole_q * mean.repeat_interleave(group, 0)).sum(-1, keepdim=True)
+    return (
+        torch.cat([stored_q, shift], -1)[:, :nq].double(),
+        torch.cat([stored_k, torch.ones_like(stored_k[..., :1])], -1)[:, :nk].double(),
+        stored_v.transpose(1, 2)[:, :nk, :dv].double(),
+    )
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    more = (0, columns - x.shape[-1], 0, rows - x.shape[-2])
+    return torch.nn.functional.pad(x if x.dtype == torch.float64 else x.float(), more)
+
+
+def _by(count: int, x: Tensor) -> Tensor:
+    """With the last dimension in parts of `count`."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // count, count)
+
+
+def _unit(largest: Tensor) -> Tensor:
+    return torch.where(largest == 0, 1.0, (largest * (1 / _LARGEST)).clamp(min=2.0**-60))
+
+
+def _units(x: Tensor, rows: int) -> Tensor:
+    """The unit of each row of (H, N, D)."""
+    if not x.shape[1]:
+        return x[..., :1]
+    largest = _by(rows, x.abs().amax(-1)).amax(-1)
+    return _unit(largest).repeat_interleave(rows, 1)[..., None]
+
+
+def _order(keys: int) -> Tensor:
+    """The key at each place of a row of v or P: 16 places share a scale."""
+    place = torch.arange(keys)
+    in_block = place % 32
+    return place - in_block + place % 8 // 2 * 8 + in_block // 8 * 2 + place % 2
+
+
+def _grouped(x: Tensor) -> Tensor:
+    return x[..., _order(x.shape[-1])]
+
+
+def _rounded(x: Tensor, unit: Tensor) -> Tensor:
+    """Rounds float32 whose last dimension is a multiple of 16."""
+    if not x.numel():
+        return x
+    parts = _by(16, x * (1 / unit))
+    scale = (parts.abs().amax(-1, keepdim=True) * (1 / 6)).to(torch.float8_e4m3fn).float()
+    size = parts.abs() * (1 / scale.clamp(min=2.0**-9))
+    size = size.clamp(max=6)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    stored: Tensor = torch.round(size / step) * step * parts.sign() * scale
+    return stored.reshape(x.shape) * unit
