@@ -17,8 +17,9 @@ from archflash._call_times import BOTH, FEATURES, FORWARD, Fit, Group, Kind, Sha
 
 TABLE = "calibration"  # the name of the file in the user's folder
 FORMAT = 1  # of an entry; another one does not count
-# Candidates whose times differ by less count as equally fast. UNSURE holds where one of the times
-# is predicted from few sizes, none of them near: on an H200 such times were off by so much.
+# Candidates whose times differ by less count as equally fast. A time that is predicted from few
+# sizes, none of them near, is off by up to UNSURE on an H200: there an order that was measured on
+# such GPUs holds unless times differ by more.
 EQUAL, UNSURE = 0.02, 0.1
 # With few query rows each call may have another number of keys, for which cuDNN makes a plan, which
 # takes the host long: PyTorch has to be faster by this.
@@ -59,22 +60,23 @@ class Prediction(NamedTuple):
     wrong: frozenset[str]
     sure: frozenset[str]
 
-    def in_order(self, today: tuple[str, ...]) -> tuple[str, ...]:
+    def in_order(self, today: tuple[str, ...], measured: bool = False) -> tuple[str, ...]:
         """The candidates of `today` that were measured, the fastest first. Those that are equally
-        fast keep the order that they have there.
+        fast keep the order that they have there. measured: whether that is by times of such GPUs.
         """
         left = [name for name in today if name in self.cost]
         order = []
         while left:
             fastest = min(left, key=self.cost.__getitem__)
-            name = next(x for x in left if not self.differ(x, fastest))
+            unsure = UNSURE if measured else EQUAL
+            name = next(x for x in left if not self._differ(x, fastest, unsure))
             order.append(name)
             left.remove(name)
         return tuple(order)
 
-    def differ(self, name: str, fastest: str) -> bool:
+    def _differ(self, name: str, fastest: str, unsure: float) -> bool:
         """Whether a candidate is slower than another one by what counts."""
-        margin = EQUAL if {name, fastest} <= self.sure else UNSURE
+        margin = EQUAL if {name, fastest} <= self.sure else unsure
         return self.cost[name] > self.cost[fastest] * (1 + margin)
 
     def __str__(self) -> str:

@@ -45,8 +45,10 @@ def by_calibration(
     that it is usually behind of.
     """
 
+    measured = _measured.find(problem, device.capability) is not None
+
     def arranged(names: tuple[str, ...]) -> tuple[str, ...]:
-        order = calibrated.in_order(names)
+        order = calibrated.in_order(names, measured)
         return (*order, *(name for name in names if name not in order))
 
     torch = usual.index(_registry.TORCH)
