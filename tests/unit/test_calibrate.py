@@ -284,7 +284,6 @@ def test_what_the_user_measured_comes_before_what_others_did() -> None:
     assert torchs.why.startswith("PyTorch's cuDNN kernel; the fastest measured")
 
 
-@pytest.mark.usefixtures("no_user")
 def test_a_measured_order_yields_to_a_small_difference_where_times_are_known_well() -> None:
     kind = Kind("16 bits", FORWARD, "many", False)
 
@@ -306,6 +305,7 @@ def test_a_measured_order_yields_to_a_small_difference_where_times_are_known_wel
     assert chosen(16, 2048) == "ampere"
 
 
+@pytest.mark.usefixtures("no_user")
 def test_equally_fast_candidates_keep_the_order_of_before() -> None:
     keep(table_with({"hopper": 101.5, "ampere": 100.0, "torch-cudnn": 100.5}))
     decision = _dispatch.select(problem(), H200)
