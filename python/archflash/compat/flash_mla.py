@@ -112,10 +112,7 @@ def flash_mla_with_kvcache(
                 )
                 for cache, lists, n in scopes
             ]  # fmt: skip
-            out, lse = parts[0]
-            if len(parts) > 1:
-                out, lse = merge_attention(*zip(*parts, strict=True), layout="bnhd")
-            out = _with_sink(out, lse, attn_sink)
+            out, lse = _merged(parts, attn_sink)
         out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
         return out, _with_unseen(lse, math.inf)
     refuse(
@@ -184,7 +181,7 @@ def flash_mla_sparse_fwd(
         out, lse = _attend(q[None], kv[None], lists, lengths, scale, False)
         # Scores times a large number: the log-sum-exp of the row is its largest one alone.
         _, largest = _attend(q[None], kv[None], lists, lengths, scale * _SHARPENED, False)
-        out = _with_sink(out, lse, attn_sink)
+        out, lse = _merged([(out, lse)], attn_sink)
     out, lse = without_gradient("attention to listed keys", (out, lse), q, kv)
     rows_first = (largest / _SHARPENED)[0].transpose(0, 1).contiguous()
     return out[0], rows_first, _with_unseen(lse, math.inf)[0].transpose(0, 1).contiguous()
@@ -224,9 +221,16 @@ def _attend(
     return attention_with_kvcache(q, cache, dv=_LATENT, **call)  # type: ignore[no-any-return]
 
 
-def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """The output with a sink in its denominator; lse (batch, heads, rows) is that without one."""
-    if sink is None:
-        return out
-    share = torch.sigmoid(lse - sink[:, None]).masked_fill(lse == -math.inf, 0.0)
-    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
+def _merged(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output of all parts with a sink in its denominator, rounded once more, and the log-sum-exp
+    without it. A sink is a part whose output is 0.
+    """
+    outs, lses = (list(x) for x in zip(*parts, strict=True))
+    lse = lses[0] if len(lses) == 1 else torch.logaddexp(*lses)
+    if sink is not None:
+        outs.append(outs[0].new_zeros(outs[0].shape[-1]).expand_as(outs[0]))
+        # An infinite one would count for nothing.
+        lses.append(sink.float().clamp(max=1e30)[:, None].expand_as(lse).contiguous())
+    if len(outs) == 1:
+        return outs[0], lse
+    return merge_attention(outs, lses, layout="bnhd")[0], lse

@@ -525,15 +525,14 @@ def _listed(call: Options, batch: int, kv_head: int, rows: Tensor, nq: int, nk: 
     assert call.key_indices is not None
     lists = of_head(call.key_indices)
     number = rows if len(lists) == nq else rows // _MASK_BLOCK
-    often = torch.zeros(len(rows), nk, device=rows.device)
-    for i, of_row in enumerate(number.tolist()):
-        entries = lists[of_row]
-        if call.topk_lengths is not None:
-            lengths = of_head(call.topk_lengths)
-            entries = entries[: max(int(lengths[of_row if len(lengths) > 1 else 0]), 0)]
-        entries = entries[(entries >= 0) & (entries < nk)].long()
-        often[i] = torch.bincount(entries, minlength=nk).to(often.dtype)
-    return often
+    entries = lists[number].long()
+    counts = (entries >= 0) & (entries < nk)
+    if call.topk_lengths is not None:
+        lengths = of_head(call.topk_lengths)
+        place = torch.arange(entries.shape[1], device=rows.device)
+        counts &= place < lengths[number if len(lengths) > 1 else 0].reshape(-1, 1)
+    often = torch.zeros(len(rows), nk + 1, device=rows.device)
+    return often.scatter_add_(1, torch.where(counts, entries, nk), counts.float())[:, :nk]
 
 
 def _dropout_factors(
