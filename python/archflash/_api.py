@@ -273,6 +273,10 @@ def explain(
     if _dropout.wants_state(options.get("dropout_p"), options.get("rng_state")):
         # Any state will do, and drawing one would change what later calls draw.
         options["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)
+    if options.get("key_indices") is not None and not _options.has_cache(options):
+        make_problem(q, k, v, **options)  # refuses wrong lists
+        if backward or _key_lists.needs_gradients(q, k, v, options.get("sinks")):
+            options = _key_lists.explained_as_mask(q, k, options)
     problem = make_problem(q, k, v, **options)
     name = _forced() if implementation is None else implementation
     decide = _dispatch.select

@@ -52,6 +52,23 @@ def needs_gradients(*tensors: Any) -> bool:
     )
 
 
+def explained_as_mask(q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a call with lists whose gradients are needed, as it is made: with a mask, here one
+    without values.
+    """
+    options = dict(options)
+    lists = options.pop("key_indices")
+    options.pop("topk_lengths", None)
+    heads, rows = (1, 2) if options.get("layout", "bhnd") == "bhnd" else (2, 1)
+    shape = (
+        lists.shape[0],
+        1 if lists.shape[1] == 1 else q.shape[heads],
+        q.shape[rows],
+        k.shape[rows],
+    )
+    return options | {"attn_mask": torch.empty(shape, device=q.device)}
+
+
 def as_mask(
     key_indices: Tensor, topk_lengths: Tensor | None, q: Tensor, k: Tensor, layout: str
 ) -> Tensor:

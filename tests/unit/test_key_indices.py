@@ -10,7 +10,9 @@ from examples import sparse
 from torch import Tensor
 
 import archflash
+from archflash import _archflash as native
 from archflash import _key_lists, masks, reference
+from archflash._api import find_device, make_problem
 
 
 def lists(*shape: int, keys: int, seed: int = 0) -> Tensor:
@@ -182,6 +184,27 @@ def test_every_gpu_has_a_kernel_for_lists(device: str, dtype: torch.dtype, chose
     k = torch.empty(2, 2, 900, 64, dtype=dtype, device="meta")
     decision = archflash.explain(q, k, k, key_indices=INT.to("meta"), device=device)
     assert decision.chosen == chosen, str(decision)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_gradients_are_explained_as_those_of_a_mask(backward: bool) -> None:
+    q = torch.empty(2, 8, 5, 64, dtype=torch.bfloat16, device="meta", requires_grad=not backward)
+    k = torch.empty(2, 2, 90, 64, dtype=torch.bfloat16, device="meta")
+    call = {"key_indices": INT.to("meta"), "backward": backward, "device": "A100"}
+    decision = archflash.explain(q, k, k, **call)
+    assert decision.chosen == "ampere"
+    assert "attn_mask" in str(decision).splitlines()[0]
+    assert "key_indices" not in str(decision)
+
+
+@pytest.mark.parametrize("kernel", ["ampere", "hopper", "blackwell_dc"])
+def test_no_backward_pass_takes_lists(kernel: str) -> None:
+    x = torch.empty(1, 2, 5, 64, dtype=torch.bfloat16, device="meta")
+    given = make_problem(x, x, x, key_indices=INT[:1].to("meta"), return_lse=True)
+    device = find_device(native.describe(kernel).home_device)
+    into = (given.as_if_on_cuda(), device, x, x, x, x)
+    reasons = native.plan_backward(kernel, *into, False, False, False, False)
+    assert any(reason.startswith("key_indices in a call whose") for reason in reasons), reasons
 
 
 def test_the_example_gives_what_a_mask_gives() -> None:

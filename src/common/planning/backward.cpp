@@ -37,6 +37,10 @@ Reasons why_not_backward(const BackwardProblem& problem, const Description& desc
     reasons.push_back("dropout_p in a call whose gradients are needed: " + description.name +
                       " computes gradients without dropout only; drop dropout_p" + USE_TORCH);
   }
+  if (problem.call.key_indices > 0) {
+    reasons.push_back("key_indices in a call whose gradients are needed: " + description.name +
+                      " reads masks there; pass attn_mask=masks.from_key_indices(...)" + USE_TORCH);
+  }
   for (const auto& [name, given] : masks_of(problem.call)) {
     if (!given || takes_masks) continue;
     reasons.push_back(std::string(name) +
