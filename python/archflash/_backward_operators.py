@@ -5,8 +5,8 @@ the gradients of q, k and v in the strides that PyTorch's meta kernels promise. 
 backward kernel of archflash serves, or that PyTorch is expected to serve faster, is handed back:
 for it, `serve` returns the reason.
 
-The backward operator of the memory-efficient kernel stays PyTorch's: PyTorch chooses that kernel
-for float32, where its gradients are the faster ones, and for few calls else.
+The backward operator of the memory-efficient kernel, which PyTorch chooses for float32 and for few
+calls else, stays PyTorch's.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ FEW_QUERIES = 16  # query rows of a sequence up to which reading the keys takes 
 FEW_KEYS = 128  # keys up to which a query row is read and written rather than computed
 SMALL_ROWS = 32768  # query rows of all heads; fewer do not keep the GPU full for long
 _HEAD_DIMS = (64, 128, 256)
-# Other dtypes leave no choice: only simt computes float32 exactly, and float64 has no kernel.
+# float64 has no kernel. float32 leaves a choice only where gradients are needed: for the output
+# alone simt comes first in any case.
 _DTYPES = {
+    "float32": "fp32",
     "float16": "16 bits",
     "bfloat16": "16 bits",
     "float8_e4m3fn": "fp8",
@@ -34,7 +36,7 @@ class Kind(NamedTuple):
     """A kind of problem. What is fastest for one problem is taken as the fastest for its kind.
 
     Attributes:
-        dtypes: "16 bits" or "fp8".
+        dtypes: "16 bits", "fp8" or "fp32".
         query_rows: "few" (at most FEW_QUERIES per sequence), "small" (fewer than SMALL_ROWS over
             all heads and sequences) or "large".
         head_dim_up_to: the larger head dim is at most this, and above the next smaller such limit;
@@ -84,7 +86,7 @@ class Kind(NamedTuple):
             mask: the mask as data, as in the attributes.
         """
         head_dim = next((limit for limit in _HEAD_DIMS if max(d, dv) <= limit), None)
-        if dtype not in _DTYPES or head_dim is None:
+        if dtype not in _DTYPES or head_dim is None or (dtype == "float32" and not gradients):
             return None
         passes = ("causal" if causal else "plain") if gradients else "none"
         if rows <= FEW_QUERIES * sequences:

@@ -123,9 +123,9 @@ GRADIENTS: dict[str, FeatureCase] = {
     ),
     "causal-rows-without-keys": ((90, 37, 128, 72, 1, (2, 1)), {"causal": True}),
     "bnhd-offsets-negative-scale-added": (
-        (20, 70, 120, 128, 2, (2, 1)),
+        (70, 130, 120, 128, 2, (2, 1)),
         {
-            "layout": "bnhd", "q_offset": (3, 50), "causal": True, "scale": -0.2, "add_to": 0.5,
+            "layout": "bnhd", "q_offset": (3, 50), "causal": True, "scale": -0.1, "add_to": 0.5,
             "pad": 8,
         },
     ),

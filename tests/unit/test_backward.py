@@ -601,6 +601,26 @@ def test_gradients_come_from_the_kernel_that_was_measured_to_be_the_fastest() ->
     assert archflash.explain(*large_inputs(128), device="A100", causal=True).chosen == "torch"
 
 
+@pytest.mark.parametrize("d", [40, 64, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [64, 2048])
+def test_float32_with_gradients_comes_to_simt_where_it_was_measured_to_be_faster(
+    rows: int, causal: bool, d: int
+) -> None:
+    q = torch.empty(2, 16, rows, d, device="meta", requires_grad=True)
+    decision = archflash.explain(q, q, q, device="H200", causal=causal)
+    assert decision.chosen == "simt"
+    assert "faster than PyTorch's memory-efficient kernel" in decision.reasons["torch"][0]
+    assert archflash.explain(q, q, q, device="A100", causal=causal).chosen == "torch"
+
+
+def test_float32_with_gradients_stays_with_pytorch_where_simt_was_not_measured() -> None:
+    mask = torch.empty(2048, 2048, dtype=torch.bool, device="meta")
+    for d, options in ((192, {}), (64, {"attn_mask": mask})):
+        q = torch.empty(2, 16, 2048, d, device="meta", requires_grad=True)
+        assert archflash.explain(q, q, q, device="H200", **options).chosen == "torch"
+
+
 def test_a_kernel_whose_backward_pass_does_not_take_a_call_refuses_it_with_the_reason() -> None:
     decision = archflash.explain(*inputs(FP16), device="T4", softcap=2.0)
     assert decision.chosen == "torch"

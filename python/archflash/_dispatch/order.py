@@ -145,7 +145,7 @@ def _faster_with_gradients(
     there are other numbers of queries and keys, was not measured; it only makes it slower.
     """
     measured = _measured.find(problem, capability)
-    pytorchs = pytorch.kernel_of(problem, capability)
+    pytorchs = pytorch.differentiating_kernel(problem, capability)
     if measured is None or isinstance(pytorchs, list):
         return []
     if pytorchs not in measured.order or problem.masked or not pytorch.may_serve(problem):

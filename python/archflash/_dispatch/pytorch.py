@@ -144,8 +144,7 @@ def differentiates(
     problem: _native.Problem, capability: tuple[int, int] | None, *, dropout: bool = False
 ) -> bool:
     """Whether a fused kernel of PyTorch computes a call and its gradients, with weights dropped if
-    `dropout` says so. In float32 that is the memory-efficient one, which takes what it takes in
-    float16, but no heads that share one of k.
+    `dropout` says so.
     """
     if problem.batch_invariant:
         return False
@@ -154,14 +153,26 @@ def differentiates(
         return False  # PyTorch would make a mask of all scores, and skip nothing
     if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
         return False
-    dtype = "float16" if problem.dtype == "float32" else problem.dtype
-    kernel = kernel_of(problem, capability, dtype, dropout=dropout)
-    return not isinstance(kernel, list)
+    return not isinstance(differentiating_kernel(problem, capability, dropout=dropout), list)
+
+
+def differentiating_kernel(
+    problem: _native.Problem, capability: tuple[int, int] | None, *, dropout: bool = False
+) -> str | list[str]:
+    """The fused kernel of PyTorch that computes a call and its gradients, or why none does: as for
+    `kernel_of`. In float32 that is the memory-efficient one, which takes what it takes in float16,
+    but no heads that share one of k.
+    """
+    if problem.dtype != "float32":
+        return kernel_of(problem, capability, dropout=dropout)
+    reasons = kernel_of(problem, capability, "float16", dropout=dropout)
+    return reasons if isinstance(reasons, list) else "torch-efficient"
 
 
 def measured_kernel(problem: _native.Problem, capability: tuple[int, int] | None) -> str | None:
     """The kernel of PyTorch that serves a problem as it was measured; None if there is none."""
-    kernel = kernel_of(problem, capability)
+    of = differentiating_kernel if problem.needs_grad else kernel_of
+    kernel = of(problem, capability)
     measured = _measured.find(problem, capability)
     if measured is None or isinstance(kernel, list):
         return None
