@@ -43,6 +43,7 @@ from .machine_code import (
 )
 
 TABLE = Path(__file__).with_name("slots.csv")
+FORWARD = re.compile("_attention_fwd_|_approximate_(?!stats|convert)")
 # Kernels that differ from those of another dtype in a few instructions, which issue as often.
 TWINS = re.compile("_f16_|_e5m2_|^simt_.*_bf16_")
 COLUMNS = ("folder", "target", "ptxas", "kernel", "loop", "slots", *KINDS, "shortest")
@@ -60,7 +61,7 @@ def home_target(folder: str) -> str:
 
 
 def has_rows(kernel: str) -> bool:
-    return "_attention_fwd_" in kernel and not TWINS.search(kernel)
+    return FORWARD.search(kernel) is not None and not TWINS.search(kernel)
 
 
 def rows(tool: Path, cubin: bytes) -> Iterator[list[str]]:
@@ -73,7 +74,7 @@ def rows(tool: Path, cubin: bytes) -> Iterator[list[str]]:
         for loop in main_loops(texts):
             among = kinds(loop.way)
             numbers = [len(loop.way), *(among[kind] for kind in KINDS), loop.shortest]
-            name = kernel.partition("_attention_fwd_")[2]
+            name = FORWARD.split(kernel)[1]
             yield [name, loop.work.name, *(str(n) if n else "" for n in numbers)]
 
 

@@ -50,8 +50,9 @@ if asked_for() is not None:
 
 @contextlib.contextmanager
 def approximate(name: str | None) -> Iterator[None]:
-    """Lets the calls inside a `with` block be approximate where a kernel offers it, in this thread
-    or task: those of `archflash.attention` that do not say `approximate` themselves, and with
+    """Lets the calls inside a `with` block be approximate where a kernel offers it, on GPUs of
+    compute capability 8.x and 12.x (on others exact kernels are faster), in this thread or task:
+    those of `archflash.attention` that do not say `approximate` themselves, and with
     `archflash.enable` PyTorch's own. The others are served exactly, and so is every call whose
     gradients are needed. `archflash.stats` counts the calls that were approximate.
 
