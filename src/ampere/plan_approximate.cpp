@@ -74,6 +74,10 @@ Reasons why_not(const Problem& problem) {
     reasons.push_back("masks as data, dropout_p or softcap with " + given +
                       ": ampere takes causal and window there" + exactly);
   }
+  if (problem.key_indices > 0) {
+    reasons.push_back("key_indices with " + given +
+                      ": ampere takes causal, window and masks there" + exactly);
+  }
   if (core::writes_f32(problem)) {
     reasons.push_back("out_dtype float32 with " + given +
                       ": ampere writes the type of its inputs there; leave out_dtype out" +
