@@ -4,7 +4,9 @@
 
 #include <cstdint>
 
-#include "common/device/few_rows.cuh"
+#include "common/device/attention_work.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/device/packed_heads.cuh"
 #include "common/partials.h"
 #include "common/ptx/atom_global.cuh"
 #include "common/ptx/cvt.cuh"
@@ -15,6 +17,13 @@
 #include "hopper/pipeline.cuh"
 
 namespace archflash::hopper {
+
+// Whether a row of a tile belongs to a head and to the tile's rows.
+__device__ __forceinline__ bool is_wanted(const device::PackedHeads& heads, const MixedTile& tile,
+                                          int row_of_tile) {
+  return heads.head(row_of_tile) < heads.count &&
+         tile.first_row + heads.row(row_of_tile) < tile.end_row;
+}
 
 // Leaves a warp's rows of a share in the workspace. Returns whether those of all other shares are
 // there: then outputs and state become those of all keys. The shares are merged in their order,
@@ -38,9 +47,7 @@ __device__ __forceinline__ bool merge_shares(device::Outputs<C>& o_rmem, device:
     float sum = state.sum[0][r];
     sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
     sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
-    wanted[r] =
-        device::FewRow(attention, params.call.packed_heads, tile, warp_row + lane / 4 + 8 * r)
-            .wanted;
+    wanted[r] = is_wanted(params.call.packed_heads, tile, warp_row + lane / 4 + 8 * r);
     if (!wanted[r]) continue;
     if (lane % 4 == 0) tiles.ends_gmem[index(tile.split, r)] = {state.base[0][r], sum};
     if (sum == 0.0f) continue;  // nobody reads the outputs
@@ -130,33 +137,41 @@ __device__ __forceinline__ void store_mixed_tile(device::Outputs<C>& o_rmem,
     is_last = merge_shares<C>(o_rmem, of_all, params, tile, lane, warp_row);
   const AttentionParams& attention = params.call.attention;
   const device::PackedHeads heads = heads_of(params.call, tile);
-  const device::Work work = tile.rows();
+  // Where the tile's first row is of its first head. Nothing is divided or loaded for a single row.
+  const auto heads_q = static_cast<unsigned>(attention.heads_q);
+  const unsigned batch = static_cast<unsigned>(tile.batch_head) / heads_q;
+  const int first_head = static_cast<int>(tile.batch_head - batch * heads_q);
+  const int64_t first_row =
+      device::sequence_start(attention.cu_seqlens_q_gmem, static_cast<int>(batch), attention.nq) +
+      tile.first_row;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = 8 * r + lane / 4;
-    const device::FewRow place(attention, heads, work, warp_row + row);
+    const int row = 8 * r + lane / 4, row_of_tile = warp_row + row;
+    const bool wanted = is_wanted(heads, tile, row_of_tile);
+    const int head = first_head + (wanted ? heads.head(row_of_tile) : 0);
     const device::RowEnd end =
-        device::finish_lane_row<C>(of_all, 0, r, device::load_sink(attention, place.head));
+        device::finish_lane_row<C>(of_all, 0, r, device::load_sink(attention, head));
 #pragma unroll
     for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
       const float* o = &o_rmem[0][n][2 * r];
       *reinterpret_cast<uint32_t*>(rows_smem + QTile::offset(row, n) + lane % 4 * 4) =
           ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
     }
-    if (attention.lse_gmem != nullptr && lane % 4 == 0 && place.wanted && is_last)
-      attention.lse_gmem[place.lse_index(attention)] = end.lse;
+    if (attention.lse_gmem != nullptr && lane % 4 == 0 && wanted && is_last)
+      attention.lse_gmem[head * attention.lse_head + first_row + heads.row(row_of_tile)] = end.lse;
   }
   __syncwarp();  // the warp's rows are complete before any lane reads them
   constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+  uint16_t* const out_gmem = static_cast<uint16_t*>(attention.out_gmem) +
+                             first_head * attention.out_head + first_row * attention.out_row;
 #pragma unroll 4
   for (int index = lane; index < C::WARP_ROWS * CHUNKS; index += 32) {
-    const int row = index / CHUNKS, chunk = index % CHUNKS;
+    const int row = index / CHUNKS, chunk = index % CHUNKS, row_of_tile = warp_row + row;
     const uint4 x = *reinterpret_cast<const uint4*>(rows_smem + QTile::offset(row, chunk));
-    const device::FewRow place(attention, heads, work, warp_row + row);
-    if (!place.wanted || !is_last || chunk * 8 >= attention.dv) continue;
-    uint16_t* row_gmem = static_cast<uint16_t*>(attention.out_gmem) +
-                         place.head * attention.out_head + place.packed * attention.out_row;
-    ptx::st_global_v4_b32(row_gmem + chunk * 8, x.x, x.y, x.z, x.w);
+    if (!is_wanted(heads, tile, row_of_tile) || !is_last || chunk * 8 >= attention.dv) continue;
+    ptx::st_global_v4_b32(out_gmem + heads.head(row_of_tile) * attention.out_head +
+                              heads.row(row_of_tile) * attention.out_row + chunk * 8,
+                          x.x, x.y, x.z, x.w);
   }
 }
 

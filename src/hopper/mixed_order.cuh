@@ -24,7 +24,7 @@ struct MixedSequence {
 
 __device__ __forceinline__ MixedSequence find_mixed_sequence(const MixedParams& params,
                                                              int sequence) {
-  constexpr int COST_OF_MANY = 3;  // all warpgroups multiply
+  constexpr int COST_OF_MANY = 2;  // all warpgroups multiply
   const AttentionParams& attention = params.call.attention;
   MixedSequence found{};
   if (sequence >= attention.batch) return found;
@@ -142,9 +142,7 @@ __device__ __forceinline__ void order_mixed(const MixedParams& params) {
   if (thread == 0) {
     const int few = (before_round.few + before_round.extra) * tiles.heads_kv;
     const int many = min(before_round.many, tiles.most_many) * attention.heads_q;
-    const uint64_t all = max(few + many, 1);
-    const auto part = static_cast<uint32_t>(((static_cast<uint64_t>(few) << 31) + all - 1) / all);
-    *tiles.counts_gmem = {0, few, many, part};
+    *tiles.counts_gmem = {0, few, many};
   }
 }
 
@@ -156,15 +154,15 @@ struct MixedItem {
   int head;
 };
 
-// Tiles of few rows, which wait for memory, lie evenly among those of many rows, which multiply, so
-// that CTAs of both kinds run at the same time: of the first n tiles n * few_part / 2^31 are of few
-// rows.
+// Tiles of few rows, which wait for memory, and those of many rows, which multiply, take turns as
+// long as there are both, so that CTAs of both kinds run at the same time. Long caches come early.
 __device__ __forceinline__ MixedItem find_mixed_item(const MixedTiles& tiles, int heads_q,
                                                      unsigned index) {
-  const uint64_t part = tiles.counts_gmem->few_part;
-  const auto before = static_cast<unsigned>(index * part >> 31);
-  const bool of_few = static_cast<unsigned>((index + 1) * part >> 31) > before;
-  const unsigned number = of_few ? before : index - before;
+  const unsigned few = tiles.counts_gmem->few, many = tiles.counts_gmem->many;
+  const unsigned both = min(few, many);
+  bool of_few = few > many;
+  unsigned number = index - both;
+  if (index < 2 * both) of_few = index % 2 == 0, number = index / 2;
   const unsigned heads = of_few ? tiles.heads_kv : heads_q;
   const unsigned entry = number / heads;
   return {(of_few ? tiles.few_gmem : tiles.many_gmem) + entry,

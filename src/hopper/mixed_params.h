@@ -27,7 +27,6 @@ static_assert(sizeof(TileEntry) == 32);
 struct TileCounts {
   int32_t taken;      // tiles that CTAs have taken beyond their first ones
   int32_t few, many;  // tiles of packed heads, and of one head, of all heads
-  uint32_t few_part;  // tiles of packed heads among all, of 2^31, rounded up
 };
 
 // What the ordering kernel leaves in the workspace for the attention kernel, and what the shares of
