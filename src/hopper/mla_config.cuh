@@ -28,15 +28,9 @@ static_assert(offsetof(MlaParams, call) == 0, "core::pointers() counts from the 
 
 constexpr int MLA_FEWEST_BOX_ROWS = 16;
 
-template <class C>
-struct MlaBarriers;
-struct MlaTile;  // both in mla_pipeline.cuh
-
 template <DType DTYPE_>
 struct MlaConfig {
   using Params = MlaParams;
-  using Barriers = MlaBarriers<MlaConfig>;
-  using Tile = MlaTile;
   static constexpr bool GATHERS = false;  // rows come by TMA, in the order of the cache
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = 64;     // of q and K

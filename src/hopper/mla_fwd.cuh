@@ -38,14 +38,19 @@
 // The query's 512 columns are in shared memory. Its other 64 are fragments in registers, since
 // shared memory has no room for them.
 //
-// The producers are in mla_load.cuh, the consumers in mla_mainloop.cuh, the barriers with the
-// hazards that they close in mla_pipeline.cuh, the tile and the memory plan in mla_config.cuh, and
-// the plan in plan_mla.cpp.
+// With GATHERS the keys are those of a list that each query has, so the rows of a tile are the
+// heads of one query. Four warps gather the rows of 64 places of the list by cp.async, and a bit of
+// each place says whether it names a key that the query sees.
+//
+// The producers are in mla_load.cuh and mla_gather_load.cuh, the consumers in mla_mainloop.cuh, the
+// barriers with the hazards that they close in mla_pipeline.cuh, the tile and the memory plan in
+// mla_config.cuh, and the plan in plan_mla.cpp.
 #pragma once
 
 #include <cstdint>
 
 #include "hopper/mla_config.cuh"
+#include "hopper/mla_gather_load.cuh"
 #include "hopper/mla_load.cuh"
 #include "hopper/mla_mainloop.cuh"
 #include "hopper/mla_pipeline.cuh"
@@ -53,7 +58,7 @@
 namespace archflash::hopper {
 
 template <class C>
-__device__ __forceinline__ void mla_fwd(const MlaParams& params) {
+__device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
   extern __shared__ __align__(1024) unsigned char shared[];  // where swizzle patterns start
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const mma_sync::CacheParams& call = params.call;
@@ -66,25 +71,40 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
                                         packed.rows(), packed.count, head);
     }
   }
-  const device::Work work =
-      device::find_work(call.attention, static_cast<int>(blockIdx.x) / call.partials.splits,
-                        packed.rows(), packed.count);
+  const int index = static_cast<int>(blockIdx.x) / call.partials.splits;
+  device::Work work;
+  if constexpr (C::GATHERS) {
+    work = device::find_list_work(call.attention, params.lists, packed, index);
+  } else {
+    work = device::find_work(call.attention, index, packed.rows(), packed.count);
+  }
   if (work.first_row < 0) return;
   // An empty cache has no maps.
-  if (threadIdx.x == C::CONSUMER_THREADS && call.cache.capacity > 0) {
-    ptx::prefetch_tensormap(params.k_map);
-    ptx::prefetch_tensormap(params.v_map);
+  if constexpr (!C::GATHERS) {
+    if (threadIdx.x == C::CONSUMER_THREADS && call.cache.capacity > 0) {
+      ptx::prefetch_tensormap(params.k_map);
+      ptx::prefetch_tensormap(params.v_map);
+    }
   }
   // Under way before thread 0 waits for the sequence's length. A load takes microseconds here: the
   // cache leaves nothing of other tensors in L2.
   MlaQueryRows<C> qv;
   if (threadIdx.x < C::CONSUMER_THREADS) qv.load(params, work);
   if (threadIdx.x == 0) {
-    tile = find_mla_tile<C>(call, work);
+    if constexpr (C::GATHERS) {
+      tile = find_gather_tile<C>(params, work);
+    } else {
+      tile = find_mla_tile<C>(call, work);
+    }
     const MlaBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
     for (int stage = 0; stage < C::STAGES; ++stage) {
       for (int part = 0; part < C::PARTS; ++part) {
-        ptx::mbarrier_init(barriers.full(stage, part), 1);
+        if constexpr (C::GATHERS) {
+          ptx::mbarrier_init_for_warps(barriers.full(stage, part), C::PRODUCER_WARPS,
+                                       32 * C::PRODUCER_WARPS);
+        } else {
+          ptx::mbarrier_init(barriers.full(stage, part), 1);
+        }
         ptx::mbarrier_init_for_warps(barriers.empty(stage, part), C::WARPGROUP / 32);
       }
     }
@@ -98,9 +118,13 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
   if (threadIdx.x >= C::CONSUMER_THREADS) {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
     const int warp = uniform(static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32);
-    if (warp == MLA_KEYS) produce_latent_part<C, MLA_KEYS>(params, tile, shared, shared_smem);
-    if (warp == MLA_LEFT) produce_latent_part<C, MLA_LEFT>(params, tile, shared, shared_smem);
-    if (warp == MLA_RIGHT) produce_latent_part<C, MLA_RIGHT>(params, tile, shared, shared_smem);
+    if constexpr (C::GATHERS) {
+      gather_latent_rows<C>(params, tile, shared, shared_smem, warp);
+    } else {
+      if (warp == MLA_KEYS) produce_latent_part<C, MLA_KEYS>(params, tile, shared, shared_smem);
+      if (warp == MLA_LEFT) produce_latent_part<C, MLA_LEFT>(params, tile, shared, shared_smem);
+      if (warp == MLA_RIGHT) produce_latent_part<C, MLA_RIGHT>(params, tile, shared, shared_smem);
+    }
   } else {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
     if (threadIdx.x < C::WARPGROUP) {

@@ -100,7 +100,7 @@ struct MlaQueryRows {
   uint4 x[ROWS][CHUNKS];
 
   // Zeros for rows that do not exist.
-  __device__ __forceinline__ void load(const MlaParams& params, const device::Work& work) {
+  __device__ __forceinline__ void load(const typename C::Params& params, const device::Work& work) {
     const int lane = threadIdx.x % 32;
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * ROWS;
     const device::FewRow own(params.call.attention, params.call.packed_heads, work,

@@ -22,10 +22,10 @@ struct MlaConsumer {
   static constexpr int OTHER = 1 - GROUP;
 
   const typename C::Params& params;
-  const typename C::Tile& tile;  // in shared memory
+  const MlaTile& tile;  // in shared memory
   unsigned char* shared;
   uint32_t shared_smem;
-  typename C::Barriers barriers;
+  MlaBarriers<C> barriers;
   int warp_row;
   int open_first, open_last;  // every row of the tile sees the keys from the one to the other
   MlaQuery q_rmem;
@@ -35,7 +35,6 @@ struct MlaConsumer {
   device::RowState<G> state;
   bool raised;  // outputs wait for these corrections
   float corrections[2];
-  bool last_scores;  // with GATHERS: no further scores of the tile read Q
 
   __device__ __forceinline__ float* s() { return &s_rmem[0][0][0]; }
   __device__ __forceinline__ float* o() { return &o_rmem[0][0][0]; }
@@ -137,11 +136,7 @@ struct MlaConsumer {
   __device__ __forceinline__ void exponentiate(int key) {
     const AttentionParams& attention = params.call.attention;
     ptx::registers_change<SCORES>(s());
-    if constexpr (C::GATHERS) {
-      if (last_scores) release(barriers.q_empty());
-    } else {
-      release(barriers.empty(GROUP, MLA_KEYS));
-    }
+    if constexpr (!C::GATHERS) release(barriers.empty(GROUP, MLA_KEYS));
     if (attention.transform_scores)
       device::transform_scores<G>(s_rmem, attention.tanh_scale, attention.softcap);
     if constexpr (C::GATHERS) {
@@ -162,6 +157,8 @@ struct MlaConsumer {
     };
     const float scale = update_row_max<G>(s_rmem, state, attention.exp2_scale, note);
     exponentiate_rows<G>(s_rmem, state, scale);
+    // The stage goes back before P is packed, since gathered rows take longer to come.
+    if constexpr (C::GATHERS && GROUP == 1) finish_pv(0);
     pack<G>(s_rmem, p_rmem);
     const int lane = threadIdx.x % 32;
     const int row = warp_row + lane % 16;
@@ -173,9 +170,6 @@ struct MlaConsumer {
     if (lane % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) *bases(GROUP, r) = state.base[0][r];
-    }
-    if constexpr (C::GATHERS && GROUP == 0) {
-      if (lane == 0) shared[C::RAISED_SMEM + warp_row / C::WARP_ROWS] = raised ? 1 : 0;
     }
     ptx::fence_proxy_async_shared();  // the stores come before the reads of wgmma
     release(barriers.p_full(GROUP));
@@ -189,17 +183,7 @@ struct MlaConsumer {
     ptx::mbarrier_wait_parity(barriers.p_full(OTHER), parity);
     float (&base)[2] = state.base[0];
     const float newer[2] = {*bases(OTHER, 0), *bases(OTHER, 1)};
-    if constexpr (C::GATHERS && GROUP == 1) {
-      // The scores of this warpgroup are being multiplied. ptxas lets a branch touch the outputs
-      // only behind a wait for them, which all four warps have to execute: so they go by what every
-      // warp of the other warpgroup says.
-      if (uniform(*reinterpret_cast<const uint32_t*>(shared + C::RAISED_SMEM)) == 0) return;
-      ptx::wgmma_wait_group<0>();
-      ptx::registers_change<SCORES>(s());
-      ptx::registers_change<OUTPUTS>(o());
-    } else {
-      if (!__any_sync(device::FULL_WARP, newer[0] != base[0] || newer[1] != base[1])) return;
-    }
+    if (!__any_sync(device::FULL_WARP, newer[0] != base[0] || newer[1] != base[1])) return;
     float factors[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -213,11 +197,10 @@ struct MlaConsumer {
   }
 
   // A pair of blocks, from `key` on downwards. If not WHOLE it has its first block only.
-  // parity_0, parity_1: those of the phases of the two stages.
   template <bool WHOLE>
-  __device__ __forceinline__ void visit_pair(int key, uint32_t parity_0, uint32_t parity_1) {
+  __device__ __forceinline__ void visit_pair(int key, uint32_t parity) {
     if constexpr (GROUP == 0) {
-      begin_scores(parity_0);
+      begin_scores(parity);
       if constexpr (WHOLE) ptx::bar_arrive(C::SCORES_BARRIER, C::CONSUMER_THREADS);
       ptx::wgmma_wait_group<0>();
       exponentiate(key);
@@ -225,29 +208,29 @@ struct MlaConsumer {
       begin_own_pv();
       finish_pv(0);
       if constexpr (WHOLE) {
-        follow_other_bases(parity_1);
+        follow_other_bases(parity);
         begin_other_pv();
         finish_pv(1);
       }
     } else if constexpr (WHOLE) {
       ptx::bar_sync(C::SCORES_BARRIER, C::CONSUMER_THREADS);
-      begin_scores(parity_1);
-      follow_other_bases(parity_0);
+      begin_scores(parity);
+      follow_other_bases(parity);
       begin_other_pv();
       ptx::wgmma_wait_group<1>();  // the scores are there
       exponentiate(key - C::BLOCK_K);
-      finish_pv(0);
+      if constexpr (!C::GATHERS) finish_pv(0);
       follow_own_bases();
       begin_own_pv();
       finish_pv(1);
     } else {
-      follow_other_bases(parity_0);
+      follow_other_bases(parity);
       begin_other_pv();
       finish_pv(0);
     }
   }
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void run() {
     device::clear(state);
     state.large = false;
 #pragma unroll
@@ -255,26 +238,23 @@ struct MlaConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) o_rmem[0][n][i] = 0.0f;
     }
-  }
-  __device__ __forceinline__ void run() {
-    clear();
     const int first = uniform(tile.blocks.first);
     int key = uniform(tile.blocks.last);
     uint32_t parity = 0;
 #pragma unroll 1
     for (; key - C::BLOCK_K >= first; key -= 2 * C::BLOCK_K) {
-      visit_pair<true>(key, parity, parity);
+      visit_pair<true>(key, parity);
       parity ^= 1;
     }
-    if (key >= first) visit_pair<false>(key, parity, parity);
+    if (key >= first) visit_pair<false>(key, parity);
     add_sums();
     store();
   }
 
   // Adds the row sums of both warpgroups, whose bases are the same at the end. The first of the
   // four lanes of a row then has the sum, the others 0.
-  __device__ __forceinline__ void add_sums(int sums_smem = C::SUM_SMEM) {
-    float* const sums = reinterpret_cast<float*>(shared + sums_smem);
+  __device__ __forceinline__ void add_sums() {
+    float* const sums = reinterpret_cast<float*>(shared + C::SUM_SMEM);
     const int lane = threadIdx.x % 32;
     const int row = warp_row + lane / 4;
 #pragma unroll
@@ -302,14 +282,6 @@ struct MlaConsumer {
     }
   }
 
-  // The number of the CTA's share of the keys.
-  __device__ __forceinline__ int split() const {
-    if constexpr (C::GATHERS) {
-      return tile.split;
-    } else {
-      return blockIdx.x % params.call.partials.splits;
-    }
-  }
   __device__ __forceinline__ void store_partial_rows() {
     const AttentionParams& attention = params.call.attention;
     const Partials& partials = params.call.partials;
@@ -320,7 +292,7 @@ struct MlaConsumer {
                                warp_row + lane / 4 + 8 * r);
       const float sum = __shfl_sync(device::FULL_WARP, state.sum[0][r], lane & ~3);
       if (!row.wanted) continue;
-      const int64_t index = partials.index(split(), row.lse_index(attention));
+      const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
       if (GROUP == 0 && lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
       if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
       float* row_gmem =
@@ -386,8 +358,8 @@ struct MlaConsumer {
 };
 
 template <class C, int GROUP>
-__device__ __forceinline__ void consume_latent_rows(const MlaParams& params, const MlaTile& tile,
-                                                    const MlaQueryRows<C>& qv,
+__device__ __forceinline__ void consume_latent_rows(const typename C::Params& params,
+                                                    const MlaTile& tile, const MlaQueryRows<C>& qv,
                                                     unsigned char* shared, uint32_t shared_smem) {
   MlaConsumer<C, GROUP> consumer{params,
                                  tile,

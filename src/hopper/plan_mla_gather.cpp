@@ -32,8 +32,8 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
   const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<core::Tile>>(choice);
   // As device::find_list_work() counts them: of every list, whole.
   queries.nq = core::ceil_div(problem.nq, problem.list_rows) * problem.list_rows;
-  const int64_t tiles = core::list_tiles(queries, tile) * splits;
-  if (tiles > core::GRID_LIMIT / 2) return core::grid_too_large(tiles);
+  const int64_t ctas = core::list_tiles(queries, tile) * splits;
+  if (ctas > core::GRID_LIMIT) return core::grid_too_large(ctas);
 
   MlaGatherParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
@@ -44,11 +44,8 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
   params.qv_batch = problem.qv.batch, params.qv_head = problem.qv.head;
   params.qv_row = problem.qv.row;
   params.lists = core::key_lists(problem);
-  params.tiles = static_cast<int32_t>(tiles);
 
   const std::string word = core::dtype_word(problem.dtype);
-  // CTAs stay: the first rows of a tile are gathered while the last one is computed and written.
-  const int64_t ctas = std::min(tiles, core::workers_of(tile, device));
   LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params.call);
   plan.launches[0].params = core::bytes(params);
   if (splits > 1) {

@@ -4,10 +4,10 @@
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
+#include "hopper/mla_fwd.cuh"
 #include "hopper/mla_gather_config.cuh"
-#include "hopper/mla_gather_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
 
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_gather), mla_gather_fwd, MlaGatherConfig<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_gather), mla_fwd, MlaGatherConfig<DTYPE>)
