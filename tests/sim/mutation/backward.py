@@ -158,6 +158,7 @@ TARGETS = (
     BackwardTarget("hopper", "f16_d128", "H200", 128, many=(330, 550)),
     BackwardTarget("simt", "f32_d64_large", "A100", 64),
     BackwardTarget("simt", "f32_d64_queries_masked", "A100", 64, masked=True),
+    BackwardTarget("simt", "f32_d128_tensor", "H200", 128),
 )
 
 
