@@ -785,9 +785,10 @@ def test_every_kernel_is_planned_somewhere() -> None:
             "qv": qv, "physical_indices": True,
             "key_indices": torch.empty(2, 1, 1, 64, dtype=torch.int32, device="meta"),
         }  # fmt: skip
-        plan = archflash.explain(q, k_cache, v_cache, device="A100", **listed).plan
-        assert plan is not None
-        planned |= set(plan.kernels)
+        for device in ("A100", "H200"):
+            plan = archflash.explain(q, k_cache, v_cache, device=device, **listed).plan
+            assert plan is not None
+            planned |= set(plan.kernels)
         if dtype == torch.bfloat16:
             rows = torch.empty(9, 8, 1, 656, dtype=torch.float8_e4m3fn, device="meta")
             plan = archflash.explain(
