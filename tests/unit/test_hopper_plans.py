@@ -161,7 +161,7 @@ def test_8_bit_calls_that_fill_few_sms_have_small_tiles(shape: Any, tile: str) -
 
 
 @pytest.mark.parametrize(
-    ("shape", "turned_before"),
+    ("shape", "transposed_before"),
     [
         ((16, 16, 16, 8192, 128, False), True),
         ((4, 32, 8, 8192, 128, True), True),
@@ -174,22 +174,24 @@ def test_8_bit_calls_that_fill_few_sms_have_small_tiles(shape: Any, tile: str) -
     ],
     ids=str,
 )
-def test_v_in_8_bits_is_turned_first_where_many_rows_read_it(
-    shape: Any, turned_before: bool
+def test_v_in_8_bits_is_transposed_first_where_many_rows_read_it(
+    shape: Any, transposed_before: bool
 ) -> None:
     b, hq, hkv, n, d, causal = shape
     problem = call("float8_e4m3fn", b=b, hq=hq, hkv=hkv, nq=n, d=d, causal=causal)
     plan = plan_of(problem, "H200", NAME)
     kernels = [launch["kernel"] for launch in plan.to_dict()["launches"]]
-    assert (kernels[0] == "hopper_transpose_v") == turned_before
-    assert len(kernels) == 1 + turned_before
+    assert (kernels[0] == "hopper_transpose_v") == transposed_before
+    assert len(kernels) == 1 + transposed_before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("d", "dv"), [(128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_v_turned_by_the_ctas_and_before_gives_the_same_bits(d: int, dv: int, causal: bool) -> None:
-    """On the simulator: 32 heads that share V have it turned first, 8 of them do not. Behind the
+def test_v_transposed_by_the_ctas_or_before_has_the_same_bits(
+    d: int, dv: int, causal: bool
+) -> None:
+    """On the simulator: 32 heads that share V have it transposed first, 8 do not. Behind the
     last sequence are NaN; one descale of v is 0.
     """
     torch.manual_seed(0)
