@@ -221,8 +221,8 @@ def attention(
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and
         # launches.
         forced = _forced() if implementation is None else implementation
-        values = _with_approximate(values)
-        result = _native.attention(q, k, v, values, _is_grad_enabled(), forced)
+        asked = _with_approximate(values)
+        result = _native.attention(q, k, v, asked, _is_grad_enabled(), forced)
         if result is None:
             return _ops.by_torch(q, k, v, values, forced)
         if result is not NotImplemented:

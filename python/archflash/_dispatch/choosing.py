@@ -94,9 +94,10 @@ def _settled(
     if not problem.approximate_if_served:
         return problem
     asked = problem.approximating(True)
+    offered = False
     if name is None:
-        pays = device is not None and obstacle is None and device.capability[0] in (8, 12)
-        offered = pays and _Answers(asked, device).first()[1] is not None
+        if device is not None and obstacle is None and device.capability[0] in (8, 12):
+            offered = _Answers(asked, device).first()[1] is not None
     else:
         forcing.check_name(name)
         device = device or (None if name == _registry.TORCH else devices.simulated_device(name))

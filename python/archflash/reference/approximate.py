@@ -106,7 +106,8 @@ def int8(
         if seen and q.shape[2] and group:
             sample = k[batch, :, : seen : -(-seen // _SAMPLED_ROWS) | 1].float()
             mean[batch] = sample.mean(1, keepdim=True)
-            rows = q[batch].unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2)
+            by_head = q[batch].reshape(k.shape[1], group, *q.shape[2:])
+            rows = by_head.transpose(1, 2).flatten(1, 2)
             of_q = rows[:, :: -(-rows.shape[1] // _SAMPLED_ROWS) | 1].float().abs().amax(1)
             factor[batch] = _balance(sample.amax(1) - sample.amin(1), of_q)[:, None]
     columns = next(n for n in (64, 128, 256) if n >= max(q.shape[3], v.shape[-1]))
@@ -142,7 +143,7 @@ def _rotated_to_int8(x: Tensor, columns: int) -> Tensor:
     x = torch.where((place * 0x9E3779B1 & 0xFFFFFFFF) >> 31 != 0, -x, x)
     distance = 1
     while distance < columns:
-        pairs = x.unflatten(-1, (-1, 2, distance))
+        pairs = x.reshape(*x.shape[:-1], columns // (2 * distance), 2, distance)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack([a + b, a - b], -2).flatten(-3)
         distance *= 2

@@ -132,19 +132,20 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
         batch, _, heads_kv, rows, keys = shape
         return {"key_indices": make.lists(batch, heads_kv, rows, 90, keys=keys), "causal": True}
 
+    def approximating(name: str, others: Options = lambda make, shape: {}) -> Options:
+        return lambda make, shape: others(make, shape) | {"approximate": name}
+
     yield "causal", lambda make, shape: {"causal": True}
     yield "no mask", lambda make, shape: {}
     yield "softcap", lambda make, shape: {"softcap": 7.0}
     yield "sinks", lambda make, shape: {"sinks": make.rand(shape[1])}
     if dtype in FP8:
         yield "descales by block", blocks
-    for approximation in sorted(_APPROXIMATIONS & takes):
-        yield approximation, lambda make, shape, name=approximation: {"approximate": name}
-    if "int8" in takes and "attn_mask" in takes:
-        yield (
-            "int8, ranges of keys",
-            lambda make, shape: ranges(make, shape) | {"approximate": "int8"},
-        )
+    else:
+        for approximation in sorted(_APPROXIMATIONS & takes):
+            yield approximation, approximating(approximation)
+        if "int8" in takes:
+            yield "int8, ranges of keys", approximating("int8", ranges)
     if "attn_mask" in takes:
         yield "added mask", mask
         yield "ranges of keys", ranges
