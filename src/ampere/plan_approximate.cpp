@@ -78,6 +78,12 @@ Reasons why_not(const Problem& problem) {
     reasons.push_back("key_indices with " + given +
                       ": ampere takes causal, window and masks there" + exactly);
   }
+  // The kernel reads an added mask of 16 bits as it computes P V, in fp16.
+  if (problem.mask == 2 + static_cast<int64_t>(DType::BF16)) {
+    reasons.push_back("attn_mask of dtype bfloat16 with " + given +
+                      ": ampere takes bool, float32 and float16 there; convert attn_mask" +
+                      core::USE_TORCH);
+  }
   if (core::writes_f32(problem)) {
     reasons.push_back("out_dtype float32 with " + given +
                       ": ampere writes the type of its inputs there; leave out_dtype out" +

@@ -64,6 +64,7 @@ def test_a_kernel_without_it_says_so_and_what_to_do() -> None:
 
 
 LISTS = torch.empty(1, 1, 2, 8, dtype=torch.int32, device="meta")  # of 64 rows each
+MASK = torch.empty(100, 100, dtype=torch.bfloat16, device="meta")
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "int8-d": ({"approximate": "int8", "d": 264}, "head dimensions 264 and 264 with .* up to 256"),
     "fp16-d": ({"approximate": "fp16_accumulate", "d": 136}, "136 and 136 with .* up to 128"),
@@ -72,6 +73,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "splits": ({"approximate": "int8", "num_splits": 2}, "num_splits"),
     "invariant": ({"approximate": "int8", "batch_invariant": True}, "batch_invariant"),
     "float32": ({"approximate": "int8", "dtype": torch.float32}, "takes float16 and bfloat16"),
+    "mask": (
+        {"approximate": "int8", "dtype": torch.bfloat16, "attn_mask": MASK},
+        "attn_mask of dtype bfloat16 with .* takes bool, float32 and float16 there",
+    ),
     "lists": ({"approximate": "int8", "key_indices": LISTS}, "key_indices with"),
     "out": ({"approximate": "int8", "out_dtype": torch.float32}, "writes the type of its inputs"),
 }

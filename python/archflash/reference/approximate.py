@@ -110,7 +110,8 @@ def int8(
             rows = by_head.transpose(1, 2).flatten(1, 2)
             of_q = rows[:, :: -(-rows.shape[1] // _SAMPLED_ROWS) | 1].float().abs().amax(1)
             factor[batch] = _balance(sample.amax(1) - sample.amin(1), of_q)[:, None]
-    columns = next(n for n in (64, 128, 256) if n >= max(q.shape[3], v.shape[-1]))
+    # Calls without rows may have more columns than a kernel takes.
+    columns = next(n for n in (64, 128, 256, 512) if n >= max(q.shape[3], v.shape[-1]))
     stored_k = _rotated_to_int8((k.float() - mean) * factor, columns)
     stored_q = _rotated_to_int8(q.float() / factor.repeat_interleave(group, 1), columns)
     by_head = mean.double().repeat_interleave(group, 1)
