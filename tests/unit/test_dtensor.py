@@ -114,6 +114,14 @@ same(
     BATCH,
 )
 
+lists = torch.tensor([0, 3, -1, 10], dtype=torch.int32).repeat(1, 1, 9, 1)
+same(
+    "lists",
+    archflash.attention(*(put(x, BATCH) for x in (q, k, v)), key_indices=put(lists, WHOLE)),
+    archflash.attention(q, k, v, key_indices=lists),
+    BATCH,
+)
+
 # --- gradients by themselves, and float8 ---
 
 out, lse = archflash.attention(q, k, v, sinks=sinks, return_lse=True)
