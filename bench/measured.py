@@ -251,6 +251,7 @@ def rows_by_capability(results: Path) -> dict[tuple[int, int], list[Row]]:
         ValueError: rows of a GPU whose compute capability is unknown here.
     """
     other = (
+        "calibrated",
         "day-one",
         "distributed",
         "ladder",

@@ -341,7 +341,8 @@ def gpu_table() -> str:
     share a row.
     """
     import torch
-    from bench.results import RESULTS_FOLDER, load_rows
+    from bench.measured import rows_by_capability
+    from bench.results import RESULTS_FOLDER
 
     import archflash
     from archflash import _archflash as native
@@ -364,12 +365,8 @@ def gpu_table() -> str:
         (1, 12, 12, 512, 512, 64),
         (8, 32, 32, 1, 8192, 128),
     )
-    measured = {
-        row["gpu"]
-        for path in RESULTS_FOLDER.glob("*.csv")
-        if not any(word in path.name for word in ("day-one", "distributed", "training"))
-        for row in load_rows(path)
-    }
+    rows = rows_by_capability(RESULTS_FOLDER).values()
+    measured = {row["gpu"] for found in rows for row in found}
     groups: dict[tuple[str, ...], list[native.KnownDevice]] = {}
     for known in native.known_devices():
         name = known.device.name

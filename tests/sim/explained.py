@@ -49,7 +49,7 @@ EXPLAINED = (
         "",
         "add_dq() of common/mma_sync/fused_bwd.cuh looks for its turn by a relaxed load while it "
         "multiplies, and adds, by red in L2, if that says that the turn has come: an acquire there "
-        "would show its latency",
+        "would cost 2 to 6% (docs/lab/ampere.md)",
     ),
     Explained(
         "protocol_pipeline",
