@@ -799,6 +799,17 @@ def test_every_kernel_is_planned_somewhere() -> None:
             q, k = (torch.empty(2, h, 1024, d, dtype=dtype, device="meta") for h in (16, 2))
             of_f32 = {"implementation": "hopper", "out_dtype": torch.float32}
             planned |= set(archflash.explain(q, k, k, device="H200", **of_f32).plan.kernels)
+            plan = archflash.explain(q, k, k, device="RTX 5090", approximate="nvfp4").plan
+            planned |= set(plan.kernels)
+            steps = torch.empty(1024, 16, d, dtype=dtype, device="meta")  # prompts and decoding
+            pages = torch.empty(512, 16, 2, d, dtype=dtype, device="meta")
+            plan = archflash.explain(
+                steps, pages, pages, device="H200", causal=True, max_seqlen_q=512,
+                page_table=torch.empty(32, 16, dtype=torch.int32, device="meta"),
+                cache_seqlens=torch.empty(32, dtype=torch.int32, device="meta"),
+                cu_seqlens_q=torch.empty(33, dtype=torch.int32, device="meta"),
+            ).plan  # fmt: skip
+            planned |= set(plan.kernels)
             # Query heads that share a head of k are shared out.
             plan = archflash.explain(
                 q, k, k, device="A100", implementation="ampere", backward=True, causal=True

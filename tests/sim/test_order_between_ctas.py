@@ -347,6 +347,20 @@ def test_the_backward_pass_in_turns_needs_its_order(
     assert kinds <= found if kinds else not found
 
 
+def test_launches_whose_code_cannot_wait_start_in_order() -> None:
+    """simt's kernels for caches and lists are compiled for 8.0, which has no such wait."""
+    call = make([300], capacity=320, heads=(4, 1), d=64, dtype=torch.float32)
+    key_indices = torch.arange(256, dtype=torch.int32).reshape(1, 1, 1, 256)
+    for more in ({}, {"key_indices": key_indices}):
+        done = sim.run(
+            call.q, call.k_cache, call.v_cache, implementation="simt", device="H200", num_splits=2,
+            **call.options, **more,
+        )  # fmt: skip
+        rows = done.plan.to_dict()["launches"]
+        assert [row["uses_pdl"] for row in rows] == [False, False]
+        assert not any(report.findings for report in done.reports)
+
+
 def test_a_decoding_kernel_waits_for_the_launch_before_it() -> None:
     call = make([300], capacity=320, heads=(4, 1), d=64, dtype=torch.bfloat16)
     run = functools.partial(

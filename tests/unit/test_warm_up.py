@@ -41,6 +41,8 @@ def test_an_rtx_5090_gets_its_own_kernels_and_those_for_repeated_rows(dtype: tor
     expected |= {f"ampere_append_{word}{of}" for of in ("", "_fp8")}
     approximate = ("stats", "convert", "int8_d128", "int8_d128_masked", f"{word}_fp16_d128")
     expected |= {f"ampere_approximate_{name}" for name in approximate}
+    four_bits = ("nvfp4_means", "nvfp4_chunks", "attention_fwd_nvfp4")
+    expected |= {f"blackwell_consumer_{name}_d128" for name in four_bits}
     assert loaded("RTX 5090", [dtype], [(128, 128)]) == expected
 
 

@@ -260,6 +260,7 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
     combine.image = decode_image;
     core::combine_shares(combine, splits, share_keys > 0 || share_ctas > 0,
                          for_few_rows ? few_rows : 0);
+    combine.uses_pdl = true;
   }
   for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
     attention.pointers.push_back(slot);

@@ -69,8 +69,8 @@ struct Launch {
   std::array<int32_t, 3> block{1, 1, 1};
   int32_t shared_bytes = 0;  // dynamic
   // It may start while the launch before it in the stream still runs, be it of this plan or not.
-  // Its kernel waits for that one's end itself (ptx/grid_dependency.cuh). The registry takes it
-  // back where the code at hand cannot wait.
+  // Its kernel waits for that one's end itself (ptx/grid_dependency.cuh), if its image has PTX for
+  // 9.0. On older GPUs, and where the driver compiles the PTX, the registry takes it back.
   bool uses_pdl = false;
   std::vector<uint8_t> params;  // the kernel's one parameter, addresses not yet filled in
   std::vector<PointerSlot> pointers;

@@ -158,7 +158,6 @@ void combine_shares(Launch& combine, int64_t splits, bool one_warp, int64_t few_
   params.base_scale = base_scale;
   combine.params = bytes(params);
   combine.grid[0] = ceil_div(params.partials.rows, COMBINE_WARPS / params.warps_of_row);
-  combine.uses_pdl = true;
 }
 
 }  // namespace archflash::core

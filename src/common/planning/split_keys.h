@@ -137,7 +137,8 @@ void refuse_batch_invariant(const Problem& problem, const std::string& folder,
 void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_t share_keys,
                 size_t offset, const std::string& combine_kernel, int64_t partial_rows = 0);
 
-// Makes the second launch of such a plan one of device/combine_shares.cuh, which starts early.
+// Makes the second launch of such a plan one of device/combine_shares.cuh. It may start early
+// (Launch::uses_pdl) if its image has code compiled for 9.0.
 // one_warp: for each row, as fixed shares need it, which keep a row's bits, and rows of which most
 // have few shares. few_rows, base_scale: those of CombineSharesParams.
 void combine_shares(Launch& combine, int64_t splits, bool one_warp, int64_t few_rows = 0,
