@@ -131,14 +131,15 @@ def attention(
             `archflash.merge_attention`, which are then rounded once, after they are merged. Kernels
             write it without a cache, dropout_p, num_splits and batch_invariant, and compute no
             gradients of it.
-        approximate: "int8" or another word lets the result be approximate, for fp16 and bf16, where
-            that is faster; never chosen unless asked for. "int8_qk" computes q k^T in int8: q and k
-            (without its mean over the keys, which is added back) are rounded to 8 bits with one
-            scale for each block of 64 rows, which costs about 1.4% of the output (root mean square;
-            PyTorch at fp16: 0.05%), and 13% if one channel in 32 of k is 20 times as large as the
-            others; not with cu_seqlens, softcap or masks as data. "nvfp4" (12.x) computes both
-            products in four bits, which costs 14 to 28%. `explain` tells the error of each word.
-            `archflash.approximate` asks for calls that cannot say it themselves.
+        approximate: lets the result be approximate, for fp16 and bf16; never chosen unless asked
+            for. Errors are root mean square, of the output's (PyTorch at fp16: 0.05%).
+            "fp16_accumulate": p v in fp16 with fp16 sums of 64 keys, about 0.1%; d up to 128.
+            "int8": the same p v, and q k^T in int8 after a rotation, 1 to 2%. "int8_qk": q k^T in
+            int8 with one scale for each block of 64 rows, about 1.4%, and 13% if one channel in 32
+            of k is 20 times as large as the others; not with cu_seqlens, softcap or masks as data.
+            "nvfp4" (12.x): both products in four bits, 14 to 28%, 37% with such channels. Not with
+            gradients, KV caches, num_splits and batch_invariant. `archflash.approximate` asks for
+            calls that cannot say it themselves.
         num_splits: shares into which the keys of each query tile are split, at most (there are
             never more shares than blocks of keys). The shares go to several SMs, and a second
             kernel combines them. 1 for no split; default what is expected to be the fastest. A
@@ -171,7 +172,8 @@ def attention(
 
     Raises:
         ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a NaN scale,
-            num_splits below 1, or num_splits with batch_invariant.
+            num_splits below 1, num_splits with batch_invariant, another word for approximate, or,
+            under ARCHFLASH_CHECK=1, a list that names a key twice.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
         UnsupportedError: no kernel serves the call and ARCHFLASH_FALLBACK=error or
             batch_invariant=True.
@@ -208,6 +210,10 @@ def attention(
                     block_mask=block_mask, dropout_p=dropout_p, rng_state=rng_state,
                     cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
                 )  # fmt: skip
+            _key_lists.refuse_beside(
+                attn_mask=attn_mask, alibi_slopes=alibi_slopes, key_ranges=key_ranges,
+                block_mask=block_mask, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
+            )  # fmt: skip
             attn_mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
             key_indices = topk_lengths = None
     # In the order of the table of options, src/common/options.inc.

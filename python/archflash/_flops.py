@@ -48,8 +48,10 @@ def _of_cache(*given: Any, **named: Any) -> int:
     lists = call.get("key_indices")
     if lists is not None:
         pairs = q.shape[0] * q.shape[rows] * lists.shape[3]
-        of_scores = q.shape[-1] + (0 if call.get("qv") is None else v_cache.shape[-1])
-        return int(2 * q.shape[3 - rows] * pairs * (of_scores + v_cache.shape[-1]))
+        qv = call.get("qv")  # as wide as V
+        dv = v_cache.shape[-1] if qv is None else qv.shape[-1]
+        of_scores = q.shape[-1] + (0 if qv is None else dv)
+        return int(2 * q.shape[3 - rows] * pairs * (of_scores + dv))
     table, new, cu_seqlens = (call.get(x) for x in ("page_table", "k_new", "cu_seqlens_q"))
     capacity = k_cache.shape[rows] * (1 if table is None else table.shape[1])
     added = 0 if new is None else new.shape[rows]

@@ -69,6 +69,16 @@ def explained_as_mask(q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str
     return options | {"attn_mask": torch.empty(shape, device=q.device)}
 
 
+def refuse_beside(**others: Any) -> None:
+    """Raises the runtime's ValueError for an option that lists of keys cannot have beside them."""
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is given with key_indices: only causal, window, softcap, sinks, scale and "
+                "q_offset may be; leave it out"
+            )
+
+
 def as_mask(
     key_indices: Tensor, topk_lengths: Tensor | None, q: Tensor, k: Tensor, layout: str
 ) -> Tensor:

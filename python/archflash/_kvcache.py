@@ -177,7 +177,8 @@ def attention_with_kvcache(
 
     Raises:
         ValueError: shapes that disagree, an argument that needs another one which is missing; with
-            `check` lengths, pages or indices that are out of range.
+            `check` lengths, pages or indices that are out of range, or a list that names a key
+            twice.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
         UnsupportedError: qv is given with float8 q, a tensor of the call requires a gradient
             or has a tangent, or no kernel serves the call and ARCHFLASH_FALLBACK=error.

@@ -375,7 +375,8 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[
     """Tensors like those that a call returns. Raises the errors that do not depend on data."""
     if not has_symbols(q, k, v, *options.values()):
         _native.make_problem(q, k, v, tuple(options.values()), _NO_GRADIENTS)
-    shape = [*q.shape[:-1], v.shape[-1]]
+    as_wide = options["qv"] if options.get("packed_rows") else v  # packed rows are bytes
+    shape = [*q.shape[:-1], as_wide.shape[-1]]
     dtype = options["out_dtype"] or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
     out = _strides.new_in_order(q, shape, dtype)
     if not options["return_lse"]:

@@ -4,7 +4,6 @@ in files of the package.
 
 from __future__ import annotations
 
-import lzma
 from collections.abc import Iterator
 from importlib import resources
 
@@ -16,7 +15,15 @@ def members(archive: bytes) -> Iterator[tuple[str, bytes]]:
 
     Raises:
         lzma.LZMAError, ValueError: it is damaged.
+        ImportError: this Python was built without lzma.
     """
+    try:
+        import lzma
+    except ImportError as error:
+        raise ImportError(
+            "this Python was built without the module lzma, which unpacks archflash's kernels: "
+            "install liblzma and build Python again, or use another Python"
+        ) from error
     decoder = lzma.LZMADecompressor(lzma.FORMAT_ALONE)
     content = decoder.decompress(archive, CHUNK)
     while content:

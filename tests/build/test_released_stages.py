@@ -60,7 +60,7 @@ def loads_under_way(texts: list[str], controls: list[int]) -> dict[int, list[str
                 pending = set()
             if instruction.opcode.startswith(ARRIVAL):
                 found[instruction.index] = sorted({texts[load] for load, _ in pending})
-            if instruction.name in LOADS:
+            if instruction.name in LOADS and not texts[instruction.index].startswith("@!PT"):
                 if sets != NO_SCOREBOARD:  # loads come back in order: so do those that set none
                     pending = {(x, sets if b == NO_SCOREBOARD else b) for x, b in pending}
                 pending = pending | {(instruction.index, sets)}

@@ -153,6 +153,18 @@ def test_a_call_that_needs_gradients_is_exact_in_a_context() -> None:
         assert asked(q=meta(requires_grad=True)) is None
 
 
+def test_a_context_leaves_calls_over_places_in_caches_alone() -> None:
+    q, cache = meta(1, 4, 2, 64), meta(3, 8, 2, 64)
+    places = torch.empty(1, 1, 4, 5, dtype=torch.int32, device="meta")
+    with archflash.approximate("int8"):
+        plan = archflash.explain(
+            q, cache, cache, key_indices=places, physical_indices=True, layout="bnhd",
+            device="RTX 4090",
+        ).plan  # fmt: skip
+    assert plan is not None
+    assert plan.problem.approximate is None
+
+
 def test_a_context_ends_with_its_thread() -> None:
     found: list[str | None] = []
     with archflash.approximate("int8"):

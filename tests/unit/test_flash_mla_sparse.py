@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from archflash import attention_with_kvcache
 from archflash.compat import flash_mla
 
 LATENT = 512
@@ -116,5 +117,30 @@ def test_what_does_not_fit_is_refused() -> None:
         flash_mla.flash_mla_with_kvcache(q, cache, *given, False, True, indices)
     with pytest.raises(ValueError, match="causal is True with indices"):
         flash_mla.flash_mla_with_kvcache(q, cache, *given, True, True, indices)
+    other = (None, None, 256, None, None, 0.1)
+    with pytest.raises(ValueError, match="head_dim_v is 256 with indices"):
+        flash_mla.flash_mla_with_kvcache(q, cache, *other, False, True, indices)
+    for alone in ({"extra_k_cache": cache}, {"extra_topk_length": indices[:, 0, 0]}):
+        with pytest.raises(ValueError, match="given alone"):
+            flash_mla.flash_mla_with_kvcache(q, cache, *given, False, True, indices, **alone)
     with pytest.raises(ValueError, match="q has 300 columns"):
         flash_mla.flash_mla_sparse_fwd(q[0, :, :, :300], rand(9, 1, 300, seed=3), indices, 0.1)
+
+
+def test_packed_rows_in_compiled_calls_and_beside_descales() -> None:
+    q, qv = rand(2, 1, 4, 64, seed=1), rand(2, 1, 4, LATENT, seed=2)
+    cache, _ = packed(3, 4, 576, seed=2)
+    rows = cache.view(torch.float8_e4m3fn)
+    call = {
+        "qv": qv, "packed_rows": "fp8_656", "physical_indices": True,
+        "key_indices": torch.tensor([[[[0, 9, 5]]]], dtype=torch.int32), "scale": 0.1,
+    }  # fmt: skip
+    expected = attention_with_kvcache(q, rows, rows, **call)
+    assert expected.shape == (2, 1, 4, LATENT)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: attention_with_kvcache(x, rows, rows, **call) * 1.0, backend="aot_eager"
+    )
+    assert torch.equal(compiled(q), expected)
+    with pytest.raises(ValueError, match="descale is given with packed_rows"):
+        attention_with_kvcache(q, rows, rows, v_descale=torch.ones(2, 1), **call)

@@ -145,6 +145,25 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "alibi_slopes", "key_ranges", "dropout_p"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gradients_refuse_what_may_not_stand_beside_lists(name: str, backend: str | None) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(5, 30))
+    values = {
+        "attn_mask": torch.zeros(5, 30, dtype=torch.bool),
+        "alibi_slopes": torch.ones(4),
+        "key_ranges": torch.zeros(1, 1, 5, 1, 2, dtype=torch.int32),
+        "dropout_p": 0.5,
+    }
+    call: dict[str, Any] = {"key_indices": lists(2, 2, 5, 12, keys=30), name: values[name]}
+    attend: Any = archflash.attention
+    if backend is not None:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend=backend)
+    with pytest.raises(Exception, match=f"{name} is given with key_indices"):
+        attend(q, k, v, **call)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_lists_are_refused(name: str) -> None:
     call, error, words = WRONG[name]

@@ -15,7 +15,7 @@ from archflash._dispatch.forcing import forced
 
 APPROXIMATE_VARIABLE = "ARCHFLASH_APPROXIMATE"
 _PLACE = list(_options.DEFAULTS).index("approximate")
-_CACHE = list(_options.DEFAULTS).index("cache_seqlens")
+_CACHE, _PLACES = map(list(_options.DEFAULTS).index, ("cache_seqlens", "physical_indices"))
 
 
 NAMES = tuple(name for name, *_ in _native.approximations())
@@ -79,11 +79,17 @@ def approximate(name: str | None) -> Iterator[None]:
         _asked.reset(token)
 
 
+def ask_for_nothing() -> None:
+    """Takes back in this context what the environment variable asks for."""
+    _asked.set(None)
+
+
 def with_approximate(values: tuple[object, ...]) -> tuple[object, ...]:
     """The values of all options, with what is asked for if the call does not say it itself."""
     asked = asked_for()
-    of_cache = len(values) > _CACHE and values[_CACHE] is not None
-    if asked is None or of_cache or values[_PLACE] is not None:
+    if asked is None or values[_PLACE] is not None:
+        return values
+    if len(values) > _CACHE and (values[_CACHE] is not None or values[_PLACES]):
         return values
     return (*values[:_PLACE], asked, *values[_PLACE + 1 :])
 

@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Otherwise what is timed as PyTorch's, and as chosen, could be ours, or what is forced.
     _overrides.disable()
     _dispatch.forcing.force_nothing()
+    _dispatch.approximating.ask_for_nothing()
     index = arguments.device
     device = gpus.find(index, "time")
     lab = Lab(index, max(point.bytes() for point in points), rounds=15)

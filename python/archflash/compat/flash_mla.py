@@ -67,7 +67,7 @@ def flash_mla_with_kvcache(
             quantization of V3.2 and of V4 lays them out.
         block_table: int32 (batch, pages of a sequence). None with indices.
         cache_seqlens: int32 (batch,). None with indices.
-        head_dim_v: the columns of a row that are V.
+        head_dim_v: the columns of a row that are V; 512 with indices.
         tile_scheduler_metadata, num_splits: not read; what `get_mla_metadata` gives.
         softmax_scale: multiplies q k^T; 1 / sqrt(d) by default. Absorbed MLA needs that of the
             model's heads, 1 / sqrt(d_nope + d_rope), which no shape shows: pass it.
@@ -86,6 +86,8 @@ def flash_mla_with_kvcache(
         rows), a natural logarithm, +inf for a row that sees no key, as in FlashMLA.
 
     Raises:
+        ValueError: with indices: causal, another head_dim_v than 512, q of other than 576 or 512
+            columns, or packed rows of another size than they need.
         UnsupportedError: an argument that archflash does not take; it is named.
 
     Example:
@@ -101,7 +103,15 @@ def flash_mla_with_kvcache(
     if indices is not None:
         if flag(causal):
             raise ValueError("causal is True with indices: leave out what a row must not see")
+        if head_dim_v != _LATENT:
+            raise ValueError(f"head_dim_v is {head_dim_v} with indices: it must be {_LATENT}")
         scopes = [(k_cache, indices, topk_length)]
+        extra = (extra_k_cache is None, extra_indices_in_kvcache is None)
+        if any(extra) and not (all(extra) and extra_topk_length is None):
+            raise ValueError(
+                "extra_k_cache, extra_indices_in_kvcache or extra_topk_length is given alone: the "
+                "second cache needs the first two"
+            )
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
             scopes.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
         with torch.no_grad():
@@ -150,7 +160,7 @@ def flash_mla_sparse_fwd(
     """Attention of each query to the rows that its indices name (prefill of sparse MLA).
 
     Args:
-        q: (rows, heads, d), d of 576 or 512.
+        q: (rows, heads, d), d of 576 or 512; bfloat16 or float16, which kernels serve.
         kv: (keys, heads of k, d): rows that are K, and V in their first 512 columns.
         indices: int32 (rows, heads of k, n); anything outside kv names no row.
         sm_scale: multiplies q k^T.
@@ -162,6 +172,9 @@ def flash_mla_sparse_fwd(
         The output (rows, heads, 512); the largest scaled score, float32 (rows, heads), -inf for a
         row that sees no key; and the log-sum-exp, float32 (rows, heads), a natural logarithm, +inf
         for such a row. The largest score costs a second pass over the keys.
+
+    Raises:
+        ValueError: d_v is not 512, or q has other than 576 or 512 columns.
 
     Example:
         >>> import torch

@@ -210,6 +210,10 @@ void read_packed_rows(const Arguments& a, const Axes& x, const TensorView& k, Pr
                 a.qv.is_none() ? "without qv" : "with k_new or layout=bhnd",
                 ": it belongs to a latent cache in the layout bnhd, to which nothing is appended");
   }
+  for (const nb::handle descale : {a.q_descale, a.k_descale, a.v_descale}) {
+    if (!descale.is_none())
+      wrong_value("a descale is given with packed_rows: each row has its own scales; leave it out");
+  }
   const int64_t row_bytes = PACKED_FORMATS[p.packed_rows].row_bytes;
   if (p.kv_dtype != DType::E4M3 || p.dtype != DType::BF16 || k.shape[x.head] != 1 ||
       k.shape[x.inner] != row_bytes || (k.shape[x.row] > 1 && k.strides[x.row] != row_bytes) ||
