@@ -55,7 +55,7 @@
 // backward_dq.cuh. The mainloop takes backward_products.cuh (wgmma), backward_scores.cuh (P and dS)
 // and backward_epilogue.cuh (dK and dV). backward_pipeline.cuh lists the barriers with the hazards
 // that they close, backward_order.cuh the order of the CTAs. The tiles and the memory plan are in
-// backward_config.cuh, the plan in plan_backward.cpp, budgets and measurements in NOTES.md.
+// backward_config.cuh, the plan in plan_backward.cpp, budgets and measurements in docs/lab.
 #pragma once
 
 #include <cstdint>

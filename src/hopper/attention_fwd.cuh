@@ -45,7 +45,7 @@
 // other kernel's end before it loads V.
 //
 // The tiles are in config.cuh, the choice among the kernels in plan.cpp, budgets and measurements
-// in NOTES.md.
+// in docs/lab.
 #pragma once
 
 #include <cstdint>
