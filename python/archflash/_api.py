@@ -131,8 +131,9 @@ def attention(
             `archflash.merge_attention`, which are then rounded once, after they are merged. Kernels
             write it without a cache, dropout_p, num_splits and batch_invariant, and compute no
             gradients of it.
-        approximate: lets the result be approximate, for fp16 and bf16; never chosen unless asked
-            for. Errors are root mean square, of the output's (PyTorch at fp16: 0.05%).
+        approximate: "int8" or another word lets the result be approximate, for fp16 and bf16; never
+            chosen unless asked for. Errors are root mean square, of the output's (PyTorch at fp16:
+            0.05%).
             "fp16_accumulate": p v in fp16 with fp16 sums of 64 keys, about 0.1%; d up to 128.
             "int8": the same p v, and q k^T in int8 after a rotation, 1 to 2%. "int8_qk": q k^T in
             int8 with one scale for each block of 64 rows, about 1.4%, and 13% if one channel in 32
