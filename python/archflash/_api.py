@@ -213,7 +213,7 @@ def attention(
                 )  # fmt: skip
             _key_lists.refuse_beside(
                 attn_mask=attn_mask, alibi_slopes=alibi_slopes, key_ranges=key_ranges,
-                block_mask=block_mask, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
+                block_mask=block_mask, dropout_p=dropout_p or None, cu_seqlens_q=cu_seqlens_q,
             )  # fmt: skip
             attn_mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
             key_indices = topk_lengths = None

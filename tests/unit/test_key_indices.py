@@ -62,6 +62,15 @@ def test_a_list_for_64_rows_is_that_of_each_of_them() -> None:
     torch.testing.assert_close(results[0].double(), expected[0], atol=1e-5, rtol=1e-5)
 
 
+def test_a_dropout_of_0_is_none() -> None:
+    q, k, v = qkv(5, 30)
+    call = {"key_indices": lists(2, 2, 5, 12, keys=30)}
+    expected = archflash.attention(q, k, v, **call)
+    assert torch.equal(archflash.attention(q, k, v, dropout_p=0.0, **call), expected)
+    with pytest.raises(ValueError, match="dropout_p is given with key_indices"):
+        archflash.attention(q, k, v, dropout_p=0.1, **call)
+
+
 def test_a_key_named_twice_counts_twice_and_the_check_refuses_it() -> None:
     q, k, v = qkv(1, 8, (1, 1), batch=1)
     twice = torch.tensor([[[[2, 5, 2, -1, -1]]]], dtype=torch.int32)

@@ -208,22 +208,19 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
   set_address(call, operand, view);
 }
 
+constexpr const char* NOT_BESIDE_LISTS =
+    " is given with key_indices: only causal, window, softcap, sinks, scale and q_offset may be; "
+    "leave it out";
+
 // What a query sees is said once: by its list, and by where causal and window end.
 void refuse_beside_key_indices(const Arguments& a, const Problem& p) {
-  const std::pair<const char*, nb::handle> refused[] = {{"attn_mask", a.attn_mask},
-                                                        {"key_ranges", a.key_ranges},
-                                                        {"block_mask", a.block_mask},
-                                                        {"alibi_slopes", a.alibi_slopes},
-                                                        {"dropout_p", a.dropout_p},
-                                                        {"cu_seqlens_q", a.cu_seqlens_q},
-                                                        {"attention_chunk", a.attention_chunk},
-                                                        {"rotary_cos", a.rotary_cos}};
+  const std::pair<const char*, nb::handle> refused[] = {
+      {"attn_mask", a.attn_mask},       {"key_ranges", a.key_ranges},
+      {"block_mask", a.block_mask},     {"alibi_slopes", a.alibi_slopes},
+      {"cu_seqlens_q", a.cu_seqlens_q}, {"attention_chunk", a.attention_chunk},
+      {"rotary_cos", a.rotary_cos}};
   for (const auto& [name, value] : refused) {
-    if (!value.is_none()) {
-      wrong_value(name,
-                  " is given with key_indices: only causal, window, softcap, sinks, scale and "
-                  "q_offset may be; leave it out");
-    }
+    if (!value.is_none()) wrong_value(name, NOT_BESIDE_LISTS);
   }
   if (p.batch_invariant)
     wrong_value("batch_invariant is True with key_indices: no kernel promises it; leave it out");
@@ -341,6 +338,7 @@ void read_dropout(const Arguments& a, const TensorView& q, Call& call) {
     p.dropout_p = number(a.dropout_p, "dropout_p");
     if (p.dropout_p < 0 || p.dropout_p >= 1)
       wrong_value("dropout_p is ", p.dropout_p, ": it must be at least 0 and less than 1");
+    if (p.dropout_p != 0 && p.key_indices > 0) wrong_value("dropout_p", NOT_BESIDE_LISTS);
   }
   if (p.dropout_p != 0 && p.batch_invariant) {
     wrong_value("dropout_p is ", p.dropout_p,
