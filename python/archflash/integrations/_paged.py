@@ -414,6 +414,13 @@ def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scale: Tensor)
     cache[slots // size, slots % size] = rows.to(cache.dtype)
 
 
+def refuse_unserved(**options: Any) -> None:
+    """Raises UnsupportedError for a layer's option that latent caches are not served with."""
+    for name, value in options.items():
+        if value:
+            raise UnsupportedError(f"{name} with a latent cache: not built yet")
+
+
 def _rows_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (rows, heads) of a packed call."""
     out, lse = result

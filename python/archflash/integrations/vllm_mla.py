@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from archflash._api import attention
 from archflash._errors import UnsupportedError
 from archflash._kvcache import attention_with_kvcache
-from archflash.integrations._paged import FP8, write_rows
+from archflash.integrations._paged import FP8, refuse_unserved, write_rows
 from archflash.integrations.vllm_backend import why_no_cache
 
 _LATENT, _ROPE = 512, 64  # the columns that kernels take
@@ -140,13 +140,11 @@ class ArchflashMLAImpl(MLACommonImpl):  # type: ignore[misc]
     ) -> None:
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"{attn_type} with a latent cache: not built yet")
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("sliding_window", sliding_window),
-            ("logits_soft_cap", logits_soft_cap),
-        ):
-            if value:
-                raise UnsupportedError(f"{name} with a latent cache: not built yet")
+        refuse_unserved(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+        )
         super().__init__(
             num_heads,
             head_size,

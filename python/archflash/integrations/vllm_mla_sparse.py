@@ -16,8 +16,8 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
-from archflash._errors import UnsupportedError
 from archflash._kvcache import attention_with_kvcache
+from archflash.integrations._paged import refuse_unserved
 
 _PACKED = "fp8_ds_mla"  # how vLLM calls rows of 656 bytes
 
@@ -111,13 +111,11 @@ class ArchflashMLASparseImpl(SparseMLACommonImpl):  # type: ignore[misc]
         *others: Any,
         **latent: Any,
     ) -> None:
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("sliding_window", sliding_window),
-            ("logits_soft_cap", logits_soft_cap),
-        ):
-            if value:
-                raise UnsupportedError(f"{name} with a latent cache: not built yet")
+        refuse_unserved(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+        )
         super().__init__(
             num_heads,
             head_size,
