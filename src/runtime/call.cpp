@@ -146,7 +146,7 @@ void build_call(const Arguments& a, Call& call) {
   p.d = q.shape[x.inner];
   p.dv = v.shape[of_keys.inner];
   if (!a.packed_rows.is_none()) {
-    read_packed_rows(a, of_keys, k, p);
+    read_packed_rows(a, of_keys, k, v, p);
   } else {
     check_size(k.shape[of_keys.inner], p.d, k, k_name, "head dim", "q");
   }

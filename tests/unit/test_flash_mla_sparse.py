@@ -142,5 +142,7 @@ def test_packed_rows_in_compiled_calls_and_beside_descales() -> None:
         lambda x: attention_with_kvcache(x, rows, rows, **call) * 1.0, backend="aot_eager"
     )
     assert torch.equal(compiled(q), expected)
+    with pytest.raises(ValueError, match=r"v_cache is .* with packed_rows"):
+        attention_with_kvcache(q, rows, rows[..., :16], **call)
     with pytest.raises(ValueError, match="descale is given with packed_rows"):
         attention_with_kvcache(q, rows, rows, v_descale=torch.ones(2, 1), **call)

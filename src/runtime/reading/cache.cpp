@@ -195,7 +195,8 @@ void read_cache(const Arguments& a, const Axes& x, const TensorView& q, const Te
   read_rotary(a, q, call);
 }
 
-void read_packed_rows(const Arguments& a, const Axes& x, const TensorView& k, Problem& p) {
+void read_packed_rows(const Arguments& a, const Axes& x, const TensorView& k, const TensorView& v,
+                      Problem& p) {
   for (int i = 1; i < PACKED_FORMAT_COUNT; ++i) {
     if (PyUnicode_Check(a.packed_rows.ptr()) &&
         PyUnicode_CompareWithASCIIString(a.packed_rows.ptr(), PACKED_FORMATS[i].name) == 0)
@@ -222,6 +223,10 @@ void read_packed_rows(const Arguments& a, const Axes& x, const TensorView& k, Pr
                 dtype_name(p.dtype), " and packed_rows=", given(a.packed_rows),
                 ": it must be float8_e4m3fn (pages, page_size, 1, ", row_bytes,
                 "), contiguous within a page, for q of bfloat16");
+  }
+  if (v.shape[x.inner] != row_bytes) {
+    wrong_value("v_cache is ", describe_shape(v),
+                " with packed_rows: rows of k_cache hold V, too; pass k_cache, or leave it out");
   }
   p.dv = 512;
 }

@@ -93,7 +93,8 @@ void check_cache_options(const Arguments& a, bool kv_cache);
 void read_cache(const Arguments& a, const Axes& x, const TensorView& q, const TensorView& k,
                 Call& call);
 // Latent rows whose format packed_rows names: k and v both are their bytes.
-void read_packed_rows(const Arguments& a, const Axes& x, const TensorView& k, Problem& p);
+void read_packed_rows(const Arguments& a, const Axes& x, const TensorView& k, const TensorView& v,
+                      Problem& p);
 // A second query, whose product with the rows of V is added to the scores.
 void read_qv(const Arguments& a, const Axes& x, const TensorView& q, Call& call);
 
