@@ -17,7 +17,7 @@ ByteTable byte_table(Decode decode) {
   return table;
 }
 
-// Of the bits of a byte from `first` on.
+// The number that the bits of a byte from FIRST on encode in FORMAT.
 template <const Format& FORMAT, int FIRST = 0>
 float small_float(uint8_t byte) {
   return static_cast<float>(decode(FORMAT, byte >> FIRST & ((1u << FORMAT.bits()) - 1)));

@@ -296,7 +296,7 @@ __device__ __forceinline__ void approximate_fwd(const ApproximateParams& all_par
                 all_params.call.out_dtype, cta.work, shared);
 }
 
-// The same with masks as data and dropout.
+// The kernels of approximate calls with masks as data or dropout.
 template <class C>
 __device__ __forceinline__ void approximate_masked_fwd(const MaskedApproximateParams& given) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines

@@ -166,7 +166,7 @@ __device__ __forceinline__ void find_stats(const ConvertParams& params) {
         for (int j = 0; j < CHUNK; ++j)
           largest_q[j] = fmaxf(largest_q[j], is_finite(x[j]) ? fabsf(x[j]) : 0.0f);
       });
-  // Of the column whose number is the thread's, from what all threads found.
+  // Combines what all threads found of the column whose number is the thread's.
   __shared__ float parts[CONVERT_THREADS * CHUNK];  // (rows_per_step, d)
   const auto of_column = [&](const float (&own)[CHUNK], const auto& add) {
     __syncthreads();  // all threads have read what was here before

@@ -35,8 +35,8 @@ struct SequenceOfCache {
   }
 };
 
-// The same for pages of 2^page_shift rows without padding. Few rows need a block of keys in less
-// time than divisions would take.
+// The rows of a sequence in pages of 2^page_shift rows without padding. Few rows need a block of
+// keys in less time than divisions would take.
 struct SequenceInPages {
   const KvCache& cache;
   int box_rows, page_shift;

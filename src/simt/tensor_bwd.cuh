@@ -412,7 +412,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
   const int part = thread / 32 % C::SPLIT;
   const int warp_row = thread / 32 / C::SPLIT * C::WARP_ROWS;
   if constexpr (C::SPLIT == 2) {
-    // Of the two warps that share their keys, the first one adds up dV, the second one dK.
+    // The first of the two warps that share their keys adds up dV, the second one dK.
     const auto place = [&](int of_part) {
       return shared + (of_part == 0 ? C::FIRST_SMEM : C::SECOND_SMEM) + warp_row * C::HEAD_DIM +
              thread % 32;

@@ -114,7 +114,7 @@ def test_what_is_not_finite_stays_where_it_is_seen(kernel: str) -> None:
     hit[0, 1, 7] = hit[0, 0, 9] = True
     assert rows[hit].isnan().all()
     assert not rows[~hit].isnan().any()
-    # Of keys that no query sees nothing matters: these are keys 0 to 99.
+    # Queries see keys 0 to 99, and the others may hold anything.
     far_k, far_v = k.clone(), v.clone()
     far_k[:, :, 100:] = math.nan
     far_v[:, :, 100:] = math.inf

@@ -150,7 +150,7 @@ def test_every_kernel_for_many_rows_runs(kernel: str) -> None:
 def test_packed_sequences_of_few_rows_have_a_launch_of_their_own(
     kernel: str, cache_dtype: torch.dtype | None, splits: bool
 ) -> None:
-    # Of 64 and 128 columns test_mixed_lengths.py has the same.
+    # test_mixed_lengths.py has such calls of 64 and 128 columns.
     values: dict[str, Any] = {"n_new": 2, "rotary": 32, "page_size": 16, "causal": True, "d": 96}
     if cache_dtype is not None:
         values |= {"cache_dtype": cache_dtype, "k_descale": here.tensor([0.5, 2.0])}

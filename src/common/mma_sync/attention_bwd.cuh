@@ -220,8 +220,8 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
   const int first = cta.first_row + warp_row + lane / 4;
   const int64_t start = cta.batch * gradient.batch + cta.head * gradient.head +
                         (static_cast<int64_t>(cta.own_start) + first) * gradient.row;
-  // Of four column tiles of a row, or where these are no neighbours of two tiles of two rows, each
-  // lane of a quad gets one.
+  // Each lane of a quad gets one of four column tiles of a row, or, where these are no neighbours,
+  // one of two tiles of two rows.
   if constexpr (CHUNKS && PAIR_STEP > 1) {
     if (gradient.dtype == C::DTYPE && !gradient.accumulate) {
       const int row_of_lane = lane % 4 / 2 * 8, column = warp_column + lane % 2 * 8;

@@ -60,7 +60,7 @@ __device__ __forceinline__ void mma_mxf8_rounding(const Params& params) {
   write_sums(params, x.d);
 }
 
-// The same of four groups, whose scales are 2^-6 to 2^7.
+// A product in e2m1 of four groups of 16, whose scales are 2^-6 to 2^7.
 __device__ __forceinline__ void mma_nvf4_rounding(const Params& params) {
   Operands x = operands([](int word) { return static_cast<uint32_t>(word) * 0x9E3779B1u; });
   for (float& sum : x.d) sum *= 3.0e5f;

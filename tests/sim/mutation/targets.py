@@ -335,7 +335,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
     # hopper's kernels for many rows serve calls that fill their tiles better than smaller ones.
     full = max(few, 2 * rows - 70) if target.steady else few
     queries = [rows + 9, 0, rows, 3]
-    # Of the third sequence the last block lacks one row, or as many as there are behind it.
+    # The last block of the third sequence lacks one row, or as many as there are behind it.
     third = 6 * keys - 9 if target.steady and target.many else 3 * keys - 1
     sequences = [keys + 3, 5, third, 0]
     hidden, behind = 0, 9  # rows of k and v that must not matter: of a sequence, behind them all
