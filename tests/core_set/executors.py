@@ -418,6 +418,27 @@ class Gpu(Executor):
         return out, lse, plan
 
 
+def approximate_factors(on: Executor, dims: list[tuple[int, int]]) -> dict[str, list[Any]]:
+    """What approximate calls on 8.0 and later are tried with in pairs, with these (d, dv)."""
+    return {
+        "dtype": ["float16", "bfloat16"],
+        "layout": ["bhnd", "bnhd"],
+        "lengths": on.pick(
+            simulator=[(33, 70), (70, 33), (9, 140), (64, 64)],
+            gpu=[(113, 203), (203, 113), (9, 799), (64, 64)],
+        ),
+        "dims": dims,
+        "heads": [(2, 2), (6, 2), (4, 1)],
+        "causal": [False, True],
+        "window": [None, (17, None), (None, 5), (16, 9), (0, 0)],
+        "q_offset": [None, 0, -5, 90, "tensor"],
+        "sinks": [None, "float32", "bfloat16"],
+        "scale": [None, 0.05],
+        "transposed": [False, True],
+        "out_pad": [0, 24],
+    }  # fmt: skip
+
+
 # --- the one that was chosen ---
 
 EXECUTORS: dict[str, type[Executor]] = {"simulator": Simulator, "gpu": Gpu}

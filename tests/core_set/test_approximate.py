@@ -15,7 +15,7 @@ from torch import Tensor
 from archflash import reference
 
 from .checks import assert_close, relative_rms_error
-from .executors import executor
+from .executors import approximate_factors, executor
 from .memory import transposed
 from .pairs import all_pairs, row_id
 
@@ -25,25 +25,11 @@ KINDS = [(kernel, name) for name in ("int8", "fp16_accumulate") for kernel in on
 every_kind = pytest.mark.parametrize(("kernel", "name"), KINDS)
 RANDOM = [2]  # one of the simulator's schedules: random, with seed 2
 
-FACTORS: dict[str, list[Any]] = {
-    "name": ["int8", "fp16_accumulate"],
-    "dtype": ["float16", "bfloat16"],
-    "layout": ["bhnd", "bnhd"],
-    "lengths": on.pick(
-        simulator=[(33, 70), (70, 33), (9, 140), (64, 64)],
-        gpu=[(113, 203), (203, 113), (9, 799), (64, 64)],
-    ),
-    "dims": [(64, 64), (128, 128), (24, 40), (72, 72), (56, 96)],
-    "heads": [(2, 2), (6, 2), (4, 1)],
-    "causal": [False, True],
-    "window": [None, (17, None), (None, 5), (16, 9), (0, 0)],
-    "q_offset": [None, 0, -5, 90, "tensor"],
-    "sinks": [None, "float32", "bfloat16"],
-    "scale": [None, 0.05],
-    "transposed": [False, True],
-    "out_pad": [0, 24],
-}  # fmt: skip
-ROWS = all_pairs(FACTORS)
+NAMES = ["int8", "fp16_accumulate"]
+ROWS = all_pairs(
+    {"name": NAMES}
+    | approximate_factors(on, dims=[(64, 64), (128, 128), (24, 40), (72, 72), (56, 96)])
+)
 if on.name == "simulator":  # it has time for some, and for CALLS
     ROWS = ROWS[::4]
 

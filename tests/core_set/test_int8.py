@@ -16,7 +16,7 @@ import archflash
 from archflash import reference
 
 from .checks import assert_close, relative_rms_error
-from .executors import executor
+from .executors import approximate_factors, executor
 from .memory import transposed
 from .pairs import all_pairs, row_id
 
@@ -26,24 +26,9 @@ INT8 = {"approximate": "int8_qk"}
 every_kernel = pytest.mark.parametrize("kernel", on.kernels("int8_qk"))
 RANDOM = [2]  # one of the simulator's schedules: random, with seed 2
 
-FACTORS: dict[str, list[Any]] = {
-    "dtype": ["float16", "bfloat16"],
-    "layout": ["bhnd", "bnhd"],
-    "lengths": on.pick(
-        simulator=[(33, 70), (70, 33), (9, 140), (64, 64)],
-        gpu=[(113, 203), (203, 113), (9, 799), (64, 64)],
-    ),
-    "dims": [(64, 64), (128, 128), (24, 40), (72, 72), (192, 128), (256, 256)],
-    "heads": [(2, 2), (6, 2), (4, 1)],
-    "causal": [False, True],
-    "window": [None, (17, None), (None, 5), (16, 9), (0, 0)],
-    "q_offset": [None, 0, -5, 90, "tensor"],
-    "sinks": [None, "float32", "bfloat16"],
-    "scale": [None, 0.05],
-    "transposed": [False, True],
-    "out_pad": [0, 24],
-}  # fmt: skip
-ROWS = all_pairs(FACTORS)
+ROWS = all_pairs(
+    approximate_factors(on, dims=[(64, 64), (128, 128), (24, 40), (72, 72), (192, 128), (256, 256)])
+)
 if on.name == "simulator":  # it has time for some, and for CALLS
     ROWS = ROWS[::4]
 
