@@ -172,7 +172,7 @@ def test_a_forced_kernel_with_cpu_tensors_is_simulated_and_leaves_the_gpu_alone(
 ABSURD: dict[str, dict[str, Any]] = {
     "shared-memory": {"shared_bytes": 10_000_000},
     "kernel-name": {"kernel": "no_such_kernel"},
-    "image": {"image": "no/such_image"},
+    "image": {"image": "{folder}/no_such_image"},
     "block": {"block": [4096, 1, 1]},
     "grid": {"grid": [1, 1 << 20, 1]},
     "cluster": {"grid": [3, 1, 1], "cluster": [2, 1, 1]},
@@ -186,7 +186,9 @@ def test_a_refused_launch_raises_launch_error_and_breaks_nothing(kernel: str, wh
     plan = archflash.explain(q, k, v, implementation=kernel).plan
     assert plan is not None
     fields = plan.to_dict()
-    fields["launches"][0].update(ABSURD[what])
+    launch = fields["launches"][0]
+    launch.update(ABSURD[what])
+    launch["image"] = launch["image"].format(folder=kernel)
     absurd = _native.LaunchPlan.unchecked_from_dict(fields)
     inputs = Inputs(q, k, v, {"causal": False, "return_lse": False})
     for _ in range(2):
