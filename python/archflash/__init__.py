@@ -19,8 +19,8 @@ The modules stand in layers, and each imports only from layers below its own:
   calls that autograd records without them
 - `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;
   `merge_attention`
-- `attention_with_shared_prefix` and `warm_up`, made of those; `_overrides`, through which PyTorch's
-  own attention is served
+- `attention_with_shared_prefix` and `warm_up`, made of those; `_stats`, `_replacing` and
+  `_overrides`, through which PyTorch's own attention is served
 - `scaled_dot_product_attention`
 - `distributed`, one sequence over many GPUs, which is imported only by who wants it
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
@@ -48,12 +48,13 @@ from archflash._errors import (
 )
 from archflash._kvcache import attention_with_kvcache
 from archflash._merge import merge_attention
-from archflash._overrides import Stats, disable, enable, enabled, stats
+from archflash._overrides import disable, enable, enabled
 from archflash._overrides import enable_if_asked as _enable_if_asked
 from archflash._quantize import quantize_fp8
 from archflash._registry import Implementation, implementations
 from archflash._sdpa import scaled_dot_product_attention
 from archflash._shared_prefix import attention_with_shared_prefix
+from archflash._stats import Stats, stats
 from archflash._warm_up import warm_up
 from archflash.masks import summarize_mask
 

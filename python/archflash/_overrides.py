@@ -1,4 +1,4 @@
-"""PyTorch's own attention served by archflash: enable(), disable(), enabled() and stats().
+"""PyTorch's own attention served by archflash: enable(), disable() and enabled().
 
 `torch.nn.functional.scaled_dot_product_attention` chooses one of PyTorch's operators for CUDA
 tensors (flash, cuDNN or memory-efficient), `torch.nn.attention.varlen` calls flash's for packed
@@ -9,133 +9,28 @@ calls the same operators.
 
 `_forward_operators` has what the arguments of each operator mean and what it returns. The backward
 operators are replaced as well (`_backward_operators`): each gets what a forward operator gave,
-whether PyTorch's kernel did or archflash's.
+whether PyTorch's kernel did or archflash's. `_replacing` puts kernels in front of PyTorch's, and
+`_stats` counts calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.attention as _torch_attention
-from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from archflash import _archflash as _native
-from archflash import (
-    _backward_operators,
-    _dispatch,
-    _forward_operators,
-    _mended_calls,
-    _schemas,
-    _sharding,
-)
+from archflash import _backward_operators, _dispatch, _forward_operators
 from archflash._forward_operators import Kernel, decline
+from archflash._replacing import Replaced
+from archflash._stats import declined
 
 NAME = "archflash"  # in PyTorch's registry, beside "FA3" and "FA4"
 ENABLE_VARIABLE = "ARCHFLASH_SDPA"
-_KEY = "CUDA"  # the dispatch key whose kernels are replaced; tests take "CPU"
-
-# --- what was counted ---
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What became of the calls of PyTorch's attention operators while archflash was enabled.
-
-    Attributes:
-        served: the number of calls that each implementation served.
-        declined: the number of calls that PyTorch's own kernels served, for each reason. Reasons
-            that differ only in numbers count as one, under the first of them.
-        approximated: the number of calls that kernels served approximately, for each word of
-            `archflash.attention`'s option `approximate`. Those of archflash's own functions are
-            among them.
-    """
-
-    served: dict[str, int]
-    declined: dict[str, int]
-    approximated: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        by_archflash, by_pytorch = sum(self.served.values()), sum(self.declined.values())
-        lines = [f"{by_archflash} calls served by archflash, {by_pytorch} by PyTorch's own kernels"]
-        for counts in (self.served, self.declined):
-            for what, count in sorted(counts.items(), key=lambda item: -item[1]):
-                lines.append(f"  {count:>9}  {what}")
-        lines += [f"  {count:>9}  with approximate={x!r}" for x, count in self.approximated.items()]
-        return "\n".join(lines)
-
-
-_kind_of = lru_cache(_dispatch.kind_of)  # the reasons are few, and each is counted many times
-
-
-class _Declined:
-    """Counts of declined calls that several threads may add to. The runtime counts the others:
-    those that were served, and those that it handed over without asking here.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, list[Any]] = {}  # by kind of reason: the first one, the number
-
-    def add(self, reason: str) -> None:
-        with self._lock:
-            self._add(reason, 1)
-
-    def _add(self, reason: str, count: int) -> None:
-        self._counts.setdefault(_kind_of(reason), [reason, 0])[1] += count
-
-    def read(self, reset: bool) -> dict[str, int]:
-        with self._lock:
-            for reason, count in _native.operators_declined(True).items():
-                self._add(reason, count)
-            counts = dict(self._counts.values())
-            if reset:
-                self._counts.clear()
-        return counts
-
-
-_declined = _Declined()
-
-
-def count_declined(reason: str) -> None:
-    """Counts a call that is handed to PyTorch's own function on the way, unless archflash stands in
-    front of its operators: they count it themselves.
-    """
-    if _active() is None:
-        _declined.add(reason)
-
-
-def stats(*, reset: bool = False) -> Stats:
-    """Counts the calls of PyTorch's attention operators since archflash was first enabled.
-
-    Calls of `archflash.attention` are among them only where that hands them on to PyTorch. Calls
-    for which PyTorch uses none of its fused kernels are not. Calls with dropout that
-    `archflash.scaled_dot_product_attention` hands to PyTorch's function are, enabled or not.
-
-    Args:
-        reset: start to count anew; off by default.
-
-    Returns:
-        A `Stats`: how many calls each implementation served, and for what reasons PyTorch served
-        the others. Its str() is readable.
-
-    Example:
-        >>> import archflash
-        >>> before = archflash.stats(reset=True)
-        >>> print(archflash.stats())
-        0 calls served by archflash, 0 by PyTorch's own kernels
-    """
-    served, approximated = _native.operators_served(reset), _native.calls_approximated(reset)
-    return Stats(served, _declined.read(reset), approximated)
-
 
 # --- who serves a call ---
 
@@ -212,207 +107,14 @@ _OPERATORS: dict[str, Kernel] = {
 }
 
 
-# --- PyTorch's own kernels ---
-
-
-class _Inside(threading.local):
-    """Whether this thread is inside a kernel of PyTorch's. Some of them call other operators of the
-    list, and that must not count as a call.
-    """
-
-    pytorch = False
-
-
-_inside = _Inside()
-
-
-def _original(operator: str) -> Kernel | None:
-    """PyTorch's own kernel, which takes a set of dispatch keys before its arguments; None if there
-    is none, or no way to call it while it is replaced.
-    """
-    name = f"aten::{operator}"
-    if not (
-        _schemas.find(operator) is not None
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)
-    ):
-        return None
-    if hasattr(torch.library, "get_kernel"):
-        kernel: Kernel = torch.library.get_kernel(name, _KEY).call_boxed
-        return kernel
-    return _BY_OTHER_OPERATORS.get(operator)
-
-
-def _flash_by_its_part(
-    keys: object,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    nq, nk = query.shape[2], key.shape[2]
-    out, lse, *rest = torch.ops.aten._flash_attention_forward(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, None, nq, nk,
-        dropout_p, is_causal, return_debug_mask, scale=scale,
-    )  # fmt: skip
-    return out.transpose(1, 2), lse, None, None, nq, nk, *rest
-
-
-def _efficient_by_its_part(
-    keys: object,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_bias,
-        None, None, None, None, dropout_p, int(is_causal), compute_log_sumexp, scale=scale,
-    )  # fmt: skip
-    return out.transpose(1, 2), lse, seed, offset
-
-
-# Versions of PyTorch without torch.library.get_kernel cannot call a kernel that is replaced. Two
-# operators only transpose and call another one there, which is not replaced; the others keep
-# PyTorch's kernel.
-_BY_OTHER_OPERATORS: dict[str, Kernel] = {
-    "_scaled_dot_product_flash_attention": _flash_by_its_part,
-    "_scaled_dot_product_efficient_attention": _efficient_by_its_part,
-}
-
-
-def _replacement(operator: str, serve: Kernel, original: Kernel) -> Kernel:
-    """The kernel that stands before PyTorch's own one, the original."""
-    # Asking the dispatcher for the keys of each call takes time, and no kernel on CUDA reads them.
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if _inside.pytorch:
-            return original(keys, *args, **kwargs)
-        result = serve(*args, **kwargs)
-        if type(result) is not str:
-            return result
-        _declined.add(result)
-        mended = _mended_calls.Call(operator, args, kwargs)
-        if not mended.differs:  # else the runtime asks again for each call of the kind
-            _native.note_declined(result)
-        _inside.pytorch = True
-        _native.note_inside_pytorch(True)
-        try:
-            return mended.results(original(keys, *mended.args, **mended.kwargs))
-        finally:
-            _inside.pytorch = False
-            _native.note_inside_pytorch(False)
-
-    return kernel
-
-
-# Operators whose calls the runtime serves, or hands to PyTorch's own kernel, without Python where
-# it knows one like it.
-_IN_RUNTIME = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_flash_attention_forward",
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_flash_attention_backward",
-)
-_OLDEST_FOR_RUNTIME = (2, 11)  # the oldest version of PyTorch with which this was tried
-_LETTERS = {
-    "Tensor": "T", "float": "f", "bool": "b", "int": "i", "SymInt": "i", "Optional[Tensor]": "t",
-    "Optional[float]": "g", "Optional[int]": "j", "Optional[SymInt]": "j",
-}  # fmt: skip
-
-
-def _handle_functions() -> tuple[Kernel, Kernel] | None:
-    """The two private functions of PyTorch with which the runtime makes a Python tensor of a
-    handle, and handles of Python tensors; None if this PyTorch lacks one.
-    """
-    core = getattr(torch._C, "_aoti", None)
-    tensor_of = getattr(core, "alloc_tensor_by_stealing_from_void_ptr", None)
-    handles_of = getattr(core, "unsafe_alloc_void_ptrs_from_tensors", None)
-    return None if tensor_of is None or handles_of is None else (tensor_of, handles_of)
-
-
-def _runtime_serves() -> bool:
-    """Whether the runtime can stand in front of PyTorch's operators itself. Where it cannot, the
-    functions in Python serve every call.
-    """
-    new = bool(TorchVersion(torch.__version__) >= _OLDEST_FOR_RUNTIME)  # type: ignore[operator]
-    return new and _native.has_torch_functions() and _handle_functions() is not None
-
-
-def _install_in_runtime(operator: str, kernel: Kernel) -> None:
-    """Lets the runtime serve an operator, and `kernel` what the runtime does not know. Nothing
-    happens where the operator takes arguments of a kind that the runtime does not read.
-    """
-    arguments = getattr(torch.ops.aten, operator).default._schema.arguments
-    letters = [_LETTERS.get(str(argument.real_type)) for argument in arguments]
-    functions = _handle_functions()
-    if None in letters or functions is None:
-        return
-    positional = sum(not argument.kwarg_only for argument in arguments)
-    names = [argument.name for argument in arguments[positional:]]
-
-    def by_python(*given: Any) -> Any:
-        return kernel(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
-
-    types = "".join(str(letter) for letter in letters)
-    _native.install_operator(operator, types, _KEY, by_python, _dispatch.steered, *functions)
-
-
-class _Replaced:
-    """PyTorch's operators while archflash stands in front of them, until remove()."""
-
-    def __init__(self) -> None:
-        self._library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        try:
-            self._install()
-        except BaseException:
-            self.remove()
-            raise
-
-    def _install(self) -> None:
-        _forward_operators.flash_shapes()  # asks PyTorch, outside of any call
-        _sharding.register_if_loaded()  # PyTorch's operator for the CPU has no strategy
-        kernels = {
-            operator: _replacement(operator, serve, original)
-            for operator, serve in _OPERATORS.items()
-            if (original := _original(operator)) is not None
-        }
-        with warnings.catch_warnings():
-            # PyTorch warns that a kernel of its own is replaced, which is what was asked for. It
-            # does so once: the runtime's kernels come afterwards, in front of these.
-            warnings.simplefilter("ignore", UserWarning)
-            for operator, kernel in kernels.items():
-                self._library.impl(operator, kernel, _KEY)
-        if _runtime_serves():
-            for operator in _IN_RUNTIME:
-                if operator in kernels:
-                    _install_in_runtime(operator, kernels[operator])
-
-    def remove(self) -> None:
-        _native.remove_operators()
-        self._library._destroy()
-
-
 # --- on and off ---
 
 # Newer versions of PyTorch have a registry of providers of flash attention, one of them active.
 _HAS_REGISTRY = hasattr(_torch_attention, "restore_flash_attention_impl")
-_replaced: _Replaced | None = None  # where PyTorch has no registry
+_replaced: Replaced | None = None  # where PyTorch has no registry
 
 if _HAS_REGISTRY:
-    _torch_attention.register_flash_attention_impl(NAME, register_fn=_Replaced)
+    _torch_attention.register_flash_attention_impl(NAME, register_fn=partial(Replaced, _OPERATORS))
 
 
 def _active() -> str | None:
@@ -434,7 +136,15 @@ def _activate(name: str | None) -> None:
         return
     if _replaced is not None:
         _replaced.remove()
-    _replaced = None if name is None else _Replaced()
+    _replaced = None if name is None else Replaced(_OPERATORS)
+
+
+def count_declined(reason: str) -> None:
+    """Counts a call that is handed to PyTorch's own function on the way, unless archflash stands in
+    front of its operators: they count it themselves.
+    """
+    if _active() is None:
+        declined.add(reason)
 
 
 def enable() -> None:

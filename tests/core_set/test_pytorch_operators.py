@@ -28,6 +28,7 @@ from archflash import (
     _dispatch,
     _fused_kernels,
     _overrides,
+    _replacing,
     _schemas,
     reference,
 )
@@ -104,7 +105,7 @@ def kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 library.impl(operator, own.get(operator) or stand_in(operator), "CPU")
     # Older versions of PyTorch refuse a second kernel from Python, for which these stand in.
     torch.library._impls.difference_update(library._op_impls)
-    monkeypatch.setattr(_overrides, "_KEY", "CPU")
+    monkeypatch.setattr(_replacing, "_KEY", "CPU")
     yield
     archflash.disable()
     library._destroy()
@@ -641,7 +642,7 @@ def test_everything_is_put_back() -> None:
 
 
 needs_runtime = pytest.mark.skipif(
-    not _overrides._runtime_serves(), reason="with this torch only Python stands before operators"
+    not _replacing.runtime_serves(), reason="with this torch only Python stands before operators"
 )
 
 

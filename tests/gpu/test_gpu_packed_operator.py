@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import archflash
-from archflash import _overrides
+from archflash import _overrides, _replacing
 
 from .gpu_cases import cu_seqlens, int32, rand, same_bits
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not _overrides._runtime_serves(), reason="with this torch Python serves every call"
+        not _replacing.runtime_serves(), reason="with this torch Python serves every call"
     ),
 ]
 

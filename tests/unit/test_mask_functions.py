@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archflash import masks
+from archflash import _query_ranges, masks
 from archflash.integrations import _mask_functions
 from archflash.integrations._mask_functions import Rule
 
@@ -197,7 +197,7 @@ def test_a_rule_in_documents() -> None:
 def test_ranges_of_any_mask_that_is_computed_by_rows(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masks, "_DENSE_AT_ONCE", at_once)
+    monkeypatch.setattr(_query_ranges, "_DENSE_AT_ONCE", at_once)
     seen = dense(both(either(causal, blocks(IMAGES)), lambda b, h, q, k: (k // 7) % 2 == 0))
     asked = []
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import archflash
-from archflash import masks
+from archflash import _query_ranges, masks
 
 
 def rows_of(ranges: Tensor, nk: int) -> list[str]:
@@ -144,7 +144,7 @@ def test_ranges_of_queries_become_ranges_of_keys(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few rows at a time too; ranges that are empty, overlap, or reach beyond the queries."""
-    monkeypatch.setattr(masks, "_DENSE_AT_ONCE", at_once)
+    monkeypatch.setattr(_query_ranges, "_DENSE_AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(0)
     for batch, heads, nk, n, nq in ((1, 2, 8, 1, 5), (2, 1, 7, 3, 11), (1, 1, 1, 1, 1)):
         columns = torch.randint(

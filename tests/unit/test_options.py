@@ -109,7 +109,7 @@ def test_torch_and_the_reference_take_every_option_that_the_result_depends_on() 
     assert with_cache - {"out", "return_lse"} <= of_reference
     exact = {row.name for row in rows if row.of_attention}
     assert set(inspect.signature(_torch.attention).parameters) == exact | {"q", "k", "v"}
-    of_reference = {field.name for field in dataclasses.fields(reference.formula.Options)}
+    of_reference = {field.name for field in dataclasses.fields(reference.blocks.Options)}
     assert exact - {"out", "return_lse"} <= of_reference
 
 

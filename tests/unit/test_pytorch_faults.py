@@ -18,8 +18,8 @@ from archflash import (
     _dispatch,
     _fused_kernels,
     _mended_calls,
-    _overrides,
     _pytorch_faults,
+    _replacing,
     _torch,
     _torch_kernels,
     reference,
@@ -497,7 +497,7 @@ def test_the_runtime_asks_again_for_calls_that_were_mended(
         return args[1:4]
 
     monkeypatch.setattr(native, "note_declined", noted.append)
-    kernel = _overrides._replacement(
+    kernel = _replacing._replacement(
         "_scaled_dot_product_flash_attention_backward", lambda *args, **kwargs: "a reason", original
     )
     q, k, v, out, dout = (torch.randn(1, 2, 8, 16) for _ in range(5))

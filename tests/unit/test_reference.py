@@ -213,7 +213,7 @@ def test_queries_are_taken_in_blocks_without_a_trace(monkeypatch: pytest.MonkeyP
     q, k, v = rand(1, 2, 33, 8, seed=1), rand(1, 2, 17, 8, seed=2), rand(1, 2, 17, 8, seed=3)
     mask = rand(33, 17, seed=4)
     whole = reference.attention(q, k, v, causal=True, attn_mask=mask)
-    monkeypatch.setattr(reference.formula, "_BLOCK_ELEMENTS", 5 * 17)
+    monkeypatch.setattr(reference.blocks, "_BLOCK_ELEMENTS", 5 * 17)
     for one, other in zip(
         whole, reference.attention(q, k, v, causal=True, attn_mask=mask), strict=True
     ):

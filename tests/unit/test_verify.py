@@ -22,8 +22,8 @@ from archflash import _archflash as native
 from archflash import _dispatch, _proofs, _user_tables, reference
 from archflash._errors import ForcedImplementationError, LaunchError
 from archflash.cli import verify
-from archflash.verify import _calls, _jobs, _machine, _run, _times, _verdict, _worker, _wrong
-from archflash.verify._calls import Maker
+from archflash.verify import _checks, _jobs, _machine, _run, _times, _verdict, _worker, _wrong
+from archflash.verify._making import Maker
 from archflash.verify._run import Row, Runner
 from archflash.verify._setup import Item, Job, NotHereError, Setup, Told, kernels_on
 from archflash.verify._wrong import WrongError
@@ -125,7 +125,7 @@ def test_every_gpu_has_jobs_for_all_that_runs_on_it(gpu: str) -> None:
 
 
 def test_sizes_follow_the_memory() -> None:
-    rows = [_calls.long_rows("ampere", (256, 256), (8, 2), gib << 30) for gib in (1, 2, 7, 100)]
+    rows = [_checks.long_rows("ampere", (256, 256), (8, 2), gib << 30) for gib in (1, 2, 7, 100)]
     assert rows == [4059, 8155, 16347, 16347]
     small, large = (
         dataclasses.replace(setup("RTX 4090"), memory=gib << 30, kernels=("ampere",))

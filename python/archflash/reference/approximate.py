@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from archflash import _bias
-from archflash.reference.formula import SCALE_ROWS, attention, baseline
+from archflash.reference.blocks import SCALE_ROWS
+from archflash.reference.formula import attention, baseline
 from archflash.reference.four_bits import check_nvfp4
 from archflash.reference.rule import ErrorReport, check, check_lse
 

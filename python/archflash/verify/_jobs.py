@@ -7,7 +7,7 @@ from functools import partial
 
 from archflash import _archflash as _native
 from archflash._proofs import BACKWARD, FORWARD
-from archflash.verify import _calls, _kernels, _probes, _times
+from archflash.verify import _calls, _kernels, _making, _probes, _times
 from archflash.verify._setup import Item, Job, Setup
 
 PROBES, FIRST, KERNELS, LONG, GRADIENTS, CACHES, DECODING, FUNCTIONS, TIMES = (
@@ -37,7 +37,7 @@ def make_jobs(setup: Setup) -> list[Job]:
 def jobs_of(part: str, name: str, setup: Setup) -> Iterator[Job]:
     """The jobs of a part about a kernel."""
     said = _native.describe(name)
-    exact = [dtype for dtype in said.dtypes if dtype not in _calls.FP8]
+    exact = [dtype for dtype in said.dtypes if dtype not in _making.FP8]
     # The dtypes of the backward pass and of caches, where the folder has either.
     of_gradients = exact if _native.has_backward(name) else []
     of_caches = exact if {"kv_cache", "kv_cache_prefill", "qv"} & {*said.features} else []

@@ -16,8 +16,8 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _dispatch, _gradients, _proofs
 from archflash._errors import ArchflashError
-from archflash.verify import _calls
-from archflash.verify._calls import FP8, Call, Maker, Tensors
+from archflash.verify import _checks
+from archflash.verify._making import FP8, Call, Maker, Tensors, cache_call
 from archflash.verify._setup import Item, NotHereError, Setup, Told
 
 _APPROXIMATIONS = {*_dispatch.approximating.NAMES}
@@ -169,9 +169,9 @@ def candidate(
 
     def plan() -> _native.LaunchPlan:
         (q, k, v), call = make(Meta(setup))
-        return _calls.planned(kernel, q, k, v, call, setup)
+        return _checks.planned(kernel, q, k, v, call, setup)
 
-    run = functools.partial(_calls.check_call, kernel, name, make)
+    run = functools.partial(_checks.check_call, kernel, name, make)
     return Candidate(name, plan, run, batch * heads * rows * dims[1])
 
 
@@ -202,10 +202,10 @@ def of_caches(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
         name = f"{dtype} cache, {len(lengths)} up to {max(lengths)} rows, {', '.join(words)}"
 
         def plan(one: dict[str, Any] = one) -> _native.LaunchPlan:
-            q, caches, call = _calls.cache_call(Meta(setup), dtype, one)
-            return _calls.planned(kernel, q, caches[0], caches[1], call, setup)
+            q, caches, call = cache_call(Meta(setup), dtype, one)
+            return _checks.planned(kernel, q, caches[0], caches[1], call, setup)
 
-        run = functools.partial(_calls.check_cache, kernel, name, dtype, one)
+        run = functools.partial(_checks.check_cache, kernel, name, dtype, one)
         yield Candidate(name, plan, run)
 
 
@@ -228,10 +228,10 @@ def backward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
             def plan(make: Any = make, exact: bool = exact) -> _native.LaunchPlan:
                 (q, k, v), call = make(Meta(setup))
                 with _gradients.asked_for(exact):
-                    return _calls.planned(kernel, q, k, v, call, setup, backward=True)
+                    return _checks.planned(kernel, q, k, v, call, setup, backward=True)
 
             more = {"deterministic": True} if exact else {}
-            run = functools.partial(_calls.check_gradients, kernel, name, make, more)
+            run = functools.partial(_checks.check_gradients, kernel, name, make, more)
             yield Candidate(name, plan, run, 3 * batch * heads * rows * dims[1])
 
 

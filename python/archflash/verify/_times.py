@@ -11,7 +11,8 @@ import torch
 
 import archflash
 from archflash import _registry
-from archflash.verify._calls import FP8, Call, Maker, planned
+from archflash.verify._checks import planned
+from archflash.verify._making import FP8, Call, Maker
 from archflash.verify._setup import Item, Setup, Told
 
 # Words by nvidia-smi's names for them.
