@@ -58,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat._flash", "compat.flash_attn.bert_padding", "compat.flash_attn.layers.rotary"),
     ("compat._passes", "compat.flash_attn.ops.triton.rotary"),
     ("compat.flash_attn_interface", "compat.flash_mla", "compat.sageattention.core"),
-    ("compat.flash_attn_3", "compat.sageattention"),
+    ("compat.flash_attn.cute", "compat.flash_attn_3", "compat.sageattention"),
     ("compat.sageattn3",),
     ("compat.flash_attn._private",),
     ("compat.flash_attn.flash_attn_interface", "compat._operators"),

@@ -2,6 +2,7 @@
 them.
 
 - `archflash.compat.flash_attn`: FlashAttention-2's package `flash_attn`
+- `archflash.compat.flash_attn.cute`: FlashAttention-4's functions
 - `archflash.compat.flash_attn_interface`: FlashAttention-3's module `flash_attn_interface`
 - `archflash.compat.flash_attn_2_cuda`, `archflash.compat.flash_attn_3`: what lies below these two
 - `archflash.compat.flash_mla`: FlashMLA's module `flash_mla`
@@ -31,7 +32,7 @@ from archflash.compat import (
     sageattention,
     sageattn3,
 )
-from archflash.compat.flash_attn import bert_padding, layers, ops
+from archflash.compat.flash_attn import bert_padding, cute, layers, ops
 from archflash.compat.flash_attn import flash_attn_interface as _flash_attn_2_interface
 from archflash.compat.flash_attn.layers import rotary
 from archflash.compat.flash_attn.ops import triton
@@ -53,6 +54,8 @@ __all__ = [
 _MODULES: dict[str, ModuleType] = {
     "flash_attn": flash_attn,
     "flash_attn.bert_padding": bert_padding,
+    "flash_attn.cute": cute,
+    "flash_attn.cute.interface": cute,
     "flash_attn.flash_attn_interface": _flash_attn_2_interface,
     "flash_attn.layers": layers,
     "flash_attn.layers.rotary": rotary,

@@ -1,0 +1,240 @@
+"""FlashAttention-4's package `flash_attn.cute`, served by archflash.
+
+Names, order and defaults of the arguments and return values are FlashAttention-4's. They differ
+from FlashAttention-3's: both functions always return (output, log-sum-exp), the latter None unless
+it is asked for, a side of a window is unbounded where it is None and shifts the window where it is
+negative, and `learnable_sink` has gradients.
+
+What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
+functions written in CuTe (score_mod, mask_mod and what belongs to them), negative sides in packed
+sequences, and gradients with qv or pages. pack_gqa, scheduler_metadata, seqlen_k_per_split and
+num_splits of 0 or 1 are advice about speed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash._errors import UnsupportedError
+from archflash.compat import flash_attn_interface as _fa3
+from archflash.compat._flash import Window, attend, plain, refuse
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
+
+_WRITTEN_IN_CUTE = (
+    "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors",
+    "block_sparse_tensors_bwd",
+)  # fmt: skip
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of q (batch, rows, heads, d) on k and v.
+
+    Args:
+        q, k, v: (batch, rows, heads, d); q may have a multiple of k's heads.
+        qv: (batch, rows, heads, dv), a second query that multiplies v. It has no backward.
+        gather_kv_indices: int32 (batch, rows, count), the keys that each row sees; -1 for none. It
+            needs qv.
+        softmax_scale: multiplies q k^T; 1 / sqrt(d) by default, 1 / sqrt(d + dv) with qv.
+        causal: query i sees keys up to i + rows of k - rows of q.
+        window_size: (left, right) around that key; None for an unbounded side. A negative side
+            shifts the window: (None, -3) leaves out that key and the two before it.
+        learnable_sink: (heads,), one more logit per head in the denominator.
+        softcap: 0 for none.
+        deterministic: of the backward, as in `flash_attn_interface`.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        The output (batch, rows, heads, dv), and None or the log-sum-exp, float32 (batch, heads,
+        rows), or (batch, rows, heads) with qv.
+
+    Raises:
+        UnsupportedError: an argument that archflash does not take; it is named.
+
+    Example:
+        >>> import torch
+        >>> from archflash.compat.flash_attn.cute import flash_attn_func
+        >>> q = torch.randn(2, 7, 4, 16)
+        >>> out, lse = flash_attn_func(q, q, q, causal=True, return_lse=True)
+        >>> lse.shape
+        torch.Size([2, 4, 7])
+    """
+    given = locals()
+    refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE})
+    window, shift = _window(window_size, causal)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "softcap": softcap, "sinks": _sink(learnable_sink),
+        "want_lse": return_lse,
+    }  # fmt: skip
+    if qv is None:
+        refuse(gather_kv_indices=(gather_kv_indices, None))
+        if shift:
+            options["q_offset"] = k.shape[1] - q.shape[1] + shift
+        return attend(
+            q, k, v, causal=False, window_size=window, deterministic=deterministic,
+            num_splits=num_splits if num_splits > 1 else None, **options,
+        )  # fmt: skip
+    if shift:
+        raise UnsupportedError(f"window_size={window_size!r} with qv: no side may be negative")
+    if gather_kv_indices is not None:
+        options["key_indices"] = gather_kv_indices[:, None]
+    result = _fa3._without_backward(
+        "qv", q, k, v, qv=qv, cache_seqlens=None, page_table=None, k_new=None, causal=False,
+        window_size=window, num_splits=num_splits if num_splits > 1 else 0, **options,
+    )  # fmt: skip
+    return (result[0], result[1].transpose(1, 2)) if return_lse else (result, None)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of sequences of different lengths: each of q and of k, v is packed (total rows,
+    heads, d) with cu_seqlens, or (batch, rows, heads, d), of which the first seqused rows count.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), where each sequence begins.
+        max_seqlen_q, max_seqlen_k: the longest sequences; read from the lengths if they are needed
+            and not given.
+        seqused_q, seqused_k: int32 (sequences,), how many rows of each sequence count.
+        page_table: int32 (sequences, pages): k and v are pages (pages, rows of a page, heads, d),
+            and seqused_k says how many keys count.
+        The others are those of `flash_attn_func`.
+
+    Returns:
+        The output, like q, and None or the log-sum-exp: (heads, total rows) of packed q, else
+        (batch, heads, rows); with qv the heads come last.
+
+    Raises:
+        UnsupportedError: an argument that archflash does not take; it is named.
+    """
+    given = locals()
+    refuse(
+        gather_kv_indices=(gather_kv_indices, None),
+        **{name: (given[name], None) for name in _WRITTEN_IN_CUTE if name in given},
+    )
+    window, shift = _window(window_size, causal)
+    if shift:
+        raise UnsupportedError(f"window_size={window_size!r}: no side may be negative here")
+    sinks = _sink(learnable_sink)
+    rows = None if cu_seqlens_q is not None else q.shape[:2]  # of sequences of one size
+    if rows is not None:
+        q, cu_seqlens_q, max_seqlen_q = _packed(q)
+        qv = None if qv is None else qv.flatten(0, 1)
+    assert cu_seqlens_q is not None
+    if max_seqlen_q is None:
+        max_seqlen_q = int(cu_seqlens_q.diff().max())
+    if page_table is None:
+        if cu_seqlens_k is None:
+            k, cu_seqlens_k, max_seqlen_k = _packed(k)
+            v = v.flatten(0, 1)
+        if max_seqlen_k is None:
+            max_seqlen_k = int(cu_seqlens_k.diff().max())
+        result = _fa3.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            softmax_scale, window_size=window, qv=qv, softcap=softcap, num_splits=num_splits,
+            deterministic=deterministic, return_attn_probs=return_lse, s_aux=sinks,
+        )  # fmt: skip
+    else:
+        refuse(seqused_q=(seqused_q, None), cu_seqlens_k=(cu_seqlens_k, None))
+        result = _fa3._without_backward(
+            "page_table", q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
+            k_new=None, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=plain(max_seqlen_q),
+            softmax_scale=softmax_scale, causal=False, window_size=window, softcap=softcap,
+            sinks=sinks, num_splits=num_splits if num_splits > 1 else 0, want_lse=return_lse,
+        )  # fmt: skip
+    out, lse = result if return_lse else (result, None)
+    if rows is not None:
+        out = out.unflatten(0, rows)
+        lse = None if lse is None else lse.unflatten(1, rows).transpose(0, 1)
+    if lse is not None and qv is not None:
+        lse = lse.movedim(-2, -1)
+    return out, lse
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+    """None: archflash makes its plans itself and keeps them, so there is nothing to pass on."""
+
+
+def _window(window_size: Window, causal: bool) -> tuple[Window, int]:
+    """The sides with -1 for an unbounded one, and by how much the queries move so that no side is
+    negative. causal is a right side of 0.
+    """
+    left, right = (plain(side) for side in window_size)
+    if causal:
+        right = 0
+    shift = 0
+    if right is not None and right < 0:
+        shift = right
+    elif left is not None and left < 0:
+        shift = -left
+    left = None if left is None else left + shift
+    right = None if right is None else right - shift
+    if any(side is not None and side < 0 for side in (left, right)):
+        raise UnsupportedError(f"window_size={window_size!r}: the window is empty")
+    return (-1 if left is None else left, -1 if right is None else right), shift
+
+
+def _sink(learnable_sink: Tensor | None) -> Tensor | None:
+    return None if learnable_sink is None else learnable_sink.float()
+
+
+def _packed(x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Sequences of one size as packed ones: rows, where each begins, and the size."""
+    batch, rows = x.shape[:2]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * rows
+    return x.flatten(0, 1), ends, rows

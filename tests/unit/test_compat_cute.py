@@ -1,0 +1,128 @@
+"""archflash.compat.flash_attn.cute keeps FlashAttention-4's meaning of its arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash.compat
+from archflash import UnsupportedError, reference
+from archflash.compat.flash_attn import cute
+
+
+def rand(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    return rand(2, 9, 4, 8), rand(2, 12, 2, 8, seed=2), rand(2, 12, 2, 8, seed=3)
+
+
+def ends(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def agrees(found: tuple[Tensor, Tensor | None], *given: Tensor, **call: Any) -> None:
+    out, lse = found
+    assert lse is not None
+    wanted, wanted_lse = reference.attention(*given, layout="bnhd", **call)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({"causal": True}, {"causal": True}),
+        ({"window_size": (2, None)}, {"window": (2, None)}),
+        ({"window_size": (None, -3)}, {"window": (None, 0), "q_offset": 0}),
+        ({"window_size": (5, -3)}, {"window": (2, 0), "q_offset": 0}),
+        ({"window_size": (-1, 4)}, {"window": (0, 3), "q_offset": 4}),
+        ({"softmax_scale": 0.7, "softcap": 2.0}, {"scale": 0.7, "softcap": 2.0}),
+    ],
+)
+def test_arguments_have_their_meaning(given: dict[str, Any], asked: dict[str, Any]) -> None:
+    q, k, v = tensors()
+    agrees(cute.flash_attn_func(q, k, v, return_lse=True, **given), q, k, v, **asked)
+    assert cute.flash_attn_func(q, k, v, **given)[1] is None
+
+
+def test_sinks_have_gradients() -> None:
+    q, k, v = tensors()
+    sink = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
+    out, _ = cute.flash_attn_func(q, k, v, learnable_sink=sink)
+    (found,) = torch.autograd.grad(out.sum(), [sink])
+    exact = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    wanted, _ = reference.attention(q, k, v, layout="bnhd", sinks=exact)
+    (expected,) = torch.autograd.grad(wanted.sum(), [exact])
+    torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_packed_sequences() -> None:
+    q, k, v = tensors()
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    lengths = {"cu_seqlens_q": ends(0, 5, 18), "cu_seqlens_k": ends(0, 14, 24)}
+    found = cute.flash_attn_varlen_func(q, k, v, causal=True, return_lse=True, **lengths)
+    out, lse = reference.attention(q, k, v, causal=True, **lengths)
+    torch.testing.assert_close(found[0].double(), out, atol=1e-5, rtol=1e-5)
+    assert found[1] is not None
+    torch.testing.assert_close(found[1].double(), lse, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_count_of_sequences_of_one_size() -> None:
+    q, k, v = tensors()
+    found = cute.flash_attn_varlen_func(q, k, v, seqused_k=ends(12, 7), return_lse=True)
+    assert found[1] is not None
+    assert found[1].shape == (2, 4, 9)
+    for i, count in enumerate((12, 7)):
+        one = q[i : i + 1], k[i : i + 1, :count], v[i : i + 1, :count]
+        agrees((found[0][i : i + 1], found[1][i : i + 1]), *one)
+
+
+def test_pages() -> None:
+    q, k, v = tensors()
+    table = ends(3, 0, 5, 1, 2, 4).reshape(2, 3)
+    pages = [torch.zeros(6, 4, 2, 8) for _ in "kv"]
+    for of, x in zip(pages, (k, v), strict=True):
+        of[table.flatten().long()] = x.reshape(6, 4, 2, 8)
+    found = cute.flash_attn_varlen_func(
+        q, *pages, page_table=table, seqused_k=ends(12, 12), causal=True, return_lse=True
+    )
+    agrees(found, q, k, v, causal=True)
+
+
+def test_second_query_has_heads_last() -> None:
+    q, qv = rand(1, 3, 4, 64), rand(1, 3, 4, 512, seed=2)
+    k, v = rand(1, 6, 1, 64, seed=3), rand(1, 6, 1, 512, seed=4)
+    keys = ends(0, 5, -1).expand(1, 3, 3).contiguous()
+    out, lse = cute.flash_attn_func(q, k, v, qv, keys, return_lse=True)
+    assert lse is not None
+    rows = [0, 5]
+    both = torch.cat([q, qv], -1), torch.cat([k, v], -1)[:, rows], v[:, rows]
+    agrees((out, lse.transpose(1, 2)), *both, scale=1 / math.sqrt(576))
+
+
+def test_what_is_not_taken_is_named() -> None:
+    q, k, v = tensors()
+    with pytest.raises(UnsupportedError, match="mask_mod"):
+        cute.flash_attn_func(q, k, v, mask_mod=lambda: None)
+    with pytest.raises(UnsupportedError, match="gather_kv_indices"):
+        cute.flash_attn_func(q, k, v, gather_kv_indices=ends(0))
+    with pytest.raises(UnsupportedError, match="the window is empty"):
+        cute.flash_attn_func(q, k, v, window_size=(-3, -3))
+    with pytest.raises(UnsupportedError, match="window_size"):
+        cute.flash_attn_varlen_func(q, k, v, window_size=(None, -3))
+
+
+def test_install_gives_the_name() -> None:
+    archflash.compat.install()
+    try:
+        from flash_attn.cute.interface import flash_attn_func  # noqa: PLC0415
+
+        assert flash_attn_func is cute.flash_attn_func
+    finally:
+        archflash.compat.uninstall()
