@@ -57,6 +57,8 @@ def pytorchs_sdpa(
                 and _on(SDPBackend.CUDNN_ATTENTION)
             ):
                 key, value, attn_mask = with_hidden_keys(key, value, attn_mask, more)
+    if not traced and _has_fused_kernels(query):
+        query = _without_repeats(query, value)
     failing = {}
     if not traced:
         failing = failing_kernels(query, key, value, attn_mask, is_causal, dropout_p != 0.0)
@@ -150,6 +152,17 @@ def _with_gradient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or in_transform():
         return query  # where nothing can require a gradient later
     return query.detach().requires_grad_()
+
+
+def _without_repeats(query: Tensor, value: Tensor) -> Tensor:
+    """query, or a dense copy if a stride of 0 repeats it and v has other columns. PyTorch then
+    orders the dimensions of the output by query's strides, and cuDNN refuses an output whose
+    columns are not neighbours (H200, torch 2.11, 2026-11-29).
+    """
+    if query.shape[-1] == value.shape[-1]:
+        return query
+    repeated = any(not step and n > 1 for n, step in zip(query.shape, query.stride(), strict=True))
+    return query.clone(memory_format=torch.contiguous_format) if repeated else query
 
 
 _BACKENDS = {

@@ -256,3 +256,15 @@ def test_compiled_code(masked: bool, scale: float | None) -> None:
     wanted = torch.autograd.grad(expected.sum(), inputs)
     for x, y in zip((out, *grads), (expected, *wanted), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=0.05, atol=0.05 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("way", ["torch", "drop-in"])
+def test_repeated_queries_beside_values_of_other_columns(way: str) -> None:
+    q = torch.randn(1, 2, 3, 64, dtype=torch.bfloat16, device=DEVICE).expand(2, 2, 3, 64)
+    k = torch.randn(2, 2, 128, 64, dtype=torch.bfloat16, device=DEVICE)
+    v = torch.randn(2, 2, 128, 128, dtype=torch.bfloat16, device=DEVICE)
+    mask = torch.ones(2, 2, 3, 128, dtype=torch.bool, device=DEVICE)
+    out = WAYS[way](q, k, v, mask, False, None)
+    torch.testing.assert_close(
+        out.double(), exact(q, k, v, mask, False, None), atol=2e-2, rtol=2e-2
+    )

@@ -14,6 +14,7 @@ Given = dict[str, Any]
 
 FLOATS = ("float32", "float16", "bfloat16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
+APPROXIMATE = ("fp16_accumulate", "int8", "int8_qk")  # the rule of nvfp4 is one of averages
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33)  # half of them; the others are up to 300
 EDGES = (63, 64, 65, 100, 127, 128, 129, 191, 200, 256, 257, 300)
 DIMS = (1, 3, 8, 16, 32, 40, 64, 64, 72, 96, 100, 128, 128, 192, 256, 300)
@@ -86,6 +87,20 @@ def draw(entry: str, chance: random.Random, most: int = 300) -> Problem:
     return Problem(entry, dice.between(0, 999), ENTRIES[entry](dice))
 
 
+def options_of(problem: Problem) -> set[str]:
+    """What of a problem differs from the plainest call: options that are given, strides, FP8."""
+    made = problem.given.get("made", problem.given)
+    plain = ("dtype", "dims", "d", "dv", "heads", "batch", "nq", "nk", "capacity", "pad",
+             "options", "strides", "layout")  # fmt: skip
+    found = {x for x, value in made.items() if x not in plain and value}
+    found |= set(problem.given["options"])
+    if any(x != "dense" for x in made.get("strides", ())):
+        found.add("strides")
+    if made.get("layout") not in (None, "bnhd"):  # of a cache
+        found.add("layout")
+    return found | ({"fp8"} if made["dtype"] in FP8 else set())
+
+
 def _side(dice: Dice) -> int | None:
     return dice.one_of((None, -1, 0, 1, 3, 17, 64, 100))  # type: ignore[no-any-return]
 
@@ -132,8 +147,8 @@ def _masks(dice: Dice, options: Given, cached: bool = False) -> None:
 def _lists(dice: Dice, options: Given) -> None:
     """Lists of keys, in place of what does not go with them."""
     for name in (
-        "attn_mask", "key_ranges", "block_mask", "alibi_slopes", "dropout_p", "approximate",
-        "batch_invariant", "attention_chunk",
+        "attn_mask", "key_ranges", "block_mask", "alibi_slopes", "dropout_p", "batch_invariant",
+        "attention_chunk",
     ):  # fmt: skip
         options.pop(name, None)
     options["key_indices"] = {
@@ -156,21 +171,17 @@ def _attention(dice: Dice, backward: bool = False) -> Given:
             "gaps": (dice.between(0, 3), dice.between(0, 3)),  # rows behind the last sequence
             "hints": dice.maybe(),
         }
-        if options.get("q_offset") == "tensor":
-            del options["q_offset"]
-        given["strides"] = tuple(dice.strides() for _ in "qkv")
     else:
         batch, nq, nk = dice.one_of((0, 1, 1, 1, 2, 3)), dice.size(), dice.size()
         while batch * heads[0] * nq * nk > MOST_SCORES:
             nq, nk, batch = nq // 2, nk // 2 + 1, 1
         given |= {"batch": batch, "nq": nq, "nk": nk}
-        given["strides"] = tuple(dice.strides() for _ in "qkv")
         _masks(dice, options)
-        dice.sometimes(options, 0.3, layout=lambda: "bnhd")
-    if not fp8:
-        if not options.get("batch_invariant"):
-            dice.sometimes(options, 0.1, dropout_p=lambda: dice.one_of((0.0, 0.1, 0.5, 0.8)))
-    else:
+    given["strides"] = tuple(dice.strides() for _ in "qkv")
+    dice.sometimes(options, 0.3, layout=lambda: "bnhd")
+    if not options.get("batch_invariant"):
+        dice.sometimes(options, 0.1, dropout_p=lambda: dice.one_of((0.0, 0.1, 0.5, 0.8)))
+    if fp8:
         shapes = ("one", "()", "heads", "batch") + (() if "packed" in given else ("blocks",))
         dice.sometimes(options, 0.4, **{f"{x}_descale": lambda: dice.one_of(shapes) for x in "qkv"})
     if backward:
@@ -181,8 +192,7 @@ def _attention(dice: Dice, backward: bool = False) -> Given:
         given["mask_gradient"] = added and not mask["expanded"] and dice.maybe(0.5)
         given["dlse"] = dice.maybe(0.3)
         return given
-    if not fp8 and "softcap" not in options and "packed" not in given and dice.maybe(0.08):
-        options["approximate"] = "int8_qk"
+    dice.sometimes(options, 0.08, approximate=lambda: dice.one_of(APPROXIMATE))
     dice.sometimes(
         options, 0.1, out_dtype=lambda: dice.one_of(("float16", "bfloat16") if fp8 else (dtype,))
     )

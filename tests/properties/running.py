@@ -7,19 +7,23 @@ import collections
 import itertools
 import random
 import time
+from collections.abc import Iterator
 
 import torch
 
 from archflash import _archflash as native
 from tests.core_set.executors import EXECUTORS
 from tests.properties import ENTRIES, Problem, attempt, draw
+from tests.properties.found import FOUND
 
 Counts = collections.Counter[tuple[str, str, str]]  # of (entry, implementation, verdict)
 OF_ONE_NAME = {"merge_attention": native.merger_names(), "quantize_fp8": native.quantizer_names()}
 
 
 def work(args: argparse.Namespace, worker: int) -> tuple[int, Counts]:
-    """Every so-many-th problem of a seed, until the time is over."""
+    """Every so-many-th problem of a seed, until the time is over; the first worker begins with what
+    has failed.
+    """
     device, every = "cpu", ["torch"]
     if args.executor != "torch":
         executor = EXECUTORS[args.executor]()
@@ -27,12 +31,9 @@ def work(args: argparse.Namespace, worker: int) -> tuple[int, Counts]:
         every = ["chosen", "torch", *every] if device == "cuda" else every
     torch.set_num_threads(1)
     counts, end = Counts(), time.monotonic() + args.seconds
-    for number in itertools.count(worker, args.workers):
+    for number, problem in enumerate(_problems(args, worker)):
         if time.monotonic() > end:
-            return number // args.workers, counts
-        entries = args.entry or list(ENTRIES)
-        chance = random.Random(f"{args.seed} {number}")
-        problem = draw(chance.choice(entries), chance, args.most)
+            return number, counts
         names = args.implementation or every
         if problem.entry == "masks":
             names = ["torch"]  # they are plain operations
@@ -47,6 +48,15 @@ def work(args: argparse.Namespace, worker: int) -> tuple[int, Counts]:
         if device == "cuda":
             torch.cuda.synchronize()  # after a fault of the GPU nothing more can be tried
     raise AssertionError
+
+
+def _problems(args: argparse.Namespace, worker: int) -> Iterator[Problem]:
+    entries = args.entry or list(ENTRIES)
+    if worker == 0:
+        yield from (problem for problem in FOUND if problem.entry in entries)
+    for number in itertools.count(worker, args.workers):
+        chance = random.Random(f"{args.seed} {number}")
+        yield draw(chance.choice(entries), chance, args.most)
 
 
 def _tell(problem: Problem, name: str | None, device: str, verdict: str) -> None:

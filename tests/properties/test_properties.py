@@ -1,11 +1,12 @@
 """Random problems over the whole public API agree with float64, and wrong ones are refused.
 
 Hypothesis draws the same problems in each run, and shows the smallest one that fails: add it to
-FOUND. `python -m tests.properties` draws more of them from a seed, also on a GPU.
+found.py. `python -m tests.properties` draws more of them from a seed, also on a GPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -14,39 +15,9 @@ from hypothesis import strategies as st
 
 import archflash
 from tests.properties import ENTRIES, Problem, attempt, draw
+from tests.properties.drawing import options_of
+from tests.properties.found import FOUND
 from tests.properties.illegal import refuses
-
-# Problems that have failed, and what was wrong.
-FOUND = [
-    # NaN where the forward pass had an infinite sink.
-    Problem(
-        "attention_backward", 368,
-        {"dtype": "bfloat16", "dims": (64, 64), "heads": (2, 1), "batch": 1, "nq": 3, "nk": 1,
-         "options": {"sinks": "infinite"}, "strides": ("dense", "dense", "dense"),
-         "mask_gradient": False, "dlse": False},
-    ),
-    # A sink of -inf had a gradient where no key is seen.
-    *(
-        Problem(
-            entry, 660,
-            {"dtype": "float16", "dims": (16, 16), "heads": (2, 2), "batch": 1, "nq": 5, "nk": 0,
-             "options": {"sinks": "infinite"}, "strides": ("dense", "dense", "dense"),
-             "mask_gradient": False, "dlse": True},
-        )
-        for entry in ("attention_backward", "autograd")
-    ),
-    # The error rule of int8 did not take calls without rows.
-    Problem(
-        "attention", 786,
-        {"dtype": "bfloat16", "dims": (16, 16), "heads": (1, 1), "batch": 0, "nq": 0, "nk": 33,
-         "options": {"approximate": "int8_qk"}, "strides": ("dense", "dense", "dense"), "pad": 0},
-    ),
-    # Rows that FlashMask hides were seen, if its second pair of bounds lay behind the first.
-    Problem(
-        "masks", 260,
-        {"name": "from_flashmask", "nq": 3, "nk": 3, "batch": 2, "number": 5, "causal": False},
-    ),
-]  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:archflash. tensors are on the CPU")
 ALWAYS_THE_SAME = settings(
@@ -76,6 +47,45 @@ def test_answers_agree_with_float64(entry: str) -> None:
         check(problem, "torch")
 
     property_holds()
+
+
+# What no call may have together: each of the second is refused beside the first.
+APART = {
+    "attention": {
+        "key_indices": "alibi_slopes attn_mask batch_invariant block_mask dropout_p fp8 "
+        "k_descale key_ranges packed q_descale v_descale",
+        "packed": "attn_mask block_mask key_ranges",
+        "batch_invariant": "dropout_p num_splits",
+    },
+    "attention_backward": {"packed": "attn_mask block_mask key_ranges mask_gradient"},
+    "attention_with_kvcache": {
+        "key_indices": "alibi_slopes attention_chunk attn_mask batch_invariant cache_dtype "
+        "k_descale key_ranges q_lengths rotary rotary_interleaved v_descale",
+        "batch_invariant": "num_splits",
+        "page_size": "rows_of",
+    },
+}
+
+
+@pytest.mark.parametrize("entry", ["attention", "attention_backward", "attention_with_kvcache"])
+def test_every_pair_of_options(entry: str) -> None:
+    """As few random problems as have all pairs of options but those that are refused."""
+    chance = random.Random(entry)
+    missing: dict[tuple[str, str], Problem] = {}
+    for _ in range(20000):
+        problem = draw(entry, chance, 70)
+        for pair in itertools.combinations(sorted(options_of(problem)), 2):
+            missing.setdefault(pair, problem)
+    every = sorted({name for pair in missing for name in pair})
+    apart = {(x, y) for x, others in APART[entry].items() for y in others.split()}
+    assert {tuple(sorted(pair)) for pair in apart} == {
+        pair for pair in itertools.combinations(every, 2) if pair not in missing
+    }
+    while missing:
+        problem = max(missing.values(), key=lambda p: len(options_of(p)))
+        check(problem, "torch")
+        for pair in itertools.combinations(sorted(options_of(problem)), 2):
+            missing.pop(pair, None)
 
 
 @pytest.mark.parametrize("entry", ["attention", "attention_backward", "attention_with_kvcache"])

@@ -121,7 +121,7 @@ def test_what_is_not_taken_is_named() -> None:
 def test_install_gives_the_name() -> None:
     archflash.compat.install()
     try:
-        from flash_attn.cute.interface import flash_attn_func  # noqa: PLC0415
+        from flash_attn.cute.interface import flash_attn_func
 
         assert flash_attn_func is cute.flash_attn_func
     finally:

@@ -509,3 +509,19 @@ def test_the_runtime_asks_again_for_calls_that_were_mended(
     assert scales == [0.5, 0.5]
     assert noted == ["a reason"]
     archflash.stats(reset=True)
+
+
+@pytest.mark.parametrize("repeated", [0, 1, 2])
+def test_cudnn_gets_no_repeated_queries_beside_values_of_other_columns(
+    repeated: int, as_on_an_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    monkeypatch.setattr(
+        _torch_kernels, "PYTORCHS_SDPA", lambda q, *rest, **call: given.append(q) or q
+    )
+    q = torch.randn(2, 2, 3, 8).narrow(repeated, 0, 1).expand(2, 2, 3, 8)
+    k = torch.randn(2, 2, 4, 8)
+    _torch_kernels.pytorchs_sdpa(q, k, torch.randn(2, 2, 4, 16))
+    _torch_kernels.pytorchs_sdpa(q, k, k)
+    assert [x.is_contiguous() for x in given] == [True, False]
+    assert all(torch.equal(x, q) for x in given)
