@@ -103,7 +103,8 @@ def losses(result: Result, chosen: str) -> tuple[float, float, float]:
     both = {name: math.sqrt(us * eager[name]) for name, us in graph.items()}
     if chosen not in graph:
         return (math.inf,) * 3
-    can = [name for name in graph if name not in PYTORCHS]  # be chosen; `torch` stands for PyTorch
+    # Which can be chosen, `torch` standing for PyTorch, and were near enough to be timed eagerly.
+    can = [name for name in result.eager_us if name not in PYTORCHS] or [chosen]
     least = (min(graph.values()), min(eager[x] for x in can), min(both[x] for x in can))
     found = [times[chosen] / us - 1 for times, us in zip((graph, eager, both), least, strict=True)]
     return found[0], found[1], found[2]

@@ -13,17 +13,14 @@ from typing import Any, NamedTuple
 
 from archflash import _archflash as _native
 from archflash import _fused_kernels, _measured, _user_tables
-from archflash._call_times import BOTH, FEATURES, FORWARD, Fit, Group, Kind, Shape, Sizes
+from archflash._call_times import BOTH, FORWARD, Family, Fit, Kind, Measured, Sizes
 
 TABLE = "calibration"  # the name of the file in the user's folder
-FORMAT = 1  # of an entry; another one does not count
-# Candidates whose times differ by less count as equally fast. A time that is predicted from few
-# sizes, none of them near, is off by up to UNSURE on an H200: there an order that was measured on
-# such GPUs holds unless times differ by more.
-EQUAL, UNSURE = 0.02, 0.1
-# With few query rows each call may have another number of keys, for which cuDNN makes a plan, which
-# takes the host long: PyTorch has to be faster by this.
-FEW_ROWS_MARGIN = 0.05
+FORMAT = 2  # of an entry; another one does not count
+EQUAL = 0.02  # candidates whose times differ by less count as equally fast
+# Calls have ever other sizes, for each of which cuDNN makes a plan, which takes the host long:
+# PyTorch has to be faster by this. With few rows each step of decoding has another number of keys.
+PLANS_MARGIN = {"few": 0.05, "many": 0.03}
 
 logger = logging.getLogger("archflash")
 _FEW = _measured.FEW_QUERIES
@@ -50,7 +47,8 @@ class Prediction(NamedTuple):
         gpu: the GPU.
         key: what the table holds for, in words.
         wrong: candidates that gave wrong numbers in calls of this kind.
-        sure: candidates whose times at these sizes are known well.
+        doubt: by what part the cost of each may be off, a standard deviation.
+        plans: by what part PyTorch has to be faster.
     """
 
     cost: dict[str, float]
@@ -58,26 +56,31 @@ class Prediction(NamedTuple):
     gpu: str
     key: str
     wrong: frozenset[str]
-    sure: frozenset[str]
+    doubt: dict[str, float]
+    plans: float
 
     def in_order(self, today: tuple[str, ...], measured: bool = False) -> tuple[str, ...]:
         """The candidates of `today` that were measured, the fastest first. Those that are equally
-        fast keep the order that they have there. measured: whether that is by times of such GPUs.
+        fast keep the order that they have there. Where that is by times of such GPUs (measured),
+        it also holds against differences that the predictions are in doubt of.
         """
         left = [name for name in today if name in self.cost]
         order = []
         while left:
-            fastest = min(left, key=self.cost.__getitem__)
-            unsure = UNSURE if measured else EQUAL
-            name = next(x for x in left if not self._differ(x, fastest, unsure))
+            fastest = min(left, key=self._weighed)
+            name = next(x for x in left if not self._differ(x, fastest, measured))
             order.append(name)
             left.remove(name)
         return tuple(order)
 
-    def _differ(self, name: str, fastest: str, unsure: float) -> bool:
+    def _differ(self, name: str, fastest: str, measured: bool) -> bool:
         """Whether a candidate is slower than another one by what counts."""
-        margin = EQUAL if {name, fastest} <= self.sure else unsure
-        return self.cost[name] > self.cost[fastest] * (1 + margin)
+        doubt = math.hypot(self.doubt[name], self.doubt[fastest]) if measured else 0.0
+        return self._weighed(name) > self._weighed(fastest) * (1 + EQUAL + doubt)
+
+    def _weighed(self, name: str) -> float:
+        """The cost of a candidate, and of PyTorch what its plans cost."""
+        return self.cost[name] * (1 + self.plans if name.startswith("torch") else 1)
 
     def __str__(self) -> str:
         fastest = sorted(self.cost.items(), key=lambda item: item[1])[:4]
@@ -95,7 +98,7 @@ class Table:
         key: with what, in words.
         sms: its SMs.
         host_us: what an eager call costs on the host: by passes and "ours" or "torch".
-        groups: what was measured, by kind.
+        families: what was measured, by kind of family.
         wrong: candidates that gave wrong numbers, (name, passes), and what was seen.
         wrong_kinds: the kinds of calls where they did.
     """
@@ -105,7 +108,7 @@ class Table:
     key: str
     sms: int
     host_us: dict[tuple[str, str], float]
-    groups: dict[Kind, tuple[Group, ...]]
+    families: dict[Kind, Family]
     wrong: dict[tuple[str, str], str]
     wrong_kinds: frozenset[tuple[str, Kind]]
 
@@ -119,57 +122,32 @@ class Table:
         key = entry["key"]
         if entry.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        groups: dict[Kind, list[Group]] = {}
-        for told in entry["groups"]:
-            fits = {
-                str(name): Fit(
-                    Shape(*map(_at_least_1, fit["shape"])),
-                    tuple(map(float, fit["weights"])),
-                    tuple(None if x is None else float(x) for x in fit["residuals"]),
-                )
-                for name, fit in told["fits"].items()
-            }
-            points = tuple(Sizes(*map(_number, point)) for point in told["points"])
-            for fit in fits.values():
-                _check_fit(fit, len(points))
-            if not 0 <= int(told["own"]) <= len(points):
-                raise ValueError("it has fewer points than it says")
-            group = Group(int(told["d"]), int(told["dv"]), points, fits, int(told["own"]))
-            groups.setdefault(Kind(*told["kind"]), []).append(group)
+        sms = _at_least_1(entry["sms"])
+        families = {Kind(*told["kind"]): _family(told, sms) for told in entry["families"]}
         words = ", ".join(f"{name} {word}" for name, word in key.items() if name in _SHOWN)
         return cls(
             gpu=str(key["gpu"]),
             date=str(entry["date"]),
             key=words,
-            sms=_at_least_1(entry["sms"]),
+            sms=sms,
             host_us={(str(p), str(who)): float(_number(us)) for p, who, us in entry["host_us"]},
-            groups={
-                kind: tuple(sorted(found, key=lambda g: g.d + g.dv))
-                for kind, found in groups.items()
-            },
+            families=families,
             wrong={(str(name), str(of)): str(text) for name, of, text in entry["wrong"]},
             wrong_kinds=frozenset((str(name), Kind(*kind)) for name, kind in entry["wrong_kinds"]),
         )
 
-    def group(self, kind: Kind, d: int, dv: int) -> Group | None:
-        """The measured head dimensions that stand for those of a call."""
-        found = self.groups.get(kind, ())
-        return next((group for group in found if group.d >= d and group.dv >= dv), None)
-
     def predict(self, kind: Kind, sizes: Sizes, d: int, dv: int) -> Prediction | None:
         """What each candidate costs; None where such calls were not measured."""
-        group = self.group(kind, d, dv)
-        if group is None:
+        family = self.families.get(kind.family())
+        if family is None or not family.reaches(d, dv):
             return None
-        cost = {}
-        for name, us in group.predict(kind, sizes, self.sms).items():
+        times, cost = family.predict(kind, sizes, d, dv), {}
+        for name, us in times.us.items():
             who = "torch" if name.startswith("torch") else "ours"
             cost[name] = math.sqrt(us * max(us, self.host_us.get((kind.passes, who), 0.0)))
-            if who == "torch" and kind.rows == "few":
-                cost[name] *= 1 + FEW_ROWS_MARGIN
         wrong = frozenset(name for name, where in self.wrong_kinds if where == kind)
-        sure = group.sure_of(sizes) if (group.d, group.dv) == (d, dv) else frozenset[str]()
-        return Prediction(cost, self.date, self.gpu, self.key, wrong, sure)
+        plans = PLANS_MARGIN[kind.rows]
+        return Prediction(cost, self.date, self.gpu, self.key, wrong, times.doubt, plans)
 
 
 def _number(told: object) -> Any:
@@ -185,17 +163,37 @@ def _at_least_1(told: object) -> int:
     return told
 
 
-def _check_fit(fit: Fit, points: int) -> None:
-    """Raises ValueError where no times can be made of a fit."""
-    if len(fit.residuals) != points:
-        raise ValueError("residuals and points differ in number")
-    if len(fit.weights) != FEATURES or not all(abs(x) < _MOST_WEIGHT for x in fit.weights):
-        raise ValueError(f"there must be {FEATURES} weights of microseconds")
-    if not all(x is None or abs(x) < _MOST_RESIDUAL for x in fit.residuals):
-        raise ValueError("a residual is no logarithm of a ratio of times")
+def _family(told: dict[str, Any], sms: int) -> Family:
+    """The family of a part of an entry."""
+    kind, calls = Kind(*told["kind"]), []
+    for causal, d, dv, *shape, us in told["calls"]:
+        b, hq, hkv, nq, nk = map(_number, shape)
+        sizes = Sizes.of((b, hq, hkv, nq, nk), bool(causal))
+        times = {str(name): float(_number(one)) for name, one in us.items()}
+        dims = _at_least_1(d), _at_least_1(dv)
+        calls.append(Measured(kind._replace(causal=bool(causal)), *dims, sizes, times))
+    fits = {
+        str(name): Fit(
+            _logarithm(mean), _logarithm(spread),
+            tuple(None if x is None else _logarithm(x) for x in pulls),
+        )
+        for name, (mean, spread, pulls) in told["fits"].items()
+    }  # fmt: skip
+    if any(len(fit.pulls) != len(calls) for fit in fits.values()):
+        raise ValueError("pulls and calls differ in number")
+    if (reference := str(told["reference"])) not in fits:
+        raise ValueError("its reference was not measured")
+    return Family(tuple(calls), float(_number(told["start"])), reference, fits, sms)
 
 
-_MOST_RESIDUAL, _MOST_WEIGHT = 20.0, 1e12  # far beyond what any GPU gives
+def _logarithm(told: object) -> float:
+    """A logarithm of times, or of their ratio."""
+    if isinstance(told, bool) or not isinstance(told, int | float) or not abs(told) < _MOST:
+        raise ValueError(f"{told!r} is no logarithm of times")
+    return float(told)
+
+
+_MOST = 1e3  # far beyond what any GPU gives, also times what _call_times.NOISE makes of it
 _SHOWN = ("driver", "torch", "cudnn", "power")
 
 

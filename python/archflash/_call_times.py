@@ -1,30 +1,34 @@
-"""How long a call takes, by a formula whose numbers `archflash calibrate` finds on a GPU.
+"""How long a call takes, predicted from the calls that `archflash calibrate` measured on a GPU.
 
-A call belongs to a kind, within it to the measured head dimensions that are large enough for it,
-and has sizes. For each candidate (a folder of ours or a kernel of PyTorch) a few numbers say how
-long a call of some sizes takes: the start, the work of all tiles over the SMs, the waves of tiles,
-the longest tile, the tiles, and the bytes. What this formula misses at the measured sizes is known
-and is taken into account near them.
+Calls of one family (the same dtype, passes, mask, and few or many rows) lie at places: their sizes,
+head dimensions and causal mask as coordinates. One candidate, the reference, is measured at all of
+them; what is predicted of it is the logarithm of its time over a rough amount of work, and of each
+other candidate (a folder of ours or a kernel of PyTorch) that of its time over the reference's.
+Both are Gaussian processes: near measured places what was seen there, far from all of them the
+mean, and everywhere how far off the prediction may be.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 FORWARD, BOTH = "forward", "both"
-# How far measured sizes reach, in octaves, and how much of a lone one's deviation is believed.
-_REACH, _DOUBT = 0.9, 0.15
-# Octaves between sizes that take about the same time, and so many sizes that the formula holds.
-_NEAR, _MANY = 0.4, 16
+Place = tuple[float, ...]
+# What a measured time scatters by, over what the times of a family differ by, squared.
+NOISE = 0.03
 _BLOCK = 128  # keys that kernels read at a time; a part of such a block needs a mask
-
-Place = tuple[float, float, float, float]
+_TILE = 128  # query rows of a tile
+# Tiles for each SM below which, and tiles and keys above which, their number matters little.
+_FEW_TILES, _MANY_TILES, _MANY_KEYS = 0.25, 8, 8192
+# Kernels are made for multiples of so many head dimensions, and others pay for what they lack.
+_HEAD_DIMS = 64
 
 
 class Kind(NamedTuple):
-    """A kind of calls, whose times are measured and predicted together.
+    """A kind of calls.
 
     Attributes:
         dtype: "16 bits", "fp8" or "float32".
@@ -41,6 +45,10 @@ class Kind(NamedTuple):
     causal: bool
     mask: str = "none"
     way: str = "dense"
+
+    def family(self) -> Kind:
+        """The kind for all whose times are predicted together."""
+        return self._replace(causal=False)
 
 
 class Sizes(NamedTuple):
@@ -77,19 +85,6 @@ class Sizes(NamedTuple):
         begin = 0 if left is None else _total(first - left, nq, nk)
         return cls(*shape, max((end - begin) / max(nq, 1), 1.0))
 
-    def place(self) -> Place:
-        """Where the sizes lie among others, in octaves of rows and keys. A double number of heads
-        is half as far, and whether heads share one of k matters more than how many do; likewise
-        whether the keys fill whole blocks.
-        """
-        group = self.heads_q // max(self.heads_kv, 1)
-        return (
-            math.log2(max(self.nq, 1)),
-            math.log2(max(self.nk, 1)),
-            math.log2(max(self.batch * self.heads_q, 1)) / 2,
-            (1.5 + math.log2(group) / 4 if group > 1 else 0.0) + (0.7 if self.nk % _BLOCK else 0.0),
-        )
-
 
 def _total(first: int, count: int, most: int) -> float:
     """The sum of first, first + 1, ..., each at least 0 and at most `most`."""
@@ -98,149 +93,147 @@ def _total(first: int, count: int, most: int) -> float:
     return (high - low) * (2 * first + low + high - 1) / 2 + (count - high) * most
 
 
-class Shape(NamedTuple):
-    """How a candidate is taken to divide a call: query rows of a tile, and CTAs of an SM."""
-
-    rows: int
-    ctas: int
-
-
-SHAPES = tuple(Shape(rows, ctas) for rows in (64, 128, 192, 256) for ctas in (1, 2))
-FEATURES = 10
+def tiles_of(kind: Kind, sizes: Sizes, sms: int) -> float:
+    """Tiles of query rows for each SM; for few rows, whose heads of q share a tile, heads of k."""
+    if kind.rows == "few":
+        return sizes.batch * sizes.heads_kv / sms
+    return sizes.batch * sizes.heads_q * math.ceil(max(sizes.nq, 1) / _TILE) / sms
 
 
-def features(kind: Kind, sizes: Sizes, head_dims: int, shape: Shape, sms: int) -> tuple[float, ...]:
-    """What the time of a call is made of, each about a microsecond on a GPU of today.
-
-    Args:
-        kind: the kind of the call.
-        sizes: its sizes.
-        head_dims: both head dimensions together.
-        shape: how the candidate divides it.
-        sms: SMs of the GPU.
+def place_of(kind: Kind, sizes: Sizes, d: int, dv: int, sms: int) -> Place:
+    """Where a call lies among others of its family. The divisors say how far apart calls are whose
+    times still have to do with one another: so many octaves, or such a part of another feature.
+    They are near those that make the times of 230 calls on an H200 the likeliest.
     """
-    few = kind.rows == "few"
-    group = sizes.heads_q // max(sizes.heads_kv, 1) if few else 1
-    heads = sizes.batch * (sizes.heads_kv if few else sizes.heads_q)
-    tiles = heads * math.ceil(max(sizes.nq, 1) * group / shape.rows)
-    # A tile of rows visits all keys that its last row sees, and whole blocks of them.
-    seen = min(sizes.seen + (shape.rows / 2 if kind.causal else 0), sizes.nk)
-    seen = math.ceil(seen / 64) * 64
-    of_tile = shape.rows * seen * head_dims / 1e6
-    longest = shape.rows * min(sizes.nk, 2 * seen) * head_dims / 1e6
-    data = sizes.batch * (sizes.heads_q * sizes.nq + sizes.heads_kv * sizes.nk) * head_dims / 1e4
-    load, slots = tiles / sms, sms * shape.ctas
-    shared = sizes.heads_q > sizes.heads_kv and not few
-    over_keys = 0.0
-    if kind.passes == BOTH:
-        blocks = heads * math.ceil(max(sizes.nk, 1) / shape.rows)
-        over_keys = math.ceil(blocks / slots) * shape.ctas * tiles * of_tile / max(blocks, 1)
+    group = sizes.heads_q // max(sizes.heads_kv, 1)
+    # A window, or rows before the first key, leave fewer keys to read.
+    keys = min(sizes.nk, sizes.seen * (2 if kind.causal else 1))
+    tiles = tiles_of(kind, sizes, sms)
     return (
-        1.0,
-        max(load * of_tile, longest),
-        math.ceil(tiles / slots) * shape.ctas * of_tile,
-        longest,
-        max(load, 1.0),
-        data / sms,
-        over_keys,
-        1.0 if shared else 0.0,
-        load * of_tile if shared else 0.0,
-        load * of_tile if sizes.nk % _BLOCK and not few else 0.0,
+        math.log2(max(sizes.nq, 1)) / 7.0,
+        math.log2(max(keys, 1) / (1 + keys / _MANY_KEYS)) / 3.0,
+        math.log2(_FEW_TILES + tiles / (1 + tiles / _MANY_TILES)) / 1.7,
+        (group > 1) / 5.5,
+        math.log2(max(group, 1)) / 9.0,
+        (sizes.nk % _BLOCK > 0) / 6.0,
+        kind.causal / 3.2,
+        math.log2(d) / 2.8,
+        math.log2(dv) / 3.4,
+        (d % _HEAD_DIMS > 0) / 5.0,
     )
 
 
+def work_of(kind: Kind, sizes: Sizes, head_dims: int, sms: int) -> float:
+    """A rough amount of work on each SM: bytes of keys and values for few rows, else products.
+
+    Args:
+        kind, sizes: the call.
+        head_dims: both head dimensions together.
+        sms: SMs of the GPU.
+    """
+    tiles = tiles_of(kind, sizes, sms)
+    if kind.rows == "few":
+        return tiles * sizes.seen * head_dims / 1e4
+    seen = min(sizes.seen + (_TILE / 2 if kind.causal else 0), sizes.nk)
+    return max(tiles, 1.0) * _TILE * seen * head_dims / 1e6
+
+
 class Fit(NamedTuple):
-    """The times of one candidate for a kind and head dimensions.
+    """What is known of one candidate in a family, as logarithms.
 
     Attributes:
-        shape: how it is taken to divide a call.
-        weights: what a unit of each feature costs, in microseconds.
-        residuals: for each measured point the logarithm of the measured over the predicted time;
-            None where it was not measured.
+        mean: far from all measured calls.
+        spread: by how much it varies around the mean (a standard deviation).
+        pulls: of each measured call, by what it moves predictions near it; None where the candidate
+            was not measured.
     """
 
-    shape: Shape
-    weights: tuple[float, ...]
-    residuals: tuple[float | None, ...]
+    mean: float
+    spread: float
+    pulls: tuple[float | None, ...]
 
 
-class Group(NamedTuple):
-    """What was measured of a kind for a pair of head dimensions.
+class Measured(NamedTuple):
+    """One call that was measured.
 
     Attributes:
-        d, dv: head dimensions.
-        points: the sizes that were measured, and behind them those of other head dimensions that
-            help out.
-        fits: the candidates by name.
-        own: how many of the points are of these head dimensions.
+        kind: its kind.
+        d, dv: its head dimensions.
+        sizes: its sizes.
+        graph_us: microseconds in a CUDA graph, by candidate.
     """
 
+    kind: Kind
     d: int
     dv: int
-    points: tuple[Sizes, ...]
+    sizes: Sizes
+    graph_us: dict[str, float]
+
+    def place(self, sms: int) -> Place:
+        """Where it lies among others of its family."""
+        return place_of(self.kind, self.sizes, self.d, self.dv, sms)
+
+
+class Times(NamedTuple):
+    """Predicted times of a call.
+
+    Attributes:
+        us: microseconds of every candidate on the device, without the host.
+        doubt: the standard deviation of the logarithm of each over the reference's.
+    """
+
+    us: dict[str, float]
+    doubt: dict[str, float]
+
+
+@dataclass(frozen=True, eq=False)  # equal only to itself
+class Family:
+    """Calls whose times are predicted together.
+
+    Attributes:
+        calls: what was measured.
+        start: the work that takes as long as the start of a call.
+        reference: the candidate that was measured everywhere.
+        fits: the candidates by name.
+        sms: SMs of the GPU.
+    """
+
+    calls: tuple[Measured, ...]
+    start: float
+    reference: str
     fits: dict[str, Fit]
-    own: int
+    sms: int
 
-    def predict(self, kind: Kind, sizes: Sizes, sms: int) -> dict[str, float]:
-        """Microseconds of every candidate on the device, without the host."""
-        near = _near(sizes.place(), _places_of(self.points))
-        known: dict[Shape, tuple[float, ...]] = {}
-        times = {}
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Where the calls lie."""
+        return tuple(call.place(self.sms) for call in self.calls)
+
+    def reaches(self, d: int, dv: int) -> bool:
+        """Whether head dimensions as large as these were measured."""
+        return any(call.d >= d and call.dv >= dv for call in self.calls)
+
+    def predict(self, kind: Kind, sizes: Sizes, d: int, dv: int) -> Times:
+        """The times of a call."""
+        place = place_of(kind, sizes, d, dv, self.sms)
+        like = [likeness(math.dist(place, other)) for other in self.places]
+        logs, doubt = {}, {}
         for name, fit in self.fits.items():
-            parts = known.get(fit.shape)
-            if parts is None:
-                parts = features(kind, sizes, self.d + self.dv, fit.shape, sms)
-                known[fit.shape] = parts
-            us = sum(map(_times, fit.weights, parts))
-            total, weight = 0.0, _DOUBT
-            for number, share in near:
-                residual = fit.residuals[number]
-                if residual is not None:
-                    total += share * residual
-                    weight += share
-            times[name] = max(us, 0.1) * math.exp(total / weight)
-        return times
-
-    def sure_of(self, sizes: Sizes) -> frozenset[str]:
-        """The candidates whose times at some sizes are known well: those that were measured near
-        them or at many others.
-        """
-        place, places = sizes.place(), _places_of(self.points)[: self.own]
-        near = [number for number, own in enumerate(places) if math.dist(place, own) <= _NEAR]
-        return frozenset(
-            name
-            for name, fit in self.fits.items()
-            if sum(x is not None for x in fit.residuals[: self.own]) >= _MANY
-            or any(fit.residuals[number] is not None for number in near)
-        )
-
-    def measured(self, kind: Kind, number: int, sms: int) -> dict[str, float]:
-        """The times of a point, by candidate."""
-        times = {}
-        for name, fit in self.fits.items():
-            residual = fit.residuals[number]
-            if residual is not None:
-                parts = features(kind, self.points[number], self.d + self.dv, fit.shape, sms)
-                us = max(sum(map(_times, fit.weights, parts)), 0.1)
-                times[name] = us * math.exp(residual)
-        return times
+            found, nearest = fit.mean, 0.0
+            for near, pull in zip(like, fit.pulls, strict=True):
+                if pull is not None:
+                    found += near * pull
+                    nearest = max(nearest, near)
+            logs[name] = found
+            # As if only the nearest call had been measured.
+            doubt[name] = fit.spread * math.sqrt(1 - nearest**2)
+        work = work_of(kind, sizes, d + dv, self.sms) + self.start
+        reference = logs.pop(self.reference) + math.log(work)
+        us = {name: math.exp(reference + log) for name, log in logs.items()}
+        return Times({self.reference: math.exp(reference), **us}, doubt | {self.reference: 0.0})
 
 
-def _times(a: float, b: float) -> float:
-    return a * b
-
-
-@lru_cache(maxsize=512)
-def _places_of(points: tuple[Sizes, ...]) -> tuple[Place, ...]:
-    return tuple(point.place() for point in points)
-
-
-def _near(place: Place, points: tuple[Place, ...]) -> list[tuple[int, float]]:
-    """The points that are near a place, by number, and what each counts."""
-    a, b, c, d = place
-    found = []
-    for number, (e, f, g, h) in enumerate(points):
-        squares = (a - e) ** 2 + (b - f) ** 2 + (c - g) ** 2 + (d - h) ** 2
-        if squares < 9.0:
-            found.append((number, math.exp(squares / (-2 * _REACH * _REACH))))
-    return found
+def likeness(distance: float) -> float:
+    """How much the times at two places have in common, from 1 down to 0 (a Matern kernel)."""
+    far = math.sqrt(3) * distance
+    return (1 + far) * math.exp(-far)

@@ -33,9 +33,8 @@ def test_a_few_seconds_give_a_table_of_right_kernels_that_calls_go_by(
     assert table is not None, said
     assert table.wrong == {}
     assert {passes for passes, _ in table.host_us} == {FORWARD, BOTH}
-    measured = [group for groups in table.groups.values() for group in groups]
-    assert sum(len(group.points) for group in measured) >= 8
-    assert all(len(group.fits) >= 2 for group in measured)
+    assert sum(len(family.calls) for family in table.families.values()) >= 8
+    assert all(len(family.fits) >= 2 for family in table.families.values())
     q, k, v = (torch.randn(2, 8, 1000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     decision = archflash.explain(q, k, v)
     assert "`archflash calibrate` on this " in decision.why

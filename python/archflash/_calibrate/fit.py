@@ -1,219 +1,79 @@
-"""From measured times to a table: the formula of `_calibrated` for each candidate."""
+"""From measured times to a table."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from archflash import _calibrated
-from archflash._call_times import FEATURES, SHAPES, Fit, Group, Kind, Shape, Sizes, features
+from archflash._call_times import NOISE, Fit, Kind, Measured, likeness, work_of
 
-_OWN = 8  # points from which head dimensions need no help of others
-_FEWEST = 5  # times of a candidate from which its own formula is made
-_LEAST = 1e-6  # pull towards small weights: terms that say the same stay small
-_FLAT = 1e-6  # a slope that is not worth another weight
-
-
-class Measured(NamedTuple):
-    """One call on the device.
-
-    Attributes:
-        kind: the kind of the call.
-        d, dv: its head dimensions.
-        sizes: its sizes.
-        graph_us: microseconds in a CUDA graph, by candidate.
-    """
-
-    kind: Kind
-    d: int
-    dv: int
-    sizes: Sizes
-    graph_us: dict[str, float]
+# Before anything is known a candidate is taken to vary so much around its mean, as if that had been
+# seen in so many calls.
+_USUAL_SPREAD, _AS_IF = 0.15, 4
+_STARTS = tuple(2.0**exponent for exponent in range(-4, 12))
 
 
-def fitted(
-    kind: Kind, head_dims: int, points: Sequence[Sizes], us: Sequence[float | None], sms: int
-) -> Fit:
-    """The numbers of one candidate, by its times at some points (None where it has none)."""
-    known = [(point, time) for point, time in zip(points, us, strict=True) if time is not None]
-    best: tuple[float, Shape, list[float]] | None = None
-    for shape in SHAPES:
-        rows = [
-            [x / time for x in features(kind, point, head_dims, shape, sms)]
-            for point, time in known
-        ]  # relative: short calls count as much as long ones
-        weights = _least_squares(rows)
-        error = sum((sum(map(_product, row, weights)) - 1) ** 2 for row in rows)
-        if best is None or error < best[0]:
-            best = (error, shape, weights)
-    assert best is not None
-    _, shape, weights = best
-    fit = Fit(shape, tuple(weights), ())
-    residuals = [
-        None if time is None else math.log(time / _formula(kind, point, head_dims, fit, sms))
-        for point, time in zip(points, us, strict=True)
-    ]
-    return fit._replace(residuals=tuple(residuals))
+def fits(calls: Sequence[Measured], sms: int) -> tuple[float, str, dict[str, Fit]]:
+    """The start, the reference and the fits of a family, which was measured at some calls."""
+    counts: dict[str, int] = {}
+    wins: dict[str, int] = {}
+    for call in calls:
+        for name in call.graph_us:
+            counts[name] = counts.get(name, 0) + 1
+        fastest = min(call.graph_us, key=call.graph_us.__getitem__)
+        wins[fastest] = wins.get(fastest, 0) + 1
+    reference = max(counts, key=lambda name: (counts[name], wins.get(name, 0)))
+    places = [call.place(sms) for call in calls]
 
-
-def _as_a_multiple(
-    us: Sequence[float | None], reference: Fit, of_reference: Sequence[float | None]
-) -> Fit:
-    """The numbers of a candidate with few times: a multiple of the best known one, also where it
-    was not measured.
-    """
-    ratios = [
-        None if mine is None or other is None else math.log(mine / other)
-        for mine, other in zip(us, of_reference, strict=True)
-    ]
-    known = [ratio for ratio in ratios if ratio is not None]
-    mean = statistics.fmean(known) if known else 0.0
-    mean += statistics.pstdev(known) if known else 0.0  # it is not to be first by chance
-    residuals = [
-        None if residual is None else residual + (0.0 if ratio is None else ratio - mean)
-        for ratio, residual in zip(ratios, reference.residuals, strict=True)
-    ]
-    weights = tuple(weight * math.exp(mean) for weight in reference.weights)
-    return Fit(reference.shape, weights, tuple(residuals))
-
-
-def _product(a: float, b: float) -> float:
-    return a * b
-
-
-def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Weights of at least 0 with which the terms of each row add up to about 1 (the active-set
-    method of Lawson and Hanson).
-    """
-    scale = [math.sqrt(sum(row[i] ** 2 for row in rows)) for i in range(FEATURES)]
-    terms = [i for i in range(FEATURES) if scale[i] > 0]
-    scaled = [[row[i] / scale[i] for i in terms] for row in rows]
-    count = range(len(terms))
-    matrix = [[sum(row[i] * row[j] for row in scaled) for j in count] for i in count]
-    target = [sum(row[i] for row in scaled) for i in count]
-    solution, used = [0.0] * len(terms), set[int]()
-    for _ in range(3 * len(terms)):
-        slopes = [target[i] - sum(map(_product, matrix[i], solution)) for i in count]
-        steepest = max((i for i in count if i not in used), key=slopes.__getitem__, default=None)
-        if steepest is None or slopes[steepest] < _FLAT:
-            break
-        used.add(steepest)
-        while True:
-            at = sorted(used)
-            wanted = _solved([[matrix[i][j] for j in at] for i in at], [target[i] for i in at])
-            if min(wanted) > 0:
-                break
-            # As far towards it as no weight becomes negative; what reaches 0 leaves.
-            step = min(
-                solution[i] / (solution[i] - new)
-                for i, new in zip(at, wanted, strict=True)
-                if new <= 0 and solution[i] > new
-            )
-            for i, new in zip(at, wanted, strict=True):
-                solution[i] += step * (new - solution[i])
-            gone = {i for i in at if solution[i] <= 1e-12} or {at[wanted.index(min(wanted))]}
-            used -= gone
-            for i in gone:
-                solution[i] = 0.0
-            if not used:
-                break
-        if not used:
-            break
-        for i, new in zip(at, wanted, strict=True):
-            solution[i] = new
-    weights = [0.0] * FEATURES
-    for i, value in zip(terms, solution, strict=True):
-        weights[i] = value / scale[i]
-    return weights
-
-
-def _solved(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """The solution of a small symmetric system, whose diagonal is raised by _LEAST."""
-    size = len(target)
-    rows = [[*line, value] for line, value in zip(matrix, target, strict=True)]
-    for i in range(size):
-        rows[i][i] += _LEAST
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = rows[j][i] / rows[i][i]
-            for k in range(i, size + 1):
-                rows[j][k] -= factor * rows[i][k]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
-        solution[i] = (rows[i][size] - known) / rows[i][i]
-    return solution
-
-
-def groups(measured: Sequence[Measured], sms: int) -> list[tuple[Kind, Group]]:
-    """Everything that was measured, by kind and head dimensions."""
-    kinds: dict[Kind, dict[tuple[int, int], list[Measured]]] = {}
-    for one in measured:
-        kinds.setdefault(one.kind, {}).setdefault((one.d, one.dv), []).append(one)
-    made = []
-    for kind, by_dims in kinds.items():
-        most = max(by_dims.values(), key=len)
-        best_known = _alone(kind, most, sms)
-        for mine in by_dims.values():
-            if mine is most:
-                made.append((kind, best_known))
-            elif len(mine) < _OWN:
-                made.append((kind, _with_the_help_of(best_known, kind, mine, sms)))
-            else:
-                made.append((kind, _alone(kind, mine, sms)))
-    return made
-
-
-def _alone(kind: Kind, mine: Sequence[Measured], sms: int) -> Group:
-    """A group from its own times."""
-    d, dv = mine[0].d, mine[0].dv
-    points = tuple(one.sizes for one in mine)
-    times = {
-        name: [one.graph_us.get(name) for one in mine]
-        for name in dict.fromkeys(name for one in mine for name in one.graph_us)
-    }
-    counts = {name: len(us) - us.count(None) for name, us in times.items()}
-    best_known = max(counts, key=counts.__getitem__)
-    reference = fitted(kind, d + dv, points, times[best_known], sms)
-    fits = {
-        name: fitted(kind, d + dv, points, us, sms)
-        if counts[name] >= max(_FEWEST, len(points) / 2)
-        else _as_a_multiple(us, reference, times[best_known])
-        for name, us in times.items()
-    }
-    return Group(d, dv, points, fits, len(points))
-
-
-def _with_the_help_of(other: Group, kind: Kind, mine: Sequence[Measured], sms: int) -> Group:
-    """A group of few points: it takes over how the times of other head dimensions depend on sizes,
-    and by its own points how much longer or shorter they are.
-    """
-    d, dv = mine[0].d, mine[0].dv
-    points = tuple(one.sizes for one in mine)
-    fits = {}
-    for name, fit in other.fits.items():
-        deviations = [
-            None if (us := one.graph_us.get(name)) is None
-            else math.log(us / _formula(kind, one.sizes, d + dv, fit, sms))
-            for one in mine
-        ]  # fmt: skip
-        known = [x for x in deviations if x is not None]
-        if not known:
-            continue
-        mean = sum(known) / len(known)
-        fits[name] = Fit(
-            fit.shape,
-            tuple(weight * math.exp(mean) for weight in fit.weights),
-            (*(None if x is None else x - mean for x in deviations), *fit.residuals),
+    def fit(logs: Sequence[float | None]) -> Fit:
+        at = [number for number, log in enumerate(logs) if log is not None]
+        values = _vector(log for log in logs if log is not None)
+        alike = torch.tensor(
+            [[likeness(math.dist(places[i], places[j])) for j in at] for i in at],
+            dtype=torch.float64,
         )
-    return Group(d, dv, points + other.points, fits, len(points))
+        alike += NOISE * torch.eye(len(at), dtype=torch.float64)
+        both = torch.linalg.solve(alike, torch.stack([values, torch.ones_like(values)], 1))
+        mean = float(both[:, 0].sum() / both[:, 1].sum())
+        pulls = both[:, 0] - mean * both[:, 1]
+        squares = float((values - mean) @ pulls) + _AS_IF * _USUAL_SPREAD**2
+        spread = math.sqrt(squares / (len(at) + _AS_IF))
+        found = dict(zip(at, pulls.tolist(), strict=True))
+        return Fit(mean, spread, tuple(found.get(number) for number in range(len(logs))))
+
+    work = [work_of(call.kind, call.sizes, call.d + call.dv, sms) for call in calls]
+    times = [call.graph_us.get(reference) for call in calls]
+
+    def per_work(start: float) -> list[float | None]:
+        return [
+            None if us is None else math.log(us / (amount + start))
+            for us, amount in zip(times, work, strict=True)
+        ]
+
+    def scatter(start: float) -> float:
+        return float(_vector(x for x in per_work(start) if x is not None).var(correction=0))
+
+    start = min(_STARTS, key=scatter)
+    made = {reference: fit(per_work(start))}
+    for name in counts:
+        if name != reference:
+            ratios = [
+                math.log(call.graph_us[name] / us)
+                if us is not None and name in call.graph_us else None
+                for call, us in zip(calls, times, strict=True)
+            ]  # fmt: skip
+            if any(ratio is not None for ratio in ratios):
+                made[name] = fit(ratios)
+    return start, reference, made
 
 
-def _formula(kind: Kind, sizes: Sizes, head_dims: int, fit: Fit, sms: int) -> float:
-    parts = features(kind, sizes, head_dims, fit.shape, sms)
-    return max(sum(map(_product, fit.weights, parts)), 0.1)
+def _vector(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
 
 
 def entry(
@@ -230,6 +90,28 @@ def entry(
     def short(x: float) -> float:
         return float(f"{x:.4g}")
 
+    families: dict[Kind, list[Measured]] = {}
+    for call in measured:
+        families.setdefault(call.kind.family(), []).append(call)
+    told = []
+    for kind, calls in families.items():
+        start, reference, made = fits(calls, sms)
+        told.append(
+            {
+                "kind": list(kind),
+                "start": start,
+                "reference": reference,
+                "calls": [
+                    [call.kind.causal, call.d, call.dv, *call.sizes[:5],
+                     {name: short(us) for name, us in call.graph_us.items()}]
+                    for call in calls
+                ],
+                "fits": {
+                    name: [fit.mean, fit.spread, [x and round(x, 6) for x in fit.pulls]]
+                    for name, fit in made.items()
+                },
+            }
+        )  # fmt: skip
     return {
         "key": key,
         "format": _calibrated.FORMAT,
@@ -238,27 +120,5 @@ def entry(
         "host_us": [[passes, who, short(us)] for (passes, who), us in host_us.items()],
         "wrong": [[name, passes, text] for (name, passes), text in wrong.items()],
         "wrong_kinds": [[name, list(kind)] for name, kind in wrong_kinds],
-        "groups": [
-            {
-                "kind": list(kind),
-                "d": group.d,
-                "dv": group.dv,
-                "own": group.own,
-                "points": [[*point[:5], short(point.seen)] for point in group.points],
-                "fits": {
-                    name: {
-                        "shape": list(fit.shape),
-                        "weights": [short(x) for x in fit.weights],
-                        "residuals": [None if x is None else round(x, 4) for x in fit.residuals],
-                    }
-                    for name, fit in group.fits.items()
-                },
-            }
-            for kind, group in groups(measured, sms)
-        ],
+        "families": told,
     }
-
-
-def table(entry_: dict[str, Any]) -> _calibrated.Table:
-    """The table of an entry."""
-    return _calibrated.Table.read(entry_)

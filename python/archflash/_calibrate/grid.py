@@ -50,8 +50,7 @@ _PLAIN = (
     (1024, 2.5), (704, 8.0), (8192, 1.0), (1500, 0.7), (4096, 16.0), (2048, 2.5), (8192, 8.0),
     (512, 0.7), (16384, 5.0),
 )  # fmt: skip
-# Rows and fills for rare head dimensions, whose formula is another one's times a factor: first
-# those that the factor depends on.
+# Rows and fills for rare head dimensions.
 _RARE = ((4096, 5.0), (577, 8.0), (1024, 0.5), (200, 8.0), (2048, 2.0), (3001, 4.0), *_PLAIN)
 # Calls that need longer are not measured: what holds for many waves holds for more of them.
 _MOST_US = {FORWARD: 1000.0, BOTH: 2800.0}
@@ -140,21 +139,29 @@ def points(sms: int, flops_per_us: float) -> list[Point]:
     less = [list(_plain(kind, *dims, sms, _RARE)) for dims in rare for kind in dense]
     shared = [list(_in_turns(_others(kind, d, d, sms))) for d in common for kind in dense]
     rounds: list[Iterable[Iterable[Point]]] = [
-        [each[:8] for each in usual] + [each[:4] for each in shared] + [_few(128)],
-        [each[:3] for each in less],
+        [each[:4] for each in usual] + [each[:2] for each in shared] + [_few(128)],
+        [each[:1] for each in less],
+        [_of_kind(Kind("fp8", FORWARD, "many", c), (128, 64, 256), sms, _SOME[:2])
+         for c in (False, True)] + [list(_few(d))[:2] for d in (64, 256)],
+        [_of_kind(Kind("float32", p, "many", c), common, sms, _SOME[:1])
+         for c in (False, True) for p in (FORWARD, BOTH)],
+        [_caches(128), _caches(64)],
+        [_of_kind(Kind("16 bits", FORWARD, "many", c, way="packed"), common, sms, _SOME[:2])
+         for c in (False, True)],
+        [_of_kind(Kind("16 bits", FORWARD, "many", False, mask), common, sms, _SOME[:1])
+         for mask in ("bool", "added", "ranges", "blocks", "slopes")],
+        [each[4:10] for each in usual] + [each[2:6] for each in shared],
+        [each[1:4] for each in less],
         [_of_kind(Kind("fp8", FORWARD, "many", c), (128, 64, 256), sms, _SOME)
          for c in (False, True)] + [_few(64), _few(256)],
         [_of_kind(Kind("float32", p, "many", c), common, sms, _SOME[:3])
          for c in (False, True) for p in (FORWARD, BOTH)],
-        [_caches(128), _caches(64)],
         [_of_kind(Kind("16 bits", FORWARD, "many", c, way="packed"), common, sms, _SOME)
          for c in (False, True)],
         [_of_kind(Kind("16 bits", FORWARD, "many", False, mask), common, sms, _SOME[:3])
          for mask in ("bool", "added", "ranges", "blocks", "slopes")],
-        [each[8:13] for each in usual] + [each[4:8] for each in shared],
-        [each[3:7] for each in less],
-        [each[13:] for each in usual] + [each[8:] for each in shared],
-        [each[7:] for each in less],
+        [each[10:] for each in usual] + [each[6:] for each in shared],
+        [each[4:] for each in less],
         [_in_turns(_others(kind, *dims, sms)) for dims in rare for kind in dense],
     ]  # fmt: skip
     most = {passes: us * flops_per_us for passes, us in _MOST_US.items()}
@@ -180,22 +187,3 @@ def _in_turns(streams: Iterable[Iterable[Point]]) -> Iterator[Point]:
                 left.remove(stream)
             else:
                 yield point
-
-
-def between(one: Point, other: Point) -> Point | None:
-    """The call in the middle of two of a kind, by the logarithms of their sizes; None if it is one
-    of them.
-    """
-
-    def middle(a: int, b: int) -> int:
-        return max(1, round(math.sqrt(a * b)))
-
-    (b, hq, hkv, nq, nk), (b2, hq2, _, nq2, nk2) = one.shape, other.shape
-    heads = middle(b * hq, b2 * hq2)
-    group = hq // hkv
-    square = nq == nk and nq2 == nk2
-    rows = middle(nq, nq2)
-    rows = max(64, round(rows / 64) * 64) if one.kind.rows == "many" else rows
-    keys = rows if square else max(64, round(middle(nk, nk2) / 64) * 64)
-    found = one._replace(shape=(*_split(heads, group), rows, keys))
-    return None if found.shape in (one.shape, other.shape) else found

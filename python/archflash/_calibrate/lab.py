@@ -27,6 +27,7 @@ _MOST_CALLS = 64
 # A candidate that is so much slower than the fastest is not timed in a graph.
 SLOW = 1.5
 _LONG_US = 4000.0  # a round of all candidates that is longer is repeated less often
+_EAGER_ROUNDS = 5  # in which eager calls are timed; the host is often disturbed
 _PAUSE = 600_000  # clock cycles in which the host puts a call into the queue
 
 
@@ -122,6 +123,7 @@ class Lab:
                 once[name] = self._once(functions[name], sets[0], point)
                 result.first_s[name] = time.perf_counter() - begin
         graphs: dict[str, Graph] = {}
+        eagerly: dict[str, list[float]] = {}
         for name, us in once.items():
             self._trying(point, name)
             with self._refusals(name, result), call.context(name):
@@ -135,11 +137,16 @@ class Lab:
                     wrong = call.wrong(*graph.last(), known)
                     if wrong is None:
                         graphs[name] = graph
-                    if wrong is None and eager:
-                        result.eager_us[name] = self._eager(function, sets, us)
+                        if eager:
+                            eagerly[name] = []
                 if wrong is not None:
                     result.wrong[name] = wrong
         result.graph_us.update(self._in_turns(graphs))
+        for _ in range(_EAGER_ROUNDS):
+            for name, found in eagerly.items():
+                with call.context(name):
+                    found.append(self._eager(functions[name], sets, once[name]))
+        result.eager_us = {name: statistics.median(found) for name, found in eagerly.items()}
         return result
 
     @contextmanager
@@ -228,16 +235,13 @@ class Lab:
 
     def _eager(self, function: Callable[..., Outputs], sets: list[Inputs], once_us: float) -> float:
         """Microseconds of an eager call among many."""
-        calls = min(max(20, round(4000.0 / once_us)), 200)
-        found = []
-        for _ in range(3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for number in range(calls):
-                function(*sets[number % len(sets)])
-            torch.cuda.synchronize()
-            found.append((time.perf_counter() - start) / calls * 1e6)
-        return statistics.median(found)
+        calls = min(max(8, round(4000.0 / once_us)), 200)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for number in range(calls):
+            function(*sets[number % len(sets)])
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls * 1e6
 
     def one_of_ours(self, point: Point) -> str | None:
         """A kernel of ours that serves a point."""
@@ -258,7 +262,8 @@ class Lab:
             function = call.function(name)
             for _ in range(20):
                 function(*sets[0])
-            return self._eager(function, sets, 40.0)
+            found = [self._eager(function, sets, 40.0) for _ in range(_EAGER_ROUNDS)]
+        return statistics.median(found)
 
 
 @dataclass

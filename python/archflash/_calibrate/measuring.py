@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from archflash import _overrides, _registry
-from archflash._calibrate.fit import Measured
 from archflash._calibrate.grid import Point
 from archflash._calibrate.worker import point_of
-from archflash._call_times import BOTH, FORWARD, Kind
+from archflash._call_times import BOTH, FORWARD, Kind, Measured
 from archflash._errors import LaunchError
 
 WORKER = (sys.executable, "-m", "archflash._calibrate.worker")

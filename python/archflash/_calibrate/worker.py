@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +23,12 @@ from archflash._calibrate.grid import Point
 from archflash._calibrate.lab import Lab
 from archflash._call_times import BOTH, FORWARD, Kind
 
-# A candidate that was so much slower at so many points of a kind is left out at the others.
-_BEHIND, _ENOUGH = 1.25, 4
-# One that plans so long for each shape, as cuDNN does, is measured at so many points of a group and
-# at every second one of the others.
-_SLOW_TO_PLAN_S, _SOME = 0.04, 8
-# Where plans take more than this part of the time, at so many points and every second one.
-_MOST_OF_PLANS, _FEWEST = 0.5, 3
-_FOR_CROSSOVERS = 0.08  # of the time
-_APART, _NEAR = 3.0, 0.45  # octaves between points whose middle is measured, and which is no news
+# A candidate that was so much slower at so many points of a kind and head dimensions is left out at
+# the others; one that was far slower at the first.
+_BEHIND, _ENOUGH, _FAR_BEHIND = 1.25, 4, 2.5
+# One that plans so long for each shape, as cuDNN does, is left out where it was measured in another
+# call of these, while plans have taken more than this part of the time.
+_SLOW_TO_PLAN_S, _MOST_OF_PLANS = 0.04, 0.35
 _WARM_S = 0.4
 
 Times = dict[str, float]
@@ -55,76 +52,17 @@ def group_of(point: Point) -> Group:
 
 
 def is_enough(name: str, like: list[tuple[Point, Times]], needed: Callable[[], bool]) -> bool:
-    """Whether a candidate need not be measured at further calls of a group.
+    """Whether a candidate need not be measured at further calls of a kind and head dimensions.
 
     Args:
         name: the candidate.
-        like: what was measured of the group.
+        like: what was measured of them.
         needed: tells whether dispatch could choose it. Of PyTorch's kernels it can choose one.
     """
     known = [times[name] / min(times.values()) for _, times in like if name in times]
-    return len(known) >= _ENOUGH and (min(known) > _BEHIND or not needed())
-
-
-def is_half(name: str, like: list[tuple[Point, Times]], some: int = _SOME) -> bool:
-    """Whether a candidate was measured at some calls of a group and at half of the others."""
-    count = sum(name in times for _, times in like)
-    return count >= some and count - some >= (len(like) - some) / 2
-
-
-def crossovers(known: list[tuple[Point, Times]]) -> list[Point]:
-    """Points in the middle of two near ones at which different candidates are the fastest."""
-    found: dict[Point, None] = {}
-    groups: dict[Group, list[tuple[Point, Times]]] = {}
-    for point, times in known:
-        groups.setdefault(group_of(point), []).append((point, times))
-    for mine in groups.values():
-        places = [point.sizes.place() for point, _ in mine]
-        for i, (one, times) in enumerate(mine):
-            for j in range(i):
-                other, others = mine[j]
-                if _distance(places[i], places[j]) > _APART or not _differ(times, others):
-                    continue
-                middle = grid.between(one, other)
-                if middle is None:
-                    continue
-                place = middle.sizes.place()
-                if all(_distance(place, known_place) > _NEAR for known_place in places):
-                    found[middle] = None
-    return list(found)
-
-
-def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    return float(sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5)
-
-
-def _differ(times: Times, others: Times) -> bool:
-    """Whether the fastest candidate of one point is slower by more than noise at the other."""
-    both = times.keys() & others.keys()
-    if not both:
-        return False
-    one, other = min(both, key=times.__getitem__), min(both, key=others.__getitem__)
-    return times[other] > 1.03 * times[one] and others[one] > 1.03 * others[other]
-
-
-def points_of(
-    asked: dict[str, Any], speed: float, known: list[tuple[Point, Times]]
-) -> Iterator[Point]:
-    """What is measured, until nobody asks for more."""
-    begin, done = time.time(), {point for point, _ in known}
-    end = begin + (1 - _FOR_CROSSOVERS) * (float(asked["until"]) - begin)
-    sms = _dispatch.query_device(int(asked["device"])).sm_count
-    for point in grid.points(sms, speed):
-        if time.time() > end:
-            break
-        if point not in done:
-            yield point
-    while True:
-        done = {point for point, _ in known}
-        fresh = [point for point in crossovers(known) if point not in done]
-        if not fresh:
-            return
-        yield from fresh
+    if not known or len(known) < _ENOUGH:
+        return bool(known) and min(known) > _FAR_BEHIND
+    return min(known) > _BEHIND or not needed()
 
 
 def _is_slow(name: str) -> bool:
@@ -171,16 +109,18 @@ def main() -> int:
         if (name, point.kind.passes) in skip or (name, point.kind) in wrong_kinds:
             return True
         like = groups[group_of(point)]
-        if statistics.median(first_s[name] or [0.0]) > _SLOW_TO_PLAN_S:
-            too_long = sum(first_s[name]) > _MOST_OF_PLANS * (time.time() - begin)
-            if is_half(name, like) or (too_long and is_half(name, like, _FEWEST)):
-                return True
+        plans = first_s[name] or [0.0]
+        too_long = sum(plans) > _MOST_OF_PLANS * (time.time() - begin)
+        is_known = any(name in times for _, times in like)
+        if too_long and is_known and statistics.median(plans) > _SLOW_TO_PLAN_S:
+            return True
         return is_enough(name, like, lambda: name not in PYTORCHS or name == lab.pytorchs(point))
 
-    for point in points_of(asked, speed, known):
+    done = {point for point, _ in known}
+    for point in grid.points(sms, speed):
         if time.time() > float(asked["until"]):
             break
-        if point.bytes() > free // 16:
+        if point in done or point.bytes() > free // 16:
             continue
         result = lab.measure(point, left)
         known.append((point, result.graph_us))

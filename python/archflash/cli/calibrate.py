@@ -11,7 +11,7 @@ from archflash import _archflash as _native
 from archflash import _calibrated, _dispatch, _proofs, _user_tables
 from archflash._calibrate import fit, measuring
 from archflash._calibrated import EQUAL, Table
-from archflash._call_times import BOTH, Group, Kind, Sizes
+from archflash._call_times import BOTH, Kind, Sizes
 from archflash.cli import gpus
 
 SECONDS = 60.0
@@ -131,19 +131,21 @@ def _show() -> int:
 def describe(table: Table) -> str:
     """Who was the fastest at how many sizes of each kind of call, and where that changes."""
     lines = [f"{table.gpu}, {table.date}, {table.key}"]
-    for kind, groups in table.groups.items():
-        for group in groups:
+    for family in table.families.values():
+        alike: dict[tuple[Kind, int, int], list[dict[str, float]]] = {}
+        for call in family.calls:
+            alike.setdefault((call.kind, call.d, call.dv), []).append(call.graph_us)
+        for (kind, d, dv), found in alike.items():
             first: dict[str, int] = {}
-            for number in range(group.own):
-                times = group.measured(kind, number, table.sms)
+            for times in found:
                 for name, us in times.items():
                     if us <= min(times.values()) * (1 + EQUAL):
                         first[name] = first.get(name, 0) + 1
             counts = sorted(first.items(), key=lambda item: -item[1])
             words = ", ".join(f"{name} {count}" for name, count in counts)
-            dims = f"d {group.d}" if group.d == group.dv else f"d {group.d}/{group.dv}"
-            lines.append(f"  {words_of(kind)}, {dims}: of {group.own} sizes {words}")
-            changes = crossovers(table, kind, group)
+            dims = f"d {d}" if d == dv else f"d {d}/{dv}"
+            lines.append(f"  {words_of(kind)}, {dims}: of {len(found)} sizes {words}")
+            changes = crossovers(table, kind, d, dv) if len(found) >= _ENOUGH else []
             if len(changes) > 1:
                 lines.append("    by rows: " + ", ".join(f"{n} to {rows}" for n, rows in changes))
     for (name, passes), text in table.wrong.items():
@@ -154,16 +156,16 @@ def describe(table: Table) -> str:
 _ROWS = 16_384  # of all sequences, with 16 heads
 
 
-def crossovers(table: Table, kind: Kind, group: Group) -> list[tuple[str, int]]:
+def crossovers(table: Table, kind: Kind, d: int, dv: int) -> list[tuple[str, int]]:
     """Who is the fastest by the table in sequences up to how many rows."""
     found: list[tuple[str, int]] = []
-    if kind.rows == "few" or len(group.points) < _ENOUGH:
+    if kind.rows == "few":
         return found
     for step in range(15):
         rows = round(128 * 2 ** (step / 2))
         sizes = Sizes.of((_ROWS // rows, 16, 16, rows, rows), kind.causal)
-        times = group.predict(kind, sizes, table.sms)
-        name = min(times, key=times.__getitem__)
+        us = table.families[kind.family()].predict(kind, sizes, d, dv).us
+        name = min(us, key=us.__getitem__)
         if found and found[-1][0] == name:
             found.pop()
         found.append((name, rows))
