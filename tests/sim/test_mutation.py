@@ -319,9 +319,17 @@ def test_excuses_and_explanations_hang_on_tags_alone(
         (tmp_path / "a.cuh").write_text(f"f();\n{above}\nanything(at_all);  // whatever\n")
         monkeypatch.setattr(tags, "SOURCES", tmp_path)
         tags.tags_in.cache_clear()
-        assert bool(find_excuse(mutant, source, "any kernel")) == excused
+        assert bool(find_excuse(mutant, source, "any kernel", {"causal"})) == excused
         assert (explanation("blackwell_dc", finding) is not None) == explained
     tags.tags_in.cache_clear()
+
+
+def test_an_excuse_may_hold_only_where_a_call_does_not_come() -> None:
+    lines = tagged_lines("mutants")["zeros-without-keys"]
+    file, line = min(lines)
+    mutant = Mutant("constant", 0, "or.b32: 32 -> 16", 0, 0, "")
+    assert find_excuse(mutant, f"{file}:{line}", "any kernel", {"causal"})
+    assert not find_excuse(mutant, f"{file}:{line}", "any kernel", {"causal", "small scores"})
 
 
 # --- the harness itself ---

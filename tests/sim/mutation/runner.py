@@ -9,7 +9,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -209,7 +209,8 @@ class Subject:
         return Outcome(self.name, mutant.kind, mutant.change, text, source, result, detail)
 
     def _find_excuse(self, mutant: Mutant) -> str:
-        return find_excuse(mutant, self._sources[mutant.statement], self.name)
+        calls = {b.trial.name for b in self._baselines if b.executed[mutant.statement] > 0}
+        return find_excuse(mutant, self._sources[mutant.statement], self.name, calls)
 
     def source(self, statement: int) -> str:
         """The line of CUDA that an instruction came from: "file: its text"."""
@@ -256,10 +257,14 @@ def source_text(source: str) -> str:
     return source.split(":")[0]
 
 
-def find_excuse(mutant: Mutant, source: str, kernel: str) -> str:
+def find_excuse(mutant: Mutant, source: str, kernel: str, calls: Collection[str]) -> str:
     """Why a surviving mutant computes the same, as the list of excuses has it; empty: no excuse.
 
-    `source` is the instruction's: "file:line, inlined at file:line, ...".
+    Args:
+        mutant: the mutant.
+        source: the instruction's: "file:line, inlined at file:line, ...".
+        kernel: its name.
+        calls: the names of the calls that execute the instruction.
     """
     tags = tags_at(source, "mutants")
     for excuse in EXCUSES:
@@ -268,6 +273,7 @@ def find_excuse(mutant: Mutant, source: str, kernel: str) -> str:
             and re.fullmatch(excuse.change, mutant.change)
             and (not excuse.tag or excuse.tag in tags)
             and excuse.kernel in kernel
+            and excuse.unless not in calls
         ):
             return excuse.reason
     return ""
