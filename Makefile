@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WHEELS := build/wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo editable test test-fast wheel-aarch64 test-aarch64 test-torch test-servers test-sim-full lint lint-built format test-gpu bench day-one clean
+.PHONY: demo editable test test-fast wheel-aarch64 test-aarch64 test-torch test-servers test-sim-full coverage lint lint-built format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
@@ -53,6 +53,12 @@ $(VENV)/server-%: tests/servers/%.txt tests/servers/install.py $(VENV)/installed
 	@echo "== fetching $* for its tests (about 500 MB)"
 	$(BIN)/python -m tests.servers.install $* $@ $(SERVERS_INSTALL)
 	touch $@
+
+# COVERED: which tests; their counts add to what earlier runs counted, until build/coverage is deleted.
+COVERED ?= tests/unit tests/sim tests/core_set
+coverage: $(VENV)/covered  ## branches of Python and lines of C++ that tests run: tests/uncovered.csv (an hour)
+	PYTHONPATH=build/coverage-site OMP_NUM_THREADS=1 $(BIN)/python -m tests.covered run build/coverage $(COVERED)
+	$(BIN)/python -m tests.covered report build/coverage --write
 
 test-sim-full: $(VENV)/installed $(VENV)/sanitized  ## the simulator: 20 seeds, every mutant, sanitizers, fuzzed PTX (hours)
 	ARCHFLASH_SIM_SEEDS=20 $(BIN)/python -m pytest tests/sim tests/core_set
@@ -141,6 +147,13 @@ $(VENV)/sanitized: $(VENV)/installed
 	@echo "== building the simulator with sanitizers (a few minutes)"
 	$(BUILD) install -q --no-deps --no-build-isolation --upgrade --target build/sanitized-site \
 		-C cmake.define.ARCHFLASH_SANITIZE=ON -C build-dir=build/sanitized .
+	touch $@
+
+$(VENV)/covered: $(VENV)/installed
+	@echo "== building the host code with counters (a few minutes)"
+	$(BIN)/python -m pip install -q coverage
+	$(BUILD) install -q --no-deps --no-build-isolation --upgrade --target build/coverage-site \
+		-C cmake.define.ARCHFLASH_COVERAGE=ON -C build-dir=build/coverage .
 	touch $@
 
 $(VENV)/linters: $(VENV)/created pyproject.toml

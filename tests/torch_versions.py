@@ -1,5 +1,5 @@
 """Runs the tests of what depends on torch's version with one version after another, and notes in
-docs/torch_versions.md those that pass:
+docs/compatibility.md those that pass:
 
     python -m tests.torch_versions 2.6.0 2.10.0
 
@@ -11,37 +11,23 @@ other, without NVIDIA's libraries (several GB), which a CPU does not need.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from . import compatibility
 from .unit import stub_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "torch_versions.md"
 UNIT_TESTS = (
     "api", "causal_bias", "compat", "export", "flops", "other_ways", "quantize", "reference",
     "sdpa_semantics", "torch_implementation", "tracing", "transforms",
 )  # fmt: skip
 TESTS = [f"tests/unit/test_{name}.py" for name in UNIT_TESTS]
 TESTS.append("tests/core_set/test_pytorch_operators.py")
-
-HEAD = """\
-# Versions of torch that passed
-
-`make test-torch TORCH=VERSION` runs the tests of what depends on torch's version (torch.compile,
-export, autograd, transforms, PyTorch's own operators) with that version on a CPU, and notes here
-that none failed. Skipped are tests of what the version does not have, and of other packages.
-
-| torch | Python | passed | skipped | date |
-| --- | --- | --- | --- | --- |
-"""
 
 
 def fetched(version: str, folder: Path) -> Path:
@@ -58,7 +44,7 @@ def fetched(version: str, folder: Path) -> Path:
     return site
 
 
-def passes(site: Path) -> dict[str, str] | None:
+def passes(site: Path) -> tuple[int, int] | None:
     """How many tests passed and were skipped; None if one failed."""
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -69,22 +55,7 @@ def passes(site: Path) -> dict[str, str] | None:
         text=True,
     )
     print(done.stdout, flush=True)
-    if done.returncode != 0:
-        return None
-    counts = re.findall(r"(\d+) (passed|skipped)", done.stdout.splitlines()[-1])
-    return {"skipped": "0"} | {word: number for number, word in counts}
-
-
-def note(version: str, counts: dict[str, str]) -> None:
-    """Writes a version's row of the page anew, which also holds those of earlier runs."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    today = str(datetime.date.today())
-    cells = [version, python, counts["passed"], counts["skipped"], today]
-    old = re.findall(r"^\| \d.*\|$", PAGE.read_text(), re.MULTILINE) if PAGE.exists() else []
-    rows = [row for row in old if not row.startswith(f"| {version} ")]
-    rows.append(f"| {' | '.join(cells)} |")
-    rows.sort(key=lambda row: [int(number) for number in re.findall(r"\d+", row)])
-    PAGE.write_text(HEAD + "\n".join(rows) + "\n")
+    return compatibility.counts(done.stdout) if done.returncode == 0 else None
 
 
 def main() -> int:
@@ -100,7 +71,11 @@ def main() -> int:
         if counts is None:
             failed.append(version)
         else:
-            note(version, counts)
+            passed, skipped = counts
+            tested = "what depends on torch's version"
+            compatibility.note(
+                "torch", version, tested, torch=version, passed=passed, skipped=skipped
+            )
     if failed:
         print(f"tests failed with torch {', '.join(failed)}", file=sys.stderr)
     return len(failed)
