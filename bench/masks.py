@@ -45,7 +45,7 @@ PEERS = ("torch-cudnn", "torch-efficient")
 FLEX = "torch-flex"
 DOCUMENTS = {"documents": 1024, "documents-256": 256}  # keys of a document, by kind of mask
 HIDDEN = 0.3  # of the elements of a bool mask
-SEEN = 0.25  # of the blocks of a table
+SEEN, FEW_SEEN = 0.25, 0.1  # of the blocks of a table
 MASK_BLOCK = 64  # rows and keys of a block of block_mask
 # The part of all scores that lies in blocks which some query sees, by kind of mask.
 SHARES: dict[str, Callable[[Case], float]] = {
@@ -57,6 +57,8 @@ SHARES: dict[str, Callable[[Case], float]] = {
     "slopes": lambda case: 1.0,
     "blocks-64": lambda case: SEEN,
     "blocks-128": lambda case: SEEN,
+    "blocks-64-few": lambda case: FEW_SEEN,
+    "blocks-128-few": lambda case: FEW_SEEN,
     "documents": lambda case: min(1.0, DOCUMENTS[case.mask] / case.nk),
     "documents-256": lambda case: min(1.0, DOCUMENTS[case.mask] / case.nk),
 }
@@ -139,9 +141,10 @@ def mask_of(case: Case, device: str = "cuda") -> Mask:
 
         return Mask({"alibi_slopes": slopes}, bias, lambda: {"score_mod": slope})
     if kind.startswith("blocks-"):
-        size = int(kind.removeprefix("blocks-"))
+        size = int(kind.split("-")[1])
+        share = SHARES[kind](case)
         rows, keys = -(-case.nq // size), -(-case.nk // size)
-        table = torch.rand((1, case.hq, rows, keys), device=device, generator=generator) < SEEN
+        table = torch.rand((1, case.hq, rows, keys), device=device, generator=generator) < share
         from archflash import masks
 
         given = masks.from_blocks(table, (size, size), case.nq, case.nk)

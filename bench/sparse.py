@@ -1,0 +1,241 @@
+"""Measures attention to listed rows (key_indices), over latent caches, packed rows and K and V as
+they are given: our kernels beside whole pages, and beside PyTorch that gathers the rows first.
+
+    python -m bench.sparse [--only REGEX] [--rounds N] [--output FOLDER]
+
+The rows go to sparse-<gpu>.csv: b queries of hq heads, each with a list of nk rows, whose bytes are
+those that gbps counts. Tables of blocks are cases of bench.masks. Exit status: 0 when all is
+measured, 1 when a result was wrong, 2 when nothing can be measured.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.cases import Case
+from bench.kvcache import Calls
+from bench.results import append_rows, make_row, percentile
+from bench.run import cases_to_run, open_results, short_parser
+from bench.timing import CudaLab, median_clock, round_robin, warm_up
+
+if TYPE_CHECKING:
+    import torch
+
+    Call = Callable[[], torch.Tensor]
+
+ROWS = 65536  # of the cache, or of K and V
+PAGE = 64
+LIST = 2048
+FORMS = {"latent": 1152, "fp8_656": 656, "fp8_584": 584, "dense": 512}  # bytes of a row
+OURS = ("hopper", "ampere")
+AT_ONCE = 64  # queries whose rows PyTorch gathers at a time
+
+
+@dataclass
+class Lists:
+    """Queries with a list of rows each, and what is measured with them.
+
+    Args:
+        case: b queries of hq heads, lists of nk rows.
+        form: of the rows, one of FORMS.
+        device: torch device of the tensors.
+        rows: of the cache.
+    """
+
+    case: Case
+    form: str
+    device: str = "cuda"
+    rows: int = ROWS
+
+    def __post_init__(self) -> None:
+        import torch
+
+        case, generator = self.case, torch.Generator(self.device).manual_seed(0)
+
+        def rand(*shape: int) -> torch.Tensor:
+            made = torch.randn(shape, device=self.device, generator=generator)
+            return made.to(torch.bfloat16)
+
+        lists = torch.rand(case.b, self.rows, device=self.device, generator=generator)
+        self.lists = lists.topk(case.nk).indices.int()
+        self.q = rand(case.b, case.hq, case.d)
+        pages = self.rows // PAGE
+        if self.form == "dense":
+            self.k, self.v = rand(self.rows, case.d), rand(self.rows, case.dv)
+            return
+        if self.form == "latent":
+            self.k = rand(self.rows, case.d)
+            self.cache = self.k.reshape(pages, PAGE, 1, case.d)
+        else:
+            self.cache = self._packed(pages)
+            from archflash._packed_rows import unpack
+
+            rest, v = unpack(self.cache, self.form)
+            whole = torch.cat([v, rest], -1) if self.form == "fp8_656" else v
+            self.k = whole.reshape(self.rows, case.d)
+        self.v = self.k[:, : case.dv]
+
+    def _packed(self, pages: int) -> torch.Tensor:
+        """Packed rows of random numbers, whose scales make them small."""
+        import torch
+
+        width = FORMS[self.form]
+        data = torch.randint(0, 120, (pages, PAGE * width), device=self.device, dtype=torch.uint8)
+        if self.form == "fp8_656":
+            rows = data.reshape(pages, PAGE, width)
+            scales = torch.full((pages, PAGE, 4), 2.0**-6, device=self.device)
+            rows[..., 512:528] = scales.view(torch.uint8)
+            rest = torch.randn(pages, PAGE, 64, device=self.device).bfloat16()
+            rows[..., 528:] = rest.view(torch.uint8)
+        else:
+            rest = torch.randn(pages, PAGE, 64, device=self.device).bfloat16()
+            rows = data[:, : PAGE * 576].view(pages, PAGE, 576)
+            rows[..., 448:] = rest.view(torch.uint8)
+            data[:, PAGE * 576 :] = 127 - 6  # exponents
+        return data.reshape(pages, PAGE, 1, width)
+
+    def calls(self) -> Iterator[tuple[str, str, Call]]:
+        """Name, version and function of everyone that is measured."""
+        import torch
+
+        import archflash
+
+        for name in (*OURS, None):
+            yield name or "archflash", archflash.__version__, self._ours(name)
+        if self.form == "latent":
+            yield "hopper-pages", archflash.__version__, self._whole_pages()
+        yield "torch-gather", torch.__version__, self._gathered
+
+    def _ours(self, name: str | None) -> Call:
+        import archflash
+
+        scale = self.case.d**-0.5
+        if self.form == "dense":
+            tensors = [x[None, None] for x in (self.k, self.v)]
+            q = self.q.transpose(0, 1)[None]
+            return lambda: archflash.attention(
+                q, *tensors, key_indices=self.lists[None, None], scale=scale, implementation=name
+            )[0].transpose(0, 1)
+        packed: dict[str, Any] = {} if self.form == "latent" else {"packed_rows": self.form}
+        lists = self.lists[:, None, None]
+        return lambda: archflash.attention_with_kvcache(
+            self.q[:, None], self.cache, None, dv=self.case.dv, key_indices=lists, scale=scale,
+            physical_indices=True, implementation=name, **packed,
+        )[:, 0]  # fmt: skip
+
+    def _whole_pages(self) -> Call:
+        """As many rows in whole pages, without a list: other rows, and so other results."""
+        import torch
+
+        import archflash
+
+        table = (self.lists[:, : self.case.nk // PAGE] % (self.rows // PAGE)).contiguous()
+        lengths = torch.full_like(table[:, 0], self.case.nk)
+        return lambda: archflash.attention_with_kvcache(
+            self.q[:, None], self.cache, None, dv=self.case.dv, cache_seqlens=lengths,
+            page_table=table, scale=self.case.d**-0.5, implementation="hopper",
+        )[:, 0]  # fmt: skip
+
+    def _gathered(self) -> torch.Tensor:
+        """PyTorch's operations: rows are gathered, multiplied and weighed, in 16 bits."""
+        import torch
+
+        parts = []
+        for q, lists in zip(*(torch.split(x, AT_ONCE) for x in (self.q, self.lists)), strict=True):
+            k = self.k[lists.long()]
+            v = k[..., : self.case.dv] if self.form != "dense" else self.v[lists.long()]
+            weights = torch.softmax(q @ k.transpose(1, 2) * self.case.d**-0.5, -1)
+            parts.append(weights @ v)
+        return torch.cat(parts)
+
+    def max_error(self, out: torch.Tensor) -> tuple[float, float]:
+        """The largest difference from float64 of three queries, and the largest number there."""
+        import torch
+
+        some = torch.tensor([0, self.case.b // 2, self.case.b - 1], device=self.device)
+        lists = self.lists[some].long()
+        k, v = self.k[lists].double(), self.v[lists].double()
+        scores = self.q[some].double() @ k.transpose(1, 2) * self.case.d**-0.5
+        exact = torch.softmax(scores, -1) @ v
+        return float((out[some].double() - exact).abs().max()), float(exact.abs().max())
+
+
+def latent(name: str, queries: int, heads: int, form: str) -> tuple[Case, str]:
+    d = 512 if form == "fp8_584" else 576
+    return Case(name, "bf16", queries, heads, 1, 1, LIST, d, 512, False), form
+
+
+CASES = (
+    latent("decode, 128 heads", 128, 128, "latent"),
+    latent("decode, 16 heads", 128, 16, "latent"),
+    latent("prefill, 128 heads", 4096, 128, "latent"),
+    latent("decode, 128 heads, fp8_656", 128, 128, "fp8_656"),
+    latent("prefill, 128 heads, fp8_656", 4096, 128, "fp8_656"),
+    latent("decode, 128 heads, fp8_584", 128, 128, "fp8_584"),
+    (Case("16 heads share a head of k, d128", "bf16", 1024, 16, 1, 1, LIST, 128, 128, False),
+     "dense"),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; see the top of this file."""
+    options = short_parser("bench.sparse", __doc__).parse_args(argv)
+    forms = {case.name: form for case, form in CASES}
+    wanted = re.compile(options.only or "")
+    cases = cases_to_run(lambda: [case for case, _ in CASES if wanted.search(case.name)])
+    if cases is None:
+        return 2
+
+    import torch
+
+    import archflash
+
+    lab = CudaLab()
+    facts, path = open_results(lab, options.output, "sparse-")
+    wrong = False
+    with torch.no_grad():
+        for case in cases:
+            lists = Lists(case, forms[case.name])
+            timed: dict[str, Calls] = {}
+            versions, errors = {}, {}
+            for name, version, call in lists.calls():
+                try:
+                    errors[name], largest = lists.max_error(call())
+                except archflash.ForcedImplementationError as error:
+                    print(f"{case.name}: {name} not run: {str(error).splitlines()[0]}", flush=True)
+                    continue
+                # Two units in the last place of bfloat16, and as much for P's own rounding.
+                if name != "hopper-pages" and not errors[name] <= 2**-6 * max(largest, 2**-6):
+                    print(f"{case.name}: {name} WRONG: off by {errors[name]:.2e}", flush=True)
+                    wrong = True
+                timed[name], versions[name] = Calls(call), version
+            warm_up(timed, 0.1)
+            samples = round_robin(timed, options.rounds)
+            clock, form = median_clock([lab.clock_mhz()]), forms[case.name]
+            rows = []
+            for name, us in samples.items():
+                checked = errors[name] if name != "hopper-pages" else float("nan")
+                row = make_row(
+                    facts, case, implementation=name, version=versions[name],
+                    features=f"key_lists={form}", clocks_mhz=clock, samples_us=us,
+                    max_err=checked, host_us=float("nan"),
+                )  # fmt: skip
+                gathered = case.b * case.nk * FORMS[form]
+                row["gbps"] = f"{gathered / percentile(us, 0.5) / 1e3:.1f}"
+                rows.append(row)
+            append_rows(path, rows)
+            told = (
+                f"{r['implementation']} {r['p50_us']} ({r['tflops']}, {r['gbps']})" for r in rows
+            )
+            print(f"{case.name}, us (TFLOP/s, GB/s): " + ", ".join(told), flush=True)
+            del timed, lists
+            lab.release()
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
