@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from archflash import reference
+from archflash._packed_rows import ROW_BYTES
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -140,6 +141,67 @@ def make(
     return CacheCall(q, caches[0], caches[1], options)
 
 
+def with_places(call: CacheCall) -> CacheCall:
+    """A call with pages and lists of positions as one whose lists name places in the cache."""
+    options = dict(call.options)
+    table, lengths = options.pop("page_table").long(), options.pop("cache_seqlens").long()
+    lists = options["key_indices"].expand(len(lengths), -1, -1, -1)
+    size = call.k_cache.shape[1 if options.get("layout") != "bhnd" else 2]
+    named = (lists >= 0) & (lists < lengths[:, None, None, None])
+    at = torch.where(named, lists, 0).long()
+    page = table[torch.arange(len(lengths), device=at.device)[:, None, None, None], at // size]
+    places = torch.where(named, page * size + at % size, -1).int()
+    return CacheCall(call.q, call.k_cache, call.v_cache, options).with_options(
+        key_indices=places, physical_indices=True
+    )
+
+
+def packed_cache(form: str, pages: int, size: int, *, seed: int, device: str) -> Tensor:
+    """Packed latent rows of random numbers, ``(pages, size, 1, bytes of a row)``."""
+    generator = torch.Generator().manual_seed(seed)
+    width = ROW_BYTES[form]
+    length = size * width
+    memory = torch.randint(0, 255, (pages, -(-length // 576) * 576), generator=generator)
+    memory = memory.masked_fill(memory % 128 == 127, 5).byte()  # no NaN
+    if form == "fp8_656":
+        memory = memory[:, :length].contiguous()
+    cache = memory[:, :length].unflatten(1, (size, 1, width))
+    rest = torch.randn(pages, size, 64, generator=generator).bfloat16()
+    if form == "fp8_656":
+        scales = torch.rand(pages, size, 1, 4, generator=generator) / 64
+        cache[..., 512:528] = scales.view(torch.uint8)
+        cache[..., 528:] = rest[:, :, None].view(torch.uint8)
+    else:
+        memory[:, : size * 576].unflatten(1, (size, 576))[..., 448:] = rest.view(torch.uint8)
+        memory[:, size * 576 : length] = memory[:, size * 576 : length] % 6 + 118
+    return memory.to(device)[:, :length].unflatten(1, (size, 1, width))
+
+
+def with_latent_rows(call: CacheCall, form: str | None, seed: int = 0) -> CacheCall:
+    """A call with qv, of 64 and 512 columns, whose K and V are parts of the same rows, or of packed
+    ones.
+    """
+    if form is None:
+        both = torch.cat([call.v_cache, call.k_cache], -1)
+        return replace(call, k_cache=both[..., 512:], v_cache=both[..., :512])
+    pages, size = call.k_cache.shape[:2]
+    cache = packed_cache(form, pages, size, seed=seed, device=str(call.q.device))
+    cache = cache.view(torch.float8_e4m3fn)
+    options = {"scale": (576 if form == "fp8_656" else 512) ** -0.5, **call.options}
+    return CacheCall(call.q, cache, cache, {**options, "packed_rows": form})
+
+
+def as_given(call: CacheCall) -> tuple[list[Tensor | None], dict[str, Any]]:
+    """What attention_with_kvcache is given for a call: with packed rows, q in one."""
+    options = dict(call.options)
+    form = options.get("packed_rows")
+    if form is None:
+        return [call.q, call.k_cache, call.v_cache], options
+    qv = options.pop("qv")
+    q = torch.cat([qv, call.q], -1) if form == "fp8_656" else qv
+    return [q, call.k_cache, None], options
+
+
 def random_mask(*shape: int) -> Tensor:
     """An attn_mask that keeps most keys."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.7
@@ -153,8 +215,28 @@ def random_ranges(*shape: int) -> Tensor:
     return torch.stack([begin, begin + length], -1).int()
 
 
+@dataclass(frozen=True)
+class Exact:
+    """What a call returns and writes in float64, and what plain operations return."""
+
+    out: Tensor
+    lse: Tensor
+    baseline: Tensor
+    caches: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, call: CacheCall) -> Exact:
+        tensors = (call.q, call.k_cache, call.v_cache)
+        out, lse = reference.attention_with_kvcache(*tensors, **call.options)
+        baseline = reference.baseline_with_kvcache(*tensors, **call.options)
+        return cls(out, lse, baseline, reference.appended(*tensors[1:], **call.options))
+
+
 def check(
-    call: CacheCall, serve: Callable[[CacheCall], tuple[Tensor, Tensor]], slack: float = 0.0
+    call: CacheCall,
+    serve: Callable[[CacheCall], tuple[Tensor, Tensor]],
+    slack: float = 0.0,
+    exact: Callable[[], Exact] | None = None,
 ) -> Tensor:
     """Serves a call on copies of its caches, and judges the output, the log-sum-exp and what was
     written to the caches. Returns the output.
@@ -163,22 +245,19 @@ def check(
         call: the call.
         serve: gives its output and log-sum-exp.
         slack: an output is also right with no error above so many times the rule's bound.
+        exact: gives the call's exact results, if they are known.
     """
     mine = call.copied()
     out, lse = serve(mine)
-    tensors = (call.q, call.k_cache, call.v_cache)
-    expected, expected_lse = reference.attention_with_kvcache(*tensors, **call.options)
-    report = reference.check(
-        out, expected, reference.baseline_with_kvcache(*tensors, **call.options)
-    )
+    expected = Exact.of(call) if exact is None else exact()
+    report = reference.check(out, expected.out, expected.baseline)
     assert report.ok or report.max_error <= slack * report.bound, report
     rotated = call.options.get("rotary_cos") is not None and call.q.dtype != torch.float64
     # A rotation rounds q and k to their dtype, which the exact log-sum-exp does not.
     more = 16 * float(torch.finfo(call.q.dtype).eps) if rotated else 0.0
-    of_lse = reference.check_lse(lse, expected_lse, more)
+    of_lse = reference.check_lse(lse, expected.lse, more)
     assert of_lse.ok, of_lse
-    wanted = reference.appended(call.k_cache, call.v_cache, **call.options)
-    for after, want in zip((mine.k_cache, mine.v_cache), wanted, strict=True):
+    for after, want in zip((mine.k_cache, mine.v_cache), expected.caches, strict=True):
         assert_written_like(after, want)
     return out
 

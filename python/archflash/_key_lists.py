@@ -84,7 +84,8 @@ def as_mask(
 ) -> Tensor:
     """The attn_mask of lists of keys, ``(B or 1, Hq or 1, Nq, Nk)``, for q and k as they came."""
     heads, rows = (1, 2) if layout == "bhnd" else (2, 1)
-    mask = from_key_indices(key_indices, q.shape[rows], k.shape[rows], topk_lengths)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    mask = from_key_indices(key_indices, q.shape[rows], k.shape[rows], topk_lengths, dtype=dtype)
     if mask.shape[1] == 1:
         return mask
     return mask.repeat_interleave(q.shape[heads] // mask.shape[1], 1)

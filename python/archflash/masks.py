@@ -256,7 +256,12 @@ def to_dense(key_ranges: Tensor, nk: int) -> Tensor:
 
 
 def from_key_indices(
-    key_indices: Tensor, nq: int, nk: int, topk_lengths: Tensor | None = None
+    key_indices: Tensor,
+    nq: int,
+    nk: int,
+    topk_lengths: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The attn_mask that says what lists of keys say, with which every kernel for masks, and every
     gradient, serves them. It takes 4 * nq * nk bytes for each head of the lists.
@@ -268,9 +273,10 @@ def from_key_indices(
         nk: keys.
         topk_lengths: int32, how many entries of each list count, shaped as key_indices without its
             last dimension, or 1 for any; default all.
+        dtype: of the mask.
 
     Returns:
-        float32 ``(batch or 1, heads or 1, nq, nk)``: 0 for a key in the list, the logarithm of how
+        ``(batch or 1, heads or 1, nq, nk)``: 0 for a key in the list, the logarithm of how
         often it is there if that is more than once, -inf for others.
 
     Raises:
@@ -294,7 +300,7 @@ def from_key_indices(
         place = torch.arange(lists.shape[3], device=lists.device)
         counts = counts & (place < topk_lengths[..., None])
         lists = lists.expand(counts.shape)
-    often = torch.zeros(*lists.shape[:3], nk + 1, device=lists.device)
+    often = torch.zeros(*lists.shape[:3], nk + 1, device=lists.device, dtype=dtype)
     often.scatter_add_(3, torch.where(counts, lists, nk), torch.ones_like(lists, dtype=often.dtype))
     mask = often[..., :nk].log()
     if mask.shape[2] == nq:

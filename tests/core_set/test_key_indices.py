@@ -15,7 +15,7 @@ from archflash import reference
 from archflash._kvcache import packed_parts
 
 from .. import kvcache_cases
-from ..kvcache_cases import CacheCall, make
+from ..kvcache_cases import CacheCall, make, packed_cache, with_places
 from .checks import assert_close
 from .executors import executor
 
@@ -116,20 +116,6 @@ def test_a_key_that_is_named_twice_counts_twice(kernel: str, dtype: str) -> None
     assert out.isfinite().all()
 
 
-def physical(call: CacheCall, lists: Tensor) -> CacheCall:
-    """A call with pages as one with physical indices."""
-    options = dict(call.options)
-    table, lengths = options.pop("page_table").long(), options.pop("cache_seqlens").long()
-    size = call.k_cache.shape[1]
-    named = (lists >= 0) & (lists < lengths[:, None, None, None])
-    at = torch.where(named, lists, 0).long()
-    page = table[torch.arange(len(lengths))[:, None, None, None], at // size]
-    places = torch.where(named, page * size + at % size, -1).int()
-    return CacheCall(call.q, call.k_cache, call.v_cache, options).with_options(
-        key_indices=places, physical_indices=True
-    )
-
-
 @pytest.mark.parametrize("how", ["contiguous", "pages", "physical", "latent", "latent-physical"])
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS + [(x, "bfloat16") for x in LATENT_ALONE])
 def test_a_kernel_attends_to_listed_rows_of_a_cache(kernel: str, dtype: str, how: str) -> None:
@@ -147,31 +133,16 @@ def test_a_kernel_attends_to_listed_rows_of_a_cache(kernel: str, dtype: str, how
     lists = lists_of((2, 1, 2, 44), 33)
     call = call.with_options(key_indices=lists)
     places = how.endswith("physical")
-    call = physical(call, lists) if places else call.with_options(num_splits=2)
+    call = with_places(call) if places else call.with_options(num_splits=2)
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
 
 
 @pytest.mark.parametrize("form", ["fp8_656", "fp8_584"])
 @pytest.mark.parametrize("kernel", here.kernels("packed_rows"))
 def test_a_kernel_reads_packed_latent_rows(kernel: str, form: str) -> None:
-    size, pages, width = 5, 9, 656 if form == "fp8_656" else 584
-    length = size * width
-    memory = torch.full((pages, -(-length // 576) * 576 if width == 584 else length), 255)
-    memory[:, :length] = torch.randint(
-        0, 255, (pages, length), generator=torch.Generator().manual_seed(3)
-    )
-    memory = memory.masked_fill(memory % 128 == 127, 5).byte()  # no NaN
-    cache = memory[:, :length].unflatten(1, (size, 1, width))
-    rest = here.rand(pages, size, 64, seed=4, dtype="bfloat16").cpu()
-    if width == 656:
-        scales = torch.rand(pages, size, 1, 4, generator=torch.Generator().manual_seed(5)) / 64
-        cache[..., 512:528] = scales.view(torch.uint8)
-        cache[..., 528:] = rest[:, :, None].view(torch.uint8)
-    else:
-        memory[:, : size * 576].unflatten(1, (size, 576))[..., 448:] = rest.view(torch.uint8)
-        memory[:, size * 576 : length] = memory[:, size * 576 : length] % 6 + 118
-    cache = memory.to(here.device)[:, :length].unflatten(1, (size, 1, width))
-    q = here.rand(2, 2, 20, 576 if width == 656 else 512, seed=6, dtype="bfloat16")
+    size, pages = 5, 9
+    cache = packed_cache(form, pages, size, seed=3, device=here.device)
+    q = here.rand(2, 2, 20, 576 if form == "fp8_656" else 512, seed=6, dtype="bfloat16")
     q, qv, rows = packed_parts(q, cache, form, 512)
     call = CacheCall(q, rows, rows, {
         "qv": qv, "packed_rows": form, "physical_indices": True, "scale": 0.05, "num_splits": 2,

@@ -19,6 +19,9 @@ SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33)  # half of them; the oth
 EDGES = (63, 64, 65, 100, 127, 128, 129, 191, 200, 256, 257, 300)
 DIMS = (1, 3, 8, 16, 32, 40, 64, 64, 72, 96, 100, 128, 128, 192, 256, 300)
 MOST_SCORES = 1 << 18  # of all heads of a problem
+LATENT_HEADS = (1, 3, 8, 16, 20, 40, 64, 72, 96, 128)  # of queries that share a head of the cache
+MOST_LATENT_ROWS = 256  # of queries, of all heads of a problem
+BLOCK_SIZES = (16, 48, 64, 64, 64, 100, 128, 128, 192, 256)  # queries or keys of a listed block
 
 
 @dataclass(frozen=True)
@@ -153,17 +156,17 @@ def _lists(dice: Dice, options: Given) -> None:
         options.pop(name, None)
     options["key_indices"] = {
         "ones": (dice.maybe(0.4), dice.maybe(0.4)), "blocks": dice.maybe(0.3),
-        "count": dice.size(1), "lengths": dice.maybe(0.5),
+        "count": dice.size(1), "lengths": dice.maybe(0.5), "twice": dice.maybe(0.3),
     }  # fmt: skip
 
 
-def _attention(dice: Dice, backward: bool = False) -> Given:
-    fp8 = not backward and dice.maybe(0.12)
+def _attention(dice: Dice, backward: bool = False, lists: bool = False) -> Given:
+    fp8 = not backward and not lists and dice.maybe(0.12)
     dtype = dice.one_of(FP8 if fp8 else (*FLOATS, *FLOATS, *FLOATS, "float64"))
     (d, dv), heads, options = dice.dims(), dice.heads(), {}
     given: Given = {"dtype": dtype, "dims": (d, dv), "heads": heads, "options": options}
     _scores(dice, options)
-    if dice.maybe(0.2):
+    if not lists and dice.maybe(0.2):
         count = dice.between(0, 4)
         given["packed"] = {
             "q": dice.lengths(count),
@@ -184,6 +187,8 @@ def _attention(dice: Dice, backward: bool = False) -> Given:
     if fp8:
         shapes = ("one", "()", "heads", "batch") + (() if "packed" in given else ("blocks",))
         dice.sometimes(options, 0.4, **{f"{x}_descale": lambda: dice.one_of(shapes) for x in "qkv"})
+    if lists or (not backward and not fp8 and "packed" not in given and dice.maybe(0.1)):
+        _lists(dice, options)
     if backward:
         for name in ("num_splits", "batch_invariant"):
             options.pop(name, None)
@@ -197,8 +202,6 @@ def _attention(dice: Dice, backward: bool = False) -> Given:
         options, 0.1, out_dtype=lambda: dice.one_of(("float16", "bfloat16") if fp8 else (dtype,))
     )
     given["pad"] = dice.one_of((0, 0, 1, 8))  # of the output's rows
-    if not fp8 and "packed" not in given and dice.maybe(0.1):
-        _lists(dice, options)
     return given
 
 
@@ -214,13 +217,13 @@ def _backward(dice: Dice) -> Given:
     return given
 
 
-def _cache(dice: Dice) -> Given:
+def _cache(dice: Dice, lists: bool = False) -> Given:
     # Kernels copy no cache, and take rows of whole 16 bytes.
     batch, (d, dv), heads = dice.between(1, 3), dice.dims(1 if dice.maybe(0.1) else 8), dice.heads()
     n_new = dice.between(1, 5) if dice.maybe(0.4) else 0
     capacity = max(1, n_new, dice.size())
     lengths = tuple(dice.between(0, capacity - n_new) for _ in range(batch))
-    rotary = d >= 16 and n_new > 0 and dice.maybe(0.4)
+    rotary = not lists and d >= 16 and n_new > 0 and dice.maybe(0.4)
     rows = 8 if rotary else 40  # there are 8 positions more than the caches have rows
     nq, options = min(dice.size(), rows), {}
     made: Given = {
@@ -229,27 +232,91 @@ def _cache(dice: Dice) -> Given:
         "n_new": n_new,
     }  # fmt: skip
     dice.sometimes(made, 0.4, page_size=lambda: dice.one_of((1, 3, 7, 16, 64, 256)))
-    dice.sometimes(
-        made, 0.2, q_lengths=lambda: tuple(min(dice.size(), rows) for _ in lengths),
-        leftpad=lambda: tuple(dice.between(0, n) for n in lengths),
-    )  # fmt: skip
+    if not lists:
+        dice.sometimes(made, 0.2, q_lengths=lambda: tuple(min(dice.size(), rows) for _ in lengths))
+    dice.sometimes(made, 0.2, leftpad=lambda: tuple(dice.between(0, n) for n in lengths))
     if "page_size" not in made and dice.maybe(0.2):
         made["rows_of"] = tuple((2 * i + 1) % (batch + 1 + batch % 2) for i in range(batch))
-    if made["dtype"] != "float32" and dice.maybe(0.2):
+    if not lists and made["dtype"] != "float32" and dice.maybe(0.2):
         made["cache_dtype"] = dice.one_of(FP8)
         shapes = ("one", "()", "heads", "batch")
         dice.sometimes(options, 0.4, **{f"{x}_descale": lambda: dice.one_of(shapes) for x in "kv"})
     if rotary:
         made["rotary"] = dice.one_of([x for x in (16, 32, 64, d // 16 * 16) if x <= d])
         dice.sometimes(options, 0.5, rotary_interleaved=lambda: True)
-    dice.sometimes(made, 0.05, qv=lambda: True)
+    if not lists:
+        dice.sometimes(made, 0.05, qv=lambda: True)
     dice.sometimes(options, 0.1, attention_chunk=lambda: dice.one_of((1, 5, 64)))
     _scores(dice, options, cached=True)
     _masks(dice, options, cached=True)
     alone = "q_lengths" not in made and "cache_dtype" not in made and not rotary
-    if alone and dice.maybe(0.15):
+    if lists or (alone and dice.maybe(0.15)):
         _lists(dice, options)
-    return {"lengths": lengths, "made": made, "options": options}
+    given = {"lengths": lengths, "made": made, "options": options}
+    if lists and n_new == 0 and "page_size" in made and "leftpad" not in made:
+        given["physical"] = _physical(dice, options)
+    return given
+
+
+def _physical(dice: Dice, options: Given) -> bool:
+    """Whether entries are places in the cache, which causal and window do not go with."""
+    return not {"causal", "window"} & options.keys() and dice.maybe(0.5)
+
+
+def _latent_rows(dice: Dice) -> Given:
+    """A cache of latent rows, of 16 bits or packed, and lists of them."""
+    form = dice.one_of((None, None, "fp8_656", "fp8_584"))
+    heads_kv = 1 if form else dice.one_of((1, 1, 1, 2))
+    batch, capacity = dice.between(1, 2), max(1, dice.size())
+    made: Given = {
+        "nq": min(dice.size(), 70), "heads": (heads_kv * dice.one_of(LATENT_HEADS), heads_kv),
+        "d": 64, "dv": 512, "qv": True, "capacity": capacity,
+        "dtype": "bfloat16" if form else dice.one_of(("float16", "bfloat16")),
+    }  # fmt: skip
+    while batch * made["heads"][0] * made["nq"] > MOST_LATENT_ROWS:
+        batch, made["nq"] = 1, made["nq"] // 2
+    lengths = tuple(dice.between(0, capacity) for _ in range(batch))
+    if form or dice.maybe(0.7):
+        made["page_size"] = dice.one_of((1, 3, 7, 16, 64))
+    options: Given = {}
+    _scores(dice, options, cached=True)
+    _lists(dice, options)
+    given: Given = {"lengths": lengths, "made": made, "options": options, "packed_rows": form}
+    given["physical"] = "page_size" in made and _physical(dice, options)
+    return given
+
+
+def _key_lists(dice: Dice) -> Given:
+    """Calls with lists of keys, of every kind."""
+    kind = dice.one_of(("attention", "autograd", "caches", "latent rows", "latent rows"))
+    if kind == "latent rows":
+        return {"kind": kind, **_latent_rows(dice)}
+    if kind == "caches":
+        return {"kind": kind, **_cache(dice, lists=True)}
+    return {"kind": kind, **_attention(dice, backward=kind == "autograd", lists=True)}
+
+
+def _block_lists(dice: Dice) -> Given:
+    """Lists of blocks, with the masks that they stand for."""
+    heads, batch = dice.heads(), dice.between(1, 2)
+    options: Given = {}
+    dice.sometimes(
+        options, causal=lambda: True, softcap=lambda: 7.5, sinks=lambda: "normal",
+        scale=lambda: dice.one_of((0.03, -0.2)), layout=lambda: "bnhd",
+    )  # fmt: skip
+    nq, nk = dice.size(1), dice.size(1)
+    while batch * heads[0] * nq * nk > MOST_SCORES:
+        nq, batch = nq // 2, 1
+    return {
+        "form": dice.one_of(("lists", "lists", "lists", "bsr", "ragged", "chunks", "table")),
+        "block": (dice.one_of(BLOCK_SIZES), dice.one_of(BLOCK_SIZES)),
+        "seen": dice.one_of((0.0, 0.1, 0.25, 0.6, 1.0)), "ones": (dice.maybe(0.4), dice.maybe(0.4)),
+        "key_sizes": dice.maybe(0.3), "backward": dice.maybe(0.4),
+        "dtype": dice.one_of(("float16", "bfloat16", "bfloat16", "float32")),
+        "dims": dice.dims(8), "heads": heads, "batch": batch, "nq": nq, "nk": nk,
+        "strides": ("dense", "dense", "dense"), "options": options, "pad": 0, "dlse": False,
+        "mask_gradient": False,
+    }  # fmt: skip
 
 
 def _merge(dice: Dice) -> Given:
@@ -316,6 +383,8 @@ ENTRIES: dict[str, Callable[[Dice], Given]] = {
     "attention_backward": _backward,
     "autograd": lambda dice: _attention(dice, backward=True),
     "attention_with_kvcache": _cache,
+    "key_lists": _key_lists,
+    "block_lists": _block_lists,
     "merge_attention": _merge,
     "quantize_fp8": _quantise,
     "masks": _mask_functions,

@@ -18,7 +18,7 @@ from archflash.reference.rule import report_of
 from tests import kvcache_cases
 from tests.core_set.checks import assert_close, guarded_output, is_fp8, same_bits
 from tests.properties.drawing import Problem
-from tests.properties.making import Maker, cache_call_of, call_of, mask_of
+from tests.properties.making import Maker, block_options_of, cache_call_of, call_of, mask_of
 from tests.properties.mask_rules import check_mask
 from tests.properties.rounding import of_gradients
 
@@ -61,6 +61,24 @@ def _agree(what: str, report: ErrorReport) -> None:
     assert report.ok or near, f"{what} {report}"
 
 
+def _on_cpu(values: Any) -> Any:
+    """Tensors, and those of a dict or a sequence, where float64 is computed: a GPU takes longer for
+    so small ones, above all when it has many processes.
+    """
+    if isinstance(values, dict):
+        return {name: _on_cpu(x) for name, x in values.items()}
+    if isinstance(values, tuple | list) and any(isinstance(x, Tensor) for x in values):
+        return [_on_cpu(x) for x in values]
+    return values.detach().cpu() if isinstance(values, Tensor) else values
+
+
+def _exact(qkv: Sequence[Tensor], asked: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and the log-sum-exp in float64, and what plain operations give."""
+    qkv, asked = _on_cpu(list(qkv)), _on_cpu(asked)
+    out, lse = reference.attention(*qkv, **asked)
+    return out, lse, reference.baseline(*qkv, **asked)
+
+
 def _semantics(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name not in _options.ADVICE}
 
@@ -79,8 +97,7 @@ def _attention(problem: Problem, device: str) -> Run:
 
     @functools.cache
     def expected() -> tuple[Tensor, Tensor, Tensor]:
-        asked = _semantics(call)
-        return (*reference.attention(q, k, v, **asked), reference.baseline(q, k, v, **asked))
+        return _exact((q, k, v), _semantics(call))
 
     def run(name: str | None) -> None:
         guarded = guarded_output(q, v, problem.given["pad"], call)
@@ -103,17 +120,19 @@ def _attention(problem: Problem, device: str) -> Run:
             assert_close(out, lse, q, k, v, ran_on, **asked)
             return
         of_out, of_lse, base = expected()
-        _agree("output", reference.check(out, of_out, base))
-        _agree("output without log-sum-exp", reference.check(again, of_out, base))
-        _agree("log-sum-exp", reference.check_lse(lse, of_lse))
+        _agree("output", reference.check(out.cpu(), of_out, base))
+        _agree("output without log-sum-exp", reference.check(again.cpu(), of_out, base))
+        _agree("log-sum-exp", reference.check_lse(lse.cpu(), of_lse))
 
     return run
 
 
 def _gradients(
-    problem: Problem, device: str
+    problem: Problem, device: str, seen: Tensor | None = None
 ) -> tuple[list[Tensor], dict[str, Any], Tensor | None, Callable[..., None]]:
-    """The tensors dout, q, k, v, the options, dlse, and what compares gradients with float64."""
+    """The tensors dout, q, k, v, the options, dlse, and what compares gradients with float64.
+    seen: the attn_mask of float64, where options that are added stand for it.
+    """
     (q, k, v), call = call_of(problem, device)
     make = Maker(problem.seed + 1, device)
     dout = make.rand(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
@@ -125,18 +144,20 @@ def _gradients(
 
     @functools.cache
     def expected() -> tuple[reference.Gradients, reference.Gradients]:
-        asked = _semantics(call)
-        exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **asked)
+        asked = _on_cpu(_semantics(call) | ({} if seen is None else {"attn_mask": seen}))
+        asked["dlse"] = _on_cpu(dlse)
+        tensors = _on_cpu([dout, q, k, v])
+        exact = reference.attention_backward(*tensors, **asked)
         if "sinks" in asked:  # plain operations give NaN where a sink is infinite
             asked["sinks"] = asked["sinks"].clamp(-6e4, 6e4)
-        base = reference.baseline_backward(dout, q, k, v, dlse=dlse, **asked)
-        return exact, base
+        return exact, reference.baseline_backward(*tensors, **asked)
 
     def compare(added: float = 0.0, **found: Tensor | None) -> None:
         exact, base = expected()
         for name, x in found.items():
             of_x, of_base = getattr(exact, name), getattr(base, name)
             assert x is not None, f"there is no {name}"
+            x = x.cpu()
             assert bool(x.isfinite().all()), f"{name} is not finite"
             more = added if name in ("dq", "dk", "dv") else 0.0
             # dsinks and dmask are float32 also of float64, and dq may be of 16 bits.
@@ -159,8 +180,8 @@ def _gradients(
 def _backward(problem: Problem, device: str) -> Run:
     (dout, q, k, v), call, dlse, compare = _gradients(problem, device)
     given = problem.given
-    of_out, of_lse = reference.attention(q, k, v, **_semantics(call))
-    out, lse = of_out.to(q.dtype), of_lse.float().contiguous()
+    of_out, of_lse = reference.attention(*_on_cpu([q, k, v]), **_on_cpu(_semantics(call)))
+    out, lse = of_out.to(device, q.dtype), of_lse.to(device).float().contiguous()
 
     def run(name: str | None) -> None:
         into: dict[str, Any] = {}
@@ -184,8 +205,10 @@ def _backward(problem: Problem, device: str) -> Run:
     return run
 
 
-def _autograd(problem: Problem, device: str) -> Run:
-    (dout, q, k, v), call, dlse, compare = _gradients(problem, device)
+def _autograd(
+    problem: Problem, device: str, added: dict[str, Any] | None = None, seen: Tensor | None = None
+) -> Run:
+    (dout, q, k, v), call, dlse, compare = _gradients(problem, device, seen)
 
     def run(name: str | None) -> None:
         leaves = {"dq": q, "dk": k, "dv": v}
@@ -194,7 +217,7 @@ def _autograd(problem: Problem, device: str) -> Run:
         if problem.given["mask_gradient"]:
             leaves["dmask"] = call["attn_mask"]
         leaves = {of: x.detach().requires_grad_() for of, x in leaves.items()}
-        asked = dict(call)
+        asked = {**call, **(added or {})}
         for of, option in (("dsinks", "sinks"), ("dmask", "attn_mask")):
             if of in leaves:
                 asked[option] = leaves[of]
@@ -214,18 +237,55 @@ def _autograd(problem: Problem, device: str) -> Run:
 
 def _cache(problem: Problem, device: str) -> Run:
     call = cache_call_of(problem, device)
+    on_cpu = kvcache_cases.CacheCall(*_on_cpu([call.q, call.k_cache, call.v_cache, call.options]))
+    words = problem.given["options"].get("key_indices", {})
+
+    @functools.cache
+    def exact() -> kvcache_cases.Exact:
+        return kvcache_cases.Exact.of(on_cpu)
 
     def run(name: str | None) -> None:
-        def serve(mine: kvcache_cases.CacheCall) -> tuple[Tensor, Tensor]:
-            answer: tuple[Tensor, Tensor] = archflash.attention_with_kvcache(
-                mine.q, mine.k_cache, mine.v_cache, implementation=name, return_lse=True,
-                check=True, **mine.options,
+        def serve(judged: kvcache_cases.CacheCall) -> tuple[Tensor, Tensor]:
+            mine = call.copied()
+            tensors, options = kvcache_cases.as_given(mine)
+            out, lse = archflash.attention_with_kvcache(
+                *tensors, implementation=name, return_lse=True, check=not words.get("twice"),
+                **options,
             )  # fmt: skip
-            return answer
+            judged.k_cache.copy_(mine.k_cache)
+            judged.v_cache.copy_(mine.v_cache)
+            return out.cpu(), lse.cpu()
 
-        kvcache_cases.check(call, serve, SLACK)
+        kvcache_cases.check(on_cpu, serve, SLACK, exact)
 
     return run
+
+
+def _key_lists(problem: Problem, device: str) -> Run:
+    of_kind = {"attention": _attention, "autograd": _autograd}
+    return of_kind.get(problem.given["kind"], _cache)(problem, device)
+
+
+def _block_lists(problem: Problem, device: str) -> Run:
+    """The options that are made of a list of blocks give what the mask gives that it stands for."""
+    given = problem.given
+    (q, k, v), call = call_of(problem, device)
+    seen, blocks = block_options_of(given, Maker(problem.seed + 2, device))
+    asked = {**_semantics(call), "attn_mask": seen}
+
+    @functools.cache
+    def expected() -> tuple[Tensor, Tensor, Tensor]:
+        return _exact((q, k, v), asked)
+
+    def forward(name: str | None) -> None:
+        out, lse = archflash.attention(
+            q, k, v, implementation=name, return_lse=True, **call, **blocks
+        )
+        of_out, of_lse, base = expected()
+        _agree("output", reference.check(out.cpu(), of_out, base))
+        _agree("log-sum-exp", reference.check_lse(lse.cpu(), of_lse))
+
+    return _autograd(problem, device, blocks, seen) if given["backward"] else forward
 
 
 def _merge(problem: Problem, device: str) -> Run:
@@ -353,6 +413,8 @@ _RUNS: dict[str, Callable[[Problem, str], Run]] = {
     "attention_backward": _backward,
     "autograd": _autograd,
     "attention_with_kvcache": _cache,
+    "key_lists": _key_lists,
+    "block_lists": _block_lists,
     "merge_attention": _merge,
     "quantize_fp8": _quantise,
     "masks": _masks,

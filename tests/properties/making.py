@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import summarize_mask
+from archflash import masks, summarize_mask
 from tests import kvcache_cases
 from tests.core_set.odd_strides import laid_out
 from tests.properties.drawing import FP8, Given, Problem
@@ -114,15 +114,25 @@ _OF_BATCH = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "key_indices
 
 def lists_of(make: Maker, words: Given, sizes: Sequence[int], nk: int) -> dict[str, Tensor]:
     """key_indices, some of them no keys, and topk_lengths; sizes: of sequences, heads of k and
-    queries. A list names no key twice, which calls with a cache check.
+    queries.
     """
     *outer, nq = sizes
     shape = [1 if one else n for one, n in zip(words["ones"], outer, strict=True)]
     shape.append(-(-nq // 64) if words["blocks"] else nq)
-    order = make.uniform(*shape, max(nk + 6, words["count"])).argsort(-1)
-    lists = {"key_indices": (order[..., : words["count"]] - 3).int()}
+    count = words["count"]
+    if words.get("twice"):
+        chosen = make.integers(-3, nk + 3, (*shape, count))
+    else:
+        order = make.uniform(*shape, max(nk + 6, count)).argsort(-1)
+        chosen = (order[..., :count] - 3).int()
+    lists = {"key_indices": chosen}
     if words["lengths"]:
-        lists["topk_lengths"] = make.integers(-1, words["count"] + 2, shape)
+        lengths = make.integers(-1, count + 2, shape)
+        lists["topk_lengths"] = lengths
+        # Behind the length, numbers of keys and numbers that would lie outside of every tensor.
+        behind = make.int32(range(count)) >= lengths[..., None]
+        far = make.uniform(*chosen.shape) < 0.5
+        chosen.masked_fill_(behind & far, 2**31 - 1)
     return lists
 
 
@@ -199,4 +209,55 @@ def cache_call_of(problem: Problem, device: str) -> kvcache_cases.CacheCall:
     if words := given["options"].get("key_indices"):
         sizes = (len(lengths), made["heads"][1], made["nq"])
         options |= lists_of(make, words, sizes, made["capacity"])
-    return kvcache_cases.make(lengths, seed=problem.seed, device=device, **made, **options)
+    call = kvcache_cases.make(lengths, seed=problem.seed, device=device, **made, **options)
+    if made.get("qv") and made["dv"] == 512:
+        call = kvcache_cases.with_latent_rows(call, given.get("packed_rows"))
+    return kvcache_cases.with_places(call) if given.get("physical") else call
+
+
+def block_options_of(given: Given, make: Maker) -> tuple[Tensor, dict[str, Any]]:
+    """What a list of blocks lets each query see, bool ``(batch or 1, heads or 1, nq, nk)``, and the
+    options of the call that are made of it.
+    """
+    nq, nk, (rows, keys) = given["nq"], given["nk"], given["block"]
+    if given["form"] == "table":  # of blocks of multiples of 64
+        rows, keys = (-(-size // 64) * 64 for size in (rows, keys))
+    outer = [1 if one else n for one, n in zip(
+        given["ones"], (given["batch"], given["heads"][0]), strict=True
+    )]  # fmt: skip
+    if given["form"] in ("bsr", "ragged"):
+        outer = [1, 1 if given["form"] == "bsr" else outer[1]]
+    shape = (*outer, -(-nq // rows), -(-nk // keys))
+    table = make.uniform(*shape) < given["seen"]
+    counts = table.sum(-1).int()
+    # Numbers of blocks, those that are seen first; behind the count others.
+    lists = torch.where(table, make.uniform(*shape), 2.0).argsort(-1).int()
+    sizes = None
+    if given["form"] == "chunks":
+        chunks = make.integers(-1, shape[3] + 1, (*outer, nq, 3))
+        seen = (chunks[..., None] == make.int32(range(nk)) // keys).any(-2)
+        return seen, {"key_ranges": masks.from_chunks(chunks, keys, nk)}
+    if given["form"] == "ragged":
+        of_rows, of_keys = (_cut(make, n, count) for n, count in ((nq, shape[2]), (nk, shape[3])))
+        options = masks.from_ragged_blocks(table[0], of_rows[None], of_keys[None], nq, nk)
+        by_row = table.repeat_interleave(of_rows.to(table.device), 2)
+        return by_row.repeat_interleave(of_keys.to(table.device), 3), options
+    seen = table.repeat_interleave(rows, 2)[:, :, :nq].repeat_interleave(keys, 3)[..., :nk]
+    if given["form"] == "bsr":
+        ends = torch.nn.functional.pad(counts[0, 0].cumsum(0), (1, 0)).int()
+        listed = lists[0, 0][make.int32(range(shape[3])) < counts[0, 0, :, None]]
+        return seen, masks.from_bsr(ends, listed, (rows, keys), nq, nk)
+    if given["form"] == "table":
+        return seen, {"block_mask": masks.from_blocks(table, (rows, keys), nq, nk)}
+    if given["key_sizes"]:
+        sizes = make.integers(0, keys + 1, (shape[3],))
+        place = make.int32(range(nk))
+        seen = seen & (place % keys < sizes[place // keys])
+    options = masks.from_block_lists(lists, counts, (rows, keys), nq, nk, key_sizes=sizes)
+    return seen, options
+
+
+def _cut(make: Maker, n: int, parts: int) -> Tensor:
+    """Sizes of so many parts of n, some of them 0."""
+    ends = make.integers(0, n + 1, (parts - 1,)).sort().values.tolist()
+    return torch.tensor([0, *ends, n]).diff().to(make.device)
