@@ -21,6 +21,7 @@ EQUAL = 0.02  # candidates whose times differ by less count as equally fast
 # Calls have ever other sizes, for each of which cuDNN makes a plan, which takes the host long:
 # PyTorch has to be faster by this. With few rows each step of decoding has another number of keys.
 PLANS_MARGIN = {"few": 0.05, "many": 0.03}
+RISK = 0.5  # standard deviations by which a candidate counts as slower than it is predicted to be
 
 logger = logging.getLogger("archflash")
 _FEW = _measured.FEW_QUERIES
@@ -79,8 +80,9 @@ class Prediction(NamedTuple):
         return self._weighed(name) > self._weighed(fastest) * (1 + EQUAL + doubt)
 
     def _weighed(self, name: str) -> float:
-        """The cost of a candidate, and of PyTorch what its plans cost."""
-        return self.cost[name] * (1 + self.plans if name.startswith("torch") else 1)
+        """The cost of a candidate, more where it is in doubt, and of PyTorch what plans cost."""
+        plans = self.plans if name.startswith("torch") else 0.0
+        return self.cost[name] * (1 + plans + RISK * self.doubt[name])
 
     def __str__(self) -> str:
         fastest = sorted(self.cost.items(), key=lambda item: item[1])[:4]

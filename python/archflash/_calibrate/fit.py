@@ -27,7 +27,11 @@ def fits(calls: Sequence[Measured], sms: int) -> tuple[float, str, dict[str, Fit
             counts[name] = counts.get(name, 0) + 1
         fastest = min(call.graph_us, key=call.graph_us.__getitem__)
         wins[fastest] = wins.get(fastest, 0) + 1
-    reference = max(counts, key=lambda name: (counts[name], wins.get(name, 0)))
+
+    def rank(name: str) -> tuple[int, bool, int]:
+        return counts[name], not name.startswith("torch"), wins.get(name, 0)
+
+    reference = max(counts, key=rank)
     places = [call.place(sms) for call in calls]
 
     def fit(logs: Sequence[float | None]) -> Fit:

@@ -161,8 +161,7 @@ def points(sms: int, flops_per_us: float) -> list[Point]:
         [_of_kind(Kind("16 bits", FORWARD, "many", False, mask), common, sms, _SOME[:3])
          for mask in ("bool", "added", "ranges", "blocks", "slopes")],
         [each[10:] for each in usual] + [each[6:] for each in shared],
-        [each[4:] for each in less],
-        [_in_turns(_others(kind, *dims, sms)) for dims in rare for kind in dense],
+        [each[4:8] for each in less],
     ]  # fmt: skip
     most = {passes: us * flops_per_us for passes, us in _MOST_US.items()}
     made: dict[Point, None] = {}

@@ -24,11 +24,12 @@ from archflash._calibrate.lab import Lab
 from archflash._call_times import BOTH, FORWARD, Kind
 
 # A candidate that was so much slower at so many points of a kind and head dimensions is left out at
-# the others; one that was far slower at the first.
-_BEHIND, _ENOUGH, _FAR_BEHIND = 1.25, 4, 2.5
-# One that plans so long for each shape, as cuDNN does, is left out where it was measured in another
-# call of these, while plans have taken more than this part of the time.
-_SLOW_TO_PLAN_S, _MOST_OF_PLANS = 0.04, 0.35
+# the others.
+_BEHIND, _ENOUGH = 1.25, 4
+# Until every kind was measured, one that plans so long for each shape, as cuDNN does, is left out
+# while plans have taken more than this part of the time, and it was measured at so many points of a
+# family and head dimensions. With few rows candidates are nearly equally fast.
+_SLOW_TO_PLAN_S, _MOST_OF_PLANS, _KNOWN = 0.04, 0.4, {"few": 8, "many": 1}
 _WARM_S = 0.4
 
 Times = dict[str, float]
@@ -60,9 +61,7 @@ def is_enough(name: str, like: list[tuple[Point, Times]], needed: Callable[[], b
         needed: tells whether dispatch could choose it. Of PyTorch's kernels it can choose one.
     """
     known = [times[name] / min(times.values()) for _, times in like if name in times]
-    if not known or len(known) < _ENOUGH:
-        return bool(known) and min(known) > _FAR_BEHIND
-    return min(known) > _BEHIND or not needed()
+    return len(known) >= _ENOUGH and (min(known) > _BEHIND or not needed())
 
 
 def _is_slow(name: str) -> bool:
@@ -109,22 +108,26 @@ def main() -> int:
         if (name, point.kind.passes) in skip or (name, point.kind) in wrong_kinds:
             return True
         like = groups[group_of(point)]
-        plans = first_s[name] or [0.0]
+        plans, family = first_s[name] or [0.0], point.kind.family()
         too_long = sum(plans) > _MOST_OF_PLANS * (time.time() - begin)
-        is_known = any(name in times for _, times in like)
-        if too_long and is_known and statistics.median(plans) > _SLOW_TO_PLAN_S:
-            return True
+        if unseen and too_long and statistics.median(plans) > _SLOW_TO_PLAN_S:
+            alike = (times for (kind, *dims), found in groups.items() for _, times in found
+                     if kind.family() == family and dims == [point.d, point.dv])  # fmt: skip
+            if sum(name in times for times in alike) >= _KNOWN[point.kind.rows]:
+                return True
         return is_enough(name, like, lambda: name not in PYTORCHS or name == lab.pytorchs(point))
 
     done = {point for point, _ in known}
-    for point in grid.points(sms, speed):
+    every = grid.points(sms, speed)
+    unseen = {point.kind for point in every}
+    for point in every:
+        unseen.discard(point.kind)
         if time.time() > float(asked["until"]):
             break
         if point in done or point.bytes() > free // 16:
             continue
         result = lab.measure(point, left)
-        known.append((point, result.graph_us))
-        groups[group_of(point)].append(known[-1])
+        groups[group_of(point)].append((point, result.graph_us))
         for name, seconds in result.first_s.items():
             first_s[name].append(seconds)
         for name, text in result.refused.items():
