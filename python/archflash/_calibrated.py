@@ -43,7 +43,7 @@ class Prediction(NamedTuple):
 
     Attributes:
         cost: of each candidate, in microseconds: the geometric mean of the time in a CUDA graph and
-            of the time eagerly, which is at least that of the host.
+            of the time eagerly.
         date: when it was measured.
         gpu: the GPU.
         key: what the table holds for, in words.
@@ -146,7 +146,9 @@ class Table:
         times, cost = family.predict(kind, sizes, d, dv), {}
         for name, us in times.us.items():
             who = "torch" if name.startswith("torch") else "ours"
-            cost[name] = math.sqrt(us * max(us, self.host_us.get((kind.passes, who), 0.0)))
+            # Of many eager calls each waits now for the host, now for the device.
+            eager = math.hypot(us, self.host_us.get((kind.passes, who), 0.0))
+            cost[name] = math.sqrt(us * eager)
         wrong = frozenset(name for name, where in self.wrong_kinds if where == kind)
         plans = PLANS_MARGIN[kind.rows]
         return Prediction(cost, self.date, self.gpu, self.key, wrong, times.doubt, plans)
