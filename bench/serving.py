@@ -3,8 +3,10 @@ SGLang make, over batches that a scheduler makes of a mix of requests.
 
     python -m bench.serving [--only REGEX] [--rounds N] [--output FOLDER]
 
-Requests, lengths and arrivals come from a seeded generator, and so do the pages. A step is captured
-in a CUDA graph with other lengths than those that it is replayed with. Beside it stand the peers
+Requests, lengths and arrivals come from a seeded generator, and so do the pages; those of
+`recorded` from vLLM's own scheduler (tests/servers/vllm/record_steps.py). A step is captured
+in a CUDA graph with other lengths than those that it is replayed with; one of decoding also with a
+page table for the longest request, as servers have it in their graphs. Beside it stand the peers
 that serve it, over keys and values without pages: PyTorch's cuDNN kernel, and fa3 where it is
 installed. Host times are those of eager calls. Writes <gpu>-serving.json. Exit status 1 when an
 output was wrong, 2 when nothing can be measured.
@@ -20,8 +22,9 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 PAGE = 16
 TOKENS, REQUESTS = 2048, 64  # of a step, at most: vLLM's chunked prefill
+RECORDED = Path(__file__).parent / "recorded_steps.json"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class Mix:
     answer: tuple[float, float, int]
     arrivals: float
     requests: int = 400
+
+    def longest(self) -> int:
+        """Tokens of a request, at most."""
+        return max(prompt + answer for prompt, answer in self.draw())
 
     def draw(self) -> list[tuple[int, int]]:
         """Lengths of the prompt and of the answer of each request."""
@@ -82,10 +90,13 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Step:
-    """A batch: new rows of each request, and its length with them. Decoding requests come first."""
+    """A batch: new rows of each request, its length with them, and its pages where they were
+    recorded. Decoding requests come first.
+    """
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...] = ()
 
     @property
     def kind(self) -> str:
@@ -121,7 +132,23 @@ def steps(mix: Mix) -> tuple[Step, ...]:
     return tuple(batches)
 
 
-def chosen(mix: Mix, kind: str, number: int = 2) -> list[Step]:
+def recorded() -> tuple[list[Step], int]:
+    """Steps of a server of vLLM, by tests/servers/vllm/record_steps.py, and as many keys as its
+    page table has room for.
+    """
+
+    def table(runs: list[list[int]]) -> tuple[int, ...]:
+        return tuple(block for first, count in runs for block in range(first, first + count))
+
+    found = json.loads(RECORDED.read_text())
+    made = [
+        Step(tuple(x["rows"]), tuple(x["lengths"]), tuple(map(table, x["tables"])))
+        for x in found["steps"]
+    ]
+    return made, found["columns"] * PAGE
+
+
+def chosen(batches: Sequence[Step], kind: str, number: int = 2) -> list[Step]:
     """Steps of a kind, from the shortest contexts to the longest, of those that fill the server
     most: by requests where they decode, else by rows.
     """
@@ -129,7 +156,7 @@ def chosen(mix: Mix, kind: str, number: int = 2) -> list[Step]:
     def size(step: Step) -> int:
         return len(step.rows) if kind == "decode" else sum(step.rows)
 
-    found = [step for step in steps(mix) if step.kind == kind]
+    found = [step for step in batches if step.kind == kind]
     most = max(map(size, found), default=0)
     found = sorted((s for s in found if size(s) == most), key=lambda step: sum(step.lengths))
     last = len(found) - 1
@@ -141,22 +168,22 @@ class Server:
     as a server has them: `load` changes their numbers only.
     """
 
-    def __init__(self, layer: Layer, shape: Step, device: str, longest: int, pages: int) -> None:
+    def __init__(self, layer: Layer, step: Step, device: str, longest: int, pages: int) -> None:
         import torch
 
         from archflash._kvcache import kind_of, values_of
-        from archflash.integrations._paged import PagedAttention, PagedBatch
+        from archflash.integrations._paged import PagedAttention, PagedBatch, narrowed
 
         torch.manual_seed(0)
-        self.layer, self.shape = layer, shape
+        self.layer = layer
         heads, dim, half = layer.heads, layer.dim, torch.bfloat16
-        rows, requests = sum(shape.rows), len(shape.rows)
+        rows, requests = sum(step.rows), len(step.rows)
         sinks = torch.randn(heads, device=device) if layer.sinks else None
         self.attention = PagedAttention(
             heads, dim, dim**-0.5, layer.heads_kv, sliding_window=layer.window, sinks=sinks
         )
         window = None if layer.window is None else (layer.window - 1, 0)
-        self.values = values_of(causal=True, window=window, scale=dim**-0.5)
+        self.values = values_of(causal=True, window=window, scale=dim**-0.5, sinks=sinks)
         self.kind, self.prepared = kind_of(self.values), dict[int, Any]()
         self.pages = pages
         cache = torch.randn(pages, PAGE, layer.heads_kv, 2 * dim, device=device, dtype=half)
@@ -164,18 +191,25 @@ class Server:
         self.q = torch.randn(rows, heads, dim, device=device, dtype=half)
         self.out = torch.empty_like(self.q)
         integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        table = torch.zeros(requests, -(-longest // PAGE), **integers)
+        decodes = step.kind == "decode"
         self.batch = PagedBatch(
             num_actual_tokens=rows,
-            max_query_len=max(shape.rows),
+            max_query_len=max(step.rows),
             query_start_loc=torch.zeros(requests + 1, **integers),
             seq_lens=torch.zeros(requests, **integers),
-            block_table=torch.zeros(requests, -(-longest // PAGE), **integers),
+            block_table=narrowed(table, PAGE, None if decodes else max(step.lengths)),
             slot_mapping=torch.zeros(rows, dtype=torch.int64, device=device),
         )
         self.of_layer = SimpleNamespace(_k_scale=None, _v_scale=None)
+        # SGLang's queries of decoding are not packed.
+        in_common = self.batch.in_common
+        self.in_common = (None, None, *in_common[2:]) if decodes else in_common
+        self.rows_of_q = (-1, 1, heads, dim) if decodes else (-1, heads, dim)
+        self.flat_q = self.q.flatten(1)
 
     def load(self, step: Step) -> None:
-        """The numbers of a step of the same shape."""
+        """The numbers of a step whose requests have as many rows, and no more keys."""
         import torch
 
         order = torch.randperm(self.pages, generator=torch.Generator().manual_seed(1)).int()
@@ -183,7 +217,10 @@ class Server:
         at = 0
         for request, length in enumerate(step.lengths):
             count = -(-length // PAGE)
-            table[request, :count] = order[torch.arange(at, at + count) % self.pages]
+            if step.tables:
+                table[request, :count] = torch.tensor(step.tables[request][:count])
+            else:
+                table[request, :count] = order[torch.arange(at, at + count) % self.pages]
             at += count
         self.batch.block_table.copy_(table)
         self.batch.seq_lens.copy_(torch.tensor(step.lengths))
@@ -196,23 +233,14 @@ class Server:
         )
 
     def sglang(self) -> torch.Tensor:
-        """That of the plug-in for SGLang, where queries of decoding are not packed."""
-        from archflash.integrations._paged import attend
+        """That of the plug-in for SGLang."""
+        from archflash._kvcache import serve
 
-        batch, decodes = self.batch, self.shape.kind == "decode"
-        out = attend(
-            self.values,
-            self.kind,
-            self.prepared,
-            self.q[:, None] if decodes else self.q,
-            self.attention.caches(self.cache),
-            None if decodes else batch.query_start_loc,
-            None if decodes else batch.max_query_len,
-            batch.seq_lens,
-            batch.block_table,
-            {"sinks": self.attention.sinks, "return_lse": False},
-        )
-        return out.view_as(self.q)  # type: ignore[no-any-return]
+        out = serve(
+            self.flat_q.reshape(self.rows_of_q), *self.attention.caches(self.cache), self.values,
+            self.kind, self.prepared, self.in_common,
+        )  # fmt: skip
+        return out.reshape(-1, self.flat_q.shape[1])  # type: ignore[no-any-return]
 
     def without_pages(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys and values of all requests one behind the other, and where each request begins."""
@@ -281,7 +309,8 @@ class Server:
 
         for request in {0, len(step.rows) // 2, len(step.rows) - 1}:
             part, exact, plain = self.expected(request, step)
-            if not all(reference.check(out[part], exact, plain).ok for out in outs):
+            found = [out.view_as(self.q)[part] for out in outs]
+            if not all(reference.check(out, exact, plain).ok for out in found):
                 return False
         return True
 
@@ -344,40 +373,41 @@ def fa3_module() -> Any:
     return None
 
 
-def measure(layer: Layer, mix: Mix, rounds: int) -> Iterator[dict[str, Any]]:
-    """Medians in microseconds for steps of each kind."""
+def measure(layer: Layer, step: Step, longest: int, rounds: int) -> dict[str, Any]:
+    """Medians in microseconds for a step.
+
+    Args:
+        longest: keys of a request, at most.
+    """
     import torch
 
-    longest = max(prompt + answer for prompt, answer in mix.draw())
-    for kind in ("prefill", "mixed", "decode"):
-        for step in chosen(mix, kind):
-            pages = min(sum(-(-n // PAGE) for n in step.lengths), 40_000)
-            server = Server(layer, step, "cuda", longest, pages)
-            # Captured while every request is short.
-            server.load(Step(step.rows, step.rows))
-            graphs = {"archflash": Graph(server.archflash), "sglang": Graph(server.sglang)}
-            server.load(step)
-            for name, call in server.peers(step).items():
-                peer = Graph(call)
-                if server.are_right(step, peer.replayed()):  # else its time says nothing
-                    graphs[name] = peer
-                else:
-                    print(f"{name} gives wrong numbers: {step}"[:200], flush=True)
-            ours = ("archflash", "sglang")
-            right = all(server.are_right(step, graphs[name].replayed()) for name in ours)
-            warm_up(graphs, 0.05)
-            samples = round_robin(graphs, rounds)
-            calls = {"host_us": server.archflash, "sglang_host_us": server.sglang}
-            loops = {name: (call, [()]) for name, call in calls.items()}
-            host = enqueue_times_us(loops, 200, torch.cuda.synchronize)
-            yield {
-                "kind": kind,
-                "requests": len(step.rows),
-                "rows": sum(step.rows),
-                "keys": sum(step.lengths),
-                "right": right,
-                **{name: round(percentile(us, 0.5), 2) for name, us in (samples | host).items()},
-            }
+    pages = min(sum(-(-n // PAGE) for n in step.lengths), 40_000)
+    pages = max([pages, *(1 + max(table) for table in step.tables)])
+    server = Server(layer, step, "cuda", longest, pages)
+    server.load(Step(step.rows, step.rows, step.tables))  # captured while every request is short
+    graphs = {"archflash": Graph(server.archflash), "sglang": Graph(server.sglang)}
+    server.load(step)
+    for name, call in server.peers(step).items():
+        peer = Graph(call)
+        if server.are_right(step, peer.replayed()):  # else its time says nothing
+            graphs[name] = peer
+        else:
+            print(f"{name} gives wrong numbers: {step}"[:200], flush=True)
+    outs = [graphs[name].replayed() for name in ("archflash", "sglang")]
+    right = server.are_right(step, *outs)
+    warm_up(graphs, 0.05)
+    samples = round_robin(graphs, rounds)
+    calls = {"host_us": server.archflash, "sglang_host_us": server.sglang}
+    loops = {name: (call, [()]) for name, call in calls.items()}
+    host = enqueue_times_us(loops, 200, torch.cuda.synchronize)
+    return {
+        "kind": step.kind,
+        "requests": len(step.rows),
+        "rows": sum(step.rows),
+        "keys": sum(step.lengths),
+        "right": right,
+        **{name: round(percentile(us, 0.5), 2) for name, us in (samples | host).items()},
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -393,13 +423,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     facts = environment.run_facts(environment.open_nvml())
     found: dict[str, list[dict[str, Any]]] = {}
+    kinds = ("prefill", "mixed", "decode")
+    batches: dict[str, tuple[Sequence[Step], int]] = {
+        name: ([step for kind in kinds for step in chosen(steps(mix), kind)], mix.longest())
+        for name, mix in MIXES.items()
+    }
+    batches["recorded"] = recorded()
     with torch.inference_mode():  # as servers do
-        for (of_layer, layer), (of_mix, mix) in itertools.product(LAYERS.items(), MIXES.items()):
+        for (of_layer, layer), (of_mix, mix) in itertools.product(LAYERS.items(), batches.items()):
             name = f"{of_layer}, {of_mix}"
             if options.only and not re.search(options.only, name):
                 continue
             found[name] = []
-            for row in measure(layer, mix, options.rounds):
+            for step in mix[0]:
+                row = measure(layer, step, mix[1], options.rounds)
                 print(name, row, flush=True)
                 found[name].append(row)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -280,35 +280,48 @@ def values_of(**options: Any) -> list[Any]:
     return values
 
 
+# Where options are that all layers of a batch have in common, in the order of `batch` of `serve`.
+_OF_BATCH = [PLACES[x] for x in ("cu_seqlens_q", "max_seqlen_q", "cache_seqlens", "page_table")]
+_OUT = PLACES["out"]
+Batch = tuple[Tensor | None, int | None, Tensor, Tensor | None]
+
+
 def serve(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     values: list[Any],
-    prepared: dict[int, Any],
     kind: int,
+    prepared: dict[int, Any],
+    batch: Batch,
+    out: Tensor | None = None,
 ) -> Any:
     """`attention_with_kvcache` for the layers of a server's model, whose calls have most in common:
-    each copies and completes what `values_of` made once, which takes the host less time than so
-    many arguments, and a batch is read once. Such layers run outside of autocast.
+    a batch is read once, and a layer's options are those that `values_of` made once, which takes
+    the host less time than so many arguments. Such layers run outside of autocast.
 
     Args:
+        values, kind: those of `values_of` and `kind_of`, of the layer.
         prepared: what is known of the batch, by `kind`; empty at first.
-        kind: that of the layer, see `kind_of`.
+        batch: cu_seqlens_q, max_seqlen_q, cache_seqlens and page_table. All layers give the same
+            tuple; its tensors are read by the first of a kind alone, and must keep their memory.
     """
+    known = prepared.get(kind)
+    plain = not _is_grad_enabled() and not _always_check and is_eager()
+    if known and plain:
+        result = known(q, k_cache, v_cache, values, out, batch, _forced())
+        if result is not NotImplemented:
+            return result
+    values = values.copy()
+    values[_OUT] = out
+    for place, value in zip(_OF_BATCH, batch, strict=True):
+        values[place] = value
     if _always_check or not is_eager():
         options = dict(zip(PLACES, values, strict=True))
         return attention_with_kvcache(q, k_cache, v_cache, **options)
-    if _is_grad_enabled():
-        return _serve(q, k_cache, v_cache, values, None)
-    known = prepared.get(kind)
-    if known:
-        result = known(q, k_cache, v_cache, values, _forced())
-        if result is not NotImplemented:
-            return result
     result = _serve(q, k_cache, v_cache, values, None)
-    if known is None:  # False: no kernel serves it
-        made = _native.prepare_call(q, k_cache, v_cache, values, _forced())
+    if plain and known is None:  # False: no kernel serves it
+        made = _native.prepare_call(q, k_cache, v_cache, values, batch, _forced())
         prepared[kind] = False if made is None else made
     return result
 

@@ -1,6 +1,5 @@
 #include "runtime/bind.h"
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstring>
@@ -45,8 +44,10 @@ Replace replacer() {
 
 [[noreturn]] void refused(const TensorMapSpec& spec, CUresult status) {
   throw LaunchFailure(join("the driver refused the tensor map of ", operand_name(spec.operand),
-                           " (CUresult ", static_cast<int>(status), ")"));
+                           " (", error_name(status), ")"));
 }
+
+}  // namespace
 
 void make_context_current() {
   int device_index = 0;
@@ -59,17 +60,13 @@ void make_context_current() {
   }
 }
 
-// What the driver says of a call that needs a current context. A thread that has made no call of
-// CUDA has none: a launch would make one current by itself, but it comes after this.
-template <class Call>
-CUresult in_context(const Call& call) {
-  const CUresult status = call();
-  if (status != CUDA_ERROR_INVALID_CONTEXT) return status;
-  make_context_current();
-  return call();
+std::string error_name(CUresult status) {
+  static const auto get_name =
+      reinterpret_cast<decltype(&cuGetErrorName)>(driver_function("cuGetErrorName", 6000));
+  const char* name = nullptr;
+  if (get_name(status, &name) == CUDA_SUCCESS) return name;
+  return join("CUresult ", static_cast<int>(status));
 }
-
-}  // namespace
 
 void* driver_function(const char* name, int cuda_version) {
   void* function = nullptr;

@@ -2,10 +2,13 @@
 // parameter.
 #pragma once
 
+#include <cuda.h>
+
 #include <array>
 #include <cstddef>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "common/planning/plan.h"
@@ -39,6 +42,20 @@ void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>
 // A function of the NVIDIA driver, in its version for a CUDA release (12040 for 12.4). It is looked
 // up on first use, because nothing links to libcuda. Throws LaunchFailure if the driver lacks it.
 void* driver_function(const char* name, int cuda_version);
+
+std::string error_name(CUresult status);  // "CUDA_ERROR_INVALID_VALUE"
+
+void make_context_current();  // that of the current device
+
+// What the driver says of a call that needs a current context. A thread that has made no call of
+// CUDA has none.
+template <class Call>
+CUresult in_context(const Call& call) {
+  const CUresult status = call();
+  if (status != CUDA_ERROR_INVALID_CONTEXT) return status;
+  make_context_current();
+  return call();
+}
 
 // Encodes one tensor map into 128 bytes (64-byte aligned) with the driver's own encoder.
 void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map);

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "common/packed_rows.h"
 #include "runtime/reading/reading.h"
@@ -90,6 +91,13 @@ Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle opti
       a.*ARGUMENTS[i] = i < count ? PyTuple_GetItem(options.ptr(), i) : absent;
   }
   return a;
+}
+
+void set_batch(Arguments& arguments, nb::handle batch) {
+  constexpr auto COUNT = static_cast<Py_ssize_t>(std::size(BATCH));
+  if (!PyTuple_CheckExact(batch.ptr()) || PyTuple_Size(batch.ptr()) != COUNT)
+    wrong_type("batch is ", given(batch), ": it must be a tuple of ", COUNT, " values");
+  for (Py_ssize_t i = 0; i < COUNT; ++i) arguments.*BATCH[i] = PyTuple_GetItem(batch.ptr(), i);
 }
 
 void build_call(const Arguments& a, Call& call) {

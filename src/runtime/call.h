@@ -38,6 +38,12 @@ constexpr nb::handle Arguments::* ARGUMENTS[] = {
 // nb::type_error for anything else.
 Arguments arguments_of(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad);
 
+// The options that all layers of a server's batch have in common.
+constexpr nb::handle Arguments::* BATCH[] = {&Arguments::cu_seqlens_q, &Arguments::max_seqlen_q,
+                                             &Arguments::cache_seqlens, &Arguments::page_table};
+// Takes them from a tuple. Throws nb::type_error for anything else.
+void set_batch(Arguments& arguments, nb::handle batch);
+
 // A call that archflash refuses by its contract: UnsupportedError in Python.
 struct Unsupported : std::runtime_error {
   using std::runtime_error::runtime_error;

@@ -236,8 +236,9 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
 }
 
 nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
-                        nb::handle implementation) {
-  const Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+                        nb::handle batch, nb::handle implementation) {
+  Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+  set_batch(arguments, batch);
   if (needs_dispatcher(arguments)) return nb::none();
   Call call;
   build_call(arguments, call);
@@ -245,7 +246,8 @@ nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v, nb::handle opt
   const CacheKey<Problem> key{call.problem, call.device_index, forced_index(implementation)};
   const CachedCall* found = cache().find(key);
   if (found == nullptr || !found->plan) return nb::none();
-  return nb::cast(PreparedCall(arguments, call, found->plan, found->like_of(call), implementation));
+  return nb::cast(
+      PreparedCall(arguments, call, found->plan, found->like_of(call), batch, implementation));
 }
 
 nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle options,

@@ -17,9 +17,10 @@ namespace archflash {
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad,
                      nb::handle implementation);
 // A PreparedCall of a call of attention_with_kvcache without gradients that was
-// served just now; None where no kernel serves it.
+// served just now, with the options of `batch` (BATCH); None where no kernel
+// serves it.
 nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
-                        nb::handle implementation);
+                        nb::handle batch, nb::handle implementation);
 // decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`: who
 // serves new problems.
 void set_decide(nb::object function);

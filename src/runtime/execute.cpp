@@ -1,6 +1,5 @@
 #include "runtime/execute.h"
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -136,8 +135,8 @@ void finish_loading(const Kernel& kernel, cudaKernel_t handle) {
   CUresult status = get_function(&function, handle);
   if (status == CUDA_SUCCESS) status = load_function(function);
   if (status != CUDA_SUCCESS) {
-    throw LaunchFailure(join("loading kernel ", kernel.entry, " of ", kernel.image, ": CUresult ",
-                             static_cast<int>(status)));
+    throw LaunchFailure(
+        join("loading kernel ", kernel.entry, " of ", kernel.image, ": ", error_name(status)));
   }
 }
 
@@ -148,33 +147,41 @@ std::string describe_launch(const Launch& launch) {
               launch.block[2], "), ", launch.shared_bytes, " bytes of shared memory");
 }
 
+// By the driver's function, which takes less of the host than the runtime's.
 void launch_kernel(const Launch& launch, cudaKernel_t kernel, EncodedMaps& maps,
-                   const std::array<void*, OPERAND_COUNT>& addresses, cudaStream_t stream) {
+                   const std::array<void*, OPERAND_COUNT>& addresses, CUstream stream) {
+  static const auto launch_function =
+      reinterpret_cast<decltype(&cuLaunchKernelEx)>(driver_function("cuLaunchKernelEx", 12000));
   alignas(64) unsigned char block[MAX_PARAMETER_BYTES];
   bind(launch, addresses, block, maps);
   void* parameters[] = {block};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(launch.grid[0], launch.grid[1], launch.grid[2]);
-  config.blockDim = dim3(launch.block[0], launch.block[1], launch.block[2]);
-  config.dynamicSmemBytes = launch.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2]{};
+  CUlaunchConfig config{};
+  config.gridDimX = launch.grid[0], config.gridDimY = launch.grid[1];
+  config.gridDimZ = launch.grid[2];
+  config.blockDimX = launch.block[0], config.blockDimY = launch.block[1];
+  config.blockDimZ = launch.block[2];
+  config.sharedMemBytes = launch.shared_bytes;
+  config.hStream = stream;
+  CUlaunchAttribute attributes[2]{};
   config.attrs = attributes;
   if (launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > 1) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = launch.cluster[0];
-    attribute.val.clusterDim.y = launch.cluster[1];
-    attribute.val.clusterDim.z = launch.cluster[2];
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attribute.value.clusterDim.x = launch.cluster[0];
+    attribute.value.clusterDim.y = launch.cluster[1];
+    attribute.value.clusterDim.z = launch.cluster[2];
   }
   if (launch.uses_pdl) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
   }
-  const cudaError_t status =
-      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), parameters);
-  if (status != cudaSuccess) check(status, describe_launch(launch));
+  // The driver takes a kernel of a library in the place of a function of a context.
+  const auto function = reinterpret_cast<CUfunction>(kernel);
+  const CUresult status =
+      in_context([&] { return launch_function(&config, function, parameters, nullptr); });
+  if (status != CUDA_SUCCESS)
+    throw LaunchFailure(join(describe_launch(launch), ": ", error_name(status)));
 }
 
 }  // namespace
@@ -208,7 +215,7 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
   for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
     const Launch& launch = prepared.plan->launches[i];
     const cudaKernel_t kernel = make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
-    launch_kernel(launch, kernel, prepared.maps[i], addresses, static_cast<cudaStream_t>(stream));
+    launch_kernel(launch, kernel, prepared.maps[i], addresses, static_cast<CUstream>(stream));
   }
 }
 

@@ -11,6 +11,14 @@ std::optional<Operand> operand_of(const Option& option) {
   return option.kind == OptionKind::Output ? Operand::Out : option.operand;
 }
 
+// Which options all layers of a batch have in common.
+constexpr auto OF_BATCH = [] {
+  std::array<bool, OPTION_COUNT> table{};
+  for (int i = 0; i < OPTION_COUNT; ++i)
+    table[i] = std::ranges::find(BATCH, ARGUMENTS[i]) != std::end(BATCH);
+  return table;
+}();
+
 }  // namespace
 
 void PreparedCall::Like::set(nb::handle tensor, const char* name) {
@@ -31,20 +39,21 @@ bool PreparedCall::Like::fits(const TensorView& other) const {
 }
 
 bool PreparedCall::replace(nb::handle tensor, const char* name, const Like& like, Operand operand,
-                           Call& call) {
+                           Call& call, bool same) {
   if (like.align == 0 || !is_plain_tensor(tensor)) return false;
   TensorView view;
-  read_tensor(tensor, name, view);
+  read_tensor(tensor, name, view, same);
   call.addresses[static_cast<int>(operand)] = view.data;
   return like.fits(view);
 }
 
 PreparedCall::PreparedCall(const Arguments& arguments, const Call& call,
-                           std::shared_ptr<PreparedPlan> plan, Templates like,
+                           std::shared_ptr<PreparedPlan> plan, Templates like, nb::handle batch,
                            nb::handle implementation)
     : call_(call),
       plan_(std::move(plan)),
       like_(std::move(like)),
+      batch_(nb::borrow(batch)),
       implementation_(nb::borrow(implementation)),
       gives_out_(!arguments.out.is_none()) {
   q_.set(arguments.q, "q");
@@ -59,21 +68,26 @@ PreparedCall::PreparedCall(const Arguments& arguments, const Call& call,
 }
 
 nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
-                             nb::handle implementation) const {
+                             nb::handle out, nb::handle batch, nb::handle implementation) const {
   const nb::object no = nb::borrow(Py_NotImplemented);
-  const Arguments a = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+  Arguments a = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
+  a.out = out;
+  set_batch(a, batch);
+  const bool same_batch = batch.is(batch_);
   if (!implementation.is(implementation_) || a.out.is_none() == gives_out_) return no;
   Call call = call_;
   if (!replace(q, "q", q_, Operand::Q, call) || !replace(k, "k_cache", k_, Operand::K, call) ||
       !replace(v, "v_cache", v_, Operand::V, call))
     return no;
   for (int i = 0; i < OPTION_COUNT; ++i) {
+    if (same_batch && OF_BATCH[i]) continue;
     const nb::handle value = a.*ARGUMENTS[i];
-    // Also the same tensor is read again: its memory may be another (set_, resize_).
     const bool is_tensor = of_options_[i].align != 0;
-    if (!is_tensor && value.is(PyList_GetItem(options_.ptr(), i))) continue;
+    const bool same = value.is(PyList_GetItem(options_.ptr(), i));
+    if (same && !is_tensor) continue;
     const auto operand = operand_of(OPTIONS[i]);
-    if (!operand || !replace(value, OPTIONS[i].name, of_options_[i], *operand, call)) return no;
+    if (!operand || !replace(value, OPTIONS[i].name, of_options_[i], *operand, call, same))
+      return no;
   }
   return archflash::run(*plan_, a, call, like_);
 }

@@ -15,15 +15,18 @@ namespace archflash {
 class PreparedCall {
  public:
   // A call of attention_with_kvcache that a plan serves, without gradients. The
-  // tensors among its options stay alive with this, but for `out`.
+  // tensors among its options stay alive with this, but for `out`. batch: the
+  // tuple of the options in BATCH.
   PreparedCall(const Arguments& arguments, const Call& call, std::shared_ptr<PreparedPlan> plan,
-               Templates like, nb::handle implementation);
+               Templates like, nb::handle batch, nb::handle implementation);
 
   // What attention() of call_path.h returns. NotImplemented where the call
   // differs in more than the addresses of its tensors: then it has to be read
-  // as a whole.
-  nb::object run(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
-                 nb::handle implementation) const;
+  // as a whole. options: their `out` and those of `batch` do not count. With
+  // the very tuple of the prepared call its tensors are not read again: their
+  // memory must be that of then.
+  nb::object run(nb::handle q, nb::handle k, nb::handle v, nb::handle options, nb::handle out,
+                 nb::handle batch, nb::handle implementation) const;
 
  private:
   // What a problem depends on of a tensor.
@@ -36,14 +39,15 @@ class PreparedCall {
     bool fits(const TensorView& other) const;
   };
   // Puts the address of a tensor into a call; false if it is not like that of
-  // the prepared one.
+  // the prepared one. same: it is that tensor, whose memory may be another
+  // (set_, resize_).
   static bool replace(nb::handle tensor, const char* name, const Like& like, Operand operand,
-                      Call& call);
+                      Call& call, bool same = false);
 
   Call call_;
   std::shared_ptr<PreparedPlan> plan_;
   Templates like_;
-  nb::object implementation_;
+  nb::object batch_, implementation_;
   nb::list options_;  // those of the prepared call, without `out`
   bool gives_out_;
   Like q_, k_, v_;

@@ -119,12 +119,12 @@ void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& m
   }
   if (a.out.is_none()) {
     set_address(call, Operand::Out, made.out);
-  } else if (!nb::cast<bool>(a.out.attr("is_inference")())) {
+  } else if (torch().is_inference(a.out).is(Py_False)) {
     torch().increment_version(a.out);  // autograd must see that it was written
   }
   if (call.problem.n_new > 0) {
     for (const nb::handle cache : {a.k, a.v}) {
-      if (!nb::cast<bool>(cache.attr("is_inference")())) torch().increment_version(cache);
+      if (torch().is_inference(cache).is(Py_False)) torch().increment_version(cache);
     }
   }
   if (call.problem.want_lse) {

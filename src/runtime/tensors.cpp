@@ -182,6 +182,7 @@ const Torch& torch() {
     t->dtype_type = module.attr("dtype");
     const nb::object tensor = module.attr("empty")(0);
     t->is_neg = Getter(tensor, "is_neg");
+    t->is_inference = Getter(tensor, "is_inference");
     t->data_ptr = Getter(tensor, "data_ptr");
     t->empty_like = module.attr("empty_like");
     for (int i = 0; i < DTYPE_COUNT; ++i)
@@ -247,7 +248,7 @@ void check_low_address(nb::handle tensor, const char* name, TensorView& view) {
 
 }  // namespace
 
-void read_tensor(nb::handle object, const char* name, TensorView& view) {
+void read_tensor(nb::handle object, const char* name, TensorView& view, bool known) {
   if (!is_tensor(object)) {
     const std::string type = nb::cast<std::string>(object.type().attr("__name__"));
     throw nb::type_error(
@@ -269,7 +270,7 @@ void read_tensor(nb::handle object, const char* name, TensorView& view) {
   }
   // A subclass is read again, as a plain tensor, after its own dispatcher has handled the call.
   if (!is_plain_tensor(object)) return;
-  view.lazy = torch().is_neg(object).is(Py_True);
+  if (!known) view.lazy = torch().is_neg(object).is(Py_True);
   const bool has_data = view.has_storage && (view.device_kind == DeviceKind::Cpu ||
                                              view.device_kind == DeviceKind::Cuda);
   if (has_data && reinterpret_cast<uintptr_t>(view.data) < SUSPICIOUS_ADDRESS)

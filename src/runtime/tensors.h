@@ -57,7 +57,7 @@ struct Torch {
   nb::object tensor_type, parameter_type, dtype_type, empty_like, float32, uint8, strided;
   nb::object increment_version, is_functional;
   nb::object empty_strided_cuda;  // torch's function of (sizes, strides, dtype); null without
-  Getter is_neg, data_ptr;
+  Getter is_neg, is_inference, data_ptr;
   nb::object dtypes[DTYPE_COUNT];  // by DType
   nb::object raw_stream;  // torch._C._cuda_getCurrentRawStream, where the exchange table is missing
   const void* exchange = nullptr;  // DLPackExchangeAPI
@@ -70,8 +70,9 @@ bool is_plain_tensor(
 bool is_tensor(nb::handle object);
 
 // Throws nb::type_error with `name` in its text if `object` is not a dense tensor of at most
-// MAX_DIMS dimensions, and nb::value_error if it has elements but no data.
-void read_tensor(nb::handle object, const char* name, TensorView& view);
+// MAX_DIMS dimensions, and nb::value_error if it has elements but no data. known: this tensor was
+// read before and was not lazy, which never changes.
+void read_tensor(nb::handle object, const char* name, TensorView& view, bool known = false);
 std::string describe_shape(const TensorView& view);  // "(4, 16, 512, 64)"
 std::string describe_strides(const TensorView& view);
 std::string dtype_text(nb::handle tensor);  // "torch.int64"

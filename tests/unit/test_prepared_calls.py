@@ -35,6 +35,8 @@ class Layer:
         }
         self.options = given | options
         self.values = values_of(**self.options)
+        self.out: Tensor | None = self.options["out"]
+        self.batch = (None, None, self.options["cache_seqlens"], self.options["page_table"])
 
     def expected(self) -> Tensor:
         options = {name: x for name, x in self.options.items() if name != "out"}
@@ -43,31 +45,41 @@ class Layer:
         )
         return result
 
+    def served_by(self, call: Any, kernel: str | None = KERNEL) -> Any:
+        return call(self.q, self.k, self.v, self.values, self.out, self.batch, kernel)
+
+    def serve(self, known: dict[int, Any], kind: int = 0) -> Any:
+        return serve(self.q, self.k, self.v, self.values, kind, known, self.batch, self.out)
+
 
 def prepared(layer: Layer) -> Any:
     with torch.no_grad(), archflash.force(KERNEL):
-        serve(layer.q, layer.k, layer.v, layer.values, {}, 0)
-        return native.prepare_call(layer.q, layer.k, layer.v, layer.values, KERNEL)
+        known: dict[int, Any] = {}
+        layer.serve(known)
+        return known[0]
 
 
 def test_a_call_with_other_tensors_of_the_same_shapes_is_served() -> None:
     first, other = Layer(0), Layer(1)
     call = prepared(first)
     other.options["cache_seqlens"] = torch.tensor([16, 0], dtype=torch.int32)
-    other.values = values_of(**other.options)
-    result = call(other.q, other.k, other.v, other.values, KERNEL)
-    assert result is other.options["out"]
+    other.batch = (None, None, other.options["cache_seqlens"], other.options["page_table"])
+    result = other.served_by(call)
+    assert result is other.out
     assert torch.equal(result, other.expected())
-    assert torch.equal(call(first.q, first.k, first.v, first.values, KERNEL), first.expected())
+    assert torch.equal(first.served_by(call), first.expected())
+
+
+def test_numbers_of_a_batch_are_read_by_each_call() -> None:
+    layer = Layer()
+    call = prepared(layer)
+    layer.options["cache_seqlens"].copy_(torch.tensor([16, 2]))
+    assert torch.equal(layer.served_by(call), layer.expected())
 
 
 def test_outputs_are_allocated_where_none_is_given() -> None:
     first, other = Layer(0, out=None, return_lse=True), Layer(1, out=None, return_lse=True)
-    for result in zip(
-        prepared(first)(other.q, other.k, other.v, other.values, KERNEL),
-        other.expected(),
-        strict=True,
-    ):
+    for result in zip(other.served_by(prepared(first)), other.expected(), strict=True):
         assert torch.equal(*result)
 
 
@@ -84,6 +96,13 @@ def change(name: str, to: Any) -> Callable[[Layer], None]:
     return apply
 
 
+def change_batch(place: int, to: Any) -> Callable[[Layer], None]:
+    def apply(layer: Layer) -> None:
+        layer.batch = (*layer.batch[:place], to, *layer.batch[place + 1 :])  # type: ignore[assignment]
+
+    return apply
+
+
 OTHER: dict[str, Callable[[Layer], None]] = {
     "an option": change("causal", False),
     "an option that is given": change("softcap", 2.0),
@@ -91,8 +110,11 @@ OTHER: dict[str, Callable[[Layer], None]] = {
     "a tensor that is missing": change("sinks", None),
     "a tensor for a number": change("scale", torch.ones(())),
     "the dtype of a tensor": change("sinks", torch.ones(2, dtype=torch.bfloat16)),
-    "the shape of a tensor": change("page_table", torch.zeros(2, 3, dtype=torch.int32)),
-    "no output": change("out", None),
+    "the shape of the pages": change_batch(3, torch.zeros(2, 3, dtype=torch.int32)),
+    "the dtype of the lengths": change_batch(2, torch.zeros(2, dtype=torch.int64)),
+    "packed queries": change_batch(0, torch.tensor([0, 1, 2], dtype=torch.int32)),
+    "a hint": change_batch(1, 3),
+    "no output": lambda x: setattr(x, "out", None),
     "the strides of q": lambda x: setattr(x, "q", x.q.expand(2, 1, 2, 64)[:, :, :1].expand_as(x.q)),
     "the alignment of a cache": lambda x: setattr(x, "v", _shifted(x.v)),
     "the pages of a cache": lambda x: setattr(x, "k", x.k[:3]),
@@ -103,14 +125,14 @@ OTHER: dict[str, Callable[[Layer], None]] = {
 @pytest.mark.parametrize("name", OTHER)
 def test_a_call_that_differs_is_read_as_a_whole(name: str) -> None:
     call, layer = prepared(Layer()), Layer(1)
-    assert call(layer.q, layer.k, layer.v, layer.values, KERNEL) is not NotImplemented
+    assert layer.served_by(call) is not NotImplemented
     OTHER[name](layer)
-    assert call(layer.q, layer.k, layer.v, layer.values, KERNEL) is NotImplemented
+    assert layer.served_by(call) is NotImplemented
 
 
 def test_what_is_forced_is_part_of_a_call() -> None:
     layer = Layer()
-    assert prepared(layer)(layer.q, layer.k, layer.v, layer.values, None) is NotImplemented
+    assert layer.served_by(prepared(layer), None) is NotImplemented
 
 
 def test_a_batch_is_prepared_once_for_layers_of_a_kind() -> None:
@@ -120,13 +142,13 @@ def test_a_batch_is_prepared_once_for_layers_of_a_kind() -> None:
     batch: dict[int, Any] = {}
     with torch.no_grad(), archflash.force(KERNEL):
         for layer, kind in zip(layers, kinds, strict=True):
-            serve(layer.q, layer.k, layer.v, layer.values, batch, kind)
+            layer.serve(batch, kind)
             assert torch.equal(layer.options["out"], layer.expected())
         assert {kind: type(x) for kind, x in batch.items()} == dict.fromkeys(
             kinds, native.PreparedCall
         )
         misses = native.cache_info()[:2]
-        serve(layers[1].q, layers[1].k, layers[1].v, layers[1].values, batch, kinds[1])
+        layers[1].serve(batch, kinds[1])
     assert native.cache_info()[:2] == misses  # nothing was looked up
 
 
@@ -134,7 +156,7 @@ def test_without_a_kernel_pytorch_serves_each_layer() -> None:
     layer, batch = Layer(), dict[int, Any]()
     with torch.no_grad(), archflash.force("torch"):
         for _ in range(2):
-            out = serve(layer.q, layer.k, layer.v, layer.values, batch, 0)
+            out = layer.serve(batch)
             torch.testing.assert_close(out, layer.expected(), atol=0.02, rtol=0.02)
     assert batch == {0: False}
 
@@ -143,4 +165,4 @@ def test_gradients_are_refused_as_in_other_calls() -> None:
     layer = Layer()
     layer.q.requires_grad_()
     with pytest.raises(archflash.UnsupportedError, match="has no backward"):
-        serve(layer.q, layer.k, layer.v, layer.values, {}, 0)
+        layer.serve({})

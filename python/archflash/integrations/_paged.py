@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archflash._api import attention
 from archflash._errors import UnsupportedError
-from archflash._kvcache import PLACES, kind_of, serve, values_of
+from archflash._kvcache import PLACES, Batch, kind_of, serve, values_of
 from archflash._merge import merge_attention
 
 FP8 = {
@@ -24,10 +24,7 @@ FP8 = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 _WITHOUT_CACHE = ("encoder", "encoder_only")
-# Where values of a call are that all layers have in common.
-_CU_SEQLENS_Q, _MAX_SEQLEN_Q, _CACHE_SEQLENS, _PAGE_TABLE = (
-    PLACES[name] for name in ("cu_seqlens_q", "max_seqlen_q", "cache_seqlens", "page_table")
-)
+_K_DESCALE, _V_DESCALE = PLACES["k_descale"], PLACES["v_descale"]
 
 
 @dataclass
@@ -39,7 +36,8 @@ class PagedBatch:
         max_query_len: the most rows of a request.
         query_start_loc: int32 (requests + 1,), where each request's rows begin.
         seq_lens: int32 (requests,), the length of each request with the rows of this batch.
-        block_table: int32 (requests, pages of a request).
+        block_table: int32 (requests, pages of a request). Kernels share keys out by how many the
+            pages hold: see `narrowed`.
         slot_mapping: int64 (rows,), where each row goes in the caches; -1 for nowhere.
         causal: whether a row sees no later one: one bool, or int32 (requests,).
         seen_by_all: int32 (rows, 2): a row also sees the keys from the first of these positions to
@@ -48,7 +46,8 @@ class PagedBatch:
             the others only `prefix_window` up to their own.
         context_lens: int32 (requests,): rows of each request that this rank's share of the cache
             holds, without the rows of this batch. Only where ranks share a cache.
-        prepared: what a layer's call has found out for the layers behind it.
+        longest: the most keys of a request; None in a CUDA graph, which serves longer ones, too.
+        in_common, prepared: `batch` and `prepared` of `serve`.
     """
 
     num_actual_tokens: int
@@ -62,8 +61,19 @@ class PagedBatch:
     seen_by_all: Tensor | None = None
     prefix_lens: Tensor | None = None
     prefix_window: int = 0
-    prepared: dict[int, Any] = field(init=False, repr=False, default_factory=dict)
+    longest: int | None = None
+    in_common: Batch = field(init=False, repr=False)
+    prepared: dict[int, Any] = field(init=False, repr=False)
     _ranges: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.use_table(self.block_table, self.slot_mapping)
+
+    def use_table(self, block_table: Tensor, slot_mapping: Tensor) -> None:
+        """Takes the pages and places of other layers' caches."""
+        self.block_table, self.slot_mapping = block_table, slot_mapping
+        self.in_common = self.query_start_loc, self.max_query_len, self.seq_lens, block_table
+        self.prepared = {}
 
     def lengths_changed(self) -> None:
         """Forgets what was computed of `seq_lens`, in which there are other numbers now. In a CUDA
@@ -125,6 +135,18 @@ class PagedBatch:
         return rows, request.clamp(max=ends.shape[0] - 2)  # rows behind all requests pad the batch
 
 
+def narrowed(block_table: Tensor, page_size: int, longest: int | None) -> Tensor:
+    """The pages of a table that keys of requests may be in, up to the next power of two, so that
+    batches of many lengths have few plans.
+
+    Args:
+        longest: the most keys of a request; None for as many as the table has pages for.
+    """
+    if longest is None:
+        return block_table
+    return block_table[:, : 1 << (-(-longest // page_size) - 1).bit_length()]
+
+
 class PagedAttention:
     """The attention of one layer, with the arguments and names that vLLM gives its backends.
 
@@ -166,6 +188,7 @@ class PagedAttention:
         self.sliding_window = sliding_window
         self.sinks = sinks
         self._float8 = FP8.get(kv_cache_dtype)
+        self._without_cache = attn_type in _WITHOUT_CACHE
         options = {
             "softcap": logits_soft_cap or None,
             "sinks": sinks,
@@ -182,7 +205,7 @@ class PagedAttention:
         self._calls = {True: ordered, False: free}
         self._values = {causal: values_of(**call) for causal, call in self._calls.items()}
         self._kinds = {causal: kind_of(values) for causal, values in self._values.items()}
-        self._views: tuple[Tensor | None, Any] = (None, None)
+        self._views: tuple[Tensor | None, Any, Any] = (None, None, None)
 
     def write(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -205,14 +228,23 @@ class PagedAttention:
         """The caches of keys and of values (pages, page size, kv heads, head dim), views of a cache
         (pages, kv heads, page size, head dims of both), whatever its strides are.
         """
-        known, views = self._views
-        if known is not kv_cache:
-            both = kv_cache.transpose(1, 2)
-            views = both[..., : self.head_size], both[..., self.head_size :]
-            if self._float8 is not None:
-                views = tuple(x.view(self._float8) for x in views)
-            self._views = (kv_cache, views)
-        return views  # type: ignore[no-any-return]
+        if self._views[0] is not kv_cache:
+            self._see(kv_cache)
+        return self._views[2]  # type: ignore[no-any-return]
+
+    def stored_caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in the dtype of the cache."""
+        if self._views[0] is not kv_cache:
+            self._see(kv_cache)
+        return self._views[1]  # type: ignore[no-any-return]
+
+    def _see(self, kv_cache: Tensor) -> None:
+        both = kv_cache.transpose(1, 2)
+        stored = views = both[..., : self.head_size], both[..., self.head_size :]
+        if self._float8 is not None:
+            k, v = stored
+            views = k.view(self._float8), v.view(self._float8)
+        self._views = (kv_cache, stored, views)
 
     def run(
         self,
@@ -239,10 +271,10 @@ class PagedAttention:
             output.
         """
         rows = batch.num_actual_tokens
-        out = output if output.ndim == 3 else output.view(output.shape[0], self.num_heads, -1)
-        if query.shape[0] != rows:
+        out = output if output.dim() == 3 else output.view(output.shape[0], self.num_heads, -1)
+        if query.size(0) != rows:
             query, out = query[:rows], out[:rows]
-        if self.attn_type in _WITHOUT_CACHE:
+        if self._without_cache:
             assert key is not None
             assert value is not None
             self._among_rows(query, key[:rows], value[:rows], batch, False, out=out)
@@ -251,12 +283,10 @@ class PagedAttention:
         if batch.seen_by_all is not None or batch.prefix_lens is not None:
             clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
             ranges = batch.key_ranges(self.sliding_window, clamped)
-            self._attend(
-                layer, query, kv_cache, batch, False, out=out, key_ranges=ranges, window=None
-            )
+            self._attend(layer, query, kv_cache, batch, False, out, key_ranges=ranges, window=None)
             return output
         if not isinstance(causal, Tensor):
-            self._attend(layer, query, kv_cache, batch, causal, out=out)
+            self._attend(layer, query, kv_cache, batch, causal, out)
             return output
         ordered, free = (
             self._attend(layer, query, kv_cache, batch, ordered) for ordered in (True, False)
@@ -271,23 +301,27 @@ class PagedAttention:
         kv_cache: Tensor,
         batch: PagedBatch,
         causal: bool,
+        out: Tensor | None = None,
+        in_common: Batch | None = None,
         **more: Any,
     ) -> Any:
-        """Attention of the rows to the cache. more: other options of `attention_with_kvcache`."""
+        """Attention of the rows to the cache.
+
+        Args:
+            in_common: in the place of the batch's.
+            more: other options of `attention_with_kvcache`.
+        """
+        values = self._values[causal]
         if self._float8 is not None:
-            more |= {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
-        return attend(
-            self._values[causal],
-            self._kinds[causal],
-            batch.prepared,
-            query,
-            self.caches(kv_cache),
-            batch.query_start_loc,
-            batch.max_query_len,
-            batch.seq_lens,
-            batch.block_table,
-            more,
-        )
+            values[_K_DESCALE], values[_V_DESCALE] = layer._k_scale, layer._v_scale
+        if more:
+            values = values.copy()
+            for name, value in more.items():
+                values[PLACES[name]] = value
+        return serve(
+            query, *self.caches(kv_cache), values, self._kinds[causal], batch.prepared,
+            in_common or batch.in_common, out,
+        )  # fmt: skip
 
     def run_shared(
         self,
@@ -310,6 +344,7 @@ class PagedAttention:
             combine: makes output and log-sum-exp (rows, heads) of this rank's heads of those of all
                 heads over this rank's share of the keys.
         """
+        assert batch.context_lens is not None
         rows = batch.num_actual_tokens
         out = output.view(output.shape[0], self.num_heads, -1)[:rows]
         before, lse_before = combine(
@@ -320,7 +355,7 @@ class PagedAttention:
                     kv_cache,
                     batch,
                     False,
-                    cache_seqlens=batch.context_lens,
+                    in_common=(*batch.in_common[:2], batch.context_lens, batch.block_table),
                     sinks=None,  # they count once, among the new rows
                     return_lse=True,
                 )
@@ -366,37 +401,6 @@ class PagedAttention:
             **self._calls[causal],
             **more,
         )
-
-
-def attend(
-    values: list[Any],
-    kind: int,
-    prepared: dict[int, Any],
-    q: Tensor,
-    caches: tuple[Tensor, Tensor],
-    ends: Tensor | None,
-    longest: int | None,
-    lengths: Tensor,
-    pages: Tensor | None,
-    more: dict[str, Any],
-) -> Any:
-    """Attention of the rows of a batch to a layer's caches.
-
-    Args:
-        values, kind: those of `values_of` and `kind_of`, of the layer.
-        prepared: see `serve`; of the batch.
-        q, caches: `attention_with_kvcache` has their shapes.
-        ends, longest, lengths, pages: its cu_seqlens_q, max_seqlen_q, cache_seqlens and page_table.
-        more: its other options in this call.
-    """
-    values = values.copy()
-    values[_CU_SEQLENS_Q] = ends
-    values[_MAX_SEQLEN_Q] = longest
-    values[_CACHE_SEQLENS] = lengths
-    values[_PAGE_TABLE] = pages
-    for name, value in more.items():
-        values[PLACES[name]] = value
-    return serve(q, *caches, values, prepared, kind)
 
 
 def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scale: Tensor) -> None:

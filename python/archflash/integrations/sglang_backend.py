@@ -23,12 +23,12 @@ from torch import Tensor
 
 from archflash._api import attention
 from archflash._errors import UnsupportedError
-from archflash._kvcache import attention_with_kvcache, kind_of, values_of
+from archflash._kvcache import PLACES, Batch, attention_with_kvcache, kind_of, serve, values_of
 from archflash._merge import merge_attention
-from archflash.integrations._paged import attend
 
 _ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "NONE", "STANDALONE")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SINKS, _RETURN_LSE = PLACES["sinks"], PLACES["return_lse"]
 
 
 class _Batch(NamedTuple):
@@ -45,7 +45,8 @@ class _Batch(NamedTuple):
         branches: of a tree of drafts: int32 (new rows, places), in which slots the drafts are that
             a row sees, and int32 (new rows,), how many they are.
         sees: bool (new rows, rows), which new rows of its request a row sees, for verification.
-        prepared: of `attend`.
+        in_common: by whether a layer is in the window's pool, `batch` of `serve`.
+        prepared: that of `serve`.
     """
 
     lengths: Tensor
@@ -57,6 +58,7 @@ class _Batch(NamedTuple):
     longest: int | None
     branches: tuple[Tensor, Tensor] | None
     sees: Tensor | None
+    in_common: dict[bool, Batch]
     prepared: dict[int, Any]
 
 
@@ -70,7 +72,7 @@ class _Layer(NamedTuple):
         masks_trees: whether it sees a tree of drafts under a mask of the cache, which windows and
             chunks need; two calls are faster without them.
         options: of `attention_with_kvcache`.
-        values, kind: the same for `attend`; not of a latent cache.
+        values, kind: the same for `serve`; not of a latent cache.
         views: its caches in pages of a size, and the address that they were made for.
     """
 
@@ -176,7 +178,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         lengths = (lengths + added if added else lengths).to(torch.int32)
         pages = _divided(found, size)
         return _Batch(
-            lengths, pages, window_pages, window_slots, rows, ends, longest, branches, sees, {}
+            lengths, pages, window_pages, window_slots, rows, ends, longest, branches, sees, {}, {}
         )
 
     def _tree(
@@ -242,7 +244,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
         self._graph = _Batch(
             torch.ones(max_bs, **options), pages, torch.zeros_like(pages) if window else None,
             torch.zeros(max_num_tokens, dtype=torch.int64, device=pages.device) if window else None,
-            None, None, None, None, None, {},
+            None, None, None, None, None, {}, {},
         )  # fmt: skip
         places = self._drafts if self._step is None else self._step + 1
         if places:
@@ -323,13 +325,12 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
             heads, dim = layer.tp_q_head_num, layer.qk_head_dim
             rows = (-1, heads, dim) if batch.rows is None else (-1, batch.rows, heads, dim)
             caches = self._caches(layer, known, self._page_size)
-            pages = batch.window_pages if known.in_window_pool else batch.pages
             if known.latent:
                 result = attention_with_kvcache(
                     q.reshape(rows),
                     *caches,
                     cache_seqlens=batch.lengths,
-                    page_table=pages,
+                    page_table=batch.pages,
                     cu_seqlens_q=batch.ends,
                     max_seqlen_q=batch.longest,
                     sinks=sinks,
@@ -337,11 +338,17 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
                     **known.options,
                 )
             else:
-                more = {"sinks": sinks, "return_lse": with_lse}
-                q = q.reshape(rows)
-                result = attend(
-                    known.values, known.kind, batch.prepared, q, caches, batch.ends, batch.longest,
-                    batch.lengths, pages, more,
+                of_window = known.in_window_pool
+                in_common = batch.in_common.get(of_window)
+                if in_common is None:
+                    pages = batch.window_pages if of_window else batch.pages
+                    in_common = (batch.ends, batch.longest, batch.lengths, pages)
+                    batch.in_common[of_window] = in_common
+                known.values[_SINKS], known.values[_RETURN_LSE] = sinks, with_lse
+                k_cache, v_cache = caches
+                result = serve(
+                    q.reshape(rows), k_cache, v_cache, known.values, known.kind, batch.prepared,
+                    in_common,
                 )  # fmt: skip
         if not with_lse:
             out = result[0] if isinstance(result, tuple) else result

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 )
 
 from archflash._errors import UnsupportedError
-from archflash.integrations._paged import FP8, PagedAttention, PagedBatch
+from archflash.integrations._paged import FP8, PagedAttention, PagedBatch, narrowed
 
 _MOST_HEAD_DIM, _MOST_HEAD_DIM_FP8, _MOST_HEAD_DIM_RANGES = 512, 256, 256
 _16_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -160,6 +160,8 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 
             self.ranks, self.rank = get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
+        # A request grows by so many keys while drafts are made with the metadata of the first one.
+        self.drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
         # All is in persistent tensors of vLLM, or made of these by kernels that a graph keeps.
         self.supports_draft_decode_metadata_update = self.ranks == 1
         most_rows = vllm_config.scheduler_config.max_num_batched_tokens
@@ -186,7 +188,21 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> PagedBatch:
         """The metadata of a batch."""
-        common = common_attn_metadata
+        longest = common_attn_metadata.max_seq_len + self.drafts
+        return self._build(common_attn_metadata, longest)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> PagedBatch:
+        """The metadata of a graph, which serves requests of any length."""
+        return self._build(common_attn_metadata, None)
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> PagedBatch:
+        """The metadata of a draft, with which requests may grow."""
+        return self._build(common_attn_metadata, None)
+
+    def _narrowed(self, table: Tensor, longest: int | None) -> Tensor:
+        return narrowed(table, self.kv_cache_spec.block_size, longest)
+
+    def _build(self, common: Any, longest: int | None) -> PagedBatch:
         if self.ranks > 1 and isinstance(common.causal, Tensor):
             raise UnsupportedError(
                 "causal for each request with decode context parallelism: choose another attention "
@@ -197,10 +213,11 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             max_query_len=common.max_query_len,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
+            block_table=self._narrowed(common.block_table_tensor, longest),
             slot_mapping=common.slot_mapping,
             causal=common.causal,
             seen_by_all=self._images(common),
+            longest=longest,
         )
         if self.rswa_window is not None and common.rswa_prefix_lens is not None:
             requests = common.seq_lens.shape[0]
@@ -246,7 +263,7 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     ) -> PagedBatch:
         """The same batch in the caches of other layers."""
         other = copy.copy(metadata)
-        other.block_table, other.slot_mapping = blk_table, slot_mapping
+        other.use_table(self._narrowed(blk_table, metadata.longest), slot_mapping)
         return other
 
     def update_draft_decode_metadata(self, metadata: PagedBatch) -> None:
@@ -280,12 +297,10 @@ class ArchflashImpl(PagedAttention, AttentionImpl):  # type: ignore[misc]
         if not kv_cache.is_cuda:  # vLLM's operator has no code for the CPU
             self.write(layer, key, value, kv_cache, slot_mapping)
             return
-        both = kv_cache.transpose(1, 2)
         _custom_ops.reshape_and_cache_flash(
             key,
             value,
-            both[..., : self.head_size],
-            both[..., self.head_size :],
+            *self.stored_caches(kv_cache),
             slot_mapping,
             self.kv_cache_dtype,
             layer._k_scale,

@@ -27,13 +27,14 @@ void bind_calls(nb::module_& m) {
         "which must be resolved first.");
   nb::class_<PreparedCall>(m, "PreparedCall",
                            "A call that is made again with other tensors of the same shapes.")
-      .def("__call__", &PreparedCall::run, "q"_a, "k"_a, "v"_a, "options"_a,
-           "implementation"_a.none(),
-           "What `attention` returns; NotImplemented where the call has to be "
-           "read as a whole.");
-  m.def("prepare_call", &prepare_call, "q"_a, "k"_a, "v"_a, "options"_a, "implementation"_a.none(),
-        "A PreparedCall of a call of attention_with_kvcache that `attention` "
-        "served just now, "
+      .def("__call__", &PreparedCall::run, "q"_a, "k"_a, "v"_a, "options"_a, "out"_a.none(),
+           "batch"_a, "implementation"_a.none(),
+           "What `attention` returns; NotImplemented where the call has to be read as a whole. "
+           "`out` and `batch`, (cu_seqlens_q, max_seqlen_q, cache_seqlens, page_table), stand for "
+           "those of the options.");
+  m.def("prepare_call", &prepare_call, "q"_a, "k"_a, "v"_a, "options"_a, "batch"_a,
+        "implementation"_a.none(),
+        "A PreparedCall of a call of attention_with_kvcache that `attention` served just now, "
         "without gradients; None where no kernel serves it.");
   m.def("set_record", &set_record, "function"_a);
   m.def("set_decide_gradients", &set_decide_gradients, "function"_a);

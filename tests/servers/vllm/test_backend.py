@@ -266,7 +266,24 @@ def test_the_block_table_of_other_layers() -> None:
     again = torch.empty(9, HEADS, DIM, dtype=torch.bfloat16)
     server.impl.forward(server.layer, q, None, None, other.cache, updated, again)
     assert torch.equal(again, out)
-    assert batch.block_table is server.table
+    assert batch.block_table.equal(server.table[:, :2])
+
+
+def test_plans_get_the_pages_that_requests_may_have() -> None:
+    server = Server(ArchflashBackend)
+    server.builder.drafts = 1
+    wide = torch.full((3, 40), -1, dtype=torch.int32)
+    wide[:, :3] = server.table
+    common = metadata((1, 1, 1), (4, 3, 5), wide, [0] * 3)
+    batch = server.builder.build(0, common)
+    assert batch.block_table.tolist() == wide[:, :2].tolist()  # for 6 keys
+    common.max_seq_len = 6
+    assert server.builder.build(0, common).block_table.shape == (3, 4)  # a power of two
+    other = server.builder.update_block_table(batch, wide.flip(0), common.slot_mapping)
+    assert other.block_table.tolist() == wide.flip(0)[:, :2].tolist()
+    graph = server.builder.build_for_cudagraph_capture(common)
+    assert graph.block_table.shape == server.builder.build_for_drafting(common, 0).block_table.shape
+    assert graph.block_table.shape == (3, 40)
 
 
 def test_a_draft_changes_numbers_in_the_tensors_of_its_metadata() -> None:
@@ -302,7 +319,7 @@ def test_each_draft_of_a_loop_has_ranges_of_its_own(kind: str) -> None:
         for of_layer in (batch, shared):
             out = torch.empty(3, HEADS, DIM, dtype=torch.bfloat16)
             server.impl.forward(server.layer, q, None, None, server.cache, of_layer, out)
-            assert torch.equal(out, expected), draft
+            torch.testing.assert_close(out, expected, atol=1e-2, rtol=0)
 
 
 def test_a_graph_of_any_batch_serves_others_of_its_shapes() -> None:
