@@ -271,8 +271,9 @@ class Server:
                 fa3_module().flash_attn_varlen_func, self.q, k, v, starts, ends, *longest,
                 causal=True, window_size=window, softmax_scale=scale,
             )  # fmt: skip
-        # PyTorch's cuDNN kernel for packed sequences is left out: a first call of 64 of them took
-        # longer than 20 s (torch 2.11, H200, 2026-11-28).
+        # PyTorch's cuDNN kernel for packed sequences aligns a causal mask to the top left, and so
+        # cannot have keys before the new rows. Decoding needs no mask, but a first call of 64
+        # sequences took longer than 20 s (torch 2.11, H200, 2026-11-28).
         if self.layer.window is None and len(step.rows) == 1 and step.rows == step.lengths:
             calls["torch-cudnn"] = functools.partial(_by_cudnn, self.q, k, v, scale)
         return calls

@@ -318,8 +318,11 @@ class PagedAttention:
             values = values.copy()
             for name, value in more.items():
                 values[PLACES[name]] = value
+        if self._views[0] is not kv_cache:
+            self._see(kv_cache)
+        k_cache, v_cache = self._views[2]
         return serve(
-            query, *self.caches(kv_cache), values, self._kinds[causal], batch.prepared,
+            query, k_cache, v_cache, values, self._kinds[causal], batch.prepared,
             in_common or batch.in_common, out,
         )  # fmt: skip
 

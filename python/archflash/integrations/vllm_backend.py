@@ -189,7 +189,8 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     ) -> PagedBatch:
         """The metadata of a batch."""
         longest = common_attn_metadata.max_seq_len + self.drafts
-        return self._build(common_attn_metadata, longest)
+        # The bits of a row must not depend on how long other requests are.
+        return self._build(common_attn_metadata, None if envs.VLLM_BATCH_INVARIANT else longest)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> PagedBatch:
         """The metadata of a graph, which serves requests of any length."""
