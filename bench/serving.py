@@ -225,6 +225,8 @@ class Server:
         self.batch.block_table.copy_(table)
         self.batch.seq_lens.copy_(torch.tensor(step.lengths))
         self.batch.query_start_loc.copy_(torch.tensor([0, *step.rows]).cumsum(0))
+        self.batch.lengths_changed()
+        self.prepared.clear()
 
     def archflash(self) -> torch.Tensor:
         """The call of the plug-in for vLLM."""

@@ -304,7 +304,8 @@ def serve(
         values, kind: those of `values_of` and `kind_of`, of the layer.
         prepared: what is known of the batch, by `kind`; empty at first.
         batch: cu_seqlens_q, max_seqlen_q, cache_seqlens and page_table. All layers give the same
-            tuple; its tensors are read by the first of a kind alone, and must keep their memory.
+            tuple; its tensors are read by the first of a kind alone. Who changes their memory or
+            the numbers in it clears `prepared`, unless a CUDA graph is replayed with them.
     """
     known = prepared.get(kind)
     plain = not _is_grad_enabled() and not _always_check and is_eager()

@@ -25,7 +25,7 @@ struct alignas(16) TileEntry {
 static_assert(sizeof(TileEntry) == 32);
 
 struct TileCounts {
-  int32_t taken;      // tiles that CTAs have taken beyond their first ones
+  int32_t taken;      // 0: each layer has its own count of taken tiles, at Params::taken_gmem
   int32_t few, many;  // tiles of packed heads, and of one head, of all heads
 };
 
@@ -39,7 +39,7 @@ struct MixedTiles {
   int32_t* done_gmem;    // (slots, 4): warps that have left their rows of a tile, at its first slot
   PartialEnd* ends_gmem;  // (slots, 64 rows)
   float* rows_gmem;       // (slots, 64 rows, dv)
-  int32_t slots;
+  int32_t slots;  // of the ordering kernel one more: it clears Params::taken_gmem behind done_gmem
   int32_t most_many;         // entries that there is room for
   int32_t ctas;              // that take the tiles
   int32_t block_q, block_k;  // of the attention kernel

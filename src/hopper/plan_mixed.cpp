@@ -62,14 +62,16 @@ PlanResult plan_mixed(const Problem& problem, const Device& device, const Kernel
     return add(MixedParams::TILES + offset, bytes);
   };
   constexpr auto ENTRY = static_cast<int64_t>(sizeof(TileEntry));
-  const int64_t counts = add_tiles(offsetof(MixedTiles, counts_gmem), sizeof(TileCounts));
-  static_assert(offsetof(TileCounts, taken) == 0);
+  // Each layer counts anew what is done and taken.
+  const int64_t slots = mixed.slots, done_bytes = 4 * slots * int64_t{sizeof(int32_t)};
+  plan.counter_bytes = done_bytes + 4 * int64_t{sizeof(int32_t)};
+  const int64_t done = add_tiles(offsetof(MixedTiles, done_gmem), plan.counter_bytes);
   attention.pointers.push_back(
-      {Operand::Workspace, static_cast<int32_t>(offsetof(Params, taken_gmem)), counts});
+      {Operand::Workspace, static_cast<int32_t>(offsetof(Params, taken_gmem)), done + done_bytes});
+  add_tiles(offsetof(MixedTiles, counts_gmem), sizeof(TileCounts));
   add_tiles(offsetof(MixedTiles, few_gmem), few_entries * ENTRY);
   add_tiles(offsetof(MixedTiles, many_gmem), row_tiles * ENTRY);
-  const int64_t slots = mixed.slots, rows = slots * group_rows;
-  add_tiles(offsetof(MixedTiles, done_gmem), 4 * slots * int64_t{sizeof(int32_t)});
+  const int64_t rows = slots * group_rows;
   add_tiles(offsetof(MixedTiles, ends_gmem), rows * int64_t{sizeof(PartialEnd)});
   add_tiles(offsetof(MixedTiles, rows_gmem), rows * problem.dv * int64_t{sizeof(float)});
   plan.workspace_bytes = workspace.bytes();
@@ -90,7 +92,9 @@ PlanResult plan_mixed(const Problem& problem, const Device& device, const Kernel
   order.image = attention.image;
   order.grid = {1, 1, 1};
   order.block = {ORDER_MIXED_THREADS, 1, 1};
-  order.params = attention.params;
+  order.of_batch = true;
+  ++params.tiles.slots;
+  order.params = core::bytes(params);
   order.pointers = attention.pointers;
   plan.launches.insert(plan.launches.begin(), std::move(order));
   const Reasons reasons =

@@ -111,18 +111,19 @@ void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map) {
 }
 
 void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
-                    unsigned char* block) {
+                    unsigned char* block, const Counters& counters) {
   std::memcpy(block, launch.params.data(), launch.params.size());
   for (const PointerSlot& slot : launch.pointers) {
     char* base = static_cast<char*>(addresses[static_cast<int>(slot.operand)]);
+    if (slot.operand == Operand::Workspace && slot.addend < counters.bytes) base = counters.data;
     const char* address = base ? base + slot.addend : nullptr;  // an absent operand stays null
     std::memcpy(block + slot.offset, &address, sizeof(address));
   }
 }
 
 void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
-          unsigned char* block, EncodedMaps& known) {
-  bind_addresses(launch, addresses, block);
+          unsigned char* block, EncodedMaps& known, const Counters& counters) {
+  bind_addresses(launch, addresses, block, counters);
   const auto address = [&](const TensorMapSpec& spec) {
     return static_cast<char*>(addresses[static_cast<int>(spec.operand)]);
   };

@@ -30,14 +30,20 @@ struct EncodedMaps {
   std::vector<TensorMap> maps;
 };
 
+// What a layer has in the place of the first bytes of the workspace (LaunchPlan::counter_bytes).
+struct Counters {
+  int64_t bytes = 0;
+  char* data = nullptr;
+};
+
 // Writes launch.params into `block` (64-byte aligned, MAX_PARAMETER_BYTES) with the addresses
 // filled in and the tensor maps encoded. `known` belongs to the launch.
 void bind(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
-          unsigned char* block, EncodedMaps& known);
+          unsigned char* block, EncodedMaps& known, const Counters& counters = {});
 
 // Writes launch.params into `block` with the addresses filled in, but without tensor maps.
 void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>& addresses,
-                    unsigned char* block);
+                    unsigned char* block, const Counters& counters = {});
 
 // A function of the NVIDIA driver, in its version for a CUDA release (12040 for 12.4). It is looked
 // up on first use, because nothing links to libcuda. Throws LaunchFailure if the driver lacks it.

@@ -149,11 +149,12 @@ std::string describe_launch(const Launch& launch) {
 
 // By the driver's function, which takes less of the host than the runtime's.
 void launch_kernel(const Launch& launch, cudaKernel_t kernel, EncodedMaps& maps,
-                   const std::array<void*, OPERAND_COUNT>& addresses, CUstream stream) {
+                   const std::array<void*, OPERAND_COUNT>& addresses, CUstream stream,
+                   const Counters& counters, bool starts_early) {
   static const auto launch_function =
       reinterpret_cast<decltype(&cuLaunchKernelEx)>(driver_function("cuLaunchKernelEx", 12000));
   alignas(64) unsigned char block[MAX_PARAMETER_BYTES];
-  bind(launch, addresses, block, maps);
+  bind(launch, addresses, block, maps, counters);
   void* parameters[] = {block};
   CUlaunchConfig config{};
   config.gridDimX = launch.grid[0], config.gridDimY = launch.grid[1];
@@ -171,7 +172,7 @@ void launch_kernel(const Launch& launch, cudaKernel_t kernel, EncodedMaps& maps,
     attribute.value.clusterDim.y = launch.cluster[1];
     attribute.value.clusterDim.z = launch.cluster[2];
   }
-  if (launch.uses_pdl) {
+  if (starts_early) {
     CUlaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
@@ -182,6 +183,30 @@ void launch_kernel(const Launch& launch, cudaKernel_t kernel, EncodedMaps& maps,
       in_context([&] { return launch_function(&config, function, parameters, nullptr); });
   if (status != CUDA_SUCCESS)
     throw LaunchFailure(join(describe_launch(launch), ": ", error_name(status)));
+}
+
+void clear(void* start, int64_t bytes, void* stream) {
+  if (bytes == 0) return;
+  const cudaError_t status = cudaMemsetAsync(start, 0, bytes, static_cast<cudaStream_t>(stream));
+  // The text is made only where it is needed: this runs on every call.
+  if (status != cudaSuccess) check(status, join("zeroing ", bytes, " bytes of the workspace"));
+}
+
+// of_batch: also the launches that serve all layers of a batch.
+void launch_all(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
+                int device_index, void* stream, const Counters& counters, bool of_batch) {
+  bool starts_early = true;
+  for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
+    const Launch& launch = prepared.plan->launches[i];
+    if (launch.of_batch && !of_batch) {
+      starts_early = false;  // the next launch knows only how to wait for this one
+      continue;
+    }
+    const cudaKernel_t kernel = make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
+    launch_kernel(launch, kernel, prepared.maps[i], addresses, static_cast<CUstream>(stream),
+                  counters, launch.uses_pdl && starts_early);
+    starts_early = true;
+  }
 }
 
 }  // namespace
@@ -205,18 +230,16 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
              int device_index, void* stream) {
   if (prepared.plan->launches.empty()) return;
   const DeviceGuard guard(device_index);
-  if (const int64_t bytes = prepared.plan->zeroed_bytes; bytes > 0) {
-    void* workspace = addresses[static_cast<int>(Operand::Workspace)];
-    const cudaError_t status =
-        cudaMemsetAsync(workspace, 0, bytes, static_cast<cudaStream_t>(stream));
-    // The text is made only where it is needed: this runs on every call.
-    if (status != cudaSuccess) check(status, join("zeroing ", bytes, " bytes of the workspace"));
-  }
-  for (size_t i = 0; i < prepared.plan->launches.size(); ++i) {
-    const Launch& launch = prepared.plan->launches[i];
-    const cudaKernel_t kernel = make_ready(*prepared.kernels[i], device_index, launch.shared_bytes);
-    launch_kernel(launch, kernel, prepared.maps[i], addresses, static_cast<CUstream>(stream));
-  }
+  clear(addresses[static_cast<int>(Operand::Workspace)], prepared.plan->zeroed_bytes, stream);
+  launch_all(prepared, addresses, device_index, stream, {}, true);
+}
+
+void execute_layer(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
+                   int device_index, void* stream, char* counters, int64_t cleared_bytes) {
+  const DeviceGuard guard(device_index);
+  clear(counters, cleared_bytes, stream);
+  launch_all(prepared, addresses, device_index, stream, {counters_of(*prepared.plan), counters},
+             cleared_bytes > 0);
 }
 
 void load_kernels(const PreparedPlan& prepared, int device_index) {
@@ -243,6 +266,20 @@ bool is_capturing(void* stream) {
   // captured. That counts as a capture, and no later call is to see the error.
   if (error != cudaSuccess) cudaGetLastError();
   return error != cudaSuccess || status != cudaStreamCaptureStatusNone;
+}
+
+std::optional<uint64_t> capture_of(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &number);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return std::nullopt;
+  }
+  if (status == cudaStreamCaptureStatusNone) return 0;
+  if (status == cudaStreamCaptureStatusActive) return number + 1;
+  return std::nullopt;
 }
 
 DriverStatus driver_status() {

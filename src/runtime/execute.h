@@ -1,8 +1,11 @@
 // Runs plans on a GPU. Nothing else in the project launches a kernel there.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +29,16 @@ std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan);
 void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
              int device_index, void* stream);
 
+// The same for a layer of a batch whose layers have the workspace in common. counters: its own, of
+// counters_of(plan) bytes. cleared_bytes: the first layer clears so many bytes from its counters
+// on, for all layers, and makes the launches that serve them all; 0 for the others.
+void execute_layer(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
+                   int device_index, void* stream, char* counters, int64_t cleared_bytes);
+// Bytes at the start of a plan's workspace that layers do not have in common.
+inline int64_t counters_of(const LaunchPlan& plan) {
+  return std::max(plan.zeroed_bytes, plan.counter_bytes);
+}
+
 // Loads a plan's kernels onto a device now. Otherwise CUDA loads each at its first launch, which
 // then waits for the device. This call may wait for the device, too. Throws LaunchFailure.
 void load_kernels(const PreparedPlan& prepared, int device_index);
@@ -34,6 +47,8 @@ int current_device();  // the index of the CUDA device that is current in this t
 
 // Whether a CUDA graph is being captured on a stream.
 bool is_capturing(void* stream);
+// The number of the capture that a stream is in, 0 if it is in none; nothing if CUDA does not say.
+std::optional<uint64_t> capture_of(void* stream);
 
 struct DriverStatus {
   bool usable = false;

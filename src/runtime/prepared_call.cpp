@@ -4,6 +4,8 @@
 #include <optional>
 #include <utility>
 
+#include "common/planning/workspace.h"
+
 namespace archflash {
 namespace {
 
@@ -89,7 +91,55 @@ nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handl
     if (!operand || !replace(value, OPTIONS[i].name, of_options_[i], *operand, call, same))
       return no;
   }
-  return archflash::run(*plan_, a, call, like_);
+  const LaunchPlan& plan = *plan_->plan;
+  if (!same_batch || call.device_index < 0 || plan.workspace_bytes == 0 ||
+      plan.workspace_bytes > Shared::MOST_BYTES)
+    return archflash::run(*plan_, a, call, like_);
+  Outputs outputs;
+  allocate_outputs(a, call, outputs, like_);
+  if (!launch_layer(call)) {
+    allocate_workspace(plan, a.q, call, outputs, false);
+    execute(*plan_, call.addresses, call.device_index, current_stream(call.device_index));
+  }
+  return results_of(outputs, call);
+}
+
+bool PreparedCall::launch_layer(Call& call) const {
+  const LaunchPlan& plan = *plan_->plan;
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t first_counters = workspace.whole_bytes();
+  workspace.add(counters_of(plan));
+  const int64_t of_layer = workspace.whole_bytes() - first_counters;
+  void* stream = current_stream(call.device_index);
+  const auto capture = capture_of(stream);
+  if (!capture) return false;
+  Shared& shared = *shared_;
+  if (!shared.bytes || shared.stream != stream || shared.capture != *capture) {
+    const int64_t bytes = first_counters + Shared::LAYERS * of_layer;
+    if (!shared.bytes.emplace().allocate(call.device_index, bytes)) {
+      shared.bytes.reset();
+      return false;
+    }
+    shared.stream = stream, shared.capture = *capture, shared.next = 0;
+  }
+  const int64_t layer = shared.next;
+  char* const start = static_cast<char*>(shared.bytes->data());
+  call.addresses[static_cast<int>(Operand::Workspace)] = start;
+  char* const counters = start + first_counters + layer * of_layer;
+  const auto launch = [&](int64_t cleared_bytes) {
+    execute_layer(*plan_, call.addresses, call.device_index, stream, counters, cleared_bytes);
+  };
+  // No layer of another thread comes before the launches that serve them all.
+  if (layer == 0) {
+    launch(Shared::LAYERS * of_layer);
+    shared.next = 1;
+  } else {
+    shared.next = (layer + 1) % Shared::LAYERS;
+    const nb::gil_scoped_release release;
+    launch(0);
+  }
+  return true;
 }
 
 }  // namespace archflash

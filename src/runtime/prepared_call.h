@@ -5,6 +5,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 
 #include "runtime/call.h"
 #include "runtime/execute.h"
@@ -24,11 +25,25 @@ class PreparedCall {
   // differs in more than the addresses of its tensors: then it has to be read
   // as a whole. options: their `out` and those of `batch` do not count. With
   // the very tuple of the prepared call its tensors are not read again: their
-  // memory must be that of then.
+  // memory and the numbers in it must be those of then.
   nb::object run(nb::handle q, nb::handle k, nb::handle v, nb::handle options, nb::handle out,
                  nb::handle batch, nb::handle implementation) const;
 
  private:
+  // The workspace of a batch's layers, which run one behind the other on a stream. Each capture of
+  // a graph has one of its own, so that the graph has the launches that serve all its layers.
+  struct Shared {
+    static constexpr int64_t LAYERS = 64;  // that it has counters for
+    // It is kept until the batch ends, so that larger ones are allocated for each layer alone.
+    static constexpr int64_t MOST_BYTES = 64 << 20;
+    std::optional<DeviceBytes> bytes;
+    void* stream = nullptr;
+    uint64_t capture = 0;
+    int64_t next = 0;  // layer
+  };
+  // Launches a layer with it. False where that is not possible, and nothing was launched.
+  bool launch_layer(Call& call) const;
+
   // What a problem depends on of a tensor.
   struct Like {
     TensorView view;
@@ -52,6 +67,7 @@ class PreparedCall {
   bool gives_out_;
   Like q_, k_, v_;
   std::array<Like, OPTION_COUNT> of_options_;
+  std::unique_ptr<Shared> shared_ = std::make_unique<Shared>();  // guarded by Python's lock
 };
 
 }  // namespace archflash

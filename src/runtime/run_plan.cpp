@@ -111,6 +111,11 @@ void write_rows_of_no_sequence(nb::handle out, nb::handle lse, nb::handle sinks)
 
 void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& made,
               bool all_tensors, const Templates& like) {
+  allocate_outputs(a, call, made, like);
+  allocate_workspace(plan, a.q, call, made, all_tensors);
+}
+
+void allocate_outputs(const Arguments& a, Call& call, Outputs& made, const Templates& like) {
   if (!a.out.is_none()) {
     made.out = nb::borrow(a.out);
   } else {
@@ -132,7 +137,10 @@ void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& m
                                    : allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, made.lse);
   }
-  allocate_workspace(plan, a.q, call, made, all_tensors);
+}
+
+nb::object results_of(const Outputs& outputs, const Call& call) {
+  return call.problem.want_lse ? nb::object(nb::make_tuple(outputs.out, outputs.lse)) : outputs.out;
 }
 
 void allocate_workspace(const LaunchPlan& plan, nb::handle q, Call& call, Outputs& made,
@@ -191,7 +199,7 @@ nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,
     const nb::gil_scoped_release release;
     execute(prepared, call.addresses, call.device_index, stream);
   }
-  return call.problem.want_lse ? nb::object(nb::make_tuple(outputs.out, outputs.lse)) : outputs.out;
+  return results_of(outputs, call);
 }
 
 }  // namespace archflash

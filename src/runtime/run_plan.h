@@ -38,6 +38,12 @@ struct Outputs {
 void allocate(const LaunchPlan& plan, const Arguments& a, Call& call, Outputs& made,
               bool all_tensors, const Templates& like = {});
 
+// Allocates the outputs alone that are missing.
+void allocate_outputs(const Arguments& a, Call& call, Outputs& made, const Templates& like);
+
+// What a call returns: out, or (out, lse).
+nb::object results_of(const Outputs& outputs, const Call& call);
+
 // Allocates the workspace of a plan and notes its address.
 void allocate_workspace(const LaunchPlan& plan, nb::handle q, Call& call, Outputs& made,
                         bool all_tensors);

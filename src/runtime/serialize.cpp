@@ -44,7 +44,7 @@ template <class F>
 void fields(Launch& l, F&& f) {
   f("kernel", l.kernel), f("image", l.image), f("grid", l.grid), f("cluster", l.cluster),
       f("block", l.block);
-  f("shared_bytes", l.shared_bytes), f("uses_pdl", l.uses_pdl);
+  f("shared_bytes", l.shared_bytes), f("uses_pdl", l.uses_pdl), f("of_batch", l.of_batch);
   f("params", l.params), f("pointers", l.pointers), f("tensor_maps", l.tensor_maps);
 }
 template <class F>
@@ -52,7 +52,8 @@ void fields(LaunchPlan& p, F&& f) {
   std::string version = ARCHFLASH_VERSION;  // of what wrote it
   f("version", version), f("implementation", p.implementation), f("problem", p.problem),
       f("device", p.device), f("tile", p.tile), f("launches", p.launches);
-  f("workspace_bytes", p.workspace_bytes), f("zeroed_bytes", p.zeroed_bytes), f("code", p.code);
+  f("workspace_bytes", p.workspace_bytes), f("zeroed_bytes", p.zeroed_bytes);
+  f("counter_bytes", p.counter_bytes), f("code", p.code);
 }
 
 template <class T>
@@ -376,8 +377,10 @@ void check_tile(const LaunchPlan& plan) {
 // A hand-made plan must at least not make bind() write past the block or read what is not there,
 // nor execute() write past the workspace.
 void check_launches(const LaunchPlan& plan) {
-  if (plan.zeroed_bytes < 0 || plan.zeroed_bytes > plan.workspace_bytes) {
-    throw nb::value_error(join("field 'zeroed_bytes' is ", plan.zeroed_bytes,
+  for (const auto& [name, bytes] : {std::pair{"zeroed_bytes", plan.zeroed_bytes},
+                                    std::pair{"counter_bytes", plan.counter_bytes}}) {
+    if (bytes >= 0 && bytes <= plan.workspace_bytes) continue;
+    throw nb::value_error(join("field '", name, "' is ", bytes,
                                ": it must be between 0 and workspace_bytes, ", plan.workspace_bytes)
                               .c_str());
   }

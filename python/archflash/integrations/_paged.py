@@ -64,6 +64,8 @@ class PagedBatch:
     longest: int | None = None
     in_common: Batch = field(init=False, repr=False)
     prepared: dict[int, Any] = field(init=False, repr=False)
+    # Both are also those of copies with other tables.
+    _all_prepared: list[dict[int, Any]] = field(init=False, repr=False, default_factory=list)
     _ranges: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,12 +76,15 @@ class PagedBatch:
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.in_common = self.query_start_loc, self.max_query_len, self.seq_lens, block_table
         self.prepared = {}
+        self._all_prepared.append(self.prepared)
 
     def lengths_changed(self) -> None:
         """Forgets what was computed of `seq_lens`, in which there are other numbers now. In a CUDA
         graph it is computed anew behind this, by each replay, too.
         """
         self._ranges.clear()
+        for prepared in self._all_prepared:
+            prepared.clear()
 
     def causal_rows(self) -> Tensor:
         """bool (rows, 1, 1), of `causal` given for each request; computed on the device."""

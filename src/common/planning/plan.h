@@ -72,6 +72,9 @@ struct Launch {
   // Its kernel waits for that one's end itself (ptx/grid_dependency.cuh), if its image has PTX for
   // 9.0. On older GPUs, and where the driver compiles the PTX, the registry takes it back.
   bool uses_pdl = false;
+  // It depends on lengths alone, which the layers of a batch have in common: one layer's launch
+  // serves them all (runtime/prepared_call.h).
+  bool of_batch = false;
   std::vector<uint8_t> params;  // the kernel's one parameter, addresses not yet filled in
   std::vector<PointerSlot> pointers;
   std::vector<TensorMapSpec> tensor_maps;
@@ -133,6 +136,9 @@ struct LaunchPlan {
   // counter by which CTAs take their tiles. A kernel cannot leave them zero for the next call: a
   // CUDA graph may be replayed while another call runs.
   int64_t zeroed_bytes = 0;
+  // Where a launch is of_batch: so many bytes at the start of the workspace must be zero when the
+  // launches behind it start, and it leaves them so. A layer without it has others in their place.
+  int64_t counter_bytes = 0;
   bool accumulates = false;  // the gradients that it writes are added to what is there
   std::string code;  // what the device will run: "sm_90" (native) or "compute_75 PTX, compiled by
                      // the driver"
