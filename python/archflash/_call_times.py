@@ -117,8 +117,8 @@ def place_of(kind: Kind, sizes: Sizes, d: int, dv: int, sms: int) -> Place:
         math.log2(max(group, 1)) / 9.0,
         (sizes.nk % _BLOCK > 0) / 6.0,
         kind.causal / 3.2,
-        math.log2(d) / 2.8,
-        math.log2(dv) / 3.4,
+        math.log2(max(d, 1)) / 2.8,
+        math.log2(max(dv, 1)) / 3.4,
         (d % _HEAD_DIMS > 0) / 5.0,
     )
 
