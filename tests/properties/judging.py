@@ -142,11 +142,13 @@ def _gradients(
         rows = q if heads_first else q.transpose(-2, -3)
         dlse = make.rand(*rows.shape[:-1])
 
+    def as_asked() -> tuple[list[Tensor], dict[str, Any]]:
+        asked = _on_cpu(_semantics(call) | ({} if seen is None else {"attn_mask": seen}))
+        return _on_cpu([dout, q, k, v]), asked | {"dlse": _on_cpu(dlse)}
+
     @functools.cache
     def expected() -> tuple[reference.Gradients, reference.Gradients]:
-        asked = _on_cpu(_semantics(call) | ({} if seen is None else {"attn_mask": seen}))
-        asked["dlse"] = _on_cpu(dlse)
-        tensors = _on_cpu([dout, q, k, v])
+        tensors, asked = as_asked()
         exact = reference.attention_backward(*tensors, **asked)
         if "sinks" in asked:  # plain operations give NaN where a sink is infinite
             asked["sinks"] = asked["sinks"].clamp(-6e4, 6e4)
@@ -172,7 +174,8 @@ def _gradients(
 
     @functools.cache
     def rounding() -> reference.Gradients:
-        return of_gradients(dout, q, k, v, dlse=dlse, **_semantics(call))
+        tensors, asked = as_asked()
+        return of_gradients(*tensors, **asked)
 
     return [dout, q, k, v], call, dlse, compare
 
@@ -297,7 +300,7 @@ def _merge(problem: Problem, device: str) -> Run:
     lses = [3 * make.rand(*shape[:3]) for _ in outs]
     for lse in lses:
         lse[make.uniform(*lse.shape) < given["unseen"]] = -math.inf
-    expected, expected_lse = reference.merge_attention(outs, lses)
+    expected, expected_lse = reference.merge_attention(_on_cpu(outs), _on_cpu(lses))
     rows_first = given["packed"] or given["layout"] == "bnhd"
     of_call = [x.transpose(1, 2) if rows_first else x for x in outs]
     of_lses = lses
@@ -314,8 +317,8 @@ def _merge(problem: Problem, device: str) -> Run:
             out, lse = out[None], lse[None]
         out = out.transpose(1, 2) if rows_first else out
         # One rounding of what float32 gives.
-        _agree("output", reference.check(out, expected, expected.to(dtype)))
-        _agree("log-sum-exp", reference.check_lse(lse, expected_lse))
+        _agree("output", reference.check(out.cpu(), expected, expected.to(dtype)))
+        _agree("log-sum-exp", reference.check_lse(lse.cpu(), expected_lse))
 
     return run
 
@@ -394,8 +397,7 @@ def _sdpa(problem: Problem, device: str) -> Run:
         asked["attn_mask"] = call["attn_mask"]
     if call.get("is_causal"):
         asked |= {"causal": True, "q_offset": 0}
-    expected = reference.attention(q, k, v, return_lse=False, **asked)
-    base = reference.baseline(q, k, v, **asked)
+    expected, _, base = _exact((q, k, v), asked)
 
     def run(name: str | None) -> None:
         if name is None:
@@ -403,7 +405,7 @@ def _sdpa(problem: Problem, device: str) -> Run:
         else:
             with archflash.force(name):
                 out = archflash.scaled_dot_product_attention(q, k, v, **call)
-        _agree("output", reference.check(out, expected, base))
+        _agree("output", reference.check(out.cpu(), expected, base))
 
     return run
 
