@@ -1,0 +1,1 @@
+"""The tests of other attention libraries, from copies that the user has, run on archflash."""
