@@ -1,0 +1,117 @@
+"""Refuses each allocation of each kind of call once: the call raises, and the next is right.
+
+It runs in a process of its own, in front of whose libraries failing_allocations.c is loaded:
+python -m tests.failing_worker cpu|cuda. Prints how many allocations were refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import archflash
+
+NOTHING = -1
+Calls = dict[str, Callable[[], Any]]
+
+
+def calls_of(device: str) -> Calls:
+    """Calls of every kind, by plain PyTorch and by kernels; on the CPU these are simulated."""
+    torch.manual_seed(0)
+    gpu = device == "cuda"
+    nq, nk = (200, 600) if gpu else (3, 130)
+
+    def rand(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    q, k, v = rand(1, 4, nq, 64), rand(1, 2, nk, 64), rand(1, 2, nk, 64)
+    wide = [x.float() for x in (q, k, v)]
+    caches = rand(2, nk, 2, 64), rand(2, nk, 2, 64)
+    lengths = torch.full((2,), nk - 1, dtype=torch.int32, device=device)
+    of_cache = {"cache_seqlens": lengths, "k_new": rand(2, 1, 2, 64), "v_new": rand(2, 1, 2, 64)}
+    mask = torch.rand(nq, nk, device=device) < 0.7
+    out, lse = archflash.attention(q, k, v, return_lse=True, implementation="torch")
+    kernels = ["ampere", "simt", *(["hopper"] if gpu and _is_hopper() else [])]
+
+    def both_passes(name: str | None) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        made = archflash.attention(*leaves, causal=True, implementation=name)
+        return [made, *torch.autograd.grad(made.sum(), leaves)]
+
+    calls: Calls = {
+        "splits": lambda: archflash.attention(q, k, v, num_splits=2, implementation="ampere"),
+        "torch": lambda: archflash.attention(*wide, softcap=3.0, return_lse=True),
+        "torch, mask": lambda: archflash.attention(*wide, attn_mask=mask),
+        "torch, both passes": lambda: both_passes("torch"),
+        "merge": lambda: archflash.merge_attention([out, out], [lse, lse]),
+        "quantize": lambda: archflash.quantize_fp8(q),
+        "sdpa": lambda: archflash.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    }
+    for name in kernels:
+        given = wide if name == "simt" else [q, k, v]
+        calls[name] = lambda given=given, name=name: archflash.attention(
+            *given, return_lse=True, implementation=name
+        )
+        calls[f"{name}, mask"] = lambda given=given, name=name: archflash.attention(
+            *given, attn_mask=mask, implementation=name
+        )
+    for name in ("ampere", "torch"):
+        calls[f"{name}, cache"] = lambda name=name: archflash.attention_with_kvcache(
+            q[:, :, :1].expand(2, 4, 1, 64).transpose(1, 2), *caches, implementation=name,
+            num_splits=2 if name == "ampere" else None, **of_cache,
+        )  # fmt: skip
+    if gpu:
+        calls["chosen, both passes"] = lambda: both_passes(None)
+        calls["ampere, both passes"] = lambda: both_passes("ampere")
+    return calls
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def bits(result: Any) -> list[Tensor]:
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [x.detach().clone() for x in results]
+
+
+def same(found: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
+
+
+def main(device: str) -> None:
+    warnings.simplefilter("ignore")
+    library = ctypes.CDLL(None)
+    refused = 0
+    for name, call in calls_of(device).items():
+        right = bits(call())  # also plans, and loads kernels
+        assert same(bits(call()), right), f"{name}: other bits without a failure"
+        library.failing_begin(NOTHING)
+        result = call()
+        count = library.failing_end()
+        del result
+        assert count > 0, f"{name}: no allocation was seen"
+        for number in range(count):
+            library.failing_begin(number)
+            try:
+                call()
+                said = ""
+            except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+                said = str(error)
+            finally:
+                library.failing_end()
+            assert "memory" in said or "allocate" in said, f"{name}, {number} of {count}: {said!r}"
+            assert same(bits(call()), right), f"{name}: other bits after allocation {number} failed"
+        refused += count
+        print(f"{name}: {count}", flush=True)
+    print(f"{refused} allocations refused")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
