@@ -337,22 +337,17 @@ __device__ __forceinline__ void approximate_masked_fwd(const MaskedApproximatePa
   device::RowState<C> state;
   state.large = false;
   device::clear(state);
-  struct Weighed {
-    device::LaneMasks<C> of_lane;
-    mma_sync::Probabilities<C> p_rmem;
-    uint32_t seen;
-  };
-  blocks.template visit<Weighed>(
+  using Block = mma_sync::MaskedBlock<C>;
+  blocks.template visit<Block>(
       walk,
-      [&](Weighed& weighed, int key_first) {
+      [&](Block& block, int key_first) {
         const int warp_row = mma_sync::first_row_of_warp<C>(ptx::mov_tid_x_volatile());
-        device::find_lane_masks<C>(weighed.of_lane, all_params.masks, params, cta, warp_row,
+        device::find_lane_masks<C>(block.of_lane, all_params.masks, params, cta, warp_row,
                                    key_first);
-        return weighed.of_lane.any;
+        return block.of_lane.any;
       },
-      [&](Weighed& weighed, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
+      [&](Block& block, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
           int key_first) {
-        const device::RaiseLimits<C> limits(state);
         device::Scores<C> s_rmem;
         const int warp_row = mma_sync::first_row_of_warp<C>(ptx::mov_tid_x_volatile());
         const bool second = C::STAGES == 2 && k_smem - shared_smem >= C::K_SMEM + C::STAGE_BYTES;
@@ -360,27 +355,20 @@ __device__ __forceinline__ void approximate_masked_fwd(const MaskedApproximatePa
         multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem,
                             reinterpret_cast<const QRow*>(shared + C::ROWS_SMEM), warp_row,
                             reinterpret_cast<const float*>(stage + C::SCALES_SMEM));
-        device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
-        weighed.seen = mma_sync::ALL_KEYS<C>;
-        if (weighed.of_lane.changes) {
-          device::apply_lane_masks<C>(s_rmem, weighed.of_lane, all_params.masks, 1.0f);
-          weighed.seen = mma_sync::keys_of_warp<C>(s_rmem);
-        }
-        const float exp2_scale =
-            device::update_row_max<C>(s_rmem, state, o_rmem, params.exp2_scale, nullptr);
-        device::exponentiate_all_scores<C>(s_rmem, weighed.p_rmem, state, exp2_scale);
+        mma_sync::exponentiate_masked_scores<C>(block, s_rmem, state, o_rmem, all_params.masks,
+                                                params, nullptr);
         if (all_params.dropout.state_gmem != nullptr)
-          mma_sync::drop_of_warp<C>(weighed.p_rmem, all_params.dropout, cta, key_first);
+          mma_sync::drop_of_warp<C>(block.p_rmem, all_params.dropout, cta, key_first);
       },
-      [&](const Weighed& weighed, uint32_t v_smem) {
+      [&](const Block& block, uint32_t v_smem) {
         // Keys that no row of the warp sees count as 0 in V too: 0 * NaN would be NaN.
         uint32_t kept[C::STEP_KEYS / 8];
 #pragma unroll
         for (int i = 0; i < C::STEP_KEYS / 8; ++i) {
-          const uint32_t bits = weighed.seen >> (2 * i);
+          const uint32_t bits = block.seen >> (2 * i);
           kept[i] = (bits & 1 ? 0x0000FFFFu : 0) | (bits & 2 ? 0xFFFF0000u : 0);
         }
-        multiply_pv_f16<C>(o_rmem, weighed.p_rmem, v_smem, [&](int i) { return kept[i]; });
+        multiply_pv_f16<C>(o_rmem, block.p_rmem, v_smem, [&](int i) { return kept[i]; });
       });
 
   const float kept = all_params.dropout.state_gmem == nullptr ? 1.0f : all_params.dropout.scale;

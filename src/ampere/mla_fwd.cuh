@@ -222,19 +222,10 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
       if (attention.transform_scores)
         device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
       mask_pair_scores<C>(s_rmem, cta, key);
-      // Found anew in each round, so that it takes no register between them.
-      state.large =
-          __any_sync(device::FULL_WARP, device::is_large<device::Weights16>(state.base[0][0]) ||
-                                            device::is_large<device::Weights16>(state.base[0][1]));
-      const float exp2_scale =
-          device::update_row_max<Warp>(s_rmem, state, o_rmem, attention.exp2_scale,
-                                       static_cast<const device::RaiseLimits<Warp>*>(nullptr));
       device::Probabilities<Warp> p_rmem;
-      device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
-      const unsigned thread = ptx::mov_tid_x_volatile();
-      mma_sync::multiply_pv<Warp>(o_rmem, p_rmem,
-                                  stage_of(key) + thread / 32 % 2 * Warp::HEAD_DIM_V * 2 +
-                                      mma_sync::rows_first_offset<Tile>(thread % 32));
+      exponentiate_pair_scores<Warp>(p_rmem, s_rmem, state, o_rmem, attention.exp2_scale);
+      const uint32_t half_v = half_v_smem<C>(0);  // found first, or registers spill on 9.0
+      mma_sync::multiply_pv<Warp>(o_rmem, p_rmem, stage_of(key) + half_v);
     }
   }
 #pragma unroll

@@ -192,19 +192,9 @@ __device__ __forceinline__ void mla_gather_fwd(const MlaGatherParams& params) {
     for (int r = 0; r < 2; ++r)
       rows[r] = cta.work.first_row + cta.packed_heads.row(at.warp_row + at.lane / 4 + 8 * r);
     mask_gathered<C, Warp>(s_rmem, places, cta.visible, rows, block, 0);
-    // Found anew in each round, so that it takes no register between them.
-    state.large =
-        __any_sync(device::FULL_WARP, device::is_large<device::Weights16>(state.base[0][0]) ||
-                                          device::is_large<device::Weights16>(state.base[0][1]));
-    const float exp2_scale =
-        device::update_row_max<Warp>(s_rmem, state, o_rmem, attention.exp2_scale,
-                                     static_cast<const device::RaiseLimits<Warp>*>(nullptr));
     device::Probabilities<Warp> p_rmem;
-    device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
-    const unsigned thread = ptx::mov_tid_x_volatile();
-    mma_sync::multiply_pv<Warp>(o_rmem, p_rmem,
-                                stage_of(block) + thread / 32 % 2 * Warp::HEAD_DIM_V * 2 +
-                                    mma_sync::rows_first_offset<Tile>(thread % 32));
+    exponentiate_pair_scores<Warp>(p_rmem, s_rmem, state, o_rmem, attention.exp2_scale);
+    mma_sync::multiply_pv<Warp>(o_rmem, p_rmem, half_v_smem<C>(stage_of(block)));
   }
   store_half_rows<C>(o_rmem, state, attention, call.partials, cta, C::HEAD_DIM_V);
 }

@@ -22,6 +22,7 @@
 #include "common/device/packed_heads.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/params.h"
+#include "common/mma_sync/tile.cuh"
 #include "common/partials.h"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ldmatrix.cuh"
@@ -132,6 +133,30 @@ __device__ __forceinline__ void mask_pair_scores(device::Scores<typename C::Warp
     const int row = cta.work.first_row + cta.packed_heads.row(at.warp_row + at.lane / 4 + 8 * r);
     device::mask_row<typename C::Warp>(s_rmem, visible.of_row(row), 0, r, 0, key + at.lane % 4 * 2);
   }
+}
+
+// P of a warp's scores, with its outputs rescaled as they require.
+template <class Warp>
+__device__ __forceinline__ void exponentiate_pair_scores(device::Probabilities<Warp>& p_rmem,
+                                                         device::Scores<Warp>& s_rmem,
+                                                         device::RowState<Warp>& state,
+                                                         device::Outputs<Warp>& o_rmem,
+                                                         float exp2_scale) {
+  // Found anew each time, so that it takes no register in between.
+  state.large =
+      __any_sync(device::FULL_WARP, device::is_large<device::Weights16>(state.base[0][0]) ||
+                                        device::is_large<device::Weights16>(state.base[0][1]));
+  exp2_scale = device::update_row_max<Warp>(s_rmem, state, o_rmem, exp2_scale,
+                                            static_cast<const device::RaiseLimits<Warp>*>(nullptr));
+  device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+}
+
+// The row of V that this lane names to ldmatrix for its warp's half of the columns.
+template <class C>
+__device__ __forceinline__ uint32_t half_v_smem(uint32_t v_smem /* V of the first key */) {
+  const unsigned thread = ptx::mov_tid_x_volatile();
+  return v_smem + thread / 32 % 2 * C::Warp::HEAD_DIM_V * 2 +
+         mma_sync::rows_first_offset<typename C::Tile>(thread % 32);
 }
 
 // Writes a warp's half of the first dv columns of its rows: to the workspace if the keys are split,

@@ -99,22 +99,8 @@ __device__ __forceinline__ void exponentiate_wide_scores(
     float exp2_scale, unsigned char* shared) {
   using Warp = typename C::Warp;
   if constexpr (C::STATE_IN_SHARED) load_state<C>(state, shared);
-  // Found anew each time, so that it takes no register in between.
-  state.large =
-      __any_sync(device::FULL_WARP, device::is_large<device::Weights16>(state.base[0][0]) ||
-                                        device::is_large<device::Weights16>(state.base[0][1]));
-  exp2_scale = device::update_row_max<Warp>(s_rmem, state, o_rmem, exp2_scale,
-                                            static_cast<const device::RaiseLimits<Warp>*>(nullptr));
-  device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+  exponentiate_pair_scores<Warp>(p_rmem, s_rmem, state, o_rmem, exp2_scale);
   if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
-}
-
-// The row of V that this lane names to ldmatrix for its warp's half of the columns.
-template <class C>
-__device__ __forceinline__ uint32_t half_v_smem(uint32_t v_smem /* V of the first key */) {
-  const unsigned thread = ptx::mov_tid_x_volatile();
-  return v_smem + thread / 32 % 2 * C::Warp::HEAD_DIM_V * 2 +
-         mma_sync::rows_first_offset<typename C::Tile>(thread % 32);
 }
 
 template <class C>

@@ -199,6 +199,31 @@ __device__ __forceinline__ void multiply_seen_pv(device::Outputs<C>& o_rmem,
   }
 }
 
+// What a warp knows of a block of keys between its two products.
+template <class C>
+struct MaskedBlock {
+  device::LaneMasks<C> of_lane;
+  Probabilities<C> p_rmem;
+  uint32_t seen;  // the keys that some row of the warp sees
+};
+
+// P of a block's scores, masked, with the outputs rescaled as they require. block.of_lane is known.
+template <class C>
+__device__ __forceinline__ void exponentiate_masked_scores(
+    MaskedBlock<C>& block, device::Scores<C>& s_rmem, device::RowState<C>& state,
+    device::Outputs<C>& o_rmem, const MaskParams& masks, const AttentionParams& params,
+    const device::RaiseLimits<C>* limits) {
+  device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+  block.seen = ALL_KEYS<C>;
+  if (block.of_lane.changes) {
+    device::apply_lane_masks<C>(s_rmem, block.of_lane, masks, 1.0f);
+    block.seen = keys_of_warp<C>(s_rmem);
+  }
+  const float exp2_scale =
+      device::update_row_max<C>(s_rmem, state, o_rmem, params.exp2_scale, limits);
+  device::exponentiate_all_scores<C>(s_rmem, block.p_rmem, state, exp2_scale);
+}
+
 template <class C>
 __device__ __forceinline__ void masked_fwd(const MaskedParamsOf<C>& all_params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
@@ -242,48 +267,33 @@ __device__ __forceinline__ void masked_fwd(const MaskedParamsOf<C>& all_params) 
   device::RowState<C> state;
   state.large = false;
   device::clear(state);
-  struct Weighed {
-    device::LaneMasks<C> of_lane;
-    Probabilities<C> p_rmem;
-    uint32_t seen;
-  };
-  blocks.template visit<Weighed>(
+  blocks.template visit<MaskedBlock<C>>(
       walk,
-      [&](Weighed& weighed, int key_first) {
+      [&](MaskedBlock<C>& block, int key_first) {
         const int warp_row = first_row_of_warp<C>(ptx::mov_tid_x_volatile());
         if constexpr (C::CACHE) {
           const MaskedCacheRows rows{cta.work, cta.packed_heads, visible_keys<C>(cta),
                                      cta.work.nk - cta.work.nq};
-          device::find_lane_masks<C>(weighed.of_lane, mask_params, params, rows, warp_row,
-                                     key_first);
-          hide_by_mask<C>(weighed.of_lane, cta, warp_row, key_first);
+          device::find_lane_masks<C>(block.of_lane, mask_params, params, rows, warp_row, key_first);
+          hide_by_mask<C>(block.of_lane, cta, warp_row, key_first);
         } else {
-          device::find_lane_masks<C>(weighed.of_lane, mask_params, params, cta, warp_row,
-                                     key_first);
+          device::find_lane_masks<C>(block.of_lane, mask_params, params, cta, warp_row, key_first);
         }
-        return weighed.of_lane.any;
+        return block.of_lane.any;
       },
-      [&](Weighed& weighed, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
+      [&](MaskedBlock<C>& block, const QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
           int key_first) {
         const device::RaiseLimits<C> limits(state);
         device::Scores<C> s_rmem;
         multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
-        weighed.seen = ALL_KEYS<C>;
-        if (weighed.of_lane.changes) {
-          device::apply_lane_masks<C>(s_rmem, weighed.of_lane, mask_params, 1.0f);
-          weighed.seen = keys_of_warp<C>(s_rmem);
-        }
-        const float exp2_scale =
-            device::update_row_max<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
-        device::exponentiate_all_scores<C>(s_rmem, weighed.p_rmem, state, exp2_scale);
+        exponentiate_masked_scores<C>(block, s_rmem, state, o_rmem, mask_params, params, &limits);
         if constexpr (!C::CACHE) {
           if (all_params.dropout.state_gmem != nullptr)
-            drop_of_warp<C>(weighed.p_rmem, all_params.dropout, cta, key_first);
+            drop_of_warp<C>(block.p_rmem, all_params.dropout, cta, key_first);
         }
       },
-      [&](const Weighed& weighed, uint32_t v_smem) {
-        multiply_seen_pv<C>(o_rmem, weighed.p_rmem, v_smem, weighed.seen);
+      [&](const MaskedBlock<C>& block, uint32_t v_smem) {
+        multiply_seen_pv<C>(o_rmem, block.p_rmem, v_smem, block.seen);
       });
 
   if constexpr (!C::CACHE) {
