@@ -207,8 +207,7 @@ __device__ __forceinline__ void gather_fwd(const GatherParams& params) {
       const uint32_t rows = stage_of(block) + key * C::Tile::ROW_BYTES;
       device::Scores<Warp> s_rmem;
       mma_sync::multiply_qk<Warp>(s_rmem, q_rmem, q_lane, k_lane + rows);
-      if (attention.transform_scores)
-        device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+      if (attention.transform_scores) device::transform_scores<Warp>(s_rmem, attention.rule);
       int rows_of_lane[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r)

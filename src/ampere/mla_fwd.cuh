@@ -219,8 +219,7 @@ __device__ __forceinline__ void mla_fwd(const MlaParams& params) {
       device::Scores<Warp> s_rmem;
       multiply_latent_scores<C>(s_rmem, q_rmem, stage_of(key), cta);
       add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
-      if (attention.transform_scores)
-        device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+      if (attention.transform_scores) device::transform_scores<Warp>(s_rmem, attention.rule);
       mask_pair_scores<C>(s_rmem, cta, key);
       device::Probabilities<Warp> p_rmem;
       exponentiate_pair_scores<Warp>(p_rmem, s_rmem, state, o_rmem, attention.exp2_scale);

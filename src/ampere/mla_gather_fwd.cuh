@@ -185,8 +185,7 @@ __device__ __forceinline__ void mla_gather_fwd(const MlaGatherParams& params) {
     device::Scores<Warp> s_rmem;
     multiply_half_scores<C>(s_rmem, q_rmem, stage_of(block));
     add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
-    if (attention.transform_scores)
-      device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+    if (attention.transform_scores) device::transform_scores<Warp>(s_rmem, attention.rule);
     int rows[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)

@@ -187,7 +187,7 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
         multiply_half_scores<C>(s_rmem, q_rmem, shared_smem);
         add_scores_of_pair<C>(s_rmem, shared + C::SCORES_SMEM);
         if (C::MASKED || attention.transform_scores)
-          device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+          device::transform_scores<Warp>(s_rmem, attention.rule);
         if constexpr (C::MASKED) {
           weighed.any = apply_pair_masks<C>(s_rmem, shared);
           weighed.seen = mma_sync::keys_of_warp<Warp>(s_rmem);

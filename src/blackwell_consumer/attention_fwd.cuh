@@ -362,7 +362,7 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
     exp2_scale = device::descale_scores<C>(s_rmem, attention, context.key_descales,
                                            context.warp_descale, block);
   } else if (attention.transform_scores) {
-    device::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+    device::transform_scores<C>(s_rmem, attention.rule);
   }
   if (block < context.clear_first || block > context.clear_last)
     mask_block<C>(s_rmem, params, context, block);

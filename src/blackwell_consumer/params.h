@@ -19,7 +19,7 @@ struct Params {
   AttentionParams attention;
   int32_t tiles;  // row tiles of all heads, times partials.splits, which the CTAs share out
   TensorMap q_map, k_map, v_map;
-  // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap.
+  // For 8-bit inputs only. With them attention.rule.tanh_scale is set even if there is no softcap.
   Descales descales;
   DType out_dtype;  // of 8-bit inputs F16 or BF16, of others theirs or F32
   // For kernels that can split keys and pack heads.

@@ -503,7 +503,7 @@ __device__ __forceinline__ void score(const BackwardKernelParams& params, const 
 #pragma unroll
       for (int i = 0; i < QUERIES; ++i) p_rmem[i] = s_rmem[i / PART][i % PART];
     }
-    const bool capped = attention.softcap != 0.0f;
+    const bool capped = attention.rule.softcap != 0.0f;
     if (capped) {
 #pragma unroll
       for (int i = 0; i < QUERIES; ++i) p_rmem[i] = device::cap_score(p_rmem[i], attention);

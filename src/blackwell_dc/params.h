@@ -20,7 +20,7 @@ struct Params {
   Partials partials;
   device::PackedHeads packed_heads;  // for kernels that can pack heads
   TensorMap q_map, k_map, v_map, out_map;
-  // For 8-bit inputs only. With them attention.tanh_scale is set even if there is no softcap.
+  // For 8-bit inputs only. With them attention.rule.tanh_scale is set even if there is no softcap.
   Descales descales;
   DType out_dtype;  // of 8-bit inputs F16 or BF16, of others theirs or F32
 };

@@ -29,16 +29,11 @@ template <class C>
 using Scores = float[4][C::BLOCK_K / 4];
 
 // Applies softcap, or a scale that cannot be folded into the exponential because it is zero or
-// negative. Both are rare. Note: the error of tanhf is relative to its result. tanh.approx has an
-// error relative to 1, which would make scores wrong by that error times softcap.
+// negative. Both are rare.
 template <int KEYS>
-__device__ __forceinline__ void transform_scores(float (&s_rmem)[KEYS], float tanh_scale,
-                                                 float softcap) {
+__device__ __forceinline__ void transform_scores(float (&s_rmem)[KEYS], const ScoreRule& rule) {
 #pragma unroll
-  for (int i = 0; i < KEYS; ++i) {
-    const float x = s_rmem[i] * tanh_scale;
-    s_rmem[i] = softcap == 0.0f ? x : softcap * tanhf(x);
-  }
+  for (int i = 0; i < KEYS; ++i) s_rmem[i] = rule.score(s_rmem[i]);
 }
 
 // A mask of the bits `first` to `last` of 32 bits. Both may be below 0 or above 31.
@@ -152,7 +147,7 @@ struct RowSoftmax16 {
     if (!attention_.transform_scores) return;
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter)
-      transform_scores(s_rmem[quarter], attention_.tanh_scale, attention_.softcap);
+      transform_scores(s_rmem[quarter], attention_.rule);
   }
 
   // Raises the base if these scores ask for it. Returns the factor for O and the sum so far, which

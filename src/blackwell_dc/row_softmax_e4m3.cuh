@@ -115,8 +115,7 @@ struct RowSoftmaxE4m3 {
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
       transform_scores(s_rmem[quarter],
-                       attention_.tanh_scale * block_descales_.qk[quarter / QUARTERS],
-                       attention_.softcap);
+                       attention_.rule.scaled(block_descales_.qk[quarter / QUARTERS]));
     }
   }
 

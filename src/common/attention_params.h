@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "common/device/host_device.h"
+#include "common/score_rule.h"
 
 namespace archflash {
 
@@ -59,12 +60,11 @@ struct AttentionParams {
   OffsetMode offset_mode;
   int32_t sinks_dtype;  // DType of sinks_gmem
 
-  // p = 2^(t * exp2_scale - max) with exp2_scale > 0. The score t is q.k; if transform_scores is
-  // set, it is softcap * tanh(q.k * tanh_scale), or q.k * tanh_scale if softcap is 0.
+  // p = 2^(t * exp2_scale - max) with exp2_scale > 0. The score t is q.k, or what the rule makes of
+  // it if transform_scores is set.
   int32_t transform_scores;
   float exp2_scale;
-  float tanh_scale;
-  float softcap;
+  ScoreRule rule;
 
   TileOrder order;
 };

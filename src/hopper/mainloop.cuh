@@ -205,7 +205,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
             s_rmem, attention, key_descales,
             device::find_warp_descale(params.descales, attention, message, 0), block);
       } else if (!C::DROPS && attention.transform_scores) {
-        cap_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+        cap_scores<C>(s_rmem, attention.rule);
       }
       if constexpr (C::SPARES_REGISTERS) {
         mask_rows_read_anew<C>(s_rmem, visible, tile, block);

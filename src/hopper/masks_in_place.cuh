@@ -169,8 +169,7 @@ struct ScoreMasks {
   __device__ __forceinline__ float finish(device::Scores<C>& s_rmem, Seen& seen, const Kept&,
                                           uint32_t, int) {
     const AttentionParams& attention = params.call.attention;
-    if (attention.transform_scores)
-      device::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+    if (attention.transform_scores) device::transform_scores<C>(s_rmem, attention.rule);
     device::apply_lane_masks<C>(s_rmem, seen, params.masks, attention.exp2_scale);
     return 1.0f;
   }

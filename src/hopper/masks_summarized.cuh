@@ -336,8 +336,7 @@ struct ScoreMasks {
     float scale = attention.exp2_scale;
     const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
     const unsigned lane = thread % 32;
-    if (MAY_ADD && attention.transform_scores)
-      device::transform_scores<C>(s_rmem, attention.tanh_scale, attention.softcap);
+    if (MAY_ADD && attention.transform_scores) device::transform_scores<C>(s_rmem, attention.rule);
     // x * scale + a * b, which stays finite.
     const auto add_scaled = [&](float& x, float a, float b) {
       x = fmaf(a, b, __fmul_rn(x, scale));

@@ -137,8 +137,7 @@ struct MlaConsumer {
     const AttentionParams& attention = params.call.attention;
     ptx::registers_change<SCORES>(s());
     if constexpr (!C::GATHERS) release(barriers.empty(GROUP, MLA_KEYS));
-    if (attention.transform_scores)
-      device::transform_scores<G>(s_rmem, attention.tanh_scale, attention.softcap);
+    if (attention.transform_scores) device::transform_scores<G>(s_rmem, attention.rule);
     if constexpr (C::GATHERS) {
       hide_unseen_places();
     } else if (key < open_first || key + C::BLOCK_K - 1 > open_last) {

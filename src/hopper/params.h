@@ -26,7 +26,7 @@ struct Params {
   device::PackedHeads packed_heads;  // for kernels that can pack heads
   TensorMap q_map, k_map, v_map;
   // For 8-bit inputs only; descales of k and v for copies of 8-bit caches, too. With them
-  // attention.tanh_scale is set even if there is no softcap. With v_columns v_map is of the
+  // attention.rule.tanh_scale is set even if there is no softcap. With v_columns v_map is of the
   // transposed V, (batch, heads_kv, dv, v_columns), in the workspace; where it is 0 the kernel
   // transposes V itself.
   Descales descales;

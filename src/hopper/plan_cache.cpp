@@ -183,7 +183,7 @@ Reasons read_cache(LaunchPlan& plan, const Problem& problem, const Problem& give
   if (converts_cache(given)) {
     AttentionParams& attention = params.call.attention;
     // For descales that leave no normal scale of the exponents.
-    if (!attention.transform_scores) attention.tanh_scale = static_cast<float>(given.scale);
+    if (!attention.transform_scores) attention.rule.tanh_scale = static_cast<float>(given.scale);
     params.call.descales = core::descales(given);
   }
   // A combining kernel writes all rows.

@@ -35,8 +35,8 @@ __device__ __forceinline__ float small_tanh(float x) {
 // of the last one has ended. Here it is asked once. Where no score of the warp is large, none needs
 // the exponential and the division of tanhf().
 template <class C>
-__device__ __forceinline__ void cap_scores(device::Scores<C>& s_rmem, float tanh_scale,
-                                           float softcap) {
+__device__ __forceinline__ void cap_scores(device::Scores<C>& s_rmem, ScoreRule rule) {
+  const float tanh_scale = rule.tanh_scale, softcap = rule.softcap;
   const auto change = [&](const auto& changed) {
 #pragma unroll
     for (int n = 0; n < C::STEP_KEYS / 8; ++n) {

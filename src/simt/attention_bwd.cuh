@@ -86,9 +86,9 @@ __device__ __forceinline__ Weighed exponentiate_masked(const MaskedBackwardParam
                                                        int key, float s, float dp,
                                                        const device::RowTerms& terms) {
   const AttentionParams& attention = params.call.attention;
-  s *= attention.tanh_scale;
+  s *= attention.rule.tanh_scale;
   float slope_of_cap = 1.0f;
-  if (attention.softcap != 0.0f) slope_of_cap = cap_score(s, attention.softcap);
+  if (attention.rule.softcap != 0.0f) slope_of_cap = cap_score(s, attention.rule.softcap);
   bool seen = true, reads = params.masks.mask_element != MaskElement::None;
   if (params.masks.blocks_gmem != nullptr) {
     const uint8_t state = masks.block(query, key);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
   const int score_row = thread / C::GRID_COLS, score_col = thread % C::GRID_COLS;
   const int out_row = thread / C::COLUMN_GROUPS * C::OUT_ROWS;
   const int out_column = thread % C::COLUMN_GROUPS * 4;
-  const bool capped = attention.transform_scores && attention.softcap != 0.0f;
+  const bool capped = attention.transform_scores && attention.rule.softcap != 0.0f;
   float first_rmem[C::OUT_ROWS][4] = {};   // dQ or dK
   float second_rmem[C::OUT_ROWS][4] = {};  // dV; unused where the CTA owns queries
 
@@ -227,8 +227,8 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
           } else {
             float slope = 1.0f;
             if (attention.transform_scores) {
-              s *= attention.tanh_scale;
-              if (capped) slope = cap_score(s, attention.softcap);
+              s *= attention.rule.tanh_scale;
+              if (capped) slope = cap_score(s, attention.rule.softcap);
             }
             p = device::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));
             ds = p * (dp - terms.delta) * slope;

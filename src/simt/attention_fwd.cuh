@@ -45,10 +45,7 @@ __device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, const Attent
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
 #pragma unroll
-    for (int j = 0; j < C::THREAD_KEYS; ++j) {
-      const float x = s_rmem[i][j] * params.tanh_scale;
-      s_rmem[i][j] = params.softcap == 0.0f ? x : params.softcap * tanhf(x);
-    }
+    for (int j = 0; j < C::THREAD_KEYS; ++j) s_rmem[i][j] = params.rule.score(s_rmem[i][j]);
   }
 }
 

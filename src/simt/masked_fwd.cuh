@@ -4,8 +4,8 @@
 //
 // The main loop is that of simt/attention_fwd.cuh. It goes from each block of keys to the next one
 // of which any row of the tile may see a key, so that blocks that ranges or the table of blocks
-// hide are neither copied nor multiplied. Scores are natural logarithms here: params.tanh_scale
-// includes the scale, and exp2_scale is log2(e).
+// hide are neither copied nor multiplied. Scores are natural logarithms here:
+// params.rule.tanh_scale includes the scale, and exp2_scale is log2(e).
 #pragma once
 
 #include <cstdint>

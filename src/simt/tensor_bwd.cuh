@@ -183,10 +183,10 @@ __device__ __forceinline__ void exponentiate(BlockScores<C>& s_rmem, BlockScores
   };
   for_each([&](float&, float& dp, int, int query) { dp -= terms_smem[query].delta; });
   if (attention.transform_scores) {
-    const bool capped = attention.softcap != 0.0f;
+    const bool capped = attention.rule.softcap != 0.0f;
     for_each([&](float& s, float& dp, int, int) {
-      s *= attention.tanh_scale;
-      if (capped) dp *= cap_score(s, attention.softcap);
+      s *= attention.rule.tanh_scale;
+      if (capped) dp *= cap_score(s, attention.rule.softcap);
     });
   }
   int row[2], begin[2], last[2];

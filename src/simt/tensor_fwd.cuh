@@ -180,8 +180,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const devi
     if (computes) {
       multiply_qk<C, CHECKS>(s_rmem, q_smem + (warp_row + lane_row) * C::QK_PITCH + 4 * lane_column,
                              k_smem + lane_row * C::QK_PITCH + 4 * lane_column, params.d);
-      if (params.transform_scores)
-        device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+      if (params.transform_scores) device::transform_scores<C>(s_rmem, params.rule);
       if (visible.masks(first_row, last_row, block, block + C::BLOCK_K - 1)) {
         device::mask_scores<C>(s_rmem, visible, first_row + lane_row, block + 2 * lane_column);
       }

@@ -164,7 +164,7 @@ __device__ __forceinline__ void exponentiate_tile(Scores<C>& s_rmem, Scores<C>& 
                                                   int passing_first,
                                                   const device::RowTerms* terms_gmem) {
   const Lane<C> lane;
-  const bool capped = attention.transform_scores && attention.softcap != 0.0f;
+  const bool capped = attention.transform_scores && attention.rule.softcap != 0.0f;
 #pragma unroll
   for (int i = 0; i < C::THREAD_ROWS; ++i) {
     const int row = cta.first_row + lane.warp_row + i * C::LANE_ROWS + lane.row;
@@ -180,8 +180,8 @@ __device__ __forceinline__ void exponentiate_tile(Scores<C>& s_rmem, Scores<C>& 
         float s = s_rmem[i][j];
         float slope = 1.0f;
         if (attention.transform_scores) {
-          s *= attention.tanh_scale;
-          if (capped) slope = cap_score(s, attention.softcap);
+          s *= attention.rule.tanh_scale;
+          if (capped) slope = cap_score(s, attention.rule.softcap);
         }
         const device::RowTerms terms = terms_gmem[column_of_block];
         p = device::probability(fmaf(s, attention.exp2_scale, -terms.lse_log2));

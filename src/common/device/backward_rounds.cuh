@@ -376,12 +376,12 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
 // that of 1 - 2 / (1 + e^2x) is not near 0; the series ends with an error of 2^-24 at its limit.
 __device__ __forceinline__ float cap_score(float score, const AttentionParams& params) {
   constexpr float SERIES_LIMIT = 0.1f;
-  const float x = score * params.tanh_scale;
+  const float x = score * params.rule.tanh_scale;
   const float square = x * x;
   const float series = fmaf(x * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), x);
   const float power = ptx::ex2_approx_ftz(x * (2.0f * LOG2_E));
   const float far = 1.0f - __fdividef(2.0f, 1.0f + power);
-  return params.softcap * (square < SERIES_LIMIT * SERIES_LIMIT ? series : far);
+  return params.rule.softcap * (square < SERIES_LIMIT * SERIES_LIMIT ? series : far);
 }
 
 // The derivative of softcap * tanh(x / softcap) by x: 1 - tanh(x / softcap)^2. The tanh comes from

@@ -91,7 +91,7 @@ __device__ __forceinline__ float descale_scores(Scores<C>& s_rmem, const Attenti
   // A scale may stay in the exponent only if it is positive and normal: a subnormal one counts as
   // 0, and 0 * -inf is NaN.
   if (!params.transform_scores && exp2_scale >= SMALLEST_NORMAL) return exp2_scale;
-  transform_scores<C>(s_rmem, params.tanh_scale * factor, params.softcap);
+  transform_scores<C>(s_rmem, params.rule.scaled(factor));
   return LOG2_E;
 }
 

@@ -84,20 +84,15 @@ __device__ __forceinline__ void clear(RowState<C, Flag>& state) {
 }
 
 // Scales the scores before the softmax. Only needed for a softcap, or for a scale that cannot be
-// folded into the exponential because it is zero or negative. It uses tanhf, whose error is
-// relative to its result: the error of tanh.approx is relative to 1, and softcap would multiply it.
+// folded into the exponential because it is zero or negative.
 template <class C>
-__device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, float tanh_scale,
-                                                 float softcap) {
+__device__ __forceinline__ void transform_scores(Scores<C>& s_rmem, ScoreRule rule) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = s_rmem[m][n][i] * tanh_scale;
-        s_rmem[m][n][i] = softcap == 0.0f ? x : softcap * tanhf(x);
-      }
+      for (int i = 0; i < 4; ++i) s_rmem[m][n][i] = rule.score(s_rmem[m][n][i]);
     }
   }
 }

@@ -119,7 +119,7 @@ template <class C, bool CAPPED, class TermsOf>
 __device__ __forceinline__ void exponentiate_scores(BlockScores<C>& s_rmem, BlockScores<C>& dp_rmem,
                                                     const AttentionParams& params,
                                                     const TermsOf& terms_of) {
-  const float uncap = CAPPED ? 1.0f / params.softcap : 0.0f;
+  const float uncap = CAPPED ? 1.0f / params.rule.softcap : 0.0f;
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
@@ -155,7 +155,7 @@ __device__ __forceinline__ void exponentiate_backward(BlockScores<C>& s_rmem,
                                                       BlockScores<C>& dp_rmem,
                                                       const AttentionParams& params,
                                                       const TermsOf& terms_of) {
-  if (C::NEEDS_DP && params.transform_scores && params.softcap != 0.0f) {
+  if (C::NEEDS_DP && params.transform_scores && params.rule.softcap != 0.0f) {
     exponentiate_scores<C, true>(s_rmem, dp_rmem, params, terms_of);
   } else {
     exponentiate_scores<C, false>(s_rmem, dp_rmem, params, terms_of);
@@ -403,7 +403,7 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
                                     rows_first_offset<FirstTile>(lane),
                                 stage_smem + columns_first_offset<FirstTile>(lane));
       if (attention.transform_scores) {
-        device::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
+        device::transform_scores<FirstProduct>(s_rmem, attention.rule);
       }
       if constexpr (C::NEEDS_DP) {
         multiply_qk<SecondProduct>(dp_rmem, unused,

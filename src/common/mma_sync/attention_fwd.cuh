@@ -206,8 +206,7 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
                          uint32_t k_smem, int key_first) {
     const device::RaiseLimits<C> limits(state);
     multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-    if (!C::DROPS && params.transform_scores)
-      device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+    if (!C::DROPS && params.transform_scores) device::transform_scores<C>(s_rmem, params.rule);
     mask_edges<C>(s_rmem, cta, key_first);
     return device::update_row_max<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
   };

@@ -617,7 +617,7 @@ __device__ __forceinline__ void decode_fwd(const DecodeParams& params) {
     const float of_format = e4m3 ? device::Fp8Pairs<DType::E4M3>::FACTOR : 1.0f;
     v_factor *= of_format;
     for (int r = 0; r < 2; ++r)
-      k_factor[r] = query.scale[r] * of_format * (attention.tanh_scale * cta.k_descale);
+      k_factor[r] = query.scale[r] * of_format * (attention.rule.tanh_scale * cta.k_descale);
   }
   uint32_t read = 0;  // offset of the stage that is read
 #pragma unroll 1
@@ -641,10 +641,10 @@ __device__ __forceinline__ void decode_fwd(const DecodeParams& params) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s_rmem[0][n][i] *= k_factor[i / 2];
       }
-      if (attention.softcap != 0.0f)
-        device::transform_scores<Warp>(s_rmem, 1.0f, attention.softcap);
+      if (attention.rule.softcap != 0.0f)
+        device::transform_scores<Warp>(s_rmem, ScoreRule{1.0f, attention.rule.softcap});
     } else if (attention.transform_scores) {
-      device::transform_scores<Warp>(s_rmem, attention.tanh_scale, attention.softcap);
+      device::transform_scores<Warp>(s_rmem, attention.rule);
     }
     if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, cta, key);
     if (key < all_first || key + C::WARP_KEYS - 1 > all_last) {

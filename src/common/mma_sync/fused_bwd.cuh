@@ -385,7 +385,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
                                     columns_first_offset<FirstTile>(lane));
       start_next();
       if (!C::DROPS && attention.transform_scores) {
-        device::transform_scores<FirstProduct>(s_rmem, attention.tanh_scale, attention.softcap);
+        device::transform_scores<FirstProduct>(s_rmem, attention.rule);
       }
       multiply_qk<SecondProduct>(dp_rmem, unused,
                                  shared_smem + C::OWN_SECOND_SMEM +

@@ -1,6 +1,6 @@
 // What masks as data and dropout make of a warp's scores in the backward pass on mma.sync.
 //
-// Scores are logarithms to base 2 here, as in mma_sync/masked_fwd.cuh: params.tanh_scale and
+// Scores are logarithms to base 2 here, as in mma_sync/masked_fwd.cuh: params.rule.tanh_scale and
 // softcap include log2(e), and exp2_scale is 1.
 #pragma once
 
@@ -219,9 +219,9 @@ __device__ __forceinline__ void exponentiate_masked(Scores& s_rmem, Scores& dp_r
 
   // The derivative of c * tanh(x / c) is 1 - tanh(x / c)^2.
   float slopes[32];
-  const bool capped = C::NEEDS_DP && attention.softcap != 0.0f;
+  const bool capped = C::NEEDS_DP && attention.rule.softcap != 0.0f;
   if (capped) {
-    const float uncap = 1.0f / attention.softcap;
+    const float uncap = 1.0f / attention.rule.softcap;
 #pragma unroll
     for (int a = 0; a < E::QUERIES; ++a) {
 #pragma unroll

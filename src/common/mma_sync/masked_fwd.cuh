@@ -12,7 +12,7 @@
 // K and V may be a KV cache. Its attn_mask is about the last keys of each sequence, and each lane
 // looks up its few elements after it has found its other masks.
 //
-// Scores are logarithms to base 2 here: params.tanh_scale and softcap include log2(e), and
+// Scores are logarithms to base 2 here: params.rule.tanh_scale and softcap include log2(e), and
 // exp2_scale is 1.
 #pragma once
 
@@ -213,7 +213,7 @@ __device__ __forceinline__ void exponentiate_masked_scores(
     MaskedBlock<C>& block, device::Scores<C>& s_rmem, device::RowState<C>& state,
     device::Outputs<C>& o_rmem, const MaskParams& masks, const AttentionParams& params,
     const device::RaiseLimits<C>* limits) {
-  device::transform_scores<C>(s_rmem, params.tanh_scale, params.softcap);
+  device::transform_scores<C>(s_rmem, params.rule);
   block.seen = ALL_KEYS<C>;
   if (block.of_lane.changes) {
     device::apply_lane_masks<C>(s_rmem, block.of_lane, masks, 1.0f);

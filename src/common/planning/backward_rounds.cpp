@@ -65,8 +65,8 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
 }
 
 float exponent_scale(const AttentionParams& attention) {
-  const bool folds = attention.transform_scores && attention.softcap == 0;
-  return folds ? attention.exp2_scale * attention.tanh_scale : attention.exp2_scale;
+  const bool folds = attention.transform_scores && attention.rule.softcap == 0;
+  return folds ? attention.exp2_scale * attention.rule.tanh_scale : attention.exp2_scale;
 }
 
 }  // namespace archflash::core

@@ -105,7 +105,8 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
     AttentionParams& attention = params.backward.attention;
     attention.exp2_scale = exponent_scale(attention);
     params.cleared_bytes = problem.deterministic ? turns_bytes : sums_bytes;
-    if (attention.softcap != 0) params.uncap = 1 / (attention.exp2_scale * attention.softcap);
+    if (attention.rule.softcap != 0.0f)
+      params.uncap = 1 / (attention.exp2_scale * attention.rule.softcap);
     params.rounds = static_cast<int32_t>(ceil_div(call.nq, tile.round_rows));
     params.sums_of_round = static_cast<int32_t>(of_round);
     if constexpr (requires { params.sums_rows; })

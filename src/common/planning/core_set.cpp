@@ -109,8 +109,8 @@ constexpr double LOG2_E = 1.4426950408889634;
 void transform_scores(const Problem& problem, AttentionParams& params) {
   params.transform_scores = 1;
   params.exp2_scale = static_cast<float>(LOG2_E);
-  params.softcap = static_cast<float>(problem.softcap);
-  params.tanh_scale =
+  params.rule.softcap = static_cast<float>(problem.softcap);
+  params.rule.tanh_scale =
       static_cast<float>(problem.softcap == 0 ? problem.scale : problem.scale / problem.softcap);
 }
 
@@ -301,7 +301,7 @@ void always_transform_scores(const Problem& problem, AttentionParams& params) {
 void transform_scores_to_base_2(const Problem& problem, AttentionParams& params) {
   transform_scores(problem, params);
   // With a softcap its result is scaled, else q.k.
-  (problem.softcap == 0 ? params.tanh_scale : params.softcap) *= params.exp2_scale;
+  (problem.softcap == 0 ? params.rule.tanh_scale : params.rule.softcap) *= params.exp2_scale;
   params.exp2_scale = 1.0f;
 }
 

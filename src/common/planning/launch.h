@@ -41,7 +41,7 @@ void init_params(const Problem& problem, Params& params) {
     if (!is_fp8(problem.dtype)) return;
     AttentionParams& attention = attention_of(params);
     // Kernels for 8-bit inputs multiply by it whether or not there is a softcap.
-    if (!attention.transform_scores) attention.tanh_scale = static_cast<float>(problem.scale);
+    if (!attention.transform_scores) attention.rule.tanh_scale = static_cast<float>(problem.scale);
     params.descales = descales(problem);
   }
 }
