@@ -146,15 +146,6 @@ def test_compilers_are_tried_in_the_documented_order(
     assert backend.find_system_nvcc() is None
 
 
-def test_an_old_compiler_early_in_the_order_does_not_hide_a_newer_one(
-    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(make_nvcc(tmp_path / "old" / "bin", "12.4").parents[1]))
-    newer = make_nvcc(tmp_path / "new", "13.2")
-    monkeypatch.setenv("PATH", str(newer.parent))
-    assert backend.find_system_nvcc() == newer
-
-
 def test_cuda_from_wheels_can_be_asked_for(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -162,15 +153,6 @@ def test_cuda_from_wheels_can_be_asked_for(
     monkeypatch.setenv("ARCHFLASH_CUDA", "wheel")
     assert backend.find_system_nvcc() is None
     assert backend.get_requires_for_build_wheel()[-1:] == CUDA_PACKAGES
-
-
-def test_the_toolkit_of_a_wrapper_script_is_what_nvcc_itself_says(
-    backend: ModuleType, tmp_path: Path
-) -> None:
-    (tmp_path / "cuda-13").mkdir()
-    wrapper = make_nvcc(tmp_path / "bin", "13.0", top=tmp_path / "cuda-13" / "bin" / "..")
-    (tmp_path / "cuda-13" / "bin").mkdir()
-    assert backend.toolkit_root(wrapper) == tmp_path / "cuda-13"
 
 
 # --- the newer assembler ---
@@ -387,12 +369,6 @@ def test_resources_are_read_from_the_assemblers_report(build_kernel: ModuleType)
     assert build_kernel.parse_resources("ptxas info    : 0 bytes gmem\n") == {}
 
 
-def test_a_tool_that_fails_stops_the_build_with_what_it_said(build_kernel: ModuleType) -> None:
-    assert build_kernel.run(["sh", "-c", "echo out; echo err >&2"]) == "out\nerr\n"
-    with pytest.raises(SystemExit, match=r"(?s)sh -c .*\nwhy it failed"):
-        build_kernel.run(["sh", "-c", "echo why it failed >&2; exit 3"])
-
-
 def test_what_the_cache_folder_keeps_is_not_made_again(
     build_kernel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,15 +401,3 @@ def test_the_tools_of_the_build_are_those_that_the_project_and_the_backend_requi
     ]  # fmt: skip
     with pytest.raises(ValueError, match="has no line"):
         tools.required("[build-system]\nrequires = [\n")
-
-
-@pytest.mark.parametrize(
-    ("image", "macros"),
-    [
-        ("fwd_f16", ["ARCHFLASH_DTYPE=F16", "ARCHFLASH_DTYPE_WORD=f16"]),
-        ("fwd_e5m2", ["ARCHFLASH_DTYPE=E5M2", "ARCHFLASH_DTYPE_WORD=e5m2"]),
-        ("fwd", []),
-    ],
-)
-def test_a_file_of_several_images_is_told_the_type_of_each(image: str, macros: list[str]) -> None:
-    assert load("build_kernel").macros_of(Path("fwd.cu"), image) == macros

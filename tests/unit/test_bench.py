@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
@@ -337,48 +336,6 @@ def test_case_gives_rows_refusals_and_wrong_results() -> None:
     assert float(first["gbps"]) == pytest.approx(SMALL.bytes() / 11.05 / 1e3, abs=0.06)
 
 
-def test_candidates_also_run_alone_with_their_power_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class PowerLab(FakeLab):
-        joules = 0.0
-
-        def energy_j(self) -> float:
-            self.joules += 345.0
-            return self.joules
-
-    # A clock that advances by half a second at each look: 345 J pass between two looks in a row.
-    ticks = itertools.count(0.0, 0.5)
-    monkeypatch.setattr(run.time, "perf_counter", lambda: next(ticks))
-    lab, names = PowerLab(), ["a", "b", "eager"]
-    result = run.run_case(
-        lab, SMALL, [candidate(name) for name in names], FACTS, rounds=20, warm_seconds=0.0,
-        sustained=names, sustained_seconds=0.0, check=correctness.Checker(SMALL, fake_reference()),
-    )  # fmt: skip
-    turns, alone = result.rows[:3], result.rows[3:]
-    assert [row["features"] for row in turns] == ["", "", results.EAGER]
-    by_name = {row["implementation"]: row for row in alone}
-    assert sorted(by_name) == names
-    assert by_name["a"]["features"] == "sustained;power=690W"
-    assert by_name["eager"]["features"] == "timing=eager;sustained;power=690W"
-    assert {results.power_w(row) for row in alone} == {690}
-    assert results.power_w(turns[0]) is None
-    assert all(row["clocks_mhz"] == "1980" for row in alone)
-    # Only those that are named run alone.
-    some = run.run_case(
-        lab, SMALL, [candidate(name) for name in names], FACTS, rounds=20, warm_seconds=0.0,
-        sustained=["b"], sustained_seconds=0.0, check=correctness.Checker(SMALL, fake_reference()),
-    )  # fmt: skip
-    assert [row["implementation"] for row in some.rows if results.is_sustained(row)] == ["b"]
-    # A ratio is taken within one way of timing.
-    assert results.speedup(by_name["a"], by_name["b"]) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="two ways of timing"):
-        results.speedup(by_name["a"], turns[1])
-    text = run.summary([SMALL], {SMALL.name: result})
-    assert re.search(r"^small +a ", text, re.MULTILINE)
-    assert re.search(r"^small sustained +a ", text, re.MULTILINE)
-
-
 def test_torch_peers_run_one_backend_each_and_say_why_not() -> None:
     peers = {peer.name: peer for peer in torch_candidates()}
     assert list(peers) == ["torch-flash", "torch-cudnn", "torch-efficient", "torch-math"]
@@ -499,48 +456,6 @@ def test_table_takes_the_latest_run_and_keeps_losses(fixture_results: Path) -> N
     assert "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, SM clock 1980" in lines[-1]
     assert "20260101T000000Z-h200-aaaa (commit 0123456789ab, 2026-01-01)" in lines[-1]
     assert "20250101T000000Z-h200-bbbb (commit 0123456789ab, 2025-01-01)" in lines[-1]
-
-
-@pytest.fixture
-def few_keys_go_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if PyTorch's kernel had been measured to be the fastest for few keys."""
-    choice = report.dispatch_choice
-    monkeypatch.setattr(
-        report,
-        "dispatch_choice",
-        lambda gpu, case: "torch" if case.nk == 77 else choice(gpu, case),
-    )
-
-
-@pytest.mark.usefixtures("few_keys_go_to_pytorch")
-def test_the_ratio_is_of_what_dispatch_chooses_not_of_our_fastest_kernel(tmp_path: Path) -> None:
-    small, text = CASES["bf16 2x2 512 d64"], CASES["bf16 2x16 4096x77 d64"]
-    asked = {"features": "chosen=archflash"}
-    results.append_rows(
-        tmp_path / "h200.csv",
-        [
-            # On 9.0 dispatch gives small calls to hopper, though ampere is faster here.
-            row(small, "ampere", 10.0),
-            row(small, "hopper", 20.0),
-            row(small, "torch-flash", 40.0),
-            # When this run was made, dispatch chose something else.
-            row(small, "archflash", 80.0, features="chosen=archflash"),
-            # PyTorch serves few keys here: the row of the plain call says how fast that was.
-            row(text, "ampere", 10.0),
-            row(text, "torch-flash", 40.0),
-            row(text, "archflash", 50.0, **asked),
-        ],
-    )
-    lines = report.make_table("h200/bf16", tmp_path).splitlines()
-    (found,) = (line for line in lines if line.startswith(f"| {small.name} |"))
-    assert found.endswith("| hopper | 2.00 (torch-flash) |")
-    (found,) = (line for line in lines if line.startswith(f"| {text.name} |"))
-    assert found.endswith("| torch | 0.80 (torch-flash) |")
-
-    lines = report.make_table("h200/plain", tmp_path).splitlines()
-    assert lines[0].startswith("| case | a plain call runs | speed | best peer | its speed |")
-    (found,) = (line for line in lines if line.startswith(f"| {small.name} |"))
-    assert re.search(r"\| hopper \| \S+ \| torch-flash \| \S+ \| 2\.00 \|$", found)
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if "readme" in case.groups])

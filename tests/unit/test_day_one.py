@@ -44,12 +44,6 @@ def test_jobs_check_before_they_time_and_cover_every_switch() -> None:
         assert not names(part, implementation="ampere")
 
 
-def test_no_test_runs_in_pairs_before_the_launch_of_pairs_is_tested() -> None:
-    for job in jobs.make_jobs("blackwell_dc", BOTH, False):
-        if job.part == "correctness" and job.name.startswith("tests/"):
-            assert job.run.args[-1] == ("--no-pairs",)  # type: ignore[attr-defined]
-
-
 # --- the record ---
 
 
@@ -147,99 +141,10 @@ def test_a_process_that_dies_leaves_what_it_knew(
     assert (last["status"], last["detail"], last["item"]) == (status, detail, "a")
 
 
-@pytest.mark.parametrize(
-    ("source", "wrong", "noted"),
-    [
-        ("def test_x(): pass", "", "1 passed, 0 failed, 0 skipped"),
-        (
-            "def test_x():\n    raise RuntimeError('CUDA error: an illegal\\nmemory access')",
-            "illegal memory access",
-            "failed: test_x: RuntimeError: CUDA error: an illegal",
-        ),
-        ("def test_x(missing): pass", "fixture 'missing' not found", "failed: test_x: fixture"),
-        (
-            "import pytest\n@pytest.mark.skip(reason='no nvcc')\ndef test_x(): pass",
-            "",
-            "0 passed, 0 failed, 1 skipped, nothing was tried: no nvcc",
-        ),
-        ("import nothing_of_this_name", "nothing_of_this_name", "failed:"),
-    ],
-    ids=["passes", "raises", "lacks a fixture", "skips", "does not load"],
-)
-def test_tests_are_recorded_with_the_text_of_what_failed(
-    source: str, wrong: str, noted: str, tmp_path: Path
-) -> None:
-    """A file that only skips is a note: nothing failed."""
-    test = tmp_path / "test_it.py"
-    test.write_text(source)
-    rows = []
-
-    def run() -> None:
-        for row in jobs.run_tests("pairs", str(test), "x", (), Setup("x", True)):
-            rows.append(row)
-
-    if wrong:
-        with pytest.raises(jobs.WrongError, match=wrong):
-            run()
-    else:
-        run()
-    (row,) = rows
-    assert row["status"] == "note"
-    assert row["detail"].startswith(noted), row["detail"]
-    assert wrong in row["detail"]
-    assert len(row["detail"]) < jobs.MESSAGE_LENGTH + 100
-
-
 # --- compute-sanitizer ---
 
 
-@pytest.mark.parametrize(
-    ("found", "said", "status", "expected"),
-    [
-        ((None, (0, 0), ""), "", "refused", "not found"),
-        (("tool", (2025, 3), "Version 2025.3.0"), "", "refused", "older than CUDA 13.1's, 2025.4"),
-        (("tool", (2025, 4), "Version 2025.4.0"), "ERROR SUMMARY: 0 errors", "note", "30 calls"),
-        (("tool", (2026, 1), "Version 2026.1.0"), "RACECHECK SUMMARY: 2 hazards", "", "2 hazards"),
-        (("tool", (2026, 1), "Version 2026.1.0"), "no summary", "", "no summary"),
-    ],
-)
-def test_a_sanitizer_that_finds_anything_fails_the_job(
-    found: tuple[str | None, tuple[int, int], str], said: str, status: str, expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    commands = []
-
-    def run(command: list[str]) -> tuple[int, str]:
-        commands.append(command)
-        return 0, f"30 calls made, 4 refused\n========= {said}\n"
-
-    monkeypatch.setattr(jobs, "find_sanitizer", lambda: found)
-    monkeypatch.setattr(jobs, "_run_aloud", run)
-    told = jobs.run_sanitizer("racecheck", Setup("blackwell_dc", False))
-    if not status:
-        with pytest.raises(jobs.WrongError, match=expected):
-            list(told)
-        return
-    (row,) = told
-    assert row["status"] == status
-    assert expected in row["detail"]
-    if status == "note":
-        ((_, *command),) = commands
-        assert command[:2] == ["--tool", "racecheck"]
-        assert command[command.index("--kernel") + 1] == "blackwell_dc"
-
-
 # --- switches ---
-
-
-def test_the_plan_alone_changes_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_the_spot, "find_nvcc", lambda: None)
-    setup = Setup(variants.NAME, True)
-    case = jobs.TINY[1]
-    by_name = {setting.name: setting for setting in variants.SETTINGS}
-    assert callable(jobs.bind_setting(by_name["pairs=on"], setup, case))
-    with pytest.raises(jobs.WrongError, match="nvcc is not found"):
-        jobs.bind_setting(by_name["split_p=off"], setup, case)
 
 
 # --- the command ---
@@ -354,39 +259,3 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
     # A file of another card is not continued.
     answers["environment"] = ("ok", json.dumps(FACTS | {"dtypes": "", "gpu": "NVIDIA B300"}))
     assert command.main([*arguments[:2], "--only", "split_p"]) == 2
-
-
-def test_gradients_caches_and_decoding_are_compared_as_verify_does() -> None:
-    assert names(jobs.VERIFY) == [
-        "gradients: blackwell_dc float16", "gradients: blackwell_dc bfloat16",
-        "decoding: blackwell_dc",
-    ]  # fmt: skip
-    assert "caches: ampere bfloat16" in names(jobs.VERIFY, implementation="ampere")
-
-
-def test_what_verify_finds_wrong_is_recorded_with_its_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from archflash.verify import _setup, _wrong
-
-    where = {"wrong": 3, "of": 9, "nan": 1, "infinite": 0, "first": []}
-
-    def wrong(setup: _setup.Setup) -> _setup.Told:
-        raise _wrong.WrongError("off by 1", where)
-
-    def right(setup: _setup.Setup) -> _setup.Told:
-        return _setup.Told()
-
-    items = _setup.Item("right", right), _setup.Item("bad", wrong)
-    job = _setup.Job("decoding", "ampere", "forward", "", lambda: items)
-    monkeypatch.setattr(jobs, "verified", lambda name, setup: {job.name: job})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 33, 1 << 33))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(_setup.Setup, "synchronize", lambda setup: None)
-    run = jobs.run_verified(job.name, Setup("ampere", False))
-    rows = [next(run), next(run)]
-    assert [row["detail"].partition(";")[0] for row in rows] == ["right: ok", "bad: wrong"]
-    assert "3 of 9 elements wrong; the result has 1 NaN" in rows[1]["detail"]
-    with pytest.raises(jobs.WrongError, match="1 wrong; the first: bad: off by 1"):
-        next(run)

@@ -6,14 +6,12 @@ import html.parser
 import importlib.util
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from examples.minilm import heads as shown
 from examples.minilm import model
-from examples.minilm.page import HEAT, render
 from PIL import Image
 
 import archflash
@@ -86,20 +84,6 @@ def test_a_wrong_output_is_found_by_position_and_by_head(monkeypatch, capsys) ->
     assert "BREAKS THE ERROR RULE" in line
 
 
-def test_an_implementation_that_refuses_is_named_with_its_reason(monkeypatch) -> None:
-    def refuse(q, k, v, **call):
-        raise archflash.UnsupportedError("not on a <Tuesday>")
-
-    monkeypatch.setattr(archflash, "attention", refuse)
-    heads = shown.synthetic_heads()
-    compared = shown.compare(heads, ["ampere"], torch.device("cpu"))
-    assert compared.refused == {"ampere": "not on a <Tuesday>"}
-    assert "did not run: not on a <Tuesday>" in "\n".join(shown.describe(compared))
-    text = render(shown.Shown("", (), (), heads, (compared,)))
-    assert "did not run: not on a &lt;Tuesday&gt;" in text
-    Page(text)
-
-
 def test_the_page_stands_alone_and_has_both_colour_schemes(page: Path) -> None:
     text = page.read_text()
     found = Page(text)
@@ -130,25 +114,3 @@ def test_the_models_heads_are_drawn_and_compared(tmp_path: Path, capsys) -> None
     assert Image.open(files[1]).size[0] > 1000
     assert main(["show", "--layer", "7", "--implementations", "torch"]) == 2
     assert "--layer 7: the model has layers 1 to 6" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
-@pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_a_browser_shows_the_page_in_its_colours(page: Path, tmp_path: Path, scheme: str) -> None:
-    file = tmp_path / "screen.png"
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1100,900",
-        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
-        f"--screenshot={file}", page.as_uri(),
-    ]  # fmt: skip
-    subprocess.run(command, capture_output=True, timeout=120, check=True)
-    picture = Image.open(file).convert("RGB")
-    background = {"dark": (0x15, 0x17, 0x1B), "light": (0xFC, 0xFC, 0xFA)}[scheme]
-    assert picture.getpixel((2, 2)) == background
-    colours = {colour: count for count, colour in picture.getcolors(1 << 24)}
-    # The heads "strided", "global anchors" and "blocks" have keys of the largest weight.
-    assert colours[HEAT] > 10_000
-    ink = {"dark": (0xE8, 0xE8, 0xE6), "light": (0x1D, 0x1F, 0x23)}[scheme]
-    assert colours[ink] > 100  # text
