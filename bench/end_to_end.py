@@ -5,9 +5,11 @@
 Weights and inputs are random and bf16. The models call
 `torch.nn.functional.scaled_dot_product_attention`, which archflash serves through
 `archflash.enable()`. Each case runs in four ways, eager or compiled and without archflash or with
-it, which take turns in every round; the median counts. Outputs that differ by more than rounding
-explains are an error. Writes <gpu>-end-to-end.json, in which cases left out by --only keep what an
-earlier run measured. Exit status 2 when nothing can be measured.
+it, which take turns in every round; the median counts. Small models, whose training the host
+limits, run eagerly, and also call `archflash.attention` and `compat.flash_attn` by name. Outputs
+that differ by more than rounding explains are an error. Writes <gpu>-end-to-end.json, in which
+cases left out by --only keep what an earlier run measured. Exit status 2 when nothing can be
+measured.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ Way = tuple[str, str]
 WAYS: tuple[Way, ...] = tuple(
     (how, provider) for how in ("eager", "compiled") for provider in ("torch", "archflash")
 )
+BY_NAME_WAYS: tuple[Way, ...] = tuple(
+    ("eager", provider) for provider in ("torch", "archflash", "by name", "compat")
+)
 WARM_UPS = 3
 SECTION_MS = 30.0  # of one measured section, at least one call
 # The root mean square of the difference of two outputs, as a share of that of the output. Kernels
@@ -42,7 +47,7 @@ LARGEST_DIFFERENCE = 0.05
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a decoder with the layers of Llama 3 8B, fewer of them."""
+    """Of a decoder; by default with the layers of Llama 3 8B, fewer of them."""
 
     layers: int = 4
     width: int = 4096
@@ -56,6 +61,7 @@ class Sizes:
 
 
 LLAMA = Sizes()
+HALF_B = Sizes(layers=24, width=896, heads=14, heads_kv=2, hidden=4864)
 
 
 # Keys and values (batch, heads_kv, keys, head_dim): two tensors, because a compiled model copies
@@ -66,6 +72,88 @@ Cache = tuple[Tensor, Tensor]
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     one, other = x.chunk(2, -1)
     return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
+
+
+class Sdpa:
+    """How models call attention by PyTorch's function. Each provider takes what it reads as it
+    lies: q, k and v (batch, heads, rows, head_dim), or all in one (batch, rows, 3, heads, head_dim)
+    for attention of all rows on all.
+    """
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    @classmethod
+    def attend_packed(cls, qkv: Tensor) -> Tensor:
+        """The output (batch, rows, heads, head_dim)."""
+        return cls.attend(*qkv.transpose(1, 3).unbind(2), causal=False).transpose(1, 2)
+
+
+class ByName(Sdpa):
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        import archflash
+
+        out: Tensor = archflash.attention(q, k, v, causal=causal)
+        return out
+
+    @classmethod
+    def attend_packed(cls, qkv: Tensor) -> Tensor:
+        import archflash
+
+        out: Tensor = archflash.attention(*qkv.unbind(2), layout="bnhd")
+        return out
+
+
+class FlashAttn(Sdpa):
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        from archflash.compat.flash_attn import flash_attn_func
+
+        out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        return out.transpose(1, 2)
+
+    @classmethod
+    def attend_packed(cls, qkv: Tensor) -> Tensor:
+        from archflash.compat.flash_attn import flash_attn_qkvpacked_func
+
+        out: Tensor = flash_attn_qkvpacked_func(qkv)
+        return out
+
+
+PROVIDERS = {"torch": Sdpa, "archflash": Sdpa, "by name": ByName, "compat": FlashAttn}
+serving: type[Sdpa] = Sdpa
+
+
+def use(provider: str) -> None:
+    """Makes a provider the one that serves attention: PyTorch, archflash in place of PyTorch's
+    operators, archflash.attention ("by name"), or the functions of compat.flash_attn ("compat").
+    """
+    global serving
+    import archflash
+
+    if provider == "archflash":
+        archflash.enable()
+    else:
+        archflash.disable()
+    serving = PROVIDERS[provider]
+
+
+class EncoderLayer(nn.Module):
+    """Of a ViT or BERT: layer norm, attention of all rows on all, an MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm(x)).unflatten(2, (3, self.heads, -1))
+        x = x + self.out(serving.attend_packed(qkv).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class DecoderLayer(nn.Module):
@@ -90,7 +178,7 @@ class DecoderLayer(nn.Module):
             for written, new in zip(cache, (k, v), strict=True):
                 written[:, :, -x.shape[1] :] = new
             k, v = cache
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None, enable_gqa=True)
+        y = serving.attend(q, k, v, causal=cache is None)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -152,6 +240,7 @@ class Case:
         module: the model; it is compiled, too.
         arguments: what it is called with.
         gradients: whether those of the weights are computed, too.
+        ways: in which it is timed.
     """
 
     unit: str
@@ -159,6 +248,7 @@ class Case:
     module: nn.Module
     arguments: tuple[Any, ...]
     gradients: bool = False
+    ways: tuple[Way, ...] = WAYS
 
 
 def rand(device: str, *shape: int) -> Tensor:
@@ -184,6 +274,15 @@ def training(device: str, sizes: Sizes, batch: int, rows: int) -> Case:
     return Case(case.unit, case.count, case.module, case.arguments, gradients=True)
 
 
+def small_training(case: Case) -> Case:
+    return replace(case, gradients=True, ways=BY_NAME_WAYS)
+
+
+def encoder(device: str, layers: int, width: int, heads: int, batch: int, rows: int) -> Case:
+    module = nn.Sequential(*(EncoderLayer(width, heads) for _ in range(layers)))
+    return Case("rows/s", batch * rows, placed(module, device), (rand(device, batch, rows, width),))
+
+
 def diffusion(device: str, heads: int, rows: int, head_dim: int) -> Case:
     width = heads * head_dim
     block = placed(DiffusionBlock(heads, head_dim), device)
@@ -197,6 +296,9 @@ CASES: dict[str, Callable[[str], Case]] = {
         lambda on: training(on, LLAMA, 4, 4096)
     ),
     "DiT block, 24 heads of 128, 4,608 rows": lambda on: diffusion(on, 24, 4608, 128),
+    "training ViT-B/16, batch 8": lambda on: small_training(encoder(on, 12, 768, 12, 8, 197)),
+    "training BERT-base, 4 x 512": lambda on: small_training(encoder(on, 12, 768, 12, 4, 512)),
+    "training a 0.5B decoder, 1 x 1,024": lambda on: small_training(decoder(on, HALF_B, 1, 1024)),
 }
 
 
@@ -231,13 +333,12 @@ def section_ms(call: Callable[[], object], count: int) -> float:
     return begin.elapsed_time(end) / count
 
 
-def measure(case: Case, rounds: int, use: Callable[[str], object]) -> dict[str, Any]:
-    """Times a case in all ways.
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """Times a case in its ways.
 
     Args:
         case: what is timed.
         rounds: measured sections of each way.
-        use: makes a provider ("torch", "archflash") the one that serves attention.
 
     Returns:
         What the result file says of the case.
@@ -245,13 +346,12 @@ def measure(case: Case, rounds: int, use: Callable[[str], object]) -> dict[str, 
     Raises:
         ArithmeticError: outputs of the ways differ by more than rounding explains.
     """
-    modules: dict[str, Callable[..., Tensor]] = {
-        "eager": case.module,
-        "compiled": torch.compile(case.module),
-    }
+    modules: dict[str, Callable[..., Tensor]] = {"eager": case.module}
+    if ("compiled", "torch") in case.ways:
+        modules["compiled"] = torch.compile(case.module)
     counts: dict[Way, int] = {}
     worst, expected = 0.0, None
-    for way in WAYS:
+    for way in case.ways:
         use(way[1])
         for _ in range(WARM_UPS):
             found = step(case, modules[way[0]])
@@ -261,10 +361,10 @@ def measure(case: Case, rounds: int, use: Callable[[str], object]) -> dict[str, 
         counts[way] = max(1, round(SECTION_MS / once))
     if not worst <= LARGEST_DIFFERENCE:
         raise ArithmeticError(f"outputs differ by {worst:.3f} of their root mean square")
-    samples: dict[Way, list[float]] = {way: [] for way in WAYS}
+    samples: dict[Way, list[float]] = {way: [] for way in case.ways}
     for number in range(rounds):
         # In turns forwards and backwards: what ran before decides how warm the GPU is.
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+        for way in case.ways if number % 2 == 0 else reversed(case.ways):
             use(way[1])
             samples[way].append(section_ms(partial(step, case, modules[way[0]]), counts[way]))
     use("torch")
@@ -281,12 +381,11 @@ def measure(case: Case, rounds: int, use: Callable[[str], object]) -> dict[str, 
 
 
 def lines_of(cases: dict[str, Any]) -> list[str]:
-    """A table of what was measured."""
-    names = [", ".join(way) for way in WAYS]
-    lines = ["  ".join(["case".ljust(56), *(name.rjust(19) for name in names)])]
+    """What was measured."""
+    lines = []
     for name, case in cases.items():
-        cells = [f"{case['ways'][way]['per_second']:,.1f}".rjust(19) for way in names]
-        lines.append("  ".join([f"{name} ({case['unit']})".ljust(56), *cells]))
+        ways = (f"{way} {found['per_second']:,.1f}" for way, found in case["ways"].items())
+        lines.append(f"{name} ({case['unit']}): {'; '.join(ways)}")
     return lines
 
 
@@ -326,11 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = {}
     for name, make in chosen.items():
         archflash.stats(reset=True)
-        found = measure(
-            make("cuda"),
-            options.rounds,
-            lambda provider: archflash.enable() if provider == "archflash" else archflash.disable(),
-        )
+        found = measure(make("cuda"), options.rounds)
         counted = archflash.stats()
         cases[name] = {**facts, **found, "served": counted.served, "declined": counted.declined}
         torch.cuda.empty_cache()

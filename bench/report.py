@@ -8,8 +8,9 @@ every peer), `plain` (what a plain call gets, beside the best peer, for the case
 `readme`), `sustained` (every candidate timed alone, for the cases of 16 and 8 bits with more than
 one query), `masks` (calls with mask tensors, of bench/masks.toml), `models` (calls of well-known
 models, of bench/models.toml), `models-ampere` (the same calls by `ampere` beside its peers),
-`published` (ratios to torch-math beside published ones), `host` (cost of one call on the host) or
-`end-to-end` (models with PyTorch's attention and with archflash). In all tables but `sustained`,
+`published` (ratios to torch-math beside published ones), `host` (cost of one call on the host),
+`end-to-end` (models with PyTorch's attention and with archflash) or `by-name` (small ones of them,
+which train eagerly). In all tables but `sustained`,
 and but for the last column of `plain`, candidates took turns. What a plain call gets is what
 `archflash.explain` chooses for that GPU, so tables of speed need the installed package, with
 PyTorch 2.10 or newer.
@@ -401,6 +402,8 @@ def end_to_end_table(path: Path) -> str:
     machines: set[str] = set()
     for name, case in json.loads(path.read_text()).items():
         cells = []
+        if BY_NAME in case["ways"]:
+            continue
         for how in ways:
             before, after = (
                 case["ways"][f"{how}, {provider}"]["per_second"]
@@ -414,6 +417,32 @@ def end_to_end_table(path: Path) -> str:
         f"{markdown(head, lines)}\n\n{'; '.join(sorted(machines))}; medians of rounds in which "
         "the ways took turns."
     )
+
+
+BY_NAME = "eager, by name"
+
+
+def by_name_table(path: Path) -> str:
+    """Small models that train eagerly, from what bench/end_to_end.py writes: speeds relative to
+    PyTorch's attention.
+    """
+    ways = {"archflash": "enable()", "by name": "archflash.attention", "compat": "flash_attn_func"}
+    head = ["model", "torch", *ways.values(), "commit, date, rounds"]
+    cases = json.loads(path.read_text()) if path.exists() else {}
+    lines = [
+        [
+            f"{name} ({case['unit']})",
+            f"{case['ways']['eager, torch']['per_second']:,.0f}",
+            *(
+                f"{found['per_second'] / case['ways']['eager, torch']['per_second']:.2f}"
+                for found in (case["ways"][f"eager, {way}"] for way in ways)
+            ),
+            f"{case['commit']}, {case['date']}, {case['rounds']}",
+        ]
+        for name, case in cases.items()
+        if BY_NAME in case["ways"]
+    ]
+    return markdown(head, lines or [["any", *[UNMEASURED] * 5]])
 
 
 def source_note(rows: Sequence[Row]) -> str:
@@ -472,6 +501,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return host_table(results / f"{gpu}-host.json")
     if table == "end-to-end":
         return end_to_end_table(results / f"{gpu}-end-to-end.json")
+    if table == "by-name":
+        return by_name_table(results / f"{gpu}-end-to-end.json")
     if table == "models":
         return models_table(load_rows(results / f"models-{gpu}.csv"))
     if table.startswith("models-") and table.removeprefix("models-") in models.PEERS:
@@ -488,9 +519,18 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return speed_table(rows, many, run_id, sustained=True)
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
-        others = ("plain", "sustained", "masks", "published", "models", "host", "end-to-end")
+        others = (
+            "plain",
+            "sustained",
+            "masks",
+            "published",
+            "models",
+            "host",
+            "end-to-end",
+            "by-name",
+        )
         forced = [f"models-{name}" for name in models.PEERS]
-        known = ", ".join([*others, *forced, *groups])
+        known = ", ".join([*others, "by-name", *forced, *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)
 
