@@ -117,6 +117,8 @@ struct Config {
   static constexpr bool CHANGES_PLACES = HALVES && WARPGROUPS == 2;
   // Whether the last tiles can be cut into parts of fewer rows (Params::part_rows).
   static constexpr bool CUTS_TILES = PREPARES_TILES && !FP8;
+  // Whether output rows go from Q's part of shared memory to global memory by TMA.
+  static constexpr bool STORES_BY_TMA = PREPARES_TILES && !FP8 && !WRITES_F32;
   // Whether the other warps of the producer's warpgroup can transpose 8-bit V, a block at a time,
   // and whether a kernel that can takes V that hopper_transpose_v has transposed before, too: where
   // the producer has the registers for both. Kernels that cannot take only V that was transposed
@@ -206,6 +208,7 @@ struct Config {
   static_assert(!DROPS || (!CAN_PACK && TILE_STEP % 16 == 0),
                 "both rows of a lane are of one group of random bits: device::Dropout");
   static_assert(!WRITES_F32 || (PREPARES_TILES && !FP8), "not built: fp32 outputs with these");
+  static_assert(!STORES_BY_TMA || Q_STAGES == 2, "a tile hands back the stage of the one before");
   static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");

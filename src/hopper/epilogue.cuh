@@ -9,6 +9,7 @@
 #include "common/device/few_rows.cuh"
 #include "common/device/quad.cuh"
 #include "common/ptx/stmatrix.cuh"
+#include "common/ptx/tma_store.cuh"
 #include "hopper/params.h"
 #include "hopper/pipeline.cuh"
 #include "hopper/row_softmax.cuh"
@@ -37,6 +38,7 @@ template <class C>
 struct TileEnd {
   OutElement<C>* out_gmem;  // of the warp's first row
   float* lse_gmem;          // likewise; null where no LSE is asked for
+  int first_row;            // the warp's first row, in the tensor
   int rows;  // from the warp's first one to the end of the tile; may exceed the warp's
   device::RowEnd ends[2];  // of the rows lane / 4 + 8r
 
@@ -45,13 +47,10 @@ struct TileEnd {
   __device__ __forceinline__ TileEnd(const device::RowState<C>& state,
                                      const AttentionParams& params, const TileHead& at,
                                      const Tile& tile, int warp_row, float v_factor = 1.0f)
-      : lse_gmem(params.lse_gmem), rows(tile.end_row - tile.first_row - warp_row) {
-    const int64_t row = device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
-                        tile.first_row + warp_row;
-    out_gmem = static_cast<OutElement<C>*>(params.out_gmem) + at.batch * params.out_batch +
-               at.head * params.out_head + row * params.out_row;
-    if (lse_gmem != nullptr)
-      lse_gmem += at.batch * params.lse_batch + at.head * params.lse_head + row;
+      : first_row(device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
+                  tile.first_row + warp_row),
+        rows(tile.end_row - tile.first_row - warp_row) {
+    if constexpr (!C::STORES_BY_TMA) find_places(params, at);
     const float sink = device::load_sink(params, at.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -61,6 +60,15 @@ struct TileEnd {
     }
   }
 
+  // Finds out_gmem and lse_gmem. With STORES_BY_TMA only few tiles need them.
+  __device__ __forceinline__ void find_places(const AttentionParams& params, const TileHead& at) {
+    const int64_t row = first_row;
+    out_gmem = static_cast<OutElement<C>*>(params.out_gmem) + at.batch * params.out_batch +
+               at.head * params.out_head + row * params.out_row;
+    lse_gmem = params.lse_gmem;
+    if (lse_gmem != nullptr)
+      lse_gmem += at.batch * params.lse_batch + at.head * params.lse_head + row;
+  }
   // Two neighbouring outputs of row r, from the first one of them on.
   __device__ __forceinline__ uint32_t pair(const float* o, int r) const {
     return ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * ends[r].factor, o[1] * ends[r].factor);
@@ -109,13 +117,10 @@ __device__ __forceinline__ void store_by_quads(const device::Outputs<C>& o_rmem,
   }
 }
 
-// Writes a warp's rows of outputs through `rows`, its own rows of Q's part of shared memory, and
-// calls hand_back() before it writes to global memory: its fence would wait for those stores.
-template <class C, class HandBack>
-__device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem,
-                                                const TileEnd<C>& end,
-                                                const AttentionParams& params, unsigned char* rows,
-                                                const HandBack& hand_back) {
+// Puts a warp's rows of outputs into `rows`, its own rows of Q's part of shared memory.
+template <class C>
+__device__ __forceinline__ void put_into_q(const device::Outputs<C>& o_rmem, const TileEnd<C>& end,
+                                           unsigned char* rows) {
   using QTile = typename C::QTile;
   const int lane = threadIdx.x % 32;
   const uint32_t row_smem =
@@ -128,6 +133,18 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
                            end.pair(right + 2, 1)};
     ptx::stmatrix_x4(QTile::advance(row_smem, n), x);
   }
+}
+
+// Writes a warp's rows of outputs through `rows`, its own rows of Q's part of shared memory, and
+// calls hand_back() before it writes to global memory: its fence would wait for those stores.
+template <class C, class HandBack>
+__device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem,
+                                                const TileEnd<C>& end,
+                                                const AttentionParams& params, unsigned char* rows,
+                                                const HandBack& hand_back) {
+  using QTile = typename C::QTile;
+  const int lane = threadIdx.x % 32;
+  put_into_q<C>(o_rmem, end, rows);
   // mutants: zeros-without-keys
   __syncwarp();  // the warp's rows are complete before any lane reads them
   constexpr int CHUNKS = C::HEAD_DIM_V / 8;
@@ -148,6 +165,43 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
     if constexpr (32 % CHUNKS != 0) place = end.place(params, row(i), 8 * chunk(i));
     end.store(params, place, row(i), 8 * chunk(i), chunks[i]);
     place += 32 / CHUNKS * params.out_row;  // else to the same column
+  }
+}
+
+// Writes a warp's rows of outputs by TMA from `rows`, its own rows of Q's part of shared memory,
+// where they are put first. TMA has read them when the warp's bulk group has. No path leaves out
+// what others do: in branches ptxas has too few registers.
+template <class C>
+__device__ __forceinline__ void store_by_tma(const device::Outputs<C>& o_rmem,
+                                             const TileEnd<C>& end, const StoringParams& params,
+                                             const TileHead& at, unsigned char* rows) {
+  using QTile = typename C::QTile;
+  const AttentionParams& attention = params.call.attention;
+  put_into_q<C>(o_rmem, end, rows);
+  ptx::fence_proxy_async_shared();  // the rows come before TMA reads them
+  __syncwarp();                     // those of all lanes do
+  const bool whole = end.rows >= C::WARP_ROWS;
+  const bool starts = ptx::elect_sync() && whole;
+  const auto rows_smem = static_cast<uint32_t>(__cvta_generic_to_shared(rows));
+  const int batch = attention.cu_seqlens_q_gmem == nullptr ? at.batch : 0;
+#pragma unroll
+  for (int slab = 0; slab < C::HEAD_DIM_V / QTile::SLAB; ++slab) {
+    ptx::cp_async_bulk_tensor_4d_store_if(starts, params.out_map, slab * QTile::SLAB, end.first_row,
+                                          at.head, batch, rows_smem + slab * QTile::SLAB_BYTES);
+  }
+  ptx::cp_async_bulk_commit_group();
+  // Behind the last row of a tile there may be rows of the next sequence.
+  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+  const int count = whole ? 0 : end.rows * CHUNKS;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    const uint4 x = *reinterpret_cast<const uint4*>(rows + QTile::offset(row, chunk));
+    ptx::fence_proxy_async_shared();  // the read comes before TMA writes the next Q there
+    uint16_t* const row_gmem = static_cast<uint16_t*>(attention.out_gmem) +
+                               at.batch * attention.out_batch + at.head * attention.out_head +
+                               int64_t{end.first_row + row} * attention.out_row;
+    if (8 * chunk < attention.dv) ptx::st_global_v4_b32(row_gmem + 8 * chunk, x.x, x.y, x.z, x.w);
   }
 }
 
@@ -237,12 +291,14 @@ __device__ __forceinline__ TileEnd<C> find_tile_end(
 }
 
 // With finds_ends(): writes a warp's rows of outputs, of 16-bit inputs through Q's part of shared
-// memory, at `q`, and hands Q back.
+// memory, at `q`, and hands Q back; with STORES_BY_TMA the next tile does (hand_back_before).
 template <class C>
-__device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, const TileEnd<C>& end,
-                                         const Params& params, const Barriers<C>& barriers,
+__device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, TileEnd<C> end,
+                                         const ParamsOf<C>& all_params, unsigned char* shared,
+                                         const Barriers<C>& barriers,
                                          const RingPosition<C::Q_STAGES>& q_ring, unsigned char* q,
                                          int warp_row) {
+  const Params& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   if constexpr (finds_ends<C>() && C::FP8) {
     if (params.out_dtype == DType::F16) {
@@ -255,6 +311,13 @@ __device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, const
     hand_back_q(barriers, q_ring.stage);
     store_f32_rows<C>(o_rmem, end, attention);
     end.store_lse();
+  } else if constexpr (C::STORES_BY_TMA) {
+    const TileHead at = blocks_message<C>(shared, q_ring.stage).head;
+    store_by_tma<C>(o_rmem, end, all_params, at, q + warp_row * C::QTile::ROW_BYTES);
+    if (attention.lse_gmem != nullptr) {
+      end.find_places(attention, at);
+      end.store_lse();
+    }
   } else if constexpr (finds_ends<C>()) {
     store_through_q<C>(o_rmem, end, attention, q + warp_row * C::QTile::ROW_BYTES,
                        [&] { hand_back_q(barriers, q_ring.stage); });

@@ -317,7 +317,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     // The consumers have read the message and Q, and output rows that pass through Q's part have
     // left it.
     // mutants: needless-with-one-tile
-    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+    ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), free_parity<C>(q_ring));
     if constexpr (C::PREPARES_TILES) {
       BlocksMessage<C>& message = blocks_message<C>(shared, q_ring.stage);
       const int group = static_cast<int>(threadIdx.x) % 32;

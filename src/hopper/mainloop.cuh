@@ -95,6 +95,14 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
   if (group == C::WARPGROUPS - 1) turns.hand_over();  // warpgroup 0 begins
   RingPosition<C::STAGES> k_ring, v_ring;
   RingPosition<C::Q_STAGES> q_ring;
+  // With STORES_BY_TMA: hands back Q of the tile before, from whose stage TMA has read output rows
+  // meanwhile. The first tile does so, too (free_parity()), without a branch.
+  const auto hand_back_before = [&] {
+    if constexpr (C::STORES_BY_TMA) {
+      ptx::cp_async_bulk_wait_group_read_0();
+      release(barriers.q_empty(q_ring.stage ^ 1));
+    }
+  };
 
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
@@ -251,6 +259,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       draw(block);
       ptx::wgmma_wait_group<0>();
       release_k<C>(s_rmem, barriers, k_ring);
+      hand_back_before();
       float scale = exp2_scale;
       if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
       const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
@@ -271,6 +280,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         turns.hand_over();
         ptx::wgmma_wait_group<0>();
         release_k<C, KEYS>(s_rmem, barriers, k_ring);
+        hand_back_before();
         mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows, lane_key(block));
         const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
         const float scale =
@@ -385,7 +395,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         if constexpr (C::PREPARES_TILES) {
           const TileEnd<C> end = find_end();
           finish();
-          end_tile<C>(o_rmem, end, params, barriers, q_ring, q, warp_row);
+          end_tile<C>(o_rmem, end, all_params, shared, barriers, q_ring, q, warp_row);
         } else {
           finish();
         }
@@ -395,15 +405,16 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
           end = find_end();
           release_q_early();
         });
-        end_tile<C>(o_rmem, end, params, barriers, q_ring, q, warp_row);
+        end_tile<C>(o_rmem, end, all_params, shared, barriers, q_ring, q, warp_row);
       } else {
         multiply_pv([] {});
       }
     } else {
+      hand_back_before();
       if constexpr (finds_ends<C>()) {
         const TileEnd<C> end = find_end();
         release_q_early();
-        end_tile<C>(o_rmem, end, params, barriers, q_ring, q, warp_row);
+        end_tile<C>(o_rmem, end, all_params, shared, barriers, q_ring, q, warp_row);
       } else {
         release_q_early();
       }
@@ -421,6 +432,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     if constexpr (!C::RELEASES_Q_EARLY && !C::PREPARES_TILES) hand_back_q(barriers, q_ring.stage);
     q_ring.advance();
   }
+  if constexpr (C::STORES_BY_TMA) ptx::cp_async_bulk_wait_group_read_0();  // before the CTA ends
   // The last turn that was handed over: no warpgroup waits for it, and a barrier must not end with
   // arrivals.
   if (group == 0) turns.wait();

@@ -41,6 +41,14 @@ struct Params {
 static_assert(std::is_trivially_copyable_v<Params>);
 static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");
 
+// The one parameter of kernels with STORES_BY_TMA.
+struct StoringParams {
+  Params call;
+  TensorMap out_map;  // a box has the rows of a warp and the columns of a slab
+};
+static_assert(std::is_trivially_copyable_v<StoringParams>);
+static_assert(offsetof(StoringParams, call) == 0, "the plan of a call without the map is extended");
+
 // The one parameter of kernels with dropout.
 struct DroppingParams {
   Params call;

@@ -34,7 +34,8 @@ using device::uniform;
 //                                                          read Q, and output rows that pass
 //                                                          through Q's part of shared memory have
 //                                                          left it, before the next message and the
-//                                                          next Q come
+//                                                          next Q come (with STORES_BY_TMA during
+//                                                          the next tile)
 //   k_full, v_full          producer, bytes     consumers  the block has landed before wgmma reads it
 //     of each stage
 //   k_empty, v_empty        each consumer warp  producer   every warp's products have read the block
@@ -181,12 +182,23 @@ __device__ __forceinline__ RowsToTranspose& rows_to_transpose(unsigned char* sha
   return *reinterpret_cast<RowsToTranspose*>(shared + C::RAW_MESSAGE_SMEM + 8 * stage);
 }
 
+// The parity of the phase of q_empty in which the next tile's stage of Q is free.
+template <class C>
+__device__ __forceinline__ uint32_t free_parity(const RingPosition<C::Q_STAGES>& q_ring) {
+  // With STORES_BY_TMA a tile hands back the stage of the tile before. The first tile does so, too:
+  // that is a phase more of the second stage.
+  if constexpr (requires { C::STORES_BY_TMA; }) {
+    if constexpr (C::STORES_BY_TMA) return q_ring.parity ^ q_ring.stage ^ 1;
+  }
+  return q_ring.parity ^ 1;
+}
+
 // Tells the consumers that no tile follows. Called by the producer's warp, one lane of which is the
 // leader, with the stage that the next tile would have.
 template <class C, class Message = Tile>
 __device__ __forceinline__ void send_no_tile(const Barriers<C>& barriers, unsigned char* shared,
                                              const RingPosition<C::Q_STAGES>& q_ring, bool leader) {
-  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+  ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), free_parity<C>(q_ring));
   if (leader) {
     Message none{};
     none.first_row = -1;

@@ -79,7 +79,7 @@ void refuse_f32_outputs(const Problem& problem, Reasons& reasons) {
 // Why the kernels of attention_fwd.cuh and of masks as data cannot serve a call. `given`: the call
 // as it was made (plan_cache.h).
 void refuse(const Problem& problem, const Problem& given, Reasons& reasons) {
-  core::add_tma_reasons(problem, "hopper", false, reasons);
+  core::add_tma_reasons(problem, "hopper", true, reasons);
   if (problem.kv_cache) refuse_cached_call(problem, given, reasons);
   if (problem.key_indices > 0) {
     reasons.push_back(
@@ -102,6 +102,14 @@ void add_dropout(LaunchPlan& plan, const Problem& problem) {
   launch.params = core::bytes(params);
   launch.image = std::string("hopper/dropout_") + core::dtype_word(problem.dtype);
   add_pointers(launch, core::dropout_pointers(problem, offsetof(DroppingParams, dropout)));
+}
+
+// Turns the launch of `plan` into that of a kernel that writes its outputs by TMA.
+void add_out_map(LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
+  Launch& launch = plan.launches[0];
+  launch.params = core::bytes(extend_params<StoringParams>(launch));
+  launch.tensor_maps.push_back(core::tensor_map(
+      problem, Operand::Out, static_cast<int>(offsetof(StoringParams, out_map)), tile.out_box));
 }
 
 // The plan of a call without a latent cache, with a tile and a split that were chosen for it.
@@ -161,6 +169,7 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   }
   if (transposed_before && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
   if (problem.dropout_p != 0) add_dropout(plan, problem);
+  if (tile.out_box.columns != 0) add_out_map(plan, problem, tile);
   if (splits == 1) plan.workspace_bytes = workspace.bytes();
   if (problem.kv_cache) {
     const Reasons reasons = read_cache(plan, problem, given, device, tile);

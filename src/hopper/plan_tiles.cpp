@@ -38,6 +38,7 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   tile.v_columns_of_cta = C::HEAD_DIM_V;
   if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
   tile.cuts_tiles = C::CUTS_TILES;
+  if (C::STORES_BY_TMA) tile.out_box = {C::QTile::SLAB, C::WARP_ROWS, C::QTile::SWIZZLE};
   tile.mixed = C::MIXED;
   tile.dense = requires { typename C::MaskTile; };
   tile.transposes_v = C::TRANSPOSES_V;

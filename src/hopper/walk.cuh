@@ -15,16 +15,17 @@
 
 namespace archflash::hopper {
 
-// What a kernel is given: with CACHE it is told of the cache, with MIXED of the tiles, and with
-// DROPS of dropout, too.
+// What a kernel is given: with CACHE it is told of the cache, with MIXED of the tiles, with DROPS
+// of dropout, and with STORES_BY_TMA of the outputs, too.
 template <class C>
-using ParamsOf =
-    std::conditional_t<C::CACHE, std::conditional_t<C::MIXED, MixedParams, CacheParams>,
-                       std::conditional_t<C::DROPS, DroppingParams, Params>>;
+using ParamsOf = std::conditional_t<
+    C::CACHE, std::conditional_t<C::MIXED, MixedParams, CacheParams>,
+    std::conditional_t<C::DROPS, DroppingParams,
+                       std::conditional_t<C::STORES_BY_TMA, StoringParams, Params>>>;
 
 template <class C>
 __device__ __forceinline__ const Params& call_of(const ParamsOf<C>& params) {
-  if constexpr (C::CACHE || C::DROPS) {
+  if constexpr (C::CACHE || C::DROPS || C::STORES_BY_TMA) {
     return params.call;
   } else {
     return params;
