@@ -20,7 +20,7 @@ struct BackwardKernelParams {
   int32_t* turns_gmem;
   float uncap;            // from a score, as a logarithm to base 2, to its tanh
   int32_t rounds;         // of a head, without cu_seqlens
-  int32_t sums_of_round;  // of dQ: two, or one
+  int32_t sums_of_round;  // of dQ: one, two, or one for each chain of tiles
   TensorMap q_map, k_map, v_map, dout_map;
 };
 static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);

@@ -24,7 +24,7 @@ struct BackwardKernelParams {
   int32_t* turns_gmem;
   float uncap;            // from a score, as a logarithm to base 2, to its tanh
   int32_t rounds;         // of a head, without cu_seqlens
-  int32_t sums_of_round;  // of dQ: two, or one
+  int32_t sums_of_round;  // of dQ: one, two, or one for each chain of tiles
   // The heads of k, of all sequences, that are gone over together: the first tiles of all of them,
   // then the second ones, and so on.
   int32_t group_heads;

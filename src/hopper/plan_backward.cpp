@@ -139,10 +139,9 @@ bool is_triangle(const Problem& call) {
 }
 
 // Whether a causal mask hides so little that tiles of keys are best ordered as without one: where
-// keys are many more than rows. With a head of K for each query head it made no difference.
+// keys are many more than rows.
 bool sees_nearly_all(const Problem& call) {
-  return is_triangle(call) && !call.varlen && call.heads_q > call.heads_kv &&
-         call.nk >= 4 * call.nq;
+  return is_triangle(call) && !call.varlen && call.nk >= 4 * call.nq;
 }
 
 // Whether CTAs take turns though nobody asks for it. Then the first one to add to a sum of dQ
@@ -189,7 +188,7 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   const bool triangle = is_triangle(call);
   const bool plain = !is_windowed(call) || (problem.deterministic && sees_nearly_all(call));
   KeyTileOrder order{all};
-  if (problem.deterministic && triangle && heads_per_kv == 1) {
+  if (problem.deterministic && triangle && !plain && heads_per_kv == 1) {
     order.packed_rows = BYTES / 2 / row_bytes;
     order.packed_tiles = device.sm_count;
     // By a model of the schedule anything from a quarter to a half of the SMs is as good.

@@ -165,6 +165,7 @@ IN_TURNS: dict[str, FeatureCase] = {
     "causal": ((390, 390, 64, 64, 1, (2, 1)), {"causal": True}),
     "window": ((300, 500, 128, 128, 1, (1, 1)), {"window": (100, 60)}),
     "96": ((390, 390, 96, 96, 1, (2, 1)), {"causal": True}),
+    "chains": ((30, 640, 64, 64, 1, (2, 1)), {"window": (620, 20)}),  # four, for five tiles
     "one-sum": ((700, 200, 64, 64, 1, (3, 1)), {"causal": True}),  # core::sums_of_round()
 }
 WIDE_IN_TURNS: dict[str, FeatureCase] = {

@@ -493,6 +493,9 @@ def test_order_of_packed_tiles_of_hopper(
     assert tuple(order) == expected
 
 
+SUMS_OFFSET = 520  # of BackwardKernelParams::sums_of_round
+
+
 # The calls whose speed in turns is in docs/lab/hopper.md.
 @pytest.mark.parametrize(
     ("shape", "heads_kv", "expected"),
@@ -509,10 +512,28 @@ def test_order_of_packed_tiles_of_hopper(
 def test_tiles_begin_apart_in_turns_where_they_would_wait_for_long(
     shape: tuple[int, int, int, int], heads_kv: int, expected: int
 ) -> None:
-    sums_offset = 520  # of BackwardKernelParams::sums_of_round
     for deterministic, sums in ((True, expected), (False, 1)):
         params = hopper_params(shape, heads_kv, deterministic, causal=True)
-        assert struct.unpack_from("<i", params, sums_offset) == (sums,)
+        assert struct.unpack_from("<i", params, SUMS_OFFSET) == (sums,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads_kv", "keys", "expected"),
+    [
+        ((1, 16, 512, 64), 16, 8192, 4),
+        ((1, 64, 512, 64), 64, 8192, 3),  # as many as tiles of a head run at the same time
+        ((1, 32, 512, 128), 4, 8192, 2),  # no more memory than dK takes in fp32
+        ((1, 16, 1024, 64), 16, 8192, 2),
+    ],
+)
+def test_tiles_of_keys_far_more_than_rows_take_turns_in_chains(
+    shape: tuple[int, int, int, int], heads_kv: int, keys: int, expected: int
+) -> None:
+    for deterministic, sums in ((True, expected), (False, 1)):
+        params = hopper_params(shape, heads_kv, deterministic, causal=True, keys=keys)
+        assert struct.unpack_from("<i", params, SUMS_OFFSET) == (sums,)
+        upward_heads = struct.unpack_from("<6i", params, ORDER_OFFSET)[1]
+        assert upward_heads == 0 or not deterministic or sums <= 2
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:

@@ -33,9 +33,10 @@ struct CtaWork : BackwardWork {
   int begin, last, start;
   bool upwards;
   int blocks;  // of all rounds and heads
-  // In turns: which one of its head the CTA has, and what the CTA of the turn before has, which is
-  // that of the keys before, or behind if `upwards`; before_begin > before_last: no round.
-  int turn;
+  // In turns: the chain of tiles that add to the same sums, which turn of it the CTA has, and what
+  // the CTA of the turn before has, which is that of the keys before in this chain, or behind if
+  // `upwards`; before_begin > before_last: no round.
+  int chain, turn;
   int before_begin, before_last, before_start;
   // The number of the first head's first round among all rounds, and what comes to it for the next
   // head and for the next round.
@@ -59,7 +60,14 @@ __device__ __forceinline__ int dq_round(const Params& params, int batch, int hea
 template <class Params>
 __device__ __forceinline__ int start_in_turns(const Params& params, int first_key, int begin,
                                               int last) {
-  return params.sums_of_round == 1 ? last : min(begin + first_key, last);
+  return params.sums_of_round == 2 ? min(begin + first_key, last) : last;
+}
+
+// How many chains the tiles of a head are in turns: with more than two sums of a round each chain
+// has one of them, and every so many-th tile is in it.
+template <class Params>
+__device__ __forceinline__ int count_chains(const Params& params) {
+  return params.sums_of_round > 2 ? params.sums_of_round : 1;
 }
 
 // Writes what a CTA works on, with the query rows. upwards: in turns the tiles of its head come
@@ -95,11 +103,13 @@ __device__ __forceinline__ void find_queries(const Params& params, const Backwar
   } else {
     const int tile = work.first_row / C::ROWS;
     cta.upwards = upwards;
-    const int turn = upwards ? (work.own_rows - 1) / C::ROWS - tile : tile;
+    const int chains = count_chains(params);
+    const int turn = upwards ? (work.own_rows - 1) / C::ROWS - tile : tile / chains;
     cta.turn = turn;
+    cta.chain = tile % chains;
     start = upwards ? begin : start_in_turns(params, work.first_row, begin, last);
     if (turn > 0) {
-      const int before = work.first_row + (upwards ? C::ROWS : -C::ROWS);
+      const int before = work.first_row + (upwards ? C::ROWS : -C::ROWS * chains);
       int before_begin, before_last;
       rows_of(before, before_begin, before_last);
       cta.before_begin = before_begin, cta.before_last = before_last;
@@ -131,7 +141,7 @@ struct BlockPosition {
 // Where a CTA adds its part of a round's dQ. In turns the order is that of the keys, or the other
 // way round for CTAs that go upwards. A round may have two sums side by side: one of the CTAs that
 // come to it before their first round, the other one of those that come to it after that. CTAs that
-// go upwards use the first one alone.
+// go upwards use the first one alone. Or it has one for each chain of tiles.
 struct DqTurn {
   int sum;     // its number among all sums
   bool waits;  // the CTA of the turn before adds to it
@@ -144,7 +154,7 @@ __device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& c
       cta.dq_first + block.head * cta.dq_next_head + block.row / C::ROUND * cta.dq_next_round;
   if (params.turns_gmem == nullptr) return {round, false};
   const bool after = !cta.upwards && block.row > cta.start;
-  return {params.sums_of_round * round + (after ? 1 : 0),
+  return {params.sums_of_round * round + (after ? 1 : cta.chain),
           block.row >= cta.before_begin && block.row <= cta.before_last &&
               (cta.upwards || (block.row > cta.before_start) == after)};
 }
@@ -185,26 +195,29 @@ __device__ __forceinline__ float* sums_of_round(const Params& params, int64_t su
 template <class C>
 struct SumsOfRound {
   const float4* sums_gmem;
-  int to_second;   // in chunks of 16 bytes
-  bool any, both;  // whether a CTA has added to the first one, and whether to a second one
+  int to_next;       // in chunks of 16 bytes
+  int count;         // of the sums
+  uint32_t written;  // a bit for each sum: whether a CTA has added to it
 
   template <class Params>
   __device__ __forceinline__ SumsOfRound(const Params& params, int64_t round)
-      : to_second(round_sums<C>(params) / 4), any(true), both(false) {
+      : to_next(round_sums<C>(params) / 4), count(1), written(1) {
     const int32_t* turns_gmem = params.turns_gmem;
     if (turns_gmem != nullptr) {
-      round *= params.sums_of_round;
-      any = turns_gmem[round] != 0;
-      both = params.sums_of_round > 1 && turns_gmem[round + 1] != 0;
+      count = params.sums_of_round;
+      round *= count;
+      written = 0;
+      for (int i = 0; i < count; ++i) written |= (turns_gmem[round + i] != 0 ? 1u : 0u) << i;
     }
     sums_gmem = reinterpret_cast<const float4*>(sums_of_round<C>(params, round));
   }
 
   __device__ __forceinline__ float4 at(int index) const {
     float4 sums = {};
-    if (any) sums = sums_gmem[index];
-    if (both) {
-      const float4 more = sums_gmem[to_second + index];
+    if (written & 1) sums = sums_gmem[index];
+    for (int i = 1; i < count; ++i) {
+      if ((written >> i & 1) == 0) continue;
+      const float4 more = sums_gmem[static_cast<int64_t>(i) * to_next + index];
       sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
     }
     return sums;

@@ -67,7 +67,8 @@ float exponent_scale(const AttentionParams& attention);
 
 // How many sums of dQ a round has in turns. Two where the CTAs of a head that start together would
 // wait for one another, each for the one before, for a good part of their time: then they begin
-// with different rounds. Elsewhere CTAs that are at the same round share what they read from L2.
+// with different rounds. More, one for each chain of tiles, where keys are many more than rows.
+// Elsewhere CTAs that are at the same round share what they read from L2.
 // shares: CTAs that share out the rows of a tile.
 int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, const Device& device,
                       int64_t shares = 1);
