@@ -28,6 +28,9 @@ template <DType T>
 using D32Medium    = LateConfig<
                      Config<T,  32,  32, 4,   2,  128,  128,  2,     QIn::Shared,    2>>;
 template <DType T>
+using D32Few       = LateConfig<
+                     Config<T,  32,  32, 4,   1,  128,  128,  2,     QIn::Registers, 3>>;
+template <DType T>
 using D64Large     = LateConfig<
                      Config<T,  64,  64, 4,   2,  128,  128,  2,     QIn::Shared,    2>>;
 template <DType T>

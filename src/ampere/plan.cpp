@@ -64,11 +64,13 @@ constexpr const char* FEW_ROWS = "few query rows: keys split over CTAs, or heads
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
 // GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
-    // These two are left out where they do not serve a call: tiles_of().
+    // These three are left out where they do not serve a call: tiles_of().
     tile<D32Large<DType::F16>>("d32_large", {.min_tiles_per_sm = 6, .min_keys = 81},
                                "head dimensions up to 32 and many rows: three CTAs per SM"),
     tile<D32Medium<DType::F16>>("d32_medium", {.min_tiles_per_sm = 1, .min_keys = 81},
                                 "head dimensions up to 32: two CTAs per SM, 128 keys at a time"),
+    tile<D32Few<DType::F16>>("d32_few", {.min_tiles_per_sm = 0.75, .min_keys = 81},
+                             "head dimensions up to 32: 64 rows make twice as many tiles"),
     tile<D64Short<DType::F16>>("d64_short",
                                {.min_keys = 65, .max_keys = D64Short<DType::F16>::BLOCK_K},
                                "few keys: all of them at a time, and more CTAs per SM"),
@@ -110,7 +112,7 @@ constexpr core::Tile TILES[] = {
 // The table for a call without masks as data and without a cache. Calls of few rows, and those
 // whose keys are split, have no kernel of their own for head dimensions up to 32.
 std::span<const core::Tile> tiles_of(const Problem& problem, const Device& device) {
-  constexpr size_t OF_32 = 2;
+  constexpr size_t OF_32 = 3;
   const std::span<const core::Tile> all(TILES);
   const core::Tile& last = all[OF_32 - 1];
   const bool served = core::takes_head_dims(last, problem) && core::serves(last, problem, device) &&

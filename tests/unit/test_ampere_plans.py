@@ -131,11 +131,13 @@ def test_the_smallest_kernel_that_holds_both_head_dims_serves(
 @every_device
 def test_only_many_rows_have_a_kernel_for_head_dimensions_up_to_32(device: str) -> None:
     def chosen(**options: Any) -> str:
-        return variant(ampere(call("float16", b=32, hq=32, nq=512, d=32, **options), device))
+        given = {"b": 32, "hq": 32, "nq": 512, "nk": 512, "d": 32} | options
+        return variant(ampere(call("float16", **given), device))
 
     assert chosen() == "d32_large"
     assert chosen(nk=64) == "d64_medium"
     assert chosen(num_splits=2) == chosen(batch_invariant=True) == "d64_few"
+    assert chosen(nq=60) == "d32_few"
     few = ampere(call("float16", b=1, hq=2, nq=256, d=32), device)
     assert variant(few) == "d64_groups"
 
@@ -227,6 +229,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
             large_call(dtype, dims),
             call(dtype, nq=17, d=dims[0], dv=dims[1]),
             call(dtype, b=4, hq=60, hkv=60, nq=130, nk=130, d=dims[0], dv=dims[1]),
+            call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, nk=8192, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, nk=77, d=dims[0], dv=dims[1]),
             call(dtype, nq=1, nk=8192, d=dims[0], dv=dims[1]),
@@ -234,7 +237,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 26
+    assert len(built) == 27
 
 
 # --- few query rows ---

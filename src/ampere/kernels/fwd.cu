@@ -12,6 +12,7 @@ using namespace archflash::ampere;
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_large), mma_sync::attention_fwd, D32Large<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_medium), mma_sync::attention_fwd,
                  D32Medium<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_few), mma_sync::attention_fwd, D32Few<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_large), mma_sync::attention_fwd, D64Large<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_medium), mma_sync::attention_fwd,
                  D64Medium<DTYPE>)
