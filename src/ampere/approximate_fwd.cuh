@@ -1,20 +1,24 @@
-// Attention forward for approximate="int8" and "fp16_accumulate": that of
+// Attention forward for approximate="int8", "int8_pv" and "fp16_accumulate": that of
 // common/mma_sync/attention_fwd.cuh and masked_fwd.cuh with other products. The work of a CTA, its
 // copies, barriers, masks and softmax are theirs.
 //
 //   Q K^T  with C::INT8_QK of int8, exact in 32 bits; else as it is, with fp32 sums
 //   P V    in fp16 with fp16 sums, which are added to the fp32 outputs after every step of keys.
 //          GeForce GPUs multiply twice as fast so. P is at most 2^8 (device/online_softmax.cuh) and
-//          V at most 1, so that the sums of 64 keys stay below 2^14, far from the limit of fp16
+//          V at most 1, so that the sums of 64 keys stay below 2^14, far from the limit of fp16.
+//          With C::INT8_PV in 8 bits, four times as fast: the largest weight of a row in a step of
+//          keys is 255, whatever the row has elsewhere, and the sums are exact
 //
 // approximate_inputs.cuh makes what is multiplied, approximate_config.cuh has the tiles,
 // plan_approximate.cpp the choice among them.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ampere/approximate_config.cuh"
 #include "ampere/approximate_params.h"
+#include "ampere/int8_pv.cuh"
 #include "common/device/few_rows.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
@@ -27,14 +31,6 @@
 #include "common/ptx/special_registers.cuh"
 
 namespace archflash::ampere {
-
-// C with another type of P, V and outputs.
-template <class C, DType T>
-struct WithDType : C {
-  static constexpr DType DTYPE = T;
-};
-template <class C>
-using Fp16Weights = WithDType<C, DType::F16>;
 
 // The base of a row moves only where a weight would exceed 2^8 (device/online_softmax.cuh): that
 // the largest weight is exactly 1 matters less here than registers do.
@@ -81,25 +77,37 @@ __device__ __forceinline__ void multiply_pv_f16(device::Outputs<C>& o_rmem,
   }
 }
 
-// S = Q K^T of int8 rows, as the numbers that they stand for. A sum starts at the bits of
-// 1.5 * 2^23, so that its bits are those of the float 1.5 * 2^23 + sum, without a conversion.
-// rows_smem are the rows of the tile, warp_row the first of this warp.
+// What integers of rows of Q stand for, of this lane's rows.
 template <class C>
+struct LaneQRows {
+  QRow rows[C::M_TILES][2];
+
+  // warp_row: the warp's first row of the tile.
+  __device__ __forceinline__ LaneQRows(const unsigned char* shared, int warp_row) {
+    const QRow* rows_smem = reinterpret_cast<const QRow*>(shared + C::ROWS_SMEM);
+    const int lane = ptx::mov_tid_x_volatile() % 32;
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) rows[m][r] = rows_smem[warp_row + 16 * m + 8 * r + lane / 4];
+    }
+  }
+};
+
+// S = Q K^T of int8 rows, times the scales of the keys. A sum starts at the bits of 1.5 * 2^23, so
+// that its bits are those of the float 1.5 * 2^23 + sum, without a conversion. change(m, r, s)
+// makes a score of the result.
+template <class C, class Change>
 __device__ __forceinline__ void multiply_int8_qk(device::Scores<C>& s_rmem,
                                                  const mma_sync::QFragments<C>& q_rmem,
                                                  uint32_t q_smem, uint32_t k_smem,
-                                                 const QRow* rows_smem, int warp_row,
-                                                 const float* scales_smem) {
+                                                 const unsigned char* stage /* shared memory */,
+                                                 const Change& change) {
+  const float* scales_smem = reinterpret_cast<const float*>(stage + C::SCALES_SMEM);
   using Zero = device::WeightsOfIntegers;
   int32_t sums_rmem[C::M_TILES][C::STEP_KEYS / 8][4];
   mma_sync::multiply_qk<C>(sums_rmem, q_rmem, q_smem, k_smem, Zero::ZERO_BITS);
   const int lane = ptx::mov_tid_x_volatile() % 32;
-  QRow rows[C::M_TILES][2];
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) rows[m][r] = rows_smem[warp_row + 16 * m + 8 * r + lane / 4];
-  }
 #pragma unroll
   for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
     const float2 pair = *reinterpret_cast<const float2*>(&scales_smem[8 * n + lane % 4 * 2]);
@@ -112,8 +120,7 @@ __device__ __forceinline__ void multiply_int8_qk(device::Scores<C>& s_rmem,
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float sum = __int_as_float(sums_rmem[m][n][2 * r + i]);
-          s_rmem[m][n][2 * r + i] =
-              fmaf(fmaf(sum, scales[i], zero), rows[m][r].scale, rows[m][r].shift);
+          s_rmem[m][n][2 * r + i] = change(m, r, fmaf(sum, scales[i], zero));
         }
       }
     }
@@ -125,17 +132,25 @@ template <class Cta>
 struct ApproximateContext {
   Cta cta;
   const float* k_scales_gmem;  // of the sequence's first key; unused without int8
+  // Four times the bits at which sums of P V in 8 bits start. From memory, because the assembler
+  // makes a constant anew for each product.
+  alignas(16) int32_t zero_bits[4];
 };
 
 // Starts the copy of the scales of BLOCK_K keys from `key` on, to the stage that the keys go to.
 template <class C, class Cta>
-__device__ __forceinline__ void start_key_scales(const ApproximateContext<Cta>& context, int key,
+__device__ __forceinline__ void start_key_scales(const ApproximateInputs& inputs,
+                                                 const ApproximateContext<Cta>& context, int key,
                                                  uint32_t stage_smem) {
   const int row = ptx::mov_tid_x_volatile();
   if (row >= C::BLOCK_K) return;
   const bool valid = key + row < context.cta.visible.nk;
-  ptx::cp_async_ca_4(stage_smem + C::SCALES_SMEM + row * 4,
-                     context.k_scales_gmem + (valid ? key + row : 0), valid ? 4 : 0);
+  const float* scales_gmem = context.k_scales_gmem + (valid ? key + row : 0);
+#pragma unroll
+  for (int i = 0; i < C::KEY_SCALES; ++i) {
+    ptx::cp_async_ca_4(stage_smem + C::SCALES_SMEM + (i * C::BLOCK_K + row) * 4,
+                       scales_gmem + i * inputs.keys, valid ? 4 : 0);
+  }
 }
 
 // Where the scales of a tile's sequence start.
@@ -150,15 +165,33 @@ __device__ __forceinline__ const float* key_scales_of(const ApproximateInputs& i
          device::sequence_start(params.cu_seqlens_k_gmem, sequence, params.nk);
 }
 
-// What the numbers of V in a tile's head stand for.
-__device__ __forceinline__ VScale v_scale_of(const ApproximateInputs& inputs,
-                                             const AttentionParams& params,
-                                             const device::Work& work) {
-  const int batch = inputs.batches == 1 ? 0 : work.batch_head / params.heads_q;
-  const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
-  if (inputs.nk == 0) return {1.0f, 0.0f};
-  return inputs.v_scales_gmem[batch * inputs.heads_kv + kv_head];
-}
+// What the numbers of V in a column of a tile's head stand for.
+template <class C>
+struct LaneVColumns {
+  const ApproximateInputs& inputs;
+  int64_t head;
+  VScale of_head = {1.0f, 0.0f};
+
+  __device__ __forceinline__ LaneVColumns(const ApproximateInputs& inputs,
+                                          const AttentionParams& params, const device::Work& work)
+      : inputs(inputs) {
+    const int batch = inputs.batches == 1 ? 0 : work.batch_head / params.heads_q;
+    const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
+    head = batch * inputs.heads_kv + kv_head;
+    if (!C::INT8_PV && inputs.nk > 0) of_head = inputs.v_scales_gmem[head];
+  }
+  __device__ __forceinline__ VColumn operator()(int column) const {
+    if constexpr (C::INT8_PV) {
+      const bool valid = inputs.nk > 0 && column < inputs.v_columns;
+      if (!valid) return {1.0f, 0.0f, 0.0f, 0.0f};
+      const float4 x = *reinterpret_cast<const float4*>(
+          &inputs.v_columns_gmem[head * inputs.v_columns + column]);
+      return {x.x, x.y, x.z, x.w};
+    } else {
+      return {of_head.scale, 0.0f, of_head.largest * of_head.scale, 0.0f};
+    }
+  }
+};
 
 // Copies what the tile's rows of int8 Q stand for, times `factor`, to shared memory. Rows of no
 // sequence count as zeros.
@@ -181,34 +214,49 @@ __device__ __forceinline__ void load_q_rows(QRow* rows_smem, const ApproximateIn
 // kept: by what the weights that dropout leaves are multiplied.
 template <class C, class Weights>
 __device__ __forceinline__ void store_rows(device::Outputs<C>& o_rmem,
-                                           const device::RowState<Weights>& state, VScale v_scale,
-                                           float kept, const AttentionParams& params,
-                                           DType out_dtype, const device::Work& work,
-                                           unsigned char* shared) {
+                                           const device::RowState<Weights>& state,
+                                           const ApproximateInputs& inputs, float kept,
+                                           const AttentionParams& params, DType out_dtype,
+                                           const device::Work& work, unsigned char* shared) {
+  const LaneVColumns<C> v_columns(inputs, params, work);
+  const int lane_column = threadIdx.x % 4 * 2;
   // A sum of weights times V is at most the sum of the weights times the largest of V. Rounding
   // must not make it larger: the largest number of a type would become infinite. NaN stays.
+  float sums[C::M_TILES][2];
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = state.sum[m][r];
-      sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
-      sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
-      const float most = sum * v_scale.largest;
+      sums[m][r] = state.sum[m][r];
+      sums[m][r] += __shfl_xor_sync(device::FULL_WARP, sums[m][r], 1);
+      sums[m][r] += __shfl_xor_sync(device::FULL_WARP, sums[m][r], 2);
+    }
+  }
 #pragma unroll
-      for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+  for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+    // A barrier for the assembler, which otherwise loads more columns ahead than registers hold.
+    if (C::INT8_PV && n % 4 == 0) __syncwarp();
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2; ++i) {
+      const VColumn column = v_columns(8 * n + lane_column + i);
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
           float& o = o_rmem[m][n][2 * r + i];
-          o = (fabsf(o) > most ? copysignf(most, o) : o) * v_scale.scale * kept;
+          o *= column.scale;
+          if constexpr (C::INT8_PV) o = fmaf(sums[m][r], column.centre, o);
+          const float most = sums[m][r] * column.largest;
+          o = (fabsf(o) > most ? copysignf(most, o) : o) * kept;
         }
       }
     }
   }
   const int warp_row = threadIdx.x / 32 * C::WARP_ROWS;
   // Output rows may be longer than those of Q, so they are staged in the space of Q, K and V.
-  static_assert(C::BLOCK_Q * C::VTile::ROW_BYTES <= C::CONTEXT_SMEM);
-  unsigned char* rows_smem = shared + warp_row * C::VTile::ROW_BYTES;
+  using OutTile = device::SwizzledTile<C::HEAD_DIM_V>;
+  static_assert(C::BLOCK_Q * OutTile::ROW_BYTES <= C::CONTEXT_SMEM);
+  unsigned char* rows_smem = shared + warp_row * OutTile::ROW_BYTES;
   __syncthreads();  // no warp reads Q, K or V any more, before any warp overwrites them
   const auto store = [&](auto config) {
     using Out = decltype(config);
@@ -221,7 +269,7 @@ __device__ __forceinline__ void store_rows(device::Outputs<C>& o_rmem,
         of_out.sum[m][r] = state.sum[m][r];
       }
     }
-    device::store_out<Out, typename C::VTile>(o_rmem, of_out, params, work, warp_row, rows_smem);
+    device::store_out<Out, OutTile>(o_rmem, of_out, params, work, warp_row, rows_smem);
   };
   if (C::INT8_QK && out_dtype == DType::BF16) {
     store(WithDType<C, DType::BF16>());
@@ -244,7 +292,9 @@ __device__ __forceinline__ void approximate_fwd(const ApproximateParams& all_par
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
       context.cta = mma_sync::make_cta_context(params, work);
-      context.k_scales_gmem = key_scales_of(all_params.inputs, params, work);
+      for (int32_t& bits : context.zero_bits) bits = device::WeightsOfIntegers::ZERO_BITS;
+      if constexpr (C::INT8_QK)
+        context.k_scales_gmem = key_scales_of(all_params.inputs, params, work);
     }
     if constexpr (C::INT8_QK) {
       load_q_rows<C>(reinterpret_cast<QRow*>(shared + C::ROWS_SMEM), all_params.inputs, params,
@@ -259,7 +309,8 @@ __device__ __forceinline__ void approximate_fwd(const ApproximateParams& all_par
     return C::STAGES == 2 ? key / C::BLOCK_K % 2 * C::STAGE_BYTES : 0;
   };
   const auto start_scales = [&](int key) {
-    if constexpr (C::INT8_QK) start_key_scales<C>(context, key, shared_smem + stage_of(key));
+    if constexpr (C::INT8_QK)
+      start_key_scales<C>(all_params.inputs, context, key, shared_smem + stage_of(key));
   };
   const mma_sync::KeyBlocks<C, decltype(start_scales)> blocks(params, cta, shared_smem,
                                                               start_scales);
@@ -268,32 +319,49 @@ __device__ __forceinline__ void approximate_fwd(const ApproximateParams& all_par
   device::RowState<Weights> state;
   state.large = false;
   device::clear(state);
-  blocks.visit(
-      [&](mma_sync::Probabilities<C>& p_rmem, const mma_sync::QFragments<C>& q_rmem,
-          uint32_t q_smem, uint32_t k_smem, int key_first) {
-        const device::RaiseLimits<Weights> limits(state);
-        device::Scores<C> s_rmem;
-        if constexpr (C::INT8_QK) {
-          const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
-          const unsigned char* stage = shared + stage_of(key_first);
-          multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem,
-                              reinterpret_cast<const QRow*>(shared + C::ROWS_SMEM), warp_row,
-                              reinterpret_cast<const float*>(stage + C::SCALES_SMEM));
-        } else {
-          mma_sync::multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-        }
-        mma_sync::mask_edges<C>(s_rmem, cta, key_first);
-        // Scores of int8 are logarithms to base 2 already.
-        const float given = C::INT8_QK ? 1.0f : params.exp2_scale;
-        const float exp2_scale = device::update_row_max<Weights, ApproximateWeights>(
-            s_rmem, state, o_rmem, given, nullptr);
-        device::exponentiate_all_scores<Weights>(s_rmem, p_rmem, state, exp2_scale);
-      },
-      [&](const mma_sync::Probabilities<C>& p_rmem, uint32_t v_smem) {
-        multiply_pv_f16<C>(o_rmem, p_rmem, v_smem, [](int) { return 0xFFFFFFFFu; });
-      });
-  store_rows<C>(o_rmem, state, v_scale_of(all_params.inputs, params, cta.work), 1.0f, params,
-                all_params.call.out_dtype, cta.work, shared);
+  if constexpr (C::INT8_PV) {
+    blocks.template visit<Weights8<C>>(
+        [&](Weights8<C>& weights, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem,
+            uint32_t k_smem, int key_first) {
+          device::Scores<C> s_rmem;
+          multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem, shared + stage_of(key_first),
+                              [](int, int, float s) { return s; });
+          mma_sync::mask_edges<C>(s_rmem, cta, key_first);
+          const LaneQRows<C> of_lane(shared, device::warp_first_row<C>(ptx::mov_tid_x_volatile()));
+          weigh_in_8_bits<C>(s_rmem, weights, state, o_rmem, shared + stage_of(key_first),
+                             [&](int m, int r) { return of_lane.rows[m][r]; });
+        },
+        [&](const Weights8<C>& weights, uint32_t v_smem) {
+          multiply_pv_int8<C>(o_rmem, weights, v_smem, context.zero_bits);
+        });
+  } else {
+    blocks.visit(
+        [&](mma_sync::Probabilities<C>& p_rmem, const mma_sync::QFragments<C>& q_rmem,
+            uint32_t q_smem, uint32_t k_smem, int key_first) {
+          device::Scores<C> s_rmem;
+          if constexpr (C::INT8_QK) {
+            const LaneQRows<C> of_lane(shared,
+                                       device::warp_first_row<C>(ptx::mov_tid_x_volatile()));
+            const unsigned char* stage = shared + stage_of(key_first);
+            multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem, stage, [&](int m, int r, float s) {
+              return fmaf(s, of_lane.rows[m][r].scale, of_lane.rows[m][r].shift);
+            });
+          } else {
+            mma_sync::multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
+          }
+          mma_sync::mask_edges<C>(s_rmem, cta, key_first);
+          // Scores of int8 are logarithms to base 2 already.
+          const float given = C::INT8_QK ? 1.0f : params.exp2_scale;
+          const float exp2_scale = device::update_row_max<Weights, ApproximateWeights>(
+              s_rmem, state, o_rmem, given, nullptr);
+          device::exponentiate_all_scores<Weights>(s_rmem, p_rmem, state, exp2_scale);
+        },
+        [&](const mma_sync::Probabilities<C>& p_rmem, uint32_t v_smem) {
+          multiply_pv_f16<C>(o_rmem, p_rmem, v_smem, [](int) { return 0xFFFFFFFFu; });
+        });
+  }
+  store_rows<C>(o_rmem, state, all_params.inputs, 1.0f, params, all_params.call.out_dtype, cta.work,
+                shared);
 }
 
 // The kernels of approximate calls with masks as data or dropout.
@@ -304,7 +372,7 @@ __device__ __forceinline__ void approximate_masked_fwd(const MaskedApproximatePa
   const mma_sync::MaskedParams& all_params = given.call;
   const mma_sync::FewRowsParams& call = all_params.call;
   const AttentionParams& params = call.attention;
-  static_assert(C::INT8_QK && C::DTYPE == DType::F16);
+  using Weights = Fp16Weights<C>;
   using Context = ApproximateContext<mma_sync::MaskedContext>;
   static_assert(sizeof(Context) <= C::CONTEXT_BYTES);
   Context& context = *reinterpret_cast<Context*>(shared + C::CONTEXT_SMEM);
@@ -313,18 +381,23 @@ __device__ __forceinline__ void approximate_masked_fwd(const MaskedApproximatePa
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) {
       context.cta = mma_sync::make_masked_context(call, work);
-      context.k_scales_gmem = key_scales_of(given.inputs, params, work);
+      for (int32_t& bits : context.zero_bits) bits = device::WeightsOfIntegers::ZERO_BITS;
+      if constexpr (C::INT8_QK) context.k_scales_gmem = key_scales_of(given.inputs, params, work);
     }
-    load_q_rows<C>(reinterpret_cast<QRow*>(shared + C::ROWS_SMEM), given.inputs, params,
-                   call.packed_heads, work, 1.0f);
+    if constexpr (C::INT8_QK) {
+      load_q_rows<C>(reinterpret_cast<QRow*>(shared + C::ROWS_SMEM), given.inputs, params,
+                     call.packed_heads, work, 1.0f);
+    }
   }
   __syncthreads();  // `context` and the rows of Q are written, before other threads read them
   const mma_sync::MaskedContext& cta = context.cta;
 
   int next_stage = 0;
   const auto start_scales = [&](int key) {
-    start_key_scales<C>(context, key, shared_smem + next_stage * C::STAGE_BYTES);
-    next_stage ^= 1;
+    if constexpr (C::INT8_QK) {
+      start_key_scales<C>(given.inputs, context, key, shared_smem + next_stage * C::STAGE_BYTES);
+      next_stage ^= 1;
+    }
   };
   mma_sync::KeyBlocks<C, decltype(start_scales)> blocks(params, cta, shared_smem, start_scales);
   const device::TileMasks masks(all_params.masks, params, cta.work, cta.packed_heads);
@@ -334,46 +407,80 @@ __device__ __forceinline__ void approximate_masked_fwd(const MaskedApproximatePa
   if (walk.has(blocks.last)) blocks.start(shared);
 
   device::Outputs<C> o_rmem = {};
-  device::RowState<C> state;
+  device::RowState<Weights> state;
   state.large = false;
   device::clear(state);
-  using Block = mma_sync::MaskedBlock<C>;
-  blocks.template visit<Block>(
+  const auto stage_of = [&](uint32_t k_smem) {
+    const bool second = C::STAGES == 2 && k_smem - shared_smem >= C::K_SMEM + C::STAGE_BYTES;
+    return shared + (second ? C::STAGE_BYTES : 0);
+  };
+  struct Weighed {
+    device::LaneMasks<C> of_lane;
+    std::conditional_t<C::INT8_PV, Weights8<C>, mma_sync::Probabilities<C>> weights;
+    uint32_t seen;
+  };
+  blocks.template visit<Weighed>(
       walk,
-      [&](Block& block, int key_first) {
+      [&](Weighed& weighed, int key_first) {
         const int warp_row = mma_sync::first_row_of_warp<C>(ptx::mov_tid_x_volatile());
-        device::find_lane_masks<C>(block.of_lane, all_params.masks, params, cta, warp_row,
+        device::find_lane_masks<C>(weighed.of_lane, all_params.masks, params, cta, warp_row,
                                    key_first);
-        return block.of_lane.any;
+        return weighed.of_lane.any;
       },
-      [&](Block& block, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
+      [&](Weighed& weighed, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
           int key_first) {
         device::Scores<C> s_rmem;
-        const int warp_row = mma_sync::first_row_of_warp<C>(ptx::mov_tid_x_volatile());
-        const bool second = C::STAGES == 2 && k_smem - shared_smem >= C::K_SMEM + C::STAGE_BYTES;
-        const unsigned char* stage = shared + (second ? C::STAGE_BYTES : 0);
-        multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem,
-                            reinterpret_cast<const QRow*>(shared + C::ROWS_SMEM), warp_row,
-                            reinterpret_cast<const float*>(stage + C::SCALES_SMEM));
-        mma_sync::exponentiate_masked_scores<C>(block, s_rmem, state, o_rmem, all_params.masks,
-                                                params, nullptr);
-        if (all_params.dropout.state_gmem != nullptr)
-          mma_sync::drop_of_warp<C>(block.p_rmem, all_params.dropout, cta, key_first);
-      },
-      [&](const Block& block, uint32_t v_smem) {
-        // Keys that no row of the warp sees count as 0 in V too: 0 * NaN would be NaN.
-        uint32_t kept[C::STEP_KEYS / 8];
-#pragma unroll
-        for (int i = 0; i < C::STEP_KEYS / 8; ++i) {
-          const uint32_t bits = block.seen >> (2 * i);
-          kept[i] = (bits & 1 ? 0x0000FFFFu : 0) | (bits & 2 ? 0xFFFF0000u : 0);
+        if constexpr (C::INT8_QK) {
+          const int warp_row = mma_sync::first_row_of_warp<C>(ptx::mov_tid_x_volatile());
+          const LaneQRows<C> of_lane(shared, warp_row);
+          const unsigned char* stage = stage_of(k_smem);
+          multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem, stage, [&](int m, int r, float s) {
+            return fmaf(s, of_lane.rows[m][r].scale, of_lane.rows[m][r].shift);
+          });
+        } else {
+          mma_sync::multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
         }
-        multiply_pv_f16<C>(o_rmem, block.p_rmem, v_smem, [&](int i) { return kept[i]; });
+        device::transform_scores<C>(s_rmem, params.rule);
+        weighed.seen = mma_sync::ALL_KEYS<C>;
+        if (weighed.of_lane.changes) {
+          if (C::INT8_QK && call.out_dtype == DType::BF16) {  // elements of attn_mask have it, too
+            using OfBf16 = device::LaneMasks<WithDType<C, DType::BF16>>;
+            auto of_lane = __builtin_bit_cast(OfBf16, weighed.of_lane);
+            device::apply_lane_masks<WithDType<C, DType::BF16>>(s_rmem, of_lane, all_params.masks,
+                                                                1.0f);
+          } else {
+            device::apply_lane_masks<C>(s_rmem, weighed.of_lane, all_params.masks, 1.0f);
+          }
+          if constexpr (!C::INT8_PV) weighed.seen = mma_sync::keys_of_warp<C>(s_rmem);
+        }
+        if constexpr (C::INT8_PV) {
+          weigh_in_8_bits<C>(s_rmem, weighed.weights, state, o_rmem, stage_of(k_smem),
+                             [](int, int) { return QRow{1.0f, 0.0f}; });
+        } else {
+          const float exp2_scale =
+              device::update_row_max<Weights>(s_rmem, state, o_rmem, params.exp2_scale, nullptr);
+          device::exponentiate_all_scores<Weights>(s_rmem, weighed.weights, state, exp2_scale);
+          if (all_params.dropout.state_gmem != nullptr)
+            mma_sync::drop_of_warp<C>(weighed.weights, all_params.dropout, cta, key_first);
+        }
+      },
+      [&](const Weighed& weighed, uint32_t v_smem) {
+        if constexpr (C::INT8_PV) {
+          multiply_pv_int8<C>(o_rmem, weighed.weights, v_smem, context.zero_bits);
+        } else {
+          // Keys that no row of the warp sees count as 0 in V too: 0 * NaN would be NaN.
+          uint32_t kept[C::STEP_KEYS / 8];
+#pragma unroll
+          for (int i = 0; i < C::STEP_KEYS / 8; ++i) {
+            const uint32_t bits = weighed.seen >> (2 * i);
+            kept[i] = (bits & 1 ? 0x0000FFFFu : 0) | (bits & 2 ? 0xFFFF0000u : 0);
+          }
+          multiply_pv_f16<C>(o_rmem, weighed.weights, v_smem, [&](int i) { return kept[i]; });
+        }
       });
 
   const float kept = all_params.dropout.state_gmem == nullptr ? 1.0f : all_params.dropout.scale;
-  store_rows<C>(o_rmem, state, v_scale_of(given.inputs, params, cta.work), kept, params,
-                call.out_dtype, cta.work, shared);
+  store_rows<C>(o_rmem, state, given.inputs, kept, params, call.out_dtype, cta.work, shared);
 }
 
 }  // namespace archflash::ampere

@@ -1,5 +1,6 @@
 // Makes what the kernels for approximate= multiply: V in fp16, scaled by a power of two for each
-// head so that no sum of a few keys overflows; and Q and K in int8, with a scale for each row.
+// head so that no sum of a few keys overflows, or in int8, with a mean and a scale for each column;
+// and Q and K in int8, with a scale for each row.
 //
 // Before they are rounded, the mean over the keys is subtracted from K: what all keys have in
 // common only shifts the scores of a row. A column of large numbers in K that is small in Q, or the
@@ -10,9 +11,9 @@
 // will do.
 //
 // Two kernels run:
-//   find_stats: a CTA for each STATS_ROWS rows of V of a head finds their largest magnitude, and
-//   the
-//               first CTA of a head the mean and scale of each column of K
+//   find_stats: a CTA for each STATS_ROWS rows of V of a head finds their largest magnitude, or for
+//               int8 the mean and scale of V_GROUP columns of the head; and the first CTA of a head
+//               the mean and scale of each column of K
 //   convert:    a CTA for each CONVERT_ROWS rows of each head of K, V and Q
 // Keys that no query of the batch sees, such as the unused rest of a cache, are not read. There are
 // no atomics, so the same inputs give the same bits.
@@ -26,12 +27,14 @@
 #include "common/device/largest_of_cta.cuh"
 #include "common/dtype.h"
 #include "common/ptx/cvt.cuh"
+#include "common/ptx/lg2.cuh"
 #include "common/ptx/st_global.cuh"
 
 namespace archflash::ampere {
 
 constexpr int CHUNK = 8;  // neighbouring elements that a thread reads at once (16 bytes)
 constexpr float LARGEST_FLOAT = 3.402823466e38f;
+constexpr float LARGEST_V = 0x1p100f;  // magnitudes of V beyond it count as it
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST_FLOAT; }
 
@@ -97,13 +100,75 @@ struct SeenKeys {
   }
 };
 
+// Finds the columns of V that a CTA's group has, for int8: the mean of what keys have there, and
+// the scale by which what they differ from it fills 8 bits. Two neighbouring threads read a row.
+__device__ __forceinline__ void find_v_columns(const ConvertParams& params, const SeenKeys& seen,
+                                               int batch, int head, int group) {
+  const ApproximateInputs& inputs = params.inputs;
+  constexpr int CHUNKS = V_GROUP / CHUNK, ROWS_PER_STEP = CONVERT_THREADS / CHUNKS;
+  const int thread = threadIdx.x, column = group * V_GROUP + thread % CHUNKS * CHUNK;
+  const uint16_t* v_gmem = static_cast<const uint16_t*>(inputs.v_gmem) + batch * inputs.v_batch +
+                           head * inputs.v_head + column;
+  float sum[CHUNK] = {}, largest[CHUNK], smallest[CHUNK];
+#pragma unroll
+  for (int j = 0; j < CHUNK; ++j) largest[j] = -LARGEST_V, smallest[j] = LARGEST_V;
+  for_chunks<8>(
+      column < inputs.dv ? seen.begin + thread / CHUNKS : seen.end, seen.end, ROWS_PER_STEP,
+      inputs.dtype, [&](int64_t row) { return v_gmem + row * inputs.v_row; },
+      [&](const float (&given)[CHUNK], int64_t) {
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j) {
+          const float x = is_finite(given[j]) ? fminf(fmaxf(given[j], -LARGEST_V), LARGEST_V) : 0;
+          sum[j] += x;
+          largest[j] = fmaxf(largest[j], x);
+          smallest[j] = fminf(smallest[j], x);
+        }
+      });
+  constexpr int WARPS = CONVERT_THREADS / 32;
+  __shared__ float parts[WARPS][3][V_GROUP];
+#pragma unroll
+  for (int j = 0; j < CHUNK; ++j) {
+#pragma unroll
+    for (int distance = CHUNKS; distance < 32; distance *= 2) {
+      sum[j] += __shfl_xor_sync(0xFFFFFFFFu, sum[j], distance);
+      largest[j] = fmaxf(largest[j], __shfl_xor_sync(0xFFFFFFFFu, largest[j], distance));
+      smallest[j] = fminf(smallest[j], __shfl_xor_sync(0xFFFFFFFFu, smallest[j], distance));
+    }
+    if (thread % 32 < CHUNKS) {
+      const int place = thread % CHUNKS * CHUNK + j;
+      parts[thread / 32][0][place] = sum[j];
+      parts[thread / 32][1][place] = largest[j];
+      parts[thread / 32][2][place] = smallest[j];
+    }
+  }
+  __syncthreads();  // every warp has written its parts, before the first one reads them
+  if (thread >= V_GROUP) return;
+  float total = 0.0f, most = -LARGEST_V, least = LARGEST_V;
+  for (int warp = 0; warp < WARPS; ++warp) {
+    total += parts[warp][0][thread];
+    most = fmaxf(most, parts[warp][1][thread]);
+    least = fminf(least, parts[warp][2][thread]);
+  }
+  VColumn found = {1.0f, 0.0f, 0.0f, 0.0f};
+  if (least <= most) {
+    constexpr float SMALLEST_SCALE = 0x1p-110f;  // its reciprocal is finite
+    found.centre = total / (seen.end - seen.begin);
+    found.scale = fmaxf(fmaxf(most - found.centre, found.centre - least) / 127.0f, SMALLEST_SCALE);
+    found.largest = fmaxf(most, -least);
+  }
+  inputs.v_columns_gmem[static_cast<int64_t>(batch * inputs.heads_kv + head) * inputs.v_columns +
+                        group * V_GROUP + thread] = found;
+}
+
 __device__ __forceinline__ void find_stats(const ConvertParams& params) {
   const ApproximateInputs& inputs = params.inputs;
   const int head_of_all = blockIdx.x / inputs.chunks, chunk = blockIdx.x % inputs.chunks;
   const int batch = head_of_all / inputs.heads_kv, head = head_of_all % inputs.heads_kv;
   const SeenKeys seen(params, batch);
   const int thread = threadIdx.x;
-  {
+  if (inputs.v_columns > 0) {
+    find_v_columns(params, seen, batch, head, chunk);
+  } else {
     const int per_row = inputs.dv / CHUNK, rows_per_step = CONVERT_THREADS / per_row;
     const uint16_t* v_gmem = static_cast<const uint16_t*>(inputs.v_gmem) + batch * inputs.v_batch +
                              head * inputs.v_head + thread % per_row * CHUNK;
@@ -262,6 +327,72 @@ __device__ __forceinline__ void convert_v(const ConvertParams& params, const Con
       });
 }
 
+// V in int8. A thread converts a group of columns of a row: less the centre of each column, in
+// units of its scale, and then of the largest that the row has left. Columns are interleaved, so
+// that the product's even ones are the first half of the group (mma_sync::Fp8VFragments). A row
+// with a number that is not finite is spoilt by its scale of K.
+__device__ __forceinline__ void convert_v_to_int8(const ConvertParams& params,
+                                                  const ConvertBlock& at) {
+  const ApproximateInputs& inputs = params.inputs;
+  const int64_t head = at.batch * inputs.heads_kv + at.head;
+  const int per_row = inputs.v_columns / V_GROUP, rows_per_step = CONVERT_THREADS / per_row;
+  const int column = threadIdx.x % per_row * V_GROUP, thread_row = threadIdx.x / per_row;
+  const bool converts = thread_row < rows_per_step;
+  float centre[V_GROUP], factor[V_GROUP];
+#pragma unroll
+  for (int j = 0; j < V_GROUP; ++j) {
+    const VColumn found = inputs.v_columns_gmem[head * inputs.v_columns + column + j];
+    centre[j] = found.centre;
+    factor[j] = 1.0f / found.scale;
+  }
+  __shared__ float largest_of_group[CONVERT_THREADS];
+  const int end = min(at.first + CONVERT_ROWS, SeenKeys(params, at.batch).end);
+  const uint16_t* v_gmem = static_cast<const uint16_t*>(inputs.v_gmem) + at.batch * inputs.v_batch +
+                           at.head * inputs.v_head + column;
+  int8_t* bytes_gmem = inputs.v_bytes_gmem + head * inputs.nk * inputs.v_columns + column;
+  for (int first = at.first; first < end; first += rows_per_step) {
+    const int row = first + thread_row;
+    float x[V_GROUP], largest = 0.0f;  // at most 127
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 data = make_uint4(0, 0, 0, 0);
+      const bool valid = converts && row < end && column + half * CHUNK < inputs.dv;
+      if (valid) data = *reinterpret_cast<const uint4*>(v_gmem + row * inputs.v_row + half * CHUNK);
+      float given[CHUNK];
+      unpack_chunk(given, data, inputs.dtype);
+#pragma unroll
+      for (int j = 0; j < CHUNK; ++j) {
+        const int i = half * CHUNK + j;
+        const float clamped = fminf(fmaxf(given[j], -LARGEST_V), LARGEST_V);
+        x[i] = valid && is_finite(given[j]) ? (clamped - centre[i]) * factor[i] : 0.0f;
+        largest = fmaxf(largest, fabsf(x[i]));
+      }
+    }
+    __syncthreads();  // all threads have read what was here before
+    largest_of_group[threadIdx.x] = largest;
+    __syncthreads();  // all threads have written their parts, before they are read
+    if (!converts || row >= end) continue;
+    for (int i = 0; i < per_row; ++i)
+      largest = fmaxf(largest, largest_of_group[thread_row * per_row + i]);
+    constexpr float SMALLEST_SCALE = 0x1p-12f;  // P is not made smaller than this
+    const float scale = fmaxf(largest * (1.0f / 127.0f), SMALLEST_SCALE), inverse = 1.0f / scale;
+    uint32_t words[V_GROUP / 4] = {};
+#pragma unroll
+    for (int i = 0; i < V_GROUP; ++i) {
+      const int j = i % CHUNK, integer = __float2int_rn(x[i] * inverse);
+      const uint32_t byte = static_cast<uint32_t>(min(max(integer, -127), 127)) & 0xFFu;
+      words[j / 2] |= byte << (j % 2 * 16 + i / CHUNK * 8);
+    }
+    if (column == 0) {
+      float* key_gmem = inputs.k_scales_gmem + head * inputs.nk + row;
+      key_gmem[inputs.keys] = ptx::lg2_approx_ftz(scale);
+      key_gmem[2 * inputs.keys] = inverse;
+    }
+    ptx::st_global_v4_b32(bytes_gmem + row * inputs.v_columns, words[0], words[1], words[2],
+                          words[3]);
+  }
+}
+
 // Whether the rotation changes the sign of a column.
 __device__ __forceinline__ bool changes_sign(int column) {
   return (static_cast<uint32_t>(column) * 0x9E3779B1u) >> 31 != 0;
@@ -335,6 +466,20 @@ __device__ __forceinline__ void convert_qk(const ConvertParams& params, const Co
     return valid ? *reinterpret_cast<const uint4*>(x_gmem + row * row_stride)
                  : make_uint4(0, 0, 0, 0);
   };
+  // Whether this lane's part of the key's row of V is finite, of which int8 has no sign.
+  const auto finite_chunks = [&](int row) {
+    const uint16_t* v_gmem = static_cast<const uint16_t*>(inputs.v_gmem) +
+                             at.batch * inputs.v_batch + at.head * inputs.v_head +
+                             row * inputs.v_row;
+    bool finite = true;
+    for (int start = column; start < inputs.dv; start += lanes * CHUNK) {
+      float x[CHUNK];
+      unpack_chunk(x, *reinterpret_cast<const uint4*>(v_gmem + start), inputs.dtype);
+#pragma unroll
+      for (int j = 0; j < CHUNK; ++j) finite &= is_finite(x[j]);
+    }
+    return finite;
+  };
   uint4 next = load(thread_row);
   for (int row = thread_row; row < thread_row + CONVERT_ROWS; row += rows_per_step) {
     const bool valid = row < end;
@@ -342,6 +487,7 @@ __device__ __forceinline__ void convert_qk(const ConvertParams& params, const Co
     unpack_chunk(x, next, inputs.dtype);
     if (row + rows_per_step < thread_row + CONVERT_ROWS) next = load(row + rows_per_step);
     bool finite = true;
+    if (is_k && inputs.v_columns > 0) finite = !valid || finite_chunks(row);
     float dot = 0.0f;
 #pragma unroll
     for (int j = 0; j < CHUNK; ++j) {
@@ -393,7 +539,11 @@ __device__ __forceinline__ void convert_qk(const ConvertParams& params, const Co
 __device__ __forceinline__ void convert(const ConvertParams& params) {
   const ConvertBlock at(params.inputs);
   if (at.kind == ConvertBlock::V) {
-    convert_v(params, at);
+    if (params.inputs.v_columns > 0) {
+      convert_v_to_int8(params, at);
+    } else {
+      convert_v(params, at);
+    }
   } else {
     convert_qk(params, at);
   }

@@ -39,16 +39,13 @@ const Description& describe() {
       .dtypes = {DType::F16, DType::BF16},
       .head_dims = core::WIDE_HEAD_DIMS,
       .largest_head_dim = D512<DType::F16>::HEAD_DIM,
-      .features = {"causal",     "q_offset",        "window",
-                   "softcap",    "sinks",           "gqa",
-                   "cu_seqlens", "strides",         "lse",
-                   "num_splits", "out_dtype",       "batch_invariant",
-                   "kv_cache",   "fp8_cache",       "rotary_interleaved",
-                   "qv",         "attention_chunk", "gradients",
-                   "attn_mask",  "key_ranges",      "alibi_slopes",
-                   "block_mask", "cache_masks",     "dropout_p",
-                   "int8",       "fp16_accumulate", "key_indices",
-                   "packed_rows"},
+      .features =
+          {"causal",       "q_offset",        "window",      "softcap",    "sinks",
+           "gqa",          "cu_seqlens",      "strides",     "lse",        "num_splits",
+           "out_dtype",    "batch_invariant", "kv_cache",    "fp8_cache",  "rotary_interleaved",
+           "qv",           "attention_chunk", "gradients",   "attn_mask",  "key_ranges",
+           "alibi_slopes", "block_mask",      "cache_masks", "dropout_p",  "int8",
+           "int8_pv",      "fp16_accumulate", "key_indices", "packed_rows"},
       .needs_capability = 80,  // cp.async, bf16 products
       .proved_by_any_gpu = true,
   };

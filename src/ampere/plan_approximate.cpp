@@ -43,14 +43,48 @@ constexpr core::Tile INT8_MASKED_TILES[] = {
     masked_tile<Int8D128Masked>("int8_d128_masked"),
     masked_tile<Int8D256Masked>("int8_d256_masked"),
 };
+constexpr core::Tile INT8_PV_TILES[] = {
+    tile<Int8PvD64>("int8_pv_d64", {}, "two CTAs per SM with two buffers in 99 KB"),
+    tile<Int8PvD128>("int8_pv_d128", {}, "one CTA per SM: 8 warps share two buffers in 99 KB"),
+    tile<Int8PvD256>("int8_pv_d256", {}, "one CTA per SM: 8 warps share two buffers in 99 KB"),
+};
+constexpr core::Tile INT8_PV_MASKED_TILES[] = {
+    masked_tile<Int8PvD64Masked>("int8_pv_d64_masked"),
+    masked_tile<Int8PvD128Masked>("int8_pv_d128_masked"),
+    masked_tile<Int8PvD256Masked>("int8_pv_d256_masked"),
+};
 constexpr core::Tile FP16_TILES[] = {
     tile<Fp16SumsD64<DType::F16>>("fp16_d64", {}, "two CTAs per SM with two buffers in 99 KB"),
     tile<Fp16SumsD128<DType::F16>>("fp16_d128", {},
                                    "one CTA per SM: 8 warps share two buffers in 99 KB"),
+    tile<Fp16SumsD256<DType::F16>>("fp16_d256", {},
+                                   "one CTA per SM: 8 warps share one buffer in 99 KB"),
+};
+constexpr core::Tile FP16_MASKED_TILES[] = {
+    masked_tile<Fp16SumsD128Masked<DType::F16>>("fp16_d128_masked"),
+    masked_tile<Fp16SumsD256Masked<DType::F16>>("fp16_d256_masked"),
 };
 
+bool is_int8_pv(const Problem& problem) {
+  return problem.approximate == static_cast<int64_t>(Approximate::Int8Pv);
+}
+
+// Whether Q and K are converted to int8.
 bool is_int8(const Problem& problem) {
-  return problem.approximate == static_cast<int64_t>(Approximate::Int8);
+  return problem.approximate == static_cast<int64_t>(Approximate::Int8) || is_int8_pv(problem);
+}
+
+std::span<const core::Tile> tiles_of(const Problem& problem, bool masked) {
+  if (is_int8_pv(problem)) {
+    if (masked) return INT8_PV_MASKED_TILES;
+    return INT8_PV_TILES;
+  }
+  if (is_int8(problem)) {
+    if (masked) return INT8_MASKED_TILES;
+    return INT8_TILES;
+  }
+  if (masked) return FP16_MASKED_TILES;
+  return FP16_TILES;
 }
 
 // Whether the kernel with masks as data serves the call: it alone transforms scores.
@@ -58,31 +92,25 @@ bool takes_masked_kernel(const Problem& problem) {
   return takes_masked_kernels(problem) || core::attention_params(problem).transform_scores != 0;
 }
 
-// What the two methods do not take. Everything else that the folder takes without a cache, they do.
+// What the methods do not take. Everything else that the folder takes without a cache, they do.
 Reasons why_not(const Problem& problem) {
   const std::string name = approximation(problem.approximate).name;
   const std::string given = "approximate='" + name + "'";
   const std::string exactly = "; leave approximate out" + std::string(core::USE_TORCH);
   Reasons reasons;
-  const int64_t most = is_int8(problem) ? Int8D256::HEAD_DIM : Fp16SumsD128<DType::F16>::HEAD_DIM;
+  constexpr int64_t most = Int8D256::HEAD_DIM;
   if (std::max(problem.d, problem.dv) > most) {
     reasons.push_back("head dimensions " + std::to_string(problem.d) + " and " +
                       std::to_string(problem.dv) + " with " + given + ": ampere takes up to " +
                       std::to_string(most) + " there" + exactly);
   }
-  if (!is_int8(problem) && takes_masked_kernel(problem)) {
-    reasons.push_back("masks as data, dropout_p or softcap with " + given +
-                      ": ampere takes causal and window there" + exactly);
+  if (is_int8_pv(problem) && problem.dropout_p != 0) {
+    reasons.push_back("dropout_p with " + given +
+                      ": ampere adds the mean of v back for all weights of a row there" + exactly);
   }
   if (problem.key_indices > 0) {
     reasons.push_back("key_indices with " + given +
                       ": ampere takes causal, window and masks there" + exactly);
-  }
-  // The kernel reads an added mask of 16 bits as it computes P V, in fp16.
-  if (problem.mask == 2 + static_cast<int64_t>(DType::BF16)) {
-    reasons.push_back("attn_mask of dtype bfloat16 with " + given +
-                      ": ampere takes bool, float32 and float16 there; convert attn_mask" +
-                      core::USE_TORCH);
   }
   if (core::writes_f32(problem)) {
     reasons.push_back("out_dtype float32 with " + given +
@@ -107,8 +135,12 @@ ApproximateInputs inputs_of(const Problem& problem, const core::Tile& tile) {
   inputs.nq = static_cast<int32_t>(problem.nq), inputs.nk = static_cast<int32_t>(problem.nk);
   inputs.d = static_cast<int32_t>(problem.d), inputs.dv = static_cast<int32_t>(problem.dv);
   inputs.columns = is_int8(problem) ? tile.head_dim : 0;
-  inputs.chunks = static_cast<int32_t>(core::ceil_div(problem.nk, STATS_ROWS));
+  const int64_t v_groups = is_int8_pv(problem) ? core::ceil_div(problem.dv, V_GROUP) : 0;
+  inputs.v_columns = static_cast<int32_t>(v_groups * V_GROUP);
+  inputs.chunks =
+      static_cast<int32_t>(v_groups > 0 ? v_groups : core::ceil_div(problem.nk, STATS_ROWS));
   inputs.dtype = problem.dtype;
+  inputs.keys = inputs.batches * problem.heads_kv * problem.nk;
   const int64_t blocks = core::ceil_div(problem.nk, CONVERT_ROWS);
   inputs.v_ctas = static_cast<int32_t>(inputs.batches * inputs.heads_kv * blocks);
   inputs.k_ctas = is_int8(problem) ? inputs.v_ctas : 0;
@@ -136,15 +168,22 @@ PlanResult with_conversion(const Problem& problem, const core::Tile& tile, Launc
     return start;
   };
 #define ARCHFLASH_AT(FIELD) offsetof(ApproximateInputs, FIELD)
-  part(ARCHFLASH_AT(v_largest_gmem), k_heads * inputs.chunks * sizeof(float));
-  part(ARCHFLASH_AT(v_scales_gmem), k_heads * sizeof(VScale));
-  const int64_t v_values =
-      part(ARCHFLASH_AT(v_values_gmem), k_heads * problem.nk * problem.dv * sizeof(uint16_t));
+  int64_t v_values = 0;
+  if (is_int8_pv(problem)) {
+    part(ARCHFLASH_AT(v_columns_gmem), k_heads * inputs.v_columns * sizeof(VColumn));
+    v_values = part(ARCHFLASH_AT(v_bytes_gmem), k_heads * problem.nk * inputs.v_columns);
+  } else {
+    part(ARCHFLASH_AT(v_largest_gmem), k_heads * inputs.chunks * sizeof(float));
+    part(ARCHFLASH_AT(v_scales_gmem), k_heads * sizeof(VScale));
+    v_values =
+        part(ARCHFLASH_AT(v_values_gmem), k_heads * problem.nk * problem.dv * sizeof(uint16_t));
+  }
   int64_t q_values = 0, k_values = 0;
   if (is_int8(problem)) {
     part(ARCHFLASH_AT(k_columns_gmem), k_heads * inputs.columns * sizeof(KColumn));
     k_values = part(ARCHFLASH_AT(k_values_gmem), k_heads * problem.nk * inputs.columns);
-    part(ARCHFLASH_AT(k_scales_gmem), k_heads * problem.nk * sizeof(float));
+    const int64_t scales = is_int8_pv(problem) ? Int8PvD64::KEY_SCALES : 1;
+    part(ARCHFLASH_AT(k_scales_gmem), scales * inputs.keys * sizeof(float));
     q_values = part(ARCHFLASH_AT(q_values_gmem), q_heads * problem.nq * inputs.columns);
     part(ARCHFLASH_AT(q_rows_gmem), q_heads * problem.nq * sizeof(QRow));
   }
@@ -154,7 +193,7 @@ PlanResult with_conversion(const Problem& problem, const core::Tile& tile, Launc
   AttentionParams attention;
   std::memcpy(&attention, last.params.data(), sizeof attention);
   const AttentionParams as_given = attention;
-  attention.v_row = problem.dv;
+  attention.v_row = is_int8_pv(problem) ? inputs.v_columns / 2 : problem.dv;
   attention.v_head = problem.nk * attention.v_row;
   attention.v_batch = problem.varlen ? 0 : problem.heads_kv * attention.v_head;
   if (is_int8(problem)) {
@@ -186,7 +225,8 @@ PlanResult with_conversion(const Problem& problem, const core::Tile& tile, Launc
   add_slots(last, offsetof(Params, inputs));
   const std::string word = core::dtype_word(problem.dtype);
   last.kernel = "ampere_approximate_" + (is_int8(problem) ? "" : word + "_") + made.tile.name;
-  last.image = is_int8(problem) ? "ampere/int8" : "ampere/fp16_accumulate_" + word;
+  last.image = std::string("ampere/") + approximation(problem.approximate).name +
+               (is_int8(problem) ? "" : "_" + word);
   for (Launch& launch : std::span(made.launches).subspan(1)) launch.image = "ampere/fwd_" + word;
 
   ConvertParams convert;
@@ -236,9 +276,7 @@ PlanResult plan_approximate(const Problem& problem, const Device& device) {
   const Reasons reasons = why_not(problem);
   if (!reasons.empty()) return reasons;
   const bool masked = takes_masked_kernel(problem);
-  const std::span<const core::Tile> int8(INT8_TILES), int8_masked(INT8_MASKED_TILES),
-      fp16(FP16_TILES);
-  const auto tiles = !is_int8(problem) ? fp16 : masked ? int8_masked : int8;
+  const std::span<const core::Tile> tiles = tiles_of(problem, masked);
   PlanResult result =
       masked ? mma_sync::plan_masked("ampere", tiles, problem, device)
              : mma_sync::plan<mma_sync::ManyRowsParams>("ampere", tiles, problem, device);

@@ -90,7 +90,8 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names = ["sm_90", "sm_100", "compute_80"]
     if image.startswith("ampere/bwd_d96_"):  # 163 KB
         names = ["sm_80", "sm_90", "sm_100", "compute_80"]
-    if image == "ampere/int8" or stem.startswith("fp16_accumulate_"):  # 10.x has its driver compile
+    # 10.x has its driver compile these.
+    if image in ("ampere/int8", "ampere/int8_pv") or stem.startswith("fp16_accumulate_"):
         names.remove("sm_100")
     if image in ON_9_0:
         names = ["sm_90"]
@@ -294,7 +295,8 @@ INSTRUCTIONS = {
     "ampere_approximate_bf16_": ("HMMA.16816.F32", "HMMA.16816.F16", *TILES),
     "ampere_approximate_convert": ("LDG.E.128", "F2I", "SHFL.BFLY"),
     "ampere_approximate_f16_": ("HMMA.16816.F32", "HMMA.16816.F16", *TILES),
-    "ampere_approximate_int8_": ("HMMA.16816.F16", *TILES),
+    "ampere_approximate_int8_d": ("HMMA.16816.F16", *TILES),
+    "ampere_approximate_int8_pv_": ("IMMA.16832.S8.S8", "IMMA.16832.U8.S8", *TILES),
     "ampere_approximate_stats": ("LDG.E.128", "FMNMX"),
     "ampere_attention_": ("HMMA.16816.F32", *TILES),
     "ampere_backward_dq_": ("LDG.E.128", "STG.E.128"),
@@ -368,7 +370,7 @@ WITHOUT_TENSOR_CORES = (
     "blackwell_consumer_nvfp4_",
     *("blackwell_dc_combine_", "hopper_combine_"),
 )
-TENSOR_CORES = ("HMMA", "HGMMA", "OMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
+TENSOR_CORES = ("HMMA", "HGMMA", "IMMA", "OMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 
 
 Opcodes = dict[str, dict[str, dict[str, list[str]]]]
@@ -581,7 +583,10 @@ def problems() -> tuple[native.Problem, ...]:
                         {"approximate": "int8_qk"},
                         {"approximate": "int8"},
                         {"approximate": "int8", "softcap": 5.0},
+                        {"approximate": "int8_pv"},
+                        {"approximate": "int8_pv", "softcap": 5.0},
                         {"approximate": "fp16_accumulate"},
+                        {"approximate": "fp16_accumulate", "softcap": 5.0},
                         {"num_splits": 2},
                         {"causal": True},
                     ):

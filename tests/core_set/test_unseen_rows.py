@@ -105,7 +105,7 @@ def test_8_bits(kernel: str, d: int) -> None:
     assert_same_with_nan(kernel, q, (k, v), nan, window=(40, 7), q_offset=100)
 
 
-@pytest.mark.parametrize("name", ["int8_qk", "int8", "fp16_accumulate"])
+@pytest.mark.parametrize("name", ["int8_qk", "int8", "int8_pv", "fp16_accumulate"])
 def test_approximate_products_with_values_that_nobody_sees(name: str) -> None:
     for kernel in on.kernels(name):
         q, k, v = on.qkv(70, 300, dtype="bfloat16")

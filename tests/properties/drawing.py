@@ -14,7 +14,12 @@ Given = dict[str, Any]
 
 FLOATS = ("float32", "float16", "bfloat16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
-APPROXIMATE = ("fp16_accumulate", "int8", "int8_qk")  # the rule of nvfp4 is one of averages
+APPROXIMATE = (
+    "fp16_accumulate",
+    "int8",
+    "int8_pv",
+    "int8_qk",
+)  # the rule of nvfp4 is one of averages
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33)  # half of them; the others are up to 300
 EDGES = (63, 64, 65, 100, 127, 128, 129, 191, 200, 256, 257, 300)
 DIMS = (1, 3, 8, 16, 32, 40, 64, 64, 72, 96, 100, 128, 128, 192, 256, 300)
@@ -102,6 +107,17 @@ def options_of(problem: Problem) -> set[str]:
     if made.get("layout") not in (None, "bnhd"):  # of a cache
         found.add("layout")
     return found | ({"fp8"} if made["dtype"] in FP8 else set())
+
+
+def draw_approximate(name: str, chance: random.Random, most: int = 300) -> Problem:
+    """A call of 16-bit inputs that asks for an approximation."""
+    problem = draw("attention", chance, most)
+    refused = ("q_descale", "k_descale", "v_descale", "out_dtype", "num_splits", "batch_invariant",
+               "key_indices", "topk_lengths")  # fmt: skip
+    options = {x: y for x, y in problem.given["options"].items() if x not in refused}
+    dtype = chance.choice(("float16", "bfloat16"))
+    given = problem.given | {"dtype": dtype, "options": options | {"approximate": name}}
+    return Problem(problem.entry, problem.seed, given)
 
 
 def _side(dice: Dice) -> int | None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import archflash
 from tests.properties import ENTRIES, Problem, attempt, draw
-from tests.properties.drawing import options_of
+from tests.properties.drawing import APPROXIMATE, draw_approximate, options_of
 from tests.properties.found import FOUND
 from tests.properties.illegal import refuses
 
@@ -112,5 +112,17 @@ def test_wrong_calls_are_refused(entry: str) -> None:
     @given(chances)
     def property_holds(chance: random.Random) -> None:
         refuses(draw(entry, chance, 70), chance)
+
+    property_holds()
+
+
+@pytest.mark.parametrize("name", APPROXIMATE)
+def test_approximate_kernels_agree_with_float64(name: str) -> None:
+    kernel = "ada" if name == "int8_qk" else "ampere"
+
+    @settings(ALWAYS_THE_SAME, max_examples=25)
+    @given(st.builds(draw_approximate, st.just(name), chances, st.just(40)))
+    def property_holds(problem: Problem) -> None:
+        check(problem, kernel)
 
     property_holds()

@@ -64,19 +64,13 @@ def test_a_kernel_without_it_says_so_and_what_to_do() -> None:
 
 
 LISTS = torch.empty(1, 1, 2, 8, dtype=torch.int32, device="meta")  # of 64 rows each
-MASK = torch.empty(100, 100, dtype=torch.bfloat16, device="meta")
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "int8-d": ({"approximate": "int8", "d": 264}, "head dimensions 264 and 264 with .* up to 256"),
-    "fp16-d": ({"approximate": "fp16_accumulate", "d": 136}, "136 and 136 with .* up to 128"),
-    "fp16-softcap": ({"approximate": "fp16_accumulate", "softcap": 5.0}, "softcap with"),
-    "fp16-dropout": ({"approximate": "fp16_accumulate", "dropout_p": 0.1}, "dropout_p"),
+    "fp16-d": ({"approximate": "fp16_accumulate", "d": 264}, "264 and 264 with .* up to 256"),
+    "int8-pv-dropout": ({"approximate": "int8_pv", "dropout_p": 0.1}, "dropout_p with"),
     "splits": ({"approximate": "int8", "num_splits": 2}, "num_splits"),
     "invariant": ({"approximate": "int8", "batch_invariant": True}, "batch_invariant"),
     "float32": ({"approximate": "int8", "dtype": torch.float32}, "takes float16 and bfloat16"),
-    "mask": (
-        {"approximate": "int8", "dtype": torch.bfloat16, "attn_mask": MASK},
-        "attn_mask of dtype bfloat16 with .* takes bool, float32 and float16 there",
-    ),
     "lists": ({"approximate": "int8", "key_indices": LISTS}, "key_indices with"),
     "out": ({"approximate": "int8", "out_dtype": torch.float32}, "writes the type of its inputs"),
 }
@@ -94,7 +88,7 @@ def test_what_a_kernel_does_not_take_is_said_with_what_to_do(name: str) -> None:
         assert "implementation='torch'" in line or "leave it at False" in line, line
 
 
-@pytest.mark.parametrize("name", ["int8", "fp16_accumulate"])
+@pytest.mark.parametrize("name", ["int8", "fp16_accumulate", "int8_pv"])
 @pytest.mark.parametrize("device", ["A100", "RTX 3090", "RTX 4090", "H200", "RTX 5090"])
 def test_each_gpu_from_8_0_on_has_it(name: str, device: str) -> None:
     q, k = meta(2, 8, 300, 128), meta(2, 2, 500, 128)
@@ -104,24 +98,28 @@ def test_each_gpu_from_8_0_on_has_it(name: str, device: str) -> None:
     launches = decision.plan.to_dict()["launches"]
     kernels = [launch["kernel"] for launch in launches]
     assert kernels[:2] == ["ampere_approximate_stats", "ampere_approximate_convert"]
-    assert kernels[2] in ("ampere_approximate_int8_d128", "ampere_approximate_f16_fp16_d128")
+    assert kernels[2].endswith(("_int8_d128", "_f16_fp16_d128", "_int8_pv_d128"))
     # 2 x 2 heads of 500 keys, 2 x 8 of 300 queries, in blocks of 64; of V alone for fp16 sums
-    assert launches[1]["grid"][0] == (2 * 4 * 8 + 16 * 5 if name == "int8" else 4 * 8)
+    fp16 = name == "fp16_accumulate"
+    assert launches[1]["grid"][0] == (4 * 8 if fp16 else 2 * 4 * 8 + 16 * 5)
     assert launches[2]["shared_bytes"] <= 99 * 1024
     read = {slot["operand"] for slot in launches[2]["pointers"]}
     assert "v" not in read
-    assert ("q" in read) == (name != "int8")
+    assert ("q" in read) == fp16
 
 
-def test_the_parts_of_the_workspace_do_not_overlap() -> None:
+@pytest.mark.parametrize("name", ["int8", "int8_pv"])
+def test_the_parts_of_the_workspace_do_not_overlap(name: str) -> None:
     q = meta(2, 4, 70, 72)
-    plan = archflash.explain(q, q, q, device="H200", approximate="int8").plan
+    plan = archflash.explain(q, q, q, device="H200", approximate=name).plan
     assert plan is not None
     pointers = plan.to_dict()["launches"][1]["pointers"]
     starts = sorted(slot["addend"] for slot in pointers if slot["operand"] == "workspace")
     rows = 2 * 4 * 70
-    # the largest of V, a scale, V, columns, K with its scales, Q with its rows
-    sizes = [8 * 4, 8 * 8, rows * 72 * 2, 8 * 128 * 8, rows * 128, rows * 4, rows * 128, rows * 8]
+    # of V: the largest, a scale and V; or columns and V. Columns of K, K with scales, Q with rows
+    sizes = [8 * 80 * 16, rows * 80] if name == "int8_pv" else [8 * 4, 8 * 8, rows * 72 * 2]
+    of_key = 12 if name == "int8_pv" else 4
+    sizes += [8 * 128 * 8, rows * 128, rows * of_key, rows * 128, rows * 8]
     assert len(starts) == len(sizes)
     ends = [*starts[1:], plan.workspace_bytes]
     assert all(end - start >= size for start, end, size in zip(starts, ends, sizes, strict=True))

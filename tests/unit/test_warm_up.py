@@ -39,8 +39,9 @@ def test_an_rtx_5090_gets_its_own_kernels_and_those_for_repeated_rows(dtype: tor
     expected |= {f"ampere_attention_fwd_{word}_d128_{name}" for name in of_caches}
     expected.add(f"ampere_attention_fwd_{word}_d128_masked")
     expected |= {f"ampere_append_{word}{of}" for of in ("", "_fp8")}
-    approximate = ("stats", "convert", "int8_d128", "int8_d128_masked", f"{word}_fp16_d128")
-    expected |= {f"ampere_approximate_{name}" for name in approximate}
+    expected |= {f"ampere_approximate_{name}" for name in ("stats", "convert")}
+    for name in ("int8", "int8_pv", f"{word}_fp16"):
+        expected |= {f"ampere_approximate_{name}_d128{of}" for of in ("", "_masked")}
     four_bits = ("nvfp4_means", "nvfp4_chunks", "attention_fwd_nvfp4")
     expected |= {f"blackwell_consumer_{name}_d128" for name in four_bits}
     assert loaded("RTX 5090", [dtype], [(128, 128)]) == expected
@@ -124,7 +125,7 @@ def some_call(rng: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> 
         (0.2, {"softcap": 30.0}),
         (0.2, {"return_lse": True}),
         (0.1, {"num_splits": rng.randint(1, 9)}),
-        (0.1, {"approximate": rng.choice(("int8_qk", "int8", "fp16_accumulate"))}),
+        (0.1, {"approximate": rng.choice(("int8_qk", "int8", "int8_pv", "fp16_accumulate"))}),
         (0.1, {"q_offset": size(14)}),
         (0.1, {"key_ranges": torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32, device="meta")}),
     ):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _bias
-from archflash.reference.blocks import SCALE_ROWS
+from archflash.reference.blocks import SCALE_ROWS, seen_keys
 from archflash.reference.formula import attention, baseline
 from archflash.reference.four_bits import check_nvfp4
+from archflash.reference.int8_pv import attention_in_int8
 from archflash.reference.rule import ErrorReport, check, check_lse
 
 _SAMPLED_ROWS = 512  # most rows of k, and for "int8" of q, by which columns are judged
@@ -28,7 +28,8 @@ def check_approximate(
     **call: Any,
 ) -> tuple[ErrorReport, ErrorReport | None]:
     """Compares the output of a kernel that approximates with float64 of what it is to compute: the
-    numbers that q and k are rounded to, and for "int8" and "fp16_accumulate" sums of P V in fp16.
+    numbers that q and k are rounded to, and for "int8" and "fp16_accumulate" sums of P V in fp16;
+    for "int8_pv" P and V are rounded, too.
 
     Args:
         approximate: what the call asked for.
@@ -45,19 +46,20 @@ def check_approximate(
         return check_nvfp4(out, lse, q, k, v, **call)
     asked = dict(call)
     more_of_lse = 0.0
-    if approximate == "int8":
+    if approximate in ("int8", "int8_pv"):
         scale = call.get("scale")
         asked["scale"] = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        keys = (
-            None if "cu_seqlens_k" in call else _seen_keys(q, k, call.get("layout", "bhnd"), call)
-        )
-        wide_q, wide_k = int8(q, k, v, keys, **call)
+        wide_q, wide_k = int8(q, k, v, _ends(q, k, call), **call)
         # An integer is another one where the mean, summed in another order, is another number.
         more_of_lse = 2.0**-10
     else:
         wide_q, wide_k = q.double(), k.double()
-    expected, expected_lse = attention(wide_q, wide_k, v.double(), **asked)
-    report = check(out, expected, expected + _rounding(q, k, v, call), _fp16_sums(q, k, v, call))
+    if approximate == "int8_pv":
+        expected, expected_lse, more = attention_in_int8(wide_q, wide_k, v, **asked)
+    else:
+        expected, expected_lse = attention(wide_q, wide_k, v.double(), **asked)
+        more = _fp16_sums(q, k, v, call)
+    report = check(out, expected, expected + _rounding(q, k, v, call), more)
     return report, None if lse is None else check_lse(lse, expected_lse, more_of_lse)
 
 
@@ -230,7 +232,7 @@ def check_int8_qk(
     scale = call.get("scale")
     call["scale"] = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     layout = call.get("layout", "bhnd")
-    wide_q, wide_k = int8_qk(q, k, layout, _seen_keys(q, k, layout, call))
+    wide_q, wide_k = int8_qk(q, k, layout, _ends(q, k, call))
     expected, expected_lse = attention(wide_q, wide_k, v.double(), **call)
     report = check(out, expected, expected + _rounding(q, k, v, call))
     return report, None if lse is None else check_lse(lse, expected_lse, 2.0**-10)
@@ -241,17 +243,7 @@ def _rounding(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]) -> Tensor:
     return baseline(q, k, v, **call).double() - attention(q, k, v, return_lse=False, **call)
 
 
-def _seen_keys(q: Tensor, k: Tensor, layout: str, call: dict[str, Any]) -> list[int]:
+def _ends(q: Tensor, k: Tensor, call: dict[str, Any]) -> list[int]:
     """For each batch, the number of keys up to the last one that some query sees."""
-    nq, nk = (x.shape[2 if layout == "bhnd" else 1] for x in (q, k))
-    rights = [0] if call.get("causal") else []
-    _, right = _bias.sides_of(call.get("window"))
-    if right is not None:
-        rights.append(right)
-    if not rights:
-        return [nk] * len(q)
-    offset = call.get("q_offset")
-    if offset is None:
-        offset = nk - nq
-    offsets = offset.tolist() if isinstance(offset, Tensor) else [offset] * len(q)
-    return [min(max(nq + start + min(rights), 0), nk) for start in offsets]
+    rows = 0 if q.ndim == 3 else 1 if call.get("layout") == "bnhd" else 2
+    return [end for _, end in seen_keys(len(q), q.shape[rows], k.shape[rows], call)]

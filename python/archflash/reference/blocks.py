@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -255,3 +256,24 @@ def _alibi(slopes: Tensor, number: int, head: int, position: Tensor, nk: int) ->
     slope = slopes[head] if slopes.ndim == 1 else slopes[number, head]
     key = torch.arange(nk, device=position.device)
     return -slope.double() * (position[:, None] - key).abs()
+
+
+def seen_keys(batch: int, nq: int, nk: int, call: dict[str, Any]) -> list[tuple[int, int]]:
+    """For each batch, the first key that some query sees by causal and window, and the one behind
+    the last. Packed sequences are one batch, of which all keys count.
+    """
+    if call.get("cu_seqlens_k") is not None:
+        return [(0, min(int(call["cu_seqlens_k"][-1]), nk))]
+    left, right = _bias.sides_of(call.get("window"))
+    if call.get("causal"):
+        right = 0 if right is None else min(right, 0)
+    offset = call.get("q_offset")
+    if offset is None:
+        offset = nk - nq
+    offsets = offset.tolist() if isinstance(offset, Tensor) else [offset] * batch
+    found = []
+    for start in offsets:
+        begin = 0 if left is None else min(max(start - left, 0), nk)
+        end = nk if right is None else min(max(nq + start + right, 0), nk)
+        found.append((begin, max(begin, end)))
+    return found

@@ -53,7 +53,7 @@ def attention(
     Raises:
         TypeError: for a keyword that archflash.attention does not have.
     """
-    out, lse = _run(Options(**call), q, k, v, torch.float64, _exact_block)
+    out, lse = run(Options(**call), q, k, v, torch.float64, _exact_block)
     return (out, lse) if return_lse else out
 
 
@@ -79,7 +79,7 @@ def baseline(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **cal
     asked = Options(**call)
     out_dtype = asked.out_dtype or (torch.bfloat16 if q.dtype in FP8 else q.dtype)
     with _without_tf32(q):
-        out, _ = _run(asked, q, k, v, out_dtype if q.dtype in FP8 else q.dtype, _rounded_block)
+        out, _ = run(asked, q, k, v, out_dtype if q.dtype in FP8 else q.dtype, _rounded_block)
     return out.to(out_dtype)
 
 
@@ -188,7 +188,7 @@ def baseline_backward(
         call[name] = call[name].detach().requires_grad_()
         leaves.append(call[name])
     with _without_tf32(q), torch.enable_grad():
-        out, lse = _run(Options(**call), q, k, v, q.dtype, _rounded_block_with_lse)
+        out, lse = run(Options(**call), q, k, v, q.dtype, _rounded_block_with_lse)
         loss = (out * dout.to(q.dtype)).sum()
         if dlse is not None:
             loss = loss + (lse * dlse.to(q.dtype)).sum()
@@ -202,8 +202,8 @@ def baseline_backward(
     return Gradients(dq, dk, dv, named.get("sinks"), named.get("attn_mask"))
 
 
-def _exact_block(block: Block) -> tuple[Tensor, Tensor]:
-    """Output (rows, Dv) and LSE (rows,) in float64."""
+def exact_weights(block: Block) -> tuple[Tensor, Tensor]:
+    """What each key counts in each row (rows, Nk), and LSE (rows,), in float64."""
     logits = block.q @ block.k.T * block.scale
     if block.softcap:
         logits = block.softcap * torch.tanh(logits / block.softcap)
@@ -217,7 +217,12 @@ def _exact_block(block: Block) -> tuple[Tensor, Tensor]:
     # maximum avoids -inf - -inf.
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
     weights = weights.masked_fill(~block.visible, 0.0)  # also where the sink is NaN
-    weights = weights if block.factors is None else weights * block.factors
+    return weights if block.factors is None else weights * block.factors, lse
+
+
+def _exact_block(block: Block) -> tuple[Tensor, Tensor]:
+    """Output (rows, Dv) and LSE (rows,) in float64."""
+    weights, lse = exact_weights(block)
     # A value that is not finite affects only the rows that see it, but 0 * NaN would spread it to
     # the others.
     out = weights @ block.v.masked_fill(~block.v.isfinite(), 0.0)
@@ -292,7 +297,7 @@ def _rounded(block: Block) -> tuple[Tensor, Tensor]:
     return weights @ block.v, logits
 
 
-def _run(
+def run(
     call: Options,
     q: Tensor,
     k: Tensor,

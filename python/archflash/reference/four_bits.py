@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _bias
+from archflash.reference.blocks import seen_keys
 from archflash.reference.formula import attention
 from archflash.reference.rule import ErrorReport, check_lse, report_of
 
@@ -40,7 +40,7 @@ def nvfp4(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor,
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     columns = 64 if max(q.shape[3], v.shape[3]) <= 64 else 128
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    seen = _seen_keys(q, k, call)
+    seen = seen_keys(len(q), q.shape[2], k.shape[2], call)
     made = [_of_batch(q[i], k[i], v[i], columns, group, seen[i]) for i in range(len(q))]
     if not made:
         empty = (q.shape[3] + 1, k.shape[3] + 1, v.shape[3])
@@ -64,8 +64,9 @@ def check_nvfp4(
         |out - ref| <= 0.18 * sum(w V) + 2^-7 * max|v|
 
     with V the sum of |v| over the group of a key. The mean error may be 0.15 of the root mean
-    square of ref. A number may be rounded the other way where reciprocals are not exact: the
-    log-sum-exp may be off by 2^-9 of itself and 2^-9.
+    square of ref. A number in the middle of two may be rounded the other way, because reciprocals
+    are not exact: the log-sum-exp may be off by what this makes of one score, a twelfth of the
+    largest product of a number of q and one of k, and by 2^-9 of itself and 2^-9.
 
     Args:
         out: the output to judge.
@@ -95,25 +96,9 @@ def check_nvfp4(
         return report, None
     finite = expected_lse[expected_lse.isfinite()].abs()
     size = float(finite.max()) if finite.numel() else 0.0
-    return report, check_lse(lse, expected_lse, 2.0**-9 * (1 + size))
-
-
-def _seen_keys(q: Tensor, k: Tensor, call: dict[str, Any]) -> list[tuple[int, int]]:
-    """For each batch, the first key that some query sees, and the one behind the last."""
-    nq, nk = q.shape[2], k.shape[2]
-    left, right = _bias.sides_of(call.get("window"))
-    if call.get("causal"):
-        right = 0 if right is None else min(right, 0)
-    offset = call.get("q_offset")
-    if offset is None:
-        offset = nk - nq
-    offsets = offset.tolist() if isinstance(offset, Tensor) else [offset] * len(q)
-    found = []
-    for start in offsets:
-        begin = 0 if left is None else min(max(start - left, 0), nk)
-        end = nk if right is None else min(max(nq + start + right, 0), nk)
-        found.append((begin, max(begin, end)))
-    return found
+    of_q, of_k = (float(x[..., :-1].abs().max()) if x.numel() else 0.0 for x in (wide_q, wide_k))
+    one_score = abs(asked["scale"]) * of_q * of_k / 12
+    return report, check_lse(lse, expected_lse, one_score + 2.0**-9 * (1 + size))
 
 
 def _of_batch(
@@ -126,7 +111,7 @@ def _of_batch(
     whole_q = _padded(q, -(-nq // _ROWS) * _ROWS, columns)
     whole_k, less = _padded(k, keys, columns), q.new_zeros(k.shape[0], keys, columns).float()
     whole_v = torch.zeros_like(less)
-    mean = torch.zeros_like(whole_k[:, :1])
+    mean = whole_q.new_zeros(len(k), 1, columns)
     if end > begin:
         step = -(-(end - begin) // _MEAN_KEYS) | 1
         mean = whole_k[:, begin:end:step].mean(1, keepdim=True)
@@ -190,3 +175,21 @@ def _rounded(x: Tensor, unit: Tensor) -> Tensor:
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     stored: Tensor = torch.round(size / step) * step * parts.sign() * scale
     return stored.reshape(x.shape) * unit
+
+
+def dequantize_nvfp4(values: Tensor, scales: Tensor, unit: Tensor) -> Tensor:
+    """The numbers that `archflash.quantize_nvfp4` has made of others, in float64.
+
+    Args:
+        values: uint8 ``(..., d / 2)``.
+        scales: float8_e4m3fn ``(..., d / 16)``.
+        unit: float32, broadcastable to ``(..., d)``.
+
+    Returns:
+        float64 ``(..., d)``.
+    """
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    numbers = torch.cat([numbers, -numbers]).to(values.device)
+    codes = torch.stack([values & 15, values >> 4], -1).flatten(-2).long()
+    by_number = scales.double().repeat_interleave(16, -1)
+    return numbers[codes] * by_number * unit.double()

@@ -144,8 +144,8 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
     else:
         for approximation in sorted(_APPROXIMATIONS & takes):
             yield approximation, approximating(approximation)
-        if "int8" in takes:
-            yield "int8, ranges of keys", approximating("int8", ranges)
+        for approximation in sorted({"int8", "int8_pv", "fp16_accumulate"} & takes):
+            yield f"{approximation}, ranges of keys", approximating(approximation, ranges)
     if "attn_mask" in takes:
         yield "added mask", mask
         yield "ranges of keys", ranges

@@ -10,3 +10,8 @@ using namespace archflash::ampere;
 
 ARCHFLASH_KERNEL(KERNEL(ampere_approximate, fp16_d64), approximate_fwd, Fp16SumsD64<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_approximate, fp16_d128), approximate_fwd, Fp16SumsD128<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_approximate, fp16_d256), approximate_fwd, Fp16SumsD256<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_approximate, fp16_d128_masked), approximate_masked_fwd,
+                 Fp16SumsD128Masked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_approximate, fp16_d256_masked), approximate_masked_fwd,
+                 Fp16SumsD256Masked<DTYPE>)
