@@ -18,7 +18,7 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_ops` and `_ops_backward`, a call and its gradients as torch operators; `_autograd`, the eager
   calls that autograd records without them
 - `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;
-  `merge_attention`
+  `quantize_nvfp4`; `merge_attention`
 - `attention_with_shared_prefix` and `warm_up`, made of those; `_stats`, `_replacing` and
   `_overrides`, through which PyTorch's own attention is served
 - `scaled_dot_product_attention`
@@ -51,6 +51,7 @@ from archflash._merge import merge_attention
 from archflash._overrides import disable, enable, enabled
 from archflash._overrides import enable_if_asked as _enable_if_asked
 from archflash._quantize import quantize_fp8
+from archflash._quantize_nvfp4 import quantize_nvfp4
 from archflash._registry import Implementation, implementations
 from archflash._sdpa import scaled_dot_product_attention
 from archflash._shared_prefix import attention_with_shared_prefix
@@ -84,6 +85,7 @@ __all__ = [
     "masks",
     "merge_attention",
     "quantize_fp8",
+    "quantize_nvfp4",
     "reference",
     "scaled_dot_product_attention",
     "stats",

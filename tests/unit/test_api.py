@@ -118,6 +118,7 @@ def test_the_public_names() -> None:
         "masks",
         "merge_attention",
         "quantize_fp8",
+        "quantize_nvfp4",
         "reference",
         "scaled_dot_product_attention",
         "stats",

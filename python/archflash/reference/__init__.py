@@ -22,7 +22,7 @@ from archflash.reference.formula import (
     baseline_backward,
     merge_attention,
 )
-from archflash.reference.four_bits import check_nvfp4, nvfp4
+from archflash.reference.four_bits import check_nvfp4, dequantize_nvfp4, nvfp4
 from archflash.reference.rule import (
     ErrorReport,
     check,
@@ -47,6 +47,7 @@ __all__ = [
     "check_int8_qk",
     "check_lse",
     "check_nvfp4",
+    "dequantize_nvfp4",
     "fp8_score_error",
     "int8",
     "int8_qk",
