@@ -164,7 +164,7 @@ __device__ __forceinline__ void gather_fwd(const GatherParams& params) {
   Lookup<C> lookup(cta, call.cache, places);
   __syncthreads();  // the places of the first block are known to all
   const int first = cta.share.first, last = cta.share.last;
-  const auto stage_of = [&](int block) { return block / C::BLOCK_K % C::STAGES * C::STAGE_BYTES; };
+  const auto stage_of = [&](int block) { return number_of<C>(block) % C::STAGES * C::STAGE_BYTES; };
   const auto start_block = [&](int block) {
     start_gathered_rows<C>(shared_smem + stage_of(block), attention, cta, places, block);
   };

@@ -54,13 +54,20 @@ __device__ __forceinline__ GatherContext make_gather_context(const mma_sync::Cac
   return cta;
 }
 
+// The number of a block, of its first entry. Unsigned, because a signed quotient takes three more
+// instructions.
+template <class C>
+__device__ __forceinline__ unsigned number_of(int block) {
+  return static_cast<unsigned>(block) / C::BLOCK_K;
+}
+
 // The places of the keys of PLACE_BLOCKS blocks, in shared memory.
 template <class C>
 struct Places {
   int* smem;
 
   __device__ __forceinline__ int* of_block(int block) const {
-    return smem + block / C::BLOCK_K % PLACE_BLOCKS * 3 * C::BLOCK_K;
+    return smem + number_of<C>(block) % PLACE_BLOCKS * 3 * C::BLOCK_K;
   }
   __device__ __forceinline__ void store(int block, int number, const device::KeyPlace& key) const {
     int* const places = of_block(block) + number;

@@ -143,7 +143,7 @@ __device__ __forceinline__ void mla_gather_fwd(const MlaGatherParams& params) {
   __syncthreads();  // the places of the first block are known to all
   const int first = cta.share.first, last = cta.share.last;
   const auto stage_of = [&](int block) {
-    return shared_smem + (C::PACKED ? 0 : block / C::BLOCK_K % C::STAGES * C::STAGE_BYTES);
+    return shared_smem + (C::PACKED ? 0 : number_of<C>(block) % C::STAGES * C::STAGE_BYTES);
   };
   const bool bytes_656 = params.packed == PackedRows::Bytes656;
   const auto start_block = [&](int block) {

@@ -20,7 +20,7 @@ from tests.kernel_files import KERNELS, ptx_texts
 
 from . import tags
 from .explained import EXPLAINED, explanation
-from .mutation import backward, latent, masked, planned, protocols
+from .mutation import backward, gathered, latent, masked, planned, protocols
 from .mutation.excuses import EXCUSES
 from .mutation.mutants import Mutant, is_sync, mutants
 from .mutation.runner import (
@@ -126,6 +126,20 @@ def test_mutants_of_kernels_for_latent_caches_are_caught(
     """A small sample; ``python -m tests.sim.mutation.latent`` runs a larger one."""
     subject = planned.subject_of(target)
     assert subject.coverage() > 0.95
+    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0, briefly=True)
+    assert_caught(target.kernel, score, capsys)
+
+
+# Those whose calls take least; ``python -m tests.sim.mutation.gathered`` runs larger samples of all.
+GATHERED = [target for target in gathered.TARGETS if target.name in ("d64_gather", "mla_packed")]
+
+
+@pytest.mark.parametrize("target", GATHERED, ids=lambda target: target.kernel)
+def test_mutants_of_kernels_for_lists_of_keys_are_caught(
+    target: gathered.GatherTarget, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = planned.subject_of(target)
+    assert subject.coverage() > 0.85
     score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0, briefly=True)
     assert_caught(target.kernel, score, capsys)
 
