@@ -32,6 +32,7 @@ template <DType DTYPE_>
 struct MlaConfig {
   using Params = MlaParams;
   static constexpr bool GATHERS = false;  // rows come by TMA, in the order of the cache
+  static constexpr bool PACKED = false;   // gathered rows are float8 with scales
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = 64;     // of q and K
   static constexpr int HEAD_DIM_V = 512;  // of qv and V

@@ -53,6 +53,7 @@
 #include "hopper/mla_gather_load.cuh"
 #include "hopper/mla_load.cuh"
 #include "hopper/mla_mainloop.cuh"
+#include "hopper/mla_packed_load.cuh"
 #include "hopper/mla_pipeline.cuh"
 
 namespace archflash::hopper {
@@ -118,7 +119,13 @@ __device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
   if (threadIdx.x >= C::CONSUMER_THREADS) {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
     const int warp = uniform(static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32);
-    if constexpr (C::GATHERS) {
+    if constexpr (C::PACKED) {
+      if (params.packed == PackedRows::Bytes656) {
+        convert_latent_rows<C, true>(params, tile, shared, shared_smem, warp);
+      } else {
+        convert_latent_rows<C, false>(params, tile, shared, shared_smem, warp);
+      }
+    } else if constexpr (C::GATHERS) {
       gather_latent_rows<C>(params, tile, shared, shared_smem, warp);
     } else {
       if (warp == MLA_KEYS) produce_latent_part<C, MLA_KEYS>(params, tile, shared, shared_smem);

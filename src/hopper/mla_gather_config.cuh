@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/key_lists.h"
+#include "common/packed_rows.h"
 #include "hopper/mla_config.cuh"
 
 namespace archflash::hopper {
@@ -45,6 +46,18 @@ struct MlaGatherConfig : MlaConfig<DTYPE_> {
   static_assert(SEEN_SMEM % 8 == 0);
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
+// Rows are packed: what is gathered is converted before it is stored.
+struct MlaPackedParams : MlaGatherParams {
+  PackedRows packed;
+  int32_t unused;
+};
+static_assert(std::is_trivially_copyable_v<MlaPackedParams>);
+template <DType DTYPE_>
+struct MlaPackedConfig : MlaGatherConfig<DTYPE_> {
+  using Params = MlaPackedParams;
+  static constexpr bool PACKED = true;
 };
 
 }  // namespace archflash::hopper

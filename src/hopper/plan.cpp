@@ -35,7 +35,8 @@ const Description& describe() {
                    "lse",         "num_splits", "out_dtype",        "descales",
                    "gradients",   "qv",         "attention_chunk",  "rotary_interleaved",
                    "attn_mask",   "key_ranges", "alibi_slopes",     "block_mask",
-                   "key_indices", "dropout_p",  "kv_cache_prefill", "fp8_cache_prefill"},
+                   "key_indices", "dropout_p",  "kv_cache_prefill", "fp8_cache_prefill",
+                   "packed_rows"},
       .needs_capability = 90,  // wgmma
       .only_forced_on_majors = {9},
       .masks_faster_on = 90,

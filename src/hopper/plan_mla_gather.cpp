@@ -20,6 +20,10 @@ constexpr core::Tile TILES[] = {
     core::tile<MlaGatherConfig<DType::F16>>(
         "mla_gather", {}, "chosen latent rows; two warpgroups share 64 heads of a query"),
 };
+constexpr core::Tile PACKED_TILES[] = {
+    core::tile<MlaPackedConfig<DType::BF16>>(
+        "mla_packed", {}, "the same in float8 with scales, converted by the warps that gather"),
+};
 
 }  // namespace
 
@@ -27,7 +31,9 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
   // A tile has heads of one query, also where several share a list.
   Problem queries = problem;
   queries.list_rows = 1;
-  const auto choice = core::choose_for_lists("hopper", TILES, queries, device);
+  const bool packed = problem.packed_rows != 0;
+  const auto choice =
+      core::choose_for_lists("hopper", packed ? PACKED_TILES : TILES, queries, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
   const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<core::Tile>>(choice);
   // As device::find_list_work() counts them: of every list, whole.
@@ -35,7 +41,7 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
   const int64_t ctas = core::list_tiles(queries, tile) * splits;
   if (ctas > core::GRID_LIMIT) return core::grid_too_large(ctas);
 
-  MlaGatherParams params;
+  MlaPackedParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   core::init_params(problem, params.call);
   params.call.partials.splits = 1;
@@ -44,10 +50,12 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
   params.qv_batch = problem.qv.batch, params.qv_head = problem.qv.head;
   params.qv_row = problem.qv.row;
   params.lists = core::key_lists(problem);
+  params.packed = static_cast<PackedRows>(problem.packed_rows);
 
   const std::string word = core::dtype_word(problem.dtype);
   LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params.call);
-  plan.launches[0].params = core::bytes(params);
+  plan.launches[0].params =
+      packed ? core::bytes(params) : core::bytes(static_cast<const MlaGatherParams&>(params));
   if (splits > 1) {
     constexpr size_t PARTIALS = offsetof(MlaGatherParams, call.partials);
     core::split_keys(plan, problem, splits, share_keys, PARTIALS,
@@ -55,7 +63,7 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
     plan.launches[1].image = "hopper/mla_" + word;
   }
   Launch& launch = plan.launches[0];
-  launch.image = "hopper/mla_gather_" + word;
+  launch.image = "hopper/" + std::string(tile.name) + "_" + word;
   add_pointers(launch, core::kv_cache_pointers(problem, offsetof(MlaGatherParams, call.cache)));
   add_pointers(launch, core::key_list_pointers(problem, offsetof(MlaGatherParams, lists)));
   add_pointers(launch,

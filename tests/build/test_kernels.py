@@ -796,10 +796,11 @@ def test_every_kernel_is_planned_somewhere() -> None:
             planned |= set(plan.kernels)
         if dtype == torch.bfloat16:
             rows = torch.empty(9, 8, 1, 656, dtype=torch.float8_e4m3fn, device="meta")
-            plan = archflash.explain(
-                q, rows, rows, device="A100", packed_rows="fp8_656", **listed
-            ).plan
-            planned |= set(plan.kernels)
+            for device in ("A100", "H200"):
+                plan = archflash.explain(
+                    q, rows, rows, device=device, packed_rows="fp8_656", **listed
+                ).plan
+                planned |= set(plan.kernels)
         for d in (64, 128):
             q, k = (torch.empty(2, h, 1024, d, dtype=dtype, device="meta") for h in (16, 2))
             of_f32 = {"implementation": "hopper", "out_dtype": torch.float32}

@@ -185,7 +185,8 @@ Reasons why_not(const Problem& problem, const Description& description) {
                "reads no cache, whose lengths are on the device; leave the "
                "implementation out");
   }
-  const bool takes_fp8_cache = has("fp8_cache") || (!with_qv && has("fp8_cache_prefill"));
+  const bool takes_fp8_cache = has("fp8_cache") || (!with_qv && has("fp8_cache_prefill")) ||
+                               (problem.packed_rows != 0 && has("packed_rows"));
   if (fp8_cache && !takes_fp8_cache) {
     refuse.add(std::string("a cache of dtype ") + dtype_name(problem.kv_dtype) +
                    " for q of dtype " + dtype_name(problem.dtype),

@@ -1,0 +1,11 @@
+// images: mla_packed_bf16
+// The kernel for lists of packed latent rows. mla_gather_config.cuh has its tile.
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "hopper/mla_fwd.cuh"
+#include "hopper/mla_gather_config.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_packed), mla_fwd, MlaPackedConfig<DTYPE>)
