@@ -160,7 +160,7 @@ class GatherTarget:
             ),
             # As many blocks as leave one alone, of which scores are capped too.
             "softcap, window": make(
-                [150, 130], nq=3, heads=(16, 1), page_size=16, capacity=160, softcap=7.0, scale=0.3,
+                [150, 130], nq=3, heads=(16, 1), page_size=16, capacity=160, softcap=1.5, scale=0.3,
                 window=(100, 0), key_indices=lists_of((1, 1, 3, 140), 150), **common,
             ),
             "huge scores": make(
