@@ -5,8 +5,9 @@
 Each candidate is compared with float64 on samples before it is timed; one that is wrong or refuses
 is listed and has no row. Weak scaling has the same rows on each GPU for 2, 4, ... of them, strong
 scaling the same rows altogether. The time of a call is that of the slowest rank. `ideal_percent` is
-the speed of a GPU over that of one GPU alone in a call of the same work and kind of mask. `--time`
-stops after so many seconds, whatever is left then.
+the speed of a GPU over that of one GPU alone in a call of the same kind of mask: of the same work
+for weak scaling, of the whole sequence for strong. `--time` stops after so many seconds, whatever
+is left then.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ COLUMNS = (
 HEADS, HEADS_KV, D = 64, 8, 128
 FLOPS_OF_BOTH = 3.5  # of the call and its gradients, over those of the call
 SAMPLES = 16  # rows that are compared with float64
+# Rows of a sequence up to which gradients of keys are compared: they need float64 of all rows.
+MOST_ROWS = 32768
 ERROR = 2e-2  # the largest difference from float64, over the largest number
 
 
@@ -225,7 +228,7 @@ def candidates(problem: Problem) -> list[Candidate]:
 
 def difference(problem: Problem, pieces: afd.Shards, out: Tensor, grads: list[Tensor]) -> float:
     """The largest difference from float64 over the largest number, of some rows of one head: of the
-    output and of the gradient of q; and where there are gradients, of those of some keys.
+    output and of the gradient of q; and of sequences up to MOST_ROWS, of those of some keys.
     """
     rows = pieces.positions(problem.rank).to(problem.device)
     if not len(rows):
@@ -242,6 +245,7 @@ def difference(problem: Problem, pieces: afd.Shards, out: Tensor, grads: list[Te
         delta = (given * wanted).sum(-1, keepdim=True)
         expected.append(weights * (given @ v.T - delta) @ k * D**-0.5)
         found.append(grads[0][0, head, picked])
+    if grads and problem.n <= MOST_ROWS:
         # The gradients of keys need all rows of the heads that share them.
         dk, dv = torch.zeros(2, SAMPLES, D, dtype=torch.float64, device=problem.device)
         for h in range(head - shared + 1, head + 1):
@@ -287,7 +291,7 @@ class Clock:
 
 
 def timed(call: Callable[[], Any], group: dist.ProcessGroup | None, samples: int) -> list[float]:
-    """Milliseconds of a call, of the slowest rank: so many, or two if they take seconds."""
+    """Milliseconds of a call, of the slowest rank: so many, or one if it takes a second."""
     on_gpu = torch.cuda.is_available()
     taken, calls = [], 1
     for sample in range(-1, samples):
@@ -306,15 +310,19 @@ def timed(call: Callable[[], Any], group: dist.ProcessGroup | None, samples: int
             calls = max(1, min(10, int(40 / slowest.item())))
         else:
             taken.append(slowest.item())
-        if len(taken) >= 2 and sum(taken) * calls > 2000:
+        if taken and sum(taken) * calls > 1000:
             break
     return taken
 
 
-def alone(problem: Problem, both: bool) -> float:
-    """TFLOP/s of one GPU in a call of as much work as each has, while the others do the same."""
+def alone(problem: Problem, both: bool, scaling: str) -> float:
+    """TFLOP/s of one GPU in the whole call, or for weak scaling in one of as much work as each of
+    them has, while the others do the same.
+    """
     parts = problem.ranks if problem.mask == "documents" else math.sqrt(problem.ranks)
-    n = round(problem.n / parts / 128) * 128 if problem.n > 1024 else problem.n
+    n = problem.n
+    if scaling == "weak" and n > 1024:
+        n = round(n / parts / 128) * 128
     one = Problem(n, problem.mask, None, 0, 1, problem.device, problem.dtype)
     tensors = [one.queries[0], *one.keys]
     options: dict[str, Any] = {"causal": one.causal}
@@ -335,8 +343,8 @@ def alone(problem: Problem, both: bool) -> float:
 
 
 def measure(
-    problem: Problem, candidate: Candidate, both: bool, samples: int, check: bool
-) -> tuple[list[float], float | None]:
+    problem: Problem, candidate: Candidate, both: bool, samples: int
+) -> tuple[list[float], float]:
     """Times of a candidate, and its error; it raises for one that is wrong."""
     pieces = problem.shards(candidate.shards)
     tensors = [
@@ -353,14 +361,12 @@ def measure(
                 return [out]
             return [out, *torch.autograd.grad(out, leaves, dout)]
 
-        error = None
-        if check:
-            out, *grads = (x.detach() for x in call())
-            error = torch.tensor(difference(problem, pieces, out, grads), device=problem.device)
-            dist.all_reduce(error, op=dist.ReduceOp.MAX, group=problem.group)
-            error = error.item()
-            if not error < ERROR:
-                raise ValueError(f"it is off by {error:.1e}")
+        out, *grads = (x.detach() for x in call())
+        worst = torch.tensor(difference(problem, pieces, out, grads), device=problem.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=problem.group)
+        error = worst.item()
+        if not error < ERROR:
+            raise ValueError(f"it is off by {error:.1e}")
         return timed(call, problem.group, samples), error
 
 
@@ -407,23 +413,22 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name() if on_gpu else "CPU", "torch": torch.__version__,
         "hq": HEADS, "hkv": HEADS_KV, "d": D, "dtype": "bf16",
     }  # fmt: skip
-    done: set[tuple[Any, ...]] = set()
-    for tokens, scaling, size, mask, passes in itertools.product(
-        asked.tokens, asked.scaling, sizes, asked.masks, asked.passes
+    known: dict[tuple[Any, ...], tuple[list[float], float]] = {}
+    for tokens, size, mask, passes, scaling in itertools.product(
+        asked.tokens, sizes, asked.masks, asked.passes, asked.scaling
     ):
-        n = tokens * (size if scaling == "weak" else world)
-        key = (n, mask, passes, size)
-        if key in done:
-            continue
-        done.add(key)
         if clock.is_over():
             break
+        n = tokens * (size if scaling == "weak" else world)
         both = passes == "both"
         if me < size:
             problem = Problem(n, mask, groups[size], me, size, device, torch.bfloat16)
-            ideal = alone(problem, both)
+            ideal = alone(problem, both, scaling)
             if me == 0:
-                print(f"{size} GPUs, {n} rows, {mask}, {passes}: one GPU {ideal:.1f} TFLOP/s")
+                print(
+                    f"{size} GPUs, {scaling}, {n} rows, {mask}, {passes}: one GPU {ideal:.1f} "
+                    "TFLOP/s"
+                )
             for candidate in candidates(problem):
                 if asked.only not in candidate.name:
                     continue
@@ -433,20 +438,21 @@ def main() -> int:
                     "gpus": size, "scaling": scaling, "tokens": tokens, "n": n, "mask": mask,
                     "passes": passes, "candidate": candidate.name,
                 }  # fmt: skip
-                # float64 of all rows is too slow for the longest sequences.
-                check = n <= 32768 or not both
+                key = (n, size, mask, passes, candidate.name)
                 try:
-                    times, error = measure(problem, candidate, both, asked.samples, check)
+                    if key not in known:  # of all GPUs both kinds of scaling are one call
+                        known[key] = measure(problem, candidate, both, asked.samples)
                 except Exception as trouble:
                     if me == 0:
                         print(f"  {candidate.name:30} not measured: {str(trouble)[:200]}")
                     continue
+                times, error = known[key]
                 p20, p50, p80 = (percentile(times, x) for x in (0.2, 0.5, 0.8))
                 speed = problem.flops * (FLOPS_OF_BOTH if both else 1) / p50 / 1e9 / size
                 row |= {
                     "p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}",
                     "tflops_per_gpu": f"{speed:.1f}", "ideal_percent": f"{100 * speed / ideal:.1f}",
-                    "max_err": "" if error is None else f"{error:.1e}",
+                    "max_err": f"{error:.1e}",
                 }  # fmt: skip
                 if me == 0:
                     print(
