@@ -39,7 +39,7 @@ class Pending:
                 work.wait()
         for target, received in self._staged:
             target.copy_(received)
-        self._works, self._staged, self._held = [], [], []
+        self._works, self._staged = [], []
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ memory ("bhnd", or a batch).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from archflash._dispatch import note_fallback
 from archflash._errors import ForcedImplementationError, NotCompiledError
 from archflash._registry import TORCH
 from archflash.distributed import _exchange
-from archflash.distributed._plan import Call, Dense, Packed, Part, Plan, Stage, places
+from archflash.distributed._plan import Call, Dense, Packed, Part, Plan, Stage, overlaps, places
 from archflash.distributed._shards import Piece
 
 
@@ -51,34 +52,65 @@ def forward(
     for start, end in plan.untouched:
         out[:, :, start:end] = 0
         lse[:, :, start:end] = -torch.inf if sinks is None else sinks[:, None]
-    keys, merging = _Arrivals(plan, plan.stages, group, k, v), None
-    for number, stage in enumerate(plan.stages):
-        with_heads = _query_heads(stage, q, k)
-        keys.take(number)
-        q_part, to, lse_to = (x[:, with_heads] for x in (q, out, lse))
-        if not plan.once and number % plan.stages_of_a_share == 0:
-            merging = _Merged(plan, to, lse_to)
-        for place, part in enumerate(_parts(stage, q)):
-            call = part.call
-            rows = slice(call.q0, call.q1)
-            key = (number % plan.stages_of_a_share, place)
-            arguments = _arguments(plan, stage, call, key, with_heads, options, q.device)
-            if sinks is not None and part.first:
-                arguments["sinks"] = sinks[with_heads]
-            given = _operands(call, q_part[:, :, rows], keys.k, keys.v)
-            if merging is None:
-                lse_to[:, :, rows] = _attend(arguments, call, given, to[:, :, rows])[1]
-            else:
-                shape = options, key, q.dtype, q.device, q.shape, k.shape, v.shape, sinks is None
-                if shape not in plan.in_f32:
-                    plan.in_f32[shape] = _can_be_f32(given, arguments)
-                if plan.in_f32[shape]:
-                    arguments["out_dtype"] = torch.float32
-                merging.add(call, *_attend(arguments, call, given))
-            given.clear()  # the next stage's keys take the memory of this one's
-        if merging is not None and (number + 1) % plan.stages_of_a_share == 0:
-            merging.finish()
+    aside, merging = _stream_of_first_share(plan, q.device), None
+    keys = _Arrivals(plan, plan.stages, group, k, v, keeps=aside is not None)
+    try:
+        for number, stage in enumerate(plan.stages):
+            with_heads = _query_heads(stage, q, k)
+            keys.take(number)
+            to = out[:, with_heads], lse[:, with_heads]
+            if not plan.once and number % plan.stages_of_a_share == 0:
+                merging = _Merged(plan, *to)
+            if aside is not None and number == 0:
+                aside.wait_stream(torch.cuda.current_stream(q.device))
+            with torch.cuda.stream(aside if number == 0 else None):
+                keys.arrive()
+                _attend_in(plan, number, options, q, keys, sinks, with_heads, to, merging)
+            if merging is not None and (number + 1) % plan.stages_of_a_share == 0:
+                merging.finish()
+    finally:
+        if aside is not None:
+            torch.cuda.current_stream(q.device).wait_stream(aside)
     return lse
+
+
+def _stream_of_first_share(plan: Plan, device: torch.device) -> torch.cuda.Stream | None:
+    """A stream beside the current one for the first share of the heads, where there are two: while
+    SMs compute its last tiles, the others begin with the second share.
+    """
+    if device.type != "cuda" or len(plan.stages) != 2 or plan.stages_of_a_share != 1:
+        return None
+    return _stream_beside(device)
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _attend_in(
+    plan: Plan, number: int, options: Options, q: Tensor, keys: _Arrivals, sinks: Tensor | None,
+    heads: slice, to: tuple[Tensor, Tensor], merging: _Merged | None,
+) -> None:  # fmt: skip
+    """The calls of a stage for its query heads; their results go to `to` or to what is merged."""
+    stage, (out, lse) = plan.stages[number], to
+    for place, part in enumerate(_parts(stage, q)):
+        call = part.call
+        rows = slice(call.q0, call.q1)
+        key = (number % plan.stages_of_a_share, place)
+        arguments = _arguments(plan, stage, call, key, heads, options, q.device)
+        if sinks is not None and part.first:
+            arguments["sinks"] = sinks[heads]
+        given = _operands(call, q[:, heads, rows], keys.k, keys.v)
+        if merging is None:
+            lse[:, :, rows] = _attend(arguments, call, given, out[:, :, rows])[1]
+            continue
+        shape = options, key, q.dtype, q.device, q.shape, keys.k.shape, keys.v.shape, sinks is None
+        if shape not in plan.in_f32:
+            plan.in_f32[shape] = _can_be_f32(given, arguments)
+        if plan.in_f32[shape]:
+            arguments["out_dtype"] = torch.float32
+        merging.add(call, *_attend(arguments, call, given))
 
 
 # Partial outputs that are kept before they are merged: at most so many, and so many bytes. More of
@@ -219,6 +251,7 @@ def backward(
     for number, stage in enumerate(plan.stages_back):
         # What the last stage gave travels with the next one's keys while this one is computed.
         keys.take(number, back)
+        keys.arrive()
         if (alone := _alone(plan, stage)) is not None:
             found = total[slice(*alone)]
         else:
@@ -372,36 +405,44 @@ class _Arrivals:
 
     def __init__(
         self, plan: Plan, stages: Sequence[Stage], group: dist.ProcessGroup | None, k: Tensor,
-        v: Tensor,
+        v: Tensor, keeps: bool = False,
     ) -> None:  # fmt: skip
         self._plan, self._stages, self._group, self._k, self._v = plan, stages, group, k, v
         self.k, self.v = k, v
         # The own keys and values of the heads of a share, as they travel.
         self._sent: tuple[Piece, tuple[Tensor, ...]] | None = None
-        self._next: tuple[Tensor, Tensor, _exchange.Pending] | None = None
+        self._pending = _exchange.Pending()  # of k and v
+        self._next = k, v, self._pending
+        # With `keeps`, of all stages: what another stream reads must not be given back to this one.
+        self._kept: list[object] | None = [] if keeps else None
 
     def take(self, number: int, back: _Returned | None = None) -> None:
-        """Waits for the keys of a stage. Starts the messages of the next one, and those of `back`
+        """Turns to the keys of a stage. Starts the messages of the next one, and those of `back`
         with them: what one kernel of NCCL sends needs SMs once.
         """
-        if number == 0:
-            k, v, sends, receives = self._prepare(0)
-            self._next = k, v, _exchange.start(self._group, sends, receives)
-        assert self._next is not None
-        self.k, self.v, pending = self._next
-        pending.wait()
+        k, v, self._pending = self._started(0, [], []) if number == 0 else self._next
+        self.k, self.v = k, v  # from here on the memory of the stage before is free
+        if self._kept is not None:
+            self._kept.append((k, v, self._pending))
         sends, receives = ([], []) if back is None else (back.sends, back.receives)
-        if number + 1 < len(self._stages):
-            next_k, next_v, more_sends, more_receives = self._prepare(number + 1)
-            pending = _exchange.start(
-                self._group, [*sends, *more_sends], [*receives, *more_receives]
-            )
-            self._next = next_k, next_v, pending
-        else:
-            pending = _exchange.start(self._group, sends, receives)
+        self._next = self._started(number + 1, sends, receives)
         if back is not None:
-            back.pending = pending
-        pending.let_start()
+            back.pending = self._next[2]
+
+    def arrive(self) -> None:
+        """Lets the current stream wait for the keys of the stage that was turned to."""
+        self._pending.wait()
+        self._next[2].let_start()
+
+    def _started(
+        self, number: int, sends: Sequence[_exchange.Message], receives: Sequence[_exchange.Message]
+    ) -> tuple[Tensor, Tensor, _exchange.Pending]:
+        """k and v of a stage, if there is one of that number, with these messages under way."""
+        k, v = self._k, self._v
+        if number < len(self._stages):
+            k, v, more_sends, more_receives = self._prepare(number)
+            sends, receives = [*sends, *more_sends], [*receives, *more_receives]
+        return k, v, _exchange.start(self._group, sends, receives)
 
     def _prepare(
         self, number: int
@@ -409,16 +450,10 @@ class _Arrivals:
         """k and v of a stage, and the messages that bring them."""
         stage = self._stages[number]
         heads = slice(*stage.heads)
-        sends = [
-            (rank, x[a:b])
-            for rank, pieces in stage.sends
-            for a, b in self._plan.local(pieces)
-            for x in self._own(heads)
-        ]
         alone = _alone(self._plan, stage)
         if alone is not None:
             k, v = (x[:, heads, slice(*alone)] for x in (self._k, self._v))
-            return k, v, sends, []
+            return k, v, self._sends(stage, heads), []
         own = [_travelling(x[:, heads]) for x in (self._k, self._v)]
         buffers = [x.new_empty((stage.key_rows, *x.shape[1:])) for x in own]
         for (a, b), (start, end) in zip(
@@ -426,22 +461,32 @@ class _Arrivals:
         ):
             for buffer, x in zip(buffers, own, strict=True):
                 buffer[a:b] = x[start:end]
-        receives = [
-            (rank, buffer[a:b])
-            for rank, pieces in stage.receives
-            for a, b in places(stage.keys, pieces)
-            for buffer in buffers
-        ]
+        if all(overlaps(stage.own, pieces) == list(pieces) for _, pieces in stage.sends):
+            sends = _messages(stage.keys, stage.sends, buffers)
+        else:
+            sends = self._sends(stage, heads)
         k, v = (x.permute(1, 2, 0, 3) for x in buffers)
-        return k, v, sends, receives
+        return k, v, sends, _messages(stage.keys, stage.receives, buffers)
 
-    def _own(self, heads: slice) -> tuple[Tensor, ...]:
-        """The rank's own keys and values as they travel."""
+    def _sends(self, stage: Stage, heads: slice) -> list[_exchange.Message]:
+        """What a stage sends, from the rank's own keys and values as they travel."""
+        if not stage.sends:
+            return []
         share = (heads.start, heads.stop)
         if self._sent is None or self._sent[0] != share:
             own = (_travelling(x[:, heads]).contiguous() for x in (self._k, self._v))
             self._sent = share, tuple(own)
-        return self._sent[1]
+        return _messages(self._plan.shards.pieces[self._plan.rank], stage.sends, self._sent[1])
+
+
+def _messages(
+    held: Sequence[Piece], by_rank: Sequence[tuple[int, tuple[Piece, ...]]],
+    tensors: Sequence[Tensor],
+) -> list[_exchange.Message]:  # fmt: skip
+    """Global rows of tensors that hold those of `held`, with rows first, for each rank."""
+    return [
+        (rank, x[a:b]) for rank, pieces in by_rank for a, b in places(held, pieces) for x in tensors
+    ]
 
 
 class _Returned:
@@ -451,11 +496,7 @@ class _Returned:
         self, plan: Plan, stage: Stage, found: Tensor, total: Tensor, adds_own: bool
     ) -> None:
         self._total = total
-        self.sends = [
-            (rank, found[a:b])
-            for rank, pieces in stage.receives
-            for a, b in places(stage.keys, pieces)
-        ]
+        self.sends = _messages(stage.keys, stage.receives, [found])
         self._received = [
             (rank, place, total.new_empty((place[1] - place[0], *total.shape[1:])))
             for rank, pieces in stage.sends
