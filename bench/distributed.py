@@ -291,7 +291,9 @@ class Clock:
 
 
 def timed(call: Callable[[], Any], group: dist.ProcessGroup | None, samples: int) -> list[float]:
-    """Milliseconds of a call, of the slowest rank: so many, or one if it takes a second."""
+    """Milliseconds of a call of the slowest rank, in rows of up to 25: so many samples, or one if
+    a call takes a second.
+    """
     on_gpu = torch.cuda.is_available()
     taken, calls = [], 1
     for sample in range(-1, samples):
@@ -307,7 +309,7 @@ def timed(call: Callable[[], Any], group: dist.ProcessGroup | None, samples: int
         slowest = torch.tensor(passed, device="cuda" if on_gpu else "cpu")
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         if sample < 0:
-            calls = max(1, min(10, int(40 / slowest.item())))
+            calls = max(1, min(25, int(100 / slowest.item())))
         else:
             taken.append(slowest.item())
         if taken and sum(taken) * calls > 1000:

@@ -6,8 +6,8 @@ belong in buffers of ascending global rows. Their gradients travel back in float
 ``(rows, batch, heads, d + dv)``, and are added up in an order that depends on the ranks alone.
 
 Beside the rank's own rows there are at most keys and values of two stages at a time: those that are
-computed with, and those under way; and the own ones once more where rows are not outermost in
-memory ("bhnd", or a batch).
+computed with, and those under way; and in a ring the own ones once more where rows are not
+outermost in memory ("bhnd", or a batch).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _stream_of_first_share(plan: Plan, device: torch.device) -> torch.cuda.Strea
 
 @functools.cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _attend_in(
