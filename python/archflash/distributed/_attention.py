@@ -453,7 +453,7 @@ def _planned(
         back = None
         if method == "all-gather" and shards.ranks > 1:
             shares = _cost.head_shares(shards, mask, shape, Speeds())
-            back = _cost.stages_back(shards, mask, shape, Speeds())
+            back = _cost.head_shares(shards, mask, shape, Speeds(), back=True)
         plan = _plan.make(shards, mask, ranks.rank, sources, shares, back, packs=packs)
         return plan, None, ()
     size = ranks.inner_count if method == "hybrid" else ranks.count

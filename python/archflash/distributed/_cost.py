@@ -18,7 +18,7 @@ from archflash.distributed._plan import Mask, overlaps, seen
 from archflash.distributed._shards import Piece, Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")
-_SHARED_SECONDS = 2.5e-3  # of work, at least, for one more share or stage
+_SHARED_SECONDS = 2.5e-3  # of work, at least, for one more share of the heads
 
 
 @dataclass(frozen=True)
@@ -150,32 +150,24 @@ def traffic(shards: Shards, mask: Mask) -> tuple[list[int], list[int]]:
     return sent, received
 
 
-def head_shares(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> tuple[Piece, ...]:
+def head_shares(
+    shards: Shards, mask: Mask, shape: Shape, speeds: Speeds, *, back: bool = False
+) -> tuple[Piece, ...]:
     """Shares of the heads of k and v for all-gather: while one is computed, the next one's keys
-    travel. The first one is a quarter, because its keys are waited for; the rest is one share, as
-    each kernel leaves SMs idle at its end, unless buffers are too large.
+    travel, and in the backward pass the gradients of the one before. The first one is a quarter,
+    because its keys are waited for, and in the backward pass the last one, because its gradients
+    are; the rest is one share, unless buffers are too large.
     """
-    heads = shape.heads_kv
-    first = -(-heads // 4) if _slowest(shards, mask, shape, speeds) > _SHARED_SECONDS else 0
-    row = shape.batch * (shape.d + shape.dv) * shape.element_bytes
+    heads, seconds = shape.heads_kv, _slowest(shards, mask, shape, speeds)
+    widths = shape.element_bytes
+    if back:
+        seconds, widths = seconds * 2.5 / 2, widths + max(4, shape.element_bytes)
+    first = -(-heads // 4) if seconds > _SHARED_SECONDS else 0
+    last = max(first, heads - first) if back else heads
+    row = shape.batch * (shape.d + shape.dv) * widths
     most = max(1, int(speeds.room / (2 * row * max(1, *traffic(shards, mask)[1]))))
-    edges = sorted({0, first, *range(first, heads, most), heads})
+    edges = sorted({0, first, *range(first, last, most), last, heads})
     return tuple(itertools.pairwise(edges))
-
-
-def stages_back(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> list[list[int]]:
-    """The distances of each stage of all-gather's backward pass. A share of the heads would leave
-    SMs idle there, and nothing has to be merged: the rank's own keys come first, then those of a
-    few others at a time, whose gradients travel while the next ones are computed. Little work has
-    one stage.
-    """
-    others = range(1, shards.ranks)
-    seconds = 2.5 * _slowest(shards, mask, shape, speeds)
-    stages = min(len(others), int(seconds / _SHARED_SECONDS) - 1)
-    if stages < 1:
-        return [[0, *others]]
-    edges = [len(others) * i // stages for i in range(stages + 1)]
-    return [[0], *(list(others[a:b]) for a, b in itertools.pairwise(edges))]
 
 
 def _slowest(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> float:

@@ -20,8 +20,12 @@ Message = tuple[int, Tensor]  # rank in the group, and contiguous rows to send o
 class Pending:
     """Messages under way. `wait` lets the current stream, or on the CPU the caller, wait for them;
     until then the tensors must be left alone.
+
+    Attributes:
+        after: with it several streams wait, each in a call of its own, for this event, too.
     """
 
+    after: torch.cuda.Event | None = None
     _works: list[dist.Work] = field(default_factory=list)
     _staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _held: list[Tensor] = field(default_factory=list)
@@ -39,7 +43,11 @@ class Pending:
                 work.wait()
         for target, received in self._staged:
             target.copy_(received)
-        self._works, self._staged = [], []
+        self._staged = []
+        if self.after is None:
+            self._works = []
+        else:
+            torch.cuda.current_stream(self.after.device).wait_event(self.after)
 
 
 @contextlib.contextmanager

@@ -388,9 +388,8 @@ class Plan:
         shards: with ascending rows of each rank.
         mask: who sees whom.
         rank: whose plan it is.
-        stages: of the forward pass, in order.
-        stages_back: of the backward pass, each for all heads.
-        once, once_back: whether each row is in one call at most, so that nothing is merged.
+        stages, stages_back: of the forward and of the backward pass, in order.
+        once: whether each row is in one call of a pass at most, so that nothing is merged.
         untouched: local rows of which no part is the first: they start as rows that see no key.
     """
 
@@ -400,7 +399,6 @@ class Plan:
     stages: tuple[Stage, ...]
     stages_back: tuple[Stage, ...]
     once: bool
-    once_back: bool
     untouched: tuple[Piece, ...]
     _tables: dict[object, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
     checked: set[object] = field(default_factory=set, compare=False)  # options that all calls take
@@ -453,7 +451,7 @@ def places(held: Sequence[Piece], pieces: Sequence[Piece]) -> list[Piece]:
 
 def make(
     shards: Shards, mask: Mask, rank: int, sources: Sequence[Sequence[int]],
-    heads: Sequence[Piece] = ((0, 1),), sources_back: Sequence[Sequence[int]] | None = None, *,
+    heads: Sequence[Piece] = ((0, 1),), heads_back: Sequence[Piece] | None = None, *,
     packs: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan of a rank.
@@ -462,9 +460,9 @@ def make(
         shards: with ascending rows of each rank.
         sources: for each stage the distances of the ranks whose keys a rank sees in it: 0 is the
             rank itself, 1 the one before it.
-        heads: the heads of k and v of each share, the last one to the end; in the forward pass each
-            share has all the stages.
-        sources_back: those of the backward pass; default the same.
+        heads: the heads of k and v of each share, the last one to the end; each share has all the
+            stages.
+        heads_back: those of the backward pass; default the same.
         packs: whether calls can be packed.
     """
     mine = shards.pieces[rank]
@@ -475,22 +473,17 @@ def make(
         for r in range(shards.ranks)
         if r != rank and mine
     }
-    every_head = (heads[0][0], heads[-1][1]) if heads else (0, 0)
     stages, covered, once = _stages(shards, mask, rank, sources, wanted, asked, packs)
-    back, once_back = stages, once
-    if sources_back is not None:
-        back, _, once_back = _stages(shards, mask, rank, sources_back, wanted, asked, packs)
     gaps, at = [], 0
     for start, end in [*sorted(covered), (shards.rows(rank),) * 2]:
         if start > at:
             gaps.append((at, start))
         at = end
-    return Plan(
-        shards, mask, rank,
-        tuple(dataclasses.replace(stage, heads=share) for share in heads for stage in stages),
-        tuple(dataclasses.replace(stage, heads=every_head) for stage in back),
-        once, once_back, tuple(gaps),
-    )  # fmt: skip
+    forward, back = (
+        tuple(dataclasses.replace(stage, heads=share) for share in shares for stage in stages)
+        for shares in (heads, heads if heads_back is None else heads_back)
+    )
+    return Plan(shards, mask, rank, forward, back, once, tuple(gaps))
 
 
 def _stages(

@@ -12,9 +12,10 @@ outermost in memory ("bhnd", or a batch).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,40 +53,85 @@ def forward(
     for start, end in plan.untouched:
         out[:, :, start:end] = 0
         lse[:, :, start:end] = -torch.inf if sinks is None else sinks[:, None]
-    aside, merging = _stream_of_first_share(plan, q.device), None
-    keys = _Arrivals(plan, plan.stages, group, k, v, keeps=aside is not None)
-    try:
+    turns, merging = _turns_of(plan, plan.stages, group, q.device), None
+    keys = _Arrivals(plan, plan.stages, group, k, v, turns)
+    with turns:
         for number, stage in enumerate(plan.stages):
             with_heads = _query_heads(stage, q, k)
             keys.take(number)
             to = out[:, with_heads], lse[:, with_heads]
             if not plan.once and number % plan.stages_of_a_share == 0:
                 merging = _Merged(plan, *to)
-            if aside is not None and number == 0:
-                aside.wait_stream(torch.cuda.current_stream(q.device))
-            with torch.cuda.stream(aside if number == 0 else None):
+            with turns.of(number):
                 keys.arrive()
                 _attend_in(plan, number, options, q, keys, sinks, with_heads, to, merging)
             if merging is not None and (number + 1) % plan.stages_of_a_share == 0:
                 merging.finish()
-    finally:
-        if aside is not None:
-            torch.cuda.current_stream(q.device).wait_stream(aside)
     return lse
 
 
-def _stream_of_first_share(plan: Plan, device: torch.device) -> torch.cuda.Stream | None:
-    """A stream beside the current one for the first share of the heads, where there are two: while
-    SMs compute its last tiles, the others begin with the second share.
+class _Turns:
+    """Streams on which stages take turns beside the current one, and one that their messages wait
+    on; or the current stream for all.
+
+    Shares of the heads take turns: while SMs compute the last tiles of one, others begin with the
+    next. The current stream waits for all of them at the end of the context. Until then what they
+    read is kept.
     """
-    if device.type != "cuda" or len(plan.stages) != 2 or plan.stages_of_a_share != 1:
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._streams = None if device is None else _streams(device)
+
+    def __bool__(self) -> bool:
+        return self._streams is not None
+
+    def of(self, number: int) -> torch.cuda.StreamContext:
+        """The stream of a stage."""
+        beside = None if self._streams is None or number % 2 else self._streams[0]
+        return torch.cuda.stream(beside)
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """A stream that waits for what was launched up to here, and that no kernel waits for."""
+        if self._streams is None:
+            yield
+            return
+        beside, of_messages = self._streams
+        of_messages.wait_stream(torch.cuda.current_stream(self._device))
+        of_messages.wait_stream(beside)
+        with torch.cuda.stream(of_messages):
+            yield
+
+    def now(self) -> torch.cuda.Event | None:
+        """The current stream up to here."""
+        if self._streams is None:
+            return None
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def __enter__(self) -> None:
         return None
-    return _stream_beside(device)
+
+    def __exit__(self, *error: object) -> None:
+        for stream in self._streams or ():
+            torch.cuda.current_stream(self._device).wait_stream(stream)
 
 
 @functools.cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_MOST_TURNS = 3  # shares of the heads; there are more of them only for lack of memory
+
+
+def _turns_of(
+    plan: Plan, stages: Sequence[Stage], group: dist.ProcessGroup | None, device: torch.device
+) -> _Turns:
+    shares = plan.stages_of_a_share == 1 and 1 < len(stages) <= _MOST_TURNS
+    in_turns = shares and device.type == "cuda" and _exchange.carries(group, device)
+    return _Turns(device if in_turns else None)
 
 
 def _attend_in(
@@ -244,46 +290,69 @@ def backward(
     in float32 (float64 for float64).
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.zeros_like(q, dtype=q.dtype if plan.once_back else wide)
+    dq = torch.zeros_like(q, dtype=q.dtype if plan.once else wide)
     total = _buffer(plan.rows, k, v, wide).zero_()
-    keys = _Arrivals(plan, plan.stages_back, group, k, v)
+    turns = _turns_of(plan, plan.stages_back, group, q.device)
+    keys = _Arrivals(plan, plan.stages_back, group, k, v, turns)
     back: _Returned | None = None
-    for number, stage in enumerate(plan.stages_back):
-        # What the last stage gave travels with the next one's keys while this one is computed.
-        keys.take(number, back)
-        keys.arrive()
-        if (alone := _alone(plan, stage)) is not None:
-            found = total[slice(*alone)]
-        else:
-            found = _buffer(stage.key_rows, k, v, wide).zero_()
-        dk, dv = columns(found, k.shape[-1])
-        for place, part in enumerate(_parts(stage, q)):
-            apart = part.call.apart if isinstance(part.call, Packed) else (part.call,)
-            for which, call in enumerate(apart):
-                rows = slice(call.q0, call.q1)
-                parts = [x[:, :, rows] for x in (dout, q, out, lse, dq)]
-                of_lse = None if dlse is None else dlse[:, :, rows]
-                key = (number, place, which)
-                arguments = _arguments(
-                    plan, stage, call, key, slice(0, q.shape[1]), options, q.device
-                )
-                _differentiate(
-                    arguments, call, parts, of_lse, keys.k, keys.v, dk, dv, options.deterministic
-                )
+    kept = []
+    with turns:
+        for number, stage in enumerate(plan.stages_back):
+            # What the last stage gave travels with keys while this one is computed.
+            keys.take(number, back)
+            here = total[:, :, slice(*stage.heads)]
+            with turns.of(number):
+                keys.arrive()
+                alone = _alone(plan, stage)
+                if alone is not None:
+                    found = here[slice(*alone)]
+                else:
+                    found = _buffer(stage.key_rows, keys.k, keys.v, wide).zero_()
+                heads = _query_heads(stage, q, k)
+                given = [None if x is None else x[:, heads] for x in (dout, q, out, lse, dlse, dq)]
+                _differentiate_in(plan, number, options, heads, given, keys, found)
+                following = _Returned(plan, stage, found, here, alone is None)
+            if back is not None:
+                back.add()
+            back = following
+            if turns:
+                kept.append(back)
         if back is not None:
+            with turns.sending():
+                back.pending = _exchange.start(group, back.sends, back.receives)
             back.add()
-        back = _Returned(plan, stage, found, total, alone is None)
-    if back is not None:
-        back.pending = _exchange.start(group, back.sends, back.receives)
-        back.add()
     return dq, total
 
 
-def _differentiate(
-    arguments: dict[str, Any], call: Call, parts: Sequence[Tensor], dlse: Tensor | None,
-    k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, deterministic: bool | None,
+def _differentiate_in(
+    plan: Plan, number: int, options: Options, heads: slice, given: Sequence[Any],
+    keys: _Arrivals, found: Tensor,
 ) -> None:  # fmt: skip
-    dout, q, out, lse, dq = parts
+    """The gradients of the calls of a stage for its query heads; those of its keys are added to
+    `found`.
+
+    Args:
+        given: of these heads dout, q, out, lse, dlse or None, and dq.
+    """
+    stage, (_, q, *_) = plan.stages_back[number], given
+    dk, dv = columns(found, keys.k.shape[-1])
+    for place, part in enumerate(_parts(stage, q)):
+        apart = part.call.apart if isinstance(part.call, Packed) else (part.call,)
+        for which, call in enumerate(apart):
+            rows = slice(call.q0, call.q1)
+            key = (number % plan.stages_of_a_share, place, which)
+            arguments = _arguments(plan, stage, call, key, heads, options, q.device)
+            _differentiate(
+                arguments, call, [None if x is None else x[:, :, rows] for x in given],
+                keys.k, keys.v, dk, dv, options.deterministic,
+            )  # fmt: skip
+
+
+def _differentiate(
+    arguments: dict[str, Any], call: Call, given: Sequence[Any], k: Tensor, v: Tensor,
+    dk: Tensor, dv: Tensor, deterministic: bool | None,
+) -> None:  # fmt: skip
+    dout, q, out, lse, dlse, dq = given
     if isinstance(call, Dense):
         k, v, dk, dv = (x[:, :, call.k0 : call.k1] for x in (k, v, dk, dv))
     if isinstance(call, Packed):
@@ -397,7 +466,7 @@ def _alone(plan: Plan, stage: Stage) -> Piece | None:
 
 
 class _Arrivals:
-    """The keys of the stages, of which the next one's are under way.
+    """The keys of the stages, of which the next one's are under way, or in turns all others'.
 
     Attributes:
         k, v: "bhnd", of the stage that was taken last.
@@ -405,44 +474,51 @@ class _Arrivals:
 
     def __init__(
         self, plan: Plan, stages: Sequence[Stage], group: dist.ProcessGroup | None, k: Tensor,
-        v: Tensor, keeps: bool = False,
+        v: Tensor, turns: _Turns,
     ) -> None:  # fmt: skip
         self._plan, self._stages, self._group, self._k, self._v = plan, stages, group, k, v
+        self._turns = turns
         self.k, self.v = k, v
         # The own keys and values of the heads of a share, as they travel.
         self._sent: tuple[Piece, tuple[Tensor, ...]] | None = None
-        self._pending = _exchange.Pending()  # of k and v
-        self._next = k, v, self._pending
-        # With `keeps`, of all stages: what another stream reads must not be given back to this one.
-        self._kept: list[object] | None = [] if keeps else None
+        # Of the stages that were not taken yet, and in turns of all: k, v, and what brings them.
+        self._coming: list[tuple[Tensor, Tensor, _exchange.Pending]] = []
+        self._asked = 0  # stages whose messages were started
+        self._pending, self._behind = _exchange.Pending(), _exchange.Pending()
 
     def take(self, number: int, back: _Returned | None = None) -> None:
         """Turns to the keys of a stage. Starts the messages of the next one, and those of `back`
         with them: what one kernel of NCCL sends needs SMs once.
         """
-        k, v, self._pending = self._started(0, [], []) if number == 0 else self._next
-        self.k, self.v = k, v  # from here on the memory of the stage before is free
-        if self._kept is not None:
-            self._kept.append((k, v, self._pending))
-        sends, receives = ([], []) if back is None else (back.sends, back.receives)
-        self._next = self._started(number + 1, sends, receives)
+        if number == 0:
+            self._ask(1)
+        self.k, self.v, self._pending = self._coming[number] if self._turns else self._coming.pop()
+        self._behind = self._ask(len(self._stages) if self._turns else number + 2, back)
         if back is not None:
-            back.pending = self._next[2]
+            back.pending = self._behind
 
     def arrive(self) -> None:
-        """Lets the current stream wait for the keys of the stage that was turned to."""
+        """Lets the current stream wait for the keys of the stage that was taken."""
         self._pending.wait()
-        self._next[2].let_start()
+        self._behind.let_start()
 
-    def _started(
-        self, number: int, sends: Sequence[_exchange.Message], receives: Sequence[_exchange.Message]
-    ) -> tuple[Tensor, Tensor, _exchange.Pending]:
-        """k and v of a stage, if there is one of that number, with these messages under way."""
-        k, v = self._k, self._v
-        if number < len(self._stages):
-            k, v, more_sends, more_receives = self._prepare(number)
-            sends, receives = [*sends, *more_sends], [*receives, *more_receives]
-        return k, v, _exchange.start(self._group, sends, receives)
+    def _ask(self, end: int, back: _Returned | None = None) -> _exchange.Pending:
+        """Starts the messages of the stages up to `end`, and those of `back`, at once."""
+        sends, receives = ([], []) if back is None else ([*back.sends], [*back.receives])
+        made = []
+        for number in range(self._asked, min(end, len(self._stages))):
+            k, v, of_stage, to_stage = self._prepare(number)
+            made.append((k, v))
+            sends += of_stage
+            receives += to_stage
+        self._asked += len(made)
+        pending = _exchange.Pending()
+        if sends or receives:
+            with self._turns.sending():
+                pending = _exchange.start(self._group, sends, receives)
+        pending.after = self._turns.now()
+        self._coming += [(k, v, pending) for k, v in made]
+        return pending
 
     def _prepare(
         self, number: int
