@@ -500,6 +500,55 @@ def test_a_ring_has_the_keys_of_two_stages_at_a_time(
     assert counted.most == most  # two of each
 
 
+def test_all_gather_sends_from_the_buffer_that_it_computes_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rank's own rows are copied once."""
+    rows, ranks = 32, 3
+    k, v = torch.zeros(2, 1, 2, rows, 16).unbind(0)
+    shards = afd.Shards.contiguous(rows * ranks, ranks)
+    plan = _plan.make(shards, Mask(rows * ranks), 1, [range(ranks)], [(0, 2)])
+    said = []
+    monkeypatch.setattr(_exchange, "start", lambda *messages: said.append(messages) or Arriving([]))
+    turns = _stages._Turns(None)
+    keys = _stages._Arrivals(plan, plan.stages, None, k, v, turns)
+    with KeysInMemory(rows * 2 * 16 * 4, k, v) as counted:
+        keys.take(0)
+    assert counted.most == 0
+    _, sends, receives = said[0]
+    buffers = {x.untyped_storage().data_ptr() for x in (keys.k, keys.v)}
+    assert {x.untyped_storage().data_ptr() for _, x in (*sends, *receives)} == buffers
+    assert [rank for rank, _ in sends] == [2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 11])
+@pytest.mark.parametrize("back", [False, True])
+def test_shares_of_the_heads(heads: int, back: bool) -> None:
+    """Little work is one share; of much work a quarter is waited for; and there is room for two
+    shares of keys at a time, in the backward pass with their gradients.
+    """
+    shape = _cost.Shape(1, 8 * heads, heads, 128, 128, 2)
+
+    def shares(n: int, room: float) -> tuple[tuple[int, int], ...]:
+        shards = afd.Shards.zigzag(n, 2)
+        speeds = _cost.Speeds(room=room)
+        found = _cost.head_shares(shards, Mask(n, None, 0), shape, speeds, back=back)
+        assert found[0][0] == 0
+        assert found[-1][1] == heads
+        assert all(a[1] == b[0] and b[1] > b[0] for a, b in itertools.pairwise(found))
+        return found
+
+    assert len(shares(512, 8e9)) == 1
+    many = shares(65536, 8e9)
+    assert many[0][1] == -(-heads // 4)
+    assert len(many) <= _stages._MOST_TURNS
+    if back and heads > 1:
+        assert heads - many[-1][0] <= many[0][1]
+    row = 256 * (2 + 4 * back)  # bytes of a head
+    most = max(end - first for first, end in shares(65536, 2 * row * 32768 * 2))
+    assert most <= 2
+
+
 def test_float64_is_merged_by_plain_operations() -> None:
     """The kernel would read it as numbers of 16 bits."""
     parts = [torch.ones(1, 1, 2, 4, dtype=torch.float64) for _ in range(2)]

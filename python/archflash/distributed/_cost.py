@@ -162,10 +162,10 @@ def head_shares(
     widths = shape.element_bytes
     if back:
         seconds, widths = seconds * 2.5 / 2, widths + max(4, shape.element_bytes)
-    first = -(-heads // 4) if seconds > _SHARED_SECONDS else 0
-    last = max(first, heads - first) if back else heads
     row = shape.batch * (shape.d + shape.dv) * widths
     most = max(1, int(speeds.room / (2 * row * max(1, *traffic(shards, mask)[1]))))
+    first = min(-(-heads // 4), most) if seconds > _SHARED_SECONDS else 0
+    last = max(first, heads - first) if back else heads
     edges = sorted({0, first, *range(first, last, most), last, heads})
     return tuple(itertools.pairwise(edges))
 
@@ -217,7 +217,7 @@ def _gathering(
     if method == "ring":
         most = 3 * max(shards.rows(r) for r in range(ranks)) * row
     else:
-        most = int(2 * max(received, default=0) * largest)
+        most = int(max(received, default=0) * min(1, 2 * largest))
         if most > speeds.room:
             reason = f"its buffers are larger than {speeds.room / 1e9:.1f} GB"
     return Estimate(method, tuple(pairs), tuple(sent), tuple(received), most, slowest, reason)

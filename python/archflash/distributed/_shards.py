@@ -233,14 +233,17 @@ def make(shards: Shards | str, n: int, ranks: int) -> Shards:
                 f"rows and the group has {ranks} ranks: make them for these"
             )
         return shards
-    if shards == "contiguous":
-        return Shards.contiguous(n, ranks)
-    if shards == "zigzag":
-        return Shards.zigzag(n, ranks)
+    if shards in ("contiguous", "zigzag"):
+        return _named(shards, n, ranks)
     raise ValueError(
         f"shards is {shards!r}: it must be 'contiguous', 'zigzag', Shards, which has documents, "
         "or a tensor of positions"
     )
+
+
+@functools.lru_cache(64)  # the same in every layer of a step
+def _named(name: str, n: int, ranks: int) -> Shards:
+    return Shards.zigzag(n, ranks) if name == "zigzag" else Shards.contiguous(n, ranks)
 
 
 def _for_group(shards: Shards | str, n: int, group: dist.ProcessGroup | None) -> tuple[Shards, int]:
