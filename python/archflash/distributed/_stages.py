@@ -290,8 +290,8 @@ def backward(
     in float32 (float64 for float64).
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.zeros_like(q, dtype=q.dtype if plan.once else wide)
-    total = _buffer(plan.rows, k, v, wide).zero_()
+    dq = torch.empty_like(q, dtype=q.dtype if plan.once else wide)
+    total = _buffer(plan.rows, k, v, wide)
     turns = _turns_of(plan, plan.stages_back, group, q.device)
     keys = _Arrivals(plan, plan.stages_back, group, k, v, turns)
     back: _Returned | None = None
@@ -300,18 +300,23 @@ def backward(
         for number, stage in enumerate(plan.stages_back):
             # What the last stage gave travels with keys while this one is computed.
             keys.take(number, back)
-            here = total[:, :, slice(*stage.heads)]
+            heads = _query_heads(stage, q, k)
+            given = [None if x is None else x[:, heads] for x in (dout, q, out, lse, dlse, dq)]
+            if number % plan.stages_of_a_share == 0:
+                of_q = _Fresh(dq[:, heads], 2)
+                own = _Fresh(total[:, :, slice(*stage.heads)], 0)
             with turns.of(number):
                 keys.arrive()
                 alone = _alone(plan, stage)
                 if alone is not None:
-                    found = here[slice(*alone)]
+                    found = own.rows(*alone)
                 else:
-                    found = _buffer(stage.key_rows, keys.k, keys.v, wide).zero_()
-                heads = _query_heads(stage, q, k)
-                given = [None if x is None else x[:, heads] for x in (dout, q, out, lse, dlse, dq)]
-                _differentiate_in(plan, number, options, heads, given, keys, found)
-                following = _Returned(plan, stage, found, here, alone is None)
+                    found = _Fresh(_buffer(stage.key_rows, keys.k, keys.v, wide), 0)
+                _differentiate_in(plan, number, options, heads, given, keys, of_q, found)
+                following = _Returned(plan, stage, found, own, alone is None)
+                if (number + 1) % plan.stages_of_a_share == 0:
+                    of_q.clear()
+                    own.clear()
             if back is not None:
                 back.add()
             back = following
@@ -324,35 +329,73 @@ def backward(
     return dq, total
 
 
+class _Fresh:
+    """A gradient, and which of its rows hold nothing yet: the first call writes to them, others add
+    to what they hold.
+    """
+
+    def __init__(self, x: Tensor, dim: int) -> None:
+        self.x, self._dim = x, dim
+        self._left = [(0, x.shape[dim])]
+
+    def rows(self, start: int, end: int) -> _Fresh:
+        """Some rows, which count as written from here on."""
+        part = _Fresh(self.x.narrow(self._dim, start, end - start), self._dim)
+        part._left = [(a - start, b - start) for a, b in overlaps(self._left, [(start, end)])]
+        self.wrote(start, end)
+        return part
+
+    def holds_none(self, start: int, end: int) -> bool:
+        return any(a <= start and end <= b for a, b in self._left)
+
+    def wrote(self, start: int, end: int) -> None:
+        cut = [piece for a, b in self._left for piece in ((a, min(b, start)), (max(a, end), b))]
+        self._left = [(a, b) for a, b in cut if a < b]
+
+    def clear(self, start: int = 0, end: int | None = None) -> None:
+        """Lets rows that hold nothing hold 0."""
+        end = self.x.shape[self._dim] if end is None else end
+        for a, b in overlaps(self._left, [(start, end)]):
+            self.x.narrow(self._dim, a, b - a).zero_()
+        self.wrote(start, end)
+
+
 def _differentiate_in(
     plan: Plan, number: int, options: Options, heads: slice, given: Sequence[Any],
-    keys: _Arrivals, found: Tensor,
+    keys: _Arrivals, of_q: _Fresh, found: _Fresh,
 ) -> None:  # fmt: skip
-    """The gradients of the calls of a stage for its query heads; those of its keys are added to
-    `found`.
+    """The gradients of the calls of a stage for its query heads, those of its keys in `found`.
 
     Args:
         given: of these heads dout, q, out, lse, dlse or None, and dq.
+        of_q: the last of them.
     """
-    stage, (_, q, *_) = plan.stages_back[number], given
-    dk, dv = columns(found, keys.k.shape[-1])
-    for place, part in enumerate(_parts(stage, q)):
+    stage, all_keys = plan.stages_back[number], (0, plan.stages_back[number].key_rows)
+    calls = []
+    for place, part in enumerate(_parts(stage, given[1])):
         apart = part.call.apart if isinstance(part.call, Packed) else (part.call,)
         for which, call in enumerate(apart):
-            rows = slice(call.q0, call.q1)
-            key = (number % plan.stages_of_a_share, place, which)
-            arguments = _arguments(plan, stage, call, key, heads, options, q.device)
-            _differentiate(
-                arguments, call, [None if x is None else x[:, :, rows] for x in given],
-                keys.k, keys.v, dk, dv, options.deterministic,
-            )  # fmt: skip
+            span = (call.k0, call.k1) if isinstance(call, Dense) else all_keys
+            calls.append((call, (number % plan.stages_of_a_share, place, which), span))
+    # That of the most keys comes first: it can write all of their gradients.
+    for call, key, span in sorted(calls, key=lambda x: x[2][0] - x[2][1]):
+        rows = call.q0, call.q1
+        first = of_q.holds_none(*rows) and found.holds_none(*span)
+        for x, touched in ((of_q, rows), (found, span)):
+            (x.wrote if first else x.clear)(*touched)
+        arguments = _arguments(plan, stage, call, key, heads, options, given[1].device)
+        arguments |= {"accumulate": not first, "deterministic": options.deterministic}
+        parts = [None if x is None else x[:, :, slice(*rows)] for x in given]
+        _differentiate(arguments, call, parts, keys, found.x)
+    found.clear()
 
 
 def _differentiate(
-    arguments: dict[str, Any], call: Call, given: Sequence[Any], k: Tensor, v: Tensor,
-    dk: Tensor, dv: Tensor, deterministic: bool | None,
-) -> None:  # fmt: skip
+    arguments: dict[str, Any], call: Call, given: Sequence[Any], keys: _Arrivals, found: Tensor
+) -> None:
     dout, q, out, lse, dlse, dq = given
+    k, v = keys.k, keys.v
+    dk, dv = columns(found, k.shape[-1])
     if isinstance(call, Dense):
         k, v, dk, dv = (x[:, :, call.k0 : call.k1] for x in (k, v, dk, dv))
     if isinstance(call, Packed):
@@ -360,7 +403,7 @@ def _differentiate(
         lse, dlse = lse[0], None if dlse is None else dlse[0]
     attention_backward(
         dout, q, k, v, out, lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(),
-        dq=dq, dk=dk, dv=dv, accumulate=True, deterministic=deterministic, **arguments,
+        dq=dq, dk=dk, dv=dv, **arguments,
     )  # fmt: skip
 
 
@@ -569,25 +612,31 @@ class _Returned:
     """Gradients of a stage's keys on their way to the ranks that hold these."""
 
     def __init__(
-        self, plan: Plan, stage: Stage, found: Tensor, total: Tensor, adds_own: bool
+        self, plan: Plan, stage: Stage, found: _Fresh, own: _Fresh, adds_own: bool
     ) -> None:
-        self._total = total
-        self.sends = _messages(stage.keys, stage.receives, [found])
-        self._received = [
-            (rank, place, total.new_empty((place[1] - place[0], *total.shape[1:])))
-            for rank, pieces in stage.sends
-            for place in plan.local(pieces)
-        ]
-        self.receives = [(rank, x) for rank, _, x in self._received]
-        self.pending = _exchange.Pending()  # once these messages are under way
+        self._own = own.x
+        self.sends = _messages(stage.keys, stage.receives, [found.x])
         if adds_own:
             for (a, b), (start, end) in zip(
                 places(stage.keys, stage.own), plan.local(stage.own), strict=True
             ):
-                total[start:end] += found[a:b]
+                if own.holds_none(start, end):
+                    own.x[start:end] = found.x[a:b]
+                    own.wrote(start, end)
+                else:
+                    own.clear(start, end)
+                    own.x[start:end] += found.x[a:b]
+        self._received = []
+        for rank, pieces in stage.sends:
+            for start, end in plan.local(pieces):
+                own.clear(start, end)
+                x = own.x.new_empty((end - start, *own.x.shape[1:]))
+                self._received.append((rank, (start, end), x))
+        self.receives = [(rank, x) for rank, _, x in self._received]
+        self.pending = _exchange.Pending()  # once these messages are under way
 
     def add(self) -> None:
         """Adds what other ranks found, in the order of the plan."""
         self.pending.wait()
         for _, (start, end), x in self._received:
-            self._total[start:end] += x
+            self._own[start:end] += x
