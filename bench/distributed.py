@@ -21,7 +21,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,36 +290,40 @@ class Clock:
         return bool(over.item())
 
 
-def timed(call: Callable[[], Any], group: dist.ProcessGroup | None, samples: int) -> list[float]:
-    """Milliseconds of a call of the slowest rank, in rows of up to 25: so many samples, or one if
-    a call takes a second.
+def timed(
+    calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup | None, samples: int
+) -> list[list[float]]:
+    """Milliseconds of each call, of the slowest rank. The calls take turns, in rows of up to 25,
+    because a GPU that is hot is slower; of calls that take a second there is one sample.
     """
     on_gpu = torch.cuda.is_available()
-    taken, calls = [], 1
+    taken: list[list[float]] = [[] for _ in calls]
+    rows = [1] * len(calls)
     for sample in range(-1, samples):
-        dist.barrier(group)
-        if on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        passed = (time.perf_counter() - start) * 1e3 / calls
-        slowest = torch.tensor(passed, device="cuda" if on_gpu else "cpu")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-        if sample < 0:
-            calls = max(1, min(25, int(100 / slowest.item())))
-        else:
-            taken.append(slowest.item())
-        if taken and sum(taken) * calls > 1000:
-            break
+        for i, call in enumerate(calls):
+            if sum(taken[i]) * rows[i] > 1000:
+                continue
+            dist.barrier(group)
+            if on_gpu:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(rows[i]):
+                call()
+            if on_gpu:
+                torch.cuda.synchronize()
+            passed = (time.perf_counter() - start) * 1e3 / rows[i]
+            slowest = torch.tensor(passed, device="cuda" if on_gpu else "cpu")
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            if sample < 0:
+                rows[i] = max(1, min(25, int(100 / slowest.item())))
+            else:
+                taken[i].append(slowest.item())
     return taken
 
 
-def alone(problem: Problem, both: bool, scaling: str) -> float:
-    """TFLOP/s of one GPU in the whole call, or for weak scaling in one of as much work as each of
-    them has, while the others do the same.
+def alone(problem: Problem, both: bool, scaling: str) -> tuple[Callable[[], None], float]:
+    """The whole call on one GPU, or for weak scaling one of as much work as each GPU has; and its
+    operations.
     """
     parts = problem.ranks if problem.mask == "documents" else math.sqrt(problem.ranks)
     n = problem.n
@@ -340,14 +344,14 @@ def alone(problem: Problem, both: bool, scaling: str) -> float:
         if both:
             torch.autograd.grad(out, tensors, out.detach())
 
-    milliseconds = percentile(timed(call, problem.group, 5), 0.5)
-    return one.flops * (FLOPS_OF_BOTH if both else 1) / milliseconds / 1e9
+    return call, one.flops * (FLOPS_OF_BOTH if both else 1)
 
 
 def measure(
-    problem: Problem, candidate: Candidate, both: bool, samples: int
-) -> tuple[list[float], float]:
-    """Times of a candidate, and its error; it raises for one that is wrong."""
+    problem: Problem, candidate: Candidate, both: bool, samples: int,
+    others: Sequence[Callable[[], Any]],
+) -> tuple[list[list[float]], float]:  # fmt: skip
+    """Times of a candidate and of other calls, and its error; it raises for one that is wrong."""
     pieces = problem.shards(candidate.shards)
     tensors = [
         afd.shard(x, pieces, dim=2, group=problem.group)
@@ -369,7 +373,7 @@ def measure(
         error = worst.item()
         if not error < ERROR:
             raise ValueError(f"it is off by {error:.1e}")
-        return timed(call, problem.group, samples), error
+        return timed([call, *others], problem.group, samples), error
 
 
 def sizes_up_to(ranks: int) -> list[int]:
@@ -415,58 +419,71 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name() if on_gpu else "CPU", "torch": torch.__version__,
         "hq": HEADS, "hkv": HEADS_KV, "d": D, "dtype": "bf16",
     }  # fmt: skip
-    known: dict[tuple[Any, ...], tuple[list[float], float]] = {}
-    for tokens, size, mask, passes, scaling in itertools.product(
-        asked.tokens, sizes, asked.masks, asked.passes, asked.scaling
+    for tokens, size, mask, passes in itertools.product(
+        asked.tokens, sizes, asked.masks, asked.passes
     ):
-        if clock.is_over():
-            break
-        n = tokens * (size if scaling == "weak" else world)
-        both = passes == "both"
-        if me < size:
-            problem = Problem(n, mask, groups[size], me, size, device, torch.bfloat16)
-            ideal = alone(problem, both, scaling)
-            if me == 0:
-                print(
-                    f"{size} GPUs, {scaling}, {n} rows, {mask}, {passes}: one GPU {ideal:.1f} "
-                    "TFLOP/s"
-                )
-            for candidate in candidates(problem):
-                if asked.only not in candidate.name:
-                    continue
-                if clock.is_over(problem.group):
-                    break
+        # Of all GPUs weak and strong scaling are one call.
+        by_n: dict[int, list[str]] = {}
+        for scaling in asked.scaling:
+            by_n.setdefault(tokens * (size if scaling == "weak" else world), []).append(scaling)
+        for n, scalings in by_n.items():
+            if clock.is_over():
+                break
+            if me < size:
+                problem = Problem(n, mask, groups[size], me, size, device, torch.bfloat16)
                 row = facts | {
-                    "gpus": size, "scaling": scaling, "tokens": tokens, "n": n, "mask": mask,
-                    "passes": passes, "candidate": candidate.name,
+                    "gpus": size, "tokens": tokens, "n": n, "mask": mask, "passes": passes,
                 }  # fmt: skip
-                key = (n, size, mask, passes, candidate.name)
-                try:
-                    if key not in known:  # of all GPUs both kinds of scaling are one call
-                        known[key] = measure(problem, candidate, both, asked.samples)
-                except Exception as trouble:
-                    if me == 0:
-                        print(f"  {candidate.name:30} not measured: {str(trouble)[:200]}")
-                    continue
-                times, error = known[key]
-                p20, p50, p80 = (percentile(times, x) for x in (0.2, 0.5, 0.8))
-                speed = problem.flops * (FLOPS_OF_BOTH if both else 1) / p50 / 1e9 / size
-                row |= {
-                    "p20_ms": f"{p20:.3f}", "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}",
-                    "tflops_per_gpu": f"{speed:.1f}", "ideal_percent": f"{100 * speed / ideal:.1f}",
-                    "max_err": f"{error:.1e}",
-                }  # fmt: skip
-                if me == 0:
-                    print(
-                        f"  {candidate.name:30} {p50:9.3f} ms  {speed:6.1f} TFLOP/s a GPU  "
-                        f"{row['ideal_percent']:>5}% of ideal  error {row['max_err']}",
-                        flush=True,
-                    )
-                    if asked.out is not None:
-                        append(asked.out, row)
-        dist.barrier()
+                compare(problem, passes == "both", scalings, row, asked, clock)
+            dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def compare(
+    problem: Problem, both: bool, scalings: Sequence[str], row: dict[str, Any],
+    asked: argparse.Namespace, clock: Clock,
+) -> None:  # fmt: skip
+    """Prints and writes the rows of all candidates."""
+    factor = FLOPS_OF_BOTH if both else 1
+    ones = {scaling: alone(problem, both, scaling) for scaling in scalings}
+    ideals: dict[str, float] = {}  # TFLOP/s of one GPU, where calls are so long that one will do
+    if problem.rank == 0:
+        print(f"{problem.ranks} GPUs, {problem.n} rows, {problem.mask}, {row['passes']}")
+    for candidate in candidates(problem):
+        if asked.only not in candidate.name:
+            continue
+        if clock.is_over(problem.group):
+            break
+        asked_for = [scaling for scaling in scalings if scaling not in ideals]
+        others = [ones[scaling][0] for scaling in asked_for]
+        try:
+            (times, *of_one), error = measure(problem, candidate, both, asked.samples, others)
+        except Exception as trouble:
+            if problem.rank == 0:
+                print(f"  {candidate.name:30} not measured: {str(trouble)[:200]}")
+            continue
+        p20, p50, p80 = (percentile(times, x) for x in (0.2, 0.5, 0.8))
+        speed = problem.flops * factor / p50 / 1e9 / problem.ranks
+        found = dict(zip(asked_for, (percentile(x, 0.5) for x in of_one), strict=True))
+        speeds = {scaling: ones[scaling][1] / time / 1e9 for scaling, time in found.items()}
+        ideals |= {scaling: x for scaling, x in speeds.items() if found[scaling] > 100}
+        for scaling, ideal in (ideals | speeds).items():
+            if problem.rank != 0:
+                continue
+            made = row | {
+                "scaling": scaling, "candidate": candidate.name, "p20_ms": f"{p20:.3f}",
+                "p50_ms": f"{p50:.3f}", "p80_ms": f"{p80:.3f}", "tflops_per_gpu": f"{speed:.1f}",
+                "ideal_percent": f"{100 * speed / ideal:.1f}", "max_err": f"{error:.1e}",
+            }  # fmt: skip
+            print(
+                f"  {candidate.name:30} {p50:9.3f} ms  {speed:6.1f} TFLOP/s a GPU  "
+                f"{made['ideal_percent']:>5}% of one GPU's {ideal:.1f} ({scaling})  "
+                f"error {made['max_err']}",
+                flush=True,
+            )
+            if asked.out is not None:
+                append(asked.out, made)
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """Ring and all-gather: a rank's rows against keys of other ranks, a stage after the other, while
 the next stage's keys are under way.
 
-Keys and values travel with rows first, ``(rows, batch, heads, d)``: they are received where they
-belong in buffers of ascending global rows. Their gradients travel back in float32 as one tensor
-``(rows, batch, heads, d + dv)``, and are added up in an order that depends on the ranks alone.
+Keys and values travel with rows first, ``(rows, batch, heads, d)``, in all-gather as one tensor
+``(rows, batch, heads, d + dv)``: they are received where they belong in buffers of ascending global
+rows. Their gradients travel back in float32 as such a tensor, and are added up in an order that
+depends on the ranks alone.
 
 Beside the rank's own rows there are at most keys and values of two stages at a time: those that are
 computed with, and those under way; and in a ring the own ones once more where rows are not
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,41 +72,29 @@ def forward(
 
 
 class _Turns:
-    """Streams on which stages take turns beside the current one, and one that their messages wait
-    on; or the current stream for all.
+    """A stream on which stages take turns with the current one; or the current one for all.
 
     Shares of the heads take turns: while SMs compute the last tiles of one, others begin with the
-    next. The current stream waits for all of them at the end of the context. Until then what they
+    next. The current stream waits for the other one at the end of the context. Until then what both
     read is kept.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._streams = None if device is None else _streams(device)
+        self._beside = None if device is None else _stream_beside(device)
 
     def __bool__(self) -> bool:
-        return self._streams is not None
+        return self._beside is not None
 
-    def of(self, number: int) -> torch.cuda.StreamContext:
+    def of(self, number: int) -> contextlib.AbstractContextManager[None]:
         """The stream of a stage."""
-        beside = None if self._streams is None or number % 2 else self._streams[0]
-        return torch.cuda.stream(beside)
-
-    @contextlib.contextmanager
-    def sending(self) -> Iterator[None]:
-        """A stream that waits for what was launched up to here, and that no kernel waits for."""
-        if self._streams is None:
-            yield
-            return
-        beside, of_messages = self._streams
-        of_messages.wait_stream(torch.cuda.current_stream(self._device))
-        of_messages.wait_stream(beside)
-        with torch.cuda.stream(of_messages):
-            yield
+        if self._beside is None or number % 2:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._beside)
 
     def now(self) -> torch.cuda.Event | None:
         """The current stream up to here."""
-        if self._streams is None:
+        if self._beside is None:
             return None
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
@@ -114,13 +103,13 @@ class _Turns:
         return None
 
     def __exit__(self, *error: object) -> None:
-        for stream in self._streams or ():
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+        if self._beside is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._beside)
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 _MOST_TURNS = 3  # shares of the heads; there are more of them only for lack of memory
@@ -298,8 +287,9 @@ def backward(
     kept = []
     with turns:
         for number, stage in enumerate(plan.stages_back):
-            # What the last stage gave travels with keys while this one is computed.
-            keys.take(number, back)
+            # What the last stage gave travels with keys while this one is computed; in turns it
+            # does not wait for keys, which are there.
+            keys.take(number, None if turns else back)
             heads = _query_heads(stage, q, k)
             given = [None if x is None else x[:, heads] for x in (dout, q, out, lse, dlse, dq)]
             if number % plan.stages_of_a_share == 0:
@@ -317,14 +307,14 @@ def backward(
                 if (number + 1) % plan.stages_of_a_share == 0:
                     of_q.clear()
                     own.clear()
+                if turns or number + 1 == len(plan.stages_back):
+                    following.start(group)
             if back is not None:
                 back.add()
             back = following
             if turns:
                 kept.append(back)
         if back is not None:
-            with turns.sending():
-                back.pending = _exchange.start(group, back.sends, back.receives)
             back.add()
     return dq, total
 
@@ -478,19 +468,14 @@ def _ranges(plan: Plan, stage: Stage, device: torch.device) -> Tensor:
     return torch.searchsorted(torch.cat(ranges), wanted.contiguous()).int()
 
 
-def _travelling(x: Tensor) -> Tensor:
-    """k or v "bhnd" with rows first."""
-    return x.permute(2, 0, 1, 3)
-
-
 def columns(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v "bhnd" in a buffer."""
+    """k and v, or their gradients, "bhnd" in a buffer."""
     x = x.permute(1, 2, 0, 3)
     return x[..., :d], x[..., d:]
 
 
 def _buffer(rows: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """A buffer for the gradients of rows of k and v "bhnd"."""
+    """A buffer for rows of k and v "bhnd", or for their gradients."""
     return k.new_empty((rows, *k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=dtype)
 
 
@@ -523,7 +508,8 @@ class _Arrivals:
         self._turns = turns
         self.k, self.v = k, v
         # The own keys and values of the heads of a share, as they travel.
-        self._sent: tuple[Piece, tuple[Tensor, ...]] | None = None
+        self._sent: tuple[Piece, list[Tensor]] | None = None
+        self._together = plan.stages_of_a_share == 1
         # Of the stages that were not taken yet, and in turns of all: k, v, and what brings them.
         self._coming: list[tuple[Tensor, Tensor, _exchange.Pending]] = []
         self._asked = 0  # stages whose messages were started
@@ -555,11 +541,9 @@ class _Arrivals:
             sends += of_stage
             receives += to_stage
         self._asked += len(made)
-        pending = _exchange.Pending()
-        if sends or receives:
-            with self._turns.sending():
-                pending = _exchange.start(self._group, sends, receives)
-        pending.after = self._turns.now()
+        pending = _exchange.start(self._group, sends, receives)
+        if made:
+            pending.after = self._turns.now()
         self._coming += [(k, v, pending) for k, v in made]
         return pending
 
@@ -573,19 +557,16 @@ class _Arrivals:
         if alone is not None:
             k, v = (x[:, heads, slice(*alone)] for x in (self._k, self._v))
             return k, v, self._sends(stage, heads), []
-        own = [_travelling(x[:, heads]) for x in (self._k, self._v)]
-        buffers = [x.new_empty((stage.key_rows, *x.shape[1:])) for x in own]
-        for (a, b), (start, end) in zip(
-            places(stage.keys, stage.own), self._plan.local(stage.own), strict=True
-        ):
-            for buffer, x in zip(buffers, own, strict=True):
-                buffer[a:b] = x[start:end]
+        tensors, (k, v) = self._room(stage.key_rows, heads)
+        own = zip(places(stage.keys, stage.own), self._plan.local(stage.own), strict=True)
+        for (a, b), (start, end) in own:
+            k[:, :, a:b] = self._k[:, heads, start:end]
+            v[:, :, a:b] = self._v[:, heads, start:end]
         if all(overlaps(stage.own, pieces) == list(pieces) for _, pieces in stage.sends):
-            sends = _messages(stage.keys, stage.sends, buffers)
+            sends = _messages(stage.keys, stage.sends, tensors)
         else:
             sends = self._sends(stage, heads)
-        k, v = (x.permute(1, 2, 0, 3) for x in buffers)
-        return k, v, sends, _messages(stage.keys, stage.receives, buffers)
+        return k, v, sends, _messages(stage.keys, stage.receives, tensors)
 
     def _sends(self, stage: Stage, heads: slice) -> list[_exchange.Message]:
         """What a stage sends, from the rank's own keys and values as they travel."""
@@ -593,9 +574,23 @@ class _Arrivals:
             return []
         share = (heads.start, heads.stop)
         if self._sent is None or self._sent[0] != share:
-            own = (_travelling(x[:, heads]).contiguous() for x in (self._k, self._v))
-            self._sent = share, tuple(own)
+            k, v = self._k[:, heads], self._v[:, heads]
+            if self._together:
+                own, to = self._room(self._plan.rows, heads)
+                to[0].copy_(k), to[1].copy_(v)
+            else:
+                own = [x.permute(2, 0, 1, 3).contiguous() for x in (k, v)]
+            self._sent = share, own
         return _messages(self._plan.shards.pieces[self._plan.rank], stage.sends, self._sent[1])
+
+    def _room(self, rows: int, heads: slice) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """New tensors for keys and values as they travel, and both "bhnd" in them."""
+        k, v = self._k[:, heads], self._v[:, heads]
+        if self._together:
+            both = _buffer(rows, k, v, k.dtype)
+            return [both], columns(both, k.shape[3])
+        apart = [x.new_empty((rows, *x.shape[:2], x.shape[3])) for x in (k, v)]
+        return apart, (apart[0].permute(1, 2, 0, 3), apart[1].permute(1, 2, 0, 3))
 
 
 def _messages(
@@ -634,6 +629,9 @@ class _Returned:
                 self._received.append((rank, (start, end), x))
         self.receives = [(rank, x) for rank, _, x in self._received]
         self.pending = _exchange.Pending()  # once these messages are under way
+
+    def start(self, group: dist.ProcessGroup | None) -> None:
+        self.pending = _exchange.start(group, self.sends, self.receives)
 
     def add(self) -> None:
         """Adds what other ranks found, in the order of the plan."""
