@@ -315,7 +315,7 @@ def timed(
             slowest = torch.tensor(passed, device="cuda" if on_gpu else "cpu")
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
             if sample < 0:
-                rows[i] = max(1, min(25, int(100 / slowest.item())))
+                rows[i] = max(1, min(25, int(80 / slowest.item())))
             else:
                 taken[i].append(slowest.item())
     return taken

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.distributed_worker import run_ranks
 
 import archflash.distributed as afd
 from archflash import _merge
-from archflash.distributed import _cost, _exchange, _plan, _stages
+from archflash.distributed import _cost, _exchange, _neighbours, _plan, _stages
 from archflash.distributed._heads import Split
 from archflash.distributed._plan import Dense, Mask, Packed, Stage
 
@@ -555,6 +556,60 @@ def test_float64_is_merged_by_plain_operations() -> None:
     reason = _merge._why_not(parts, [torch.zeros(1, 1, 2)] * 2, simulated=True)
     assert reason is not None
     assert "float64" in reason
+
+
+# --- neighbours ---
+
+
+def met(ranks: int, seconds: float = 5.0) -> list[_neighbours.Neighbours | None]:
+    """What each rank gets, one thread for each."""
+    said: list[list[str]] = [[""] * ranks for _ in range(2)]
+    all_said = threading.Barrier(ranks)
+
+    def rank(number: int) -> _neighbours.Neighbours | None:
+        turns = iter(said)
+
+        def tell(text: str) -> list[str]:
+            texts = next(turns)
+            texts[number] = text
+            all_said.wait(10)
+            return texts
+
+        return _neighbours.meet(number, ranks, seconds, tell)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(rank, range(ranks)))
+
+
+def test_neighbours_tell_each_other_bytes_in_the_order_of_ranks() -> None:
+    found = met(3)
+    for text in ("abcd", "efgh"):
+        with ThreadPoolExecutor(3) as threads:
+            mine = [f"{text}{r}".encode() for r in range(3)]
+            said = list(threads.map(lambda x, y: x.gather(y), found, mine))  # type: ignore[union-attr]
+        assert said == [mine] * 3
+
+
+def test_a_neighbour_that_is_gone_or_late_is_an_error_on_the_others() -> None:
+    one, other, third = met(3, seconds=0.1)
+    assert one is not None
+    assert other is not None
+    assert third is not None
+    with pytest.raises(TimeoutError, match=r"rank 1 did not come within 0.1 s"):
+        one.gather(b"a")
+    with pytest.raises(OSError):  # noqa: PT011, its kind depends on who wrote first
+        other.gather(b"b")
+    with pytest.raises(OSError):  # noqa: PT011
+        third.gather(b"c")
+
+
+def test_ranks_of_two_hosts_have_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = itertools.count()
+    monkeypatch.setattr(_neighbours, "_host", lambda: f"host {next(hosts)}")
+    assert met(2) == [None, None]
+    monkeypatch.undo()
+    monkeypatch.setattr(_neighbours.tempfile, "tempdir", "/there/is/none")
+    assert met(2) == [None, None]
 
 
 # --- several processes ---

@@ -1,12 +1,16 @@
 """The ranks of a call agree on it before anything is sent, or all of them raise an error.
 
-Each rank tells the others a few numbers through a group on the CPU, which no GPU waits for. A rank
-whose arguments are refused says so, too, so that no other one waits for its keys.
+Each rank tells the others a few numbers through the CPU, which no GPU waits for: by sockets on one
+host, by gloo on several. A rank whose arguments are refused says so, too, so that no other one
+waits for its keys.
 """
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +24,28 @@ from archflash._errors import (
     NotCompiledError,
     UnsupportedError,
 )
+from archflash.distributed._neighbours import Neighbours, meet
 
 _KINDS: tuple[type[Exception], ...] = (
     ValueError, TypeError, UnsupportedError, ForcedImplementationError, NotCompiledError,
     RuntimeError,
 )  # fmt: skip
-# By group; None for one that sends tensors on the CPU itself: a group must not keep itself alive.
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Beside:
+    """What the ranks of a group agree through.
+
+    Attributes:
+        gloo: None for a group that sends tensors on the CPU itself: it must not keep itself alive.
+        neighbours: None where ranks are on several hosts.
+    """
+
+    gloo: Any
+    neighbours: Neighbours | None = None
+
+
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
 
 
 class GroupError(ArchflashError, RuntimeError):
@@ -98,15 +117,23 @@ def _gathered(
     group: dist.ProcessGroup | None, rows: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
     """The rows of all ranks of a group, in the order of the ranks."""
-    mine = torch.tensor(rows, dtype=torch.int64)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    flat = array("q", itertools.chain.from_iterable(rows))
+    size = flat.itemsize * len(flat)
+    width = len(rows[0])
     try:
-        _all_gather(group, parts, mine)
-    except RuntimeError as error:
+        neighbours = _beside_of(group).neighbours
+        if neighbours is not None and neighbours.takes(size):
+            said = array("q", b"".join(neighbours.gather(flat.tobytes())))
+        else:
+            mine = torch.tensor(flat, dtype=torch.int64)
+            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            _all_gather(group, parts, mine)
+            said = array("q", torch.cat(parts).tolist())
+    except (RuntimeError, OSError) as error:
         raise GroupError(
             f"not all ranks of the group came to this call of archflash.distributed: {error}"
         ) from error
-    return [tuple(row) for part in parts for row in part.tolist()]
+    return [tuple(said[i : i + width]) for i in range(0, len(said), width)]
 
 
 def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> list[str]:
@@ -126,7 +153,16 @@ def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> li
 def _all_gather(
     group: dist.ProcessGroup | None, parts: list[torch.Tensor], x: torch.Tensor
 ) -> None:
-    """Gathers tensors on the CPU from all ranks of a group.
+    """Gathers tensors on the CPU from all ranks of a group."""
+    gloo = _beside_of(group).gloo
+    if gloo is None:
+        dist.all_gather(parts, x, group=group)
+    else:
+        gloo.allgather([parts], [x]).wait()
+
+
+def _beside_of(group: dist.ProcessGroup | None) -> _Beside:
+    """What the ranks agree through.
 
     The first call for a group of NCCL, which all its ranks take part in, makes one with gloo beside
     it, and starts NCCL: later messages may leave out some ranks, which would not come to its start.
@@ -137,12 +173,19 @@ def _all_gather(
         backends = dict(x.split(":") for x in dist.get_backend_config(whole).split(","))
         if backends.get("cuda") == "nccl":
             dist.all_reduce(torch.zeros(1, device="cuda"), group=whole)
-        _beside[whole] = None if "cpu" in backends else gloo_beside(whole, next(iter(backends)))
-    gloo = _beside[whole]
-    if gloo is None:
-        dist.all_gather(parts, x, group=whole)
-    else:
-        gloo.allgather([parts], [x]).wait()
+        device = "cpu" if "cpu" in backends else next(iter(backends))
+        made = _beside[whole] = _Beside(None if device == "cpu" else gloo_beside(whole, device))
+        made.neighbours = meet(
+            whole.rank(), whole.size(), _timeout(whole, device).total_seconds(),
+            lambda text: _gathered_texts(whole, [text]),
+        )  # fmt: skip
+    return _beside[whole]
+
+
+def _timeout(group: dist.ProcessGroup, device: str) -> datetime.timedelta:
+    """device: a type that the group has a backend for."""
+    found: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
+    return found
 
 
 def gloo_beside(group: dist.ProcessGroup, device: str) -> Any:
@@ -153,12 +196,11 @@ def gloo_beside(group: dist.ProcessGroup, device: str) -> Any:
         device: a type that the group has a backend for.
     """
     store = dist.distributed_c10d._get_default_store()
-    timeout = group._get_backend(torch.device(device)).options._timeout
     return dist.ProcessGroupGloo(
         dist.distributed_c10d.PrefixStore(f"archflash/{group.group_name}", store),
         group.rank(),
         group.size(),
-        timeout,
+        _timeout(group, device),
     )
 
 
