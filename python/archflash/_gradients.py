@@ -436,10 +436,10 @@ def _of_these_keys(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, 
 
 def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
-    # Gradients that are added up in float32 must not be rounded before. On a GPU that would cost
-    # PyTorch its fused kernels.
-    adds_up = into.accumulate and into.dk.dtype == torch.float32 and not request.q.is_cuda
-    inside = torch.float32 if adds_up and request.q.element_size() == 2 else request.q.dtype
+    # Float32 gradients, which may be parts of a sum, must not be rounded before. On a GPU that would
+    # cost PyTorch its fused kernels.
+    is_wide = into.dk.dtype == torch.float32 and not request.q.is_cuda
+    inside = torch.float32 if is_wide and request.q.element_size() == 2 else request.q.dtype
     leaves = [x.detach().to(inside).requires_grad_() for x in (request.q, request.k, request.v)]
     options = _options.for_torch(request.options) | {"out": None, "return_lse": True}
     targets = [into.dq, into.dk, into.dv]
