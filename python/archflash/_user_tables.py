@@ -9,7 +9,6 @@ holds is its reader's affair.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from archflash import _archflash as _native
+from archflash import _posix
 
 VARIABLE = "ARCHFLASH_TABLES"  # names another folder than that of the user's home
 
@@ -218,7 +218,7 @@ def _locked(file: Path) -> Iterator[None]:
     is replaced.
     """
     with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _posix.lock(lock)
         yield
 
 
@@ -227,7 +227,7 @@ def _replace(file: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".new")
     try:
         with open(handle, "w") as new:
-            os.fchmod(handle, 0o644)  # other users may read it, as they may other files
+            _posix.let_others_read(handle)
             new.write(text)
         os.replace(name, file)
     except OSError:

@@ -1,8 +1,8 @@
 #include "torch_operators/torch_functions.h"
 
-#include <dlfcn.h>
-
 #include <string>
+
+#include "runtime/loaded_libraries.h"
 
 namespace archflash {
 namespace {
@@ -10,7 +10,7 @@ namespace {
 template <class Function>
 bool find_symbol(void* library, const char* name, Function& function) {
   if (library == nullptr) return false;
-  function = reinterpret_cast<Function>(dlsym(library, name));
+  function = reinterpret_cast<Function>(exported(library, name));
   return function != nullptr;
 }
 
@@ -21,8 +21,8 @@ bool find(void* library, const std::string& name, Function& function) {
 
 const TorchFunctions* find_functions() {
   static auto& f = *new TorchFunctions{};
-  void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  void* cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+  void* cpu = loaded_library("torch_cpu");
+  void* cuda = loaded_library("torch_cuda");
   const bool all =
       find(cpu, "delete_tensor_object", f.delete_tensor_object) &&
       find(cpu, "new_tensor_handle", f.new_tensor_handle) &&

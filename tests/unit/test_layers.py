@@ -13,7 +13,7 @@ ROOT = Path(archflash.__file__).parent
 # The lowest first. Modules of one row do not import one another; those of sim/ and cli/ stand in
 # rows of their own. The text in archflash/__init__.py says the same for readers.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_archflash", "_archflash_sim", "_errors", "_packed", "_pytorch_faults"),
+    ("_archflash", "_archflash_sim", "_errors", "_packed", "_posix", "_pytorch_faults"),
     ("_user_tables",),
     ("_block_masks", "_call_times", "_eager", "_flops", "_fused_kernels", "_schemas", "_strides"),
     ("_query_ranges",),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from archflash import _overrides, _registry
+from archflash import _overrides, _posix, _registry
 from archflash.verify import _worker
 from archflash.verify._jobs import CORRECTNESS
 from archflash.verify._setup import Item, Job, Setup
@@ -72,14 +70,13 @@ class Process:
         self._answers = os.fdopen(read, "rb", buffering=0)
         self._rest = b""
         self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, end() closes it
-        self.process = subprocess.Popen(
-            [sys.executable, *worker, str(write)],
+        self.process = _posix.start(
+            [sys.executable, *worker, str(write)], write,
             stdin=subprocess.PIPE, stdout=self.printed, stderr=subprocess.STDOUT,
-            pass_fds=[write], start_new_session=True, env=_overrides.environment_without(),
+            env=_overrides.environment_without(),
         )  # fmt: skip
         os.close(write)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._answers, selectors.EVENT_READ)
+        self._readable = _posix.Readable(self._answers)
         self._send(setup=setup.to_dict(), ahead=ahead)
 
     def give(self, job: Job, items: Iterable[Item]) -> None:
@@ -101,7 +98,7 @@ class Process:
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
-            if left <= 0 or not self._selector.select(left):
+            if left <= 0 or not self._readable.wait(left):
                 raise TimeoutError
             piece = os.read(self._answers.fileno(), 1 << 16)
             if not piece:
@@ -118,14 +115,13 @@ class Process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5 if soon else 0)
         status = self.process.poll()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        _posix.end_with_children(self.process)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the driver
             self.process.wait(KILL_WAIT)
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self._selector.close()
+        self._readable.close()
         self._answers.close()
         self.printed.seek(0)
         said = self.printed.read().decode(errors="replace")[-OUTPUT_END:].strip()
