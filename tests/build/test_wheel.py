@@ -7,11 +7,13 @@ import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench.on_the_spot import images_of
@@ -21,6 +23,7 @@ from archflash._packed import members
 
 from .conftest import ROOT, pip_wheel
 
+check_wheel: Any = runpy.run_path(str(ROOT / "_build" / "check_wheel.py"))
 MEGABYTE = 1 << 20
 # The PTX texts of each folder.
 FOLDER_TARGETS = {
@@ -108,6 +111,28 @@ def test_the_wheel_carries_the_package_and_its_types(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".so")} == modules
     for name in ("_archflash.pyi", "_archflash_sim.pyi", "py.typed"):
         assert names.count(f"archflash/{name}") == 1
+
+
+def test_every_file_of_the_wheel_belongs_there(wheel: Path) -> None:
+    assert check_wheel["wrong_files"](check_wheel["files_of"](wheel), str(ROOT)) == []
+
+
+def test_what_does_not_belong_into_a_wheel_is_told() -> None:
+    files = {"archflash/x.cu": b"", "archflash/_api.py": b"/here"}
+    told = ["archflash/x.cu does not belong there", "archflash/_api.py names /here"]
+    assert check_wheel["wrong_files"](files, "/here") == told
+    builds = {"a": b"12", "b": b"1", "c": b""}, {"a": b"132", "b": b"1"}
+    told = ["a differs in 2 of 2 bytes", "c is in one of them only"]
+    assert check_wheel["differences"](*builds) == told
+
+
+def test_the_bill_of_materials_names_every_file_and_licence(wheel: Path) -> None:
+    files = check_wheel["files_of"](wheel)
+    bill = check_wheel["bill_of_materials"](wheel, files)
+    named = {x["name"] for x in bill["components"] if x["type"] == "file"}
+    assert named == set(files)
+    assert all(x["licenses"] for x in bill["components"] if x["type"] == "library")
+    assert bill["metadata"]["component"]["licenses"] == [{"license": {"id": "BSD-3-Clause"}}]
 
 
 @pytest.mark.parametrize("folder", FOLDER_TARGETS)
