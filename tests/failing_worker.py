@@ -87,6 +87,7 @@ def same(found: list[Tensor], right: list[Tensor]) -> bool:
 
 def main(device: str) -> None:
     warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # gradients have the same bits, too
     library = ctypes.CDLL(None)
     refused = 0
     for name, call in calls_of(device).items():
