@@ -181,21 +181,18 @@ def _commit_of(folder: Path) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as docs/reliability.md has them."""
-    lines = [
-        "| tests | machine | passed | failed | also without archflash | refused | skipped | left |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
     described = {suite.name: suite.what for suite in SUITES}
+    first = rows[0]
+    lines = [
+        f"{first['machine']}, torch {first['torch'].split('+')[0]}, {first['date']}, archflash "
+        f"{first['commit']}:",
+        "",
+        "| tests, and their commit | passed | failed | alone | refused | skipped | left |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for row in rows:
-        cells = [
-            f"{described[row['suite']]} ({row['theirs']})",
-            f"{row['machine']}, torch {row['torch'].split('+')[0]}, {row['date']}, {row['commit']}",
-            *(
-                str(row[name])
-                for name in ("passed", "failed", "alone", "refused", "skipped", "left")
-            ),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [f"{described[row['suite']]} ({row['theirs']})"]
+        lines.append("| " + " | ".join([*cells, *(str(row[name]) for name in COUNTED)]) + " |")
     return "\n".join(lines)
 
 

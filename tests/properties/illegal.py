@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import archflash
+from archflash import _archflash as native
 from tests.core_set.checks import guarded_output
 from tests.properties.drawing import Problem
 from tests.properties.making import cache_call_of, call_of
@@ -75,15 +76,29 @@ def _refuses_gradients(call: Call, bad: Call, spoiled: str) -> None:
 
 
 def _raises(run: Callable[[], object], spoiled: str) -> None:
-    """The error is one of those that the documents name, and its message says which argument."""
-    said, what = "", spoiled.split()[0]
-    try:
-        run()
-    except (ValueError, TypeError, archflash.ForcedImplementationError) as error:
-        said = str(error)
+    """The error is one of those that the documents name, and its message says which argument. A
+    kernel that is forced refuses the call, too, before anything is launched.
+    """
+    said, what = _error_of(run), spoiled.split()[0]
     assert said, f"{spoiled}: no error"
     assert what in said, f"{spoiled}: the error does not name {what}: {said}"
     assert "incompatible function arguments" not in said, f"{spoiled}: {said}"
+    launched = []
+    native.set_simulate(lambda plan, tensors: launched.append(plan))
+    try:
+        with archflash.force("ampere"):
+            assert _error_of(run), f"{spoiled}: no error where ampere is forced"
+    finally:
+        native.set_simulate(archflash._simulate)
+    assert not launched, f"{spoiled}: something was launched"
+
+
+def _error_of(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except (ValueError, TypeError, archflash.ForcedImplementationError) as error:
+        return str(error)
+    return ""
 
 
 def _less(x: Tensor, dim: int) -> Any:
