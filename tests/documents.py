@@ -74,6 +74,9 @@ NOT_RUN = (
     ("python -m bench.report", "it rewrites documents; `make lint` runs it with --check"),
     ("python -m bench.measured", "it rewrites a file; `make lint` runs it with --check"),
     ("python -m tests.sim.fuzz", "it runs as long as it is told to"),
+    ("python -m tests.properties --executor gpu", "it needs a GPU; `make test` runs some problems"),
+    ("python -m tests.soak", "it runs as long as it is told to; tests/unit/test_soak.py runs it"),
+    ("python -m tests.others", "it needs others' files; tests/unit/test_others.py has some"),
     ("python -m pytest", "it runs tests, which `make test` does"),
     ("archflash demo", "it takes a minute; tests/unit/test_demo.py runs parts of it"),
 )
