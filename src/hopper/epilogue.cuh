@@ -38,7 +38,7 @@ template <class C>
 struct TileEnd {
   OutElement<C>* out_gmem;  // of the warp's first row
   float* lse_gmem;          // likewise; null where no LSE is asked for
-  int first_row;            // the warp's first row, in the tensor
+  int first_row;            // with STORES_BY_TMA: the warp's first row, in the tensor
   int rows;  // from the warp's first one to the end of the tile; may exceed the warp's
   device::RowEnd ends[2];  // of the rows lane / 4 + 8r
 
@@ -46,11 +46,18 @@ struct TileEnd {
   // v_factor: what the outputs are multiplied by.
   __device__ __forceinline__ TileEnd(const device::RowState<C>& state,
                                      const AttentionParams& params, const TileHead& at,
-                                     const Tile& tile, int warp_row, float v_factor = 1.0f)
-      : first_row(device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
-                  tile.first_row + warp_row),
-        rows(tile.end_row - tile.first_row - warp_row) {
-    if constexpr (!C::STORES_BY_TMA) find_places(params, at);
+                                     const Tile& tile, int warp_row, float v_factor = 1.0f) {
+    if constexpr (C::STORES_BY_TMA) {
+      first_row = device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
+                  tile.first_row + warp_row;
+      rows = tile.end_row - tile.first_row - warp_row;
+    } else {
+      lse_gmem = params.lse_gmem;
+      rows = tile.end_row - tile.first_row - warp_row;
+      find_places(params, at,
+                  device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
+                      tile.first_row + warp_row);
+    }
     const float sink = device::load_sink(params, at.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -60,12 +67,11 @@ struct TileEnd {
     }
   }
 
-  // Finds out_gmem and lse_gmem. With STORES_BY_TMA only few tiles need them.
-  __device__ __forceinline__ void find_places(const AttentionParams& params, const TileHead& at) {
-    const int64_t row = first_row;
+  // Finds where `row`, the warp's first one, goes. With STORES_BY_TMA only few tiles need that.
+  __device__ __forceinline__ void find_places(const AttentionParams& params, const TileHead& at,
+                                              int64_t row) {
     out_gmem = static_cast<OutElement<C>*>(params.out_gmem) + at.batch * params.out_batch +
                at.head * params.out_head + row * params.out_row;
-    lse_gmem = params.lse_gmem;
     if (lse_gmem != nullptr)
       lse_gmem += at.batch * params.lse_batch + at.head * params.lse_head + row;
   }
@@ -120,9 +126,8 @@ __device__ __forceinline__ void store_by_quads(const device::Outputs<C>& o_rmem,
 // Puts a warp's rows of outputs into `rows`, its own rows of Q's part of shared memory.
 template <class C>
 __device__ __forceinline__ void put_into_q(const device::Outputs<C>& o_rmem, const TileEnd<C>& end,
-                                           unsigned char* rows) {
+                                           unsigned char* rows, int lane) {
   using QTile = typename C::QTile;
-  const int lane = threadIdx.x % 32;
   const uint32_t row_smem =
       static_cast<uint32_t>(__cvta_generic_to_shared(rows)) + QTile::offset(lane % 16, lane / 16);
 #pragma unroll
@@ -144,7 +149,7 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
                                                 const HandBack& hand_back) {
   using QTile = typename C::QTile;
   const int lane = threadIdx.x % 32;
-  put_into_q<C>(o_rmem, end, rows);
+  put_into_q<C>(o_rmem, end, rows, lane);
   // mutants: zeros-without-keys
   __syncwarp();  // the warp's rows are complete before any lane reads them
   constexpr int CHUNKS = C::HEAD_DIM_V / 8;
@@ -177,7 +182,7 @@ __device__ __forceinline__ void store_by_tma(const device::Outputs<C>& o_rmem,
                                              const TileHead& at, unsigned char* rows) {
   using QTile = typename C::QTile;
   const AttentionParams& attention = params.call.attention;
-  put_into_q<C>(o_rmem, end, rows);
+  put_into_q<C>(o_rmem, end, rows, static_cast<int>(threadIdx.x % 32));
   ptx::fence_proxy_async_shared();  // the rows come before TMA reads them
   __syncwarp();                     // those of all lanes do
   const bool whole = end.rows >= C::WARP_ROWS;
@@ -315,7 +320,8 @@ __device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, TileE
     const TileHead at = blocks_message<C>(shared, q_ring.stage).head;
     store_by_tma<C>(o_rmem, end, all_params, at, q + warp_row * C::QTile::ROW_BYTES);
     if (attention.lse_gmem != nullptr) {
-      end.find_places(attention, at);
+      end.lse_gmem = attention.lse_gmem;
+      end.find_places(attention, at, end.first_row);
       end.store_lse();
     }
   } else if constexpr (finds_ends<C>()) {
