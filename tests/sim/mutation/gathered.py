@@ -158,10 +158,11 @@ class GatherTarget:
                 [100], nq=70, heads=(2, 1), page_size=16, capacity=112, causal=True,
                 key_indices=lists_of((1, 1, 2, 90), 100), **common,
             ),
-            # As many blocks as leave one alone, of which scores are capped too.
+            # As many blocks as leave one alone, of which scores are capped too; a row sees a few
+            # keys, so that each of them counts.
             "softcap, window": make(
-                [150, 130], nq=3, heads=(16, 1), page_size=16, capacity=160, softcap=1.5, scale=0.3,
-                window=(100, 0), key_indices=lists_of((1, 1, 3, 140), 150), **common,
+                [150, 130], nq=6, heads=(16, 1), page_size=16, capacity=160, softcap=1.5, scale=0.3,
+                window=(12, 0), key_indices=lists_of((1, 1, 6, 140), 150), **common,
             ),
             "huge scores": make(
                 [200, 40], heads=(40, 1), page_size=64, capacity=256, scale=1e7,
