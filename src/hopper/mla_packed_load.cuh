@@ -1,8 +1,8 @@
 // The producers of latent attention over listed rows that are packed (common/packed_rows.h). Four
 // warps load the e4m3 numbers of their rows to registers, multiply them by their scales, round
 // them to bf16 and store them where wgmma reads them; the columns that are bf16 already come by
-// cp.async. The next numbers are loaded as soon as others have been stored, so that loads are always
-// under way.
+// cp.async. The next numbers are loaded as soon as others have been stored, so that loads are
+// always under way.
 #pragma once
 
 #include <cstdint>
@@ -160,8 +160,7 @@ __device__ __forceinline__ void convert_latent_rows(const MlaPackedParams& param
         } else if (goes_on) {
           if (step + PAIR == STEPS) {  // from here on rows are those of the next block
             look_up(entry);
-            if (key - 2 * C::BLOCK_K >= first)
-              entry = list.entry(key - 2 * C::BLOCK_K + own_place);
+            if (key - 2 * C::BLOCK_K >= first) entry = list.entry(key - 2 * C::BLOCK_K + own_place);
           }
           load(step + PAIR - STEPS, 0);
         }

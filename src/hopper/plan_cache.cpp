@@ -103,8 +103,7 @@ void convert_cache(LaunchPlan& plan, const Problem& given, int32_t few_rows) {
 }  // namespace
 
 bool converts_cache(const Problem& given) {
-  return given.kv_cache && is_fp8(given.kv_dtype) && !is_fp8(given.dtype) &&
-         given.packed_rows == 0;
+  return given.kv_cache && is_fp8(given.kv_dtype) && !is_fp8(given.dtype) && given.packed_rows == 0;
 }
 
 Problem as_kernels_read_it(const Problem& given) {
