@@ -420,7 +420,9 @@ def made_for(kernel: str, target: str) -> list[str]:
         expected.append("IMMA.16832.S8.S8")
     if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla"):
         expected = [name.replace("UTMALDG.4D", "UTMALDG.5D") for name in expected]
-    if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla_gather"):
+    if kernel.startswith("hopper_attention_fwd_") and kernel.endswith(
+        ("_mla_gather", "_mla_packed")
+    ):
         expected = [name.replace("UTMALDG.4D", "LDGSTS.E.BYPASS.128") for name in expected]
     # By warps, not by TMA.
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith(("_d192", "_d256")):
