@@ -55,11 +55,18 @@ bool templates_are_strides(const Call& call) {
   return call.device_index >= 0 && torch().empty_strided_cuda.is_valid();
 }
 
+// Whether torch().empty_strided_cuda allocates on this device. CUDA's current device may be another
+// one: PyTorch does not make a device current that the process has not used.
+bool allocates_on(int device_index) {
+  if (device_index < 0 || !torch().empty_strided_cuda.is_valid()) return false;
+  const nb::object index = nb::steal(PyObject_CallNoArgs(torch().current_cuda_device.ptr()));
+  if (!index.is_valid()) throw nb::python_error();
+  return PyLong_AsLong(index.ptr()) == device_index;
+}
+
 nb::object make_result(nb::handle from, nb::handle q, int device_index) {
   if (!PyTuple_Check(from.ptr())) return torch().empty_like(from);
-  if (device_index < 0 || !torch().empty_strided_cuda.is_valid() ||
-      current_device() != device_index)
-    return new_empty_strided(q, from);
+  if (!allocates_on(device_index)) return new_empty_strided(q, from);
   nb::object made = nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
   if (!made.is_valid()) throw nb::python_error();
   return made;

@@ -194,8 +194,10 @@ const Torch& torch() {
     t->increment_version = module.attr("autograd").attr("graph").attr("increment_version");
     nb::object core = module.attr("_C");
     const nb::object guards = core.attr("_dynamo").attr("guards");
-    if (nb::hasattr(guards, "_empty_strided_cuda"))  // it makes a tensor on the current device
+    if (nb::hasattr(guards, "_empty_strided_cuda") && nb::hasattr(core, "_cuda_getDevice")) {
       t->empty_strided_cuda = guards.attr("_empty_strided_cuda");
+      t->current_cuda_device = core.attr("_cuda_getDevice");
+    }
     if (nb::hasattr(core, "_cuda_getCurrentRawStream"))
       t->raw_stream = core.attr("_cuda_getCurrentRawStream");
     t->exchange = find_exchange_table(t->tensor_type);

@@ -56,7 +56,9 @@ class Getter {
 struct Torch {
   nb::object tensor_type, parameter_type, dtype_type, empty_like, float32, uint8, strided;
   nb::object increment_version, is_functional;
-  nb::object empty_strided_cuda;  // torch's function of (sizes, strides, dtype); null without
+  // torch's function of (sizes, strides, dtype), and that of the device it allocates on; null
+  // without
+  nb::object empty_strided_cuda, current_cuda_device;
   Getter is_neg, is_inference, data_ptr;
   nb::object dtypes[DTYPE_COUNT];  // by DType
   nb::object raw_stream;  // torch._C._cuda_getCurrentRawStream, where the exchange table is missing

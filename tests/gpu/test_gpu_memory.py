@@ -5,6 +5,7 @@ the memory that gradients need beside PyTorch's.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,7 @@ def test_torch_dequantises_float8(fp8: torch.dtype) -> None:
 def peak_of(call: Callable[[], Any]) -> int:
     """The most bytes that a call needs at a time beyond what is there before it."""
     call()  # loads kernels, whose code takes memory, and makes the handles of libraries
+    gc.collect()  # tensors of other tests that were freed during the call would be taken off
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
