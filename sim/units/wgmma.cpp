@@ -73,6 +73,7 @@ void MatrixQueue::issue(const WgmmaShape& shape, const Ref* refs, uint64_t a, ui
     open_tile(warp_, cta, "matrix A of wgmma", entry.a, clock_);
   }
   entries_.push_back(entry);
+  for (int i = 0; i < entry.registers(); ++i) ++touch(refs[i]).products;
   warp_.watch_registers(true);
   const Mode mode = cta.options().mode;
   if (mode == Mode::Eager || (mode != Mode::Lazy && cta.random().below(2))) {
@@ -95,6 +96,9 @@ void MatrixQueue::wait(uint32_t groups) {
   run_up_to(count);
   if (count == 0) return;
   if (warp_.cta().traced()) trace_wait(count);
+  for (size_t i = 0; i < count; ++i) {
+    for (int k = 0; k < entries_[i].registers(); ++k) --touch(entries_[i].refs[k]).products;
+  }
   const Clock done = entries_[count - 1].clock;
   entries_.erase(entries_.begin(), entries_.begin() + static_cast<std::ptrdiff_t>(count));
   if (RaceDetector* races = warp_.cta().races()) {
@@ -130,20 +134,28 @@ void MatrixQueue::check_fence(const WgmmaShape& shape, const Ref* refs) {
   }
 }
 
+MatrixQueue::Touch& MatrixQueue::touch(Ref reg) {
+  const size_t place = reg / REGISTER_BYTES;
+  if (place >= touches_.size()) touches_.resize(place + 1);
+  return touches_[place];
+}
+
 void MatrixQueue::check_registers(uint32_t pc) {
   const Kernel& kernel = warp_.cta().kernel();
   const Ref* const operands = kernel.code[pc].operands;
   const size_t count = kernel.operand_counts[pc];
+  bool of_products = false;
   for (size_t k = 0; k < count; ++k) {
     if (operands[k] & CONSTANT) continue;
-    const size_t place = operands[k] / REGISTER_BYTES;
-    if (place >= touches_.size()) touches_.resize(place + 1);
-    touches_[place] = {fences_, pc};
+    Touch& touched = touch(operands[k]);
+    touched.fences = fences_;
+    touched.pc = pc;
+    of_products |= touched.products != 0;
   }
+  if (!of_products) return;
   for (const Entry& entry : entries_) {
-    const auto results = static_cast<size_t>(entry.shape->d_registers());
-    const size_t all = results + (entry.shape->a_registers ? 4 : 0);
-    for (size_t i = 0; i < all; ++i) {
+    const int results = entry.shape->d_registers();
+    for (int i = 0; i < entry.registers(); ++i) {
       for (size_t k = 0; k < count; ++k) {
         if (operands[k] != entry.refs[i]) continue;
         // Other instructions may read what a product only reads.

@@ -56,10 +56,21 @@ class MatrixQueue {
     Clock clock;
     uint32_t pc;
     uint64_t issued = 0, ended = 0;  // times, for the trace
+
+    int registers() const { return shape->d_registers() + (shape->a_registers ? 4 : 0); }
+  };
+
+  // A register: its last use by another instruction, as how many fences were before it and which
+  // instruction it was; and how many products that no wait has covered have it.
+  struct Touch {
+    uint32_t fences = 0;
+    uint32_t pc = 0;
+    uint32_t products = 0;
   };
 
   void run_up_to(size_t count);
   void trace_wait(size_t count);
+  Touch& touch(Ref reg);
   void check_fence(const WgmmaShape& shape, const Ref* refs);
   void run(const Entry& entry);
   void run_fp8(const Entry& entry);
@@ -68,12 +79,6 @@ class MatrixQueue {
   std::deque<Entry> entries_;
   Clock clock_ = 0;
   uint32_t fences_ = 0;
-  // The last use of a register by another instruction: how many fences were before it, and which
-  // instruction it was.
-  struct Touch {
-    uint32_t fences = 0;
-    uint32_t pc = 0;
-  };
   std::vector<Touch> touches_;  // by place of the register
   uint64_t history_ = 0;
 };
