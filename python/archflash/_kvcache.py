@@ -295,6 +295,7 @@ def serve(
     prepared: dict[int, Any],
     batch: Batch,
     out: Tensor | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> Any:
     """`attention_with_kvcache` for the layers of a server's model, whose calls have most in common:
     a batch is read once, and a layer's options are those that `values_of` made once, which takes
@@ -306,6 +307,8 @@ def serve(
         batch: cu_seqlens_q, max_seqlen_q, cache_seqlens and page_table. All layers give the same
             tuple; its tensors are read by the first of a kind alone. Who changes their memory or
             the numbers in it clears `prepared`, unless a CUDA graph is replayed with them.
+        shape: that of q, where q is given as (rows, heads * d); the result is then (rows, heads *
+            dv). Without `out` and return_lse.
     """
     known = prepared.get(kind)
     plain = not _is_grad_enabled() and not _always_check and is_eager()
@@ -313,6 +316,9 @@ def serve(
         result = known(q, k_cache, v_cache, values, out, batch, _forced())
         if result is not NotImplemented:
             return result
+    if shape is not None:
+        result = serve(q.reshape(shape), k_cache, v_cache, values, kind, prepared, batch)
+        return result.reshape(q.shape[0], result.shape[-2] * result.shape[-1])
     values = values.copy()
     values[_OUT] = out
     for place, value in zip(_OF_BATCH, batch, strict=True):

@@ -30,14 +30,31 @@ void PreparedCall::Like::set(nb::handle tensor, const char* name) {
   std::copy_n(view.strides, view.ndim, strides);
 }
 
-bool PreparedCall::Like::fits(const TensorView& other) const {
+bool PreparedCall::Like::is_of_kind(const TensorView& other) const {
   return align == alignment(other.data) && view.device_kind == other.device_kind &&
          view.device_index == other.device_index && view.is_float == other.is_float &&
          (!view.is_float || view.dtype == other.dtype) && view.is_int32 == other.is_int32 &&
          view.is_bool == other.is_bool && view.is_int64 == other.is_int64 &&
-         view.is_int8 == other.is_int8 && view.ndim == other.ndim && other.has_storage &&
-         !other.lazy && std::equal(shape, shape + view.ndim, other.shape) &&
-         std::equal(strides, strides + view.ndim, other.strides);
+         view.is_int8 == other.is_int8 && other.has_storage && !other.lazy;
+}
+
+bool PreparedCall::Like::fits(const TensorView& other) const {
+  return view.ndim == other.ndim && std::equal(shape, shape + view.ndim, other.shape) &&
+         std::equal(strides, strides + view.ndim, other.strides) && is_of_kind(other);
+}
+
+bool PreparedCall::Like::fits_flat(const TensorView& other) const {
+  const int heads = view.ndim - 2, columns = view.ndim - 1;
+  if (other.ndim != 2 || heads < 1 || other.strides[1] != 1 || strides[columns] != 1 ||
+      other.shape[1] != shape[heads] * shape[columns])
+    return false;
+  if (shape[heads] > 1 && strides[heads] != shape[columns]) return false;
+  int64_t rows = 1, stride = other.strides[0];
+  for (int i = heads - 1; i >= 0; --i) {
+    if (shape[i] > 1 && strides[i] != rows * stride) return false;
+    rows *= shape[i];
+  }
+  return rows == other.shape[0] && is_of_kind(other);
 }
 
 bool PreparedCall::replace(nb::handle tensor, const char* name, const Like& like, Operand operand,
@@ -67,6 +84,7 @@ PreparedCall::PreparedCall(const Arguments& arguments, const Call& call,
     if (operand && is_plain_tensor(value)) of_options_[i].set(value, OPTIONS[i].name);
     options_.append(operand == Operand::Out ? nb::none() : nb::borrow(value));
   }
+  if (!gives_out_ && !call_.problem.want_lse) flat_.out = template_of_flat_out(call_);
 }
 
 nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
@@ -78,8 +96,16 @@ nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handl
   const bool same_batch = batch.is(batch_);
   if (!implementation.is(implementation_) || a.out.is_none() == gives_out_) return no;
   Call call = call_;
-  if (!replace(q, "q", q_, Operand::Q, call) || !replace(k, "k_cache", k_, Operand::K, call) ||
-      !replace(v, "v_cache", v_, Operand::V, call))
+  bool is_flat = false;
+  if (flat_.out.is_valid() && out.is_none() && is_plain_tensor(q)) {
+    TensorView view;
+    read_tensor(q, "q", view);
+    is_flat = q_.fits_flat(view);
+    call.addresses[static_cast<int>(Operand::Q)] = view.data;
+  }
+  const Templates& like = is_flat ? flat_ : like_;
+  if ((!is_flat && !replace(q, "q", q_, Operand::Q, call)) ||
+      !replace(k, "k_cache", k_, Operand::K, call) || !replace(v, "v_cache", v_, Operand::V, call))
     return no;
   for (int i = 0; i < OPTION_COUNT; ++i) {
     if (same_batch && OF_BATCH[i]) continue;
@@ -94,9 +120,9 @@ nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handl
   const LaunchPlan& plan = *plan_->plan;
   if (!same_batch || call.device_index < 0 || plan.workspace_bytes == 0 ||
       plan.workspace_bytes > Shared::MOST_BYTES)
-    return archflash::run(*plan_, a, call, like_);
+    return archflash::run(*plan_, a, call, like);
   Outputs outputs;
-  allocate_outputs(a, call, outputs, like_);
+  allocate_outputs(a, call, outputs, like);
   if (!launch_layer(call)) {
     allocate_workspace(plan, a.q, call, outputs, false);
     execute(*plan_, call.addresses, call.device_index, current_stream(call.device_index));

@@ -25,7 +25,9 @@ class PreparedCall {
   // differs in more than the addresses of its tensors: then it has to be read
   // as a whole. options: their `out` and those of `batch` do not count. With
   // the very tuple of the prepared call its tensors are not read again: their
-  // memory and the numbers in it must be those of then.
+  // memory and the numbers in it must be those of then. q may also have its
+  // heads and columns in one dimension and its rows in another, as servers have
+  // it; the output that is allocated has them likewise.
   nb::object run(nb::handle q, nb::handle k, nb::handle v, nb::handle options, nb::handle out,
                  nb::handle batch, nb::handle implementation) const;
 
@@ -52,6 +54,10 @@ class PreparedCall {
 
     void set(nb::handle tensor, const char* name);
     bool fits(const TensorView& other) const;
+    // But for shape and strides.
+    bool is_of_kind(const TensorView& other) const;
+    // Whether this is the other one, (rows, heads * columns), in other dimensions.
+    bool fits_flat(const TensorView& other) const;
   };
   // Puts the address of a tensor into a call; false if it is not like that of
   // the prepared one. same: it is that tensor, whose memory may be another
@@ -61,7 +67,8 @@ class PreparedCall {
 
   Call call_;
   std::shared_ptr<PreparedPlan> plan_;
-  Templates like_;
+  Templates like_,
+      flat_;  // flat_: of q in two dimensions; its `out` is null where that is not served
   nb::object batch_, implementation_;
   nb::list options_;  // those of the prepared call, without `out`
   bool gives_out_;

@@ -92,6 +92,19 @@ nb::object template_of_out(nb::handle q, const Call& call) {
   return without_memory(allocate_out(q, call));
 }
 
+nb::object template_of_flat_out(const Call& call) {
+  int64_t rows = 1, size = 1;
+  const int last = call.out_ndim - 1;
+  for (int i = last; i >= 0; --i) {
+    if (call.out_shape[i] > 1 && call.out_strides[i] != size) return {};
+    size *= call.out_shape[i];
+    if (i < last - 1) rows *= call.out_shape[i];
+  }
+  const int64_t columns = call.out_shape[last - 1] * call.out_shape[last];
+  const int64_t shape[] = {rows, columns}, strides[] = {columns, 1};
+  return strided(2, shape, strides, call.problem.out_dtype);
+}
+
 nb::object template_of_lse(nb::handle q, const Call& call, bool column) {
   const Problem& p = call.problem;
   if (!templates_are_strides(call)) {

@@ -25,6 +25,9 @@ struct Templates {
 // The template of an output, and that of a log-sum-exp. `column`: the log-sum-exp has a last
 // dimension of size 1.
 nb::object template_of_out(nb::handle q, const Call& call);
+// That of an output with rows in one dimension and the columns of all heads in another; null where
+// it would not lie so in memory.
+nb::object template_of_flat_out(const Call& call);
 nb::object template_of_lse(nb::handle q, const Call& call, bool column);
 
 // What a call writes. Null where nothing is asked for.

@@ -83,6 +83,29 @@ def test_outputs_are_allocated_where_none_is_given() -> None:
         assert torch.equal(*result)
 
 
+@pytest.mark.parametrize("apart", [0, 64])
+def test_queries_may_have_heads_and_columns_in_one_dimension(apart: int) -> None:
+    """Also where rows lie apart, as in a tensor that has keys behind them."""
+    first, other = Layer(0, out=None), Layer(1, out=None)
+    for layer in (first, other):
+        wide = torch.randn(2, 2 * 64 + apart).to(torch.bfloat16)
+        layer.q = wide[:, :128].view(2, 1, 2, 64)
+    call = prepared(first)
+    flat = other.q.as_strided((2, 128), (128 + apart, 1))
+    result = call(flat, other.k, other.v, other.values, None, other.batch, KERNEL)
+    assert torch.equal(result, other.expected().view(2, 128))
+    for wrong in (flat[:1], flat[:, :64], flat.T, flat.clone()[:, :127]):
+        given = (wrong, other.k, other.v, other.values, None, other.batch, KERNEL)
+        assert call(*given) is NotImplemented
+    known: dict[int, Any] = {}
+    with torch.no_grad(), archflash.force(KERNEL):
+        for _ in range(2):  # the first call is read as a whole
+            out = serve(
+                flat, other.k, other.v, other.values, 0, known, other.batch, None, (2, 1, 2, 64)
+            )
+            assert torch.equal(out, result)
+
+
 def _shifted(x: Tensor) -> Tensor:
     """The same numbers 8 bytes further on."""
     longer = torch.empty(x.numel() + 4, dtype=x.dtype)

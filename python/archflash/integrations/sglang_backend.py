@@ -346,6 +346,11 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
                     batch.in_common[of_window] = in_common
                 known.values[_SINKS], known.values[_RETURN_LSE] = sinks, with_lse
                 k_cache, v_cache = caches
+                if not with_lse:
+                    return serve(
+                        q, k_cache, v_cache, known.values, known.kind, batch.prepared, in_common,
+                        None, rows,
+                    )  # fmt: skip
                 result = serve(
                     q.reshape(rows), k_cache, v_cache, known.values, known.kind, batch.prepared,
                     in_common,
