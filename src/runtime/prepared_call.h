@@ -67,8 +67,8 @@ class PreparedCall {
 
   Call call_;
   std::shared_ptr<PreparedPlan> plan_;
-  Templates like_,
-      flat_;  // flat_: of q in two dimensions; its `out` is null where that is not served
+  Templates like_;
+  Templates flat_;  // for q in two dimensions; without `out` where that is not served
   nb::object batch_, implementation_;
   nb::list options_;  // those of the prepared call, without `out`
   bool gives_out_;
