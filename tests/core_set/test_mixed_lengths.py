@@ -116,6 +116,25 @@ def test_a_plan_serves_other_lengths(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_layers_of_a_batch_share_all_but_the_counters(kernel: str) -> None:
+    """tests/gpu/test_gpu_batches.py runs them."""
+    plan = planned(kernel, mixed([300, 40], [140, 1], heads=(4, 2)))
+    fields = plan.to_dict()
+    order, attention = fields["launches"]
+    assert (order["of_batch"], attention["of_batch"]) == (True, False)
+    counters = [
+        x
+        for x in attention["pointers"]
+        if x["operand"] == "workspace" and x["addend"] < fields["counter_bytes"]
+    ]
+    done, taken = sorted(x["addend"] for x in counters)
+    assert done == 0
+    assert taken + 16 == fields["counter_bytes"]
+    with pytest.raises(ValueError, match="'counter_bytes' is -1: it must be between 0 and"):
+        native.LaunchPlan.unchecked_from_dict(fields | {"counter_bytes": -1})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_wrong_lengths_touch_nothing_outside(kernel: str) -> None:
     """Where they say that sequences overlap, several CTAs write to one row: on the simulator a
     race, and nothing else.
