@@ -133,7 +133,7 @@ def ours(method: str, problem: Problem, shards: str) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if ends is not None:
-            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
         out: Tensor = afd.attention(
             q, k, v, shards=held, causal=problem.causal, cu_seqlens=ends, method=method, **where
         )

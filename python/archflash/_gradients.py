@@ -436,8 +436,8 @@ def _of_these_keys(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, 
 
 def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
-    # Float32 gradients, which may be parts of a sum, must not be rounded before. On a GPU it would
-    # cost PyTorch its fused kernels.
+    # Float32 gradients, which may be parts of a sum, must not be rounded before. On a GPU that
+    # would cost PyTorch its fused kernels.
     is_wide = into.dk.dtype == torch.float32 and not request.q.is_cuda
     inside = torch.float32 if is_wide and request.q.element_size() == 2 else request.q.dtype
     leaves = [x.detach().to(inside).requires_grad_() for x in (request.q, request.k, request.v)]

@@ -55,6 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_replacing",),
     ("_overrides",),
     ("_sdpa",),
+    ("distributed._neighbours",),
     ("distributed._agree", "distributed._shards"),
     ("distributed._exchange",),
     ("distributed._plan",),

@@ -273,7 +273,8 @@ class _Call:
             results = results[0].index_select(2, back), results[1].index_select(2, back)
         out, lse = results
         if self.packed:
-            out, lse = out[0].transpose(0, 1), lse[0]
+            # Not [0], whose gradient is filled with 0 and then copied to.
+            out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
         elif self.layout == "bnhd":
             out = out.transpose(1, 2)
         return (out, lse) if return_lse else out

@@ -16,6 +16,7 @@ _MOST_RANKS = 16  # each rank has a socket to every other one
 _MOST_BYTES = 4096  # of a rank at once, which fit into the buffer of a socket
 _PATIENCE = 2e-3  # seconds in which a rank looks for the others before it lets the system wake it
 _MEETING = 10.0  # seconds in which the ranks connect at first
+_let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))  # macOS has none
 
 
 class Neighbours:
@@ -63,7 +64,7 @@ class Neighbours:
                         f"rank {rank} did not come within {self._seconds:g} s"
                     ) from None
                 if now < patient:
-                    os.sched_yield()
+                    _let_others_run()
                 else:
                     select.select([self._sockets[rank]], [], [], end - now)
                 continue

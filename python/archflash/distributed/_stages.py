@@ -523,6 +523,9 @@ class _Arrivals:
             self._ask(1)
         self.k, self.v, self._pending = self._coming[number] if self._turns else self._coming.pop()
         self._behind = self._ask(len(self._stages) if self._turns else number + 2, back)
+        if number == 0:
+            # Attention on all SMs would let copies wait, and the messages that wait for these.
+            self._pending.after = self._behind.after = self._turns.now()
         if back is not None:
             back.pending = self._behind
 
@@ -542,8 +545,6 @@ class _Arrivals:
             receives += to_stage
         self._asked += len(made)
         pending = _exchange.start(self._group, sends, receives)
-        if made:
-            pending.after = self._turns.now()
         self._coming += [(k, v, pending) for k, v in made]
         return pending
 
