@@ -393,7 +393,8 @@ def main() -> int:
     parser.add_argument("--passes", type=functools.partial(words, str), default=["forward", "both"])
     parser.add_argument("--scaling", type=functools.partial(words, str), default=["weak", "strong"])
     parser.add_argument("--gpus", type=functools.partial(words, int), help="numbers of GPUs")
-    parser.add_argument("--only", default="", help="candidates whose name has this")
+    parser.add_argument("--only", type=functools.partial(words, str), default=[""],
+                        help="candidates whose name has one of these")  # fmt: skip
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--time", type=float, default=3600.0, help="seconds at most")
     parser.add_argument("--out", type=Path, metavar="CSV", help="append rows to it")
@@ -451,7 +452,7 @@ def compare(
     if problem.rank == 0:
         print(f"{problem.ranks} GPUs, {problem.n} rows, {problem.mask}, {row['passes']}")
     for candidate in candidates(problem):
-        if asked.only not in candidate.name:
+        if not any(x in candidate.name for x in asked.only):
             continue
         if clock.is_over(problem.group):
             break
