@@ -43,15 +43,25 @@ def test_a_wrong_word_is_refused_with_all_right_ones(value: object) -> None:
         archflash.approximate(value).__enter__()  # type: ignore[arg-type]
 
 
-def test_explain_tells_the_error_and_that_the_speed_is_unmeasured() -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("int8", ["in int8", "about 1.5%", "at most 2% with outlier"]),
+        ("int8_pv", ["p v in int8", "about 1.5%", "3% with outlier rows in v"]),
+        ("fp16_accumulate", ["fp16 sums", "about 0.1%"]),
+        ("nvfp4", ["four bits", "14 to 28%", "37%, cosine 0.93 with outlier channels in k"]),
+    ],
+)
+def test_explain_tells_the_error_and_that_the_speed_is_unmeasured(
+    name: str, words: list[str]
+) -> None:
     q = meta()
-    decision = archflash.explain(q, q, q, device="H200", approximate="int8")
+    decision = archflash.explain(q, q, q, device="RTX 5090", approximate=name)
     assert decision.plan is not None
     note = dict(decision.plan.notes)["approximate"]
-    assert "in int8" in note
-    assert "about 1.5%" in note
-    assert "unmeasured" in note
-    assert "approximate='int8'" in str(decision)
+    for word in (*words, "unmeasured"):
+        assert word in note
+    assert f"approximate='{name}'" in str(decision)
 
 
 def test_a_kernel_without_it_says_so_and_what_to_do() -> None:
