@@ -388,8 +388,8 @@ __device__ __forceinline__ void convert_v_to_int8(const ConvertParams& params,
       key_gmem[inputs.keys] = ptx::lg2_approx_ftz(scale);
       key_gmem[2 * inputs.keys] = inverse;
     }
-    ptx::st_global_v4_b32(bytes_gmem + row * inputs.v_columns, words[0], words[1], words[2],
-                          words[3]);
+    ptx::st_global_v4_b32(bytes_gmem + static_cast<int64_t>(row) * inputs.v_columns, words[0],
+                          words[1], words[2], words[3]);
   }
 }
 
