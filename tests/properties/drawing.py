@@ -14,12 +14,7 @@ Given = dict[str, Any]
 
 FLOATS = ("float32", "float16", "bfloat16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
-APPROXIMATE = (
-    "fp16_accumulate",
-    "int8",
-    "int8_pv",
-    "int8_qk",
-)  # the rule of nvfp4 is one of averages
+APPROXIMATE = ("fp16_accumulate", "int8", "int8_pv", "int8_qk", "nvfp4")
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33)  # half of them; the others are up to 300
 EDGES = (63, 64, 65, 100, 127, 128, 129, 191, 200, 256, 257, 300)
 DIMS = (1, 3, 8, 16, 32, 40, 64, 64, 72, 96, 100, 128, 128, 192, 256, 300)

@@ -112,7 +112,7 @@ def _attention(problem: Problem, device: str) -> Run:
         served = name or archflash.explain(q, k, v, return_lse=True, **call).chosen
         exact = served == "torch" or (
             # Its kernels take no packed sequences: there is nothing to compute.
-            "packed" in problem.given and call.get("approximate") == "int8_qk"
+            "packed" in problem.given and call.get("approximate") in ("int8_qk", "nvfp4")
         )
         asked = {x: y for x, y in call.items() if x != "approximate" or not exact}
         if is_fp8(q) or asked.get("approximate") is not None:

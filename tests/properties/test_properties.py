@@ -118,7 +118,7 @@ def test_wrong_calls_are_refused(entry: str) -> None:
 
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_approximate_kernels_agree_with_float64(name: str) -> None:
-    kernel = "ada" if name == "int8_qk" else "ampere"
+    kernel = {"int8_qk": "ada", "nvfp4": "blackwell_consumer"}.get(name, "ampere")
 
     @settings(ALWAYS_THE_SAME, max_examples=25)
     @given(st.builds(draw_approximate, st.just(name), chances, st.just(40)))
