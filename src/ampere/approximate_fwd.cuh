@@ -49,6 +49,8 @@ __device__ __forceinline__ void multiply_pv_f16(device::Outputs<C>& o_rmem,
   static_assert(C::V_PACK == 1 && C::STEP_KEYS <= 64, "sums of more keys could overflow");
 #pragma unroll
   for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
+    // A barrier for the assembler, which otherwise reads more of V ahead than registers hold.
+    if (!C::INT8_QK && C::HEAD_DIM_V > 128 && n % 16 == 0) __syncwarp();
     uint32_t sums_rmem[C::M_TILES][2][2] = {};
 #pragma unroll
     for (int key = 0; key < C::STEP_KEYS; key += 16) {
