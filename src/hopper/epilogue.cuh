@@ -202,7 +202,9 @@ __device__ __forceinline__ void store_by_tma(const device::Outputs<C>& o_rmem,
   for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) {
     const int row = i / CHUNKS, chunk = i % CHUNKS;
     const uint4 x = *reinterpret_cast<const uint4*>(rows + QTile::offset(row, chunk));
-    ptx::fence_proxy_async_shared();  // the read comes before TMA writes the next Q there
+    // The read comes before TMA writes the next Q there.
+    // mutants: ragged-rows-come-last
+    ptx::fence_proxy_async_shared();
     uint16_t* const row_gmem = static_cast<uint16_t*>(attention.out_gmem) +
                                at.batch * attention.out_batch + at.head * attention.out_head +
                                int64_t{end.first_row + row} * attention.out_row;

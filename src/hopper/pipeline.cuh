@@ -198,6 +198,7 @@ __device__ __forceinline__ uint32_t free_parity(const RingPosition<C::Q_STAGES>&
 template <class C, class Message = Tile>
 __device__ __forceinline__ void send_no_tile(const Barriers<C>& barriers, unsigned char* shared,
                                              const RingPosition<C::Q_STAGES>& q_ring, bool leader) {
+  // mutants: last-tile-came-by-the-rings (tests/sim/tags.py)
   ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), free_parity<C>(q_ring));
   if (leader) {
     Message none{};
@@ -212,7 +213,7 @@ __device__ __forceinline__ void send_no_tile(const Barriers<C>& barriers, unsign
 template <class C>
 __device__ __forceinline__ void hand_back_q(const Barriers<C>& barriers, int stage) {
   // This thread's reads and writes of output rows in Q's part come before TMA's next write there.
-  // mutants: needless-with-one-tile (tests/sim/tags.py)
+  // mutants: needless-with-one-tile
   ptx::fence_proxy_async_shared();
   release(barriers.q_empty(stage));
 }
