@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+import unittest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,11 +172,12 @@ def _is_of_suite(name: str) -> bool:
 
 
 def _function_of(item: pytest.Item) -> str:
-    """The function of a case. PyTorch's cases are methods; their class has the processor's name."""
-    if item.cls is None or not issubclass(item.cls, pytest.importorskip("unittest").TestCase):
+    """The function of a case. PyTorch's cases are methods, whose names begin with that of their
+    function.
+    """
+    if item.cls is None or not issubclass(item.cls, unittest.TestCase):
         return str(getattr(item, "originalname", item.name))
-    parts = item.name.split("_")
-    return f"{item.cls.__name__}.{'_'.join(parts[:4])}"
+    return f"{item.cls.__name__}.{'_'.join(item.name.split('_')[:4])}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
