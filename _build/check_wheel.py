@@ -66,6 +66,20 @@ def differences(one: dict[str, bytes], two: dict[str, bytes]) -> list[str]:
     return found
 
 
+def same_archives(one: Path, two: Path) -> str:
+    """Whether two wheels are the same bytes, or what beside their files makes them differ."""
+    if one.read_bytes() == two.read_bytes():
+        return "the archives are the same, too"
+    with zipfile.ZipFile(one) as first, zipfile.ZipFile(two) as second:
+        names = [
+            name
+            for name in ("filename", "date_time", "external_attr", "extra", "compress_size")
+            if [getattr(x, name) for x in first.infolist()]
+            != [getattr(x, name) for x in second.infolist()]
+        ]
+    return f"the archives differ in {', '.join(names)} (date_time is when, external_attr the umask)"
+
+
 def bill_of_materials(wheel: Path, files: dict[str, bytes]) -> dict[str, Any]:
     """CycloneDX 1.6."""
     (told,) = (x for name, x in files.items() if name.endswith(".dist-info/METADATA"))
@@ -120,6 +134,7 @@ def main() -> int:
     if args.same_as is not None:
         found = differences(files, files_of(args.same_as))
         print(f"{len(files) - len(found)} of {len(files)} files are the same in both builds")
+        print(same_archives(args.wheel, args.same_as))
         wrong += found
     if args.sbom is not None:
         args.sbom.write_text(json.dumps(bill_of_materials(args.wheel, files), indent=1) + "\n")
