@@ -206,14 +206,17 @@ def test_sdpa_through_the_registry_runs_where_its_tensors_are() -> None:
             out = sdpa(*leaves, is_causal=True)
         grads = torch.autograd.grad(out.float().square().sum(), leaves)
         assert all(str(x.device) == str(q.device) for x in grads)
-        return out.detach()  # the gradients are PyTorch's, whose order is free
+        return out.detach()  # gradients may be added up in any order
 
     case = qkv(129, 129, dtype="bfloat16", batch=2, heads=(4, 4))
     archflash.stats(reset=True)
     with archflash.enabled():
         assert_same_on_both(attend, case)
         assert_same_on_both(train, case)
-    assert archflash.stats().served == {"ampere": 8}
+    # Nobody forces the four gradients.
+    served = archflash.stats().served
+    assert served["ampere"] >= 8
+    assert sum(served.values()) == 12
 
 
 @each_kernel
