@@ -83,8 +83,9 @@ def quantize_nvfp4(x: Tensor, *, per: str = "tensor") -> tuple[Tensor, Tensor, T
         largest = finite.amax((-2, -1), keepdim=True)
     unit = (largest / (_LARGEST_VALUE * _LARGEST_SCALE)).clamp(min=_SMALLEST_UNIT)
     unit = torch.where(largest == 0, 1.0, unit)
-    groups = (wide / unit).unflatten(-1, (x.shape[-1] // GROUP, GROUP))
-    most = (finite / unit).unflatten(-1, groups.shape[-2:]).amax(-1)
+    by_group = (*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+    groups = (wide / unit).reshape(by_group)
+    most = (finite / unit).reshape(by_group).amax(-1)
     scales = (most / _LARGEST_VALUE).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     wide_scales = scales.float()[..., None]
     # Numbers whose scale is 0 are less than half of the smallest one.
@@ -95,9 +96,5 @@ def quantize_nvfp4(x: Tensor, *, per: str = "tensor") -> tuple[Tensor, Tensor, T
         codes += (size >= bound) if number % 2 else (size > bound)
     codes |= torch.signbit(groups).to(torch.uint8) << 3
     scales = torch.where(groups.isnan().any(-1), torch.nan, scales.float()).to(torch.float8_e4m3fn)
-    pairs = (
-        codes.flatten(-2).unflatten(-1, (-1, 2))
-        if codes.numel()
-        else codes.new_zeros(*x.shape[:-1], x.shape[-1] // 2, 2)
-    )
+    pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << 4, scales, unit

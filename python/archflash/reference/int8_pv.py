@@ -42,11 +42,12 @@ def attention_in_int8(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Ten
         nonlocal largest
         less, mean, scale = block.v[:, :dv], block.v[:, dv : 2 * dv], block.v[:, 2 * dv]
         weights, lse = exact_weights(block)
-        keys = weights.shape[1]
-        p = torch.nn.functional.pad(weights * scale, (0, -keys % step)).unflatten(1, (-1, step))
+        rows, keys = weights.shape
+        p = torch.nn.functional.pad(weights * scale, (0, -keys % step))
+        p = p.reshape(rows, p.shape[1] // step, step)
         top = p.amax(-1, keepdim=True) if keys else p[..., :1]
         p = (255 * (p / torch.where(top == 0, 1.0, top)).half().double()).round() * (top / 255)
-        p = p.flatten(1)[:, :keys]
+        p = p.reshape(rows, -1)[:, :keys] if p.numel() else p.new_zeros(rows, keys)
         if weights.numel():
             largest = max(largest, float((weights * scale * less.abs().amax(1)).max()))
         return torch.cat([p @ less + weights @ mean, weights @ block.v[:, dv:]], 1), lse
