@@ -320,11 +320,12 @@ def make_plan(probe: Probe, device: _native.Device) -> _native.LaunchPlan:
                 "box": [box.columns, *sizes[1:], box.rows, 1, 1],
             }
         ]  # fmt: skip
-    kernels = probe.kernels or (f"probe_{probe.name}",)
+    kernels, plan = probe.kernels or (f"probe_{probe.name}",), _any_plan(device)
+    launch = plan["launches"][0] | launch  # with fields that say nothing of a probe
     launches = [
         launch | {"kernel": kernel, "uses_pdl": number > 0} for number, kernel in enumerate(kernels)
     ]
-    return _native.LaunchPlan.unchecked_from_dict(_any_plan(device) | {"launches": launches})
+    return _native.LaunchPlan.unchecked_from_dict(plan | {"launches": launches})
 
 
 def _any_plan(device: _native.Device) -> dict[str, Any]:
