@@ -255,6 +255,7 @@ def rows_by_capability(results: Path) -> dict[tuple[int, int], list[Row]]:
         "day-one",
         "distributed",
         "ladder",
+        "sparse",
         "training",
         "verify",
     )  # what these files hold serves no call

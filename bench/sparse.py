@@ -1,5 +1,5 @@
 """Measures attention to listed rows (key_indices), over latent caches, packed rows and K and V as
-they are given: our kernels beside whole pages, and beside PyTorch that gathers the rows first.
+they are given: our kernels beside PyTorch, which gathers the rows first.
 
     python -m bench.sparse [--only REGEX] [--rounds N] [--output FOLDER]
 
@@ -106,8 +106,6 @@ class Lists:
 
         for name in (*OURS, None):
             yield name or "archflash", archflash.__version__, self._ours(name)
-        if self.form == "latent":
-            yield "hopper-pages", archflash.__version__, self._whole_pages()
         yield "torch-gather", torch.__version__, self._gathered
 
     def _ours(self, name: str | None) -> Call:
@@ -125,19 +123,6 @@ class Lists:
         return lambda: archflash.attention_with_kvcache(
             self.q[:, None], self.cache, None, dv=self.case.dv, key_indices=lists, scale=scale,
             physical_indices=True, implementation=name, **packed,
-        )[:, 0]  # fmt: skip
-
-    def _whole_pages(self) -> Call:
-        """As many rows in whole pages, without a list: other rows, and so other results."""
-        import torch
-
-        import archflash
-
-        table = (self.lists[:, : self.case.nk // PAGE] % (self.rows // PAGE)).contiguous()
-        lengths = torch.full_like(table[:, 0], self.case.nk)
-        return lambda: archflash.attention_with_kvcache(
-            self.q[:, None], self.cache, None, dv=self.case.dv, cache_seqlens=lengths,
-            page_table=table, scale=self.case.d**-0.5, implementation="hopper",
         )[:, 0]  # fmt: skip
 
     def _gathered(self) -> torch.Tensor:
@@ -209,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(f"{case.name}: {name} not run: {str(error).splitlines()[0]}", flush=True)
                     continue
                 # Two units in the last place of bfloat16, and as much for P's own rounding.
-                if name != "hopper-pages" and not errors[name] <= 2**-6 * max(largest, 2**-6):
+                if not errors[name] <= 2**-6 * max(largest, 2**-6):
                     print(f"{case.name}: {name} WRONG: off by {errors[name]:.2e}", flush=True)
                     wrong = True
                 timed[name], versions[name] = Calls(call), version
@@ -218,11 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             clock, form = median_clock([lab.clock_mhz()]), forms[case.name]
             rows = []
             for name, us in samples.items():
-                checked = errors[name] if name != "hopper-pages" else float("nan")
                 row = make_row(
                     facts, case, implementation=name, version=versions[name],
                     features=f"key_lists={form}", clocks_mhz=clock, samples_us=us,
-                    max_err=checked, host_us=float("nan"),
+                    max_err=errors[name], host_us=float("nan"),
                 )  # fmt: skip
                 gathered = case.b * case.nk * FORMS[form]
                 row["gbps"] = f"{gathered / percentile(us, 0.5) / 1e3:.1f}"
