@@ -28,6 +28,7 @@ from archflash._torch_kernels import (
     mask_for_fused_kernels,
     pytorchs_sdpa,
     readable_by_fused_kernels,
+    without_repeats,
 )
 from archflash._torch_masks import (
     Band,
@@ -234,6 +235,8 @@ def pytorchs_call(
     if is_causal and k.shape[2] > q.shape[2]:
         return None  # keys that no query sees have to be left out
     if device_type == "cuda" and any(readable_by_fused_kernels(x) is not x for x in (q, k, v)):
+        return None
+    if device_type == "cuda" and without_repeats(q, v) is not q:
         return None
     if failing_kernels(q, k, v, None, is_causal, False):
         return None

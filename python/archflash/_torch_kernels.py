@@ -58,7 +58,7 @@ def pytorchs_sdpa(
             ):
                 key, value, attn_mask = with_hidden_keys(key, value, attn_mask, more)
     if not traced and _has_fused_kernels(query):
-        query = _without_repeats(query, value)
+        query = without_repeats(query, value)
     failing = {}
     if not traced:
         failing = failing_kernels(query, key, value, attn_mask, is_causal, dropout_p != 0.0)
@@ -154,7 +154,7 @@ def _with_gradient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return query.detach().requires_grad_()
 
 
-def _without_repeats(query: Tensor, value: Tensor) -> Tensor:
+def without_repeats(query: Tensor, value: Tensor) -> Tensor:
     """query, or a dense copy if a stride of 0 repeats it and v has other columns. PyTorch then
     orders the dimensions of the output by query's strides, and cuDNN refuses an output whose
     columns are not neighbours (H200, torch 2.11, 2026-11-29).

@@ -35,6 +35,12 @@ FOUND = [
          "options": {"window": (None, 64), "block_mask": {"kind": "int8", "ones": (True, False)}},
          "strides": ("one batch", "dense", "transposed"), "pad": 0},
     ),
+    # The same in calls that go to PyTorch without a look at their options.
+    Problem(
+        "scaled_dot_product_attention", 997,
+        {"dtype": "float16", "dims": (40, 72), "heads": (5, 1), "batch": 2, "nq": 130, "nk": 3,
+         "strides": ("one row", "dense", "dense"), "options": {"scale": 0.03}},
+    ),
     # Judged without what rounding costs: keys that are all the same, whose dq cancels to 0;
     Problem(
         "autograd", 533,

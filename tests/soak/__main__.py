@@ -69,6 +69,8 @@ def main() -> int:
     del workers
     gc.collect()
     if device == "cuda":
+        if not refusals:
+            wrong.append("no call was short of memory")
         left = allocated() - known.bytes
         if left > 0:
             wrong.append(f"{left} bytes of the GPU are left over")
