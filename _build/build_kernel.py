@@ -164,7 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="the .cu file")
     parser.add_argument("--image", help="its name; without it the name of the .cu file")
-    parser.add_argument("--source-root", type=Path, required=True, help="src/, the include path")
+    parser.add_argument(  # absolute, as the compiler names files: see neutral_paths()
+        "--source-root", type=lambda path: Path(path).resolve(), required=True,
+        help="src/, the include path",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument("--toolkit", type=Path, required=True, help="folder with nvcc")
     parser.add_argument("--ptxas", type=Path, required=True, help="the assembler")
