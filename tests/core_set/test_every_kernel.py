@@ -40,6 +40,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "rounds": (2, 2, 2, 300, 290, True),
         "two tiles": (2, 2, 2, 250, 350, True),
         "three blocks": (1, 2, 2, 250, 280, False),
+        "few rows": (1, 2, 2, 60, 150, True),
     },
     gpu={
         "short": (1, 4, 2, 65, 77, True),
@@ -54,6 +55,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "rows": (4, 40, 20, 1150, 321, False),
         "keys": (4, 20, 10, 600, 1500, False),
         "long": (1, 10, 5, 4096, 4096, False),
+        "few rows": (4, 40, 20, 60, 129, True),
     },
 )
 
@@ -64,6 +66,7 @@ def shapes_of(kernel: str) -> list[str]:
             "long": "blackwell_dc",  # pairs of CTAs
             "shares": "ampere",
             "few keys": "ampere",
+            "few rows": "ampere",
             "rows": "hopper",  # tiles of 192 rows
             "keys": "hopper",  # tiles of 256 rows
         }
@@ -153,6 +156,8 @@ if on.name == "simulator":  # one tile of ada is for calls of many rows only
         ("blackwell_consumer", "RTX 5090", dtype, (64, 64), "grouped")
         for dtype in on.dtypes_of("blackwell_consumer")
     ]
+    # One tile of ampere is for sequences of 33 to 64 rows.
+    EVERY += [("ampere", "A100", dtype, (32, 32), "few rows") for dtype in ("float16", "bfloat16")]
     # On 9.0 simt has tensor cores for it.
     EVERY += [("simt", "B200", "float32", (128, 128), "many")]
     # The tiles for larger heads.
