@@ -29,7 +29,9 @@ SETTINGS = """\
 [run]
 branch = true
 parallel = true
-patch = subprocess
+patch =
+    subprocess
+    _exit
 source_pkgs = archflash
 data_file = {data}
 [json]
