@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import queue
 import subprocess
@@ -9,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -520,6 +522,73 @@ def test_all_gather_sends_from_the_buffer_that_it_computes_with(
     buffers = {x.untyped_storage().data_ptr() for x in (keys.k, keys.v)}
     assert {x.untyped_storage().data_ptr() for _, x in (*sends, *receives)} == buffers
     assert [rank for rank, _ in sends] == [2, 0]  # keys and values together
+
+
+class Streams:
+    """What the streams of turns have done, and which of it each knows to be done."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+
+    def wait_stream(self, other: Streams) -> None:
+        self.done |= other.done
+
+
+def test_turns_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one frees, the other still read: the next call may come from another stream."""
+    current, beside = Streams(), Streams()
+    monkeypatch.setattr(_stages, "_stream_beside", lambda device: beside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    with _stages._Turns(torch.device("cuda", 0)):
+        current.done.add("read")
+        beside.done.add("written")
+    assert current.done == beside.done == {"read", "written"}
+
+
+def test_a_share_is_merged_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one would read the results of its calls while they are computed."""
+    here: list[int | str] = ["outside"]
+    merged: list[int | str] = []
+    added: list[int | str] = []
+
+    class Turns:
+        def __bool__(self) -> bool:
+            return True
+
+        def now(self) -> None:
+            return None
+
+        @contextlib.contextmanager
+        def of(self, number: int) -> Iterator[None]:
+            here.append(number)
+            yield
+            here.pop()
+
+        def __enter__(self) -> None:
+            here.append("current")
+
+        def __exit__(self, *error: object) -> None:
+            here.pop()
+
+    def noted(notes: list[int | str], call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: notes.append(here[-1]) or call(*given)  # type: ignore[func-returns-value]
+
+    rows, ranks = 12, 2
+    shards = afd.Shards.zigzag(rows * ranks, ranks)
+    plan = _plan.make(shards, Mask(rows * ranks, None, 0), 0, [range(ranks)], [(0, 1), (1, 2)])
+    plan = dataclasses.replace(plan, once=False)
+    q, k, v = torch.randn(3, 1, 2, rows, 16).unbind(0)
+    monkeypatch.setattr(_exchange, "start", lambda *messages: Arriving([]))
+    monkeypatch.setattr(_stages, "_turns_of", lambda *_: Turns())
+    for name in ("__init__", "_merge"):
+        whole = getattr(_stages._Merged, name)
+        monkeypatch.setattr(_stages._Merged, name, noted(merged, whole))
+    monkeypatch.setattr(_stages._Returned, "add", noted(added, _stages._Returned.add))
+    options, out = _stages.Options(None, None, None), torch.empty_like(q)
+    lse = _stages.forward(plan, None, options, q, k, v, None, out)
+    assert merged == [0, 0, 1, 1]
+    _stages.backward(plan, None, options, q, None, q, k, v, out, lse)
+    assert added == ["current"] * 2  # before the end, at which the streams wait
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 11])

@@ -61,13 +61,13 @@ def forward(
             with_heads = _query_heads(stage, q, k)
             keys.take(number)
             to = out[:, with_heads], lse[:, with_heads]
-            if not plan.once and number % plan.stages_of_a_share == 0:
-                merging = _Merged(plan, *to)
             with turns.of(number):
                 keys.arrive()
+                if not plan.once and number % plan.stages_of_a_share == 0:
+                    merging = _Merged(plan, *to)
                 _attend_in(plan, number, options, q, keys, sinks, with_heads, to, merging)
-            if merging is not None and (number + 1) % plan.stages_of_a_share == 0:
-                merging.finish()
+                if merging is not None and (number + 1) % plan.stages_of_a_share == 0:
+                    merging.finish()
     return lse
 
 
@@ -75,8 +75,8 @@ class _Turns:
     """A stream on which stages take turns with the current one; or the current one for all.
 
     Shares of the heads take turns: while SMs compute the last tiles of one, others begin with the
-    next. The current stream waits for the other one at the end of the context. Until then what both
-    read is kept.
+    next. Both wait for each other at the end of the context. Until then what both read is kept;
+    then either may reuse its memory, the other one in a call from any stream.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -104,7 +104,9 @@ class _Turns:
 
     def __exit__(self, *error: object) -> None:
         if self._beside is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._beside)
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._beside)
+            self._beside.wait_stream(current)
 
 
 @functools.cache
