@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +35,7 @@ from tests.distributed_worker import run_ranks
 
 import archflash.distributed as afd
 from archflash import _merge
-from archflash.distributed import _cost, _exchange, _neighbours, _plan, _stages
+from archflash.distributed import _agree, _cost, _exchange, _neighbours, _plan, _stages
 from archflash.distributed._heads import Split
 from archflash.distributed._plan import Dense, Mask, Packed, Stage
 
@@ -632,7 +635,7 @@ def test_float64_is_merged_by_plain_operations() -> None:
 
 def met(ranks: int, seconds: float = 5.0) -> list[_neighbours.Neighbours | None]:
     """What each rank gets, one thread for each."""
-    said: list[list[str]] = [[""] * ranks for _ in range(2)]
+    said: list[list[str]] = [[""] * ranks for _ in range(3)]
     all_said = threading.Barrier(ranks)
 
     def rank(number: int) -> _neighbours.Neighbours | None:
@@ -670,6 +673,92 @@ def test_a_neighbour_that_is_gone_or_late_is_an_error_on_the_others() -> None:
         other.gather(b"b")
     with pytest.raises(OSError):  # noqa: PT011
         third.gather(b"c")
+
+
+def test_an_interrupted_neighbour_takes_no_late_answer_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = met(2)
+    assert one is not None
+    assert other is not None
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_neighbours, "_let_others_run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        one.gather(b"a")
+    for each in (other, one):
+        with pytest.raises(OSError):  # noqa: PT011, its kind depends on who wrote first
+            each.gather(b"b")
+
+
+def test_neighbours_wait_at_descriptors_of_any_number() -> None:
+    resource = pytest.importorskip("resource")
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1100:
+        pytest.skip("the system gives no descriptor so high")
+    fcntl = pytest.importorskip("fcntl")
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        high = socket.socket(fileno=fcntl.fcntl(mine, fcntl.F_DUPFD, 1024))
+        late = threading.Timer(0.05, theirs.sendall, (b"b",))
+        late.start()
+        assert _neighbours.Neighbours({1: high}, 0, 5.0).gather(b"a") == [b"a", b"b"]
+        late.join()
+
+
+def test_a_group_that_was_given_up_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        pass
+
+    class Late:
+        def takes(self, size: int) -> bool:
+            return True
+
+        def gather(self, mine: bytes) -> list[bytes]:
+            raise errors.pop()
+
+    def call(group: Any) -> None:
+        _agree.agree([group], _agree.Statement(1, "f()"), 0)
+
+    monkeypatch.setattr(_agree, "_beside_of", lambda group: _agree._Beside(None, Late()))  # type: ignore[arg-type]
+    late, stopped = Group(), Group()
+    errors = [KeyboardInterrupt(), TimeoutError("rank 1 did not come within 5 s")]
+    with pytest.raises(afd.GroupError, match=r"make a new group .*rank 1 did not come within 5 s"):
+        call(late)
+    with pytest.raises(KeyboardInterrupt):
+        call(stopped)
+    for group, why in ((late, "rank 1 did not come within 5 s"), (stopped, "KeyboardInterrupt")):
+        with pytest.raises(afd.GroupError, match=f"given up in an earlier call .*new_group.*{why}"):
+            call(group)
+
+
+@pytest.mark.parametrize("options", [None, SimpleNamespace(_timeout=timedelta(seconds=7))])
+def test_the_time_out_of_a_backend_with_and_without_options(options: Any) -> None:
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    expected = torch.distributed.default_pg_timeout if options is None else timedelta(seconds=7)
+    assert _agree._timeout(group, "cpu") == expected
+
+
+def test_ranks_that_do_not_see_each_others_folders_have_no_sockets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They say so before any of them waits for a caller."""
+    monkeypatch.setattr(_neighbours, "_MEETING", 60.0)
+    monkeypatch.setattr(_neighbours.os, "access", lambda path, mode: False)
+    began = time.monotonic()
+    assert met(3) == [None] * 3
+    assert time.monotonic() - began < 30
+
+
+def test_a_caller_that_dies_while_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dying(socket.socket):
+        def sendall(self, *_: Any) -> None:
+            self.close()
+            raise ConnectionError
+
+    monkeypatch.setattr(_neighbours.socket, "socket", Dying)
+    assert met(2) == [None, None]
 
 
 def test_ranks_of_two_hosts_have_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:

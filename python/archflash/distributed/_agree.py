@@ -7,11 +7,12 @@ waits for its keys.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,8 @@ class _Beside:
 
 
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
+# Groups that are of no use any more, and why.
+_given_up: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 class GroupError(ArchflashError, RuntimeError):
@@ -120,7 +123,7 @@ def _gathered(
     flat = array("q", itertools.chain.from_iterable(rows))
     size = flat.itemsize * len(flat)
     width = len(rows[0])
-    try:
+    with _or_given_up(group):
         neighbours = _beside_of(group).neighbours
         if neighbours is not None and neighbours.takes(size):
             said = array("q", b"".join(neighbours.gather(flat.tobytes())))
@@ -129,11 +132,32 @@ def _gathered(
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             _all_gather(group, parts, mine)
             said = array("q", torch.cat(parts).tolist())
-    except (RuntimeError, OSError) as error:
-        raise GroupError(
-            f"not all ranks of the group came to this call of archflash.distributed: {error}"
-        ) from error
     return [tuple(said[i : i + width]) for i in range(0, len(said), width)]
+
+
+@contextlib.contextmanager
+def _or_given_up(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Makes errors between the ranks a GroupError. From then on the group is given up: what others
+    still send for this call must not be taken for the next one's.
+    """
+    whole = _whole(group)
+    if whole in _given_up:
+        raise GroupError(
+            "the group was given up in an earlier call of archflash.distributed, make a new one "
+            f"(torch.distributed.new_group) to go on: {_given_up[whole]}"
+        )
+    try:
+        yield
+    except (GroupError, torch.OutOfMemoryError):
+        raise
+    except BaseException as error:  # a KeyboardInterrupt, too
+        _given_up[whole] = str(error) or type(error).__name__
+        if not isinstance(error, (RuntimeError, OSError)):
+            raise
+        raise GroupError(
+            "not all ranks of the group came to this call of archflash.distributed, make a new "
+            f"group (torch.distributed.new_group) to go on: {error}"
+        ) from error
 
 
 def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> list[str]:
@@ -142,7 +166,8 @@ def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> li
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     parts = [torch.empty_like(padded) for _ in lengths]
-    _all_gather(group, parts, padded)
+    with _or_given_up(group):
+        _all_gather(group, parts, padded)
     return [
         text
         for part, n in zip(parts, lengths, strict=True)
@@ -161,14 +186,19 @@ def _all_gather(
         gloo.allgather([parts], [x]).wait()
 
 
+def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None
+    return whole
+
+
 def _beside_of(group: dist.ProcessGroup | None) -> _Beside:
     """What the ranks agree through.
 
     The first call for a group of NCCL, which all its ranks take part in, makes one with gloo beside
     it, and starts NCCL: later messages may leave out some ranks, which would not come to its start.
     """
-    whole = dist.group.WORLD if group is None else group
-    assert whole is not None
+    whole = _whole(group)
     if whole not in _beside:
         backends = dict(x.split(":") for x in dist.get_backend_config(whole).split(","))
         if backends.get("cuda") == "nccl":
@@ -184,7 +214,9 @@ def _beside_of(group: dist.ProcessGroup | None) -> _Beside:
 
 def _timeout(group: dist.ProcessGroup, device: str) -> datetime.timedelta:
     """device: a type that the group has a backend for."""
-    found: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
+    # Not all backends have options.
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    found: datetime.timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return found
 
 

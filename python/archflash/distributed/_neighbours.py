@@ -15,6 +15,7 @@ from pathlib import Path
 _MOST_RANKS = 16  # each rank has a socket to every other one
 _MOST_BYTES = 4096  # of a rank at once, which fit into the buffer of a socket
 _PATIENCE = 2e-3  # seconds in which a rank looks for the others before it lets the system wake it
+_LONGEST_SLEEP = 3600.0  # seconds; the system takes at most 24 days
 _MEETING = 10.0  # seconds in which the ranks connect at first
 _let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))  # macOS has none
 
@@ -39,8 +40,10 @@ class Neighbours:
         """What each rank gives, all of the same size, in the order of the ranks.
 
         Raises:
-            OSError: one of them died, or did not come in time. Then the sockets are closed, which
-                is an error on the others, too.
+            OSError: one of them died, or did not come in time.
+
+        After any exception the sockets are closed, which is an error on the others, too: what they
+        still send must not be taken for their answer to the next call.
         """
         end = time.monotonic() + self._seconds
         try:
@@ -48,7 +51,7 @@ class Neighbours:
                 each.sendall(mine)
             ranks = range(len(self._sockets) + 1)
             return [mine if r == self._rank else self._from(r, len(mine), end) for r in ranks]
-        except OSError:
+        except BaseException:  # a KeyboardInterrupt, too
             self.close()
             raise
 
@@ -66,7 +69,9 @@ class Neighbours:
                 if now < patient:
                     _let_others_run()
                 else:
-                    select.select([self._sockets[rank]], [], [], end - now)
+                    waiting = select.poll()  # select.select takes no descriptors from 1024 on
+                    waiting.register(self._sockets[rank], select.POLLIN)
+                    waiting.poll(1e3 * min(end - now, _LONGEST_SLEEP))
                 continue
             if not part:
                 raise ConnectionError(f"rank {rank} is gone")
@@ -104,8 +109,11 @@ def meet(
             listener.listen(ranks)
             place = f"{_host()}\n{folder}/s"
         places = [each.partition("\n") for each in tell(place)]
-        if listener is not None and places[0][2] and {x[0] for x in places} == {places[0][0]}:
-            with contextlib.suppress(OSError):
+        # Containers of one host may have folders of their own under the same name.
+        same_host = places[0][2] != "" and {x[0] for x in places} == {places[0][0]}
+        sees_all = same_host and all(os.access(path, os.W_OK) for _, _, path in places)
+        if tell(str(sees_all)) == ["True"] * ranks and listener is not None:
+            with contextlib.suppress(OSError, IndexError):  # IndexError: of a caller that died
                 for r, (_, _, path) in enumerate(places[:rank]):
                     sockets[r] = socket.socket(socket.AF_UNIX)
                     sockets[r].settimeout(_MEETING)
