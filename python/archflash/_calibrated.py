@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 
 from archflash import _archflash as _native
 from archflash import _fused_kernels, _measured, _user_tables
-from archflash._call_times import BOTH, FORWARD, Family, Fit, Kind, Measured, Sizes
+from archflash._call_times import (
+    BOTH,
+    FORWARD,
+    MOST_LOG,
+    NOISE,
+    Family,
+    Fit,
+    Kind,
+    Measured,
+    Sizes,
+)
 
 TABLE = "calibration"  # the name of the file in the user's folder
 FORMAT = 2  # of an entry; another one does not count
@@ -122,8 +132,6 @@ class Table:
             KeyError, TypeError, ValueError, AttributeError: it is none.
         """
         key = entry["key"]
-        if entry.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
         sms = _at_least_1(entry["sms"])
         families = {Kind(*told["kind"]): _family(told, sms) for told in entry["families"]}
         words = ", ".join(f"{name} {word}" for name, word in key.items() if name in _SHOWN)
@@ -155,14 +163,14 @@ class Table:
 
 
 def _number(told: object) -> Any:
-    """A number that is at least 0."""
-    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told < math.inf:
+    """A number from 0 on, with which one can compute."""
+    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told < _LARGEST:
         raise ValueError(f"{told!r} is no size")
     return told
 
 
 def _at_least_1(told: object) -> int:
-    if not isinstance(told, int) or told < 1:
+    if not isinstance(told, int) or not 1 <= told < _LARGEST:
         raise ValueError(f"{told!r} is no number from 1 on")
     return told
 
@@ -178,8 +186,8 @@ def _family(told: dict[str, Any], sms: int) -> Family:
         calls.append(Measured(kind._replace(causal=bool(causal)), *dims, sizes, times))
     fits = {
         str(name): Fit(
-            _logarithm(mean), _logarithm(spread),
-            tuple(None if x is None else _logarithm(x) for x in pulls),
+            _logarithm(mean), _logarithm(_number(spread)),
+            tuple(None if x is None else _logarithm(x, MOST_LOG / NOISE) for x in pulls),
         )
         for name, (mean, spread, pulls) in told["fits"].items()
     }  # fmt: skip
@@ -187,17 +195,19 @@ def _family(told: dict[str, Any], sms: int) -> Family:
         raise ValueError("pulls and calls differ in number")
     if (reference := str(told["reference"])) not in fits:
         raise ValueError("its reference was not measured")
-    return Family(tuple(calls), float(_number(told["start"])), reference, fits, sms)
+    if not (start := float(_number(told["start"]))):
+        raise ValueError("its start is 0")
+    return Family(tuple(calls), start, reference, fits, sms)
 
 
-def _logarithm(told: object) -> float:
+def _logarithm(told: object, most: float = MOST_LOG) -> float:
     """A logarithm of times, or of their ratio."""
-    if isinstance(told, bool) or not isinstance(told, int | float) or not abs(told) < _MOST:
+    if isinstance(told, bool) or not isinstance(told, int | float) or not abs(told) < most:
         raise ValueError(f"{told!r} is no logarithm of times")
     return float(told)
 
 
-_MOST = 1e3  # far beyond what any GPU gives, also times what _call_times.NOISE makes of it
+_LARGEST = 1e15  # far beyond all sizes and times
 _SHOWN = ("driver", "torch", "cudnn", "power")
 
 
@@ -257,6 +267,9 @@ def _find(device: _native.Device) -> Table | None:
     if fitting is None:
         logger.warning("%s", stale(mine[-1], now))
         return None
+    if fitting.get("format") != FORMAT:
+        logger.warning("%s", of_another_version(fitting))
+        return None
     try:
         table = Table.read(fitting)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -268,6 +281,14 @@ def _find(device: _native.Device) -> Table | None:
         return None
     # GPUs of one name may differ in SMs, as parts of a GPU (MIG) do.
     return table if table.sms == device.sm_count else None
+
+
+def of_another_version(entry: dict[str, Any]) -> str:
+    """A sentence on a table of another format."""
+    return (
+        f"archflash: the table of {entry['key'].get('gpu')} was measured by another version of "
+        "archflash and does not count: run `archflash calibrate` again"
+    )
 
 
 def stale(entry: dict[str, Any], now: _user_tables.Key) -> str:

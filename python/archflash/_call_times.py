@@ -19,6 +19,7 @@ FORWARD, BOTH = "forward", "both"
 Place = tuple[float, ...]
 # What a measured time scatters by, over what the times of a family differ by, squared.
 NOISE = 0.03
+MOST_LOG = 100.0  # of a time, far beyond what any GPU gives
 _BLOCK = 128  # keys that kernels read at a time; a part of such a block needs a mask
 _TILE = 128  # query rows of a tile
 # Tiles for each SM below which, and tiles and keys above which, their number matters little.
@@ -226,11 +227,16 @@ class Family:
                     nearest = max(nearest, near)
             logs[name] = found
             # As if only the nearest call had been measured.
-            doubt[name] = fit.spread * math.sqrt(1 - nearest**2)
+            doubt[name] = fit.spread * math.sqrt(max(1 - nearest**2, 0.0))
         work = work_of(kind, sizes, d + dv, self.sms) + self.start
         reference = logs.pop(self.reference) + math.log(work)
-        us = {name: math.exp(reference + log) for name, log in logs.items()}
-        return Times({self.reference: math.exp(reference), **us}, doubt | {self.reference: 0.0})
+        us = {name: _time(reference + log) for name, log in logs.items()}
+        return Times({self.reference: _time(reference), **us}, doubt | {self.reference: 0.0})
+
+
+def _time(log: float) -> float:
+    """A time from its logarithm, without an overflow."""
+    return math.exp(min(log, MOST_LOG))
 
 
 def likeness(distance: float) -> float:

@@ -387,7 +387,6 @@ def test_a_table_of_other_software_does_not_count_and_a_sentence_says_so(
         lambda entry: entry["families"][0]["calls"].pop(),
         lambda entry: entry.update(sms="many"),
         lambda entry: entry["families"].append("x"),
-        lambda entry: entry.pop("format"),
         lambda entry: entry.update(sms=0),
         lambda entry: entry.update(sms=math.inf),
         lambda entry: entry["families"][0]["calls"][0].__setitem__(3, "2"),
@@ -397,6 +396,10 @@ def test_a_table_of_other_software_does_not_count_and_a_sentence_says_so(
         lambda entry: entry["families"][0]["fits"]["ampere"][2].__setitem__(0, 8e9),
         lambda entry: entry["families"][0].update(reference="cudnn"),
         lambda entry: entry["families"][0].update(start=-1),
+        lambda entry: entry["families"][0].update(start=0),
+        lambda entry: entry["families"][0]["fits"]["ampere"].__setitem__(0, 800.0),
+        lambda entry: entry["families"][0]["fits"]["ampere"].__setitem__(1, -99.0),
+        lambda entry: entry["families"][0]["calls"][0].__setitem__(3, 10**308),
     ],
 )
 def test_a_damaged_table_does_not_count(
@@ -407,6 +410,27 @@ def test_a_damaged_table_does_not_count(
     keep(entry)
     assert _dispatch.select(problem(), H200).chosen == "hopper"
     assert "is damaged" in caplog.text
+
+
+@pytest.mark.usefixtures("no_user")
+def test_a_table_of_another_format_asks_for_a_new_one(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(table_with({"ampere": 60.0, "hopper": 100.0}) | {"format": 1})
+    assert _dispatch.select(problem(), H200).chosen == "hopper"
+    for text in (caplog.text, archflash_says(capsys, "calibrate", "--show")[1]):
+        assert "was measured by another version of archflash" in text
+        assert "damaged" not in text
+
+
+@pytest.mark.usefixtures("no_user")
+def test_predictions_of_any_table_are_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = table_with({"ampere": 60.0, "hopper": 100.0})
+    for told in entry["families"][0]["fits"].values():
+        told[2] = [900.0 for _ in told[2]]
+    keep(entry)
+    assert _dispatch.select(problem(), H200).chosen
+    assert archflash_says(capsys, "calibrate", "--show")[0] == 0
 
 
 @pytest.mark.usefixtures("no_user")

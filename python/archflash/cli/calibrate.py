@@ -116,9 +116,12 @@ def _show() -> int:
             here.setdefault(found.name, found)
     for entry in entries:
         device = here.get(entry["key"].get("gpu", ""))
+        if entry.get("format") != _calibrated.FORMAT:
+            print(_calibrated.of_another_version(entry))
+            continue
         try:
             print(describe(Table.read(entry)))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             print(f"{entry['key'].get('gpu')}: damaged ({type(error).__name__}: {error})")
             continue
         if device is None:
