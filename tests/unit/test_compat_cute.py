@@ -110,12 +110,57 @@ def test_what_is_not_taken_is_named() -> None:
     q, k, v = tensors()
     with pytest.raises(UnsupportedError, match="mask_mod"):
         cute.flash_attn_func(q, k, v, mask_mod=lambda: None)
-    with pytest.raises(UnsupportedError, match="gather_kv_indices"):
+    with pytest.raises(UnsupportedError, match="gather_kv_indices without qv"):
         cute.flash_attn_func(q, k, v, gather_kv_indices=ends(0))
-    with pytest.raises(UnsupportedError, match="the window is empty"):
+    with pytest.raises(UnsupportedError, match="flash_attn_func takes it"):
+        cute.flash_attn_varlen_func(q, k, v, qv=q, gather_kv_indices=ends(0))
+    with pytest.raises(UnsupportedError, match="the window is empty; None is an unbounded side"):
         cute.flash_attn_func(q, k, v, window_size=(-3, -3))
     with pytest.raises(UnsupportedError, match="window_size"):
         cute.flash_attn_varlen_func(q, k, v, window_size=(None, -3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "words"),
+    [
+        ({"q": [1.0]}, TypeError, "q is of type list"),
+        ({"k": None}, TypeError, "k is of type NoneType"),
+        ({"qv": [1.0]}, TypeError, "qv is of type list"),
+        ({"learnable_sink": 1.0}, TypeError, "learnable_sink is of type float"),
+        ({"window_size": None}, TypeError, "window_size is None: it must be"),
+        ({"window_size": (3,)}, TypeError, r"window_size is \(3,\): it must be"),
+        ({"window_size": (1.5, None)}, TypeError, "window_size is .* each an int"),
+        ({"num_splits": None}, ValueError, "num_splits is None"),
+        ({"num_splits": -1}, ValueError, "num_splits is -1"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    wrong: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    given: dict[str, Any] = dict(zip("qkv", tensors(), strict=True)) | wrong
+    for function in (cute.flash_attn_func, cute.flash_attn_varlen_func):
+        with pytest.raises(kind, match=words):
+            function(**given)
+
+
+def test_packed_tensors_without_their_ends_are_named() -> None:
+    given = dict(zip("qkv", tensors(), strict=True))
+    for name, x in given.items():
+        of = "q" if name == "q" else "k"
+        with pytest.raises(ValueError, match=rf"{name} has shape \(.*: give cu_seqlens_{of}, or"):
+            cute.flash_attn_varlen_func(**given | {name: x.flatten(0, 1)})
+    with pytest.raises(ValueError, match=r"qv has shape .*: give cu_seqlens_q, or"):
+        cute.flash_attn_varlen_func(**given, qv=given["q"][0])
+    with pytest.raises(TypeError, match="cu_seqlens_k is of type list"):
+        cute.flash_attn_varlen_func(**given, cu_seqlens_k=[0, 24])
+
+
+def test_no_sequences() -> None:
+    none = rand(0, 4, 8)
+    out, _ = cute.flash_attn_varlen_func(
+        none, none, none, cu_seqlens_q=ends(0), cu_seqlens_k=ends(0)
+    )
+    assert out.shape == (0, 4, 8)
 
 
 def test_install_gives_the_name() -> None:

@@ -7,8 +7,9 @@ negative, and `learnable_sink` has gradients.
 
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
 functions written in CuTe (score_mod, mask_mod and what belongs to them), negative sides in packed
-sequences, and gradients with qv or pages. pack_gqa, scheduler_metadata, seqlen_k_per_split and
-num_splits of 0 or 1 are advice about speed.
+sequences, gather_kv_indices there, and gradients with qv or pages. pack_gqa, scheduler_metadata,
+disable_scheduler_metadata, seqlen_k_per_split, min_seqlen_k and num_splits of 0 or 1 are advice
+about speed; so are max_seqlen_k and deterministic with pages.
 """
 
 from __future__ import annotations
@@ -86,13 +87,16 @@ def flash_attn_func(
     """
     given = locals()
     refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE})
+    _check_tensors(q=q, k=k, v=v, qv=qv, gather_kv_indices=gather_kv_indices)
     window, shift = _window(window_size, causal)
+    num_splits = _splits(num_splits)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "softcap": softcap, "sinks": _sink(learnable_sink),
         "want_lse": return_lse,
     }  # fmt: skip
     if qv is None:
-        refuse(gather_kv_indices=(gather_kv_indices, None))
+        if gather_kv_indices is not None:
+            raise UnsupportedError("gather_kv_indices without qv: give qv, or leave it at None")
         if shift:
             options["q_offset"] = k.shape[1] - q.shape[1] + shift
         return attend(
@@ -163,27 +167,28 @@ def flash_attn_varlen_func(
         UnsupportedError: an argument that archflash does not take; it is named.
     """
     given = locals()
-    refuse(
-        gather_kv_indices=(gather_kv_indices, None),
-        **{name: (given[name], None) for name in _WRITTEN_IN_CUTE if name in given},
-    )
+    refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE if name in given})
+    if gather_kv_indices is not None:
+        raise UnsupportedError("gather_kv_indices: flash_attn_func takes it, with qv")
+    _check_tensors(q=q, k=k, v=v, qv=qv)
     window, shift = _window(window_size, causal)
+    num_splits = _splits(num_splits)
     if shift:
         raise UnsupportedError(f"window_size={window_size!r}: no side may be negative here")
     sinks = _sink(learnable_sink)
     rows = None if cu_seqlens_q is not None else q.shape[:2]  # of sequences of one size
     if rows is not None:
-        q, cu_seqlens_q, max_seqlen_q = _packed(q)
-        qv = None if qv is None else qv.flatten(0, 1)
+        q, cu_seqlens_q, max_seqlen_q = _packed("q", q)
+        qv = None if qv is None else _packed("qv", qv)[0]
     assert cu_seqlens_q is not None
     if max_seqlen_q is None:
-        max_seqlen_q = int(cu_seqlens_q.diff().max())
+        max_seqlen_q = _longest("cu_seqlens_q", cu_seqlens_q)
     if page_table is None:
         if cu_seqlens_k is None:
-            k, cu_seqlens_k, max_seqlen_k = _packed(k)
-            v = v.flatten(0, 1)
+            k, cu_seqlens_k, max_seqlen_k = _packed("k", k)
+            v = _packed("v", v)[0]
         if max_seqlen_k is None:
-            max_seqlen_k = int(cu_seqlens_k.diff().max())
+            max_seqlen_k = _longest("cu_seqlens_k", cu_seqlens_k)
         result = _fa3.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             softmax_scale, window_size=window, qv=qv, softcap=softcap, num_splits=num_splits,
@@ -214,7 +219,13 @@ def _window(window_size: Window, causal: bool) -> tuple[Window, int]:
     """The sides with -1 for an unbounded one, and by how much the queries move so that no side is
     negative. causal is a right side of 0.
     """
-    left, right = (plain(side) for side in window_size)
+    sides = [plain(side) for side in window_size] if isinstance(window_size, list | tuple) else []
+    if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
+        raise TypeError(
+            f"window_size is {window_size!r}: it must be (left, right), each an int, or None for "
+            "an unbounded side"
+        )
+    left, right = sides
     if causal:
         right = 0
     shift = 0
@@ -225,16 +236,44 @@ def _window(window_size: Window, causal: bool) -> tuple[Window, int]:
     left = None if left is None else left + shift
     right = None if right is None else right - shift
     if any(side is not None and side < 0 for side in (left, right)):
-        raise UnsupportedError(f"window_size={window_size!r}: the window is empty")
+        raise UnsupportedError(
+            f"window_size={window_size!r}: the window is empty; None is an unbounded side"
+        )
     return (-1 if left is None else left, -1 if right is None else right), shift
 
 
 def _sink(learnable_sink: Tensor | None) -> Tensor | None:
+    _check_tensors(learnable_sink=learnable_sink)
     return None if learnable_sink is None else learnable_sink.float()
 
 
-def _packed(x: Tensor) -> tuple[Tensor, Tensor, int]:
+def _splits(num_splits: int) -> int:
+    count = plain(num_splits)
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"num_splits is {num_splits!r}: it must be an int from 0 on")
+    return count
+
+
+def _check_tensors(**given: Tensor | None) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
+            raise TypeError(f"{name} is of type {type(x).__name__}: it must be a torch.Tensor")
+
+
+def _longest(name: str, ends: Tensor) -> int:
+    """The rows of the longest of packed sequences."""
+    _check_tensors(**{name: ends})
+    lengths = ends.diff()
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def _packed(name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Sequences of one size as packed ones: rows, where each begins, and the size."""
+    if x.ndim != 4:
+        missing = "cu_seqlens_q" if name.startswith("q") else "cu_seqlens_k"
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}: give {missing}, or (batch, rows, heads, d)"
+        )
     batch, rows = x.shape[:2]
     ends = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * rows
     return x.flatten(0, 1), ends, rows
