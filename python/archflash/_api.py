@@ -132,8 +132,8 @@ def attention(
             write it without a cache, dropout_p, num_splits and batch_invariant, and compute no
             gradients of it.
         approximate: "int8" or another word lets the result be approximate, for fp16 and bf16; never
-            chosen unless asked for. Errors are root mean square, of the output's (PyTorch at fp16:
-            0.05%).
+            chosen unless asked for. Calls that no such kernel serves are computed exactly. Errors
+            are root mean square, of the output's (PyTorch at fp16: 0.05%).
             "fp16_accumulate": p v in fp16 with fp16 sums of 64 keys, about 0.1%. "int8": the same
             p v, and q k^T in int8 after a rotation, 1 to 2%. "int8_pv": p v in 8 bits, too, about
             1.5%, and 3% where a row of v is 20 times as large; no dropout_p. "int8_qk": q k^T in

@@ -5,6 +5,7 @@ The C++ code has one such file, too: src/runtime/loaded_libraries.cpp.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
@@ -24,7 +25,13 @@ else:
 def lock(file: IO[Any]) -> None:
     """Waits until no other process has the file locked. Closing it unlocks it."""
     if sys.platform == "win32":
-        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+        while True:
+            try:
+                msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+                return
+            except OSError as error:
+                if error.errno != errno.EDEADLOCK:  # which Windows gives after ten seconds
+                    raise
     else:
         fcntl.flock(file, fcntl.LOCK_EX)
 

@@ -29,8 +29,8 @@ def quantize_nvfp4(x: Tensor, *, per: str = "tensor") -> tuple[Tensor, Tensor, T
 
     A unit is the largest finite magnitude of the numbers that share it, divided by 2688, and 1
     where these have no finite number other than zero. A scale is the largest magnitude of its
-    numbers, in units, divided by 6 and rounded to e4m3. Infinities become 6 with their sign. A NaN
-    makes the scale of its 16 numbers NaN.
+    numbers, in units, divided by 6 and rounded to e4m3. An infinity becomes 6 with its sign, and
+    the scale of its 16 numbers 448. A NaN makes that scale NaN.
 
     Args:
         x: ``(..., d)``, float32, float16 or bfloat16, dense; d a multiple of 16. There is no
@@ -86,11 +86,12 @@ def quantize_nvfp4(x: Tensor, *, per: str = "tensor") -> tuple[Tensor, Tensor, T
     by_group = (*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
     groups = (wide / unit).reshape(by_group)
     most = (finite / unit).reshape(by_group).amax(-1)
+    most = torch.where(groups.isinf().any(-1), torch.inf, most)
     scales = (most / _LARGEST_VALUE).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     wide_scales = scales.float()[..., None]
     # Numbers whose scale is 0 are less than half of the smallest one.
     size = (groups / torch.where(wide_scales == 0, 1.0, wide_scales)).abs()
-    size = torch.where(wide_scales == 0, torch.where(size.isinf(), size, 0.0), size)
+    size = torch.where(wide_scales == 0, 0.0, size)
     codes = torch.zeros_like(size, dtype=torch.uint8)
     for number, bound in enumerate(_BOUNDS):
         codes += (size >= bound) if number % 2 else (size > bound)

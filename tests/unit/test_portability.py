@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import errno
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 import archflash
+from archflash import _posix
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"fcntl", "grp", "msvcrt", "pwd", "resource", "selectors", "signal", "termios"}
@@ -33,6 +39,24 @@ def test_python() -> None:
     package = Path(archflash.__file__).parent
     calls = {path.name: used(path.read_text()) for path in package.rglob("*.py")}
     assert {name for name, found in calls.items() if found} == {"_posix.py"}
+
+
+def test_a_lock_on_windows_waits_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answers = [OSError(errno.EDEADLOCK, "ten seconds have passed")] * 2
+
+    def locking(*_: object) -> None:
+        if answers:
+            raise answers.pop()
+
+    fake = SimpleNamespace(locking=locking, LK_LOCK=1)
+    monkeypatch.setattr(_posix, "msvcrt", fake, raising=False)
+    with (tmp_path / "file").open("w") as file, monkeypatch.context() as windows:
+        windows.setattr(sys, "platform", "win32")
+        _posix.lock(file)
+        assert not answers
+        answers.append(OSError(errno.EBADF, "no such file"))
+        with pytest.raises(OSError, match="no such file"):
+            _posix.lock(file)
 
 
 def test_host_code() -> None:

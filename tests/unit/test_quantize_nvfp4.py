@@ -69,8 +69,10 @@ def test_what_is_not_finite() -> None:
     assert unit.item() == pytest.approx(float(x[x.isfinite()].abs().max()) / (6 * 448))
     assert made[1, 32:48].isnan().all()
     assert made.isnan().sum() == 16
-    assert made[0, 3] == 6 * scales.double()[0, 0] * unit.double()
-    assert made[0, 20] == -6 * scales.double()[0, 1] * unit.double()
+    assert made[0, 3] == 6 * 448 * unit.double()
+    assert made[0, 20] == -6 * 448 * unit.double()
+    made = reference.dequantize_nvfp4(*archflash.quantize_nvfp4(torch.full((16,), -math.inf)))
+    assert made.tolist() == [-2688.0] * 16
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0), (2, 0, 32)])
