@@ -307,8 +307,8 @@ def serve(
         batch: cu_seqlens_q, max_seqlen_q, cache_seqlens and page_table. All layers give the same
             tuple; its tensors are read by the first of a kind alone. Who changes their memory or
             the numbers in it clears `prepared`, unless a CUDA graph is replayed with them.
-        shape: that of q, where q is given as (rows, heads * d); the result is then (rows, heads *
-            dv). Without `out` and return_lse.
+        shape: that of q, where q is given as (rows, heads * d) or as (1, rows, heads, d); the
+            result is then (rows, heads * dv). Without `out` and return_lse.
     """
     known = prepared.get(kind)
     plain = not _is_grad_enabled() and not _always_check and is_eager()
@@ -318,7 +318,7 @@ def serve(
             return result
     if shape is not None:
         result = serve(q.reshape(shape), k_cache, v_cache, values, kind, prepared, batch)
-        return result.reshape(q.shape[0], result.shape[-2] * result.shape[-1])
+        return result.reshape(-1, result.shape[-2] * result.shape[-1])
     values = values.copy()
     values[_OUT] = out
     for place, value in zip(_OF_BATCH, batch, strict=True):

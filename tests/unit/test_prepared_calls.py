@@ -106,6 +106,18 @@ def test_queries_may_have_heads_and_columns_in_one_dimension(apart: int) -> None
             assert torch.equal(out, result)
 
 
+def test_queries_with_a_dimension_more_have_the_result_of_rows() -> None:
+    layer = Layer(out=None)
+    known: dict[int, Any] = {}
+    with torch.no_grad(), archflash.force(KERNEL):
+        for _ in range(2):
+            out = serve(
+                layer.q[None].flatten(1, 2), layer.k, layer.v, layer.values, 0, known, layer.batch,
+                None, (2, 1, 2, 64),
+            )  # fmt: skip
+            assert torch.equal(out, layer.expected().view(2, 128))
+
+
 def _shifted(x: Tensor) -> Tensor:
     """The same numbers 8 bytes further on."""
     longer = torch.empty(x.numel() + 4, dtype=x.dtype)

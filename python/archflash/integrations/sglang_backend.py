@@ -346,7 +346,7 @@ class ArchflashBackend(AttentionBackend):  # type: ignore[misc]
                     batch.in_common[of_window] = in_common
                 known.values[_SINKS], known.values[_RETURN_LSE] = sinks, with_lse
                 k_cache, v_cache = caches
-                if not with_lse:
+                if q.ndim == 2 and not with_lse:  # models may also give heads a dimension
                     return serve(
                         q, k_cache, v_cache, known.values, known.kind, batch.prepared, in_common,
                         None, rows,

@@ -227,6 +227,22 @@ def test_prefill_and_decoding(options: Any, name: str, dtype: torch.dtype, page:
         server.check(*server.attend(batch, seed=10 * number, **more), **call)
 
 
+@pytest.mark.parametrize("shape", [(-1, HEADS, DIM), (1, -1, HEADS, DIM)], ids=str)
+@pytest.mark.parametrize("rows", [(5, 2, 3), (1, 1, 1)], ids=str)
+def test_queries_may_have_heads_in_a_dimension_of_their_own(
+    options: Any, rows: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    """As Gemma 3n gives them. All layers of a batch get rows, also those behind the first."""
+    server = Server(16)
+    with torch.no_grad(), archflash.force("ampere"):
+        backend = prefilled(server)
+        backend.init_forward_metadata(batch := server.batch(rows))
+        q, first = server.attend(batch, seed=10)
+        for _ in range(2):
+            out = backend.forward(q.reshape(shape), None, None, server.layer, batch)
+            assert out.equal(first)
+
+
 @pytest.mark.parametrize("page", [1, 16])
 def test_layers_with_a_window_have_a_pool_of_their_own(options: Any, page: int) -> None:
     server = Server(page, window_pool=True, sliding_window_size=3)
