@@ -235,11 +235,12 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
 }
 
 void execute_layer(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
-                   int device_index, void* stream, char* counters, int64_t cleared_bytes) {
+                   int device_index, void* stream, char* counters, bool first,
+                   int64_t cleared_bytes) {
   const DeviceGuard guard(device_index);
   clear(counters, cleared_bytes, stream);
   launch_all(prepared, addresses, device_index, stream, {counters_of(*prepared.plan), counters},
-             cleared_bytes > 0);
+             first);
 }
 
 void load_kernels(const PreparedPlan& prepared, int device_index) {

@@ -30,10 +30,11 @@ void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT
              int device_index, void* stream);
 
 // The same for a layer of a batch whose layers have the workspace in common. counters: its own, of
-// counters_of(plan) bytes. cleared_bytes: the first layer clears so many bytes from its counters
-// on, for all layers, and makes the launches that serve them all; 0 for the others.
+// counters_of(plan) bytes. first: this layer makes the launches that serve all layers.
+// cleared_bytes: so many bytes from its counters on are cleared before.
 void execute_layer(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
-                   int device_index, void* stream, char* counters, int64_t cleared_bytes);
+                   int device_index, void* stream, char* counters, bool first,
+                   int64_t cleared_bytes);
 // Bytes at the start of a plan's workspace that layers do not have in common.
 inline int64_t counters_of(const LaunchPlan& plan) {
   return std::max(plan.zeroed_bytes, plan.counter_bytes);

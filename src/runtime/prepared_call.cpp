@@ -119,7 +119,7 @@ nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handl
   }
   const LaunchPlan& plan = *plan_->plan;
   if (!same_batch || call.device_index < 0 || plan.workspace_bytes == 0 ||
-      plan.workspace_bytes > Shared::MOST_BYTES)
+      Shared::layout(plan).bytes > Shared::MOST_BYTES)
     return archflash::run(*plan_, a, call, like);
   Outputs outputs;
   allocate_outputs(a, call, outputs, like);
@@ -130,40 +130,45 @@ nb::object PreparedCall::run(nb::handle q, nb::handle k, nb::handle v, nb::handl
   return results_of(outputs, call);
 }
 
-bool PreparedCall::launch_layer(Call& call) const {
-  const LaunchPlan& plan = *plan_->plan;
+PreparedCall::Shared::Layout PreparedCall::Shared::layout(const LaunchPlan& plan) {
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
   const int64_t first_counters = workspace.whole_bytes();
   workspace.add(counters_of(plan));
   const int64_t of_layer = workspace.whole_bytes() - first_counters;
+  return {first_counters, of_layer, first_counters + LAYERS * of_layer};
+}
+
+bool PreparedCall::launch_layer(Call& call) const {
+  const auto [first_counters, of_layer, bytes] = Shared::layout(*plan_->plan);
   void* stream = current_stream(call.device_index);
   const auto capture = capture_of(stream);
   if (!capture) return false;
   Shared& shared = *shared_;
   if (!shared.bytes || shared.stream != stream || shared.capture != *capture) {
-    const int64_t bytes = first_counters + Shared::LAYERS * of_layer;
-    if (!shared.bytes.emplace().allocate(call.device_index, bytes)) {
-      shared.bytes.reset();
-      return false;
-    }
+    shared.bytes.reset();
+    auto made = std::make_shared<DeviceBytes>();
+    if (!made->allocate(call.device_index, bytes)) return false;
+    shared.bytes = std::move(made);
     shared.stream = stream, shared.capture = *capture, shared.next = 0;
   }
   const int64_t layer = shared.next;
-  char* const start = static_cast<char*>(shared.bytes->data());
+  const std::shared_ptr<DeviceBytes> kept = shared.bytes;
+  char* const start = static_cast<char*>(kept->data());
   call.addresses[static_cast<int>(Operand::Workspace)] = start;
   char* const counters = start + first_counters + layer * of_layer;
-  const auto launch = [&](int64_t cleared_bytes) {
-    execute_layer(*plan_, call.addresses, call.device_index, stream, counters, cleared_bytes);
+  const auto launch = [&](bool first, int64_t cleared_bytes) {
+    execute_layer(*plan_, call.addresses, call.device_index, stream, counters, first,
+                  cleared_bytes);
   };
   // No layer of another thread comes before the launches that serve them all.
   if (layer == 0) {
-    launch(Shared::LAYERS * of_layer);
+    launch(true, Shared::LAYERS * of_layer);
     shared.next = 1;
   } else {
     shared.next = (layer + 1) % Shared::LAYERS;
     const nb::gil_scoped_release release;
-    launch(0);
+    launch(false, 0);
   }
   return true;
 }

@@ -5,7 +5,6 @@
 
 #include <array>
 #include <memory>
-#include <optional>
 
 #include "runtime/call.h"
 #include "runtime/execute.h"
@@ -38,10 +37,17 @@ class PreparedCall {
     static constexpr int64_t LAYERS = 64;  // that it has counters for
     // It is kept until the batch ends, so that larger ones are allocated for each layer alone.
     static constexpr int64_t MOST_BYTES = 64 << 20;
-    std::optional<DeviceBytes> bytes;
+    // A thread that launches a layer without Python's lock keeps them, whatever another puts here.
+    std::shared_ptr<DeviceBytes> bytes;
     void* stream = nullptr;
     uint64_t capture = 0;
     int64_t next = 0;  // layer
+
+    // The workspace of a plan, and behind it the counters of each layer.
+    struct Layout {
+      int64_t first_counters, of_layer, bytes;
+    };
+    static Layout layout(const LaunchPlan& plan);
   };
   // Launches a layer with it. False where that is not possible, and nothing was launched.
   bool launch_layer(Call& call) const;

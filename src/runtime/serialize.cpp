@@ -392,6 +392,12 @@ void check_launches(const LaunchPlan& plan) {
                                  " bytes: at most ", MAX_PARAMETER_BYTES)
                                 .c_str());
     }
+    if (launch.of_batch && plan.counter_bytes == 0) {
+      throw nb::value_error(join("field 'counter_bytes' is 0: '", path,
+                                 "' is of_batch, and layers that share it have counters of their "
+                                 "own, which counter_bytes counts")
+                                .c_str());
+    }
     auto fits = [&](int64_t offset, int64_t bytes) {
       return offset >= 0 && offset + bytes <= static_cast<int64_t>(launch.params.size());
     };

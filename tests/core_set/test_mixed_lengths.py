@@ -132,6 +132,8 @@ def test_layers_of_a_batch_share_all_but_the_counters(kernel: str) -> None:
     assert taken + 16 == fields["counter_bytes"]
     with pytest.raises(ValueError, match="'counter_bytes' is -1: it must be between 0 and"):
         native.LaunchPlan.unchecked_from_dict(fields | {"counter_bytes": -1})
+    with pytest.raises(ValueError, match=r"'counter_bytes' is 0: 'launches\[0\]' is of_batch"):
+        native.LaunchPlan.unchecked_from_dict(fields | {"counter_bytes": 0})
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
