@@ -44,7 +44,7 @@ Replace replacer() {
 
 [[noreturn]] void refused(const TensorMapSpec& spec, CUresult status) {
   throw LaunchFailure(join("the driver refused the tensor map of ", operand_name(spec.operand),
-                           " (", error_name(status), ")"));
+                           ": ", describe(status)));
 }
 
 }  // namespace
@@ -56,16 +56,37 @@ void make_context_current() {
   if (status != cudaSuccess) {
     cudaGetLastError();
     throw LaunchFailure(join("making the context of device ", device_index,
-                             " current: ", cudaGetErrorString(status)));
+                             " current: ", cudaGetErrorString(status), advice_on(status)));
   }
 }
 
-std::string error_name(CUresult status) {
+std::string describe(CUresult status) {
   static const auto get_name =
       reinterpret_cast<decltype(&cuGetErrorName)>(driver_function("cuGetErrorName", 6000));
-  const char* name = nullptr;
-  if (get_name(status, &name) == CUDA_SUCCESS) return name;
-  return join("CUresult ", static_cast<int>(status));
+  static const auto get_text =
+      reinterpret_cast<decltype(&cuGetErrorString)>(driver_function("cuGetErrorString", 6000));
+  const char *name = nullptr, *text = nullptr;
+  if (get_name(status, &name) != CUDA_SUCCESS || get_text(status, &text) != CUDA_SUCCESS)
+    return join("CUresult ", static_cast<int>(status));
+  return join(name, " (", text, ")", advice_on(status));
+}
+
+std::string advice_on(int status) {
+  switch (status) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+      return "; a kernel that was launched earlier may be at fault, also another library's: "
+             "CUDA_LAUNCH_BLOCKING=1 in the environment shows which call launches it";
+    default:
+      return "";
+  }
 }
 
 void* driver_function(const char* name, int cuda_version) {

@@ -49,7 +49,11 @@ void bind_addresses(const Launch& launch, const std::array<void*, OPERAND_COUNT>
 // up on first use, because nothing links to libcuda. Throws LaunchFailure if the driver lacks it.
 void* driver_function(const char* name, int cuda_version);
 
-std::string error_name(CUresult status);  // "CUDA_ERROR_INVALID_VALUE"
+std::string describe(CUresult status);  // "CUDA_ERROR_INVALID_VALUE (invalid argument)" and advice
+
+// What to add to an error by which a kernel has failed on the device: it was launched before the
+// call that reports it. Empty for other errors.
+std::string advice_on(int status);  // CUresult or cudaError_t, which have the same numbers
 
 void make_context_current();  // that of the current device
 

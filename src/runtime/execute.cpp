@@ -27,8 +27,8 @@ std::mutex loading;  // guards the tables of loaded code; launches of a ready ke
 void check(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // clears the error, so that the next caller does not see it
-  throw LaunchFailure(
-      join(what, ": ", cudaGetErrorName(status), " (", cudaGetErrorString(status), ")"));
+  throw LaunchFailure(join(what, ": ", cudaGetErrorName(status), " (", cudaGetErrorString(status),
+                           ")", advice_on(status)));
 }
 
 // Lets code be loaded during a CUDA graph capture, without becoming part of the graph.
@@ -136,7 +136,7 @@ void finish_loading(const Kernel& kernel, cudaKernel_t handle) {
   if (status == CUDA_SUCCESS) status = load_function(function);
   if (status != CUDA_SUCCESS) {
     throw LaunchFailure(
-        join("loading kernel ", kernel.entry, " of ", kernel.image, ": ", error_name(status)));
+        join("loading kernel ", kernel.entry, " of ", kernel.image, ": ", describe(status)));
   }
 }
 
@@ -182,7 +182,7 @@ void launch_kernel(const Launch& launch, cudaKernel_t kernel, EncodedMaps& maps,
   const CUresult status =
       in_context([&] { return launch_function(&config, function, parameters, nullptr); });
   if (status != CUDA_SUCCESS)
-    throw LaunchFailure(join(describe_launch(launch), ": ", error_name(status)));
+    throw LaunchFailure(join(describe_launch(launch), ": ", describe(status)));
 }
 
 void clear(void* start, int64_t bytes, void* stream) {
