@@ -131,7 +131,7 @@ __device__ __forceinline__ void convert_latent_rows(const MlaPackedParams& param
     const uint32_t parity = count / C::STAGES % 2;
     const int rows = own_rows + stage * RowTile::BYTES;
     const bool goes_on = key - C::BLOCK_K >= first;
-#pragma unroll
+#pragma unroll 1  // both halves side by side have too few registers
     for (int half = 0; half < 2; ++half) {
       // Every product of the half that the stage held is done.
       ptx::mbarrier_wait_parity(barriers.empty(stage, MLA_LEFT + half), parity ^ 1);

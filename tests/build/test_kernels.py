@@ -442,8 +442,7 @@ def test_tensor_cores_are_used_where_the_registry_says_so(image: str, opcodes: O
             assert instructions
             with_tensor_cores = image in ON_9_0 or not kernel.startswith(WITHOUT_TENSOR_CORES)
             if folder == PROBES:
-                of_floats = re.match("probe_(mma(?!_s8)|wgmma|tcgen05|tmem)", kernel)
-                with_tensor_cores = of_floats is not None
+                with_tensor_cores = re.match("probe_(mma|wgmma|tcgen05|tmem)", kernel) is not None
             used = any(has.startswith(TENSOR_CORES) for has in instructions)
             assert used == with_tensor_cores, (kernel, target)
             if folder in FOLDERS and not _registry.uses_tensor_cores(folder):
