@@ -423,7 +423,7 @@ def main() -> int:
     for tokens, size, mask, passes in itertools.product(
         asked.tokens, sizes, asked.masks, asked.passes
     ):
-        # Of all GPUs weak and strong scaling are one call.
+        # With all GPUs, weak and strong scaling have the same length: it is timed once.
         by_n: dict[int, list[str]] = {}
         for scaling in asked.scaling:
             by_n.setdefault(tokens * (size if scaling == "weak" else world), []).append(scaling)

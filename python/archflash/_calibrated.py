@@ -154,7 +154,7 @@ class Table:
         times, cost = family.predict(kind, sizes, d, dv), {}
         for name, us in times.us.items():
             who = "torch" if name.startswith("torch") else "ours"
-            # Of many eager calls each waits now for the host, now for the device.
+            # An eager call waits for the host at times, and for the device at others.
             eager = math.hypot(us, self.host_us.get((kind.passes, who), 0.0))
             cost[name] = math.sqrt(us * eager)
         wrong = frozenset(name for name, where in self.wrong_kinds if where == kind)

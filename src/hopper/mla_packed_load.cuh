@@ -63,7 +63,7 @@ __device__ __forceinline__ void convert_latent_rows(const MlaPackedParams& param
   int key = uniform(tile.blocks.last);
   if (key < first) return;
 
-  // Of this lane's row: where it begins, in bytes, and how far behind that its scales lie.
+  // The row of this lane: the byte where it begins, and how far behind it its scales lie.
   int64_t own_row = 0;
   int to_scales = 512;
   uint32_t seen = 0;  // which rows of the warp a query sees

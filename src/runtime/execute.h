@@ -29,7 +29,7 @@ std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan);
 void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
              int device_index, void* stream);
 
-// The same for a layer of a batch whose layers have the workspace in common. counters: its own, of
+// Runs one layer of a batch whose layers share the workspace. counters: the layer's own, of
 // counters_of(plan) bytes. first: this layer makes the launches that serve all layers.
 // cleared_bytes: so many bytes from its counters on are cleared before.
 void execute_layer(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,

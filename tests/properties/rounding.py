@@ -47,7 +47,7 @@ def of_gradients(
         bias = 0.0 if block.bias is None else block.bias
         logits = (logits + bias).masked_fill(~block.visible, -math.inf)
         weights = torch.exp(logits - base).masked_fill(~block.visible, 0.0)
-        # Of a weight: exp of a score, less a log-sum-exp, both in float32.
+        # What a weight is wrong by: it is exp(score - log-sum-exp), and both are float32.
         size = 1 + base.abs() + 4 * steps + torch.as_tensor(bias).abs()
         size = size + logits.masked_fill(~block.visible, 0.0).abs()
         relative = unit + fine * size.masked_fill(~block.visible, 0.0)

@@ -130,7 +130,7 @@ def test_mutants_of_kernels_for_latent_caches_are_caught(
     assert_caught(target.kernel, score, capsys)
 
 
-# Those whose calls take least; ``python -m tests.sim.mutation.gathered`` runs more of all kernels.
+# The kernels of lists whose calls take least; ``python -m tests.sim.mutation.gathered`` runs all.
 GATHERED = [
     target
     for target in gathered.TARGETS

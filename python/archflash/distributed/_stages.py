@@ -512,7 +512,8 @@ class _Arrivals:
         # The own keys and values of the heads of a share, as they travel.
         self._sent: tuple[Piece, list[Tensor]] | None = None
         self._together = plan.stages_of_a_share == 1
-        # Of the stages that were not taken yet, and in turns of all: k, v, and what brings them.
+        # K and V of the stages that are still to be taken (with turns, of every stage), each with
+        # the messages that bring them.
         self._coming: list[tuple[Tensor, Tensor, _exchange.Pending]] = []
         self._asked = 0  # stages whose messages were started
         self._pending, self._behind = _exchange.Pending(), _exchange.Pending()
