@@ -1,7 +1,7 @@
 """How good the choice of a calibrated GPU is: calls that `archflash calibrate` did not measure, all
 candidates of each, and the one that dispatch chooses with the committed table taken away.
 
-    archflash calibrate && python -m bench.calibrated [--calls N] [--csv FILE]
+    archflash calibrate && python -m bench.calibrated [--calls N] [--seed N] [--csv FILE]
 
 For each call the loss is what the chosen candidate takes longer than the fastest: in a CUDA graph,
 eagerly, and by the geometric mean of both, which is what a calibrated dispatch chooses by. In a
@@ -65,8 +65,8 @@ def of_chance(count: int, seed: int = 0) -> Iterator[Point]:
         yield Point(kind, (batch, heads, heads // group, rows, rows), d, dv)
 
 
-def calls(count: int, sms: int) -> list[Point]:
-    """Calls that are not among those that are measured, half of them of models."""
+def calls(count: int, sms: int, seed: int = 0) -> list[Point]:
+    """Calls that are not among those that are measured, half of them of models; others by seed."""
     models = [
         point
         for passes in (FORWARD, BOTH)
@@ -79,9 +79,9 @@ def calls(count: int, sms: int) -> list[Point]:
         return [p for p in given if p not in grid and p.flops() <= MOST_FLOPS[p.kind.passes]]
 
     of_models = fitting(models)
-    random.Random(1).shuffle(of_models)
+    random.Random(seed + 1).shuffle(of_models)
     of_models = of_models[: count // 2]
-    return of_models + fitting(list(of_chance(4 * count)))[: count - len(of_models)]
+    return of_models + fitting(list(of_chance(4 * count, seed)))[: count - len(of_models)]
 
 
 @contextlib.contextmanager
@@ -132,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures; see the top of this file."""
     parser = argparse.ArgumentParser(prog="python -m bench.calibrated")
     parser.add_argument("--calls", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="another one draws other calls")
     parser.add_argument("--csv", type=Path, help="the times of every candidate")
     options = parser.parse_args(argv)
     if trouble := _dispatch.driver_problem():
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _calibrated.table_of(device) is None:
         print("there is no table: run `archflash calibrate` first", file=sys.stderr)
         return 2
-    asked = calls(options.calls, device.sm_count)
+    asked = calls(options.calls, device.sm_count, options.seed)
     lab = Lab(index, max(point.bytes() for point in asked), rounds=9)
     found, before, rows = [], [], []
     torch_itself = (_registry.TORCH,)  # as dispatch would call it
