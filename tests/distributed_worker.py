@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import archflash
 import archflash.distributed as afd
-from archflash.distributed import _cost, _stages
+from archflash.distributed import _cost, _stages, _turns
 from archflash.distributed._agree import gloo_beside
 
 ROOT = Path(__file__).parents[1]
@@ -269,7 +269,7 @@ class Here:
             yield number
 
 
-class InTurns(_stages._Turns):
+class InTurns(_turns.Turns):
     """On the CPU, where there are no streams: messages are started as for turns."""
 
     def __bool__(self) -> bool:
@@ -280,12 +280,12 @@ def random_calls(here: Here) -> None:
     """Every method, over shards, lengths, masks and dtypes, with gradients."""
     methods = ("ring", "all-gather", "ulysses", *here.where)
     _cost._SHARED_SECONDS = 1e-30  # shares of the heads in small calls, too
-    number, turns_of = -1, _stages._turns_of
+    number, turns_of = -1, _stages.turns_of
     for number in here.counted():
         if here.device == "cpu" and number % 2:
-            _stages._turns_of = lambda *call: InTurns(None)
+            _stages.turns_of = lambda *call: InTurns(None)
         else:
-            _stages._turns_of = turns_of
+            _stages.turns_of = turns_of
         # New memory holds NaN then.
         torch.use_deterministic_algorithms(here.device == "cpu" and number % 3 == 0)
         case = drawn(number, here.ranks, here.device, methods)

@@ -35,7 +35,17 @@ from tests.distributed_worker import run_ranks
 
 import archflash.distributed as afd
 from archflash import _merge
-from archflash.distributed import _agree, _cost, _exchange, _neighbours, _plan, _stages
+from archflash.distributed import (
+    _agree,
+    _cost,
+    _exchange,
+    _neighbours,
+    _partial,
+    _plan,
+    _stages,
+    _travel,
+    _turns,
+)
 from archflash.distributed._heads import Split
 from archflash.distributed._plan import Dense, Mask, Packed, Stage
 
@@ -374,7 +384,7 @@ def attend_in_threads(
         out = torch.empty_like(a)
         lse = _stages.forward(plan, rank, options, a, b, c, None, out)  # type: ignore[arg-type]
         dq, dkv = _stages.backward(plan, rank, options, d, None, a, b, c, out, lse)  # type: ignore[arg-type]
-        return [out, dq.to(q.dtype), *(x.to(q.dtype) for x in _stages.columns(dkv, q.shape[3]))]
+        return [out, dq.to(q.dtype), *(x.to(q.dtype) for x in _travel.columns(dkv, q.shape[3]))]
 
     found = in_threads(ranks, of_rank, monkeypatch)
     order = torch.cat([shards.positions(r) for r in range(ranks)]).argsort()
@@ -516,8 +526,8 @@ def test_all_gather_sends_from_the_buffer_that_it_computes_with(
     plan = _plan.make(shards, Mask(rows * ranks), 1, [range(ranks)], [(0, 2)])
     said = []
     monkeypatch.setattr(_exchange, "start", lambda *messages: said.append(messages) or Arriving([]))
-    turns = _stages._Turns(None)
-    keys = _stages._Arrivals(plan, plan.stages, None, k, v, turns)
+    turns = _turns.Turns(None)
+    keys = _travel.Arrivals(plan, plan.stages, None, k, v, turns)
     with KeysInMemory(rows * 2 * 32 * 4, k) as counted:
         keys.take(0)
     assert counted.most == 0
@@ -540,9 +550,9 @@ class Streams:
 def test_turns_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one frees, the other still read: the next call may come from another stream."""
     current, beside = Streams(), Streams()
-    monkeypatch.setattr(_stages, "_stream_beside", lambda device: beside)
+    monkeypatch.setattr(_turns, "_stream_beside", lambda device: beside)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    with _stages._Turns(torch.device("cuda", 0)):
+    with _turns.Turns(torch.device("cuda", 0)):
         current.done.add("read")
         beside.done.add("written")
     assert current.done == beside.done == {"read", "written"}
@@ -582,11 +592,11 @@ def test_a_share_is_merged_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) ->
     plan = dataclasses.replace(plan, once=False)
     q, k, v = torch.randn(3, 1, 2, rows, 16).unbind(0)
     monkeypatch.setattr(_exchange, "start", lambda *messages: Arriving([]))
-    monkeypatch.setattr(_stages, "_turns_of", lambda *_: Turns())
+    monkeypatch.setattr(_stages, "turns_of", lambda *_: Turns())
     for name in ("__init__", "_merge"):
-        whole = getattr(_stages._Merged, name)
-        monkeypatch.setattr(_stages._Merged, name, noted(merged, whole))
-    monkeypatch.setattr(_stages._Returned, "add", noted(added, _stages._Returned.add))
+        whole = getattr(_partial.Merged, name)
+        monkeypatch.setattr(_partial.Merged, name, noted(merged, whole))
+    monkeypatch.setattr(_travel.Returned, "add", noted(added, _travel.Returned.add))
     options, out = _stages.Options(None, None, None), torch.empty_like(q)
     lse = _stages.forward(plan, None, options, q, k, v, None, out)
     assert merged == [0, 0, 1, 1]
@@ -614,7 +624,7 @@ def test_shares_of_the_heads(heads: int, back: bool) -> None:
     assert len(shares(512, 8e9)) == 1
     many = shares(65536, 8e9)
     assert many[0][1] == -(-heads // 4)
-    assert len(many) <= _stages._MOST_TURNS
+    assert len(many) <= _turns._MOST_TURNS
     if back and heads > 1:
         assert heads - many[-1][0] <= many[0][1]
     row = 256 * (2 + 4 * back)  # bytes of a head

@@ -18,7 +18,7 @@ from torch import Tensor
 from archflash import _gradients
 from archflash._errors import UnsupportedError
 from archflash.distributed import Shards, attention
-from archflash.distributed._attention import read_boundaries
+from archflash.distributed._reading import read_boundaries
 
 _METHODS = {"p2p": "ring", "all_gather": "all-gather", "a2a": "ulysses"}
 _CAUSAL = {

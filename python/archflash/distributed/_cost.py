@@ -32,6 +32,12 @@ class Shape:
     dv: int
     element_bytes: int
 
+    @staticmethod
+    def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shape:
+        """Of tensors "bhnd"."""
+        batch, heads_q, _, d = q.shape
+        return Shape(batch, heads_q, k.shape[1], d, v.shape[3], q.element_size())
+
 
 @dataclass(frozen=True)
 class Speeds:
