@@ -295,7 +295,6 @@ def serve(
     prepared: dict[int, Any],
     batch: Batch,
     out: Tensor | None = None,
-    shape: tuple[int, ...] | None = None,
 ) -> Any:
     """`attention_with_kvcache` for the layers of a server's model, whose calls have most in common:
     a batch is read once, and a layer's options are those that `values_of` made once, which takes
@@ -307,8 +306,6 @@ def serve(
         batch: cu_seqlens_q, max_seqlen_q, cache_seqlens and page_table. All layers give the same
             tuple; its tensors are read by the first of a kind alone. Who changes their memory or
             the numbers in it clears `prepared`, unless a CUDA graph is replayed with them.
-        shape: that of q, where q is given as (rows, heads * d) or as (1, rows, heads, d); the
-            result is then (rows, heads * dv). Without `out` and return_lse.
     """
     known = prepared.get(kind)
     plain = not _is_grad_enabled() and not _always_check and is_eager()
@@ -316,9 +313,6 @@ def serve(
         result = known(q, k_cache, v_cache, values, out, batch, _forced())
         if result is not NotImplemented:
             return result
-    if shape is not None:
-        result = serve(q.reshape(shape), k_cache, v_cache, values, kind, prepared, batch)
-        return result.reshape(-1, result.shape[-2] * result.shape[-1])
     values = values.copy()
     values[_OUT] = out
     for place, value in zip(_OF_BATCH, batch, strict=True):
@@ -331,6 +325,33 @@ def serve(
         made = _native.prepare_call(q, k_cache, v_cache, values, batch, _forced())
         prepared[kind] = False if made is None else made
     return result
+
+
+def serve_flat(
+    q: Tensor,
+    shape: tuple[int, ...],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    values: list[Any],
+    kind: int,
+    prepared: dict[int, Any],
+    batch: Batch,
+) -> Tensor:
+    """`serve` of queries (rows, heads * d) or (1, rows, heads, d) without return_lse.
+
+    Args:
+        shape: that which `serve` wants of q.
+
+    Returns:
+        (rows, heads * dv).
+    """
+    known = prepared.get(kind)
+    if known and not _is_grad_enabled() and not _always_check and is_eager():
+        result: Any = known(q, k_cache, v_cache, values, None, batch, _forced())
+        if result is not NotImplemented:
+            return result  # type: ignore[no-any-return]
+    result = serve(q.reshape(shape), k_cache, v_cache, values, kind, prepared, batch)
+    return result.reshape(-1, result.shape[-2] * result.shape[-1])  # type: ignore[no-any-return]
 
 
 _kinds: dict[Any, int] = {}

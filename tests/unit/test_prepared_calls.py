@@ -11,7 +11,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
-from archflash._kvcache import PLACES, kind_of, serve, values_of
+from archflash._kvcache import PLACES, kind_of, serve, serve_flat, values_of
 
 KERNEL = "ampere"
 
@@ -100,8 +100,8 @@ def test_queries_may_have_heads_and_columns_in_one_dimension(apart: int) -> None
     known: dict[int, Any] = {}
     with torch.no_grad(), archflash.force(KERNEL):
         for _ in range(2):  # the first call is read as a whole
-            out = serve(
-                flat, other.k, other.v, other.values, 0, known, other.batch, None, (2, 1, 2, 64)
+            out = serve_flat(
+                flat, (2, 1, 2, 64), other.k, other.v, other.values, 0, known, other.batch
             )
             assert torch.equal(out, result)
 
@@ -111,9 +111,9 @@ def test_queries_with_a_dimension_more_have_the_result_of_rows() -> None:
     known: dict[int, Any] = {}
     with torch.no_grad(), archflash.force(KERNEL):
         for _ in range(2):
-            out = serve(
-                layer.q[None].flatten(1, 2), layer.k, layer.v, layer.values, 0, known, layer.batch,
-                None, (2, 1, 2, 64),
+            out = serve_flat(
+                layer.q[None].flatten(1, 2), (2, 1, 2, 64), layer.k, layer.v, layer.values, 0,
+                known, layer.batch,
             )  # fmt: skip
             assert torch.equal(out, layer.expected().view(2, 128))
 
