@@ -332,26 +332,25 @@ def models_table(rows: Sequence[Row], *, forced: bool = False) -> str:
                 continue
             if found.best not in UNFUSED:
                 ratios[both, eager][case.name] = found.ratio
-            cells.append(f"{found.ratio:.2f} ({found.best})")
+            ratio = f"{found.ratio:.2f}"
+            behind = found.ratio < 0.995 and found.best not in UNFUSED
+            cells.append(f"{f'**{ratio}**' if behind else ratio} ({found.best})")
             if not eager:
                 kernels.append(found.kernel)
         shape = f"{case.b}x{heads(case)} {rows_and_keys(case)} d{head_dims(case)}"
         mask = " c" if case.causal else ""
-        lines.append([case.name, shape + mask, ", ".join(dict.fromkeys(kernels)), *cells])
+        served_by = [] if forced else [", ".join(dict.fromkeys(kernels))]
+        lines.append([case.name, shape + mask, *served_by, *cells])
     means = [models.geometric_mean(list(of.values())) if of else None for of in ratios.values()]
+    blank = [""] if forced else ["", ""]
     lines.append(
-        ["geometric mean", "", "", *("unmeasured" if x is None else f"{x:.3f}" for x in means)]
+        ["geometric mean", *blank, *("unmeasured" if x is None else f"{x:.3f}" for x in means)]
     )
     names = [
         ("eager" if eager else "both passes" if both else "forward") for both, eager in columns
     ]
-    head = ["model", "call", "kernel", *names]
-    behind = "; ".join(
-        f"{'both passes' if both else 'forward'}{', eager' if eager else ''}: {text}"
-        for both, eager in columns
-        if (text := ", ".join(f"{n} {r:.2f}" for n, r in ratios[both, eager].items() if r < 0.995))
-    )
-    note = f"Behind the best peer: {behind}." if behind else "No row is behind its best peer."
+    head = ["model", "call", *([] if forced else ["kernel"]), *names]
+    note = "Bold: behind the best peer."
     if not forced:
         note += " The mean leaves out rows whose only peer is plain operations (torch-math)."
     return f"{markdown(head, lines)}\n\n{note}\n\n{source_note(rows)}"

@@ -50,7 +50,7 @@ struct Row {
 };
 
 // In a source, "fp16 82 x 512 x 1.695" says that the peak is derived: SMs x flop per clock x GHz.
-// A data sheet or whitepaper may be known by who cites it: docs/known-devices.md names both.
+// A data sheet or whitepaper may be known by who cites it: docs/lab/known-devices.md names both.
 // clang-format off
 const std::vector<Row>& rows() {
   static const std::vector<Row> table = {
