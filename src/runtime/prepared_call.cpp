@@ -21,6 +21,16 @@ constexpr auto OF_BATCH = [] {
   return table;
 }();
 
+// Holds a flag until the end of a scope.
+class Using {
+ public:
+  explicit Using(bool& flag) : flag_(flag) { flag_ = true; }
+  ~Using() { flag_ = false; }
+
+ private:
+  bool& flag_;
+};
+
 }  // namespace
 
 void PreparedCall::Like::set(nb::handle tensor, const char* name) {
@@ -140,36 +150,31 @@ PreparedCall::Shared::Layout PreparedCall::Shared::layout(const LaunchPlan& plan
 }
 
 bool PreparedCall::launch_layer(Call& call) const {
+  Shared& shared = *shared_;
+  if (shared.in_use) return false;
+  const Using guard(shared.in_use);
   const auto [first_counters, of_layer, bytes] = Shared::layout(*plan_->plan);
   void* stream = current_stream(call.device_index);
   const auto capture = capture_of(stream);
   if (!capture) return false;
-  Shared& shared = *shared_;
   if (!shared.bytes || shared.stream != stream || shared.capture != *capture) {
     shared.bytes.reset();
-    auto made = std::make_shared<DeviceBytes>();
+    auto made = std::make_unique<DeviceBytes>();
     if (!made->allocate(call.device_index, bytes)) return false;
     shared.bytes = std::move(made);
     shared.stream = stream, shared.capture = *capture, shared.next = 0;
   }
   const int64_t layer = shared.next;
-  const std::shared_ptr<DeviceBytes> kept = shared.bytes;
-  char* const start = static_cast<char*>(kept->data());
+  char* const start = static_cast<char*>(shared.bytes->data());
   call.addresses[static_cast<int>(Operand::Workspace)] = start;
   char* const counters = start + first_counters + layer * of_layer;
-  const auto launch = [&](bool first, int64_t cleared_bytes) {
-    execute_layer(*plan_, call.addresses, call.device_index, stream, counters, first,
-                  cleared_bytes);
-  };
-  // No layer of another thread comes before the launches that serve them all.
-  if (layer == 0) {
-    launch(true, Shared::LAYERS * of_layer);
-    shared.next = 1;
-  } else {
-    shared.next = (layer + 1) % Shared::LAYERS;
+  shared.next = 0;  // if this layer fails, the next one makes the launches that serve them all
+  {
     const nb::gil_scoped_release release;
-    launch(false, 0);
+    execute_layer(*plan_, call.addresses, call.device_index, stream, counters, layer == 0,
+                  layer == 0 ? Shared::LAYERS * of_layer : 0);
   }
+  shared.next = (layer + 1) % Shared::LAYERS;
   return true;
 }
 

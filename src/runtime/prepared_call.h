@@ -37,11 +37,14 @@ class PreparedCall {
     static constexpr int64_t LAYERS = 64;  // that it has counters for
     // It is kept until the batch ends, so that larger ones are allocated for each layer alone.
     static constexpr int64_t MOST_BYTES = 64 << 20;
-    // A thread that launches a layer without Python's lock keeps them, whatever another puts here.
-    std::shared_ptr<DeviceBytes> bytes;
+    std::unique_ptr<DeviceBytes> bytes;
     void* stream = nullptr;
     uint64_t capture = 0;
     int64_t next = 0;  // layer
+    // A thread launches a layer with it, without Python's lock. Layers of other threads have a
+    // workspace of their own meanwhile: none comes before the launches that serve them all, and
+    // none clears the counters of this one.
+    bool in_use = false;
 
     // The workspace of a plan, and behind it the counters of each layer.
     struct Layout {

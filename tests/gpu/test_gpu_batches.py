@@ -4,6 +4,7 @@ common: each gives the bits of a call of its own.
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,4 +135,22 @@ def test_streams_have_workspaces_of_their_own(layers: Layers) -> None:
 def test_a_model_may_have_more_layers_than_there_are_counters(layers: Layers) -> None:
     for _ in range(50):
         layers.run()
+    layers.check()
+
+
+def test_threads_may_launch_layers_of_one_batch(layers: Layers) -> None:
+    """Python's lock is free while a thread launches: others' layers come in between."""
+    stream, begin = torch.cuda.current_stream(), threading.Barrier(len(layers.q))
+
+    def work(layer: int) -> None:
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            begin.wait()
+            for _ in range(100):
+                layers.run_layer(layer)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(layers.q))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     layers.check()
