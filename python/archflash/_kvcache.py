@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -266,8 +267,18 @@ def _serve(
 
 
 PLACES = {name: place for place, name in enumerate(_options.OF_CACHE)}
-# One object for equal scales and windows, because a prepared call compares objects.
+# One object for equal scales and windows, because a prepared call compares objects. Both tables
+# begin anew where they are full: a layer that is made later is then of a kind of its own.
 _same: dict[Any, Any] = {}
+_kinds: dict[Any, int] = {}
+_numbers = itertools.count()
+_MOST = 1024
+
+
+def _one_of(table: dict[Any, Any], key: Any, value: Any) -> Any:
+    if key not in table and len(table) >= _MOST:
+        table.clear()
+    return table.setdefault(key, value)
 
 
 def values_of(**options: Any) -> list[Any]:
@@ -275,7 +286,7 @@ def values_of(**options: Any) -> list[Any]:
     values = [_options.DEFAULTS[name] for name in PLACES]
     for name, value in ({"layout": "bnhd"} | options).items():
         if isinstance(value, float | tuple):
-            value = _same.setdefault(value, value)
+            value = _one_of(_same, value, value)
         values[PLACES[name]] = value
     return values
 
@@ -354,13 +365,10 @@ def serve_flat(
     return result.reshape(-1, result.shape[-2] * result.shape[-1])  # type: ignore[no-any-return]
 
 
-_kinds: dict[Any, int] = {}
-
-
 def kind_of(values: list[Any]) -> int:
     """A number that layers have in common whose options are the same but for tensors."""
     plain = tuple(x if not isinstance(x, Tensor) else Tensor for x in values)
-    return _kinds.setdefault(plain, len(_kinds))
+    return int(_one_of(_kinds, plain, next(_numbers)))
 
 
 def packed_parts(

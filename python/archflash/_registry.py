@@ -135,7 +135,6 @@ def reads_masks_faster(name: str, capability: tuple[int, int] | None) -> bool:
     return capability is not None and description(name).masks_faster_on == capability
 
 
-@cache
 def drops_faster_than_pytorch(name: str, capability: tuple[int, int], head_dim: int) -> bool:
     """Whether a kernel was measured to be faster with dropout than PyTorch's fused ones."""
     said = description(name)

@@ -5,7 +5,7 @@ calls only where they are forced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import TypeGuard
 
 from archflash import _archflash as _native
@@ -175,7 +175,7 @@ def dense_mask_of_few_rows(problem: _native.Problem) -> bool:
     return dense_mask_alone(problem) and problem.nq <= _FEW_ROWS_OF_A_MASK
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _kernels_in_order(
     dtype: str, capability: tuple[int, int] | None, measured: tuple[str, ...]
 ) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ every other batch of its shapes.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,7 +212,8 @@ class PagedAttention:
         self._calls = {True: ordered, False: free}
         self._values = {causal: values_of(**call) for causal, call in self._calls.items()}
         self._kinds = {causal: kind_of(values) for causal, values in self._values.items()}
-        self._views: tuple[Tensor | None, Any, Any] = (None, None, None)
+        self._views: tuple[Callable[[], Tensor | None], Any, Any]
+        self._forget()
 
     def write(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -233,23 +236,29 @@ class PagedAttention:
         """The caches of keys and of values (pages, page size, kv heads, head dim), views of a cache
         (pages, kv heads, page size, head dims of both), whatever its strides are.
         """
-        if self._views[0] is not kv_cache:
+        if self._views[0]() is not kv_cache:
             self._see(kv_cache)
         return self._views[2]  # type: ignore[no-any-return]
 
     def stored_caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """The same in the dtype of the cache."""
-        if self._views[0] is not kv_cache:
+        if self._views[0]() is not kv_cache:
             self._see(kv_cache)
         return self._views[1]  # type: ignore[no-any-return]
 
     def _see(self, kv_cache: Tensor) -> None:
-        both = kv_cache.transpose(1, 2)
+        # Views of the tensor itself would keep it alive, and it would never be forgotten.
+        both = kv_cache.detach().transpose(1, 2)
         stored = views = both[..., : self.head_size], both[..., self.head_size :]
         if self._float8 is not None:
             k, v = stored
             views = k.view(self._float8), v.view(self._float8)
-        self._views = (kv_cache, stored, views)
+        self._views = (weakref.ref(kv_cache, self._forget), stored, views)
+
+    def _forget(self, gone: object = None) -> None:
+        """Frees the views of a cache that is gone: a server gives its memory to another one."""
+        if gone is None or self._views[0] is gone:
+            self._views = (lambda: None, None, None)
 
     def run(
         self,
@@ -323,7 +332,7 @@ class PagedAttention:
             values = values.copy()
             for name, value in more.items():
                 values[PLACES[name]] = value
-        if self._views[0] is not kv_cache:
+        if self._views[0]() is not kv_cache:
             self._see(kv_cache)
         k_cache, v_cache = self._views[2]
         return serve(
