@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,3 +32,28 @@ def test_other_bits_are_told() -> None:
     worker = Worker(known, 0)
     known.calls = {name: known.calls[name]}
     assert worker.run("known") == f"other bits of {name}"
+
+
+def test_growth_says_where_it_comes_from() -> None:
+    before = soak.Memory.now()
+    kept = [bytearray(1 << 16) for _ in range(500)], [[] for _ in range(5000)]  # 33 MB
+    grown = soak.Memory.now().since(before)
+    assert 30 < grown.malloc < 60
+    assert 5000 <= grown.objects < 5500
+    assert "in use" in str(grown)
+    del kept
+
+
+def test_pieces_of_an_hour_add_up(tmp_path: Path) -> None:
+    assert soak.DONE.findall(soak.DOCUMENT.read_text()) == [soak.done(soak.H200)]
+    file, document, run = (tmp_path / name for name in ("all.csv", "page.md", "run.csv"))
+    line = "2026-11-29,abc,NVIDIA H200,2.11,32,{},all,{},0,off,3\n"
+    header = ",".join(soak.COLUMNS) + "\n"
+    file.write_text(header + line.format(85, 2000))
+    run.write_text(header + line.format(1000, 53094) + "2026-11-29,abc,NVIDIA H200,2.11,32,,cache,7,,,\n")
+    document.write_text("H200: 85 s of an hour, 2,000 calls: the same bits")
+    soak.add(run, file, document)
+    assert document.read_text() == "H200: 1,085 s of an hour, 55,094 calls: the same bits"
+    run.write_text("date,kind\n")
+    with pytest.raises(SystemExit, match="other columns"):
+        soak.add(run, file, document)
