@@ -10,6 +10,7 @@ import itertools
 import random
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,8 @@ import archflash
 from tests.properties import ENTRIES, Problem, attempt, draw
 from tests.properties.drawing import APPROXIMATE, draw_approximate, options_of
 from tests.properties.found import FOUND
-from tests.properties.illegal import refuses
+from tests.properties.illegal import raises, refuses
+from tests.properties.illegal_others import Legal, legal_calls, spoiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:archflash. tensors are on the CPU")
 ALWAYS_THE_SAME = settings(
@@ -114,6 +116,26 @@ def test_wrong_calls_are_refused(entry: str) -> None:
         refuses(draw(entry, chance, 70), chance)
 
     property_holds()
+
+
+OF_OTHERS = legal_calls()
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_wrong_calls_of_other_libraries_functions_are_refused(name: str) -> None:
+    """The error names the argument, or where two do not fit together the other one."""
+    legal: Legal = OF_OTHERS[name]
+    caches = {x: y for x, y in legal.given.items() if x in ("k_cache", "v_cache")}
+    assert legal.call(**{x: y.clone() for x, y in caches.items()}) is not None
+    for argument, what, value in spoiled(name, legal):
+        wrong = {x: y.clone() for x, y in caches.items()} | {argument: value}
+        names = {argument}
+        if isinstance(value, torch.Tensor):
+            names |= {x for x, y in legal.given.items() if isinstance(y, torch.Tensor)}
+        raises(lambda wrong=wrong: legal.call(**wrong), f"{argument} {what}", names)
+        for x, y in caches.items():
+            same = x == argument or torch.equal(wrong[x].view(torch.uint8), y.view(torch.uint8))
+            assert same, f"{argument} {what}: {x} was written"
 
 
 @pytest.mark.parametrize("name", APPROXIMATE)

@@ -123,14 +123,14 @@ def test_what_is_not_taken_is_named() -> None:
 @pytest.mark.parametrize(
     ("wrong", "kind", "words"),
     [
-        ({"q": [1.0]}, TypeError, "q is of type list"),
-        ({"k": None}, TypeError, "k is of type NoneType"),
-        ({"qv": [1.0]}, TypeError, "qv is of type list"),
-        ({"learnable_sink": 1.0}, TypeError, "learnable_sink is of type float"),
+        ({"q": [1.0]}, TypeError, r"q is \[1.0\]: it must be a torch.Tensor"),
+        ({"k": None}, TypeError, "k is None: it must be a torch.Tensor"),
+        ({"qv": [1.0]}, TypeError, r"qv is \[1.0\]: it must be"),
+        ({"learnable_sink": 1.0}, TypeError, "learnable_sink is 1.0: it must be"),
         ({"window_size": None}, TypeError, "window_size is None: it must be"),
-        ({"window_size": (3,)}, TypeError, r"window_size is \(3,\): it must be"),
+        ({"window_size": (3,)}, TypeError, "window_size is .*: it must be"),
         ({"window_size": (1.5, None)}, TypeError, "window_size is .* each an int"),
-        ({"num_splits": None}, ValueError, "num_splits is None"),
+        ({"num_splits": None}, TypeError, "num_splits is None"),
         ({"num_splits": -1}, ValueError, "num_splits is -1"),
     ],
 )
@@ -151,7 +151,7 @@ def test_packed_tensors_without_their_ends_are_named() -> None:
             cute.flash_attn_varlen_func(**given | {name: x.flatten(0, 1)})
     with pytest.raises(ValueError, match=r"qv has shape .*: give cu_seqlens_q, or"):
         cute.flash_attn_varlen_func(**given, qv=given["q"][0])
-    with pytest.raises(TypeError, match="cu_seqlens_k is of type list"):
+    with pytest.raises(TypeError, match=r"cu_seqlens_k is \[0, 24\]: it must be"):
         cute.flash_attn_varlen_func(**given, cu_seqlens_k=[0, 24])
 
 

@@ -67,6 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed._attention",),
     ("distributed",),
     ("compat.transformer_engine",),
+    ("compat._arguments",),
     ("compat._flash", "compat.flash_attn.bert_padding", "compat.flash_attn.layers.rotary"),
     ("compat._passes", "compat.flash_attn.ops.triton.rotary"),
     ("compat.flash_attn_interface", "compat.flash_mla", "compat.sageattention.core"),

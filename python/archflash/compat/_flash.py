@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,29 +13,13 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _dispatch, _gradients, _proofs
 from archflash._api import attention
-from archflash._eager import without_gradient
+from archflash._eager import is_eager, without_gradient
 from archflash._errors import ForcedImplementationError, UnsupportedError
-from archflash._kvcache import attention_with_kvcache
+from archflash._kvcache import attention_with_kvcache, values_of
+from archflash.compat._arguments import boolean, check_tensors, count, flag, plain
 
 Window = tuple[int | None, int | None]
 UNBOUNDED: Window = (-1, -1)
-
-
-def plain(value: Any) -> Any:
-    """A number as Python's: FlashAttention's operators also take tensors of one, and numpy's."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value
-    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
-        return value.item()
-    return value
-
-
-def flag(value: Any) -> Any:
-    """A bool as Python's; FlashAttention's operators also take numbers."""
-    value = plain(value)
-    return bool(value) if isinstance(value, int) else value
 
 
 # Arguments that are numbers, of those that `attend` and `attend_to_cache` hand on.
@@ -72,9 +57,11 @@ def attend(
         The output, and the log-sum-exp where it is wanted: float32 (batch, heads, rows), or
         (heads, rows) for packed sequences.
     """
+    check_tensors(q=q, k=k, v=v)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     want_lse = flag(want_lse)
-    call = _deterministic if deterministic and needs_grad else attention
+    repeats = boolean("deterministic", deterministic)
+    call = _deterministic if repeats and needs_grad else attention
     result = call(
         q,
         k,
@@ -153,6 +140,7 @@ def attend_to_cache(
     lse_unseen: float = -math.inf,
     rotary_cos: Tensor | None = None,
     rotary_interleaved: bool = False,
+    append: Callable[[], None] | None = None,
     **options: Any,
 ) -> Any:
     """A call on a KV cache with FlashAttention's arguments. Rotary positions count from behind
@@ -163,6 +151,7 @@ def attend_to_cache(
         num_splits: 0 for the fastest.
         lse_unseen: as for `attend`.
         rotary_interleaved: counts only with rotary_cos.
+        append: writes new rows into the caches, once the call is known to be right.
         options: further options of `archflash.attention_with_kvcache`.
 
     Returns:
@@ -173,31 +162,31 @@ def attend_to_cache(
     """
     if cache_seqlens is None and k_new is not None:
         raise ValueError("k is given without cache_seqlens: say how long the caches are before it")
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     want_lse = flag(want_lse)
+    rotary_interleaved = boolean("rotary_interleaved", rotary_interleaved)
     if not isinstance(cache_seqlens, Tensor):
         cu_seqlens_q = options.get("cu_seqlens_q")
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         if cache_seqlens is None:
             pages = 1 if page_table is None else page_table.shape[1]
             cache_seqlens = k_cache.shape[1] * pages
+        cache_seqlens = count("cache_seqlens", cache_seqlens)
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    call = _plain_numbers(options) | {
+        "cache_seqlens": cache_seqlens, "page_table": page_table, "k_new": k_new,
+        "scale": plain(softmax_scale), "window": as_window(window_size),
+        "softcap": plain(softcap) or None, "num_splits": count("num_splits", num_splits) or None,
+        "rotary_cos": rotary_cos,
+        "rotary_interleaved": rotary_cos is not None and rotary_interleaved,
+        "return_lse": want_lse,
+    }  # fmt: skip
     with torch.no_grad():  # as in flash-attn, tensors that require a gradient are taken
-        result = attention_with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens=cache_seqlens,
-            page_table=page_table,
-            k_new=k_new,
-            scale=plain(softmax_scale),
-            window=as_window(window_size),
-            softcap=plain(softcap) or None,
-            num_splits=plain(num_splits) or None,
-            rotary_cos=rotary_cos,
-            rotary_interleaved=rotary_cos is not None and flag(rotary_interleaved),
-            return_lse=want_lse,
-            **_plain_numbers(options),
-        )
+        if append is not None:
+            if is_eager():
+                _native.make_problem(q, k_cache, v_cache, values_of(**call), 0)
+            append()
+        result = attention_with_kvcache(q, k_cache, v_cache, **call)
     given = (q, k_cache, v_cache, k_new, *options.values())
     result = without_gradient("attention with a KV cache", result, *given)
     if not want_lse:
@@ -207,19 +196,27 @@ def attend_to_cache(
 
 
 def as_window(window_size: Window) -> Window | None:
-    left, right = (_side(side) for side in window_size)
+    """A window as archflash has it: None for an unbounded side, and for none at all."""
+    if window_size is UNBOUNDED:
+        return None
+    left, right = (None if side is None or side < 0 else side for side in sides_of(window_size))
     return None if left is None and right is None else (left, right)
+
+
+def sides_of(window_size: Any) -> list[int | None]:
+    """Both sides of a window as Python has them; a side may be a tensor, and so may both."""
+    is_pair = isinstance(window_size, (tuple, list, Tensor)) or hasattr(window_size, "tolist")
+    sides = [plain(side) for side in window_size] if is_pair else []
+    if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
+        raise TypeError(
+            f"window_size is {_native.given(window_size)}: it must be (left, right), each an int"
+        )
+    return sides
 
 
 def is_window(window_size: Window) -> bool:
     """Whether any side is bounded."""
     return as_window(window_size) is not None
-
-
-def _side(side: Any) -> int | None:
-    """A side of a window, an int or a tensor of one; None for an unbounded one."""
-    side = plain(side)
-    return None if side is None or side < 0 else side
 
 
 def seen_by_none(lse: Tensor) -> Tensor:

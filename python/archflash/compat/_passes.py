@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from archflash._backward import attention_backward
-from archflash.compat._flash import Window, as_window, flag, plain, seen_by_none
+from archflash.compat._arguments import flag, plain
+from archflash.compat._flash import Window, as_window, seen_by_none
 
 _ROWS = 128  # to a multiple of which FlashAttention-2 rounds rows up
 

@@ -14,6 +14,7 @@ the default: they are advice about speed.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -22,13 +23,22 @@ from torch import Tensor
 
 from archflash import _torch_cache
 from archflash._errors import UnsupportedError
+from archflash.compat._arguments import (
+    boolean,
+    check_device,
+    check_ints,
+    check_starts,
+    check_tensors,
+    count,
+    in_its_words,
+    plain,
+)
 from archflash.compat._flash import (
     UNBOUNDED,
     Window,
     attend,
     attend_to_cache,
     is_window,
-    plain,
     refuse,
     seen_by_none,
 )
@@ -44,7 +54,10 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
+_NAMES = {"sinks": "s_aux", "scale": "softmax_scale", "window": "window_size"}
 
+
+@in_its_words(**_NAMES, k_cache="k", v_cache="v")
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -100,7 +113,11 @@ def flash_attn_func(
         torch.Size([2, 4, 7])
     """
     refuse(sm_margin=(sm_margin, 0))
+    num_splits = count("num_splits", num_splits)
+    attention_chunk = count("attention_chunk", attention_chunk)
+    deterministic = boolean("deterministic", deterministic)
     if qv is not None:  # as with a cache that is full
+        check_tensors(q=q, k=k, v=v, qv=qv)
         return _without_backward(
             "qv",
             q,
@@ -190,6 +207,7 @@ def _chunks(q: Tensor, k: Tensor, size: int) -> Tensor:
     return torch.stack((begin, begin + size), -1).clamp(0, nk)[None, None, :, None]
 
 
+@in_its_words(q="q of qkv", k="k of qkv", v="v of qkv")
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -215,16 +233,17 @@ def flash_attn_qkvpacked_func(
     Raises:
         ValueError: qkv of four dimensions without num_heads_q, or heads that do not divide.
     """
-    if qkv.ndim == 5:
+    if qkv.ndim == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     else:
-        heads = None if num_heads_q is None else qkv.shape[2] - num_heads_q
-        if num_heads_q is None or heads is None or heads % 2:
+        of_q = None if num_heads_q is None else count("num_heads_q", num_heads_q)
+        heads = None if of_q is None or qkv.ndim != 4 else qkv.shape[2] - of_q
+        if of_q is None or heads is None or heads % 2 or heads < 0:
             raise ValueError(
                 f"qkv {tuple(qkv.shape)} with num_heads_q={num_heads_q}: pass (batch, rows, 3, "
                 "heads, d), or num_heads_q such that k and v share the other heads"
             )
-        q, k, v = torch.split(qkv, [num_heads_q, heads // 2, heads // 2], 2)
+        q, k, v = torch.split(qkv, [of_q, heads // 2, heads // 2], 2)
     return flash_attn_func(
         q,
         k,
@@ -244,6 +263,10 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@in_its_words(
+    **_NAMES, k_cache="k", v_cache="v", cache_seqlens="seqused_k or cu_seqlens_k",
+    page_table="cu_seqlens_k",
+)  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -292,7 +315,15 @@ def flash_attn_varlen_func(
         UnsupportedError: an argument that archflash does not take; it is named.
     """
     refuse(sm_margin=(sm_margin, 0))
+    check_tensors(q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
+    num_splits = count("num_splits", num_splits)
+    attention_chunk = count("attention_chunk", attention_chunk)
+    deterministic = boolean("deterministic", deterministic)
     if seqused_q is not None:
+        check_ints("cu_seqlens_q", cu_seqlens_q)
+        check_ints("seqused_q", seqused_q, len(cu_seqlens_q) - 1)
+        if qv is not None and len(qv) != len(q):
+            raise ValueError(f"qv has {len(qv)} rows: it must have {len(q)} as q has")
         order, cu_seqlens_q = _used_rows_first(cu_seqlens_q, seqused_q, len(q))
         result = flash_attn_varlen_func(
             q[order], k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, seqused_k,
@@ -306,11 +337,15 @@ def flash_attn_varlen_func(
         return result[0][place], result[1][:, place]
     has_backward = qv is None and not attention_chunk
     if seqused_k is not None and has_backward and _needs_gradients(q, k, v, s_aux):
+        check_ints("cu_seqlens_k", cu_seqlens_k)
+        check_ints("seqused_k", seqused_k, len(cu_seqlens_k) - 1)
         order, cu_seqlens_k = _used_rows_first(cu_seqlens_k, seqused_k, len(k))
         k, v, seqused_k = k[order], v[order], None
     if not has_backward or seqused_k is not None:
         # as with a cache whose pages have one row, in their order
-        rows = torch.arange(plain(max_seqlen_k), dtype=torch.int32, device=k.device)
+        check_ints("cu_seqlens_k", cu_seqlens_k)
+        longest = count("max_seqlen_k", max_seqlen_k)
+        rows = torch.arange(longest, dtype=torch.int32, device=k.device)
         return _without_backward(
             "attention_chunk" if qv is None else "qv",
             q,
@@ -374,6 +409,7 @@ def _used_rows_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tens
     return order, begins.to(torch.int32)
 
 
+@in_its_words()
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,
@@ -393,6 +429,25 @@ def flash_attn_combine(
         The output (batch, rows, heads, dv), and its log-sum-exp, float32 (batch, rows, heads). A
         row without keys in any share gives 0 and -inf.
     """
+    check_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    if not out_partial.is_floating_point() or out_partial.ndim < 2:
+        raise ValueError(
+            f"out_partial has dtype {out_partial.dtype} and shape {tuple(out_partial.shape)}: it "
+            "must be floating point, (shares, batch, rows, heads, dv)"
+        )
+    if not lse_partial.is_floating_point() or lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            f"lse_partial has dtype {lse_partial.dtype} and shape {tuple(lse_partial.shape)}: it "
+            f"must be float32, {tuple(out_partial.shape[:-1])}"
+        )
+    if out_dtype is not None and not getattr(out_dtype, "is_floating_point", False):
+        raise TypeError(f"out_dtype is {out_dtype!r}: it must be a floating point torch.dtype")
+    if out is not None:
+        check_tensors(out=out)
+        if out.shape != out_partial.shape[1:]:
+            raise ValueError(
+                f"out has shape {tuple(out.shape)}: it must be {tuple(out_partial.shape[1:])}"
+            )
     lse_partial = seen_by_none(lse_partial.float())
     lse = torch.logsumexp(lse_partial, 0)
     weights = torch.exp(lse_partial - torch.where(lse.isfinite(), lse, 0.0))
@@ -402,6 +457,9 @@ def flash_attn_combine(
     return (result if out is None else out.copy_(result)), lse
 
 
+@in_its_words(
+    **_NAMES, k_new="k", v_new="v", leftpad_k="cache_leftpad", cos="rotary_cos", sin="rotary_sin"
+)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -474,11 +532,30 @@ def flash_attn_with_kvcache(
         ValueError: k without cache_seqlens.
     """
     refuse(sm_margin=(sm_margin, 0))
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    attention_chunk = count("attention_chunk", attention_chunk)
+    if cu_seqlens_q is not None:
+        check_ints("cu_seqlens_q", cu_seqlens_q)
+    sequences = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     if page_table is not None and cache_batch_idx is not None:
+        check_tensors(page_table=page_table)
+        if page_table.ndim != 2 or not page_table.shape[0]:
+            raise ValueError(
+                f"page_table has shape {tuple(page_table.shape)}: it must be (sequences, pages)"
+            )
+        check_ints("cache_batch_idx", cache_batch_idx, sequences, page_table)
         # Which row of the table each sequence of q has; archflash takes tables in q's order.
         page_table, cache_batch_idx = page_table.index_select(0, cache_batch_idx), None
-    starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+    starts = cache_seqlens
+    if rotary_seqlens is not None:
+        starts = check_starts("rotary_seqlens", rotary_seqlens, sequences)
     packed_new = k is not None and cu_seqlens_k_new is not None
+    if packed_new:
+        _check_packed_new(k_cache, v_cache, k, v, cu_seqlens_k_new, page_table, sequences)
+        if cache_seqlens is None:
+            raise ValueError("k is given without cache_seqlens: say how long the caches are")
+    if k is not None and cache_seqlens is not None:
+        check_starts("cache_seqlens", cache_seqlens, sequences)
     elsewhere = rotary_seqlens is not None or cache_leftpad is not None or packed_new
     rotary = rotary_cos is not None and rotary_sin is not None
     if elsewhere and rotary and k is not None and starts is not None:
@@ -491,14 +568,18 @@ def flash_attn_with_kvcache(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k_new,
         )  # fmt: skip
         rotary_cos = rotary_sin = None
+    append = None
     if packed_new:
         assert k is not None
         assert v is not None
         assert cu_seqlens_k_new is not None
-        cache_seqlens = _append_packed(
-            (k_cache, v_cache), (k, v), cu_seqlens_k_new, cache_seqlens, page_table,
+        assert cache_seqlens is not None
+        append = functools.partial(
+            _append_packed, (k_cache, v_cache), (k, v), cu_seqlens_k_new, cache_seqlens, page_table,
             cache_batch_idx,
         )  # fmt: skip
+        added = cu_seqlens_k_new.diff()
+        cache_seqlens = torch.as_tensor(cache_seqlens, dtype=torch.int32, device=q.device) + added
         k = v = None
     return attend_to_cache(
         q,
@@ -527,25 +608,38 @@ def flash_attn_with_kvcache(
         sinks=s_aux,
         num_splits=num_splits,
         want_lse=return_softmax_lse,
+        append=append,
     )
+
+
+def _check_packed_new(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
+    cu_seqlens_k_new: Tensor | None, page_table: Tensor | None, sequences: int,
+) -> None:  # fmt: skip
+    """Checks packed new rows, before operations of PyTorch turn and write them."""
+    check_ints("cu_seqlens_k_new", cu_seqlens_k_new, sequences + 1, k_cache)
+    check_tensors(k=k, v=v, **({} if page_table is None else {"page_table": page_table}))
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        assert x is not None
+        assert k is not None
+        check_device(name, x, cache)
+        wanted = (len(k), *cache.shape[2:])
+        if x.dtype != cache.dtype or tuple(x.shape) != wanted:
+            raise ValueError(
+                f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}: with cu_seqlens_k_new it "
+                f"must have those of {name}_cache's rows, {cache.dtype} and {wanted}"
+            )
 
 
 def _append_packed(
     caches: tuple[Tensor, Tensor],
     new: tuple[Tensor, Tensor],
     cu_seqlens: Tensor,
-    cache_seqlens: int | Tensor | None,
+    cache_seqlens: int | Tensor,
     page_table: Tensor | None,
     cache_batch_idx: Tensor | None,
-) -> Tensor:
-    """Writes packed new rows (total rows, heads, columns) behind the lengths of the caches. Returns
-    the lengths after that, int32 (batch,).
-
-    Raises:
-        ValueError: there are no cache_seqlens.
-    """
-    if cache_seqlens is None:
-        raise ValueError("k is given without cache_seqlens: say how long the caches are before it")
+) -> None:
+    """Writes packed new rows (total rows, heads, columns) behind the lengths of the caches."""
     ends = cu_seqlens.long()
     batch = len(ends) - 1
     lengths = torch.as_tensor(cache_seqlens, device=ends.device).long().expand(batch)
@@ -558,10 +652,8 @@ def _append_packed(
     pages = None if page_table is None else page_table[sequence]
     of_row = sequence if cache_batch_idx is None else cache_batch_idx.long()[sequence]
     capacity = caches[0].shape[1] * (1 if page_table is None else page_table.shape[1])
-    with torch.no_grad():
-        for cache, x in zip(caches, new, strict=True):
-            _torch_cache.append(cache, x[:, None], place, capacity, pages, of_row)
-    return (lengths + ends.diff()).to(torch.int32)
+    for cache, x in zip(caches, new, strict=True):
+        _torch_cache.append(cache, x[:, None], place, capacity, pages, of_row)
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash._eager import without_gradient
 from archflash._kvcache import attention_with_kvcache
 from archflash._merge import merge_attention
-from archflash.compat._flash import _with_unseen, flag, plain, refuse
+from archflash.compat._arguments import boolean, check_tensors, flag, in_its_words, plain
+from archflash.compat._flash import _with_unseen, refuse
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -39,6 +41,10 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
+@in_its_words(
+    page_table="block_table", dv="head_dim_v", scale="softmax_scale", key_indices="indices",
+    topk_lengths="topk_length",
+)  # fmt: skip
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -65,8 +71,8 @@ def flash_mla_with_kvcache(
         k_cache: pages (pages, page size, heads of k, d) of any size. With is_fp8_kvcache and
             indices (pages, page size, 1, 656) for d = 576, or 584 for d = 512: bytes as FlashMLA's
             quantization of V3.2 and of V4 lays them out.
-        block_table: int32 (batch, pages of a sequence). None with indices.
-        cache_seqlens: int32 (batch,). None with indices.
+        block_table: int32 (batch, pages of a sequence). Not read with indices.
+        cache_seqlens: int32 (batch,). Not read with indices.
         head_dim_v: the columns of a row that are V; 512 with indices.
         tile_scheduler_metadata, num_splits: not read; what `get_mla_metadata` gives.
         softmax_scale: multiplies q k^T; 1 / sqrt(d) by default. Absorbed MLA needs that of the
@@ -100,8 +106,12 @@ def flash_mla_with_kvcache(
         >>> out.shape, lse.shape
         (torch.Size([2, 1, 4, 16]), torch.Size([2, 4, 1]))
     """
+    check_tensors(q=q, k_cache=k_cache)
+    packed = boolean("is_fp8_kvcache", is_fp8_kvcache)
     if indices is not None:
-        if flag(causal):
+        _check_lists(indices=(indices, 3), topk_length=(topk_length, 1))
+        _check_sink(attn_sink, q)
+        if boolean("causal", causal):
             raise ValueError("causal is True with indices: leave out what a row must not see")
         if head_dim_v != _LATENT:
             raise ValueError(f"head_dim_v is {head_dim_v} with indices: it must be {_LATENT}")
@@ -113,20 +123,25 @@ def flash_mla_with_kvcache(
                 "second cache needs the first two"
             )
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+            check_tensors(extra_k_cache=extra_k_cache)
+            _check_lists(
+                extra_indices_in_kvcache=(extra_indices_in_kvcache, 3),
+                extra_topk_length=(extra_topk_length, 1),
+            )
             scopes.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
         with torch.no_grad():
             parts = [
-                _attend(
+                (_attend_extra if i else _attend)(
                     q, cache, lists[:, None], None if n is None else n[:, None, None],
-                    plain(softmax_scale), flag(is_fp8_kvcache),
+                    plain(softmax_scale), packed,
                 )
-                for cache, lists, n in scopes
+                for i, (cache, lists, n) in enumerate(scopes)
             ]  # fmt: skip
             out, lse = _merged(parts, attn_sink)
         out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
         return out, _with_unseen(lse, math.inf)
     refuse(
-        is_fp8_kvcache=(is_fp8_kvcache, False),
+        is_fp8_kvcache=(packed, False),
         attn_sink=(attn_sink, None),
         extra_k_cache=(extra_k_cache, None),
         extra_indices_in_kvcache=(extra_indices_in_kvcache, None),
@@ -148,6 +163,7 @@ def flash_mla_with_kvcache(
     return out, _with_unseen(lse, math.inf)
 
 
+@in_its_words(scale="sm_scale", k_cache="kv", key_indices="indices", topk_lengths="topk_length")
 def flash_mla_sparse_fwd(
     q: Tensor,
     kv: Tensor,
@@ -185,8 +201,13 @@ def flash_mla_sparse_fwd(
         >>> out.shape, lse.shape
         (torch.Size([3, 2, 512]), torch.Size([3, 2]))
     """
+    check_tensors(q=q, kv=kv)
+    _check_lists(indices=(indices, 3), topk_length=(topk_length, 1))
+    _check_sink(attn_sink, q)
     if d_v != _LATENT:
         raise ValueError(f"d_v is {d_v}: it must be {_LATENT}")
+    if isinstance(plain(sm_scale), bool) or not isinstance(plain(sm_scale), (int, float)):
+        raise TypeError(f"sm_scale is {_native.given(sm_scale)}: it must be a number")
     lists = indices.transpose(0, 1)[None]
     lengths = None if topk_length is None else topk_length[None, None]
     scale = plain(sm_scale)
@@ -232,6 +253,39 @@ def _attend(
         call |= {"qv": q, "v_cache": cache}
         return attention_with_kvcache(zeros, cache[..., :_ROPE], **call)  # type: ignore[no-any-return]
     return attention_with_kvcache(q, cache, dv=_LATENT, **call)  # type: ignore[no-any-return]
+
+
+_attend_extra = in_its_words(
+    k_cache="extra_k_cache", key_indices="extra_indices_in_kvcache",
+    topk_lengths="extra_topk_length",
+)(_attend)  # fmt: skip
+
+
+def _check_lists(**given: tuple[Tensor | None, int]) -> None:
+    """Checks lists of rows and how many entries of each count, with their dimensions."""
+    for name, (x, ndim) in given.items():
+        if x is None:
+            continue
+        check_tensors(**{name: x})
+        if x.dtype != torch.int32 or x.ndim != ndim:
+            raise ValueError(
+                f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}: it must be torch.int32 "
+                f"of {ndim} dimension{'s' * (ndim > 1)}"
+            )
+
+
+def _check_sink(sink: Tensor | None, q: Tensor) -> None:
+    if sink is None:
+        return
+    check_tensors(attn_sink=sink)
+    heads = q.shape[-2] if q.ndim > 1 else 0
+    if not sink.is_floating_point() or tuple(sink.shape) != (heads,):
+        raise ValueError(
+            f"attn_sink has dtype {sink.dtype} and shape {tuple(sink.shape)}: it must be "
+            f"torch.float32, ({heads},)"
+        )
+    if sink.device != q.device:
+        raise TypeError(f"attn_sink is on {sink.device} but q is on {q.device}: move it")
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None) -> tuple[Tensor, Tensor]:

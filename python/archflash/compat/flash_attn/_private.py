@@ -26,7 +26,8 @@ from archflash._api import explain
 from archflash._dropout import dropout_state
 from archflash._errors import UnsupportedError
 from archflash.compat import flash_attn_interface as fa3
-from archflash.compat._flash import attend, attend_to_cache, flag, plain
+from archflash.compat._arguments import flag, plain
+from archflash.compat._flash import attend, attend_to_cache
 from archflash.compat._passes import backward
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -6,6 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from archflash.compat._arguments import check_tensors, count, in_its_words
+
+
+def _check_padded(name: str, hidden_states: Tensor, mask: Tensor) -> None:
+    check_tensors(**{"hidden_states": hidden_states, name: mask})
+    taken = mask.dtype == torch.bool or not (mask.is_floating_point() or mask.is_complex())
+    if not taken or mask.ndim != 2 or mask.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"{name} has dtype {mask.dtype} and shape {tuple(mask.shape)} for hidden_states "
+            f"{tuple(hidden_states.shape)}: it must be bool or of integers, (batch, rows)"
+        )
+
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """The rows of x (rows, ...) with these numbers, int64 (n,)."""
@@ -18,6 +30,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     return zeros.index_put((indices,), values)
 
 
+@in_its_words()
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -34,6 +47,9 @@ def unpad_input(
         int32 (batch + 1,); the longest sequence; the rows of each sequence that count, int32
         (batch,).
     """
+    _check_padded("attention_mask", hidden_states, attention_mask)
+    if unused_mask is not None:
+        _check_padded("unused_mask", hidden_states, unused_mask)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
@@ -56,6 +72,7 @@ def unpad_input_for_concatenated_sequences(
     Returns:
         As `unpad_input`, for these sequences, but for the last result.
     """
+    _check_padded("attention_mask_in_length", hidden_states, attention_mask_in_length)
     rows = torch.arange(attention_mask_in_length.shape[1], device=hidden_states.device)
     kept = rows < attention_mask_in_length.sum(-1, keepdim=True)
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
@@ -67,5 +84,13 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undoes `unpad_input`: (n, ...) to (batch, seqlen, ...), with 0 in the other rows."""
+    check_tensors(hidden_states=hidden_states, indices=indices)
+    batch, seqlen = count("batch", batch), count("seqlen", seqlen)
+    fits = indices.ndim == 1 and indices.shape == hidden_states.shape[:1]
+    if indices.dtype != torch.int64 or not fits:
+        raise ValueError(
+            f"indices has dtype {indices.dtype} and shape {tuple(indices.shape)} for hidden_states "
+            f"{tuple(hidden_states.shape)}: it must be torch.int64, a number for each row"
+        )
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.reshape(batch, seqlen, *rows.shape[1:])

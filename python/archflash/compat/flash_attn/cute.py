@@ -21,7 +21,8 @@ from torch import Tensor
 
 from archflash._errors import UnsupportedError
 from archflash.compat import flash_attn_interface as _fa3
-from archflash.compat._flash import Window, attend, plain, refuse
+from archflash.compat._arguments import boolean, check_tensors, count, in_its_words, plain
+from archflash.compat._flash import Window, attend, refuse, sides_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -30,7 +31,13 @@ _WRITTEN_IN_CUTE = (
     "block_sparse_tensors_bwd",
 )  # fmt: skip
 
+_NAMES = {
+    "sinks": "learnable_sink", "s_aux": "learnable_sink", "scale": "softmax_scale",
+    "window": "window_size", "key_indices": "gather_kv_indices", "k_cache": "k", "v_cache": "v",
+}  # fmt: skip
 
+
+@in_its_words(**_NAMES)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -87,9 +94,11 @@ def flash_attn_func(
     """
     given = locals()
     refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE})
-    _check_tensors(q=q, k=k, v=v, qv=qv, gather_kv_indices=gather_kv_indices)
-    window, shift = _window(window_size, causal)
-    num_splits = _splits(num_splits)
+    given = {"q": q, "k": k, "v": v, "qv": qv, "gather_kv_indices": gather_kv_indices}
+    check_tensors(**{name: x for name, x in given.items() if x is not None or name in "qkv"})
+    window, shift = _window(window_size, boolean("causal", causal))
+    num_splits = count("num_splits", num_splits)
+    deterministic = boolean("deterministic", deterministic)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "softcap": softcap, "sinks": _sink(learnable_sink),
         "want_lse": return_lse,
@@ -114,6 +123,7 @@ def flash_attn_func(
     return (result[0], result[1].transpose(1, 2)) if return_lse else (result, None)
 
 
+@in_its_words(**_NAMES, cache_seqlens="seqused_k")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -170,9 +180,10 @@ def flash_attn_varlen_func(
     refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE if name in given})
     if gather_kv_indices is not None:
         raise UnsupportedError("gather_kv_indices: flash_attn_func takes it, with qv")
-    _check_tensors(q=q, k=k, v=v, qv=qv)
-    window, shift = _window(window_size, causal)
-    num_splits = _splits(num_splits)
+    check_tensors(q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
+    window, shift = _window(window_size, boolean("causal", causal))
+    num_splits = count("num_splits", num_splits)
+    deterministic = boolean("deterministic", deterministic)
     if shift:
         raise UnsupportedError(f"window_size={window_size!r}: no side may be negative here")
     sinks = _sink(learnable_sink)
@@ -219,13 +230,7 @@ def _window(window_size: Window, causal: bool) -> tuple[Window, int]:
     """The sides with -1 for an unbounded one, and by how much the queries move so that no side is
     negative. causal is a right side of 0.
     """
-    sides = [plain(side) for side in window_size] if isinstance(window_size, list | tuple) else []
-    if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
-        raise TypeError(
-            f"window_size is {window_size!r}: it must be (left, right), each an int, or None for "
-            "an unbounded side"
-        )
-    left, right = sides
+    left, right = sides_of(window_size)
     if causal:
         right = 0
     shift = 0
@@ -243,26 +248,15 @@ def _window(window_size: Window, causal: bool) -> tuple[Window, int]:
 
 
 def _sink(learnable_sink: Tensor | None) -> Tensor | None:
-    _check_tensors(learnable_sink=learnable_sink)
-    return None if learnable_sink is None else learnable_sink.float()
-
-
-def _splits(num_splits: int) -> int:
-    count = plain(num_splits)
-    if not isinstance(count, int) or count < 0:
-        raise ValueError(f"num_splits is {num_splits!r}: it must be an int from 0 on")
-    return count
-
-
-def _check_tensors(**given: Tensor | None) -> None:
-    for name, x in given.items():
-        if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
-            raise TypeError(f"{name} is of type {type(x).__name__}: it must be a torch.Tensor")
+    if learnable_sink is None:
+        return None
+    check_tensors(learnable_sink=learnable_sink)
+    return learnable_sink.float()
 
 
 def _longest(name: str, ends: Tensor) -> int:
     """The rows of the longest of packed sequences."""
-    _check_tensors(**{name: ends})
+    check_tensors(**{name: ends})
     lengths = ends.diff()
     return int(lengths.max()) if lengths.numel() else 0
 

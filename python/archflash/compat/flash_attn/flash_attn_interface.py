@@ -25,6 +25,13 @@ from typing import Any
 
 from torch import Tensor
 
+from archflash.compat._arguments import (
+    boolean,
+    check_ints,
+    check_starts,
+    check_tensors,
+    in_its_words,
+)
 from archflash.compat._flash import (
     UNBOUNDED,
     Window,
@@ -49,7 +56,12 @@ _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 USE_TRITON_ROCM = False  # FlashAttention-2's kernels for AMD's GPUs
 
+_NAMES = {"sinks": "s_aux", "scale": "softmax_scale", "window": "window_size"}
+_OF_KV = {"k": "k of kv", "v": "v of kv"}
+_OF_QKV = {"q": "q of qkv", "k": "k of qkv", "v": "v of qkv"}
 
+
+@in_its_words(**_NAMES)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -102,18 +114,34 @@ def flash_attn_func(
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
+@in_its_words(**_OF_KV)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`flash_attn_func` with k and v in one tensor (batch, rows, 2, heads, d)."""
-    k, v = kv.unbind(2)
+    k, v = _parts("kv", kv, 2, 5)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
+@in_its_words(**_OF_QKV)
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`flash_attn_func` with q, k and v in one tensor (batch, rows, 3, heads, d)."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = _parts("qkv", qkv, 3, 5)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
+def _parts(name: str, x: Tensor, count: int, ndim: int) -> tuple[Tensor, ...]:
+    """q, k and v, or the last two, of a tensor (..., count, heads, d) of so many dimensions."""
+    check_tensors(**{name: x})
+    if x.ndim != ndim or x.shape[-3] != count:
+        rows = "batch, rows" if ndim == 5 else "total rows"
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}: it must be ({rows}, {count}, heads, d)"
+        )
+    return x.unbind(-3)
+
+
+@in_its_words(
+    **_NAMES, page_table="block_table", cache_seqlens="cu_seqlens_k", k_cache="k", v_cache="v"
+)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -151,6 +179,8 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         refuse(dropout_p=(dropout_p, 0.0))
+        check_ints("cu_seqlens_k", cu_seqlens_k)
+        boolean("deterministic", deterministic)
         result = attend_to_cache(
             q,
             k,
@@ -193,22 +223,31 @@ def flash_attn_varlen_func(
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
+@in_its_words(**_OF_KV)
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`flash_attn_varlen_func` with k and v in one tensor (total rows, 2, heads, d)."""
-    k, v = kv.unbind(1)
+    k, v = _parts("kv", kv, 2, 4)
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)
 
 
+@in_its_words(
+    **_OF_QKV, cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen",
+    max_seqlen_k="max_seqlen",
+)  # fmt: skip
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Any:
     """`flash_attn_varlen_func` with q, k and v in one tensor (total rows, 3, heads, d)."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = _parts("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
     )
 
 
+@in_its_words(
+    **_NAMES, k_new="k", v_new="v", leftpad_k="cache_leftpad", page_table="block_table",
+    cos="rotary_cos", sin="rotary_sin",
+)  # fmt: skip
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -260,6 +299,8 @@ def flash_attn_with_kvcache(
     """
     rotary = rotary_cos is not None and rotary_sin is not None
     if rotary and k is not None and cache_seqlens is not None and cache_leftpad is not None:
+        check_tensors(q=q, k=k, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+        check_starts("cache_seqlens", cache_seqlens, len(q))
         assert rotary_cos is not None
         assert rotary_sin is not None
         # FlashAttention counts positions from the cache's first row, padding included.

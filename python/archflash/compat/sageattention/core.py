@@ -12,7 +12,7 @@ from archflash import _archflash as _native
 from archflash._api import attention
 from archflash._dispatch import where_served
 from archflash._errors import UnsupportedError
-from archflash.compat._flash import flag, plain
+from archflash.compat._arguments import flag, in_its_words, plain
 
 APPROXIMATE_VARIABLE = "ARCHFLASH_SAGE_APPROXIMATE"
 _asked_of_all = where_served(
@@ -32,6 +32,7 @@ _OF_QUANTISING = (
 _OF_PYTORCH = ("dropout_p", "enable_gqa", "scale")
 
 
+@in_its_words(causal="is_causal", scale="sm_scale", layout="tensor_layout")
 def sageattn(
     q: Tensor,
     k: Tensor,
@@ -173,10 +174,12 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
 
 
 def _as_int32(starts: Any) -> Any:
-    """What is no tensor, `attention` refuses."""
-    return starts.to(torch.int32) if isinstance(starts, Tensor) else starts
+    """What is no tensor of integers, `attention` refuses."""
+    is_wide = isinstance(starts, Tensor) and starts.dtype == torch.int64
+    return starts.to(torch.int32) if is_wide else starts
 
 
+@in_its_words(causal="is_causal", scale="sm_scale")
 def sageattn_varlen(
     q: Tensor,
     k: Tensor,

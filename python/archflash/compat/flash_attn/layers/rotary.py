@@ -35,6 +35,12 @@ def apply_rotary_emb(
     Raises:
         ValueError: more than d channels, or fewer positions than rows of an unpacked x.
     """
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not table.is_floating_point() or table.ndim != 2 or table.shape != cos.shape:
+            raise ValueError(
+                f"{name} has dtype {table.dtype} and shape {tuple(table.shape)}: cos and sin must "
+                "be floating point, (positions, channels / 2)"
+            )
     positions, channels = cos.shape[0], 2 * cos.shape[1]
     if channels > x.shape[-1]:
         raise ValueError(f"cos is for {channels} channels, but x has {x.shape[-1]}: shorten cos")
@@ -256,6 +262,14 @@ def turned_at(
     Returns:
         q and k, turned.
     """
+
+    for name, x, ends in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
+        ndim = 4 if ends is None else 3
+        if x.ndim != ndim or 2 * cos.shape[-1] > x.shape[-1]:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: it must have {ndim} dimensions, and at least "
+                f"the {2 * cos.shape[-1]} columns that rotary_cos turns"
+            )
 
     def turned(x: Tensor, cu_seqlens: Tensor | None, apart: bool) -> Tensor:
         if cu_seqlens is not None:
