@@ -45,6 +45,8 @@ def flag(value: Any) -> Any:
 
 def boolean(name: str, value: Any) -> bool:
     """`flag` of an argument that `archflash.attention` does not check."""
+    if value is True or value is False:
+        return value
     value = flag(value)
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {_native.given(value)}: it must be a bool")
@@ -53,6 +55,8 @@ def boolean(name: str, value: Any) -> bool:
 
 def count(name: str, value: Any) -> int:
     """A number from 0 on."""
+    if type(value) is int and value >= 0:
+        return value
     number = plain(value)
     if not isinstance(number, int):
         raise TypeError(f"{name} is {_native.given(value)}: it must be an int")
@@ -97,7 +101,7 @@ def check_starts(name: str, value: Any, sequences: int) -> Any:
 
 
 def in_its_words(**names: str) -> Callable[[_Function], _Function]:
-    """Makes a function's errors name its own arguments. A call that is right pays 0.1 us for it.
+    """Makes a function's errors name its own arguments. A call that is right pays 0.2 us for it.
 
     Args:
         names: for each name that an error may have the function's own. English words are names only
@@ -111,8 +115,6 @@ def in_its_words(**names: str) -> Callable[[_Function], _Function]:
     def wrap(function: _Function) -> _Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
             except (TypeError, ValueError, UnsupportedError) as error:

@@ -16,7 +16,7 @@ from archflash._api import attention
 from archflash._eager import is_eager, without_gradient
 from archflash._errors import ForcedImplementationError, UnsupportedError
 from archflash._kvcache import attention_with_kvcache, values_of
-from archflash.compat._arguments import boolean, check_tensors, count, flag, plain
+from archflash.compat._arguments import boolean, count, flag, plain
 
 Window = tuple[int | None, int | None]
 UNBOUNDED: Window = (-1, -1)
@@ -57,7 +57,6 @@ def attend(
         The output, and the log-sum-exp where it is wanted: float32 (batch, heads, rows), or
         (heads, rows) for packed sequences.
     """
-    check_tensors(q=q, k=k, v=v)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     want_lse = flag(want_lse)
     repeats = boolean("deterministic", deterministic)
@@ -162,7 +161,6 @@ def attend_to_cache(
     """
     if cache_seqlens is None and k_new is not None:
         raise ValueError("k is given without cache_seqlens: say how long the caches are before it")
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     want_lse = flag(want_lse)
     rotary_interleaved = boolean("rotary_interleaved", rotary_interleaved)
     if not isinstance(cache_seqlens, Tensor):

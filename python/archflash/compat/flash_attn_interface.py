@@ -117,7 +117,6 @@ def flash_attn_func(
     attention_chunk = count("attention_chunk", attention_chunk)
     deterministic = boolean("deterministic", deterministic)
     if qv is not None:  # as with a cache that is full
-        check_tensors(q=q, k=k, v=v, qv=qv)
         return _without_backward(
             "qv",
             q,
@@ -315,7 +314,6 @@ def flash_attn_varlen_func(
         UnsupportedError: an argument that archflash does not take; it is named.
     """
     refuse(sm_margin=(sm_margin, 0))
-    check_tensors(q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
     num_splits = count("num_splits", num_splits)
     attention_chunk = count("attention_chunk", attention_chunk)
     deterministic = boolean("deterministic", deterministic)
@@ -532,7 +530,6 @@ def flash_attn_with_kvcache(
         ValueError: k without cache_seqlens.
     """
     refuse(sm_margin=(sm_margin, 0))
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     attention_chunk = count("attention_chunk", attention_chunk)
     if cu_seqlens_q is not None:
         check_ints("cu_seqlens_q", cu_seqlens_q)

@@ -94,8 +94,6 @@ def flash_attn_func(
     """
     given = locals()
     refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE})
-    given = {"q": q, "k": k, "v": v, "qv": qv, "gather_kv_indices": gather_kv_indices}
-    check_tensors(**{name: x for name, x in given.items() if x is not None or name in "qkv"})
     window, shift = _window(window_size, boolean("causal", causal))
     num_splits = count("num_splits", num_splits)
     deterministic = boolean("deterministic", deterministic)
@@ -180,7 +178,6 @@ def flash_attn_varlen_func(
     refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE if name in given})
     if gather_kv_indices is not None:
         raise UnsupportedError("gather_kv_indices: flash_attn_func takes it, with qv")
-    check_tensors(q=q, k=k, v=v, **({} if qv is None else {"qv": qv}))
     window, shift = _window(window_size, boolean("causal", causal))
     num_splits = count("num_splits", num_splits)
     deterministic = boolean("deterministic", deterministic)
