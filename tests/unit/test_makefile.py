@@ -45,6 +45,60 @@ def test_lint_builds_nothing() -> None:
     assert "torch" not in commands
 
 
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def commands_of_workflows() -> list[str]:
+    """What comes behind `make` in the workflows; a variable of their matrices is `x`."""
+    texts = (re.sub(r"\$\{\{ *matrix\.\w+ *\}\}", "x", file.read_text()) for file in WORKFLOWS)
+    steps = (re.findall(r"(?:run|command): (?:\S+=\S+ )*make ([^},#\n]+)", text) for text in texts)
+    return sorted({command.strip() for found in steps for command in found})
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_workflows_run_targets_that_exist() -> None:
+    commands = commands_of_workflows()
+    assert {"test lint", "test-fast", "check-wheel", "test-models"} <= set(commands)
+    variables = set(re.findall(r"^(\w+) \?= ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    variables |= {"SERVERS_INSTALL"}  # it is empty unless it is given
+    words = {word for command in commands for word in command.split()}
+    given = {word for word in words if "=" in word}
+    assert {word.split("=")[0] for word in given} <= variables
+    assert dry_run("SERVERS=vllm", *(words - given))
+
+
+def test_workflows_take_what_there_is() -> None:
+    texts = {file.name: file.read_text() for file in WORKFLOWS}
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None
+    pythons = {int(x) for x in re.findall(r'\{python: "3\.(\d+)"', texts["ci.yml"])}
+    assert pythons == set(range(int(oldest[1]), max(pythons) + 1))
+    servers = re.search(r"server: \[(.*)\]", texts["newest.yml"])
+    assert servers is not None
+    assert {f"{x}.txt" for x in servers[1].split(", ")} == {
+        file.name for file in (ROOT / "tests" / "servers").glob("*.txt")
+    }
+    for name, text in texts.items():
+        assert "permissions: {contents: read}" in text.split("jobs:")[0] or name == "windows.yml"
+        assert text.count("actions/checkout") == text.count("persist-credentials: false"), name
+        for used in re.findall(r"uses: \./(\S+)", text):
+            assert (ROOT / used).exists(), used
+
+
+def test_notes_of_a_release_are_those_of_its_version(tmp_path: Path) -> None:
+    """The command of release.yml, on a changelog with three versions."""
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    command = re.search(r"^ +(awk .*CHANGELOG.md) > notes.md$", text, re.MULTILINE)
+    assert command is not None
+    changelog = "# Changelog\n## Unreleased\nlater\n## [0.2.0] - 2026-12-01\nnew\n## [0.1.0]\nold\n"
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    environment = {**os.environ, "GITHUB_REF_NAME": "v0.2.0"}
+    done = subprocess.run(
+        ["bash", "-c", command[1]], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "new\n"
+
+
 def test_linters_are_pinned_in_one_place() -> None:
     pins = re.search(r"^lint = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert pins is not None
