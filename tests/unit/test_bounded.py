@@ -32,7 +32,7 @@ BOUNDED = {
     "compat._operators._libraries": "one for each version of the operators",
     "distributed._agree._beside": "as long as the group lives",
     "distributed._agree._given_up": "as long as the group lives",
-    "distributed._attention._plans": "emptied at _MOST_PLANS",
+    "distributed._work._plans": "emptied at _MOST_PLANS",
     "distributed._plan._with_tables": "_MOST_WITH_TABLES",
     "integrations._mask_functions._kinds": "one for each function that makes masks",
     "sim._attention._announced": "one for each kernel",
