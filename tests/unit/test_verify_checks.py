@@ -1,5 +1,5 @@
-"""What the checks of `archflash verify` see of a wrong kernel, on a GPU that is made up: its kernels
-are PyTorch on the CPU, and spoil what they give.
+"""What the checks of `archflash verify` see of a wrong kernel. The GPU is made up: its kernels are
+PyTorch on the CPU, and spoil what they give.
 """
 
 from __future__ import annotations
