@@ -370,6 +370,8 @@ def faults(here: Here) -> None:
     refused(lambda: afd.attention(q, q, q, method="hybrid"), archflash.UnsupportedError, "mesh")
     refused(lambda: afd.attention(q, q, q, method="tree"), ValueError, "'tree'")
     refused(lambda: afd.attention(*[q[:, :, last:]] * 3), ValueError, "by the shards")
+    if here.device == "cpu":
+        refused(lambda: afd.unshard(q[:, :, 4 * last :], "zigzag", dim=2), ValueError, "rows, and")
     cu_seqlens = torch.tensor([0, 9], dtype=torch.int32)
     packed = q[0].transpose(0, 1)
     refused(lambda: afd.attention(*[packed] * 3, cu_seqlens=cu_seqlens), ValueError, "end with 9")

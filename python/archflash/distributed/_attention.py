@@ -292,11 +292,14 @@ def explain(
         >>> said.chosen, round(said.estimates[0].balance, 3)
         ('all-gather', 1.0)
     """
-    sizes = None if isinstance(ranks, int) else ranks
-    count = ranks if isinstance(ranks, int) else ranks[0] * ranks[1]
+    sizes = (ranks, 1) if isinstance(ranks, int) else ranks
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"ranks is {ranks}: it must be their number, or the two sizes of a mesh")
+    count = sizes[0] * sizes[1]
     packed = cu_seqlens is not None
     check(q, k, v, packed, layout)
     q, k, v = (by_head(x, packed, layout) for x in (q, k, v))
+    make_problem(q, k, v, causal=causal, window=window)  # refuses other windows
     left, right = bounds(causal, window)
     ends = None if cu_seqlens is None else read_boundaries(cu_seqlens)
     ranges = None if key_ranges is None else read_ranges(key_ranges)
@@ -305,4 +308,5 @@ def explain(
     held = _of_shards.make(shards, q.shape[2], count).in_order()
     mask = Mask(held.n, left, right, ends, ranges)
     shape = Shape.of(q, k, v)
-    return _cost.explain(held, mask, shape, speeds or Speeds(), sizes)
+    mesh = None if isinstance(ranks, int) else sizes
+    return _cost.explain(held, mask, shape, speeds or Speeds(), mesh)

@@ -62,9 +62,7 @@ def check(q: Any, k: Any, v: Any, packed: bool, layout: str) -> None:
 
 
 def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
-    """The bounds of a causal mask and a window together."""
-    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
-        raise ValueError(f"window is {window!r}: it must be (left, right)")
+    """The bounds of a causal mask and a window together, which make_problem has checked."""
     left, right = (None if x is None or x < 0 else int(x) for x in window or (None, None))
     return left, 0 if causal else right
 
