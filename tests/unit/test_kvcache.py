@@ -16,7 +16,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
-from archflash import _options
+from archflash import _kvcache, _options
 from archflash._api import make_problem
 
 BF16 = torch.bfloat16
@@ -268,6 +268,34 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], ty
     "latent-v-new": (
         PAGED, lambda c: {"v_cache": None, "dv": 32}, ValueError, "v_new is given with v_cache=Non",
     ),
+    "latent-dv-float": (
+        {}, lambda c: {"v_cache": None, "dv": 32.0}, TypeError, "dv is 32.0: it must be an int",
+    ),
+    "latent-list": (
+        {}, lambda c: {"v_cache": None, "dv": 32, "q": [1.0]}, TypeError,
+        r"q is \[1.0\]: it must be a torch.Tensor",
+    ),
+    "latent-columns": (
+        {}, lambda c: {"v_cache": None, "dv": 32, "q": c.q[..., :48]}, ValueError,
+        r"q has shape \(2, 1, 4, 48\): its last dimension must be 64 as in k_cache",
+    ),
+    "latent-new-columns": (
+        PAGED, lambda c: {"v_cache": None, "dv": 32, "v_new": None, "k_new": torch.tensor(1.0)},
+        ValueError, r"k_new has shape \(\): its last dimension must be 64 as in k_cache",
+    ),
+    "packed-rows-format": (
+        {}, lambda c: {"v_cache": None, "packed_rows": "fp8_600"}, ValueError,
+        "packed_rows is 'fp8_600': it must be 'fp8_656' or 'fp8_584'",
+    ),
+    "packed-rows-columns": (
+        {}, lambda c: {"v_cache": None, "packed_rows": "fp8_656"}, ValueError,
+        "q has 64 columns and dv is None with packed_rows='fp8_656': they must be 576 and 512",
+    ),
+    "packed-rows-dv": (
+        {}, lambda c: {"v_cache": None, "packed_rows": "fp8_584", "dv": 64,
+                       "q": torch.zeros(2, 1, 4, 512)}, ValueError,
+        "q has 512 columns and dv is 64 with packed_rows='fp8_584': they must be 512 and 512",
+    ),
     "gradient": (
         {}, lambda c: {"q": c.q.requires_grad_()}, archflash.UnsupportedError,
         "attention_with_kvcache has no backward .* call it under torch.no_grad",
@@ -446,6 +474,61 @@ def test_check_says_which_value_is_out_of_range(monkeypatch: pytest.MonkeyPatch)
     twice = make([4, 8], rows_of=[3, 3], n_new=1)
     with pytest.raises(ValueError, match=r"cache_batch_idx\[0\] is 3: .* each once"):
         by_torch(twice)
+    beyond = make([4, 8], rows_of=[3, 3])
+    by_torch(beyond)  # nothing is written, so that both may read the same
+    beyond.options["cache_batch_idx"][1] = len(beyond.k_cache)
+    with pytest.raises(ValueError, match=r"cache_batch_idx\[1\] is \d+: it must be from 0 to \d+$"):
+        by_torch(beyond)
+    with pytest.raises(ValueError, match="k_new has 97 rows, but a sequence has room for 96"):
+        by_torch(make([0, 0], n_new=97))
+
+
+@pytest.mark.parametrize(("q_lengths", "causal", "last"), [
+    (None, True, 27), (None, False, 23), ([2, 9], True, 28), ([2, 9], False, 23),
+])  # fmt: skip
+def test_check_knows_how_many_positions_are_rotated(
+    q_lengths: list[int] | None, causal: bool, last: int
+) -> None:
+    """Where queries have an order, each has a position of its own, beside those of new rows."""
+    call = make([5, 20], nq=8, q_lengths=q_lengths, n_new=4, causal=causal, rotary=8)
+
+    def with_tables(rows: int) -> CacheCall:
+        return call.with_options(**dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(rows, 4)))
+
+    by_torch(with_tables(last + 1).copied(), check=True)
+    with pytest.raises(ValueError, match=rf"to rotate\[1\] is {last}: it must be below {last}"):
+        by_torch(with_tables(last).copied(), check=True)
+
+
+def test_check_of_no_sequences_has_nothing_to_say() -> None:
+    q, cache = torch.zeros(0, 1, 4, 64), torch.zeros(3, 16, 2, 64)
+    lengths, table = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 2, dtype=torch.int32)
+    out = archflash.attention_with_kvcache(
+        q, cache, cache, cache_seqlens=lengths, page_table=table, check=True
+    )
+    assert out.shape == (0, 1, 4, 64)
+
+
+def test_a_servers_call_is_checked_where_every_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make([5, 20], causal=True)
+    values = _kvcache.values_of(causal=True)
+    batch = (None, None, call.options["cache_seqlens"], None)
+
+    def served() -> Tensor:
+        prepared: dict[int, Any] = {}
+        kind = _kvcache.kind_of(values)
+        tensors = (call.q, call.k_cache, call.v_cache)
+        out: Tensor = _kvcache.serve(*tensors, values, kind, prepared, batch)
+        return out
+
+    tensors = (call.q, call.k_cache, call.v_cache)
+    expected = archflash.attention_with_kvcache(*tensors, **call.options)
+    assert torch.equal(served(), expected)
+    monkeypatch.setattr("archflash._kvcache._always_check", True)
+    assert torch.equal(served(), expected)
+    call.options["cache_seqlens"][1] = 97
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 97: it must be from 0 to 96"):
+        served()
 
 
 # --- torch.compile ---
