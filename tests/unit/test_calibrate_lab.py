@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from archflash import _dispatch
 from archflash._api import find_device
-from archflash._calibrate import calls, lab, worker
+from archflash._calibrate import calls, lab, measuring, worker
 from archflash._calibrate.grid import Point
 from archflash._calibrate.lab import Lab, Result
 from archflash._call_times import BOTH, FORWARD, Kind
@@ -129,9 +130,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card(US)
     monkeypatch.setattr(lab, "torch", made.torch())
     monkeypatch.setattr(lab, "time", made)
-    monkeypatch.setattr(_dispatch, "query_device", lambda index: H200)
+    small = type(H200).from_dict(H200.to_dict() | {"l2_bytes": 50_000})  # tensors fill it twice
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: small)
     monkeypatch.setattr(calls.Call, "candidates", lambda call: list(made.us))
-    monkeypatch.setattr(Lab, "pool", lambda self, dtype: torch.randn(20_000).to(dtype))
     monkeypatch.setattr(calls.Call, "context", lambda call, name: contextmanager(_nothing)())
     real = calls.Call.function
     monkeypatch.setattr(
@@ -401,3 +402,106 @@ def test_refusals_are_told_and_what_broke_before_is_not_tried(
     served = {(name, point.kind.passes) for point, names in ask.seen for name in names}
     assert ("hopper", FORWARD) not in served
     assert ("hopper", BOTH) in served
+
+
+# --- who is measured ---
+
+
+def call_of(
+    monkeypatch: pytest.MonkeyPatch, *, gpu: str = "H200", heads_kv: int = 4, nk: int = 40,
+    d: int = 64, dv: int = 64, **kind: Any,
+) -> calls.Call:  # fmt: skip
+    device = find_device(gpu)
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: device)
+    what = Kind(*("16 bits", FORWARD, "many", False))._replace(**kind)
+    return calls.Call(Point(what, (1, 4, heads_kv, 40, nk), d, dv), torch.device("cpu"))
+
+
+PYTORCHS = set(calls.PYTORCHS)
+
+
+@pytest.mark.parametrize(
+    ("call", "there", "not_there"),
+    [
+        ({}, {"hopper", "ampere", *PYTORCHS}, {"torch", "blackwell_dc"}),
+        ({"causal": True}, {"hopper", *PYTORCHS}, {"torch"}),
+        ({"causal": True, "nk": 60}, {"hopper"}, PYTORCHS),
+        ({"heads_kv": 2}, {"torch-cudnn", "torch-flash"}, {"torch-efficient"}),
+        ({"d": 192, "dv": 128}, {"torch-efficient"}, {"torch-flash"}),
+        ({"dtype": "fp8"}, {"hopper", "ada"}, {"torch", *PYTORCHS}),
+        ({"dtype": "float32"}, {"simt", "torch"}, PYTORCHS),
+        ({"mask": "bool"}, {"ampere", "torch"}, PYTORCHS),
+        ({"way": "packed"}, {"hopper"}, {"torch", *PYTORCHS}),
+        ({"way": "cache", "rows": "few"}, {"ampere"}, {"torch", *PYTORCHS}),
+        ({"passes": BOTH}, {"hopper", "ampere", "torch-flash"}, {"ada"}),
+        ({"gpu": "T4"}, {"simt"}, {"hopper", "ampere"}),
+    ],
+    ids=str,
+)
+def test_candidates_are_who_may_serve_the_call(
+    monkeypatch: pytest.MonkeyPatch, call: dict[str, Any], there: set[str], not_there: set[str]
+) -> None:
+    found = call_of(monkeypatch, **call).candidates()
+    assert len(set(found)) == len(found)
+    assert there <= set(found)
+    assert not not_there & set(found)
+
+
+def test_gpus_without_bfloat16_are_measured_with_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call_of(monkeypatch, gpu="T4").dtype == torch.float16
+    assert call_of(monkeypatch, gpu="A100").dtype == torch.bfloat16
+
+
+def test_pytorchs_kernels_are_called_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(monkeypatch, heads_kv=2, dtype="float32")
+    q, k, v = call.inputs(torch.randn(50_000, generator=torch.manual_seed(0)), 1)[0]
+    (out,) = call.function("torch-flash")(q, k, v)
+    (expected,) = call.function("torch")(q, k, v)
+    assert torch.allclose(out, expected, atol=1e-5)
+    switches = torch.backends.cuda
+    before = switches.flash_sdp_enabled(), switches.cudnn_sdp_enabled()
+    with call.context("torch-flash"):
+        assert switches.flash_sdp_enabled()
+        assert not switches.cudnn_sdp_enabled()
+        assert not switches.math_sdp_enabled()
+    with call.context("hopper"):
+        assert (switches.flash_sdp_enabled(), switches.cudnn_sdp_enabled()) == before
+
+
+# --- what the process that measures says ---
+
+
+def measured_by(
+    *lines: dict[str, Any], seconds: float = 100.0, end: str = ""
+) -> measuring.Findings:
+    """What is found of a process that says these lines, and then does something."""
+    said = "".join(f"print({json.dumps(line)!r}, flush=True)\n" for line in lines)
+    program = f"import sys, time\nsys.stdin.read()\n{said}{end}"
+    return measuring.measure(0, seconds, worker=(sys.executable, "-c", program), silent_s=9.0)
+
+
+def test_an_error_of_the_process_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="nothing could be measured: no kernel image"):
+        measured_by({"error": "nothing could be measured: no kernel image"})
+
+
+def test_what_was_wrong_or_refused_is_found_with_its_first_reason() -> None:
+    other = POINT._replace(d=64, dv=64)
+    found = measured_by(
+        {"wrong": ["ampere", POINT, "max error 3"]},
+        {"refused": ["simt", POINT, "one reason"]},
+        {"refused": ["simt", other, "another"]},
+        {"point": POINT, "graph_us": {"hopper": 3.5}},
+        {"done": True},
+    )
+    assert found.wrong == {("ampere", FORWARD): f"max error 3, at {POINT}"}
+    assert found.wrong_kinds == {("ampere", POINT.kind)}
+    assert found.refused == {"simt": "one reason"}
+    assert found.times == [(POINT, {"hopper": 3.5})]
+
+
+def test_a_kernel_that_breaks_when_the_time_is_over_is_named() -> None:
+    with pytest.raises(LaunchError, match=r"nothing could be measured; hopper: it broke: bad luck"):
+        measured_by({"trying": [POINT, "hopper"]}, seconds=1.0, end="sys.exit('bad luck')")
+    with pytest.raises(LaunchError, match=r"nothing could be measured$"):
+        measured_by({"done": True})

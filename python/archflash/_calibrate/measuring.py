@@ -128,7 +128,8 @@ def measure(
         if seconds - (time.monotonic() - start) < _LEAST_S:
             break
     if not found.times:
-        raise LaunchError("nothing could be measured" + "".join(f"; {x}" for x in found.wrong))
+        said = "".join(f"; {name}: {text}" for (name, _), text in found.wrong.items())
+        raise LaunchError(f"nothing could be measured{said}")
     return found
 
 
