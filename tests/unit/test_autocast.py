@@ -148,3 +148,35 @@ def test_a_causal_bias_is_explained() -> None:
     bias = causal_upper_left(8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert archflash.explain(q, q, q, attn_mask=bias, device="H200").problem.dtype == "bfloat16"
+
+
+def test_explain_leaves_uncast_what_the_call_leaves() -> None:
+    q = torch.empty(2, 3, 4, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = torch.empty(2, 4, 3, 64)
+        three = [x.transpose(1, 2) for x in (q, q, q)]
+        assert archflash.explain(*three, device="H200").problem.dtype == "bfloat16"
+        assert archflash.explain(*three, out=out, device="H200").problem.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_explain_casts_queries_to_autocasts_dtype_if_the_cache_has_it(dtype: torch.dtype) -> None:
+    q, cache = torch.zeros(2, 1, 4, 64), torch.zeros(2, 16, 4, 64, dtype=dtype)
+    call = {"cache_seqlens": torch.full((2,), 5, dtype=torch.int32), "k_new": q, "v_new": q}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        said = archflash.explain(q, cache, cache.clone(), **call, layout="bnhd", device="H200")
+        out = archflash.attention_with_kvcache(q, cache, cache.clone(), **call)
+    assert said.problem.dtype == str(dtype).removeprefix("torch.")
+    assert out.dtype == dtype
+    assert call["k_new"].dtype == torch.float32
+
+
+def test_autocast_of_another_device_does_not_count() -> None:
+    q = torch.randn(1, 2, 5, 16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert archflash.attention(q, q, q).dtype == torch.float32
+        with pytest.raises(TypeError, match="dtype"):
+            archflash.attention(q, q.half(), q)
+    finally:
+        torch.set_autocast_enabled("cuda", False)

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -692,6 +693,42 @@ def test_calibrate_keeps_shows_and_forgets(capsys: pytest.CaptureFixture[str]) -
     _calibrated.read_again()
     assert "emptied" in archflash_says(capsys, "calibrate", "--forget")[1]
     assert "damaged" not in file.read_text()
+
+
+@pytest.mark.usefixtures("card_here")
+def test_show_says_which_tables_count_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert archflash_says(capsys, "calibrate", "--forget")[1] == "nothing was kept\n"
+    status = SimpleNamespace(device_count=1, cuda_version=13000, usable=True, problem="")
+    monkeypatch.setattr(native, "driver_status", lambda: status)
+    times = {"ampere": 60.0, "hopper": 100.0}
+    keep(table_with(times))
+    assert " count" not in archflash_says(capsys, "calibrate", "--show")[1]
+    keep(table_with(times, device=find_device("H100")))
+    keep(table_with(times, driver="500.1"))
+    out = archflash_says(capsys, "calibrate", "--show")[1]
+    assert out.count("it does not count: there is no such GPU here") == 1
+    assert "does not count any more (driver 500.1, now " in out
+
+
+@pytest.mark.usefixtures("no_user")
+def test_packed_sequences_and_caches_have_the_sizes_of_one_sequence() -> None:
+    keep(table_with({"ampere": 60.0, "hopper": 100.0}))
+    ends = torch.empty(5, dtype=torch.int32, device="meta")
+    q = torch.empty(4 * 2048, 16, 128, dtype=torch.bfloat16, device="meta")
+    given = make_problem(q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends).as_if_on_cuda()
+    # Nothing is known of packed ones: then the dense call of the same sizes is asked.
+    expected = _calibrated.find(problem(), H200)
+    assert expected is not None
+    assert _calibrated.find(given, H200) == expected
+    cache = torch.empty(4, 4096, 16, 128, dtype=torch.bfloat16, device="meta")
+    lengths = torch.empty(4, dtype=torch.int32, device="meta")
+    for layout, rows in (("bnhd", q[:4][:, None]), ("packed", q[:20])):
+        more = {"cu_seqlens_q": ends} if layout == "packed" else {}
+        asked = make_problem(rows, cache, cache, cache_seqlens=lengths, layout="bnhd", **more)
+        assert _calibrated.find(asked.as_if_on_cuda(), H200) is None  # no cache was measured
+    assert _calibrated.find(given, find_device("A100")) is None
 
 
 @pytest.mark.usefixtures("card_here")

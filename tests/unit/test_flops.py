@@ -111,6 +111,28 @@ def test_a_cache_counts_the_keys_that_the_sequences_have(paged: bool) -> None:
         assert count(lambda: call(*there)) == 2 * 4 * (20 + 20) * 32
 
 
+def test_lists_of_keys_count_the_keys_that_they_name() -> None:
+    q, cache = torch.randn(2, 5, 4, 16), torch.randn(2, 20, 1, 16)
+    lists = torch.zeros(2, 1, 5, 7, dtype=torch.int32)
+    call = {"cache_seqlens": int32(9, 20), "key_indices": lists}
+
+    def served(**more: Any) -> Any:
+        return archflash.attention_with_kvcache(q, cache, cache[..., :8], **call, **more)
+
+    assert count(served) == 2 * 4 * 2 * 5 * 7 * (16 + 8)
+    qv = torch.randn(2, 5, 4, 8)
+    assert count(lambda: served(qv=qv)) == 2 * 4 * 2 * 5 * 7 * (16 + 8 + 8)
+    dense = [x.transpose(1, 2) for x in (q, cache, cache)]
+    assert count(lambda: archflash.attention(*dense, key_indices=lists)) == 2 * 4 * 2 * 5 * 7 * 32
+
+
+def test_packed_queries_of_a_cache_count_by_their_lengths() -> None:
+    q, cache = torch.randn(6, 4, 16), torch.randn(2, 20, 1, 16)
+    call = {"cache_seqlens": int32(9, 20), "cu_seqlens_q": int32(0, 5, 6)}
+    served = lambda: archflash.attention_with_kvcache(q, cache, cache, **call)  # noqa: E731
+    assert count(served) == 2 * 4 * (5 * 9 + 1 * 20) * 32
+
+
 def test_merging_and_quantising_count_nothing() -> None:
     x = torch.randn(1, 2, 5, 16)
     assert count(lambda: archflash.merge_attention([x, x], [x[..., 0], x[..., 1]])) == 0

@@ -58,6 +58,19 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
     "fp8-cache-append": lambda: make(
         [40, 7], dtype=BF16, cache_dtype=torch.float8_e5m2, n_new=2, k_descale=torch.tensor(0.5)
     ),
+    "fp8-cache-append-rotated": lambda: make(
+        [40, 7], dtype=BF16, cache_dtype=torch.float8_e4m3fn, n_new=2, rotary=64, causal=True
+    ),
+    "fp8-cache-append-rotated-in-part": lambda: make(
+        [40, 7], dtype=BF16, cache_dtype=torch.float8_e5m2, n_new=2, rotary=32, page_size=16
+    ),
+    "fp8-packed-queries-descales": lambda: make(
+        [40, 7], q_lengths=[3, 5], dtype=torch.float8_e4m3fn,
+        q_descale=torch.tensor([[0.5, 2.0, 1.0, 4.0], [1.0, 0.25, 3.0, 0.5]]),
+    ),
+    "fp8-packed-queries-descales-of-heads": lambda: make(
+        [40, 7], q_lengths=[3, 5], dtype=torch.float8_e4m3fn, q_descale=torch.tensor([0.5, 2.0]),
+    ),
     "qv-rotary-append": lambda: make(
         [30, 9], d=16, dv=40, qv=True, n_new=2, nq=2, rotary=16, causal=True, page_size=8
     ),
@@ -101,6 +114,19 @@ CALLS: dict[str, Callable[[], CacheCall]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_serves_a_call_as_the_reference_does(name: str) -> None:
     kvcache_cases.check(CALLS[name](), by_torch)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_a_pool_without_rows_has_nothing_to_see(paged: bool) -> None:
+    cache, int32 = torch.zeros(0, 16, 2, 64), {"dtype": torch.int32}
+    table, rows = torch.zeros(2, 3, **int32), torch.zeros(2, **int32)
+    where = {"page_table": table} if paged else {"cache_batch_idx": rows}
+    out, lse = archflash.attention_with_kvcache(
+        torch.ones(2, 1, 4, 64), cache, cache, cache_seqlens=torch.zeros(2, **int32),
+        return_lse=True, **where,
+    )  # fmt: skip
+    assert torch.equal(out, torch.zeros(2, 1, 4, 64))
+    assert torch.equal(lse, torch.full((2, 4, 1), -torch.inf))
 
 
 def test_qv_adds_its_product_with_v_to_the_scores() -> None:
