@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import archflash
-from archflash import reference
+from archflash import _dispatch, _merge, reference
+from archflash._api import find_device
 
 
 def parts_of(
@@ -118,3 +120,67 @@ def test_wrong_calls_say_what_is_allowed(case: str) -> None:
     outs, lses, options, error, words = WRONG[case]
     with pytest.raises(error, match=words):
         archflash.merge_attention(outs, lses, **options)
+
+
+# --- who merges ---
+
+FORCED: dict[str, tuple[Any, Any, str]] = {
+    "gradient": (
+        [OUTS[0].clone().requires_grad_(), OUTS[1]], LSES, "a tensor requires a gradient",
+    ),
+    "width": ([x[..., :6].contiguous() for x in OUTS], LSES, "it takes multiples of 4"),
+    "strides": ([x[..., 1:5] for x in OUTS], LSES, "not contiguous and aligned to 16 bytes"),
+    "columns": ([x[..., :4].mT.contiguous().mT for x in OUTS], LSES, "not contiguous and aligned to 16"),
+    "meta": (
+        [x.to("meta") for x in OUTS], [x.to("meta") for x in LSES], "not on a CUDA device: move",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORCED)
+def test_a_forced_kernel_says_why_it_cannot(case: str) -> None:
+    outs, lses, words = FORCED[case]
+    with pytest.raises(archflash.ForcedImplementationError, match=words):
+        archflash.merge_attention(outs, lses, implementation="ampere")
+    if case != "meta":
+        out, _ = archflash.merge_attention(outs, lses)  # plain operations serve it
+        expected, _ = reference.merge_attention(outs, lses)
+        torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_build_or_a_machine_without_the_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        outs = [torch.empty(2, 3, 5, 6, device="cuda:0") for _ in range(2)]
+    monkeypatch.setattr(_dispatch, "driver_problem", lambda: "no driver")
+    assert _merge._why_not(outs, LSES, simulated=False) == "no driver"
+    monkeypatch.setattr(_dispatch, "driver_problem", lambda: None)
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("H200"))
+    assert "rows of 6 numbers" in str(_merge._why_not(outs, LSES, simulated=False))
+    monkeypatch.setattr(_merge._native, "has_merger", lambda capability: False)
+    with pytest.raises(archflash.ForcedImplementationError, match="this build has no code of it"):
+        archflash.merge_attention(OUTS, LSES, implementation="ampere")
+
+
+def test_parts_of_other_devices_are_refused() -> None:
+    with pytest.raises(TypeError, match="part 1 is on meta and cpu: all must be on cpu"):
+        archflash.merge_attention([OUTS[0], OUTS[1].to("meta")], LSES)
+
+
+def test_tangents_go_through_plain_operations() -> None:
+    tangents = [torch.randn_like(x) for x in OUTS]
+    step = 1e-3
+    with torch.autograd.forward_ad.dual_level():
+        duals = [
+            torch.autograd.forward_ad.make_dual(x, t) for x, t in zip(OUTS, tangents, strict=True)
+        ]
+        out, _ = archflash.merge_attention(duals, LSES)
+        _, found = torch.autograd.forward_ad.unpack_dual(out)
+        with pytest.raises(archflash.ForcedImplementationError, match="a tensor has a tangent"):
+            archflash.merge_attention(duals, LSES, implementation="ampere")
+    sides = [
+        archflash.merge_attention(
+            [x + sign * step * t for x, t in zip(OUTS, tangents, strict=True)], LSES
+        )[0]
+        for sign in (1, -1)
+    ]
+    torch.testing.assert_close(found, (sides[0] - sides[1]) / (2 * step), atol=1e-3, rtol=1e-3)

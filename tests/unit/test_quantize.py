@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import archflash
-from archflash import ForcedImplementationError, reference
+from archflash import ForcedImplementationError, _dispatch, _quantize, reference
 from archflash import _archflash as native
 from archflash._api import find_device
 
@@ -210,6 +211,42 @@ def test_wrong_calls_are_refused_with_what_was_given(name: str) -> None:
     with pytest.raises(error) as caught:
         archflash.quantize_fp8(x, **{key: value for key, value in options.items() if key != "x"})
     assert text in str(caught.value)
+
+
+X = torch.randn(1, 2, 5, 32, generator=torch.manual_seed(0))
+WHY_NOT: dict[str, tuple[torch.Tensor, str]] = {
+    "width": (X[..., :12].contiguous(), "x has rows of 12 numbers: it takes multiples of 8 up to"),
+    "wide": (torch.zeros(1, 1, 2, 264), "x has rows of 264 numbers"),
+    "steps": (torch.zeros(1, 2, 5, 33)[..., :32], "not contiguous and 16-byte aligned"),
+    "columns": (X.mT.contiguous().mT, "not contiguous and 16-byte aligned"),
+    "start": (
+        torch.zeros(330)[1:321].view(1, 2, 5, 32),
+        "does not start at a multiple of 16 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHY_NOT)
+def test_a_forced_kernel_says_why_it_cannot(name: str) -> None:
+    x, words = WHY_NOT[name]
+    with pytest.raises(ForcedImplementationError, match=words):
+        archflash.quantize_fp8(x, implementation="ada")
+    values, descale = archflash.quantize_fp8(x)  # plain operations serve it
+    torch.testing.assert_close(values.float() * descale, x, atol=0.1, rtol=0.07)
+
+
+def test_a_build_or_a_machine_without_the_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 5, 12, device="cuda:0")
+    monkeypatch.setattr(_dispatch, "driver_problem", lambda: "no driver")
+    assert _quantize._why_not(x, x, simulated=False) == "no driver"
+    monkeypatch.setattr(_dispatch, "driver_problem", lambda: None)
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("H200"))
+    assert "rows of 12 numbers" in str(_quantize._why_not(x, x, simulated=False))
+    monkeypatch.setattr(_quantize._native, "has_quantizer", lambda capability: False)
+    with pytest.raises(ForcedImplementationError, match="this build has no code of it"):
+        archflash.quantize_fp8(X, implementation="ada")
+    assert _quantize.plans(find_device("H200")) == []
 
 
 # --- plans ---
