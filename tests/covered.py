@@ -3,8 +3,10 @@
     python -m tests.covered run FOLDER tests/unit tests/sim    # once, or several times for parts
     python -m tests.covered report FOLDER [--write]            # make coverage does both
 
-FOLDER is a build with -C cmake.define.ARCHFLASH_COVERAGE=ON, whose counters run() adds to. --write
-writes tests/uncovered.csv: what no test came to.
+FOLDER is a build with -C cmake.define.ARCHFLASH_COVERAGE=ON, whose counters run() adds to; any
+other folder will do with --only python. Tests in other environments, such as those of servers, add
+to the same FOLDER. --write writes tests/uncovered.csv: what no test came to, and which tests were
+run. With --only it keeps the rows of the other language.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 UNCOVERED = Path(__file__).with_name("uncovered.csv")
 PACKAGE = "python/archflash"
 LINES = ("src/runtime", "src/common/planning", "sim")  # of which lines are counted
+TESTS_OF_PYTHON = "tests of python/archflash"  # a row of the table
+TESTS = "tests.txt"  # in the folder: a line of what pytest was given for each run
 # What coverage.py is told: branches, of every process that tests start.
 SETTINGS = """\
 [run]
@@ -34,6 +38,10 @@ patch =
     _exit
 source_pkgs = archflash
 data_file = {data}
+[paths]
+package =
+    {package}
+    */archflash
 [json]
 output = {json}
 """
@@ -69,12 +77,14 @@ def settings(folder: Path) -> Path:
     file = folder / "coverage.ini"
     data, told = folder / "python" / ".coverage", folder / "python.json"
     data.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(SETTINGS.format(data=data, json=told))
+    file.write_text(SETTINGS.format(data=data, json=told, package=ROOT / PACKAGE))
     return file
 
 
 def run(folder: Path, tests: Sequence[str]) -> int:
     """Runs tests, and adds what they cover to what is known."""
+    with (settings(folder).parent / TESTS).open("a") as file:
+        file.write(" ".join(tests) + "\n")
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings(folder)}"]
     return subprocess.run([*command, "-m", "pytest", "-q", *tests], cwd=ROOT).returncode
 
@@ -153,35 +163,57 @@ def missed(counts: dict[int, int]) -> tuple[str, ...]:
 # --- the report ---
 
 
-def report(folder: Path, source: Path, write: bool) -> list[Part]:
+def report(folder: Path, source: Path, only: str | None, write: bool) -> list[Part]:
     """Tells what is covered; write: also into tests/uncovered.csv.
 
     Args:
         folder: of the build.
         source: the folder that was built.
+        only: "python" or "c++" for one of them.
         write: whether the file is written.
     """
+    found = lines(counted(folder), source) if only != "python" else []
+    if only != "c++":
+        found += branches(of_coverage(folder), ROOT / PACKAGE)
+    if write:
+        write_missing(found, (folder / TESTS).read_text().splitlines())
+    totals = (
+        together(place, (part for part in found if part.name.startswith(f"{place}/")))
+        for place in (PACKAGE, *LINES)
+    )
+    return [total for total in totals if total.of]
+
+
+def of_coverage(folder: Path) -> dict[str, object]:
+    """What coverage.py tells of all runs together."""
     environment = os.environ | {"COVERAGE_RCFILE": str(settings(folder))}
     coverage = [sys.executable, "-m", "coverage"]
     subprocess.run([*coverage, "combine", "-q", "--keep"], env=environment, check=True)
     subprocess.run([*coverage, "json", "-q", "-i"], env=environment, check=True)
-    told = json.loads((folder / "python.json").read_text())
-    found = branches(told, ROOT / PACKAGE) + lines(counted(folder), source)
-    places = (PACKAGE, *LINES)
-    totals = [
-        together(place, (part for part in found if part.name.startswith(f"{place}/")))
-        for place in places
+    told: dict[str, object] = json.loads((folder / "python.json").read_text())
+    return told
+
+
+def write_missing(found: Sequence[Part], tests: Iterable[str], to: Path = UNCOVERED) -> None:
+    """Writes what is missing, in place of the rows of the same kind: of Python or of C++."""
+
+    def kind(name: str) -> bool:  # whether it is of Python
+        return name.startswith((PACKAGE, TESTS_OF_PYTHON))
+
+    rows = [
+        [part.name, str(part.covered), str(part.of), "; ".join(part.missing)]
+        for part in found
+        if part.missing
     ]
-    if write:
-        with UNCOVERED.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["file", "covered", "of", "not covered"])
-            writer.writerows(
-                [part.name, part.covered, part.of, "; ".join(part.missing)]
-                for part in found
-                if part.missing
-            )
-    return totals
+    measured = {kind(part.name) for part in found}
+    if True in measured:
+        rows.append([TESTS_OF_PYTHON, "", "", "; ".join(dict.fromkeys(tests))])
+    if to.exists():
+        with to.open(newline="") as file:
+            rows += [row for row in [*csv.reader(file)][1:] if kind(row[0]) not in measured]
+    with to.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([["file", "covered", "of", "not covered"], *sorted(rows)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,12 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     reports = commands.add_parser("report", help="tell what is covered")
     reports.add_argument("folder", type=Path)
     reports.add_argument("--source", type=Path, default=ROOT, help="the folder that was built")
+    reports.add_argument("--only", choices=("python", "c++"), help="what is told (default: both)")
     reports.add_argument("--write", action="store_true", help="write tests/uncovered.csv")
     options = parser.parse_args(argv)
     folder = options.folder.resolve()
     if options.command == "run":
         return run(folder, options.tests)
-    for part in report(folder, options.source.resolve(), options.write):
+    for part in report(folder, options.source.resolve(), options.only, options.write):
         print(part)
     return 0
 
