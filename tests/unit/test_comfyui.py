@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -257,3 +258,29 @@ def approximations(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
     monkeypatch.setattr(comfyui, "_attention", attention)
     return asked
+
+
+def test_rows_that_hold_no_whole_heads_are_refused() -> None:
+    q, k, v = qkv(2)
+    for wrong in (k[..., : D + 1], k[..., : D - 1]):
+        with pytest.raises(ValueError, match=f"rows must be multiples of q's head dimension {D}"):
+            comfyui.attention(q, wrong, v, HEADS, enable_gqa=True)
+
+
+def test_it_is_listed_where_there_is_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("comfy", "comfy.ldm", "comfy.ldm.modules"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module: Any = ModuleType("comfy.ldm.modules.attention")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    sys.modules["comfy.ldm.modules"].attention = module  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"keeps no list of attention functions.* 0\.3\.64"):
+        comfyui.register()
+    module.REGISTERED_ATTENTION_FUNCTIONS = {}
+    module.wrap_attn = lambda function: ("wrapped", function)
+    module.register_attention_function = module.REGISTERED_ATTENTION_FUNCTIONS.__setitem__
+    comfyui.register()
+    listed = dict(module.REGISTERED_ATTENTION_FUNCTIONS)
+    assert listed == {comfyui.NAME: ("wrapped", comfyui.attention)}
+    module.wrap_attn = None
+    comfyui.register()  # it is there
+    assert listed == module.REGISTERED_ATTENTION_FUNCTIONS

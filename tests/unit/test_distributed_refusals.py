@@ -166,3 +166,46 @@ def test_an_empty_table_differs_from_none_of_another_shape() -> None:
         for shape in ((0, 2), (0, 3), (2, 0))
     }
     assert len(digests) == 3
+
+
+# --- models of transformers ---
+
+
+def test_what_models_over_ranks_refuse() -> None:
+    parallel = pytest.importorskip(
+        "archflash.integrations.transformers_parallel", reason="no transformers here"
+    )
+    mask, forward, unserved = parallel.make_mask, parallel.forward, archflash.UnsupportedError
+    assert mask(1, 8, 8) is None
+    assert mask(1, 8, 8, attention_mask=torch.ones(1, 8)) is None
+    for given, said in (
+        ((1, 1, 8), "1 queries and 8 keys: attention over ranks has no cache"),
+        ((1, 8, 8, 0, 0, parallel.causal_mask_function, torch.zeros(1, 8)), "hides padding"),
+        ((1, 8, 8, 0, 0, lambda b, h, q, k: q % 2 == k % 2), "neither causal nor a window"),
+    ):
+        with pytest.raises(unserved, match=said):
+            mask(*given)
+    layer = torch.nn.Module()
+    with pytest.raises(unserved, match=r"is used outside of .*sharing\(\), which says"):
+        forward(layer, Q, K, K, None)
+    with parallel.sharing(shards="contiguous"):
+        for more, said in (
+            ({"dropout": 0.5}, "dropout"), ({"attention_mask": Q}, "a mask"),
+            ({"position_bias": Q}, "position_bias"),
+        ):  # fmt: skip
+            with pytest.raises(unserved, match=f"attention over ranks has no {said}: leave it out"):
+                forward(layer, Q, K, K, **{"attention_mask": None, **more})
+        out, _ = forward(layer, Q, K, K, None, sliding_window=3)
+        expected = archflash.attention(Q, K, K, causal=True, window=(2, None))
+        assert torch.allclose(out, expected.transpose(1, 2), atol=1e-6)
+        both, _ = forward(layer, Q, K, K, None, sliding_window=3, is_causal=False)
+        expected = archflash.attention(Q, K, K, window=(2, 3))
+        assert torch.allclose(both, expected.transpose(1, 2), atol=1e-6)
+    ends = torch.tensor([0, 5, 8], dtype=INT32)
+    with parallel.sharing(shards="contiguous", cu_seqlens=ends):
+        out, _ = forward(layer, Q, K, K, None)
+        parts = [archflash.attention(*(x[:, :, s] for x in (Q, K, K)), causal=True)
+                 for s in (slice(0, 5), slice(5, 8))]  # fmt: skip
+        assert torch.allclose(out, torch.cat(parts, 2).transpose(1, 2), atol=1e-6)
+        with pytest.raises(unserved, match="a batch of 2 with cu_seqlens: it must be 1"):
+            forward(layer, *(x.expand(2, -1, -1, -1) for x in (Q, K, K)), None)

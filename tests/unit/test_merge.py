@@ -130,7 +130,7 @@ FORCED: dict[str, tuple[Any, Any, str]] = {
     ),
     "width": ([x[..., :6].contiguous() for x in OUTS], LSES, "it takes multiples of 4"),
     "strides": ([x[..., 1:5] for x in OUTS], LSES, "not contiguous and aligned to 16 bytes"),
-    "columns": ([x[..., :4].mT.contiguous().mT for x in OUTS], LSES, "not contiguous and aligned to 16"),
+    "columns": ([x[..., :4].mT.contiguous().mT for x in OUTS], LSES, "aligned to 16 bytes"),
     "meta": (
         [x.to("meta") for x in OUTS], [x.to("meta") for x in LSES], "not on a CUDA device: move",
     ),
