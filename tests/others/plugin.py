@@ -74,6 +74,10 @@ def prepare() -> None:
         archflash.enable()
     if SUITE.library == "pytorch":
         _fill_in(SUITE.file_in(FOLDER))
+    if SUITE.library == "xformers":
+        # Without its own extension, which has kernels of its own, it would skip PyTorch's, too.
+        common: Any = importlib.import_module("xformers.ops.fmha.common")
+        common._built_with_cuda = True
 
 
 def _fill_in(file: Path | None) -> None:

@@ -55,7 +55,9 @@ class Suite:
 SUITES = (
     Suite(
         "fa2", "flash-attention", "FlashAttention-2, `test_flash_attn`, both passes",
-        ("tests/test_flash_attn.py",), "compat", but=("race_condition",),
+        ("tests/test_flash_attn.py",), "compat",
+        # Its cases with dropout want the weights that were dropped, which no call returns.
+        but=("race_condition", "0.17"),
     ),
     Suite(
         "fa3", "flash-attention", "FlashAttention-3, `hopper/test_flash_attn`, both passes",
@@ -80,6 +82,7 @@ SUITES = (
         "pytorch", "pytorch", "PyTorch, `test_transformers`, under `enable()`",
         ("test/test_transformers.py", "test/xpu/test_transformers_xpu.py"), "enable",
         only=("TestSDPA", "TestAttnBias", "TestTransformers"),
+        but=("test_fused_sdp_priority_order",),  # it compares times
     ),
     Suite(
         "opinfo", "pytorch", "PyTorch, OpInfo samples of attention, under `enable()`",
@@ -98,7 +101,7 @@ SUITES = (
         )
         for name, file, only, but in (
             ("decode", "batch_decode_kernels", (),
-             ("nvfp4", "jit", "fast_plan", "cuda_graph", "fixed_split")),
+             ("nvfp4", "jit", "fast_plan", "cuda_graph", "fixed_split", "rejects")),
             ("prefill", "batch_prefill_kernels", ("paged_kv_cache",),
              ("nvfp4", "fp4", "jit", "custom_mask", "cuda_graph")),
             ("window", "sliding_window", ("paged", "batch"), ()),
