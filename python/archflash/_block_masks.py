@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from archflash._archflash import MASK_BLOCK, MOST_RANGES
+from archflash._mask_arguments import checked
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256  # queries or keys of a block of a list
 _MIXED, _FULL = 1, 2  # numbers of a block_mask; 0: hidden
 
 
+@checked
 def summarize_mask(attn_mask: Tensor) -> Tensor:
     """Says of each block of 64 queries and 64 keys whether attn_mask hides it, keeps all of it, or
     has to be asked. With block_mask=summarize_mask(mask) beside attn_mask=mask, kernels skip the
@@ -86,6 +88,7 @@ def from_flex(block_mask: Any) -> Tensor:
     return from_blocks(table, block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
 
 
+@checked
 def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) -> Tensor:
     """The block_mask with the meaning of a table of larger blocks.
 
@@ -104,8 +107,8 @@ def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) ->
     rows, keys = block_size
     if rows % MASK_BLOCK or keys % MASK_BLOCK:
         raise ValueError(
-            f"the blocks have {rows} queries and {keys} keys: they must have multiples of "
-            f"{MASK_BLOCK}; make attn_mask of the table, and block_mask=summarize_mask() of that"
+            f"block_size is ({rows}, {keys}): both must be multiples of {MASK_BLOCK}; make "
+            "attn_mask of the table, and block_mask=summarize_mask() of that"
         )
     expected = (-(-nq // rows), -(-nk // keys))
     if table.ndim != 4 or tuple(table.shape[2:]) != expected:
@@ -118,6 +121,7 @@ def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) ->
     return fine[:, :, : -(-nq // MASK_BLOCK), : -(-nk // MASK_BLOCK)].contiguous()
 
 
+@checked
 def from_block_lists(
     indices: Tensor,
     counts: Tensor,
@@ -169,6 +173,7 @@ def from_block_lists(
     return _options(table, block_size, nq, nk, key_sizes)
 
 
+@checked
 def from_bsr(
     indptr: Tensor, indices: Tensor, block_size: tuple[int, int], nq: int, nk: int
 ) -> dict[str, Tensor]:
@@ -204,6 +209,7 @@ def from_bsr(
     return _options(table, block_size, nq, nk, None)
 
 
+@checked
 def from_ragged_blocks(
     table: Tensor, row_sizes: Tensor, key_sizes: Tensor, nq: int, nk: int
 ) -> dict[str, Tensor]:
@@ -246,6 +252,7 @@ def from_ragged_blocks(
     return {"attn_mask": mask, "block_mask": summarize_mask(mask)}
 
 
+@checked
 def from_chunks(chunks: Tensor, chunk_size: int, nk: int) -> Tensor:
     """Each query sees the chunks of keys that it has chosen, as MoBA's gate does it. Add
     causal=True, and let a query choose its own chunk.
@@ -263,6 +270,8 @@ def from_chunks(chunks: Tensor, chunk_size: int, nk: int) -> Tensor:
         ValueError: chunks of another shape, or more than four for a query: say those with
             attn_mask, of which `summarize_mask` makes block_mask.
     """
+    if chunk_size == 0:
+        raise ValueError("chunk_size is 0: it must be 1 or more")
     if chunks.ndim != 4 or chunks.shape[3] > MOST_RANGES:
         raise ValueError(
             f"chunks has shape {tuple(chunks.shape)}: it must be (batch or 1, heads or 1, nq, n) "
@@ -273,6 +282,7 @@ def from_chunks(chunks: Tensor, chunk_size: int, nk: int) -> Tensor:
     return torch.stack([begin, end], -1).to(torch.int32)
 
 
+@checked
 def from_vertical_and_slash(vertical: Tensor, slash: Tensor, nq: int, nk: int) -> Tensor:
     """Each query sees columns of keys, and keys at distances before it, as MInference's
     vertical-slash pattern has them, both widened to blocks of 64 queries and 64 keys: so each query
@@ -307,6 +317,7 @@ def from_vertical_and_slash(vertical: Tensor, slash: Tensor, nq: int, nk: int) -
     return seen
 
 
+@checked
 def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
     """The order of tokens in which each tile of a canvas is a run of neighbours, as sliding tile
     attention (STA) needs it.
@@ -327,6 +338,7 @@ def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
     return tokens.permute(0, 2, 4, 1, 3, 5).flatten()
 
 
+@checked
 def sliding_tiles(
     canvas: Sequence[int],
     tile: Sequence[int],
@@ -385,7 +397,7 @@ def _blocks_of(block_size: tuple[int, int], nq: int, nk: int) -> tuple[int, int]
     """Rows and columns of blocks."""
     if not all(SMALLEST_BLOCK <= size <= LARGEST_BLOCK for size in block_size):
         raise ValueError(
-            f"blocks of {block_size[0]} queries and {block_size[1]} keys: both must be "
+            f"block_size is ({block_size[0]}, {block_size[1]}): both must be "
             f"{SMALLEST_BLOCK} to {LARGEST_BLOCK}; make a table of larger ones with from_blocks"
         )
     return -(-nq // block_size[0]), -(-nk // block_size[1])

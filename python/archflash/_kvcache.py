@@ -212,7 +212,10 @@ def attention_with_kvcache(
         q, qv, k_cache, v_cache, k_new, v_new = latent_parts(q, k_cache, k_new, dv)
     elif dv is not None:
         raise ValueError(f"dv is {dv} with v_cache: the cache says how wide V is; leave dv out")
-    if cache_seqlens is None and not physical_indices:
+    if cache_seqlens is None and physical_indices is not True:
+        if physical_indices is not False:
+            given = _native.given(physical_indices)
+            raise TypeError(f"physical_indices is {given}: it must be a bool")
         raise TypeError("cache_seqlens is None: it must be an int32 tensor (batch,)")
     if _is_autocast_on():
         q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
@@ -383,6 +386,9 @@ def packed_parts(
     Raises:
         ValueError: no such format, or q or dv do not fit it.
     """
+    for name, x in (("q", q), ("k_cache", k_cache)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {_native.given(x)}: it must be a torch.Tensor")
     row = ROW_BYTES.get(packed_rows)
     if row is None:
         raise ValueError(f"packed_rows is {packed_rows!r}: it must be 'fp8_656' or 'fp8_584'")

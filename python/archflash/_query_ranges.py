@@ -11,10 +11,12 @@ from archflash import _archflash as _native
 from archflash._archflash import MOST_RANGES
 from archflash._eager import is_tracing
 from archflash._errors import UnsupportedError
+from archflash._mask_arguments import checked
 
 _DENSE_AT_ONCE = 1 << 21  # scores whose visibility is looked at together
 
 
+@checked
 def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
     """The key_ranges that say what ranges of queries say of each key: a mask that is given by its
     columns, as FlashMask gives it. Make it once, and use it in every layer.
@@ -75,6 +77,7 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
     return made[:, :, :, : max(pieces, 1)].contiguous()
 
 
+@checked
 def from_flashmask(startend_row_indices: Tensor, nq: int, *, causal: bool) -> Tensor:
     """The key_ranges with the meaning of FlashMask's startend_row_indices, which say for each key
     which queries do not see it. Give the call the same `causal`.
@@ -100,6 +103,10 @@ def from_flashmask(startend_row_indices: Tensor, nq: int, *, causal: bool) -> Te
         raise ValueError(
             f"startend_row_indices has shape {tuple(startend_row_indices.shape)}: with causal="
             f"{causal} it must be (batch or 1, heads or 1, nk, {allowed[0]} or {allowed[1]})"
+        )
+    if startend_row_indices.dtype != torch.int32:
+        raise TypeError(
+            f"startend_row_indices has dtype {startend_row_indices.dtype}: it must be torch.int32"
         )
     bounds = startend_row_indices.unbind(-1)
     first, last = torch.zeros_like(bounds[0]), torch.full_like(bounds[0], nq)
@@ -137,6 +144,7 @@ def from_rows(
     return None if pieces > MOST_RANGES else made[:, :, :, : max(pieces, 1)].contiguous()
 
 
+@checked
 def query_ranges_to_dense(query_ranges: Tensor, nq: int) -> Tensor:
     """The bool mask with the meaning of query_ranges, for attn_mask.
 

@@ -105,6 +105,12 @@ def attention_with_shared_prefix(
     if (v_prefix is None) != (v_cache is None):
         name = "v_prefix" if v_prefix is None else "v_cache"
         raise ValueError(f"{name} is None and the other is not: both parts are latent or neither")
+    values = [x for x in (v_prefix, v_cache) if isinstance(x, Tensor) and x.ndim == 4]
+    if len({x.shape[3] for x in values}) > 1:
+        raise ValueError(
+            f"v_prefix has {values[0].shape[3]} columns and v_cache {values[1].shape[3]}: they "
+            "must have as many"
+        )
     packed = cu_seqlens_q is not None
     if not isinstance(q, Tensor) or q.ndim != (3 if packed else 4):
         given = f"has shape {tuple(q.shape)}" if isinstance(q, Tensor) else f"is {_native.given(q)}"

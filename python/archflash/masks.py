@@ -28,6 +28,7 @@ from archflash._block_masks import (
     tile_order,
 )
 from archflash._eager import is_tracing
+from archflash._mask_arguments import checked
 from archflash._query_ranges import (
     from_flashmask,
     from_query_ranges,
@@ -60,6 +61,7 @@ __all__ = [
 ]
 
 
+@checked
 def documents(ids: Tensor) -> Tensor:
     """Each query sees the keys of its own document. Add causal=True for text.
 
@@ -92,6 +94,7 @@ def documents(ids: Tensor) -> Tensor:
     return _ranges((first.gather(1, number), first.gather(1, number + 1)))
 
 
+@checked
 def prefix_lm(lengths: Tensor, nq: int, nk: int | None = None) -> Tensor:
     """Every query sees the first keys of its sequence, its prefix, and of the rest those up to its
     own position: causal attention with a bidirectional prefix. Do not add causal=True.
@@ -114,6 +117,7 @@ def prefix_lm(lengths: Tensor, nq: int, nk: int | None = None) -> Tensor:
     return _ranges((torch.zeros_like(end), end))
 
 
+@checked
 def bidirectional_spans(spans: Tensor, nq: int, nk: int | None = None) -> Tensor:
     """Causal attention in which the tokens of a span see each other, as those of an image do in
     text. Do not add causal=True.
@@ -143,6 +147,7 @@ def bidirectional_spans(spans: Tensor, nq: int, nk: int | None = None) -> Tensor
     return _ranges((torch.zeros_like(seen), seen))
 
 
+@checked
 def sliding_window_with_global(
     nq: int,
     nk: int | None = None,
@@ -176,6 +181,7 @@ def sliding_window_with_global(
     )
 
 
+@checked
 def tree(
     parents: Sequence[int],
     past: int,
@@ -205,7 +211,7 @@ def tree(
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(
-                f"the parent of node {node} is {parent}: it must be -1 or a node before it"
+                f"parents has {parent} for node {node}: it must be -1 or a node before it"
             )
         seen.append([*(seen[parent] if parent >= 0 else []), node])
         ranges = [(0, past)] if past else []
@@ -226,6 +232,7 @@ def tree(
     return made.to(device or "cpu")
 
 
+@checked
 def to_dense(key_ranges: Tensor, nk: int) -> Tensor:
     """The bool mask with the meaning of key_ranges, for tests and for other libraries.
 
@@ -255,6 +262,7 @@ def to_dense(key_ranges: Tensor, nk: int) -> Tensor:
     return dense
 
 
+@checked
 def from_key_indices(
     key_indices: Tensor,
     nq: int,
@@ -294,6 +302,13 @@ def from_key_indices(
             f"key_indices has shape {tuple(key_indices.shape)}: it must be (batch or 1, heads or "
             f"1, {nq} or {blocks}, n)"
         )
+    if topk_lengths is not None and not _fits(topk_lengths.shape, key_indices.shape[:-1]):
+        raise ValueError(
+            f"topk_lengths has shape {tuple(topk_lengths.shape)}: it must be "
+            f"{tuple(key_indices.shape[:-1])}, or 1 for any of these"
+        )
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype is {dtype}: it must be floating point")
     lists = key_indices.long()
     counts = (lists >= 0) & (lists < nk)
     if topk_lengths is not None:
@@ -306,6 +321,10 @@ def from_key_indices(
     if mask.shape[2] == nq:
         return mask
     return mask.repeat_interleave(MASK_BLOCK, 2)[:, :, :nq]
+
+
+def _fits(shape: torch.Size, whole: torch.Size) -> bool:
+    return len(shape) == len(whole) and all(x in (1, y) for x, y in zip(shape, whole, strict=True))
 
 
 def _positions(nq: int, nk: int | None, device: torch.device) -> Tensor:

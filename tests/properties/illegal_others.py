@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from archflash.compat import (
 from archflash.compat.flash_attn import bert_padding, cute
 
 Call = dict[str, Any]
+Options = Mapping[str, Mapping[str, Any]]  # wrong values of arguments, by what is wrong
 
 
 _OF_ALL = ("max_seqlen_q", "max_seqlen_k")  # such a function gives them itself
@@ -40,20 +41,20 @@ class Legal:
     given: Call
     like: Callable[..., Any] | None = None
 
-    @property
-    def arguments(self) -> list[str]:
+    def arguments(self, options: Iterable[str]) -> list[str]:
+        """Those that are given, and those of `options`."""
         names = [*inspect.signature(self.function).parameters]
         if "args" in names and self.like is not None:
             others = inspect.signature(self.like).parameters
             names = [*self.given, *(x for x in others if x not in (*self.given, *_OF_ALL))]
-        return [x for x in names if x in self.given or x in OPTIONS]
+        return [x for x in names if x in self.given or x in options]
 
     def call(self, **other: Any) -> Any:
         """The call with copies of the caches, which may be written, and with other arguments."""
         return self.function(**self.given | other)
 
 
-def _int32(*values: Any) -> Tensor:
+def int32(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -64,19 +65,19 @@ def legal_calls() -> dict[str, Legal]:
     qv, wide_v = torch.randn(2, 5, 4, 32), torch.randn(2, 7, 2, 32)
     packed = {
         "q": torch.randn(5, 4, 16), "k": torch.randn(7, 2, 16), "v": torch.randn(7, 2, 16),
-        "cu_seqlens_q": _int32(0, 3, 5), "cu_seqlens_k": _int32(0, 3, 7), "max_seqlen_q": 3,
+        "cu_seqlens_q": int32(0, 3, 5), "cu_seqlens_k": int32(0, 3, 7), "max_seqlen_q": 3,
         "max_seqlen_k": 4,
     }  # fmt: skip
     ends = {name: packed[name] for name in packed if name not in "qkv"}
-    used = {"seqused_q": _int32(2, 1), "seqused_k": _int32(2, 1)}
+    used = {"seqused_q": int32(2, 1), "seqused_k": int32(2, 1)}
     caches = {"k_cache": torch.randn(2, 16, 2, 16), "v_cache": torch.randn(2, 16, 2, 16)}
     pages = {"k_cache": torch.randn(6, 8, 2, 16), "v_cache": torch.randn(6, 8, 2, 16)}
-    lengths, table = {"cache_seqlens": _int32(5, 3)}, _int32([0, 1], [2, 3])
+    lengths, table = {"cache_seqlens": int32(5, 3)}, int32([0, 1], [2, 3])
     new = {"k": k[:, :5].contiguous(), "v": k[:, :5].contiguous()}
     turned = {"rotary_cos": torch.ones(32, 8), "rotary_sin": torch.zeros(32, 8)}
     rows = {"k": packed["k"], "v": packed["v"], "cu_seqlens_k_new": packed["cu_seqlens_k"]}
     latent, pool = torch.randn(2, 1, 2, 576), torch.randn(3, 8, 1, 576)
-    lists, sink, counts = _int32([[0, 1]], [[3, -1]]), torch.zeros(2), _int32(1, 2)
+    lists, sink, counts = int32([[0, 1]], [[3, -1]]), torch.zeros(2), int32(1, 2)
     bytes_ = torch.zeros(3, 8, 1, 656, dtype=torch.uint8).view(torch.float8_e4m3fn)
     of_k = {"k": k, "v": k}
     fa2, fa3 = flash_attn, flash_attn_interface
@@ -95,7 +96,7 @@ def legal_calls() -> dict[str, Legal]:
         ),
         "2, packed qkv": Legal(
             fa2.flash_attn_varlen_qkvpacked_func,
-            {"qkv": three[0], "cu_seqlens": _int32(0, 3, 7), "max_seqlen": 4},
+            {"qkv": three[0], "cu_seqlens": int32(0, 3, 7), "max_seqlen": 4},
             fa2.flash_attn_varlen_func,
         ),
         "2, packed pages": Legal(
@@ -105,7 +106,7 @@ def legal_calls() -> dict[str, Legal]:
         "2, cache": Legal(fa2.flash_attn_with_kvcache, {"q": q, **caches, **new, **lengths}),
         "2, cache, turned": Legal(
             fa2.flash_attn_with_kvcache,
-            {"q": q, **caches, **new, **lengths, **turned, "cache_leftpad": _int32(0, 0)},
+            {"q": q, **caches, **new, **lengths, **turned, "cache_leftpad": int32(0, 0)},
         ),
         "2, pages": Legal(
             fa2.flash_attn_with_kvcache, {"q": q, **pages, **lengths, "block_table": table}
@@ -128,14 +129,14 @@ def legal_calls() -> dict[str, Legal]:
         ),
         "3, pages": Legal(
             fa3.flash_attn_with_kvcache,
-            {"q": q, **pages, **lengths, "page_table": table, "cache_batch_idx": _int32(1, 0)},
+            {"q": q, **pages, **lengths, "page_table": table, "cache_batch_idx": int32(1, 0)},
         ),
         "3, cache, packed": Legal(
             fa3.flash_attn_with_kvcache,
             {
                 "q": packed["q"], **caches, **rows, **lengths, **turned,
                 "cu_seqlens_q": packed["cu_seqlens_q"], "max_seqlen_q": 3,
-                "rotary_seqlens": _int32(5, 3),
+                "rotary_seqlens": int32(5, 3),
             },
         ),
         "3, combine": Legal(
@@ -159,13 +160,13 @@ def legal_calls() -> dict[str, Legal]:
             {
                 "q": packed["q"], "k": pages["k_cache"], "v": pages["v_cache"],
                 "cu_seqlens_q": packed["cu_seqlens_q"], "max_seqlen_q": 3, "page_table": table,
-                "seqused_k": _int32(5, 3),
+                "seqused_k": int32(5, 3),
             },
         ),
         "MLA": Legal(
             flash_mla.flash_mla_with_kvcache,
             {
-                "q": latent, "k_cache": pool, "block_table": _int32([0, 1], [2, 0]), **lengths,
+                "q": latent, "k_cache": pool, "block_table": int32([0, 1], [2, 0]), **lengths,
                 "head_dim_v": 512,
             },
         ),
@@ -217,9 +218,9 @@ _NUMBER = {"text": "a", "NaN": math.nan, "list": [1.0]}
 _COUNT = {"text": "a", "below 0": -2, "fraction": 1.5, "list": [1]}
 _BOOL = {"text": "yes", "list": [1], "two": torch.ones(2)}
 _HEADS = {"list": [1.0], "of too many heads": torch.ones(5), "of another rank": torch.ones(1, 1, 4)}
-_LENGTHS = {"list": [0, 1], "of 64 bits": torch.tensor([0, 1]), "of three": _int32(0, 1, 1)}
+_LENGTHS = {"list": [0, 1], "of 64 bits": torch.tensor([0, 1]), "of three": int32(0, 1, 1)}
 # Wrong values of arguments that are no tensors, or that most calls leave out.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "softmax_scale": _NUMBER,
     "sm_scale": _NUMBER,
     "causal": _BOOL,
@@ -284,7 +285,7 @@ UNREAD = {
     ("MLA, lists", "cache_seqlens"), ("MLA, bytes", "cache_seqlens"), ("3, qkv", "num_heads_q"),
 }  # fmt: skip
 # Changed tensors that make another right call.
-RIGHT = {
+RIGHT: set[tuple[str, ...]] = {
     *((x, "other columns") for x in ("v", "v_cache", "qkv", "out_partial", "hidden_states")),
     *((x, "float64") for x in ("qkv", "rotary_cos", "rotary_sin", "lse_partial", "out_partial")),
     *(("hidden_states", x) for x in ("complex", "integers", "meta", "float64")),
@@ -314,21 +315,22 @@ def _spoiled_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
         yield "float64", x.double()
 
 
-def spoiled(name: str, legal: Legal) -> Iterator[tuple[str, str, Any]]:
+def spoiled(
+    name: str, legal: Legal, options: Options = OPTIONS, right: set[tuple[str, ...]] = RIGHT
+) -> Iterator[tuple[str, str, Any]]:
     """An argument, what is wrong with it, and its value."""
     parameters = inspect.signature(legal.function).parameters
-    for argument in legal.arguments:
+    for argument in legal.arguments(options):
         if (name, argument) in UNREAD:
             continue
-        given, options = legal.given.get(argument), OPTIONS.get(argument, {}).items()
-        values = list(options)
+        given, values = legal.given.get(argument), dict(options.get(argument, {}))
         if isinstance(given, Tensor):
             optional = argument in parameters and "None" in str(parameters[argument].annotation)
-            values += [
-                (what, value)
+            values |= {
+                what: value
                 for what, value in _spoiled_tensors(given)
-                if not {(argument, what), (name, argument, what)} & RIGHT
-                and not (what == "none" and optional)
-            ]
-        for what, value in dict(values).items():
-            yield argument, what, value
+                if not (what == "none" and optional)
+            }
+        for what, value in values.items():
+            if not {(argument, what), (name, argument, what)} & right:
+                yield argument, what, value

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import archflash
-from tests.properties import ENTRIES, Problem, attempt, draw
+from tests.properties import ENTRIES, Problem, attempt, draw, illegal_others, illegal_own
 from tests.properties.drawing import APPROXIMATE, draw_approximate, options_of
 from tests.properties.found import FOUND
 from tests.properties.illegal import raises, refuses
-from tests.properties.illegal_others import Legal, legal_calls, spoiled
+from tests.properties.illegal_others import Legal, Options, spoiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:archflash. tensors are on the CPU")
 ALWAYS_THE_SAME = settings(
@@ -118,24 +118,31 @@ def test_wrong_calls_are_refused(entry: str) -> None:
     property_holds()
 
 
-OF_OTHERS = legal_calls()
-
-
-@pytest.mark.parametrize("name", OF_OTHERS)
-def test_wrong_calls_of_other_libraries_functions_are_refused(name: str) -> None:
-    """The error names the argument, or where two do not fit together the other one."""
-    legal: Legal = OF_OTHERS[name]
+def refuses_all(name: str, legal: Legal, options: Options, right: set[tuple[str, ...]]) -> None:
+    """The error names the argument, or where two tensors do not fit together the other one."""
     caches = {x: y for x, y in legal.given.items() if x in ("k_cache", "v_cache")}
     assert legal.call(**{x: y.clone() for x, y in caches.items()}) is not None
-    for argument, what, value in spoiled(name, legal):
+    tensors = {x for x, y in legal.given.items() if isinstance(y, torch.Tensor)}
+    for argument, what, value in spoiled(name, legal, options, right):
         wrong = {x: y.clone() for x, y in caches.items()} | {argument: value}
-        names = {argument}
-        if isinstance(value, torch.Tensor):
-            names |= {x for x, y in legal.given.items() if isinstance(y, torch.Tensor)}
+        names = {argument} | (tensors if isinstance(value, torch.Tensor) else set())
         raises(lambda wrong=wrong: legal.call(**wrong), f"{argument} {what}", names)
         for x, y in caches.items():
             same = x == argument or torch.equal(wrong[x].view(torch.uint8), y.view(torch.uint8))
             assert same, f"{argument} {what}: {x} was written"
+
+
+OF_OTHERS, OWN = illegal_others.legal_calls(), illegal_own.legal_calls()
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_wrong_calls_of_other_libraries_functions_are_refused(name: str) -> None:
+    refuses_all(name, OF_OTHERS[name], illegal_others.OPTIONS, illegal_others.RIGHT)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_wrong_calls_beside_attention_are_refused(name: str) -> None:
+    refuses_all(name, OWN[name], illegal_own.OPTIONS, illegal_own.RIGHT)
 
 
 @pytest.mark.parametrize("name", APPROXIMATE)

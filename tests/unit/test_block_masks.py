@@ -97,7 +97,7 @@ def test_chosen_chunks_are_ranges() -> None:
     assert ranges.tolist() == [[[[[80, 100], [0, 40], [0, 0]], [[40, 80]] * 3]]]
     assert masks.to_dense(ranges, 100)[0, 0].sum(1).tolist() == [60, 40]
     with pytest.raises(ValueError, match="n up to 4"):
-        masks.from_chunks(torch.zeros(1, 1, 2, 5), 40, 100)
+        masks.from_chunks(torch.zeros(1, 1, 2, 5).int(), 40, 100)
 
 
 def test_vertical_and_slash_see_each_key_that_the_pattern_names() -> None:
@@ -140,7 +140,7 @@ def test_tiles_slide_inside_of_the_canvas() -> None:
     )
 
 
-LISTS = torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2)
+LISTS = torch.zeros(1, 1, 2, 3).int(), torch.zeros(1, 1, 2).int()
 
 
 @pytest.mark.parametrize(
@@ -148,32 +148,36 @@ LISTS = torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2)
     [
         (
             lambda: masks.from_block_lists(*LISTS, (8, 64), 128, 64),
-            "blocks of 8 queries and 64 keys: both must be 16 to 256",
+            r"block_size is \(8, 64\): both must be 16 to 256",
         ),
         (
             lambda: masks.from_block_lists(*LISTS, (64, 64), 192, 64),
             r"indices has shape \(1, 1, 2, 3\): it must be \(batch or 1, heads or 1, 3, n\)",
         ),
         (
-            lambda: masks.from_block_lists(LISTS[0], torch.zeros(1, 2), (64, 64), 128, 64),
+            lambda: masks.from_block_lists(LISTS[0], torch.zeros(1, 2).int(), (64, 64), 128, 64),
             r"counts has shape \(1, 2\): it must be \(1, 1, 2\)",
         ),
         (
-            lambda: masks.from_block_lists(*LISTS, (64, 64), 128, 64, key_sizes=torch.ones(2)),
+            lambda: masks.from_block_lists(
+                *LISTS, (64, 64), 128, 64, key_sizes=torch.ones(2).int()
+            ),
             r"key_sizes has shape \(2,\): it must be \(1,\)",
         ),
         (
-            lambda: masks.from_bsr(torch.zeros(2), torch.zeros(3), (64, 64), 128, 64),
+            lambda: masks.from_bsr(torch.zeros(2).int(), torch.zeros(3).int(), (64, 64), 128, 64),
             r"must be \(3,\) and \(n,\)",
         ),
         (
             lambda: masks.from_ragged_blocks(
-                torch.ones(1, 2, 2), torch.ones(1, 3), torch.ones(1, 2), 2, 2
+                torch.ones(1, 2, 2).bool(), torch.ones(1, 3).int(), torch.ones(1, 2).int(), 2, 2
             ),
             "table, row_sizes and key_sizes have shapes",
         ),
         (
-            lambda: masks.from_vertical_and_slash(torch.ones(2), torch.ones(1, 1, 2), 8, 8),
+            lambda: masks.from_vertical_and_slash(
+                torch.ones(2).int(), torch.ones(1, 1, 2).int(), 8, 8
+            ),
             "vertical and slash have shapes",
         ),
         (lambda: masks.tile_order((4, 4, 4), (3, 4, 4)), "divisors"),
