@@ -31,6 +31,20 @@ PACKAGES = {
         "attention backend in its pipelines and parallel calls", ["tests/unit/test_diffusers.py"],
     ),
     "triton": ("its kernels on the simulator", ["tests/sim/test_third_party.py"]),
+    "python": (
+        "calls, plans, interfaces of others, torch.compile",
+        [
+            *(
+                f"tests/unit/test_{name}.py"
+                for name in (
+                    "api", "bad_input", "bounded", "cli", "compat", "compat_cute", "dispatch",
+                    "export", "kvcache", "layers", "masks", "plan", "prepared_calls", "tracing",
+                    "transforms",
+                )
+            ),
+            "tests/core_set/test_calls.py",
+        ],
+    ),
 }  # fmt: skip
 
 HEAD = """\
@@ -96,6 +110,8 @@ def counts(output: str) -> tuple[int, int]:
 
 def installed(package: str) -> str:
     """The version of a package here, or in the folder of packages that are for tests alone."""
+    if package == "python":
+        return platform.python_version()
     path = [*sys.path, str(Path(sys.prefix) / "third-party")]
     found = importlib.metadata.distributions(name=package, path=path)
     return next(iter(found)).version

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import archflash
+from archflash.compat import flash_attn_interface, flash_mla, sageattention
 
 NOTHING = -1
 Calls = dict[str, Callable[[], Any]]
@@ -67,6 +68,46 @@ def calls_of(device: str) -> Calls:
             q[:, :, :1].expand(2, 4, 1, 64).transpose(1, 2), *caches, implementation=name,
             num_splits=2 if name == "ampere" else None, **of_cache,
         )  # fmt: skip
+    ends = [torch.tensor([0, n // 2, n], dtype=torch.int32, device=device) for n in (nq, nk)]
+    rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    lists = torch.arange(nq, dtype=torch.int32, device=device).expand(1, 1, nq, nq)
+    latent, pool = rand(2, 1, 4, 576), rand(6, 64, 1, 576)
+    pages = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    few = torch.full((2,), 120, dtype=torch.int32, device=device)
+    chosen = torch.arange(8, dtype=torch.int32, device=device).expand(2, 1, 8)
+    half_out, half_lse = archflash.attention(q, k, v, return_lse=True, implementation="ampere")
+    calls |= {
+        "packed": lambda: archflash.attention(
+            *rows, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], return_lse=True,
+            implementation="ampere",
+        ),
+        "lists of keys": lambda: archflash.attention(
+            q, k, v, key_indices=lists, implementation="ampere"
+        ),
+        "latent cache": lambda: archflash.attention_with_kvcache(
+            latent, pool, dv=512, cache_seqlens=few, page_table=pages, scale=0.1,
+            implementation="ampere",
+        ),
+        "MLA, two caches": lambda: flash_mla.flash_mla_with_kvcache(
+            latent, pool, None, None, 512, softmax_scale=0.1, indices=chosen, extra_k_cache=pool,
+            extra_indices_in_kvcache=chosen, attn_sink=torch.zeros(4, device=device),
+        ),
+        "FlashAttention-3, second query": lambda: flash_attn_interface.flash_attn_func(
+            *(x.transpose(1, 2) for x in (q, k, v)), qv=q.transpose(1, 2), return_attn_probs=True
+        ),
+        "shared prefix": lambda: archflash.attention_with_shared_prefix(
+            q[:, :, :1].expand(2, 4, 1, 64).transpose(1, 2), *(x[:1] for x in caches), *caches,
+            cache_seqlens=few,
+        ),
+        "float32 output": lambda: archflash.attention(
+            q, k, v, out_dtype=torch.float32, implementation="ampere"
+        ),
+        "gradients alone": lambda: archflash.attention_backward(
+            half_out, q, k, v, half_out, half_lse, implementation="torch"
+        ),
+        "nvfp4": lambda: archflash.quantize_nvfp4(q),
+        "SageAttention": lambda: sageattention.sageattn(q, k, v),
+    }  # fmt: skip
     if gpu:
         calls["chosen, both passes"] = lambda: both_passes(None)
         calls["ampere, both passes"] = lambda: both_passes("ampere")
@@ -79,7 +120,7 @@ def _is_hopper() -> bool:
 
 def bits(result: Any) -> list[Tensor]:
     results = result if isinstance(result, (tuple, list)) else [result]
-    return [x.detach().clone() for x in results]
+    return [x.detach().clone() for x in results if x is not None]
 
 
 def same(name: str, found: list[Tensor], right: list[Tensor]) -> bool:
@@ -87,7 +128,7 @@ def same(name: str, found: list[Tensor], right: list[Tensor]) -> bool:
     on a GPU.
     """
     pairs = list(zip(found, right, strict=True))
-    if "both passes" in name:
+    if "both passes" in name or "gradients" in name:
         return all(torch.allclose(x, y, atol=0.05, rtol=0.05) for x, y in pairs)
     return all(torch.equal(x, y) for x, y in pairs)
 
