@@ -26,7 +26,7 @@ from archflash._call_times import (
 )
 
 TABLE = "calibration"  # the name of the file in the user's folder
-FORMAT = 2  # of an entry; another one does not count
+FORMAT = 3  # of an entry; another one does not count
 EQUAL = 0.02  # candidates whose times differ by less count as equally fast
 # Calls have ever other sizes, for each of which cuDNN makes a plan, which takes the host long:
 # PyTorch has to be faster by this. With few rows each step of decoding has another number of keys.
@@ -109,7 +109,7 @@ class Table:
         date: when, as people write it.
         key: with what, in words.
         sms: its SMs.
-        host_us: what an eager call costs on the host: by passes and "ours" or "torch".
+        host_us: what an eager call costs on the host: by passes and a folder of ours or "torch".
         families: what was measured, by kind of family.
         wrong: candidates that gave wrong numbers, (name, passes), and what was seen.
         wrong_kinds: the kinds of calls where they did.
@@ -153,7 +153,7 @@ class Table:
             return None
         times, cost = family.predict(kind, sizes, d, dv), {}
         for name, us in times.us.items():
-            who = "torch" if name.startswith("torch") else "ours"
+            who = "torch" if name.startswith("torch") else name
             # An eager call waits for the host at times, and for the device at others.
             eager = math.hypot(us, self.host_us.get((kind.passes, who), 0.0))
             cost[name] = math.sqrt(us * eager)

@@ -64,6 +64,7 @@ def card_us(name: str, point: Point, noise: random.Random | None = None) -> floa
 
 
 CANDIDATES = ("hopper", "torch-cudnn", "ampere", "torch-flash")
+HOSTS = ("hopper", "ampere", "torch")  # which differ on the host, too
 
 
 def measured_card(count: int) -> list[Measured]:
@@ -76,8 +77,8 @@ def measured_card(count: int) -> list[Measured]:
     ]
 
 
-def made_up_entry(device: native.Device, count: int = 300) -> dict[str, Any]:
-    host = {(p, who): us for p in (FORWARD, BOTH) for who, us in (("ours", 1.0), ("torch", 2.0))}
+def made_up_entry(device: native.Device, count: int = 316) -> dict[str, Any]:
+    host = {(p, name): 1.0 + (name == "torch") for p in (FORWARD, BOTH) for name in HOSTS}
     key = _calibrated.key_of(device)
     return fit.entry(key, "2026-11-28", SMS, measured_card(count), host, {})
 
@@ -287,16 +288,20 @@ def test_equally_fast_candidates_keep_the_order_of_before() -> None:
 @pytest.mark.usefixtures("no_user")
 def test_host_time_decides_between_short_calls() -> None:
     entry = table_with({"ampere": 6.0, "torch-cudnn": 5.0})
-    entry["host_us"] = [[FORWARD, "ours", 10.0], [FORWARD, "torch", 40.0]]
+    entry["host_us"] = [[FORWARD, "ampere", 10.0], [FORWARD, "torch", 40.0]]
     keep(entry)
     assert _dispatch.select(problem(nq=1), H200).chosen == "ampere"
     entry = table_with({"ampere": 60.0, "torch-cudnn": 58.0})
     keep(entry)
     assert _dispatch.select(problem(nq=1), H200).chosen == "ampere"  # cuDNN plans each length anew
     entry = table_with({"ampere": 60.0, "torch-cudnn": 45.0})
-    entry["host_us"] = [[FORWARD, "ours", 10.0], [FORWARD, "torch", 40.0]]
+    entry["host_us"] = [[FORWARD, "ampere", 10.0], [FORWARD, "torch", 40.0]]
     keep(entry)
     assert _dispatch.select(problem(nq=1), H200).chosen == "torch"
+    entry = table_with({"hopper": 5.0, "ampere": 6.0})
+    entry["host_us"] = [[FORWARD, "hopper", 14.0], [FORWARD, "ampere", 10.0]]
+    keep(entry)
+    assert _dispatch.select(problem(nq=1), H200).chosen == "ampere"
 
 
 @pytest.mark.usefixtures("no_user")
@@ -491,7 +496,7 @@ asked = json.loads(sys.stdin.read())
 skip = {name for name, passes in asked["skip"]}
 kind = ["16 bits", "forward", "many", False, "none", "dense"]
 if not asked["host"]:
-    print(json.dumps({"host": ["forward", "ours", 9.0]}), flush=True)
+    print(json.dumps({"host": ["forward", "ampere", 9.0]}), flush=True)
 for number in range(len(asked["known"]), 3):
     point = [kind, [1, 16, 16, 512 + number, 512], 64, 64]
     times = {}
@@ -525,7 +530,7 @@ def test_a_kernel_that_breaks_or_hangs_is_left_out_and_measuring_goes_on(
     assert [set(times) for _, times in found.times] == [
         {"hopper", "ampere", "blackwell_dc"}, {"hopper", "ampere"}, {"hopper", "ampere"},
     ]  # fmt: skip
-    assert found.host_us == {(FORWARD, "ours"): 9.0}
+    assert found.host_us == {(FORWARD, "ampere"): 9.0}
     assert said in found.wrong["blackwell_dc", FORWARD]
     assert "blackwell_dc" in told[0]
     # What was measured of it before does not count either.
@@ -682,7 +687,7 @@ def test_calibrate_keeps_shows_and_forgets(capsys: pytest.CaptureFixture[str]) -
     assert entry["key"] == _calibrated.key_of(H200)
     table = _calibrated.table_of(H200)
     assert table is not None
-    assert table.host_us == {(FORWARD, "ours"): 9.0}
+    assert table.host_us == {(FORWARD, "ampere"): 9.0}
     assert "H200, " in archflash_says(capsys, "calibrate", "--show")[1]
     assert archflash_says(capsys, "calibrate", "--forget")[0] == 0
     assert _user_tables.entries(_calibrated.TABLE) == ()

@@ -142,7 +142,7 @@ def points(sms: int, flops_per_us: float) -> list[Point]:
         [each[:4] for each in usual] + [each[:2] for each in shared] + [_few(128)],
         [each[:1] for each in less],
         [_of_kind(Kind("fp8", FORWARD, "many", c), (128, 64, 256), sms, _SOME[:2])
-         for c in (False, True)] + [list(_few(d))[:2] for d in (64, 256)],
+         for c in (False, True)] + [list(_few(d))[:2] for d in (64, 256, 80)],
         [_of_kind(Kind("float32", p, "many", c), common, sms, _SOME[:1])
          for c in (False, True) for p in (FORWARD, BOTH)],
         [_caches(128), _caches(64)],
@@ -153,7 +153,7 @@ def points(sms: int, flops_per_us: float) -> list[Point]:
         [each[4:10] for each in usual] + [each[2:6] for each in shared],
         [each[1:4] for each in less],
         [_of_kind(Kind("fp8", FORWARD, "many", c), (128, 64, 256), sms, _SOME)
-         for c in (False, True)] + [_few(64), _few(256)],
+         for c in (False, True)] + [_few(64), _few(256), _few(80)],
         [_of_kind(Kind("float32", p, "many", c), common, sms, _SOME[:3])
          for c in (False, True) for p in (FORWARD, BOTH)],
         [_of_kind(Kind("16 bits", FORWARD, "many", c, way="packed"), common, sms, _SOME)

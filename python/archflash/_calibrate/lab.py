@@ -243,10 +243,10 @@ class Lab:
         torch.cuda.synchronize()
         return (time.perf_counter() - start) / calls * 1e6
 
-    def one_of_ours(self, point: Point) -> str | None:
-        """A kernel of ours that serves a point."""
+    def ours(self, point: Point) -> list[str]:
+        """The kernels of ours that serve a point."""
         kernels = _registry.kernel_names()
-        return next((x for x in Call(point, self.device).candidates() if x in kernels), None)
+        return [x for x in Call(point, self.device).candidates() if x in kernels]
 
     def pytorchs(self, point: Point) -> str | None:
         """The kernel that PyTorch chooses for a point; None if it has none."""

@@ -32,7 +32,7 @@ class Findings:
 
     Attributes:
         times: microseconds in a CUDA graph by candidate, for each point.
-        host_us: what an eager call costs on the host, by passes and "ours" or "torch".
+        host_us: what an eager call costs on the host, by passes and a folder of ours or "torch".
         wrong: what was wrong, by candidate and passes; also what broke or hung.
         wrong_kinds: the kinds of calls at which a candidate was wrong.
         refused: why candidates did not run, the first reason of each.
@@ -148,7 +148,7 @@ def _run_worker(
         "device": index,
         "until": time.time() + seconds,
         "known": found.times,
-        "host": bool(found.host_us),
+        "host": [list(key) for key in found.host_us],
         "skip": [list(key) for key in found.wrong],
     }
     environment = _overrides.environment_without() | {"PYTHONUNBUFFERED": "1"}

@@ -92,12 +92,12 @@ def main() -> int:
             return 1
         speed = first.flops() / min(found.graph_us.values())
     say(trying=None)
-    if not asked["host"]:
-        for passes in (FORWARD, BOTH):
-            small = Point(Kind("16 bits", passes, "many", False), (1, 4, 4, 64, 64), 64, 64)
-            for who, name in (("ours", lab.one_of_ours(small)), ("torch", _registry.TORCH)):
-                if name is not None:
-                    say(host=[passes, who, lab.host_us(small, name)])
+    for passes in (FORWARD, BOTH):
+        small = Point(Kind("16 bits", passes, "many", False), (1, 4, 4, 64, 64), 64, 64)
+        for name in (*lab.ours(small), _registry.TORCH):
+            if [passes, name] not in asked["host"] and (name, passes) not in skip:
+                say(trying=[small, name])
+                say(host=[passes, name, lab.host_us(small, name)])
     groups: dict[Group, list[tuple[Point, Times]]] = collections.defaultdict(list)
     for point, times in known:
         groups[group_of(point)].append((point, times))
