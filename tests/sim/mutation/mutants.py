@@ -51,18 +51,37 @@ class Mutant:
         return module[: self.begin] + self.text + module[self.end :]
 
 
+# What is done to a statement that puts CTAs and launches in order, by kind.
+ORDERS = {
+    "scopes": r"\S+\.(cluster|gpu)\.\S+ -> \S+",
+    "global memory": r"(ld|st)\S+ -> \S+\.relaxed\.\S+|cp\.async\.bulk\S+ -> \S+"
+    r"|fence\.proxy\.async\.global -> \S+|delete (cp\.async\.bulk\.wait_group"
+    r"|fence\.proxy\.async\.global)",
+    "launches that overlap": r"delete griddepcontrol\.\S+",
+    "allocation of tensor memory": r"delete tcgen05\.\w*alloc\S*",
+    "launch control": r"(delete )?clusterlaunchcontrol\.\S+( -> true)?",
+}
+
+
+def order_of(change: str) -> str:
+    """Of which of ORDERS a mutant is, by what it changed; empty: of none."""
+    # A relaxed access orders no memory, whatever its scope is.
+    return next((x for x in reversed(ORDERS) if re.fullmatch(ORDERS[x], change)), "")
+
+
 def is_sync(statement: Statement) -> bool:
     """Whether an instruction orders what threads or asynchronous units do."""
     parts = statement.parts
     if parts[0] in ("bar", "barrier", "fence", "membar"):
         return True
     if parts[0] in ("cp", "wgmma", "tcgen05"):
-        # cp.async.wait_group, wgmma.commit_group, tcgen05.wait, ...
-        return any(
-            word in part for part in parts[1:] for word in ("wait", "commit", "arrive", "fence")
-        )
+        # cp.async.wait_group, wgmma.commit_group, tcgen05.wait, tcgen05.dealloc, ...
+        words = ("wait", "commit", "arrive", "fence", "alloc")
+        return any(word in part for part in parts[1:] for word in words)
     if parts[0] == "mbarrier":
         return any("arrive" in part or "wait" in part or "expect" in part for part in parts[1:])
+    if parts[0] == "clusterlaunchcontrol":
+        return "try_cancel" in parts or "is_canceled" in parts
     return parts[0] == "griddepcontrol"
 
 
@@ -116,6 +135,10 @@ def _replace(
 
 def _delete(statement: Statement) -> Mutant:
     instead = ""
+    if "is_canceled" in statement.parts:  # as if launch control never refused
+        text = f"mov.pred {statement.operands[0]}, 1"
+        change = f"{statement.opcode} -> true"
+        return _replace(statement, statement.body, len(statement.text), text, "sync", change)
     if statement.parts[0] == "mbarrier" and "wait" in statement.parts[1]:  # as if it had succeeded
         instead = f"mov.pred {statement.operands[0]}, 1"
     return _replace(

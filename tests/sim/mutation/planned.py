@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from archflash import _api, reference
 from archflash import _archflash as _runtime
 from archflash.sim._attention import ptx_text
 
-from .runner import CallTrial, PlannedCall, Score, Subject, run_mutants
+from .runner import CallTrial, PlannedCall, Score, Subject, run_mutants, sample_of_all
 
 
 class Target(Protocol):
@@ -94,10 +93,9 @@ class ForwardCall:
 
 
 def run_sample(subject: Subject, count: int, seed: int, briefly: bool = False) -> Score:
-    """Runs so many mutants of a kernel, of any kind; briefly: see `Subject.run`."""
+    """Runs so many mutants of a kernel, see `sample_of_all`; briefly: see `Subject.run`."""
     found = [mutant for mutant in subject.mutants(seed) if not mutant.equivalent]
-    chosen = random.Random(seed).sample(found, min(count, len(found)))
-    return Score(run_mutants(subject, chosen, briefly=briefly))
+    return Score(run_mutants(subject, sample_of_all(found, count, seed), briefly=briefly))
 
 
 def main(targets: Sequence[Target]) -> None:

@@ -33,7 +33,7 @@ from ..explained import explanation
 from ..ptx_hash import module_hash
 from ..tags import SOURCES, tags_at
 from .excuses import EXCUSES
-from .mutants import KINDS, Mutant, mutants
+from .mutants import KINDS, Mutant, mutants, order_of
 from .statements import Statement, kernel_module, split
 from .targets import TARGETS, Target
 
@@ -401,6 +401,12 @@ def sample(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
         share = max(0, count - len(chosen)) // (len(others) - left)
         chosen += rng.sample(others[kind], min(share, len(others[kind])))
     return sorted(chosen, key=lambda mutant: (mutant.statement, mutant.begin))
+
+
+def sample_of_all(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
+    """So many mutants of any kind, and all others of ORDERS."""
+    chosen = random.Random(seed).sample(found, min(count, len(found)))
+    return chosen + [x for x in found if order_of(x.change) and x not in chosen]
 
 
 @dataclass(frozen=True)

@@ -110,13 +110,36 @@ class Target:
 
     def calls(self) -> list[Call]:
         """The calls, each a bound one."""
+        return [Call(self, *made) for made in self.made()]
+
+    def made(self) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
+        """Name, tensors and options of each call."""
         calls = [] if self.heads is None else _few_calls(self, self.heads)
         if self.heads is None or self.both:
             calls += _calls(self)
         if self.is_fp8:
             for number, (_, inputs, options) in enumerate(calls):
                 _add_descales(number, inputs, options, self.sums_13_bits, self.keys_by_block)
-        return [Call(self, *made) for made in calls if made[0] not in self.elsewhere]
+        return [made for made in calls if made[0] not in self.elsewhere]
+
+    def plan(self, name: str, inputs: list[Tensor], options: dict[str, Any]) -> Any:
+        """The plan of a call.
+
+        Raises:
+            ValueError: it is not planned on the target's kernel.
+        """
+        device = _api.find_device(self.device)
+        if self.sms:
+            device = _runtime.Device.from_dict(device.to_dict() | {"sm_count": self.sms})
+        problem = _api.make_problem(*inputs, **{"return_lse": True} | options)
+        plan = _runtime.plan(self.implementation, problem.as_if_on_cuda(), device)
+        if isinstance(plan, list):
+            raise ValueError(f"{self.kernel}, {name}: {plan}")
+        if self.in_pairs:
+            plan = in_pairs(plan)
+        if self.kernel not in plan.kernels:
+            raise ValueError(f"{name} is planned on {plan.kernels}, not on {self.kernel}")
+        return plan
 
 
 TARGETS = (
@@ -124,8 +147,10 @@ TARGETS = (
     Target("ada", "e5m2_d128", "RTX 4090", 0, 64, 64, 128),
     Target("ampere", "bf16_d64_large", "A100", 1, 128, 128, 64),
     Target("ampere", "bf16_d128_medium", "A100", 1, 128, 64, 128),
-    Target("ampere", "bf16_d64_groups", "A100", 0, 64, 128, 64),
-    Target("ampere", "bf16_d64_medium", "RTX 4090", 1, 128, 64, 64),
+    Target(
+        "ampere", "bf16_d64_groups", "A100", 0, 64, 128, 64, elsewhere=("packed", "window, softcap")
+    ),
+    Target("ampere", "bf16_d64_medium", "RTX 4090", 1, 128, 64, 64, elsewhere=("fp32 outputs",)),
     Target("ampere", "bf16_d128_few", "A100", 0, 64, 64, 128),
     Target("ampere", "bf16_d128_large", "H200", 1, 128, 64, 128),
     Target("ampere", "bf16_d128_small", "RTX 4090", 1, 128, 32, 128),
@@ -215,13 +240,13 @@ TARGETS = (
     ),
     Target("hopper", "e4m3_d64", "H200", 1, 256, 128, 64, many=(300, 3), steady=True),
     Target("hopper", "combine_bf16", "H200", 0, 64, 64, 256, heads=(6, 2), widths=True),
-    Target("hopper", "transpose_v", "H200", 1, 128, 128, 256, many=(300, 3)),
+    Target("hopper", "transpose_v", "H200", 0, 128, 128, 256, many=(300, 3)),
     Target("simt", "f32_d64_large", "A100", 1, 128, 64, 64),
     Target("simt", "f32_d128_medium", "A100", 1, 64, 32, 128),
     Target("simt", "f32_d64_small", "A100", 0, 64, 64, 64),
     Target("simt", "f32_d64_medium", "RTX 4090", 1, 128, 64, 64),
     Target("simt", "f32_d128_small", "A100", 0, 32, 32, 128),
-    Target("simt", "f32_d128_large", "H200", 1, 64, 64, 128),
+    Target("simt", "f32_d128_large", "B200", 1, 64, 64, 128),
 )
 
 
@@ -248,22 +273,11 @@ class Call:
     ) -> None:
         self.name = name
         q, k, v = inputs
+        plan = self.plan = target.plan(name, inputs, options)
         want_lse = options.pop("return_lse", True)
-        device = _api.find_device(target.device)
-        if target.sms:
-            device = _runtime.Device.from_dict(device.to_dict() | {"sm_count": target.sms})
-        problem = _api.make_problem(q, k, v, return_lse=want_lse, **options)
-        plan = _runtime.plan(target.implementation, problem.as_if_on_cuda(), device)
-        if isinstance(plan, list):
-            raise ValueError(f"{target.kernel}, {name}: {plan}")
-        if target.in_pairs:
-            plan = in_pairs(plan)
         self.launches = plan.to_dict()["launches"]
         kernels = [launch["kernel"] for launch in self.launches]
-        if target.kernel not in kernels:
-            raise ValueError(f"{name} is planned on {kernels}, not {target.kernel}")
         self.number = kernels.index(target.kernel)
-        self.plan = plan
         packed = q.ndim == 3
         bnhd = options.get("layout") == "bnhd"
         out_dtype = options.get("out_dtype", torch.bfloat16 if target.is_fp8 else q.dtype)
