@@ -297,15 +297,11 @@ EXCUSES = (
         for kind in ("constant", "predicate")
     ),
     # The kernels below have no tags: few instructions of a kind, each of which was looked at.
-    *(
-        Excuse(
-            "sync",
-            "delete griddepcontrol.launch_dependents",
-            "",
-            "the next kernel starts later, when this one has ended",
-            kernel=kernel,
-        )
-        for kernel in ("hopper_order_tiles_", "hopper_summarize_ranges_")
+    Excuse(
+        "sync",
+        "delete griddepcontrol.launch_dependents",
+        "",
+        "the next kernel starts later, when this one has ended",
     ),
     Excuse(
         "sync",
