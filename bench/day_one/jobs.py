@@ -193,6 +193,9 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
             run = functools.partial(check_setting, "switches", setting)
             nvcc = bool(setting.assignment)
             made.append(Job("switches", setting.name, SWITCH_LIMIT, run, nvcc))
+    if own:
+        run = check_gradients_setting
+        made.append(Job("switches", variants.GRADIENTS, SWITCH_LIMIT, run, True))
     cases = {case.name: case for case in (*load_cases(), *LONG)}
 
     def timings(part: str, chosen: Iterable[Case], time: Callable[..., Iterator[Row]]) -> None:
@@ -637,6 +640,22 @@ def check_setting(part: str, setting: variants.Setting, setup: Setup) -> Iterato
                 f"{name} {count:.0f}" for name, count in roles.items()
             )
         yield record.make_row(part, setting.name, "note", f"{setting.meaning}; {said}")
+
+
+def check_gradients_setting(setup: Setup) -> Iterator[Row]:
+    """Compares gradients with the switch of the backward pass in its other state with float64."""
+    import torch
+
+    from bench.switches import gradients
+
+    for d in gradients.DIMS:
+        case = Case(f"bf16 1x2/1 300x260 d{d} c", "bf16", 1, 2, 1, 300, 260, d, d, True)
+        q, k, v = timing.make_sets(case, setup.device, 1)[0]
+        request = gradients.request_of(torch.randn_like(q), q, k, v, causal=True)
+        into, _ = gradients.compute(request, _nvcc())
+        if problem := gradients.problem_of(request, into, causal=True):
+            raise WrongError(f"{case.name}: {problem}")
+        yield record.make_row("switches", variants.GRADIENTS, "note", f"{case.name}: right")
 
 
 def time_settings(

@@ -57,6 +57,8 @@ def _registers(softmax: int, correction: int, other: int) -> Setting:
     )
 
 
+# The only one of the backward pass (gradients.py).
+GRADIENTS = "gradients: trust_issue_order=off"
 SETTINGS = (
     *[
         Setting(

@@ -38,7 +38,7 @@ def test_jobs_check_before_they_time_and_cover_every_switch() -> None:
     others = [x.name for x in variants.SETTINGS if x.switch != "pairs"]
     assert names("pairs")[: 1 + len(pairs)] == ["launch", *pairs]
     switches = names("switches")
-    assert switches[: len(others)] == others
+    assert switches[: len(others) + 1] == [*others, variants.GRADIENTS]
     assert len(switches) > len(others)
     for part in ("switches", "walks"):
         assert not names(part, implementation="ampere")
