@@ -1,7 +1,10 @@
 // targets: 90:90,100,120,ptx
 // Barriers of shared memory, the copy engine, clusters, and launches that overlap.
+#include "common/ptx/bulk_load.cuh"
 #include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/cp_async_arrive.cuh"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
@@ -76,6 +79,45 @@ __device__ __forceinline__ void tma_load(const Params& params) {
   __syncthreads();
   ptx::mbarrier_wait_parity(barrier_smem, 0);
   for (int i = threadIdx.x; i < words; i += blockDim.x) params.out[i] = box[i];
+}
+
+// Rows come without a tensor map.
+__device__ __forceinline__ void bulk_load(const Params& params) {
+  __shared__ __align__(16) uint32_t rows[3 * 64];
+  __shared__ __align__(8) uint64_t barrier;
+  const uint32_t barrier_smem = shared_address(&barrier);
+  if (threadIdx.x < 32 && ptx::elect_sync()) {
+    ptx::mbarrier_init(barrier_smem, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(barrier_smem, sizeof(rows));
+    for (int i = 0; i < 3; ++i)
+      ptx::cp_async_bulk_load(shared_address(rows + 64 * i), params.in + 4 + 100 * i, 64 * 4,
+                              barrier_smem);
+  }
+  __syncthreads();
+  ptx::mbarrier_wait_parity(barrier_smem, 0);
+  for (int i = 0; i < 3; ++i) params.out[64 * i + threadIdx.x] = rows[64 * i + (threadIdx.x ^ 5)];
+}
+
+// A warp's copies by cp.async arrive at a barrier by themselves.
+__device__ __forceinline__ void cp_async_arrival(const Params& params) {
+  __shared__ __align__(16) uint32_t rows[4 * 32];
+  __shared__ __align__(8) uint64_t barrier;
+  const uint32_t barrier_smem = shared_address(&barrier);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier_smem, 32);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    ptx::cp_async_cg_16(shared_address(rows + 4 * lane), params.in + 4 * lane);
+    ptx::cp_async_mbarrier_arrive_noinc(barrier_smem);
+  }
+  ptx::mbarrier_wait_parity(barrier_smem, 0);
+  if (threadIdx.x >= 32) {
+    for (int i = 0; i < 4; ++i) params.out[4 * lane + i] = rows[4 * (lane ^ 9) + i];
+  }
 }
 
 // Four boxes through two stages: the barriers count the bytes of each phase anew.
@@ -199,6 +241,29 @@ __device__ __forceinline__ void cluster(const Params& params) {
   ptx::barrier_cluster_wait();
 }
 
+// Two CTAs of a cluster arrive at each other's barrier in turns, which puts nothing else in order.
+__device__ __forceinline__ void cluster_turns(const Params& params) {
+  __shared__ __align__(8) uint64_t barrier;
+  const int lane = threadIdx.x;
+  const uint32_t rank = blockIdx.x % 2, barrier_smem = shared_address(&barrier);
+  if (lane == 0) {
+    ptx::mbarrier_init(barrier_smem, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncwarp();
+  ptx::barrier_cluster_arrive();
+  ptx::barrier_cluster_wait();
+  for (uint32_t turn = 0; turn < 4; ++turn) {
+    if (rank == 1) ptx::mbarrier_wait_parity(barrier_smem, turn & 1);
+    params.out[(blockIdx.x * 4 + turn) * 32 + lane] = static_cast<uint32_t>(number(turn + lane));
+    if (ptx::elect_sync())
+      ptx::mbarrier_arrive_shared_cluster(ptx::mapa_shared_cluster(barrier_smem, rank ^ 1));
+    if (rank == 0) ptx::mbarrier_wait_parity(barrier_smem, turn & 1);
+  }
+  ptx::barrier_cluster_arrive();
+  ptx::barrier_cluster_wait();
+}
+
 // The first of two kernels lets the second one start before it has written.
 __device__ __forceinline__ void dependent_first(const Params& params) {
   ptx::griddepcontrol_launch_dependents();
@@ -217,11 +282,14 @@ PROBE(stmatrix, 32)
 PROBE(stmatrix_trans, 32)
 PROBE(mbarrier, 64)
 PROBE(tma_load, 64)
+PROBE(bulk_load, 64)
+PROBE(cp_async_arrival, 64)
 PROBE(tma_ring, 64)
 PROBE(tma_store, 64)
 PROBE(bulk_stores, 64)
 PROBE(tma_load_5d, 64)
 PROBE(reductions, 256)
 PROBE(cluster, 32)
+PROBE(cluster_turns, 32)
 PROBE(dependent_first, 32)
 PROBE(dependent_second, 32)

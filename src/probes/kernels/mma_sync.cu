@@ -2,6 +2,8 @@
 // Matrix products of a warp, asynchronous copies and named barriers.
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/mma_sync.cuh"
+#include "common/ptx/mma_sync_f16.cuh"
+#include "common/ptx/mma_sync_u8.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/tf32.cuh"
 #include "probes/probe.cuh"
@@ -42,18 +44,38 @@ __device__ __forceinline__ void mma_tf32(const Params& params) {
   write_sums(params, d);
 }
 
-__device__ __forceinline__ void mma_s8(const Params& params) {
+// Sums of 16 bits, which hold these.
+__device__ __forceinline__ void mma_f16_sums(const Params& params) {
   const int lane = threadIdx.x;
-  int32_t d[4];
+  uint32_t d[2], a[4], b[2];
+  for (int i = 0; i < 4; ++i) a[i] = numbers<DType::F16>(lane * 8 + 2 * i);
+  for (int i = 0; i < 2; ++i) {
+    b[i] = numbers<DType::F16>(500 + lane * 4 + 2 * i);
+    d[i] = numbers<DType::F16>(1000 + lane * 4 + 2 * i);
+  }
+  ptx::mma_m16n8k16_f16(d, a, b[0], b[1]);
+  for (int i = 0; i < 2; ++i) params.out[lane * 2 + i] = d[i];
+}
+
+template <bool U8>
+__device__ __forceinline__ void multiply_8_bits(const Params& params) {
+  const int lane = threadIdx.x;
+  int32_t d[4], c[4];
   uint32_t a[4], b[2];
   for (int i = 0; i < 4; ++i) {
     a[i] = static_cast<uint32_t>(lane * 4 + i) * 0x9E3779B1u;
-    d[i] = number(1000 + lane * 4 + i);
+    c[i] = d[i] = number(1000 + lane * 4 + i);
   }
   for (int i = 0; i < 2; ++i) b[i] = static_cast<uint32_t>(500 + lane * 2 + i) * 0x85EBCA77u;
-  ptx::mma_m16n8k32_s8(d, a, b[0], b[1]);
+  if constexpr (U8) {
+    ptx::mma_m16n8k32_u8_s8(d, a, b[0], b[1], c);
+  } else {
+    ptx::mma_m16n8k32_s8(d, a, b[0], b[1]);
+  }
   for (int i = 0; i < 4; ++i) params.out[lane * 4 + i] = static_cast<uint32_t>(d[i]);
 }
+__device__ __forceinline__ void mma_s8(const Params& params) { multiply_8_bits<false>(params); }
+__device__ __forceinline__ void mma_u8_s8(const Params& params) { multiply_8_bits<true>(params); }
 
 // How sums are rounded: a lane's first product is 1, and the others are powers of two so small that
 // a sum keeps some of them only.
@@ -116,7 +138,9 @@ __device__ __forceinline__ void named_barriers(const Params& params) {
 PROBE(mma_f16, 32)
 PROBE(mma_bf16, 32)
 PROBE(mma_tf32, 32)
+PROBE(mma_f16_sums, 32)
 PROBE(mma_s8, 32)
+PROBE(mma_u8_s8, 32)
 PROBE(mma_rounding, 32)
 PROBE(cp_async, 32)
 PROBE(named_barriers, 64)
