@@ -511,6 +511,31 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         TypeError,
         ("num_splits is a torch.Tensor", "an int"),
     ),
+    "num_splits-invariant": (
+        padded(num_splits=2, batch_invariant=True),
+        ValueError,
+        ("num_splits is given with batch_invariant=True", "splits keys by their"),
+    ),
+    "dropout-invariant": (
+        padded(dropout_p=0.1, rng_state=torch.zeros(2, dtype=torch.int64), batch_invariant=True),
+        ValueError,
+        ("dropout_p is 0.1 with batch_invariant=True", "depends on the place in the batch"),
+    ),
+    "rng_state-dtype": (
+        padded(dropout_p=0.1, rng_state=torch.zeros(2)),
+        TypeError,
+        ("rng_state has dtype torch.float32", "must be torch.int64"),
+    ),
+    "rng_state-shape": (
+        padded(dropout_p=0.1, rng_state=torch.zeros(3, dtype=torch.int64)),
+        ValueError,
+        ("rng_state has shape (3,)", "(2,), contiguous, seed and offset"),
+    ),
+    "key_indices-fp8": (
+        fp8(key_indices=torch.zeros(2, 7, 16, dtype=torch.int32)),
+        TypeError,
+        ("float8_e4m3fn with key_indices", "must not be float8; convert them"),
+    ),
     "num_splits-forced": (
         padded(num_splits=2, implementation="simt"),
         archflash.ForcedImplementationError,

@@ -204,6 +204,12 @@ def test_out_and_dtype_and_stride_order() -> None:
 # --- wrong calls ---
 
 PAGED = {"page_size": 16, "n_new": 2, "rotary": 32}
+# A latent cache in packed rows, and a list of its rows.
+LATENT: dict[str, Any] = {
+    "q": torch.zeros(2, 1, 4, 576, dtype=BF16), "v_cache": None, "dv": 512,
+    "k_cache": torch.zeros(3, 8, 1, 656, dtype=torch.float8_e4m3fn), "packed_rows": "fp8_656",
+}  # fmt: skip
+LIST = torch.zeros(2, 1, 16, dtype=torch.int32)
 WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], type, str]] = {
     "lengths-shape": (
         {}, lambda c: {"cache_seqlens": torch.zeros(3, dtype=torch.int32)}, ValueError,
@@ -322,6 +328,46 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], ty
                        "q": torch.zeros(2, 1, 4, 512)}, ValueError,
         "q has 512 columns and dv is 64 with packed_rows='fp8_584': they must be 512 and 512",
     ),
+    "new-strided": (
+        PAGED, lambda c: {"k_new": torch.zeros(2, 2, 2, 128)[..., ::2]}, ValueError,
+        "k_new has a strided last dimension: call .contiguous",
+    ),
+    "table-dtype": (
+        PAGED, lambda c: {"page_table": c.options["page_table"].long()}, TypeError,
+        "page_table has dtype torch.int64: it must be torch.int32",
+    ),
+    "table-strided": (
+        PAGED, lambda c: {"page_table": torch.zeros(2, 12, dtype=torch.int32)[:, ::2]}, ValueError,
+        "page_table has a strided last dimension: call .contiguous",
+    ),
+    "pages-of-no-rows": (
+        PAGED, lambda c: {"k_cache": c.k_cache[:, :0], "v_cache": c.v_cache[:, :0]}, ValueError,
+        "k_cache has shape .* pages of no rows: a page must have at least one",
+    ),
+    "rotary-dtype": (
+        PAGED, lambda c: dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(9, 16).half()),
+        TypeError, "rotary_cos has dtype torch.float16: .* must both be float32 or of q's dtype",
+    ),
+    "rotary-strided": (
+        PAGED, lambda c: dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(9, 32)[:, ::2]),
+        ValueError, "rotary_cos is not contiguous: call .contiguous",
+    ),
+    "packed-rows-without-list": (
+        {}, lambda c: LATENT, ValueError, "packed_rows is given without key_indices: pass the rows",
+    ),
+    "packed-rows-bhnd": (
+        {}, lambda c: {**LATENT, "key_indices": LIST, "layout": "bhnd",
+                       **{x: LATENT[x].transpose(1, 2) for x in ("q", "k_cache")}},
+        ValueError, "packed_rows is given with k_new or layout=bhnd: .* nothing is appended",
+    ),
+    "packed-rows-descale": (
+        {}, lambda c: {**LATENT, "key_indices": LIST, "k_descale": torch.tensor(1.0)}, ValueError,
+        "a descale is given with packed_rows: each row has its own scales",
+    ),
+    "packed-rows-cache": (
+        {}, lambda c: {**LATENT, "key_indices": LIST, "k_cache": LATENT["k_cache"][..., :640]},
+        ValueError, r"k_cache is float8_e4m3fn \(3, 8, 1, 640\) .* must be float8_e4m3fn \(pages",
+    ),
     "gradient": (
         {}, lambda c: {"q": c.q.requires_grad_()}, archflash.UnsupportedError,
         "attention_with_kvcache has no backward .* call it under torch.no_grad",
@@ -341,9 +387,10 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[CacheCall], dict[str, Any]], ty
 def test_a_wrong_call_is_refused_with_a_sentence(name: str) -> None:
     how, change, error, message = WRONG[name]
     call = make([5, 20], **how)
-    arguments = {"q": call.q, "v_cache": call.v_cache, **call.options, **change(call)}
+    caches = {"k_cache": call.k_cache, "v_cache": call.v_cache}
+    arguments = {"q": call.q, **caches, **call.options, **change(call)}
     with pytest.raises(error, match=message):
-        archflash.attention_with_kvcache(k_cache=call.k_cache, **arguments)
+        archflash.attention_with_kvcache(**arguments)
 
 
 def test_options_of_a_cache_and_of_attention_do_not_mix() -> None:

@@ -30,6 +30,7 @@ from plan_cases import (
 from tests.many_cases import one_test_for_each
 
 import archflash
+from archflash import _api
 from archflash import _archflash as native
 from archflash._api import find_device, make_problem
 
@@ -451,6 +452,30 @@ def test_binding_adds_the_addend_and_leaves_an_absent_operand_null() -> None:
 def test_there_is_no_launch_beyond_the_last() -> None:
     with pytest.raises(IndexError):
         native.bound_parameters(plan_of(call(), "L4"), 1, [])
+
+
+def test_a_launch_wants_every_tensor_of_the_plan_in_one_place() -> None:
+    plan = plan_of(call(d=16), "L4")
+    x = torch.zeros(1, 2, 16, 16)
+    with pytest.raises(ValueError, match="the plan has an address of k: pass that tensor"):
+        native.launch(plan, {"q": x})
+    with pytest.raises(TypeError, match="launch takes tensors on one CUDA device, or on the CPU"):
+        native.launch(plan, dict.fromkeys("qkv", x.to("meta")))
+    with pytest.raises(ValueError, match="plan_merge takes 1 to"):
+        native.plan_merge([], [], x, find_device("L4"))
+    options = _api.option_values(x, x, {})
+    with pytest.raises(ValueError, match="are not the plan's problem"):
+        native.operands(plan, x, x, x, options)
+
+
+@pytest.mark.skipif(native.driver_status().usable, reason="a GPU is here")
+def test_without_a_driver_kernels_are_not_loaded_and_the_error_is_cudas() -> None:
+    plan = plan_of(call("float16"), "A100", "ampere")
+    for ask in (lambda: native.load_kernels(plan, 0), lambda: native.query_device(0)):
+        with pytest.raises(
+            archflash.LaunchError, match=r"(cudaGetDevice|device 0).*: cudaError\w+ \("
+        ):
+            ask()
 
 
 def run_isolated(code: str) -> subprocess.CompletedProcess[str]:
