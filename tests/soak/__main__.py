@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--threads", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--growth", type=float, default=100.0, help="MB of the process, at most")
+    parser.add_argument("--growth", type=float, default=150.0, help="MB of the process, at most")
     parser.add_argument("--cudnn", action="store_true", help="leave PyTorch's cuDNN kernel on")
     parser.add_argument("--csv", type=Path, help="a file to which the counts are appended")
     parser.add_argument("--add", type=Path, help="take in such a file, and run nothing")
