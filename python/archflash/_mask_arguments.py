@@ -30,7 +30,7 @@ def checked(maker: _Maker) -> _Maker:
 
     @functools.wraps(maker)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_tracing():
+        if not is_tracing() and not torch.compiler.is_compiling():
             _check(signature, signature.bind(*args, **kwargs).arguments)
         return maker(*args, **kwargs)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
+from archflash._eager import is_tracing
 from archflash._errors import ArchflashError
 from archflash._kvcache import attention_with_kvcache
 from archflash._merge import merge_attention
@@ -105,11 +106,11 @@ def attention_with_shared_prefix(
     if (v_prefix is None) != (v_cache is None):
         name = "v_prefix" if v_prefix is None else "v_cache"
         raise ValueError(f"{name} is None and the other is not: both parts are latent or neither")
-    values = [x for x in (v_prefix, v_cache) if isinstance(x, Tensor) and x.ndim == 4]
-    if len({x.shape[3] for x in values}) > 1:
+    columns = [x.shape[3] for x in (v_prefix, v_cache) if isinstance(x, Tensor) and x.ndim == 4]
+    # A tracer's sizes are tensors.
+    if not is_tracing() and len(columns) == 2 and columns[0] != columns[1]:
         raise ValueError(
-            f"v_prefix has {values[0].shape[3]} columns and v_cache {values[1].shape[3]}: they "
-            "must have as many"
+            f"v_prefix has {columns[0]} columns and v_cache {columns[1]}: they must have as many"
         )
     packed = cu_seqlens_q is not None
     if not isinstance(q, Tensor) or q.ndim != (3 if packed else 4):
