@@ -4,8 +4,11 @@ PyTorch on the CPU, and spoil what they give.
 
 from __future__ import annotations
 
+import io
 import itertools
+import json
 import operator
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +19,12 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
-from archflash.verify import _calls, _checks, _times
+from archflash import _dispatch, sim
+from archflash._api import find_device
+from archflash.sim import _attention
+from archflash.verify import _calls, _checks, _jobs, _probes, _times, _worker
 from archflash.verify._making import Call, Maker, Tensors
-from archflash.verify._setup import Item, NotHereError, Setup, Told, kernels_on
+from archflash.verify._setup import Item, Job, NotHereError, Setup, Told, kernels_on
 from archflash.verify._wrong import WrongError
 
 
@@ -341,6 +347,104 @@ def test_every_small_call_is_one_that_its_reference_knows(
     items: list[Item] = _calls.first_items(*given, (64, 64), H200)[:-1]  # but for many tiles
     for item in (*items, *_calls.odd_items(*given, H200)):
         assert item.run(H200).kernels, item.name
+
+
+# --- probes, and the process of a job ---
+
+PROBE = _probes.PROBES[0]
+
+
+def test_a_probe_whose_words_differ_from_the_simulators_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = torch.arange(PROBE.words, dtype=torch.int32)
+    off = right.clone()
+    off[3:5] += 1
+    ran = []
+
+    def run(probe: Any, device: Any, where_to: str) -> Tensor:
+        ran.append(where_to)
+        return off if len(ran) == 2 else right
+
+    monkeypatch.setattr(_probes, "run", run)
+    monkeypatch.setattr(_dispatch, "query_device", lambda index: find_device("H200"))
+    monkeypatch.setattr(_probes, "stored_hashes", lambda: {PROBE.name: _probes.digest(right)})
+    with pytest.raises(WrongError, match=f"2 of {PROBE.words} words are not those of the sim"):
+        _probes.check(PROBE, H200)
+    assert len(ran) == 3  # the second run was wrong, and the simulator was asked
+    assert _probes.check(PROBE, H200) == Told()
+    for known in ({}, {PROBE.name: {"8.0": "x"}}):
+        monkeypatch.setattr(_probes, "stored_hashes", lambda known=known: known)
+        with pytest.raises(NotHereError, match="no bits are stored for this compute capability"):
+            _probes.check(PROBE, H200)
+
+
+def test_a_probe_is_launched_on_a_gpu_and_simulated_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = find_device("H200")
+    launched: list[Any] = []
+    monkeypatch.setattr(native, "launch", lambda plan, tensors: launched.append((plan, tensors)))
+    out = _probes.run(PROBE, device, "meta")
+    ((plan, tensors),) = launched
+    assert tensors["out"] is out
+    assert plan.kernels == [f"probe_{PROBE.name}"]
+    stopped = SimpleNamespace(complete=False, errors=("it stopped",), kernel="x")
+    monkeypatch.setattr(_attention, "simulate", lambda plan, tensors, settings: (stopped,))
+    with pytest.raises(sim.SimulationError):
+        _probes.run(PROBE, device, "cpu")
+    monkeypatch.setattr(_probes, "kernels_on", lambda capability: ())
+    with pytest.raises(NotHereError, match="no kernel of this build can be planned for H200"):
+        _probes.run(PROBE, device, "cpu")
+
+
+def test_the_process_of_a_job_tells_what_it_does_until_cuda_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def item(name: str) -> Item:
+        def run(made: Setup) -> Told:
+            done.append(name)
+            if name != "fine":
+                raise RuntimeError("an illegal memory access was encountered")
+            return Told("well")
+
+        return Item(name, run)
+
+    def broken(made: Setup) -> None:
+        if done and done[-1] != "fine":
+            raise RuntimeError("the context is lost")
+
+    job = Job("part", "simt", "forward", "what", lambda: [item(x) for x in ("fine", "bad", "last")])
+    opened: list[Any] = []
+    monkeypatch.setattr(_jobs, "make_jobs", lambda made: [job])
+    monkeypatch.setattr(_worker, "warm_up", lambda made: opened.append("ahead"))
+    monkeypatch.setattr(torch.cuda, "set_device", opened.append)
+    monkeypatch.setattr(Setup, "synchronize", broken)
+    on = dict(H200.to_dict(), device="cuda:0")
+
+    def served(*lines: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        read, write = os.pipe()
+        monkeypatch.setattr("sys.argv", ["_worker", str(write)])
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(x) + "\n" for x in lines)))
+        status = _worker.main()  # it closes its end
+        with os.fdopen(read) as answers:
+            return status, [json.loads(line) for line in answers]
+
+    wanted = {"job": job.name, "items": ["fine", "bad", "last"]}
+    status, said = served({"setup": on, "ahead": True}, wanted)
+    assert status == 1
+    assert [(x["said"], x.get("item"), x.get("status")) for x in said] == [
+        ("ready", None, None), ("begin", "fine", None), ("end", "fine", "ok"),
+        ("begin", "bad", None), ("end", "bad", "failed"),
+    ]  # fmt: skip
+    assert said[-1]["detail"].endswith("then RuntimeError: the context is lost")
+    assert opened == ["ahead", "cuda:0"]
+    done.clear()
+    assert served({"setup": on, "ahead": False}, dict(wanted, items=["fine"]))[0] == 0
+    assert served({"setup": on, "ahead": False}) == (0, [{"said": "ready"}])  # it was not needed
+    assert done == ["fine"]
 
 
 # --- times ---
