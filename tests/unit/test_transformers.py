@@ -438,6 +438,42 @@ def test_lengths_that_cannot_be_meant() -> None:
         )  # fmt: skip
 
 
+def test_a_cache_of_continuous_batching_takes_keys_up_and_its_mask_says_all() -> None:
+    torch.manual_seed(0)
+    q, past = torch.randn(1, 2, 13, 8), torch.randn(1, 2, 7, 8)
+    given: dict[str, Any] = {}
+
+    class Cache:
+        def update(self, **told: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            given.update(told)
+            return tuple(torch.cat([past, told[x]], 2) for x in ("key_states", "value_states"))  # type: ignore[return-value]
+
+    layer = torch.nn.Identity()
+    layer.layer_idx = 3  # type: ignore[assignment]
+    mask = torch.rand(1, 1, 13, 20) < 0.7
+    out, _ = integration.forward(
+        layer, q, q, q, mask, cache=Cache(), cu_seq_lens_q=BEGINS, cu_seq_lens_k=BEGINS,
+        block_table="its own",
+    )  # fmt: skip
+    keys = torch.cat([past, q], 2)
+    expected = archflash.attention(q, keys, keys, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    assert given["layer_idx"] == 3
+    assert set(given["kwargs"]) == {"block_table", "cu_seq_lens_q", "cu_seq_lens_k"}
+
+
+def test_dropout_of_documents_is_archflashs() -> None:
+    q = torch.randn(1, 2, 13, 8)
+    torch.manual_seed(5)
+    found = attend(q, cu_seq_lens_q=BEGINS, cu_seq_lens_k=BEGINS, dropout=0.5)
+    torch.manual_seed(5)
+    flat, ends = q[0].transpose(0, 1), BEGINS.int()
+    expected = archflash.attention(
+        flat, flat, flat, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True, dropout_p=0.5
+    )
+    torch.testing.assert_close(found[0], expected)
+
+
 @pytest.mark.parametrize("kind", ["padding", "chunks", "values"])
 def test_lengths_beside_a_mask_that_hides_more(kind: str) -> None:
     batch, begins = 2, torch.tensor([0, 4, 13, 20, 26])
