@@ -316,6 +316,37 @@ def test_the_picture_is_well_formed_and_stays_on_its_sheet(line: _trace.Timeline
     assert len(legend) > 8
 
 
+def test_the_picture_has_a_map_of_tensor_memory() -> None:
+    q = torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(7)).half()
+    run = sim.run(q, q, q, implementation="blackwell_dc", traced_ctas=1)
+    line = _trace.timeline(run.report, 0)
+    uses = [b for b in line.batches if b.track == _picture.TENSOR_MEMORY]
+    written = {match[1] for b in uses if (match := _picture.USE.fullmatch(b.label))}
+    assert {"allocated", "tcgen05.mma"} <= written <= set(_picture.WRITERS)
+    shapes = elements(_picture.draw(line, "t").svg())
+    (name,) = [x for x in shapes if x.text == _picture.TENSOR_MEMORY]
+    top = float(name.get("y") or 0) - _picture.MAP / 2 - 5
+    rows = [
+        (float(x.get("y") or 0) - top, float(x.get("height") or 0), x.get("fill"))
+        for x in shapes if x.tag.endswith("rect")
+        and -0.01 <= float(x.get("y") or 0) - top < _picture.MAP
+    ]  # fmt: skip
+    scale = _picture.MAP / _picture.TENSOR_COLUMNS
+    for batch in uses:  # each use is drawn at its columns
+        match = _picture.USE.fullmatch(batch.label)
+        if match is None or not any(use.end > use.begin for use in batch.copies):
+            continue
+        first, last = int(match[2]), int(match[3])
+        place = (first * scale, (last + 1 - first) * scale)
+        colour = _picture.WRITERS[match[1]][0]
+        assert any(
+            (y, height) == pytest.approx(place, abs=0.11) and fill == colour
+            for y, height, fill in rows
+        ), batch.label
+    legend = [x.text for x in shapes if (x.text or "").startswith("tensor memory: ")]
+    assert len(legend) == len(written)
+
+
 def test_a_part_of_the_picture(line: _trace.Timeline) -> None:
     whole = elements(_picture.draw(line, "t").svg())
     part = elements(_picture.draw(line, "t", begin=line.end // 2).svg())
