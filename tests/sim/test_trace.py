@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections import defaultdict
@@ -17,6 +18,7 @@ import torch
 
 from archflash import sim
 from archflash.__main__ import main
+from archflash.cli import sim as sim_command
 from archflash.sim import _picture, _trace
 from tests.sim.ptx import HEADER, program
 
@@ -400,6 +402,31 @@ def test_sim_run_prints_the_report_and_checks_the_output(command: Run) -> None:
     assert lines[2].startswith("ampere_attention_fwd_bf16_d128_few: 1 CTAs, no errors, no lints")
     assert lines[-2].startswith("ok: max error")
     assert lines[-1].startswith("log-sum-exp: ok")
+
+
+def test_what_a_kernel_did_wrong_is_printed_and_ends_with_status_1(
+    command: Run, traced: sim.Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    where = {"cta": 0, "warp": 1, "lane": 2, "line": 3, "instruction": "st", "source": ""}
+    finding = sim.Finding(
+        "error", "race", "two writes", "a kernel", **where, address=0, count=1, fatal=False
+    )
+    found = dataclasses.replace(traced.report, findings=(finding,))
+    runs = [dataclasses.replace(traced, reports=(found,))]
+    monkeypatch.setattr(sim_command, "_simulate", lambda *given: runs[-1])
+    files = (tmp_path / "trace.json", tmp_path / "trace.svg")
+    result = command("trace", *SMALL, *map(str, files))
+    assert result.status == 1
+    assert str(finding) in result.out
+    assert all(file.stat().st_size > 1000 for file in files)
+    stopped = dataclasses.replace(found, complete=False, traces={})
+    runs.append(dataclasses.replace(traced, reports=(stopped,)))
+    result = command("run", *SMALL)
+    assert (result.status, result.err) == (1, "")
+    assert "max error" not in result.out  # there is no output to compare
+    result = command("trace", *SMALL, str(files[0]))
+    assert result.status == 1
+    assert "an error stopped the run before CTA 0" in result.err
 
 
 def test_sim_run_plans_for_the_device_it_is_told(command: Run) -> None:

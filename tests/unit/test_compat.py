@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -1120,3 +1121,15 @@ def test_several_sequences_in_a_row_are_packed() -> None:
     assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
     assert cu_seqlens.tolist() == [0, 2, 5, 9]
     assert (cu_seqlens.dtype, longest) == (torch.int32, 4)
+
+
+def test_what_took_the_place_of_an_installed_module_stays() -> None:
+    archflash.compat.uninstall()  # nothing was installed
+    archflash.compat.install()
+    try:
+        other = ModuleType("flash_attn_3")
+        sys.modules["flash_attn_3"] = other
+    finally:
+        archflash.compat.uninstall()
+    assert sys.modules.pop("flash_attn_3") is other
+    assert "flash_attn_interface" not in sys.modules
