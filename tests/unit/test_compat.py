@@ -12,8 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
