@@ -14,6 +14,7 @@ namespace archflash::ada {
 
 using mma_sync::Config;
 using mma_sync::FewRowsConfig;
+using mma_sync::LateConfig;
 using mma_sync::QIn;
 
 // clang-format off
@@ -28,7 +29,8 @@ using D96        = Config<T,  96,  96, 4,   2,   64,   64,  1,     QIn::Shared, 
 template <DType T>
 using D128Large  = Config<T, 128, 128, 4,   2,   64,   64,  2,     QIn::Shared,    2>;
 template <DType T>
-using D128Tall   = Config<T, 128, 128, 8,   2,   64,   64,  1,     QIn::Shared,    1>;
+using D128Tall   = LateConfig<
+                   Config<T, 128, 128, 8,   2,   64,   64,  1,     QIn::Shared,    1>>;
 template <DType T>
 using D192       = Config<T, 192, 128, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
 template <DType T>
