@@ -18,9 +18,9 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_ops` and `_ops_backward`, a call and its gradients as torch operators; `_autograd`, the eager
   calls that autograd records without them
 - `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;
-  `quantize_nvfp4`; `merge_attention`
-- `attention_with_shared_prefix` and `warm_up`, made of those; `_stats`, `_replacing` and
-  `_overrides`, through which PyTorch's own attention is served
+  `quantize_mxfp8`; `quantize_nvfp4`; `merge_attention`
+- `attention_with_shared_prefix`, `attention_nvfp4` and `warm_up`, made of those; `_stats`,
+  `_replacing` and `_overrides`, through which PyTorch's own attention is served
 - `scaled_dot_product_attention`
 - `distributed`, one sequence over many GPUs, which is imported only by who wants it
 - `compat`, the interfaces of other libraries, and `integrations` into others, which are imported
@@ -48,9 +48,11 @@ from archflash._errors import (
 )
 from archflash._kvcache import attention_with_kvcache
 from archflash._merge import merge_attention
+from archflash._nvfp4_attention import attention_nvfp4
 from archflash._overrides import disable, enable, enabled
 from archflash._overrides import enable_if_asked as _enable_if_asked
 from archflash._quantize import quantize_fp8
+from archflash._quantize_mxfp8 import quantize_mxfp8
 from archflash._quantize_nvfp4 import quantize_nvfp4
 from archflash._registry import Implementation, implementations
 from archflash._sdpa import scaled_dot_product_attention
@@ -72,6 +74,7 @@ __all__ = [
     "approximate",
     "attention",
     "attention_backward",
+    "attention_nvfp4",
     "attention_with_kvcache",
     "attention_with_shared_prefix",
     "disable",
@@ -85,6 +88,7 @@ __all__ = [
     "masks",
     "merge_attention",
     "quantize_fp8",
+    "quantize_mxfp8",
     "quantize_nvfp4",
     "reference",
     "scaled_dot_product_attention",

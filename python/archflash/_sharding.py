@@ -185,6 +185,8 @@ class _Call:
         if name in ("q_descale", "k_descale", "v_descale"):
             if x.ndim == 0 or tuple(x.shape) == (1,):
                 return None, None
+            if x.ndim == 4:  # block scales, laid out as what they belong to
+                return batched, self.heads_dim if name == "q_descale" else self.heads_dim_kv
             return (batched if x.ndim > 1 else None), min(x.ndim - 1, 1)
         return None, None  # cumulated lengths, tables of positions and the state of dropout
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from archflash import _autocast, _key_lists, _torch_kernels
-from archflash._archflash import SCALE_ROWS
+from archflash._archflash import SCALE_ROWS, SCALED_NUMBERS
 from archflash._eager import differentiates_twice, in_transform, is_eager
 from archflash._strides import in_stride_order_of
 from archflash._torch_kernels import (
@@ -124,7 +124,8 @@ def attention(
         rng_state: int64 ``(2,)``, seed and offset of which weights are; given with dropout_p.
         q_descale: float32; a stored number times its descale is the number that it stands for. One
             number, ``(Hq,)``, ``(B, Hq)`` or, for each 64 rows, ``(B, Hq, blocks)``, also with Hkv
-            for Hq; None is 1.
+            for Hq; None is 1. Or all three are float8_e8m0fnu, laid out as q, k and v, with a
+            number for 32 columns of q and k, and for 32 rows of v.
         k_descale: as q_descale, with Hkv.
         v_descale: as q_descale, with Hkv.
         out_dtype: q's dtype by default, bfloat16 for FP8 inputs.
@@ -184,9 +185,9 @@ def attention(
     # the float32 products below in 16 bits.
     with _autocast.no_autocast(q.device.type):
         result, lse = _attention_bhnd(
-            _dequantise(_to_bhnd(q, layout, packed), q_descale, rows, inside),
-            _dequantise(_to_bhnd(k, layout, packed), k_descale, keys, inside),
-            _dequantise(_to_bhnd(v, layout, packed), v_descale, keys, inside),
+            _dequantise(_to_bhnd(q, layout, packed), q_descale, rows, inside, layout),
+            _dequantise(_to_bhnd(k, layout, packed), k_descale, keys, inside, layout),
+            _dequantise(_to_bhnd(v, layout, packed), v_descale, keys, inside, layout, along=-2),
             scale=scale,
             band=band,
             packed=packed,
@@ -283,12 +284,20 @@ def _from_bhnd(x: Tensor, layout: str, packed: Packed | None) -> Tensor:
 
 
 def _dequantise(
-    x: Tensor, descale: Tensor | None, rows: PackedRows | None, dtype: torch.dtype
+    x: Tensor,
+    descale: Tensor | None,
+    rows: PackedRows | None,
+    dtype: torch.dtype,
+    layout: str,
+    along: int = -1,
 ) -> Tensor:
-    """``(B, H, N, D)`` in the given dtype, times its descale."""
+    """``(B, H, N, D)`` in the given dtype, times its descale. Block scales lie along `along`."""
     x = x.to(dtype)
     if descale is None:
         return x
+    if descale.ndim == 4:
+        scales = _to_bhnd(descale, layout, None).to(dtype).repeat_interleave(SCALED_NUMBERS, along)
+        return x * scales.narrow(along, 0, x.shape[along])
     heads = x.shape[1]
     if descale.numel() > 1 and descale.shape[min(descale.ndim - 1, 1)] != heads:
         group = heads // descale.shape[min(descale.ndim - 1, 1)]  # heads that share a descale

@@ -177,8 +177,18 @@ struct Fp8WarpContext : WarpContext {
   device::KeyDescales key_descales;
   device::WarpDescale warp_descale;
 };
+struct ScaledWarpContext : WarpContext {
+  KeyScales key_scales;
+};
 template <class C>
-using WarpContextOf = std::conditional_t<C::FP8, Fp8WarpContext, WarpContext>;
+using WarpContextOf = std::conditional_t<C::BLOCK_SCALES, ScaledWarpContext,
+                                         std::conditional_t<C::FP8, Fp8WarpContext, WarpContext>>;
+__device__ __forceinline__ float unit_of_outputs(const ScaledWarpContext&) { return 1.0f; }
+__device__ __forceinline__ const float& unit_of_outputs(const Fp8WarpContext& context) {
+  return context.warp_descale.v;
+}
+template <class C>
+constexpr bool HAS_DESCALES = C::FP8 && !C::BLOCK_SCALES;
 
 // A flag in shared memory that all lanes of a warp set and read together.
 struct WarpFlag {
@@ -324,9 +334,14 @@ template <class C>
 __device__ __forceinline__ void multiply_qk(device::Scores<C>& s_rmem, const Barriers<C>& barriers,
                                             const RingPosition<C>& ring,
                                             const mma_sync::QFragments<C>& q_rmem,
-                                            uint32_t shared_smem) {
-  mma_sync::multiply_qk<C>(s_rmem, q_rmem, lane_q_smem<C>(shared_smem),
-                           lane_k_smem<C>(shared_smem, ring.stage()));
+                                            uint32_t shared_smem, const ScalesOf<C>& scales) {
+  const uint32_t q_smem = lane_q_smem<C>(shared_smem);
+  const uint32_t k_smem = lane_k_smem<C>(shared_smem, ring.stage());
+  if constexpr (C::BLOCK_SCALES) {
+    multiply_scaled_qk<C>(s_rmem, q_rmem, q_smem, k_smem, scales);
+  } else {
+    mma_sync::multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
+  }
   if constexpr (!C::RELEASES_K_LATE) release_after_reads(barriers.k_empty(ring.stage()));
 }
 
@@ -350,15 +365,21 @@ template <class C, class State>
 __device__ __forceinline__ void visit_block(const Params& params, const Barriers<C>& barriers,
                                             RingPosition<C>& ring, WarpContextOf<C>& context,
                                             State& state, device::Outputs<C>& o_rmem,
-                                            const mma_sync::QFragments<C>& q_rmem, int block,
-                                            uint32_t shared_smem) {
+                                            const mma_sync::QFragments<C>& q_rmem,
+                                            ScalesOf<C>& scales, int block, uint32_t shared_smem) {
   const AttentionParams& attention = params.attention;
   device::Scores<C> s_rmem;
+  if constexpr (C::BLOCK_SCALES) {
+    scales.read_v(context.key_scales, attention, block, context.visible.begin(),
+                  context.visible.nk);
+  }
   wait_for_k<C>(barriers, ring);
   const std::conditional_t<C::HAS_PLAIN_LOOP, device::RaiseLimits<C>, NoLimits> limits(state);
-  multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
+  multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem, scales);
+  if constexpr (C::BLOCK_SCALES)  // of the next block, so that they are there in time
+    scales.read_k(context.key_scales, attention, max(block - C::BLOCK_K, 0));
   float exp2_scale = attention.exp2_scale;
-  if constexpr (C::FP8) {
+  if constexpr (HAS_DESCALES<C>) {
     exp2_scale = device::descale_scores<C>(s_rmem, attention, context.key_descales,
                                            context.warp_descale, block);
   } else if (attention.transform_scores) {
@@ -367,7 +388,7 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
   if (block < context.clear_first || block > context.clear_last)
     mask_block<C>(s_rmem, params, context, block);
   bool v_is_zero = false;
-  if constexpr (C::FP8) {
+  if constexpr (HAS_DESCALES<C>) {
     if (context.key_descales.v_gmem != nullptr) {
       device::change_unit<C>(o_rmem, context.key_descales, context.warp_descale, block,
                              context.blocks.last);
@@ -387,9 +408,9 @@ __device__ __forceinline__ void visit_block(const Params& params, const Barriers
     exponentiate_and_multiply_pv<C, true>(
         o_rmem, s_rmem, state, exp2_scale, v_smem,
         static_cast<int>(ptx::mov_tid_x_volatile() % 4 * 2) + block - begin,
-        v_is_zero ? 0 : context.visible.nk - begin);
+        v_is_zero ? 0 : context.visible.nk - begin, scales);
   } else {
-    exponentiate_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0);
+    exponentiate_and_multiply_pv<C, false>(o_rmem, s_rmem, state, exp2_scale, v_smem, 0, 0, scales);
   }
   release_after_reads(barriers.v_empty(ring.stage()));
   ++ring.count;
@@ -458,12 +479,12 @@ __device__ __forceinline__ void visit_plain_blocks(const Params& params,
     device::Scores<C> s_rmem;
     if constexpr (!C::WAITS_AHEAD) wait_for_k<C>(barriers, ring);
     const device::RaiseLimits<C> limits(state);
-    multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem);
+    multiply_qk<C>(s_rmem, barriers, ring, q_rmem, shared_smem, {});
     const float scale =
         follow_plain_maxima<C>(s_rmem, state, o_rmem, params.attention.exp2_scale, limits, first);
     wait_for_v<C>(barriers, ring);
     exponentiate_and_multiply_pv<C, false>(o_rmem, s_rmem, state, scale,
-                                           lane_v_smem<C>(shared_smem, ring.stage()), 0, 0);
+                                           lane_v_smem<C>(shared_smem, ring.stage()), 0, 0, {});
     const uint32_t stage = ring.stage();
     ++ring.count;
     block -= C::BLOCK_K;
@@ -502,7 +523,9 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
       if (C::CONTEXT_IN_REGISTERS || threadIdx.x % 32 == 0) {
         static_cast<WarpContext&>(context) =
             make_warp_context<C>(params, index, work, visible, threadIdx.x / 32);
-        if constexpr (C::FP8) {
+        if constexpr (C::BLOCK_SCALES)
+          context.key_scales = find_key_scales(params.descales, attention, work);
+        if constexpr (HAS_DESCALES<C>) {
           context.key_descales = device::find_key_descales(params.descales, attention, work);
           context.warp_descale = device::find_warp_descale(
               params.descales, attention, work,
@@ -533,6 +556,16 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
         mma_sync::load_q<C>(q_rmem[column / 16], q_smem, column);
     }
 
+    ScalesOf<C> scales;
+    if constexpr (C::BLOCK_SCALES) {
+      scales.read_q(params.descales, attention, context.work,
+                    static_cast<int>(threadIdx.x / 32) * C::WARP_ROWS);
+      if (context.seen_last >= context.seen_first) {
+        scales.read_k(context.key_scales, attention,
+                      min(device::block_start<C::BLOCK_K>(context.seen_last), context.blocks.last));
+      }
+    }
+
     // The blocks, from the last to the first: those after the last one that this warp sees, those
     // that it sees, and those before.
     int block = context.blocks.last;
@@ -550,7 +583,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
           continue;
         }
       }
-      visit_block<C>(params, barriers, ring, context, state, o_rmem, q_rmem, block, shared_smem);
+      visit_block<C>(params, barriers, ring, context, state, o_rmem, q_rmem, scales, block,
+                     shared_smem);
       block -= C::BLOCK_K;
     }
 #pragma unroll 1
@@ -575,7 +609,7 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     if constexpr (C::FP8) {
       __syncwarp();  // lane 0 has written warp_descale.v (change_unit) before any lane reads it
       device::store_fp8_out<C>(o_rmem, state, attention, params.out_dtype, context.work, warp_row,
-                               context.warp_descale.v);
+                               unit_of_outputs(context));
     } else if (!stored && params.out_dtype == DType::F32) {
       device::store_f32_out<C>(o_rmem, state, attention, context.work, warp_row);
     } else if (!stored) {

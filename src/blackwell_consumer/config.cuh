@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/block_scales.h"
 #include "common/device/slab_tile.cuh"
 #include "common/dtype.h"
 
@@ -26,6 +27,7 @@ template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int WARPS_, int M_TILES_
 struct Config {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr bool FP8 = is_fp8(DTYPE);
+  static constexpr bool BLOCK_SCALES = false;  // of 8-bit inputs; see BlockScaled
   // How many elements of Q and K, and of V, are in the 16 bits that ldmatrix moves as one.
   static constexpr int QK_PACK = FP8 ? 2 : 1;
   static constexpr int V_PACK = QK_PACK;
@@ -169,5 +171,19 @@ using Fp8D192      = Config<T, 192, 128,  4,     1,     64,  2,     false, Regis
 template <DType T>
 using Fp8D256      = Config<T, 256, 256,  8,     1,     32,  2,     false, Registers::Roles,  1, false, FP8_CONTEXT_BYTES>;
 // clang-format on
+
+// A Config for 8-bit inputs with block scales (block_scales.cuh).
+template <class Base>
+struct BlockScaled : Base {
+  static constexpr bool BLOCK_SCALES = true;
+  static_assert(Base::FP8 && Base::BLOCK_K % SCALED_NUMBERS == 0 && !Base::Q_IN_REGISTERS);
+};
+
+template <DType T>
+using MxD64 = BlockScaled<Fp8D64Pair<T>>;
+template <DType T>
+using MxD128 = BlockScaled<Fp8D128Large<T>>;
+template <DType T>
+using MxD256 = BlockScaled<Fp8D256<T>>;
 
 }  // namespace archflash::blackwell_consumer

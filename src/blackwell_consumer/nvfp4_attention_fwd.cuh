@@ -17,6 +17,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "blackwell_consumer/nvfp4_config.cuh"
 #include "blackwell_consumer/nvfp4_params.h"
@@ -210,6 +211,54 @@ struct QRows {
   }
 };
 
+__device__ __forceinline__ float unit_of_head(const Nvfp4Unit& unit, int batch, int head) {
+  return unit.gmem[batch * unit.batch + head * unit.head];
+}
+
+// Q of a warp's rows that has four bits as it comes.
+template <class C>
+struct StoredQRows {
+  static constexpr int STEPS = C::HEAD_DIM / 64;
+  Fragment fragments[STEPS];
+  float unit;
+  float shift[2] = {};
+
+  __device__ __forceinline__ StoredQRows(const Nvfp4Params& params, const device::Work& work,
+                                         int warp_row) {
+    const AttentionParams& attention = params.attention;
+    const int batch = work.batch_head / attention.heads_q;
+    const int head = work.batch_head % attention.heads_q;
+    const int lane = threadIdx.x % 32;
+    const int first_row = work.first_row + warp_row + lane / 4;
+    const auto* head_gmem = static_cast<const unsigned char*>(attention.q_gmem) +
+                            batch * attention.q_batch + head * attention.q_head;
+    const unsigned char* scales_gmem = scales_of_head(params.scales.q, batch, head);
+    const int scaled_row = first_row + lane % 2 * 8;  // see rounded()
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = first_row + i % 2 * 8, column = 64 * step + i / 2 * 32 + lane % 4 * 8;
+        fragments[step].a[i] = 0;
+        if (row < work.nq && column < attention.d) {
+          fragments[step].a[i] =
+              *reinterpret_cast<const uint32_t*>(head_gmem + row * attention.q_row + column / 2);
+        }
+      }
+      fragments[step].scales = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int group = 4 * step + i;
+        if (scaled_row < work.nq && group * NVFP4_GROUP < attention.d) {
+          const uint32_t scale = scales_gmem[scaled_row * params.scales.q.block + group];
+          fragments[step].scales |= scale << 8 * i;
+        }
+      }
+    }
+    unit = unit_of_head(params.q_unit, batch, head);
+  }
+};
+
 // The scales of 8 * TILES rows of a chunk: lane 4g + t has in word[step][i] those of row g of tile
 // 4i + t, for 64 places from 64 * step on.
 template <int STEPS, int TILES>
@@ -257,6 +306,26 @@ template <class Tile>
 __device__ __forceinline__ uint32_t lane_row(uint32_t tile_smem) {
   const unsigned lane = threadIdx.x % 32;
   return tile_smem + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// Masks the scores of a block, of which a lane holds keys in the order of key_at().
+template <class C>
+__device__ __forceinline__ void mask_nvfp4(device::Scores<C>& s_rmem,
+                                           const device::VisibleKeys& visible, int first_row,
+                                           int first_key) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int first = visible.first(first_row + 8 * r) - first_key;
+    const int last = visible.last(first_row + 8 * r) - first_key;
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = C::key_at(8 * n) + i;
+        if (key < first || key > last) s_rmem[0][n][2 * r + i] = device::MINUS_INFINITY;
+      }
+    }
+  }
 }
 
 // Hands a stage back that the warp has read (attention_fwd.cuh says why the fence is there).
@@ -317,7 +386,7 @@ __device__ __forceinline__ void consume_nvfp4(const Nvfp4Params& params, unsigne
                                               const device::VisibleKeys& visible,
                                               const device::Blocks& blocks) {
   constexpr int K_TILES = C::BLOCK_K / 8, V_TILES = C::HEAD_DIM_V / 8, P_STEPS = C::BLOCK_K / 64;
-  using Q = QRows<C>;
+  using Q = std::conditional_t<C::STORED, StoredQRows<C>, QRows<C>>;
   const AttentionParams& attention = params.attention;
   const Nvfp4Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int lane = threadIdx.x % 32;
@@ -326,6 +395,8 @@ __device__ __forceinline__ void consume_nvfp4(const Nvfp4Params& params, unsigne
   const int kv_head = work.batch_head % attention.heads_q / attention.heads_per_kv;
   const int64_t head_of_k = static_cast<int64_t>(batch * params.heads_kv + kv_head);
   const float* k_units_gmem = params.k_units_gmem + head_of_k * params.k_blocks;
+  float k_unit = 1.0f;
+  if constexpr (C::STORED) k_unit = unit_of_head(params.k_unit, batch, kv_head);
   const Q q(params, work, warp_row);
   const int first_row = work.first_row + warp_row;
   const int last_row = min(first_row + C::WARP_ROWS, work.nq) - 1;
@@ -351,10 +422,11 @@ __device__ __forceinline__ void consume_nvfp4(const Nvfp4Params& params, unsigne
     }
     // The scale stays a normal number, and products of stored numbers with it stay finite.
     constexpr float SMALLEST_NORMAL = 1.17549435e-38f, LARGEST_SCALE = 0x1p64f;
-    float exp2_scale = attention.exp2_scale * q.unit * k_units_gmem[block / C::BLOCK_K];
+    if constexpr (!C::STORED) k_unit = k_units_gmem[block / C::BLOCK_K];
+    float exp2_scale = attention.exp2_scale * q.unit * k_unit;
     exp2_scale = fminf(fmaxf(exp2_scale, SMALLEST_NORMAL), LARGEST_SCALE);
     if (visible.masks(first_row, last_row, block, block + C::BLOCK_K - 1)) {
-      device::mask_scores<C>(s_rmem, visible, first_row + lane / 4, block + lane % 4 * 2);
+      mask_nvfp4<C>(s_rmem, visible, first_row + lane / 4, block + lane % 4 * 8);
     }
     exp2_scale =
         device::update_row_max<C, WeightsNvfp4>(s_rmem, state, o_rmem, exp2_scale, nullptr);
@@ -383,7 +455,12 @@ __device__ __forceinline__ void consume_nvfp4(const Nvfp4Params& params, unsigne
     release_nvfp4(barriers.v_empty(ring.stage));
     ring.advance();
   }
-  store_nvfp4_out<C>(o_rmem, state, params, work, warp_row, q.shift, params.v_unit_gmem[head_of_k]);
+  float v_unit;
+  if constexpr (C::STORED)
+    v_unit = unit_of_head(params.v_unit, batch, kv_head);
+  else
+    v_unit = params.v_unit_gmem[head_of_k];
+  store_nvfp4_out<C>(o_rmem, state, params, work, warp_row, q.shift, v_unit);
 }
 
 template <class C>

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
+#include "common/block_scales.h"
 #include "common/device/host_device.h"
 
 namespace archflash::blackwell_consumer {
 
-constexpr int NVFP4_GROUP = 16;  // numbers that share a scale
 constexpr int NVFP4_BLOCK_K = 128;
 constexpr int NVFP4_PREPARE_THREADS = 256;
 // The largest magnitude that e2m1 (6) times a scale of ue4m3 (448) can say.
@@ -28,10 +28,12 @@ struct NibbleTile {
 };
 
 // Consumer warps own 16 rows each. A block of K is a chunk of bytes, as is one of V: a tile, and
-// behind it the scales of its rows. Rows of K are keys. V is transposed: its rows are columns of V,
-// in the order that V_ROW says, and the keys of a row lie in the order of KEY.
-template <int HEAD_DIM_>
+// behind it the scales of its rows. Rows of K are keys, in the order of key_at(). V is transposed:
+// its rows are columns of V, in the order that v_row() says. STORED: q, k and v have four bits as
+// they come.
+template <int HEAD_DIM_, bool STORED_ = false>
 struct Nvfp4Config {
+  static constexpr bool STORED = STORED_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM;
   static constexpr int WARPS = 8;
@@ -69,14 +71,16 @@ struct Nvfp4Config {
   ARCHFLASH_HOST_DEVICE static constexpr int v_row(int column) {
     return column / 16 * 16 + column % 2 * 8 + column % 16 / 2;
   }
-  // The key at place `place` of a row of V's tile. The lane that holds the scores of eight keys has
-  // them in this order, so that its P needs no exchange.
-  ARCHFLASH_HOST_DEVICE static constexpr int key_at(int place) {
-    return place / 32 * 32 + place % 8 / 2 * 8 + place % 32 / 8 * 2 + place % 2;
+  // The key in a row of K's tile: each lane then holds the scores of eight keys that follow one
+  // another, which is what the product with V wants of it.
+  ARCHFLASH_HOST_DEVICE static constexpr int key_at(int row) {
+    return row / 32 * 32 + row % 8 / 2 * 8 + row % 32 / 8 * 2 + row % 2;
   }
 };
 
 using Nvfp4D64 = Nvfp4Config<64>;
 using Nvfp4D128 = Nvfp4Config<128>;
+using Nvfp4StoredD64 = Nvfp4Config<64, true>;
+using Nvfp4StoredD128 = Nvfp4Config<128, true>;
 
 }  // namespace archflash::blackwell_consumer

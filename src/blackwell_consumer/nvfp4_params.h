@@ -6,9 +6,16 @@
 #include <type_traits>
 
 #include "common/attention_params.h"
+#include "common/descales.h"
 #include "common/dtype.h"
 
 namespace archflash::blackwell_consumer {
+
+// The number behind the scales of a tensor, or of each of its heads.
+struct Nvfp4Unit {
+  const float* gmem;
+  int32_t batch, head;  // strides; 0 along a dimension that shares one
+};
 
 struct Nvfp4Params {
   AttentionParams attention;
@@ -24,6 +31,11 @@ struct Nvfp4Params {
   float* k_units_gmem;
   unsigned char* k_chunks_gmem;
   unsigned char* v_chunks_gmem;
+  // Of inputs that have four bits as they come; the strides of q, k and v count bytes then, and the
+  // mean and the units above are not used. A scale, of type ue4m3, is that of 16 columns of q or k,
+  // or of 16 rows of v; its `block` is the step from one row of scales to the next.
+  Descales scales;
+  Nvfp4Unit q_unit, k_unit, v_unit;
 };
 static_assert(std::is_trivially_copyable_v<Nvfp4Params>);
 static_assert(offsetof(Nvfp4Params, attention) == 0, "core::pointers() counts from its start");

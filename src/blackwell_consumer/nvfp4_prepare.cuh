@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "blackwell_consumer/block_scales.cuh"
 #include "blackwell_consumer/nvfp4_config.cuh"
 #include "blackwell_consumer/nvfp4_params.h"
 #include "common/device/attention_work.cuh"
@@ -166,7 +167,7 @@ __device__ __forceinline__ void make_k_chunk(const Nvfp4Params& params, const Se
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int item = i * NVFP4_PREPARE_THREADS + threadIdx.x;
-    const int key = first_key + item / GROUPS;
+    const int key = first_key + C::key_at(item / GROUPS);
     const bool read = key >= seen.begin && key < seen.end;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -215,7 +216,7 @@ __device__ __forceinline__ void make_v_chunk(const Nvfp4Params& params, const Se
     float x[2][16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      const int key = first_key + C::key_at(group * 16 + j);
+      const int key = first_key + group * 16 + j;
       uint32_t both = 0;
       if (key >= seen.begin && key < seen.end && column < attention.dv)
         both = *reinterpret_cast<const uint32_t*>(v_gmem + key * attention.v_row + column);
@@ -243,6 +244,80 @@ __device__ __forceinline__ void nvfp4_chunks(const Nvfp4Params& params) {
   make_k_chunk<C>(params, seen, batch, head, first_key, params.k_chunks_gmem + index * C::K_BYTES,
                   params.k_units_gmem[index]);
   make_v_chunk<C>(params, seen, batch, head, first_key, params.v_chunks_gmem + index * C::V_BYTES);
+}
+
+// --- inputs that have four bits as they come: their numbers and scales, put in order ---
+
+template <class C>
+__device__ __forceinline__ void copy_k_chunk(const Nvfp4Params& params, const SeenKeys& seen,
+                                             int batch, int head, int first_key,
+                                             unsigned char* chunk) {
+  constexpr int GROUPS = C::HEAD_DIM / NVFP4_GROUP;
+  const AttentionParams& attention = params.attention;
+  const auto* k_gmem = static_cast<const unsigned char*>(attention.k_gmem) +
+                       batch * attention.k_batch + head * attention.k_head;
+  const unsigned char* scales_gmem = scales_of_head(params.scales.k, batch, head);
+#pragma unroll
+  for (int item = threadIdx.x; item < C::BLOCK_K * GROUPS; item += NVFP4_PREPARE_THREADS) {
+    const int row = item / GROUPS, group = item % GROUPS;
+    const int64_t key = first_key + C::key_at(row);
+    uint2 numbers = make_uint2(0, 0);
+    unsigned char scale = 0;
+    if (key >= seen.begin && key < seen.end && group * NVFP4_GROUP < attention.d) {
+      numbers = *reinterpret_cast<const uint2*>(k_gmem + key * attention.k_row + group * 8);
+      scale = scales_gmem[key * params.scales.k.block + group];
+    }
+    unsigned char* place = chunk + C::KTile::offset(row, group / 2) + group % 2 * 8;
+    ptx::st_global_v2_b32(place, numbers.x, numbers.y);
+    chunk[C::K_SCALES + item] = scale;
+  }
+}
+
+// The numbers of two neighbouring columns are the halves of a byte.
+template <class C>
+__device__ __forceinline__ void copy_v_chunk(const Nvfp4Params& params, const SeenKeys& seen,
+                                             int batch, int head, int first_key,
+                                             unsigned char* chunk) {
+  constexpr int GROUPS = C::V_SCALE_BYTES;
+  constexpr int PAIRS = C::HEAD_DIM_V / 2;
+  const AttentionParams& attention = params.attention;
+  const auto* v_gmem = static_cast<const unsigned char*>(attention.v_gmem) +
+                       batch * attention.v_batch + head * attention.v_head;
+  const unsigned char* scales_gmem = scales_of_head(params.scales.v, batch, head);
+#pragma unroll 1
+  for (int item = threadIdx.x; item < PAIRS * GROUPS; item += NVFP4_PREPARE_THREADS) {
+    const int column = item % PAIRS * 2, group = item / PAIRS;
+    const int64_t key = first_key + group * NVFP4_GROUP;
+    const bool any = key < seen.end && key + NVFP4_GROUP > seen.begin && column < attention.dv;
+    uint32_t numbers[2][2] = {};
+#pragma unroll
+    for (int j = 0; j < NVFP4_GROUP; ++j) {
+      if (!any || key + j < seen.begin || key + j >= seen.end) continue;
+      const uint32_t both = v_gmem[(key + j) * attention.v_row + column / 2];
+      numbers[0][j / 8] |= (both & 0xF) << 4 * (j % 8);
+      numbers[1][j / 8] |= (both >> 4) << 4 * (j % 8);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int row = C::v_row(column + j);
+      unsigned char* place = chunk + C::VTile::offset(row, group / 2) + group % 2 * 8;
+      ptx::st_global_v2_b32(place, numbers[j][0], numbers[j][1]);
+      chunk[C::V_SCALES + row * GROUPS + group] =
+          any ? scales_gmem[key / NVFP4_GROUP * params.scales.v.block + column + j] : 0;
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void nvfp4_copies(const Nvfp4Params& params) {
+  const int block = blockIdx.x % params.k_blocks;
+  const int batch_head = blockIdx.x / params.k_blocks;
+  const int batch = batch_head / params.heads_kv, head = batch_head % params.heads_kv;
+  const SeenKeys seen(params, batch);
+  const int first_key = block * C::BLOCK_K;
+  const int64_t index = blockIdx.x;
+  copy_k_chunk<C>(params, seen, batch, head, first_key, params.k_chunks_gmem + index * C::K_BYTES);
+  copy_v_chunk<C>(params, seen, batch, head, first_key, params.v_chunks_gmem + index * C::V_BYTES);
 }
 
 }  // namespace archflash::blackwell_consumer

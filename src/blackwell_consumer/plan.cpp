@@ -33,7 +33,7 @@ const Description& describe() {
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "num_splits", "out_dtype", "batch_invariant", "descales",
-                   "nvfp4"},
+                   "block_scales", "nvfp4"},
       .needs_capability = 90,  // TMA, mbarrier
       .only_forced_on_majors = {9},
       .proved_by_any_gpu = true,
@@ -107,8 +107,15 @@ constexpr ConsumerTile FP8_TILES[] = {
     tile<Fp8D256<DType::E4M3>>("d256", {}, "8 warps of 16 rows; its speed is unmeasured on 12.x"),
 };
 
-std::span<const ConsumerTile> tiles_of_type(DType dtype) {
-  if (is_fp8(dtype)) return FP8_TILES;
+constexpr ConsumerTile BLOCK_SCALED_TILES[] = {
+    tile<MxD64<DType::E4M3>>("mx_d64", {}, "4 warps of 32 rows; its speed is unmeasured on 12.x"),
+    tile<MxD128<DType::E4M3>>("mx_d128", {}, "8 warps of 16 rows; its speed is unmeasured on 12.x"),
+    tile<MxD256<DType::E4M3>>("mx_d256", {}, "8 warps of 16 rows; its speed is unmeasured on 12.x"),
+};
+
+std::span<const ConsumerTile> table_of(const Problem& problem) {
+  if (has_block_scales(problem)) return BLOCK_SCALED_TILES;
+  if (is_fp8(problem.dtype)) return FP8_TILES;
   return TILES;
 }
 
@@ -129,9 +136,16 @@ PlanResult plan(const Problem& problem, const Device& device) {
     core::refuse_splits(problem, "blackwell_consumer", dtype_name(problem.dtype), why_not);
     core::refuse_batch_invariant(problem, "blackwell_consumer", dtype_name(problem.dtype), why_not);
   }
+  if (has_block_scales(problem) && device.major != 12) {
+    why_not.push_back("descales of dtype float8_e8m0fnu on compute capability " +
+                      std::to_string(device.major) + "." + std::to_string(device.minor) +
+                      ": blackwell_consumer multiplies by block scales on 12.x only; use float32 "
+                      "descales" +
+                      core::USE_TORCH);
+  }
   if (!why_not.empty()) return why_not;
   const auto choice =
-      core::choose_with_splits("blackwell_consumer", tiles_of_type(problem.dtype), problem, device);
+      core::choose_with_splits("blackwell_consumer", table_of(problem), problem, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
   const auto& chosen = std::get<core::SplitChoice<ConsumerTile>>(choice);
   const auto& [tile, splits, share_keys] = chosen;
@@ -152,6 +166,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
   const bool stays = core::equal_tiles(problem) && (resident == 1 || problem.nk <= FEW_KEYS);
   const int64_t ctas = stays ? std::min<int64_t>(tiles, resident * device.sm_count) : tiles;
   LaunchPlan plan = core::one_launch("blackwell_consumer", problem, device, tile, ctas, params);
+  if (has_block_scales(problem) && !plan.launches.empty())
+    plan.launches[0].image = "blackwell_consumer/mxfp8";
   if (chosen.combines()) {
     core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
                      std::string("blackwell_consumer_combine_") + core::dtype_word(problem.dtype));
@@ -161,7 +177,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
 
 Notes notes(const LaunchPlan& plan) {
   if (plan.problem.approximate != 0) return {core::approximate_note(plan.problem)};
-  const ConsumerTile* tile = core::taken(tiles_of_type(plan.problem.dtype), plan);
+  const ConsumerTile* tile = core::taken(table_of(plan.problem), plan);
   if (tile == nullptr) return {};
   const auto str = [](int x) { return std::to_string(x); };
   const std::string registers = tile->registers == Registers::Roles

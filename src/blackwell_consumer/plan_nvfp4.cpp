@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 #include <variant>
@@ -21,12 +22,25 @@ constexpr core::Tile TILES[] = {
     core::tile<Nvfp4D64>("nvfp4_d64", {}, "8 warps of 16 rows; its speed is unmeasured on 12.x"),
     core::tile<Nvfp4D128>("nvfp4_d128", {}, "8 warps of 16 rows; its speed is unmeasured on 12.x"),
 };
+constexpr core::Tile STORED_TILES[] = {
+    core::tile<Nvfp4StoredD64>("nvfp4_stored_d64", {}, TILES[0].reason),
+    core::tile<Nvfp4StoredD128>("nvfp4_stored_d128", {}, TILES[1].reason),
+};
 
 void set_params(const Problem& problem, Nvfp4Params& params) {
   params.dtype = problem.dtype;
   params.heads_kv = static_cast<int32_t>(problem.heads_kv);
   params.k_blocks = static_cast<int32_t>(core::ceil_div(problem.nk, NVFP4_BLOCK_K));
   params.scale = static_cast<float>(problem.scale);
+  if (!has_stored_nvfp4(problem)) return;
+  params.scales = core::descales(problem);
+  const auto unit = [&](int bit, int64_t heads) {
+    const int32_t by_head = problem.descale >> bit & 1;
+    return Nvfp4Unit{nullptr, by_head * static_cast<int32_t>(heads), by_head};
+  };
+  params.q_unit = unit(0, problem.heads_q);
+  params.k_unit = unit(1, problem.heads_kv);
+  params.v_unit = unit(2, problem.heads_kv);
 }
 
 }  // namespace
@@ -60,11 +74,14 @@ PlanResult plan_nvfp4(const Problem& problem, const Device& device) {
   const int64_t heads = problem.batch * problem.heads_kv;
   const int64_t blocks = heads * core::ceil_div(problem.nk, NVFP4_BLOCK_K);
   if (blocks > core::GRID_LIMIT) return core::grid_too_large(blocks);
-  PlanResult result = mma_sync::plan<Nvfp4Params>(folder, TILES, problem, device, set_params);
+  const bool stored = has_stored_nvfp4(problem);
+  PlanResult result = mma_sync::plan<Nvfp4Params>(
+      folder, stored ? std::span<const core::Tile>(STORED_TILES) : TILES, problem, device,
+      set_params);
   auto* made = std::get_if<LaunchPlan>(&result);
   if (made == nullptr) return result;
 
-  const bool small = made->tile.name == TILES[0].name;
+  const bool small = made->tile.head_dim == Nvfp4D64::HEAD_DIM;
   const auto bytes_of = [&](auto of) { return small ? of(Nvfp4D64()) : of(Nvfp4D128()); };
   const int64_t k_bytes = bytes_of([](auto c) { return decltype(c)::K_BYTES; });
   const int64_t v_bytes = bytes_of([](auto c) { return decltype(c)::V_BYTES; });
@@ -78,9 +95,21 @@ PlanResult plan_nvfp4(const Problem& problem, const Device& device) {
     last.pointers.push_back(
         {Operand::Workspace, static_cast<int32_t>(pointer), workspace.add(bytes)});
   };
-  part(offsetof(Nvfp4Params, k_mean_gmem), heads * mean_bytes);
-  part(offsetof(Nvfp4Params, v_unit_gmem), heads * sizeof(float));
-  part(offsetof(Nvfp4Params, k_units_gmem), blocks * sizeof(float));
+  if (stored) {
+    const std::pair<Operand, size_t> operands[] = {
+        {Operand::QDescale, offsetof(Nvfp4Params, scales.q.gmem)},
+        {Operand::KDescale, offsetof(Nvfp4Params, scales.k.gmem)},
+        {Operand::VDescale, offsetof(Nvfp4Params, scales.v.gmem)},
+        {Operand::QUnit, offsetof(Nvfp4Params, q_unit.gmem)},
+        {Operand::KUnit, offsetof(Nvfp4Params, k_unit.gmem)},
+        {Operand::VUnit, offsetof(Nvfp4Params, v_unit.gmem)}};
+    for (const auto& [operand, offset] : operands)
+      last.pointers.push_back({operand, static_cast<int32_t>(offset), 0});
+  } else {
+    part(offsetof(Nvfp4Params, k_mean_gmem), heads * mean_bytes);
+    part(offsetof(Nvfp4Params, v_unit_gmem), heads * sizeof(float));
+    part(offsetof(Nvfp4Params, k_units_gmem), blocks * sizeof(float));
+  }
   part(offsetof(Nvfp4Params, k_chunks_gmem), blocks * k_bytes);
   part(offsetof(Nvfp4Params, v_chunks_gmem), blocks * v_bytes);
   made->workspace_bytes = workspace.whole_bytes();
@@ -95,8 +124,8 @@ PlanResult plan_nvfp4(const Problem& problem, const Device& device) {
     launch.pointers = last.pointers;
     made->launches.push_back(std::move(launch));
   };
-  prepare("means", heads);
-  if (blocks > 0) prepare("chunks", blocks);
+  if (!stored) prepare("means", heads);
+  if (blocks > 0) prepare(stored ? "copies" : "chunks", blocks);
   made->launches.push_back(std::move(last));
   return result;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "blackwell_consumer/block_scales.cuh"
 #include "blackwell_consumer/config.cuh"
 #include "common/device/fp8_softmax.cuh"
 #include "common/device/online_softmax.cuh"
@@ -23,25 +24,31 @@ __device__ __forceinline__ uint32_t v_mask(int key, unsigned keys) {
 
 // O += P V for 16 keys, or 32 keys of 8-bit V, from `key` on. RAGGED: of the rows of V only
 // `keys` rows count; the others count as zeros, whatever they hold. lane_key: this lane's first key
-// in a tile of 8 keys, where the first key that counts has number 0.
+// in a tile of 8 keys, where the first key that counts has number 0.// a tile of 8 keys, where the
+// first key that counts has number 0.
 template <class C, bool RAGGED>
 __device__ __forceinline__ void multiply_pv_group(device::Outputs<C>& o_rmem,
                                                   const uint32_t (&p_rmem)[C::M_TILES][4],
                                                   uint32_t v_smem /* this lane's row */, int key,
-                                                  int lane_key, int keys) {
+                                                  int lane_key, int keys,
+                                                  const ScalesOf<C>& scales) {
   constexpr int KEY_TILES = 2 * C::V_PACK;
   uint32_t masks[KEY_TILES];
 #pragma unroll
   for (int tile = 0; tile < KEY_TILES; ++tile)
     masks[tile] = RAGGED ? v_mask(key + 8 * tile + lane_key, keys) : 0u;
-  mma_sync::multiply_pv_group<C>(
-      o_rmem, [&](int m) -> const uint32_t (&)[4] { return p_rmem[m]; }, v_smem, key,
-      [&](uint32_t (&v_rmem)[4]) {
-        if constexpr (RAGGED) {
+  const auto correct = [&](uint32_t (&v_rmem)[4]) {
+    if constexpr (RAGGED) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) v_rmem[i] &= masks[i % KEY_TILES];
-        }
-      });
+      for (int i = 0; i < 4; ++i) v_rmem[i] &= masks[i % KEY_TILES];
+    }
+  };
+  if constexpr (C::BLOCK_SCALES) {
+    multiply_scaled_pv_group<C>(o_rmem, p_rmem, v_smem, key, correct, scales);
+  } else {
+    mma_sync::multiply_pv_group<C>(
+        o_rmem, [&](int m) -> const uint32_t (&)[4] { return p_rmem[m]; }, v_smem, key, correct);
+  }
 }
 
 // device::exponentiate_key_tile() for rows that raise their bases together. Two weights are added
@@ -65,11 +72,9 @@ __device__ __forceinline__ void weigh_rows_together(const device::Scores<C>& s_r
 // group of keys has no branch, so that the assembler can place its exponentials between the
 // products of another group.
 template <class C, bool RAGGED, class State>
-__device__ __forceinline__ void exponentiate_and_multiply_pv(device::Outputs<C>& o_rmem,
-                                                             const device::Scores<C>& s_rmem,
-                                                             State& state, float exp2_scale,
-                                                             uint32_t v_smem /* this lane's row */,
-                                                             int lane_key, int keys) {
+__device__ __forceinline__ void exponentiate_and_multiply_pv(
+    device::Outputs<C>& o_rmem, const device::Scores<C>& s_rmem, State& state, float exp2_scale,
+    uint32_t v_smem /* this lane's row */, int lane_key, int keys, const ScalesOf<C>& scales) {
   constexpr int GROUP = 16 * C::V_PACK;
 #pragma unroll
   for (int key = 0; key < C::BLOCK_K; key += GROUP) {
@@ -90,7 +95,7 @@ __device__ __forceinline__ void exponentiate_and_multiply_pv(device::Outputs<C>&
         }
       }
     }
-    multiply_pv_group<C, RAGGED>(o_rmem, p_rmem, v_smem, key, lane_key, keys);
+    multiply_pv_group<C, RAGGED>(o_rmem, p_rmem, v_smem, key, lane_key, keys, scales);
   }
 }
 

@@ -45,7 +45,8 @@ struct Problem {
   Strides q, k, v, out;  // `out` is the output that will be written
 
   // Strides of the descales; 0 along a dimension that shares one descale. `row` is the step from
-  // one block of SCALE_ROWS rows to the next.
+  // one block of SCALE_ROWS rows to the next. With block scales it is that from one row of scales
+  // to the next, of a row of q or k or of SCALED_NUMBERS rows of v.
   Strides q_descale, k_descale, v_descale;
 
   // Position of query 0 among the keys; used by causal and window only. For caches it is that of
@@ -107,6 +108,9 @@ struct Problem {
   int32_t sinks;    // 0: none; otherwise 1 + DType of the (heads_q,) tensor
   int32_t descale;  // bit 0: q_descale, bit 1: k_descale, bit 2: v_descale;
                     // bit 3: that of q has one number for each head of k
+                    // bit 4: all three are block scales, of type ue8m0 (common/block_scales.h)
+                    // bit 5: q, k and v have four bits as they come (NVFP4); bits 0 to 2 then say
+                    // that each head of q, k, v has a unit, and strides of q, k and v count bytes
 
   Flag varlen;  // cu_seqlens_q is given: q is packed, and so are k and v unless they are caches
   Flag q_offset_tensor;   // an int32 device tensor (batch,); q_offset above is ignored
@@ -180,6 +184,9 @@ constexpr void for_each_field(P& p, F&& f) {
 constexpr bool has_window(const Problem& p) {
   return p.window_left != UNBOUNDED || (!p.causal && p.window_right != UNBOUNDED);
 }
+// Whether a call has numbers with block scales: MXFP8.
+constexpr bool has_block_scales(const Problem& p) { return (p.descale & 16) != 0; }
+constexpr bool has_stored_nvfp4(const Problem& p) { return (p.descale & 32) != 0; }
 // Whether a call has masks as data.
 constexpr bool is_masked(const Problem& p) {
   return p.mask != 0 || p.key_ranges != 0 || p.alibi_slopes || p.block_mask;

@@ -168,8 +168,11 @@ void consider_call(Problem& p, bool out_is_read, Copies& copies) {
 }
 
 // Whether kernels may be asked for copies: a row of a cache that is no whole number of chunks would
-// have to be copied with all others, and no kernel takes float64.
+// have to be copied with all others, and no kernel takes float64. Strides of numbers of four bits
+// count bytes, and block scales of v have a number for each column that it has.
 bool may_copy(const Problem& problem) {
+  if (has_stored_nvfp4(problem)) return false;
+  if (has_block_scales(problem) && whole_columns(problem.dv, problem) != problem.dv) return false;
   if (problem.qv_align > 0 || problem.dtype == DType::F64 || problem.out_dtype == DType::F64)
     return false;
   if (!problem.kv_cache) return true;

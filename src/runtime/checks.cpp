@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "common/block_scales.h"
 #include "common/options.h"
 #include "common/packed_rows.h"
 #include "runtime/text.h"
@@ -150,7 +151,27 @@ void check_layouts(const Checker& check, const Problem& p) {
 }
 
 void check_descales(const Checker& check, const Problem& p) {
-  check.range(0, 15, {{"descale", p.descale}});
+  check.range(0, 39, {{"descale", p.descale}});
+  const auto groups = [](int64_t n, int64_t size) { return n / size + (n % size != 0); };
+  if (has_stored_nvfp4(p)) {
+    check.require(
+        p.approximate == static_cast<int64_t>(Approximate::Nvfp4) && dtype_bytes(p.dtype) == 2 &&
+            !p.varlen,
+        "descale", text_of(p.descale),
+        "without bit 5, which belongs to approximate='nvfp4' of 16 bits without cu_seqlens");
+    for (const Layout& layout :
+         {Layout{"q_descale", p.q_descale, p.batch, p.heads_q, p.nq, groups(p.d, NVFP4_GROUP)},
+          Layout{"k_descale", p.k_descale, p.batch, p.heads_kv, p.nk, groups(p.d, NVFP4_GROUP)},
+          Layout{"v_descale", p.v_descale, p.batch, p.heads_kv, groups(p.nk, NVFP4_GROUP), p.dv}})
+      check_strides_of(check, layout, true);
+    return;
+  }
+  const bool block_scales = has_block_scales(p);
+  check.require(
+      !block_scales || (p.descale == (7 | 16) && !p.varlen && !p.kv_cache), "descale",
+      text_of(p.descale),
+      "23 where bit 4 is set, as all three then have block scales, and without cu_seqlens "
+      "and a cache");
   check.require((p.descale & 1) == 0 || is_fp8(p.dtype), "descale", text_of(p.descale),
                 "without bit 0, as q is ", dtype_name(p.dtype));
   check.require((p.descale & 6) == 0 || is_fp8(p.kv_dtype), "descale", text_of(p.descale),
@@ -161,11 +182,16 @@ void check_descales(const Checker& check, const Problem& p) {
   const auto blocks = [&](int64_t rows) {
     return p.varlen || p.kv_cache ? 1 : rows / SCALE_ROWS + (rows % SCALE_ROWS != 0);
   };
+  const int64_t q_rows = block_scales ? p.nq : blocks(p.nq);
+  const int64_t k_rows = block_scales ? p.nk : blocks(p.nk);
+  const int64_t v_rows = block_scales ? groups(p.nk, SCALED_NUMBERS) : blocks(p.nk);
   int bit = 0;
   for (const Layout& layout :
-       {Layout{"q_descale", p.q_descale, p.batch, q_heads, blocks(p.nq), 1},
-        Layout{"k_descale", p.k_descale, p.batch, p.heads_kv, blocks(p.nk), 1},
-        Layout{"v_descale", p.v_descale, p.batch, p.heads_kv, blocks(p.nk), 1}}) {
+       {Layout{"q_descale", p.q_descale, p.batch, q_heads, q_rows,
+               block_scales ? groups(p.d, SCALED_NUMBERS) : 1},
+        Layout{"k_descale", p.k_descale, p.batch, p.heads_kv, k_rows,
+               block_scales ? groups(p.d, SCALED_NUMBERS) : 1},
+        Layout{"v_descale", p.v_descale, p.batch, p.heads_kv, v_rows, block_scales ? p.dv : 1}}) {
     check_strides_of(check, layout, p.descale >> bit++ & 1);
   }
 }

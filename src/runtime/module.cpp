@@ -2,6 +2,7 @@
 // in each file.
 #include <string>
 
+#include "common/block_scales.h"
 #include "common/mask_params.h"
 #include "runtime/bindings/bindings.h"
 #include "runtime/call.h"
@@ -16,6 +17,7 @@ NB_MODULE(_archflash, m) {
       "GPU at import.";
   m.attr("version") = ARCHFLASH_VERSION;
   m.attr("SCALE_ROWS") = SCALE_ROWS;
+  m.attr("SCALED_NUMBERS") = SCALED_NUMBERS;
   m.attr("MASK_BLOCK") = MASK_BLOCK;
   m.attr("MOST_RANGES") = MOST_RANGES;
   m.attr("IS_LAZY") = IS_LAZY;

@@ -45,7 +45,8 @@ bool PreparedCall::Like::is_of_kind(const TensorView& other) const {
          view.device_index == other.device_index && view.is_float == other.is_float &&
          (!view.is_float || view.dtype == other.dtype) && view.is_int32 == other.is_int32 &&
          view.is_bool == other.is_bool && view.is_int64 == other.is_int64 &&
-         view.is_int8 == other.is_int8 && other.has_storage && !other.lazy;
+         view.is_int8 == other.is_int8 && view.is_e8m0 == other.is_e8m0 && other.has_storage &&
+         !other.lazy;
 }
 
 bool PreparedCall::Like::fits(const TensorView& other) const {

@@ -44,7 +44,7 @@ struct ExchangeTable {
 };
 constexpr int32_t DL_CPU = 1, DL_CUDA = 2;
 constexpr uint8_t DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6, DL_E4M3FN = 10,
-                  DL_E5M2 = 12;
+                  DL_E5M2 = 12, DL_E8M0FNU = 14;
 
 bool exchange_enabled = true;
 // Whether the table refused the last tensor. A refusal takes PyTorch 10 ms, and meta tensors come
@@ -72,6 +72,7 @@ void set_dtype(DLDataType type, TensorView& view) {
   view.is_bool = type.code == DL_BOOL;
   view.is_int64 = type.code == DL_INT && type.bits == 64;
   view.is_int8 = type.code == DL_INT && type.bits == 8;
+  view.is_e8m0 = type.code == DL_E8M0FNU;
   view.is_float = true;
   if (type.code == DL_FLOAT && type.bits == 32) {
     view.dtype = DType::F32;
@@ -137,6 +138,7 @@ void read_through_attributes(nb::handle object, TensorView& view) {
   view.is_bool = dtype == "torch.bool";
   view.is_int64 = dtype == "torch.int64";
   view.is_int8 = dtype == "torch.int8";
+  view.is_e8m0 = dtype == "torch.float8_e8m0fnu";
   view.is_float = false;
   for (int i = 0; i < DTYPE_COUNT; ++i) {
     if (dtype == std::string("torch.") + dtype_name(static_cast<DType>(i))) {

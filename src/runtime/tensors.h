@@ -30,6 +30,7 @@ struct TensorView {
   bool is_bool = false;
   bool is_int64 = false;
   bool is_int8 = false;
+  bool is_e8m0 = false;  // float8_e8m0fnu: scales
   // False where there is no address: subclasses (fake tensors, DTensor), tensors inside transforms
   // such as vmap, functional ones. Their own dispatcher finds the real tensors.
   bool has_storage = true;

@@ -18,7 +18,7 @@ from bench.on_the_spot import images_of
 
 import archflash
 from archflash import _archflash as native
-from archflash import _registry
+from archflash import _nvfp4_attention, _registry
 from archflash._api import find_device, make_problem
 from tests.kernel_files import KERNELS, ptx_texts
 from tests.many_cases import one_test_for_each
@@ -50,7 +50,7 @@ RESOURCES = {
 # PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
 # simt's kernels on tensor cores are for 9.0 alone, where they were measured.
 ON_9_0 = ("simt/tensor_f32", "simt/tensor_bwd_f32")
-ON_12_X = "blackwell_consumer/nvfp4"
+ON_12_X = ("blackwell_consumer/nvfp4", "blackwell_consumer/mxfp8")
 # Programs of one instruction, which are for the GPUs that have it.
 PROBES = "probes"
 PROBES_TARGETS = {
@@ -95,7 +95,7 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names.remove("sm_100")
     if image in ON_9_0:
         names = ["sm_90"]
-    if image == ON_12_X:
+    if image in ON_12_X:
         names = ["sm_120f"]
     if folder == PROBES:  # each file has its own
         names = PROBES_TARGETS[stem]
@@ -189,7 +189,7 @@ def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
     ],
 )
 def test_the_lowest_ptx_of_a_folder_is_that_of_its_oldest_gpus(folder: str, ptx: str) -> None:
-    others = (*ON_9_0, ON_12_X)
+    others = (*ON_9_0, *ON_12_X)
     images = [image for image in IMAGES if image.startswith(f"{folder}/") and image not in others]
     assert images
     for image in images:
@@ -311,6 +311,7 @@ INSTRUCTIONS = {
         *("OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X", "F2FP.SATFINITE.E2M1.F32", "UBLKCP", "LDSM"),
     ),
     "blackwell_consumer_nvfp4_chunks_": ("F2FP.SATFINITE.E2M1.F32", "LDG.E.128", "STG.E.64"),
+    "blackwell_consumer_nvfp4_copies_": ("LDG.E.64", "LDG.E.U8", "STG.E.64"),
     "blackwell_consumer_nvfp4_means_": ("LDG.E.128", "SHFL.BFLY"),
     "blackwell_dc_attention_bwd_": (
         *("UTCHMMA", "UTCBAR", "UTMALDG.4D", "LDTM.x", "STTM.x", "FFMA2", "MUFU.EX2", "UBLKRED"),
@@ -822,6 +823,21 @@ def test_every_kernel_is_planned_somewhere() -> None:
                 q, k, k, device="A100", implementation="ampere", backward=True, causal=True
             ).plan
             planned |= set(plan.kernels)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for d in (64, 128, 256):
+            q = torch.empty(1, 2, 64, d, dtype=dtype, device="meta")
+            scales = torch.empty(1, 2, 64, d // 32, dtype=torch.float8_e8m0fnu, device="meta")
+            of_v = torch.empty(1, 2, 2, d, dtype=torch.float8_e8m0fnu, device="meta")
+            plan = archflash.explain(
+                q, q, q, device="RTX 5090", q_descale=scales, k_descale=scales, v_descale=of_v
+            ).plan
+            planned |= set(plan.kernels)
+    for d in (64, 128):
+        x = torch.ones(1, 2, 64, d)
+        made = {of: archflash.quantize_nvfp4(x, dim=-2 if of == "v" else -1) for of in "qkv"}
+        plan = _nvfp4_attention._plan(made, {}, torch.bfloat16, "blackwell_consumer")
+        assert plan is not None
+        planned |= set(plan.kernels)
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
     # The probes of `archflash verify` are launched by themselves (tests/sim/test_probes.py).
     assert {kernel for kernel in built - planned if not kernel.startswith("probe_")} == set()

@@ -45,6 +45,7 @@ OWN_TEXTS = {
     "blackwell_dc/fwd_103_e4m3": ("compute_100f",),
     "simt/tensor_f32": ("compute_90",),
     "simt/tensor_bwd_f32": ("compute_90",),
+    "blackwell_consumer/mxfp8": ("compute_120f",),
     "blackwell_consumer/nvfp4": ("compute_120f",),
     "probes/async": ("compute_90",),
     "probes/block_scaled": ("compute_120f",),

@@ -115,6 +115,19 @@ def draw_approximate(name: str, chance: random.Random, most: int = 300) -> Probl
     return Problem(problem.entry, problem.seed, given)
 
 
+def draw_block_scaled(chance: random.Random, most: int = 300) -> Problem:
+    """A call of MXFP8."""
+    problem = draw("attention", chance, most)
+    while "packed" in problem.given:
+        problem = draw("attention", chance, most)
+    refused = ("q_descale", "k_descale", "v_descale", "out_dtype", "num_splits", "batch_invariant",
+               "key_indices", "topk_lengths", "approximate", "dropout_p", "alibi_slopes",
+               "attn_mask", "key_ranges", "block_mask")  # fmt: skip
+    options = {x: y for x, y in problem.given["options"].items() if x not in refused}
+    given = problem.given | {"dtype": chance.choice(FP8), "options": options, "block_scales": True}
+    return Problem(problem.entry, problem.seed, given)
+
+
 def _side(dice: Dice) -> int | None:
     return dice.one_of((None, -1, 0, 1, 3, 17, 64, 100))  # type: ignore[no-any-return]
 

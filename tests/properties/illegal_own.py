@@ -48,6 +48,7 @@ def legal_calls() -> dict[str, Legal]:
         ),
         "merge": Legal(archflash.merge_attention, {"outs": outs, "lses": lses}),
         "fp8": Legal(archflash.quantize_fp8, {"x": q}),
+        "mxfp8": Legal(archflash.quantize_mxfp8, {"x": q}),
         "nvfp4": Legal(archflash.quantize_nvfp4, {"x": q}),
         "summary": Legal(archflash.summarize_mask, {"attn_mask": torch.ones(70, 70).bool()}),
         "documents": Legal(masks.documents, {"ids": torch.tensor([0, 0, 1])}),
@@ -127,6 +128,7 @@ OPTIONS: Options = {
     "lses": {"none": None, "number": 1, "numbers": [1, 2], "one": [torch.randn(2, 4, 5)]},
     "per": {"unknown": "row", "number": 1},
     "dtype": {"text": "e4m3", "of integers": torch.int32},
+    "dim": {"too large": 9, "text": "a", "fraction": 1.5},
     "layout": {"unknown": "hbnd", "number": 1},
     "nq": _COUNT,
     "nk": _COUNT,
@@ -166,5 +168,7 @@ RIGHT: set[tuple[str, ...]] = {
     ("summary", "attn_mask", "meta"), ("from_blocks", "table", "meta"),
     ("from_ragged_blocks", "table", "meta"),
     *(("fp8", "x", x) for x in ("one dimension less", "meta", "other columns")),
+    *(("mxfp8", "x", x) for x in ("one dimension less", "one dimension more", "meta",
+                                  "other columns")),
     *(("nvfp4", "x", x) for x in ("one dimension less", "one dimension more", "meta")),
 }  # fmt: skip

@@ -76,6 +76,12 @@ def call_of(problem: Problem, device: str) -> tuple[list[Tensor], dict[str, Any]
         _of_batch(make, given, options, batch)
         if words := given["options"].get("key_indices"):
             options |= lists_of(make, words, (batch, heads_kv, nq), nk)
+        if given.get("block_scales"):
+            sizes = {"q": (nq, -(-d // 32)), "k": (nk, -(-d // 32)), "v": (-(-nk // 32), dv)}
+            for (x, (rows, columns)), shape in zip(sizes.items(), shapes, strict=True):
+                powers = make.integers(124, 130, (*shape[:2], rows, columns)).to(torch.uint8)
+                powers = powers.transpose(1, 2) if options.get("layout") == "bnhd" else powers
+                options[f"{x}_descale"] = powers.view(torch.float8_e8m0fnu)
     return tensors, options
 
 

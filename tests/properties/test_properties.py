@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 import archflash
 from tests.properties import ENTRIES, Problem, attempt, draw, illegal_others, illegal_own
-from tests.properties.drawing import APPROXIMATE, draw_approximate, options_of
+from tests.properties.drawing import (
+    APPROXIMATE,
+    draw_approximate,
+    draw_block_scaled,
+    options_of,
+)
 from tests.properties.found import FOUND
 from tests.properties.illegal import raises, refuses
 from tests.properties.illegal_others import Legal, Options, spoiled
@@ -153,5 +158,15 @@ def test_approximate_kernels_agree_with_float64(name: str) -> None:
     @given(st.builds(draw_approximate, st.just(name), chances, st.just(40)))
     def property_holds(problem: Problem) -> None:
         check(problem, kernel)
+
+    property_holds()
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="torch before 2.7 lacks it")
+def test_calls_with_block_scales_agree_with_float64() -> None:
+    @settings(ALWAYS_THE_SAME, max_examples=25)
+    @given(st.builds(draw_block_scaled, chances, st.just(70)))
+    def property_holds(problem: Problem) -> None:
+        check(problem, "blackwell_consumer", "torch")
 
     property_holds()

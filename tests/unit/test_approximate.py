@@ -229,3 +229,45 @@ def test_every_way_of_a_call_asks_and_is_counted(way: Callable[[Tensor], Tensor]
     assert counted.approximated == {"int8": 1}
     assert "with approximate='int8'" in str(counted)
     assert archflash.stats().approximated == {}
+
+
+# --- who serves it ---
+
+BESIDE: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "causal": lambda: {"causal": True, "q_offset": 7},
+    "window": lambda: {"window": (30, 5)},
+    "sinks": lambda: {"sinks": torch.empty(6, device="meta")},
+    "softcap": lambda: {"softcap": 5.0},
+    "bool": lambda: {"attn_mask": torch.empty(2, 1, 130, 200, dtype=torch.bool, device="meta")},
+    "added": lambda: {"attn_mask": meta(130, 200)},
+    "ranges": lambda: {
+        "key_ranges": torch.empty(1, 1, 130, 2, 2, dtype=torch.int32, device="meta")
+    },
+    "blocks": lambda: {"block_mask": torch.empty(1, 6, 3, 4, dtype=torch.bool, device="meta")},
+    "slopes": lambda: {"alibi_slopes": torch.empty(6, device="meta")},
+}
+
+
+@pytest.mark.parametrize("device", ["A100", "RTX 3090", "RTX 4090", "RTX 5090"])
+@pytest.mark.parametrize("name", ["int8", "int8_pv", "fp16_accumulate"])
+@pytest.mark.parametrize("dims", [(72, 40), (128, 128), (192, 256)], ids=str)
+def test_a_kernel_serves_it_beside_every_option(
+    device: str, name: str, dims: tuple[int, int]
+) -> None:
+    d, dv = dims
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    for beside, options in BESIDE.items():
+        for packed in (False, True):
+            if packed and beside in ("bool", "added", "ranges", "blocks"):
+                continue
+            shapes = ((6, 130, d), (2, 200, d), (2, 200, dv))
+            q, k, v = (meta(2, *shape) for shape in shapes)
+            call = options()
+            if packed:
+                q, k, v = (meta(2 * n, heads, columns) for heads, n, columns in shapes)
+                call |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+            decision = archflash.explain(
+                q, k, v, device=device, approximate=name, return_lse=True, **call
+            )
+            assert decision.chosen == "ampere", (beside, packed)

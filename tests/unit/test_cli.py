@@ -175,7 +175,13 @@ def test_the_inputs_of_a_replay_make_exactly_the_plans_problem() -> None:
 
     qkv = meta(2, 30, 3, 4, 64)
     packed = meta(50, 3, 4, 64, dtype=torch.bfloat16)
+    e4m3, e8m0 = torch.float8_e4m3fn, getattr(torch, "float8_e8m0fnu", torch.float32)
+    block_scales = {"q_descale": meta(2, 4, 9, 2, dtype=e8m0)}  # those of k in a wider tensor
+    block_scales["k_descale"] = meta(2, 2, 70, 5, dtype=e8m0)[..., 1:3]
+    block_scales["v_descale"] = meta(2, 2, 3, 48, dtype=e8m0)
+    of_mxfp8 = [meta(2, h, n, d, dtype=e4m3) for h, n, d in ((4, 9, 64), (2, 70, 64), (2, 70, 48))]
     for tensors, options in (
+        *([(of_mxfp8, block_scales)] if e8m0 != torch.float32 else []),
         ([qkv[:, :, i].transpose(1, 2) for i in range(3)], {"causal": True, "softcap": 5.0}),
         (
             [meta(2, 4, 9, 32), meta(2, 2, 70, 32), meta(2, 2, 70, 8)],

@@ -145,6 +145,19 @@ for way in (BATCH, HEADS):
     found = archflash.attention(*(DTensor.from_local(x, mesh, [way]) for x in local), **descales)
     same("float8", found, wanted, way)
 
+if hasattr(torch, "float8_e8m0fnu"):
+    wide = [x.repeat(1, 1, 1, 4) for x in (q, k, v)]
+    eight = [archflash.quantize_mxfp8(x, dim=dim) for x, dim in zip(wide, (-1, -1, -2))]
+    wanted = archflash.attention(
+        *(x for x, _ in eight), **{f"{n}_descale": x for n, (_, x) in zip("qkv", eight)}
+    )
+    for way in (BATCH, HEADS):
+        parts = [[y.chunk(2, way.dim)[rank].contiguous() for y in pair] for pair in eight]
+        given = [[DTensor.from_local(y, mesh, [way]) for y in pair] for pair in parts]
+        descales = {f"{n}_descale": x for n, (_, x) in zip("qkv", given)}
+        found = archflash.attention(*(x for x, _ in given), **descales)
+        same("MXFP8", found, wanted, way)
+
 # --- dropout: the same state everywhere, or a sentence ---
 
 sharded = [put(x, HEADS) for x in (q, k, v)]

@@ -164,6 +164,9 @@ HOSTILE_PROBLEMS: list[tuple[str, Any, str]] = [
     ("range_strides.head", 2, "'range_strides' has strides: they must be 0, as the tensor is not"),
     ("descale", 1, "'descale' is 1: it must be without bit 0, as q is float16"),
     ("descale", 2, "'descale' is 2: it must be without bits 1 and 2, as k and v are float16"),
+    ("descale", 16, "'descale' is 16: it must be 23 where bit 4 is set"),
+    ("descale", 32, "'descale' is 32: it must be without bit 5, which belongs to approximate="),
+    ("descale", 48, "'descale' is 48: it must be an integer from 0 to 39"),
     ("kv_dtype", "float8_e4m3fn", "'kv_dtype' is float8_e4m3fn: it must be float16 as dtype is"),
     ("page_size", 16, "'page_size' is 16: it must be an integer from 0 to 0"),
     ("k_descale.head", 1, "'k_descale' has strides: they must be 0, as the tensor is not given"),
@@ -339,6 +342,13 @@ def test_every_problem_of_a_call_is_taken_back() -> None:
         ),
         packed_call(alibi_slopes=torch.empty(5, 4, device="meta")),
     ]
+    if e8m0 := getattr(torch, "float8_e8m0fnu", None):
+        sizes = {"q": (2, 8, 130, 2), "k": (2, 2, 70, 2), "v": (2, 2, 3, 64)}
+        block_scales = {
+            f"{x}_descale": torch.empty(size, dtype=e8m0, device="meta")
+            for x, size in sizes.items()
+        }
+        problems.append(make_problem(q8, k8, k8, **block_scales))
     for problem in problems:
         assert native.Problem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
 

@@ -36,6 +36,19 @@ def test_each_number_is_the_nearest_of_its_group(dtype: torch.dtype, per: str) -
     assert ((made - x.double()).abs() <= away + 1e-6 * steps).all()
 
 
+def test_groups_along_rows_are_those_of_the_transposed_tensor() -> None:
+    x = rand(2, 70, 32)
+    values, scales, unit = archflash.quantize_nvfp4(x, dim=-2)
+    assert (values.shape, scales.shape) == ((2, 70, 16), (2, 5, 32))
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 10)).transpose(1, 2)
+    expected = reference.dequantize_nvfp4(*archflash.quantize_nvfp4(padded.contiguous()))
+    made = reference.dequantize_nvfp4(values, scales, unit, -2)
+    assert torch.equal(made, expected.transpose(1, 2)[:, :70])
+    x[0, 66, 3] = math.nan
+    made = reference.dequantize_nvfp4(*archflash.quantize_nvfp4(x, dim=-2), -2)
+    assert made.isnan().nonzero().tolist() == [[0, row, 3] for row in range(64, 70)]
+
+
 def test_the_largest_number_and_the_scales() -> None:
     x = rand(3, 50, 48)
     values, scales, unit = archflash.quantize_nvfp4(x)
@@ -105,6 +118,8 @@ def test_it_is_what_attention_of_four_bits_makes_of_q() -> None:
 
 WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "per": (torch.ones(16), {"per": "block"}, ValueError, "'block': it must be 'tensor' or 'head'"),
+    "dim": (torch.ones(16, 16), {"dim": 0}, ValueError, "dim is 0: it must be -1 or -2"),
+    "one row": (torch.ones(16), {"dim": -2}, ValueError, "it must have 2 or more dimensions"),
     "rows": (torch.ones(2, 24), {}, ValueError, "rows of 24 numbers: .* multiple of 16; pad them"),
     "no rows": (torch.tensor(1.0), {}, ValueError, "it must have 1 or more dimensions"),
     "no heads": (torch.ones(16), {"per": "head"}, ValueError, "it must have 2 or more dimensions"),

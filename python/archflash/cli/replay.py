@@ -142,9 +142,23 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
     heads_of_q = problem["heads_kv" if problem["descale"] & 8 else "heads_q"]
     heads = {"q": heads_of_q, "k": problem["heads_kv"], "v": problem["heads_kv"]}
     for bit, name in enumerate("qkv"):
-        if problem["descale"] >> bit & 1:
-            steps = problem[f"{name}_descale"]
-            rows = problem["nq" if name == "q" else "nk"]
+        steps = problem[f"{name}_descale"]
+        rows = problem["nq" if name == "q" else "nk"]
+        if problem["descale"] & 16:  # block scales
+            columns = problem["dv" if name == "v" else "d"]
+            groups = -(-(rows if name == "v" else columns) // _native.SCALED_NUMBERS)
+            rows, columns = (groups, columns) if name == "v" else (rows, groups)
+            sizes = [batch, heads[name], rows, columns]
+            strides = [steps["batch"], steps["head"], steps["row"], 1]
+            extent = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True) if n > 1)
+            bytes_of = torch.randint(
+                122, 132, (max(extent, 1),), generator=generator, device=device
+            )
+            data = bytes_of.to(torch.uint8).view(torch.float8_e8m0fnu)
+            options[f"{name}_descale"] = (
+                data.as_strided(sizes, strides) if 0 not in sizes else data.new_empty(sizes)
+            )
+        elif problem["descale"] >> bit & 1:
             sizes = [batch, heads[name], -(-rows // _native.SCALE_ROWS)][: 3 if steps["row"] else 2]
             strides = [steps["batch"], steps["head"], steps["row"]][: len(sizes)]
             if not any(strides):

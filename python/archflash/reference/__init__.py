@@ -9,6 +9,7 @@ PyTorch code would compute it; its error is the yardstick. `check` compares an o
 from __future__ import annotations
 
 from archflash.reference.approximate import check_approximate, check_int8_qk, int8, int8_qk
+from archflash.reference.blocks import dequantize_mxfp8
 from archflash.reference.cache import (
     appended,
     attention_with_kvcache,
@@ -22,7 +23,12 @@ from archflash.reference.formula import (
     baseline_backward,
     merge_attention,
 )
-from archflash.reference.four_bits import check_nvfp4, dequantize_nvfp4, nvfp4
+from archflash.reference.four_bits import (
+    check_nvfp4,
+    check_stored_nvfp4,
+    dequantize_nvfp4,
+    nvfp4,
+)
 from archflash.reference.rule import (
     ErrorReport,
     check,
@@ -47,6 +53,8 @@ __all__ = [
     "check_int8_qk",
     "check_lse",
     "check_nvfp4",
+    "check_stored_nvfp4",
+    "dequantize_mxfp8",
     "dequantize_nvfp4",
     "fp8_score_error",
     "int8",

@@ -16,6 +16,7 @@ from archflash import _bias, _dropout
 
 _BLOCK_ELEMENTS = 1 << 24  # scores held at once: 128 MiB in float64
 SCALE_ROWS = 64  # rows that share a descale given per block
+SCALED_NUMBERS = 32  # numbers that share a block scale
 _MASK_BLOCK = 64  # rows and keys of a block of block_mask
 
 
@@ -101,6 +102,10 @@ def blocks(
             _bias.check_lengths(mask, q.shape[2], k.shape[2])
             mask = _bias.as_mask(mask, q.device)
         mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    q_descale, k_descale, v_descale = (
+        by_head(call, x) if x is not None and x.ndim == 4 else x
+        for x in (call.q_descale, call.k_descale, call.v_descale)
+    )
     for number, batch, q_rows, k_rows in _sequences(call, q, k):
         nq, nk = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
         offset = nk - nq
@@ -110,12 +115,11 @@ def blocks(
             )
         for head in range(q.shape[1]):
             head_k = _values(
-                k[batch, head // group, k_rows], call.k_descale, number, head // group, dtype
+                k[batch, head // group, k_rows], k_descale, number, head // group, dtype
             )
             head_v = _values(
-                v[batch, head // group, k_rows], call.v_descale, number, head // group, dtype
+                v[batch, head // group, k_rows], v_descale, number, head // group, dtype, -2
             )
-            q_descale = call.q_descale
             if q_descale is not None and q_descale.numel() > 1:
                 per_head = q_descale.shape[min(q_descale.ndim - 1, 1)] == q.shape[1]
             else:
@@ -171,11 +175,15 @@ def _sequences(call: Options, q: Tensor, k: Tensor) -> Iterator[tuple[int, int, 
 
 
 def _values(
-    x: Tensor, descale: Tensor | None, number: int, head: int, dtype: torch.dtype
+    x: Tensor, descale: Tensor | None, number: int, head: int, dtype: torch.dtype, dim: int = -1
 ) -> Tensor:
-    """The numbers that a stored (N, D) slice stands for, in `dtype`."""
+    """The numbers that a stored (N, D) slice stands for, in `dtype`. Block scales lie along
+    `dim`.
+    """
     if descale is None:
         return x.to(dtype)
+    if descale.ndim == 4:
+        return dequantize_mxfp8(x, descale[number, head], dim).to(dtype)
     if descale.ndim == 3:
         factor = descale[number, head].repeat_interleave(SCALE_ROWS)[: len(x), None]
     elif descale.ndim == 2:
@@ -185,6 +193,21 @@ def _values(
     else:
         factor = descale[head]
     return (x.double() * factor.double()).to(dtype)
+
+
+def dequantize_mxfp8(values: Tensor, scales: Tensor, dim: int = -1) -> Tensor:
+    """The numbers that `archflash.quantize_mxfp8` has made of others, in float64.
+
+    Args:
+        values: float8_e4m3fn or float8_e5m2.
+        scales: float8_e8m0fnu, shaped as values, with a 32nd of its size along `dim`.
+        dim: the dimension along which 32 numbers share a scale.
+
+    Returns:
+        float64, shaped as values.
+    """
+    by_number = scales.double().repeat_interleave(SCALED_NUMBERS, dim)
+    return values.double() * by_number.narrow(dim, 0, values.shape[dim])
 
 
 def _visible(call: Options, position: Tensor, nk: int) -> Tensor:

@@ -79,25 +79,52 @@ def check_nvfp4(
     scale = call.get("scale")
     asked = call | {"scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale}
     wide_q, wide_k, stored_v = nvfp4(q, k, v, **call)
-    expected, expected_lse = attention(wide_q, wide_k, stored_v, **asked)
-    by_key = stored_v.abs().movedim(1 if call.get("layout") == "bnhd" else 2, -1)
-    in_groups = _grouped(_padded(by_key, by_key.shape[-2], -(-by_key.shape[-1] // _BLOCK) * _BLOCK))
-    sums = _by(16, in_groups).sum(-1).repeat_interleave(16, -1)
-    of_group = torch.empty_like(sums)
-    of_group[..., _order(sums.shape[-1])] = sums
-    of_group = of_group[..., : by_key.shape[-1]].movedim(
-        -1, 1 if call.get("layout") == "bnhd" else 2
-    )
-    bound = 0.18 * attention(wide_q, wide_k, of_group, return_lse=False, **asked)
+    of_q, of_k = (float(x[..., :-1].abs().max()) if x.numel() else 0.0 for x in (wide_q, wide_k))
     largest = float(v.double().abs().max()) if v.numel() else 0.0
+    one_score = abs(asked["scale"]) * of_q * of_k / 12
+    return _check(out, lse, (wide_q, wide_k, stored_v), asked, largest, one_score)
+
+
+def check_stored_nvfp4(
+    out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **call: Any
+) -> tuple[ErrorReport, ErrorReport | None]:
+    """`check_nvfp4` for an output of `archflash.attention_nvfp4`.
+
+    Args:
+        out: the output to judge.
+        lse: its log-sum-exp; None if there is none.
+        q, k, v: the numbers that the inputs stand for (`dequantize_nvfp4`).
+        **call: the call, as for `attention`.
+
+    Returns:
+        The reports of out and of lse.
+    """
+    largest = float(v.abs().max()) if v.numel() else 0.0
+    return _check(out, lse, (q, k, v), call, largest, 0.0)
+
+
+def _check(
+    out: Tensor,
+    lse: Tensor | None,
+    numbers: tuple[Tensor, Tensor, Tensor],
+    call: dict[str, Any],
+    largest: float,
+    one_score: float,
+) -> tuple[ErrorReport, ErrorReport | None]:
+    """The rule of `check_nvfp4` for numbers that a kernel multiplies."""
+    q, k, v = numbers
+    expected, expected_lse = attention(q, k, v, **call)
+    rows = 1 if call.get("layout") == "bnhd" else 2
+    by_key = v.abs().movedim(rows, -1)
+    groups = _by(16, _padded(by_key, by_key.shape[-2], -(-by_key.shape[-1] // 16) * 16))
+    of_group = groups.sum(-1).repeat_interleave(16, -1)[..., : by_key.shape[-1]].movedim(-1, rows)
+    bound = 0.18 * attention(q, k, of_group, return_lse=False, **call)
     rms = float(expected.square().mean().sqrt()) if expected.numel() else 0.0
     report = report_of(out, expected, bound + 2.0**-7 * largest, 0.15 * rms + 2.0**-9 * largest)
     if lse is None:
         return report, None
     finite = expected_lse[expected_lse.isfinite()].abs()
     size = float(finite.max()) if finite.numel() else 0.0
-    of_q, of_k = (float(x[..., :-1].abs().max()) if x.numel() else 0.0 for x in (wide_q, wide_k))
-    one_score = abs(asked["scale"]) * of_q * of_k / 12
     return report, check_lse(lse, expected_lse, one_score + 2.0**-9 * (1 + size))
 
 
@@ -119,10 +146,9 @@ def _of_batch(
         whole_v[:, begin:end, :dv] = v[:, begin:end].float()
     stored_q = _rounded(whole_q, _units(whole_q, _ROWS))
     stored_k = _rounded(less, _units(less, _BLOCK))
-    by_key = _grouped(whole_v.transpose(1, 2))
+    by_key = whole_v.transpose(1, 2)
     unit = _unit(whole_v.abs().flatten(1).amax(1) if keys else q.new_zeros(len(v)).float())
-    stored_v = torch.empty_like(by_key)
-    stored_v[..., _order(keys)] = _rounded(by_key, unit[:, None, None])
+    stored_v = _rounded(by_key, unit[:, None, None])
     shift = (whole_q * mean.repeat_interleave(group, 0)).sum(-1, keepdim=True)
     return (
         torch.cat([stored_q, shift], -1)[:, :nq].double(),
@@ -153,17 +179,6 @@ def _units(x: Tensor, rows: int) -> Tensor:
     return _unit(largest).repeat_interleave(rows, 1)[..., None]
 
 
-def _order(keys: int) -> Tensor:
-    """The key at each place of a row of v or P: 16 places share a scale."""
-    place = torch.arange(keys)
-    in_block = place % 32
-    return place - in_block + place % 8 // 2 * 8 + in_block // 8 * 2 + place % 2
-
-
-def _grouped(x: Tensor) -> Tensor:
-    return x[..., _order(x.shape[-1])]
-
-
 def _rounded(x: Tensor, unit: Tensor) -> Tensor:
     """Rounds float32 whose last dimension is a multiple of 16."""
     if not x.numel():
@@ -177,13 +192,14 @@ def _rounded(x: Tensor, unit: Tensor) -> Tensor:
     return stored.reshape(x.shape) * unit
 
 
-def dequantize_nvfp4(values: Tensor, scales: Tensor, unit: Tensor) -> Tensor:
+def dequantize_nvfp4(values: Tensor, scales: Tensor, unit: Tensor, dim: int = -1) -> Tensor:
     """The numbers that `archflash.quantize_nvfp4` has made of others, in float64.
 
     Args:
         values: uint8 ``(..., d / 2)``.
-        scales: float8_e4m3fn ``(..., d / 16)``.
+        scales: float8_e4m3fn, shaped as the numbers but with a 16th of their size along `dim`.
         unit: float32, broadcastable to ``(..., d)``.
+        dim: the dimension along which 16 numbers share a scale.
 
     Returns:
         float64 ``(..., d)``.
@@ -191,5 +207,5 @@ def dequantize_nvfp4(values: Tensor, scales: Tensor, unit: Tensor) -> Tensor:
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
     numbers = torch.cat([numbers, -numbers]).to(values.device)
     codes = torch.stack([values & 15, values >> 4], -1).flatten(-2).long()
-    by_number = scales.double().repeat_interleave(16, -1)
+    by_number = scales.double().repeat_interleave(16, dim).narrow(dim, 0, codes.shape[dim])
     return numbers[codes] * by_number * unit.double()

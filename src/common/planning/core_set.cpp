@@ -134,9 +134,12 @@ Reasons why_not(const Problem& problem, const Description& description) {
   const char* approximate =
       problem.approximate == 0 ? nullptr : approximation(problem.approximate).name;
   const bool approximates = approximate != nullptr && has(approximate);
-  constexpr DType SIXTEEN_BITS[] = {DType::F16, DType::BF16};
-  const std::span<const DType> dtypes =
-      approximates ? std::span<const DType>(SIXTEEN_BITS) : description.dtypes;
+  constexpr DType SIXTEEN_BITS[] = {DType::F16, DType::BF16},
+                  EIGHT_BITS[] = {DType::E4M3, DType::E5M2};
+  const bool scales_blocks = has_block_scales(problem) && has("block_scales");
+  const std::span<const DType> dtypes = approximates    ? std::span<const DType>(SIXTEEN_BITS)
+                                        : scales_blocks ? std::span<const DType>(EIGHT_BITS)
+                                                        : description.dtypes;
   const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
   const bool takes_fp8 = takes && is_fp8(problem.dtype);
   if (!takes)
@@ -215,8 +218,12 @@ Reasons why_not(const Problem& problem, const Description& description) {
                  "takes bool, float32 and the type of its inputs; convert attn_mask");
     }
   }
-  if (problem.descale != 0 && !takes_fp8 && !fp8_cache)
+  if (problem.descale != 0 && !takes_fp8 && !fp8_cache && !has_stored_nvfp4(problem))
     refuse.add("descales", "takes no fp8 inputs; drop the descales");
+  if (has_block_scales(problem) && !scales_blocks && takes_fp8) {
+    refuse.add("descales of dtype float8_e8m0fnu",
+               "takes descales of a tensor, a head or 64 rows, in float32; quantise anew");
+  }
   if (problem.needs_grad) {
     refuse.add("no backward",
                "computes the forward only and a tensor of the call needs a gradient; call it under "

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "common/block_scales.h"
 #include "common/mask_params.h"
 #include "runtime/reading/reading.h"
 
@@ -167,12 +168,9 @@ void read_strided(const Option& option, nb::handle object, const TensorView& q, 
 
 // One number for the tensor, each of `heads` (or of `other_heads`), each of those of every batch,
 // or each block of SCALE_ROWS of `rows` rows of them.
-void read_descale(nb::handle object, const char* name, Operand operand, int bit, int64_t heads,
-                  int64_t other_heads, int64_t rows, const TensorView& q, Call& call,
-                  Strides& strides) {
-  if (object.is_none()) return;
-  TensorView view;
-  read(object, name, call, view);
+void read_descale(nb::handle object, const TensorView& view, const char* name, Operand operand,
+                  int bit, int64_t heads, int64_t other_heads, int64_t rows, const TensorView& q,
+                  Call& call, Strides& strides) {
   Problem& p = call.problem;
   if (!view.is_float || view.dtype != DType::F32)
     wrong_type(name, " has dtype ", dtype_text(object), ": it must be torch.float32");
@@ -205,6 +203,34 @@ void read_descale(nb::handle object, const char* name, Operand operand, int bit,
     if (view.shape[head_axis] != heads) p.descale |= 8;
   }
   p.descale |= 1 << bit;
+  set_address(call, operand, view);
+}
+
+// Block scales. The tensor is laid out as the one that it belongs to, but for the dimension along
+// which SCALED_NUMBERS numbers share a scale: the columns of q and k, the rows of v.
+void read_block_scales(nb::handle object, const TensorView& view, const char* name, Operand operand,
+                       bool along_rows, int64_t heads, int64_t rows, int64_t columns,
+                       const Axes& axes, const TensorView& q, Call& call, Strides& strides) {
+  const Problem& p = call.problem;
+  constexpr char ALL_THREE[] =
+      ": with block scales q_descale, k_descale and v_descale must all be torch.float8_e8m0fnu, as "
+      "archflash.quantize_mxfp8 makes them";
+  if (object.is_none()) wrong_value(name, " is None", ALL_THREE);
+  if (!view.is_e8m0) wrong_type(name, " has dtype ", dtype_text(object), ALL_THREE);
+  check_same_device(view, name, q);
+  int64_t& shared = along_rows ? rows : columns;
+  shared = (shared + SCALED_NUMBERS - 1) / SCALED_NUMBERS;
+  int64_t shape[4];
+  shape[axes.batch] = p.batch, shape[axes.head] = heads;
+  shape[axes.row] = rows, shape[axes.inner] = columns;
+  if (view.ndim != 4 || !std::equal(shape, shape + 4, view.shape)) {
+    wrong_value(name, " has shape ", describe_shape(view), ": with block scales it must be (",
+                shape[0], ", ", shape[1], ", ", shape[2], ", ", shape[3], "), a scale for ",
+                SCALED_NUMBERS, along_rows ? " rows of a column" : " columns of a row");
+  }
+  if (columns > 1 && view.strides[axes.inner] != 1)
+    wrong_value(name, " has a strided last dimension: call .contiguous() on it");
+  strides = strides_of(view, axes);
   set_address(call, operand, view);
 }
 
@@ -365,12 +391,46 @@ void read_dropout(const Arguments& a, const TensorView& q, Call& call) {
 
 void read_descales(const Arguments& a, const TensorView& q, Call& call) {
   Problem& p = call.problem;
-  read_descale(a.q_descale, "q_descale", Operand::QDescale, 0, p.heads_q, p.heads_kv, p.nq, q, call,
-               p.q_descale);
-  read_descale(a.k_descale, "k_descale", Operand::KDescale, 1, p.heads_kv, p.heads_kv, p.nk, q,
-               call, p.k_descale);
-  read_descale(a.v_descale, "v_descale", Operand::VDescale, 2, p.heads_kv, p.heads_kv, p.nk, q,
-               call, p.v_descale);
+  struct Given {
+    nb::handle object;
+    const char* name;
+    Operand operand;
+    int64_t heads, rows, columns;
+    Strides& strides;
+    TensorView view = {};
+  } all[] = {{a.q_descale, "q_descale", Operand::QDescale, p.heads_q, p.nq, p.d, p.q_descale},
+             {a.k_descale, "k_descale", Operand::KDescale, p.heads_kv, p.nk, p.d, p.k_descale},
+             {a.v_descale, "v_descale", Operand::VDescale, p.heads_kv, p.nk, p.dv, p.v_descale}};
+  bool block_scales = false;
+  for (Given& x : all) {
+    if (x.object.is_none()) continue;
+    read(x.object, x.name, call, x.view);
+    block_scales = block_scales || x.view.is_e8m0;
+  }
+  if (!block_scales) {
+    for (int i = 0; i < 3; ++i) {
+      const Given& x = all[i];
+      if (!x.object.is_none())
+        read_descale(x.object, x.view, x.name, x.operand, i, x.heads, p.heads_kv, x.rows, q, call,
+                     x.strides);
+    }
+    return;
+  }
+  if (p.varlen || p.kv_cache) {
+    wrong_value("a descale has dtype torch.float8_e8m0fnu ",
+                p.kv_cache ? "with a cache" : "with cu_seqlens",
+                ": block scales of 32 rows of v belong to calls with one length; use float32");
+  }
+  if (!is_fp8(p.dtype)) {
+    wrong_value("a descale is given but q is ", dtype_name(p.dtype),
+                ": descales belong to float8 inputs");
+  }
+  const Axes axes = axes_of(a, false);
+  for (const Given& x : all) {
+    read_block_scales(x.object, x.view, x.name, x.operand, &x == &all[2], x.heads, x.rows,
+                      x.columns, axes, q, call, x.strides);
+  }
+  p.descale = 7 | 16;
 }
 
 }  // namespace archflash::reading
