@@ -47,7 +47,7 @@ def attention_nvfp4(
             ``(batch, heads_kv, nk, dv / 2)``, scales ``(batch, heads_kv, ceil(nk / 16), dv)``.
         causal, window, sinks, scale, q_offset: as for `archflash.attention`.
         out_dtype: bfloat16 or float16.
-        implementation: forces one by name: "blackwell_consumer" or "torch".
+        implementation: forces one by name; "torch" computes exactly.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
