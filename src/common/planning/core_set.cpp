@@ -275,7 +275,8 @@ bool nothing_to_write(const Problem& problem) {
 
 AttentionParams attention_params(const Problem& problem) {
   AttentionParams params;
-  std::memset(&params, 0, sizeof params);  // padding too: equal plans are equal bytes
+  // Padding, too: equal plans are equal bytes.
+  std::memset(static_cast<void*>(&params), 0, sizeof params);
   params.q_batch = problem.q.batch, params.q_head = problem.q.head, params.q_row = problem.q.row;
   params.k_batch = problem.k.batch, params.k_head = problem.k.head, params.k_row = problem.k.row;
   params.v_batch = problem.v.batch, params.v_head = problem.v.head, params.v_row = problem.v.row;
