@@ -152,45 +152,33 @@ __device__ __forceinline__ void store_packed_rows(const Outputs<C>& o_rmem,
   }
 }
 
-// The tile of attend() for rows of packed heads and the keys of one share.
-template <class C>
-struct CacheTile {
+// What tiles of attend() for rows of packed heads and one share of the keys have in common.
+// Tile::find(head_gmem, key, block_stride, row_stride) says where the row of a key lies; null:
+// zeros.
+template <class C, class Tile>
+struct PackedTile {
   const CacheParams& all_params;
   const AttentionParams& params;
   const device::PackedHeads& packed;
   const device::Work& work;
-  KeysOfCache keys;
-  device::ChunkedKeys visible;
-  int begin, end;  // rows of K and V that no row of the sequence sees become zeros
-  const float *q_gmem, *k_gmem, *v_gmem;
+  const float *q_gmem, *k_gmem, *v_gmem;  // of K and V the head's
   device::Blocks share;
-  int warp_first, warp_last;  // this warp's rows, of one head or of each; last < first: none
 
-  __device__ __forceinline__ CacheTile(const CacheParams& all_params, const device::Work& work,
-                                       const KeysOfCache& keys)
+  __device__ __forceinline__ PackedTile(const CacheParams& all_params, const device::Work& work)
       : all_params(all_params),
         params(all_params.attention),
         packed(all_params.packed_heads),
-        work(work),
-        keys(keys),
-        visible{device::find_visible_keys(params, work), all_params.attention_chunk,
-                work.nk - work.nq},
-        begin(visible.begin()),
-        end(visible.end(work.nq)) {
+        work(work) {}
+
+  __device__ __forceinline__ void find_tensors() {
     const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
     q_gmem = static_cast<const float*>(params.q_gmem);
     k_gmem = static_cast<const float*>(params.k_gmem) + kv_head * params.k_head;
     v_gmem = static_cast<const float*>(params.v_gmem) + kv_head * params.v_head;
-    const int cta_last = min(work.first_row + packed.rows(), work.nq) - 1;
-    share = device::blocks_of_share<C::BLOCK_K>(
-        {visible.first(work.first_row) & -C::BLOCK_K, visible.last(cta_last) & -C::BLOCK_K},
-        all_params.partials, blockIdx.x % all_params.partials.splits);
-    const int row = threadIdx.x / 32 * C::WARP_ROWS;
-    warp_first = work.first_row + packed.row(row);
-    const int rows = packed.head(row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
-    warp_last = min(warp_first + rows, work.nq) - 1;
   }
-
+  __device__ __forceinline__ int last_row() const {
+    return min(work.first_row + packed.rows(), work.nq) - 1;
+  }
   __device__ __forceinline__ int last_block() const { return share.last; }
   __device__ __forceinline__ bool has(int block) const { return block >= share.first; }
   __device__ __forceinline__ int before(int block) const { return block - C::BLOCK_K; }
@@ -202,20 +190,52 @@ struct CacheTile {
       return row.wanted ? row_gmem : nullptr;
     });
   }
-  __device__ __forceinline__ const float* find_key(const float* head_gmem, int key,
-                                                   int64_t block_stride, int64_t row_stride) const {
+  __device__ __forceinline__ void start_k(float* k_smem, int block) const {
+    start_rows<C, C::BLOCK_K, C::QK_PITCH>(k_smem, params.d, q_gmem, [&](int row) {
+      return tile().find(k_gmem, block + row, params.k_batch, params.k_row);
+    });
+  }
+  __device__ __forceinline__ void start_v(float* v_smem, int block) const {
+    start_rows<C, C::BLOCK_K, C::V_PITCH>(v_smem, params.dv, q_gmem, [&](int row) {
+      return tile().find(v_gmem, block + row, params.v_batch, params.v_row);
+    });
+  }
+  __device__ __forceinline__ const Tile& tile() const { return static_cast<const Tile&>(*this); }
+  __device__ __forceinline__ void drop(Scores<C>&, int) const {}
+};
+
+template <class C>
+struct CacheTile : PackedTile<C, CacheTile<C>> {
+  using Packed = PackedTile<C, CacheTile<C>>;
+  using Packed::all_params, Packed::params, Packed::packed, Packed::work;
+  KeysOfCache keys;
+  device::ChunkedKeys visible;
+  int begin, end;             // rows of K and V that no row of the sequence sees become zeros
+  int warp_first, warp_last;  // this warp's rows, of one head or of each; last < first: none
+
+  __device__ __forceinline__ CacheTile(const CacheParams& all_params, const device::Work& work,
+                                       const KeysOfCache& keys)
+      : Packed(all_params, work),
+        keys(keys),
+        visible{device::find_visible_keys(params, work), all_params.attention_chunk,
+                work.nk - work.nq},
+        begin(visible.begin()),
+        end(visible.end(work.nq)) {
+    this->find_tensors();
+    const int cta_last = this->last_row();
+    this->share = device::blocks_of_share<C::BLOCK_K>(
+        {visible.first(work.first_row) & -C::BLOCK_K, visible.last(cta_last) & -C::BLOCK_K},
+        all_params.partials, blockIdx.x % all_params.partials.splits);
+    const int row = threadIdx.x / 32 * C::WARP_ROWS;
+    warp_first = work.first_row + packed.row(row);
+    const int rows = packed.head(row) < packed.count ? min(C::WARP_ROWS, packed.rows()) : 0;
+    warp_last = min(warp_first + rows, work.nq) - 1;
+  }
+
+  __device__ __forceinline__ const float* find(const float* head_gmem, int key,
+                                               int64_t block_stride, int64_t row_stride) const {
     if (key < begin || key >= end) return nullptr;
     return keys.find(head_gmem, key, block_stride, row_stride);
-  }
-  __device__ __forceinline__ void start_k(float* k_smem, int first) const {
-    start_rows<C, C::BLOCK_K, C::QK_PITCH>(k_smem, params.d, q_gmem, [&](int row) {
-      return find_key(k_gmem, first + row, params.k_batch, params.k_row);
-    });
-  }
-  __device__ __forceinline__ void start_v(float* v_smem, int first) const {
-    start_rows<C, C::BLOCK_K, C::V_PITCH>(v_smem, params.dv, q_gmem, [&](int row) {
-      return find_key(v_gmem, first + row, params.v_batch, params.v_row);
-    });
   }
   __device__ __forceinline__ bool sees(int block) const {
     return warp_last >= warp_first &&
@@ -232,7 +252,6 @@ struct CacheTile {
     apply_cache_masks<C>(s_rmem, all_params, work, block);
     return any_key_unseen<C>(s_rmem);
   }
-  __device__ __forceinline__ void drop(Scores<C>&, int) const {}
 };
 
 template <class C>

@@ -18,64 +18,32 @@
 
 namespace archflash::simt {
 
-// The tile of attend() for rows of packed heads and one share of their list.
+// The tile of attend() for rows that share a list: its keys are places of the list.
 template <class C>
-struct GatherTile {
-  const CacheParams& call;
-  const AttentionParams& params;
-  const device::PackedHeads& packed;
-  const device::Work& work;
+struct GatherTile : PackedTile<C, GatherTile<C>> {
+  using Packed = PackedTile<C, GatherTile<C>>;
+  using Packed::params, Packed::packed, Packed::work;
   device::VisibleKeys visible;
   device::KeyList list;
-  device::Blocks share;
-  const float *q_gmem, *k_gmem, *v_gmem;  // of K and V the head's
-  int first_row;                          // of this warp in the tile
+  int first_row;  // of this warp in the tile
 
   __device__ __forceinline__ GatherTile(const GatherParams& all, const device::Work& work,
                                         const device::CacheRows& rows)
-      : call(all.call),
-        params(call.attention),
-        packed(call.packed_heads),
-        work(work),
+      : Packed(all.call, work),
         visible(device::find_visible_keys(params, work)),
         first_row(threadIdx.x / 32 * C::WARP_ROWS) {
-    const int kv_head = work.batch_head % params.heads_q / params.heads_per_kv;
-    q_gmem = static_cast<const float*>(params.q_gmem);
-    k_gmem = static_cast<const float*>(params.k_gmem) + kv_head * params.k_head;
-    v_gmem = static_cast<const float*>(params.v_gmem) + kv_head * params.v_head;
-    const int last_row = min(work.first_row + packed.rows(), work.nq) - 1;
-    list = device::find_key_list(params, all.lists, work, rows, visible, last_row);
-    share =
-        device::split_blocks<C::BLOCK_K>({0, (list.count - 1) & -C::BLOCK_K},
-                                         blockIdx.x % call.partials.splits, call.partials.splits);
+    this->find_tensors();
+    list = device::find_key_list(params, all.lists, work, rows, visible, this->last_row());
+    const int splits = all.call.partials.splits;
+    this->share = device::split_blocks<C::BLOCK_K>({0, (list.count - 1) & -C::BLOCK_K},
+                                                   blockIdx.x % splits, splits);
   }
 
-  __device__ __forceinline__ int last_block() const { return share.last; }
-  __device__ __forceinline__ bool has(int block) const { return block >= share.first; }
-  __device__ __forceinline__ int before(int block) const { return block - C::BLOCK_K; }
-  __device__ __forceinline__ void start_q(float* q_smem) const {
-    start_rows<C, C::BLOCK_Q, C::QK_PITCH>(q_smem, params.d, q_gmem, [&](int row_of_tile) {
-      const device::FewRow row(params, packed, work, row_of_tile);
-      const float* row_gmem = q_gmem + row.batch * params.q_batch + row.head * params.q_head +
-                              row.packed * params.q_row;
-      return row.wanted ? row_gmem : nullptr;
-    });
-  }
   __device__ __forceinline__ const float* find(const float* head_gmem, int place,
                                                int64_t block_stride, int64_t row_stride) const {
-    const device::KeyPlace key = list.find(call.cache, list.entry(place));
+    const device::KeyPlace key = list.find(this->all_params.cache, list.entry(place));
     if (key.position == device::NO_KEY) return nullptr;
     return head_gmem + key.block * block_stride + key.row * row_stride;
-  }
-  __device__ __forceinline__ void start_k(float* k_smem, int block) const {
-    start_rows<C, C::BLOCK_K, C::QK_PITCH>(k_smem, params.d, q_gmem, [&](int row) {
-      return find(k_gmem, block + row, params.k_batch, params.k_row);
-    });
-  }
-  __device__ __forceinline__ void start_v(float* v_smem, int block) const {
-    start_rows<C, C::BLOCK_K, C::V_PITCH>(v_smem, params.dv, q_gmem, [&](int row) {
-      return find(v_gmem, block + row, params.v_batch, params.v_row);
-    });
   }
   __device__ __forceinline__ bool sees(int) const {
     return packed.head(first_row) < packed.count &&
@@ -95,7 +63,6 @@ struct GatherTile {
     }
     return any_key_unseen<C>(s_rmem);
   }
-  __device__ __forceinline__ void drop(Scores<C>&, int) const {}
 };
 
 template <class C>
