@@ -3,6 +3,7 @@
 // "fp16_accumulate", too. approximate_config.cuh has their tiles.
 #include "ampere/approximate_fwd.cuh"
 #include "ampere/approximate_inputs.cuh"
+#include "ampere/approximate_stats.cuh"
 #include "common/kernel_entry.cuh"
 
 using namespace archflash;
