@@ -100,13 +100,17 @@ def assemble(ptxas: Path, ptx_file: Path, target: str, lineinfo: bool, to: Path)
     debug = "--generate-line-info" if lineinfo else "--suppress-debug-info"
     flags = ["-O3", "-v", f"-arch=sm_{target}", debug]
 
+    text = ptx_file.read_text()
+    if not lineinfo:  # it leaves no trace in the machine code, and takes the assembler's time
+        text = without_lines(text)
+
     def make() -> tuple[bytes, str]:
-        report = run([str(ptxas), *flags, "-o", str(to), str(ptx_file)])
+        source = to.with_suffix(".ptx")
+        source.write_text(text)
+        report = run([str(ptxas), *flags, "-o", str(to), str(source)])
+        source.unlink()
         return to.read_bytes(), report
 
-    text = ptx_file.read_text()
-    if not lineinfo:  # it leaves no trace in the machine code
-        text = without_lines(text)
     made, report = kept([version_of(ptxas), *flags, text], make)
     to.write_bytes(made)
     return report

@@ -217,7 +217,7 @@ void KernelLoader::build(const Statement& statement) {
     }
     fail(statement.line, opcode + " lacks a modifier: " + text);
   }
-  const std::string_view missing = missing_target(target(), opcode, statement.modifiers);
+  const std::string_view missing = lacked_.needed_by(opcode, statement.modifiers);
   if (!missing.empty()) require(missing, statement.text, statement.line);
   Builder builder;
   builder.statement_ = &statement;
@@ -241,7 +241,8 @@ void KernelLoader::finish(Builder& builder, const Statement& statement) {
   }
   std::string opcode(statement.opcode);
   for (const std::string_view modifier : statement.modifiers) {
-    opcode += "." + std::string(modifier);
+    opcode += '.';
+    opcode += modifier;
   }
   kernel_.code.push_back(instruction);
   kernel_.texts.push_back(

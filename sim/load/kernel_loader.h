@@ -12,13 +12,14 @@
 #include "sim/load/program.h"
 #include "sim/load/register_places.h"
 #include "sim/load/syntax.h"
+#include "sim/load/targets.h"
 
 namespace archflash::sim {
 
 class KernelLoader {
  public:
   KernelLoader(ModuleSyntax& module, KernelSyntax& syntax)
-      : module_(module), syntax_(syntax), kernel_(*syntax.kernel) {}
+      : module_(module), syntax_(syntax), kernel_(*syntax.kernel), lacked_(module.module->target) {}
 
   void load();
 
@@ -54,6 +55,7 @@ class KernelLoader {
   ModuleSyntax& module_;
   KernelSyntax& syntax_;
   Kernel& kernel_;
+  LackedInstructions lacked_;
   std::map<std::tuple<uint64_t, int, bool>, Ref> constants_;
   std::map<Special, Ref> specials_;
   Ref carry_ = NO_REF;

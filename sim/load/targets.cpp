@@ -4,14 +4,16 @@
 #include <charconv>
 
 namespace archflash::sim {
-namespace {
 
 // An instruction with one of these opcodes and, for each word of `modifiers`, one of its
 // alternatives needs one of these targets. An empty opcode stands for all.
-struct Rule {
+struct InstructionRule {
   std::string_view opcodes, modifiers, needed;
 };
-constexpr Rule RULES[] = {
+
+namespace {
+
+constexpr InstructionRule RULES[] = {
     // scopes, spaces, hints about caches
     {"", "cluster|shared::cluster|multicast::cluster", "90"},
     {"", "L2::cache_hint|L2::256B", "80"},
@@ -99,21 +101,23 @@ bool target_has(std::string_view target, std::string_view needed) {
   });
 }
 
-std::string_view missing_target(std::string_view target, std::string_view opcode,
-                                const std::vector<std::string_view>& modifiers) {
-  const auto applies = [&](const Rule& rule) {
+LackedInstructions::LackedInstructions(std::string_view target) {
+  for (const InstructionRule& rule : RULES) {
+    if (!target_has(target, rule.needed)) rules_.push_back(&rule);
+  }
+}
+
+std::string_view LackedInstructions::needed_by(
+    std::string_view opcode, const std::vector<std::string_view>& modifiers) const {
+  for (const InstructionRule* const rule : rules_) {
     const auto is_opcode = [&](std::string_view one) { return one == opcode; };
-    if (!rule.opcodes.empty() && !any_of(rule.opcodes, is_opcode)) return false;
-    for (std::string_view rest = rule.modifiers; !rest.empty();) {
-      const bool found = any_of(next(rest, ' '), [&](std::string_view one) {
+    bool applies = rule->opcodes.empty() || any_of(rule->opcodes, is_opcode);
+    for (std::string_view rest = rule->modifiers; applies && !rest.empty();) {
+      applies = any_of(next(rest, ' '), [&](std::string_view one) {
         return std::find(modifiers.begin(), modifiers.end(), one) != modifiers.end();
       });
-      if (!found) return false;
     }
-    return true;
-  };
-  for (const Rule& rule : RULES) {
-    if (!target_has(target, rule.needed) && applies(rule)) return rule.needed;
+    if (applies) return rule->needed;
   }
   return {};
 }

@@ -11,8 +11,19 @@ namespace archflash::sim {
 // the family of sm_100: those of 10.x with the suffix f or a. Alternatives are separated by |.
 bool target_has(std::string_view target, std::string_view needed);
 
-// What a target must be for an instruction with these modifiers, if this one is not; else empty.
-std::string_view missing_target(std::string_view target, std::string_view opcode,
-                                const std::vector<std::string_view>& modifiers);
+struct InstructionRule;
+
+// The instructions that a target lacks.
+class LackedInstructions {
+ public:
+  explicit LackedInstructions(std::string_view target);
+
+  // What a target must be for an instruction with these modifiers; empty if this target has it.
+  std::string_view needed_by(std::string_view opcode,
+                             const std::vector<std::string_view>& modifiers) const;
+
+ private:
+  std::vector<const InstructionRule*> rules_;
+};
 
 }  // namespace archflash::sim

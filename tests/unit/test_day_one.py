@@ -141,12 +141,6 @@ def test_a_process_that_dies_leaves_what_it_knew(
     assert (last["status"], last["detail"], last["item"]) == (status, detail, "a")
 
 
-# --- compute-sanitizer ---
-
-
-# --- switches ---
-
-
 # --- the command ---
 
 

@@ -395,8 +395,8 @@ def attend_in_threads(
 @pytest.mark.parametrize(
     ("dtype", "implementation", "n", "ranks"),
     [
-        (torch.float32, None, 192, range(1, 17)),
-        (torch.bfloat16, None, 192, range(1, 17)),
+        (torch.float32, None, 192, (1, 2, 3, 7, 16)),
+        (torch.bfloat16, None, 192, (1, 2, 3, 7, 16)),
         (torch.bfloat16, "ampere", 32, (1, 3, 16)),
     ],
 )
