@@ -213,7 +213,7 @@ __device__ __forceinline__ void load_q_rows(QRow* rows_smem, const ApproximateIn
 }
 
 // Writes the rows of a CTA, in the dtype that the call asks for. The state is that of C's softmax;
-// kept: by what the weights that dropout leaves are multiplied.
+// kept: by what the elements of P that dropout leaves are multiplied.
 template <class C, class Weights>
 __device__ __forceinline__ void store_rows(device::Outputs<C>& o_rmem,
                                            const device::RowState<Weights>& state,
@@ -222,7 +222,7 @@ __device__ __forceinline__ void store_rows(device::Outputs<C>& o_rmem,
                                            const device::Work& work, unsigned char* shared) {
   const LaneVColumns<C> v_columns(inputs, params, work);
   const int lane_column = threadIdx.x % 4 * 2;
-  // A sum of weights times V is at most the sum of the weights times the largest of V. Rounding
+  // A sum of P times V is at most the sum of P times the largest of V. Rounding
   // must not make it larger: the largest number of a type would become infinite. NaN stays.
   float sums[C::M_TILES][2];
 #pragma unroll
@@ -322,19 +322,19 @@ __device__ __forceinline__ void approximate_fwd(const ApproximateParams& all_par
   state.large = false;
   device::clear(state);
   if constexpr (C::INT8_PV) {
-    blocks.template visit<Weights8<C>>(
-        [&](Weights8<C>& weights, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem,
+    blocks.template visit<Probabilities8<C>>(
+        [&](Probabilities8<C>& p, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem,
             uint32_t k_smem, int key_first) {
           device::Scores<C> s_rmem;
           multiply_int8_qk<C>(s_rmem, q_rmem, q_smem, k_smem, shared + stage_of(key_first),
                               [](int, int, float s) { return s; });
           mma_sync::mask_edges<C>(s_rmem, cta, key_first);
           const LaneQRows<C> of_lane(shared, device::warp_first_row<C>(ptx::mov_tid_x_volatile()));
-          weigh_in_8_bits<C>(s_rmem, weights, state, o_rmem, shared + stage_of(key_first),
-                             [&](int m, int r) { return of_lane.rows[m][r]; });
+          exponentiate_in_8_bits<C>(s_rmem, p, state, o_rmem, shared + stage_of(key_first),
+                                    [&](int m, int r) { return of_lane.rows[m][r]; });
         },
-        [&](const Weights8<C>& weights, uint32_t v_smem) {
-          multiply_pv_int8<C>(o_rmem, weights, v_smem, context.zero_bits);
+        [&](const Probabilities8<C>& p, uint32_t v_smem) {
+          multiply_pv_int8<C>(o_rmem, p, v_smem, context.zero_bits);
         });
   } else {
     blocks.visit(
@@ -416,20 +416,20 @@ __device__ __forceinline__ void approximate_masked_fwd(const MaskedApproximatePa
     const bool second = C::STAGES == 2 && k_smem - shared_smem >= C::K_SMEM + C::STAGE_BYTES;
     return shared + (second ? C::STAGE_BYTES : 0);
   };
-  struct Weighed {
+  struct Block {
     device::LaneMasks<C> of_lane;
-    std::conditional_t<C::INT8_PV, Weights8<C>, mma_sync::Probabilities<C>> weights;
+    std::conditional_t<C::INT8_PV, Probabilities8<C>, mma_sync::Probabilities<C>> p_rmem;
     uint32_t seen;
   };
-  blocks.template visit<Weighed>(
+  blocks.template visit<Block>(
       walk,
-      [&](Weighed& weighed, int key_first) {
+      [&](Block& block, int key_first) {
         const int warp_row = mma_sync::first_row_of_warp<C>(ptx::mov_tid_x_volatile());
-        device::find_lane_masks<C>(weighed.of_lane, all_params.masks, params, cta, warp_row,
+        device::find_lane_masks<C>(block.of_lane, all_params.masks, params, cta, warp_row,
                                    key_first);
-        return weighed.of_lane.any;
+        return block.of_lane.any;
       },
-      [&](Weighed& weighed, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
+      [&](Block& block, const mma_sync::QFragments<C>& q_rmem, uint32_t q_smem, uint32_t k_smem,
           int key_first) {
         device::Scores<C> s_rmem;
         if constexpr (C::INT8_QK) {
@@ -443,41 +443,41 @@ __device__ __forceinline__ void approximate_masked_fwd(const MaskedApproximatePa
           mma_sync::multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
         }
         device::transform_scores<C>(s_rmem, params.rule);
-        weighed.seen = mma_sync::ALL_KEYS<C>;
-        if (weighed.of_lane.changes) {
+        block.seen = mma_sync::ALL_KEYS<C>;
+        if (block.of_lane.changes) {
           if (C::INT8_QK && call.out_dtype == DType::BF16) {  // elements of attn_mask have it, too
             using OfBf16 = device::LaneMasks<WithDType<C, DType::BF16>>;
-            auto of_lane = __builtin_bit_cast(OfBf16, weighed.of_lane);
+            auto of_lane = __builtin_bit_cast(OfBf16, block.of_lane);
             device::apply_lane_masks<WithDType<C, DType::BF16>>(s_rmem, of_lane, all_params.masks,
                                                                 1.0f);
           } else {
-            device::apply_lane_masks<C>(s_rmem, weighed.of_lane, all_params.masks, 1.0f);
+            device::apply_lane_masks<C>(s_rmem, block.of_lane, all_params.masks, 1.0f);
           }
-          if constexpr (!C::INT8_PV) weighed.seen = mma_sync::keys_of_warp<C>(s_rmem);
+          if constexpr (!C::INT8_PV) block.seen = mma_sync::keys_of_warp<C>(s_rmem);
         }
         if constexpr (C::INT8_PV) {
-          weigh_in_8_bits<C>(s_rmem, weighed.weights, state, o_rmem, stage_of(k_smem),
-                             [](int, int) { return QRow{1.0f, 0.0f}; });
+          exponentiate_in_8_bits<C>(s_rmem, block.p_rmem, state, o_rmem, stage_of(k_smem),
+                                    [](int, int) { return QRow{1.0f, 0.0f}; });
         } else {
           const float exp2_scale =
               device::update_row_max<Weights>(s_rmem, state, o_rmem, params.exp2_scale, nullptr);
-          device::exponentiate_all_scores<Weights>(s_rmem, weighed.weights, state, exp2_scale);
+          device::exponentiate_all_scores<Weights>(s_rmem, block.p_rmem, state, exp2_scale);
           if (all_params.dropout.state_gmem != nullptr)
-            mma_sync::drop_of_warp<C>(weighed.weights, all_params.dropout, cta, key_first);
+            mma_sync::drop_of_warp<C>(block.p_rmem, all_params.dropout, cta, key_first);
         }
       },
-      [&](const Weighed& weighed, uint32_t v_smem) {
+      [&](const Block& block, uint32_t v_smem) {
         if constexpr (C::INT8_PV) {
-          multiply_pv_int8<C>(o_rmem, weighed.weights, v_smem, context.zero_bits);
+          multiply_pv_int8<C>(o_rmem, block.p_rmem, v_smem, context.zero_bits);
         } else {
           // Keys that no row of the warp sees count as 0 in V too: 0 * NaN would be NaN.
           uint32_t kept[C::STEP_KEYS / 8];
 #pragma unroll
           for (int i = 0; i < C::STEP_KEYS / 8; ++i) {
-            const uint32_t bits = weighed.seen >> (2 * i);
+            const uint32_t bits = block.seen >> (2 * i);
             kept[i] = (bits & 1 ? 0x0000FFFFu : 0) | (bits & 2 ? 0xFFFF0000u : 0);
           }
-          multiply_pv_f16<C>(o_rmem, weighed.weights, v_smem, [&](int i) { return kept[i]; });
+          multiply_pv_f16<C>(o_rmem, block.p_rmem, v_smem, [&](int i) { return kept[i]; });
         }
       });
 

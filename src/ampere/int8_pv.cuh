@@ -1,7 +1,7 @@
 // The softmax and P V of approximate="int8_pv", in 8 bits.
 //
-// A key's row of V has a scale, which is made part of its weights: they are rounded by how much
-// they contribute. A step of keys has weights of its own: the largest of a row is 255, whatever the
+// A key's row of V has a scale, which is made part of its P: elements are rounded by how much they
+// contribute. A step of keys has a P of its own: the largest of a row is 255, whatever the
 // row has elsewhere. The products are exact integers, and become part of the fp32 outputs after
 // each step, times what 255 stands for.
 #pragma once
@@ -27,10 +27,10 @@ struct WithDType : C {
 template <class C>
 using Fp16Weights = WithDType<C, DType::F16>;
 
-// P of a step in 8 bits, as mma.sync reads them. The largest weight of a row is 255 there, which
+// P of a step in 8 bits, as mma.sync reads them. The largest of a row is 255 there, which
 // stands for 255 * unit.
 template <class C>
-struct Weights8 {
+struct Probabilities8 {
   mma_sync::Probabilities<C> p_rmem;
   float units[C::M_TILES][2];
 };
@@ -40,10 +40,9 @@ struct Weights8 {
 // products: they rise where a row's largest one exceeds one by more than 2^8. `stage`: shared
 // memory, where the scales are.
 template <class C, class RowOf>
-__device__ __forceinline__ void weigh_in_8_bits(device::Scores<C>& s_rmem, Weights8<C>& weights,
-                                                device::RowState<Fp16Weights<C>>& state,
-                                                device::Outputs<C>& o_rmem,
-                                                const unsigned char* stage, const RowOf& row_of) {
+__device__ __forceinline__ void exponentiate_in_8_bits(
+    device::Scores<C>& s_rmem, Probabilities8<C>& p8, device::RowState<Fp16Weights<C>>& state,
+    device::Outputs<C>& o_rmem, const unsigned char* stage, const RowOf& row_of) {
   const float* logs_smem = reinterpret_cast<const float*>(stage + C::SCALES_SMEM) + C::BLOCK_K +
                            ptx::mov_tid_x_volatile() % 4 * 2;
   const float* inverses_smem = logs_smem + C::BLOCK_K;
@@ -121,7 +120,7 @@ __device__ __forceinline__ void weigh_in_8_bits(device::Scores<C>& s_rmem, Weigh
     for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        weights.p_rmem[m][n / 4][n % 4 / 2 * 2 + r] =
+        p8.p_rmem[m][n / 4][n % 4 / 2 * 2 + r] =
             __byte_perm(pairs[m][r][0], pairs[m][r][1], 0x6420);
       }
     }
@@ -132,7 +131,7 @@ __device__ __forceinline__ void weigh_in_8_bits(device::Scores<C>& s_rmem, Weigh
     for (int r = 0; r < 2; ++r) {
       const float unit = ptx::ex2_approx_ftz(top[m][r] + row_of(m, r).shift - state.base[m][r]);
       state.sum[m][r] = fmaf(sums[m][r], unit, state.sum[m][r]);
-      weights.units[m][r] = unit * (1.0f / 255);
+      p8.units[m][r] = unit * (1.0f / 255);
     }
   }
 }
@@ -140,7 +139,7 @@ __device__ __forceinline__ void weigh_in_8_bits(device::Scores<C>& s_rmem, Weigh
 // O += P V for STEP_KEYS keys in 8 bits: integers, which become floats as those of Q K^T do.
 template <class C>
 __device__ __forceinline__ void multiply_pv_int8(device::Outputs<C>& o_rmem,
-                                                 const Weights8<C>& weights,
+                                                 const Probabilities8<C>& p8,
                                                  uint32_t v_smem /* this lane's row */,
                                                  const int32_t* zero_smem) {
   using Zero = device::WeightsOfIntegers;
@@ -158,7 +157,7 @@ __device__ __forceinline__ void multiply_pv_int8(device::Outputs<C>& o_rmem,
       const mma_sync::Fp8VFragments v(v_rmem);
 #pragma unroll
       for (int m = 0; m < C::M_TILES; ++m) {
-        const uint32_t (&p_rmem)[4] = weights.p_rmem[m][key / 32];
+        const uint32_t (&p_rmem)[4] = p8.p_rmem[m][key / 32];
         int32_t (&even)[4] = sums_rmem[m][0], (&odd)[4] = sums_rmem[m][1];
         ptx::mma_m16n8k32_u8_s8(even, p_rmem, v.even[0], v.even[1], key == 0 ? zero_rmem : even);
         ptx::mma_m16n8k32_u8_s8(odd, p_rmem, v.odd[0], v.odd[1], key == 0 ? zero_rmem : odd);
@@ -171,7 +170,7 @@ __device__ __forceinline__ void multiply_pv_int8(device::Outputs<C>& o_rmem,
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float sum = __int_as_float(sums_rmem[m][half][i]) - Zero::ZERO;
-          o_rmem[m][n + half][i] = fmaf(sum, weights.units[m][i / 2], o_rmem[m][n + half][i]);
+          o_rmem[m][n + half][i] = fmaf(sum, p8.units[m][i / 2], o_rmem[m][n + half][i]);
         }
       }
     }

@@ -163,7 +163,7 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
   device::RowState<Warp> state;
   device::clear(state);
   if constexpr (C::STATE_IN_SHARED) store_state<C>(state, shared);
-  struct Weighed {
+  struct Block {
     device::Probabilities<Warp> p_rmem;
     int key;        // the first of the block
     bool any;       // with masks: whether any row of the pair sees any key
@@ -177,10 +177,10 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
   };
   // Where registers are few that is asked anew before P V.
   constexpr bool ASKS_TWICE = C::STATE_IN_SHARED;
-  blocks.template visit<Weighed>(
-      walk, [&](const Weighed&, int key) { return ASKS_TWICE || sees(key); },
-      [&](Weighed& weighed, const mma_sync::QFragments<C>&, uint32_t, uint32_t, int key) {
-        weighed.key = key;
+  blocks.template visit<Block>(
+      walk, [&](const Block&, int key) { return ASKS_TWICE || sees(key); },
+      [&](Block& block, const mma_sync::QFragments<C>&, uint32_t, uint32_t, int key) {
+        block.key = key;
         if (ASKS_TWICE && !sees(key)) return;
         if constexpr (C::MASKED) find_half_masks<C>(all_params, cta, key, shared);
         device::Scores<Warp> s_rmem;
@@ -189,28 +189,28 @@ __device__ __forceinline__ void wide_fwd(const WideParams<C>& all_params) {
         if (C::MASKED || attention.transform_scores)
           device::transform_scores<Warp>(s_rmem, attention.rule);
         if constexpr (C::MASKED) {
-          weighed.any = apply_pair_masks<C>(s_rmem, shared);
-          weighed.seen = mma_sync::keys_of_warp<Warp>(s_rmem);
-          if (!weighed.any) return;
+          block.any = apply_pair_masks<C>(s_rmem, shared);
+          block.seen = mma_sync::keys_of_warp<Warp>(s_rmem);
+          if (!block.any) return;
         } else {
           mask_pair_scores<C>(s_rmem, cta, key);
         }
-        exponentiate_wide_scores<C>(weighed.p_rmem, s_rmem, state, o_rmem, attention.exp2_scale,
+        exponentiate_wide_scores<C>(block.p_rmem, s_rmem, state, o_rmem, attention.exp2_scale,
                                     shared);
         if constexpr (C::MASKED) {
           if (all_params.dropout.state_gmem != nullptr)
-            mma_sync::drop_of_warp<Warp>(weighed.p_rmem, all_params.dropout, cta, key);
+            mma_sync::drop_of_warp<Warp>(block.p_rmem, all_params.dropout, cta, key);
         }
       },
-      [&](const Weighed& weighed, uint32_t) {
-        if (ASKS_TWICE && !sees(weighed.key)) return;
+      [&](const Block& block, uint32_t) {
+        if (ASKS_TWICE && !sees(block.key)) return;
         if constexpr (C::MASKED) {
-          if (weighed.any) {
-            mma_sync::multiply_seen_pv<Warp>(o_rmem, weighed.p_rmem,
-                                             half_v_smem<C>(shared_smem + C::V_SMEM), weighed.seen);
+          if (block.any) {
+            mma_sync::multiply_seen_pv<Warp>(o_rmem, block.p_rmem,
+                                             half_v_smem<C>(shared_smem + C::V_SMEM), block.seen);
           }
         } else {
-          mma_sync::multiply_pv<Warp>(o_rmem, weighed.p_rmem,
+          mma_sync::multiply_pv<Warp>(o_rmem, block.p_rmem,
                                       half_v_smem<C>(shared_smem + C::V_SMEM));
         }
       });

@@ -77,14 +77,14 @@ __device__ __forceinline__ void store_gradient(const float (&gradient_rmem)[C::O
 
 // P and dS of one score, and the gradient of attn_mask. The scores of masked kernels are natural
 // logarithms.
-struct Weighed {
+struct PAndDs {
   float p, ds;
 };
 template <class C>
-__device__ __forceinline__ Weighed exponentiate_masked(const MaskedBackwardParams& params,
-                                                       const device::HeadMasks& masks, int query,
-                                                       int key, float s, float dp,
-                                                       const device::RowTerms& terms) {
+__device__ __forceinline__ PAndDs exponentiate_masked(const MaskedBackwardParams& params,
+                                                      const device::HeadMasks& masks, int query,
+                                                      int key, float s, float dp,
+                                                      const device::RowTerms& terms) {
   const AttentionParams& attention = params.call.attention;
   s *= attention.rule.tanh_scale;
   float slope_of_cap = 1.0f;
@@ -220,10 +220,10 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
             const int owned = cta.first_row + row, passing = block.row + column;
             const auto masks =
                 device::HeadMasks::of<C::OWNS>(all_params.masks, cta, OWNS_KEYS ? head : cta.head);
-            const Weighed weighed =
+            const PAndDs found =
                 exponentiate_masked<C>(all_params, masks, OWNS_KEYS ? passing : owned,
                                        OWNS_KEYS ? owned : passing, s, dp, terms);
-            p = weighed.p, ds = weighed.ds;
+            p = found.p, ds = found.ds;
           } else {
             float slope = 1.0f;
             if (attention.transform_scores) {
