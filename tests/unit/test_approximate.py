@@ -182,6 +182,7 @@ def test_a_context_ends_with_its_thread() -> None:
     assert found == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["int8", "", "quick"])
 def test_the_environment_variable_asks_in_the_whole_process(value: str) -> None:
     program = (

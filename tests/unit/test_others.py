@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 THEIRS = """
 import pytest
@@ -44,6 +46,7 @@ def test_race_condition():
 """
 
 
+@pytest.mark.slow
 def test_all_outcomes_are_counted(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "tests").mkdir(parents=True)
     (tmp_path / "theirs" / "tests" / "test_flash_attn.py").write_text(THEIRS)

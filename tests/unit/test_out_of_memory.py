@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.failing import run
 
 
+@pytest.mark.slow
 def test_every_allocation_on_the_cpu(tmp_path: Path) -> None:
     assert run("cpu", tmp_path) > 40

@@ -11,6 +11,7 @@ from tests.soak import __main__ as soak
 from tests.soak.kinds import Known, Worker
 
 
+@pytest.mark.slow
 def test_a_second_of_it_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -555,6 +555,7 @@ def test_without_a_gpu_it_says_what_is_missing(
     )
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_use_the_gpu_is_named_with_what_it_says() -> None:
     with pytest.raises(ValueError, match=r"torch .* cannot use cuda:7 \(install one .*\): .*Error"):
         _machine.ask(7)
@@ -602,6 +603,7 @@ def test_what_a_run_proved_is_chosen_afterwards_and_what_it_refuted_is_not(
             assert ("failures.txt" in archive.getnames()) != proved
 
 
+@pytest.mark.slow
 def test_the_whole_way_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job of probes and one of calls, in processes of their own."""
     file = tmp_path / "sent.tar.gz"
