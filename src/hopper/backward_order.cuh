@@ -48,8 +48,8 @@ template <class C>
 __device__ __forceinline__ bool much_work_follows(const BackwardKernelParams& params, int batch,
                                                   int tiles, int heads_behind) {
   const AttentionParams& attention = params.backward.attention;
-  // The triangle that a causal mask leaves, in squares of a tile's rows: the longest tile has as
-  // many of them as there are tiles.
+  // Under a causal mask tile i of a head computes i + 1 blocks of as many rows as a tile has: n
+  // tiles have n (n + 1) / 2 blocks.
   const auto work_of_head = [](int rows) {
     const auto n = static_cast<float>((rows + C::ROWS - 1) / C::ROWS);
     return 0.5f * n * (n + 1.0f);

@@ -127,8 +127,8 @@ struct Config {
   static constexpr bool TAKES_TRANSPOSED_V = WARPGROUPS < 4;
   static constexpr int TURNING_WARPS = 3;
   static constexpr int RAW_STAGES = TRANSPOSES_V ? 2 : 0;  // blocks of V to transpose
-  // How often the masked step stands in a kernel: once for both ends of a tile's keys, or for each.
-  // With more than 128 keys at a time one would spill a register.
+  // Copies of the step with masks in a kernel's code: one for the first and the last block of keys
+  // alike, or one for each. With more than 128 keys at a time a single copy spills a register.
   static constexpr int MASKED_STEPS = BLOCK_K > 128 ? 2 : 1;
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
   // The columns of V that a product takes. With 8 bits and without OVERLAPS all of them are

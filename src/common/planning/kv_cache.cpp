@@ -247,10 +247,9 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   Launch& attention = plan.launches[0];
   attention.image = cache_image(folder, problem);
   if (decodes && !fp8) attention.image = decode_image;
-  // A launch that may start early also takes the host less time. One whose CTAs are all on the SMs
-  // at the same time does not: beside the last CTAs of such a call those of the next one would take
-  // the room of a third on some SMs and leave others with one. (Behind an append no such call comes
-  // right before.)
+  // PDL also saves host time. It is left out where all CTAs of a call are on the SMs at once: those
+  // of the next call would start where the first ones have ended, and then lie unevenly, three on
+  // some SMs and one on others. (Behind an append no such call comes right before.)
   const bool all_at_once = !chosen.combines() && !for_few_rows && !core::has_append(problem) &&
                            ctas <= int64_t{plan.tile.ctas_per_sm} * device.sm_count;
   attention.uses_pdl = decodes && !all_at_once;
