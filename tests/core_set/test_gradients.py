@@ -63,9 +63,10 @@ PLANNED_FOR = on.pick(simulator="H200", gpu=None)
 @pytest.mark.parametrize("dtype", WIDE_DTYPES)
 def test_kernels_of_large_tiles(dtype: str, dims: tuple[int, int]) -> None:
     tensors = inputs(*WIDE_ROWS, *dims, dtype)
+    schedules = (2, 3) if dtype == "bfloat16" else (3,)
     for causal in (True, False):
         differentiate_and_check(
-            on, "ampere", *tensors, schedules=(2, 3), causal=causal, planned_for=PLANNED_FOR
+            on, "ampere", *tensors, schedules=schedules, causal=causal, planned_for=PLANNED_FOR
         )
 
 
