@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from archflash import reference
-from archflash._kvcache import packed_parts
+from archflash._latent_rows import packed_parts
 
 from .. import kvcache_cases
 from ..kvcache_cases import CacheCall, make, packed_cache, with_places

@@ -21,7 +21,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_bias", "masks", "_dropout", "_packed_rows", "_sharding", "_plain_tensors", "_torch_kernels"),
     (
         "_autocast",
+        "_cache_checks",
         "_key_lists",
+        "_latent_rows",
         "_options",
         "_registry",
         "_measured",
