@@ -126,7 +126,8 @@ def attention(
             dtype float8_e8m0fnu and the last dimension contiguous, as `archflash.quantize_mxfp8`
             makes them, laid out as q, k and v: a scale for 32 columns of a row of q and k,
             ``(batch, heads_q, nq, ceil(d / 32))``, and for 32 rows of a column of v, ``(batch,
-            heads_kv, ceil(nk / 32), dv)``. Not with cu_seqlens; by a kernel on 12.x.
+            heads_kv, ceil(nk / 32), dv)``. Not with cu_seqlens; by a kernel on 12.x, once
+            `archflash verify` has found it right there.
         k_descale: float32: float8 k stands for k * k_descale. Shaped as q_descale, with heads_kv
             and nk.
         v_descale: float32: float8 v stands for v * v_descale. Shaped as k_descale.

@@ -34,8 +34,9 @@ def attention_nvfp4(
     """Computes softmax(scale * q k^T) v of NVFP4 numbers, without quantising them again.
 
     On 12.x the kernel of approximate="nvfp4" multiplies them as they are, and rounds only P, to
-    four bits. Elsewhere, where that kernel cannot serve the call or torch traces it, the numbers
-    are converted to `out_dtype` and `archflash.attention` serves it.
+    four bits, where `archflash verify` has found it right. Elsewhere, where that kernel cannot
+    serve the call or torch traces it, the numbers are converted to `out_dtype` and
+    `archflash.attention` serves it.
 
     Args:
         q: the triple (values, scales, unit) of `archflash.quantize_nvfp4`: uint8 ``(batch, heads_q,
@@ -78,10 +79,10 @@ def attention_nvfp4(
         "return_lse": return_lse,
     }
     values = [x for x, _, _ in inputs.values()]
-    forced = _dispatch.forced() if implementation is None else implementation
     plan = None
-    if forced != "torch" and not goes_through_operator(*(x for of in inputs.values() for x in of)):
-        plan = _plan(inputs, call, out_dtype, forced)
+    if not goes_through_operator(*(x for of in inputs.values() for x in of)):
+        forced = _dispatch.forced() if implementation is None else implementation
+        plan = None if forced == "torch" else _plan(inputs, call, out_dtype, forced)
     if plan is None:
         exact = [_numbers(x, out_dtype, -2 if of == "v" else -1) for of, x in inputs.items()]
         return _api.attention(exact[0], exact[1], exact[2], implementation=implementation, **call)

@@ -141,7 +141,9 @@ def asked_for(name: str) -> bool:
     return name in names
 
 
-def proved(name: str, capability: tuple[int, int], of: str = FORWARD) -> bool:
+def proved(
+    name: str, capability: tuple[int, int], of: str = FORWARD, elsewhere: bool = True
+) -> bool:
     """Whether a kernel may be chosen on GPUs of a compute capability: it was shown right there, or
     needs no proof of its own there, and was not found wrong on this machine; or ARCHFLASH_UNPROVED
     asks for it.
@@ -150,23 +152,26 @@ def proved(name: str, capability: tuple[int, int], of: str = FORWARD) -> bool:
         name: the folder.
         capability: of the GPU.
         of: FORWARD or BACKWARD.
+        elsewhere: whether a run on a GPU of another capability counts, for kernels that say so.
     """
     proofs = committed()
     if Proof(name, of, capability) in own(REFUTED):
         return asked_for(name)
     if Proof(name, of, capability) in proofs:
         return True
-    elsewhere = any((name, of) == proof[:2] for proof in proofs)
-    if elsewhere and _registry.description(name).proved_by_any_gpu:
+    ran = any((name, of) == proof[:2] for proof in proofs)
+    if elsewhere and ran and _registry.description(name).proved_by_any_gpu:
         return True
     return asked_for(name) or Proof(name, of, capability) in own()
 
 
-def why_not(name: str, capability: tuple[int, int], of: str = FORWARD) -> str | None:
+def why_not(
+    name: str, capability: tuple[int, int], of: str = FORWARD, elsewhere: bool = True
+) -> str | None:
     """Why dispatch does not choose a kernel that could serve a call, as a sentence; None if nothing
-    speaks against it.
+    speaks against it. The arguments are those of `proved`.
     """
-    if proved(name, capability, of):
+    if proved(name, capability, of, elsewhere):
         return None
     major, minor = capability
     return f"compute capability {major}.{minor}: {_never_ran(name, capability, of)}"
@@ -193,13 +198,16 @@ _warned: set[tuple[str, str]] = set()
 _warning = threading.Lock()
 
 
-def note(name: str, device: _native.Device, chosen: str, stacklevel: int = 4) -> None:
+def note(
+    name: str, device: _native.Device, chosen: str, elsewhere: bool = True, stacklevel: int = 4
+) -> None:
     """Warns, once for each kernel and GPU, that a kernel would serve a call had it a proof.
 
     Args:
         name: that kernel.
         device: the GPU.
         chosen: who serves the call.
+        elsewhere: as for `proved`.
         stacklevel: frames from here to the caller's, for the warning.
     """
     with _warning:
@@ -207,7 +215,7 @@ def note(name: str, device: _native.Device, chosen: str, stacklevel: int = 4) ->
             return
         _warned.add((name, device.name))
     major, minor = device.capability
-    of = FORWARD if why_not(name, device.capability) else BACKWARD
+    of = FORWARD if why_not(name, device.capability, FORWARD, elsewhere) else BACKWARD
     server = "PyTorch serves" if chosen == _registry.TORCH else f"{chosen} serves"
     why = _never_ran(name, device.capability, of).replace("such a GPU", "one", 1)
     warnings.warn(

@@ -189,3 +189,14 @@ def test_who_does_not_serve_it_says_why(kernel: str, device: str, words: str) ->
     (q, k, v), scales = inputs(64, 64, 64, 64)
     with pytest.raises(archflash.ForcedImplementationError, match=words):
         archflash.explain(q, k, v, device=device, implementation=kernel, **scales)
+
+
+def test_it_is_chosen_where_a_run_has_shown_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of the kernels for other inputs, on other GPUs, says nothing about it."""
+    (q, k, v), scales = inputs(64, 64, 64, 64)
+    found = archflash.explain(q, k, v, device="RTX 5090", **scales)
+    assert found.chosen == "torch"
+    assert found.unproved == ("blackwell_consumer",)
+    assert archflash.explain(q, k, v, device="RTX 5090").chosen == "blackwell_consumer"
+    monkeypatch.setenv("ARCHFLASH_UNPROVED", "blackwell_consumer")
+    assert archflash.explain(q, k, v, device="RTX 5090", **scales).chosen == "blackwell_consumer"

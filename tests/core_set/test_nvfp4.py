@@ -266,6 +266,13 @@ def test_exact_kernels_serve_stored_numbers_elsewhere() -> None:
     assert (lse - expected_lse).abs().max() < 0.05
 
 
+def test_a_traced_call_computes_exactly() -> None:
+    made, _ = stored(24, 40, 32, 48)
+    compiled = torch.compile(archflash.attention_nvfp4, backend="aot_eager", fullgraph=True)
+    expected = archflash.attention_nvfp4(*made, causal=True, implementation="torch")
+    assert torch.equal(compiled(*made, causal=True, implementation="torch"), expected)
+
+
 GOOD = [
     archflash.quantize_nvfp4(torch.ones(1, heads, rows, 64), dim=dim)
     for heads, rows, dim in ((2, 32, -1), (1, 48, -1), (1, 48, -2))

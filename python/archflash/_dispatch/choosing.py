@@ -32,6 +32,9 @@ class _Answers:
         self._capability = device.capability
         self.order = order.of(problem, self._capability, device)
         self.unproved: list[str] = []
+        # Kernels that multiply by block scales have code for few GPUs only: a run elsewhere, of
+        # other kernels, is no proof of them.
+        self.elsewhere = problem.descale < 16
         self._of: dict[str, _native.LaunchPlan | list[str]] = {}
 
     def _ask(self, name: str) -> _native.LaunchPlan | list[str]:
@@ -54,7 +57,7 @@ class _Answers:
 
     def _why_not(self, name: str) -> str | None:
         """Why a kernel has no proof for this call; see _proofs."""
-        why = _proofs.why_not(name, self._capability)
+        why = _proofs.why_not(name, self._capability, elsewhere=self.elsewhere)
         if why is None and self._problem.needs_grad:
             why = _proofs.why_not(name, self._capability, _proofs.BACKWARD)
         return why
@@ -230,7 +233,7 @@ def choose(
     chosen, plan = answers.first()
     _require_kernel(chosen, answers, problem, device)
     if answers.unproved:
-        _proofs.note(answers.unproved[0], device, chosen)
+        _proofs.note(answers.unproved[0], device, chosen, answers.elsewhere)
     if plan is not None or answers.a_kernel_could():
         return plan, {}
     kernels = (kernel for kernel in answers.order if kernel != _registry.TORCH)

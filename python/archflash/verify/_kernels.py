@@ -100,11 +100,30 @@ def forward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
     for dims, shape in itertools.product(DIMS, SHAPES):
         for name, options in options_of(dtype, takes):
             yield candidate(kernel, dtype, dims, shape, name, options, setup)
+        if dtype in FP8 and "block_scales" in takes:
+            yield candidate(kernel, dtype, dims, shape, "block scales", block_scales(dims), setup)
     if dtype not in FP8 and takes & {"kv_cache", "kv_cache_prefill", "qv"}:
         yield from of_caches(kernel, dtype, setup)
 
 
 Options = Callable[[Maker, tuple[int, int, int, int, int]], Call]
+
+
+def block_scales(dims: tuple[int, int]) -> Options:
+    """Scales of 32 numbers, near 1, for tensors of these head dimensions."""
+
+    def options(make: Maker, shape: tuple[int, int, int, int, int]) -> Call:
+        batch, heads, heads_kv, rows, keys = shape
+        (d, dv), step = dims, _native.SCALED_NUMBERS
+        sizes = {
+            "q": (heads, rows, -(-d // step)),
+            "k": (heads_kv, keys, -(-d // step)),
+            "v": (heads_kv, -(-keys // step), dv),
+        }
+        powers = {x: (make.rand(batch, *size) + 127).to(torch.uint8) for x, size in sizes.items()}
+        return {f"{x}_descale": y.view(torch.float8_e8m0fnu) for x, y in powers.items()}
+
+    return options
 
 
 def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
