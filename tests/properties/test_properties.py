@@ -25,6 +25,7 @@ from tests.properties.drawing import (
 from tests.properties.found import FOUND
 from tests.properties.illegal import raises, refuses
 from tests.properties.illegal_others import Legal, Options, spoiled
+from tests.properties.making import Maker
 
 pytestmark = pytest.mark.filterwarnings("ignore:archflash. tensors are on the CPU")
 ALWAYS_THE_SAME = settings(
@@ -168,5 +169,37 @@ def test_calls_with_block_scales_agree_with_float64() -> None:
     @given(st.builds(draw_block_scaled, chances, st.just(70)))
     def property_holds(problem: Problem) -> None:
         check(problem, "blackwell_consumer", "torch")
+
+    property_holds()
+
+
+def test_nvfp4_tensors_agree_with_float64() -> None:
+    @settings(ALWAYS_THE_SAME, max_examples=12)
+    @given(chances)
+    def property_holds(chance: random.Random) -> None:
+        heads_kv, nq, nk = chance.choice((1, 2)), chance.randint(1, 140), chance.randint(0, 200)
+        heads, d, dv = heads_kv * chance.choice((1, 3)), 16 * chance.randint(1, 8), 48
+        make = Maker(chance.randint(0, 999), "cpu")
+        triples, numbers = [], []
+        for count, rows, columns, dim in (
+            (heads, nq, d, -1), (heads_kv, nk, d, -1), (heads_kv, nk, dv, -2)
+        ):  # fmt: skip
+            x = make.rand(1, count, rows, columns) * chance.choice((0.01, 1.0, 3.0))
+            per = chance.choice(("tensor", "head"))
+            triples.append(archflash.quantize_nvfp4(x, per=per, dim=dim))
+            numbers.append(archflash.reference.dequantize_nvfp4(*triples[-1], dim))
+        call = {
+            "causal": chance.random() < 0.5,
+            "window": chance.choice((None, (chance.randint(0, 90), chance.randint(0, 30)))),
+            "q_offset": chance.choice((None, -5, 40)),
+            "sinks": chance.choice((None, make.rand(heads))),
+            "scale": chance.choice((0.03, 0.3)),
+        }
+        out, lse = archflash.attention_nvfp4(
+            *triples, implementation="blackwell_consumer", return_lse=True, **call
+        )
+        for report in archflash.reference.check_stored_nvfp4(out, lse, *numbers, **call):
+            assert report is not None
+            assert report.ok, report
 
     property_holds()
