@@ -216,6 +216,13 @@ def _problems(
         for name in _dispatch.approximating.NAMES:
             for options in ({}, {"key_ranges": ranges}):
                 yield _api.make_problem(q, k, v, approximate=name, **options).as_if_on_cuda()
+    if dtype.itemsize == 1 and hasattr(torch, "float8_e8m0fnu"):
+        q, k, v = (torch.empty(1, 1, 64, dim, dtype=dtype) for dim in (d, d, dv))
+        columns, rows = (-(-n // _native.SCALED_NUMBERS) for n in (d, 64))
+        of_q = torch.empty(1, 1, 64, columns, dtype=torch.float8_e8m0fnu)
+        of_v = torch.empty(1, 1, rows, dv, dtype=torch.float8_e8m0fnu)
+        scales = {"q_descale": of_q, "k_descale": of_q, "v_descale": of_v}
+        yield _api.make_problem(q, k, v, **scales).as_if_on_cuda()
     yield from _problems_with_cache(device, dtype, d, dv)
     yield from _problems_with_masks(device, dtype, d, dv)
 

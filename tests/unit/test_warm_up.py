@@ -84,6 +84,16 @@ def test_fp8_brings_every_kernel_of_the_quantiser_along() -> None:
     assert names == {"ada_attention_fwd_e4m3_d128"} | hopper | kernels_built("quantize/quantize")
 
 
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="torch before 2.7 lacks it")
+def test_fp8_brings_the_kernel_of_block_scales_along_where_it_is_proved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mx = "blackwell_consumer_attention_fwd_e4m3_mx_d128"
+    assert mx not in loaded("RTX 5090", [E4M3], [(128, 96)])
+    monkeypatch.setenv("ARCHFLASH_UNPROVED", "blackwell_consumer")
+    assert mx in loaded("RTX 5090", [E4M3], [(128, 96)])
+
+
 def test_nothing_is_loaded_where_pytorch_serves_every_call() -> None:
     assert loaded("H200", [torch.float64], [(64, 64)]) == set()
     assert loaded("H200", [HALF], [(999, 999)]) == set()
