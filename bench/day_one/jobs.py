@@ -79,6 +79,11 @@ WALK_CASES = tuple(
     Case(f"bf16 1x{heads} {n} d128 c", "bf16", 1, heads, heads, n, n, 128, 128, True)
     for heads, n in ((32, 4096), (32, 8192), (8, 16384), (16, 32768))
 )
+# The calls whose waits at barriers are counted, warp by warp.
+COUNTED = tuple(
+    f"--shape 2,16,{rows},{d}{more}"
+    for rows, d, more in ((8192, 128, ""), (8192, 64, ""), (8192, 128, " --gradients"))
+)
 SANITIZERS = ("racecheck", "synccheck")
 # The first compute-sanitizer that is trusted with tcgen05: that of CUDA 13.1.
 SANITIZER_VERSION = (2025, 4)
@@ -120,8 +125,8 @@ class Setup:
         return "cpu" if self.simulate else "cuda"
 
 
-VERIFY = "verify"
-PARTS = ("correctness", "pairs", VERIFY, "sanitizers", "switches", "walks", "peers")
+VERIFY, WAITS = "verify", "waits"
+PARTS = ("correctness", "pairs", VERIFY, "sanitizers", "switches", "walks", WAITS, "peers")
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,8 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
             functools.partial(time_settings, "switches", settings),
         )  # fmt: skip
         timings("walks", WALK_CASES, functools.partial(time_settings, "walks", walks))
+        for call in COUNTED if not simulate else ():
+            made.append(Job(WAITS, call, SWITCH_LIMIT, functools.partial(count_waits, call)))
     timings("peers", cases.values(), time_peers)
     return made
 
@@ -697,6 +704,16 @@ def _own_candidate(case: Case, setup: Setup) -> Candidate:
         return wheel
     bind = functools.partial(bind_setting, alone, setup)
     return dataclasses.replace(wheel, bind=bind, features=f"switch={alone.name}")
+
+
+def count_waits(call: str, setup: Setup) -> Iterator[Row]:
+    """Counts how long each warp waits at each barrier of a call (bench/waits.py)."""
+    command = [sys.executable, "-m", "bench.waits", "--implementation", setup.implementation]
+    status, told = _run_aloud([*command, "--dtype", "bfloat16", *call.split()])
+    if status != 0:
+        raise WrongError(f"exit status {status}: {told[-MESSAGE_LENGTH:]}")
+    for line in told.splitlines():
+        yield record.make_row(WAITS, call, "note", line)
 
 
 def _plan_of(case: Case, setup: Setup) -> Any:

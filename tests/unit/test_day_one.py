@@ -40,8 +40,29 @@ def test_jobs_check_before_they_time_and_cover_every_switch() -> None:
     switches = names("switches")
     assert switches[: len(others) + 1] == [*others, variants.GRADIENTS]
     assert len(switches) > len(others)
-    for part in ("switches", "walks"):
+    for part in ("switches", "walks", "waits"):
         assert not names(part, implementation="ampere")
+
+
+def test_waits_are_counted_in_a_process_whose_lines_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, told = [], ["a_kernel on a GPU", "77.0% 12 load.cuh:9: wait", "1 ms, with 2 ms"]
+
+    def run(command: list[str]) -> tuple[int, str]:
+        asked.append(" ".join(command[1:]))
+        return len(asked) - 1, "\n".join(told)
+
+    monkeypatch.setattr(jobs, "_run_aloud", run)
+    setup = jobs.Setup("blackwell_dc", False)
+    *_, gradients = jobs.COUNTED
+    assert [row["detail"] for row in jobs.count_waits(gradients, setup)] == told
+    assert asked == [
+        "-m bench.waits --implementation blackwell_dc --dtype bfloat16 "
+        "--shape 2,16,8192,128 --gradients"
+    ]
+    with pytest.raises(jobs.WrongError, match="exit status 1: a_kernel on a GPU"):
+        list(jobs.count_waits(gradients, setup))
 
 
 # --- the record ---

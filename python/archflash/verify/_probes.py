@@ -2,7 +2,7 @@
 
 The bits are those of the simulator (`python -m tests.sim.probes --write`), a hash for each kernel,
 and for each compute capability where tensor cores round sums otherwise. An H200 gives all of those
-for 9.0 (2026-11-28). Probes speak for no kernel: they say which instruction is to blame where a
+for 9.0 (2026-11-29). Probes speak for no kernel: they say which instruction is to blame where a
 kernel is wrong.
 """
 
