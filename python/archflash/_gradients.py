@@ -434,21 +434,29 @@ def _of_these_keys(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, 
     return dout.to(out.dtype), (share * dlse).to(lse.dtype)
 
 
+def _outside_of_inference(x: Any) -> Any:
+    """A value as it is, or a copy of a tensor of inference mode, which autograd does not keep."""
+    return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
+
+
 def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
     """The gradients by PyTorch: the call is computed once more, for autograd to differentiate."""
     # Float32 gradients, which may be parts of a sum, must not be rounded before. On a GPU that
     # would cost PyTorch its fused kernels.
     is_wide = into.dk.dtype == torch.float32 and not request.q.is_cuda
     inside = torch.float32 if is_wide and request.q.element_size() == 2 else request.q.dtype
-    leaves = [x.detach().to(inside).requires_grad_() for x in (request.q, request.k, request.v)]
-    options = _options.for_torch(request.options) | {"out": None, "return_lse": True}
     targets = [into.dq, into.dk, into.dv]
-    for option, target in (("sinks", into.dsinks), ("attn_mask", into.dmask)):
-        if target is not None:
-            options[option] = request.options[option].detach().requires_grad_()
-            leaves.append(options[option])
-            targets.append(target)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        given = (_outside_of_inference(x) for x in (request.q, request.k, request.v))
+        leaves = [x.detach().to(inside).requires_grad_() for x in given]
+        options = _options.for_torch(request.options) | {"out": None, "return_lse": True}
+        options = {name: _outside_of_inference(x) for name, x in options.items()}
+        for option, target in (("sinks", into.dsinks), ("attn_mask", into.dmask)):
+            if target is not None:
+                options[option] = options[option].detach().requires_grad_()
+                leaves.append(options[option])
+                targets.append(target)
         stack.enter_context(_with_autograd())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_autocast.no_autocast(request.q.device.type))
@@ -457,8 +465,8 @@ def _by_torch(request: Request, into: Gradients, deterministic: bool) -> None:
             stack.enter_context(math_only)
         answer = _torch.attention(*leaves[:3], **options)
         assert not isinstance(answer, Tensor)
-        given = _of_these_keys(request, answer[0].detach(), answer[1].detach())
-        found = torch.autograd.grad(answer, leaves, given, allow_unused=True)
+        grads = _of_these_keys(request, answer[0].detach(), answer[1].detach())
+        found = torch.autograd.grad(answer, leaves, grads, allow_unused=True)
     for target, gradient in zip(targets, found, strict=True):
         if target is into.dmask:
             gradient = None if gradient is None else gradient.reshape(target.shape)

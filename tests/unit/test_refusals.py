@@ -16,7 +16,15 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import archflash
-from archflash import UnsupportedError, _key_lists, reference
+from archflash import (
+    ForcedImplementationError,
+    UnsupportedError,
+    _gradients,
+    _key_lists,
+    _options,
+    reference,
+)
+from archflash._api import find_device
 from archflash.compat import flash_attn_interface as interface3
 from archflash.compat import flash_mla
 from archflash.compat.flash_attn import _private as interface2
@@ -283,3 +291,66 @@ def test_four_bits_in_either_layout_and_without_keys(keys: int) -> None:
     assert [x.shape for x in reference.nvfp4(q[:0], k[:0], v[:0])] == [
         (0, 4, 20, 33), (0, 2, keys, 33), (0, 2, keys, 32),
     ]  # fmt: skip
+
+
+# --- values and gradients whose plans are made up ---
+
+
+def backward_of(rows: int = 64, **options: Any) -> tuple[Any, Any, Any]:
+    """What decides about gradients of a call on a GPU: the request, its targets and the problem."""
+    q = torch.empty(1, 2, rows, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 2, rows, device="meta")
+    request = _gradients.Request(q, q, q, q, q, lse, None, _options.complete(options))
+    targets = _gradients.Gradients.like(request, (None, None, None), False)
+    return request, targets, request.problem().as_if_on_cuda()
+
+
+def test_a_forced_backward_names_what_keeps_it() -> None:
+    request, targets, problem = backward_of()
+    h200 = find_device("H200")
+    given = ("ampere", request, problem, targets, h200)
+    assert _gradients._forced_plan(*given, None, False).implementation == "ampere"
+    with pytest.raises(ForcedImplementationError, match="ampere is forced, but no driver"):
+        _gradients._forced_plan(*given, "no driver", False)
+    with pytest.raises(ForcedImplementationError, match="cannot compute the gradients of bfloat16"):
+        _gradients._forced_plan("ada", *given[1:], None, False)
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, Watching], ids=["eager", "watched"])
+@pytest.mark.parametrize("within", ["call", "tensors", "both"])
+def test_gradients_in_inference_mode(way: Callable[[], Any], within: str) -> None:
+    """They need no graph of the caller's, and tensors of that mode are as good as others."""
+    sinks, mask = torch.tensor([0.5, -1.0]), torch.randn(1, 1, 5, 5)
+    for options, more in (
+        ({}, {}), ({"softcap": 3.0, "causal": True}, {}),
+        ({"attn_mask": mask, "sinks": sinks}, {"mask_gradient": True}),
+    ):  # fmt: skip
+        out, lse = archflash.attention(Q, Q, Q, return_lse=True, **options)
+        with torch.inference_mode(within != "call"):
+            given = [x.clone() for x in (out, Q, Q, Q, out, lse)]
+            of_mode = {n: x.clone() if isinstance(x, Tensor) else x for n, x in options.items()}
+        with torch.inference_mode(within != "tensors"), way():
+            found = archflash.attention_backward(*given, **of_mode, **more)
+        expected = reference.attention_backward(out, Q, Q, Q, **options)
+        names = ("dq", "dk", "dv", "dsinks", "dmask")
+        for x, name in zip(found, names, strict=False):
+            right = getattr(expected, name)
+            torch.testing.assert_close(x.double(), right.reshape(x.shape), atol=1e-5, rtol=1e-5)
+
+
+def test_masks_of_wrong_shapes_and_sizes_are_named() -> None:
+    masks, lists = archflash.masks, torch.zeros(1, 1, 5, 2, dtype=torch.int32)
+    for call, kind, said in (
+        (lambda: masks.from_key_indices(lists[0], 5, 9), ValueError, "key_indices"),
+        (lambda: masks.from_key_indices(lists[:, :, :3], 5, 9), ValueError, "key_indices"),
+        (
+            lambda: masks.from_key_indices(lists, 5, 9, topk_lengths=int32(1, 2, 3)), ValueError,
+            "topk_lengths",
+        ),
+        (
+            lambda: masks.from_key_indices(lists, 5, 9, dtype=torch.int32), TypeError,
+            "dtype is torch.int32: it must be floating point",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=said):
+            call()
