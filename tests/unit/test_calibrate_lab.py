@@ -217,9 +217,9 @@ def _one(x: Tensor) -> tuple[Tensor]:
 
 def test_the_kernels_that_would_serve_a_point(card: Card) -> None:
     measuring = Lab(0, 1 << 20)
-    assert measuring.one_of_ours(POINT) == "hopper"
+    assert measuring.ours(POINT) == ["hopper", "ampere", "simt"]
     card.us = {"torch-cudnn": 1.0}
-    assert measuring.one_of_ours(POINT) is None
+    assert measuring.ours(POINT) == []
     assert measuring.pytorchs(POINT) == "torch-cudnn"
     fp8 = POINT._replace(kind=POINT.kind._replace(dtype="fp8"))
     assert measuring.pytorchs(fp8) is None
@@ -269,11 +269,11 @@ class Ask:
                 asking.seen.append((point, tuple(found.first_s)))
                 return found
 
-            def one_of_ours(self, point: Point) -> str | None:
-                return "ampere"
+            def ours(self, point: Point) -> list[str]:
+                return ["hopper", "ampere"]
 
             def host_us(self, point: Point, name: str) -> float:
-                return 9.0 if name == "ampere" else 30.0
+                return {"hopper": 8.0, "ampere": 9.0}.get(name, 30.0)
 
             def pytorchs(self, point: Point) -> str | None:
                 return "torch-cudnn"
@@ -293,11 +293,14 @@ class Ask:
     def __call__(self, capsys: pytest.CaptureFixture[str], seconds: float, **asked: Any) -> Any:
         """The exit status, and what it says, by its first word."""
         self.seen.clear()
-        told = {"device": 0, "known": [], "skip": [], "host": True, "until": self.now + seconds}
+        told = {"device": 0, "known": [], "skip": [], "host": HOST, "until": self.now + seconds}
         self.patch.setattr("sys.stdin", io.StringIO(json.dumps(told | asked)))
         status = worker.main()
         said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         return status, {key: [x[key] for x in said if key in x] for x in said for key in x}
+
+
+HOST = [[passes, name] for passes in (FORWARD, BOTH) for name in ("hopper", "ampere", "torch")]
 
 
 @pytest.fixture
@@ -308,11 +311,13 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
 def test_points_are_measured_until_the_time_is_over(
     ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, said = ask(capsys, 3.0, host=False)
+    status, said = ask(capsys, 3.0, host=[], skip=[["hopper", BOTH]])
     assert status == 0
     assert said["done"] == [True]
-    assert said["host"] == [[passes, who, us] for passes in (FORWARD, BOTH)
-                            for who, us in (("ours", 9.0), ("torch", 30.0))]  # fmt: skip
+    assert said["host"] == [
+        [FORWARD, "hopper", 8.0], [FORWARD, "ampere", 9.0], [FORWARD, "torch", 30.0],
+        [BOTH, "ampere", 9.0], [BOTH, "torch", 30.0],
+    ]  # fmt: skip
     points = [worker.point_of(told) for told in said["point"]]
     assert len(points) == len(set(points)) >= 20
     assert {point.kind.passes for point in points} == {FORWARD, BOTH}
