@@ -128,6 +128,26 @@ def test_what_the_arguments_of_packed_operators_mean(asked: list[Any]) -> None:
     assert "cu_seqlens_q" not in asked[-1]
 
 
+def test_what_the_arguments_of_cudnns_packed_operators_mean(asked: list[Any]) -> None:
+    """PyTorch calls them from 2.15 on; the schema of the first one is older."""
+    kernel = forward._cudnn_packed("_cudnn_attention_forward")
+    out, lse, *rest = kernel(FLAT, FLAT, FLAT, None, ENDS, OTHERS, 3, 4, True, 0.0, True)
+    assert asked[-1]["q_offset"] == 0  # to the top left
+    assert (out.shape, lse.shape) == (FLAT.shape, FLAT_LSE.shape)
+    assert [x is y for x, y in zip(rest[:2], (ENDS, OTHERS), strict=True)] == [True, True]
+    assert rest[2:4] == [3, 4]
+    assert rest[-1] is None
+    given = {"query": FLAT, "key": FLAT, "value": FLAT, "cum_seq_q": ENDS, "cum_seq_k": ENDS}
+    given |= {"max_q": 3, "max_k": 3}
+    into = torch.empty_like(FLAT)
+    assert kernel(**given, out=into) is not None
+    assert asked[-1]["out"] is into
+    assert "q_offset" not in asked[-1]
+    assert kernel(**given, attn_bias=MASK) == "attn_bias of packed sequences"
+    asked.append("ampere: no such tile")
+    assert kernel(**given) == "ampere: no such tile"
+
+
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("rows", [5, 32])
 def test_the_log_sum_exp_of_the_efficient_operator_is_padded(
@@ -297,3 +317,33 @@ def test_the_runtime_is_told_a_plan_or_why_there_is_none(monkeypatch: pytest.Mon
     assert plan.problem.want_lse
     assert not decide(problem(1024, want_lse=False).as_if_on_cuda(), 0, "ampere").problem.want_lse
     assert _dispatch.forced() is None
+
+
+def test_without_a_registry_of_pytorchs_the_operators_are_replaced_and_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with older versions of torch."""
+    in_front: list[Any] = []
+
+    class Replaced:
+        def __init__(self, operators: dict[str, Any]) -> None:
+            assert {*forward.OPERATORS, *backward.OPERATORS} <= {*operators}
+            in_front.append(self)
+
+        def remove(self) -> None:
+            in_front.remove(self)
+
+    monkeypatch.setattr(_overrides, "_HAS_REGISTRY", False)
+    monkeypatch.setattr(_overrides, "_replaced", None)
+    monkeypatch.setattr(_overrides, "Replaced", Replaced)
+    archflash.stats(reset=True)
+    for _ in range(2):
+        with archflash.enabled():
+            assert len(in_front) == 1
+            archflash.enable()
+            assert len(in_front) == 1
+            _overrides.count_declined("its operators count it")
+        assert in_front == []
+    archflash.disable()
+    _overrides.count_declined("a reason")
+    assert archflash.stats().declined == {"a reason": 1}
