@@ -174,9 +174,14 @@ def test_ranges_mean_what_the_function_says(name: str, nq: int, offset: int) -> 
         blocks(torch.tensor([[1, -1, 1] * 8])),
         renumbered(causal, POSITIONS),
         both(renumbered(causal, POSITIONS.flip(1)), packed(NUMBERS)),
+        both(renumbered(causal, POSITIONS[:, :5]), packed(NUMBERS)),
+        both(renumbered(lambda b, h, q, k: k <= q, POSITIONS), packed(NUMBERS)),
+        window(0),
+        packed(NUMBERS[:, :0]),
     ],
     ids=["unknown", "part unknown", "five ranges", "scattered documents", "a block in two pieces",
-         "positions without documents", "positions that do not run on"],
+         "positions without documents", "positions that do not run on", "too few positions",
+         "unknown in documents", "an empty window", "no numbers of documents"],
 )  # fmt: skip
 def test_what_has_no_closed_form(function: MaskFunction) -> None:
     assert _mask_functions.ranges_of(function, torch.arange(KEYS)) is None
