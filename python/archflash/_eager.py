@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -120,6 +121,14 @@ def refuse_derivatives(what: str, **given: Any) -> None:
                 f"{name} has a tangent of forward-mode autograd, and {what} has no derivative: "
                 f"pass {name}.detach()"
             )
+
+
+def give_code(wrapper: Any, function: Callable[..., Any]) -> None:
+    """Gives what a decorator has made of a function a code object of its own. torch.compile stops
+    compiling one that it has compiled too often, and all that a decorator makes share theirs.
+    """
+    assert isinstance(wrapper, FunctionType)
+    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
 
 
 class _WithoutGradient(torch.autograd.Function):

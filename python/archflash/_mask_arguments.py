@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._eager import is_tracing
+from archflash._eager import give_code, is_tracing
 
 _Maker = TypeVar("_Maker", bound=Callable[..., Any])
 # Arguments that hold numbers of tokens, keys or blocks. What is bool in tables is a flag.
@@ -34,6 +34,7 @@ def checked(maker: _Maker) -> _Maker:
             _check(signature, signature.bind(*args, **kwargs).arguments)
         return maker(*args, **kwargs)
 
+    give_code(call, maker)
     return call  # type: ignore[return-value]
 
 
@@ -62,11 +63,11 @@ def _check(signature: inspect.Signature, given: dict[str, Any]) -> None:
             is_one = not isinstance(value, Tensor) or value.numel() == 1
             if isinstance(value, bool) or not hasattr(value, "__index__") or not is_one:
                 raise TypeError(f"{wrong}an int")
-            if not isinstance(value, Tensor) and value < 0:
+            if not isinstance(value, (Tensor, torch.SymInt)) and value < 0:
                 raise ValueError(f"{wrong}>= 0")
         elif kind == "tuple[int, int]":
             pair = isinstance(value, (tuple, list)) and len(value) == 2
-            if not pair or not all(isinstance(x, int) and x > 0 for x in value):
+            if not pair or not all(hasattr(x, "__index__") and x > 0 for x in value):
                 raise TypeError(f"{wrong}two ints above 0, of queries and keys")
         elif kind == "bool" and not isinstance(value, bool):
             raise TypeError(f"{wrong}a bool")

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
+from archflash._eager import give_code
 from archflash._errors import UnsupportedError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+# Numbers that a compiler has in the place of sizes stand for ints.
 _TYPES: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor,),
-    "bool": (int,),
-    "float": (int, float),
-    "int": (int,),
+    "bool": (int, torch.SymBool),
+    "float": (int, float, torch.SymInt, torch.SymFloat),
+    "int": (int, torch.SymInt),
 }
 _WORDS = {"Tensor": "a torch.Tensor", "bool": "a bool", "float": "a number", "int": "an int"}
 
@@ -54,9 +56,9 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def count(name: str, value: Any) -> int:
-    """A number from 0 on."""
-    if type(value) is int and value >= 0:
-        return value
+    """A number from 0 on. One that a compiler has in the place of a size is taken as it is."""
+    if (type(value) is int and value >= 0) or isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
     number = plain(value)
     if not isinstance(number, int):
         raise TypeError(f"{name} is {_native.given(value)}: it must be an int")
@@ -132,6 +134,7 @@ def in_its_words(**names: str) -> Callable[[_Function], _Function]:
                     raise TypeError(wrong) from error
                 raise
 
+        give_code(call, function)
         return call  # type: ignore[return-value]
 
     return wrap
@@ -154,10 +157,11 @@ def _wrong_argument(
         wanted = [kind for kind in kinds if kind in _TYPES]
         if not wanted or (value is None and "None" in kinds):
             continue
-        what = value if "Tensor" in wanted else plain(value)
+        is_operand = isinstance(value, Tensor) and "Tensor" in wanted
+        what = value if is_operand else plain(value)
         if not isinstance(what, tuple(x for kind in wanted for x in _TYPES[kind])):
             words = " or ".join(_WORDS[kind] for kind in wanted)
             return f"{name} is {_native.given(value)}: it must be {words}"
-        if isinstance(value, Tensor) and of_first is not None and value.device != of_first.device:
+        if is_operand and of_first is not None and value.device != of_first.device:
             return f"{first} is on {of_first.device} but {name} is on {value.device}: move one"
     return ""

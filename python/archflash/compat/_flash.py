@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients, _proofs
+from archflash import _autocast, _dispatch, _gradients, _proofs
 from archflash._api import attention
 from archflash._eager import is_eager, without_gradient
 from archflash._errors import ForcedImplementationError, UnsupportedError
@@ -165,11 +165,12 @@ def attend_to_cache(
     rotary_interleaved = boolean("rotary_interleaved", rotary_interleaved)
     if not isinstance(cache_seqlens, Tensor):
         cu_seqlens_q = options.get("cu_seqlens_q")
-        batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         if cache_seqlens is None:
             pages = 1 if page_table is None else page_table.shape[1]
             cache_seqlens = k_cache.shape[1] * pages
-        cache_seqlens = count("cache_seqlens", cache_seqlens)
+        else:
+            cache_seqlens = count("cache_seqlens", cache_seqlens)
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     call = _plain_numbers(options) | {
         "cache_seqlens": cache_seqlens, "page_table": page_table, "k_new": k_new,
@@ -182,7 +183,8 @@ def attend_to_cache(
     with torch.no_grad():  # as in flash-attn, tensors that require a gradient are taken
         if append is not None:
             if is_eager():
-                _native.make_problem(q, k_cache, v_cache, values_of(**call), 0)
+                asked, qv = _autocast.beside_cache(k_cache, q, options.get("qv"))
+                _native.make_problem(asked, k_cache, v_cache, values_of(**call | {"qv": qv}), 0)
             append()
         result = attention_with_kvcache(q, k_cache, v_cache, **call)
     given = (q, k_cache, v_cache, k_new, *options.values())
@@ -205,7 +207,9 @@ def sides_of(window_size: Any) -> list[int | None]:
     """Both sides of a window as Python has them; a side may be a tensor, and so may both."""
     is_pair = isinstance(window_size, (tuple, list, Tensor)) or hasattr(window_size, "tolist")
     sides = [plain(side) for side in window_size] if is_pair else []
-    if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
+    if len(sides) != 2 or not all(
+        side is None or isinstance(side, (int, torch.SymInt)) for side in sides
+    ):
         raise TypeError(
             f"window_size is {_native.given(window_size)}: it must be (left, right), each an int"
         )

@@ -322,7 +322,7 @@ def flash_attn_varlen_func(
         check_ints("seqused_q", seqused_q, len(cu_seqlens_q) - 1)
         if qv is not None and len(qv) != len(q):
             raise ValueError(f"qv has {len(qv)} rows: it must have {len(q)} as q has")
-        order, cu_seqlens_q = _used_rows_first(cu_seqlens_q, seqused_q, len(q))
+        order, cu_seqlens_q = _used_rows_first(cu_seqlens_q, seqused_q, q.shape[0])
         result = flash_attn_varlen_func(
             q[order], k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, seqused_k,
             softmax_scale, causal, None if qv is None else qv[order], q_descale, k_descale,
@@ -337,7 +337,7 @@ def flash_attn_varlen_func(
     if seqused_k is not None and has_backward and _needs_gradients(q, k, v, s_aux):
         check_ints("cu_seqlens_k", cu_seqlens_k)
         check_ints("seqused_k", seqused_k, len(cu_seqlens_k) - 1)
-        order, cu_seqlens_k = _used_rows_first(cu_seqlens_k, seqused_k, len(k))
+        order, cu_seqlens_k = _used_rows_first(cu_seqlens_k, seqused_k, k.shape[0])
         k, v, seqused_k = k[order], v[order], None
     if not has_backward or seqused_k is not None:
         # as with a cache whose pages have one row, in their order

@@ -233,7 +233,7 @@ def _attend(
     packed: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of q (batch, rows, heads, d) on the rows that lists name."""
-    columns = q.shape[-1]
+    columns = int(q.shape[-1])  # a tracer gives a tensor
     if columns not in _PACKED:
         raise ValueError(f"q has {columns} columns: it must have 576 or 512")
     call: dict[str, Any] = {

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from archflash._eager import is_tracing
 from archflash.compat._arguments import check_tensors, count, in_its_words
 
 
@@ -85,12 +86,13 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undoes `unpad_input`: (n, ...) to (batch, seqlen, ...), with 0 in the other rows."""
     check_tensors(hidden_states=hidden_states, indices=indices)
-    batch, seqlen = count("batch", batch), count("seqlen", seqlen)
+    if not is_tracing():  # a tracer's sizes are tensors, which it has to see
+        batch, seqlen = count("batch", batch), count("seqlen", seqlen)
     fits = indices.ndim == 1 and indices.shape == hidden_states.shape[:1]
-    if indices.dtype != torch.int64 or not fits:
+    if indices.dtype not in (torch.int32, torch.int64) or not fits:
         raise ValueError(
             f"indices has dtype {indices.dtype} and shape {tuple(indices.shape)} for hidden_states "
-            f"{tuple(hidden_states.shape)}: it must be torch.int64, a number for each row"
+            f"{tuple(hidden_states.shape)}: it must be int32 or int64, a number for each row"
         )
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.reshape(batch, seqlen, *rows.shape[1:])

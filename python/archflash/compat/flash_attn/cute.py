@@ -93,7 +93,8 @@ def flash_attn_func(
         torch.Size([2, 4, 7])
     """
     given = locals()
-    refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE})
+    for name in _WRITTEN_IN_CUTE:
+        refuse(**{name: (given[name], None)})
     window, shift = _window(window_size, boolean("causal", causal))
     num_splits = count("num_splits", num_splits)
     deterministic = boolean("deterministic", deterministic)
@@ -175,7 +176,8 @@ def flash_attn_varlen_func(
         UnsupportedError: an argument that archflash does not take; it is named.
     """
     given = locals()
-    refuse(**{name: (given[name], None) for name in _WRITTEN_IN_CUTE if name in given})
+    for name in _WRITTEN_IN_CUTE:
+        refuse(**{name: (given.get(name), None)})
     if gather_kv_indices is not None:
         raise UnsupportedError("gather_kv_indices: flash_attn_func takes it, with qv")
     window, shift = _window(window_size, boolean("causal", causal))
