@@ -242,7 +242,8 @@ def _problems_with_masks(
         table = torch.ones(1, 1, -(-nq // 64), 8192 // 64, dtype=torch.int8)
         for batch in (1, device.sm_count):
             many = [x.expand(batch, -1, -1, -1) for x in (q, k, v)]
-            for mask in ({"key_ranges": ranges}, {"attn_mask": keep}, {"block_mask": table}):
+            both = {"block_mask": table, "key_ranges": ranges}
+            for mask in ({"key_ranges": ranges}, {"attn_mask": keep}, {"block_mask": table}, both):
                 problem = _api.make_problem(*many, **mask, num_splits=num_splits)
                 yield problem.as_if_on_cuda()
 

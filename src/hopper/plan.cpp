@@ -209,15 +209,17 @@ Notes notes(const LaunchPlan& plan) {
   if (tile == nullptr) return {};  // none, or that of plan_mla.cpp
   const auto str = [](int x) { return std::to_string(x); };
   Notes lines = {
-      {"warps", str(tile->warps) + " of " + str(tile->rows_per_warp) + " rows, 1 producer" +
+      {"warps", (tile->streams > 0 ? str(tile->streams) + " times " : "") + str(tile->warps) +
+                    " of " + str(tile->rows_per_warp) + " rows, 1 producer" +
                     (tile->in_turns ? "; warpgroups multiply in turns" : "")},
       {"registers", tile->consumer_registers == 0
                         ? "the same for all warps"
                         : str(tile->consumer_registers) + " for each consumer thread, " +
                               str(tile->producer_registers) +
                               " for each of the producer's warpgroup (setmaxnreg)"},
-      {"stages", str(tile->q_stages) + " of Q, " + str(tile->k_stages) + " of K and of V, " +
-                     str(tile->barriers) + " barriers"},
+      {"stages", str(tile->q_stages) + " of Q, " + str(tile->k_stages) + " of K and " +
+                     (tile->v_stages == tile->k_stages ? "of" : str(tile->v_stages) + " of") +
+                     " V, " + str(tile->barriers) + " barriers"},
   };
   const auto few = std::ranges::find_if(plan.launches, [](const Launch& launch) {
     return launch.kernel.ends_with("_decode") || launch.kernel.ends_with("_cache_fp8");

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
 #include "common/planning/split_keys.h"
@@ -80,9 +81,9 @@ int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const Kern
 
 // The parameter of the plan's kernel when it has masks, too.
 template <class AllParams>
-AllParams with_masks(LaunchPlan& plan, const Problem& problem) {
+AllParams with_masks(LaunchPlan& plan, const Problem& problem, const char* image = "masked_") {
   Launch& launch = plan.launches[0];
-  launch.image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
+  launch.image = std::string("hopper/") + image + core::dtype_word(problem.dtype);
   add_pointers(launch, core::mask_pointers(problem, offsetof(AllParams, masks)));
   auto params = extend_params<AllParams>(launch);
   params.masks = core::mask_params(problem);
@@ -169,9 +170,19 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
 
 bool add_masks(LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
   plan.tile.summarizes_masks = tile.dense;
+  if (tile.streams > 0) {
+    plan.launches[0].params = core::bytes(with_masks<MaskedParams>(plan, problem, "table_"));
+    return false;
+  }
   if (!tile.dense) return add_masks_in_place(plan, problem, tile);
   add_summary(plan, problem);
   return true;
+}
+
+bool reads_table(const Problem& problem) {
+  return problem.block_mask && problem.mask == 0 && problem.key_ranges == 0 &&
+         !problem.alibi_slopes && !problem.varlen &&
+         !core::attention_params(problem).transform_scores;
 }
 
 bool reads_summary(const Problem& problem) {

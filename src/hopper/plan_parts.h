@@ -81,6 +81,10 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const KernelTile& til
 // if they are added.
 bool reads_summary(const Problem& problem);
 
+// Whether the kernels for tables of blocks can serve a call: block_mask is the only mask as data,
+// and the scores need nothing but a scale.
+bool reads_table(const Problem& problem);
+
 // Turns the launch of `plan` into that of a kernel that takes masks as data, and puts a launch
 // before it that summarizes them or orders tiles, where there is one. Returns whether the counter
 // of tiles is there: a launch before has zeroed it, or it is zeroed.

@@ -17,6 +17,7 @@
 #include "hopper/config.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/plan_parts.h"
+#include "hopper/table_config.cuh"
 
 namespace archflash::hopper {
 namespace {
@@ -41,6 +42,8 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   if (C::STORES_BY_TMA) tile.out_box = {C::QTile::SLAB, C::WARP_ROWS, C::QTile::SWIZZLE};
   tile.mixed = C::MIXED;
   tile.dense = requires { typename C::MaskTile; };
+  if constexpr (requires { C::STREAMS; }) tile.streams = C::STREAMS;
+  if constexpr (requires { C::V_STAGES; }) tile.v_stages = C::V_STAGES;
   tile.transposes_v = C::TRANSPOSES_V;
   tile.takes_transposed_v = C::TAKES_TRANSPOSED_V;
   return tile;
@@ -170,6 +173,17 @@ constexpr KernelTile DENSE_TILES[] = {
     tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[0],
     tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    MASKED_TILES[1],
+    MASKED_TILES[2],
+};
+
+// For block_mask alone (reads_table). Fewer tiles are computed as fast by two CTAs on an SM.
+constexpr const char* TABLE =
+    "block_mask alone: warpgroups with tiles of their own, so that others multiply where one waits";
+constexpr KernelTile TABLE_TILES[] = {
+    tile<D64Table<DType::F16>>("d64_table", {.min_tiles_per_sm = 2}, TABLE),
+    MASKED_TILES[0],
+    tile<D128Table<DType::F16>>("d128_table", {.min_tiles_per_sm = 2}, TABLE),
     MASKED_TILES[1],
     MASKED_TILES[2],
 };
@@ -306,6 +320,7 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   if (problem.dropout_p != 0) return DROPOUT_TILES;
   if (core::writes_f32(problem)) return F32_OUT_TILES;
   if (!is_fp8(problem.dtype) && reads_summary(problem)) return DENSE_TILES;
+  if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
   const Descales descales = core::descales(problem);

@@ -24,6 +24,7 @@ struct KernelTile : core::Tile {
   int grouped_slabs = 0;    // of K and V, if they lie in GroupedTiles, else 0
   bool cuts_tiles = false;  // the last ones into parts
   bool dense = false;       // its kernel reads a summary of attn_mask
+  int streams = 0;          // of a CTA, in kernels for calls whose only mask as data is block_mask
   bool mixed = false;       // for packed sequences of mixed lengths (mixed_params.h)
   // Whether a kernel for 8 bits can transpose V, whether it takes V that was transposed before, and
   // the box in which TMA brings the V that it transposes.

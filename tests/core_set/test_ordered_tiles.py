@@ -1,5 +1,6 @@
-"""hopper's calls with a table of blocks: the last row tiles are taken in the order of their work,
-which a launch before them finds. Plans are made for a GPU with few SMs, so that there are several
+"""hopper's calls with a table of blocks and more, such as a softcap: the last row tiles are taken
+in the order of their work, which a launch before them finds. A table alone goes to other kernels
+(test_tables_of_blocks.py). Plans are made for a GPU with few SMs, so that there are several
 rounds of tiles.
 """
 
@@ -52,12 +53,13 @@ def test_a_table_of_blocks_agrees_with_float64_in_any_order_of_tiles(keys: int, 
     dtype = ("float16", "bfloat16")[dim == 128]
     q, k, v = on.qkv(300, keys, dim, dtype=dtype, heads=(2, 1))
     table = table_of(2, 5, keys // 64)
-    plan = plan_on(1, q, k, v, block_mask=table)
+    call: dict[str, Any] = {"block_mask": table, "softcap": 5.0}
+    plan = plan_on(1, q, k, v, **call)
     first, last = kernels(plan)
     assert "_order_tiles_" in first
     assert last.endswith(f"_d{dim}_masked")
     schedules = range(4) if dim == 128 else range(1)
-    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=schedules, block_mask=table)
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=schedules, **call)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -65,7 +67,10 @@ def test_tiles_before_the_last_two_rounds_keep_their_order(heads: int) -> None:
     q, k, v = on.qkv(330, 200, 64, dtype="bfloat16", batch=2, heads=(2, 2))
     table = table_of(heads, 6, 4)
     mask = on.rand(1, 1, 330, 200, seed=8) > -0.5
-    for call in ({"block_mask": table}, {"block_mask": table.clamp(max=1), "attn_mask": mask}):
+    for call in (
+        {"block_mask": table, "softcap": 5.0},
+        {"block_mask": table.clamp(max=1), "attn_mask": mask},
+    ):
         plan = plan_on(2, q, k, v, **call)  # 24 tiles for four CTAs, of which eight are ordered
         assert "_order_tiles_" in kernels(plan)[0]
         on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(1), **call)
@@ -74,9 +79,10 @@ def test_tiles_before_the_last_two_rounds_keep_their_order(heads: int) -> None:
 def test_which_calls_order_their_tiles() -> None:
     q, k, v = on.qkv(330, 200, 128, dtype="bfloat16")
     table = table_of(1, 6, 4)
-    assert len(kernels(plan_on(1, q, k, v, block_mask=table))) == 2
-    assert len(kernels(plan_on(6, q, k, v, block_mask=table))) == 1  # a CTA for each
+    call: dict[str, Any] = {"block_mask": table, "softcap": 5.0}
+    assert len(kernels(plan_on(1, q, k, v, **call))) == 2
+    assert len(kernels(plan_on(6, q, k, v, **call))) == 1  # a CTA for each
     # Under a causal mask the last rows come first.
-    assert len(kernels(plan_on(1, q, k, v, block_mask=table, causal=True))) == 1
+    assert len(kernels(plan_on(1, q, k, v, causal=True, **call))) == 1
     slopes = torch.ones(2, device=on.device)
     assert len(kernels(plan_on(1, q, k, v, alibi_slopes=slopes))) == 1

@@ -184,17 +184,23 @@ class MaskedTarget:
             table = (torch.arange(2 * -(-rows // 64) * 16).reshape(1, 2, -1, 16) % 5 == 0).to(
                 torch.int8
             )
-            return self._qkv((2, 2), 1000), {"block_mask": table}
+            return self._qkv((2, 2), 1000), {"block_mask": table, "softcap": 20.0}
         if kind == "many tiles":  # more to be ordered than one CTA does
             table = torch.arange(100 * 3 * 33).reshape(1, 100, 3, 33) * 37 % 41 == 0
-            return self._qkv((100, 2), 2049, rows=129), {"block_mask": table}
+            return self._qkv((100, 2), 2049, rows=129), {"block_mask": table, "softcap": 20.0}
         if kind == "blocks":
             return both, {"block_mask": blocks, "sinks": hashed((2,), 9)}
         if kind == "blocks, ranges, slopes":
             options = {"block_mask": blocks, "key_ranges": ranges[:, :1]}
             return both, options | {"alibi_slopes": hashed((1, 2), 8).abs()}
         if kind == "many heads":  # more tiles than CTAs
-            return self._qkv((7, 7), 70), {"block_mask": blocks[:, :1, :, :2]}
+            options = {"block_mask": blocks[:, :1, :, :2], "softcap": 20.0}
+            return self._qkv((7, 7), 70), options
+        if kind == "table, causal":
+            return shared, {"block_mask": blocks, "causal": True, "q_offset": 0}
+        if kind == "table of many tiles":  # whose last one is cut
+            table = torch.arange(3 * 8 * 40).reshape(1, 3, 8, 40) * 7 % 11 == 0
+            return self._qkv((3, 3), 2500, rows=500), {"block_mask": table}
         if kind == "causal":
             return shared, {"causal": True, "sinks": hashed((2,), 9)}
         if kind == "window, softcap":
@@ -223,7 +229,8 @@ WHOLE = (
     "blocks, ranges, slopes", "packed, slopes", "softcap, fewer columns",
 )  # fmt: skip
 DATA = (*WHOLE, "shares, ranges")
-BLOCKS = ("blocks, ranges, slopes", "blocks", "many heads", "many blocks")
+BLOCKS = ("blocks, ranges, slopes", "many heads", "many blocks")
+TABLES = ("blocks", "table, causal", "table of many tiles")
 DENSE = (
     "bool", "bool of all heads", "added", "ranges", "one range", "four ranges",
     "slopes on both sides", "lowest", "added of each head", "ranges, softcap",
@@ -231,7 +238,7 @@ DENSE = (
 MASKS = (*DENSE[:3], "bool, aligned rows")
 TILES = (*BLOCKS, "many tiles")
 RANGES = (*DENSE[3:6], "ranges of many blocks")
-SMS = {"many tiles": 70}  # one where no number stands
+SMS = {"many tiles": 70, "table of many tiles": 2}  # one where no number stands
 PLAIN = ("causal", "window, softcap", "huge scores", "shares")
 COPIES = tuple(ODD_STRIDES)
 
@@ -245,6 +252,11 @@ TARGETS = (
     MaskedTarget("hopper", "attention_fwd_f16_d128_masked", "H200", "f16", 128, 140, DATA, BLOCKS),
     MaskedTarget("hopper", "attention_fwd_bf16_d64_dense", "H200", "bf16", 64, 260, (), DENSE),
     MaskedTarget("hopper", "attention_fwd_f16_d128_dense", "H200", "f16", 128, 260, (), DENSE),
+    MaskedTarget("hopper", "attention_fwd_bf16_d64_table", "H200", "bf16", 64, 260, (), TABLES),
+    MaskedTarget("hopper", "attention_fwd_f16_d128_table", "H200", "f16", 128, 260, (), TABLES),
+    MaskedTarget(
+        "blackwell_consumer", "attention_fwd_bf16_d64_table", "RTX 5090", "bf16", 64, 260, TABLES
+    ),
     MaskedTarget("hopper", "summarize_mask_bf16", "H200", "bf16", 64, 260, (), MASKS),
     MaskedTarget("hopper", "summarize_ranges_bf16", "H200", "bf16", 64, 260, (), RANGES),
     MaskedTarget("hopper", "order_tiles_bf16", "H200", "bf16", 64, 260, (), TILES),

@@ -1,0 +1,55 @@
+// The tiles of the hopper kernels for tables of blocks (table_fwd.cuh). Compile-time numbers only,
+// in plain C++.
+#pragma once
+
+#include <cstdint>
+
+#include "common/mask_params.h"
+#include "hopper/config.cuh"
+
+namespace archflash::hopper {
+
+// A CTA has STREAMS_ streams: a consumer warpgroup and a producer warp each, with tiles, rings and
+// barriers of their own. Base is the Config of one of them, whose tile is a row of blocks of
+// block_mask.
+template <class Base, int STREAMS_, int V_STAGES_, int PRODUCER_REGISTERS_>
+struct TableConfig : Base {
+  static constexpr int STREAMS = STREAMS_;
+  static constexpr int CONSUMER_THREADS = Base::WARPGROUP * STREAMS;
+  static constexpr int THREADS = CONSUMER_THREADS + Base::WARPGROUP;
+  static constexpr int LAUNCH_REGISTERS = Base::SM_REGISTERS / THREADS / 8 * 8;
+  static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_;
+  static constexpr int CONSUMER_REGISTERS =
+      consumer_registers(LAUNCH_REGISTERS, STREAMS, PRODUCER_REGISTERS);
+  static constexpr bool MOVES_REGISTERS = true;
+  static constexpr int V_STAGES = V_STAGES_;  // Base::STAGES are those of K
+
+  // Shared memory of a stream, in bytes: Q | ring of K | ring of V | barriers | a message for each
+  // stage of K | two messages about tiles, since the next one is written while this one is still
+  // read.
+  static constexpr int BARRIER_SMEM = Base::V_SMEM + V_STAGES * Base::VTile::BYTES;
+  static constexpr int BARRIERS = 2 + 4 * Base::STAGES + 1;
+  static constexpr int BLOCK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
+  static constexpr int BLOCK_BYTES = 16;
+  static constexpr int TABLE_MESSAGE_SMEM = BLOCK_SMEM + Base::STAGES * BLOCK_BYTES;
+  static constexpr int TABLE_MESSAGE_BYTES = 48;
+  static constexpr int STREAM_BYTES =
+      (TABLE_MESSAGE_SMEM + 2 * TABLE_MESSAGE_BYTES + 1023) / 1024 * 1024;
+  static constexpr int SHARED_BYTES = STREAMS * STREAM_BYTES;
+
+  static_assert(!Base::FP8 && !Base::OVERLAPS && Base::WARPGROUPS == 1 && Base::Q_STAGES == 1);
+  static_assert(STREAMS <= 4, "the warps of the producers' warpgroup");
+  static_assert(Base::BLOCK_Q == MASK_BLOCK && Base::BLOCK_K == MASK_BLOCK &&
+                    Base::TILE_STEP == MASK_BLOCK,
+                "a tile and a block of keys are a block of block_mask");
+  static_assert(V_STAGES <= Base::STAGES, "the barriers of V are as many as those of K");
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
+// clang-format off
+template <DType T> using D64Table  = TableConfig<Config<T, Variant{.head_dim = 64,  .block_k = 64, .stages = 3, .overlaps = false}>, 4, 2, 32>;
+template <DType T> using D128Table = TableConfig<Config<T, Variant{.head_dim = 128, .block_k = 64, .stages = 2, .overlaps = false}>, 3, 1, 56>;
+// clang-format on
+
+}  // namespace archflash::hopper

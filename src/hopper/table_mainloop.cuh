@@ -1,0 +1,115 @@
+// The consumers of a stream of a kernel for tables of blocks, a warpgroup: S, P, O and the output
+// rows of a row of blocks after another.
+#pragma once
+
+#include <cstdint>
+
+#include "common/device/online_softmax.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "hopper/clear_outputs.cuh"
+#include "hopper/epilogue.cuh"
+#include "hopper/masked_params.h"
+#include "hopper/products.cuh"
+#include "hopper/row_softmax.cuh"
+#include "hopper/scores.cuh"
+#include "hopper/table_messages.cuh"
+
+namespace archflash::hopper {
+
+// `shared`: of the stream.
+template <class C>
+__device__ __forceinline__ void compute_table(const MaskedParams& params, unsigned char* shared,
+                                              uint32_t shared_smem) {
+  constexpr int SCORES = C::BLOCK_K / 2, OUTPUTS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK_K / 4;
+  const AttentionParams& attention = params.call.attention;
+  const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, 0, 0);
+  RingPosition<C::STAGES> k_ring;
+  RingPosition<C::V_STAGES> v_ring;
+  uint32_t q_parity = 0;
+
+  while (true) {
+    ptx::mbarrier_wait_parity(barriers.q_full(0), q_parity);  // Q has landed
+    const TableTile& tile = table_message<C>(shared, uniform(q_parity));
+    if (uniform(tile.first_row) < 0) break;
+    k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
+    v_ring = {uniform(v_ring.stage), uniform(v_ring.parity)};
+
+    device::Scores<C> s_rmem;
+    Probabilities<C> p_rmem;
+    device::Outputs<C> o_rmem;
+    float* const s = &s_rmem[0][0][0];
+    float* const o = &o_rmem[0][0][0];
+    uint32_t* const p = &p_rmem[0][0][0];
+    device::RowState<C> state;
+    device::clear(state);
+    state.large = false;
+    clear_outputs<C>(o_rmem);
+
+    bool more = uniform(tile.any_block);
+    if (!more) release(barriers.q_empty(0));
+    // A step starts S of its block, and O += P V of the block before, which runs during this one's
+    // softmax. STARTS: there is no block before.
+    const auto step = [&]<bool STARTS>() {
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
+      if constexpr (!STARTS) {
+        ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+        start_pv<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, true);
+      }
+      const device::TableBlock& block = table_block<C>(shared, k_ring.stage);
+      const uint32_t block_state = uniform(block.states);
+      more = uniform(block.last) == 0;
+      ptx::wgmma_wait_group<STARTS ? 0 : 1>();  // the scores are there
+      ptx::registers_change<SCORES>(s);
+      if ((block_state & device::BLOCK_MASKED) != 0) {
+        const device::VisibleKeys visible = device::find_visible_keys(attention, tile);
+        const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile()) % C::WARPGROUP;
+        const int row =
+            tile.first_row + static_cast<int>(thread / 32 * C::WARP_ROWS + thread % 32 / 4);
+        const int rows[2] = {row, row + 8};
+        device::mask_rows<C>(s_rmem, visible, rows, block.key + static_cast<int>(thread % 4 * 2));
+      }
+      release(barriers.k_empty(k_ring.stage));
+      k_ring.advance();
+      if (!more) release(barriers.q_empty(0));
+      bool raised = false;
+      float corrections[2];
+      const auto note = [&](const float (&wanted)[2]) {
+        raised = true;
+        corrections[0] = wanted[0], corrections[1] = wanted[1];
+      };
+      const float scale = update_row_max<C, STARTS>(s_rmem, state, attention.exp2_scale, note);
+      exponentiate_rows<C>(s_rmem, state, scale);
+      if constexpr (!STARTS) {
+        ptx::wgmma_wait_group<0>();
+        ptx::registers_change<OUTPUTS>(o);
+        ptx::registers_change<WORDS>(p);
+        release(barriers.v_empty(v_ring.stage));
+        v_ring.advance();
+      }
+      pack<C>(s_rmem, p_rmem);
+      if (!STARTS && raised) rescale<C>(o_rmem, corrections);
+    };
+    if (more) {
+      step.template operator()<true>();
+#pragma unroll 1
+      while (more) step.template operator()<false>();
+      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      start_pv<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, true);
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<OUTPUTS>(o);
+      release(barriers.v_empty(v_ring.stage));
+      v_ring.advance();
+    }
+
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 % C::WARPS * C::WARP_ROWS;
+    const TileEnd<C> end(state, attention, tile.head, tile, warp_row);
+    store_by_quads<C>(o_rmem, end, attention);
+    end.store_lse();
+    q_parity ^= 1;
+  }
+}
+
+}  // namespace archflash::hopper
