@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <variant>
@@ -11,9 +12,12 @@
 #include "blackwell_consumer/config.cuh"
 #include "blackwell_consumer/params.h"
 #include "blackwell_consumer/plan_nvfp4.h"
+#include "blackwell_consumer/table_config.cuh"
+#include "blackwell_consumer/table_params.h"
 #include "common/approximate.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/masks.h"
 #include "common/planning/order.h"
 #include "common/planning/split_keys.h"
 #include "common/planning/tensor_maps.h"
@@ -33,7 +37,7 @@ const Description& describe() {
       .head_dims = core::HEAD_DIMS_WITH_FP8,
       .features = {"causal", "q_offset", "window", "softcap", "sinks", "gqa", "cu_seqlens",
                    "strides", "lse", "num_splits", "out_dtype", "batch_invariant", "descales",
-                   "block_scales", "nvfp4"},
+                   "block_scales", "block_mask", "nvfp4"},
       .needs_capability = 90,  // TMA, mbarrier
       .only_forced_on_majors = {9},
       .proved_by_any_gpu = true,
@@ -113,10 +117,47 @@ constexpr ConsumerTile BLOCK_SCALED_TILES[] = {
     tile<MxD256<DType::E4M3>>("mx_d256", {}, "8 warps of 16 rows; its speed is unmeasured on 12.x"),
 };
 
+// For block_mask. Their speed is unmeasured on 12.x.
+constexpr const char* TABLE =
+    "a table of blocks: two rows of blocks share the blocks of keys that either sees; its speed is "
+    "unmeasured on 12.x";
+constexpr ConsumerTile TABLE_TILES[] = {
+    tile<D64Table<DType::F16>>("d64_table", {}, TABLE),
+    tile<D128Table<DType::F16>>("d128_table", {}, TABLE),
+};
+
 std::span<const ConsumerTile> table_of(const Problem& problem) {
   if (has_block_scales(problem)) return BLOCK_SCALED_TILES;
   if (is_fp8(problem.dtype)) return FP8_TILES;
+  if (problem.block_mask) return TABLE_TILES;
   return TILES;
+}
+
+void refuse_table(const Problem& problem, Reasons& reasons) {
+  const auto add = [&](const std::string& given) {
+    reasons.push_back("block_mask with " + given +
+                      ": blackwell_consumer takes it with float16 and bfloat16 inputs of head "
+                      "dimensions up to 128; leave the implementation out" +
+                      core::USE_TORCH);
+  };
+  if (is_fp8(problem.dtype)) add(std::string(dtype_name(problem.dtype)) + " inputs");
+  if (problem.approximate != 0) add("approximate='nvfp4'");
+  if (std::max(problem.d, problem.dv) > 128) add("head dimensions above 128");
+  core::refuse_splits(problem, "blackwell_consumer", "block_mask", reasons);
+  core::refuse_batch_invariant(problem, "blackwell_consumer", "block_mask", reasons);
+}
+
+// Turns the launch of `plan` into that of a kernel for tables of blocks.
+void add_table(LaunchPlan& plan, const Problem& problem) {
+  Launch& launch = plan.launches[0];
+  TableParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), launch.params.data(), sizeof params.call);
+  params.masks = core::mask_params(problem);
+  launch.params = core::bytes(params);
+  launch.image = std::string("blackwell_consumer/table_") + core::dtype_word(problem.dtype);
+  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(TableParams, masks)))
+    launch.pointers.push_back(slot);
 }
 
 }  // namespace
@@ -124,6 +165,7 @@ std::span<const ConsumerTile> table_of(const Problem& problem) {
 PlanResult plan(const Problem& problem, const Device& device) {
   const bool nvfp4 = problem.approximate == static_cast<int64_t>(Approximate::Nvfp4);
   Reasons why_not = core::why_not(problem, describe());
+  if (problem.block_mask) refuse_table(problem, why_not);
   if (nvfp4) {
     add_nvfp4_reasons(problem, device, why_not);
     core::refuse_splits(problem, "blackwell_consumer", "approximate='nvfp4'", why_not);
@@ -163,11 +205,13 @@ PlanResult plan(const Problem& problem, const Device& device) {
   // are two CTAs per SM with many keys (NOTES.md).
   constexpr int64_t FEW_KEYS = 512;
   const int64_t resident = core::resident_ctas(tile, device);
-  const bool stays = core::equal_tiles(problem) && (resident == 1 || problem.nk <= FEW_KEYS);
+  const bool stays = core::equal_tiles(problem) && !problem.block_mask &&
+                     (resident == 1 || problem.nk <= FEW_KEYS);
   const int64_t ctas = stays ? std::min<int64_t>(tiles, resident * device.sm_count) : tiles;
   LaunchPlan plan = core::one_launch("blackwell_consumer", problem, device, tile, ctas, params);
   if (has_block_scales(problem) && !plan.launches.empty())
     plan.launches[0].image = "blackwell_consumer/mxfp8";
+  if (problem.block_mask && !plan.launches.empty()) add_table(plan, problem);
   if (chosen.combines()) {
     core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
                      std::string("blackwell_consumer_combine_") + core::dtype_word(problem.dtype));

@@ -38,6 +38,7 @@ def test_an_rtx_5090_gets_its_own_kernels_and_those_for_repeated_rows(dtype: tor
     of_caches = ("cache", "cache_fp8", "decode")
     expected |= {f"ampere_attention_fwd_{word}_d128_{name}" for name in of_caches}
     expected.add(f"ampere_attention_fwd_{word}_d128_masked")
+    expected.add(f"blackwell_consumer_attention_fwd_{word}_d128_table")
     expected |= {f"ampere_append_{word}{of}" for of in ("", "_fp8")}
     expected |= {f"ampere_approximate_{name}" for name in ("stats", "convert")}
     for name in ("int8", "int8_pv", f"{word}_fp16"):
@@ -58,7 +59,8 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     own = {f"hopper_attention_fwd_f16_d64_{size}" for size in (*SIZES, "turns")}
     assert own <= loaded("H200", [HALF], [(64, 64)])
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
-    others = {f"d64_{tile}" for tile in ("masked", "dense", "cache", "few_cache", "mixed")}
+    with_masks = ("masked", "dense", "table")
+    others = {f"d64_{tile}" for tile in (*with_masks, "cache", "few_cache", "mixed")}
     helpers = {"combine", "order_tiles", "order_mixed", "summarize_mask", "summarize_ranges"}
     assert names == (
         own
