@@ -63,6 +63,7 @@
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_dq.cuh"
 #include "hopper/backward_epilogue.cuh"
+#include "hopper/backward_lists.cuh"
 #include "hopper/backward_mainloop.cuh"
 #include "hopper/backward_order.cuh"
 #include "hopper/backward_params.h"
@@ -207,6 +208,9 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   begin_backward<C>(params, shared);
+  if constexpr (C::LISTS_ROUNDS) {
+    if (threadIdx.x < 32) list_rounds<C>(all_params, work_of<C>(shared));
+  }
   if (threadIdx.x == C::CONSUMER_THREADS) {
     const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
     barriers.initialise_inputs();

@@ -27,6 +27,8 @@ struct BackwardVariant {
   // Tiles whose K and V are in shared memory. With two those of the next tile come while this one
   // is computed, else while the gradients of this one are written.
   int key_stages = 1;
+  // The CTAs go over the rounds that see any of their keys by block_mask (backward_lists.cuh).
+  bool lists_rounds = false;
 };
 
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
@@ -53,6 +55,7 @@ struct BackwardConfig {
   static constexpr bool S_AHEAD = VARIANT.s_ahead;
   static constexpr bool SOFTCAP = VARIANT.softcap;
   static constexpr bool DROPS = VARIANT.drops;
+  static constexpr bool LISTS_ROUNDS = VARIANT.lists_rounds;
   static constexpr int TILE_STAGES = VARIANT.tile_stages;
   static constexpr bool STAYS = TILE_STAGES > 1;
   static constexpr int KEY_STAGES = VARIANT.key_stages;
@@ -228,6 +231,12 @@ constexpr BackwardVariant with_exact_sums(BackwardVariant variant) {
   variant.exact = true;
   return variant;
 }
+// A CTA lists its rounds when it begins, so it takes one tile.
+constexpr BackwardVariant with_lists(BackwardVariant variant) {
+  variant.lists_rounds = true;
+  variant.tile_stages = variant.key_stages = 1;
+  return variant;
+}
 constexpr BackwardVariant with_dropout(BackwardVariant variant) {
   variant.drops = true;
   return variant;
@@ -242,6 +251,10 @@ template <DType T>
 using BackwardD64Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D64)>;
 template <DType T>
 using BackwardD128Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D128)>;
+template <DType T>
+using BackwardD64Table = BackwardConfig<T, with_lists(BACKWARD_D64)>;
+template <DType T>
+using BackwardD128Table = BackwardConfig<T, with_lists(BACKWARD_D128)>;
 template <DType T>
 using BackwardD64Dropout = BackwardConfig<T, with_dropout(BACKWARD_D64)>;
 template <DType T>

@@ -107,6 +107,15 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     return reinterpret_cast<const BlockNote*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES +
                                               8 * C::BLOCK);
   };
+  // The row of a block for clear_unseen(). Where the warp's keys are not seen, one behind all rows.
+  const auto row_of = [&](int q_stage) {
+    constexpr int BEHIND_ALL = 1 << 30;
+    const BlockNote* const note = note_of(q_stage);
+    if constexpr (C::LISTS_ROUNDS) {
+      if ((note->masked_warps >> (warp + BlockNote::UNSEEN_SHIFT) & 1) != 0) return BEHIND_ALL;
+    }
+    return note->row;
+  };
   [[maybe_unused]] auto dropout = [&] {
     if constexpr (C::DROPS) {
       const DroppedHeads& heads = all_params.dropped_heads;
@@ -122,7 +131,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
             lane % 4;
     masks = note_of(q_stage)->masked_warps >> warp & 1;
     exponentiate_scores<C>(p_rmem, s_rmem, terms, attention);
-    if (masks) clear_unseen<C>(p_rmem, work, note_of(q_stage)->row);
+    if (masks) clear_unseen<C>(p_rmem, work, row_of(q_stage));
     if constexpr (C::DROPS) {
       const int thread = ptx::mov_tid_x_volatile();
       mark_dropped<C>(p_rmem, dropout,
@@ -238,7 +247,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     } else {
       differentiate<C>(ds_rmem, p_rmem, dp_rmem, terms, C::SOFTCAP ? params.uncap : 0.0f);
     }
-    if (masks) clear_unseen<C>(ds_rmem, work, note_of(q_ring.stage)->row);
+    if (masks) clear_unseen<C>(ds_rmem, work, row_of(q_ring.stage));
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
       ptx::wgmma_wait_group<0>();  // S of the next block and dV

@@ -6,8 +6,10 @@
 #include <type_traits>
 
 #include "common/backward_params.h"
+#include "common/device/listed_round.h"
 #include "common/dropout_params.h"
 #include "common/dropped_heads.h"
+#include "common/mask_params.h"
 #include "common/tensor_map.h"
 
 namespace archflash::hopper {
@@ -66,5 +68,17 @@ struct DroppingBackwardParams {
 static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
 static_assert(offsetof(DroppingBackwardParams, call) == 0,
               "the plan of a call without dropout is extended");
+
+// The parameter of kernels for tables of blocks, which list the rounds that see their keys: each
+// CTA in its own part of the workspace.
+struct ListingBackwardParams {
+  BackwardKernelParams call;
+  MaskParams masks;  // block_mask alone
+  device::ListedRound* rounds_gmem;
+  int32_t rounds_of_cta;  // that it has room for
+};
+static_assert(std::is_trivially_copyable_v<ListingBackwardParams>);
+static_assert(offsetof(ListingBackwardParams, call) == 0,
+              "the plan of a call without masks is extended");
 
 }  // namespace archflash::hopper

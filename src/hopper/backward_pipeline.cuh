@@ -18,13 +18,16 @@ using device::BlockNote;
 using device::BlockPosition;
 using device::CtaWork;
 
-// What a main kernel is given: with DROPS it is told of dropout, too.
+// What a main kernel is given: with DROPS it is told of dropout, with lists of rounds of
+// block_mask, too.
 template <class C>
-using BackwardParamsOf = std::conditional_t<C::DROPS, DroppingBackwardParams, BackwardKernelParams>;
+using BackwardParamsOf = std::conditional_t<
+    C::DROPS, DroppingBackwardParams,
+    std::conditional_t<device::lists_rounds<C>(), ListingBackwardParams, BackwardKernelParams>>;
 
 template <class C>
 __device__ __forceinline__ const BackwardKernelParams& call_of(const BackwardParamsOf<C>& params) {
-  if constexpr (C::DROPS) {
+  if constexpr (C::DROPS || device::lists_rounds<C>()) {
     return params.call;
   } else {
     return params;

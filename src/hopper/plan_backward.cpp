@@ -48,12 +48,28 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
+// For block_mask: the names of the main kernels, behind those of the tiles whose sums of dQ they
+// have.
+struct TableTile {
+  BackwardTile tile;
+  const char* main_name;
+};
+constexpr TableTile TABLE_TILES[] = {
+    {backward_tile<BackwardD64Table<DType::F16>>("d64", nullptr, nullptr), "d64_table"},
+    {backward_tile<BackwardD128Table<DType::F16>>("d128", nullptr, nullptr), "d128_table"},
+};
+
+// One share has all query rows of a tile of keys.
+core::RowShares whole_rows(const Problem& call, const BackwardTile& tile) {
+  return {1, core::ceil_div(call.nq, tile.round_rows) * tile.round_rows};
+}
+
 // Shares out the query rows of each tile of keys, in whole rounds.
 core::RowShares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
   constexpr int64_t MOST_WAVES = 4;  // of CTAs, with which all SMs are busy
   constexpr int64_t FLOAT = sizeof(float);
   const int64_t share_bytes = core::share_bytes(call);
-  const core::RowShares whole{1, core::ceil_div(call.nq, tile.round_rows) * tile.round_rows};
+  const core::RowShares whole = whole_rows(call, tile);
   const int64_t heads = call.batch * call.heads_kv;
   const int64_t ctas = heads * core::ceil_div(call.nk, tile.rows);
   const int64_t most_ctas = MOST_WAVES * device.sm_count;
@@ -249,6 +265,53 @@ const BackwardTile& tile_for(const Problem& call) {
   return best != nullptr ? *best : TILES[std::size(TILES) - 1];
 }
 
+const TableTile& table_tile_for(const Problem& call) {
+  return TABLE_TILES[std::max(call.d, call.dv) <= TABLE_TILES[0].tile.head_dim ? 0 : 1];
+}
+
+void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
+  const Problem& call = problem.call;
+  const auto add = [&](const std::string& given) {
+    reasons.push_back("gradients of block_mask with " + given +
+                      ": hopper computes those of head dimensions up to 128 without; leave the "
+                      "implementation out" +
+                      core::USE_TORCH);
+  };
+  if (std::max(call.d, call.dv) > 128) add("head dimensions above 128");
+  if (call.softcap != 0) add("a softcap");
+  if (call.dropout_p != 0) add("dropout_p");
+  if (problem.deterministic) add("deterministic gradients");
+  if (call.heads_q > call.heads_kv * device::ListedRound::MOST_HEADS)
+    add("more than " + std::to_string(device::ListedRound::MOST_HEADS) + " heads for each of k");
+  if (core::ceil_div(call.nq, MASK_BLOCK) > device::ListedRound::MOST_BLOCKS) add("so many rows");
+}
+
+// Turns the main launch of `plan` into that of a kernel for tables of blocks, whose CTAs list their
+// rounds in the workspace.
+void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
+  Launch* const main = main_launch(plan);
+  if (main == nullptr) return;
+  const Problem& call = problem.call;
+  ListingBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
+  params.masks = core::mask_params(call);
+  const int64_t rounds =
+      core::ceil_div(call.nq, tile.round_rows) * (call.heads_q / call.heads_kv) + 1;
+  params.rounds_of_cta = static_cast<int32_t>(rounds);
+  main->params = core::bytes(params);
+  main->image = std::string("hopper/bwd_table_") + core::dtype_word(call.dtype);
+  for (const PointerSlot& slot : core::mask_pointers(call, offsetof(ListingBackwardParams, masks)))
+    main->pointers.push_back(slot);
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t lists =
+      workspace.add(main->grid[0] * rounds * int64_t{sizeof(device::ListedRound)});
+  plan.workspace_bytes = workspace.bytes();
+  main->pointers.push_back(
+      {Operand::Workspace, offsetof(ListingBackwardParams, rounds_gmem), lists});
+}
+
 // Turns the main launch of `plan` into that of a kernel with dropout.
 void add_dropout(LaunchPlan& plan, const BackwardProblem& problem) {
   const Problem& call = problem.call;
@@ -273,7 +336,8 @@ void add_dropout(LaunchPlan& plan, const BackwardProblem& problem) {
 PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   BackwardProblem problem = asked;
   const Problem& call = problem.call;
-  const BackwardTile& tile = tile_for(call);
+  const bool table = call.block_mask;
+  const BackwardTile& tile = table ? table_tile_for(call).tile : tile_for(call);
   Reasons reasons = core::refuse_rounds(problem, "hopper");
   if (call.softcap != 0 && tile.with_softcap == nullptr) {
     reasons.push_back(
@@ -281,7 +345,8 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
                     "without; drop softcap") +
         core::USE_TORCH);
   }
-  const bool drops = call.dropout_p != 0;
+  if (table) refuse_table(problem, reasons);
+  const bool drops = call.dropout_p != 0 && !table;
   if (drops && (call.softcap != 0 || tile.with_dropout == nullptr)) {
     reasons.push_back(std::string("gradients of dropout_p with ") +
                       (call.softcap != 0 ? "a softcap" : "head dimensions above 128") +
@@ -291,15 +356,16 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   core::BackwardTile main_tile = tile;
   if (call.softcap != 0 && tile.with_softcap != nullptr) main_tile.name = tile.with_softcap;
   if (drops && tile.with_dropout != nullptr) main_tile.name = tile.with_dropout;
-  BackwardProblem undropped = problem;  // add_dropout() adds what is dropped to its plan
-  undropped.call.dropout_p = 0;
-  PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, undropped, device);
+  if (table) main_tile.name = table_tile_for(call).main_name;
+  BackwardProblem plain = problem;  // add_dropout() and add_table() add what is left out here
+  plain.call.dropout_p = 0, plain.call.block_mask = 0;
+  PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, plain, device);
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
   if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
-  const core::RowShares split = share_out(call, tile, device);
-  problem.deterministic |= turns_are_faster(call, tile, split, device);
+  const core::RowShares split = table ? whole_rows(call, tile) : share_out(call, tile, device);
+  problem.deterministic |= !table && turns_are_faster(call, tile, split, device);
   const KeyTileOrder order = order_tiles(problem, tile, split, device);
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, device, "hopper",
@@ -321,6 +387,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       main_launch(*plan)->grid[0] *= split.shares;
     }
     take_tiles(*plan, problem, tile, device);
+    if (table) add_table(*plan, problem, tile);
     if (drops) add_dropout(*plan, problem);
     for (Launch& launch : plan->launches)
       launch.uses_pdl = !launch.tensor_maps.empty();  // it waits where it has to

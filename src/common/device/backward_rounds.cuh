@@ -10,6 +10,7 @@
 #include "common/device/attention_work.cuh"
 #include "common/device/backward_rows.cuh"
 #include "common/device/backward_work.cuh"
+#include "common/device/listed_round.h"
 #include "common/device/ring.cuh"
 #include "common/device/slab_load.cuh"
 #include "common/device/uniform.cuh"
@@ -133,6 +134,36 @@ struct BlockPosition {
     head = 0;
     row += uniform(cta.upwards) ? C::ROUND : -C::ROUND;
     if (row < uniform(cta.begin)) row = uniform(cta.last);
+  }
+};
+
+// Whether the CTAs of a kernel go over lists of rounds (listed_round.h).
+template <class C>
+consteval bool lists_rounds() {
+  if constexpr (requires { C::LISTS_ROUNDS; }) return C::LISTS_ROUNDS;
+  return false;
+}
+
+struct ListedWork : CtaWork {
+  const ListedRound* rounds_gmem;
+  int keys_begin, keys_end;  // the tile's keys that any query may see lie between these
+};
+
+// The rounds of a list. The first one is of the first head, and starts with row CtaWork::start.
+template <class C>
+  requires(lists_rounds<C>())
+struct BlockPosition<C> {
+  int head = 0, row;
+  int number = 0;
+
+  __device__ __forceinline__ ListedRound listed(const CtaWork& cta) const {
+    return static_cast<const ListedWork&>(cta).rounds_gmem[number];
+  }
+  __device__ __forceinline__ void next_round(const CtaWork& cta) {
+    if (++number * C::BLOCKS_OF_ROUND >= uniform(cta.blocks)) return;
+    const ListedRound round = listed(cta);
+    head = round.head();
+    row = round.row_block() * C::BLOCK;
   }
 };
 
@@ -283,9 +314,14 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
   };
   const auto load_keys = [&]<class Tile>(int offset, const TensorMap& map, int64_t head_stride,
                                          int64_t batch_stride, uint32_t full) {
-    load_rows.template operator()<Tile>(
-        offset, map, work.own_start, work.first_row, work.own_rows, work.own_begin(),
-        work.own_end(), head_stride == 0 ? 0 : work.head, batch_stride == 0 ? 0 : work.batch, full);
+    int begin = work.own_begin(), end = work.own_end();
+    if constexpr (lists_rounds<C>()) {
+      const auto& listed = static_cast<const ListedWork&>(work);
+      begin = max(begin, listed.keys_begin), end = min(end, listed.keys_end);
+    }
+    load_rows.template operator()<Tile>(offset, map, work.own_start, work.first_row, work.own_rows,
+                                        begin, end, head_stride == 0 ? 0 : work.head,
+                                        batch_stride == 0 ? 0 : work.batch, full);
   };
   const auto load_queries = [&]<class Tile>(int offset, const TensorMap& map, int64_t head_stride,
                                             int64_t batch_stride, int head, int row,
@@ -334,6 +370,9 @@ struct BlockNote {
   // A bit for each warp's keys: not all of them are there and seen by all rows. P of a key behind
   // the end must be 0, because its dS may be too large for 16 bits, and infinity * 0 spoils dQ.
   unsigned masked_warps;
+  // With lists of rounds, UNSEEN_SHIFT bits higher: none of the keys is seen. Such warps are among
+  // the masked ones, too.
+  static constexpr int UNSEEN_SHIFT = 8;
 };
 
 // Writes LSEs, deltas and a note of each block to shared memory, in the ring of Q. A warp's keys
@@ -372,7 +411,12 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
       const int last_key = first_key + C::WARP_ROWS - 1;
       const bool masks = last_key >= work.own_rows ||
                          work.visible.masks(first_key, last_key, first, first + C::BLOCK - 1);
-      const unsigned masked_warps = __ballot_sync(FULL_WARP, masks);
+      unsigned masked_warps = __ballot_sync(FULL_WARP, masks);
+      if constexpr (lists_rounds<C>()) {
+        const uint32_t seen = block.listed(work).seen((first - block.row) / C::BLOCK);
+        const unsigned unseen = (seen & 1 ? 0 : 0x0Fu) | (seen & 2 ? 0 : 0xF0u);
+        masked_warps = (masked_warps & 0xFF) | unseen | unseen << BlockNote::UNSEEN_SHIFT;
+      }
       if (lane == 0) {
         *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {first, masked_warps};
       }

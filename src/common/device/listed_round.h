@@ -1,0 +1,30 @@
+// A round of query rows in the list of a CTA of the backward pass, which owns keys.
+#pragma once
+
+#include <cstdint>
+
+#include "common/device/host_device.h"
+
+namespace archflash::device {
+
+// In a word: the head, of those that share a head of K; the first row, as a number of blocks of
+// queries; and which of the tile's two blocks of keys see the round's first block, a bit for each,
+// and its second one, the same again.
+struct ListedRound {
+  static constexpr int HEAD_SHIFT = 4, ROW_SHIFT = 12;
+  static constexpr int MOST_HEADS = 1 << (ROW_SHIFT - HEAD_SHIFT);
+  static constexpr int64_t MOST_BLOCKS = int64_t{1} << (32 - ROW_SHIFT);
+  uint32_t word;
+
+  ARCHFLASH_HOST_DEVICE static ListedRound of(int head, int row_block, uint32_t seen) {
+    return {static_cast<uint32_t>(row_block) << ROW_SHIFT |
+            static_cast<uint32_t>(head) << HEAD_SHIFT | seen};
+  }
+  ARCHFLASH_HOST_DEVICE int head() const {
+    return static_cast<int>(word >> HEAD_SHIFT & (MOST_HEADS - 1));
+  }
+  ARCHFLASH_HOST_DEVICE int row_block() const { return static_cast<int>(word >> ROW_SHIFT); }
+  ARCHFLASH_HOST_DEVICE uint32_t seen(int block) const { return word >> (2 * block) & 3; }
+};
+
+}  // namespace archflash::device

@@ -1,0 +1,77 @@
+// Calls with block_mask: a CTA of the backward pass lists the rounds of queries that see any of its
+// keys, and goes over these.
+#pragma once
+
+#include <cstdint>
+
+#include "common/device/backward_rounds.cuh"
+#include "common/mask_params.h"
+#include "hopper/backward_config.cuh"
+#include "hopper/backward_params.h"
+#include "hopper/backward_pipeline.cuh"
+
+namespace archflash::hopper {
+
+// Makes the list of a CTA whose work is `cta`, and has it go over that. Called by the warp that has
+// found the work; __syncthreads() then makes the list known to the others.
+template <class C>
+__device__ __forceinline__ void list_rounds(const ListingBackwardParams& params, CtaWork& cta) {
+  using device::ListedRound;
+  static_assert(C::ROWS == 2 * MASK_BLOCK && C::BLOCK == MASK_BLOCK,
+                "a warpgroup's keys and a block of queries are a block of block_mask");
+  static_assert(sizeof(device::ListedWork) <= C::WORK_BYTES);
+  auto& work = static_cast<device::ListedWork&>(cta);
+  __syncwarp();  // the work is written
+  if (work.first_row < 0) return;
+  const MaskParams& masks = params.masks;
+  const int lane = threadIdx.x % 32;
+  const int key_blocks = (work.own_rows - work.first_row + MASK_BLOCK - 1) / MASK_BLOCK;
+  ListedRound* const rounds_gmem =
+      params.rounds_gmem + static_cast<int64_t>(blockIdx.x) * params.rounds_of_cta;
+  int count = 0;
+  uint32_t seen_of_any = 0;  // a bit for each warpgroup's keys
+  for (int head = 0; head < work.heads; ++head) {
+    const uint8_t* const table_gmem =
+        masks.blocks_gmem + work.batch * masks.blocks_batch +
+        (work.head * params.call.backward.attention.heads_per_kv + head) * masks.blocks_head +
+        work.first_row / MASK_BLOCK;
+#pragma unroll 1
+    for (int top = work.last; top >= work.begin; top -= 32 * C::ROUND) {
+      const int row = top - lane * C::ROUND;
+      uint32_t seen = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * C::BLOCKS_OF_ROUND; ++i) {
+        const int first_query = row + i / 2 * C::BLOCK, key_block = i % 2;
+        if (row < work.begin || first_query >= work.passing_rows || key_block >= key_blocks)
+          continue;
+        const int first_key = work.first_row + key_block * MASK_BLOCK;
+        const int last_key = min(first_key + MASK_BLOCK, work.own_rows) - 1;
+        const uint8_t state = table_gmem[first_query / MASK_BLOCK * masks.blocks_row + key_block];
+        if (state != BLOCK_UNSEEN &&
+            !work.visible.hides(first_key, last_key, first_query, first_query + C::BLOCK - 1))
+          seen |= 1u << i;
+      }
+      const uint32_t lanes = __ballot_sync(device::FULL_WARP, seen != 0);
+      if (seen != 0) {
+        rounds_gmem[count + __popc(lanes & ((1u << lane) - 1))] =
+            ListedRound::of(head, row / C::BLOCK, seen);
+      }
+      count += __popc(lanes);
+      seen_of_any |= __reduce_or_sync(device::FULL_WARP, (seen | seen >> 2) & 3);
+    }
+    // A list begins with a round of the first head, if need be one that sees nothing.
+    if (head == 0 && count == 0 && work.heads > 1 && work.begin <= work.last) {
+      if (lane == 0) rounds_gmem[0] = ListedRound::of(0, work.last / C::BLOCK, 0);
+      count = 1;
+    }
+  }
+  __syncwarp();  // the list is written before its start is read
+  if (lane != 0) return;
+  work.rounds_gmem = rounds_gmem;
+  work.blocks = count * C::BLOCKS_OF_ROUND;
+  if (count > 0) work.start = rounds_gmem[0].row_block() * C::BLOCK;
+  work.keys_begin = (seen_of_any & 1) != 0 ? 0 : work.first_row + MASK_BLOCK;
+  work.keys_end = (seen_of_any & 2) != 0 ? INT32_MAX : work.first_row + MASK_BLOCK;
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,108 @@
+"""Gradients of calls with a table of blocks by hopper, whose CTAs list the rounds of queries that
+see any of their keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import archflash
+
+from . import gradients
+from .executors import executor
+from .gradients import differentiate_and_check, note_plans
+from .test_tables_of_blocks import table_of
+
+on = executor()
+NAME = "hopper"
+pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
+inputs = functools.partial(gradients.inputs, on)
+every_dim = pytest.mark.parametrize("dim", [64, 128])
+
+CALLS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "causal": {"causal": True},
+    "window": {"window": (70, 30)},
+    "sinks": {"sinks": True},
+    "offsets": {"causal": True, "q_offset": (-70, 90)},
+}
+
+
+@every_dim
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_with_a_table_of_blocks_agree_with_float64(
+    name: str, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = list(CALLS).index(name)
+    dtype = ("float16", "bfloat16")[number % 2]
+    nq, nk, batch = 300, 330, 1
+    options = dict(CALLS[name])
+    if "q_offset" in options:
+        options["q_offset"], batch = on.int32(*options["q_offset"]), 2
+    if "sinks" in options:
+        options["sinks"] = on.rand(2, seed=9)
+    tensors = inputs(nq, nk, dim - 8, dim, dtype, batch=batch, heads=(2, 1 + number % 2))
+    table = table_of(1 + number // 3, nq, nk)
+    plans = note_plans(monkeypatch)
+    differentiate_and_check(
+        on, NAME, *tensors, schedules=(number % 4,), deterministic=False, planned_for="H200",
+        block_mask=table, **options,
+    )  # fmt: skip
+    (main,) = (kernel for kernel in plans[0].kernels if "_attention_bwd_" in kernel)
+    assert main.endswith(f"_d{dim}_table")
+
+
+@every_dim
+def test_gradients_with_a_table_in_every_schedule(dim: int) -> None:
+    tensors = inputs(200, 200, dim, dim, "bfloat16", heads=(2, 2))
+    differentiate_and_check(
+        on, NAME, *tensors, schedules=range(4), deterministic=False,
+        block_mask=table_of(2, 200, 200),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_that_no_query_sees_and_heads_that_see_none(dim: int) -> None:
+    """The first of the heads that share a head of K sees nothing of some keys; nobody sees others,
+    whose NaN reaches no gradient.
+    """
+    dout, q, k, v = inputs(150, 400, dim, dim, "bfloat16", heads=(3, 1))
+    table = torch.ones(1, 3, 3, 7, dtype=torch.int8, device=on.device)
+    table[:, 0, :, 2:] = 0
+    table[:, :, :, [0, 5]] = 0
+    table[:, :, 1] = 0
+    k[:, :, 320:384] = v[:, :, :64] = math.nan
+    k[:, :, :64] = v[:, :, 320:384] = math.nan
+    found = gradients.differentiate(
+        on, NAME, dout, q, k, v, schedules=(0,), deterministic=False, block_mask=table
+    )
+    for name in gradients.NAMES:
+        assert getattr(found, name).isfinite().all(), name
+    kept_k, kept_v = k.nan_to_num(), v.nan_to_num()
+    differentiate_and_check(
+        on, NAME, dout, q, kept_k, kept_v, schedules=(1,), deterministic=False, block_mask=table
+    )
+
+
+def test_which_gradients_of_tables_it_computes() -> None:
+    def why_not(d: int = 128, **call: Any) -> str:
+        q = torch.empty(1, 2, 300, d, dtype=torch.bfloat16, device="meta")
+        table = torch.empty(1, 1, 5, 5, dtype=torch.int8, device="meta")
+        try:
+            archflash.explain(
+                q, q, q, device="H200", implementation=NAME, backward=True, block_mask=table, **call
+            )
+        except archflash.ForcedImplementationError as error:
+            return str(error)
+        return ""
+
+    assert why_not() == why_not(64) == why_not(causal=True) == ""
+    assert "block_mask with head dimensions above 128" in why_not(192)
+    assert "block_mask with a softcap" in why_not(softcap=2.0)
+    slopes = torch.empty(2, device="meta")
+    assert "alibi_slopes in a call whose gradients are needed" in why_not(alibi_slopes=slopes)
