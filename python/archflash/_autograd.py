@@ -61,14 +61,14 @@ class ArchflashAttention(torch.autograd.Function):
             for i, x in zip(places, given, strict=True):
                 values[i] = x
             values = tuple(values)
-        _, *needed = ctx.needs_input_grad
+        needed = ctx.needs_input_grad
         if dout is None:
             dout = torch.zeros_like(out)
         found: Any = NotImplemented
         if not _is_grad_enabled() and is_eager():
             found = _native.attention_backward(
                 dout, q, k, v, out, lse, dlse, values, implementation, None, None, None, False,
-                needed[4], deterministic or wants_deterministic(), False,
+                needed[5], deterministic or wants_deterministic(), False,
             )  # fmt: skip
         if found is NotImplemented:
             names = ("q", "k", "v", "sinks", "attn_mask")
@@ -76,7 +76,7 @@ class ArchflashAttention(torch.autograd.Function):
             by_name = _ops_backward.gradients(
                 {"q": q, "k": k, "v": v, "implementation": implementation}
                 | _options.to_operator(_options.with_python_numbers(options)),
-                (out, lse), (dout, dlse), {n for n, x in zip(names, needed, strict=True) if x},
+                (out, lse), (dout, dlse), {n for n, x in zip(names, needed[1:], strict=True) if x},
                 deterministic,
             )  # fmt: skip
             return (None, *(by_name.get(name) for name in names))

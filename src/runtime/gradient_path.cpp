@@ -28,9 +28,9 @@ nb::object& decide_gradients() {
   return instance;
 }
 
-// A tensor of a backward pass: new or given.
+// A tensor of a backward pass: new or given. None: there is none.
 struct Seen {
-  nb::object tensor;
+  nb::object tensor = nb::none();
   TensorView view;
 
   void read(nb::object given, const char* name) {
@@ -82,11 +82,16 @@ void describe(const TensorView& t, const reading::Axes& x, BackwardTensor& to) {
 bool make_gradient(nb::handle given, const char* name, nb::handle of, int device_index,
                    Seen& made) {
   TensorView input;
-  read_tensor(of, name, input);
+  read_tensor(of, name, input, true);
   if (given.is_none()) {
-    int64_t strides[4];
-    reading::nest_as(input.strides, input.ndim, input.shape, strides);
-    made.read(new_tensor(of, input.ndim, input.shape, strides, input.dtype, device_index), name);
+    TensorView& view = made.view;
+    view.ndim = input.ndim;
+    view.shape = input.shape;
+    reading::nest_as(input.strides, input.ndim, input.shape, view.own_strides);
+    view.strides = view.own_strides;
+    view.dtype = input.dtype;
+    made.tensor = new_tensor(of, input.ndim, input.shape, view.strides, input.dtype, device_index);
+    view.data = address_of_new(made.tensor, name);
     return true;
   }
   made.read(nb::borrow(given), name);
@@ -131,26 +136,30 @@ void make_other_gradients(const Arguments& a, bool mask_gradient, const Call& ca
 }
 
 void launch(const PreparedPlan& prepared, const Arguments& a, Call& call, const Seen& lse,
-            const nb::object& dlse, const nb::object& dout, const Written& made) {
+            const Seen& dlse, const Seen& dout, const Written& made) {
   Outputs outputs;
   outputs.out = nb::borrow(a.out);
   outputs.lse = lse.tensor;
   const bool simulated = call.device_index < 0;
   allocate_workspace(*prepared.plan, a.q, call, outputs, simulated);
-  const std::pair<Operand, const nb::object*> operands[] = {
-      {Operand::DOut, &dout},          {Operand::Lse, &lse.tensor},
-      {Operand::DLse, &dlse},          {Operand::DQ, &made.dq.tensor},
-      {Operand::DK, &made.dk.tensor},  {Operand::DV, &made.dv.tensor},
-      {Operand::DSinks, &made.dsinks}, {Operand::DMask, &made.dmask}};
+  const std::pair<Operand, const Seen*> seen[] = {{Operand::DOut, &dout},  {Operand::Lse, &lse},
+                                                  {Operand::DLse, &dlse},  {Operand::DQ, &made.dq},
+                                                  {Operand::DK, &made.dk}, {Operand::DV, &made.dv}};
+  const std::pair<Operand, const nb::object*> others[] = {{Operand::DSinks, &made.dsinks},
+                                                          {Operand::DMask, &made.dmask}};
   if (simulated) {
     nb::dict tensors = by_operand(a, outputs);
-    for (const auto& [operand, tensor] : operands) {
+    for (const auto& [operand, x] : seen) {
+      if (!x->tensor.is_none()) tensors[operand_name(operand)] = x->tensor;
+    }
+    for (const auto& [operand, tensor] : others) {
       if (!tensor->is_none()) tensors[operand_name(operand)] = *tensor;
     }
     simulate()(std::const_pointer_cast<LaunchPlan>(prepared.plan), tensors);
     return;
   }
-  for (const auto& [operand, tensor] : operands) {
+  for (const auto& [operand, x] : seen) reading::set_address(call, operand, x->view);
+  for (const auto& [operand, tensor] : others) {
     if (!tensor->is_none()) set_address(call, operand, *tensor);
   }
   void* stream = current_stream(call.device_index);
@@ -198,7 +207,6 @@ nb::object attention_backward(const GradientCall& given) {
   lse.read(nb::borrow(given.lse), "lse");
   if (!usable(lse.view, out) || !fits_lse(lse.view, p)) return unserved;
   if (!is_contiguous(lse.view)) lse.read(lse.tensor.attr("contiguous")(), "lse");
-  dlse.tensor = nb::none();
   if (!given.dlse.is_none()) {
     dlse.read(nb::borrow(given.dlse), "dlse");
     if (!usable(dlse.view, out) || !fits_lse(dlse.view, p)) return unserved;
@@ -240,7 +248,7 @@ nb::object attention_backward(const GradientCall& given) {
   }
   const CachedGradients plan = *found;  // a copy: allocating may let other threads insert
   if (!plan) return unserved;
-  launch(*plan, a, call, lse, dlse.tensor, dout.tensor, made);
+  launch(*plan, a, call, lse, dlse, dout, made);
   for (const nb::handle x : {given.dq, given.dk, given.dv}) {
     // Autograd must see that it was written.
     if (!x.is_none() && !nb::cast<bool>(x.attr("is_inference")())) torch().increment_version(x);

@@ -79,12 +79,16 @@ nb::object new_tensor(nb::handle like, int ndim, const int64_t* shape, const int
   return make_result(strided(ndim, shape, strides, dtype), like, device_index);
 }
 
-void set_address(Call& call, Operand operand, nb::handle tensor) {
+void* address_of_new(nb::handle tensor, const char* name) {
   void* const address = address_of(tensor);
   // Under a mode of PyTorch what is allocated may be a fake tensor.
   if (address == nullptr && nb::cast<int64_t>(tensor.attr("numel")()) > 0)
-    throw nb::value_error(join(operand_name(operand), HAS_NO_MEMORY).c_str());
-  call.addresses[static_cast<int>(operand)] = address;
+    throw nb::value_error(join(name, HAS_NO_MEMORY).c_str());
+  return address;
+}
+
+void set_address(Call& call, Operand operand, nb::handle tensor) {
+  call.addresses[static_cast<int>(operand)] = address_of_new(tensor, operand_name(operand));
 }
 
 nb::object template_of_out(nb::handle q, const Call& call) {

@@ -13,7 +13,8 @@ namespace archflash {
 nb::object new_tensor(nb::handle like, int ndim, const int64_t* shape, const int64_t* strides,
                       DType dtype, int device_index);
 
-// The address of a tensor that was allocated for a call.
+// The address of a tensor that was allocated for a call; set_address() notes it there.
+void* address_of_new(nb::handle tensor, const char* name);
 void set_address(Call& call, Operand operand, nb::handle tensor);
 
 // What the outputs of a call are made from: (shape, strides, dtype), or a tensor without memory for

@@ -186,6 +186,7 @@ const Torch& torch() {
     t->is_neg = Getter(tensor, "is_neg");
     t->is_inference = Getter(tensor, "is_inference");
     t->data_ptr = Getter(tensor, "data_ptr");
+    t->requires_grad = nb::steal(PyUnicode_InternFromString("requires_grad"));
     t->empty_like = module.attr("empty_like");
     for (int i = 0; i < DTYPE_COUNT; ++i)
       t->dtypes[i] = module.attr(dtype_name(static_cast<DType>(i)));

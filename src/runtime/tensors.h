@@ -64,6 +64,7 @@ struct Torch {
   nb::object dtypes[DTYPE_COUNT];  // by DType
   nb::object raw_stream;  // torch._C._cuda_getCurrentRawStream, where the exchange table is missing
   const void* exchange = nullptr;  // DLPackExchangeAPI
+  nb::object requires_grad;        // the name of the attribute
 };
 const Torch& torch();
 void use_exchange_table(bool enabled);  // tests switch to the fallback with it

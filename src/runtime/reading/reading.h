@@ -41,7 +41,9 @@ struct Axes {
 };
 Axes axes_of(const Arguments& a, bool varlen);
 
-inline bool requires_grad(nb::handle tensor) { return tensor.attr("requires_grad").is(Py_True); }
+inline bool requires_grad(nb::handle tensor) {
+  return tensor.attr(torch().requires_grad).is(Py_True);
+}
 
 // Reads a tensor and notes in the call if it is lazy or has no memory.
 void read(nb::handle object, const char* name, Call& call, TensorView& view);
