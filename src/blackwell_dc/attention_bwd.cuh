@@ -679,12 +679,13 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
     const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
     const int row = number % C::BLOCK, chunk = number / C::BLOCK;
     if (round.first_row + row >= round.rows || 8 * chunk >= attention.d) continue;
+    float4 sums[2];
+    sums_of_round.template read<2, C::BLOCK>(sums, 2 * chunk * C::BLOCK + row);
     float x[8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 sums = sums_of_round.at((2 * chunk + half) * C::BLOCK + row);
-      x[4 * half] = sums.x * scale, x[4 * half + 1] = sums.y * scale;
-      x[4 * half + 2] = sums.z * scale, x[4 * half + 3] = sums.w * scale;
+      x[4 * half] = sums[half].x * scale, x[4 * half + 1] = sums[half].y * scale;
+      x[4 * half + 2] = sums[half].z * scale, x[4 * half + 3] = sums[half].w * scale;
     }
     device::store_gradient_chunk<C::DTYPE>(
         gradient, start + (round.first_row + row) * gradient.row + 8 * chunk, x);

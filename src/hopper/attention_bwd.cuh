@@ -76,6 +76,7 @@ namespace archflash::hopper {
 
 template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
+  ptx::griddepcontrol_wait();               // what comes before this call is done
   ptx::griddepcontrol_launch_dependents();  // the main kernel waits for what this one writes
   if (params.taken_gmem != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *params.taken_gmem = 0;
   device::prepare_rounds<DTYPE>(params);

@@ -29,6 +29,8 @@ struct BackwardVariant {
   int key_stages = 1;
   // The CTAs go over the rounds that see any of their keys by block_mask (backward_lists.cuh).
   bool lists_rounds = false;
+  // Consumer warpgroups, with 64 keys each. With one there is room for two CTAs on an SM.
+  int warpgroups = 2;
 };
 
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
@@ -38,8 +40,8 @@ struct BackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = VARIANT.head_dim;
   static constexpr int HEAD_DIM_V = HEAD_DIM;
-  static constexpr int WARPGROUP = 128;  // threads
-  static constexpr int WARPGROUPS = 2;   // consumers
+  static constexpr int WARPGROUP = 128;                  // threads
+  static constexpr int WARPGROUPS = VARIANT.warpgroups;  // consumers
   static constexpr int WARPS = 4 * WARPGROUPS;
   static constexpr int GROUP_ROWS = 64;
   static constexpr int WARP_ROWS = 16;
@@ -64,19 +66,21 @@ struct BackwardConfig {
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
-  static constexpr int CTAS_PER_SM = 1;
-  // Registers of a thread. Each of the three warpgroups starts with 168.
+  static constexpr int CTAS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
+  // Registers of a thread. Those of a CTA are shared out anew when its roles begin.
   static constexpr int CONSUMER_REGISTERS = VARIANT.consumer_registers;
-  static constexpr int PRODUCER_REGISTERS = 3 * 168 - WARPGROUPS * CONSUMER_REGISTERS;
+  static constexpr int START_REGISTERS = 64 * 1024 / (CTAS_PER_SM * THREADS) / 8 * 8;
+  static constexpr int PRODUCER_REGISTERS =
+      (WARPGROUPS + 1) * START_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
 
-  // The two warpgroups share out dQ of a round. Each computes a part of 64 rows: half of the rows
-  // if the round has 128 of them, else half of the columns. A warp has 16 rows of it.
+  // The warpgroups share out dQ of a round. Each computes a part of 64 rows: its share of the rows
+  // if the round has as many, else of the columns. A warp has 16 rows of it.
   static constexpr int PART_ROWS = 64;
-  static constexpr bool SHARES_ROWS = ROUND == 2 * PART_ROWS;
-  static constexpr int PART_COLUMNS = SHARES_ROWS ? HEAD_DIM : HEAD_DIM / 2;
+  static constexpr bool SHARES_ROWS = ROUND == WARPGROUPS * PART_ROWS;
+  static constexpr int PART_COLUMNS = SHARES_ROWS ? HEAD_DIM : HEAD_DIM / WARPGROUPS;
   static constexpr int WARP_SUMS = WARP_ROWS * PART_COLUMNS;
   static constexpr int ROUND_SUMS = WARPS * WARP_SUMS;
-  static_assert(ROUND_SUMS == ROUND * HEAD_DIM, "the two parts are all of a round's dQ");
+  static_assert(ROUND_SUMS == ROUND * HEAD_DIM, "the parts are all of a round's dQ");
   // The sums in the workspace have multiples of it as columns. Kernels that leave none out add a
   // round's sums by one copy of each warp, which is faster where there are as many.
   static constexpr int SUMS_STEP = VARIANT.exact ? 8 : HEAD_DIM;
@@ -206,6 +210,14 @@ struct WideBackwardConfig {
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
+constexpr BackwardVariant BACKWARD_D32 = {.head_dim = 32,
+                                          .blocks_of_round = 2,
+                                          .q_stages = 4,
+                                          .dout_stages = 4,
+                                          .s_ahead = true,
+                                          .consumer_registers = 232,
+                                          .tile_stages = 2,
+                                          .key_stages = 2};
 constexpr BackwardVariant BACKWARD_D64 = {.head_dim = 64,
                                           .blocks_of_round = 2,
                                           .q_stages = 4,
@@ -214,6 +226,25 @@ constexpr BackwardVariant BACKWARD_D64 = {.head_dim = 64,
                                           .consumer_registers = 232,
                                           .tile_stages = 2,
                                           .key_stages = 2};
+// For few keys: what a tile starts and ends with takes longer than its rows, so that another CTA of
+// the SM has to multiply meanwhile.
+constexpr BackwardVariant BACKWARD_D32_SHORT = {.head_dim = 32,
+                                                .blocks_of_round = 1,
+                                                .q_stages = 4,
+                                                .dout_stages = 4,
+                                                .s_ahead = true,
+                                                .consumer_registers = 216,
+                                                .tile_stages = 2,
+                                                .key_stages = 2,
+                                                .warpgroups = 1};
+constexpr BackwardVariant BACKWARD_D64_SHORT = {.head_dim = 64,
+                                                .blocks_of_round = 1,
+                                                .q_stages = 3,
+                                                .dout_stages = 2,
+                                                .s_ahead = true,
+                                                .consumer_registers = 216,
+                                                .tile_stages = 2,
+                                                .warpgroups = 1};
 constexpr BackwardVariant BACKWARD_D96 = {.head_dim = 96,
                                           .blocks_of_round = 2,
                                           .q_stages = 3,
@@ -241,8 +272,14 @@ constexpr BackwardVariant with_dropout(BackwardVariant variant) {
   variant.drops = true;
   return variant;
 }
+template <DType T>
+using BackwardD32 = BackwardConfig<T, BACKWARD_D32>;
 template <DType T, bool SOFTCAP = false>
 using BackwardD64 = BackwardConfig<T, with_softcap(BACKWARD_D64, SOFTCAP)>;
+template <DType T>
+using BackwardD32Short = BackwardConfig<T, BACKWARD_D32_SHORT>;
+template <DType T>
+using BackwardD64Short = BackwardConfig<T, BACKWARD_D64_SHORT>;
 template <DType T>
 using BackwardD96 = BackwardConfig<T, BACKWARD_D96>;
 template <DType T, bool SOFTCAP = false>

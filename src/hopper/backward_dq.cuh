@@ -46,8 +46,9 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();
   const bool in_turns = params.turns_gmem != nullptr;
-  const int first_group = in_turns ? 0 : static_cast<int>(number);
-  const int end_group = in_turns ? C::WARPGROUPS : first_group + 1;
+  const bool all_groups = in_turns || C::WARPGROUPS == 1;
+  const int first_group = all_groups ? 0 : static_cast<int>(number);
+  const int end_group = all_groups ? C::WARPGROUPS : first_group + 1;
   uint32_t count = 0;          // of rounds
   ptx::griddepcontrol_wait();  // the sums and the turns are zero
   for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
@@ -55,7 +56,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
     const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
 #pragma unroll 1
     for (; count < end; ++count, block.next_round(work)) {
-      if (in_turns && count % 2 != number) continue;
+      if (all_groups && count % 2 != number) continue;
       const device::DqTurn turn = device::dq_turn<C>(params, work, block);
       // It looks for its turn while dQ is computed, because that takes a while even if it has come.
       if (leader && turn.waits) {
@@ -113,14 +114,16 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const AttentionParams& attention = params.backward.attention;
   const GradientParams& gradient = params.backward.dq;
   const int index = static_cast<int>(blockIdx.x);
+  ptx::griddepcontrol_wait();  // all CTAs have added to the sums
   const device::SummedRound round = device::find_summed_round<C>(params, index);
   if (round.rows < 0) return;
   const device::SumsOfRound<C> sums_of_round(params, index);
   const int64_t start = device::gradient_of_sequence(params, round);
   // A thread takes what four lanes have of eight columns: of two rows, 8 apart.
 #pragma unroll
-  for (int i = 0; i < C::ROUND_SUMS / 16 / BACKWARD_DQ_THREADS; ++i) {
+  for (int i = 0; i * BACKWARD_DQ_THREADS < C::ROUND_SUMS / 16; ++i) {
     const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
+    if (C::ROUND_SUMS / 16 < BACKWARD_DQ_THREADS && number >= C::ROUND_SUMS / 16) return;
     constexpr int CHUNKS = C::PART_COLUMNS / 8;
     const int n = number % CHUNKS, lane_row = number / CHUNKS % 8, warp = number / (8 * CHUNKS);
     const int part = warp / 4;
@@ -130,13 +133,14 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
         (column >= attention.d || warp % 4 * C::WARP_ROWS >= of_part.rows))
       continue;
     const int of_warp = (of_part.start + warp % 4 * C::WARP_ROWS * of_part.columns) / 4;
+    float4 sums[4];
+    sums_of_round.template read<4, 1>(sums, of_warp + n * 32 + lane_row * 4);
     float x[2][8];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const float4 sums = sums_of_round.at(of_warp + n * 32 + lane_row * 4 + t);
       const float scale = params.backward.scale;
-      x[0][2 * t] = sums.x * scale, x[0][2 * t + 1] = sums.y * scale;
-      x[1][2 * t] = sums.z * scale, x[1][2 * t + 1] = sums.w * scale;
+      x[0][2 * t] = sums[t].x * scale, x[0][2 * t + 1] = sums[t].y * scale;
+      x[1][2 * t] = sums[t].z * scale, x[1][2 * t + 1] = sums[t].w * scale;
     }
     const int row = round.first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) +
                     warp % 4 * C::WARP_ROWS + lane_row;

@@ -160,9 +160,9 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   [[maybe_unused]] bool starts = true;  // the tile
   // The second warpgroup begins a tile half a step after the first one, which tells it when.
   const auto hand_over_start = [&] {
-    if (group == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
+    if (C::WARPGROUPS > 1 && group == 0) ptx::bar_arrive(START_BARRIER, C::CONSUMER_THREADS);
   };
-  if (group != 0) ptx::bar_sync(START_BARRIER, C::CONSUMER_THREADS);
+  if (C::WARPGROUPS > 1 && group != 0) ptx::bar_sync(START_BARRIER, C::CONSUMER_THREADS);
   const auto begin_dq = [&] {  // of the round before that
     const bool wraps = ds_ring.stage == 0;
     const int stage = (wraps ? C::DS_STAGES : ds_ring.stage) - 1;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/wgmma_n32.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/products.cuh"
 

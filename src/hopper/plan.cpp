@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <variant>
 
 #include "common/planning/core_set.h"
@@ -135,11 +136,12 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   params.v_slices = static_cast<int32_t>(v_slices);
   if (transposed_before) params.v_columns = static_cast<int32_t>(v_columns(problem));
   // A CTA that goes on to the next tile loads its keys while the last one is computed and written.
-  // Where several share an SM they do that for one another, but with masks as data the search for
-  // the first block of a tile comes on top of it.
+  // Where several share an SM they do that for one another, but those of short sequences have
+  // little else to do, and with masks as data the search for the first block of a tile comes on top
+  // of it.
   const int64_t resident = core::resident_ctas(tile, device);
   const bool masked = is_masked(problem) && !problem.kv_cache;
-  const bool stays = resident == 1 || (masked && splits == 1);
+  const bool stays = resident == 1 || tile.cuts_tiles || (masked && splits == 1);
   const int64_t ctas = stays ? std::min(tiles, resident * device.sm_count) : tiles;
   CutTiles cut{};
   if (stays && splits == 1) cut = cut_last_round(problem, tile, tiles, ctas);
@@ -152,6 +154,10 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   KernelTile loaded = tile;
   if (fp8 && !transposed_before) loaded.v_box = tile.raw_v_box;
   LaunchPlan plan = core::one_launch("hopper", problem, device, loaded, ctas, params);
+  if (std::string_view(tile.name) == "d64_short") {
+    for (Launch& launch : plan.launches)
+      launch.image = std::string("hopper/short_") + core::dtype_word(problem.dtype);
+  }
   plan.tile.v_slices = v_slices;
   plan.tile.row_step = tile.row_step;
   plan.tile.whole_tiles = cut.whole, plan.tile.part_rows = cut.rows;

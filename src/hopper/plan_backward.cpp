@@ -28,17 +28,19 @@ struct BackwardTile : core::RoundsTile {
   const char* with_softcap;
   const char* with_dropout;
   bool stays;  // its CTAs can take one tile of keys after another
+  int ctas_per_sm;
 };
 
 template <class C>
 constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
                                      const char* with_dropout) {
-  return {core::rounds_tile<C>(name), with_softcap, with_dropout, C::STAYS};
+  return {core::rounds_tile<C>(name), with_softcap, with_dropout, C::STAYS, C::CTAS_PER_SM};
 }
 
 // The tiles of the smallest head dimensions come first. With "exact" in its name one has sums of dQ
 // that leave out rows and columns.
 constexpr BackwardTile TILES[] = {
+    backward_tile<BackwardD32<DType::F16>>("d32", nullptr, nullptr),
     backward_tile<BackwardD64<DType::F16>>("d64", "d64_softcap", "d64_dropout"),
     backward_tile<BackwardD64Exact<DType::F16>>("d64_exact", nullptr, nullptr),
     backward_tile<BackwardD96<DType::F16>>("d96", nullptr, nullptr),
@@ -46,6 +48,12 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD128Exact<DType::F16>>("d128_exact", nullptr, nullptr),
     backward_tile<BackwardD192<DType::F16>>("d192", nullptr, nullptr),
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
+};
+
+// Those for few keys, whose kernels are in an image of their own.
+constexpr BackwardTile SHORT_TILES[] = {
+    backward_tile<BackwardD32Short<DType::F16>>("d32_short", nullptr, nullptr),
+    backward_tile<BackwardD64Short<DType::F16>>("d64_short", nullptr, nullptr),
 };
 
 // For block_mask: the names of the main kernels, behind those of the tiles whose sums of dQ they
@@ -114,7 +122,8 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
   if (main == nullptr) return;
   const int64_t tiles = main->grid[0];
   plan.tile.tiles = tiles;
-  if (!tile.stays || problem.call.varlen || tiles <= device.sm_count) return;
+  const int64_t ctas = int64_t{tile.ctas_per_sm} * device.sm_count;
+  if (!tile.stays || problem.call.varlen || tiles <= ctas) return;
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
   const int64_t counter = workspace.add(sizeof(int32_t));
@@ -123,7 +132,7 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
     launch->pointers.push_back({Operand::Workspace, offsetof(P, taken_gmem), counter});
   const auto count = static_cast<int32_t>(tiles);
   std::memcpy(main->params.data() + offsetof(P, tiles), &count, sizeof count);
-  main->grid[0] = device.sm_count;
+  main->grid[0] = ctas;
 }
 
 // The order in which the tiles of keys of all heads come: see BackwardKernelParams.
@@ -249,7 +258,17 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
 
 // The tile with the smallest sums of dQ among the smallest ones that serve a call. If there is
 // none, the largest tile of all, which refuses the call.
-const BackwardTile& tile_for(const Problem& call) {
+const BackwardTile& tile_for(const Problem& call, const Device& device) {
+  // With so many tiles or more, and so few keys and rows, these were the fastest (NOTES.md). More
+  // keys for two blocks of rows are unmeasured.
+  constexpr int64_t FEW = 320, FEW_ROWS = 128, MORE_KEYS = 512, WAVES = 4;
+  const bool is_short = call.nq <= FEW && call.nk <= (call.nq <= FEW_ROWS ? MORE_KEYS : FEW) &&
+                        !call.varlen && call.softcap == 0 && call.dropout_p == 0;
+  for (const BackwardTile& tile : SHORT_TILES) {
+    if (!is_short || call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
+    const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows);
+    if (tiles >= WAVES * device.sm_count) return tile;
+  }
   const BackwardTile* best = nullptr;
   for (const BackwardTile& tile : TILES) {
     if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
@@ -337,7 +356,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   BackwardProblem problem = asked;
   const Problem& call = problem.call;
   const bool table = call.block_mask;
-  const BackwardTile& tile = table ? table_tile_for(call).tile : tile_for(call);
+  const BackwardTile& tile = table ? table_tile_for(call).tile : tile_for(call, device);
   Reasons reasons = core::refuse_rounds(problem, "hopper");
   if (call.softcap != 0 && tile.with_softcap == nullptr) {
     reasons.push_back(
@@ -389,8 +408,14 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     take_tiles(*plan, problem, tile, device);
     if (table) add_table(*plan, problem, tile);
     if (drops) add_dropout(*plan, problem);
-    for (Launch& launch : plan->launches)
-      launch.uses_pdl = !launch.tensor_maps.empty();  // it waits where it has to
+    for (Launch& launch : plan->launches) {
+      if (launch.kernel.ends_with("_short"))
+        launch.image = std::string("hopper/bwd_short_") + core::dtype_word(call.dtype);
+      // It waits where it has to. This also takes less of the host.
+      launch.uses_pdl = !launch.tensor_maps.empty() ||
+                        launch.kernel.starts_with("hopper_backward_rows_") ||
+                        launch.kernel.starts_with("hopper_backward_dq_");
+    }
   }
   return result;
 }

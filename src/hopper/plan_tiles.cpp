@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 
 #include "common/device/packed_heads.cuh"
@@ -17,6 +19,7 @@
 #include "hopper/config.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/plan_parts.h"
+#include "hopper/short_config.cuh"
 #include "hopper/table_config.cuh"
 
 namespace archflash::hopper {
@@ -70,11 +73,13 @@ constexpr const char* THREE_ALONE =
     "3 warpgroups of 64 rows, 128 keys at a time, one after another: fills the pauses between "
     "tiles of few keys";
 constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
+constexpr const char* SHORT = "short sequences: four CTAs of 64 rows stay on an SM";
 constexpr KernelTile TILES[] = {
     rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64),
     rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128),
     rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE),
     rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
+    rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT),
     rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96),
     rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
@@ -215,6 +220,36 @@ constexpr KernelTile FP8_BLOCK_TILES[] = {
 
 // The start_keys of a tile some of whose warpgroups have no rows, at least.
 constexpr int START_ALONE = 64;
+// Where every head has one such tile and CTAs take many of them, the part of a whole tile's time
+// that one takes anyway, and what its share of the rows adds; and the keys that a CTA takes longer
+// which begins when another one has ended. By 29 calls of 32 to 160 rows (H200, 2026-11-29).
+constexpr double SHORT_SHARE = 0.19, SHORT_SLOPE = 1.03;
+constexpr double NEW_CTA = 200;
+// The rows and keys of short sequences, which these numbers are for.
+constexpr int64_t SHORT_ROWS = 300, SHORT_KEYS = 384;
+
+// Whether a tile is one of short sequences: several CTAs of its kernel stay on an SM.
+bool is_of_short(const KernelTile& tile, const Device& device) {
+  return tile.cuts_tiles && core::resident_ctas(tile, device) > 1;
+}
+
+// How long a call of short sequences takes with such a tile, as time_of() counts it. CTAs that are
+// alone on an SM take less than twice the time for their keys, but more than their share.
+double time_of_short(const Problem& problem, const Device& device, const KernelTile& tile,
+                     const HeadModel& head) {
+  constexpr double KEYS_ALONE = 1.7, KEYS_BESIDE = 0.575;
+  const double resident = static_cast<double>(core::resident_ctas(tile, device));
+  const double rows = static_cast<double>(head.times.size());
+  const double of_sm = rows * static_cast<double>(problem.batch * problem.heads_q) /
+                       static_cast<double>(device.sm_count);
+  const double together = std::clamp(std::ceil(of_sm), 1.0, resident);
+  const double fixed = core::TILE_KEYS + tile.start_keys;
+  double keys = 0;
+  for (const double time : head.times) keys += (time - fixed) / rows;
+  if (of_sm <= resident) keys = *std::max_element(head.times.begin(), head.times.end()) - fixed;
+  const double of_tiles = fixed * together + keys * (KEYS_ALONE + KEYS_BESIDE * together);
+  return std::max(of_sm / together, 1.0) * of_tiles * tile.block_q / tile.speed;
+}
 
 // With more rounds of tiles than these a model says little: they come out even.
 constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;
@@ -230,12 +265,19 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   const HeadModel head(problem, tile);
   std::vector<core::Run> runs;
   double sum = 0;
-  for (const double time : head.times) {
-    runs.push_back({time, heads});
-    sum += time;
-  }
-  const auto rows = static_cast<int64_t>(runs.size());
+  const auto rows = static_cast<int64_t>(head.times.size());
   const int64_t workers = core::workers_of(tile, device);
+  const int64_t resident = core::resident_ctas(tile, device);
+  const bool is_short = !problem.varlen && head.nq <= SHORT_ROWS && head.nk <= SHORT_KEYS;
+  if (is_of_short(tile, device) && rows > 0)
+    return is_short ? time_of_short(problem, device, tile, head)
+                    : std::numeric_limits<double>::infinity();
+  const bool begins_anew = is_short && resident > 1 && rows * heads > workers;
+  for (double time : head.times) {
+    if (head.time_among_others > 0 && heads > workers) time = head.time_among_others;
+    runs.push_back({time + (begins_anew ? NEW_CTA : 0), heads});
+    sum += runs.back().time;
+  }
   double time = rows * heads > MOST_ROUNDS_TO_MODEL * workers
                     ? sum * static_cast<double>(heads) / static_cast<double>(workers)
                     : core::queue_time(runs, workers);
@@ -248,7 +290,6 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
     const double rounds = static_cast<double>(cut.whole / workers);
     time = std::min(time, (rounds + core::share_of_rows(cut.rows, tile.block_q)) * runs[0].time);
   }
-  const int64_t resident = core::resident_ctas(tile, device);
   if (resident > 1) {
     // How many of the SMs have a second CTA. Equal tiles end together: one such SM is the last.
     const double second =
@@ -305,8 +346,12 @@ HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
       core::ceil_div(first.end_row - first.first_row, tile.row_step) * tile.row_step;
   if (rows >= tile.block_q) return;
   const double keys = tiles.back().time - core::TILE_KEYS;
-  times.back() = core::TILE_KEYS + std::max(tile.start_keys, START_ALONE) +
-                 keys * core::share_of_rows(rows, tile.block_q);
+  const double start = core::TILE_KEYS + std::max(tile.start_keys, START_ALONE);
+  times.back() = start + keys * core::share_of_rows(rows, tile.block_q);
+  if (times.size() == 1) {
+    const double share = static_cast<double>(rows) / static_cast<double>(tile.block_q);
+    time_among_others = (start + keys) * (SHORT_SHARE + SHORT_SLOPE * share);
+  }
 }
 
 std::span<const KernelTile> tiles_for(const Problem& problem) {

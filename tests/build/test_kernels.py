@@ -805,6 +805,10 @@ def test_every_kernel_is_planned_somewhere() -> None:
                     q, rows, rows, device=device, packed_rows="fp8_656", **listed
                 ).plan
                 planned |= set(plan.kernels)
+        for b, n, d in ((64, 100, 32), (8, 1000, 32), (64, 100, 64)):  # gradients
+            x = torch.empty(b, 12, n, d, dtype=dtype, device="meta")
+            of_hopper = {"device": "H200", "implementation": "hopper", "backward": True}
+            planned |= set(archflash.explain(x, x, x, **of_hopper).plan.kernels)
         for d in (64, 128):
             q, k = (torch.empty(2, h, 1024, d, dtype=dtype, device="meta") for h in (16, 2))
             of_f32 = {"implementation": "hopper", "out_dtype": torch.float32}

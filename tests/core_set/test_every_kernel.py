@@ -37,10 +37,12 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = on.pick(
         "many": (1, 2, 2, 137, 150, True),
         "most": (2, 2, 2, 137, 150, True),
         "unmasked": (1, 2, 2, 137, 150, False),
-        "rounds": (2, 2, 2, 300, 290, True),
+        "rounds": (2, 2, 2, 301, 290, True),
         "two tiles": (2, 2, 2, 250, 350, True),
         "three blocks": (1, 2, 2, 250, 280, False),
         "few rows": (1, 2, 2, 60, 150, True),
+        "few long": (1, 2, 2, 33, 390, True),
+        "two long": (2, 2, 2, 250, 390, True),
     },
     gpu={
         "short": (1, 4, 2, 65, 77, True),
@@ -125,7 +127,7 @@ def plan_for(
             q, k, v, device=device, implementation=kernel, causal=causal, return_lse=True
         ).plan
     assert plan is not None
-    if on.name == "gpu" or shape in ("short", "few", "grouped"):
+    if on.name == "gpu" or shape in ("short", "few", "few long", "grouped"):
         return plan
     return replanned(plan, sm_count=1)
 
@@ -158,6 +160,12 @@ if on.name == "simulator":  # one tile of ada is for calls of many rows only
     ]
     # One tile of ampere is for sequences of 33 to 64 rows.
     EVERY += [("ampere", "A100", dtype, (32, 32), "few rows") for dtype in ("float16", "bfloat16")]
+    # Short sequences have a tile of their own in hopper.
+    EVERY += [
+        ("hopper", "H200", dtype, (64, 64), shape)
+        for dtype in ("float16", "bfloat16")
+        for shape in ("few long", "two long")
+    ]
     # On 9.0 simt has tensor cores for it.
     EVERY += [("simt", "B200", "float32", (128, 128), "many")]
     # The tiles for larger heads.

@@ -14,7 +14,8 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import _gradients, _options
+from archflash import _gradients, _options, reference
+from archflash._api import find_device
 from archflash.sim import _attention as simulator
 
 from ..sim.schedules import MODES
@@ -255,3 +256,37 @@ def test_sums_of_dq_without_rows_and_columns_that_dq_has_not(
     gradients.differentiate_and_check(
         on, "hopper", *tensors, schedules=(rows,), deterministic=deterministic, causal=True
     )
+
+
+@pytest.mark.skipif(on.name != "simulator", reason="it plans for a GPU with one SM")
+@pytest.mark.parametrize(
+    ("d", "dtype", "call"),
+    [(32, "bfloat16", {}), (24, "float16", {"causal": True}), (64, "bfloat16", {"causal": True})],
+    ids=str,
+)
+def test_few_keys_of_many_heads_have_tiles_of_one_warpgroup(
+    d: int, dtype: str, call: dict[str, Any]
+) -> None:
+    dout, q, k, v = inputs(70, 130, d, d, dtype, heads=(4, 2))
+    request = _gradients.Request(
+        dout, q, k, v, *forward(q, k, v, call), None, _options.complete(call)
+    )
+    device = native.Device.from_dict(find_device("H200").to_dict() | {"sm_count": 1})
+    exact = reference.attention_backward(dout, q, k, v, **call)
+    rounded = reference.baseline_backward(dout, q, k, v, **call)
+    found = []
+    for seed, in_turns in enumerate((True, True, False, False)):
+        into = _gradients.Gradients.like(request)
+        plan = _gradients.decide(request, into, device, "hopper", deterministic=in_turns).plan
+        assert plan is not None
+        (main,) = (x for x in plan.to_dict()["launches"] if "_attention_" in x["kernel"])
+        assert main["kernel"].endswith("d32_short" if d <= 32 else "d64_short")
+        assert main["grid"] == [2, 1, 1]  # for six tiles
+        settings = simulator.Settings(mode=MODES[seed % len(MODES)], seed=seed)
+        simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
+        for name in NAMES:
+            base = getattr(rounded, name).double()
+            report = reference.check(getattr(into, name), getattr(exact, name), base)
+            assert report.ok, f"{name}: {report}"
+        found.append(into)
+    assert_same(found[0], found[1])

@@ -166,3 +166,21 @@ def test_ctas_that_share_the_tiles_out_give_the_bits_of_one(counted: bool) -> No
     for out, lse in outs:
         assert torch.equal(out, outs[0][0])
         assert torch.equal(lse, outs[0][1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "call"),
+    [
+        ("bfloat16", {}),
+        ("float16", {"causal": True}),
+        ("bfloat16", {"window": (40, 9), "softcap": 3.0}),
+    ],
+    ids=["full", "causal", "window"],
+)
+def test_ctas_of_short_sequences_share_an_sm(dtype: str, call: dict[str, Any]) -> None:
+    q, k, v = on.qkv(100, 130, 64, dtype=dtype, heads=(6, 3))
+    plan = plan_on(1, q, k, v, **call)
+    (launch,) = plan.to_dict()["launches"]
+    assert launch["kernel"].endswith("d64_short")
+    assert launch["grid"] == [4, 1, 1]  # for twelve tiles
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)

@@ -520,7 +520,8 @@ def test_tiles_begin_apart_in_turns_where_they_would_wait_for_long(
 @pytest.mark.parametrize(
     ("shape", "heads_kv", "keys", "expected"),
     [
-        ((1, 16, 512, 64), 16, 8192, 4),
+        ((1, 16, 512, 64), 16, 8192, 6),
+        ((1, 16, 512, 128), 16, 8192, 4),
         ((1, 64, 512, 64), 64, 8192, 3),  # as many as tiles of a head run at the same time
         ((1, 32, 512, 128), 4, 8192, 2),  # no more memory than dK takes in fp32
         ((1, 16, 1024, 64), 16, 8192, 2),

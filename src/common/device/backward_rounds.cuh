@@ -222,36 +222,44 @@ __device__ __forceinline__ float* sums_of_round(const Params& params, int64_t su
   return params.dq_sums_gmem + sum * round_sums<C>(params);
 }
 
-// The sums of a round, when all CTAs have added to them.
+// The sums of a round, when all CTAs have added to them. Made by whole warps.
 template <class C>
 struct SumsOfRound {
   const float4* sums_gmem;
   int to_next;       // in chunks of 16 bytes
-  int count;         // of the sums
   uint32_t written;  // a bit for each sum: whether a CTA has added to it
 
   template <class Params>
   __device__ __forceinline__ SumsOfRound(const Params& params, int64_t round)
-      : to_next(round_sums<C>(params) / 4), count(1), written(1) {
+      : to_next(round_sums<C>(params) / 4), written(1) {
     const int32_t* turns_gmem = params.turns_gmem;
     if (turns_gmem != nullptr) {
-      count = params.sums_of_round;
+      const int count = params.sums_of_round;
       round *= count;
-      written = 0;
-      for (int i = 0; i < count; ++i) written |= (turns_gmem[round + i] != 0 ? 1u : 0u) << i;
+      const int lane = threadIdx.x % 32;
+      written = __ballot_sync(FULL_WARP, lane < count && turns_gmem[round + lane] != 0);
     }
     sums_gmem = reinterpret_cast<const float4*>(sums_of_round<C>(params, round));
   }
 
-  __device__ __forceinline__ float4 at(int index) const {
-    float4 sums = {};
-    if (written & 1) sums = sums_gmem[index];
-    for (int i = 1; i < count; ++i) {
-      if ((written >> i & 1) == 0) continue;
-      const float4 more = sums_gmem[static_cast<int64_t>(i) * to_next + index];
-      sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
+  // Adds up CHUNKS times 16 bytes, which are STEP chunks apart from chunk `index` on. Those of a
+  // sum are in flight together: one after another they would take longer than the main kernel where
+  // chains are many.
+  template <int CHUNKS, int STEP>
+  __device__ __forceinline__ void read(float4 (&sums)[CHUNKS], int index) const {
+#pragma unroll
+    for (int t = 0; t < CHUNKS; ++t) sums[t] = {};
+#pragma unroll 1
+    for (uint32_t left = written; left != 0; left &= left - 1) {
+      const float4* const sum_gmem =
+          sums_gmem + static_cast<int64_t>(__ffs(left) - 1) * to_next + index;
+      float4 x[CHUNKS];
+#pragma unroll
+      for (int t = 0; t < CHUNKS; ++t) x[t] = sum_gmem[t * STEP];
+#pragma unroll
+      for (int t = 0; t < CHUNKS; ++t)
+        sums[t] = {sums[t].x + x[t].x, sums[t].y + x[t].y, sums[t].z + x[t].z, sums[t].w + x[t].w};
     }
-    return sums;
   }
 };
 

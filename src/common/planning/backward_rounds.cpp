@@ -65,11 +65,12 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
   // Where keys are many more than rows, a second sum does not help: nearly all tiles begin with the
   // last round, and each sum would be handed on from tile to tile. So there are chains, whose sums
   // take no more memory than dK would in fp32. Measured on an H200 (docs/lab/hopper.md).
-  constexpr int64_t MANY_KEYS = 16, MOST_CHAINS = 4;  // SumsOfRound has up to 32 sums
+  constexpr int64_t MANY_KEYS = 16;
+  const int64_t most_chains = tile.head_dim <= 64 ? 6 : 4;  // SumsOfRound has up to 32 sums
   if (call.nk < MANY_KEYS * call.nq) return 2;
   const int64_t wanted = ceil_div(at_a_time, std::max<int64_t>(steps / STEPS_OF_TILE, 1));
   const int64_t fitting = call.nk * call.heads_kv / std::max<int64_t>(call.nq * call.heads_q, 1);
-  return std::max<int64_t>(std::min({wanted, fitting, MOST_CHAINS}), 2);
+  return std::max<int64_t>(std::min({wanted, fitting, most_chains}), 2);
 }
 
 float exponent_scale(const AttentionParams& attention) {

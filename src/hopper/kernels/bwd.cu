@@ -16,6 +16,9 @@ using D128Softcap = BackwardD128<DTYPE, true>;
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_rows), (BACKWARD_ROWS_THREADS), prepare<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_shares), (BACKWARD_DQ_THREADS), device::add_shares<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_sinks), (BACKWARD_SINKS_THREADS), device::backward_sinks)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32), attention_bwd, BackwardD32<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d32), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD32<DTYPE>>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64), attention_bwd, BackwardD64<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_softcap), attention_bwd, D64Softcap)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64), (BACKWARD_DQ_THREADS),

@@ -1,0 +1,15 @@
+// images: bwd_short_f16 bwd_short_bf16
+// The backward kernels for few keys. backward_config.cuh has their tiles.
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "hopper/attention_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_short), attention_bwd, BackwardD32Short<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d32_short), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD32Short<DTYPE>>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_short), attention_bwd, BackwardD64Short<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_short), (BACKWARD_DQ_THREADS),
+                write_dq<BackwardD64Short<DTYPE>>)

@@ -1,0 +1,11 @@
+// images: short_f16 short_bf16
+// fp16 and bf16 inputs, short sequences. Tile: short_config.cuh.
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "hopper/attention_fwd.cuh"
+#include "hopper/short_config.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_short), attention_fwd, D64Short<DTYPE>)
