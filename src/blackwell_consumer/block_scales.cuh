@@ -1,10 +1,10 @@
 // MXFP8: the products of 8-bit numbers with a scale for each 32 of them along the sum, columns of q
 // and k and keys of v, by mma.sync with block scales. P has scales of 1.
 //
-// Scales are bytes, ue8m0, that lanes read from global memory, one in a register: lane 4g + t, with
-// the product's B of tile n taking its scales from the lanes with t == n % 4, has those of column g
-// of the tiles t, t + 4 and so on. A scale of what is no part of the tensors is 1, because the
-// zeros that TMA puts there would be NaN times a scale of NaN.
+// Scales are bytes, ue8m0, that lanes read from global memory, one in a register. Lane 4g + t has
+// those of column g of each tile n of B with n % 4 == t, and the product of such a tile takes them
+// from the lanes with that t. A scale of what is no part of the tensors is 1: the zeros that TMA
+// puts there would be NaN times a scale of NaN.
 #pragma once
 
 #include <cstdint>
