@@ -10,7 +10,7 @@ from torch import Tensor
 
 from archflash import _api, _dispatch, _options, _strides
 from archflash import _archflash as _native
-from archflash._plain_tensors import goes_through_operator
+from archflash._eager import is_eager
 from archflash._quantize_nvfp4 import GROUP
 
 Nvfp4 = tuple[Tensor, Tensor, Tensor]
@@ -42,7 +42,8 @@ def attention_nvfp4(
         q: the triple (values, scales, unit) of `archflash.quantize_nvfp4`: uint8 ``(batch, heads_q,
             nq, d / 2)``, any strides with rows contiguous; float8_e4m3fn ``(batch, heads_q, nq, d /
             16)``, not negative, the last dimension contiguous; float32 ``()``, ``(1,)`` or
-            ``(batch, heads_q, 1, 1)``.
+            ``(batch, heads_q, 1, 1)``, positive and finite. Exact kernels give gradients of sinks
+            and units.
         k: the same, with heads_kv and nk.
         v: the same with scales along its rows, as `quantize_nvfp4` makes them with dim=-2: values
             ``(batch, heads_kv, nk, dv / 2)``, scales ``(batch, heads_kv, ceil(nk / 16), dv)``.
@@ -79,10 +80,15 @@ def attention_nvfp4(
         "return_lse": return_lse,
     }
     values = [x for x, _, _ in inputs.values()]
+    given = (*(x for of in inputs.values() for x in of), sinks, q_offset)
     plan = None
-    if not goes_through_operator(*(x for of in inputs.values() for x in of)):
+    if is_eager() and _native.all_plain(*given):
         forced = _dispatch.forced() if implementation is None else implementation
-        plan = None if forced == "torch" else _plan(inputs, call, out_dtype, forced)
+        needs_grad = torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in given
+        )
+        if forced != "torch":
+            plan = _plan(inputs, call, out_dtype, forced, needs_grad)
     if plan is None:
         exact = [_numbers(x, out_dtype, -2 if of == "v" else -1) for of, x in inputs.items()]
         return _api.attention(exact[0], exact[1], exact[2], implementation=implementation, **call)
@@ -156,11 +162,19 @@ def _numbers(x: Nvfp4, dtype: torch.dtype, dim: int) -> Tensor:
 
 
 def _plan(
-    inputs: dict[str, Nvfp4], call: dict[str, Any], dtype: torch.dtype, name: str | None
+    inputs: dict[str, Nvfp4],
+    call: dict[str, Any],
+    dtype: torch.dtype,
+    name: str | None,
+    needs_grad: bool,
 ) -> _native.LaunchPlan | None:
     """The plan of a call; None where the exact kernels serve it."""
     stand_ins = []
-    fields: dict[str, Any] = {"descale": _STORED, "on_cuda": int(inputs["q"][0].is_cuda)}
+    fields: dict[str, Any] = {
+        "descale": _STORED,
+        "on_cuda": int(inputs["q"][0].is_cuda),
+        "needs_grad": int(needs_grad),
+    }
     for bit, (of, (values, scales, unit)) in enumerate(inputs.items()):
         sizes = (*values.shape[:3], 2 * values.shape[3])
         # Its strides count bytes of the values.
@@ -193,7 +207,7 @@ def _planned(
     problem = _native.Problem.from_dict(
         {key: dict(value) if isinstance(value, tuple) else value for key, value in fields}
     )
-    if name is None and not problem.on_cuda:
+    if name is None and (not problem.on_cuda or problem.needs_grad):
         return None
     device, obstacle = _dispatch.device_of(problem, index)
     if name is not None:

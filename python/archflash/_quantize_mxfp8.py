@@ -62,7 +62,7 @@ def quantize_mxfp8(
         raise TypeError(f"x has dtype {x.dtype}: it must be float32, float16 or bfloat16")
     if x.ndim == 0:
         raise ValueError("x has no dimension: its numbers must be neighbours of one another")
-    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+    if type(dim) is bool or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"dim is {_native.given(dim)}: it must be an integer from {-x.ndim} to {x.ndim - 1}"
         )

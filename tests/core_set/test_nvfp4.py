@@ -267,6 +267,18 @@ def test_exact_kernels_serve_stored_numbers_elsewhere() -> None:
         assert (lse - expected_lse).abs().max() < 0.05
 
 
+def test_gradients_are_exact_or_refused() -> None:
+    (q, k, v), _ = stored(24, 40, 32, 48)
+    sinks, unit = on.tensor([0.5, -1.0]).requires_grad_(), q[2].clone().requires_grad_()
+    for made, call in (((q, k, v), {"sinks": sinks}), (((*q[:2], unit), k, v), {})):
+        with pytest.raises(archflash.ForcedImplementationError, match="no backward"):
+            archflash.attention_nvfp4(*made, implementation="blackwell_consumer", **call)
+        (x,) = (x for x in (*made[0], *call.values()) if x.requires_grad)
+        (gradient,) = torch.autograd.grad(archflash.attention_nvfp4(*made, **call).sum(), x)
+        assert gradient.isfinite().all()
+        assert gradient.any()
+
+
 def test_a_traced_call_computes_exactly() -> None:
     made, _ = stored(24, 40, 32, 48)
     compiled = torch.compile(archflash.attention_nvfp4, backend="aot_eager", fullgraph=True)

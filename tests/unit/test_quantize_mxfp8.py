@@ -83,6 +83,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "type": (torch.ones(32), {"dtype": torch.int8}, TypeError, "float8_e4m3fn or torch.float8_e5"),
     "no dimension": (torch.tensor(1.0), {}, ValueError, "x has no dimension"),
     "dim": (torch.ones(2, 32), {"dim": 2}, ValueError, "dim is 2: .* from -2 to 1"),
+    "flag": (torch.ones(2, 32), {"dim": True}, ValueError, "dim is True: .* from -2 to 1"),
     "array": (np.ones(32), {}, TypeError, "torch.Tensor"),
     "gradient": (
         torch.ones(32, requires_grad=True), {}, archflash.UnsupportedError, "no derivative"
