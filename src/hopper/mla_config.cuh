@@ -33,6 +33,7 @@ struct MlaConfig {
   using Params = MlaParams;
   static constexpr bool GATHERS = false;  // rows come by TMA, in the order of the cache
   static constexpr bool PACKED = false;   // gathered rows are float8 with scales
+  static constexpr bool PAIRS = false;    // two CTAs with one list convert half of its rows each
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = 64;     // of q and K
   static constexpr int HEAD_DIM_V = 512;  // of qv and V

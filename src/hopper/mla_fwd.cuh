@@ -40,7 +40,8 @@
 //
 // With GATHERS the keys are those of a list that each query has, so the rows of a tile are the
 // heads of one query. Four warps gather the rows of 64 places of the list by cp.async, and a bit of
-// each place says whether it names a key that the query sees.
+// each place says whether it names a key that the query sees. With PAIRS a cluster of two CTAs
+// shares the rows of a list.
 //
 // The producers are in mla_load.cuh and mla_gather_load.cuh, the consumers in mla_mainloop.cuh, the
 // barriers with the hazards that they close in mla_pipeline.cuh, the tile and the memory plan in
@@ -72,7 +73,7 @@ __device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
                                         packed.rows(), packed.count, head);
     }
   }
-  const int index = static_cast<int>(blockIdx.x) / call.partials.splits;
+  const int index = tile_of_cta<C>(call.partials.splits);
   device::Work work;
   if constexpr (C::GATHERS) {
     work = device::find_list_work(call.attention, params.lists, packed, index);
@@ -100,13 +101,18 @@ __device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
     const MlaBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
     for (int stage = 0; stage < C::STAGES; ++stage) {
       for (int part = 0; part < C::PARTS; ++part) {
-        if constexpr (C::GATHERS) {
+        if constexpr (C::PAIRS) {
+          if (part == MLA_KEYS) continue;
+          ptx::mbarrier_init_for_warps(barriers.full(stage, part), C::PRODUCER_WARPS);
+          ptx::mbarrier_init(barriers.sent(stage, part), 1);
+        } else if constexpr (C::GATHERS) {
           ptx::mbarrier_init_for_warps(barriers.full(stage, part), C::PRODUCER_WARPS,
                                        32 * C::PRODUCER_WARPS);
         } else {
           ptx::mbarrier_init(barriers.full(stage, part), 1);
         }
-        ptx::mbarrier_init_for_warps(barriers.empty(stage, part), C::WARPGROUP / 32);
+        ptx::mbarrier_init_for_warps(barriers.empty(stage, part),
+                                     (C::PAIRS ? 2 : 1) * C::WARPGROUP / 32);
       }
     }
     for (int group = 0; group < C::WARPGROUPS; ++group)
@@ -114,7 +120,11 @@ __device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
     for (int part = 0; part < C::PARTS; ++part) ptx::mbarrier_init(barriers.ragged(part), 1);
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();  // thread 0 has written `tile` and the barriers before others use them
+  __syncthreads();           // thread 0 has written `tile` and the barriers before others use them
+  if constexpr (C::PAIRS) {  // ... and before the other CTA does
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+  }
 
   if (threadIdx.x >= C::CONSUMER_THREADS) {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
@@ -139,6 +149,11 @@ __device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
     } else {
       consume_latent_rows<C, 1>(params, tile, qv, shared, shared_smem);
     }
+  }
+  if constexpr (C::PAIRS) {  // a CTA's shared memory ends with it: the other one is done with it
+    __syncwarp();
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
   }
 }
 

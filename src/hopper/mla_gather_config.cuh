@@ -56,8 +56,23 @@ struct MlaPackedParams : MlaGatherParams {
 static_assert(std::is_trivially_copyable_v<MlaPackedParams>);
 template <DType DTYPE_>
 struct MlaPackedConfig : MlaGatherConfig<DTYPE_> {
+  using Base = MlaGatherConfig<DTYPE_>;
   using Params = MlaPackedParams;
   static constexpr bool PACKED = true;
+  static constexpr int LIST_SMEM = Base::SHARED_BYTES;  // of each producer warp
+  static constexpr int SHARED_BYTES = LIST_SMEM + 16 * Base::PRODUCER_WARPS;
+  static_assert(LIST_SMEM % 16 == 0);
+  static_assert(SHARED_BYTES <= 227 * 1024,
+                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
+};
+
+// Two CTAs of a cluster have other heads of the same query. Each converts half of the rows of a
+// block and sends them to the other one, since converting takes longer than the products.
+template <DType DTYPE_>
+struct MlaPackedPairConfig : MlaPackedConfig<DTYPE_> {
+  using Base = MlaPackedConfig<DTYPE_>;
+  static constexpr bool PAIRS = true;
+  static constexpr int WARP_KEYS = Base::BLOCK_K / 2 / Base::PRODUCER_WARPS;
 };
 
 }  // namespace archflash::hopper

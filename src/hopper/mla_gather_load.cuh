@@ -35,7 +35,7 @@ __device__ __forceinline__ MlaTile find_gather_tile(const MlaGatherParams& param
   const int count = list_of(params, tile).count;
   tile.blocks = device::blocks_of_share<C::BLOCK_K>(
       {0, ((count + C::BLOCK_K - 1) & -C::BLOCK_K) - C::BLOCK_K}, call.partials,
-      blockIdx.x % call.partials.splits);
+      share_of_cta<C>(call.partials.splits));
   return tile;
 }
 

@@ -46,6 +46,7 @@ struct MlaConsumer {
   // Waits for a part of the block in stage GROUP.
   __device__ __forceinline__ void wait_for(int part, uint32_t parity) {
     ptx::mbarrier_wait_parity(barriers.full(GROUP, part), parity);
+    if constexpr (C::PAIRS) ptx::mbarrier_wait_parity(barriers.sent(GROUP, part), parity);
     // cp.async writes in the generic proxy what wgmma reads in the async proxy.
     if constexpr (C::GATHERS) ptx::fence_proxy_async_shared();
   }
@@ -113,7 +114,7 @@ struct MlaConsumer {
   __device__ __forceinline__ void finish_pv(int stage) {
     ptx::wgmma_wait_group<0>();
     ptx::registers_change<OUTPUTS>(o());
-    release(barriers.empty(stage, HALF));
+    release_half<C>(barriers.empty(stage, HALF));
   }
 
   // Hides the places of the block in stage GROUP that name no key or one that the query does not
@@ -291,7 +292,8 @@ struct MlaConsumer {
                                warp_row + lane / 4 + 8 * r);
       const float sum = __shfl_sync(device::FULL_WARP, state.sum[0][r], lane & ~3);
       if (!row.wanted) continue;
-      const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
+      const int64_t index =
+          partials.index(share_of_cta<C>(partials.splits), row.lse_index(attention));
       if (GROUP == 0 && lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
       if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
       float* row_gmem =

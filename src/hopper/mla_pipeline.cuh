@@ -7,6 +7,7 @@
 #include "common/device/chunked_keys.cuh"
 #include "common/device/kv_cache.cuh"
 #include "common/device/tile_walk.cuh"
+#include "common/ptx/cluster.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/pipeline.cuh"
 
@@ -33,6 +34,13 @@ enum MlaPart { MLA_KEYS = 0, MLA_LEFT = 1, MLA_RIGHT = 2 };
 //                                                                   sees are cleared
 //   named barrier 2          warpgroup 0: arrives     warpgroup 1   the products of S do not run side by side, which
 //                                                                   would end both late. It closes no hazard
+//
+//   with PAIRS
+//   empty of a half of V     of both CTAs the 4       producers     a CTA sends rows only where both have read the last
+//                            warps that multiply it                 ones, and so overwrites what it sends only when
+//                                                                   the other one has got it
+//   sent of a half           the first producer       consumers     the rows that the other CTA sends have landed
+//                            warp, bytes
 // clang-format on
 template <class C>
 struct MlaBarriers {
@@ -44,6 +52,10 @@ struct MlaBarriers {
   __device__ __forceinline__ uint32_t empty(int stage, int part) const {
     return full(stage, part) + 8 * C::STAGES * C::PARTS;
   }
+  // Where the barriers of the keys' part lie, which comes with a half of V where rows are gathered.
+  __device__ __forceinline__ uint32_t sent(int stage, int part) const {
+    return part == MLA_LEFT ? full(stage, MLA_KEYS) : empty(stage, MLA_KEYS);
+  }
   __device__ __forceinline__ uint32_t p_full(int group) const {
     return first_smem + 8 * (2 * C::STAGES * C::PARTS + group);
   }
@@ -51,6 +63,29 @@ struct MlaBarriers {
     return p_full(C::WARPGROUPS) + 8 * part;
   }
 };
+
+// The CTA's tile, and its share of the keys. The shares of a tile follow one another; with PAIRS
+// those of two tiles take turns.
+template <class C>
+__device__ __forceinline__ int tile_of_cta(int splits) {
+  const int cta = static_cast<int>(blockIdx.x);
+  return C::PAIRS ? cta / (2 * splits) * 2 + cta % 2 : cta / splits;
+}
+template <class C>
+__device__ __forceinline__ int share_of_cta(int splits) {
+  return static_cast<int>((C::PAIRS ? blockIdx.x / 2 : blockIdx.x) % splits);
+}
+
+// Hands a half of V back; with PAIRS to the producers of both CTAs.
+template <class C>
+__device__ __forceinline__ void release_half(uint32_t empty) {
+  release(empty);
+  if constexpr (C::PAIRS) {
+    if (ptx::ARRIVALS_OF_WARP > 1 || ptx::elect_sync()) {
+      ptx::mbarrier_arrive_shared_cluster(ptx::mapa_shared_cluster(empty, blockIdx.x % 2 ^ 1));
+    }
+  }
+}
 
 // What a CTA computes; thread 0 writes it to shared memory for all.
 struct MlaTile {

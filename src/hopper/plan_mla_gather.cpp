@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -24,6 +25,8 @@ constexpr core::Tile PACKED_TILES[] = {
     core::tile<MlaPackedConfig<DType::BF16>>(
         "mla_packed", {}, "the same in float8 with scales, converted by the warps that gather"),
 };
+constexpr core::Tile PACKED_PAIR = core::tile<MlaPackedPairConfig<DType::BF16>>(
+    "mla_packed_pair", {}, "the same, converted once for two tiles of a query's heads");
 
 }  // namespace
 
@@ -35,7 +38,14 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
   const auto choice =
       core::choose_for_lists("hopper", packed ? PACKED_TILES : TILES, queries, device);
   if (const auto* reasons = std::get_if<Reasons>(&choice)) return *reasons;
-  const auto& [tile, splits, share_keys] = std::get<core::SplitChoice<core::Tile>>(choice);
+  auto [tile, splits, share_keys] = std::get<core::SplitChoice<core::Tile>>(choice);
+  const int64_t heads_per_kv = problem.heads_q / std::max<int64_t>(problem.heads_kv, 1);
+  const bool pairs = packed && heads_per_kv / tile.packed_heads % 2 == 0;
+  if (pairs) {
+    const int packed_heads = tile.packed_heads, block_q = tile.block_q;
+    tile = PACKED_PAIR;
+    tile.packed_heads = packed_heads, tile.block_q = block_q;
+  }
   // As device::find_list_work() counts them: of every list, whole.
   queries.nq = core::ceil_div(problem.nq, problem.list_rows) * problem.list_rows;
   const int64_t ctas = core::list_tiles(queries, tile) * splits;
@@ -63,7 +73,8 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
     plan.launches[1].image = "hopper/mla_" + word;
   }
   Launch& launch = plan.launches[0];
-  launch.image = "hopper/" + std::string(tile.name) + "_" + word;
+  launch.image = (packed ? "hopper/mla_packed_" : "hopper/mla_gather_") + word;
+  if (pairs) launch.cluster = {2, 1, 1};  // the tiles of a list follow one another
   add_pointers(launch, core::kv_cache_pointers(problem, offsetof(MlaGatherParams, call.cache)));
   add_pointers(launch, core::key_list_pointers(problem, offsetof(MlaGatherParams, lists)));
   add_pointers(launch,

@@ -427,6 +427,8 @@ def made_for(kernel: str, target: str) -> list[str]:
         ("_mla_gather", "_mla_packed")
     ):
         expected = [name.replace("UTMALDG.4D", "LDGSTS.E.BYPASS.128") for name in expected]
+    if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla_packed_pair"):
+        expected = [name.replace("UTMALDG.4D", "UBLKCP.S.S") for name in expected]
     # By warps, not by TMA.
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith(("_d192", "_d256")):
         expected = [name.replace("UBLKRED", "REDG.E.ADD.F32x4") for name in expected]

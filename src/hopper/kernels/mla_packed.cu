@@ -1,5 +1,5 @@
 // images: mla_packed_bf16
-// The kernel for lists of packed latent rows. mla_gather_config.cuh has its tile.
+// The kernels for lists of packed latent rows. mla_gather_config.cuh has their tiles.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 #include "hopper/mla_fwd.cuh"
@@ -9,3 +9,4 @@ using namespace archflash;
 using namespace archflash::hopper;
 
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_packed), mla_fwd, MlaPackedConfig<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_packed_pair), mla_fwd, MlaPackedPairConfig<DTYPE>)

@@ -44,6 +44,7 @@ class GatherTarget:
         d: head dimension; 0: latent rows.
         dtype: of its inputs.
         packed: whether its rows are packed ones.
+        heads: of q where its number does not matter, in tiles of 64.
     """
 
     implementation: str
@@ -52,6 +53,7 @@ class GatherTarget:
     d: int = 0
     dtype: str = "bf16"
     packed: bool = False
+    heads: int = 0
 
     @property
     def kernel(self) -> str:
@@ -144,37 +146,45 @@ class GatherTarget:
         """
         common: dict[str, Any] = {"d": 64, "dv": 512, "qv": True, "dtype": DTYPES[self.dtype]}
         lengths = torch.tensor([[[130]], [[7]]], dtype=torch.int32)
+        rows = 3 if self.heads else 70
+        tiles = self.heads or 192  # an odd number of them, which no cluster of two shares
         made = {
             "pages, lengths": make(
-                [190, 33], nq=2, heads=(20, 1), page_size=7, capacity=196,
+                [190, 33], nq=2, heads=(self.heads or 20, 1), page_size=7, capacity=196,
                 key_indices=lists_of((2, 1, 2, 140), 190, lengths), topk_lengths=lengths, **common,
             ),
             "shares, sinks, tiles of heads": make(
-                [250], heads=(128, 1), page_size=64, capacity=256, num_splits=2,
-                sinks=torch.linspace(-2, 2, 128), key_indices=lists_of((1, 1, 1, 240), 250),
+                [250], heads=(tiles, 1), page_size=64, capacity=256, num_splits=2,
+                sinks=torch.linspace(-2, 2, tiles), key_indices=lists_of((1, 1, 1, 240), 250),
                 **common,
             ),
             "causal, lists of 64 rows": make(
-                [100], nq=70, heads=(2, 1), page_size=16, capacity=112, causal=True,
-                key_indices=lists_of((1, 1, 2, 90), 100), **common,
+                [100], nq=rows, heads=(self.heads or 2, 1), page_size=16, capacity=112, causal=True,
+                key_indices=lists_of((1, 1, (rows + 63) // 64, 90), 100), **common,
             ),
             # As many blocks as leave one alone, of which scores are capped too; a row sees a few
             # keys, so that each of them counts.
             "softcap, window": make(
-                [150, 130], nq=6, heads=(16, 1), page_size=16, capacity=160, softcap=1.5, scale=0.3,
-                window=(12, 0), key_indices=lists_of((1, 1, 6, 140), 150), **common,
+                [150, 130], nq=6, heads=(self.heads or 16, 1), page_size=16, capacity=160,
+                softcap=1.5, scale=0.3, window=(12, 0),
+                key_indices=lists_of((1, 1, 6, 140), 150), **common,
+            ),
+            # Capped scores decide, those of every key: without the cap one of them has all weight.
+            "softcap": make(
+                [180], heads=(self.heads or 16, 1), page_size=64, capacity=192, softcap=1.5,
+                scale=0.3, key_indices=lists_of((1, 1, 1, 178), 180), **common,
             ),
             "huge scores": make(
-                [200, 40], heads=(40, 1), page_size=64, capacity=256, scale=1e7,
+                [200, 40], heads=(self.heads or 40, 1), page_size=64, capacity=256, scale=1e7,
                 key_indices=lists_of((2, 1, 1, 199), 200), **common,
             ),
             "no key": make(
-                [30, 0], heads=(3, 1), page_size=16, capacity=32,
+                [30, 0], heads=(self.heads or 3, 1), page_size=16, capacity=32,
                 key_indices=lists_of((2, 1, 1, 8), 30) * 0 - 1, **common,
             ),
         }  # fmt: skip
         paged = make(
-            [120, 66], nq=2, heads=(33, 1), page_size=5, capacity=120,
+            [120, 66], nq=2, heads=(self.heads or 33, 1), page_size=5, capacity=120,
             key_indices=lists_of((2, 1, 2, 70), 120), **common,
         )  # fmt: skip
         if not self.packed:
@@ -198,6 +208,7 @@ TARGETS = (
     GatherTarget("ampere", "mla_packed", "A100", packed=True),
     GatherTarget("hopper", "mla_gather", "H200"),
     GatherTarget("hopper", "mla_packed", "H200", packed=True),
+    GatherTarget("hopper", "mla_packed_pair", "H200", packed=True, heads=128),
     GatherTarget("simt", "d64_gather", "A100", 64, dtype="f32"),
 )
 
