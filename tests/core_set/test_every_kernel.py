@@ -232,12 +232,13 @@ def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
     # Other tests run the kernels of a KV cache (test_kvcache.py, test_prefill_caches.py,
     # test_mixed_lengths.py), of gradients (test_gradients.py),
     # of descales by block (test_fp8.py), with masks as data (test_mask_data.py,
-    # test_dense_masks.py, test_ordered_tiles.py), with dropout (test_dropout.py), with fp32 outputs
-    # (test_f32_outputs.py), with block scales (test_mxfp8.py) and in four bits (test_nvfp4.py).
+    # test_dense_masks.py, test_ordered_tiles.py, test_tables_of_blocks.py), with dropout
+    # (test_dropout.py), with fp32 outputs (test_f32_outputs.py), with block scales (test_mxfp8.py)
+    # and in four bits (test_nvfp4.py).
     others = "_quantize_|int8_|_cache(_fp8)?$|_decode$|_mla$|_append_|_bwd_|_backward_|_masked$"
     others += "|_e4m3_.*_blocks$|_combine_f32$|_dense$|_summarize_|_order_tiles_|_convert_cache_"
-    others += "|_dropout$|_f32_out$|_gather$|_packed$"  # lists of keys: test_key_indices.py
-    others += "|_mixed$|_order_mixed_|_nvfp4_|_mx_|_approximate_"
+    others += "|_dropout$|_f32_out$|_gather$|_packed(_pair)?$"  # lists of keys: test_key_indices.py
+    others += "|_table$|_mixed$|_order_mixed_|_nvfp4_|_mx_|_approximate_"
     compiled = {name for name in compiled if not re.search(others, name)}
     ran = {name for name in ran if not re.search(others, name)}
     if on.name == "simulator":  # FP8: test_fp8.py; pairs of CTAs: test_blackwell_dc_tiles.py

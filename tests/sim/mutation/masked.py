@@ -198,6 +198,10 @@ class MaskedTarget:
             return self._qkv((7, 7), 70), options
         if kind == "table, causal":
             return shared, {"block_mask": blocks, "causal": True, "q_offset": 0}
+        if kind == "table, window":  # bases beyond 2^24; keys that no row sees
+            q, k, v = both
+            options = {"block_mask": blocks[:, :1], "window": (90, 40), "q_offset": -100}
+            return (q * 4096, k * 4096, v), options
         if kind == "table of many tiles":  # whose last one is cut
             table = torch.arange(3 * 8 * 40).reshape(1, 3, 8, 40) * 7 % 11 == 0
             return self._qkv((3, 3), 2500, rows=500), {"block_mask": table}
@@ -230,7 +234,7 @@ WHOLE = (
 )  # fmt: skip
 DATA = (*WHOLE, "shares, ranges")
 BLOCKS = ("blocks, ranges, slopes", "many heads", "many blocks")
-TABLES = ("blocks", "table, causal", "table of many tiles")
+TABLES = ("blocks", "table, causal", "table, window", "table of many tiles")
 DENSE = (
     "bool", "bool of all heads", "added", "ranges", "one range", "four ranges",
     "slopes on both sides", "lowest", "added of each head", "ranges, softcap",
