@@ -226,7 +226,8 @@ constexpr int START_ALONE = 64;
 constexpr double SHORT_SHARE = 0.19, SHORT_SLOPE = 1.03;
 constexpr double NEW_CTA = 200;
 // The rows and keys of short sequences, which these numbers are for.
-constexpr int64_t SHORT_ROWS = 300, SHORT_KEYS = 384;
+constexpr int64_t SHORT_ROWS = 300, SHORT_KEYS = 320;
+constexpr int64_t PACKED_ROWS = 64;  // of a tile of kernels that split
 
 // Whether a tile is one of short sequences: several CTAs of its kernel stay on an SM.
 bool is_of_short(const KernelTile& tile, const Device& device) {
@@ -268,7 +269,10 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   const auto rows = static_cast<int64_t>(head.times.size());
   const int64_t workers = core::workers_of(tile, device);
   const int64_t resident = core::resident_ctas(tile, device);
-  const bool is_short = !problem.varlen && head.nq <= SHORT_ROWS && head.nk <= SHORT_KEYS;
+  // Few rows of heads that share a head of K are packed into one tile by the kernels that split.
+  const int64_t ratio = problem.heads_q / std::max<int64_t>(problem.heads_kv, 1);
+  const bool packs = problem.num_splits != 0 || (ratio > 1 && ratio * head.nq <= PACKED_ROWS);
+  const bool is_short = !problem.varlen && !packs && head.nq <= SHORT_ROWS && head.nk <= SHORT_KEYS;
   if (is_of_short(tile, device) && rows > 0)
     return is_short ? time_of_short(problem, device, tile, head)
                     : std::numeric_limits<double>::infinity();

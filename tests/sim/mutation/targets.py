@@ -519,13 +519,15 @@ def _few_calls(
             q, k, v = qkv(13, keys + 9)  # a lane has two rows of a head
             inputs = [q, k, v[..., :width]]
             calls += [(f"dv {width} in {n}", inputs, {"num_splits": n}) for n in (1, 2)]
+    # Of hopper's kernels only those for few rows take a number of splits.
+    in_one = {"num_splits": 1} if target.implementation == "hopper" else {}
     return [
         *calls[:3],
         *calls[5:],
         ("causal", bnhd, {"causal": True, "layout": "bnhd"}),
         ("packed", packed(0), of_packed(0, torch.float32)),
         # Each row sees four keys: one too many or too few is a large error.
-        ("few visible", qkv(60, keys), {"window": (2, 1)}),
+        ("few visible", qkv(60, keys), {"window": (2, 1)} | in_one),
         ("many blocks", qkv(2, 10 * keys + 9), {"num_splits": 1, "return_lse": False}),
         *([("many shares", qkv(1, 140 * keys), {"num_splits": 70})] if target.sms > 1 else []),
         ("no key", qkv(3, 0), {"sinks": hashed((heads[0],), 4)}),
