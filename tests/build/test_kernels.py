@@ -802,9 +802,24 @@ def test_every_kernel_is_planned_somewhere() -> None:
             planned |= set(plan.kernels)
         if dtype == torch.bfloat16:
             rows = torch.empty(9, 8, 1, 656, dtype=torch.float8_e4m3fn, device="meta")
-            for device in ("A100", "H200"):
+            for device, heads in (("A100", q.shape[2]), ("H200", q.shape[2]), ("H200", 128)):
+                of_heads = listed | {"qv": qv.new_empty(*qv.shape[:2], heads, qv.shape[3])}
+                wide = q.new_empty(*q.shape[:2], heads, q.shape[3])
                 plan = archflash.explain(
-                    q, rows, rows, device=device, packed_rows="fp8_656", **listed
+                    wide, rows, rows, device=device, packed_rows="fp8_656", **of_heads
+                ).plan
+                planned |= set(plan.kernels)
+        blocks = torch.empty(1, 1, 64, 64, dtype=torch.bool, device="meta")
+        for d in (64, 128):
+            x = torch.empty(2, 16, 4096, d, dtype=dtype, device="meta")
+            for device, name, more in (
+                ("H200", "hopper", {}),
+                ("H200", "hopper", {"softcap": 5.0}),
+                ("H200", "hopper", {"backward": True}),
+                ("RTX 5090", "blackwell_consumer", {}),
+            ):
+                plan = archflash.explain(
+                    x, x, x, device=device, implementation=name, block_mask=blocks, **more
                 ).plan
                 planned |= set(plan.kernels)
         for b, n, d in ((64, 100, 32), (8, 1000, 32), (64, 100, 64)):  # gradients
@@ -844,7 +859,7 @@ def test_every_kernel_is_planned_somewhere() -> None:
     for d in (64, 128):
         x = torch.ones(1, 2, 64, d)
         made = {of: archflash.quantize_nvfp4(x, dim=-2 if of == "v" else -1) for of in "qkv"}
-        plan = _nvfp4_attention._plan(made, {}, torch.bfloat16, "blackwell_consumer")
+        plan = _nvfp4_attention._plan(made, {}, torch.bfloat16, "blackwell_consumer", False)
         assert plan is not None
         planned |= set(plan.kernels)
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
