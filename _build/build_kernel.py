@@ -105,7 +105,7 @@ def assemble(ptxas: Path, ptx_file: Path, target: str, lineinfo: bool, to: Path)
         text = without_lines(text)
 
     def make() -> tuple[bytes, str]:
-        source = to.with_suffix(".ptx")
+        source = to.with_name(f"{to.name}.ptx")
         source.write_text(text)
         report = run([str(ptxas), *flags, "-o", str(to), str(source)])
         source.unlink()
