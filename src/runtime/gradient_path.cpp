@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -86,7 +87,8 @@ bool make_gradient(nb::handle given, const char* name, nb::handle of, int device
   if (given.is_none()) {
     TensorView& view = made.view;
     view.ndim = input.ndim;
-    view.shape = input.shape;
+    std::copy_n(input.shape, input.ndim, view.own_shape);  // `input` may own its shape
+    view.shape = view.own_shape;
     reading::nest_as(input.strides, input.ndim, input.shape, view.own_strides);
     view.strides = view.own_strides;
     view.dtype = input.dtype;

@@ -63,6 +63,16 @@ def _both_ways_to_read_a_tensor(request: pytest.FixtureRequest) -> Iterator[None
     native.use_exchange_table(True)
 
 
+def test_gradients_of_tensors_that_differ_in_shape() -> None:
+    q, k, v = (x.requires_grad_() for x in (rand(1, 4, 5, 16), rand(1, 1, 7, 16), rand(1, 1, 7, 8)))
+    found = torch.autograd.grad(
+        archflash.attention(q, k, v, implementation="simt").sum(), (q, k, v)
+    )
+    wanted = torch.autograd.grad(archflash.attention(q, k, v).sum(), (q, k, v))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def negative_view(x: Tensor) -> Tensor:
     """A view with the values of x: its memory has -x, and its negative bit is set."""
     return torch._neg_view(-x)
