@@ -292,6 +292,7 @@ RIGHT: set[tuple[str, ...]] = {
     ("qkv", "meta"), ("attn_sink", "float64"), ("attention_mask", "integers"),
     ("page_table", "one more"), ("cu_seqlens", "one more"), ("indices", "meta"),
     ("sage, packed", "cu_seqlens_q", "of 64 bits"), ("sage, packed", "cu_seqlens_k", "of 64 bits"),
+    ("pad", "indices", "integers"),
 }  # fmt: skip
 
 
