@@ -390,6 +390,7 @@ void read_dropout(const Arguments& a, const TensorView& q, Call& call) {
 }
 
 void read_descales(const Arguments& a, const TensorView& q, Call& call) {
+  if (a.q_descale.is_none() && a.k_descale.is_none() && a.v_descale.is_none()) return;
   Problem& p = call.problem;
   struct Given {
     nb::handle object;
