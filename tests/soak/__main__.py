@@ -146,7 +146,7 @@ class Memory:
     Attributes:
         resident: MB in use of the machine.
         malloc: MB that the C library has given out.
-        free: MB that it keeps for later: growth here is fragments between the others.
+        free: MB that it keeps for later. Most of them have been given back to the machine.
         objects: containers that Python's garbage collector knows.
     """
 
@@ -159,6 +159,8 @@ class Memory:
     def now(cls) -> Memory:
         gc.collect()
         library, info = ctypes.CDLL(None), _MallInfo()
+        if hasattr(library, "malloc_trim"):  # gives back what each thread's arena has free
+            library.malloc_trim(0)
         if hasattr(library, "mallinfo2"):  # glibc's, from 2.33 on
             library.mallinfo2.restype = _MallInfo
             info = library.mallinfo2()
