@@ -48,8 +48,15 @@ def legal_calls() -> dict[str, Legal]:
         ),
         "merge": Legal(archflash.merge_attention, {"outs": outs, "lses": lses}),
         "fp8": Legal(archflash.quantize_fp8, {"x": q}),
-        "mxfp8": Legal(archflash.quantize_mxfp8, {"x": q}),
-        "nvfp4": Legal(archflash.quantize_nvfp4, {"x": q}),
+        "nvfp4": Legal(archflash.quantize_nvfp4, {"x": q, "dim": -1}),
+        "mxfp8": Legal(archflash.quantize_mxfp8, {"x": q, "dim": -1}),
+        "stored nvfp4": Legal(
+            archflash.attention_nvfp4,
+            {
+                "q": archflash.quantize_nvfp4(q), "k": archflash.quantize_nvfp4(k),
+                "v": archflash.quantize_nvfp4(k, dim=-2),
+            },
+        ),
         "summary": Legal(archflash.summarize_mask, {"attn_mask": torch.ones(70, 70).bool()}),
         "documents": Legal(masks.documents, {"ids": torch.tensor([0, 0, 1])}),
         "prefix_lm": Legal(masks.prefix_lm, {"lengths": torch.tensor([2, 3]), "nq": 5}),
@@ -112,6 +119,20 @@ def legal_calls() -> dict[str, Legal]:
     }  # fmt: skip
 
 
+def _triples() -> dict[str, Any]:
+    """No triples of NVFP4, or triples whose parts do not fit one another."""
+    values, scales, unit = archflash.quantize_nvfp4(torch.randn(2, 4, 5, 64))
+    return {
+        "none": None, "tensor": values, "pair": (values, scales), "numbers": (1, 2, 3),
+        "values of floats": (values.float(), scales, unit), "scales of floats":
+        (values, scales.float(), unit), "fewer scales": (values, scales[..., :-1], unit),
+        "unit of 64 bits": (values, scales, unit.double()), "units of heads":
+        (values, scales, torch.ones(3)), "fewer columns": (values[..., :-1], scales, unit),
+        "three dimensions": (values[0], scales[0], unit), "meta":
+        (values.to("meta"), scales, unit),
+    }  # fmt: skip
+
+
 _COUNT = {"text": "a", "fraction": 1.5, "list": [1], "below 0": -1, "tensor of two": int32(1, 2)}
 _BLOCK = {"number": 64, "three": (64, 64, 64), "texts": ("a", "b"), "odd": (60, 64), "0": (0, 64)}
 # Wrong values of arguments that are no tensors, or that most calls leave out.
@@ -148,6 +169,7 @@ _MADE_OF = (
     "chunks", "ids", "key_indices", "key_ranges", "key_sizes", "lengths", "query_ranges",
     "row_sizes", "slash", "spans", "startend_row_indices", "topk_lengths", "vertical",
 )  # fmt: skip
+OF_NVFP4: Options = {**OPTIONS, **dict.fromkeys("qkv", _triples())}
 # Changed tensors that make another right call of a maker of masks.
 RIGHT: set[tuple[str, ...]] = {
     *((x, what) for x in _MADE_OF for what in ("meta", "one more", "empty", "integers")),
