@@ -291,6 +291,7 @@ RIGHT: set[tuple[str, ...]] = {
     *(("hidden_states", x) for x in ("complex", "integers", "meta", "float64")),
     ("qkv", "meta"), ("attn_sink", "float64"), ("attention_mask", "integers"),
     ("page_table", "one more"), ("cu_seqlens", "one more"), ("indices", "meta"),
+    ("pad", "indices", "integers"),
     ("sage, packed", "cu_seqlens_q", "of 64 bits"), ("sage, packed", "cu_seqlens_k", "of 64 bits"),
     ("pad", "indices", "integers"),
 }  # fmt: skip
