@@ -33,6 +33,25 @@ def lists_of(shape: tuple[int, int, int, int], keys: int, lengths: Tensor | None
     return torch.where(hidden, garbage, lists)
 
 
+def rising(common: dict[str, Any]) -> CacheCall:
+    """Blocks of keys four times as large as those that are visited before them, so that rows raise
+    their bases in each, far beyond what P can be without; but eight rows of a warp's 16 see zeros.
+    An even and an odd number of blocks.
+    """
+    call = make(
+        [200, 140], heads=(16, 1), page_size=64, capacity=256, scale=0.3,
+        key_indices=torch.arange(200, dtype=torch.int32)[None, None, None],
+        topk_lengths=torch.tensor([[[200]], [[140]]], dtype=torch.int32), **common,
+    )  # fmt: skip
+    for pages in call.options["page_table"].tolist():
+        for block, page in enumerate(pages):
+            for cache in (call.k_cache, call.v_cache):
+                cache[page] *= 4.0 ** (3 - block)
+    for q in (call.q, call.options["qv"]):
+        q[:, :, 8:] = 0
+    return call
+
+
 @dataclass(frozen=True)
 class GatherTarget:
     """One kernel.
@@ -179,8 +198,9 @@ class GatherTarget:
                 key_indices=lists_of((2, 1, 1, 199), 200), **common,
             ),
             "no key": make(
-                [30, 0], heads=(self.heads or 3, 1), page_size=16, capacity=32,
-                key_indices=lists_of((2, 1, 1, 8), 30) * 0 - 1, **common,
+                [30, 0], heads=(self.heads or 1, 1), page_size=16, capacity=32,
+                sinks=torch.ones(self.heads or 1), key_indices=lists_of((2, 1, 1, 8), 30) * 0 - 1,
+                **common,
             ),
         }  # fmt: skip
         paged = make(
@@ -193,6 +213,7 @@ class GatherTarget:
                 key_indices=lists_of((2, 2, 2, 100), 130), **common,
             )  # fmt: skip
             made["places"] = with_places(paged)
+            made["half of a warp's bases rise"] = rising(common)
             return {name: with_latent_rows(call, None) for name, call in made.items()}
         forms = {name: with_latent_rows(call, "fp8_656") for name, call in made.items()}
         forms["places"] = with_places(with_latent_rows(paged, "fp8_584"))
