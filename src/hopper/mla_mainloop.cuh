@@ -347,9 +347,10 @@ struct MlaConsumer {
     const uint32_t wanted = __ballot_sync(device::FULL_WARP, own.wanted);
     uint16_t* const out_gmem =
         static_cast<uint16_t*>(attention.out_gmem) + 8 * (first_chunk + lane);
+    // mutants: from-a-low-lane (tests/sim/tags.py)
 #pragma unroll 4
     for (int i = 0; i < C::WARP_ROWS; ++i) {
-      // mutants: from-a-low-lane (tests/sim/tags.py)
+      // mutants: from-a-low-lane
       const int64_t offset = __shfl_sync(device::FULL_WARP, offset_of_lane, i);
       if ((wanted >> i & 1) == 0) continue;
       *reinterpret_cast<uint4*>(out_gmem + offset) = *reinterpret_cast<const uint4*>(
