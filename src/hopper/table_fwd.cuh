@@ -45,9 +45,9 @@ __device__ __forceinline__ void table_fwd(const MaskedParams& params) {
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if (threadIdx.x < C::STREAMS) {
-    const int stream = threadIdx.x;
-    initialise_barriers(Barriers<C>{shared_smem + stream * C::STREAM_BYTES + C::BARRIER_SMEM});
+  if (threadIdx.x == 0) {
+    for (int stream = 0; stream < C::STREAMS; ++stream)
+      initialise_barriers(Barriers<C>{shared_smem + stream * C::STREAM_BYTES + C::BARRIER_SMEM});
   }
   __syncthreads();  // the barriers are initialised before any warp uses them
   if (threadIdx.x < C::CONSUMER_THREADS) {
