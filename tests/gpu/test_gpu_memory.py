@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,7 @@ def peak_of(call: Callable[[], Any]) -> int:
     call()  # loads kernels, whose code takes memory, and makes the handles of libraries
     gc.collect()  # tensors of other tests that were freed during the call would be taken off
     torch.cuda.synchronize()
+    time.sleep(0.05)  # PyTorch's thread of backward passes lets go of its last tensors by itself
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
