@@ -259,11 +259,13 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
 // The tile with the smallest sums of dQ among the smallest ones that serve a call. If there is
 // none, the largest tile of all, which refuses the call.
 const BackwardTile& tile_for(const Problem& call, const Device& device) {
-  // With so many tiles or more, and so few keys and rows, these were the fastest (NOTES.md). More
-  // keys for two blocks of rows are unmeasured.
+  // With so many tiles or more, so few keys and rows, and a last tile of 128 keys that would be at
+  // least half empty, these were the fastest (NOTES.md). More keys for two blocks of rows are
+  // unmeasured.
   constexpr int64_t FEW = 320, FEW_ROWS = 128, MORE_KEYS = 512, WAVES = 4;
   const bool is_short = call.nq <= FEW && call.nk <= (call.nq <= FEW_ROWS ? MORE_KEYS : FEW) &&
-                        !call.varlen && call.softcap == 0 && call.dropout_p == 0;
+                        core::ceil_div(call.nk, 64) % 2 == 1 && !call.varlen &&
+                        call.softcap == 0 && call.dropout_p == 0;
   for (const BackwardTile& tile : SHORT_TILES) {
     if (!is_short || call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
     const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows);
