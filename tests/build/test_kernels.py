@@ -822,7 +822,7 @@ def test_every_kernel_is_planned_somewhere() -> None:
                     x, x, x, device=device, implementation=name, block_mask=blocks, **more
                 ).plan
                 planned |= set(plan.kernels)
-        for b, n, d in ((64, 100, 32), (8, 1000, 32), (64, 100, 64)):  # gradients
+        for b, n, d in ((64, 50, 32), (8, 1000, 32), (64, 50, 64)):  # gradients
             x = torch.empty(b, 12, n, d, dtype=dtype, device="meta")
             of_hopper = {"device": "H200", "implementation": "hopper", "backward": True}
             planned |= set(archflash.explain(x, x, x, **of_hopper).plan.kernels)
