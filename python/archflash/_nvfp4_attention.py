@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _api, _dispatch, _options, _strides
+from archflash import _api, _dispatch, _key_lists, _options, _strides
 from archflash import _archflash as _native
 from archflash._eager import is_eager
 from archflash._quantize_nvfp4 import GROUP
@@ -57,8 +57,9 @@ def attention_nvfp4(
         `archflash.attention` returns them.
 
     Raises:
-        ValueError: shapes that disagree, or what `archflash.attention` refuses.
-        TypeError: an input that is no such triple, or another dtype.
+        ValueError: shapes that disagree, what `archflash.attention` refuses, or, under
+            ARCHFLASH_CHECK=1, a unit that is not positive and finite.
+        TypeError: an input that is no such triple, another dtype, or mixed devices.
         ForcedImplementationError: the forced implementation cannot serve the call.
 
     Example:
@@ -69,6 +70,16 @@ def attention_nvfp4(
         torch.Size([1, 2, 64, 64])
     """
     inputs = {"q": _checked("q", q), "k": _checked("k", k), "v": _checked("v", v, along_rows=True)}
+    device = inputs["q"][0].device
+    others = {"k": inputs["k"][0], "v": inputs["v"][0], "sinks": sinks, "q_offset": q_offset}
+    for name, x in others.items():
+        if isinstance(x, Tensor) and x.device != device:
+            raise TypeError(
+                f"{name} is on {x.device} but q is on {device}: move them to one device"
+            )
+    if _key_lists.ALWAYS_CHECK and is_eager():
+        for name, (_, _, unit) in inputs.items():
+            _check_unit(name, unit)
     if out_dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"out_dtype is {out_dtype}: it must be torch.bfloat16 or torch.float16")
     call: dict[str, Any] = {
@@ -149,6 +160,19 @@ def _checked(name: str, x: Any, *, along_rows: bool = False) -> Nvfp4:
         if y.shape[3] > 1 and y.stride(3) != 1:
             raise ValueError(f"the {part} of {name} have strided rows: call .contiguous() on them")
     return values, scales, unit.contiguous()
+
+
+def _check_unit(name: str, unit: Tensor) -> None:
+    """Checks the values of a unit on its device; one number comes back."""
+    if unit.is_meta:
+        return
+    wrong = ~((unit > 0) & unit.isfinite())
+    if not wrong.any():
+        return
+    place = [int(x) for x in wrong.nonzero()[0]]
+    of_head = f" for {', '.join(map(str, place[:2]))} (batch, head)" if unit.ndim == 4 else ""
+    value = float(unit.detach()[tuple(place)])
+    raise ValueError(f"the unit of {name} is {value}{of_head}: it must be positive and finite")
 
 
 def _numbers(x: Nvfp4, dtype: torch.dtype, dim: int) -> Tensor:
