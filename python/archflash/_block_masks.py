@@ -93,8 +93,8 @@ def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) ->
     """The block_mask with the meaning of a table of larger blocks.
 
     Args:
-        table: bool (True is seen) or int8 (as block_mask has it) ``(batch or 1, heads or 1,
-            ceil(nq / rows), ceil(nk / keys))``.
+        table: bool (True is seen) or integers (as block_mask has them; 1 is seen) ``(batch or 1,
+            heads or 1, ceil(nq / rows), ceil(nk / keys))``.
         block_size: queries and keys of a block, multiples of 64.
         nq, nk: numbers of queries and keys.
 
@@ -217,7 +217,7 @@ def from_ragged_blocks(
     it. It takes a byte for each query and key of each head.
 
     Args:
-        table: bool ``(heads or 1, rows, columns)``.
+        table: bool, or integers (not 0 is seen), ``(heads or 1, rows, columns)``.
         row_sizes: integers ``(heads or 1, rows)``, queries of each row of blocks, nq together.
         key_sizes: integers ``(heads or 1, columns)``, keys of each column of blocks, nk together.
         nq, nk: numbers of queries and keys.
@@ -247,7 +247,7 @@ def from_ragged_blocks(
         return number.expand(len(table), n)
 
     rows, columns = number_of_block(row_sizes, nq), number_of_block(key_sizes, nk)
-    of_rows = table.gather(1, rows[:, :, None].expand(-1, -1, table.shape[2]))
+    of_rows = table.bool().gather(1, rows[:, :, None].expand(-1, -1, table.shape[2]))
     mask = of_rows.gather(2, columns[:, None].expand(-1, nq, -1))[None]
     return {"attn_mask": mask, "block_mask": summarize_mask(mask)}
 

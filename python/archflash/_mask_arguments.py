@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,8 @@ _INTEGERS = {
     "lengths", "query_ranges", "row_sizes", "slash", "spans", "startend_row_indices",
     "topk_lengths", "vertical",
 }  # fmt: skip
+# Tensors that a maker moves to the device of the others.
+_MOVED = {("from_bsr", "indptr"), ("from_block_lists", "key_sizes")}
 
 
 def checked(maker: _Maker) -> _Maker:
@@ -31,15 +33,19 @@ def checked(maker: _Maker) -> _Maker:
     @functools.wraps(maker)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_tracing() and not torch.compiler.is_compiling():
-            _check(signature, signature.bind(*args, **kwargs).arguments)
+            bound = signature.bind(*args, **kwargs)
+            _check(maker.__name__, signature, bound.arguments)
+            return maker(*bound.args, **bound.kwargs)
         return maker(*args, **kwargs)
 
     give_code(call, maker)
     return call  # type: ignore[return-value]
 
 
-def _check(signature: inspect.Signature, given: dict[str, Any]) -> None:
-    first: tuple[str, Tensor] | None = None
+def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> None:
+    """Checks all arguments. What can be gone through only once becomes a list in `given`."""
+    held = ((x, y) for x, y in given.items() if isinstance(y, Tensor) and (maker, x) not in _MOVED)
+    first, of_first = next(held, ("", None))
     for name, value in given.items():
         kind, _, optional = str(signature.parameters[name].annotation).partition(" | ")
         if value is None and optional:
@@ -50,15 +56,15 @@ def _check(signature: inspect.Signature, given: dict[str, Any]) -> None:
                 raise TypeError(f"{wrong}a torch.Tensor")
             if value.is_nested or value.layout != torch.strided:
                 raise TypeError(f"{name} is a nested or sparse tensor: it must be dense")
-            first = first or (name, value)
-            if value.device != first[1].device:
+            is_moved = (maker, name) in _MOVED and not value.is_meta
+            if of_first is not None and value.device != of_first.device and not is_moved:
                 raise TypeError(
-                    f"{name} is on {value.device} but {first[0]} is on {first[1].device}: move one"
+                    f"{name} is on {value.device} but {first} is on {of_first.device}: move one"
                 )
             if name in _INTEGERS and (value.is_floating_point() or value.is_complex()):
                 raise TypeError(f"{name} has dtype {value.dtype}: it must be of integers")
-            if name == "table" and value.dtype not in (torch.bool, torch.int8):
-                raise TypeError(f"table has dtype {value.dtype}: it must be bool or int8")
+            if name == "table" and (value.is_floating_point() or value.is_complex()):
+                raise TypeError(f"table has dtype {value.dtype}: it must be bool or of integers")
         elif kind == "int":
             is_one = not isinstance(value, Tensor) or value.numel() == 1
             if isinstance(value, bool) or not hasattr(value, "__index__") or not is_one:
@@ -66,10 +72,9 @@ def _check(signature: inspect.Signature, given: dict[str, Any]) -> None:
             if not isinstance(value, (Tensor, torch.SymInt)) and value < 0:
                 raise ValueError(f"{wrong}>= 0")
         elif kind == "tuple[int, int]":
-            pair = isinstance(value, (tuple, list)) and len(value) == 2
-            if not pair or not all(hasattr(x, "__index__") and x > 0 for x in value):
+            if not _is_pair(value) or not all(hasattr(x, "__index__") and x > 0 for x in value):
                 raise TypeError(f"{wrong}two ints above 0, of queries and keys")
-        elif kind == "bool" and not isinstance(value, bool):
+        elif kind == "bool" and not _is_bool(value):
             raise TypeError(f"{wrong}a bool")
         elif kind == "torch.dtype" and not isinstance(value, torch.dtype):
             raise TypeError(f"{wrong}a torch.dtype")
@@ -78,3 +83,22 @@ def _check(signature: inspect.Signature, given: dict[str, Any]) -> None:
                 raise TypeError(f"{wrong}a sequence of ints")
             if not all(hasattr(x, "__index__") for x in value):
                 raise TypeError(f"{wrong}a sequence of ints")
+        elif kind == "Iterable[int]":
+            if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+                raise TypeError(f"{wrong}ints in their order, a list or what else has them")
+            given[name] = list(value)
+            if not all(hasattr(x, "__index__") for x in given[name]):
+                raise TypeError(f"{wrong}ints in their order, a list or what else has them")
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether these are two things, of Python or of numpy."""
+    is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
+    return (is_array or isinstance(value, (tuple, list))) and len(value) == 2
+
+
+def _is_bool(value: Any) -> bool:
+    """Whether this is a bool of Python or of numpy, or 0 or 1."""
+    if isinstance(value, int):
+        return value in (0, 1)
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")

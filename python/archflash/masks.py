@@ -9,7 +9,7 @@ say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -183,7 +183,7 @@ def sliding_window_with_global(
 
 @checked
 def tree(
-    parents: Sequence[int],
+    parents: Iterable[int],
     past: int,
     *,
     device: torch.device | str | None = None,

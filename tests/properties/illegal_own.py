@@ -161,6 +161,7 @@ OPTIONS: Options = {
     "chunk_size": {**_COUNT, "0": 0},
     "causal": {"text": "yes", "number": 2},
     "key_sizes": {"list": [1]},
+    "table": {"of floats": torch.ones(1, 2, 2, 3)},
     "canvas": {"text": "abc", "number": 3, "fractions": (1.5, 2.0, 2.0)},
     "tile": {"text": "abc", "number": 3, "fractions": (1.5, 2.0, 2.0)},
 }  # fmt: skip
@@ -188,7 +189,8 @@ RIGHT: set[tuple[str, ...]] = {
     ("spans", "spans", "one dimension less"),
     ("summary", "attn_mask", "one dimension less"), ("summary", "attn_mask", "one dimension more"),
     ("summary", "attn_mask", "meta"), ("from_blocks", "table", "meta"),
-    ("from_ragged_blocks", "table", "meta"),
+    ("from_ragged_blocks", "table", "meta"), ("from_bsr", "indices", "meta"),
+    ("from_blocks", "table", "integers"), ("from_ragged_blocks", "table", "integers"),
     *(("fp8", "x", x) for x in ("one dimension less", "meta", "other columns")),
     *(("mxfp8", "x", x) for x in ("one dimension less", "one dimension more", "meta",
                                   "other columns")),

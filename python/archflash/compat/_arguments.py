@@ -40,9 +40,9 @@ def plain(value: Any) -> Any:
 
 
 def flag(value: Any) -> Any:
-    """A bool as Python's; FlashAttention's operators also take numbers."""
+    """A bool as Python's; other libraries also take numbers, and None as False."""
     value = plain(value)
-    return bool(value) if isinstance(value, int) else value
+    return bool(value) if value is None or isinstance(value, int) else value
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -155,7 +155,7 @@ def _wrong_argument(
     for name, value in given.items():
         kinds = str(signature.parameters[name].annotation).split(" | ")
         wanted = [kind for kind in kinds if kind in _TYPES]
-        if not wanted or (value is None and "None" in kinds):
+        if not wanted or (value is None and ("None" in kinds or "bool" in kinds)):
             continue
         is_operand = isinstance(value, Tensor) and "Tensor" in wanted
         what = value if is_operand else plain(value)

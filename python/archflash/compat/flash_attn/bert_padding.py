@@ -12,11 +12,10 @@ from archflash.compat._arguments import check_tensors, count, in_its_words
 
 def _check_padded(name: str, hidden_states: Tensor, mask: Tensor) -> None:
     check_tensors(**{"hidden_states": hidden_states, name: mask})
-    taken = mask.dtype == torch.bool or not (mask.is_floating_point() or mask.is_complex())
-    if not taken or mask.ndim != 2 or mask.shape != hidden_states.shape[:2]:
+    if mask.is_complex() or mask.ndim != 2 or mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"{name} has dtype {mask.dtype} and shape {tuple(mask.shape)} for hidden_states "
-            f"{tuple(hidden_states.shape)}: it must be bool or of integers, (batch, rows)"
+            f"{tuple(hidden_states.shape)}: it must be bool or of real numbers, (batch, rows)"
         )
 
 
@@ -40,7 +39,7 @@ def unpad_input(
 
     Args:
         hidden_states: (batch, rows, ...).
-        attention_mask: (batch, rows), bool or int, 1 for a row that counts.
+        attention_mask: (batch, rows), bool, int or float, 1 for a row that counts and 0 for others.
         unused_mask: (batch, rows), 1 for a row that is kept but does not count; none by default.
 
     Returns:
@@ -67,8 +66,8 @@ def unpad_input_for_concatenated_sequences(
 
     Args:
         hidden_states: (batch, rows, ...).
-        attention_mask_in_length: (batch, rows), int: the lengths of the sequences of each row of
-            the batch, 0 where there is none.
+        attention_mask_in_length: (batch, rows), int or float: the lengths of the sequences of each
+            row of the batch, 0 where there is none.
 
     Returns:
         As `unpad_input`, for these sequences, but for the last result.
