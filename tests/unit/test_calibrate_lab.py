@@ -441,7 +441,8 @@ PYTORCHS = set(calls.PYTORCHS)
         ({"passes": BOTH}, {"hopper", "ampere", "torch-flash"}, {"ada"}),
         ({"gpu": "T4"}, {"simt"}, {"hopper", "ampere"}),
     ],
-    ids=str,
+    # The order of a set differs between processes.
+    ids=lambda given: str(sorted(given) if isinstance(given, set) else given),
 )
 def test_candidates_are_who_may_serve_the_call(
     monkeypatch: pytest.MonkeyPatch, call: dict[str, Any], there: set[str], not_there: set[str]
