@@ -239,12 +239,12 @@ class Server:
 
     def sglang(self) -> torch.Tensor:
         """That of the plug-in for SGLang."""
-        from archflash._kvcache import serve
+        from archflash._kvcache import serve_flat
 
         k_cache, v_cache = self.attention.caches(self.cache)
-        return serve(  # type: ignore[no-any-return]
-            self.flat_q, k_cache, v_cache, self.values, self.kind, self.prepared, self.in_common,
-            None, self.rows_of_q,
+        return serve_flat(
+            self.flat_q, self.rows_of_q, k_cache, v_cache, self.values, self.kind, self.prepared,
+            self.in_common,
         )  # fmt: skip
 
     def without_pages(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -610,10 +610,10 @@ def test_the_whole_way_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFi
     only = "probes|first calls: simt"
     assert program.main(["verify", "--simulate", "--only", only, "--send", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "[1/2] probes: instructions: 45 ok" in said
+    assert "[1/2] probes: instructions: 50 ok" in said
     assert "[2/2] first calls: simt" in said
     assert "proved   simt: 1 of 1 right" in said
     assert "not run  hopper: nothing tried" in said
     assert not (tmp_path / "tables").exists()  # a simulated run proves nothing
     told = receive.read_archive(file)
-    assert [row["status"] for row in told["rows"]] == ["ok"] * 46
+    assert [row["status"] for row in told["rows"]] == ["ok"] * 51
