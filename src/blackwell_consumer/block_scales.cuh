@@ -86,7 +86,7 @@ struct Scales {
     }
   }
 
-  // Of every 16 columns of V the even tiles of outputs have the even ones, the odd tiles the odd
+  // Even tiles of outputs have the even ones of every 16 columns of V, odd tiles have the odd
   // ones (mma_sync::Fp8VFragments). Groups without a key from `begin` to `end` - 1 count as zeros.
   __device__ __forceinline__ void read_v(const KeyScales& scales, const AttentionParams& params,
                                          int block, int begin, int end) {

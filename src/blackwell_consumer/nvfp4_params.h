@@ -31,7 +31,7 @@ struct Nvfp4Params {
   float* k_units_gmem;
   unsigned char* k_chunks_gmem;
   unsigned char* v_chunks_gmem;
-  // Of inputs that have four bits as they come; the strides of q, k and v count bytes then, and the
+  // Scales of inputs that come with four bits: the strides of q, k and v count bytes then, and the
   // mean and the units above are not used. A scale, of type ue4m3, is that of 16 columns of q or k,
   // or of 16 rows of v; its `block` is the step from one row of scales to the next.
   Descales scales;

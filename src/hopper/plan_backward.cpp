@@ -50,7 +50,7 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
-// Those for few keys, whose kernels are in an image of their own.
+// The tiles for few keys, whose kernels are in an image of their own.
 constexpr BackwardTile SHORT_TILES[] = {
     backward_tile<BackwardD32Short<DType::F16>>("d32_short", nullptr, nullptr),
     backward_tile<BackwardD64Short<DType::F16>>("d64_short", nullptr, nullptr),
@@ -264,8 +264,8 @@ const BackwardTile& tile_for(const Problem& call, const Device& device) {
   // unmeasured.
   constexpr int64_t FEW = 320, FEW_ROWS = 128, MORE_KEYS = 512, WAVES = 4;
   const bool is_short = call.nq <= FEW && call.nk <= (call.nq <= FEW_ROWS ? MORE_KEYS : FEW) &&
-                        core::ceil_div(call.nk, 64) % 2 == 1 && !call.varlen &&
-                        call.softcap == 0 && call.dropout_p == 0;
+                        core::ceil_div(call.nk, 64) % 2 == 1 && !call.varlen && call.softcap == 0 &&
+                        call.dropout_p == 0;
   for (const BackwardTile& tile : SHORT_TILES) {
     if (!is_short || call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
     const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows);

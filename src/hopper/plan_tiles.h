@@ -51,7 +51,7 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
 struct HeadModel {
   int64_t nq, nk;
   std::vector<double> times;  // in keys, from the last row tile to the first
-  // Of a head's only tile, which has rows for some of the warpgroups, where CTAs take many such
+  // The time of a head's only tile, with rows for some of the warpgroups, where CTAs take many such
   // tiles one after another; 0: it has more tiles, or all rows.
   double time_among_others = 0;
 

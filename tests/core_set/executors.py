@@ -106,6 +106,15 @@ class Executor(ABC):
     def int32(self, *values: int) -> Tensor:
         return self.tensor(values, torch.int32)
 
+    def with_tensors(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A copy of options whose sinks and q_offset are lists, with these as tensors."""
+        call = dict(options)
+        if "sinks" in call:
+            call["sinks"] = self.tensor(call["sinks"])
+        if "q_offset" in call:
+            call["q_offset"] = self.int32(*call["q_offset"])
+        return call
+
     def cu_seqlens(self, lengths: Sequence[int]) -> Tensor:
         return self.int32(0, *itertools.accumulate(lengths))
 

@@ -94,9 +94,7 @@ def test_a_call_agrees_with_float64(kernel: str, name: str, call_name: str) -> N
     if name == "int8_pv" and "dropout_p" in options:
         pytest.skip("it takes no dropout")
     dtype = "bfloat16" if call_name in ("d256", "bool-mask", "same-mask-bf16") else "float16"
-    call = {"approximate": name} | options
-    if "sinks" in call:
-        call["sinks"] = on.tensor(call["sinks"])
+    call = {"approximate": name} | on.with_tensors(options)
     if call.get("attn_mask") == "bool":
         call["attn_mask"] = on.rand(nq, nk, seed=8) > -0.5
         call["attn_mask"][7] = False

@@ -205,9 +205,7 @@ def test_a_call_agrees_with_float64(kernel: str, device: str | None, code: str, 
     if dtype not in on.dtypes_of(kernel, FP8):
         dtype = "float8_e4m3fn"
     tensors, call = quantised_call(dtype, rows, dims, (2, 1), per)
-    call |= options
-    if "sinks" in call:
-        call["sinks"] = on.tensor(call["sinks"])
+    call |= on.with_tensors(options)
     plan = archflash.explain(
         *tensors, device=device, implementation=kernel, return_lse=True, **call
     ).plan

@@ -82,11 +82,7 @@ CALLS: dict[str, tuple[int, int, int, int, float, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_agrees_with_float64(kernel: str, name: str) -> None:
     nq, nk, d, dv, size, options = CALLS[name]
-    call = dict(options)
-    if "sinks" in call:
-        call["sinks"] = on.tensor(call["sinks"])
-    if "q_offset" in call:
-        call["q_offset"] = on.int32(*call["q_offset"])
+    call = on.with_tensors(options)
     dtype = "float16" if name in ("d64", "peaked") else "bfloat16"
     tensors = inputs(nq, nk, d, dv, dtype, size)
     out, lse = on.attend(kernel, *tensors, schedules=RANDOM, **INT8, **call)

@@ -64,11 +64,7 @@ CALLS: dict[str, tuple[int, int, int, int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_agrees_with_float64(kernel: str, name: str) -> None:
     nq, nk, d, dv, dtype, options = CALLS[name]
-    call = dict(options)
-    if "sinks" in call:
-        call["sinks"] = on.tensor(call["sinks"])
-    if "q_offset" in call:
-        call["q_offset"] = on.int32(*call["q_offset"])
+    call = on.with_tensors(options)
     (q, k, v), scales = inputs(nq, nk, d, dv, dtype, call.get("layout", "bhnd"))
     assert all(len(x.view(torch.uint8).unique()) > 1 for x in scales.values())
     on.attend_and_check(kernel, q, k, v, schedules=RANDOM, **call, **scales)

@@ -54,11 +54,7 @@ CALLS: dict[str, tuple[int, int, int, int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_agrees_with_float64_on_the_rounded_inputs(kernel: str, name: str) -> None:
     nq, nk, d, dv, dtype, options = CALLS[name]
-    call = dict(options)
-    if "sinks" in call:
-        call["sinks"] = on.tensor(call["sinks"])
-    if "q_offset" in call:
-        call["q_offset"] = on.int32(*call["q_offset"])
+    call = on.with_tensors(options)
     q, k, v = inputs(nq, nk, d, dv, dtype)
     if call.get("layout") == "bnhd":
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -211,11 +207,7 @@ STORED: dict[str, tuple[int, int, int, int, str, bool, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", STORED)
 def test_stored_numbers_are_multiplied_as_they_are(kernel: str, name: str) -> None:
     nq, nk, d, dv, per, turned, options = STORED[name]
-    call = dict(options)
-    if "sinks" in call:
-        call["sinks"] = on.tensor(call["sinks"])
-    if "q_offset" in call:
-        call["q_offset"] = on.int32(*call["q_offset"])
+    call = on.with_tensors(options)
     made, numbers = stored(nq, nk, d, dv, per, turned)
     out, lse = archflash.attention_nvfp4(*made, implementation=kernel, return_lse=True, **call)
     assert out.dtype == torch.bfloat16

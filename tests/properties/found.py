@@ -35,7 +35,7 @@ FOUND = [
          "options": {"window": (None, 64), "block_mask": {"kind": "int8", "ones": (True, False)}},
          "strides": ("one batch", "dense", "transposed"), "pad": 0},
     ),
-    # The same fault, in a call that goes to PyTorch before its options are read.
+    # The fault of the problem above, in a call that goes to PyTorch before its options are read.
     Problem(
         "scaled_dot_product_attention", 997,
         {"dtype": "float16", "dims": (40, 72), "heads": (5, 1), "batch": 2, "nq": 130, "nk": 3,

@@ -21,7 +21,7 @@ struct TableBlock {
   uint32_t states;  // of each row of blocks
   int32_t last;     // whether none follows in the tile
 
-  // Of a row of blocks of the tile.
+  // The state of one row of blocks of the tile.
   __device__ __forceinline__ uint32_t state(int row_block) const {
     return states >> (8 * row_block) & 0xFF;
   }

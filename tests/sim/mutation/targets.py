@@ -519,7 +519,7 @@ def _few_calls(
             q, k, v = qkv(13, keys + 9)  # a lane has two rows of a head
             inputs = [q, k, v[..., :width]]
             calls += [(f"dv {width} in {n}", inputs, {"num_splits": n}) for n in (1, 2)]
-    # Of hopper's kernels only those for few rows take a number of splits.
+    # hopper's kernels for few rows alone take a number of splits; this keeps the call with them.
     in_one = {"num_splits": 1} if target.implementation == "hopper" else {}
     return [
         *calls[:3],
