@@ -24,8 +24,8 @@ __device__ __forceinline__ uint32_t v_mask(int key, unsigned keys) {
 
 // O += P V for 16 keys, or 32 keys of 8-bit V, from `key` on. RAGGED: of the rows of V only
 // `keys` rows count; the others count as zeros, whatever they hold. lane_key: this lane's first key
-// in a tile of 8 keys, where the first key that counts has number 0. scales: of V, where its numbers
-// have block scales.
+// in a tile of 8 keys, where the first key that counts has number 0. scales: of V, where its
+// numbers have block scales.
 template <class C, bool RAGGED>
 __device__ __forceinline__ void multiply_pv_group(device::Outputs<C>& o_rmem,
                                                   const uint32_t (&p_rmem)[C::M_TILES][4],
