@@ -27,6 +27,7 @@ import difflib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -90,7 +91,8 @@ def speed_table(
     names = list(dict.fromkeys(name for found in measured.values() for name in found))
     kernels = [name for name in names if not is_peer(name)]
     peers = [name for name in names if is_peer(name)]
-    head = ["case", *(kernels or ["archflash"]), *peers, "a plain call runs", AGAINST]
+    head = ["case", *(kernels or ["archflash"]), *peers]
+    head += [AGAINST] if sustained else ["a plain call runs", AGAINST]
     lines = []
     for case in cases:
         found = measured[case.name]
@@ -99,7 +101,8 @@ def speed_table(
             for name in [*(kernels or ["archflash"]), *peers]
         ]
         choice, given = what_dispatch_gives(rows, case, found)
-        lines.append([case.name + unit_note(case), *speeds, choice, against(given, found)])
+        last = [against(given, found)] if sustained else [choice, against(given, found)]
+        lines.append([case.name + unit_note(case), *speeds, *last])
     rows_shown = [row for found in measured.values() for row in found.values()]
     eager = any(EAGER in row["features"] for row in rows_shown)
     note = " *: timed eagerly, not in a CUDA graph." if eager else ""
@@ -314,17 +317,23 @@ def masked_rows(rows: Sequence[Row], case: Case, run_id: str | None) -> dict[str
 UNFUSED = ("torch-math",)  # a ratio to it says nothing about kernels, and is in no mean
 
 
-def models_table(rows: Sequence[Row], *, forced: bool = False) -> str:
-    """Ours beside the fastest peer in the calls of models: both passes and ways of timing. With
-    `forced` the rows are of one implementation, which was timed in graphs only.
+def models_table(rows: Sequence[Row], *, forced: str = "") -> str:
+    """Ours beside the fastest peer in the calls of models: both passes and ways of timing. What
+    most rows share is said once, below the table.
+
+    Args:
+        rows: rows of bench/results.
+        forced: the one implementation that they are of, which was timed in graphs only.
     """
     ways = (False,) if forced else (False, True)
     columns = [(both, eager) for both in (False, True) for eager in ways]
+    usual_peer = models.PEERS[forced][0] if forced else ""
     lines, ratios = [], {column: dict[str, float]() for column in columns}
+    kernels = dict[str, str]()
     for case in models.load_models():
         if forced and case.sinks:
             continue
-        cells, kernels = [], []
+        cells, served_by = [], []
         for both, eager in columns:
             found = models.ratio_of(rows, case, both=both, eager=eager)
             if found is None:
@@ -334,26 +343,26 @@ def models_table(rows: Sequence[Row], *, forced: bool = False) -> str:
                 ratios[both, eager][case.name] = found.ratio
             ratio = f"{found.ratio:.2f}"
             behind = found.ratio < 0.995 and found.best not in UNFUSED
-            cells.append(f"{f'**{ratio}**' if behind else ratio} ({found.best})")
-            if not eager:
-                kernels.append(found.kernel)
+            peer = "" if found.best == usual_peer else f" ({found.best})"
+            cells.append((f"**{ratio}**" if behind else ratio) + peer)
+            served_by += [] if eager else [found.kernel]
         shape = f"{case.b}x{heads(case)} {rows_and_keys(case)} d{head_dims(case)}"
-        mask = " c" if case.causal else ""
-        served_by = [] if forced else [", ".join(dict.fromkeys(kernels))]
-        lines.append([case.name, shape + mask, *served_by, *cells])
+        lines.append([case.name, shape + (" c" if case.causal else ""), *cells])
+        if served_by:
+            kernels[case.name] = ", ".join(dict.fromkeys(served_by))
     means = [models.geometric_mean(list(of.values())) if of else None for of in ratios.values()]
-    blank = [""] if forced else ["", ""]
-    lines.append(
-        ["geometric mean", *blank, *("unmeasured" if x is None else f"{x:.3f}" for x in means)]
-    )
+    lines.append(["geometric mean", "", *(UNMEASURED if x is None else f"{x:.3f}" for x in means)])
     names = [
         ("eager" if eager else "both passes" if both else "forward") for both, eager in columns
     ]
-    head = ["model", "call", *([] if forced else ["kernel"]), *names]
-    note = "Bold: behind the best peer."
-    if not forced:
+    if forced:
+        note = f"Bold: behind the best peer, which is {usual_peer} where none is named."
+    else:
+        ((usual, _),) = Counter(kernels.values()).most_common(1) or [("dispatch", 0)]
+        others = [f"{name} ({by})" for name, by in kernels.items() if by != usual]
+        note = f"Served by {', but for '.join([usual, *others])}. Bold: behind the best peer."
         note += " The mean leaves out rows whose only peer is plain operations (torch-math)."
-    return f"{markdown(head, lines)}\n\n{note}\n\n{source_note(rows)}"
+    return f"{markdown(['model', 'call', *names], lines)}\n\n{note}{source_note(rows)}"
 
 
 def heads(case: Case) -> str:
@@ -373,12 +382,12 @@ def head_dims(case: Case) -> str:
 
 def host_table(path: Path) -> str:
     """Host cost of one eager call from the file that bench/host_overhead.py writes."""
-    head = ["call", "p20 us", "p50 us", "p80 us"]
+    head = ["call", "p50 us", "p80 us"]
     if not path.exists():
-        return markdown(head, [["archflash.attention", UNMEASURED, UNMEASURED, UNMEASURED]])
+        return markdown(head, [["archflash.attention", UNMEASURED, UNMEASURED]])
     data = json.loads(path.read_text())
     lines = [
-        [name, *(f"{figures[p]:.2f}" for p in ("p20", "p50", "p80"))]
+        [name, *(f"{figures[p]:.2f}" for p in ("p50", "p80"))]
         for section in ("calls", "registry", "training", "breakdown")
         for name, figures in data.get(section, {}).items()
     ]
@@ -445,7 +454,7 @@ def by_name_table(path: Path) -> str:
 
 
 def source_note(rows: Sequence[Row]) -> str:
-    """Where the numbers of a table come from: a sentence on each machine and the runs on it."""
+    """Where the numbers of a table come from: each machine, and its runs with their commits."""
     notes = []
     machines = dict.fromkeys((row["gpu"], row["driver"], row["cuda"], row["torch"]) for row in rows)
     for gpu, driver, cuda, torch in machines:
@@ -459,9 +468,9 @@ def source_note(rows: Sequence[Row]) -> str:
         powers = sorted(watts for row in here if (watts := power_w(row)) is not None)
         clock += f", {powers[0]} to {powers[-1]} W" if powers else ""
         runs = {
-            row["run_id"]: f"{row['run_id']} (commit {row['commit']}"
+            row["run_id"]: f"{row['run_id']} ({row['commit']}"
             + (" with local changes" if row["dirty"] == "1" else "")
-            + f", {row['date']})"
+            + ")"
             for row in here
         }
         notes.append(
@@ -504,8 +513,9 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return by_name_table(results / f"{gpu}-end-to-end.json")
     if table == "models":
         return models_table(load_rows(results / f"models-{gpu}.csv"))
-    if table.startswith("models-") and table.removeprefix("models-") in models.PEERS:
-        return models_table(load_rows(results / f"{table}-{gpu}.csv"), forced=True)
+    forced = table.removeprefix("models-")
+    if table != forced and forced in models.PEERS:
+        return models_table(load_rows(results / f"{table}-{gpu}.csv"), forced=forced)
     rows = load_rows(results / f"{gpu}.csv")
     if table == "masks":
         return masks_table(rows, load_cases(MASKS_FILE), run_id)
@@ -528,8 +538,8 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
             "end-to-end",
             "by-name",
         )
-        forced = [f"models-{name}" for name in models.PEERS]
-        known = ", ".join([*others, "by-name", *forced, *groups])
+        of_one = [f"models-{name}" for name in models.PEERS]
+        known = ", ".join([*others, *of_one, *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")
     return speed_table(rows, chosen, run_id)
 

@@ -1,7 +1,7 @@
 """Every product that a blackwell_dc kernel starts, as a simulated run records it: which ones, in
 which order, and each descriptor and address that it names, against encodings of the test's own.
 
-Where tiles lie is written down here once more, from the budgets in src/blackwell_dc/NOTES.md.
+Where tiles lie is written down here once more, from the budgets in docs/lab/blackwell_dc.md.
 """
 
 from __future__ import annotations

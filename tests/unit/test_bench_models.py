@@ -93,7 +93,7 @@ def test_the_table_marks_every_row_that_is_behind() -> None:
     assert "| **0.90** (torch-cudnn) |" in behind[0]
     mean = models.geometric_mean([0.9] + [1.1] * (len(cases) - 1))
     assert "leaves out rows whose only peer is plain operations" in table
-    assert f"| geometric mean |  |  | {mean:.3f} | unmeasured |" in table
+    assert f"| geometric mean |  | {mean:.3f} | unmeasured |" in table
 
 
 def test_a_forced_implementation_has_its_own_peers(monkeypatch: pytest.MonkeyPatch) -> None:
