@@ -1,4 +1,4 @@
-"""What the interfaces of FlashAttention-2 and -3 have in common."""
+"""What the interfaces of FlashAttention-2, -3 and -4 have in common."""
 
 from __future__ import annotations
 
@@ -193,6 +193,54 @@ def attend_to_cache(
         return result
     out, lse = result
     return out, _with_unseen(lse, lse_unseen)
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Gives a result on, and raises UnsupportedError where its gradients are asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, out: Tensor, lse: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.name = name
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(f"{ctx.name}: there are no gradients of a call with it")
+
+
+def without_backward(
+    name: str, q: Tensor, k: Tensor, v: Tensor, *, num_splits: int, attention_chunk: int = 0,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """`attend_to_cache` of tensors that may require gradients.
+
+    Args:
+        name: the argument for which there are none.
+        num_splits: 1 for any number, as by default.
+    """
+    options |= {
+        "k_new": None, "num_splits": num_splits if num_splits > 1 else 0,
+        "attention_chunk": attention_chunk or None,
+    }  # fmt: skip
+    qv = options.get("qv")
+    if not needs_gradients(q, k, v, qv):
+        return attend_to_cache(q, k, v, **options)
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            f"{name} in a compiled call whose gradients are needed: there are none; call it under "
+            "torch.no_grad()"
+        )
+    with torch.no_grad():
+        result = attend_to_cache(q, k, v, **options)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out, lse = _NoBackward.apply(name, out, lse, q, k, v, qv)  # type: ignore[no-untyped-call]
+    return (out, lse) if isinstance(result, tuple) else out
 
 
 def as_window(window_size: Window) -> Window | None:

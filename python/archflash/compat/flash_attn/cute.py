@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from archflash._errors import UnsupportedError
-from archflash.compat import flash_attn_interface as _fa3
 from archflash.compat._arguments import boolean, check_tensors, count, in_its_words, plain
-from archflash.compat._flash import Window, attend, refuse, sides_of
+from archflash.compat._flash import Window, attend, refuse, sides_of, without_backward
+from archflash.compat._flash_3 import flash_attn_varlen_func as _fa3_varlen_func
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -115,9 +115,9 @@ def flash_attn_func(
         raise UnsupportedError(f"window_size={window_size!r} with qv: no side may be negative")
     if gather_kv_indices is not None:
         options["key_indices"] = gather_kv_indices[:, None]
-    result = _fa3._without_backward(
-        "qv", q, k, v, qv=qv, cache_seqlens=None, page_table=None, k_new=None, causal=False,
-        window_size=window, num_splits=num_splits if num_splits > 1 else 0, **options,
+    result = without_backward(
+        "qv", q, k, v, qv=qv, cache_seqlens=None, page_table=None, causal=False,
+        window_size=window, num_splits=num_splits, **options,
     )  # fmt: skip
     return (result[0], result[1].transpose(1, 2)) if return_lse else (result, None)
 
@@ -199,18 +199,18 @@ def flash_attn_varlen_func(
             v = _packed("v", v)[0]
         if max_seqlen_k is None:
             max_seqlen_k = _longest("cu_seqlens_k", cu_seqlens_k)
-        result = _fa3.flash_attn_varlen_func(
+        result = _fa3_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             softmax_scale, window_size=window, qv=qv, softcap=softcap, num_splits=num_splits,
             deterministic=deterministic, return_attn_probs=return_lse, s_aux=sinks,
         )  # fmt: skip
     else:
         refuse(seqused_q=(seqused_q, None), cu_seqlens_k=(cu_seqlens_k, None))
-        result = _fa3._without_backward(
+        result = without_backward(
             "page_table", q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
-            k_new=None, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=plain(max_seqlen_q),
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=plain(max_seqlen_q),
             softmax_scale=softmax_scale, causal=False, window_size=window, softcap=softcap,
-            sinks=sinks, num_splits=num_splits if num_splits > 1 else 0, want_lse=return_lse,
+            sinks=sinks, num_splits=num_splits, want_lse=return_lse,
         )  # fmt: skip
     out, lse = result if return_lse else (result, None)
     if rows is not None:
