@@ -633,20 +633,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   const uint32_t shared_smem =
       ptx::mov_b32_volatile(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
   static_assert(C::QTile::ALIGNMENT <= 1024);
-  if (threadIdx.x == 0) {
-    const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-    // The producer arrives once at a full barrier and says how many bytes will come. Each consumer
-    // warp arrives once at an empty barrier.
-    ptx::mbarrier_init(barriers.q_full(), 1);
-    ptx::mbarrier_init_for_warps(barriers.q_empty(), C::WARPS);
-    for (int stage = 0; stage < C::STAGES; ++stage) {
-      ptx::mbarrier_init(barriers.k_full(stage), 1);
-      ptx::mbarrier_init_for_warps(barriers.k_empty(stage), C::WARPS);
-      ptx::mbarrier_init(barriers.v_full(stage), 1);
-      ptx::mbarrier_init_for_warps(barriers.v_empty(stage), C::WARPS);
-    }
-    ptx::fence_mbarrier_init();
-  }
+  if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
   __syncthreads();  // the barriers are initialised before any warp uses them
 
   if (threadIdx.x < C::CONSUMER_THREADS) {

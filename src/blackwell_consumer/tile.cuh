@@ -12,6 +12,7 @@
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/mbarrier.cuh"
 
 namespace archflash::blackwell_consumer {
 
@@ -130,6 +131,20 @@ struct Barriers {
   }
   __device__ __forceinline__ uint32_t v_empty(int stage) const {
     return k_full(stage) + 24 * C::STAGES;
+  }
+
+  // Called by one thread. The producer arrives once at a full barrier and says how many bytes will
+  // come. Each consumer warp arrives once at an empty barrier.
+  __device__ __forceinline__ void initialise() const {
+    ptx::mbarrier_init(q_full(), 1);
+    ptx::mbarrier_init_for_warps(q_empty(), C::WARPS);
+    for (int stage = 0; stage < C::STAGES; ++stage) {
+      ptx::mbarrier_init(k_full(stage), 1);
+      ptx::mbarrier_init_for_warps(k_empty(stage), C::WARPS);
+      ptx::mbarrier_init(v_full(stage), 1);
+      ptx::mbarrier_init_for_warps(v_empty(stage), C::WARPS);
+    }
+    ptx::fence_mbarrier_init();
   }
 };
 
