@@ -1,7 +1,8 @@
 // Converts K and V to four bits with block scales, into chunks that the attention kernel copies
 // (nvfp4_config.cuh). Two kernels run:
-//   means:   one CTA for each head of K: the mean of K over at most MEAN_KEYS keys, and the unit of
-//   V chunks:  one CTA for each block of keys of each head
+//   means:   one CTA for each head of K: the mean of K over at most MEAN_KEYS keys, and V's unit
+//   chunks:  one CTA for each block of keys of each head
+// Inputs that have four bits as they come take the second alone.
 // The mean is subtracted from K: what all keys have in common only shifts a row's scores, and the
 // attention kernel adds the shift to the log-sum-exp. Any vector in place of the mean is right.
 // Keys that no query of the batch sees are not read and count as zeros. There are no atomics, so
@@ -233,19 +234,6 @@ __device__ __forceinline__ void make_v_chunk(const Nvfp4Params& params, const Se
   }
 }
 
-template <class C>
-__device__ __forceinline__ void nvfp4_chunks(const Nvfp4Params& params) {
-  const int block = blockIdx.x % params.k_blocks;
-  const int batch_head = blockIdx.x / params.k_blocks;
-  const int batch = batch_head / params.heads_kv, head = batch_head % params.heads_kv;
-  const SeenKeys seen(params, batch);
-  const int first_key = block * C::BLOCK_K;
-  const int64_t index = blockIdx.x;
-  make_k_chunk<C>(params, seen, batch, head, first_key, params.k_chunks_gmem + index * C::K_BYTES,
-                  params.k_units_gmem[index]);
-  make_v_chunk<C>(params, seen, batch, head, first_key, params.v_chunks_gmem + index * C::V_BYTES);
-}
-
 // --- inputs that have four bits as they come: their numbers and scales, put in order ---
 
 template <class C>
@@ -308,16 +296,26 @@ __device__ __forceinline__ void copy_v_chunk(const Nvfp4Params& params, const Se
   }
 }
 
+// A block of keys for each CTA.
 template <class C>
-__device__ __forceinline__ void nvfp4_copies(const Nvfp4Params& params) {
+__device__ __forceinline__ void nvfp4_chunks(const Nvfp4Params& params) {
   const int block = blockIdx.x % params.k_blocks;
   const int batch_head = blockIdx.x / params.k_blocks;
   const int batch = batch_head / params.heads_kv, head = batch_head % params.heads_kv;
   const SeenKeys seen(params, batch);
   const int first_key = block * C::BLOCK_K;
   const int64_t index = blockIdx.x;
-  copy_k_chunk<C>(params, seen, batch, head, first_key, params.k_chunks_gmem + index * C::K_BYTES);
-  copy_v_chunk<C>(params, seen, batch, head, first_key, params.v_chunks_gmem + index * C::V_BYTES);
+  if constexpr (C::STORED)
+    copy_k_chunk<C>(params, seen, batch, head, first_key,
+                    params.k_chunks_gmem + index * C::K_BYTES);
+  else
+    make_k_chunk<C>(params, seen, batch, head, first_key, params.k_chunks_gmem + index * C::K_BYTES,
+                    params.k_units_gmem[index]);
+  unsigned char* const v_chunk = params.v_chunks_gmem + index * C::V_BYTES;
+  if constexpr (C::STORED)
+    copy_v_chunk<C>(params, seen, batch, head, first_key, v_chunk);
+  else
+    make_v_chunk<C>(params, seen, batch, head, first_key, v_chunk);
 }
 
 }  // namespace archflash::blackwell_consumer

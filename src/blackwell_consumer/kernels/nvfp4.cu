@@ -18,9 +18,9 @@ ARCHFLASH_ENTRY(blackwell_consumer_nvfp4_chunks_d128, (NVFP4_PREPARE_THREADS),
 ARCHFLASH_KERNEL(blackwell_consumer_attention_fwd_nvfp4_d64, nvfp4_attention_fwd, Nvfp4D64)
 ARCHFLASH_KERNEL(blackwell_consumer_attention_fwd_nvfp4_d128, nvfp4_attention_fwd, Nvfp4D128)
 ARCHFLASH_ENTRY(blackwell_consumer_nvfp4_copies_d64, (NVFP4_PREPARE_THREADS),
-                nvfp4_copies<Nvfp4StoredD64>)
+                nvfp4_chunks<Nvfp4StoredD64>)
 ARCHFLASH_ENTRY(blackwell_consumer_nvfp4_copies_d128, (NVFP4_PREPARE_THREADS),
-                nvfp4_copies<Nvfp4StoredD128>)
+                nvfp4_chunks<Nvfp4StoredD128>)
 ARCHFLASH_KERNEL(blackwell_consumer_attention_fwd_nvfp4_stored_d64, nvfp4_attention_fwd,
                  Nvfp4StoredD64)
 ARCHFLASH_KERNEL(blackwell_consumer_attention_fwd_nvfp4_stored_d128, nvfp4_attention_fwd,
