@@ -129,7 +129,7 @@ FAULTS = (
     ),
     Fault(
         "the next row's page", "ampere_attention_fwd_bf16_d128_decode", "ampere/decode_bf16",
-        "common/mma_sync/decode_fwd.cuh", "return page_shift >= 0 ? row >> page_shift",
+        "common/mma_sync/decode_copies.cuh", "return page_shift >= 0 ? row >> page_shift",
         "return page_shift >= 0 ? (row + 16) >> page_shift", job="caches: ampere bfloat16",
     ),
 )  # fmt: skip
