@@ -289,8 +289,7 @@ NB_MODULE(_archflash_sim, m) {
                    "collections.abc.Sequence[int], block: collections.abc.Sequence[int], "
                    "shared_bytes: int, parameters: bytes, memory: Memory, mode: str, seed: int, "
                    "race: bool, threads: int, max_instructions: int, capability: int, "
-                   "shared_limit: int, "
-                   "traced_ctas: collections.abc.Sequence[int], stretch: int, "
+                   "shared_limit: int, traced_ctas: collections.abc.Sequence[int], stretch: int, "
                    "resident_ctas: int, starts_early: bool, next_starts_early: bool) -> dict[str, "
                    "typing.Any]"));
 

@@ -250,8 +250,7 @@ constexpr Form FORMS[] = {
     {"ld",
      "?weak|volatile|relaxed|acquire ?$scope "
      "?global|shared|shared::cta|shared::cluster|local|param|param::entry|const ?$cop ?$evict "
-     "?$evict2 "
-     "?L2::cache_hint ?$prefetch ?$vec $mem",
+     "?$evict2 ?L2::cache_hint ?$prefetch ?$vec $mem",
      build_ld},
     // 0 global, 1 cop, 2 nc, 3 L1, 4 hint, 5 prefetch, 6 vec, 7 type
     {"ld", "global ?ca|cg|cs nc ?$evict ?L2::cache_hint ?$prefetch ?$vec $mem", build_ld_nc},
@@ -259,8 +258,7 @@ constexpr Form FORMS[] = {
     // 0 order, 1 scope, 2 space, 3 cop, 4 L1, 5 L2, 6 hint, 7 vec, 8 type
     {"st",
      "?weak|volatile|relaxed|release ?$scope ?global|shared|shared::cta|shared::cluster|local "
-     "?$cop ?$evict "
-     "?$evict2 ?L2::cache_hint ?$vec $mem",
+     "?$cop ?$evict ?$evict2 ?L2::cache_hint ?$vec $mem",
      build_st},
 };
 

@@ -540,9 +540,7 @@ constexpr Form FORMS[] = {
      build_transfer},
     {"tcgen05", "wait::ld|wait::st sync aligned", build_wait},
     {"tcgen05", "fence::before_thread_sync|fence::after_thread_sync", build_fence},
-    {"tcgen05",
-     "mma cta_group::1|cta_group::2 kind::f16|kind::tf32|kind::f8f6f4 "
-     "?$collector",
+    {"tcgen05", "mma cta_group::1|cta_group::2 kind::f16|kind::tf32|kind::f8f6f4 ?$collector",
      build_mma},
     {"tcgen05",
      "cp cta_group::1|cta_group::2 128x256b|4x256b|128x128b|64x128b|32x128b "
@@ -573,8 +571,7 @@ constexpr Form REFUSED[] = {
      "?block_scale ?scale_vec::1X|scale_vec::2X|scale_vec::4X|block16|block32 ?ashift ?$collector",
      build_refused},
     {"tcgen05",
-     "ld red sync aligned 32x32b|16x32bx2 x2|x4|x8|x16|x32|x64|x128 min|max ?abs ?NaN "
-     "f32|u32|s32",
+     "ld red sync aligned 32x32b|16x32bx2 x2|x4|x8|x16|x32|x64|x128 min|max ?abs ?NaN f32|u32|s32",
      build_refused},
 };
 

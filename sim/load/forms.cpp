@@ -24,8 +24,7 @@ constexpr ModifierSet SETS[] = {
     {"vec", "v2|v4|v8"},
     {"shared", "shared|shared::cta"},
     {"evict",
-     "L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|"
-     "L1::no_allocate"},
+     "L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|L1::no_allocate"},
     {"evict2", "L2::evict_normal|L2::evict_first|L2::evict_last"},
     {"prefetch", "L2::64B|L2::128B|L2::256B"},
     {"scope", "cta|cluster|gpu|sys"},

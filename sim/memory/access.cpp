@@ -51,11 +51,10 @@ void report_state(Warp& warp, int lane, const uint8_t* state, uint32_t bytes,
     warp.cta().report(Severity::Error, warp, lane, "mbarrier",
                       "reads " + what + ", which are part of an mbarrier object", address + at);
   } else if (state[at] == IN_FLIGHT) {
-    warp.cta().report(Severity::Error, warp, lane, "in-flight",
-                      "reads " + what +
-                          ", which an asynchronous copy that has not been waited for "
-                          "is writing",
-                      address + at);
+    warp.cta().report(
+        Severity::Error, warp, lane, "in-flight",
+        "reads " + what + ", which an asynchronous copy that has not been waited for is writing",
+        address + at);
   } else {
     warp.cta().report(Severity::Error, warp, lane, "uninitialised",
                       "reads " + what + ", which nothing has written", address + at);

@@ -183,9 +183,8 @@ void TensorUnit::release(Warp& warp, uint32_t address, uint32_t columns) {
       (races != nullptr && !races->happened(warp.agent(), peer.allocator_, peer.allocated_at_))) {
     cta_.report(
         Severity::Error, warp, -1, "tmem",
-        "tcgen05.dealloc for a pair, whose other CTA may not have come out of tcgen05.alloc "
-        "yet: let all threads of the cluster arrive and wait at barrier.cluster between the "
-        "two");
+        "tcgen05.dealloc for a pair, whose other CTA may not have come out of tcgen05.alloc yet: "
+        "let all threads of the cluster arrive and wait at barrier.cluster between the two");
   }
 }
 

@@ -198,12 +198,11 @@ PlanResult plan_int8(const Problem& problem, const Device& device) {
     launch.block = {INT8_THREADS, 1, 1};
     launch.params = last.params;
     launch.pointers = slots;
-    launch.pointers.push_back({Operand::Q, offsetof(Int8Params, q_gmem), 0});
-    launch.pointers.push_back({Operand::K, offsetof(Int8Params, k_gmem), 0});
+    add_pointer(launch, Operand::Q, offsetof(Int8Params, q_gmem));
+    add_pointer(launch, Operand::K, offsetof(Int8Params, k_gmem));
     if (problem.q_offset_tensor)
-      launch.pointers.push_back(
-          {Operand::QOffset,
-           offsetof(Int8Params, attention) + offsetof(AttentionParams, q_offsets_gmem), 0});
+      add_pointer(launch, Operand::QOffset,
+                  offsetof(Int8Params, attention) + offsetof(AttentionParams, q_offsets_gmem));
     made->launches.push_back(std::move(launch));
   };
   if (problem.nk > 0) prepare("mean_" + word, k_heads);

@@ -204,8 +204,7 @@ PlanResult plan_with_qv(const Problem& problem, const Device& device) {
       params.qv_batch = problem.qv.batch, params.qv_head = problem.qv.head;
       params.qv_row = problem.qv.row;
       launch.params = core::bytes(params);
-      launch.pointers.push_back(
-          {Operand::Qv, static_cast<int32_t>(offsetof(MlaParams, qv_gmem)), 0});
+      add_pointer(launch, Operand::Qv, offsetof(MlaParams, qv_gmem));
     }
   }
   return result;
@@ -264,10 +263,7 @@ PlanResult plan_lists(const Problem& problem, const Device& device) {
   }
   Launch& launch = plan.launches[0];
   launch.image = std::string("ampere/") + (latent ? tile.name : "gather") + "_" + word;
-  const auto add_pointers = [&](std::vector<PointerSlot> slots) {
-    launch.pointers.insert(launch.pointers.end(), slots.begin(), slots.end());
-  };
-  add_pointers(core::kv_cache_pointers(problem, offsetof(mma_sync::CacheParams, cache)));
+  add_pointers(launch, core::kv_cache_pointers(problem, offsetof(mma_sync::CacheParams, cache)));
   if (latent) {
     MlaGatherParams params;
     std::memset(static_cast<void*>(&params), 0, sizeof params);
@@ -281,8 +277,8 @@ PlanResult plan_lists(const Problem& problem, const Device& device) {
     params.lists = core::key_lists(problem);
     params.packed = static_cast<PackedRows>(problem.packed_rows);
     launch.params = core::bytes(params);
-    launch.pointers.push_back({Operand::Qv, static_cast<int32_t>(offsetof(MlaParams, qv_gmem)), 0});
-    add_pointers(core::key_list_pointers(problem, offsetof(MlaGatherParams, lists)));
+    add_pointer(launch, Operand::Qv, offsetof(MlaParams, qv_gmem));
+    add_pointers(launch, core::key_list_pointers(problem, offsetof(MlaGatherParams, lists)));
   } else {
     GatherParams params;
     std::memset(static_cast<void*>(&params), 0, sizeof params);
@@ -291,7 +287,7 @@ PlanResult plan_lists(const Problem& problem, const Device& device) {
     const uint32_t rows = std::bit_ceil(static_cast<uint32_t>(tile.packed_heads)) * tile.block_q;
     params.row_warps = static_cast<int32_t>(std::max(rows / 16, 1u));
     launch.params = core::bytes(params);
-    add_pointers(core::key_list_pointers(problem, offsetof(GatherParams, lists)));
+    add_pointers(launch, core::key_list_pointers(problem, offsetof(GatherParams, lists)));
   }
   const Reasons reasons =
       core::add_append(plan, problem, "ampere/cache_" + word, "ampere_append_" + word);

@@ -242,14 +242,13 @@ PlanResult with_conversion(const Problem& problem, const core::Tile& tile, Launc
     launch.params = core::bytes(convert);
     add_slots(launch, offsetof(ConvertParams, inputs));
     const auto add = [&](Operand operand, size_t field) {
-      launch.pointers.push_back(
-          {operand, static_cast<int32_t>(offsetof(ConvertParams, inputs) + field), 0});
+      add_pointer(launch, operand, offsetof(ConvertParams, inputs) + field);
     };
     add(Operand::Q, ARCHFLASH_AT(q_gmem));
     add(Operand::K, ARCHFLASH_AT(k_gmem));
     add(Operand::V, ARCHFLASH_AT(v_gmem));
     const auto add_call = [&](bool given, Operand operand, size_t field) {
-      if (given) launch.pointers.push_back({operand, static_cast<int32_t>(field), 0});
+      if (given) add_pointer(launch, operand, field);
     };
     add_call(problem.q_offset_tensor, Operand::QOffset, offsetof(AttentionParams, q_offsets_gmem));
     add_call(problem.varlen, Operand::CuSeqlensK, offsetof(AttentionParams, cu_seqlens_k_gmem));

@@ -75,8 +75,7 @@ std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Dev
     launch.params = core::bytes(params);
     launch.image = (launch.kernel.ends_with("_wide_dropout") ? WIDE_IMAGE : "ampere/bwd_dropout_") +
                    core::dtype_word(problem.call.dtype);
-    for (const PointerSlot& slot : core::dropout_pointers(problem.call, DROPOUT))
-      launch.pointers.push_back(slot);
+    add_pointers(launch, core::dropout_pointers(problem.call, DROPOUT));
   }
   return std::move(*plan);
 }

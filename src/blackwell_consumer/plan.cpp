@@ -156,8 +156,7 @@ void add_table(LaunchPlan& plan, const Problem& problem) {
   params.masks = core::mask_params(problem);
   launch.params = core::bytes(params);
   launch.image = std::string("blackwell_consumer/table_") + core::dtype_word(problem.dtype);
-  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(TableParams, masks)))
-    launch.pointers.push_back(slot);
+  add_pointers(launch, core::mask_pointers(problem, offsetof(TableParams, masks)));
 }
 
 }  // namespace

@@ -92,8 +92,7 @@ PlanResult plan_nvfp4(const Problem& problem, const Device& device) {
   last.kernel = folder + "_attention_fwd_" + made->tile.name;
   core::Workspace workspace;
   const auto part = [&](size_t pointer, int64_t bytes) {
-    last.pointers.push_back(
-        {Operand::Workspace, static_cast<int32_t>(pointer), workspace.add(bytes)});
+    add_pointer(last, Operand::Workspace, pointer, workspace.add(bytes));
   };
   if (stored) {
     const std::pair<Operand, size_t> operands[] = {
@@ -103,8 +102,7 @@ PlanResult plan_nvfp4(const Problem& problem, const Device& device) {
         {Operand::QUnit, offsetof(Nvfp4Params, q_unit.gmem)},
         {Operand::KUnit, offsetof(Nvfp4Params, k_unit.gmem)},
         {Operand::VUnit, offsetof(Nvfp4Params, v_unit.gmem)}};
-    for (const auto& [operand, offset] : operands)
-      last.pointers.push_back({operand, static_cast<int32_t>(offset), 0});
+    for (const auto& [operand, offset] : operands) add_pointer(last, operand, offset);
   } else {
     part(offsetof(Nvfp4Params, k_mean_gmem), heads * mean_bytes);
     part(offsetof(Nvfp4Params, v_unit_gmem), heads * sizeof(float));

@@ -106,10 +106,8 @@ void add_launch(LaunchPlan& plan, const Copies& copies, const std::vector<int64_
     copy = copy_of(tensor);
     copy.first_block = static_cast<int32_t>(blocks);
     blocks += of_tensor;
-    launch.pointers.push_back(
-        {tensor.operand, static_cast<int32_t>(place + offsetof(Copy, given_gmem)), 0});
-    launch.pointers.push_back(
-        {Operand::Workspace, static_cast<int32_t>(place + offsetof(Copy, dense_gmem)), places[i]});
+    add_pointer(launch, tensor.operand, place + offsetof(Copy, given_gmem));
+    add_pointer(launch, Operand::Workspace, place + offsetof(Copy, dense_gmem), places[i]);
   }
   if (blocks == 0) return;
   launch.kernel = gathers ? GATHER : SCATTER;

@@ -170,9 +170,8 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   core::Workspace workspace;
   if (splits == 1 && stays && counts_tiles(plan, problem, tile)) {
     plan.zeroed_bytes = sizeof(*params.taken_gmem);
-    plan.launches[0].pointers.push_back({Operand::Workspace,
-                                         static_cast<int32_t>(offsetof(Params, taken_gmem)),
-                                         workspace.add(plan.zeroed_bytes)});
+    add_pointer(plan.launches[0], Operand::Workspace, offsetof(Params, taken_gmem),
+                workspace.add(plan.zeroed_bytes));
   }
   if (transposed_before && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
   if (problem.dropout_p != 0) add_dropout(plan, problem);

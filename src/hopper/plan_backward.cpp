@@ -129,7 +129,7 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
   const int64_t counter = workspace.add(sizeof(int32_t));
   plan.workspace_bytes = workspace.bytes();
   for (Launch* launch : {&plan.launches.front(), main})
-    launch->pointers.push_back({Operand::Workspace, offsetof(P, taken_gmem), counter});
+    add_pointer(*launch, Operand::Workspace, offsetof(P, taken_gmem), counter);
   const auto count = static_cast<int32_t>(tiles);
   std::memcpy(main->params.data() + offsetof(P, tiles), &count, sizeof count);
   main->grid[0] = ctas;
@@ -322,15 +322,13 @@ void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardT
   params.rounds_of_cta = static_cast<int32_t>(rounds);
   main->params = core::bytes(params);
   main->image = std::string("hopper/bwd_table_") + core::dtype_word(call.dtype);
-  for (const PointerSlot& slot : core::mask_pointers(call, offsetof(ListingBackwardParams, masks)))
-    main->pointers.push_back(slot);
+  add_pointers(*main, core::mask_pointers(call, offsetof(ListingBackwardParams, masks)));
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
   const int64_t lists =
       workspace.add(main->grid[0] * rounds * int64_t{sizeof(device::ListedRound)});
   plan.workspace_bytes = workspace.bytes();
-  main->pointers.push_back(
-      {Operand::Workspace, offsetof(ListingBackwardParams, rounds_gmem), lists});
+  add_pointer(*main, Operand::Workspace, offsetof(ListingBackwardParams, rounds_gmem), lists);
 }
 
 // Turns the main launch of `plan` into that of a kernel with dropout.
@@ -346,9 +344,7 @@ void add_dropout(LaunchPlan& plan, const BackwardProblem& problem) {
     std::memcpy(static_cast<void*>(&params.call), launch.params.data(), sizeof params.call);
     launch.params = core::bytes(params);
     launch.image = std::string("hopper/dropout_") + core::dtype_word(call.dtype);
-    for (const PointerSlot& slot :
-         core::dropout_pointers(call, offsetof(DroppingBackwardParams, dropout)))
-      launch.pointers.push_back(slot);
+    add_pointers(launch, core::dropout_pointers(call, offsetof(DroppingBackwardParams, dropout)));
   }
 }
 

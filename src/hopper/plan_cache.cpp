@@ -93,7 +93,7 @@ void convert_cache(LaunchPlan& plan, const Problem& given, int32_t few_rows) {
   }
   add_pointers(first, core::kv_cache_pointers(given, offsetof(ConvertParams, cache)));
   const auto add = [&](size_t field, int64_t start) {
-    first.pointers.push_back({Operand::Workspace, static_cast<int32_t>(field), start});
+    add_pointer(first, Operand::Workspace, field, start);
   };
   add(offsetof(ConvertParams, k_gmem), k_start);
   add(offsetof(ConvertParams, v_gmem), v_start);
@@ -152,7 +152,7 @@ void tell_of_cache(CacheParams& params, Launch& launch, const Problem& problem,
   if (problem.alibi_slopes) {
     core::always_transform_scores(problem, params.call.attention);
     constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
-    launch.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+    add_pointer(launch, Operand::AlibiSlopes, SLOPES);
   }
   params.box_rows = cache_box_rows(problem, tile.block_k);
   if (tile.grouped_slabs > 0) {

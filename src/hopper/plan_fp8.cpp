@@ -77,8 +77,7 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const KernelTile& til
   first.params = last.params;
   last.uses_pdl = true;
   first.pointers = last.pointers;
-  first.pointers.push_back(
-      {Operand::Workspace, static_cast<int32_t>(offsetof(Params, v_columns_gmem)), start});
+  add_pointer(first, Operand::Workspace, offsetof(Params, v_columns_gmem), start);
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 

@@ -50,7 +50,7 @@ struct FieldsInWorkspace {
 
   void add(size_t field, int64_t bytes) {
     const auto slot = static_cast<int32_t>(field);
-    launch.pointers.push_back({Operand::Workspace, slot, workspace.add(bytes)});
+    add_pointer(launch, Operand::Workspace, slot, workspace.add(bytes));
   }
 };
 

@@ -55,7 +55,7 @@ PlanResult plan_mixed(const Problem& problem, const Device& device, const Kernel
   core::Workspace workspace;
   const auto add = [&](size_t offset, int64_t bytes) {
     const int64_t start = workspace.add(bytes);
-    attention.pointers.push_back({Operand::Workspace, static_cast<int32_t>(offset), start});
+    add_pointer(attention, Operand::Workspace, offset, start);
     return start;
   };
   const auto add_tiles = [&](size_t offset, int64_t bytes) {
@@ -66,8 +66,7 @@ PlanResult plan_mixed(const Problem& problem, const Device& device, const Kernel
   const int64_t slots = mixed.slots, done_bytes = 4 * slots * int64_t{sizeof(int32_t)};
   plan.counter_bytes = done_bytes + 4 * int64_t{sizeof(int32_t)};
   const int64_t done = add_tiles(offsetof(MixedTiles, done_gmem), plan.counter_bytes);
-  attention.pointers.push_back(
-      {Operand::Workspace, static_cast<int32_t>(offsetof(Params, taken_gmem)), done + done_bytes});
+  add_pointer(attention, Operand::Workspace, offsetof(Params, taken_gmem), done + done_bytes);
   add_tiles(offsetof(MixedTiles, counts_gmem), sizeof(TileCounts));
   add_tiles(offsetof(MixedTiles, few_gmem), few_entries * ENTRY);
   add_tiles(offsetof(MixedTiles, many_gmem), row_tiles * ENTRY);

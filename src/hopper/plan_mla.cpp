@@ -78,7 +78,7 @@ PlanResult plan_latent_cache(const Problem& problem, const Device& device) {
     // The slabs of a box follow one another in shared memory, where each has BLOCK_K rows.
     params.box_slabs = params.box_rows == Config::BLOCK_K ? Config::HALF_SLABS : 1;
     launch.params = core::bytes(params);
-    launch.pointers.push_back({Operand::Qv, static_cast<int32_t>(offsetof(MlaParams, qv_gmem)), 0});
+    add_pointer(launch, Operand::Qv, offsetof(MlaParams, qv_gmem));
     if (problem.nk > 0) {  // an empty cache is never read
       launch.tensor_maps = {
           cache_map(problem, Operand::K, offsetof(MlaParams, k_map), params.box_rows, 1),

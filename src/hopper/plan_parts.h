@@ -22,10 +22,6 @@ AllParams extend_params(const Launch& launch) {
   return params;
 }
 
-inline void add_pointers(Launch& launch, const std::vector<PointerSlot>& more) {
-  launch.pointers.insert(launch.pointers.end(), more.begin(), more.end());
-}
-
 // --- a KV cache (plan_cache.cpp) ---
 
 // `given` is the call as it was made, where an 8-bit cache is converted before it is read

@@ -48,9 +48,7 @@ LaunchPlan plan(const MergeProblem& problem, const Device& device) {
     launch.grid = {core::ceil_div(rows, ROWS), 1, 1};
     launch.block = {THREADS, 1, 1};
     launch.params = core::bytes(params);
-    const auto add = [&](Operand operand, size_t offset) {
-      launch.pointers.push_back({operand, static_cast<int32_t>(offset), 0});
-    };
+    const auto add = [&](Operand operand, size_t offset) { add_pointer(launch, operand, offset); };
     for (int i = 0; i < problem.parts; ++i) {
       const size_t part = offsetof(Params, part) + i * sizeof(Part);
       add(part_out(i), part + offsetof(Part, out_gmem));

@@ -90,8 +90,7 @@ void* address_of(nb::handle tensor);
 // Why no kernel can run on a tensor without has_storage: "q" HAS_NO_MEMORY.
 constexpr char HAS_NO_MEMORY[] =
     " is a tensor without memory of its own, as fake tensors, wrapper subclasses and tensors "
-    "inside "
-    "transforms are: pass a plain tensor that has its data";
+    "inside transforms are: pass a plain tensor that has its data";
 
 // Describes what a caller gave, for an error message: text, numbers, dtypes and short sequences of
 // them by value, a tensor by its dtype, shape and device, and everything else by its type. repr()

@@ -160,10 +160,8 @@ PlanResult plan_masked(const Problem& problem, const Device& device) {
   plan.tile.heads_per_group = 0;
   Launch& launch = plan.launches[0];
   launch.image = "simt/masked_f32";
-  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
-    launch.pointers.push_back(slot);
-  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(MaskedParams, dropout)))
-    launch.pointers.push_back(slot);
+  add_pointers(launch, core::mask_pointers(problem, offsetof(MaskedParams, masks)));
+  add_pointers(launch, core::dropout_pointers(problem, offsetof(MaskedParams, dropout)));
   return plan;
 }
 
@@ -193,13 +191,11 @@ PlanResult plan_with_cache(const Problem& problem, const Device& device) {
   }
   const std::string image = "simt/cache_f32";
   for (Launch& launch : plan.launches) launch.image = image;
-  for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
-    plan.launches[0].pointers.push_back(slot);
-  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(CacheParams, masks)))
-    plan.launches[0].pointers.push_back(slot);
+  add_pointers(plan.launches[0], core::kv_cache_pointers(problem, offsetof(CacheParams, cache)));
+  add_pointers(plan.launches[0], core::mask_pointers(problem, offsetof(CacheParams, masks)));
   if (problem.alibi_slopes) {
     constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
-    plan.launches[0].pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+    add_pointer(plan.launches[0], Operand::AlibiSlopes, SLOPES);
   }
   const Reasons reasons = core::add_append(plan, problem, image, "simt_append_f32");
   if (!reasons.empty()) return reasons;
@@ -238,10 +234,8 @@ PlanResult plan_lists(const Problem& problem, const Device& device) {
   params.lists = core::key_lists(problem);
   launch.params = core::bytes(params);
   launch.image = "simt/gather_f32";
-  for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
-    launch.pointers.push_back(slot);
-  for (const PointerSlot& slot : core::key_list_pointers(problem, offsetof(GatherParams, lists)))
-    launch.pointers.push_back(slot);
+  add_pointers(launch, core::kv_cache_pointers(problem, offsetof(CacheParams, cache)));
+  add_pointers(launch, core::key_list_pointers(problem, offsetof(GatherParams, lists)));
   const Reasons reasons = core::add_append(plan, problem, "simt/cache_f32", "simt_append_f32");
   if (!reasons.empty()) return reasons;
   return plan;

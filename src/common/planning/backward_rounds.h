@@ -114,11 +114,9 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
       params.sums_rows = static_cast<int32_t>(sums_rows(call, tile));
     finish(params);
     launch.params = bytes(params);
-    launch.pointers.push_back(
-        {Operand::Workspace, static_cast<int32_t>(offsetof(P, dq_sums_gmem)), sums_start});
+    add_pointer(launch, Operand::Workspace, offsetof(P, dq_sums_gmem), sums_start);
     if (problem.deterministic) {
-      launch.pointers.push_back(
-          {Operand::Workspace, static_cast<int32_t>(offsetof(P, turns_gmem)), turns_start});
+      add_pointer(launch, Operand::Workspace, offsetof(P, turns_gmem), turns_start);
     }
     // Without queries the main kernel copies nothing.
     if (rounds == 0 || launch.kernel == folder + "_backward_rows_" + word) continue;

@@ -123,7 +123,7 @@ void add_shares(LaunchPlan& plan, const BackwardProblem& problem, const std::str
     }
   }
   const auto point = [&](Operand operand, size_t offset, int64_t addend) {
-    last.pointers.push_back({operand, static_cast<int32_t>(offset), addend});
+    add_pointer(last, operand, offset, addend);
   };
   point(Operand::DK, offsetof(Sums, dk) + offsetof(GradientParams, gmem), 0);
   point(Operand::Workspace, offsetof(Sums, dk_shares_gmem), dk_start);

@@ -185,8 +185,7 @@ Reasons why_not(const Problem& problem, const Description& description) {
   const char* feature = with_qv ? "qv" : "kv_cache_prefill";
   if (problem.kv_cache && !has("kv_cache") && !has(feature)) {
     refuse.add("a KV cache",
-               "reads no cache, whose lengths are on the device; leave the "
-               "implementation out");
+               "reads no cache, whose lengths are on the device; leave the implementation out");
   }
   const bool takes_fp8_cache = has("fp8_cache") || (!with_qv && has("fp8_cache_prefill")) ||
                                (problem.packed_rows != 0 && has("packed_rows"));

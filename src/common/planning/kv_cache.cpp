@@ -90,10 +90,9 @@ Reasons add_append(LaunchPlan& plan, const Problem& problem, const std::string& 
     return slot.operand == Operand::Out || slot.operand == Operand::Lse ||
            slot.operand == Operand::Sinks;
   });
-  for (const PointerSlot& slot : kv_cache_pointers(problem, offsetof(AppendParams, cache)))
-    append.pointers.push_back(slot);
+  add_pointers(append, kv_cache_pointers(problem, offsetof(AppendParams, cache)));
   const auto add = [&](Operand operand, size_t field, int64_t addend = 0) {
-    append.pointers.push_back({operand, static_cast<int32_t>(field), addend});
+    add_pointer(append, operand, field, addend);
   };
   add(Operand::KNew, offsetof(AppendParams, k_new_gmem));
   add(Operand::VNew, offsetof(AppendParams, v_new_gmem));
@@ -155,8 +154,7 @@ void add_masks(Launch& attention, const Problem& problem) {
   params.masks = core::mask_params(problem);
   params.mask_keys = problem.mask_keys;
   attention.params = core::bytes(params);
-  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedCacheParams, masks)))
-    attention.pointers.push_back(slot);
+  add_pointers(attention, core::mask_pointers(problem, offsetof(MaskedCacheParams, masks)));
 }
 
 // Turns the parameters of the launches of decode_fwd.cuh and of its combining kernel into theirs.
@@ -179,7 +177,7 @@ void add_share_ctas(LaunchPlan& plan, int64_t share_ctas) {
   const int64_t start = workspace.add(combine.partials.rows * int64_t{sizeof(int32_t)});
   plan.workspace_bytes = workspace.bytes();
   const auto add = [&](Launch& launch, size_t field) {
-    launch.pointers.push_back({Operand::Workspace, static_cast<int32_t>(field), start});
+    add_pointer(launch, Operand::Workspace, field, start);
   };
   add(plan.launches[0], DecodeParams::SHARES);
   add(plan.launches[1], CombineUnlikeParams::SHARES);
@@ -261,18 +259,16 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
                          for_few_rows ? few_rows : 0);
     combine.uses_pdl = true;
   }
-  for (const PointerSlot& slot : core::kv_cache_pointers(problem, offsetof(CacheParams, cache)))
-    attention.pointers.push_back(slot);
+  add_pointers(attention, core::kv_cache_pointers(problem, offsetof(CacheParams, cache)));
   if (has_cache_masks(problem)) {
     add_masks(attention, problem);
   } else if (problem.alibi_slopes) {
     constexpr size_t SLOPES = offsetof(CacheParams, slopes) + offsetof(AlibiSlopes, gmem);
-    attention.pointers.push_back({Operand::AlibiSlopes, static_cast<int32_t>(SLOPES), 0});
+    add_pointer(attention, Operand::AlibiSlopes, SLOPES);
   }
   const auto add_descale = [&](int bit, Operand operand, size_t field) {
     if (problem.descale >> bit & 1) {
-      attention.pointers.push_back(
-          {operand, static_cast<int32_t>(field + offsetof(Descale, gmem)), 0});
+      add_pointer(attention, operand, field + offsetof(Descale, gmem));
     }
   };
   add_descale(1, Operand::KDescale, offsetof(CacheParams, k_descale));

@@ -106,8 +106,7 @@ LaunchPlan one_launch(const std::string& folder, const Problem& problem, const D
   launch.params = std::move(params);
   launch.pointers = pointers(problem);
   if (offsets.descales >= 0) {
-    for (const PointerSlot& slot : descale_pointers(problem, offsets.descales))
-      launch.pointers.push_back(slot);
+    add_pointers(launch, descale_pointers(problem, offsets.descales));
   }
   const auto map = [&](Operand operand, int offset, const Box& box) {
     if (offset >= 0) launch.tensor_maps.push_back(tensor_map(problem, operand, offset, box));

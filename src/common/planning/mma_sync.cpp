@@ -64,10 +64,8 @@ PlanResult plan_masked(const std::string& folder, std::span<const core::Tile> ti
   }
   Launch& launch = plan.launches[0];
   launch.image = folder + "/masked_" + word;
-  for (const PointerSlot& slot : core::mask_pointers(problem, offsetof(MaskedParams, masks)))
-    launch.pointers.push_back(slot);
-  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(MaskedParams, dropout)))
-    launch.pointers.push_back(slot);
+  add_pointers(launch, core::mask_pointers(problem, offsetof(MaskedParams, masks)));
+  add_pointers(launch, core::dropout_pointers(problem, offsetof(MaskedParams, dropout)));
   return plan;
 }
 
@@ -91,8 +89,7 @@ std::optional<PlanResult> plan_dropout(const std::string& folder, std::span<cons
   LaunchPlan plan = core::one_launch(folder, problem, device, *tile, ctas, params);
   Launch& launch = plan.launches[0];
   launch.image = folder + "/dropout_" + core::dtype_word(problem.dtype);
-  for (const PointerSlot& slot : core::dropout_pointers(problem, offsetof(DroppingParams, dropout)))
-    launch.pointers.push_back(slot);
+  add_pointers(launch, core::dropout_pointers(problem, offsetof(DroppingParams, dropout)));
   return plan;
 }
 

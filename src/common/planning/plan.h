@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <string>
@@ -79,6 +80,12 @@ struct Launch {
   std::vector<PointerSlot> pointers;
   std::vector<TensorMapSpec> tensor_maps;
 };
+inline void add_pointer(Launch& launch, Operand operand, size_t offset, int64_t addend = 0) {
+  launch.pointers.push_back({operand, static_cast<int32_t>(offset), addend});
+}
+inline void add_pointers(Launch& launch, const std::vector<PointerSlot>& more) {
+  launch.pointers.insert(launch.pointers.end(), more.begin(), more.end());
+}
 
 // The tile that a plan took, and how it is used: what notes, explain and tests read.
 struct TileChoice {

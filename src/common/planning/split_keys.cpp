@@ -133,16 +133,15 @@ void split_keys(LaunchPlan& plan, const Problem& problem, int64_t splits, int64_
   second.block = {32 * COMBINE_WARPS, 1, 1};
   second.params = bytes(params);
   second.pointers = pointers(problem);
-  const auto add_pointers = [&](Launch& launch, size_t partials) {
+  const auto add_partials = [&](Launch& launch, size_t partials) {
     const auto add = [&](size_t field, int64_t start) {
-      launch.pointers.push_back(
-          {Operand::Workspace, static_cast<int32_t>(partials + field), start});
+      add_pointer(launch, Operand::Workspace, partials + field, start);
     };
     add(offsetof(Partials, ends_gmem), ends_start);
     add(offsetof(Partials, rows_gmem), rows_start);
   };
-  add_pointers(first, offset);
-  add_pointers(second, offsetof(CombineParams, partials));
+  add_partials(first, offset);
+  add_partials(second, offsetof(CombineParams, partials));
   plan.launches.push_back(std::move(second));
 }
 

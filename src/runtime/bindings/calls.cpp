@@ -20,10 +20,8 @@ void bind_calls(nb::module_& m) {
       "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
   m.def("attention", &attention, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a, "grad"_a,
         "implementation"_a.none(),
-        "Serves an eager call from a kernel, which autograd records where it "
-        "is to. None when "
-        "`torch` is to serve it; NotImplemented for torch's dispatcher, and "
-        "for lazy tensors, "
+        "Serves an eager call from a kernel, which autograd records where it is to. None when "
+        "`torch` is to serve it; NotImplemented for torch's dispatcher, and for lazy tensors, "
         "which must be resolved first.");
   nb::class_<PreparedCall>(m, "PreparedCall",
                            "A call that is made again with other tensors of the same shapes.")
@@ -50,25 +48,18 @@ void bind_calls(nb::module_& m) {
       "dout"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "out"_a.none(), "lse"_a.none(),
       "dlse"_a.none(), "options"_a, "implementation"_a.none(), "dq"_a.none(), "dk"_a.none(),
       "dv"_a.none(), "accumulate"_a, "mask_gradient"_a, "deterministic"_a, "refuse_recorded"_a,
-      "Gradients by a kernel: (dq, dk, dv, dsinks, dmask), of which the last "
-      "two may be None. "
-      "NotImplemented where Python is to serve the call, or to refuse it. "
-      "'refuse_recorded': also "
+      "Gradients by a kernel: (dq, dk, dv, dsinks, dmask), of which the last two may be None. "
+      "NotImplemented where Python is to serve the call, or to refuse it. 'refuse_recorded': also "
       "where a tensor requires a gradient.");
   m.def("set_decide_operator", &set_decide_operator, "function"_a);
   m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
         "implementation"_a.none(), "rows_before_heads"_a = false, "lse_column"_a = false,
-        nb::sig("def serve_operator(q: typing.Any, k: typing.Any, v: "
-                "typing.Any, options: "
-                "tuple[typing.Any, ...], implementation: str | None, "
-                "rows_before_heads: bool = "
+        nb::sig("def serve_operator(q: typing.Any, k: typing.Any, v: typing.Any, options: "
+                "tuple[typing.Any, ...], implementation: str | None, rows_before_heads: bool = "
                 "False, lse_column: bool = False) -> typing.Any"),
-        "Serves a call of one of PyTorch's operators from a kernel; what "
-        "`attention` would return. "
-        "Or the reason why PyTorch's own kernel is to serve it, a str; or None "
-        "where `out` has to "
-        "be given, because q repeats rows. With lse_column the log-sum-exp has "
-        "a last dimension of "
+        "Serves a call of one of PyTorch's operators from a kernel; what `attention` would return. "
+        "Or the reason why PyTorch's own kernel is to serve it, a str; or None where `out` has to "
+        "be given, because q repeats rows. With lse_column the log-sum-exp has a last dimension of "
         "size 1.");
   m.def(
       "cache_info",
@@ -83,8 +74,7 @@ void bind_calls(nb::module_& m) {
     forget_operator_calls();
   });
   m.def("use_exchange_table", &use_exchange_table, "enabled"_a,
-        "Reads tensors through torch's DLPack exchange table (default), or "
-        "through their Python "
+        "Reads tensors through torch's DLPack exchange table (default), or through their Python "
         "attributes.");
   m.def("has_exchange_table", [] { return torch().exchange != nullptr; });
   m.def("is_plain_tensor", [](nb::handle object) { return is_plain_tensor(object); }, "object"_a);
@@ -97,8 +87,7 @@ void bind_calls(nb::module_& m) {
         return true;
       },
       nb::sig("def all_plain(*objects: typing.Any) -> bool"),
-      "Whether no argument is a subclass of torch.Tensor (but "
-      "torch.nn.Parameter).");
+      "Whether no argument is a subclass of torch.Tensor (but torch.nn.Parameter).");
   m.def(
       "check_data",
       [](nb::handle tensor, const std::string& name) {
@@ -108,8 +97,7 @@ void bind_calls(nb::module_& m) {
       "tensor"_a.none(), "name"_a, "Refuses what is no dense tensor, or has elements but no data.");
   m.def(
       "given", [](nb::handle value) { return given(value); }, "value"_a.none(),
-      "What a caller gave, for an error message: never the values of a "
-      "tensor.");
+      "What a caller gave, for an error message: never the values of a tensor.");
 }
 
 }  // namespace archflash

@@ -44,8 +44,7 @@ void bind_functions(nb::module_& m) {
       "name"_a, "call"_a, "device"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a, "accumulate"_a, "dlse"_a,
       "dsinks"_a, "deterministic"_a, "dmask"_a.none() = nb::none(),
       "The plan of a folder for the gradients of a call, or the list of reasons why not. The "
-      "tensors "
-      "have heads before rows whatever the call's layout; packed ones have a batch of 1. "
+      "tensors have heads before rows whatever the call's layout; packed ones have a batch of 1. "
       "'accumulate': gradients are added to what dq, dk and dv hold; 'dlse': the log-sum-exp has a "
       "gradient, too; 'dsinks': that of the sinks is wanted; 'deterministic': the same inputs must "
       "always give the same bits; 'dmask': what the gradient of attn_mask is added to, float32 "

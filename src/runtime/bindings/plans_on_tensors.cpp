@@ -24,8 +24,7 @@ void bind_plans_on_tensors(nb::module_& m) {
   m.def("launch", &launch_plan, "plan"_a, "tensors"_a,
         nb::sig("def launch(plan: LaunchPlan, tensors: dict[str, typing.Any]) -> None"),
         "Launches a plan on tensors by operand name: each that the plan has an address of. On the "
-        "CPU the simulator runs it. "
-        "Their shapes and strides must be those that it was made for.");
+        "CPU the simulator runs it. Their shapes and strides must be those that it was made for.");
   m.def(
       "load_kernels",
       [](const LaunchPlan& plan, int device_index) {

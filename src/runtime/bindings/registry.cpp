@@ -54,8 +54,7 @@ void bind_registry(nb::module_& m) {
         return rows;
       },
       "The words that attention's option `approximate` takes: each with what a kernel then "
-      "computes, "
-      "and the error to expect.");
+      "computes, and the error to expect.");
   unpack = unpack_in_python;
   nb::class_<Description>(m, "Description", "What an implementation says of itself.")
       .def_ro("name", &Description::name)
@@ -176,8 +175,7 @@ void bind_registry(nb::module_& m) {
       },
       "image"_a, "target"_a,
       "The machine code of an image `<folder>/<file stem>` for a target (sm_90a), a cubin, or its "
-      "PTX "
-      "for newer GPUs (compute_80); empty when not compiled in.");
+      "PTX for newer GPUs (compute_80); empty when not compiled in.");
   m.def("image_names", &image_names, "The images of this build.");
   m.def(
       "add_image",
