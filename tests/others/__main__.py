@@ -1,18 +1,19 @@
 """Others' tests on archflash, from folders that hold their repositories; nothing is fetched.
 
     python -m tests.others --flash-attention DIR --pytorch DIR --xformers DIR --flashinfer DIR \
-        --flashmla DIR [--seconds 60] [--sample 40] [--together] [--csv FILE]
+        --flashmla DIR [--seconds 60] [--sample 40] [--together] [--shares 1] [--csv FILE]
 
-Each suite runs in a process of its own, as suites.py says, on the GPU at hand. Of each test
-function at most --sample cases are drawn, the same in each run, and begun for --seconds; --together
-runs all suites at once. What fails in a library that PyTorch's own operators serve is run again
-without archflash. The table is that of docs/reliability.md. The exit status is 1 if a test failed
-with archflash alone.
+Each suite runs in a process of its own, as suites.py says, on the GPU at hand, or in --shares of
+them. Of each test function at most --sample cases are drawn, the same in each run, and begun for
+--seconds; --together runs all suites at once. What fails in a library that PyTorch's own operators
+serve is run again without archflash. The table is that of docs/reliability.md. The exit status is 1
+if a test failed with archflash alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import csv
 import datetime
 import json
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--grace", type=float, default=60.0, help="for its start and last test")
     parser.add_argument("--sample", type=int, default=40, help="cases of a test function, at most")
     parser.add_argument("--together", action="store_true", help="all suites at once")
+    parser.add_argument("--shares", type=int, default=1, help="processes of a suite")
     parser.add_argument("--suite", action="append", choices=[s.name for s in SUITES])
     parser.add_argument("--csv", type=Path, help="a file to which the counts are appended")
     parser.add_argument("--why", type=Path, help="a file for the first line of each failure")
@@ -83,24 +85,25 @@ def main() -> int:
 
 
 class _Run:
-    """A suite in a process, and again without archflash what has failed in it."""
+    """A suite in its processes, and again without archflash what has failed in it."""
 
     def __init__(self, suite: Suite, folder: Path, out: Path, args: argparse.Namespace) -> None:
         self.suite, self.folder, self.out, self.args = suite, folder, out, args
         self.why: list[str] = []
         self._again = False
-        self._process = self._start("first", [])
+        self._begin = time.monotonic()
+        self._processes = [self._start("first", [], i) for i in range(args.shares)]
 
-    def _start(self, turn: str, only: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, turn: str, only: list[str], share: int = 0) -> subprocess.Popen[bytes]:
         file = self.suite.file_in(self.folder)
         assert file is not None
         told = {
             "suite": self.suite.name, "folder": str(self.folder),
             "sample": self.args.sample * self.suite.times,
             "seconds": self.args.seconds, "only": only, "alone": turn == "again",
-            "result": str(self.out / f"{self.suite.name}-{turn}.json"),
+            "share": share, "shares": self.args.shares,
+            "result": str(self.out / f"{self.suite.name}-{turn}-{share}.json"),
         }  # fmt: skip
-        self._begin = time.monotonic()
         ini = self.out / "pytest.ini"
         ini.write_text("[pytest]\naddopts =\n")
         paths = [str(self.folder / x) for x in self.suite.paths]
@@ -111,30 +114,36 @@ class _Run:
              "--import-mode", self.suite.import_mode, "--tb", "short", "--color", "no", str(file)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(python),
                  "ARCHFLASH_OTHERS": json.dumps(told)},
-            stdout=(self.out / f"{self.suite.name}-{turn}.log").open("wb"),
+            stdout=(self.out / f"{self.suite.name}-{turn}-{share}.log").open("wb"),
             stderr=subprocess.STDOUT,
             cwd=self.out,
         )  # fmt: skip
 
     def wait(self) -> None:
-        """Until it has ended; a test that hangs is ended."""
+        """Until all have ended; a test that hangs is ended."""
         end = self._begin + self.args.seconds + self.args.grace
-        try:
-            self._process.wait(max(end - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for process in self._processes:
+            try:
+                process.wait(max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def _result(self, turn: str) -> dict[str, Any]:
-        path = self.out / f"{self.suite.name}-{turn}.json"
-        if path.exists():
-            found: dict[str, Any] = json.loads(path.read_text())
-            if found["failures"] or any(found[x] for x in ("passed", "refused", "skipped", "left")):
-                return found
-        log = (self.out / f"{self.suite.name}-{turn}.log").read_text(errors="replace")
-        print(f"{self.suite.name} ran no test:\n" + "\n".join(log.splitlines()[-25:]))
-        none = dict.fromkeys(("passed", "refused", "skipped", "left"), 0)
-        return none | {"failures": {"the file": "it ran no test"}}
+        counts: collections.Counter[str] = collections.Counter()
+        failures: dict[str, str] = {}
+        for share in range(self.args.shares if turn == "first" else 1):
+            name = f"{self.suite.name}-{turn}-{share}"
+            path = self.out / f"{name}.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            failures |= found.pop("failures", {"the file": "it ran no test"})
+            counts.update(found)
+        if not failures and not counts.total():
+            failures["the file"] = "it ran no test"
+        if "the file" in failures:
+            log = (self.out / f"{name}.log").read_text(errors="replace")
+            print(f"{name}:\n" + "\n".join(log.splitlines()[-25:]))
+        return {**{x: counts[x] for x in COUNTED}, "failures": failures}
 
     def again(self) -> None:
         """Begins what has failed once more, without archflash, where there is something else."""
@@ -142,7 +151,8 @@ class _Run:
         failures = self._result("first")["failures"]
         self._again = bool(failures) and self.suite.can_be_alone
         if self._again:
-            self._process = self._start("again", list(failures))
+            self._begin = time.monotonic()
+            self._processes = [self._start("again", list(failures))]
 
     def row(self) -> dict[str, Any]:
         self.wait()

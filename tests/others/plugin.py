@@ -131,6 +131,7 @@ class Counting:
             for name, its in by_function.items():
                 kept += random.Random(name).sample(its, min(len(its), TOLD["sample"]))
             random.Random(1).shuffle(kept)
+            kept = kept[TOLD["share"] :: TOLD["shares"]]
         items[:] = kept
         self.end = time.monotonic() + TOLD["seconds"]
         self.counts["left"] = len(kept)

@@ -53,7 +53,7 @@ def test_all_outcomes_are_counted(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "COMMIT").write_text("abc123")
     done = subprocess.run(
         [sys.executable, "-m", "tests.others", "--flash-attention", str(tmp_path / "theirs"),
-         "--suite", "fa2", "--sample", "7", "--csv", str(tmp_path / "counts.csv")],
+         "--suite", "fa2", "--sample", "7", "--shares", "2", "--csv", str(tmp_path / "counts.csv")],
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
