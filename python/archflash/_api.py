@@ -144,9 +144,9 @@ def attention(
             1.5%, and 3% where a row of v is 20 times as large; no dropout_p. "int8_qk": q k^T in
             int8 with one scale for each block of 64 rows, about 1.4%, and 13% if one channel in 32
             of k is 20 times as large as the others; not with cu_seqlens, softcap or masks as data.
-            "nvfp4" (12.x): both products in four bits, 14 to 28%, 37% with such channels. Not with
-            gradients, KV caches, num_splits and batch_invariant. `archflash.approximate` asks for
-            calls that cannot say it themselves.
+            "nvfp4" (12.x, once `archflash verify` has found it right there): both products in four
+            bits, 14 to 28%, 37% with such channels. Not with gradients, KV caches, num_splits and
+            batch_invariant. `archflash.approximate` asks for calls that cannot say it themselves.
         num_splits: shares into which the keys of each query tile are split, at most (there are
             never more shares than blocks of keys). The shares go to several SMs, and a second
             kernel combines them. 1 for no split; default what is expected to be the fastest. A

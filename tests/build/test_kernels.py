@@ -830,8 +830,8 @@ def test_every_kernel_is_planned_somewhere() -> None:
             q, k = (torch.empty(2, h, 1024, d, dtype=dtype, device="meta") for h in (16, 2))
             of_f32 = {"implementation": "hopper", "out_dtype": torch.float32}
             planned |= set(archflash.explain(q, k, k, device="H200", **of_f32).plan.kernels)
-            plan = archflash.explain(q, k, k, device="RTX 5090", approximate="nvfp4").plan
-            planned |= set(plan.kernels)
+            four_bits = {"implementation": "blackwell_consumer", "approximate": "nvfp4"}
+            planned |= set(archflash.explain(q, k, k, device="RTX 5090", **four_bits).plan.kernels)
             steps = torch.empty(1024, 16, d, dtype=dtype, device="meta")  # prompts and decoding
             pages = torch.empty(512, 16, 2, d, dtype=dtype, device="meta")
             plan = archflash.explain(

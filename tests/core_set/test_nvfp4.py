@@ -271,6 +271,18 @@ def test_gradients_are_exact_or_refused() -> None:
         assert gradient.any()
 
 
+def test_it_is_chosen_where_a_run_has_shown_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of the kernels for other inputs, on other GPUs, says nothing about it."""
+    q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
+    found = archflash.explain(q, q, q, device="RTX 5090", **NVFP4)
+    assert (found.chosen, found.unproved) == ("torch", ("blackwell_consumer",))
+    with archflash.approximate("nvfp4"):
+        exact = archflash.explain(q, q, q, device="RTX 5090")
+    assert (exact.chosen, exact.problem.approximate) == ("blackwell_consumer", None)
+    monkeypatch.setenv("ARCHFLASH_UNPROVED", "blackwell_consumer")
+    assert archflash.explain(q, q, q, device="RTX 5090", **NVFP4).chosen == "blackwell_consumer"
+
+
 def test_a_traced_call_computes_exactly() -> None:
     made, _ = stored(24, 40, 32, 48)
     compiled = torch.compile(archflash.attention_nvfp4, backend="aot_eager", fullgraph=True)
