@@ -93,8 +93,8 @@ def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) ->
     """The block_mask with the meaning of a table of larger blocks.
 
     Args:
-        table: bool (True is seen) or integers (as block_mask has them; 1 is seen) ``(batch or 1,
-            heads or 1, ceil(nq / rows), ceil(nk / keys))``.
+        table: bool (True is seen) or integers (0 is hidden, 2 is full as in block_mask, all others
+            are seen) ``(batch or 1, heads or 1, ceil(nq / rows), ceil(nk / keys))``.
         block_size: queries and keys of a block, multiples of 64.
         nq, nk: numbers of queries and keys.
 
@@ -116,7 +116,11 @@ def from_blocks(table: Tensor, block_size: tuple[int, int], nq: int, nk: int) ->
             f"table has shape {tuple(table.shape)}: it must be (batch or 1, heads or 1, "
             f"{expected[0]}, {expected[1]})"
         )
-    fine = table.to(torch.int8).repeat_interleave(rows // MASK_BLOCK, 2)
+    if table.dtype == torch.bool:
+        table = table.to(torch.int8)
+    else:
+        table = torch.where(table == _FULL, _FULL, (table != 0).to(torch.int8))
+    fine = table.repeat_interleave(rows // MASK_BLOCK, 2)
     fine = fine.repeat_interleave(keys // MASK_BLOCK, 3)
     return fine[:, :, : -(-nq // MASK_BLOCK), : -(-nk // MASK_BLOCK)].contiguous()
 

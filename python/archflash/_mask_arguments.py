@@ -20,6 +20,10 @@ _INTEGERS = {
     "lengths", "query_ranges", "row_sizes", "slash", "spans", "startend_row_indices",
     "topk_lengths", "vertical",
 }  # fmt: skip
+# Makers compute with these as int64 if they are narrower than int32, which the number of keys may
+# not fit into, or unsigned, for which PyTorch lacks operations.
+_WIDENED = (_INTEGERS | {"table"}) - {"query_ranges", "startend_row_indices"}
+_KEPT = (torch.bool, torch.int32, torch.int64)
 # Tensors that a maker moves to the device of the others.
 _MOVED = {("from_bsr", "indptr"), ("from_block_lists", "key_sizes")}
 
@@ -29,9 +33,12 @@ def checked(maker: _Maker) -> _Maker:
     on two devices, and what is no integer where numbers of keys are wanted.
     """
     signature = inspect.signature(maker)
+    names = tuple(signature.parameters)
 
     @functools.wraps(maker)
     def call(*args: Any, **kwargs: Any) -> Any:
+        args = (*map(_widened, names, args), *args[len(names) :])
+        kwargs = {name: _widened(name, x) for name, x in kwargs.items()}
         if not is_tracing() and not torch.compiler.is_compiling():
             bound = signature.bind(*args, **kwargs)
             _check(maker.__name__, signature, bound.arguments)
@@ -40,6 +47,17 @@ def checked(maker: _Maker) -> _Maker:
 
     give_code(call, maker)
     return call  # type: ignore[return-value]
+
+
+def _widened(name: str, x: Any) -> Any:
+    """An argument as its maker takes it."""
+    if name not in _WIDENED or not isinstance(x, Tensor) or x.layout != torch.strided:
+        return x
+    return x.long() if _has_integers(x) and x.dtype not in _KEPT else x
+
+
+def _has_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> None:
@@ -61,9 +79,11 @@ def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> N
                 raise TypeError(
                     f"{name} is on {value.device} but {first} is on {of_first.device}: move one"
                 )
-            if name in _INTEGERS and (value.is_floating_point() or value.is_complex()):
+            # A flag for each token is a way to say two documents, but no number of keys.
+            is_flag = value.dtype == torch.bool and name != "ids"
+            if name in _INTEGERS and (is_flag or not _has_integers(value)):
                 raise TypeError(f"{name} has dtype {value.dtype}: it must be of integers")
-            if name == "table" and (value.is_floating_point() or value.is_complex()):
+            if name == "table" and not _has_integers(value):
                 raise TypeError(f"table has dtype {value.dtype}: it must be bool or of integers")
         elif kind == "int":
             is_one = not isinstance(value, Tensor) or value.numel() == 1

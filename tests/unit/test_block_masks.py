@@ -65,6 +65,15 @@ def test_ragged_blocks_give_what_their_mask_gives() -> None:
     )
 
 
+def test_a_table_of_any_integers_hides_where_it_is_0() -> None:
+    table = torch.tensor([[0, 1, 2, 3, -1, 127, 256, 258]])[None, None]
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        made = masks.from_blocks(table.to(dtype), (64, 64), 64, 512)
+        assert (made.dtype, made[0, 0, 0].tolist()) == (torch.int8, [0, 1, 2, 1, 1, 1, 1, 1])
+    seen = masks.from_blocks(table.bool(), (64, 64), 64, 512)
+    assert seen[0, 0, 0].tolist() == [0] + [1] * 7
+
+
 @pytest.mark.parametrize("block_size", [(64, 128), (32, 16)])
 def test_a_bsr_matrix_is_seen(block_size: tuple[int, int]) -> None:
     nq, nk = 200, 150

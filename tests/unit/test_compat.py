@@ -580,6 +580,11 @@ def test_padding_and_back() -> None:
     back = bert_padding.pad_input(rows, indices, 3, 5)
     assert torch.equal(back, x * (mask + unused)[..., None])
     assert torch.equal(bert_padding.index_first_axis(x.flatten(0, 1), indices), rows)
+    flags = (mask + unused).flatten().bool()
+    assert torch.equal(bert_padding.pad_input(rows, flags, 3, 5), back)
+    for wrong in (flags[1:], flags.logical_not()):
+        with pytest.raises(ValueError, match=r"torch\.bool \(15,\), True for each"):
+            bert_padding.pad_input(rows, wrong, 3, 5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

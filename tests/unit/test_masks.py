@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -221,3 +222,44 @@ def test_attention_with_ranges_is_that_with_the_dense_mask_compiled_too() -> Non
     scores = q @ k.mT / 4 - slopes[:, None, None] * distance + bias
     (of_formula,) = torch.autograd.grad((scores.softmax(-1) @ k).square().sum(), q)
     torch.testing.assert_close(of_ranges, of_formula)
+
+
+LISTS = torch.tensor([[[[1, 2, 5, 100]] * 300]]), torch.full((1, 1, 300), 3)
+BY_NUMBERS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
+    "documents": lambda to: masks.documents(to(torch.tensor([7, 7, 120, 120, 9]))),
+    "prefix_lm": lambda to: masks.prefix_lm(to(torch.tensor([3, 100])), 300, 400),
+    "spans": lambda to: masks.bidirectional_spans(to(torch.tensor([[3, 9], [20, 120]])), 300),
+    "lists": lambda to: masks.from_block_lists(
+        *map(to, LISTS), (64, 64), 19200, 19200, key_sizes=to(torch.full((300,), 60))
+    )["block_mask"],
+    "bsr": lambda to: masks.from_bsr(
+        to(torch.tensor([0] + [4] * 300)), to(torch.tensor([0, 7, 100, 120])), (64, 64), 19200,
+        19200,
+    )["block_mask"],
+    "ragged": lambda to: masks.from_ragged_blocks(
+        to(torch.eye(3)[None]), *[to(torch.full((1, 3), 100))] * 2, 300, 300
+    )["attn_mask"],
+    "chunks": lambda to: masks.from_chunks(to(torch.tensor([[[[0, 3], [5, 1]]]])), 100, 1000),
+    "vertical": lambda to: masks.from_vertical_and_slash(
+        to(torch.tensor([[[0, 70, 127]]])), to(torch.tensor([[[0, 100]]])), 1000, 1000
+    ),
+    "keys": lambda to: masks.from_key_indices(
+        to(torch.tensor([[[[0, 3, 9, 100]]]])), 1, 300, to(torch.tensor([[[3]]]))
+    ),
+    "dense": lambda to: masks.to_dense(to(torch.tensor([[[[[0, 3], [50, 100]]]]])), 300),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_NUMBERS)
+def test_integers_of_every_width_are_numbers(name: str) -> None:
+    """Numbers of keys and blocks are larger than what the dtype of a list may hold."""
+    make = BY_NUMBERS[name]
+    expected = make(Tensor.long)
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint64):
+        assert torch.equal(make(lambda x, to=dtype: x.to(to)), expected)
+    torch._dynamo.reset()
+    traced = torch.compile(lambda: make(Tensor.char), backend="eager", fullgraph=True)
+    assert torch.equal(traced(), expected)
+    if name != "documents":
+        with pytest.raises(TypeError, match=r"has dtype torch\.bool: it must be of integers"):
+            make(Tensor.bool)

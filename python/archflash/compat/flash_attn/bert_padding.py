@@ -83,15 +83,22 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Undoes `unpad_input`: (n, ...) to (batch, seqlen, ...), with 0 in the other rows."""
+    """Undoes `unpad_input`: (n, ...) to (batch, seqlen, ...), with 0 in the other rows. `indices`
+    are row numbers (n,), or bool (batch * seqlen,) with n rows True, which are counted on the host.
+    """
     check_tensors(hidden_states=hidden_states, indices=indices)
     if not is_tracing():  # a tracer's sizes are tensors, which it has to see
         batch, seqlen = count("batch", batch), count("seqlen", seqlen)
-    fits = indices.ndim == 1 and indices.shape == hidden_states.shape[:1]
-    if indices.dtype not in (torch.int32, torch.int64) or not fits:
+    places = indices
+    if indices.dtype == torch.bool and indices.shape == (batch * seqlen,):
+        places = indices.nonzero().flatten()
+    fits = places.ndim == 1 and places.shape == hidden_states.shape[:1]
+    if places.dtype not in (torch.int32, torch.int64) or not fits:
+        counted = f" with {len(places)} rows True" if places is not indices else ""
         raise ValueError(
-            f"indices has dtype {indices.dtype} and shape {tuple(indices.shape)} for hidden_states "
-            f"{tuple(hidden_states.shape)}: it must be int32 or int64, a number for each row"
+            f"indices has dtype {indices.dtype} and shape {tuple(indices.shape)}{counted} for "
+            f"hidden_states {tuple(hidden_states.shape)}: it must be int32 or int64, a number for "
+            f"each row, or torch.bool ({batch * seqlen},), True for each"
         )
-    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    rows = index_put_first_axis(hidden_states, places, batch * seqlen)
     return rows.reshape(batch, seqlen, *rows.shape[1:])
