@@ -256,6 +256,30 @@ def attention_with_kvcache(
     return _serve(q, k_cache, v_cache, values, implementation)
 
 
+def refuse_wrong(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None = None,
+    *,
+    dv: int | None = None,
+    packed_rows: str | None = None,
+    **options: Any,
+) -> None:
+    """Raises what `attention_with_kvcache` raises where arguments do not fit together, for callers
+    that launch something before they call it.
+    """
+    qv, k_new, v_new = (options.pop(name, None) for name in ("qv", "k_new", "v_new"))
+    if packed_rows is not None:
+        q, qv, k_cache = packed_parts(q, k_cache, packed_rows, dv)
+        v_cache = k_cache
+    elif v_cache is None:
+        q, qv, k_cache, v_cache, k_new, v_new = latent_parts(q, k_cache, k_new, dv)
+    if _is_autocast_on():
+        q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
+    values = values_of(qv=qv, k_new=k_new, v_new=v_new, packed_rows=packed_rows, **options)
+    _native.make_problem(q, k_cache, v_cache, values, 0)
+
+
 def _serve(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, values: list[Any], implementation: str | None
 ) -> Any:

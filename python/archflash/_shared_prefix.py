@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._eager import is_tracing
+from archflash._eager import is_eager, is_tracing
 from archflash._errors import ArchflashError
-from archflash._kvcache import attention_with_kvcache
+from archflash._kvcache import attention_with_kvcache, refuse_wrong
 from archflash._merge import merge_attention
 from archflash._registry import TORCH
 
@@ -124,12 +124,14 @@ def attention_with_shared_prefix(
         "softcap": softcap, "scale": scale, "dv": dv, "layout": layout, "check": check,
         "implementation": implementation, "return_lse": True,
     }  # fmt: skip
-    own = attention_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, k_new=k_new,
-        v_new=v_new, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k,
-        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=causal, sinks=sinks, qv=qv,
-        **shared,
-    )  # fmt: skip
+    of_own: dict[str, Any] = {
+        "cache_seqlens": cache_seqlens, "page_table": page_table, "k_new": k_new, "v_new": v_new,
+        "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k, "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q, "causal": causal, "sinks": sinks, "qv": qv,
+    }  # fmt: skip
+    if is_eager():  # Of wrong arguments nothing is launched.
+        scores = {"softcap": softcap, "scale": scale, "layout": layout, "return_lse": return_lse}
+        refuse_wrong(q, k_cache, v_cache, dv=dv, **of_own, **scores)
 
     def of_one_sequence(x: Tensor) -> Tensor:
         """The queries of all sequences as those of one."""
@@ -151,6 +153,8 @@ def attention_with_shared_prefix(
             **all_rows, **shared,
         )  # fmt: skip
 
+    # Last: where either part is refused, no row has been appended to the caches.
+    own = attention_with_kvcache(q, k_cache, v_cache, **of_own, **shared)
     outs, lses = [own[0], of_prefix[0]], [own[1], of_prefix[1]]
     if not packed:
         batch, _, nq = own[1].shape

@@ -87,8 +87,9 @@ def raises(run: Callable[[], object], spoiled: str, names: Iterable[str] = ()) -
     launched = []
     native.set_simulate(lambda plan, tensors: launched.append(plan))
     try:
-        with archflash.force("ampere"):
-            assert _error_of(run), f"{spoiled}: no error where ampere is forced"
+        for kernel in ("ampere", "simt"):  # of 16 bits, of fp32
+            with archflash.force(kernel):
+                assert _error_of(run), f"{spoiled}: no error where {kernel} is forced"
     finally:
         native.set_simulate(archflash._simulate)
     assert not launched, f"{spoiled}: something was launched"

@@ -77,6 +77,7 @@ def legal_calls() -> dict[str, Legal]:
     turned = {"rotary_cos": torch.ones(32, 8), "rotary_sin": torch.zeros(32, 8)}
     rows = {"k": packed["k"], "v": packed["v"], "cu_seqlens_k_new": packed["cu_seqlens_k"]}
     latent, pool = torch.randn(2, 1, 2, 576), torch.randn(3, 8, 1, 576)
+    halves = latent.bfloat16()  # which kernels serve
     lists, sink, counts = int32([[0, 1]], [[3, -1]]), torch.zeros(2), int32(1, 2)
     bytes_ = torch.zeros(3, 8, 1, 656, dtype=torch.uint8).view(torch.float8_e4m3fn)
     of_k = {"k": k, "v": k}
@@ -173,16 +174,16 @@ def legal_calls() -> dict[str, Legal]:
         "MLA, lists": Legal(
             flash_mla.flash_mla_with_kvcache,
             {
-                "q": latent, "k_cache": pool, "block_table": None, "cache_seqlens": None,
+                "q": halves, "k_cache": pool.bfloat16(), "block_table": None, "cache_seqlens": None,
                 "head_dim_v": 512, "indices": lists, "attn_sink": sink, "topk_length": counts,
-                "extra_k_cache": pool, "extra_indices_in_kvcache": lists,
+                "extra_k_cache": pool.bfloat16(), "extra_indices_in_kvcache": lists,
                 "extra_topk_length": counts,
             },
         ),
         "MLA, bytes": Legal(
             flash_mla.flash_mla_with_kvcache,
             {
-                "q": latent.bfloat16(), "k_cache": bytes_, "block_table": None,
+                "q": halves, "k_cache": bytes_, "block_table": None,
                 "cache_seqlens": None, "head_dim_v": 512, "indices": lists,
                 "is_fp8_kvcache": True,
             },

@@ -26,6 +26,7 @@ def legal_calls() -> dict[str, Legal]:
     }  # fmt: skip
     outs, lses = [torch.randn(2, 4, 5, 64)] * 2, [torch.randn(2, 4, 5)] * 2
     caches = {"k_cache": torch.randn(2, 16, 2, 64), "v_cache": torch.randn(2, 16, 2, 64)}
+    new = {x: torch.randn(2, 5, 2, 64) for x in ("k_new", "v_new")}
     prefix = {"k_prefix": torch.randn(1, 8, 2, 64), "v_prefix": torch.randn(1, 8, 2, 64)}
     blocks = {"block_size": (64, 64), "nq": 100, "nk": 150}
     table = torch.ones(1, 2, 2, 3, dtype=torch.bool)
@@ -44,7 +45,7 @@ def legal_calls() -> dict[str, Legal]:
         ),
         "prefix": Legal(
             archflash.attention_with_shared_prefix,
-            {"q": q.transpose(1, 2), **prefix, **caches, "cache_seqlens": int32(5, 3)},
+            {"q": q.transpose(1, 2), **prefix, **caches, "cache_seqlens": int32(5, 3), **new},
         ),
         "merge": Legal(archflash.merge_attention, {"outs": outs, "lses": lses}),
         "fp8": Legal(archflash.quantize_fp8, {"x": q}),

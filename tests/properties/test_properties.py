@@ -126,14 +126,13 @@ def test_wrong_calls_are_refused(entry: str) -> None:
 
 def refuses_all(name: str, legal: Legal, options: Options, right: set[tuple[str, ...]]) -> None:
     """The error names the argument, or where two tensors do not fit together the other one."""
-    caches = {x: y for x, y in legal.given.items() if x in ("k_cache", "v_cache")}
-    assert legal.call(**{x: y.clone() for x, y in caches.items()}) is not None
-    tensors = {x for x, y in legal.given.items() if isinstance(y, torch.Tensor)}
+    tensors = {x: y for x, y in legal.given.items() if isinstance(y, torch.Tensor)}
+    assert legal.call(**{x: y.clone() for x, y in tensors.items()}) is not None
     for argument, what, value in spoiled(name, legal, options, right):
-        wrong = {x: y.clone() for x, y in caches.items()} | {argument: value}
-        names = {argument} | (tensors if isinstance(value, torch.Tensor) else set())
+        wrong = {x: y.clone() for x, y in tensors.items()} | {argument: value}
+        names = {argument} | (tensors.keys() if isinstance(value, torch.Tensor) else set())
         raises(lambda wrong=wrong: legal.call(**wrong), f"{argument} {what}", names)
-        for x, y in caches.items():
+        for x, y in tensors.items():
             same = x == argument or torch.equal(wrong[x].view(torch.uint8), y.view(torch.uint8))
             assert same, f"{argument} {what}: {x} was written"
 

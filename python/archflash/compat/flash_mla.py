@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._eager import without_gradient
-from archflash._kvcache import attention_with_kvcache
+from archflash._eager import is_eager, without_gradient
+from archflash._kvcache import attention_with_kvcache, refuse_wrong
 from archflash._merge import merge_attention
 from archflash.compat._arguments import boolean, check_tensors, flag, in_its_words, plain
 from archflash.compat._flash import _with_unseen, refuse
@@ -129,14 +129,15 @@ def flash_mla_with_kvcache(
                 extra_topk_length=(extra_topk_length, 1),
             )
             scopes.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
+        calls = [
+            (q, cache, lists[:, None], None if n is None else n[:, None, None],
+             plain(softmax_scale), packed)
+            for cache, lists, n in scopes
+        ]  # fmt: skip
+        if len(calls) > 1 and is_eager():  # before the first one is launched
+            _refuse_extra(*calls[1])
         with torch.no_grad():
-            parts = [
-                (_attend_extra if i else _attend)(
-                    q, cache, lists[:, None], None if n is None else n[:, None, None],
-                    plain(softmax_scale), packed,
-                )
-                for i, (cache, lists, n) in enumerate(scopes)
-            ]  # fmt: skip
+            parts = [(_attend_extra if i else _attend)(*call) for i, call in enumerate(calls)]
             out, lse = _merged(parts, attn_sink)
         out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
         return out, _with_unseen(lse, math.inf)
@@ -224,21 +225,24 @@ def flash_mla_sparse_fwd(
 _SHARPENED = float(1 << 20)
 
 
-def _attend(
+def _call_of(
     q: Tensor,
     cache: Tensor,
     lists: Tensor,
     lengths: Tensor | None,
     scale: float | None,
     packed: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of q (batch, rows, heads, d) on the rows that lists name."""
+) -> dict[str, Any]:
+    """The call of `attention_with_kvcache` that is attention of q (batch, rows, heads, d) to the
+    rows that lists name.
+    """
     columns = int(q.shape[-1])  # a tracer gives a tensor
     if columns not in _PACKED:
         raise ValueError(f"q has {columns} columns: it must have 576 or 512")
     call: dict[str, Any] = {
-        "key_indices": lists, "topk_lengths": lengths, "physical_indices": True,
-        "scale": columns**-0.5 if scale is None else scale, "return_lse": True,
+        "q": q, "k_cache": cache, "key_indices": lists, "topk_lengths": lengths,
+        "physical_indices": True, "scale": columns**-0.5 if scale is None else scale,
+        "return_lse": True,
     }  # fmt: skip
     if packed:
         name, row_bytes = _PACKED[columns]
@@ -247,18 +251,27 @@ def _attend(
                 f"k_cache has rows of {cache.shape[-1]} bytes for q of {columns} columns: they "
                 f"must have {row_bytes}"
             )
-        return attention_with_kvcache(q, cache, packed_rows=name, **call)  # type: ignore[no-any-return]
+        return call | {"packed_rows": name}
     if columns == _LATENT:  # K has no columns of its own: zeros of q meet any columns
         zeros = q.new_zeros(*q.shape[:-1], _ROPE)
-        call |= {"qv": q, "v_cache": cache}
-        return attention_with_kvcache(zeros, cache[..., :_ROPE], **call)  # type: ignore[no-any-return]
-    return attention_with_kvcache(q, cache, dv=_LATENT, **call)  # type: ignore[no-any-return]
+        return call | {"q": zeros, "k_cache": cache[..., :_ROPE], "v_cache": cache, "qv": q}
+    return call | {"dv": _LATENT}
 
 
-_attend_extra = in_its_words(
+def _attend(*given: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of `_call_of`."""
+    return attention_with_kvcache(**_call_of(*given))  # type: ignore[no-any-return]
+
+
+def _refuse(*given: Any) -> None:
+    refuse_wrong(**_call_of(*given))
+
+
+_of_extra = in_its_words(
     k_cache="extra_k_cache", key_indices="extra_indices_in_kvcache",
     topk_lengths="extra_topk_length",
-)(_attend)  # fmt: skip
+)  # fmt: skip
+_attend_extra, _refuse_extra = _of_extra(_attend), _of_extra(_refuse)
 
 
 def _check_lists(**given: tuple[Tensor | None, int]) -> None:
