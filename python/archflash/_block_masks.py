@@ -338,7 +338,7 @@ def tile_order(canvas: Sequence[int], tile: Sequence[int]) -> Tensor:
     """
     counts = _tiles_of(canvas, tile)
     split = [size for pair in zip(counts, tile, strict=True) for size in pair]
-    tokens = torch.arange(canvas[0] * canvas[1] * canvas[2]).reshape(split)
+    tokens = torch.arange(canvas[0] * canvas[1] * canvas[2], device="cpu").reshape(split)
     return tokens.permute(0, 2, 4, 1, 3, 5).flatten()
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from archflash import _archflash as _native
+from archflash._eager import is_tracing
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 7
@@ -42,7 +46,7 @@ def wants_state(dropout_p: object, rng_state: object) -> bool:
     """
     if dropout_p is None or rng_state is not None:
         return False
-    return isinstance(dropout_p, numbers.Real) and dropout_p != 0
+    return isinstance(dropout_p, numbers.Number) and dropout_p != 0
 
 
 def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> Tensor:
@@ -59,17 +63,45 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> T
         Bool of that shape on the device of rng_state: True keeps. The call multiplies what it keeps
         by 1 / (1 - dropout_p).
 
+    Raises:
+        TypeError, ValueError: what is no shape, no probability or no state.
+
     Example:
         >>> import archflash
         >>> state = archflash.dropout_state("cpu")
         >>> archflash.dropout_mask((1, 2, 3, 4), 0.1, state).dtype
         torch.bool
     """
+    if not torch.compiler.is_compiling() and not is_tracing():
+        _check(shape, dropout_p, rng_state)
     batch, heads, nq, nk = shape
     device = rng_state.device
     batch_head = torch.arange(batch * heads, device=device).reshape(batch, heads, 1, 1)
     query = torch.arange(nq, device=device)[:, None]
     return kept(batch_head, query, torch.arange(nk, device=device), dropout_p, rng_state)
+
+
+def _check(shape: Any, dropout_p: Any, rng_state: Any) -> None:
+    is_shape = hasattr(shape, "__len__") and not isinstance(shape, (str, bytes)) and len(shape) == 4
+    if not is_shape or not all(hasattr(x, "__index__") and x >= 0 for x in shape):
+        raise ValueError(
+            f"shape is {_native.given(shape)}: it must be four ints from 0 on, (batch, heads_q, nq, "
+            "nk)"
+        )
+    is_number = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
+    if not is_number or not 0 <= dropout_p < 1:
+        error = ValueError if is_number else TypeError
+        raise error(
+            f"dropout_p is {_native.given(dropout_p)}: it must be a number, at least 0 and less "
+            "than 1"
+        )
+    if not isinstance(rng_state, Tensor):
+        raise TypeError(f"rng_state is {_native.given(rng_state)}: it must be a torch.Tensor")
+    if rng_state.dtype != torch.int64 or rng_state.shape != (2,):
+        raise ValueError(
+            f"rng_state has dtype {rng_state.dtype} and shape {tuple(rng_state.shape)}: it must be "
+            "torch.int64, (2,), seed and offset, as dropout_state gives it"
+        )
 
 
 def kept(

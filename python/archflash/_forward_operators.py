@@ -164,7 +164,7 @@ class _State:
 
 
 _flash_state, _two_scalars = _State(flash_shapes), _State(_scalar_shapes)
-_NO_STATE = (torch.zeros((), dtype=torch.int64),) * 2
+_NO_STATE = (torch.zeros((), dtype=torch.int64, device="cpu"),) * 2
 
 
 @lru_cache

@@ -90,5 +90,7 @@ def stats(*, reset: bool = False) -> Stats:
         >>> print(archflash.stats())
         0 calls served by archflash, 0 by PyTorch's own kernels
     """
+    if not isinstance(reset, bool):
+        raise TypeError(f"reset is {_native.given(reset)}: it must be a bool")
     served, approximated = _native.operators_served(reset), _native.calls_approximated(reset)
     return Stats(served, declined.read(reset), approximated)

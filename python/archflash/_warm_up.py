@@ -60,7 +60,8 @@ def warm_up(
     """
     pairs = _check(dtypes, head_dims, implementations)
     index = _index(device)
-    plans = plans_by_kernel(_dispatch.query_device(index), dtypes, pairs, implementations)
+    with torch.device("cpu"):  # whatever the default is: no call touches the memory of its tensors
+        plans = plans_by_kernel(_dispatch.query_device(index), dtypes, pairs, implementations)
     for plan in {id(plan): plan for plan in plans.values()}.values():
         _native.load_kernels(plan, index)
     return sorted(plans)

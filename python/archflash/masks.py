@@ -228,8 +228,8 @@ def tree(
         rows.append(ranges)
     most = max((len(ranges) for ranges in rows), default=1)
     filled = [ranges + [(0, 0)] * (most - len(ranges)) for ranges in rows]
-    made = torch.tensor(filled, dtype=torch.int32).reshape(1, 1, len(rows), most, 2)
-    return made.to(device or "cpu")
+    made = torch.tensor(filled, dtype=torch.int32, device=device or "cpu")
+    return made.reshape(1, 1, len(rows), most, 2)
 
 
 @checked

@@ -828,3 +828,22 @@ def test_a_call_without_a_process_group_says_so() -> None:
     x = torch.zeros(1, 1, 1, 8)
     with pytest.raises(ValueError, match="init_process_group"):
         afd.attention(x, x, x)
+
+
+def test_a_default_device_moves_no_plan() -> None:
+    q = torch.empty(1, 4, 64, 16, device="meta")
+    ranges = torch.zeros(1, 1, 64, 1, 2, dtype=torch.int32)
+    ranges[..., 1] = torch.arange(64)[:, None] + 1
+
+    def plans() -> list[str]:
+        ways = ({"causal": True}, {"window": (9, 0)}, {"key_ranges": ranges})
+        documents = afd.Shards.documents([0, 40, 64], 4)
+        shards = ("zigzag", "contiguous", documents)
+        return [
+            str(afd.explain(q, q, q, ranks=4, shards=x, **way))
+            for x, way in itertools.product(shards, ways)
+        ]
+
+    usual = plans()
+    with torch.device("meta"):
+        assert plans() == usual

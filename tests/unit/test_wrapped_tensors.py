@@ -371,6 +371,13 @@ def test_a_gradient_of_another_dtype_is_refused_where_an_operator_serves() -> No
         archflash.attention_backward(Wrapper(out), q, k, v, out, LSE, accumulate=True)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_default_device_moves_nothing(name: str) -> None:
+    real = expected(name)
+    with torch.device("meta"):
+        assert_same(run(name, copied), real)
+
+
 def test_inference_tensors() -> None:
     with torch.inference_mode():
         found = run("attention_with_kvcache", lambda place, x: Wrapper(x.clone()))

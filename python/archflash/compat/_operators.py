@@ -38,7 +38,7 @@ _FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 
 def _metadata(*args: Any, **kwargs: Any) -> Tensor:
     """Nothing: archflash makes its plans itself."""
-    return torch.empty(0, dtype=torch.int32)
+    return torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 # For each namespace the schemas, and the functions that serve them.

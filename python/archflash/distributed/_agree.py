@@ -128,7 +128,7 @@ def _gathered(
         if neighbours is not None and neighbours.takes(size):
             said = array("q", b"".join(neighbours.gather(flat.tobytes())))
         else:
-            mine = torch.tensor(flat, dtype=torch.int64)
+            mine = torch.tensor(flat, dtype=torch.int64, device="cpu")
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             _all_gather(group, parts, mine)
             said = array("q", torch.cat(parts).tolist())
@@ -163,7 +163,7 @@ def _or_given_up(group: dist.ProcessGroup | None) -> Iterator[None]:
 def _gathered_texts(group: dist.ProcessGroup | None, texts: Sequence[str]) -> list[str]:
     mine = "\0".join(texts).encode()
     lengths = [row[0] for row in _gathered(group, [(len(mine),)])]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     parts = [torch.empty_like(padded) for _ in lengths]
     with _or_given_up(group):
@@ -248,4 +248,4 @@ def exchange_rows(
     said = [tuple(mine.detach().cpu().long().tolist()) + (0,) * (max(rows) - len(mine))]
     for group in groups:
         said = _gathered(group, said)
-    return [torch.tensor(x[:n]) for x, n in zip(said, rows, strict=True)]
+    return [torch.tensor(x[:n], device="cpu") for x, n in zip(said, rows, strict=True)]

@@ -123,7 +123,7 @@ def pairs_of(mask: Mask, pieces: Sequence[Piece]) -> int:
         return sum(mask.pairs(*cut) for piece in pieces for cut in mask.documents(piece))
     total = 0
     for start, end in pieces:
-        ranges = mask.row_ranges(torch.arange(start, end))
+        ranges = mask.row_ranges(torch.arange(start, end, device="cpu"))
         ranges = ranges.gather(3, ranges[..., :1].argsort(3).expand(ranges.shape))
         reached = torch.cummax(ranges[..., 1], 3).values
         before = torch.nn.functional.pad(reached[..., :-1], (1, 0))

@@ -116,9 +116,9 @@ def seen(mask: Mask, pieces: Sequence[Piece]) -> list[Piece]:
     if mask.key_ranges is None:
         hulls = [mask.hull(*cut) for piece in pieces for cut in mask.documents(piece)]
         return _united(hulls)
-    edges = torch.zeros(mask.n + 1, dtype=torch.int64)
+    edges = torch.zeros(mask.n + 1, dtype=torch.int64, device="cpu")
     for start, end in pieces:
-        ranges = mask.row_ranges(torch.arange(start, end)).flatten(0, -2)
+        ranges = mask.row_ranges(torch.arange(start, end, device="cpu")).flatten(0, -2)
         ranges = ranges[ranges[:, 1] > ranges[:, 0]].clamp(0, mask.n)
         edges += torch.bincount(ranges[:, 0], minlength=mask.n + 1)
         edges -= torch.bincount(ranges[:, 1], minlength=mask.n + 1)

@@ -109,8 +109,8 @@ class Shards:
 
     def positions(self, rank: int) -> Tensor:
         """The global rows of a rank, int64 ``(rows,)``, on the CPU."""
-        ranges = [torch.arange(start, end) for start, end in self.pieces[rank]]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+        ranges = [torch.arange(start, end, device="cpu") for start, end in self.pieces[rank]]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
 
     @functools.cached_property
     def digest(self) -> int:
@@ -201,10 +201,11 @@ def _dealt(
             items.append((work, rows, tuple((start + a, start + b) for a, b in pieces)))
     items.sort(key=lambda item: -max(item[:2]))
     held: list[list[Piece]] = [[] for _ in range(ranks)]
-    loads = torch.zeros(2, ranks, dtype=torch.float64)  # work and rows of each rank
+    loads = torch.zeros(2, ranks, dtype=torch.float64, device="cpu")  # work and rows of each
     for work, rows, pieces in items:
-        r = int((loads + torch.tensor([[work], [rows]])).amax(0).argmin())
-        loads[:, r] += torch.tensor([work, rows])
+        added = torch.tensor([work, rows], dtype=torch.float64, device="cpu")
+        r = int((loads + added[:, None]).amax(0).argmin())
+        loads[:, r] += added
         held[r] += pieces
     return float((loads.amax(1) / loads.mean(1)).max()), tuple(map(_joined, held))
 

@@ -315,7 +315,7 @@ def _packed_tables(call: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
             of_k.append(c.k0)
         of_q.append(c.q1 - call.q0)
         of_k.append(c.k1)
-    made = torch.tensor([of_q, of_k], dtype=torch.int32).to(device)
+    made = torch.tensor([of_q, of_k], dtype=torch.int32, device=device)
     return made[0], made[1]
 
 

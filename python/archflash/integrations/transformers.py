@@ -61,7 +61,7 @@ def _register_mask_functions() -> None:
     """Tells which functions of this version of transformers say which keys a query sees. Those that
     it lacks are in no mask of its models.
     """
-    register, none = _mask_functions.register, torch.zeros(1, 1, dtype=torch.long)
+    register, none = _mask_functions.register, torch.zeros(1, 1, dtype=torch.long, device="cpu")
     register(_mask_functions.CAUSAL, causal_mask_function)
     register(_mask_functions.ALL, masking_utils.bidirectional_mask_function)
     for kind, maker, arguments in (

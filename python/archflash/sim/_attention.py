@@ -330,7 +330,7 @@ def visible_pairs(problem: dict[str, Any], tensors: dict[str, Tensor]) -> int:
         pairs = problem["batch"] * problem["nq"] * problem["key_indices"]
     elif "cache_seqlens" in tensors:
         keys = tensors["cache_seqlens"].clamp(0, problem["nk"]).to(torch.int64) + problem["n_new"]
-        rows = torch.tensor(problem["nq"])
+        rows = torch.tensor(problem["nq"], device="cpu")
         if "cu_seqlens_q" in tensors:
             rows = tensors["cu_seqlens_q"].diff().clamp(min=0).to(torch.int64)
         pairs = int((rows * keys).sum())

@@ -248,10 +248,10 @@ def row_starts(tensor: Tensor) -> tuple[list[int], int]:
     length = 1
     while dims and dims[0][0] == length:
         length *= dims.pop(0)[1]
-    starts = torch.zeros(1, dtype=torch.int64)
+    starts = torch.zeros(1, dtype=torch.int64, device="cpu")
     for step, count in dims:
         if count > 1:
-            starts = (starts[:, None] + torch.arange(count) * step).flatten()
+            starts = (starts[:, None] + torch.arange(count, device="cpu") * step).flatten()
     return (starts * size).tolist(), length * size
 
 
