@@ -226,7 +226,7 @@ def tree(
                 "possible: order the nodes depth-first, or pass attn_mask"
             )
         rows.append(ranges)
-    most = max((len(ranges) for ranges in rows), default=1)
+    most = max([1, *(len(ranges) for ranges in rows)])
     filled = [ranges + [(0, 0)] * (most - len(ranges)) for ranges in rows]
     made = torch.tensor(filled, dtype=torch.int32, device=device or "cpu")
     return made.reshape(1, 1, len(rows), most, 2)
