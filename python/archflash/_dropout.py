@@ -46,7 +46,7 @@ def wants_state(dropout_p: object, rng_state: object) -> bool:
     """
     if dropout_p is None or rng_state is not None:
         return False
-    return isinstance(dropout_p, numbers.Number) and dropout_p != 0
+    return isinstance(dropout_p, numbers.Number) and bool(dropout_p)
 
 
 def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> Tensor:

@@ -130,8 +130,8 @@ def attention_with_shared_prefix(
         "max_seqlen_q": max_seqlen_q, "causal": causal, "sinks": sinks, "qv": qv,
     }  # fmt: skip
     if is_eager():  # Of wrong arguments nothing is launched.
-        scores = {"softcap": softcap, "scale": scale, "layout": layout, "return_lse": return_lse}
-        refuse_wrong(q, k_cache, v_cache, dv=dv, **of_own, **scores)
+        scores: dict[str, Any] = {"softcap": softcap, "scale": scale, "layout": layout}
+        refuse_wrong(q, k_cache, v_cache, dv=dv, return_lse=return_lse, **of_own, **scores)
 
     def of_one_sequence(x: Tensor) -> Tensor:
         """The queries of all sequences as those of one."""
