@@ -31,6 +31,15 @@ class _Rows(NamedTuple):
     owned: Tensor  # bool: whether the row belongs to a sequence
     lengths: Tensor  # (B,) queries of each sequence
 
+    def of(self, numbers: Tensor) -> Tensor:
+        """Of numbers ``(B,)`` that of each row's sequence; 0 past the last sequence."""
+        return torch.cat([numbers, numbers.new_zeros(1)])[self.sequence]
+
+    @property
+    def clamped(self) -> Tensor:
+        """The sequences, of which the last one also has the rows past it."""
+        return self.sequence.clamp(max=max(self.lengths.shape[0] - 1, 0))
+
 
 def orders_queries(
     causal: bool, window: tuple[int | None, int | None] | None, attention_chunk: int | None
@@ -115,40 +124,29 @@ def attention(
         added = new[0].shape[1]
         position = lengths[:, None] + torch.arange(added, device=q.device)
         if rotary_cos is not None and rotary_sin is not None:
-            tables = (rotary_cos, rotary_sin)
-            at = position - first[:, None]
-            new = (_rotated(new[0], at[..., None], *tables, rotary_interleaved), new[1])
+            tables = (rotary_cos, rotary_sin, rotary_interleaved)
+            new = (_rotated(new[0], (position - first[:, None])[..., None], *tables), new[1])
             # Rows of a call without order among them all have the position of the first.
             ordered = orders_queries(causal, window, attention_chunk)
-            at = (lengths - first).clamp(min=0)
-            at = torch.cat([at, at.new_zeros(1)])[rows.sequence] + (rows.row if ordered else 0)
+            at = rows.of((lengths - first).clamp(min=0)) + (rows.row if ordered else 0)
             at = at[:, None] if packed else at[:, None, :] if swap else at[:, :, None]
-            q = torch.empty_like(q).copy_(_rotated(q, at, *tables, rotary_interleaved))
+            q = torch.empty_like(q).copy_(_rotated(q, at, *tables))
         for cache, x in zip((keys, values), new, strict=True):
             append(cache, x, position, capacity, page_table, sequence_rows)
 
     total = (lengths + added).clamp(0, capacity)
     # The band is relative to the last query and the last key.
-    offset = torch.cat([total - rows.lengths, total.new_zeros(1)])[rows.sequence] + rows.row
+    offset = rows.of(total - rows.lengths) + rows.row
     key = torch.arange(capacity, device=q.device)
     kept = (key < total[:, None]) & (key >= first[:, None])  # (B, capacity)
-    left, right = sides_of(window)
-    if causal:
-        right = 0
     distance = key - offset[..., None]  # (B, Nq, capacity) or (Tq, capacity)
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if left is not None:
-        visible &= distance >= -left
-    if right is not None:
-        visible &= distance <= right
+    visible = _band(distance, causal, window)
     if attention_chunk is not None:
-        padding = torch.cat([first, first.new_zeros(1)])[rows.sequence]
-        start = offset - (offset - padding).remainder(attention_chunk)
+        start = offset - (offset - rows.of(first)).remainder(attention_chunk)
         visible &= (key >= start[..., None]) & (key < (start + attention_chunk)[..., None])
     dense = tuple(_dense(cache, page_table, sequence_rows) for cache in (keys, values))
     if q.dtype in FP8 or dense[0].dtype in FP8:
-        number = rows.sequence.clamp(max=max(batch - 1, 0))
-        q = _scaled(q, q_descale, layout, number if packed else None)
+        q = _scaled(q, q_descale, layout, rows.clamped if packed else None)
         dense = tuple(
             _scaled(x, descale, "bnhd", None)
             for x, descale in zip(dense, (k_descale, v_descale), strict=True)
@@ -160,25 +158,20 @@ def attention(
         dense = (torch.cat(dense, -1), dense[1])
     masks = None  # (B or 1, heads or 1, Nq, capacity), for packed queries (1, heads or 1, Tq, ...)
     if attn_mask is not None or key_ranges is not None:
-        number = rows.sequence.clamp(max=max(batch - 1, 0))
-        masks = _masks(attn_mask, key_ranges, key, total[number], first[number])
+        ends = total[rows.clamped], first[rows.clamped]
+        masks = _masks(attn_mask, key_ranges, key, *ends)
     bias = None  # (B, heads, Nq, capacity), or for packed queries (1, heads, Tq, B * capacity)
     if alibi_slopes is not None:
         away = distance.abs().float()
         if packed:
-            of_row = alibi_slopes.expand(batch, -1)[rows.sequence.clamp(max=max(batch - 1, 0))]
+            of_row = alibi_slopes.expand(batch, -1)[rows.clamped]
             bias = -of_row.T[None, :, :, None] * away.repeat(1, batch)[None, None]
         else:
             bias = -alibi_slopes.expand(batch, -1)[:, :, None, None] * away[:, None]
     if key_indices is not None:
-        # Positions are counted behind the padding, and end with the sequence.
-        last = (total - first)[:, None, None, None]
-        at = torch.where((key_indices >= 0) & (key_indices < last), key_indices, -1)
-        at = torch.where(at >= 0, at + first[:, None, None, None], -1)
-        nq = q.shape[2 if layout == "bhnd" else 1]
-        bias = from_key_indices(at, nq, capacity, topk_lengths)
+        heads, nq = q.shape[1:3] if swap else (q.shape[2], q.shape[1])
+        bias = _of_lists(key_indices, topk_lengths, first, total, nq, capacity)
         if bias.shape[1] > 1:
-            heads = q.shape[1 if layout == "bhnd" else 2]
             bias = bias.repeat_interleave(heads // bias.shape[1], 1)
     if packed:
         # All keys are those of one sequence, of which a row sees those of its own.
@@ -215,6 +208,31 @@ def attention(
     if lse is None:
         return answer
     return answer, lse[0] if packed else lse
+
+
+def _band(distance: Tensor, causal: bool, window: tuple[int | None, int | None] | None) -> Tensor:
+    """Which keys at a distance from a query its causal mask and window keep."""
+    left, right = sides_of(window)
+    if causal:
+        right = 0
+    kept = torch.ones_like(distance, dtype=torch.bool)
+    if left is not None:
+        kept &= distance >= -left
+    if right is not None:
+        kept &= distance <= right
+    return kept
+
+
+def _of_lists(
+    key_indices: Tensor, topk_lengths: Tensor | None, first: Tensor, total: Tensor, nq: int,
+    capacity: int,
+) -> Tensor:  # fmt: skip
+    """What lists of keys add to scores. Their positions are counted behind the padding, and end
+    with the sequence.
+    """
+    first, last = (x[:, None, None, None] for x in (first, total - first))
+    at = torch.where((key_indices >= 0) & (key_indices < last), key_indices + first, -1)
+    return from_key_indices(at, nq, capacity, topk_lengths)
 
 
 def _masks(
