@@ -1,0 +1,227 @@
+"""Calls whose plans launch every kernel that is not among the plans of tests/unit/plan_cases.py."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+from archflash import _nvfp4_attention
+from archflash._api import find_device
+
+BOTH = (torch.float16, torch.bfloat16)
+
+
+def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def integers(*shape: int) -> Tensor:
+    return empty(torch.int32, *shape)
+
+
+def kernels(
+    q: Tensor, k: Tensor, v: Tensor, device: str, name: str | None = None, **options: Any
+) -> set[str]:
+    """Those that a call launches: none where PyTorch serves it. A forced implementation serves it,
+    or raises.
+    """
+    plan = archflash.explain(q, k, v, device=device, implementation=name, **options).plan
+    return set(getattr(plan, "kernels", ()))
+
+
+def beside_attention() -> set[str]:
+    """FP8 numbers, merged results, copies, and the log-sum-exp as PyTorch has it."""
+    found = set()
+    for dtype, per in itertools.product((torch.float32, *BOTH), (0, 2)):
+        x = empty(dtype, 2, 3, 200, 64)
+        plan = native.plan_quantize("float8_e4m3fn", per, x, x, find_device("RTX 4090"))
+        assert isinstance(plan, native.LaunchPlan)
+        found |= set(plan.kernels)
+    out, lse = empty(torch.float32, 1, 1, 1, 8), empty(torch.float32, 1, 1, 1)
+    found |= set(native.plan_merge([out], [lse], out, find_device("A100")).kernels)
+    odd = empty(torch.float16, 1, 1, 9, 44)
+    found |= kernels(odd, odd, odd, "A100")
+    packed = empty(torch.float16, 9, 2, 64)
+    lengths = {"cu_seqlens_q": integers(3), "cu_seqlens_k": integers(3), "return_lse": True}
+    plan = archflash.explain(packed, packed, packed, **lengths, device="A100").plan
+    plan = native.with_lse_for_pytorch(plan, self_attention=False)
+    assert isinstance(plan, native.LaunchPlan)
+    return found | set(plan.kernels)
+
+
+def gradients(dtype: torch.dtype) -> set[str]:
+    found = set()
+    for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        q, v = empty(dtype, 1, 2, 100, d), empty(dtype, 1, 2, 100, dv)
+        # An H200 has hopper's kernels first.
+        forced = [] if dtype == torch.float32 else [("H200", "ampere")]
+        if forced and d <= 128:
+            forced.append(("B200", "blackwell_dc"))
+        asked = [("T4", None), ("A100", None), ("RTX 4090", None), ("H200", None), *forced]
+        sinks = torch.empty(2, device="meta")
+        for device, name in asked:
+            found |= kernels(q, q, v, device, name, sinks=sinks, backward=True)
+        found |= kernels(q, q, v, "H200", softcap=30.0, backward=True)
+        found |= kernels(q, q, v, "A100", key_ranges=integers(1, 1, 100, 1, 2), backward=True)
+    return found
+
+
+def few_keys_and_lists(dtype: torch.dtype) -> set[str]:
+    q, k = empty(dtype, 64, 8, 1024, 64), empty(dtype, 64, 8, 77, 64)
+    found = kernels(q, k, k, "A100") | kernels(q, k, k, "RTX 5090")
+    for d in (64, 128, 256):
+        x = empty(dtype, 1, 2, 100, d)
+        found |= kernels(x, x, x, "A100", key_indices=integers(1, 1, 100, 8))
+    return found
+
+
+def caches(dtype: torch.dtype) -> set[str]:
+    """Decoding, with a row to append and split keys."""
+    found = set()
+    dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+    kinds = (dtype,) if dtype == torch.float32 else (dtype, torch.float8_e4m3fn)
+    for kind, (d, dv), rows in itertools.product(kinds, dims, (1, 17)):
+        q = empty(dtype, 2, rows, 4, d)
+        k_cache, k_new, v_cache, v_new = (
+            empty(kind, 2, n, 2, dim) for dim in (d, dv) for n in (64, 1)
+        )
+        new = {
+            "k_new": k_new, "v_new": v_new, "cache_seqlens": integers(2), "num_splits": 2,
+        }  # fmt: skip
+        masked = {"attn_mask": empty(torch.bool, 1, 1, 1, 9)}
+        for more in ({}, masked) if kind == dtype else ({},):
+            found |= kernels(q, k_cache, v_cache, "A100", **new, **more)
+    return found
+
+
+def masks_and_dropout(dtype: torch.dtype) -> set[str]:
+    found = set()
+    dense = {"attn_mask": empty(torch.bool, 1024, 200)}
+    for d in (64, 128):  # a dense mask or ranges of many rows
+        q, k = empty(dtype, 2, 64, 1024, d), empty(dtype, 2, 64, 200, d)
+        for given in (dense, {"key_ranges": integers(1, 1, 1024, 1, 2)}):
+            found |= kernels(q, k, k, "H200", "hopper", **given)
+    for d, backward in itertools.product((64, 128, 256), (False, True)):
+        q = empty(dtype, 2, 16, 2048, d)
+        for device, name in (
+            ("H200", "hopper"), ("H200", "ampere"), ("A100", "ampere"), ("RTX 4090", "ampere"),
+        ):  # fmt: skip
+            if name != "hopper" or d <= 128:
+                found |= kernels(q, q, q, device, name, dropout_p=0.1, backward=backward)
+    q, table = empty(dtype, 2, 16, 2048, 128), empty(torch.bool, 2, 16, 32, 32)
+    found |= kernels(q, q, q, "H200", "hopper", block_mask=table)  # tiles in the order of work
+    blocks = empty(torch.bool, 1, 1, 64, 64)
+    for d in (64, 128):
+        x = empty(dtype, 2, 16, 4096, d)
+        for more in ({}, {"softcap": 5.0}, {"backward": True}):
+            found |= kernels(x, x, x, "H200", "hopper", block_mask=blocks, **more)
+        found |= kernels(x, x, x, "RTX 5090", "blackwell_consumer", block_mask=blocks)
+    return found
+
+
+def more_gradients(dtype: torch.dtype) -> set[str]:
+    found = set()
+    # Rounds with all rows of the tile, and with fewer; other head dimensions.
+    for rows, d, dv in ((1024, 64, 64), (40, 128, 128), (1024, 96, 96), (1024, 192, 128)):
+        q, v = empty(dtype, 2, 16, rows, d), empty(dtype, 2, 16, rows, dv)
+        found |= kernels(q, q, v, "H200", "hopper", backward=True)
+    q = empty(dtype, 2, 16, 1024, 32)
+    found |= kernels(q, q, q, "A100", backward=True)
+    q, k = empty(dtype, 1, 2, 4096, 64), empty(dtype, 1, 2, 77, 64)
+    found |= kernels(q, k, k, "H200", backward=True)  # query rows are shared out
+    for b, n, d in ((64, 50, 32), (8, 1000, 32), (64, 50, 64)):
+        x = empty(dtype, b, 12, n, d)
+        found |= kernels(x, x, x, "H200", "hopper", backward=True)
+    for d in (64, 128):  # query heads that share a head of k are shared out
+        q, k = empty(dtype, 2, 16, 1024, d), empty(dtype, 2, 2, 1024, d)
+        found |= kernels(q, k, k, "A100", "ampere", causal=True, backward=True)
+    return found
+
+
+def caches_of_many_rows(dtype: torch.dtype) -> set[str]:
+    """Contiguous or in pages of 16 or 64 rows, few row tiles or many; 8 bits; mixed lengths."""
+    found = set()
+    for d, page, batch in itertools.product((64, 128, 256), (None, 16, 64), (1, 64)):
+        q, cache = empty(dtype, batch, 1024, 4, d), empty(dtype, batch, 1024, 2, d)
+        given = {"cache_seqlens": integers(batch)}
+        if page is not None:
+            cache = empty(dtype, batch * (1024 // page), page, 2, d)
+            given["page_table"] = integers(batch, 1024 // page)
+        found |= kernels(q, cache, cache, "H200", "hopper", **given)
+    q = empty(dtype, 2, 1024, 4, 128)
+    of_8_bits, row = (empty(torch.float8_e4m3fn, 2, n, 2, 128) for n in (2048, 1))
+    new = {"k_new": row, "v_new": row, "cache_seqlens": integers(2)}
+    found |= kernels(q, of_8_bits, of_8_bits, "H200", "hopper", **new)
+    for d in (64, 128):  # prompts and decoding
+        steps, pages = empty(dtype, 1024, 16, d), empty(dtype, 512, 16, 2, d)
+        found |= kernels(
+            steps, pages, pages, "H200", causal=True, max_seqlen_q=512,
+            page_table=integers(32, 16), cache_seqlens=integers(32), cu_seqlens_q=integers(33),
+        )  # fmt: skip
+    return found
+
+
+def latent_caches(dtype: torch.dtype) -> set[str]:
+    q, qv, k_cache, v_cache = (
+        empty(dtype, 2, rows, heads, dim) for rows, heads in ((1, 4), (1024, 1))
+        for dim in (64, 512)
+    )  # fmt: skip
+    new = {f"{name}_new": empty(dtype, 2, 1, 1, dim) for name, dim in (("k", 64), ("v", 512))}
+    whole = new | {"cache_seqlens": integers(2), "qv": qv, "num_splits": 2}
+    found = kernels(q, k_cache, v_cache, "A100", "ampere", **whole)
+    found |= kernels(q, k_cache, v_cache, "H200", "hopper", **whole)
+    listed = {"qv": qv, "physical_indices": True, "key_indices": integers(2, 1, 1, 64)}
+    for device in ("A100", "H200"):
+        found |= kernels(q, k_cache, v_cache, device, **listed)
+    if dtype == torch.bfloat16:
+        rows = empty(torch.float8_e4m3fn, 9, 8, 1, 656)
+        for device, heads in (("A100", 4), ("H200", 4), ("H200", 128)):
+            of_heads = listed | {"qv": empty(dtype, 2, 1, heads, 512)}
+            wide = empty(dtype, 2, 1, heads, 64)
+            found |= kernels(wide, rows, rows, device, packed_rows="fp8_656", **of_heads)
+    return found
+
+
+def other_numbers(dtype: torch.dtype) -> set[str]:
+    """fp32 outputs, and four bits on request."""
+    found = set()
+    for d in (64, 128):
+        q, k = empty(dtype, 2, 16, 1024, d), empty(dtype, 2, 2, 1024, d)
+        found |= kernels(q, k, k, "H200", "hopper", out_dtype=torch.float32)
+        found |= kernels(q, k, k, "RTX 5090", "blackwell_consumer", approximate="nvfp4")
+    return found
+
+
+def block_scales() -> set[str]:
+    """MXFP8 and NVFP4 inputs."""
+    found = set()
+    for dtype, d in itertools.product((torch.float8_e4m3fn, torch.float8_e5m2), (64, 128, 256)):
+        q = empty(dtype, 1, 2, 64, d)
+        scales = empty(torch.float8_e8m0fnu, 1, 2, 64, d // 32)
+        of_v = empty(torch.float8_e8m0fnu, 1, 2, 2, d)
+        found |= kernels(
+            q, q, q, "RTX 5090", "blackwell_consumer",
+            q_descale=scales, k_descale=scales, v_descale=of_v,
+        )  # fmt: skip
+    for d in (64, 128):
+        x = torch.ones(1, 2, 64, d)
+        made = {of: archflash.quantize_nvfp4(x, dim=-2 if of == "v" else -1) for of in "qkv"}
+        plan = _nvfp4_attention._plan(made, {}, torch.bfloat16, "blackwell_consumer", False)
+        assert plan is not None
+        found |= set(plan.kernels)
+    return found
+
+
+def all_kernels() -> set[str]:
+    found = beside_attention() | block_scales()
+    for dtype in (torch.float32, *BOTH):
+        found |= gradients(dtype) | few_keys_and_lists(dtype) | caches(dtype)
+    for dtype in BOTH:
+        found |= masks_and_dropout(dtype) | more_gradients(dtype) | caches_of_many_rows(dtype)
+        found |= latent_caches(dtype) | other_numbers(dtype)
+    return found
