@@ -63,8 +63,9 @@ PLANNED_FOR = on.pick(simulator="H200", gpu=None)
 @pytest.mark.parametrize("dtype", WIDE_DTYPES)
 def test_kernels_of_large_tiles(dtype: str, dims: tuple[int, int]) -> None:
     tensors = inputs(*WIDE_ROWS, *dims, dtype)
+    all_of_it = dtype == "bfloat16" or on.pick(simulator=False, gpu=True)  # types share code
     schedules = (2, 3) if dtype == "bfloat16" else (3,)
-    for causal in (True, False):
+    for causal in (True, False) if all_of_it else (True,):
         differentiate_and_check(
             on, "ampere", *tensors, schedules=schedules, causal=causal, planned_for=PLANNED_FOR
         )

@@ -44,9 +44,25 @@ def packed(
     return tensors, ends
 
 
-@each_kernel_and_dtype
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", SEQUENCES)
+def masks_of(kernel: str, dtype: str, name: str) -> list[bool]:
+    """Causal or not: on the simulator the types of a kernel take turns, as they share code."""
+    types = [of for of in on.kernels_and_dtypes() if of[0] == kernel]
+    if len(types) == 1 or on.pick(simulator=False, gpu=True):
+        return [False, True]
+    return [(list(SEQUENCES).index(name) + (dtype == "bfloat16")) % 2 == 0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "name", "causal"),
+    [
+        pytest.param(
+            *of, name, causal, id=f"{of[0]}-{of[1]}-{name}-{'causal' if causal else 'full'}"
+        )
+        for of in on.kernels_and_dtypes()
+        for name in SEQUENCES
+        for causal in masks_of(*of, name)
+    ],
+)
 def test_packed_sequences(kernel: str, dtype: str, name: str, causal: bool) -> None:
     tensors, ends = packed(*SEQUENCES[name], dtype)
     on.attend_and_check(kernel, *tensors, causal=causal, **ends)
