@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import archflash
 import archflash.distributed as afd
 from archflash.distributed._cost import pairs_of
-from archflash.distributed._plan import Mask
+from archflash.distributed._mask import Mask
 from bench.environment import git_state
 from bench.results import percentile
 

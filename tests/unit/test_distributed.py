@@ -46,8 +46,10 @@ from archflash.distributed import (
     _travel,
     _turns,
 )
+from archflash.distributed._calls import Dense, Packed
 from archflash.distributed._heads import Split
-from archflash.distributed._plan import Dense, Mask, Packed, Stage
+from archflash.distributed._mask import Mask
+from archflash.distributed._plan import Stage
 
 ROOT = Path(__file__).parents[2]
 MANY = (1, 2, 3, 4, 8, 64, 1000, 1024)

@@ -62,6 +62,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed._neighbours",),
     ("distributed._agree", "distributed._shards"),
     ("distributed._exchange",),
+    ("distributed._mask",),
+    ("distributed._calls",),
     ("distributed._plan",),
     ("distributed._heads", "distributed._partial", "distributed._turns"),
     ("distributed._travel",),

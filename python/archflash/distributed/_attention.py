@@ -20,8 +20,8 @@ from archflash.distributed import _shards as _of_shards
 from archflash.distributed._agree import Statement, agree, exchange_rows
 from archflash.distributed._cost import Explanation, Shape, Speeds
 from archflash.distributed._exchange import carries
+from archflash.distributed._mask import Mask
 from archflash.distributed._passes import Attention
-from archflash.distributed._plan import Mask
 from archflash.distributed._reading import (
     bounds,
     by_head,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from archflash.distributed._heads import Split
-from archflash.distributed._plan import Mask, overlaps, seen
+from archflash.distributed._mask import Mask, overlaps, seen
 from archflash.distributed._shards import Piece, Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archflash.distributed import _exchange
-from archflash.distributed._plan import places
+from archflash.distributed._calls import places
 from archflash.distributed._shards import Piece
 
 

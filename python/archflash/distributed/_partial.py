@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from archflash import _merge
-from archflash.distributed._plan import Call, Plan, overlaps
+from archflash.distributed._calls import Call
+from archflash.distributed._mask import overlaps
+from archflash.distributed._plan import Plan
 
 # Partial outputs that are kept before they are merged: at most so many, and so many bytes. More of
 # them take less of the memory's time.

@@ -21,8 +21,9 @@ from archflash._backward import attention_backward
 from archflash._dispatch import note_fallback
 from archflash._errors import ForcedImplementationError, NotCompiledError
 from archflash._registry import TORCH
+from archflash.distributed._calls import Call, Dense, Packed
 from archflash.distributed._partial import Fresh, Merged
-from archflash.distributed._plan import Call, Dense, Packed, Part, Plan, Stage
+from archflash.distributed._plan import Part, Plan, Stage
 from archflash.distributed._travel import Arrivals, Returned, buffer_of, columns, where_alone
 from archflash.distributed._turns import turns_of
 

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archflash.distributed import _exchange
+from archflash.distributed._calls import places
+from archflash.distributed._mask import overlaps
 from archflash.distributed._partial import Fresh
-from archflash.distributed._plan import Plan, Stage, overlaps, places
+from archflash.distributed._plan import Plan, Stage
 from archflash.distributed._shards import Piece
 from archflash.distributed._turns import Turns
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from archflash.distributed import _cost, _heads, _plan, _stages
 from archflash.distributed._cost import Shape, Speeds
-from archflash.distributed._plan import Mask, Plan
+from archflash.distributed._mask import Mask
+from archflash.distributed._plan import Plan
 from archflash.distributed._shards import Shards
 
 
