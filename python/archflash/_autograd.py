@@ -19,10 +19,7 @@ from archflash._eager import is_eager
 from archflash._gradients import asks_for_deterministic, wants_deterministic
 
 _is_grad_enabled = torch.is_grad_enabled
-# The places of options that may be tensors among the values of a call, and those of three of them.
-_TENSORS = tuple(
-    i for i, row in enumerate(_options.ROWS) if row.of_attention and "tensor" in row.kind
-)
+# The places of options among the values of a call.
 _SINKS, _MASK, _RETURN_LSE = map(_options.OF_ATTENTION.index, ("sinks", "attn_mask", "return_lse"))
 _WINDOW = _options.OF_ATTENTION.index("window")
 
@@ -36,15 +33,11 @@ class ArchflashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *_: Any
     ) -> Any:
-        out, lse, values, implementation = recorded
-        # Asking an option that is None for its type would take longer than all the rest here.
-        given_options = [(i, x) for i in _TENSORS if (x := values[i]) is not None]
-        tensors = [(i, x) for i, x in given_options if isinstance(x, Tensor)]
-        if tensors:  # they are saved by autograd alone, which tells whether they were changed
-            places, given = zip(*tensors, strict=True)
+        out, lse, values, implementation, places = recorded
+        # Tensors are saved by autograd alone, which tells whether they were changed.
+        given = [values[i] for i in places]
+        if places:
             values = tuple(None if i in places else x for i, x in enumerate(values))
-        else:
-            places, given = (), ()
         if isinstance(values[_WINDOW], list):  # which its owner may change before the backward pass
             values = (*values[:_WINDOW], tuple(values[_WINDOW]), *values[_WINDOW + 1 :])
         ctx.call = (values, places, implementation, asks_for_deterministic())
@@ -102,11 +95,12 @@ def _record(
     v: Tensor,
     values: tuple[Any, ...],
     implementation: str,
+    places: tuple[int, ...],
 ) -> Any:
     """What a call returns whose output and log-sum-exp a kernel has computed: the same, recorded by
-    autograd.
+    autograd. `places`: those of the values that are tensors.
     """
-    recorded = (out, lse, values, implementation)
+    recorded = (out, lse, values, implementation, places)
     return _apply(recorded, q, k, v, values[_SINKS], values[_MASK])
 
 

@@ -119,12 +119,13 @@ def attention_backward(
             torch.is_grad_enabled(),
         )  # fmt: skip
         if results is not NotImplemented:
-            *gradients, dsinks, dmask = results
+            dsinks, dmask = results[3:]
+            gradients: tuple[Tensor, ...] = results[:3]
             if dsinks is not None:
-                gradients.append(dsinks)
+                gradients = (*gradients, dsinks)
             if dmask is not None and attn_mask is not None:
-                gradients.append(dmask.reshape(attn_mask.shape))
-            return tuple(gradients)
+                gradients = (*gradients, dmask.reshape(attn_mask.shape))
+            return gradients
     options = _options.complete(dict(zip(_options.OF_ATTENTION, values, strict=True)))
     differentiable = {name: options[name] for name in _options.DIFFERENTIABLE}
     refuse_derivatives(

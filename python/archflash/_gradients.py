@@ -149,6 +149,8 @@ class Gradients:
 
 
 Decide = Callable[..., _dispatch.Decision]
+# A kernel's plan for the gradients of a call on a device, or why it cannot compute them.
+PlanOf = Callable[[str, _native.Device], _native.LaunchPlan | list[str]]
 
 
 def decider(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Decide:
@@ -194,34 +196,34 @@ def decide(
         ForcedImplementationError: the forced one is unknown or cannot compute them.
     """
     problem, chosen, plan, fallback = request.problem(), _registry.TORCH, None, False
-    unproved = []
+    on_cuda = problem.as_if_on_cuda()
+    unproved: list[str] = []
+
+    def plan_of(kernel: str, device: _native.Device) -> _native.LaunchPlan | list[str]:
+        return _plan(kernel, request, on_cuda, into, device, deterministic)
+
     if name is not None:
         _dispatch.check_name(name)
         chosen, why = name, "it is forced"
         reasons = {other: [f"{name} is forced"] for other in _registry.names() if other != name}
         if name != _registry.TORCH:
             device = device or _dispatch.simulated_device(name)
-            on_cuda = problem.as_if_on_cuda()
-            plan = _forced_plan(name, request, on_cuda, into, device, obstacle, deterministic)
+            plan = _forced_plan(name, plan_of, on_cuda, device, obstacle)
     elif device is None or obstacle is not None:
         fallback = device is not None
         why = "no kernel can run here" if fallback else "it serves tensors on the CPU"
         hint = obstacle or "the tensors are on the CPU: move them to a CUDA device"
         reasons = {kernel: [hint] for kernel in _registry.kernel_names()}
     else:
+        chosen, plan, unproved = _first(plan_of, device)
         reasons = {}
-        for kernel in _registry.kernel_names():  # newer instructions first
-            on_cuda = problem.as_if_on_cuda()
-            answer = _plan(kernel, request, on_cuda, into, device, deterministic)
+        for kernel in _registry.kernel_names():
+            answer = plan_of(kernel, device)
             if isinstance(answer, list):
                 reasons[kernel] = answer
             elif why_not := _proofs.why_not(kernel, device.capability, _proofs.BACKWARD):
                 reasons[kernel] = [why_not]
-                if plan is None:
-                    unproved.append(kernel)
-            elif plan is None:
-                chosen, plan = kernel, answer
-            else:
+            elif kernel != chosen:
                 reasons[kernel] = [f"{chosen} is expected to be faster"]
         fallback = plan is None
         why = "no kernel of archflash computes these gradients"
@@ -233,18 +235,33 @@ def decide(
     )
 
 
+def _first(
+    plan_of: PlanOf, device: _native.Device
+) -> tuple[str, _native.LaunchPlan | None, list[str]]:
+    """Who computes gradients if nothing is forced: the first kernel that has a plan and a proof for
+    the GPU, and its plan, or `torch`; and the kernels before it that lack nothing but a proof.
+    """
+    unproved: list[str] = []
+    for kernel in _registry.kernel_names():  # newer instructions first
+        answer = plan_of(kernel, device)
+        if isinstance(answer, list):
+            continue
+        if _proofs.why_not(kernel, device.capability, _proofs.BACKWARD) is None:
+            return kernel, answer, unproved
+        unproved.append(kernel)
+    return _registry.TORCH, None, unproved
+
+
 def _forced_plan(
     name: str,
-    request: Request,
+    plan_of: PlanOf,
     problem: _native.Problem,
-    into: Gradients,
     device: _native.Device,
     obstacle: str | None,
-    deterministic: bool,
 ) -> _native.LaunchPlan:
     if obstacle:
         raise ForcedImplementationError(f"{name} is forced, but {obstacle}")
-    answer = _plan(name, request, problem, into, device, deterministic)
+    answer = plan_of(name, device)
     if isinstance(answer, list):
         listed = "".join(f"\n  {reason}" for reason in answer)
         raise ForcedImplementationError(
@@ -339,26 +356,30 @@ def compute(
 
 
 def _decide_eager(
-    tensors: tuple[Any, ...],
-    values: tuple[Any, ...],
-    into: tuple[Any, ...],
-    accumulate: bool,
-    deterministic: bool,
-    name: str | None,
+    problem: _native.Problem, index: int, name: str | None, plan_of: PlanOf
 ) -> _native.LaunchPlan | None:
     """The plan for the gradients of an eager call; None if `torch` computes them. The runtime calls
-    this when its cache misses.
+    this when its cache misses, in training with changing lengths at nearly every step.
+
+    Args:
+        problem: the call.
+        index: of the device of its tensors.
+        name: the forced implementation; None for the best.
+        plan_of: what the kernels answer.
     """
-    dout, q, k, v, out, lse, dlse = tensors
-    dq, dk, dv, dsinks, dmask = into
-    options = _options.complete(dict(zip(_options.OF_ATTENTION, values, strict=True)))
-    request = Request(dout, q, k, v, out, lse, dlse, options, dmask is not None)
-    device, obstacle = _dispatch.device_of(request.problem(), q.device.index)
-    gradients = Gradients(dq, dk, dv, dsinks, accumulate, dmask)
-    decision = decide(request, gradients, device, name, obstacle, deterministic)
-    if decision.unproved and device is not None:
-        _proofs.note(decision.unproved[0], device, decision.chosen)
-    return decision.plan
+    device, obstacle = _dispatch.device_of(problem, index)
+    if name is not None:
+        _dispatch.check_name(name)
+        if name == _registry.TORCH:
+            return None
+        device = device or _dispatch.simulated_device(name)
+        return _forced_plan(name, plan_of, problem, device, obstacle)
+    if device is None or obstacle is not None:
+        return None
+    chosen, plan, unproved = _first(plan_of, device)
+    if unproved:
+        _proofs.note(unproved[0], device, chosen)
+    return plan
 
 
 _native.set_decide_gradients(_decide_eager)

@@ -136,6 +136,16 @@ bool can_be_recorded(const Arguments& a, const Problem& problem) {
          a.k_descale.is_none() && a.v_descale.is_none();
 }
 
+// The places of the options that are tensors, a tuple.
+nb::object places_of_tensors(const Arguments& a) {
+  nb::list places;
+  for (int i = 0; i < ATTENTION_OPTION_COUNT; ++i) {
+    const nb::handle value = a.*ARGUMENTS[i];
+    if (may_be_tensor(OPTIONS[i].kind) && !value.is_none() && is_tensor(value)) places.append(i);
+  }
+  return nb::tuple(places);
+}
+
 // A call whose gradients are needed, by a plan that gives its log-sum-exp.
 nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& call) {
   const std::shared_ptr<PreparedPlan> plan = found.plan;
@@ -145,7 +155,8 @@ nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& cal
   call.problem.want_lse = true;
   const nb::object results = run(*plan, a, call, like);
   call.problem.want_lse = wants_lse;
-  return record()(results[0], results[1], a.q, a.k, a.v, a.options, plan->plan->implementation);
+  return record()(results[0], results[1], a.q, a.k, a.v, a.options, plan->plan->implementation,
+                  places_of_tensors(a));
 }
 
 }  // namespace

@@ -1,23 +1,33 @@
 #include "runtime/gradient_path.h"
 
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "runtime/call_path.h"
 #include "runtime/plan_cache.h"
 #include "runtime/reading/reading.h"
+#include "runtime/registry.h"
 #include "runtime/run_plan.h"
 
 namespace archflash {
 namespace {
 
-// What serves calls that are alike. Null: `torch` does, or Python refuses them.
-using CachedGradients = std::shared_ptr<PreparedPlan>;
+constexpr int GRADIENTS = 3;  // dq, dk, dv
+constexpr const char* GRADIENT_NAMES[GRADIENTS] = {"dq", "dk", "dv"};
+
+// What serves calls that are alike.
+struct CachedGradients {
+  std::shared_ptr<PreparedPlan> plan;  // null: `torch` does, or Python refuses them
+  nb::object like[GRADIENTS];          // what new gradients are made from; null for given ones
+};
 
 PlanCache<BackwardProblem, CachedGradients>& cache() {
   static auto& instance = *new PlanCache<BackwardProblem, CachedGradients>;
@@ -78,24 +88,10 @@ void describe(const TensorView& t, const reading::Axes& x, BackwardTensor& to) {
   to.align = alignment(t.data);
 }
 
-// The gradient of q, k or v: the given tensor, or a new one that nests in memory as its input does.
-// False if the given one does not fit.
-bool make_gradient(nb::handle given, const char* name, nb::handle of, int device_index,
-                   Seen& made) {
+// Reads a gradient that was given. False if no kernel may write it.
+bool read_gradient(nb::handle given, const char* name, nb::handle of, Seen& made) {
   TensorView input;
   read_tensor(of, name, input, true);
-  if (given.is_none()) {
-    TensorView& view = made.view;
-    view.ndim = input.ndim;
-    std::copy_n(input.shape, input.ndim, view.own_shape);  // `input` may own its shape
-    view.shape = view.own_shape;
-    reading::nest_as(input.strides, input.ndim, input.shape, view.own_strides);
-    view.strides = view.own_strides;
-    view.dtype = input.dtype;
-    made.tensor = new_tensor(of, input.ndim, input.shape, view.strides, input.dtype, device_index);
-    view.data = address_of_new(made.tensor, name);
-    return true;
-  }
   made.read(nb::borrow(given), name);
   const TensorView& t = made.view;
   for (int i = 0; i < t.ndim; ++i) {
@@ -105,9 +101,22 @@ bool make_gradient(nb::handle given, const char* name, nb::handle of, int device
          (t.dtype == input.dtype || t.dtype == DType::F32);
 }
 
+// What a new gradient is made from, which nests in memory as its input does.
+nb::object template_of_gradient(nb::handle of, const reading::Axes& axes, BackwardTensor& to) {
+  TensorView input;
+  read_tensor(of, "q, k or v", input, true);
+  int64_t strides[MAX_DIMS];
+  reading::nest_as(input.strides, input.ndim, input.shape, strides);
+  const nb::object like = strided(input.ndim, input.shape, strides, input.dtype);
+  input.strides = strides;
+  input.data = nullptr;  // new memory is aligned
+  describe(input, axes, to);
+  return like;
+}
+
 // What a backward pass writes.
 struct Written {
-  Seen dq, dk, dv;
+  Seen gradients[GRADIENTS];
   nb::object dsinks = nb::none(), dmask = nb::none();
 };
 
@@ -116,7 +125,7 @@ void make_other_gradients(const Arguments& a, bool mask_gradient, const Call& ca
                           BackwardProblem& problem) {
   if (!a.sinks.is_none()) {
     const int64_t heads = call.problem.heads_q, one = 1;
-    made.dsinks = new_tensor(a.q, 1, &heads, &one, DType::F32, call.device_index);
+    made.dsinks = new_tensor(strided(1, &heads, &one, DType::F32), a.q, call.device_index);
     problem.dsinks = true;
   }
   if (!mask_gradient) return;
@@ -144,9 +153,12 @@ void launch(const PreparedPlan& prepared, const Arguments& a, Call& call, const 
   outputs.lse = lse.tensor;
   const bool simulated = call.device_index < 0;
   allocate_workspace(*prepared.plan, a.q, call, outputs, simulated);
-  const std::pair<Operand, const Seen*> seen[] = {{Operand::DOut, &dout},  {Operand::Lse, &lse},
-                                                  {Operand::DLse, &dlse},  {Operand::DQ, &made.dq},
-                                                  {Operand::DK, &made.dk}, {Operand::DV, &made.dv}};
+  const std::pair<Operand, const Seen*> seen[] = {{Operand::DOut, &dout},
+                                                  {Operand::Lse, &lse},
+                                                  {Operand::DLse, &dlse},
+                                                  {Operand::DQ, &made.gradients[0]},
+                                                  {Operand::DK, &made.gradients[1]},
+                                                  {Operand::DV, &made.gradients[2]}};
   const std::pair<Operand, const nb::object*> others[] = {{Operand::DSinks, &made.dsinks},
                                                           {Operand::DMask, &made.dmask}};
   if (simulated) {
@@ -219,43 +231,67 @@ nb::object attention_backward(const GradientCall& given) {
   if (given.mask_gradient && (given.deterministic || p.mask < 2)) return unserved;
 
   Written made;
-  if (!make_gradient(given.dq, "dq", a.q, call.device_index, made.dq) ||
-      !make_gradient(given.dk, "dk", a.k, call.device_index, made.dk) ||
-      !make_gradient(given.dv, "dv", a.v, call.device_index, made.dv))
-    return unserved;
+  const nb::handle inputs[GRADIENTS] = {a.q, a.k, a.v};
+  const nb::handle targets[GRADIENTS] = {given.dq, given.dk, given.dv};
+  for (int i = 0; i < GRADIENTS; ++i) {
+    if (!targets[i].is_none() &&
+        !read_gradient(targets[i], GRADIENT_NAMES[i], inputs[i], made.gradients[i]))
+      return unserved;
+  }
   CacheKey<BackwardProblem> key;
   std::memset(static_cast<void*>(&key), 0, sizeof key);
   BackwardProblem& problem = key.problem;
   std::memcpy(static_cast<void*>(&problem.call), &p, sizeof(Problem));
   const reading::Axes axes = reading::axes_of(a, p.varlen);
   describe(dout.view, axes, problem.dout);
-  describe(made.dq.view, axes, problem.dq);
-  describe(made.dk.view, axes, problem.dk);
-  describe(made.dv.view, axes, problem.dv);
+  // New gradients follow from the inputs, and stay out of the key.
+  BackwardTensor BackwardProblem::* const members[GRADIENTS] = {
+      &BackwardProblem::dq, &BackwardProblem::dk, &BackwardProblem::dv};
+  for (int i = 0; i < GRADIENTS; ++i) {
+    if (!targets[i].is_none()) describe(made.gradients[i].view, axes, problem.*members[i]);
+  }
   problem.accumulate = given.accumulate;
   problem.dlse = !given.dlse.is_none();
   problem.deterministic = given.deterministic;
   make_other_gradients(a, given.mask_gradient, call, made, problem);
   key.device_index = call.device_index;
   key.forced = forced_index(given.implementation);
+  key.row_axis = axes.row;
 
   if (call.device_index < 0) forget_other_simulated_devices();
   const CachedGradients* found = cache().find(key);
   if (found == nullptr) {
-    const nb::object chosen = decide_gradients()(
-        nb::make_tuple(dout.tensor, a.q, a.k, a.v, a.out, lse.tensor, dlse.tensor), a.options,
-        nb::make_tuple(made.dq.tensor, made.dk.tensor, made.dv.tensor, made.dsinks, made.dmask),
-        given.accumulate, given.deterministic, given.implementation);
-    found = cache().insert(key, chosen.is_none() ? nullptr : prepare_for(call, chosen));
+    CachedGradients decision;
+    BackwardProblem asked = problem;
+    asked.call.on_cuda = true;  // the simulator stands for a GPU
+    for (int i = 0; i < GRADIENTS; ++i) {
+      if (targets[i].is_none())
+        decision.like[i] = template_of_gradient(inputs[i], axes, asked.*members[i]);
+    }
+    const nb::object plan_of =
+        nb::cpp_function([asked](const std::string& kernel, const Device& device) -> PlanResult {
+          return plan_backward(kernel, asked, device);
+        });
+    const nb::object chosen =
+        decide_gradients()(p, call.device_index, given.implementation, plan_of);
+    if (!chosen.is_none()) decision.plan = prepare_for(call, chosen);
+    found = cache().insert(key, std::move(decision));
   }
-  const CachedGradients plan = *found;  // a copy: allocating may let other threads insert
-  if (!plan) return unserved;
-  launch(*plan, a, call, lse, dlse, dout, made);
-  for (const nb::handle x : {given.dq, given.dk, given.dv}) {
+  const CachedGradients decision = *found;  // a copy: allocating may let other threads insert
+  if (!decision.plan) return unserved;
+  for (int i = 0; i < GRADIENTS; ++i) {
+    if (!decision.like[i].is_valid()) continue;
+    Seen& gradient = made.gradients[i];
+    gradient.tensor = new_tensor(decision.like[i], inputs[i], call.device_index);
+    gradient.view.data = address_of_new(gradient.tensor, GRADIENT_NAMES[i]);
+  }
+  launch(*decision.plan, a, call, lse, dlse, dout, made);
+  for (const nb::handle x : targets) {
     // Autograd must see that it was written.
     if (!x.is_none() && !nb::cast<bool>(x.attr("is_inference")())) torch().increment_version(x);
   }
-  return nb::make_tuple(made.dq.tensor, made.dk.tensor, made.dv.tensor, made.dsinks, made.dmask);
+  const Seen* const g = made.gradients;
+  return nb::make_tuple(g[0].tensor, g[1].tensor, g[2].tensor, made.dsinks, made.dmask);
 }
 
 void set_decide_gradients(nb::object function) { decide_gradients() = std::move(function); }

@@ -22,9 +22,8 @@ struct GradientCall {
 // written: Python serves the call, or refuses it.
 nb::object attention_backward(const GradientCall& given);
 
-// decide(tensors, options, gradients, accumulate, deterministic, implementation) -> LaunchPlan, or
-// None for `torch`: who computes gradients. tensors: dout, q, k, v, out, lse and dlse; gradients:
-// dq, dk, dv, dsinks and dmask.
+// decide(problem, device_index, implementation, plan_of) -> LaunchPlan, or None for `torch`: who
+// computes gradients, where plan_of(kernel, device) is a kernel's plan or its reasons why not.
 void set_decide_gradients(nb::object function);
 
 void clear_cached_gradients();

@@ -1,5 +1,5 @@
-// The plan cache: the last 256 decisions. The key is the bytes of the problem, the device and what
-// is forced; addresses are not part of it.
+// The plan cache: the last 1,024 decisions. The key is the bytes of the problem, the device and
+// what is forced; addresses are not part of it.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +21,17 @@ struct CacheKey {
   Asked problem;  // Problem or BackwardProblem
   int64_t device_index;
   int64_t forced;  // the folder's index in the registry; -1 if nothing is forced
+  // Where a value depends on it: which dimension of q has its rows.
+  int64_t row_axis = 0;
 
   bool operator==(const CacheKey& other) const {
     return std::memcmp(this, &other, sizeof(CacheKey)) == 0;
   }
 };
-static_assert(sizeof(CacheKey<Problem>) == sizeof(Problem) + 16);
-static_assert(sizeof(CacheKey<BackwardProblem>) == sizeof(BackwardProblem) + 16);
+static_assert(sizeof(CacheKey<Problem>) == sizeof(Problem) + 24);
+static_assert(sizeof(CacheKey<BackwardProblem>) == sizeof(BackwardProblem) + 24);
 
-constexpr size_t PLAN_CACHE_CAPACITY = 256;
+constexpr size_t PLAN_CACHE_CAPACITY = 1024;
 
 template <class Asked, class Value>
 class PlanCache {

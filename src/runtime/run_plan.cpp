@@ -17,11 +17,6 @@ nb::object tuple_of(const int64_t* numbers, int count) {
   return made;
 }
 
-// What functions of PyTorch that allocate a tensor take: (shape, strides, dtype).
-nb::tuple strided(int ndim, const int64_t* shape, const int64_t* strides, DType dtype) {
-  return nb::make_tuple(tuple_of(shape, ndim), tuple_of(strides, ndim),
-                        torch().dtypes[static_cast<int>(dtype)]);
-}
 nb::tuple strided_out(const Call& call) {
   return strided(call.out_ndim, call.out_shape, call.out_strides, call.problem.out_dtype);
 }
@@ -64,19 +59,19 @@ bool allocates_on(int device_index) {
   return PyLong_AsLong(index.ptr()) == device_index;
 }
 
-nb::object make_result(nb::handle from, nb::handle q, int device_index) {
+}  // namespace
+
+nb::tuple strided(int ndim, const int64_t* shape, const int64_t* strides, DType dtype) {
+  return nb::make_tuple(tuple_of(shape, ndim), tuple_of(strides, ndim),
+                        torch().dtypes[static_cast<int>(dtype)]);
+}
+
+nb::object new_tensor(nb::handle from, nb::handle beside, int device_index) {
   if (!PyTuple_Check(from.ptr())) return torch().empty_like(from);
-  if (!allocates_on(device_index)) return new_empty_strided(q, from);
+  if (!allocates_on(device_index)) return new_empty_strided(beside, from);
   nb::object made = nb::steal(PyObject_Call(torch().empty_strided_cuda.ptr(), from.ptr(), nullptr));
   if (!made.is_valid()) throw nb::python_error();
   return made;
-}
-
-}  // namespace
-
-nb::object new_tensor(nb::handle like, int ndim, const int64_t* shape, const int64_t* strides,
-                      DType dtype, int device_index) {
-  return make_result(strided(ndim, shape, strides, dtype), like, device_index);
 }
 
 void* address_of_new(nb::handle tensor, const char* name) {
@@ -143,7 +138,7 @@ void allocate_outputs(const Arguments& a, Call& call, Outputs& made, const Templ
   if (!a.out.is_none()) {
     made.out = nb::borrow(a.out);
   } else {
-    made.out = like.out.is_valid() ? make_result(like.out, a.q, call.device_index)
+    made.out = like.out.is_valid() ? new_tensor(like.out, a.q, call.device_index)
                                    : allocate_out(a.q, call);
   }
   if (a.out.is_none()) {
@@ -157,7 +152,7 @@ void allocate_outputs(const Arguments& a, Call& call, Outputs& made, const Templ
     }
   }
   if (call.problem.want_lse) {
-    made.lse = like.lse.is_valid() ? make_result(like.lse, a.q, call.device_index)
+    made.lse = like.lse.is_valid() ? new_tensor(like.lse, a.q, call.device_index)
                                    : allocate_lse(a.q, call.problem);
     set_address(call, Operand::Lse, made.lse);
   }

@@ -9,9 +9,11 @@
 
 namespace archflash {
 
-// A new tensor on the device of `like`, which has the index `device_index` (-1 on the CPU).
-nb::object new_tensor(nb::handle like, int ndim, const int64_t* shape, const int64_t* strides,
-                      DType dtype, int device_index);
+// What functions of PyTorch that allocate a tensor take: (shape, strides, dtype).
+nb::tuple strided(int ndim, const int64_t* shape, const int64_t* strides, DType dtype);
+// A new tensor of that kind, or like a tensor, on the device of `beside`, which has the index
+// `device_index` (-1 on the CPU).
+nb::object new_tensor(nb::handle from, nb::handle beside, int device_index);
 
 // The address of a tensor that was allocated for a call; set_address() notes it there.
 void* address_of_new(nb::handle tensor, const char* name);

@@ -614,17 +614,18 @@ def test_decisions_are_kept_by_problem_and_the_oldest_dropped() -> None:
     for _ in range(3):
         archflash.attention(q, q, q)
     hits, misses, entries, capacity = native.cache_info()
-    assert (hits, misses, entries, capacity) == (2, 1, 1, 256)
+    assert (hits, misses, entries, capacity) == (2, 1, 1, 1024)
     with archflash.force("torch"):
         archflash.attention(q, q, q)
     assert native.cache_info()[:3] == (2, 2, 2)  # another entry: the forced name is part of the key
-    for n in range(1, 301):
-        archflash.attention(q, rand(1, 1, n, 8), rand(1, 1, n, 8))
-    assert native.cache_info()[2] == 256
+    many = rand(1, 1, 1100, 8)
+    for n in range(1, 1101):
+        archflash.attention(q, many[:, :, :n], many[:, :, :n])
+    assert native.cache_info()[2] == 1024
     misses = native.cache_info()[1]
-    archflash.attention(q, rand(1, 1, 300, 8), rand(1, 1, 300, 8))
+    archflash.attention(q, many, many)
     assert native.cache_info()[1] == misses  # the newest is still there
-    archflash.attention(q, rand(1, 1, 2, 8), rand(1, 1, 2, 8))
+    archflash.attention(q, many[:, :, :2], many[:, :, :2])
     assert native.cache_info()[1] == misses + 1  # an old one is not
     native.clear_cache()
     assert native.cache_info()[:3] == (0, 0, 0)

@@ -89,7 +89,7 @@ def test_every_table_of_the_runtime_is_bounded() -> None:
 
 
 def test_plans_of_many_shapes_are_not_kept() -> None:
-    most = 256
+    most = 1024
     k = torch.zeros(1, 1, 8, 8)
     for rows in range(1, most + 50):
         archflash.attention(torch.zeros(1, 1, rows, 8), k, k)

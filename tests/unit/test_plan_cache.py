@@ -62,11 +62,11 @@ def test_threads_share_plans_and_drop_the_oldest() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    for length in range(1, 400):
+    for length in range(1, 1100):
         with pytest.raises(archflash.LaunchError):
             archflash.attention(*(torch.zeros(1, 1, length, 8),) * 3)
     _, _, entries, capacity = _native.cache_info()
-    assert entries == capacity == 256
+    assert entries == capacity == 1024
 
 
 @pytest.fixture
@@ -101,6 +101,18 @@ def _train(length: int, **options: Any) -> None:
     q, k, v = (torch.randn(1, 2, length, 64, requires_grad=True) for _ in range(3))
     out = archflash.attention(q, k, v, implementation="simt", **options)
     torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+
+
+@pytest.mark.usefixtures("asked_for")
+def test_gradients_lie_as_their_inputs_in_each_layout() -> None:
+    """Two calls that are one problem but for the order of dimensions, which it does not tell."""
+    rows_first = [torch.randn(1, 40, 2, 64).requires_grad_() for _ in range(3)]
+    heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in rows_first]
+    for _ in range(2):
+        for inputs, layout in ((rows_first, "bnhd"), (heads_first, "bhnd")):
+            out = archflash.attention(*inputs, layout=layout, implementation="simt")
+            for x, dx in zip(inputs, torch.autograd.grad(out, inputs, out.detach()), strict=True):
+                assert (dx.shape, dx.stride()) == (x.shape, x.stride())
 
 
 def test_both_passes_of_a_training_call_are_decided_once(asked_for: list[str]) -> None:

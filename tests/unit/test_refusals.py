@@ -308,12 +308,16 @@ def backward_of(rows: int = 64, **options: Any) -> tuple[Any, Any, Any]:
 def test_a_forced_backward_names_what_keeps_it() -> None:
     request, targets, problem = backward_of()
     h200 = find_device("H200")
-    given = ("ampere", request, problem, targets, h200)
-    assert _gradients._forced_plan(*given, None, False).implementation == "ampere"
+
+    def plan_of(kernel: str, device: Any) -> Any:
+        return _gradients._plan(kernel, request, problem, targets, device, False)
+
+    plan = _gradients._forced_plan("ampere", plan_of, problem, h200, None)
+    assert plan.implementation == "ampere"
     with pytest.raises(ForcedImplementationError, match="ampere is forced, but no driver"):
-        _gradients._forced_plan(*given, "no driver", False)
+        _gradients._forced_plan("ampere", plan_of, problem, h200, "no driver")
     with pytest.raises(ForcedImplementationError, match="cannot compute the gradients of bfloat16"):
-        _gradients._forced_plan("ada", *given[1:], None, False)
+        _gradients._forced_plan("ada", plan_of, problem, h200, None)
 
 
 @pytest.mark.parametrize("way", [contextlib.nullcontext, Watching], ids=["eager", "watched"])

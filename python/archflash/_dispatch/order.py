@@ -71,11 +71,11 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
     if pytorch.fails(problem, capability):
         return _before_pytorch(problem, capability, kernels)
-    if problem.needs_grad and pytorch.differentiates(problem, capability):
+    if problem.needs_grad and (rival := pytorch.differentiates(problem, capability)):
         if dense_mask_of_few_rows(problem):
             faster = [name for name in kernels if _registry.uses_tensor_cores(name)]
         else:
-            faster = _faster_with_gradients(problem, capability, kernels)
+            faster = _faster_with_gradients(problem, kernels, measured, rival)
         return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
     if problem.dtype == "float32":
         # Ours has 0.5 to 0.8 of the speed of PyTorch's memory-efficient kernel there (H200).
@@ -138,17 +138,18 @@ def pytorch_is_faster_than_mma_sync(
 
 
 def _faster_with_gradients(
-    problem: _native.Problem, capability: tuple[int, int] | None, kernels: Sequence[str]
+    problem: _native.Problem,
+    kernels: Sequence[str],
+    measured: _measured.Measurement | None,
+    pytorchs: str,
 ) -> list[str]:
     """The kernels that computed such a call and its gradients faster than the kernel that PyTorch
     has for it, where both were measured. A causal mask that PyTorch's kernel has to read, because
     there are other numbers of queries and keys, was not measured; it only makes it slower.
     """
-    measured = _measured.find(problem, capability)
-    pytorchs = pytorch.differentiating_kernel(problem, capability)
-    if measured is None or isinstance(pytorchs, list):
+    if measured is None or pytorchs not in measured.order:
         return []
-    if pytorchs not in measured.order or problem.masked or not pytorch.may_serve(problem):
+    if problem.masked or not pytorch.may_serve(problem):
         return []
     place = measured.place(pytorchs)
     return [name for name in kernels if measured.place(name) < place]

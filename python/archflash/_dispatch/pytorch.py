@@ -142,18 +142,19 @@ def needs_mask(problem: _native.Problem) -> bool:
 
 def differentiates(
     problem: _native.Problem, capability: tuple[int, int] | None, *, dropout: bool = False
-) -> bool:
-    """Whether a fused kernel of PyTorch computes a call and its gradients, with weights dropped if
-    `dropout` says so.
+) -> str | None:
+    """The fused kernel of PyTorch that computes a call and its gradients as `torch` would have it,
+    with weights dropped if `dropout` says so; None if none does.
     """
     if problem.batch_invariant:
-        return False
+        return None
     of_few_keys = problem.window or problem.key_ranges or problem.block_mask
     if problem.dtype != "float32" and of_few_keys:
-        return False  # PyTorch would make a mask of all scores, and skip nothing
+        return None  # PyTorch would make a mask of all scores, and skip nothing
     if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
-        return False
-    return not isinstance(differentiating_kernel(problem, capability, dropout=dropout), list)
+        return None
+    kernel = differentiating_kernel(problem, capability, dropout=dropout)
+    return None if isinstance(kernel, list) else kernel
 
 
 def differentiating_kernel(
