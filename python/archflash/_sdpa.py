@@ -112,19 +112,21 @@ def scaled_dot_product_attention(
             f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions: "
             "each needs at least 2"
         )
-    # With enable_gqa the numbers of heads may differ, so only the dimensions before them broadcast.
-    kept = 3 if enable_gqa and min(query.ndim, key.ndim, value.ndim) >= 3 else 2
-    if tracing:
-        q, k, v, shape = query, key, value, None
-    else:
-        q, k, v = query, key, value
-        lead, *others = (x.shape[:-kept] for x in (q, k, v))
-        if query.ndim != 4 or not is_eager() or any(other != lead for other in others):
-            lead = torch.broadcast_shapes(lead, *others)  # type: ignore[no-untyped-call]
-            q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (q, k, v))
-        shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
+    q, k, v, shape = query, key, value, None
+    if not tracing:
+        # The usual call keeps its tensors: a view of each is a node of autograd.
+        if not (is_eager() and _fit_together(query, key, value, enable_gqa)):
+            # With enable_gqa the numbers of heads may differ, so only the dimensions before them
+            # broadcast.
+            kept = 3 if enable_gqa and min(query.ndim, key.ndim, value.ndim) >= 3 else 2
+            lead = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+                *(x.shape[:-kept] for x in (query, key, value))
+            )
+            q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
+            shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
         if attn_mask is not None and not is_bias:
-            attn_mask = _mask_to_4d(attn_mask, (*shape[:-1], key.shape[-2]))
+            scores = (*(q.shape if shape is None else shape)[:-1], key.shape[-2])
+            attn_mask = _mask_to_4d(attn_mask, scores)
     options: dict[str, Any] = {
         "causal": is_causal,
         # If the lengths are equal, both alignments are the same, and PyTorch needs no mask. A
@@ -163,6 +165,15 @@ def _is_recorded(
     batch, heads, _, d = query.shape
     same = batch == key.shape[0] == value.shape[0] and key.shape[1] == value.shape[1]
     return same and min(d, value.shape[3]) > 0 and (enable_gqa or heads == key.shape[1])
+
+
+def _fit_together(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether tensors have the four dimensions of `archflash.attention`, and nothing broadcasts."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    of_q, of_k, of_v = query.shape, key.shape, value.shape
+    same_heads = enable_gqa or of_q[1] == of_k[1] == of_v[1]
+    return same_heads and of_q[0] == of_k[0] == of_v[0]
 
 
 def _may_differ(nq: int, nk: int) -> bool:

@@ -26,10 +26,13 @@ UNBOUNDED: Window = (-1, -1)
 _NUMBERS = ("dropout_p", "num_splits", "max_seqlen_q", "max_seqlen_k", "attention_chunk")
 
 
-def _plain_numbers(options: dict[str, Any]) -> dict[str, Any]:
+def _with_plain_numbers(options: dict[str, Any]) -> dict[str, Any]:
     if "causal" in options:
-        options = options | {"causal": flag(options["causal"])}
-    return {name: plain(x) if name in _NUMBERS else x for name, x in options.items()}
+        options["causal"] = flag(options["causal"])
+    for name in _NUMBERS:
+        if options.get(name) is not None:
+            options[name] = plain(options[name])
+    return options
 
 
 def attend(
@@ -57,10 +60,10 @@ def attend(
         The output, and the log-sum-exp where it is wanted: float32 (batch, heads, rows), or
         (heads, rows) for packed sequences.
     """
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    call: Callable[..., Any] = attention
+    if boolean("deterministic", deterministic) and torch.is_grad_enabled():
+        call = _deterministic if any(x.requires_grad for x in (q, k, v)) else attention
     want_lse = flag(want_lse)
-    repeats = boolean("deterministic", deterministic)
-    call = _deterministic if repeats and needs_grad else attention
     result = call(
         q,
         k,
@@ -71,7 +74,7 @@ def attend(
         softcap=plain(softcap) or None,
         layout="bnhd",
         return_lse=want_lse,
-        **_plain_numbers(options),
+        **_with_plain_numbers(options),
     )
     if not want_lse:
         return result, None
@@ -172,7 +175,7 @@ def attend_to_cache(
         else:
             cache_seqlens = count("cache_seqlens", cache_seqlens)
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    call = _plain_numbers(options) | {
+    call = _with_plain_numbers(options) | {
         "cache_seqlens": cache_seqlens, "page_table": page_table, "k_new": k_new,
         "scale": plain(softmax_scale), "window": as_window(window_size),
         "softcap": plain(softcap) or None, "num_splits": count("num_splits", num_splits) or None,
