@@ -75,19 +75,21 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Sdpa:
-    """How models call attention by PyTorch's function. Each provider takes what it reads as it
-    lies: q, k and v (batch, heads, rows, head_dim), or all in one (batch, rows, 3, heads, head_dim)
-    for attention of all rows on all.
+    """How models call attention by PyTorch's function. A model has rows before heads, q, k and v
+    (batch, rows, heads, head_dim), or all in one (batch, rows, 3, heads, head_dim) for attention of
+    all rows on all. Each provider is called as its users would; the output is (batch, rows, heads,
+    head_dim).
     """
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return out.transpose(1, 2)
 
     @classmethod
     def attend_packed(cls, qkv: Tensor) -> Tensor:
-        """The output (batch, rows, heads, head_dim)."""
-        return cls.attend(*qkv.transpose(1, 3).unbind(2), causal=False).transpose(1, 2)
+        return cls.attend(*qkv.unbind(2), causal=False)
 
 
 class ByName(Sdpa):
@@ -95,14 +97,7 @@ class ByName(Sdpa):
     def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         import archflash
 
-        out: Tensor = archflash.attention(q, k, v, causal=causal)
-        return out
-
-    @classmethod
-    def attend_packed(cls, qkv: Tensor) -> Tensor:
-        import archflash
-
-        out: Tensor = archflash.attention(*qkv.unbind(2), layout="bnhd")
+        out: Tensor = archflash.attention(q, k, v, causal=causal, layout="bnhd")
         return out
 
 
@@ -111,8 +106,8 @@ class FlashAttn(Sdpa):
     def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         from archflash.compat.flash_attn import flash_attn_func
 
-        out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
-        return out.transpose(1, 2)
+        out: Tensor = flash_attn_func(q, k, v, causal=causal)
+        return out
 
     @classmethod
     def attend_packed(cls, qkv: Tensor) -> Tensor:
@@ -171,15 +166,15 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x (batch, rows, width), whose keys and values become the last rows of the cache."""
-        heads = self.qkv(self.norm(x)).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = heads.split(self.split, 1)
+        heads = self.qkv(self.norm(x)).unflatten(2, (-1, self.head_dim))
+        q, k, v = heads.split(self.split, 2)
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         if cache is not None:
             for written, new in zip(cache, (k, v), strict=True):
-                written[:, :, -x.shape[1] :] = new
-            k, v = cache
+                written[:, :, -x.shape[1] :] = new.transpose(1, 2)
+            k, v = (of_heads.transpose(1, 2) for of_heads in cache)
         y = serving.attend(q, k, v, causal=cache is None)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
+        x = x + self.out(y.flatten(2))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -196,7 +191,7 @@ class Decoder(nn.Module):
         """`first`: the position of x's first row; a cache for each layer."""
         place = torch.arange(first, first + x.shape[1], device=x.device)
         turns = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
-        angle = place[:, None] * 500_000.0**-turns
+        angle = (place[:, None] * 500_000.0**-turns)[:, None]  # the same for all heads
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for number, layer in enumerate(self.layers):
             x = layer(x, cos, sin, None if caches is None else caches[number])
@@ -366,6 +361,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         # In turns forwards and backwards: what ran before decides how warm the GPU is.
         for way in case.ways if number % 2 == 0 else reversed(case.ways):
             use(way[1])
+            step(case, modules[way[0]])  # switching forgets what was decided
             samples[way].append(section_ms(partial(step, case, modules[way[0]]), counts[way]))
     use("torch")
     figures = {
