@@ -288,8 +288,10 @@ template <DType T>
 using BackwardD64Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D64)>;
 template <DType T>
 using BackwardD128Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D128)>;
+// All blocks of block_mask of a round are computed where one of them is seen, so that of 128 keys
+// and 128 queries half of the work could be for nothing. Tiles for few keys have one of them.
 template <DType T>
-using BackwardD64Table = BackwardConfig<T, with_lists(BACKWARD_D64)>;
+using BackwardD64Table = BackwardConfig<T, with_lists(BACKWARD_D64_SHORT)>;
 template <DType T>
 using BackwardD128Table = BackwardConfig<T, with_lists(BACKWARD_D128)>;
 template <DType T>

@@ -17,7 +17,7 @@ namespace archflash::hopper {
 template <class C>
 __device__ __forceinline__ void list_rounds(const ListingBackwardParams& params, CtaWork& cta) {
   using device::ListedRound;
-  static_assert(C::ROWS == 2 * MASK_BLOCK && C::BLOCK == MASK_BLOCK,
+  static_assert(C::GROUP_ROWS == MASK_BLOCK && C::BLOCK == MASK_BLOCK,
                 "a warpgroup's keys and a block of queries are a block of block_mask");
   static_assert(sizeof(device::ListedWork) <= C::WORK_BYTES);
   auto& work = static_cast<device::ListedWork&>(cta);
@@ -40,8 +40,9 @@ __device__ __forceinline__ void list_rounds(const ListingBackwardParams& params,
       const int row = top - lane * C::ROUND;
       uint32_t seen = 0;
 #pragma unroll
-      for (int i = 0; i < 2 * C::BLOCKS_OF_ROUND; ++i) {
-        const int first_query = row + i / 2 * C::BLOCK, key_block = i % 2;
+      for (int i = 0; i < C::WARPGROUPS * C::BLOCKS_OF_ROUND; ++i) {
+        const int block = i / C::WARPGROUPS, key_block = i % C::WARPGROUPS;
+        const int first_query = row + block * C::BLOCK;
         if (row < work.begin || first_query >= work.passing_rows || key_block >= key_blocks)
           continue;
         const int first_key = work.first_row + key_block * MASK_BLOCK;
@@ -49,7 +50,7 @@ __device__ __forceinline__ void list_rounds(const ListingBackwardParams& params,
         const uint8_t state = table_gmem[first_query / MASK_BLOCK * masks.blocks_row + key_block];
         if (state != BLOCK_UNSEEN &&
             !work.visible.hides(first_key, last_key, first_query, first_query + C::BLOCK - 1))
-          seen |= 1u << i;
+          seen |= 1u << (2 * block + key_block);
       }
       const uint32_t lanes = __ballot_sync(device::FULL_WARP, seen != 0);
       if (seen != 0) {

@@ -63,7 +63,7 @@ struct TableTile {
   const char* main_name;
 };
 constexpr TableTile TABLE_TILES[] = {
-    {backward_tile<BackwardD64Table<DType::F16>>("d64", nullptr, nullptr), "d64_table"},
+    {backward_tile<BackwardD64Table<DType::F16>>("d64_short", nullptr, nullptr), "d64_table"},
     {backward_tile<BackwardD128Table<DType::F16>>("d128", nullptr, nullptr), "d128_table"},
 };
 
