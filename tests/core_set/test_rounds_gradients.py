@@ -66,21 +66,24 @@ each_kernel = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @of_each_kernel("dims", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kernel(dtype: str, kernel: str, dims: tuple[int, int], causal: bool) -> None:
+def test_every_kernel(dtype: str, kernel: str, dims: tuple[int, int]) -> None:
     """Three tiles of keys, the last one ragged, and more blocks of queries than there are stages,
-    of two heads that share one of k.
+    of two heads that share one of k. On the simulator both types of a kernel, whose code is one,
+    share out the masks.
     """
     # The tiles of hopper's kernels for more than 128 columns have 64 keys, the others 128.
     wide = kernel == "hopper" and max(dims) > 128
     nq, nk = on.pick(simulator=(200, 170) if wide else (330, 300), gpu=(1350, 1300))
-    number = HEAD_DIMS[kernel].index(dims) + 4 * causal
+    number = HEAD_DIMS[kernel].index(dims)
+    own = (number + (dtype == "bfloat16")) % 2 == 0
     tensors = inputs(nq, nk, *dims, dtype)
-    differentiate_and_check(
-        on, kernel, *tensors, deterministic=False, schedules=(number, number + 1), causal=causal
-    )
+    for causal in on.pick(simulator=(own,), gpu=(False, True)):
+        schedules = (number + 4 * causal, number + 4 * causal + 1)
+        differentiate_and_check(
+            on, kernel, *tensors, deterministic=False, schedules=schedules, causal=causal
+        )
 
 
 @of_each_kernel("dtype", dict.fromkeys(HEAD_DIMS, DTYPES))
