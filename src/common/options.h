@@ -115,7 +115,7 @@ inline bool is_given(const Option& option, const Problem& problem) {
   return option.given && option.given(problem);
 }
 
-// The number of dimensions of a strided tensor, those counted that may be left out.
+// The number of dimensions of a strided tensor, including those that may be left out.
 constexpr int dimensions_of(const Option& option) {
   int count = 0;
   while (count < MOST_DIMENSIONS && option.dimensions[count].extent != Extent::None) ++count;

@@ -41,7 +41,7 @@ struct CombineParams {
 };
 static_assert(std::is_trivially_copyable_v<CombineParams>);
 
-// That of the kernel that does it for decoding calls.
+// The parameter block of the kernel that combines the shares of decoding calls.
 struct CombineSharesParams : CombineParams {
   int32_t warps_of_row;  // 1 or COMBINE_WARPS: so many of a CTA share out the shares of a row
   // 0, or the launch was for packed sequences of at most so many rows. Of the rows that Partials

@@ -95,8 +95,8 @@ struct Problem {
   int64_t packed_rows;      // a PackedRows (common/packed_rows.h): k and v both are those rows
   int64_t attention_chunk;  // a query sees keys of its own chunk of so many positions; 0: of all
 
-  // Elements from one column to the next; 1 where there is one column. Kernels read and write
-  // columns that are neighbours: 1. What has others is copied (planning/copies.h).
+  // Elements from one column to the next; 1 where there is one column. Kernels take 1 alone:
+  // tensors with another step are copied first (planning/copies.h).
   int64_t q_column, k_column, v_column, out_column;
 
   DType dtype;           // of q, and of k and v but for caches

@@ -32,7 +32,7 @@ PlanResult with_lse_for_pytorch(const LaunchPlan& plan, bool self_attention);
 // The folder's plan(), after asking whether its code loads on the device at all.
 PlanResult plan(std::string_view name, const Problem& problem, const Device& device);
 
-// Whether a folder has a backward pass, and its plan: the same questions first.
+// Whether a folder has a backward pass; and its plan_backward(), after the questions of plan().
 bool has_backward(std::string_view name);
 PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
                          const Device& device);

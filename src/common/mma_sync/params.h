@@ -81,7 +81,7 @@ static_assert(std::is_trivially_copyable_v<DroppingParams>);
 static_assert(offsetof(DroppingParams, attention) == 0,
               "core::pointers() counts from the block's start");
 
-// That of the kernels of the backward pass with dropout and without masks as data.
+// The parameter block of the backward kernels with dropout and without masks as data.
 struct DroppingBackwardParams {
   BackwardParams call;
   DropoutParams dropout;

@@ -47,15 +47,15 @@ struct FewRowsPlan {
   LaunchPlan plan;
 };
 
-// Such a plan with the tiles of decode_fwd.cuh; none if the call may not be served so, or if it can
-// have no such sequence.
+// The plan for the sequences of few rows of a packed call, with the tiles of decode_fwd.cuh; none
+// if the call may not be served so, or if it can have no sequence of few rows.
 std::optional<FewRowsPlan> plan_few_rows(const std::string& folder,
                                          std::span<const core::Tile> tiles, const Problem& problem,
                                          const Device& device);
 
-// Such a plan for a folder that has no kernels for few rows, by the folder of the build that lends
-// its own; none if this build has no code of it for the device. The registry, which knows the
-// folders, fills it in at start.
+// plan_few_rows() for a folder that has no kernels for few rows, by the folder of the build that
+// lends its own; none if this build has no code of it for the device. The registry, which knows
+// the folders, fills it in at start.
 inline std::optional<FewRowsPlan> (*plan_few_rows_apart)(const Problem& problem,
                                                          const Device& device) = nullptr;
 

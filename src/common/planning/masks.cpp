@@ -35,7 +35,7 @@ MaskParams mask_params(const Problem& problem) {
                         : dtype == DType::F32 ? MaskElement::F32
                                               : MaskElement::SixteenBits;
   const int bytes = problem.mask == 1 ? 1 : dtype_bytes(dtype);
-  // The last elements of a row come with their neighbours too, so that they must be of the row.
+  // Kernels load whole groups of elements: that of a row's last ones must not go beyond the row.
   const auto can_read = [&](int64_t step) {
     return problem.mask_key == 1 && problem.mask_align >= step * bytes && problem.nk % step == 0 &&
            mask.batch % step == 0 && mask.head % step == 0 && mask.row % step == 0;
