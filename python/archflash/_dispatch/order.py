@@ -69,9 +69,11 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
     """The order without what the user measured."""
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
-    if pytorch.fails(problem, capability):
+    pytorchs = pytorch.chosen_kernel(problem, capability)
+    if isinstance(pytorchs, str) and pytorch.fails(problem, capability, pytorchs):
         return _before_pytorch(problem, capability, kernels)
-    if problem.needs_grad and (rival := pytorch.differentiates(problem, capability)):
+    # From here on `torch` uses what PyTorch itself uses.
+    if problem.needs_grad and (rival := pytorch.differentiates(problem, capability, pytorchs)):
         if dense_mask_of_few_rows(problem):
             faster = [name for name in kernels if _registry.uses_tensor_cores(name)]
         else:
@@ -84,8 +86,6 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
     cuda_cores = [name for name in kernels if not _registry.uses_tensor_cores(name)]
-    # It does not fail, so `torch` uses the same as PyTorch itself.
-    pytorchs = pytorch.kernel_of(problem, capability, with_faults=True)
     if isinstance(pytorchs, list):
         return (*tensor_cores, *cuda_cores, _registry.TORCH)
     if dense_mask_of_few_rows(problem):

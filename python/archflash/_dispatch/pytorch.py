@@ -80,6 +80,15 @@ def kernel_of(
 _OF_FUSED_KERNELS = ("float16", "bfloat16")
 
 
+def chosen_kernel(problem: _native.Problem, capability: tuple[int, int] | None) -> str | list[str]:
+    """The fused kernel that PyTorch itself uses for a problem, whether it fails there or not; a
+    list where it uses none.
+    """
+    if problem.dtype not in _OF_FUSED_KERNELS:
+        return []  # each step of a decoding loop comes here: what takes longer is not asked
+    return kernel_of(problem, capability, with_faults=True)
+
+
 @lru_cache(maxsize=256)
 def fails(
     problem: _native.Problem, capability: tuple[int, int] | None, kernel: str | None = None
@@ -92,10 +101,8 @@ def fails(
         kernel: "torch-cudnn", "torch-flash" or "torch-efficient"; None for the one that PyTorch
             itself would use, if it has one.
     """
-    if capability is None or (kernel is None and problem.dtype not in _OF_FUSED_KERNELS):
-        return None  # each step of a decoding loop comes here: what takes longer is not asked
-    pytorchs = kernel or kernel_of(problem, capability, with_faults=True)
-    if isinstance(pytorchs, list):
+    pytorchs = kernel or chosen_kernel(problem, capability)
+    if capability is None or isinstance(pytorchs, list):
         return None
     masked = _says_which_keys(problem) or needs_mask(problem)
     failing = _fused_kernels.faults(
@@ -141,10 +148,19 @@ def needs_mask(problem: _native.Problem) -> bool:
 
 
 def differentiates(
-    problem: _native.Problem, capability: tuple[int, int] | None, *, dropout: bool = False
+    problem: _native.Problem,
+    capability: tuple[int, int] | None,
+    chosen: str | list[str] | None = None,
+    *,
+    dropout: bool = False,
 ) -> str | None:
     """The fused kernel of PyTorch that computes a call and its gradients as `torch` would have it,
     with weights dropped if `dropout` says so; None if none does.
+
+    Args:
+        problem, capability: the call and the GPU.
+        chosen: what `chosen_kernel` says, where it is known and does not fail.
+        dropout: as for `kernel_of`.
     """
     if problem.batch_invariant:
         return None
@@ -153,7 +169,9 @@ def differentiates(
         return None  # PyTorch would make a mask of all scores, and skip nothing
     if problem.dtype == "float32" and problem.heads_q != problem.heads_kv:
         return None
-    kernel = differentiating_kernel(problem, capability, dropout=dropout)
+    kernel = chosen
+    if kernel is None or problem.dtype == "float32":
+        kernel = differentiating_kernel(problem, capability, dropout=dropout)
     return None if isinstance(kernel, list) else kernel
 
 
