@@ -3,8 +3,8 @@ they are given: our kernels beside PyTorch, which gathers the rows first.
 
     python -m bench.sparse [--only REGEX] [--rounds N] [--output FOLDER]
 
-The rows go to sparse-<gpu>.csv: b queries of hq heads, each with a list of nk rows, whose bytes are
-those that gbps counts. Tables of blocks are cases of bench.masks. Exit status: 0 when all is
+The rows go to sparse-<gpu>.csv: b lists of nk rows, whose bytes are those that gbps counts, for nq
+queries of hq heads each. Tables of blocks are cases of bench.masks. Exit status: 0 when all is
 measured, 1 when a result was wrong, 2 when nothing can be measured.
 """
 
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 ROWS = 65536  # of the cache, or of K and V
 PAGE = 64
 LIST = 2048
-FORMS = {"latent": 1152, "fp8_656": 656, "fp8_584": 584, "dense": 512}  # bytes of a row
+# Bytes of a row; 0: one of K and one of V.
+FORMS = {"latent": 1152, "fp8_656": 656, "fp8_584": 584, "dense": 0}
 OURS = ("hopper", "ampere")
 AT_ONCE = 64  # queries whose rows PyTorch gathers at a time
 
 
 @dataclass
 class Lists:
-    """Queries with a list of rows each, and what is measured with them.
+    """Queries with lists of rows, and what is measured with them.
 
     Args:
-        case: b queries of hq heads, lists of nk rows.
+        case: b lists of nk rows, each for nq queries, 1 or 64, of hq heads.
         form: of the rows, one of FORMS.
         device: torch device of the tensors.
         rows: of the cache.
@@ -62,7 +63,7 @@ class Lists:
 
         lists = torch.rand(case.b, self.rows, device=self.device, generator=generator)
         self.lists = lists.topk(case.nk).indices.int()
-        self.q = rand(case.b, case.hq, case.d)
+        self.q = rand(case.b, case.nq * case.hq, case.d)
         pages = self.rows // PAGE
         if self.form == "dense":
             self.k, self.v = rand(self.rows, case.d), rand(self.rows, case.dv)
@@ -114,10 +115,10 @@ class Lists:
         scale = self.case.d**-0.5
         if self.form == "dense":
             tensors = [x[None, None] for x in (self.k, self.v)]
-            q = self.q.transpose(0, 1)[None]
+            q = self.q.view(-1, self.case.hq, self.case.d).transpose(0, 1)[None]
             return lambda: archflash.attention(
                 q, *tensors, key_indices=self.lists[None, None], scale=scale, implementation=name
-            )[0].transpose(0, 1)
+            )[0].transpose(0, 1).reshape(self.q.shape)  # fmt: skip
         packed: dict[str, Any] = {} if self.form == "latent" else {"packed_rows": self.form}
         lists = self.lists[:, None, None]
         return lambda: archflash.attention_with_kvcache(
@@ -154,6 +155,10 @@ def latent(name: str, queries: int, heads: int, form: str) -> tuple[Case, str]:
     return Case(name, "bf16", queries, heads, 1, 1, LIST, d, 512, False), form
 
 
+def dense(name: str, lists: int, heads: int, rows: int, d: int) -> tuple[Case, str]:
+    return Case(name, "bf16", lists, heads, 1, rows, LIST, d, d, False), "dense"
+
+
 CASES = (
     latent("decode, 128 heads", 128, 128, "latent"),
     latent("decode, 16 heads", 128, 16, "latent"),
@@ -161,9 +166,13 @@ CASES = (
     latent("decode, 128 heads, fp8_656", 128, 128, "fp8_656"),
     latent("prefill, 128 heads, fp8_656", 4096, 128, "fp8_656"),
     latent("decode, 128 heads, fp8_584", 128, 128, "fp8_584"),
-    (Case("16 heads share a head of k, d128", "bf16", 1024, 16, 1, 1, LIST, 128, 128, False),
-     "dense"),
-)  # fmt: skip
+    dense("16 heads share a head of k, d128", 1024, 16, 1, 128),
+    dense("64 heads share a head of k, d128", 512, 64, 1, 128),
+    dense("64 rows share a list, d128", 256, 1, 64, 128),
+    dense("64 rows of 8 heads share a list, d128", 64, 8, 64, 128),
+    dense("64 rows of 8 heads share a list, d64", 64, 8, 64, 64),
+    dense("64 rows of 8 heads share a list, d256", 32, 8, 64, 256),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     features=f"key_lists={form}", clocks_mhz=clock, samples_us=us,
                     max_err=errors[name], host_us=float("nan"),
                 )  # fmt: skip
-                gathered = case.b * case.nk * FORMS[form]
+                gathered = case.b * case.nk * (FORMS[form] or 4 * case.d)
                 row["gbps"] = f"{gathered / percentile(us, 0.5) / 1e3:.1f}"
                 rows.append(row)
             append_rows(path, rows)

@@ -83,12 +83,6 @@ void refuse_f32_outputs(const Problem& problem, Reasons& reasons) {
 void refuse(const Problem& problem, const Problem& given, Reasons& reasons) {
   core::add_tma_reasons(problem, "hopper", true, reasons);
   if (problem.kv_cache) refuse_cached_call(problem, given, reasons);
-  if (problem.key_indices > 0) {
-    reasons.push_back(
-        "key_indices without qv: hopper gathers rows of latent caches only; leave the "
-        "implementation out" +
-        std::string(core::USE_TORCH));
-  }
   if (problem.dropout_p != 0) refuse_dropout(problem, reasons);
   if (core::writes_f32(problem)) refuse_f32_outputs(problem, reasons);
   if (is_fp8(problem.dtype)) refuse_fp8(problem, reasons);
@@ -200,6 +194,8 @@ PlanResult plan(const Problem& given, const Device& device) {
     return problem.key_indices > 0 ? plan_latent_lists(problem, device)
                                    : plan_latent_cache(problem, device);
   }
+  if (problem.key_indices > 0)
+    return why_not.empty() ? plan_lists(problem, device) : PlanResult(why_not);
   refuse(problem, given, why_not);
   if (!why_not.empty()) return why_not;
   const auto choice = choose_tile(problem, device);

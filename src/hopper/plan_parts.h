@@ -94,9 +94,11 @@ bool has_latent_cache(const Problem& problem);
 // The plan of such a call, which describe() has no reason against; or the reasons why not.
 PlanResult plan_latent_cache(const Problem& problem, const Device& device);
 
-// --- chosen rows of a latent cache (plan_mla_gather.cpp) ---
+// --- chosen rows: of a latent cache (plan_mla_gather.cpp), of K and V (plan_gather.cpp) ---
 
-// The plan of a call with a latent cache and key_indices; or the reasons why not.
+// The plan of a call with key_indices, which describe() has no reason against; or the reasons why
+// not.
 PlanResult plan_latent_lists(const Problem& problem, const Device& device);
+PlanResult plan_lists(const Problem& problem, const Device& device);
 
 }  // namespace archflash::hopper

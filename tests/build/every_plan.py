@@ -76,7 +76,9 @@ def few_keys_and_lists(dtype: torch.dtype) -> set[str]:
     found = kernels(q, k, k, "A100") | kernels(q, k, k, "RTX 5090")
     for d in (64, 128, 256):
         x = empty(dtype, 1, 2, 100, d)
-        found |= kernels(x, x, x, "A100", key_indices=integers(1, 1, 100, 8))
+        for device, heads in (("A100", 2), ("H200", 128), ("H200", 256)):
+            q = empty(dtype, 1, heads, 100, d)
+            found |= kernels(q, x, x, device, key_indices=integers(1, 1, 100, 8))
     return found
 
 

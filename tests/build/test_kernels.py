@@ -424,7 +424,7 @@ def made_for(kernel: str, target: str) -> list[str]:
     if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla"):
         expected = [name.replace("UTMALDG.4D", "UTMALDG.5D") for name in expected]
     if kernel.startswith("hopper_attention_fwd_") and kernel.endswith(
-        ("_mla_gather", "_mla_packed")
+        ("_gather", "_gather_large", "_mla_packed")
     ):
         expected = [name.replace("UTMALDG.4D", "LDGSTS.E.BYPASS.128") for name in expected]
     if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla_packed_pair"):

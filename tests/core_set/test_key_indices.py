@@ -11,21 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
+import archflash
 from archflash import reference
 from archflash._latent_rows import packed_parts
 
 from .. import kvcache_cases
 from ..kvcache_cases import CacheCall, make, packed_cache, with_places
+from ..replanned import replanned
+from ..sim.schedules import SEEDS
 from .checks import assert_close
 from .executors import executor
 
 here = executor()
 GARBAGE = (-1, 2**31 - 1, -(2**31), 1 << 29)  # entries that name no key
-LATENT_ALONE = ("hopper",)  # kernels for latent caches only
 KERNELS = [
     (kernel, dtype)
     for kernel in here.kernels("key_indices")
-    if kernel not in LATENT_ALONE
     for dtype in here.dtypes_of(kernel)
     if kernel != "simt" or dtype == "float32"
 ]
@@ -106,6 +107,30 @@ def test_a_kernel_attends_to_listed_keys(kernel: str, dtype: str, name: str) -> 
     assert_close(out, lse, q, k, v, (kernel, here.capability(kernel, None)), **options)
 
 
+# A list for 64 rows: in hopper 2 heads have tiles of 64 rows, 8 heads tiles of 128, of which one
+# has no row of its list.
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.skipif("hopper" not in here.kernels(), reason="hopper has no code for this GPU")
+def test_tiles_follow_one_another_in_a_cta(d: int, heads: int) -> None:
+    q, k, v = here.qkv(70, 160, d, dtype="bfloat16", heads=(heads, 2), batch=2)
+    lengths = here.int32(150, 0, 64, 9, 150, 127, 1, 150).reshape(2, 2, 2)
+    call = {"key_indices": lists_of((2, 2, 2, 150), 160, lengths=lengths), "topk_lengths": lengths}
+    plan = archflash.explain(
+        q, k, v, device="H200", implementation="hopper", return_lse=True, causal=True, **call
+    ).plan
+    assert plan is not None
+    plan = replanned(plan, sm_count=1)
+    (launch,) = plan.to_dict()["launches"]
+    assert launch["kernel"].endswith(f"d{d}_gather" + ("_large" if heads == 8 else ""))
+    assert launch["grid"][0] <= 2
+    out, lse = here.attend(
+        "hopper", q, *poisoned(k, v, call["key_indices"]), plan=plan, schedules=range(SEEDS),
+        causal=True, **call,
+    )  # fmt: skip
+    assert_close(out, lse, q, k, v, ("hopper", (9, 0)), causal=True, **call)
+
+
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS[:1] + KERNELS[-1:])
 def test_a_key_that_is_named_twice_counts_twice(kernel: str, dtype: str) -> None:
     q, k, v = here.qkv(1, 20, 64, dtype=dtype)
@@ -117,10 +142,10 @@ def test_a_key_that_is_named_twice_counts_twice(kernel: str, dtype: str) -> None
 
 
 @pytest.mark.parametrize("how", ["contiguous", "pages", "physical", "latent", "latent-physical"])
-@pytest.mark.parametrize(("kernel", "dtype"), KERNELS + [(x, "bfloat16") for x in LATENT_ALONE])
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 def test_a_kernel_attends_to_listed_rows_of_a_cache(kernel: str, dtype: str, how: str) -> None:
     latent = how.startswith("latent")
-    if (latent and kernel not in LATENT) or (not latent and kernel in LATENT_ALONE):
+    if latent and kernel not in LATENT:
         return
     head_dims = {"d": 64, "dv": 512, "qv": True} if latent else {"d": 64}
     heads = (20, 1) if latent else (6, 2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from archflash import _api, reference
+from archflash import _archflash as native
 
 from ...kvcache_cases import CacheCall, make, with_latent_rows, with_places
 from ..cards.cases import DTYPES
@@ -64,6 +65,8 @@ class GatherTarget:
         dtype: of its inputs.
         packed: whether its rows are packed ones.
         heads: of q where its number does not matter, in tiles of 64.
+        rows: that share a list of K and V as they are given, at least and at most.
+        stays: whether CTAs take one tile after another, as planned for a GPU with one SM.
     """
 
     implementation: str
@@ -73,6 +76,8 @@ class GatherTarget:
     dtype: str = "bf16"
     packed: bool = False
     heads: int = 0
+    rows: tuple[int, int] = (1, 1 << 20)
+    stays: bool = False
 
     @property
     def kernel(self) -> str:
@@ -89,6 +94,8 @@ class GatherTarget:
         self, name: str, inputs: tuple[Tensor, ...], options: dict[str, Any], references: Any
     ) -> ForwardCall:
         device = _api.find_device(self.device)
+        if self.stays:
+            device = native.Device.from_dict(device.to_dict() | {"sm_count": 1})
         return ForwardCall(
             self.kernel, self.implementation, device, name, inputs, options, references
         )
@@ -102,6 +109,11 @@ class GatherTarget:
         made = [hashed(shape, stream) for stream, shape in enumerate(shapes, 1)]
         return tuple(x.to(DTYPES[self.dtype]) for x in made)
 
+    def _heads(self, q: int, kv: int, list_rows: int = 1) -> tuple[int, int]:
+        """Heads of q and of K, with as many of the former as the rows of a list want."""
+        least, most = self.rows
+        return kv * min(max(q // kv, -(-least // list_rows)), most // list_rows), kv
+
     def _dense(self) -> dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]]:
         """Of K and V as they are given: tiles of few and of many heads, lists for a row, a head and
         64 rows, shares, and every mask that may stand beside lists.
@@ -109,28 +121,33 @@ class GatherTarget:
         lengths = torch.tensor([[[9], [70]], [[0], [141]]], dtype=torch.int32)
         made: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
             "lists of heads": (
-                self._qkv(2, 190, (6, 2), (24, 0), batch=2),
+                self._qkv(2, 190, self._heads(6, 2), (24, 0), batch=2),
                 {"key_indices": lists_of((2, 2, 2, 140), 190, lengths), "topk_lengths": lengths},
             ),
             "two tiles of heads, shares": (
-                self._qkv(1, 300, (72, 1), (0, 40)),
+                self._qkv(1, 300, self._heads(72, 1), (0, 40)),
                 {"key_indices": lists_of((1, 1, 1, 290), 300), "num_splits": 3},
             ),
             "causal, sinks": (
-                self._qkv(5, 40, (20, 1), batch=2),
+                self._qkv(5, 40, self._heads(20, 1), batch=2),
                 {"key_indices": lists_of((1, 1, 5, 33), 40), "causal": True,
-                 "sinks": torch.linspace(-1, 3, 20)},
+                 "sinks": torch.linspace(-1, 3, self._heads(20, 1)[0])},
             ),
             "lists of 64 rows, window": (
-                self._qkv(70, 80, (4, 2)),
+                self._qkv(70, 80, self._heads(4, 2, 64)),
                 {"key_indices": lists_of((1, 2, 2, 50), 80), "window": (9, 5), "q_offset": 4},
             ),
             "rows of a head alone, huge scores": (
-                self._qkv(70, 150, (2, 2)),
+                self._qkv(70, 150, self._heads(2, 2, 64)),
                 {"key_indices": lists_of((1, 2, 2, 130), 150), "scale": 1e7},
             ),
         }  # fmt: skip
-        q, k, v = (x.transpose(1, 2).contiguous() for x in self._qkv(2, 150, (33, 1)))
+        if self.stays:
+            made["more blocks than stages"] = (
+                self._qkv(9, 190, self._heads(3, 1)),
+                {"key_indices": lists_of((1, 1, 9, 180), 190)},
+            )
+        q, k, v = (x.transpose(1, 2).contiguous() for x in self._qkv(2, 150, self._heads(33, 1)))
         made["softcap, bnhd"] = (
             (q, k, v),
             {"key_indices": lists_of((1, 1, 2, 90), 150), "softcap": 7.0, "layout": "bnhd",
@@ -142,20 +159,20 @@ class GatherTarget:
             ):
                 lists = lists_of((1, 1, 1, keys - 8), keys)
                 made[f"{narrower} columns fewer, {keys} keys"] = (
-                    self._qkv(1, keys, (12, 1), narrower),
+                    self._qkv(1, keys, self._heads(12, 1), narrower),
                     {"key_indices": lists, "num_splits": 1 + number // 2},
                 )
         return made
 
     def _cached(self) -> dict[str, CacheCall]:
         common: dict[str, Any] = {"d": self.d, "dtype": DTYPES[self.dtype]}
-        paged = make([60, 33], nq=2, heads=(6, 2), page_size=7, **common)
+        paged = make([60, 33], nq=2, heads=self._heads(6, 2), page_size=7, **common)
         return {
             "pages": paged.with_options(key_indices=lists_of((2, 1, 2, 44), 60), num_splits=2),
             "places": with_places(paged.with_options(key_indices=lists_of((2, 2, 2, 44), 60))),
             "leftpad": make(
-                [60, 33], nq=2, heads=(20, 1), leftpad=[3, 30], causal=True, rows_of=[1, 0],
-                key_indices=lists_of((2, 1, 2, 90), 60), **common,
+                [60, 33], nq=2, heads=self._heads(20, 1), leftpad=[3, 30], causal=True,
+                rows_of=[1, 0], key_indices=lists_of((2, 1, 2, 90), 60), **common,
             ),
         }  # fmt: skip
 
@@ -227,6 +244,12 @@ TARGETS = (
     GatherTarget("ampere", "d256_gather", "A100", 256),
     GatherTarget("ampere", "mla_gather", "A100"),
     GatherTarget("ampere", "mla_packed", "A100", packed=True),
+    GatherTarget("hopper", "d64_gather", "H200", 64, rows=(1, 64), stays=True),
+    GatherTarget("hopper", "d64_gather_large", "H200", 64, rows=(65, 1 << 20), stays=True),
+    GatherTarget("hopper", "d128_gather", "H200", 128, rows=(1, 64), stays=True),
+    GatherTarget("hopper", "d128_gather_large", "H200", 128, rows=(65, 1 << 20), stays=True),
+    GatherTarget("hopper", "d256_gather", "H200", 256, rows=(1, 64), stays=True),
+    GatherTarget("hopper", "d256_gather_large", "H200", 256, rows=(65, 1 << 20), stays=True),
     GatherTarget("hopper", "mla_gather", "H200"),
     GatherTarget("hopper", "mla_packed", "H200", packed=True),
     GatherTarget("hopper", "mla_packed_pair", "H200", packed=True, heads=128),
