@@ -151,8 +151,10 @@ def _table() -> dict[tuple[tuple[int, int], Kind], Measurement]:
 
 def mask_of(problem: _native.Problem) -> str | None:
     """The mask as data of a problem, as in `Kind`; None for a dense mask with ranges or blocks
-    beside it, which was never measured.
+    beside it, and for lists of keys: no table has such calls.
     """
+    if problem.key_indices:
+        return None
     if problem.attn_mask:
         if problem.key_ranges or problem.block_mask:
             return None

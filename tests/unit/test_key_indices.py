@@ -204,7 +204,8 @@ def test_places_in_a_cache_stand_alone(more: dict[str, Any], words: str) -> None
     [
         ("A100", torch.bfloat16, "ampere"), ("RTX 3090", torch.float16, "ampere"),
         ("RTX 5090", torch.bfloat16, "ampere"), ("A100", torch.float32, "simt"),
-        ("T4", torch.float32, "simt"),
+        ("T4", torch.float32, "simt"), ("H200", torch.bfloat16, "hopper"),
+        ("H200", torch.float32, "simt"),
     ],
 )  # fmt: skip
 def test_every_gpu_has_a_kernel_for_lists(device: str, dtype: torch.dtype, chosen: str) -> None:
@@ -212,6 +213,33 @@ def test_every_gpu_has_a_kernel_for_lists(device: str, dtype: torch.dtype, chose
     k = torch.empty(2, 2, 900, 64, dtype=dtype, device="meta")
     decision = archflash.explain(q, k, k, key_indices=INT.to("meta"), device=device)
     assert decision.chosen == chosen, str(decision)
+
+
+def test_pytorch_comes_before_no_kernel_for_lists() -> None:
+    """Its kernels have none, also where they are faster than those of mma.sync."""
+    x = torch.empty(2, 8, 300, 64, dtype=torch.bfloat16, device="meta")
+    lists = torch.empty(2, 8, 300, 64, dtype=torch.int32, device="meta")
+    decision = archflash.explain(x, x, x, key_indices=lists, device="B200")
+    assert decision.chosen == "ampere", str(decision)
+    assert "cuDNN" not in str(decision)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "tile"),
+    [
+        (64, 1, "d128_gather"), (65, 1, "d128_gather_large"), (1, 64, "d128_gather"),
+        (2, 64, "d128_gather_large"),
+    ],
+)  # fmt: skip
+def test_hopper_has_larger_tiles_where_more_rows_share_a_list(
+    heads: int, rows: int, tile: str
+) -> None:
+    q = torch.empty(1, heads, 640, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 1, 900, 128, dtype=torch.bfloat16, device="meta")
+    lists = torch.empty(1, 1, 640 // rows, 500, dtype=torch.int32, device="meta")
+    plan = archflash.explain(q, k, k, key_indices=lists, device="H200").plan
+    assert plan is not None
+    assert plan.tile.name == tile
 
 
 @pytest.mark.parametrize("backward", [False, True])

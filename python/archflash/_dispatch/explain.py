@@ -228,6 +228,7 @@ def why_behind(other: str, chosen: str, problem: _native.Problem, device: _nativ
     if chosen != _registry.TORCH:
         sixteen_bits = problem.dtype in ("float16", "bfloat16")
         unmeasured = measured is None and device.capability[0] in _CUDNN_CAPABILITIES
+        unmeasured = unmeasured and not problem.key_indices
         if other == _registry.TORCH and sixteen_bits and unmeasured:
             cudnn = pytorch.NAMES["torch-cudnn"]
             return f"{chosen} comes first, though {cudnn} may be faster on this GPU"

@@ -221,8 +221,8 @@ def only_forced(
     calibrated = _calibrated.find(problem, device)
     if calibrated is not None and name in calibrated.cost:
         return False
-    if problem.kv_cache:
-        return False  # such a kernel refuses all caches but those that it was measured for
+    if problem.kv_cache or problem.key_indices:
+        return False  # such a kernel refuses all of these but those that it was measured for
     if problem.dropout_p and (least := _registry.description(name).dropout_rows):
         rows = problem.nq // max(problem.batch, 1) if problem.varlen else problem.nq
         return rows < least

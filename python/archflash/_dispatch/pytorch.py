@@ -128,11 +128,11 @@ def _says_which_keys(problem: _native.Problem) -> bool:
 
 
 def may_serve(problem: _native.Problem) -> bool:
-    """Whether a call has no packed sequences, cache, approximation, number of splits or
-    batch_invariant, which PyTorch's kernels do not support.
+    """Whether a call has no packed sequences, cache, approximation, lists of keys, number of splits
+    or batch_invariant, which PyTorch's kernels do not support.
     """
     plain = not problem.varlen and not problem.kv_cache and not problem.approximate
-    plain = plain and not problem.dropout_p
+    plain = plain and not problem.dropout_p and not problem.key_indices
     return plain and problem.num_splits is None and not problem.batch_invariant
 
 
