@@ -83,10 +83,10 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> T
 
 def _check(shape: Any, dropout_p: Any, rng_state: Any) -> None:
     is_shape = hasattr(shape, "__len__") and not isinstance(shape, (str, bytes)) and len(shape) == 4
-    if not is_shape or not all(hasattr(x, "__index__") and x >= 0 for x in shape):
+    if not is_shape or not all(hasattr(x, "__index__") and 0 <= x < 1 << 31 for x in shape):
         raise ValueError(
-            f"shape is {_native.given(shape)}: it must be four ints, at least 0: (batch, heads_q, "
-            "nq, nk)"
+            f"shape is {_native.given(shape)}: it must be four ints from 0 on and below 2^31: "
+            "(batch, heads_q, nq, nk)"
         )
     is_number = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
     if not is_number or not 0 <= dropout_p < 1:

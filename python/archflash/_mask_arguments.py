@@ -24,6 +24,7 @@ _INTEGERS = {
 # not fit into, or unsigned, for which PyTorch lacks operations.
 _WIDENED = (_INTEGERS | {"table"}) - {"query_ranges", "startend_row_indices"}
 _KEPT = (torch.bool, torch.int32, torch.int64)
+_END = 1 << 31  # of the numbers of queries and keys, which ranges hold as int32
 # Tensors that a maker moves to the device of the others.
 _MOVED = {("from_bsr", "indptr"), ("from_block_lists", "key_sizes")}
 
@@ -89,26 +90,29 @@ def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> N
             is_one = not isinstance(value, Tensor) or value.numel() == 1
             if isinstance(value, bool) or not hasattr(value, "__index__") or not is_one:
                 raise TypeError(f"{wrong}an int")
-            if not isinstance(value, (Tensor, torch.SymInt)) and value < 0:
-                raise ValueError(f"{wrong}>= 0")
+            if not isinstance(value, (Tensor, torch.SymInt)) and not 0 <= value < _END:
+                raise ValueError(f"{wrong}>= 0" + " and below 2^31" * (value > 0))
         elif kind == "tuple[int, int]":
-            if not _is_pair(value) or not all(hasattr(x, "__index__") and x > 0 for x in value):
-                raise TypeError(f"{wrong}two ints above 0, of queries and keys")
+            if not _is_pair(value) or not _all_below_end(value, 1):
+                raise TypeError(f"{wrong}two ints above 0 and below 2^31, of queries and keys")
         elif kind == "bool" and not _is_bool(value):
             raise TypeError(f"{wrong}a bool")
         elif kind == "torch.dtype" and not isinstance(value, torch.dtype):
             raise TypeError(f"{wrong}a torch.dtype")
         elif kind == "Sequence[int]":
-            if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
-                raise TypeError(f"{wrong}a sequence of ints")
-            if not all(hasattr(x, "__index__") for x in value):
-                raise TypeError(f"{wrong}a sequence of ints")
+            is_sequence = hasattr(value, "__len__") and not isinstance(value, (str, bytes))
+            if not is_sequence or not _all_below_end(value, 0):
+                raise TypeError(f"{wrong}a sequence of ints from 0 on and below 2^31")
         elif kind == "Iterable[int]":
             if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
                 raise TypeError(f"{wrong}ints in their order, a list or what else has them")
             given[name] = list(value)
             if not all(hasattr(x, "__index__") for x in given[name]):
                 raise TypeError(f"{wrong}ints in their order, a list or what else has them")
+
+
+def _all_below_end(values: Any, first: int) -> bool:
+    return all(hasattr(x, "__index__") and first <= x < _END for x in values)
 
 
 def _is_pair(value: Any) -> bool:

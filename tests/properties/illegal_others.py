@@ -216,7 +216,7 @@ def legal_calls() -> dict[str, Legal]:
 
 
 _NUMBER = {"text": "a", "NaN": math.nan, "list": [1.0]}
-_COUNT = {"text": "a", "below 0": -2, "fraction": 1.5, "list": [1]}
+_COUNT = {"text": "a", "below 0": -2, "fraction": 1.5, "list": [1], "huge": 1 << 70}
 _BOOL = {"text": "yes", "list": [1], "two": torch.ones(2)}
 _HEADS = {"list": [1.0], "of too many heads": torch.ones(5), "of another rank": torch.ones(1, 1, 4)}
 _LENGTHS = {"list": [0, 1], "of 64 bits": torch.tensor([0, 1]), "of three": int32(0, 1, 1)}
@@ -256,10 +256,10 @@ OPTIONS: Options = {
     "max_seqlen_q": _COUNT,
     "max_seqlen_k": _COUNT,
     "max_seqlen": _COUNT,
-    "head_dim_v": {"text": "a", "too large": 900, "below 0": -1, "fraction": 1.5},
-    "num_heads_q": {"text": "a", "too large": 9, "below 0": -2, "odd": 1},
+    "head_dim_v": {"text": "a", "too large": 900, "huge": 1 << 70, "below 0": -1, "fraction": 1.5},
+    "num_heads_q": {"text": "a", "too large": 9, "huge": 1 << 70, "below 0": -2, "odd": 1},
     "is_fp8_kvcache": {"text": "yes"},
-    "cache_seqlens": {"below 0": -1, "text": "a", "fraction": 1.5},
+    "cache_seqlens": {"below 0": -1, "text": "a", "fraction": 1.5, "huge": 1 << 40},
     "out": {"list": [1.0], "of another shape": torch.zeros(3)},
     "out_dtype": {"text": "a", "of integers": torch.int32},
     "gather_kv_indices": {
@@ -267,8 +267,8 @@ OPTIONS: Options = {
         torch.zeros(5, 3, dtype=torch.int32),
     },
     "tensor_layout": {"unknown": "XYZ"},
-    "batch": {"text": "a", "below 0": -1},
-    "seqlen": {"text": "a", "below 0": -1},
+    "batch": {"text": "a", "below 0": -1, "huge": 1 << 40},
+    "seqlen": {"text": "a", "below 0": -1, "huge": 1 << 80},
     "seqused_q": {"list": [1, 2]},
     "seqused_k": {"list": [1, 2]},
     "page_table": {"list": [1, 2]},

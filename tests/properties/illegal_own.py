@@ -138,13 +138,16 @@ def _triples() -> dict[str, Any]:
     }  # fmt: skip
 
 
-_COUNT = {"text": "a", "fraction": 1.5, "list": [1], "below 0": -1, "tensor of two": int32(1, 2)}
+_COUNT = {
+    "text": "a", "fraction": 1.5, "list": [1], "below 0": -1, "tensor of two": int32(1, 2),
+    "huge": 1 << 70,
+}  # fmt: skip
 _BLOCK = {"number": 64, "three": (64, 64, 64), "texts": ("a", "b"), "odd": (60, 64), "0": (0, 64)}
 # Wrong values of arguments that are no tensors, or that most calls leave out.
 OPTIONS: Options = {
     "approximate": {"unknown": "int4", "number": 8, "list": ["int8"]},
     "packed_rows": {"unknown": "fp8_600", "number": 656},
-    "dv": {"too large": 600, "below 0": -1, "text": "a", "fraction": 1.5},
+    "dv": {"too large": 600, "huge": 1 << 70, "below 0": -1, "text": "a", "fraction": 1.5},
     "physical_indices": {"text": "yes", "number": 2},
     "scale": {"text": "a", "NaN": math.nan},
     "topk_lengths": {"list": [1]},

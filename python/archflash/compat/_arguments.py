@@ -25,6 +25,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float, torch.SymInt, torch.SymFloat),
     "int": (int, torch.SymInt),
 }
+_END = 1 << 31
 _WORDS = {"Tensor": "a torch.Tensor", "bool": "a bool", "float": "a number", "int": "an int"}
 
 
@@ -56,14 +57,18 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def count(name: str, value: Any) -> int:
-    """A number from 0 on. One that a compiler has in the place of a size is taken as it is."""
-    if (type(value) is int and value >= 0) or isinstance(value, torch.SymInt):
+    """A number from 0 on that int32 holds, as rows and lengths are counted. One that a compiler has
+    in the place of a size is taken as it is.
+    """
+    if (type(value) is int and 0 <= value < _END) or isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     number = plain(value)
     if not isinstance(number, int):
         raise TypeError(f"{name} is {_native.given(value)}: it must be an int")
     if number < 0:
-        raise ValueError(f"{name} is {number}: it must be >= 0")
+        raise ValueError(f"{name} is {_native.given(number)}: it must be >= 0")
+    if number >= _END:
+        raise ValueError(f"{name} is {_native.given(number)}: it must be below 2^31")
     return number
 
 
