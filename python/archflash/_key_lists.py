@@ -12,8 +12,19 @@ from torch import Tensor
 
 from archflash.masks import from_key_indices
 
+
+def _asks_for_checks(value: str) -> bool:
+    """Whether this value of ARCHFLASH_CHECK asks for checks of what lies on the device."""
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"ARCHFLASH_CHECK is {value!r}: it must be 1, for checks of what lies on the device, "
+            "or 0"
+        )
+    return value == "1"
+
+
 # Read once: a look takes a microsecond.
-ALWAYS_CHECK = os.environ.get("ARCHFLASH_CHECK") == "1"
+ALWAYS_CHECK = _asks_for_checks(os.environ.get("ARCHFLASH_CHECK", ""))
 
 
 def check(key_indices: Tensor, topk_lengths: Tensor | None, keys: int | Tensor) -> None:

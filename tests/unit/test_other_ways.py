@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch
+from archflash import _dispatch, _key_lists
 
 
 class Watch(TorchDispatchMode):
@@ -221,3 +221,13 @@ def test_warnings_come_once_per_kind_of_reason(monkeypatch: pytest.MonkeyPatch) 
     _dispatch.note_fallback("simt: q has a row stride of 24 bytes")
     with pytest.warns(UserWarning, match="gradient"):
         _dispatch.note_fallback("simt: no backward, a gradient is needed")
+
+
+@pytest.mark.parametrize("value", ["Error", "1", "raise"])
+def test_unknown_values_of_variables_are_told(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARCHFLASH_FALLBACK", value)
+    with pytest.raises(ValueError, match=rf"ARCHFLASH_FALLBACK is '{value}': it must be 'error'"):
+        _dispatch.note_fallback("simt: q has a row stride of 28 bytes")
+    assert [_key_lists._asks_for_checks(x) for x in ("", "0", "1")] == [False, False, True]
+    with pytest.raises(ValueError, match=r"ARCHFLASH_CHECK is 'true': it must be 1"):
+        _key_lists._asks_for_checks("true")

@@ -286,8 +286,12 @@ def note_fallback(reason: str, stacklevel: int = 4) -> None:
 
     Raises:
         UnsupportedError: ARCHFLASH_FALLBACK is "error".
+        ValueError: it is something else.
     """
-    if os.environ.get(_FALLBACK_VARIABLE) == "error":
+    asked = os.environ.get(_FALLBACK_VARIABLE, "")
+    if asked not in ("", "error"):
+        raise ValueError(f"{_FALLBACK_VARIABLE} is {asked!r}: it must be 'error', or unset")
+    if asked:
         raise UnsupportedError(
             f"no kernel of archflash serves this call, and {_FALLBACK_VARIABLE}=error: {reason}"
         )
