@@ -22,7 +22,9 @@ transformers' FlashAttention-2, which needs no use_cache=False either.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,7 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from archflash import _autocast, masks
@@ -99,6 +106,21 @@ def _is_traced(device: torch.device | str, *tensors: Tensor | None) -> bool:
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
+@functools.cache
+def _adds_masks(config: type) -> bool:
+    """Whether models of a config know none but transformers' eager attention. Such a model may join
+    more to a mask that is added to the scores, and no mask may not mean a causal one to it.
+    """
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    models = [
+        x
+        for x in vars(sys.modules.get(name, torch)).values()
+        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name
+    ]
+    flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+    return bool(models) and not any(getattr(x, flag, True) for x in models for flag in flags)
+
+
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -131,6 +153,13 @@ def make_mask(
         A `Mask`, None where none is needed, or a plain bool tensor (batch, 1, queries, keys) where
         calls are recorded and not run, and where a query's keys are in more than four pieces.
     """
+
+    if _adds_masks(type(options.get("config"))):
+        mask: Tensor | None = masking_utils.eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            device=device, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
+        )  # fmt: skip
+        return mask
 
     def computed(first: int, last: int, **skips: bool) -> Tensor | None:
         mask: Tensor | None = sdpa_mask(
