@@ -154,7 +154,8 @@ def make_mask(
         calls are recorded and not run, and where a query's keys are in more than four pieces.
     """
 
-    if _adds_masks(type(options.get("config"))):
+    config: Any = type(options.get("config"))
+    if _adds_masks(config):
         mask: Tensor | None = masking_utils.eager_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             device=device, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
