@@ -26,6 +26,7 @@ from archflash._torch_kernels import (
     differentiates,
     failing_kernels,
     mask_for_fused_kernels,
+    mask_in_float32,
     pytorchs_sdpa,
     readable_by_fused_kernels,
     without_repeats,
@@ -144,6 +145,11 @@ def attention(
     unscaled = q_descale is None and k_descale is None and v_descale is None
     if key_indices is not None:
         attn_mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
+    if q.dtype != torch.float64:  # what float32 does not hold would be infinite in it
+        if softcap and softcap > torch.finfo(torch.float32).max:
+            softcap = None  # it changes no score
+        if attn_mask is not None and attn_mask.dtype == torch.float64:
+            attn_mask = mask_in_float32(attn_mask)
     packed = rows = keys = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         rows = packed_rows(cu_seqlens_q, q.shape[0])

@@ -133,6 +133,17 @@ def mask_for_fused_kernels(mask: Tensor, nk: int, dtype: torch.dtype | None = No
     return _changed_rows(mask, nk, lambda rows: rows.clone(memory_format=torch.contiguous_format))
 
 
+def mask_in_float32(mask: Tensor) -> Tensor:
+    """An added mask of float64; what is finite stays so."""
+    most = torch.finfo(torch.float32).max
+    mask = mask if mask.ndim else mask[None]
+    return _changed_rows(
+        mask,
+        mask.shape[-1],
+        lambda rows: torch.where(rows.isinf(), rows, rows.clamp(-most, most)).float(),
+    )
+
+
 def _changed_rows(mask: Tensor, nk: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     """A mask with a number for each key, of which a function made each row anew; rows that are
     repeated by a stride of 0 are made once.
