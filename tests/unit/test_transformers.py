@@ -727,7 +727,7 @@ def test_a_mask_has_its_values_where_a_model_computes_with_it() -> None:
             assert torch.equal(torch.where(found, 1, 0), expected.long())
 
 
-EAGER_ONLY: dict[str, dict[str, Any]] = {
+NO_SDPA: dict[str, dict[str, Any]] = {
     "DeepseekV4": {
         "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "q_lora_rank": 32,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 8, "num_hidden_layers":
@@ -738,23 +738,29 @@ EAGER_ONLY: dict[str, dict[str, Any]] = {
         "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "vocab_size": 99,
         "decoder_ffn_dim": 64, "max_position_embeddings": 64,
     },
+    "PegasusX": {
+        "d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "vocab_size": 99, "decoder_ffn_dim": 64, "encoder_ffn_dim":
+        64, "max_position_embeddings": 64, "block_size": 8, "num_global_tokens": 4,
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EAGER_ONLY)
-def test_models_that_know_eager_attention_alone(name: str) -> None:
-    """One joins what its compressed keys hide to the mask, as added numbers; in the other no mask
-    does not mean a causal one.
+@pytest.mark.parametrize("name", NO_SDPA)
+def test_models_that_do_not_support_sdpa(name: str) -> None:
+    """The first joins what its compressed keys hide to the mask, as added numbers; in the others no
+    mask does not mean a causal one.
     """
     if not hasattr(transformers, f"{name}Config"):
         pytest.skip("this version of transformers has no such model")
-    config = getattr(transformers, f"{name}Config")(**EAGER_ONLY[name])
+    config = getattr(transformers, f"{name}Config")(**NO_SDPA[name])
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(
-        config, attn_implementation="eager"
-    ).eval()  # fmt: skip
+    kind = "ForConditionalGeneration" if name == "PegasusX" else "ForCausalLM"
+    model = getattr(transformers, f"{name}{kind}")._from_config(config, attn_implementation="eager")
+    model.eval()
     ids = torch.randint(3, 99, (2, 20), generator=torch.Generator().manual_seed(0))
+    call = {"decoder_input_ids": ids} if name == "PegasusX" else {}
     with torch.no_grad():
-        expected = model(ids).logits
+        expected = model(ids, **call).logits
         model.set_attn_implementation(integration.NAME)
-        torch.testing.assert_close(model(ids).logits, expected)
+        torch.testing.assert_close(model(ids, **call).logits, expected)

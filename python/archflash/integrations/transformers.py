@@ -107,9 +107,9 @@ def _is_traced(device: torch.device | str, *tensors: Tensor | None) -> bool:
 
 
 @functools.cache
-def _adds_masks(config: type) -> bool:
-    """Whether models of a config know none but transformers' eager attention. Such a model may join
-    more to a mask that is added to the scores, and no mask may not mean a causal one to it.
+def _support_of(config: type) -> tuple[bool, bool]:
+    """Whether the models of a config support PyTorch's SDPA, and whether they support any attention
+    but transformers' eager one; both are true of models that are not found.
     """
     name = config.__module__.replace(".configuration_", ".modeling_")
     models = [
@@ -117,8 +117,11 @@ def _adds_masks(config: type) -> bool:
         for x in vars(sys.modules.get(name, torch)).values()
         if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name
     ]
-    flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
-    return bool(models) and not any(getattr(x, flag, True) for x in models for flag in flags)
+    sdpa, *others = (
+        not models or any(getattr(x, flag, True) for x in models)
+        for flag in ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+    )
+    return sdpa, sdpa or any(others)
 
 
 def make_mask(
@@ -155,12 +158,15 @@ def make_mask(
     """
 
     config: Any = type(options.get("config"))
-    if _adds_masks(config):
+    supports_sdpa, supports_others = _support_of(config)
+    if not supports_others:  # It may join more to a mask, which is one that is added, therefore.
         mask: Tensor | None = masking_utils.eager_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             device=device, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
         )  # fmt: skip
         return mask
+    # Layers of other models may not say is_causal where there is no mask.
+    allow_is_causal_skip = allow_is_causal_skip and supports_sdpa
 
     def computed(first: int, last: int, **skips: bool) -> Tensor | None:
         mask: Tensor | None = sdpa_mask(
