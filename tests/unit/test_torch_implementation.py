@@ -375,6 +375,23 @@ def test_a_bias_of_the_lowest_finite_number_gives_the_mean_of_v() -> None:
         torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
 
 
+@pytest.mark.parametrize("value", [-1.7e308, -1e39, 1e39, 1.7e308])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_float32_does_not_hold_gives_no_nan(value: float, dtype: torch.dtype) -> None:
+    q, k, v = qkv(3, 7, dtype=dtype)
+    bias = torch.zeros(3, 7, dtype=torch.float64)
+    bias[1], bias[2, 3] = value, value
+    for options in ({"return_lse": True}, {"return_lse": False}):
+        out = _torch.attention(q, k, v, attn_mask=bias.expand(1, 1, 3, 7), **options)
+        out = out[0] if options["return_lse"] else out
+        torch.testing.assert_close(out[:, 0, 1], v.mean(2)[:, 0], atol=2e-3, rtol=1e-3)
+        others = torch.zeros(3, 7).index_fill(1, torch.tensor(3), -math.inf)
+        expected = v[:, 0, 3] if value > 0 else _torch.attention(q, k, v, attn_mask=others)[:, 0, 2]
+        torch.testing.assert_close(out[:, 0, 2], expected)
+    capped = _torch.attention(q, k, v, softcap=abs(value))
+    torch.testing.assert_close(capped, _torch.attention(q, k, v), atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("want_lse", [False, True], ids=["sdpa", "plain"])
 def test_the_tail_of_a_cache_never_matters(poison: float, want_lse: bool) -> None:
