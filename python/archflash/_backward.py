@@ -160,8 +160,23 @@ def _targets(
 ) -> _gradients.Gradients:
     """The tensors that the gradients are written to: those given, and new ones for the rest."""
     named = zip(("dq", "dk", "dv"), given, (request.q, request.k, request.v), strict=True)
+    places = {
+        x.data_ptr(): name
+        for name, x in (
+            ("dout", request.dout), ("q", request.q), ("k", request.k), ("v", request.v),
+            ("out", request.out),
+        )
+    }  # fmt: skip
     for name, x, of in named:
         _check_given(name, x, of, accumulate)
+        if x is None or x.numel() == 0:
+            continue
+        if other := places.get(x.data_ptr()):
+            raise ValueError(
+                f"{name} begins where {other} does, which is read or written as well: pass a "
+                "tensor with memory of its own"
+            )
+        places[x.data_ptr()] = name
     return _gradients.Gradients.like(request, given, accumulate)
 
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <limits>
 
 #include "common/packed_rows.h"
 #include "runtime/reading/reading.h"
@@ -190,6 +191,8 @@ void build_call(const Arguments& a, Call& call) {
   const int64_t multiplied = p.d + (p.qv_align > 0 ? p.dv : 0);  // columns of a score
   p.scale = a.scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(multiplied))
                               : number(a.scale, "scale");
+  if (p.dtype != DType::F64 && std::fabs(p.scale) > std::numeric_limits<float>::max())
+    wrong_value("scale is ", p.scale, ": it must be finite in float32, which scores are made in");
   read_softcap(a, p);
   read_q_offset(a, q, call);
   read_sinks(a, q, call);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -119,6 +120,20 @@ struct Written {
   Seen gradients[GRADIENTS];
   nb::object dsinks = nb::none(), dmask = nb::none();
 };
+
+// Whether a given gradient begins where another tensor of the call does, which Python refuses.
+bool shares_memory(const Written& made, const Call& call, const TensorView& dout) {
+  const auto of = [&](Operand x) -> const void* { return call.addresses[static_cast<int>(x)]; };
+  const void* all[GRADIENTS + 5] = {};
+  for (int i = 0; i < GRADIENTS; ++i) all[i] = made.gradients[i].view.data;
+  const void* inputs[] = {dout.data, of(Operand::Q), of(Operand::K), of(Operand::V),
+                          of(Operand::Out)};
+  std::copy(std::begin(inputs), std::end(inputs), all + GRADIENTS);
+  for (int i = 0; i < GRADIENTS; ++i) {
+    if (all[i] != nullptr && std::count(all + i, std::end(all), all[i]) > 1) return true;
+  }
+  return false;
+}
 
 // The gradients of sinks and mask, and what the problem says of them.
 void make_other_gradients(const Arguments& a, bool mask_gradient, const Call& call, Written& made,
@@ -238,6 +253,7 @@ nb::object attention_backward(const GradientCall& given) {
         !read_gradient(targets[i], GRADIENT_NAMES[i], inputs[i], made.gradients[i]))
       return unserved;
   }
+  if (shares_memory(made, call, dout.view)) return unserved;
   CacheKey<BackwardProblem> key;
   std::memset(static_cast<void*>(&key), 0, sizeof key);
   BackwardProblem& problem = key.problem;

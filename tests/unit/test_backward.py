@@ -140,6 +140,8 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., dict[str, Any]]]] = {
     "dq-shape": (ValueError, "dq has shape", lambda q, **_: {"dq": q[:, :, :4].clone()}),
     "dk-dtype": (TypeError, "dk has dtype", lambda k, **_: {"dk": k.half()}),
     "dv-overlaps": (ValueError, "overlap", lambda v, **_: {"dv": v[:, :1].expand(v.shape)}),
+    "dq-is-q": (ValueError, "dq begins where q does", lambda q, **_: {"dq": q}),
+    "dk-is-k": (ValueError, "dk begins where k does", lambda k, **_: {"dk": k}),
     "accumulate": (ValueError, "accumulate=True", lambda **_: {"accumulate": True}),
     "q-dtype": (TypeError, "same", lambda q, **_: {"q": q.half()}),
     "dlse": (TypeError, "dlse is a float", lambda **_: {"dlse": 1.0}),

@@ -41,6 +41,16 @@ def fp8(**options: Any) -> dict[str, Any]:
     return {name: x.to(torch.float8_e4m3fn) for name, x in good.items()} | options
 
 
+def sharing(name: str) -> dict[str, Any]:
+    """A call whose output begins where k or v does."""
+    memory = torch.randn(1000, generator=torch.Generator().manual_seed(7))
+    good = padded()
+    return good | {
+        name: memory[: good[name].numel()].view(good[name].shape),
+        "out": memory[: 2 * 4 * 7 * 8].view(2, 4, 7, 8),
+    }
+
+
 NAN, INF = float("nan"), float("inf")
 
 # id: (the call, what it raises, parts of the message)
@@ -154,6 +164,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "softcap-inf": (padded(softcap=INF), ValueError, ("softcap is inf", "finite")),
     "softcap-text": (padded(softcap="high"), TypeError, ("softcap is 'high'", "a number or None")),
     "scale-nan": (padded(scale=NAN), ValueError, ("scale is nan", "must be finite")),
+    "scale-beyond-float32": (
+        padded(scale=1e39),
+        ValueError,
+        ("scale is 1e+39", "finite in float32"),
+    ),
     "scale-inf": (padded(scale=-INF), ValueError, ("scale is -inf", "must be finite")),
     "scale-text": (padded(scale="auto"), TypeError, ("scale is 'auto'", "a number or None")),
     "causal-int": (padded(causal=1), TypeError, ("causal", "bool")),
@@ -421,6 +436,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("out has strides (56, 0, 8, 1)", "overlap"),
     ),
+    "out-is-k": (sharing("k"), ValueError, ("out begins where k does", "pass another tensor")),
+    "out-is-v": (sharing("v"), ValueError, ("out begins where v does", "pass another tensor")),
     "out-device": (
         padded(out=torch.empty(2, 4, 7, 8, device="meta")),
         TypeError,

@@ -139,7 +139,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"key_indices": INT[:, :, :3]}, ValueError,
         r"shape \(2, 1, 3, 4\): it must be \(2 or 1, 2 or 1, 5 or 1, n\)",
     ),
-    "empty": ({"key_indices": INT[..., :0]}, ValueError, "a list of n keys"),
+    "empty": ({"key_indices": INT[..., :0]}, ValueError, "n at least 1: a list of keys"),
     "strided": ({"key_indices": INT.mT.contiguous().mT}, ValueError, r"call \.contiguous\(\)"),
     "lengths-alone": ({"topk_lengths": INT[..., 0]}, ValueError, "without key_indices"),
     "lengths-shape": (

@@ -296,8 +296,9 @@ void read_key_indices(const Arguments& a, const TensorView& q, Call& call) {
   if (lists.ndim != 4 || !fits(lists.shape[0], p.batch) || !fits(lists.shape[1], p.heads_kv) ||
       (lists.shape[2] != p.nq && lists.shape[2] != blocks) || lists.shape[3] < 1) {
     wrong_value("key_indices has shape ", describe_shape(lists), ": it must be (",
-                sizes_of_lists(p, false), ", n): a list of n keys for each query row or for each ",
-                MASK_BLOCK, " of them");
+                sizes_of_lists(p, false),
+                ", n), n at least 1: a list of keys for each query row or for each ", MASK_BLOCK,
+                " of them");
   }
   if (lists.shape[3] > 1 && lists.strides[3] != 1)
     wrong_value("key_indices has a strided last dimension: call .contiguous() on it");

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include "runtime/reading/reading.h"
 
@@ -47,6 +48,15 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
   if (overlaps_itself(view.shape, view.strides, view.ndim)) {
     wrong_value("out has strides ", describe_strides(view),
                 ": its elements overlap; pass a tensor that holds each of them once");
+  }
+  for (const auto [name, operand] : {std::pair{p.kv_cache ? "k_cache" : "k", Operand::K},
+                                     std::pair{p.kv_cache ? "v_cache" : "v", Operand::V}}) {
+    // Where they share memory otherwise is not looked for: strides may interleave them.
+    if (view.data != nullptr && p.nk > 0 &&
+        view.data == call.addresses[static_cast<int>(operand)]) {
+      wrong_value("out begins where ", name, " does: rows are written while others still read ",
+                  name, "; pass another tensor, or the memory of q");
+    }
   }
   if (a.grad != Grad::Off && requires_grad(a.out)) {
     wrong_value("out requires a gradient: pass a tensor that does not, or call under no_grad()");
