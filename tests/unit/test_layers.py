@@ -89,6 +89,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("integrations._mask_functions",),
     ("integrations._model_mask", "integrations._paged"),
+    ("integrations._packed_text",),
     ("integrations._sglang_batch", "integrations._sglang_refusals"),
     ("integrations.sglang_backend", "integrations.vllm_backend"),
     (

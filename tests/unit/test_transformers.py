@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import archflash
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+from archflash.integrations import _packed_text  # noqa: E402
 from archflash.integrations import transformers as integration  # noqa: E402
 from archflash.integrations._mask_functions import Rule  # noqa: E402
 from archflash.integrations._model_mask import Mask, Seen  # noqa: E402
@@ -132,7 +133,7 @@ def padding(side: str, lengths: tuple[int, ...] = (13, 6, 9), rows: int = 13) ->
 def packs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """On the CPU no kernel serves a call, and so nothing is packed; unless it is asked for."""
     packed = bool(request.param == "packed")
-    monkeypatch.setattr(integration, "_a_kernel_may_serve", lambda _: packed)
+    monkeypatch.setattr(_packed_text, "_a_kernel_may_serve", lambda _: packed)
     return packed
 
 
@@ -148,7 +149,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def values(mask: integration.Mask) -> Tensor:
         raise AssertionError("a layer needs no values of its mask")
 
-    monkeypatch.setattr(integration, "attention", attention)
+    for module in (integration, _packed_text):
+        monkeypatch.setattr(module, "attention", attention)
     monkeypatch.setattr(integration.Mask, "values_", values)
     return made
 
@@ -538,7 +540,8 @@ def test_autocast(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
         outputs.append(archflash.attention(*tensors, **options))
         return outputs[-1]
 
-    monkeypatch.setattr(integration, "attention", attention)
+    for module in (integration, _packed_text):
+        monkeypatch.setattr(module, "attention", attention)
     results = []
     for model in with_both(DECODERS[name]):
         with torch.autocast("cpu", dtype):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from archflash import masks
@@ -246,6 +247,27 @@ class Padding(NamedTuple):
             return Padding(kept, bounds[:, None, None, None])
         rows = masks.from_rows(lambda *_: kept[:, None, None], (batch, 1, 1, nk), kept.device)
         return Padding(kept, rows)
+
+
+def is_traced(device: torch.device | str, *tensors: Tensor | None) -> bool:
+    """Whether a call is recorded and not run, so that no value can be read on the host."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    if any(isinstance(x, FakeTensor) for x in tensors):
+        return True
+    on_gpu = torch.device(device).type == "cuda"
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def both_masks(one: Tensor, other: Tensor | None) -> Tensor:
+    """One mask for two, each bool or added to the scores."""
+    if other is None:
+        return one
+    if one.dtype == other.dtype == torch.bool:
+        return one & other
+    if other.dtype == torch.bool:
+        return torch.where(other, one, -torch.inf)
+    return torch.where(one, other, -torch.inf) if one.dtype == torch.bool else one + other
 
 
 def both_ranges(some: Tensor, others: Tensor | None) -> Tensor | None:

@@ -25,14 +25,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -49,13 +47,22 @@ from archflash.integrations import _mask_functions
 from archflash.integrations._mask_functions import Rule
 from archflash.integrations._model_mask import (
     Mask,
-    Packed,
     Padding,
     Seen,
+    both_masks,
     both_ranges,
     documents,
-    ranges_of_documents,
+    is_traced,
     visible_by,
+)
+from archflash.integrations._packed_text import (
+    Lengths,
+    in_documents_of_lengths,
+    in_documents_of_positions,
+    may_restart,
+    of_lengths,
+    packs,
+    without_padding,
 )
 
 if "q_length" not in inspect.signature(sdpa_mask).parameters:
@@ -94,16 +101,6 @@ _register_mask_functions()
 
 
 # --- the mask of a model ---
-
-
-def _is_traced(device: torch.device | str, *tensors: Tensor | None) -> bool:
-    """Whether a call is recorded and not run, so that no value can be read on the host."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return True
-    if any(isinstance(x, FakeTensor) for x in tensors):
-        return True
-    on_gpu = torch.device(device).type == "cuda"
-    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
@@ -182,7 +179,7 @@ def make_mask(
     offset_on_device = q_offset if isinstance(q_offset, Tensor) else None
     # A static cache keeps its length on the device. Masks of one query are made outside of compiled
     # code then, which takes plain tensors, and such a mask is small.
-    if _is_traced(device, attention_mask, offset_on_device) or (
+    if is_traced(device, attention_mask, offset_on_device) or (
         offset_on_device is not None and q_length == 1
     ):
         return computed(0, q_length, **skips)
@@ -316,63 +313,43 @@ def forward(
     seen = _seen(module, attention_mask, is_causal, batch, nq, nk)
     # A mask that somebody has read or written is one of values, but it was made of a rule.
     was = attention_mask._content.seen if isinstance(attention_mask, Mask) else seen
-    lengths: _Lengths | None = None
+    lengths: Lengths | None = None
     # Continuous batching gives a mask that says all, and lengths of another order of keys.
     by_mask_alone = cache is not None
     if not by_mask_alone and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
-        if cu_seq_lens_q is None or cu_seq_lens_k is None:
-            missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
-            raise ValueError(f"{missing} is missing: give both, or none")
-        lengths = _Lengths(
-            cu_seq_lens_q.to(query.device, torch.int32),
-            cu_seq_lens_k.to(query.device, torch.int32),
-            max_length_q if isinstance(max_length_q, int) else None,
-            max_length_k if isinstance(max_length_k, int) else None,
+        given_lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        seen, lengths = in_documents_of_lengths(seen, given_lengths, query, nk, position_bias)
+    elif not by_mask_alone and position_ids is not None and may_restart(position_ids, was, nq, nk):
+        with_gradients = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (query, key, value)
         )
-        as_rule = seen.values is None and seen.padding is None and position_bias is None
-        if not as_rule or (seen.ranges is not None and seen.packed is None):
-            # What else the mask hides goes by rows and keys, so the documents must do so, too.
-            if nq != nk:
-                raise ValueError(
-                    f"cu_seq_lens_q beside a mask or a bias, for {nq} queries and {nk} keys: as "
-                    "many of both are needed; leave the mask or the bias out"
-                )
-            seen = _inside(seen, _ranges_of_lengths(lengths, batch, nq), nk)
-            lengths = None
-    elif not by_mask_alone and _may_restart(position_ids, was, nq, nk):
-        assert position_ids is not None
-        if not _is_traced(position_ids.device, position_ids):
-            seen = _in_documents_of(position_ids, seen, was.offset, batch, nq, nk)
-        elif others.get("use_cache") or not (
-            torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        ):
-            # Whether documents begin cannot be asked. Ranges are right for one as well as for many,
-            # but gradients are slower with them, and without a cache transformers has looked.
-            ranges = ranges_of_documents(_starts(position_ids))
-            seen = seen._replace(ranges=_behind_past(ranges, was.offset, nq, nk))
+        # Ranges are right for one document as well as for many, but gradients are slower with them,
+        # and without a cache transformers has looked.
+        unread = others.get("use_cache") or not with_gradients
+        seen = in_documents_of_positions(position_ids, seen, was.offset, batch, nk, unread)
 
     options: dict[str, Any] = {
         "scale": scaling, "softcap": softcap, "sinks": s_aux, **_options_of(seen, nq, nk)
     }  # fmt: skip
     if lengths is None and seen.packed is not None and position_bias is None:
         cu_seqlens, longest = seen.packed
-        lengths = _Lengths(cu_seqlens, cu_seqlens, longest, longest)
+        lengths = Lengths(cu_seqlens, cu_seqlens, longest, longest)
     if lengths is not None:
         del options["key_ranges"]
         if dropout > 0.0:
             options["dropout_p"] = dropout
-        return _of_lengths(query, key, value, lengths, options), None
+        return of_lengths(query, key, value, lengths, options), None
 
     mask = seen.values
     if seen.padding is not None:
-        if position_bias is None and _packs(query, key, seen, options):
+        if position_bias is None and packs(query, key, seen, options):
             if dropout > 0.0:
                 options["dropout_p"] = dropout
-            return _without_padding(query, key, value, attention_mask, options), None
+            return without_padding(query, key, value, attention_mask, options), None
         if seen.ranges is None:
             mask = seen.padding[:, None, None, :]
     if position_bias is not None:
-        mask = _both(position_bias, mask)
+        mask = both_masks(position_bias, mask)
     options["attn_mask"] = mask
     if dropout > 0.0:
         if not softcap and s_aux is None and _goes_to_sdpa(query, key, value, options, dropout):
@@ -417,17 +394,6 @@ def _options_of(seen: Seen, nq: int, nk: int) -> dict[str, Any]:
     return options
 
 
-def _both(one: Tensor, other: Tensor | None) -> Tensor:
-    """One mask for two, each bool or added to the scores."""
-    if other is None:
-        return one
-    if one.dtype == other.dtype == torch.bool:
-        return one & other
-    if other.dtype == torch.bool:
-        return torch.where(other, one, -torch.inf)
-    return torch.where(one, other, -torch.inf) if one.dtype == torch.bool else one + other
-
-
 # --- dropout ---
 
 
@@ -460,12 +426,12 @@ def _dropped_by_sdpa(
     is_causal = seen.rule.causal
     if bounded or (is_causal and (mask is not None or seen.offset != 0)):
         visible = visible_by(seen.rule, seen.offset, nq, nk, query.device)
-        mask, is_causal = _both(visible, mask), False
+        mask, is_causal = both_masks(visible, mask), False
     if seen.ranges is not None:
         visible = masks.to_dense(seen.ranges, nk)
         if is_causal:
             visible = visible & visible_by(seen.rule, seen.offset, nq, nk, query.device)
-        mask, is_causal = _both(visible, mask), False
+        mask, is_causal = both_masks(visible, mask), False
     return scaled_dot_product_attention(
         query,
         key,
@@ -476,195 +442,6 @@ def _dropped_by_sdpa(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-
-
-# --- documents in rows of text ---
-
-
-class _Lengths(NamedTuple):
-    """The options of `archflash.attention` that say where packed sequences begin."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-
-
-class _Restarts(NamedTuple):
-    """What was found in a tensor of position_ids, and its version then."""
-
-    of: weakref.ref[Tensor]
-    version: int
-    found: tuple[Tensor, Packed] | None
-
-
-_last_restarts: _Restarts | None = None  # every layer of a model asks for the same
-
-
-def _may_restart(position_ids: Tensor | None, seen: Seen, nq: int, nk: int) -> bool:
-    """Whether position_ids can tell documents apart: those of text, and no mask tells more."""
-    if (
-        position_ids is None
-        or position_ids.ndim != 2
-        or position_ids.shape[1] != nq
-        or nq <= 1
-        or nq > nk
-    ):
-        return False
-    as_rule = seen.values is None and seen.padding is None and seen.ranges is None
-    return as_rule and (seen.rule.causal or nq == nk)
-
-
-def _in_documents_of(
-    position_ids: Tensor, seen: Seen, past: int, batch: int, nq: int, nk: int
-) -> Seen:
-    """The same where position_ids are those of one document, else inside of documents. The queries
-    stand behind `past` keys.
-    """
-    found = _restarts(position_ids)
-    if found is None:
-        return seen
-    ranges, packed = found
-    if seen.values is None and nq == nk and past == 0 and position_ids.shape[0] == batch:
-        return seen._replace(ranges=ranges, packed=packed)
-    return seen._replace(ranges=_behind_past(ranges, past, nq, nk))
-
-
-def _starts(position_ids: Tensor) -> Tensor:
-    starts = position_ids == position_ids.amin(1, keepdim=True)
-    first = torch.arange(position_ids.shape[1], device=position_ids.device) == 0
-    return starts | first
-
-
-def _restarts(position_ids: Tensor) -> tuple[Tensor, Packed] | None:
-    """The documents of position_ids, None if each row is one. The host waits for the device, once
-    for all layers: transformers' FlashAttention-2 does so in each.
-    """
-    global _last_restarts
-    remembers = not position_ids.is_inference()  # such a tensor does not tell when it is changed
-    last = _last_restarts
-    same = remembers and last is not None and last.of() is position_ids
-    if same and last is not None and last.version == position_ids._version:
-        return last.found
-    starts = _starts(position_ids)
-    found = documents(starts) if bool(starts[:, 1:].any()) else None
-    if remembers:
-        _last_restarts = _Restarts(weakref.ref(position_ids), position_ids._version, found)
-    return found
-
-
-def _behind_past(ranges: Tensor, past: int, nq: int, nk: int) -> Tensor:
-    """key_ranges (batch, 1, queries, 1, 2) of queries that stand behind `past` keys. The first
-    document continues what is there."""
-    if past == 0 and nq == nk:
-        return ranges
-    begin, end = ranges.unbind(-1)
-    begin = torch.where(begin > 0, begin + past, 0)
-    end = torch.where(end < nq, end + past, nk)
-    return torch.stack([begin, end], -1).to(torch.int32)
-
-
-def _inside(seen: Seen, documents: Tensor, nk: int) -> Seen:
-    """What is seen, inside of documents. Ranges that are too many become values."""
-    ranges = documents if seen.ranges is None else both_ranges(seen.ranges, documents)
-    if ranges is not None:
-        return seen._replace(ranges=ranges, packed=None)
-    assert seen.ranges is not None
-    values = _both(masks.to_dense(seen.ranges, nk), seen.values)
-    return seen._replace(values=values, ranges=documents, packed=None)
-
-
-def _ranges_of_lengths(lengths: _Lengths, batch: int, n: int) -> Tensor:
-    """The keys of each query's document as key_ranges (batch, 1, n, 1, 2), of rows of n tokens."""
-    cu_seqlens_q, cu_seqlens_k = lengths[:2]
-    rows = torch.arange(batch * n, dtype=torch.int32, device=cu_seqlens_q.device)
-    document = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True)
-    ends_k = F.pad(cu_seqlens_k[1:], (0, 1))  # rows behind the last document see no key
-    first_of_row = rows // n * n
-    sides = [
-        (side[document] - first_of_row).clamp(0, n).view(batch, 1, n, 1)
-        for side in (cu_seqlens_k, ends_k)
-    ]
-    return torch.stack(sides, -1).to(torch.int32)
-
-
-def _of_lengths(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: _Lengths,
-    options: dict[str, Any],
-) -> Tensor:
-    """The attention of packed sequences; (batch, queries, heads, dv)."""
-    batch, _, nq, _ = query.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    options = options | lengths._asdict()
-    options.pop("q_offset", None)  # causal and window align to the end of each sequence
-    out: Tensor = attention(q, k, v, **options)
-    return out.view(batch, nq, *out.shape[1:])
-
-
-# --- padding: packed sequences ---
-
-
-def _packs(query: Tensor, key: Tensor, seen: Seen, options: dict[str, Any]) -> bool:
-    """Whether the rows that are no padding are packed, so that a kernel serves them. Packing copies
-    them, which does not pay for one query. It keeps the order of positions, which is all that a
-    causal rule needs, but not their distances where there is padding between rows.
-    """
-    nq, nk = query.shape[2], key.shape[2]
-    if not _a_kernel_may_serve(query) or nq == 1 or _is_traced(query.device, query):
-        return False
-    if _by_position(options) and (nq != nk or "q_offset" in options):
-        return False
-    in_one_piece = seen.ranges is not None and seen.ranges.shape[3] == 1
-    return "window" not in options or in_one_piece
-
-
-def _by_position(options: dict[str, Any]) -> bool:
-    """Whether a query's position counts, so that queries are packed like keys."""
-    return options["causal"] or "window" in options
-
-
-def _a_kernel_may_serve(query: Tensor) -> bool:
-    return query.is_cuda
-
-
-def _rows_kept(mask: Any) -> tuple[Tensor, Tensor]:
-    """The rows of a batch that are no padding, and where each sequence of them ends. It is read on
-    the host, for the first layer."""
-    content = mask._content
-    if content.rows_kept is None:
-        padding = content.seen.padding
-        lengths = padding.sum(-1, dtype=torch.int32)
-        ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        content.rows_kept = (padding.flatten().nonzero().flatten(), ends)
-    rows: tuple[Tensor, Tensor] = content.rows_kept
-    return rows
-
-
-def _without_padding(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
-) -> Tensor:
-    """The attention of the rows that are no padding, packed; (batch, queries, heads, dv), with 0 in
-    rows of padding where queries are keys.
-    """
-    batch, heads, nq, _ = query.shape
-    kept, ends_k = _rows_kept(mask)
-    k, v = (x.transpose(1, 2).flatten(0, 1).index_select(0, kept) for x in (key, value))
-    q = query.transpose(1, 2).flatten(0, 1)
-    packs_queries = _by_position(options)
-    if packs_queries:
-        q, ends_q = q.index_select(0, kept), ends_k
-    else:
-        ends_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * nq
-    options = options | {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
-    del options["key_ranges"]
-    out: Tensor = attention(q, k, v, **options)
-    if packs_queries:
-        rows = out.new_zeros(batch * nq, heads, out.shape[-1])
-        out = rows.index_copy(0, kept, out)
-    return out.view(batch, nq, heads, out.shape[-1])
 
 
 AttentionInterface.register(NAME, forward)
