@@ -75,7 +75,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, Any
         (1, (4, 2), 70, 80, 64, 64), (1, 2, 2, 50), {"window": (30, 20), "q_offset": 4}
     ),
     "wide-softcap-bnhd": (
-        (1, (20, 1), 2, 50, 256, 256), (1, 1, 2, 45), {"softcap": 3.0, "layout": "bnhd"}
+        (1, (20, 1), 2, 150, 256, 256), (1, 1, 2, 145), {"softcap": 3.0, "layout": "bnhd"}
     ),
     "nobody-sees-a-key": ((1, (2, 2), 2, 8, 64, 64), (1, 2, 2, 4), {"lengths": 0}),
 }  # fmt: skip
