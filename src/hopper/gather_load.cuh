@@ -71,6 +71,7 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params, unsigned
     int entry = tile.list.entry(tile.blocks.first + own_key);
 #pragma unroll 1
     for (int block = uniform(tile.blocks.first); block <= last; block += C::BLOCK_K) {
+      ring = {uniform(ring.stage), uniform(ring.parity)};  // else lanes arrive one by one
       const device::KeyPlace place = tile.list.find(cache, entry);
       const uint32_t seen = __ballot_sync(device::FULL_WARP, place.position != device::NO_KEY);
       const bool bare = __all_sync(device::FULL_WARP, tile.all_see(place.position)) &&
