@@ -31,11 +31,6 @@ constexpr core::Tile LARGE_TILES[] = {
     core::tile<D256GatherLarge<DType::F16>>("d256_gather_large", {}, TWO),
 };
 
-// Row tiles, each as often as its keys have shares.
-int64_t shares_of(const Problem& problem, const core::SplitChoice<core::Tile>& choice) {
-  return core::list_tiles(problem, choice.tile) * choice.splits;
-}
-
 }  // namespace
 
 PlanResult plan_lists(const Problem& problem, const Device& device) {
@@ -58,8 +53,10 @@ PlanResult plan_lists(const Problem& problem, const Device& device) {
       choice = *larger;
   }
   const auto& [tile, splits, share_keys] = std::get<Choice>(choice);
-  const int64_t shares = shares_of(problem, std::get<Choice>(choice));
+  const int64_t shares = core::list_tiles(problem, tile) * splits;
   const int64_t ctas = std::min(shares, core::resident_ctas(tile, device) * device.sm_count);
+  // A CTA counts its tiles until the count is behind the last one.
+  if (shares + ctas > core::GRID_LIMIT) return core::grid_too_large(shares);
 
   GatherParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
