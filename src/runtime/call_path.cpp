@@ -204,6 +204,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
   if (needs_dispatcher(arguments)) return nb::borrow(Py_NotImplemented);
   Call call;
   build_call(arguments, call);
+  if (!arguments.out.is_none()) reading::refuse_shared_output(call);
   if (call.device_kind == DeviceKind::Meta || call.without_storage || call.lazy)
     return nb::borrow(Py_NotImplemented);
   if (call.device_index < 0) forget_other_simulated_devices();
@@ -270,6 +271,7 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
   if (needs_dispatcher(arguments)) return nb::str("a subclass of torch.Tensor");
   Call call;
   build_call(arguments, call);
+  if (!arguments.out.is_none()) reading::refuse_shared_output(call);
   if (call.without_storage || call.lazy) return nb::str("a tensor whose memory lacks its values");
   if (arguments.out.is_none() && !rows_before_heads && repeats_rows(call.problem))
     return nb::none();

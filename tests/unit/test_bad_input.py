@@ -595,7 +595,8 @@ def test_a_wrong_call_raises_and_says_what_to_do(name: str) -> None:
         assert_the_next_good_call_works()
 
 
-@every_wrong_call
+# explain has no addresses.
+@pytest.mark.parametrize("name", [name for name in WRONG if name not in ("out-is-k", "out-is-v")])
 def test_explain_refuses_the_same_calls(name: str) -> None:
     call, error, parts = WRONG[name]
     with pytest.raises(error) as caught:

@@ -49,15 +49,6 @@ void read_out(const Arguments& a, const TensorView& q, const Axes& x, Call& call
     wrong_value("out has strides ", describe_strides(view),
                 ": its elements overlap; pass a tensor that holds each of them once");
   }
-  for (const auto [name, operand] : {std::pair{p.kv_cache ? "k_cache" : "k", Operand::K},
-                                     std::pair{p.kv_cache ? "v_cache" : "v", Operand::V}}) {
-    // Where they share memory otherwise is not looked for: strides may interleave them.
-    if (view.data != nullptr && p.nk > 0 &&
-        view.data == call.addresses[static_cast<int>(operand)]) {
-      wrong_value("out begins where ", name, " does: rows are written while others still read ",
-                  name, "; pass another tensor, or the memory of q");
-    }
-  }
   if (a.grad != Grad::Off && requires_grad(a.out)) {
     wrong_value("out requires a gradient: pass a tensor that does not, or call under no_grad()");
   }
@@ -81,6 +72,19 @@ void nest_as(const int64_t* given, int ndim, const int64_t* shape, int64_t* stri
   }
   order[ndim - 1] = ndim - 1;
   dense_in(order, ndim, shape, strides);
+}
+
+void refuse_shared_output(const Call& call) {
+  const Problem& p = call.problem;
+  const auto address = [&](Operand x) { return call.addresses[static_cast<int>(x)]; };
+  for (const auto [name, operand] : {std::pair{p.kv_cache ? "k_cache" : "k", Operand::K},
+                                     std::pair{p.kv_cache ? "v_cache" : "v", Operand::V}}) {
+    // Where they share memory otherwise is not looked for: strides may interleave them.
+    if (address(Operand::Out) != nullptr && p.nk > 0 && address(Operand::Out) == address(operand)) {
+      wrong_value("out begins where ", name, " does: rows are written while others still read ",
+                  name, "; pass another tensor, or the memory of q");
+    }
+  }
 }
 
 void read_out_dtype(const Arguments& a, Problem& p) {
