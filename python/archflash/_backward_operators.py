@@ -152,7 +152,10 @@ def _decide(
     if forced is not None and forced not in _gradients.FOLDERS:
         return _Decision(None, f"{forced} is forced, and has no backward pass")
     request = call.request()
-    problem = request.problem()
+    try:
+        problem = request.problem()
+    except (TypeError, ValueError) as error:
+        return _Decision(None, f"arguments that archflash does not take: {error}")
     device, obstacle = _dispatch.device_of(problem, call.tensors[1].device.index)
     # Both passes were measured together. So the gradients are computed here where archflash's two
     # passes are faster than PyTorch's, whoever served the first of them.

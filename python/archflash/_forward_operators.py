@@ -85,10 +85,16 @@ _asked_for = _dispatch.asked_for
 
 
 def _serve(q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], *how: Any) -> Any:
-    """What the runtime serves; approximately if that is asked for and no gradients are needed."""
+    """What the runtime serves; approximately if that is asked for and no gradients are needed. What
+    it would refuse is left to PyTorch's kernel, which may know more, such as other heads of v than
+    of k.
+    """
     if _asked_for() is not None and not (q.requires_grad or k.requires_grad or v.requires_grad):
         values = _dispatch.with_approximate(values)
-    return _serve_exactly(q, k, v, values, *how)
+    try:
+        return _serve_exactly(q, k, v, values, *how)
+    except (TypeError, ValueError) as error:
+        return f"arguments that archflash does not take: {error}"
 
 
 # --- what several operators return ---

@@ -294,6 +294,23 @@ def test_decisions_about_gradients_are_kept_up_to_a_number(monkeypatch: pytest.M
     assert backward.serve(FLASH, args, {}, "ada", why) == "ada is forced, and has no backward pass"
 
 
+def test_what_archflash_does_not_take_is_left_to_pytorch() -> None:
+    """cuDNN's kernel takes other heads of v than of k."""
+    q, k = (torch.zeros(1, 4, rows, 16, dtype=torch.bfloat16) for rows in (5, 7))
+    v, lse = k[:, :2], torch.zeros(1, 4, 5, 1)
+    served = forward.OPERATORS["_scaled_dot_product_cudnn_attention"](q, k, v, None, True)
+    assert served.startswith("arguments that archflash does not take: v has shape (1, 2, 7, 16)")
+    with (
+        archflash.force("ampere"),
+        pytest.raises(archflash.ForcedImplementationError, match="v has"),
+    ):
+        forward.OPERATORS["_scaled_dot_product_cudnn_attention"](q, k, v, None, True)
+    args = (q, q, k, v, q, lse, LSE, LSE, None, None, None, 5, 7, 0.0, False)
+    said = backward.serve(CUDNN, args, {}, None, lambda *_: "unasked")
+    assert isinstance(said, str)
+    assert said.startswith("arguments that archflash does not take: v has shape")
+
+
 # --- who serves ---
 
 
