@@ -10,15 +10,20 @@ Exit status 2 when nothing can be measured.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
+import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import environment
+from bench.candidates import torch_varlen
 from bench.results import RESULTS_FOLDER, percentile
 from bench.timing import enqueue_times_us
 
@@ -59,19 +64,19 @@ def one_sdpa_backend_each() -> Iterator[None]:
             switch(on)
 
 
-def call_loops(device: str, attention: Callable[..., object]) -> Loops:
-    """The calls that are compared.
+def call_loops(device: str, archflash: Any) -> Loops:
+    """The calls that are compared, without autograd.
 
     Args:
         device: torch device.
-        attention: archflash.attention.
+        archflash: the package.
 
     Returns:
         For each name, a function and the argument tuples of its calls.
     """
     import torch
 
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    attention, sdpa = archflash.attention, torch.nn.functional.scaled_dot_product_attention
 
     def sets(dtype: torch.dtype) -> list[tuple[Any, ...]]:
         shape = (1, HEADS, ROWS, HEAD_DIM)
@@ -87,13 +92,19 @@ def call_loops(device: str, attention: Callable[..., object]) -> Loops:
         (query, k_cache[:, :, :length], v_cache[:, :, :length])
         for length in range(ROWS, ROWS + GROWING_STEPS)
     ]
-    float32 = sets(torch.float32)
+    float32, half = sets(torch.float32), sets(torch.bfloat16)
+    backward = []
+    for qkv in half:
+        out, lse = attention(*qkv, return_lse=True)
+        backward.append((torch.randn_like(out), *qkv, out, lse))
     return {
         NEW_POINTERS: (attention, float32),
         GROWING: (attention, growing),
         "torch SDPA, efficient (fp32)": (sdpa, float32),
         "torch SDPA, efficient, Nk growing by one (fp32)": (sdpa, growing),
-        "torch SDPA, flash (bf16)": (sdpa, sets(torch.bfloat16)),
+        "torch SDPA, flash (bf16)": (sdpa, half),
+        "archflash (bf16)": (attention, half),
+        "archflash.attention_backward (bf16)": (archflash.attention_backward, backward),
     }
 
 
@@ -147,18 +158,25 @@ def measure(
     Returns:
         For each name, p20, p50 and p80 in microseconds.
     """
+    with without_garbage_collector():
+        # More than TENSOR_SETS warm calls, so that every cached plan is cached.
+        times = enqueue_times_us(loops, count, synchronize, every=every, warm=10 * TENSOR_SETS)
+    return {name: percentiles(us) for name, us in times.items()}
+
+
+@contextmanager
+def without_garbage_collector() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        # More than TENSOR_SETS warm calls, so that every cached plan is cached.
-        times = enqueue_times_us(loops, count, synchronize, every=every, warm=10 * TENSOR_SETS)
+        yield
     finally:
         if was_enabled:
             gc.enable()
-    return {
-        name: {f"p{p}": round(percentile(us, p / 100), 3) for p in (20, 50, 80)}
-        for name, us in times.items()
-    }
+
+
+def percentiles(us: Sequence[float]) -> dict[str, float]:
+    return {f"p{p}": round(percentile(us, p / 100), 3) for p in (20, 50, 80)}
 
 
 def sdpa_loops(device: str) -> Loops:
@@ -188,22 +206,34 @@ def sdpa_loops(device: str) -> Loops:
     }
 
 
-def training_loops(device: str, archflash: Any) -> Loops:
-    """Calls whose gradients are needed, with their backward passes where the name says "both": by
-    name, through compat.flash_attn, and PyTorch's SDPA.
+@dataclass(frozen=True)
+class Training:
+    """A kind of call whose gradients are needed.
+
+    Attributes:
+        call: the function.
+        inputs: the tensors that it is called with, and differentiated by, in turns.
+        peer: the name of PyTorch's call that does the same or, where it has none, of its plain one;
+            None: it is one of them.
+    """
+
+    call: Callable[..., Any]
+    inputs: list[tuple[Any, ...]]
+    peer: str | None = "torch SDPA"
+
+
+def training_calls(device: str, archflash: Any) -> dict[str, Training]:
+    """By name, through compat, and PyTorch's SDPA.
 
     Args:
         device: torch device.
         archflash: the package.
-
-    Returns:
-        As `call_loops`.
     """
     import torch
 
-    from archflash.compat import flash_attn
+    from archflash.compat import flash_attn, flash_attn_interface
 
-    half, heads_last = torch.bfloat16, (1, ROWS, HEADS, HEAD_DIM)
+    half, single = torch.bfloat16, torch.float32
 
     def leaves(*shape: int, dtype: torch.dtype = half) -> list[torch.Tensor]:
         made = (torch.randn(shape, dtype=dtype, device=device) for _ in range(TENSOR_SETS))
@@ -212,60 +242,138 @@ def training_loops(device: str, archflash: Any) -> Loops:
     def sets(*shape: int, dtype: torch.dtype = half) -> list[tuple[Any, ...]]:
         return list(zip(*(leaves(*shape, dtype=dtype) for _ in "qkv"), strict=True))
 
-    def both(call: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> Any:
-        out = call(*inputs[0])
+    of = functools.partial
 
-        def passes(out_gradient: Any, *tensors: Any) -> object:
-            return torch.autograd.grad(call(*tensors), tensors, out_gradient)
+    def rows_first(*tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = sdpa(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
+        return out
 
-        return passes, [(torch.randn_like(out), *tensors) for tensors in inputs]
+    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch_varlen(q, k, v, ends, ends, ROWS, ROWS)
 
-    def with_options(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return lambda *tensors: function(*tensors, **options)
+    def with_sinks(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return attention(q, k, v, sinks=sinks)
 
     sdpa, attention = torch.nn.functional.scaled_dot_product_attention, archflash.attention
     ends = torch.tensor([0, ROWS // 4, ROWS], dtype=torch.int32, device=device)
-    packed: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    cu: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    of_lengths = {**cu, "max_seqlen_q": ROWS, "max_seqlen_k": ROWS}
     seen = torch.rand(1, HEADS, ROWS, ROWS, device=device) > 0.2
-    plain, single = (1, HEADS, ROWS, HEAD_DIM), torch.float32
-    inputs, in_fp32 = sets(*plain), sets(*plain, dtype=single)
-    of_results = []
-    for q, k, v in inputs:
-        tensors = [x.detach() for x in (q, k, v)]
-        out, lse = attention(*tensors, return_lse=True)
-        of_results.append((torch.randn_like(out), *tensors, out, lse))
-    of_lengths = {**packed, "max_seqlen_q": ROWS, "max_seqlen_k": ROWS}
+    ranges = torch.tensor([0, ROWS], dtype=torch.int32, device=device).expand(1, 1, ROWS, 1, 2)
+    slopes = torch.rand(HEADS, device=device)
+    plain = sets(1, HEADS, ROWS, HEAD_DIM)
+    in_fp32 = sets(1, HEADS, ROWS, HEAD_DIM, dtype=single)
+    heads_last, packed = sets(1, ROWS, HEADS, HEAD_DIM), sets(ROWS, HEADS, HEAD_DIM)
+    beside_sinks = [(*x, y) for x, y in zip(plain, leaves(HEADS, dtype=single), strict=True)]
+    in_one = [(x,) for x in leaves(1, ROWS, 3, HEADS, HEAD_DIM)]
+    two = leaves(1, ROWS, 2, HEADS, HEAD_DIM)
+    in_two = [(x, y) for (x, *_), y in zip(heads_last, two, strict=True)]
+
+    calls = {
+        "torch SDPA": Training(sdpa, plain, None),
+        "torch SDPA, fp32": Training(sdpa, in_fp32, None),
+        "torch SDPA, attn_mask": Training(of(sdpa, attn_mask=seen), plain, None),
+        "torch SDPA, dropout": Training(of(sdpa, dropout_p=0.1), plain, None),
+        "torch SDPA, rows first": Training(rows_first, heads_last, None),
+        "torch SDPA, one tensor": Training(lambda x: rows_first(*x.unbind(2)), in_one, None),
+        "torch SDPA, two tensors": Training(lambda q, x: rows_first(q, *x.unbind(2)), in_two, None),
+        "attention": Training(attention, plain),
+        "attention, hopper forced": Training(of(attention, implementation="hopper"), plain),
+        "attention, rows first": Training(of(attention, layout="bnhd"), heads_last),
+        "attention, fp32": Training(attention, in_fp32, "torch SDPA, fp32"),
+        "attention, fp32, simt forced": Training(
+            of(attention, implementation="simt"), in_fp32, "torch SDPA, fp32"
+        ),
+        "attention, packed": Training(of(attention, **cu), packed, "varlen_attn"),
+        "attention, attn_mask": Training(
+            of(attention, attn_mask=seen), plain, "torch SDPA, attn_mask"
+        ),
+        "attention, key_ranges": Training(of(attention, key_ranges=ranges), plain),
+        "attention, alibi_slopes": Training(of(attention, alibi_slopes=slopes), plain),
+        "attention, dropout": Training(of(attention, dropout_p=0.1), plain, "torch SDPA, dropout"),
+        "attention, sinks": Training(with_sinks, beside_sinks),
+        "attention, gradient of the LSE": Training(of(attention, return_lse=True), plain),
+        "scaled_dot_product_attention": Training(archflash.scaled_dot_product_attention, plain),
+        "compat flash_attn_func": Training(
+            flash_attn.flash_attn_func, heads_last, "torch SDPA, rows first"
+        ),
+        "compat flash_attn_varlen_func": Training(
+            of(flash_attn.flash_attn_varlen_func, **of_lengths), packed, "varlen_attn"
+        ),
+        "compat flash_attn_qkvpacked_func": Training(
+            flash_attn.flash_attn_qkvpacked_func, in_one, "torch SDPA, one tensor"
+        ),
+        "compat flash_attn_kvpacked_func": Training(
+            flash_attn.flash_attn_kvpacked_func, in_two, "torch SDPA, two tensors"
+        ),
+        "compat FlashAttention-3": Training(
+            flash_attn_interface.flash_attn_func, heads_last, "torch SDPA, rows first"
+        ),
+    }
+    if device == "cuda":  # varlen_attn is there alone
+        calls["varlen_attn"] = Training(varlen, packed, None)
+    batches = [sets(batch, HEADS, ROWS, HEAD_DIM)[0] for batch in (1, 5, 2, 8, 3, 7, 4, 6)]
+    calls["torch SDPA, batches that change"] = Training(sdpa, batches, None)
+    calls["attention, batches that change"] = Training(
+        attention, batches, "torch SDPA, batches that change"
+    )
+    long = [torch.randn(1, HEADS, ROWS + GROWING_STEPS, HEAD_DIM, dtype=half, device=device)] * 3
+    growing = [
+        tuple(x[:, :, :length].detach().requires_grad_() for x in long)
+        for length in range(ROWS, ROWS + GROWING_STEPS)
+    ]
+    calls["attention, lengths growing by one"] = Training(attention, growing)
+    return calls
+
+
+def measure_training(
+    calls: Mapping[str, Training], count: int, synchronize: Callable[[], object]
+) -> dict[str, dict[str, Any]]:
+    """Times calls whose gradients are needed, and their backward passes, with the garbage collector
+    off. Each timed call follows another one of its kind, as in a model, whose layers are alike, and
+    each round has an order of its own, as it matters what ran before.
+
+    Args:
+        calls: by name.
+        count: measured calls of each kind.
+        synchronize: waits for the device.
+
+    Returns:
+        For each name "forward", the forward pass alone, and "both", as `measure`, and "peer".
+    """
+    import torch
+
+    def passes(call: Callable[..., Any], tensors: tuple[Any, ...]) -> object:
+        given = call(*tensors)
+        outputs = given if isinstance(given, tuple) else (given,)
+        return torch.autograd.grad(outputs, tensors, [x.detach() for x in outputs])
+
+    def forward(call: Callable[..., Any], tensors: tuple[Any, ...]) -> object:
+        return call(*tensors)
+
+    clock, ways = time.perf_counter_ns, {"forward": forward, "both": passes}
+    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in calls}
+    names, shuffle = list(calls), random.Random(0).shuffle
+    with without_garbage_collector():
+        for number in range(-TENSOR_SETS, count):
+            shuffle(names)
+            for name in names:
+                kind = calls[name]
+                synchronize()
+                inputs = [kind.inputs[(4 * number + i) % len(kind.inputs)] for i in range(4)]
+                for way, function in ways.items():
+                    function(kind.call, inputs.pop())
+                    start = clock()
+                    result = function(kind.call, inputs[-1])
+                    end = clock()
+                    del result
+                    inputs.pop()
+                    if number >= 0:
+                        times[name][way].append((end - start) / 1e3)
+    synchronize()
     return {
-        "torch SDPA, both (bf16)": both(sdpa, inputs),
-        "torch SDPA, both (fp32)": both(sdpa, in_fp32),
-        "archflash, forward alone (bf16)": (attention, inputs),
-        "archflash, both (bf16)": both(attention, inputs),
-        "archflash, both (fp32)": both(attention, in_fp32),
-        "archflash, both, simt forced (fp32)": both(
-            with_options(attention, implementation="simt"), in_fp32
-        ),
-        "archflash, both, packed": both(
-            with_options(attention, **packed), sets(ROWS, HEADS, HEAD_DIM)
-        ),
-        "archflash, both, attn_mask": both(with_options(attention, attn_mask=seen), inputs),
-        "archflash, both, dropout": both(with_options(attention, dropout_p=0.1), inputs),
-        "archflash.scaled_dot_product_attention, both": both(
-            archflash.scaled_dot_product_attention, inputs
-        ),
-        "archflash.attention_backward": (archflash.attention_backward, of_results),
-        "compat flash_attn_func, both": both(flash_attn.flash_attn_func, sets(*heads_last)),
-        "compat flash_attn_varlen_func, both": both(
-            with_options(flash_attn.flash_attn_varlen_func, **of_lengths),
-            sets(ROWS, HEADS, HEAD_DIM),
-        ),
-        "compat flash_attn_qkvpacked_func, both": both(
-            flash_attn.flash_attn_qkvpacked_func,
-            [(x,) for x in leaves(1, ROWS, 3, HEADS, HEAD_DIM)],
-        ),
-        "compat flash_attn_kvpacked_func, both": both(
-            flash_attn.flash_attn_kvpacked_func,
-            list(zip(leaves(*heads_last), leaves(1, ROWS, 2, HEADS, HEAD_DIM), strict=True)),
-        ),
+        name: {way: percentiles(us) for way, us in times[name].items()} | {"peer": kind.peer}
+        for name, kind in calls.items()
     }
 
 
@@ -292,10 +400,7 @@ def measure_registry(
                 )
             for name, us in found.items():
                 times.setdefault(name + ending, []).extend(us)
-    return {
-        name: {f"p{p}": round(percentile(us, p / 100), 3) for p in (20, 50, 80)}
-        for name, us in times.items()
-    }
+    return {name: percentiles(us) for name, us in times.items()}
 
 
 def differences(breakdown: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -319,6 +424,27 @@ def lines_of(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     ]
 
 
+def ratio_to_peer(training: Mapping[str, Mapping[str, Any]], name: str) -> float | None:
+    """The time of both passes of a call divided by that of PyTorch's; None for one of PyTorch's."""
+    peer = training[name]["peer"]
+    if peer not in training:
+        return None
+    return float(training[name]["both"]["p50"] / training[peer]["both"]["p50"])
+
+
+def training_lines(training: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A table of calls with gradients."""
+    width = max(len(name) for name in training)
+    lines = [f"{'us per call'.ljust(width)} forward  both   p20    p80  of torch"]
+    for name, found in training.items():
+        ratio, both = ratio_to_peer(training, name), found["both"]
+        lines.append(
+            f"{name.ljust(width)} {found['forward']['p50']:6.1f} {both['p50']:6.1f} "
+            f"{both['p20']:6.1f} {both['p80']:6.1f}" + ("" if ratio is None else f"  {ratio:.2f}")
+        )
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the measurement; see the top of this file."""
     parser = argparse.ArgumentParser(
@@ -338,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     facts = environment.run_facts(environment.open_nvml())
     with torch.no_grad(), one_sdpa_backend_each():
-        loops = call_loops("cuda", archflash.attention)
+        loops = call_loops("cuda", archflash)
         implementation = archflash.explain(*loops[NEW_POINTERS][1][0]).chosen
         calls = measure(loops, options.count, torch.cuda.synchronize)
         parts = breakdown_loops("cuda", archflash.attention)
@@ -347,16 +473,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         registry = measure_registry(
             sdpa_loops("cuda"), options.count, torch.cuda.synchronize, archflash.enabled
         )
-    training = measure(  # both passes of all these calls are many launches: the queue is short
-        training_loops("cuda", archflash), options.count // 4, torch.cuda.synchronize, every=4
+    of_training = max(options.count // 20, 1)
+    training = measure_training(
+        training_calls("cuda", archflash), of_training, torch.cuda.synchronize
     )
     rest = {name: round(us, 3) for name, us in differences(breakdown).items()}
 
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     print(f"B=1 H={HEADS} N={ROWS} D={HEAD_DIM}; archflash chose {implementation} for fp32\n")
-    tables = [*lines_of(calls), "", *lines_of(registry), "", *lines_of(training)]
-    tables += ["", *lines_of(breakdown)]
-    print("\n".join([*tables, "", "differences of medians, us"]))
+    tables = [lines_of(calls), lines_of(registry), training_lines(training), lines_of(breakdown)]
+    print("\n\n".join("\n".join(table) for table in tables))
+    print("\ndifferences of medians, us")
     print("\n".join(f"{us:7.2f}  {name}" for name, us in rest.items()))
 
     options.output.mkdir(parents=True, exist_ok=True)
@@ -367,6 +494,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "implementation": implementation,
         "shape": {"b": 1, "h": HEADS, "n": ROWS, "d": HEAD_DIM},
         "count": options.count,
+        "count_training": of_training,
         "calls": calls,
         "registry": registry,
         "training": training,

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from bench import models
 from bench.cases import MASKS_FILE, Case, load_cases
+from bench.host_overhead import ratio_to_peer
 from bench.results import (
     EAGER,
     RESULTS_FOLDER,
@@ -388,12 +389,21 @@ def host_table(path: Path) -> str:
     data = json.loads(path.read_text())
     lines = [
         [name, *(f"{figures[p]:.2f}" for p in ("p50", "p80"))]
-        for section in ("calls", "registry", "training", "breakdown")
+        for section in ("calls", "registry", "breakdown")
         for name, figures in data.get(section, {}).items()
     ]
+    training = data["training"]
+    of_training = []
+    for name, found in training.items():
+        times = [f"{found[way]['p50']:.0f}" for way in ("forward", "both")]
+        ratio = ratio_to_peer(training, name)
+        compared = ["", ""] if ratio is None else [found["peer"], f"{ratio:.2f}"]
+        of_training.append([name, *times, *compared])
+    head_of_training = ["call with gradients", "forward us", "both passes us", "PyTorch's", "ratio"]
     return (
-        f"{markdown(head, lines)}\n\nTime until one eager call returns, on a tiny shape; median of "
-        f"{data['count']} interleaved calls. {data['gpu']}, torch {data['torch']}, commit "
+        f"{markdown(head, lines)}\n\n{markdown(head_of_training, of_training)}\n\nTime until one "
+        f"eager call returns, on a tiny shape; medians of {data['count']} interleaved calls, with "
+        f"gradients of {data['count_training']}. {data['gpu']}, torch {data['torch']}, commit "
         f"{data['commit']}, {data['date']}."
     )
 

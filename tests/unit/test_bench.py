@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import archflash
+from archflash import _archflash as _native
 from archflash import _measured, reference
 
 # The benchmarks are no part of the installed package.
@@ -603,6 +604,31 @@ def test_what_a_user_gets_is_measured_beside_what_pytorch_chooses() -> None:
 
 
 # ---- host overhead
+
+
+def test_calls_with_gradients_are_timed_beside_those_of_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_overhead, "TENSOR_SETS", 2)
+    monkeypatch.setattr(host_overhead, "GROWING_STEPS", 3)
+    monkeypatch.setenv("ARCHFLASH_SIM_DEVICE", "H200")
+    launched = []
+    _native.set_simulate(lambda plan, tensors: launched.append("dq" in tensors))
+    try:
+        calls = host_overhead.training_calls("cpu", archflash)
+        found = host_overhead.measure_training(calls, 1, lambda: None)
+    finally:
+        _native.set_simulate(archflash._simulate)
+    assert list(found) == list(calls)
+    forced = [name for name in calls if "forced" in name]
+    # Both passes once to warm up, in as many rounds as there are tensors, and once measured; the
+    # forward pass alone as often.
+    assert launched.count(True) == len(forced) * 2 * 3
+    assert launched.count(False) == len(forced) * 4 * 3
+    for name, kind in calls.items():
+        assert kind.peer in calls or kind.peer == "varlen_attn" or kind.peer is None, name
+        ratio = host_overhead.ratio_to_peer(found, name)
+        assert (ratio is None) == (kind.peer not in calls), name
 
 
 def test_fp8_outputs_are_held_to_the_rule_for_fp8() -> None:
