@@ -72,7 +72,7 @@ void put_first(LaunchPlan& plan, const Problem& problem, const std::string& kern
 // rounds. Under a causal mask or a window the tiles' positions say more of it than the table.
 int64_t ordered_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
   constexpr int64_t ROUNDS = 2;
-  const int64_t tiles = plan.tile.tiles, ctas = plan.tile.ctas;
+  const int64_t tiles = plan.tile.tiles, ctas = plan.tile.ctas * std::max(tile.streams, 1);
   if (!problem.block_mask || tiles <= ctas || !core::equal_tiles(problem) || problem.varlen ||
       core::packed_heads(tile).count > 1)
     return 0;
@@ -90,10 +90,10 @@ AllParams with_masks(LaunchPlan& plan, const Problem& problem, const char* image
   return params;
 }
 
-// For kernels whose lanes read the masks. Returns whether the last tiles are ordered.
+// For kernels that read the masks themselves. Returns whether the last tiles are ordered.
 bool add_masks_in_place(LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
   Launch& launch = plan.launches[0];
-  auto params = with_masks<MaskedParams>(plan, problem);
+  auto params = with_masks<MaskedParams>(plan, problem, tile.streams > 0 ? "table_" : "masked_");
   const int64_t ordered = ordered_tiles(plan, problem, tile);
   params.ordered = static_cast<int32_t>(ordered);
   launch.params = core::bytes(params);
@@ -106,6 +106,8 @@ bool add_masks_in_place(LaunchPlan& plan, const Problem& problem, const KernelTi
   launch.uses_pdl = true;
   put_first(plan, problem, "hopper_order_tiles_", core::ceil_div(ordered, int64_t{ORDER_TILES}),
             ORDER_THREADS);
+  // Tables alone have attention kernels in an image of their own, but no other order.
+  plan.launches[0].image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
   return true;
 }
 
@@ -170,10 +172,6 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
 
 bool add_masks(LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
   plan.tile.summarizes_masks = tile.dense;
-  if (tile.streams > 0) {
-    plan.launches[0].params = core::bytes(with_masks<MaskedParams>(plan, problem, "table_"));
-    return false;
-  }
   if (!tile.dense) return add_masks_in_place(plan, problem, tile);
   add_summary(plan, problem);
   return true;

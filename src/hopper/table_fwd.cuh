@@ -26,7 +26,8 @@
 // clang-format on
 //
 // Q goes back when the scores of a tile's last block are there. The message about the tile is still
-// read then, so there are two. The tiles are in table_config.cuh.
+// read then, so there are two. The tiles are in table_config.cuh. The last ones are taken in the
+// order of their work, which a launch before finds (order_tiles.cuh).
 #pragma once
 
 #include <cstdint>

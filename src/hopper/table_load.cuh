@@ -8,6 +8,7 @@
 #include "common/device/slab_load.cuh"
 #include "common/device/table_blocks.cuh"
 #include "common/device/visible_keys.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "hopper/masked_params.h"
 #include "hopper/table_messages.cuh"
 
@@ -30,6 +31,7 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
   const auto tiles = static_cast<unsigned>(params.tiles);
   const auto take = [&]() -> unsigned {
     if (params.taken_gmem == nullptr) return tiles;
+    ptx::griddepcontrol_wait();  // the kernel before this one, if any, has cleared the counter
     unsigned taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(params.taken_gmem, 1);
     return C::STREAMS * gridDim.x + uniform(taken);
@@ -58,9 +60,14 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
     int seen_begin, seen_end;  // the keys that any row of the sequence sees
   };
   const auto find_tile = [&](unsigned index) -> TileToLoad {
+    int number = static_cast<int>(index);
+    const int place = number - (params.tiles - all_params.ordered);
+    if (place >= 0) {
+      ptx::griddepcontrol_wait();  // the kernel before this one has written the order
+      number = all_params.order_gmem[place];
+    }
     TableTile tile{};
-    static_cast<device::Work&>(tile) =
-        device::find_work<C::BLOCK_Q>(attention, static_cast<int>(index));
+    static_cast<device::Work&>(tile) = device::find_work<C::BLOCK_Q>(attention, number);
     tile.end_row = tile.nq;
     tile.head = {tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
     const device::VisibleKeys visible = device::find_visible_keys(attention, tile);

@@ -1,7 +1,7 @@
-"""hopper's calls with a table of blocks and more, such as a softcap: the last row tiles are taken
-in the order of their work, which a launch before them finds. A table alone goes to other kernels
-(test_tables_of_blocks.py). Plans are made for a GPU with few SMs, so that there are several
-rounds of tiles.
+"""hopper's calls with a table of blocks: the last row tiles are taken in the order of their work,
+which a launch before them finds. Tables with more, such as a softcap, go to other kernels than
+tables alone (test_tables_of_blocks.py). Plans are made for a GPU with few SMs, so that there are
+several rounds of tiles.
 """
 
 from __future__ import annotations
@@ -74,6 +74,18 @@ def test_tiles_before_the_last_two_rounds_keep_their_order(heads: int) -> None:
         plan = plan_on(2, q, k, v, **call)  # 24 tiles for four CTAs, of which eight are ordered
         assert "_order_tiles_" in kernels(plan)[0]
         on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(1), **call)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_last_two_rounds_of_tables_alone_are_ordered(dim: int) -> None:
+    streams = 4 if dim == 64 else 3  # each takes tiles of its own
+    q, k, v = on.qkv(64 * (2 * streams + 3), 200, dim, dtype="bfloat16")
+    table = table_of(2, 2 * streams + 3, 4)
+    plan = plan_on(1, q, k, v, block_mask=table)
+    first, last = kernels(plan)
+    assert "_order_tiles_" in first
+    assert last.endswith(f"_d{dim}_table")
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(2), block_mask=table)
 
 
 def test_which_calls_order_their_tiles() -> None:

@@ -328,7 +328,7 @@ EXCUSES = (
             "their own, are in packed calls, with no kernel before them",
             kernel=kernel,
         )
-        for kernel in ("_masked", "_dense")
+        for kernel in ("_masked", "_dense", "_table")
     ),
     Excuse(
         "sync",
