@@ -148,10 +148,6 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   KernelTile loaded = tile;
   if (fp8 && !transposed_before) loaded.v_box = tile.raw_v_box;
   LaunchPlan plan = core::one_launch("hopper", problem, device, loaded, ctas, params);
-  if (std::string_view(tile.name) == "d64_short") {
-    for (Launch& launch : plan.launches)
-      launch.image = std::string("hopper/short_") + core::dtype_word(problem.dtype);
-  }
   plan.tile.v_slices = v_slices;
   plan.tile.row_step = tile.row_step;
   plan.tile.whole_tiles = cut.whole, plan.tile.part_rows = cut.rows;
@@ -160,6 +156,9 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));
   }
   // The combining kernel is in the image of the kernels without masks, which the plan names first.
+  if (tile.image != nullptr)
+    plan.launches[0].image =
+        std::string("hopper/") + tile.image + "_" + core::dtype_word(problem.dtype);
   if (masked && add_masks(plan, problem, tile)) return plan;
   core::Workspace workspace;
   if (splits == 1 && stays && counts_tiles(plan, problem, tile)) {

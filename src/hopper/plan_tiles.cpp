@@ -18,6 +18,7 @@
 #include "hopper/cache_maps.h"
 #include "hopper/config.cuh"
 #include "hopper/masked_config.cuh"
+#include "hopper/more_config.cuh"
 #include "hopper/plan_parts.h"
 #include "hopper/short_config.cuh"
 #include "hopper/table_config.cuh"
@@ -53,9 +54,10 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
 }
 
 template <class C>
-constexpr KernelTile rated(const char* name, double speed, int start_keys, const char* reason) {
+constexpr KernelTile rated(const char* name, double speed, int start_keys, const char* reason,
+                           const char* image = nullptr) {
   KernelTile rated = tile<C>(name, {}, reason);
-  rated.speed = speed, rated.start_keys = start_keys;
+  rated.speed = speed, rated.start_keys = start_keys, rated.image = image;
   return rated;
 }
 
@@ -72,6 +74,10 @@ constexpr const char* FOUR_ALONE =
 constexpr const char* THREE_ALONE =
     "3 warpgroups of 64 rows, 128 keys at a time, one after another: fills the pauses between "
     "tiles of few keys";
+constexpr const char* FOUR_ALONE_64 =
+    "4 warpgroups of 64 rows, 64 keys at a time, one after another: fills the pauses between tiles";
+constexpr const char* TWO_96 = "2 warpgroups of 64 rows in turns, 96 keys at a time";
+constexpr const char* FEW_64 = "few tiles: 64 rows make twice as many";
 constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
 constexpr const char* SHORT = "short sequences: four CTAs of 64 rows stay on an SM";
 constexpr KernelTile TILES[] = {
@@ -79,9 +85,10 @@ constexpr KernelTile TILES[] = {
     rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128),
     rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE),
     rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
-    rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT),
+    rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"),
     rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96),
     rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
+    rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
     rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80),
     rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128),
@@ -90,8 +97,10 @@ constexpr KernelTile TILES[] = {
     rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80),
     rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128),
     rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),
+    rated<D192Square<DType::F16>>("d192_square", 1, 0, TWO_96, "fwd_more"),
+    rated<D192SquareFew<DType::F16>>("d192_square_few", 0.55, 64, FEW_64, "fwd_more"),
     rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80),
-    rated<D256Few<DType::F16>>("d256_few", 0.75, 0, "few tiles: 64 rows make twice as many"),
+    rated<D256Few<DType::F16>>("d256_few", 0.75, 0, FEW_64),
 };
 
 constexpr const char* F32_OUT = "fp32 outputs, written from registers";
@@ -225,8 +234,9 @@ constexpr int START_ALONE = 64;
 // which begins when another one has ended. By 29 calls of 32 to 160 rows (H200, 2026-11-29).
 constexpr double SHORT_SHARE = 0.19, SHORT_SLOPE = 1.03;
 constexpr double NEW_CTA = 200;
-// The rows and keys of short sequences, which these numbers are for.
-constexpr int64_t SHORT_ROWS = 300, SHORT_KEYS = 320;
+// The rows and keys of short sequences, which these numbers are for, and the keys that few rows may
+// have: 8x20 64x1500 takes 25.2 us with such a tile, 33.2 with the next best that is not split.
+constexpr int64_t SHORT_ROWS = 300, SHORT_KEYS = 512, FEW_ROWS = 128, KEYS_OF_FEW_ROWS = 1536;
 constexpr int64_t PACKED_ROWS = 64;  // of a tile of kernels that split
 
 // Whether a tile is one of short sequences: several CTAs of its kernel stay on an SM.
@@ -272,7 +282,8 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   // Few rows of heads that share a head of K are packed into one tile by the kernels that split.
   const int64_t ratio = problem.heads_q / std::max<int64_t>(problem.heads_kv, 1);
   const bool packs = problem.num_splits != 0 || (ratio > 1 && ratio * head.nq <= PACKED_ROWS);
-  const bool is_short = !problem.varlen && !packs && head.nq <= SHORT_ROWS && head.nk <= SHORT_KEYS;
+  const bool is_short = !problem.varlen && !packs && head.nq <= SHORT_ROWS &&
+                        head.nk <= (head.nq <= FEW_ROWS ? KEYS_OF_FEW_ROWS : SHORT_KEYS);
   if (is_of_short(tile, device) && rows > 0)
     return is_short ? time_of_short(problem, device, tile, head)
                     : std::numeric_limits<double>::infinity();
@@ -312,7 +323,9 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
   double time = 0;
   for (const KernelTile& tile : tiles) {
     if (!core::takes_head_dims(tile, problem)) continue;
-    if (best != nullptr && tile.head_dim != best->head_dim) break;  // for larger heads
+    const bool as_wide =
+        best == nullptr || (tile.head_dim == best->head_dim && tile.head_dim_v == best->head_dim_v);
+    if (!as_wide) break;  // for larger heads
     if (tile.shared_bytes > device.shared_per_block) continue;
     const double of_tile = time_of(problem, device, tile);
     if (best == nullptr || of_tile < time) best = &tile, time = of_tile;
@@ -381,6 +394,13 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
                                                                  const Device& device) {
   const std::span<const KernelTile> table = tiles_for(problem);
   const KernelTile* best = table[0].speed > 0 ? fastest(table, problem, device) : nullptr;
+  // Whole tiles of rows on all SMs compute no faster in shares, which a second kernel has to
+  // combine: 8x20 64x1500 D=64 took 41.4 us with three, 25.2 without.
+  constexpr int64_t KEYS_OF_WHOLE_TILES = 4096;
+  const bool fills = problem.nq >= PACKED_ROWS && problem.nk <= KEYS_OF_WHOLE_TILES &&
+                     !problem.varlen && problem.batch * problem.heads_q >= device.sm_count;
+  if (best != nullptr && fills && problem.num_splits == 0 && !problem.batch_invariant)
+    return core::SplitChoice<KernelTile>{*best};
   return best != nullptr ? core::choose_splits_of("hopper", best, table, problem, device)
                          : core::choose_with_splits("hopper", table, problem, device);
 }

@@ -30,6 +30,7 @@ struct KernelTile : core::Tile {
   // the box in which TMA brings the V that it transposes.
   bool transposes_v = false, takes_transposed_v = false;
   core::Box raw_v_box = {};
+  const char* image = nullptr;  // the kernel is in an image of this name; null: in that of `fwd`
   // For the model of choose_tile(): the scores that an SM computes in a time, relative to the first
   // tile of the table for the same head dimensions, and the time that a tile's start and end take
   // beyond core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's

@@ -29,11 +29,13 @@ LARGE = {
     "d64_turns": ((64, 64), 256, 96, 137),
     "d96_large": ((96, 96), 192, 96, 145),
     "d96_medium": ((96, 96), 128, 128, 193),
+    "d96_turns": ((96, 96), 256, 64, 169),
     "d128_large": ((128, 128), 192, 80, 217),
     "d128_medium": ((128, 128), 128, 128, 193),
     "d128_turns": ((128, 128), 192, 128, 225),
     "d192_large": ((192, 128), 192, 80, 173),
     "d192_medium": ((192, 128), 128, 128, 209),
+    "d192_square": ((192, 192), 128, 96, 193),
     "d256_large": ((256, 256), 128, 80, 225),
 }
 pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
@@ -42,16 +44,20 @@ every_large = pytest.mark.parametrize("kernel", LARGE)
 
 def rows_of(kernel: str) -> int:
     """Query rows for which a GPU with one SM gets the kernel: the last of two tiles is short, so
-    that tiles of 192 and 256 rows are moved by a step.
+    that tiles of 192 and 256 rows are moved by a step. d96_medium is for GPUs with an SM for about
+    each tile.
     """
     rows = LARGE[kernel][1]
-    return 2 * rows - (60 if rows == 128 else 70)
+    if kernel == "d96_turns":
+        return 2 * rows - 110
+    return (3 if kernel == "d96_medium" else 2) * rows - (60 if rows == 128 else 70)
 
 
 # The tiles of LARGE that a GPU with one SM gets for packed sequences and windows, too. The code for
 # these is the same in the others.
 every_uneven = pytest.mark.parametrize(
-    "kernel", [name for name in LARGE if name not in ("d64_large", "d64_turns", "d192_medium")]
+    "kernel",
+    [name for name in LARGE if name not in ("d64_large", "d64_turns", "d96_turns", "d192_medium")],
 )
 
 
@@ -69,11 +75,12 @@ def plan_on(
 def check_every_schedule(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any
 ) -> tuple[Tensor, Tensor]:
-    """Runs a call in one CTA, which is planned as for a GPU with one SM."""
-    plan = plan_on(1, q, k, v, LARGE[kernel][3], **call)
+    """Runs a call in one CTA, which is planned as for a GPU with one SM; or in six."""
+    sms = 6 if kernel == "d96_medium" and "cu_seqlens_q" not in call else 1
+    plan = plan_on(sms, q, k, v, LARGE[kernel][3], **call)
     (launch,) = plan.to_dict()["launches"]
     assert launch["kernel"].endswith(kernel)
-    assert launch["grid"] == [1, 1, 1]
+    assert launch["grid"] == [sms, 1, 1]
     return on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
 
 
@@ -85,7 +92,10 @@ def check_every_schedule(
 def test_a_cta_goes_from_tile_to_tile(kernel: str, causal: bool) -> None:
     dims, _, keys, _ = LARGE[kernel]
     # A number of keys for which the plan takes the kernel.
-    nk = {"d64_turns": 8 * keys - 9, "d128_turns": 4 * keys - 9}.get(kernel, 4 * keys + 9)
+    nk = {
+        "d64_turns": 8 * keys - 9, "d128_turns": 4 * keys - 9,
+        "d96_turns": 4 * keys - 3, "d96_medium": 3 * keys - 3,
+    }.get(kernel, 4 * keys + 9)  # fmt: skip
     q, k, v = on.qkv(rows_of(kernel), nk, *dims, dtype="bfloat16", heads=(4, 2))
     check_every_schedule(kernel, q, k, v, causal=causal)
 

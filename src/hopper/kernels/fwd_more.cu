@@ -1,0 +1,13 @@
+// images: fwd_more_f16 fwd_more_bf16
+// fp16 and bf16 inputs, more tiles. Tiles: more_config.cuh.
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "hopper/attention_fwd.cuh"
+#include "hopper/more_config.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_turns), attention_fwd, D96Turns<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_square), attention_fwd, D192Square<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_square_few), attention_fwd, D192SquareFew<DTYPE>)
