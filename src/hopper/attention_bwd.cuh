@@ -256,6 +256,8 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
       load<C>(params, shared, shared_smem);
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
       load_terms<C>(params, shared, shared_smem);
+    } else if constexpr (C::WRITES_DQ) {
+      write_dq_of_tile<C>(params, shared, shared_smem, threadIdx.x / 32 % 2);
     } else {
       add_dq<C>(params, shared, shared_smem, threadIdx.x / 32 % 2);
     }

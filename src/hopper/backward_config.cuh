@@ -31,6 +31,8 @@ struct BackwardVariant {
   bool lists_rounds = false;
   // Consumer warpgroups, with 64 keys each. With one there is room for two CTAs on an SM.
   int warpgroups = 2;
+  // All keys of a head are in one tile, whose CTA writes dQ: there are no sums of it.
+  bool writes_dq = false;
 };
 
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
@@ -58,6 +60,7 @@ struct BackwardConfig {
   static constexpr bool SOFTCAP = VARIANT.softcap;
   static constexpr bool DROPS = VARIANT.drops;
   static constexpr bool LISTS_ROUNDS = VARIANT.lists_rounds;
+  static constexpr bool WRITES_DQ = VARIANT.writes_dq;
   static constexpr int TILE_STAGES = VARIANT.tile_stages;
   static constexpr bool STAYS = TILE_STAGES > 1;
   static constexpr int KEY_STAGES = VARIANT.key_stages;
@@ -254,6 +257,10 @@ constexpr BackwardVariant BACKWARD_D96 = {.head_dim = 96,
                                           .tile_stages = 2};
 constexpr BackwardVariant BACKWARD_D128 = {
     .head_dim = 128, .blocks_of_round = 1, .q_stages = 3, .dout_stages = 2};
+constexpr BackwardVariant with_one_tile(BackwardVariant variant) {
+  variant.writes_dq = true;
+  return variant;
+}
 constexpr BackwardVariant with_softcap(BackwardVariant variant, bool softcap = true) {
   variant.softcap = softcap;
   return variant;
@@ -290,6 +297,12 @@ template <DType T>
 using BackwardD128Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D128)>;
 // All blocks of block_mask of a round are computed where one of them is seen, so that of 128 keys
 // and 128 queries half of the work could be for nothing. Tiles for few keys have one of them.
+template <DType T>
+using BackwardD32One = BackwardConfig<T, with_one_tile(BACKWARD_D32)>;
+template <DType T>
+using BackwardD64One = BackwardConfig<T, with_one_tile(BACKWARD_D64)>;
+template <DType T>
+using BackwardD96One = BackwardConfig<T, with_one_tile(BACKWARD_D96)>;
 template <DType T>
 using BackwardD64Table = BackwardConfig<T, with_lists(BACKWARD_D64_SHORT)>;
 template <DType T>

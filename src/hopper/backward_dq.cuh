@@ -106,6 +106,57 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
   });
 }
 
+// The same two warps where a head has one tile of keys, whose dQ is all of it: each writes that of
+// a consumer warpgroup. A lane takes eight columns of a row, which two lanes beside it have the
+// next eight of.
+template <class C>
+__device__ __forceinline__ void write_dq_of_tile(const BackwardKernelParams& params,
+                                                 unsigned char* shared, uint32_t shared_smem,
+                                                 uint32_t group) {
+  static_assert(C::WARPGROUPS == 2);  // each of which has one of two parts
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const GradientParams& gradient = params.backward.dq;
+  const int lane = threadIdx.x % 32, part = static_cast<int>(group);
+  const int first_column = C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS;
+  const float* const sums =
+      reinterpret_cast<const float*>(shared + C::DQ_SMEM) + part * (4 * C::WARP_SUMS);
+  uint32_t count = 0;          // of rounds
+  ptx::griddepcontrol_wait();  // what comes before this call is done with the memory of dQ
+  for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
+    BlockPosition<C> block{0, work.start};
+    const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
+#pragma unroll 1
+    for (; count < end; ++count, block.next_round(work)) {
+      const int first_row = block.row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0);
+      const int head = work.head * params.backward.attention.heads_per_kv + block.head;
+      const int64_t start = work.batch * gradient.batch + head * gradient.head;
+      ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
+#pragma unroll 1
+      for (int i = lane; i < C::PART_ROWS * C::PART_COLUMNS / 8; i += 32) {
+        const int row = i / 2 % C::PART_ROWS, n = i / (2 * C::PART_ROWS) * 2 + i % 2;
+        const int of_warp = row % C::WARP_ROWS;
+        // As store_dq() has them: 16 bytes of a lane, of which 8 are of a row 8 further down.
+        const float* const from =
+            sums + row / C::WARP_ROWS * C::WARP_SUMS + n * 128 + of_warp % 8 * 16 + of_warp / 8 * 2;
+        float x[8];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          const float2 two = *reinterpret_cast<const float2*>(from + 4 * t);
+          x[2 * t] = two.x * params.backward.scale, x[2 * t + 1] = two.y * params.backward.scale;
+        }
+        const int column = first_column + 8 * n;
+        if (first_row + row < params.backward.attention.nq &&
+            column < params.backward.attention.d) {
+          device::store_gradient_chunk<C::DTYPE>(
+              gradient, start + (first_row + row) * gradient.row + column, x);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(barriers.dq_empty(group));
+    }
+  });
+}
+
 // --- what comes behind: dQ, when all CTAs have added to its sums ---
 
 // Writes dQ of a round of queries: the sums, times the scale.

@@ -56,6 +56,13 @@ constexpr BackwardTile SHORT_TILES[] = {
     backward_tile<BackwardD64Short<DType::F16>>("d64_short", nullptr, nullptr),
 };
 
+// The tiles where a head has one of them, whose kernels are in that image, too.
+constexpr BackwardTile ONE_TILES[] = {
+    backward_tile<BackwardD32One<DType::F16>>("d32_one", nullptr, nullptr),
+    backward_tile<BackwardD64One<DType::F16>>("d64_one", nullptr, nullptr),
+    backward_tile<BackwardD96One<DType::F16>>("d96_one", nullptr, nullptr),
+};
+
 // For block_mask: the names of the main kernels, behind those of the tiles whose sums of dQ they
 // have.
 struct TableTile {
@@ -82,11 +89,9 @@ core::RowShares share_out(const Problem& call, const BackwardTile& tile, const D
   const int64_t ctas = heads * core::ceil_div(call.nk, tile.rows);
   const int64_t most_ctas = MOST_WAVES * device.sm_count;
   if (call.varlen || ctas == 0 || ctas >= most_ctas) return whole;
-  // They take no more memory than other backward passes do: a part of the sums of dQ, and
-  // gradients in 16 bits of each query head.
+  // They take no more memory than a part of the sums of dQ, and the gradients of each query head.
   int64_t most_bytes = call.batch * call.heads_q * call.nq * call.d * FLOAT / 4;
-  if (call.heads_q != call.heads_kv)
-    most_bytes += share_bytes * (call.heads_q / call.heads_kv) / (FLOAT / dtype_bytes(call.dtype));
+  if (call.heads_q != call.heads_kv) most_bytes += share_bytes * (call.heads_q / call.heads_kv);
   core::RowShares best = whole;
   double best_time = 0;
   for (int64_t shares = 1; shares * tile.round_rows < whole.rows + tile.round_rows; ++shares) {
@@ -170,18 +175,20 @@ bool sees_nearly_all(const Problem& call) {
 }
 
 // Whether CTAs take turns though nobody asks for it. Then the first one to add to a sum of dQ
-// writes it, and no launch has to clear it. Measured on an H200 (NOTES.md) that was faster for many
-// heads with few keys, and where rows are shared out, when more CTAs add to the same sums.
+// writes it, and no launch has to clear it. Measured on an H200 (docs/lab/hopper.md) that was
+// faster for many heads with few keys, and where many rows are shared out, when more CTAs add to
+// the same sums; CTAs with shares of few rows wait for one another.
 bool turns_are_faster(const Problem& call, const BackwardTile& tile, const core::RowShares& split,
                       const Device& device) {
-  constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_WAVES = 4;
+  constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048;
   const bool triangle = is_triangle(call);
-  if (split.shares > 1) return true;
+  if (split.shares > 1) return call.nq >= MANY_ROWS;
   if (call.varlen || tile.head_dim > 128 || call.heads_q != call.heads_kv) return false;
   if (is_windowed(call) && !triangle) return false;
   if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
-  return call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows) >=
-         MANY_WAVES * device.sm_count;
+  const int64_t tiles = core::ceil_div(call.nk, tile.rows);
+  const int64_t many_waves = tiles == 1 ? 2 : 4;  // a tile that is alone waits for none
+  return call.batch * call.heads_kv * tiles >= many_waves * device.sm_count;
 }
 
 // Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
@@ -256,20 +263,33 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   return order;
 }
 
+// Whether a head's keys are one such tile, which all its rows see: then its CTA has all of dQ. With
+// more than one round of rows the warps that write it hold up the others (docs/lab/hopper.md).
+bool is_one_tile(const Problem& call, const BackwardTile& tile) {
+  const bool all_rows_see =
+      !is_windowed(call) || (is_triangle(call) && call.q_offset_default && call.nk >= call.nq);
+  return call.nk > 0 && call.nk <= tile.rows && call.nq <= tile.round_rows &&
+         call.heads_q == call.heads_kv && all_rows_see && !call.varlen && call.softcap == 0 &&
+         call.dropout_p == 0;
+}
+
 // The tile with the smallest sums of dQ among the smallest ones that serve a call. If there is
 // none, the largest tile of all, which refuses the call.
 const BackwardTile& tile_for(const Problem& call, const Device& device) {
-  // With so many tiles or more, so few keys and rows, and a last tile of 128 keys that would be at
-  // least half empty, these were the fastest (NOTES.md). More keys for two blocks of rows are
-  // unmeasured.
-  constexpr int64_t FEW = 320, FEW_ROWS = 128, MORE_KEYS = 512, WAVES = 4;
-  const bool is_short = call.nq <= FEW && call.nk <= (call.nq <= FEW_ROWS ? MORE_KEYS : FEW) &&
-                        core::ceil_div(call.nk, 64) % 2 == 1 && !call.varlen && call.softcap == 0 &&
-                        call.dropout_p == 0;
+  // Tiles of 64 rows and keys, where they leave out a sixth or more of what rounds of 128 rows and
+  // tiles of 128 keys compute (docs/lab/hopper.md). More rows are unmeasured.
+  constexpr int64_t SHORT_ROWS = 512;
+  const auto computed = [&](int64_t step) {
+    return core::ceil_div(call.nq, step) * core::ceil_div(call.nk, step) * step * step;
+  };
+  const bool is_short = call.nq <= SHORT_ROWS && 6 * computed(64) <= 5 * computed(128) &&
+                        !call.varlen && call.softcap == 0 && call.dropout_p == 0;
   for (const BackwardTile& tile : SHORT_TILES) {
-    if (!is_short || call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
-    const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows);
-    if (tiles >= WAVES * device.sm_count) return tile;
+    if (is_short && call.d <= tile.head_dim && call.dv <= tile.head_dim_v) return tile;
+  }
+  for (const BackwardTile& tile : ONE_TILES) {
+    if (call.d <= tile.head_dim && call.dv <= tile.head_dim_v && is_one_tile(call, tile))
+      return tile;
   }
   const BackwardTile* best = nullptr;
   for (const BackwardTile& tile : TILES) {
@@ -382,7 +402,11 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   if (!reasons.empty()) return reasons;
   if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
   const core::RowShares split = table ? whole_rows(call, tile) : share_out(call, tile, device);
-  problem.deterministic |= !table && turns_are_faster(call, tile, split, device);
+  if (tile.writes_dq) {
+    problem.deterministic = false;  // each row of dQ is written once
+  } else {
+    problem.deterministic |= !table && turns_are_faster(call, tile, split, device);
+  }
   const KeyTileOrder order = order_tiles(problem, tile, split, device);
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, device, "hopper",
@@ -407,7 +431,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     if (table) add_table(*plan, problem, tile);
     if (drops) add_dropout(*plan, problem);
     for (Launch& launch : plan->launches) {
-      if (launch.kernel.ends_with("_short"))
+      if (launch.kernel.ends_with("_short") || launch.kernel.ends_with("_one"))
         launch.image = std::string("hopper/bwd_short_") + core::dtype_word(call.dtype);
       // It waits where it has to. This also takes less of the host.
       launch.uses_pdl = !launch.tensor_maps.empty() ||

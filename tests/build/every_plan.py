@@ -74,6 +74,9 @@ def gradients(dtype: torch.dtype) -> set[str]:
 def few_keys_and_lists(dtype: torch.dtype) -> set[str]:
     q, k = empty(dtype, 64, 8, 1024, 64), empty(dtype, 64, 8, 77, 64)
     found = kernels(q, k, k, "A100") | kernels(q, k, k, "RTX 5090")
+    for rows in (100, 1000):
+        x = empty(dtype, 2, 16, rows, 160)
+        found |= kernels(x, x, x, "H200")
     for d in (64, 128, 256):
         x = empty(dtype, 1, 2, 100, d)
         for device, heads in (("A100", 2), ("H200", 128), ("H200", 256)):
@@ -136,7 +139,9 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     found |= kernels(q, q, q, "A100", backward=True)
     q, k = empty(dtype, 1, 2, 4096, 64), empty(dtype, 1, 2, 77, 64)
     found |= kernels(q, k, k, "H200", backward=True)  # query rows are shared out
-    for b, n, d in ((64, 50, 32), (8, 1000, 32), (64, 50, 64)):
+    q, k = empty(dtype, 2, 16, 100, 64), empty(dtype, 2, 16, 1000, 64)
+    found |= kernels(q, k, k, "H200", backward=True)  # tiles of 64 keys would compute as much
+    for b, n, d in ((64, 50, 32), (8, 100, 32), (8, 1000, 32), (64, 50, 64)):
         x = empty(dtype, b, 12, n, d)
         found |= kernels(x, x, x, "H200", "hopper", backward=True)
     for d in (64, 128):  # query heads that share a head of k are shared out

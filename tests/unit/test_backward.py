@@ -327,7 +327,7 @@ SHARES_OFFSET = 552  # of BackwardKernelParams::shares
         ((2, 14, 4096, 64), (2, 4096), True, 132, 2),  # 128 tiles, the longest of which is twice
         ((2, 16, 2048, 128), (1, 2048), True, 224, 7),  # as long as the mean
         ((2, 10, 4096, 64), (10, 77), False, 120, 6),
-        ((1, 8, 1024, 128), (1, 1024), False, 32, 4),  # more would take too much memory
+        ((1, 8, 1024, 128), (1, 1024), False, 64, 8),  # more would take too much memory
         ((1, 64, 4096, 128), (8, 4096), True, 256, 1),  # two rounds of tiles are even
         ((1, 32, 8192, 128), (8, 8192), True, 512, 1),
         ((1, 4, 1024, 128), (4, 1024), True, 32, 1),  # memory

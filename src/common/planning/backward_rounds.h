@@ -22,6 +22,7 @@ struct RoundsTile : BackwardTile {
   int64_t round_rows;  // query rows of a round
   int64_t sums_step;   // its sums of dQ have the columns of dQ in steps of so many
   Box k_box, v_box, q_box, dout_box;
+  bool writes_dq = false;  // its main kernel does: there are no sums of dQ
 };
 
 // A row of a folder's table from the kernel's Config.
@@ -36,13 +37,15 @@ constexpr RoundsTile rounds_tile(const char* name) {
                             .shared_bytes = C::SHARED_BYTES,
                             .dq_block = 0,  // its sums are not those of DqSums
                             .faster_in_turns = false};
-  return {common,
-          C::ROUND,
-          C::SUMS_STEP,
-          box<typename C::KTile>(1),
-          box<typename C::VTile>(1),
-          box<typename C::QTile>(1),
-          box<typename C::DoutTile>(1)};
+  RoundsTile tile{common,
+                  C::ROUND,
+                  C::SUMS_STEP,
+                  box<typename C::KTile>(1),
+                  box<typename C::VTile>(1),
+                  box<typename C::QTile>(1),
+                  box<typename C::DoutTile>(1)};
+  if constexpr (requires { C::WRITES_DQ; }) tile.writes_dq = C::WRITES_DQ;
+  return tile;
 }
 
 // The rows of a round that the sums of dQ have: all, or where a head has no second round those of
@@ -77,9 +80,9 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
 // `backward` and has dq_sums_gmem, cleared_bytes, turns_gmem, uncap, rounds, sums_of_round and the
 // maps of Q, K, V and dO. The sums of dQ come behind the terms in the workspace, and the turns
 // behind them; the first launch clears the turns, or the sums if there are none, and a last one
-// ("<folder>_backward_dq_<dtype>_<tile>") writes dQ. The main launch is the one that gets tensor
-// maps, if there is any round. finish(params): fills in what the folder has besides. shares: as
-// sums_of_round() has them.
+// ("<folder>_backward_dq_<dtype>_<tile>") writes dQ, unless the main kernel does. The main launch
+// is the one that gets tensor maps, if there is any round. finish(params): fills in what the folder
+// has besides. shares: as sums_of_round() has them.
 template <class P, class Finish>
 PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, const RoundsTile& tile,
                            const Device& device, const std::string& folder, const Finish& finish,
@@ -91,7 +94,7 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
   workspace.add(plan.workspace_bytes);
   const int64_t of_round = sums_of_round(problem, tile, device, shares);
   const int64_t sums = of_round * rounds;
-  const int64_t sums_bytes = sums * sums_bytes_of_round(call, tile);
+  const int64_t sums_bytes = tile.writes_dq ? 0 : sums * sums_bytes_of_round(call, tile);
   const int64_t sums_start = workspace.add(sums_bytes);
   // The first launch clears 16 bytes at a time.
   const int64_t turns_bytes = ceil_div(sums * int64_t{sizeof(int32_t)}, 16) * 16;
@@ -127,7 +130,7 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
         dout_map(problem, offsetof(P, dout_map), tile.dout_box),
     };
   }
-  if (rounds > 0) {
+  if (rounds > 0 && !tile.writes_dq) {
     Launch last = plan.launches.front();
     last.kernel = folder + "_backward_dq_" + word + "_" + tile.name;
     last.grid = {rounds, 1, 1};

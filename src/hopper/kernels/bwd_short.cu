@@ -13,3 +13,7 @@ ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d32_short), (BACKWARD_DQ_THREADS),
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_short), attention_bwd, BackwardD64Short<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_short), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD64Short<DTYPE>>)
+// A head has one tile of keys, whose CTA writes dQ.
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_one), attention_bwd, BackwardD32One<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_one), attention_bwd, BackwardD64One<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96_one), attention_bwd, BackwardD96One<DTYPE>)
