@@ -45,6 +45,7 @@ class Kind(NamedTuple):
             all if query_rows is "few".
         gradients: "none" if only the output is asked for; else "causal" or "plain", with and
             without a causal mask: the kernels of a backward pass differ in what masks cost them.
+            "plain" for all if query_rows is "few".
         mask: the mask as data, which kernels of their own read: "none", "bool" or "added" (a dense
             attn_mask), "slopes", "blocks" or "ranges"; of several of the last three the first.
     """
@@ -90,7 +91,9 @@ class Kind(NamedTuple):
             return None
         passes = ("causal" if causal else "plain") if gradients else "none"
         if rows <= FEW_QUERIES * sequences:
-            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1], "many", passes, mask)
+            # A causal mask hides next to nothing of many keys from few rows.
+            few = "plain" if gradients else "none"
+            return cls(_DTYPES[dtype], "few", _HEAD_DIMS[-1], "many", few, mask)
         size = "small" if heads_q * rows < SMALL_ROWS else "large"
         length = "few" if keys <= FEW_KEYS else "many"
         return cls(_DTYPES[dtype], size, head_dim, length, passes, mask)
