@@ -16,6 +16,7 @@
 #include "common/planning/workspace.h"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
+#include "hopper/chains_config.cuh"
 
 namespace archflash::hopper {
 
@@ -29,12 +30,16 @@ struct BackwardTile : core::RoundsTile {
   const char* with_dropout;
   bool stays;  // its CTAs can take one tile of keys after another
   int ctas_per_sm;
+  int64_t dq_ctas;  // of a round, of the kernel that writes dQ of many chains; 0: there is none
 };
 
 template <class C>
 constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
                                      const char* with_dropout) {
-  return {core::rounds_tile<C>(name), with_softcap, with_dropout, C::STAYS, C::CTAS_PER_SM};
+  BackwardTile tile{core::rounds_tile<C>(name), with_softcap, with_dropout, C::STAYS,
+                    C::CTAS_PER_SM, DQ_CTAS_OF_ROUND<C>};
+  tile.reads_many_chains = true;
+  return tile;
 }
 
 // The tiles of the smallest head dimensions come first. With "exact" in its name one has sums of dQ
@@ -220,7 +225,10 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   const bool triangle = is_triangle(call);
   const bool plain = !is_windowed(call) || (problem.deterministic && sees_nearly_all(call));
   KeyTileOrder order{all};
-  if (problem.deterministic && triangle && !plain && heads_per_kv == 1) {
+  // What the CTAs read and add to while one of them comes to where the one before began.
+  const int64_t reach = int64_t{device.sm_count} * tile.rows * row_bytes;
+  const bool goes_upwards = heads_per_kv == 1 || (!call.varlen && reach <= int64_t{36} << 20);
+  if (problem.deterministic && triangle && !plain && goes_upwards) {
     order.packed_rows = BYTES / 2 / row_bytes;
     order.packed_tiles = device.sm_count;
     // By a model of the schedule anything from a quarter to a half of the SMs is as good.
@@ -327,6 +335,17 @@ void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
   if (core::ceil_div(call.nq, MASK_BLOCK) > device::ListedRound::MOST_BLOCKS) add("so many rows");
 }
 
+// From so many chains on the CTAs that write dQ share out a round's columns and rows.
+constexpr int64_t MANY_CHAINS = 3;
+
+void write_dq_of_chains(LaunchPlan& plan, const BackwardTile& tile) {
+  for (Launch& launch : plan.launches) {
+    if (!launch.kernel.starts_with("hopper_backward_dq_")) continue;
+    launch.kernel += "_chains";
+    launch.grid[0] *= tile.dq_ctas;
+  }
+}
+
 // Turns the main launch of `plan` into that of a kernel for tables of blocks, whose CTAs list their
 // rounds in the workspace.
 void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
@@ -428,6 +447,8 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       main_launch(*plan)->grid[0] *= split.shares;
     }
     take_tiles(*plan, problem, tile, device);
+    if (core::sums_of_round(problem, tile, device, split.shares) >= MANY_CHAINS)
+      write_dq_of_chains(*plan, tile);
     if (table) add_table(*plan, problem, tile);
     if (drops) add_dropout(*plan, problem);
     for (Launch& launch : plan->launches) {

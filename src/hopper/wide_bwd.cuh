@@ -286,7 +286,6 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
     const device::DqTurn turn = device::dq_turn<C>(params, work, block);
     // One value for all threads, without which ptxas computes it anew for each store.
     const bool first = uniform(in_turns && !turn.waits ? 1 : 0) != 0;
-    if (in_turns) ptx::mbarrier_wait_parity(barriers.turn_come(turn_ring.stage), turn_ring.parity);
     ptx::mbarrier_wait_parity(barriers.ds_full(ds_ring.stage), ds_ring.parity);
     float* const sums_gmem =
         device::sums_of_round<C>(params, turn.sum) + number / 32 * C::WARP_SUMS + number % 32 * 4;
@@ -300,6 +299,9 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<PART>(dq);
       if (part == parts - 1) release(barriers.ds_empty(ds_ring.stage));
+      // The next CTA waits for its turn as long as this one has the sums, so it waits here.
+      if (part == 0 && in_turns)
+        ptx::mbarrier_wait_parity(barriers.turn_come(turn_ring.stage), turn_ring.parity);
       float* const part_gmem = sums_gmem + part * rows * C::PART_COLUMNS;
       if (number / 32 * C::WARP_ROWS >= rows) {
         // dQ has none of the warp's rows.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
-from archflash import _nvfp4_attention
+from archflash import _gradients, _nvfp4_attention, _options
 from archflash._api import find_device
 
 BOTH = (torch.float16, torch.bfloat16)
@@ -204,6 +204,26 @@ def other_numbers(dtype: torch.dtype) -> set[str]:
     return found
 
 
+def many_chains(dtype: torch.dtype) -> set[str]:
+    """Deterministic gradients of few rows beside many keys."""
+    found = set()
+    device = find_device("H200")
+    # Rounds with all columns and rows of the tile, and with fewer.
+    for rows, d, dv in (
+        (128, 32, 32), (128, 64, 64), (50, 56, 56), (128, 96, 96), (64, 128, 128), (40, 120, 120),
+        (64, 192, 128), (64, 256, 256),
+    ):  # fmt: skip
+        q, out = empty(dtype, 1, 4, rows, d), empty(dtype, 1, 4, rows, dv)
+        k, v = empty(dtype, 1, 4, 8192, d), empty(dtype, 1, 4, 8192, dv)
+        lse = empty(torch.float32, 1, 4, rows)
+        request = _gradients.Request(out, q, k, v, out, lse, None, _options.complete({}))
+        into = _gradients.Gradients.like(request)
+        decision = _gradients.decide(request, into, device, "hopper", deterministic=True)
+        assert decision.plan is not None
+        found |= set(decision.plan.kernels)
+    return found
+
+
 def block_scales() -> set[str]:
     """MXFP8 and NVFP4 inputs."""
     found = set()
@@ -230,5 +250,5 @@ def all_kernels() -> set[str]:
         found |= gradients(dtype) | few_keys_and_lists(dtype) | caches(dtype)
     for dtype in BOTH:
         found |= masks_and_dropout(dtype) | more_gradients(dtype) | caches_of_many_rows(dtype)
-        found |= latent_caches(dtype) | other_numbers(dtype)
+        found |= latent_caches(dtype) | other_numbers(dtype) | many_chains(dtype)
     return found

@@ -91,7 +91,11 @@ def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> N
     device = None if on.name == "simulator" else _dispatch.query_device(0)
     options: dict[str, Any] = {
         # Which have kernels of their own; and rows that CTAs share out.
-        "hopper": {"with_softcap": ((64, 64), (128, 128)), "heads": ((2, 1), (4, 1))},
+        "hopper": {
+            "with_softcap": ((64, 64), (128, 128)),
+            "heads": ((2, 1), (4, 1)),
+            "chains": True,
+        },
         "blackwell_dc": {"deterministic": (False, True)},
     }[kernel]
     assert_every_kernel_is_planned(on, kernel, dtype, HEAD_DIMS[kernel], [device], **options)
@@ -168,12 +172,18 @@ IN_TURNS: dict[str, FeatureCase] = {
     "causal": ((390, 390, 64, 64, 1, (2, 1)), {"causal": True}),
     "window": ((300, 500, 128, 128, 1, (1, 1)), {"window": (100, 60)}),
     "96": ((390, 390, 96, 96, 1, (2, 1)), {"causal": True}),
-    "chains": ((30, 900, 64, 64, 1, (2, 1)), {"window": (880, 20)}),  # six, for eight tiles
+    "chains": ((30, 900, 64, 64, 1, (2, 1)), {"window": (880, 20)}),  # one for each tile
     "one-sum": ((700, 200, 64, 64, 1, (3, 1)), {"causal": True}),  # core::sums_of_round()
 }
 WIDE_IN_TURNS: dict[str, FeatureCase] = {
     "192": ((150, 300, 192, 128, 1, (2, 1)), {"causal": True}),
     "wide": ((150, 300, 256, 256, 1, (2, 1)), {"causal": True}),
+    "32-chains": ((30, 900, 24, 32, 1, (1, 1)), {}),
+    "96-chains": ((20, 900, 72, 96, 1, (1, 1)), {"causal": True}),
+    "128-chains": ((70, 900, 128, 96, 1, (1, 1)), {}),
+    "120-chains": ((20, 900, 120, 120, 1, (1, 1)), {}),
+    "192-chains": ((30, 450, 184, 120, 1, (1, 1)), {}),
+    "wide-chains": ((30, 450, 256, 256, 1, (1, 1)), {"causal": True}),
 }
 ALL_IN_TURNS = IN_TURNS | WIDE_IN_TURNS
 

@@ -414,6 +414,9 @@ def hopper_params(
         ((2, 16, 4096, 128), 16, True, True, 4, 28),
         ((1, 16, 2048, 128), 16, True, True, 8, 8),  # 16 tiles each: about 132
         ((4, 32, 2048, 128), 8, True, True, 32, 0),  # four query heads share one of k
+        ((1, 16, 2048, 256), 8, True, True, 4, 4),  # two: all that they add to stays in L2
+        ((1, 32, 2048, 256), 8, True, True, 8, 0),
+        ((2, 16, 2048, 128), 8, True, True, 8, 8),
         ((1, 16, 2048, 64), 16, True, True, 16, 0),  # one group
         ((2, 16, 4096, 128), 16, False, False, 8, 0),
         ((4, 16, 4096, 64), 16, False, False, 10, 0),
@@ -438,7 +441,7 @@ def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
     assert (group_heads, upward_heads) == (expected, upward)
     shares_causal = causal and shape[1] == 4 * heads_kv
     assert in_a_row == (2 if shares_causal and deterministic else 1)
-    assert (upward_work > 0) == (deterministic and causal and shape[1] == heads_kv)
+    assert (upward_work > 0) == (deterministic and causal and not shares_causal)
 
 
 @pytest.mark.parametrize(
@@ -522,11 +525,15 @@ def test_tiles_begin_apart_in_turns_where_they_would_wait_for_long(
 @pytest.mark.parametrize(
     ("shape", "heads_kv", "keys", "expected"),
     [
-        ((1, 16, 512, 64), 16, 8192, 6),
+        ((1, 16, 512, 64), 16, 8192, 8),  # whose sums take 16 MB
         ((1, 16, 512, 128), 16, 8192, 4),
         ((1, 64, 512, 64), 64, 8192, 3),  # as many as tiles of a head run at the same time
+        ((1, 4, 128, 64), 4, 8192, 32),
         ((1, 32, 512, 128), 4, 8192, 2),  # no more memory than dK takes in fp32
-        ((1, 16, 1024, 64), 16, 8192, 2),
+        ((1, 32, 512, 128), 8, 8192, 4),
+        ((1, 16, 1024, 64), 16, 8192, 4),
+        ((1, 16, 1024, 128), 16, 8192, 2),
+        ((8, 8, 100, 64), 8, 950, 3),
     ],
 )
 def test_tiles_of_keys_far_more_than_rows_take_turns_in_chains(

@@ -52,8 +52,9 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
                       int64_t shares) {
   // A tile's steps for each of the tiles that it waits for at most, below which CTAs begin apart.
   // Measured on an H200 (docs/lab/hopper.md): waiting took 14 to 55% up to 4, and 4 to 8% from 10
-  // on.
-  constexpr int64_t STEPS_OF_TILE = 8;
+  // on. Above 128 columns tiles apart read Q and dO from memory again, which costs as much as to
+  // wait for 3.
+  const int64_t steps_of_tile = tile.head_dim <= 128 ? 8 : 3;
   const Problem& call = problem.call;
   if (!problem.deterministic || call.varlen) return 1;
   const int64_t heads = std::max<int64_t>(call.batch * call.heads_kv * shares, 1);
@@ -61,16 +62,23 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
       std::min(ceil_div(call.nk, tile.rows), ceil_div(int64_t{device.sm_count}, heads));
   const int64_t rounds = ceil_div(ceil_div(call.nq, tile.round_rows), shares);
   const int64_t steps = rounds * (call.heads_q / std::max<int64_t>(call.heads_kv, 1));
-  if (at_a_time <= 1 || steps >= STEPS_OF_TILE * at_a_time) return 1;
+  if (at_a_time <= 1 || steps >= steps_of_tile * at_a_time) return 1;
   // Where keys are many more than rows, a second sum does not help: nearly all tiles begin with the
   // last round, and each sum would be handed on from tile to tile. So there are chains, whose sums
-  // take no more memory than dK would in fp32. Measured on an H200 (docs/lab/hopper.md).
-  constexpr int64_t MANY_KEYS = 16;
-  const int64_t most_chains = tile.head_dim <= 64 ? 6 : 4;  // SumsOfRound has up to 32 sums
-  if (call.nk < MANY_KEYS * call.nq) return 2;
-  const int64_t wanted = ceil_div(at_a_time, std::max<int64_t>(steps / STEPS_OF_TILE, 1));
+  // take no more memory than dK would in fp32. Many of them only if they stay in L2. Measured on an
+  // H200 (docs/lab/hopper.md).
+  constexpr int64_t MANY_KEYS = 16, L2_BYTES = int64_t{16} << 20, MOST_CHAINS = 32;
+  const bool many_keys = call.nk >= MANY_KEYS * call.nq;
+  const int64_t wanted = ceil_div(at_a_time, std::max<int64_t>(steps / steps_of_tile, 1));
   const int64_t fitting = call.nk * call.heads_kv / std::max<int64_t>(call.nq * call.heads_q, 1);
-  return std::max<int64_t>(std::min({wanted, fitting, most_chains}), 2);
+  int64_t most = many_keys ? tile.most_chains : 0;
+  if (tile.reads_many_chains) {
+    const int64_t bytes = count_rounds(call, tile.round_rows) * sums_bytes_of_round(call, tile);
+    most = std::max(most, std::min(L2_BYTES / std::max<int64_t>(bytes, 1), MOST_CHAINS));
+  }
+  const int64_t chains = std::min({wanted, fitting, most});
+  if (!many_keys && 3 * chains < wanted) return 2;
+  return std::max<int64_t>(chains, 2);
 }
 
 float exponent_scale(const AttentionParams& attention) {

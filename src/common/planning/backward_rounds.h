@@ -21,6 +21,9 @@ namespace archflash::core {
 struct RoundsTile : BackwardTile {
   int64_t round_rows;  // query rows of a round
   int64_t sums_step;   // its sums of dQ have the columns of dQ in steps of so many
+  // Of tiles that sums_of_round() makes; beyond, as many as whose sums stay in L2.
+  int64_t most_chains;
+  bool reads_many_chains;  // the last kernel is fast with up to 32 of them
   Box k_box, v_box, q_box, dout_box;
   bool writes_dq = false;  // its main kernel does: there are no sums of dQ
 };
@@ -40,6 +43,8 @@ constexpr RoundsTile rounds_tile(const char* name) {
   RoundsTile tile{common,
                   C::ROUND,
                   C::SUMS_STEP,
+                  C::HEAD_DIM <= 64 ? 6 : 4,
+                  false,
                   box<typename C::KTile>(1),
                   box<typename C::VTile>(1),
                   box<typename C::QTile>(1),

@@ -5,6 +5,7 @@
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 #include "hopper/attention_bwd.cuh"
+#include "hopper/backward_chains.cuh"
 #include "hopper/wide_bwd.cuh"
 
 using namespace archflash;
@@ -42,3 +43,19 @@ ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d192), (BACKWARD_DQ_THREADS),
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256), wide_bwd, BackwardD256<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d256), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD256<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d32_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD32<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD64<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_exact_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD64Exact<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d96_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD96<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD128<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128_exact_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD128Exact<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d192_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD192<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d256_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD256<DTYPE>>)
