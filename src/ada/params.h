@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/descales.h"
@@ -18,7 +17,6 @@ struct Params {
   Descales descales;
   DType out_dtype;  // F16 or BF16
 };
-static_assert(std::is_trivially_copyable_v<Params>);
 
 // The scale of a block of int8 K, and its keys that have numbers which are not finite. Such a key
 // makes the rows that see it NaN, and no other row.
@@ -52,7 +50,6 @@ struct Int8Params {
   int32_t k_ctas;              // the first CTAs of the second kernel convert K, the rest Q
   float scale;                 // multiplies q.k
 };
-static_assert(std::is_trivially_copyable_v<Int8Params>);
 
 constexpr int INT8_THREADS = 256;
 constexpr int INT8_MEAN_KEYS = 512;  // most keys that enter the mean of K

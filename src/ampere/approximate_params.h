@@ -1,9 +1,7 @@
 // The parameter blocks of the kernels for approximate=.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/dtype.h"
@@ -90,8 +88,5 @@ struct ConvertParams {
   AttentionParams call;
   ApproximateInputs inputs;
 };
-static_assert(std::is_trivially_copyable_v<ApproximateParams> &&
-              std::is_trivially_copyable_v<MaskedApproximateParams> &&
-              std::is_trivially_copyable_v<ConvertParams>);
 
 }  // namespace archflash::ampere

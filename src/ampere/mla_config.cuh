@@ -2,9 +2,7 @@
 // numbers only, in plain C++: the kernel and plan.cpp both include them.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
@@ -17,8 +15,6 @@ struct MlaParams {
   const void* qv_gmem;  // as attention.q_gmem, with dv columns; strides in elements
   int64_t qv_batch, qv_head, qv_row;
 };
-static_assert(std::is_trivially_copyable_v<MlaParams>);
-static_assert(offsetof(MlaParams, call) == 0, "core::pointers() counts from the block's start");
 
 template <DType DTYPE_>
 struct MlaConfig {

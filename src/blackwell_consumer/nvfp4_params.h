@@ -1,9 +1,7 @@
 // The one parameter of the kernels for approximate="nvfp4".
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/descales.h"
@@ -37,7 +35,5 @@ struct Nvfp4Params {
   Descales scales;
   Nvfp4Unit q_unit, k_unit, v_unit;
 };
-static_assert(std::is_trivially_copyable_v<Nvfp4Params>);
-static_assert(offsetof(Nvfp4Params, attention) == 0, "core::pointers() counts from its start");
 
 }  // namespace archflash::blackwell_consumer

@@ -1,9 +1,7 @@
 // The one parameter of every blackwell_consumer kernel.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/descales.h"
@@ -27,7 +25,5 @@ struct Params {
   device::PackedHeads packed_heads;
   device::TileDivisors divisors;  // those of the group are used without cu_seqlens only
 };
-static_assert(std::is_trivially_copyable_v<Params>);
-static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");
 
 }  // namespace archflash::blackwell_consumer

@@ -1,9 +1,7 @@
 // The parameter of blackwell_dc's backward kernels, but that of the sinks.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/backward_params.h"
 #include "common/tensor_map.h"
@@ -23,8 +21,5 @@ struct BackwardKernelParams {
   int32_t sums_of_round;  // of dQ: one, two, or one for each chain of tiles
   TensorMap q_map, k_map, v_map, dout_map;
 };
-static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);
-static_assert(offsetof(BackwardKernelParams, backward) == 0,
-              "core::plan_backward() fills in the block's start");
 
 }  // namespace archflash::blackwell_dc

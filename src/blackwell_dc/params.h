@@ -1,9 +1,7 @@
 // The one parameter of every blackwell_dc kernel.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/descales.h"
@@ -24,7 +22,5 @@ struct Params {
   Descales descales;
   DType out_dtype;  // of 8-bit inputs F16 or BF16, of others theirs or F32
 };
-static_assert(std::is_trivially_copyable_v<Params>);
-static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");
 
 }  // namespace archflash::blackwell_dc

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/device/host_device.h"
 #include "common/score_rule.h"
@@ -68,6 +67,5 @@ struct AttentionParams {
 
   TileOrder order;
 };
-static_assert(std::is_trivially_copyable_v<AttentionParams>);
 
 }  // namespace archflash

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/dtype.h"
@@ -55,7 +54,6 @@ struct BackwardParams {
   int32_t head_shares;
   DqSums dq_sums;
 };
-static_assert(std::is_trivially_copyable_v<BackwardParams>);
 
 // The parameter of the kernel that adds up the shares of dk and dv of CTAs that share out what one
 // tile of keys has to do.
@@ -68,7 +66,6 @@ struct SharedGradientsParams {
   int32_t d_chunks, chunks;  // of 8 columns: of a row of dk, and of dk and dv together
   int64_t all_chunks;
 };
-static_assert(std::is_trivially_copyable_v<SharedGradientsParams>);
 
 constexpr int BACKWARD_ROWS = 64;           // of a head, whose RowTerms a CTA makes
 constexpr int BACKWARD_ROWS_THREADS = 256;  // of that CTA

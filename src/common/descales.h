@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace archflash {
 
@@ -17,6 +16,5 @@ struct Descales {
   Descale q, k, v;
   int64_t heads_per_q_descale;  // query heads that share a descale of q: 1 or heads_per_kv
 };
-static_assert(std::is_trivially_copyable_v<Descales>);
 
 }  // namespace archflash

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace archflash {
 
@@ -12,6 +11,5 @@ struct DropoutParams {
   uint32_t threshold;          // an element whose 16 random bits are below it is dropped
   float scale;                 // 1 / (1 - dropout_p); 1 where nothing is dropped
 };
-static_assert(std::is_trivially_copyable_v<DropoutParams>);
 
 }  // namespace archflash

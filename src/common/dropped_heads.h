@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace archflash {
 
@@ -12,6 +11,5 @@ struct DroppedHeads {
   int32_t first;
   int32_t of_sequence;
 };
-static_assert(std::is_trivially_copyable_v<DroppedHeads>);
 
 }  // namespace archflash

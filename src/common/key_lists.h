@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace archflash {
 
@@ -18,6 +17,5 @@ struct KeyLists {
   int32_t physical;   // entries are places in the cache, block * block_rows + row: no positions
   int32_t unused;
 };
-static_assert(std::is_trivially_copyable_v<KeyLists>);
 
 }  // namespace archflash

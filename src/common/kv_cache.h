@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/dtype.h"
@@ -52,7 +51,6 @@ struct AppendParams {
   int32_t ordered;      // row i of q has position i behind the first, not the first's
   DType cache_dtype;
 };
-static_assert(std::is_trivially_copyable_v<AppendParams>);
 
 constexpr int APPEND_WARPS = 4;  // of a CTA of that kernel
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace archflash {
 
@@ -35,6 +34,5 @@ struct MaskParams {
   int32_t mask_step;
   int32_t unused;
 };
-static_assert(std::is_trivially_copyable_v<MaskParams>);
 
 }  // namespace archflash

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/backward_params.h"
 #include "common/device/host_device.h"
@@ -26,7 +25,6 @@ struct MaskedBackwardParams {
   MaskGradientParams dmask;
   DroppedHeads dropped_heads;
 };
-static_assert(std::is_trivially_copyable_v<MaskedBackwardParams>);
 
 // The configuration of a backward kernel that takes masks as data and drops weights, made of that
 // of one that does not.

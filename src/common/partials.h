@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/device/host_device.h"
@@ -39,7 +38,6 @@ struct CombineParams {
   AttentionParams attention;
   Partials partials;
 };
-static_assert(std::is_trivially_copyable_v<CombineParams>);
 
 // The parameter block of the kernel that combines the shares of decoding calls.
 struct CombineSharesParams : CombineParams {
@@ -51,7 +49,6 @@ struct CombineSharesParams : CombineParams {
   // kernels are scores: a product would be rounded for each share. All others have 1.
   float base_scale;
 };
-static_assert(std::is_trivially_copyable_v<CombineSharesParams>);
 
 constexpr int COMBINE_WARPS = 4;  // warps of a CTA of those kernels
 

@@ -3,8 +3,6 @@
 
 #include <math.h>
 
-#include <type_traits>
-
 #include "common/device/host_device.h"
 
 namespace archflash {
@@ -24,6 +22,5 @@ struct ScoreRule {
     return softcap == 0.0f ? x : softcap * tanhf(x);
   }
 };
-static_assert(std::is_trivially_copyable_v<ScoreRule>);
 
 }  // namespace archflash

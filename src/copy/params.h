@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 namespace archflash::copy {
 
@@ -32,14 +31,12 @@ struct Params {
   int32_t copies;
   int32_t unused;
 };
-static_assert(std::is_trivially_copyable_v<Params>);
 
 // A log-sum-exp whose rows that see no key get +infinity.
 struct LseParams {
   float* lse_gmem;
   int64_t count;
 };
-static_assert(std::is_trivially_copyable_v<LseParams>);
 
 constexpr int ROWS = 64;  // of a CTA
 constexpr int THREADS = 256;

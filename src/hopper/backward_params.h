@@ -1,9 +1,7 @@
 // The parameter of hopper's backward kernels, but that of the sinks.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/backward_params.h"
 #include "common/device/listed_round.h"
@@ -54,9 +52,6 @@ struct BackwardKernelParams {
   int32_t* taken_gmem;
   TensorMap q_map, k_map, v_map, dout_map;
 };
-static_assert(std::is_trivially_copyable_v<BackwardKernelParams>);
-static_assert(offsetof(BackwardKernelParams, backward) == 0,
-              "core::plan_backward() fills in the block's start");
 
 // The parameter of kernels for calls with dropout.
 struct DroppingBackwardParams {
@@ -65,9 +60,6 @@ struct DroppingBackwardParams {
   float kept_share;  // 1 / dropout.scale
   DroppedHeads dropped_heads;
 };
-static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
-static_assert(offsetof(DroppingBackwardParams, call) == 0,
-              "the plan of a call without dropout is extended");
 
 // The parameter of kernels for tables of blocks, which list the rounds that see their keys: each
 // CTA in its own part of the workspace.
@@ -77,8 +69,5 @@ struct ListingBackwardParams {
   device::ListedRound* rounds_gmem;
   int32_t rounds_of_cta;  // that it has room for
 };
-static_assert(std::is_trivially_copyable_v<ListingBackwardParams>);
-static_assert(offsetof(ListingBackwardParams, call) == 0,
-              "the plan of a call without masks is extended");
 
 }  // namespace archflash::hopper

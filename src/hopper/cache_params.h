@@ -1,9 +1,7 @@
 // The one parameter of the hopper kernels that read a KV cache.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/kv_cache.h"
 #include "hopper/params.h"
@@ -27,8 +25,6 @@ struct CacheParams {
   int32_t attention_chunk;  // positions of a chunk of device::ChunkedKeys; 0: no chunks
   AlibiSlopes slopes;       // with them call.attention.transform_scores is set
 };
-static_assert(std::is_trivially_copyable_v<CacheParams>);
-static_assert(offsetof(CacheParams, call) == 0, "addresses are counted from the call's start");
 
 // The parameter of the kernel that makes a 16-bit copy of an 8-bit cache (convert_cache.cuh).
 struct ConvertParams {
@@ -41,7 +37,6 @@ struct ConvertParams {
   int32_t few_rows;    // sequences of at most so many query rows are left out
   int32_t row_blocks;  // blocks of CONVERTED_ROWS rows in the capacity of a sequence
 };
-static_assert(std::is_trivially_copyable_v<ConvertParams>);
 
 constexpr int CONVERT_WARPS = 8;  // of a CTA of that kernel
 constexpr int CONVERTED_ROWS = 32;

@@ -1,9 +1,7 @@
 // The one parameter of the hopper kernels that take mask tensors.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/mask_params.h"
 #include "common/tensor_map.h"
@@ -19,8 +17,6 @@ struct MaskedParams {
   int32_t* order_gmem;
   int32_t ordered;
 };
-static_assert(std::is_trivially_copyable_v<MaskedParams>);
-static_assert(offsetof(MaskedParams, call) == 0, "the plan of a call without masks is extended");
 
 // The first and the last key in any range of the rows of a row block; first > last if there is
 // none.
@@ -39,8 +35,5 @@ struct SummarizedParams {
   int32_t mask_batches, mask_heads, row_blocks, key_blocks;
   TensorMap mask_map;  // attn_mask, where its elements are added
 };
-static_assert(std::is_trivially_copyable_v<SummarizedParams>);
-static_assert(offsetof(SummarizedParams, call) == 0,
-              "the plan of a call without masks is extended");
 
 }  // namespace archflash::hopper

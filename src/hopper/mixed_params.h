@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/partials.h"
 #include "common/tensor_map.h"
@@ -51,7 +50,6 @@ struct MixedParams : CacheParams {
   MixedTiles tiles;
   static constexpr size_t TILES = sizeof(CacheParams);  // where they lie
 };
-static_assert(std::is_trivially_copyable_v<MixedParams>);
 static_assert(sizeof(MixedParams) == MixedParams::TILES + sizeof(MixedTiles));
 
 // Sequences of at most so many rows have tiles of packed heads: one warpgroup computes those.

@@ -2,9 +2,7 @@
 // only, in plain C++: the kernel and plan_mla.cpp both include them.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/device/slab_tile.cuh"
 #include "common/dtype.h"
@@ -23,8 +21,6 @@ struct MlaParams {
   int32_t box_rows;  // rows of a box of these maps: 64, or those of a page that has fewer
   int32_t box_slabs;
 };
-static_assert(std::is_trivially_copyable_v<MlaParams>);
-static_assert(offsetof(MlaParams, call) == 0, "core::pointers() counts from the block's start");
 
 constexpr int MLA_FEWEST_BOX_ROWS = 16;
 

@@ -3,9 +3,7 @@
 // include them.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/key_lists.h"
 #include "common/packed_rows.h"
@@ -19,9 +17,6 @@ struct MlaGatherParams {
   int64_t qv_batch, qv_head, qv_row;
   KeyLists lists;
 };
-static_assert(std::is_trivially_copyable_v<MlaGatherParams>);
-static_assert(offsetof(MlaGatherParams, call) == 0,
-              "core::pointers() counts from the block's start");
 
 // A tile is heads of one query. A block of keys is 64 places of its list, whose rows four warps
 // gather, 16 each.
@@ -53,7 +48,6 @@ struct MlaPackedParams : MlaGatherParams {
   PackedRows packed;
   int32_t unused;
 };
-static_assert(std::is_trivially_copyable_v<MlaPackedParams>);
 template <DType DTYPE_>
 struct MlaPackedConfig : MlaGatherConfig<DTYPE_> {
   using Base = MlaGatherConfig<DTYPE_>;

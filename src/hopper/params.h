@@ -1,9 +1,7 @@
 // The one parameter of every hopper kernel.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/descales.h"
@@ -38,24 +36,17 @@ struct Params {
   // left (for kernels with CUTS_TILES).
   int32_t whole_tiles, part_rows;
 };
-static_assert(std::is_trivially_copyable_v<Params>);
-static_assert(offsetof(Params, attention) == 0, "core::pointers() counts from the block's start");
 
 // The one parameter of kernels with STORES_BY_TMA.
 struct StoringParams {
   Params call;
   TensorMap out_map;  // a box has the rows of a warp and the columns of a slab
 };
-static_assert(std::is_trivially_copyable_v<StoringParams>);
-static_assert(offsetof(StoringParams, call) == 0, "the plan of a call without the map is extended");
 
 // The one parameter of kernels with dropout.
 struct DroppingParams {
   Params call;
   DropoutParams dropout;
 };
-static_assert(std::is_trivially_copyable_v<DroppingParams>);
-static_assert(offsetof(DroppingParams, call) == 0,
-              "the plan of a call without dropout is extended");
 
 }  // namespace archflash::hopper

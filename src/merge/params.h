@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/dtype.h"
 #include "common/merge_parts.h"
@@ -30,7 +29,6 @@ struct Params {
   DType out_dtype;           // one of these
   int32_t lane_bits;         // 2^lane_bits threads have FEWEST_COLUMNS columns of a row each
 };
-static_assert(std::is_trivially_copyable_v<Params>);
 
 constexpr int THREADS = 128;       // of a CTA
 constexpr int ROWS = 32;           // of a CTA

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/dtype.h"
 
@@ -25,7 +24,6 @@ struct Params {
   int32_t d;
   DType out_dtype;  // E4M3 or E5M2
 };
-static_assert(std::is_trivially_copyable_v<Params>);
 
 constexpr int THREADS = 256;
 constexpr int CHUNK = 8;           // neighbouring elements that a thread reads at once

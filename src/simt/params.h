@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/device/packed_heads.cuh"
@@ -41,9 +40,5 @@ struct GatherParams {
   CacheParams call;
   KeyLists lists;
 };
-
-static_assert(std::is_trivially_copyable_v<Params> && std::is_trivially_copyable_v<MaskedParams> &&
-              std::is_trivially_copyable_v<CacheParams> &&
-              std::is_trivially_copyable_v<GatherParams>);
 
 }  // namespace archflash::simt

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/mma_sync/params.h"
 
@@ -19,7 +18,6 @@ struct DecodeParams : CacheParams {
   // partials.splits shares.
   int32_t share_ctas;
 };
-static_assert(std::is_trivially_copyable_v<DecodeParams>);
 static_assert(sizeof(DecodeParams) == DecodeParams::SHARES + 16);
 
 // The parameter of the combining kernel of such calls.
@@ -27,7 +25,6 @@ struct CombineUnlikeParams : CombineSharesParams {
   const int32_t* shares_gmem;  // of DecodeParams; null: partials.splits
   static constexpr size_t SHARES = sizeof(CombineSharesParams);
 };
-static_assert(std::is_trivially_copyable_v<CombineUnlikeParams>);
 static_assert(sizeof(CombineUnlikeParams) == CombineUnlikeParams::SHARES + 8);
 
 constexpr int FEWEST_SHARE_BLOCKS = 2;  // blocks of keys of a share, where there are so many CTAs

@@ -3,7 +3,6 @@
 // cache CacheParams, and those with masks as data MaskedParams.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -25,9 +24,6 @@ struct ManyRowsParams {
   AttentionParams attention;
   DType out_dtype;  // that of the inputs, or F32
 };
-static_assert(std::is_trivially_copyable_v<ManyRowsParams>);
-static_assert(offsetof(ManyRowsParams, attention) == 0,
-              "core::pointers() counts from the block's start");
 
 struct FewRowsParams {
   AttentionParams attention;
@@ -35,9 +31,6 @@ struct FewRowsParams {
   device::PackedHeads packed_heads;
   DType out_dtype;  // that of the inputs, or F32, where keys are not split and heads not packed
 };
-static_assert(std::is_trivially_copyable_v<FewRowsParams>);
-static_assert(offsetof(FewRowsParams, attention) == 0,
-              "core::pointers() counts from the block's start");
 
 struct CacheParams {
   AttentionParams attention;  // nk is the capacity of a sequence
@@ -53,16 +46,12 @@ struct CacheParams {
   // most so many rows; decode_fwd.cuh serves them, attention_fwd.cuh the others. 0: one launch.
   int32_t few_rows;
 };
-static_assert(std::is_trivially_copyable_v<CacheParams>);
-static_assert(offsetof(CacheParams, attention) == 0,
-              "core::pointers() counts from the block's start");
 
 struct MaskedParams {
   FewRowsParams call;
   MaskParams masks;
   DropoutParams dropout;
 };
-static_assert(std::is_trivially_copyable_v<MaskedParams>);
 
 // With a KV cache attn_mask is bool and about the last mask_keys keys of each sequence; rows of
 // packed queries are those of all sequences together.
@@ -71,15 +60,11 @@ struct MaskedCacheParams {
   MaskParams masks;
   int64_t mask_keys;
 };
-static_assert(std::is_trivially_copyable_v<MaskedCacheParams>);
 
 struct DroppingParams {
   AttentionParams attention;
   DropoutParams dropout;
 };
-static_assert(std::is_trivially_copyable_v<DroppingParams>);
-static_assert(offsetof(DroppingParams, attention) == 0,
-              "core::pointers() counts from the block's start");
 
 // The parameter block of the backward kernels with dropout and without masks as data.
 struct DroppingBackwardParams {
@@ -87,9 +72,6 @@ struct DroppingBackwardParams {
   DropoutParams dropout;
   DroppedHeads dropped_heads;
 };
-static_assert(std::is_trivially_copyable_v<DroppingBackwardParams>);
-static_assert(offsetof(DroppingBackwardParams, call) == 0,
-              "the plan of a call without dropout is extended");
 
 // The parameter of the kernel of attention_fwd.cuh with Config C.
 template <class C>

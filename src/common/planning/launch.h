@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -46,9 +47,21 @@ void init_params(const Problem& problem, Params& params) {
   }
 }
 
+// Whether a block starts with AttentionParams, from whose start addresses are counted, or with the
+// block that it extends.
+template <class Params>
+consteval bool starts_with_call() {
+  if constexpr (requires(Params p) { p.attention; }) return offsetof(Params, attention) == 0;
+  if constexpr (requires(Params p) { p.call; }) return offsetof(Params, call) == 0;
+  if constexpr (requires(Params p) { p.backward; }) return offsetof(Params, backward) == 0;
+  if constexpr (requires(Params p) { p.mla; }) return offsetof(Params, mla) == 0;
+  return true;
+}
+
 // A parameter block as a plan holds it.
 template <class Params>
 std::vector<uint8_t> bytes(const Params& params) {
+  static_assert(std::is_trivially_copyable_v<Params> && starts_with_call<Params>());
   std::vector<uint8_t> block(sizeof params);
   std::memcpy(block.data(), &params, sizeof params);
   return block;
