@@ -3,9 +3,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "ampere/mla_config.cuh"
 #include "common/device/swizzled_tile.cuh"
@@ -23,8 +21,6 @@ struct GatherParams {
   int32_t row_warps;  // warps that share out the rows of a tile: 1, 2 or 4
   int32_t unused;
 };
-static_assert(std::is_trivially_copyable_v<GatherParams>);
-static_assert(offsetof(GatherParams, call) == 0, "core::pointers() counts from the block's start");
 
 struct MlaGatherParams {
   MlaParams mla;
@@ -32,9 +28,6 @@ struct MlaGatherParams {
   PackedRows packed;  // of the cache, where the kernel is for packed rows
   int32_t unused;
 };
-static_assert(std::is_trivially_copyable_v<MlaGatherParams>);
-static_assert(offsetof(MlaGatherParams, mla) == 0,
-              "core::pointers() counts from the block's start");
 
 // Where the keys of a block lie, in shared memory: of the block that is multiplied, the one that is
 // copied and the one that is looked up. A key has three numbers (device::KeyPlace).

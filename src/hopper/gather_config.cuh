@@ -2,9 +2,7 @@
 // Compile-time numbers only, in plain C++: the kernel and plan_gather.cpp both include them.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/key_lists.h"
 #include "common/mma_sync/params.h"
@@ -18,8 +16,6 @@ struct GatherParams {
   int32_t tiles;  // row tiles, each as often as its keys have shares
   int32_t unused;
 };
-static_assert(std::is_trivially_copyable_v<GatherParams>);
-static_assert(offsetof(GatherParams, call) == 0, "core::pointers() counts from the block's start");
 
 // A CTA owns 64 rows for each consumer warpgroup, all of one list, which it visits block_k places
 // at a time. Four warps gather the rows of K and V that these name.
