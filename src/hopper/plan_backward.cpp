@@ -36,8 +36,9 @@ struct BackwardTile : core::RoundsTile {
 template <class C>
 constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
                                      const char* with_dropout) {
-  BackwardTile tile{core::rounds_tile<C>(name), with_softcap, with_dropout, C::STAYS,
-                    C::CTAS_PER_SM, DQ_CTAS_OF_ROUND<C>};
+  BackwardTile tile{
+      core::rounds_tile<C>(name), with_softcap, with_dropout, C::STAYS, C::CTAS_PER_SM,
+      DQ_CTAS_OF_ROUND<C>};
   tile.reads_many_chains = true;
   return tile;
 }
@@ -55,10 +56,17 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
-// The tiles for few keys, whose kernels are in an image of their own.
+// The tiles for few keys, whose kernels are in an image of their own, without one for many chains.
+template <class C>
+constexpr BackwardTile short_tile(const char* name) {
+  BackwardTile tile = backward_tile<C>(name, nullptr, nullptr);
+  tile.dq_ctas = 0;
+  tile.reads_many_chains = false;
+  return tile;
+}
 constexpr BackwardTile SHORT_TILES[] = {
-    backward_tile<BackwardD32Short<DType::F16>>("d32_short", nullptr, nullptr),
-    backward_tile<BackwardD64Short<DType::F16>>("d64_short", nullptr, nullptr),
+    short_tile<BackwardD32Short<DType::F16>>("d32_short"),
+    short_tile<BackwardD64Short<DType::F16>>("d64_short"),
 };
 
 // The tiles where a head has one of them, whose kernels are in that image, too.
@@ -283,15 +291,18 @@ bool is_one_tile(const Problem& call, const BackwardTile& tile) {
 
 // The tile with the smallest sums of dQ among the smallest ones that serve a call. If there is
 // none, the largest tile of all, which refuses the call.
-const BackwardTile& tile_for(const Problem& call, const Device& device) {
+const BackwardTile& tile_for(const BackwardProblem& problem) {
+  const Problem& call = problem.call;
   // Tiles of 64 rows and keys, where they leave out a sixth or more of what rounds of 128 rows and
-  // tiles of 128 keys compute (docs/lab/hopper.md). More rows are unmeasured.
-  constexpr int64_t SHORT_ROWS = 512;
+  // tiles of 128 keys compute (docs/lab/hopper.md). More rows are unmeasured. With more keys than
+  // KEYS_IN_TURNS the tiles that take turns make chains, which the other tiles have a kernel for.
+  constexpr int64_t SHORT_ROWS = 512, KEYS_IN_TURNS = 512;
   const auto computed = [&](int64_t step) {
     return core::ceil_div(call.nq, step) * core::ceil_div(call.nk, step) * step * step;
   };
   const bool is_short = call.nq <= SHORT_ROWS && 6 * computed(64) <= 5 * computed(128) &&
-                        !call.varlen && call.softcap == 0 && call.dropout_p == 0;
+                        (!problem.deterministic || call.nk <= KEYS_IN_TURNS) && !call.varlen &&
+                        call.softcap == 0 && call.dropout_p == 0;
   for (const BackwardTile& tile : SHORT_TILES) {
     if (is_short && call.d <= tile.head_dim && call.dv <= tile.head_dim_v) return tile;
   }
@@ -393,7 +404,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   BackwardProblem problem = asked;
   const Problem& call = problem.call;
   const bool table = call.block_mask;
-  const BackwardTile& tile = table ? table_tile_for(call).tile : tile_for(call, device);
+  const BackwardTile& tile = table ? table_tile_for(call).tile : tile_for(problem);
   Reasons reasons = core::refuse_rounds(problem, "hopper");
   if (call.softcap != 0 && tile.with_softcap == nullptr) {
     reasons.push_back(
@@ -447,7 +458,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       main_launch(*plan)->grid[0] *= split.shares;
     }
     take_tiles(*plan, problem, tile, device);
-    if (core::sums_of_round(problem, tile, device, split.shares) >= MANY_CHAINS)
+    if (tile.dq_ctas > 0 && core::sums_of_round(problem, tile, device, split.shares) >= MANY_CHAINS)
       write_dq_of_chains(*plan, tile);
     if (table) add_table(*plan, problem, tile);
     if (drops) add_dropout(*plan, problem);

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from plan_cases import kernels_built
 from torch import Tensor
 
 import archflash
@@ -372,17 +374,15 @@ def test_query_heads_are_shared_out_where_few_tiles_leave_sms_idle(
 ORDER_OFFSET = 524
 
 
-def hopper_params(
+def hopper_plan(
     shape: tuple[int, ...],
     heads_kv: int,
     deterministic: bool,
     causal: bool,
     packed: bool = False,
     keys: int = 0,
-) -> bytes:
-    """The parameter block of hopper's main kernel for gradients on an H200. keys: rows of k, if not
-    those of q.
-    """
+) -> native.LaunchPlan:
+    """hopper's plan for gradients on an H200. keys: rows of k, if not those of q."""
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     k = q[:, :heads_kv]
     if keys > 0:
@@ -398,7 +398,12 @@ def hopper_params(
     device = _api.find_device("H200")
     plan = _gradients.decide(request, into, device, "hopper", deterministic=deterministic).plan
     assert plan is not None
-    return bytes.fromhex(plan.to_dict()["launches"][1]["params"])
+    return plan
+
+
+def hopper_params(*given: Any, **options: Any) -> bytes:
+    """The parameter block of the main kernel of `hopper_plan`."""
+    return bytes.fromhex(hopper_plan(*given, **options).to_dict()["launches"][1]["params"])
 
 
 @pytest.mark.parametrize(
@@ -544,6 +549,18 @@ def test_tiles_of_keys_far_more_than_rows_take_turns_in_chains(
         assert struct.unpack_from("<i", params, SUMS_OFFSET) == (sums,)
         upward_heads = struct.unpack_from("<6i", params, ORDER_OFFSET)[1]
         assert upward_heads == 0 or not deterministic or sums <= 2
+
+
+def test_every_kernel_that_hopper_plans_for_gradients_was_built() -> None:
+    """With numbers of rows and keys on each side of those in the rules of tiles and chains."""
+    sizes = itertools.product((40, 64, 128, 192, 500), (64, 192, 450, 900, 8192))
+    for (rows, keys), d, heads, deterministic in itertools.product(
+        sizes, (32, 64, 96, 128, 256), (1, 200), (False, True)
+    ):
+        plan = hopper_plan((1, heads, rows, d), heads, deterministic, causal=False, keys=keys)
+        for launch in plan.to_dict()["launches"]:
+            built = kernels_built(launch["image"])
+            assert launch["kernel"] in built, (rows, keys, d, heads, deterministic)
 
 
 def test_explain_says_why_no_kernel_computes_gradients() -> None:
