@@ -169,14 +169,14 @@ def _targets(
     }  # fmt: skip
     for name, x, of in named:
         _check_given(name, x, of, accumulate)
-        if x is None or x.numel() == 0:
+        if x is None or not (place := x.data_ptr()):  # one without elements or without memory
             continue
-        if other := places.get(x.data_ptr()):
+        if other := places.get(place):
             raise ValueError(
                 f"{name} begins where {other} does, which is read or written as well: pass a "
                 "tensor with memory of its own"
             )
-        places[x.data_ptr()] = name
+        places[place] = name
     return _gradients.Gradients.like(request, given, accumulate)
 
 

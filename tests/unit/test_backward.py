@@ -109,6 +109,13 @@ def test_gradients_are_written_or_added_to_given_tensors() -> None:
     torch.testing.assert_close(again, dq)
 
 
+def test_tensors_without_memory_begin_nowhere() -> None:
+    q, k, v, lse = (torch.empty(2, 4, *s, device="meta") for s in ((5, 8), (7, 8), (7, 8), (5,)))
+    into = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+    found = archflash.attention_backward(q, q, k, v, q, lse, **into)
+    assert [x.shape for x in found] == [x.shape for x in into.values()]
+
+
 def test_no_memory_is_taken_for_gradients_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     dout, q, k, v = call(torch.float32)
     out, lse = archflash.attention(q, k, v, return_lse=True)
