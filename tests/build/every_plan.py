@@ -204,17 +204,15 @@ def other_numbers(dtype: torch.dtype) -> set[str]:
     return found
 
 
-def many_chains(dtype: torch.dtype) -> set[str]:
-    """Deterministic gradients of few rows beside many keys."""
+def in_turns(dtype: torch.dtype) -> set[str]:
+    """Deterministic gradients of few rows beside more and more keys."""
     found = set()
     device = find_device("H200")
-    # Rounds with all columns and rows of the tile, and with fewer.
-    for rows, d, dv in (
-        (128, 32, 32), (128, 64, 64), (50, 56, 56), (128, 96, 96), (64, 128, 128), (40, 120, 120),
-        (64, 192, 128), (64, 256, 256),
-    ):  # fmt: skip
+    # Heads with all columns of the tile, and with fewer.
+    dims = (32, 32), (64, 64), (56, 56), (96, 96), (128, 128), (120, 120), (192, 128), (256, 256)
+    for (d, dv), rows, keys in itertools.product(dims, (40, 64, 128, 300), (50, 200, 950, 8192)):
         q, out = empty(dtype, 1, 4, rows, d), empty(dtype, 1, 4, rows, dv)
-        k, v = empty(dtype, 1, 4, 8192, d), empty(dtype, 1, 4, 8192, dv)
+        k, v = empty(dtype, 1, 4, keys, d), empty(dtype, 1, 4, keys, dv)
         lse = empty(torch.float32, 1, 4, rows)
         request = _gradients.Request(out, q, k, v, out, lse, None, _options.complete({}))
         into = _gradients.Gradients.like(request)
@@ -250,5 +248,5 @@ def all_kernels() -> set[str]:
         found |= gradients(dtype) | few_keys_and_lists(dtype) | caches(dtype)
     for dtype in BOTH:
         found |= masks_and_dropout(dtype) | more_gradients(dtype) | caches_of_many_rows(dtype)
-        found |= latent_caches(dtype) | other_numbers(dtype) | many_chains(dtype)
+        found |= latent_caches(dtype) | other_numbers(dtype) | in_turns(dtype)
     return found

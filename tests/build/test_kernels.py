@@ -641,6 +641,7 @@ def test_every_kernel_is_planned_somewhere() -> None:
     built = {kernel for of_target in RESOURCES.values() for k in of_target.values() for kernel in k}
     # The probes of `archflash verify` are launched by themselves (tests/sim/test_probes.py).
     planned |= every_plan.all_kernels()
+    assert planned <= built
     assert {kernel for kernel in built - planned if not kernel.startswith("probe_")} == set()
 
 
