@@ -123,6 +123,8 @@ def scaled_dot_product_attention(
                 *(x.shape[:-kept] for x in (query, key, value))
             )
             q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
+            if k.shape[1] != v.shape[1]:
+                k, v = (_repeated(x, q.shape[1]) for x in (k, v))
             shape = (*lead, *query.shape[-kept:-1], value.shape[-1])
         if attn_mask is not None and not is_bias:
             scores = (*(q.shape if shape is None else shape)[:-1], key.shape[-2])
@@ -172,8 +174,13 @@ def _fit_together(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     if not query.ndim == key.ndim == value.ndim == 4:
         return False
     of_q, of_k, of_v = query.shape, key.shape, value.shape
-    same_heads = enable_gqa or of_q[1] == of_k[1] == of_v[1]
+    same_heads = of_k[1] == of_v[1] and (enable_gqa or of_q[1] == of_k[1])
     return same_heads and of_q[0] == of_k[0] == of_v[0]
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Keys or values with a head for each of q, of which with enable_gqa either may have others."""
+    return x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] else x
 
 
 def _may_differ(nq: int, nk: int) -> bool:

@@ -78,6 +78,20 @@ def test_enable_gqa_shares_key_heads(lead: tuple[int, ...], hkv: int) -> None:
     assert_same_as_torch(q, k, v, enable_gqa=True, attn_mask=rand(5, 7) > 0)
 
 
+@pytest.mark.parametrize("heads", [(2, 1), (1, 4), (4, 6), (12, 3)])
+def test_enable_gqa_takes_other_heads_of_v_than_of_k(heads: tuple[int, int]) -> None:
+    q, k, v = rand(2, 12, 5, 8), rand(2, heads[0], 7, 8), rand(2, heads[1], 7, 8)
+    assert_same_as_torch(q, k, v, enable_gqa=True, is_causal=True)
+    compiled = torch.compile(
+        lambda *x: scaled_dot_product_attention(*x, enable_gqa=True),
+        backend="eager", dynamic=True, fullgraph=True,
+    )  # fmt: skip
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        compiled(q, k, v), F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    )
+
+
 def test_a_row_without_keys_is_zero() -> None:
     mask = torch.ones(5, 7, dtype=torch.bool)
     mask[2] = False
