@@ -276,7 +276,10 @@ def refuse_wrong(
         q, qv, k_cache, v_cache, k_new, v_new = latent_parts(q, k_cache, k_new, dv)
     if _is_autocast_on():
         q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
-    values = values_of(qv=qv, k_new=k_new, v_new=v_new, packed_rows=packed_rows, **options)
+    values = _absent.copy()
+    options |= {"qv": qv, "k_new": k_new, "v_new": v_new, "packed_rows": packed_rows}
+    for name, value in ({"layout": "bnhd"} | options).items():
+        values[PLACES[name]] = value
     _native.make_problem(q, k_cache, v_cache, values, 0)
 
 
@@ -295,6 +298,7 @@ def _serve(
 
 
 PLACES = {name: place for place, name in enumerate(_options.OF_CACHE)}
+_absent = [_options.DEFAULTS[name] for name in PLACES]  # the values of options that are not given
 # One object for equal scales and windows, because a prepared call compares objects. Both tables
 # begin anew where they are full: a layer that is made later is then of a kind of its own.
 _same: dict[Any, Any] = {}
@@ -311,7 +315,7 @@ def _one_of(table: dict[Any, Any], key: Any, value: Any) -> Any:
 
 def values_of(**options: Any) -> list[Any]:
     """The options of a call by their `PLACES`, for `serve`; those that are not given are absent."""
-    values = [_options.DEFAULTS[name] for name in PLACES]
+    values = _absent.copy()
     for name, value in ({"layout": "bnhd"} | options).items():
         if isinstance(value, float | tuple):
             value = _one_of(_same, value, value)
