@@ -28,6 +28,10 @@ using D128Wide     = FusedBackwardConfig<T, 128, 128, 4,    2,    2,    64,  2, 
 template <DType T>
 using D128         = FusedBackwardConfig<T, 128, 128, 2,    2,    2,    32,  1,      2>;
 template <DType T>
+using D192Wide     = FusedBackwardConfig<T, 192, 192, 2,    4,    2,    64,  2,      1>;
+template <DType T>
+using D160         = FusedBackwardConfig<T, 160, 160, 2,    2,    2,    32,  2,      2>;
+template <DType T>
 using D256Wide     = FusedBackwardConfig<T, 256, 256, 2,    4,    2,    64,  2,      1>;
 
 // One kernel for the gradients of keys, one for those of queries.

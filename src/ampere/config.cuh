@@ -52,6 +52,9 @@ using D128Medium   = Config<T, 128, 128, 4,   2,   64,   64,  1,     QIn::Shared
 template <DType T>
 using D128Small    = Config<T, 128, 128, 4,   2,   32,   32,  1,     QIn::Shared,    2>;
 template <DType T>
+using D128Groups   = KeyGroupsConfig<
+                     Config<T, 128, 128, 4,   2,  128,   64,  2,     QIn::Shared,    1>>;
+template <DType T>
 using D192Large    = Config<T, 192, 128, 4,   2,   64,   64,  1,     QIn::Shared,    2>;
 template <DType T>
 using D192Medium   = Config<T, 192, 128, 4,   2,   32,   32,  1,     QIn::Shared,    2>;

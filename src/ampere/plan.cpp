@@ -13,6 +13,7 @@
 #include <variant>
 
 #include "ampere/config.cuh"
+#include "ampere/dense_config.cuh"
 #include "ampere/gather_config.cuh"
 #include "ampere/mla_config.cuh"
 #include "ampere/plan_approximate.h"
@@ -91,6 +92,8 @@ constexpr core::Tile TILES[] = {
                                  "two CTAs per SM with one buffer in 163 KB"),
     tile<D128Small<DType::F16>>("d128_small", {.min_tiles_per_sm = 1},
                                 "two CTAs per SM with 32 keys in 99 KB"),
+    tile<D128Groups<DType::F16>>("d128_groups", {.min_tiles_per_sm = 0.75, .min_keys = 2048},
+                                 "as many tiles as SMs: two warps share out the keys of 32 rows"),
     tile<D128Few<DType::F16>>("d128_few", {},
                               "few CTAs or short sequences: 64 rows make twice as many"),
     tile<D192Large<DType::F16>>("d192_large", {.min_ctas_per_sm = 2},
@@ -313,6 +316,58 @@ constexpr core::Tile DROPOUT_TILES[] = {
     tile<D256Dropout<DType::F16>>("d256_dropout", MANY_ROWS, WITH_DROPOUT),
 };
 
+// For calls without masks, softcap and sinks.
+constexpr const char* SEES_ALL = "every query sees every key: a short start and end of each tile";
+constexpr core::ServesFrom DENSE_MANY = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75};
+constexpr core::Tile DENSE_TILES[] = {
+    tile<D32Dense<DType::F16>>("d32_dense", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 6},
+                               SEES_ALL),
+    tile<D32DenseMedium<DType::F16>>("d32_dense_medium", DENSE_MANY, SEES_ALL),
+    tile<D64DenseShort<DType::F16>>(
+        "d64_dense_short", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75, .max_keys = 224},
+        SEES_ALL),
+    tile<D64Dense<DType::F16>>("d64_dense", DENSE_MANY, SEES_ALL),
+    tile<D80Dense<DType::F16>>("d80_dense", DENSE_MANY, SEES_ALL),
+    tile<D96Dense<DType::F16>>("d96_dense", DENSE_MANY, SEES_ALL),
+    tile<D128Dense<DType::F16>>("d128_dense", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
+                                SEES_ALL),
+    tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 0.1, .max_keys = 1024},
+                                SEES_ALL),
+    tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 1}, SEES_ALL),
+};
+
+// The plan of a call for DENSE_TILES. Nothing where it asks for more than they know, or where the
+// one for its head dimensions does not serve it.
+std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& device) {
+  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
+  constexpr int64_t STRIDE_LIMIT = UINT32_MAX;
+  const auto fits = [&](const Strides& x) { return 0 <= x.row && x.row <= STRIDE_LIMIT; };
+  const bool plain = core::equal_tiles(problem) && problem.sinks == 0 && problem.num_splits <= 1 &&
+                     !problem.batch_invariant && !core::writes_f32(problem);
+  const bool fitting = problem.nk > 0 && problem.heads_q <= GRID_SIDE_LIMIT &&
+                       problem.batch <= GRID_SIDE_LIMIT && fits(problem.q) && fits(problem.k) &&
+                       fits(problem.v);
+  if (!plain || !fitting) return std::nullopt;
+  const auto smallest = std::ranges::find_if(
+      DENSE_TILES, [&](const core::Tile& of) { return core::takes_head_dims(of, problem); });
+  const auto tile = std::find_if(smallest, std::end(DENSE_TILES), [&](const core::Tile& of) {
+    return of.head_dim == smallest->head_dim && of.shared_bytes <= device.shared_per_block &&
+           core::serves(of, problem, device);
+  });
+  if (tile == std::end(DENSE_TILES)) return std::nullopt;
+  mma_sync::ManyRowsParams params;
+  core::init_params(problem, params);
+  if (params.attention.transform_scores) return std::nullopt;
+  params.attention.order.heads_per_group = 1;
+  const int64_t row_tiles = core::ceil_div(problem.nq, tile->block_q);
+  const int64_t ctas = core::tiles_of(problem, *tile);
+  LaunchPlan plan = core::one_launch("ampere", problem, device, *tile, ctas, params);
+  Launch& launch = plan.launches[0];
+  launch.grid = {row_tiles, problem.heads_q, problem.batch};
+  launch.image = std::string("ampere/dense_") + core::dtype_word(problem.dtype);
+  return plan;
+}
+
 // A row of the table for head dimensions above 256.
 template <class C>
 constexpr core::Tile wide_tile(const char* name, const char* reason) {
@@ -390,6 +445,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (takes_masked_kernels(problem))
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
+  if (auto dense = plan_dense(problem, device)) return *std::move(dense);
   return mma_sync::plan_16_bits("ampere", tiles_of(problem, device), problem, device);
 }
 

@@ -22,13 +22,15 @@ using core::backward_tile;
 // NOTES.md has their speeds. The last sets of each head dimension fit 99 KB.
 constexpr core::BackwardTile TILES[] = {
     backward_tile<D32<DType::F16>>("d32"),
-    backward_tile<D64Wide<DType::F16>>("d64_wide", true),
+    backward_tile<D64Wide<DType::F16>>("d64_wide", 2.5),
     backward_tile<D64<DType::F16>>("d64"),
-    backward_tile<D96<DType::F16>>("d96", true),
-    backward_tile<D128Wide<DType::F16>>("d128_wide", true),
+    backward_tile<D96<DType::F16>>("d96", 6),
+    backward_tile<D128Wide<DType::F16>>("d128_wide", 4.5),
     backward_tile<D128<DType::F16>>("d128"),
     backward_tile<D192Keys<DType::F16>>("d192_keys"),
     backward_tile<D192Queries<DType::F16>>("d192_queries"),
+    backward_tile<D192Wide<DType::F16>>("d192_wide"),
+    backward_tile<D160<DType::F16>>("d160"),
     backward_tile<D256Wide<DType::F16>>("d256_wide"),
     backward_tile<D256Values<DType::F16>>("d256_values"),
     backward_tile<D256Keys<DType::F16>>("d256_keys"),
@@ -47,7 +49,7 @@ constexpr core::BackwardTile MASKED_TILES[] = {
 // not, and head dimensions above 128 where an SM has less than 227 KB.
 constexpr core::BackwardTile DROPOUT_TILES[] = {
     backward_tile<BackwardD64Dropout<DType::F16>>("d64_dropout"),
-    backward_tile<BackwardD128WideDropout<DType::F16>>("d128_wide_dropout", true),
+    backward_tile<BackwardD128WideDropout<DType::F16>>("d128_wide_dropout", 8),
     backward_tile<BackwardD128Dropout<DType::F16>>("d128_dropout"),
     backward_tile<BackwardD256WideDropout<DType::F16>>("d256_wide_dropout"),
 };

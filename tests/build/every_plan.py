@@ -54,6 +54,26 @@ def beside_attention() -> set[str]:
     return found | set(plan.kernels)
 
 
+def every_key_seen(dtype: torch.dtype) -> set[str]:
+    """ampere's kernels for that, and with sinks those that serve other calls of these sizes."""
+    found = set()
+    given: dict[str, Tensor]
+    for given in ({}, {"sinks": empty(torch.float32, 32)}):
+        for d in (32, 64, 80, 96, 128, 160):
+            x, few = empty(dtype, 16, 32, 1024, d), empty(dtype, 16, 32, 77, d)
+            for device in ("A100", "H200"):
+                found |= kernels(x, x, x, device, "ampere", **given)
+                found |= kernels(x, few, few, device, "ampere", **given)
+        x = empty(dtype, 2, 32, 950, 32)
+        found |= kernels(x, x, x, "A100", "ampere", **given)
+    q, k = empty(dtype, 1, 32, 512, 128), empty(dtype, 1, 8, 8192, 128)
+    found |= kernels(q, k, k, "H200", "ampere", causal=True)
+    for d, device in ((160, "A100"), (192, "H200")):
+        x = empty(dtype, 1, 2, 100, d)
+        found |= kernels(x, x, x, device, "ampere", backward=True)
+    return found
+
+
 def gradients(dtype: torch.dtype) -> set[str]:
     found = set()
     for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
@@ -249,4 +269,5 @@ def all_kernels() -> set[str]:
     for dtype in BOTH:
         found |= masks_and_dropout(dtype) | more_gradients(dtype) | caches_of_many_rows(dtype)
         found |= latent_caches(dtype) | other_numbers(dtype) | in_turns(dtype)
+        found |= every_key_seen(dtype)
     return found

@@ -90,6 +90,8 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names = ["sm_90", "sm_100", "compute_80"]
     if image.startswith("ampere/bwd_d96_"):  # 163 KB
         names = ["sm_80", "sm_90", "sm_100", "compute_80"]
+    if image.startswith("ampere/dense_"):  # other folders come first on newer GPUs
+        names = ["sm_80", "sm_90", "compute_80"]
     # 10.x has its driver compile these.
     if image in ("ampere/int8", "ampere/int8_pv") or stem.startswith("fp16_accumulate_"):
         names.remove("sm_100")

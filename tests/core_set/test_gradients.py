@@ -54,7 +54,7 @@ def test_every_kernel_of_the_backward_pass(kernel: str, dtype: str, dims: tuple[
 # The kernels of these head dimensions have tiles of their own for the shared memory of 9.0. Three
 # tiles of keys take turns at two blocks of queries. On a GPU there are more, at the same time.
 WIDE_ROWS = on.pick(simulator=(150, 300), gpu=(1150, 2300))
-WIDE = ((40, 24), (128, 72), (96, 80), (200, 256))
+WIDE = ((40, 24), (128, 72), (96, 80), (200, 256), (160, 184))
 WIDE_DTYPES = dtypes_with_gradients(on, "ampere") if "ampere" in KERNELS else []
 PLANNED_FOR = on.pick(simulator="H200", gpu=None)
 
@@ -90,6 +90,26 @@ def test_gradients_that_need_not_be_deterministic(dtype: str, dims: tuple[int, i
     tensors = inputs(*WIDE_ROWS, *dims, dtype)
     differentiate_and_check(
         on, "ampere", *tensors, schedules=(2, 3), deterministic=False, planned_for=PLANNED_FOR
+    )
+
+
+@pytest.mark.parametrize("dtype", WIDE_DTYPES)
+def test_head_dimensions_up_to_160_where_shared_memory_is_small(dtype: str) -> None:
+    tensors = inputs(70, 150, 136, 160, dtype)
+    for deterministic in (True, False):
+        differentiate_and_check(
+            on, "ampere", *tensors, schedules=(1,), causal=deterministic, planned_for="RTX 4090",
+            deterministic=deterministic,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("d", "device"), [(64, "H200"), (128, "RTX 4090")])
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_tiles_of_a_group_of_heads_follow_one_another(d: int, device: str) -> None:
+    """On a GPU of three SMs seven heads are groups of four and three."""
+    dout, q, k, v = inputs(150, 200, d, d, "float16", heads=(7, 7))
+    differentiate_and_check(
+        on, "ampere", dout, q, k, v, schedules=(2,), planned_for=device, sms=3, causal=d == 64
     )
 
 
@@ -168,7 +188,7 @@ def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> N
         assert known is not None
         devices.append(known.device)
     heads = ((2, 1), (7, 1))  # the second ones are shared out
-    dims = (*HEAD_DIMS, *WIDE)
+    dims = (*HEAD_DIMS, *WIDE, (136, 160))
     assert_every_kernel_is_planned(on, kernel, dtype, dims, devices, heads=heads)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -65,6 +66,16 @@ def ampere(problem: native.Problem, device: str) -> native.LaunchPlan:
     return plan_of(problem, device, "ampere")
 
 
+def with_sinks(dtype: str, **options: Any) -> native.Problem:
+    """A call with sinks, so that the kernels for every key seen do not serve it."""
+    return call(dtype, sinks=True, **options)
+
+
+def large_with_sinks(dtype: str, dims: tuple[int, int]) -> native.Problem:
+    """The same, which fills every GPU."""
+    return with_sinks(dtype, b=16, hq=32, nq=2048, d=dims[0], dv=dims[1])
+
+
 def kernel(plan: native.LaunchPlan) -> str:
     (launch,) = plan.to_dict()["launches"]
     return str(launch["kernel"])
@@ -92,7 +103,7 @@ def test_a_call_that_fills_the_gpu_gets_the_kernel_for_its_shared_memory(
 ) -> None:
     kilobytes, limits = DEVICES[device], find_device(device)
     assert limits.shared_per_block == kilobytes * KB
-    plan = ampere(large_call(dtype, dims), device)
+    plan = ampere(large_with_sinks(dtype, dims), device)
     name, per_sm = CHOICES[kilobytes][dims]
     assert kernel(plan) == f"ampere_attention_fwd_{DTYPES[dtype]}_{name}"
     (launch,) = plan.to_dict()["launches"]
@@ -106,7 +117,7 @@ def test_a_call_that_fills_the_gpu_gets_the_kernel_for_its_shared_memory(
 def test_as_many_ctas_fit_an_sm_as_the_variants_reason_claims(
     device: str, dims: tuple[int, int]
 ) -> None:
-    plan = ampere(large_call("float16", dims), device)
+    plan = ampere(large_with_sinks("float16", dims), device)
     (launch,) = plan.to_dict()["launches"]
     limits = find_device(device)
     by_shared = limits.shared_per_sm // (launch["shared_bytes"] + RESERVED_SHARED_BYTES)
@@ -123,7 +134,7 @@ def test_as_many_ctas_fit_an_sm_as_the_variants_reason_claims(
 def test_the_smallest_kernel_that_holds_both_head_dims_serves(
     device: str, dims: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    plan = ampere(large_call("bfloat16", dims), device)
+    plan = ampere(large_with_sinks("bfloat16", dims), device)
     name = "d32_large" if max(dims) <= 32 else CHOICES[DEVICES[device]][expected][0]
     assert variant(plan) == name
 
@@ -132,13 +143,13 @@ def test_the_smallest_kernel_that_holds_both_head_dims_serves(
 def test_only_many_rows_have_a_kernel_for_head_dimensions_up_to_32(device: str) -> None:
     def chosen(**options: Any) -> str:
         given = {"b": 32, "hq": 32, "nq": 512, "nk": 512, "d": 32} | options
-        return variant(ampere(call("float16", **given), device))
+        return variant(ampere(with_sinks("float16", **given), device))
 
     assert chosen() == "d32_large"
     assert chosen(nk=64) == "d64_medium"
     assert chosen(num_splits=2) == chosen(batch_invariant=True) == "d64_few"
     assert chosen(nq=60) == "d32_few"
-    few = ampere(call("float16", b=1, hq=2, nq=256, d=32), device)
+    few = ampere(with_sinks("float16", b=1, hq=2, nq=256, d=32), device)
     assert variant(few) == "d64_groups"
 
 
@@ -148,7 +159,7 @@ def test_only_many_rows_have_a_kernel_for_head_dimensions_up_to_32(device: str) 
 def test_a_call_of_few_ctas_gets_smaller_tiles_where_there_are_some(
     device: str, dtype: str, dims: tuple[int, int]
 ) -> None:
-    plan = ampere(call(dtype, b=1, hq=2, nq=256, d=dims[0], dv=dims[1]), device)
+    plan = ampere(with_sinks(dtype, b=1, hq=2, nq=256, d=dims[0], dv=dims[1]), device)
     assert variant(plan) == FEW.get(dims, CHOICES[DEVICES[device]][dims][0])
     (launch,) = plan.to_dict()["launches"]
     assert launch["shared_bytes"] <= find_device(device).shared_per_block
@@ -160,7 +171,7 @@ def test_large_tiles_begin_where_their_ctas_outnumber_the_sms(device: str, d: in
     sm_count = find_device(device).sm_count
 
     def chosen(heads: int) -> str:
-        return variant(ampere(call("float16", b=1, hq=heads, nq=128, nk=512, d=d), device))
+        return variant(ampere(with_sinks("float16", b=1, hq=heads, nq=128, nk=512, d=d), device))
 
     assert chosen(sm_count) == FEW[d, d]
     assert chosen(sm_count + 1) == CHOICES[DEVICES[device]][d, d][0]
@@ -183,7 +194,7 @@ def test_unequal_tiles_of_128_rows_begin_at_two_for_each_sm(device: str) -> None
 @every_device
 def test_tiles_of_128_rows_are_for_sequences_that_use_more_than_half(device: str, d: int) -> None:
     def chosen(rows: int) -> str:
-        return variant(ampere(call("float16", b=64, hq=32, nq=rows, nk=512, d=d), device))
+        return variant(ampere(with_sinks("float16", b=64, hq=32, nq=rows, nk=512, d=d), device))
 
     assert chosen(64) == FEW[d, d]
     assert chosen(65) == CHOICES[DEVICES[device]][d, d][0]
@@ -204,7 +215,7 @@ def test_a_call_of_few_keys_has_one_block_of_them(device: str) -> None:
     """77 keys are those of the text that many image models look at."""
 
     def chosen(keys: int) -> str:
-        return variant(ampere(call("float16", b=16, hq=32, nq=1024, nk=keys), device))
+        return variant(ampere(with_sinks("float16", b=16, hq=32, nq=1024, nk=keys), device))
 
     assert chosen(1) == chosen(64) == "d64_medium"
     assert chosen(65) == chosen(77) == chosen(80) == "d64_short"
@@ -220,13 +231,21 @@ def test_only_the_kernels_for_few_rows_keep_the_bits_of_a_row() -> None:
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     word = DTYPES[dtype]
-    built = kernels_built(f"ampere/fwd_{word}") | kernels_built(f"ampere/decode_{word}")
+    images = ("fwd", "dense", "decode")
+    built = set().union(*(kernels_built(f"ampere/{image}_{word}") for image in images))
     chosen = {
         name
         for device in DEVICES
-        for dims in ((32, 32), *HEAD_DIMS)
+        for dims in ((32, 32), (80, 80), (160, 160), *HEAD_DIMS)
         for problem in (
             large_call(dtype, dims),
+            large_with_sinks(dtype, dims),
+            call(dtype, b=32, hq=32, nq=1024, nk=77, d=dims[0], dv=dims[1], sinks=True),
+            call(dtype, b=8, hq=8, nq=950, d=dims[0], dv=dims[1]),
+            call(dtype, b=1, hq=32, nq=512, nk=8192, d=dims[0], dv=dims[1], sinks=True),
+            call(dtype, b=1, hq=28, nq=512, nk=8192, d=dims[0], dv=dims[1], sinks=True),
+            call(dtype, b=4, hq=60, hkv=60, nq=130, nk=130, d=dims[0], dv=dims[1], sinks=True),
+            call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1], sinks=True),
             call(dtype, nq=17, d=dims[0], dv=dims[1]),
             call(dtype, b=4, hq=60, hkv=60, nq=130, nk=130, d=dims[0], dv=dims[1]),
             call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1]),
@@ -237,7 +256,47 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 27
+    assert len(built) == 36
+
+
+# --- every query sees every key ---
+
+
+@pytest.mark.parametrize(
+    ("dims", "name"),
+    [
+        ((32, 32), "d32_dense"), ((64, 64), "d64_dense"), ((72, 80), "d80_dense"),
+        ((88, 96), "d96_dense"), ((128, 128), "d128_dense"), ((136, 160), "d160_dense"),
+    ],
+)  # fmt: skip
+@every_device
+def test_large_calls_without_masks_have_kernels_of_their_own(
+    device: str, dims: tuple[int, int], name: str
+) -> None:
+    """Where an SM has room for two of their CTAs."""
+    fits = {
+        "d32_dense": 0, "d64_dense": 163, "d80_dense": 163, "d96_dense": 163, "d128_dense": 227,
+        "d160_dense": 163,
+    }[name] <= DEVICES[device]  # fmt: skip
+    plan = ampere(large_call("bfloat16", dims), device)
+    assert (variant(plan) == name) == fits
+    (launch,) = plan.to_dict()["launches"]
+    assert launch["image"] == ("ampere/dense_bf16" if fits else "ampere/fwd_bf16")
+    if fits and name != "d160_dense":
+        assert tile_of(plan).ctas_per_sm >= 2
+
+
+def test_few_keys_and_few_tiles_have_dense_kernels_of_their_own() -> None:
+    def chosen(**options: Any) -> str:
+        return variant(ampere(call("float16", **options), "H200"))
+
+    assert chosen(b=64, hq=12, nq=197) == chosen(b=64, hq=12, nq=197, nk=224) == "d64_dense_short"
+    assert chosen(b=64, hq=12, nq=197, nk=225) == "d64_dense"
+    assert chosen(b=8, hq=8, nq=950, d=32) == "d32_dense_medium"
+    assert chosen(b=1, hq=99, nq=128, nk=512) == "d64_groups"  # three tiles for four SMs
+    assert chosen(b=1, hq=100, nq=128, nk=512) == "d64_dense"
+    assert chosen(b=2, hq=8, nq=64, d=160) == "d160_dense"
+    assert chosen(b=2, hq=8, nq=64, nk=1025, d=160) == "d256_large"
 
 
 # --- few query rows ---
@@ -261,7 +320,7 @@ def test_packed_heads_are_taken_where_they_save_a_quarter_of_the_tiles(
 ) -> None:
     def tile(rows: int, group: int = 4) -> native.TileChoice:
         d, dv = dims
-        problem = call("float16", b=64, hq=8 * group, hkv=8, nq=rows, nk=512, d=d, dv=dv)
+        problem = with_sinks("float16", b=64, hq=8 * group, hkv=8, nq=rows, nk=512, d=d, dv=dv)
         return tile_of(ampere(problem, device))
 
     assert (tile(5).name, tile(5).packed_heads) == (f"d{dims[0]}_few", 4)
@@ -467,8 +526,9 @@ def test_the_grid_covers_all_rows_and_no_tile_more(
         plan = ampere(problem, device)
         (launch,) = plan.to_dict()["launches"]
         tile = tile_of(plan).block_q
-        tiles, rest = divmod(launch["grid"][0], batch * heads)
-        assert (rest, launch["grid"][1:]) == (0, [1, 1])
+        tiles, rest = divmod(math.prod(launch["grid"]), batch * heads)
+        assert rest == 0
+        assert launch["grid"][1:] == ([heads, batch] if "_dense" in launch["kernel"] else [1, 1])
         assert (tiles - 1) * tile < rows <= tiles * tile
         warps = tile_of(plan).warps
         sharing = 2 if "_groups" in launch["kernel"] else 1  # warps that have the same rows

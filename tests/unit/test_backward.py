@@ -233,6 +233,8 @@ def test_deterministic_gradients_take_turns(device: str, block: int) -> None:
         (32, 32, 4096, "H200", True),  # 5 and 64
         (32, 8, 8192, "H200", True),  # 17 and 512, those of 4 heads
         (32, 32, 4096, "A100", False),  # two CTAs on an SM
+        (8, 8, 4608, "H200", True),  # 17 and 72
+        (200, 200, 128, "H200", True),  # one CTA
     ],
 )
 def test_large_calls_take_turns_where_that_is_faster(
@@ -256,6 +258,11 @@ def test_large_calls_take_turns_where_that_is_faster(
         (128, "H200", ["d128_wide"]),
         (128, "A100", ["d128"]),
         (128, "RTX 4090", ["d128"]),
+        (160, "H200", ["d192_wide"]),
+        (160, "A100", ["d160"]),
+        (160, "RTX 4090", ["d160"]),
+        (184, "H200", ["d192_wide"]),
+        (184, "A100", ["d256_values", "d256_keys", "d256_queries"]),
         (256, "H200", ["d256_wide"]),
         (256, "A100", ["d256_values", "d256_keys", "d256_queries"]),
     ],

@@ -19,6 +19,7 @@ ARCHFLASH_ENTRY(KERNEL(ampere_backward_shares), (BACKWARD_DQ_THREADS), device::a
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32), mma_sync::fused_bwd, D32<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64), mma_sync::fused_bwd, D64<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128), mma_sync::fused_bwd, D128<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d160), mma_sync::fused_bwd, D160<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_keys), mma_sync::attention_bwd, D192Keys<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_queries), mma_sync::attention_bwd,
                  D192Queries<DTYPE>)

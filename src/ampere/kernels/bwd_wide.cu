@@ -12,6 +12,7 @@ using namespace archflash::ampere;
 
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide), mma_sync::fused_bwd, D64Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide), mma_sync::fused_bwd, D128Wide<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_wide), mma_sync::fused_bwd, D192Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_wide), mma_sync::fused_bwd, D256Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_dropout), mma_sync::fused_bwd,
                  BackwardD128WideDropout<DTYPE>)

@@ -85,31 +85,41 @@ __device__ __forceinline__ void start_passing(const BackwardParams& params, cons
       stage_smem + C::SECOND_OF_STAGE, rows.second_gmem, rows.second_row, begin, end, attention.dv);
 }
 
-// Starts the copies of the CTA's own rows, of one tensor or of both; those that have to do with no
-// passing row become zeros. Clears
-// the columns that no copy writes, because the tensors have fewer: of these rows and of all stages.
+// Clears the columns that no copy writes, because the tensors have fewer: of the CTA's own rows, of
+// one tensor or of both, and of all stages.
 template <class C, bool BOTH>
-__device__ __forceinline__ void start_own(const AttentionParams& attention,
-                                          const device::BackwardRows<uint16_t>& own,
-                                          const BackwardWork& cta, unsigned char* shared,
-                                          uint32_t shared_smem) {
+__device__ __forceinline__ void clear_unwritten_columns(const AttentionParams& attention,
+                                                        unsigned char* shared) {
   using FirstTile = typename C::FirstTile;
   using SecondTile = typename C::SecondTile;
-  const int begin = cta.own_begin() - cta.first_row, end = cta.own_end() - cta.first_row;
-  start_ragged_load<C, FirstTile, C::ROWS>(shared_smem + C::OWN_FIRST_SMEM, own.first_gmem,
-                                           own.first_row, begin, end, attention.d);
   clear_columns<C, FirstTile>(shared + C::OWN_FIRST_SMEM, C::ROWS, attention.d);
-  if constexpr (BOTH) {
-    start_ragged_load<C, SecondTile, C::ROWS>(shared_smem + C::OWN_SECOND_SMEM, own.second_gmem,
-                                              own.second_row, begin, end, attention.dv);
+  if constexpr (BOTH)
     clear_columns<C, SecondTile>(shared + C::OWN_SECOND_SMEM, C::ROWS, attention.dv);
-  }
 #pragma unroll
   for (int stage = 0; stage < C::STAGES; ++stage) {
     unsigned char* stage_start = shared + C::STAGES_SMEM + stage * C::STAGE_BYTES;
     clear_columns<C, FirstTile>(stage_start, C::BLOCK, attention.d);
     clear_columns<C, SecondTile>(stage_start + C::SECOND_OF_STAGE, C::BLOCK, attention.dv);
   }
+}
+
+// Starts the copies of the CTA's own rows of the first tensor, or of the second one; those that
+// have to do with no passing row become zeros.
+template <class C>
+__device__ __forceinline__ void start_own_first(const AttentionParams& attention,
+                                                const device::BackwardRows<uint16_t>& own,
+                                                const BackwardWork& cta, uint32_t shared_smem) {
+  start_ragged_load<C, typename C::FirstTile, C::ROWS>(
+      shared_smem + C::OWN_FIRST_SMEM, own.first_gmem, own.first_row,
+      cta.own_begin() - cta.first_row, cta.own_end() - cta.first_row, attention.d);
+}
+template <class C>
+__device__ __forceinline__ void start_own_second(const AttentionParams& attention,
+                                                 const device::BackwardRows<uint16_t>& own,
+                                                 const BackwardWork& cta, uint32_t shared_smem) {
+  start_ragged_load<C, typename C::SecondTile, C::ROWS>(
+      shared_smem + C::OWN_SECOND_SMEM, own.second_gmem, own.second_row,
+      cta.own_begin() - cta.first_row, cta.own_end() - cta.first_row, attention.dv);
 }
 
 template <class C>
@@ -345,7 +355,9 @@ __device__ __forceinline__ void attention_bwd(const typename C::Params& all_para
     const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
     const auto own = OWNS_KEYS ? device::key_rows<uint16_t>(params, cta.batch, cta.head, row)
                                : device::query_rows<uint16_t>(params, cta.batch, cta.head, row);
-    start_own<C, C::NEEDS_DP>(attention, own, cta, shared, shared_smem);
+    start_own_first<C>(attention, own, cta, shared_smem);
+    if constexpr (C::NEEDS_DP) start_own_second<C>(attention, own, cta, shared_smem);
+    clear_unwritten_columns<C, C::NEEDS_DP>(attention, shared);
     start_passing<C>(params, cta, {0, begin}, shared_smem + C::STAGES_SMEM,
                      shared_smem + C::TERMS_SMEM);
   }

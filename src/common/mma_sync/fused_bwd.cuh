@@ -14,6 +14,9 @@
 //
 // dQ is added to sums in fp32 (DqSums), which another kernel scales and converts;
 // device/dq_turns.cuh says in which order.
+//
+// An SM may have one of these CTAs at a time, so nothing hides its start: each thread finds out by
+// itself where its copies lie, and S of the first block needs no V and dO.
 #pragma once
 
 #include <cstdint>
@@ -76,8 +79,39 @@ struct FusedWork : BackwardWork {
   device::DqWalk walk;
 };
 
-// Starts the copies of a block of queries into a stage. Those that see no key become zeros.
-template <class C>
+// The tile of keys of a CTA. Tiles come from the first one on, because under a causal mask the
+// first keys are seen by the most queries: those of a group of heads, then those of the next one.
+// Heads whose tiles are computed at the same time, or soon after one another, share L2.
+template <int ROWS>
+__device__ __forceinline__ BackwardWork find_key_tile(const AttentionParams& params) {
+  if (params.cu_seqlens_k_gmem != nullptr)
+    return device::find_backward_work<Owns::Keys, ROWS>(params, blockIdx.x);
+  // Unsigned: a division takes fewer instructions.
+  const uint32_t tiles = (static_cast<uint32_t>(params.nk) + ROWS - 1) / ROWS;
+  const uint32_t heads_kv = static_cast<uint32_t>(params.heads_q) / params.heads_per_kv;
+  const uint32_t heads_per_group = params.order.heads_per_group;
+  const uint32_t group = blockIdx.x / (heads_per_group * tiles);
+  const uint32_t first_head = group * heads_per_group;
+  const uint32_t heads = min(heads_per_group, params.batch * heads_kv - first_head);
+  const uint32_t place = blockIdx.x - first_head * tiles;
+  const uint32_t tile = place / heads;
+  const uint32_t batch_head = first_head + place - tile * heads;
+  BackwardWork found{};
+  found.first_row = tile * ROWS;
+  found.batch = batch_head / heads_kv;
+  found.head = batch_head - found.batch * heads_kv;
+  found.heads = params.heads_per_kv;
+  device::Work work{};
+  work.batch_head = found.batch * params.heads_q;
+  work.nq = params.nq, work.nk = params.nk;
+  found.visible = device::queries_that_see(device::find_visible_keys(params, work), work.nq);
+  found.own_rows = work.nk, found.passing_rows = work.nq;
+  return found;
+}
+
+// Starts the copies of a block of queries into a stage: of Q and the terms, of dO, or of all. Those
+// that see no key become zeros.
+template <class C, bool QUERIES = true, bool DOUT = true>
 __device__ __forceinline__ void start_queries(const BackwardParams& params, const FusedWork& cta,
                                               const Passing& block, uint32_t stage_smem,
                                               uint32_t terms_smem) {
@@ -89,22 +123,31 @@ __device__ __forceinline__ void start_queries(const BackwardParams& params, cons
       cta.terms_gmem + head * static_cast<uint64_t>(attention.lse_head) + row;
   const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
   const int thread = ptx::mov_tid_x_volatile();
-  if (thread < C::BLOCK) {
+  if (QUERIES && thread < C::BLOCK) {
     const bool exists = thread < end;
     ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(device::RowTerms)),
                        exists ? terms_gmem + thread : terms_gmem, exists ? 8 : 0);
   }
   const uint32_t second_smem = stage_smem + C::SECOND_OF_STAGE;
   if (begin <= 0 && end >= C::BLOCK) {
-    start_load<C, typename C::FirstTile, C::BLOCK>(stage_smem, q_gmem, row, 2 * attention.q_row,
-                                                   attention.d);
-    start_load<C, typename C::SecondTile, C::BLOCK>(second_smem, dout_gmem, row,
-                                                    2 * params.dout_row, attention.dv);
+    if constexpr (QUERIES) {
+      start_load<C, typename C::FirstTile, C::BLOCK>(stage_smem, q_gmem, row, 2 * attention.q_row,
+                                                     attention.d);
+    }
+    if constexpr (DOUT) {
+      start_load<C, typename C::SecondTile, C::BLOCK>(second_smem, dout_gmem, row,
+                                                      2 * params.dout_row, attention.dv);
+    }
   } else {
-    start_ragged_load<C, typename C::FirstTile, C::BLOCK>(
-        stage_smem, q_gmem + row * attention.q_row, attention.q_row, begin, end, attention.d);
-    start_ragged_load<C, typename C::SecondTile, C::BLOCK>(
-        second_smem, dout_gmem + row * params.dout_row, params.dout_row, begin, end, attention.dv);
+    if constexpr (QUERIES) {
+      start_ragged_load<C, typename C::FirstTile, C::BLOCK>(
+          stage_smem, q_gmem + row * attention.q_row, attention.q_row, begin, end, attention.d);
+    }
+    if constexpr (DOUT) {
+      start_ragged_load<C, typename C::SecondTile, C::BLOCK>(
+          second_smem, dout_gmem + row * params.dout_row, params.dout_row, begin, end,
+          attention.dv);
+    }
   }
 }
 
@@ -269,28 +312,27 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
+  FusedWork own;  // what `cta` will be behind the first barrier of the loop
+  static_cast<BackwardWork&>(own) = find_key_tile<C::ROWS>(attention);
+  if (own.first_row < 0) return;
   {
-    const BackwardWork found = device::find_backward_work<C::OWNS, C::ROWS>(attention, blockIdx.x);
-    if (found.first_row < 0) return;
-    if (threadIdx.x == 0) {
-      static_cast<BackwardWork&>(cta) = found;
-      const int head = found.head * attention.heads_per_kv;
-      const auto rows =
-          device::query_rows<uint16_t>(params, found.batch, head, found.passing_start);
-      cta.q_gmem = rows.first_gmem;
-      cta.dout_gmem = rows.second_gmem;
-      cta.terms_gmem = device::terms_of(params, found.batch, head, found.passing_start);
-      cta.walk = device::find_dq_walk<C::ROWS, C::BLOCK>(params.dq_sums, found);
-    }
+    const int head = own.head * attention.heads_per_kv;
+    const auto rows = device::query_rows<uint16_t>(params, own.batch, head, own.passing_start);
+    own.q_gmem = rows.first_gmem;
+    own.dout_gmem = rows.second_gmem;
+    own.terms_gmem = device::terms_of(params, own.batch, head, own.passing_start);
+    own.walk = device::find_dq_walk<C::ROWS, C::BLOCK>(params.dq_sums, own);
   }
-  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+  if (threadIdx.x == 0) cta = own;
 
-  int blocks_left = cta.walk.blocks<C::BLOCK>();
+  int blocks_left = own.walk.template blocks<C::BLOCK>();
+  // The loop has no barrier then.
+  if (C::MASKED || blocks_left == 0) __syncthreads();
 
   // With masks as data: the blocks in the same order, but for those in which no score counts. CTAs
   // that take turns leave none out, because the next one waits for each of them.
   [[maybe_unused]] int number = 0;
-  const auto row_of = [&](int of_block) { return cta.walk.last - of_block * C::BLOCK; };
+  const auto row_of = [&](int of_block) { return own.walk.last - of_block * C::BLOCK; };
   [[maybe_unused]] auto seen_blocks = [&] {
     if constexpr (C::MASKED) {
       const MaskParams& masks = all_params.masks;
@@ -309,11 +351,17 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   float dk_rmem[C::M_TILES][FIRST_COLUMNS / 8][4] = {};
   float dv_rmem[C::M_TILES][SECOND_COLUMNS / 8][4] = {};
   if (blocks_left > 0) {
-    const int64_t row = static_cast<int64_t>(cta.own_start) + cta.first_row;
-    const auto own = device::key_rows<uint16_t>(params, cta.batch, cta.head, row);
-    start_own<C, true>(attention, own, cta, shared, shared_smem);
-    start_queries<C>(params, cta, {0, row_of(number)}, shared_smem + C::STAGES_SMEM,
-                     shared_smem + C::TERMS_SMEM);
+    const int64_t row = static_cast<int64_t>(own.own_start) + own.first_row;
+    const auto keys = device::key_rows<uint16_t>(params, own.batch, own.head, row);
+    const Passing first{0, row_of(number)};
+    start_own_first<C>(attention, keys, own, shared_smem);
+    start_queries<C, true, false>(params, own, first, shared_smem + C::STAGES_SMEM,
+                                  shared_smem + C::TERMS_SMEM);
+    ptx::cp_async_commit_group();
+    start_own_second<C>(attention, keys, own, shared_smem);
+    start_queries<C, false, true>(params, own, first, shared_smem + C::STAGES_SMEM, 0);
+    ptx::cp_async_commit_group();
+    clear_unwritten_columns<C, true>(attention, shared);
   }
 
   [[maybe_unused]] const auto dropout = [&] {
@@ -328,38 +376,51 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   // The block whose dQ comes next, and the one whose dQ was added last; a negative head: none.
   Passing multiplied{-1, 0}, added{-1, 0};
   Passing block{0, row_of(number)};
+  // The block behind another one; sets blocks_left to 0 behind the last one.
+  const auto next_of = [&](const FusedWork& work, const Passing& before) {
+    if (before.head + 1 < work.heads) return Passing{before.head + 1, before.row};
+    if constexpr (C::MASKED) {
+      const int before_number = number;
+      number = seen_blocks.next(number + 1, row_of);
+      blocks_left -= number - before_number;
+      return Passing{0, row_of(number)};
+    } else {
+      if (before.row == work.walk.begin) blocks_left = 0;
+      return Passing{0, before.row - C::BLOCK};
+    }
+  };
   const auto add_multiplied = [&] {
     add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
               shared_smem + C::OWN_FIRST_SMEM, cta.walk.waits(multiplied));
   };
+  bool has_block = blocks_left > 0;
+  Passing next = has_block ? next_of(own, block) : block;
 #pragma unroll 1
-  while (blocks_left > 0) {
-    Passing next{block.head + 1, block.row};
-    if (next.head == cta.heads) {
-      if constexpr (C::MASKED) {
-        const int before = number;
-        number = seen_blocks.next(number + 1, row_of);
-        blocks_left -= number - before;
-        next = {0, row_of(number)};
-      } else {
-        next = {0, block.row - C::BLOCK};
-        if (block.row == cta.walk.begin) blocks_left = 0;
-      }
+  while (has_block) {
+    // Each thread waits for its own copies, in the first round for those of K and Q. The barrier
+    // makes those of all threads visible, and dS of the block before. After it no warp still reads
+    // the other stage, or the other buffer of dS, which are overwritten next.
+    const bool is_first = multiplied.head < 0;
+    if (is_first) {
+      ptx::cp_async_wait_group<1>();
+    } else {
+      ptx::cp_async_wait_group<0>();
     }
-    // Each thread waits for its own copies. The barrier makes those of all threads visible, and dS
-    // of the block before. After it no warp still reads the other stage, or the other buffer of dS,
-    // which are overwritten next.
-    ptx::copies_wait_all();
     __syncthreads();
     pass_turn<C>(params, cta, added);
     if (multiplied.head >= 0) add_multiplied();
 
     const auto start_next = [&] {
+      if (is_first) {
+        ptx::cp_async_wait_group<0>();
+        __syncthreads();  // V and dO of all threads have landed
+      }
       if (blocks_left > 0) {
         start_queries<C>(params, cta, next,
                          shared_smem + C::STAGES_SMEM + (1 - stage) * C::STAGE_BYTES,
                          shared_smem + C::TERMS_SMEM + (1 - stage) * C::TERMS_BYTES);
       }
+      ptx::cp_async_commit_group();
     };
     const int thread = ptx::mov_tid_x_volatile();
     const int lane = thread % 32, warp = thread / 32;
@@ -448,7 +509,9 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     }
     added = multiplied;
     multiplied = block;
+    has_block = blocks_left > 0;
     block = next;
+    if (has_block) next = next_of(cta, block);
     stage = 1 - stage;
   }
   if (multiplied.head >= 0) {

@@ -15,7 +15,8 @@ namespace archflash::mma_sync {
 // HEAD_DIM_V.
 //
 // The columns that a warp takes must start with a swizzle group of its tile. Where a share is no
-// whole number of groups (48 columns), it is every second 16 columns instead of neighbouring ones.
+// whole number of groups (48 or 80 columns), it is every SPLIT-th 16 columns, not neighbouring
+// ones.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int KEY_WARPS_, int SPLIT_, int M_TILES_,
           int BLOCK_, int DQ_ROW_WARPS_, int CTAS_PER_SM_>
 struct FusedBackwardConfig {
@@ -42,12 +43,12 @@ struct FusedBackwardConfig {
   static constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS_;
   static constexpr int DQ_ROWS = BLOCK / DQ_ROW_WARPS_;  // of a warp
   static constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS;
-  static constexpr bool DQ_ALTERNATES = DQ_COLUMNS == 48;
+  static constexpr bool DQ_ALTERNATES = DQ_COLUMNS % 32 == 16 && DQ_COLUMNS > 16;
   static constexpr int DQ_STEP =  // columns at a time
       DQ_COLUMNS < 32 || DQ_ALTERNATES ? DQ_COLUMNS : 32;
   // From one pair of column tiles (16 columns) of a warp to its next, in pairs: of a gradient of
   // keys, and of dQ.
-  static constexpr int PAIR_STEP = HEAD_DIM / SPLIT == 48 ? SPLIT : 1;
+  static constexpr int PAIR_STEP = HEAD_DIM / SPLIT % 32 == 16 ? SPLIT : 1;
   static constexpr int DQ_PAIR_STEP = DQ_ALTERNATES ? DQ_COLUMN_WARPS : 1;
 
   // "first" is Q or K, "second" dO or V, as in BackwardConfig.
@@ -75,9 +76,10 @@ struct FusedBackwardConfig {
                     DQ_STEP % 16 == 0,
                 "mma.sync: 16 rows of a product, two tiles of 8 columns at a time");
   static_assert((HEAD_DIM / SPLIT % 32 == 0 && HEAD_DIM_V / SPLIT % 32 == 0) ||
-                    (PAIR_STEP == 2 && HEAD_DIM == HEAD_DIM_V),
+                    (FirstTile::GROUP == 2 * PAIR_STEP && HEAD_DIM == HEAD_DIM_V),
                 "a warp's columns of a gradient start with a swizzle group");
-  static_assert(!DQ_ALTERNATES || DQ_COLUMN_WARPS == 2, "16 columns of each make a swizzle group");
+  static_assert(!DQ_ALTERNATES || FirstTile::GROUP == 2 * DQ_COLUMN_WARPS,
+                "16 columns of each make a swizzle group");
   static_assert(BLOCK <= THREADS, "a thread copies the terms of a row");
 };
 

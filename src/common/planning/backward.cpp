@@ -18,9 +18,9 @@ namespace archflash::core {
 namespace {
 
 constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
-// Blocks of queries of a CTA, for each CTA of its head that runs at the same time, from which on
-// turns are faster: between 4, where they were slower on an H200, and 16 (docs/lab/ampere.md).
-constexpr int64_t TURNS_BLOCKS_OF_CTA = 8;
+// BackwardTile::turns_from where queries see unequal numbers of keys: between 4, where turns were
+// slower on an H200, and 16 (docs/lab/ampere.md).
+constexpr double UNEQUAL_TURNS_FROM = 8;
 
 Reasons why_not_backward(const BackwardProblem& problem, const Description& description,
                          bool takes_masks) {
@@ -181,19 +181,30 @@ Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
   return chosen;
 }
 
+// Heads of k whose tiles follow one another, the first of each, then the second of each. About as
+// many as there are SMs: a head has one CTA at a time then, and what that CTA reads and adds to is
+// still in L2 when the next one starts.
+int64_t heads_of_group(int64_t heads, const Device& device) {
+  const int64_t groups = (heads + device.sm_count / 2) / std::max(device.sm_count, 1);
+  return ceil_div(heads, std::max<int64_t>(groups, 1));
+}
+
 // Whether the CTAs of a head add to its sums of dQ in turns. They start together and get out of
 // step by a block for each CTA but the first, which costs little where each has many more blocks
 // than that, and nothing where a head has one CTA at a time.
 bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const Device& device,
                  int64_t head_shares) {
-  if (problem.deterministic || !tile.faster_in_turns) return problem.deterministic;
+  if (problem.deterministic || tile.turns_from == 0) return problem.deterministic;
   const Problem& call = problem.call;
   const int64_t sequences = call.varlen ? 1 : call.batch;
   const int64_t heads = call.heads_kv * head_shares;
-  const int64_t at_a_time = ceil_div(device.sm_count, sequences * heads);
+  const int64_t group = heads_of_group(sequences * heads, device);
+  const int64_t at_a_time =  // a tenth of them more is none
+      std::min(ceil_div(10 * device.sm_count - group, 10 * group), ceil_div(call.nk, tile.rows));
   const int64_t queries = call.varlen ? call.nq / std::max<int64_t>(call.batch, 1) : call.nq;
   const int64_t blocks = ceil_div(queries, tile.dq_block) * (call.heads_q / heads);
-  return TURNS_BLOCKS_OF_CTA * (at_a_time - 1) <= blocks;
+  const double from = equal_tiles(call) ? tile.turns_from : UNEQUAL_TURNS_FROM;
+  return from * static_cast<double>(at_a_time - 1) <= static_cast<double>(blocks);
 }
 
 }  // namespace
@@ -253,6 +264,8 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   BackwardParams of_main = of_call;
   of_main.head_shares = static_cast<int32_t>(shares);
   of_main.attention.heads_per_kv /= of_main.head_shares;
+  of_main.attention.order.heads_per_group = static_cast<int32_t>(
+      heads_of_group((call.varlen ? 1 : call.batch) * call.heads_kv * shares, device));
   std::vector<uint8_t> main_params = bytes(of_main);
   std::vector<PointerSlot> main_slots = slots;
   if (is_masked_call) {

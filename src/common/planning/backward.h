@@ -22,16 +22,18 @@ struct BackwardTile {
   int threads;
   int shared_bytes;
   int dq_block;  // query rows that pass by at a time where CTAs of keys add to sums of dQ; else 0
-  // Large calls are faster if the CTAs take turns (measured; an SM has one CTA of these).
-  bool faster_in_turns;
+  // Where every query sees every key: the blocks of a CTA, for each other CTA of its head that runs
+  // at the same time, from which on turns are faster (measured; an SM has one CTA of these).
+  // 0: they never are.
+  double turns_from;
 };
 
 // A row of a folder's table from the kernel's Config.
 template <class C>
-constexpr BackwardTile backward_tile(const char* name, bool faster_in_turns = false) {
+constexpr BackwardTile backward_tile(const char* name, double turns_from = 0) {
   constexpr bool ALL = C::GRADIENTS == (DQ | DK | DV);
-  return {name,       C::HEAD_DIM,     C::HEAD_DIM_V,      C::GRADIENTS,   C::ROWS,
-          C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, faster_in_turns};
+  return {name,       C::HEAD_DIM,     C::HEAD_DIM_V,      C::GRADIENTS, C::ROWS,
+          C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, turns_from};
 }
 
 // The end of a reason why a folder does not compute gradients.

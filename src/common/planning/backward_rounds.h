@@ -39,7 +39,7 @@ constexpr RoundsTile rounds_tile(const char* name) {
                             .threads = C::THREADS,
                             .shared_bytes = C::SHARED_BYTES,
                             .dq_block = 0,  // its sums are not those of DqSums
-                            .faster_in_turns = false};
+                            .turns_from = 0};
   RoundsTile tile{common,
                   C::ROUND,
                   C::SUMS_STEP,

@@ -153,6 +153,8 @@ TARGETS = (
     Target("ampere", "bf16_d64_medium", "RTX 4090", 1, 128, 64, 64, elsewhere=("fp32 outputs",)),
     Target("ampere", "bf16_d128_few", "A100", 0, 64, 64, 128),
     Target("ampere", "bf16_d128_large", "H200", 1, 128, 64, 128),
+    Target("ampere", "bf16_d128_dense", "H200", 1, 128, 64, 128),
+    Target("ampere", "f16_d64_dense_short", "H200", 1, 128, 64, 64),
     Target("ampere", "bf16_d128_small", "RTX 4090", 1, 128, 32, 128),
     Target("blackwell_consumer", "bf16_d96_few", "RTX 5090", 5, 64, 64, 96, many=(61, 11)),
     Target("blackwell_consumer", "bf16_d128_large", "RTX 5090", 1, 256, 64, 128, many=(137, 2)),
@@ -389,6 +391,17 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
         huge[0].view(torch.uint8)[..., 1:] = 0
     # Keys of the first block are those of the last one: both have the largest score of some rows.
     huge[1][..., :keys, :] = huge[1][..., 2 * keys :, :]
+    with_huge: dict[str, Any] = {"scale": 1e6} if target.is_fp8 else {}
+    if target.implementation == "ampere":  # without sinks they have kernels of their own
+        with_huge = {"sinks": hashed((2,), 4)}
+    if target.implementation == "ampere" and "_dense" in target.name:  # every key is seen
+        return [
+            ("rows behind rows", bnhd, {"layout": "bnhd"}),
+            ("few last keys", qkv(rows + 9, 2 * keys + 5, (2, 1), d - step), {}),
+            ("many last keys", qkv(rows - 1, few + 1, (2, 2), d), {"return_lse": False}),
+            ("one block", qkv(rows - 40, keys - 30, (2, 2), d), {}),
+            ("huge scores", huge, {}),
+        ]
     many: list[tuple[str, list[Tensor], dict[str, Any]]] = []
     if target.many:
         n, heads = target.many
@@ -443,7 +456,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
             qkv(rows - 1, few + 1, (2, 2), d),
             {"scale": -0.125, "return_lse": False},
         ),
-        ("huge scores", huge, {"scale": 1e6} if target.is_fp8 else {}),
+        ("huge scores", huge, with_huge),
     ]  # fmt: skip
 
 

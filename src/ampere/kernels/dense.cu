@@ -1,0 +1,22 @@
+// images: dense_f16 dense_bf16
+// targets: 80:80,90,ptx
+// The kernels for fp16 and bf16 inputs of which every query sees every key. dense_config.cuh has
+// their tiles.
+#include "ampere/dense_config.cuh"
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "common/mma_sync/dense_fwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_dense), mma_sync::dense_fwd, D32Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_dense_medium), mma_sync::dense_fwd,
+                 D32DenseMedium<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense_short), mma_sync::dense_fwd,
+                 D64DenseShort<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense), mma_sync::dense_fwd, D64Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d80_dense), mma_sync::dense_fwd, D80Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d96_dense), mma_sync::dense_fwd, D96Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dense), mma_sync::dense_fwd, D128Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d160_dense), mma_sync::dense_fwd, D160Dense<DTYPE>)

@@ -1,0 +1,287 @@
+// Attention forward on mma.sync for calls in which every query sees every key, whose outputs have
+// the type of the inputs: no masks, packed sequences, softcap or sinks. Short sequences spend much
+// of a CTA's time before its first product and behind its last one. Without those options little is
+// left of both: the grid (row tiles, heads, batch) says what a CTA computes, and all of its first
+// copies start at once.
+//
+//   the last block:     wait Q, K | barrier | start next K, V | S  P | wait V | barrier | O += P V
+//   those before it:    wait K, V | barrier | start next K, V | S  P  O += P V
+//
+// The last block comes first, because it alone may be shorter. At most half a step of keys at its
+// end is computed 16 at a time.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_params.h"
+#include "common/device/attention_work.cuh"
+#include "common/device/online_softmax.cuh"
+#include "common/mma_sync/params.h"
+#include "common/mma_sync/tile.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/cvt.cuh"
+#include "common/ptx/special_registers.cuh"
+#include "common/ptx/st_global.cuh"
+
+namespace archflash::mma_sync {
+
+// A DenseConfig that takes 16 keys at a time.
+template <class C>
+struct PieceOf : C {
+  static constexpr int STEP_KEYS = 16;
+};
+
+// Starts the copy of ROWS rows of a tensor, of which the first `rows` exist; the others become
+// zeros. Every address is one of an existing row.
+template <class C, class Tile, int ROWS>
+__device__ __forceinline__ void start_last_rows(uint32_t tile_smem, const uint16_t* rows_gmem,
+                                                int64_t row_stride, int rows, int columns) {
+  using Lane = CopyLane<C, Tile>;
+  static_assert(ROWS % Lane::ROWS_PER_STEP == 0, "threads must tile the rows");
+  const Lane lane;
+  const uint32_t target = tile_smem + lane.offset;
+  const auto stride = static_cast<uint32_t>(row_stride);  // plan.cpp: below 2^32
+#pragma unroll
+  for (int row = 0; row < ROWS; row += Lane::ROWS_PER_STEP) {
+    const bool valid = lane.row + row < rows;
+    const uint64_t source_row = valid ? lane.row + row : 0;
+    const uint16_t* source = rows_gmem + source_row * stride + lane.column;
+#pragma unroll
+    for (int group = 0; group < Lane::GROUPS; ++group) {
+      if (lane.column + group * Lane::GROUP_COLUMNS < columns) {
+        ptx::cp_async_cg_16(target + row * Tile::ROW_BYTES + group * Tile::GROUP * 16,
+                            source + group * Lane::GROUP_COLUMNS, valid ? 16 : 0);
+      }
+    }
+  }
+}
+
+// S, P and O += P V for STEP_KEYS keys, of which the first `keys` exist. before_v() is called when
+// P is known.
+template <class C, class BeforeV>
+__device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::RowState<C>& state,
+                                           const QFragments<C>& q_rmem, uint32_t q_smem,
+                                           uint32_t k_smem, uint32_t v_smem, int keys,
+                                           float exp2_scale, const BeforeV& before_v) {
+  device::Scores<C> s_rmem;
+  multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
+  if (keys < C::STEP_KEYS) {
+    const int keys_of_lane = keys - ptx::mov_tid_x_volatile() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+      for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (8 * n + i % 2 >= keys_of_lane) s_rmem[m][n][i] = device::MINUS_INFINITY;
+        }
+      }
+    }
+  }
+  constexpr const device::RaiseLimits<C>* KEPT = nullptr;  // in the state
+  const float scale = device::update_row_max<C>(s_rmem, state, o_rmem, exp2_scale, KEPT);
+  before_v();
+  if constexpr (C::WEIGHS_LATE) {
+#pragma unroll
+    for (int key = 0; key < C::STEP_KEYS; key += 16) {
+      uint32_t p_rmem[C::M_TILES][4];
+#pragma unroll
+      for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          device::exponentiate_key_tile<C>(s_rmem, p_rmem[m], state, m, key / 8 + n, scale);
+      }
+      multiply_pv_group<C>(
+          o_rmem, [&](int m) -> const uint32_t (&)[4] { return p_rmem[m]; }, v_smem, key,
+          [](uint32_t (&)[4]) {});
+    }
+  } else {
+    Probabilities<C> p_rmem;
+    device::exponentiate_all_scores<C>(s_rmem, p_rmem, state, scale);
+    multiply_pv<C>(o_rmem, p_rmem, v_smem);
+  }
+}
+
+// The same state as that of another step size has it.
+template <class To, class From>
+__device__ __forceinline__ void copy_state(device::RowState<To>& to,
+                                           const device::RowState<From>& from) {
+  to.large = from.large;
+#pragma unroll
+  for (int m = 0; m < From::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      to.base[m][r] = from.base[m][r];
+      to.sum[m][r] = from.sum[m][r];
+      to.limit[m][r] = from.limit[m][r];
+    }
+  }
+}
+
+// Where the keys and values of the CTA's head lie. It is read from shared memory when a block is
+// copied, because outputs and scores leave few registers.
+struct DenseContext {
+  const uint16_t* k_gmem;
+  const uint16_t* v_gmem;
+};
+
+template <class C>
+__device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
+  using QKTile = typename C::QKTile;
+  using VTile = typename C::VTile;
+  using Piece = PieceOf<C>;
+  extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const AttentionParams& params = all_params.attention;
+  static_assert(sizeof(DenseContext) <= C::CONTEXT_BYTES);
+  DenseContext& cta = *reinterpret_cast<DenseContext*>(shared + C::CONTEXT_SMEM);
+  const uint32_t head = blockIdx.y, batch = blockIdx.z;
+  const uint32_t kv_head = head / static_cast<uint32_t>(params.heads_per_kv);
+  const int first_row = (gridDim.x - 1 - blockIdx.x) * C::BLOCK_Q;  // the last rows first
+  const int rows = params.nq - first_row;
+  const int last = (params.nk - 1) / C::BLOCK_K * C::BLOCK_K;  // first key of the last block
+  {
+    const auto at = [&](const void* gmem, int64_t of_batch, int64_t of_head, uint32_t head) {
+      return static_cast<const uint16_t*>(gmem) + batch * of_batch + head * of_head;
+    };
+    const uint16_t* q_gmem = at(params.q_gmem, params.q_batch, params.q_head, head);
+    const DenseContext own{at(params.k_gmem, params.k_batch, params.k_head, kv_head),
+                           at(params.v_gmem, params.v_batch, params.v_head, kv_head)};
+    if (threadIdx.x == 0) cta = own;
+    start_last_rows<C, QKTile, C::BLOCK_Q>(
+        shared_smem + C::Q_SMEM, q_gmem + first_row * params.q_row, params.q_row, rows, params.d);
+    start_last_rows<C, QKTile, C::BLOCK_K>(shared_smem + C::K_SMEM,
+                                           own.k_gmem + last * params.k_row, params.k_row,
+                                           params.nk - last, params.d);
+    ptx::cp_async_commit_group();
+    start_last_rows<C, VTile, C::BLOCK_K>(shared_smem + C::V_SMEM, own.v_gmem + last * params.v_row,
+                                          params.v_row, params.nk - last, params.dv);
+    ptx::cp_async_commit_group();
+    clear_columns<C, QKTile>(shared + C::Q_SMEM, C::BLOCK_Q, params.d);
+#pragma unroll
+    for (int stage = 0; stage < C::STAGES; ++stage) {
+      unsigned char* stage_start = shared + stage * C::STAGE_BYTES;
+      clear_columns<C, QKTile>(stage_start + C::K_SMEM, C::BLOCK_K, params.d);
+      clear_columns<C, VTile>(stage_start + C::V_SMEM, C::BLOCK_K, params.dv);
+    }
+  }
+  device::Outputs<C> o_rmem = {};
+  device::RowState<C> state;
+  state.large = false;
+  device::clear(state);
+
+  uint32_t stage_smem = shared_smem;  // K at stage_smem + K_SMEM, V at stage_smem + V_SMEM
+  QFragments<C> q_rmem;
+#pragma unroll 1
+  for (int block = last; block >= 0; block -= C::BLOCK_K) {
+    const bool first = block == last;
+    // Each thread waits for its own copies: Q and K, or K and V. The barrier makes those of all
+    // threads visible, and `cta`. After it no warp still reads the other stage.
+    if (first) {
+      ptx::cp_async_wait_group<1>();
+    } else {
+      ptx::cp_async_wait_group<0>();
+    }
+    __syncthreads();
+    const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
+    if (block > 0) {
+      const uint32_t next = block - C::BLOCK_K;
+      start_load<C, QKTile, C::BLOCK_K>(other_stage + C::K_SMEM, cta.k_gmem, next, params.k_row * 2,
+                                        params.d);
+      start_load<C, VTile, C::BLOCK_K>(other_stage + C::V_SMEM, cta.v_gmem, next, params.v_row * 2,
+                                       params.dv);
+    }
+    ptx::cp_async_commit_group();
+    const unsigned thread = ptx::mov_tid_x_volatile();
+    const int warp_row = thread / 32 * C::WARP_ROWS;
+    const uint32_t q_smem = shared_smem + C::Q_SMEM + warp_row * QKTile::ROW_BYTES +
+                            rows_first_offset<QKTile>(thread % 32);
+    const uint32_t k_smem = stage_smem + C::K_SMEM + columns_first_offset<QKTile>(thread % 32);
+    const uint32_t v_smem = stage_smem + C::V_SMEM + rows_first_offset<VTile>(thread % 32);
+    if constexpr (C::Q_IN_REGISTERS) {
+      if (first) {
+#pragma unroll
+        for (int column = 0; column < QKTile::COLUMNS; column += 16)
+          load_q<C>(q_rmem[column / 16], q_smem, column);
+      }
+    }
+
+    bool awaits_v = first;
+    const auto await_v = [&] {  // once by each warp, and in the first round alone
+      if (!awaits_v) return;
+      ptx::cp_async_wait_group<1>();
+      __syncthreads();
+      awaits_v = false;
+    };
+    const auto step = [&]<class Step>(device::RowState<Step>& step_state, int key, int keys) {
+      dense_step<Step>(o_rmem, step_state, q_rmem, q_smem, k_smem + key * QKTile::ROW_BYTES,
+                       v_smem + key * VTile::ROW_BYTES, keys, params.exp2_scale, await_v);
+    };
+    int keys = min(params.nk - block, C::BLOCK_K);
+    if (warp_row >= rows) {  // a warp without rows skips the work, but not the barriers
+      await_v();
+      keys = 0;
+    }
+    const int rest = keys % C::STEP_KEYS;
+    if (rest > 0 && rest <= C::STEP_KEYS / 2) {
+      keys -= rest;
+      device::RowState<Piece> piece_state;
+      copy_state(piece_state, state);
+#pragma unroll 1
+      for (int key = (rest - 1) / 16 * 16; key >= 0; key -= 16)
+        step(piece_state, keys + key, rest - key);
+      copy_state(state, piece_state);
+    }
+    if constexpr (C::STEP_KEYS == C::BLOCK_K) {
+      if (keys > 0) step(state, 0, keys);
+    } else {
+#pragma unroll 1
+      for (; keys > 0; keys -= (keys - 1) % C::STEP_KEYS + 1) {
+        const int key = (keys - 1) / C::STEP_KEYS * C::STEP_KEYS;
+        step(state, key, keys - key);
+      }
+    }
+    stage_smem = other_stage;
+  }
+
+  // Outputs go through the warp's own rows of Q, so that each lane writes 16 bytes.
+  static_assert(VTile::ROW_BYTES <= QKTile::ROW_BYTES);
+  const unsigned thread = ptx::mov_tid_x_volatile();
+  const int lane = thread % 32, warp_row = thread / 32 * C::WARP_ROWS;
+  const int row_of_head = first_row + warp_row, warp_rows = rows - warp_row;
+  unsigned char* rows_smem = shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES;
+  float* lse_gmem = params.lse_gmem;
+  if (lse_gmem != nullptr)
+    lse_gmem += batch * params.lse_batch + head * params.lse_head + row_of_head;
+  __syncwarp();  // every lane has read its fragments of Q, before any lane overwrites them
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const device::RowEnd end =
+          device::finish_lane_row<C>(state, m, r, device::MINUS_INFINITY /* no sink */);
+      const int row = 16 * m + 8 * r + lane / 4;
+#pragma unroll
+      for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+        const float* o = &o_rmem[m][n][2 * r];
+        *reinterpret_cast<uint32_t*>(rows_smem + VTile::offset(row, n) + lane % 4 * 4) =
+            ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
+      }
+      if (lse_gmem != nullptr && lane % 4 == 0 && row < warp_rows) lse_gmem[row] = end.lse;
+    }
+  }
+  __syncwarp();  // the warp's rows are complete before any lane reads them
+  uint16_t* out_gmem = static_cast<uint16_t*>(params.out_gmem) + batch * params.out_batch +
+                       head * params.out_head + row_of_head * params.out_row;
+  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+#pragma unroll
+  for (int index = lane; index < C::WARP_ROWS * CHUNKS; index += 32) {
+    const int row = index / CHUNKS, chunk = index % CHUNKS;
+    const uint4 x = *reinterpret_cast<const uint4*>(rows_smem + VTile::offset(row, chunk));
+    if (row < warp_rows && chunk * 8 < params.dv) {
+      ptx::st_global_v4_b32(out_gmem + row * params.out_row + chunk * 8, x.x, x.y, x.z, x.w);
+    }
+  }
+}
+
+}  // namespace archflash::mma_sync

@@ -1,0 +1,118 @@
+"""ampere's kernels for calls in which every query sees every key. Plans are made for a GPU with one
+SM, which small calls fill.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+from archflash import _archflash as native
+
+from ..replanned import replanned
+from .executors import executor
+
+on = executor()
+
+NAME = "ampere"
+pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
+
+# Kernels: (d, dv), keys of a step. A call has two row tiles, the last of which leaves warps without
+# rows, and as many keys as END says behind two whole steps: none, a last step that is computed 16
+# keys at a time, and one that is computed at once.
+KERNELS = {
+    "d32_dense": ((32, 24), 64),
+    "d32_dense_medium": ((24, 32), 128),
+    "d64_dense_short": ((64, 64), 32),
+    "d64_dense": ((64, 40), 128),
+    "d80_dense": ((72, 80), 64),
+    "d96_dense": ((96, 88), 64),
+    "d128_dense": ((128, 104), 64),
+    "d160_dense": ((160, 136), 64),
+}
+END = {"none": 0.0, "one key": 0.01, "half a step": 0.5, "more": 0.75}
+
+
+def plan_of(q: Tensor, k: Tensor, v: Tensor, sms: int = 1, **call: Any) -> native.LaunchPlan:
+    planned = archflash.explain(
+        q, k, v, device="H200", implementation=NAME, return_lse=True, **call
+    ).plan
+    assert planned is not None
+    return replanned(planned, sm_count=sms)
+
+
+def name_of(plan: native.LaunchPlan) -> str:
+    assert plan.tile is not None
+    return plan.tile.name
+
+
+@pytest.mark.parametrize("end", END)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_any_number_of_keys_agrees_with_float64(kernel: str, end: str) -> None:
+    (d, dv), step = KERNELS[kernel]
+    dtype = ("float16", "bfloat16")[list(END).index(end) % 2]
+    keys = 2 * step + max(round(END[end] * step), end != "none")
+    batch = 4 if kernel == "d32_dense" else 1
+    q, k, v = on.qkv(161, keys, d, dv, dtype=dtype, batch=batch, heads=(2, 1))
+    plan = plan_of(q, k, v)
+    if kernel.startswith("d64") and keys <= 224:  # both kernels serve few keys
+        kernel = "d64_dense_short"
+    assert name_of(plan) == kernel
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[list(END).index(end)])
+
+
+@pytest.mark.parametrize("kernel", ["d64_dense", "d128_dense"])
+def test_scores_become_huge_from_block_to_block(kernel: str) -> None:
+    """Blocks are visited from the last one on. Scores beyond 2^24 are rounded as their base is."""
+    (d, _), step = KERNELS[kernel]
+    q, k, v = on.qkv(150, 3 * step + 20, d, dtype="bfloat16", heads=(2, 2))
+    q[:, :, 70, 0] = 1e12  # one row of a warp; the others are as always
+    k[:, :, 2 * step :, 0] = 0
+    k[:, :, :step, 0] *= 1.5  # the base of the row rises again in the last block
+    plan = plan_of(q, k, v)
+    assert name_of(plan) == kernel
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[3])
+
+
+def test_rows_may_lie_anywhere() -> None:
+    """Heads of k and v behind rows, with other numbers in between."""
+    wide = on.rand(2, 140, 2, 3, 72, seed=1, dtype="bfloat16")
+    q, k, v = (wide[:, :, :, i, :].transpose(1, 2) for i in range(3))
+    q = q.contiguous()  # as the output
+    plan = plan_of(q, k, v)
+    assert name_of(plan) == "d80_dense"
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"causal": True},
+        {"window": (300, 300)},
+        {"softcap": 5.0},
+        {"scale": -0.5},
+        {"sinks": [0.5, 1.0]},
+        {"num_splits": 2},
+        {"out_dtype": torch.float32},
+        {"batch_invariant": True},
+    ],
+    ids=lambda call: next(iter(call)),
+)
+def test_calls_that_ask_for_more_have_other_kernels(call: dict[str, Any]) -> None:
+    q, k, v = on.qkv(300, 250, 64, dtype="float16", heads=(2, 2))
+    assert "dense" in name_of(plan_of(q, k, v))
+    assert "dense" not in name_of(plan_of(q, k, v, **on.with_tensors(call)))
+
+
+def test_a_grid_has_no_more_heads_and_sequences_than_cuda_allows() -> None:
+    def chosen(batch: int, heads: int) -> str:
+        q = torch.empty(batch, heads, 130, 64, dtype=torch.float16, device="meta")
+        return name_of(plan_of(q, q, q, sms=132))
+
+    assert chosen(65535, 1) == chosen(1, 65535) == "d64_dense_short"
+    assert "dense" not in chosen(65536, 1)
+    assert "dense" not in chosen(1, 65536)
