@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -767,3 +769,16 @@ def test_models_that_do_not_support_sdpa(name: str) -> None:
         expected = model(ids, **call).logits
         model.set_attn_implementation(integration.NAME)
         torch.testing.assert_close(model(ids, **call).logits, expected)
+
+
+def test_models_are_asked_for_their_support_once_they_are_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mask that was made for a config alone says nothing about the models of it."""
+    config = type("OddConfig", (), {"__module__": "odd.configuration_odd"})
+    assert integration._support_of(config) == (True, True)
+    model = type("OddModel", (transformers.PreTrainedModel,), {"__module__": "odd.modeling_odd"})
+    module = types.ModuleType("odd.modeling_odd")
+    vars(module)["OddModel"] = model
+    monkeypatch.setitem(sys.modules, "odd.modeling_odd", module)
+    assert integration._support_of(config) == (False, False)

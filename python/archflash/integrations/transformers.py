@@ -103,15 +103,20 @@ _register_mask_functions()
 # --- the mask of a model ---
 
 
-@functools.cache
 def _support_of(config: type) -> tuple[bool, bool]:
     """Whether the models of a config support PyTorch's SDPA, and whether they support any attention
     but transformers' eager one; both are true of models that are not found.
     """
     name = config.__module__.replace(".configuration_", ".modeling_")
+    return _support_in(name) if name in sys.modules else (True, True)
+
+
+@functools.lru_cache(maxsize=256)
+def _support_in(name: str) -> tuple[bool, bool]:
+    """The same of the models of a module, which has been imported."""
     models = [
         x
-        for x in vars(sys.modules.get(name, torch)).values()
+        for x in vars(sys.modules[name]).values()
         if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name
     ]
     sdpa, *others = (
