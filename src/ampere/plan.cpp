@@ -336,8 +336,9 @@ constexpr core::Tile DENSE_TILES[] = {
     tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 1}, SEES_ALL),
 };
 
-// The plan of a call for DENSE_TILES. Nothing where it asks for more than they know, or where the
-// one for its head dimensions does not serve it.
+// The plan of a call for DENSE_TILES. Nothing where it asks for more than they know, where the one
+// for its head dimensions does not serve it, or on GPUs from 10.0 on, for which dense.cu has no
+// machine code.
 std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& device) {
   constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
   constexpr int64_t STRIDE_LIMIT = UINT32_MAX;
@@ -347,7 +348,7 @@ std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& devic
   const bool fitting = problem.nk > 0 && problem.heads_q <= GRID_SIDE_LIMIT &&
                        problem.batch <= GRID_SIDE_LIMIT && fits(problem.q) && fits(problem.k) &&
                        fits(problem.v);
-  if (!plain || !fitting) return std::nullopt;
+  if (!plain || !fitting || device.major > 9) return std::nullopt;
   const auto smallest = std::ranges::find_if(
       DENSE_TILES, [&](const core::Tile& of) { return core::takes_head_dims(of, problem); });
   const auto tile = std::find_if(smallest, std::end(DENSE_TILES), [&](const core::Tile& of) {

@@ -273,8 +273,8 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
 def test_large_calls_without_masks_have_kernels_of_their_own(
     device: str, dims: tuple[int, int], name: str
 ) -> None:
-    """Where an SM has room for two of their CTAs."""
-    fits = {
+    """Where an SM has room for two of their CTAs, on GPUs that they have machine code for."""
+    fits = find_device(device).major <= 9 and {
         "d32_dense": 0, "d64_dense": 163, "d80_dense": 163, "d96_dense": 163, "d128_dense": 227,
         "d160_dense": 163,
     }[name] <= DEVICES[device]  # fmt: skip
