@@ -134,6 +134,15 @@ def test_decoding_packs_heads_and_fills_the_gpu(shape: tuple[int, int], splits: 
     assert plan.to_dict()["launches"][0]["grid"] == [8 * batch * splits, 1, 1]
 
 
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (192, 128), (160, 160), (256, 200)])
+def test_a_tile_whose_keys_are_split_has_all_columns(d: int, dv: int, splits: int | None) -> None:
+    tile = tile_of(hopper(b=1, hq=4, hkv=2, nq=5, nk=4100, d=d, dv=dv, num_splits=splits))
+    assert tile.splits > 1
+    assert tile.head_dim >= d
+    assert tile.head_dim_v >= dv
+
+
 def test_only_descales_by_block_share_the_columns_of_v_out() -> None:
     def tile(d: int, dv: int, **options: Any) -> native.TileChoice:
         problem = call("float8_e4m3fn", b=1, hq=16, nq=4096, d=d, dv=dv, **options)

@@ -78,7 +78,8 @@ std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder
   const T* found = unsplit;
   if (!unsplit->can_split) {
     const auto other = std::find_if(tiles.begin(), tiles.end(), [&](const T& tile) {
-      return tile.can_split && tile.head_dim == unsplit->head_dim && serves(tile, problem, device);
+      return tile.can_split && tile.head_dim == unsplit->head_dim &&
+             takes_head_dims(tile, problem) && serves(tile, problem, device);
     });
     if (other == tiles.end()) return choice;
     found = &*other;
