@@ -1,5 +1,5 @@
-"""ampere's kernels for calls in which every query sees every key. Plans are made for a GPU with one
-SM, which small calls fill.
+"""ampere's kernels for calls in which every query sees every key, and the one in which two warps
+share out the keys of 32 rows. Plans are made for a GPU with one SM, which small calls fill.
 """
 
 from __future__ import annotations
@@ -86,6 +86,16 @@ def test_rows_may_lie_anywhere() -> None:
     plan = plan_of(q, k, v)
     assert name_of(plan) == "d80_dense"
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_warps_share_out_the_keys_of_32_rows(causal: bool) -> None:
+    dtype = ("float16", "bfloat16")[causal]
+    q, k, v = on.qkv(101, 2085, 128, 72, dtype=dtype, heads=(1, 1))
+    call: dict[str, Any] = {"causal": True} if causal else {"sinks": on.tensor([0.5])}
+    plan = plan_of(q, k, v, **call)
+    assert name_of(plan) == "d128_groups"
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[2], **call)
 
 
 @pytest.mark.parametrize(
