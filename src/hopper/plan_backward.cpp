@@ -346,8 +346,9 @@ void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
   if (core::ceil_div(call.nq, MASK_BLOCK) > device::ListedRound::MOST_BLOCKS) add("so many rows");
 }
 
-// From so many chains on the CTAs that write dQ share out a round's columns and rows.
-constexpr int64_t MANY_CHAINS = 3;
+// From so many chains on several CTAs write dQ of a round. With three or four that was 5 to 20%
+// slower (docs/lab/hopper.md).
+constexpr int64_t MANY_CHAINS = 6;
 
 void write_dq_of_chains(LaunchPlan& plan, const BackwardTile& tile) {
   for (Launch& launch : plan.launches) {
