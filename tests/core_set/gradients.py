@@ -102,22 +102,23 @@ def assert_every_kernel_is_planned(
     with_softcap: Sequence[tuple[int, int]] = (),
     heads: Sequence[tuple[int, int]] = ((2, 1),),
     chains: bool = False,
+    keys: Sequence[int] = (4,),
 ) -> None:
     """Calls with these head dimensions, planned for these GPUs (None: the one that is simulated),
     take every kernel that was compiled for gradients of a dtype, and no other. deterministic:
     whether the calls ask for deterministic gradients, each of these. with_softcap: head dimensions
     of further calls, which have a softcap. heads: of q and k. chains: further calls are
-    deterministic and have many keys, whose tiles have sums of their own.
+    deterministic and have many keys, whose tiles have sums of their own. keys: of the others.
     """
     planned: set[str] = set()
     images: set[str] = set()
     all_dims = [(dims, 0.0) for dims in head_dims] + [(dims, 1.0) for dims in with_softcap]
-    shapes = list(itertools.product((4,), deterministic, heads))
+    shapes = list(itertools.product(keys, deterministic, heads))
     if chains:
         shapes.append((900, True, (1, 1)))
     cases = itertools.product(all_dims, devices, shapes)
-    for (dims, softcap), device, (keys, same_bits_asked, of_call) in cases:
-        dout, q, k, v = inputs(on, 128, keys, *dims, dtype, heads=of_call)
+    for (dims, softcap), device, (nk, same_bits_asked, of_call) in cases:
+        dout, q, k, v = inputs(on, 128, nk, *dims, dtype, heads=of_call)
         call = _options.complete({"sinks": on.tensor([0.0] * of_call[0]), "softcap": softcap})
         request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
         into = _gradients.Gradients.like(request)

@@ -27,7 +27,8 @@ CASES: dict[str, FeatureCase] = {
     "few-rows": ((5, 16, 8, 8, 11, (6, 6)), {"causal": True, "gradient_dtype": "float32"}),
     "odd-rows": ((17, 20, 40, 24, 3, (3, 3)), {"window": (9, 2), "softcap": 2.0, "pad": 8}),
     "heads-of-one-sequence": (
-        (3, 9, 72, 96, 1, (10, 10)), {"sinks": True, "dlse": True, "layout": "bnhd"},
+        (3, 9, 72, 96, 1, (10, 10)),
+        {"sinks": True, "dlse": True, "layout": "bnhd", "window": (8, 3)},
     ),
     "shared-heads": ((3, 9, 128, 128, 1, (16, 8)), {"causal": True, "add_to": 0.5}),
     "offsets": ((7, 30, 48, 48, 5, (2, 2)), {"q_offset": (0, 3, 30, -2, 20), "causal": True}),
