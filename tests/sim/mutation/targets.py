@@ -206,6 +206,7 @@ TARGETS = (
         both=True,
         steady=True,
         widths=True,
+        elsewhere=("causal, softcap", "large softcap", "small scores"),
     ),
     Target(
         "hopper",
