@@ -295,8 +295,8 @@ template <DType T>
 using BackwardD64Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D64)>;
 template <DType T>
 using BackwardD128Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D128)>;
-// BackwardD64Table: all blocks of block_mask of a round are computed where one of them is seen, half
-// of 128 keys and queries perhaps for nothing. The tiles for few keys have one block in a round.
+// BackwardD64Table: all blocks of a round are computed where one of them is seen, half of 128 keys
+// and queries perhaps for nothing. The tiles for few keys have one block in a round.
 template <DType T>
 using BackwardD32One = BackwardConfig<T, with_one_tile(BACKWARD_D32)>;
 template <DType T>
