@@ -204,15 +204,9 @@ def attention_with_kvcache(
         q, qv, k_cache = packed_parts(q, k_cache, packed_rows, dv)
         v_cache = k_cache
     elif v_cache is None:
-        if qv is not None or v_new is not None:
-            name = "v_new" if qv is None else "qv"
-            raise ValueError(
-                f"{name} is given with v_cache=None: a latent cache is K and V in one, and so are "
-                "its queries and new rows; pass v_cache, or leave it out"
-            )
-        q, qv, k_cache, v_cache, k_new, v_new = latent_parts(q, k_cache, k_new, dv)
+        q, qv, k_cache, v_cache, k_new, v_new = _latent_call(q, qv, k_cache, k_new, v_new, dv)
     elif dv is not None:
-        raise ValueError(f"dv is {dv} with v_cache: the cache says how wide V is; leave dv out")
+        raise _width_is_known(dv)
     if cache_seqlens is None and physical_indices is not True:
         if physical_indices is not False:
             given = _native.given(physical_indices)
@@ -256,6 +250,28 @@ def attention_with_kvcache(
     return _serve(q, k_cache, v_cache, values, implementation)
 
 
+def _latent_call(
+    q: Tensor,
+    qv: Tensor | None,
+    k_cache: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    dv: int | None,
+) -> tuple[Any, ...]:
+    """`latent_parts` of a call without v_cache, which has neither qv nor v_new."""
+    if qv is not None or v_new is not None:
+        name = "v_new" if qv is None else "qv"
+        raise ValueError(
+            f"{name} is given with v_cache=None: a latent cache is K and V in one, and so are "
+            "its queries and new rows; pass v_cache, or leave it out"
+        )
+    return latent_parts(q, k_cache, k_new, dv)
+
+
+def _width_is_known(dv: int) -> ValueError:
+    return ValueError(f"dv is {dv} with v_cache: the cache says how wide V is; leave dv out")
+
+
 def refuse_wrong(
     q: Tensor,
     k_cache: Tensor,
@@ -273,7 +289,9 @@ def refuse_wrong(
         q, qv, k_cache = packed_parts(q, k_cache, packed_rows, dv)
         v_cache = k_cache
     elif v_cache is None:
-        q, qv, k_cache, v_cache, k_new, v_new = latent_parts(q, k_cache, k_new, dv)
+        q, qv, k_cache, v_cache, k_new, v_new = _latent_call(q, qv, k_cache, k_new, v_new, dv)
+    elif dv is not None:
+        raise _width_is_known(dv)
     if _is_autocast_on():
         q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
     values = _absent.copy()

@@ -11,6 +11,7 @@ from tests.kvcache_cases import CacheCall, make
 from torch import Tensor
 
 import archflash
+from archflash import _shared_prefix
 
 F32 = torch.float32
 PREFIX = 19  # rows
@@ -75,6 +76,27 @@ def test_a_latent_prefix() -> None:
         rows = torch.cat([latent[0], cache.k_cache[number, :length]])[None]
         want = archflash.attention(cache.q[number][None], rows, rows[..., :24], layout="bnhd")
         torch.testing.assert_close(out[number], want[0], atol=1e-5, rtol=1e-5)
+
+
+def test_new_values_of_a_latent_cache_are_refused_before_a_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = make([20, 9], heads=(4, 1), d=40, dtype=F32)
+    options = {"cache_seqlens": call.options["cache_seqlens"], "dv": 24}
+    launched = []
+    monkeypatch.setattr(
+        _shared_prefix, "attention_with_kvcache", lambda *_, **__: launched.append(1)
+    )
+    rows, prefix = call.k_cache[:, :1], call.k_cache[:1]
+    for wrong, message in (
+        ({"k_new": rows, "v_new": rows}, "v_new is given with v_cache=None"),
+        ({"qv": call.q}, "qv is given with v_cache=None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            archflash.attention_with_shared_prefix(
+                call.q, prefix, None, call.k_cache, **options, **wrong
+            )
+    assert not launched
 
 
 def test_wrong_calls_are_refused() -> None:
