@@ -199,19 +199,14 @@ def attention_with_kvcache(
         >>> out.shape, bool((k_cache[1, 20] == k[1, 0]).all())
         (torch.Size([2, 1, 4, 16]), True)
     """
-    if packed_rows is not None and v_cache is None:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        q, qv, k_cache = packed_parts(q, k_cache, packed_rows, dv)
-        v_cache = k_cache
-    elif v_cache is None:
-        q, qv, k_cache, v_cache, k_new, v_new = _latent_call(q, qv, k_cache, k_new, v_new, dv)
-    elif dv is not None:
-        raise _width_is_known(dv)
+    if packed_rows is not None and v_cache is None and scale is None:
+        scale = q.shape[-1] ** -0.5
+    if v_cache is None or dv is not None:
+        q, qv, k_cache, v_cache, k_new, v_new = _without_v_cache(
+            q, qv, k_cache, v_cache, k_new, v_new, dv, packed_rows
+        )
     if cache_seqlens is None and physical_indices is not True:
-        if physical_indices is not False:
-            given = _native.given(physical_indices)
-            raise TypeError(f"physical_indices is {given}: it must be a bool")
-        raise TypeError("cache_seqlens is None: it must be an int32 tensor (batch,)")
+        raise _lengths_are_missing(physical_indices)
     if _is_autocast_on():
         q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
     # In the order of the table of options, src/common/options.inc: a list is one without
@@ -250,15 +245,22 @@ def attention_with_kvcache(
     return _serve(q, k_cache, v_cache, values, implementation)
 
 
-def _latent_call(
+def _without_v_cache(
     q: Tensor,
     qv: Tensor | None,
     k_cache: Tensor,
+    v_cache: Tensor | None,
     k_new: Tensor | None,
     v_new: Tensor | None,
     dv: int | None,
+    packed_rows: str | None,
 ) -> tuple[Any, ...]:
-    """`latent_parts` of a call without v_cache, which has neither qv nor v_new."""
+    """A call on latent or packed rows as one with qv and v_cache: these tensors, but dv."""
+    if v_cache is not None:
+        raise ValueError(f"dv is {dv} with v_cache: the cache says how wide V is; leave dv out")
+    if packed_rows is not None:
+        q, qv, k_cache = packed_parts(q, k_cache, packed_rows, dv)
+        return q, qv, k_cache, k_cache, k_new, v_new
     if qv is not None or v_new is not None:
         name = "v_new" if qv is None else "qv"
         raise ValueError(
@@ -268,8 +270,11 @@ def _latent_call(
     return latent_parts(q, k_cache, k_new, dv)
 
 
-def _width_is_known(dv: int) -> ValueError:
-    return ValueError(f"dv is {dv} with v_cache: the cache says how wide V is; leave dv out")
+def _lengths_are_missing(physical_indices: Any) -> TypeError:
+    if physical_indices is not False:
+        given = _native.given(physical_indices)
+        return TypeError(f"physical_indices is {given}: it must be a bool")
+    return TypeError("cache_seqlens is None: it must be an int32 tensor (batch,)")
 
 
 def refuse_wrong(
@@ -285,13 +290,13 @@ def refuse_wrong(
     that launch something before they call it.
     """
     qv, k_new, v_new = (options.pop(name, None) for name in ("qv", "k_new", "v_new"))
-    if packed_rows is not None:
-        q, qv, k_cache = packed_parts(q, k_cache, packed_rows, dv)
-        v_cache = k_cache
-    elif v_cache is None:
-        q, qv, k_cache, v_cache, k_new, v_new = _latent_call(q, qv, k_cache, k_new, v_new, dv)
-    elif dv is not None:
-        raise _width_is_known(dv)
+    physical_indices = options.get("physical_indices", False)
+    if v_cache is None or dv is not None:
+        q, qv, k_cache, v_cache, k_new, v_new = _without_v_cache(
+            q, qv, k_cache, v_cache, k_new, v_new, dv, packed_rows
+        )
+    if options.get("cache_seqlens") is None and physical_indices is not True:
+        raise _lengths_are_missing(physical_indices)
     if _is_autocast_on():
         q, k_new, v_new, qv = _autocast.beside_cache(k_cache, q, k_new, v_new, qv)
     values = _absent.copy()

@@ -129,9 +129,11 @@ def attention_with_shared_prefix(
         "cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k, "cu_seqlens_q": cu_seqlens_q,
         "max_seqlen_q": max_seqlen_q, "causal": causal, "sinks": sinks, "qv": qv,
     }  # fmt: skip
-    if is_eager():  # Of wrong arguments nothing is launched.
-        scores: dict[str, Any] = {"softcap": softcap, "scale": scale, "layout": layout}
-        refuse_wrong(q, k_cache, v_cache, dv=dv, return_lse=return_lse, **of_own, **scores)
+    if is_eager():  # The attention to the prefix is launched before this call checks the others.
+        refuse_wrong(
+            q, k_cache, v_cache, dv=dv, softcap=softcap, scale=scale, layout=layout,
+            return_lse=return_lse, **of_own,
+        )  # fmt: skip
 
     def of_one_sequence(x: Tensor) -> Tensor:
         """The queries of all sequences as those of one."""

@@ -78,7 +78,7 @@ def test_a_latent_prefix() -> None:
         torch.testing.assert_close(out[number], want[0], atol=1e-5, rtol=1e-5)
 
 
-def test_new_values_of_a_latent_cache_are_refused_before_a_launch(
+def test_wrong_calls_on_a_latent_cache_are_refused_before_a_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = make([20, 9], heads=(4, 1), d=40, dtype=F32)
@@ -91,10 +91,11 @@ def test_new_values_of_a_latent_cache_are_refused_before_a_launch(
     for wrong, message in (
         ({"k_new": rows, "v_new": rows}, "v_new is given with v_cache=None"),
         ({"qv": call.q}, "qv is given with v_cache=None"),
+        ({"cache_seqlens": None}, "cache_seqlens is None: it must be an int32 tensor"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             archflash.attention_with_shared_prefix(
-                call.q, prefix, None, call.k_cache, **options, **wrong
+                call.q, prefix, None, call.k_cache, **{**options, **wrong}
             )
     assert not launched
 
