@@ -129,15 +129,17 @@ def flash_mla_with_kvcache(
                 extra_topk_length=(extra_topk_length, 1),
             )
             scopes.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
-        calls = [
-            (q, cache, lists[:, None], None if n is None else n[:, None, None],
-             plain(softmax_scale), packed)
-            for cache, lists, n in scopes
-        ]  # fmt: skip
-        if len(calls) > 1 and is_eager():  # before the first one is launched
-            _refuse_extra(*calls[1])
         with torch.no_grad():
-            parts = [(_attend_extra if i else _attend)(*call) for i, call in enumerate(calls)]
+            calls = [
+                (_call_of_extra if i else _call_of)(
+                    q, cache, lists[:, None], None if n is None else n[:, None, None],
+                    plain(softmax_scale), packed,
+                )
+                for i, (cache, lists, n) in enumerate(scopes)
+            ]  # fmt: skip
+            if len(calls) > 1 and is_eager():  # before the first one is launched
+                _refuse_extra(calls[1])
+            parts = [(_attend_extra if i else _attend)(call) for i, call in enumerate(calls)]
             out, lse = _merged(parts, attn_sink)
         out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
         return out, _with_unseen(lse, math.inf)
@@ -213,9 +215,10 @@ def flash_mla_sparse_fwd(
     lengths = None if topk_length is None else topk_length[None, None]
     scale = plain(sm_scale)
     with torch.no_grad():
-        out, lse = _attend(q[None], kv[None], lists, lengths, scale, False)
+        call = _call_of(q[None], kv[None], lists, lengths, scale, False)
+        out, lse = _attend(call)
         # Scores times a large number: the log-sum-exp of the row is its largest one alone.
-        _, largest = _attend(q[None], kv[None], lists, lengths, scale * _SHARPENED, False)
+        _, largest = _attend(call | {"scale": scale * _SHARPENED})
         out, lse = _merged([(out, lse)], attn_sink)
     out, lse = without_gradient("attention to listed keys", (out, lse), q, kv)
     rows_first = (largest / _SHARPENED)[0].transpose(0, 1).contiguous()
@@ -258,19 +261,20 @@ def _call_of(
     return call | {"dv": _LATENT}
 
 
-def _attend(*given: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of `_call_of`."""
-    return attention_with_kvcache(**_call_of(*given))  # type: ignore[no-any-return]
+def _attend(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of what `_call_of` made."""
+    return attention_with_kvcache(**call)  # type: ignore[no-any-return]
 
 
-def _refuse(*given: Any) -> None:
-    refuse_wrong(**_call_of(*given))
+def _refuse(call: dict[str, Any]) -> None:
+    refuse_wrong(**call)
 
 
 _of_extra = in_its_words(
     k_cache="extra_k_cache", key_indices="extra_indices_in_kvcache",
     topk_lengths="extra_topk_length",
 )  # fmt: skip
+_call_of_extra = _of_extra(_call_of)
 _attend_extra, _refuse_extra = _of_extra(_attend), _of_extra(_refuse)
 
 
