@@ -199,8 +199,12 @@ def decide(
     on_cuda = problem.as_if_on_cuda()
     unproved: list[str] = []
 
+    answers: dict[str, _native.LaunchPlan | list[str]] = {}
+
     def plan_of(kernel: str, device: _native.Device) -> _native.LaunchPlan | list[str]:
-        return _plan(kernel, request, on_cuda, into, device, deterministic)
+        if kernel not in answers:  # the first one is asked for its reasons, too
+            answers[kernel] = _plan(kernel, request, on_cuda, into, device, deterministic)
+        return answers[kernel]
 
     if name is not None:
         _dispatch.check_name(name)
