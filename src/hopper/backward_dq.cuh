@@ -106,9 +106,9 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
   });
 }
 
-// The same two warps where a head has one tile of keys, whose dQ is all of it: each writes that of
-// a consumer warpgroup. A lane takes eight columns of a row, which two lanes beside it have the
-// next eight of.
+// Where one tile has all keys of a head there are no sums of dQ: the two warps that would add them
+// up write dQ, each that of one consumer warpgroup. A lane writes eight columns of a row at a time,
+// and the lane beside it the next eight columns.
 template <class C>
 __device__ __forceinline__ void write_dq_of_tile(const BackwardKernelParams& params,
                                                  unsigned char* shared, uint32_t shared_smem,

@@ -102,7 +102,7 @@ __device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::R
   }
 }
 
-// The same state as that of another step size has it.
+// Copies a softmax state to the type that steps of another number of keys use.
 template <class To, class From>
 __device__ __forceinline__ void copy_state(device::RowState<To>& to,
                                            const device::RowState<From>& from) {

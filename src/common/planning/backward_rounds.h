@@ -21,7 +21,8 @@ namespace archflash::core {
 struct RoundsTile : BackwardTile {
   int64_t round_rows;  // query rows of a round
   int64_t sums_step;   // its sums of dQ have the columns of dQ in steps of so many
-  // Of tiles that sums_of_round() makes; beyond, as many as whose sums stay in L2.
+  // The most chains that sums_of_round() makes for many keys. Where reads_many_chains, there may be
+  // more, as long as their sums stay in L2.
   int64_t most_chains;
   bool reads_many_chains;  // the last kernel is fast with up to 32 of them
   Box k_box, v_box, q_box, dout_box;
