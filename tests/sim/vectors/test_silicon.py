@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from archflash import sim
+from archflash import _archflash_sim, sim
 from tests.many_cases import check_all
 
 from . import silicon
-from .direct import Direct
 from .inputs import Words
 from .programs import BLOCK, FAMILIES, Program, programs
 from .record import NAMES
 from .silicon import Recording
-from .test_matrix import instruction
 
 ALL = [program for family in FAMILIES for program in programs(family)]
 SIGNED = {8: np.uint8, 16: np.int16, 32: np.int32, 64: np.int64}  # integer types of PyTorch
@@ -61,37 +60,25 @@ def test_the_simulator_gives_what_the_card_gave(program: Program, recording: Rec
     recording.compare(program, simulated(program, inputs), inputs)
 
 
-# The programs whose arithmetic is a function of sim/numerics. copysign is not.
-BY_ITSELF = [
-    program
-    for program in ALL
-    if program.family in ("cvt", "approx", "f32", "f64", "half", "mma", "mma_edges")
-    and not program.name.startswith("copysign")
-]
+@contextlib.contextmanager
+def avx2(enabled: bool) -> Iterator[None]:
+    """With the code for AVX2, or for any processor."""
+    was = _archflash_sim.uses_avx2()
+    _archflash_sim.set_avx2(enabled)
+    try:
+        yield
+    finally:
+        _archflash_sim.set_avx2(was)
 
 
-@pytest.fixture(scope="module")
-def baseline(direct: Direct) -> Iterator[Direct]:
-    """The compiled arithmetic, without AVX2."""
-    direct.set_avx2(False)
-    yield direct
-    direct.set_avx2(True)
-
-
-@pytest.mark.parametrize("family", dict.fromkeys(program.family for program in BY_ITSELF))
-def test_baseline_arithmetic_gives_what_the_card_gave(
-    family: str, recording: Recording, baseline: Direct
-) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_code_without_avx2_gives_what_the_card_gave(family: str, recording: Recording) -> None:
     def check(program: Program) -> None:
         count = min(program.explicit, program.count)
-        values = [program.input(i)[:count] for i in range(len(program.reads))]
-        if family.startswith("mma"):
-            results = baseline.mma(instruction(program), values, len(program.writes))
-        else:
-            results = [baseline.run(program.name, *values)]
-        recording.compare(program, results)
+        recording.compare(program, simulated(program, [x[:count] for x in inputs_of(program)]))
 
-    check_all([program for program in BY_ITSELF if program.family == family], check, key_of)
+    with avx2(False):
+        check_all(programs(family), check, key_of)
 
 
 def test_a_changed_program_is_noticed(recording: Recording) -> None:

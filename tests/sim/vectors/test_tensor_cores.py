@@ -1,5 +1,5 @@
 """How the tensor core of each card adds up: examples that were worked out by hand, and a model of
-its own in exact fractions, against the simulator and its arithmetic alone, with AVX2 and without.
+its own in exact fractions, against the simulator, with AVX2 and without.
 """
 
 from __future__ import annotations
@@ -7,10 +7,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +17,14 @@ import pytest
 from archflash import LaunchError, sim
 
 from . import inputs
-from .direct import Direct, Words
-from .programs import BLOCK, Program, programs
-from .test_matrix import gather, instruction, shape_of
-from .test_silicon import simulated
+from .fragments import gather, shape_of
+from .inputs import Words
+from .programs import BLOCK, programs
+from .test_silicon import avx2, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-DEVICES = {"A100": (8, 0), "RTX 4090": (8, 9), "H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
+DEVICES = ("A100", "RTX 4090", "H200", "B200", "RTX 5090")
 PROGRAMS = {program.name.removeprefix("mma.sync.aligned."): program for program in programs("mma")}
 F16, BF16 = (f"m16n8k16.row.col.f32.{x}.{x}.f32" for x in ("f16", "bf16"))
 TF32 = "m16n8k8.row.col.f32.tf32.tf32.f32"
@@ -90,9 +88,12 @@ def fragment(
     return registers
 
 
-def product(
-    form: str, a: dict[int, float], b: dict[int, float], c: float, multiply: Callable[..., Any]
-) -> float:
+def words_of(form: str, values: list[Words], device: str) -> list[Words]:
+    """The registers of D."""
+    return [x.astype(np.uint64) for x in simulated(PROGRAMS[form], values, device)]
+
+
+def product(form: str, a: dict[int, float], b: dict[int, float], c: float, device: str) -> float:
     """Row a (by k) times column b, plus c, as the element (3, 5) of a product; others are zero."""
     program = PROGRAMS[form]
     shape = shape_of(program)
@@ -102,7 +103,7 @@ def product(
         *fragment(shape.b, b_count, "B", {(k, 5): x for k, x in b.items()}),
         *fragment(shape.c, c_count, "C", {(3, 5): c}),
     ]
-    d = gather(shape.d, multiply(program, values), 16, 8, "C")[0]
+    d = gather(shape.d, words_of(form, values, device), 16, 8, "C")[0]
     result = float(d[3, 5])
     d[3, 5] = 0
     assert not d.any()
@@ -120,13 +121,12 @@ def many(first: int, last: int, a: float, b: float) -> list[tuple[int, float, fl
 
 TINY = 2.0**-7  # in e4m3 a subnormal; its square is 2^-14
 A100, ADA, H200, DC, GEFORCE = DEVICES
-ALL = tuple(DEVICES)
 # Name: form, terms, c, and the result on each card.
 EXAMPLES: dict[
     str, tuple[str, list[tuple[int, float, float]], float, dict[tuple[str, ...], float]]
 ] = {
     "the 13th bit of FP8 is kept": (
-        E4M3, [(0, 1, 1), (1, 2 * TINY, TINY)], 0.0, {ALL[1:]: 1 + 2.0**-13}
+        E4M3, [(0, 1, 1), (1, 2 * TINY, TINY)], 0.0, {DEVICES[1:]: 1 + 2.0**-13}
     ),
     "what is below is cut off on 8.9 alone": (
         E4M3, [(0, 1, 1), *many(1, 16, TINY, TINY)], 0.0,
@@ -137,7 +137,7 @@ EXAMPLES: dict[
         {(ADA,): 1.0, (H200, DC, GEFORCE): 1 - 15 * 2.0**-14},
     ),
     "8.9 takes 16 products at a time": (
-        E4M3, [*many(0, 16, TINY, TINY), (16, 1, 1)], 0.0, {ALL[1:]: 1 + 2.0**-10}
+        E4M3, [*many(0, 16, TINY, TINY), (16, 1, 1)], 0.0, {DEVICES[1:]: 1 + 2.0**-10}
     ),
     "8.9 takes no more than these": (
         E4M3, [(0, 1, 1), *many(16, 32, TINY, TINY)], 0.0,
@@ -182,7 +182,7 @@ EXAMPLES: dict[
         {(A100, ADA): 1 + 2.0**-23, (H200, DC, GEFORCE): 1.0},
     ),
     "the sum is cut off, not rounded": (
-        F16, [(0, 1, 1), (1, 2.0**-12, 1.5 * 2.0**-12)], 0.0, {ALL: 1.0}
+        F16, [(0, 1, 1), (1, 2.0**-12, 1.5 * 2.0**-12)], 0.0, {DEVICES: 1.0}
     ),
     "f16 sums are rounded in each step": (
         INTO_F16, [(0, 1, 1), (1, 2.0**-11, 1), (8, 2.0**-11, 1)], 0.0,
@@ -195,25 +195,12 @@ EXAMPLES: dict[
     ("name", "device"),
     [(name, device) for name, (*_, by) in EXAMPLES.items() for group in by for device in group],
 )
-def test_sums_that_were_worked_out_by_hand(name: str, device: str, direct: Direct) -> None:
+def test_sums_that_were_worked_out_by_hand(name: str, device: str) -> None:
     form, terms, c, by = EXAMPLES[name]
     (expected,) = (value for group, value in by.items() if device in group)
-
-    def alone(program: Program, values: list[Words]) -> list[Words]:
-        return direct.mma(instruction(program), values, len(program.writes))
-
-    def whole(program: Program, values: list[Words]) -> list[Words]:
-        return [x.astype(np.uint64) for x in simulated(program, values, device)]
-
-    try:
-        direct.set_capability(DEVICES[device])
-        for avx2 in (True, False):
-            direct.set_avx2(avx2)
-            assert product(form, *row(*terms), c, alone) == expected
-    finally:
-        direct.set_avx2(True)
-        direct.set_capability((9, 0))
-    assert product(form, *row(*terms), c, whole) == expected
+    for enabled in (True, False):
+        with avx2(enabled):
+            assert product(form, *row(*terms), c, device) == expected
 
 
 # ---- A model in exact fractions ----
@@ -259,39 +246,34 @@ def added(
 
 # Bytes of a row of A in one addition, and bits; in FP8, too, where the card has an instruction.
 CARDS = {
-    (7, 5): (16, 24, None),
-    (8, 0): (16, 24, None),
-    (8, 9): (16, 24, (16, 13)),
-    (9, 0): (32, 25, None),
-    (10, 0): (32, 25, None),
-    (12, 0): (32, 25, (32, 25)),
+    A100: (16, 24, None),
+    ADA: (16, 24, (16, 13)),
+    H200: (32, 25, None),
+    DC: (32, 25, None),
+    GEFORCE: (32, 25, (32, 25)),
 }
 
 
 @pytest.mark.parametrize(
-    ("capability", "form"),
+    ("device", "form"),
     [
-        (capability, form)
-        for capability, (_, _, fp8) in CARDS.items()
+        (device, form)
+        for device, (_, _, fp8) in CARDS.items()
         for form in FORMS
         if fp8 is not None or not FP8.search(form)
     ],
-    ids=str,
 )
-def test_any_sums_are_those_of_exact_fractions(
-    capability: tuple[int, int], form: str, direct: Direct
-) -> None:
+def test_any_sums_are_those_of_exact_fractions(device: str, form: str) -> None:
     shape = shape_of(PROGRAMS[form])
-    size, bits, fp8 = CARDS[capability]
+    size, bits, fp8 = CARDS[device]
     if FP8.search(form):
         assert fp8 is not None
         size, bits = fp8
     depth = size * 8 // {"tf32": 32, "f16": 16, "bf16": 16}.get(shape.a, 8)
-    warps = 2
     counts = dict(zip("ABC", shape.registers()[1:], strict=True))
     registers = {
         which: [
-            inputs.matrix_register(f"{form}/{which}/{i}", kind, warps * 32, False)
+            inputs.matrix_register(f"{form}/{which}/{i}", kind, BLOCK // 32, False)
             for i in range(counts[which])
         ]
         for which, kind in (("A", shape.a), ("B", shape.b), ("C", shape.c))
@@ -300,20 +282,13 @@ def test_any_sums_are_those_of_exact_fractions(
     b = gather(shape.b, registers["B"], shape.k, 8, "B")
     c = gather(shape.c, registers["C"], 16, 8, "C")
     values = [word for words in registers.values() for word in words]
-    try:
-        direct.set_capability(capability)
-        results = [
-            gather(
-                shape.d, direct.mma(instruction(PROGRAMS[form]), values, counts["C"]), 16, 8, "C"
-            )
-            for avx2 in (True, False)
-            if direct.set_avx2(avx2) or not avx2
-        ]
-    finally:
-        direct.set_avx2(True)
-        direct.set_capability((9, 0))
+    results = []
+    for enabled in (True, False):
+        with avx2(enabled):
+            d = words_of(form, values, device)
+            results.append(gather(shape.d, d, 16, 8, "C"))
     compared = 0
-    for warp, m, n in itertools.product(range(warps), range(16), range(8)):
+    for warp, m, n in itertools.product(range(BLOCK // 32), range(0, 16, 2), range(8)):
         factors = a[warp, m], b[warp, :, n]
         total = float(c[warp, m, n])
         for first in range(0, shape.k, depth):
