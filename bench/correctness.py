@@ -58,18 +58,11 @@ def slices(case: Case) -> list[Slice]:
 
 
 class Checker:
-    """Compares outputs of one case with float64; candidates with the same inputs share the work.
+    """Compares outputs of one case with float64; candidates with the same inputs share the work."""
 
-    Args:
-        case: the shape.
-        reference: module with attention, baseline and check; archflash.reference by default.
-    """
+    def __init__(self, case: Case) -> None:
+        from archflash import reference
 
-    def __init__(self, case: Case, reference: Any = None) -> None:
-        if reference is None:
-            from archflash import reference as archflash_reference
-
-            reference = archflash_reference
         self._case = case
         self._reference = reference
         # Inputs are compared as objects: they outlive the checker, and nothing writes to them.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import (
     correctness,
     environment,
-    gradients,
     host_overhead,
+    kvcache,
     masks,
     measured,
     report,
@@ -34,8 +33,6 @@ from bench import (
 )
 from bench.candidates import (
     Candidate,
-    chosen_candidates,
-    torch_candidates,
 )
 from bench.cases import MASKS_FILE, Case, load_cases
 
@@ -77,14 +74,6 @@ def test_flops_and_bytes_of_hand_computed_cases() -> None:
     # D != Dv: 2 * Nq * Nk * (192 + 128) for one head.
     uneven = Case("uneven", "bf16", b=1, hq=1, hkv=1, nq=4, nk=4, d=192, dv=128, causal=False)
     assert (uneven.flops(), uneven.bytes()) == (2 * 16 * 320, 2 * 2 * 4 * 320)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"dtype": "int8"}, {"hq": 3}, {"nk": 0}], ids=["dtype", "heads", "size"]
-)
-def test_malformed_case_is_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="small"):
-        replace(SMALL, **bad)
 
 
 # ---- arithmetic of timing
@@ -157,75 +146,12 @@ def test_each_mask_means_the_same_for_ours_and_for_sdpa(case: Case) -> None:
     assert 0 < masks.SHARES[case.mask](case) <= 1
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_calls_read_the_sequences_of_a_batch_where_they_lie(
-    monkeypatch: pytest.MonkeyPatch, causal: bool
-) -> None:
-    case = Case(
-        "small", "fp32", b=3, hq=4, hkv=2, nq=5, nk=7, d=8, dv=8, causal=causal, packed=True
-    )
-    ((q, k, v),) = timing.make_sets(case, "cpu", 1)
-    starts: list[int] = []
-
-    def attention(*packed: torch.Tensor, **call: Any) -> torch.Tensor:
-        asked = [call.pop(x) for x in ("implementation", "max_seqlen_q", "max_seqlen_k")]
-        assert asked == ["hopper", 5, 7]
-        starts.extend(x.data_ptr() for x in packed)
-        return reference.attention(*packed, return_lse=False, **call).float().contiguous()
-
-    monkeypatch.setattr(archflash, "attention", attention)
-    out = gradients.packed_call(case, "hopper")(q, k, v)
-    assert starts == [x.data_ptr() for x in (q, k, v)]  # no copies
-    assert gradients.dout_of(case, "cpu").stride() == out.stride() == q.stride()
-    expected = reference.attention(q, k, v, causal=causal, return_lse=False)
-    assert torch.allclose(out.double(), expected, atol=1e-6)
-
-
-def test_the_table_of_masks_compares_within_a_run(tmp_path: Path) -> None:
-    cases = {case.mask: case for case in reversed(load_cases(MASKS_FILE)) if case.d == 128}
-    times = {("none", "hopper"): 100, ("bool", "hopper"): 125, ("bool", "torch-cudnn"): 250}
-    rows = [
-        results.make_row(
-            FACTS, cases[mask], implementation=name, version="1", features=f"mask={mask}",
-            clocks_mhz="1700", samples_us=[us], max_err=0.0, host_us=1.0,
-        )
-        for (mask, name), us in times.items()
-    ]  # fmt: skip
-    results.append_rows(tmp_path / "h200.csv", rows)
-    lines = report.make_table("h200/masks", tmp_path).splitlines()
-    (line,) = [line for line in lines if line.startswith(f"| {cases['bool'].name} |")]
-    assert [cell.strip() for cell in line.split("|")[2:-1]] == [
-        *("125", "250", "2.00 (torch-cudnn)", "1.25"),
-    ]
-
-
 # ---- correctness check
 
 
-def plain_attention(q: Any, k: Any, v: Any, causal: bool = False, q_offset: int = 0) -> Any:
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    if causal:
-        rows = torch.arange(q.shape[2])[:, None] + q_offset
-        scores = scores.masked_fill(torch.arange(k.shape[2]) > rows, -torch.inf)
-    return scores.softmax(-1) @ v
-
-
-def fake_reference() -> Any:
-    def check(out: Any, expected: Any, base: Any) -> Any:
-        error = float((out.double() - expected).abs().max())
-        bound = 2 * float((base.double() - expected).abs().max()) + 1e-6
-        return types.SimpleNamespace(max_error=error, ok=error <= bound, nrmse=error)
-
-    return types.SimpleNamespace(
-        attention=lambda q, k, v, **mask: (
-            plain_attention(q.double(), k.double(), v.double(), **mask),
-            None,
-        ),
-        baseline=plain_attention,
-        check=check,
-    )
+def plain_attention(q: Any, k: Any, v: Any) -> Any:
+    """What a candidate for the causal SMALL, or another number of keys, computes."""
+    return reference.baseline(q, k, v, causal=True)
 
 
 @pytest.fixture(params=["whole", "sliced"])
@@ -233,17 +159,17 @@ def checker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "sliced":
         monkeypatch.setattr(correctness, "WHOLE_SCORES", 0)
         monkeypatch.setattr(correctness, "WINDOW_ROWS", 3)
-    return correctness.Checker(SMALL, fake_reference())
+    return correctness.Checker(SMALL)
 
 
 def test_check_passes_the_right_output_and_finds_wrong_ones(checker: correctness.Checker) -> None:
     q, k, v = timing.make_sets(SMALL, "cpu", 1)[0]
-    right = plain_attention(q, k, v, causal=True, q_offset=SMALL.nk - SMALL.nq)
+    right = plain_attention(q, k, v)
     verdict = checker(q, k, v, right, ours=True)
     assert verdict.problem == ""
     assert verdict.meets_rule
     assert verdict.max_err < 1e-5
-    top_left = plain_attention(q, k, v, causal=True, q_offset=0)
+    top_left = reference.baseline(q, k, v, causal=True, q_offset=0)
     assert "computes something else" in checker(q, k, v, top_left, ours=False).problem
     assert "error rule" in checker(q, k, v, right + 1e-3, ours=True).problem
     # A peer that is less exact is measured, and the table says so.
@@ -254,6 +180,15 @@ def test_check_passes_the_right_output_and_finds_wrong_ones(checker: correctness
     unwritten[1, 2, 5] = torch.nan
     assert "not finite" in checker(q, k, v, unwritten, ours=False).problem
     assert "float16" in checker(q, k, v, right.half(), ours=False).problem
+
+
+def test_fp8_outputs_are_held_to_the_rule_for_fp8() -> None:
+    case = Case("tiny", "e4m3", 1, 2, 1, 5, 70, 16, 16, causal=True)
+    ((q, k, v),) = timing.make_sets(case, "cpu", 1)
+    right = reference.attention(q, k, v, return_lse=False, causal=True).bfloat16()
+    check = correctness.Checker(case)
+    assert check(q, k, v, right, ours=True).problem == ""
+    assert "breaks the error rule" in check(q, k, v, 1.2 * right, ours=True).problem
 
 
 # ---- one case, with a stand-in for the GPU
@@ -295,7 +230,7 @@ def candidate(name: str, ours: bool = True, change: float = 0.0, **fields: Any) 
         def call(q: Any, k: Any, v: Any) -> Any:
             if name == "refusing":
                 raise RuntimeError("head_dim=16: not built\n\nmore")
-            return change + plain_attention(q, k, v, case.causal, case.nk - case.nq)
+            return change + plain_attention(q, k, v)
 
         return call
 
@@ -303,10 +238,7 @@ def candidate(name: str, ours: bool = True, change: float = 0.0, **fields: Any) 
 
 
 def run_small(candidates: list[Candidate]) -> run.CaseResult:
-    check = correctness.Checker(SMALL, fake_reference())
-    return run.run_case(
-        FakeLab(), SMALL, candidates, FACTS, rounds=20, warm_seconds=0.0, check=check
-    )
+    return run.run_case(FakeLab(), SMALL, candidates, FACTS, rounds=20, warm_seconds=0.0)
 
 
 def test_case_gives_rows_refusals_and_wrong_results() -> None:
@@ -337,19 +269,6 @@ def test_case_gives_rows_refusals_and_wrong_results() -> None:
     assert float(first["gbps"]) == pytest.approx(SMALL.bytes() / 11.05 / 1e3, abs=0.06)
 
 
-def test_torch_peers_run_one_backend_each_and_say_why_not() -> None:
-    peers = {peer.name: peer for peer in torch_candidates()}
-    assert list(peers) == ["torch-flash", "torch-cudnn", "torch-efficient", "torch-math"]
-    square = replace(SMALL, nk=SMALL.nq)
-    q, k, v = timing.make_sets(square, "cpu", 1)[0]
-    with peers["torch-math"].context():
-        out = peers["torch-math"].bind(square)(q, k, v)
-    assert torch.allclose(out, plain_attention(q, k, v, causal=True), atol=1e-5)
-    assert "top left" in (peers["torch-flash"].refuses(SMALL) or "")
-    large = CASES["bf16 4x32/8 8192 d128 c"]
-    assert "8 GB" in (peers["torch-math"].refuses(large) or "")
-
-
 # ---- results file
 
 
@@ -371,31 +290,21 @@ def test_commit_comes_from_git_else_from_the_environment(tmp_path: Path) -> None
     told = {"ARCHFLASH_COMMIT": "abc", "ARCHFLASH_DIRTY": "0"}
     assert environment.git_state(tmp_path, {}) == ("unknown", "unknown")
     assert environment.git_state(tmp_path, told) == ("abc", "0")
-
-    def git(*arguments: str) -> None:
-        name = ["-c", "user.name=t", "-c", "user.email=t@t"]
-        subprocess.run(["git", *name, "-C", str(tmp_path), *arguments], check=True)
-
-    git("init", "-q")
+    name = ["-c", "user.name=t", "-c", "user.email=t@t"]
     (tmp_path / "file").write_text("1")
-    git("add", "file")
-    git("commit", "-q", "-m", "one")
+    for command in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "one"]):
+        subprocess.run(["git", *name, "-C", str(tmp_path), *command], check=True)
     commit, dirty = environment.git_state(tmp_path, told)
     assert re.fullmatch("[0-9a-f]{12}", commit)
     assert dirty == "0"
-    (tmp_path / "bench/results").mkdir(parents=True)
-    (tmp_path / "bench/results/h200.csv").write_text("x")
-    assert environment.git_state(tmp_path, {})[1] == "0"
+    # Files of results do not count.
     other = tmp_path / "other[1].csv"
-    assert environment.git_state(tmp_path, {}, other)[1] == "0"
-    other.write_text("x")
+    (tmp_path / "bench/results").mkdir(parents=True)
+    for file in (tmp_path / "bench/results/h200.csv", other):
+        file.write_text("x")
     assert environment.git_state(tmp_path, {}, other)[1] == "0"
     assert environment.git_state(tmp_path, {}, tmp_path.parent / "outside.csv")[1] == "1"
-    other.unlink()
-    (tmp_path / "file").write_text("2")
-    assert environment.git_state(tmp_path, {})[1] == "1"
-    (tmp_path / "inner").mkdir()
-    assert environment.git_state(tmp_path / "inner", told) == ("abc", "0")
+    assert environment.git_state(tmp_path / "bench", told) == ("abc", "0")
 
 
 @pytest.fixture
@@ -404,13 +313,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("main", [run.main, host_overhead.main], ids=["run", "host_overhead"])
+@pytest.mark.parametrize("module", [run, host_overhead, kvcache], ids=lambda x: x.__name__)
 def test_without_a_gpu_exits_2_with_a_sentence(
-    main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    module: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--output", str(tmp_path)]) == 2
+    assert module.main([]) == 2
     assert "need an NVIDIA GPU" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- report
@@ -457,23 +365,6 @@ def test_table_takes_the_latest_run_and_keeps_losses(fixture_results: Path) -> N
     assert "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, SM clock 1980" in lines[-1]
     assert "20260101T000000Z-h200-aaaa (0123456789ab)" in lines[-1]
     assert "20250101T000000Z-h200-bbbb (0123456789ab)" in lines[-1]
-
-
-@pytest.mark.parametrize("name", [case.name for case in CASES.values() if "readme" in case.groups])
-def test_calls_that_dispatch_leaves_to_pytorch_were_as_fast_as_its_fastest_kernel(
-    name: str,
-) -> None:
-    rows = results.load_rows(results.RESULTS_FOLDER / "h200.csv")
-    found = report.rows_of_case(rows, CASES[name])
-    choice, given = report.what_dispatch_gives(rows, CASES[name], found)
-    assert given is not None
-    if choice != "torch":
-        assert given == found[choice]
-        return
-    pytorchs = {name: row for name, row in found.items() if name.startswith("torch")}
-    fastest = report.best_peer(pytorchs)
-    assert fastest is not None
-    assert results.speedup(given, fastest) == pytest.approx(1.0, abs=0.05)
 
 
 def test_report_fills_and_check_finds_stale_tables(
@@ -532,7 +423,7 @@ def test_cases_of_a_kind_count_by_their_geometric_mean_and_noise_changes_no_orde
 def test_rows_that_ask_for_more_than_the_shape_make_no_order() -> None:
     case = CASES["fp16 16x16 8192 d128"]
     rows = [
-        row(case, "ada", 1.0, features="approximate=int8_qk"),
+        row(case, "ada", 1.0, features="approximate=int8"),
         row(case, "archflash", 1.0, features="chosen=archflash"),
         row(case, "blackwell_consumer", 1.0, features="sustained;power=690W"),
         row(case, "ampere", 2.0),
@@ -586,23 +477,6 @@ def test_gpus_of_one_compute_capability_are_measured_together(tmp_path: Path) ->
     )
 
 
-def test_what_a_user_gets_is_measured_beside_what_pytorch_chooses() -> None:
-    ours, pytorch = chosen_candidates()
-    assert (ours.name, pytorch.name) == ("archflash", "torch")
-    assert not results.is_peer("archflash")
-    assert results.is_peer("torch")
-    square = replace(SMALL, nk=SMALL.nq)
-    q, k, v = timing.make_sets(square, "cpu", 1)[0]
-    expected = plain_attention(q, k, v, causal=True)
-    for candidate in (ours, pytorch):
-        assert torch.allclose(candidate.bind(square)(q, k, v), expected, atol=1e-5)
-    case = CASES["bf16 2x2 512 d64"]
-    got = row(case, "archflash", 10.0, features=ours.features)
-    peer = row(case, "torch", 20.0, features=pytorch.features)
-    assert results.speedup(got, peer) == 2.0
-    assert report.rows_of_case([got, peer], case) == {}
-
-
 # ---- host overhead
 
 
@@ -629,14 +503,3 @@ def test_calls_with_gradients_are_timed_beside_those_of_pytorch(
         assert kind.peer in calls or kind.peer == "varlen_attn" or kind.peer is None, name
         ratio = host_overhead.ratio_to_peer(found, name)
         assert (ratio is None) == (kind.peer not in calls), name
-
-
-def test_fp8_outputs_are_held_to_the_rule_for_fp8() -> None:
-    case = Case("tiny", "e4m3", 1, 2, 1, 5, 70, 16, 16, causal=True)
-    ((q, k, v),) = timing.make_sets(case, "cpu", 1)
-    assert {x.dtype for x in (q, k, v)} == {torch.float8_e4m3fn}
-    right = reference.attention(q, k, v, return_lse=False, causal=True)
-    check = correctness.Checker(case)
-    assert check(q, k, v, right.bfloat16(), ours=True).problem == ""
-    assert "breaks the error rule" in check(q, k, v, (1.2 * right).bfloat16(), ours=True).problem
-    assert "output is" in check(q, k, v, right.half(), ours=True).problem

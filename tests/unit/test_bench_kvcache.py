@@ -55,21 +55,3 @@ def test_rows_of_caches_have_ratios_to_calls_without_one() -> None:
     paged = {**facts, **shape, "p50_us": "10", "features": "cache=pages:16"}
     assert results.speedup(paged, plain) == 2.0
     assert results.call_features(paged), "rows of plain calls alone decide dispatch"
-
-
-def test_host_loops_have_growing_lengths_and_page_tables() -> None:
-    loops = kvcache.host_loops("cpu")
-    assert len(loops) == 4
-    _, steps = loops["64 sequences, lengths growing"]
-    assert [int(lengths[0]) for _, _, lengths in steps] == list(range(90, 106))
-    _, wider = loops["1 sequences, page tables growing"]
-    assert [table.shape[1] for _, table, _ in wider] == list(range(2, 65))
-
-
-def test_without_a_gpu_nothing_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kvcache.environment, "why_no_gpu", lambda: "no GPU here")
-    assert kvcache.main([]) == 2
-    assert "no GPU here" in capsys.readouterr().err
-    assert kvcache.main(["--only", "nothing like this"]) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench import gradients, models, report
+from bench import models, report
 from bench.cases import Case
 from bench.correctness import Checker, sinks_of
 from bench.results import EAGER, GRADIENTS, Row, make_row
@@ -24,16 +24,6 @@ def row(case: Case, name: str, us: float, *words: str, run: str = "1") -> Row:
     )  # fmt: skip
 
 
-def test_models_have_names_shapes_and_rows_before_heads() -> None:
-    cases = models.load_models()
-    assert len(cases) >= 40
-    assert all(case.packed and case.dtype == "bf16" for case in cases)
-    kinds = {group for case in cases for group in case.groups}
-    assert {"vision", "detection", "audio", "video", "protein", "embedding", "language"} <= kinds
-    assert any(case.window for case in cases)
-    assert any(case.sinks for case in cases)
-
-
 @pytest.mark.parametrize("case", [WINDOW, SINKS], ids=["window", "sinks"])
 def test_a_check_knows_windows_and_sinks(case: Case) -> None:
     shapes = ((case.hq, case.nq), (case.hkv, case.nk), (case.hkv, case.nk))
@@ -43,13 +33,6 @@ def test_a_check_knows_windows_and_sinks(case: Case) -> None:
     wrong = reference.attention(q, k, v, causal=True, return_lse=False)
     assert not Checker(case)(q, k, v, right.bfloat16(), ours=True).problem
     assert Checker(case)(q, k, v, wrong.bfloat16(), ours=True).problem
-
-
-def test_gradients_are_checked_within_windows() -> None:
-    seen = gradients.seen_keys(WINDOW, "cpu")
-    assert seen is not None
-    assert seen.sum(1).tolist() == [min(i + 1, 8) for i in range(40)]
-    assert gradients.seen_keys(Case("f", "bf16", 1, 1, 1, 4, 4, 16, 16, False), "cpu") is None
 
 
 def test_a_ratio_is_that_of_the_fastest_peer_in_the_same_run_and_way() -> None:
@@ -94,11 +77,3 @@ def test_the_table_marks_every_row_that_is_behind() -> None:
     mean = models.geometric_mean([0.9] + [1.1] * (len(cases) - 1))
     assert "leaves out rows whose only peer is plain operations" in table
     assert f"| geometric mean |  | {mean:.3f} | unmeasured |" in table
-
-
-def test_a_forced_implementation_has_its_own_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "chosen_kernel", None)  # is not asked
-    for both in (False, True):
-        found = models.candidates(WINDOW, both=both, forced="ampere")
-        assert [x.name for x in found] == [models.OURS, *models.PEERS["ampere"]]
-        assert "kernel=ampere" in found[0].features

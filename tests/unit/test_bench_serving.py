@@ -25,15 +25,6 @@ def test_every_row_of_every_request_is_in_one_batch(name: str) -> None:
         assert sum(few.lengths) <= sum(most.lengths)
 
 
-def test_recorded_steps_have_pages_of_their_own() -> None:
-    steps, longest = serving.recorded()
-    assert {step.kind for step in steps} == {"prefill", "mixed", "decode"}
-    for step in steps:
-        pages = [page for table in step.tables for page in table]
-        assert len(set(pages)) == len(pages) == sum(-(-n // serving.PAGE) for n in step.lengths)
-        assert max(step.lengths) <= longest
-
-
 @pytest.mark.parametrize("layer", [serving.Layer(4, 2, 16), serving.Layer(4, 2, 16, 8, True)])
 def test_a_batch_that_is_loaded_later_is_computed(layer: serving.Layer) -> None:
     shape, step = serving.Step((1, 1, 5), (1, 1, 5)), serving.Step((1, 1, 5), (40, 17, 21))

@@ -33,24 +33,3 @@ def test_branches_of_the_installed_package_have_its_names_here() -> None:
     (part,) = covered.branches(told, Path("nowhere"))
     assert part == covered.Part("python/archflash/_api.py", 3, 5, ("7 to 8", "9 to end"))
     assert covered.together("all", [part, part]) == covered.Part("all", 6, 10)
-
-
-def test_rows_of_what_was_not_measured_stay(tmp_path: Path) -> None:
-    table = tmp_path / "uncovered.csv"
-    python, cpp = (
-        covered.Part("python/archflash/_api.py", 3, 5, ("7 to 8", "9 to end")),
-        (covered.Part("sim/a.h", 1, 2, ("2",))),
-    )
-    covered.write_missing([python, cpp], ["tests/unit"], table)
-    rows = table.read_text().splitlines()
-    assert rows[1:] == [
-        "python/archflash/_api.py,3,5,7 to 8; 9 to end", "sim/a.h,1,2,2",
-        "tests of python/archflash,,,tests/unit",
-    ]  # fmt: skip
-    better = covered.Part("python/archflash/_api.py", 4, 5, ("9 to end",))
-    whole = covered.Part("python/archflash/_ops.py", 2, 2)
-    covered.write_missing([better, whole], ["tests/unit", "tests/sim", "tests/unit"], table)
-    assert table.read_text().splitlines()[1:] == [
-        "python/archflash/_api.py,4,5,9 to end", rows[2],
-        "tests of python/archflash,,,tests/unit; tests/sim",
-    ]  # fmt: skip

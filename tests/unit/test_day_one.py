@@ -44,27 +44,6 @@ def test_jobs_check_before_they_time_and_cover_every_switch() -> None:
         assert not names(part, implementation="ampere")
 
 
-def test_waits_are_counted_in_a_process_whose_lines_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked, told = [], ["a_kernel on a GPU", "77.0% 12 load.cuh:9: wait", "1 ms, with 2 ms"]
-
-    def run(command: list[str]) -> tuple[int, str]:
-        asked.append(" ".join(command[1:]))
-        return len(asked) - 1, "\n".join(told)
-
-    monkeypatch.setattr(jobs, "_run_aloud", run)
-    setup = jobs.Setup("blackwell_dc", False)
-    *_, gradients = jobs.COUNTED
-    assert [row["detail"] for row in jobs.count_waits(gradients, setup)] == told
-    assert asked == [
-        "-m bench.waits --implementation blackwell_dc --dtype bfloat16 "
-        "--shape 2,16,8192,128 --gradients"
-    ]
-    with pytest.raises(jobs.WrongError, match="exit status 1: a_kernel on a GPU"):
-        list(jobs.count_waits(gradients, setup))
-
-
 # --- the record ---
 
 
@@ -88,24 +67,14 @@ def test_a_record_knows_what_is_done_and_what_must_be_tried_again(tmp_path: Path
     assert record.status_of_jobs(again)["switches", "b"] == "ok"
 
 
-def test_a_record_cut_off_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["commit", "dirty", "gpu", "simulated"])
+def test_a_record_is_continued_only_by_the_same_run(name: str, tmp_path: Path) -> None:
+    assert record.difference(FACTS, dict(FACTS)) is None
+    assert name in (record.difference(FACTS, FACTS | {name: "other"}) or "")
     path = tmp_path / "day.csv"
     path.write_text(",".join(COLUMNS) + "\n")
     with pytest.raises(ValueError, match="no record"):
         record.load(path)
-    record.append(tmp_path / "cut.csv", [record.make_row("peers", "a", "ok")])
-    (tmp_path / "cut.csv").write_text((tmp_path / "cut.csv").read_text()[:-3])
-    with pytest.raises(ValueError, match="cut off"):
-        record.load(tmp_path / "cut.csv")
-    assert record.load(tmp_path / "none.csv") == []
-
-
-@pytest.mark.parametrize("name", ["commit", "dirty", "gpu", "simulated"])
-def test_a_record_is_continued_only_by_the_same_run(name: str) -> None:
-    assert record.difference(FACTS, dict(FACTS)) is None
-    said = record.difference(FACTS, FACTS | {name: "other"})
-    assert said is not None
-    assert name in said
 
 
 # --- processes ---

@@ -114,8 +114,7 @@ def test_linters_are_pinned_in_one_place() -> None:
 @pytest.mark.parametrize(
     ("message", "fault"),
     [
-        ("hopper: clear only the rows of a block that do not count\n\nWhy.", ""),
-        ("tests, docs: the whole suite on an H200", ""),
+        ("tests, docs: the whole suite on an H200\n\nWhy.", ""),
         ("bench/models: time a layer", ""),
         ("Merge branch 'loops'", ""),
         ("a subject without an area", "not `area: imperative`"),
@@ -123,15 +122,13 @@ def test_linters_are_pinned_in_one_place() -> None:
         ("hopper: a full stop.", "not `area: imperative`"),
         ("hopper: " + "x" * 65, "73 characters; 72 are allowed"),
         ("hopper: no line between\nthis and that", "an empty line"),
-        ("", "not `area: imperative`"),
     ],
 )
 def test_the_hook_says_what_is_wrong_with_a_commit_message(
     tmp_path: Path, message: str, fault: str
 ) -> None:
-    file = tmp_path / "message"
-    file.write_text(message)
-    command = [sys.executable, str(ROOT / ".ci" / "commit_subject.py"), str(file)]
+    (tmp_path / "message").write_text(message)
+    command = [sys.executable, str(ROOT / ".ci/commit_subject.py"), str(tmp_path / "message")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == (1 if fault else 0)
     assert fault in done.stderr

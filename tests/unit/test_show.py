@@ -5,7 +5,6 @@ from __future__ import annotations
 import html.parser
 import importlib.util
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,6 @@ from PIL import Image
 import archflash
 from archflash.__main__ import main
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 MODEL = importlib.util.find_spec(model.PACKAGE) is not None
 VOID = {"meta", "img", "br"}
 

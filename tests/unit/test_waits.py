@@ -49,17 +49,12 @@ selp.b32 %r3, 1, 0, complete;
 """
 
 
-ADDRESS = """
-.version 9.0
-.target sm_90a
-.address_size 64
-.visible .entry test(.param .u64 table)
-{
+ADDRESS = f"""{PROGRAM.partition("{")[0]}{{
 	.reg .b64 %rd<2>;
 	ld.param.u64 %rd1, [table];
 	st.global.u64 [%rd1], %rd1;
 	ret;
-}
+}}
 """
 
 
