@@ -31,8 +31,8 @@ from pathlib import Path
 
 from bench import environment
 from bench.day_one import jobs as day
-from bench.day_one import record
-from bench.day_one.jobs import Job, Setup, WrongError
+from bench.day_one import machine, record
+from bench.day_one.setup import WITH_SWITCHES, Job, Setup, WrongError
 from bench.results import COLUMNS, RESULTS_FOLDER, Row, is_peer
 from bench.run import align
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not chosen:
             print(f"no job matches --only {options.only!r}", file=sys.stderr)
         return 0 if chosen else 2
-    if problem := day.why_no_nvcc(chosen):
+    if problem := machine.why_no_nvcc(chosen):
         print(problem, file=sys.stderr)
         return 2
     path = options.output or default_output(facts, options.simulate)
@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     path.parent.mkdir(parents=True, exist_ok=True)
     record.append(path, [record.make_row("environment", "", "note", json.dumps(facts))])
-    if options.implementation != day.WITH_SWITCHES:
-        note = f"{options.implementation} has none: they are those of {day.WITH_SWITCHES}"
+    if options.implementation != WITH_SWITCHES:
+        note = f"{options.implementation} has none: they are those of {WITH_SWITCHES}"
         record.append(path, [record.make_row("switches", "", "note", note)])
     print(f"{facts['gpu']}, {options.implementation}: {len(chosen)} jobs, recorded in {path}")
 
@@ -268,7 +268,7 @@ def answer(options: argparse.Namespace) -> int:
         try:
             facts = {}
             if part == "environment":
-                facts = day.describe_environment(options.implementation, options.simulate)
+                facts = machine.describe_environment(options.implementation, options.simulate)
             else:
                 run_one(part, name, options, tell)
         except WrongError as error:

@@ -4,13 +4,9 @@ kernel that hangs or breaks its CUDA context does not affect the other jobs.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -18,23 +14,29 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import environment, on_the_spot, timing
-from bench.candidates import (
-    Candidate,
-    flash_attention_candidates,
-    our_candidates,
-    torch_candidates,
-)
+from bench import environment, timing
 from bench.cases import Case, load_cases
-from bench.correctness import Checker
 from bench.day_one import record
+from bench.day_one.setup import (
+    FIRST_LIMIT,
+    MESSAGE_LENGTH,
+    SANITIZER_LIMIT,
+    SWITCH_LIMIT,
+    TESTS_LIMIT,
+    TIMING_LIMIT,
+    TINY,
+    VERIFY,
+    WAITS,
+    WITH_SWITCHES,
+    Job,
+    Setup,
+    WrongError,
+)
+from bench.day_one.timings import check_gradients_setting, check_setting, time_peers, time_settings
 from bench.results import Row
-from bench.run import MIN_ROUNDS, WARM_SECONDS, run_case
 from bench.switches import plans, variants
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 
     from archflash.verify import _setup as verify_setup
 
-WITH_SWITCHES = variants.NAME
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 # What runs on CTAs alone, before any pair of CTAs has to work.
@@ -88,68 +89,6 @@ SANITIZERS = ("racecheck", "synccheck")
 # The first compute-sanitizer that is trusted with tcgen05: that of CUDA 13.1.
 SANITIZER_VERSION = (2025, 4)
 SANITIZER_CALLS = 30
-TINY = (
-    Case("bf16 1x2/1 300x260 d128 c", "bf16", 1, 2, 1, 300, 260, 128, 128, True),
-    Case("fp16 1x1 130x140 d64", "fp16", 1, 1, 1, 130, 140, 64, 64, False),
-    Case("bf16 1x2/1 1x4000 d64", "bf16", 1, 2, 1, 1, 4000, 64, 64, False),
-)
-# Limits of a process in seconds, which a kernel that hangs uses up.
-FIRST_LIMIT, TESTS_LIMIT, SWITCH_LIMIT, TIMING_LIMIT = 180, 1200, 240, 900
-SANITIZER_LIMIT = 900
-MESSAGE_LENGTH = 600  # characters of a failure's text that are recorded
-NVCC_VERSION = (13, 0)  # the first compiler that knows the family of 11.0
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What all jobs of a run share.
-
-    Attributes:
-        implementation: the implementation that is examined.
-        simulate: whether CPU tensors run on the simulator, with tiny problems and no times.
-        facts: columns of bench/results that the run's rows share.
-        without: settings that are not timed, because their results are wrong.
-        pairs: whether pairs of CTAs have worked so far. If not, the calls that are timed run on
-            CTAs alone.
-    """
-
-    implementation: str
-    simulate: bool
-    facts: dict[str, str] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
-    pairs: bool = True
-
-    @property
-    def device(self) -> str:
-        """The torch device of the tensors."""
-        return "cpu" if self.simulate else "cuda"
-
-
-VERIFY, WAITS = "verify", "waits"
-PARTS = ("correctness", "pairs", VERIFY, "sanitizers", "switches", "walks", WAITS, "peers")
-
-
-@dataclass(frozen=True)
-class Job:
-    """The work of one process.
-
-    Attributes:
-        part: part of the day, one of PARTS.
-        name: what it is about.
-        limit_s: seconds that it may take.
-        run: does the work. Yields rows, and raises if something is wrong.
-        needs_nvcc: whether it compiles states of switches.
-    """
-
-    part: str
-    name: str
-    limit_s: float
-    run: Callable[[Setup], Iterator[Row]]
-    needs_nvcc: bool = False
-
-
-class WrongError(Exception):
-    """A result is wrong, or a test failed."""
 
 
 def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> list[Job]:
@@ -220,134 +159,6 @@ def make_jobs(implementation: str, dtypes: tuple[str, ...], simulate: bool) -> l
             made.append(Job(WAITS, call, SWITCH_LIMIT, functools.partial(count_waits, call)))
     timings("peers", cases.values(), time_peers)
     return made
-
-
-# --- the environment ---
-
-
-def describe_environment(implementation: str, simulate: bool) -> dict[str, str]:
-    """Describes the machine for the run's file.
-
-    Args:
-        implementation: the implementation that is examined.
-        simulate: whether to do without a GPU.
-
-    Returns:
-        Words by name: the columns of bench/results that rows of a run share, and more.
-
-    Raises:
-        WrongError: the day cannot begin here; the message says what is missing.
-    """
-    if problem := environment.why_no_archflash():
-        raise WrongError(problem)
-    import torch
-
-    import archflash
-
-    found = {item.name: item for item in archflash.implementations() if item.name != "torch"}
-    if implementation not in found:
-        raise WrongError(f"--implementation {implementation}: there are {', '.join(found)}")
-    ranges = [
-        f"{first} and newer" if last is None else f"{first} to {last}"
-        for first, last, _ in found[implementation].capabilities
-    ]
-    needed = ", ".join(dict.fromkeys(ranges))
-    needs = f"{implementation} needs a GPU of compute capability {needed}"
-    if not found[implementation].compiled:
-        raise WrongError(f"{implementation} is not compiled in this build of archflash")
-    facts = {
-        "implementation": implementation,
-        "simulated": str(int(simulate)),
-        "dtypes": " ".join(found[implementation].dtypes),
-        "python": platform.python_version(),
-        "archflash": archflash.__version__,
-        "nvcc": _version_of(on_the_spot.find_nvcc()),
-    }
-    for package in ("triton", "flash-attn-3", "fa3-fwd", "flash-attn-4", "pytest"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "none"
-    if simulate:
-        return facts | simulated_facts()
-    if problem := environment.why_no_gpu():
-        raise WrongError(f"{needs}: {problem}. --simulate goes the same way on the simulator")
-    capability = torch.cuda.get_device_capability()
-    if not _serves(found[implementation].capabilities, capability):
-        raise WrongError(
-            f"{needs}: this is {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]}). "
-            "--simulate goes the same way on the simulator, --implementation names another kernel"
-        )
-    from archflash.verify import _times
-
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    nvml = timing.open_nvml()
-    return (
-        facts
-        | environment.run_facts(nvml)
-        | {
-            "capability": f"{capability[0]}.{capability[1]}",
-            "sms": str(properties.multi_processor_count),
-            "l2_bytes": str(properties.L2_cache_size),
-            "memory_bytes": str(properties.total_memory),
-            "clock_mhz": str(nvml.sm_clock_mhz()),
-            "power_limit_w": str(
-                _times.gpu_state(torch.cuda.current_device()).get("power_limit_w")
-            ),
-            "cudnn": str(torch.backends.cudnn.version()),
-        }
-    )
-
-
-def _serves(
-    capabilities: tuple[tuple[str, str | None, str], ...], capability: tuple[int, int]
-) -> bool:
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(".")))
-
-    return any(
-        numbers(first) <= capability and (last is None or capability <= numbers(last))
-        for first, last, _ in capabilities
-    )
-
-
-def why_no_nvcc(jobs: Iterable[Job]) -> str:
-    """Why some of the jobs cannot be done by this machine's compiler, and what to do; "" if all can
-    be.
-    """
-    need = [job for job in jobs if job.needs_nvcc]
-    nvcc = on_the_spot.find_nvcc()
-    version = re.search(r"cuda_(\d+)\.(\d+)", _version_of(nvcc))
-    if not need or (version and (int(version[1]), int(version[2])) >= NVCC_VERSION):
-        return ""
-    found = "is not found" if nvcc is None else f"of {nvcc} is older ({_version_of(nvcc)})"
-    return (
-        f"{len(need)} jobs compile switches in their other states, and nvcc "
-        f"{'.'.join(map(str, NVCC_VERSION))} or newer {found}: install it (or put it first in "
-        "PATH), or leave these jobs out by --only '^(?!switches|walks)'"
-    )
-
-
-def _version_of(nvcc: str | None) -> str:
-    if nvcc is None:
-        return "none"
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
-    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else environment.UNKNOWN
-
-
-def simulated_facts() -> dict[str, str]:
-    """The columns that the rows of a simulated run share."""
-    import datetime
-
-    import torch
-
-    now = datetime.datetime.now(datetime.timezone.utc)
-    commit, dirty = environment.git_state()
-    return {
-        "run_id": environment.new_run_id("simulated", now), "date": f"{now:%Y-%m-%d}",
-        "commit": commit, "dirty": dirty, "gpu": "simulated", "driver": "none", "cuda": "none",
-        "torch": torch.__version__,
-    }  # fmt: skip
 
 
 # --- correctness ---
@@ -602,110 +413,6 @@ def _run_aloud(command: list[str]) -> tuple[int, str]:
     return process.returncode, said.decode(errors="replace")
 
 
-# --- switches ---
-
-
-def _nvcc() -> str:
-    nvcc = on_the_spot.find_nvcc()
-    if nvcc is None:
-        raise WrongError("nvcc is not found: it compiles the switches' other states")
-    return nvcc
-
-
-def bind_setting(setting: variants.Setting, setup: Setup, case: Case) -> Callable[..., Any]:
-    """The function of q, k and v that a setting's kernel computes."""
-    nvcc = _nvcc() if setting.assignment else ""  # the wheel's kernel has another plan
-    if not setup.simulate:
-        return variants.bind(setting, nvcc, case.causal, pairs=setup.pairs)
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        made = variants.simulate(setting, q, k, v, nvcc=nvcc, causal=case.causal)
-        return made.out
-
-    return call
-
-
-def check_setting(part: str, setting: variants.Setting, setup: Setup) -> Iterator[Row]:
-    """Compares the kernel with a switch in its other state with float64."""
-    for case in TINY:
-        q, k, v = timing.make_sets(case, setup.device, 1)[0]
-        if not variants.applies(setting, _plan_of(case, setup)):
-            continue
-        out = bind_setting(setting, setup, case)(q, k, v)
-        verdict = Checker(case)(q, k, v, out, ours=True)
-        if verdict.problem:
-            raise WrongError(f"{case.name}: {verdict.problem}")
-        said = f"{case.name}: right, largest error {verdict.max_err:.1e}"
-        if setup.simulate and case is TINY[0]:
-            nvcc = _nvcc() if setting.assignment else ""
-            counted = variants.simulate(
-                setting, q, k, v, nvcc=nvcc, causal=case.causal, mode="lazy", race_check=False,
-                traced_ctas=1,
-            )  # fmt: skip
-            roles = variants.counts(counted).roles
-            said += "; warp-instructions of CTA 0: " + ", ".join(
-                f"{name} {count:.0f}" for name, count in roles.items()
-            )
-        yield record.make_row(part, setting.name, "note", f"{setting.meaning}; {said}")
-
-
-def check_gradients_setting(setup: Setup) -> Iterator[Row]:
-    """Compares gradients with the switch of the backward pass in its other state with float64."""
-    import torch
-
-    from bench.switches import gradients
-
-    for d in gradients.DIMS:
-        case = Case(f"bf16 1x2/1 300x260 d{d} c", "bf16", 1, 2, 1, 300, 260, d, d, True)
-        q, k, v = timing.make_sets(case, setup.device, 1)[0]
-        request = gradients.request_of(torch.randn_like(q), q, k, v, causal=True)
-        into, _ = gradients.compute(request, _nvcc())
-        if problem := gradients.problem_of(request, into, causal=True):
-            raise WrongError(f"{case.name}: {problem}")
-        yield record.make_row("switches", variants.GRADIENTS, "note", f"{case.name}: right")
-
-
-def time_settings(
-    part: str, settings: Iterable[variants.Setting], case: Case, setup: Setup
-) -> Iterator[Row]:
-    """Times the wheel's kernel and other states of switches, interleaved."""
-    planned = _plan_of(case, setup)
-    chosen = [
-        setting
-        for setting in settings
-        if setting.name not in setup.without
-        and variants.applies(setting, planned)
-        and (setup.pairs or setting.name != "pairs=on")
-    ]
-    made = [_own_candidate(case, setup)]
-    version = made[0].version
-    for setting in chosen:
-        made.append(
-            Candidate(
-                f"{setup.implementation}:{setting.name}",
-                version,
-                True,
-                functools.partial(bind_setting, setting, setup),
-                features=f"switch={setting.name}",
-            )
-        )
-    if not setup.simulate:
-        _compile_all(planned, chosen)
-    yield from _measure(part, case, made, setup)
-
-
-def _own_candidate(case: Case, setup: Setup) -> Candidate:
-    """The implementation as the wheel has it; on CTAs alone where pairs have not worked."""
-    wheel = next(item for item in our_candidates() if item.name == setup.implementation)
-    if setup.pairs or setup.implementation != WITH_SWITCHES:
-        return wheel
-    alone = next(setting for setting in variants.SETTINGS if setting.name == "pairs=off")
-    if not variants.applies(alone, _plan_of(case, setup)):
-        return wheel
-    bind = functools.partial(bind_setting, alone, setup)
-    return dataclasses.replace(wheel, bind=bind, features=f"switch={alone.name}")
-
-
 def count_waits(call: str, setup: Setup) -> Iterator[Row]:
     """Counts how long each warp waits at each barrier of a call (bench/waits.py)."""
     command = [sys.executable, "-m", "bench.waits", "--implementation", setup.implementation]
@@ -714,164 +421,6 @@ def count_waits(call: str, setup: Setup) -> Iterator[Row]:
         raise WrongError(f"exit status {status}: {told[-MESSAGE_LENGTH:]}")
     for line in told.splitlines():
         yield record.make_row(WAITS, call, "note", line)
-
-
-def _plan_of(case: Case, setup: Setup) -> Any:
-    """The wheel's plan of a case."""
-    import torch
-
-    import archflash
-
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[case.dtype]
-    q, k, v = (
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape in (
-            (case.b, case.hq, case.nq, case.d),
-            (case.b, case.hkv, case.nk, case.d),
-            (case.b, case.hkv, case.nk, case.dv),
-        )
-    )
-    device = variants.HOME if setup.simulate else torch.cuda.current_device()
-    decision = archflash.explain(
-        q, k, v, causal=case.causal, implementation=WITH_SWITCHES, device=device
-    )
-    return decision.plan
-
-
-def _compile_all(planned: Any, settings: list[variants.Setting]) -> None:
-    """Compiles all kernels that a case needs, on all cores. One that fails raises when called."""
-    changed = [setting for setting in settings if setting.assignment]
-    if not changed:
-        return
-    nvcc = _nvcc()
-
-    def compile_one(setting: variants.Setting) -> None:
-        with contextlib.suppress(RuntimeError):
-            variants.compiled(setting, planned, nvcc, "cubin")
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, changed))
-
-
-# --- peers ---
-
-
-def time_peers(case: Case, setup: Setup) -> Iterator[Row]:
-    """Times the implementation, our kernel for every GPU, and all peers, interleaved."""
-    names = dict.fromkeys((setup.implementation, *(() if setup.simulate else ("ampere",))))
-    ours = [
-        _own_candidate(case, setup) if item.name == setup.implementation else item
-        for item in our_candidates()
-        if item.name in names
-    ]
-    peers = [*torch_candidates(), *flash_attention_candidates()]
-    yield from _measure("peers", case, [*ours, *peers], setup)
-
-
-class Lab(timing.CudaLab):
-    """Prints what it is doing, for the record of a job that hangs.
-
-    Args:
-        host: whether calls are timed on the host too. Switches are not: their plans are not kept
-            in the cache of plans, and tiny cases would need other kernels, which are not compiled.
-    """
-
-    def __init__(self, host: bool) -> None:
-        super().__init__()
-        self._host = host
-
-    def try_call(self, candidate: Candidate, case: Case, sets: Any) -> None:
-        """Makes one eager call."""
-        print(f"{candidate.name}: first call", flush=True)
-        super().try_call(candidate, case, sets)
-
-    def prepare(self, candidate: Candidate, case: Case, sets: Any) -> tuple[timing.CudaCalls, str]:
-        """The candidate ready for timing."""
-        prepared = super().prepare(candidate, case, sets)
-        print(f"{candidate.name}: ready", flush=True)
-        return prepared
-
-    def host_us(self, candidate: Candidate, case: Case) -> float:
-        """Microseconds on the host; NaN if the host is not timed."""
-        if not self._host:
-            return float("nan")
-        print(f"{candidate.name}: host time", flush=True)
-        return super().host_us(candidate, case)
-
-
-class SimulatedLab:
-    """Replaces timing.CudaLab: every call runs once, and nothing is timed."""
-
-    class Calls:
-        calls = 1
-        captured = True
-
-        def __init__(self, inputs: Any, out: Any) -> None:
-            self._last = (inputs, out)
-
-        def enqueue(self) -> SimulatedLab.Calls:
-            return self
-
-        def wait(self) -> None:
-            """Returns at once, because nothing runs asynchronously."""
-
-        def elapsed_us(self) -> float:
-            return float("nan")
-
-        def last_output(self) -> Any:
-            return self._last
-
-    def inputs(self, case: Case) -> Any:
-        return timing.make_sets(case, "cpu", 1)
-
-    def try_call(self, candidate: Candidate, case: Case, sets: Any) -> None:
-        """Does nothing, because prepare() makes the call."""
-
-    def prepare(self, candidate: Candidate, case: Case, sets: Any) -> tuple[Any, str]:
-        print(f"{candidate.name}: first call", flush=True)
-        with candidate.context():
-            return self.Calls(sets[0], candidate.bind(case)(*sets[0])), ""
-
-    def host_us(self, candidate: Candidate, case: Case) -> float:
-        return float("nan")
-
-    def clock_mhz(self) -> int | None:
-        return None
-
-    def release(self) -> None:
-        """Does nothing, because no memory is held."""
-
-
-def _measure(part: str, case: Case, candidates: list[Candidate], setup: Setup) -> Iterator[Row]:
-    import torch
-
-    lab: Any = SimulatedLab() if setup.simulate else Lab(host=part == "peers")
-    with torch.no_grad():
-        result = run_case(
-            lab, case, candidates, setup.facts, rounds=MIN_ROUNDS,
-            warm_seconds=0.0 if setup.simulate else WARM_SECONDS,
-        )  # fmt: skip
-    for row in result.rows:
-        status = "timed"
-        if setup.simulate:
-            status = "simulated"
-            row = {name: "" if value == "nan" else value for name, value in row.items()}
-        note = result.notes.get(row["implementation"], "")
-        yield record.make_row(part, case.name, status, note, measured=row)
-    for name, reason in result.refused.items():
-        yield record.make_row(part, case.name, "refused", f"{name}: {reason}")
-    for name, problem in result.wrong.items():
-        yield record.make_row(part, case.name, "note", f"wrong: {name}: {problem}")
-    served = {row["implementation"] for row in result.rows}
-    ours = [item.name for item in candidates if item.ours]
-    missing = [name for name in ours if name not in served]
-    wrong_peers = [name for name in result.wrong if name not in ours]
-    if any(name in result.wrong for name in ours) or setup.implementation in missing:
-        raise WrongError(f"not measured: {', '.join(missing)}")
-    if part != "peers" and missing:
-        raise WrongError(f"not measured: {', '.join(missing)}")
-    if wrong_peers:
-        yield record.make_row(part, case.name, "note", f"peers left out: {', '.join(wrong_peers)}")
 
 
 def find(jobs: list[Job], part: str, name: str) -> Job:

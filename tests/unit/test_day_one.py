@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench import on_the_spot
 from bench.day_one import __main__ as command
-from bench.day_one import jobs, record
-from bench.day_one.jobs import Job, Setup
+from bench.day_one import jobs, machine, record
+from bench.day_one.setup import PARTS, Job, Setup
 from bench.results import COLUMNS, Row
 from bench.switches import variants
 
@@ -31,7 +31,7 @@ def names(part: str, simulate: bool = False, implementation: str = "blackwell_dc
 
 def test_jobs_check_before_they_time_and_cover_every_switch() -> None:
     made = jobs.make_jobs("blackwell_dc", BOTH, False)
-    assert tuple(dict.fromkeys(job.part for job in made)) == jobs.PARTS
+    assert tuple(dict.fromkeys(job.part for job in made)) == PARTS
     assert len({(job.part, job.name) for job in made}) == len(made)
     # Each setting is checked before any is timed, those of pairs first of all.
     pairs = [x.name for x in variants.SETTINGS if x.switch == "pairs"]
@@ -186,7 +186,7 @@ def test_two_hangs_in_correctness_end_the_day(
         return [], *(("timeout", "no end") if part == "correctness" else ("ok", ""))
 
     monkeypatch.setattr(command, "ask", ask)
-    monkeypatch.setattr(jobs, "why_no_nvcc", lambda chosen: "")
+    monkeypatch.setattr(machine, "why_no_nvcc", lambda chosen: "")
     path = tmp_path / "day.csv"
     # Other parts are no reason: here each job of correctness hangs, and there are more than two.
     only = ["--output", str(path), "--only", "first calls|^pairs:"]
@@ -223,7 +223,7 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
         return [], *next(answers[name] for name in answers if name in arguments)
 
     monkeypatch.setattr(command, "ask", ask)
-    monkeypatch.setattr(jobs, "why_no_nvcc", lambda chosen: "")
+    monkeypatch.setattr(machine, "why_no_nvcc", lambda chosen: "")
     path = tmp_path / "day.csv"
     arguments = ["--output", str(path), "--only", "lazy_rescale|split_p"]
     assert command.main(arguments) == 1
