@@ -89,85 +89,48 @@ BACKWARD_SAMPLE = 12
 BACKWARD_FLOOR = 0.9
 
 
-def assert_caught(kernel: str, score: Score, capsys: pytest.CaptureFixture[str]) -> None:
-    """The score of a small sample, which is printed, is not below the floor."""
+GATHERED = {("ampere", "d64_gather"), ("ampere", "mla_packed"), ("hopper", "d64_gather")}
+MASKED = (
+    *("ampere_attention_fwd_bf16_d64_masked", "d64_dense", "hopper_attention_fwd_bf16_d64_table"),
+    "scatter",
+)
+# Kernels of each kind, the least share of their instructions that their calls execute, and a seed.
+# ``python -m tests.sim.mutation.KIND`` runs larger samples of all.
+SAMPLED: list[tuple[Any, float, int]] = [
+    # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
+    # The calls of ampere add gradients in turns: the code for any order does not run. None of them
+    # adds to what gradients hold, for which a kernel of hopper has a branch at each pair.
+    *(
+        (x, 0.6 if x.masked else 0.7 if x.implementation == "hopper" else 0.75, 2)
+        for x in backward.TARGETS
+    ),
+    *((x, 0.95, 0) for x in latent.TARGETS),
+    # Those whose calls take least.
+    *((x, 0.85, 0) for x in gathered.TARGETS if (x.implementation, x.name) in GATHERED),
+    # Copies of a tensor have code for units of every size, of which the calls have some.
+    *(
+        (x, 0.3 if x.kernel.startswith("copy") else 0.75, 0)
+        for x in masked.TARGETS
+        if x.kernel.endswith(MASKED)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "coverage", "seed"), SAMPLED, ids=[target.kernel for target, *_ in SAMPLED]
+)
+def test_mutants_of_further_kernels_are_caught(
+    target: Any, coverage: float, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = planned.subject_of(target)
+    assert subject.coverage() > coverage
+    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=seed, briefly=True)
     survivors = "".join(
         f"\n  survived: {o.change} | {o.statement} | {o.source}" for o in score.survivors
     )
     with capsys.disabled():
-        print(f"\n{kernel}: mutation score {score}{survivors}")
+        print(f"\n{target.kernel}: mutation score {score}{survivors}")
     assert score.value >= BACKWARD_FLOOR, survivors
-
-
-@pytest.mark.parametrize("target", backward.TARGETS, ids=lambda target: target.kernel)
-def test_mutants_of_the_backward_pass_are_caught(
-    target: backward.BackwardTarget, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A small sample; ``python -m tests.sim.mutation.backward`` runs a larger one."""
-    subject = planned.subject_of(target)
-    # The calls of a masked kernel have some of the kinds of attn_mask, each with code of its own.
-    # The calls of ampere add gradients in turns: the code for any order does not run. None of them
-    # adds to what gradients hold, for which a kernel of hopper has a branch at each pair.
-    least = 0.7 if target.implementation == "hopper" else 0.75
-    assert subject.coverage() > (0.6 if target.masked else least)
-    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=2, briefly=True)
-    assert_caught(target.kernel, score, capsys)
-
-
-@pytest.mark.parametrize("target", latent.TARGETS, ids=lambda target: target.kernel)
-def test_mutants_of_kernels_for_latent_caches_are_caught(
-    target: latent.LatentTarget, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A small sample; ``python -m tests.sim.mutation.latent`` runs a larger one."""
-    subject = planned.subject_of(target)
-    assert subject.coverage() > 0.95
-    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0, briefly=True)
-    assert_caught(target.kernel, score, capsys)
-
-
-# The kernels of lists whose calls take least; ``python -m tests.sim.mutation.gathered`` runs all.
-GATHERED = [
-    target
-    for target in gathered.TARGETS
-    if (target.implementation, target.name)
-    in {("ampere", "d64_gather"), ("ampere", "mla_packed"), ("hopper", "d64_gather")}
-]
-
-
-@pytest.mark.parametrize("target", GATHERED, ids=lambda target: target.kernel)
-def test_mutants_of_kernels_for_lists_of_keys_are_caught(
-    target: gathered.GatherTarget, capsys: pytest.CaptureFixture[str]
-) -> None:
-    subject = planned.subject_of(target)
-    assert subject.coverage() > 0.85
-    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0, briefly=True)
-    assert_caught(target.kernel, score, capsys)
-
-
-# One kernel of each kind; ``python -m tests.sim.mutation.masked`` runs larger samples of all.
-MASKED = [
-    target
-    for target in masked.TARGETS
-    if target.kernel.endswith(
-        (
-            "ampere_attention_fwd_bf16_d64_masked",
-            "d64_dense",
-            "hopper_attention_fwd_bf16_d64_table",
-            "scatter",
-        )
-    )
-]
-
-
-@pytest.mark.parametrize("target", MASKED, ids=lambda target: target.kernel)
-def test_mutants_of_kernels_for_masks_and_copies_are_caught(
-    target: masked.MaskedTarget, capsys: pytest.CaptureFixture[str]
-) -> None:
-    subject = planned.subject_of(target)
-    # Copies of a tensor have code for units of every size, of which the calls have some.
-    assert subject.coverage() > (0.3 if target.kernel.startswith("copy") else 0.75)
-    score = planned.run_sample(subject, BACKWARD_SAMPLE, seed=0, briefly=True)
-    assert_caught(target.kernel, score, capsys)
 
 
 def test_mutants_of_protocols_are_caught(capsys: pytest.CaptureFixture[str]) -> None:
