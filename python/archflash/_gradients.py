@@ -386,7 +386,34 @@ def _decide_eager(
     return plan
 
 
-_native.set_decide_gradients(_decide_eager)
+def _order(index: int, name: str | None) -> tuple[_native.Device, list[tuple[str, bool]]] | None:
+    """Who is asked for the gradients of eager calls on a device, in this order, as `_decide_eager`
+    asks them: those that have a backward pass and code for it. None: `_decide_eager` says it.
+
+    Args:
+        index: of the device of the tensors; negative on the CPU.
+        name: the forced implementation; None for the best.
+    """
+    on_cuda = index >= 0
+    if on_cuda and _dispatch.driver_problem() is not None:
+        return None
+    if name is not None:
+        if name not in FOLDERS:
+            return None
+        device = _dispatch.query_device(index) if on_cuda else _dispatch.simulated_device(name)
+        return device, [(name, False)]
+    if not on_cuda:
+        return None
+    device = _dispatch.query_device(index)
+    kernels = [kernel for kernel in FOLDERS if _native.has_code(kernel, device.capability)]
+    why_not = {x: _proofs.why_not(x, device.capability, _proofs.BACKWARD) for x in kernels}
+    proved = [kernel for kernel in kernels if why_not[kernel] is None]
+    if kernels and why_not[kernels[0]] is not None:
+        _proofs.note(kernels[0], device, next(iter(proved), _registry.TORCH), stacklevel=3)
+    return device, [(kernel, False) for kernel in proved]
+
+
+_native.set_decide_gradients(_decide_eager, _order)
 
 
 def _with_autograd() -> Any:

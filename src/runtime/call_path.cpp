@@ -5,11 +5,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "runtime/gradient_path.h"
+#include "runtime/orders.h"
 #include "runtime/plan_cache.h"
 #include "runtime/prepared_call.h"
 #include "runtime/reading/reading.h"
@@ -114,19 +116,43 @@ void add_plans(const Call& call, const LaunchPlan& plan, CachedOperator& decisio
     }
     const auto longer = std::make_shared<LaunchPlan>(std::get<LaunchPlan>(result));
     auto& place = self_attention ? decision.of_self_attention : decision.plan;
-    place = prepare_for(call, nb::cast(longer));
+    place = prepare_for(call, longer);
   }
 }
 
-// The plan with which a kernel that differentiates a call computes its output
-// and log-sum-exp; Python refuses the call if there is none.
-nb::object plan_to_record(const LaunchPlan& chosen) {
-  Problem problem = chosen.problem;
-  problem.needs_grad = false;
-  problem.want_lse = true;
-  PlanResult result = plan(chosen.implementation, problem, chosen.device);
-  if (std::holds_alternative<Reasons>(result)) return nb::none();
-  return nb::cast(std::make_shared<LaunchPlan>(std::get<LaunchPlan>(std::move(result))));
+// What serves a new problem: a plan, null for `torch`. With `recorded` it is that of the forward
+// pass of a call whose gradients are needed, which also gives the log-sum-exp; nothing if the
+// kernel that was chosen does not, and Python refuses the call.
+std::optional<std::shared_ptr<LaunchPlan>> choose(const Arguments& a, const Call& call,
+                                                  nb::handle implementation, bool recorded) {
+  const Problem& problem = call.problem;
+  const int device_index = call.device_index;
+  std::string differentiates;
+  if (recorded) differentiates = expect_gradients(a, call, implementation);
+  const auto plan_by = [&](const std::string& kernel, const Device& device) {
+    Problem asked = problem;
+    asked.on_cuda = true;  // the simulator stands for a GPU
+    if (recorded) asked.want_lse = true;
+    if (kernel == differentiates) asked.needs_grad = false;  // it was asked before
+    return plan(kernel, asked, device);
+  };
+  auto chosen = plan_in_order(problem, device_index, implementation, plan_by);
+  if (!chosen) {
+    const nb::object told = decide()(problem, device_index, implementation);
+    chosen.emplace();
+    if (!told.is_none()) *chosen = nb::cast<std::shared_ptr<LaunchPlan>>(told);
+    if (*chosen && recorded) {
+      const LaunchPlan& of_output = **chosen;
+      Problem asked = of_output.problem;
+      asked.needs_grad = false;
+      asked.want_lse = true;
+      PlanResult result = plan(of_output.implementation, asked, of_output.device);
+      if (std::holds_alternative<Reasons>(result)) return std::nullopt;
+      *chosen = std::make_shared<LaunchPlan>(std::get<LaunchPlan>(std::move(result)));
+    }
+  }
+  if (*chosen && recorded) (*chosen)->problem.needs_grad = false;
+  return chosen;
 }
 
 // Whether autograd is to record a call by record(): gradients are wanted of q,
@@ -212,14 +238,12 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
   const CachedCall* found = cache().find(key);
   if (found == nullptr) {
     CachedCall decision;
-    nb::object chosen = decide()(call.problem, call.device_index, implementation);
-    if (!chosen.is_none() && call.problem.needs_grad) {
-      if (!can_be_recorded(arguments, call.problem)) return nb::borrow(Py_NotImplemented);
-      chosen = plan_to_record(nb::cast<const LaunchPlan&>(chosen));
-      if (chosen.is_none()) return nb::borrow(Py_NotImplemented);
-    }
-    if (!chosen.is_none()) {
-      decision.plan = prepare_for(call, chosen);
+    const bool needs_grad = call.problem.needs_grad;
+    const bool recorded = needs_grad && can_be_recorded(arguments, call.problem);
+    const auto chosen = choose(arguments, call, implementation, recorded);
+    if (!chosen || (*chosen && needs_grad && !recorded)) return nb::borrow(Py_NotImplemented);
+    if (*chosen) {
+      decision.plan = prepare_for(call, *chosen);
       decision.out_ndim = call.out_ndim;
       std::memcpy(decision.out_shape, call.out_shape, sizeof call.out_shape);
       std::memcpy(decision.out_strides, call.out_strides, sizeof call.out_strides);
@@ -307,9 +331,10 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
   return result;
 }
 
-void set_decide(nb::object function) {
+void set_decide(nb::object function, nb::object order) {
   torch();  // filled before a second thread can come
   decide() = std::move(function);
+  set_order(std::move(order));
 }
 
 void set_decide_pytorchs(nb::object function) { decide_pytorchs() = std::move(function); }
@@ -325,6 +350,7 @@ size_t cached_calls() { return cache().size(); }
 void clear_cached_calls() {
   cache().clear();
   clear_cached_gradients();
+  clear_orders();
   operator_cache().clear();
 }
 

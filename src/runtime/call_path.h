@@ -22,8 +22,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
 nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
                         nb::handle batch, nb::handle implementation);
 // decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`: who
-// serves new problems.
-void set_decide(nb::object function);
+// serves new problems. order: orders.h.
+void set_decide(nb::object function, nb::object order);
 // decide(q, k, v, options, forced) -> a function of (q, k, v, rows_first) that
 // serves calls of `torch` which are alike, where no `out` is given; or None,
 // where `attention` is to return None. rows_first: their layout has rows before

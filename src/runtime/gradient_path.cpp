@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "runtime/call_path.h"
+#include "runtime/orders.h"
 #include "runtime/plan_cache.h"
 #include "runtime/reading/reading.h"
 #include "runtime/registry.h"
@@ -23,6 +24,13 @@ namespace {
 
 constexpr int GRADIENTS = 3;  // dq, dk, dv
 constexpr const char* GRADIENT_NAMES[GRADIENTS] = {"dq", "dk", "dv"};
+
+// What a backward pass is asked beside what its call is.
+struct GradientOptions {
+  bool dlse, deterministic;
+};
+// That of the last one: what is expected of the next.
+GradientOptions last_options{};
 
 // What serves calls that are alike.
 struct CachedGradients {
@@ -102,6 +110,22 @@ bool read_gradient(nb::handle given, const char* name, nb::handle of, Seen& made
          (t.dtype == input.dtype || t.dtype == DType::F32);
 }
 
+using Key = CacheKey<BackwardProblem>;
+
+// The members of a problem that describe dq, dk and dv.
+constexpr BackwardTensor BackwardProblem::* GRADIENTS_OF[GRADIENTS] = {
+    &BackwardProblem::dq, &BackwardProblem::dk, &BackwardProblem::dv};
+
+// Every byte set. What belongs to new gradients follows from the inputs, and stays out of the key.
+void start_key(const Arguments& a, const Problem& call, const GradientOptions& options, Key& key) {
+  std::memset(static_cast<void*>(&key), 0, sizeof key);
+  std::memcpy(static_cast<void*>(&key.problem.call), &call, sizeof(Problem));
+  key.problem.dlse = options.dlse;
+  key.problem.deterministic = options.deterministic;
+  key.problem.dsinks = !a.sinks.is_none();
+  key.row_axis = reading::axes_of(a, call.varlen).row;
+}
+
 // What a new gradient is made from, which nests in memory as its input does.
 nb::object template_of_gradient(nb::handle of, const reading::Axes& axes, BackwardTensor& to) {
   TensorView input;
@@ -113,6 +137,25 @@ nb::object template_of_gradient(nb::handle of, const reading::Axes& axes, Backwa
   input.data = nullptr;  // new memory is aligned
   describe(input, axes, to);
   return like;
+}
+
+// The problem of a key, and what those gradients are made from that are not given.
+BackwardProblem asked_of(const Key& key, const nb::handle (&inputs)[GRADIENTS],
+                         const nb::handle (&targets)[GRADIENTS], const reading::Axes& axes,
+                         CachedGradients& decision) {
+  BackwardProblem asked = key.problem;
+  asked.call.on_cuda = true;  // the simulator stands for a GPU
+  for (int i = 0; i < GRADIENTS; ++i) {
+    if (targets[i].is_none())
+      decision.like[i] = template_of_gradient(inputs[i], axes, asked.*GRADIENTS_OF[i]);
+  }
+  return asked;
+}
+
+PlanBy by_kernel(const BackwardProblem& asked) {
+  return [asked](const std::string& kernel, const Device& device) {
+    return plan_backward(kernel, asked, device);
+  };
 }
 
 // What a backward pass writes.
@@ -141,7 +184,6 @@ void make_other_gradients(const Arguments& a, bool mask_gradient, const Call& ca
   if (!a.sinks.is_none()) {
     const int64_t heads = call.problem.heads_q, one = 1;
     made.dsinks = new_tensor(strided(1, &heads, &one, DType::F32), a.q, call.device_index);
-    problem.dsinks = true;
   }
   if (!mask_gradient) return;
   TensorView mask;
@@ -254,43 +296,33 @@ nb::object attention_backward(const GradientCall& given) {
       return unserved;
   }
   if (shares_memory(made, call, dout.view)) return unserved;
-  CacheKey<BackwardProblem> key;
-  std::memset(static_cast<void*>(&key), 0, sizeof key);
+  last_options = {!given.dlse.is_none(), given.deterministic};
+  Key key;
+  start_key(a, p, last_options, key);
   BackwardProblem& problem = key.problem;
-  std::memcpy(static_cast<void*>(&problem.call), &p, sizeof(Problem));
   const reading::Axes axes = reading::axes_of(a, p.varlen);
   describe(dout.view, axes, problem.dout);
-  // New gradients follow from the inputs, and stay out of the key.
-  BackwardTensor BackwardProblem::* const members[GRADIENTS] = {
-      &BackwardProblem::dq, &BackwardProblem::dk, &BackwardProblem::dv};
   for (int i = 0; i < GRADIENTS; ++i) {
-    if (!targets[i].is_none()) describe(made.gradients[i].view, axes, problem.*members[i]);
+    if (!targets[i].is_none()) describe(made.gradients[i].view, axes, problem.*GRADIENTS_OF[i]);
   }
   problem.accumulate = given.accumulate;
-  problem.dlse = !given.dlse.is_none();
-  problem.deterministic = given.deterministic;
   make_other_gradients(a, given.mask_gradient, call, made, problem);
   key.device_index = call.device_index;
   key.forced = forced_index(given.implementation);
-  key.row_axis = axes.row;
 
   if (call.device_index < 0) forget_other_simulated_devices();
   const CachedGradients* found = cache().find(key);
   if (found == nullptr) {
     CachedGradients decision;
-    BackwardProblem asked = problem;
-    asked.call.on_cuda = true;  // the simulator stands for a GPU
-    for (int i = 0; i < GRADIENTS; ++i) {
-      if (targets[i].is_none())
-        decision.like[i] = template_of_gradient(inputs[i], axes, asked.*members[i]);
+    const BackwardProblem asked = asked_of(key, inputs, targets, axes, decision);
+    const PlanBy plan_by = by_kernel(asked);
+    auto chosen = plan_gradients_in_order(call.device_index, given.implementation, plan_by);
+    if (!chosen) {
+      const nb::object told =
+          decide_gradients()(p, call.device_index, given.implementation, nb::cpp_function(plan_by));
+      if (!told.is_none()) chosen = nb::cast<std::shared_ptr<LaunchPlan>>(told);
     }
-    const nb::object plan_of =
-        nb::cpp_function([asked](const std::string& kernel, const Device& device) -> PlanResult {
-          return plan_backward(kernel, asked, device);
-        });
-    const nb::object chosen =
-        decide_gradients()(p, call.device_index, given.implementation, plan_of);
-    if (!chosen.is_none()) decision.plan = prepare_for(call, chosen);
+    if (chosen) decision.plan = prepare_for(call, std::move(chosen));
     found = cache().insert(key, std::move(decision));
   }
   const CachedGradients decision = *found;  // a copy: allocating may let other threads insert
@@ -310,7 +342,36 @@ nb::object attention_backward(const GradientCall& given) {
   return nb::make_tuple(g[0].tensor, g[1].tensor, g[2].tensor, made.dsinks, made.dmask);
 }
 
-void set_decide_gradients(nb::object function) { decide_gradients() = std::move(function); }
+std::string expect_gradients(const Arguments& a, const Call& call, nb::handle implementation) {
+  if (!a.attn_mask.is_none() && reading::requires_grad(a.attn_mask)) return {};
+  Problem of_call = call.problem;
+  of_call.needs_grad = false;
+  of_call.want_lse = true;
+  of_call.approximate = of_call.approximate_if_served = of_call.num_splits = 0;
+  Key key;
+  start_key(a, of_call, last_options, key);
+  key.problem.dout = {.strides = of_call.out, .dtype = of_call.out_dtype, .column = 1, .align = 16};
+  key.device_index = call.device_index;
+  key.forced = forced_index(implementation);
+  const CachedGradients* found = cache().find(key);
+  if (found == nullptr) {
+    CachedGradients decision;
+    const nb::handle inputs[GRADIENTS] = {a.q, a.k, a.v};
+    const nb::handle targets[GRADIENTS] = {nb::none(), nb::none(), nb::none()};
+    const BackwardProblem asked =
+        asked_of(key, inputs, targets, reading::axes_of(a, of_call.varlen), decision);
+    auto chosen = plan_gradients_in_order(call.device_index, implementation, by_kernel(asked));
+    if (!chosen) return {};
+    decision.plan = prepare_for(call, std::move(chosen));
+    found = cache().insert(key, std::move(decision));
+  }
+  return found->plan ? found->plan->plan->implementation : std::string();
+}
+
+void set_decide_gradients(nb::object function, nb::object order) {
+  decide_gradients() = std::move(function);
+  set_order_of_gradients(std::move(order));
+}
 
 void clear_cached_gradients() { cache().clear(); }
 

@@ -2,7 +2,9 @@
 // the gradients of a new kind of call is asked in Python (python/archflash/_gradients.py) once.
 #pragma once
 
-#include "runtime/tensors.h"
+#include <string>
+
+#include "runtime/call.h"
 
 namespace archflash {
 
@@ -22,9 +24,14 @@ struct GradientCall {
 // written: Python serves the call, or refuses it.
 nb::object attention_backward(const GradientCall& given);
 
+// Who is expected to compute the gradients of a call that was not served yet: the backward pass is
+// planned for a gradient of the output that lies as the output does, and kept. Empty: unknown.
+std::string expect_gradients(const Arguments& a, const Call& call, nb::handle implementation);
+
 // decide(problem, device_index, implementation, plan_of) -> LaunchPlan, or None for `torch`: who
 // computes gradients, where plan_of(kernel, device) is a kernel's plan or its reasons why not.
-void set_decide_gradients(nb::object function);
+// order: orders.h.
+void set_decide_gradients(nb::object function, nb::object order);
 
 void clear_cached_gradients();
 

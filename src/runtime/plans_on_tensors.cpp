@@ -62,7 +62,7 @@ nb::object execute_plan(const LaunchPlan& plan, nb::handle q, nb::handle k, nb::
   const Arguments arguments = arguments_of(q, k, v, options, static_cast<int>(Grad::Off));
   Call call;
   build_call_of(plan, arguments, call);
-  return run(*prepare_for(call, nb::cast(std::make_shared<LaunchPlan>(plan))), arguments, call);
+  return run(*prepare_for(call, std::make_shared<LaunchPlan>(plan)), arguments, call);
 }
 
 nb::dict operands_of(const LaunchPlan& plan, nb::handle q, nb::handle k, nb::handle v,

@@ -195,8 +195,7 @@ nb::object& simulate() {
   return instance;
 }
 
-std::shared_ptr<PreparedPlan> prepare_for(const Call& call, nb::handle chosen) {
-  auto plan = nb::cast<std::shared_ptr<LaunchPlan>>(chosen);
+std::shared_ptr<PreparedPlan> prepare_for(const Call& call, std::shared_ptr<LaunchPlan> plan) {
   if (call.device_index >= 0) return prepare(std::move(plan));
   auto prepared = std::make_shared<PreparedPlan>();
   prepared->plan = std::move(plan);

@@ -64,9 +64,9 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs);
 // What `archflash.sim` is asked with for tensors on the CPU: (LaunchPlan, {operand name: tensor}).
 nb::object& simulate();
 
-// A plan that Python chose, with its kernels; on the CPU a plan is simulated: no kernel is looked
+// A plan that was chosen, with its kernels; on the CPU a plan is simulated: no kernel is looked
 // up.
-std::shared_ptr<PreparedPlan> prepare_for(const Call& call, nb::handle chosen);
+std::shared_ptr<PreparedPlan> prepare_for(const Call& call, std::shared_ptr<LaunchPlan> plan);
 
 // Allocates what is missing, binds and launches. Returns out, or (out, lse).
 nb::object run(const PreparedPlan& prepared, const Arguments& a, Call& call,

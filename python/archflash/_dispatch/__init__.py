@@ -7,7 +7,7 @@ them, and `explain` puts it into words. No module names a folder of kernels: eac
 in its `describe()` and its plans.
 
 A call that the runtime's plan cache (src/runtime/call_path.cpp) does not know comes up from C++
-into `choosing.decide`: the last line here registers it.
+into `choosing`: the last line here registers who is asked there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from archflash._dispatch.choosing import (
     choose,
     decide,
     first_plan,
+    order_of_kind,
     pytorch_drops_faster,
     select,
     why_torch,
@@ -81,4 +82,4 @@ __all__ = [
     "with_approximate",
 ]
 
-_native.set_decide(decide)
+_native.set_decide(decide, order_of_kind)

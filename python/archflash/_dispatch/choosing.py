@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from archflash import _archflash as _native
-from archflash import _proofs, _registry
+from archflash import _calibrated, _proofs, _registry
 from archflash._dispatch import device as devices
 from archflash._dispatch import explain, forcing, order, pytorch
 from archflash._dispatch.explain import Decision
@@ -42,8 +42,8 @@ class _Answers:
         answer = self._of.get(name)
         if answer is None:
             answer = _native.plan(name, self._problem, self._device)
-            if not isinstance(answer, list) and order.only_forced(
-                name, self._problem, self._capability, answer, self._device
+            if not isinstance(answer, list) and self._only_forced(
+                name, answer.tile is not None and answer.tile.summarizes_masks
             ):
                 major, minor = self._capability
                 answer = [
@@ -61,6 +61,19 @@ class _Answers:
         if why is None and self._problem.needs_grad:
             why = _proofs.why_not(name, self._capability, _proofs.BACKWARD)
         return why
+
+    def when_served(self, name: str) -> tuple[str, bool] | None:
+        """A kernel, and whether it may serve problems of this kind only where it summarizes their
+        masks; None if it serves none of them.
+        """
+        if name == _registry.TORCH or not _native.has_code(name, self._capability):
+            return None
+        if self._why_not(name) is not None or self._only_forced(name, True):
+            return None
+        return name, self._only_forced(name, False)
+
+    def _only_forced(self, name: str, summarizes: bool) -> bool:
+        return order.only_forced(name, self._problem, self._capability, summarizes, self._device)
 
     def first(self) -> tuple[str, _native.LaunchPlan | None]:
         """The first implementation in the order that can serve the call, and its plan; that of
@@ -254,6 +267,41 @@ def decide(
         for reason in reasons:
             explain.note_fallback(f"{kernel}: {reason}")
     return plan
+
+
+# A kernel, and whether it serves only calls in which it summarizes the masks first.
+_Kernels = list[tuple[str, bool]]
+
+
+def order_of_kind(
+    problem: _native.Problem, device_index: int, name: str | None
+) -> tuple[_native.Device, _Kernels, _Kernels] | None:
+    """Who is asked to serve the problems of this one's kind. The runtime calls this once for each
+    kind (src/runtime/kinds.h), and then asks them itself: what is read of the problem here must be
+    the same for all problems of a kind.
+
+    Returns:
+        The GPU to plan for, and the kernels that come before `torch` and behind it, without those
+        that cannot run there, have no proof or serve the call only if they are forced. None:
+        `decide` is asked for each problem.
+    """
+    device, obstacle = devices.device_of(problem, device_index)
+    if obstacle is not None or problem.approximate_if_served:
+        return None
+    if name is not None:
+        if name not in _registry.kernel_names() or not _native.targets(name):
+            return None
+        return device or devices.simulated_device(name), [(name, False)], []
+    if device is None or _calibrated.table_of(device) is not None:
+        return None  # what the user measured depends on every length
+    answers = _Answers(problem, device)
+    torch = answers.order.index(_registry.TORCH)
+    chosen, _ = answers.first()
+    if answers.unproved:
+        _proofs.note(answers.unproved[0], device, chosen, answers.elsewhere, stacklevel=3)
+    kernels = [answers.when_served(kernel) for kernel in answers.order]
+    before = [x for x in kernels[:torch] if x is not None]
+    return device, before, [x for x in kernels[torch + 1 :] if x is not None]
 
 
 def first_plan(problem: _native.Problem, device: _native.Device) -> _native.LaunchPlan | None:

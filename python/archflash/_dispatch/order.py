@@ -210,11 +210,16 @@ def only_forced(
     name: str,
     problem: _native.Problem,
     capability: tuple[int, int],
-    plan: _native.LaunchPlan | None = None,
+    summarizes: bool = False,
     device: _native.Device | None = None,
 ) -> bool:
     """Whether a kernel serves a problem only if it is forced, because the GPU is of another
     generation than its own and it was measured neither there nor by the user on this very GPU.
+
+    Args:
+        name, problem, capability: the kernel, the call and the GPU's compute capability.
+        summarizes: whether the kernel's plan summarizes the masks of the call.
+        device: the GPU, where the user may have measured it.
     """
     if not _registry.only_forced(name, capability):
         return False
@@ -226,7 +231,7 @@ def only_forced(
     if problem.dropout_p and (least := _registry.description(name).dropout_rows):
         rows = problem.nq // max(problem.batch, 1) if problem.varlen else problem.nq
         return rows < least
-    if problem.attn_mask and not (plan and plan.tile and plan.tile.summarizes_masks):
+    if problem.attn_mask and not summarizes:
         return True  # of the kernels that read an attn_mask only these were measured
     measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order

@@ -14,7 +14,7 @@ namespace archflash {
 
 void bind_calls(nb::module_& m) {
   using namespace nb::literals;
-  m.def("set_decide", &set_decide, "function"_a);
+  m.def("set_decide", &set_decide, "function"_a, "order"_a.none() = nb::none());
   m.def("set_decide_pytorchs", &set_decide_pytorchs, "function"_a);
   m.def(
       "set_simulate", [](nb::object function) { simulate() = std::move(function); }, "function"_a);
@@ -35,7 +35,7 @@ void bind_calls(nb::module_& m) {
         "A PreparedCall of a call of attention_with_kvcache that `attention` served just now, "
         "without gradients; None where no kernel serves it.");
   m.def("set_record", &set_record, "function"_a);
-  m.def("set_decide_gradients", &set_decide_gradients, "function"_a);
+  m.def("set_decide_gradients", &set_decide_gradients, "function"_a, "order"_a.none() = nb::none());
   m.def(
       "attention_backward",
       [](nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,

@@ -9,6 +9,7 @@
 
 #include "common/options.h"
 #include "runtime/bindings/bindings.h"
+#include "runtime/kinds.h"
 
 namespace archflash {
 
@@ -34,6 +35,13 @@ void bind_problem(nb::module_& m) {
              const std::string_view bytes(reinterpret_cast<const char*>(&p), sizeof(p));
              return static_cast<int64_t>(std::hash<std::string_view>()(bytes) >> 1);
            })
+      .def_prop_ro(
+          "kind",
+          [](const Problem& p) {
+            const Kind kind = kind_of(p);
+            return nb::bytes(reinterpret_cast<const char*>(&kind), sizeof kind);
+          },
+          "Equal for problems that are alike in all that decides in which order kernels are asked.")
       .def_prop_ro("window", &has_window)
       .def_prop_ro(
           "given",
