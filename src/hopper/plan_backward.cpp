@@ -235,7 +235,10 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   KeyTileOrder order{all};
   // What the CTAs read and add to while one of them comes to where the one before began.
   const int64_t reach = int64_t{device.sm_count} * tile.rows * row_bytes;
-  const bool goes_upwards = heads_per_kv == 1 || (!call.varlen && reach <= int64_t{36} << 20);
+  // A tile that goes upwards waits for the one behind it, which in chains adds to other sums.
+  const bool in_chains = core::sums_of_round(problem, tile, device, split.shares) > 2;
+  const bool goes_upwards =
+      !in_chains && (heads_per_kv == 1 || (!call.varlen && reach <= int64_t{36} << 20));
   if (problem.deterministic && triangle && !plain && goes_upwards) {
     order.packed_rows = BYTES / 2 / row_bytes;
     order.packed_tiles = device.sm_count;

@@ -397,19 +397,25 @@ def hopper_plan(
     causal: bool,
     packed: bool = False,
     keys: int = 0,
+    dv: int = 0,
 ) -> native.LaunchPlan:
-    """hopper's plan for gradients on an H200. keys: rows of k, if not those of q."""
+    """hopper's plan for gradients on an H200. keys: rows of k, if not those of q. dv: columns of v,
+    if not those of q.
+    """
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     k = q[:, :heads_kv]
     if keys > 0:
         k = torch.empty(shape[0], heads_kv, keys, shape[3], dtype=torch.bfloat16, device="meta")
+    out, v = q, k
+    if dv > 0:
+        out, v = (x.new_empty(*x.shape[:-1], dv) for x in (q, k))
     lse = torch.empty(shape[:3], device="meta")
     options: dict[str, Any] = {"causal": causal}
     if packed:
         lse = torch.empty(shape[1], shape[0], device="meta")
         ends = torch.empty(5, dtype=torch.int32, device="meta")
         options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    request = _gradients.Request(q, q, k, k, q, lse, None, _options.complete(options))
+    request = _gradients.Request(out, q, k, v, out, lse, None, _options.complete(options))
     into = _gradients.Gradients.like(request)
     device = _api.find_device("H200")
     plan = _gradients.decide(request, into, device, "hopper", deterministic=deterministic).plan
@@ -565,6 +571,22 @@ def test_tiles_of_keys_far_more_than_rows_take_turns_in_chains(
         assert struct.unpack_from("<i", params, SUMS_OFFSET) == (sums,)
         upward_heads = struct.unpack_from("<6i", params, ORDER_OFFSET)[1]
         assert upward_heads == 0 or not deterministic or sums <= 2
+
+
+def test_tiles_in_chains_do_not_go_upwards() -> None:
+    """A tile that goes upwards waits for the one behind it, which would add to another chain's sums
+    and never hand them on.
+    """
+    in_chains = 0
+    sizes = itertools.product((16, 20, 40, 64), (500, 1000, 3000), (3, 3.9))
+    for (heads, rows, ratio), dims in itertools.product(sizes, ((8, 64), (32, 64), (64, 256))):
+        shape, keys = (1, heads, rows, dims[0]), int(ratio * rows)
+        params = hopper_params(shape, heads, True, causal=True, keys=keys, dv=dims[1])
+        (sums,) = struct.unpack_from("<i", params, SUMS_OFFSET)
+        upward_heads = struct.unpack_from("<6i", params, ORDER_OFFSET)[1]
+        assert sums <= 2 or upward_heads == 0, (shape, keys, dims)
+        in_chains += sums > 2
+    assert in_chains > 0
 
 
 def test_every_kernel_that_hopper_plans_for_gradients_was_built() -> None:
