@@ -231,7 +231,8 @@ constexpr core::Tile MLA_PACKED_TILES[] = {
 // and append rows, which serve other calls too.
 PlanResult plan_lists(const Problem& problem, const Device& device) {
   const bool latent = problem.qv_align > 0;
-  if (core::writes_f32(problem)) {
+  const bool f32_out = core::writes_f32(problem);
+  if (f32_out && !latent) {
     return Reasons{std::string("out_dtype float32 with key_indices: ampere writes the type of its "
                                "inputs there; leave out_dtype out") +
                    core::USE_TORCH};
@@ -258,9 +259,11 @@ PlanResult plan_lists(const Problem& problem, const Device& device) {
   const std::string word = core::dtype_word(problem.dtype);
   const int64_t ctas = core::list_tiles(problem, tile) * splits;
   LaunchPlan plan = core::one_launch("ampere", problem, device, tile, ctas, call);
-  if (splits > 1) {
+  if (splits > 1 || f32_out) {  // which the combining kernel of latent rows alone writes
     core::split_keys(plan, problem, splits, 0, offsetof(mma_sync::CacheParams, partials),
-                     "ampere_combine_" + word + (latent ? "_mla" : ""));
+                     "ampere_combine_" + word + (f32_out  ? "_mla_f32_out"
+                                                 : latent ? "_mla"
+                                                          : ""));
     plan.launches[1].image = (latent ? "ampere/mla_" : "ampere/fwd_") + word;
     std::memcpy(static_cast<void*>(&call), plan.launches[0].params.data(), sizeof call);
   }

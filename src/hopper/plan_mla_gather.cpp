@@ -66,10 +66,11 @@ PlanResult plan_latent_lists(const Problem& problem, const Device& device) {
   LaunchPlan plan = core::one_launch("hopper", problem, device, tile, ctas, params.call);
   plan.launches[0].params =
       packed ? core::bytes(params) : core::bytes(static_cast<const MlaGatherParams&>(params));
-  if (splits > 1) {
+  const bool f32_out = core::writes_f32(problem);  // what the combining kernel alone writes
+  if (splits > 1 || f32_out) {
     constexpr size_t PARTIALS = offsetof(MlaGatherParams, call.partials);
     core::split_keys(plan, problem, splits, share_keys, PARTIALS,
-                     "hopper_combine_" + word + "_mla");
+                     "hopper_combine_" + word + (f32_out ? "_mla_f32_out" : "_mla"));
     plan.launches[1].image = "hopper/mla_" + word;
   }
   Launch& launch = plan.launches[0];

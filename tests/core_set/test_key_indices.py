@@ -162,6 +162,22 @@ def test_a_kernel_attends_to_listed_rows_of_a_cache(kernel: str, dtype: str, how
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
 
 
+@pytest.mark.parametrize("kernel", LATENT)
+def test_float32_outputs_of_listed_latent_rows_are_not_rounded(kernel: str) -> None:
+    call = make(
+        [60, 33], nq=2, heads=(20, 1), dtype=torch.bfloat16, device=here.device, d=64, dv=512,
+        qv=True, page_size=7, key_indices=lists_of((2, 1, 2, 44), 33),
+    )  # fmt: skip
+    for splits in (1, 2):
+        wide = call.with_options(num_splits=splits, out_dtype=torch.float32)
+        kvcache_cases.check(wide, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+        out = here.attend_with_kvcache(kernel, wide)[0]
+        rounded = here.attend_with_kvcache(kernel, call.with_options(num_splits=splits))[0]
+        assert out.dtype == torch.float32
+        assert torch.equal(out.bfloat16(), rounded)
+        assert not torch.equal(out, rounded.float())
+
+
 # With 128 heads the two tiles of a query share the conversion of its rows in hopper: five blocks of
 # lists, one alone, and none at all.
 @pytest.mark.parametrize(("heads", "entries"), [(20, 40), (128, 290), (128, 50), (128, 0)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from archflash import attention_with_kvcache
+from archflash import attention_with_kvcache, merge_attention
 from archflash.compat import flash_mla
 
 LATENT = 512
@@ -107,6 +107,27 @@ def test_decoding_reads_packed_rows_of_one_cache_or_two(d: int, more: bool) -> N
             want, _, want_lse = formula(q[batch, row], rows, 0.05, sink)
             torch.testing.assert_close(out[batch, row].double(), want, atol=2e-2, rtol=2e-2)
             torch.testing.assert_close(lse[batch, :, row].double(), want_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_what_two_caches_give_is_rounded_once() -> None:
+    q = rand(2, 2, 3, 576, seed=4)
+    caches = [rand(3, 5, 1, 576, seed=6), rand(2, 7, 1, 576, seed=7)]
+    generator = torch.Generator().manual_seed(5)
+    lists = [torch.randint(0, 14, (2, 2, n), generator=generator).int() for n in (8, 5)]
+    out, _ = flash_mla.flash_mla_with_kvcache(
+        q, caches[0], None, None, LATENT, softmax_scale=0.05, indices=lists[0],
+        extra_k_cache=caches[1], extra_indices_in_kvcache=lists[1],
+    )  # fmt: skip
+    parts = [
+        attention_with_kvcache(
+            q, cache, dv=LATENT, key_indices=some[:, None], physical_indices=True, scale=0.05,
+            return_lse=True, out_dtype=torch.float32,
+        )
+        for cache, some in zip(caches, lists, strict=True)
+    ]  # fmt: skip
+    merged, _ = merge_attention(*zip(*parts, strict=True), layout="bnhd")
+    assert merged.dtype == torch.float32
+    assert torch.equal(out, merged.bfloat16())
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -139,8 +139,11 @@ def flash_mla_with_kvcache(
             ]  # fmt: skip
             if len(calls) > 1 and is_eager():  # before the first one is launched
                 _refuse_extra(calls[1])
+            if len(calls) > 1:  # rounded once, when they are merged
+                wide = torch.promote_types(q.dtype, torch.float32)
+                calls = [call | {"out_dtype": wide} for call in calls]
             parts = [(_attend_extra if i else _attend)(call) for i, call in enumerate(calls)]
-            out, lse = _merged(parts, attn_sink)
+            out, lse = _merged(parts, attn_sink, q.dtype)
         out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
         return out, _with_unseen(lse, math.inf)
     refuse(
@@ -219,7 +222,7 @@ def flash_mla_sparse_fwd(
         out, lse = _attend(call)
         # Scores times a large number: the log-sum-exp of the row is its largest one alone.
         _, largest = _attend(call | {"scale": scale * _SHARPENED})
-        out, lse = _merged([(out, lse)], attn_sink)
+        out, lse = _merged([(out, lse)], attn_sink, q.dtype)
     out, lse = without_gradient("attention to listed keys", (out, lse), q, kv)
     rows_first = (largest / _SHARPENED)[0].transpose(0, 1).contiguous()
     return out[0], rows_first, _with_unseen(lse, math.inf)[0].transpose(0, 1).contiguous()
@@ -305,9 +308,11 @@ def _check_sink(sink: Tensor | None, q: Tensor) -> None:
         raise TypeError(f"attn_sink is on {sink.device} but q is on {q.device}: move it")
 
 
-def _merged(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output of all parts with a sink in its denominator, rounded once more, and the log-sum-exp
-    without it. A sink is a part whose output is 0.
+def _merged(
+    parts: list[tuple[Tensor, Tensor]], sink: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Output of all parts with a sink in its denominator, and the log-sum-exp without it. A sink is
+    a part whose output is 0.
     """
     outs, lses = (list(x) for x in zip(*parts, strict=True))
     lse = lses[0] if len(lses) == 1 else torch.logaddexp(*lses)
@@ -317,4 +322,4 @@ def _merged(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None) -> tuple[Te
         lses.append(sink.float().clamp(max=1e30)[:, None].expand_as(lse).contiguous())
     if len(outs) == 1:
         return outs[0], lse
-    return merge_attention(outs, lses, layout="bnhd")[0], lse
+    return merge_attention(outs, lses, layout="bnhd")[0].to(dtype), lse

@@ -12,3 +12,5 @@ using namespace archflash::ampere;
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, mla), mla_fwd, MlaConfig<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(ampere_combine, mla), (32 * COMBINE_WARPS),
                 device::combine_splits<DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V>)
+ARCHFLASH_ENTRY(KERNEL(ampere_combine, mla_f32_out), (32 * COMBINE_WARPS),
+                device::combine_splits<DType::F32, MlaConfig<DTYPE>::HEAD_DIM_V>)

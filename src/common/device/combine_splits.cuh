@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/attention_params.h"
 #include "common/device/attention_work.cuh"
@@ -100,16 +101,22 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
 
   const float keys_max = sum == 0.0f ? MINUS_INFINITY : base * LN_2;
   const RowEnd end = finish_row(keys_max, sum, load_sink(attention, head));
-  uint16_t* out_gmem = static_cast<uint16_t*>(attention.out_gmem) + batch * attention.out_batch +
-                       head * attention.out_head + row_of_head * attention.out_row;
+  using Number = std::conditional_t<OUT == DType::F32, float, uint16_t>;
+  Number* out_gmem = static_cast<Number*>(attention.out_gmem) + batch * attention.out_batch +
+                     head * attention.out_head + row_of_head * attention.out_row;
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     const int column = COLUMNS * (lane + 32 * step);
     if (column >= attention.dv) continue;
     const float4 o = o_rmem[step];
-    ptx::st_global_v2_b32(out_gmem + column,
-                          ptx::cvt_rn_x2_f32<OUT>(o.x * end.factor, o.y * end.factor),
-                          ptx::cvt_rn_x2_f32<OUT>(o.z * end.factor, o.w * end.factor));
+    if constexpr (OUT == DType::F32) {
+      *reinterpret_cast<float4*>(out_gmem + column) = {o.x * end.factor, o.y * end.factor,
+                                                       o.z * end.factor, o.w * end.factor};
+    } else {
+      ptx::st_global_v2_b32(out_gmem + column,
+                            ptx::cvt_rn_x2_f32<OUT>(o.x * end.factor, o.y * end.factor),
+                            ptx::cvt_rn_x2_f32<OUT>(o.z * end.factor, o.w * end.factor));
+    }
   }
   if (attention.lse_gmem != nullptr && lane == 0) attention.lse_gmem[row] = end.lse;
 }

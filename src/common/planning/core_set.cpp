@@ -65,9 +65,10 @@ struct Refusals {
     const auto alone = [&](bool is_given, const char* what) {
       if (is_given) add(given + " with " + what, "takes either alone; leave out_dtype out");
     };
-    alone(problem.kv_cache, "a KV cache");
+    const bool latent_lists = core::has_latent_lists(problem);
+    alone(problem.kv_cache && !latent_lists, "a KV cache");
     alone(problem.dropout_p != 0, "dropout_p");
-    alone(problem.num_splits > 1, "num_splits");
+    alone(problem.num_splits > 1 && !latent_lists, "num_splits");
     alone(problem.batch_invariant, "batch_invariant");
   }
 
@@ -263,6 +264,10 @@ std::pair<std::string, std::string> approximate_note(const Problem& problem) {
 bool writes_f32(const Problem& problem) {
   const bool of_16_bits = problem.dtype == DType::F16 || problem.dtype == DType::BF16;
   return of_16_bits && problem.out_dtype == DType::F32;
+}
+
+bool has_latent_lists(const Problem& problem) {
+  return problem.key_indices > 0 && problem.qv_align > 0;
 }
 
 bool nothing_to_write(const Problem& problem) {

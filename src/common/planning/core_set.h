@@ -39,6 +39,8 @@ std::pair<std::string, std::string> approximate_note(const Problem& problem);
 
 // Whether fp32 outputs of 16-bit inputs are asked for.
 bool writes_f32(const Problem& problem);
+// Whether key_indices name rows of a latent cache. Then 16-bit calls may write float32 in any case.
+bool has_latent_lists(const Problem& problem);
 
 // Whether no output element and no log-sum-exp is asked for. A plan without launches serves that.
 bool nothing_to_write(const Problem& problem);

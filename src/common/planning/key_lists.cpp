@@ -40,6 +40,7 @@ Problem lists_as_sequences(const Problem& problem) {
   lists.window_left = lists.window_right = UNBOUNDED;
   lists.q_offset = lists.nk - lists.nq;
   lists.q_offset_tensor = false;
+  if (has_latent_lists(problem)) lists.out_dtype = lists.dtype;  // shares are combined to either
   return lists;
 }
 

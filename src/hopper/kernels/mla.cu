@@ -12,3 +12,5 @@ using namespace archflash::hopper;
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla), mla_fwd, MlaConfig<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_combine, mla), (32 * COMBINE_WARPS),
                 device::combine_splits<DTYPE, MlaConfig<DTYPE>::HEAD_DIM_V>)
+ARCHFLASH_ENTRY(KERNEL(hopper_combine, mla_f32_out), (32 * COMBINE_WARPS),
+                device::combine_splits<DType::F32, MlaConfig<DTYPE>::HEAD_DIM_V>)
