@@ -45,7 +45,8 @@ library.define(
 
 # What the runtime is told of gradients (enum Grad in src/runtime/call.h).
 _NO_GRADIENTS, _IF_REQUIRED, _GRADIENTS_NEEDED = 0, 1, 2
-GRADIENTS = "gradients are needed here, and it has none: call it under torch.no_grad()"
+_NO_KERNEL = "gradients are needed here, and it has none: call it under torch.no_grad()"
+_TRANSFORMED = "torch.func's transforms and forward-mode autograd need PyTorch's own operations"
 
 
 def attention(
@@ -97,9 +98,11 @@ def attention(
         if needs_grad and not transformed and not sharded:
             differentiable = _who_differentiates(problem, q.device, name)
         elif transformed:
-            _refuse_forced(implementation)
+            _refuse_forced(
+                implementation, f"{_TRANSFORMED}: force none, or pass implementation='torch'"
+            )
             if q.device.type == "cuda":
-                note_fallback(f"torch.func and forward-mode autograd: {GRADIENTS}")
+                note_fallback(_TRANSFORMED)
         by_torch = needs_grad and differentiable is None and not options["batch_invariant"]
         if by_torch and not transformed and _flops.are_counted():
             differentiable = _registry.TORCH  # through the operator, whose formula counts
@@ -266,10 +269,10 @@ _OF_PYTORCHS_CALL = frozenset(("causal", "scale", "layout"))
 _native.set_decide_pytorchs(pytorchs_call)
 
 
-def _refuse_forced(implementation: str | None) -> None:
+def _refuse_forced(implementation: str | None, why: str) -> None:
     name = forced() if implementation is None else implementation
     if name is not None and name != "torch":
-        raise ForcedImplementationError(f"{name} is forced, but {GRADIENTS}")
+        raise ForcedImplementationError(f"{name} is forced, but {why}")
 
 
 def _who_differentiates(
@@ -359,7 +362,7 @@ def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
                 f"{name} is forced, but a traced call whose gradients are needed has to name it: "
                 f"pass implementation={name!r}"
             )
-        _refuse_forced(implementation)
+        _refuse_forced(implementation, _NO_KERNEL)
     return _planned(q, k, v, options)
 
 

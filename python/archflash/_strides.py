@@ -20,7 +20,8 @@ def nesting(strides: Sequence[int]) -> list[int]:
     src/runtime/reading/output.cpp follows the same rule for eager calls.
     """
     last = len(strides) - 1
-    if all(isinstance(stride, int) for stride in strides):
+    # While torch.compile traces, numbers that it does not know are ints, too, and cannot be sorted.
+    if not torch.compiler.is_compiling() and all(isinstance(stride, int) for stride in strides):
         outer = sorted(range(last), key=lambda i: -strides[i] if strides[i] else _MINUS_INF)
         return [*outer, last]
     outer = []

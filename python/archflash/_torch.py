@@ -430,15 +430,9 @@ def _sdpa(
         return sdpa_by_plain_operations(q, k, v, mask, scale, is_causal=is_causal)
     if q.device.type == "cuda":
         q, k, v = (readable_by_fused_kernels(x) for x in (q, k, v))
-    out = pytorchs_sdpa(
-        q,
-        k,
-        v,
-        mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=bool(q.shape[1] != k.shape[1]),  # of symbolic sizes PyTorch takes no other
-    )
+    # A branch makes a bool of symbolic sizes, too, and PyTorch takes no other.
+    groups = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    out = pytorchs_sdpa(q, k, v, mask, is_causal=is_causal, scale=scale, **groups)
     if out.requires_grad and not torch.compiler.is_compiling() and not in_transform():
         let_differentiate_twice(out)
     return out

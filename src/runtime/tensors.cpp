@@ -254,11 +254,8 @@ void check_low_address(nb::handle tensor, const char* name, TensorView& view) {
 }  // namespace
 
 void read_tensor(nb::handle object, const char* name, TensorView& view, bool known) {
-  if (!is_tensor(object)) {
-    const std::string type = nb::cast<std::string>(object.type().attr("__name__"));
-    throw nb::type_error(
-        (std::string(name) + " is a " + type + ": it must be a torch.Tensor").c_str());
-  }
+  if (!is_tensor(object))
+    throw nb::type_error(join(name, " is ", given(object), ": it must be a torch.Tensor").c_str());
   if (!read_through_table(object, view)) {
     if (nb::cast<bool>(object.attr("is_nested")) || !object.attr("layout").is(torch().strided)) {
       throw nb::type_error(

@@ -9,6 +9,8 @@ import threading
 import warnings
 from dataclasses import dataclass
 
+import torch
+
 from archflash import _archflash as _native
 from archflash import _calibrated, _measured, _registry, _torch_kernels
 from archflash._dispatch import order, pytorch
@@ -295,6 +297,8 @@ def note_fallback(reason: str, stacklevel: int = 4) -> None:
         raise UnsupportedError(
             f"no kernel of archflash serves this call, and {_FALLBACK_VARIABLE}=error: {reason}"
         )
+    if torch.compiler.is_compiling():  # which traces neither a lock nor a logger
+        return
     with _noting:
         kind = kind_of(reason)
         if kind in _noted:

@@ -149,7 +149,7 @@ Reasons why_not(const Problem& problem, const Description& description) {
   if (takes_fp8 && problem.out_dtype != DType::F16 && problem.out_dtype != DType::BF16) {
     refuse.add(std::string("out_dtype ") + dtype_name(problem.out_dtype),
                "writes float16 or bfloat16; choose one of them");
-  } else if (!takes_fp8 && problem.out_dtype != problem.dtype) {
+  } else if (!is_fp8(problem.dtype) && problem.out_dtype != problem.dtype) {
     refuse.out_dtype(has("out_dtype"));
   }
   const bool with_qv = problem.qv_align > 0;
@@ -218,8 +218,6 @@ Reasons why_not(const Problem& problem, const Description& description) {
                  "takes bool, float32 and the type of its inputs; convert attn_mask");
     }
   }
-  if (problem.descale != 0 && !takes_fp8 && !fp8_cache && !has_stored_nvfp4(problem))
-    refuse.add("descales", "takes no fp8 inputs; drop the descales");
   if (has_block_scales(problem) && !scales_blocks && takes_fp8) {
     refuse.add("descales of dtype float8_e8m0fnu",
                "takes descales of a tensor, a head or 64 rows, in float32; quantise anew");

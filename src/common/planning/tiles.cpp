@@ -91,9 +91,9 @@ bool serves(const Tile& tile, const Problem& problem, const Device& device) {
 
 Reasons too_little_shared_memory(const std::string& folder, int64_t needed, const Device& device) {
   return {"shared memory: " + device.name + " gives a CTA " +
-          std::to_string(device.shared_per_block) + " bytes and " + folder + " needs " +
-          std::to_string(ceil_div(needed, 1024)) +
-          " KB at most for every head_dim; use another GPU" + USE_TORCH};
+          std::to_string(device.shared_per_block) + " bytes and " + folder + " needs up to " +
+          std::to_string(ceil_div(needed, 1024)) + " KB, as head_dim says; use another GPU" +
+          USE_TORCH};
 }
 
 Reasons grid_too_large(int64_t ctas) {
