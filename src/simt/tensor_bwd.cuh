@@ -1,5 +1,5 @@
 // Attention backward for fp32 inputs on mma.sync tensor cores (tensor_parts.cuh) in one kernel: 5
-// products of queries and keys, each in sums of SUM columns, queries or keys.
+// products of queries and keys, S and dP in sums of 8 columns, the others of SUM queries or keys.
 //
 // A CTA owns ROWS keys; blocks of BLOCK queries pass by. Each warp owns 16 of the keys; SPLIT warps
 // share the same ones, and each has a share of the queries: its dK and dV are of these queries
@@ -60,7 +60,8 @@ __device__ __forceinline__ void start_rows(float* tile_smem, const float* rows_g
 }
 
 // Products of a warp's 16 owned rows with its share of the passing rows, over `columns` columns.
-// own_smem and passing_smem: this lane's first row of either.
+// own_smem and passing_smem: this lane's first row of either. Each 8 columns have sums of their
+// own: what tensor cores cut off of a score is an error of its P, and so of all three gradients.
 template <class C>
 __device__ __forceinline__ void multiply_rows(BlockScores<C>& s_rmem, const float* own_smem,
                                               const float* passing_smem, int columns) {
@@ -73,39 +74,35 @@ __device__ __forceinline__ void multiply_rows(BlockScores<C>& s_rmem, const floa
     for (int i = 0; i < 4; ++i) s_rmem[n][i] = 0.0f;
   }
 #pragma unroll 1
-  for (int column = 0; column < columns; column += C::SUM) {
-    float sum_rmem[TILES][4] = {}, small_rmem[TILES][4] = {};
+  for (int column = 0; column < columns; column += 16) {
+    // Columns 4t and 4t+1 are one step of mma.sync, 4t+2 and 4t+3 the other one.
+    const int chunk = (column & ~31) + (even_chunks ^ (column & 16));
+    Parts own[2];
+    {
+      float row[2][4];
 #pragma unroll
-    for (int half = 0; half < C::SUM / 16; ++half) {
-      // Columns 4t and 4t+1 are one step of mma.sync, 4t+2 and 4t+3 the other one.
-      const int chunk = column + (even_chunks ^ 16 * half);
-      Parts own[2];
-      {
-        float row[2][4];
+      for (int r = 0; r < 2; ++r) load_4(row[r], own_smem + 8 * r * C::HEAD_DIM + chunk);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) load_4(row[r], own_smem + 8 * r * C::HEAD_DIM + chunk);
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          split<false>(row[i % 2][i / 2], own[i / 4].big[i % 4], own[i / 4].small[i % 4]);
-      }
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        float row[4];
-        load_4(row, passing_smem + 8 * n * C::HEAD_DIM + chunk);
-        uint32_t big[4], small[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) split<false>(row[i], big[i], small[i]);
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          multiply(sum_rmem[n], small_rmem[n], own[step], big[2 * step], big[2 * step + 1],
-                   small[2 * step], small[2 * step + 1]);
-        }
-      }
+      for (int i = 0; i < 8; ++i)
+        split<false>(row[i % 2][i / 2], own[i / 4].big[i % 4], own[i / 4].small[i % 4]);
     }
+    // Without this barrier ptxas loads so much ahead that it spills.
+    __syncwarp();
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
+      float row[4];
+      load_4(row, passing_smem + 8 * n * C::HEAD_DIM + chunk);
+      uint32_t big[4], small[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s_rmem[n][i] += sum_rmem[n][i] + small_rmem[n][i];
+      for (int i = 0; i < 4; ++i) split<false>(row[i], big[i], small[i]);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        float sum[4] = {};  // the products with a small factor come first
+        multiply(sum, sum, own[step], big[2 * step], big[2 * step + 1], small[2 * step],
+                 small[2 * step + 1]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s_rmem[n][i] += sum[i];
+      }
     }
   }
 }

@@ -69,7 +69,7 @@ struct TensorBackwardConfig {
   static constexpr int WARPS = ROWS / WARP_ROWS * SPLIT;
   static constexpr int THREADS = 32 * WARPS;
   static constexpr int CTAS_PER_SM = CTAS_PER_SM_;  // ptxas limits the registers to allow as many
-  static constexpr int SUM = 32;  // columns, queries or keys whose products are added by themselves
+  static constexpr int SUM = 32;  // queries or keys whose products are added by themselves
 
   // Shared memory, offsets and pitches in floats: K | V | Q | dO | dS, whose rows are queries |
   // RowTerms of the queries | TensorWork. A lane reads two neighbours of dS: sixteen lanes hit all

@@ -1,6 +1,6 @@
 // How the kernels on tensor cores multiply fp32 numbers. Each is the sum of two numbers of TF32,
-// big + small, to half a unit of its last bit, and three products of TF32 stand for one of fp32:
-//   x y = big(x) big(y) + big(x) small(y) + small(x) big(y)      small(x) small(y) < 2^-24 x y
+// big + small, to a unit of its last bit, and three products of TF32 stand for one of fp32:
+//   x y = big(x) big(y) + big(x) small(y) + small(x) big(y)      small(x) small(y) < 2^-22 x y
 //
 // The tensor cores cut off what does not fit the sum where fp32 arithmetic would round it, so long
 // sums become too small. Sums of few products are therefore added in fp32: at most 64 of them.

@@ -228,6 +228,18 @@ def test_features(kernel: str, name: str) -> None:
     differentiate_and_check(on, kernel, *tensors, schedules=(number, number + 1), **options)
 
 
+@pytest.mark.parametrize("name", [name for name, (case, _) in FEATURES.items() if all(case[:2])])
+@pytest.mark.skipif("simt" not in KERNELS, reason="simt is not built")
+@pytest.mark.skipif(on.name == "gpu", reason="test_features plans for the GPU that is there")
+def test_features_of_simt_on_tensor_cores(name: str) -> None:
+    """Short sums, in which plain fp32 has small errors."""
+    number = list(FEATURES).index(name)
+    tensors, options = feature_call(on, FEATURES[name], "float32", number)
+    differentiate_and_check(
+        on, "simt", *tensors, schedules=(number,), planned_for="H200", **options
+    )
+
+
 Q_LENGTHS, K_LENGTHS = (5, 0, 40, 70), (9, 12, 0, on.pick(simulator=100, gpu=300))
 
 
