@@ -429,6 +429,19 @@ def test_batch_invariant_calls_of_all_sizes_go_to_one_kernel(device: str, name: 
     assert len(kernels) == 1
 
 
+@pytest.mark.parametrize("device", ["A100", "H200", "B200", "RTX 5090"])
+def test_pytorch_comes_before_no_kernel_in_batch_invariant_calls(device: str) -> None:
+    known = find_device(device)
+    for dtype, d, rows in ((torch.float16, 64, 1024), (torch.bfloat16, 512, 100)):
+        q = torch.empty(1, 2, rows, d, dtype=dtype, device="meta")
+        mask = torch.empty(rows, rows, dtype=torch.bool, device="meta")
+        for options in ({"attn_mask": mask}, {"causal": True}, {"softcap": 2.0}):
+            decision = archflash.explain(q, q, q, device=device, batch_invariant=True, **options)
+            assert decision.chosen != "torch"
+            order = _dispatch.order.of(decision.problem, known.capability, known)
+            assert order[-1] == "torch"
+
+
 def test_batch_invariant_calls_that_no_kernel_serves_are_errors() -> None:
     q = torch.empty(1, 8, 16_384, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, 8, 131_072, 128, dtype=torch.bfloat16, device="meta")

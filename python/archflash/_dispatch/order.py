@@ -69,6 +69,10 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
     """The order without what the user measured."""
     measured = _measured.find(problem, capability)
     kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
+    if problem.batch_invariant:  # `torch` is no answer then: any kernel is one before it
+        tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
+        others = [name for name in kernels if name not in tensor_cores]
+        return (*tensor_cores, *others, _registry.TORCH)
     pytorchs = pytorch.chosen_kernel(problem, capability)
     if isinstance(pytorchs, str) and pytorch.fails(problem, capability, pytorchs):
         return _before_pytorch(problem, capability, kernels)
