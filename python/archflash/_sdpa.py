@@ -119,9 +119,7 @@ def scaled_dot_product_attention(
             # With enable_gqa the numbers of heads may differ, so only the dimensions before them
             # broadcast.
             kept = 3 if enable_gqa and min(query.ndim, key.ndim, value.ndim) >= 3 else 2
-            lead = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-                *(x.shape[:-kept] for x in (query, key, value))
-            )
+            lead = _common_shape(query, key, value, kept)
             q, k, v = (_to_4d(x.expand(*lead, *x.shape[-kept:])) for x in (query, key, value))
             if k.shape[1] != v.shape[1]:
                 k, v = (_repeated(x, q.shape[1]) for x in (k, v))
@@ -176,6 +174,22 @@ def _fit_together(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     of_q, of_k, of_v = query.shape, key.shape, value.shape
     same_heads = of_k[1] == of_v[1] and (enable_gqa or of_q[1] == of_k[1])
     return same_heads and of_q[0] == of_k[0] == of_v[0]
+
+
+def _common_shape(query: Tensor, key: Tensor, value: Tensor, kept: int) -> tuple[int, ...]:
+    """What the dimensions before the last `kept` broadcast to."""
+    try:
+        lead: tuple[int, ...] = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            *(x.shape[:-kept] for x in (query, key, value))
+        )
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        groups = "; enable_gqa=True lets heads of query share those of key" if kept == 2 else ""
+        raise RuntimeError(
+            f"query, key and value have shapes {shapes}: the dimensions before the last {kept} "
+            f"must broadcast{groups}"
+        ) from error
+    return lead
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:

@@ -98,7 +98,12 @@ def _check(dtypes: Any, head_dims: Any, implementations: Any) -> list[tuple[int,
 def _index(device: int | str | torch.device | None) -> int:
     """The index of a CUDA device."""
     name = "cuda" if device is None else device
-    asked = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    try:
+        asked = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    except RuntimeError as error:  # no name of a device
+        raise ValueError(
+            f"device is {_native.given(device)}: it must be a CUDA device, as 'cuda:0', or its index"
+        ) from error
     if asked.type != "cuda":
         raise ValueError(f"device is {asked}: kernels are loaded onto CUDA devices, as 'cuda:0'")
     missing = _dispatch.driver_problem()

@@ -165,8 +165,13 @@ void build_call(const Arguments& a, Call& call) {
     wrong_value("the head dim is ", p.d, " for q and k and ", p.dv,
                 " for v: it must be at least 1");
   if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
+    const bool packed = q.ndim == 3;
+    const char* const order = packed        ? "tokens, heads, dim"
+                              : x.head == 1 ? "batch, heads, rows, dim"
+                                            : "batch, rows, heads, dim";
     wrong_value("q has ", p.heads_q, " heads and k has ", p.heads_kv,
-                ": the heads of q must be a multiple of those of k and v");
+                ": the heads of q must be a multiple of those of k and v, where q is (", order,
+                ")");
   }
 
   read_sequences(a, x, of_keys, q, k, v, call);

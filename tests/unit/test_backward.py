@@ -153,7 +153,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[..., dict[str, Any]]]] = {
     "dk-is-k": (ValueError, "dk begins where k does", lambda k, **_: {"dk": k}),
     "accumulate": (ValueError, "accumulate=True", lambda **_: {"accumulate": True}),
     "q-dtype": (TypeError, "same", lambda q, **_: {"q": q.half()}),
-    "dlse": (TypeError, "dlse is a float", lambda **_: {"dlse": 1.0}),
+    "dlse": (TypeError, "dlse is 1.0", lambda **_: {"dlse": 1.0}),
     "layout": (ValueError, "layout", lambda **_: {"layout": "hbnd"}),
     "forced-unknown": (
         FORCED, "no implementation", lambda **_: {"implementation": "x"},

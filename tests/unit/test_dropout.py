@@ -74,7 +74,7 @@ STATE = torch.tensor([1, 2])
         ({"dropout_p": "a"}, TypeError, "dropout_p is 'a'"),
         ({"dropout_p": 0.1, "rng_state": STATE.int()}, TypeError, "rng_state has dtype"),
         ({"dropout_p": 0.1, "rng_state": STATE[:1]}, ValueError, "rng_state has shape"),
-        ({"dropout_p": 0.1, "rng_state": 5}, TypeError, "rng_state is a int"),
+        ({"dropout_p": 0.1, "rng_state": 5}, TypeError, "rng_state is 5"),
         ({"dropout_p": 0.1, "batch_invariant": True}, ValueError, "batch_invariant=True"),
     ],
 )

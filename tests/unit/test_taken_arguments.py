@@ -125,7 +125,7 @@ def test_other_libraries_bools_may_be_none_numbers_or_numpys(name: str) -> None:
 
 
 def test_an_error_does_not_blame_a_bool_that_is_none() -> None:
-    with pytest.raises(TypeError, match=r"k is a int: it must be a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"k is 3: it must be a torch.Tensor"):
         fa2.flash_attn_func(Q, 3, Q, causal=None, deterministic=None)  # type: ignore[arg-type]
 
 

@@ -230,6 +230,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "blackwell_dc serves no call of these dtypes and head dims on H200",
     ),
     "cpu": ({"device": "cpu"}, ValueError, "device is cpu"),
+    "gpu's name": ({"device": "H100"}, ValueError, "device is 'H100': it must be a CUDA"),
 }
 
 

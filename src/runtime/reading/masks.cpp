@@ -151,8 +151,10 @@ void read_strided(const Option& option, nb::handle object, const TensorView& q, 
                         : size == size_of(extent, p) || (size == 1 && repeats == Repeats::IfOne);
   }
   if (!fits) {
+    std::string doc = option.doc;
+    std::erase(doc, '`');  // the mark-up of docstrings
     wrong_value(option.name, " has shape ", describe_shape(view), ": it must be ",
-                shapes_of(option, p), ": ", option.doc);
+                shapes_of(option, p), ": ", doc);
   }
   Strides& strides = p.*option.strides;
   for (int i = left_out; i < most; ++i) {

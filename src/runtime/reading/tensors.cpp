@@ -29,7 +29,9 @@ void check_same_device(const TensorView& t, const char* name, const TensorView& 
     auto text = [](const TensorView& view) {
       return view.device_kind == DeviceKind::Cuda
                  ? join("cuda:", view.device_index)
-                 : std::string(view.device_kind == DeviceKind::Cpu ? "cpu" : "another device");
+                 : std::string(view.device_kind == DeviceKind::Cpu    ? "cpu"
+                               : view.device_kind == DeviceKind::Meta ? "meta"
+                                                                      : "another device");
     };
     wrong_type(name, " is on ", text(t), " but q is on ", text(q), ": move them to one device");
   }
