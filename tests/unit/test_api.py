@@ -149,6 +149,8 @@ def test_examples_in_docstrings_run(name: str) -> None:
     for library in ("comfyui", "diffusers", "sglang", "transformers", "vllm"):
         if word.startswith(library):
             pytest.importorskip(library, reason=f"{library} is not installed")
+    if name.endswith("_quantize_mxfp8") and not hasattr(torch, "float8_e8m0fnu"):
+        pytest.skip("torch before 2.7 has no float8_e8m0fnu")
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
