@@ -23,6 +23,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _in_transform = torch._C._are_functorch_transforms_active
+_KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")
 
 
 def is_eager() -> bool:
@@ -42,6 +43,11 @@ def is_eager() -> bool:
 def is_tracing() -> bool:
     """Whether torch.jit.trace records this call."""
     return not _is_compiling() and _is_tracing()
+
+
+def is_exporting() -> bool:
+    """Whether torch.export records this call. torch 2.6 does not tell."""
+    return _KNOWS_EXPORTS and torch.compiler.is_exporting()
 
 
 def in_transform() -> bool:

@@ -26,7 +26,7 @@ from archflash._dispatch import (
     select,
     with_approximate,
 )
-from archflash._eager import has_tangent, is_tracing, is_transformed, untraced
+from archflash._eager import has_tangent, is_exporting, is_tracing, is_transformed, untraced
 from archflash._errors import ForcedImplementationError, UnsupportedError
 from archflash._gradients import FOLDERS
 from archflash._plain_tensors import has_symbols, is_symbolic, plain, resolved
@@ -107,6 +107,11 @@ def attention(
         if by_torch and not transformed and _flops.are_counted():
             differentiable = _registry.TORCH  # through the operator, whose formula counts
     wants_lse = options["return_lse"]
+    if compiling and needs_grad and is_exporting():
+        # One operator is exported, as it is traced: who serves the call and computes its gradients
+        # is decided where the program runs.
+        options["return_lse"] = True  # the backward pass reads it
+        needs_grad = False
     # Gradients of DTensors always go through the operators, which have strategies: PyTorch's own
     # operations may lack them. Each device then decides for the part that it has.
     by_operator = sharded and needs_grad and not transformed

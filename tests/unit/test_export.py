@@ -147,3 +147,35 @@ def test_sizes_that_the_values_of_a_tensor_decide() -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, k, v, count), expected)
+
+
+class Trained(nn.Module):
+    """A model as it comes from its training: its parameters require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (self.project(x) for _ in range(3))
+        return archflash.attention(q, k, v, causal=True, sinks=self.sinks)
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 7), reason="torch 2.6 does not tell of an export"
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_trained_model_is_exported_with_one_operator(strict: bool) -> None:
+    """Neither are PyTorch's operations exported in its place, nor beside it."""
+    module, (x, *_) = Trained(), qkv(2, 9)
+    program = torch.export.export(module, (x,), strict=strict)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("archflash.attention.default") == 1
+    assert not any("wrap_with" in name or "scaled_dot_product" in name for name in targets)
+    loaded = saved_and_loaded(program).module()
+    torch.testing.assert_close(loaded(x), module(x))
+    for one in (module, loaded):
+        one(x).square().sum().backward()
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    torch.testing.assert_close({n: p.grad for n, p in loaded.named_parameters()}, expected)
