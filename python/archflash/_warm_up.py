@@ -102,7 +102,8 @@ def _index(device: int | str | torch.device | None) -> int:
         asked = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
     except RuntimeError as error:  # no name of a device
         raise ValueError(
-            f"device is {_native.given(device)}: it must be a CUDA device, as 'cuda:0', or its index"
+            f"device is {_native.given(device)}: it must be a CUDA device, such as 'cuda:0', or "
+            "the index of one"
         ) from error
     if asked.type != "cuda":
         raise ValueError(f"device is {asked}: kernels are loaded onto CUDA devices, as 'cuda:0'")

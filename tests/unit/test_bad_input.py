@@ -75,7 +75,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ("q is [[1.0]]", "it must be a torch.Tensor"),
     ),
     "k-none": (padded(k=None), TypeError, ("k is None", "torch.Tensor")),
-    "v-numpy": (padded(v=rand(2, 2, 9, 8).numpy()), TypeError, ("v is a numpy.ndarray", "torch.Tensor")),
+    "v-numpy": (
+        padded(v=rand(2, 2, 9, 8).numpy()),
+        TypeError,
+        ("v is a numpy.ndarray", "torch.Tensor"),
+    ),
     "dtype-mix": (
         padded(k=rand(2, 2, 9, 16, dtype=torch.float16)),
         TypeError,
@@ -337,7 +341,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     ),
     "sinks-strided": (padded(sinks=rand(8)[::2]), ValueError, ("sinks is not contiguous",)),
     "sinks-device": (padded(sinks=rand(4).to("meta")), TypeError, ("sinks is on ", "q is on cpu")),
-    "sinks-list": (padded(sinks=[0.0] * 4), TypeError, ("sinks is [0.0, 0.0, 0.0, 0.0]", "torch.Tensor")),
+    "sinks-list": (
+        padded(sinks=[0.0] * 4),
+        TypeError,
+        ("sinks is [0.0, 0.0, 0.0, 0.0]", "torch.Tensor"),
+    ),
     # the mask
     "attn_mask-int": (
         padded(attn_mask=torch.ones(7, 9, dtype=torch.int32)),

@@ -73,7 +73,7 @@ def test_leading_dimensions_that_do_not_broadcast_are_named() -> None:
     q, k = rand(2, 4, 5, 8), rand(2, 2, 7, 8)
     with pytest.raises(RuntimeError, match=r"\(2, 4, 5, 8\), \(2, 2, 7, 8\).*enable_gqa=True"):
         scaled_dot_product_attention(q, k, k)
-    with pytest.raises(RuntimeError, match="before the last 3 must broadcast$"):
+    with pytest.raises(RuntimeError, match=r"before the last 3 must broadcast$"):
         scaled_dot_product_attention(q, k[:, None].expand(2, 3, 2, 7, 8), k, enable_gqa=True)
 
 
