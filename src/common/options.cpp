@@ -1,6 +1,7 @@
 #include "common/options.h"
 
 #include <algorithm>
+#include <string_view>
 
 namespace archflash {
 
@@ -19,7 +20,7 @@ Reasons refused_options(bool flags_alone, const Problem& problem, const Descript
   for (const Option& option : OPTIONS) {
     if (option.advice && !option.flag) continue;
     if ((flags_alone && !option.flag) || !is_given(option, problem)) continue;
-    const std::string feature = feature_of(option);
+    const std::string_view feature = feature_of(option);
     const auto& features = description.features;
     if (feature.empty() || std::find(features.begin(), features.end(), feature) != features.end())
       continue;

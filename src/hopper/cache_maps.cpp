@@ -14,15 +14,15 @@ using GroupRows = GroupedTile<64, 16>;  // for what all of them have in common
 }  // namespace
 
 TensorMapSpec make_cache_map(const Problem& problem, Operand operand, size_t offset,
-                             Swizzle swizzle, std::vector<int32_t> box, std::vector<int64_t> dims,
+                             Swizzle swizzle, Extents<int32_t> box, Extents<int64_t> dims,
                              std::initializer_list<int64_t> strides) {
   TensorMapSpec map{};
   map.operand = operand;
   map.offset = static_cast<int32_t>(offset);
   map.dtype = problem.dtype;
   map.swizzle = swizzle;
-  map.box = std::move(box);
-  map.dims = std::move(dims);
+  map.box = box;
+  map.dims = dims;
   for (const int64_t stride : strides) map.strides.push_back(stride * dtype_bytes(problem.dtype));
   return map;
 }

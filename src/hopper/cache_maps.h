@@ -15,7 +15,7 @@ namespace archflash::hopper {
 
 // A tensor map of K or V of a cache. `strides`: of all dimensions but the first, in elements.
 TensorMapSpec make_cache_map(const Problem& problem, Operand operand, size_t offset,
-                             Swizzle swizzle, std::vector<int32_t> box, std::vector<int64_t> dims,
+                             Swizzle swizzle, Extents<int32_t> box, Extents<int64_t> dims,
                              std::initializer_list<int64_t> strides);
 
 // The tensor map of K or V of a cache: (columns, rows of a block, heads, blocks). Boxes have

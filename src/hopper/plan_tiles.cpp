@@ -337,23 +337,17 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
 
 HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
     : nq(problem.nq), nk(problem.nk) {
-  LaunchPlan head;
-  head.problem = problem;
-  head.problem.batch = head.problem.heads_q = head.problem.heads_kv = 1;
-  if (problem.varlen) {
-    head.problem.varlen = false;
-    head.problem.nq = nq /= problem.batch;
-    head.problem.nk = nk /= problem.batch;
-  }
-  head.tile.block_q = tile.block_q, head.tile.block_k = tile.block_k;
-  head.tile.row_step = tile.row_step;
-  head.tile.splits = head.tile.v_slices = 1;
+  if (problem.varlen) nq /= problem.batch, nk /= problem.batch;
   // Only products of its own keys can fill a tile's start and end.
   constexpr double MOST_FILLED = 1.0 / 3;
-  const std::vector<core::TileTime> tiles = core::tile_times(head, {});
-  for (const core::TileTime& one : tiles) {
-    const double filled = -MOST_FILLED * (one.time - core::TILE_KEYS);
-    times.push_back(one.time + std::max<double>(tile.start_keys, filled));
+  const core::RowTileSize size{tile.block_q, tile.block_k, tile.row_step};
+  const int64_t rows_of_head = core::ceil_div(nq, tile.block_q);
+  double last_keys = 0;
+  times.reserve(rows_of_head);
+  for (int64_t index = rows_of_head - 1; index >= 0; --index) {
+    last_keys = static_cast<double>(core::keys_of_row_tile(problem, size, nq, nk, index));
+    const double filled = -MOST_FILLED * last_keys;
+    times.push_back(core::TILE_KEYS + last_keys + std::max<double>(tile.start_keys, filled));
   }
   if (problem.varlen || tile.row_step == 0 || times.empty()) return;
   // The first tile may have rows for some of the warpgroups only.
@@ -362,7 +356,7 @@ HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
   const int64_t rows =
       core::ceil_div(first.end_row - first.first_row, tile.row_step) * tile.row_step;
   if (rows >= tile.block_q) return;
-  const double keys = tiles.back().time - core::TILE_KEYS;
+  const double keys = last_keys;
   const double start = core::TILE_KEYS + std::max(tile.start_keys, START_ALONE);
   times.back() = start + keys * core::share_of_rows(rows, tile.block_q);
   if (times.size() == 1) {

@@ -103,11 +103,11 @@ void* driver_function(const char* name, int cuda_version) {
 }
 
 void encode_tensor_map(const TensorMapSpec& spec, void* address, void* map) {
-  constexpr size_t MAX_RANK = 5;
+  constexpr size_t MAX_RANK = Extents<int64_t>::MOST;
   cuuint64_t dims[MAX_RANK], strides[MAX_RANK];
   cuuint32_t box[MAX_RANK], steps[MAX_RANK];
   const size_t rank = spec.dims.size();
-  if (rank < 1 || rank > MAX_RANK || spec.box.size() != rank || spec.strides.size() + 1 != rank) {
+  if (rank < 1 || spec.box.size() != rank || spec.strides.size() + 1 != rank) {
     throw LaunchFailure(
         join("tensor map of ", operand_name(spec.operand), ": ", rank, " dims, ", spec.box.size(),
              " box sizes and ", spec.strides.size(),

@@ -6,6 +6,7 @@
 #include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <unordered_map>
 
 #include "common/options.h"
 #include "common/planning/backward_parts.h"
@@ -71,8 +72,8 @@ const std::vector<std::string>& folder_names() {
 const Description& describe(std::string_view name) { return find_folder(name).describe(); }
 
 const std::vector<Target>& targets(std::string_view name) {
-  static const auto& parsed = *new std::map<std::string, std::vector<Target>, std::less<>>([] {
-    std::map<std::string, std::vector<Target>, std::less<>> all;
+  static const auto& parsed = *new std::unordered_map<std::string_view, std::vector<Target>>([] {
+    std::unordered_map<std::string_view, std::vector<Target>> all;
     for (const Compiled& compiled : COMPILED) all[compiled.name] = parse_groups(compiled.groups);
     return all;
   }());
@@ -118,8 +119,11 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
     planned->problem = problem;
     planned->device = device;
     const Target* code = &target;
+    const Target* own = nullptr;
+    std::string_view image;  // of the launch before
     for (Launch& launch : planned->launches) {
-      const Target* own = pick_target(targets(launch.image), device.capability());
+      if (launch.image != image) own = pick_target(targets(launch.image), device.capability());
+      image = launch.image;
       if (own == nullptr) {
         result =
             Reasons{join("compute capability ", capability_text(device.capability()), " (",
@@ -133,7 +137,7 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
       // The PTX for newer GPUs is of a target below 9.0: its kernels cannot wait for one
       // another.
       launch.uses_pdl &= !own->is_ptx() && own->first >= 90;
-      if (own->is_ptx() && launch.image.starts_with(join(name, '/'))) code = own;
+      if (own->is_ptx() && image.substr(0, image.find('/')) == name) code = own;
     }
     planned->code =
         code->is_ptx() ? code->name + " PTX, compiled by the driver at first use" : code->name;

@@ -87,6 +87,10 @@ template <class T>
 nb::object write(const std::vector<T>& values) {
   return write_all(values);
 }
+template <class T>
+nb::object write(const Extents<T>& values) {
+  return write_all(values);
+}
 template <class T, size_t N>
 nb::object write(const std::array<T, N>& values) {
   return write_all(values);
@@ -204,6 +208,15 @@ void read(nb::handle object, std::vector<T>& values, const std::string& path) {
     const std::string place = item_of(path, values.size());
     read(item, values.emplace_back(), place);
   }
+}
+template <class T>
+void read(nb::handle object, Extents<T>& values, const std::string& path) {
+  std::vector<T> all;
+  read(object, all, path);
+  if (all.size() > Extents<T>::MOST)
+    refuse(path, object, "a list of at most ", Extents<T>::MOST, ", as a tensor map has dims");
+  values = {};
+  for (const T value : all) values.push_back(value);
 }
 template <class T, size_t N>
 void read(nb::handle object, std::array<T, N>& values, const std::string& path) {

@@ -17,6 +17,9 @@
 namespace archflash::core {
 namespace {
 
+constexpr size_t MOST_USUAL_LAUNCHES = 4;
+constexpr size_t MOST_OF_NAME = 64;  // characters of most names of kernels
+
 constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
 // BackwardTile::turns_from where queries see unequal numbers of keys: between 4, where turns were
 // slower on an H200, and 16 (docs/lab/ampere.md).
@@ -234,7 +237,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   }
   if (shared_bytes_of(set) > device.shared_per_block)
     return too_little_shared_memory(description.name, shared_bytes_of(set), device);
-  const std::string word = dtype_word(call.dtype);
+  const char* const word = dtype_word(call.dtype);
   LaunchPlan plan;
   plan.accumulates = problem.accumulate;
   const int64_t heads = (call.varlen ? 1 : call.batch) * call.heads_q;
@@ -273,28 +276,32 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     main_slots = masked_pointers(problem, slots);
   }
   int64_t most_ctas = 0;
-  const auto add = [&](const std::string& kernel, int64_t ctas, int threads, int shared_bytes,
-                       bool is_main = false) {
+  plan.launches.reserve(MOST_USUAL_LAUNCHES);
+  const auto add = [&](const char* start, const char* end, int64_t ctas, int threads,
+                       int shared_bytes, bool is_main = false) {
     if (ctas == 0) return;
     most_ctas = std::max(most_ctas, ctas);
-    Launch launch;
-    launch.kernel = description.name + "_" + kernel;
-    launch.image = description.name + (is_main && is_masked_call ? "/bwd_masked_" : "/bwd_") + word;
+    Launch& launch = plan.launches.emplace_back();
+    launch.kernel.reserve(MOST_OF_NAME);
+    launch.kernel.append(description.name).append(start).append(word);
+    if (*end != '\0') launch.kernel.append("_").append(end);
+    launch.image.append(description.name);
+    launch.image.append(is_main && is_masked_call ? "/bwd_masked_" : "/bwd_").append(word);
     launch.grid = {ctas, 1, 1};
     launch.block = {threads, 1, 1};
     launch.shared_bytes = shared_bytes;
     launch.params = is_main ? main_params : params;
+    launch.pointers.reserve(slots.capacity());
     launch.pointers = is_main ? main_slots : slots;
-    plan.launches.push_back(std::move(launch));
   };
 
-  add("backward_rows_" + word, heads * ceil_div(call.nq, BACKWARD_ROWS), BACKWARD_ROWS_THREADS, 0);
+  add("_backward_rows_", "", heads * ceil_div(call.nq, BACKWARD_ROWS), BACKWARD_ROWS_THREADS, 0);
   for (const BackwardTile& tile : set) {
     const int64_t ctas = ctas_of(tile, call) * (tile.gradients == DQ ? 1 : shares);
-    add("attention_bwd_" + word + "_" + tile.name, ctas, tile.threads, tile.shared_bytes, true);
+    add("_attention_bwd_", tile.name, ctas, tile.threads, tile.shared_bytes, true);
   }
-  add("backward_dq_" + word, heads * sums.blocks, BACKWARD_DQ_THREADS, 0);
-  if (problem.dsinks) add("backward_sinks_" + word, call.heads_q, BACKWARD_SINKS_THREADS, 0);
+  add("_backward_dq_", "", heads * sums.blocks, BACKWARD_DQ_THREADS, 0);
+  if (problem.dsinks) add("_backward_sinks_", "", call.heads_q, BACKWARD_SINKS_THREADS, 0);
   if (most_ctas > GRID_LIMIT) return grid_too_large(most_ctas);
   if (shares > 1) add_shares(plan, problem, description.name, shares);
   return plan;

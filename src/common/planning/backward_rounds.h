@@ -107,8 +107,10 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
   const int64_t turns_start = workspace.add(problem.deterministic ? turns_bytes : 0);
   plan.workspace_bytes = workspace.bytes();
   const std::string word = dtype_word(call.dtype);
+  const std::string of_rows = folder + "_backward_rows_" + word;
+  const std::string of_sinks = folder + "_backward_sinks_" + word;
   for (Launch& launch : plan.launches) {
-    if (launch.kernel == folder + "_backward_sinks_" + word) continue;
+    if (launch.kernel == of_sinks) continue;
     P params;
     std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
     std::memcpy(static_cast<void*>(&params), launch.params.data(), sizeof params.backward);
@@ -128,7 +130,7 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
       add_pointer(launch, Operand::Workspace, offsetof(P, turns_gmem), turns_start);
     }
     // Without queries the main kernel copies nothing.
-    if (rounds == 0 || launch.kernel == folder + "_backward_rows_" + word) continue;
+    if (rounds == 0 || launch.kernel == of_rows) continue;
     launch.tensor_maps = {
         tensor_map(call, Operand::Q, offsetof(P, q_map), tile.q_box),
         tensor_map(call, Operand::K, offsetof(P, k_map), tile.k_box),

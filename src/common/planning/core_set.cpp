@@ -107,6 +107,8 @@ bool fits_float(double softcap, double quotient) {
 
 constexpr double LOG2_E = 1.4426950408889634;
 
+constexpr size_t USUAL_POINTERS = 16;  // of a launch: room for those that a folder adds
+
 void transform_scores(const Problem& problem, AttentionParams& params) {
   params.transform_scores = 1;
   params.exp2_scale = static_cast<float>(LOG2_E);
@@ -131,7 +133,6 @@ Reasons why_not(const Problem& problem, const Description& description) {
   const auto has = [&](const char* feature) {
     return std::find(features.begin(), features.end(), feature) != features.end();
   };
-  const bool splits_keys = has("num_splits");
   const char* approximate =
       problem.approximate == 0 ? nullptr : approximation(problem.approximate).name;
   const bool approximates = approximate != nullptr && has(approximate);
@@ -177,7 +178,7 @@ Reasons why_not(const Problem& problem, const Description& description) {
     refuse.add(std::string("approximate='") + approximate + "'",
                "has no such kernel; leave approximate out");
   }
-  if (problem.num_splits > 1 && !splits_keys) {
+  if (problem.num_splits > 1 && !has("num_splits")) {
     refuse.add("num_splits " + str(problem.num_splits),
                "does not split the keys; leave num_splits out or pass 1");
   }
@@ -188,9 +189,11 @@ Reasons why_not(const Problem& problem, const Description& description) {
     refuse.add("a KV cache",
                "reads no cache, whose lengths are on the device; leave the implementation out");
   }
-  const bool takes_fp8_cache = has("fp8_cache") || (!with_qv && has("fp8_cache_prefill")) ||
-                               (problem.packed_rows != 0 && has("packed_rows"));
-  if (fp8_cache && !takes_fp8_cache) {
+  const auto takes_fp8_cache = [&] {
+    return has("fp8_cache") || (!with_qv && has("fp8_cache_prefill")) ||
+           (problem.packed_rows != 0 && has("packed_rows"));
+  };
+  if (fp8_cache && !takes_fp8_cache()) {
     refuse.add(std::string("a cache of dtype ") + dtype_name(problem.kv_dtype) +
                    " for q of dtype " + dtype_name(problem.dtype),
                "takes a cache of q's dtype; convert one of them");
@@ -321,9 +324,10 @@ std::vector<PointerSlot> pointers(const Problem& problem) {
   const auto slot = [](Operand operand, size_t offset) {
     return PointerSlot{operand, static_cast<int32_t>(offset), 0};
   };
-  std::vector<PointerSlot> slots = {
-      slot(Operand::Q, offsetof(P, q_gmem)), slot(Operand::K, offsetof(P, k_gmem)),
-      slot(Operand::V, offsetof(P, v_gmem)), slot(Operand::Out, offsetof(P, out_gmem))};
+  std::vector<PointerSlot> slots;
+  slots.reserve(USUAL_POINTERS);
+  slots = {slot(Operand::Q, offsetof(P, q_gmem)), slot(Operand::K, offsetof(P, k_gmem)),
+           slot(Operand::V, offsetof(P, v_gmem)), slot(Operand::Out, offsetof(P, out_gmem))};
   if (problem.want_lse) slots.push_back(slot(Operand::Lse, offsetof(P, lse_gmem)));
   if (problem.sinks) slots.push_back(slot(Operand::Sinks, offsetof(P, sinks_gmem)));
   if (problem.varlen) {

@@ -64,6 +64,9 @@ std::string order_text(const LaunchPlan& plan) {
 
 }  // namespace
 
+constexpr size_t MOST_USUAL_LAUNCHES = 2;  // a second one combines shares, or comes before
+constexpr size_t MOST_OF_NAME = 64;        // characters of most names of kernels
+
 const char* dtype_word(DType dtype) {
   constexpr const char* WORDS[DTYPE_COUNT] = {"f32", "f16", "bf16", "e4m3", "e5m2", "f64"};
   return WORDS[static_cast<int>(dtype)];
@@ -95,10 +98,12 @@ LaunchPlan one_launch(const std::string& folder, const Problem& problem, const D
       .turned_begin = order.turned_begin,
       .turned_end = order.turned_end,
   };
-  const std::string word = dtype_word(problem.dtype);
-  Launch launch;
-  launch.kernel = folder + "_attention_fwd_" + word + "_" + tile.name;
-  launch.image = folder + "/fwd_" + word;
+  const char* const word = dtype_word(problem.dtype);
+  plan.launches.reserve(MOST_USUAL_LAUNCHES);
+  Launch& launch = plan.launches.emplace_back();
+  launch.kernel.reserve(MOST_OF_NAME);
+  launch.kernel.append(folder).append("_attention_fwd_").append(word).append("_").append(tile.name);
+  launch.image.append(folder).append("/fwd_").append(word);
   launch.grid = {ctas, 1, 1};
   launch.cluster = {tile.cluster, 1, 1};
   launch.block = {tile.threads, 1, 1};
@@ -108,6 +113,7 @@ LaunchPlan one_launch(const std::string& folder, const Problem& problem, const D
   if (offsets.descales >= 0) {
     add_pointers(launch, descale_pointers(problem, offsets.descales));
   }
+  launch.tensor_maps.reserve(offsets.q_map >= 0 ? 4 : 0);
   const auto map = [&](Operand operand, int offset, const Box& box) {
     if (offset >= 0) launch.tensor_maps.push_back(tensor_map(problem, operand, offset, box));
   };
@@ -118,7 +124,6 @@ LaunchPlan one_launch(const std::string& folder, const Problem& problem, const D
   }
   // fp32 outputs of 16-bit inputs are written without it.
   if (!writes_f32(problem)) map(Operand::Out, offsets.out_map, tile.out_box);
-  plan.launches.push_back(std::move(launch));
   return plan;
 }
 

@@ -36,8 +36,17 @@ std::vector<TileTime> in_parts(const std::vector<TileTime>& tiles, const TileCho
   return parts;
 }
 
-// The keys that tile number `index` of a sequence visits.
-int64_t keys_of_row_tile(const Problem& problem, const TileChoice& tile, int64_t nq, int64_t nk,
+RowTileSize size_of(const TileChoice& tile) { return {tile.block_q, tile.block_k, tile.row_step}; }
+
+int64_t workers_of(const LaunchPlan& plan) {
+  const TileChoice& tile = plan.tile;
+  const int64_t room = int64_t{plan.device.sm_count} * tile.ctas_per_sm;
+  return std::max<int64_t>(std::min(room, tile.ctas) / tile.cluster, 1);
+}
+
+}  // namespace
+
+int64_t keys_of_row_tile(const Problem& problem, const RowTileSize& tile, int64_t nq, int64_t nk,
                          int64_t index) {
   int64_t row = index * tile.block_q, rows = tile.block_q;
   if (tile.row_step > 0) {
@@ -47,14 +56,6 @@ int64_t keys_of_row_tile(const Problem& problem, const TileChoice& tile, int64_t
   }
   return keys_of_tile(problem, rows, tile.block_k, nq, nk, row);
 }
-
-int64_t workers_of(const LaunchPlan& plan) {
-  const TileChoice& tile = plan.tile;
-  const int64_t room = int64_t{plan.device.sm_count} * tile.ctas_per_sm;
-  return std::max<int64_t>(std::min(room, tile.ctas) / tile.cluster, 1);
-}
-
-}  // namespace
 
 Makespan makespan(std::span<const double> times, int64_t workers, Walk walk) {
   Makespan result{.workers = workers};
@@ -99,7 +100,8 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
         const int64_t index = needed - 1 - place;
         for (int64_t head = 0; head < problem.heads_q / packed; ++head) {
           if (index >= 0) {
-            add(tiles, head / heads_per_kv, keys_of_row_tile(problem, tile, nq, nk, index), tile);
+            add(tiles, head / heads_per_kv, keys_of_row_tile(problem, size_of(tile), nq, nk, index),
+                tile);
           } else {
             tiles.insert(tiles.end(), tile.splits * tile.v_slices, {head / heads_per_kv, 0});
           }
@@ -117,7 +119,7 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
   for (int64_t first = 0; first < heads; first += group) {
     for (int64_t place = 0; place < rows; ++place) {
       const int64_t index = rows - 1 - order.from_last(static_cast<int>(place));
-      const int64_t keys = keys_of_row_tile(problem, tile, problem.nq, problem.nk, index);
+      const int64_t keys = keys_of_row_tile(problem, size_of(tile), problem.nq, problem.nk, index);
       for (int64_t head = first; head < std::min(first + group, heads); ++head)
         add(tiles, head / heads_per_kv, keys, tile);
     }

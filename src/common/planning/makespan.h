@@ -42,6 +42,15 @@ struct Makespan {
 // The time of a walk over tiles that take `times`, in this order.
 Makespan makespan(std::span<const double> times, int64_t workers, Walk walk);
 
+// Query rows and keys of a row tile; row_step: TileChoice::row_step.
+struct RowTileSize {
+  int32_t block_q, block_k;
+  int64_t row_step;
+};
+// The keys that row tile number `index` of a sequence of nq rows and nk keys visits.
+int64_t keys_of_row_tile(const Problem& problem, const RowTileSize& tile, int64_t nq, int64_t nk,
+                         int64_t index);
+
 // Lengths of the packed sequences of a call.
 struct Lengths {
   std::vector<int64_t> q, k;

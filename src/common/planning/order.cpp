@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <map>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "common/device/visible_keys.cuh"
@@ -70,21 +70,27 @@ int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t n
 }
 
 double queue_time(std::span<const Run> runs, int64_t workers) {
-  std::map<double, int64_t> free_at{{0, workers}};  // time -> how many are free from then on
+  // How many workers are free from which time on, in the order of time; those before `first` are
+  // no more.
+  std::vector<std::pair<double, int64_t>> free_at{{0, workers}};
+  free_at.reserve(2 * runs.size() + 16);
+  size_t first = 0;
   for (const Run& run : runs) {
     for (int64_t left = run.count; left > 0;) {
-      const auto first = free_at.begin();
-      const int64_t taken = std::min(left, first->second);
-      free_at[first->first + run.time] += taken;
-      if (first->second == taken) {
-        free_at.erase(first);
+      const int64_t taken = std::min(left, free_at[first].second);
+      const double time = free_at[first].first + run.time;
+      auto later = free_at.end();
+      while (later[-1].first > time) --later;  // the last ones are the nearest
+      if (later[-1].first == time) {
+        later[-1].second += taken;
       } else {
-        first->second -= taken;
+        free_at.insert(later, {time, taken});
       }
+      if ((free_at[first].second -= taken) == 0) ++first;
       left -= taken;
     }
   }
-  return free_at.rbegin()->first;
+  return free_at.back().first;
 }
 
 double walk_time(const Problem& problem, const Device& device, const Tile& tile) {

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <iterator>
 #include <string>
 #include <utility>
@@ -47,6 +48,28 @@ struct PointerSlot {
   int64_t addend;
 };
 
+// Numbers for the dimensions of a tensor map, at most five of them.
+template <class T>
+class Extents {
+ public:
+  static constexpr size_t MOST = 5;
+
+  Extents() = default;
+  Extents(std::initializer_list<T> values) {
+    for (const T value : values) push_back(value);
+  }
+
+  void push_back(T value) { values_.at(size_++) = value; }
+  size_t size() const { return size_; }
+  T operator[](size_t i) const { return values_[i]; }
+  const T* begin() const { return values_.data(); }
+  const T* end() const { return begin() + size_; }
+
+ private:
+  std::array<T, MOST> values_{};
+  size_t size_ = 0;
+};
+
 // A TMA tensor map to be encoded at bind time into 128 bytes at `offset` of the parameter block.
 // Dimension 0 is contiguous; strides are those of dimensions 1 and up. Dimensions of size 1 or
 // stride 0 are left out.
@@ -56,10 +79,10 @@ struct TensorMapSpec {
   int64_t addend;  // bytes from the operand's address to the map's base
   DType dtype;
   Swizzle swizzle;
-  bool nan_fill;                 // out-of-bounds elements read as NaN instead of zero
-  std::vector<int64_t> dims;     // elements
-  std::vector<int64_t> strides;  // bytes, one fewer than dims
-  std::vector<int32_t> box;      // elements
+  bool nan_fill;             // out-of-bounds elements read as NaN instead of zero
+  Extents<int64_t> dims;     // elements
+  Extents<int64_t> strides;  // bytes, one fewer than dims
+  Extents<int32_t> box;      // elements
 };
 
 struct Launch {
