@@ -19,9 +19,7 @@ from archflash._eager import is_eager
 from archflash._gradients import asks_for_deterministic, wants_deterministic
 
 _is_grad_enabled = torch.is_grad_enabled
-# The places of options among the values of a call.
-_SINKS, _MASK, _RETURN_LSE = map(_options.OF_ATTENTION.index, ("sinks", "attn_mask", "return_lse"))
-_WINDOW = _options.OF_ATTENTION.index("window")
+_INPUTS = ("q", "k", "v", "sinks", "attn_mask")  # of the node, behind what was recorded
 
 
 class ArchflashAttention(torch.autograd.Function):
@@ -33,75 +31,40 @@ class ArchflashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *_: Any
     ) -> Any:
-        out, lse, values, implementation, places = recorded
-        # Tensors are saved by autograd alone, which tells whether they were changed.
-        given = [values[i] for i in places]
-        if places:
-            values = tuple(None if i in places else x for i, x in enumerate(values))
-        if isinstance(values[_WINDOW], list):  # which its owner may change before the backward pass
-            values = (*values[:_WINDOW], tuple(values[_WINDOW]), *values[_WINDOW + 1 :])
-        ctx.call = (values, places, implementation, asks_for_deterministic())
+        # `given`: the tensors among the options. Tensors are saved by autograd alone, which tells
+        # whether they were changed. `call`: (options without tensors, places of the tensors,
+        # implementation).
+        out, lse, given, returns_lse, call = recorded
+        ctx.call = call, asks_for_deterministic()
         ctx.save_for_backward(q, k, v, out, lse, *given)
         ctx.set_materialize_grads(False)
-        return (out, lse) if values[_RETURN_LSE] else out
+        return (out, lse) if returns_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
-        values, places, implementation, deterministic = ctx.call
-        q, k, v, out, lse, *given = ctx.saved_tensors
-        if places:
-            values = list(values)
-            for i, x in zip(places, given, strict=True):
-                values[i] = x
-            values = tuple(values)
-        needed = ctx.needs_input_grad
+        call, deterministic = ctx.call
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
         if dout is None:
-            dout = torch.zeros_like(out)
-        found: Any = NotImplemented
+            dout = torch.zeros_like(saved[3])
         if not _is_grad_enabled() and is_eager():
-            found = _native.attention_backward(
-                dout, q, k, v, out, lse, dlse, values, implementation, None, None, None, False,
-                needed[5], deterministic or wants_deterministic(), False,
-            )  # fmt: skip
-        if found is NotImplemented:
-            names = ("q", "k", "v", "sinks", "attn_mask")
-            options = dict(zip(_options.OF_ATTENTION, values, strict=True)) | {"return_lse": True}
-            by_name = _ops_backward.gradients(
-                {"q": q, "k": k, "v": v, "implementation": implementation}
-                | _options.to_operator(_options.with_python_numbers(options)),
-                (out, lse), (dout, dlse), {n for n, x in zip(names, needed[1:], strict=True) if x},
-                deterministic,
-            )  # fmt: skip
-            return (None, *(by_name.get(name) for name in names))
-        dq, dk, dv, dsinks, dmask = found
-        if dsinks is not None:
-            dsinks = dsinks.to(values[_SINKS].dtype)
-        if dmask is not None:
-            mask = values[_MASK]
-            dmask = dmask.reshape(mask.shape).to(mask.dtype)
-        return None, dq, dk, dv, dsinks, dmask
+            found = _native.recorded_backward(
+                dout, dlse, saved, call, needed, deterministic or wants_deterministic()
+            )
+            if found is not NotImplemented:
+                return found
+        (values, places, implementation), (q, k, v, out, lse, *given) = call, saved
+        options = dict(zip(_options.OF_ATTENTION, values, strict=True)) | {"return_lse": True}
+        options |= {_options.OF_ATTENTION[i]: x for i, x in zip(places, given, strict=True)}
+        inputs = _INPUTS[: len(needed) - 1]
+        by_name = _ops_backward.gradients(
+            {"q": q, "k": k, "v": v, "implementation": implementation}
+            | _options.to_operator(_options.with_python_numbers(options)),
+            (out, lse), (dout, dlse), {n for n, x in zip(inputs, needed[1:], strict=True) if x},
+            deterministic,
+        )  # fmt: skip
+        return (None, *(by_name.get(name) for name in inputs))
 
 
 # The function in C++ behind `apply`, which looks for transforms of torch.func first: the runtime
 # records no call inside of one.
-_apply: Any = super(torch.autograd.Function, ArchflashAttention).apply
-
-
-def _record(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    values: tuple[Any, ...],
-    implementation: str,
-    places: tuple[int, ...],
-) -> Any:
-    """What a call returns whose output and log-sum-exp a kernel has computed: the same, recorded by
-    autograd. `places`: those of the values that are tensors.
-    """
-    recorded = (out, lse, values, implementation, places)
-    return _apply(recorded, q, k, v, values[_SINKS], values[_MASK])
-
-
-_native.set_record(_record)
+_native.set_record(super(torch.autograd.Function, ArchflashAttention).apply)

@@ -63,6 +63,14 @@ def scaled_dot_product_attention(
         UnsupportedError: for nested tensors, or dropout that no kernel serves, while
             ARCHFLASH_FALLBACK=error.
     """
+    if attn_mask is None and _is_usual(query, key, value, dropout_p, is_causal, scale, enable_gqa):
+        q_offset = 0 if is_causal and query.shape[2] != key.shape[2] else None
+        try:
+            out = attention(query, key, value, causal=is_causal, q_offset=q_offset, scale=scale)
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(str(error)) from error
+        assert isinstance(out, Tensor)
+        return out
     if isinstance(dropout_p, Tensor):  # its value may be on a GPU, and reading it would wait
         raise TypeError(f"dropout_p is {_native.given(dropout_p)}: it must be a number")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -150,6 +158,38 @@ def scaled_dot_product_attention(
         raise RuntimeError(str(error)) from error  # what callers of PyTorch's function expect
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out if shape is None else out.reshape(shape)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_usual(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: object,
+    is_causal: object,
+    scale: object,
+    enable_gqa: object,
+) -> bool:
+    """Whether a call without a mask is one of plain tensors as `archflash.attention` takes them,
+    which needs none of the checks below: most calls come this way.
+    """
+    return (
+        is_eager()
+        and type(query) in _PLAIN
+        and type(key) in _PLAIN
+        and type(value) in _PLAIN
+        and type(dropout_p) in (float, int)
+        and dropout_p == 0
+        and type(is_causal) is bool
+        and type(enable_gqa) is bool
+        and (scale is None or type(scale) is float)
+        and not (query.is_nested or key.is_nested or value.is_nested)
+        and _fit_together(query, key, value, enable_gqa)
+        and query.shape[3] > 0
+        and value.shape[3] > 0
+    )
 
 
 def _is_recorded(

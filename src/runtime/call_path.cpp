@@ -162,14 +162,34 @@ bool can_be_recorded(const Arguments& a, const Problem& problem) {
          a.k_descale.is_none() && a.v_descale.is_none();
 }
 
-// The places of the options that are tensors, a tuple.
-nb::object places_of_tensors(const Arguments& a) {
-  nb::list places;
+// The options of a call as its backward pass is told them: with None for tensors, which autograd
+// keeps, and a window that its owner cannot change.
+struct OptionsToKeep {
+  nb::object values;  // the tuple that was given, where it can stay as it is
+  nb::list places, tensors;
+};
+OptionsToKeep options_to_keep(const Arguments& a) {
+  OptionsToKeep kept{nb::borrow(a.options), {}, {}};
+  const Py_ssize_t count = PyTuple_Size(a.options.ptr());
+  const auto put = [&](int place, nb::object value) {
+    if (kept.values.is(a.options)) {
+      kept.values = nb::steal(PyTuple_New(count));
+      for (Py_ssize_t i = 0; i < count; ++i)
+        PyTuple_SetItem(kept.values.ptr(), i, Py_NewRef(PyTuple_GetItem(a.options.ptr(), i)));
+    }
+    PyTuple_SetItem(kept.values.ptr(), place, value.release().ptr());
+  };
   for (int i = 0; i < ATTENTION_OPTION_COUNT; ++i) {
     const nb::handle value = a.*ARGUMENTS[i];
-    if (may_be_tensor(OPTIONS[i].kind) && !value.is_none() && is_tensor(value)) places.append(i);
+    if (OPTIONS[i].kind == OptionKind::Window && PyList_Check(value.ptr())) {
+      put(i, nb::steal(PyList_AsTuple(value.ptr())));
+    } else if (may_be_tensor(OPTIONS[i].kind) && !value.is_none() && is_tensor(value)) {
+      kept.places.append(i);
+      kept.tensors.append(value);
+      put(i, nb::none());
+    }
   }
-  return nb::tuple(places);
+  return kept;
 }
 
 // A call whose gradients are needed, by a plan that gives its log-sum-exp.
@@ -181,8 +201,13 @@ nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& cal
   call.problem.want_lse = true;
   const nb::object results = run(*plan, a, call, like);
   call.problem.want_lse = wants_lse;
-  return record()(results[0], results[1], a.q, a.k, a.v, a.options, plan->plan->implementation,
-                  places_of_tensors(a));
+  const OptionsToKeep kept = options_to_keep(a);
+  const nb::tuple of_call =
+      nb::make_tuple(kept.values, nb::tuple(kept.places), plan->plan->implementation);
+  const nb::tuple recorded = nb::make_tuple(results[0], results[1], nb::tuple(kept.tensors),
+                                            static_cast<bool>(wants_lse), of_call);
+  if (a.sinks.is_none() && a.attn_mask.is_none()) return record()(recorded, a.q, a.k, a.v);
+  return record()(recorded, a.q, a.k, a.v, a.sinks, a.attn_mask);
 }
 
 }  // namespace

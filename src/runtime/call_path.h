@@ -41,8 +41,10 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
 void set_decide_operator(nb::object function);
 
 // Who serves calls whose gradients are needed, where that is a kernel: it is
-// launched, and record(out, lse, q, k, v, options, implementation) returns what
-// the call does, with autograd's node.
+// launched, and record((out, lse, tensors among the options, whether lse is
+// returned, (options without tensors, their places, implementation)), q, k, v)
+// returns what the call does, with autograd's node; with sinks or attn_mask
+// both follow.
 void set_record(nb::object function);
 
 // What is forced, in a CacheKey.

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -240,9 +241,13 @@ void launch(const PreparedPlan& prepared, const Arguments& a, Call& call, const 
 
 }  // namespace
 
-nb::object attention_backward(const GradientCall& given) {
-  const nb::object unserved = nb::borrow(Py_NotImplemented);
+namespace {
+
+// What a backward pass has written; nothing where Python serves the call, or refuses it.
+std::optional<Written> compute(const GradientCall& given) {
+  constexpr std::nullopt_t unserved = std::nullopt;
   Arguments a = arguments_of(given.q, given.k, given.v, given.options, static_cast<int>(Grad::Off));
+  for (const auto& [member, tensor] : given.tensors) a.*member = tensor;
   // The output is the call's own, and how it was computed does not matter.
   a.out = given.out;
   a.return_lse = Py_True;
@@ -338,8 +343,62 @@ nb::object attention_backward(const GradientCall& given) {
     // Autograd must see that it was written.
     if (!x.is_none() && !nb::cast<bool>(x.attr("is_inference")())) torch().increment_version(x);
   }
-  const Seen* const g = made.gradients;
-  return nb::make_tuple(g[0].tensor, g[1].tensor, g[2].tensor, made.dsinks, made.dmask);
+  return made;
+}
+
+}  // namespace
+
+nb::object attention_backward(const GradientCall& given) {
+  const auto made = compute(given);
+  if (!made) return nb::borrow(Py_NotImplemented);
+  const Seen* const g = made->gradients;
+  return nb::make_tuple(g[0].tensor, g[1].tensor, g[2].tensor, made->dsinks, made->dmask);
+}
+
+nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& saved,
+                             const nb::tuple& call, const nb::tuple& needed, bool deterministic) {
+  constexpr size_t INPUTS = 1 + GRADIENTS;  // of a node without sinks and attn_mask
+  constexpr size_t TENSORS = 5;             // q, k, v, out and lse, before those of options
+  const auto item = [](const nb::tuple& of, size_t i) {
+    return nb::handle(PyTuple_GetItem(of.ptr(), static_cast<Py_ssize_t>(i)));
+  };
+  GradientCall given{.dout = dout,
+                     .q = item(saved, 0),
+                     .k = item(saved, 1),
+                     .v = item(saved, 2),
+                     .out = item(saved, 3),
+                     .lse = item(saved, 4),
+                     .dlse = dlse,
+                     .options = item(call, 0),
+                     .implementation = item(call, 2),
+                     .dq = nb::none(),
+                     .dk = nb::none(),
+                     .dv = nb::none(),
+                     .deterministic = deterministic};
+  const auto places = nb::borrow<nb::tuple>(item(call, 1));
+  nb::handle sinks, mask;
+  for (size_t i = 0; i < nb::len(places); ++i) {
+    const auto member = ARGUMENTS[nb::cast<int>(item(places, i))];
+    const nb::handle tensor = item(saved, TENSORS + i);
+    given.tensors.emplace_back(member, tensor);
+    if (member == &Arguments::sinks) sinks = tensor;
+    if (member == &Arguments::attn_mask) mask = tensor;
+  }
+  const bool has_more = nb::len(needed) > INPUTS;
+  given.mask_gradient = has_more && item(needed, INPUTS + 1).is(Py_True);
+  auto made = compute(given);
+  if (!made) return nb::borrow(Py_NotImplemented);
+  const Seen* const g = made->gradients;
+  if (!has_more) return nb::make_tuple(nb::none(), g[0].tensor, g[1].tensor, g[2].tensor);
+  const auto as = [](nb::object gradient, nb::handle input) {
+    const nb::object dtype = input.attr("dtype");
+    return dtype.is(torch().float32) ? gradient : nb::object(gradient.attr("to")(dtype));
+  };
+  if (!made->dsinks.is_none()) made->dsinks = as(made->dsinks, sinks);
+  if (!made->dmask.is_none())
+    made->dmask = as(made->dmask.attr("reshape")(mask.attr("shape")), mask);
+  return nb::make_tuple(nb::none(), g[0].tensor, g[1].tensor, g[2].tensor, made->dsinks,
+                        made->dmask);
 }
 
 std::string expect_gradients(const Arguments& a, const Call& call, nb::handle implementation) {

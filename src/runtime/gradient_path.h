@@ -3,6 +3,8 @@
 #pragma once
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "runtime/call.h"
 
@@ -18,11 +20,19 @@ struct GradientCall {
   bool mask_gradient;         // that of attn_mask is wanted
   bool deterministic;         // the same inputs must always give the same bits
   bool refuse_recorded;       // not if any tensor requires a gradient
+  // Tensors of options that stand for those of `options`.
+  std::vector<std::pair<nb::handle Arguments::*, nb::handle>> tensors = {};
 };
 
 // (dq, dk, dv, dsinks, dmask), of which the last two may be None. Or NotImplemented, with nothing
 // written: Python serves the call, or refuses it.
 nb::object attention_backward(const GradientCall& given);
+
+// What the node of autograd returns whose record() (call_path.h) was told `call` and which keeps
+// `saved`: None and the gradients of q, k and v, and where `needed` has more than those four, of
+// sinks and attn_mask. Or NotImplemented, as above.
+nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& saved,
+                             const nb::tuple& call, const nb::tuple& needed, bool deterministic);
 
 // Who is expected to compute the gradients of a call that was not served yet: the backward pass is
 // planned for a gradient of the output that lies as the output does, and kept. Empty: unknown.

@@ -51,6 +51,10 @@ void bind_calls(nb::module_& m) {
       "Gradients by a kernel: (dq, dk, dv, dsinks, dmask), of which the last two may be None. "
       "NotImplemented where Python is to serve the call, or to refuse it. 'refuse_recorded': also "
       "where a tensor requires a gradient.");
+  m.def("recorded_backward", &recorded_backward, "dout"_a, "dlse"_a.none(), "saved"_a, "call"_a,
+        "needed"_a, "deterministic"_a,
+        "What autograd's node returns, from the gradients of its output and log-sum-exp, its "
+        "tensors, what it was told and what is needed; NotImplemented as attention_backward.");
   m.def("set_decide_operator", &set_decide_operator, "function"_a);
   m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
         "implementation"_a.none(), "rows_before_heads"_a = false, "lse_column"_a = false,
