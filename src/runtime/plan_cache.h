@@ -6,7 +6,6 @@
 #include <cstring>
 #include <iterator>
 #include <list>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -33,26 +32,48 @@ static_assert(sizeof(CacheKey<BackwardProblem>) == sizeof(BackwardProblem) + 24)
 
 constexpr size_t PLAN_CACHE_CAPACITY = 1024;
 
+// Of bytes in whole words, four of which are mixed at the same time: keys have a hundred words.
+inline size_t hash_of_words(const void* bytes, size_t count) {
+  constexpr uint64_t FACTOR = 0x9e3779b97f4a7c15;
+  uint64_t lanes[] = {1, 2, 3, 4}, words[4];
+  const char* const start = static_cast<const char*>(bytes);
+  const auto mix = [](uint64_t lane, uint64_t word) {
+    lane = (lane ^ word) * FACTOR;
+    return lane ^ lane >> 29;
+  };
+  size_t i = 0;
+  for (; i + sizeof words <= count; i += sizeof words) {
+    std::memcpy(words, start + i, sizeof words);
+    for (int lane = 0; lane < 4; ++lane) lanes[lane] = mix(lanes[lane], words[lane]);
+  }
+  for (; i < count; i += sizeof(uint64_t)) {
+    std::memcpy(words, start + i, sizeof(uint64_t));
+    lanes[0] = mix(lanes[0], words[0]);
+  }
+  return mix(mix(mix(lanes[0], lanes[1]), lanes[2]), lanes[3]);
+}
+
 template <class Asked, class Value>
 class PlanCache {
  public:
   using Key = CacheKey<Asked>;
+  static_assert(sizeof(Key) % sizeof(uint64_t) == 0);
 
   // The value, if it is cached. It stays where it is until the next insert() or clear().
   const Value* find(const Key& key) {
     // The layers of a model ask for the same problem again and again, which needs no hash.
-    if (!order_.empty() && order_.front().first == key) {
+    if (!order_.empty() && order_.front().known->first.key == key) {
       ++hits;
-      return &order_.front().second;
+      return &order_.front().value;
     }
-    const auto found = entries_.find(key);
+    const auto found = entries_.find(Hashed(key));
     if (found == entries_.end()) {
       ++misses;
       return nullptr;
     }
     ++hits;
     order_.splice(order_.begin(), order_, found->second);
-    return &found->second->second;
+    return &found->second->value;
   }
 
   // Values hold Python objects, whose destruction may let other threads in. So nothing is
@@ -63,18 +84,20 @@ class PlanCache {
       Order dropped;
       dropped.swap(dropped_);
     }
-    if (const auto found = entries_.find(key); found != entries_.end()) {
-      std::swap(found->second->second, value);
-      dropped_.emplace_back(key, std::move(value));
-      return &found->second->second;
+    const auto [known, is_new] = entries_.try_emplace(Hashed(key));
+    if (!is_new) {
+      Entry& entry = *known->second;
+      std::swap(entry.value, value);
+      dropped_.push_back({nullptr, std::move(value)});
+      return &entry.value;
     }
-    if (entries_.size() == PLAN_CACHE_CAPACITY) {
-      entries_.erase(order_.back().first);
+    order_.push_front({&*known, std::move(value)});
+    known->second = order_.begin();
+    if (entries_.size() > PLAN_CACHE_CAPACITY) {
+      entries_.erase(entries_.find(order_.back().known->first));
       dropped_.splice(dropped_.end(), order_, std::prev(order_.end()));
     }
-    order_.emplace_front(key, std::move(value));
-    entries_.emplace(key, order_.begin());
-    return &order_.front().second;
+    return &order_.front().value;
   }
 
   // Values are destroyed at the end: that may run Python, and with it other threads.
@@ -90,16 +113,26 @@ class PlanCache {
   int64_t hits = 0, misses = 0;
 
  private:
-  struct Hash {
-    size_t operator()(const Key& key) const {
-      return std::hash<std::string_view>()({reinterpret_cast<const char*>(&key), sizeof(key)});
-    }
+  struct Hashed {
+    explicit Hashed(const Key& key) : key(key), hash(hash_of_words(&key, sizeof key)) {}
+    bool operator==(const Hashed& other) const { return hash == other.hash && key == other.key; }
+
+    Key key;
+    size_t hash;
   };
-  using Entry = std::pair<Key, Value>;
+  struct Hash {
+    size_t operator()(const Hashed& key) const { return key.hash; }
+  };
+  struct Entry;
   using Order = std::list<Entry>;
+  using Entries = std::unordered_map<Hashed, typename Order::iterator, Hash>;
+  struct Entry {
+    typename Entries::value_type* known;  // null in dropped_
+    Value value;
+  };
   Order order_;    // most recently used first
   Order dropped_;  // no longer in the table
-  std::unordered_map<Key, typename Order::iterator, Hash> entries_;
+  Entries entries_;
 };
 
 }  // namespace archflash
