@@ -16,6 +16,8 @@ namespace archflash::sim {
 namespace {
 
 enum class Compare : uint8_t { EQ, NE, LT, LE, GT, GE, EQU, NEU, LTU, LEU, GTU, GEU, NUM, NAN_ };
+using OfIntegers = std::make_index_sequence<6>;
+using OfFloats = std::make_index_sequence<14>;
 
 Compare compare_named(Builder& b, std::string_view name, Type t) {
   struct Row {
@@ -84,23 +86,22 @@ template <Compare C, class T>
 
 constexpr uint32_t COMBINE_AND = 1, COMBINE_OR = 2, COMBINE_XOR = 3, COMPARE_FTZ = 4;
 
-// Writes the results of setp: p, and q from the negated comparison. A third predicate may be
-// combined with both.
-void store_predicates(Warp& warp, const Instruction& instruction, uint32_t mask, uint32_t result) {
-  uint32_t opposite = ~result;
+// Writes the results of setp: p and q. A third predicate may be combined with both.
+void store_predicates(Warp& warp, const Instruction& instruction, uint32_t mask, uint32_t of_p,
+                      uint32_t of_q) {
   if (const uint32_t combine = instruction.flags & 3; combine != 0) {
     uint32_t c = warp.predicate(instruction.operands[4]);
     if (instruction.flags & Builder::NEGATED) c = ~c;
     const auto with_c = [&](uint32_t x) {
       return combine == COMBINE_AND ? x & c : combine == COMBINE_OR ? x | c : x ^ c;
     };
-    result = with_c(result);
-    opposite = with_c(opposite);
+    of_p = with_c(of_p);
+    of_q = with_c(of_q);
   }
   uint32_t& q = warp.predicate(instruction.operands[1]);
-  q = (q & ~mask) | (opposite & mask);
+  q = (q & ~mask) | (of_q & mask);
   uint32_t& p = warp.predicate(instruction.operands[0]);
-  p = (p & ~mask) | (result & mask);
+  p = (p & ~mask) | (of_p & mask);
 }
 
 template <Compare C, class T>
@@ -112,7 +113,8 @@ template <Compare C, class T>
   for (int i = 0; i < LANES; ++i) {
     lanes[i] = compare_values<C>(from_slot<T>(x[i]), from_slot<T>(y[i])) ? ~0u : 0u;
   }
-  store_predicates(warp, instruction, mask, pack_lanes(lanes));
+  const uint32_t result = pack_lanes(lanes);
+  store_predicates(warp, instruction, mask, result, ~result);
 }
 template <Compare C, class T>
 void setp_baseline(Warp& warp, const Instruction& instruction, uint32_t mask) {
@@ -127,80 +129,21 @@ Handler setp_handler() {
   return uses_avx2() ? &setp_avx2<C, T> : &setp_baseline<C, T>;
 }
 
-template <class T>
-Handler integer_setp(Compare c) {
-  switch (c) {
-    case Compare::EQ:
-      return setp_handler<Compare::EQ, T>();
-    case Compare::NE:
-      return setp_handler<Compare::NE, T>();
-    case Compare::LT:
-      return setp_handler<Compare::LT, T>();
-    case Compare::LE:
-      return setp_handler<Compare::LE, T>();
-    case Compare::GT:
-      return setp_handler<Compare::GT, T>();
-    default:
-      return setp_handler<Compare::GE, T>();
-  }
-}
-template <class T>
-Handler float_setp(Compare c) {
-  switch (c) {
-    case Compare::EQU:
-      return setp_handler<Compare::EQU, T>();
-    case Compare::NEU:
-      return setp_handler<Compare::NEU, T>();
-    case Compare::LTU:
-      return setp_handler<Compare::LTU, T>();
-    case Compare::LEU:
-      return setp_handler<Compare::LEU, T>();
-    case Compare::GTU:
-      return setp_handler<Compare::GTU, T>();
-    case Compare::GEU:
-      return setp_handler<Compare::GEU, T>();
-    case Compare::NUM:
-      return setp_handler<Compare::NUM, T>();
-    case Compare::NAN_:
-      return setp_handler<Compare::NAN_, T>();
-    default:
-      return integer_setp<T>(c);
-  }
+template <class T, size_t... C>
+Handler setp_handler(Compare c, std::index_sequence<C...>) {
+  const Handler handlers[] = {setp_handler<static_cast<Compare>(C), T>()...};
+  return handlers[static_cast<size_t>(c)];
 }
 
+template <class T, size_t... C>
+bool compare_now(Compare c, T x, T y, std::index_sequence<C...>) {
+  bool result = false;
+  ((c == static_cast<Compare>(C) && (result = compare_values<static_cast<Compare>(C)>(x, y))), ...);
+  return result;
+}
 template <class T>
 bool compare_now(Compare c, T x, T y) {
-  switch (c) {
-    case Compare::EQ:
-      return compare_values<Compare::EQ>(x, y);
-    case Compare::NE:
-      return compare_values<Compare::NE>(x, y);
-    case Compare::LT:
-      return compare_values<Compare::LT>(x, y);
-    case Compare::LE:
-      return compare_values<Compare::LE>(x, y);
-    case Compare::GT:
-      return compare_values<Compare::GT>(x, y);
-    case Compare::GE:
-      return compare_values<Compare::GE>(x, y);
-    case Compare::EQU:
-      return compare_values<Compare::EQU>(x, y);
-    case Compare::NEU:
-      return compare_values<Compare::NEU>(x, y);
-    case Compare::LTU:
-      return compare_values<Compare::LTU>(x, y);
-    case Compare::LEU:
-      return compare_values<Compare::LEU>(x, y);
-    case Compare::GTU:
-      return compare_values<Compare::GTU>(x, y);
-    case Compare::GEU:
-      return compare_values<Compare::GEU>(x, y);
-    case Compare::NUM:
-      return compare_values<Compare::NUM>(x, y);
-    case Compare::NAN_:
-      return compare_values<Compare::NAN_>(x, y);
-  }
-  return false;
+  return compare_now(c, x, y, OfFloats());
 }
 
 // Comparisons of f16 and bf16, and of f32 with .ftz, go lane by lane.
@@ -225,31 +168,15 @@ void run_setp_decoded(Warp& warp, const Instruction& instruction, uint32_t mask)
   const uint32_t* x = warp.lanes<const uint32_t>(instruction.operands[2]);
   const uint32_t* y = warp.lanes<const uint32_t>(instruction.operands[3]);
   const bool ftz = instruction.flags & COMPARE_FTZ;
+  const auto compare = [&](uint32_t p, uint32_t q) -> uint32_t {
+    return compare_now(extra.compare, decode(extra.decode, p, ftz), decode(extra.decode, q, ftz));
+  };
   uint32_t low = 0, high = 0;
   for (int i = 0; i < LANES; ++i) {
-    low |= uint32_t{compare_now(extra.compare, decode(extra.decode, x[i], ftz),
-                                decode(extra.decode, y[i], ftz))}
-           << i;
-    if (extra.pair) {
-      high |= uint32_t{compare_now(extra.compare, decode(extra.decode, x[i] >> 16, ftz),
-                                   decode(extra.decode, y[i] >> 16, ftz))}
-              << i;
-    }
+    low |= compare(x[i], y[i]) << i;
+    if (extra.pair) high |= compare(x[i] >> 16, y[i] >> 16) << i;
   }
-  if (!extra.pair) {
-    store_predicates(warp, instruction, mask, low);
-    return;
-  }
-  if (const uint32_t combine = instruction.flags & 3; combine != 0) {
-    uint32_t c = warp.predicate(instruction.operands[4]);
-    if (instruction.flags & Builder::NEGATED) c = ~c;
-    low = combine == COMBINE_AND ? low & c : combine == COMBINE_OR ? low | c : low ^ c;
-    high = combine == COMBINE_AND ? high & c : combine == COMBINE_OR ? high | c : high ^ c;
-  }
-  uint32_t& p = warp.predicate(instruction.operands[0]);
-  p = (p & ~mask) | (low & mask);
-  uint32_t& q = warp.predicate(instruction.operands[1]);
-  q = (q & ~mask) | (high & mask);
+  store_predicates(warp, instruction, mask, low, extra.pair ? high : ~low);
 }
 
 uint32_t combine_flags(Builder& b) {
@@ -277,15 +204,16 @@ void build_setp(Builder& b) {
     b.instruction.extra = b.keep(CompareExtra{compare, as, pair});
     run = &run_setp_decoded;
   } else if (t.kind == 'f') {
-    run = t.bits == 64 ? float_setp<double>(compare) : float_setp<float>(compare);
+    run = t.bits == 64 ? setp_handler<double>(compare, OfFloats())
+                       : setp_handler<float>(compare, OfFloats());
   } else if (t.kind == 's') {
-    run = t.bits == 64   ? integer_setp<int64_t>(compare)
-          : t.bits == 32 ? integer_setp<int32_t>(compare)
-                         : integer_setp<int16_t>(compare);
+    run = t.bits == 64   ? setp_handler<int64_t>(compare, OfIntegers())
+          : t.bits == 32 ? setp_handler<int32_t>(compare, OfIntegers())
+                         : setp_handler<int16_t>(compare, OfIntegers());
   } else {
-    run = t.bits == 64   ? integer_setp<uint64_t>(compare)
-          : t.bits == 32 ? integer_setp<uint32_t>(compare)
-                         : integer_setp<uint16_t>(compare);
+    run = t.bits == 64   ? setp_handler<uint64_t>(compare, OfIntegers())
+          : t.bits == 32 ? setp_handler<uint32_t>(compare, OfIntegers())
+                         : setp_handler<uint16_t>(compare, OfIntegers());
   }
   b.handler(run, Class::Compare);
 }
@@ -392,34 +320,32 @@ void build_selp(Builder& b) {
     b.handler(uses_avx2() ? &select_avx2<uint32_t> : &select_baseline<uint32_t>, Class::Compare);
 }
 
+// Selects by the sign of c. A NaN selects b; with .ftz a subnormal is a zero, which selects a.
+template <bool FTZ, class T, class S>
+T select_by_sign(T a, T b, S c) {
+  if constexpr (FTZ) c = flush(c);
+  return c >= 0 ? a : b;
+}
+template <class S, bool FTZ>
+Handler slct_handler(bool wide) {
+  return wide ? elementwise<[](uint64_t a, uint64_t b, S c) {
+    return select_by_sign<FTZ>(a, b, c);
+  }>()
+              : elementwise<[](uint32_t a, uint32_t b, S c) {
+                  return select_by_sign<FTZ>(a, b, c);
+                }>();
+}
 void build_slct(Builder& b) {
   const Type t = b.type(1);
-  const bool by_float = b.slot(2) == "f32";
+  const bool by_float = b.slot(2) == "f32", wide = t.bits == 64;
   b.destination(t);
   b.source(t);
   b.source(t);
   b.source({by_float ? 'f' : 's', 32});
-  Handler run;
-  if (by_float) {
-    // A NaN selects b; with .ftz a subnormal is a zero, which selects a.
-    run = b.has("ftz") ? (t.bits == 64 ? elementwise<[](uint64_t x, uint64_t y, float z) {
-      return flush(z) >= 0.0f ? x : y;
-    }>()
-                                       : elementwise<[](uint32_t x, uint32_t y, float z) {
-                                           return flush(z) >= 0.0f ? x : y;
-                                         }>())
-                       : (t.bits == 64 ? elementwise<[](uint64_t x, uint64_t y, float z) {
-                           return z >= 0.0f ? x : y;
-                         }>()
-                                       : elementwise<[](uint32_t x, uint32_t y, float z) {
-                                           return z >= 0.0f ? x : y;
-                                         }>());
-  } else {
-    run = t.bits == 64
-              ? elementwise<[](uint64_t x, uint64_t y, int32_t z) { return z >= 0 ? x : y; }>()
-              : elementwise<[](uint32_t x, uint32_t y, int32_t z) { return z >= 0 ? x : y; }>();
-  }
-  b.handler(run, Class::Compare);
+  b.handler(!by_float      ? slct_handler<int32_t, false>(wide)
+            : b.has("ftz") ? slct_handler<float, true>(wide)
+                           : slct_handler<float, false>(wide),
+            Class::Compare);
 }
 
 // testp: properties of a floating-point value.
@@ -432,27 +358,14 @@ void run_testp(Warp& warp, const Instruction& instruction, uint32_t mask) {
     const uint64_t exponent_mask = wide ? 0x7FF0000000000000u : 0x7F800000u;
     const uint64_t magnitude = bits & (wide ? 0x7FFFFFFFFFFFFFFFu : 0x7FFFFFFFu);
     const bool finite = magnitude<exponent_mask, nan = magnitude> exponent_mask;
-    bool holds = false;
-    switch (instruction.offset) {
-      case 0:
-        holds = finite;
-        break;
-      case 1:
-        holds = magnitude == exponent_mask;
-        break;
-      case 2:
-        holds = !nan;
-        break;
-      case 3:
-        holds = nan;
-        break;
-      case 4:
-        holds = finite && ((bits & exponent_mask) != 0 || magnitude == 0);  // zero is normal
-        break;
-      case 5:
-        holds = (bits & exponent_mask) == 0 && magnitude != 0;
-        break;
-    }
+    const bool zero_exponent = (bits & exponent_mask) == 0;
+    const bool properties[] = {finite,
+                               magnitude == exponent_mask,
+                               !nan,
+                               nan,
+                               finite && (!zero_exponent || magnitude == 0),  // zero is normal
+                               zero_exponent && magnitude != 0};
+    const bool holds = properties[instruction.offset];
     result |= uint32_t{holds} << i;
   }
   uint32_t& p = warp.predicate(instruction.operands[0]);

@@ -170,11 +170,32 @@ void build_match(Builder& b) {
   b.handler(t.bits == 64 ? &run_match<uint64_t> : &run_match<uint32_t>, Class::Shuffle);
 }
 
-enum class Reduction : uint8_t { AddU, MinU, MaxU, MinS, MaxS, And, Or, Xor, MinF, MaxF };
+struct Reduction {
+  std::string_view name;
+  std::string_view kinds;  // of types
+  uint32_t (*combine)(uint32_t x, uint32_t y, MinMaxMode mode);
+};
+using U = uint32_t;
+using M = MinMaxMode;
+constexpr Reduction REDUCTIONS[] = {
+    {"add", "us", [](U x, U y, M) -> U { return x + y; }},
+    {"and", "b", [](U x, U y, M) -> U { return x & y; }},
+    {"or", "b", [](U x, U y, M) -> U { return x | y; }},
+    {"xor", "b", [](U x, U y, M) -> U { return x ^ y; }},
+    {"min", "u", [](U x, U y, M) -> U { return std::min(x, y); }},
+    {"max", "u", [](U x, U y, M) -> U { return std::max(x, y); }},
+    {"min", "s", [](U x, U y, M) -> U { return std::min<int32_t>(x, y); }},
+    {"max", "s", [](U x, U y, M) -> U { return std::max<int32_t>(x, y); }},
+    {"min", "f",
+     [](U x, U y, M mode) -> U { return bits_of(min_f32(f32_of(x), f32_of(y), mode)); }},
+    {"max", "f",
+     [](U x, U y, M mode) -> U { return bits_of(max_f32(f32_of(x), f32_of(y), mode)); }},
+};
 constexpr uint32_t REDUX_ABS = 1, REDUX_NAN = 2;
 
 // Operands: d, a, members.
 void run_redux(Warp& warp, const Instruction& instruction, uint32_t mask) {
+  const auto& reduction = *static_cast<const Reduction*>(instruction.extra);
   uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
   const uint32_t* a = warp.lanes<const uint32_t>(instruction.operands[1]);
   for_each_group(warp, instruction.operands[2], mask, [&](uint32_t group) {
@@ -183,66 +204,22 @@ void run_redux(Warp& warp, const Instruction& instruction, uint32_t mask) {
     };
     const MinMaxMode mode{false, (instruction.flags & REDUX_NAN) != 0, false};
     uint32_t result = value(std::countr_zero(group));
-    for (uint32_t rest = group & (group - 1); rest != 0; rest &= rest - 1) {
-      const uint32_t x = value(std::countr_zero(rest));
-      const auto sx = static_cast<int32_t>(x), sr = static_cast<int32_t>(result);
-      switch (static_cast<Reduction>(instruction.offset)) {
-        case Reduction::AddU:
-          result += x;
-          break;
-        case Reduction::MinU:
-          result = std::min(result, x);
-          break;
-        case Reduction::MaxU:
-          result = std::max(result, x);
-          break;
-        case Reduction::MinS:
-          result = static_cast<uint32_t>(std::min(sr, sx));
-          break;
-        case Reduction::MaxS:
-          result = static_cast<uint32_t>(std::max(sr, sx));
-          break;
-        case Reduction::And:
-          result &= x;
-          break;
-        case Reduction::Or:
-          result |= x;
-          break;
-        case Reduction::Xor:
-          result ^= x;
-          break;
-        case Reduction::MinF:
-          result = bits_of(min_f32(f32_of(result), f32_of(x), mode));
-          break;
-        case Reduction::MaxF:
-          result = bits_of(max_f32(f32_of(result), f32_of(x), mode));
-          break;
-      }
-    }
+    for (uint32_t rest = group & (group - 1); rest != 0; rest &= rest - 1)
+      result = reduction.combine(result, value(std::countr_zero(rest)), mode);
     for (uint32_t rest = group; rest != 0; rest &= rest - 1) d[std::countr_zero(rest)] = result;
   });
 }
 void build_redux(Builder& b) {
   const Type t = b.type(4);
-  const std::string_view operation = b.slot(1);
-  const bool bitwise = operation == "and" || operation == "or" || operation == "xor";
-  if (bitwise != (t.kind == 'b')) b.fail("no such reduction of this type");
-  if (t.kind == 'f' && operation == "add") b.fail("no such reduction of this type");
+  for (const Reduction& row : REDUCTIONS) {
+    if (b.slot(1) == row.name && row.kinds.find(t.kind) != row.kinds.npos)
+      b.instruction.extra = &row;
+  }
+  if (b.instruction.extra == nullptr) b.fail("no such reduction of this type");
   if (t.kind != 'f' && (b.has("abs") || b.has("NaN"))) b.fail(".abs and .NaN are for .f32");
-  const Reduction reduction = operation == "add"   ? Reduction::AddU
-                              : operation == "and" ? Reduction::And
-                              : operation == "or"  ? Reduction::Or
-                              : operation == "xor" ? Reduction::Xor
-                              : operation == "min" ? (t.kind == 's'   ? Reduction::MinS
-                                                      : t.kind == 'f' ? Reduction::MinF
-                                                                      : Reduction::MinU)
-                                                   : (t.kind == 's'   ? Reduction::MaxS
-                                                      : t.kind == 'f' ? Reduction::MaxF
-                                                                      : Reduction::MaxU);
   b.destination(t);
   b.source(t);
   b.source({'b', 32});
-  b.instruction.offset = static_cast<int64_t>(reduction);
   b.instruction.flags |= (b.has("abs") ? REDUX_ABS : 0) | (b.has("NaN") ? REDUX_NAN : 0);
   b.instruction.converge = Converge::Members;
   b.instruction.converge_operand = 2;

@@ -8,6 +8,8 @@
 namespace archflash::sim {
 namespace {
 
+using I = const Instruction&;
+
 // The modifiers of an instruction as flags, for handlers that read them when they run.
 constexpr uint32_t FTZ = 1, SAT = 2, NAN_RESULT = 4, XORSIGN_ABS = 8, ROUND_SHIFT = 8;
 
@@ -50,6 +52,8 @@ template <class D, class... S>
 struct Arity<D (*)(const Instruction&, S...)> {
   using Indices = std::index_sequence_for<S...>;
 };
+template <class T>
+constexpr int SOURCES_OF = int(Arity<T>::Indices::size());
 template <auto F>
 void moded_handler(Warp& warp, const Instruction& instruction, uint32_t mask) {
   run_moded<F>(warp, instruction, mask, +F, typename Arity<decltype(+F)>::Indices());
@@ -72,72 +76,40 @@ void run_fma_whole(Warp& warp, const Instruction& instruction, uint32_t mask) {
 
 // ---- f32 and f64 ----
 
-void build_add(Builder& b) {
-  const Type t = b.type(3);
-  operands(b, t, 2);
+bool is_to_nearest(const Builder& b) { return !b.has("rz") && !b.has("rm") && !b.has("rp"); }
+
+// OPERATION is add_f32, sub_f32 or mul_f32, called as (x, y) or (x, y, mode).
+template <auto OPERATION>
+void build_f32(Builder& b) {
+  operands(b, {'f', 32}, 2);
   b.instruction.flags |= mode_flags(b);
-  if (b.has("rz") || b.has("rm") || b.has("rp") || b.has("sat")) {
-    b.handler(&moded_handler<[](const Instruction& i, float x, float y) {
-      return add_f32(x, y, float_mode(i));
-    }>,
+  if (!is_to_nearest(b) || b.has("sat")) {
+    b.handler(&moded_handler<[](I i, float x, float y) { return OPERATION(x, y, float_mode(i)); }>,
               Class::Float);
-  } else {
-    b.handler(b.has("ftz")
-                  ? elementwise<[](float x, float y) { return add_f32(x, y, {Round::RN, true}); }>()
-                  : elementwise<[](float x, float y) { return add_f32(x, y); }>(),
-              Class::Float);
+    return;
   }
-}
-void build_sub(Builder& b) {
-  const Type t = b.type(3);
-  operands(b, t, 2);
-  b.instruction.flags |= mode_flags(b);
-  if (b.has("rz") || b.has("rm") || b.has("rp") || b.has("sat")) {
-    b.handler(&moded_handler<[](const Instruction& i, float x, float y) {
-      return sub_f32(x, y, float_mode(i));
-    }>,
-              Class::Float);
-  } else {
-    b.handler(b.has("ftz")
-                  ? elementwise<[](float x, float y) { return sub_f32(x, y, {Round::RN, true}); }>()
-                  : elementwise<[](float x, float y) { return sub_f32(x, y); }>(),
-              Class::Float);
-  }
-}
-void build_mul(Builder& b) {
-  const Type t = b.type(3);
-  operands(b, t, 2);
-  b.instruction.flags |= mode_flags(b);
-  if (b.has("rz") || b.has("rm") || b.has("rp") || b.has("sat")) {
-    b.handler(&moded_handler<[](const Instruction& i, float x, float y) {
-      return mul_f32(x, y, float_mode(i));
-    }>,
-              Class::Float);
-  } else {
-    b.handler(b.has("ftz")
-                  ? elementwise<[](float x, float y) { return mul_f32(x, y, {Round::RN, true}); }>()
-                  : elementwise<[](float x, float y) { return mul_f32(x, y); }>(),
-              Class::Float);
-  }
+  b.handler(b.has("ftz")
+                ? elementwise<[](float x, float y) { return OPERATION(x, y, {Round::RN, true}); }>()
+                : elementwise<[](float x, float y) { return OPERATION(x, y, {}); }>(),
+            Class::Float);
 }
 void build_fma(Builder& b) {
-  const Type t = b.type(3);
-  operands(b, t, 3);
+  operands(b, {'f', 32}, 3);
   b.instruction.flags |= mode_flags(b);
-  if (b.has("rz") || b.has("rm") || b.has("rp") || b.has("sat")) {
-    b.handler(&moded_handler<[](const Instruction& i, float x, float y, float z) {
+  if (!is_to_nearest(b) || b.has("sat")) {
+    b.handler(&moded_handler<[](I i, float x, float y, float z) {
       return fma_f32(x, y, z, float_mode(i));
     }>,
               Class::Float);
-  } else {
-    b.handler(b.has("ftz") ? &run_fma_whole<fma_rn_ftz_f32_warp> : &run_fma_whole<fma_rn_f32_warp>,
-              Class::Float);
+    return;
   }
+  b.handler(b.has("ftz") ? &run_fma_whole<fma_rn_ftz_f32_warp> : &run_fma_whole<fma_rn_f32_warp>,
+            Class::Float);
 }
 
 // F for each of the two f32 in a 64-bit register.
 template <auto F>
-uint64_t pairwise(const Instruction& i, uint64_t x, uint64_t y, uint64_t z) {
+uint64_t pairwise(I i, uint64_t x, uint64_t y, uint64_t z) {
   const auto half = [&](int shift) {
     return uint64_t{bits_of(F(i, f32_of(uint32_t(x >> shift)), f32_of(uint32_t(y >> shift)),
                               f32_of(uint32_t(z >> shift))))}
@@ -194,9 +166,6 @@ void run_fma_pairs(Warp& warp, const Instruction& instruction, uint32_t mask) {
   }
 }
 
-bool is_to_nearest(const Builder& b) { return !b.has("rz") && !b.has("rm") && !b.has("rp"); }
-
-// OPERATION is add_f32, sub_f32 or mul_f32, called as (x, y) or (x, y, mode).
 template <auto OPERATION>
 void build_f32x2(Builder& b) {
   operands(b, b.type(2), 2);
@@ -208,10 +177,9 @@ void build_f32x2(Builder& b) {
               Class::Float);
     return;
   }
-  b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y) {
-    return pairwise<[](const Instruction& in, float p, float q, float) {
-      return OPERATION(p, q, float_mode(in));
-    }>(i, x, y, 0);
+  b.handler(&moded_handler<[](I i, uint64_t x, uint64_t y) {
+    return pairwise<[](I in, float p, float q, float) { return OPERATION(p, q, float_mode(in)); }>(
+        i, x, y, 0);
   }>,
             Class::Float);
 }
@@ -223,131 +191,66 @@ void build_fma_f32x2(Builder& b) {
               Class::Float);
     return;
   }
-  b.handler(&moded_handler<[](const Instruction& i, uint64_t x, uint64_t y, uint64_t z) {
-    return pairwise<[](const Instruction& in, float p, float q, float r) {
+  b.handler(&moded_handler<[](I i, uint64_t x, uint64_t y, uint64_t z) {
+    return pairwise<[](I in, float p, float q, float r) {
       return fma_f32(p, q, r, float_mode(in));
     }>(i, x, y, z);
   }>,
             Class::Float);
 }
 
-void build_add_f64(Builder& b) {
-  operands(b, {'f', 64}, 2);
+// OPERATION of f64 rounds as the instruction says.
+template <auto OPERATION, int SOURCES>
+void build_f64(Builder& b) {
+  using D = double;
+  operands(b, {'f', 64}, SOURCES);
   b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, double x, double y) {
-    return add_f64(x, y, float_mode(i).round);
-  }>,
-            Class::Double);
-}
-void build_sub_f64(Builder& b) {
-  operands(b, {'f', 64}, 2);
-  b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, double x, double y) {
-    return sub_f64(x, y, float_mode(i).round);
-  }>,
-            Class::Double);
-}
-void build_mul_f64(Builder& b) {
-  operands(b, {'f', 64}, 2);
-  b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, double x, double y) {
-    return mul_f64(x, y, float_mode(i).round);
-  }>,
-            Class::Double);
-}
-void build_fma_f64(Builder& b) {
-  operands(b, {'f', 64}, 3);
-  b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, double x, double y, double z) {
-    return fma_f64(x, y, z, float_mode(i).round);
-  }>,
-            Class::Double);
+  if constexpr (SOURCES == 1)
+    b.handler(&moded_handler<[](I i, D x) { return OPERATION(x, float_mode(i).round); }>,
+              Class::Double);
+  else if constexpr (SOURCES == 2)
+    b.handler(&moded_handler<[](I i, D x, D y) { return OPERATION(x, y, float_mode(i).round); }>,
+              Class::Double);
+  else
+    b.handler(
+        &moded_handler<[](I i, D x, D y, D z) { return OPERATION(x, y, z, float_mode(i).round); }>,
+        Class::Double);
 }
 
 void build_div_f32(Builder& b) {
   operands(b, {'f', 32}, 2);
   b.instruction.flags |= mode_flags(b);
-  if (b.has("approx")) {
-    b.handler(&moded_handler<[](const Instruction& i, float x, float y) {
+  const auto approximate = [&](Handler run) { b.handler(run, Class::Special); };
+  if (b.has("approx"))
+    return approximate(&moded_handler<[](I i, float x, float y) {
       return div_approx_f32(x, y, float_mode(i).ftz);
-    }>,
-              Class::Special);
-  } else if (b.has("full")) {
-    b.handler(&moded_handler<[](const Instruction& i, float x, float y) {
+    }>);
+  if (b.has("full"))
+    return approximate(&moded_handler<[](I i, float x, float y) {
       return div_full_f32(x, y, float_mode(i).ftz);
-    }>,
-              Class::Special);
-  } else {
-    b.handler(&moded_handler<[](const Instruction& i, float x, float y) {
-      return div_f32(x, y, float_mode(i));
-    }>,
-              Class::Float);
-  }
+    }>);
+  b.handler(&moded_handler<[](I i, float x, float y) { return div_f32(x, y, float_mode(i)); }>,
+            Class::Float);
 }
-void build_div_f64(Builder& b) {
-  operands(b, {'f', 64}, 2);
-  b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, double x, double y) {
-    return div_f64(x, y, float_mode(i).round);
-  }>,
-            Class::Double);
-}
-
-void build_rcp_f32(Builder& b) {
+// rcp and sqrt: APPROXIMATE(x, ftz) or EXACT(x, mode).
+template <auto APPROXIMATE, auto EXACT>
+void build_root(Builder& b) {
   operands(b, {'f', 32}, 1);
   b.instruction.flags |= mode_flags(b);
-  if (b.has("approx")) {
-    b.handler(&moded_handler<[](const Instruction& i, float x) {
-      return rcp_approx_f32(x, float_mode(i).ftz);
-    }>,
+  if (b.has("approx"))
+    b.handler(&moded_handler<[](I i, float x) { return APPROXIMATE(x, float_mode(i).ftz); }>,
               Class::Special);
-  } else {
-    b.handler(
-        &moded_handler<[](const Instruction& i, float x) { return rcp_f32(x, float_mode(i)); }>,
-        Class::Float);
-  }
-}
-void build_rcp_f64(Builder& b) {
-  operands(b, {'f', 64}, 1);
-  b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, double x) {
-    return rcp_f64(x, float_mode(i).round);
-  }>,
-            Class::Double);
+  else
+    b.handler(&moded_handler<[](I i, float x) { return EXACT(x, float_mode(i)); }>, Class::Float);
 }
 void build_rcp_approx_f64(Builder& b) {
   operands(b, {'f', 64}, 1);
-  b.handler(&moded_handler<[](const Instruction&, double x) { return rcp_approx_ftz_f64(x); }>,
-            Class::Special);
-}
-void build_sqrt_f32(Builder& b) {
-  operands(b, {'f', 32}, 1);
-  b.instruction.flags |= mode_flags(b);
-  if (b.has("approx")) {
-    b.handler(&moded_handler<[](const Instruction& i, float x) {
-      return sqrt_approx_f32(x, float_mode(i).ftz);
-    }>,
-              Class::Special);
-  } else {
-    b.handler(
-        &moded_handler<[](const Instruction& i, float x) { return sqrt_f32(x, float_mode(i)); }>,
-        Class::Float);
-  }
-}
-void build_sqrt_f64(Builder& b) {
-  operands(b, {'f', 64}, 1);
-  b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, double x) {
-    return sqrt_f64(x, float_mode(i).round);
-  }>,
-            Class::Double);
+  b.handler(&moded_handler<[](I, double x) { return rcp_approx_ftz_f64(x); }>, Class::Special);
 }
 void build_rsqrt_f64(Builder& b) {
   operands(b, {'f', 64}, 1);
   b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, double x) {
-    return rsqrt_approx_f64(x, float_mode(i).ftz);
-  }>,
+  b.handler(&moded_handler<[](I i, double x) { return rsqrt_approx_f64(x, float_mode(i).ftz); }>,
             Class::Special);
 }
 
@@ -356,8 +259,7 @@ template <float (*F)(float, bool)>
 void build_approx(Builder& b) {
   operands(b, {'f', 32}, 1);
   b.instruction.flags |= mode_flags(b);
-  b.handler(&moded_handler<[](const Instruction& i, float x) { return F(x, float_mode(i).ftz); }>,
-            Class::Special);
+  b.handler(&moded_handler<[](I i, float x) { return F(x, float_mode(i).ftz); }>, Class::Special);
 }
 void run_ex2_ftz(Warp& warp, const Instruction& instruction, uint32_t mask) {
   uint32_t* d = warp.lanes<uint32_t>(instruction.operands[0]);
@@ -377,29 +279,21 @@ void build_ex2(Builder& b) {
 }
 void build_tanh(Builder& b) {
   operands(b, {'f', 32}, 1);
-  b.handler(&moded_handler<[](const Instruction&, float x) { return tanh_approx_f32(x); }>,
-            Class::Special);
+  b.handler(&moded_handler<[](I, float x) { return tanh_approx_f32(x); }>, Class::Special);
 }
 
-void build_abs_f32(Builder& b) {
+// abs and neg.
+template <auto F>
+void build_sign_f32(Builder& b) {
   operands(b, {'f', 32}, 1);
-  b.handler(b.has("ftz") ? elementwise<[](float x) { return abs_f32(x, true); }>()
-                         : elementwise<[](float x) { return abs_f32(x); }>(),
+  b.handler(b.has("ftz") ? elementwise<[](float x) { return F(x, true); }>()
+                         : elementwise<[](float x) { return F(x, false); }>(),
             Class::Float);
 }
-void build_neg_f32(Builder& b) {
-  operands(b, {'f', 32}, 1);
-  b.handler(b.has("ftz") ? elementwise<[](float x) { return neg_f32(x, true); }>()
-                         : elementwise<[](float x) { return neg_f32(x); }>(),
-            Class::Float);
-}
-void build_abs_f64(Builder& b) {
+template <auto F>
+void build_sign_f64(Builder& b) {
   operands(b, {'f', 64}, 1);
-  b.handler(elementwise<[](double x) { return abs_f64(x); }>(), Class::Double);
-}
-void build_neg_f64(Builder& b) {
-  operands(b, {'f', 64}, 1);
-  b.handler(elementwise<[](double x) { return neg_f64(x); }>(), Class::Double);
+  b.handler(elementwise<[](double x) { return F(x); }>(), Class::Double);
 }
 void build_copysign(Builder& b) {
   const Type t = b.type(0);
@@ -425,54 +319,32 @@ void build_copysign(Builder& b) {
   const float ordered = x == y ? f32_of(bits_of(x) | bits_of(y)) : smaller;
   return is_nan(x) ? canonical(y) : is_nan(y) ? x : ordered;
 }
-void build_min_max_f32(Builder& b, bool maximum) {
+// F obeys the instruction's modes, PLAIN is that without any.
+template <auto F, auto PLAIN>
+void build_min_max_f32(Builder& b) {
   const bool three = b.operands_left() == 4;
   if (three) b.require_target("100");
   operands(b, {'f', 32}, three ? 3 : 2);
   b.instruction.flags |= mode_flags(b);
-  if (three) {
-    b.handler(maximum ? &moded_handler<[](const Instruction& i, float x, float y, float z) {
-                return max_f32(max_f32(x, y, minmax_mode(i)), z, minmax_mode(i));
-              }>
-                      : &moded_handler<[](const Instruction& i, float x, float y, float z) {
-                          return min_f32(min_f32(x, y, minmax_mode(i)), z, minmax_mode(i));
-                        }>,
-              Class::Float);
-  } else if (mode_flags(b) & (FTZ | NAN_RESULT | XORSIGN_ABS)) {
-    b.handler(maximum ? &moded_handler<[](const Instruction& i, float x, float y) {
-                return max_f32(x, y, minmax_mode(i));
-              }>
-                      : &moded_handler<[](const Instruction& i, float x, float y) {
-                          return min_f32(x, y, minmax_mode(i));
-                        }>,
-              Class::Float);
-  } else {
-    b.handler(maximum ? elementwise<[](float x, float y) { return plain_max(x, y); }>()
-                      : elementwise<[](float x, float y) { return plain_min(x, y); }>(),
-              Class::Float);
-  }
+  Handler run = elementwise<[](float x, float y) { return PLAIN(x, y); }>();
+  if (three)
+    run = &moded_handler<[](I i, float x, float y, float z) {
+      return F(F(x, y, minmax_mode(i)), z, minmax_mode(i));
+    }>;
+  else if (mode_flags(b) & (FTZ | NAN_RESULT | XORSIGN_ABS))
+    run = &moded_handler<[](I i, float x, float y) { return F(x, y, minmax_mode(i)); }>;
+  b.handler(run, Class::Float);
 }
-void build_min_f32(Builder& b) { build_min_max_f32(b, false); }
-void build_max_f32(Builder& b) { build_min_max_f32(b, true); }
-void build_min_f64(Builder& b) {
+template <auto F>
+void build_min_max_f64(Builder& b) {
   operands(b, {'f', 64}, 2);
-  b.handler(&moded_handler<[](const Instruction&, double x, double y) { return min_f64(x, y); }>,
-            Class::Double);
-}
-void build_max_f64(Builder& b) {
-  operands(b, {'f', 64}, 2);
-  b.handler(&moded_handler<[](const Instruction&, double x, double y) { return max_f64(x, y); }>,
-            Class::Double);
+  b.handler(&moded_handler<[](I, double x, double y) { return F(x, y); }>, Class::Double);
 }
 
 // ---- f16 and bf16, single and packed ----
 
-enum class HalfType : uint8_t { F16, BF16 };
 constexpr uint32_t RELU = 16, OOB = 32;
 
-HalfType half_type(const Builder& b) {
-  return b.has("bf16") || b.has("bf16x2") ? HalfType::BF16 : HalfType::F16;
-}
 Relu relu_mode(const Instruction& i) {
   return i.flags & OOB    ? (i.flags & RELU ? Relu::OOB_RELU : Relu::OOB)
          : i.flags & RELU ? Relu::RELU
@@ -509,111 +381,56 @@ void half_handler(Warp& warp, const Instruction& instruction, uint32_t mask) {
   run_half<F>(warp, instruction, mask, +F);
 }
 
-void half_operands(Builder& b, int sources) {
+using H = uint16_t;
+
+// OF_F16 or OF_BF16 by the instruction's type, each a function (I, H...) -> H.
+template <auto OF_F16, auto OF_BF16 = OF_F16, Class CLASS = Class::Half>
+void build_half(Builder& b) {
   const bool pair = b.has("f16x2") || b.has("bf16x2");
-  operands(b, {'b', pair ? 32 : 16}, sources);
+  operands(b, {'b', pair ? 32 : 16}, SOURCES_OF<decltype(+OF_F16)>);
   b.instruction.count = pair ? 2 : 1;
   b.instruction.flags |= mode_flags(b) | (b.has("relu") ? RELU : 0) | (b.has("oob") ? OOB : 0);
+  const bool is_bf16 = b.has("bf16") || b.has("bf16x2");
+  b.handler(is_bf16 ? &half_handler<OF_BF16> : &half_handler<OF_F16>, CLASS);
 }
-
-using H = uint16_t;
-using I = const Instruction&;
-
-void build_add_half(Builder& b) {
-  half_operands(b, 2);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I i, H x, H y) { return add_f16(x, y, float_mode(i)); }>
-                : &half_handler<[](I, H x, H y) { return add_bf16(x, y); }>,
-            Class::Half);
-}
-void build_sub_half(Builder& b) {
-  half_operands(b, 2);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I i, H x, H y) { return sub_f16(x, y, float_mode(i)); }>
-                : &half_handler<[](I, H x, H y) { return sub_bf16(x, y); }>,
-            Class::Half);
-}
-void build_mul_half(Builder& b) {
-  half_operands(b, 2);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I i, H x, H y) { return mul_f16(x, y, float_mode(i)); }>
-                : &half_handler<[](I, H x, H y) { return mul_bf16(x, y); }>,
-            Class::Half);
-}
-void build_fma_half(Builder& b) {
-  half_operands(b, 3);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I i, H x, H y, H z) {
-                    return fma_f16(x, y, z, float_mode(i), relu_mode(i));
-                  }>
-                : &half_handler<[](I i, H x, H y, H z) { return fma_bf16(x, y, z, relu_mode(i)); }>,
-            Class::Half);
-}
-void build_min_half(Builder& b) {
-  half_operands(b, 2);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I i, H x, H y) { return min_f16(x, y, minmax_mode(i)); }>
-                : &half_handler<[](I i, H x, H y) { return min_bf16(x, y, minmax_mode(i)); }>,
-            Class::Half);
-}
-void build_max_half(Builder& b) {
-  half_operands(b, 2);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I i, H x, H y) { return max_f16(x, y, minmax_mode(i)); }>
-                : &half_handler<[](I i, H x, H y) { return max_bf16(x, y, minmax_mode(i)); }>,
-            Class::Half);
-}
-void build_neg_half(Builder& b) {
-  half_operands(b, 1);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I i, H x) { return neg_f16(x, float_mode(i).ftz); }>
-                : &half_handler<[](I, H x) { return neg_bf16(x); }>,
-            Class::Half);
-}
-void build_abs_half(Builder& b) {
-  half_operands(b, 1);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I i, H x) { return abs_f16(x, float_mode(i).ftz); }>
-                : &half_handler<[](I, H x) { return abs_bf16(x); }>,
-            Class::Half);
-}
-void build_ex2_half(Builder& b) {
-  half_operands(b, 1);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I, H x) { return ex2_approx_f16(x); }>
-                : &half_handler<[](I, H x) { return ex2_approx_ftz_bf16(x); }>,
-            Class::Special);
-}
-void build_tanh_half(Builder& b) {
-  half_operands(b, 1);
-  b.handler(half_type(b) == HalfType::F16
-                ? &half_handler<[](I, H x) { return tanh_approx_f16(x); }>
-                : &half_handler<[](I, H x) { return tanh_approx_bf16(x); }>,
-            Class::Special);
-}
+// OPERATION of f16 with the instruction's modes; of bf16, which has none.
+template <auto OPERATION>
+constexpr auto F16 = [](I i, H x, H y) -> H { return OPERATION(x, y, float_mode(i)); };
+template <auto OPERATION>
+constexpr auto BF16 = [](I, H x, H y) -> H { return OPERATION(x, y); };
+template <auto OPERATION>
+constexpr auto MIN_MAX = [](I i, H x, H y) -> H { return OPERATION(x, y, minmax_mode(i)); };
+template <auto OPERATION>
+constexpr auto SIGN_F16 = [](I i, H x) -> H { return OPERATION(x, float_mode(i).ftz); };
+template <auto OPERATION>
+constexpr auto ONE = [](I, H x) -> H { return OPERATION(x); };
+constexpr auto FMA_F16 = [](I i, H x, H y, H z) -> H {
+  return fma_f16(x, y, z, float_mode(i), relu_mode(i));
+};
+constexpr auto FMA_BF16 = [](I i, H x, H y, H z) -> H { return fma_bf16(x, y, z, relu_mode(i)); };
 
 constexpr Form FORMS[] = {
-    {"add", "?$rnd ?ftz ?sat f32", build_add},
-    {"sub", "?$rnd ?ftz ?sat f32", build_sub},
-    {"mul", "?$rnd ?ftz ?sat f32", build_mul},
+    {"add", "?$rnd ?ftz ?sat f32", build_f32<add_f32>},
+    {"sub", "?$rnd ?ftz ?sat f32", build_f32<sub_f32>},
+    {"mul", "?$rnd ?ftz ?sat f32", build_f32<mul_f32>},
     {"fma", "$rnd ?ftz ?sat f32", build_fma},
     {"mad", "$rnd ?ftz ?sat f32", build_fma},
     {"add", "?$rnd ?ftz f32x2", build_f32x2<add_f32>},
     {"sub", "?$rnd ?ftz f32x2", build_f32x2<sub_f32>},
     {"mul", "?$rnd ?ftz f32x2", build_f32x2<mul_f32>},
     {"fma", "$rnd ?ftz f32x2", build_fma_f32x2},
-    {"add", "?$rnd f64", build_add_f64},
-    {"sub", "?$rnd f64", build_sub_f64},
-    {"mul", "?$rnd f64", build_mul_f64},
-    {"fma", "$rnd f64", build_fma_f64},
-    {"mad", "$rnd f64", build_fma_f64},
+    {"add", "?$rnd f64", build_f64<add_f64, 2>},
+    {"sub", "?$rnd f64", build_f64<sub_f64, 2>},
+    {"mul", "?$rnd f64", build_f64<mul_f64, 2>},
+    {"fma", "$rnd f64", build_f64<fma_f64, 3>},
+    {"mad", "$rnd f64", build_f64<fma_f64, 3>},
     {"div", "approx|full|rn|rz|rm|rp ?ftz f32", build_div_f32},
-    {"div", "$rnd f64", build_div_f64},
-    {"rcp", "approx|rn|rz|rm|rp ?ftz f32", build_rcp_f32},
-    {"rcp", "$rnd f64", build_rcp_f64},
+    {"div", "$rnd f64", build_f64<div_f64, 2>},
+    {"rcp", "approx|rn|rz|rm|rp ?ftz f32", build_root<rcp_approx_f32, rcp_f32>},
+    {"rcp", "$rnd f64", build_f64<rcp_f64, 1>},
     {"rcp", "approx ftz f64", build_rcp_approx_f64},
-    {"sqrt", "approx|rn|rz|rm|rp ?ftz f32", build_sqrt_f32},
-    {"sqrt", "$rnd f64", build_sqrt_f64},
+    {"sqrt", "approx|rn|rz|rm|rp ?ftz f32", build_root<sqrt_approx_f32, sqrt_f32>},
+    {"sqrt", "$rnd f64", build_f64<sqrt_f64, 1>},
     {"rsqrt", "approx ?ftz f32", build_approx<rsqrt_approx_f32>},
     {"rsqrt", "approx ?ftz f64", build_rsqrt_f64},
     {"sin", "approx ?ftz f32", build_approx<sin_approx_f32>},
@@ -621,31 +438,36 @@ constexpr Form FORMS[] = {
     {"lg2", "approx ?ftz f32", build_approx<lg2_approx_f32>},
     {"ex2", "approx ?ftz f32", build_ex2},
     {"tanh", "approx f32", build_tanh},
-    {"abs", "?ftz f32", build_abs_f32},
-    {"neg", "?ftz f32", build_neg_f32},
-    {"abs", "f64", build_abs_f64},
-    {"neg", "f64", build_neg_f64},
+    {"abs", "?ftz f32", build_sign_f32<abs_f32>},
+    {"neg", "?ftz f32", build_sign_f32<neg_f32>},
+    {"abs", "f64", build_sign_f64<abs_f64>},
+    {"neg", "f64", build_sign_f64<neg_f64>},
     {"copysign", "f32|f64", build_copysign},
-    {"min", "?ftz ?NaN ?xorsign ?abs f32", build_min_f32},
-    {"max", "?ftz ?NaN ?xorsign ?abs f32", build_max_f32},
-    {"min", "f64", build_min_f64},
-    {"max", "f64", build_max_f64},
-    {"add", "?rn ?ftz ?sat f16|f16x2", build_add_half},
-    {"sub", "?rn ?ftz ?sat f16|f16x2", build_sub_half},
-    {"mul", "?rn ?ftz ?sat f16|f16x2", build_mul_half},
-    {"fma", "rn ?ftz ?sat f16|f16x2", build_fma_half},
-    {"fma", "rn ?ftz relu f16|f16x2", build_fma_half},
-    {"add", "?rn bf16|bf16x2", build_add_half},
-    {"sub", "?rn bf16|bf16x2", build_sub_half},
-    {"mul", "?rn bf16|bf16x2", build_mul_half},
-    {"fma", "rn ?oob ?relu f16|f16x2|bf16|bf16x2", build_fma_half},
-    {"min", "?ftz ?NaN ?xorsign ?abs f16|f16x2|bf16|bf16x2", build_min_half},
-    {"max", "?ftz ?NaN ?xorsign ?abs f16|f16x2|bf16|bf16x2", build_max_half},
-    {"neg", "?ftz f16|f16x2|bf16|bf16x2", build_neg_half},
-    {"abs", "?ftz f16|f16x2|bf16|bf16x2", build_abs_half},
-    {"ex2", "approx f16|f16x2", build_ex2_half},
-    {"ex2", "approx ftz bf16|bf16x2", build_ex2_half},
-    {"tanh", "approx f16|f16x2|bf16|bf16x2", build_tanh_half},
+    {"min", "?ftz ?NaN ?xorsign ?abs f32", build_min_max_f32<min_f32, plain_min>},
+    {"max", "?ftz ?NaN ?xorsign ?abs f32", build_min_max_f32<max_f32, plain_max>},
+    {"min", "f64", build_min_max_f64<min_f64>},
+    {"max", "f64", build_min_max_f64<max_f64>},
+    {"add", "?rn ?ftz ?sat f16|f16x2", build_half<F16<add_f16>>},
+    {"sub", "?rn ?ftz ?sat f16|f16x2", build_half<F16<sub_f16>>},
+    {"mul", "?rn ?ftz ?sat f16|f16x2", build_half<F16<mul_f16>>},
+    {"fma", "rn ?ftz ?sat f16|f16x2", build_half<FMA_F16, FMA_BF16>},
+    {"fma", "rn ?ftz relu f16|f16x2", build_half<FMA_F16, FMA_BF16>},
+    {"add", "?rn bf16|bf16x2", build_half<BF16<add_bf16>>},
+    {"sub", "?rn bf16|bf16x2", build_half<BF16<sub_bf16>>},
+    {"mul", "?rn bf16|bf16x2", build_half<BF16<mul_bf16>>},
+    {"fma", "rn ?oob ?relu f16|f16x2|bf16|bf16x2", build_half<FMA_F16, FMA_BF16>},
+    {"min", "?ftz ?NaN ?xorsign ?abs f16|f16x2|bf16|bf16x2",
+     build_half<MIN_MAX<min_f16>, MIN_MAX<min_bf16>>},
+    {"max", "?ftz ?NaN ?xorsign ?abs f16|f16x2|bf16|bf16x2",
+     build_half<MIN_MAX<max_f16>, MIN_MAX<max_bf16>>},
+    {"neg", "?ftz f16|f16x2|bf16|bf16x2", build_half<SIGN_F16<neg_f16>, ONE<neg_bf16>>},
+    {"abs", "?ftz f16|f16x2|bf16|bf16x2", build_half<SIGN_F16<abs_f16>, ONE<abs_bf16>>},
+    {"ex2", "approx f16|f16x2",
+     build_half<ONE<ex2_approx_f16>, ONE<ex2_approx_f16>, Class::Special>},
+    {"ex2", "approx ftz bf16|bf16x2",
+     build_half<ONE<ex2_approx_ftz_bf16>, ONE<ex2_approx_ftz_bf16>, Class::Special>},
+    {"tanh", "approx f16|f16x2|bf16|bf16x2",
+     build_half<ONE<tanh_approx_f16>, ONE<tanh_approx_bf16>, Class::Special>},
 };
 
 }  // namespace

@@ -26,23 +26,39 @@ Handler by_type(Builder& b, Type t, Make make) {
   }
 }
 
-// The handler of an operation on values of one integer type: OPERATION is a generic lambda, for
-// every such type T a function of SOURCES values that returns T.
-template <int SOURCES, auto OPERATION>
-void handle_by_type(Builder& b, Type t) {
+template <class T, size_t>
+using Repeated = T;
+template <auto OPERATION, class T, size_t... V, size_t... C>
+Handler typed_handler(std::index_sequence<V...>, std::index_sequence<C...>) {
+  return elementwise<[](Repeated<T, V>... x, Repeated<uint32_t, C>... n) -> T {
+    return OPERATION(x..., n...);
+  }>();
+}
+
+// An operation whose result and first VALUES operands have one integer type, and whose further
+// COUNTS operands are .u32. OPERATION is a generic lambda, for every such type T a function that
+// returns T.
+template <int VALUES, auto OPERATION, int COUNTS = 0>
+void build_typed(Builder& b, Type t, Class counted = Class::Integer) {
+  b.destination(t);
+  for (int i = 0; i < VALUES; ++i) b.source(t);
+  for (int i = 0; i < COUNTS; ++i) b.source({'u', 32});
   const auto make = []<class T>() {
-    if constexpr (SOURCES == 1)
-      return elementwise<[](T x) -> T { return OPERATION(x); }>();
-    else if constexpr (SOURCES == 2)
-      return elementwise<[](T x, T y) -> T { return OPERATION(x, y); }>();
-    else
-      return elementwise<[](T x, T y, T z) -> T { return OPERATION(x, y, z); }>();
+    return typed_handler<OPERATION, T>(std::make_index_sequence<VALUES>(),
+                                       std::make_index_sequence<COUNTS>());
   };
-  b.handler(by_type(b, t, make), Class::Integer);
+  b.handler(by_type(b, t, make), counted);
+}
+// The builder of a form whose type stands in its slot SLOT.
+template <size_t SLOT, int VALUES, auto OPERATION, int COUNTS = 0, Class CLASS = Class::Integer>
+void build(Builder& b) {
+  build_typed<VALUES, OPERATION, COUNTS>(b, b.type(SLOT), CLASS);
 }
 
 template <class T>
 using Unsigned = std::make_unsigned_t<T>;
+template <class T>
+constexpr int BITS = 8 * sizeof(T);
 // A type in which no promotion to int overflows.
 template <class T>
 using Wide = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
@@ -52,28 +68,19 @@ void operands(Builder& b, Type t, int sources) {
   for (int i = 0; i < sources; ++i) b.source(t);
 }
 
-void build_add(Builder& b) {
-  const Type t = b.type(1);
-  operands(b, t, 2);
-  if (b.has("sat")) {
-    if (t.kind != 's' || t.bits != 32) b.fail(".sat is for .s32");
-    b.handler(elementwise<[](int32_t x, int32_t y) { return saturate_s32(int64_t{x} + y); }>(),
-              Class::Integer);
-    return;
-  }
-  handle_by_type<2, []<class T>(T x, T y) -> T { return T(Wide<T>(x) + Wide<T>(y)); }>(b, t);
-}
+constexpr auto ADD = []<class T>(T x, T y) { return T(Wide<T>(x) + Wide<T>(y)); };
+constexpr auto SUB = []<class T>(T x, T y) { return T(Wide<T>(x) - Wide<T>(y)); };
 
-void build_sub(Builder& b) {
+template <auto OPERATION>
+void build_sum(Builder& b) {
   const Type t = b.type(1);
+  if (!b.has("sat")) return build_typed<2, OPERATION>(b, t);
+  if (t.kind != 's' || t.bits != 32) b.fail(".sat is for .s32");
   operands(b, t, 2);
-  if (b.has("sat")) {
-    if (t.kind != 's' || t.bits != 32) b.fail(".sat is for .s32");
-    b.handler(elementwise<[](int32_t x, int32_t y) { return saturate_s32(int64_t{x} - y); }>(),
-              Class::Integer);
-    return;
-  }
-  handle_by_type<2, []<class T>(T x, T y) -> T { return T(Wide<T>(x) - Wide<T>(y)); }>(b, t);
+  b.handler(elementwise<[](int32_t x, int32_t y) {
+              return saturate_s32(OPERATION(int64_t{x}, int64_t{y}));
+            }>(),
+            Class::Integer);
 }
 
 template <class T>
@@ -94,198 +101,112 @@ using Twice =
     std::conditional_t<sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>,
                        std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
 
-// x * y at twice the width. Signed types use unsigned arithmetic, so that nothing overflows.
+// x * y + z at twice the width, in unsigned arithmetic, in which nothing overflows.
 template <class T>
-Twice<T> multiply_wide(T x, T y) {
-  return Twice<T>(static_cast<int64_t>(x) * static_cast<int64_t>(y));
+Twice<T> multiply_wide(T x, T y, Twice<T> z = 0) {
+  return Twice<T>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y) + static_cast<uint64_t>(z));
+}
+
+// The operands of .wide.
+Type wide_operands(Builder& b, Type t) {
+  if (t.bits == 64) b.fail(".wide is for 16 and 32 bits");
+  const Type twice{t.kind, 2 * t.bits};
+  b.destination(twice);
+  b.source(t);
+  b.source(t);
+  return twice;
 }
 
 void build_mul(Builder& b) {
   const Type t = b.type(1);
   if (b.has("wide")) {
-    if (t.bits == 64) b.fail(".wide is for 16 and 32 bits");
-    b.destination({t.kind, 2 * t.bits});
-    b.source(t);
-    b.source(t);
-    b.handler(t.bits == 16
-                  ? (t.kind == 's'
-                         ? elementwise<[](int16_t x, int16_t y) { return int32_t(x) * y; }>()
-                         : elementwise<[](uint16_t x, uint16_t y) { return uint32_t(x) * y; }>())
-                  : (t.kind == 's'
-                         ? elementwise<[](int32_t x, int32_t y) { return int64_t{x} * y; }>()
-                         : elementwise<[](uint32_t x, uint32_t y) { return uint64_t{x} * y; }>()),
-              Class::Integer);
-    return;
+    wide_operands(b, t);
+    const auto make = []<class T>() {
+      return elementwise<[](T x, T y) -> Twice<T> { return multiply_wide(x, y); }>();
+    };
+    return b.handler(by_type(b, t, make), Class::Integer);
   }
-  operands(b, t, 2);
-  if (b.has("hi")) {
-    handle_by_type<2, []<class T>(T x, T y) -> T { return multiply_high(x, y); }>(b, t);
-    return;
-  }
-  handle_by_type<2, []<class T>(T x, T y) -> T { return T(Wide<T>(x) * Wide<T>(y)); }>(b, t);
+  if (b.has("hi"))
+    return build_typed<2, []<class T>(T x, T y) { return multiply_high(x, y); }>(b, t);
+  build_typed<2, []<class T>(T x, T y) { return T(Wide<T>(x) * Wide<T>(y)); }>(b, t);
 }
 
 void build_mad(Builder& b) {
   const Type t = b.type(2);
   if (b.has("wide")) {
-    if (t.bits == 64) b.fail(".wide is for 16 and 32 bits");
-    const Type twice{t.kind, 2 * t.bits};
-    b.destination(twice);
-    b.source(t);
-    b.source(t);
-    b.source(twice);
-    b.handler(t.bits == 16 ? (t.kind == 's' ? elementwise<[](int16_t x, int16_t y, int32_t z) {
-                return int32_t(uint32_t(int32_t(x) * y) + uint32_t(z));
-              }>()
-                                            : elementwise<[](uint16_t x, uint16_t y, uint32_t z) {
-                                                return uint32_t(x) * y + z;
-                                              }>())
-                           : (t.kind == 's' ? elementwise<[](int32_t x, int32_t y, int64_t z) {
-                               return int64_t(uint64_t(int64_t{x} * y) + uint64_t(z));
-                             }>()
-                                            : elementwise<[](uint32_t x, uint32_t y, uint64_t z) {
-                                                return uint64_t{x} * y + z;
-                                              }>()),
-              Class::Integer);
-    return;
+    b.source(wide_operands(b, t));
+    const auto make = []<class T>() {
+      return elementwise<[](T x, T y, Twice<T> z) -> Twice<T> { return multiply_wide(x, y, z); }>();
+    };
+    return b.handler(by_type(b, t, make), Class::Integer);
   }
-  operands(b, t, 3);
   if (b.has("sat")) {
     if (!b.has("hi") || t.kind != 's' || t.bits != 32) b.fail(".sat is for .hi.s32");
+    operands(b, t, 3);
     b.handler(elementwise<[](int32_t x, int32_t y, int32_t z) {
-                return saturate_s32(int64_t{mul_hi_s32(x, y)} + z);
+                return saturate_s32(int64_t{multiply_high(x, y)} + z);
               }>(),
               Class::Integer);
   } else if (b.has("hi")) {
-    handle_by_type<3, []<class T>(T x, T y, T z) -> T {
-      return T(Wide<T>(multiply_high(x, y)) + Wide<T>(z));
-    }>(b, t);
+    build_typed<3, []<class T>(T x, T y, T z) { return ADD(multiply_high(x, y), z); }>(b, t);
   } else {
-    handle_by_type<3, []<class T>(T x, T y, T z) -> T {
-      return T(Wide<T>(x) * Wide<T>(y) + Wide<T>(z));
-    }>(b, t);
+    build_typed<3, []<class T>(T x, T y, T z) { return T(Wide<T>(x) * Wide<T>(y) + Wide<T>(z)); }>(
+        b, t);
   }
 }
+
+// The product of the low 24 bits, and of this bits 0 to 31 or 16 to 47.
+template <class T>
+auto product24(T x, T y) {
+  const auto low = [](T value) {
+    if constexpr (std::is_signed_v<T>)
+      return sign_extended(static_cast<uint64_t>(value), 24);
+    else
+      return uint64_t{value} & 0xFFFFFF;
+  };
+  return low(x) * low(y);
+}
+constexpr auto MUL24_LO = []<class T>(T x, T y) { return T(product24(x, y)); };
+constexpr auto MUL24_HI = []<class T>(T x, T y) { return T(product24(x, y) >> 16); };
 
 void build_mul24(Builder& b) {
-  const Type t = b.type(1);
-  operands(b, t, 2);
-  const bool high = b.has("hi");
-  if (t.kind == 's') {
-    b.handler(high ? elementwise<[](int32_t x, int32_t y) { return mul24_hi_s32(x, y); }>()
-                   : elementwise<[](int32_t x, int32_t y) { return mul24_lo_s32(x, y); }>(),
-              Class::Integer);
-  } else {
-    b.handler(high ? elementwise<[](uint32_t x, uint32_t y) { return mul24_hi_u32(x, y); }>()
-                   : elementwise<[](uint32_t x, uint32_t y) { return mul24_lo_u32(x, y); }>(),
-              Class::Integer);
-  }
+  if (b.has("hi")) return build_typed<2, MUL24_HI>(b, b.type(1));
+  build_typed<2, MUL24_LO>(b, b.type(1));
 }
-
 void build_mad24(Builder& b) {
   const Type t = b.type(2);
-  operands(b, t, 3);
-  const bool high = b.has("hi");
   if (b.has("sat")) {
-    if (!high || t.kind != 's') b.fail(".sat is for .hi.s32");
+    if (!b.has("hi") || t.kind != 's') b.fail(".sat is for .hi.s32");
+    operands(b, t, 3);
     b.handler(elementwise<[](int32_t x, int32_t y, int32_t z) {
-                return saturate_s32(int64_t{mul24_hi_s32(x, y)} + z);
+                return saturate_s32(int64_t{MUL24_HI(x, y)} + z);
               }>(),
               Class::Integer);
-  } else if (t.kind == 's') {
-    b.handler(high ? elementwise<[](int32_t x, int32_t y, uint32_t z) {
-                return uint32_t(mul24_hi_s32(x, y)) + z;
-              }>()
-                   : elementwise<[](int32_t x, int32_t y, uint32_t z) {
-                       return uint32_t(mul24_lo_s32(x, y)) + z;
-                     }>(),
-              Class::Integer);
+  } else if (b.has("hi")) {
+    build_typed<3, []<class T>(T x, T y, T z) { return ADD(MUL24_HI(x, y), z); }>(b, t);
   } else {
-    b.handler(high ? elementwise<[](uint32_t x, uint32_t y, uint32_t z) {
-                return mul24_hi_u32(x, y) + z;
-              }>()
-                   : elementwise<[](uint32_t x, uint32_t y, uint32_t z) {
-                       return mul24_lo_u32(x, y) + z;
-                     }>(),
-              Class::Integer);
+    build_typed<3, []<class T>(T x, T y, T z) { return ADD(MUL24_LO(x, y), z); }>(b, t);
   }
 }
 
-void build_div(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 2);
-  // PTX leaves division by zero open. Here it gives all ones, as does rem, like an H200. The lowest
-  // value divided by -1 is itself.
-  handle_by_type<2, []<class T>(T x, T y) -> T {
-    if (y == 0) return T(-1);
-    if constexpr (std::is_signed_v<T>) {
-      if (y == T(-1)) return T(Wide<T>(0) - Wide<T>(x));
-    }
-    return T(x / y);
-  }>(b, t);
-}
-
-void build_rem(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 2);
-  handle_by_type<2, []<class T>(T x, T y) -> T {
-    if (y == 0) return T(-1);
-    if constexpr (std::is_signed_v<T>) {
-      if (y == T(-1)) return 0;
-    }
-    return T(x % y);
-  }>(b, t);
-}
-
-void build_abs(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 1);
-  handle_by_type<1, []<class T>(T x) -> T {
-    if constexpr (std::is_signed_v<T>) {
-      return x < 0 ? T(Wide<T>(0) - Wide<T>(x)) : x;
-    } else {
-      return x;
-    }
-  }>(b, t);
-}
-
-void build_neg(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 1);
-  handle_by_type<1, []<class T>(T x) -> T { return T(Wide<T>(0) - Wide<T>(x)); }>(b, t);
-}
-
-void build_min(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 2);
-  handle_by_type<2, []<class T>(T x, T y) -> T { return x < y ? x : y; }>(b, t);
-}
-
-void build_max(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 2);
-  handle_by_type<2, []<class T>(T x, T y) -> T { return y < x ? x : y; }>(b, t);
-}
-
-void build_min_relu(Builder& b) {
-  operands(b, {'s', 32}, 2);
-  b.handler(elementwise<[](int32_t x, int32_t y) { return std::max(0, x < y ? x : y); }>(),
-            Class::Integer);
-}
-void build_max_relu(Builder& b) {
-  operands(b, {'s', 32}, 2);
-  b.handler(elementwise<[](int32_t x, int32_t y) { return std::max(0, x > y ? x : y); }>(),
-            Class::Integer);
-}
-
-void build_sad(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 3);
-  handle_by_type<3, []<class T>(T x, T y, T z) -> T {
-    const Wide<T> distance = y < x ? Wide<T>(x) - Wide<T>(y) : Wide<T>(y) - Wide<T>(x);
-    return T(Wide<T>(z) + distance);
-  }>(b, t);
-}
+// PTX leaves division by zero open. Here it gives all ones, as does the remainder, like an H200.
+// The lowest value divided by -1 is itself.
+constexpr auto DIV = []<class T>(T x, T y) {
+  if (y == 0) return T(-1);
+  if (std::is_signed_v<T> && y == T(-1)) return SUB(T(0), x);
+  return T(x / y);
+};
+constexpr auto REM = []<class T>(T x, T y) {
+  if (y == 0) return T(-1);
+  return std::is_signed_v<T> && y == T(-1) ? T(0) : T(x % y);
+};
+constexpr auto NEG = []<class T>(T x) { return SUB(T(0), x); };
+constexpr auto ABS = []<class T>(T x) { return x < 0 ? NEG(x) : x; };
+constexpr auto MIN = []<class T>(T x, T y) { return x < y ? x : y; };
+constexpr auto MAX = []<class T>(T x, T y) { return y < x ? x : y; };
+constexpr auto SAD = []<class T>(T x, T y, T z) { return ADD(z, y < x ? SUB(x, y) : SUB(y, x)); };
+template <auto OPERATION>
+constexpr auto RELU = []<class T>(T x, T y) { return MAX(T(0), OPERATION(x, y)); };
 
 // add.cc, addc, sub.cc, subc, mad.cc and madc keep the carry flag in a predicate register of its
 // own.
@@ -401,99 +322,33 @@ void build_logic_pred(Builder& b, uint32_t operation) {
   b.handler(&run_predicate_logic, Class::Logic);
 }
 
-void build_and(Builder& b) {
+template <auto OPERATION, uint32_t OF_PREDICATES>
+void build_logic(Builder& b) {
   const Type t = b.type(0);
-  if (t.kind == 'p') return build_logic_pred(b, PRED_AND);
-  operands(b, t, 2);
-  b.handler(t.bits == 64 ? elementwise<[](uint64_t x, uint64_t y) { return x & y; }>()
-                         : elementwise<[](uint32_t x, uint32_t y) { return x & y; }>(),
-            Class::Logic);
+  if (t.kind == 'p') return build_logic_pred(b, OF_PREDICATES);
+  build_typed<OF_PREDICATES == PRED_NOT ? 1 : 2, OPERATION>(b, t, Class::Logic);
 }
-void build_or(Builder& b) {
-  const Type t = b.type(0);
-  if (t.kind == 'p') return build_logic_pred(b, PRED_OR);
-  operands(b, t, 2);
-  b.handler(t.bits == 64 ? elementwise<[](uint64_t x, uint64_t y) { return x | y; }>()
-                         : elementwise<[](uint32_t x, uint32_t y) { return x | y; }>(),
-            Class::Logic);
-}
-void build_xor(Builder& b) {
-  const Type t = b.type(0);
-  if (t.kind == 'p') return build_logic_pred(b, PRED_XOR);
-  operands(b, t, 2);
-  b.handler(t.bits == 64 ? elementwise<[](uint64_t x, uint64_t y) { return x ^ y; }>()
-                         : elementwise<[](uint32_t x, uint32_t y) { return x ^ y; }>(),
-            Class::Logic);
-}
-void build_not(Builder& b) {
-  const Type t = b.type(0);
-  if (t.kind == 'p') return build_logic_pred(b, PRED_NOT);
-  operands(b, t, 1);
-  b.handler(t.bits == 64   ? elementwise<[](uint64_t x) { return ~x; }>()
-            : t.bits == 32 ? elementwise<[](uint32_t x) { return ~x; }>()
-                           : elementwise<[](uint16_t x) { return uint16_t(~x); }>(),
-            Class::Logic);
-}
-void build_cnot(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 1);
-  b.handler(t.bits == 64   ? elementwise<[](uint64_t x) { return uint64_t{x == 0}; }>()
-            : t.bits == 32 ? elementwise<[](uint32_t x) { return uint32_t{x == 0}; }>()
-                           : elementwise<[](uint16_t x) { return uint16_t{x == 0}; }>(),
-            Class::Logic);
-}
+constexpr auto AND = []<class T>(T x, T y) { return T(x & y); };
+constexpr auto OR = []<class T>(T x, T y) { return T(x | y); };
+constexpr auto XOR = []<class T>(T x, T y) { return T(x ^ y); };
+constexpr auto NOT = []<class T>(T x) { return T(~x); };
+constexpr auto CNOT = []<class T>(T x) { return T(x == 0); };
+constexpr auto SHL = []<class T>(T x, uint32_t n) { return shl(x, n); };
+constexpr auto SHR = []<class T>(T x, uint32_t n) { return shr(x, n); };
 
-void build_shl(Builder& b) {
-  const Type t = b.type(0);
-  b.destination(t);
-  b.source(t);
-  b.source({'u', 32});
-  b.handler(t.bits == 64 ? elementwise<[](uint64_t x, uint32_t n) { return shl_b64(x, n); }>()
-            : t.bits == 32
-                ? elementwise<[](uint32_t x, uint32_t n) { return shl_b32(x, n); }>()
-                : elementwise<[](uint16_t x, uint32_t n) { return uint16_t(shl_b32(x, n)); }>(),
-            Class::Logic);
-}
-void build_shr(Builder& b) {
-  const Type t = b.type(0);
-  b.destination(t);
-  b.source(t);
-  b.source({'u', 32});
-  Handler run;
-  if (t.kind == 's') {
-    run = t.bits == 64 ? elementwise<[](int64_t x, uint32_t n) { return shr_s64(x, n); }>()
-          : t.bits == 32
-              ? elementwise<[](int32_t x, uint32_t n) { return shr_s32(x, n); }>()
-              : elementwise<[](int16_t x, uint32_t n) { return int16_t(shr_s32(x, n)); }>();
-  } else {
-    run = t.bits == 64 ? elementwise<[](uint64_t x, uint32_t n) { return shr_u64(x, n); }>()
-          : t.bits == 32
-              ? elementwise<[](uint32_t x, uint32_t n) { return shr_u32(x, n); }>()
-              : elementwise<[](uint16_t x, uint32_t n) { return uint16_t(shr_u32(x, n)); }>();
-  }
-  b.handler(run, Class::Logic);
+template <bool LEFT, bool WRAP>
+Handler shf_handler() {
+  return elementwise<[](uint32_t x, uint32_t y, uint32_t n) {
+    return LEFT ? shf_l_b32(x, y, n, WRAP) : shf_r_b32(x, y, n, WRAP);
+  }>();
 }
 void build_shf(Builder& b) {
   operands(b, {'b', 32}, 2);
   b.source({'u', 32});
   const bool wrap = b.has("wrap");
-  Handler run;
-  if (b.has("l")) {
-    run = wrap ? elementwise<[](uint32_t x, uint32_t y, uint32_t n) {
-      return shf_l_b32(x, y, n, true);
-    }>()
-               : elementwise<[](uint32_t x, uint32_t y, uint32_t n) {
-                   return shf_l_b32(x, y, n, false);
-                 }>();
-  } else {
-    run = wrap ? elementwise<[](uint32_t x, uint32_t y, uint32_t n) {
-      return shf_r_b32(x, y, n, true);
-    }>()
-               : elementwise<[](uint32_t x, uint32_t y, uint32_t n) {
-                   return shf_r_b32(x, y, n, false);
-                 }>();
-  }
-  b.handler(run, Class::Logic);
+  b.handler(b.has("l") ? (wrap ? shf_handler<true, true>() : shf_handler<true, false>())
+                       : (wrap ? shf_handler<false, true>() : shf_handler<false, false>()),
+            Class::Logic);
 }
 
 void run_lop3(Warp& warp, const Instruction& instruction, uint32_t mask) {
@@ -532,80 +387,35 @@ void build_lop3(Builder& b) {
 
 // ---- Bit fields and counts ----
 
-void build_popc(Builder& b) {
-  const Type t = b.type(0);
+// COUNT is a generic lambda that returns uint32_t.
+template <auto COUNT>
+void build_count(Builder& b, Type t) {
   b.destination({'u', 32});
   b.source(t);
-  b.handler(t.bits == 64 ? elementwise<[](uint64_t x) { return popc_b64(x); }>()
-                         : elementwise<[](uint32_t x) { return popc_b32(x); }>(),
-            Class::Integer);
+  const auto make = []<class T>() {
+    return elementwise<[](T x) -> uint32_t { return COUNT(x); }>();
+  };
+  b.handler(by_type(b, t, make), Class::Integer);
+}
+void build_popc(Builder& b) {
+  build_count<[]<class T>(T x) { return std::popcount(Unsigned<T>(x)); }>(b, b.type(0));
 }
 void build_clz(Builder& b) {
-  const Type t = b.type(0);
-  b.destination({'u', 32});
-  b.source(t);
-  b.handler(t.bits == 64 ? elementwise<[](uint64_t x) { return clz_b64(x); }>()
-                         : elementwise<[](uint32_t x) { return clz_b32(x); }>(),
-            Class::Integer);
+  build_count<[]<class T>(T x) { return std::countl_zero(Unsigned<T>(x)); }>(b, b.type(0));
 }
 void build_bfind(Builder& b) {
-  const Type t = b.type(1);
-  b.destination({'u', 32});
-  b.source(t);
-  Handler run;
-  if (b.has("shiftamt")) {
-    run = t.bits == 64
-              ? (t.kind == 's' ? elementwise<[](int64_t x) { return bfind_s64(x, true); }>()
-                               : elementwise<[](uint64_t x) { return bfind_u64(x, true); }>())
-              : (t.kind == 's' ? elementwise<[](int32_t x) { return bfind_s32(x, true); }>()
-                               : elementwise<[](uint32_t x) { return bfind_u32(x, true); }>());
-  } else {
-    run = t.bits == 64
-              ? (t.kind == 's' ? elementwise<[](int64_t x) { return bfind_s64(x, false); }>()
-                               : elementwise<[](uint64_t x) { return bfind_u64(x, false); }>())
-              : (t.kind == 's' ? elementwise<[](int32_t x) { return bfind_s32(x, false); }>()
-                               : elementwise<[](uint32_t x) { return bfind_u32(x, false); }>());
-  }
-  b.handler(run, Class::Integer);
+  if (b.has("shiftamt"))
+    build_count<[](auto x) { return bfind(x, true); }>(b, b.type(1));
+  else
+    build_count<[](auto x) { return bfind(x, false); }>(b, b.type(1));
 }
-void build_brev(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 1);
-  b.handler(t.bits == 64 ? elementwise<[](uint64_t x) { return brev_b64(x); }>()
-                         : elementwise<[](uint32_t x) { return brev_b32(x); }>(),
-            Class::Integer);
-}
-void build_bfe(Builder& b) {
-  const Type t = b.type(0);
-  b.destination(t);
-  b.source(t);
-  b.source({'u', 32});
-  b.source({'u', 32});
-  Handler run;
-  if (t.bits == 64) {
-    run = t.kind == 's'
-              ? elementwise<[](int64_t x, uint32_t p, uint32_t n) { return bfe_s64(x, p, n); }>()
-              : elementwise<[](uint64_t x, uint32_t p, uint32_t n) { return bfe_u64(x, p, n); }>();
-  } else {
-    run = t.kind == 's'
-              ? elementwise<[](int32_t x, uint32_t p, uint32_t n) { return bfe_s32(x, p, n); }>()
-              : elementwise<[](uint32_t x, uint32_t p, uint32_t n) { return bfe_u32(x, p, n); }>();
-  }
-  b.handler(run, Class::Integer);
-}
-void build_bfi(Builder& b) {
-  const Type t = b.type(0);
-  operands(b, t, 2);
-  b.source({'u', 32});
-  b.source({'u', 32});
-  b.handler(t.bits == 64 ? elementwise<[](uint64_t x, uint64_t y, uint32_t p, uint32_t n) {
-              return bfi_b64(x, y, p, n);
-            }>()
-                         : elementwise<[](uint32_t x, uint32_t y, uint32_t p, uint32_t n) {
-                             return bfi_b32(x, y, p, n);
-                           }>(),
-            Class::Integer);
-}
+constexpr auto BREV = []<class T>(T x) { return T(brev_b64(Unsigned<T>(x)) >> (64 - BITS<T>)); };
+constexpr auto BFE = []<class T>(T x, uint32_t p, uint32_t n) {
+  return T(bit_field(Unsigned<T>(x), BITS<T>, std::is_signed_v<T>, p, n));
+};
+constexpr auto BFI = []<class T>(T x, T y, uint32_t p, uint32_t n) {
+  return T(with_bit_field(x, y, BITS<T>, p, n));
+};
 void build_bmsk(Builder& b) {
   operands(b, {'b', 32}, 2);
   b.handler(b.has("wrap")
@@ -683,8 +493,8 @@ void build_dp2a(Builder& b) {
 }
 
 constexpr Form FORMS[] = {
-    {"add", "?sat $int", build_add},
-    {"sub", "?sat $int", build_sub},
+    {"add", "?sat $int", build_sum<ADD>},
+    {"sub", "?sat $int", build_sum<SUB>},
     {"mul", "lo|hi|wide $int", build_mul},
     {"mad", "lo|hi|wide ?sat $int", build_mad},
     {"mul24", "lo|hi u32|s32", build_mul24},
@@ -695,30 +505,30 @@ constexpr Form FORMS[] = {
     {"subc", "?cc u32|s32|u64|s64", build_subc},
     {"mad", "lo|hi cc u32|s32|u64|s64", build_mad_cc},
     {"madc", "lo|hi ?cc u32|s32|u64|s64", build_madc},
-    {"div", "$int", build_div},
-    {"rem", "$int", build_rem},
-    {"abs", "s16|s32|s64", build_abs},
-    {"neg", "s16|s32|s64", build_neg},
-    {"min", "$int", build_min},
-    {"max", "$int", build_max},
-    {"min", "relu s32", build_min_relu},
-    {"max", "relu s32", build_max_relu},
-    {"sad", "$int", build_sad},
-    {"and", "pred|b16|b32|b64", build_and},
-    {"or", "pred|b16|b32|b64", build_or},
-    {"xor", "pred|b16|b32|b64", build_xor},
-    {"not", "pred|b16|b32|b64", build_not},
-    {"cnot", "$bits", build_cnot},
-    {"shl", "$bits", build_shl},
-    {"shr", "b16|b32|b64|u16|u32|u64|s16|s32|s64", build_shr},
+    {"div", "$int", build<0, 2, DIV>},
+    {"rem", "$int", build<0, 2, REM>},
+    {"abs", "s16|s32|s64", build<0, 1, ABS>},
+    {"neg", "s16|s32|s64", build<0, 1, NEG>},
+    {"min", "$int", build<0, 2, MIN>},
+    {"max", "$int", build<0, 2, MAX>},
+    {"min", "relu s32", build<1, 2, RELU<MIN>>},
+    {"max", "relu s32", build<1, 2, RELU<MAX>>},
+    {"sad", "$int", build<0, 3, SAD>},
+    {"and", "pred|b16|b32|b64", build_logic<AND, PRED_AND>},
+    {"or", "pred|b16|b32|b64", build_logic<OR, PRED_OR>},
+    {"xor", "pred|b16|b32|b64", build_logic<XOR, PRED_XOR>},
+    {"not", "pred|b16|b32|b64", build_logic<NOT, PRED_NOT>},
+    {"cnot", "$bits", build<0, 1, CNOT, 0, Class::Logic>},
+    {"shl", "$bits", build<0, 1, SHL, 1, Class::Logic>},
+    {"shr", "b16|b32|b64|u16|u32|u64|s16|s32|s64", build<0, 1, SHR, 1, Class::Logic>},
     {"shf", "l|r wrap|clamp b32", build_shf},
     {"lop3", "b32", build_lop3},
     {"popc", "b32|b64", build_popc},
     {"clz", "b32|b64", build_clz},
     {"bfind", "?shiftamt u32|u64|s32|s64", build_bfind},
-    {"brev", "b32|b64", build_brev},
-    {"bfe", "u32|u64|s32|s64", build_bfe},
-    {"bfi", "b32|b64", build_bfi},
+    {"brev", "b32|b64", build<0, 1, BREV>},
+    {"bfe", "u32|u64|s32|s64", build<0, 1, BFE, 2>},
+    {"bfi", "b32|b64", build<0, 2, BFI, 2>},
     {"bmsk", "wrap|clamp b32", build_bmsk},
     {"szext", "wrap|clamp u32|s32", build_szext},
     {"fns", "b32", build_fns},

@@ -80,10 +80,10 @@ Ref KernelLoader::special(const std::string& name, int& bits, int line) {
   if (row == nullptr) fail(line, "unknown register or special register " + name);
   if (name.find("cluster") != std::string::npos) require("90", name, line);
   bits = row->bits;
-  const auto [place, added] = specials_.emplace(row->special, 0);
+  const auto [place, added] = specials_.emplace(row, 0);
   if (added) {
     place->second = new_register(row->bits);
-    kernel_.specials.push_back({row->special, place->second, static_cast<uint32_t>(row->bits)});
+    kernel_.specials.push_back({row, place->second});
   }
   return place->second;
 }

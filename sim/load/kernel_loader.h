@@ -57,7 +57,7 @@ class KernelLoader {
   Kernel& kernel_;
   LackedInstructions lacked_;
   std::map<std::tuple<uint64_t, int, bool>, Ref> constants_;
-  std::map<Special, Ref> specials_;
+  std::map<const SpecialRegister*, Ref> specials_;
   Ref carry_ = NO_REF;
   std::vector<const Variable*> used_shared_;
   std::unordered_map<const Variable*, uint64_t> shared_places_;

@@ -122,54 +122,28 @@ struct Variable {
   bool initialised = false;
 };
 
-// Special registers, whose values every thread finds in ordinary registers when it starts.
-enum class Special : uint8_t {
-  TidX,
-  TidY,
-  TidZ,
-  NtidX,
-  NtidY,
-  NtidZ,
-  CtaidX,
-  CtaidY,
-  CtaidZ,
-  NctaidX,
-  NctaidY,
-  NctaidZ,
-  LaneId,
-  WarpId,
-  NwarpId,
-  SmId,
-  NsmId,
-  GridId,
-  LanemaskEq,
-  LanemaskLe,
-  LanemaskLt,
-  LanemaskGe,
-  LanemaskGt,
-  DynamicSmemSize,
-  TotalSmemSize,
-  ClusterCtaidX,
-  ClusterCtaidY,
-  ClusterCtaidZ,
-  ClusterNctaidX,
-  ClusterNctaidY,
-  ClusterNctaidZ,
-  ClusterCtarank,
-  ClusterNctarank,
-  ClusteridX,
-  ClusteridY,
-  ClusteridZ,
-  NclusteridX,
-  NclusteridY,
-  NclusteridZ,
-  Zero,
+struct Dim3 {
+  int64_t x = 1, y = 1, z = 1;
+  int64_t count() const { return x * y * z; }
 };
 
+// Where a thread stands in its launch.
+struct ThreadPosition {
+  Dim3 block, grid, cluster, cta;
+  int64_t thread, cta_index;
+  uint64_t dynamic_shared, shared_bytes;
+};
+
+struct SpecialRegister {
+  const char* name;
+  uint64_t (*value)(const ThreadPosition&);
+  int bits = 32;
+};
+
+// A special register, whose value every thread finds in an ordinary register when it starts.
 struct SpecialUse {
-  Special special;
+  const SpecialRegister* special;
   Ref place;
-  uint32_t bits;
 };
 
 // A constant that is an address of shared memory. It has `bytes` bytes for each lane, at `offset`.

@@ -1,4 +1,4 @@
-// The names of special registers (%tid.x and the like).
+// The special registers (%tid.x and the like).
 #pragma once
 
 #include <string_view>
@@ -6,12 +6,6 @@
 #include "sim/load/program.h"
 
 namespace archflash::sim {
-
-struct SpecialRegister {
-  const char* name;
-  Special special;
-  int bits;
-};
 
 // nullptr if there is no special register of that name.
 const SpecialRegister* find_special_register(std::string_view name);

@@ -46,78 +46,43 @@ struct IntegerType {
   bool is_signed;
 };
 
-IntegerType integer_type(NumericType type) {
-  switch (type) {
-    case NumericType::U8:
-      return {8, false};
-    case NumericType::S8:
-      return {8, true};
-    case NumericType::U16:
-      return {16, false};
-    case NumericType::S16:
-      return {16, true};
-    case NumericType::U32:
-      return {32, false};
-    case NumericType::S32:
-      return {32, true};
-    case NumericType::U64:
-      return {64, false};
-    case NumericType::S64:
-      return {64, true};
-    default:
-      return {0, false};
-  }
-}
-
-const Format* float_format(NumericType type) {  // of a type that is one number
-  switch (type) {
-    case NumericType::F16:
-      return &F16;
-    case NumericType::BF16:
-      return &BF16;
-    case NumericType::F32:
-      return &F32;
-    case NumericType::F64:
-      return &F64;
-    default:
-      return nullptr;
-  }
-}
-
-const Format* element_format(NumericType type) {  // of a packed type's elements
-  switch (type) {
-    case NumericType::F16X2:
-      return &F16;
-    case NumericType::BF16X2:
-      return &BF16;
-    case NumericType::E4M3X2:
-      return &E4M3;
-    case NumericType::E5M2X2:
-      return &E5M2;
-    case NumericType::E2M3X2:
-      return &E2M3;
-    case NumericType::E3M2X2:
-      return &E3M2;
-    case NumericType::E2M1X2:
-      return &E2M1;
-    default:
-      return nullptr;
-  }
-}
-
-// Bits between the two elements of a packed type: 4-bit elements share a byte, 6-bit ones have one
-// each.
-int element_pitch(NumericType type) {
-  switch (type) {
-    case NumericType::F16X2:
-    case NumericType::BF16X2:
-      return 16;
-    case NumericType::E2M1X2:
-      return 4;
-    default:
-      return 8;
-  }
-}
+// What a type is made of: one integer, one number of a format, or two elements of a format with so
+// many bits between them (4-bit elements share a byte, 6-bit ones have one each).
+struct TypeRow {
+  IntegerType integer = {};
+  const Format* number = nullptr;
+  const Format* element = nullptr;
+  int pitch = 8;
+};
+constexpr TypeRow TYPES[] = {
+    // in the order of NumericType
+    {{8, false}},
+    {{8, true}},
+    {{16, false}},
+    {{16, true}},
+    {{32, false}},
+    {{32, true}},
+    {{64, false}},
+    {{64, true}},
+    {.number = &F16},
+    {.number = &BF16},
+    {},  // TF32
+    {.number = &F32},
+    {.number = &F64},
+    {.element = &F16, .pitch = 16},
+    {.element = &BF16, .pitch = 16},
+    {.element = &E4M3},
+    {.element = &E5M2},
+    {.element = &E2M3},
+    {.element = &E3M2},
+    {.element = &E2M1, .pitch = 4},
+    {},  // UE8M0X2
+};
+const TypeRow& row_of(NumericType type) { return TYPES[static_cast<int>(type)]; }
+IntegerType integer_type(NumericType type) { return row_of(type).integer; }
+const Format* float_format(NumericType type) { return row_of(type).number; }
+const Format* element_format(NumericType type) { return row_of(type).element; }
+int element_pitch(NumericType type) { return row_of(type).pitch; }
 
 // An integer as sign and magnitude, which every integer type fits.
 struct Integer {

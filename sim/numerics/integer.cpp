@@ -1,6 +1,7 @@
 #include "sim/numerics/integer.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace archflash::sim {
 
@@ -27,9 +28,9 @@ int field_operand(uint32_t operand, int bits) {
   return static_cast<int>(bits == 32 ? operand & 0xFF : std::min(operand, 255u));
 }
 
-// The field of `length` bits of a at `position`. Bits beyond the top are zero or, in a signed
-// field, copies of its sign.
-uint64_t extract(uint64_t a, int bits, bool is_signed, uint32_t position, uint32_t length) {
+}  // namespace
+
+uint64_t bit_field(uint64_t a, int bits, bool is_signed, uint32_t position, uint32_t length) {
   const int start = field_operand(position, bits);
   const int count = field_operand(length, bits);
   if (count == 0) return 0;
@@ -45,7 +46,7 @@ uint64_t extract(uint64_t a, int bits, bool is_signed, uint32_t position, uint32
   return low_bits(field, bits);
 }
 
-uint64_t insert(uint64_t a, uint64_t b, int bits, uint32_t position, uint32_t length) {
+uint64_t with_bit_field(uint64_t a, uint64_t b, int bits, uint32_t position, uint32_t length) {
   const int start = field_operand(position, bits);
   const int count = field_operand(length, bits);
   if (start >= bits || count == 0) return b;
@@ -58,23 +59,6 @@ uint32_t find_highest(uint64_t a, bool shiftamt, int bits) {
   const int position = 63 - std::countl_zero(a);
   return static_cast<uint32_t>(shiftamt ? bits - 1 - position : position);
 }
-
-}  // namespace
-
-uint32_t bfe_u32(uint32_t a, uint32_t b, uint32_t c) {
-  return static_cast<uint32_t>(extract(a, 32, false, b, c));
-}
-int32_t bfe_s32(int32_t a, uint32_t b, uint32_t c) {
-  return static_cast<int32_t>(extract(static_cast<uint32_t>(a), 32, true, b, c));
-}
-uint64_t bfe_u64(uint64_t a, uint32_t b, uint32_t c) { return extract(a, 64, false, b, c); }
-int64_t bfe_s64(int64_t a, uint32_t b, uint32_t c) {
-  return static_cast<int64_t>(extract(static_cast<uint64_t>(a), 64, true, b, c));
-}
-uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return static_cast<uint32_t>(insert(a, b, 32, c, d));
-}
-uint64_t bfi_b64(uint64_t a, uint64_t b, uint32_t c, uint32_t d) { return insert(a, b, 64, c, d); }
 
 uint32_t bmsk_b32(uint32_t a, uint32_t b, bool wrap) {
   const uint32_t start = wrap ? a & 31 : std::min(a, 32u);
@@ -101,15 +85,6 @@ uint32_t fns_b32(uint32_t mask, uint32_t base, int32_t offset) {
     if ((mask >> position & 1) && --wanted == 0) return static_cast<uint32_t>(position);
   }
   return NONE;
-}
-
-uint32_t bfind_u32(uint32_t a, bool shiftamt) { return find_highest(a, shiftamt, 32); }
-uint32_t bfind_s32(int32_t a, bool shiftamt) {
-  return find_highest(static_cast<uint32_t>(a < 0 ? ~a : a), shiftamt, 32);
-}
-uint32_t bfind_u64(uint64_t a, bool shiftamt) { return find_highest(a, shiftamt, 64); }
-uint32_t bfind_s64(int64_t a, bool shiftamt) {
-  return find_highest(static_cast<uint64_t>(a < 0 ? ~a : a), shiftamt, 64);
 }
 
 uint32_t brev_b32(uint32_t a) {

@@ -38,11 +38,6 @@ struct Options {
   uint64_t max_instructions = uint64_t{1} << 32;  // of one CTA
 };
 
-struct Dim3 {
-  int64_t x = 1, y = 1, z = 1;
-  int64_t count() const { return x * y * z; }
-};
-
 // What all CTAs of a launch share.
 struct LaunchContext {
   const Module* module = nullptr;

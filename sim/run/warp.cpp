@@ -48,140 +48,14 @@ void Warp::check_registers() {
 
 void Warp::set_specials() {
   const LaunchContext& launch = cta_.launch();
-  const Dim3 cta = cta_.position();
-  const Dim3 &block = launch.block, &grid = launch.grid, &cluster = launch.cluster;
-  const int64_t block_threads = block.count();
-  const auto rank = [&] {
-    return cta.x % cluster.x + cluster.x * (cta.y % cluster.y + cluster.y * (cta.z % cluster.z));
-  };
+  ThreadPosition position{
+      launch.block, launch.grid,           launch.cluster,     cta_.position(), 0,
+      cta_.index(), launch.dynamic_shared, cta_.shared_bytes()};
   for (const SpecialUse& use : cta_.kernel().specials) {
     for (int lane = 0; lane < LANES; ++lane) {
-      const int64_t thread = int64_t{index_} * LANES + lane;
-      const uint32_t bit = 1u << lane;
-      uint64_t value = 0;
-      switch (use.special) {
-        case Special::TidX:
-          value = thread % block.x;
-          break;
-        case Special::TidY:
-          value = thread / block.x % block.y;
-          break;
-        case Special::TidZ:
-          value = thread / (block.x * block.y);
-          break;
-        case Special::NtidX:
-          value = block.x;
-          break;
-        case Special::NtidY:
-          value = block.y;
-          break;
-        case Special::NtidZ:
-          value = block.z;
-          break;
-        case Special::CtaidX:
-          value = cta.x;
-          break;
-        case Special::CtaidY:
-          value = cta.y;
-          break;
-        case Special::CtaidZ:
-          value = cta.z;
-          break;
-        case Special::NctaidX:
-          value = grid.x;
-          break;
-        case Special::NctaidY:
-          value = grid.y;
-          break;
-        case Special::NctaidZ:
-          value = grid.z;
-          break;
-        case Special::LaneId:
-          value = lane;
-          break;
-        case Special::WarpId:
-          value = index_;
-          break;
-        case Special::NwarpId:
-          value = (block_threads + LANES - 1) / LANES;
-          break;
-        case Special::SmId:
-          value = cta_.index() % 4;
-          break;
-        case Special::NsmId:
-          value = 4;
-          break;
-        case Special::GridId:
-          value = 1;
-          break;
-        case Special::LanemaskEq:
-          value = bit;
-          break;
-        case Special::LanemaskLe:
-          value = bit | (bit - 1);
-          break;
-        case Special::LanemaskLt:
-          value = bit - 1;
-          break;
-        case Special::LanemaskGe:
-          value = ~(bit - 1);
-          break;
-        case Special::LanemaskGt:
-          value = ~(bit | (bit - 1));
-          break;
-        case Special::DynamicSmemSize:
-          value = launch.dynamic_shared;
-          break;
-        case Special::TotalSmemSize:
-          value = cta_.shared_bytes();
-          break;
-        case Special::ClusterCtaidX:
-          value = cta.x % cluster.x;
-          break;
-        case Special::ClusterCtaidY:
-          value = cta.y % cluster.y;
-          break;
-        case Special::ClusterCtaidZ:
-          value = cta.z % cluster.z;
-          break;
-        case Special::ClusterNctaidX:
-          value = cluster.x;
-          break;
-        case Special::ClusterNctaidY:
-          value = cluster.y;
-          break;
-        case Special::ClusterNctaidZ:
-          value = cluster.z;
-          break;
-        case Special::ClusterCtarank:
-          value = rank();
-          break;
-        case Special::ClusterNctarank:
-          value = cluster.count();
-          break;
-        case Special::ClusteridX:
-          value = cta.x / cluster.x;
-          break;
-        case Special::ClusteridY:
-          value = cta.y / cluster.y;
-          break;
-        case Special::ClusteridZ:
-          value = cta.z / cluster.z;
-          break;
-        case Special::NclusteridX:
-          value = grid.x / cluster.x;
-          break;
-        case Special::NclusteridY:
-          value = grid.y / cluster.y;
-          break;
-        case Special::NclusteridZ:
-          value = grid.z / cluster.z;
-          break;
-        case Special::Zero:
-          value = 0;
-          break;
-      }
-      if (use.bits == 64)
+      position.thread = int64_t{index_} * LANES + lane;
+      const uint64_t value = use.special->value(position);
+      if (use.special->bits == 64)
         lanes<uint64_t>(use.place)[lane] = value;
       else
         lanes<uint32_t>(use.place)[lane] = static_cast<uint32_t>(value);
