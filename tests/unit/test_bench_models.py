@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench import models, report
+from bench import model_tables, models
 from bench.cases import Case
 from bench.correctness import Checker, sinks_of
 from bench.results import EAGER, GRADIENTS, Row, make_row
@@ -69,7 +69,7 @@ def test_the_table_marks_every_row_that_is_behind() -> None:
             ("torch-cudnn", 9.0 if number == 3 else 11.0, []),
         )
     ]
-    table = report.models_table(rows)
+    table = model_tables.models_table(rows)
     behind = [line for line in table.splitlines() if "**" in line]
     assert len(behind) == 1
     assert behind[0].startswith(f"| {cases[3].name} |")
