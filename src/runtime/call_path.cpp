@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -96,6 +97,22 @@ PlanCache<Problem, CachedOperator>& operator_cache() {
 nb::object& decide_operator() {
   static auto& instance = *new nb::object;
   return instance;
+}
+
+// The plan of a new problem of PyTorch's operators. Who serves it is decided without the
+// log-sum-exp. Null: that is decided in Python, and so is who reads a dense mask faster.
+std::shared_ptr<LaunchPlan> plan_of_operator(const Problem& problem, int device_index,
+                                             nb::handle implementation) {
+  const auto sizes = {problem.heads_q, problem.heads_kv, problem.nq, problem.nk, problem.batch};
+  if (problem.mask != 0 || std::min(sizes) == 0) return nullptr;
+  const auto plan_by = [&](const std::string& kernel, const Device& device) {
+    Problem asked = problem;
+    asked.on_cuda = true;  // the simulator stands for a GPU
+    return plan(kernel, asked, device);
+  };
+  Problem without_lse = problem;
+  without_lse.want_lse = false;
+  return plan_in_order(without_lse, device_index, implementation, plan_by).value_or(nullptr);
 }
 
 // Whether a row of q is repeated. The output of PyTorch's operators then has
@@ -329,11 +346,16 @@ nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle o
   const CachedOperator* found = operator_cache().find(key);
   if (found == nullptr) {
     CachedOperator decision;
-    nb::object chosen = decide_operator()(call.problem, call.device_index, implementation);
-    if (nb::isinstance<nb::str>(chosen)) {
-      decision.reason = nb::cast<std::string>(chosen);
-    } else {
-      add_plans(call, nb::cast<const LaunchPlan&>(chosen), decision);
+    auto chosen = plan_of_operator(call.problem, call.device_index, implementation);
+    if (!chosen) {
+      const nb::object told = decide_operator()(call.problem, call.device_index, implementation);
+      if (nb::isinstance<nb::str>(told))
+        decision.reason = nb::cast<std::string>(told);
+      else
+        chosen = nb::cast<std::shared_ptr<LaunchPlan>>(told);
+    }
+    if (chosen) {
+      add_plans(call, *chosen, decision);
       decision.like.out = template_of_out(q, call);
       if (call.problem.want_lse) {
         decision.like.lse = template_of_lse(q, call, false);

@@ -15,7 +15,7 @@ from tests.many_cases import check_all
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients, _proofs
+from archflash import _dispatch, _forward_operators, _gradients, _overrides, _proofs
 from archflash._api import find_device
 from archflash._dispatch import choosing
 
@@ -176,6 +176,28 @@ def test_the_plans_are_those_that_are_decided_one_by_one(seen: Seen, kernel: str
         for options in calls:
             _train(length, kernel, **options)
     assert [plan.to_dict() for plan in kept] == [plan.to_dict() for plan in seen.plans]
+
+
+def test_pytorchs_operators_of_another_length_need_no_decision(seen: Seen) -> None:
+    values = _forward_operators._values(False, None, True)
+    _native.set_decide_operator(seen.noting("operator", _overrides._decide))
+    try:
+        for length in (140, 150, 160):
+            q = torch.randn(1, 2, length, 64)
+            out, lse = _native.serve_operator(q, q, q, values, "simt")
+            assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+        assert seen.decided == ["kind"]
+        mask = torch.zeros(160, 160)
+        with_mask = _forward_operators._with_mask(values, mask)
+        _native.serve_operator(q, q, q, with_mask, "simt")  # PyTorch may read it faster
+        assert seen.decided == ["kind", "operator"]
+    finally:
+        _native.set_decide_operator(lambda *problem: _overrides._decide(*problem))
+    for plan in seen.plans[:3]:
+        on_cpu = _native.Problem.from_dict(plan.problem.to_dict() | {"on_cuda": 0})
+        decided = _overrides._decide(on_cpu, -1, "simt")
+        assert isinstance(decided, _native.LaunchPlan)
+        assert decided.to_dict() == plan.to_dict()
 
 
 def test_a_refused_problem_of_a_kind_is_decided_in_python(seen: Seen) -> None:
