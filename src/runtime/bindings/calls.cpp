@@ -53,6 +53,9 @@ void bind_calls(nb::module_& m) {
       "where a tensor requires a gradient.");
   m.def("recorded_backward", &recorded_backward, "dout"_a, "dlse"_a.none(), "saved"_a, "call"_a,
         "needed"_a, "deterministic"_a,
+        nb::sig("def recorded_backward(dout: typing.Any, dlse: typing.Any, saved: "
+                "tuple[typing.Any, ...], call: tuple[typing.Any, ...], needed: tuple[bool, ...], "
+                "deterministic: bool) -> typing.Any"),
         "What autograd's node returns, from the gradients of its output and log-sum-exp, its "
         "tensors, what it was told and what is needed; NotImplemented as attention_backward.");
   m.def("set_decide_operator", &set_decide_operator, "function"_a);
