@@ -14,7 +14,7 @@ The modules stand in layers, and each imports only from layers below its own:
 - `_proofs`, where the kernels have run; `_calibrated`, what the user measured on the GPU at hand,
   by the formula of `_call_times`
 - `_dispatch`, which decides who serves a problem; the implementation `torch` of calls with a cache
-- `_gradients`, who computes those of a call, and how
+- `_gradients`, who computes those of a call, and how; `_eager_gradients` tells the runtime
 - `_ops` and `_ops_backward`, a call and its gradients as torch operators; `_autograd`, the eager
   calls that autograd records without them
 - `_api`: attention() and explain(); attention_backward(); attention_with_kvcache(); `quantize_fp8`;

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
+from archflash import _eager_gradients as _eager_gradients  # it tells the runtime who is asked
 from archflash import _ops_backward, _options
 from archflash._eager import is_eager
 from archflash._gradients import asks_for_deterministic, wants_deterministic

@@ -212,14 +212,14 @@ def decide(
         reasons = {other: [f"{name} is forced"] for other in _registry.names() if other != name}
         if name != _registry.TORCH:
             device = device or _dispatch.simulated_device(name)
-            plan = _forced_plan(name, plan_of, on_cuda, device, obstacle)
+            plan = forced_plan(name, plan_of, on_cuda, device, obstacle)
     elif device is None or obstacle is not None:
         fallback = device is not None
         why = "no kernel can run here" if fallback else "it serves tensors on the CPU"
         hint = obstacle or "the tensors are on the CPU: move them to a CUDA device"
         reasons = {kernel: [hint] for kernel in _registry.kernel_names()}
     else:
-        chosen, plan, unproved = _first(plan_of, device)
+        chosen, plan, unproved = first(plan_of, device)
         reasons = {}
         for kernel in _registry.kernel_names():
             answer = plan_of(kernel, device)
@@ -239,7 +239,7 @@ def decide(
     )
 
 
-def _first(
+def first(
     plan_of: PlanOf, device: _native.Device
 ) -> tuple[str, _native.LaunchPlan | None, list[str]]:
     """Who computes gradients if nothing is forced: the first kernel that has a plan and a proof for
@@ -256,7 +256,7 @@ def _first(
     return _registry.TORCH, None, unproved
 
 
-def _forced_plan(
+def forced_plan(
     name: str,
     plan_of: PlanOf,
     problem: _native.Problem,
@@ -357,63 +357,6 @@ def compute(
         )
         _dispatch.note_fallback(f"{kernel}: {reason}")
     _by_torch(request, into, deterministic)
-
-
-def _decide_eager(
-    problem: _native.Problem, index: int, name: str | None, plan_of: PlanOf
-) -> _native.LaunchPlan | None:
-    """The plan for the gradients of an eager call; None if `torch` computes them. The runtime calls
-    this when its cache misses, in training with changing lengths at nearly every step.
-
-    Args:
-        problem: the call.
-        index: of the device of its tensors.
-        name: the forced implementation; None for the best.
-        plan_of: what the kernels answer.
-    """
-    device, obstacle = _dispatch.device_of(problem, index)
-    if name is not None:
-        _dispatch.check_name(name)
-        if name == _registry.TORCH:
-            return None
-        device = device or _dispatch.simulated_device(name)
-        return _forced_plan(name, plan_of, problem, device, obstacle)
-    if device is None or obstacle is not None:
-        return None
-    chosen, plan, unproved = _first(plan_of, device)
-    if unproved:
-        _proofs.note(unproved[0], device, chosen)
-    return plan
-
-
-def _order(index: int, name: str | None) -> tuple[_native.Device, list[tuple[str, bool]]] | None:
-    """Who is asked for the gradients of eager calls on a device, in this order, as `_decide_eager`
-    asks them: those that have a backward pass and code for it. None: `_decide_eager` says it.
-
-    Args:
-        index: of the device of the tensors; negative on the CPU.
-        name: the forced implementation; None for the best.
-    """
-    on_cuda = index >= 0
-    if on_cuda and _dispatch.driver_problem() is not None:
-        return None
-    if name is not None:
-        if name not in FOLDERS:
-            return None
-        device = _dispatch.query_device(index) if on_cuda else _dispatch.simulated_device(name)
-        return device, [(name, False)]
-    if not on_cuda:
-        return None
-    device = _dispatch.query_device(index)
-    kernels = [kernel for kernel in FOLDERS if _native.has_code(kernel, device.capability)]
-    why_not = {x: _proofs.why_not(x, device.capability, _proofs.BACKWARD) for x in kernels}
-    proved = [kernel for kernel in kernels if why_not[kernel] is None]
-    if kernels and why_not[kernels[0]] is not None:
-        _proofs.note(kernels[0], device, next(iter(proved), _registry.TORCH), stacklevel=3)
-    return device, [(kernel, False) for kernel in proved]
-
-
-_native.set_decide_gradients(_decide_eager, _order)
 
 
 def _with_autograd() -> Any:

@@ -15,7 +15,7 @@ from tests.many_cases import check_all
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _forward_operators, _gradients, _overrides, _proofs
+from archflash import _dispatch, _eager_gradients, _forward_operators, _overrides, _proofs
 from archflash._api import find_device
 from archflash._dispatch import choosing
 
@@ -129,15 +129,15 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     seen = Seen()
     forward = seen.noting("forward", _dispatch.decide)
-    backward = seen.noting("backward", _gradients._decide_eager)
+    backward = seen.noting("backward", _eager_gradients.decide)
     _native.set_decide(forward, seen.noting("kind", _dispatch.order_of_kind))
-    _native.set_decide_gradients(backward, seen.noting("gradients", _gradients._order))
+    _native.set_decide_gradients(backward, seen.noting("gradients", _eager_gradients.order))
     _native.set_simulate(seen.run)
     monkeypatch.setenv("ARCHFLASH_SIM_DEVICE", "H200")
     _native.clear_cache()
     yield seen
     _native.set_decide(_dispatch.decide, _dispatch.order_of_kind)
-    _native.set_decide_gradients(_gradients._decide_eager, _gradients._order)
+    _native.set_decide_gradients(_eager_gradients.decide, _eager_gradients.order)
     _native.set_simulate(archflash._simulate)
     _native.clear_cache()
 
@@ -169,7 +169,7 @@ def test_the_plans_are_those_that_are_decided_one_by_one(seen: Seen, kernel: str
             _train(length, kernel, **options)
     kept = seen.plans.copy()
     _native.set_decide(_dispatch.decide)
-    _native.set_decide_gradients(_gradients._decide_eager)
+    _native.set_decide_gradients(_eager_gradients.decide)
     _native.clear_cache()
     seen.plans.clear()
     for length in (40, 150, 161):

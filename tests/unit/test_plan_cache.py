@@ -11,7 +11,7 @@ import torch
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients
+from archflash import _dispatch, _eager_gradients
 
 THREADS = 8
 ROUNDS = 10
@@ -86,13 +86,13 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             tensors[name].zero_()
 
     _native.set_decide(noting("forward", _dispatch.decide))
-    _native.set_decide_gradients(noting("backward", _gradients._decide_eager))
+    _native.set_decide_gradients(noting("backward", _eager_gradients.decide))
     _native.set_simulate(write_zeros)
     monkeypatch.setenv("ARCHFLASH_SIM_DEVICE", "H200")
     _native.clear_cache()
     yield asked
     _native.set_decide(_dispatch.decide)
-    _native.set_decide_gradients(_gradients._decide_eager)
+    _native.set_decide_gradients(_eager_gradients.decide)
     _native.set_simulate(archflash._simulate)
     _native.clear_cache()
 
