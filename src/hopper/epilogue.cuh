@@ -8,6 +8,7 @@
 #include "common/device/descales.cuh"
 #include "common/device/few_rows.cuh"
 #include "common/device/quad.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma_store.cuh"
 #include "hopper/params.h"
@@ -365,6 +366,7 @@ __device__ __forceinline__ void store_tile(device::Outputs<C>& o_rmem,
 template <class C>
 __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) {
   if (params.attention.cu_seqlens_q_gmem == nullptr) return;
+  ptx::griddepcontrol_wait();  // what comes before this kernel is done
   // With split keys the combining kernel writes these rows.
   if (C::CAN_SPLIT && params.partials.splits > 1) return;
   constexpr int THREADS = C::WARPGROUP - 32 * C::PRODUCERS;

@@ -116,13 +116,16 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   [[maybe_unused]] RingPosition<C::RAW_STAGES> raw_ring;
   RingPosition<C::Q_STAGES> q_ring;
   uint32_t ragged_parity = 0;
-  if constexpr (C::MIXED) {
-    if (leader) {
-      for (const TensorMap* map :
-           {&params.k_map, &params.v_map, &params.q_map, &all_params.tiles.q_map})
-        ptx::prefetch_tensormap(*map);
+  if constexpr (!C::FP8) {
+    // The kernel may have started early: it reads nothing and writes nothing before what comes
+    // before it is done. Kernels for 8 bits wait for V instead, further down.
+    if (leader && attention.nk > 0) {  // without keys there are no maps of them
+      ptx::prefetch_tensormap(params.k_map);
+      ptx::prefetch_tensormap(params.q_map);
+      ptx::prefetch_tensormap(params.v_map);
+      if constexpr (C::MIXED) ptx::prefetch_tensormap(all_params.tiles.q_map);
+      if constexpr (C::STORES_BY_TMA) ptx::prefetch_tensormap(all_params.out_map);
     }
-    // The tiles are known. The ordering kernel began when those before it had ended.
     ptx::griddepcontrol_wait();
   }
   const auto is_there = [&](unsigned index) {
@@ -369,6 +372,9 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   // Where V was transposed before, a CTA without tiles, too, ends after the kernel that did it.
   if (C::FP8 && !transposes_v<C>(params)) ptx::griddepcontrol_wait();
   send_no_tile<C, TileOf<C>>(barriers, shared, q_ring, leader);
+  // The next kernel may start where CTAs of this one have ended. Asked for when this one starts, the
+  // small CTAs of a kernel of few would gather on the first SMs that are free.
+  if constexpr (!C::FP8) ptx::griddepcontrol_launch_dependents();
   if constexpr (C::TRANSPOSES_V) {
     if (transposes_v<C>(params)) {
       ptx::mbarrier_wait_parity(barriers.raw_empty(raw_ring.stage), raw_ring.parity ^ 1);

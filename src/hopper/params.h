@@ -37,6 +37,11 @@ struct Params {
   int32_t whole_tiles, part_rows;
 };
 
+// The one parameter of the kernel that clears the counter of tiles (Params::taken_gmem).
+struct CounterParams {
+  int32_t* taken_gmem;
+};
+
 // The one parameter of kernels with STORES_BY_TMA.
 struct StoringParams {
   Params call;

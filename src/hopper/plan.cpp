@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 
 #include "common/planning/core_set.h"
@@ -108,6 +109,19 @@ void add_out_map(LaunchPlan& plan, const Problem& problem, const KernelTile& til
       problem, Operand::Out, static_cast<int>(offsetof(StoringParams, out_map)), tile.out_box));
 }
 
+// Puts a kernel that clears the counter of tiles before the launch of `plan`. They start early
+// both, which takes 3 us less than with the memory cleared by the driver.
+void clear_counter(LaunchPlan& plan, const Problem& problem, int64_t counter) {
+  const std::string word = core::dtype_word(problem.dtype);
+  Launch first;
+  first.kernel = "hopper_clear_counter_" + word;
+  first.image = "hopper/fwd_" + word;
+  first.uses_pdl = true;
+  first.params = core::bytes(CounterParams{});
+  add_pointer(first, Operand::Workspace, offsetof(CounterParams, taken_gmem), counter);
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
 // The plan of a call without a latent cache, with a tile and a split that were chosen for it.
 PlanResult plan_with_tile(const Problem& problem, const Problem& given, const Device& device,
                           const core::SplitChoice<KernelTile>& choice) {
@@ -154,6 +168,7 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   if (splits > 1) {
     core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),
                      std::string("hopper_combine_") + core::dtype_word(problem.dtype));
+    plan.launches[1].uses_pdl = true;
   }
   // The combining kernel is in the image of the kernels without masks, which the plan names first.
   if (tile.image != nullptr)
@@ -161,15 +176,26 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
         std::string("hopper/") + tile.image + "_" + core::dtype_word(problem.dtype);
   if (masked && add_masks(plan, problem, tile)) return plan;
   core::Workspace workspace;
+  // Kernels that wait for what comes before them may start early.
+  const bool may_start_early = !fp8 && !masked && !problem.kv_cache;
+  int64_t counter = 0;
   if (splits == 1 && stays && counts_tiles(plan, problem, tile)) {
-    plan.zeroed_bytes = sizeof(*params.taken_gmem);
-    add_pointer(plan.launches[0], Operand::Workspace, offsetof(Params, taken_gmem),
-                workspace.add(plan.zeroed_bytes));
+    constexpr int64_t BYTES = sizeof(*params.taken_gmem);
+    plan.tile.counts_tiles = true;
+    counter = workspace.add(BYTES);
+    if (!may_start_early) plan.zeroed_bytes = BYTES;
+    add_pointer(plan.launches[0], Operand::Workspace, offsetof(Params, taken_gmem), counter);
   }
   if (transposed_before && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
   if (problem.dropout_p != 0) add_dropout(plan, problem);
   if (tile.out_box.columns != 0) add_out_map(plan, problem, tile);
   if (splits == 1) plan.workspace_bytes = workspace.bytes();
+  if (may_start_early) {
+    // Its CTAs start where those of the kernel before have ended. Where they do not fill the places
+    // that SMs have for them, they would lie unevenly: several on some SMs and none on others.
+    plan.launches[0].uses_pdl = resident == 1 || ctas >= resident * device.sm_count;
+    if (plan.tile.counts_tiles) clear_counter(plan, problem, counter);
+  }
   if (problem.kv_cache) {
     const Reasons reasons = read_cache(plan, problem, given, device, tile);
     if (!reasons.empty()) return reasons;

@@ -148,6 +148,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   if (problem.alibi_slopes || heads_have_masks(problem)) {  // nothing to summarize
     plan.workspace_bytes = fields.workspace.bytes();
     plan.zeroed_bytes = sizeof(*Params::taken_gmem);
+    plan.tile.counts_tiles = true;
     return;
   }
   const int64_t row_blocks = blocks.count() / blocks.key_blocks;

@@ -340,6 +340,7 @@ INSTRUCTIONS = {
     "hopper_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
     "hopper_backward_shares_": ("LDG.E.128", "STG.E.128"),
     "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
+    "hopper_clear_counter_": ("STG.E",),
     "hopper_combine_": COMBINES,
     "hopper_convert_cache_": ("LDG.E.128", "HMUL2", "STG.E.128"),
     "hopper_order_mixed_": ("LDG.E", "SHFL.UP", "STG.E.128"),
@@ -373,7 +374,7 @@ WITHOUT_TENSOR_CORES = (
     "blackwell_dc_backward_",
     *("ada_combine_", "ampere_combine_", "blackwell_consumer_combine_"),
     "blackwell_consumer_nvfp4_",
-    *("blackwell_dc_combine_", "hopper_combine_"),
+    *("blackwell_dc_combine_", "hopper_combine_", "hopper_clear_counter_"),
 )
 TENSOR_CORES = ("HMMA", "HGMMA", "IMMA", "OMMA", "QMMA", "QGMMA", "UTC")  # from 8.0 to 12.1
 

@@ -169,8 +169,8 @@ def test_ctas_that_share_the_tiles_out_give_the_bits_of_one(counted: bool) -> No
     outs = []
     for sms in (1, 2, 3):
         plan = plan_on(sms, q, k, v, **call)
-        assert plan.to_dict()["launches"][0]["grid"] == [sms, 1, 1]
-        assert plan.zeroed_bytes == (4 if counted else 0)
+        assert plan.to_dict()["launches"][-1]["grid"] == [sms, 1, 1]
+        assert len(plan.to_dict()["launches"]) == (2 if counted else 1)
         outs.append(on.attend(NAME, q, k, v, plan=plan, schedules=[sms], **call))
     assert_close(*outs[2], q, k, v, **call)
     for out, lse in outs:

@@ -36,6 +36,38 @@ def inputs(kernel: str, nq: int = 129, nk: int = 239, **options: Any) -> tuple[T
 
 
 @each_kernel
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_each_call_waits_for_the_one_before_it(kernel: str, causal: bool) -> None:
+    """A call reads what the one before has written, and writes where that one has read."""
+    q, k, v = inputs(kernel, 600, 600, batch=16)
+    call: dict[str, Any] = {"implementation": kernel, "causal": causal}
+    first = archflash.attention(q, k, v, **call)
+    if first.dtype != q.dtype:
+        pytest.skip("the outputs of 8-bit calls are no inputs of such a call")
+
+    def calls(between: Callable[[], object]) -> Tensor:
+        x, y = torch.clone(q), torch.full_like(q, NAN)
+        for _ in range(8):
+            for given, out in ((x, y), (y, x)):
+                between()
+                archflash.attention(given, k, v, **call, out=out)
+                k.add_(out.mean(2, keepdim=True)[:, ::2])  # a kernel of PyTorch's in between
+                archflash.attention(given, k, v, **call, out=out)
+        return x
+
+    keys = torch.clone(k)
+    expected = calls(torch.cuda.synchronize)
+    k.copy_(keys)
+    assert same_bits(calls(lambda: None), expected)
+    k.copy_(keys)
+    graph, out = capture(lambda: calls(lambda: None))
+    for _ in range(2):
+        k.copy_(keys)
+        graph.replay()
+        assert same_bits(out, expected)
+
+
+@each_kernel
 def test_it_waits_for_its_own_stream_and_nothing_else(kernel: str) -> None:
     q, k, v = inputs(kernel)
     expected = archflash.attention(q, k, v, implementation=kernel)  # also loads the kernel
@@ -53,6 +85,31 @@ def test_it_waits_for_its_own_stream_and_nothing_else(kernel: str) -> None:
     assert not done.query(), "the kernel did not run on the side stream"
     side.synchronize()
     assert same_bits(out, expected)
+
+
+@each_kernel
+def test_a_captured_call_waits_for_two_streams(kernel: str) -> None:
+    q, k, v = inputs(kernel, 600, 600, batch=16)
+    expected = archflash.attention(q, k, v, implementation=kernel)
+    late_q, late_k = torch.full_like(q, NAN), torch.full_like(k, NAN)
+    side = torch.cuda.Stream()
+
+    def call() -> Tensor:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            late_k.copy_(k)
+        late_q.copy_(q)
+        main.wait_stream(side)
+        return archflash.attention(late_q, late_k, v, implementation=kernel)
+
+    graph, out = capture(call)
+    for late in (late_q, late_k):
+        late.fill_(NAN)
+        graph.replay()
+        assert same_bits(out, expected)
+    late_q.fill_(NAN), late_k.fill_(NAN)
+    assert same_bits(call(), expected)
 
 
 @each_kernel

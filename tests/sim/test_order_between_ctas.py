@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import archflash
 from archflash import _archflash_sim as native
 from archflash import sim
 from archflash.sim import _attention
@@ -18,6 +19,7 @@ from archflash.sim._launch import Bindings, Buffer, run_kernel
 
 from ..core_set.one_cta import one_after_another
 from ..kvcache_cases import make
+from ..replanned import replanned
 from .mutation.backward import BackwardCall, BackwardTarget
 from .mutation.statements import kernel_module
 from .schedules import MODES
@@ -373,6 +375,31 @@ def test_a_decoding_kernel_waits_for_the_launch_before_it() -> None:
     assert not any(report.findings for report in whole.reports)
     for row in rows:
         program = program_of(row, whole.plan.device.capability, r"griddepcontrol\.wait;", "")
+        reports = run(program=program, check=False).reports
+        assert {e.kind for report in reports for e in report.errors} == OVERLAP, row["kernel"]
+
+
+@pytest.mark.parametrize("calls", ["one", "packed"])
+def test_the_forward_kernels_of_hopper_wait_for_the_launch_before_them(calls: str) -> None:
+    """Of packed sequences, which count their tiles, warps write the rows of no sequence, too."""
+    q, k = torch.randn(1, 2, 200, 128).bfloat16(), torch.randn(1, 2, 130, 128).bfloat16()
+    call: dict[str, Any] = {}
+    kernels = ["hopper_attention_fwd_bf16_d128_medium"]
+    if calls == "packed":
+        q, k = (x[0].transpose(0, 1).contiguous() for x in (q.repeat(1, 1, 4, 1), k))
+        ends = {"cu_seqlens_q": (10, 700), "cu_seqlens_k": (0, 130)}
+        call = {name: torch.tensor(x, dtype=torch.int32) for name, x in ends.items()}
+        kernels = ["hopper_clear_counter_bf16", "hopper_attention_fwd_bf16_d128_large"]
+    planned = archflash.explain(q, k, k, device="H200", implementation="hopper", **call).plan
+    assert planned is not None
+    plan = replanned(planned, sm_count=1 if calls == "packed" else 2)
+    rows = plan.to_dict()["launches"]
+    assert [row["kernel"] for row in rows] == kernels
+    assert all(row["uses_pdl"] for row in rows)
+    run = functools.partial(sim.run, q, k, k, implementation="hopper", plan=plan, **call)
+    assert not any(report.findings for report in run().reports)
+    for row in rows:
+        program = program_of(row, plan.device.capability, r"griddepcontrol\.wait;", "")
         reports = run(program=program, check=False).reports
         assert {e.kind for report in reports for e in report.errors} == OVERLAP, row["kernel"]
 

@@ -21,6 +21,11 @@ def hopper(device: str = "H200", **options: Any) -> native.LaunchPlan:
     return plan_of(call("bfloat16", **options), device, NAME)
 
 
+def launch_of_attention(plan: native.LaunchPlan) -> dict[str, Any]:
+    launches = plan.to_dict()["launches"]
+    return dict(next(launch for launch in launches if "_attention_" in launch["kernel"]))
+
+
 # Batch, heads of q and of k, rows, keys, head dimension, causal: the tile, and the heads of q whose
 # tiles follow one another.
 SHAPES = {
@@ -92,8 +97,11 @@ def test_measured_shapes_get_the_tile_that_was_the_fastest(shape: tuple[Any, ...
 
 def test_one_cta_for_each_sm_counts_the_tiles_that_are_of_unequal_length() -> None:
     causal = hopper(b=2, hq=16, nq=4001, d=128, causal=True)
-    assert launch_of(causal)["grid"] == [132, 1, 1]
-    assert causal.zeroed_bytes == causal.workspace_bytes == 4
+    clears, attention = causal.to_dict()["launches"]
+    assert attention["grid"] == [132, 1, 1]
+    assert clears["kernel"] == "hopper_clear_counter_bf16"
+    assert clears["pointers"][0] == {"operand": "workspace", "offset": 0, "addend": 0}
+    assert (causal.zeroed_bytes, causal.workspace_bytes) == (0, 4)
     equal = hopper(b=2, hq=16, nq=4224, d=128)
     assert launch_of(equal)["grid"] == [132, 1, 1]
     assert equal.workspace_bytes == 0
@@ -267,7 +275,7 @@ def test_columns_of_v_in_8_bits_have_a_limit() -> None:
 def test_every_tile_fits_an_h100() -> None:
     for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
         for b in (1, 64):
-            launch = launch_of(hopper("H100", b=b, hq=16, nq=1024, d=d, dv=dv))
+            launch = launch_of_attention(hopper("H100", b=b, hq=16, nq=1024, d=d, dv=dv))
             assert launch["shared_bytes"] <= 227 * 1024
 
 
@@ -283,18 +291,37 @@ def test_tiles_end_with_their_sequence_so_that_the_short_one_sees_the_fewest_key
     assert keys[-1] == 52 * 80  # 192 rows, the last of which sees 4,096 keys
 
 
-def test_tiles_are_counted_where_that_gains_more_than_zeroing_the_counter_costs() -> None:
-    even = hopper(b=1, hq=12, hkv=12, nq=4096, nk=4096, d=64, causal=True)
-    assert even.zeroed_bytes == 0
-    uneven = hopper(b=2, hq=16, hkv=16, nq=4001, nk=4001, d=128, causal=True)
-    assert uneven.zeroed_bytes == 4
-    rounds = hopper(b=8, hq=16, hkv=16, nq=1024, nk=1024, d=64, causal=False)
-    assert rounds.zeroed_bytes == 0
-    many_rounds = hopper(b=16, hq=16, hkv=16, nq=8192, nk=8192, d=128, causal=False)
-    assert many_rounds.zeroed_bytes == 4
+def test_tiles_are_counted_where_that_gains_more_than_clearing_the_counter_costs() -> None:
+    def counts(**shape: Any) -> bool:
+        return tile_of(hopper(**shape)).counts_tiles
+
+    assert not counts(b=1, hq=12, hkv=12, nq=4096, nk=4096, d=64, causal=True)  # even
+    assert counts(b=2, hq=16, hkv=16, nq=4001, nk=4001, d=128, causal=True)
+    assert not counts(b=8, hq=16, hkv=16, nq=1024, nk=1024, d=64, causal=False)  # rounds
+    assert counts(b=16, hq=16, hkv=16, nq=8192, nk=8192, d=128, causal=False)  # many of them
     # Long rounds of unequal tiles vary by more than the counter costs, short ones do not.
-    assert hopper(b=2, hq=32, hkv=8, nq=2048, nk=2048, d=128, causal=True).zeroed_bytes == 4
-    assert hopper(b=8, hq=32, hkv=8, nq=512, nk=512, d=128, causal=True).zeroed_bytes == 0
+    assert counts(b=2, hq=32, hkv=8, nq=2048, nk=2048, d=128, causal=True)
+    assert not counts(b=8, hq=32, hkv=8, nq=512, nk=512, d=128, causal=True)
+
+
+def early_starts(plan: native.LaunchPlan) -> list[bool]:
+    return [launch["uses_pdl"] for launch in plan.to_dict()["launches"]]
+
+
+def test_the_kernels_of_16_bit_calls_start_early() -> None:
+    assert early_starts(hopper(b=16, hq=12, nq=256, d=128)) == [True]
+    assert early_starts(hopper(b=2, hq=16, nq=4001, d=128, causal=True)) == [True, True]
+    # Two CTAs on an SM: all places are filled, so that the CTAs cannot lie unevenly.
+    full = hopper(b=1, hq=11, nq=200, nk=8192, d=64)
+    assert (tile_of(full).name, launch_of_attention(full)["grid"]) == ("d64_few", [264, 1, 1])
+    assert early_starts(full) == [True, True]
+
+
+def test_ctas_that_would_lie_unevenly_on_the_sms_do_not_start_early() -> None:
+    few = hopper(b=1, hq=12, nq=512, d=64, causal=True)  # 96 CTAs, two on an SM
+    short = hopper(b=8, hq=8, nq=100, d=32)  # 128 CTAs, four on an SM
+    assert [tile_of(plan).name for plan in (few, short)] == ["d64_few", "d64_short"]
+    assert early_starts(few) == early_starts(short) == [False]
 
 
 def test_up_to_seven_tiles_for_each_sm_go_longest_first_over_all_heads() -> None:

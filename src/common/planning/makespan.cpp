@@ -130,7 +130,7 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
 Walk walk_of(const LaunchPlan& plan) {
   const int64_t tiles = plan.tile.tiles * plan.tile.splits * plan.tile.v_slices;
   const bool one_each = plan.tile.ctas >= tiles * plan.tile.cluster;
-  return one_each || plan.zeroed_bytes > 0 ? Walk::Queue : Walk::Rounds;
+  return one_each || plan.tile.counts_tiles ? Walk::Queue : Walk::Rounds;
 }
 
 Makespan makespan(const LaunchPlan& plan, const Lengths& lengths) {

@@ -138,6 +138,7 @@ struct TileChoice {
   // The row tiles from whole_tiles on are cut into parts of part_rows rows, which CTAs take one by
   // one; part_rows = 0: none is.
   int64_t whole_tiles = 0, part_rows = 0;
+  bool counts_tiles = false;      // CTAs take their tiles by a counter
   bool summarizes_masks = false;  // a launch before summarizes the masks as data for its kernel
 };
 template <class F>
@@ -152,7 +153,7 @@ void for_each_field(TileChoice& t, F&& f) {
   f("heads_per_group", t.heads_per_group);
   f("turned_begin", t.turned_begin), f("turned_end", t.turned_end), f("row_step", t.row_step);
   f("whole_tiles", t.whole_tiles), f("part_rows", t.part_rows);
-  f("summarizes_masks", t.summarizes_masks);
+  f("counts_tiles", t.counts_tiles), f("summarizes_masks", t.summarizes_masks);
 }
 
 struct LaunchPlan {

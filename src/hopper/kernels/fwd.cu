@@ -1,9 +1,9 @@
 // images: fwd_f16 fwd_bf16
 // fp16 and bf16 inputs. Tiles: config.cuh.
-#include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 #include "hopper/attention_fwd.cuh"
+#include "hopper/before_and_behind.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
@@ -26,4 +26,5 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_large), attention_fwd, D256La
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_few), attention_fwd, D256Few<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_f32_out), attention_fwd, D64F32Out<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_f32_out), attention_fwd, D128F32Out<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(hopper_combine), (32 * COMBINE_WARPS), device::combine_splits<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_clear_counter), (1), clear_counter)
+ARCHFLASH_ENTRY(KERNEL(hopper_combine), (32 * COMBINE_WARPS), combine<DTYPE>)
