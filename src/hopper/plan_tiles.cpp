@@ -58,6 +58,7 @@ constexpr KernelTile rated(const char* name, double speed, int start_keys, const
                            const char* image = nullptr) {
   KernelTile rated = tile<C>(name, {}, reason);
   rated.speed = speed, rated.start_keys = start_keys, rated.image = image;
+  rated.split_costs.rows_per_key = 64;  // fp32 sums, at the speed of memory
   return rated;
 }
 
@@ -395,8 +396,13 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
                      !problem.varlen && problem.batch * problem.heads_q >= device.sm_count;
   if (best != nullptr && fills && problem.num_splits == 0 && !problem.batch_invariant)
     return core::SplitChoice<KernelTile>{*best};
-  return best != nullptr ? core::choose_splits_of("hopper", best, table, problem, device)
-                         : core::choose_with_splits("hopper", table, problem, device);
+  if (best == nullptr) return core::choose_with_splits("hopper", table, problem, device);
+  // CTAs of the tile for few rows compute more slowly than those of larger tiles.
+  const auto time_without = [&](const KernelTile& few) {
+    const auto rows = static_cast<double>(few.block_q * core::resident_ctas(few, device));
+    return static_cast<int64_t>(time_of(problem, device, *best) * few.speed / rows);
+  };
+  return core::choose_splits_of<KernelTile>("hopper", best, table, problem, device, time_without);
 }
 
 // Which heads' row tiles follow one another, measured on an H200 (NOTES.md): with at most 16 MB of

@@ -63,7 +63,8 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
   const int64_t most = std::min(keys / costs.fewest_keys, MOST_SPLITS);
   for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * workers; ++n) {
     const int64_t of_share = ceil_div(blocks, n) * tile.block_k + costs.start;
-    const int64_t combine = (costs.combine + n * costs.combine_share) * (may_differ ? 2 : 1);
+    int64_t combine = (costs.combine + n * costs.combine_share) * (may_differ ? 2 : 1);
+    if (costs.rows_per_key > 0) combine += n * all_rows(problem) / costs.rows_per_key;
     const int64_t of_alike = ceil_div(n * tiles, workers) * of_share;
     const int64_t of_n = of_alike + of_unlike(n, costs.start) + combine;
     if (of_n < time) splits = n, time = of_n;

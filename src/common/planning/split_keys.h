@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <variant>
@@ -63,16 +64,21 @@ int64_t fixed_shares(const Problem& problem);
 Reasons refuse_workspace(const Problem& problem, const std::string& folder, int64_t splits);
 constexpr int64_t MOST_WORKSPACE_BYTES = int64_t{4} << 30;
 
+template <class T>
+using TimeWithout = std::function<int64_t(const T& few)>;
+
 // Chooses between `unsplit`, the tile of a folder's table that serves a call best without a split,
 // and the tile of the table for few query rows, which can_split. That one is taken where it is
 // `unsplit`, where packed heads save a quarter of the CTAs, and where a split is asked for or
 // expected to be faster. A folder whose table has no such tile for the problem's head dimensions
 // does not split, and neither does one that writes fp32 outputs.
+// time_without: how long `unsplit` takes, in keys that a CTA of the tile for few rows passes; null:
+// its rounds times the keys of a tile, as if both tiles computed equally fast.
 template <class T>
 std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder, const T* unsplit,
                                                        std::span<const T> tiles,
-                                                       const Problem& problem,
-                                                       const Device& device) {
+                                                       const Problem& problem, const Device& device,
+                                                       const TimeWithout<T>& time_without = {}) {
   SplitChoice<T> choice{*unsplit};
   if (writes_f32(problem)) return choice;  // rows of packed heads are written in 16 bits
   const T* found = unsplit;
@@ -106,7 +112,9 @@ std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder
   if (unsplit->can_split || packing_pays) choice.tile = few;
   const int64_t rounds =
       ceil_div(filled_tiles(problem, choice.tile), workers_of(choice.tile, device));
-  choice.splits = choose_splits(problem, device, few, rounds * visited_keys(problem, choice.tile));
+  int64_t otherwise = rounds * visited_keys(problem, choice.tile);
+  if (time_without && !choice.tile.can_split) otherwise = time_without(few);
+  choice.splits = choose_splits(problem, device, few, otherwise);
   if (choice.splits > 1) choice.tile = few;
   const int64_t ctas = tiles_of(problem, choice.tile) * choice.splits;
   const int64_t largest = std::max(ctas, choice.splits > 1 ? combine_ctas(problem) : 0);
