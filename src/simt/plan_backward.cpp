@@ -1,4 +1,6 @@
 // simt: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include <algorithm>
+#include <cstdint>
 #include <string>
 #include <variant>
 
@@ -33,10 +35,18 @@ constexpr core::BackwardTile TENSOR_TILES[] = {
     backward_tile<TensorBackwardD128>("d128_tensor"),
 };
 
+// Sums of fewer keys or query rows do not even out what three products of TF32 leave out of S and
+// dP: in some calls the errors are then more than twice those of plain fp32 (NOTES.md).
+constexpr int64_t LONG_SUM = 128;
+
 // Whether the kernels on tensor cores take a call: NOTES.md has their speeds and errors, which were
 // measured on 9.0 only.
 bool takes_tensor_cores(const Problem& call, const Device& device) {
+  const int64_t sequences = call.varlen ? std::max<int64_t>(call.batch, 1) : 1;
+  const int64_t window =
+      std::min(call.window_left, LONG_SUM) + std::min(call.window_right, LONG_SUM) + 1;
   return device.capability() == 90 && call.d <= 128 && call.dv <= 128 &&
+         std::min(call.nq, call.nk) / sequences >= LONG_SUM && window >= LONG_SUM &&
          !takes_masked_kernels(call);
 }
 

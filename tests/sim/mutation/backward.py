@@ -28,6 +28,7 @@ class BackwardTarget:
         d: head dimension.
         masked: whether it takes masks as data.
         many: queries and keys of one more call, with more blocks than there are stages.
+        long: whether it takes sums of many keys and query rows only.
     """
 
     implementation: str
@@ -36,6 +37,7 @@ class BackwardTarget:
     d: int
     masked: bool = False
     many: tuple[int, int] | None = None
+    long: bool = False
 
     @property
     def kernel(self) -> str:
@@ -63,19 +65,22 @@ class BackwardTarget:
             ]
 
         if not self.masked:
-            yield BackwardCall(
-                self, "causal", make(70, 150, (2, 1)), {"causal": True} | self.softcap(0)
-            )
+            inputs = make(130, 130, (1, 1)) if self.long else make(70, 150, (2, 1))
+            yield BackwardCall(self, "causal", inputs, {"causal": True} | self.softcap(0))
             options = {"window": (30, 5), "scale": -0.3} | self.softcap(0.5)
             # Without a softcap hopper has other kernels for few rows, and for columns that do not
             # fill a tile.
             fills = self.implementation == "hopper" and "softcap" not in self.name
             inputs = make(75, 137, (1, 1)) if fills else make(45, 137, (1, 1), d - 8)
+            if self.long:
+                options["window"] = (110, 25)
+                inputs = make(129, 137, (1, 1), d - 8)
             yield BackwardCall(self, "window, softcap", inputs, options)
             ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 0, 40, 45), (0, 9, 80, 83))]
-            packed = [x[0].transpose(0, 1).contiguous() for x in make(47, 90, (2, 1))]
-            for x, rows in zip(packed, (ends[0], ends[0], ends[1], ends[1]), strict=True):
-                x[int(rows[-1]) :] = math.nan  # of no sequence
+            rows = (390, 390) if self.long else (47, 90)
+            packed = [x[0].transpose(0, 1).contiguous() for x in make(*rows, (2, 1))]
+            for x, end in zip(packed, (ends[0], ends[0], ends[1], ends[1]), strict=True):
+                x[int(end[-1]) :] = math.nan  # of no sequence
             options = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]} | self.softcap(0)
             yield BackwardCall(self, "packed", packed, options)
             if self.many is not None:
@@ -158,7 +163,7 @@ TARGETS = (
     BackwardTarget("hopper", "f16_d128", "H200", 128, many=(330, 550)),
     BackwardTarget("simt", "f32_d64_large", "A100", 64),
     BackwardTarget("simt", "f32_d64_queries_masked", "A100", 64, masked=True),
-    BackwardTarget("simt", "f32_d128_tensor", "H200", 128),
+    BackwardTarget("simt", "f32_d128_tensor", "H200", 128, long=True),
 )
 
 
