@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from tests.host_code import compiled, needs_compiler, printed
 
-SOURCES = Path(__file__).parents[2] / "src"
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 LARGEST = 2**31 - 1
 # Each line that it reads is a divisor and a number, or a call as fields of AttentionParams with the
 # rows of a tile and a number. It prints the quotients.
@@ -44,24 +41,16 @@ int main() {
 }
 """
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("divisor")
-    source, binary = folder / "print.cpp", folder / "print"
-    source.write_text(PROGRAM)
-    command = [str(COMPILER), "-std=c++20", "-I", str(SOURCES), "-o", str(binary), str(source)]
-    subprocess.run(command, check=True, timeout=120)
-    return binary
+    return compiled(PROGRAM, tmp_path_factory.mktemp("divisor"))
 
 
 def answers(program: Path, lines: list[str]) -> list[list[int]]:
-    done = subprocess.run(
-        [program], input="\n".join(lines), capture_output=True, text=True, check=True, timeout=60
-    )
-    rows = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    rows = [list(map(int, words)) for words in printed(program, "\n".join(lines))]
     assert len(rows) == len(lines)
     return rows
 

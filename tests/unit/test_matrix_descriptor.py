@@ -5,16 +5,10 @@ They are compared field by field with the ISA's tables, and with what CUTLASS's 
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
+from tests import host_code
 
-SOURCES = Path(__file__).parents[2] / "src"
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
+pytestmark = host_code.needs_compiler
 
 # Columns and rows of every tile of Q, K and V in blackwell_dc. Two 8-bit numbers are one column.
 # A pair's half of K has 64 rows.
@@ -67,13 +61,8 @@ int main() {{
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    folder = tmp_path_factory.mktemp("descriptor")
-    source, binary = folder / "print.cpp", folder / "print"
-    source.write_text(PROGRAM)
-    command = [str(COMPILER), "-std=c++20", "-I", str(SOURCES), "-o", str(binary), str(source)]
-    subprocess.run(command, check=True, timeout=120)
-    done = subprocess.run([binary], capture_output=True, text=True, check=True, timeout=60)
-    return [line.split() for line in done.stdout.splitlines()]
+    program = host_code.compiled(PROGRAM, tmp_path_factory.mktemp("descriptor"))
+    return host_code.printed(program)
 
 
 def encoded(leading: int, stride: int, swizzle: int) -> int:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
+from tests.host_code import compiled, needs_compiler, printed
 
-SOURCES = Path(__file__).parents[2] / "src"
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 CHUNK_BYTES = 16  # a row of an ldmatrix matrix
 BANK_GROUPS = 8  # groups of 16 bytes: 32 banks of 4 bytes
 SHAPES = ((32, 64), (64, 64), (96, 64), (96, 256), (128, 32), (128, 256), (192, 64), (256, 128))
 BASES = (0, 1024, 5 * 1024)  # addresses of tiles in shared memory
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
+pytestmark = needs_compiler
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 
 PROGRAM = f"""
@@ -62,24 +57,10 @@ class Tile:
         self.advances: list[tuple[int, int, int, int]] = []  # row, chunk, base, address
 
 
-def compiled_and_run(folder: Path) -> str:
-    assert COMPILER is not None
-    source, program = folder / "tile.cpp", folder / "tile"
-    source.write_text(PROGRAM)
-    options = ["-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", "-o", str(program)]
-    built = subprocess.run(
-        [COMPILER, *options, str(source)], capture_output=True, text=True, timeout=120
-    )
-    assert built.returncode == 0, built.stderr
-    done = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def tiles(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Tile]:
     found: dict[tuple[int, int], Tile] = {}
-    for line in compiled_and_run(tmp_path_factory.mktemp("slabs")).splitlines():
-        kind, *fields = line.split()
+    for kind, *fields in printed(compiled(PROGRAM, tmp_path_factory.mktemp("slabs"))):
         columns, rows, *numbers = (int(field) for field in fields)
         if kind == "tile":
             found[columns, rows] = Tile(*numbers)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
+from tests.host_code import compiled, needs_compiler, printed
 
-SOURCES = Path(__file__).parents[2] / "src"
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 ROWS = 64
 CHUNK_BYTES = 16  # a row of an ldmatrix matrix, a cp.async copy
 BANK_GROUPS = 8  # groups of 16 bytes: 32 banks of 4 bytes
 WIDTHS = (32, 64, 96, 128, 160, 192, 256)
 BASES = (0, 128, 640, 4096)  # addresses of tiles in shared memory, multiples of 128 bytes
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: install g++")
+pytestmark = needs_compiler
 every_width = pytest.mark.parametrize("columns", WIDTHS)
 
 PROGRAM = f"""
@@ -64,24 +59,10 @@ class Tile:
         return self.offsets[row, chunk] // CHUNK_BYTES % BANK_GROUPS
 
 
-def compiled_and_run(folder: Path) -> str:
-    assert COMPILER is not None
-    source, program = folder / "tile.cpp", folder / "tile"
-    source.write_text(PROGRAM)
-    options = ["-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", "-o", str(program)]
-    built = subprocess.run(
-        [COMPILER, *options, str(source)], capture_output=True, text=True, timeout=120
-    )
-    assert built.returncode == 0, built.stderr
-    done = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def tiles(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tile]:
     found: dict[int, Tile] = {}
-    for line in compiled_and_run(tmp_path_factory.mktemp("swizzled")).splitlines():
-        kind, *fields = line.split()
+    for kind, *fields in printed(compiled(PROGRAM, tmp_path_factory.mktemp("swizzled"))):
         numbers = [int(field) for field in fields]
         if kind == "tile":
             tile = found[numbers[0]] = Tile(*numbers)
