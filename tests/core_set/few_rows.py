@@ -37,27 +37,21 @@ class FewRows:
     decoding: tuple[str, ...] = ()
 
 
+D64_FEW = {"d64_few": ((64, 64), 128)}
+D96_FEW = {"d96_few": ((96, 96), 64)}
+D128_FEW = {"d128_few": ((128, 128), 64)}
+WIDE_FEW = {"d192_few": ((192, 128), 32), "d256_few": ((256, 256), 32)}
 FEW_ROWS = {
     "ada": FewRows(
         64,
-        {
-            "d64_few": ((64, 64), 64),
-            "d96_few": ((96, 96), 64),
-            "d128": ((128, 128), 64),
-            "d192_few": ((192, 128), 32),
-            "d256_few": ((256, 256), 32),
-        },
+        {"d64_few": ((64, 64), 64), **D96_FEW, "d128": ((128, 128), 64), **WIDE_FEW},
         only_if_it_pays=("d96_few", "d192_few", "d256_few"),
         by_tensor_map=False,
     ),
     "ampere": FewRows(
         64,
         {
-            "d64_few": ((64, 64), 128),
-            "d96_few": ((96, 96), 64),
-            "d128_few": ((128, 128), 64),
-            "d192_few": ((192, 128), 32),
-            "d256_few": ((256, 256), 32),
+            **(D64_FEW | D96_FEW | D128_FEW | WIDE_FEW),
             "d64_decode": ((64, 64), 128),
             "d128_decode": ((128, 128), 64),
             "d256_decode": ((256, 256), 32),
@@ -67,20 +61,12 @@ FEW_ROWS = {
         decoding=("d64_decode", "d128_decode", "d256_decode"),
     ),
     "blackwell_consumer": FewRows(
-        64,
-        {
-            "d64_few": ((64, 64), 128),
-            "d96_few": ((96, 96), 64),
-            "d128_few": ((128, 128), 64),
-            "d192_few": ((192, 128), 32),
-            "d256_few": ((256, 256), 32),
-        },
-        only_if_it_pays=("d64_few",),
+        64, D64_FEW | D96_FEW | D128_FEW | WIDE_FEW, only_if_it_pays=("d64_few",)
     ),
     "blackwell_dc": FewRows(
         128,
         {
-            "d64_few": ((64, 64), 128),
+            **D64_FEW,
             "d96_few": ((96, 96), 128),
             "d128_few": ((128, 128), 128),
             "d192_few": ((192, 128), 128),
@@ -90,9 +76,7 @@ FEW_ROWS = {
     "hopper": FewRows(
         64,
         {
-            "d64_few": ((64, 64), 128),
-            "d96_few": ((96, 96), 64),
-            "d128_few": ((128, 128), 64),
+            **(D64_FEW | D96_FEW | D128_FEW),
             "d192_few": ((192, 128), 64),
             "d256_few": ((256, 256), 64),
         },

@@ -86,6 +86,63 @@ def box(at: str, map_: str, x: str, y: str, bar: str, *, pair: bool = False) -> 
     [{at}], [{map_}, {{{x}, {y}}}], [{bar}];"""
 
 
+# What both kernels below have. A warp has a role; the last two have one thread each. Of a ring of
+# two stages, tile %r10 has stage %r11, the phase %r12 of its mbarriers, which are at %r14.
+STAGE = """and.b32 %r11, %r10, 1;
+shr.u32 %r12, %r10, 1;
+and.b32 %r12, %r12, 1;
+shl.b32 %r13, %r11, 3;
+add.u32 %r14, %bars0, %r13;"""
+PIECES = {
+    "FREE_STAGE": STAGE.replace("shl", "xor.b32 %r12, %r12, 1;\nshl"),
+    "STAGE_BEFORE": STAGE.replace("%r10", "%r21"),
+    "STAGE": STAGE,
+    "NAMES": """mov.u32 %thread0, %tid.x;
+shr.u32 %warp0, %thread0, 5;
+and.b32 %lane0, %thread0, 31;
+mov.u32 %smem0, smem;
+mov.u32 %bars0, bars;""",
+    "BARRIERS": """setp.ne.u32 %p0, %thread0, 0;
+@%p0 bra MADE;
+{init}
+fence.mbarrier_init.release.cluster;
+MADE:
+bar.warp.sync 0xffffffff;""",
+    "ROLES": """setp.ne.u32 %p1, %warp0, 0;
+@%p1 bra ALLOCATED;
+mov.u32 %r0, slot;
+tcgen05.alloc.{group}.sync.aligned.shared::cta.b32 [%r0], {columns};
+tcgen05.relinquish_alloc_permit.{group}.sync.aligned;
+ALLOCATED:
+tcgen05.fence::before_thread_sync;
+{all}
+tcgen05.fence::after_thread_sync;
+mov.u32 %r0, slot;
+ld.shared.u32 %tmem0, [%r0];
+mov.u32 %r10, 0;
+setp.eq.u32 %p2, %warp0, 4;
+@%p2 bra LOADS;
+setp.eq.u32 %p3, %warp0, 5;
+@%p3 bra MULTIPLIES;""",
+    "THE_END": """END:
+bar.warp.sync 0xffffffff;
+tcgen05.fence::before_thread_sync;
+{all}
+tcgen05.fence::after_thread_sync;
+@%p1 bra FREED;
+tcgen05.dealloc.{group}.sync.aligned.b32 %tmem0, {columns};
+FREED:
+ret;
+}}""",
+}
+
+
+def filled(text: str, **words: object) -> str:
+    for name, piece in PIECES.items():
+        text = text.replace(name, piece)
+    return HEADER + text.format(**words)
+
+
 # ---- A tile of a matrix product: C (m, 128) = A (m, 64 tiles) B (64 tiles, 128)
 
 N, TILE_K, STAGES = 128, 64, 2
@@ -116,40 +173,16 @@ GEMM = """
 .reg .b64 %rd<40>;
 .shared .align 8 .b64 bars[9];
 .shared .align 4 .b32 slot;
-mov.u32 %thread0, %tid.x;
-shr.u32 %warp0, %thread0, 5;
-and.b32 %lane0, %thread0, 31;
-mov.u32 %smem0, smem;
-mov.u32 %bars0, bars;
+NAMES
 mov.u32 %rank0, %cluster_ctarank;
 ld.param.u32 %tiles0, [tiles];
 mov.b64 %rd0, amap;
 cvta.param.u64 %rd0, %rd0;
 mov.b64 %rd1, bmap;
 cvta.param.u64 %rd1, %rd1;
-setp.ne.u32 %p0, %thread0, 0;
-@%p0 bra MADE;
-{init}
-fence.mbarrier_init.release.cluster;
-MADE:
-bar.warp.sync 0xffffffff;
+BARRIERS
 {started}
-setp.ne.u32 %p1, %warp0, 0;
-@%p1 bra ALLOCATED;
-mov.u32 %r0, slot;
-tcgen05.alloc.{group}.sync.aligned.shared::cta.b32 [%r0], {columns};
-tcgen05.relinquish_alloc_permit.{group}.sync.aligned;
-ALLOCATED:
-tcgen05.fence::before_thread_sync;
-{all}
-tcgen05.fence::after_thread_sync;
-mov.u32 %r0, slot;
-ld.shared.u32 %tmem0, [%r0];
-mov.u32 %r10, 0;
-setp.eq.u32 %p2, %warp0, 4;
-@%p2 bra LOADS;
-setp.eq.u32 %p3, %warp0, 5;
-@%p3 bra MULTIPLIES;
+ROLES
 
 shl.b32 %window0, %warp0, 21;
 add.u32 %window0, %window0, %tmem0;
@@ -165,12 +198,7 @@ setp.ne.u32 %p4, %lane0, 0;
 shl.b32 %r20, %rank0, {rank_shift};
 shl.b32 %r21, %rank0, 6;
 LOAD:
-and.b32 %r11, %r10, 1;
-shr.u32 %r12, %r10, 1;
-and.b32 %r12, %r12, 1;
-xor.b32 %r12, %r12, 1;
-shl.b32 %r13, %r11, 3;
-add.u32 %r14, %bars0, %r13;
+FREE_STAGE
 {empty}
 mad.lo.u32 %r15, %r11, {stage}, %smem0;
 shl.b32 %r16, %r10, 6;
@@ -188,11 +216,7 @@ setp.ne.u32 %p7, %rank0, 0;
 mov.b16 %h0, 3;
 {alone}
 MULTIPLY:
-and.b32 %r11, %r10, 1;
-shr.u32 %r12, %r10, 1;
-and.b32 %r12, %r12, 1;
-shl.b32 %r13, %r11, 3;
-add.u32 %r14, %bars0, %r13;
+STAGE
 {full}
 {relay}
 mad.lo.u32 %r15, %r11, {stage}, %smem0;
@@ -209,16 +233,7 @@ setp.lt.u32 %p9, %r10, %tiles0;
 @%p7 bra END;
 tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster{multicast}.b64 [%bars0+64]{mask};
 
-END:
-bar.warp.sync 0xffffffff;
-tcgen05.fence::before_thread_sync;
-{all}
-tcgen05.fence::after_thread_sync;
-@%p1 bra FREED;
-tcgen05.dealloc.{group}.sync.aligned.b32 %tmem0, {columns};
-FREED:
-ret;
-}}
+THE_END
 """
 
 # A thread writes its row of A or, where A has 64 rows, every other word of it.
@@ -226,12 +241,7 @@ WRITE_A = """
 ld.param.u64 %rd2, [a];
 {place}
 WRITE:
-and.b32 %r11, %r10, 1;
-shr.u32 %r12, %r10, 1;
-and.b32 %r12, %r12, 1;
-xor.b32 %r12, %r12, 1;
-shl.b32 %r13, %r11, 3;
-add.u32 %r14, %bars0, %r13;
+FREE_STAGE
 {loads}
 {empty}
 tcgen05.fence::after_thread_sync;
@@ -310,7 +320,8 @@ LEADS:
 {wait("%r14+32", "%r12")}"""
     elif ts:
         relay = wait("%r14+48", "%r12") + "\ntcgen05.fence::after_thread_sync;"
-    text = HEADER + GEMM.format(
+    text = filled(
+        GEMM,
         group="{group}",
         init=lines(
             [
@@ -378,7 +389,7 @@ add.u64 %rd2, %rd2, %rd3;"""
         loads = [f"ld.global.b32 %a{i}, [%rd2+{8 * i}];" for i in range(16)]
         words = registers("a", 16)
         shape = "16x64b.x16"
-    return WRITE_A.format(
+    return WRITE_A.replace("FREE_STAGE", PIECES["FREE_STAGE"]).format(
         place=place,
         loads=lines(loads),
         empty=wait("%r14+16", "%r12"),
@@ -492,11 +503,7 @@ ATTENTION = """
 .reg .b64 %rd<40>;
 .shared .align 8 .b64 bars[13];
 .shared .align 4 .b32 slot;
-mov.u32 %thread0, %tid.x;
-shr.u32 %warp0, %thread0, 5;
-and.b32 %lane0, %thread0, 31;
-mov.u32 %smem0, smem;
-mov.u32 %bars0, bars;
+NAMES
 ld.param.u32 %tiles0, [tiles];
 mov.b64 %rd0, qmap;
 cvta.param.u64 %rd0, %rd0;
@@ -504,28 +511,8 @@ mov.b64 %rd1, kmap;
 cvta.param.u64 %rd1, %rd1;
 mov.b64 %rd2, vmap;
 cvta.param.u64 %rd2, %rd2;
-setp.ne.u32 %p0, %thread0, 0;
-@%p0 bra MADE;
-{init}
-fence.mbarrier_init.release.cluster;
-MADE:
-bar.warp.sync 0xffffffff;
-setp.ne.u32 %p1, %warp0, 0;
-@%p1 bra ALLOCATED;
-mov.u32 %r0, slot;
-tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], {columns};
-tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
-ALLOCATED:
-tcgen05.fence::before_thread_sync;
-bar.sync 0;
-tcgen05.fence::after_thread_sync;
-mov.u32 %r0, slot;
-ld.shared.u32 %tmem0, [%r0];
-mov.u32 %r10, 0;
-setp.eq.u32 %p2, %warp0, 4;
-@%p2 bra LOADS;
-setp.eq.u32 %p3, %warp0, 5;
-@%p3 bra MULTIPLIES;
+BARRIERS
+ROLES
 
 and.b32 %window0, %warp0, 3;
 shl.b32 %window0, %window0, 21;
@@ -534,11 +521,7 @@ ld.param.f32 %f0, [scale];
 mov.f32 %f1, 0fFF800000;
 mov.f32 %f2, 0f00000000;
 SOFTMAX:
-and.b32 %r11, %r10, 1;
-shr.u32 %r12, %r10, 1;
-and.b32 %r12, %r12, 1;
-shl.b32 %r13, %r11, 3;
-add.u32 %r14, %bars0, %r13;
+STAGE
 {s_full}
 tcgen05.fence::after_thread_sync;
 shl.b32 %r15, %r11, 6;
@@ -587,12 +570,7 @@ setp.ne.u32 %p6, %lane0, 0;
 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bars0], 32768;
 {load_q}
 LOAD:
-and.b32 %r11, %r10, 1;
-shr.u32 %r12, %r10, 1;
-and.b32 %r12, %r12, 1;
-xor.b32 %r12, %r12, 1;
-shl.b32 %r13, %r11, 3;
-add.u32 %r14, %bars0, %r13;
+FREE_STAGE
 shl.b32 %r15, %r11, 14;
 add.u32 %r15, %r15, %smem0;
 shl.b32 %r16, %r10, 6;
@@ -620,11 +598,7 @@ or.b64 %rd11, %rd10, {q_descriptor:#x};
 MULTIPLY:
 setp.ge.u32 %p9, %r10, %tiles0;
 @%p9 bra VALUES;
-and.b32 %r11, %r10, 1;
-shr.u32 %r12, %r10, 1;
-and.b32 %r12, %r12, 1;
-shl.b32 %r13, %r11, 3;
-add.u32 %r14, %bars0, %r13;
+STAGE
 {k_full}
 shl.b32 %r15, %r11, 10;
 cvt.u64.u32 %rd12, %r15;
@@ -640,11 +614,7 @@ VALUES:
 setp.eq.u32 %p10, %r10, 0;
 @%p10 bra NEXT;
 sub.u32 %r21, %r10, 1;
-and.b32 %r11, %r21, 1;
-shr.u32 %r12, %r21, 1;
-and.b32 %r12, %r12, 1;
-shl.b32 %r13, %r11, 3;
-add.u32 %r14, %bars0, %r13;
+STAGE_BEFORE
 {v_full}
 {p_full}
 tcgen05.fence::after_thread_sync;
@@ -662,16 +632,7 @@ add.u32 %r10, %r10, 1;
 setp.le.u32 %p12, %r10, %tiles0;
 @%p12 bra MULTIPLY;
 
-END:
-bar.warp.sync 0xffffffff;
-tcgen05.fence::before_thread_sync;
-bar.sync 0;
-tcgen05.fence::after_thread_sync;
-@%p1 bra FREED;
-tcgen05.dealloc.cta_group::1.sync.aligned.b32 %tmem0, {columns};
-FREED:
-ret;
-}}
+THE_END
 """
 
 
@@ -721,7 +682,10 @@ tcgen05.wait::ld.sync.aligned;"""
     def boxes(at: str, map_: str, y: str, slab: int, bar: str) -> str:
         return lines([box(f"{at}+{slab * i}", map_, str(64 * i), y, bar) for i in range(2)])
 
-    text = HEADER + ATTENTION.format(
+    text = filled(
+        ATTENTION,
+        group="cta_group::1",
+        all="bar.sync 0;",
         init=lines([f"mbarrier.init.shared::cta.b64 [%bars0+{at}], {n};" for at, n in counts]),
         columns=COLUMNS,
         s=registers("s", KEYS),
