@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
+import archflash
 from archflash import _archflash as native
 
 
@@ -16,3 +21,10 @@ def replanned(plan: native.LaunchPlan, **facts: int) -> native.LaunchPlan:
     made = native.plan(plan.implementation, plan.problem, device)
     assert isinstance(made, native.LaunchPlan), made
     return made
+
+
+def plan_with(facts: dict[str, int], *tensors: Tensor, **call: Any) -> native.LaunchPlan:
+    """The plan of a call, with its log-sum-exp, on a device with other facts."""
+    planned = archflash.explain(*tensors, return_lse=True, **call).plan
+    assert planned is not None
+    return replanned(planned, **facts)

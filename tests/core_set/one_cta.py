@@ -7,10 +7,9 @@ from typing import Any
 from bench.switches.plans import in_pairs
 from torch import Tensor
 
-import archflash
 from archflash import _archflash as native
 
-from ..replanned import replanned
+from ..replanned import plan_with
 
 NAME = "blackwell_dc"
 # (d, dv), rows and keys of a tile.
@@ -35,17 +34,8 @@ def one_after_another(
     config: str, q: Tensor, k: Tensor, v: Tensor, **call: Any
 ) -> native.LaunchPlan:
     """A plan for a GPU with room for one CTA, or one pair of them, which has all row tiles."""
-    planned = archflash.explain(
-        q,
-        k,
-        v,
-        device="B300" if "_mufu" in config else "B200",
-        implementation=NAME,
-        return_lse=True,
-        **call,
-    ).plan
-    assert planned is not None
-    plan = replanned(planned, sm_count=1)
+    device = "B300" if "_mufu" in config else "B200"
+    plan = plan_with({"sm_count": 1}, q, k, v, device=device, implementation=NAME, **call)
     pair = config.endswith("_pair")
     if pair:
         plan = in_pairs(plan)

@@ -15,7 +15,7 @@ from torch import Tensor
 import archflash
 from archflash import _archflash as native
 
-from ..replanned import replanned
+from ..replanned import plan_with
 from .checks import same_bits
 from .executors import executor
 
@@ -28,11 +28,8 @@ every_tile = pytest.mark.parametrize("tile", DIMS)
 
 
 def plan_on(sms: int, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
-    planned = archflash.explain(
-        q, k, v, device="H200", implementation=NAME, return_lse=True, **call
-    ).plan
-    assert planned is not None
-    return replanned(planned, sm_count=sms)
+    facts = {"sm_count": sms}
+    return plan_with(facts, q, k, v, device="H200", implementation=NAME, **call)
 
 
 def check(

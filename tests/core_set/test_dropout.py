@@ -16,7 +16,7 @@ import archflash
 from archflash import _archflash as native
 from archflash import reference
 
-from ..replanned import replanned
+from ..replanned import plan_with
 from .executors import executor
 from .gradients import differentiate_and_check, inputs, kernels_with_gradients
 
@@ -105,12 +105,8 @@ TILES_OF_AMPERE = TILES | {
 def plan_of_ampere(*qkv: Tensor, device: str = "H200", **options: Any) -> native.LaunchPlan:
     """The plan for a GPU with one SM, which few tiles fill."""
     given = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in options.items()}
-    plan = archflash.explain(
-        *(x.to("meta") for x in qkv), device=device, implementation="ampere", return_lse=True,
-        **given,
-    ).plan  # fmt: skip
-    assert plan is not None
-    return replanned(plan, sm_count=1)
+    meta = (x.to("meta") for x in qkv)
+    return plan_with({"sm_count": 1}, *meta, device=device, implementation="ampere", **given)
 
 
 @pytest.mark.skipif("ampere" not in on.kernels(), reason="GPUs from 8.0 on")

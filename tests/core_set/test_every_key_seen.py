@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import archflash
 from archflash import _archflash as native
 
-from ..replanned import replanned
+from ..replanned import plan_with
 from .executors import executor
 
 on = executor()
@@ -38,11 +37,8 @@ END = {"none": 0.0, "one key": 0.01, "half a step": 0.5, "more": 0.75}
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, sms: int = 1, **call: Any) -> native.LaunchPlan:
-    planned = archflash.explain(
-        q, k, v, device="H200", implementation=NAME, return_lse=True, **call
-    ).plan
-    assert planned is not None
-    return replanned(planned, sm_count=sms)
+    facts = {"sm_count": sms}
+    return plan_with(facts, q, k, v, device="H200", implementation=NAME, **call)
 
 
 def name_of(plan: native.LaunchPlan) -> str:

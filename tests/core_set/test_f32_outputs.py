@@ -11,7 +11,7 @@ from torch import Tensor
 import archflash
 from archflash import _archflash as native
 
-from ..replanned import replanned
+from ..replanned import plan_with
 from .executors import executor
 
 on = executor()
@@ -36,11 +36,7 @@ def kernels(feature: str = "out_dtype") -> list[str]:
 def plan_of(kernel: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
     """A plan for a GPU with one SM."""
     home = native.describe(kernel).home_device
-    planned = archflash.explain(
-        q, k, v, device=home, implementation=kernel, return_lse=True, **call
-    ).plan
-    assert planned is not None
-    return replanned(planned, sm_count=1)
+    return plan_with({"sm_count": 1}, q, k, v, device=home, implementation=kernel, **call)
 
 
 def check(kernel: str, q: Tensor, k: Tensor, v: Tensor, *, few: bool, **call: Any) -> None:

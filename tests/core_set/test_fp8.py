@@ -18,7 +18,7 @@ import archflash
 from archflash import _archflash as native
 from archflash import reference
 
-from ..replanned import replanned
+from ..replanned import plan_with, replanned
 from ..sim.schedules import IN_FULL
 from .checks import relative_rms_error, same_bits
 from .executors import FP8, executor
@@ -316,11 +316,8 @@ def test_sums_of_many_weighted_values_lose_nothing(
     rows, keys = on.pick(simulator=(16, 8192), gpu=(256, 32768))
     q, k, v = on.qkv(rows, keys, 64, dtype=dtype)
     values = v.float().abs().add(0.5).to(v.dtype)
-    plan = archflash.explain(
-        q, k, values, scale=scale, implementation=kernel, return_lse=True
-    ).plan  # of the kernel's home, where the simulator runs it
-    assert plan is not None
-    plan = replanned(plan, sm_count=1)  # the keys of a row in one CTA
+    # Of the kernel's home, where the simulator runs it; the keys of a row in one CTA.
+    plan = plan_with({"sm_count": 1}, q, k, values, scale=scale, implementation=kernel)
     call: dict[str, Any] = {"plan": plan, "schedules": RANDOM, "scale": scale}
     out, _ = on.attend_and_check(kernel, q, k, values, **call)
     exact = reference.attention(q, k, values, scale=scale, return_lse=False)

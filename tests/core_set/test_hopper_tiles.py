@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import archflash
 from archflash import _archflash as native
 
-from ..replanned import replanned
+from ..replanned import plan_with
 from ..sim.schedules import SEEDS
 from .checks import assert_close
 from .executors import executor
@@ -65,11 +64,8 @@ def plan_on(
     sms: int, q: Tensor, k: Tensor, v: Tensor, shared: int = 227, **call: Any
 ) -> native.LaunchPlan:
     """A plan for an H200 with so many SMs, which gives a CTA so many KB of shared memory."""
-    planned = archflash.explain(
-        q, k, v, device="H200", implementation=NAME, return_lse=True, **call
-    ).plan
-    assert planned is not None
-    return replanned(planned, sm_count=sms, shared_per_block=shared * 1024)
+    facts = {"sm_count": sms, "shared_per_block": shared * 1024}
+    return plan_with(facts, q, k, v, device="H200", implementation=NAME, **call)
 
 
 def check_every_schedule(

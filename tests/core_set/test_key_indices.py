@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import archflash
 from archflash import reference
 from archflash._latent_rows import packed_parts
 
 from .. import kvcache_cases
 from ..kvcache_cases import CacheCall, make, packed_cache, with_places
-from ..replanned import replanned
+from ..replanned import plan_with
 from ..sim.schedules import SEEDS
 from .checks import assert_close
 from .executors import executor
@@ -116,11 +115,8 @@ def test_tiles_follow_one_another_in_a_cta(d: int, heads: int) -> None:
     q, k, v = here.qkv(70, 160, d, dtype="bfloat16", heads=(heads, 2), batch=2)
     lengths = here.int32(150, 0, 64, 9, 150, 127, 1, 150).reshape(2, 2, 2)
     call = {"key_indices": lists_of((2, 2, 2, 150), 160, lengths=lengths), "topk_lengths": lengths}
-    plan = archflash.explain(
-        q, k, v, device="H200", implementation="hopper", return_lse=True, causal=True, **call
-    ).plan
-    assert plan is not None
-    plan = replanned(plan, sm_count=1)
+    on_hopper: dict[str, Any] = {"device": "H200", "implementation": "hopper", "causal": True}
+    plan = plan_with({"sm_count": 1}, q, k, v, **on_hopper, **call)
     (launch,) = plan.to_dict()["launches"]
     assert launch["kernel"].endswith(f"d{d}_gather" + ("_large" if heads == 8 else ""))
     assert launch["grid"][0] <= 2

@@ -21,7 +21,7 @@ from archflash import reference
 
 from .. import kvcache_cases
 from ..kvcache_cases import CacheCall, make, random_mask, random_ranges
-from ..replanned import replanned
+from ..replanned import plan_with
 from .executors import executor
 
 here = executor()
@@ -261,13 +261,11 @@ def test_packed_sequences_of_few_rows_have_a_launch_of_their_own(
         q_lengths=[1, 5, 0, 380 if splits else 40, 8, 9], capacity=2048 if splits else 100,
         heads=(4, 2), device=here.device, **values,
     )  # fmt: skip
-    made = archflash.explain(
-        call.q, call.k_cache, call.v_cache, **call.options, implementation=kernel, return_lse=True
-    ).plan
-    assert made is not None
     # The tiles of many rows fill the GPU, so that their keys are not split. Those of few rows do
     # not fill the larger one.
-    plan = replanned(made, sm_count=12 if splits else 1)
+    facts = {"sm_count": 12 if splits else 1}
+    tensors = (call.q, call.k_cache, call.v_cache)
+    plan = plan_with(facts, *tensors, **call.options, implementation=kernel)
     assert sum(name.endswith("_cache") for name in plan.kernels) == 1
     assert sum(name.endswith("_decode") for name in plan.kernels) == (2 if splits else 1)
     assert "few rows" in dict(plan.notes)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import archflash
 from archflash import _archflash as native
 
-from ..replanned import replanned
+from ..replanned import plan_with
 from .executors import executor
 
 on = executor()
@@ -25,11 +24,8 @@ pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no
 
 
 def plan_on(sms: int, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
-    planned = archflash.explain(
-        q, k, v, device="H200", implementation=NAME, return_lse=True, **call
-    ).plan
-    assert planned is not None
-    return replanned(planned, sm_count=sms)
+    facts = {"sm_count": sms}
+    return plan_with(facts, q, k, v, device="H200", implementation=NAME, **call)
 
 
 def kernels(plan: native.LaunchPlan) -> list[str]:

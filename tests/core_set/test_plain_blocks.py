@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import archflash
-
-from ..replanned import replanned
+from ..replanned import plan_with
 from .executors import executor
 
 on = executor()
@@ -36,11 +34,8 @@ def test_scores_become_huge_from_block_to_block(kernel: str, blocks_before: int)
     q[:, :, first_row, 0] = 1e12  # one row of a warp; the others are as always
     k[:, :, keys - blocks_before * block_keys :, 0] = 0
     k[:, :, :block_keys, 0] *= 1.5  # the base of the row rises again in the last block
-    planned = archflash.explain(
-        q, k, v, device="H200", implementation=NAME, causal=causal, return_lse=True
-    ).plan
-    assert planned is not None
-    plan = replanned(planned, sm_count=1)
+    call = {"device": "H200", "implementation": NAME, "causal": causal}
+    plan = plan_with({"sm_count": 1}, q, k, v, **call)
     assert plan.tile is not None
     assert plan.tile.name == kernel
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[3], causal=causal)

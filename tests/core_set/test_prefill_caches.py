@@ -16,7 +16,7 @@ from archflash import _archflash as native
 
 from .. import kvcache_cases
 from ..kvcache_cases import CacheCall, make
-from ..replanned import replanned
+from ..replanned import plan_with
 from .executors import executor
 
 here = executor()
@@ -103,11 +103,8 @@ def planned(kernel: str, call: CacheCall, **facts: int) -> native.LaunchPlan:
     """The plan of a call for a GPU with other facts: with few SMs the tiles of many rows fill it,
     with many of them keys are split.
     """
-    made = archflash.explain(
-        call.q, call.k_cache, call.v_cache, **call.options, implementation=kernel, return_lse=True
-    ).plan
-    assert made is not None
-    return replanned(made, **facts)
+    tensors = (call.q, call.k_cache, call.v_cache)
+    return plan_with(facts, *tensors, **call.options, implementation=kernel)
 
 
 @pytest.mark.parametrize("sms", [1, 132])

@@ -14,7 +14,7 @@ from torch import Tensor
 import archflash
 from archflash import _archflash as native
 
-from ..replanned import replanned
+from ..replanned import plan_with
 from .executors import executor
 
 on = executor()
@@ -31,12 +31,8 @@ def plan_on(
     sms: int, q: Tensor, k: Tensor, v: Tensor, kernel: str = NAME, **call: Any
 ) -> native.LaunchPlan:
     newer = kernel == CONSUMER and on.name == "simulator"
-    planned = archflash.explain(
-        q, k, v, device="RTX 5090" if newer else "H200", implementation=kernel, return_lse=True,
-        **call,
-    ).plan  # fmt: skip
-    assert planned is not None
-    return replanned(planned, sm_count=sms)
+    device = "RTX 5090" if newer else "H200"
+    return plan_with({"sm_count": sms}, q, k, v, device=device, implementation=kernel, **call)
 
 
 def check(

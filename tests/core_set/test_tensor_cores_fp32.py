@@ -12,7 +12,7 @@ import archflash
 from archflash import _archflash as native
 from archflash import reference
 
-from ..replanned import replanned
+from ..replanned import plan_with
 from . import gradients
 from .checks import assert_rows_close
 from .executors import executor
@@ -30,11 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> native.LaunchPlan:
-    plan = archflash.explain(
-        q, k, v, device="H200", implementation=NAME, return_lse=True, **call
-    ).plan
-    assert plan is not None
-    plan = replanned(plan, sm_count=1)
+    plan = plan_with({"sm_count": 1}, q, k, v, device="H200", implementation=NAME, **call)
     (launch,) = plan.to_dict()["launches"]
     assert launch["kernel"].endswith("_tensor")
     return plan
