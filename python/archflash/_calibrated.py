@@ -303,6 +303,7 @@ def stale(entry: dict[str, Any], now: _user_tables.Key) -> str:
 def read_again() -> None:
     """Forgets what was read, after the file has changed."""
     _user_tables.entries.cache_clear()
+    _native.clear_cache()  # what was decided by the table as it was
     _found.clear()
     _predict.cache_clear()
 

@@ -209,6 +209,7 @@ def _change(kind: str, change: Callable[[Iterable[Entry]], list[Entry]]) -> Path
             "that can be, in a container to one that outlives it"
         ) from error
     entries.cache_clear()
+    _native.clear_cache()  # what was decided by the table as it was
     return file
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ from tests.many_cases import check_all
 
 import archflash
 from archflash import _archflash as _native
-from archflash import _dispatch, _eager_gradients, _forward_operators, _overrides, _proofs
+from archflash import (
+    _dispatch,
+    _eager_gradients,
+    _forward_operators,
+    _overrides,
+    _proofs,
+    _user_tables,
+)
 from archflash._api import find_device
 from archflash._dispatch import choosing
 
@@ -206,6 +214,20 @@ def test_a_refused_problem_of_a_kind_is_decided_in_python(seen: Seen) -> None:
     with pytest.raises(archflash.ForcedImplementationError, match="hopper is forced, but cannot"):
         archflash.attention(q.float(), q.float(), q.float(), implementation="hopper")
     assert seen.decided == ["kind", "kind", "forward"]
+
+
+def test_a_table_that_is_written_is_read_for_known_kinds(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(_user_tables.VARIABLE, str(tmp_path))
+    _user_tables.entries.cache_clear()
+    _train(140, "simt")
+    _train(150, "simt")
+    assert seen.decided == ["gradients", "kind"]
+    _proofs.keep(find_device("H200"), [("simt", _proofs.FORWARD)])
+    _train(160, "simt")
+    assert seen.decided == ["gradients", "kind"] * 2
+    _user_tables.entries.cache_clear()
 
 
 def test_kernels_without_a_proof_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
