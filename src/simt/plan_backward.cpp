@@ -37,7 +37,7 @@ constexpr core::BackwardTile TENSOR_TILES[] = {
 
 // Sums of fewer keys or query rows do not even out what three products of TF32 leave out of S and
 // dP: in some calls the errors are then more than twice those of plain fp32 (NOTES.md).
-constexpr int64_t LONG_SUM = 128;
+constexpr int64_t LONG_SUM = 64;
 
 // Whether the kernels on tensor cores take a call: NOTES.md has their speeds and errors, which were
 // measured on 9.0 only.
