@@ -200,7 +200,11 @@ bool turns_are_faster(const Problem& call, const BackwardTile& tile, const core:
   if (is_windowed(call) && !triangle) return false;
   if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
   const int64_t tiles = core::ceil_div(call.nk, tile.rows);
-  const int64_t many_waves = tiles == 1 ? 2 : 4;  // a tile that is alone waits for none
+  // A tile that is alone waits for none, and of up to three tiles of 128 columns the one before has
+  // mostly ended.
+  const bool waits_little =
+      tiles == 1 || (tile.head_dim == 128 && tiles <= 3 && call.nq >= call.nk);
+  const int64_t many_waves = waits_little ? 2 : 4;
   return call.batch * call.heads_kv * tiles >= many_waves * device.sm_count;
 }
 

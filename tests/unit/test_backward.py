@@ -388,6 +388,7 @@ def test_query_heads_are_shared_out_where_few_tiles_leave_sms_idle(
 # Where BackwardKernelParams::group_heads lies, behind which come upward_heads, tiles_in_a_row,
 # packed_rows, packed_tiles and upward_work.
 ORDER_OFFSET = 524
+TURNS_OFFSET = ORDER_OFFSET - 20
 
 
 def hopper_plan(
@@ -587,6 +588,25 @@ def test_tiles_in_chains_do_not_go_upwards() -> None:
         assert sums <= 2 or upward_heads == 0, (shape, keys, dims)
         in_chains += sums > 2
     assert in_chains > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "turns"),
+    [
+        ((8, 24, 197, 128), 197, True),  # 384 tiles, two of a head
+        ((10, 16, 300, 128), 300, True),  # three
+        ((8, 8, 197, 128), 197, False),  # too few tiles
+        ((8, 20, 128, 128), 256, False),  # few rows
+        ((8, 24, 197, 64), 197, False),  # as fast without
+        ((25, 12, 196, 64), 196, True),
+    ],
+)
+def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
+    shape: tuple[int, ...], keys: int, turns: bool
+) -> None:
+    plan = hopper_plan(shape, shape[1], deterministic=False, causal=False, keys=keys)
+    offsets = {slot["offset"] for slot in plan.to_dict()["launches"][1]["pointers"]}
+    assert (TURNS_OFFSET in offsets) == turns
 
 
 def test_every_kernel_that_hopper_plans_for_gradients_was_built() -> None:
