@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from archflash import _archflash as native
 from archflash import sim
 from archflash.sim import _attention
 
@@ -34,6 +35,18 @@ def without(ptx: str, kernel: str, opcode: str, which: int) -> str:
     return ptx[: begin + found.start()] + ptx[begin + found.end() :]
 
 
+def run_without(
+    plan: native.LaunchPlan, opcodes: tuple[str, ...], which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From here on the simulator runs a plan's kernel with instructions deleted."""
+    (launch,) = plan.to_dict()["launches"]
+    text = _attention.ptx_text(launch["image"], plan.device.capability)
+    for opcode in opcodes:
+        text = without(text, launch["kernel"], opcode, which)
+    program = sim.load(text)
+    monkeypatch.setattr(_attention, "find_program", lambda *_: program)
+
+
 @pytest.mark.parametrize("mode", ["lazy", "eager", "random", "priority"])
 @pytest.mark.parametrize(
     ("opcode", "which", "kinds", "text"),
@@ -57,10 +70,7 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
     k = torch.randn(1, 1, 300, 128).bfloat16()
     whole = sim.run(q, k, k, implementation="ampere", mode=mode)
     assert not whole.report.findings
-    (launch,) = whole.plan.to_dict()["launches"]
-    ptx = _attention.ptx_text(launch["image"], whole.plan.device.capability)
-    program = sim.load(without(ptx, launch["kernel"], opcode, which))
-    monkeypatch.setattr(_attention, "find_program", lambda *_: program)
+    run_without(whole.plan, (opcode,), which, monkeypatch)
     with pytest.raises(sim.SimulationError) as caught:
         sim.run(q, k, k, implementation="ampere", mode=mode)
     errors = caught.value.report.errors
@@ -102,10 +112,7 @@ def test_each_wait_of_the_kernel_for_latent_caches_is_needed(
     run = functools.partial(sim.run, *tensors, implementation="ampere", **call.options)
     whole = run(mode="random")
     assert not whole.report.findings
-    (launch,) = whole.plan.to_dict()["launches"]
-    ptx = _attention.ptx_text(launch["image"], whole.plan.device.capability)
-    program = sim.load(without(ptx, launch["kernel"], opcode, which))
-    monkeypatch.setattr(_attention, "find_program", lambda *_: program)
+    run_without(whole.plan, (opcode,), which, monkeypatch)
     with pytest.raises(sim.SimulationError) as caught:
         run(mode="random")
     kinds = {error.kind for error in caught.value.report.errors}
@@ -139,12 +146,7 @@ def test_a_removed_barrier_of_a_pair_is_reported(
 ) -> None:
     q, k = torch.randn(1, 1, 300, 128).bfloat16(), torch.randn(1, 1, 100, 128).bfloat16()
     plan = one_after_another("d128_pair", q, k, k)
-    (launch,) = plan.to_dict()["launches"]
-    text = _attention.ptx_text(launch["image"], plan.device.capability)
-    for opcode in opcodes:
-        text = without(text, launch["kernel"], opcode, which)
-    program = sim.load(text)
-    monkeypatch.setattr(_attention, "find_program", lambda *_: program)
+    run_without(plan, opcodes, which, monkeypatch)
     for mode in modes:
         run = sim.run(
             q, k, k, implementation="blackwell_dc", plan=plan, mode=mode, return_lse=True,

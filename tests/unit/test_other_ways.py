@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.wrapped_cases import Wrapper
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,26 +114,6 @@ def test_transforms_go_through_pytorch() -> None:
         torch.func.grad(loss(archflash.attention))(q),
         torch.func.grad(loss(F.scaled_dot_product_attention))(q),
     )
-
-
-class Wrapper(Tensor):
-    """A subclass without storage, as DTensor and fake tensors are."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        assert isinstance(made, Wrapper)
-        return made
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def unwrap(x: Any) -> Any:
-            return x.inner if isinstance(x, Wrapper) else x
-
-        return func(*map(unwrap, args), **{k: unwrap(v) for k, v in (kwargs or {}).items()})
 
 
 def test_a_wrapped_tensor_anywhere_in_the_call_goes_to_its_dispatcher() -> None:

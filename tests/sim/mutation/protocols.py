@@ -10,6 +10,7 @@ from torch import Tensor
 from archflash import sim
 
 from ..protocols.cases import Case, cases, sample_cases
+from ..protocols.replay import launch
 from .runner import Subject
 
 KERNELS = (
@@ -29,16 +30,9 @@ class _Trial:
     def run(
         self, program: sim.Program, mode: str, seed: int, race: bool, limit: int
     ) -> tuple[sim.Report, list[Tensor]]:
-        case = self._case
-        arguments = case.arguments()
-        report = sim.launch(
+        report, output = launch(
+            self._case,
             program,
-            "test",
-            arguments,
-            grid=(case.grid,),
-            cluster=(case.cluster,),
-            block=(case.block,),
-            shared_bytes=case.shared_bytes,
             mode=mode,
             seed=seed,
             race_check=race,
@@ -46,10 +40,7 @@ class _Trial:
             max_instructions=limit,
             check=False,
         )
-        output = arguments[case.output]
-        tensor = output.tensor if isinstance(output, sim.TensorMap) else output
-        assert isinstance(tensor, Tensor)
-        return report, [tensor]
+        return report, [output]
 
     def verdict(self, outputs: list[Tensor]) -> str:
         """The first outputs that come are the unchanged kernel's."""

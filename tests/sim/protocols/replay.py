@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,27 +17,33 @@ def raw_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def run(case: Case, mode: str = "random") -> tuple[sim.Report, bytes]:
-    """Runs a case and returns the report and the bytes of the output.
-
-    Raises:
-        SimulationError: the simulator finds an error in the case.
-    """
+def launch(case: Case, program: sim.Program, **options: Any) -> tuple[sim.Report, Tensor]:
+    """Launches a program of a case and returns the report and the output."""
     arguments = case.arguments()
     report = sim.launch(
-        sim.load(case.text),
+        program,
         "test",
         arguments,
         grid=(case.grid,),
         cluster=(case.cluster,),
         block=(case.block,),
         shared_bytes=case.shared_bytes,
-        mode=mode,
+        **options,
     )
     output = arguments[case.output]
     tensor = output.tensor if isinstance(output, sim.TensorMap) else output
     assert isinstance(tensor, Tensor)
-    return report, raw_bytes(tensor)
+    return report, tensor
+
+
+def run(case: Case, mode: str = "random") -> tuple[sim.Report, bytes]:
+    """Runs a case and returns the report and the bytes of the output.
+
+    Raises:
+        SimulationError: the simulator finds an error in the case.
+    """
+    report, output = launch(case, sim.load(case.text), mode=mode)
+    return report, raw_bytes(output)
 
 
 def simulate(case: Case, mode: str = "random") -> bytes:
