@@ -416,22 +416,6 @@ def test_the_signature_is_the_table_and_its_docstring_begins_as_the_table_does()
             assert f" {name}: {row.doc}" in text, name
 
 
-def test_each_option_is_passed_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[Any] = []
-
-    class Recorder:
-        @staticmethod
-        def attention(q: Tensor, k: Tensor, v: Tensor, values: Any, grad: bool, name: Any) -> str:
-            passed.extend([values, name])
-            return "served"
-
-    monkeypatch.setattr("archflash._kvcache._native", Recorder)
-    given: dict[str, Any] = {name: f"the {name}" for name in _options.OF_CACHE}
-    x = torch.zeros(1)
-    assert archflash.attention_with_kvcache(x, x, x, **given, implementation="a name") == "served"
-    assert passed == [[given[name] for name in _options.NAMES if name in given], "a name"]
-
-
 # --- explain, plans ---
 
 

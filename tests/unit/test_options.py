@@ -59,7 +59,16 @@ def test_the_docstring_of_attention_begins_each_option_as_the_table_does() -> No
         assert f" {row.name}: {row.doc}" in text, row.name
 
 
-def test_attention_passes_each_option_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("call", "module", "names"),
+    [
+        (archflash.attention, "_api", _options.OF_ATTENTION),
+        (archflash.attention_with_kvcache, "_kvcache", _options.OF_CACHE),
+    ],
+)
+def test_each_option_is_passed_in_its_place(
+    call: Any, module: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed: list[Any] = []
 
     class Recorder:
@@ -68,11 +77,13 @@ def test_attention_passes_each_option_in_its_place(monkeypatch: pytest.MonkeyPat
             passed.extend([values, name])
             return "served"
 
-    monkeypatch.setattr("archflash._api._native", Recorder)
-    given: dict[str, Any] = {name: f"the {name}" for name in _options.OF_ATTENTION}
-    served = archflash.attention(*inputs(), **given, implementation="a name")
-    assert served == "served"
-    assert passed == [tuple(f"the {name}" for name in _options.OF_ATTENTION), "a name"]
+    monkeypatch.setattr(f"archflash.{module}._native", Recorder)
+    given: dict[str, Any] = {name: f"the {name}" for name in names}
+    x = torch.zeros(1)
+    assert call(x, x, x, **given, implementation="a name") == "served"
+    values, name = passed
+    assert [*values] == [given[name] for name in _options.NAMES if name in given]
+    assert name == "a name"
 
 
 def test_the_operator_takes_every_option_but_out() -> None:
