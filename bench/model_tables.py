@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench import models
 from bench.cases import Case
-from bench.host_overhead import ratio_to_peer
+from bench.host_training import ratio_to_peer
 from bench.results import Row, power_w
 
 UNMEASURED = "unmeasured"

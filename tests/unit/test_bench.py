@@ -23,6 +23,7 @@ from bench import (
     correctness,
     environment,
     host_overhead,
+    host_training,
     kvcache,
     masks,
     measured,
@@ -483,14 +484,14 @@ def test_gpus_of_one_compute_capability_are_measured_together(tmp_path: Path) ->
 def test_calls_with_gradients_are_timed_beside_those_of_pytorch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_overhead, "TENSOR_SETS", 2)
-    monkeypatch.setattr(host_overhead, "GROWING_STEPS", 3)
+    monkeypatch.setattr(host_training, "TENSOR_SETS", 2)
+    monkeypatch.setattr(host_training, "GROWING_STEPS", 3)
     monkeypatch.setenv("ARCHFLASH_SIM_DEVICE", "H200")
     launched = []
     _native.set_simulate(lambda plan, tensors: launched.append("dq" in tensors))
     try:
-        calls = host_overhead.training_calls("cpu", archflash)
-        found = host_overhead.measure_training(calls, 1, lambda: None)
+        calls = host_training.training_calls("cpu", archflash)
+        found = host_training.measure_training(calls, 1, lambda: None)
     finally:
         _native.set_simulate(archflash._simulate)
     assert list(found) == list(calls)
@@ -501,5 +502,5 @@ def test_calls_with_gradients_are_timed_beside_those_of_pytorch(
     assert launched.count(False) == len(forced) * 4 * 3
     for name, kind in calls.items():
         assert kind.peer in calls or kind.peer == "varlen_attn" or kind.peer is None, name
-        ratio = host_overhead.ratio_to_peer(found, name)
+        ratio = host_training.ratio_to_peer(found, name)
         assert (ratio is None) == (kind.peer not in calls), name
