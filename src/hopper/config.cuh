@@ -297,8 +297,8 @@ template <DType T> using D128Mixed = Config<T, of_mixed_lengths(D128Large<T>::VA
 // OVERLAPS the registers suffice for sums in parts of 128 columns of V: more are computed by two
 // CTAs.
 constexpr int V_COLUMN_KEYS = 128;       // keys of V that a CTA of transpose_v() takes
-constexpr int TRANSPOSED_COLUMNS = 256;  // columns of V that it has room for
-constexpr int TRANSPOSE_THREADS = 256;
+constexpr int TRANSPOSED_COLUMNS = 128;  // and columns
+constexpr int TRANSPOSE_THREADS = 128;
 
 // clang-format off
 template <DType T> using Fp8D64        = Config<T, no_overlap({.head_dim = 64,  .warpgroups = 4, .block_k = 128, .stages = 3, .q_stages = 2})>;

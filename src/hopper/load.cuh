@@ -128,6 +128,9 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     }
     ptx::griddepcontrol_wait();
   }
+  const auto wait_for_transposed_v = [&] {
+    if (C::FP8 && !transposes_v<C>(params)) ptx::griddepcontrol_wait();
+  };
   const auto is_there = [&](unsigned index) {
     if constexpr (C::MIXED) return index < count_mixed_tiles(all_params);
     return index < static_cast<unsigned>(params.tiles);
@@ -143,6 +146,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   };
   const auto next = [&](unsigned index) {
     if constexpr (C::MIXED) return gridDim.x + uniform(taken);
+    wait_for_transposed_v();  // the other kernel has cleared the counter
     return next_tile(params, index);
   };
 
@@ -351,7 +355,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     }
     if constexpr (C::PREPARES_TILES) device::arrive_beside(leader, barriers.q_full(q_ring.stage));
     q_ring.advance();
-    if (C::FP8 && !transposes_v<C>(params)) ptx::griddepcontrol_wait();  // V has been transposed
+    wait_for_transposed_v();
     if (!any_block) take_next();
 #pragma unroll 1
     for (int block = blocks.last; block >= blocks.first; block -= C::BLOCK_K) {
@@ -370,7 +374,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     }
   }
   // Where V was transposed before, a CTA without tiles, too, ends after the kernel that did it.
-  if (C::FP8 && !transposes_v<C>(params)) ptx::griddepcontrol_wait();
+  wait_for_transposed_v();
   send_no_tile<C, TileOf<C>>(barriers, shared, q_ring, leader);
   // The next kernel may start where CTAs of this one have ended. Asked for when this one starts, the
   // small CTAs of a kernel of few would gather on the first SMs that are free.

@@ -178,15 +178,17 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   core::Workspace workspace;
   // Kernels that wait for what comes before them may start early.
   const bool may_start_early = !fp8 && !masked && !problem.kv_cache;
+  const bool two_launches = transposed_before && problem.nk > 0;
   int64_t counter = 0;
   if (splits == 1 && stays && counts_tiles(plan, problem, tile)) {
     constexpr int64_t BYTES = sizeof(*params.taken_gmem);
     plan.tile.counts_tiles = true;
     counter = workspace.add(BYTES);
-    if (!may_start_early) plan.zeroed_bytes = BYTES;
+    // Before calls that start early a kernel clears it; the one that transposes V does, too.
+    if (!may_start_early && !two_launches) plan.zeroed_bytes = BYTES;
     add_pointer(plan.launches[0], Operand::Workspace, offsetof(Params, taken_gmem), counter);
   }
-  if (transposed_before && problem.nk > 0) transpose_v(plan, problem, tile, workspace);
+  if (two_launches) transpose_v(plan, problem, tile, workspace);
   if (problem.dropout_p != 0) add_dropout(plan, problem);
   if (tile.out_box.columns != 0) add_out_map(plan, problem, tile);
   if (splits == 1) plan.workspace_bytes = workspace.bytes();

@@ -38,7 +38,8 @@ int64_t v_columns(const Problem& problem) {
 
 int64_t transpose_ctas(const Problem& problem) {
   const int64_t batch = problem.varlen ? 1 : problem.batch;
-  return v_columns(problem) / V_COLUMN_KEYS * batch * problem.heads_kv;
+  return v_columns(problem) / V_COLUMN_KEYS * core::ceil_div(problem.dv, TRANSPOSED_COLUMNS) *
+         batch * problem.heads_kv;
 }
 
 // That takes no launch of its own, but V is transposed as often as tiles see it: measured to be
@@ -75,7 +76,7 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const KernelTile& til
   first.grid = {transpose_ctas(problem), 1, 1};
   first.block = {TRANSPOSE_THREADS, 1, 1};
   first.params = last.params;
-  last.uses_pdl = true;
+  first.uses_pdl = last.uses_pdl = true;
   first.pointers = last.pointers;
   add_pointer(first, Operand::Workspace, offsetof(Params, v_columns_gmem), start);
   plan.launches.insert(plan.launches.begin(), std::move(first));

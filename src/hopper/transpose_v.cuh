@@ -2,17 +2,19 @@
 // only: in a kernel of its own, or block by block in the attention kernel (the second half of this
 // file).
 //
-// The kernel transposes for attention kernels that do not: one CTA for V_COLUMN_KEYS keys of each
-// head. It also
+// The kernel transposes for attention kernels that do not: one CTA for V_COLUMN_KEYS keys and
+// TRANSPOSED_COLUMNS columns of each head. It also
 //   - gives each sequence columns of its own, filled up with zeros: keys behind its end, and those
 //     that none of its rows sees, then never matter, whatever memory holds there;
 //   - writes zeros for a block whose descale is 0;
+//   - clears the attention kernel's counter of tiles;
 //   - orders 16 keys as pack() orders P, and 16 columns as device::store_fp8_out takes outputs.
 #pragma once
 
 #include <cstdint>
 
 #include "common/device/descales.cuh"
+#include "common/ptx/cp_async.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/stmatrix.cuh"
@@ -29,30 +31,35 @@ __device__ __forceinline__ int find_v_columns_start(const AttentionParams& param
          device::varlen_tile_start(params.cu_seqlens_k_gmem, sequence, V_COLUMN_KEYS);
 }
 
-// Bytes of four words as a 4 x 4 matrix, transposed: word i of the result has byte i of each.
-__device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
-  const uint32_t low_01 = __byte_perm(words[0], words[1], 0x5140);
-  const uint32_t high_01 = __byte_perm(words[0], words[1], 0x7362);
-  const uint32_t low_23 = __byte_perm(words[2], words[3], 0x5140);
-  const uint32_t high_23 = __byte_perm(words[2], words[3], 0x7362);
-  words[0] = __byte_perm(low_01, low_23, 0x5410);
-  words[1] = __byte_perm(low_01, low_23, 0x7632);
-  words[2] = __byte_perm(high_01, high_23, 0x5410);
-  words[3] = __byte_perm(high_01, high_23, 0x7632);
+// Of two matrices that ldmatrix has transposed, the first with keys 0 to 7 of 16 and the second
+// with the others: four keys of the first (odd: second) of two neighbouring columns, in the order
+// in which pack() has those of P.
+__device__ __forceinline__ uint32_t keys_of_column(uint32_t first, uint32_t second, bool odd) {
+  return __byte_perm(first, second, odd ? 0x7531 : 0x6420);
 }
 
 __device__ __forceinline__ void transpose_v(const Params& params) {
-  constexpr int CHUNK = 16;                          // bytes that a thread reads at once
-  constexpr int PITCH = TRANSPOSED_COLUMNS / 4 + 1;  // words: odd, against bank conflicts
-  __shared__ uint32_t tile[V_COLUMN_KEYS * PITCH];   // (keys, columns)
-  ptx::griddepcontrol_launch_dependents();           // its first scores need no V
+  constexpr int CHUNK = 16;                           // bytes that a thread copies at once
+  constexpr int CHUNKS = TRANSPOSED_COLUMNS / CHUNK;  // of a row
+  constexpr int KEYS_AT_ONCE = TRANSPOSE_THREADS / CHUNKS;
+  // The rows of a matrix for ldmatrix are two keys of each of four groups of 16: as chunk c of a
+  // key is in place c ^ swizzle(key), they lie in different banks.
+  const auto swizzle = [](int key) { return key / 16 % 4 * 2 + key % 2; };
+  __shared__ __align__(128) unsigned char tile[V_COLUMN_KEYS * TRANSPOSED_COLUMNS];
+  ptx::griddepcontrol_wait();               // V, and Q and K for the attention kernel, are there
+  ptx::griddepcontrol_launch_dependents();  // its first scores need no V
+  if (params.taken_gmem != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *params.taken_gmem = 0;
   const AttentionParams& attention = params.attention;
-  const int blocks = params.v_columns / V_COLUMN_KEYS;
-  const int heads = attention.heads_q / attention.heads_per_kv;
-  const int block = blockIdx.x % blocks, slice = blockIdx.x / blocks;
-  const int head = slice % heads;
+  // Unsigned: a division takes fewer instructions.
+  const uint32_t blocks = static_cast<uint32_t>(params.v_columns) / V_COLUMN_KEYS;
+  const uint32_t heads = static_cast<uint32_t>(attention.heads_q) / attention.heads_per_kv;
+  const uint32_t parts = (attention.dv + TRANSPOSED_COLUMNS - 1u) / TRANSPOSED_COLUMNS;
+  const uint32_t number = blockIdx.x / parts, slice = number / blocks;
+  const int first_column = (blockIdx.x - number * parts) * TRANSPOSED_COLUMNS;
+  const int block = number - slice * blocks;
   const bool packed = attention.cu_seqlens_k_gmem != nullptr;
   int sequence = slice / heads;
+  const int head = slice - sequence * heads;
   if (packed) {
     sequence = device::find_varlen_sequence(attention.cu_seqlens_k_gmem, attention.batch,
                                             V_COLUMN_KEYS, block);
@@ -73,41 +80,59 @@ __device__ __forceinline__ void transpose_v(const Params& params) {
                 : attention.nq,
       .nk = length};
   const device::VisibleKeys visible = device::find_visible_keys(attention, work);
-  const device::KeyDescales descales = device::find_key_descales(params.descales, attention, work);
+  const Descale& descale = params.descales.v;
+  const float* descales_gmem =
+      device::is_by_block(descale) ? device::descale_of_head(descale, sequence, head) : nullptr;
 
-  const int chunks = attention.dv / CHUNK;  // of a row
+  const int chunks = min(attention.dv - first_column, TRANSPOSED_COLUMNS) / CHUNK;
+  const int chunk = threadIdx.x % CHUNKS;
   const uint8_t* v_gmem = static_cast<const uint8_t*>(attention.v_gmem) +
                           sequence * attention.v_batch + head * attention.v_head;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < V_COLUMN_KEYS * chunks; i += TRANSPOSE_THREADS) {
-    const int key = i / chunks, chunk = i % chunks;
-    uint4 data{};
-    if (first_key + key >= visible.begin() && first_key + key < visible.end(work.nq) &&
-        (descales.v_gmem == nullptr || descales.v(first_key + key) != 0.0f)) {
-      data = *reinterpret_cast<const uint4*>(v_gmem + (start + first_key + key) * attention.v_row +
-                                             chunk * CHUNK);
+  if (chunk < chunks) {
+#pragma unroll
+    for (int i = 0; i < V_COLUMN_KEYS; i += KEYS_AT_ONCE) {
+      const int in_block = threadIdx.x / CHUNKS + i, key = first_key + in_block;
+      const bool counts =
+          key >= visible.begin() && key < visible.end(work.nq) &&
+          (descales_gmem == nullptr || descales_gmem[key / SCALE_ROWS * descale.block] != 0.0f);
+      ptx::copy_16_bytes_async(
+          tile + in_block * TRANSPOSED_COLUMNS + (chunk ^ swizzle(in_block)) * CHUNK,
+          v_gmem + (counts ? (start + key) * attention.v_row + first_column + chunk * CHUNK : 0),
+          counts);
     }
-    uint32_t* row = tile + key * PITCH + chunk * (CHUNK / 4);
-    row[0] = data.x, row[1] = data.y, row[2] = data.z, row[3] = data.w;
   }
+  ptx::copies_wait_all();
   __syncthreads();  // the keys are there before any thread reads columns
 
-  // Lane l of a warp writes the four keys at positions 4l to 4l + 3 of a column.
-  const int lane = threadIdx.x % 32;
-  const int key = lane / 4 * 16 + lane % 4 * 2;  // they are key, + 1, + 8 and + 9
-  uint8_t* out_gmem = params.v_columns_gmem +
-                      static_cast<int64_t>(slice) * attention.dv * params.v_columns +
-                      block * V_COLUMN_KEYS + lane * 4;
-  for (int column = threadIdx.x / 32 * 4; column < attention.dv; column += TRANSPOSE_THREADS / 8) {
-    const uint32_t* first = tile + key * PITCH + column / 4;
-    uint32_t words[4] = {first[0], first[PITCH], first[8 * PITCH], first[9 * PITCH]};
-    transpose_bytes(words);
+  // A warp takes 16 columns. Lane l gets two of them: of each four words that two ldmatrix give
+  // it, 16 keys, because rows 2t and 2t + 1 of a matrix are keys of group t (of 64, l % 4 = t).
+  const int lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
+  const int key = row / 2 * 16 + row % 2 + matrix % 2 * 8 + matrix / 2 * 2;
+  const uint32_t key_smem =
+      static_cast<uint32_t>(__cvta_generic_to_shared(tile)) + key * TRANSPOSED_COLUMNS;
+  // Column 2c of 16 goes to row c, and 2c + 1 to row 8 + c.
+  const int64_t columns_before =
+      static_cast<int64_t>(slice) * attention.dv + first_column + lane / 4;
+  uint8_t* out_gmem = params.v_columns_gmem + columns_before * params.v_columns +
+                      block * V_COLUMN_KEYS + lane % 4 * 16;
+  for (int turn = threadIdx.x / 32; turn < chunks; turn += TRANSPOSE_THREADS / 32) {
+    const uint32_t chunk_smem = key_smem + (turn ^ swizzle(key)) * CHUNK;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Column 4t + 2j + h of 16 goes to 8h + 2t + j.
-      const int row = column / 16 * 16 + i % 2 * 8 + column % 16 / 4 * 2 + i / 2;
-      *reinterpret_cast<uint32_t*>(out_gmem + static_cast<int64_t>(row) * params.v_columns) =
-          words[i];
+    for (int keys = 0; keys < V_COLUMN_KEYS; keys += 64) {
+      uint32_t x[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        ptx::ldmatrix_x4_trans(x[i], chunk_smem + (keys + 4 * i) * TRANSPOSED_COLUMNS);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        uint4 out;
+        out.x = keys_of_column(x[0][0], x[0][1], odd),
+        out.y = keys_of_column(x[0][2], x[0][3], odd);
+        out.z = keys_of_column(x[1][0], x[1][1], odd),
+        out.w = keys_of_column(x[1][2], x[1][3], odd);
+        *reinterpret_cast<uint4*>(
+            out_gmem + static_cast<int64_t>(turn * 16 + odd * 8) * params.v_columns + keys) = out;
+      }
     }
   }
 }
@@ -149,8 +174,9 @@ __device__ __forceinline__ void transpose_block(uint32_t raw_smem, uint32_t turn
       uint32_t turned[4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // 16 keys
-        turned[2 * half] = __byte_perm(x[i][2 * half], x[i][2 * half + 1], 0x6420);
-        turned[2 * half + 1] = __byte_perm(x[i][2 * half], x[i][2 * half + 1], 0x7531);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd)
+          turned[2 * half + odd] = keys_of_column(x[i][2 * half], x[i][2 * half + 1], odd);
       }
       ptx::stmatrix_x4((to_smem ^ (group + i) * 32) + chunk * 16 * Turned::ROW_BYTES, turned);
     }

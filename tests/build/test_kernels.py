@@ -347,13 +347,14 @@ INSTRUCTIONS = {
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
-    "hopper_transpose_v": ("LDG.E.128", "PRMT", "STG.E"),
+    "hopper_transpose_v": ("LDGSTS.E", "LDSM.16.MT88", "PRMT", "STG.E.128"),
     "merge_attention": ("LD.E.128", "LD.E.64", "MUFU.EX2", "STG.E.128"),
     "probe_": (),  # their bits are compared (tests/sim/test_probes.py)
     "simt_append_": ("LDG.E", "STG.E"),
     "simt_attention_": ("FFMA", "MUFU.EX2"),
     "simt_backward_dq_": ("LDG.E", "STG.E"),
     "simt_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
+    "simt_backward_shares_": ("LDG.E.128", "STG.E.128"),
     "simt_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
     "simt_combine_": COMBINES,
 }

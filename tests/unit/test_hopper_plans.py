@@ -221,6 +221,22 @@ def test_v_in_8_bits_is_transposed_first_where_many_rows_read_it(
     assert len(kernels) == 1 + transposed_before
 
 
+def test_the_kernel_that_transposes_v_also_clears_the_counter_of_tiles() -> None:
+    """So that no memset stands between the two launches, which both start early."""
+    problem = call("float8_e4m3fn", b=2, hq=16, hkv=16, nq=4096, d=256, causal=True)
+    plan = plan_of(problem, "H200", NAME)
+    assert plan.zeroed_bytes == 0
+    first, last = plan.to_dict()["launches"]
+    assert first["uses_pdl"]
+    assert last["uses_pdl"]
+    assert first["grid"][0] == 2 * 16 * (4096 // 128) * 2  # of 128 keys and 128 columns
+    counters = [
+        {x["offset"] for x in launch["pointers"] if x["operand"] == "workspace" and not x["addend"]}
+        for launch in (first, last)
+    ]
+    assert counters[0] == counters[1] != set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("d", "dv"), [(128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
