@@ -376,8 +376,8 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   // Where V was transposed before, a CTA without tiles, too, ends after the kernel that did it.
   wait_for_transposed_v();
   send_no_tile<C, TileOf<C>>(barriers, shared, q_ring, leader);
-  // The next kernel may start where CTAs of this one have ended. Asked for when this one starts, the
-  // small CTAs of a kernel of few would gather on the first SMs that are free.
+  // The next kernel may start where CTAs of this one have ended. Asked for when this one starts,
+  // the small CTAs of a kernel of few would gather on the first SMs that are free.
   if constexpr (!C::FP8) ptx::griddepcontrol_launch_dependents();
   if constexpr (C::TRANSPOSES_V) {
     if (transposes_v<C>(params)) {
