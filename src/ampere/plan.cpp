@@ -261,9 +261,10 @@ PlanResult plan_lists(const Problem& problem, const Device& device) {
   LaunchPlan plan = core::one_launch("ampere", problem, device, tile, ctas, call);
   if (splits > 1 || f32_out) {  // which the combining kernel of latent rows alone writes
     core::split_keys(plan, problem, splits, 0, offsetof(mma_sync::CacheParams, partials),
-                     "ampere_combine_" + word + (f32_out  ? "_mla_f32_out"
-                                                 : latent ? "_mla"
-                                                          : ""));
+                     "ampere_combine_" + word +
+                         (f32_out  ? "_mla_f32_out"
+                          : latent ? "_mla"
+                                   : ""));
     plan.launches[1].image = (latent ? "ampere/mla_" : "ampere/fwd_") + word;
     std::memcpy(static_cast<void*>(&call), plan.launches[0].params.data(), sizeof call);
   }

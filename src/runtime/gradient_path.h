@@ -1,5 +1,6 @@
 // The way of an eager backward pass: read, look up, allocate, bind, launch. Which kernel computes
-// the gradients of a new kind of call is asked in Python (python/archflash/_eager_gradients.py) once.
+// the gradients of a new kind of call is asked in Python (python/archflash/_eager_gradients.py)
+// once.
 #pragma once
 
 #include <string>
