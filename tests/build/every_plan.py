@@ -204,7 +204,8 @@ def latent_caches(dtype: torch.dtype) -> set[str]:
     found |= kernels(q, k_cache, v_cache, "H200", "hopper", **whole)
     listed = {"qv": qv, "physical_indices": True, "key_indices": integers(2, 1, 1, 64)}
     for device in ("A100", "H200"):
-        found |= kernels(q, k_cache, v_cache, device, **listed)
+        for out_dtype in (None, torch.float32):
+            found |= kernels(q, k_cache, v_cache, device, out_dtype=out_dtype, **listed)
     if dtype == torch.bfloat16:
         rows = empty(torch.float8_e4m3fn, 9, 8, 1, 656)
         for device, heads in (("A100", 4), ("H200", 4), ("H200", 128)):
