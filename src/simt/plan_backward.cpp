@@ -1,6 +1,7 @@
 // simt: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <variant>
 
@@ -75,10 +76,11 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   // give the same bits.
   BackwardProblem in_turns = problem;
   in_turns.deterministic = true;
-  if (!takes_tensor_cores(problem.call, device))
-    return core::plan_backward(describe(), TILES, in_turns, device, {.tiles = MASKED_TILES});
-  PlanResult result =
-      core::plan_backward(describe(), TENSOR_TILES, in_turns, device, {.tiles = MASKED_TILES});
+  const auto with_tiles = [&](std::span<const core::BackwardTile> tiles) {
+    return core::plan_backward(describe(), tiles, in_turns, device, {.tiles = MASKED_TILES}, true);
+  };
+  if (!takes_tensor_cores(problem.call, device)) return with_tiles(TILES);
+  PlanResult result = with_tiles(TENSOR_TILES);
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
     for (Launch& launch : plan->launches) {
       if (launch.kernel.ends_with("_tensor")) launch.image = "simt/tensor_bwd_f32";

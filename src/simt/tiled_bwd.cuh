@@ -283,4 +283,34 @@ __device__ __forceinline__ void tiled_bwd(const BackwardParams& params) {
   store_tile_gradient<C>(dv_rmem, params.dv, cta, attention.dv, 1.0f);
 }
 
+// Adds up the shares of dK and dV of CTAs that share out the query heads of a tile of keys, in
+// their order: 8 columns of a row by each thread, as device/backward_shares.cuh does for 16 bits.
+__device__ __forceinline__ void add_shares(const SharedGradientsParams& params) {
+  const int64_t number = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (number >= params.all_chunks) return;
+  const int64_t row_of_all = number / params.chunks, head_of_all = row_of_all / params.nk;
+  const int64_t row = row_of_all % params.nk;
+  const int chunk = static_cast<int>(number % params.chunks);
+  const bool of_dk = chunk < params.d_chunks;
+  const int column = 8 * (of_dk ? chunk : chunk - params.d_chunks);
+  const int columns = 8 * (of_dk ? params.d_chunks : params.chunks - params.d_chunks);
+  const float* shares_gmem = (of_dk ? params.dk_shares_gmem : params.dv_shares_gmem) +
+                             (head_of_all * params.shares * params.nk + row) * columns + column;
+  const GradientParams& gradient = of_dk ? params.dk : params.dv;
+  float* target_gmem = static_cast<float*>(gradient.gmem) +
+                       head_of_all / params.heads_kv * gradient.batch +
+                       head_of_all % params.heads_kv * gradient.head + row * gradient.row + column;
+#pragma unroll
+  for (int half = 0; half < 8; half += 4) {
+    float sum[4] = {};
+    for (int share = 0; share < params.shares; ++share) {
+      float x[4];
+      load_4(x, shares_gmem + static_cast<int64_t>(share) * params.nk * columns + half);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] += x[c];
+    }
+    store_gradient_4(target_gmem + half, sum, 1.0f, gradient.accumulate != 0);
+  }
+}
+
 }  // namespace archflash::simt

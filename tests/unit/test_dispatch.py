@@ -229,6 +229,28 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
     assert not decision.fallback
 
 
+@pytest.mark.parametrize(
+    ("device", "d", "rows", "options", "chosen"),
+    [
+        ("H200", 160, 729, {}, "torch"),
+        ("H200", 136, 129, {}, "torch"),
+        ("H200", 128, 729, {}, "simt"),
+        ("H200", 160, 128, {}, "simt"),
+        ("H200", 160, 729, {"causal": True}, "simt"),
+        ("H200", 160, 729, {"window": (100, 100)}, "simt"),
+        ("H200", 160, 729, {"softcap": 20.0}, "simt"),
+        ("H200", 160, 729, {"batch_invariant": True}, "simt"),
+        ("A100", 160, 729, {}, "simt"),
+        ("A100", 320, 729, {}, "torch"),
+    ],
+)
+def test_wide_heads_in_float32_go_to_pytorch_where_that_is_faster(
+    device: str, d: int, rows: int, options: dict[str, Any], chosen: str
+) -> None:
+    given = problem(d=d, nq=rows, nk=rows, **options)
+    assert _dispatch.select(given, find_device(device)).chosen == chosen
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @every_capability
 def test_only_thor_and_the_future_run_ptx(capability: tuple[int, int], dtype: torch.dtype) -> None:

@@ -84,8 +84,7 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
             faster = _faster_with_gradients(problem, kernels, measured, rival)
         return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
     if problem.dtype == "float32":
-        # Ours has 0.5 to 0.8 of the speed of PyTorch's memory-efficient kernel there (H200).
-        if max(problem.d, problem.dv) > 256:
+        if pytorch_is_faster_in_fp32(problem, capability):
             return (_registry.TORCH, *kernels)
         return (*kernels, _registry.TORCH)
     tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
@@ -139,6 +138,19 @@ def pytorch_is_faster_than_mma_sync(
     """
     plain = pytorch.may_serve(problem) and not problem.masked and not pytorch.needs_mask(problem)
     return capability[0] in (10, 11) and plain and pytorchs in ("torch-cudnn", "torch-flash")
+
+
+def pytorch_is_faster_in_fp32(problem: _native.Problem, capability: tuple[int, int] | None) -> bool:
+    """Whether PyTorch's memory-efficient kernel, of three TF32 products, is faster without
+    gradients than ours on CUDA cores. Measured on an H200, 2026-11-29: above 256 columns ours has
+    0.5 to 0.8 of its speed; above 128, where each query sees each key, 0.81 to 0.94 from 200 rows
+    on, but 1.2 to 1.3 at 64 rows, and with a causal mask.
+    """
+    columns = max(problem.d, problem.dv)
+    if columns <= 128 or columns > 256 or capability != (9, 0) or problem.nq <= 128:
+        return columns > 256
+    dense = not (problem.causal or problem.masked or pytorch.needs_mask(problem))
+    return dense and pytorch.differentiates(problem, capability) == "torch-efficient"
 
 
 def _faster_with_gradients(

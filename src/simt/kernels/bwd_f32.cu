@@ -11,6 +11,7 @@ using namespace archflash::simt;
 ARCHFLASH_BACKWARD_ROWS_KERNEL(simt_backward_rows_f32, DType::F32)
 ARCHFLASH_ENTRY(simt_backward_sinks_f32, (BACKWARD_SINKS_THREADS), device::backward_sinks)
 ARCHFLASH_ENTRY(simt_backward_dq_f32, (BACKWARD_DQ_THREADS), tiled_dq)
+ARCHFLASH_ENTRY(simt_backward_shares_f32, (BACKWARD_DQ_THREADS), add_shares)
 ARCHFLASH_KERNEL(simt_attention_bwd_f32_d64_keys, attention_bwd, BackwardD64<Owns::Keys>)
 ARCHFLASH_KERNEL(simt_attention_bwd_f32_d64_queries, attention_bwd, BackwardD64<Owns::Queries>)
 ARCHFLASH_KERNEL(simt_attention_bwd_f32_d128_keys, attention_bwd, BackwardD128<Owns::Keys>)
