@@ -33,15 +33,26 @@ using D32Dense       = D32Large<T>;
 template <DType T>
 using D32DenseMedium = D32Medium<T>;
 template <DType T>
+using D32DenseFew    = LateConfig<
+                       Config<T,  32,  32, 4, 1,  256,  128,  2,     QIn::Registers, 2>>;
+template <DType T>
 using D64DenseShort  = Config<T,  64,  64, 4, 2,   64,   32,  2,     QIn::Shared,    3>;
 template <DType T>
 using D64Dense       = D64Large<T>;
+template <DType T>
+using D64DenseFew    = Config<T,  64,  64, 4, 1,  128,  128,  2,     QIn::Registers, 2>;
 template <DType T>
 using D80Dense       = NarrowConfig<D96Large<T>, 80>;
 template <DType T>
 using D96Dense       = D96Large<T>;
 template <DType T>
+using D96DenseFew    = Config<T,  96,  96, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
+template <DType T>
+using D80DenseFew    = NarrowConfig<D96DenseFew<T>, 80>;
+template <DType T>
 using D128Dense      = LateConfig<D128Large<T>>;
+template <DType T>
+using D128DenseFew   = Config<T, 128, 128, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
 template <DType T>
 using D160Dense      = Config<T, 160, 160, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
 // clang-format on

@@ -82,10 +82,14 @@ constexpr core::Tile TILES[] = {
                                 "few CTAs or short sequences: 64 rows make twice as many, and two "
                                 "warps share out the keys of 16 rows"),
     tile<D64Few<DType::F16>>("d64_few", {}, FEW_ROWS),
-    tile<D96Large<DType::F16>>("d96_large", {.min_ctas_per_sm = 2},
-                               "two CTAs per SM with two buffers from 163 KB on"),
-    tile<D96Medium<DType::F16>>("d96_medium", {}, "99 KB: two CTAs per SM with one buffer"),
-    tile<D96Few<DType::F16>>("d96_few", {}, FEW_ROWS),
+    tile<D96Large<DType::F16>>(
+        "d96_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 1.2},
+        "two CTAs per SM with two buffers from 163 KB on"),
+    tile<D96Medium<DType::F16>>("d96_medium",
+                                {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 1.2},
+                                "99 KB: two CTAs per SM with one buffer"),
+    tile<D96Few<DType::F16>>("d96_few", {},
+                             "few CTAs or short sequences: 64 rows make twice as many"),
     tile<D128Large<DType::F16>>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
                                 "two CTAs per SM with two buffers in 227 KB"),
     tile<D128Medium<DType::F16>>("d128_medium", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
@@ -322,26 +326,43 @@ constexpr core::Tile DROPOUT_TILES[] = {
 
 // For calls without masks, softcap and sinks.
 constexpr const char* SEES_ALL = "every query sees every key: a short start and end of each tile";
-constexpr core::ServesFrom DENSE_MANY = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75};
+constexpr core::ServesFrom DENSE_MANY = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1};
+// With at most a tile of 128 rows for each SM, twice as many of 64 run at once. Where they are
+// still fewer than SMs, the keys of long sequences are split instead.
+constexpr core::ServesFrom DENSE_FEW = {
+    .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75, .min_keys = 225};
+constexpr core::ServesFrom DENSE_FEWER = {
+    .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.4, .min_keys = 225, .max_keys = 1024};
+constexpr const char* FEW_SEE_ALL = "the same with 64 rows, which make twice as many tiles";
 constexpr core::Tile DENSE_TILES[] = {
     tile<D32Dense<DType::F16>>("d32_dense", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 6},
                                SEES_ALL),
     tile<D32DenseMedium<DType::F16>>("d32_dense_medium", DENSE_MANY, SEES_ALL),
+    tile<D32DenseFew<DType::F16>>("d32_dense_few", DENSE_FEW, FEW_SEE_ALL),
+    tile<D32DenseFew<DType::F16>>("d32_dense_few", DENSE_FEWER, FEW_SEE_ALL),
     tile<D64DenseShort<DType::F16>>(
         "d64_dense_short", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75, .max_keys = 224},
         SEES_ALL),
     tile<D64Dense<DType::F16>>("d64_dense", DENSE_MANY, SEES_ALL),
+    tile<D64DenseFew<DType::F16>>("d64_dense_few", DENSE_FEW, FEW_SEE_ALL),
+    tile<D64DenseFew<DType::F16>>("d64_dense_few", DENSE_FEWER, FEW_SEE_ALL),
     tile<D80Dense<DType::F16>>("d80_dense", DENSE_MANY, SEES_ALL),
+    tile<D80DenseFew<DType::F16>>("d80_dense_few", DENSE_FEW, FEW_SEE_ALL),
+    tile<D80DenseFew<DType::F16>>("d80_dense_few", DENSE_FEWER, FEW_SEE_ALL),
     tile<D96Dense<DType::F16>>("d96_dense", DENSE_MANY, SEES_ALL),
-    tile<D128Dense<DType::F16>>("d128_dense", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
-                                SEES_ALL),
+    tile<D96DenseFew<DType::F16>>("d96_dense_few", DENSE_FEW, FEW_SEE_ALL),
+    tile<D96DenseFew<DType::F16>>("d96_dense_few", DENSE_FEWER, FEW_SEE_ALL),
+    tile<D128Dense<DType::F16>>("d128_dense", DENSE_MANY, SEES_ALL),
+    tile<D128DenseFew<DType::F16>>("d128_dense_few", DENSE_FEW, FEW_SEE_ALL),
+    tile<D128DenseFew<DType::F16>>("d128_dense_few", DENSE_FEWER, FEW_SEE_ALL),
     tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 0.1, .max_keys = 1024},
                                 SEES_ALL),
     tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 1}, SEES_ALL),
 };
 
-// The plan of a call for DENSE_TILES. Nothing where it asks for more than they know, where the one
-// for its head dimensions does not serve it, or on GPUs from 10.0 on, for which dense.cu has no
+// The plan of a call for DENSE_TILES. Tiles of 64 rows beside those of 128 are for calls that have
+// at most one of the latter for each SM. Nothing where it asks for more than they know, where the
+// one for its head dimensions does not serve it, or on GPUs from 10.0 on, for which dense.cu has no
 // machine code.
 std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& device) {
   constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
@@ -355,9 +376,11 @@ std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& devic
   if (!plain || !fitting || device.major > 9) return std::nullopt;
   const auto smallest = std::ranges::find_if(
       DENSE_TILES, [&](const core::Tile& of) { return core::takes_head_dims(of, problem); });
+  const bool few =
+      smallest != std::end(DENSE_TILES) && core::tiles_of(problem, *smallest) <= device.sm_count;
   const auto tile = std::find_if(smallest, std::end(DENSE_TILES), [&](const core::Tile& of) {
-    return of.head_dim == smallest->head_dim && of.shared_bytes <= device.shared_per_block &&
-           core::serves(of, problem, device);
+    return of.head_dim == smallest->head_dim && (few || of.block_q == smallest->block_q) &&
+           of.shared_bytes <= device.shared_per_block && core::serves(of, problem, device);
   });
   if (tile == std::end(DENSE_TILES)) return std::nullopt;
   mma_sync::ManyRowsParams params;

@@ -1,15 +1,20 @@
 // ampere: BackwardProblem + Device -> LaunchPlan, or the reasons why not. Pure host code.
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <variant>
 
 #include "ampere/backward_config.cuh"
 #include "common/planning/backward.h"
+#include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
+#include "common/planning/tiles.h"
 
 namespace archflash::ampere {
 
@@ -37,6 +42,8 @@ constexpr core::BackwardTile TILES[] = {
     backward_tile<D256Queries<DType::F16>>("d256_queries"),
 };
 
+constexpr size_t BEHIND_D64_WIDE = 2;
+
 constexpr core::BackwardTile MASKED_TILES[] = {
     backward_tile<D64Masked<DType::F16>>("d64_masked"),
     backward_tile<D128Masked<DType::F16>>("d128_masked"),
@@ -56,6 +63,24 @@ constexpr core::BackwardTile DROPOUT_TILES[] = {
 
 // The kernels that need more shared memory than 8.x and 12.x have.
 const std::string WIDE_IMAGE = "ampere/bwd_wide_";
+
+// Whether `d64`, two CTAs on an SM that take 32 queries at a time, is faster than `d64_wide` with
+// 128: where it computes an eighth fewer rows, and its CTAs come in full rounds or in many.
+// Measured on an H200 (docs/lab/ampere.md).
+bool small_blocks_pay(const Problem& call, const Device& device) {
+  constexpr int64_t CTAS_PER_SM = 2, MANY_ROUNDS = 5;
+  using Wide = D64Wide<DType::F16>;
+  using Small = D64<DType::F16>;
+  static_assert(Wide::ROWS == Small::ROWS);
+  if (call.varlen || std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM) return false;
+  const int64_t wide_rows = core::ceil_div(call.nq, Wide::BLOCK) * Wide::BLOCK;
+  const int64_t small_rows = core::ceil_div(call.nq, Small::BLOCK) * Small::BLOCK;
+  if (8 * wide_rows < 9 * small_rows) return false;
+  if (!core::equal_tiles(call)) return true;
+  const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, Small::ROWS);
+  const int64_t workers = CTAS_PER_SM * device.sm_count, rounds = core::ceil_div(tiles, workers);
+  return rounds > MANY_ROUNDS || 10 * tiles >= 9 * rounds * workers;
+}
 
 // The plan of a call with dropout for DROPOUT_TILES: that of the call without it, whose main kernel
 // is told what is dropped. Nothing where they do not take it.
@@ -90,7 +115,9 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     if (auto plan = plan_dropout(problem, device)) return *std::move(plan);
   }
   const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
-  PlanResult result = core::plan_backward(describe(), TILES, problem, device, masked, true);
+  std::span<const core::BackwardTile> tiles = TILES;
+  if (small_blocks_pay(call, device)) tiles = tiles.subspan(BEHIND_D64_WIDE);
+  PlanResult result = core::plan_backward(describe(), tiles, problem, device, masked, true);
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
     for (Launch& launch : plan->launches) {
       if (launch.kernel.ends_with("_wide")) {

@@ -1,5 +1,6 @@
 """ampere's kernels for calls in which every query sees every key, and the one in which two warps
-share out the keys of 32 rows. Plans are made for a GPU with one SM, which small calls fill.
+share out the keys of 32 rows. Plans are made for a GPU with one SM, which small calls fill, or with
+few.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no
 KERNELS = {
     "d32_dense": ((32, 24), 64),
     "d32_dense_medium": ((24, 32), 128),
+    "d32_dense_few": ((32, 24), 128),
     "d64_dense_short": ((64, 64), 32),
     "d64_dense": ((64, 40), 128),
+    "d64_dense_few": ((48, 64), 128),
     "d80_dense": ((72, 80), 64),
+    "d80_dense_few": ((80, 72), 64),
     "d96_dense": ((96, 88), 64),
+    "d96_dense_few": ((88, 96), 64),
     "d128_dense": ((128, 104), 64),
+    "d128_dense_few": ((112, 128), 64),
     "d160_dense": ((160, 136), 64),
 }
 END = {"none": 0.0, "one key": 0.01, "half a step": 0.5, "more": 0.75}
@@ -51,10 +57,11 @@ def name_of(plan: native.LaunchPlan) -> str:
 def test_any_number_of_keys_agrees_with_float64(kernel: str, end: str) -> None:
     (d, dv), step = KERNELS[kernel]
     dtype = ("float16", "bfloat16")[list(END).index(end) % 2]
-    keys = 2 * step + max(round(END[end] * step), end != "none")
+    few = kernel.endswith("_few")  # at most as many tiles of 128 rows as SMs, and more keys
+    keys = (4 if few else 2) * step + max(round(END[end] * step), end != "none")
     batch = 4 if kernel == "d32_dense" else 1
     q, k, v = on.qkv(161, keys, d, dv, dtype=dtype, batch=batch, heads=(2, 1))
-    plan = plan_of(q, k, v)
+    plan = plan_of(q, k, v, sms=4 if few else 1)
     if kernel.startswith("d64") and keys <= 224:  # both kernels serve few keys
         kernel = "d64_dense_short"
     assert name_of(plan) == kernel

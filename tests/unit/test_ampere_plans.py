@@ -56,7 +56,7 @@ CHOICES = {
     },
 }
 # For calls of few CTAs or short sequences.
-FEW = {(64, 64): "d64_groups", (128, 128): "d128_few"}
+FEW = {(64, 64): "d64_groups", (96, 96): "d96_few", (128, 128): "d128_few"}
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -246,6 +246,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
             call(dtype, b=1, hq=28, nq=512, nk=8192, d=dims[0], dv=dims[1], sinks=True),
             call(dtype, b=4, hq=60, hkv=60, nq=130, nk=130, d=dims[0], dv=dims[1], sinks=True),
             call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1], sinks=True),
+            call(dtype, b=1, hq=100, nq=128, nk=512, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, d=dims[0], dv=dims[1]),
             call(dtype, b=4, hq=60, hkv=60, nq=130, nk=130, d=dims[0], dv=dims[1]),
             call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1]),
@@ -256,7 +257,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 36
+    assert len(built) == 41
 
 
 # --- every query sees every key ---
@@ -293,8 +294,14 @@ def test_few_keys_and_few_tiles_have_dense_kernels_of_their_own() -> None:
     assert chosen(b=64, hq=12, nq=197) == chosen(b=64, hq=12, nq=197, nk=224) == "d64_dense_short"
     assert chosen(b=64, hq=12, nq=197, nk=225) == "d64_dense"
     assert chosen(b=8, hq=8, nq=950, d=32) == "d32_dense_medium"
-    assert chosen(b=1, hq=99, nq=128, nk=512) == "d64_groups"  # three tiles for four SMs
-    assert chosen(b=1, hq=100, nq=128, nk=512) == "d64_dense"
+    # A tile of 128 rows for each SM is two of 64; and so many that keys need not be split.
+    assert chosen(b=1, hq=133, nq=128, nk=512) == "d64_dense"
+    assert chosen(b=1, hq=132, nq=128, nk=512) == "d64_dense_few"
+    assert chosen(b=1, hq=27, nq=128, nk=1024) == chosen(b=1, hq=50, nq=128, nk=1025)
+    assert chosen(b=1, hq=27, nq=128, nk=1024) == "d64_dense_few"
+    assert "dense" not in chosen(b=1, hq=26, nq=128, nk=1024)
+    assert "dense" not in chosen(b=1, hq=49, nq=128, nk=1025)
+    assert "dense" not in chosen(b=1, hq=50, nq=128, nk=224)
     assert chosen(b=2, hq=8, nq=64, d=160) == "d160_dense"
     assert chosen(b=2, hq=8, nq=64, nk=1025, d=160) == "d256_large"
 

@@ -385,6 +385,32 @@ def test_query_heads_are_shared_out_where_few_tiles_leave_sms_idle(
     assert ctas == shares * shape[0] * heads_kv * shape[2] // rows
 
 
+@pytest.mark.parametrize(
+    ("shape", "keys", "d", "causal", "tile"),
+    [
+        ((64, 12, 160), 160, 64, False, "d64"),  # 160 rows are five blocks of 32, two of 128
+        ((16, 12, 64), 512, 40, False, "d64"),
+        ((64, 12, 192), 192, 64, False, "d64"),
+        ((64, 12, 256), 256, 64, False, "d64_wide"),
+        ((8, 20, 448), 448, 64, False, "d64_wide"),  # the third of three rounds is half empty
+        ((8, 20, 448), 448, 64, True, "d64"),
+        ((16, 12, 1024), 1024, 64, True, "d64_wide"),
+        ((64, 12, 160), 160, 128, False, "d128_wide"),
+        ((64, 12, 160), 160, 32, False, "d32"),
+    ],
+)
+def test_rows_that_fill_no_wide_block_have_tiles_of_small_ones(
+    shape: tuple[int, int, int], keys: int, d: int, causal: bool, tile: str
+) -> None:
+    q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(*shape[:2], keys, d, dtype=torch.bfloat16, device="meta")
+    plan = archflash.explain(
+        q, k, k, causal=causal, device="H200", backward=True, implementation="ampere"
+    ).plan
+    assert plan is not None
+    assert plan.kernels[1] == f"ampere_attention_bwd_bf16_{tile}"
+
+
 # Where BackwardKernelParams::group_heads lies, behind which come upward_heads, tiles_in_a_row,
 # packed_rows, packed_tiles and upward_work.
 ORDER_OFFSET = 524

@@ -13,10 +13,20 @@ using namespace archflash::ampere;
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_dense), mma_sync::dense_fwd, D32Dense<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_dense_medium), mma_sync::dense_fwd,
                  D32DenseMedium<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d32_dense_few), mma_sync::dense_fwd,
+                 D32DenseFew<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense_short), mma_sync::dense_fwd,
                  D64DenseShort<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense), mma_sync::dense_fwd, D64Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense_few), mma_sync::dense_fwd,
+                 D64DenseFew<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d80_dense), mma_sync::dense_fwd, D80Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d80_dense_few), mma_sync::dense_fwd,
+                 D80DenseFew<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d96_dense), mma_sync::dense_fwd, D96Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d96_dense_few), mma_sync::dense_fwd,
+                 D96DenseFew<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dense), mma_sync::dense_fwd, D128Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dense_few), mma_sync::dense_fwd,
+                 D128DenseFew<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d160_dense), mma_sync::dense_fwd, D160Dense<DTYPE>)
