@@ -239,7 +239,6 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
         ("H200", 160, 729, {"causal": True}, "simt"),
         ("H200", 160, 729, {"window": (100, 100)}, "simt"),
         ("H200", 160, 729, {"softcap": 20.0}, "simt"),
-        ("H200", 160, 729, {"batch_invariant": True}, "simt"),
         ("A100", 160, 729, {}, "simt"),
         ("A100", 320, 729, {}, "torch"),
     ],
