@@ -107,10 +107,12 @@ void build_registers(Builder& b) {
 void run_wait_for_launch(Warp& warp, const Instruction&, uint32_t) {
   warp.cta().cluster().wait_for_launch_before(warp);
 }
-// When the next launch starts is not simulated: it may do so at any time.
-void run_nothing(Warp&, const Instruction&, uint32_t) {}
+// When the next launch starts is not simulated: it may do so at any time from here on.
+void run_launch_dependents(Warp& warp, const Instruction&, uint32_t) {
+  warp.cta().cluster().let_next_launch_start(warp);
+}
 void build_dependency(Builder& b) {
-  b.handler(b.slot(0) == "wait" ? &run_wait_for_launch : &run_nothing, Class::Other);
+  b.handler(b.slot(0) == "wait" ? &run_wait_for_launch : &run_launch_dependents, Class::Other);
 }
 
 constexpr Form FORMS[] = {

@@ -64,17 +64,20 @@ void GlobalMemory::remove(uint64_t base) {
 }
 
 void GlobalMemory::begin_launch(bool early) {
-  // The end of a launch that has waited for the one before it tells the end of that one, too.
+  // The end of a launch that has waited for the one before it tells the end of that one, too, and
+  // so does its start of this one if it had waited by then.
   const bool waited = has_waited_.exchange(false);
+  const bool at_start = !lets_start_unwaited_.exchange(false) && waited;
   unknown_long_before_ = early && (unknown_long_before_ || (unknown_before_ && !waited));
-  unknown_before_ = early && !any_launch_;
+  unknown_before_ = early && (!any_launch_ || (unknown_before_ && waited && !at_start));
   any_launch_ = true;
   constexpr uint8_t USES = LaunchUse::READ | LaunchUse::WRITTEN;
   for (Buffer& buffer : buffers_) {
     if (!early) buffer.uses.clear();
     for (uint8_t& use : buffer.uses) {
-      const int now = use & USES, before = waited ? 0 : use >> LaunchUse::BEFORE & USES;
-      const int long_before = (use >> LaunchUse::LONG_BEFORE & USES) | before;
+      const int before = use >> LaunchUse::BEFORE & USES;
+      const int now = (use & USES) | (waited && !at_start ? before : 0);
+      const int long_before = (use >> LaunchUse::LONG_BEFORE & USES) | (waited ? 0 : before);
       use = static_cast<uint8_t>(now << LaunchUse::BEFORE | long_before << LaunchUse::LONG_BEFORE);
     }
   }

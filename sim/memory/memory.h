@@ -84,6 +84,9 @@ class GlobalMemory {
   // the first one, may have used any byte. Until griddepcontrol.wait nothing tells that it is over.
   void begin_launch(bool early);
   void note_wait() { has_waited_.store(true, std::memory_order_relaxed); }
+  // A CTA lets the next launch start, and has not waited for the one before: when the next one
+  // starts, that one may still run.
+  void note_early_start() { lets_start_unwaited_.store(true, std::memory_order_relaxed); }
   // Whether an access of the launch is in conflict with one of an earlier launch that may still
   // run; `waited`: after griddepcontrol.wait.
   bool conflicts(Buffer& buffer, uint64_t offset, uint64_t bytes, bool writes, bool waited) const;
@@ -97,10 +100,10 @@ class GlobalMemory {
  private:
   std::vector<Buffer> buffers_;
   bool any_launch_ = false;
-  // Whether the launch before this one, or one before that one, is not known; whether a CTA of the
-  // latest launch has executed griddepcontrol.wait.
+  // Whether a launch is not known that may run until this one has waited, or even then; whether a
+  // CTA of the latest launch has executed griddepcontrol.wait, and launch_dependents before it.
   bool unknown_before_ = false, unknown_long_before_ = false;
-  std::atomic<bool> has_waited_{false};
+  std::atomic<bool> has_waited_{false}, lets_start_unwaited_{false};
 };
 
 // Whether all of `bytes` bytes hold a value.

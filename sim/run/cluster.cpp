@@ -302,6 +302,10 @@ void Cluster::wait_for_launch_before(Warp& warp) {
   if (launch_before_ >= 0) races_->unit_done(launch_before_, 1, warp.agent());
 }
 
+void Cluster::let_next_launch_start(const Warp& warp) {
+  if (!has_waited_for_launch(warp)) launch_.memory->note_early_start();
+}
+
 bool Cluster::has_waited_for_launch(const Warp& warp) const {
   return launch_before_ < 0 || races_->happened(warp.agent(), launch_before_, 1);
 }

@@ -74,6 +74,7 @@ class Cluster {
 
   // ---- griddepcontrol ----
   void wait_for_launch_before(Warp& warp);
+  void let_next_launch_start(const Warp& warp);
   bool has_waited_for_launch(const Warp& warp) const;
 
   // ---- clusterlaunchcontrol ----

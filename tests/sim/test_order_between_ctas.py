@@ -231,7 +231,8 @@ st.global.u32 [%rd3], %r1;
 ret;
 }}
 """
-WAIT = "griddepcontrol.wait;"
+WAIT, START = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+WAIT_FIRST = f"{WAIT} // before the next launch may start"
 
 
 def launches(*steps: tuple[str, int, int], first_early: bool = False) -> list[set[str]]:
@@ -243,8 +244,11 @@ def launches(*steps: tuple[str, int, int], first_early: bool = False) -> list[se
     addresses = Bindings(memory, [Buffer(x) for x in tensors]).addresses
     found = []
     for number, (wait, read, written) in enumerate(steps):
+        text = STEP.replace("WAIT", wait)
+        if wait == WAIT_FIRST:
+            text = text.replace(f"{START}\n{wait}", f"{WAIT}\n{START}")
         report = run_kernel(
-            sim.load(STEP.replace("WAIT", wait)), "test",
+            sim.load(text), "test",
             struct.pack("<2Q", addresses[read], addresses[written]), memory,
             grid=(1,), block=(32,), shared_bytes=0, mode="random", seed=0, race_check=True,
             threads=1, starts_early=number > 0 or first_early,
@@ -269,6 +273,16 @@ def test_a_launch_waits_for_the_one_with_which_it_overlaps() -> None:
 def test_a_wait_is_for_the_launch_before_and_what_that_one_has_waited_for() -> None:
     assert launches(("", 0, 1), (WAIT, 0, 2), (WAIT, 1, 0)) == [set(), set(), set()]
     assert launches(("", 0, 1), ("", 0, 2), (WAIT, 1, 0)) == [set(), set(), OVERLAP]
+
+
+def test_a_launch_tells_by_its_start_of_the_next_one_what_it_had_waited_for_by_then() -> None:
+    between = (WAIT, 0, 2)  # lets the next launch start before it waits
+    assert launches(("", 0, 1), between, ("", 1, 1)) == [set(), set(), OVERLAP]
+    assert launches(("", 0, 1), between, (WAIT, 1, 1)) == [set(), set(), set()]
+    assert launches(("", 0, 1), (WAIT_FIRST, 0, 2), ("", 1, 1)) == [set(), set(), set()]
+    assert launches(between, ("", 1, 1), first_early=True) == [set(), OVERLAP]
+    assert launches(between, (WAIT, 1, 1), first_early=True) == [set(), set()]
+    assert launches((WAIT_FIRST, 0, 2), ("", 1, 1), first_early=True) == [set(), set()]
 
 
 def test_nothing_is_known_of_what_runs_before_the_first_launch() -> None:
