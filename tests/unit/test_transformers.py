@@ -782,3 +782,24 @@ def test_models_are_asked_for_their_support_once_they_are_imported(
     vars(module)["OddModel"] = model
     monkeypatch.setitem(sys.modules, "odd.modeling_odd", module)
     assert integration._support_of(config) == (False, False)
+
+
+@pytest.mark.slow
+def test_a_model_is_compiled_as_a_whole_in_its_training() -> None:
+    """torch.compile must not trace how the models of a config are looked up: for GPT-2, whose loss
+    breaks the graph, it did not come to an end.
+    """
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=1, n_head=2, vocab_size=99, n_positions=32,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel._from_config(
+        config, attn_implementation=integration.NAME
+    ).train()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for rows in (12, 17):
+        ids = torch.randint(3, 99, (2, rows), generator=torch.Generator().manual_seed(rows))
+        losses = [call(input_ids=ids, labels=ids).loss for call in (compiled, model)]
+        torch.testing.assert_close(*losses)
+        losses[0].backward()

@@ -111,9 +111,15 @@ def _support_of(config: type) -> tuple[bool, bool]:
     return _support_in(name) if name in sys.modules else (True, True)
 
 
-@functools.lru_cache(maxsize=256)
+# Otherwise torch.compile would trace a walk over the module.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _support_in(name: str) -> tuple[bool, bool]:
     """The same of the models of a module, which has been imported."""
+    return _looked_up(name)
+
+
+@functools.lru_cache(maxsize=256)
+def _looked_up(name: str) -> tuple[bool, bool]:
     models = [
         x
         for x in vars(sys.modules[name]).values()
