@@ -95,7 +95,7 @@ def named(values: tuple[Any, ...]) -> dict[str, Any]:
 
 def with_cache(values: list[Any]) -> tuple[Any, ...]:
     """The values of all options, from those of OF_CACHE in its order."""
-    given = _ABSENT | dict(zip(OF_CACHE, values, strict=True))
+    given = {**_ABSENT, **dict(zip(OF_CACHE, values, strict=True))}  # torch 2.6 traces no union
     return tuple(given[name] for name in NAMES)
 
 

@@ -161,9 +161,10 @@ def attention_with_shared_prefix(
     if not packed:
         batch, _, nq = own[1].shape
         rows = outs[1].transpose(1, 2) if swapped else outs[1]
-        rows = rows.squeeze(0).unflatten(0, (batch, nq))
+        # Not unflatten(): torch.compile cannot trace it where a default device is set.
+        rows = rows.reshape(batch, nq, *rows.shape[2:])
         outs[1] = rows.transpose(1, 2) if swapped else rows
-        lses[1] = lses[1].squeeze(0).unflatten(1, (batch, nq)).transpose(0, 1)
+        lses[1] = lses[1].reshape(lses[1].shape[1], batch, nq).transpose(0, 1)
     merging = implementation if implementation in _MERGING else None
     merged = merge_attention(outs, lses, layout=layout, implementation=merging)
     return merged if return_lse else merged[0]

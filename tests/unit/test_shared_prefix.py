@@ -116,3 +116,20 @@ def test_wrong_calls_are_refused() -> None:
             )
     with pytest.raises(ValueError, match=r"q has shape .*: it must be 4-dimensional"):
         archflash.attention_with_shared_prefix(call.q[0], *tensors, *tensors, **call.options)
+
+
+@pytest.mark.slow
+def test_a_compiled_call_where_a_default_device_is_set() -> None:
+    """torch.compile traces fewer of a tensor's methods there."""
+    q, k, v = torch.randn(3, 1, 4, 16), torch.randn(3, 9, 2, 16), torch.randn(3, 9, 2, 16)
+    lengths = torch.tensor([3, 9, 1], dtype=torch.int32)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return archflash.attention_with_shared_prefix(
+            q, k[:1], v[:1], k, v, cache_seqlens=lengths, return_lse=True
+        )
+
+    torch._dynamo.reset()
+    with torch.device("cpu"):
+        found = torch.compile(call, backend="eager", fullgraph=True)(q, k, v)
+    torch.testing.assert_close(found, call(q, k, v))

@@ -214,8 +214,9 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     out, lse = result if return_lse else (result, None)
     if rows is not None:
-        out = out.unflatten(0, rows)
-        lse = None if lse is None else lse.unflatten(1, rows).transpose(0, 1)
+        # Not unflatten(): torch.compile cannot trace it where a default device is set.
+        out = out.reshape(*rows, *out.shape[1:])
+        lse = None if lse is None else lse.reshape(lse.shape[0], *rows).transpose(0, 1)
     if lse is not None and qv is not None:
         lse = lse.movedim(-2, -1)
     return out, lse
