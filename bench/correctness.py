@@ -65,8 +65,11 @@ class Checker:
 
         self._case = case
         self._reference = reference
-        # Inputs are compared as objects: they outlive the checker, and nothing writes to them.
-        self._expected: dict[tuple[int, Slice | None], tuple[torch.Tensor, torch.Tensor]] = {}
+        # Inputs are compared as objects, and nothing writes to them. q is kept with what belongs to
+        # it: a new tensor may have the id of one that is gone.
+        self._expected: dict[
+            tuple[int, Slice | None], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        ] = {}
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, ours: bool
@@ -126,8 +129,8 @@ class Checker:
             expected, _ = self._reference.attention(part_q, part_k, part_v, **mask)
             fp8 = self._case.dtype == "e4m3"  # whose rule needs no baseline
             baseline = self._reference.baseline(part_q, part_k, part_v, **mask) if not fp8 else None
-            self._expected[key] = (expected, expected if baseline is None else baseline)
-        return self._expected[key]
+            self._expected[key] = (q, expected, expected if baseline is None else baseline)
+        return self._expected[key][1:]
 
     def _call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Slice | None

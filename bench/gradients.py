@@ -110,7 +110,8 @@ class Checker:
 
     def __init__(self, case: Case, dout: torch.Tensor) -> None:
         self._case, self._dout = case, dout
-        self._expected: dict[tuple[int, int], list[torch.Tensor]] = {}
+        # q is kept with what belongs to it: a new tensor may have the id of one that is gone.
+        self._expected: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def __call__(
         self,
@@ -169,8 +170,8 @@ class Checker:
                 ds = p.mul_(dp - (p * dp).sum(-1, keepdim=True)).mul_(scale)
                 dq.append(ds @ keys)
                 dk += ds.T @ rows
-            self._expected[key] = [torch.stack(dq), dk, dv]
-        return self._expected[key]
+            self._expected[key] = q, [torch.stack(dq), dk, dv]
+        return self._expected[key][1]
 
 
 def count_both_passes(rows: Sequence[Row], case: Case) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench import model_tables, models
+from bench import gradients, model_tables, models
 from bench.cases import Case
 from bench.correctness import Checker, sinks_of
 from bench.results import EAGER, GRADIENTS, Row, make_row
@@ -33,6 +33,22 @@ def test_a_check_knows_windows_and_sinks(case: Case) -> None:
     wrong = reference.attention(q, k, v, causal=True, return_lse=False)
     assert not Checker(case)(q, k, v, right.bfloat16(), ours=True).problem
     assert Checker(case)(q, k, v, wrong.bfloat16(), ours=True).problem
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["forward", "gradients"])
+def test_a_check_does_not_take_new_inputs_for_those_that_are_gone(both: bool) -> None:
+    """A new tensor may have the id of one that was freed."""
+    dout = gradients.dout_of(WINDOW, "cpu")
+    check = gradients.Checker(WINDOW, dout) if both else Checker(WINDOW)
+    options = {"window": WINDOW.window, "causal": True}
+    for _ in range(20):
+        q, k, v = (torch.randn(1, heads, 40, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        if both:
+            exact = reference.attention_backward(dout, q, k, v, **options)
+            found = gradients.Gradients(*(x.bfloat16() for x in (exact.dq, exact.dk, exact.dv)))
+        else:
+            found = reference.attention(q, k, v, return_lse=False, **options).bfloat16()
+        assert not check(q, k, v, found, ours=True).problem
 
 
 def test_a_ratio_is_that_of_the_fastest_peer_in_the_same_run_and_way() -> None:
