@@ -32,6 +32,7 @@ from archflash import (
     _schemas,
     reference,
 )
+from archflash._dispatch import device as devices
 
 from .checks import assert_close
 from .executors import executor
@@ -796,6 +797,7 @@ def test_exceptions_keep_their_type_on_the_way_through_pytorch(
         raise KeyError("a reason")
 
     monkeypatch.setattr(_overrides, "_device_of", fail)
+    monkeypatch.setattr(devices, "device_of", fail)  # on a GPU it is asked first, for an order
     _native.clear_cache()
     with archflash.enabled(), pytest.raises(KeyError, match="a reason"):
         aten._scaled_dot_product_flash_attention(q, k, v)

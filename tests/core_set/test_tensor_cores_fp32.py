@@ -156,6 +156,7 @@ def test_gradients_of_packed_sequences_on_tensor_cores(monkeypatch: pytest.Monke
     assert "simt_attention_bwd_f32_d64_tensor" in plans[0].kernels
 
 
+@pytest.mark.skipif(on.name != "simulator", reason="each CPU has its own order of sums")
 def test_gradients_have_the_errors_of_fp32_on_a_cpu() -> None:
     given = gradients.inputs(on, 130, 130, 64, 64, "float32", heads=(2, 2))
     found = gradients.differentiate(on, NAME, *given, schedules=(0,), planned_for="H200")
