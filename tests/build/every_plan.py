@@ -64,8 +64,9 @@ def every_key_seen(dtype: torch.dtype) -> set[str]:
             for device in ("A100", "H200"):
                 found |= kernels(x, x, x, device, "ampere", **given)
                 found |= kernels(x, few, few, device, "ampere", **given)
-        x = empty(dtype, 2, 32, 950, 32)
-        found |= kernels(x, x, x, "A100", "ampere", **given)
+        for batch, rows, d in ((2, 950, 32), (1, 128, 80), (1, 256, 80)):
+            x = empty(dtype, batch, 32, rows, d)
+            found |= kernels(x, x, x, "A100", "ampere", **given)
     q, k = empty(dtype, 1, 32, 512, 128), empty(dtype, 1, 8, 8192, 128)
     found |= kernels(q, k, k, "H200", "ampere", causal=True)
     for d, device in ((160, "A100"), (192, "H200")):
@@ -88,6 +89,9 @@ def gradients(dtype: torch.dtype) -> set[str]:
             found |= kernels(q, q, v, device, name, sinks=sinks, backward=True)
         found |= kernels(q, q, v, "H200", softcap=30.0, backward=True)
         found |= kernels(q, q, v, "A100", key_ranges=integers(1, 1, 100, 1, 2), backward=True)
+    if dtype == torch.float32:  # query heads of few tiles are shared out
+        q, k = empty(dtype, 1, 8, 1000, 64), empty(dtype, 1, 1, 1000, 64)
+        found |= kernels(q, k, k, "H200", backward=True)
     return found
 
 

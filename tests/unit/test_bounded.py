@@ -47,6 +47,7 @@ BOUNDED_NATIVE = {
     ("runtime/registry.cpp", "images"),
     ("runtime/known_devices.cpp", "table"), ("runtime/known_devices.cpp", "devices"),
     ("runtime/call_path.cpp", "last"),  # one text
+    ("runtime/orders.cpp", "instance"),  # of gradients: one for each GPU and forced kernel
 }  # fmt: skip
 
 

@@ -312,12 +312,12 @@ def test_a_forced_backward_names_what_keeps_it() -> None:
     def plan_of(kernel: str, device: Any) -> Any:
         return _gradients._plan(kernel, request, problem, targets, device, False)
 
-    plan = _gradients._forced_plan("ampere", plan_of, problem, h200, None)
+    plan = _gradients.forced_plan("ampere", plan_of, problem, h200, None)
     assert plan.implementation == "ampere"
     with pytest.raises(ForcedImplementationError, match="ampere is forced, but no driver"):
-        _gradients._forced_plan("ampere", plan_of, problem, h200, "no driver")
+        _gradients.forced_plan("ampere", plan_of, problem, h200, "no driver")
     with pytest.raises(ForcedImplementationError, match="cannot compute the gradients of bfloat16"):
-        _gradients._forced_plan("ada", plan_of, problem, h200, None)
+        _gradients.forced_plan("ada", plan_of, problem, h200, None)
 
 
 @pytest.mark.parametrize("way", [contextlib.nullcontext, Watching], ids=["eager", "watched"])

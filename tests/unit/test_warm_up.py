@@ -59,7 +59,10 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
     with_masks = ("masked", "dense", "table")
     others = {f"d64_{tile}" for tile in (*with_masks, "cache", "few_cache", "mixed")}
-    helpers = {"combine", "order_tiles", "order_mixed", "summarize_mask", "summarize_ranges"}
+    helpers = {
+        "clear_counter", "combine", "order_tiles", "order_mixed", "summarize_mask",
+        "summarize_ranges",
+    }  # fmt: skip
     assert names == (
         own
         | {f"hopper_attention_fwd_f16_{tile}" for tile in others}
