@@ -23,7 +23,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _in_transform = torch._C._are_functorch_transforms_active
-_KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")
+_KNOWS_EXPORTS = hasattr(torch.compiler, "_is_exporting_flag")
 
 
 def is_eager() -> bool:
@@ -46,8 +46,10 @@ def is_tracing() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export records this call. torch 2.6 does not tell."""
-    return _KNOWS_EXPORTS and torch.compiler.is_exporting()
+    """Whether torch.export records this call. torch 2.6 does not tell, and in what torch.compile of
+    other versions traces (2.11) torch.compiler.is_exporting() is always true.
+    """
+    return _KNOWS_EXPORTS and torch.compiler._is_exporting_flag
 
 
 def in_transform() -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 import archflash
+from archflash._eager import is_exporting
 
 pytestmark = pytest.mark.slow  # torch.export takes two seconds to import
 
@@ -179,3 +180,9 @@ def test_a_trained_model_is_exported_with_one_operator(strict: bool) -> None:
         one(x).square().sum().backward()
     expected = {name: p.grad for name, p in module.named_parameters()}
     torch.testing.assert_close({n: p.grad for n, p in loaded.named_parameters()}, expected)
+
+
+def test_compiled_functions_are_not_exported_ones() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + is_exporting(), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 0
