@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 
@@ -43,6 +44,7 @@ constexpr core::BackwardTile TILES[] = {
 };
 
 constexpr size_t BEHIND_D64_WIDE = 2;
+static_assert(std::string_view(TILES[BEHIND_D64_WIDE].name) == "d64");
 
 constexpr core::BackwardTile MASKED_TILES[] = {
     backward_tile<D64Masked<DType::F16>>("d64_masked"),

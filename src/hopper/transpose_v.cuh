@@ -31,9 +31,9 @@ __device__ __forceinline__ int find_v_columns_start(const AttentionParams& param
          device::varlen_tile_start(params.cu_seqlens_k_gmem, sequence, V_COLUMN_KEYS);
 }
 
-// Of two matrices that ldmatrix has transposed, the first with keys 0 to 7 of 16 and the second
-// with the others: four keys of the first (odd: second) of two neighbouring columns, in the order
-// in which pack() has those of P.
+// Four keys of one column of V, in the order in which pack() has those of P. `first` and `second`
+// are of matrices that ldmatrix has transposed, with keys 0 to 7 of 16 and with the others; each
+// has two neighbouring columns, of which `odd` takes the second.
 __device__ __forceinline__ uint32_t keys_of_column(uint32_t first, uint32_t second, bool odd) {
   return __byte_perm(first, second, odd ? 0x7531 : 0x6420);
 }

@@ -20,7 +20,8 @@ using PlanBy = std::function<PlanResult(const std::string& kernel, const Device&
 // where a kernel is (name, only if its plan has a launch that summarizes the masks); None: each
 // problem of the kind is decided by itself. No function, None: so is every problem.
 void set_order(nb::object function);
-// The same for gradients: order(device_index, forced) -> (device, kernels), or None.
+// Sets who tells which kernels are asked for gradients: order(device_index, forced) -> (device,
+// kernels), where kernels are as above; None: each problem is decided by itself.
 void set_order_of_gradients(nb::object function);
 
 // The plan of the first kernel that has one; null: `torch` serves the problem, as some kernel

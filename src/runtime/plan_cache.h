@@ -32,7 +32,8 @@ static_assert(sizeof(CacheKey<BackwardProblem>) == sizeof(BackwardProblem) + 24)
 
 constexpr size_t PLAN_CACHE_CAPACITY = 1024;
 
-// Of bytes in whole words, four of which are mixed at the same time: keys have a hundred words.
+// A hash of `count` bytes, a multiple of 8. Keys have about a hundred words of 8 bytes, so that
+// four are mixed at the same time.
 inline size_t hash_of_words(const void* bytes, size_t count) {
   constexpr uint64_t FACTOR = 0x9e3779b97f4a7c15;
   uint64_t lanes[] = {1, 2, 3, 4}, words[4];

@@ -316,7 +316,7 @@ def test_sums_of_many_weighted_values_lose_nothing(
     rows, keys = on.pick(simulator=(16, 8192), gpu=(256, 32768))
     q, k, v = on.qkv(rows, keys, 64, dtype=dtype)
     values = v.float().abs().add(0.5).to(v.dtype)
-    # Of the kernel's home, where the simulator runs it; the keys of a row in one CTA.
+    # The plan is for one SM of the kernel's home GPU, so that one CTA has all keys of a row.
     plan = plan_with({"sm_count": 1}, q, k, values, scale=scale, implementation=kernel)
     call: dict[str, Any] = {"plan": plan, "schedules": RANDOM, "scale": scale}
     out, _ = on.attend_and_check(kernel, q, k, values, **call)
