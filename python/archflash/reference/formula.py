@@ -177,8 +177,9 @@ def baseline_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, **call: Any
 ) -> Gradients:
     """The gradients that autograd computes of plain PyTorch operations at the inputs' dtype: the
-    yardstick of `check` for gradients. Arguments and result as for `attention_backward`, but the
-    gradients have the inputs' dtype. TF32 is off while it runs.
+    yardstick of `check` for gradients. In float32 the weights come from the rounded LSE, as in a
+    kernel. Arguments and result as for `attention_backward`, but the gradients have the inputs'
+    dtype. TF32 is off while it runs.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     leaves = [q, k, v]
@@ -274,11 +275,16 @@ def _rounded_block(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_block_with_lse(block: Block) -> tuple[Tensor, Tensor]:
-    out, logits = _rounded(block)
+    """Output and LSE, whose gradients are wanted.
+
+    A kernel of gradients is given the LSE in float32 and computes the weights from it. So does
+    this in float32, where the rounding of the LSE is as large as the other errors.
+    """
+    out, logits = _rounded(block, from_lse=block.q.dtype == torch.float32)
     return out, torch.logsumexp(logits, 1)
 
 
-def _rounded(block: Block) -> tuple[Tensor, Tensor]:
+def _rounded(block: Block, from_lse: bool = False) -> tuple[Tensor, Tensor]:
     """Output, and the logits from which it comes."""
     logits = (block.q @ block.k.T) * block.scale
     if block.softcap:
@@ -288,7 +294,11 @@ def _rounded(block: Block) -> tuple[Tensor, Tensor]:
     logits = logits.masked_fill(~block.visible, -math.inf)
     if block.sink is not None:
         logits = torch.cat([logits, block.sink.expand(len(logits), 1)], 1)
-    weights = torch.softmax(logits, 1)[:, : len(block.k)]
+    if from_lse:
+        weights = torch.exp(logits - torch.logsumexp(logits, 1, keepdim=True))
+    else:
+        weights = torch.softmax(logits, 1)
+    weights = weights[:, : len(block.k)]
     if block.sink is not None:  # softmax would give NaN instead of the limit
         weights = weights.masked_fill(block.sink == math.inf, 0.0)
     weights = weights.masked_fill(~block.visible, 0.0)
