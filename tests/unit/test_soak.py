@@ -53,9 +53,9 @@ def test_pieces_of_an_hour_add_up(tmp_path: Path) -> None:
     file.write_text(header + line.format(85, 2000))
     of_kind = "2026-11-29,abc,NVIDIA H200,2.11,32,,cache,7,,,\n"
     run.write_text(header + line.format(1000, 53094) + of_kind)
-    document.write_text("H200: 85 s of an hour, 2,000 calls: the same bits")
+    document.write_text("H200: 85 s, 2,000 calls: the same bits")
     soak.add(run, file, document)
-    assert document.read_text() == "H200: 1,085 s of an hour, 55,094 calls: the same bits"
+    assert document.read_text() == "H200: 1,085 s, 55,094 calls: the same bits"
     run.write_text("date,kind\n")
     with pytest.raises(SystemExit, match="other columns"):
         soak.add(run, file, document)
