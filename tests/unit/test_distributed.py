@@ -539,6 +539,52 @@ def test_all_gather_sends_from_the_buffer_that_it_computes_with(
     assert [rank for rank, _ in sends] == [2, 0]  # keys and values together
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_many_pieces_for_a_rank_are_one_message(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks of one process: what they send fits what they receive, and each one has the keys
+    that its rows see, in order; own ones are added up where they belong.
+    """
+    ranks, ends = 4, (0, 150, 170, 204, 340, 347, 525, 559, 706, 775, 815, 820)
+    shards, mask = afd.Shards.documents(ends, ranks), Mask(ends[-1], None, 0, ends)
+    k, v = torch.arange(2 * ends[-1] * 6.0).view(2, 1, 2, ends[-1], 3).unbind(0)
+    sources = [range(ranks)] if together else [[r] for r in range(ranks)]
+    plans = [_plan.make(shards, mask, r, sources, [(0, 2)]) for r in range(ranks)]
+    said: list[Any] = []
+    monkeypatch.setattr(_exchange, "start", lambda *messages: said.append(messages) or Arriving([]))
+    held = [shards.positions(r) for r in range(ranks)]
+    for number in range(len(sources)):
+        said.clear()
+        keys = []
+        for r, plan in enumerate(plans):
+            stages = plan.stages[number : number + 1]
+            keys.append(
+                _travel.Arrivals(
+                    plan, stages, None, k[:, :, held[r]], v[:, :, held[r]], _turns.Turns(None)
+                )
+            )
+            keys[r]._together = together
+            keys[r]._ask(1)
+        sent = {(r, to): [] for r in range(ranks) for to in range(ranks)}
+        for r, (_, sends, _) in enumerate(said):
+            for to, x in sends:
+                sent[r, to].append(x)
+        most = max(map(len, sent.values()))
+        # Keys and values together, or apart; a ring begins with the own ones.
+        assert most == (1 if together else 2 if number else 0)
+        for r, (_, _, receives) in enumerate(said):
+            for source, x in receives:
+                x.copy_(sent[source, r].pop(0))
+        assert not any(sent.values())
+        for plan, arrived in zip(plans, keys, strict=True):
+            arrived.take(0)
+            arrived.arrive()
+            rows = torch.cat([torch.arange(*piece) for piece in plan.stages[number].keys])
+            assert torch.equal(arrived.k, k[:, :, rows])
+            assert torch.equal(arrived.v, v[:, :, rows])
+
+
 class Streams:
     """What the streams of turns have done, and which of it each knows to be done."""
 
@@ -609,21 +655,22 @@ def test_a_share_is_merged_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 11])
 @pytest.mark.parametrize("back", [False, True])
 def test_shares_of_the_heads(heads: int, back: bool) -> None:
-    """Little work is one share; of much work a quarter is waited for; and there is room for two
-    shares of keys at a time, in the backward pass with their gradients.
+    """Little work is one share, and so is work beside which the messages take little time. Else a
+    quarter is waited for, and there is room for two shares of keys at a time, in the backward pass
+    with their gradients.
     """
     shape = _cost.Shape(1, 8 * heads, heads, 128, 128, 2)
 
-    def shares(n: int, room: float) -> tuple[tuple[int, int], ...]:
+    def shares(n: int, room: float, link: float = 30e9) -> tuple[tuple[int, int], ...]:
         shards = afd.Shards.zigzag(n, 2)
-        speeds = _cost.Speeds(room=room)
+        speeds = _cost.Speeds(room=room, link=link)
         found = _cost.head_shares(shards, Mask(n, None, 0), shape, speeds, back=back)
         assert found[0][0] == 0
         assert found[-1][1] == heads
         assert all(a[1] == b[0] and b[1] > b[0] for a, b in itertools.pairwise(found))
         return found
 
-    assert len(shares(512, 8e9)) == 1
+    assert len(shares(512, 8e9)) == len(shares(65536, 8e9, 1e15)) == 1
     many = shares(65536, 8e9)
     assert many[0][1] == -(-heads // 4)
     assert len(many) <= _turns._MOST_TURNS

@@ -19,6 +19,9 @@ from archflash.distributed._shards import Piece, Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")
 _SHARED_SECONDS = 2.5e-3  # of work, at least, for one more share of the heads
+# What several shares cost of the work, with a mask and without: they have fewer tiles, and NCCL's
+# kernel takes some SMs from them (four H200s).
+_SHARING_COSTS = {True: 0.02, False: 0.06}
 
 
 @dataclass(frozen=True)
@@ -162,15 +165,22 @@ def head_shares(
     """Shares of the heads of k and v for all-gather: while one is computed, the next one's keys
     travel, and in the backward pass the gradients of the one before. The first one is a quarter,
     because its keys are waited for, and in the backward pass the last one, because its gradients
-    are; the rest is one share, unless buffers are too large.
+    are; the rest is one share, unless buffers are too large. One share is all where that hides too
+    little.
     """
     heads, seconds = shape.heads_kv, _slowest(shards, mask, shape, speeds)
     widths = shape.element_bytes
     if back:
         seconds, widths = seconds * 2.5 / 2, widths + max(4, shape.element_bytes)
     row = shape.batch * (shape.d + shape.dv) * widths
-    most = max(1, int(speeds.room / (2 * row * max(1, *traffic(shards, mask)[1]))))
-    first = min(-(-heads // 4), most) if seconds > _SHARED_SECONDS else 0
+    rows = max(1, *traffic(shards, mask)[1])
+    hidden = 0.75 * rows * row * heads / speeds.link
+    masked = any(x is not None for x in (mask.left, mask.right, mask.ends, mask.key_ranges))
+    shared = seconds > _SHARED_SECONDS and hidden > _SHARING_COSTS[masked] * seconds
+    if not shared and rows * row * heads <= speeds.room:
+        return ((0, heads),)
+    most = max(1, int(speeds.room / (2 * row * rows)))  # of two shares at a time
+    first = min(-(-heads // 4), most) if shared else 0
     last = max(first, heads - first) if back else heads
     edges = sorted({0, first, *range(first, last, most), last, heads})
     return tuple(itertools.pairwise(edges))

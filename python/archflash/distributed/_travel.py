@@ -3,12 +3,14 @@ back.
 
 Keys and values travel with rows first, ``(rows, batch, heads, d)``, in all-gather as one tensor
 ``(rows, batch, heads, d + dv)``: they are received where they belong in buffers of ascending global
-rows. Their gradients travel back in float32 as such a tensor, and are added up in an order that
-depends on the ranks alone.
+rows. Many pieces for a rank are one message; a kernel then takes the keys from buffers of the own
+rows and of the messages behind them. Gradients travel back in float32 likewise, and are added
+up in an order that depends on the ranks alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -36,6 +38,55 @@ def buffer_of(rows: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
     return k.new_empty((rows, *k.shape[:2], k.shape[-1] + v.shape[-1]), dtype=dtype)
 
 
+# Pieces for one rank that are messages of their own; more are one message.
+_MOST_ALONE = 2
+_ByRank = Sequence[tuple[int, tuple[Piece, ...]]]
+
+
+def _is_packed(*all_by_rank: _ByRank) -> bool:
+    return any(len(pieces) > _MOST_ALONE for x in all_by_rank for _, pieces in x)
+
+
+def _messages(
+    by_rank: _ByRank, tensors: Sequence[Tensor], first: int = 0
+) -> list[_exchange.Message]:
+    """Messages that stand one after another in tensors, from a row on, for each rank in order."""
+    made, at = [], first
+    for rank, pieces in by_rank:
+        sizes = [end - start for start, end in pieces]
+        for n in [sum(sizes)] if len(sizes) > _MOST_ALONE else sizes:
+            made += [(rank, x[at : at + n]) for x in tensors]
+            at += n
+    return made
+
+
+def _sends(
+    plan: Plan, held: Sequence[Piece], by_rank: _ByRank, tensors: Sequence[Tensor]
+) -> list[_exchange.Message]:
+    """Global rows of tensors that hold those of `held`, with rows first, for each rank."""
+    if _is_packed(by_rank):
+        index = _index(plan, held, [piece for _, pieces in by_rank for piece in pieces], tensors[0])
+        return _messages(by_rank, [x.index_select(0, index) for x in tensors])
+    return [
+        (rank, x[a:b]) for rank, pieces in by_rank for a, b in places(held, pieces) for x in tensors
+    ]
+
+
+def _index(plan: Plan, held: Sequence[Piece], pieces: Sequence[Piece], x: Tensor) -> Tensor:
+    """Where global rows stand in a buffer of those of `held`, one number for each, beside x."""
+
+    def make() -> tuple[Tensor]:
+        return (_rows(places(held, pieces)).to(x.device),)
+
+    return plan.table(("index", tuple(held), tuple(pieces), x.device), make)[0]
+
+
+def _rows(pieces: Sequence[Piece]) -> Tensor:
+    """The rows of some pieces, int64 on the CPU."""
+    ranges = [torch.arange(*piece, device="cpu") for piece in pieces]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
+
+
 def where_alone(plan: Plan, stage: Stage) -> Piece | None:
     """Where the keys of a stage stand among the rank's own, if it needs no others and these are
     neighbours.
@@ -54,7 +105,7 @@ class Arrivals:
     """The keys of the stages, of which the next one's are under way, or in turns all others'.
 
     Attributes:
-        k, v: "bhnd", of the stage that was taken last.
+        k, v: "bhnd", of the stage that was taken last, once they arrived.
     """
 
     def __init__(
@@ -69,7 +120,8 @@ class Arrivals:
         self._together = plan.stages_of_a_share == 1
         # K and V of the stages that are still to be taken (with turns, of every stage), each with
         # the messages that bring them.
-        self._coming: list[tuple[Tensor, Tensor, _exchange.Pending]] = []
+        self._coming: list[tuple[_Coming, _exchange.Pending]] = []
+        self._taken = _Coming((k, v))
         self._asked = 0  # stages whose messages were started
         self._pending, self._behind = _exchange.Pending(), _exchange.Pending()
 
@@ -79,7 +131,8 @@ class Arrivals:
         """
         if number == 0:
             self._ask(1)
-        self.k, self.v, self._pending = self._coming[number] if self._turns else self._coming.pop()
+        self._taken, self._pending = self._coming[number] if self._turns else self._coming.pop()
+        self.k, self.v = self._taken.keys or (self._k, self._v)
         self._behind = self._ask(len(self._stages) if self._turns else number + 2, back)
         if number == 0:
             # Attention on all SMs would let copies wait, and the messages that wait for these.
@@ -90,6 +143,9 @@ class Arrivals:
     def arrive(self) -> None:
         """Lets the current stream wait for the keys of the stage that was taken."""
         self._pending.wait()
+        if self._taken.keys is None:
+            self.k, self.v = self._taken.in_order(self._k)
+            self._taken = _Coming((self.k, self.v))
         self._behind.let_start()
 
     def _ask(self, end: int, back: Returned | None = None) -> _exchange.Pending:
@@ -97,35 +153,68 @@ class Arrivals:
         sends, receives = ([], []) if back is None else ([*back.sends], [*back.receives])
         made = []
         for number in range(self._asked, min(end, len(self._stages))):
-            k, v, of_stage, to_stage = self._prepare(number)
-            made.append((k, v))
+            coming, of_stage, to_stage = self._prepare(number)
+            made.append(coming)
             sends += of_stage
             receives += to_stage
         self._asked += len(made)
         pending = _exchange.start(self._group, sends, receives)
-        self._coming += [(k, v, pending) for k, v in made]
+        self._coming += [(coming, pending) for coming in made]
         return pending
 
     def _prepare(
         self, number: int
-    ) -> tuple[Tensor, Tensor, list[_exchange.Message], list[_exchange.Message]]:
-        """k and v of a stage, and the messages that bring them."""
-        stage = self._stages[number]
+    ) -> tuple[_Coming, list[_exchange.Message], list[_exchange.Message]]:
+        """What is there of a stage's keys, what is sent, and the messages that bring the others."""
+        stage, plan = self._stages[number], self._plan
         heads = slice(*stage.heads)
-        alone = where_alone(self._plan, stage)
+        alone = where_alone(plan, stage)
         if alone is not None:
             k, v = (x[:, heads, slice(*alone)] for x in (self._k, self._v))
-            return k, v, self._sends(stage, heads), []
-        tensors, (k, v) = self._room(stage.key_rows, heads)
-        own = zip(places(stage.keys, stage.own), self._plan.local(stage.own), strict=True)
-        for (a, b), (start, end) in own:
+            return _Coming((k, v)), self._sends(stage, heads), []
+        if _is_packed(stage.sends, stage.receives):
+            return self._prepare_packed(stage, heads)
+        tensors = self._room(stage.key_rows, heads)
+        k, v = _by_head(tensors, self._k)
+        for (a, b), (start, end) in zip(
+            places(stage.keys, stage.own), plan.local(stage.own), strict=True
+        ):
             k[:, :, a:b] = self._k[:, heads, start:end]
             v[:, :, a:b] = self._v[:, heads, start:end]
         if all(overlaps(stage.own, pieces) == list(pieces) for _, pieces in stage.sends):
-            sends = _messages(stage.keys, stage.sends, tensors)
+            sends = _sends(plan, stage.keys, stage.sends, tensors)
         else:
             sends = self._sends(stage, heads)
-        return k, v, sends, _messages(stage.keys, stage.receives, tensors)
+        return _Coming((k, v)), sends, _sends(plan, stage.keys, stage.receives, tensors)
+
+    def _prepare_packed(
+        self, stage: Stage, heads: slice
+    ) -> tuple[_Coming, list[_exchange.Message], list[_exchange.Message]]:
+        """As `_prepare`, in buffers of the own rows, where they are among the keys, and behind them
+        of what is received, in that order.
+        """
+        plan, device = self._plan, self._k.device
+        n = plan.rows if stage.own else 0
+        others = [piece for _, pieces in stage.receives for piece in pieces]
+        tensors = self._room(n + sum(end - start for start, end in others), heads)
+        receives = _messages(stage.receives, tensors, n)
+        if not n:
+            sends = self._sends(stage, heads)
+            if len(stage.receives) == 1:
+                return _Coming(_by_head(tensors, self._k)), sends, receives
+        else:
+            for x, own in zip(_by_head(tensors, self._k), (self._k, self._v), strict=True):
+                x[:, :, :n] = own[:, heads]
+            mine = plan.shards.pieces[plan.rank]
+            sends = _sends(plan, mine, stage.sends, [x[:n] for x in tensors])
+
+        def make() -> tuple[Tensor]:
+            rows, of_own = _rows([*stage.own, *others]), _rows(plan.local(stage.own))
+            behind = torch.arange(n, n + len(rows) - len(of_own), device="cpu")
+            return (torch.cat([of_own, behind])[rows.argsort()].to(device),)
+
+        order = plan.table(("order", stage.keys, stage.own, device), make)[0]
+        return _Coming(None, tensors, order), sends, receives
 
     def _sends(self, stage: Stage, heads: slice) -> list[_exchange.Message]:
         """What a stage sends, from the rank's own keys and values as they travel."""
@@ -135,31 +224,44 @@ class Arrivals:
         if self._sent is None or self._sent[0] != share:
             k, v = self._k[:, heads], self._v[:, heads]
             if self._together:
-                own, to = self._room(self._plan.rows, heads)
-                to[0].copy_(k), to[1].copy_(v)
+                own = self._room(self._plan.rows, heads)
+                for x, to in zip((k, v), columns(own[0], k.shape[3]), strict=True):
+                    to.copy_(x)
             else:
                 own = [x.permute(2, 0, 1, 3).contiguous() for x in (k, v)]
             self._sent = share, own
-        return _messages(self._plan.shards.pieces[self._plan.rank], stage.sends, self._sent[1])
+        held = self._plan.shards.pieces[self._plan.rank]
+        return _sends(self._plan, held, stage.sends, self._sent[1])
 
-    def _room(self, rows: int, heads: slice) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        """New tensors for keys and values as they travel, and both "bhnd" in them."""
+    def _room(self, rows: int, heads: slice) -> list[Tensor]:
+        """New tensors for keys and values as they travel."""
         k, v = self._k[:, heads], self._v[:, heads]
         if self._together:
-            both = buffer_of(rows, k, v, k.dtype)
-            return [both], columns(both, k.shape[3])
-        apart = [x.new_empty((rows, *x.shape[:2], x.shape[3])) for x in (k, v)]
-        return apart, (apart[0].permute(1, 2, 0, 3), apart[1].permute(1, 2, 0, 3))
+            return [buffer_of(rows, k, v, k.dtype)]
+        return [x.new_empty((rows, *x.shape[:2], x.shape[3])) for x in (k, v)]
 
 
-def _messages(
-    held: Sequence[Piece], by_rank: Sequence[tuple[int, tuple[Piece, ...]]],
-    tensors: Sequence[Tensor],
-) -> list[_exchange.Message]:  # fmt: skip
-    """Global rows of tensors that hold those of `held`, with rows first, for each rank."""
-    return [
-        (rank, x[a:b]) for rank, pieces in by_rank for a, b in places(held, pieces) for x in tensors
-    ]
+def _by_head(tensors: Sequence[Tensor], k: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V, "bhnd", in tensors as they travel."""
+    if len(tensors) == 1:
+        return columns(tensors[0], k.shape[3])
+    return tensors[0].permute(1, 2, 0, 3), tensors[1].permute(1, 2, 0, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Coming:
+    """Keys and values of a stage, "bhnd"; or tensors as they travel, and which of their rows are
+    the keys.
+    """
+
+    keys: tuple[Tensor, Tensor] | None
+    tensors: Sequence[Tensor] = ()
+    order: Tensor | None = None
+
+    def in_order(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, "bhnd", once the tensors have arrived. k: any of the call."""
+        assert self.order is not None
+        return _by_head([x.index_select(0, self.order) for x in self.tensors], k)
 
 
 class Returned:
@@ -167,25 +269,41 @@ class Returned:
 
     def __init__(self, plan: Plan, stage: Stage, found: Fresh, own: Fresh, adds_own: bool) -> None:
         self._own = own.x
-        self.sends = _messages(stage.keys, stage.receives, [found.x])
+        self.sends = _sends(plan, stage.keys, stage.receives, [found.x])
         if adds_own:
-            for (a, b), (start, end) in zip(
-                places(stage.keys, stage.own), plan.local(stage.own), strict=True
-            ):
-                if own.holds_none(start, end):
-                    own.x[start:end] = found.x[a:b]
-                    own.wrote(start, end)
-                else:
-                    own.clear(start, end)
-                    own.x[start:end] += found.x[a:b]
-        self._received = []
-        for rank, pieces in stage.sends:
-            for start, end in plan.local(pieces):
+            self._add_own(plan, stage, found, own)
+        mine = plan.shards.pieces[plan.rank]
+        self._where: list[slice | Tensor] = []  # the rows of each message
+        rows = 0
+        for _, pieces in stage.sends:
+            local = plan.local(pieces)
+            for start, end in local:
                 own.clear(start, end)
-                x = own.x.new_empty((end - start, *own.x.shape[1:]))
-                self._received.append((rank, (start, end), x))
-        self.receives = [(rank, x) for rank, _, x in self._received]
+                rows += end - start
+            if len(pieces) > _MOST_ALONE:
+                self._where.append(_index(plan, mine, pieces, own.x))
+            else:
+                self._where += [slice(start, end) for start, end in local]
+        self.receives = _messages(stage.sends, [own.x.new_empty((rows, *own.x.shape[1:]))])
         self.pending = _exchange.Pending()  # once these messages are under way
+
+    def _add_own(self, plan: Plan, stage: Stage, found: Fresh, own: Fresh) -> None:
+        """Adds what the rank itself found of its own keys."""
+        local = plan.local(stage.own)
+        if len(local) > _MOST_ALONE and all(own.holds_none(*piece) for piece in local):
+            mine = plan.shards.pieces[plan.rank]
+            taken = found.x.index_select(0, _index(plan, stage.keys, stage.own, own.x))
+            own.x.index_copy_(0, _index(plan, mine, stage.own, own.x), taken)
+            for piece in local:
+                own.wrote(*piece)
+            return
+        for (a, b), (start, end) in zip(places(stage.keys, stage.own), local, strict=True):
+            if own.holds_none(start, end):
+                own.x[start:end] = found.x[a:b]
+                own.wrote(start, end)
+            else:
+                own.clear(start, end)
+                own.x[start:end] += found.x[a:b]
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         self.pending = _exchange.start(group, self.sends, self.receives)
@@ -193,5 +311,8 @@ class Returned:
     def add(self) -> None:
         """Adds what other ranks found, in the order of the plan."""
         self.pending.wait()
-        for _, (start, end), x in self._received:
-            self._own[start:end] += x
+        for where, (_, x) in zip(self._where, self.receives, strict=True):
+            if isinstance(where, slice):
+                self._own[where] += x
+            else:  # each row once, so that the order is that of the messages
+                self._own.index_add_(0, where, x)
