@@ -112,10 +112,17 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 
+# What saves tensors for autograd elsewhere: a checkpoint, for example. Not in torch 2.6.
+_saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
 def are_counted() -> bool:
-    """Whether a FlopCounterMode watches the calls of this thread."""
+    """Whether a FlopCounterMode watches the calls of this thread. Not inside of a checkpoint, where
+    PyTorch's own operations are counted: one that is computed again behind the counter has to save
+    the same tensors then.
+    """
     counter: Any = sys.modules.get(_COUNTER)
-    if counter is None:
+    if counter is None or _saving_hooks(True) is not None:
         return False
     modes = (counter.FlopCounterMode, getattr(counter, "_FlopCounterMode", ()))
     return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())

@@ -145,13 +145,17 @@ def _fake_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
 
 
 def _keep(ctx: Any, op: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
-    """Saves the arguments of an operator for its backward pass, and of its results the given."""
+    """Saves the arguments of an operator for its backward pass, and the given of its results behind
+    q, k and v, as the node of an eager call does: activation checkpointing compares what both save
+    if a dispatch mode watches the forward pass alone.
+    """
     arguments = by_name(op, *inputs)
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     ctx.names = tuple(tensors)
     ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
     ctx.order = tuple(arguments)
-    ctx.save_for_backward(*results, *tensors.values())
+    saved = tuple(tensors.values())
+    ctx.save_for_backward(*saved[:3], *results, *saved[3:])
     ctx.set_materialize_grads(False)
 
 
@@ -161,8 +165,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *saved = ctx.saved_tensors
-    arguments = ctx.others | dict(zip(ctx.names, saved, strict=True))
+    q, k, v, out, lse, *given = ctx.saved_tensors
+    arguments = ctx.others | dict(zip(ctx.names, (q, k, v, *given), strict=True))
     del arguments["needs_grad"]
     needed = {n for n, x in zip(ctx.order, ctx.needs_input_grad, strict=True) if x}
     dout = torch.zeros_like(out) if dout is None else dout

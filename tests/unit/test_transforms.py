@@ -4,6 +4,7 @@ with a sentence before anything runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import archflash
 
 Function = Callable[..., Any]
+TELLS_OF_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # PyTorch's CPU kernel, vmap
     pytest.mark.filterwarnings("ignore:archflash. tensors are on the CPU"),
@@ -346,6 +349,38 @@ def test_checkpointed_calls_have_first_gradients_with_create_graph() -> None:
         gradients(by_the_formula, leaves)[0].square().sum(), leaves[1]
     )
     torch.testing.assert_close(second.double(), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"implementation": "simt"},
+        {"implementation": "simt", "sinks": torch.zeros(4), "dropout_p": 0.5},
+        pytest.param(
+            {"softcap": 9.0}, marks=pytest.mark.skipif(not TELLS_OF_HOOKS, reason="an old PyTorch")
+        ),
+        pytest.param({}, marks=pytest.mark.skipif(not TELLS_OF_HOOKS, reason="an old PyTorch")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+def test_a_mode_may_watch_one_pass_of_a_checkpointed_call(
+    watched: str, options: dict[str, Any]
+) -> None:
+    """Such as a counter of operations around a model: both passes save the same tensors."""
+
+    def gradients(*modes: contextlib.AbstractContextManager[Any]) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        x = [of_kernel(y) for y in qkv(3, 4, 16)]
+        with modes[0]:
+            call = functools.partial(archflash.attention, **options)
+            out = checkpoint(call, *x, use_reentrant=False)
+        with modes[1]:
+            return torch.autograd.grad(out.sum(), x)
+
+    nothing, counter = contextlib.nullcontext(), FlopCounterMode(display=False)
+    modes = (counter, nothing) if watched == "forward" else (nothing, counter)
+    torch.testing.assert_close(gradients(*modes), gradients(nothing, nothing), rtol=0, atol=0)
 
 
 def test_a_tangent_of_the_outputs_gradient_is_not_lost() -> None:
