@@ -30,7 +30,14 @@ The modules stand in layers, and each imports only from layers below its own:
   kernels on a GPU, `_calibrate`, which measures them, and the command line
 """
 
+from importlib.util import find_spec as _find_spec
 from typing import Any as _Any
+
+if _find_spec("archflash._archflash") is None:
+    raise ImportError(
+        f"the compiled part of archflash is not in {__path__[0]}. If those are the sources, run "
+        "`pip install .` in the clone, and start Python outside of its folder python"
+    )
 
 from archflash import _archflash as _native
 from archflash import masks, reference

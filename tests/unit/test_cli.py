@@ -372,6 +372,13 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_closed_standard_output_is_no_traceback(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert (result := run("info")).status == 0, result.err
+
+
 def test_a_kernel_that_fails_exits_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(arguments: object) -> int:
         raise archflash.LaunchError("launching x:\n  refused")

@@ -1,9 +1,12 @@
-"""What only POSIX has is called in one Python file and one C++ file."""
+"""What only POSIX has is called in one Python file and one C++ file; the sources alone say what is
+missing.
+"""
 
 from __future__ import annotations
 
 import ast
 import errno
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -57,6 +60,13 @@ def test_a_lock_on_windows_waits_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         answers.append(OSError(errno.EBADF, "no such file"))
         with pytest.raises(OSError, match="no such file"):
             _posix.lock(file)
+
+
+def test_sources_without_the_compiled_part_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(archflash.__file__).read_text()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"not in clone/python/archflash. .*`pip install \.`"):
+        exec(source, {"__path__": ["clone/python/archflash"]})
 
 
 def test_host_code() -> None:

@@ -33,7 +33,8 @@ def exit_status(run: Callable[[], int]) -> int:
     """
     try:
         status = run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the standard output is closed
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of the output is gone; Python must not flush it again
