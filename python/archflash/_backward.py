@@ -139,11 +139,12 @@ def attention_backward(
             for of_gradient, x, of in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
                 _check_given(of_gradient, x, of, accumulate)
         unrecorded(_refuse_for_operator, (q, k, v), given)
+        wide = any(x is not None and x.dtype != q.dtype for x in given)
         with torch.no_grad():
             found = _ops_backward.attention_backward(
-                *tensors, options, implementation, mask_gradient, deterministic
+                *tensors, options, implementation, mask_gradient, deterministic, wide
             )
-            results = _into_given(found, given, accumulate)
+            results = _into_given(found, given, accumulate, q.dtype)
     else:
         request = _ops_backward.backward_request(*tensors, options, mask_gradient)
         into = _targets(request, given, accumulate)
@@ -196,18 +197,20 @@ def _check_given(name: str, x: Tensor | None, of: Tensor, accumulate: bool) -> N
 def _refuse_for_operator(inputs: tuple[Tensor, ...], given: tuple[Tensor | None, ...]) -> None:
     """Refuses what the operator cannot be told."""
     for name, x, of in zip(("dq", "dk", "dv"), given, inputs, strict=True):
-        if x is not None and (x.dtype != of.dtype or x.shape != of.shape):
+        if x is not None and (x.dtype not in (of.dtype, torch.float32) or x.shape != of.shape):
             raise UnsupportedError(
-                f"{name} is {x.dtype} {tuple(x.shape)}: under torch.compile, a mode or a transform "
-                "of PyTorch, and where a tensor of the call is a subclass, it must be "
-                f"{of.dtype} {tuple(of.shape)}, as {name[1]}; pass plain tensors in plain code"
+                f"{name} is {x.dtype} {tuple(x.shape)}: it must be {of.dtype} or float32, and "
+                f"{tuple(of.shape)} as {name[1]}"
             )
 
 
 def _into_given(
-    found: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], accumulate: bool
+    found: tuple[Tensor | None, ...],
+    given: tuple[Tensor | None, ...],
+    accumulate: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
-    """What the operator returned, in the given tensors where there are any."""
+    """What the operator returned, in the given tensors where there are any, else in a dtype."""
     *gradients, dsinks, dmask = found
     results: list[Tensor | None] = []
     for x, target in zip(gradients, given, strict=True):
@@ -215,7 +218,7 @@ def _into_given(
         if target is None:
             if accumulate:
                 raise ValueError("accumulate=True needs dq, dk and dv: pass the tensors to add to")
-            results.append(x)
+            results.append(x.to(dtype))
         else:
             results.append(target.add_(x) if accumulate else target.copy_(x))
     return (*results, dsinks, dmask)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash import _flops, _options, _sharding
+from archflash import _flops, _options, _sharding, _strides
 from archflash._dispatch import forced
 from archflash._eager import has_tangent
 from archflash._gradients import (
@@ -29,7 +29,7 @@ from archflash._schemas import by_name
 library.define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"Tensor? dlse, {_options.SCHEMA}, str? implementation, bool mask_gradient, "
-    "bool? deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool? deterministic, bool wide) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -45,16 +45,17 @@ def attention_backward(
     implementation: str | None,
     mask_gradient: bool,
     deterministic: bool | None,
+    wide: bool,
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dsinks, dmask) of a call through the operator; dsinks is None without sinks, and
-    dmask where it is not wanted.
+    dmask where it is not wanted. With `wide` dq, dk and dv are float32.
     """
     if _sharding.has_dtensor(q, k, v):
         _sharding.prepare(options)
     *gradients, dsinks, dmask = torch.ops.archflash.attention_backward(
         dout, q, k, v, out, lse, dlse,
         implementation=implementation, mask_gradient=mask_gradient, deterministic=deterministic,
-        **_options.to_operator(options),
+        wide=wide, **_options.to_operator(options),
     )  # fmt: skip
     dsinks = None if options["sinks"] is None else dsinks
     return (*gradients, dsinks, dmask if mask_gradient else None)
@@ -62,19 +63,19 @@ def attention_backward(
 
 def _request(
     given: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[Request, str | None, bool | None]:
-    """The arguments of archflash::attention_backward: the call, `implementation` and
-    `deterministic`.
+) -> tuple[Request, str | None, bool | None, bool]:
+    """The arguments of archflash::attention_backward: the call, `implementation`, `deterministic`
+    and `wide`.
     """
     arguments = by_name(torch.ops.archflash.attention_backward, *given, **named)
     implementation = arguments.pop("implementation")
     mask_gradient = arguments.pop("mask_gradient")
-    deterministic = arguments.pop("deterministic")
+    deterministic, wide = arguments.pop("deterministic"), arguments.pop("wide")
     names = ("dout", "q", "k", "v", "out", "lse", "dlse")
     tensors = {name: arguments.pop(name) for name in names}
     options = _options.from_operator(arguments)
     request = Request(**tensors, options=options, mask_gradient=mask_gradient)
-    return request, implementation, deterministic
+    return request, implementation, deterministic, wide
 
 
 def backward_request(
@@ -117,15 +118,24 @@ def check_backward(request: Request) -> None:
 
 def _run_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
     """The gradients on real tensors."""
-    asked, implementation, deterministic = _request(given, named)
+    asked, implementation, deterministic, wide = _request(given, named)
     request = backward_request(
         asked.dout, asked.q, asked.k, asked.v, asked.out, asked.lse, asked.dlse, asked.options,
         asked.mask_gradient,
     )  # fmt: skip
-    into = Gradients.like(request)
+    into = _new(request, wide)
     name = forced() if implementation is None else implementation
     compute(request, into, name, deterministic)
     return _results(request, into)
+
+
+def _new(request: Request, wide: bool) -> Gradients:
+    """Tensors for the gradients that the operator returns; those of float64 stay so."""
+    inputs = (request.q, request.k, request.v)
+    if not wide or request.q.dtype.itemsize > 2:
+        return Gradients.like(request)
+    targets = (_strides.new_in_order(x, x.shape, torch.float32) for x in inputs)
+    return Gradients.like(request, tuple(targets))
 
 
 def _results(request: Request, into: Gradients) -> tuple[Tensor, ...]:
@@ -140,8 +150,8 @@ def _results(request: Request, into: Gradients) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
-    request, *_ = _request(given, named)
-    return _results(request, Gradients.like(request))
+    request, _, _, wide = _request(given, named)
+    return _results(request, _new(request, wide))
 
 
 def _keep(ctx: Any, op: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
@@ -212,7 +222,7 @@ def gradients(
     mask_gradient = mask is not None and mask.is_floating_point() and "attn_mask" in needed
     dq, dk, dv, dsinks, dmask = torch.ops.archflash.attention_backward(
         dout, q, k, v, out, lse, dlse, implementation=implementation, mask_gradient=mask_gradient,
-        deterministic=deterministic or None, **arguments,
+        deterministic=deterministic or None, wide=False, **arguments,
     )  # fmt: skip
     found = {"q": dq, "k": dk, "v": dv}
     if arguments["sinks"] is not None:

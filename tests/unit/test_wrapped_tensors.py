@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 import archflash
 from archflash import _archflash as _native
@@ -361,12 +362,30 @@ def test_a_gradient_of_merged_wrappers() -> None:
         archflash.merge_attention([out.as_subclass(Tagged)] * 2, [LSE] * 2, **forced("ampere"))
 
 
-def test_a_gradient_of_another_dtype_is_refused_where_an_operator_serves() -> None:
-    q, k, v, out = (x.float() for x in (Q, K, V, OUT))
-    with pytest.raises(archflash.UnsupportedError, match=r"dq is torch\.float32"):
-        archflash.attention_backward(
-            Wrapper(OUT), Q, K, V, OUT, LSE, dq=torch.zeros(Q.shape, dtype=torch.float32)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_in_float32_where_an_operator_serves(accumulate: bool) -> None:
+    """As context parallelism asks for them, here under a mode and compiled: not rounded between."""
+
+    def gradients() -> tuple[Tensor, ...]:
+        into = {name: torch.ones(x.shape) for name, x in (("dq", Q), ("dk", K), ("dv", V))}
+        return archflash.attention_backward(
+            OUT, Q, K, V, OUT, LSE, **into, accumulate=accumulate, implementation="ampere"
         )
+
+    plain_ones = gradients()
+    assert plain_ones[0].dtype == torch.float32
+    with FlopCounterMode(display=False):
+        assert_same(gradients(), plain_ones)
+    torch._dynamo.reset()
+    assert_same(torch.compile(gradients, backend="aot_eager", fullgraph=True)(), plain_ones)
+    rounded = archflash.attention_backward(Wrapper(OUT), Q, K, V, OUT, LSE, dq=torch.ones(Q.shape))
+    assert [x.dtype for x in rounded] == [torch.float32, K.dtype, V.dtype]
+
+
+def test_what_cannot_take_a_gradient_is_refused_where_an_operator_serves() -> None:
+    q, k, v, out = (x.float() for x in (Q, K, V, OUT))
+    with pytest.raises(TypeError, match=r"dq has dtype torch\.float64"):
+        archflash.attention_backward(Wrapper(OUT), Q, K, V, OUT, LSE, dq=Q.double())
     with pytest.raises(ValueError, match="accumulate=True, but dq is None"):
         archflash.attention_backward(Wrapper(out), q, k, v, out, LSE, accumulate=True)
 
