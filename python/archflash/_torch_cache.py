@@ -7,13 +7,15 @@ sequence's length. New rows are written into the caches first.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from archflash import _torch
+from archflash import _autocast, _torch
 from archflash._bias import sides_of
 from archflash._packed_rows import unpack
 from archflash._torch_masks import packed_rows
@@ -51,6 +53,18 @@ def orders_queries(
     return causal or bounded or attention_chunk is not None
 
 
+def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function outside of autocast, which must not change the dtypes of a call."""
+
+    @functools.wraps(function)
+    def call(q: Tensor, *given: Any, **named: Any) -> Any:
+        with _autocast.no_autocast(q.device.type):
+            return function(q, *given, **named)
+
+    return call
+
+
+@_as_given
 def attention(
     q: Tensor,
     k_cache: Tensor,

@@ -14,6 +14,8 @@ from torch.nn.attention.bias import causal_upper_left
 import archflash
 from archflash import _api, _autocast
 from archflash.compat.flash_attn import flash_attn_func
+from archflash.compat.flash_attn.bert_padding import pad_input
+from archflash.compat.flash_attn.layers.rotary import apply_rotary_emb
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -92,6 +94,29 @@ def test_queries_beside_a_cache(cached: torch.dtype) -> None:
         out = archflash.attention_with_kvcache(q, k_cache, v_cache, **call)
     assert out.dtype == cached
     assert torch.equal(k_cache[:, 3], new[:, 0].to(cached))
+
+
+@pytest.mark.parametrize(("dtype", "other"), [HALF, HALF[::-1]], ids=str)
+def test_what_is_not_cast_is_not_refused(dtype: torch.dtype, other: torch.dtype) -> None:
+    """PyTorch's autocast refuses to join tensors of the 16-bit dtype that is not its own."""
+    q, new, cache = (torch.randn(1, n, 2, 32).to(dtype) for n in (1, 1, 8))
+    table, lengths = torch.randn(8, 8).to(dtype), torch.tensor([3], dtype=torch.int32)
+
+    def results() -> tuple[Tensor, ...]:
+        k, v = cache.clone(), cache.clone()
+        rotary = {"rotary_cos": table, "rotary_sin": table, "k_new": new, "v_new": new}
+        kept = torch.tensor([0, 2])
+        return (
+            archflash.attention_with_kvcache(q, k, v, cache_seqlens=lengths, **rotary),
+            archflash.attention_with_kvcache(q, k, v, cache_seqlens=lengths, qv=q),
+            apply_rotary_emb(cache, table, table),
+            pad_input(cache[0, :2], kept, 2, 2),
+        )
+
+    expected = results()
+    with torch.autocast("cpu", other):
+        found = results()
+    assert all(map(torch.equal, found, expected))
 
 
 def test_explain_tells_what_the_call_would_do() -> None:

@@ -27,7 +27,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Zeros (first_axis_dim, ...) with values (n, ...) at the rows `indices`, int64 (n,)."""
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return zeros.index_put((indices,), values)
+    return zeros.index_put_((indices,), values)  # autocast on CUDA has index_put alone on its list
 
 
 @in_its_words()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from archflash._autocast import no_autocast
+
 
 def apply_rotary_emb(
     x: Tensor,
@@ -69,8 +71,9 @@ def apply_rotary_emb(
     else:
         first, second = turned.chunk(2, -1)
     pair = (first * c - second * s, first * s + second * c)
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    result = torch.cat([turned.to(x.dtype), x[..., channels:]], -1)
+    with no_autocast(x.device.type):  # on a CPU it refuses to join tensors of another 16-bit dtype
+        turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+        result = torch.cat([turned.to(x.dtype), x[..., channels:]], -1)
     result = torch.where(inside[..., None, None], result, x)
     return x.copy_(result) if inplace else result
 
