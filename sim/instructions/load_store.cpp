@@ -197,15 +197,11 @@ void run_store(Warp& warp, const Instruction& instruction, uint32_t mask) {
       else
         std::memcpy(to, warp.lanes<const uint32_t>(source) + lane, instruction.bytes);
     }
-    if (strong) {
-      if (RaceDetector* races = warp.cta().races()) {
-        races->strong_write(warp.agent(), variable_key(located, lane),
-                            (instruction.flags & RELEASE) != 0, false, scope_of(instruction));
-      }
-      note_strong_write(warp, located, lane, bytes);
-    } else {
-      note_write(warp, located, lane, bytes, data);
+    if (RaceDetector* races = strong ? warp.cta().races() : nullptr) {
+      races->strong_write(warp.agent(), variable_key(located, lane),
+                          (instruction.flags & RELEASE) != 0, false, scope_of(instruction));
     }
+    note_write(warp, located, lane, bytes, data, strong ? Writing::Strong : Writing::Plain);
     std::memcpy(located.where[lane], data, bytes);
   }
 }

@@ -55,7 +55,7 @@ void run_stmatrix(Warp& warp, const Instruction& instruction, uint32_t mask) {
       const int lane = LDMATRIX_ROWS * m + r;
       uint8_t data[LDMATRIX_ROW_BYTES];
       std::memcpy(data, rows[r], LDMATRIX_ROW_BYTES);
-      note_write(warp, located, lane, LDMATRIX_ROW_BYTES, data, true);
+      note_write(warp, located, lane, LDMATRIX_ROW_BYTES, data, Writing::ByMatrix);
       std::memcpy(located.where[lane], data, LDMATRIX_ROW_BYTES);
     }
   }

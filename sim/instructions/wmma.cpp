@@ -115,7 +115,7 @@ void run_wmma_store(Warp& warp, const Instruction& instruction, uint32_t mask) {
   for_each_chunk(warp, instruction, mask, Access::Write,
                  [&](int line, int byte, const Located& located, int lane) {
                    const uint8_t* data = matrix + line * EDGE * extra.bytes + byte;
-                   note_write(warp, located, lane, CHUNK_BYTES, data, true);
+                   note_write(warp, located, lane, CHUNK_BYTES, data, Writing::ByMatrix);
                    std::memcpy(located.where[lane], data, CHUNK_BYTES);
                  });
 }

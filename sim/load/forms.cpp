@@ -128,7 +128,8 @@ size_t match(const PreparedForm& form, const std::vector<std::string_view>& modi
 
 std::span<const FormTable> form_tables() {
   static const FormTable TABLES[] = {
-      {"integer", integer_forms()},
+      {"integer arithmetic", integer_forms()},
+      {"logic, shifts, bit fields", logic_forms()},
       {"floating point", float_forms()},
       {"moves, addresses", move_forms()},
       {"conversions", convert_forms()},

@@ -22,6 +22,7 @@ struct Form {
 };
 
 std::span<const Form> integer_forms();
+std::span<const Form> logic_forms();
 std::span<const Form> float_forms();
 std::span<const Form> move_forms();
 std::span<const Form> convert_forms();

@@ -1,19 +1,16 @@
 #include "sim/memory/access.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstdio>
 #include <cstring>
 
+#include "sim/memory/transactions.h"
 #include "sim/run/cluster.h"
 #include "sim/units/mbarrier.h"
 
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t BANKS = 32;
-constexpr uint32_t BANK_BYTES = 4;
-constexpr uint64_t SECTOR_BYTES = 32;
 constexpr const char* ACCESSES = "accesses shared memory of";
 
 std::string hex(uint64_t value) {
@@ -145,39 +142,51 @@ void check_launches(Warp& warp, int lane, Buffer& buffer, uint64_t address, uint
   }
 }
 
-uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access) {
-  Cta& cta = warp.cta();
-  GlobalMemory& memory = *cta.launch().memory;
+// The buffer that holds these bytes of global memory. `doing` is a verb, for the message.
+Buffer& buffer_of(Warp& warp, int lane, uint64_t address, uint64_t bytes, const char* doing) {
+  GlobalMemory& memory = *warp.cta().launch().memory;
   Buffer* buffer = memory.find(address);
   if (buffer == nullptr || address - buffer->base >= buffer->bytes ||
       bytes > buffer->bytes - (address - buffer->base)) {
-    throw Fault{"out-of-bounds", std::string(verb(access)) + " " + memory.describe(address, bytes),
-                lane, address};
+    throw Fault{"out-of-bounds", doing + (' ' + memory.describe(address, bytes)), lane, address};
   }
-  if (address % bytes != 0) misaligned(lane, access, bytes, address);
-  if (!is_read(access) && !buffer->writable) {
-    throw Fault{
-        "read-only",
-        std::string(verb(access)) + " " + memory.describe(address, bytes) + ", which is an input",
-        lane, address};
+  return *buffer;
+}
+
+// Checks what may be done with bytes of a buffer: an input is not written, and what is read holds
+// values.
+void check_buffer(Warp& warp, int lane, Buffer& buffer, uint64_t address, uint64_t bytes,
+                  bool reads, bool writes, const char* doing) {
+  const auto sentence = [&](const char* end) {
+    return doing + (' ' + warp.cta().launch().memory->describe(address, bytes)) + end;
+  };
+  if (writes && !buffer.writable) {
+    throw Fault{"read-only", sentence(", which is an input"), lane, address};
   }
-  const uint64_t offset = address - buffer->base;
-  if (!buffer->state.empty()) {
-    uint8_t* state = buffer->state.data() + offset;
+  if (!buffer.state.empty()) {
+    const uint8_t* const state = buffer.state.data() + (address - buffer.base);
     if (std::memchr(state, GAP, bytes) != nullptr) {
-      throw Fault{"out-of-bounds",
-                  std::string(verb(access)) + " " + memory.describe(address, bytes) +
-                      ", which lies between the tensor's rows",
-                  lane, address};
+      throw Fault{"out-of-bounds", sentence(", which lies between the tensor's rows"), lane,
+                  address};
     }
-    if (access != Access::Write && !all_valid(state, bytes)) {
-      report_state(warp, lane, state, bytes, memory.describe(address, bytes), address);
+    const auto count = static_cast<uint32_t>(bytes);
+    if (reads && !all_valid(state, count)) {
+      report_state(warp, lane, state, count, warp.cta().launch().memory->describe(address, bytes),
+                   address);
     }
   }
-  if (cta.launch().overlaps) [[unlikely]] {
-    check_launches(warp, lane, *buffer, address, bytes, access != Access::Write, !is_read(access));
+  if (warp.cta().launch().overlaps) [[unlikely]] {
+    check_launches(warp, lane, buffer, address, bytes, reads, writes);
   }
-  if (buffer->writable && cta.races() != nullptr && access != Access::Write) {
+}
+
+uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access) {
+  Cta& cta = warp.cta();
+  Buffer& buffer = buffer_of(warp, lane, address, bytes, verb(access));
+  if (address % bytes != 0) misaligned(lane, access, bytes, address);
+  check_buffer(warp, lane, buffer, address, bytes, access != Access::Write, !is_read(access),
+               verb(access));
+  if (buffer.writable && cta.races() != nullptr && access != Access::Write) {
     const Accessor who{warp.agent(), lane, warp.pc()};
     if (is_read(access)) cta.log_access(who, address, bytes, false);
     Race race;
@@ -188,10 +197,10 @@ uint8_t* locate_global(Warp& warp, int lane, uint64_t address, uint32_t bytes, A
     if (access == Access::Atomic) race = cta.races()->global_atomic(who, address, bytes);
     if (race.found) {
       cta.report_race(warp, lane, race, access == Access::Atomic, false,
-                      memory.describe(address, bytes), address);
+                      cta.launch().memory->describe(address, bytes), address);
     }
   }
-  return buffer->host + offset;
+  return buffer.host + (address - buffer.base);
 }
 
 uint8_t* locate_local(Warp& warp, int lane, uint64_t address, uint32_t bytes, Access access) {
@@ -250,79 +259,6 @@ Space space_of(uint64_t& address, int lane, Access access, uint32_t bytes) {
               lane, address};
 }
 
-void count_sectors(Warp& warp, const Located& located, uint32_t mask, uint32_t bytes) {
-  uint64_t sectors[LANES];
-  int count = 0;
-  bool sorted = true;
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    const uint64_t sector = located.address[std::countr_zero(rest)] / SECTOR_BYTES;
-    if (count > 0) {
-      if (sectors[count - 1] == sector) continue;
-      sorted = sorted && sectors[count - 1] < sector;
-    }
-    sectors[count++] = sector;
-  }
-  if (!sorted) {
-    std::sort(sectors, sectors + count);
-    count = static_cast<int>(std::unique(sectors, sectors + count) - sectors);
-  }
-  warp.cta().counts().memory[warp.pc()].transactions +=
-      static_cast<uint64_t>(count) * std::max<uint64_t>(1, bytes / SECTOR_BYTES);
-}
-
-}  // namespace
-
-uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes, uint32_t& ideal) {
-  const uint32_t unit = bytes <= BANK_BYTES ? BANK_BYTES : std::min(bytes, 16u);
-  const uint32_t lanes_at_once = LANES * BANK_BYTES / unit;  // a wavefront moves 128 bytes
-  const uint32_t columns = BANKS * BANK_BYTES / unit;
-  uint32_t total = 0;
-  ideal = 0;
-  const auto log2 = static_cast<uint32_t>(std::countr_zero(unit));
-  for (uint32_t first = 0; first < LANES; first += lanes_at_once) {
-    uint32_t part = mask >> first;
-    if (lanes_at_once < LANES) part &= (1u << lanes_at_once) - 1;
-    if (part == 0) continue;
-    ++ideal;
-    uint32_t columns_used = 0;
-    for (uint32_t rest = part; rest != 0; rest &= rest - 1) {
-      const uint32_t at = offsets[first + static_cast<uint32_t>(std::countr_zero(rest))] >> log2;
-      columns_used |= 1u << (at & (columns - 1));
-    }
-    if (columns_used == part || std::popcount(columns_used) == std::popcount(part)) {
-      ++total;  // no two lanes meet in a bank
-      continue;
-    }
-    // The rows that each column of banks has been asked for.
-    uint32_t seen[LANES], seen_column[LANES];
-    int seen_count = 0;
-    uint32_t used = 0;
-    bool conflict = false;
-    for (uint32_t rest = part; rest != 0; rest &= rest - 1) {
-      const uint32_t at = offsets[first + static_cast<uint32_t>(std::countr_zero(rest))] / unit;
-      const uint32_t column = at & (columns - 1);
-      if (used >> column & 1) {
-        bool known = false;
-        for (int k = seen_count - 1; k >= 0 && !known; --k) known = seen[k] == at;
-        if (known) continue;
-        conflict = true;
-      }
-      used |= 1u << column;
-      seen[seen_count] = at;
-      seen_column[seen_count++] = column;
-    }
-    uint32_t most = 1;
-    if (conflict) {
-      uint8_t count[LANES] = {};
-      for (int k = 0; k < seen_count; ++k) {
-        most = std::max<uint32_t>(most, ++count[seen_column[k]]);
-      }
-    }
-    total += most;
-  }
-  return total;
-}
-
 // The common case of `locate`, where every lane is in order. Returns false if the lanes must be
 // looked at one by one.
 bool locate_shared_at_once(Warp& warp, uint32_t mask, const uint32_t* base, uint32_t offset,
@@ -351,12 +287,11 @@ bool locate_shared_at_once(Warp& warp, uint32_t mask, const uint32_t* base, uint
     located.address[lane] = addresses[lane];
     located.space[lane] = Space::Shared;
   }
-  uint32_t ideal = 0;
-  MemoryCounts& counts = cta.counts().memory[warp.pc()];
-  counts.wavefronts += bank_wavefronts(addresses, mask, bytes, ideal);
-  counts.ideal += ideal;
+  count_shared(warp, addresses, mask, bytes);
   return true;
 }
+
+}  // namespace
 
 void locate(Warp& warp, uint32_t mask, const Address& operand, uint32_t bytes, Access access,
             Located& located) {
@@ -406,17 +341,9 @@ void locate(Warp& warp, uint32_t mask, const Address& operand, uint32_t bytes, A
       }
     }
   }
-  if (shared_lanes != 0) {
-    uint32_t ideal = 0;
-    MemoryCounts& counts = warp.cta().counts().memory[warp.pc()];
-    counts.wavefronts += bank_wavefronts(shared_offsets, shared_lanes, bytes, ideal);
-    counts.ideal += ideal;
-  }
-  if (local_lanes != 0) {  // a card interleaves the lanes' local memory word by word
-    const uint64_t moved = static_cast<uint64_t>(std::popcount(local_lanes)) * bytes;
-    warp.cta().counts().memory[warp.pc()].local += (moved + SECTOR_BYTES - 1) / SECTOR_BYTES;
-  }
-  if (global_lanes != 0) count_sectors(warp, located, global_lanes, bytes);
+  if (shared_lanes != 0) count_shared(warp, shared_offsets, shared_lanes, bytes);
+  if (local_lanes != 0) count_local(warp, local_lanes, bytes);
+  if (global_lanes != 0) count_global(warp, located.address, global_lanes, bytes);
 }
 
 namespace {
@@ -493,46 +420,24 @@ const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t b
 
 uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t bytes, bool writes) {
   Cta& cta = warp.cta();
-  GlobalMemory& memory = *cta.launch().memory;
-  Buffer* buffer = memory.find(address);
-  const char* const doing = writes ? "writes " : "reads ";
-  if (buffer == nullptr || address - buffer->base >= buffer->bytes ||
-      bytes > buffer->bytes - (address - buffer->base)) {
-    throw Fault{"out-of-bounds", doing + memory.describe(address, bytes), lane, address};
-  }
-  if (writes && !buffer->writable) {
-    throw Fault{"read-only", doing + memory.describe(address, bytes) + ", which is an input", lane,
-                address};
-  }
-  const uint64_t offset = address - buffer->base;
-  if (!buffer->state.empty()) {
-    const uint8_t* state = buffer->state.data() + offset;
-    if (std::memchr(state, GAP, bytes) != nullptr) {
-      throw Fault{
-          "out-of-bounds",
-          doing + memory.describe(address, bytes) + ", which lies between the tensor's rows", lane,
-          address};
-    }
-    if (!writes && !all_valid(state, static_cast<uint32_t>(bytes))) {
-      report_state(warp, lane, state, static_cast<uint32_t>(bytes), memory.describe(address, bytes),
-                   address);
-    }
-  }
-  if (cta.launch().overlaps) [[unlikely]]
-    check_launches(warp, lane, *buffer, address, bytes, !writes, writes);
-  if (!writes && buffer->writable && cta.races() != nullptr) {
+  const char* const doing = writes ? "writes" : "reads";
+  Buffer& buffer = buffer_of(warp, lane, address, bytes, doing);
+  check_buffer(warp, lane, buffer, address, bytes, !writes, writes, doing);
+  if (!writes && buffer.writable && cta.races() != nullptr) {
     const Accessor who{warp.agent(), lane, warp.pc()};
-    cta.log_access(who, address, static_cast<uint32_t>(bytes), false);
-    const Race race = cta.races()->global_async_read(who, address, static_cast<uint32_t>(bytes));
+    const auto count = static_cast<uint32_t>(bytes);
+    cta.log_access(who, address, count, false);
+    const Race race = cta.races()->global_async_read(who, address, count);
     if (race.found) {
-      cta.report_race(warp, lane, race, false, false, memory.describe(address, bytes), address);
+      cta.report_race(warp, lane, race, false, false, cta.launch().memory->describe(address, bytes),
+                      address);
     }
   }
-  return buffer->host + offset;
+  return buffer.host + (address - buffer.base);
 }
 
 void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data,
-                bool by_matrix) {
+                Writing writing) {
   Cta& cta = warp.cta();
   const uint64_t address = located.address[lane];
   if (located.space[lane] == Space::Local) {
@@ -541,64 +446,39 @@ void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, co
   }
   RaceDetector* races = cta.races();
   const Accessor who{warp.agent(), lane, warp.pc()};
+  const bool strong = writing == Writing::Strong;
+  // Two plain writes of the same value do no harm.
+  const auto is_benign = [&](const Race& race) {
+    return !strong && race.other_wrote && std::memcmp(located.where[lane], data, bytes) == 0;
+  };
   if (located.space[lane] == Space::Shared) {
     Cta& owner = owner_of(cta, address);
     const auto offset = static_cast<uint32_t>(address - owner.shared_base());
     if (races != nullptr) {
       const uint32_t place = owner.race_base() + offset;
-      const Race race =
-          by_matrix ? races->matrix_store(who, place, bytes) : races->write(who, place, bytes);
+      const Race race = strong                         ? races->atomic(who, place, bytes)
+                        : writing == Writing::ByMatrix ? races->matrix_store(who, place, bytes)
+                                                       : races->write(who, place, bytes);
       if (race.found) [[unlikely]] {
-        const bool benign = race.other_wrote && std::memcmp(located.where[lane], data, bytes) == 0;
-        cta.report_race(warp, lane, race, true, benign, shared_name(address, bytes), address);
+        cta.report_race(warp, lane, race, true, is_benign(race), shared_name(address, bytes),
+                        address);
       }
     }
     mark_valid(warp, lane, owner, offset, bytes, address);
     return;
   }
-  Buffer* buffer = cta.launch().memory->find(address);
+  GlobalMemory& memory = *cta.launch().memory;
+  Buffer* buffer = memory.find(address);
   if (!buffer->state.empty())
     std::memset(buffer->state.data() + (address - buffer->base), VALID, bytes);
   if (races == nullptr) return;
-  const Race race = races->global_write(who, address, bytes);
+  const Race race =
+      strong ? races->global_atomic(who, address, bytes) : races->global_write(who, address, bytes);
   if (race.found) [[unlikely]] {
-    const bool benign = race.other_wrote && std::memcmp(located.where[lane], data, bytes) == 0;
-    cta.report_race(warp, lane, race, true, benign, cta.launch().memory->describe(address, bytes),
+    cta.report_race(warp, lane, race, true, is_benign(race), memory.describe(address, bytes),
                     address);
   }
-  cta.log_access(who, address, bytes, true);
-}
-
-void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t bytes) {
-  Cta& cta = warp.cta();
-  const uint64_t address = located.address[lane];
-  const Accessor who{warp.agent(), lane, warp.pc()};
-  RaceDetector* races = cta.races();
-  if (located.space[lane] == Space::Shared) {
-    Cta& owner = owner_of(cta, address);
-    const auto offset = static_cast<uint32_t>(address - owner.shared_base());
-    if (races != nullptr) {
-      const Race race = races->atomic(who, owner.race_base() + offset, bytes);
-      if (race.found) {
-        cta.report_race(warp, lane, race, true, false, shared_name(address, bytes), address);
-      }
-    }
-    mark_valid(warp, lane, owner, offset, bytes, address);
-  } else if (located.space[lane] == Space::Local) {
-    std::memset(cta.local_state(warp.index(), lane) + address, VALID, bytes);
-  } else {
-    Buffer* buffer = cta.launch().memory->find(address);
-    if (!buffer->state.empty()) {
-      std::memset(buffer->state.data() + (address - buffer->base), VALID, bytes);
-    }
-    if (races != nullptr) {
-      const Race race = races->global_atomic(who, address, bytes);
-      if (race.found) {
-        cta.report_race(warp, lane, race, true, false,
-                        cta.launch().memory->describe(address, bytes), address);
-      }
-    }
-  }
+  if (!strong) cta.log_access(who, address, bytes, true);
 }
 
 const uint8_t* locate_part(Warp& warp, int lane, const Address& operand, uint32_t align,

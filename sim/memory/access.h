@@ -70,21 +70,19 @@ const uint8_t* locate_generic(Warp& warp, int lane, uint64_t address, uint32_t b
 // Checks bounds and, for a read, that the bytes hold a value and do not race.
 uint8_t* locate_global_range(Warp& warp, int lane, uint64_t address, uint64_t bytes, bool writes);
 
-// Checks one lane's write for races and marks the bytes as valid. `data` is what will be written.
-// `by_matrix` says that stmatrix writes, for several lanes.
-void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data,
-                bool by_matrix = false);
+enum class Writing : uint8_t {
+  Plain,
+  ByMatrix,  // stmatrix, which writes for several lanes
+  Strong,    // volatile, relaxed or releasing: it does not race with strong accesses
+};
 
-// note_write for volatile, relaxed and releasing writes, which do not race with each other.
-void note_strong_write(Warp& warp, const Located& located, int lane, uint32_t bytes);
+// Checks one lane's write for races and marks the bytes as valid. `data` is what will be written.
+void note_write(Warp& warp, const Located& located, int lane, uint32_t bytes, const uint8_t* data,
+                Writing writing = Writing::Plain);
 
 // Locates the first `bytes` bytes of a piece of global memory that is aligned to `align`, for
 // reading: the source of a copy that reads a part of the piece only.
 const uint8_t* locate_part(Warp& warp, int lane, const Address& address, uint32_t align,
                            uint32_t bytes);
-
-// The number of wavefronts of shared memory that `bytes` bytes (4, 8 or 16; less counts as 4) at
-// each active lane's offset take, and how many they would take without bank conflicts (`ideal`).
-uint32_t bank_wavefronts(const uint32_t* offsets, uint32_t mask, uint32_t bytes, uint32_t& ideal);
 
 }  // namespace archflash::sim

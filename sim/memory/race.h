@@ -196,8 +196,10 @@ class RaceDetector {
   static constexpr uint32_t STRONG = 64;  // all reads were strong: no race with strong writes
   static constexpr uint32_t MANY_LANES = 63;
   static constexpr uint32_t BY_MATRIX = 62;
+  static constexpr uint32_t LANES_OF_WARP = 32;
   // A flag in the lane of an accessor or of a write: ldmatrix or stmatrix, at that lane's address.
   static constexpr int FOR_OTHERS = 32;
+  static constexpr int UNIT_LOG2 = 4;  // wgmma reads at least 16 bytes
 
   // Whether it is known what `lane` of another warp did at a clock.
   static bool known_of(const Knowledge& knowledge, int warp, Clock clock, uint32_t lane);

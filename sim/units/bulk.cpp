@@ -9,8 +9,7 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t UNIT =
-    16;  // a swizzle moves so many bytes as a whole; stores are clipped at them
+constexpr uint32_t UNIT = 16;  // bytes that a swizzle moves as one; a store ends at such a unit
 constexpr uint16_t NAN_FILL = 0x7FF7;  // for both 16-bit floating-point types, as on an H200
 
 // The runs of bytes in shared memory that a shape touches, as offsets from the box's start. A
@@ -99,6 +98,13 @@ void open_destination(Warp& warp, int lane, const BulkShape& shape, const BulkTa
                              target.data.address() + offset);
     }
   });
+}
+
+void open_targets(Warp& warp, int lane, const BulkShape& shape, std::vector<BulkTarget>& targets) {
+  for (BulkTarget& target : targets) {
+    target.unit = target.barrier.cta->mbarriers().subscribe(warp, lane, target.barrier.offset);
+    open_destination(warp, lane, shape, target);
+  }
 }
 
 void close_destination(AsyncOperation& by, const BulkShape& shape, const BulkTarget& target) {
@@ -305,10 +311,7 @@ void start_bulk_load(Warp& warp, int lane, BulkShape shape, std::vector<BulkTarg
       locate_global_range(warp, lane, piece.address, piece.end - piece.begin, false);
     }
   }
-  for (BulkTarget& target : targets) {
-    target.unit = target.barrier.cta->mbarriers().subscribe(warp, lane, target.barrier.offset);
-    open_destination(warp, lane, shape, target);
-  }
+  open_targets(warp, lane, shape, targets);
   warp.cta().cluster().start(
       std::make_shared<Load>(warp, lane, std::move(shape), std::move(targets)));
 }
@@ -317,10 +320,7 @@ void start_bulk_delivery(Warp& warp, int lane, uint32_t bytes,
                          std::function<std::vector<uint8_t>()> make,
                          std::vector<BulkTarget> targets, const char* name) {
   BulkShape shape = flat_shape(0, bytes);
-  for (BulkTarget& target : targets) {
-    target.unit = target.barrier.cta->mbarriers().subscribe(warp, lane, target.barrier.offset);
-    open_destination(warp, lane, shape, target);
-  }
+  open_targets(warp, lane, shape, targets);
   warp.cta().cluster().start(std::make_shared<Delivery>(warp, lane, std::move(shape),
                                                         std::move(make), std::move(targets), name));
 }
