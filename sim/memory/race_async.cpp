@@ -1,5 +1,4 @@
-// The race detector's part for asynchronous work: cp.async, units in the async proxy, and reads of
-// matrix agents.
+// The race detector's part for units in the async proxy and for reads of matrix agents.
 #include <algorithm>
 #include <cstring>
 
@@ -38,50 +37,6 @@ Race RaceDetector::check_unfenced_readers(const Accessor& who, const uint32_t* r
     race.other_agent = w;
     race.other_lane = lane >= LANES_OF_WARP ? -1 : static_cast<int>(lane);
     break;
-  }
-  return race;
-}
-
-Race RaceDetector::check_async_reads(const Accessor& who, uint32_t offset, uint32_t bytes) const {
-  Race race;
-  if (unit_reads_.empty() && matrix_reads_.empty()) return race;
-  const std::vector<Clock>& known = known_[static_cast<size_t>(who.agent)].general;
-  for (const UnitRead& read : unit_reads_) {
-    if (offset >= read.end || offset + bytes <= read.begin) continue;
-    if (read.clock <= known[static_cast<size_t>(read.unit)]) continue;
-    race.found = true;
-    race.other_agent = read.unit;
-    race.other_lane = read.lane;
-    race.other_pc = read.pc;
-    return race;
-  }
-  if (matrix_reads_.empty()) return race;
-  const auto warps = static_cast<size_t>(warps_);
-  const Clock* const by_agent = &known[static_cast<size_t>(matrix_agent(0))];
-  const Clock* read = &matrix_reads_[(offset >> UNIT_LOG2) * warps];
-  for (uint32_t unit = offset >> UNIT_LOG2; unit <= (offset + bytes - 1) >> UNIT_LOG2; ++unit) {
-    for (size_t w = 0; w < warps; ++w, ++read) {
-      if (*read <= by_agent[w]) continue;
-      race.found = true;
-      race.other_agent = matrix_agent(static_cast<int>(w));
-      race.same_warp = static_cast<int>(w) == who.agent;
-      race.other_lane = -1;
-      return race;
-    }
-  }
-  return race;
-}
-Race RaceDetector::copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_t offset,
-                        uint32_t bytes) {
-  const Accessor who{warp, lane, pc};
-  Race race = check_async_reads(who, offset, bytes);
-  const uint32_t last = (offset + bytes - 1) >> shift_;
-  for (uint32_t g = offset >> shift_; g <= last; ++g) {
-    if (!race.found) race = check_write(who, writes_[g]);
-    if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]);
-    writes_[g] = {sequence, static_cast<uint16_t>(copy_agent(warp)), static_cast<uint8_t>(lane), 0,
-                  pc};
   }
   return race;
 }

@@ -169,6 +169,43 @@ bool Warp::converged(const Fragment& fragment, const Instruction& instruction) {
   return true;
 }
 
+// Checks that the lanes which execute an instruction of converged lanes are those that must.
+void Warp::check_lanes(const Fragment& fragment, const Instruction& instruction, uint32_t active) {
+  if (active == 0) return;
+  if (instruction.converge == Converge::Members) {
+    const uint32_t* members = lanes<uint32_t>(instruction.operands[instruction.converge_operand]);
+    for (uint32_t rest = active; rest != 0; rest &= rest - 1) {
+      const int lane = std::countr_zero(rest);
+      if (!(members[lane] >> lane & 1)) {
+        throw Fault{"member-mask", "the lane is not in its own member mask", lane, 0};
+      }
+      if (members[lane] & live_ & ~active) {
+        throw Fault{"member-mask",
+                    "the member mask names lane " +
+                        std::to_string(std::countr_zero(members[lane] & live_ & ~active)) +
+                        ", which does not execute the instruction (its guard is false)",
+                    lane, 0};
+      }
+    }
+    return;
+  }
+  if (active != fragment.mask) {
+    throw Fault{"divergent-aligned",
+                "an instruction that all lanes of the warp must execute together is executed by "
+                "some of them (its guard differs)",
+                std::countr_zero(active), 0};
+  }
+  if (instruction.converge == Converge::Whole && live_ != ALL_LANES) {
+    throw Fault{"partial-warp",
+                "an instruction that takes all 32 lanes of a warp is executed by " +
+                    std::to_string(std::popcount(live_)) + ": lane " +
+                    std::to_string(std::countr_one(live_)) +
+                    " has returned, or was never there because the block's size is no multiple "
+                    "of 32",
+                std::countr_zero(active), 0};
+  }
+}
+
 // Executes anything but a plain instruction. Sets `reshaped_` if the fragments have changed;
 // otherwise the fragment is at its next instruction afterwards.
 void Warp::execute_control(Fragment& fragment, const Instruction& instruction, uint32_t active) {
@@ -179,37 +216,7 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
       reshaped_ = true;
       return;
     }
-    if (instruction.converge != Converge::Members && active != 0 && active != fragment.mask) {
-      throw Fault{"divergent-aligned",
-                  "an instruction that all lanes of the warp must execute together is executed by "
-                  "some of them (its guard differs)",
-                  std::countr_zero(active), 0};
-    }
-    if (instruction.converge == Converge::Whole && active != 0 && live_ != ALL_LANES) {
-      throw Fault{"partial-warp",
-                  "an instruction that takes all 32 lanes of a warp is executed by " +
-                      std::to_string(std::popcount(live_)) + ": lane " +
-                      std::to_string(std::countr_one(live_)) +
-                      " has returned, or was never there because the block's size is no multiple "
-                      "of 32",
-                  std::countr_zero(active), 0};
-    }
-    if (instruction.converge == Converge::Members) {
-      const uint32_t* members = lanes<uint32_t>(instruction.operands[instruction.converge_operand]);
-      for (uint32_t rest = active; rest != 0; rest &= rest - 1) {
-        const int lane = std::countr_zero(rest);
-        if (!(members[lane] >> lane & 1)) {
-          throw Fault{"member-mask", "the lane is not in its own member mask", lane, 0};
-        }
-        if (members[lane] & live_ & ~active) {
-          throw Fault{"member-mask",
-                      "the member mask names lane " +
-                          std::to_string(std::countr_zero(members[lane] & live_ & ~active)) +
-                          ", which does not execute the instruction (its guard is false)",
-                      lane, 0};
-        }
-      }
-    }
+    check_lanes(fragment, instruction, active);
   }
   ++cta_.counts().executed[pc_];
   switch (instruction.control) {
@@ -337,6 +344,15 @@ void land(Cta& cta, PendingCopy& copy, uint32_t mask) {
   if (copy.mask == 0 && copy.landed == 0) copy.landed = cta.time() + 1;
 }
 
+// Lands what is left of a copy for the lanes of `mask`, which have waited for it.
+void complete(Cta& cta, PendingCopy& copy, uint32_t mask) {
+  land(cta, copy, mask);
+  for (uint32_t rest = copy.unwaited & mask; rest != 0; rest &= rest - 1) {
+    std::memset(cta.shared_state() + copy.offset[std::countr_zero(rest)], VALID, copy.bytes);
+  }
+  copy.unwaited &= ~mask;
+}
+
 }  // namespace
 
 void Warp::land_copy(uint64_t pick) {
@@ -347,11 +363,7 @@ void Warp::land_copy(uint64_t pick) {
 void Warp::land_copies(uint32_t mask, uint32_t sequence) {
   for (PendingCopy& copy : copies_) {
     if (copy.sequence > sequence || !(copy.unwaited & mask)) continue;
-    land(cta_, copy, mask);
-    for (uint32_t rest = copy.unwaited & mask; rest != 0; rest &= rest - 1) {
-      std::memset(cta_.shared_state() + copy.offset[std::countr_zero(rest)], VALID, copy.bytes);
-    }
-    copy.unwaited &= ~mask;
+    complete(cta_, copy, mask);
     if (copy.unwaited == 0 && cta_.traced()) trace_copy(copy);
   }
   std::erase_if(copies_, [](const PendingCopy& copy) { return copy.unwaited == 0; });
@@ -386,11 +398,7 @@ void Warp::wait_copies(uint32_t mask, uint32_t groups, bool uncommitted) {
   size_t ended = 0;
   for (PendingCopy& copy : copies_) {
     if (!(copy.unwaited & mask) || !waited(copy)) continue;
-    land(cta_, copy, mask);
-    for (uint32_t rest = copy.unwaited & mask; rest != 0; rest &= rest - 1) {
-      std::memset(cta_.shared_state() + copy.offset[std::countr_zero(rest)], VALID, copy.bytes);
-    }
-    copy.unwaited &= ~mask;
+    complete(cta_, copy, mask);
     if (copy.unwaited > 0) continue;
     ++ended;
     if (cta_.traced()) trace_copy(copy);

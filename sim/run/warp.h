@@ -115,6 +115,7 @@ class Warp {
  private:
   void execute_control(Fragment& fragment, const Instruction& instruction, uint32_t mask);
   bool converged(const Fragment& fragment, const Instruction& instruction);
+  void check_lanes(const Fragment& fragment, const Instruction& instruction, uint32_t active);
   void merge_fragments();
   void set_specials();
   void finish_copies();
