@@ -23,10 +23,93 @@ bool wants_gradient(const Arguments& a) {
   return false;
 }
 
+// q, k and v, where their dimensions are, and what messages call the last two.
+struct Inputs {
+  TensorView q, k, v;
+  Axes axes, of_keys;
+  const char *k_name, *v_name;
+};
+
+void check_dtypes(const Arguments& a, const Inputs& in, bool kv_cache) {
+  const TensorView &q = in.q, &k = in.k, &v = in.v;
+  if (!q.is_float) {
+    wrong_type(
+        "q has dtype ", dtype_text(a.q),
+        ": attention takes float32, float16, bfloat16, float64, float8_e4m3fn and float8_e5m2");
+  }
+  const bool fp8_cache = kv_cache && k.is_float && v.is_float && is_fp8(k.dtype);
+  if (fp8_cache && k.dtype != v.dtype) {
+    wrong_type("k_cache and v_cache have dtypes ", dtype_text(a.k), " and ", dtype_text(a.v),
+               ": they must be the same");
+  }
+  if (!fp8_cache && (!k.is_float || k.dtype != q.dtype || !v.is_float || v.dtype != q.dtype)) {
+    wrong_type("q, ", in.k_name, " and ", in.v_name, " have dtypes ", dtype_text(a.q), ", ",
+               dtype_text(a.k), " and ", dtype_text(a.v),
+               ": they must be the same; convert them with .to(q.dtype)");
+  }
+}
+
+// Heads, rows and columns, but for packed rows of a cache.
+void read_sizes(const Arguments& a, const Inputs& in, Problem& p) {
+  const TensorView &q = in.q, &k = in.k, &v = in.v;
+  const Axes &x = in.axes, &of_keys = in.of_keys;
+  p.heads_q = q.shape[x.head];
+  p.heads_kv = k.shape[of_keys.head];
+  p.nq = q.shape[x.row];
+  p.nk = k.shape[of_keys.row];
+  p.d = q.shape[x.inner];
+  p.dv = v.shape[of_keys.inner];
+  if (!a.packed_rows.is_none()) {
+    read_packed_rows(a, of_keys, k, v, p);
+  } else {
+    check_size(k.shape[of_keys.inner], p.d, k, in.k_name, "head dim", "q");
+  }
+  check_size(v.shape[of_keys.head], p.heads_kv, v, in.v_name, "heads", in.k_name);
+  check_size(v.shape[of_keys.row], p.nk, v, in.v_name, "rows", in.k_name);
+  if (p.d < 1 || p.dv < 1)
+    wrong_value("the head dim is ", p.d, " for q and k and ", p.dv,
+                " for v: it must be at least 1");
+  if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
+    const bool packed = q.ndim == 3;
+    const char* const order = packed        ? "tokens, heads, dim"
+                              : x.head == 1 ? "batch, heads, rows, dim"
+                                            : "batch, rows, heads, dim";
+    wrong_value("q has ", p.heads_q, " heads and k has ", p.heads_kv,
+                ": the heads of q must be a multiple of those of k and v, where q is (", order,
+                ")");
+  }
+}
+
+void read_addresses(const Inputs& in, Call& call) {
+  Problem& p = call.problem;
+  p.q = strides_of(in.q, in.axes);
+  p.k = strides_of(in.k, in.of_keys);
+  p.v = strides_of(in.v, in.of_keys);
+  if (p.packed_rows != 0 && p.k.row != 0) p.k.row = p.v.row = PACKED_FORMATS[p.packed_rows].step;
+  p.q_column = column_of(in.q, in.axes);
+  p.k_column = column_of(in.k, in.of_keys);
+  p.v_column = column_of(in.v, in.of_keys);
+  p.q_align = alignment(in.q.data);
+  p.k_align = alignment(in.k.data);
+  p.v_align = alignment(in.v.data);
+  set_address(call, Operand::Q, in.q);
+  set_address(call, Operand::K, in.k);
+  set_address(call, Operand::V, in.v);
+}
+
+void read_scale(const Arguments& a, Problem& p) {
+  const int64_t multiplied = p.d + (p.qv_align > 0 ? p.dv : 0);  // columns of a score
+  p.scale = a.scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(multiplied))
+                              : number(a.scale, "scale");
+  if (p.dtype != DType::F64 && std::fabs(p.scale) > std::numeric_limits<float>::max())
+    wrong_value("scale is ", p.scale, ": it must be finite in float32, which scores are made in");
+}
+
 // How many sequences there are, how packed ones or those of a cache lie, and hints of their
 // lengths.
-void read_sequences(const Arguments& a, const Axes& x, const Axes& of_keys, const TensorView& q,
-                    const TensorView& k, const TensorView& v, Call& call) {
+void read_sequences(const Arguments& a, const Inputs& in, Call& call) {
+  const TensorView &q = in.q, &k = in.k, &v = in.v;
+  const Axes &x = in.axes, &of_keys = in.of_keys;
   Problem& p = call.problem;
   p.max_seqlen_q = p.max_seqlen_k = UNKNOWN;
   if (p.kv_cache) {
@@ -105,12 +188,13 @@ void build_call(const Arguments& a, Call& call) {
   std::memset(static_cast<void*>(&call), 0, sizeof(call));
   Problem& p = call.problem;
   p.kv_cache = !a.cache_seqlens.is_none() || a.physical_indices.is(Py_True);
-  const char* const k_name = p.kv_cache ? "k_cache" : "k";
-  const char* const v_name = p.kv_cache ? "v_cache" : "v";
-  TensorView q, k, v;
-  read(a.q, "q", call, q);
-  read(a.k, k_name, call, k);
-  read(a.v, v_name, call, v);
+  Inputs in;
+  in.k_name = p.kv_cache ? "k_cache" : "k";
+  in.v_name = p.kv_cache ? "v_cache" : "v";
+  const TensorView& q = in.q;
+  read(a.q, "q", call, in.q);
+  read(a.k, in.k_name, call, in.k);
+  read(a.v, in.v_name, call, in.v);
 
   check_cache_options(a, p.kv_cache);
   p.varlen = !a.cu_seqlens_q.is_none();
@@ -119,85 +203,28 @@ void build_call(const Arguments& a, Call& call) {
                 " is missing: packed sequences need both cu_seqlens_q and cu_seqlens_k");
   }
   const bool packed_keys = p.varlen && !p.kv_cache;
-  const Axes x = axes_of(a, p.varlen), of_keys = axes_of(a, packed_keys);
-  const int rank = p.varlen ? 3 : 4;
-  check_rank(q, "q", rank, p.varlen);
-  check_rank(k, k_name, packed_keys ? 3 : 4, packed_keys);
-  check_rank(v, v_name, packed_keys ? 3 : 4, packed_keys);
-
-  if (!q.is_float) {
-    wrong_type(
-        "q has dtype ", dtype_text(a.q),
-        ": attention takes float32, float16, bfloat16, float64, float8_e4m3fn and float8_e5m2");
-  }
-  const bool fp8_cache = p.kv_cache && k.is_float && v.is_float && is_fp8(k.dtype);
-  if (fp8_cache && k.dtype != v.dtype) {
-    wrong_type("k_cache and v_cache have dtypes ", dtype_text(a.k), " and ", dtype_text(a.v),
-               ": they must be the same");
-  }
-  if (!fp8_cache && (!k.is_float || k.dtype != q.dtype || !v.is_float || v.dtype != q.dtype)) {
-    wrong_type("q, ", k_name, " and ", v_name, " have dtypes ", dtype_text(a.q), ", ",
-               dtype_text(a.k), " and ", dtype_text(a.v),
-               ": they must be the same; convert them with .to(q.dtype)");
-  }
-  check_same_device(k, k_name, q);
-  check_same_device(v, v_name, q);
+  in.axes = axes_of(a, p.varlen);
+  in.of_keys = axes_of(a, packed_keys);
+  check_rank(q, "q", p.varlen ? 3 : 4, p.varlen);
+  check_rank(in.k, in.k_name, packed_keys ? 3 : 4, packed_keys);
+  check_rank(in.v, in.v_name, packed_keys ? 3 : 4, packed_keys);
+  check_dtypes(a, in, p.kv_cache);
+  check_same_device(in.k, in.k_name, q);
+  check_same_device(in.v, in.v_name, q);
   p.dtype = q.dtype;
-  p.kv_dtype = k.dtype;
+  p.kv_dtype = in.k.dtype;
   p.on_cuda = q.device_kind == DeviceKind::Cuda;
   call.device_kind = q.device_kind;
   call.device_index = p.on_cuda ? q.device_index : -1;
 
-  p.heads_q = q.shape[x.head];
-  p.heads_kv = k.shape[of_keys.head];
-  p.nq = q.shape[x.row];
-  p.nk = k.shape[of_keys.row];
-  p.d = q.shape[x.inner];
-  p.dv = v.shape[of_keys.inner];
-  if (!a.packed_rows.is_none()) {
-    read_packed_rows(a, of_keys, k, v, p);
-  } else {
-    check_size(k.shape[of_keys.inner], p.d, k, k_name, "head dim", "q");
-  }
-  check_size(v.shape[of_keys.head], p.heads_kv, v, v_name, "heads", k_name);
-  check_size(v.shape[of_keys.row], p.nk, v, v_name, "rows", k_name);
-  if (p.d < 1 || p.dv < 1)
-    wrong_value("the head dim is ", p.d, " for q and k and ", p.dv,
-                " for v: it must be at least 1");
-  if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
-    const bool packed = q.ndim == 3;
-    const char* const order = packed        ? "tokens, heads, dim"
-                              : x.head == 1 ? "batch, heads, rows, dim"
-                                            : "batch, rows, heads, dim";
-    wrong_value("q has ", p.heads_q, " heads and k has ", p.heads_kv,
-                ": the heads of q must be a multiple of those of k and v, where q is (", order,
-                ")");
-  }
-
-  read_sequences(a, x, of_keys, q, k, v, call);
-  p.q = strides_of(q, x);
-  p.k = strides_of(k, of_keys);
-  p.v = strides_of(v, of_keys);
-  if (p.packed_rows != 0 && p.k.row != 0) p.k.row = p.v.row = PACKED_FORMATS[p.packed_rows].step;
-  p.q_column = column_of(q, x);
-  p.k_column = column_of(k, of_keys);
-  p.v_column = column_of(v, of_keys);
-  p.q_align = alignment(q.data);
-  p.k_align = alignment(k.data);
-  p.v_align = alignment(v.data);
-  set_address(call, Operand::Q, q);
-  set_address(call, Operand::K, k);
-  set_address(call, Operand::V, v);
-
+  read_sizes(a, in, p);
+  read_sequences(a, in, call);
+  read_addresses(in, call);
   read_flags(a, p);
   p.window_left = p.window_right = UNBOUNDED;
   read_window(a.window, p);
   if (p.causal) p.window_right = 0;  // a right side >= 0 adds nothing to causal
-  const int64_t multiplied = p.d + (p.qv_align > 0 ? p.dv : 0);  // columns of a score
-  p.scale = a.scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(multiplied))
-                              : number(a.scale, "scale");
-  if (p.dtype != DType::F64 && std::fabs(p.scale) > std::numeric_limits<float>::max())
-    wrong_value("scale is ", p.scale, ": it must be finite in float32, which scores are made in");
+  read_scale(a, p);
   read_softcap(a, p);
   read_q_offset(a, q, call);
   read_sinks(a, q, call);
@@ -213,11 +240,10 @@ void build_call(const Arguments& a, Call& call) {
         "attention_with_kvcache has no backward and a tensor of the call requires a gradient: call "
         "it under torch.no_grad(), or detach() the tensors");
   }
-
   read_out_dtype(a, p);
   read_approximate(a, p);
   read_num_splits(a, p);
-  read_output(a, q, x, call);
+  read_output(a, q, in.axes, call);
 }
 
 }  // namespace archflash

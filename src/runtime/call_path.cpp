@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "runtime/gradient_path.h"
+#include "runtime/kept_object.h"
 #include "runtime/orders.h"
 #include "runtime/plan_cache.h"
 #include "runtime/prepared_call.h"
@@ -57,22 +58,13 @@ PlanCache<Problem, CachedCall>& cache() {
   return instance;
 }
 
-nb::object& decide() {  // _dispatch.decide(problem, device_index, forced) ->
-                        // LaunchPlan, or None for `torch`
-  static auto& instance = *new nb::object;
-  return instance;
-}
+// _dispatch.decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`
+constexpr auto decide = kept_object<[] {}>;
 
 // _ops.pytorchs_call(q, k, v, options, forced) -> CachedCall::pytorchs
-nb::object& decide_pytorchs() {
-  static auto& instance = *new nb::object;
-  return instance;
-}
+constexpr auto decide_pytorchs = kept_object<[] {}>;
 
-nb::object& record() {
-  static auto& instance = *new nb::object;
-  return instance;
-}
+constexpr auto record = kept_object<[] {}>;
 
 // The calls of PyTorch's operators have decisions of their own: who serves them
 // is decided without the log-sum-exp, which PyTorch's kernels give at no cost,
@@ -94,10 +86,7 @@ PlanCache<Problem, CachedOperator>& operator_cache() {
 
 // _overrides._decide(problem, device_index, forced) -> LaunchPlan, or a str:
 // the reason why PyTorch's own kernel serves the problem.
-nb::object& decide_operator() {
-  static auto& instance = *new nb::object;
-  return instance;
-}
+constexpr auto decide_operator = kept_object<[] {}>;
 
 // The plan of a new problem of PyTorch's operators. Who serves it is decided without the
 // log-sum-exp. Null: that is decided in Python, and so is who reads a dense mask faster.

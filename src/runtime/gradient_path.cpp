@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "runtime/call_path.h"
+#include "runtime/kept_object.h"
 #include "runtime/orders.h"
 #include "runtime/plan_cache.h"
 #include "runtime/reading/reading.h"
@@ -44,10 +45,7 @@ PlanCache<BackwardProblem, CachedGradients>& cache() {
   return instance;
 }
 
-nb::object& decide_gradients() {
-  static auto& instance = *new nb::object;
-  return instance;
-}
+constexpr auto decide_gradients = kept_object<[] {}>;
 
 // A tensor of a backward pass: new or given. None: there is none.
 struct Seen {

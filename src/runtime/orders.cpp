@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/call_path.h"
+#include "runtime/kept_object.h"
 #include "runtime/kinds.h"
 #include "runtime/plan_cache.h"
 
@@ -34,15 +35,9 @@ std::map<std::pair<int, int64_t>, KeptOrder>& orders_of_gradients() {
   return instance;
 }
 
-nb::object& order_function() {
-  static auto& instance = *new nb::object;
-  return instance;
-}
+constexpr auto order_function = kept_object<[] {}>;
 
-nb::object& gradients_function() {
-  static auto& instance = *new nb::object;
-  return instance;
-}
+constexpr auto gradients_function = kept_object<[] {}>;
 
 // What Python has told: a tuple of the members, the last of which may be missing.
 KeptOrder read(const nb::object& told) {

@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "runtime/kept_object.h"
 #include "runtime/text.h"
 #include "torch_operators/operators.h"
 
@@ -191,8 +192,7 @@ nb::dict by_operand(const Arguments& a, const Outputs& outputs) {
 }
 
 nb::object& simulate() {
-  static auto& instance = *new nb::object;
-  return instance;
+  return kept_object<[] {}>();
 }
 
 std::shared_ptr<PreparedPlan> prepare_for(const Call& call, std::shared_ptr<LaunchPlan> plan) {

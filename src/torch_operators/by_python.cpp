@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/kept_object.h"
 #include "torch_operators/torch_functions.h"
 
 namespace torch {
@@ -25,12 +26,10 @@ struct PyTorchError : public std::exception {
 namespace archflash::torch_operators {
 
 nb::object& tensor_of() {
-  static auto& instance = *new nb::object;
-  return instance;
+  return kept_object<[] {}>();
 }
 nb::object& handles_of() {
-  static auto& instance = *new nb::object;
-  return instance;
+  return kept_object<[] {}>();
 }
 
 namespace {

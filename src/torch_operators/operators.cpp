@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "runtime/kept_object.h"
 #include "runtime/text.h"
 #include "torch_operators/arguments.h"
 #include "torch_operators/by_python.h"
@@ -67,10 +68,7 @@ void* library = nullptr;
 // What is forced or asked for, or None: _dispatch.steered. It is asked once something was
 // in this process.
 std::atomic<bool> anything_forced{false};
-nb::object& forced() {
-  static auto& instance = *new nb::object;
-  return instance;
-}
+constexpr auto forced = kept_object<[] {}>;
 bool is_forced() {
   if (!anything_forced.load(std::memory_order_relaxed)) return false;
   const nb::gil_scoped_acquire lock;

@@ -125,36 +125,25 @@ void set_scale(const Problem& problem, AttentionParams& params) {
   transform_scores(problem, params);
 }
 
-}  // namespace
-
-Reasons why_not(const Problem& problem, const Description& description) {
-  Refusals refuse{problem, description.name, {}};
+bool has(const Description& description, const char* feature) {
   const std::vector<std::string>& features = description.features;
-  const auto has = [&](const char* feature) {
-    return std::find(features.begin(), features.end(), feature) != features.end();
-  };
-  const char* approximate =
-      problem.approximate == 0 ? nullptr : approximation(problem.approximate).name;
-  const bool approximates = approximate != nullptr && has(approximate);
-  constexpr DType SIXTEEN_BITS[] = {DType::F16, DType::BF16},
-                  EIGHT_BITS[] = {DType::E4M3, DType::E5M2};
-  const bool scales_blocks = has_block_scales(problem) && has("block_scales");
-  const std::span<const DType> dtypes = approximates    ? std::span<const DType>(SIXTEEN_BITS)
-                                        : scales_blocks ? std::span<const DType>(EIGHT_BITS)
-                                                        : description.dtypes;
-  const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
-  const bool takes_fp8 = takes && is_fp8(problem.dtype);
-  if (!takes)
-    refuse.add(std::string("dtype ") + dtype_name(problem.dtype),
-               "takes " + names(dtypes) + "; convert q, k and v");
-  if (takes_fp8 && problem.out_dtype != DType::F16 && problem.out_dtype != DType::BF16) {
-    refuse.add(std::string("out_dtype ") + dtype_name(problem.out_dtype),
-               "writes float16 or bfloat16; choose one of them");
-  } else if (!is_fp8(problem.dtype) && problem.out_dtype != problem.dtype) {
-    refuse.out_dtype(has("out_dtype"));
-  }
+  return std::find(features.begin(), features.end(), feature) != features.end();
+}
+
+// The types that an implementation takes where the problem asks for an approximation of its, or has
+// scales of blocks, or neither.
+std::span<const DType> dtypes_of(const Problem& problem, const Description& description,
+                                 bool approximates) {
+  static constexpr DType SIXTEEN_BITS[] = {DType::F16, DType::BF16},
+                         EIGHT_BITS[] = {DType::E4M3, DType::E5M2};
+  if (approximates) return SIXTEEN_BITS;
+  if (has_block_scales(problem) && has(description, "block_scales")) return EIGHT_BITS;
+  return description.dtypes;
+}
+
+void check_head_dims(const Problem& problem, const Description& description, Refusals& refuse) {
   const bool with_qv = problem.qv_align > 0;
-  if (with_qv && has("qv")) {
+  if (with_qv && has(description, "qv")) {
     if (problem.d != QV_HEAD_DIM || problem.dv != QV_HEAD_DIM_V) {
       refuse.add("qv with head_dim " + str(problem.d) + " and value head_dim " + str(problem.dv),
                  "takes qv where they are 64 and 512");
@@ -166,32 +155,20 @@ Reasons why_not(const Problem& problem, const Description& description) {
     refuse.head_dim("head_dim", problem.d, description.largest_head_dim, "q and k");
     refuse.head_dim("value head_dim", problem.dv, description.largest_head_dim, "v");
   }
-  if (problem.attention_chunk != 0 && !has("attention_chunk"))
-    refuse.add("attention_chunk", "has no chunks; leave attention_chunk out");
-  refuse.layout("q", problem.q, problem.q_column == 1, problem.q_align, problem.dtype);
-  if (problem.nk > 0) {  // an empty k or v is never read
-    refuse.layout("k", problem.k, problem.k_column == 1, problem.k_align, problem.kv_dtype);
-    refuse.layout("v", problem.v, problem.v_column == 1, problem.v_align, problem.kv_dtype);
-  }
-  refuse.layout("out", problem.out, problem.out_column == 1, problem.out_align, problem.out_dtype);
-  if (approximate != nullptr && !approximates) {
-    refuse.add(std::string("approximate='") + approximate + "'",
-               "has no such kernel; leave approximate out");
-  }
-  if (problem.num_splits > 1 && !has("num_splits")) {
-    refuse.add("num_splits " + str(problem.num_splits),
-               "does not split the keys; leave num_splits out or pass 1");
-  }
+}
+
+void check_cache(const Problem& problem, const Description& description, Refusals& refuse) {
+  const bool with_qv = problem.qv_align > 0;
   const bool fp8_cache = problem.kv_dtype != problem.dtype;
   // A folder may read caches for queries of many rows only, or of latent rows only.
   const char* feature = with_qv ? "qv" : "kv_cache_prefill";
-  if (problem.kv_cache && !has("kv_cache") && !has(feature)) {
+  if (problem.kv_cache && !has(description, "kv_cache") && !has(description, feature)) {
     refuse.add("a KV cache",
                "reads no cache, whose lengths are on the device; leave the implementation out");
   }
   const auto takes_fp8_cache = [&] {
-    return has("fp8_cache") || (!with_qv && has("fp8_cache_prefill")) ||
-           (problem.packed_rows != 0 && has("packed_rows"));
+    return has(description, "fp8_cache") || (!with_qv && has(description, "fp8_cache_prefill")) ||
+           (problem.packed_rows != 0 && has(description, "packed_rows"));
   };
   if (fp8_cache && !takes_fp8_cache()) {
     refuse.add(std::string("a cache of dtype ") + dtype_name(problem.kv_dtype) +
@@ -200,20 +177,24 @@ Reasons why_not(const Problem& problem, const Description& description) {
   }
   if (problem.n_new > 0 && (problem.nq == 0 || problem.heads_q == 0))
     refuse.add("k_new without a query row", "appends beside query rows only; pass one");
+}
+
+void check_masks(const Problem& problem, const Description& description, Refusals& refuse) {
+  const bool fp8_cache = problem.kv_dtype != problem.dtype;
   for (const auto& [name, given] : masks_of(problem)) {
-    if (given && !has(name))
+    if (given && !has(description, name))
       refuse.add(name, std::string("has causal and window masks only; drop ") + name);
   }
-  if (has_cache_masks(problem) && !has("cache_masks")) {
+  if (has_cache_masks(problem) && !has(description, "cache_masks")) {
     refuse.add("attn_mask or key_ranges with a KV cache",
                "has causal and window masks there; leave the implementation out");
-  } else if (has_cache_masks(problem) && (fp8_cache || with_qv)) {
+  } else if (has_cache_masks(problem) && (fp8_cache || problem.qv_align > 0)) {
     refuse.add(std::string("attn_mask or key_ranges with ") + (fp8_cache ? "a float8 cache" : "qv"),
                "takes them with a cache of q's dtype; drop the mask");
   }
-  if (problem.dropout_p != 0 && !has("dropout_p"))
+  if (problem.dropout_p != 0 && !has(description, "dropout_p"))
     refuse.add("dropout_p", "drops no weights; drop dropout_p");
-  if (problem.mask > 1 && has("attn_mask")) {
+  if (problem.mask > 1 && has(description, "attn_mask")) {
     const DType dtype = static_cast<DType>(problem.mask - 2);
     if (dtype != DType::F32 && dtype != problem.dtype) {
       refuse.add(std::string("attn_mask of dtype ") + dtype_name(dtype) + " with " +
@@ -221,15 +202,10 @@ Reasons why_not(const Problem& problem, const Description& description) {
                  "takes bool, float32 and the type of its inputs; convert attn_mask");
     }
   }
-  if (has_block_scales(problem) && !scales_blocks && takes_fp8) {
-    refuse.add("descales of dtype float8_e8m0fnu",
-               "takes descales of a tensor, a head or 64 rows, in float32; quantise anew");
-  }
-  if (problem.needs_grad) {
-    refuse.add("no backward",
-               "computes the forward only and a tensor of the call needs a gradient; call it under "
-               "torch.no_grad()");
-  }
+}
+
+// Numbers beyond what a kernel computes with.
+void check_numbers(const Problem& problem, Refusals& refuse) {
   if (problem.softcap != 0 && !fits_float(problem.softcap, problem.scale / problem.softcap)) {
     refuse.add("softcap " + std::to_string(problem.softcap) + " with this scale",
                "computes in fp32, where one of the two or their quotient has no normal value; "
@@ -244,6 +220,56 @@ Reasons why_not(const Problem& problem, const Description& description) {
     refuse.add("lengths " + str(problem.nq) + " and " + str(problem.nk),
                "takes fewer than 2^30 rows; split the call");
   }
+}
+
+}  // namespace
+
+Reasons why_not(const Problem& problem, const Description& description) {
+  Refusals refuse{problem, description.name, {}};
+  const char* approximate =
+      problem.approximate == 0 ? nullptr : approximation(problem.approximate).name;
+  const bool approximates = approximate != nullptr && has(description, approximate);
+  const std::span<const DType> dtypes = dtypes_of(problem, description, approximates);
+  const bool takes = std::find(dtypes.begin(), dtypes.end(), problem.dtype) != dtypes.end();
+  const bool takes_fp8 = takes && is_fp8(problem.dtype);
+  if (!takes)
+    refuse.add(std::string("dtype ") + dtype_name(problem.dtype),
+               "takes " + names(dtypes) + "; convert q, k and v");
+  if (takes_fp8 && problem.out_dtype != DType::F16 && problem.out_dtype != DType::BF16) {
+    refuse.add(std::string("out_dtype ") + dtype_name(problem.out_dtype),
+               "writes float16 or bfloat16; choose one of them");
+  } else if (!is_fp8(problem.dtype) && problem.out_dtype != problem.dtype) {
+    refuse.out_dtype(has(description, "out_dtype"));
+  }
+  check_head_dims(problem, description, refuse);
+  if (problem.attention_chunk != 0 && !has(description, "attention_chunk"))
+    refuse.add("attention_chunk", "has no chunks; leave attention_chunk out");
+  refuse.layout("q", problem.q, problem.q_column == 1, problem.q_align, problem.dtype);
+  if (problem.nk > 0) {  // an empty k or v is never read
+    refuse.layout("k", problem.k, problem.k_column == 1, problem.k_align, problem.kv_dtype);
+    refuse.layout("v", problem.v, problem.v_column == 1, problem.v_align, problem.kv_dtype);
+  }
+  refuse.layout("out", problem.out, problem.out_column == 1, problem.out_align, problem.out_dtype);
+  if (approximate != nullptr && !approximates) {
+    refuse.add(std::string("approximate='") + approximate + "'",
+               "has no such kernel; leave approximate out");
+  }
+  if (problem.num_splits > 1 && !has(description, "num_splits")) {
+    refuse.add("num_splits " + str(problem.num_splits),
+               "does not split the keys; leave num_splits out or pass 1");
+  }
+  check_cache(problem, description, refuse);
+  check_masks(problem, description, refuse);
+  if (has_block_scales(problem) && !has(description, "block_scales") && takes_fp8) {
+    refuse.add("descales of dtype float8_e8m0fnu",
+               "takes descales of a tensor, a head or 64 rows, in float32; quantise anew");
+  }
+  if (problem.needs_grad) {
+    refuse.add("no backward",
+               "computes the forward only and a tensor of the call needs a gradient; call it under "
+               "torch.no_grad()");
+  }
+  check_numbers(problem, refuse);
   return refuse.reasons;
 }
 
