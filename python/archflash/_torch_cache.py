@@ -152,12 +152,24 @@ def attention(
     # The band is relative to the last query and the last key.
     offset = rows.of(total - rows.lengths) + rows.row
     key = torch.arange(capacity, device=q.device)
-    kept = (key < total[:, None]) & (key >= first[:, None])  # (B, capacity)
     distance = key - offset[..., None]  # (B, Nq, capacity) or (Tq, capacity)
     visible = _band(distance, causal, window)
     if attention_chunk is not None:
         start = offset - (offset - rows.of(first)).remainder(attention_chunk)
         visible &= (key >= start[..., None]) & (key < (start + attention_chunk)[..., None])
+    kept = (key < total[:, None]) & (key >= first[:, None])  # (B, capacity)
+    if packed:
+        # All keys are those of one sequence, of which a row sees those of its own.
+        own = torch.arange(batch, device=q.device) == rows.sequence[:, None]  # (Tq, B)
+        visible = visible[:, None] & (own & rows.owned[:, None])[..., None] & kept
+        visible = visible.flatten(1)[None, None]
+    else:
+        visible = (visible & kept[:, None])[:, None]
+    if attn_mask is not None or key_ranges is not None:
+        ends = total[rows.clamped], first[rows.clamped]
+        masks = _masks(attn_mask, key_ranges, key, *ends)
+        visible = visible & (masks.repeat(1, 1, 1, batch) if packed else masks)
+
     dense = tuple(_dense(cache, page_table, sequence_rows) for cache in (keys, values))
     if q.dtype in FP8 or dense[0].dtype in FP8:
         q = _scaled(q, q_descale, layout, rows.clamped if packed else None)
@@ -170,41 +182,20 @@ def attention(
             scale = 1.0 / math.sqrt(q.shape[-1] + qv.shape[-1])
         q = torch.cat([q, qv], -1)
         dense = (torch.cat(dense, -1), dense[1])
-    masks = None  # (B or 1, heads or 1, Nq, capacity), for packed queries (1, heads or 1, Tq, ...)
-    if attn_mask is not None or key_ranges is not None:
-        ends = total[rows.clamped], first[rows.clamped]
-        masks = _masks(attn_mask, key_ranges, key, *ends)
-    bias = None  # (B, heads, Nq, capacity), or for packed queries (1, heads, Tq, B * capacity)
-    if alibi_slopes is not None:
-        away = distance.abs().float()
-        if packed:
-            of_row = alibi_slopes.expand(batch, -1)[rows.clamped]
-            bias = -of_row.T[None, :, :, None] * away.repeat(1, batch)[None, None]
-        else:
-            bias = -alibi_slopes.expand(batch, -1)[:, :, None, None] * away[:, None]
-    if key_indices is not None:
-        heads, nq = q.shape[1:3] if swap else (q.shape[2], q.shape[1])
-        bias = _of_lists(key_indices, topk_lengths, first, total, nq, capacity)
-        if bias.shape[1] > 1:
-            bias = bias.repeat_interleave(heads // bias.shape[1], 1)
     if packed:
-        # All keys are those of one sequence, of which a row sees those of its own.
-        own = torch.arange(batch, device=q.device) == rows.sequence[:, None]  # (Tq, B)
-        visible = visible[:, None] & (own & rows.owned[:, None])[..., None] & kept
-        visible = visible.flatten(1)[None, None]
-        if masks is not None:
-            visible = visible & masks.repeat(1, 1, 1, batch)
         dense = tuple(x.flatten(0, 1)[None] for x in dense)
         q = q[None]
-        layout = "bnhd"
-    else:
-        visible = (visible & kept[:, None])[:, None]
-        if masks is not None:
-            visible = visible & masks
+    q = q if swap and not packed else q.transpose(1, 2)  # (batch, heads, rows, dim)
+    bias = None  # (B, heads, Nq, capacity), or for packed queries (1, heads, Tq, B * capacity)
+    if key_indices is not None:
+        bias = _of_lists(key_indices, topk_lengths, first, total, q.shape[2], capacity)
+        if bias.shape[1] > 1:
+            bias = bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)
+    elif alibi_slopes is not None:
+        bias = _of_slopes(alibi_slopes, distance, rows.clamped if packed else None, batch)
     result = _torch.attention(
-        q.transpose(1, 2) if layout == "bnhd" else q,
-        dense[0].transpose(1, 2),
-        dense[1].transpose(1, 2),
+        q,
+        *(x.transpose(1, 2) for x in dense),
         attn_mask=visible if bias is None else bias.masked_fill(~visible, -math.inf),
         softcap=softcap,
         sinks=sinks,
@@ -213,7 +204,7 @@ def attention(
         return_lse=return_lse,
     )
     answer, lse = result if isinstance(result, tuple) else (result, None)
-    if layout == "bnhd":
+    if packed or not swap:
         answer = answer.transpose(1, 2)
     if packed:
         answer = answer[0]
@@ -235,6 +226,15 @@ def _band(distance: Tensor, causal: bool, window: tuple[int | None, int | None] 
     if right is not None:
         kept &= distance <= right
     return kept
+
+
+def _of_slopes(slopes: Tensor, distance: Tensor, sequence: Tensor | None, batch: int) -> Tensor:
+    """What ALiBi adds to scores. `sequence` has the sequence of each packed query."""
+    away = distance.abs().float()
+    slopes = slopes.expand(batch, -1)
+    if sequence is None:
+        return -slopes[:, :, None, None] * away[:, None]
+    return -slopes[sequence].T[None, :, :, None] * away.repeat(1, batch)[None, None]
 
 
 def _of_lists(

@@ -100,13 +100,11 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
         sizes = [heads, rows, dim] if problem["varlen"] else [problem["batch"], heads, rows, dim]
         steps = [strides["head"], strides["row"], 1]
         steps = steps if problem["varlen"] else [strides["batch"], *steps]
-        extent = 1 + sum(
-            step * (size - 1) for step, size in zip(steps, sizes, strict=True) if size > 1
-        )
-        data = torch.randn(max(extent, 1), generator=generator, device=device).to(
-            getattr(torch, problem["out_dtype" if name == "out" else "dtype"])
-        )
-        view = data.as_strided(sizes, steps) if 0 not in sizes else data.new_empty(sizes)
+        data = torch.randn(_extent(sizes, steps), generator=generator, device=device)
+        view = _strided(
+            data.to(getattr(torch, problem["out_dtype" if name == "out" else "dtype"])),
+            sizes, steps,
+        )  # fmt: skip
         return view.transpose(0, 1) if problem["varlen"] else view
 
     q = tensor("q", problem["heads_q"], problem["nq"], problem["d"])
@@ -139,33 +137,7 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
     options["num_splits"] = problem["num_splits"] or None
     if problem["out_dtype"] != problem["dtype"]:
         options["out_dtype"] = getattr(torch, problem["out_dtype"])
-    heads_of_q = problem["heads_kv" if problem["descale"] & 8 else "heads_q"]
-    heads = {"q": heads_of_q, "k": problem["heads_kv"], "v": problem["heads_kv"]}
-    for bit, name in enumerate("qkv"):
-        steps = problem[f"{name}_descale"]
-        rows = problem["nq" if name == "q" else "nk"]
-        if problem["descale"] & 16:  # block scales
-            columns = problem["dv" if name == "v" else "d"]
-            groups = -(-(rows if name == "v" else columns) // _native.SCALED_NUMBERS)
-            rows, columns = (groups, columns) if name == "v" else (rows, groups)
-            sizes = [batch, heads[name], rows, columns]
-            strides = [steps["batch"], steps["head"], steps["row"], 1]
-            extent = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True) if n > 1)
-            bytes_of = torch.randint(
-                122, 132, (max(extent, 1),), generator=generator, device=device
-            )
-            data = bytes_of.to(torch.uint8).view(torch.float8_e8m0fnu)
-            options[f"{name}_descale"] = (
-                data.as_strided(sizes, strides) if 0 not in sizes else data.new_empty(sizes)
-            )
-        elif problem["descale"] >> bit & 1:
-            sizes = [batch, heads[name], -(-rows // _native.SCALE_ROWS)][: 3 if steps["row"] else 2]
-            strides = [steps["batch"], steps["head"], steps["row"]][: len(sizes)]
-            if not any(strides):
-                sizes, strides = [1], [1]
-            extent = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-            data = torch.rand(extent, generator=generator, device=device) + 0.5
-            options[f"{name}_descale"] = data.as_strided(sizes, strides)
+    options |= _descales(problem, generator)
     if problem["varlen"]:
         for name, total in (("q", problem["nq"]), ("k", problem["nk"])):
             ends = [total * sequence // max(batch, 1) for sequence in range(batch + 1)]
@@ -173,6 +145,50 @@ def make_inputs(problem: dict[str, Any], device: torch.device) -> Inputs:
             longest = problem[f"max_seqlen_{name}"]
             options[f"max_seqlen_{name}"] = None if longest == -1 else longest
     return Inputs(q, k, v, options, out)
+
+
+def _extent(sizes: list[int], strides: list[int]) -> int:
+    """How many numbers a tensor of these sizes and strides spans; at least one."""
+    steps = zip(sizes, strides, strict=True)
+    return max(1 + sum((size - 1) * stride for size, stride in steps if size > 1), 1)
+
+
+def _strided(data: Tensor, sizes: list[int], strides: list[int]) -> Tensor:
+    return data.as_strided(sizes, strides) if 0 not in sizes else data.new_empty(sizes)
+
+
+def _descales(problem: dict[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+    """Random scales of q, k and v, for those that the problem has."""
+    device = generator.device
+    heads_of_q = problem["heads_kv" if problem["descale"] & 8 else "heads_q"]
+    heads = {"q": heads_of_q, "k": problem["heads_kv"], "v": problem["heads_kv"]}
+    scales = {}
+    for bit, name in enumerate("qkv"):
+        steps = problem[f"{name}_descale"]
+        rows = problem["nq" if name == "q" else "nk"]
+        sizes = [problem["batch"], heads[name]]
+        strides = [steps["batch"], steps["head"], steps["row"]]
+        if problem["descale"] & 16:  # block scales
+            columns = problem["dv" if name == "v" else "d"]
+            groups = -(-(rows if name == "v" else columns) // _native.SCALED_NUMBERS)
+            sizes += [groups, columns] if name == "v" else [rows, groups]
+            strides.append(1)
+            exponents = torch.randint(
+                122, 132, (_extent(sizes, strides),), generator=generator, device=device
+            )
+            data = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+        elif problem["descale"] >> bit & 1:
+            if steps["row"]:
+                sizes.append(-(-rows // _native.SCALE_ROWS))
+            strides = strides[: len(sizes)]
+            if not any(strides):
+                sizes, strides = [1], [1]
+            extent = _extent(sizes, strides)
+            data = torch.rand(extent, generator=generator, device=device) + 0.5
+        else:
+            continue
+        scales[f"{name}_descale"] = _strided(data, sizes, strides)
+    return scales
 
 
 def run(arguments: argparse.Namespace) -> int:

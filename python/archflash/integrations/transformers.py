@@ -198,24 +198,13 @@ def make_mask(
     offset = q_offset - kv_offset
     padding = None
     if attention_mask is not None:
-        missing = kv_length + kv_offset - attention_mask.shape[-1]
-        kept = F.pad(attention_mask, (0, max(missing, 0)))[:, kv_offset : kv_offset + kv_length]
-        # A copy, as a mask does not change with what it was made of.
-        padding = Padding.of(kept.to(device, torch.bool, copy=True))
+        padding = _padding_of(attention_mask, kv_offset, kv_length, device)
 
     rule = _mask_functions.rule_of(mask_function)
     if rule is not None:
-        if padding is None and rule.left is None and rule.right is None:
-            # None is what a forward takes for a causal mask of as many queries as keys, or of one.
-            plain_causal = q_length == 1 or (offset == 0 and q_length == kv_length)
-            ends_with_it = offset + q_length == kv_length
-            if rule.causal and allow_is_causal_skip and plain_causal and ends_with_it:
-                return None
-            if not rule.causal and allow_is_bidirectional_skip:
-                return None
-        seen = Seen(rule, offset)
-        if padding is not None:
-            seen = Seen(rule, offset, *padding)
+        if padding is None and _is_implied(rule, offset, q_length, kv_length, **skips):
+            return None
+        seen = Seen(rule, offset) if padding is None else Seen(rule, offset, *padding)
         return Mask.make(batch_size, q_length, kv_length, seen, device)
 
     in_documents = _mask_functions.rule_in_documents(mask_function)
@@ -229,16 +218,9 @@ def make_mask(
             return Mask.make(batch_size, q_length, kv_length, seen, device)
 
     positions = torch.arange(q_length, device=device) + q_offset
-    found = _mask_functions.ranges_of(mask_function, positions)
-    ranges = None
-    if found is not None:
-        sides = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
-            *(side for pair in found for side in pair)
-        )
-        bounds = (torch.stack(sides, -1) - kv_offset).clamp(0, kv_length).to(torch.int32)
-        ranges = bounds.view(*bounds.shape[:2], len(found), 2)[:, None]
-        if padding is not None:
-            ranges = both_ranges(ranges, padding.ranges)
+    ranges = _ranges_of(mask_function, positions, kv_offset, kv_length)
+    if ranges is not None and padding is not None:
+        ranges = both_ranges(ranges, padding.ranges)
     if ranges is None and q_length > 1:
 
         def rows(first: int, last: int) -> Tensor:
@@ -251,6 +233,52 @@ def make_mask(
         return computed(0, q_length, **skips)
     seen = Seen(Rule(False), offset, ranges=ranges)
     return Mask.make(batch_size, q_length, kv_length, seen, device)
+
+
+def _padding_of(
+    attention_mask: Tensor, first: int, length: int, device: torch.device | str
+) -> Padding | None:
+    """What a mask of positions says of keys; None where it hides none of them."""
+    missing = length + first - attention_mask.shape[-1]
+    kept = F.pad(attention_mask, (0, max(missing, 0)))[:, first : first + length]
+    # A copy, as a mask does not change with what it was made of.
+    return Padding.of(kept.to(device, torch.bool, copy=True))
+
+
+def _is_implied(
+    rule: Rule,
+    offset: int,
+    queries: int,
+    keys: int,
+    allow_is_causal_skip: bool,
+    allow_is_bidirectional_skip: bool,
+) -> bool:
+    """Whether None stands for a rule: what a forward takes for no mask, or for a causal mask of as
+    many queries as keys, or of one query.
+    """
+    if rule.left is not None or rule.right is not None:
+        return False
+    if not rule.causal:
+        return allow_is_bidirectional_skip
+    plain = queries == 1 or (offset == 0 and queries == keys)
+    return allow_is_causal_skip and plain and offset + queries == keys
+
+
+def _ranges_of(
+    mask_function: Callable[..., Any], positions: Tensor, kv_offset: int, kv_length: int
+) -> Tensor | None:
+    """The ranges of keys, (batch, 1, queries, n, 2), that a function of transformers keeps for
+    queries at these positions; None for a function whose meaning is not known.
+    """
+    found = _mask_functions.ranges_of(mask_function, positions)
+    if found is None:
+        return None
+    sides = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+        *(side for pair in found for side in pair)
+    )
+    bounds = (torch.stack(sides, -1) - kv_offset).clamp(0, kv_length).to(torch.int32)
+    ranges: Tensor = bounds.view(*bounds.shape[:2], len(found), 2)[:, None]
+    return ranges
 
 
 # --- attention ---

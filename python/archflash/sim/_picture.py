@@ -266,8 +266,16 @@ def draw(
             if final > begin and first < last:
                 drawing.rectangle(x(first), y, x(final) - x(first), COPIES, MATRIX[0])
 
+    _draw_axis(drawing, _ticks(begin, last), x, left, right, axis)
+    _draw_legend(drawing, legend_rows, axis + 74)
+    return drawing
+
+
+def _draw_axis(
+    drawing: Drawing, ticks: Iterable[int], x: Any, left: float, right: float, axis: float
+) -> None:
     drawing.line(left, axis, right, axis, FAINT)
-    for tick in _ticks(begin, last):
+    for tick in ticks:
         drawing.line(x(tick), axis, x(tick), axis + 5, FAINT)
         drawing.text(x(tick), axis + 21, f"{tick:,}", 15, FAINT, "middle")
     drawing.text(
@@ -275,10 +283,13 @@ def draw(
         "warp-instructions executed by the CTA: an order of events, not time on a GPU",
         16, FAINT, "middle",
     )  # fmt: skip
-    for row, row_entries in enumerate(legend_rows):
+
+
+def _draw_legend(drawing: Drawing, rows: list[list[tuple[str, str, str]]], top: float) -> None:
+    for row, entries in enumerate(rows):
         at = float(MARGIN)
-        y = axis + 74 + ENTRY * row
-        for kind, colour, text in row_entries:
+        y = top + ENTRY * row
+        for kind, colour, text in entries:
             if kind == "bar":
                 drawing.rectangle(at, y - 11, 22, 13, colour)
             elif kind == "wait":
@@ -290,7 +301,6 @@ def draw(
                 )
             drawing.text(at + 29, y, text, 16)
             at += _entry_width(text)
-    return drawing
 
 
 def _colours(line: Timeline) -> dict[Region, str]:
