@@ -668,16 +668,11 @@ for _ in range(7):
 
 
 @pytest.mark.slow
-def test_import_and_a_call_on_the_cpu_load_no_driver() -> None:
+def test_import_and_a_call_on_the_cpu_load_no_driver_and_say_nothing() -> None:
     code = """
 import torch, archflash
 q = torch.ones(1, 1, 2, 8)
 print(archflash.attention(q, q, q).sum().item())
 print([line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" in line])
 """
-    assert fresh_python(code).split("\n")[:2] == ["16.0", "[]"]
-
-
-@pytest.mark.slow
-def test_import_says_nothing() -> None:
-    assert fresh_python("import archflash") == ""
+    assert fresh_python(code) == "16.0\n[]\n"
