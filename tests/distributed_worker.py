@@ -1,8 +1,9 @@
-"""One rank of the tests of archflash.distributed: random calls against one process in float64.
+"""The ranks of the tests of archflash.distributed: random calls against one process in float64.
 
-    python -m tests.distributed_worker RANK RANKS STORE [--backend nccl --device cuda] PART...
+    python -m tests.distributed_worker RANKS FOLDER [--backend nccl --device cuda] PART...
 
-The parts are functions of this module. A rank that gets through them prints "done".
+The parts are functions of this module. A rank writes into a file of the folder; one that gets
+through its parts says "done".
 """
 
 from __future__ import annotations
@@ -677,27 +678,30 @@ def missing(here: Here) -> None:
 
 def run_ranks(ranks: int, folder: Path, *arguments: str) -> list[str]:
     """What each rank said of its parts."""
-    said = [folder / f"{rank}.txt" for rank in range(ranks)]
-    runs = []
-    for rank, path in enumerate(said):
-        command = [sys.executable, "-m", "tests.distributed_worker", str(rank), str(ranks)]
-        command += [str(folder / "store"), *arguments]
-        with path.open("w") as file:
-            runs.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
+    run_with_forks(["-m", "tests.distributed_worker", str(ranks), str(folder), *arguments], folder)
+    return [(folder / f"{rank}.txt").read_text() for rank in range(ranks)]
+
+
+def run_with_forks(arguments: list[str], folder: Path, seconds: float = 300) -> str:
+    """What a process of Python says, whose forks are ended with it."""
+    said = folder / "said.txt"
+    with said.open("w") as file:
+        run = subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     try:
-        for run in runs:
-            run.wait(timeout=300)
+        run.wait(timeout=seconds)
     finally:
-        for run in runs:
-            run.kill()
-    return [path.read_text() for path in said]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    return said.read_text()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("rank", type=int)
     parser.add_argument("ranks", type=int)
-    parser.add_argument("store")
+    parser.add_argument("folder", type=Path)
     parser.add_argument("parts", nargs="+")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--device", default="cpu")
@@ -705,18 +709,30 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9)
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    # Importing torch takes longer than most parts: one process does it for all ranks.
+    for rank in range(asked.ranks):
+        if os.fork() == 0:
+            with (asked.folder / f"{rank}.txt").open("w") as file:
+                for stream in (sys.stdout, sys.stderr):
+                    os.dup2(file.fileno(), stream.fileno())
+            return run_parts(rank, asked)
+    for _ in range(asked.ranks):
+        os.wait()
+
+
+def run_parts(rank: int, asked: argparse.Namespace) -> None:
     device = asked.device
     if device == "cuda":
-        device = f"cuda:{asked.rank % torch.cuda.device_count()}"
+        device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     dist.init_process_group(
-        asked.backend, init_method=f"file://{asked.store}", rank=asked.rank,
+        asked.backend, init_method=f"file://{asked.folder / 'store'}", rank=rank,
         world_size=asked.ranks, timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
     where = {}
     if asked.ranks % 2 == 0 and asked.ranks > 2:
         where["hybrid"] = {"mesh": init_device_mesh(asked.device, (2, asked.ranks // 2))}
-    here = Here(asked.rank, asked.ranks, device, where, asked.seconds, asked.cases)
+    here = Here(rank, asked.ranks, device, where, asked.seconds, asked.cases)
     for part in asked.parts:
         start = time.monotonic()
         globals()[part](here)

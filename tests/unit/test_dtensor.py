@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TWO_PROCESSES = """
+import os
 import sys
 
 import torch
@@ -28,8 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import archflash
 from archflash import _sharding
 
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+rank = int(os.fork() == 0)  # one process imports torch for both
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 WHOLE, BATCH, HEADS = Replicate(), Shard(0), Shard(1)
@@ -337,6 +336,8 @@ call = torch.compile(decode, backend="aot_eager", fullgraph=True)
 same("compiled cache", call(*(put(x, HEADS) for x in given), put(rows, WHOLE)), wanted, HEADS)
 dist.destroy_process_group()
 print("done", rank)
+if rank == 0:
+    os.wait()
 """
 
 
@@ -349,19 +350,9 @@ def test_heads_are_split_where_every_device_gets_as_many() -> None:
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_does(tmp_path: Path) -> None:
-    script, store = tmp_path / "two.py", str(tmp_path / "store")
+    from tests.distributed_worker import run_with_forks
+
+    script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES)
-    said = [tmp_path / f"{rank}.txt" for rank in range(2)]
-    runs = []
-    for rank, path in enumerate(said):
-        with path.open("w") as file:
-            command = [sys.executable, str(script), str(rank), store]
-            runs.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        for rank, run in enumerate(runs):
-            run.wait(timeout=600)
-            text = said[rank].read_text()
-            assert f"done {rank}" in text, text[-3000:]
-    finally:
-        for run in runs:
-            run.kill()
+    said = run_with_forks([str(script), str(tmp_path / "store")], tmp_path, seconds=600)
+    assert {"done 0", "done 1"} <= set(said.splitlines()), said[-3000:]
