@@ -547,7 +547,9 @@ def test_many_pieces_for_a_rank_are_one_message(
     that its rows see, in order; own ones are added up where they belong.
     """
     ranks, ends = 4, (0, 150, 170, 204, 340, 347, 525, 559, 706, 775, 815, 820)
-    shards, mask = afd.Shards.documents(ends, ranks), Mask(ends[-1], None, 0, ends)
+    mask = Mask(ends[-1], None, 0, ends)
+    pieces = [[(at, at + 10) for at in range(10 * r, ends[-1], 10 * ranks)] for r in range(ranks)]
+    shards = afd.Shards(ends[-1], tuple(map(tuple, pieces)))
     k, v = torch.arange(2 * ends[-1] * 6.0).view(2, 1, 2, ends[-1], 3).unbind(0)
     sources = [range(ranks)] if together else [[r] for r in range(ranks)]
     plans = [_plan.make(shards, mask, r, sources, [(0, 2)]) for r in range(ranks)]

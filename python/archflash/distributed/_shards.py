@@ -7,7 +7,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 Piece = tuple[int, int]  # half-open range of rows
 _TOLERANCE = 1.04  # the most work or rows of a rank over the mean, where documents allow that
 _SMALLEST_SHARE = 1 / 32  # of what a rank should have: no smaller document is cut
+_MOST_PARTS = 8  # of a document, or one for each rank
+_MOST_TRIED = 100  # ways to cut documents
 _TILE = 128  # rows of a kernel's tile
 
 
@@ -65,8 +67,8 @@ class Shards:
 
     @staticmethod
     def documents(cu_seqlens: Tensor | Sequence[int], ranks: int, causal: bool = True) -> Shards:
-        """Whole documents, where work and rows of the ranks can be balanced so; longer ones are cut
-        in zigzag over some ranks.
+        """Whole documents, where work and rows of the ranks can be balanced so; else some of the
+        longest are cut in zigzag over some ranks, those whose rows travel least.
 
         Args:
             cu_seqlens: where documents start, and the number of rows: ``(documents + 1,)``.
@@ -76,10 +78,10 @@ class Shards:
         ends = boundaries(cu_seqlens)
         documents = [d for d in itertools.pairwise(ends) if d[1] > d[0]]
         best: tuple[float, tuple[tuple[Piece, ...], ...]] = (math.inf, ((),) * ranks)
-        share = 1.0
-        while best[0] > _TOLERANCE and share >= _SMALLEST_SHARE and documents:
-            best = min(best, _dealt(documents, share, ranks, causal), key=lambda dealt: dealt[0])
-            share /= 2
+        for parts in _cuts(documents, ranks, causal) if documents else ():
+            best = min(best, _dealt(documents, parts, ranks, causal), key=lambda dealt: dealt[0])
+            if best[0] <= _TOLERANCE:
+                break
         return Shards(ends[-1], best[1])
 
     @staticmethod
@@ -180,11 +182,39 @@ def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(made)
 
 
+def _cuts(documents: list[Piece], ranks: int, causal: bool) -> Iterator[dict[Piece, int]]:
+    """Ways to cut documents, in how many parts each: the longest ones, in the order of what would
+    travel; and if that will not do, all that are more than some share of what a rank should have.
+    """
+    longest = sorted(documents, key=lambda x: x[0] - x[1])
+    rows = {x: x[1] - x[0] for x in documents}
+    work = {x: _work((0, n), n, causal) for x, n in rows.items()}
+    all_rows, all_work = sum(rows.values()) / ranks, sum(work.values()) / ranks
+    loads = {x: max(rows[x] / all_rows, work[x] / all_work) for x in longest}
+
+    largest = [*loads.values(), 0.0]
+    ways = [(0, 0, 1)]  # rows that travel, documents that are cut, parts
+    lengths = itertools.accumulate(rows[x] for x in longest[: 2 * ranks])
+    for count, together in enumerate(lengths, start=1):
+        if largest[count] <= _TOLERANCE:
+            numbers = {*range(2, min(ranks, _MOST_PARTS) + 1), ranks} - {1}
+            ways += [(together * (x - 1), count, x) for x in numbers if largest[0] <= x]
+    for _, count, parts in sorted(ways)[:_MOST_TRIED]:
+        yield dict.fromkeys(longest[:count], parts)
+
+    share = 1.0
+    while share >= _SMALLEST_SHARE:
+        yield {x: min(ranks, math.ceil(load / share)) for x, load in loads.items()}
+        share /= 2
+
+
 def _dealt(
-    documents: list[Piece], share: float, ranks: int, causal: bool
+    documents: list[Piece], parts: dict[Piece, int], ranks: int, causal: bool
 ) -> tuple[float, tuple[tuple[Piece, ...], ...]]:
     """Deals documents to ranks, the largest first, each to the rank that has the least with it.
-    Those that are more than `share` of what a rank should have are cut before.
+
+    Args:
+        parts: in how many some of them are cut before.
 
     Returns:
         The most work or rows of a rank over the mean, and the rows of the ranks.
@@ -194,20 +224,20 @@ def _dealt(
     items: list[tuple[float, float, tuple[Piece, ...]]] = []  # work, rows and pieces
     for start, end in documents:
         n = end - start
-        load = max(_work((0, n), n, causal) / all_work, n / all_rows)
-        for pieces in _cut(n, min(ranks, math.ceil(load / share))):
+        for pieces in _cut(n, parts.get((start, end), 1)):
             work = sum(_work(piece, n, causal) for piece in pieces) / all_work
             rows = sum(b - a for a, b in pieces) / all_rows
             items.append((work, rows, tuple((start + a, start + b) for a, b in pieces)))
     items.sort(key=lambda item: -max(item[:2]))
     held: list[list[Piece]] = [[] for _ in range(ranks)]
-    loads = torch.zeros(2, ranks, dtype=torch.float64, device="cpu")  # work and rows of each
+    works, all_held = [0.0] * ranks, [0.0] * ranks
     for work, rows, pieces in items:
-        added = torch.tensor([work, rows], dtype=torch.float64, device="cpu")
-        r = int((loads + added[:, None]).amax(0).argmin())
-        loads[:, r] += added
+        loads = [max(w + work, n + rows) for w, n in zip(works, all_held, strict=True)]
+        r = loads.index(min(loads))
+        works[r] += work
+        all_held[r] += rows
         held[r] += pieces
-    return float((loads.amax(1) / loads.mean(1)).max()), tuple(map(_joined, held))
+    return max(*works, *all_held), tuple(map(_joined, held))
 
 
 def _cut(n: int, parts: int) -> list[tuple[Piece, ...]]:
