@@ -30,7 +30,9 @@ The modules stand in layers, and each imports only from layers below its own:
   kernels on a GPU, `_calibrate`, which measures them, and the command line
 """
 
+from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _find_spec("archflash._archflash") is None:
@@ -103,6 +105,20 @@ __all__ = [
     "summarize_mask",
     "warm_up",
 ]
+
+
+if _TYPE_CHECKING:
+    from archflash import compat as compat
+    from archflash import distributed as distributed
+    from archflash import integrations as integrations
+    from archflash import sim as sim
+else:
+
+    def __getattr__(name: str) -> _Any:
+        """The packages that are imported only by who wants them, as by an import of their own."""
+        if name in ("compat", "distributed", "integrations", "sim"):
+            return _import_module(f"archflash.{name}")
+        raise AttributeError(f"module 'archflash' has no attribute {name!r}")
 
 
 def _simulate(plan: _native.LaunchPlan, tensors: dict[str, _Any]) -> None:

@@ -130,6 +130,14 @@ def test_the_public_names() -> None:
     assert all(hasattr(archflash, name) for name in archflash.__all__)
 
 
+def test_packages_need_no_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("compat", "distributed", "integrations", "sim"):
+        monkeypatch.delattr(archflash, name, raising=False)
+        assert getattr(archflash, name) is importlib.import_module(f"archflash.{name}")
+    with pytest.raises(AttributeError, match="has no attribute 'attend'"):
+        archflash.attend  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_the_version_is_that_of_the_project() -> None:
     match = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert match is not None
