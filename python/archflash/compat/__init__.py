@@ -77,6 +77,7 @@ vars(_flash_attn_2_interface)["flash_attn_gpu"] = flash_attn_2_cuda
 _DISTRIBUTIONS = {
     "flash_attn": (f"{flash_attn.__version__}+archflash", ("flash_attn", "flash_attn_2_cuda")),
     "flash_attn_3": ("3.0.0+archflash", ("flash_attn_3", "flash_attn_interface")),
+    "flash_attn_4": ("4.0.0+archflash", ("flash_attn",)),  # flash_attn.cute
     "flash_mla": ("1.0.0+archflash", ("flash_mla",)),
     "sageattention": ("2.2.0+archflash", ("sageattention",)),
     "sageattn3": ("1.0.0+archflash", ("sageattn3",)),
@@ -194,8 +195,7 @@ def _tell_transformers() -> None:
     module = sys.modules.get("transformers.utils.import_utils")
     known = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", None)  # of its earlier versions
     if isinstance(known, dict):
-        for name, (_, modules) in _DISTRIBUTIONS.items():
-            for one in modules:
-                if one not in known:
-                    known[one] = [name]
-                    _listed.append((known, one))
+        named = [(one, name) for name, (_, modules) in _DISTRIBUTIONS.items() for one in modules]
+        for one in {one for one, _ in named}.difference(known):
+            known[one] = [name for other, name in named if other == one]
+            _listed.append((known, one))
