@@ -90,7 +90,7 @@ NOTHING = Work("nothing", ())
 INNER = Work("copies", ("LDGSTS",))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Instruction:
     """One instruction.
 
@@ -102,7 +102,7 @@ class Instruction:
     index: int
     text: str
 
-    @cached_property
+    @property
     def predicate(self) -> str:
         match = re.match(r"@!?U?P\w+", self.text)
         return match[0] if match else ""
@@ -110,7 +110,9 @@ class Instruction:
     @cached_property
     def opcode(self) -> str:
         """With its modifiers: "HMMA.16816.F32"."""
-        return self.text.removeprefix(self.predicate).split()[0]
+        match = OPCODE.match(self.text)
+        assert match is not None
+        return match[1]
 
     @property
     def name(self) -> str:
@@ -133,6 +135,10 @@ class Instruction:
             return bool(self.predicate) or re.fullmatch(r"\S+ +0x[0-9a-f]+", self.text) is None
         return bool(self.predicate) or self.name not in ("EXIT", "RET", "BRX", "BRXU")
 
+
+OPCODE = re.compile(r"(?:@!?\w+ +)?([A-Z][\w.]*)")
+# What may end a block.
+CONTROL = re.compile(r"\b(?:BRA|JMP|EXIT|RET|BRXU?)\b")
 
 # In a line of the listing: an instruction, behind its address and before the lower half of its
 # code; and in the line below it the upper half alone.
@@ -237,7 +243,6 @@ MODIFIERS_FROM = 8  # in the upper half
 UPPER_MASK = np.uint64((1 << CONTROL_SHIFT) - 1)
 # Instructions with modifiers among the operands.
 SPREAD = ("BRA", "SHFL", "HGMMA", "QGMMA", "IGMMA")
-OPCODE = re.compile(r"(?:@!?\w+ +)?([A-Z][\w.]*)")
 
 
 def words_of(cubin: bytes) -> dict[str, npt.NDArray[np.uint64]]:
@@ -350,8 +355,9 @@ class Flow:
 
     def __init__(self, texts: list[str]) -> None:
         self.instructions = [Instruction(i, text) for i, text in enumerate(texts)]
-        targets = {x.target for x in self.instructions if x.target is not None}
-        ends = {x.index + 1 for x in self.instructions if x.target is not None or not x.goes_on}
+        control = [x for x in self.instructions if CONTROL.search(x.text)]
+        targets = {x.target for x in control if x.target is not None}
+        ends = {x.index + 1 for x in control if x.target is not None or not x.goes_on}
         starts = sorted(({0} | targets | ends) & set(range(len(texts))))
         self.blocks = [
             self.instructions[start:end]
@@ -455,8 +461,9 @@ class Flow:
                     for done, (slots, blocks) in best[other].items()
                 ]
             here: dict[int, tuple[int, tuple[int, ...]]] = {}
+            own = sum(map(work.has, self.blocks[block]))
             for done, slots, blocks in reached:
-                more = done + sum(map(work.has, self.blocks[block]))
+                more = done + own
                 if not work.all_of_them:
                     more = min(more, 1)
                 way = (slots + len(self.blocks[block]), (*blocks, block))

@@ -31,6 +31,7 @@ IMAGES = [
 LOADS = ("LDS", "LDSM")
 ARRIVAL, WAIT = "SYNCS.ARRIVE", "SYNCS.PHASECHK"
 FENCE = "FENCE.VIEW.ASYNC"  # fence.proxy.async, behind MEMBAR.ALL.CTA
+KNOWN = re.compile(rf"\b(?:{'|'.join(LOADS)}|{ARRIVAL}|{WAIT}|{FENCE})")
 NO_SCOREBOARD = 7
 LINE = 16  # bytes: the longest load
 BACKWARD_WORK_BYTES = 128  # hopper::BackwardConfig::WORK_BYTES
@@ -49,21 +50,26 @@ def loads_under_way(texts: list[str], controls: list[int]) -> dict[int, list[str
     """
     flow = Flow(texts)
     found: dict[int, list[str]] = {}
+    waits = [control >> 11 & 0x3F for control in controls]
+    # Of each block the instructions that wait for loads or are asked for below.
+    blocks = [
+        [(x.index, x.opcode) for x in block if waits[x.index] or KNOWN.search(x.text)]
+        for block in flow.blocks
+    ]
 
     def behind(block: int, before: Pending) -> Pending:
         pending = before
-        for instruction in flow.blocks[block]:
-            control = controls[instruction.index]
-            waits, sets = control >> 11 & 0x3F, control >> 5 & 7
-            pending = {(load, board) for load, board in pending if not waits >> board & 1}
-            if instruction.opcode.startswith((FENCE, WAIT)):
+        for index, opcode in blocks[block]:
+            pending = {(load, board) for load, board in pending if not waits[index] >> board & 1}
+            if opcode.startswith((FENCE, WAIT)):
                 pending = set()
-            if instruction.opcode.startswith(ARRIVAL):
-                found[instruction.index] = sorted({texts[load] for load, _ in pending})
-            if instruction.name in LOADS and not texts[instruction.index].startswith("@!PT"):
+            if opcode.startswith(ARRIVAL):
+                found[index] = sorted({texts[load] for load, _ in pending})
+            if opcode.partition(".")[0] in LOADS and not texts[index].startswith("@!PT"):
+                sets = controls[index] >> 5 & 7
                 if sets != NO_SCOREBOARD:  # loads come back in order: so do those that set none
                     pending = {(x, sets if b == NO_SCOREBOARD else b) for x, b in pending}
-                pending = pending | {(instruction.index, sets)}
+                pending = pending | {(index, sets)}
         return pending
 
     before: list[Pending] = [set() for _ in flow.blocks]
@@ -129,7 +135,7 @@ def stored_by_threads(texts: list[str]) -> set[int]:
     for. In front of the barriers lies what TMA writes.
     """
     first = first_barrier(texts)
-    stores = {offset_of(text) for text in texts if re.search(r"\bSTS\b", text)}
+    stores = {offset_of(text) for text in texts if "STS" in text and re.search(r"\bSTS\b", text)}
     return {offset // LINE for offset in stores if offset >= first}
 
 
