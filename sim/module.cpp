@@ -92,6 +92,76 @@ Mode mode_named(const std::string& name) {
   throw nb::value_error(("mode " + name + ": lazy, eager, random, priority or shuffled").c_str());
 }
 
+nb::list findings_of(const LaunchReport& report, const Module& module, const Kernel& kernel) {
+  nb::list findings;
+  for (const Finding& f : report.findings.list()) {
+    nb::dict row;
+    row["severity"] = f.severity == Severity::Error ? "error" : "lint";
+    row["kind"] = f.kind;
+    row["message"] = f.message;
+    row["cta"] = f.cta;
+    row["warp"] = f.warp;
+    row["lane"] = f.lane;
+    row["pc"] = f.pc;
+    row["address"] = f.address;
+    row["count"] = f.count;
+    row["fatal"] = f.fatal;
+    const bool known = f.pc >= 0 && static_cast<size_t>(f.pc) < kernel.texts.size();
+    row["line"] = known ? kernel.texts[static_cast<size_t>(f.pc)].line : 0;
+    row["instruction"] = known ? kernel.texts[static_cast<size_t>(f.pc)].statement : "";
+    row["source"] = known ? source_line(module, kernel, static_cast<uint32_t>(f.pc)) : "";
+    findings.append(row);
+  }
+  return findings;
+}
+
+// What the instructions did, one by one and summed up.
+void add_counts(const LaunchReport& report, const Kernel& kernel, nb::dict& result) {
+  nb::list executed;
+  std::map<std::string, uint64_t> by_class, by_opcode;
+  std::map<std::string, std::pair<uint64_t, uint64_t>> shared;  // wavefronts, and without conflicts
+  uint64_t wavefronts = 0, transactions = 0, local = 0;
+  for (size_t i = 0; i < kernel.code.size(); ++i) {
+    const uint64_t count = report.counts.executed[i];
+    executed.append(count);
+    if (count == 0) continue;
+    const auto& memory_counts = report.counts.memory[i];
+    const std::string& opcode = kernel.texts[i].text;
+    by_class[class_name(kernel.code[i].counted)] += count;
+    by_opcode[opcode] += count;
+    if (memory_counts.ideal != 0) {
+      auto& [taken, least] = shared[opcode];
+      taken += memory_counts.wavefronts;
+      least += memory_counts.ideal;
+    }
+    wavefronts += memory_counts.wavefronts;
+    transactions += memory_counts.transactions;
+    local += memory_counts.local;
+  }
+  result["executed"] = nb::tuple(executed);
+  result["instructions"] = by_class;
+  result["opcodes"] = by_opcode;
+  result["bank_conflicts"] = shared;
+  result["wavefronts"] = wavefronts;
+  result["transactions"] = transactions;
+  result["local"] = local;
+}
+
+nb::dict traces_of(const LaunchReport& report) {
+  nb::dict traces;
+  for (const auto& [cta, trace] : report.traces) {
+    nb::list rows;
+    for (const TraceEvent& event : trace.events) {
+      static const char* const KINDS[] = {"run", "wait", "async"};
+      rows.append(nb::make_tuple(KINDS[static_cast<int>(event.kind)], event.track, event.begin,
+                                 event.end, event.pc, event.bytes, event.seen, event.cause,
+                                 event.label, nb::tuple(nb::cast(event.operands))));
+    }
+    traces[nb::int_(cta)] = nb::make_tuple(trace.tracks, rows);
+  }
+  return traces;
+}
+
 using Sizes = std::array<int64_t, 3>;
 
 nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& grid,
@@ -140,73 +210,16 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
   }
   if (interrupted) throw nb::python_error();
   const Kernel& kernel = loaded.kernel(kernel_name);
-  nb::list findings;
-  for (const Finding& f : report.findings.list()) {
-    nb::dict row;
-    row["severity"] = f.severity == Severity::Error ? "error" : "lint";
-    row["kind"] = f.kind;
-    row["message"] = f.message;
-    row["cta"] = f.cta;
-    row["warp"] = f.warp;
-    row["lane"] = f.lane;
-    row["pc"] = f.pc;
-    row["address"] = f.address;
-    row["count"] = f.count;
-    row["fatal"] = f.fatal;
-    const bool known = f.pc >= 0 && static_cast<size_t>(f.pc) < kernel.texts.size();
-    row["line"] = known ? kernel.texts[static_cast<size_t>(f.pc)].line : 0;
-    row["instruction"] = known ? kernel.texts[static_cast<size_t>(f.pc)].statement : "";
-    row["source"] = known ? source_line(*loaded.module, kernel, static_cast<uint32_t>(f.pc)) : "";
-    findings.append(row);
-  }
-  nb::list executed;
-  std::map<std::string, uint64_t> by_class, by_opcode;
-  std::map<std::string, std::pair<uint64_t, uint64_t>> shared;  // wavefronts, and without conflicts
-  uint64_t wavefronts = 0, transactions = 0, local = 0;
-  for (size_t i = 0; i < kernel.code.size(); ++i) {
-    const uint64_t count = report.counts.executed[i];
-    executed.append(count);
-    if (count == 0) continue;
-    const auto& memory_counts = report.counts.memory[i];
-    const std::string& opcode = kernel.texts[i].text;
-    by_class[class_name(kernel.code[i].counted)] += count;
-    by_opcode[opcode] += count;
-    if (memory_counts.ideal != 0) {
-      auto& [taken, least] = shared[opcode];
-      taken += memory_counts.wavefronts;
-      least += memory_counts.ideal;
-    }
-    wavefronts += memory_counts.wavefronts;
-    transactions += memory_counts.transactions;
-    local += memory_counts.local;
-  }
-  nb::dict traces;
-  for (const auto& [cta, trace] : report.traces) {
-    nb::list rows;
-    for (const TraceEvent& event : trace.events) {
-      static const char* const KINDS[] = {"run", "wait", "async"};
-      rows.append(nb::make_tuple(KINDS[static_cast<int>(event.kind)], event.track, event.begin,
-                                 event.end, event.pc, event.bytes, event.seen, event.cause,
-                                 event.label, nb::tuple(nb::cast(event.operands))));
-    }
-    traces[nb::int_(cta)] = nb::make_tuple(trace.tracks, rows);
-  }
   nb::dict result;
-  result["findings"] = findings;
+  result["findings"] = findings_of(report, *loaded.module, kernel);
   result["dropped"] = report.findings.dropped();
   result["complete"] = report.complete;
   result["overlaps_checked"] = report.overlaps_checked;
   result["ctas"] = report.counts.ctas;
   result["barrier_waits"] = report.counts.barrier_waits;
-  result["executed"] = nb::tuple(executed);
-  result["instructions"] = by_class;
-  result["opcodes"] = by_opcode;
-  result["bank_conflicts"] = shared;
-  result["wavefronts"] = wavefronts;
-  result["transactions"] = transactions;
-  result["local"] = local;
+  add_counts(report, kernel, result);
   result["seconds"] = seconds;
-  result["traces"] = traces;
+  result["traces"] = traces_of(report);
   return result;
 }
 

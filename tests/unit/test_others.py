@@ -23,7 +23,7 @@ def attend(**call):
     return flash_attn_func(q, q, q, **call)
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("number", range(500))
+@pytest.mark.parametrize("number", range(20))
 def test_right(number, causal):
     assert attend(causal=causal).shape == (1, 5, 2, 8)
 
