@@ -9,7 +9,7 @@
 
 #include "runtime/registry.h"
 #include "runtime/run_plan.h"
-#include "runtime/text.h"
+#include "runtime/wrong.h"
 
 namespace archflash {
 namespace {
@@ -26,9 +26,8 @@ void build_call_of(const LaunchPlan& plan, const Arguments& arguments, Call& cal
         "the plan's");
   }
   if (call.device_kind == DeviceKind::Meta) call.without_storage = "q";
-  if (call.without_storage)
-    throw nb::value_error(join(call.without_storage, HAS_NO_MEMORY).c_str());
-  if (call.lazy) throw nb::value_error(join(call.lazy, IS_LAZY, "pass a clone() of it").c_str());
+  if (call.without_storage) wrong_value(call.without_storage, HAS_NO_MEMORY);
+  if (call.lazy) wrong_value(call.lazy, IS_LAZY, "pass a clone() of it");
 }
 
 // A tensor of the backward pass: heads before rows, (batch, heads, rows, columns).
@@ -36,7 +35,7 @@ BackwardTensor backward_tensor(nb::handle tensor, const char* name) {
   TensorView view;
   read_tensor(tensor, name, view);
   if (view.ndim != 4 || !view.is_float)
-    throw nb::value_error(join(name, " must be a floating-point tensor of 4 dimensions").c_str());
+    wrong_value(name, " must be a floating-point tensor of 4 dimensions");
   const auto stride = [&](int axis) { return view.shape[axis] > 1 ? view.strides[axis] : 0; };
   return {.strides = {stride(0), stride(1), stride(2)},
           .dtype = view.dtype,
@@ -86,8 +85,8 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
     if (!tensors.contains(name)) continue;
     TensorView view;
     read_tensor(tensors[name], name, view);
-    if (view.lazy) throw nb::value_error(join(name, IS_LAZY, "pass a clone() of it").c_str());
-    if (!view.has_storage) throw nb::value_error(join(name, HAS_NO_MEMORY).c_str());
+    if (view.lazy) wrong_value(name, IS_LAZY, "pass a clone() of it");
+    if (!view.has_storage) wrong_value(name, HAS_NO_MEMORY);
     const bool fits = view.device_kind == DeviceKind::Cuda || view.device_kind == DeviceKind::Cpu;
     if (!fits || (any && view.device_index != device_index))
       throw nb::type_error("launch takes tensors on one CUDA device, or on the CPU");
@@ -98,8 +97,7 @@ void launch_plan(const LaunchPlan& plan, const nb::dict& tensors) {
   const auto need = [&](Operand operand) {
     const char* name = operand_name(operand);
     if (!tensors.contains(name))
-      throw nb::value_error(
-          join("the plan has an address of ", name, ": pass that tensor").c_str());
+      wrong_value("the plan has an address of ", name, ": pass that tensor");
   };
   for (const Launch& launch : plan.launches) {
     for (const PointerSlot& slot : launch.pointers) need(slot.operand);
@@ -165,7 +163,7 @@ LaunchPlan plan_quantize_of(const std::string& out_dtype, int per, nb::handle x,
 LaunchPlan plan_merge_of(const std::vector<nb::object>& outs, const std::vector<nb::object>& lses,
                          nb::handle out, const Device& device) {
   if (outs.empty() || outs.size() > MERGE_PARTS || outs.size() != lses.size())
-    throw nb::value_error(join("plan_merge takes 1 to ", MERGE_PARTS, " parts").c_str());
+    wrong_value("plan_merge takes 1 to ", MERGE_PARTS, " parts");
   MergeProblem problem{};
   TensorView view;
   read_tensor(out, "out", view);

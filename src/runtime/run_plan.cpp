@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "runtime/kept_object.h"
-#include "runtime/text.h"
+#include "runtime/wrong.h"
 #include "torch_operators/operators.h"
 
 namespace archflash {
@@ -79,7 +79,7 @@ void* address_of_new(nb::handle tensor, const char* name) {
   void* const address = address_of(tensor);
   // Under a mode of PyTorch what is allocated may be a fake tensor.
   if (address == nullptr && nb::cast<int64_t>(tensor.attr("numel")()) > 0)
-    throw nb::value_error(join(name, HAS_NO_MEMORY).c_str());
+    wrong_value(name, HAS_NO_MEMORY);
   return address;
 }
 

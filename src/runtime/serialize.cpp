@@ -13,7 +13,7 @@
 #include "runtime/bind.h"
 #include "runtime/checks.h"
 #include "runtime/registry.h"
-#include "runtime/text.h"
+#include "runtime/wrong.h"
 
 namespace archflash {
 namespace nb = nanobind;
@@ -118,8 +118,7 @@ std::string shown(nb::handle object) {
 
 template <class... Parts>
 [[noreturn]] void refuse(const std::string& path, nb::handle given, const Parts&... must) {
-  throw nb::value_error(
-      join("field '", path, "' is ", shown(given), ": it must be ", must...).c_str());
+  wrong_value("field '", path, "' is ", shown(given), ": it must be ", must...);
 }
 
 std::string field_of(const std::string& path, const std::string& name) {
@@ -227,12 +226,12 @@ void read(nb::handle object, std::array<T, N>& values, const std::string& path) 
 nb::dict as_dict(nb::handle object, const std::string& path) {
   if (PyDict_Check(object.ptr())) return nb::borrow<nb::dict>(object);
   if (!path.empty()) refuse(path, object, "an object with named fields");
-  throw nb::value_error(join(shown(object), " is no object with named fields").c_str());
+  wrong_value(shown(object), " is no object with named fields");
 }
 template <class T>
 void read_field(const nb::dict& dict, const char* name, T& value, const std::string& path) {
   const std::string place = field_of(path, name);
-  if (!dict.contains(name)) throw nb::value_error(join("field '", place, "' is missing").c_str());
+  if (!dict.contains(name)) wrong_value("field '", place, "' is missing");
   read(dict[name], value, place);
 }
 template <Struct T>
@@ -248,7 +247,7 @@ void read(nb::handle object, T& value, const std::string& path) {
     if (!PyUnicode_CheckExact(item.first.ptr()) || !nb::try_cast(item.first, name) ||
         !known.contains(name)) {
       const std::string text = name.empty() ? shown(item.first) : name;
-      throw nb::value_error(join("field '", field_of(path, text), "' is not known").c_str());
+      wrong_value("field '", field_of(path, text), "' is not known");
     }
   }
 }
@@ -363,27 +362,23 @@ void check_tile(const LaunchPlan& plan) {
     if constexpr (std::is_integral_v<Value> && !std::is_same_v<Value, bool>) {
       const int least = AT_LEAST_ONE.contains(field) ? 1 : 0;
       if (value >= least && value <= MOST) return;
-      throw nb::value_error(join("field 'tile.", field, "' is ", value,
-                                 ": it must be an integer from ", least, " to ", MOST)
-                                .c_str());
+      wrong_value("field 'tile.", field, "' is ", value, ": it must be an integer from ", least,
+                  " to ", MOST);
     }
   });
   constexpr int64_t MOST_PARTS = 16;
   if (tile.part_rows > 0 && tile.part_rows * MOST_PARTS < tile.block_q) {
-    throw nb::value_error(join("field 'tile.part_rows' is ", tile.part_rows, ": tiles of ",
-                               tile.block_q, " rows are cut into up to ", MOST_PARTS, " parts")
-                              .c_str());
+    wrong_value("field 'tile.part_rows' is ", tile.part_rows, ": tiles of ", tile.block_q,
+                " rows are cut into up to ", MOST_PARTS, " parts");
   }
   const int64_t heads_per_kv = plan.problem.heads_q / std::max<int64_t>(plan.problem.heads_kv, 1);
   if (heads_per_kv < tile.packed_heads || heads_per_kv % tile.packed_heads != 0) {
-    throw nb::value_error(join("field 'tile.packed_heads' is ", tile.packed_heads, ": ",
-                               heads_per_kv, " heads share a head of k, and it must divide them")
-                              .c_str());
+    wrong_value("field 'tile.packed_heads' is ", tile.packed_heads, ": ", heads_per_kv,
+                " heads share a head of k, and it must divide them");
   }
   if (tile.heads_per_group % tile.packed_heads != 0) {
-    throw nb::value_error(join("field 'tile.heads_per_group' is ", tile.heads_per_group,
-                               ": it must be a multiple of packed_heads, ", tile.packed_heads)
-                              .c_str());
+    wrong_value("field 'tile.heads_per_group' is ", tile.heads_per_group,
+                ": it must be a multiple of packed_heads, ", tile.packed_heads);
   }
 }
 
@@ -393,37 +388,32 @@ void check_launches(const LaunchPlan& plan) {
   for (const auto& [name, bytes] : {std::pair{"zeroed_bytes", plan.zeroed_bytes},
                                     std::pair{"counter_bytes", plan.counter_bytes}}) {
     if (bytes >= 0 && bytes <= plan.workspace_bytes) continue;
-    throw nb::value_error(join("field '", name, "' is ", bytes,
-                               ": it must be between 0 and workspace_bytes, ", plan.workspace_bytes)
-                              .c_str());
+    wrong_value("field '", name, "' is ", bytes, ": it must be between 0 and workspace_bytes, ",
+                plan.workspace_bytes);
   }
   for (size_t i = 0; i < plan.launches.size(); ++i) {
     const Launch& launch = plan.launches[i];
     const std::string path = item_of("launches", i);
     if (launch.params.size() > MAX_PARAMETER_BYTES) {
-      throw nb::value_error(join("field '", path, ".params' has ", launch.params.size(),
-                                 " bytes: at most ", MAX_PARAMETER_BYTES)
-                                .c_str());
+      wrong_value("field '", path, ".params' has ", launch.params.size(), " bytes: at most ",
+                  MAX_PARAMETER_BYTES);
     }
     if (launch.of_batch && plan.counter_bytes == 0) {
-      throw nb::value_error(join("field 'counter_bytes' is 0: '", path,
-                                 "' is of_batch, and layers that share it have counters of their "
-                                 "own, which counter_bytes counts")
-                                .c_str());
+      wrong_value("field 'counter_bytes' is 0: '", path,
+                  "' is of_batch, and layers that share it have counters of their "
+                  "own, which counter_bytes counts");
     }
     auto fits = [&](int64_t offset, int64_t bytes) {
       return offset >= 0 && offset + bytes <= static_cast<int64_t>(launch.params.size());
     };
     for (const PointerSlot& slot : launch.pointers) {
       if (!fits(slot.offset, 8))
-        throw nb::value_error(
-            join(path, ": pointer slot at ", slot.offset, " lies outside the parameters").c_str());
+        wrong_value(path, ": pointer slot at ", slot.offset, " lies outside the parameters");
     }
     for (const TensorMapSpec& spec : launch.tensor_maps) {
       if (!fits(spec.offset, 128) || spec.offset % 64) {
-        throw nb::value_error(join(path, ": tensor map at ", spec.offset,
-                                   " is not 128 bytes inside the parameters, 64-byte aligned")
-                                  .c_str());
+        wrong_value(path, ": tensor map at ", spec.offset,
+                    " is not 128 bytes inside the parameters, 64-byte aligned");
       }
     }
   }
@@ -454,10 +444,9 @@ LaunchPlan plan_from_dict(nb::handle object) {
   std::string version, implementation;
   read_field(given, "version", version, "");
   if (version != ARCHFLASH_VERSION) {
-    throw nb::value_error(join("field 'version' is ", shown(given["version"]),
-                               ": this is archflash " ARCHFLASH_VERSION
-                               ", which plans for itself; make the plan again")
-                              .c_str());
+    wrong_value("field 'version' is ", shown(given["version"]),
+                ": this is archflash " ARCHFLASH_VERSION
+                ", which plans for itself; make the plan again");
   }
   read_field(given, "implementation", implementation, "");
   const std::vector<std::string>& names = folder_names();
@@ -474,17 +463,15 @@ LaunchPlan plan_from_dict(nb::handle object) {
   if (const auto* reasons = std::get_if<Reasons>(&planned)) {
     std::string all;
     for (const std::string& reason : *reasons) all += "\n  " + reason;
-    throw nb::value_error(join("field 'implementation' is ", shown(given["implementation"]),
-                               ", which cannot serve this problem on this device:", all)
-                              .c_str());
+    wrong_value("field 'implementation' is ", shown(given["implementation"]),
+                ", which cannot serve this problem on this device:", all);
   }
   LaunchPlan& made = std::get<LaunchPlan>(planned);
   Comparison comparison;
   comparison.compare(given, to_dict(made), "");
   if (const std::string differences = comparison.text(); !differences.empty()) {
-    throw nb::value_error(join("this is not what ", implementation,
-                               " plans for this problem and device:", differences)
-                              .c_str());
+    wrong_value("this is not what ", implementation,
+                " plans for this problem and device:", differences);
   }
   return std::move(made);
 }

@@ -1,6 +1,6 @@
 #include "runtime/tensors.h"
 
-#include "runtime/text.h"
+#include "runtime/wrong.h"
 
 namespace archflash {
 namespace {
@@ -244,25 +244,21 @@ void check_low_address(nb::handle tensor, const char* name, TensorView& view) {
     view.has_storage = false;
     return;
   }
-  throw nb::value_error(
-      join(name, " has shape ", describe_shape(view),
-           " but no data: its storage is empty, as untyped_storage().resize_(0) leaves it; bring "
-           "the data back or pass another tensor")
-          .c_str());
+  wrong_value(
+      name, " has shape ", describe_shape(view),
+      " but no data: its storage is empty, as untyped_storage().resize_(0) leaves it; bring "
+      "the data back or pass another tensor");
 }
 
 }  // namespace
 
 void read_tensor(nb::handle object, const char* name, TensorView& view, bool known) {
-  if (!is_tensor(object))
-    throw nb::type_error(join(name, " is ", given(object), ": it must be a torch.Tensor").c_str());
+  if (!is_tensor(object)) wrong_type(name, " is ", given(object), ": it must be a torch.Tensor");
   if (!read_through_table(object, view)) {
     if (nb::cast<bool>(object.attr("is_nested")) || !object.attr("layout").is(torch().strided)) {
-      throw nb::type_error(
-          join(name,
-               " is a nested or sparse tensor: it must be dense; pack sequences of several "
-               "lengths and pass cu_seqlens")
-              .c_str());
+      wrong_type(name,
+                 " is a nested or sparse tensor: it must be dense; pack sequences of several "
+                 "lengths and pass cu_seqlens");
     }
     read_through_attributes(object, view);
   }

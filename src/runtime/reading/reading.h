@@ -7,18 +7,9 @@
 
 #include "runtime/call.h"
 #include "runtime/checks.h"
-#include "runtime/text.h"
+#include "runtime/wrong.h"
 
 namespace archflash::reading {
-
-template <class... Parts>
-[[noreturn]] void wrong_value(const Parts&... parts) {
-  throw nb::value_error(join(parts...).c_str());
-}
-template <class... Parts>
-[[noreturn]] void wrong_type(const Parts&... parts) {
-  throw nb::type_error(join(parts...).c_str());
-}
 
 // --- values.cpp: numbers and words ---
 
