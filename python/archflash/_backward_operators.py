@@ -282,7 +282,9 @@ def window_option(left: int | None, right: int | None) -> dict[str, Any]:
 
 
 def _top_left(causal: bool, scale: float | None, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """With as many queries as keys both alignments are the same, and the other one was measured."""
+    """The options for PyTorch's top-left alignment. With as many queries as keys ours is the same,
+    and that one was measured.
+    """
     options: dict[str, Any] = {"causal": causal, "scale": scale}
     return options | ({"q_offset": 0} if causal and q.shape[2] != k.shape[2] else {})
 

@@ -171,7 +171,7 @@ class Measured(NamedTuple):
     graph_us: dict[str, float]
 
     def place(self, sms: int) -> Place:
-        """Where it lies among others of its family."""
+        """Where the call lies among others of its family."""
         return place_of(self.kind, self.sizes, self.d, self.dv, sms)
 
 

@@ -141,7 +141,7 @@ class Gradients:
         return Gradients(dq, dk, dv, dsinks, accumulate, dmask)
 
     def with_dmask_of_all_scores(self, request: Request) -> Gradients:
-        """The same with a number of dmask for each score, so that no two are added up."""
+        """These gradients with a number of dmask for each score, so that no two are added up."""
         heads = request.by_head(request.q).shape[:3]
         assert self.dmask is not None
         full = self.dmask.new_zeros((*heads, request.by_head(request.k).shape[2]))

@@ -107,7 +107,7 @@ def quantize_nvfp4(
 
 
 def _by_group(x: Tensor, dim: int) -> Tensor:
-    """With the numbers of a group as a last dimension, and zeros for missing rows."""
+    """x with the numbers of a group as a last dimension, and zeros for missing rows."""
     x = x.transpose(dim, -1)
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % GROUP))
     return x.reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP).transpose(dim - 1, -2)

@@ -237,8 +237,8 @@ def _problems(
 def _problems_with_masks(
     device: _native.Device, dtype: torch.dtype, d: int, dv: int
 ) -> Iterator[_native.Problem]:
-    """The same for calls with masks as data, whose kernels go by the dtype, the head dims, the kind
-    of mask, and by whether there are row tiles for all SMs.
+    """Problems that launch every kernel of calls with masks as data. These kernels go by the dtype,
+    the head dims, the kind of mask, and by whether there are row tiles for all SMs.
     """
     ranges = torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32)
     for nq, num_splits in itertools.product((1, 8192), (1, 8)):
@@ -258,8 +258,9 @@ def _problems_with_masks(
 def _problems_with_cache(
     device: _native.Device, dtype: torch.dtype, d: int, dv: int
 ) -> Iterator[_native.Problem]:
-    """The same for calls with a KV cache, whose kernels go by the dtypes, the head dims, by whether
-    16 rows are enough, and for many rows by whether there are row tiles for all SMs and by pages.
+    """Problems that launch every kernel of calls with a KV cache. These kernels go by the dtypes,
+    the head dims, by whether 16 rows are enough, and for many rows by whether there are row tiles
+    for all SMs and by pages.
     """
     lengths = torch.zeros(1, dtype=torch.int32)
     cos, sin = (torch.empty(1, max(d // 2, 1)) for _ in range(2))

@@ -62,7 +62,7 @@ constexpr const char* FEW_ROWS = "few query rows: keys split over CTAs, or heads
 // Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
 // GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
-    // These three are left out where they do not serve a call: tiles_of().
+    // The next three are left out where they do not serve a call: tiles_of().
     tile<D32Large<DType::F16>>("d32_large", {.min_tiles_per_sm = 6, .min_keys = 81},
                                "head dimensions up to 32 and many rows: three CTAs per SM"),
     tile<D32Medium<DType::F16>>("d32_medium", {.min_tiles_per_sm = 1, .min_keys = 81},

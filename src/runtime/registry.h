@@ -43,10 +43,10 @@ Notes notes(const LaunchPlan& plan);
 // The names that quantize_fp8 has for its kernels, and whether any run on a capability.
 std::vector<std::string> quantizer_names();
 bool has_quantizer(int capability);
-// Its plan. Throws std::invalid_argument where there is none.
+// The plan of a quantiser. Throws std::invalid_argument where there is none.
 LaunchPlan plan_quantize(const QuantizeProblem& problem, const Device& device);
 
-// The same for merge_attention.
+// The kernels of merge_attention, likewise.
 std::vector<std::string> merger_names();
 bool has_merger(int capability);
 LaunchPlan plan_merge(const MergeProblem& problem, const Device& device);

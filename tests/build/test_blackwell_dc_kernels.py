@@ -44,7 +44,7 @@ def ptx_of(kernel: str) -> list[str]:
 
 
 def opcodes(instructions: list[str]) -> Counter[str]:
-    """Without predicates and operands."""
+    """How often each opcode occurs."""
     return Counter(re.sub(r"^@!?\w+\s+", "", text).split()[0] for text in instructions)
 
 

@@ -180,7 +180,7 @@ def test_causal_aligns_to_the_top_left(
 @pytest.mark.usefixtures("ampere")
 @pytest.mark.parametrize("operator", ["flash", "cudnn", "efficient"])
 def test_a_query_that_repeats_rows(operator: str) -> None:
-    """Its output has the layout of torch.empty_like, which nests repeated rows elsewhere."""
+    """The output has the layout of torch.empty_like, which nests repeated rows elsewhere."""
     q, k, v = on.qkv(40, 40, 32, dtype="bfloat16", batch=2, heads=(4, 4))
     q = q[:, :1].expand_as(q)
     name = f"_scaled_dot_product_{operator}_attention"
@@ -231,7 +231,7 @@ def test_packed_sequences_through_varlen_attn() -> None:
 @pytest.mark.skipif(on.name == "gpu", reason="it asks the simulator what was launched")
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 0), (0, 3)], ids=str)
 def test_one_tensor_of_lengths_leaves_no_row_without_keys(window: tuple[int, int]) -> None:
-    """So nothing has to be launched that gives such rows the log-sum-exp of PyTorch's kernel."""
+    """Nothing is launched then that gives such rows the log-sum-exp of PyTorch's kernel."""
     q, k, v = (on.rand(60, 2, 32, seed=i, dtype="bfloat16") for i in range(3))
     ends = on.cu_seqlens([25, 0, 30, 5])
     launched: list[list[str]] = []
@@ -396,7 +396,7 @@ def assert_gradients(
 
 
 def assert_calls(count: int) -> None:
-    """So many calls were counted. On a GPU autograd computes gradients in another thread, where
+    """Asserts that `count` calls were counted. On a GPU autograd computes gradients in another thread, where
     nothing is forced.
     """
     counted = archflash.stats()
@@ -466,7 +466,7 @@ def test_gradients_of_packed_sequences_through_varlen_attn() -> None:
 
 @pytest.mark.skipif("ada" not in on.kernels(), reason="ada has no code for this GPU")
 def test_pytorchs_backward_takes_output_and_log_sum_exp() -> None:
-    """It computes the gradients where the forced implementation has no backward pass."""
+    """The forced implementation has no backward pass: PyTorch computes the gradients."""
     q, k, v = (x.requires_grad_() for x in on.qkv(40, 40, 32, dtype="float16"))
     grad = on.rand(*q.shape, seed=9, dtype="float16")
     with archflash.enabled(), archflash.force("ada"):

@@ -182,7 +182,7 @@ SHORT: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SHORT)
 def test_gradients_with_short_sums_stay_on_cuda_cores(name: str) -> None:
-    """Their errors on tensor cores can be more than twice those of plain fp32."""
+    """On tensor cores errors of short sums can be more than twice those of plain fp32."""
     (nq, nk), options = SHORT[name]
     options = dict(options)
     tensors = gradients.inputs(on, nq, nk, 64, 64, "float32")

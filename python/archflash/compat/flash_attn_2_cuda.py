@@ -50,7 +50,7 @@ def varlen_fwd(
     window_size_right: int, softcap: float, return_softmax: bool, generator: Any = None,
     num_splits: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """The same of packed sequences."""
+    """The output, log-sum-exp, an empty tensor and rng_state of packed sequences."""
     _no_generator(generator)
     result = _private._flash_attn_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale,
@@ -86,7 +86,7 @@ def varlen_bwd(
     window_size_left: int, window_size_right: int, softcap: float, deterministic: bool,
     generator: Any = None, rng_state: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The same of packed sequences."""
+    """dq, dk, dv and the sum of dout * out of each row of packed sequences."""
     _no_generator(generator)
     found, sums = backward(
         dout, q, k, v, out, softmax_lse, (dq, dk, dv), alibi_slopes=alibi_slopes,

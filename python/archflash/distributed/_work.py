@@ -58,12 +58,12 @@ class Ranks:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """The innermost first."""
+        """The groups, the innermost first."""
         return [self.outer] if self.inner is None else [self.inner, self.outer]
 
     @property
     def sizes(self) -> tuple[int, int] | None:
-        """Those of a mesh of two dimensions."""
+        """The sizes of a mesh of two dimensions; None for a group."""
         return None if self.inner is None else (self.count // self.inner_count, self.inner_count)
 
 

@@ -54,7 +54,7 @@ def may_restart(position_ids: Tensor, seen: Seen, nq: int, nk: int) -> bool:
 def in_documents_of_positions(
     position_ids: Tensor, seen: Seen, past: int, batch: int, nk: int, unread: bool
 ) -> Seen:
-    """The same where position_ids are those of one document, else inside of documents. The queries
+    """What a mask sees, limited to documents where position_ids are those of several. The queries
     stand behind `past` keys. Where no value can be read, `unread` says whether there may be many.
     """
     nq = position_ids.shape[1]

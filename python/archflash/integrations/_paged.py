@@ -241,7 +241,7 @@ class PagedAttention:
         return self._views[2]  # type: ignore[no-any-return]
 
     def stored_caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in the dtype of the cache."""
+        """What `caches` returns, in the dtype of the cache."""
         if self._views[0]() is not kv_cache:
             self._see(kv_cache)
         return self._views[1]  # type: ignore[no-any-return]

@@ -114,7 +114,7 @@ def _support_of(config: type) -> tuple[bool, bool]:
 # Otherwise torch.compile would trace a walk over the module.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _support_in(name: str) -> tuple[bool, bool]:
-    """The same of the models of a module, which has been imported."""
+    """`_support_of` the models of a module, which has been imported."""
     return _looked_up(name)
 
 

@@ -262,7 +262,7 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def update_block_table(
         self, metadata: PagedBatch, blk_table: Tensor, slot_mapping: Tensor
     ) -> PagedBatch:
-        """The same batch in the caches of other layers."""
+        """The batch in the caches of other layers."""
         other = copy.copy(metadata)
         other.use_table(self._narrowed(blk_table, metadata.longest), slot_mapping)
         return other

@@ -163,7 +163,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _by(count: int, x: Tensor) -> Tensor:
-    """With the last dimension in parts of `count`."""
+    """x with its last dimension in parts of `count`."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // count, count)
 
 

@@ -63,7 +63,7 @@ def kernel_items(kernel: str, dtype: str, of: str, setup: Setup) -> list[Item]:
 def items_named(
     kernel: str, dtype: str, of: str, setup: Setup, names: Collection[str]
 ) -> list[Item]:
-    """Those of `kernel_items` with these names, without a plan of any."""
+    """The items of `kernel_items` with these names, without a plan of any."""
     by_call = {name.partition(BEFORE_CALL)[2]: name for name in names}
     return [
         Item(by_call[candidate.name], candidate.run)

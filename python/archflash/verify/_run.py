@@ -80,7 +80,7 @@ class Process:
         self._send(setup=setup.to_dict(), ahead=ahead)
 
     def give(self, job: Job, items: Iterable[Item]) -> None:
-        """Sends it its job."""
+        """Sends the process its job."""
         self._send(job=job.name, items=[item.name for item in items])
 
     def _send(self, **told: Any) -> None:
@@ -90,7 +90,7 @@ class Process:
             self.process.stdin.flush()
 
     def next_answer(self, limit_s: float) -> dict[str, Any] | None:
-        """Its next answer; None where it has ended.
+        """The next answer of the process; None where it has ended.
 
         Raises:
             TimeoutError: none came in time.

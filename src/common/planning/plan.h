@@ -93,8 +93,8 @@ struct Launch {
   std::array<int32_t, 3> block{1, 1, 1};
   int32_t shared_bytes = 0;  // dynamic
   // It may start while the launch before it in the stream still runs, be it of this plan or not.
-  // Its kernel waits for that one's end itself (ptx/grid_dependency.cuh), if its image has PTX for
-  // 9.0. On older GPUs, and where the driver compiles the PTX, the registry takes it back.
+  // The kernel itself waits for the end of that launch (ptx/grid_dependency.cuh), if its image has
+  // PTX for 9.0. On older GPUs, and where the driver compiles the PTX, the registry resets this.
   bool uses_pdl = false;
   // It depends on lengths alone, which the layers of a batch have in common: one layer's launch
   // serves them all (runtime/prepared_call.h).

@@ -404,7 +404,7 @@ def sample(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def sample_of_all(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """So many mutants of any kind, and all others of ORDERS."""
+    """`count` mutants of any kind, and all others of ORDERS."""
     chosen = random.Random(seed).sample(found, min(count, len(found)))
     return chosen + [x for x in found if order_of(x.change) and x not in chosen]
 

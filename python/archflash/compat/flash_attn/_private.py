@@ -106,7 +106,7 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> Forward:
-    """The same of packed sequences, q (total rows, heads, d).
+    """The output, log-sum-exp, an empty tensor and rng_state of packed q (total rows, heads, d).
 
     Args:
         block_table: int32 (sequences, pages of a sequence): k and v are pages (pages, page size,
