@@ -396,7 +396,7 @@ def assert_gradients(
 
 
 def assert_calls(count: int) -> None:
-    """Asserts that `count` calls were counted. On a GPU autograd computes gradients in another thread, where
+    """`count` calls were counted. On a GPU autograd computes gradients in another thread, where
     nothing is forced.
     """
     counted = archflash.stats()
