@@ -225,7 +225,9 @@ def check_gradients(
     base = reference.baseline_backward(dout, q, k, v, **call)
     for what, gradient in zip(names, found, strict=False):
         right = getattr(expected, what)
-        report = reference.check(gradient, right, getattr(base, what).to(gradient.dtype))
+        allowed = expected.sinks_rounding if what == "dsinks" else 0.0
+        rounded = getattr(base, what).to(gradient.dtype)
+        report = reference.check(gradient, right, rounded, allowed)
         judge(what, by_rows(gradient, call), by_rows(right, call), report)
     return Told(kernels=tuple(plan.kernels))
 
