@@ -17,7 +17,8 @@ using mma_sync::QIn;
 using mma_sync::ShortConfig;
 
 // Large, Medium and Small serve calls of many query rows on GPUs with more or less shared memory.
-// Short is for few keys. D64Groups is for few CTAs.
+// Short is for few keys. D64Groups and
+// D128GroupsFew are for few CTAs.
 // clang-format off
 //                             head_dim       m_    block step                       CTAs
 //                           q,k   v   warps tiles _k   _keys stages Q in           per SM
@@ -54,6 +55,9 @@ using D128Small    = Config<T, 128, 128, 4,   2,   32,   32,  1,     QIn::Shared
 template <DType T>
 using D128Groups   = KeyGroupsConfig<
                      Config<T, 128, 128, 4,   2,  128,   64,  2,     QIn::Shared,    1>>;
+template <DType T>
+using D128GroupsFew = KeyGroupsConfig<
+                     Config<T, 128, 128, 4,   1,  128,   64,  2,     QIn::Registers, 1>>;
 template <DType T>
 using D192Large    = Config<T, 192, 128, 4,   2,   64,   64,  1,     QIn::Shared,    2>;
 template <DType T>

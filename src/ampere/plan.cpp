@@ -124,6 +124,28 @@ std::span<const core::Tile> tiles_of(const Problem& problem, const Device& devic
   return served ? all : all.subspan(OF_32);
 }
 
+// For causal calls of few tiles: the longest ones take as long as all.
+constexpr core::Tile FEW_CAUSAL_TILES[] = {
+    tile<D128GroupsFew<DType::F16>>("d128_groups_few", {},
+                                    "few tiles of unequal length: 64 rows, and two warps share out "
+                                    "the keys of 16 of them"),
+};
+
+// Whether FEW_CAUSAL_TILES serve a call. Measured on an H200 (NOTES.md): with fewer tiles their
+// keys are split instead, with more or longer ones those of 128 rows are as fast.
+bool few_causal_tiles(const Problem& problem, const Device& device) {
+  constexpr double FEWEST = 0.5, MOST = 2.25;  // tiles for each SM
+  constexpr int64_t FEWEST_ROWS = 128, FEWEST_KEYS = 225, MOST_KEYS = 4095;
+  const core::Tile& tile = FEW_CAUSAL_TILES[0];
+  const bool causal = problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
+  const auto tiles = static_cast<double>(core::tiles_of(problem, tile));
+  return causal && !problem.varlen && !problem.batch_invariant && problem.num_splits <= 1 &&
+         std::max(problem.d, problem.dv) > D96Few<DType::F16>::HEAD_DIM &&
+         core::takes_head_dims(tile, problem) && tile.shared_bytes <= device.shared_per_block &&
+         problem.nq >= FEWEST_ROWS && problem.nk >= FEWEST_KEYS && problem.nk <= MOST_KEYS &&
+         tiles > FEWEST * device.sm_count && tiles <= MOST * device.sm_count;
+}
+
 constexpr const char* WITH_CACHE = "lengths and page tables are read on the device";
 constexpr core::Tile CACHE_TILES[] = {
     tile<D64Cache<DType::F16>>("d64_cache", {}, WITH_CACHE),
@@ -474,7 +496,10 @@ PlanResult plan(const Problem& problem, const Device& device) {
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
   if (auto dense = plan_dense(problem, device)) return *std::move(dense);
-  return mma_sync::plan_16_bits("ampere", tiles_of(problem, device), problem, device);
+  const auto tiles = few_causal_tiles(problem, device)
+                         ? std::span<const core::Tile>(FEW_CAUSAL_TILES)
+                         : tiles_of(problem, device);
+  return mma_sync::plan_16_bits("ampere", tiles, problem, device);
 }
 
 // Lends the decoding kernels to the calls of other folders.

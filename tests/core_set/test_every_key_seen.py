@@ -1,5 +1,5 @@
-"""ampere's kernels for calls in which every query sees every key, and the one in which two warps
-share out the keys of 32 rows. Plans are made for a GPU with one SM, which small calls fill, or with
+"""ampere's kernels for calls in which every query sees every key, and those in which two warps
+share out the keys of the same rows. Plans are made for a GPU with one SM, which small calls fill, or with
 few.
 """
 
@@ -99,6 +99,26 @@ def test_two_warps_share_out_the_keys_of_32_rows(causal: bool) -> None:
     plan = plan_of(q, k, v, **call)
     assert name_of(plan) == "d128_groups"
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[2], **call)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "heads", "call"),
+    [
+        (131, 300, (2, 1), {"sinks": [0.5, 1.0]}),  # the last tile has three rows
+        (200, 270, (1, 1), {"softcap": 3.0}),
+        (160, 258, (2, 2), {"q_offset": [60]}),
+        (330, 257, (1, 1), {"out_dtype": torch.float32}),  # rows that see no key
+    ],
+)
+def test_two_warps_share_out_the_keys_of_16_rows(
+    rows: int, keys: int, heads: tuple[int, int], call: dict[str, Any]
+) -> None:
+    """A few causal tiles, which take unequal time."""
+    q, k, v = on.qkv(rows, keys, 104, 128, dtype="bfloat16", heads=heads)
+    call = {"causal": True} | on.with_tensors(call)
+    plan = plan_of(q, k, v, sms=3, **call)
+    assert name_of(plan) == "d128_groups_few"
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[1, 4], **call)
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,25 @@ def test_only_the_kernels_for_few_rows_keep_the_bits_of_a_row() -> None:
         assert variant(ampere(problem, "A100")) == "d64_few"
 
 
+@pytest.mark.parametrize(
+    ("shape", "chosen"),
+    [
+        ((1, 4, 2, 2048, 2048), "d128_groups_few"),
+        ((1, 6, 2, 3000, 3000), "d128_groups_few"),
+        ((1, 2, 2, 2048, 2048), "d128_few"),  # half as many tiles as SMs: their keys are split
+        ((1, 4, 4, 4096, 4096), "d128_groups"),
+        ((1, 8, 8, 100, 2048), "d128_few"),
+        ((2, 16, 4, 1024, 1024), "d128_large"),  # four tiles for each SM
+    ],
+)
+def test_few_causal_tiles_have_two_warps_for_16_rows(
+    shape: tuple[int, int, int, int, int], chosen: str
+) -> None:
+    b, hq, hkv, nq, nk = shape
+    problem = call("bfloat16", b=b, hq=hq, hkv=hkv, nq=nq, nk=nk, d=128, causal=True)
+    assert variant(ampere(problem, "H200")) == chosen
+
+
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     word = DTYPES[dtype]
@@ -248,6 +267,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
             call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1], sinks=True),
             call(dtype, b=1, hq=100, nq=128, nk=512, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, d=dims[0], dv=dims[1]),
+            call(dtype, b=1, hq=8, nq=1024, d=dims[0], dv=dims[1], causal=True),
             call(dtype, b=4, hq=60, hkv=60, nq=130, nk=130, d=dims[0], dv=dims[1]),
             call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, nk=8192, d=dims[0], dv=dims[1]),
@@ -257,7 +277,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 41
+    assert len(built) == 42
 
 
 # --- every query sees every key ---

@@ -32,6 +32,8 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_small), mma_sync::attention_f
                  D128Small<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_groups), mma_sync::attention_fwd,
                  D128Groups<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_groups_few), mma_sync::attention_fwd,
+                 D128GroupsFew<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_few), mma_sync::attention_fwd, D128Few<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d192_large), mma_sync::attention_fwd,
                  D192Large<DTYPE>)
