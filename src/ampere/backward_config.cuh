@@ -8,6 +8,7 @@
 namespace archflash::ampere {
 
 using mma_sync::BackwardConfig;
+using mma_sync::CuttingBackwardConfig;
 using mma_sync::DropoutBackwardConfig;
 using mma_sync::FusedBackwardConfig;
 

@@ -16,6 +16,7 @@
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
 #include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
 
 namespace archflash::ampere {
 
@@ -84,6 +85,104 @@ bool small_blocks_pay(const Problem& call, const Device& device) {
   return rounds > MANY_ROUNDS || 10 * tiles >= 9 * rounds * workers;
 }
 
+// The kernels that can cut tiles (bwd_cut.cu), for GPUs from 9.0 on that have their shared memory.
+constexpr std::string_view CUTTING[] = {"d32",       "d64_wide",  "d96",
+                                        "d128_wide", "d192_wide", "d256_wide"};
+
+// How many CTAs share out each of the `last` tiles that are left for the last round of CTAs; 1: one
+// has all of it. Times are in query rows that a tile passes meanwhile.
+int64_t parts_of_last_tiles(const Problem& call, const core::BackwardTile& tile, int64_t last,
+                            int64_t workers) {
+  // What a CTA's start and end take, and what parts take in all: they are written in fp32, and read
+  // and added up. Measured on an H200 (docs/lab/ampere.md).
+  constexpr int64_t START = 256, PARTS = 128, MOST_PARTS = 16;
+  constexpr int64_t MOST_ROUNDS = 2;  // of parts, which keeps what they leave small
+  const int64_t blocks = core::ceil_div(call.nq, tile.dq_block);
+  const int64_t block_rows = tile.dq_block * (call.heads_q / call.heads_kv);
+  const auto time_of = [&](int64_t parts) {
+    const int64_t rows = START + core::ceil_div(blocks, parts) * block_rows;
+    return core::ceil_div(last * parts, workers) * rows + (parts > 1 ? PARTS : 0);
+  };
+  int64_t best = 1;
+  const int64_t most = std::min({blocks, MOST_PARTS, MOST_ROUNDS * workers / last});
+  for (int64_t parts = 2; parts <= most; ++parts)
+    if (time_of(parts) < time_of(best)) best = parts;
+  return best;
+}
+
+// Cuts the tiles of the last round of a plan's CTAs where that is faster. Only where all tiles take
+// the same time, and their rounds are so few that CTAs still end together.
+void cut_last_round(LaunchPlan& plan, const BackwardProblem& problem, const Device& device) {
+  const Problem& call = problem.call;
+  using Params = mma_sync::CuttingBackwardParams;
+  constexpr int64_t MOST_ROUNDS = 4, MOST_CTAS = 2;  // on an SM: ptxas is told to allow no more
+  const bool built = device.major == 9 || device.major == 10;
+  if (!built || !core::equal_tiles(call)) return;
+  const std::string word = core::dtype_word(call.dtype);
+  const auto launch_of = [&](const std::string& start) {
+    return std::ranges::find_if(plan.launches,
+                                [&](const Launch& of) { return of.kernel.starts_with(start); });
+  };
+  const auto main = launch_of("ampere_attention_bwd_");
+  const auto last = launch_of("ampere_backward_dq_"), none = plan.launches.end();
+  if (main == none || last == none || launch_of("ampere_backward_shares_") != none) return;
+  const auto name = std::ranges::find_if(
+      CUTTING, [&](std::string_view of) { return main->kernel.ends_with("_" + std::string(of)); });
+  if (name == std::end(CUTTING)) return;
+  const core::BackwardTile& tile =
+      *std::ranges::find_if(TILES, [&](const core::BackwardTile& of) { return *name == of.name; });
+  const int64_t workers =
+      device.sm_count * std::clamp<int64_t>(device.shared_per_sm / tile.shared_bytes, 1, MOST_CTAS);
+  const int64_t tiles = main->grid[0], cut = tiles % workers;
+  if (cut == 0 || tiles >= MOST_ROUNDS * device.sm_count) return;
+  const int64_t parts = parts_of_last_tiles(call, tile, cut, workers);
+  if (parts == 1) return;
+
+  // In turns, parts would wait for the tiles of the round before at each of their blocks.
+  if (!problem.deterministic) {
+    constexpr int TURNS = offsetof(BackwardParams, dq_sums) + offsetof(DqSums, turns_gmem);
+    for (Launch& launch : plan.launches)
+      std::erase_if(launch.pointers, [](const PointerSlot& of) { return of.offset == TURNS; });
+  }
+  Params params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
+  params.cut.whole = static_cast<int32_t>(tiles - cut);
+  params.cut.tiles = static_cast<int32_t>(cut), params.cut.parts = static_cast<int32_t>(parts);
+  params.cut.rows = tile.rows, params.cut.columns = call.d + call.dv;
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t part_floats = int64_t{params.cut.rows} * params.cut.columns;
+  const int64_t start = workspace.add(cut * parts * part_floats * int64_t{sizeof(float)});
+  plan.workspace_bytes = workspace.bytes();
+  main->grid[0] += cut * (parts - 1);
+  last->grid[0] += core::ceil_div(cut * part_floats, 8 * BACKWARD_DQ_THREADS);
+  for (const auto launch : {main, last}) {
+    launch->kernel += "_cut";
+    launch->image = "ampere/bwd_cut_" + word;
+    launch->params = core::bytes(params);  // the last launch finds tiles as the main one does
+    add_pointer(*launch, Operand::Workspace,
+                offsetof(Params, cut) + offsetof(mma_sync::CutTiles, parts_gmem), start);
+  }
+}
+
+// Launches start early where their image has PTX for 9.0: these kernels wait for what comes before
+// them. A main kernel without one of rows before it would not.
+void start_early(LaunchPlan& plan, const Problem& call) {
+  const std::string prefix =
+      std::string("ampere_attention_bwd_") + core::dtype_word(call.dtype) + "_";
+  for (size_t i = 0; i < plan.launches.size(); ++i) {
+    Launch& launch = plan.launches[i];
+    const bool is_main =
+        i > 0 && std::ranges::any_of(TILES, [&](const core::BackwardTile& of) {
+          return of.dq_block > 0 && launch.kernel.starts_with(prefix + of.name) &&
+                 (launch.kernel == prefix + of.name || launch.kernel.ends_with("_cut"));
+        });
+    launch.uses_pdl = is_main || launch.kernel.starts_with("ampere_backward_rows_") ||
+                      launch.kernel.starts_with("ampere_backward_dq_");
+  }
+}
+
 // The plan of a call with dropout for DROPOUT_TILES: that of the call without it, whose main kernel
 // is told what is dropped. Nothing where they do not take it.
 std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Device& device) {
@@ -121,6 +220,8 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   if (small_blocks_pay(call, device)) tiles = tiles.subspan(BEHIND_D64_WIDE);
   PlanResult result = core::plan_backward(describe(), tiles, problem, device, masked, true);
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
+    cut_last_round(*plan, problem, device);
+    start_early(*plan, call);
     for (Launch& launch : plan->launches) {
       if (launch.kernel.ends_with("_wide")) {
         launch.image = WIDE_IMAGE + core::dtype_word(call.dtype);

@@ -86,8 +86,8 @@ def targets_of(image: str, prefix: str) -> list[str]:
         names.remove("sm_110f")
     if image in ("ada/fwd_bf16", "ada/fwd_f16"):  # other folders come first on newer GPUs
         names = ["sm_89", "sm_90", "compute_89"]
-    if image.startswith("ampere/bwd_wide_"):  # 227 KB of shared memory
-        names = ["sm_90", "sm_100", "compute_80"]
+    if image.startswith(("ampere/bwd_wide_", "ampere/bwd_cut_")):  # 227 KB of shared memory
+        names = ["sm_90", "sm_100", "compute_90"]
     if image.startswith("ampere/bwd_d96_"):  # 163 KB
         names = ["sm_80", "sm_90", "sm_100", "compute_80"]
     if image.startswith("ampere/dense_"):  # other folders come first on newer GPUs

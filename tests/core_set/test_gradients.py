@@ -184,6 +184,48 @@ def test_query_heads_of_packed_sequences_that_ctas_share_out(
     assert all("ampere_backward_shares_bf16" in plan.kernels for plan in plans)
 
 
+# Tiles of keys of which some are left for a last round of CTAs, where several share each of them
+# out: name -> as above, how many SMs the GPU has, and how many CTAs it then needs.
+LAST_ROUND_CUT: dict[str, tuple[FeatureCase, str, int, int]] = {
+    "d64-two-of-six-in-two": (((900, 200, 64, 48, 1, (3, 3)), {"dlse": True}), "H200", 4, 8),
+    "d64-one-in-three": (((600, 100, 64, 64, 1, (1, 1)), {"layout": "bnhd"}), "H200", 4, 3),
+    "d32-two-ctas-on-an-sm": (((800, 140, 32, 24, 1, (1, 1)), {"sinks": True}), "H200", 2, 4),
+    "d80-added-in-fp32": (
+        (
+            (800, 140, 80, 72, 1, (1, 1)),
+            {"gradient_dtype": "float32", "add_to": 0.5, "pad": 4},
+        ),
+        "H200", 4, 4,
+    ),
+    "d128-two-heads-on-one-added": (
+        ((384, 130, 128, 112, 3, (2, 1)), {"add_to": -1.0}), "H200", 4, 8,
+    ),
+    "d192": (((800, 100, 136, 192, 1, (1, 1)), {}), "H200", 4, 4),
+    "d256": (((800, 100, 256, 208, 1, (1, 1)), {}), "H200", 4, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in-turns", "in-any-order"])
+@pytest.mark.parametrize("name", LAST_ROUND_CUT)
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_tiles_of_the_last_round_that_ctas_share_out(
+    name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = list(LAST_ROUND_CUT).index(name)
+    case, device, sms, ctas = LAST_ROUND_CUT[name]
+    tensors, options = feature_call(on, case, "bfloat16", number)
+    plans = gradients.note_plans(monkeypatch)
+    schedules = (number, number + 1) if deterministic else (number,)
+    differentiate_and_check(
+        on, "ampere", *tensors, schedules=schedules, planned_for=device, sms=sms,
+        deterministic=deterministic, **options,
+    )  # fmt: skip
+    for plan in plans:
+        main = plan.to_dict()["launches"][1]
+        assert main["kernel"].endswith("_cut")
+        assert main["grid"][0] == ctas
+
+
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> None:
     devices = []

@@ -411,6 +411,63 @@ def test_rows_that_fill_no_wide_block_have_tiles_of_small_ones(
     assert plan.kernels[1] == f"ampere_attention_bwd_bf16_{tile}"
 
 
+@pytest.mark.parametrize(
+    ("shape", "keys", "d", "device", "ctas"),
+    [
+        ((2, 20, 1024), 1024, 64, "H200", 264 + 2 * 56),  # of 320 tiles, one on each of 132 SMs
+        ((2, 12, 1500), 1500, 64, "H200", 264 + 4 * 24),
+        ((2, 10, 4096), 77, 64, "H200", 6 * 20),
+        ((1, 16, 2048), 2048, 128, "H200", 256),  # the last round lacks eight
+        ((4, 12, 512), 512, 64, "H200", 132 + 2 * 60),
+        ((4, 12, 256), 512, 64, "H200", 192),  # tiles are too short
+        ((4, 40, 1024), 1024, 64, "H200", 1280),  # ten rounds
+        ((2, 20, 1024), 1024, 64, "A100", 320),  # no code for 8.0
+    ],
+)
+def test_ctas_share_out_the_tiles_of_their_last_round(
+    shape: tuple[int, int, int], keys: int, d: int, device: str, ctas: int
+) -> None:
+    def plan_of(*, causal: bool) -> tuple[int, list[str]]:
+        q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(*shape[:2], keys, d, dtype=torch.bfloat16, device="meta")
+        plan = archflash.explain(
+            q, k, k, causal=causal, device=device, backward=True, implementation="ampere"
+        ).plan
+        assert plan is not None
+        return plan.to_dict()["launches"][1]["grid"][0], plan.kernels
+
+    tiles = shape[0] * shape[1] * -(-keys // 128)
+    found, kernels = plan_of(causal=False)
+    assert found == ctas
+    assert [kernel.endswith("_cut") for kernel in kernels] == [False, *(ctas > tiles,) * 2]
+    assert plan_of(causal=True)[0] == tiles  # whose tiles have unequal lengths
+
+
+@pytest.mark.parametrize(
+    ("device", "d", "call", "early"),
+    [
+        ("H200", 64, {}, [True, True, True]),
+        ("H200", 128, {"dropout_p": 0.1}, [False] * 3),
+        ("H200", 64, {"alibi_slopes": True}, [True, False, True]),
+        ("RTX 5090", 64, {}, [True, True, True]),
+        ("RTX 5090", 160, {"causal": True}, [True, True, True]),
+        ("A100", 64, {}, [False] * 3),  # which has no such launches
+        ("RTX 4090", 128, {}, [False] * 3),
+    ],
+)
+def test_kernels_of_ampere_that_start_early(
+    device: str, d: int, call: dict[str, Any], early: list[bool]
+) -> None:
+    q = torch.empty(2, 8, 150, d, dtype=torch.bfloat16, device="meta")
+    if "alibi_slopes" in call:
+        call = {"alibi_slopes": torch.empty(8, device="meta")}
+    plan = archflash.explain(
+        q, q, q, device=device, backward=True, implementation="ampere", **call
+    ).plan
+    assert plan is not None
+    assert [launch["uses_pdl"] for launch in plan.to_dict()["launches"]] == early
+
+
 # Where BackwardKernelParams::group_heads lies, behind which come upward_heads, tiles_in_a_row,
 # packed_rows, packed_tiles and upward_work.
 ORDER_OFFSET = 524

@@ -8,6 +8,7 @@
 #include "common/device/backward_rows.cuh"
 #include "common/device/backward_work.cuh"
 #include "common/device/varlen_tiles.cuh"
+#include "common/ptx/grid_dependency.cuh"
 
 namespace archflash::device {
 
@@ -82,6 +83,7 @@ __device__ __forceinline__ SummedBlock find_summed_block(const BackwardParams& p
 // dQ of a block of the sums for each CTA.
 template <DType DTYPE>
 __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
+  ptx::griddepcontrol_wait();  // all CTAs have added to the sums
   const DqSums& sums = params.dq_sums;
   const SummedBlock of_cta = find_summed_block(params, blockIdx.x);
   if (of_cta.batch < 0) return;
@@ -121,6 +123,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
 #define ARCHFLASH_BACKWARD_ROWS_KERNEL(NAME, DTYPE)                                             \
   extern "C" __global__ void __launch_bounds__(archflash::BACKWARD_ROWS_THREADS)                \
       NAME(const __grid_constant__ archflash::BackwardParams params) {                          \
+    archflash::ptx::griddepcontrol_wait(); /* what comes before this pass is done */            \
+    archflash::ptx::griddepcontrol_launch_dependents();                                         \
     archflash::device::backward_rows<DTYPE>(params,                                             \
                                             [&] { archflash::device::clear_dq_sums(params); }); \
   }

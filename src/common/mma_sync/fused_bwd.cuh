@@ -29,9 +29,11 @@
 #include "common/mma_sync/attention_bwd.cuh"
 #include "common/mma_sync/dropout_bwd.cuh"
 #include "common/mma_sync/fused_bwd_config.cuh"
+#include "common/mma_sync/key_tiles.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/global_order.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mma_sync.cuh"
 #include "common/ptx/named_barrier.cuh"
@@ -78,36 +80,6 @@ struct FusedWork : BackwardWork {
   const device::RowTerms* terms_gmem;
   device::DqWalk walk;
 };
-
-// The tile of keys of a CTA. Tiles come from the first one on, because under a causal mask the
-// first keys are seen by the most queries: those of a group of heads, then those of the next one.
-// Heads whose tiles are computed at the same time, or soon after one another, share L2.
-template <int ROWS>
-__device__ __forceinline__ BackwardWork find_key_tile(const AttentionParams& params) {
-  if (params.cu_seqlens_k_gmem != nullptr)
-    return device::find_backward_work<Owns::Keys, ROWS>(params, blockIdx.x);
-  // Unsigned: a division takes fewer instructions.
-  const uint32_t tiles = (static_cast<uint32_t>(params.nk) + ROWS - 1) / ROWS;
-  const uint32_t heads_kv = static_cast<uint32_t>(params.heads_q) / params.heads_per_kv;
-  const uint32_t heads_per_group = params.order.heads_per_group;
-  const uint32_t group = blockIdx.x / (heads_per_group * tiles);
-  const uint32_t first_head = group * heads_per_group;
-  const uint32_t heads = min(heads_per_group, params.batch * heads_kv - first_head);
-  const uint32_t place = blockIdx.x - first_head * tiles;
-  const uint32_t tile = place / heads;
-  const uint32_t batch_head = first_head + place - tile * heads;
-  BackwardWork found{};
-  found.first_row = tile * ROWS;
-  found.batch = batch_head / heads_kv;
-  found.head = batch_head - found.batch * heads_kv;
-  found.heads = params.heads_per_kv;
-  device::Work work{};
-  work.batch_head = found.batch * params.heads_q;
-  work.nq = params.nq, work.nk = params.nk;
-  found.visible = device::queries_that_see(device::find_visible_keys(params, work), work.nq);
-  found.own_rows = work.nk, found.passing_rows = work.nq;
-  return found;
-}
 
 // Starts the copies of a block of queries into a stage: of Q and the terms, of dO, or of all. Those
 // that see no key become zeros.
@@ -313,8 +285,9 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   const AttentionParams& attention = params.attention;
   device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
   FusedWork own;  // what `cta` will be behind the first barrier of the loop
-  static_cast<BackwardWork&>(own) = find_key_tile<C::ROWS>(attention);
-  if (own.first_row < 0) return;
+  const TilePart part_of_tile = part_of_cta(all_params);
+  static_cast<BackwardWork&>(own) = find_key_tile<C::ROWS>(attention, part_of_tile.tile);
+  if (own.first_row < 0) return ptx::griddepcontrol_wait();  // for the launch behind
   {
     const int head = own.head * attention.heads_per_kv;
     const auto rows = device::query_rows<uint16_t>(params, own.batch, head, own.passing_start);
@@ -322,6 +295,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     own.dout_gmem = rows.second_gmem;
     own.terms_gmem = device::terms_of(params, own.batch, head, own.passing_start);
     own.walk = device::find_dq_walk<C::ROWS, C::BLOCK>(params.dq_sums, own);
+    keep_part<C::BLOCK>(own.walk, part_of_tile);
   }
   if (threadIdx.x == 0) cta = own;
 
@@ -355,6 +329,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     const auto keys = device::key_rows<uint16_t>(params, own.batch, own.head, row);
     const Passing first{0, row_of(number)};
     start_own_first<C>(attention, keys, own, shared_smem);
+    ptx::griddepcontrol_wait();  // the terms are written, and the sums or turns are zero
     start_queries<C, true, false>(params, own, first, shared_smem + C::STAGES_SMEM,
                                   shared_smem + C::TERMS_SMEM);
     ptx::cp_async_commit_group();
@@ -362,6 +337,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     start_queries<C, false, true>(params, own, first, shared_smem + C::STAGES_SMEM, 0);
     ptx::cp_async_commit_group();
     clear_unwritten_columns<C, true>(attention, shared);
+  } else {
+    ptx::griddepcontrol_wait();
   }
 
   [[maybe_unused]] const auto dropout = [&] {
@@ -524,13 +501,16 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
 
   const int warp = ptx::mov_tid_x_volatile() / 32;
   const int warp_row = warp / C::SPLIT * C::WARP_ROWS;
+  const GradientParams dk = gradient_of_part<C::ROWS>(params.dk, all_params, cta.first_row, 0);
+  const GradientParams dv =
+      gradient_of_part<C::ROWS>(params.dv, all_params, cta.first_row, attention.d);
   constexpr bool CHUNKS = C::CTAS_PER_SM == 1;  // else another CTA multiplies in the meantime
-  store_gradient<C, CHUNKS, C::PAIR_STEP>(dk_rmem, params.dk, cta, warp_row,
+  store_gradient<C, CHUNKS, C::PAIR_STEP>(dk_rmem, dk, cta, warp_row,
                                           8 * first_chunk<C, FIRST_COLUMNS>(warp % C::SPLIT),
                                           attention.d, params.scale);
   float dv_factor = 1.0f;
   if constexpr (C::MASKED || C::DROPS) dv_factor = all_params.dropout.scale;
-  store_gradient<C, CHUNKS, C::PAIR_STEP>(dv_rmem, params.dv, cta, warp_row,
+  store_gradient<C, CHUNKS, C::PAIR_STEP>(dv_rmem, dv, cta, warp_row,
                                           8 * first_chunk<C, SECOND_COLUMNS>(warp % C::SPLIT),
                                           attention.dv, dv_factor);
 }

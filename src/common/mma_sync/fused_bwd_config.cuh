@@ -92,4 +92,10 @@ struct DropoutBackwardConfig : Backward {
                 "a lane has all elements that share their random bits: 32 keys by 16 queries");
 };
 
+// A FusedBackwardConfig whose CTAs share out the tiles of their last round (key_tiles.cuh).
+template <class Backward>
+struct CuttingBackwardConfig : Backward {
+  using Params = CuttingBackwardParams;
+};
+
 }  // namespace archflash::mma_sync

@@ -73,6 +73,23 @@ struct DroppingBackwardParams {
   DroppedHeads dropped_heads;
 };
 
+// The last tiles of keys of a backward kernel, each shared out among CTAs by blocks of queries
+// (key_tiles.cuh).
+struct CutTiles {
+  float* parts_gmem;  // (tiles, parts, rows, columns)
+  int32_t whole;      // tiles before them, which have a CTA each
+  int32_t tiles;      // that are cut
+  int32_t parts;      // of each of them, at least 2
+  int32_t rows;       // of a tile
+  int32_t columns;    // of dK and dV together
+};
+
+// The parameter block of the backward kernels that cut their last tiles.
+struct CuttingBackwardParams {
+  BackwardParams call;
+  CutTiles cut;
+};
+
 // The parameter of the kernel of attention_fwd.cuh with Config C.
 template <class C>
 using ParamsOf = std::conditional_t<

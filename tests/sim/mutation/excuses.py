@@ -310,13 +310,16 @@ EXCUSES = (
         "bytes that an mbarrier counts need no scope, those of st.async as those of TMA",
         kernel="protocol_store-async",
     ),
-    Excuse(
-        "sync",
-        "delete griddepcontrol.wait",
-        "",
-        "of warps and CTAs that have no work: others wait, so that this launch ends after the one "
-        "before all the same",
-        kernel="hopper_attention_bwd_",
+    *(
+        Excuse(
+            "sync",
+            "delete griddepcontrol.wait",
+            "",
+            "of warps and CTAs that have no work: others wait, so that this launch ends after the "
+            "one before all the same",
+            kernel=f"{folder}_attention_bwd_",
+        )
+        for folder in ("ampere", "hopper")
     ),
     *(
         Excuse(

@@ -1,0 +1,153 @@
+// Which keys a CTA of fused_bwd.cuh has, and how CTAs share out the tiles of their last round.
+//
+// A CTA has a tile of keys. Where that would leave SMs idle in the last round of CTAs, each tile of
+// it has several (CutTiles): each takes some of the blocks of queries and leaves its part of dK and
+// dV in the workspace, in fp32. The kernel that makes dQ of its sums adds the parts up, in their
+// order, so that the bits never vary.
+#pragma once
+
+#include <cstdint>
+
+#include "common/backward_params.h"
+#include "common/device/attention_work.cuh"
+#include "common/device/backward_rows.cuh"
+#include "common/device/backward_sums.cuh"
+#include "common/device/backward_work.cuh"
+#include "common/device/dq_turns.cuh"
+#include "common/mma_sync/params.h"
+#include "common/ptx/grid_dependency.cuh"
+
+namespace archflash::mma_sync {
+
+// Where tile `index` of `rows` keys lies, without cu_seqlens. Tiles come from the first one on,
+// because under a causal mask the first keys are seen by the most queries: those of a group of
+// heads, then those of the next one. Heads whose tiles are computed at the same time, or soon after
+// one another, share L2.
+struct KeyTile {
+  int batch, head, first_row;
+};
+__device__ __forceinline__ KeyTile place_key_tile(const AttentionParams& params, int rows,
+                                                  uint32_t index) {
+  // Unsigned: a division takes fewer instructions.
+  const uint32_t tiles = (static_cast<uint32_t>(params.nk) + rows - 1) / rows;
+  const uint32_t heads_kv = static_cast<uint32_t>(params.heads_q) / params.heads_per_kv;
+  const uint32_t heads_per_group = params.order.heads_per_group;
+  const uint32_t group = index / (heads_per_group * tiles);
+  const uint32_t first_head = group * heads_per_group;
+  const uint32_t heads = min(heads_per_group, params.batch * heads_kv - first_head);
+  const uint32_t place = index - first_head * tiles;
+  const uint32_t tile = place / heads;
+  const uint32_t batch_head = first_head + place - tile * heads;
+  const uint32_t batch = batch_head / heads_kv;
+  return {static_cast<int>(batch), static_cast<int>(batch_head - batch * heads_kv),
+          static_cast<int>(tile) * rows};
+}
+
+// What a CTA with tile `index` works on.
+template <int ROWS>
+__device__ __forceinline__ BackwardWork find_key_tile(const AttentionParams& params,
+                                                      uint32_t index) {
+  if (params.cu_seqlens_k_gmem != nullptr)
+    return device::find_backward_work<Owns::Keys, ROWS>(params, static_cast<int>(index));
+  const KeyTile tile = place_key_tile(params, ROWS, index);
+  BackwardWork found{};
+  found.first_row = tile.first_row;
+  found.batch = tile.batch;
+  found.head = tile.head;
+  found.heads = params.heads_per_kv;
+  device::Work work{};
+  work.batch_head = found.batch * params.heads_q;
+  work.nq = params.nq, work.nk = params.nk;
+  found.visible = device::queries_that_see(device::find_visible_keys(params, work), work.nq);
+  found.own_rows = work.nk, found.passing_rows = work.nq;
+  return found;
+}
+
+// The part of a tile that a CTA has.
+struct TilePart {
+  uint32_t tile;
+  int number;  // among the parts of all tiles that are cut
+  int parts;   // of a tile; 1: this CTA has all of it
+};
+
+template <class Params>
+__device__ __forceinline__ TilePart part_of_cta(const Params& params) {
+  if constexpr (requires { params.cut; }) {
+    const auto whole = static_cast<uint32_t>(params.cut.whole);
+    if (blockIdx.x >= whole) {
+      const uint32_t number = blockIdx.x - whole;
+      return {whole + number / params.cut.parts, static_cast<int>(number), params.cut.parts};
+    }
+  }
+  return {blockIdx.x, 0, 1};
+}
+
+// Leaves a walk the blocks of a part. A tile has at least as many blocks as parts.
+template <int BLOCK>
+__device__ __forceinline__ void keep_part(device::DqWalk& walk, const TilePart& part) {
+  if (part.parts == 1) return;
+  const int number = part.number % part.parts, blocks = walk.template blocks<BLOCK>();
+  walk.last = walk.begin + (blocks * (number + 1) / part.parts - 1) * BLOCK;
+  walk.begin += blocks * number / part.parts * BLOCK;
+}
+
+// Where a CTA's rows of a gradient of keys go: into the gradient, or of a part into the workspace,
+// where `before` columns come in front of them.
+template <int ROWS, class Params>
+__device__ __forceinline__ GradientParams gradient_of_part(const GradientParams& gradient,
+                                                           const Params& params, int first_row,
+                                                           int before) {
+  const TilePart part = part_of_cta(params);
+  if constexpr (requires { params.cut; }) {
+    if (part.parts > 1) {
+      const CutTiles& cut = params.cut;
+      const int64_t row = static_cast<int64_t>(part.number) * ROWS - first_row;
+      return {cut.parts_gmem + row * cut.columns + before, 0, 0, cut.columns, DType::F32, 0};
+    }
+  }
+  return gradient;
+}
+
+// Adds up the parts of 8 columns of a row of dK or dV of a tile that was cut, by thread `number` of
+// all.
+template <DType DTYPE>
+__device__ __forceinline__ void add_parts(const CuttingBackwardParams& params, int number) {
+  const CutTiles& cut = params.cut;
+  const AttentionParams& attention = params.call.attention;
+  const int chunks = cut.columns / 8, d_chunks = attention.d / 8;
+  const int row_of_all = number / chunks, chunk = number - row_of_all * chunks;
+  const int tile_of_all = row_of_all / cut.rows, row = row_of_all - tile_of_all * cut.rows;
+  if (tile_of_all >= cut.tiles) return;
+  const KeyTile tile = place_key_tile(attention, cut.rows, cut.whole + tile_of_all);
+  if (tile.first_row + row >= attention.nk) return;
+  const int64_t part_floats = static_cast<int64_t>(cut.rows) * cut.columns;
+  const float* part_gmem =
+      cut.parts_gmem + tile_of_all * cut.parts * part_floats + row * cut.columns + 8 * chunk;
+  float x[8] = {};
+  for (int part = 0; part < cut.parts; ++part, part_gmem += part_floats) {
+    const float4* chunk_gmem = reinterpret_cast<const float4*>(part_gmem);
+    const float4 low = chunk_gmem[0], high = chunk_gmem[1];
+    x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;
+    x[4] += high.x, x[5] += high.y, x[6] += high.z, x[7] += high.w;
+  }
+  const bool of_dk = chunk < d_chunks;
+  const GradientParams& gradient = of_dk ? params.call.dk : params.call.dv;
+  const int64_t start = tile.batch * gradient.batch + tile.head * gradient.head +
+                        (tile.first_row + row) * gradient.row +
+                        8 * (of_dk ? chunk : chunk - d_chunks);
+  device::store_gradient_chunk<DTYPE>(gradient, start, x);
+}
+
+// The kernel behind one that cuts tiles: dQ of its sums, by the first CTAs, and dK and dV of the
+// tiles that were cut.
+template <DType DTYPE>
+__device__ __forceinline__ void dq_and_parts(const CuttingBackwardParams& params) {
+  const AttentionParams& attention = params.call.attention;
+  const int blocks = attention.batch * attention.heads_q * params.call.dq_sums.blocks;
+  const int cta = static_cast<int>(blockIdx.x) - blocks;
+  if (cta < 0) return device::backward_dq<DTYPE>(params.call);
+  ptx::griddepcontrol_wait();  // all parts are written
+  add_parts<DTYPE>(params, cta * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x));
+}
+
+}  // namespace archflash::mma_sync
