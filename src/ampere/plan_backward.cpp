@@ -138,8 +138,13 @@ void cut_last_round(LaunchPlan& plan, const BackwardProblem& problem, const Devi
   const int64_t parts = parts_of_last_tiles(call, tile, cut, workers);
   if (parts == 1) return;
 
-  // In turns, parts would wait for the tiles of the round before at each of their blocks.
-  if (!problem.deterministic) {
+  // In turns, parts that are short wait for the tiles of the round before at each of their blocks:
+  // the last one of a head that runs then is late by a block for each other one. Measured on an
+  // H200 (docs/lab/ampere.md).
+  const int64_t heads = call.batch * call.heads_kv;
+  const int64_t late = std::min(core::ceil_div(workers, heads), tiles / heads) - 1;
+  const int64_t blocks = core::ceil_div(call.nq, tile.dq_block) * (call.heads_q / call.heads_kv);
+  if (!problem.deterministic && blocks < 2 * late * parts) {
     constexpr int TURNS = offsetof(BackwardParams, dq_sums) + offsetof(DqSums, turns_gmem);
     for (Launch& launch : plan.launches)
       std::erase_if(launch.pointers, [](const PointerSlot& of) { return of.offset == TURNS; });

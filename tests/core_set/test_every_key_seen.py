@@ -1,6 +1,6 @@
 """ampere's kernels for calls in which every query sees every key, and those in which two warps
-share out the keys of the same rows. Plans are made for a GPU with one SM, which small calls fill, or with
-few.
+share out the keys of the same rows. Plans are made for a GPU with one SM, which small calls fill,
+or with few.
 """
 
 from __future__ import annotations

@@ -444,6 +444,33 @@ def test_ctas_share_out_the_tiles_of_their_last_round(
 
 
 @pytest.mark.parametrize(
+    ("shape", "d", "deterministic", "turns"),
+    [
+        ((1, 24, 1560), 128, False, True),  # parts of 13 blocks, the last CTA is late by five
+        ((2, 20, 1024), 64, False, False),  # of four, by three
+        ((2, 20, 1024), 64, True, True),
+        ((2, 12, 1500), 64, False, False),
+    ],
+)
+def test_short_parts_of_tiles_take_no_turns(
+    shape: tuple[int, int, int], d: int, deterministic: bool, turns: bool
+) -> None:
+    q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        plan = archflash.explain(
+            q, q, q, device="H200", backward=True, implementation="ampere"
+        ).plan
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plan is not None
+    for launch in plan.to_dict()["launches"]:
+        parts = 1 if launch["kernel"].endswith("_cut") else 0
+        addresses = [x for x in launch["pointers"] if x["operand"] == "workspace"]
+        assert len(addresses) == 2 + turns + parts  # terms and sums of dq beside them
+
+
+@pytest.mark.parametrize(
     ("device", "d", "call", "early"),
     [
         ("H200", 64, {}, [True, True, True]),
