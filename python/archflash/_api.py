@@ -11,7 +11,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _key_lists, _ops, _options
 from archflash import _autograd as _autograd  # it tells the runtime how calls are recorded
-from archflash._eager import is_eager
+from archflash._eager import is_eager, never_compiled
 
 _is_grad_enabled = torch.is_grad_enabled
 _forced = _dispatch.forced
@@ -243,6 +243,7 @@ def attention(
     return _ops.attention(q, k, v, values, implementation)
 
 
+@never_compiled
 def explain(
     q: Tensor,
     k: Tensor,

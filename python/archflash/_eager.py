@@ -9,9 +9,11 @@ they take that way.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -137,6 +139,25 @@ def give_code(wrapper: Any, function: Callable[..., Any]) -> None:
     """
     assert isinstance(wrapper, FunctionType)
     wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: _Function) -> _Function:
+    """The function, which torch.compile calls and does not look into: what it makes of methods of
+    the runtime's objects is wrong. torch._dynamo, which takes a second, is not imported for that.
+    """
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        run = function if dynamo is None else dynamo.disable(function)
+        return run(*given, **named)
+
+    vars(call)["_torchdynamo_disable"] = True  # what torch._dynamo.disable sets
+    give_code(call, function)
+    return cast(_Function, call)
 
 
 class _WithoutGradient(torch.autograd.Function):

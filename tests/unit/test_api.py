@@ -138,6 +138,18 @@ def test_packages_need_no_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -
         archflash.attend  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_a_compiled_function_may_explain_its_calls() -> None:
+    """torch.compile stops there and goes on behind it. What it made of the function was wrong."""
+
+    def model(q: Tensor) -> tuple[Any, Tensor]:
+        return archflash.explain(q, q, q, device="H100"), archflash.attention(q, q, q)
+
+    q = torch.randn(1, 2, 8, 16)
+    decision, out = torch.compile(model, backend="eager")(q)
+    assert str(decision) == str(archflash.explain(q, q, q, device="H100"))
+    assert torch.equal(out, archflash.attention(q, q, q))
+
+
 def test_the_version_is_that_of_the_project() -> None:
     match = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert match is not None
