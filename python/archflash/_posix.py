@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Any
 
-WINDOWS = sys.platform == "win32"
-
 if sys.platform == "win32":
     import msvcrt
 else:
