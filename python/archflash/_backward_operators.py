@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _dispatch, _gradients, _options, _pytorch_faults, _registry, _schemas
+from archflash import (
+    _dispatch,
+    _gradients,
+    _options,
+    _pytorch_faults,
+    _registry,
+    _schemas,
+    _strides,
+)
 
 # Gives the reason why PyTorch serves a problem: the problem, the GPU, an obstacle, what refused it.
 WhyPyTorch = Callable[
@@ -116,12 +124,7 @@ def serve(
 def _promised(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Layout, ...]:
     """Shapes and strides of the gradients of q, k and v as PyTorch's meta kernel has them."""
 
-    def without_data(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-    given = [*map(without_data, args)]
+    given = [*map(_strides.without_data, args)]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "Meta"):
         return tuple((x.shape, x.stride()) for x in map(torch.empty_like, given[1:4]))
     results = getattr(torch.ops.aten, operator)(*given, **kwargs)

@@ -158,13 +158,8 @@ def decider(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Decide:
     tensors stand for the output and the gradients.
     """
 
-    def without_data(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-    q, k, v = (without_data(x) for x in (q, k, v))
-    options = {name: without_data(value) for name, value in options.items()}
+    q, k, v = (_strides.without_data(x) for x in (q, k, v))
+    options = {name: _strides.without_data(value) for name, value in options.items()}
     out = _strides.new_in_order(q, (*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(0, dtype=torch.float32)
     request = Request(out, q, k, v, out, lse, None, options)

@@ -14,6 +14,7 @@ from archflash._archflash import MERGE_PARTS
 from archflash._eager import has_tangent, in_transform, unrecorded
 from archflash._errors import ForcedImplementationError
 from archflash._plain_tensors import goes_through_operator, is_symbolic, plain, resolved
+from archflash._strides import as_bhnd
 
 _ops.library.define(
     "merge_attention(Tensor[] outs, Tensor[] lses, int heads_dim, str? implementation) "
@@ -112,7 +113,7 @@ def _merge(
 ) -> tuple[Tensor, Tensor]:
     """`merge_attention` of plain tensors."""
     parts, of_parts = ([resolved(x) for x in tensors] for tensors in (parts, of_parts))
-    by_head = [_as_bhnd(x, layout) for x in parts]
+    by_head = [as_bhnd(x, layout) for x in parts]
     by_row = [x if x.ndim == 3 else x[None] for x in of_parts]
     simulated = implementation == _KERNEL and parts[0].device.type == "cpu"
     reason = _why_not(by_head, by_row, simulated)
@@ -121,7 +122,7 @@ def _merge(
     if implementation == _registry.TORCH or reason is not None or parts[0].numel() == 0:
         return _with_torch(parts, of_parts, layout)
     out = torch.empty(parts[0].shape, dtype=parts[0].dtype, device=parts[0].device)
-    return out, _launch(by_head, by_row, _as_bhnd(out, layout)).reshape(of_parts[0].shape)
+    return out, _launch(by_head, by_row, as_bhnd(out, layout)).reshape(of_parts[0].shape)
 
 
 def merge_into(outs: list[Tensor], lses: list[Tensor], out: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ def _check(outs: list[Tensor], lses: list[Tensor], layout: str, symbolic: bool) 
             f"outs have shape {tuple(first.shape)}: it must have 4 dimensions, or 3 for packed "
             "sequences"
         )
-    expected = _as_bhnd(first, layout).shape[:3]
+    expected = as_bhnd(first, layout).shape[:3]
     shape = tuple(expected if first.ndim == 4 else expected[1:])
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if not symbolic:
@@ -185,12 +186,6 @@ def _check(outs: list[Tensor], lses: list[Tensor], layout: str, symbolic: bool) 
                 f"part {i} has shapes {tuple(out.shape)} and {tuple(lse.shape)}: they must be "
                 f"{tuple(first.shape)}, as in part 0, and {shape}"
             )
-
-
-def _as_bhnd(x: Tensor, layout: str) -> Tensor:
-    if x.ndim == 3:
-        return x.transpose(0, 1)[None]
-    return x.transpose(1, 2) if layout == "bnhd" else x
 
 
 def _why_not(outs: list[Tensor], lses: list[Tensor], simulated: bool) -> str | None:
@@ -244,7 +239,7 @@ def _device_of(x: Tensor) -> _native.Device:
 
 def _with_torch(outs: list[Tensor], lses: list[Tensor], layout: str) -> tuple[Tensor, Tensor]:
     """The result by PyTorch's operations in float32."""
-    outs = [_as_bhnd(x, layout) if x.ndim == 4 else x.transpose(0, 1) for x in outs]
+    outs = [as_bhnd(x, layout) if x.ndim == 4 else x.transpose(0, 1) for x in outs]
     stacked = torch.stack(lses)
     zeros = torch.stack([(out == 0).all(-1) for out in outs])
     stacked = stacked.masked_fill((stacked == torch.inf) & zeros, -torch.inf)
@@ -260,7 +255,7 @@ def _with_torch(outs: list[Tensor], lses: list[Tensor], layout: str) -> tuple[Te
         share = (weight / total)[..., None]
         merged = merged + torch.where(share == 0, 0.0, out.to(merged.dtype)) * share
     merged = merged.to(outs[0].dtype)
-    merged = _as_bhnd(merged, layout) if merged.ndim == 4 else merged.transpose(0, 1)
+    merged = as_bhnd(merged, layout) if merged.ndim == 4 else merged.transpose(0, 1)
     return merged.contiguous(), lse
 
 

@@ -14,6 +14,7 @@ from archflash._archflash import SCALE_ROWS
 from archflash._eager import in_transform, refuse_derivatives
 from archflash._errors import ForcedImplementationError
 from archflash._plain_tensors import goes_through_operator, is_symbolic, plain, resolved
+from archflash._strides import as_bhnd
 
 _ops.library.define(
     "quantize_fp8(Tensor x, int per, ScalarType dtype, int heads_dim, str? implementation) "
@@ -103,7 +104,7 @@ def _quantize(
     """`quantize_fp8` of a plain tensor."""
     x = resolved(x)
     values = torch.empty_like(x, dtype=dtype)
-    x_by_head, values_by_head = _as_bhnd(x, layout), _as_bhnd(values, layout)
+    x_by_head, values_by_head = as_bhnd(x, layout), as_bhnd(values, layout)
     simulated = implementation == _KERNEL and x.device.type == "cpu"
     reason = _why_not(x_by_head, values_by_head, simulated)
     if implementation == _KERNEL and reason is not None:
@@ -118,7 +119,7 @@ def _quantize(
 
 def _sizes(x: Tensor, per: str, layout: str) -> list[int]:
     """The shape of the descales."""
-    batch, heads, rows, _ = _as_bhnd(x, layout).shape
+    batch, heads, rows, _ = as_bhnd(x, layout).shape
     if per == "tensor":
         return [1]
     if per == "head":
@@ -172,12 +173,6 @@ def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
         raise ValueError(
             "per='block' with packed sequences: blocks would straddle them; use 'head'"
         )
-
-
-def _as_bhnd(x: Tensor, layout: str) -> Tensor:
-    if x.ndim == 3:
-        return x.transpose(0, 1)[None]
-    return x.transpose(1, 2) if layout == "bnhd" else x
 
 
 def _why_not(x: Tensor, values: Tensor, simulated: bool) -> str | None:

@@ -66,3 +66,19 @@ def in_stride_order_of(q: Tensor, result: Tensor) -> Tensor:
 def _inverse(order: Sequence[int]) -> list[int]:
     """The permutation that undoes another."""
     return [order.index(i) for i in range(len(order))]
+
+
+def as_bhnd(x: Tensor, layout: str) -> Tensor:
+    """A view (batch, heads, rows, dim) of a tensor in the layout, or of packed rows (rows, heads,
+    dim), which are one batch then.
+    """
+    if x.ndim == 3:
+        return x.transpose(0, 1)[None]
+    return x.transpose(1, 2) if layout == "bnhd" else x
+
+
+def without_data(x: Any) -> Any:
+    """A tensor that has no numbers in place of one that has; any other value as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
