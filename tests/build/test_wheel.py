@@ -38,11 +38,16 @@ FOLDER_TARGETS = {
     "probes": (),  # each file has its own
     "quantize": ("compute_89",),
 }
-SECOND_TEXTS = dict.fromkeys(("ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"), ("compute_90",))
+SECOND_TEXTS = dict.fromkeys(
+    ("ampere/bwd", "ampere/bwd_d96", "ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"),
+    ("compute_90",),
+)
 # The PTX texts of files that do not have those of their folder.
 OWN_TEXTS = {
     "blackwell_dc/fwd_103": ("compute_100f",),
     "blackwell_dc/fwd_103_e4m3": ("compute_100f",),
+    "ampere/bwd_cut": ("compute_90",),
+    "ampere/bwd_wide": ("compute_90",),
     "simt/tensor_f32": ("compute_90",),
     "simt/tensor_bwd_f32": ("compute_90",),
     "blackwell_consumer/mxfp8": ("compute_120f",),
