@@ -68,6 +68,7 @@
 #include "hopper/backward_order.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/backward_pipeline.cuh"
+#include "hopper/backward_swap.cuh"
 
 namespace archflash::hopper {
 
@@ -78,7 +79,8 @@ template <DType DTYPE>
 __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
   ptx::griddepcontrol_wait();               // what comes before this call is done
   ptx::griddepcontrol_launch_dependents();  // the main kernel waits for what this one writes
-  if (params.taken_gmem != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *params.taken_gmem = 0;
+  if (params.taken_gmem != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    params.taken_gmem[0] = params.taken_gmem[1] = 0;
   device::prepare_rounds<DTYPE>(params);
 }
 
@@ -145,15 +147,13 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, unsigne
 #pragma unroll 1
   while (true) {
     const CtaWork& work = work_of<C>(shared, tile.stage);
-    const int key_stage = key_stage_of<C>(tile);
     if constexpr (C::HANDS_KEYS_BACK)  // the first one of two tiles has stage 0
       ptx::mbarrier_wait_parity(barriers.keys_empty(), tile.stage ^ 1);
     if (!C::STAYS || work.blocks > 0) {
-      device::load_rounds<C>(
-          params, work, shared, shared_smem, barriers,
-          {C::K_SMEM + key_stage * C::KTile::BYTES, C::V_SMEM + key_stage * C::VTile::BYTES,
-           barriers.k_full(tile.stage), barriers.v_full(tile.stage)},
-          position);
+      device::load_rounds<C>(params, work, shared, shared_smem, barriers,
+                             {k_offset<C>(tile.stage), v_offset<C>(tile.stage),
+                              barriers.k_full(tile.stage), barriers.v_full(tile.stage)},
+                             position);
     } else if (ptx::elect_sync()) {  // the consumers count its phases, too
       ptx::mbarrier_arrive(barriers.k_full(tile.stage));
       ptx::mbarrier_arrive(barriers.v_full(tile.stage));
@@ -194,7 +194,8 @@ __device__ __forceinline__ void begin_backward(const BackwardKernelParams& param
   device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   if (uniform(static_cast<int>(threadIdx.x) / 32) != 0) return;
   int number = static_cast<int>(blockIdx.x);
-  if (takes_more<C>(params) && params.turns_gmem != nullptr) number = take_number(params);
+  if (!C::SWAPS_KEYS && takes_more<C>(params) && params.turns_gmem != nullptr)
+    number = take_number(params);
   if (takes_more<C>(params) && number >= params.tiles) {
     if (threadIdx.x == 0) work_of<C>(shared).first_row = -1;
   } else {
@@ -222,6 +223,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
       ptx::mbarrier_init_for_warps(barriers.dq_full(group, 1), C::WARPS / C::WARPGROUPS);
       ptx::mbarrier_init(barriers.dq_empty(group), 1);
     }
+    if constexpr (C::ENDS_DQ) ptx::mbarrier_init(barriers.dq_read(), 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised and the work is written before any warp uses it
@@ -253,11 +255,24 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
       return;
     }
     if (threadIdx.x < C::CONSUMER_THREADS + 32) {
-      load<C>(params, shared, shared_smem);
+      if constexpr (C::SWAPS_KEYS) {
+        device::LoaderPosition<C> position;
+        for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto& tile) {
+          load_swapping<C>(params, work, shared_smem, tile.stage, position);
+        });
+      } else {
+        load<C>(params, shared, shared_smem);
+      }
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
-      load_terms<C>(params, shared, shared_smem);
+      if constexpr (C::SWAPS_KEYS) {
+        load_terms_and_take<C>(params, shared, shared_smem);
+      } else {
+        load_terms<C>(params, shared, shared_smem);
+      }
     } else if constexpr (C::WRITES_DQ) {
       write_dq_of_tile<C>(params, shared, shared_smem, threadIdx.x / 32 % 2);
+    } else if constexpr (C::ENDS_DQ) {
+      end_dq<C>(all_params, shared, shared_smem, threadIdx.x / 32 % 2);
     } else {
       add_dq<C>(params, shared, shared_smem, threadIdx.x / 32 % 2);
     }

@@ -33,6 +33,13 @@ struct BackwardVariant {
   int warpgroups = 2;
   // All keys of a head are in one tile, whose CTA writes dQ: there are no sums of it.
   bool writes_dq = false;
+  // CTAs take turns. Each goes on with the sums of dQ of the one before, and the last one writes
+  // dQ.
+  bool ends_dq = false;
+  // CTAs stay, and K of the next tile comes to where V is, whose last product ends half a step
+  // before that of K; V comes to where K is. For calls whose rows see all keys, without cu_seqlens
+  // and shares: few registers are left to find the next tile.
+  bool swaps_keys = false;
 };
 
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
@@ -61,10 +68,12 @@ struct BackwardConfig {
   static constexpr bool DROPS = VARIANT.drops;
   static constexpr bool LISTS_ROUNDS = VARIANT.lists_rounds;
   static constexpr bool WRITES_DQ = VARIANT.writes_dq;
+  static constexpr bool ENDS_DQ = VARIANT.ends_dq;
   static constexpr int TILE_STAGES = VARIANT.tile_stages;
   static constexpr bool STAYS = TILE_STAGES > 1;
   static constexpr int KEY_STAGES = VARIANT.key_stages;
   static constexpr bool HANDS_KEYS_BACK = KEY_STAGES < TILE_STAGES;
+  static constexpr bool SWAPS_KEYS = VARIANT.swaps_keys;
   static_assert(KEY_STAGES == TILE_STAGES || (KEY_STAGES == 1 && TILE_STAGES == 2));
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
@@ -98,6 +107,8 @@ struct BackwardConfig {
   using QTile = device::SlabTile<HEAD_DIM, BLOCK>;
   using DoutTile = QTile;
   using DsTile = device::SlabTile<ROWS, ROUND>;
+  // A warp's rows of dQ in 16 bits, which lie where its sums of the part lay.
+  using DqTile = device::SlabTile<PART_COLUMNS, WARP_ROWS>;
 
   // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | dQ of a round | terms |
   // barriers | work. The terms of a block, which share the ring of Q, are the LSEs of its rows,
@@ -112,16 +123,17 @@ struct BackwardConfig {
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
   // Full of K and of V, and where CTAs stay full and empty, of each tile, and one at which K and V
-  // are handed back; full of each stage of dS;
+  // are handed back, or one for each of them; full of each stage of dS;
   // full and empty of each stage of Q and of dO; full of each warpgroup's dQ of even and of odd
-  // rounds, and empty; one more: the bytes of a ragged block.
+  // rounds, and empty, and with ENDS_DQ read; one more: the bytes of a ragged block.
   static constexpr int TILE_BARRIERS =
-      (STAYS ? 4 : 2) * TILE_STAGES + (HANDS_KEYS_BACK ? 1 : 0) + 1;
+      (STAYS ? 4 : 2) * TILE_STAGES + (HANDS_KEYS_BACK ? 1 : 0) + SWAPS_KEYS + 1;
   static constexpr int BARRIERS =
-      TILE_BARRIERS + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS;
+      TILE_BARRIERS + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS + ENDS_DQ;
   static constexpr int WORK_BYTES = 128;  // of device::CtaWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
-  static constexpr int SHARED_BYTES = WORK_SMEM + TILE_STAGES * WORK_BYTES;
+  static constexpr int DQ_NOTE_SMEM = WORK_SMEM + TILE_STAGES * WORK_BYTES;  // with ENDS_DQ
+  static constexpr int SHARED_BYTES = DQ_NOTE_SMEM + (ENDS_DQ ? 16 : 0);
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
@@ -160,6 +172,8 @@ struct WideBackwardConfig {
   static constexpr bool SOFTCAP = false;  // it would spill registers
   static constexpr bool DROPS = false;
   static constexpr bool STAYS = false;
+  static constexpr bool SWAPS_KEYS = false;
+  static constexpr bool ENDS_DQ = false;
   static constexpr bool HANDS_KEYS_BACK = false;
   static constexpr int TILE_STAGES = 1;
   static constexpr int TILE_BARRIERS = 2 * TILE_STAGES + 1;
@@ -261,6 +275,16 @@ constexpr BackwardVariant with_one_tile(BackwardVariant variant) {
   variant.writes_dq = true;
   return variant;
 }
+constexpr BackwardVariant with_turns(BackwardVariant variant) {
+  variant.ends_dq = true;
+  variant.exact = false;
+  return variant;
+}
+constexpr BackwardVariant with_swapped_keys(BackwardVariant variant) {
+  variant.tile_stages = 2;
+  variant.swaps_keys = true;
+  return variant;
+}
 constexpr BackwardVariant with_softcap(BackwardVariant variant, bool softcap = true) {
   variant.softcap = softcap;
   return variant;
@@ -303,6 +327,14 @@ template <DType T>
 using BackwardD64One = BackwardConfig<T, with_one_tile(BACKWARD_D64)>;
 template <DType T>
 using BackwardD96One = BackwardConfig<T, with_one_tile(BACKWARD_D96)>;
+template <DType T>
+using BackwardD64Turns = BackwardConfig<T, with_turns(BACKWARD_D64)>;
+template <DType T>
+using BackwardD96Turns = BackwardConfig<T, with_turns(BACKWARD_D96)>;
+template <DType T>
+using BackwardD128Turns = BackwardConfig<T, with_swapped_keys(with_turns(BACKWARD_D128))>;
+template <DType T>
+using BackwardD128Stays = BackwardConfig<T, with_swapped_keys(BACKWARD_D128)>;
 template <DType T>
 using BackwardD64Table = BackwardConfig<T, with_lists(BACKWARD_D64_SHORT)>;
 template <DType T>

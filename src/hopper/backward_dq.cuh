@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/ptx/bulk_load.cuh"
 #include "common/ptx/bulk_order.cuh"
 #include "common/ptx/bulk_store.cuh"
 #include "common/ptx/global_order.cuh"
@@ -99,6 +100,86 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
         if (in_turns) {  // the CTA of the next turn may add when this one has
           ptx::cp_async_bulk_wait_group_0();
           ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
+        }
+      }
+      __syncwarp();
+    }
+  });
+}
+
+// With ENDS_DQ: brings the sums of the CTA before of each round to where its dQ comes to lie, and
+// writes what comes of them: new sums, or where this CTA is the last one to add dQ itself. Warp
+// `number` has every second round, as above.
+template <class C>
+__device__ __forceinline__ void end_dq(const BackwardParamsOf<C>& all_params, unsigned char* shared,
+                                       uint32_t shared_smem, uint32_t number) {
+  using DqTile = typename C::DqTile;
+  static_assert(C::SUMS_STEP == C::HEAD_DIM, "sums lie in memory as in shared memory");
+  constexpr int PART_BYTES = 4 * C::PART_ROWS * C::PART_COLUMNS;
+  const BackwardKernelParams& params = call_of<C>(all_params);
+  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
+  const bool leader = ptx::elect_sync();
+  DqNote& note = *reinterpret_cast<DqNote*>(shared + C::DQ_NOTE_SMEM);
+  uint32_t count = 0;          // of rounds
+  ptx::griddepcontrol_wait();  // the turns are zero, and what comes before is done with dQ
+  for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
+    const bool ends = work.first_row + C::ROWS >= work.own_rows;  // behind it there is no turn
+    BlockPosition<C> block{0, work.start};
+    const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
+#pragma unroll 1
+    for (; count < end; ++count, block.next_round(work)) {
+      if (count % 2 != number) continue;
+      const device::DqTurn turn = device::dq_turn<C>(params, work, block);
+      if (leader) {
+        float* const sums_gmem = device::sums_of_round<C>(params, turn.sum);
+        int32_t* const turn_gmem = params.turns_gmem + turn.sum;
+        if (turn.waits) {
+          const int own_turn = work.turn;
+          while (ptx::ld_acquire_s32(turn_gmem) < own_turn) {
+          }
+          ptx::fence_proxy_async_global();  // the turn has come before TMA reads
+        }
+        ptx::mbarrier_wait_parity(barriers.dq_read(), count % 2 ^ 1);
+        note = {turn.waits, ends};
+#pragma unroll 1
+        for (int group = 0; group < C::WARPGROUPS; ++group) {
+          if (turn.waits) {
+            ptx::mbarrier_arrive_expect_tx(barriers.dq_empty(group), PART_BYTES);
+            ptx::cp_async_bulk_load(shared_smem + C::DQ_SMEM + group * PART_BYTES,
+                                    sums_gmem + group * (PART_BYTES / 4), PART_BYTES,
+                                    barriers.dq_empty(group));
+          } else {
+            ptx::mbarrier_arrive(barriers.dq_empty(group));
+          }
+        }
+#pragma unroll 1
+        for (int group = 0; group < C::WARPGROUPS; ++group) {
+          const uint32_t from_smem = shared_smem + C::DQ_SMEM + group * PART_BYTES;
+          ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
+          if (ends) {
+            const int row = block.row + (C::SHARES_ROWS ? group * C::PART_ROWS : 0);
+            const int column = C::SHARES_ROWS ? 0 : group * C::PART_COLUMNS;
+            const int head = work.head * params.backward.attention.heads_per_kv + block.head;
+#pragma unroll 1
+            for (int warp = 0; warp < 4; ++warp) {
+#pragma unroll
+              for (int slab = 0; slab < DqTile::SLABS; ++slab) {
+                ptx::cp_async_bulk_tensor_4d_store(
+                    all_params.dq_map, column + slab * DqTile::SLAB, row + warp * C::WARP_ROWS,
+                    head, work.batch,
+                    from_smem + warp * (4 * C::WARP_SUMS) + slab * DqTile::SLAB_BYTES);
+              }
+            }
+          } else {
+            ptx::cp_async_bulk_store(sums_gmem + group * (PART_BYTES / 4), from_smem, PART_BYTES);
+          }
+        }
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read_0();
+        ptx::mbarrier_arrive(barriers.dq_read());
+        if (!ends) {  // the CTA of the next turn may go on when this one has written
+          ptx::cp_async_bulk_wait_group_0();
+          ptx::st_release_s32(turn_gmem, work.turn + 1);
         }
       }
       __syncwarp();

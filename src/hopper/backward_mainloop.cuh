@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/ptx/ld_shared_if.cuh"
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_products.cuh"
@@ -60,8 +61,8 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   uint32_t* const a = &a_rmem[0][0];
 
   const int own_rows = group * C::GROUP_ROWS * C::KTile::ROW_BYTES;
-  const uint32_t k_smem = shared_smem + C::K_SMEM + key_stage_of<C>(tile) * C::KTile::BYTES;
-  const uint32_t v_smem = shared_smem + C::V_SMEM + key_stage_of<C>(tile) * C::VTile::BYTES;
+  const uint32_t k_smem = shared_smem + k_offset<C>(tile.stage);
+  const uint32_t v_smem = shared_smem + v_offset<C>(tile.stage);
   const ptx::WgmmaDescriptor k = describe_tile<typename C::KTile>(k_smem + own_rows, 16);
   const ptx::WgmmaDescriptor v = describe_tile<typename C::KTile>(v_smem + own_rows, 16);
   // Ring positions are the same in all lanes, which the assembler does not see between tiles.
@@ -81,8 +82,19 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
 
   // Stores the warp's part of the dQ of round `round`, and hands it to the warp that adds it in the
   // workspace. In between the next products may start.
+  const auto note_of_dq = [&] {
+    return *reinterpret_cast<const DqNote*>(shared + C::DQ_NOTE_SMEM);
+  };
   const auto store_dq = [&](uint32_t round) {
-    ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2 ^ 1);
+    if constexpr (C::ENDS_DQ) {
+      if (uniform(note_of_dq().ends)) {
+        store_dq_rows<C>(shared_smem + C::DQ_SMEM + 4 * warp * C::WARP_SUMS, dq,
+                         params.backward.scale);
+        return;
+      }
+    } else {
+      ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2 ^ 1);
+    }
     unsigned char* const first = shared + C::DQ_SMEM + 4 * warp * C::WARP_SUMS + lane * 16;
 #pragma unroll
     for (int n = 0; n < C::PART_COLUMNS / 8; ++n) {
@@ -172,8 +184,24 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     } else {
       ptx::registers_change<PART>(dq);
     }
+    bool adds = false;
+    if constexpr (C::ENDS_DQ) {  // the sums of the CTA before, if there are any
+      if (blocks_done() >= C::BLOCKS_OF_ROUND) {
+        const uint32_t round = number / C::BLOCKS_OF_ROUND - 1;
+        ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2);
+        adds = uniform(note_of_dq().begun);
+      }
+      if constexpr (PART > SCORES) {  // registers that may keep their values live from before
+#pragma unroll
+        for (int i = 0; i < PART; ++i) dq[i] = 0.0f;
+      }
+      const uint32_t sums_smem = shared_smem + C::DQ_SMEM + 4 * warp * C::WARP_SUMS + lane * 16;
+#pragma unroll
+      for (int n = 0; n < C::PART_COLUMNS / 8; ++n)
+        ptx::ld_shared_v4_f32_if(adds, dq + 4 * n, sums_smem + n * 32 * 16);
+    }
     ptx::wgmma_fence();  // the last uses of dQ come before the product
-    start_dq<C>(dq, ds_at(stage), k_smem, group);
+    start_dq<C>(dq, ds_at(stage), k_smem, group, adds);
   };
   ptx::mbarrier_wait_parity(barriers.k_full(tile.stage), tile.parity);  // K has landed
   ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);
@@ -242,6 +270,9 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     }
     ptx::wgmma_wait_group<C::S_AHEAD ? 2 : 1>();  // dP
     ptx::registers_change<SCORES>(dp);
+    if constexpr (C::SWAPS_KEYS) {
+      if (!more) release(barriers.values_empty());  // all products of V have read it
+    }
     if constexpr (C::DROPS) {
       differentiate_kept<C>(ds_rmem, p_rmem, dp_rmem, terms, all_params.kept_share);
     } else {
@@ -309,7 +340,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   if constexpr (C::STAYS) q_ring.advance();
   if constexpr (!C::S_AHEAD && C::BLOCKS_OF_ROUND == 1) {
     ptx::registers_change<PART>(dq);
-    if (number > 1) {
+    if (behind_first_round()) {
       store_dq(number - 2);
       hand_on_dq(number);
     }

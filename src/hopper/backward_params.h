@@ -61,6 +61,12 @@ struct DroppingBackwardParams {
   DroppedHeads dropped_heads;
 };
 
+// The parameter of kernels that write dQ in 16 bits when the last CTA has its turn.
+struct EndingBackwardParams {
+  BackwardKernelParams call;
+  TensorMap dq_map;
+};
+
 // The parameter of kernels for tables of blocks, which list the rounds that see their keys: each
 // CTA in its own part of the workspace.
 struct ListingBackwardParams {

@@ -18,16 +18,23 @@ using device::BlockNote;
 using device::BlockPosition;
 using device::CtaWork;
 
+// With ENDS_DQ, what is to be done with dQ of a round, in shared memory.
+struct DqNote {
+  bool begun;  // the sums of the CTA before are where dQ comes to lie, and dQ is added to them
+  bool ends;   // it is complete: it becomes rows of 16 bits
+};
+
 // What a main kernel is given: with DROPS it is told of dropout, with lists of rounds of
-// block_mask, too.
+// block_mask, and with ENDS_DQ of dQ by TMA, too.
 template <class C>
 using BackwardParamsOf = std::conditional_t<
     C::DROPS, DroppingBackwardParams,
-    std::conditional_t<device::lists_rounds<C>(), ListingBackwardParams, BackwardKernelParams>>;
+    std::conditional_t<device::lists_rounds<C>(), ListingBackwardParams,
+                       std::conditional_t<C::ENDS_DQ, EndingBackwardParams, BackwardKernelParams>>>;
 
 template <class C>
 __device__ __forceinline__ const BackwardKernelParams& call_of(const BackwardParamsOf<C>& params) {
-  if constexpr (C::DROPS || device::lists_rounds<C>()) {
+  if constexpr (C::DROPS || device::lists_rounds<C>() || C::ENDS_DQ) {
     return params.call;
   } else {
     return params;
@@ -60,7 +67,9 @@ __device__ __forceinline__ bool takes_more(const BackwardKernelParams& params) {
 //                                                                  after the next one come
 //   keys_empty, where K and  each consumer warp    loader          every warp's products have read K
 //     V have one stage                                             and V before those of the next
-//                                                                  tile come
+//                                                                  tile come (with SWAPS_KEYS K)
+//   values_empty, with       each consumer warp    loader          every warp's products have read V
+//     SWAPS_KEYS                                                   before the next K comes
 //   q_full of each stage     loader, bytes;        consumers       Q has landed, and its terms are
 //                            terms warp                            there
 //   q_empty of each stage    each consumer warp    loader, terms   every warp's products have read Q,
@@ -76,6 +85,10 @@ __device__ __forceinline__ bool takes_more(const BackwardKernelParams& params) {
 //     and for odd rounds
 //   dq_empty of each         a dQ warp             its warps       TMA has read dQ before that of the
 //     warpgroup                                                    next round comes
+//     with ENDS_DQ           and bytes                             the sums that a round goes on with
+//                                                                  and its DqNote are there
+//   dq_read, with ENDS_DQ    a dQ warp             the other one   TMA has read dQ before the sums
+//                                                                  of the next round come
 //   ragged                   loader, bytes         loader          a tile some of whose rows have to
 //                                                                  do with none of the other side has
 //                                                                  landed before the loader clears
@@ -101,6 +114,7 @@ struct BackwardBarriers {
     return tile_full(C::TILE_STAGES) + 8 * stage;
   }
   __device__ __forceinline__ uint32_t keys_empty() const { return tile_empty(C::TILE_STAGES); }
+  __device__ __forceinline__ uint32_t values_empty() const { return keys_empty() + 8; }
   __device__ __forceinline__ uint32_t ds_full(int stage) const {
     return first_smem + 8 * C::TILE_BARRIERS + 8 * stage;
   }
@@ -124,6 +138,7 @@ struct BackwardBarriers {
   __device__ __forceinline__ uint32_t dq_empty(int group) const {
     return dq_full(C::WARPGROUPS, 0) + 8 * group;
   }
+  __device__ __forceinline__ uint32_t dq_read() const { return dq_empty(C::WARPGROUPS); }
 
   // Called by one thread: those of K, V, Q and dO.
   __device__ __forceinline__ void initialise_inputs() const {
@@ -137,6 +152,7 @@ struct BackwardBarriers {
       }
     }
     if constexpr (C::HANDS_KEYS_BACK) ptx::mbarrier_init_for_warps(keys_empty(), C::WARPS);
+    if constexpr (C::SWAPS_KEYS) ptx::mbarrier_init_for_warps(values_empty(), C::WARPS);
     ptx::mbarrier_init(ragged(), 1);
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
       // The warp of the terms, and the loader.
@@ -150,10 +166,16 @@ struct BackwardBarriers {
   }
 };
 
-// Where K and V of a tile lie, which is at `tile`.
+// Where K and V of a tile lie, whose stage is `tile_stage`.
 template <class C>
-__device__ __forceinline__ int key_stage_of(const RingPosition<C::TILE_STAGES>& tile) {
-  return C::HANDS_KEYS_BACK ? 0 : tile.stage;
+__device__ __forceinline__ int k_offset(int tile_stage) {
+  if constexpr (C::SWAPS_KEYS) return tile_stage == 0 ? C::K_SMEM : C::V_SMEM;
+  return C::K_SMEM + (C::HANDS_KEYS_BACK ? 0 : tile_stage) * C::KTile::BYTES;
+}
+template <class C>
+__device__ __forceinline__ int v_offset(int tile_stage) {
+  if constexpr (C::SWAPS_KEYS) return tile_stage == 0 ? C::V_SMEM : C::K_SMEM;
+  return C::V_SMEM + (C::HANDS_KEYS_BACK ? 0 : tile_stage) * C::VTile::BYTES;
 }
 
 // Calls each(work, position) for each tile of the CTA, where `position` is that of K, V and of

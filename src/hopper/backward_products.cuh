@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/stmatrix.cuh"
 #include "common/ptx/wgmma_n32.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/products.cuh"
@@ -56,9 +57,10 @@ __device__ __forceinline__ void start_gradient(KeyGradient<Tile>& sum_rmem,
   ptx::wgmma_commit_group();
 }
 
-// Starts a warpgroup's part of dQ = dS K of a round.
+// Starts a warpgroup's part of dQ = dS K of a round, or dQ += dS K if `adds`.
 template <class C>
-__device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k_smem, int group) {
+__device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k_smem, int group,
+                                         bool adds = false) {
   using DsTile = typename C::DsTile;
   using KTile = typename C::KTile;
   using Product = ptx::Wgmma<C::DTYPE, C::PART_COLUMNS>;
@@ -74,7 +76,7 @@ __device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k
 #pragma unroll
   for (int i = 0; i < C::ROWS / 16; ++i) {
     Product::template ss<true>(dq, advance(ds, column_step<DsTile>(i)),
-                               advance(k, 16 * i * KTile::ROW_BYTES), i != 0);
+                               advance(k, 16 * i * KTile::ROW_BYTES), i != 0 || adds);
   }
   ptx::wgmma_commit_group();
 }
@@ -94,6 +96,25 @@ __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries
 #pragma unroll
   for (int i = 0; i < C::BLOCK / 16; ++i)
     ptx::stmatrix_x4_trans(first_smem + 16 * i * DsTile::ROW_BYTES, ds_rmem[i]);
+}
+
+// Writes a warp's rows of a part of dQ, times `scale`, to a tile of 16 bits.
+template <class C>
+__device__ __forceinline__ void store_dq_rows(uint32_t tile_smem, const float* dq, float scale) {
+  using DqTile = typename C::DqTile;
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+  const uint32_t first_smem = tile_smem + DqTile::offset(lane % 16, lane / 16);
+  __syncwarp();  // the sums that lay there are read
+#pragma unroll
+  for (int n = 0; n < C::PART_COLUMNS / 8; n += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const x = dq + 4 * (n + i / 2) + 2 * (i % 2);
+      words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x[0] * scale, x[1] * scale);
+    }
+    ptx::stmatrix_x4(DqTile::advance(first_smem, n), words);
+  }
 }
 
 }  // namespace archflash::hopper

@@ -17,6 +17,7 @@
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/chains_config.cuh"
+#include "hopper/plan_backward_order.h"
 
 namespace archflash::hopper {
 
@@ -40,6 +41,7 @@ constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
       core::rounds_tile<C>(name), with_softcap, with_dropout, C::STAYS, C::CTAS_PER_SM,
       DQ_CTAS_OF_ROUND<C>};
   tile.reads_many_chains = true;
+  if constexpr (requires { typename C::DqTile; }) tile.dq_box = core::box<typename C::DqTile>(1);
   return tile;
 }
 
@@ -75,6 +77,20 @@ constexpr BackwardTile ONE_TILES[] = {
     backward_tile<BackwardD64One<DType::F16>>("d64_one", nullptr, nullptr),
     backward_tile<BackwardD96One<DType::F16>>("d96_one", nullptr, nullptr),
 };
+
+// The tiles that take turns and of which the last one writes dQ, whose kernels are in that image,
+// too.
+constexpr BackwardTile TURNS_TILES[] = {
+    backward_tile<BackwardD64Turns<DType::F16>>("d64_turns", nullptr, nullptr),
+    backward_tile<BackwardD96Turns<DType::F16>>("d96_turns", nullptr, nullptr),
+    backward_tile<BackwardD128Turns<DType::F16>>("d128_turns", nullptr, nullptr),
+};
+
+// A tile whose CTAs stay, in that image, too, with the sums of dQ of the tile that it is named
+// after; and the name of its main kernel.
+constexpr BackwardTile STAYING_TILE =
+    backward_tile<BackwardD128Stays<DType::F16>>("d128", nullptr, nullptr);
+constexpr const char* STAYING_NAME = "d128_stays";
 
 // For block_mask: the names of the main kernels, behind those of the tiles whose sums of dQ they
 // have.
@@ -144,146 +160,13 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
   if (!tile.stays || problem.call.varlen || tiles <= ctas) return;
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
-  const int64_t counter = workspace.add(sizeof(int32_t));
+  const int64_t counter = workspace.add(2 * sizeof(int32_t));
   plan.workspace_bytes = workspace.bytes();
   for (Launch* launch : {&plan.launches.front(), main})
     add_pointer(*launch, Operand::Workspace, offsetof(P, taken_gmem), counter);
   const auto count = static_cast<int32_t>(tiles);
   std::memcpy(main->params.data() + offsetof(P, tiles), &count, sizeof count);
   main->grid[0] = ctas;
-}
-
-// The order in which the tiles of keys of all heads come: see BackwardKernelParams.
-struct KeyTileOrder {
-  int64_t group_heads;
-  int64_t upward_heads = 0;
-  int64_t tiles_in_a_row = 1;
-  int64_t packed_rows = INT32_MAX;
-  int64_t packed_tiles = 0;
-  int64_t upward_work = 0;
-};
-
-// Under a causal mask a tile is shorter than the one before, by one or two steps for each query
-// head that shares its head of K, and the tiles that follow begin as far apart, each where another
-// one has ended. Two of a head in a row begin together, and read the same at the same time. Without
-// turns tiles begin with rounds that are a few steps apart, which is enough for up to four heads.
-// Measured on an H100 and an H200 (NOTES.md).
-int64_t tiles_in_a_row(int64_t heads_per_kv, bool deterministic) {
-  return heads_per_kv > (deterministic ? 2 : 4) ? 2 : 1;
-}
-
-// A causal mask, a window, or both.
-bool is_windowed(const Problem& call) {
-  return call.window_left != UNBOUNDED || call.window_right != UNBOUNDED;
-}
-// A causal mask without a window.
-bool is_triangle(const Problem& call) {
-  return call.window_left == UNBOUNDED && call.window_right != UNBOUNDED;
-}
-
-// Whether a causal mask hides so little that tiles of keys are best ordered as without one: where
-// keys are many more than rows.
-bool sees_nearly_all(const Problem& call) {
-  return is_triangle(call) && !call.varlen && call.nk >= 4 * call.nq;
-}
-
-// Whether CTAs take turns though nobody asks for it. Then the first one to add to a sum of dQ
-// writes it, and no launch has to clear it. Measured on an H200 (docs/lab/hopper.md) that was
-// faster for many heads with few keys, and where many rows are shared out, when more CTAs add to
-// the same sums; CTAs with shares of few rows wait for one another.
-bool turns_are_faster(const Problem& call, const BackwardTile& tile, const core::RowShares& split,
-                      const Device& device) {
-  constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048;
-  const bool triangle = is_triangle(call);
-  if (split.shares > 1) return call.nq >= MANY_ROWS;
-  if (call.varlen || tile.head_dim > 128 || call.heads_q != call.heads_kv) return false;
-  if (is_windowed(call) && !triangle) return false;
-  if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
-  const int64_t tiles = core::ceil_div(call.nk, tile.rows);
-  // A tile that is alone waits for none, and of up to three tiles of 128 columns the one before has
-  // mostly ended.
-  const bool waits_little =
-      tiles == 1 || (tile.head_dim == 128 && tiles <= 3 && call.nq >= call.nk);
-  const int64_t many_waves = waits_little ? 2 : 4;
-  return call.batch * call.heads_kv * tiles >= many_waves * device.sm_count;
-}
-
-// Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
-// turns more of them, because the tiles of a head that are computed at the same time wait for one
-// another; under a mask up to 128 columns all, which was faster there.
-//
-// Without a mask the groups are smaller, where that does not make more than TILES_AT_A_TIME tiles
-// of a head be computed at the same time, or in turns more than half as many as it has rounds.
-//
-// In turns under a causal mask a tile of keys has fewer rounds than the one before. From the last
-// tile to the first, over rounds upwards, each comes to a round just behind the one that it waits
-// for. The last group goes the other way, from the longest tile to the shortest, so that all CTAs
-// end together. These groups are smaller, because tiles of a head that run at the same time are at
-// far apart rounds. Where query heads share a head of K they are so far apart that each tile reads
-// Q and dO from memory again: so these calls go the first way, with tiles in a row.
-KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& tile,
-                         const core::RowShares& split, const Device& device) {
-  constexpr int64_t BYTES = int64_t{32} << 20;
-  const Problem& call = problem.call;
-  // A share counts as a head.
-  const int64_t heads_kv = (call.varlen ? 1 : call.batch) * call.heads_kv;
-  const int64_t all = std::max<int64_t>(heads_kv * split.shares, 1);
-  const int64_t rows = std::min(call.nq, split.rows);
-  const int64_t heads_per_kv = call.heads_q / call.heads_kv;
-  const int64_t row_bytes = heads_per_kv * ((call.d + call.dv) * dtype_bytes(call.dtype) +
-                                            int64_t{sizeof(float)} * tile.head_dim);
-  const int64_t head_bytes = std::max<int64_t>(rows * row_bytes, 1);
-  const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
-  const bool triangle = is_triangle(call);
-  const bool plain = !is_windowed(call) || (problem.deterministic && sees_nearly_all(call));
-  KeyTileOrder order{all};
-  // What the CTAs read and add to while one of them comes to where the one before began.
-  const int64_t reach = int64_t{device.sm_count} * tile.rows * row_bytes;
-  // A tile that goes upwards waits for the one behind it, which in chains adds to other sums.
-  const bool in_chains = core::sums_of_round(problem, tile, device, split.shares) > 2;
-  const bool goes_upwards =
-      !in_chains && (heads_per_kv == 1 || (!call.varlen && reach <= int64_t{36} << 20));
-  if (problem.deterministic && triangle && !plain && goes_upwards) {
-    order.packed_rows = BYTES / 2 / row_bytes;
-    order.packed_tiles = device.sm_count;
-    // By a model of the schedule anything from a quarter to a half of the SMs is as good.
-    order.upward_work = 3 * device.sm_count / 8;
-    if (call.varlen) return order;
-    const int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
-    order.group_heads = core::even_size(all, std::min(heads, all));
-    order.upward_heads = (core::ceil_div(all, order.group_heads) - 1) * order.group_heads;
-    return order;
-  }
-  if (triangle && !plain)
-    order.tiles_in_a_row = tiles_in_a_row(heads_per_kv, problem.deterministic);
-  if (call.varlen && tile.head_dim <= 128) return order;  // as fast, and found sooner
-  if (plain && tile.head_dim <= 128) {
-    constexpr int64_t TILES_AT_A_TIME = 16, MOST_AT_A_TIME = 64;
-    // With room for one tile of keys smaller groups were 2 to 4% faster.
-    const bool small = tile.head_dim == 96;
-    const auto at_a_time = [&](int64_t most) {
-      return core::ceil_div(device.sm_count, std::min(tiles, most));
-    };
-    int64_t heads = std::clamp(at_a_time(TILES_AT_A_TIME), BYTES / (small ? 4 : 2) / head_bytes,
-                               std::max(BYTES / head_bytes, int64_t{1}));
-    heads = std::max(heads, at_a_time(MOST_AT_A_TIME));
-    if (problem.deterministic && !small) {
-      const int64_t rounds = core::ceil_div(rows, tile.round_rows) * heads_per_kv;
-      heads = std::max(heads, 2 * device.sm_count / std::max<int64_t>(rounds, 1));
-    }
-    order.group_heads = core::ceil_div(all, std::max<int64_t>(all / heads, 1));
-    return order;
-  }
-  if (problem.deterministic && tile.head_dim <= 128) return order;
-  const int64_t times = problem.deterministic ? 2 : 1;
-  order.packed_rows = times * BYTES / row_bytes;
-  order.packed_tiles = times * device.sm_count;
-  if (call.varlen) return order;
-  // Their tiles fill the GPU.
-  const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
-  // A smaller last group would start with its longest tiles when all others are done.
-  order.group_heads = core::even_size(all, std::min(times * heads, all));
-  return order;
 }
 
 // Whether a head's keys are one such tile, which all its rows see: then its CTA has all of dQ. With
@@ -296,14 +179,57 @@ bool is_one_tile(const Problem& call, const BackwardTile& tile) {
          call.dropout_p == 0;
 }
 
+// Whether every row of a call sees every key, without an option that most kernels leave out.
+bool is_plain(const Problem& call) {
+  return call.nq > 0 && call.nk > 0 && !is_windowed(call) && !call.varlen && call.softcap == 0 &&
+         call.dropout_p == 0;
+}
+
+// Rows up to which there are tiles of their own; more are unmeasured.
+constexpr int64_t SHORT_ROWS = 512;
+
+// Whether tiles take turns of which the last one writes dQ, so that no launch comes behind. That
+// was measured faster where many heads have two tiles of keys (docs/lab/hopper.md): of few heads,
+// or of more tiles, most would wait for the one before.
+bool ends_in_turns(const BackwardProblem& problem, const BackwardTile& tile, const Device& device) {
+  constexpr int64_t STRIDE_LIMIT = int64_t{1} << 40;  // of TMA, in bytes
+  const Problem& call = problem.call;
+  const BackwardTensor& dq = problem.dq;
+  const auto stores_by_tma = [&](int64_t size, int64_t stride) {
+    return size == 1 || (stride > 0 && stride * dtype_bytes(dq.dtype) < STRIDE_LIMIT);
+  };
+  // Up to 32 columns it is unmeasured.
+  return is_plain(call) && std::max(call.d, call.dv) > 32 && call.heads_q == call.heads_kv &&
+         call.nk > tile.rows && call.nk <= 2 * tile.rows && 2 * call.nq >= call.nk &&
+         call.nq <= SHORT_ROWS && call.batch * call.heads_kv >= device.sm_count &&
+         dq.dtype == call.dtype && !problem.accumulate &&
+         stores_by_tma(call.batch, dq.strides.batch) &&
+         stores_by_tma(call.heads_q, dq.strides.head) && stores_by_tma(call.nq, dq.strides.row) &&
+         share_out(call, tile, device).shares == 1;
+}
+
+// Whether CTAs stay at more than 96 columns. That was measured faster where many keys have few
+// rows (docs/lab/hopper.md): a tile's start and end are a good part of its time. In turns, which
+// fewer keys take unasked, it is unmeasured.
+bool stays(const BackwardProblem& problem, const Device& device) {
+  constexpr int64_t MANY_KEYS = 1024, MANY_WAVES = 5;
+  const Problem& call = problem.call;
+  const BackwardTile& tile = STAYING_TILE;
+  return is_plain(call) && !problem.deterministic && std::max(call.d, call.dv) > 96 &&
+         call.d <= tile.head_dim && call.dv <= tile.head_dim_v && call.nk >= MANY_KEYS &&
+         call.nq * (call.heads_q / call.heads_kv) <= SHORT_ROWS &&
+         call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows) >=
+             MANY_WAVES * device.sm_count;
+}
+
 // The tile with the smallest sums of dQ among the smallest ones that serve a call. If there is
 // none, the largest tile of all, which refuses the call.
-const BackwardTile& tile_for(const BackwardProblem& problem) {
+const BackwardTile& tile_for(const BackwardProblem& problem, const Device& device) {
   const Problem& call = problem.call;
   // Tiles of 64 rows and keys, where they leave out a sixth or more of what rounds of 128 rows and
   // tiles of 128 keys compute (docs/lab/hopper.md). More rows are unmeasured. With more keys than
   // KEYS_IN_TURNS the tiles that take turns make chains, which the other tiles have a kernel for.
-  constexpr int64_t SHORT_ROWS = 512, KEYS_IN_TURNS = 512;
+  constexpr int64_t KEYS_IN_TURNS = 512;
   const auto computed = [&](int64_t step) {
     return core::ceil_div(call.nq, step) * core::ceil_div(call.nk, step) * step * step;
   };
@@ -317,6 +243,12 @@ const BackwardTile& tile_for(const BackwardProblem& problem) {
     if (call.d <= tile.head_dim && call.dv <= tile.head_dim_v && is_one_tile(call, tile))
       return tile;
   }
+  for (const BackwardTile& tile : TURNS_TILES) {
+    if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
+    if (ends_in_turns(problem, tile, device)) return tile;
+    break;
+  }
+  if (stays(problem, device)) return STAYING_TILE;
   const BackwardTile* best = nullptr;
   for (const BackwardTile& tile : TILES) {
     if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
@@ -389,6 +321,18 @@ void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardT
   add_pointer(*main, Operand::Workspace, offsetof(ListingBackwardParams, rounds_gmem), lists);
 }
 
+// Turns the main launch of `plan` into that of a kernel that writes dQ by TMA.
+void add_dq_map(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
+  Launch* const main = main_launch(plan);
+  if (main == nullptr) return;
+  EndingBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
+  main->params = core::bytes(params);
+  main->tensor_maps.push_back(
+      core::dq_map(problem, offsetof(EndingBackwardParams, dq_map), tile.dq_box));
+}
+
 // Turns the main launch of `plan` into that of a kernel with dropout.
 void add_dropout(LaunchPlan& plan, const BackwardProblem& problem) {
   const Problem& call = problem.call;
@@ -412,7 +356,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   BackwardProblem problem = asked;
   const Problem& call = problem.call;
   const bool table = call.block_mask;
-  const BackwardTile& tile = table ? table_tile_for(call).tile : tile_for(problem);
+  const BackwardTile& tile = table ? table_tile_for(call).tile : tile_for(problem, device);
   Reasons reasons = core::refuse_rounds(problem, "hopper");
   if (call.softcap != 0 && tile.with_softcap == nullptr) {
     reasons.push_back(
@@ -431,6 +375,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   core::BackwardTile main_tile = tile;
   if (call.softcap != 0 && tile.with_softcap != nullptr) main_tile.name = tile.with_softcap;
   if (drops && tile.with_dropout != nullptr) main_tile.name = tile.with_dropout;
+  if (&tile == &STAYING_TILE) main_tile.name = STAYING_NAME;
   if (table) main_tile.name = table_tile_for(call).main_name;
   BackwardProblem plain = problem;  // add_dropout() and add_table() add what is left out here
   plain.call.dropout_p = 0, plain.call.block_mask = 0;
@@ -443,7 +388,8 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   if (tile.writes_dq) {
     problem.deterministic = false;  // each row of dQ is written once
   } else {
-    problem.deterministic |= !table && turns_are_faster(call, tile, split, device);
+    problem.deterministic |=
+        tile.ends_dq || (!table && turns_are_faster(call, tile, split, device));
   }
   const KeyTileOrder order = order_tiles(problem, tile, split, device);
   result = core::complete_rounds<BackwardKernelParams>(
@@ -470,8 +416,10 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       write_dq_of_chains(*plan, tile);
     if (table) add_table(*plan, problem, tile);
     if (drops) add_dropout(*plan, problem);
+    if (tile.ends_dq) add_dq_map(*plan, problem, tile);
     for (Launch& launch : plan->launches) {
-      if (launch.kernel.ends_with("_short") || launch.kernel.ends_with("_one"))
+      if (launch.kernel.ends_with("_short") || launch.kernel.ends_with("_one") ||
+          launch.kernel.ends_with("_turns") || launch.kernel.ends_with("_stays"))
         launch.image = std::string("hopper/bwd_short_") + core::dtype_word(call.dtype);
       // It waits where it has to. This also takes less of the host.
       launch.uses_pdl = !launch.tensor_maps.empty() ||

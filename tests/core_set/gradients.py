@@ -135,7 +135,9 @@ def assert_every_kernel_is_planned(
         ).values()
         for entry in entries
     }
-    assert planned == {entry for entry in built if not entry.endswith("_dropout")}
+    # Of dropout, and of many heads: they have tests of their own.
+    elsewhere = ("_dropout", "_turns", "_stays")
+    assert planned == {entry for entry in built if not entry.endswith(elsewhere)}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor]:

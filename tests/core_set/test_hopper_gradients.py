@@ -319,3 +319,47 @@ def test_the_only_tile_of_a_head_writes_dq(
     assert plan is not None
     (kernel,) = (name for name in plan.kernels if "_rows_" not in name)
     assert kernel.endswith("_one")
+
+
+# Calls of two tiles of keys: (rows, keys, d, dv).
+LAST_IN_TURN = [
+    (197, 197, 64, 64), (250, 256, 40, 64), (128, 200, 56, 48), (197, 197, 96, 96),
+    (100, 200, 72, 80), (197, 197, 128, 128), (70, 130, 104, 128), (250, 129, 128, 112),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("sizes", LAST_IN_TURN, ids=str)
+def test_the_last_tile_in_turn_writes_dq(
+    sizes: tuple[int, int, int, int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CTAs go on with the sums of the tile before, and take one tile after another. No launch comes
+    behind, and the bits are always the same, asked for or not. Rows of dq are further apart.
+    """
+    number = LAST_IN_TURN.index(sizes)
+    tensors = inputs(*sizes, ("float16", "bfloat16")[number % 2], heads=(3, 3), seed=number)
+    plans = gradients.note_plans(monkeypatch)
+    for asked in (deterministic, True):
+        gradients.differentiate_and_check(
+            on, "hopper", *tensors, sms=2, schedules=range(number, number + 2),
+            deterministic=asked, pad=8,
+        )  # fmt: skip
+    assert all(plan.to_dict() == plans[0].to_dict() for plan in plans)
+    assert plans[0].kernels[-1].endswith("_turns")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [((70, 1024, 128, 128), (2, 2)), ((1, 1100, 104, 120), (2, 2)), ((130, 1030, 128, 128), (4, 2))],
+    ids=str,
+)
+def test_ctas_that_stay_have_k_where_v_was(
+    sizes: tuple[int, int, int, int], heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many keys of few rows, at more than 96 columns."""
+    tensors = inputs(*sizes, "bfloat16", heads=heads, seed=sizes[0])
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, sms=2, schedules=range(2), deterministic=False
+    )
+    assert all("hopper_attention_bwd_bf16_d128_stays" in plan.kernels for plan in plans)

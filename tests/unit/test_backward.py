@@ -703,12 +703,11 @@ def test_tiles_in_chains_do_not_go_upwards() -> None:
 @pytest.mark.parametrize(
     ("shape", "keys", "turns"),
     [
-        ((8, 24, 197, 128), 197, True),  # 384 tiles, two of a head
-        ((10, 16, 300, 128), 300, True),  # three
-        ((8, 8, 197, 128), 197, False),  # too few tiles
-        ((8, 20, 128, 128), 256, False),  # few rows
-        ((8, 24, 197, 64), 197, False),  # as fast without
-        ((25, 12, 196, 64), 196, True),
+        ((10, 16, 300, 128), 300, True),  # 480 tiles, three of a head
+        ((5, 16, 300, 128), 300, False),  # too few tiles
+        ((10, 16, 200, 128), 300, False),  # few rows
+        ((10, 16, 380, 64), 380, False),  # as fast without
+        ((12, 16, 380, 64), 380, True),
     ],
 )
 def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
@@ -717,6 +716,39 @@ def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
     plan = hopper_plan(shape, shape[1], deterministic=False, causal=False, keys=keys)
     offsets = {slot["offset"] for slot in plan.to_dict()["launches"][1]["pointers"]}
     assert (TURNS_OFFSET in offsets) == turns
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "options", "tile"),
+    [
+        ((8, 24, 197, 128), 197, {}, "d128_turns"),
+        ((8, 20, 128, 104), 256, {}, "d128_turns"),
+        ((8, 24, 197, 96), 197, {}, "d96_turns"),
+        ((16, 12, 256, 64), 256, {}, "d64_turns"),
+        ((16, 12, 256, 64), 256, {"deterministic": True}, "d64_turns"),
+        ((16, 12, 256, 64), 256, {"causal": True}, "d64"),
+        ((16, 12, 256, 32), 256, {}, "d32"),
+        ((8, 24, 197, 128), 257, {}, "d128"),  # three tiles
+        ((8, 24, 197, 128), 128, {}, "d128"),  # one
+        ((2, 12, 256, 64), 256, {}, "d64"),  # few heads
+        ((8, 24, 120, 128), 256, {}, "d128"),  # few rows
+        ((8, 24, 600, 128), 256, {}, "d128"),  # many
+        ((8, 8, 448, 128), 4096, {}, "d128_stays"),
+        ((8, 8, 448, 128), 4096, {"deterministic": True}, "d128"),
+        ((8, 8, 448, 128), 4096, {"causal": True}, "d128"),
+        ((8, 8, 600, 128), 4096, {}, "d128"),
+        ((1, 8, 448, 128), 4096, {}, "d128"),
+        ((8, 8, 448, 96), 4096, {}, "d96"),
+    ],
+)
+def test_tiles_of_hopper_that_end_in_turns_or_stay(
+    shape: tuple[int, ...], keys: int, options: dict[str, Any], tile: str
+) -> None:
+    given = {"deterministic": False, "causal": False} | options
+    plan = hopper_plan(shape, shape[1], keys=keys, **given)
+    (main,) = (name for name in plan.kernels if "_attention_bwd_" in name)
+    assert main.endswith(f"_{tile}")
+    assert ("_dq_" in plan.kernels[-1]) == (not tile.endswith("_turns"))
 
 
 def test_every_kernel_that_hopper_plans_for_gradients_was_built() -> None:

@@ -31,6 +31,16 @@ TensorMapSpec dout_map(const BackwardProblem& problem, int offset, const Box& bo
   return map;
 }
 
+TensorMapSpec dq_map(const BackwardProblem& problem, int offset, const Box& box) {
+  Problem call = problem.call;
+  call.out = problem.dq.strides;
+  call.out_dtype = problem.dq.dtype;
+  call.dv = call.d;
+  TensorMapSpec map = tensor_map(call, Operand::Out, offset, box);
+  map.operand = Operand::DQ;
+  return map;
+}
+
 int64_t count_rounds(const Problem& call, int64_t round_rows) {
   const int64_t rounds = ceil_div(call.nq, round_rows);
   if (!call.varlen) return call.batch * call.heads_q * rounds;
@@ -56,7 +66,7 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
   // wait for 3.
   const int64_t steps_of_tile = tile.head_dim <= 128 ? 8 : 3;
   const Problem& call = problem.call;
-  if (!problem.deterministic || call.varlen) return 1;
+  if (!problem.deterministic || call.varlen || tile.ends_dq) return 1;
   const int64_t heads = std::max<int64_t>(call.batch * call.heads_kv * shares, 1);
   const int64_t at_a_time =
       std::min(ceil_div(call.nk, tile.rows), ceil_div(int64_t{device.sm_count}, heads));

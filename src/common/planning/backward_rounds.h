@@ -27,6 +27,8 @@ struct RoundsTile : BackwardTile {
   bool reads_many_chains;  // the last kernel is fast with up to 32 of them
   Box k_box, v_box, q_box, dout_box;
   bool writes_dq = false;  // its main kernel does: there are no sums of dQ
+  bool ends_dq = false;    // its main kernel does, from sums of which the last CTA has its turn
+  Box dq_box = {};
 };
 
 // A row of a folder's table from the kernel's Config.
@@ -51,6 +53,7 @@ constexpr RoundsTile rounds_tile(const char* name) {
                   box<typename C::QTile>(1),
                   box<typename C::DoutTile>(1)};
   if constexpr (requires { C::WRITES_DQ; }) tile.writes_dq = C::WRITES_DQ;
+  if constexpr (requires { C::ENDS_DQ; }) tile.ends_dq = C::ENDS_DQ;
   return tile;
 }
 
@@ -66,6 +69,9 @@ Reasons refuse_rounds(const BackwardProblem& problem, const std::string& impleme
 
 // The map of dO at `offset` of a parameter block: (columns, rows, heads, batch).
 TensorMapSpec dout_map(const BackwardProblem& problem, int offset, const Box& box);
+
+// The map of dQ, by which a kernel writes it.
+TensorMapSpec dq_map(const BackwardProblem& problem, int offset, const Box& box);
 
 // The rounds of all heads; those of packed sequences as device::varlen_tile_start() counts.
 int64_t count_rounds(const Problem& call, int64_t round_rows);
@@ -138,7 +144,7 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
         dout_map(problem, offsetof(P, dout_map), tile.dout_box),
     };
   }
-  if (rounds > 0 && !tile.writes_dq) {
+  if (rounds > 0 && !tile.writes_dq && !tile.ends_dq) {
     Launch last = plan.launches.front();
     last.kernel = folder + "_backward_dq_" + word + "_" + tile.name;
     last.grid = {rounds, 1, 1};

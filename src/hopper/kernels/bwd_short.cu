@@ -17,3 +17,9 @@ ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_short), (BACKWARD_DQ_THREADS),
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_one), attention_bwd, BackwardD32One<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_one), attention_bwd, BackwardD64One<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96_one), attention_bwd, BackwardD96One<DTYPE>)
+// CTAs take turns, and the last one writes dQ.
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_turns), attention_bwd, BackwardD64Turns<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96_turns), attention_bwd, BackwardD96Turns<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_turns), attention_bwd, BackwardD128Turns<DTYPE>)
+// CTAs stay.
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_stays), attention_bwd, BackwardD128Stays<DTYPE>)

@@ -1,0 +1,117 @@
+#include "hopper/plan_backward_order.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/planning/order.h"
+
+namespace archflash::hopper {
+namespace {
+
+// Under a causal mask a tile is shorter than the one before, by one or two steps for each query
+// head that shares its head of K, and the tiles that follow begin as far apart, each where another
+// one has ended. Two of a head in a row begin together, and read the same at the same time. Without
+// turns tiles begin with rounds that are a few steps apart, which is enough for up to four heads.
+// Measured on an H100 and an H200 (NOTES.md).
+int64_t tiles_in_a_row(int64_t heads_per_kv, bool deterministic) {
+  return heads_per_kv > (deterministic ? 2 : 4) ? 2 : 1;
+}
+
+// Whether a causal mask hides so little that tiles of keys are best ordered as without one: where
+// keys are many more than rows.
+bool sees_nearly_all(const Problem& call) {
+  return is_triangle(call) && !call.varlen && call.nk >= 4 * call.nq;
+}
+
+}  // namespace
+
+bool is_windowed(const Problem& call) {
+  return call.window_left != UNBOUNDED || call.window_right != UNBOUNDED;
+}
+bool is_triangle(const Problem& call) {
+  return call.window_left == UNBOUNDED && call.window_right != UNBOUNDED;
+}
+
+bool turns_are_faster(const Problem& call, const core::RoundsTile& tile,
+                      const core::RowShares& split, const Device& device) {
+  constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048;
+  const bool triangle = is_triangle(call);
+  if (split.shares > 1) return call.nq >= MANY_ROWS;
+  if (call.varlen || tile.head_dim > 128 || call.heads_q != call.heads_kv) return false;
+  if (is_windowed(call) && !triangle) return false;
+  if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
+  const int64_t tiles = core::ceil_div(call.nk, tile.rows);
+  // A tile that is alone waits for none, and of up to three tiles of 128 columns the one before has
+  // mostly ended.
+  const bool waits_little =
+      tiles == 1 || (tile.head_dim == 128 && tiles <= 3 && call.nq >= call.nk);
+  const int64_t many_waves = waits_little ? 2 : 4;
+  return call.batch * call.heads_kv * tiles >= many_waves * device.sm_count;
+}
+
+KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile& tile,
+                         const core::RowShares& split, const Device& device) {
+  constexpr int64_t BYTES = int64_t{32} << 20;
+  const Problem& call = problem.call;
+  // A share counts as a head.
+  const int64_t heads_kv = (call.varlen ? 1 : call.batch) * call.heads_kv;
+  const int64_t all = std::max<int64_t>(heads_kv * split.shares, 1);
+  const int64_t rows = std::min(call.nq, split.rows);
+  const int64_t heads_per_kv = call.heads_q / call.heads_kv;
+  const int64_t row_bytes = heads_per_kv * ((call.d + call.dv) * dtype_bytes(call.dtype) +
+                                            int64_t{sizeof(float)} * tile.head_dim);
+  const int64_t head_bytes = std::max<int64_t>(rows * row_bytes, 1);
+  const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
+  const bool triangle = is_triangle(call);
+  const bool plain = !is_windowed(call) || (problem.deterministic && sees_nearly_all(call));
+  KeyTileOrder order{all};
+  // What the CTAs read and add to while one of them comes to where the one before began.
+  const int64_t reach = int64_t{device.sm_count} * tile.rows * row_bytes;
+  // A tile that goes upwards waits for the one behind it, which in chains adds to other sums.
+  const bool in_chains = core::sums_of_round(problem, tile, device, split.shares) > 2;
+  const bool goes_upwards =
+      !in_chains && (heads_per_kv == 1 || (!call.varlen && reach <= int64_t{36} << 20));
+  if (problem.deterministic && triangle && !plain && goes_upwards) {
+    order.packed_rows = BYTES / 2 / row_bytes;
+    order.packed_tiles = device.sm_count;
+    // By a model of the schedule anything from a quarter to a half of the SMs is as good.
+    order.upward_work = 3 * device.sm_count / 8;
+    if (call.varlen) return order;
+    const int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
+    order.group_heads = core::even_size(all, std::min(heads, all));
+    order.upward_heads = (core::ceil_div(all, order.group_heads) - 1) * order.group_heads;
+    return order;
+  }
+  if (triangle && !plain)
+    order.tiles_in_a_row = tiles_in_a_row(heads_per_kv, problem.deterministic);
+  if (call.varlen && tile.head_dim <= 128) return order;  // as fast, and found sooner
+  if (plain && tile.head_dim <= 128) {
+    constexpr int64_t TILES_AT_A_TIME = 16, MOST_AT_A_TIME = 64;
+    // With room for one tile of keys smaller groups were 2 to 4% faster.
+    const bool small = tile.head_dim == 96;
+    const auto at_a_time = [&](int64_t most) {
+      return core::ceil_div(device.sm_count, std::min(tiles, most));
+    };
+    int64_t heads = std::clamp(at_a_time(TILES_AT_A_TIME), BYTES / (small ? 4 : 2) / head_bytes,
+                               std::max(BYTES / head_bytes, int64_t{1}));
+    heads = std::max(heads, at_a_time(MOST_AT_A_TIME));
+    if (problem.deterministic && !small) {
+      const int64_t rounds = core::ceil_div(rows, tile.round_rows) * heads_per_kv;
+      heads = std::max(heads, 2 * device.sm_count / std::max<int64_t>(rounds, 1));
+    }
+    order.group_heads = core::ceil_div(all, std::max<int64_t>(all / heads, 1));
+    return order;
+  }
+  if (problem.deterministic && tile.head_dim <= 128) return order;
+  const int64_t times = problem.deterministic ? 2 : 1;
+  order.packed_rows = times * BYTES / row_bytes;
+  order.packed_tiles = times * device.sm_count;
+  if (call.varlen) return order;
+  // Their tiles fill the GPU.
+  const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
+  // A smaller last group would start with its longest tiles when all others are done.
+  order.group_heads = core::even_size(all, std::min(times * heads, all));
+  return order;
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,50 @@
+// In which order hopper's backward kernels take the tiles of keys (backward_order.cuh), and when
+// they take turns. Pure host code.
+#pragma once
+
+#include <cstdint>
+
+#include "common/planning/backward_rounds.h"
+#include "common/planning/backward_shares.h"
+
+namespace archflash::hopper {
+
+// The order in which the tiles of keys of all heads come: see BackwardKernelParams.
+struct KeyTileOrder {
+  int64_t group_heads;
+  int64_t upward_heads = 0;
+  int64_t tiles_in_a_row = 1;
+  int64_t packed_rows = INT32_MAX;
+  int64_t packed_tiles = 0;
+  int64_t upward_work = 0;
+};
+
+// A causal mask, a window, or both.
+bool is_windowed(const Problem& call);
+// A causal mask without a window.
+bool is_triangle(const Problem& call);
+
+// Whether CTAs take turns though nobody asks for it. Then the first one to add to a sum of dQ
+// writes it, and no launch has to clear it. Measured on an H200 (docs/lab/hopper.md) that was
+// faster for many heads with few keys, and where many rows are shared out, when more CTAs add to
+// the same sums; CTAs with shares of few rows wait for one another.
+bool turns_are_faster(const Problem& call, const core::RoundsTile& tile,
+                      const core::RowShares& split, const Device& device);
+
+// Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
+// turns more of them, because the tiles of a head that are computed at the same time wait for one
+// another; under a mask up to 128 columns all, which was faster there.
+//
+// Without a mask the groups are smaller, where that does not make more than TILES_AT_A_TIME tiles
+// of a head be computed at the same time, or in turns more than half as many as it has rounds.
+//
+// In turns under a causal mask a tile of keys has fewer rounds than the one before. From the last
+// tile to the first, over rounds upwards, each comes to a round just behind the one that it waits
+// for. The last group goes the other way, from the longest tile to the shortest, so that all CTAs
+// end together. These groups are smaller, because tiles of a head that run at the same time are at
+// far apart rounds. Where query heads share a head of K they are so far apart that each tile reads
+// Q and dO from memory again: so these calls go the first way, with tiles in a row.
+KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile& tile,
+                         const core::RowShares& split, const Device& device);
+
+}  // namespace archflash::hopper
