@@ -27,9 +27,10 @@ constexpr int MLA_FEWEST_BOX_ROWS = 16;
 template <DType DTYPE_>
 struct MlaConfig {
   using Params = MlaParams;
-  static constexpr bool GATHERS = false;  // rows come by TMA, in the order of the cache
-  static constexpr bool PACKED = false;   // gathered rows are float8 with scales
-  static constexpr bool PAIRS = false;    // two CTAs with one list convert half of its rows each
+  static constexpr bool GATHERS = false;    // rows come by TMA, in the order of the cache
+  static constexpr bool PACKED = false;     // gathered rows are float8 with scales
+  static constexpr bool TRANSFORMS = true;  // it can transform scores
+  static constexpr bool PAIRS = false;      // two CTAs with one list convert half of its rows each
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = 64;     // of q and K
   static constexpr int HEAD_DIM_V = 512;  // of qv and V
@@ -44,7 +45,8 @@ struct MlaConfig {
   static constexpr int STAGES = 2;
   static constexpr int CTAS_PER_SM = 1;
   static constexpr bool CAN_SPLIT = true;
-  static constexpr int SCORES_BARRIER = 2;  // a named barrier; 1 is that of both warpgroups
+  // Named barriers; 1 is that of both warpgroups.
+  static constexpr int SCORES_BARRIER = 2, START_BARRIER = 3;
 
   // Every thread starts with 168 registers, as __launch_bounds__ demands; then the producer's
   // warpgroup gives some back to the consumers (setmaxnreg).

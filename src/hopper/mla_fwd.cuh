@@ -60,9 +60,78 @@
 namespace archflash::hopper {
 
 template <class C>
-__device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
-  extern __shared__ __align__(1024) unsigned char shared[];  // where swizzle patterns start
-  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+__device__ __forceinline__ void initialise_mla_barriers(const MlaBarriers<C>& barriers) {
+  for (int stage = 0; stage < C::STAGES; ++stage) {
+    for (int part = 0; part < C::PARTS; ++part) {
+      if constexpr (C::PAIRS) {
+        if (part == MLA_KEYS) continue;
+        ptx::mbarrier_init_for_warps(barriers.full(stage, part), C::PRODUCER_WARPS);
+        ptx::mbarrier_init(barriers.sent(stage, part), 1);
+      } else if constexpr (C::GATHERS) {
+        ptx::mbarrier_init_for_warps(barriers.full(stage, part), C::PRODUCER_WARPS,
+                                     32 * C::PRODUCER_WARPS);
+      } else {
+        ptx::mbarrier_init(barriers.full(stage, part), 1);
+      }
+      ptx::mbarrier_init_for_warps(barriers.empty(stage, part),
+                                   (C::PAIRS ? 2 : 1) * C::WARPGROUP / 32);
+    }
+  }
+  for (int group = 0; group < C::WARPGROUPS; ++group)
+    ptx::mbarrier_init_for_warps(barriers.p_full(group), C::WARPGROUP / 32);
+  for (int part = 0; part < C::PARTS; ++part) ptx::mbarrier_init(barriers.ragged(part), 1);
+  ptx::fence_mbarrier_init();
+}
+
+// The roles of a CTA that computes a tile of lists. Nobody waits for what another one loads before
+// it has begun to load itself, since loads take microseconds here.
+template <class C>
+__device__ __forceinline__ void compute_listed_tile(const typename C::Params& params,
+                                                    unsigned char* shared, uint32_t shared_smem) {
+  static_assert(sizeof(MlaListTile) <= C::TILE_BYTES);
+  MlaListTile& tile = *reinterpret_cast<MlaListTile*>(shared + C::TILE_SMEM);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(params.qv_map);
+    if (!params.call.partials.wanted()) ptx::prefetch_tensormap(params.out_map);
+  }
+  MlaListTile found = find_list_tile<C>(params);
+  if (found.row >= params.call.attention.nq) return;  // the last list may have fewer rows
+  if (threadIdx.x >= C::CONSUMER_THREADS) {
+    ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
+    const int entry = first_entry<C>(found);
+    find_seen_keys(params, found);
+    if (threadIdx.x == C::CONSUMER_THREADS) tile = found;
+    const int warp = uniform(static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32);
+    if constexpr (!C::PACKED) {
+      gather_latent_rows<C>(params, found, shared, shared_smem, warp, entry);
+    } else if (params.packed == PackedRows::Bytes656) {
+      convert_latent_rows<C, true>(params, found, tile, shared, shared_smem, warp, entry);
+    } else {
+      convert_latent_rows<C, false>(params, found, tile, shared, shared_smem, warp, entry);
+    }
+  } else {
+    ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
+    if (threadIdx.x == 0) {
+      initialise_mla_barriers(MlaBarriers<C>{shared_smem + C::BARRIER_SMEM});
+      load_listed_query<C>(params, found, shared_smem);
+    }
+    if (threadIdx.x < C::WARPGROUP) {
+      consume_latent_rows<C, 0>(params, tile, found, shared, shared_smem);
+    } else {
+      consume_latent_rows<C, 1>(params, tile, found, shared, shared_smem);
+    }
+  }
+  if constexpr (C::PAIRS) {  // a CTA's shared memory ends with it: the other one is done with it
+    __syncwarp();
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+  }
+}
+
+// The same for a tile of consecutive rows of the cache.
+template <class C>
+__device__ __forceinline__ void compute_tile(const typename C::Params& params,
+                                             unsigned char* shared, uint32_t shared_smem) {
   const mma_sync::CacheParams& call = params.call;
   const device::PackedHeads& packed = call.packed_heads;
   static_assert(sizeof(MlaTile) <= C::TILE_BYTES);
@@ -73,87 +142,51 @@ __device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
                                         packed.rows(), packed.count, head);
     }
   }
-  const int index = tile_of_cta<C>(call.partials.splits);
-  device::Work work;
-  if constexpr (C::GATHERS) {
-    work = device::find_list_work(call.attention, params.lists, packed, index);
-  } else {
-    work = device::find_work(call.attention, index, packed.rows(), packed.count);
-  }
+  const device::Work work = device::find_work(call.attention, blockIdx.x / call.partials.splits,
+                                              packed.rows(), packed.count);
   if (work.first_row < 0) return;
   // An empty cache has no maps.
-  if constexpr (!C::GATHERS) {
-    if (threadIdx.x == C::CONSUMER_THREADS && call.cache.capacity > 0) {
-      ptx::prefetch_tensormap(params.k_map);
-      ptx::prefetch_tensormap(params.v_map);
-    }
+  if (threadIdx.x == C::CONSUMER_THREADS && call.cache.capacity > 0) {
+    ptx::prefetch_tensormap(params.k_map);
+    ptx::prefetch_tensormap(params.v_map);
   }
   // Under way before thread 0 waits for the sequence's length. A load takes microseconds here: the
   // cache leaves nothing of other tensors in L2.
   MlaQueryRows<C> qv;
   if (threadIdx.x < C::CONSUMER_THREADS) qv.load(params, work);
   if (threadIdx.x == 0) {
-    if constexpr (C::GATHERS) {
-      tile = find_gather_tile<C>(params, work);
-    } else {
-      tile = find_mla_tile<C>(call, work);
-    }
-    const MlaBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-    for (int stage = 0; stage < C::STAGES; ++stage) {
-      for (int part = 0; part < C::PARTS; ++part) {
-        if constexpr (C::PAIRS) {
-          if (part == MLA_KEYS) continue;
-          ptx::mbarrier_init_for_warps(barriers.full(stage, part), C::PRODUCER_WARPS);
-          ptx::mbarrier_init(barriers.sent(stage, part), 1);
-        } else if constexpr (C::GATHERS) {
-          ptx::mbarrier_init_for_warps(barriers.full(stage, part), C::PRODUCER_WARPS,
-                                       32 * C::PRODUCER_WARPS);
-        } else {
-          ptx::mbarrier_init(barriers.full(stage, part), 1);
-        }
-        ptx::mbarrier_init_for_warps(barriers.empty(stage, part),
-                                     (C::PAIRS ? 2 : 1) * C::WARPGROUP / 32);
-      }
-    }
-    for (int group = 0; group < C::WARPGROUPS; ++group)
-      ptx::mbarrier_init_for_warps(barriers.p_full(group), C::WARPGROUP / 32);
-    for (int part = 0; part < C::PARTS; ++part) ptx::mbarrier_init(barriers.ragged(part), 1);
-    ptx::fence_mbarrier_init();
+    tile = find_mla_tile<C>(call, work);
+    initialise_mla_barriers(MlaBarriers<C>{shared_smem + C::BARRIER_SMEM});
   }
-  __syncthreads();           // thread 0 has written `tile` and the barriers before others use them
-  if constexpr (C::PAIRS) {  // ... and before the other CTA does
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
-  }
+  __syncthreads();  // thread 0 has written `tile` and the barriers before others use them
 
   if (threadIdx.x >= C::CONSUMER_THREADS) {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
     const int warp = uniform(static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32);
-    if constexpr (C::PACKED) {
-      if (params.packed == PackedRows::Bytes656) {
-        convert_latent_rows<C, true>(params, tile, shared, shared_smem, warp);
-      } else {
-        convert_latent_rows<C, false>(params, tile, shared, shared_smem, warp);
-      }
-    } else if constexpr (C::GATHERS) {
-      gather_latent_rows<C>(params, tile, shared, shared_smem, warp);
-    } else {
-      if (warp == MLA_KEYS) produce_latent_part<C, MLA_KEYS>(params, tile, shared, shared_smem);
-      if (warp == MLA_LEFT) produce_latent_part<C, MLA_LEFT>(params, tile, shared, shared_smem);
-      if (warp == MLA_RIGHT) produce_latent_part<C, MLA_RIGHT>(params, tile, shared, shared_smem);
-    }
+    if (warp == MLA_KEYS) produce_latent_part<C, MLA_KEYS>(params, tile, shared, shared_smem);
+    if (warp == MLA_LEFT) produce_latent_part<C, MLA_LEFT>(params, tile, shared, shared_smem);
+    if (warp == MLA_RIGHT) produce_latent_part<C, MLA_RIGHT>(params, tile, shared, shared_smem);
   } else {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
+    qv.store(shared);
     if (threadIdx.x < C::WARPGROUP) {
-      consume_latent_rows<C, 0>(params, tile, qv, shared, shared_smem);
+      consume_latent_rows<C, 0>(params, tile, tile, shared, shared_smem);
     } else {
-      consume_latent_rows<C, 1>(params, tile, qv, shared, shared_smem);
+      consume_latent_rows<C, 1>(params, tile, tile, shared, shared_smem);
     }
   }
-  if constexpr (C::PAIRS) {  // a CTA's shared memory ends with it: the other one is done with it
-    __syncwarp();
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
+}
+
+template <class C>
+__device__ __forceinline__ void mla_fwd(const typename C::Params& params) {
+  extern __shared__ __align__(1024) unsigned char shared[];  // where swizzle patterns start
+  const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (C::GATHERS) {
+    // Uniform, or the assembler computes the descriptors of products with 150 instructions more.
+    // The kernels that transform scores would spill.
+    compute_listed_tile<C>(params, shared, C::TRANSFORMS ? shared_smem : uniform(shared_smem));
+  } else {
+    compute_tile<C>(params, shared, shared_smem);
   }
 }
 

@@ -3,28 +3,59 @@
 // include them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "common/device/divisor.h"
 #include "common/key_lists.h"
 #include "common/packed_rows.h"
 #include "hopper/mla_config.cuh"
 
 namespace archflash::hopper {
 
+// How many of something there are. A CTA splits its number by several of these.
+struct MlaCount {
+  int32_t count;
+  device::Divisor divisor;
+
+  // Returns index % count, and divides index.
+  ARCHFLASH_HOST_DEVICE int split(int& index) const {
+    const int quotient = divisor.quotient(index);
+    const int remainder = index - quotient * count;
+    index = quotient;
+    return remainder;
+  }
+};
+// Of nothing there is one, so that it can be divided by.
+inline MlaCount mla_count(int64_t count) {
+  count = std::max<int64_t>(count, 1);
+  return {static_cast<int32_t>(count), device::make_divisor(count)};
+}
+
+// Shares of a tile, tiles of the heads of a head of K, rows of a list, lists of a head of K, heads
+// of K of a sequence; and rows of a block of the cache.
+struct MlaListGrid {
+  MlaCount shares, head_tiles, list_rows, lists, heads_kv, block_rows;
+};
+
 struct MlaGatherParams {
   mma_sync::CacheParams call;
-  const void* qv_gmem;  // as attention.q_gmem, with dv columns; strides in elements
-  int64_t qv_batch, qv_head, qv_row;
   KeyLists lists;
+  MlaListGrid grid;
+  // (columns, heads of a tile, tiles of a query's heads, queries of a sequence, sequences). A box
+  // has the columns of a slab, and the heads of a tile or of a warp's rows.
+  TensorMap qv_map, out_map;
 };
 
 // A tile is heads of one query. A block of keys is 64 places of its list, whose rows four warps
-// gather, 16 each.
-template <DType DTYPE_>
+// gather, 16 each. Calls that transform their scores (softcap, or a scale that is not positive)
+// have kernels of their own: code that most calls do not need would cost them 2 to 4%.
+template <DType DTYPE_, bool TRANSFORMS_ = false>
 struct MlaGatherConfig : MlaConfig<DTYPE_> {
   using Base = MlaConfig<DTYPE_>;
   using Params = MlaGatherParams;
   static constexpr bool GATHERS = true;
+  static constexpr bool TRANSFORMS = TRANSFORMS_;
   static constexpr int PRODUCER_WARPS = 4;
   static constexpr int WARP_KEYS = Base::BLOCK_K / PRODUCER_WARPS;
   // Enough registers to find where rows lie before a stage is free: then the copies follow one
@@ -48,23 +79,18 @@ struct MlaPackedParams : MlaGatherParams {
   PackedRows packed;
   int32_t unused;
 };
-template <DType DTYPE_>
-struct MlaPackedConfig : MlaGatherConfig<DTYPE_> {
-  using Base = MlaGatherConfig<DTYPE_>;
+template <DType DTYPE_, bool TRANSFORMS_ = false>
+struct MlaPackedConfig : MlaGatherConfig<DTYPE_, TRANSFORMS_> {
+  using Base = MlaGatherConfig<DTYPE_, TRANSFORMS_>;
   using Params = MlaPackedParams;
   static constexpr bool PACKED = true;
-  static constexpr int LIST_SMEM = Base::SHARED_BYTES;  // of each producer warp
-  static constexpr int SHARED_BYTES = LIST_SMEM + 16 * Base::PRODUCER_WARPS;
-  static_assert(LIST_SMEM % 16 == 0);
-  static_assert(SHARED_BYTES <= 227 * 1024,
-                "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
 // Two CTAs of a cluster have other heads of the same query. Each converts half of the rows of a
 // block and sends them to the other one, since converting takes longer than the products.
-template <DType DTYPE_>
-struct MlaPackedPairConfig : MlaPackedConfig<DTYPE_> {
-  using Base = MlaPackedConfig<DTYPE_>;
+template <DType DTYPE_, bool TRANSFORMS_ = false>
+struct MlaPackedPairConfig : MlaPackedConfig<DTYPE_, TRANSFORMS_> {
+  using Base = MlaPackedConfig<DTYPE_, TRANSFORMS_>;
   static constexpr bool PAIRS = true;
   static constexpr int WARP_KEYS = Base::BLOCK_K / 2 / Base::PRODUCER_WARPS;
 };

@@ -134,18 +134,32 @@ struct MlaQueryRows {
   }
 };
 
+// Starts the copies of a tile's rows of qv, where keys are listed. Zeros are where heads are
+// missing.
+template <class C>
+__device__ __forceinline__ void load_listed_query(const typename C::Params& params,
+                                                  const MlaListTile& tile, uint32_t shared_smem) {
+  const uint32_t barrier = MlaBarriers<C>{shared_smem + C::BARRIER_SMEM}.query();
+  ptx::mbarrier_arrive_expect_tx(barrier, C::QTile::BYTES);
+#pragma unroll
+  for (int slab = 0; slab < C::V_SLABS; ++slab) {
+    ptx::cp_async_bulk_tensor_5d_load(shared_smem + C::Q_SMEM + slab * C::QTile::SLAB_BYTES,
+                                      params.qv_map, slab * C::QTile::SLAB, 0, tile.head_tile,
+                                      tile.row, tile.list.sequence, barrier);
+  }
+}
+
 // The fragments of A of the query's 64 other columns.
 using MlaQuery = uint32_t[4][4];
 
 template <class C>
 __device__ __forceinline__ void load_q(MlaQuery& q_rmem, const typename C::Params& params,
-                                       const device::Work& work, int warp_row) {
+                                       const MlaTileOf<C>& tile, int warp_row) {
   const AttentionParams& attention = params.call.attention;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const device::FewRow row(attention, params.call.packed_heads, work,
-                             warp_row + lane / 4 + 8 * r);
+    const auto row = find_row(params.call, tile, warp_row + lane / 4 + 8 * r);
     const uint16_t* q_gmem = static_cast<const uint16_t*>(attention.q_gmem) +
                              row.batch * attention.q_batch + row.head * attention.q_head +
                              row.packed * attention.q_row + lane % 4 * 2;

@@ -4,9 +4,11 @@
 #include <cstdint>
 
 #include "common/ptx/stmatrix.cuh"
+#include "common/ptx/tma_store_5d.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/mla_load.cuh"
 #include "hopper/mla_pipeline.cuh"
+#include "hopper/mla_softmax.cuh"
 #include "hopper/products.cuh"
 #include "hopper/row_softmax.cuh"
 
@@ -22,7 +24,7 @@ struct MlaConsumer {
   static constexpr int OTHER = 1 - GROUP;
 
   const typename C::Params& params;
-  const MlaTile& tile;  // in shared memory
+  const MlaTileOf<C>& tile;  // in shared memory
   unsigned char* shared;
   uint32_t shared_smem;
   MlaBarriers<C> barriers;
@@ -138,7 +140,9 @@ struct MlaConsumer {
     const AttentionParams& attention = params.call.attention;
     ptx::registers_change<SCORES>(s());
     if constexpr (!C::GATHERS) release(barriers.empty(GROUP, MLA_KEYS));
-    if (attention.transform_scores) device::transform_scores<G>(s_rmem, attention.rule);
+    if constexpr (C::TRANSFORMS) {
+      if (attention.transform_scores) device::transform_scores<G>(s_rmem, attention.rule);
+    }
     if constexpr (C::GATHERS) {
       hide_unseen_places();
     } else if (key < open_first || key + C::BLOCK_K - 1 > open_last) {
@@ -155,7 +159,7 @@ struct MlaConsumer {
       raised = true;
       corrections[0] = wanted[0], corrections[1] = wanted[1];
     };
-    const float scale = update_row_max<G>(s_rmem, state, attention.exp2_scale, note);
+    const float scale = update_latent_row_max<G>(s_rmem, state, attention.exp2_scale, note);
     exponentiate_rows<G>(s_rmem, state, scale);
     // The stage goes back before P is packed, since gathered rows take longer to come.
     if constexpr (C::GATHERS && GROUP == 1) finish_pv(0);
@@ -251,8 +255,8 @@ struct MlaConsumer {
     store();
   }
 
-  // Adds the row sums of both warpgroups, whose bases are the same at the end. The first of the
-  // four lanes of a row then has the sum, the others 0.
+  // Adds the row sums of both warpgroups, whose bases are the same at the end. All four lanes of a
+  // row then have the sum.
   __device__ __forceinline__ void add_sums() {
     float* const sums = reinterpret_cast<float*>(shared + C::SUM_SMEM);
     const int lane = threadIdx.x % 32;
@@ -266,10 +270,13 @@ struct MlaConsumer {
     }
     ptx::bar_sync(1, C::CONSUMER_THREADS);  // both warpgroups have written before either reads
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float other = sums[OTHER * C::BLOCK_Q + row + 8 * r];
-      state.sum[0][r] = lane % 4 == 0 ? state.sum[0][r] + other : 0.0f;
-    }
+    for (int r = 0; r < 2; ++r) state.sum[0][r] += sums[OTHER * C::BLOCK_Q + row + 8 * r];
+  }
+  __device__ __forceinline__ device::RowEnd finish_row(int r, int head) const {
+    const float sum = state.sum[0][r];
+    return device::finish_row(
+        sum == 0.0f ? device::MINUS_INFINITY : state.base[0][r] * device::LN_2, sum,
+        device::load_sink(params.call.attention, head));
   }
 
   // Writes this warpgroup's half of the columns: to the workspace if the keys are split, else to
@@ -277,6 +284,8 @@ struct MlaConsumer {
   __device__ __forceinline__ void store() {
     if (params.call.partials.wanted()) {
       store_partial_rows();
+    } else if constexpr (C::GATHERS) {
+      store_heads();
     } else {
       store_rows();
     }
@@ -288,12 +297,10 @@ struct MlaConsumer {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const device::FewRow row(attention, params.call.packed_heads, tile.work,
-                               warp_row + lane / 4 + 8 * r);
-      const float sum = __shfl_sync(device::FULL_WARP, state.sum[0][r], lane & ~3);
+      const auto row = find_row(params.call, tile, warp_row + lane / 4 + 8 * r);
+      const float sum = state.sum[0][r];
       if (!row.wanted) continue;
-      const int64_t index =
-          partials.index(share_of_cta<C>(partials.splits), row.lse_index(attention));
+      const int64_t index = partials.index(tile.share, row.lse_index(attention));
       if (GROUP == 0 && lane % 4 == 0) partials.ends_gmem[index] = {state.base[0][r], sum};
       if (sum == 0.0f) continue;  // the combining kernel does not read the outputs
       float* row_gmem =
@@ -304,6 +311,16 @@ struct MlaConsumer {
                                                         o_rmem[0][n][2 * r + 1]};
       }
     }
+  }
+
+  // Columns 16 i to 16 i + 15 of this warpgroup's half, finished, as stmatrix takes them.
+  __device__ __forceinline__ void pack_outputs(int i, const float (&factors)[2], uint32_t (&x)[4]) {
+    const float (&left)[4] = o_rmem[0][2 * i];
+    const float (&right)[4] = o_rmem[0][2 * i + 1];
+    x[0] = ptx::cvt_rn_x2_f32<C::DTYPE>(left[0] * factors[0], left[1] * factors[0]);
+    x[1] = ptx::cvt_rn_x2_f32<C::DTYPE>(left[2] * factors[1], left[3] * factors[1]);
+    x[2] = ptx::cvt_rn_x2_f32<C::DTYPE>(right[0] * factors[0], right[1] * factors[0]);
+    x[3] = ptx::cvt_rn_x2_f32<C::DTYPE>(right[2] * factors[1], right[3] * factors[1]);
   }
 
   // The rows take the place of qv in shared memory, so that a warp writes whole rows of its half of
@@ -319,10 +336,8 @@ struct MlaConsumer {
     float factors[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const device::FewRow row(attention, params.call.packed_heads, tile.work,
-                               warp_row + lane / 4 + 8 * r);
-      const device::RowEnd end =
-          device::finish_lane_row<G>(state, 0, r, device::load_sink(attention, row.head));
+      const auto row = find_row(params.call, tile, warp_row + lane / 4 + 8 * r);
+      const device::RowEnd end = finish_row(r, row.head);
       factors[r] = end.factor;
       if (row.wanted && attention.lse_gmem != nullptr && GROUP == 0 && lane % 4 == 0)
         attention.lse_gmem[row.lse_index(attention)] = end.lse;
@@ -331,17 +346,12 @@ struct MlaConsumer {
         shared_smem + C::Q_SMEM + QTile::offset(warp_row + lane % 16, first_chunk + lane / 16);
 #pragma unroll
     for (int i = 0; i < CHUNKS / 2; ++i) {  // 16 columns each
-      const float (&left)[4] = o_rmem[0][2 * i];
-      const float (&right)[4] = o_rmem[0][2 * i + 1];
-      const uint32_t x[4] = {
-          ptx::cvt_rn_x2_f32<C::DTYPE>(left[0] * factors[0], left[1] * factors[0]),
-          ptx::cvt_rn_x2_f32<C::DTYPE>(left[2] * factors[1], left[3] * factors[1]),
-          ptx::cvt_rn_x2_f32<C::DTYPE>(right[0] * factors[0], right[1] * factors[0]),
-          ptx::cvt_rn_x2_f32<C::DTYPE>(right[2] * factors[1], right[3] * factors[1])};
+      uint32_t x[4];
+      pack_outputs(i, factors, x);
       ptx::stmatrix_x4(QTile::advance(row_smem, 2 * i), x);
     }
     __syncwarp();  // the other lanes have stored before a lane reads
-    const device::FewRow own(attention, params.call.packed_heads, tile.work, warp_row + lane % 16);
+    const auto own = find_row(params.call, tile, warp_row + lane % 16);
     const int64_t offset_of_lane = own.batch * attention.out_batch + own.head * attention.out_head +
                                    own.packed * attention.out_row;
     const uint32_t wanted = __ballot_sync(device::FULL_WARP, own.wanted);
@@ -357,24 +367,81 @@ struct MlaConsumer {
           shared + C::Q_SMEM + QTile::offset(warp_row + i, first_chunk + lane));
     }
   }
+
+  // The same where keys are listed: rows are heads of one query, and a warp's are a box of TMA in
+  // each slab, which leaves out those that do not exist. They take the place of qv, too, but each
+  // warp's together.
+  __device__ __forceinline__ void store_heads() {
+    using Rows = device::SlabTile<G::HEAD_DIM_V, C::WARP_ROWS>;
+    const AttentionParams& attention = params.call.attention;
+    const int lane = threadIdx.x % 32;
+    float factors[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      factors[r] =
+          finish_row(r, find_row(params.call, tile, warp_row + lane / 4 + 8 * r).head).factor;
+    const uint32_t rows_smem =
+        shared_smem + C::Q_SMEM + static_cast<int>(threadIdx.x) / 32 * Rows::BYTES;
+    const uint32_t row_smem = rows_smem + Rows::offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int i = 0; i < G::HEAD_DIM_V / 16; ++i) {
+      uint32_t x[4];
+      pack_outputs(i, factors, x);
+      ptx::stmatrix_x4(Rows::advance(row_smem, 2 * i), x);
+    }
+    ptx::fence_proxy_async_shared();  // the stores come before TMA reads
+    __syncwarp();                     // ... those of all lanes
+    const bool leader = ptx::elect_sync() && warp_row < params.call.packed_heads.count;
+    if (leader) {
+#pragma unroll
+      for (int slab = 0; slab < C::HALF_SLABS; ++slab) {
+        ptx::cp_async_bulk_tensor_5d_store(
+            params.out_map, GROUP * G::HEAD_DIM_V + slab * Rows::SLAB, warp_row, tile.head_tile,
+            tile.row, tile.list.sequence, rows_smem + slab * Rows::SLAB_BYTES);
+      }
+      ptx::cp_async_bulk_commit_group();
+    }
+    if (GROUP == 0 && attention.lse_gmem != nullptr && lane % 4 == 0) {
+      // Here and not with the factors, for which everybody waits.
+      ptx::registers_change<2>(state.sum[0]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const auto row = find_row(params.call, tile, warp_row + lane / 4 + 8 * r);
+        if (row.wanted) attention.lse_gmem[row.lse_index(attention)] = finish_row(r, row.head).lse;
+      }
+    }
+    if (leader) ptx::cp_async_bulk_wait_group_read_0();  // before shared memory goes
+  }
 };
 
+// found: as `tile`, which shared memory may not hold yet. The warp's rows of qv are stored, or
+// being copied.
 template <class C, int GROUP>
 __device__ __forceinline__ void consume_latent_rows(const typename C::Params& params,
-                                                    const MlaTile& tile, const MlaQueryRows<C>& qv,
+                                                    const MlaTileOf<C>& tile,
+                                                    const MlaTileOf<C>& found,
                                                     unsigned char* shared, uint32_t shared_smem) {
+  int open_first = 0, open_last = 0;
+  if constexpr (!C::GATHERS) {
+    open_first = uniform(tile.visible.first(tile.last_row));
+    open_last = uniform(tile.visible.last(tile.work.first_row));
+  }
   MlaConsumer<C, GROUP> consumer{params,
                                  tile,
                                  shared,
                                  shared_smem,
                                  {shared_smem + C::BARRIER_SMEM},
                                  static_cast<int>(threadIdx.x) % C::WARPGROUP / 32 * C::WARP_ROWS,
-                                 uniform(tile.visible.first(tile.last_row)),
-                                 uniform(tile.visible.last(tile.work.first_row))};
-  qv.store(shared);
-  load_q<C>(consumer.q_rmem, params, tile.work, consumer.warp_row);
-  ptx::fence_proxy_async_shared();        // the stores come before the reads of wgmma
-  ptx::bar_sync(1, C::CONSUMER_THREADS);  // all consumers have stored their part of qv
+                                 open_first,
+                                 open_last};
+  load_q<C>(consumer.q_rmem, params, found, consumer.warp_row);
+  if constexpr (C::GATHERS) {
+    wait_for_start<C>();
+    ptx::mbarrier_wait_parity(consumer.barriers.query(), 0);
+  } else {
+    ptx::fence_proxy_async_shared();        // the stores come before the reads of wgmma
+    ptx::bar_sync(1, C::CONSUMER_THREADS);  // all consumers have stored their part of qv
+  }
   consumer.run();
 }
 

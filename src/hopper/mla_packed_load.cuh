@@ -70,8 +70,9 @@ __device__ __forceinline__ void send_half(uint32_t rows_smem, uint32_t sent, int
 // each slab; and the columns that are bf16 pass through registers, so that they are there too.
 template <class C, bool BYTES_656>
 __device__ __forceinline__ void convert_latent_rows(const MlaPackedParams& params,
-                                                    const MlaTile& tile, unsigned char* shared,
-                                                    uint32_t shared_smem, int warp) {
+                                                    const MlaListTile& found,
+                                                    const MlaListTile& tile, unsigned char* shared,
+                                                    uint32_t shared_smem, int warp, int entry) {
   using RowTile = typename C::RowTile;
   constexpr int LANES = 8;  // that convert a row, 16 numbers at a time
   constexpr int ROWS = 32 / LANES, STEPS = C::WARP_KEYS / ROWS;
@@ -87,22 +88,14 @@ __device__ __forceinline__ void convert_latent_rows(const MlaPackedParams& param
   const MlaBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   // Found anew where it is used, so that nothing of it takes a register between two blocks.
   const auto lane = [] { return static_cast<int>(ptx::mov_tid_x_volatile()) % 32; };
-  device::KeyList list = list_of(params, tile);
-  // What is needed of the list once in a block is read anew, from shared memory.
-  int4& kept = reinterpret_cast<int4*>(shared + C::LIST_SMEM)[warp];
-  if (lane() == 0) kept = {list.first, list.last, list.rows.first, 0};
-  __syncwarp();
-  const int first = uniform(tile.blocks.first);
+  const int first = uniform(found.blocks.first);
   constexpr int OTHER_ROWS = C::BLOCK_K / 2;  // with PAIRS, of the other CTA
   const auto first_row = [] {                 // of this warp, in a block
     const int row = (ptx::mov_tid_x_volatile() - C::CONSUMER_THREADS) / 32 * C::WARP_KEYS;
     return C::PAIRS ? row + static_cast<int>(blockIdx.x) % 2 * OTHER_ROWS : row;
   };
-  // With PAIRS lanes look up the rows, too, that this warp of the other CTA sends.
-  const auto entry_of = [&](int block) {
-    const int row = first_row() + lane() % C::WARP_KEYS;
-    return list.entry(block +
-                      (C::PAIRS && lane() / C::WARP_KEYS % 2 == 1 ? row ^ OTHER_ROWS : row));
+  const auto entry_of = [&](const device::KeyList& list, int block) {
+    return list.entry(block + place_of_lane<C>());
   };
   const auto store = [&](int offset, const uint4& x) {
     *reinterpret_cast<uint4*>(shared + offset) = x;
@@ -117,17 +110,14 @@ __device__ __forceinline__ void convert_latent_rows(const MlaPackedParams& param
             uint4{});
     }
   }
-  int key = uniform(tile.blocks.last);
-  if (key < first) return;
+  int key = uniform(found.blocks.last);
 
   // The row of this lane: the byte where it begins, and how far behind it its scales lie.
   int64_t own_row = 0;
   int to_scales = 512;
   uint32_t seen = 0;  // which rows of the warp a query sees
-  const auto look_up = [&](int entry) {
-    const int4 of_list = kept;
-    list.first = of_list.x, list.last = of_list.y, list.rows.first = of_list.z;
-    const device::KeyPlace place = list.find(cache, entry);
+  const auto look_up = [&](const device::KeyList& list, int entry) {
+    const device::KeyPlace place = find_place(params, list, entry);
     own_row = place.block * attention.v_batch + place.row * attention.v_row;
     if (!BYTES_656) to_scales = cache.block_rows * 576 + place.row * (8 - 576);
     seen = __ballot_sync(device::FULL_WARP, place.position != device::NO_KEY);
@@ -189,10 +179,11 @@ __device__ __forceinline__ void convert_latent_rows(const MlaPackedParams& param
   };
   static_assert(ROWS == 4 && RowTile::GROUP == 8 && HALF_CHUNKS == 2 * LANES);
 
-  look_up(entry_of(key));
-  int entry = key - C::BLOCK_K >= first ? entry_of(key - C::BLOCK_K) : 0;
+  look_up(found.list, entry);
+  entry = key - C::BLOCK_K >= first ? entry_of(found.list, key - C::BLOCK_K) : 0;
 #pragma unroll
   for (int step = 0; step < AHEAD; ++step) load(step, 0);
+  wait_for_start<C>();
 #pragma unroll 1
   for (int count = 0; key >= first; ++count, key -= C::BLOCK_K) {
     const int stage = count % C::STAGES;
@@ -229,8 +220,8 @@ __device__ __forceinline__ void convert_latent_rows(const MlaPackedParams& param
           load(step + AHEAD - STEPS, 1);
         } else if (goes_on) {
           if (step + AHEAD == STEPS) {  // from here on rows are those of the next block
-            look_up(entry);
-            if (key - 2 * C::BLOCK_K >= first) entry = entry_of(key - 2 * C::BLOCK_K);
+            look_up(tile.list, entry);
+            if (key - 2 * C::BLOCK_K >= first) entry = entry_of(tile.list, key - 2 * C::BLOCK_K);
           }
           load(step + AHEAD - STEPS, 0);
         }

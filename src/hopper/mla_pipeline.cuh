@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/device/chunked_keys.cuh"
+#include "common/device/few_rows.cuh"
+#include "common/device/key_lists.cuh"
 #include "common/device/kv_cache.cuh"
 #include "common/device/tile_walk.cuh"
 #include "common/ptx/cluster.cuh"
@@ -35,6 +38,10 @@ enum MlaPart { MLA_KEYS = 0, MLA_LEFT = 1, MLA_RIGHT = 2 };
 //   named barrier 2          warpgroup 0: arrives     warpgroup 1   the products of S do not run side by side, which
 //                                                                   would end both late. It closes no hazard
 //
+//   query                    thread 0, bytes          consumers     with GATHERS: qv has landed before wgmma reads it
+//   named barrier 3          all                    all           with GATHERS: `tile` and the barriers are there before
+//                                                                 they are used
+//
 //   with PAIRS
 //   empty of a half of V     of both CTAs the 4       producers     a CTA sends rows only where both have read the last
 //                            warps that multiply it                 ones, and so overwrites what it sends only when
@@ -56,6 +63,8 @@ struct MlaBarriers {
   __device__ __forceinline__ uint32_t sent(int stage, int part) const {
     return part == MLA_LEFT ? full(stage, MLA_KEYS) : empty(stage, MLA_KEYS);
   }
+  // Where that of the first ragged part lies: rows that are gathered are none.
+  __device__ __forceinline__ uint32_t query() const { return ragged(MLA_KEYS); }
   __device__ __forceinline__ uint32_t p_full(int group) const {
     return first_smem + 8 * (2 * C::STAGES * C::PARTS + group);
   }
@@ -64,16 +73,16 @@ struct MlaBarriers {
   }
 };
 
-// The CTA's tile, and its share of the keys. The shares of a tile follow one another; with PAIRS
-// those of two tiles take turns.
+// Where keys are listed: the barriers and the tile are there before they are used, with PAIRS those
+// of both CTAs. All threads call it.
 template <class C>
-__device__ __forceinline__ int tile_of_cta(int splits) {
-  const int cta = static_cast<int>(blockIdx.x);
-  return C::PAIRS ? cta / (2 * splits) * 2 + cta % 2 : cta / splits;
-}
-template <class C>
-__device__ __forceinline__ int share_of_cta(int splits) {
-  return static_cast<int>((C::PAIRS ? blockIdx.x / 2 : blockIdx.x) % splits);
+__device__ __forceinline__ void wait_for_start() {
+  if constexpr (C::PAIRS) {
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+  } else {
+    ptx::bar_sync(C::START_BARRIER, C::THREADS);
+  }
 }
 
 // Hands a half of V back; with PAIRS to the producers of both CTAs.
@@ -87,14 +96,48 @@ __device__ __forceinline__ void release_half(uint32_t empty) {
   }
 }
 
-// What a CTA computes; thread 0 writes it to shared memory for all.
+// What a CTA computes; one thread writes it to shared memory for all.
 struct MlaTile {
   device::Work work;
   device::ChunkedKeys visible;
   device::Blocks blocks;  // first keys of the first and the last block of the CTA's share
   int last_row;           // of any head of the tile
   int first;              // row of the sequence that is its first key
+  int share;              // of the keys
 };
+
+// The same where keys are listed: heads of one query.
+struct MlaListTile {
+  int head_tile;  // of the query's heads
+  int row, kv_head;
+  int share;  // of the places of the list
+  device::KeyList list;
+  device::Blocks blocks;  // first places of the first and the last block of the CTA's share
+};
+template <class C>
+using MlaTileOf = std::conditional_t<C::GATHERS, MlaListTile, MlaTile>;
+
+// A row of a tile.
+__device__ __forceinline__ device::FewRow find_row(const mma_sync::CacheParams& params,
+                                                   const MlaTile& tile, int row_of_tile) {
+  return {params.attention, params.packed_heads, tile.work, row_of_tile};
+}
+struct HeadRow {  // as device::FewRow
+  int batch, head;
+  int64_t packed;
+  bool wanted;
+
+  __device__ __forceinline__ int64_t lse_index(const AttentionParams& params) const {
+    return batch * params.lse_batch + head * params.lse_head + packed;
+  }
+};
+__device__ __forceinline__ HeadRow find_row(const mma_sync::CacheParams& params,
+                                            const MlaListTile& tile, int row_of_tile) {
+  const int count = params.packed_heads.count;
+  const bool wanted = row_of_tile < count;
+  return {tile.list.sequence, tile.head_tile * count + (wanted ? row_of_tile : 0), tile.row,
+          wanted};
+}
 
 template <class C>
 __device__ __forceinline__ MlaTile find_mla_tile(const mma_sync::CacheParams& params,
@@ -109,10 +152,11 @@ __device__ __forceinline__ MlaTile find_mla_tile(const mma_sync::CacheParams& pa
   tile.visible = {device::find_visible_keys(attention, tile.work), params.attention_chunk,
                   tile.work.nk - tile.work.nq};
   tile.last_row = min(found.first_row + params.packed_heads.rows(), found.nq) - 1;
+  tile.share = static_cast<int>(blockIdx.x % params.partials.splits);
   tile.blocks =
       device::blocks_of_share<C::BLOCK_K>({tile.visible.first(found.first_row) & -C::BLOCK_K,
                                            tile.visible.last(tile.last_row) & -C::BLOCK_K},
-                                          params.partials, blockIdx.x % params.partials.splits);
+                                          params.partials, tile.share);
   return tile;
 }
 

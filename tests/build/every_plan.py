@@ -208,14 +208,15 @@ def latent_caches(dtype: torch.dtype) -> set[str]:
     found |= kernels(q, k_cache, v_cache, "H200", "hopper", **whole)
     listed = {"qv": qv, "physical_indices": True, "key_indices": integers(2, 1, 1, 64)}
     for device in ("A100", "H200"):
-        for out_dtype in (None, torch.float32):
-            found |= kernels(q, k_cache, v_cache, device, out_dtype=out_dtype, **listed)
+        for more in ({}, {"out_dtype": torch.float32}, {"softcap": 9.0}):
+            found |= kernels(q, k_cache, v_cache, device, **more, **listed)
     if dtype == torch.bfloat16:
         rows = empty(torch.float8_e4m3fn, 9, 8, 1, 656)
         for device, heads in (("A100", 4), ("H200", 4), ("H200", 128)):
             of_heads = listed | {"qv": empty(dtype, 2, 1, heads, 512)}
             wide = empty(dtype, 2, 1, heads, 64)
-            found |= kernels(wide, rows, rows, device, packed_rows="fp8_656", **of_heads)
+            for more in ({}, {"softcap": 9.0}):
+                found |= kernels(wide, rows, rows, device, packed_rows="fp8_656", **more, **of_heads)
     return found
 
 

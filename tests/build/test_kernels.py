@@ -434,10 +434,10 @@ def made_for(kernel: str, target: str) -> list[str]:
     if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla"):
         expected = [name.replace("UTMALDG.4D", "UTMALDG.5D") for name in expected]
     if kernel.startswith("hopper_attention_fwd_") and kernel.endswith(
-        ("_gather", "_gather_large", "_mla_packed")
+        ("_gather", "_gather_large", "_gather_capped", "_mla_packed", "_mla_packed_capped")
     ):
         expected = [name.replace("UTMALDG.4D", "LDGSTS.E.BYPASS.128") for name in expected]
-    if kernel.startswith("hopper_attention_fwd_") and kernel.endswith("_mla_packed_pair"):
+    if kernel.startswith("hopper_attention_fwd_") and "_mla_packed_pair" in kernel:
         expected = [name.replace("UTMALDG.4D", "UBLKCP.S.S") for name in expected]
     # By warps, not by TMA.
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith(("_d192", "_d256")):

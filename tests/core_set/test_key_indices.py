@@ -158,6 +158,22 @@ def test_a_kernel_attends_to_listed_rows_of_a_cache(kernel: str, dtype: str, how
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
 
 
+# In hopper 72 heads take nine tiles; the second of two lists of 64 rows has two.
+@pytest.mark.parametrize(
+    ("batch", "heads", "nq", "splits"), [(2, (144, 2), 2, 2), (1, (2, 1), 66, 1)]
+)
+@pytest.mark.parametrize("kernel", LATENT)
+def test_every_tile_of_listed_latent_rows_is_computed(
+    kernel: str, batch: int, heads: tuple[int, int], nq: int, splits: int
+) -> None:
+    call = make(
+        [90, 75][:batch], nq=nq, heads=heads, dtype=torch.bfloat16, device=here.device, d=64,
+        dv=512, qv=True, page_size=7, num_splits=splits,
+        key_indices=lists_of((batch, heads[1], 2, 70), 75), softcap=2.0 if batch == 1 else None,
+    )  # fmt: skip
+    kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
+
+
 @pytest.mark.parametrize("kernel", LATENT)
 def test_float32_outputs_of_listed_latent_rows_are_not_rounded(kernel: str) -> None:
     call = make(

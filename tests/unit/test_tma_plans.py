@@ -99,6 +99,31 @@ def test_strides_of_a_terabyte_are_refused(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("repeated", "wanted"),
+    [
+        (0, "qv repeats one sequence (a stride of 0)"),
+        (1, "qv repeats one row (a row stride of 0)"),
+        (2, "qv repeats one head (a stride of 0)"),
+        (None, None),
+    ],
+)
+def test_a_latent_query_that_repeats_itself_is_refused_with_lists(
+    repeated: int | None, wanted: str | None
+) -> None:
+    shape = [3, 2, 16, 512]
+    qv = torch.empty(*(1 if i == repeated else n for i, n in enumerate(shape))).half()
+    k, v = torch.empty(3, 64, 1, 64).half(), torch.empty(3, 64, 1, 512).half()
+    decision = archflash.explain(
+        torch.empty(3, 2, 16, 64).half(), k, v, qv=qv.expand(shape), layout="bnhd",
+        cache_seqlens=torch.tensor([9, 9, 9], dtype=torch.int32), device="H200",
+        key_indices=torch.zeros(3, 1, 2, 8, dtype=torch.int32),
+    )  # fmt: skip
+    assert decision.chosen == ("hopper" if wanted is None else "ampere")
+    reasons = [reason.partition(":")[0] for reason in decision.reasons.get("hopper", [])]
+    assert reasons == ([] if wanted is None else [wanted])
+
+
+@pytest.mark.parametrize(
     ("kernel", "named"), [("blackwell_consumer", []), ("blackwell_dc", ["out"])]
 )
 def test_strides_of_out_matter_to_who_stores_by_tma(kernel: str, named: list[str]) -> None:

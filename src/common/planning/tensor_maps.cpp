@@ -13,23 +13,26 @@ constexpr int64_t STRIDE_LIMIT = int64_t{1} << 40;
 
 }  // namespace
 
+void add_stride_reasons(const char* name, const Strides& strides, int64_t rows, DType dtype,
+                        const std::string& implementation, Reasons& reasons) {
+  if (strides.row == 0 && rows > 1) {
+    reasons.push_back(std::string(name) + " repeats one row (a row stride of 0): " +
+                      implementation + " copies by tensor maps, which have no such stride; make " +
+                      name + " contiguous" + USE_TORCH);
+  }
+  const int64_t largest = std::max({strides.batch, strides.head, strides.row}) * dtype_bytes(dtype);
+  if (largest >= STRIDE_LIMIT) {
+    reasons.push_back(std::string(name) + " has a stride of " + std::to_string(largest) +
+                      " bytes: " + implementation +
+                      " copies by tensor maps, whose strides are below 2^40; split the call" +
+                      USE_TORCH);
+  }
+}
+
 void add_tma_reasons(const Problem& problem, const std::string& implementation, bool stores,
                      Reasons& reasons) {
   const auto check = [&](const char* name, const Strides& strides, int64_t rows, DType dtype) {
-    if (strides.row == 0 && rows > 1) {
-      reasons.push_back(std::string(name) +
-                        " repeats one row (a row stride of 0): " + implementation +
-                        " copies by tensor maps, which have no such stride; make " + name +
-                        " contiguous" + USE_TORCH);
-    }
-    const int64_t largest =
-        std::max({strides.batch, strides.head, strides.row}) * dtype_bytes(dtype);
-    if (largest >= STRIDE_LIMIT) {
-      reasons.push_back(std::string(name) + " has a stride of " + std::to_string(largest) +
-                        " bytes: " + implementation +
-                        " copies by tensor maps, whose strides are below 2^40; split the call" +
-                        USE_TORCH);
-    }
+    add_stride_reasons(name, strides, rows, dtype, implementation, reasons);
   };
   check("q", problem.q, problem.nq, problem.dtype);
   check("k", problem.k, problem.nk, problem.dtype);

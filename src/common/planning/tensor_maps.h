@@ -14,6 +14,10 @@ namespace archflash::core {
 void add_tma_reasons(const Problem& problem, const std::string& implementation, bool stores,
                      Reasons& reasons);
 
+// The same of one tensor with so many rows.
+void add_stride_reasons(const char* name, const Strides& strides, int64_t rows, DType dtype,
+                        const std::string& implementation, Reasons& reasons);
+
 // The map of Q, K, V or Out at `offset` of a parameter block: (columns, rows, heads, batch). A
 // dimension of stride 0 has size 1 there, and the kernel does not move along it.
 TensorMapSpec tensor_map(const Problem& problem, Operand operand, int offset, const Box& box);

@@ -11,3 +11,5 @@ using namespace archflash;
 using namespace archflash::hopper;
 
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_gather), mla_fwd, MlaGatherConfig<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_gather_capped), mla_fwd,
+                 MlaGatherConfig<DTYPE, true>)

@@ -10,3 +10,7 @@ using namespace archflash::hopper;
 
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_packed), mla_fwd, MlaPackedConfig<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_packed_pair), mla_fwd, MlaPackedPairConfig<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_packed_capped), mla_fwd,
+                 MlaPackedConfig<DTYPE, true>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, mla_packed_pair_capped), mla_fwd,
+                 MlaPackedPairConfig<DTYPE, true>)
