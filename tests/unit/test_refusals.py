@@ -144,12 +144,17 @@ def test_gradients_of_every_kind_are_given_alike(way: Callable[[], Any]) -> None
             assert found[4].shape == MASK.shape
 
 
-def test_a_watched_call_takes_gradients_of_the_inputs_dtypes_only() -> None:
-    wide = [torch.zeros(1, 2, 5, 16) for _ in range(3)]
+def test_a_watched_call_gives_gradients_in_float32_as_an_eager_one_does() -> None:
     q, out = Q.half(), OUT.half()
+    wide, watched = ([torch.zeros(1, 2, 5, 16) for _ in range(3)] for _ in range(2))
     archflash.attention_backward(out, q, q, q, out, LSE, dq=wide[0], dk=wide[1], dv=wide[2])
-    with Watching(), pytest.raises(UnsupportedError, match=r"it must be torch\.float16"):
-        archflash.attention_backward(out, q, q, q, out, LSE, dq=wide[0])
+    with Watching():
+        archflash.attention_backward(
+            out, q, q, q, out, LSE, dq=watched[0], dk=watched[1], dv=watched[2]
+        )
+        with pytest.raises(TypeError, match=r"dq has dtype torch\.float64"):
+            archflash.attention_backward(out, q, q, q, out, LSE, dq=wide[0].double())
+    assert all(map(torch.equal, wide, watched))
 
 
 # --- interfaces of other libraries ---
