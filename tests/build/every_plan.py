@@ -216,7 +216,8 @@ def latent_caches(dtype: torch.dtype) -> set[str]:
             of_heads = listed | {"qv": empty(dtype, 2, 1, heads, 512)}
             wide = empty(dtype, 2, 1, heads, 64)
             for more in ({}, {"softcap": 9.0}):
-                found |= kernels(wide, rows, rows, device, packed_rows="fp8_656", **more, **of_heads)
+                of_rows = of_heads | more | {"packed_rows": "fp8_656"}
+                found |= kernels(wide, rows, rows, device, **of_rows)
     return found
 
 

@@ -192,11 +192,17 @@ def test_float32_outputs_of_listed_latent_rows_are_not_rounded(kernel: str) -> N
 
 # With 128 heads the two tiles of a query share the conversion of its rows in hopper: five blocks of
 # lists, one alone, and none at all.
-@pytest.mark.parametrize(("heads", "entries"), [(20, 40), (128, 290), (128, 50), (128, 0)])
+@pytest.mark.parametrize(
+    ("heads", "entries", "softcap"),
+    [
+        (20, 40, None), (128, 290, None), (128, 50, None), (128, 0, None), (20, 40, 3.0),
+        (128, 50, 3.0),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("form", ["fp8_656", "fp8_584"])
 @pytest.mark.parametrize("kernel", here.kernels("packed_rows"))
 def test_a_kernel_reads_packed_latent_rows(
-    kernel: str, form: str, heads: int, entries: int
+    kernel: str, form: str, heads: int, entries: int, softcap: float | None
 ) -> None:
     size, pages = 5, 9 if heads == 20 else 60
     cache = packed_cache(form, pages, size, seed=3, device=here.device)
@@ -204,7 +210,8 @@ def test_a_kernel_reads_packed_latent_rows(
     q = here.rand(batch, nq, heads, 576 if form == "fp8_656" else 512, seed=6, dtype="bfloat16")
     q, qv, rows = packed_parts(q, cache, form, 512)
     call = CacheCall(q, rows, rows, {
-        "qv": qv, "packed_rows": form, "physical_indices": True, "scale": 0.05, "num_splits": 2,
+        "qv": qv, "packed_rows": form, "physical_indices": True, "scale": 0.05,
+        "softcap": softcap, "num_splits": 2 if softcap is None else 1,
         "key_indices": lists_of((batch, 1, nq, entries or 3), size * pages),
     })  # fmt: skip
     if entries == 0:
