@@ -165,9 +165,12 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     found |= kernels(q, k, k, "H200", backward=True)  # query rows are shared out
     q, k = empty(dtype, 2, 16, 100, 64), empty(dtype, 2, 16, 1000, 64)
     found |= kernels(q, k, k, "H200", backward=True)  # tiles of 64 keys would compute as much
-    for b, n, d in ((64, 50, 32), (8, 100, 32), (8, 1000, 32), (64, 50, 64)):
+    for b, n, d in ((64, 50, 32), (8, 100, 32), (8, 1000, 32), (64, 50, 64), (16, 200, 64)):
         x = empty(dtype, b, 12, n, d)
         found |= kernels(x, x, x, "H200", "hopper", backward=True)
+    for d, nk in ((96, 200), (128, 200), (128, 4096)):  # two tiles of keys, and many
+        q, k = empty(dtype, 16, 12, 200, d), empty(dtype, 16, 12, nk, d)
+        found |= kernels(q, k, k, "H200", "hopper", backward=True)
     for d in (64, 128):  # query heads that share a head of k are shared out
         q, k = empty(dtype, 2, 16, 1024, d), empty(dtype, 2, 2, 1024, d)
         found |= kernels(q, k, k, "A100", "ampere", causal=True, backward=True)

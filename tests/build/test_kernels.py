@@ -444,6 +444,9 @@ def made_for(kernel: str, target: str) -> list[str]:
         expected = [name.replace("UBLKRED", "REDG.E.ADD.F32x4") for name in expected]
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith("_one"):
         expected = [name.replace("UBLKRED", "STG.E.128") for name in expected]  # dQ itself
+    if kernel.startswith("hopper_attention_bwd_") and kernel.endswith("_turns"):
+        expected = [name.replace("UBLKRED", "UTMASTG.4D") for name in expected]  # the same
+        expected += ["UBLKCP.S.G", "UBLKCP.G.S"]  # sums, both ways
     if target == "sm_110f" and "FFMA2" in expected:  # it has no packed fp32
         expected.remove("FFMA2")
     if kernel.startswith("blackwell_dc_") and kernel.endswith("_pair"):

@@ -350,7 +350,11 @@ def test_the_last_tile_in_turn_writes_dq(
 
 @pytest.mark.parametrize(
     ("sizes", "heads"),
-    [((70, 1024, 128, 128), (2, 2)), ((1, 1100, 104, 120), (2, 2)), ((130, 1030, 128, 128), (4, 2))],
+    [
+        ((70, 1024, 128, 128), (2, 2)),
+        ((1, 1100, 104, 120), (2, 2)),
+        ((130, 1030, 128, 128), (4, 2)),
+    ],
     ids=str,
 )
 def test_ctas_that_stay_have_k_where_v_was(
