@@ -348,6 +348,24 @@ def test_the_last_tile_in_turn_writes_dq(
     assert plans[0].kernels[-1].endswith("_turns")
 
 
+@pytest.mark.skipif(on.name != "simulator", reason="it is about a GPU that is shared")
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_tile_waits_for_no_cta_that_has_not_started(
+    d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four CTAs two start when the others have ended: the others must not take the second tiles
+    of heads whose first ones nobody has.
+    """
+    monkeypatch.setattr(simulator, "resident_ctas", lambda plan: 2)
+    tensors = inputs(128, 200, d, d, "bfloat16", heads=(5, 5), seed=d)
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(on, "hopper", *tensors, sms=4, schedules=range(3))
+    for plan in plans:
+        main = plan.to_dict()["launches"][-1]
+        assert main["kernel"].endswith("_turns")
+        assert main["grid"] == [4, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("sizes", "heads"),
     [
