@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from archflash import _archflash as native
+from archflash import _dispatch, _eager_gradients
 from archflash.verify import _worker
 
 
@@ -32,6 +33,11 @@ def plant(kernel: str, code: bytes) -> None:
 
     for name in ("plan", "plan_backward"):
         setattr(native, name, wrapped(getattr(native, name)))
+    # Without an order of kernels, by which the runtime would plan calls itself.
+    native.set_decide(_dispatch.decide)
+    native.set_decide_gradients(
+        lambda *call: _eager_gradients.decide(*call[:-1], wrapped(call[-1]))  # type: ignore[misc]
+    )
 
 
 if __name__ == "__main__":
