@@ -111,8 +111,9 @@ __device__ __forceinline__ void compute_listed_tile(const typename C::Params& pa
     }
   } else {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    if (threadIdx.x == 0) {
-      initialise_mla_barriers(MlaBarriers<C>{shared_smem + C::BARRIER_SMEM});
+    if (uniform(static_cast<int>(threadIdx.x) / 32) == 0) {
+      if (threadIdx.x == 0) initialise_mla_barriers(MlaBarriers<C>{shared_smem + C::BARRIER_SMEM});
+      __syncwarp();  // the barriers are there before the elected lane uses one
       load_listed_query<C>(params, found, shared_smem);
     }
     if (threadIdx.x < C::WARPGROUP) {

@@ -134,18 +134,22 @@ struct MlaQueryRows {
   }
 };
 
-// Starts the copies of a tile's rows of qv, where keys are listed. Zeros are where heads are
+// A warp starts the copies of a tile's rows of qv, where keys are listed. Zeros are where heads are
 // missing.
 template <class C>
 __device__ __forceinline__ void load_listed_query(const typename C::Params& params,
                                                   const MlaListTile& tile, uint32_t shared_smem) {
   const uint32_t barrier = MlaBarriers<C>{shared_smem + C::BARRIER_SMEM}.query();
+  // Uniform, or the assembler starts each copy in a loop over lanes.
+  const int head_tile = uniform(tile.head_tile), row = uniform(tile.row);
+  const int sequence = uniform(tile.list.sequence);
+  if (!ptx::elect_sync()) return;
   ptx::mbarrier_arrive_expect_tx(barrier, C::QTile::BYTES);
 #pragma unroll
   for (int slab = 0; slab < C::V_SLABS; ++slab) {
     ptx::cp_async_bulk_tensor_5d_load(shared_smem + C::Q_SMEM + slab * C::QTile::SLAB_BYTES,
-                                      params.qv_map, slab * C::QTile::SLAB, 0, tile.head_tile,
-                                      tile.row, tile.list.sequence, barrier);
+                                      params.qv_map, slab * C::QTile::SLAB, 0, head_tile, row,
+                                      sequence, barrier);
   }
 }
 
