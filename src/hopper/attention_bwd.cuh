@@ -51,11 +51,11 @@
 // the second one begins half a step after the first one. Then one of them multiplies while the
 // other one computes exponentials; in step both would do either at the same time.
 //
-// The roles: load() and load_terms() below, consume() in backward_mainloop.cuh, add_dq() in
-// backward_dq.cuh. The mainloop takes backward_products.cuh (wgmma), backward_scores.cuh (P and dS)
-// and backward_epilogue.cuh (dK and dV). backward_pipeline.cuh lists the barriers with the hazards
-// that they close, backward_order.cuh the order of the CTAs. The tiles and the memory plan are in
-// backward_config.cuh, the plan in plan_backward.cpp, budgets and measurements in docs/lab.
+// The roles: load() and load_terms() below, with SWAPS_KEYS those of backward_swap.cuh, consume()
+// in backward_mainloop.cuh, add_dq() or end_dq() in backward_dq.cuh. The mainloop takes
+// backward_products.cuh (wgmma), backward_scores.cuh (P and dS) and backward_epilogue.cuh (dK, dV).
+// backward_pipeline.cuh lists the barriers and their hazards, backward_order.cuh the order of CTAs.
+// Tiles and the memory plan are in backward_config.cuh, the plan in plan_backward.cpp.
 #pragma once
 
 #include <cstdint>
