@@ -246,7 +246,7 @@ def in_turns(dtype: torch.dtype) -> set[str]:
 
 def few_rounds(dtype: torch.dtype) -> set[str]:
     """Gradients whose tiles leave SMs idle in their last round, or are two for each head."""
-    dims = (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
+    dims = (32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256)
     found = set()
     for columns, heads, n in itertools.product(dims, (8, 10, 24), (512, 1024, 1560)):
         found |= _gradients_of(dtype, heads, n, n, columns, "ampere")
