@@ -132,7 +132,7 @@ $(VENV)/build-tools/.done: $(VENV)/created pyproject.toml _build/archflash_backe
 
 # The wheel is built into an empty folder, so that there is only one. Pip keeps an installed wheel of the same version, unless it is forced.
 $(VENV)/installed: $(VENV)/torch $(VENV)/build-tools/.done $(SOURCES)
-	@echo "== building what has changed (from nothing about six minutes), and installing it"
+	@echo "== building what has changed (from nothing 7 to 14 minutes), and installing it"
 	rm -rf $(WHEELS)
 	$(BUILD) wheel -q --no-deps --no-build-isolation -w $(WHEELS) .
 	$(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
