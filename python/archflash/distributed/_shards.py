@@ -111,8 +111,7 @@ class Shards:
 
     def positions(self, rank: int) -> Tensor:
         """The global rows of a rank, int64 ``(rows,)``, on the CPU."""
-        ranges = [torch.arange(start, end, device="cpu") for start, end in self.pieces[rank]]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
+        return rows_of(self.pieces[rank])
 
     @functools.cached_property
     def digest(self) -> int:
@@ -167,6 +166,12 @@ def boundaries(cu_seqlens: Tensor | Sequence[int]) -> list[int]:
 
 def _part(n: int, parts: int, i: int) -> Piece:
     return n * i // parts, n * (i + 1) // parts
+
+
+def rows_of(pieces: Iterable[Piece]) -> Tensor:
+    """The rows of some pieces, in their order, int64 on the CPU."""
+    ranges = [torch.arange(start, end, device="cpu") for start, end in pieces]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:

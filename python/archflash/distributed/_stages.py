@@ -24,6 +24,7 @@ from archflash._registry import TORCH
 from archflash.distributed._calls import Call, Dense, Packed
 from archflash.distributed._partial import Fresh, Merged
 from archflash.distributed._plan import Part, Plan, Stage
+from archflash.distributed._shards import rows_of
 from archflash.distributed._travel import Arrivals, Returned, buffer_of, columns, where_alone
 from archflash.distributed._turns import turns_of
 
@@ -324,5 +325,5 @@ def _ranges(plan: Plan, stage: Stage, device: torch.device) -> Tensor:
     """key_ranges of all local rows for the keys of a stage's buffer."""
     rows = plan.shards.positions(plan.rank).to(device)
     wanted = plan.mask.row_ranges(rows)
-    ranges = [torch.arange(start, end, device=device) for start, end in stage.keys]
-    return torch.searchsorted(torch.cat(ranges), wanted.contiguous()).int()
+    keys = rows_of(stage.keys).to(device)
+    return torch.searchsorted(keys, wanted.contiguous()).int()

@@ -23,7 +23,7 @@ from archflash.distributed._calls import places
 from archflash.distributed._mask import overlaps
 from archflash.distributed._partial import Fresh
 from archflash.distributed._plan import Plan, Stage
-from archflash.distributed._shards import Piece
+from archflash.distributed._shards import Piece, rows_of
 from archflash.distributed._turns import Turns
 
 
@@ -76,15 +76,9 @@ def _index(plan: Plan, held: Sequence[Piece], pieces: Sequence[Piece], x: Tensor
     """Where global rows stand in a buffer of those of `held`, one number for each, beside x."""
 
     def make() -> tuple[Tensor]:
-        return (_rows(places(held, pieces)).to(x.device),)
+        return (rows_of(places(held, pieces)).to(x.device),)
 
     return plan.table(("index", tuple(held), tuple(pieces), x.device), make)[0]
-
-
-def _rows(pieces: Sequence[Piece]) -> Tensor:
-    """The rows of some pieces, int64 on the CPU."""
-    ranges = [torch.arange(*piece, device="cpu") for piece in pieces]
-    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def where_alone(plan: Plan, stage: Stage) -> Piece | None:
@@ -209,7 +203,7 @@ class Arrivals:
             sends = _sends(plan, mine, stage.sends, [x[:n] for x in tensors])
 
         def make() -> tuple[Tensor]:
-            rows, of_own = _rows([*stage.own, *others]), _rows(plan.local(stage.own))
+            rows, of_own = rows_of([*stage.own, *others]), rows_of(plan.local(stage.own))
             behind = torch.arange(n, n + len(rows) - len(of_own), device="cpu")
             return (torch.cat([of_own, behind])[rows.argsort()].to(device),)
 
