@@ -236,39 +236,31 @@ def other_numbers(dtype: torch.dtype) -> set[str]:
 
 def in_turns(dtype: torch.dtype) -> set[str]:
     """Deterministic gradients of few rows beside more and more keys."""
+    found = set()
+    device = find_device("H200")
     # Heads with all columns of the tile, and with fewer.
     dims = (32, 32), (64, 64), (56, 56), (96, 96), (128, 128), (120, 120), (192, 128), (256, 256)
-    found = set()
-    for columns, rows, keys in itertools.product(dims, (40, 64, 128, 300), (50, 200, 950, 8192)):
-        found |= _gradients_of(dtype, 4, rows, keys, columns, "hopper", deterministic=True)
+    for (d, dv), rows, keys in itertools.product(dims, (40, 64, 128, 300), (50, 200, 950, 8192)):
+        q, out = empty(dtype, 1, 4, rows, d), empty(dtype, 1, 4, rows, dv)
+        k, v = empty(dtype, 1, 4, keys, d), empty(dtype, 1, 4, keys, dv)
+        lse = empty(torch.float32, 1, 4, rows)
+        request = _gradients.Request(out, q, k, v, out, lse, None, _options.complete({}))
+        into = _gradients.Gradients.like(request)
+        decision = _gradients.decide(request, into, device, "hopper", deterministic=True)
+        assert decision.plan is not None
+        found |= set(decision.plan.kernels)
     return found
 
 
 def few_rounds(dtype: torch.dtype) -> set[str]:
-    """Gradients whose tiles leave SMs idle in their last round, or are two for each head."""
-    dims = (32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256)
+    """Gradients whose tiles leave SMs idle in their last round."""
     found = set()
-    for columns, heads, n in itertools.product(dims, (8, 10, 24), (512, 1024, 1560)):
-        found |= _gradients_of(dtype, heads, n, n, columns, "ampere")
-    for columns, (rows, keys) in itertools.product(dims, ((197, 197), (448, 4096))):
-        found |= _gradients_of(dtype, 192, rows, keys, columns, "hopper")
+    for d, heads, n in itertools.product(
+        (32, 64, 96, 128, 192, 256), (8, 10, 24), (512, 1024, 1560)
+    ):
+        x = empty(dtype, 1, heads, n, d)
+        found |= kernels(x, x, x, "H200", "ampere", backward=True)
     return found
-
-
-def _gradients_of(
-    dtype: torch.dtype, heads: int, rows: int, keys: int, columns: tuple[int, int], folder: str,
-    **how: Any,
-) -> set[str]:  # fmt: skip
-    """The kernels of the gradients of a dense call on an H200."""
-    d, dv = columns
-    q, out = empty(dtype, 1, heads, rows, d), empty(dtype, 1, heads, rows, dv)
-    k, v = empty(dtype, 1, heads, keys, d), empty(dtype, 1, heads, keys, dv)
-    lse = empty(torch.float32, 1, heads, rows)
-    request = _gradients.Request(out, q, k, v, out, lse, None, _options.complete({}))
-    into = _gradients.Gradients.like(request)
-    decision = _gradients.decide(request, into, find_device("H200"), folder, **how)
-    assert decision.plan is not None
-    return set(decision.plan.kernels)
 
 
 def block_scales() -> set[str]:

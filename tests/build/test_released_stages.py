@@ -51,7 +51,7 @@ def loads_under_way(texts: list[str], controls: list[int]) -> dict[int, list[str
     flow = Flow(texts)
     found: dict[int, list[str]] = {}
     waits = [control >> 11 & 0x3F for control in controls]
-    # Of each block the instructions that wait for loads or are asked for below.
+    # The instructions of each block that wait for loads, or that are asked for below.
     blocks = [
         [(x.index, x.opcode) for x in block if waits[x.index] or KNOWN.search(x.text)]
         for block in flow.blocks

@@ -135,7 +135,7 @@ def assert_every_kernel_is_planned(
         ).values()
         for entry in entries
     }
-    # Of dropout, and of many heads: they have tests of their own.
+    # Kernels of dropout, and of calls with many heads, have tests of their own.
     elsewhere = ("_dropout", "_turns", "_stays")
     assert planned == {entry for entry in built if not entry.endswith(elsewhere)}
 
