@@ -11,7 +11,7 @@
 #include "common/device/backward_rounds.cuh"
 #include "common/device/slab_load.cuh"
 #include "common/ptx/global_order.cuh"
-#include "common/ptx/grid_size.cuh"
+#include "common/ptx/special_registers.cuh"
 #include "hopper/backward_order.cuh"
 #include "hopper/backward_pipeline.cuh"
 

@@ -129,7 +129,7 @@ __device__ __forceinline__ void compute_listed_tile(const typename C::Params& pa
   }
 }
 
-// The same for a tile of consecutive rows of the cache.
+// Computes a tile whose keys are consecutive rows of the cache.
 template <class C>
 __device__ __forceinline__ void compute_tile(const typename C::Params& params,
                                              unsigned char* shared, uint32_t shared_smem) {

@@ -26,7 +26,7 @@ struct MlaCount {
     return remainder;
   }
 };
-// Of nothing there is one, so that it can be divided by.
+// A count of 0 becomes 1, so that it can be divided by.
 inline MlaCount mla_count(int64_t count) {
   count = std::max<int64_t>(count, 1);
   return {static_cast<int32_t>(count), device::make_divisor(count)};

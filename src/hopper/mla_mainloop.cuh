@@ -368,9 +368,9 @@ struct MlaConsumer {
     }
   }
 
-  // The same where keys are listed: rows are heads of one query, and a warp's are a box of TMA in
-  // each slab, which leaves out those that do not exist. They take the place of qv, too, but each
-  // warp's together.
+  // Stores the outputs where keys are listed: rows are heads of one query, and a warp's are a box
+  // of TMA in each slab, which leaves out those that do not exist. They lie in the place of qv,
+  // each warp's together.
   __device__ __forceinline__ void store_heads() {
     using Rows = device::SlabTile<G::HEAD_DIM_V, C::WARP_ROWS>;
     const AttentionParams& attention = params.call.attention;

@@ -106,7 +106,7 @@ struct MlaTile {
   int share;              // of the keys
 };
 
-// The same where keys are listed: heads of one query.
+// What a CTA computes where keys are listed: heads of one query.
 struct MlaListTile {
   int head_tile;  // of the query's heads
   int row, kv_head;

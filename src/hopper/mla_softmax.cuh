@@ -18,21 +18,8 @@ template <class G, class Raised>
 __device__ __forceinline__ float update_latent_row_max(device::Scores<G>& s_rmem,
                                                        device::RowState<G>& state, float exp2_scale,
                                                        Raised raised) {
-  constexpr int HALF = G::BLOCK_K / 16;  // two maxima of a row are found side by side
   float max[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float halves[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* first = &s_rmem[0][half * HALF][2 * r];
-      halves[half] = fmaxf(first[0], first[1]);
-#pragma unroll
-      for (int n = 1; n < HALF; ++n)
-        halves[half] = fmaxf(halves[half], fmaxf(first[4 * n], first[4 * n + 1]));
-    }
-    max[r] = fmaxf(halves[0], halves[1]);
-  }
+  lane_maxima<G, G::BLOCK_K>(s_rmem, max);
   // Without short cuts, so that there is no branch.
   const auto exceed = [&](float limit_0, float limit_1) {
     return static_cast<int>(max[0] * exp2_scale > limit_0) |
@@ -63,12 +50,7 @@ __device__ __forceinline__ float update_latent_row_max(device::Scores<G>& s_rmem
                                                     device::is_large<LatentWeights>(base[1]));
   }
   if (!state.large) return exp2_scale;
-  // Scores are rounded as their base is, so that the largest of a row gives exactly P = 1.
-#pragma unroll
-  for (int n = 0; n < G::BLOCK_K / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = __fmul_rn(s_rmem[0][n][i], exp2_scale);
-  }
+  scale_scores<G, G::BLOCK_K>(s_rmem, exp2_scale);
   return 1.0f;
 }
 

@@ -30,7 +30,7 @@ constexpr core::Tile PACKED_TILES[] = {
 };
 constexpr core::Tile PACKED_PAIR = core::tile<MlaPackedPairConfig<DType::BF16>>(
     "mla_packed_pair", {}, "the same, converted once for two tiles of a query's heads");
-// The same for calls that transform their scores.
+// The tiles of the kernels for calls that transform their scores.
 constexpr core::Tile CAPPED = core::tile<MlaGatherConfig<DType::F16, true>>(
     "mla_gather_capped", {}, "chosen latent rows, transformed scores");
 constexpr core::Tile PACKED_CAPPED = core::tile<MlaPackedConfig<DType::BF16, true>>(

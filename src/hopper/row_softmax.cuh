@@ -13,21 +13,10 @@ namespace archflash::hopper {
 template <class C>
 using Weights = std::conditional_t<C::FP8, device::WeightsE4m3, device::Weights16>;
 
-// Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
-// rescales their sums; then `raised` is called with the corrections that their outputs need. FIRST:
-// these are the first scores of the rows, so that their bases rise in any case. KEYS: the scores of
-// so many keys, the first ones.
-// Returns the scale for exponentiate_rows: exp2_scale, or 1 if this has scaled the scores already.
-// What is rare is behind one branch, as each branch would drain the pipelines. In there a warp is
-// on its own: it must not wait for a product, because all four warps of a warpgroup have to execute
-// each wgmma.wait_group (PTX ISA, .aligned).
-template <class C, bool FIRST = false, int KEYS = C::BLOCK_K, class Raised>
-__device__ __forceinline__ float update_row_max(device::Scores<C>& s_rmem,
-                                                device::RowState<C>& state, float exp2_scale,
-                                                Raised raised) {
-  using W = Weights<C>;
+// The largest of a lane's first KEYS scores in each of its two rows.
+template <class C, int KEYS>
+__device__ __forceinline__ void lane_maxima(const device::Scores<C>& s_rmem, float (&max)[2]) {
   constexpr int HALF = KEYS / 16;  // two maxima of a row are found side by side
-  float max[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float halves[2];
@@ -41,6 +30,34 @@ __device__ __forceinline__ float update_row_max(device::Scores<C>& s_rmem,
     }
     max[r] = fmaxf(halves[0], halves[1]);
   }
+}
+
+// Multiplies the first KEYS scores by the scale. They are rounded as their base is, so that the
+// largest of a row gives exactly P = 1.
+template <class C, int KEYS>
+__device__ __forceinline__ void scale_scores(device::Scores<C>& s_rmem, float exp2_scale) {
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = __fmul_rn(s_rmem[0][n][i], exp2_scale);
+  }
+}
+
+// Raises the bases of a warp's rows if these scores require it, by the rules of Weights, and
+// rescales their sums; then `raised` is called with the corrections that their outputs need. FIRST:
+// these are the first scores of the rows, so that their bases rise in any case. KEYS: the scores of
+// so many keys, the first ones.
+// Returns the scale for exponentiate_rows: exp2_scale, or 1 if this has scaled the scores already.
+// What is rare is behind one branch, as each branch would drain the pipelines. In there a warp is
+// on its own: it must not wait for a product, because all four warps of a warpgroup have to execute
+// each wgmma.wait_group (PTX ISA, .aligned).
+template <class C, bool FIRST = false, int KEYS = C::BLOCK_K, class Raised>
+__device__ __forceinline__ float update_row_max(device::Scores<C>& s_rmem,
+                                                device::RowState<C>& state, float exp2_scale,
+                                                Raised raised) {
+  using W = Weights<C>;
+  float max[2];
+  lane_maxima<C, KEYS>(s_rmem, max);
   // Without short cuts, so that there is no branch.
   const auto exceed = [&](float limit_0, float limit_1) {
     return static_cast<int>(max[0] * exp2_scale > limit_0) |
@@ -81,12 +98,7 @@ __device__ __forceinline__ float update_row_max(device::Scores<C>& s_rmem,
     state.large = __any_sync(device::FULL_WARP, is_large(base[0]) || is_large(base[1]));
   }
   if (!state.large) return exp2_scale;
-  // Scores are rounded as their base is, so that the largest of a row gives exactly P = 1.
-#pragma unroll
-  for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = __fmul_rn(s_rmem[0][n][i], exp2_scale);
-  }
+  scale_scores<C, KEYS>(s_rmem, exp2_scale);
   return 1.0f;
 }
 

@@ -14,7 +14,7 @@ namespace archflash::core {
 void add_tma_reasons(const Problem& problem, const std::string& implementation, bool stores,
                      Reasons& reasons);
 
-// The same of one tensor with so many rows.
+// Adds what TMA cannot describe of the strides of one tensor with so many rows.
 void add_stride_reasons(const char* name, const Strides& strides, int64_t rows, DType dtype,
                         const std::string& implementation, Reasons& reasons);
 

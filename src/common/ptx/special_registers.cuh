@@ -14,6 +14,13 @@ __device__ __forceinline__ int mov_tid_x_volatile() {
   return tid;
 }
 
+// %nctaid.x: PTX ISA, "Special Registers: %nctaid". Volatile as above, for gridDim.x.
+__device__ __forceinline__ int mov_nctaid_x_volatile() {
+  int ctas;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(ctas));
+  return ctas;
+}
+
 // mov.b32: PTX ISA, "Data Movement and Conversion Instructions: mov". It is volatile, so that the
 // result stays in a register; otherwise the compiler would compute x anew at each use.
 __device__ __forceinline__ uint32_t mov_b32_volatile(uint32_t x) {
