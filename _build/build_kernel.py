@@ -2,10 +2,13 @@
 src/<folder>/kernels/*.cu: those that the file's line `// images:` names, else one called like it.
 
 A file with several images is compiled with two macros that say the type in which the image's name
-ends (src/common/instantiate.cuh). All machine code is assembled from PTX texts that are kept: the
-wheel carries them, and the simulator runs them. Outputs, in --output: IMAGE.sm_XX.cubin and
-IMAGE.compute_XX.ptx, which pack_images.py packs, and IMAGE.json (registers, spills, shared and
-stack bytes per target and kernel).
+ends (src/common/instantiate.cuh). Where it says `// one text`, the compiler makes the PTX for bf16
+only, and that for fp16 is the same with the other name of the type: tests/build compares them.
+
+All machine code is assembled from PTX texts that are kept: the wheel carries them, and the
+simulator runs them. Outputs, in --output: IMAGE.sm_XX.cubin and IMAGE.compute_XX.ptx, which
+pack_images.py packs, and IMAGE.json (registers, spills, shared and stack bytes per target and
+kernel).
 
 ARCHFLASH_KERNEL_CACHE may name a folder where compiled texts and machine code are kept between
 builds: a kernel whose preprocessed source is unchanged is then not compiled again, and a PTX text
@@ -29,6 +32,8 @@ COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
 # For the first the compiler makes the text that it makes for the second, but for its `.target`:
 # tests/build compares them. So it is not asked again.
 SAME_TEXT_AS = {"110f": "100f"}
+# How the texts for bf16 and for fp16 name the type: in instructions, and in mangled names.
+NAMES_OF_TYPE = {"bf16": "f16", "DTypeE2E": "DTypeE1E"}
 
 
 def run(command: list[str]) -> str:
@@ -93,6 +98,15 @@ def compile_to_ptx(
     text = preprocessed.replace(str(source_root), "src")  # line markers hold paths
     made, _ = kept([version_of(nvcc), *COMPILER_FLAGS, virtual, source.stem, text], make)
     return made.decode()
+
+
+def text_for_f16(ptx: str) -> str:
+    """The PTX text of a `// one text` file for fp16, made from that for bf16. Where it says which
+    source line an instruction is of, the lines are those for bf16.
+    """
+    for bf16, f16 in NAMES_OF_TYPE.items():
+        ptx = ptx.replace(bf16, f16)
+    return ptx
 
 
 def assemble(ptxas: Path, ptx_file: Path, target: str, lineinfo: bool, to: Path) -> str:
@@ -168,6 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="the .cu file")
     parser.add_argument("--image", help="its name; without it the name of the .cu file")
+    parser.add_argument(
+        "--one-text-with", metavar="IMAGE", help="the image for bf16 whose texts are there already"
+    )
     parser.add_argument(  # absolute, as the compiler names files: see neutral_paths()
         "--source-root", type=lambda path: Path(path).resolve(), required=True,
         help="src/, the include path",
@@ -196,7 +213,10 @@ def main() -> None:
     for virtual, targets in targets_of_groups(arguments.groups):
         ptx_file = output / f"{image}.compute_{virtual}.ptx"
         same = SAME_TEXT_AS.get(virtual)
-        if same in texts:
+        if arguments.one_text_with:
+            made = output / f"{arguments.one_text_with}.compute_{virtual}.ptx"
+            text = text_for_f16(made.read_text())
+        elif same in texts:
             text = texts[same].replace(f"\n.target sm_{same}\n", f"\n.target sm_{virtual}\n", 1)
         else:
             text = compile_to_ptx(

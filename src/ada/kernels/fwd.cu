@@ -1,5 +1,6 @@
 // images: fwd_f16 fwd_bf16
 // targets: 89:89,90,ptx
+// one text
 // The kernels for fp16 and bf16 inputs. config.cuh has their tiles. They are made for 8.9
 // and checked on 9.0; on newer GPUs other folders come first.
 #include "ada/config.cuh"

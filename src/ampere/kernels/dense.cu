@@ -1,5 +1,6 @@
 // images: dense_f16 dense_bf16
 // targets: 80:80,90,ptx
+// one text
 // The kernels for fp16 and bf16 inputs of which every query sees every key. dense_config.cuh has
 // their tiles.
 #include "ampere/dense_config.cuh"

@@ -1,4 +1,5 @@
 // images: dropout_f16 dropout_bf16
+// one text
 // The kernels for fp16 and bf16 inputs with dropout. config.cuh has their tiles.
 #include "ampere/config.cuh"
 #include "common/instantiate.cuh"

@@ -1,4 +1,5 @@
 // images: fwd_f16 fwd_bf16
+// one text
 // The kernels for fp16 and bf16 inputs. config.cuh has their tiles.
 #include "ampere/config.cuh"
 #include "common/device/combine_splits.cuh"

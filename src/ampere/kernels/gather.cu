@@ -1,4 +1,5 @@
 // images: gather_f16 gather_bf16
+// one text
 // The kernels for lists of keys in fp16 and bf16. gather_config.cuh has their tiles.
 #include "ampere/gather_config.cuh"
 #include "ampere/gather_fwd.cuh"

@@ -1,4 +1,5 @@
 // images: mla_gather_f16 mla_gather_bf16
+// one text
 // The kernel for lists of latent rows in fp16 and bf16. gather_config.cuh has its tile.
 #include "ampere/gather_config.cuh"
 #include "ampere/mla_gather_fwd.cuh"

@@ -1,4 +1,5 @@
 // images: wide_f16 wide_bf16
+// one text
 // The kernels for head dimensions above 256 in fp16 and bf16. wide_config.cuh has their tiles.
 #include "ampere/wide_config.cuh"
 #include "ampere/wide_fwd.cuh"

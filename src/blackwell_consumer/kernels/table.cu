@@ -1,4 +1,5 @@
 // images: table_f16 table_bf16
+// one text
 // fp16 and bf16 inputs with a table of blocks. Tiles: table_config.cuh.
 #include "blackwell_consumer/table_fwd.cuh"
 #include "common/instantiate.cuh"

@@ -1,4 +1,5 @@
 // images: fwd_more_f16 fwd_more_bf16
+// one text
 // fp16 and bf16 inputs, more tiles. Tiles: more_config.cuh.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"

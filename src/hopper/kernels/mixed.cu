@@ -1,4 +1,5 @@
 // images: mixed_f16 mixed_bf16
+// one text
 // The kernels for fp16 and bf16 inputs with a KV cache in pages and packed sequences of mixed
 // lengths, and the one that finds their tiles. config.cuh has the tiles.
 #include "common/instantiate.cuh"

@@ -1,4 +1,5 @@
 // images: mla_f16 mla_bf16
+// one text
 // The kernels for latent caches in fp16 and bf16. mla_config.cuh has their tile.
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"

@@ -1,4 +1,5 @@
 // images: short_f16 short_bf16
+// one text
 // fp16 and bf16 inputs, short sequences. Tile: short_config.cuh.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
