@@ -14,12 +14,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from bench.on_the_spot import images_of
 
 from archflash import _archflash as native
 from archflash import _registry
 from archflash._api import find_device, make_problem
-from tests.kernel_files import KERNELS, ptx_texts
+from tests.kernel_files import KERNELS, groups_of, own_groups_of, ptx_texts, sources_of
 from tests.many_cases import one_test_for_each
 
 from . import every_plan
@@ -47,30 +46,11 @@ RESOURCES = {
     f"{file.parent.name}/{file.stem}": json.loads(file.read_text())
     for file in sorted(KERNELS.glob("*/*.json"))
 }
-# PTX of an architecture family is for that family alone, and PTX of one architecture for that one.
 # simt's kernels on tensor cores are for 9.0 alone, where they were measured.
 ON_9_0 = ("simt/tensor_f32", "simt/tensor_bwd_f32")
-ON_12_X = ("blackwell_consumer/nvfp4", "blackwell_consumer/mxfp8")
-# Programs of one instruction, which are for the GPUs that have it.
-PROBES = "probes"
-PROBES_TARGETS = {
-    "async": ["sm_90", "sm_100", "sm_120", "compute_90"],
-    "block_scaled": ["sm_120f"],
-    "fp8": ["sm_89", "sm_90", "sm_100", "sm_120", "compute_89"],
-    "mma_sync": ["sm_80", "sm_90", "sm_100", "sm_120", "compute_80"],
-    "roles": ["sm_90a", "sm_100f", "sm_110f", "sm_120f"],
-    "tcgen05": ["sm_100f", "sm_110f"],
-    "warp": ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_75"],
-    "wgmma": ["sm_90a"],
-}
-FOR_227_KB = ("ampere/bwd_wide_", "ampere/bwd_cut_")  # of shared memory, which 8.x has not
-OF_ONE_FAMILY = (
-    "blackwell_",
-    "hopper/",
-    *ON_9_0,
-    *(f"probes/{x}" for x in ("block_scaled", "roles", "tcgen05", "wgmma")),
-)
-ANY_NEWER = [image for image in IMAGES if not image.startswith(OF_ONE_FAMILY)]
+PROBES = "probes"  # programs of one instruction, which are for the GPUs that have it
+FILES = sources_of()
+ANY_NEWER = [x for x in IMAGES if any("ptx" in targets for targets in groups_of(FILES[x]).values())]
 NAMES = (*FOLDERS_OF_KERNELS, *IMAGES)
 ALL_TARGETS = sorted({target.name for name in NAMES for target in native.targets(name)})
 REGISTERS_PER_SM = 65536  # 7.5 to 12.1
@@ -81,27 +61,9 @@ every_image = pytest.mark.parametrize("image", IMAGES, scope="module")
 
 
 def targets_of(image: str, prefix: str) -> list[str]:
-    folder, _, stem = image.partition("/")
-    names = [target.name for target in native.targets(folder)]
-    if stem.startswith("fwd_103"):  # for 10.3 alone
-        names.remove("sm_110f")
-    if image in ("ada/fwd_bf16", "ada/fwd_f16"):  # other folders come first on newer GPUs
-        names = ["sm_89", "sm_90", "compute_89"]
-    if image.startswith(FOR_227_KB):
-        names = ["sm_90", "sm_100", "compute_90"]
-    if image.startswith("ampere/bwd_d96_"):  # 163 KB
-        names = ["sm_80", "sm_90", "sm_100", "compute_80"]
-    if image.startswith("ampere/dense_"):  # other folders come first on newer GPUs
-        names = ["sm_80", "sm_90", "compute_80"]
-    # 10.x has its driver compile these.
-    if image in ("ampere/int8", "ampere/int8_pv") or stem.startswith("fp16_accumulate_"):
-        names.remove("sm_100")
-    if image in ON_9_0:
-        names = ["sm_90"]
-    if image in ON_12_X:
-        names = ["sm_120f"]
-    if folder == PROBES:  # each file has its own
-        names = PROBES_TARGETS[stem]
+    """ "sm_": what there is machine code for; "compute_": the text that newer GPUs may compile."""
+    built = [(text, of) for text, targets in groups_of(FILES[image]).items() for of in targets]
+    names = [f"compute_{text}" if of == "ptx" else f"sm_{of}" for text, of in built]
     return sorted(name for name in names if name.startswith(prefix))
 
 
@@ -135,12 +97,7 @@ def entries(ptx: str) -> set[str]:
 
 
 def test_every_kernel_file_became_an_image() -> None:
-    expected = [
-        f"{folder}/{image}"
-        for folder in FOLDERS_OF_KERNELS
-        for file in SOURCES.glob(f"{folder}/kernels/*.cu")
-        for image in images_of(file)
-    ]
+    expected = [image for image in FILES if image.partition("/")[0] in FOLDERS_OF_KERNELS]
     assert sorted(IMAGES) == sorted(expected)
     assert native.code_of("simt/no_such_file", "sm_80") == b""
 
@@ -192,13 +149,7 @@ def test_the_lowest_ptx_assembles_for_a_gpu_that_no_machine_code_covers(
     ],
 )
 def test_the_lowest_ptx_of_a_folder_is_that_of_its_oldest_gpus(folder: str, ptx: str) -> None:
-    others = (*ON_9_0, *ON_12_X)
-    images = [
-        image
-        for image in IMAGES
-        if image.startswith(f"{folder}/") and image not in others
-        if not image.startswith(FOR_227_KB)
-    ]
+    images = [image for image, file in sources_of(folder).items() if own_groups_of(file) is None]
     assert images
     for image in images:
         assert lowest_ptx_of(image) == ptx

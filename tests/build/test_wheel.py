@@ -20,47 +20,13 @@ from bench.on_the_spot import images_of
 
 from archflash import _archflash as native
 from archflash._packed import members
+from tests.kernel_files import groups_of, sources_of
 
 from .conftest import ROOT, pip_wheel
 
 check_wheel: Any = runpy.run_path(str(ROOT / "_build" / "check_wheel.py"))
 MEGABYTE = 1 << 20
-# The PTX texts of each folder.
-FOLDER_TARGETS = {
-    "simt": ("compute_75", "compute_80"),
-    "ampere": ("compute_80",),
-    "ada": ("compute_89",),
-    "blackwell_consumer": ("compute_120f", "compute_90a"),
-    "blackwell_dc": ("compute_100f", "compute_110f"),
-    "copy": ("compute_75", "compute_80"),
-    "hopper": ("compute_90a",),
-    "merge": ("compute_80",),
-    "probes": (),  # each file has its own
-    "quantize": ("compute_89",),
-}
-SECOND_TEXTS = dict.fromkeys(
-    ("ampere/bwd", "ampere/bwd_d96", "ampere/cache_fp8", "ampere/decode", "ada/fwd_fp8"),
-    ("compute_90",),
-)
-# The PTX texts of files that do not have those of their folder.
-OWN_TEXTS = {
-    "blackwell_dc/fwd_103": ("compute_100f",),
-    "blackwell_dc/fwd_103_e4m3": ("compute_100f",),
-    "ampere/bwd_cut": ("compute_90",),
-    "ampere/bwd_wide": ("compute_90",),
-    "simt/tensor_f32": ("compute_90",),
-    "simt/tensor_bwd_f32": ("compute_90",),
-    "blackwell_consumer/mxfp8": ("compute_120f",),
-    "blackwell_consumer/nvfp4": ("compute_120f",),
-    "probes/async": ("compute_90",),
-    "probes/block_scaled": ("compute_120f",),
-    "probes/fp8": ("compute_89",),
-    "probes/mma_sync": ("compute_80",),
-    "probes/roles": ("compute_90a", "compute_100f", "compute_110f", "compute_120f"),
-    "probes/tcgen05": ("compute_100f", "compute_110f"),
-    "probes/warp": ("compute_75", "compute_80"),
-    "probes/wgmma": ("compute_90a",),
-}
+FOLDERS = {file.parent.parent.name for file in sources_of().values()}
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -141,18 +107,18 @@ def test_the_bill_of_materials_names_every_file_and_licence(wheel: Path) -> None
     assert bill["metadata"]["component"]["licenses"] == [{"license": {"id": "BSD-3-Clause"}}]
 
 
-@pytest.mark.parametrize("folder", FOLDER_TARGETS)
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
 def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: str) -> None:
     expected = []
-    for file in sorted((ROOT / "src" / folder / "kernels").glob("*.cu")):
+    for file in dict.fromkeys(sources_of(folder).values()):
         images = images_of(file)
         packed = f"archflash/_kernels/{folder}/{'+'.join(images)}.ptx.lzma"
         expected += [packed, *(f"archflash/_kernels/{folder}/{image}.json" for image in images)]
-        own = FOLDER_TARGETS[folder] + SECOND_TEXTS.get(f"{folder}/{file.stem}", ())
-        targets = OWN_TEXTS.get(f"{folder}/{file.stem}", own)
         with zipfile.ZipFile(wheel) as archive:
             texts = [name for name, _ in members(archive.read(packed))]
-        assert sorted(texts) == sorted(f"{x}.{ptx}" for x in images for ptx in targets)
+        assert sorted(texts) == sorted(
+            f"{x}.compute_{ptx}" for x in images for ptx in groups_of(file)
+        )
     given = sorted(name for name in names_in(wheel) if f"_kernels/{folder}/" in name)
     assert given == sorted(expected) != []
 
@@ -160,7 +126,7 @@ def test_the_wheel_carries_every_kernels_ptx_and_resources(wheel: Path, folder: 
 def test_the_wheel_carries_kernels_of_the_folders_of_this_build_only(wheel: Path) -> None:
     carried = {name.split("/")[2] for name in names_in(wheel) if "/_kernels/" in name}
     functions = {"copy", "quantize", "merge", "probes"}
-    assert carried == set(FOLDER_TARGETS) == {*native.folder_names(), *functions}
+    assert carried == FOLDERS == {*native.folder_names(), *functions}
 
 
 def test_the_wheel_carries_no_sources_tests_or_left_overs(wheel: Path) -> None:

@@ -40,7 +40,7 @@ def test_growth_says_where_it_comes_from() -> None:
     kept = [bytearray(1 << 16) for _ in range(500)], [[] for _ in range(5000)]  # 33 MB
     grown = soak.Memory.now().since(before)
     assert 30 < grown.malloc < 60
-    assert 5000 <= grown.objects < 5500
+    assert 4500 < grown.objects < 5500  # others may have come and gone
     assert "in use" in str(grown)
     del kept
 
