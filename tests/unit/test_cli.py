@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import signal
 import subprocess
@@ -85,14 +84,13 @@ def test_every_environment_variable_of_the_sources_is_documented(run: Run) -> No
 # --- explain ---
 
 
-@pytest.mark.parametrize("device", KNOWN)
-def test_explain_prints_the_decision_for_a_known_device(run: Run, device: str) -> None:
-    result = run("explain", "--device", device, "--shape", "4,16,512,64", "--dtype", "float32")
+def test_explain_prints_the_decision_for_every_known_device(run: Run) -> None:
     q = torch.empty(4, 16, 512, 64, device="meta")
-    assert (result.status, result.err) == (0, "")
-    assert result.out == f"{archflash.explain(q, q, q, device=device)}\n"
-    assert f" on {device} (compute capability " in result.out
-    assert "  chosen  simt: " in result.out
+    for device in KNOWN:
+        result = run("explain", "--device", device, "--shape", "4,16,512,64", "--dtype", "float32")
+        assert (result.status, result.err) == (0, "")
+        assert result.out == f"{archflash.explain(q, q, q, device=device)}\n"
+        assert f" on {device} (compute capability " in result.out
 
 
 def test_explain_takes_every_option_of_a_call(run: Run) -> None:
@@ -154,13 +152,22 @@ def test_arguments_that_do_not_parse_exit_2(
 
 
 @no_driver
-def test_replay_without_a_gpu_says_so_and_exits_1(run: Run, tmp_path: Path) -> None:
+def test_replay_needs_a_gpu_and_shows_how_a_plan_was_changed(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     shape = ("--shape", "1,2,64,64", "--dtype", "float32")
     assert run("explain", "--device", "H200", *shape, "--plan", str(file)).status == 0
     result = run("replay", str(file))
     assert (result.status, result.out) == (1, "")
     assert result.err == f"archflash: replay needs a GPU: {native.driver_status().problem}\n"
+    fields = json.loads(file.read_text())
+    fields["launches"][0]["params"] = "ef" * 8 + fields["launches"][0]["params"][16:]
+    fields["launches"][0]["grid"] = [7, 1, 1]
+    file.write_text(json.dumps(fields))
+    result = run("replay", str(file))
+    assert result.status == 2
+    assert "'launches[0].grid' is [7, 1, 1]; planned: [" in result.err
+    assert "'launches[0].params' is from character 0 on 'efefefefefefefef" in result.err
+    assert result.err.count("\n") == 1
 
 
 def test_the_inputs_of_a_replay_make_exactly_the_plans_problem() -> None:
@@ -232,22 +239,6 @@ def test_replay_of_an_odd_file_is_one_line(
     assert result.err.count("\n") == 1
 
 
-@no_driver
-def test_replay_of_a_tampered_plan_shows_the_difference(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    shape = ("--shape", "1,2,64,64", "--dtype", "float32")
-    assert run("explain", "--device", "H200", *shape, "--plan", str(file)).status == 0
-    fields = json.loads(file.read_text())
-    fields["launches"][0]["params"] = "ef" * 8 + fields["launches"][0]["params"][16:]
-    fields["launches"][0]["grid"] = [7, 1, 1]
-    file.write_text(json.dumps(fields))
-    result = run("replay", str(file))
-    assert result.status == 2
-    assert "'launches[0].grid' is [7, 1, 1]; planned: [" in result.err
-    assert "'launches[0].params' is from character 0 on 'efefefefefefefef" in result.err
-    assert result.err.count("\n") == 1
-
-
 def test_the_bytes_of_a_replay_are_counted_before_its_tensors_are_made() -> None:
     def needed(*shape: int) -> int:
         q = torch.empty(shape, dtype=torch.float16, device="meta")
@@ -272,14 +263,10 @@ BEYOND = str(1 << 62)
 # Found by running random arguments; what the one line says.
 USER_ERRORS: list[tuple[tuple[str, ...], str]] = [
     ((*EXPLAIN, "--shape", f"{BEYOND},1,1,64"), "q would have more than 2^59 elements"),
-    ((*EXPLAIN, "--shape", f"0,{BEYOND},{BEYOND},64"), "q would have more than 2^59 elements"),
     ((*EXPLAIN, "--shape", "1,1,1,64", "--keys", BEYOND), "k and v would have more than 2^59"),
-    ((*EXPLAIN, "--shape", "1,1,1,64", "--dv", "9" * 30), "k and v would have more than 2^59"),
     ((*EXPLAIN, "--shape", "1,1,1,0"), "the head dim is 0 for q and k and 0 for v"),
-    ((*EXPLAIN, "--shape", "1,1,1,64", "--heads-kv", "-1"), "--heads-kv -1"),
     ((*EXPLAIN, "--shape", "1,4,1,64", "--heads-kv", "0"), "q has 4 heads and k has 0"),
     ((*EXPLAIN, "--shape", "9" * 5000 + ",1,1,1"), "it must be four integers B,H,N,D"),
-    ((*EXPLAIN, "--shape", "1,2,-3,64"), "--shape '1,2,-3,64': "),
     (
         (*EXPLAIN, "--shape", "1,1,1,8", "--window=-1,0"),
         "either side an integer >= 0",
@@ -287,35 +274,23 @@ USER_ERRORS: list[tuple[tuple[str, ...], str]] = [
     ((*EXPLAIN, "--shape", "1,1,1,8", "--implementation", "volta"), "is called 'volta'"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--implementation", "torch", "--plan", "x"), "--plan: torch"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--window", "\u00b2,"), "it must be LEFT,RIGHT"),
-    ((*EXPLAIN, "--shape", "1,1,1,8", "--window", f"{BEYOND},"), "at most 2^59"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--window", "9" * 5000 + ","), "at most 2^59"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--softcap", "nan"), "softcap is nan: it must be finite"),
-    ((*EXPLAIN, "--shape", "1,1,1,8", "--softcap", "1e400"), "softcap is inf"),
     ((*EXPLAIN, "--shape", "1,1,1,999", "--implementation", "simt"), "head_dim 1000 (999 and"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--device", "cuda:" + "9" * 20), "no GPU called 'cuda:9999"),
-    ((*EXPLAIN, "--shape", "1,1,1,8", "--device", ""), "no GPU called '' in the table of known"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--dtype", "float32", "--plan", "/"), "Is a directory"),
     ((*SIM, "--shape", "1,1,99999999,64"), "the simulator's commands take at most 2^29"),
-    ((*SIM, "--shape", f"{BEYOND},1,1,64"), "q would have more than 2^59 elements"),
     ((*SIM, "--shape", "1,1,1,8", "--seed", "-1"), "--seed -1: it must be an integer from 0"),
-    ((*SIM, "--shape", "1,1,1,8", "--data-seed", str(1 << 64)), "it must be an integer from 0"),
     (
         (*SIM, "--shape", "1,1,1,8", "--implementation", "torch"),
         "kernels are not simulated; choose",
     ),
-    (
-        (*SIM, "--shape", "1,1,1,8", "--implementation", "nope"),
-        "no implementation is called 'nope'",
-    ),
-    ((*SIM, "--shape", "1,1,1,8", "--device", "cuda:0"), "no GPU called 'cuda:0'"),
     ((*TRACE, "--shape", "1,1,1,8", "x.json", "--ctas", "9" * 30), "indices of CTAs"),
-    ((*TRACE, "--shape", "1,1,1,8", "x.json", "--ctas", "\u0663"), "indices of CTAs"),
     ((*TRACE, "--shape", "1,1,1,8", "x.json", "--stretch", BEYOND), f"--stretch {BEYOND}: it must"),
     ((*TRACE, "--shape", "1,1,1,8", "x.json", "--part", "a,"), "it must be BEGIN,END"),
     ((*TRACE, "--shape", "1,1,0,8", "x.json"), "no kernel runs: give sizes of at least 1"),
     ((*TRACE, "--shape", "1,1,1,8", ""), "its name must end in .json, .svg, .png"),
     (("replay", "/no/such/plan.json"), "/no/such/plan.json"),
-    (("replay", "/"), "Is a directory"),
     (("replay", "/dev/zero"), "it has more than 1048576 bytes"),
     *(
         ((name, "--any"), f"`archflash {name}` is in archflash's source tree and not in the wheel")
@@ -360,16 +335,16 @@ def test_ctrl_c_is_one_line_and_exits_130(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_gone_is_no_traceback() -> None:
-    done = subprocess.run(
-        [f"{sys.executable} -m archflash | true; exit ${{PIPESTATUS[0]}}"],
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (141, "")
+def test_the_program_explains_and_a_reader_that_has_gone_is_no_traceback() -> None:
+    command = f"{sys.executable} -m archflash explain --device B200 --shape 1,2,3,8"
+    for reader, status, said in (
+        ("cat", 0, "float16, batch 1, heads 2, 3 queries"),
+        ("true", 141, ""),
+    ):
+        script = f"{command} | {reader}; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (status, "")
+        assert done.stdout.startswith(said)
 
 
 def test_a_closed_standard_output_is_no_traceback(
@@ -402,22 +377,3 @@ def test_sim_run_knows_where_fp8_scores_lose_bits(run: Run, implementation: str)
     result = run("sim", "run", *call, "--implementation", implementation)
     assert "log-sum-exp: ok: " in result.out
     assert (result.status, result.err) == (0, "")
-
-
-# --- as a program ---
-
-
-@pytest.mark.slow
-def test_python_dash_m_archflash_runs() -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "archflash", "explain", "--device", "B200", "--shape", "1,2,3,8"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(
-        "float16, batch 1, heads 2, 3 queries, 3 keys, head dim 8 on B200"
-    )

@@ -65,13 +65,9 @@ def test_a_record_knows_what_is_done_and_what_must_be_tried_again(tmp_path: Path
     }  # fmt: skip
     again = [*loaded, record.make_row("switches", "b", "ok", seconds=1.0)]
     assert record.status_of_jobs(again)["switches", "b"] == "ok"
-
-
-@pytest.mark.parametrize("name", ["commit", "dirty", "gpu", "simulated"])
-def test_a_record_is_continued_only_by_the_same_run(name: str, tmp_path: Path) -> None:
-    assert record.difference(FACTS, dict(FACTS)) is None
-    assert name in (record.difference(FACTS, FACTS | {name: "other"}) or "")
-    path = tmp_path / "day.csv"
+    for name in ("commit", "dirty", "gpu", "simulated"):  # only the same run continues it
+        assert record.difference(FACTS, dict(FACTS)) is None
+        assert name in (record.difference(FACTS, FACTS | {name: "other"}) or "")
     path.write_text(",".join(COLUMNS) + "\n")
     with pytest.raises(ValueError, match="no record"):
         record.load(path)
@@ -173,51 +169,21 @@ def test_the_simulated_day_ends_well_and_is_not_repeated(
     assert capsys.readouterr().out.count("done before") == 4
 
 
-def test_two_hangs_in_correctness_end_the_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = []
-
-    def ask(arguments: list[str], limit_s: float) -> tuple[list[Row], str, str]:
-        if "environment" in arguments:
-            return [], "ok", json.dumps(FACTS | {"dtypes": "bfloat16"})
-        _, part, name = arguments[:3]
-        asked.append((part, name))
-        return [], *(("timeout", "no end") if part == "correctness" else ("ok", ""))
-
-    monkeypatch.setattr(command, "ask", ask)
-    monkeypatch.setattr(machine, "why_no_nvcc", lambda chosen: "")
-    path = tmp_path / "day.csv"
-    # Other parts are no reason: here each job of correctness hangs, and there are more than two.
-    only = ["--output", str(path), "--only", "first calls|^pairs:"]
-    assert command.main(only) == 1
-    assert len(asked) == 2
-    left = len(names("correctness") + names("pairs"))
-    assert "2 jobs of correctness hung" in capsys.readouterr().out
-    rows = record.load(path)
-    assert "--continue goes on" in rows[-1]["detail"]
-    assert rows[-1]["status"] == "note"
-    asked.clear()
-    assert command.main([*only, "--continue"]) == 1
-    assert 2 < len(asked) <= left
-    assert {part for part, _ in asked} == {"correctness", "pairs"}
-    # The record goes on as before, and its first row still says of what it is.
-    assert json.loads(record.load(path)[0]["detail"])["gpu"] == FACTS["gpu"]
-
-
-def test_a_failure_is_recorded_and_the_rest_goes_on(
+def test_two_hangs_in_correctness_end_the_day_and_other_failures_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {
         "environment": ("ok", json.dumps(FACTS | {"dtypes": "bfloat16"})),
+        "correctness": ("timeout", "no end"),
         "lazy_rescale=off": ("timeout", "no end"),
         "split_p=off": ("ok", ""),
         "persistent=off": ("ok", ""),
         "launch": ("failed", "wrong"),
     }
-    setups = []
+    asked, setups = [], []
 
     def ask(arguments: list[str], limit_s: float) -> tuple[list[Row], str, str]:
+        asked.append(arguments[1])
         if "--setup" in arguments:
             setups.append(json.loads(arguments[arguments.index("--setup") + 1]))
         return [], *next(answers[name] for name in answers if name in arguments)
@@ -225,7 +191,18 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
     monkeypatch.setattr(command, "ask", ask)
     monkeypatch.setattr(machine, "why_no_nvcc", lambda chosen: "")
     path = tmp_path / "day.csv"
-    arguments = ["--output", str(path), "--only", "lazy_rescale|split_p"]
+    only = ["--output", str(path), "--only"]
+    assert command.main([*only, "first calls|split_p"]) == 1
+    assert asked.count("correctness") == 2
+    assert "switches" not in asked
+    (*_, last) = record.load(path)
+    assert (last["status"], "--continue goes on" in last["detail"]) == ("note", True)
+    assert command.main([*only, "first calls|split_p", "--continue"]) == 1
+    assert "switches" in asked
+    assert json.loads(record.load(path)[0]["detail"])["gpu"] == FACTS["gpu"]  # the same record
+
+    path.unlink()
+    arguments = [*only, "lazy_rescale|split_p"]
     assert command.main(arguments) == 1
     assert record.status_of_jobs(record.load(path)) == {
         ("switches", "lazy_rescale=off"): "timeout", ("switches", "split_p=off"): "ok",
@@ -234,12 +211,12 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(
     assert setups[-1]["pairs"]
     # The second start tries what failed again. Now it ends well.
     answers["lazy_rescale=off"] = ("ok", "")
-    asked = len(setups)
+    tried = len(setups)
     assert command.main(arguments) == 0
-    assert len(setups) == asked + 1
+    assert len(setups) == tried + 1
     # Where pairs of CTAs failed, the jobs that follow are told.
-    assert command.main([*arguments[:2], "--only", "pairs: launch|persistent"]) == 1
+    assert command.main([*only, "pairs: launch|persistent"]) == 1
     assert not setups[-1]["pairs"]
     # A file of another card is not continued.
     answers["environment"] = ("ok", json.dumps(FACTS | {"dtypes": "", "gpu": "NVIDIA B300"}))
-    assert command.main([*arguments[:2], "--only", "split_p"]) == 2
+    assert command.main([*only, "split_p"]) == 2
