@@ -74,7 +74,7 @@ def test_the_models_heads_are_drawn_and_compared(tmp_path: Path, capsys) -> None
     assert "all-MiniLM-L6-v2, 6 layers, 72 heads" in out
     assert "layer 2: largest difference from float64" in out
     page = files[0].read_text()
-    assert "A &lt;b&gt;old" in page
+    assert "<span>&lt;</span><span>b</span>" in page
     found = IMAGES.findall(page)
     assert len(found) == 72 + len(shown.SYNTHETIC)
     assert found[13] == "layer 2, head 2"
