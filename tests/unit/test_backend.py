@@ -104,39 +104,26 @@ def make_nvcc(folder: Path, version: str, top: Path | None = None, *, name: str 
 # --- finding a compiler ---
 
 
-@pytest.mark.parametrize(
-    ("version", "accepted"),
-    [("12.9", False), ("13.0", True), ("14.1", True), ("9.2", False)],
-)
-def test_a_compiler_must_be_13_0_or_newer(
-    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str,
-    accepted: bool,
-) -> None:  # fmt: skip
-    nvcc = make_nvcc(tmp_path / "cuda", version)
-    monkeypatch.setenv("CUDACXX", str(nvcc))
-    assert backend.find_system_nvcc() == (nvcc if accepted else None)
-
-
-def test_compilers_are_tried_in_the_documented_order(
+def test_compilers_from_13_0_on_are_tried_in_the_documented_order(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    order = ("CUDACXX", "CUDAToolkit_ROOT", "CUDA_HOME", "CUDA_PATH", "PATH")
+    versions = {
+        "CUDACXX": "14.1", "CUDAToolkit_ROOT": "12.9", "CUDA_HOME": "13.0", "CUDA_PATH": "9.2",
+        "PATH": "13.1",
+    }  # fmt: skip
     found = {}
-    for variable in order:
-        found[variable] = make_nvcc(tmp_path / variable / "bin", "13.0")
+    for variable, version in versions.items():
+        found[variable] = make_nvcc(tmp_path / variable / "bin", version)
         folder = {"CUDACXX": found[variable], "PATH": found[variable].parent}
         monkeypatch.setenv(variable, str(folder.get(variable, tmp_path / variable)))
-    for variable in order:
-        assert backend.find_system_nvcc() == found[variable]
+    tried = [backend.find_system_nvcc()]
+    for variable in versions:
         monkeypatch.delenv(variable)
-    assert backend.find_system_nvcc() is None
-
-
-def test_cuda_from_wheels_can_be_asked_for(
-    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CUDACXX", str(make_nvcc(tmp_path / "cuda", "13.0")))
-    monkeypatch.setenv("ARCHFLASH_CUDA", "wheel")
+        tried.append(backend.find_system_nvcc())
+    home, path = found["CUDA_HOME"], found["PATH"]
+    assert tried == [found["CUDACXX"], home, home, path, path, None]
+    monkeypatch.setenv("CUDACXX", str(home))
+    monkeypatch.setenv("ARCHFLASH_CUDA", "wheel")  # asks for the packages
     assert backend.find_system_nvcc() is None
     assert backend.get_requires_for_build_wheel()[-1:] == CUDA_PACKAGES
 
@@ -200,22 +187,15 @@ def test_an_assembler_can_be_named(
 # --- the hooks ---
 
 
-def test_the_compiler_is_required_only_where_none_was_found(
-    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert backend.get_requires_for_build_wheel() == ["ninja>=1.5", *CUDA_PACKAGES]
-    assert backend.get_requires_for_build_editable() == ["ninja>=1.5", "editable", *CUDA_PACKAGES]
-    monkeypatch.setenv("CUDACXX", str(make_nvcc(tmp_path / "cuda", "13.0")))
-    assert backend.get_requires_for_build_wheel() == ["ninja>=1.5"]
-    assert backend.get_requires_for_build_editable() == ["ninja>=1.5", "editable"]
-
-
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_builds_are_delegated_with_the_toolkit_named(
+@pytest.mark.parametrize(("kind", "more"), [("wheel", []), ("editable", ["editable"])])
+def test_builds_are_delegated_with_the_toolkit_named_and_else_require_one(
     backend: ModuleType, skbuild: FakeSkbuild, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    kind: str,
+    kind: str, more: list[str],
 ) -> None:  # fmt: skip
+    required = getattr(backend, f"get_requires_for_build_{kind}")
+    assert required() == ["ninja>=1.5", *more, *CUDA_PACKAGES]
     monkeypatch.setenv("CUDACXX", str(make_nvcc(tmp_path / "cuda" / "bin", "13.0")))
+    assert required() == ["ninja>=1.5", *more]
     assert getattr(backend, f"build_{kind}")("out", {"a": "b"}, "metadata").endswith(".whl")
     assert skbuild.calls == [(kind, "out", {"a": "b"}, "metadata")]
     assert skbuild.toolkit == str(tmp_path / "cuda")
