@@ -97,6 +97,7 @@ constexpr const char* THREE_PRODUCTS =
 constexpr core::Tile TENSOR_TILES[] = {
     tile<TensorD64>("d64_tensor", {.min_tiles_per_sm = 0.05}, THREE_PRODUCTS),
     tile<TensorD128>("d128_tensor", {.min_tiles_per_sm = 0.4}, THREE_PRODUCTS),
+    tile<TensorD256>("d256_tensor", {.min_tiles_per_sm = 0.9}, THREE_PRODUCTS),
 };
 
 constexpr const char* ONE_PER_HEAD_DIM = "16-bit inputs: one kernel per head_dim, for every GPU";
@@ -129,9 +130,13 @@ constexpr core::Tile CACHE_TILES[] = {
 // NOTES.md has their speeds and errors, which were measured on 9.0 only.
 const core::Tile* tensor_tile(const Problem& problem, const Device& device) {
   if (problem.dtype != DType::F32 || device.capability() != 90) return nullptr;
+  // With one CTA of so many rows on each SM the last rows of a causal mask are alone at the end.
+  constexpr double CAUSAL_TILES_PER_SM = 1.8;
   for (const core::Tile& tile : TENSOR_TILES) {
-    if (core::takes_head_dims(tile, problem))
-      return core::serves(tile, problem, device) ? &tile : nullptr;
+    if (!core::takes_head_dims(tile, problem)) continue;
+    const bool alone = tile.head_dim == TensorD256::HEAD_DIM && problem.window_right < problem.nk &&
+                       core::tiles_of(problem, tile) < CAUSAL_TILES_PER_SM * device.sm_count;
+    return core::serves(tile, problem, device) && !alone ? &tile : nullptr;
   }
   return nullptr;
 }

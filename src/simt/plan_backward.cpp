@@ -34,6 +34,7 @@ constexpr core::BackwardTile TILES[] = {
 constexpr core::BackwardTile TENSOR_TILES[] = {
     backward_tile<TensorBackwardD64>("d64_tensor"),
     backward_tile<TensorBackwardD128>("d128_tensor"),
+    backward_tile<TensorBackwardD256>("d256_tensor"),
 };
 
 // Sums of fewer keys or query rows do not even out what three products of TF32 leave out of S and
@@ -46,7 +47,7 @@ bool takes_tensor_cores(const Problem& call, const Device& device) {
   const int64_t sequences = call.varlen ? std::max<int64_t>(call.batch, 1) : 1;
   const int64_t window =
       std::min(call.window_left, LONG_SUM) + std::min(call.window_right, LONG_SUM) + 1;
-  return device.capability() == 90 && call.d <= 128 && call.dv <= 128 &&
+  return device.capability() == 90 && call.d <= 256 && call.dv <= 256 &&
          std::min(call.nq, call.nk) / sequences >= LONG_SUM && window >= LONG_SUM &&
          !takes_masked_kernels(call);
 }

@@ -2,8 +2,9 @@
 // products of queries and keys, S and dP in sums of 8 columns, the others of SUM queries or keys.
 //
 // A CTA owns ROWS keys; blocks of BLOCK queries pass by. Each warp owns 16 of the keys; SPLIT warps
-// share the same ones, and each has a share of the queries: its dK and dV are of these queries
-// alone, and are added up at the end.
+// share the same ones, and each has the scores of a share of the queries. Its dK and dV are of
+// these queries alone, and are added up at the end; or, where registers do not suffice for all
+// columns, of a share of the columns: then the warps read the P and dS of one another.
 //   wait Q, dO | barrier | S^T = K Q^T  dP^T = V dO^T  P  dS  dV += P^T dO  dK += dS^T Q  dS ->
 //   shared barrier | start next Q, dO | dQ = dS K of all keys of the CTA, added to the sums
 //
@@ -18,6 +19,7 @@
 #include "common/device/dq_turns.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/global_order.cuh"
+#include "common/ptx/named_barrier.cuh"
 #include "simt/gradients.cuh"
 #include "simt/tensor_config.cuh"
 #include "simt/tensor_parts.cuh"
@@ -38,23 +40,26 @@ using BlockScores = float[C::PART / 8][4];
 template <int COLUMNS>
 using Gradient = float[COLUMNS / 8][4];
 
-// Starts the copy of 64 rows. Those before `begin` and from `end` on become zeros, and columns from
+// Starts the copy of rows. Those before `begin` and from `end` on become zeros, and columns from
 // `columns` on.
-template <class C>
+template <class C, int ROWS>
 __device__ __forceinline__ void start_rows(float* tile_smem, const float* rows_gmem,
                                            int64_t row_stride, int begin, int end, int columns) {
   constexpr int CHUNKS = C::HEAD_DIM / 4, ROWS_PER_STEP = C::THREADS / CHUNKS;
-  static_assert(ROWS_PER_STEP % 8 == 0, "the swizzle must be the same in every step");
+  // In every second step of 4 rows the swizzle differs by 4 chunks, else by none.
+  static_assert(ROWS_PER_STEP % 4 == 0);
   const int thread = ptx::mov_tid_x_volatile();
   const int row = thread / CHUNKS, chunk = thread % CHUNKS;
   // Rows to copy: from the one to the other, counted from `row` on.
   const int first = begin - row, behind = 4 * chunk < columns ? end - row : 0;
   const float* source = rows_gmem + row * row_stride + 4 * chunk;
-  float* target = tile_smem + row * C::HEAD_DIM + 4 * (chunk ^ swizzle(row));
+  float* const target = tile_smem + row * C::HEAD_DIM + 4 * (chunk ^ swizzle(row));
+  float* const odd_target = tile_smem + row * C::HEAD_DIM + 4 * (chunk ^ swizzle(row) ^ 4);
 #pragma unroll
-  for (int step = 0; step < C::BLOCK; step += ROWS_PER_STEP) {
+  for (int step = 0; step < ROWS; step += ROWS_PER_STEP) {
     const bool valid = step >= first && step < behind;
-    ptx::copy_16_bytes_async(target + step * C::HEAD_DIM, valid ? source : rows_gmem, valid);
+    ptx::copy_16_bytes_async((step % 8 == 0 ? target : odd_target) + step * C::HEAD_DIM,
+                             valid ? source : rows_gmem, valid);
     source += ROWS_PER_STEP * row_stride;
   }
 }
@@ -142,16 +147,18 @@ __device__ __forceinline__ void add_columns(float* x_rmem /* [4][4] */, const fl
   }
 }
 
-// Adds W, which is P or dS, times the warp's share of the passing rows to a gradient.
-// element(step, i): element [step][i] of W, as in BlockScores.
+// Adds W, which is P or dS, times passing rows to a gradient: the warp's share of both.
+// element(step, i): element [step][i] of W, as in BlockScores. rows_smem: the first row, at the
+// first of the warp's columns, of which there are `columns`.
 template <class C, class Element>
-__device__ __forceinline__ void add_product(Gradient<C::HEAD_DIM>& gradient_rmem,
+__device__ __forceinline__ void add_product(Gradient<C::GRADIENT_COLUMNS>& gradient_rmem,
                                             const float* rows_smem, int columns,
                                             const Element& element) {
+  constexpr int STEPS = C::GRADIENT_QUERIES / 8;
 #pragma unroll
-  for (int n = 0; n < C::HEAD_DIM / 32; ++n) {
+  for (int n = 0; n < C::GRADIENT_COLUMNS / 32; ++n) {
     if (32 * n >= columns) break;
-    add_columns<C, C::PART / 8>(&gradient_rmem[4 * n][0], rows_smem + 32 * n, [&](int step) {
+    add_columns<C, STEPS>(&gradient_rmem[4 * n][0], rows_smem + 32 * n, [&](int step) {
       Parts w;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -208,9 +215,10 @@ __device__ __forceinline__ void add_dq(const DqSums& sums, const float* shared, 
                                        int64_t number, int turn, bool waits) {
   const int thread = ptx::mov_tid_x_volatile();
   const int lane = thread % 32, warp = thread / 32;
-  const int first_column = warp % C::SPLIT * DQ_WARP_COLUMNS;
+  const int first_column = warp % C::DQ_COLUMN_WARPS * DQ_WARP_COLUMNS;
   const float* ds_smem = shared + C::DS_SMEM +
-                         (warp / C::SPLIT * DQ_WARP_ROWS + lane / 4) * C::DS_PITCH + lane % 4 * 2;
+                         (warp / C::DQ_COLUMN_WARPS * DQ_WARP_ROWS + lane / 4) * C::DS_PITCH +
+                         lane % 4 * 2;
   // The element of the lane's row l/4 and column 8 * (l%4), of those of its warp.
   float* sums_gmem = sums.gmem + number * (C::BLOCK * C::HEAD_DIM) +
                      32 * 4 * (DqPart::ROWS * warp + lane / 4 % 4) + lane % 4 * 4 + lane / 16;
@@ -251,12 +259,13 @@ __device__ __forceinline__ void add_dq(const DqSums& sums, const float* shared, 
   }
 }
 
-// Writes, or adds, a warp's part of a gradient times `factor`.
+// Writes, or adds, a warp's part of a gradient times `factor`: from column `first_column` on, of
+// `columns`.
 template <class C>
-__device__ __forceinline__ void store_gradient(const Gradient<C::HEAD_DIM>& gradient_rmem,
+__device__ __forceinline__ void store_gradient(const Gradient<C::GRADIENT_COLUMNS>& gradient_rmem,
                                                const GradientParams& gradient,
                                                const device::BackwardWork& cta, int warp_row,
-                                               int columns, float factor) {
+                                               int first_column, int columns, float factor) {
   const int lane = ptx::mov_tid_x_volatile() % 32;
   const int first = cta.first_row + warp_row + lane / 4;
   float* rows_gmem = static_cast<float*>(gradient.gmem) + cta.batch * gradient.batch +
@@ -266,10 +275,10 @@ __device__ __forceinline__ void store_gradient(const Gradient<C::HEAD_DIM>& grad
   for (int r = 0; r < 2; ++r) {
     if (first + 8 * r >= cta.own_rows) continue;
 #pragma unroll
-    for (int n = 0; n < C::HEAD_DIM / 32; ++n) {
+    for (int n = 0; n < C::GRADIENT_COLUMNS / 32; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int column = 32 * n + lane % 4 * 8 + 4 * half;
+        const int column = first_column + 32 * n + lane % 4 * 8 + 4 * half;
         if (column >= columns) continue;
         float x[4];
 #pragma unroll
@@ -315,9 +324,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
     const int64_t row = static_cast<int64_t>(cta.passing_start) + block.row;
     const auto rows = device::query_rows<float>(params, cta.batch, head, row);
     const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
-    start_rows<C>(shared + C::FIRST_SMEM, rows.first_gmem, rows.first_row, begin, end, attention.d);
-    start_rows<C>(shared + C::SECOND_SMEM, rows.second_gmem, rows.second_row, begin, end,
-                  attention.dv);
+    start_rows<C, C::BLOCK>(shared + C::FIRST_SMEM, rows.first_gmem, rows.first_row, begin, end,
+                            attention.d);
+    start_rows<C, C::BLOCK>(shared + C::SECOND_SMEM, rows.second_gmem, rows.second_row, begin, end,
+                            attention.dv);
     const device::RowTerms* terms_gmem = device::terms_of(params, cta.batch, head, row);
     const int thread = ptx::mov_tid_x_volatile();
     if (thread < C::BLOCK) {
@@ -330,14 +340,14 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
     const auto own = device::key_rows<float>(params, cta.batch, cta.head,
                                              static_cast<int64_t>(cta.own_start) + cta.first_row);
     const int begin = cta.own_begin() - cta.first_row, end = cta.own_end() - cta.first_row;
-    start_rows<C>(shared + C::OWN_FIRST_SMEM, own.first_gmem, own.first_row, begin, end,
-                  attention.d);
-    start_rows<C>(shared + C::OWN_SECOND_SMEM, own.second_gmem, own.second_row, begin, end,
-                  attention.dv);
+    start_rows<C, C::ROWS>(shared + C::OWN_FIRST_SMEM, own.first_gmem, own.first_row, begin, end,
+                           attention.d);
+    start_rows<C, C::ROWS>(shared + C::OWN_SECOND_SMEM, own.second_gmem, own.second_row, begin, end,
+                           attention.dv);
     start_passing();
   }
 
-  Gradient<C::HEAD_DIM> dk_rmem = {}, dv_rmem = {};
+  Gradient<C::GRADIENT_COLUMNS> dk_rmem = {}, dv_rmem = {};
   int64_t added = -1;  // the number of the block to which the CTA has added last
   // By one thread, when all have added.
   const auto pass = [&] {
@@ -354,42 +364,63 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
     ptx::copies_wait_all();
     __syncthreads();  // the copies of all threads have arrived, and all have added to dQ
     pass();
-    float* ds_smem =
-        shared + C::DS_SMEM + (part * C::PART + thread % 4 * 2) * C::DS_PITCH + warp_row + lane_row;
-    const auto element = [&](int n, int i) -> float& {
-      return ds_smem[(8 * n + i % 2) * C::DS_PITCH + i / 2 * 8];
+    // Where this lane has elements of P, and of dS.
+    const int of_lane = (part * C::PART + thread % 4 * 2) * C::DS_PITCH + warp_row + lane_row;
+    const auto element = [&](int first_smem) {
+      return [=](int n, int i) -> float& {
+        return shared[first_smem + (8 * n + i % 2) * C::DS_PITCH + i / 2 * 8];
+      };
     };
-    const auto store = [&](const BlockScores<C>& x_rmem) {
+    const auto store = [&](const BlockScores<C>& x_rmem, int first_smem) {
+      const auto place = element(first_smem + of_lane);
 #pragma unroll
       for (int n = 0; n < C::PART / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) element(n, i) = x_rmem[n][i];
+        for (int i = 0; i < 4; ++i) place(n, i) = x_rmem[n][i];
       }
     };
+    const auto hides = [&](int row, int rows) {
+      return warp_last < warp_first ||
+             cta.visible.hides(warp_first, warp_last, row, row + rows - 1);
+    };
     // A warp whose keys have nothing to do with its queries skips the work, but not the barriers.
-    BlockScores<C> ds_rmem = {};
-    if (warp_last >= warp_first &&
-        !cta.visible.hides(warp_first, warp_last, first, first + C::PART - 1)) {
+    const bool computes = !hides(first, C::PART);
+    const int passing = part * C::PART * C::HEAD_DIM;
+    BlockScores<C> s_rmem = {}, ds_rmem = {};
+    if (computes) {
       const int own = (warp_row + lane_row) * C::HEAD_DIM;
-      const int passing = part * C::PART * C::HEAD_DIM;
       const int passing_of_lane = passing + lane_row * C::HEAD_DIM;
-      {
-        BlockScores<C> s_rmem;
-        multiply_rows<C>(s_rmem, shared + C::OWN_FIRST_SMEM + own,
-                         shared + C::FIRST_SMEM + passing_of_lane, attention.d);
-        multiply_rows<C>(ds_rmem, shared + C::OWN_SECOND_SMEM + own,
-                         shared + C::SECOND_SMEM + passing_of_lane, attention.dv);
-        exponentiate<C>(s_rmem, ds_rmem, attention, cta, warp_row, first,
-                        terms_smem + part * C::PART);
-        // A lane reads its own P back, and dS: in registers they would be split once for all
-        // columns, which takes more of them than there are.
-        store(s_rmem);
+      multiply_rows<C>(s_rmem, shared + C::OWN_FIRST_SMEM + own,
+                       shared + C::FIRST_SMEM + passing_of_lane, attention.d);
+      multiply_rows<C>(ds_rmem, shared + C::OWN_SECOND_SMEM + own,
+                       shared + C::SECOND_SMEM + passing_of_lane, attention.dv);
+      exponentiate<C>(s_rmem, ds_rmem, attention, cta, warp_row, first,
+                      terms_smem + part * C::PART);
+    }
+    if constexpr (C::SHARES_COLUMNS) {
+      store(s_rmem, C::P_SMEM);
+      store(ds_rmem, C::DS_SMEM);
+      // Both warps that share the keys have stored P and dS before either reads them.
+      ptx::bar_sync(1 + thread / 64, 64);
+      if (!hides(block.row, C::BLOCK)) {
+        const int column = part * C::GRADIENT_COLUMNS;
+        const int all_of_lane = of_lane - part * C::PART * C::DS_PITCH;
+        add_product<C>(dv_rmem, shared + C::SECOND_SMEM + column, attention.dv - column,
+                       element(C::P_SMEM + all_of_lane));
+        add_product<C>(dk_rmem, shared + C::FIRST_SMEM + column, attention.d - column,
+                       element(C::DS_SMEM + all_of_lane));
       }
-      add_product<C>(dv_rmem, shared + C::SECOND_SMEM + passing, attention.dv, element);
-      store(ds_rmem);
-      add_product<C>(dk_rmem, shared + C::FIRST_SMEM + passing, attention.d, element);
+    } else if (computes) {
+      // A lane reads its own P back, and dS: in registers they would be split once for all columns,
+      // which takes more of them than there are.
+      store(s_rmem, C::DS_SMEM);
+      add_product<C>(dv_rmem, shared + C::SECOND_SMEM + passing, attention.dv,
+                     element(C::DS_SMEM + of_lane));
+      store(ds_rmem, C::DS_SMEM);
+      add_product<C>(dk_rmem, shared + C::FIRST_SMEM + passing, attention.d,
+                     element(C::DS_SMEM + of_lane));
     } else {
-      store(ds_rmem);  // zeros, which dQ reads
+      store(ds_rmem, C::DS_SMEM);  // zeros, which dQ reads
     }
     added = device::dq_block_number(params, cta, block, C::BLOCK);
     const bool waits = cta.walk.waits(block);
@@ -408,7 +439,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
   const int thread = ptx::mov_tid_x_volatile();
   const int part = thread / 32 % C::SPLIT;
   const int warp_row = thread / 32 / C::SPLIT * C::WARP_ROWS;
-  if constexpr (C::SPLIT == 2) {
+  if constexpr (C::SPLIT == 2 && !C::SHARES_COLUMNS) {
     // The first of the two warps that share their keys adds up dV, the second one dK.
     const auto place = [&](int of_part) {
       return shared + (of_part == 0 ? C::FIRST_SMEM : C::SECOND_SMEM) + warp_row * C::HEAD_DIM +
@@ -435,10 +466,11 @@ __device__ __forceinline__ void attention_bwd(const BackwardParams& params) {
       for_each(dk_rmem, place(1), add);
     }
   }
-  if (C::SPLIT == 1 || part == 1)
-    store_gradient<C>(dk_rmem, params.dk, cta, warp_row, attention.d, params.scale);
-  if (C::SPLIT == 1 || part == 0)
-    store_gradient<C>(dv_rmem, params.dv, cta, warp_row, attention.dv, 1.0f);
+  const int first_column = C::SHARES_COLUMNS ? part * C::GRADIENT_COLUMNS : 0;
+  if (C::SPLIT == 1 || C::SHARES_COLUMNS || part == 1)
+    store_gradient<C>(dk_rmem, params.dk, cta, warp_row, first_column, attention.d, params.scale);
+  if (C::SPLIT == 1 || C::SHARES_COLUMNS || part == 0)
+    store_gradient<C>(dv_rmem, params.dv, cta, warp_row, first_column, attention.dv, 1.0f);
 }
 
 }  // namespace archflash::simt::tensor

@@ -35,7 +35,8 @@ __device__ __forceinline__ void multiply_qk(device::Scores<C>& s_rmem,
                                             const float* k_smem /* this lane's first columns */,
                                             int columns) {
   constexpr int KEY_TILES = C::STEP_KEYS / 8;
-#pragma unroll
+  // Four sums in a row would take registers of which the wide kernel has none.
+#pragma unroll(C::HEAD_DIM > 128 ? 1 : C::HEAD_DIM / C::SUM_COLUMNS)
   for (int first = 0; first < C::HEAD_DIM; first += C::SUM_COLUMNS) {
     if (first >= columns) break;
     float sum_rmem[KEY_TILES][4] = {}, small_rmem[KEY_TILES][4] = {};
@@ -240,8 +241,14 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   float* shared = reinterpret_cast<float*>(shared_memory);
   int* again_smem = reinterpret_cast<int*>(shared + C::AGAIN_SMEM);  // (WARPS,)
   device::write_rows_of_no_sequence<C::BLOCK_Q, 4>(params, blockIdx.x, threadIdx.x, C::THREADS);
-  const device::Work work = device::find_work<C::BLOCK_Q>(params, blockIdx.x);
-  if (work.first_row < 0) return;
+  const device::Work found = device::find_work<C::BLOCK_Q>(params, blockIdx.x);
+  if (found.first_row < 0) return;
+  device::Work& kept = *reinterpret_cast<device::Work*>(shared + C::WORK_SMEM);
+  if constexpr (C::KEEPS_WORK) {
+    if (threadIdx.x == 0) kept = found;
+    __syncthreads();  // thread 0 has written it, before the other threads read it
+  }
+  const device::Work& work = C::KEEPS_WORK ? kept : found;
   device::Outputs<C> o_rmem;
   device::RowState<C> state;
   attend<C, false>(params, work, shared, o_rmem, state);

@@ -80,6 +80,8 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
     if problem.needs_grad and (rival := pytorch.differentiates(problem, capability, pytorchs)):
         if dense_mask_of_few_rows(problem):
             faster = [name for name in kernels if _registry.uses_tensor_cores(name)]
+        elif simt_is_faster_with_gradients(problem, capability, rival):
+            faster = [name for name in kernels if name == "simt"]
         else:
             faster = _faster_with_gradients(problem, kernels, measured, rival)
         return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
@@ -140,17 +142,40 @@ def pytorch_is_faster_than_mma_sync(
     return capability[0] in (10, 11) and plain and pytorchs in ("torch-cudnn", "torch-flash")
 
 
+# Query rows of all heads whose tiles of 128 fill an H200, for fp32 of more than 128 columns.
+_ROWS_THAT_FILL = 16384
+
+
 def pytorch_is_faster_in_fp32(problem: _native.Problem, capability: tuple[int, int] | None) -> bool:
     """Whether PyTorch's memory-efficient kernel, of three TF32 products, is faster without
-    gradients than ours on CUDA cores. Measured on an H200, 2026-11-29: above 256 columns ours has
-    0.5 to 0.8 of its speed; above 128, where each query sees each key, 0.81 to 0.94 from 200 rows
-    on, but 1.2 to 1.3 at 64 rows, and with a causal mask.
+    gradients than ours. Measured on an H200, 2026-11-29: above 256 columns ours has 0.5 to 0.8 of
+    its speed; above 128 1.0 to 1.5 where the rows of all heads fill the GPU, else 0.6 to 1.06; with
+    a causal mask 1.1 to 1.8, and 0.85 at 200 rows.
     """
     columns = max(problem.d, problem.dv)
-    if columns <= 128 or columns > 256 or capability != (9, 0) or problem.nq <= 128:
+    if columns <= 128 or columns > 256 or capability != (9, 0):
         return columns > 256
+    if problem.batch * problem.heads_q * problem.nq >= _ROWS_THAT_FILL:
+        return False
     dense = not (problem.causal or problem.masked or pytorch.needs_mask(problem))
-    return dense and pytorch.differentiates(problem, capability) == "torch-efficient"
+    few = dense or (not problem.masked and problem.nq <= 256)
+    return few and pytorch.differentiates(problem, capability) == "torch-efficient"
+
+
+def simt_is_faster_with_gradients(
+    problem: _native.Problem, capability: tuple[int, int] | None, pytorchs: str
+) -> bool:
+    """Whether fp32 of more than 128 columns is computed with its gradients faster by us than by
+    PyTorch. Measured on an H200, 2026-11-29: 1.1 to 1.45 times as fast where the rows of all heads
+    fill the GPU, else 0.92 to 1.28.
+    """
+    columns = max(problem.d, problem.dv)
+    wide = problem.dtype == "float32" and 128 < columns <= 256 and capability == (9, 0)
+    if not wide or pytorchs != "torch-efficient" or min(problem.nq, problem.nk) < 64:
+        return False
+    if problem.masked or not pytorch.may_serve(problem):
+        return False
+    return problem.batch * problem.heads_q * problem.nq >= _ROWS_THAT_FILL
 
 
 def _faster_with_gradients(

@@ -9,3 +9,4 @@ using namespace archflash::simt;
 
 ARCHFLASH_KERNEL(simt_attention_bwd_f32_d64_tensor, tensor::attention_bwd, TensorBackwardD64)
 ARCHFLASH_KERNEL(simt_attention_bwd_f32_d128_tensor, tensor::attention_bwd, TensorBackwardD128)
+ARCHFLASH_KERNEL(simt_attention_bwd_f32_d256_tensor, tensor::attention_bwd, TensorBackwardD256)

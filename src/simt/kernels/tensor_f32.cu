@@ -9,3 +9,4 @@ using namespace archflash::simt;
 
 ARCHFLASH_KERNEL(simt_attention_fwd_f32_d64_tensor, tensor::attention_fwd, TensorD64)
 ARCHFLASH_KERNEL(simt_attention_fwd_f32_d128_tensor, tensor::attention_fwd, TensorD128)
+ARCHFLASH_KERNEL(simt_attention_fwd_f32_d256_tensor, tensor::attention_fwd, TensorD256)
