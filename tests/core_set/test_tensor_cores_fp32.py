@@ -53,6 +53,8 @@ CALLS: dict[str, tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = {
     "softcap": ((96, 96), (40, 90), {"softcap": 3.0}),
     "negative scale": ((64, 64), (40, 90), {"scale": -0.3}),
     "few rows": ((128, 128), (33, 200), {}),
+    "wide, few rows": ((256, 136), (70, 90), {"softcap": 3.0}),
+    "wide, causal": ((160, 256), (140, 70), {"causal": True}),
     "no keys": ((64, 64), (40, 40), {"window": (2, -1), "q_offset": -39}),
 }
 
@@ -73,7 +75,7 @@ def test_packed_sequences_and_sinks() -> None:
 
 
 def test_few_rows_and_few_tiles_stay_on_cuda_cores() -> None:
-    for nq, d in ((32, 64), (64, 128)):
+    for nq, d in ((32, 64), (64, 128), (200, 256)):
         q, k, v = on.qkv(nq, 200, d, heads=(8, 8))
         plan = archflash.explain(q, k, v, device="H200", implementation=NAME).plan
         assert plan is not None
@@ -87,11 +89,17 @@ def test_scores_of_any_size(size: float) -> None:
     attend_and_check(q * size, k, v * size)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_what_is_not_finite_spoils_what_sees_it_only(where: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("where", "value", "d"),
+    [
+        *((x, value, 64) for x in "qkv" for value in (math.nan, math.inf, -math.inf)),
+        ("k", math.inf, 136),
+        ("v", -math.inf, 136),
+    ],
+)
+def test_what_is_not_finite_spoils_what_sees_it_only(where: str, value: float, d: int) -> None:
     """A tile with such a result is computed again."""
-    given = dict(zip("qkv", on.qkv(70, 70, 64), strict=True))
+    given = dict(zip("qkv", on.qkv(70, 70, d), strict=True))
     clean = dict(given)
     causal = where != "v"
     spoiled = given[where].clone()
@@ -119,6 +127,10 @@ GRADIENTS: dict[str, FeatureCase] = {
         {"window": (110, 20), "softcap": 1.5, "sinks": True, "dlse": True},
     ),
     "causal-rows-without-keys": ((200, 130, 128, 72, 1, (2, 1)), {"causal": True}),
+    "wide-causal-softcap-sinks-lse": (
+        (100, 130, 256, 136, 1, (2, 1)),
+        {"causal": True, "softcap": 1.5, "sinks": True, "dlse": True},
+    ),
     "bnhd-offsets-negative-scale-added": (
         (129, 200, 120, 128, 2, (2, 1)),
         {
