@@ -298,6 +298,13 @@ def test_four_bits_in_either_layout_and_without_keys(keys: int) -> None:
     ]  # fmt: skip
 
 
+def test_four_bits_of_more_columns_than_a_kernel_takes_and_of_no_rows() -> None:
+    q, k = torch.randn(1, 2, 0, 256), torch.randn(1, 2, 8, 256)
+    stored = reference.nvfp4(q, k, k)
+    assert [tuple(x.shape) for x in stored] == [(1, 2, 0, 257), (1, 2, 8, 257), (1, 2, 8, 256)]
+    assert reference.check_nvfp4(torch.empty_like(q).half(), None, q, k, k)[0].ok
+
+
 # --- values and gradients whose plans are made up ---
 
 

@@ -38,7 +38,8 @@ def nvfp4(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor,
     turned = call.get("layout") == "bnhd"
     if turned:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    columns = 64 if max(q.shape[3], v.shape[3]) <= 64 else 128
+    most = max(q.shape[3], v.shape[3])  # no kernel takes more than 128
+    columns = 64 if most <= 64 else -(-most // 128) * 128
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     seen = seen_keys(len(q), q.shape[2], k.shape[2], call)
     made = [_of_batch(q[i], k[i], v[i], columns, group, seen[i]) for i in range(len(q))]
