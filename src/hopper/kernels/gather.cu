@@ -1,4 +1,5 @@
 // images: gather_f16 gather_bf16
+// one text
 // The kernels for listed rows of K and V in fp16 and bf16. gather_config.cuh has their tiles.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"

@@ -1,4 +1,5 @@
 // images: mla_gather_f16 mla_gather_bf16
+// one text
 // The kernels for chosen rows of latent caches in fp16 and bf16. mla_gather_config.cuh has their
 // tile.
 #include "common/device/combine_splits.cuh"

@@ -1,4 +1,5 @@
 // images: table_f16 table_bf16
+// one text
 // The kernels for fp16 and bf16 inputs with a table of blocks. table_config.cuh has their tiles.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
