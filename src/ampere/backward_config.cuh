@@ -8,7 +8,6 @@
 namespace archflash::ampere {
 
 using mma_sync::BackwardConfig;
-using mma_sync::CuttingBackwardConfig;
 using mma_sync::DropoutBackwardConfig;
 using mma_sync::FusedBackwardConfig;
 

@@ -288,6 +288,7 @@ std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& devic
   Launch& launch = plan.launches[0];
   launch.grid = {row_tiles, problem.heads_q, problem.batch};
   launch.image = std::string("ampere/dense_") + core::dtype_word(problem.dtype);
+  launch.uses_pdl = true;
   return plan;
 }
 

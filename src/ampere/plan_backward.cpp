@@ -9,12 +9,16 @@
 #include <string_view>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "ampere/backward_config.cuh"
+#include "ampere/plain_config.cuh"
 #include "common/planning/backward.h"
+#include "common/planning/backward_shares.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/masks.h"
+#include "common/planning/order.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
 
@@ -85,90 +89,194 @@ bool small_blocks_pay(const Problem& call, const Device& device) {
   return rounds > MANY_ROUNDS || 10 * tiles >= 9 * rounds * workers;
 }
 
-// The kernels that can cut tiles (bwd_cut.cu), for GPUs from 9.0 on that have their shared memory.
-constexpr std::string_view CUTTING[] = {"d32",       "d64_wide",  "d96",
-                                        "d128_wide", "d192_wide", "d256_wide"};
+// The kernels of bwd_plain.cu, for GPUs from 9.0 on that have their shared memory.
+constexpr core::BackwardTile PLAIN_TILES[] = {
+    backward_tile<D32Plain<DType::F16>>("d32"),
+    backward_tile<D64WidePlain<DType::F16>>("d64_wide"),
+    backward_tile<D96Plain<DType::F16>>("d96"),
+    backward_tile<D128WidePlain<DType::F16>>("d128_wide"),
+    backward_tile<D192WidePlain<DType::F16>>("d192_wide"),
+    backward_tile<D256WidePlain<DType::F16>>("d256_wide"),
+};
 
-// How many CTAs share out each of the `last` tiles that are left for the last round of CTAs; 1: one
-// has all of it. Times are in query rows that a tile passes meanwhile.
-int64_t parts_of_last_tiles(const Problem& call, const core::BackwardTile& tile, int64_t last,
-                            int64_t workers) {
-  // What a CTA's start and end take, and what parts take in all: they are written in fp32, and read
-  // and added up. Measured on an H200 (docs/lab/ampere.md).
-  constexpr int64_t START = 256, PARTS = 128, MOST_PARTS = 16;
-  constexpr int64_t MOST_ROUNDS = 2;  // of parts, which keeps what they leave small
+bool has_plain_kernels(const Device& device) { return device.major == 9 || device.major == 10; }
+
+// How the tiles of a call are cut, in the order of their CTAs.
+using Runs = std::vector<mma_sync::TileRun>;
+
+// What the parts of tiles take in all, in the query rows that a tile passes meanwhile: they are
+// written in fp32, and read and added up. Measured on an H200 (docs/lab/ampere.md).
+constexpr int64_t PARTS_TIME = 128;
+constexpr int64_t MOST_PARTS = mma_sync::CutTiles::MOST_PARTS;
+constexpr int64_t MOST_ROUNDS_OF_PARTS = 2;  // which keeps what they leave small
+
+// CTAs that run at the same time.
+int64_t workers_of(const core::BackwardTile& tile, const Device& device) {
+  constexpr int64_t MOST_CTAS = 2;  // on an SM: ptxas is told to allow no more
+  const int64_t room = device.shared_per_sm / tile.shared_bytes;
+  return device.sm_count * std::clamp<int64_t>(room, 1, MOST_CTAS);
+}
+
+// Where all tiles take the same time: the `last` ones, which are left for the last round of CTAs.
+Runs cut_last_tiles(const Problem& call, const core::BackwardTile& tile, int64_t tiles,
+                    int64_t workers) {
+  constexpr int64_t START = 256;  // what a CTA's start and end take, in query rows
+  const int64_t last = tiles % workers;
+  if (last == 0) return {};
   const int64_t blocks = core::ceil_div(call.nq, tile.dq_block);
   const int64_t block_rows = tile.dq_block * (call.heads_q / call.heads_kv);
   const auto time_of = [&](int64_t parts) {
     const int64_t rows = START + core::ceil_div(blocks, parts) * block_rows;
-    return core::ceil_div(last * parts, workers) * rows + (parts > 1 ? PARTS : 0);
+    return core::ceil_div(last * parts, workers) * rows + (parts > 1 ? PARTS_TIME : 0);
   };
   int64_t best = 1;
-  const int64_t most = std::min({blocks, MOST_PARTS, MOST_ROUNDS * workers / last});
+  const int64_t most = std::min({blocks, MOST_PARTS, MOST_ROUNDS_OF_PARTS * workers / last});
   for (int64_t parts = 2; parts <= most; ++parts)
     if (time_of(parts) < time_of(best)) best = parts;
+  if (best == 1) return {};
+  Runs runs;
+  if (tiles > last) runs.push_back({static_cast<int32_t>(tiles - last), 1});
+  runs.push_back({static_cast<int32_t>(last), static_cast<int32_t>(best)});
+  return runs;
+}
+
+// The time of a causal call whose tiles are not cut, in query rows, if `shares` CTAs share out the
+// query heads of each.
+double uncut_time(const Problem& call, const core::BackwardTile& tile, int64_t workers,
+                  int64_t shares) {
+  const core::RowShares whole{1, core::ceil_div(call.nq, tile.dq_block) * tile.dq_block};
+  std::vector<core::Run> runs = core::runs_of_keys(call, tile.rows, tile.dq_block, whole,
+                                                   call.heads_q / call.heads_kv / shares);
+  for (core::Run& run : runs) run.count = call.batch * call.heads_kv * shares;
+  const double behind = shares > 1 ? core::time_of_shares(call, tile.head_dim, shares) : 0;
+  return core::queue_time(runs, workers) + behind;
+}
+
+// Under a causal mask: each tile has so many parts that none has more than a certain number of
+// blocks. The tiles of all heads come from the longest to the shortest.
+Runs cut_causal_tiles(const Problem& call, const core::BackwardTile& tile, int64_t workers,
+                      double uncut) {
+  const int64_t heads = call.batch * call.heads_kv, group = call.heads_q / call.heads_kv;
+  const core::RowShares whole{1, core::ceil_div(call.nq, tile.dq_block) * tile.dq_block};
+  const std::vector<core::Run> times =
+      core::runs_of_keys(call, tile.rows, tile.dq_block, whole, group);
+  const double start = core::runs_of_keys(call, tile.rows, tile.dq_block, {1, 0}, 1)[0].time;
+  const auto blocks_of = [&](const core::Run& run) {
+    return static_cast<int64_t>(run.time - start) / (tile.dq_block * group);
+  };
+  Runs best;
+  double best_time = uncut;
+  const int64_t longest = blocks_of(times.front());
+  for (int64_t most = 2; most <= std::min(longest, MOST_PARTS); ++most) {
+    const int64_t quota = core::ceil_div(longest, most);
+    Runs runs;
+    std::vector<core::Run> ctas;
+    int64_t count = 0;
+    for (const core::Run& run : times) {
+      const int64_t blocks = blocks_of(run);
+      const int64_t parts = std::max<int64_t>(core::ceil_div(blocks, quota), 1);
+      const int64_t rows = core::ceil_div(blocks, parts) * tile.dq_block * group;
+      ctas.push_back({start + static_cast<double>(rows), heads * parts});
+      count += heads * parts;
+      if (runs.empty() || runs.back().parts != parts)
+        runs.push_back({0, static_cast<int32_t>(parts)});
+      runs.back().tiles += static_cast<int32_t>(heads);
+    }
+    if (count > MOST_ROUNDS_OF_PARTS * workers) break;
+    const double time = core::queue_time(ctas, workers) + PARTS_TIME;
+    if (time < best_time) best = std::move(runs), best_time = time;
+  }
   return best;
 }
 
-// Cuts the tiles of the last round of a plan's CTAs where that is faster. Only where all tiles take
-// the same time, and their rounds are so few that CTAs still end together.
-void cut_last_round(LaunchPlan& plan, const BackwardProblem& problem, const Device& device) {
+// Whether the tiles of a call are those of a causal mask, from the longest to the shortest.
+bool shrinking_tiles(const Problem& call) {
+  return !call.varlen && call.window_left == UNBOUNDED && call.window_right != UNBOUNDED;
+}
+
+// How the tiles of a call are cut where that is faster; else nothing. Only where their rounds are
+// so few that CTAs still end together.
+Runs cut_tiles(const BackwardProblem& problem, const core::BackwardTile& tile, const Launch& main,
+               const Device& device) {
+  constexpr int64_t MOST_ROUNDS = 4;
   const Problem& call = problem.call;
+  const int64_t tiles = main.grid[0], workers = workers_of(tile, device);
+  if (tiles >= MOST_ROUNDS * device.sm_count) return {};
+  if (core::equal_tiles(call)) return cut_last_tiles(call, tile, tiles, workers);
+  BackwardParams params;
+  std::memcpy(static_cast<void*>(&params), main.params.data(), sizeof params);
+  const bool one_group = params.attention.order.heads_per_group >= call.batch * call.heads_kv;
+  if (!shrinking_tiles(call) || problem.deterministic || !one_group) return {};
+  const int64_t shares = core::share_heads(call, tile, device);
+  return cut_causal_tiles(call, tile, workers, uncut_time(call, tile, workers, shares));
+}
+
+// Makes a plan launch the kernel of PLAIN_TILES in the place of its main one, and says whether CTAs
+// share out tiles.
+bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& device) {
   using Params = mma_sync::CuttingBackwardParams;
-  constexpr int64_t MOST_ROUNDS = 4, MOST_CTAS = 2;  // on an SM: ptxas is told to allow no more
-  const bool built = device.major == 9 || device.major == 10;
-  if (!built || !core::equal_tiles(call)) return;
+  const Problem& call = problem.call;
   const std::string word = core::dtype_word(call.dtype);
   const auto launch_of = [&](const std::string& start) {
     return std::ranges::find_if(plan.launches,
                                 [&](const Launch& of) { return of.kernel.starts_with(start); });
   };
-  const auto main = launch_of("ampere_attention_bwd_");
-  const auto last = launch_of("ampere_backward_dq_"), none = plan.launches.end();
-  if (main == none || last == none || launch_of("ampere_backward_shares_") != none) return;
-  const auto name = std::ranges::find_if(
-      CUTTING, [&](std::string_view of) { return main->kernel.ends_with("_" + std::string(of)); });
-  if (name == std::end(CUTTING)) return;
-  const core::BackwardTile& tile =
-      *std::ranges::find_if(TILES, [&](const core::BackwardTile& of) { return *name == of.name; });
-  const int64_t workers =
-      device.sm_count * std::clamp<int64_t>(device.shared_per_sm / tile.shared_bytes, 1, MOST_CTAS);
-  const int64_t tiles = main->grid[0], cut = tiles % workers;
-  if (cut == 0 || tiles >= MOST_ROUNDS * device.sm_count) return;
-  const int64_t parts = parts_of_last_tiles(call, tile, cut, workers);
-  if (parts == 1) return;
+  const auto main = launch_of("ampere_attention_bwd_"), none = plan.launches.end();
+  if (!has_plain_kernels(device) || call.varlen || main == none) return false;
+  const auto tile = std::ranges::find_if(PLAIN_TILES, [&](const core::BackwardTile& of) {
+    return main->kernel == "ampere_attention_bwd_" + word + "_" + of.name;
+  });
+  if (tile == std::end(PLAIN_TILES)) return false;
+  Params params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
+  if (params.call.attention.transform_scores) return false;
+  const int64_t tiles = main->grid[0];
+  params.cut.runs[0] = {static_cast<int32_t>(tiles), 1};
+  params.cut.rows = tile->rows, params.cut.columns = call.d + call.dv;
+  const std::string image = "ampere/bwd_plain_" + word;
+  main->kernel += "_plain", main->image = image, main->shared_bytes = tile->shared_bytes;
 
+  const bool shared = launch_of("ampere_backward_shares_") != none;
+  const Runs runs = shared ? Runs{} : cut_tiles(problem, *tile, *main, device);
+  if (runs.empty()) {
+    main->params = core::bytes(params);
+    return false;
+  }
+  std::ranges::copy(runs, params.cut.runs);
+  int64_t ctas = 0, cut = 0, parts = 0;
+  for (const mma_sync::TileRun& run : runs) {
+    ctas += int64_t{run.tiles} * run.parts;
+    if (run.parts > 1) cut += run.tiles, parts += int64_t{run.tiles} * run.parts;
+  }
   // In turns, parts that are short wait for the tiles of the round before at each of their blocks:
   // the last one of a head that runs then is late by a block for each other one. Measured on an
   // H200 (docs/lab/ampere.md).
   const int64_t heads = call.batch * call.heads_kv;
-  const int64_t late = std::min(core::ceil_div(workers, heads), tiles / heads) - 1;
-  const int64_t blocks = core::ceil_div(call.nq, tile.dq_block) * (call.heads_q / call.heads_kv);
-  if (!problem.deterministic && blocks < 2 * late * parts) {
+  const int64_t late =
+      std::min(core::ceil_div(workers_of(*tile, device), heads), tiles / heads) - 1;
+  const int64_t blocks = core::ceil_div(call.nq, tile->dq_block) * (call.heads_q / call.heads_kv);
+  const bool waits = !core::equal_tiles(call) || blocks < 2 * late * runs.back().parts;
+  if (!problem.deterministic && waits) {
     constexpr int TURNS = offsetof(BackwardParams, dq_sums) + offsetof(DqSums, turns_gmem);
     for (Launch& launch : plan.launches)
       std::erase_if(launch.pointers, [](const PointerSlot& of) { return of.offset == TURNS; });
   }
-  Params params;
-  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
-  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
-  params.cut.whole = static_cast<int32_t>(tiles - cut);
-  params.cut.tiles = static_cast<int32_t>(cut), params.cut.parts = static_cast<int32_t>(parts);
-  params.cut.rows = tile.rows, params.cut.columns = call.d + call.dv;
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
   const int64_t part_floats = int64_t{params.cut.rows} * params.cut.columns;
-  const int64_t start = workspace.add(cut * parts * part_floats * int64_t{sizeof(float)});
+  const int64_t start = workspace.add(parts * part_floats * int64_t{sizeof(float)});
   plan.workspace_bytes = workspace.bytes();
-  main->grid[0] += cut * (parts - 1);
+  const auto last = launch_of("ampere_backward_dq_");
+  main->grid[0] = ctas;
   last->grid[0] += core::ceil_div(cut * part_floats, 8 * BACKWARD_DQ_THREADS);
+  last->kernel += "_parts", last->image = image;
   for (const auto launch : {main, last}) {
-    launch->kernel += "_cut";
-    launch->image = "ampere/bwd_cut_" + word;
     launch->params = core::bytes(params);  // the last launch finds tiles as the main one does
     add_pointer(*launch, Operand::Workspace,
                 offsetof(Params, cut) + offsetof(mma_sync::CutTiles, parts_gmem), start);
   }
+  return true;
 }
 
 // Launches start early where their image has PTX for 9.0: these kernels wait for what comes before
@@ -181,7 +289,7 @@ void start_early(LaunchPlan& plan, const Problem& call) {
     const bool is_main =
         i > 0 && std::ranges::any_of(TILES, [&](const core::BackwardTile& of) {
           return of.dq_block > 0 && launch.kernel.starts_with(prefix + of.name) &&
-                 (launch.kernel == prefix + of.name || launch.kernel.ends_with("_cut"));
+                 (launch.kernel == prefix + of.name || launch.kernel.ends_with("_plain"));
         });
     launch.uses_pdl = is_main || launch.kernel.starts_with("ampere_backward_rows_") ||
                       launch.kernel.starts_with("ampere_backward_dq_");
@@ -223,9 +331,18 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
   std::span<const core::BackwardTile> tiles = TILES;
   if (small_blocks_pay(call, device)) tiles = tiles.subspan(BEHIND_D64_WIDE);
-  PlanResult result = core::plan_backward(describe(), tiles, problem, device, masked, true);
-  if (auto* plan = std::get_if<LaunchPlan>(&result)) {
-    cut_last_round(*plan, problem, device);
+  // CTAs share out blocks of queries where that is faster than sharing out heads.
+  const bool blocks_first = has_plain_kernels(device) && shrinking_tiles(call) &&
+                            !problem.deterministic && call.heads_q != call.heads_kv;
+  PlanResult result =
+      core::plan_backward(describe(), tiles, problem, device, masked, !blocks_first);
+  auto* plan = std::get_if<LaunchPlan>(&result);
+  if (plan != nullptr && !make_plain(*plan, problem, device) && blocks_first) {
+    result = core::plan_backward(describe(), tiles, problem, device, masked, true);
+    plan = std::get_if<LaunchPlan>(&result);
+    if (plan != nullptr) make_plain(*plan, problem, device);
+  }
+  if (plan != nullptr) {
     start_early(*plan, call);
     for (Launch& launch : plan->launches) {
       if (launch.kernel.ends_with("_wide")) {

@@ -207,14 +207,28 @@ LAST_ROUND_CUT: dict[str, tuple[FeatureCase, str, int, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["in-turns", "in-any-order"])
-@pytest.mark.parametrize("name", LAST_ROUND_CUT)
-@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
-def test_tiles_of_the_last_round_that_ctas_share_out(
-    name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+# The longer tiles of causal calls, which CTAs share out on other numbers of SMs. As above.
+CAUSAL_CUT: dict[str, tuple[FeatureCase, str, int, int]] = {
+    "d32-ragged": (((300, 530, 32, 32, 1, (1, 1)), {}), "H200", 16, 12),
+    "d64-fewer-rows-than-keys": (((700, 1000, 64, 56, 1, (1, 1)), {}), "H200", 24, 27),
+    "d80-added": (((500, 400, 80, 80, 2, (1, 1)), {"add_to": 0.5, "pad": 4}), "B200", 24, 20),
+    "d128-two-heads-on-one": (((512, 500, 128, 120, 1, (2, 1)), {}), "H200", 16, 20),
+    "d128-rows-without-keys": (((600, 400, 128, 128, 1, (1, 1)), {}), "H200", 16, 10),
+    "d192": (((300, 300, 192, 160, 1, (1, 1)), {}), "H200", 16, 15),
+    "d256-in-fp32": (
+        ((300, 260, 256, 256, 1, (1, 1)), {"gradient_dtype": "float32"}), "H200", 16, 15,
+    ),
+}  # fmt: skip
+
+
+def differentiate_in_parts(
+    row: tuple[FeatureCase, str, int, int],
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    deterministic: bool,
 ) -> None:
-    number = list(LAST_ROUND_CUT).index(name)
-    case, device, sms, ctas = LAST_ROUND_CUT[name]
+    case, device, sms, ctas = row
     tensors, options = feature_call(on, case, "bfloat16", number)
     plans = gradients.note_plans(monkeypatch)
     schedules = (number, number + 1) if deterministic else (number,)
@@ -223,9 +237,30 @@ def test_tiles_of_the_last_round_that_ctas_share_out(
         deterministic=deterministic, **options,
     )  # fmt: skip
     for plan in plans:
-        main = plan.to_dict()["launches"][1]
-        assert main["kernel"].endswith("_cut")
+        main, *_, last = plan.to_dict()["launches"][1:]
+        assert main["kernel"].endswith("_plain")
         assert main["grid"][0] == ctas
+        assert last["kernel"].endswith("_parts")
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in-turns", "in-any-order"])
+@pytest.mark.parametrize("name", LAST_ROUND_CUT)
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_tiles_of_the_last_round_that_ctas_share_out(
+    name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = list(LAST_ROUND_CUT).index(name)
+    differentiate_in_parts(LAST_ROUND_CUT[name], number, monkeypatch, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("name", CAUSAL_CUT)
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_longer_tiles_of_causal_calls_that_ctas_share_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shape, options), *planned = CAUSAL_CUT[name]
+    row = ((shape, options | {"causal": True}), *planned)
+    differentiate_in_parts(row, list(CAUSAL_CUT).index(name), monkeypatch, deterministic=False)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)

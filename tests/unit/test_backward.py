@@ -186,7 +186,7 @@ def test_explain_says_who_computes_gradients(device: str) -> None:
     assert decision.plan is not None
     assert decision.plan.kernels == [
         "ampere_backward_rows_bf16",
-        "ampere_attention_bwd_bf16_d64" + ("_wide" if device in ("H200", "B200") else ""),
+        "ampere_attention_bwd_bf16_d64" + ("_wide_plain" if device == "B200" else ""),
         "ampere_backward_shares_bf16",
         "ampere_backward_dq_bf16",
     ]
@@ -251,21 +251,21 @@ def test_large_calls_take_turns_where_that_is_faster(
     ("d", "device", "tiles"),
     [
         (32, "RTX 4090", ["d32"]),
-        (40, "H200", ["d64_wide"]),
-        (64, "H200", ["d64_wide"]),
+        (40, "H200", ["d64_wide_plain"]),
+        (64, "H200", ["d64_wide_plain"]),
         (64, "A100", ["d64"]),
         (80, "A100", ["d96"]),
-        (96, "H200", ["d96"]),
+        (96, "H200", ["d96_plain"]),
         (96, "RTX 4090", ["d128"]),
-        (128, "H200", ["d128_wide"]),
+        (128, "H200", ["d128_wide_plain"]),
         (128, "A100", ["d128"]),
         (128, "RTX 4090", ["d128"]),
-        (160, "H200", ["d192_wide"]),
+        (160, "H200", ["d192_wide_plain"]),
         (160, "A100", ["d160"]),
         (160, "RTX 4090", ["d160"]),
-        (184, "H200", ["d192_wide"]),
+        (184, "H200", ["d192_wide_plain"]),
         (184, "A100", ["d256_values", "d256_keys", "d256_queries"]),
-        (256, "H200", ["d256_wide"]),
+        (256, "H200", ["d256_wide_plain"]),
         (256, "A100", ["d256_values", "d256_keys", "d256_queries"]),
     ],
 )
@@ -391,12 +391,12 @@ def test_query_heads_are_shared_out_where_few_tiles_leave_sms_idle(
         ((64, 12, 160), 160, 64, False, "d64"),  # 160 rows are five blocks of 32, two of 128
         ((16, 12, 64), 512, 40, False, "d64"),
         ((64, 12, 192), 192, 64, False, "d64"),
-        ((64, 12, 256), 256, 64, False, "d64_wide"),
-        ((8, 20, 448), 448, 64, False, "d64_wide"),  # the third of three rounds is half empty
+        ((64, 12, 256), 256, 64, False, "d64_wide_plain"),
+        ((8, 20, 448), 448, 64, False, "d64_wide_plain"),  # the third of three rounds is half empty
         ((8, 20, 448), 448, 64, True, "d64"),
-        ((16, 12, 1024), 1024, 64, True, "d64_wide"),
-        ((64, 12, 160), 160, 128, False, "d128_wide"),
-        ((64, 12, 160), 160, 32, False, "d32"),
+        ((16, 12, 1024), 1024, 64, True, "d64_wide_plain"),
+        ((64, 12, 160), 160, 128, False, "d128_wide_plain"),
+        ((64, 12, 160), 160, 32, False, "d32_plain"),
     ],
 )
 def test_rows_that_fill_no_wide_block_have_tiles_of_small_ones(
@@ -439,8 +439,43 @@ def test_ctas_share_out_the_tiles_of_their_last_round(
     tiles = shape[0] * shape[1] * -(-keys // 128)
     found, kernels = plan_of(causal=False)
     assert found == ctas
-    assert [kernel.endswith("_cut") for kernel in kernels] == [False, *(ctas > tiles,) * 2]
-    assert plan_of(causal=True)[0] == tiles  # whose tiles have unequal lengths
+    assert kernels[1].endswith("_plain") == (device == "H200")
+    assert kernels[-1].endswith("_parts") == (ctas > tiles)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads_kv", "d", "options", "ctas"),
+    [
+        ((1, 4, 2048), 2, 128, {}, 122),  # 32 tiles, the longest of 32 blocks in seven parts
+        ((1, 4, 2048), 4, 64, {}, 120),
+        ((1, 4, 4096), 4, 128, {}, 252),
+        ((1, 8, 2048), 8, 128, {}, 256),
+        ((1, 16, 1024), 16, 64, {}, 128),  # tiles are too short
+        ((1, 4, 2048), 4, 64, {"deterministic": True}, 64),  # parts would wait for one another
+        ((1, 4, 2048), 4, 64, {"window": (500, 0)}, 64),  # few queries see a tile
+        ((1, 4, 2048), 4, 64, {"softcap": 2.0}, 64),  # the kernels know no rules for scores
+        ((1, 14, 2048), 2, 64, {}, 224),  # sharing out seven heads is better
+    ],
+)
+def test_ctas_share_out_the_longer_tiles_of_causal_calls(
+    shape: tuple[int, int, int], heads_kv: int, d: int, options: dict[str, Any], ctas: int
+) -> None:
+    call = {"causal": True} | options
+    q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
+    k = q[:, :heads_kv]
+    torch.use_deterministic_algorithms(call.pop("deterministic", False))
+    try:
+        plan = archflash.explain(
+            q, k, k, **call, device="H200", backward=True, implementation="ampere"
+        ).plan
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plan is not None
+    main, *_, last = plan.to_dict()["launches"][1:]
+    assert main["grid"][0] == ctas
+    assert main["kernel"].endswith("_plain") == ("softcap" not in options)
+    whole = heads_kv * -(-shape[2] // 128)
+    assert last["kernel"].endswith("_parts") == (ctas > whole and heads_kv * 7 != shape[1])
 
 
 @pytest.mark.parametrize(
@@ -465,7 +500,7 @@ def test_short_parts_of_tiles_take_no_turns(
         torch.use_deterministic_algorithms(False)
     assert plan is not None
     for launch in plan.to_dict()["launches"]:
-        parts = 1 if launch["kernel"].endswith("_cut") else 0
+        parts = 1 if launch["kernel"].endswith(("_plain", "_parts")) else 0
         addresses = [x for x in launch["pointers"] if x["operand"] == "workspace"]
         assert len(addresses) == 2 + turns + parts  # terms and sums of dq beside them
 

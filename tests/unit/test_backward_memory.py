@@ -151,7 +151,7 @@ def test_no_more_than_exact_sums_of_dq_whatever_the_shape(kernel: str, device: s
                 columns = 64 if max(s.d, s.dv) <= 64 else 128 if max(s.d, s.dv) <= 128 else 256
                 rows_of_tiles = batch * heads * (s.nq + 127) // 128 * 128
                 most = max(most, mine + rows_of_tiles * (4 * columns + 8) + MIB)
-                if plan.kernels[-1].endswith("_cut"):  # parts of dk and dv, two rounds of CTAs
+                if plan.kernels[-1].endswith("_parts"):  # parts of dk and dv, two rounds of CTAs
                     parts = 2 * plan.device.sm_count * (2 if max(s.d, s.dv) <= 32 else 1)
                     most += 4 * parts * 128 * (s.d + s.dv)
             assert mine + plan.workspace_bytes <= most, s

@@ -1,5 +1,5 @@
 // images: dense_f16 dense_bf16
-// targets: 80:80,90,ptx
+// targets: 80:80,ptx 90:90
 // one text
 // The kernels for fp16 and bf16 inputs of which every query sees every key. dense_config.cuh has
 // their tiles.

@@ -20,6 +20,7 @@
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_global.cuh"
 
@@ -148,6 +149,7 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
     const DenseContext own{at(params.k_gmem, params.k_batch, params.k_head, kv_head),
                            at(params.v_gmem, params.v_batch, params.v_head, kv_head)};
     if (threadIdx.x == 0) cta = own;
+    ptx::griddepcontrol_wait();  // what comes before this call is done
     start_last_rows<C, QKTile, C::BLOCK_Q>(
         shared_smem + C::Q_SMEM, q_gmem + first_row * params.q_row, params.q_row, rows, params.d);
     start_last_rows<C, QKTile, C::BLOCK_K>(shared_smem + C::K_SMEM,

@@ -31,6 +31,8 @@
 #include "common/mma_sync/fused_bwd_config.cuh"
 #include "common/mma_sync/key_tiles.cuh"
 #include "common/mma_sync/tile.cuh"
+#include "common/ptx/bulk_order.cuh"
+#include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -39,6 +41,7 @@
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_shared.cuh"
+#include "common/ptx/tma.cuh"
 
 namespace archflash::mma_sync {
 
@@ -187,25 +190,42 @@ __device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLU
   }
 }
 
+// Whether TMA adds to the sums of dQ.
+template <class C>
+constexpr bool ADDS_IN_BULK = requires { C::SUMS_SMEM; };
+
+template <class C>
+__device__ __forceinline__ constexpr uint32_t sums_offset() {
+  if constexpr (ADDS_IN_BULK<C>) return C::SUMS_SMEM;
+  return 0;
+}
+
+// Waits until what TMA adds, which this thread started, is in the sums.
+template <class C>
+__device__ __forceinline__ void wait_for_sums() {
+  if constexpr (ADDS_IN_BULK<C>) ptx::cp_async_bulk_wait_group_0();
+}
+
 // Adds dS K of a block of queries, in fp32, to the sums. Where CTAs take turns, `waits` says
 // whether the CTA of the keys before adds to this block, too, and therefore first. The first CTA of
 // a block writes the sums.
 template <class C>
 __device__ __forceinline__ void add_dq(const BackwardParams& params, const BackwardWork& cta,
                                        const Passing& block, uint32_t ds_smem, uint32_t k_smem,
-                                       bool waits) {
+                                       [[maybe_unused]] uint32_t sums_smem, bool waits) {
   using Scores = typename C::ScoreTile;
   using Tile = typename C::FirstTile;
   const int thread = ptx::mov_tid_x_volatile();
   const int lane = thread % 32, warp = thread / 32;
   const int row = warp / C::DQ_COLUMN_WARPS * C::DQ_ROWS;
   const int column = warp % C::DQ_COLUMN_WARPS * (C::DQ_ALTERNATES ? 16 : C::DQ_COLUMNS);
-  const int64_t number = device::dq_block_number(params, cta, block, C::BLOCK);
+  const int64_t number = dq_block_number<C>(params, cta, block);
   const int turn = cta.first_row / C::ROWS;
   const bool writes = params.dq_sums.turns_gmem != nullptr && !waits;
   // Read before the products, which hide how long this takes.
   int turns_taken = turn;
-  if (waits) turns_taken = ptx::ld_relaxed_s32(params.dq_sums.turns_gmem + number);
+  if (!ADDS_IN_BULK<C> && waits)
+    turns_taken = ptx::ld_relaxed_s32(params.dq_sums.turns_gmem + number);
   const uint32_t a_smem = Scores::advance(ds_smem + columns_first_offset<Scores>(lane), row / 8);
   const uint32_t b_smem = Tile::advance(k_smem + rows_first_offset<Tile>(lane), column / 8);
   float* sums_gmem = params.dq_sums.gmem + number * (C::BLOCK * C::HEAD_DIM) +
@@ -242,17 +262,48 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
 #pragma unroll
         for (int n = 0; n < C::DQ_STEP / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int tile = step / 8 + n / 2 * 2 * C::DQ_PAIR_STEP + n % 2;
-            put(sums_gmem + device::dq_fragment<C::HEAD_DIM>(m, tile) + 32 * i, dq_rmem[m][n][i]);
-          }
+          for (int i = 0; i < 4; ++i) put(m, n, 32 * i, dq_rmem[m][n][i]);
         }
       }
     };
-    if (writes) {
-      for_each([](float* gmem, float x) { *gmem = x; });
+    // Neighbouring fragments of a warp lie side by side in the sums, too.
+    constexpr int NEIGHBOURS = C::DQ_ALTERNATES ? 2 : C::DQ_STEP / 8;
+    const auto place = [&](int m, int n) {
+      const int tile = step / 8 + n / 2 * 2 * C::DQ_PAIR_STEP + n % 2;
+      return sums_gmem + device::dq_fragment<C::HEAD_DIM>(m, tile);
+    };
+    if constexpr (ADDS_IN_BULK<C>) {
+      constexpr int WARP_FRAGMENTS = C::DQ_ROWS / 16 * (C::DQ_STEP / 8);
+      constexpr int BYTES = 512 * NEIGHBOURS;
+      const uint32_t warp_smem = sums_smem + warp * (512 * WARP_FRAGMENTS);
+      ptx::cp_async_bulk_wait_group_read_0();  // of the block before
+      __syncwarp();
+      for_each([&](int m, int n, int i, float x) {
+        ptx::st_shared_b32(warp_smem + 512 * (m * (C::DQ_STEP / 8) + n) + 4 * (i + lane),
+                           __float_as_uint(x));
+      });
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      if (lane < WARP_FRAGMENTS / NEIGHBOURS) {
+        if (waits) {
+          while (ptx::ld_acquire_s32(params.dq_sums.turns_gmem + number) < turn) {
+          }
+          ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+        }
+        const int n = lane * NEIGHBOURS;
+        float* const to_gmem = place(n / (C::DQ_STEP / 8), n % (C::DQ_STEP / 8)) - lane;
+        const uint32_t from_smem = warp_smem + lane * BYTES;
+        if (writes) {
+          ptx::cp_async_bulk_store(to_gmem, from_smem, BYTES);
+        } else {
+          ptx::cp_reduce_async_bulk_add_f32(to_gmem, from_smem, BYTES);
+        }
+      }
+      ptx::cp_async_bulk_commit_group();
+    } else if (writes) {
+      for_each([&](int m, int n, int i, float x) { place(m, n)[i] = x; });
     } else {
-      for_each([](float* gmem, float x) { ptx::red_add_f32(gmem, x); });
+      for_each([&](int m, int n, int i, float x) { ptx::red_add_f32(place(m, n) + i, x); });
     }
   }
 }
@@ -263,7 +314,7 @@ template <class C>
 __device__ __forceinline__ void pass_turn(const BackwardParams& params, const BackwardWork& cta,
                                           const Passing& block) {
   if (params.dq_sums.turns_gmem == nullptr || block.head < 0 || threadIdx.x != 0) return;
-  device::pass_turn(params.dq_sums, device::dq_block_number(params, cta, block, C::BLOCK),
+  device::pass_turn(params.dq_sums, dq_block_number<C>(params, cta, block),
                     cta.first_row / C::ROWS);
 }
 
@@ -283,11 +334,12 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   FusedWork& cta = *reinterpret_cast<FusedWork*>(shared + C::CONTEXT_SMEM);
   const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
-  device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
+  if constexpr (!C::PLAIN)
+    device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
   FusedWork own;  // what `cta` will be behind the first barrier of the loop
   const TilePart part_of_tile = part_of_cta(all_params);
-  static_cast<BackwardWork&>(own) = find_key_tile<C::ROWS>(attention, part_of_tile.tile);
-  if (own.first_row < 0) return ptx::griddepcontrol_wait();  // for the launch behind
+  static_cast<BackwardWork&>(own) = find_key_tile<C>(attention, part_of_tile.tile);
+  if (!C::PLAIN && own.first_row < 0) return ptx::griddepcontrol_wait();  // for the launch behind
   {
     const int head = own.head * attention.heads_per_kv;
     const auto rows = device::query_rows<uint16_t>(params, own.batch, head, own.passing_start);
@@ -368,7 +420,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   };
   const auto add_multiplied = [&] {
     add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
-              shared_smem + C::OWN_FIRST_SMEM, cta.walk.waits(multiplied));
+              shared_smem + C::OWN_FIRST_SMEM, shared_smem + sums_offset<C>(),
+              cta.walk.waits(multiplied));
   };
   bool has_block = blocks_left > 0;
   Passing next = has_block ? next_of(own, block) : block;
@@ -382,6 +435,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       ptx::cp_async_wait_group<1>();
     } else {
       ptx::cp_async_wait_group<0>();
+      if (params.dq_sums.turns_gmem != nullptr) wait_for_sums<C>();
     }
     __syncthreads();
     pass_turn<C>(params, cta, added);
@@ -422,7 +476,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
                                 stage_smem + part * C::PART * FirstTile::ROW_BYTES +
                                     columns_first_offset<FirstTile>(lane));
       start_next();
-      if (!C::DROPS && attention.transform_scores) {
+      if (!C::DROPS && !C::PLAIN && attention.transform_scores) {
         device::transform_scores<FirstProduct>(s_rmem, attention.rule);
       }
       multiply_qk<SecondProduct>(dp_rmem, unused,
@@ -450,6 +504,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
         exponentiate_dropping<Scores>(
             s_rmem, dp_rmem, attention.exp2_scale, of_head, all_params.dropout.scale,
             block.row + part * C::PART + lane % 4 * 2, warp_first + lane / 4, terms_of);
+      } else if constexpr (C::PLAIN) {
+        exponentiate_scores<Scores, false>(s_rmem, dp_rmem, attention, terms_of);
       } else {
         exponentiate_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
       }
@@ -492,9 +548,11 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     stage = 1 - stage;
   }
   if (multiplied.head >= 0) {
+    if (params.dq_sums.turns_gmem != nullptr) wait_for_sums<C>();
     __syncthreads();  // dS of the last block is complete
     pass_turn<C>(params, cta, added);
     add_multiplied();
+    if (params.dq_sums.turns_gmem != nullptr) wait_for_sums<C>();
     __syncthreads();  // all warps have added, before the turn passes
     pass_turn<C>(params, cta, multiplied);
   }
@@ -513,6 +571,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   store_gradient<C, CHUNKS, C::PAIR_STEP>(dv_rmem, dv, cta, warp_row,
                                           8 * first_chunk<C, SECOND_COLUMNS>(warp % C::SPLIT),
                                           attention.dv, dv_factor);
+  wait_for_sums<C>();  // which read shared memory
 }
 
 }  // namespace archflash::mma_sync

@@ -23,6 +23,7 @@ struct FusedBackwardConfig {
   using Params = BackwardParams;
   static constexpr bool MASKED = false;
   static constexpr bool DROPS = false;  // see DropoutBackwardConfig
+  static constexpr bool PLAIN = false;  // see PlainBackwardConfig
   static constexpr DType DTYPE = DTYPE_;
   static constexpr Owns OWNS = Owns::Keys;
   static constexpr int GRADIENTS = DQ | DK | DV;
@@ -83,6 +84,16 @@ struct FusedBackwardConfig {
   static_assert(BLOCK <= THREADS, "a thread copies the terms of a row");
 };
 
+// A FusedBackwardConfig for GPUs with TMA, which adds to the sums of dQ in place of the warps: each
+// leaves its share of a block in shared memory, as it lies in the sums, and goes on.
+template <class Backward>
+struct BulkSumsConfig : Backward {
+  static constexpr int SUMS_SMEM = (Backward::SHARED_BYTES + 127) / 128 * 128;
+  static constexpr int SHARED_BYTES = SUMS_SMEM + 4 * Backward::BLOCK * Backward::HEAD_DIM;
+  static_assert(Backward::DQ_COLUMNS == Backward::DQ_STEP, "a warp has room for all it adds");
+  static_assert(SHARED_BYTES <= 227 * 1024, "CUDA: at most 227 KB in a CTA (9.0, 10.0)");
+};
+
 // A FusedBackwardConfig whose kernel drops some of P and knows no masks as data.
 template <class Backward>
 struct DropoutBackwardConfig : Backward {
@@ -92,10 +103,13 @@ struct DropoutBackwardConfig : Backward {
                 "a lane has all elements that share their random bits: 32 keys by 16 queries");
 };
 
-// A FusedBackwardConfig whose CTAs share out the tiles of their last round (key_tiles.cuh).
+// A FusedBackwardConfig whose CTAs may share out tiles (key_tiles.cuh), and which knows neither
+// packed sequences nor a rule for scores. Without their code in between, what runs is code that
+// lies together, so that an SM seldom waits for it.
 template <class Backward>
-struct CuttingBackwardConfig : Backward {
+struct PlainBackwardConfig : Backward {
   using Params = CuttingBackwardParams;
+  static constexpr bool PLAIN = true;
 };
 
 }  // namespace archflash::mma_sync

@@ -1,9 +1,9 @@
-// Which keys a CTA of fused_bwd.cuh has, and how CTAs share out the tiles of their last round.
+// Which keys a CTA of fused_bwd.cuh has, and how CTAs share out tiles.
 //
-// A CTA has a tile of keys. Where that would leave SMs idle in the last round of CTAs, each tile of
-// it has several (CutTiles): each takes some of the blocks of queries and leaves its part of dK and
-// dV in the workspace, in fp32. The kernel that makes dQ of its sums adds the parts up, in their
-// order, so that the bits never vary.
+// A CTA has a tile of keys. Where that would leave SMs idle, in the last round of CTAs or behind
+// the shorter tiles of a causal call, a tile has several (CutTiles): each takes some of the blocks
+// of queries and leaves its part of dK and dV in the workspace, in fp32. The kernel that makes dQ
+// of its sums adds the parts up, in their order, so that the bits never vary.
 #pragma once
 
 #include <cstdint>
@@ -44,12 +44,12 @@ __device__ __forceinline__ KeyTile place_key_tile(const AttentionParams& params,
 }
 
 // What a CTA with tile `index` works on.
-template <int ROWS>
+template <class C>
 __device__ __forceinline__ BackwardWork find_key_tile(const AttentionParams& params,
                                                       uint32_t index) {
-  if (params.cu_seqlens_k_gmem != nullptr)
-    return device::find_backward_work<Owns::Keys, ROWS>(params, static_cast<int>(index));
-  const KeyTile tile = place_key_tile(params, ROWS, index);
+  if (!C::PLAIN && params.cu_seqlens_k_gmem != nullptr)
+    return device::find_backward_work<Owns::Keys, C::ROWS>(params, static_cast<int>(index));
+  const KeyTile tile = place_key_tile(params, C::ROWS, index);
   BackwardWork found{};
   found.first_row = tile.first_row;
   found.batch = tile.batch;
@@ -63,32 +63,52 @@ __device__ __forceinline__ BackwardWork find_key_tile(const AttentionParams& par
   return found;
 }
 
+// The number of a block of queries among those of all heads.
+template <class C>
+__device__ __forceinline__ int64_t dq_block_number(const BackwardParams& params,
+                                                   const device::BackwardWork& work,
+                                                   const device::Passing& block) {
+  if constexpr (!C::PLAIN) return device::dq_block_number(params, work, block, C::BLOCK);
+  const AttentionParams& attention = params.attention;
+  const int64_t head = static_cast<int64_t>(work.batch) * attention.heads_q +
+                       work.head * attention.heads_per_kv + block.head;
+  return head * params.dq_sums.blocks + block.row / C::BLOCK;
+}
+
 // The part of a tile that a CTA has.
 struct TilePart {
   uint32_t tile;
-  int number;  // among the parts of all tiles that are cut
-  int parts;   // of a tile; 1: this CTA has all of it
+  int index, parts;  // of the tile; 1: this CTA has all of it
+  int number;        // among all parts
 };
 
 template <class Params>
 __device__ __forceinline__ TilePart part_of_cta(const Params& params) {
   if constexpr (requires { params.cut; }) {
-    const auto whole = static_cast<uint32_t>(params.cut.whole);
-    if (blockIdx.x >= whole) {
-      const uint32_t number = blockIdx.x - whole;
-      return {whole + number / params.cut.parts, static_cast<int>(number), params.cut.parts};
+    uint32_t cta = blockIdx.x, tile = 0;
+    int number = 0;
+    for (int i = 0;; ++i) {
+      const TileRun run = params.cut.runs[i];
+      const uint32_t parts = run.parts, ctas = run.tiles * parts;
+      if (cta < ctas) {
+        const uint32_t of_run = cta / parts;
+        return {tile + of_run, static_cast<int>(cta - of_run * parts), run.parts,
+                number + static_cast<int>(cta)};
+      }
+      cta -= ctas, tile += run.tiles;
+      if (run.parts > 1) number += static_cast<int>(ctas);
     }
   }
-  return {blockIdx.x, 0, 1};
+  return {blockIdx.x, 0, 1, 0};
 }
 
 // Leaves a walk the blocks of a part. A tile has at least as many blocks as parts.
 template <int BLOCK>
 __device__ __forceinline__ void keep_part(device::DqWalk& walk, const TilePart& part) {
   if (part.parts == 1) return;
-  const int number = part.number % part.parts, blocks = walk.template blocks<BLOCK>();
-  walk.last = walk.begin + (blocks * (number + 1) / part.parts - 1) * BLOCK;
-  walk.begin += blocks * number / part.parts * BLOCK;
+  const int blocks = walk.template blocks<BLOCK>();
+  walk.last = walk.begin + (blocks * (part.index + 1) / part.parts - 1) * BLOCK;
+  walk.begin += blocks * part.index / part.parts * BLOCK;
 }
 
 // Where a CTA's rows of a gradient of keys go: into the gradient, or of a part into the workspace,
@@ -116,15 +136,27 @@ __device__ __forceinline__ void add_parts(const CuttingBackwardParams& params, i
   const AttentionParams& attention = params.call.attention;
   const int chunks = cut.columns / 8, d_chunks = attention.d / 8;
   const int row_of_all = number / chunks, chunk = number - row_of_all * chunks;
-  const int tile_of_all = row_of_all / cut.rows, row = row_of_all - tile_of_all * cut.rows;
-  if (tile_of_all >= cut.tiles) return;
-  const KeyTile tile = place_key_tile(attention, cut.rows, cut.whole + tile_of_all);
+  int left = row_of_all / cut.rows;  // tiles that have parts, before the thread's
+  const int row = row_of_all - left * cut.rows;
+  int index = 0, first_part = 0, parts = 0;
+  for (int i = 0; parts == 0; ++i) {
+    if (i == CutTiles::MOST_RUNS || cut.runs[i].tiles == 0) return;
+    const TileRun run = cut.runs[i];
+    const bool has_parts = run.parts > 1;
+    if (has_parts && left < run.tiles) {
+      index += left, first_part += left * run.parts, parts = run.parts;
+    } else {
+      index += run.tiles;
+      if (has_parts) left -= run.tiles, first_part += run.tiles * run.parts;
+    }
+  }
+  const KeyTile tile = place_key_tile(attention, cut.rows, index);
   if (tile.first_row + row >= attention.nk) return;
   const int64_t part_floats = static_cast<int64_t>(cut.rows) * cut.columns;
   const float* part_gmem =
-      cut.parts_gmem + tile_of_all * cut.parts * part_floats + row * cut.columns + 8 * chunk;
+      cut.parts_gmem + first_part * part_floats + row * cut.columns + 8 * chunk;
   float x[8] = {};
-  for (int part = 0; part < cut.parts; ++part, part_gmem += part_floats) {
+  for (int part = 0; part < parts; ++part, part_gmem += part_floats) {
     const float4* chunk_gmem = reinterpret_cast<const float4*>(part_gmem);
     const float4 low = chunk_gmem[0], high = chunk_gmem[1];
     x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;

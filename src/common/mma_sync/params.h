@@ -73,18 +73,22 @@ struct DroppingBackwardParams {
   DroppedHeads dropped_heads;
 };
 
-// The last tiles of keys of a backward kernel, each shared out among CTAs by blocks of queries
-// (key_tiles.cuh).
-struct CutTiles {
-  float* parts_gmem;  // (tiles, parts, rows, columns)
-  int32_t whole;      // tiles before them, which have a CTA each
-  int32_t tiles;      // that are cut
-  int32_t parts;      // of each of them, at least 2
-  int32_t rows;       // of a tile
-  int32_t columns;    // of dK and dV together
+// Tiles of keys of a backward kernel that follow one another, each shared out among `parts` CTAs by
+// blocks of queries (key_tiles.cuh).
+struct TileRun {
+  int32_t tiles, parts;  // 1: one CTA has all of a tile, and writes dK and dV
 };
 
-// The parameter block of the backward kernels that cut their last tiles.
+// How the CTAs of a backward kernel share out its tiles.
+struct CutTiles {
+  static constexpr int MOST_PARTS = 16, MOST_RUNS = MOST_PARTS;
+  float* parts_gmem;        // (parts of tiles that have several, rows, columns)
+  TileRun runs[MOST_RUNS];  // behind the last one they are empty
+  int32_t rows;             // of a tile
+  int32_t columns;          // of dK and dV together
+};
+
+// The parameter block of the backward kernels that cut tiles.
 struct CuttingBackwardParams {
   BackwardParams call;
   CutTiles cut;

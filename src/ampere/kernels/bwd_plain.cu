@@ -1,0 +1,25 @@
+// images: bwd_plain_f16 bwd_plain_bf16
+// targets: 90:90,100,ptx
+// The backward kernels for fp16 and bf16 inputs without packed sequences, rules for scores, masks
+// as data and dropout, whose CTAs may share out tiles, and the kernel that adds up what they leave.
+// plain_config.cuh has their tiles.
+#include "ampere/plain_config.cuh"
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "common/mma_sync/fused_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_dq, parts), (BACKWARD_DQ_THREADS),
+                mma_sync::dq_and_parts<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_plain), mma_sync::fused_bwd, D32Plain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide_plain), mma_sync::fused_bwd,
+                 D64WidePlain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d96_plain), mma_sync::fused_bwd, D96Plain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_plain), mma_sync::fused_bwd,
+                 D128WidePlain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_wide_plain), mma_sync::fused_bwd,
+                 D192WidePlain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_wide_plain), mma_sync::fused_bwd,
+                 D256WidePlain<DTYPE>)

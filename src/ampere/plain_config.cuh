@@ -1,0 +1,25 @@
+// The backward kernels of ampere for calls that ask for nothing but a causal mask or a window, on
+// GPUs with TMA.
+#pragma once
+
+#include "ampere/backward_config.cuh"
+#include "common/mma_sync/fused_bwd_config.cuh"
+
+namespace archflash::ampere {
+
+using mma_sync::PlainBackwardConfig;
+
+template <DType T>
+using D32Plain = PlainBackwardConfig<D32<T>>;
+template <DType T>
+using D64WidePlain = PlainBackwardConfig<D64Wide<T>>;
+template <DType T>
+using D96Plain = PlainBackwardConfig<D96<T>>;
+template <DType T>
+using D128WidePlain = PlainBackwardConfig<D128Wide<T>>;
+template <DType T>
+using D192WidePlain = PlainBackwardConfig<D192Wide<T>>;
+template <DType T>
+using D256WidePlain = PlainBackwardConfig<D256Wide<T>>;
+
+}  // namespace archflash::ampere
