@@ -69,23 +69,25 @@ Call = Dense | Packed | Ranged
 
 
 def calls(
-    mask: Mask, rows: Sequence[Piece], keys: Sequence[Piece], *, packs: bool = True
-) -> list[Call]:
+    mask: Mask, rows: Sequence[Piece], keys: Sequence[Piece], *, packs: bool = True,
+    among: Sequence[Piece] | None = None,
+) -> list[Call]:  # fmt: skip
     """The calls that give what local rows, of these ascending pieces, see of the keys of a buffer,
     of those ascending pieces.
 
     Args:
         packs: whether calls can be packed, for which the batch must be 1.
+        among: the pieces of all local rows, where `rows` are some neighbours of them.
     """
     n = sum(end - start for start, end in rows)
     if not n or not keys:
         return []
-    everything: list[Call] = [Ranged(0, n)]
+    at = 0 if among is None else _Places(among).before(rows[0][0])
+    everything: list[Call] = [Ranged(at, at + n)]
     if mask.key_ranges is not None:
         return everything
     held = _Places(keys)
     made: list[Dense] = []
-    at = 0
     for piece, document in (cut for row in rows for cut in mask.documents(row)):
         found = _of_piece(mask, piece, document, at, held)
         if found is None:

@@ -19,6 +19,7 @@ from archflash.distributed._shards import Piece, Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")
 _SHARED_SECONDS = 2.5e-3  # of work, at least, for one more share of the heads
+_ALONE_SECONDS = 5e-5  # of work, at least, of rows that are computed while messages travel
 # What several shares cost of the work, with a mask and without: they have fewer tiles, and NCCL's
 # kernel takes some SMs from them (four H200s).
 _SHARING_COSTS = {True: 0.02, False: 0.06}
@@ -184,6 +185,11 @@ def head_shares(
     last = max(first, heads - first) if back else heads
     edges = sorted({0, first, *range(first, last, most), last, heads})
     return tuple(itertools.pairwise(edges))
+
+
+def least_alone(shape: Shape, speeds: Speeds) -> float:
+    """Pairs of a row and a key whose work is worth a call beside messages."""
+    return _ALONE_SECONDS / max(1e-30, shape.heads_q * _seconds(1, shape, speeds))
 
 
 def _slowest(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> float:

@@ -93,6 +93,36 @@ def start(
     return pending
 
 
+@dataclass(frozen=True)
+class Block:
+    """Rows to send, or to receive into, one rank's behind another's in a contiguous tensor.
+
+    Attributes:
+        rows: how many of each rank of the group.
+    """
+
+    x: Tensor
+    rows: list[int]
+
+
+def start_in_one(group: dist.ProcessGroup | None, sends: Block, receives: Block) -> Pending:
+    """Starts the messages of all ranks of a group, each of which calls this: for the host it is
+    one operation.
+    """
+    pending = Pending()
+    given, taken = sends.x, receives.x
+    if given.is_cuda and not carries(group, given.device):
+        given, taken = given.cpu(), torch.empty_like(taken, device="cpu")
+        pending._staged.append((receives.x, taken))
+    pending._held += [given, taken]
+    with _lost():
+        work = dist.all_to_all_single(
+            taken, given, receives.rows, sends.rows, group=group, async_op=True
+        )
+    pending._works = [work]
+    return pending
+
+
 def carries(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether a group sends tensors of a device by itself. gloo takes those of the CPU only."""
     backends = dict(x.split(":") for x in dist.get_backend_config(group).split(","))

@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class Stage:
         own: the pieces of it that the rank holds itself, which are copied.
         receives, sends: what comes from which rank, and what goes to which rank: global rows.
         parts: the calls.
+        travels: whether keys travel for it, of some ranks at least.
     """
 
     heads: Piece
@@ -44,6 +46,7 @@ class Stage:
     receives: tuple[tuple[int, tuple[Piece, ...]], ...]
     sends: tuple[tuple[int, tuple[Piece, ...]], ...]
     parts: tuple[Part, ...]
+    travels: bool = True
 
     @property
     def key_rows(self) -> int:
@@ -61,6 +64,8 @@ class Plan:
         stages, stages_back: of the forward and of the backward pass, in order.
         once: whether each row is in one call of a pass at most, so that nothing is merged.
         untouched: local rows of which no part is the first: they start as rows that see no key.
+        gathers: whether a share of the heads gets all its keys at once.
+        in_one: whether the messages of a stage are one exchange, in which all ranks take part.
     """
 
     shards: Shards
@@ -70,10 +75,13 @@ class Plan:
     stages_back: tuple[Stage, ...]
     once: bool
     untouched: tuple[Piece, ...]
+    gathers: bool
+    in_one: bool = False
     _tables: dict[object, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
     checked: set[object] = field(default_factory=set, compare=False)  # options that all calls take
     # By a call and its options: whether a kernel writes fp32 outputs of 16-bit inputs for it.
     in_f32: dict[object, bool] = field(default_factory=dict, compare=False)
+    layouts: dict[int, Any] = field(default_factory=dict, compare=False)  # of stages, by their ids
 
     @property
     def rows(self) -> int:
@@ -81,8 +89,12 @@ class Plan:
 
     @functools.cached_property
     def stages_of_a_share(self) -> int:
-        """How many stages there are for the same heads."""
+        """How many stages of the forward pass there are for the same heads."""
         return sum(stage.heads == self.stages[0].heads for stage in self.stages)
+
+    @functools.cached_property
+    def stages_back_of_a_share(self) -> int:
+        return sum(stage.heads == self.stages_back[0].heads for stage in self.stages_back)
 
     def table(self, key: object, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Tensors that calls read, made once for each key while the plan is one of the last two.
@@ -138,16 +150,22 @@ def make(
         if r != rank and mine
     }
     stages, covered, once = _stages(shards, mask, rank, sources, wanted, asked, packs)
-    gaps, at = [], 0
-    for start, end in [*sorted(covered), (shards.rows(rank),) * 2]:
-        if start > at:
-            gaps.append((at, start))
-        at = end
     forward, back = (
         tuple(dataclasses.replace(stage, heads=share) for share in shares for stage in stages)
         for shares in (heads, heads if heads_back is None else heads_back)
     )
-    return Plan(shards, mask, rank, forward, back, once, tuple(gaps))
+    gaps = untouched(covered, shards.rows(rank))
+    return Plan(shards, mask, rank, forward, back, once, gaps, len(sources) == 1)
+
+
+def untouched(firsts: Sequence[Piece], rows: int) -> tuple[Piece, ...]:
+    """The local rows that the first calls of rows do not have."""
+    gaps, at = [], 0
+    for start, end in [*sorted(firsts), (rows, rows)]:
+        if start > at:
+            gaps.append((at, start))
+        at = max(at, end)
+    return tuple(gaps)
 
 
 def _stages(
@@ -169,7 +187,7 @@ def _stages(
                 receives.append((source, tuple(pieces)))
             if pieces := asked.get(target, []):
                 sends.append((target, tuple(pieces)))
-        keys = _neighbours([*own, *(p for _, pieces in receives for p in pieces)])
+        keys = neighbours([*own, *(p for _, pieces in receives for p in pieces)])
         parts = []
         for whole in calls(mask, mine, keys, packs=packs):
             for call in _split(whole, covered):
@@ -178,7 +196,7 @@ def _stages(
                 once = once and first
                 fresh += [rows] if first else []
                 parts.append(Part(call, first))
-            covered = _neighbours([*covered, (whole.q0, whole.q1)], overlapping=True)
+            covered = neighbours([*covered, (whole.q0, whole.q1)], overlapping=True)
         stages.append(Stage((0, 0), tuple(keys), own, tuple(receives), tuple(sends), tuple(parts)))
     return stages, fresh, once
 
@@ -196,7 +214,7 @@ def _split(call: Call, covered: Sequence[Piece]) -> list[Call]:
     ]
 
 
-def _neighbours(pieces: Iterable[Piece], overlapping: bool = False) -> list[Piece]:
+def neighbours(pieces: Iterable[Piece], overlapping: bool = False) -> list[Piece]:
     """Ascending pieces, neighbours joined."""
     made: list[Piece] = []
     for start, end in sorted(pieces):

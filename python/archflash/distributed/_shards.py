@@ -6,20 +6,17 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from archflash.distributed._dealing import joined
+from archflash.distributed._moving import deal_apart
+
 Piece = tuple[int, int]  # half-open range of rows
-_TOLERANCE = 1.04  # the most work or rows of a rank over the mean, where documents allow that
-_SMALLEST_SHARE = 1 / 32  # of what a rank should have: no smaller document is cut
-_MOST_PARTS = 8  # of a document, or one for each rank
-_MOST_TRIED = 100  # ways to cut documents
-_TILE = 128  # rows of a kernel's tile
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,12 @@ class Shards:
         """
         ends = boundaries(cu_seqlens)
         documents = [d for d in itertools.pairwise(ends) if d[1] > d[0]]
-        best: tuple[float, tuple[tuple[Piece, ...], ...]] = (math.inf, ((),) * ranks)
-        for parts in _cuts(documents, ranks, causal) if documents else ():
-            best = min(best, _dealt(documents, parts, ranks, causal), key=lambda dealt: dealt[0])
-            if best[0] <= _TOLERANCE:
-                break
-        return Shards(ends[-1], best[1])
+        pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+        dealt = deal_apart([end - start for start, end in documents], ranks, causal)
+        for (start, _), held in zip(documents, dealt, strict=True):
+            for rank, some in held.items():
+                pieces[rank] += [(start + a, start + b) for a, b in some]
+        return Shards(ends[-1], tuple(map(_joined, pieces)))
 
     @staticmethod
     def of_positions(positions: Sequence[Tensor]) -> Shards:
@@ -176,88 +173,7 @@ def rows_of(pieces: Iterable[Piece]) -> Tensor:
 
 def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Pieces in ascending order, neighbours joined and empty ones left out."""
-    made: list[Piece] = []
-    for start, end in sorted(pieces):
-        if start == end:
-            continue
-        if made and made[-1][1] == start:
-            made[-1] = (made[-1][0], end)
-        else:
-            made.append((start, end))
-    return tuple(made)
-
-
-def _cuts(documents: list[Piece], ranks: int, causal: bool) -> Iterator[dict[Piece, int]]:
-    """Ways to cut documents, in how many parts each: the longest ones, in the order of what would
-    travel; and if that will not do, all that are more than some share of what a rank should have.
-    """
-    longest = sorted(documents, key=lambda x: x[0] - x[1])
-    rows = {x: x[1] - x[0] for x in documents}
-    work = {x: _work((0, n), n, causal) for x, n in rows.items()}
-    all_rows, all_work = sum(rows.values()) / ranks, sum(work.values()) / ranks
-    loads = {x: max(rows[x] / all_rows, work[x] / all_work) for x in longest}
-
-    largest = [*loads.values(), 0.0]
-    ways = [(0, 0, 1)]  # rows that travel, documents that are cut, parts
-    lengths = itertools.accumulate(rows[x] for x in longest[: 2 * ranks])
-    for count, together in enumerate(lengths, start=1):
-        if largest[count] <= _TOLERANCE:
-            numbers = {*range(2, min(ranks, _MOST_PARTS) + 1), ranks} - {1}
-            ways += [(together * (x - 1), count, x) for x in numbers if largest[0] <= x]
-    for _, count, parts in sorted(ways)[:_MOST_TRIED]:
-        yield dict.fromkeys(longest[:count], parts)
-
-    share = 1.0
-    while share >= _SMALLEST_SHARE:
-        yield {x: min(ranks, math.ceil(load / share)) for x, load in loads.items()}
-        share /= 2
-
-
-def _dealt(
-    documents: list[Piece], parts: dict[Piece, int], ranks: int, causal: bool
-) -> tuple[float, tuple[tuple[Piece, ...], ...]]:
-    """Deals documents to ranks, the largest first, each to the rank that has the least with it.
-
-    Args:
-        parts: in how many some of them are cut before.
-
-    Returns:
-        The most work or rows of a rank over the mean, and the rows of the ranks.
-    """
-    all_work = sum(_work((0, b - a), b - a, causal) for a, b in documents) / ranks
-    all_rows = sum(b - a for a, b in documents) / ranks
-    items: list[tuple[float, float, tuple[Piece, ...]]] = []  # work, rows and pieces
-    for start, end in documents:
-        n = end - start
-        for pieces in _cut(n, parts.get((start, end), 1)):
-            work = sum(_work(piece, n, causal) for piece in pieces) / all_work
-            rows = sum(b - a for a, b in pieces) / all_rows
-            items.append((work, rows, tuple((start + a, start + b) for a, b in pieces)))
-    items.sort(key=lambda item: -max(item[:2]))
-    held: list[list[Piece]] = [[] for _ in range(ranks)]
-    works, all_held = [0.0] * ranks, [0.0] * ranks
-    for work, rows, pieces in items:
-        loads = [max(w + work, n + rows) for w, n in zip(works, all_held, strict=True)]
-        r = loads.index(min(loads))
-        works[r] += work
-        all_held[r] += rows
-        held[r] += pieces
-    return max(*works, *all_held), tuple(map(_joined, held))
-
-
-def _cut(n: int, parts: int) -> list[tuple[Piece, ...]]:
-    """A document of n rows in zigzag, in full tiles as far as there are that many."""
-    tile = _TILE if n >= 4 * parts * _TILE else 1
-    edges = [_part(-(-n // tile), 2 * parts, i)[0] * tile for i in range(2 * parts)] + [n]
-    both = list(itertools.pairwise(edges))
-    made = (_joined([both[i], both[-1 - i]]) for i in range(parts))
-    return [pieces for pieces in made if pieces]
-
-
-def _work(piece: Piece, n: int, causal: bool) -> float:
-    """Pairs of a row of a piece and a key of its document of n rows that it sees."""
-    a, b = piece
-    return (b * (b + 1) - a * (a + 1)) / 2 if causal else float((b - a) * n)
+    return tuple(joined(pieces))
 
 
 def make(shards: Shards | str, n: int, ranks: int) -> Shards:

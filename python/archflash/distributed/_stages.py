@@ -141,6 +141,7 @@ def check(
     if key in plan.checked:
         return
     for back, stages in ((False, plan.stages), (True, plan.stages_back)):
+        of_a_share = plan.stages_back_of_a_share if back else plan.stages_of_a_share
         for number, stage in enumerate(stages if differentiated or not back else ()):
             heads = _query_heads(stage, q, k)
             own = slice(*stage.heads)
@@ -152,7 +153,7 @@ def check(
             for place, part in enumerate(_parts(stage, q)):
                 apart = part.call.apart if back and isinstance(part.call, Packed) else (part.call,)
                 for which, call in enumerate(apart):
-                    at = (number % plan.stages_of_a_share, place) + ((which,) if back else ())
+                    at = (number % of_a_share, place) + ((which,) if back else ())
                     arguments = _arguments(plan, stage, call, at, heads, options, q.device)
                     if sinks is not None and part.first and not back:
                         arguments["sinks"] = sinks[heads]
@@ -184,7 +185,7 @@ def backward(
             keys.take(number, None if turns else back)
             heads = _query_heads(stage, q, k)
             given = [None if x is None else x[:, heads] for x in (dout, q, out, lse, dlse, dq)]
-            if number % plan.stages_of_a_share == 0:
+            if number % plan.stages_back_of_a_share == 0:
                 of_q = Fresh(dq[:, heads], 2)
                 own = Fresh(total[:, :, slice(*stage.heads)], 0)
             with turns.of(number):
@@ -196,7 +197,7 @@ def backward(
                     found = Fresh(buffer_of(stage.key_rows, keys.k, keys.v, wide), 0)
                 _differentiate_in(plan, number, options, heads, given, keys, of_q, found)
                 following = Returned(plan, stage, found, own, alone is None)
-                if (number + 1) % plan.stages_of_a_share == 0:
+                if (number + 1) % plan.stages_back_of_a_share == 0:
                     of_q.clear()
                     own.clear()
                 if turns or number + 1 == len(plan.stages_back):
@@ -227,7 +228,8 @@ def _differentiate_in(
         apart = part.call.apart if isinstance(part.call, Packed) else (part.call,)
         for which, call in enumerate(apart):
             span = (call.k0, call.k1) if isinstance(call, Dense) else all_keys
-            calls.append((call, (number % plan.stages_of_a_share, place, which), span))
+            key = (number % plan.stages_back_of_a_share, place, which)
+            calls.append((call, key, span))
     # That of the most keys comes first: it can write all of their gradients.
     for call, key, span in sorted(calls, key=lambda x: x[2][0] - x[2][1]):
         rows = call.q0, call.q1

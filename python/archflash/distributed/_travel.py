@@ -20,6 +20,7 @@ from torch import Tensor
 
 from archflash.distributed import _exchange
 from archflash.distributed._calls import places
+from archflash.distributed._layout import Layout
 from archflash.distributed._mask import overlaps
 from archflash.distributed._partial import Fresh
 from archflash.distributed._plan import Plan, Stage
@@ -40,6 +41,7 @@ def buffer_of(rows: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Pieces for one rank that are messages of their own; more are one message.
 _MOST_ALONE = 2
+_MOST_COPIED = 4  # pieces that are copied one by one
 _ByRank = Sequence[tuple[int, tuple[Piece, ...]]]
 
 
@@ -95,6 +97,13 @@ def where_alone(plan: Plan, stage: Stage) -> Piece | None:
     return local[0][0], local[-1][1]
 
 
+def layout_of(plan: Plan, stage: Stage) -> Layout:
+    if id(stage) not in plan.layouts:
+        plan.layouts[id(stage)] = Layout.of(plan, stage)
+    found: Layout = plan.layouts[id(stage)]
+    return found
+
+
 class Arrivals:
     """The keys of the stages, of which the next one's are under way, or in turns all others'.
 
@@ -111,7 +120,7 @@ class Arrivals:
         self.k, self.v = k, v
         # The own keys and values of the heads of a share, as they travel.
         self._sent: tuple[Piece, list[Tensor]] | None = None
-        self._together = plan.stages_of_a_share == 1
+        self._together = plan.gathers
         # K and V of the stages that are still to be taken (with turns, of every stage), each with
         # the messages that bring them.
         self._coming: list[tuple[_Coming, _exchange.Pending]] = []
@@ -144,6 +153,8 @@ class Arrivals:
 
     def _ask(self, end: int, back: Returned | None = None) -> _exchange.Pending:
         """Starts the messages of the stages up to `end`, and those of `back`, at once."""
+        if self._plan.in_one:
+            return self._ask_in_one(end, back)
         sends, receives = ([], []) if back is None else ([*back.sends], [*back.receives])
         made = []
         for number in range(self._asked, min(end, len(self._stages))):
@@ -155,6 +166,64 @@ class Arrivals:
         pending = _exchange.start(self._group, sends, receives)
         self._coming += [(coming, pending) for coming in made]
         return pending
+
+    def _ask_in_one(self, end: int, back: Returned | None) -> _exchange.Pending:
+        """As `_ask`, of stages of which one has messages."""
+        latest = _exchange.Pending()
+        if back is not None and back.layout is not None:
+            back.start(self._group)
+            latest = back.pending
+        for number in range(self._asked, min(end, len(self._stages))):
+            stage, pending = self._stages[number], _exchange.Pending()
+            if stage.travels:
+                coming, latest = self._exchanged(stage)
+                pending = latest
+            else:
+                alone = where_alone(self._plan, stage)
+                assert alone is not None
+                k, v = (x[:, slice(*stage.heads), slice(*alone)] for x in (self._k, self._v))
+                coming = _Coming((k, v))
+            self._coming.append((coming, pending))
+            self._asked += 1
+        return latest
+
+    def _exchanged(self, stage: Stage) -> tuple[_Coming, _exchange.Pending]:
+        """The keys of a stage whose messages are one exchange, which it starts."""
+        plan, heads, layout = self._plan, slice(*stage.heads), layout_of(self._plan, stage)
+        (sent,) = self._room(sum(layout.sent_rows), heads)
+        self._fill(sent, heads, layout.sent)
+        (x,) = self._room(stage.key_rows, heads)
+        others = sum(layout.received_rows)
+        pending = _exchange.start_in_one(
+            self._group,
+            _exchange.Block(sent, layout.sent_rows),
+            _exchange.Block(x[:others], layout.received_rows),
+        )
+        # What follows does not let the messages wait.
+        self._fill(x[others:], heads, layout.own)
+        if layout.order is None:
+            return _Coming(_by_head([x], self._k)), pending
+        order = plan.table(
+            ("order", stage.keys, x.device),
+            lambda: (torch.tensor(layout.order, dtype=torch.int64, device=x.device),),
+        )[0]
+        return _Coming(None, [x], order), pending
+
+    def _fill(self, to: Tensor, heads: slice, pieces: Sequence[Piece]) -> None:
+        """Copies own keys and values of some places, one piece behind another."""
+        k, v = columns(to, self._k.shape[3])
+        if len(pieces) > _MOST_COPIED:
+            rows = self._plan.table(
+                ("rows", pieces, to.device), lambda: (rows_of(pieces).to(to.device),)
+            )[0]
+            k.copy_(self._k[:, heads].index_select(2, rows))
+            v.copy_(self._v[:, heads].index_select(2, rows))
+            return
+        at = 0
+        for start, end in pieces:
+            k[:, :, at : at + end - start] = self._k[:, heads, start:end]
+            v[:, :, at : at + end - start] = self._v[:, heads, start:end]
+            at += end - start
 
     def _prepare(
         self, number: int
@@ -263,11 +332,18 @@ class Returned:
 
     def __init__(self, plan: Plan, stage: Stage, found: Fresh, own: Fresh, adds_own: bool) -> None:
         self._own = own.x
+        self.pending = _exchange.Pending()  # once these messages are under way
+        self.sends: list[_exchange.Message] = []
+        self.receives: list[_exchange.Message] = []
+        self._where: list[slice | Tensor] = []  # the rows of each message
+        self.layout = layout_of(plan, stage) if plan.in_one and stage.travels else None
+        if self.layout is not None:
+            self._return_in_one(plan, stage, self.layout, found, own)
+            return
         self.sends = _sends(plan, stage.keys, stage.receives, [found.x])
         if adds_own:
             self._add_own(plan, stage, found, own)
         mine = plan.shards.pieces[plan.rank]
-        self._where: list[slice | Tensor] = []  # the rows of each message
         rows = 0
         for _, pieces in stage.sends:
             local = plan.local(pieces)
@@ -279,7 +355,27 @@ class Returned:
             else:
                 self._where += [slice(start, end) for start, end in local]
         self.receives = _messages(stage.sends, [own.x.new_empty((rows, *own.x.shape[1:]))])
-        self.pending = _exchange.Pending()  # once these messages are under way
+
+    def _return_in_one(
+        self, plan: Plan, stage: Stage, layout: Layout, found: Fresh, own: Fresh
+    ) -> None:
+        pieces = [found.x[start:end] for start, end in layout.received]
+        given = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [found.x[:0]])
+        taken = own.x.new_empty((sum(layout.sent_rows), *own.x.shape[1:]))
+        self._blocks = (
+            _exchange.Block(given, layout.received_rows), _exchange.Block(taken, layout.sent_rows)
+        )  # fmt: skip
+        self._add_own(plan, stage, found, own)
+        for start, end in layout.sent:
+            own.clear(start, end)
+        if len(layout.sent) <= _MOST_COPIED:
+            self._where = [slice(start, end) for start, end in layout.sent]
+            rows = [end - start for start, end in layout.sent]
+        else:
+            mine, by_rank = plan.shards.pieces[plan.rank], sorted(stage.sends)
+            self._where = [_index(plan, mine, pieces, own.x) for _, pieces in by_rank]
+            rows = [n for n in layout.sent_rows if n]
+        self.receives = [(-1, x) for x in taken.split(rows)] if rows else []
 
     def _add_own(self, plan: Plan, stage: Stage, found: Fresh, own: Fresh) -> None:
         """Adds what the rank itself found of its own keys."""
@@ -291,16 +387,13 @@ class Returned:
             for piece in local:
                 own.wrote(*piece)
             return
-        for (a, b), (start, end) in zip(places(stage.keys, stage.own), local, strict=True):
-            if own.holds_none(start, end):
-                own.x[start:end] = found.x[a:b]
-                own.wrote(start, end)
-            else:
-                own.clear(start, end)
-                own.x[start:end] += found.x[a:b]
+        _add_pieces(own, local, [found.x[a:b] for a, b in places(stage.keys, stage.own)])
 
     def start(self, group: dist.ProcessGroup | None) -> None:
-        self.pending = _exchange.start(group, self.sends, self.receives)
+        if self.layout is None:
+            self.pending = _exchange.start(group, self.sends, self.receives)
+        else:
+            self.pending = _exchange.start_in_one(group, *self._blocks)
 
     def add(self) -> None:
         """Adds what other ranks found, in the order of the plan."""
@@ -310,3 +403,14 @@ class Returned:
                 self._own[where] += x
             else:  # each row once, so that the order is that of the messages
                 self._own.index_add_(0, where, x)
+
+
+def _add_pieces(own: Fresh, where: Sequence[Piece], pieces: Sequence[Tensor]) -> None:
+    """Adds gradients to some rows of the own ones, or writes them where these hold nothing yet."""
+    for (start, end), x in zip(where, pieces, strict=True):
+        if own.holds_none(start, end):
+            own.x[start:end] = x
+            own.wrote(start, end)
+        else:
+            own.clear(start, end)
+            own.x[start:end] += x

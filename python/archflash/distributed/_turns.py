@@ -62,6 +62,6 @@ _MOST_TURNS = 3  # shares of the heads; there are more of them only for lack of 
 def turns_of(
     plan: Plan, stages: Sequence[Stage], group: dist.ProcessGroup | None, device: torch.device
 ) -> Turns:
-    shares = plan.stages_of_a_share == 1 and 1 < len(stages) <= _MOST_TURNS
+    shares = plan.gathers and not plan.in_one and 1 < len(stages) <= _MOST_TURNS
     in_turns = shares and device.type == "cuda" and _exchange.carries(group, device)
     return Turns(device if in_turns else None)

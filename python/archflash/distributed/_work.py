@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from archflash.distributed import _cost, _heads, _plan, _stages
+from archflash.distributed._beside import beside_messages
 from archflash.distributed._cost import Shape, Speeds
 from archflash.distributed._mask import Mask
 from archflash.distributed._plan import Plan
@@ -130,6 +131,10 @@ def _planned(
             shares = _cost.head_shares(shards, mask, shape, Speeds())
             back = _cost.head_shares(shards, mask, shape, Speeds(), back=True)
         plan = _plan.make(shards, mask, ranks.rank, sources, shares, back, packs=packs)
+        # Documents give few rows of many pieces: the host's time is what others of them take.
+        one_share = len(plan.stages) == len(plan.stages_back) == 1
+        if mask.ends is not None and one_share and any(_cost.traffic(shards, mask)[0]):
+            plan = beside_messages(plan, packs, _cost.least_alone(shape, Speeds()))
         return plan, None, ()
     size = ranks.inner_count if method == "hybrid" else ranks.count
     across, inside = divmod(ranks.rank, size)

@@ -1,0 +1,65 @@
+"""Where the rows of one exchange among all ranks stand in what is sent and received. Host code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from archflash.distributed._calls import places
+from archflash.distributed._plan import Plan, Stage
+from archflash.distributed._shards import Piece, rows_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a stage whose messages are one exchange. Keys arrive in the order of the ranks,
+    in front of the own ones.
+
+    Attributes:
+        sent: places of the rank's own rows, those for each rank one behind another.
+        sent_rows, received_rows: how many are for, and from, each rank.
+        own: places of the rank's own rows that are among the keys.
+        received: where what came from the ranks stands among the keys in ascending order.
+        own_keys: where the own ones stand there, piece by piece.
+        order: for each key its row in the buffer; None where all stand in order there.
+    """
+
+    sent: tuple[Piece, ...]
+    sent_rows: list[int]
+    received_rows: list[int]
+    own: tuple[Piece, ...]
+    received: tuple[Piece, ...]
+    own_keys: tuple[Piece, ...]
+    order: list[int] | None
+
+    @staticmethod
+    def of(plan: Plan, stage: Stage) -> Layout:
+        ranks = plan.shards.ranks
+        sends, receives = dict(stage.sends), dict(stage.receives)
+        sent = [piece for rank in sorted(sends) for piece in sends[rank]]
+        received = [piece for rank in sorted(receives) for piece in receives[rank]]
+        order = rows_of([*received, *stage.own]).argsort().tolist()
+        return Layout(
+            _joined(plan.local(sent)),
+            [_count(sends.get(rank, ())) for rank in range(ranks)],
+            [_count(receives.get(rank, ())) for rank in range(ranks)],
+            tuple(plan.local(stage.own)),
+            _joined(places(stage.keys, received)),
+            tuple(places(stage.keys, stage.own)),
+            None if order == list(range(len(order))) else order,
+        )
+
+
+def _count(pieces: Sequence[Piece]) -> int:
+    return sum(end - start for start, end in pieces)
+
+
+def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Pieces in their order, each joined with the next one where that follows it."""
+    made: list[Piece] = []
+    for start, end in pieces:
+        if made and made[-1][1] == start:
+            made[-1] = (made[-1][0], end)
+        else:
+            made.append((start, end))
+    return tuple(made)
