@@ -400,6 +400,22 @@ def faults(here: Here) -> None:
             ),
             archflash.ForcedImplementationError, "float32",
         )  # fmt: skip
+    # Shards that are known are planned with before the others have answered.
+    ends = torch.tensor([0, 3, 6 * here.ranks, 8 * here.ranks], dtype=torch.int32)
+    dealt = afd.Shards.documents(ends, here.ranks)
+    held = [draw.normal(dealt.rows(r), 4, 8) for r in range(here.ranks)][here.rank]
+    more: dict[str, Any] = {"shards": dealt, "cu_seqlens": ends, "method": "all-gather"}
+    right = afd.attention(held, held, held, **more)
+    refused(lambda: afd.attention(*[held] * 3, causal=last, **more), afd.GroupError, name)
+    some_rows = held[last:]
+    refused(lambda: afd.attention(*[some_rows] * 3, **more), ValueError, "those of")
+    wrong = more | {"cu_seqlens": ends - int(last)}
+    refused(lambda: afd.attention(*[held] * 3, **wrong), ValueError, name, "must start with 0")
+    wrong = more | {"cu_seqlens": ends[:-1]}
+    refused(lambda: afd.attention(*[held] * 3, **wrong), ValueError, "hold")
+    wrong = more | {"cu_seqlens": ends[: 4 - last]}
+    refused(lambda: afd.attention(*[held] * 3, **wrong), afd.GroupError, "cu_seqlens")
+    assert torch.equal(afd.attention(held, held, held, **more), right)
     # cu_seqlens that numpy or a view has changed are read anew.
     lengths = torch.tensor([0, 4, 8 * here.ranks], dtype=torch.int32)
     before = afd.attention(*[packed] * 3, cu_seqlens=lengths)

@@ -12,7 +12,7 @@ import datetime
 import itertools
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,59 @@ def agree(
     said: list[tuple[int, ...]] = [(int(bad), statement.rows, digest)]
     for group in groups:
         said = _gathered(group, said)
+    return _agreed(groups, statement, said)
+
+
+class Agreement:
+    """What `agree` returns or raises, which may be asked for later than this rank tells the others
+    about its call: meanwhile it does what sends nothing. At the end of the context it has been
+    asked for, so that no answer is left to the next call.
+    """
+
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup | None], statement: Statement, digest: int
+    ) -> None:
+        """The arguments of `agree`. The statement is of a rank that refuses nothing."""
+        self.check: Callable[[list[int]], object] = len  # of how many rows the ranks have
+        self._groups, self._statement, self._digest = groups, statement, digest
+        self._rows: list[int] | None = None
+        self._is_over = False
+        self._neighbours: Neighbours | None = None
+        if len(groups) == 1:
+            with _or_given_up(groups[0]):
+                self._neighbours = _beside_of(groups[0]).neighbours
+                if self._neighbours is not None:
+                    self._neighbours.say(array("q", (0, statement.rows, digest)).tobytes())
+
+    def rows(self) -> list[int]:
+        """How many rows each rank has."""
+        if self._rows is None:
+            self._is_over = True
+            if self._neighbours is None:
+                self._rows = agree(self._groups, self._statement, self._digest)
+            else:
+                with _or_given_up(self._groups[0]):
+                    mine = array("q", (0, self._statement.rows, self._digest)).tobytes()
+                    said = array("q", b"".join(self._neighbours.hear(mine)))
+                all_said = list(zip(said[::3], said[1::3], said[2::3], strict=True))
+                self._rows = _agreed(self._groups, self._statement, all_said)
+            self.check(self._rows)
+        return self._rows
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._is_over:
+            self.rows()
+
+
+def _agreed(
+    groups: Sequence[dist.ProcessGroup | None],
+    statement: Statement,
+    said: Sequence[tuple[int, ...]],
+) -> list[int]:
+    """What follows from what the ranks said: whether they refuse, rows, and digests."""
     if all(row[0] == 0 and row[2] == said[0][2] for row in said):
         return [row[1] for row in said]
     texts = [_in_words(statement)]

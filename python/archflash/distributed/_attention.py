@@ -17,7 +17,7 @@ from archflash._eager import in_transform
 from archflash._errors import UnsupportedError
 from archflash.distributed import _cost, _stages
 from archflash.distributed import _shards as _of_shards
-from archflash.distributed._agree import Statement, agree, exchange_rows
+from archflash.distributed._agree import Agreement, Statement, agree, exchange_rows
 from archflash.distributed._cost import Explanation, Shape, Speeds
 from archflash.distributed._exchange import carries
 from archflash.distributed._mask import Mask
@@ -193,9 +193,30 @@ class _Call:
 
     def run(self, return_lse: bool) -> Any:
         words = self.in_words()
-        rows = agree(self.ranks.groups, Statement(self.q.shape[2], words), digest(words))
-        # From here on all ranks know the same, and raise the same.
-        shards = self._all_shards(rows)
+        statement = Statement(self.q.shape[2], words)
+        with Agreement(self.ranks.groups, statement, digest(words)) as agreement:
+            (out, lse), order = self._results(words, agreement)
+        if order is not None:
+            back = order.argsort()
+            out, lse = out.index_select(2, back), lse.index_select(2, back)
+        if self.packed:
+            # Not [0], whose gradient is filled with 0 and then copied to.
+            out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+        elif self.layout == "bnhd":
+            out = out.transpose(1, 2)
+        return (out, lse) if return_lse else out
+
+    def _results(
+        self, words: str, agreement: Agreement
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """Output and log-sum-exp "bhnd"; and the order of the rows, if it is not the caller's."""
+        may_be_refused = self.options.implementation is not None or self.fallback == "error"
+        shards = self._known_shards()
+        if shards is not None and not may_be_refused:
+            agreement.check = self._all_shards  # once the others have answered
+        else:
+            shards = self._all_shards(agreement.rows())
+        # All ranks know the same, and raise the same.
         order = None
         if not shards.sorted:
             places = shards.positions(self.ranks.rank).argsort().to(self.q.device)
@@ -212,7 +233,7 @@ class _Call:
         work = work_of(
             self.ranks, shards, mask, self.ranges_digest, self.method, shape, self.options
         )
-        if self.options.implementation is not None or self.fallback == "error":
+        if may_be_refused:
             # Then a kernel may refuse the calls of some ranks alone.
             trouble = None
             try:
@@ -221,19 +242,19 @@ class _Call:
                 trouble = error
             planned = f"the plan of {words}"
             agree(self.ranks.groups, Statement(0, planned, trouble), digest(planned))
+        if not work.plan.in_one:
+            agreement.rows()
         results: tuple[Tensor, Tensor] = Attention.apply(
-            self.q, self.k, self.v, self.sinks, work, f"the backward pass of {words}"
+            self.q, self.k, self.v, self.sinks, work, f"the backward pass of {words}", agreement
         )  # type: ignore[no-untyped-call]
-        if order is not None:
-            back = order.argsort()
-            results = results[0].index_select(2, back), results[1].index_select(2, back)
-        out, lse = results
-        if self.packed:
-            # Not [0], whose gradient is filled with 0 and then copied to.
-            out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-        elif self.layout == "bnhd":
-            out = out.transpose(1, 2)
-        return (out, lse) if return_lse else out
+        return results, order
+
+    def _known_shards(self) -> Shards | None:
+        """The shards, where they are known before the other ranks say how many rows they have."""
+        shards, ranks = self.shards, self.ranks
+        if not isinstance(shards, Shards) or shards.ranks != ranks.count:
+            return None
+        return shards if shards.rows(ranks.rank) == self.q.shape[2] else None
 
     def _all_shards(self, rows: list[int]) -> Shards:
         if isinstance(self.shards, Tensor):

@@ -23,9 +23,11 @@ class Pending:
 
     Attributes:
         after: with it several streams wait, each in a call of its own, for this event, too.
+        has_time: whether the current stream has other work before its next kernel of attention.
     """
 
     after: torch.cuda.Event | None = None
+    has_time: bool = False
     _works: list[dist.Work] = field(default_factory=list)
     _staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _held: list[Tensor] = field(default_factory=list)
@@ -34,7 +36,7 @@ class Pending:
         """Keeps the current stream from its next kernel for a moment, so that NCCL's kernel gets
         its SMs first. One of attention that is resident on all SMs would let it wait to the end.
         """
-        if self._works and any(x.is_cuda for x in self._held):
+        if self._works and not self.has_time and any(x.is_cuda for x in self._held):
             torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:

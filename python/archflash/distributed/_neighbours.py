@@ -37,7 +37,21 @@ class Neighbours:
         return size <= _MOST_BYTES
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What each rank gives, all of the same size, in the order of the ranks.
+        """What each rank gives, all of the same size, in the order of the ranks."""
+        self.say(mine)
+        return self.hear(mine)
+
+    def say(self, mine: bytes) -> None:
+        """Gives it to the other ranks. Raises as `hear` does."""
+        try:
+            for each in self._sockets.values():
+                each.sendall(mine)
+        except BaseException:
+            self.close()
+            raise
+
+    def hear(self, mine: bytes) -> list[bytes]:
+        """What each rank gives, in the order of the ranks. Ours was given before.
 
         Raises:
             OSError: one of them died, or did not come in time.
@@ -47,8 +61,6 @@ class Neighbours:
         """
         end = time.monotonic() + self._seconds
         try:
-            for each in self._sockets.values():
-                each.sendall(mine)
             ranks = range(len(self._sockets) + 1)
             return [mine if r == self._rank else self._from(r, len(mine), end) for r in ranks]
         except BaseException:  # a KeyboardInterrupt, too

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archflash.distributed import _heads, _stages
-from archflash.distributed._agree import Statement, agree
+from archflash.distributed._agree import Agreement, Statement
 from archflash.distributed._shards import digest
 from archflash.distributed._travel import columns
 from archflash.distributed._work import Work
@@ -20,13 +20,19 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work, words: str
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work, words: str,
+        agreement: Agreement,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """words: of the backward pass. agreement: for a plan whose messages are one exchange it may
+        be asked for then; for another one it was.
+        """
         ctx.set_materialize_grads(False)
         out = _like(q, v.shape[3])
         saved: tuple[Tensor, ...] = (q, k, v)
         if work.heads is None:
-            lse = _stages.forward(work.plan, work.outer, work.options, q, k, v, sinks, out)
+            lse = _stages.forward(
+                work.plan, work.outer, work.options, q, k, v, sinks, out, agreement
+            )
             saved = (*saved, out, lse)
         else:
             lse, saved = _by_heads(work, q, k, v, sinks, out)
@@ -41,12 +47,14 @@ class Attention(torch.autograd.Function):
         work: Work = ctx.work
         q, k, v, out, lse, *own = ctx.saved_tensors
         words = f"{ctx.words}, dlse {dlse is not None}"
-        agree(work.ranks.groups, Statement(0, words), digest(words))
-        with torch.no_grad():
+        agreement = Agreement(work.ranks.groups, Statement(0, words), digest(words))
+        with torch.no_grad(), agreement:
+            if not work.plan.in_one:
+                agreement.rows()
             if work.heads is None:
                 dout = torch.zeros_like(out) if dout is None else dout
                 dq, dkv = _stages.backward(
-                    work.plan, work.outer, work.options, dout, dlse, q, k, v, out, lse
+                    work.plan, work.outer, work.options, dout, dlse, q, k, v, out, lse, agreement
                 )
                 dk, dv = (
                     torch.empty_like(x).copy_(y)
@@ -63,7 +71,7 @@ class Attention(torch.autograd.Function):
             dsinks = None
             if len(own) == 3:
                 dsinks = _of_sinks(own[0], own[1], own[2], dout, dlse)
-        return dq, dk, dv, dsinks, None, None
+        return dq, dk, dv, dsinks, None, None, None
 
 
 def _rows_of(work: Work) -> int:

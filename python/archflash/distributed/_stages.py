@@ -21,6 +21,7 @@ from archflash._backward import attention_backward
 from archflash._dispatch import note_fallback
 from archflash._errors import ForcedImplementationError, NotCompiledError
 from archflash._registry import TORCH
+from archflash.distributed._agree import Agreement
 from archflash.distributed._calls import Call, Dense, Packed
 from archflash.distributed._partial import Fresh, Merged
 from archflash.distributed._plan import Part, Plan, Stage
@@ -42,14 +43,19 @@ class Options:
 def forward(
     plan: Plan, group: dist.ProcessGroup | None, options: Options,
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor,
+    agreement: Agreement | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the local rows, "bhnd". Writes `out`, and returns the log-sum-exps."""
+    """Attention of the local rows, "bhnd". Writes `out`, and returns the log-sum-exps.
+
+    Args:
+        agreement: asked for before an exchange of all ranks.
+    """
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     for start, end in plan.untouched:
         out[:, :, start:end] = 0
         lse[:, :, start:end] = -torch.inf if sinks is None else sinks[:, None]
     turns, merging = turns_of(plan, plan.stages, group, q.device), None
-    keys = Arrivals(plan, plan.stages, group, k, v, turns)
+    keys = Arrivals(plan, plan.stages, group, k, v, turns, agreement)
     with turns:
         for number, stage in enumerate(plan.stages):
             with_heads = _query_heads(stage, q, k)
@@ -167,6 +173,7 @@ def check(
 def backward(
     plan: Plan, group: dist.ProcessGroup | None, options: Options,
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    agreement: Agreement | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of `forward`: that of q, and those of k and v ``(rows, batch, heads, d + dv)``
     in float32 (float64 for float64).
@@ -175,7 +182,7 @@ def backward(
     dq = torch.empty_like(q, dtype=q.dtype if plan.once else wide)
     total = buffer_of(plan.rows, k, v, wide)
     turns = turns_of(plan, plan.stages_back, group, q.device)
-    keys = Arrivals(plan, plan.stages_back, group, k, v, turns)
+    keys = Arrivals(plan, plan.stages_back, group, k, v, turns, agreement)
     back: Returned | None = None
     kept = []
     with turns:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archflash.distributed import _exchange
+from archflash.distributed._agree import Agreement
 from archflash.distributed._calls import places
 from archflash.distributed._layout import Layout
 from archflash.distributed._mask import overlaps
@@ -113,8 +114,9 @@ class Arrivals:
 
     def __init__(
         self, plan: Plan, stages: Sequence[Stage], group: dist.ProcessGroup | None, k: Tensor,
-        v: Tensor, turns: Turns,
+        v: Tensor, turns: Turns, agreement: Agreement | None = None,
     ) -> None:  # fmt: skip
+        self._agreement = agreement
         self._plan, self._stages, self._group, self._k, self._v = plan, stages, group, k, v
         self._turns = turns
         self.k, self.v = k, v
@@ -194,6 +196,8 @@ class Arrivals:
         self._fill(sent, heads, layout.sent)
         (x,) = self._room(stage.key_rows, heads)
         others = sum(layout.received_rows)
+        if self._agreement is not None:
+            self._agreement.rows()
         pending = _exchange.start_in_one(
             self._group,
             _exchange.Block(sent, layout.sent_rows),
@@ -201,6 +205,7 @@ class Arrivals:
         )
         # What follows does not let the messages wait.
         self._fill(x[others:], heads, layout.own)
+        pending.has_time = bool(layout.own)
         if layout.order is None:
             return _Coming(_by_head([x], self._k)), pending
         order = plan.table(
