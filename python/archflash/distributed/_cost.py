@@ -19,6 +19,7 @@ from archflash.distributed._shards import Piece, Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")
 _SHARED_SECONDS = 2.5e-3  # of work, at least, for one more share of the heads
+_SHORT_SECONDS = 5e-3  # of work, at most, of a call in which the host's time counts
 _ALONE_SECONDS = 5e-5  # of work, at least, of rows that are computed while messages travel
 # What several shares cost of the work, with a mask and without: they have fewer tiles, and NCCL's
 # kernel takes some SMs from them (four H200s).
@@ -185,6 +186,11 @@ def head_shares(
     last = max(first, heads - first) if back else heads
     edges = sorted({0, first, *range(first, last, most), last, heads})
     return tuple(itertools.pairwise(edges))
+
+
+def is_short(shards: Shards, mask: Mask, shape: Shape, speeds: Speeds) -> bool:
+    """Whether messages that the host starts as one are worth a copy of the keys more."""
+    return _slowest(shards, mask, shape, speeds) < _SHORT_SECONDS
 
 
 def least_alone(shape: Shape, speeds: Speeds) -> float:

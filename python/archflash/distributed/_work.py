@@ -131,9 +131,13 @@ def _planned(
             shares = _cost.head_shares(shards, mask, shape, Speeds())
             back = _cost.head_shares(shards, mask, shape, Speeds(), back=True)
         plan = _plan.make(shards, mask, ranks.rank, sources, shares, back, packs=packs)
-        # Documents give few rows of many pieces: the host's time is what others of them take.
         one_share = len(plan.stages) == len(plan.stages_back) == 1
-        if mask.ends is not None and one_share and any(_cost.traffic(shards, mask)[0]):
+        if (
+            mask.ends is not None
+            and one_share
+            and _cost.is_short(shards, mask, shape, Speeds())
+            and any(_cost.traffic(shards, mask)[0])
+        ):
             plan = beside_messages(plan, packs, _cost.least_alone(shape, Speeds()))
         return plan, None, ()
     size = ranks.inner_count if method == "hybrid" else ranks.count
