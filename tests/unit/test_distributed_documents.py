@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import threading
@@ -17,7 +18,8 @@ if not torch.distributed.is_available():
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.unit.test_distributed import dense, documents, of_dense_call
+from tests.unit.test_distributed import Arriving, dense, documents, of_dense_call
+from tests.unit.test_distributed import in_threads as ranks_in_threads
 
 import archflash.distributed as afd
 from archflash.distributed import (
@@ -215,6 +217,50 @@ def test_rows_that_need_no_keys_do_not_wait(
     else:
         _stages.forward(plans[0], None, OPTIONS, q, k, k, None, torch.empty_like(q))
         assert done == ["keys start", "48 rows", "keys arrived", "10 rows"]
+
+
+def start_in_one(rank: Any, sends: _exchange.Block, receives: _exchange.Block) -> Arriving:
+    for target, x in enumerate(sends.x.split(sends.rows)):
+        if len(x):
+            rank.to(target).put(x.clone())
+    parts = enumerate(receives.x.split(receives.rows))
+    return Arriving([(rank.of(source), x) for source, x in parts if len(x)])
+
+
+@pytest.mark.parametrize("least", [0, 1e9])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_exchange_gives_what_several_messages_give(
+    seed: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """least: with 1e9 all rows wait for messages, also those of a rank that only sends some."""
+    ranks, ends = 3, [0, 20, 48, 53, 80 + seed, 110]
+    # The second rank only receives, the third one only sends.
+    shards = afd.Shards(110, (((0, 30), (100, 110)), ((30, 60),), ((60, 100),)))
+    if seed % 2:
+        shards = afd.Shards(110, (((0, 60),), ((60, 100),), ((100, 110),)))
+    mask = Mask(110, None, 0, tuple(ends))
+    plans = [_plan.make(shards, mask, r, [range(ranks)], [(0, 2)]) for r in range(ranks)]
+    torch.manual_seed(seed)
+    q, dout = torch.randn(2, 1, 4, 110, 8).unbind(0)
+    k, v = torch.randn(2, 1, 2, 110, 8).unbind(0)
+
+    def passes(number: int, rank: Any, plan: _plan.Plan) -> list[Tensor]:
+        rows = shards.positions(number)
+        a, b, c, d = (x[:, :, rows] for x in (q, k, v, dout))
+        out = torch.empty_like(a)
+        lse = _stages.forward(plan, rank, OPTIONS, a, b, c, None, out)
+        return [out, lse, *_stages.backward(plan, rank, OPTIONS, d, None, a, b, c, out, lse)]
+
+    monkeypatch.setattr(_exchange, "start_in_one", start_in_one)
+    wanted = ranks_in_threads(ranks, lambda n, r: passes(n, r, plans[n]), monkeypatch)
+    in_one = [_beside.beside_messages(plan, True, least) for plan in plans]
+    found = ranks_in_threads(ranks, lambda n, r: passes(n, r, in_one[n]), monkeypatch)
+    if least:  # also where nothing is computed beside messages
+        in_one = [dataclasses.replace(plan, in_one=True) for plan in plans]
+        found += ranks_in_threads(ranks, lambda n, r: passes(n, r, in_one[n]), monkeypatch)
+    for number, results in enumerate(found):
+        for x, y in zip(results, wanted[number % ranks], strict=True):
+            torch.testing.assert_close(x, y)
 
 
 def test_messages_are_one_exchange_where_documents_travel_in_short_calls() -> None:

@@ -343,7 +343,7 @@ class Returned:
         self._where: list[slice | Tensor] = []  # the rows of each message
         self.layout = layout_of(plan, stage) if plan.in_one and stage.travels else None
         if self.layout is not None:
-            self._return_in_one(plan, stage, self.layout, found, own)
+            self._return_in_one(plan, stage, self.layout, found, own, adds_own)
             return
         self.sends = _sends(plan, stage.keys, stage.receives, [found.x])
         if adds_own:
@@ -362,7 +362,7 @@ class Returned:
         self.receives = _messages(stage.sends, [own.x.new_empty((rows, *own.x.shape[1:]))])
 
     def _return_in_one(
-        self, plan: Plan, stage: Stage, layout: Layout, found: Fresh, own: Fresh
+        self, plan: Plan, stage: Stage, layout: Layout, found: Fresh, own: Fresh, adds_own: bool
     ) -> None:
         pieces = [found.x[start:end] for start, end in layout.received]
         given = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [found.x[:0]])
@@ -370,7 +370,8 @@ class Returned:
         self._blocks = (
             _exchange.Block(given, layout.received_rows), _exchange.Block(taken, layout.sent_rows)
         )  # fmt: skip
-        self._add_own(plan, stage, found, own)
+        if adds_own:
+            self._add_own(plan, stage, found, own)
         for start, end in layout.sent:
             own.clear(start, end)
         if len(layout.sent) <= _MOST_COPIED:
@@ -380,7 +381,8 @@ class Returned:
             mine, by_rank = plan.shards.pieces[plan.rank], sorted(stage.sends)
             self._where = [_index(plan, mine, pieces, own.x) for _, pieces in by_rank]
             rows = [n for n in layout.sent_rows if n]
-        self.receives = [(-1, x) for x in taken.split(rows)] if rows else []
+        places_of = itertools.pairwise(itertools.accumulate(rows, initial=0))
+        self.receives = [(-1, taken[start:end]) for start, end in places_of]
 
     def _add_own(self, plan: Plan, stage: Stage, found: Fresh, own: Fresh) -> None:
         """Adds what the rank itself found of its own keys."""
