@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 import threading
@@ -256,7 +255,7 @@ def test_one_exchange_gives_what_several_messages_give(
     in_one = [_beside.beside_messages(plan, True, least) for plan in plans]
     found = ranks_in_threads(ranks, lambda n, r: passes(n, r, in_one[n]), monkeypatch)
     if least:  # also where nothing is computed beside messages
-        in_one = [dataclasses.replace(plan, in_one=True) for plan in plans]
+        in_one = [plan.changed(in_one=True) for plan in plans]
         found += ranks_in_threads(ranks, lambda n, r: passes(n, r, in_one[n]), monkeypatch)
     for number, results in enumerate(found):
         for x, y in zip(results, wanted[number % ranks], strict=True):

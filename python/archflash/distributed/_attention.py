@@ -24,9 +24,8 @@ from archflash.distributed._mask import Mask
 from archflash.distributed._passes import Attention
 from archflash.distributed._reading import (
     bounds,
-    by_head,
-    check,
     check_ranges,
+    checked,
     checked_method,
     read_boundaries,
     read_ranges,
@@ -137,10 +136,9 @@ class _Call:
             ranks,
             shards,
         )
-        check(q, k, v, self.packed, layout)
+        self.q, self.k, self.v = checked(q, k, v, self.packed, layout)
         if any(not carries(g, torch.device("cpu")) for g in ranks.groups) and not q.is_cuda:
             raise ValueError(f"q is on {q.device}, and the group sends tensors of GPUs only")
-        self.q, self.k, self.v = (by_head(x, self.packed, layout) for x in (q, k, v))
         forced = _dispatch.forced() if implementation is None else implementation
         if forced is not None:
             _dispatch.check_name(forced)
@@ -261,7 +259,7 @@ class _Call:
             return Shards.of_positions(exchange_rows(self.ranks.groups, self.shards, rows))
         n = sum(rows)
         shards = _of_shards.make(self.shards, n, self.ranks.count)
-        wanted = [shards.rows(r) for r in range(shards.ranks)]
+        wanted = shards.all_rows
         for rank, (has, should) in enumerate(zip(rows, wanted, strict=True)):
             if has != should:
                 raise ValueError(
@@ -318,8 +316,7 @@ def explain(
         raise ValueError(f"ranks is {ranks}: it must be their number, or the two sizes of a mesh")
     count = sizes[0] * sizes[1]
     packed = cu_seqlens is not None
-    check(q, k, v, packed, layout)
-    q, k, v = (by_head(x, packed, layout) for x in (q, k, v))
+    q, k, v = checked(q, k, v, packed, layout)
     make_problem(q, k, v, causal=causal, window=window)  # refuses other windows
     left, right = bounds(causal, window)
     ends = None if cu_seqlens is None else read_boundaries(cu_seqlens)

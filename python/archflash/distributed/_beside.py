@@ -25,7 +25,7 @@ def beside_messages(plan: Plan, packs: bool, least: float) -> Plan:
         packs: whether calls can be packed.
         least: so many pairs of a row and a key such rows must have, if other rows wait.
     """
-    plan = dataclasses.replace(plan, in_one=True)
+    plan = plan.changed(in_one=True)
     (stage,), mask, mine = plan.stages, plan.mask, plan.shards.pieces[plan.rank]
     cuts = [cut for piece in mine for cut in mask.documents(piece)]
     run = _alone(mask, cuts)
@@ -55,7 +55,7 @@ def beside_messages(plan: Plan, packs: bool, least: float) -> Plan:
     back = (of_own(first), others, of_own(last)) if last else (of_own(first), others)
     rows = [(part.call.q0, part.call.q1) for stage in forward for part in stage.parts]
     gaps = untouched(rows, plan.rows)
-    return dataclasses.replace(plan, stages=forward, stages_back=back, untouched=gaps)
+    return plan.changed(stages=forward, stages_back=back, untouched=gaps)
 
 
 def _alone(mask: Mask, cuts: Sequence[_Cut]) -> list[_Cut]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,11 @@ class Packed:
     @property
     def q1(self) -> int:
         return self.calls[-1].q1
+
+    @functools.cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most rows, and the most keys, of a call."""
+        return max(c.q1 - c.q0 for c in self.calls), max(c.k1 - c.k0 for c in self.calls)
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,16 @@ class Plan:
     checked: set[object] = field(default_factory=set, compare=False)  # options that all calls take
     # By a call and its options: whether a kernel writes fp32 outputs of 16-bit inputs for it.
     in_f32: dict[object, bool] = field(default_factory=dict, compare=False)
-    layouts: dict[int, Any] = field(default_factory=dict, compare=False)  # of stages, by their ids
+    layouts: dict[int, Any] = field(default_factory=dict, compare=False)  # by a stage's id
 
     @property
     def rows(self) -> int:
         return self.shards.rows(self.rank)
+
+    def changed(self, **fields: Any) -> Plan:
+        """Another plan, which has nothing of what calls keep in this one."""
+        kept: dict[str, Any] = {"_tables": {}, "checked": set(), "in_f32": {}, "layouts": {}}
+        return dataclasses.replace(self, **kept, **fields)
 
     @functools.cached_property
     def stages_of_a_share(self) -> int:

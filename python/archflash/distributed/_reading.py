@@ -22,11 +22,12 @@ _read: Any = WeakIdKeyDictionary()
 
 def by_head(x: Tensor, packed: bool, layout: str) -> Tensor:
     if packed:
-        return x.transpose(0, 1)[None]
+        return x.transpose(0, 1).unsqueeze(0)
     return x.transpose(1, 2) if layout == "bnhd" else x
 
 
-def check(q: Any, k: Any, v: Any, packed: bool, layout: str) -> None:
+def checked(q: Any, k: Any, v: Any, packed: bool, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v "bhnd"."""
     if layout not in ("bhnd", "bnhd"):
         raise ValueError(f"layout is {layout!r}: it must be 'bhnd' or 'bnhd'")
     dims = 3 if packed else 4
@@ -59,6 +60,7 @@ def check(q: Any, k: Any, v: Any, packed: bool, layout: str) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}: they must agree")
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads, which is no multiple of k's {k.shape[1]}")
+    return q, k, v
 
 
 def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:

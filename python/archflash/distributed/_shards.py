@@ -102,9 +102,14 @@ class Shards:
     def ranks(self) -> int:
         return len(self.pieces)
 
+    @functools.cached_property
+    def all_rows(self) -> list[int]:
+        """How many rows each rank holds."""
+        return [sum(end - start for start, end in pieces) for pieces in self.pieces]
+
     def rows(self, rank: int) -> int:
         """How many rows a rank holds."""
-        return sum(end - start for start, end in self.pieces[rank])
+        return self.all_rows[rank]
 
     def positions(self, rank: int) -> Tensor:
         """The global rows of a rank, int64 ``(rows,)``, on the CPU."""

@@ -60,7 +60,7 @@ def forward(
         for number, stage in enumerate(plan.stages):
             with_heads = _query_heads(stage, q, k)
             keys.take(number)
-            to = out[:, with_heads], lse[:, with_heads]
+            to = _part(out, 1, with_heads), _part(lse, 1, with_heads)
             with turns.of(number):
                 keys.arrive()
                 if not plan.once and number % plan.stages_of_a_share == 0:
@@ -77,6 +77,7 @@ def _attend_in(
 ) -> None:  # fmt: skip
     """The calls of a stage for its query heads; their results go to `to` or to what is merged."""
     stage, (out, lse) = plan.stages[number], to
+    q = _part(q, 1, heads)
     for place, part in enumerate(_parts(stage, q)):
         call = part.call
         rows = slice(call.q0, call.q1)
@@ -84,9 +85,10 @@ def _attend_in(
         arguments = _arguments(plan, stage, call, key, heads, options, q.device)
         if sinks is not None and part.first:
             arguments["sinks"] = sinks[heads]
-        given = _operands(call, q[:, heads, rows], keys.k, keys.v)
+        given = _operands(call, _part(q, 2, rows), keys.k, keys.v)
         if merging is None:
-            lse[:, :, rows] = _attend(arguments, call, given, out[:, :, rows])[1]
+            found = _attend(arguments, call, given, _part(out, 2, rows))[1]
+            _part(lse, 2, rows).copy_(found)
             continue
         shape = options, key, q.dtype, q.device, q.shape, keys.k.shape, keys.v.shape, sinks is None
         if shape not in plan.in_f32:
@@ -99,7 +101,7 @@ def _attend_in(
 def _operands(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """q, k and v of one call, of its rows and of the keys of its stage."""
     if isinstance(call, Dense):
-        k, v = (x[:, :, call.k0 : call.k1] for x in (k, v))
+        k, v = (_part(x, 2, slice(call.k0, call.k1)) for x in (k, v))
     return [_rows_first(x) for x in (q, k, v)] if isinstance(call, Packed) else [q, k, v]
 
 
@@ -191,10 +193,10 @@ def backward(
             # does not wait for keys, which are there.
             keys.take(number, None if turns else back)
             heads = _query_heads(stage, q, k)
-            given = [None if x is None else x[:, heads] for x in (dout, q, out, lse, dlse, dq)]
+            given = [x if x is None else _part(x, 1, heads) for x in (dout, q, out, lse, dlse, dq)]
             if number % plan.stages_back_of_a_share == 0:
-                of_q = Fresh(dq[:, heads], 2)
-                own = Fresh(total[:, :, slice(*stage.heads)], 0)
+                of_q = Fresh(_part(dq, 1, heads), 2)
+                own = Fresh(_part(total, 2, slice(*stage.heads)), 0)
             with turns.of(number):
                 keys.arrive()
                 alone = where_alone(plan, stage)
@@ -245,7 +247,7 @@ def _differentiate_in(
             (x.wrote if first else x.clear)(*touched)
         arguments = _arguments(plan, stage, call, key, heads, options, given[1].device)
         arguments |= {"accumulate": not first, "deterministic": options.deterministic}
-        parts = [None if x is None else x[:, :, slice(*rows)] for x in given]
+        parts = [x if x is None else _part(x, 2, slice(*rows)) for x in given]
         _differentiate(arguments, call, parts, keys, found.x)
     found.clear()
 
@@ -257,7 +259,7 @@ def _differentiate(
     k, v = keys.k, keys.v
     dk, dv = columns(found, k.shape[-1])
     if isinstance(call, Dense):
-        k, v, dk, dv = (x[:, :, call.k0 : call.k1] for x in (k, v, dk, dv))
+        k, v, dk, dv = (_part(x, 2, slice(call.k0, call.k1)) for x in (k, v, dk, dv))
     if isinstance(call, Packed):
         dout, q, out, dq, k, v, dk, dv = map(_rows_first, (dout, q, out, dq, k, v, dk, dv))
         lse, dlse = lse[0], None if dlse is None else dlse[0]
@@ -265,6 +267,12 @@ def _differentiate(
         dout, q, k, v, out, lse.contiguous(), dlse=None if dlse is None else dlse.contiguous(),
         dq=dq, dk=dk, dv=dv, **arguments,
     )  # fmt: skip
+
+
+def _part(x: Tensor, dim: int, some: slice) -> Tensor:
+    """Some of a tensor in one dimension; for all of it no view is made."""
+    n = some.stop - some.start
+    return x if n == x.shape[dim] else x.narrow(dim, some.start, n)
 
 
 def _query_heads(stage: Stage, q: Tensor, k: Tensor) -> slice:
@@ -295,8 +303,7 @@ def _arguments(
         tables = plan.table(table, lambda: _packed_tables(call, device))
         given |= _bounds(call.calls[0])
         given |= {"cu_seqlens_q": tables[0], "cu_seqlens_k": tables[1]}
-        given["max_seqlen_q"] = max(c.q1 - c.q0 for c in call.calls)
-        given["max_seqlen_k"] = max(c.k1 - c.k0 for c in call.calls)
+        given["max_seqlen_q"], given["max_seqlen_k"] = call.longest
     else:
         ranges = plan.table(table, lambda: (_ranges(plan, stage, device),))[0]
         given["key_ranges"] = ranges[:, heads] if ranges.shape[1] > 1 else ranges

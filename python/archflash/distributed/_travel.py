@@ -183,7 +183,7 @@ class Arrivals:
             else:
                 alone = where_alone(self._plan, stage)
                 assert alone is not None
-                k, v = (x[:, slice(*stage.heads), slice(*alone)] for x in (self._k, self._v))
+                k, v = (x.narrow(2, alone[0], stage.key_rows) for x in (self._k, self._v))
                 coming = _Coming((k, v))
             self._coming.append((coming, pending))
             self._asked += 1
@@ -191,10 +191,10 @@ class Arrivals:
 
     def _exchanged(self, stage: Stage) -> tuple[_Coming, _exchange.Pending]:
         """The keys of a stage whose messages are one exchange, which it starts."""
-        plan, heads, layout = self._plan, slice(*stage.heads), layout_of(self._plan, stage)
-        (sent,) = self._room(sum(layout.sent_rows), heads)
-        self._fill(sent, heads, layout.sent)
-        (x,) = self._room(stage.key_rows, heads)
+        plan, layout = self._plan, layout_of(self._plan, stage)
+        sent = buffer_of(sum(layout.sent_rows), self._k, self._v, self._k.dtype)
+        self._fill(sent, 0, layout.sent)
+        x = buffer_of(stage.key_rows, self._k, self._v, self._k.dtype)
         others = sum(layout.received_rows)
         if self._agreement is not None:
             self._agreement.rows()
@@ -204,7 +204,7 @@ class Arrivals:
             _exchange.Block(x[:others], layout.received_rows),
         )
         # What follows does not let the messages wait.
-        self._fill(x[others:], heads, layout.own)
+        self._fill(x, others, layout.own)
         pending.has_time = bool(layout.own)
         if layout.order is None:
             return _Coming(_by_head([x], self._k)), pending
@@ -214,21 +214,21 @@ class Arrivals:
         )[0]
         return _Coming(None, [x], order), pending
 
-    def _fill(self, to: Tensor, heads: slice, pieces: Sequence[Piece]) -> None:
-        """Copies own keys and values of some places, one piece behind another."""
-        k, v = columns(to, self._k.shape[3])
+    def _fill(self, to: Tensor, at: int, pieces: Sequence[Piece]) -> None:
+        """Copies own keys and values of some places, one piece behind another, to rows from `at`
+        on.
+        """
+        k, v = (x.permute(2, 0, 1, 3) for x in (self._k, self._v))
         if len(pieces) > _MOST_COPIED:
             rows = self._plan.table(
                 ("rows", pieces, to.device), lambda: (rows_of(pieces).to(to.device),)
             )[0]
-            k.copy_(self._k[:, heads].index_select(2, rows))
-            v.copy_(self._v[:, heads].index_select(2, rows))
-            return
-        at = 0
+            k, v = k.index_select(0, rows), v.index_select(0, rows)
+            pieces = ((0, len(rows)),)
         for start, end in pieces:
-            k[:, :, at : at + end - start] = self._k[:, heads, start:end]
-            v[:, :, at : at + end - start] = self._v[:, heads, start:end]
-            at += end - start
+            n = end - start
+            torch.cat([k[start:end], v[start:end]], -1, out=to[at : at + n])
+            at += n
 
     def _prepare(
         self, number: int
