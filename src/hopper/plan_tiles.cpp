@@ -81,6 +81,8 @@ constexpr const char* TWO_96 = "2 warpgroups of 64 rows in turns, 96 keys at a t
 constexpr const char* FEW_64 = "few tiles: 64 rows make twice as many";
 constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
 constexpr const char* SHORT = "short sequences: four CTAs of 64 rows stay on an SM";
+constexpr const char* SHORT_96 = "short packed sequences: three CTAs of 64 rows stay on an SM";
+constexpr const char* SHORT_128 = "short packed sequences: two CTAs of 64 rows stay on an SM";
 constexpr KernelTile TILES[] = {
     rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64),
     rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128),
@@ -91,10 +93,12 @@ constexpr KernelTile TILES[] = {
     rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
     rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
+    rated<D96Short<DType::F16>>("d96_short", 0.9, 110, SHORT_96, "short"),
     rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80),
     rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128),
     rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),
     rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
+    rated<D128Short<DType::F16>>("d128_short", 1.12, 110, SHORT_128, "short"),
     rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80),
     rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128),
     rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),
@@ -245,6 +249,12 @@ bool is_of_short(const KernelTile& tile, const Device& device) {
   return tile.cuts_tiles && core::resident_ctas(tile, device) > 1;
 }
 
+// The row tiles of a head. Each of the packed sequences counts as filling half of its last tile.
+double tiles_of_head(const Problem& problem, const KernelTile& tile, const HeadModel& head) {
+  if (!problem.varlen) return static_cast<double>(head.times.size());
+  return static_cast<double>(head.nq) / tile.block_q + 0.5;
+}
+
 // How long a call of short sequences takes with such a tile, as time_of() counts it. CTAs that are
 // alone on an SM take less than twice the time for their keys, but more than their share.
 double time_of_short(const Problem& problem, const Device& device, const KernelTile& tile,
@@ -252,7 +262,8 @@ double time_of_short(const Problem& problem, const Device& device, const KernelT
   constexpr double KEYS_ALONE = 1.7, KEYS_BESIDE = 0.575;
   const double resident = static_cast<double>(core::resident_ctas(tile, device));
   const double rows = static_cast<double>(head.times.size());
-  const double of_sm = rows * static_cast<double>(problem.batch * problem.heads_q) /
+  const double of_sm = tiles_of_head(problem, tile, head) *
+                       static_cast<double>(problem.batch * problem.heads_q) /
                        static_cast<double>(device.sm_count);
   const double together = std::clamp(std::ceil(of_sm), 1.0, resident);
   const double fixed = core::TILE_KEYS + tile.start_keys;
@@ -267,8 +278,7 @@ double time_of_short(const Problem& problem, const Device& device, const KernelT
 constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;
 
 // How long a call takes with a tile, by the model of makespans: keys, times the rows that an SM
-// passes with the first tile of the table meanwhile. Of packed sequences each counts as filling
-// half of its last tile.
+// passes with the first tile of the table meanwhile.
 double time_of(const Problem& problem, const Device& device, const KernelTile& tile) {
   // A CTA that has an SM for itself, where there is room for two, is faster than beside another
   // one: in so much of the time (docs/lab/hopper.md).
@@ -283,11 +293,13 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   // Few rows of heads that share a head of K are packed into one tile by the kernels that split.
   const int64_t ratio = problem.heads_q / std::max<int64_t>(problem.heads_kv, 1);
   const bool packs = problem.num_splits != 0 || (ratio > 1 && ratio * head.nq <= PACKED_ROWS);
-  const bool is_short = !problem.varlen && !packs && head.nq <= SHORT_ROWS &&
+  const bool is_short = !packs && head.nq <= SHORT_ROWS && !has_far_longer_ones(problem) &&
                         head.nk <= (head.nq <= FEW_ROWS ? KEYS_OF_FEW_ROWS : SHORT_KEYS);
+  // Up to 64 columns in all calls, with more columns in packed ones; others are unmeasured.
+  const bool measured = problem.varlen || tile.head_dim <= 64;
   if (is_of_short(tile, device) && rows > 0)
-    return is_short ? time_of_short(problem, device, tile, head)
-                    : std::numeric_limits<double>::infinity();
+    return is_short && measured ? time_of_short(problem, device, tile, head)
+                                : std::numeric_limits<double>::infinity();
   const bool begins_anew = is_short && resident > 1 && rows * heads > workers;
   for (double time : head.times) {
     if (head.time_among_others > 0 && heads > workers) time = head.time_among_others;
@@ -297,10 +309,8 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   double time = rows * heads > MOST_ROUNDS_TO_MODEL * workers
                     ? sum * static_cast<double>(heads) / static_cast<double>(workers)
                     : core::queue_time(runs, workers);
-  if (problem.varlen && rows > 0) {
-    const double places = static_cast<double>(head.nq) / tile.block_q + 0.5;
-    time *= places / static_cast<double>(rows);
-  }
+  if (problem.varlen && rows > 0)
+    time *= tiles_of_head(problem, tile, head) / static_cast<double>(rows);
   const CutTiles cut = cut_last_round(problem, tile, rows * heads, workers);
   if (cut.rows > 0) {
     const double rounds = static_cast<double>(cut.whole / workers);
@@ -335,6 +345,11 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
 }
 
 }  // namespace
+
+bool has_far_longer_ones(const Problem& problem) {
+  constexpr int64_t FAR_LONGER = 4;  // than the mean; up to 1.8 was measured
+  return problem.varlen && problem.max_seqlen_k * problem.batch > FAR_LONGER * problem.nk;
+}
 
 HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
     : nq(problem.nq), nk(problem.nk) {
@@ -392,9 +407,11 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
   // Whole tiles of rows on all SMs compute no faster in shares, which a second kernel has to
   // combine: 8x20 64x1500 D=64 took 41.4 us with three, 25.2 without.
   constexpr int64_t KEYS_OF_WHOLE_TILES = 4096;
-  const bool fills = problem.nq >= PACKED_ROWS && problem.nk <= KEYS_OF_WHOLE_TILES &&
-                     !problem.varlen && problem.batch * problem.heads_q >= device.sm_count;
-  if (best != nullptr && fills && problem.num_splits == 0 && !problem.batch_invariant)
+  const bool is_whole = problem.nq >= PACKED_ROWS && problem.nk <= KEYS_OF_WHOLE_TILES;
+  // Nor do those of short packed sequences with packed heads.
+  const bool fills = best != nullptr && problem.batch * problem.heads_q >= device.sm_count &&
+                     (problem.varlen ? is_of_short(*best, device) : is_whole);
+  if (fills && problem.num_splits == 0 && !problem.batch_invariant)
     return core::SplitChoice<KernelTile>{*best};
   if (best == nullptr) return core::choose_with_splits("hopper", table, problem, device);
   // CTAs of the tile for few rows compute more slowly than those of larger tiles.

@@ -47,6 +47,10 @@ std::span<const KernelTile> tiles_for(const Problem& problem);
 std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& problem,
                                                                  const Device& device);
 
+// Whether packed sequences are known to be of such different lengths that few of them have most of
+// the work.
+bool has_far_longer_ones(const Problem& problem);
+
 // The row tiles of a head of one sequence, with a tile of the tables, as the model of makespans has
 // them. Packed sequences count as having the mean length.
 struct HeadModel {

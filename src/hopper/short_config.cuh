@@ -1,17 +1,24 @@
-// The tile of short sequences. A CTA has one warpgroup, and four of them stay on an SM: the others
-// multiply while one waits for its copies, starts or writes a tile.
+// The tiles of short sequences. A CTA has one warpgroup, and several of them stay on an SM: the
+// others multiply while one waits for its copies, starts or writes a tile.
 #pragma once
 
 #include "hopper/config.cuh"
 
 namespace archflash::hopper {
 
+constexpr Variant short_tile(int head_dim, int ctas_per_sm) {
+  return {.head_dim = head_dim,
+          .block_k = 64,
+          .stages = 2,
+          .q_stages = 2,
+          .ctas_per_sm = ctas_per_sm,
+          .overlaps = false};
+}
 template <DType T>
-using D64Short = Config<T, Variant{.head_dim = 64,
-                                   .block_k = 64,
-                                   .stages = 2,
-                                   .q_stages = 2,
-                                   .ctas_per_sm = 4,
-                                   .overlaps = false}>;
+using D64Short = Config<T, short_tile(64, 4)>;
+template <DType T>
+using D96Short = Config<T, short_tile(96, 3)>;
+template <DType T>
+using D128Short = Config<T, short_tile(128, 2)>;
 
 }  // namespace archflash::hopper

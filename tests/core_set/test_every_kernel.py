@@ -256,6 +256,8 @@ def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
     others += "|_e4m3_.*_blocks$|_combine_f32$|_dense$|_summarize_|_order_tiles_|_convert_cache_"
     # Every key seen, and keys that two warps share out: test_every_key_seen.py.
     others += "|_dense_(few|short|medium)$|^ampere_.*_d128_groups(_few)?$"
+    # Short packed sequences: test_hopper_tiles.py.
+    others += "|_d(96|128)_short$"
     # Lists of keys: test_key_indices.py.
     others += "|_dropout$|_f32_out$|_gather(_large|_capped)?$|_packed(_pair)?(_capped)?$"
     others += "|_table$|_mixed$|_order_mixed_|_nvfp4_|_mx_|_approximate_"

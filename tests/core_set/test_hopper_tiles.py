@@ -119,7 +119,8 @@ def test_packed_sequences_with_and_without_keys_follow_each_other(kernel: str) -
     q, k, v = (on.rand(*shape, seed=i, dtype="bfloat16") for i, shape in enumerate(shapes))
     k[-5:], v[-5:] = torch.nan, torch.nan  # rows that no sequence has
     ends = {"cu_seqlens_q": on.cu_seqlens(q_lengths), "cu_seqlens_k": on.cu_seqlens(k_lengths)}
-    call: dict[str, Any] = {"causal": True, **ends}
+    # One is said to be so long that the others do not count as short.
+    call: dict[str, Any] = {"causal": True, **ends, "max_seqlen_k": 4096}
     out, _ = check_every_schedule(kernel, q, k, v, **call)
     assert torch.equal(out[-2:], torch.zeros_like(out[-2:]))
 
@@ -180,6 +181,39 @@ def test_ctas_that_share_the_tiles_out_give_the_bits_of_one(counted: bool) -> No
     for out, lse in outs:
         assert torch.equal(out, outs[0][0])
         assert torch.equal(lse, outs[0][1])
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "call"),
+    [
+        (64, "bfloat16", {}),
+        (40, "float16", {"causal": True}),
+        (80, "float16", {}),
+        (96, "bfloat16", {"causal": True}),
+        (128, "float16", {"causal": True}),
+        (112, "bfloat16", {"window": (40, 9), "softcap": 3.0}),
+    ],
+    ids=str,
+)
+def test_ctas_of_short_packed_sequences_share_an_sm(
+    d: int, dtype: str, call: dict[str, Any]
+) -> None:
+    """Sequences without rows, without keys, of whole tiles and a row more; NaN behind the last."""
+    q_lengths, k_lengths = (65, 0, 128, 5, 30, 100), (70, 9, 64, 0, 129, 40)
+    totals = (sum(q_lengths) + 3, sum(k_lengths) + 5, sum(k_lengths) + 5)
+    q, k, v = (
+        on.rand(total, heads, d, seed=heads, dtype=dtype)
+        for total, heads in zip(totals, (6, 3, 3), strict=True)
+    )
+    k[-5:], v[-5:] = torch.nan, torch.nan
+    call |= {"cu_seqlens_q": on.cu_seqlens(q_lengths), "cu_seqlens_k": on.cu_seqlens(k_lengths)}
+    plan = plan_on(1, q, k, v, **call)
+    launch = plan.to_dict()["launches"][-1]
+    columns, ctas = (64, 4) if d <= 64 else (96, 3) if d <= 96 else (128, 2)
+    assert launch["kernel"].endswith(f"d{columns}_short")
+    assert launch["grid"] == [ctas, 1, 1]
+    out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
+    assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,40 @@ def test_measured_shapes_get_the_tile_that_was_the_fastest(shape: tuple[Any, ...
     assert tile.splits == 1
 
 
+def packed(
+    sequences: int, rows: int, hq: int, hkv: int, d: int, causal: bool = False, **hints: int
+) -> dict[str, Any]:
+    """Packed sequences with so many rows in all, of themselves."""
+    q = torch.empty(rows, hq, d, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(rows, hkv, d, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    call = {"q": q, "k": k, "v": k, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    return {**call, "causal": causal, **hints}
+
+
+# Sequences, their rows in all, heads of q and of k, head dimension, causal: the tile.
+PACKED_SHAPES = {
+    (64, 8192, 12, 12, 64, False): "d64_short",
+    (75, 8192, 32, 8, 64, True): "d64_short",  # not tiles of packed heads
+    (41, 8192, 12, 12, 64, False): "d64_short",
+    (31, 8192, 14, 2, 64, True): "d64_short",
+    (37, 4096, 12, 12, 32, False): "d64_short",
+    (75, 8192, 12, 12, 96, False): "d96_short",
+    (64, 8192, 12, 12, 96, False): "d96_medium",
+    (32, 8192, 16, 16, 72, False): "d96_turns",
+    (128, 8192, 16, 16, 128, False): "d128_short",
+    (75, 8192, 32, 8, 128, True): "d128_short",
+    (32, 8192, 32, 8, 128, True): "d128_turns",
+}
+
+
+@pytest.mark.parametrize("shape", PACKED_SHAPES, ids=str)
+def test_short_packed_sequences_get_the_tile_that_was_the_fastest(shape: Any) -> None:
+    decision = archflash.explain(**packed(*shape), device="H200", implementation=NAME)
+    assert decision.plan is not None
+    assert tile_of(decision.plan).name == PACKED_SHAPES[shape]
+
+
 def test_one_cta_for_each_sm_counts_the_tiles_that_are_of_unequal_length() -> None:
     causal = hopper(b=2, hq=16, nq=4001, d=128, causal=True)
     clears, attention = causal.to_dict()["launches"]

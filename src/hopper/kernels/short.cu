@@ -10,3 +10,5 @@ using namespace archflash;
 using namespace archflash::hopper;
 
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_short), attention_fwd, D64Short<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_short), attention_fwd, D96Short<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_short), attention_fwd, D128Short<DTYPE>)
