@@ -185,8 +185,9 @@ bool is_plain(const Problem& call) {
          call.dropout_p == 0;
 }
 
-// Rows up to which there are tiles of their own; more are unmeasured.
-constexpr int64_t SHORT_ROWS = 512;
+// Rows up to which there are tiles of their own, and those of packed sequences, whose CTAs do not
+// stay; more are unmeasured.
+constexpr int64_t SHORT_ROWS = 512, SHORT_PACKED_ROWS = 400;
 
 // Whether tiles take turns of which the last one writes dQ, so that no launch comes behind. That
 // was measured faster where many heads have two tiles of keys (docs/lab/hopper.md): of few heads,
@@ -233,9 +234,11 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
   const auto computed = [&](int64_t step) {
     return core::ceil_div(call.nq, step) * core::ceil_div(call.nk, step) * step * step;
   };
-  const bool is_short = call.nq <= SHORT_ROWS && 6 * computed(64) <= 5 * computed(128) &&
-                        (!problem.deterministic || call.nk <= KEYS_IN_TURNS) && !call.varlen &&
-                        call.softcap == 0 && call.dropout_p == 0;
+  const bool computes_less = call.varlen
+                                 ? is_packed_short(call, SHORT_PACKED_ROWS)
+                                 : call.nq <= SHORT_ROWS && 6 * computed(64) <= 5 * computed(128) &&
+                                       (!problem.deterministic || call.nk <= KEYS_IN_TURNS);
+  const bool is_short = computes_less && call.softcap == 0 && call.dropout_p == 0;
   for (const BackwardTile& tile : SHORT_TILES) {
     if (is_short && call.d <= tile.head_dim && call.dv <= tile.head_dim_v) return tile;
   }

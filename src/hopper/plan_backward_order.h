@@ -24,6 +24,10 @@ bool is_windowed(const Problem& call);
 // A causal mask without a window.
 bool is_triangle(const Problem& call);
 
+// Whether a call is of packed sequences of up to so many rows and keys in the mean, none of which
+// is known to be far longer.
+bool is_packed_short(const Problem& call, int64_t rows);
+
 // Whether CTAs take turns though nobody asks for it. Then the first one to add to a sum of dQ
 // writes it, and no launch has to clear it. Measured on an H200 (docs/lab/hopper.md) that was
 // faster for many heads with few keys, and where many rows are shared out, when more CTAs add to

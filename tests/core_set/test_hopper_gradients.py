@@ -263,6 +263,48 @@ def test_sums_of_dq_without_rows_and_columns_that_dq_has_not(
     )
 
 
+@pytest.mark.skipif(on.name != "simulator", reason="it runs plans under schedules")
+@pytest.mark.parametrize(
+    ("d", "causal", "tile", "in_turns"),
+    [
+        (24, True, "d32_short", False), (64, False, "d64_short", True),
+        (48, True, "d64_short", True), (80, True, "d96", True), (128, False, "d128", True),
+    ],
+)  # fmt: skip
+def test_short_packed_sequences(d: int, causal: bool, tile: str, in_turns: bool) -> None:
+    """Tiles of one warpgroup up to 64 columns. Where sequences have about one tile, and with more
+    columns, they take turns: no launch has to clear sums of dq, and the bits are the same.
+    """
+    nq, nk = (65, 0, 128, 5, 30, 100), (70, 9, 64 if d <= 64 else 300, 0, 129, 40)
+    call = {
+        "cu_seqlens_q": on.cu_seqlens(nq), "cu_seqlens_k": on.cu_seqlens(nk), "causal": causal,
+    }  # fmt: skip
+    rows = (sum(nq), sum(nq), sum(nk), sum(nk))
+    dtype = "float16" if causal else "bfloat16"
+    dout, q, k, v = (on.rand(n, 2, d, seed=seed, dtype=dtype) for seed, n in enumerate(rows))
+    request = _gradients.Request(
+        dout, q, k, v, *forward(q, k, v, call), None, _options.complete(call)
+    )
+    exact = reference.attention_backward(dout, q, k, v, **call)
+    rounded = reference.baseline_backward(dout, q, k, v, **call)
+    found = []
+    for seed in range(2):
+        into = _gradients.Gradients.like(request)
+        plan = _gradients.decide(request, into, find_device("H200"), "hopper").plan
+        assert plan is not None
+        (main,) = (x for x in plan.to_dict()["launches"] if "_attention_" in x["kernel"])
+        assert main["kernel"].endswith(f"_{tile}")
+        settings = simulator.Settings(mode=MODES[seed], seed=seed)
+        simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
+        for name in NAMES:
+            base = getattr(rounded, name).double()
+            report = reference.check(getattr(into, name), getattr(exact, name), base)
+            assert report.ok, f"{name}: {report}"
+        found.append(into)
+    if in_turns:
+        assert_same(found[0], found[1])
+
+
 @pytest.mark.skipif(on.name != "simulator", reason="it plans for a GPU with one SM")
 @pytest.mark.parametrize(
     ("d", "dtype", "call"),

@@ -129,6 +129,24 @@ def test_short_packed_sequences_get_the_tile_that_was_the_fastest(shape: Any) ->
     assert tile_of(decision.plan).name == PACKED_SHAPES[shape]
 
 
+def test_packed_sequences_of_which_one_is_known_to_be_far_longer_are_not_short() -> None:
+    def tiles(**hints: int) -> tuple[str, str]:
+        call = packed(64, 8192, 12, 12, 64, **hints)
+        plans = [
+            archflash.explain(**call, device="H200", implementation=NAME, backward=backward).plan
+            for backward in (False, True)
+        ]
+        assert plans[0] is not None
+        assert plans[1] is not None
+        return tile_of(plans[0]).name, launch_of_attention(plans[1])["kernel"]
+
+    for hints in ({}, {"max_seqlen_q": 512, "max_seqlen_k": 512}):
+        assert tiles(**hints) == ("d64_short", "hopper_attention_bwd_bf16_d64_short")
+    name, kernel = tiles(max_seqlen_q=513, max_seqlen_k=513)
+    assert name != "d64_short"
+    assert kernel == "hopper_attention_bwd_bf16_d64"
+
+
 def test_one_cta_for_each_sm_counts_the_tiles_that_are_of_unequal_length() -> None:
     causal = hopper(b=2, hq=16, nq=4001, d=128, causal=True)
     clears, attention = causal.to_dict()["launches"]
