@@ -203,3 +203,15 @@ def test_packed_sequences_take_turns_by_heads(kernel: str, device: str, rows: in
     padded = (total + 129 * sequences) * d * 4  # of a head, as FlashAttention pads it for all
     exact = 2 * 4 * total * (d + 1) * heads
     assert plan.workspace_bytes <= max(exact, 1.3 * padded)
+
+
+def test_sums_of_short_packed_sequences_are_not_computed_in_parts() -> None:
+    """They fill half of their last tile. FlashAttention pads them by 128 rows each."""
+    q = torch.empty(8192, 12, 64, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(76, dtype=torch.int32, device="meta")
+    decision = archflash.explain(
+        q, q, q, cu_seqlens_q=ends, cu_seqlens_k=ends, device="H200", backward=True
+    )
+    assert decision.plan is not None
+    assert len(decision.plan.kernels) == 3
+    assert decision.plan.workspace_bytes <= 2 * 4 * 8192 * 12 * 65

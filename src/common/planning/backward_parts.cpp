@@ -48,6 +48,13 @@ int64_t most_workspace(const BackwardProblem& problem) {
   return static_cast<int64_t>(SHARE_OF_PEERS * static_cast<double>(held + beside)) - held;
 }
 
+// Whether a call of packed sequences may take so much memory, which is for up to twice its rows:
+// cuDNN's kernel does not serve it, and the one that does pads each sequence by 128 rows.
+bool is_little_for_packed(const Problem& call, int64_t bytes) {
+  const int64_t rows = 2 * call.heads_q * call.nq;
+  return call.varlen && bytes <= rows * (call.d * int64_t{sizeof(float)} + ROW_TERMS_BYTES);
+}
+
 // The parts of a call of at most `heads` heads of k each, as equal as whole batches allow.
 std::vector<Part> split(const Problem& call, int64_t heads) {
   const int64_t sequences = sequences_of(call);
@@ -160,6 +167,7 @@ PlanResult plan_in_parts(const BackwardProblem& problem, const Device& device,
   const Problem& call = problem.call;
   const int64_t most = most_workspace(problem);
   if (whole == nullptr || whole->workspace_bytes <= most) return planned;
+  if (is_little_for_packed(call, whole->workspace_bytes)) return planned;
   const Launch* main = find_launch(*whole, "_attention_bwd_");
   if (main == nullptr) return planned;
   const int64_t wanted = ceil_div(whole->workspace_bytes, std::max<int64_t>(most, 1));
