@@ -276,7 +276,7 @@ def test_short_packed_sequences(d: int, causal: bool, tile: str, in_turns: bool)
     columns, they take turns: no launch has to clear sums of dq, and the bits are the same.
     """
     nq, nk = (65, 0, 128, 5, 30, 100), (70, 9, 64 if d <= 64 else 300, 0, 129, 40)
-    call = {
+    call: dict[str, Any] = {
         "cu_seqlens_q": on.cu_seqlens(nq), "cu_seqlens_k": on.cu_seqlens(nk), "causal": causal,
     }  # fmt: skip
     rows = (sum(nq), sum(nq), sum(nk), sum(nk))
