@@ -29,9 +29,9 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
-  return core::complete_rounds<BackwardKernelParams>(std::get<LaunchPlan>(std::move(result)),
-                                                     problem, tile, device, "blackwell_dc",
-                                                     [](BackwardKernelParams&) {});
+  return core::complete_rounds<BackwardKernelParams>(
+      std::get<LaunchPlan>(std::move(result)), problem, tile, "blackwell_dc",
+      [](BackwardKernelParams&) {}, core::sums_of_round(problem, tile, device));
 }
 
 }  // namespace archflash::blackwell_dc

@@ -104,14 +104,22 @@ __device__ __forceinline__ void find_work(const BackwardKernelParams& params, in
   }
 }
 
+// Whether a tile waits for another one: in turns, unless each tile of a head has sums of its own.
+template <class C>
+__device__ __forceinline__ bool waits_in_turns(const BackwardKernelParams& params) {
+  return params.turns_gmem != nullptr &&
+         device::count_chains(params) * C::ROWS < params.backward.attention.nk;
+}
+
 // The number of the next tile of a CTA that stays, whose first one is that with the CTA's index. In
 // turns it takes the first one in this way, too: a tile waits for tiles that were taken before it,
 // and so for no CTA that has not started.
+template <class C>
 __device__ __forceinline__ int take_number(const BackwardKernelParams& params) {
   ptx::griddepcontrol_wait();  // the counter is zero
   int taken = 0;
   if (threadIdx.x % 32 == 0) taken = atomicAdd(params.taken_gmem, 1);
-  return uniform(taken) + (params.turns_gmem == nullptr ? static_cast<int>(gridDim.x) : 0);
+  return uniform(taken) + (waits_in_turns<C>(params) ? 0 : static_cast<int>(gridDim.x));
 }
 
 // The next tile for the loader of a CTA that stays, which writes it to `work` when the CTA is done
@@ -123,7 +131,7 @@ __device__ __forceinline__ bool take_next_tile(const BackwardKernelParams& param
                                                CtaWork& work) {
   __builtin_assume(params.backward.attention.cu_seqlens_q_gmem == nullptr);
   __builtin_assume(params.backward.attention.cu_seqlens_k_gmem == nullptr);
-  const int number = take_number(params);
+  const int number = take_number<C>(params);
   ptx::mbarrier_wait_parity(barriers.tile_empty(position.stage), position.parity ^ 1);
   const bool any = number < params.tiles;
   if (any) {
@@ -194,8 +202,8 @@ __device__ __forceinline__ void begin_backward(const BackwardKernelParams& param
   device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params.backward, blockIdx.x, C::THREADS / 32);
   if (uniform(static_cast<int>(threadIdx.x) / 32) != 0) return;
   int number = static_cast<int>(blockIdx.x);
-  if (!C::SWAPS_KEYS && takes_more<C>(params) && params.turns_gmem != nullptr)
-    number = take_number(params);
+  if (!C::SWAPS_KEYS && takes_more<C>(params) && waits_in_turns<C>(params))
+    number = take_number<C>(params);
   if (takes_more<C>(params) && number >= params.tiles) {
     if (threadIdx.x == 0) work_of<C>(shared).first_row = -1;
   } else {
@@ -269,8 +277,6 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
       } else {
         load_terms<C>(params, shared, shared_smem);
       }
-    } else if constexpr (C::WRITES_DQ) {
-      write_dq_of_tile<C>(params, shared, shared_smem, threadIdx.x / 32 % 2);
     } else if constexpr (C::ENDS_DQ) {
       end_dq<C>(all_params, shared, shared_smem, threadIdx.x / 32 % 2);
     } else {

@@ -31,7 +31,7 @@ struct BackwardVariant {
   bool lists_rounds = false;
   // Consumer warpgroups, with 64 keys each. With one there is room for two CTAs on an SM.
   int warpgroups = 2;
-  // All keys of a head are in one tile, whose CTA writes dQ: there are no sums of it.
+  // With ends_dq: all keys of a head are in one tile, so that there are no sums of dQ.
   bool writes_dq = false;
   // CTAs take turns. Each goes on with the sums of dQ of the one before, and the last one writes
   // dQ.
@@ -134,6 +134,7 @@ struct BackwardConfig {
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int DQ_NOTE_SMEM = WORK_SMEM + TILE_STAGES * WORK_BYTES;  // with ENDS_DQ
   static constexpr int SHARED_BYTES = DQ_NOTE_SMEM + (ENDS_DQ ? 16 : 0);
+  static_assert(!WRITES_DQ || ENDS_DQ);
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
@@ -271,14 +272,14 @@ constexpr BackwardVariant BACKWARD_D96 = {.head_dim = 96,
                                           .tile_stages = 2};
 constexpr BackwardVariant BACKWARD_D128 = {
     .head_dim = 128, .blocks_of_round = 1, .q_stages = 3, .dout_stages = 2};
-constexpr BackwardVariant with_one_tile(BackwardVariant variant) {
-  variant.writes_dq = true;
-  return variant;
-}
 constexpr BackwardVariant with_turns(BackwardVariant variant) {
   variant.ends_dq = true;
   variant.exact = false;
   return variant;
+}
+constexpr BackwardVariant with_one_tile(BackwardVariant variant) {
+  variant.writes_dq = true;
+  return with_turns(variant);
 }
 constexpr BackwardVariant with_swapped_keys(BackwardVariant variant) {
   variant.tile_stages = 2;
@@ -322,11 +323,19 @@ using BackwardD128Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D128)>;
 // BackwardD64Table: all blocks of a round are computed where one of them is seen, half of 128 keys
 // and queries perhaps for nothing. The tiles for few keys have one block in a round.
 template <DType T>
+using BackwardD32ShortOne = BackwardConfig<T, with_one_tile(BACKWARD_D32_SHORT)>;
+template <DType T>
+using BackwardD64ShortOne = BackwardConfig<T, with_one_tile(BACKWARD_D64_SHORT)>;
+template <DType T>
 using BackwardD32One = BackwardConfig<T, with_one_tile(BACKWARD_D32)>;
 template <DType T>
 using BackwardD64One = BackwardConfig<T, with_one_tile(BACKWARD_D64)>;
 template <DType T>
 using BackwardD96One = BackwardConfig<T, with_one_tile(BACKWARD_D96)>;
+template <DType T>
+using BackwardD128One = BackwardConfig<T, with_swapped_keys(with_one_tile(BACKWARD_D128))>;
+template <DType T>
+using BackwardD128CausalTurns = BackwardConfig<T, with_turns(BACKWARD_D128)>;
 template <DType T>
 using BackwardD64Turns = BackwardConfig<T, with_turns(BACKWARD_D64)>;
 template <DType T>

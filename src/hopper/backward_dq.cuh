@@ -55,6 +55,10 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
   for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
     BlockPosition<C> block{0, work.start};
     const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
+    // Whether a CTA has the turn behind this one, in the rounds that it goes over, too.
+    const int behind = work.first_row + device::count_chains(params) * C::ROWS;
+    const bool hands_on =
+        C::SWAPS_KEYS || (work.upwards ? work.first_row > 0 : behind < work.own_rows);
 #pragma unroll 1
     for (; count < end; ++count, block.next_round(work)) {
       if (all_groups && count % 2 != number) continue;
@@ -98,7 +102,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
         for (int group = first_group; group < end_group; ++group)
           ptx::mbarrier_arrive(barriers.dq_empty(group));
         if (in_turns) {  // the CTA of the next turn may add when this one has
-          ptx::cp_async_bulk_wait_group_0();
+          if (hands_on) ptx::cp_async_bulk_wait_group_0();
           ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
         }
       }
@@ -108,8 +112,9 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
 }
 
 // With ENDS_DQ: brings the sums of the CTA before of each round to where its dQ comes to lie, and
-// writes what comes of them: new sums, or where this CTA is the last one to add dQ itself. Warp
-// `number` has every second round, as above.
+// writes what comes of them: new sums, or where this CTA is the last one to add dQ itself. With
+// WRITES_DQ there are no sums, and a round is complete at once. Warp `number` has every second
+// round, as above.
 template <class C>
 __device__ __forceinline__ void end_dq(const BackwardParamsOf<C>& all_params, unsigned char* shared,
                                        uint32_t shared_smem, uint32_t number) {
@@ -123,27 +128,33 @@ __device__ __forceinline__ void end_dq(const BackwardParamsOf<C>& all_params, un
   uint32_t count = 0;          // of rounds
   ptx::griddepcontrol_wait();  // the turns are zero, and what comes before is done with dQ
   for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
-    const bool ends = work.first_row + C::ROWS >= work.own_rows;  // behind it there is no turn
+    // The first row of the first round that the tile behind goes over, too, and ends.
+    const int next_key = work.first_row + C::ROWS;
+    int goes_on = INT32_MAX;
+    if (!C::WRITES_DQ && next_key < work.own_rows)
+      goes_on = C::SWAPS_KEYS ? 0 : work.visible.first(next_key) & -C::ROUND;
     BlockPosition<C> block{0, work.start};
     const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
 #pragma unroll 1
     for (; count < end; ++count, block.next_round(work)) {
       if (count % 2 != number) continue;
-      const device::DqTurn turn = device::dq_turn<C>(params, work, block);
+      const device::DqTurn turn =
+          C::WRITES_DQ ? device::DqTurn{} : device::dq_turn<C>(params, work, block);
+      const bool ends = block.row < goes_on;
       if (leader) {
         float* const sums_gmem = device::sums_of_round<C>(params, turn.sum);
         int32_t* const turn_gmem = params.turns_gmem + turn.sum;
-        if (turn.waits) {
+        if (!C::WRITES_DQ && turn.waits) {
           const int own_turn = work.turn;
           while (ptx::ld_acquire_s32(turn_gmem) < own_turn) {
           }
           ptx::fence_proxy_async_global();  // the turn has come before TMA reads
         }
         ptx::mbarrier_wait_parity(barriers.dq_read(), count % 2 ^ 1);
-        note = {turn.waits, ends};
+        if constexpr (!C::WRITES_DQ) note = {turn.waits, ends};
 #pragma unroll 1
         for (int group = 0; group < C::WARPGROUPS; ++group) {
-          if (turn.waits) {
+          if (!C::WRITES_DQ && turn.waits) {
             ptx::mbarrier_arrive_expect_tx(barriers.dq_empty(group), PART_BYTES);
             ptx::cp_async_bulk_load(shared_smem + C::DQ_SMEM + group * PART_BYTES,
                                     sums_gmem + group * (PART_BYTES / 4), PART_BYTES,
@@ -156,7 +167,7 @@ __device__ __forceinline__ void end_dq(const BackwardParamsOf<C>& all_params, un
         for (int group = 0; group < C::WARPGROUPS; ++group) {
           const uint32_t from_smem = shared_smem + C::DQ_SMEM + group * PART_BYTES;
           ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
-          if (ends) {
+          if (C::WRITES_DQ || ends) {
             const int row = block.row + (C::SHARES_ROWS ? group * C::PART_ROWS : 0);
             const int column = C::SHARES_ROWS ? 0 : group * C::PART_COLUMNS;
             const int head = work.head * params.backward.attention.heads_per_kv + block.head;
@@ -177,63 +188,13 @@ __device__ __forceinline__ void end_dq(const BackwardParamsOf<C>& all_params, un
         ptx::cp_async_bulk_commit_group();
         ptx::cp_async_bulk_wait_group_read_0();
         ptx::mbarrier_arrive(barriers.dq_read());
-        if (!ends) {  // the CTA of the next turn may go on when this one has written
+        if (!C::WRITES_DQ &&
+            !ends) {  // the CTA of the next turn may go on when this one has written
           ptx::cp_async_bulk_wait_group_0();
           ptx::st_release_s32(turn_gmem, work.turn + 1);
         }
       }
       __syncwarp();
-    }
-  });
-}
-
-// Where one tile has all keys of a head there are no sums of dQ: the two warps that would add them
-// up write dQ, each that of one consumer warpgroup. A lane writes eight columns of a row at a time,
-// and the lane beside it the next eight columns.
-template <class C>
-__device__ __forceinline__ void write_dq_of_tile(const BackwardKernelParams& params,
-                                                 unsigned char* shared, uint32_t shared_smem,
-                                                 uint32_t group) {
-  static_assert(C::WARPGROUPS == 2);  // each of which has one of two parts
-  const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
-  const GradientParams& gradient = params.backward.dq;
-  const int lane = threadIdx.x % 32, part = static_cast<int>(group);
-  const int first_column = C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS;
-  const float* const sums =
-      reinterpret_cast<const float*>(shared + C::DQ_SMEM) + part * (4 * C::WARP_SUMS);
-  uint32_t count = 0;          // of rounds
-  ptx::griddepcontrol_wait();  // what comes before this call is done with the memory of dQ
-  for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
-    BlockPosition<C> block{0, work.start};
-    const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
-#pragma unroll 1
-    for (; count < end; ++count, block.next_round(work)) {
-      const int first_row = block.row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0);
-      const int head = work.head * params.backward.attention.heads_per_kv + block.head;
-      const int64_t start = work.batch * gradient.batch + head * gradient.head;
-      ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
-#pragma unroll 1
-      for (int i = lane; i < C::PART_ROWS * C::PART_COLUMNS / 8; i += 32) {
-        const int row = i / 2 % C::PART_ROWS, n = i / (2 * C::PART_ROWS) * 2 + i % 2;
-        const int of_warp = row % C::WARP_ROWS;
-        // As store_dq() has them: 16 bytes of a lane, of which 8 are of a row 8 further down.
-        const float* const from =
-            sums + row / C::WARP_ROWS * C::WARP_SUMS + n * 128 + of_warp % 8 * 16 + of_warp / 8 * 2;
-        float x[8];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          const float2 two = *reinterpret_cast<const float2*>(from + 4 * t);
-          x[2 * t] = two.x * params.backward.scale, x[2 * t + 1] = two.y * params.backward.scale;
-        }
-        const int column = first_column + 8 * n;
-        if (first_row + row < params.backward.attention.nq &&
-            column < params.backward.attention.d) {
-          device::store_gradient_chunk<C::DTYPE>(
-              gradient, start + (first_row + row) * gradient.row + column, x);
-        }
-      }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(barriers.dq_empty(group));
     }
   });
 }

@@ -87,7 +87,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   };
   const auto store_dq = [&](uint32_t round) {
     if constexpr (C::ENDS_DQ) {
-      if (uniform(note_of_dq().ends)) {
+      if (C::WRITES_DQ || uniform(note_of_dq().ends)) {
         store_dq_rows<C>(shared_smem + C::DQ_SMEM + 4 * warp * C::WARP_SUMS, dq,
                          params.backward.scale);
         return;
@@ -189,8 +189,10 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       if (blocks_done() >= C::BLOCKS_OF_ROUND) {
         const uint32_t round = number / C::BLOCKS_OF_ROUND - 1;
         ptx::mbarrier_wait_parity(barriers.dq_empty(group), round % 2);
-        adds = uniform(note_of_dq().begun);
+        if constexpr (!C::WRITES_DQ) adds = uniform(note_of_dq().begun);
       }
+    }
+    if constexpr (C::ENDS_DQ && !C::WRITES_DQ) {
       if constexpr (PART > SCORES) {  // registers that may keep their values live from before
 #pragma unroll
         for (int i = 0; i < PART; ++i) dq[i] = 0.0f;

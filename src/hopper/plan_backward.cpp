@@ -30,6 +30,7 @@ struct BackwardTile : core::RoundsTile {
   const char* with_softcap;
   const char* with_dropout;
   bool stays;  // its CTAs can take one tile of keys after another
+  bool swaps_keys;
   int ctas_per_sm;
   int64_t dq_ctas;  // of a round, of the kernel that writes dQ of many chains; 0: there is none
 };
@@ -37,9 +38,13 @@ struct BackwardTile : core::RoundsTile {
 template <class C>
 constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
                                      const char* with_dropout) {
-  BackwardTile tile{
-      core::rounds_tile<C>(name), with_softcap, with_dropout, C::STAYS, C::CTAS_PER_SM,
-      DQ_CTAS_OF_ROUND<C>};
+  BackwardTile tile{core::rounds_tile<C>(name),
+                    with_softcap,
+                    with_dropout,
+                    C::STAYS,
+                    C::SWAPS_KEYS,
+                    C::CTAS_PER_SM,
+                    DQ_CTAS_OF_ROUND<C>};
   tile.reads_many_chains = true;
   if constexpr (requires { typename C::DqTile; }) tile.dq_box = core::box<typename C::DqTile>(1);
   return tile;
@@ -71,11 +76,17 @@ constexpr BackwardTile SHORT_TILES[] = {
     short_tile<BackwardD64Short<DType::F16>>("d64_short"),
 };
 
-// The tiles where a head has one of them, whose kernels are in that image, too.
+// The tiles where a head has one of them, whose kernels are in that image, too: where those for few
+// keys serve a call, and elsewhere.
+constexpr BackwardTile SHORT_ONE_TILES[] = {
+    backward_tile<BackwardD32ShortOne<DType::F16>>("d32_short_one", nullptr, nullptr),
+    backward_tile<BackwardD64ShortOne<DType::F16>>("d64_short_one", nullptr, nullptr),
+};
 constexpr BackwardTile ONE_TILES[] = {
     backward_tile<BackwardD32One<DType::F16>>("d32_one", nullptr, nullptr),
     backward_tile<BackwardD64One<DType::F16>>("d64_one", nullptr, nullptr),
     backward_tile<BackwardD96One<DType::F16>>("d96_one", nullptr, nullptr),
+    backward_tile<BackwardD128One<DType::F16>>("d128_one", nullptr, nullptr),
 };
 
 // The tiles that take turns and of which the last one writes dQ, whose kernels are in that image,
@@ -85,6 +96,9 @@ constexpr BackwardTile TURNS_TILES[] = {
     backward_tile<BackwardD96Turns<DType::F16>>("d96_turns", nullptr, nullptr),
     backward_tile<BackwardD128Turns<DType::F16>>("d128_turns", nullptr, nullptr),
 };
+// Under a causal mask, at more than 96 columns: its CTAs take one tile each.
+constexpr BackwardTile CAUSAL_TURNS_TILE =
+    backward_tile<BackwardD128CausalTurns<DType::F16>>("d128_causal_turns", nullptr, nullptr);
 
 // A tile whose CTAs stay, in that image, too, with the sums of dQ of the tile that it is named
 // after; and the name of its main kernel.
@@ -108,32 +122,66 @@ core::RowShares whole_rows(const Problem& call, const BackwardTile& tile) {
   return {1, core::ceil_div(call.nq, tile.round_rows) * tile.round_rows};
 }
 
-// Shares out the query rows of each tile of keys, in whole rounds.
-core::RowShares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
-  constexpr int64_t MOST_WAVES = 4;  // of CTAs, with which all SMs are busy
+// How the CTAs of a tile of keys share out what it has to do: so many share the query heads, as if
+// each had a head of K of its own, and of each of these so many the query rows, in whole rounds.
+struct Shares {
+  int64_t heads;
+  core::RowShares rows;
+  int64_t all() const { return heads * rows.shares; }
+};
+
+// A call whose heads of K are those that its CTAs see.
+Problem with_shared_heads(const Problem& call, int64_t head_shares) {
+  Problem shared = call;
+  shared.heads_kv *= head_shares;
+  return shared;
+}
+
+// Finds the shares with which a call takes the least time by a model of the makespan. Query heads
+// are shared out first, because CTAs with rows of the same heads add to the same sums of dQ at the
+// same time. Of packed sequences, as if all had the mean length, heads alone.
+Shares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
+  constexpr int64_t MANY_WAVES = 4, MOST_WAVES = 5;  // of CTAs, before and behind
   constexpr int64_t FLOAT = sizeof(float);
   const int64_t share_bytes = core::share_bytes(call);
-  const core::RowShares whole = whole_rows(call, tile);
+  Problem one = call;  // sequence
+  if (call.varlen) {
+    one.nq = core::ceil_div(call.nq, std::max<int64_t>(call.batch, 1));
+    one.nk = core::ceil_div(call.nk, std::max<int64_t>(call.batch, 1));
+    one.q_offset = one.nk - one.nq;
+  }
+  Shares best{1, whole_rows(call, tile)};
+  const core::RowShares whole = whole_rows(one, tile);
+  const int64_t group = call.heads_q / std::max<int64_t>(call.heads_kv, 1);
   const int64_t heads = call.batch * call.heads_kv;
-  const int64_t ctas = heads * core::ceil_div(call.nk, tile.rows);
-  const int64_t most_ctas = MOST_WAVES * device.sm_count;
-  if (call.varlen || ctas == 0 || ctas >= most_ctas) return whole;
+  const int64_t ctas = heads * core::ceil_div(one.nk, tile.rows);
+  const int64_t most_rows = call.varlen ? 1 : whole.rows / tile.round_rows;
+  if (ctas == 0 || ctas >= MANY_WAVES * device.sm_count) return best;
   // They take no more memory than a part of the sums of dQ, and the gradients of each query head.
-  int64_t most_bytes = call.batch * call.heads_q * call.nq * call.d * FLOAT / 4;
-  if (call.heads_q != call.heads_kv) most_bytes += share_bytes * (call.heads_q / call.heads_kv);
-  core::RowShares best = whole;
+  const int64_t rows = (call.varlen ? 1 : call.batch) * call.nq;
+  int64_t most_bytes = call.heads_q * rows * call.d * FLOAT / 4;
+  if (group > 1) most_bytes += share_bytes * group;
   double best_time = 0;
-  for (int64_t shares = 1; shares * tile.round_rows < whole.rows + tile.round_rows; ++shares) {
-    if (shares > 1 && (shares * share_bytes > most_bytes || shares * ctas > most_ctas)) break;
-    const int64_t rounds = core::ceil_div(whole.rows / tile.round_rows, shares);
-    const core::RowShares split{shares, rounds * tile.round_rows};
-    if ((shares - 1) * split.rows >= whole.rows) continue;  // a share would be empty
-    std::vector<core::Run> runs =
-        core::runs_of_keys(call, tile.rows, tile.round_rows, split, call.heads_q / call.heads_kv);
-    for (core::Run& run : runs) run.count = heads;
-    double time = core::queue_time(runs, device.sm_count);
-    if (shares > 1) time += core::time_of_shares(call, tile.head_dim, shares);
-    if (shares == 1 || time < best_time) best = split, best_time = time;
+  for (int64_t of_heads = 1; of_heads <= group; ++of_heads) {
+    if (group % of_heads != 0) continue;
+    for (int64_t of_rows = 1; of_rows == 1 || of_rows <= most_rows; ++of_rows) {
+      const int64_t shares = of_heads * of_rows;
+      if (shares > 1 &&
+          (shares * share_bytes > most_bytes || shares * ctas > MOST_WAVES * device.sm_count))
+        break;
+      const int64_t rounds = core::ceil_div(whole.rows / tile.round_rows, of_rows);
+      const core::RowShares split{of_rows, rounds * tile.round_rows};
+      if ((of_rows - 1) * split.rows >= whole.rows) continue;  // a share would be empty
+      std::vector<core::Run> runs =
+          core::runs_of_keys(one, tile.rows, tile.round_rows, split, group / of_heads);
+      for (core::Run& run : runs) run.count = heads * of_heads;
+      double time = core::queue_time(runs, device.sm_count);
+      if (shares > 1) time += core::time_of_shares(call, tile.head_dim, shares);
+      if (shares == 1 || time < best_time) {
+        best = {of_heads, of_rows > 1 ? split : whole_rows(call, tile)};
+        best_time = time;
+      }
+    }
   }
   return best;
 }
@@ -148,9 +196,10 @@ Launch* main_launch(LaunchPlan& plan) {
 
 // Makes the CTAs of the main launch take the tiles one after another where there are more of them
 // than SMs, by a counter which the first launch clears. Packed calls have a CTA for each tile,
-// because to find a tile of theirs takes more registers than the warp has that would do it.
+// because to find a tile of theirs takes more registers than the warp has that would do it; so does
+// a share of one, where K comes to where V was.
 void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile,
-                const Device& device) {
+                const Device& device, int64_t shares) {
   using P = BackwardKernelParams;
   Launch* const main = main_launch(plan);
   if (main == nullptr) return;
@@ -158,6 +207,7 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
   plan.tile.tiles = tiles;
   const int64_t ctas = int64_t{tile.ctas_per_sm} * device.sm_count;
   if (!tile.stays || problem.call.varlen || tiles <= ctas) return;
+  if (tile.swaps_keys && shares > 1) return;
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
   const int64_t counter = workspace.add(2 * sizeof(int32_t));
@@ -169,20 +219,36 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
   main->grid[0] = ctas;
 }
 
-// Whether a head's keys are one such tile, which all its rows see: then its CTA has all of dQ. With
-// more than one round of rows the warps that write it hold up the others (docs/lab/hopper.md).
-bool is_one_tile(const Problem& call, const BackwardTile& tile) {
-  const bool all_rows_see =
-      !is_windowed(call) || (is_triangle(call) && call.q_offset_default && call.nk >= call.nq);
-  return call.nk > 0 && call.nk <= tile.rows && call.nq <= tile.round_rows &&
-         call.heads_q == call.heads_kv && all_rows_see && !call.varlen && call.softcap == 0 &&
-         call.dropout_p == 0;
+// Whether a call has rows and keys, and none of the options that most kernels leave out.
+bool is_simple(const Problem& call) {
+  return call.nq > 0 && call.nk > 0 && !call.varlen && call.softcap == 0 && call.dropout_p == 0;
 }
 
-// Whether every row of a call sees every key, without an option that most kernels leave out.
-bool is_plain(const Problem& call) {
-  return call.nq > 0 && call.nk > 0 && !is_windowed(call) && !call.varlen && call.softcap == 0 &&
-         call.dropout_p == 0;
+// Whether every row of such a call sees every key, or at least the first one and no more than those
+// up to a diagonal.
+bool is_plain(const Problem& call) { return is_simple(call) && !is_windowed(call); }
+bool is_plain_or_causal(const Problem& call) {
+  return is_plain(call) ||
+         (is_simple(call) && is_triangle(call) && call.q_offset_default && call.nk >= call.nq);
+}
+
+// Whether TMA can write dQ.
+bool writes_by_tma(const BackwardProblem& problem) {
+  constexpr int64_t STRIDE_LIMIT = int64_t{1} << 40;  // in bytes
+  const Problem& call = problem.call;
+  const BackwardTensor& dq = problem.dq;
+  const auto takes = [&](int64_t size, int64_t stride) {
+    return size == 1 || (stride > 0 && stride * dtype_bytes(dq.dtype) < STRIDE_LIMIT);
+  };
+  return dq.dtype == call.dtype && !problem.accumulate && takes(call.batch, dq.strides.batch) &&
+         takes(call.heads_q, dq.strides.head) && takes(call.nq, dq.strides.row);
+}
+
+// Whether a head's keys are one such tile, which all its rows see: then its CTAs have all of dQ.
+bool is_one_tile(const BackwardProblem& problem, const BackwardTile& tile) {
+  const Problem& call = problem.call;
+  return call.d <= tile.head_dim && call.dv <= tile.head_dim_v && call.nk <= tile.rows &&
+         is_plain_or_causal(call) && writes_by_tma(problem);
 }
 
 // Rows up to which there are tiles of their own, and those of packed sequences, whose CTAs do not
@@ -191,22 +257,13 @@ constexpr int64_t SHORT_ROWS = 512, SHORT_PACKED_ROWS = 400;
 
 // Whether tiles take turns of which the last one writes dQ, so that no launch comes behind. That
 // was measured faster where many heads have two tiles of keys (docs/lab/hopper.md): of few heads,
-// or of more tiles, most would wait for the one before.
+// or of more tiles, most would wait for the one before. Up to 32 columns it is unmeasured.
 bool ends_in_turns(const BackwardProblem& problem, const BackwardTile& tile, const Device& device) {
-  constexpr int64_t STRIDE_LIMIT = int64_t{1} << 40;  // of TMA, in bytes
   const Problem& call = problem.call;
-  const BackwardTensor& dq = problem.dq;
-  const auto stores_by_tma = [&](int64_t size, int64_t stride) {
-    return size == 1 || (stride > 0 && stride * dtype_bytes(dq.dtype) < STRIDE_LIMIT);
-  };
-  // Up to 32 columns it is unmeasured.
-  return is_plain(call) && std::max(call.d, call.dv) > 32 && call.heads_q == call.heads_kv &&
-         call.nk > tile.rows && call.nk <= 2 * tile.rows && 2 * call.nq >= call.nk &&
+  return is_plain_or_causal(call) && std::max(call.d, call.dv) > 32 &&
+         call.heads_q == call.heads_kv && call.nk > tile.rows && call.nk <= 2 * tile.rows &&
          call.nq <= SHORT_ROWS && call.batch * call.heads_kv >= device.sm_count &&
-         dq.dtype == call.dtype && !problem.accumulate &&
-         stores_by_tma(call.batch, dq.strides.batch) &&
-         stores_by_tma(call.heads_q, dq.strides.head) && stores_by_tma(call.nq, dq.strides.row) &&
-         share_out(call, tile, device).shares == 1;
+         writes_by_tma(problem) && share_out(call, tile, device).all() == 1;
 }
 
 // Whether CTAs stay at more than 96 columns. That was measured faster where many keys have few
@@ -239,16 +296,19 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
                                  : call.nq <= SHORT_ROWS && 6 * computed(64) <= 5 * computed(128) &&
                                        (!problem.deterministic || call.nk <= KEYS_IN_TURNS);
   const bool is_short = computes_less && call.softcap == 0 && call.dropout_p == 0;
+  for (const BackwardTile& tile : SHORT_ONE_TILES) {
+    if (is_short && is_one_tile(problem, tile)) return tile;
+  }
   for (const BackwardTile& tile : SHORT_TILES) {
     if (is_short && call.d <= tile.head_dim && call.dv <= tile.head_dim_v) return tile;
   }
   for (const BackwardTile& tile : ONE_TILES) {
-    if (call.d <= tile.head_dim && call.dv <= tile.head_dim_v && is_one_tile(call, tile))
-      return tile;
+    if (is_one_tile(problem, tile)) return tile;
   }
   for (const BackwardTile& tile : TURNS_TILES) {
     if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
-    if (ends_in_turns(problem, tile, device)) return tile;
+    if (ends_in_turns(problem, tile, device))
+      return tile.head_dim == 128 && is_windowed(call) ? CAUSAL_TURNS_TILE : tile;
     break;
   }
   if (stays(problem, device)) return STAYING_TILE;
@@ -387,16 +447,20 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
   if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
-  const core::RowShares split = table ? whole_rows(call, tile) : share_out(call, tile, device);
+  const Shares shares = table ? Shares{1, whole_rows(call, tile)} : share_out(call, tile, device);
+  const core::RowShares& split = shares.rows;
+  BackwardProblem shared = problem;  // as the CTAs see it
+  shared.call = with_shared_heads(call, shares.heads);
   if (tile.writes_dq) {
     problem.deterministic = false;  // each row of dQ is written once
   } else {
-    problem.deterministic |=
-        tile.ends_dq || (!table && turns_are_faster(call, tile, split, device));
+    problem.deterministic |= tile.ends_dq || (!table && &tile != &STAYING_TILE &&
+                                              turns_are_faster(call, tile, shares.all(), device));
   }
-  const KeyTileOrder order = order_tiles(problem, tile, split, device);
+  shared.deterministic = problem.deterministic;
+  const KeyTileOrder order = order_tiles(shared, tile, split, device);
   result = core::complete_rounds<BackwardKernelParams>(
-      std::get<LaunchPlan>(std::move(result)), problem, tile, device, "hopper",
+      std::get<LaunchPlan>(std::move(result)), problem, tile, "hopper",
       [&](BackwardKernelParams& params) {
         params.group_heads = static_cast<int32_t>(order.group_heads);
         params.upward_heads = static_cast<int32_t>(order.upward_heads);
@@ -407,15 +471,17 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
         params.shares = static_cast<int32_t>(split.shares);
         params.share_rows = static_cast<int32_t>(split.rows);
         params.backward.scale *= core::dropout_params(call).scale;  // 1 without dropout
+        params.backward.head_shares = static_cast<int32_t>(shares.heads);
+        params.backward.attention.heads_per_kv /= params.backward.head_shares;
       },
-      split.shares);
+      core::sums_of_round(shared, tile, device, split.shares));
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
-    if (split.shares > 1) {
-      core::add_shares(*plan, problem, "hopper", split.shares);
-      main_launch(*plan)->grid[0] *= split.shares;
+    if (shares.all() > 1) {
+      core::add_shares(*plan, problem, "hopper", shares.all());
+      main_launch(*plan)->grid[0] *= shares.all();
     }
-    take_tiles(*plan, problem, tile, device);
-    if (tile.dq_ctas > 0 && core::sums_of_round(problem, tile, device, split.shares) >= MANY_CHAINS)
+    take_tiles(*plan, problem, tile, device, shares.all());
+    if (tile.dq_ctas > 0 && core::sums_of_round(shared, tile, device, split.shares) >= MANY_CHAINS)
       write_dq_of_chains(*plan, tile);
     if (table) add_table(*plan, problem, tile);
     if (drops) add_dropout(*plan, problem);

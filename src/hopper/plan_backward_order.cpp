@@ -38,12 +38,12 @@ bool is_packed_short(const Problem& call, int64_t rows) {
          !has_far_longer_ones(call);
 }
 
-bool turns_are_faster(const Problem& call, const core::RoundsTile& tile,
-                      const core::RowShares& split, const Device& device) {
+bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
+                      const Device& device) {
   constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048;
   const bool triangle = is_triangle(call);
-  if (split.shares > 1) return call.nq >= MANY_ROWS;
   if (call.varlen) {
+    if (shares > 1) return false;
     // Of the mean sequence, by the columns of a tile: with 64 where it has one tile, with more
     // columns as far as it was measured. Without sums of dQ to clear it saves 5 to 20%.
     int64_t most_keys = 0;
@@ -52,6 +52,7 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile,
     if (tile.head_dim == 128) most_keys = 400;
     return (!is_windowed(call) || triangle) && is_packed_short(call, most_keys);
   }
+  if (shares > 1) return call.nq >= MANY_ROWS;
   if (tile.head_dim > 128 || call.heads_q != call.heads_kv) return false;
   if (is_windowed(call) && !triangle) return false;
   if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
@@ -86,7 +87,7 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
   const bool in_chains = core::sums_of_round(problem, tile, device, split.shares) > 2;
   const bool goes_upwards =
       !in_chains && (heads_per_kv == 1 || (!call.varlen && reach <= int64_t{36} << 20));
-  if (problem.deterministic && triangle && !plain && goes_upwards) {
+  if (problem.deterministic && !tile.ends_dq && triangle && !plain && goes_upwards) {
     order.packed_rows = BYTES / 2 / row_bytes;
     order.packed_tiles = device.sm_count;
     // By a model of the schedule anything from a quarter to a half of the SMs is as good.

@@ -32,8 +32,8 @@ bool is_packed_short(const Problem& call, int64_t rows);
 // writes it, and no launch has to clear it. Measured on an H200 (docs/lab/hopper.md) that was
 // faster for many heads with few keys, and where many rows are shared out, when more CTAs add to
 // the same sums; CTAs with shares of few rows wait for one another.
-bool turns_are_faster(const Problem& call, const core::RoundsTile& tile,
-                      const core::RowShares& split, const Device& device);
+bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
+                      const Device& device);
 
 // Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
 // turns more of them, because the tiles of a head that are computed at the same time wait for one

@@ -341,26 +341,38 @@ def test_few_keys_of_many_heads_have_tiles_of_one_warpgroup(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "keys", "d", "causal"),
-    [(128, 128, 32, False), (69, 70, 24, True), (100, 128, 64, True), (65, 77, 40, False),
-     (128, 90, 96, False), (9, 100, 72, True)],
+    ("rows", "keys", "d", "heads", "causal"),
+    [
+        (128, 128, 32, (3, 3), False), (69, 70, 24, (3, 3), True), (100, 128, 64, (3, 3), True),
+        (65, 77, 40, (4, 2), False), (128, 90, 96, (3, 3), False), (9, 100, 72, (3, 3), True),
+        (100, 128, 128, (5, 5), True), (300, 77, 128, (5, 5), False), (400, 100, 64, (4, 2), False),
+        (50, 50, 64, (5, 5), False), (49, 49, 32, (6, 3), True), (130, 40, 24, (5, 5), False),
+    ],
     ids=str,
 )  # fmt: skip
 def test_the_only_tile_of_a_head_writes_dq(
-    rows: int, keys: int, d: int, causal: bool, deterministic: bool
+    rows: int,
+    keys: int,
+    d: int,
+    heads: tuple[int, int],
+    causal: bool,
+    deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dtype = ("float16", "bfloat16")[rows % 2]
-    tensors = inputs(rows, keys, d, d, dtype, heads=(2, 2))
+    """CTAs take one tile after another. No launch comes behind. Rows of dq are further apart."""
+    tensors = inputs(rows, keys, d, d, ("float16", "bfloat16")[rows % 2], heads=heads)
+    plans = gradients.note_plans(monkeypatch)
     gradients.differentiate_and_check(
-        on, "hopper", *tensors, schedules=(rows,), deterministic=deterministic, causal=causal
-    )
-    _, q, k, v = tensors
-    plan = archflash.explain(
-        q, k, v, device="H200", implementation="hopper", backward=True, causal=causal
-    ).plan
-    assert plan is not None
-    (kernel,) = (name for name in plan.kernels if "_rows_" not in name)
-    assert kernel.endswith("_one")
+        on, "hopper", *tensors, sms=2, schedules=(rows,), deterministic=deterministic,
+        causal=causal, pad=8,
+    )  # fmt: skip
+    assert all(plan.kernels[-1].endswith("_one") for plan in plans)
+
+
+@pytest.mark.parametrize("options", [{"gradient_dtype": torch.float32}, {"add_to": 0.5}], ids=str)
+def test_sums_of_the_only_tile_where_tma_cannot_write_dq(options: dict[str, Any]) -> None:
+    tensors = inputs(100, 90, 64, 64, "bfloat16", heads=(3, 3))
+    gradients.differentiate_and_check(on, "hopper", *tensors, schedules=(1,), **options)
 
 
 # Calls of two tiles of keys: (rows, keys, d, dv).
@@ -370,10 +382,14 @@ LAST_IN_TURN = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("sizes", LAST_IN_TURN, ids=str)
 def test_the_last_tile_in_turn_writes_dq(
-    sizes: tuple[int, int, int, int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, int, int, int],
+    deterministic: bool,
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CTAs go on with the sums of the tile before, and take one tile after another. No launch comes
     behind, and the bits are always the same, asked for or not. Rows of dq are further apart.
@@ -384,7 +400,7 @@ def test_the_last_tile_in_turn_writes_dq(
     for asked in (deterministic, True):
         gradients.differentiate_and_check(
             on, "hopper", *tensors, sms=2, schedules=range(number, number + 2),
-            deterministic=asked, pad=8,
+            deterministic=asked, pad=8, causal=causal and sizes[0] <= sizes[1],
         )  # fmt: skip
     assert all(plan.to_dict() == plans[0].to_dict() for plan in plans)
     assert plans[0].kernels[-1].endswith("_turns")

@@ -95,7 +95,7 @@ def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> N
             "with_softcap": ((64, 64), (128, 128)),
             "heads": ((1, 1), (2, 1), (4, 1)),
             "chains": True,
-            "keys": (4, 128),
+            "keys": (4, 128, 130, 384),
         },
         "blackwell_dc": {"deterministic": (False, True)},
     }[kernel]

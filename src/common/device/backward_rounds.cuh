@@ -322,13 +322,16 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
   };
   const auto load_keys = [&]<class Tile>(int offset, const TensorMap& map, int64_t head_stride,
                                          int64_t batch_stride, uint32_t full) {
-    int begin = work.own_begin(), end = work.own_end();
+    int begin = work.own_begin(), end = work.own_end(), head = work.head;
+    if constexpr (requires { params.shares; }) {
+      if (params.backward.head_shares > 1) head /= params.backward.head_shares;
+    }
     if constexpr (lists_rounds<C>()) {
       const auto& listed = static_cast<const ListedWork&>(work);
       begin = max(begin, listed.keys_begin), end = min(end, listed.keys_end);
     }
     load_rows.template operator()<Tile>(offset, map, work.own_start, work.first_row, work.own_rows,
-                                        begin, end, head_stride == 0 ? 0 : work.head,
+                                        begin, end, head_stride == 0 ? 0 : head,
                                         batch_stride == 0 ? 0 : work.batch, full);
   };
   const auto load_queries = [&]<class Tile>(int offset, const TensorMap& map, int64_t head_stride,

@@ -68,11 +68,16 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
   const Problem& call = problem.call;
   if (!problem.deterministic || call.varlen || tile.ends_dq) return 1;
   const int64_t heads = std::max<int64_t>(call.batch * call.heads_kv * shares, 1);
-  const int64_t at_a_time =
-      std::min(ceil_div(call.nk, tile.rows), ceil_div(int64_t{device.sm_count}, heads));
+  const int64_t tiles = ceil_div(call.nk, tile.rows);
+  const int64_t at_a_time = std::min(tiles, ceil_div(int64_t{device.sm_count}, heads));
   const int64_t rounds = ceil_div(ceil_div(call.nq, tile.round_rows), shares);
   const int64_t steps = rounds * (call.heads_q / std::max<int64_t>(call.heads_kv, 1));
   if (at_a_time <= 1 || steps >= steps_of_tile * at_a_time) return 1;
+  // Few of the tiles that are taken first wait where nearly each of them is of another head. Where
+  // a head has few, and CTAs take several, these come one after another soon.
+  if (steps * heads >= steps_of_tile * (device.sm_count - heads)) return 1;
+  constexpr int64_t FEW_TILES = 4;
+  if (tiles <= std::min(steps, FEW_TILES) && tiles * heads > device.sm_count) return 1;
   // Where keys are many more than rows, a second sum does not help: nearly all tiles begin with the
   // last round, and each sum would be handed on from tile to tile. So there are chains, whose sums
   // take no more memory than dK would in fp32. Many of them only if they stay in L2. Measured on an

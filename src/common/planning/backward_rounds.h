@@ -94,17 +94,15 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
 // behind them; the first launch clears the turns, or the sums if there are none, and a last one
 // ("<folder>_backward_dq_<dtype>_<tile>") writes dQ, unless the main kernel does. The main launch
 // is the one that gets tensor maps, if there is any round. finish(params): fills in what the folder
-// has besides. shares: as sums_of_round() has them.
+// has besides. of_round: sums_of_round().
 template <class P, class Finish>
 PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, const RoundsTile& tile,
-                           const Device& device, const std::string& folder, const Finish& finish,
-                           int64_t shares = 1) {
+                           const std::string& folder, const Finish& finish, int64_t of_round) {
   const Problem& call = problem.call;
   const int64_t rounds = count_rounds(call, tile.round_rows);
   if (rounds > GRID_LIMIT) return grid_too_large(rounds);
   Workspace workspace;
   workspace.add(plan.workspace_bytes);
-  const int64_t of_round = sums_of_round(problem, tile, device, shares);
   const int64_t sums = of_round * rounds;
   const int64_t sums_bytes = tile.writes_dq ? 0 : sums * sums_bytes_of_round(call, tile);
   const int64_t sums_start = workspace.add(sums_bytes);

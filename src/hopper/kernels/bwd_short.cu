@@ -14,12 +14,19 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_short), attention_bwd, Backwar
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_short), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD64Short<DTYPE>>)
 // A head has one tile of keys, whose CTA writes dQ.
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_short_one), attention_bwd,
+                 BackwardD32ShortOne<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_short_one), attention_bwd,
+                 BackwardD64ShortOne<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_one), attention_bwd, BackwardD32One<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_one), attention_bwd, BackwardD64One<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96_one), attention_bwd, BackwardD96One<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_one), attention_bwd, BackwardD128One<DTYPE>)
 // CTAs take turns, and the last one writes dQ.
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_turns), attention_bwd, BackwardD64Turns<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96_turns), attention_bwd, BackwardD96Turns<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_turns), attention_bwd, BackwardD128Turns<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_causal_turns), attention_bwd,
+                 BackwardD128CausalTurns<DTYPE>)
 // CTAs stay.
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_stays), attention_bwd, BackwardD128Stays<DTYPE>)
