@@ -82,16 +82,16 @@ __device__ __forceinline__ void load_swapping(const BackwardKernelParams& params
 
 // The number of the next tile of a CTA whose first one is that with the CTA's index. In turns a
 // tile waits for tiles with smaller numbers, so no CTA takes one before all have started; then it
-// ends, and makes room for one that has not: one CTA after another, so that those that start then
-// are not the only ones left. A try takes about a microsecond.
+// ends, and makes room for one that has not.
 template <class C>
 __device__ __forceinline__ int take_number_when_all_run(const BackwardKernelParams& params) {
+  constexpr int TRIES = 16;  // of about a microsecond
   const int ctas = ptx::mov_nctaid_x_volatile();
   int number = params.tiles;
   if (ptx::mov_tid_x_volatile() % 32 == 0) {
     bool all_run = !C::ENDS_DQ || C::WRITES_DQ;
 #pragma unroll 1
-    for (int tries = 16 + ptx::mov_ctaid_x_volatile() % 8 * 8; tries > 0 && !all_run; --tries)
+    for (int i = 0; i < TRIES && !all_run; ++i)
       all_run = ptx::ld_relaxed_s32(params.taken_gmem + 1) >= ctas;
     if (all_run) number = ctas + atomicAdd(params.taken_gmem, 1);
   }

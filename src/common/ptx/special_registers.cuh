@@ -14,13 +14,6 @@ __device__ __forceinline__ int mov_tid_x_volatile() {
   return tid;
 }
 
-// %ctaid.x: PTX ISA, "Special Registers: %ctaid". Volatile as above, for blockIdx.x.
-__device__ __forceinline__ int mov_ctaid_x_volatile() {
-  int cta;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
-  return cta;
-}
-
 // %nctaid.x: PTX ISA, "Special Registers: %nctaid". Volatile as above, for gridDim.x.
 __device__ __forceinline__ int mov_nctaid_x_volatile() {
   int ctas;
