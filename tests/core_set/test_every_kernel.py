@@ -179,7 +179,7 @@ if on.name == "simulator":  # one tile of ada is for calls of many rows only
         for shape in ("few long", "two long", "grouped", "large")
     ]
     # On 9.0 simt has tensor cores for it.
-    EVERY += [("simt", "B200", "float32", (128, 128), "many")]
+    EVERY += [("simt", "B200", "float32", (d, d), "many") for d in (128, 256)]
     # The tiles for larger heads.
     EVERY += [
         (kernel, device, dtype, dims, shape)
