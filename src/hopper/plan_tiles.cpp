@@ -413,7 +413,15 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
                      (problem.varlen ? is_of_short(*best, device) : is_whole);
   if (fills && problem.num_splits == 0 && !problem.batch_invariant)
     return core::SplitChoice<KernelTile>{*best};
-  if (best == nullptr) return core::choose_with_splits("hopper", table, problem, device);
+  if (best == nullptr) {
+    // A CTA for tables of blocks computes several tiles side by side, which the model of splits
+    // does not know: it would split the keys of calls that fill the GPU.
+    const KernelTile* whole = core::choose("hopper", table, problem, device).tile;
+    const bool splits_asked = problem.num_splits > 0 || problem.batch_invariant;
+    if (whole != nullptr && whole->streams > 0 && !splits_asked)
+      return core::SplitChoice<KernelTile>{*whole};
+    return core::choose_with_splits("hopper", table, problem, device);
+  }
   // CTAs of the tile for few rows compute more slowly than those of larger tiles.
   const auto time_without = [&](const KernelTile& few) {
     const auto rows = static_cast<double>(few.block_q * core::resident_ctas(few, device));

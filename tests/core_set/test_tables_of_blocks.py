@@ -113,6 +113,18 @@ def test_tiles_that_see_nothing_or_everything(state: int, kernel: str) -> None:
 
 
 @of_hopper
+@every_dim
+def test_keys_are_not_split_where_streams_fill_the_gpu(dim: int) -> None:
+    q, k, v = on.qkv(384, 4096, dim, dtype="bfloat16")
+    rows = on.qkv(128, 4096, dim, dtype="bfloat16")[0]
+    for tiles, given in ((12, q), (4, rows)):
+        table = table_of(1, given.shape[2], 4096)
+        launches = plan_on(4, given, k, v, block_mask=table).to_dict()["launches"]
+        is_split = "_combine_" in launches[-1]["kernel"]
+        assert is_split == (tiles == 4), launches
+
+
+@of_hopper
 def test_which_calls_go_to_them() -> None:
     q, k, v = on.qkv(330, 200, 128, dtype="bfloat16")
     table = table_of(1, 330, 200)
