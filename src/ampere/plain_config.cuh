@@ -7,6 +7,7 @@
 
 namespace archflash::ampere {
 
+using mma_sync::BulkSumsConfig;
 using mma_sync::PlainBackwardConfig;
 
 template <DType T>
@@ -14,9 +15,15 @@ using D32Plain = PlainBackwardConfig<D32<T>>;
 template <DType T>
 using D64WidePlain = PlainBackwardConfig<D64Wide<T>>;
 template <DType T>
+using D64WideBulk = PlainBackwardConfig<BulkSumsConfig<D64Wide<T>>>;
+template <DType T>
+using D64Plain = PlainBackwardConfig<D64<T>>;
+template <DType T>
 using D96Plain = PlainBackwardConfig<D96<T>>;
 template <DType T>
 using D128WidePlain = PlainBackwardConfig<D128Wide<T>>;
+template <DType T>
+using D128WideBulk = PlainBackwardConfig<BulkSumsConfig<D128Wide<T>>>;
 template <DType T>
 using D192WidePlain = PlainBackwardConfig<D192Wide<T>>;
 template <DType T>

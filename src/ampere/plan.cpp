@@ -2,6 +2,7 @@
 #include "common/planning/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -111,11 +112,25 @@ constexpr core::Tile TILES[] = {
     tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
 
+// The same for causal calls that are not packed. The costs fit what an H200 took for those of few
+// heads, D 96 to 256 (docs/lab/ampere.md).
+constexpr auto CAUSAL_TILES = [] {
+  auto tiles = std::to_array(TILES);
+  for (core::Tile& of : tiles) {
+    if (of.can_split)
+      of.split_costs = {.start = 320, .combine = 128, .fewest_keys = 128, .by_mean = true};
+  }
+  return tiles;
+}();
+
 // The table for a call without masks as data and without a cache. Calls of few rows, and those
 // whose keys are split, have no kernel of their own for head dimensions up to 32.
 std::span<const core::Tile> tiles_of(const Problem& problem, const Device& device) {
   constexpr size_t OF_32 = 3;
-  const std::span<const core::Tile> all(TILES);
+  const bool causal =
+      !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
+  const std::span<const core::Tile> equal(TILES), shrinking(CAUSAL_TILES);
+  const std::span<const core::Tile> all = causal ? shrinking : equal;
   const core::Tile& last = all[OF_32 - 1];
   const bool served = core::takes_head_dims(last, problem) && core::serves(last, problem, device) &&
                       problem.num_splits <= 1 && !problem.batch_invariant;

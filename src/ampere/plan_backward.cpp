@@ -93,10 +93,17 @@ bool small_blocks_pay(const Problem& call, const Device& device) {
 constexpr core::BackwardTile PLAIN_TILES[] = {
     backward_tile<D32Plain<DType::F16>>("d32"),
     backward_tile<D64WidePlain<DType::F16>>("d64_wide"),
+    backward_tile<D64Plain<DType::F16>>("d64"),
     backward_tile<D96Plain<DType::F16>>("d96"),
     backward_tile<D128WidePlain<DType::F16>>("d128_wide"),
     backward_tile<D192WidePlain<DType::F16>>("d192_wide"),
     backward_tile<D256WidePlain<DType::F16>>("d256_wide"),
+};
+
+// Those whose CTAs take no turns.
+constexpr core::BackwardTile BULK_TILES[] = {
+    backward_tile<D64WideBulk<DType::F16>>("d64_wide"),
+    backward_tile<D128WideBulk<DType::F16>>("d128_wide"),
 };
 
 bool has_plain_kernels(const Device& device) { return device.major == 9 || device.major == 10; }
@@ -106,7 +113,9 @@ using Runs = std::vector<mma_sync::TileRun>;
 
 // What the parts of tiles take in all, in the query rows that a tile passes meanwhile: they are
 // written in fp32, and read and added up. Measured on an H200 (docs/lab/ampere.md).
-constexpr int64_t PARTS_TIME = 128;
+constexpr int64_t parts_time(const core::BackwardTile& tile) {
+  return std::min(3 * tile.head_dim / 2, 96);
+}
 constexpr int64_t MOST_PARTS = mma_sync::CutTiles::MOST_PARTS;
 constexpr int64_t MOST_ROUNDS_OF_PARTS = 2;  // which keeps what they leave small
 
@@ -127,7 +136,7 @@ Runs cut_last_tiles(const Problem& call, const core::BackwardTile& tile, int64_t
   const int64_t block_rows = tile.dq_block * (call.heads_q / call.heads_kv);
   const auto time_of = [&](int64_t parts) {
     const int64_t rows = START + core::ceil_div(blocks, parts) * block_rows;
-    return core::ceil_div(last * parts, workers) * rows + (parts > 1 ? PARTS_TIME : 0);
+    return core::ceil_div(last * parts, workers) * rows + (parts > 1 ? parts_time(tile) : 0);
   };
   int64_t best = 1;
   const int64_t most = std::min({blocks, MOST_PARTS, MOST_ROUNDS_OF_PARTS * workers / last});
@@ -183,7 +192,7 @@ Runs cut_causal_tiles(const Problem& call, const core::BackwardTile& tile, int64
       runs.back().tiles += static_cast<int32_t>(heads);
     }
     if (count > MOST_ROUNDS_OF_PARTS * workers) break;
-    const double time = core::queue_time(ctas, workers) + PARTS_TIME;
+    const double time = core::queue_time(ctas, workers) + parts_time(tile);
     if (time < best_time) best = std::move(runs), best_time = time;
   }
   return best;
@@ -201,7 +210,8 @@ Runs cut_tiles(const BackwardProblem& problem, const core::BackwardTile& tile, c
   constexpr int64_t MOST_ROUNDS = 4;
   const Problem& call = problem.call;
   const int64_t tiles = main.grid[0], workers = workers_of(tile, device);
-  if (tiles >= MOST_ROUNDS * device.sm_count) return {};
+  // Blocks of 32 queries leave parts too little (docs/lab/ampere.md).
+  if (tiles >= MOST_ROUNDS * device.sm_count || tile.dq_block < 64) return {};
   if (core::equal_tiles(call)) return cut_last_tiles(call, tile, tiles, workers);
   BackwardParams params;
   std::memcpy(static_cast<void*>(&params), main.params.data(), sizeof params);
@@ -211,10 +221,49 @@ Runs cut_tiles(const BackwardProblem& problem, const core::BackwardTile& tile, c
   return cut_causal_tiles(call, tile, workers, uncut_time(call, tile, workers, shares));
 }
 
-// Makes a plan launch the kernel of PLAIN_TILES in the place of its main one, and says whether CTAs
-// share out tiles.
+constexpr int TURNS = offsetof(BackwardParams, dq_sums) + offsetof(DqSums, turns_gmem);
+
+// Makes CTAs share out tiles: `main` and the launch behind it, which adds up their parts.
+void share_out(LaunchPlan& plan, const BackwardProblem& problem, const core::BackwardTile& tile,
+               const Device& device, const Runs& runs, mma_sync::CuttingBackwardParams& params,
+               Launch& main, Launch& last) {
+  const Problem& call = problem.call;
+  const int64_t heads = call.batch * call.heads_kv, tiles = main.grid[0];
+  // In turns, parts that are short wait for the tiles of the round before at each of their blocks:
+  // the last one of a head that runs then is late by a block for each other one. Measured on an
+  // H200 (docs/lab/ampere.md).
+  const int64_t late = std::min(core::ceil_div(workers_of(tile, device), heads), tiles / heads) - 1;
+  const int64_t blocks = core::ceil_div(call.nq, tile.dq_block) * (call.heads_q / call.heads_kv);
+  const bool waits = !core::equal_tiles(call) || blocks < 2 * late * runs.back().parts;
+  if (!problem.deterministic && waits) {
+    for (Launch& launch : plan.launches)
+      std::erase_if(launch.pointers, [](const PointerSlot& of) { return of.offset == TURNS; });
+  }
+  std::ranges::copy(runs, params.cut.runs);
+  params.cut.rows = tile.rows, params.cut.columns = call.d + call.dv;
+  int64_t ctas = 0, cut = 0, parts = 0;
+  for (const mma_sync::TileRun& run : runs) {
+    ctas += int64_t{run.tiles} * run.parts;
+    if (run.parts > 1) cut += run.tiles, parts += int64_t{run.tiles} * run.parts;
+  }
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t part_floats = int64_t{params.cut.rows} * params.cut.columns;
+  const int64_t start = workspace.add(parts * part_floats * int64_t{sizeof(float)});
+  plan.workspace_bytes = workspace.bytes();
+  main.grid[0] = ctas;
+  last.grid[0] += core::ceil_div(cut * part_floats, 8 * BACKWARD_DQ_THREADS);
+  last.kernel += "_parts", last.image = main.image;
+  last.params = core::bytes(params);  // it finds tiles as the main launch does
+  constexpr size_t PARTS =
+      offsetof(mma_sync::CuttingBackwardParams, cut) + offsetof(mma_sync::CutTiles, parts_gmem);
+  for (Launch* launch : {&main, &last}) add_pointer(*launch, Operand::Workspace, PARTS, start);
+}
+
+// Makes a plan launch the kernel of PLAIN_TILES or BULK_TILES in the place of its main one, and
+// says whether CTAs share out tiles.
 bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& device) {
-  using Params = mma_sync::CuttingBackwardParams;
+  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
   const Problem& call = problem.call;
   const std::string word = core::dtype_word(call.dtype);
   const auto launch_of = [&](const std::string& start) {
@@ -223,60 +272,41 @@ bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& 
   };
   const auto main = launch_of("ampere_attention_bwd_"), none = plan.launches.end();
   if (!has_plain_kernels(device) || call.varlen || main == none) return false;
-  const auto tile = std::ranges::find_if(PLAIN_TILES, [&](const core::BackwardTile& of) {
-    return main->kernel == "ampere_attention_bwd_" + word + "_" + of.name;
-  });
-  if (tile == std::end(PLAIN_TILES)) return false;
-  Params params;
+  const auto tile_of = [&](std::span<const core::BackwardTile> tiles) {
+    return std::ranges::find_if(tiles, [&](const core::BackwardTile& of) {
+      return main->kernel == "ampere_attention_bwd_" + word + "_" + of.name;
+    });
+  };
+  const std::span<const core::BackwardTile> plain = PLAIN_TILES, in_bulk = BULK_TILES;
+  const auto tile = tile_of(plain), bulk = tile_of(in_bulk);
+  if (tile == plain.end()) return false;
+  mma_sync::CuttingBackwardParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
-  if (params.call.attention.transform_scores) return false;
-  const int64_t tiles = main->grid[0];
-  params.cut.runs[0] = {static_cast<int32_t>(tiles), 1};
-  params.cut.rows = tile->rows, params.cut.columns = call.d + call.dv;
-  const std::string image = "ampere/bwd_plain_" + word;
-  main->kernel += "_plain", main->image = image, main->shared_bytes = tile->shared_bytes;
+  const AttentionParams& attention = params.call.attention;
+  if (attention.transform_scores) return false;
+  main->image = "ampere/bwd_plain_" + word;
 
+  const int64_t tiles = main->grid[0], heads_kv = call.heads_q / attention.heads_per_kv;
+  const int64_t heads = call.batch * heads_kv;
   const bool shared = launch_of("ampere_backward_shares_") != none;
   const Runs runs = shared ? Runs{} : cut_tiles(problem, *tile, *main, device);
-  if (runs.empty()) {
-    main->params = core::bytes(params);
-    return false;
+  if (!runs.empty()) {
+    const auto last = launch_of("ampere_backward_dq_");
+    share_out(plan, problem, *tile, device, runs, params, *main, *last);
+  } else if (attention.order.heads_per_group >= heads && call.batch <= GRID_SIDE_LIMIT &&
+             tiles / heads <= GRID_SIDE_LIMIT) {
+    main->grid = {heads_kv, call.batch, tiles / heads};
+  } else {
+    params.cut.runs[0] = {static_cast<int32_t>(tiles), 1};
   }
-  std::ranges::copy(runs, params.cut.runs);
-  int64_t ctas = 0, cut = 0, parts = 0;
-  for (const mma_sync::TileRun& run : runs) {
-    ctas += int64_t{run.tiles} * run.parts;
-    if (run.parts > 1) cut += run.tiles, parts += int64_t{run.tiles} * run.parts;
-  }
-  // In turns, parts that are short wait for the tiles of the round before at each of their blocks:
-  // the last one of a head that runs then is late by a block for each other one. Measured on an
-  // H200 (docs/lab/ampere.md).
-  const int64_t heads = call.batch * call.heads_kv;
-  const int64_t late =
-      std::min(core::ceil_div(workers_of(*tile, device), heads), tiles / heads) - 1;
-  const int64_t blocks = core::ceil_div(call.nq, tile->dq_block) * (call.heads_q / call.heads_kv);
-  const bool waits = !core::equal_tiles(call) || blocks < 2 * late * runs.back().parts;
-  if (!problem.deterministic && waits) {
-    constexpr int TURNS = offsetof(BackwardParams, dq_sums) + offsetof(DqSums, turns_gmem);
-    for (Launch& launch : plan.launches)
-      std::erase_if(launch.pointers, [](const PointerSlot& of) { return of.offset == TURNS; });
-  }
-  core::Workspace workspace;
-  workspace.add(plan.workspace_bytes);
-  const int64_t part_floats = int64_t{params.cut.rows} * params.cut.columns;
-  const int64_t start = workspace.add(parts * part_floats * int64_t{sizeof(float)});
-  plan.workspace_bytes = workspace.bytes();
-  const auto last = launch_of("ampere_backward_dq_");
-  main->grid[0] = ctas;
-  last->grid[0] += core::ceil_div(cut * part_floats, 8 * BACKWARD_DQ_THREADS);
-  last->kernel += "_parts", last->image = image;
-  for (const auto launch : {main, last}) {
-    launch->params = core::bytes(params);  // the last launch finds tiles as the main one does
-    add_pointer(*launch, Operand::Workspace,
-                offsetof(Params, cut) + offsetof(mma_sync::CutTiles, parts_gmem), start);
-  }
-  return true;
+  main->params = core::bytes(params);
+  const bool in_turns =
+      std::ranges::any_of(main->pointers, [](const PointerSlot& of) { return of.offset == TURNS; });
+  const bool adds_in_bulk = bulk != in_bulk.end() && !in_turns;
+  main->shared_bytes = adds_in_bulk ? bulk->shared_bytes : tile->shared_bytes;
+  main->kernel += adds_in_bulk ? "_bulk" : "_plain";
+  return !runs.empty();
 }
 
 // Launches start early where their image has PTX for 9.0: these kernels wait for what comes before
@@ -289,7 +319,8 @@ void start_early(LaunchPlan& plan, const Problem& call) {
     const bool is_main =
         i > 0 && std::ranges::any_of(TILES, [&](const core::BackwardTile& of) {
           return of.dq_block > 0 && launch.kernel.starts_with(prefix + of.name) &&
-                 (launch.kernel == prefix + of.name || launch.kernel.ends_with("_plain"));
+                 (launch.kernel == prefix + of.name || launch.kernel.ends_with("_plain") ||
+                  launch.kernel.ends_with("_bulk"));
         });
     launch.uses_pdl = is_main || launch.kernel.starts_with("ampere_backward_rows_") ||
                       launch.kernel.starts_with("ampere_backward_dq_");

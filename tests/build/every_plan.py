@@ -260,6 +260,18 @@ def few_rounds(dtype: torch.dtype) -> set[str]:
     ):
         x = empty(dtype, 1, heads, n, d)
         found |= kernels(x, x, x, "H200", "ampere", backward=True)
+    for d in (
+        32,
+        64,
+        96,
+        128,
+        192,
+        256,
+    ):  # kernels that know rules for scores, and those that do not
+        for heads, n in ((800, 160), (200, 1024)):
+            x = empty(dtype, 1, heads, n, d)
+            found |= kernels(x, x, x, "H200", "ampere", backward=True)
+            found |= kernels(x, x, x, "H200", "ampere", backward=True, softcap=2.0)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -223,7 +224,7 @@ def test_deterministic_gradients_take_turns(device: str, block: int) -> None:
     """A block of sums of dq has a number of turns of 4 bytes."""
     free = backward_plan(16, 2048, 128, device)
     ordered = backward_plan(16, 2048, 128, device, deterministic=True)
-    assert ordered.kernels == free.kernels
+    assert ordered.kernels == [kernel.replace("_bulk", "_plain") for kernel in free.kernels]
     assert ordered.workspace_bytes == free.workspace_bytes + 4 * 16 * (2048 // block)
 
 
@@ -379,7 +380,7 @@ def test_query_heads_are_shared_out_where_few_tiles_leave_sms_idle(
     ).plan
     assert plan is not None
     main = [x for x in plan.to_dict()["launches"] if "_attention_bwd_" in x["kernel"]]
-    assert sum(launch["grid"][0] for launch in main) == ctas
+    assert sum(math.prod(launch["grid"]) for launch in main) == ctas
     assert ("ampere_backward_shares_bf16" in plan.kernels) == (shares > 1)
     rows = 64 if main[0]["kernel"].endswith("d128") else 128  # keys of a tile
     assert ctas == shares * shape[0] * heads_kv * shape[2] // rows
@@ -388,12 +389,12 @@ def test_query_heads_are_shared_out_where_few_tiles_leave_sms_idle(
 @pytest.mark.parametrize(
     ("shape", "keys", "d", "causal", "tile"),
     [
-        ((64, 12, 160), 160, 64, False, "d64"),  # 160 rows are five blocks of 32, two of 128
-        ((16, 12, 64), 512, 40, False, "d64"),
-        ((64, 12, 192), 192, 64, False, "d64"),
+        ((64, 12, 160), 160, 64, False, "d64_plain"),  # 160 rows are five blocks of 32, two of 128
+        ((16, 12, 64), 512, 40, False, "d64_plain"),
+        ((64, 12, 192), 192, 64, False, "d64_plain"),
         ((64, 12, 256), 256, 64, False, "d64_wide_plain"),
         ((8, 20, 448), 448, 64, False, "d64_wide_plain"),  # the third of three rounds is half empty
-        ((8, 20, 448), 448, 64, True, "d64"),
+        ((8, 20, 448), 448, 64, True, "d64_plain"),
         ((16, 12, 1024), 1024, 64, True, "d64_wide_plain"),
         ((64, 12, 160), 160, 128, False, "d128_wide_plain"),
         ((64, 12, 160), 160, 32, False, "d32_plain"),
@@ -419,7 +420,8 @@ def test_rows_that_fill_no_wide_block_have_tiles_of_small_ones(
         ((2, 10, 4096), 77, 64, "H200", 6 * 20),
         ((1, 16, 2048), 2048, 128, "H200", 256),  # the last round lacks eight
         ((4, 12, 512), 512, 64, "H200", 132 + 2 * 60),
-        ((4, 12, 256), 512, 64, "H200", 192),  # tiles are too short
+        ((4, 12, 256), 512, 64, "H200", 132 + 2 * 60),
+        ((4, 12, 128), 512, 64, "H200", 192),  # tiles are too short
         ((4, 40, 1024), 1024, 64, "H200", 1280),  # ten rounds
         ((2, 20, 1024), 1024, 64, "A100", 320),  # no code for 8.0
     ],
@@ -427,20 +429,14 @@ def test_rows_that_fill_no_wide_block_have_tiles_of_small_ones(
 def test_ctas_share_out_the_tiles_of_their_last_round(
     shape: tuple[int, int, int], keys: int, d: int, device: str, ctas: int
 ) -> None:
-    def plan_of(*, causal: bool) -> tuple[int, list[str]]:
-        q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
-        k = torch.empty(*shape[:2], keys, d, dtype=torch.bfloat16, device="meta")
-        plan = archflash.explain(
-            q, k, k, causal=causal, device=device, backward=True, implementation="ampere"
-        ).plan
-        assert plan is not None
-        return plan.to_dict()["launches"][1]["grid"][0], plan.kernels
-
+    q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(*shape[:2], keys, d, dtype=torch.bfloat16, device="meta")
+    plan = archflash.explain(q, k, k, device=device, backward=True, implementation="ampere").plan
+    assert plan is not None
+    assert math.prod(plan.to_dict()["launches"][1]["grid"]) == ctas
+    assert plan.kernels[1].endswith(("_plain", "_bulk")) == (device == "H200")
     tiles = shape[0] * shape[1] * -(-keys // 128)
-    found, kernels = plan_of(causal=False)
-    assert found == ctas
-    assert kernels[1].endswith("_plain") == (device == "H200")
-    assert kernels[-1].endswith("_parts") == (ctas > tiles)
+    assert plan.kernels[-1].endswith("_parts") == (ctas > tiles)
 
 
 @pytest.mark.parametrize(
@@ -461,9 +457,10 @@ def test_ctas_share_out_the_longer_tiles_of_causal_calls(
     shape: tuple[int, int, int], heads_kv: int, d: int, options: dict[str, Any], ctas: int
 ) -> None:
     call = {"causal": True} | options
+    deterministic = call.pop("deterministic", False)
     q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
     k = q[:, :heads_kv]
-    torch.use_deterministic_algorithms(call.pop("deterministic", False))
+    torch.use_deterministic_algorithms(deterministic)
     try:
         plan = archflash.explain(
             q, k, k, **call, device="H200", backward=True, implementation="ampere"
@@ -472,10 +469,12 @@ def test_ctas_share_out_the_longer_tiles_of_causal_calls(
         torch.use_deterministic_algorithms(False)
     assert plan is not None
     main, *_, last = plan.to_dict()["launches"][1:]
-    assert main["grid"][0] == ctas
-    assert main["kernel"].endswith("_plain") == ("softcap" not in options)
+    assert math.prod(main["grid"]) == ctas
+    kernel = "plain" if deterministic else "wide" if "softcap" in options else "bulk"
+    assert main["kernel"].endswith(kernel)
+    shared_out = "ampere_backward_shares_bf16" in plan.kernels
     whole = heads_kv * -(-shape[2] // 128)
-    assert last["kernel"].endswith("_parts") == (ctas > whole and heads_kv * 7 != shape[1])
+    assert last["kernel"].endswith("_parts") == (ctas > whole and not shared_out)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +499,7 @@ def test_short_parts_of_tiles_take_no_turns(
         torch.use_deterministic_algorithms(False)
     assert plan is not None
     for launch in plan.to_dict()["launches"]:
-        parts = 1 if launch["kernel"].endswith(("_plain", "_parts")) else 0
+        parts = 1 if launch["kernel"].endswith(("_plain", "_bulk", "_parts")) else 0
         addresses = [x for x in launch["pointers"] if x["operand"] == "workspace"]
         assert len(addresses) == 2 + turns + parts  # terms and sums of dq beside them
 

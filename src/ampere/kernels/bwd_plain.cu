@@ -16,9 +16,14 @@ ARCHFLASH_ENTRY(KERNEL(ampere_backward_dq, parts), (BACKWARD_DQ_THREADS),
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_plain), mma_sync::fused_bwd, D32Plain<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide_plain), mma_sync::fused_bwd,
                  D64WidePlain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide_bulk), mma_sync::fused_bwd,
+                 D64WideBulk<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_plain), mma_sync::fused_bwd, D64Plain<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d96_plain), mma_sync::fused_bwd, D96Plain<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_plain), mma_sync::fused_bwd,
                  D128WidePlain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_bulk), mma_sync::fused_bwd,
+                 D128WideBulk<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_wide_plain), mma_sync::fused_bwd,
                  D192WidePlain<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_wide_plain), mma_sync::fused_bwd,

@@ -32,7 +32,6 @@
 #include "common/mma_sync/key_tiles.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/bulk_order.cuh"
-#include "common/ptx/bulk_store.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -42,6 +41,7 @@
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_shared.cuh"
 #include "common/ptx/tma.cuh"
+#include "common/ptx/warp_roles.cuh"
 
 namespace archflash::mma_sync {
 
@@ -190,22 +190,6 @@ __device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLU
   }
 }
 
-// Whether TMA adds to the sums of dQ.
-template <class C>
-constexpr bool ADDS_IN_BULK = requires { C::SUMS_SMEM; };
-
-template <class C>
-__device__ __forceinline__ constexpr uint32_t sums_offset() {
-  if constexpr (ADDS_IN_BULK<C>) return C::SUMS_SMEM;
-  return 0;
-}
-
-// Waits until what TMA adds, which this thread started, is in the sums.
-template <class C>
-__device__ __forceinline__ void wait_for_sums() {
-  if constexpr (ADDS_IN_BULK<C>) ptx::cp_async_bulk_wait_group_0();
-}
-
 // Adds dS K of a block of queries, in fp32, to the sums. Where CTAs take turns, `waits` says
 // whether the CTA of the keys before adds to this block, too, and therefore first. The first CTA of
 // a block writes the sums.
@@ -221,11 +205,10 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
   const int column = warp % C::DQ_COLUMN_WARPS * (C::DQ_ALTERNATES ? 16 : C::DQ_COLUMNS);
   const int64_t number = dq_block_number<C>(params, cta, block);
   const int turn = cta.first_row / C::ROWS;
-  const bool writes = params.dq_sums.turns_gmem != nullptr && !waits;
+  const bool writes = !C::IN_BULK && params.dq_sums.turns_gmem != nullptr && !waits;
   // Read before the products, which hide how long this takes.
   int turns_taken = turn;
-  if (!ADDS_IN_BULK<C> && waits)
-    turns_taken = ptx::ld_relaxed_s32(params.dq_sums.turns_gmem + number);
+  if (!C::IN_BULK && waits) turns_taken = ptx::ld_relaxed_s32(params.dq_sums.turns_gmem + number);
   const uint32_t a_smem = Scores::advance(ds_smem + columns_first_offset<Scores>(lane), row / 8);
   const uint32_t b_smem = Tile::advance(k_smem + rows_first_offset<Tile>(lane), column / 8);
   float* sums_gmem = params.dq_sums.gmem + number * (C::BLOCK * C::HEAD_DIM) +
@@ -253,7 +236,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
       }
     }
     // What is added below depends on the value that was read, so it is added after it was read.
-    while (turns_taken < turn) {
+    while (!C::IN_BULK && turns_taken < turn) {
       turns_taken = ptx::ld_acquire_s32(params.dq_sums.turns_gmem + number);
     }
     const auto for_each = [&](auto&& put) {
@@ -272,9 +255,8 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
       const int tile = step / 8 + n / 2 * 2 * C::DQ_PAIR_STEP + n % 2;
       return sums_gmem + device::dq_fragment<C::HEAD_DIM>(m, tile);
     };
-    if constexpr (ADDS_IN_BULK<C>) {
+    if constexpr (C::IN_BULK) {
       constexpr int WARP_FRAGMENTS = C::DQ_ROWS / 16 * (C::DQ_STEP / 8);
-      constexpr int BYTES = 512 * NEIGHBOURS;
       const uint32_t warp_smem = sums_smem + warp * (512 * WARP_FRAGMENTS);
       ptx::cp_async_bulk_wait_group_read_0();  // of the block before
       __syncwarp();
@@ -284,22 +266,14 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
       });
       ptx::fence_proxy_async_shared();
       __syncwarp();
-      if (lane < WARP_FRAGMENTS / NEIGHBOURS) {
-        if (waits) {
-          while (ptx::ld_acquire_s32(params.dq_sums.turns_gmem + number) < turn) {
-          }
-          ptx::fence_proxy_async_global();  // the turn has come before TMA adds
+      if (ptx::elect_sync()) {
+#pragma unroll
+        for (int n = 0; n < WARP_FRAGMENTS; n += NEIGHBOURS) {
+          float* const to_gmem = place(n / (C::DQ_STEP / 8), n % (C::DQ_STEP / 8)) - lane;
+          ptx::cp_reduce_async_bulk_add_f32(to_gmem, warp_smem + 512 * n, 512 * NEIGHBOURS);
         }
-        const int n = lane * NEIGHBOURS;
-        float* const to_gmem = place(n / (C::DQ_STEP / 8), n % (C::DQ_STEP / 8)) - lane;
-        const uint32_t from_smem = warp_smem + lane * BYTES;
-        if (writes) {
-          ptx::cp_async_bulk_store(to_gmem, from_smem, BYTES);
-        } else {
-          ptx::cp_reduce_async_bulk_add_f32(to_gmem, from_smem, BYTES);
-        }
+        ptx::cp_async_bulk_commit_group();
       }
-      ptx::cp_async_bulk_commit_group();
     } else if (writes) {
       for_each([&](int m, int n, int i, float x) { place(m, n)[i] = x; });
     } else {
@@ -313,7 +287,8 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
 template <class C>
 __device__ __forceinline__ void pass_turn(const BackwardParams& params, const BackwardWork& cta,
                                           const Passing& block) {
-  if (params.dq_sums.turns_gmem == nullptr || block.head < 0 || threadIdx.x != 0) return;
+  if (C::IN_BULK || params.dq_sums.turns_gmem == nullptr) return;
+  if (block.head < 0 || threadIdx.x != 0) return;
   device::pass_turn(params.dq_sums, dq_block_number<C>(params, cta, block),
                     cta.first_row / C::ROWS);
 }
@@ -338,7 +313,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
   FusedWork own;  // what `cta` will be behind the first barrier of the loop
   const TilePart part_of_tile = part_of_cta(all_params);
-  static_cast<BackwardWork&>(own) = find_key_tile<C>(attention, part_of_tile.tile);
+  static_cast<BackwardWork&>(own) = find_key_tile<C>(all_params, part_of_tile.tile);
   if (!C::PLAIN && own.first_row < 0) return ptx::griddepcontrol_wait();  // for the launch behind
   {
     const int head = own.head * attention.heads_per_kv;
@@ -388,7 +363,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     start_own_second<C>(attention, keys, own, shared_smem);
     start_queries<C, false, true>(params, own, first, shared_smem + C::STAGES_SMEM, 0);
     ptx::cp_async_commit_group();
-    clear_unwritten_columns<C, true>(attention, shared);
+    if (attention.d < C::HEAD_DIM || attention.dv < C::HEAD_DIM_V)
+      clear_unwritten_columns<C, true>(attention, shared);
   } else {
     ptx::griddepcontrol_wait();
   }
@@ -420,7 +396,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   };
   const auto add_multiplied = [&] {
     add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
-              shared_smem + C::OWN_FIRST_SMEM, shared_smem + sums_offset<C>(),
+              shared_smem + C::OWN_FIRST_SMEM, shared_smem + C::SUMS_SMEM,
               cta.walk.waits(multiplied));
   };
   bool has_block = blocks_left > 0;
@@ -435,7 +411,6 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       ptx::cp_async_wait_group<1>();
     } else {
       ptx::cp_async_wait_group<0>();
-      if (params.dq_sums.turns_gmem != nullptr) wait_for_sums<C>();
     }
     __syncthreads();
     pass_turn<C>(params, cta, added);
@@ -548,11 +523,9 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     stage = 1 - stage;
   }
   if (multiplied.head >= 0) {
-    if (params.dq_sums.turns_gmem != nullptr) wait_for_sums<C>();
     __syncthreads();  // dS of the last block is complete
     pass_turn<C>(params, cta, added);
     add_multiplied();
-    if (params.dq_sums.turns_gmem != nullptr) wait_for_sums<C>();
     __syncthreads();  // all warps have added, before the turn passes
     pass_turn<C>(params, cta, multiplied);
   }
@@ -571,7 +544,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   store_gradient<C, CHUNKS, C::PAIR_STEP>(dv_rmem, dv, cta, warp_row,
                                           8 * first_chunk<C, SECOND_COLUMNS>(warp % C::SPLIT),
                                           attention.dv, dv_factor);
-  wait_for_sums<C>();  // which read shared memory
+  if constexpr (C::IN_BULK) ptx::cp_async_bulk_wait_group_0();
 }
 
 }  // namespace archflash::mma_sync

@@ -22,8 +22,9 @@ template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int KEY_WARPS_, int SPLI
 struct FusedBackwardConfig {
   using Params = BackwardParams;
   static constexpr bool MASKED = false;
-  static constexpr bool DROPS = false;  // see DropoutBackwardConfig
-  static constexpr bool PLAIN = false;  // see PlainBackwardConfig
+  static constexpr bool DROPS = false;    // see DropoutBackwardConfig
+  static constexpr bool PLAIN = false;    // see PlainBackwardConfig
+  static constexpr bool IN_BULK = false;  // see BulkSumsConfig
   static constexpr DType DTYPE = DTYPE_;
   static constexpr Owns OWNS = Owns::Keys;
   static constexpr int GRADIENTS = DQ | DK | DV;
@@ -72,6 +73,7 @@ struct FusedBackwardConfig {
   static constexpr int CONTEXT_SMEM = TERMS_SMEM + STAGES * TERMS_BYTES;
   static constexpr int CONTEXT_BYTES = 96;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
+  static constexpr int SUMS_SMEM = SHARED_BYTES;  // none
 
   static_assert(PART % 16 == 0 && DQ_ROWS % 16 == 0 && DQ_COLUMNS % DQ_STEP == 0 &&
                     DQ_STEP % 16 == 0,
@@ -85,9 +87,11 @@ struct FusedBackwardConfig {
 };
 
 // A FusedBackwardConfig for GPUs with TMA, which adds to the sums of dQ in place of the warps: each
-// leaves its share of a block in shared memory, as it lies in the sums, and goes on.
+// leaves its share of a block in shared memory, as it lies in the sums, and goes on, where it would
+// wait for its additions to be taken. The CTAs of a head take no turns.
 template <class Backward>
 struct BulkSumsConfig : Backward {
+  static constexpr bool IN_BULK = true;
   static constexpr int SUMS_SMEM = (Backward::SHARED_BYTES + 127) / 128 * 128;
   static constexpr int SHARED_BYTES = SUMS_SMEM + 4 * Backward::BLOCK * Backward::HEAD_DIM;
   static_assert(Backward::DQ_COLUMNS == Backward::DQ_STEP, "a warp has room for all it adds");

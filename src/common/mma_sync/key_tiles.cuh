@@ -14,6 +14,7 @@
 #include "common/device/backward_sums.cuh"
 #include "common/device/backward_work.cuh"
 #include "common/device/dq_turns.cuh"
+#include "common/masked_backward_params.h"
 #include "common/mma_sync/params.h"
 #include "common/ptx/grid_dependency.cuh"
 
@@ -43,13 +44,28 @@ __device__ __forceinline__ KeyTile place_key_tile(const AttentionParams& params,
           static_cast<int>(tile) * rows};
 }
 
+// Whether no tile is cut and the grid is (heads of K, batch, tiles of a head), so that a CTA finds
+// its tile without a division.
+template <class Params>
+__device__ __forceinline__ bool tiles_by_grid(const Params& params) {
+  if constexpr (requires { params.cut; }) return params.cut.runs[0].tiles == 0;
+  return false;
+}
+
 // What a CTA with tile `index` works on.
 template <class C>
-__device__ __forceinline__ BackwardWork find_key_tile(const AttentionParams& params,
+__device__ __forceinline__ BackwardWork find_key_tile(const typename C::Params& all_params,
                                                       uint32_t index) {
+  const AttentionParams& params = call_of<C>(all_params).attention;
   if (!C::PLAIN && params.cu_seqlens_k_gmem != nullptr)
     return device::find_backward_work<Owns::Keys, C::ROWS>(params, static_cast<int>(index));
-  const KeyTile tile = place_key_tile(params, C::ROWS, index);
+  KeyTile tile;
+  if (tiles_by_grid(all_params)) {
+    tile = {static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x),
+            static_cast<int>(blockIdx.z) * C::ROWS};
+  } else {
+    tile = place_key_tile(params, C::ROWS, index);
+  }
   BackwardWork found{};
   found.first_row = tile.first_row;
   found.batch = tile.batch;
@@ -87,7 +103,7 @@ __device__ __forceinline__ TilePart part_of_cta(const Params& params) {
   if constexpr (requires { params.cut; }) {
     uint32_t cta = blockIdx.x, tile = 0;
     int number = 0;
-    for (int i = 0;; ++i) {
+    for (int i = 0; !tiles_by_grid(params); ++i) {
       const TileRun run = params.cut.runs[i];
       const uint32_t parts = run.parts, ctas = run.tiles * parts;
       if (cta < ctas) {

@@ -83,7 +83,7 @@ struct TileRun {
 struct CutTiles {
   static constexpr int MOST_PARTS = 16, MOST_RUNS = MOST_PARTS;
   float* parts_gmem;        // (parts of tiles that have several, rows, columns)
-  TileRun runs[MOST_RUNS];  // behind the last one they are empty
+  TileRun runs[MOST_RUNS];  // empty behind the last one; all are where the grid says the tiles
   int32_t rows;             // of a tile
   int32_t columns;          // of dK and dV together
 };

@@ -59,13 +59,19 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
     const int64_t longest = ceil_div(blocks, n) * tile.block_k, mean = longest / 2;
     return may_differ ? std::max(longest + start, n * tiles * (mean + start) / workers) : 0;
   };
+  // Of tiles from the longest to the shortest the next one always goes to whoever is free.
+  const bool shrinks = costs.by_mean && !problem.varlen && !problem.kv_cache &&
+                       problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
+  const int64_t mean = shrinks ? keys - std::min(keys, problem.nq) / 2 : keys;
   int64_t splits = 1, time = otherwise + of_unlike(1, 0);
   const int64_t most = std::min(keys / costs.fewest_keys, MOST_SPLITS);
   for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * workers; ++n) {
     const int64_t of_share = ceil_div(blocks, n) * tile.block_k + costs.start;
     int64_t combine = (costs.combine + n * costs.combine_share) * (may_differ ? 2 : 1);
     if (costs.rows_per_key > 0) combine += n * all_rows(problem) / costs.rows_per_key;
-    const int64_t of_alike = ceil_div(n * tiles, workers) * of_share;
+    const int64_t of_alike = shrinks
+                                 ? std::max(of_share, tiles * (mean + n * costs.start) / workers)
+                                 : ceil_div(n * tiles, workers) * of_share;
     const int64_t of_n = of_alike + of_unlike(n, costs.start) + combine;
     if (of_n < time) splits = n, time = of_n;
   }

@@ -41,6 +41,9 @@ struct SplitCosts {
   int64_t combine_share = 0;  // of the second kernel, for each share
   int64_t fewest_keys = 512;  // no share is shorter
   int64_t rows_per_key = 0;   // of shares that are written and combined in a key's time; 0: many
+  // Whether causal calls count with the mean length of their tiles, too. Else all count as having
+  // the longest.
+  bool by_mean = false;
 };
 
 // One kernel of each type of inputs. In a folder's table the kernels for the smallest head
