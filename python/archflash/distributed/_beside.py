@@ -13,7 +13,6 @@ from archflash.distributed._shards import Piece
 
 _Cut = tuple[Piece, Piece]  # neighbouring rows of a document, and the document
 _MOST_OTHERS = 4  # calls of all other rows
-_WHILE_KEYS = 1 / 3  # of such rows' work: gradients, which travel later, have twice the bytes
 
 
 def beside_messages(plan: Plan, packs: bool, least: float) -> Plan:
@@ -37,10 +36,6 @@ def beside_messages(plan: Plan, packs: bool, least: float) -> Plan:
         found = calls(mask, neighbours(rows), keys, packs=packs, among=mine)
         return tuple(Part(call, True) for call in found)
 
-    def of_own(some: Sequence[_Cut]) -> Stage:
-        keys = tuple(neighbours(rows for rows, _ in some))
-        return Stage(stage.heads, keys, keys, (), (), parts(keys, keys), travels=False)
-
     before = [rows for rows, _ in cuts if rows[1] <= run[0][0][0]]
     after = [rows for rows, _ in cuts if rows[0] >= run[-1][0][1]]
     own = tuple(overlaps(seen(mask, [*before, *after]), mine))
@@ -50,12 +45,13 @@ def beside_messages(plan: Plan, packs: bool, least: float) -> Plan:
     )
     if len(others.parts) > _MOST_OTHERS or not _are_apart(others.parts):
         return plan
-    first, last = _in_two(mask, run)
-    forward = (of_own(run), others)
-    back = (of_own(first), others, of_own(last)) if last else (of_own(first), others)
-    rows = [(part.call.q0, part.call.q1) for stage in forward for part in stage.parts]
+    mine_alone = tuple(neighbours(rows for rows, _ in run))
+    calls_alone = parts(mine_alone, mine_alone)
+    alone = Stage(stage.heads, mine_alone, mine_alone, (), (), calls_alone, travels=False)
+    stages = (alone, others)
+    rows = [(part.call.q0, part.call.q1) for stage in stages for part in stage.parts]
     gaps = untouched(rows, plan.rows)
-    return plan.changed(stages=forward, stages_back=back, untouched=gaps)
+    return plan.changed(stages=stages, stages_back=stages, untouched=gaps)
 
 
 def _alone(mask: Mask, cuts: Sequence[_Cut]) -> list[_Cut]:
@@ -74,17 +70,6 @@ def _alone(mask: Mask, cuts: Sequence[_Cut]) -> list[_Cut]:
 
 def _pairs(mask: Mask, cuts: Sequence[_Cut]) -> int:
     return sum(mask.pairs(*cut) for cut in cuts)
-
-
-def _in_two(mask: Mask, run: list[_Cut]) -> tuple[list[_Cut], list[_Cut]]:
-    """What is computed while keys travel, and what while gradients do, which may be nothing."""
-    ways = [(run[:i], run[i:]) for i in range(1, len(run))]
-    ways += [(b, a) for a, b in ways]
-    all_pairs = _pairs(mask, run)
-    away = [abs(_pairs(mask, first) / all_pairs - _WHILE_KEYS) for first, _ in ways]
-    if not ways or min(away) > _WHILE_KEYS / 2:
-        return run, []
-    return ways[away.index(min(away))]
 
 
 def _are_apart(parts: Sequence[Part]) -> bool:

@@ -13,6 +13,7 @@ _TOLERANCE = 1.04  # the most work or rows of a rank over the mean, where docume
 _SMALLEST_SHARE = 1 / 32  # of what a rank should have: no smaller document is cut
 _MOST_PARTS = 8  # of a document, or one for each rank
 _MOST_TRIED = 100  # ways to cut documents
+_MOST_PIECES = 8  # of all documents, for each rank, in these
 
 
 def deal(lengths: Sequence[int], ranks: int, causal: bool) -> list[Held]:
@@ -44,7 +45,11 @@ def _cuts(lengths: Sequence[int], ranks: int, causal: bool) -> Iterator[list[int
     for count, together in enumerate(all_rows, start=1):
         if largest[count] <= _TOLERANCE:
             numbers = {*range(2, min(ranks, _MOST_PARTS) + 1), ranks} - {1}
-            ways += [(together * (x - 1), count, x) for x in numbers if largest[0] <= x]
+            ways += [
+                (together * (x - 1), count, x)
+                for x in numbers
+                if largest[0] <= x and count * x <= _MOST_PIECES * ranks
+            ]
     for _, count, number in sorted(ways)[:_MOST_TRIED]:
         parts = [1] * len(lengths)
         for i in longest[:count]:

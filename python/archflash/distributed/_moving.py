@@ -10,6 +10,7 @@ from archflash.distributed._dealing import TILE, Held, Piece, deal, dealt, joine
 _MOST_RANKS = 8  # for more ranks it takes too long
 _CUT_ABOVE = (1.15, 0.5)  # of a rank's load
 _ROW_TRAVELS = 512  # pairs of a row and a key that are computed while a key of a row travels
+_EXCHANGE = 1.5e6  # pairs that are computed while the host and the GPU begin an exchange
 _TRAVEL_COSTS = 0.5  # of that, where it is hidden: copies, and SMs for messages
 _OVER, _OVER_COSTS = 0.03, 4.0  # work and rows over the mean, and what more of them costs
 _BALANCED = 1.05  # the most work or rows of a rank over the mean
@@ -55,8 +56,11 @@ class _Loads:
             self._put(i, x)
 
     def cost(self) -> float:
-        """The time and rows of the rank with the most, over the mean."""
-        return max(map(self._cost, self._loads))
+        """The time and rows of the rank with the most, over the mean; and an exchange of all ranks,
+        if anything travels.
+        """
+        travels = any(received for _, _, _, received, _ in self._loads)
+        return max(map(self._cost, self._loads)) + travels * _EXCHANGE / self._mean_work
 
     def is_balanced(self) -> bool:
         over = [

@@ -94,12 +94,8 @@ class Plan:
 
     @functools.cached_property
     def stages_of_a_share(self) -> int:
-        """How many stages of the forward pass there are for the same heads."""
+        """How many stages of a pass there are for the same heads."""
         return sum(stage.heads == self.stages[0].heads for stage in self.stages)
-
-    @functools.cached_property
-    def stages_back_of_a_share(self) -> int:
-        return sum(stage.heads == self.stages_back[0].heads for stage in self.stages_back)
 
     def table(self, key: object, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Tensors that calls read, made once for each key while the plan is one of the last two.

@@ -149,7 +149,6 @@ def check(
     if key in plan.checked:
         return
     for back, stages in ((False, plan.stages), (True, plan.stages_back)):
-        of_a_share = plan.stages_back_of_a_share if back else plan.stages_of_a_share
         for number, stage in enumerate(stages if differentiated or not back else ()):
             heads = _query_heads(stage, q, k)
             own = slice(*stage.heads)
@@ -161,7 +160,7 @@ def check(
             for place, part in enumerate(_parts(stage, q)):
                 apart = part.call.apart if back and isinstance(part.call, Packed) else (part.call,)
                 for which, call in enumerate(apart):
-                    at = (number % of_a_share, place) + ((which,) if back else ())
+                    at = (number % plan.stages_of_a_share, place) + ((which,) if back else ())
                     arguments = _arguments(plan, stage, call, at, heads, options, q.device)
                     if sinks is not None and part.first and not back:
                         arguments["sinks"] = sinks[heads]
@@ -194,7 +193,7 @@ def backward(
             keys.take(number, None if turns else back)
             heads = _query_heads(stage, q, k)
             given = [x if x is None else _part(x, 1, heads) for x in (dout, q, out, lse, dlse, dq)]
-            if number % plan.stages_back_of_a_share == 0:
+            if number % plan.stages_of_a_share == 0:
                 of_q = Fresh(_part(dq, 1, heads), 2)
                 own = Fresh(_part(total, 2, slice(*stage.heads)), 0)
             with turns.of(number):
@@ -206,7 +205,7 @@ def backward(
                     found = Fresh(buffer_of(stage.key_rows, keys.k, keys.v, wide), 0)
                 _differentiate_in(plan, number, options, heads, given, keys, of_q, found)
                 following = Returned(plan, stage, found, own, alone is None)
-                if (number + 1) % plan.stages_back_of_a_share == 0:
+                if (number + 1) % plan.stages_of_a_share == 0:
                     of_q.clear()
                     own.clear()
                 if turns or number + 1 == len(plan.stages_back):
@@ -237,7 +236,7 @@ def _differentiate_in(
         apart = part.call.apart if isinstance(part.call, Packed) else (part.call,)
         for which, call in enumerate(apart):
             span = (call.k0, call.k1) if isinstance(call, Dense) else all_keys
-            key = (number % plan.stages_back_of_a_share, place, which)
+            key = (number % plan.stages_of_a_share, place, which)
             calls.append((call, key, span))
     # That of the most keys comes first: it can write all of their gradients.
     for call, key, span in sorted(calls, key=lambda x: x[2][0] - x[2][1]):
