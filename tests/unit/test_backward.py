@@ -280,7 +280,8 @@ def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> No
 def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
     def explain(d: int = 64, **options: Any) -> archflash.Decision:
         q = torch.empty(2, 8, 100, d, dtype=torch.bfloat16, device="meta")
-        return archflash.explain(q, q[:, :4], q[:, :4], device="H200", backward=True, **options)
+        k = torch.empty(2, 4, 200, d, dtype=torch.bfloat16, device="meta")
+        return archflash.explain(q, k, k, device="H200", backward=True, **options)
 
     for d, tile, sums in (
         (64, "d64_exact", 112 * 64),  # rows of 16 in a head's only round
@@ -324,40 +325,45 @@ def test_a_call_without_heads_has_nothing_to_launch(name: str, deterministic: bo
 
 def shared_out(
     shape: tuple[int, int, int, int], keys: tuple[int, int], *, causal: bool
-) -> tuple[list[str], tuple[int, int]]:
-    """The kernels of a call's gradients on an H200, and the CTAs and shares of the main one. keys:
-    heads and rows of k.
+) -> tuple[list[str], tuple[int, int, int]]:
+    """The kernels of a call's gradients on an H200, and the CTAs, shares of heads and of rows
+    of the main one. keys: heads and rows of k.
     """
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     k = torch.empty(shape[0], *keys, shape[3], dtype=torch.bfloat16, device="meta")
     decision = archflash.explain(q, k, k, causal=causal, device="H200", backward=True)
     assert decision.plan is not None
     main = decision.plan.to_dict()["launches"][1]
-    (shares,) = struct.unpack_from("<i", bytes.fromhex(main["params"]), SHARES_OFFSET)
-    return decision.plan.kernels, (main["grid"][0], shares)
+    params = bytes.fromhex(main["params"])
+    of_heads, of_rows = (struct.unpack_from("<i", params, at)[0] for at in SHARES_OFFSETS)
+    return decision.plan.kernels, (main["grid"][0], of_heads, of_rows)
 
 
-SHARES_OFFSET = 552  # of BackwardKernelParams::shares
+SHARES_OFFSETS = (452, 552)  # of BackwardParams::head_shares, BackwardKernelParams::shares
 
 
 @pytest.mark.parametrize(
-    ("shape", "keys", "causal", "ctas", "shares"),
+    ("shape", "keys", "causal", "expected"),
     [
-        ((2, 14, 4096, 64), (2, 4096), True, 132, 2),  # 128 tiles, the longest of which is twice
-        ((2, 16, 2048, 128), (1, 2048), True, 224, 7),  # as long as the mean
-        ((2, 10, 4096, 64), (10, 77), False, 120, 6),
-        ((1, 8, 1024, 128), (1, 1024), False, 64, 8),  # more would take too much memory
-        ((1, 64, 4096, 128), (8, 4096), True, 256, 1),  # two rounds of tiles are even
-        ((1, 32, 8192, 128), (8, 8192), True, 512, 1),
-        ((1, 4, 1024, 128), (4, 1024), True, 32, 1),  # memory
+        ((2, 14, 4096, 64), (2, 4096), True, (132, 1, 2)),
+        ((2, 16, 2048, 128), (1, 2048), True, (256, 8, 1)),
+        ((1, 71, 1024, 64), (1, 1024), True, (132, 71, 1)),  # the only divisor
+        ((2, 10, 4096, 64), (10, 77), False, (120, 1, 6)),
+        ((1, 8, 1024, 128), (1, 1024), False, (64, 1, 8)),  # more would take too much memory
+        ((1, 64, 4096, 128), (8, 4096), True, (256, 1, 1)),  # two rounds of tiles are even
+        ((1, 32, 8192, 128), (8, 8192), True, (512, 1, 1)),
+        ((1, 4, 1024, 128), (4, 1024), True, (32, 1, 1)),  # memory
     ],
 )
-def test_query_rows_are_shared_out_where_few_tiles_leave_sms_idle(
-    shape: tuple[int, int, int, int], keys: tuple[int, int], causal: bool, ctas: int, shares: int
+def test_query_heads_and_rows_are_shared_out_where_few_tiles_leave_sms_idle(
+    shape: tuple[int, int, int, int],
+    keys: tuple[int, int],
+    causal: bool,
+    expected: tuple[int, int, int],
 ) -> None:
     kernels, found = shared_out(shape, keys, causal=causal)
-    assert found == (ctas, shares)
-    assert ("hopper_backward_shares_bf16" in kernels) == (shares > 1)
+    assert found == expected
+    assert ("hopper_backward_shares_bf16" in kernels) == (expected[1:] != (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -647,10 +653,10 @@ ALL_ROWS = 2**31 - 1
         # 16 MB of Q, dO and the sums of dQ, or a tile for each SM.
         (128, 16, True, True, (1, 16384, 132, 49)),
         (256, 16, True, True, (1, 8192, 132, 49)),
-        (128, 4, True, True, (2, ALL_ROWS, 0, 0)),  # four query heads share one of k
+        (128, 4, True, True, (1, ALL_ROWS, 0, 0)),  # four query heads share one of k
         (256, 4, True, True, (2, 8192, 264, 0)),
         (128, 8, True, True, (1, ALL_ROWS, 0, 0)),
-        (128, 1, False, True, (2, ALL_ROWS, 0, 0)),
+        (128, 1, False, True, (1, ALL_ROWS, 0, 0)),
         (256, 16, True, False, (1, 32768, 264, 0)),
         (256, 16, False, True, (1, 16384, 132, 0)),
         (128, 16, False, False, (1, ALL_ROWS, 0, 0)),
@@ -666,7 +672,9 @@ def test_order_of_packed_tiles_of_hopper(
     """tiles_in_a_row, packed_rows, packed_tiles and upward_work."""
     params = hopper_params((3000, 16, d), heads_kv, deterministic, causal, packed=True)
     group_heads, upward_heads, *order = struct.unpack_from("<6i", params, ORDER_OFFSET)
-    assert (group_heads, upward_heads) == (heads_kv, 0)
+    (head_shares,) = struct.unpack_from("<i", params, SHARES_OFFSETS[0])
+    assert head_shares == {(128, 4): 2, (128, 1): 8}.get((d, heads_kv), 1)
+    assert (group_heads, upward_heads) == (heads_kv * head_shares, 0)
     assert tuple(order) == expected
 
 
@@ -706,6 +714,9 @@ def test_tiles_begin_apart_in_turns_where_they_would_wait_for_long(
         ((1, 16, 1024, 64), 16, 8192, 4),
         ((1, 16, 1024, 128), 16, 8192, 2),
         ((8, 8, 100, 64), 8, 950, 3),
+        ((16, 6, 448, 64), 6, 1500, 1),  # of 132 tiles at the same time 36 wait
+        ((4, 12, 499, 64), 12, 499, 1),  # four tiles, as many rounds
+        ((2, 12, 499, 64), 12, 499, 2),  # all at the same time
     ],
 )
 def test_tiles_of_keys_far_more_than_rows_take_turns_in_chains(
@@ -770,7 +781,7 @@ def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
         ((128, 12, 100, 32), 100, {"causal": True}, "d32_one"),
         ((64, 12, 50, 64), 50, {}, "d64_short_one"),
         ((1024, 4, 49, 32), 49, {}, "d32_short_one"),
-        ((64, 12, 130, 64), 100, {"causal": True}, "d64"),  # some rows see nothing
+        ((64, 12, 256, 64), 100, {"causal": True}, "d64"),  # some rows see nothing
         ((2, 12, 256, 64), 256, {}, "d64"),  # few heads
         ((8, 24, 20, 128), 256, {}, "d128_turns"),
         ((8, 24, 600, 128), 256, {}, "d128"),  # many
