@@ -323,7 +323,7 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
   const auto load_keys = [&]<class Tile>(int offset, const TensorMap& map, int64_t head_stride,
                                          int64_t batch_stride, uint32_t full) {
     int begin = work.own_begin(), end = work.own_end(), head = work.head;
-    if constexpr (requires { params.shares; }) {
+    if constexpr (requires { params.shares; } && !lists_rounds<C>()) {
       if (params.backward.head_shares > 1) head /= params.backward.head_shares;
     }
     if constexpr (lists_rounds<C>()) {
