@@ -93,7 +93,7 @@ constexpr KernelTile TILES[] = {
     rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
     rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
-    rated<D96Short<DType::F16>>("d96_short", 0.9, 110, SHORT_96, "short"),
+    rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
     rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80),
     rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128),
     rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),

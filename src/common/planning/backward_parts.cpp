@@ -48,10 +48,11 @@ int64_t most_workspace(const BackwardProblem& problem) {
   return static_cast<int64_t>(SHARE_OF_PEERS * static_cast<double>(held + beside)) - held;
 }
 
-// Whether a call of packed sequences may take so much memory, which is for up to twice its rows:
-// cuDNN's kernel does not serve it, and the one that does pads each sequence by 128 rows.
+// Whether a call of packed sequences may take so much memory: cuDNN's kernel does not serve it, and
+// the one that does pads each sequence by 128 rows. At most three times its rows.
 bool is_little_for_packed(const Problem& call, int64_t bytes) {
-  const int64_t rows = 2 * call.heads_q * call.nq;
+  constexpr int64_t PADDING = 128;
+  const int64_t rows = call.heads_q * std::min(call.nq + PADDING * call.batch, 3 * call.nq);
   return call.varlen && bytes <= rows * (call.d * int64_t{sizeof(float)} + ROW_TERMS_BYTES);
 }
 
