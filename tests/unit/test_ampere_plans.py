@@ -234,7 +234,7 @@ def test_only_the_kernels_for_few_rows_keep_the_bits_of_a_row() -> None:
         ((1, 4, 2, 2048, 2048), "d128_groups_few"),
         ((1, 6, 2, 3000, 3000), "d128_groups_few"),
         ((1, 2, 2, 2048, 2048), "d128_few"),  # half as many tiles as SMs: their keys are split
-        ((1, 4, 4, 4096, 4096), "d128_groups"),
+        ((1, 4, 4, 4096, 4096), "d128_few"),
         ((1, 8, 8, 100, 2048), "d128_few"),
         ((2, 16, 4, 1024, 1024), "d128_large"),  # four tiles for each SM
     ],
@@ -245,6 +245,27 @@ def test_few_causal_tiles_have_two_warps_for_16_rows(
     b, hq, hkv, nq, nk = shape
     problem = call("bfloat16", b=b, hq=hq, hkv=hkv, nq=nq, nk=nk, d=128, causal=True)
     assert variant(ampere(problem, "H200")) == chosen
+
+
+@pytest.mark.parametrize(
+    ("shape", "d", "causal", "splits"),
+    [
+        ((1, 4, 4, 2048, 2048), 256, True, 3),
+        ((1, 2, 2, 4096, 4096), 128, True, 4),
+        ((1, 3, 3, 4096, 4096), 128, True, 3),
+        ((1, 4, 4, 4096, 4096), 128, True, 2),
+        ((1, 2, 2, 1024, 1024), 128, True, 8),
+        ((1, 2, 2, 4096, 4096), 128, False, 1),
+    ],
+)
+def test_causal_tiles_count_with_their_mean_length_when_keys_are_split(
+    shape: tuple[int, int, int, int, int], d: int, causal: bool, splits: int
+) -> None:
+    b, hq, hkv, nq, nk = shape
+    problem = call("bfloat16", b=b, hq=hq, hkv=hkv, nq=nq, nk=nk, d=d, causal=causal)
+    plan = ampere(problem, "H200")
+    assert plan.tile is not None
+    assert plan.tile.splits == splits
 
 
 @every_dtype
