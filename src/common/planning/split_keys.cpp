@@ -18,6 +18,17 @@ int64_t all_rows(const Problem& problem) {  // (heads, rows) as the LSE has them
   return (problem.varlen ? 1 : problem.batch) * problem.heads_q * problem.nq;
 }
 
+// Whether the tiles of a call come from the longest to the shortest, of which the next one always
+// goes to whoever is free, and count with their mean length.
+bool counts_mean(const Problem& problem, const SplitCosts& costs) {
+  return costs.by_mean && !problem.varlen && !problem.kv_cache &&
+         problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
+}
+
+int64_t mean_keys(const Problem& problem, int64_t longest) {
+  return longest - std::min(longest, problem.nq) / 2;
+}
+
 }  // namespace
 
 int64_t visited_keys(const Problem& problem, const Tile& tile) {
@@ -42,6 +53,14 @@ int64_t visited_keys(const Problem& problem, const Tile& tile) {
   return ceil_div(visible, tile.block_k) * tile.block_k;
 }
 
+int64_t unsplit_time(const Problem& problem, const Device& device, const Tile& tile,
+                     const SplitCosts& costs) {
+  const int64_t tiles = filled_tiles(problem, tile), workers = workers_of(tile, device);
+  const int64_t keys = visited_keys(problem, tile);
+  if (!counts_mean(problem, costs)) return ceil_div(tiles, workers) * keys;
+  return std::max(keys, tiles * (mean_keys(problem, keys) + costs.start) / workers);
+}
+
 int64_t choose_splits(const Problem& problem, const Device& device, const Tile& tile,
                       int64_t otherwise) {
   if (writes_f32(problem)) return 1;  // the combining kernels write 16 bits
@@ -59,19 +78,16 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
     const int64_t longest = ceil_div(blocks, n) * tile.block_k, mean = longest / 2;
     return may_differ ? std::max(longest + start, n * tiles * (mean + start) / workers) : 0;
   };
-  // Of tiles from the longest to the shortest the next one always goes to whoever is free.
-  const bool shrinks = costs.by_mean && !problem.varlen && !problem.kv_cache &&
-                       problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
-  const int64_t mean = shrinks ? keys - std::min(keys, problem.nq) / 2 : keys;
+  const bool shrinks = counts_mean(problem, costs);
   int64_t splits = 1, time = otherwise + of_unlike(1, 0);
   const int64_t most = std::min(keys / costs.fewest_keys, MOST_SPLITS);
   for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * workers; ++n) {
     const int64_t of_share = ceil_div(blocks, n) * tile.block_k + costs.start;
     int64_t combine = (costs.combine + n * costs.combine_share) * (may_differ ? 2 : 1);
     if (costs.rows_per_key > 0) combine += n * all_rows(problem) / costs.rows_per_key;
-    const int64_t of_alike = shrinks
-                                 ? std::max(of_share, tiles * (mean + n * costs.start) / workers)
-                                 : ceil_div(n * tiles, workers) * of_share;
+    const int64_t of_alike =
+        shrinks ? std::max(of_share, tiles * (mean_keys(problem, keys) + n * costs.start) / workers)
+                : ceil_div(n * tiles, workers) * of_share;
     const int64_t of_n = of_alike + of_unlike(n, costs.start) + combine;
     if (of_n < time) splits = n, time = of_n;
   }

@@ -37,6 +37,11 @@ constexpr int64_t MOST_SPLITS = 128;  // unless more are asked for
 // Keys that the longest tile passes without a split, in whole blocks; with cu_seqlens an estimate.
 int64_t visited_keys(const Problem& problem, const Tile& tile);
 
+// The time without a split, in keys that a CTA passes: rounds of tiles over the CTAs that run at
+// the same time. costs: of the tile that would be split.
+int64_t unsplit_time(const Problem& problem, const Device& device, const Tile& tile,
+                     const SplitCosts& costs);
+
 // CTAs of the second kernel.
 int64_t combine_ctas(const Problem& problem);
 
@@ -110,9 +115,7 @@ std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder
   const bool packing_pays =
       few.packed_heads > 1 && 4 * tiles_of(problem, few) <= 3 * tiles_of(problem, *unsplit);
   if (unsplit->can_split || packing_pays) choice.tile = few;
-  const int64_t rounds =
-      ceil_div(filled_tiles(problem, choice.tile), workers_of(choice.tile, device));
-  int64_t otherwise = rounds * visited_keys(problem, choice.tile);
+  int64_t otherwise = unsplit_time(problem, device, choice.tile, few.split_costs);
   if (time_without && !choice.tile.can_split) otherwise = time_without(few);
   choice.splits = choose_splits(problem, device, few, otherwise);
   if (choice.splits > 1) choice.tile = few;
