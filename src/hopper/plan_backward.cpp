@@ -163,7 +163,8 @@ Shares share_out(const Problem& call, const BackwardTile& tile, const Device& de
   if (group > 1) most_bytes += share_bytes * group;
   double best_time = 0;
   for (int64_t of_heads = 1; of_heads <= group; ++of_heads) {
-    if (group % of_heads != 0) continue;
+    // Where K comes to where V was, the loader knows of no shared heads.
+    if (group % of_heads != 0 || (of_heads > 1 && tile.swaps_keys)) continue;
     for (int64_t of_rows = 1; of_rows == 1 || of_rows <= most_rows; ++of_rows) {
       const int64_t shares = of_heads * of_rows;
       if (shares > 1 &&

@@ -171,6 +171,8 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     for d, nk in ((96, 200), (128, 200), (128, 4096)):  # two tiles of keys, and many
         q, k = empty(dtype, 16, 12, 200, d), empty(dtype, 16, 12, nk, d)
         found |= kernels(q, k, k, "H200", "hopper", backward=True)
+    x = empty(dtype, 16, 12, 200, 128)
+    found |= kernels(x, x, x, "H200", "hopper", causal=True, backward=True)
     for d in (64, 128):  # query heads that share a head of k are shared out
         q, k = empty(dtype, 2, 16, 1024, d), empty(dtype, 2, 2, 1024, d)
         found |= kernels(q, k, k, "A100", "ampere", causal=True, backward=True)

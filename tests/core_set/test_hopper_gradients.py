@@ -369,6 +369,22 @@ def test_the_only_tile_of_a_head_writes_dq(
     assert all(plan.kernels[-1].endswith("_one") for plan in plans)
 
 
+@pytest.mark.parametrize("d", [32, 64, 96, 128])
+@pytest.mark.parametrize("sizes", [(128, 77, False), (70, 114, True)], ids=str)
+def test_the_only_tile_of_few_heads_that_query_heads_share(
+    sizes: tuple[int, int, bool], d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where SMs are idle, CTAs may share out the query heads or rows of the tile."""
+    rows, keys, causal = sizes
+    tensors = inputs(rows, keys, d, d, "float16", heads=(6, 2))
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, sms=132, schedules=(rows,), causal=causal
+    )
+    main = "d128_one" if d == 128 else "_one"
+    assert all(any(x.endswith(main) for x in plan.kernels) for plan in plans)
+
+
 @pytest.mark.parametrize("options", [{"gradient_dtype": torch.float32}, {"add_to": 0.5}], ids=str)
 def test_sums_of_the_only_tile_where_tma_cannot_write_dq(options: dict[str, Any]) -> None:
     tensors = inputs(100, 90, 64, 64, "bfloat16", heads=(3, 3))
