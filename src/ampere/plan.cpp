@@ -113,11 +113,12 @@ constexpr core::Tile TILES[] = {
 };
 
 // The same for causal calls that are not packed. The costs fit what an H200 took for those of few
-// heads, D 96 to 256 (docs/lab/ampere.md).
+// heads, D 96 to 256. At D=64 two warps that share out a block's keys are faster than most splits
+// (docs/lab/ampere.md).
 constexpr auto CAUSAL_TILES = [] {
   auto tiles = std::to_array(TILES);
   for (core::Tile& of : tiles) {
-    if (of.can_split)
+    if (of.can_split && of.head_dim > D64Few<DType::F16>::HEAD_DIM)
       of.split_costs = {.start = 320, .combine = 128, .fewest_keys = 128, .by_mean = true};
   }
   return tiles;
