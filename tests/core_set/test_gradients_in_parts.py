@@ -41,6 +41,11 @@ def has_parts(plan_kernels: list[str]) -> bool:
     return len(plan_kernels) > len(set(plan_kernels))
 
 
+def needs_no_parts(plan_kernels: list[str]) -> bool:
+    """Whether a plan has no sums of dq, which would be larger than the inputs."""
+    return any(name.endswith("_one") for name in plan_kernels)
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The kernels of each plan that is made for gradients."""
@@ -71,7 +76,7 @@ def test_parts_have_the_gradients_of_the_whole_call(
         on, kernel, *tensors, schedules=(number,), sms=1, deterministic=deterministic, **options
     )
     assert planned
-    assert all(has_parts(kernels) for kernels in planned)
+    assert all(has_parts(kernels) or needs_no_parts(kernels) for kernels in planned)
 
 
 LENGTHS_Q, LENGTHS_K = (5, 0, 16, 1, 30), (9, 12, 0, 1, 20)
