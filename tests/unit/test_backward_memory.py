@@ -174,13 +174,13 @@ def test_deterministic_gradients_need_no_more_either(kernel: str, device: str) -
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(("d", "copies"), [(33, 8), (40, 0)])
+@pytest.mark.parametrize(("d", "copies"), [(33, 4), (40, 0)])
 def test_copies_are_made_for_one_part_after_the_other(d: int, copies: int) -> None:
     """Rows that are not whole chunks of 16 bytes are copied, at 40 columns for 33."""
     s = square(8192, 8, 49, d)
     plan = plan_of("hopper", "H200", s)
     assert plan is not None
-    assert (plan.kernels.count("copy_gather") > 4) == (copies > 0)
+    assert plan.kernels.count("copy_gather") == copies
     assert held(s, 2) + plan.workspace_bytes <= MOST * (held(s, 2) + exact_sums(s, 2))
 
 
