@@ -863,6 +863,25 @@ def test_gradients_of_few_rows_of_a_dense_mask_go_to_tensor_cores_of_ours(device
             assert "over keys and values once" in decision.reasons["torch"][0]
 
 
+def test_gradients_of_a_float32_mask_in_16_bits_go_to_tensor_cores_of_ours() -> None:
+    """Lists of keys become such masks; `torch` would bring them into 16 bits."""
+    wide = torch.empty(2048, 1, device="meta")
+    for dtype, mask, chosen in (
+        (torch.bfloat16, wide, "ampere"),
+        (torch.float16, wide, "ampere"),
+        (torch.bfloat16, wide.bfloat16(), "torch"),
+        (torch.bfloat16, wide.bool(), "torch"),
+        (torch.float32, wide, "torch"),
+    ):
+        decision = _dispatch.select(
+            problem(dtype, grad=True, nq=2048, nk=2048, attn_mask=mask), find_device("H200")
+        )
+        assert decision.chosen == chosen
+        if chosen == "ampere":
+            assert "over keys and values once" in decision.reasons["torch"][0]
+            assert "float32 mask" in str(decision)
+
+
 @pytest.mark.parametrize(
     ("device", "rows", "d", "kernel", "reason"),
     [

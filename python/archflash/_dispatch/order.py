@@ -78,7 +78,7 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
         return _before_pytorch(problem, capability, kernels)
     # From here on `torch` uses what PyTorch itself uses.
     if problem.needs_grad and (rival := pytorch.differentiates(problem, capability, pytorchs)):
-        if dense_mask_of_few_rows(problem):
+        if dense_mask_of_few_rows(problem) or wide_mask_with_gradients(problem):
             faster = [name for name in kernels if _registry.uses_tensor_cores(name)]
         elif simt_is_faster_with_gradients(problem, capability, rival):
             faster = [name for name in kernels if name == "simt"]
@@ -215,6 +215,19 @@ def dense_mask_of_few_rows(problem: _native.Problem) -> bool:
     which passes over all keys and values, takes longer than any kernel of ours.
     """
     return dense_mask_alone(problem) and problem.nq <= _FEW_ROWS_OF_A_MASK
+
+
+_FLOAT32_MASK = 2  # Problem.mask in src/common/problem.h
+
+
+def wide_mask_with_gradients(problem: _native.Problem) -> bool:
+    """Whether a call of 16 bits whose gradients are needed has a float32 mask, such as lists of
+    keys become. What `torch` does around PyTorch's kernel takes longer then than ours of mma.sync:
+    both passes 18.9 and 6.5 ms for 1x16 heads of 128, 4,096 rows and keys, 2.0 and 0.7 for 8x12 of
+    64 and 512 (H200, 2026-11-29; docs/masks.md).
+    """
+    wide = problem.mask == _FLOAT32_MASK and problem.dtype in ("float16", "bfloat16")
+    return wide and problem.needs_grad and dense_mask_alone(problem)
 
 
 @lru_cache(maxsize=1024)
