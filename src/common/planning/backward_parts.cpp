@@ -172,7 +172,8 @@ PlanResult plan_in_parts(const BackwardProblem& problem, const Device& device,
   const Launch* main = find_launch(*whole, "_attention_bwd_");
   if (main == nullptr) return planned;
   const int64_t wanted = ceil_div(whole->workspace_bytes, std::max<int64_t>(most, 1));
-  const int64_t tiles = std::max(main->grid[0], whole->tile.tiles);  // where CTAs stay
+  const int64_t ctas = main->grid[0] * main->grid[1] * main->grid[2];
+  const int64_t tiles = std::max(ctas, whole->tile.tiles);  // where CTAs stay
   const int64_t possible = std::max<int64_t>(tiles / (WAVES_OF_PART * device.sm_count), 1);
   const int64_t heads = sequences_of(call) * call.heads_kv;
   const std::vector<Part> parts = split(call, ceil_div(heads, std::min(wanted, possible)));
