@@ -10,8 +10,8 @@
 // Where there are more tiles than SMs, CTAs of some kernels stay (TILE_STAGES): they take one after
 // another by a counter, and the loader brings K and V of the next one while the consumers are at
 // work, or, without room for them (KEY_STAGES), while they write dK and dV. Where tiles are few and
-// long, several CTAs share out the rows of a tile, and a further kernel (backward_shares.cuh) adds
-// up their dK and dV.
+// long, several CTAs share out the query heads or the rows of a tile, and a further kernel
+// (backward_shares.cuh) adds up their dK and dV.
 //
 // In turns, a tile waits only for tiles with smaller numbers, which were taken before it. All CTAs
 // go from later rounds of queries to earlier ones, and over the heads that share a head of K inside

@@ -37,8 +37,8 @@ struct BackwardVariant {
   // dQ.
   bool ends_dq = false;
   // CTAs stay, and K of the next tile comes to where V is, whose last product ends half a step
-  // before that of K; V comes to where K is. For calls whose rows see all keys, without cu_seqlens
-  // and shares: few registers are left to find the next tile.
+  // before that of K; V comes to where K is. For calls without cu_seqlens and shared heads whose
+  // rows see all keys, or whose heads have one tile: few registers are left to find the next one.
   bool swaps_keys = false;
 };
 
@@ -320,8 +320,6 @@ template <DType T>
 using BackwardD64Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D64)>;
 template <DType T>
 using BackwardD128Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D128)>;
-// BackwardD64Table: all blocks of a round are computed where one of them is seen, half of 128 keys
-// and queries perhaps for nothing. The tiles for few keys have one block in a round.
 template <DType T>
 using BackwardD32ShortOne = BackwardConfig<T, with_one_tile(BACKWARD_D32_SHORT)>;
 template <DType T>
@@ -344,6 +342,8 @@ template <DType T>
 using BackwardD128Turns = BackwardConfig<T, with_swapped_keys(with_turns(BACKWARD_D128))>;
 template <DType T>
 using BackwardD128Stays = BackwardConfig<T, with_swapped_keys(BACKWARD_D128)>;
+// BackwardD64Table: all blocks of a round are computed where one of them is seen, half of 128 keys
+// and queries perhaps for nothing. The tiles for few keys have one block in a round.
 template <DType T>
 using BackwardD64Table = BackwardConfig<T, with_lists(BACKWARD_D64_SHORT)>;
 template <DType T>

@@ -188,8 +188,8 @@ __device__ __forceinline__ void end_dq(const BackwardParamsOf<C>& all_params, un
         ptx::cp_async_bulk_commit_group();
         ptx::cp_async_bulk_wait_group_read_0();
         ptx::mbarrier_arrive(barriers.dq_read());
-        if (!C::WRITES_DQ &&
-            !ends) {  // the CTA of the next turn may go on when this one has written
+        // The CTA of the next turn may go on when this one has written.
+        if (!C::WRITES_DQ && !ends) {
           ptx::cp_async_bulk_wait_group_0();
           ptx::st_release_s32(turn_gmem, work.turn + 1);
         }

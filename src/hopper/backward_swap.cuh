@@ -2,8 +2,8 @@
 // K and V of one tile, so that each tile has its K where the one before has its V.
 //
 // The warp of the terms finds the next tile, because the loader has no registers left for that. It
-// does so from the tile before: all rows see all keys, there are no cu_seqlens, and a tile's rows
-// are not shared out.
+// does so from the tile before: the same rows see all tiles of keys, there are no cu_seqlens, and
+// where a tile is shared out a CTA has no next one.
 #pragma once
 
 #include <cstdint>

@@ -245,7 +245,8 @@ bool writes_by_tma(const BackwardProblem& problem) {
          takes(call.heads_q, dq.strides.head) && takes(call.nq, dq.strides.row);
 }
 
-// Whether a head's keys are one such tile, which all its rows see: then its CTAs have all of dQ.
+// Whether a head's keys are one such tile, of which each row sees some: then its CTAs have all of
+// dQ.
 bool is_one_tile(const BackwardProblem& problem, const BackwardTile& tile) {
   const Problem& call = problem.call;
   return call.d <= tile.head_dim && call.dv <= tile.head_dim_v && call.nk <= tile.rows &&

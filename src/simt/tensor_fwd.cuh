@@ -245,6 +245,7 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
   if (found.first_row < 0) return;
   device::Work& kept = *reinterpret_cast<device::Work*>(shared + C::WORK_SMEM);
   if constexpr (C::KEEPS_WORK) {
+    static_assert(sizeof(device::Work) <= C::WORK_BYTES);
     if (threadIdx.x == 0) kept = found;
     __syncthreads();  // thread 0 has written it, before the other threads read it
   }

@@ -118,7 +118,8 @@ __device__ __forceinline__ TilePart part_of_cta(const Params& params) {
   return {blockIdx.x, 0, 1, 0};
 }
 
-// Leaves a walk the blocks of a part. A tile has at least as many blocks as parts.
+// Leaves a walk the blocks of a part: none, where a q_offset on the device leaves a tile fewer
+// blocks than parts.
 template <int BLOCK>
 __device__ __forceinline__ void keep_part(device::DqWalk& walk, const TilePart& part) {
   if (part.parts == 1) return;
