@@ -106,6 +106,18 @@ def plans_of(
     return [_beside.beside_messages(plan, True, 0) for plan in plans], mask
 
 
+def test_documents_that_only_ranges_tell_apart_wait_with_the_others() -> None:
+    """Their ranges would be those of all local rows."""
+    ends = [*range(0, 241, 20), 340]
+    shards = afd.Shards(340, (((0, 290),), ((290, 340),)))
+    assert len(plans_of(ends, 2, 5, 3, shards)[0][0].stages) == 1
+
+
+def test_very_many_documents_are_dealt_in_no_time() -> None:
+    lengths = [*itertools.repeat(10, 3000), 20_000, 20_000]
+    assert _moving.deal_apart(lengths, 8, True) == _dealing.deal(lengths, 8, True)
+
+
 @pytest.mark.parametrize("bounds", [(None, 0), (None, None), (9, 0), (5, 3)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_stages_see_what_the_mask_says_once(

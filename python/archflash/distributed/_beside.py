@@ -43,10 +43,10 @@ def beside_messages(plan: Plan, packs: bool, least: float) -> Plan:
     others = dataclasses.replace(
         stage, keys=keys, own=own, parts=parts(before, keys) + parts(after, keys)
     )
-    if len(others.parts) > _MOST_OTHERS or not _are_apart(others.parts):
-        return plan
     mine_alone = tuple(neighbours(rows for rows, _ in run))
     calls_alone = parts(mine_alone, mine_alone)
+    if len(others.parts) > _MOST_OTHERS or not _are_apart(calls_alone + others.parts):
+        return plan
     alone = Stage(stage.heads, mine_alone, mine_alone, (), (), calls_alone, travels=False)
     stages = (alone, others)
     rows = [(part.call.q0, part.call.q1) for stage in stages for part in stage.parts]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from archflash.distributed._calls import places
 from archflash.distributed._plan import Plan, Stage
 from archflash.distributed._shards import Piece, rows_of
@@ -20,8 +22,7 @@ class Layout:
         sent_rows, received_rows: how many are for, and from, each rank.
         own: places of the rank's own rows that are among the keys.
         received: where what came from the ranks stands among the keys in ascending order.
-        own_keys: where the own ones stand there, piece by piece.
-        order: for each key its row in the buffer; None where all stand in order there.
+        order: for each key its row in the buffer, int64 on the CPU; None where all are in order.
     """
 
     sent: tuple[Piece, ...]
@@ -29,8 +30,7 @@ class Layout:
     received_rows: list[int]
     own: tuple[Piece, ...]
     received: tuple[Piece, ...]
-    own_keys: tuple[Piece, ...]
-    order: list[int] | None
+    order: Tensor | None
 
     @staticmethod
     def of(plan: Plan, stage: Stage) -> Layout:
@@ -38,15 +38,14 @@ class Layout:
         sends, receives = dict(stage.sends), dict(stage.receives)
         sent = [piece for rank in sorted(sends) for piece in sends[rank]]
         received = [piece for rank in sorted(receives) for piece in receives[rank]]
-        order = rows_of([*received, *stage.own]).argsort().tolist()
+        order = rows_of([*received, *stage.own]).argsort()
         return Layout(
             _joined(plan.local(sent)),
             [_count(sends.get(rank, ())) for rank in range(ranks)],
             [_count(receives.get(rank, ())) for rank in range(ranks)],
             tuple(plan.local(stage.own)),
             _joined(places(stage.keys, received)),
-            tuple(places(stage.keys, stage.own)),
-            None if order == list(range(len(order))) else order,
+            None if bool((order.diff() == 1).all()) else order,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from archflash.distributed._dealing import TILE, Held, Piece, deal, dealt, joined, loads_of, work_of
 
-_MOST_RANKS = 8  # for more ranks it takes too long
+_MOST_RANKS, _MOST_DOCUMENTS = 8, 512  # for more it takes too long
 _CUT_ABOVE = (1.15, 0.5)  # of a rank's load
 _ROW_TRAVELS = 512  # pairs of a row and a key that are computed while a key of a row travels
 _EXCHANGE = 1.5e6  # pairs that are computed while the host and the GPU begin an exchange
@@ -23,7 +23,7 @@ _Load = tuple[float, float, int, int, int]
 def deal_apart(lengths: Sequence[int], ranks: int, causal: bool) -> list[Held]:
     """As `deal`, of few ranks so that messages are few and rows that need none hide them."""
     held = deal(lengths, ranks, causal)
-    if not 1 < ranks <= _MOST_RANKS or not lengths:
+    if not 1 < ranks <= _MOST_RANKS or not 0 < len(lengths) <= _MOST_DOCUMENTS:
         return held
     best = _Loads(lengths, ranks, causal, held)
     loads = loads_of(lengths, ranks, causal)

@@ -4,8 +4,9 @@ back.
 Keys and values travel with rows first, ``(rows, batch, heads, d)``, in all-gather as one tensor
 ``(rows, batch, heads, d + dv)``: they are received where they belong in buffers of ascending global
 rows. Many pieces for a rank are one message; a kernel then takes the keys from buffers of the own
-rows and of the messages behind them. Gradients travel back in float32 likewise, and are added
-up in an order that depends on the ranks alone.
+rows and of the messages behind them. In short calls of documents messages are one exchange, and
+keys arrive in the order of the ranks (`_layout.py`). Gradients travel back in float32 likewise, and
+are added up in an order that depends on the ranks alone.
 """
 
 from __future__ import annotations
@@ -208,10 +209,8 @@ class Arrivals:
         pending.has_time = bool(layout.own)
         if layout.order is None:
             return _Coming(_by_head([x], self._k)), pending
-        order = plan.table(
-            ("order", stage.keys, x.device),
-            lambda: (torch.tensor(layout.order, dtype=torch.int64, device=x.device),),
-        )[0]
+        here = layout.order
+        order = plan.table(("order", stage.keys, x.device), lambda: (here.to(x.device),))[0]
         return _Coming(None, [x], order), pending
 
     def _fill(self, to: Tensor, at: int, pieces: Sequence[Piece]) -> None:
