@@ -173,6 +173,10 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
         found |= kernels(q, k, k, "H200", "hopper", backward=True)
     x = empty(dtype, 16, 12, 200, 128)
     found |= kernels(x, x, x, "H200", "hopper", causal=True, backward=True)
+    ends = integers(65)
+    for d in (96, 128):  # short packed sequences
+        x = empty(dtype, 64 * 100, 12, d)
+        found |= kernels(x, x, x, "H200", "hopper", cu_seqlens_q=ends, cu_seqlens_k=ends)
     for d in (64, 128):  # query heads that share a head of k are shared out
         q, k = empty(dtype, 2, 16, 1024, d), empty(dtype, 2, 2, 1024, d)
         found |= kernels(q, k, k, "A100", "ampere", causal=True, backward=True)

@@ -917,7 +917,7 @@ def test_float32_with_gradients_comes_to_simt_where_it_was_measured_to_be_faster
 
 def test_float32_with_gradients_stays_with_pytorch_where_simt_was_not_measured() -> None:
     mask = torch.empty(2048, 2048, dtype=torch.bool, device="meta")
-    for d, options in ((192, {}), (64, {"attn_mask": mask})):
+    for d, options in ((264, {}), (64, {"attn_mask": mask})):
         q = torch.empty(2, 16, 2048, d, device="meta", requires_grad=True)
         assert archflash.explain(q, q, q, device="H200", **options).chosen == "torch"
 

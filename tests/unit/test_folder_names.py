@@ -34,7 +34,6 @@ PLACES = {
 # Tests and benchmarks that name every folder: their tables want a row for a new one.
 TABLES = {
     "tests/build/test_kernels.py": "the instructions that kernels are made for",
-    "tests/build/test_wheel.py": "the PTX texts in the wheel",
     "tests/core_set/test_every_kernel.py": "the shapes and GPUs with which each kernel is planned",
     "tests/sim/mutation/targets.py": "the kernels that are mutated",
     "tests/sim/test_same_bits.py": "a call of each folder, whose outputs have known bits",

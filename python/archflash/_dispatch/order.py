@@ -80,8 +80,8 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
     if problem.needs_grad and (rival := pytorch.differentiates(problem, capability, pytorchs)):
         if dense_mask_of_few_rows(problem) or wide_mask_with_gradients(problem):
             faster = [name for name in kernels if _registry.uses_tensor_cores(name)]
-        elif simt_is_faster_with_gradients(problem, capability, rival):
-            faster = [name for name in kernels if name == "simt"]
+        elif fp32_is_faster_with_gradients(problem, capability, rival):
+            faster = [name for name in kernels if not _registry.uses_tensor_cores(name)]
         else:
             faster = _faster_with_gradients(problem, kernels, measured, rival)
         return (*faster, _registry.TORCH, *(name for name in kernels if name not in faster))
@@ -162,7 +162,7 @@ def pytorch_is_faster_in_fp32(problem: _native.Problem, capability: tuple[int, i
     return few and pytorch.differentiates(problem, capability) == "torch-efficient"
 
 
-def simt_is_faster_with_gradients(
+def fp32_is_faster_with_gradients(
     problem: _native.Problem, capability: tuple[int, int] | None, pytorchs: str
 ) -> bool:
     """Whether fp32 of more than 128 columns is computed with its gradients faster by us than by
