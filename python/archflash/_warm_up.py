@@ -224,8 +224,8 @@ def _problems(
             for options in ({}, {"key_ranges": ranges}):
                 yield _api.make_problem(q, k, v, approximate=name, **options).as_if_on_cuda()
         ends = torch.zeros(65, dtype=torch.int32)  # of packed sequences, which may be short
-        for causal, heads in itertools.product((False, True), (1, 16)):
-            q, k, v = (torch.empty(64 * 100, heads, dim, dtype=dtype) for dim in (d, d, dv))
+        for causal, few_or_many in itertools.product((False, True), (1, 16)):
+            q, k, v = (torch.empty(64 * 100, few_or_many, dim, dtype=dtype) for dim in (d, d, dv))
             yield _api.make_problem(
                 q, k, v, causal=causal, cu_seqlens_q=ends, cu_seqlens_k=ends
             ).as_if_on_cuda()
