@@ -112,9 +112,9 @@ constexpr core::Tile TILES[] = {
     tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
 
-// The same for causal calls that are not packed. The costs fit what an H200 took for those of few
-// heads, D 96 to 256. At D=64 two warps that share out a block's keys are faster than most splits
-// (docs/lab/ampere.md).
+// The kernels of TILES with the split costs of causal calls that are not packed. The costs fit what
+// an H200 took for calls of few heads, D 96 to 256. At D=64 two warps that share out a block's keys
+// are faster than most splits (docs/lab/ampere.md).
 constexpr auto CAUSAL_TILES = [] {
   auto tiles = std::to_array(TILES);
   for (core::Tile& of : tiles) {
@@ -128,8 +128,7 @@ constexpr auto CAUSAL_TILES = [] {
 // whose keys are split, have no kernel of their own for head dimensions up to 32.
 std::span<const core::Tile> tiles_of(const Problem& problem, const Device& device) {
   constexpr size_t OF_32 = 3;
-  const bool causal =
-      !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
+  const bool causal = !problem.varlen && core::is_triangle(problem);
   const std::span<const core::Tile> equal(TILES), shrinking(CAUSAL_TILES);
   const std::span<const core::Tile> all = causal ? shrinking : equal;
   const core::Tile& last = all[OF_32 - 1];
@@ -151,9 +150,9 @@ bool few_causal_tiles(const Problem& problem, const Device& device) {
   constexpr double FEWEST = 0.5, MOST = 2.25;  // tiles for each SM
   constexpr int64_t FEWEST_ROWS = 128, FEWEST_KEYS = 225, MOST_KEYS = 4095;
   const core::Tile& tile = FEW_CAUSAL_TILES[0];
-  const bool causal = problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
   const auto tiles = static_cast<double>(core::tiles_of(problem, tile));
-  return causal && !problem.varlen && !problem.batch_invariant && problem.num_splits <= 1 &&
+  return core::is_triangle(problem) && !problem.varlen && !problem.batch_invariant &&
+         problem.num_splits <= 1 &&
          std::max(problem.d, problem.dv) > D96Few<DType::F16>::HEAD_DIM &&
          core::takes_head_dims(tile, problem) && tile.shared_bytes <= device.shared_per_block &&
          problem.nq >= FEWEST_ROWS && problem.nk >= FEWEST_KEYS && problem.nk <= MOST_KEYS &&

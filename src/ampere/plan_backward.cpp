@@ -100,7 +100,7 @@ constexpr core::BackwardTile PLAIN_TILES[] = {
     backward_tile<D256WidePlain<DType::F16>>("d256_wide"),
 };
 
-// Those whose CTAs take no turns.
+// The kernels of bwd_plain.cu whose CTAs add to dQ in any order instead of taking turns.
 constexpr core::BackwardTile BULK_TILES[] = {
     backward_tile<D64WideBulk<DType::F16>>("d64_wide"),
     backward_tile<D128WideBulk<DType::F16>>("d128_wide"),
@@ -199,9 +199,7 @@ Runs cut_causal_tiles(const Problem& call, const core::BackwardTile& tile, int64
 }
 
 // Whether the tiles of a call are those of a causal mask, from the longest to the shortest.
-bool shrinking_tiles(const Problem& call) {
-  return !call.varlen && call.window_left == UNBOUNDED && call.window_right != UNBOUNDED;
-}
+bool shrinking_tiles(const Problem& call) { return !call.varlen && core::is_triangle(call); }
 
 // How the tiles of a call are cut where that is faster; else nothing. Only where their rounds are
 // so few that CTAs still end together.

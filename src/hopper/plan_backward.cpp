@@ -13,6 +13,7 @@
 #include "common/planning/backward_shares.h"
 #include "common/planning/masks.h"
 #include "common/planning/order.h"
+#include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
@@ -229,8 +230,8 @@ bool is_simple(const Problem& call) {
 // up to a diagonal.
 bool is_plain(const Problem& call) { return is_simple(call) && !is_windowed(call); }
 bool is_plain_or_causal(const Problem& call) {
-  return is_plain(call) ||
-         (is_simple(call) && is_triangle(call) && call.q_offset_default && call.nk >= call.nq);
+  return is_plain(call) || (is_simple(call) && core::is_triangle(call) && call.q_offset_default &&
+                            call.nk >= call.nq);
 }
 
 // Whether TMA can write dQ.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/planning/order.h"
+#include "common/planning/tiles.h"
 #include "hopper/plan_tiles.h"
 
 namespace archflash::hopper {
@@ -21,16 +22,13 @@ int64_t tiles_in_a_row(int64_t heads_per_kv, bool deterministic) {
 // Whether a causal mask hides so little that tiles of keys are best ordered as without one: where
 // keys are many more than rows.
 bool sees_nearly_all(const Problem& call) {
-  return is_triangle(call) && !call.varlen && call.nk >= 4 * call.nq;
+  return core::is_triangle(call) && !call.varlen && call.nk >= 4 * call.nq;
 }
 
 }  // namespace
 
 bool is_windowed(const Problem& call) {
   return call.window_left != UNBOUNDED || call.window_right != UNBOUNDED;
-}
-bool is_triangle(const Problem& call) {
-  return call.window_left == UNBOUNDED && call.window_right != UNBOUNDED;
 }
 
 bool is_packed_short(const Problem& call, int64_t rows) {
@@ -41,11 +39,12 @@ bool is_packed_short(const Problem& call, int64_t rows) {
 bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
                       const Device& device) {
   constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048;
-  const bool triangle = is_triangle(call);
+  const bool triangle = core::is_triangle(call);
   if (call.varlen) {
     if (shares > 1) return false;
-    // Of the mean sequence, by the columns of a tile: with 64 where it has one tile, with more
-    // columns as far as it was measured. Without sums of dQ to clear it saves 5 to 20%.
+    // The most keys of the mean sequence with which turns are faster. At D=64 a sequence has one
+    // tile; above that they are as many as were measured. With no sums of dQ to clear, turns save 5
+    // to 20%.
     int64_t most_keys = 0;
     if (tile.head_dim == 64) most_keys = 64;
     if (tile.head_dim == 96) most_keys = 256;
@@ -78,7 +77,7 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
                                             int64_t{sizeof(float)} * tile.head_dim);
   const int64_t head_bytes = std::max<int64_t>(rows * row_bytes, 1);
   const int64_t tiles = std::max<int64_t>(core::ceil_div(call.nk, tile.rows), 1);
-  const bool triangle = is_triangle(call);
+  const bool triangle = core::is_triangle(call);
   const bool plain = !is_windowed(call) || (problem.deterministic && sees_nearly_all(call));
   KeyTileOrder order{all};
   // What the CTAs read and add to while one of them comes to where the one before began.

@@ -21,8 +21,6 @@ struct KeyTileOrder {
 
 // A causal mask, a window, or both.
 bool is_windowed(const Problem& call);
-// A causal mask without a window.
-bool is_triangle(const Problem& call);
 
 // Whether a call is of packed sequences of up to so many rows and keys in the mean, none of which
 // is known to be far longer.

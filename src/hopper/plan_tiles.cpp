@@ -408,7 +408,7 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
   // combine: 8x20 64x1500 D=64 took 41.4 us with three, 25.2 without.
   constexpr int64_t KEYS_OF_WHOLE_TILES = 4096;
   const bool is_whole = problem.nq >= PACKED_ROWS && problem.nk <= KEYS_OF_WHOLE_TILES;
-  // Nor do those of short packed sequences with packed heads.
+  // Short packed sequences with packed heads compute no faster in shares, either.
   const bool fills = best != nullptr && problem.batch * problem.heads_q >= device.sm_count &&
                      (problem.varlen ? is_of_short(*best, device) : is_whole);
   if (fills && problem.num_splits == 0 && !problem.batch_invariant)

@@ -44,6 +44,14 @@ class Order:
     upward_work: int = 0
 
 
+def run(
+    plan: native.LaunchPlan, request: _gradients.Request, into: _gradients.Gradients, seed: int
+) -> None:
+    """Simulates a plan, in one of the schedules."""
+    settings = simulator.Settings(mode=MODES[seed % len(MODES)], seed=seed)
+    simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
+
+
 def gradients_in_order(
     request: _gradients.Request, order: Order, seed: int = 0
 ) -> _gradients.Gradients:
@@ -61,14 +69,23 @@ def gradients_in_order(
         struct.pack_into("<6i", params, ORDER_OFFSET, *dataclasses.astuple(order))
         launch["params"] = params.hex()
     plan = native.LaunchPlan.unchecked_from_dict(fields)
-    settings = simulator.Settings(mode=MODES[seed % len(MODES)], seed=seed)
-    simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
+    run(plan, request, into, seed)
     return into
 
 
 def assert_same(found: _gradients.Gradients, expected: _gradients.Gradients) -> None:
     for name in NAMES:
         assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+def assert_close(
+    found: _gradients.Gradients, exact: reference.Gradients, rounded: reference.Gradients
+) -> None:
+    """As close to exact gradients as `rounded` of them allow (reference.check)."""
+    for name in NAMES:
+        base = getattr(rounded, name).double()
+        report = reference.check(getattr(found, name), getattr(exact, name), base)
+        assert report.ok, f"{name}: {report}"
 
 
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
@@ -294,12 +311,8 @@ def test_short_packed_sequences(d: int, causal: bool, tile: str, in_turns: bool)
         assert plan is not None
         (main,) = (x for x in plan.to_dict()["launches"] if "_attention_" in x["kernel"])
         assert main["kernel"].endswith(f"_{tile}")
-        settings = simulator.Settings(mode=MODES[seed], seed=seed)
-        simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
-        for name in NAMES:
-            base = getattr(rounded, name).double()
-            report = reference.check(getattr(into, name), getattr(exact, name), base)
-            assert report.ok, f"{name}: {report}"
+        run(plan, request, into, seed)
+        assert_close(into, exact, rounded)
         found.append(into)
     if in_turns:
         assert_same(found[0], found[1])
@@ -329,12 +342,8 @@ def test_few_keys_of_many_heads_have_tiles_of_one_warpgroup(
         (main,) = (x for x in plan.to_dict()["launches"] if "_attention_" in x["kernel"])
         assert main["kernel"].endswith("d32_short" if d <= 32 else "d64_short")
         assert main["grid"] == [2, 1, 1]  # for six tiles
-        settings = simulator.Settings(mode=MODES[seed % len(MODES)], seed=seed)
-        simulator.simulate(plan, _gradients.operands(request, into, plan), settings)
-        for name in NAMES:
-            base = getattr(rounded, name).double()
-            report = reference.check(getattr(into, name), getattr(exact, name), base)
-            assert report.ok, f"{name}: {report}"
+        run(plan, request, into, seed)
+        assert_close(into, exact, rounded)
         found.append(into)
     assert_same(found[0], found[1])
 

@@ -105,7 +105,7 @@ SAMPLED: list[tuple[Any, float, int]] = [
         for x in backward.TARGETS
     ),
     *((x, 0.95, 0) for x in latent.TARGETS),
-    # Those kernels for lists of keys whose calls take the least time.
+    # Of the kernels for lists of keys, only those whose calls take the least time are sampled.
     *((x, 0.85, 0) for x in gathered.TARGETS if (x.implementation, x.name) in GATHERED),
     # Copies of a tensor have code for units of every size, of which the calls have some.
     *(

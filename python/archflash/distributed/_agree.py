@@ -105,6 +105,7 @@ class Agreement:
         """The arguments of `agree`. The statement is of a rank that refuses nothing."""
         self.check: Callable[[list[int]], object] = len  # of how many rows the ranks have
         self._groups, self._statement, self._digest = groups, statement, digest
+        self._said = array("q", (0, statement.rows, digest)).tobytes()
         self._rows: list[int] | None = None
         self._is_over = False
         self._neighbours: Neighbours | None = None
@@ -112,7 +113,7 @@ class Agreement:
             with _or_given_up(groups[0]):
                 self._neighbours = _beside_of(groups[0]).neighbours
                 if self._neighbours is not None:
-                    self._neighbours.say(array("q", (0, statement.rows, digest)).tobytes())
+                    self._neighbours.say(self._said)
 
     def rows(self) -> list[int]:
         """How many rows each rank has."""
@@ -122,8 +123,7 @@ class Agreement:
                 self._rows = agree(self._groups, self._statement, self._digest)
             else:
                 with _or_given_up(self._groups[0]):
-                    mine = array("q", (0, self._statement.rows, self._digest)).tobytes()
-                    said = array("q", b"".join(self._neighbours.hear(mine)))
+                    said = array("q", b"".join(self._neighbours.hear(self._said)))
                 all_said = list(zip(said[::3], said[1::3], said[2::3], strict=True))
                 self._rows = _agreed(self._groups, self._statement, all_said)
             self.check(self._rows)

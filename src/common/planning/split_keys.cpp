@@ -21,8 +21,7 @@ int64_t all_rows(const Problem& problem) {  // (heads, rows) as the LSE has them
 // Whether the tiles of a call come from the longest to the shortest, of which the next one always
 // goes to whoever is free, and count with their mean length.
 bool counts_mean(const Problem& problem, const SplitCosts& costs) {
-  return costs.by_mean && !problem.varlen && !problem.kv_cache &&
-         problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
+  return costs.by_mean && !problem.varlen && !problem.kv_cache && is_triangle(problem);
 }
 
 int64_t mean_keys(const Problem& problem, int64_t longest) {

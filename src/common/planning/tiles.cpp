@@ -37,6 +37,10 @@ bool equal_tiles(const Problem& problem) {
   return !problem.varlen && problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
 }
 
+bool is_triangle(const Problem& problem) {
+  return problem.window_left == UNBOUNDED && problem.window_right != UNBOUNDED;
+}
+
 int64_t resident_ctas(const Tile& tile, const Device& device) {
   const int64_t by_shared = device.shared_per_sm / (tile.shared_bytes + RESERVED_SHARED_BYTES);
   return std::clamp<int64_t>(by_shared, 1, tile.ctas_per_sm);

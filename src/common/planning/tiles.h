@@ -110,6 +110,9 @@ int64_t rows_per_sequence(const Problem& problem);  // on average
 // Whether all row tiles take the same time.
 bool equal_tiles(const Problem& problem);
 
+// Whether a mask hides keys after a row and none before it: causal, with any window_right.
+bool is_triangle(const Problem& problem);
+
 // CTAs that an SM of the device has room for: at least 1.
 int64_t resident_ctas(const Tile& tile, const Device& device);
 
