@@ -794,6 +794,18 @@ def test_a_group_that_was_given_up_says_why(monkeypatch: pytest.MonkeyPatch) -> 
             call(group)
 
 
+def test_ctrl_c_while_a_rank_plans_waits_for_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = type("Group", (), {})()
+    monkeypatch.setattr(_agree, "_beside_of", lambda group: _agree._Beside(None))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        _agree.Agreement([group], _agree.Statement(1, "f()"), 0),
+    ):
+        raise KeyboardInterrupt
+    with pytest.raises(afd.GroupError, match=r"given up in an earlier call .*KeyboardInterrupt"):
+        _agree.agree([group], _agree.Statement(1, "f()"), 0)
+
+
 @pytest.mark.parametrize("options", [None, SimpleNamespace(_timeout=timedelta(seconds=7))])
 def test_the_time_out_of_a_backend_with_and_without_options(options: Any) -> None:
     group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))

@@ -59,7 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_replacing",),
     ("_overrides",),
     ("_sdpa",),
-    ("distributed._neighbours",),
+    ("distributed._neighbours", "distributed._pieces"),
     ("distributed._agree", "distributed._dealing"),
     ("distributed._moving",),
     ("distributed._shards",),

@@ -132,9 +132,14 @@ class Agreement:
     def __enter__(self) -> Agreement:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if not self._is_over:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._is_over:
+            return
+        if error is None or isinstance(error, Exception):
             self.rows()
+            return
+        for group in self._groups:  # Ctrl-C waits for no one
+            _given_up[_whole(group)] = type(error).__name__
 
 
 def _agreed(

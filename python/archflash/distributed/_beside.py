@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from archflash.distributed._calls import Ranged, calls
 from archflash.distributed._mask import Mask, overlaps, seen
-from archflash.distributed._plan import Part, Plan, Stage, neighbours, untouched
-from archflash.distributed._shards import Piece
+from archflash.distributed._pieces import Piece, joined
+from archflash.distributed._plan import Part, Plan, Stage, untouched
 
 _Cut = tuple[Piece, Piece]  # neighbouring rows of a document, and the document
 _MOST_OTHERS = 4  # calls of all other rows
@@ -33,17 +33,17 @@ def beside_messages(plan: Plan, packs: bool, least: float) -> Plan:
         return plan
 
     def parts(rows: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Part, ...]:
-        found = calls(mask, neighbours(rows), keys, packs=packs, among=mine)
+        found = calls(mask, joined(sorted(rows)), keys, packs=packs, among=mine)
         return tuple(Part(call, True) for call in found)
 
     before = [rows for rows, _ in cuts if rows[1] <= run[0][0][0]]
     after = [rows for rows, _ in cuts if rows[0] >= run[-1][0][1]]
     own = tuple(overlaps(seen(mask, [*before, *after]), mine))
-    keys = tuple(neighbours([*own, *(p for _, pieces in stage.receives for p in pieces)]))
+    keys = tuple(joined(sorted([*own, *(p for _, pieces in stage.receives for p in pieces)])))
     others = dataclasses.replace(
         stage, keys=keys, own=own, parts=parts(before, keys) + parts(after, keys)
     )
-    mine_alone = tuple(neighbours(rows for rows, _ in run))
+    mine_alone = tuple(joined(sorted(rows for rows, _ in run)))
     calls_alone = parts(mine_alone, mine_alone)
     if len(others.parts) > _MOST_OTHERS or not _are_apart(calls_alone + others.parts):
         return plan

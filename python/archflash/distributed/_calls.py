@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from archflash.distributed._mask import Mask
-from archflash.distributed._shards import Piece
+from archflash.distributed._pieces import Piece
 
 _MOST_DENSE = 8  # calls of one stage that are launched one by one, where they cannot be packed
 _MOST_PACKED = 4  # packed calls of one stage; a stage of more becomes one call with key_ranges

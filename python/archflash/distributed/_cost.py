@@ -15,7 +15,8 @@ import torch
 
 from archflash.distributed._heads import Split
 from archflash.distributed._mask import Mask, overlaps, seen
-from archflash.distributed._shards import Piece, Shards
+from archflash.distributed._pieces import Piece
+from archflash.distributed._shards import Shards
 
 METHODS = ("all-gather", "ring", "ulysses", "hybrid")
 _SHARED_SECONDS = 2.5e-3  # of work, at least, for one more share of the heads

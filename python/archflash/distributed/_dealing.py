@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-Piece = tuple[int, int]  # half-open range of rows
+from archflash.distributed._pieces import Piece, joined
+
 Held = dict[int, list[Piece]]  # ranks, and what each holds of a document
 TILE = 128  # rows of a kernel's tile
 _TOLERANCE = 1.04  # the most work or rows of a rank over the mean, where documents allow that
@@ -96,7 +97,7 @@ def dealt(
         r = loads.index(min(loads))
         works[r] += work
         all_held[r] += rows
-        held[i][r] = joined([*held[i].get(r, []), *pieces])
+        held[i][r] = joined(sorted([*held[i].get(r, []), *pieces]))
     return max(*works, *all_held), held
 
 
@@ -112,18 +113,5 @@ def _zigzag(n: int, parts: int) -> list[list[Piece]]:
     tiles = -(-n // tile)
     edges = [tiles * i // (2 * parts) * tile for i in range(2 * parts)] + [n]
     both = list(itertools.pairwise(edges))
-    made = (joined([both[i], both[-1 - i]]) for i in range(parts))
+    made = (joined(sorted([both[i], both[-1 - i]])) for i in range(parts))
     return [pieces for pieces in made if pieces]
-
-
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces in ascending order, neighbours joined and empty ones left out."""
-    made: list[Piece] = []
-    for start, end in sorted(pieces):
-        if start == end:
-            continue
-        if made and made[-1][1] == start:
-            made[-1] = (made[-1][0], end)
-        else:
-            made.append((start, end))
-    return made

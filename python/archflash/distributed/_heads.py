@@ -15,7 +15,7 @@ from torch import Tensor
 
 from archflash.distributed import _exchange
 from archflash.distributed._calls import places
-from archflash.distributed._shards import Piece
+from archflash.distributed._pieces import Piece
 
 
 @dataclass(frozen=True)

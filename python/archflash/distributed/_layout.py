@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from archflash.distributed._calls import places
+from archflash.distributed._pieces import Piece, joined
 from archflash.distributed._plan import Plan, Stage
-from archflash.distributed._shards import Piece, rows_of
+from archflash.distributed._shards import rows_of
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,14 @@ class Layout:
         received = [piece for rank in sorted(receives) for piece in receives[rank]]
         order = rows_of([*received, *stage.own]).argsort()
         return Layout(
-            _joined(plan.local(sent)),
+            tuple(joined(plan.local(sent))),
             [_count(sends.get(rank, ())) for rank in range(ranks)],
             [_count(receives.get(rank, ())) for rank in range(ranks)],
             tuple(plan.local(stage.own)),
-            _joined(places(stage.keys, received)),
+            tuple(joined(places(stage.keys, received))),
             None if bool((order.diff() == 1).all()) else order,
         )
 
 
 def _count(pieces: Sequence[Piece]) -> int:
     return sum(end - start for start, end in pieces)
-
-
-def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Pieces in their order, each joined with the next one where that follows it."""
-    made: list[Piece] = []
-    for start, end in pieces:
-        if made and made[-1][1] == start:
-            made[-1] = (made[-1][0], end)
-        else:
-            made.append((start, end))
-    return tuple(made)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from archflash.distributed._shards import Piece, digest, digest_of_tensor
+from archflash.distributed._pieces import Piece
+from archflash.distributed._shards import digest, digest_of_tensor
 
 _BRIDGED = 128  # unseen rows between two seen ranges that are sent along
 

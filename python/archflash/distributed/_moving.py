@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from archflash.distributed._dealing import TILE, Held, Piece, deal, dealt, joined, loads_of, work_of
+from archflash.distributed._dealing import TILE, Held, deal, dealt, loads_of, work_of
+from archflash.distributed._pieces import Piece, joined
 
 _MOST_RANKS, _MOST_DOCUMENTS = 8, 512  # for more it takes too long
 _CUT_ABOVE = (1.15, 0.5)  # of a rank's load
@@ -220,5 +221,5 @@ def _moved(held: Held, giver: int, taker: int, piece: Piece) -> Held:
         left += [x for x in ((a, min(b, piece[0])), (max(a, piece[1]), b)) if x[0] < x[1]]
     if left:
         new[giver] = left
-    new[taker] = joined([*held.get(taker, []), piece])
+    new[taker] = joined(sorted([*held.get(taker, []), piece]))
     return new

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from archflash.distributed._calls import Call, Dense, calls, places
 from archflash.distributed._mask import Mask, overlaps, seen
-from archflash.distributed._shards import Piece, Shards
+from archflash.distributed._pieces import Piece, joined
+from archflash.distributed._shards import Shards
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _stages(
                 receives.append((source, tuple(pieces)))
             if pieces := asked.get(target, []):
                 sends.append((target, tuple(pieces)))
-        keys = neighbours([*own, *(p for _, pieces in receives for p in pieces)])
+        keys = joined(sorted([*own, *(p for _, pieces in receives for p in pieces)]))
         parts = []
         for whole in calls(mask, mine, keys, packs=packs):
             for call in _split(whole, covered):
@@ -197,7 +198,7 @@ def _stages(
                 once = once and first
                 fresh += [rows] if first else []
                 parts.append(Part(call, first))
-            covered = neighbours([*covered, (whole.q0, whole.q1)], overlapping=True)
+            covered = joined(sorted([*covered, (whole.q0, whole.q1)]), overlapping=True)
         stages.append(Stage((0, 0), tuple(keys), own, tuple(receives), tuple(sends), tuple(parts)))
     return stages, fresh, once
 
@@ -213,14 +214,3 @@ def _split(call: Call, covered: Sequence[Piece]) -> list[Call]:
         dataclasses.replace(call, q0=a, q1=b, offset=call.offset + a - call.q0)
         for a, b in itertools.pairwise(edges)
     ]
-
-
-def neighbours(pieces: Iterable[Piece], overlapping: bool = False) -> list[Piece]:
-    """Ascending pieces, neighbours joined."""
-    made: list[Piece] = []
-    for start, end in sorted(pieces):
-        if made and (made[-1][1] == start or (overlapping and start < made[-1][1])):
-            made[-1] = (made[-1][0], max(made[-1][1], end))
-        else:
-            made.append((start, end))
-    return made

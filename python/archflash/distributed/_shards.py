@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from archflash.distributed._dealing import joined
 from archflash.distributed._moving import deal_apart
-
-Piece = tuple[int, int]  # half-open range of rows
+from archflash.distributed._pieces import Piece, joined
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ def rows_of(pieces: Iterable[Piece]) -> Tensor:
 
 def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Pieces in ascending order, neighbours joined and empty ones left out."""
-    return tuple(joined(pieces))
+    return tuple(joined(sorted(pieces)))
 
 
 def make(shards: Shards | str, n: int, ranks: int) -> Shards:

@@ -25,8 +25,9 @@ from archflash.distributed._calls import places
 from archflash.distributed._layout import Layout
 from archflash.distributed._mask import overlaps
 from archflash.distributed._partial import Fresh
+from archflash.distributed._pieces import Piece
 from archflash.distributed._plan import Plan, Stage
-from archflash.distributed._shards import Piece, rows_of
+from archflash.distributed._shards import rows_of
 from archflash.distributed._turns import Turns
 
 
