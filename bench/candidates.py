@@ -334,17 +334,40 @@ def flash_attention_candidates() -> list[Candidate]:
     return [_flash_attention(*row) for row in FLASH_ATTENTION]
 
 
-def _flash_attention(
-    name: str, modules: tuple[str, ...], packages: tuple[str, ...], dtypes: tuple[str, ...]
-) -> Candidate:
-    function: Callable[..., Any] | None = None
+def _function_of(modules: tuple[str, ...], name: str) -> tuple[Callable[..., Any] | None, str]:
+    """A function of the first module that has it, else None; and why others have not."""
     missing = []
     for module in modules:
         try:
-            function = importlib.import_module(module).flash_attn_func
-            break
+            return getattr(importlib.import_module(module), name), ""
         except Exception as error:  # a broken installation fails in its own way
             missing.append(f"{module}: {type(error).__name__}: {error}")
+    return None, "; ".join(missing)
+
+
+def flash_attention_varlen(name: str) -> Callable[..., Any]:
+    """The function of packed sequences of FlashAttention-3 or -4, called as `torch_varlen` is."""
+    function, missing = _function_of(
+        next(modules for row, modules, _, _ in FLASH_ATTENTION if row == name),
+        "flash_attn_varlen_func",
+    )
+
+    def attend(*given: Any, causal: bool) -> Any:
+        if function is None:
+            raise RuntimeError(f"not installed: {missing}")
+        q, k, v, ends_q, ends_k, longest_q, longest_k = given
+        return function(
+            q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k, causal=causal,
+        )  # fmt: skip
+
+    return attend
+
+
+def _flash_attention(
+    name: str, modules: tuple[str, ...], packages: tuple[str, ...], dtypes: tuple[str, ...]
+) -> Candidate:
+    function, missing = _function_of(modules, "flash_attn_func")
     version = "unknown"
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -352,7 +375,7 @@ def _flash_attention(
 
     def refuses(case: Case) -> str | None:
         if function is None:
-            return "not installed: " + "; ".join(missing)
+            return f"not installed: {missing}"
         if case.dtype not in dtypes:
             return f"called with {', '.join(dtypes)} only"
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class Case:
         window: (left, right) keys that a query sees beside the one at its own place, or None.
         sinks: every head has one more logit in the denominator.
         passes: "both" if the gradients are measured, too, or "forward".
+        documents: (least, most) rows of the documents that the nq = nk rows of the one entry of the
+            batch consist of, each of which sees itself alone; None for one sequence.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Case:
     window: tuple[int, int] | None = None
     sinks: bool = False
     passes: str = "both"
+    documents: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -83,6 +87,8 @@ class Case:
             raise ValueError(f"case {self.name!r}: hq={self.hq} is no multiple of hkv={self.hkv}")
         if self.passes not in ("forward", "both"):
             raise ValueError(f"case {self.name!r}: passes {self.passes!r} is not forward or both")
+        if self.documents is not None and (self.b != 1 or self.nq != self.nk):
+            raise ValueError(f"case {self.name!r}: documents have b = 1 and nq = nk")
 
     @property
     def key(self) -> Key:
@@ -96,10 +102,22 @@ class Case:
         """One query row: limited by memory, so tables give GB/s instead of TFLOP/s."""
         return self.nq == 1
 
+    def lengths(self) -> list[int]:
+        """Rows of each document: the same random numbers every time."""
+        least, most = self.documents or (self.nq, self.nq)
+        numbers, lengths, left = random.Random(0), list[int](), self.nq
+        while left > 0:
+            lengths.append(min(left, numbers.randint(least, most)))
+            left -= lengths[-1]
+        return lengths
+
     def flops(self) -> int:
         """Operations of both matrix products (FLOPS_RULE); with D = Dv that is 4*B*Hq*Nq*Nk*D.
         With a window, those of the keys that a row sees which is far from both ends.
         """
+        if self.documents is not None:
+            pairs = sum(n * n for n in self.lengths())
+            return (1 if self.causal else 2) * self.hq * pairs * (self.d + self.dv)
         keys = self.nk
         if self.window is not None:
             keys = min(self.nk, self.window[0] + 1 + self.window[1])
@@ -136,15 +154,16 @@ def load_cases(path: Path = CASES_FILE) -> list[Case]:
     for table in tables:
         fields = {**table, **table["shape"], "groups": tuple(table.get("groups", ()))}
         del fields["shape"]
-        if "window" in fields:
-            fields["window"] = tuple(fields["window"])
+        for pair in ("window", "documents"):
+            if pair in fields:
+                fields[pair] = tuple(fields[pair])
         try:
             cases.append(Case(**fields))
         except TypeError as error:
             raise ValueError(f"{path.name}: case {table.get('name')!r}: {error}") from error
     names, shapes = (
         [c.name for c in cases],
-        [(c.key, c.mask, c.packed, c.window, c.sinks) for c in cases],
+        [(c.key, c.mask, c.packed, c.window, c.sinks, c.documents) for c in cases],
     )
     for what, count in (("name", len(set(names))), ("shape", len(set(shapes)))):
         if count != len(cases):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from bench.cases import Case
@@ -136,6 +137,8 @@ class Checker:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Slice | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
         """The inputs of a slice, and the options that make it the same rows of the case."""
+        import torch
+
         case = self._case
         offset = case.nk - case.nq
         if part is not None:
@@ -148,6 +151,14 @@ class Checker:
             mask["window"] = case.window
         if mask:
             mask["q_offset"] = offset
+        if case.documents is not None:
+            ends = torch.tensor([0, *accumulate(case.lengths())], device=q.device)
+            rows = torch.arange(case.nq, device=q.device)
+            if part is not None:
+                rows = rows[part.first_row : part.end_row]
+            document = torch.bucketize(rows, ends, right=True)
+            ranges = torch.stack([ends[document - 1], ends[document]], 1)
+            mask["key_ranges"] = ranges.int()[None, None, :, None]
         if case.sinks:
             mask["sinks"] = sinks_of(case, q.device, part.head if part is not None else None)
         return _part(q, part), k, v, mask

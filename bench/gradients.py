@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.candidates import (
@@ -93,9 +94,13 @@ def seen_keys(case: Case, device: torch.device | str) -> torch.Tensor | None:
     """Which keys a query sees, (nq, nk) bool; None where it sees all of them."""
     import torch
 
-    if not case.causal and case.window is None:
+    if not case.causal and case.window is None and case.documents is None:
         return None
     seen = torch.ones((case.nq, case.nk), dtype=torch.bool, device=device)
+    if case.documents is not None:
+        lengths = torch.tensor(case.lengths(), device=device)
+        document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+        seen = document[:, None] == document
     offset = case.nk - case.nq
     if case.causal:
         seen = seen.tril(offset)
@@ -182,36 +187,52 @@ def count_both_passes(rows: Sequence[Row], case: Case) -> None:
         row["gbps"] = f"{BYTES * case.bytes() / p50 / 1e3:.1f}"
 
 
-def packed_call(case: Case, forced: str | None) -> Callable[..., torch.Tensor]:
-    """A call of packed sequences, whose tensors are views of q, k and v: of an implementation of
-    ours, or of PyTorch's operator for them.
-    """
+def ends_of(case: Case, *, keys: bool = False) -> torch.Tensor:
+    """cu_seqlens of the rows, or keys, of a case's documents, or of the entries of its batch."""
     import torch
 
-    import archflash
-
-    def ends(rows: int) -> torch.Tensor:
-        return torch.arange(0, (case.b + 1) * rows, rows, dtype=torch.int32, device=on)
-
-    def as_packed(x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(1, 2).flatten(0, 1)
-
+    lengths = case.lengths() if case.documents else [case.nk if keys else case.nq] * case.b
     on = "cuda" if torch.cuda.is_available() else "cpu"
-    ends_q, ends_k = ends(case.nq), ends(case.nk)
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=on)
+
+
+def packed_call(
+    case: Case, attend: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+) -> Callable[..., torch.Tensor]:
+    """A call of packed sequences, whose tensors are views of q, k and v.
+
+    Args:
+        case: the call.
+        attend: a function of packed q, k and v, cu_seqlens of both, the longest of both, and the
+            keyword `causal`; of what it returns the first tensor is the output.
+    """
+    ends_q, ends_k = ends_of(case), ends_of(case, keys=True)
+    longest = (max(case.lengths()),) * 2 if case.documents else (case.nq, case.nk)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        given = [as_packed(x) for x in (q, k, v)]
-        if forced is None:
-            lengths = (ends_q, ends_k, case.nq, case.nk)
-            out = torch_varlen(*given, *lengths, causal=case.causal)
-        else:
-            out = archflash.attention(
-                *given, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=case.nq,
-                max_seqlen_k=case.nk, causal=case.causal, implementation=forced,
-            )  # fmt: skip
+        given = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        made = attend(*given, ends_q, ends_k, *longest, causal=case.causal)
+        out = made[0] if isinstance(made, tuple) else made
         return out.unflatten(0, (case.b, case.nq)).transpose(1, 2)
 
     return call
+
+
+def our_packed(name: str | None = None) -> Callable[..., torch.Tensor]:
+    """archflash.attention of packed sequences, by an implementation or as dispatch chooses."""
+    import archflash
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        ends_q: torch.Tensor, ends_k: torch.Tensor, longest_q: int, longest_k: int, *, causal: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        out: torch.Tensor = archflash.attention(
+            q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k, causal=causal, implementation=name,
+        )  # fmt: skip
+        return out
+
+    return attend
 
 
 def candidates(case: Case) -> list[Candidate]:
@@ -222,13 +243,13 @@ def candidates(case: Case) -> list[Candidate]:
         every = [*our_candidates(), *torch_candidates(), *chosen_candidates()]
         return [candidate for candidate in every if candidate.name not in LEFT_OUT]
 
-    def packed(candidate: Candidate, forced: str | None) -> Candidate:
-        bind = functools.partial(packed_call, forced=forced)
+    def packed(candidate: Candidate, attend: Callable[..., Any]) -> Candidate:
+        bind = functools.partial(packed_call, attend=attend)
         return dataclasses.replace(candidate, bind=bind, features=PACKED)
 
     (flash,) = (x for x in torch_candidates() if x.name == "torch-flash")
-    ours = [packed(candidate, candidate.name) for candidate in our_candidates()]
-    return [*ours, packed(flash, None)]
+    ours = [packed(candidate, our_packed(candidate.name)) for candidate in our_candidates()]
+    return [*ours, packed(flash, torch_varlen)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

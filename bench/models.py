@@ -29,6 +29,7 @@ from bench.candidates import (
     Candidate,
     chosen_candidates,
     flash_attention_candidates,
+    flash_attention_varlen,
     torch_candidates,
     torch_varlen,
 )
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 OURS = "archflash"
 # The kernels of PyTorch that also run where an implementation is the one that dispatch chooses.
 PEERS = {"ampere": ("torch-flash", "torch-efficient")}
-WINDOW, SINKS = "window=", "sinks"  # words in `features`
+WINDOW, DOCUMENTS, SINKS = "window=", "documents=", "sinks"  # words in `features`
 
 
 def load_models(path: Path = MODELS_FILE) -> list[Case]:
@@ -74,7 +75,8 @@ def length_cases() -> list[Case]:
 def words(case: Case) -> list[str]:
     """What the shape columns of a row do not say about a case, as words of `features`."""
     window = [] if case.window is None else [WINDOW + ":".join(str(keys) for keys in case.window)]
-    return window + ([SINKS] if case.sinks else [])
+    documents = [] if case.documents is None else [DOCUMENTS + ":".join(map(str, case.documents))]
+    return window + documents + ([SINKS] if case.sinks else [])
 
 
 def our_options(case: Case) -> dict[str, Any]:
@@ -93,11 +95,17 @@ def chosen_kernel(case: Case, *, both: bool) -> str:
 
     def empty(heads: int, rows: int, d: int) -> torch.Tensor:
         x = torch.empty((case.b, rows, heads, d), dtype=torch.bfloat16, device="cuda")
-        return x.transpose(1, 2).requires_grad_(both)
+        x = x[0] if case.documents else x.transpose(1, 2)
+        return x.requires_grad_(both)
 
     q, k = empty(case.hq, case.nq, case.d), empty(case.hkv, case.nk, case.d)
     v = empty(case.hkv, case.nk, case.dv)
-    return archflash.explain(q, k, v, **our_options(case)).chosen
+    options = our_options(case)
+    if case.documents:
+        ends, longest = gradients.ends_of(case), max(case.lengths())
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return archflash.explain(q, k, v, **options).chosen
 
 
 def sdpa_of(case: Case) -> Call:
@@ -178,6 +186,9 @@ def candidates(case: Case, *, both: bool, forced: str | None = None) -> list[Can
     if case.sinks:
         plain = dataclasses.replace(torch_itself, name="torch-math")
         return [of(ours, ours_of), of(plain, scores_with_sinks)]
+    if case.documents:
+        found = packed_candidates(ours, of, forced=forced)
+        return [x for x in found if not both or x.name not in ("fa3", "fa4")]
     found = [of(ours, ours_of), of(torch_itself, sdpa_of)]
     for peer in torch_candidates():
         if peer.name == "torch-flash" and case.window is not None:
@@ -189,6 +200,32 @@ def candidates(case: Case, *, both: bool, forced: str | None = None) -> list[Can
             found.append(dataclasses.replace(peer, features=";".join(words(case))))
     if forced is not None:
         return [x for x in found if x.name in (OURS, *PEERS[forced])]
+    return found
+
+
+def packed_candidates(
+    ours: Candidate,
+    of: Callable[[Candidate, Callable[[Case], Call]], Candidate],
+    *,
+    forced: str | None,
+) -> list[Candidate]:
+    """Ours, PyTorch's flash kernel and FlashAttention-3 of documents.
+
+    Args:
+        ours: the candidate that names what serves ours.
+        of: a candidate with another function of a case.
+        forced: the implementation to measure, or None for what dispatch chooses.
+    """
+
+    def bound(attend: Callable[..., Any]) -> Callable[[Case], Call]:
+        return functools.partial(gradients.packed_call, attend=attend)
+
+    (flash,) = (peer for peer in torch_candidates() if peer.name == "torch-flash")
+    found = [of(ours, bound(gradients.our_packed(forced))), of(flash, bound(torch_varlen))]
+    if forced is None:
+        for peer in flash_attention_candidates():
+            made = of(peer, bound(flash_attention_varlen(peer.name)))
+            found.append(dataclasses.replace(made, refuses=peer.refuses))
     return found
 
 
@@ -255,7 +292,8 @@ def rows_of(rows: Sequence[Row], case: Case, *, both: bool, eager: bool) -> list
         return (
             row_key(row) == case.key
             and (GRADIENTS in features) == both
-            and [w for w in features if w.startswith(WINDOW) or w == SINKS] == words(case)
+            and [w for w in features if w.startswith((WINDOW, DOCUMENTS)) or w == SINKS]
+            == words(case)
             and (EAGER in row["features"].split(";")) == eager
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench import gradients, model_tables, models
+from bench import correctness, gradients, model_tables, models
 from bench.cases import Case
 from bench.correctness import Checker, sinks_of
 from bench.results import EAGER, GRADIENTS, Row, make_row
@@ -13,6 +13,7 @@ from archflash import reference
 
 WINDOW = Case("w", "bf16", 1, 4, 2, 40, 40, 16, 16, True, packed=True, window=(7, 0))
 SINKS = Case("s", "bf16", 1, 4, 2, 40, 40, 16, 16, True, packed=True, sinks=True)
+DOCUMENTS = Case("d", "bf16", 1, 4, 2, 90, 90, 16, 16, True, packed=True, documents=(5, 30))
 FACTS = dict.fromkeys(("run_id", "date", "commit", "dirty", "gpu", "driver", "cuda", "torch"), "1")
 
 
@@ -33,6 +34,30 @@ def test_a_check_knows_windows_and_sinks(case: Case) -> None:
     wrong = reference.attention(q, k, v, causal=True, return_lse=False)
     assert not Checker(case)(q, k, v, right.bfloat16(), ours=True).problem
     assert Checker(case)(q, k, v, wrong.bfloat16(), ours=True).problem
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["slices", "whole"])
+def test_a_check_knows_documents(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not whole:
+        monkeypatch.setattr(correctness, "WHOLE_SCORES", 0)
+        monkeypatch.setattr(correctness, "WINDOW_ROWS", 8)
+    case, lengths = DOCUMENTS, DOCUMENTS.lengths()
+    assert sum(lengths) == case.nq
+    assert len(set(lengths)) > 2
+    assert case.flops() == 2 * case.hq * sum(n * n for n in lengths) * case.d
+    q, k, v, dout = (
+        torch.randn(1, h, case.nq, case.d, dtype=torch.bfloat16, requires_grad=True)
+        for h in (case.hq, case.hkv, case.hkv, case.hq)
+    )
+    out = gradients.packed_call(case, gradients.our_packed())(q, k, v)
+    found = gradients.Gradients(*torch.autograd.grad(out, (q, k, v), dout))
+    wrong = reference.attention(q, k, v, causal=True, return_lse=False).bfloat16()
+    with torch.no_grad():
+        assert not Checker(case)(q, k, v, out, ours=True).problem
+        assert Checker(case)(q, k, v, wrong, ours=True).problem
+        check = gradients.Checker(case, dout)
+        assert not check(q, k, v, found, ours=True).problem
+        assert check(q, k, v, found._replace(dk=found.dk.flip(2)), ours=True).problem
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["forward", "gradients"])
