@@ -60,7 +60,9 @@
 
 #include <cstdint>
 
+#include "hopper/backward_added.cuh"
 #include "hopper/backward_config.cuh"
+#include "hopper/backward_dense.cuh"
 #include "hopper/backward_dq.cuh"
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_lists.cuh"
@@ -146,10 +148,12 @@ __device__ __forceinline__ bool take_next_tile(const BackwardKernelParams& param
 // --- loader, one warp: K, V, Q and dO -> shared memory ---
 
 template <class C>
-__device__ __forceinline__ void load(const BackwardKernelParams& params, unsigned char* shared,
+__device__ __forceinline__ void load(const BackwardParamsOf<C>& all_params, unsigned char* shared,
                                      uint32_t shared_smem) {
+  const BackwardKernelParams& params = call_of<C>(all_params);
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   device::LoaderPosition<C> position;
+  [[maybe_unused]] uint32_t masks = 0;  // blocks of elements that were asked for
   RingPosition<C::TILE_STAGES> tile;
   if constexpr (C::STAYS) release(barriers.tile_full(0));  // the first tile is there already
 #pragma unroll 1
@@ -158,10 +162,16 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, unsigne
     if constexpr (C::HANDS_KEYS_BACK)  // the first one of two tiles has stage 0
       ptx::mbarrier_wait_parity(barriers.keys_empty(), tile.stage ^ 1);
     if (!C::STAYS || work.blocks > 0) {
-      device::load_rounds<C>(params, work, shared, shared_smem, barriers,
-                             {k_offset<C>(tile.stage), v_offset<C>(tile.stage),
-                              barriers.k_full(tile.stage), barriers.v_full(tile.stage)},
-                             position);
+      const device::KeyStage keys{k_offset<C>(tile.stage), v_offset<C>(tile.stage),
+                                  barriers.k_full(tile.stage), barriers.v_full(tile.stage)};
+      if constexpr (C::ADDS_MASK) {
+        device::load_rounds<C>(
+            params, work, shared, shared_smem, barriers, keys, position, [&](int head, int row) {
+              load_elements<C>(all_params, work, shared_smem, masks++, head, row);
+            });
+      } else {
+        device::load_rounds<C>(params, work, shared, shared_smem, barriers, keys, position);
+      }
     } else if (ptx::elect_sync()) {  // the consumers count its phases, too
       ptx::mbarrier_arrive(barriers.k_full(tile.stage));
       ptx::mbarrier_arrive(barriers.v_full(tile.stage));
@@ -175,12 +185,18 @@ __device__ __forceinline__ void load(const BackwardKernelParams& params, unsigne
 // --- one more warp: the terms of a block's rows, and a note about it -> shared memory ---
 
 template <class C>
-__device__ __forceinline__ void load_terms(const BackwardKernelParams& params,
+__device__ __forceinline__ void load_terms(const BackwardParamsOf<C>& all_params,
                                            unsigned char* shared, uint32_t shared_smem) {
+  const BackwardKernelParams& params = call_of<C>(all_params);
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   RingPosition<C::Q_STAGES> q_ring;
   for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
-    device::load_terms_of_rounds<C>(params, work, shared, barriers, q_ring);
+    if constexpr (C::READS_MASK) {
+      device::load_terms_of_rounds<C>(params, work, shared, barriers, q_ring,
+                                      DenseNotes<C>{all_params, work});
+    } else {
+      device::load_terms_of_rounds<C>(params, work, shared, barriers, q_ring);
+    }
   });
 }
 
@@ -218,6 +234,7 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   begin_backward<C>(params, shared);
+  if constexpr (C::READS_MASK) ptx::griddepcontrol_wait();  // the states of blocks are written
   if constexpr (C::LISTS_ROUNDS) {
     if (threadIdx.x < 32) list_rounds<C>(all_params, work_of<C>(shared));
   }
@@ -232,6 +249,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
       ptx::mbarrier_init(barriers.dq_empty(group), 1);
     }
     if constexpr (C::ENDS_DQ) ptx::mbarrier_init(barriers.dq_read(), 1);
+    for (int stage = 0; stage < C::MASK_STAGES; ++stage) {
+      ptx::mbarrier_init(barriers.mask_full(stage), 1);
+      ptx::mbarrier_init_for_warps(barriers.mask_empty(stage), C::WARPS);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are initialised and the work is written before any warp uses it
@@ -269,13 +290,13 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
           load_swapping<C>(params, work, shared_smem, tile.stage, position);
         });
       } else {
-        load<C>(params, shared, shared_smem);
+        load<C>(all_params, shared, shared_smem);
       }
     } else if (threadIdx.x < C::CONSUMER_THREADS + 64) {
       if constexpr (C::SWAPS_KEYS) {
         load_terms_and_take<C>(params, shared, shared_smem);
       } else {
-        load_terms<C>(params, shared, shared_smem);
+        load_terms<C>(all_params, shared, shared_smem);
       }
     } else if constexpr (C::ENDS_DQ) {
       end_dq<C>(all_params, shared, shared_smem, threadIdx.x / 32 % 2);

@@ -29,6 +29,11 @@ struct BackwardVariant {
   int key_stages = 1;
   // The CTAs go over the rounds that see any of their keys by block_mask (backward_lists.cuh).
   bool lists_rounds = false;
+  // That table is made of attn_mask, whose elements change the scores (backward_dense.cuh).
+  bool reads_mask = false;
+  bool mask_gradient = false;  // the gradient of attn_mask is wanted, too
+  // TMA brings the elements of an attn_mask that is added, in 16 bits (backward_added.cuh).
+  bool adds_mask = false;
   // Consumer warpgroups, with 64 keys each. With one there is room for two CTAs on an SM.
   int warpgroups = 2;
   // With ends_dq: all keys of a head are in one tile, so that there are no sums of dQ.
@@ -67,6 +72,12 @@ struct BackwardConfig {
   static constexpr bool SOFTCAP = VARIANT.softcap;
   static constexpr bool DROPS = VARIANT.drops;
   static constexpr bool LISTS_ROUNDS = VARIANT.lists_rounds;
+  static constexpr bool READS_MASK = VARIANT.reads_mask;
+  static constexpr bool MASK_GRADIENT = VARIANT.mask_gradient;
+  static_assert(!READS_MASK || LISTS_ROUNDS);
+  static constexpr bool ADDS_MASK = VARIANT.adds_mask;
+  static constexpr int MASK_STAGES = ADDS_MASK ? 2 : 0;  // blocks of elements
+  static_assert(!ADDS_MASK || S_AHEAD, "elements are read where P is computed ahead");
   static constexpr bool WRITES_DQ = VARIANT.writes_dq;
   static constexpr bool ENDS_DQ = VARIANT.ends_dq;
   static constexpr int TILE_STAGES = VARIANT.tile_stages;
@@ -107,29 +118,32 @@ struct BackwardConfig {
   using QTile = device::SlabTile<HEAD_DIM, BLOCK>;
   using DoutTile = QTile;
   using DsTile = device::SlabTile<ROWS, ROUND>;
+  using MaskTile = device::SlabTile<ROWS, BLOCK>;
   // A warp's rows of dQ in 16 bits, which lie where its sums of the part lay.
   using DqTile = device::SlabTile<PART_COLUMNS, WARP_ROWS>;
 
-  // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | dQ of a round | terms |
-  // barriers | work. The terms of a block, which share the ring of Q, are the LSEs of its rows,
-  // then their deltas, then a note.
+  // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | dQ of a round | ring of
+  // the mask's elements | terms | barriers | work. The terms of a block, which share the ring of Q,
+  // are the LSEs of its rows, then their deltas, then a note.
   static constexpr int K_SMEM = 0;
   static constexpr int V_SMEM = K_SMEM + KEY_STAGES * KTile::BYTES;
   static constexpr int Q_SMEM = V_SMEM + KEY_STAGES * VTile::BYTES;
   static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
   static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * DoutTile::BYTES;
   static constexpr int DQ_SMEM = DS_SMEM + DS_STAGES * DsTile::BYTES;
-  static constexpr int TERMS_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
+  static constexpr int MASK_SMEM = DQ_SMEM + 4 * ROUND_SUMS;
+  static constexpr int TERMS_SMEM = MASK_SMEM + MASK_STAGES * MaskTile::BYTES;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
   // Full of K and of V, and where CTAs stay full and empty, of each tile, and one at which K and V
   // are handed back, or one for each of them; full of each stage of dS;
   // full and empty of each stage of Q and of dO; full of each warpgroup's dQ of even and of odd
-  // rounds, and empty, and with ENDS_DQ read; one more: the bytes of a ragged block.
+  // rounds, and empty, and with ENDS_DQ read; full and empty of each stage of the mask's elements;
+  // one more: the bytes of a ragged block.
   static constexpr int TILE_BARRIERS =
       (STAYS ? 4 : 2) * TILE_STAGES + (HANDS_KEYS_BACK ? 1 : 0) + SWAPS_KEYS + 1;
-  static constexpr int BARRIERS =
-      TILE_BARRIERS + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES + 3 * WARPGROUPS + ENDS_DQ;
+  static constexpr int BARRIERS = TILE_BARRIERS + DS_STAGES + 2 * Q_STAGES + 2 * DOUT_STAGES +
+                                  3 * WARPGROUPS + ENDS_DQ + 2 * MASK_STAGES;
   static constexpr int WORK_BYTES = 128;  // of device::CtaWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int DQ_NOTE_SMEM = WORK_SMEM + TILE_STAGES * WORK_BYTES;  // with ENDS_DQ
@@ -172,6 +186,8 @@ struct WideBackwardConfig {
   static constexpr int TURN_STAGES = 2;   // a warp each
   static constexpr bool SOFTCAP = false;  // it would spill registers
   static constexpr bool DROPS = false;
+  static constexpr bool READS_MASK = false;
+  static constexpr bool ADDS_MASK = false;
   static constexpr bool STAYS = false;
   static constexpr bool SWAPS_KEYS = false;
   static constexpr bool ENDS_DQ = false;
@@ -300,6 +316,17 @@ constexpr BackwardVariant with_lists(BackwardVariant variant) {
   variant.tile_stages = variant.key_stages = 1;
   return variant;
 }
+constexpr BackwardVariant with_mask(BackwardVariant variant, bool gradient) {
+  variant.reads_mask = true;
+  variant.mask_gradient = gradient;
+  return with_lists(variant);
+}
+// There is room for K and V of one tile.
+constexpr BackwardVariant with_elements(BackwardVariant variant) {
+  variant.adds_mask = true;
+  variant.key_stages = 1;
+  return variant;
+}
 constexpr BackwardVariant with_dropout(BackwardVariant variant) {
   variant.drops = true;
   return variant;
@@ -348,6 +375,12 @@ template <DType T>
 using BackwardD64Table = BackwardConfig<T, with_lists(BACKWARD_D64_SHORT)>;
 template <DType T>
 using BackwardD128Table = BackwardConfig<T, with_lists(BACKWARD_D128)>;
+template <DType T, bool GRADIENT = false>
+using BackwardD64Dense = BackwardConfig<T, with_mask(BACKWARD_D64, GRADIENT)>;
+template <DType T>
+using BackwardD64Added = BackwardConfig<T, with_elements(BACKWARD_D64)>;
+template <DType T, bool GRADIENT = false>
+using BackwardD128Dense = BackwardConfig<T, with_mask(BACKWARD_D128, GRADIENT)>;
 template <DType T>
 using BackwardD64Dropout = BackwardConfig<T, with_dropout(BACKWARD_D64)>;
 template <DType T>

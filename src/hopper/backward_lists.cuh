@@ -15,7 +15,7 @@ namespace archflash::hopper {
 // Makes the list of a CTA whose work is `cta`, and has it go over that. Called by the warp that has
 // found the work; __syncthreads() then makes the list known to the others.
 template <class C>
-__device__ __forceinline__ void list_rounds(const ListingBackwardParams& params, CtaWork& cta) {
+__device__ __forceinline__ void list_rounds(const BackwardParamsOf<C>& params, CtaWork& cta) {
   using device::ListedRound;
   static_assert(C::GROUP_ROWS == MASK_BLOCK && C::BLOCK == MASK_BLOCK,
                 "a warpgroup's keys and a block of queries are a block of block_mask");

@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "common/ptx/ld_shared_if.cuh"
+#include "hopper/backward_added.cuh"
+#include "hopper/backward_dense.cuh"
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_products.cuh"
@@ -138,11 +140,33 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     }
   }();
   [[maybe_unused]] int weighed = 0, head = 0;  // blocks; the next one's head
+  // Which of the thread's scores attn_mask keeps, of the next block.
+  [[maybe_unused]] uint32_t seen = 0;
+  const auto look_ahead = [&](int q_stage) {
+    if constexpr (C::READS_MASK) seen = load_seen<C>(all_params, dense_note<C>(shared, q_stage));
+  };
   const auto exponentiate = [&](int q_stage) {
     terms = reinterpret_cast<const float2*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES) +
             lane % 4;
     masks = note_of(q_stage)->masked_warps >> warp & 1;
-    exponentiate_scores<C>(p_rmem, s_rmem, terms, attention);
+    if constexpr (C::READS_MASK) {
+      const DenseNote& note = dense_note<C>(shared, q_stage);
+      const uint32_t state = note.state(group);
+      if ((state & DENSE_ADDED) != 0) {
+        exponentiate_added<C>(p_rmem, s_rmem, terms, all_params, note);
+      } else {
+        exponentiate_scores<C>(p_rmem, s_rmem, terms, attention);
+      }
+      if ((state & DENSE_HIDDEN) != 0) clear_hidden<C>(p_rmem, seen);
+    } else if constexpr (C::ADDS_MASK) {
+      // Behind the last block there are no elements, and nobody uses P.
+      if (number < end) {
+        exponentiate_with_elements<C>(p_rmem, s_rmem, terms, attention.exp2_scale, shared_smem,
+                                      number);
+      }
+    } else {
+      exponentiate_scores<C>(p_rmem, s_rmem, terms, attention);
+    }
     if (masks) clear_unseen<C>(p_rmem, work, row_of(q_stage));
     if constexpr (C::DROPS) {
       const int thread = ptx::mov_tid_x_volatile();
@@ -208,6 +232,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   ptx::mbarrier_wait_parity(barriers.k_full(tile.stage), tile.parity);  // K has landed
   ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);
   begin_s(q_at(q_ring.stage));
+  look_ahead(q_ring.stage);
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SCORES>(s);
   if constexpr (C::S_AHEAD) exponentiate(q_ring.stage);
@@ -257,6 +282,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       // Behind the last block S is that of the same queries once more, which nobody uses.
       ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
       begin_s(q_at(next.stage));
+      look_ahead(next.stage);
       ptx::wgmma_wait_group<2>();
       finish_dk();
     }
@@ -275,18 +301,26 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     if constexpr (C::SWAPS_KEYS) {
       if (!more) release(barriers.values_empty());  // all products of V have read it
     }
-    if constexpr (C::DROPS) {
+    if constexpr (C::READS_MASK || C::ADDS_MASK) {
+      differentiate_seen<C>(ds_rmem, p_rmem, dp_rmem, terms);
+    } else if constexpr (C::DROPS) {
       differentiate_kept<C>(ds_rmem, p_rmem, dp_rmem, terms, all_params.kept_share);
     } else {
       differentiate<C>(ds_rmem, p_rmem, dp_rmem, terms, C::SOFTCAP ? params.uncap : 0.0f);
     }
-    if (masks) clear_unseen<C>(ds_rmem, work, row_of(q_ring.stage));
+    if constexpr (C::MASK_GRADIENT) {
+      add_mask_gradient<C>(ds_rmem, all_params, work, *note_of(q_ring.stage),
+                           dense_note<C>(shared, q_ring.stage));
+    }
+    if (!C::READS_MASK && !C::ADDS_MASK && masks)
+      clear_unseen<C>(ds_rmem, work, row_of(q_ring.stage));
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
       ptx::wgmma_wait_group<0>();  // S of the next block and dV
       ptx::registers_change<SCORES>(s);
     } else {
       ptx::mbarrier_wait_parity(barriers.q_full(next.stage), next.parity);
+      look_ahead(next.stage);
       // With two blocks in a round ptxas would wait for each product if this one had a branch:
       // behind the last block S is that of the same queries once more, which nobody uses.
       if (more || C::BLOCKS_OF_ROUND > 1) {

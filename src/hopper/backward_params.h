@@ -8,6 +8,7 @@
 #include "common/dropout_params.h"
 #include "common/dropped_heads.h"
 #include "common/mask_params.h"
+#include "common/masked_backward_params.h"
 #include "common/tensor_map.h"
 
 namespace archflash::hopper {
@@ -74,6 +75,30 @@ struct ListingBackwardParams {
   MaskParams masks;  // block_mask alone
   device::ListedRound* rounds_gmem;
   int32_t rounds_of_cta;  // that it has room for
+};
+
+// The parameter of kernels to which TMA brings the elements of an attn_mask.
+struct AddingBackwardParams {
+  BackwardKernelParams call;
+  int32_t mask_batch, mask_head;  // 0 where the mask is the same for all of them, else 1
+  TensorMap mask_map;
+};
+
+// Threads of a consumer warpgroup, and of a CTA that prepares a block of attn_mask.
+constexpr int DENSE_THREADS = 128;
+
+// The parameter of kernels for a dense attn_mask, and of the one before them, which makes of it
+// what they read, in the workspace: for blocks of MASK_BLOCK rows and keys, (batch, heads, row
+// blocks, key blocks), where a dimension along which the mask is broadcast has size 1.
+struct DenseBackwardParams {
+  BackwardKernelParams call;
+  MaskParams masks;  // attn_mask; blocks_gmem has the state of each block
+  device::ListedRound* rounds_gmem;
+  uint32_t* seen_gmem;  // DENSE_THREADS words of each block
+  void* added_gmem;     // what is added: MASK_BLOCK * MASK_BLOCK elements of each block
+  MaskGradientParams dmask;
+  int32_t rounds_of_cta;
+  int32_t mask_heads, row_blocks, key_blocks;
 };
 
 }  // namespace archflash::hopper

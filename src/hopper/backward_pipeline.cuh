@@ -29,12 +29,16 @@ struct DqNote {
 template <class C>
 using BackwardParamsOf = std::conditional_t<
     C::DROPS, DroppingBackwardParams,
-    std::conditional_t<device::lists_rounds<C>(), ListingBackwardParams,
-                       std::conditional_t<C::ENDS_DQ, EndingBackwardParams, BackwardKernelParams>>>;
+    std::conditional_t<
+        C::READS_MASK, DenseBackwardParams,
+        std::conditional_t<C::ADDS_MASK, AddingBackwardParams,
+                           std::conditional_t<device::lists_rounds<C>(), ListingBackwardParams,
+                                              std::conditional_t<C::ENDS_DQ, EndingBackwardParams,
+                                                                 BackwardKernelParams>>>>>;
 
 template <class C>
 __device__ __forceinline__ const BackwardKernelParams& call_of(const BackwardParamsOf<C>& params) {
-  if constexpr (C::DROPS || device::lists_rounds<C>() || C::ENDS_DQ) {
+  if constexpr (C::DROPS || device::lists_rounds<C>() || C::ADDS_MASK || C::ENDS_DQ) {
     return params.call;
   } else {
     return params;
@@ -87,6 +91,10 @@ __device__ __forceinline__ bool takes_more(const BackwardKernelParams& params) {
 //     warpgroup                                                    next round comes
 //     with ENDS_DQ           and bytes                             the sums that a round goes on with
 //                                                                  and its DqNote are there
+//   mask_full of each stage, loader, bytes         consumers       the mask's elements have landed
+//     with ADDS_MASK
+//   mask_empty               each consumer warp    loader          every warp has read the elements
+//     of each stage                                                before the next ones come
 //   dq_read, with ENDS_DQ    a dQ warp             the other one   TMA has read dQ before the sums
 //                                                                  of the next round come
 //   ragged                   loader, bytes         loader          a tile some of whose rows have to
@@ -139,6 +147,12 @@ struct BackwardBarriers {
     return dq_full(C::WARPGROUPS, 0) + 8 * group;
   }
   __device__ __forceinline__ uint32_t dq_read() const { return dq_empty(C::WARPGROUPS); }
+  __device__ __forceinline__ uint32_t mask_full(int stage) const {
+    return dq_empty(C::WARPGROUPS) + 8 * C::ENDS_DQ + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t mask_empty(int stage) const {
+    return mask_full(C::MASK_STAGES) + 8 * stage;
+  }
 
   // Called by one thread: those of K, V, Q and dO.
   __device__ __forceinline__ void initialise_inputs() const {

@@ -85,8 +85,9 @@ __device__ __forceinline__ void start_dq(float* dq, uint32_t ds_smem, uint32_t k
 template <class C>
 __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries16<C>& ds_rmem) {
   using DsTile = typename C::DsTile;
-  // With a softcap no register is left for the address, which is then computed anew.
-  const int thread = C::SOFTCAP ? ptx::mov_tid_x_volatile() : static_cast<int>(threadIdx.x);
+  // With a softcap or a mask no register is left for the address, which is then computed anew.
+  const int thread =
+      C::SOFTCAP || C::READS_MASK ? ptx::mov_tid_x_volatile() : static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   // Lanes 8j to 8j + 7 name the rows of matrix j of a fragment: queries 8 * (j / 2) to + 7 of 16,
   // keys 8 * (j % 2) to + 7 of the warp's 16.

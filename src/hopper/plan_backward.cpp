@@ -17,39 +17,15 @@
 #include "common/planning/workspace.h"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
-#include "hopper/chains_config.cuh"
+#include "hopper/plan_backward_masks.h"
 #include "hopper/plan_backward_order.h"
+#include "hopper/plan_backward_tiles.h"
 
 namespace archflash::hopper {
 
 const Description& describe();
 
 namespace {
-
-struct BackwardTile : core::RoundsTile {
-  // The names of the kernels for calls with a softcap and with dropout; null: there is none.
-  const char* with_softcap;
-  const char* with_dropout;
-  bool stays;  // its CTAs can take one tile of keys after another
-  bool swaps_keys;
-  int ctas_per_sm;
-  int64_t dq_ctas;  // of a round, of the kernel that writes dQ of many chains; 0: there is none
-};
-
-template <class C>
-constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
-                                     const char* with_dropout) {
-  BackwardTile tile{core::rounds_tile<C>(name),
-                    with_softcap,
-                    with_dropout,
-                    C::STAYS,
-                    C::SWAPS_KEYS,
-                    C::CTAS_PER_SM,
-                    DQ_CTAS_OF_ROUND<C>};
-  tile.reads_many_chains = true;
-  if constexpr (requires { typename C::DqTile; }) tile.dq_box = core::box<typename C::DqTile>(1);
-  return tile;
-}
 
 // The tiles of the smallest head dimensions come first. With "exact" in its name one has sums of dQ
 // that leave out rows and columns.
@@ -106,17 +82,6 @@ constexpr BackwardTile CAUSAL_TURNS_TILE =
 constexpr BackwardTile STAYING_TILE =
     backward_tile<BackwardD128Stays<DType::F16>>("d128", nullptr, nullptr);
 constexpr const char* STAYING_NAME = "d128_stays";
-
-// For block_mask: the names of the main kernels, behind those of the tiles whose sums of dQ they
-// have.
-struct TableTile {
-  BackwardTile tile;
-  const char* main_name;
-};
-constexpr TableTile TABLE_TILES[] = {
-    {backward_tile<BackwardD64Table<DType::F16>>("d64_short", nullptr, nullptr), "d64_table"},
-    {backward_tile<BackwardD128Table<DType::F16>>("d128", nullptr, nullptr), "d128_table"},
-};
 
 // One share has all query rows of a tile of keys.
 core::RowShares whole_rows(const Problem& call, const BackwardTile& tile) {
@@ -186,14 +151,6 @@ Shares share_out(const Problem& call, const BackwardTile& tile, const Device& de
     }
   }
   return best;
-}
-
-// The main launch; null: there is no key.
-Launch* main_launch(LaunchPlan& plan) {
-  for (Launch& launch : plan.launches) {
-    if (launch.kernel.starts_with("hopper_attention_bwd_")) return &launch;
-  }
-  return nullptr;
 }
 
 // Makes the CTAs of the main launch take the tiles one after another where there are more of them
@@ -330,27 +287,6 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
   return best != nullptr ? *best : TILES[std::size(TILES) - 1];
 }
 
-const TableTile& table_tile_for(const Problem& call) {
-  return TABLE_TILES[std::max(call.d, call.dv) <= TABLE_TILES[0].tile.head_dim ? 0 : 1];
-}
-
-void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
-  const Problem& call = problem.call;
-  const auto add = [&](const std::string& given) {
-    reasons.push_back("gradients of block_mask with " + given +
-                      ": hopper computes those of head dimensions up to 128 without; leave the "
-                      "implementation out" +
-                      core::USE_TORCH);
-  };
-  if (std::max(call.d, call.dv) > 128) add("head dimensions above 128");
-  if (call.softcap != 0) add("a softcap");
-  if (call.dropout_p != 0) add("dropout_p");
-  if (problem.deterministic) add("deterministic gradients");
-  if (call.heads_q > call.heads_kv * device::ListedRound::MOST_HEADS)
-    add("more than " + std::to_string(device::ListedRound::MOST_HEADS) + " heads for each of k");
-  if (core::ceil_div(call.nq, MASK_BLOCK) > device::ListedRound::MOST_BLOCKS) add("so many rows");
-}
-
 // From so many chains on several CTAs write dQ of a round. With three or four that was 5 to 20%
 // slower (docs/lab/hopper.md).
 constexpr int64_t MANY_CHAINS = 6;
@@ -361,30 +297,6 @@ void write_dq_of_chains(LaunchPlan& plan, const BackwardTile& tile) {
     launch.kernel += "_chains";
     launch.grid[0] *= tile.dq_ctas;
   }
-}
-
-// Turns the main launch of `plan` into that of a kernel for tables of blocks, whose CTAs list their
-// rounds in the workspace.
-void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
-  Launch* const main = main_launch(plan);
-  if (main == nullptr) return;
-  const Problem& call = problem.call;
-  ListingBackwardParams params;
-  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
-  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
-  params.masks = core::mask_params(call);
-  const int64_t rounds =
-      core::ceil_div(call.nq, tile.round_rows) * (call.heads_q / call.heads_kv) + 1;
-  params.rounds_of_cta = static_cast<int32_t>(rounds);
-  main->params = core::bytes(params);
-  main->image = std::string("hopper/bwd_table_") + core::dtype_word(call.dtype);
-  add_pointers(*main, core::mask_pointers(call, offsetof(ListingBackwardParams, masks)));
-  core::Workspace workspace;
-  workspace.add(plan.workspace_bytes);
-  const int64_t lists =
-      workspace.add(main->grid[0] * rounds * int64_t{sizeof(device::ListedRound)});
-  plan.workspace_bytes = workspace.bytes();
-  add_pointer(*main, Operand::Workspace, offsetof(ListingBackwardParams, rounds_gmem), lists);
 }
 
 // Turns the main launch of `plan` into that of a kernel that writes dQ by TMA.
@@ -421,8 +333,9 @@ void add_dropout(LaunchPlan& plan, const BackwardProblem& problem) {
 PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   BackwardProblem problem = asked;
   const Problem& call = problem.call;
-  const bool table = call.block_mask;
-  const BackwardTile& tile = table ? table_tile_for(call).tile : tile_for(problem, device);
+  const bool adds = adds_elements(problem), table = lists_rounds(problem);
+  const BackwardTile& tile =
+      adds || table ? table_tile_for(problem).tile : tile_for(problem, device);
   Reasons reasons = core::refuse_rounds(problem, "hopper");
   if (call.softcap != 0 && tile.with_softcap == nullptr) {
     reasons.push_back(
@@ -442,9 +355,9 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   if (call.softcap != 0 && tile.with_softcap != nullptr) main_tile.name = tile.with_softcap;
   if (drops && tile.with_dropout != nullptr) main_tile.name = tile.with_dropout;
   if (&tile == &STAYING_TILE) main_tile.name = STAYING_NAME;
-  if (table) main_tile.name = table_tile_for(call).main_name;
+  if (adds || table) main_tile.name = table_tile_for(problem).main_name;
   BackwardProblem plain = problem;  // add_dropout() and add_table() add what is left out here
-  plain.call.dropout_p = 0, plain.call.block_mask = 0;
+  plain.call.dropout_p = 0, plain.call.block_mask = 0, plain.call.mask = 0;
   PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, plain, device);
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());
@@ -487,6 +400,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     if (tile.dq_ctas > 0 && core::sums_of_round(shared, tile, device, split.shares) >= MANY_CHAINS)
       write_dq_of_chains(*plan, tile);
     if (table) add_table(*plan, problem, tile);
+    if (adds) add_elements(*plan, call);
     if (drops) add_dropout(*plan, problem);
     if (tile.ends_dq) add_dq_map(*plan, problem, tile);
     for (Launch& launch : plan->launches) {
@@ -496,6 +410,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       // It waits where it has to. This also takes less of the host.
       launch.uses_pdl = !launch.tensor_maps.empty() ||
                         launch.kernel.starts_with("hopper_backward_rows_") ||
+                        launch.kernel.starts_with("hopper_prepare_mask_") ||
                         launch.kernel.starts_with("hopper_backward_dq_");
     }
   }

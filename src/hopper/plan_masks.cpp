@@ -111,26 +111,6 @@ bool add_masks_in_place(LaunchPlan& plan, const Problem& problem, const KernelTi
   return true;
 }
 
-// The elements of attn_mask, as boxes that TMA brings.
-TensorMapSpec mask_map(const Problem& problem, const SummaryBlocks& blocks, int32_t block_q) {
-  const Strides& strides = problem.mask_strides;
-  const int64_t sizes[] = {problem.nq, blocks.heads, blocks.batches};
-  const int64_t steps[] = {strides.row, strides.head, strides.batch};
-  constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
-  TensorMapSpec elements{};
-  elements.operand = Operand::Mask;
-  elements.offset = offsetof(SummarizedParams, mask_map);
-  elements.dtype = problem.dtype;
-  elements.swizzle = Swizzle::B128;
-  elements.dims = {problem.nk};
-  for (int i = 0; i < 3; ++i) {
-    elements.dims.push_back(sizes[i]);
-    elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
-  }
-  elements.box = {MASK_BLOCK, block_q, 1, 1};
-  return elements;
-}
-
 // For kernels that read a summary of a mask, which another one makes first, where they need one.
 void add_summary(LaunchPlan& plan, const Problem& problem) {
   const SummaryBlocks blocks(problem);
@@ -144,7 +124,9 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   FieldsInWorkspace fields{last};
   fields.add(offsetof(SummarizedParams, call) + offsetof(Params, taken_gmem),
              sizeof(*Params::taken_gmem));
-  if (problem.mask > 1) last.tensor_maps.push_back(mask_map(problem, blocks, plan.tile.block_q));
+  if (problem.mask > 1)
+    last.tensor_maps.push_back(
+        mask_map(problem, plan.tile.block_q, offsetof(SummarizedParams, mask_map)));
   if (problem.alibi_slopes || heads_have_masks(problem)) {  // nothing to summarize
     plan.workspace_bytes = fields.workspace.bytes();
     plan.zeroed_bytes = sizeof(*Params::taken_gmem);
@@ -171,6 +153,37 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
 
 }  // namespace
 
+TensorMapSpec mask_map(const Problem& problem, int64_t rows, size_t offset) {
+  const Strides& strides = problem.mask_strides;
+  const int64_t sizes[] = {problem.nq, strides.head == 0 ? 1 : problem.heads_q,
+                           strides.batch == 0 ? 1 : problem.batch};
+  const int64_t steps[] = {strides.row, strides.head, strides.batch};
+  constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
+  TensorMapSpec elements{};
+  elements.operand = Operand::Mask;
+  elements.offset = static_cast<int32_t>(offset);
+  elements.dtype = problem.dtype;
+  elements.swizzle = Swizzle::B128;
+  elements.dims = {problem.nk};
+  for (int i = 0; i < 3; ++i) {
+    elements.dims.push_back(sizes[i]);
+    elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
+  }
+  elements.box = {MASK_BLOCK, static_cast<int32_t>(rows), 1, 1};
+  return elements;
+}
+
+bool tma_reads_mask(const Problem& problem) {
+  constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
+  constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
+  if (problem.mask <= 1 || dtype_bytes(static_cast<DType>(problem.mask - 2)) != 2) return false;
+  const Strides& strides = problem.mask_strides;
+  const bool in_units = strides.batch % UNIT == 0 && strides.head % UNIT == 0 &&
+                        strides.row % UNIT == 0 && problem.mask_align % (2 * UNIT) == 0;
+  const int64_t largest = std::max({strides.batch, strides.head, strides.row});
+  return in_units && strides.row != 0 && problem.mask_key == 1 && largest < LARGEST_STRIDE;
+}
+
 bool add_masks(LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
   plan.tile.summarizes_masks = tile.dense;
   if (!tile.dense) return add_masks_in_place(plan, problem, tile);
@@ -186,8 +199,6 @@ bool reads_table(const Problem& problem) {
 
 bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
-  constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
-  constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
   const int given =
       (problem.mask != 0) + (problem.key_ranges != 0) + (problem.alibi_slopes ? 1 : 0);
   if (given != 1 || problem.block_mask) return false;
@@ -196,13 +207,7 @@ bool reads_summary(const Problem& problem) {
   const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
   if (blocks.count() == 0) return false;
   if (bytes > MOST_SUMMARY_BYTES && !heads_have_masks(problem)) return false;
-  if (problem.mask <= 1) return true;
-  if (dtype_bytes(static_cast<DType>(problem.mask - 2)) != 2) return false;
-  const Strides& strides = problem.mask_strides;
-  const bool in_units = strides.batch % UNIT == 0 && strides.head % UNIT == 0 &&
-                        strides.row % UNIT == 0 && problem.mask_align % (2 * UNIT) == 0;
-  const int64_t largest = std::max({strides.batch, strides.head, strides.row});
-  return in_units && strides.row != 0 && problem.mask_key == 1 && largest < LARGEST_STRIDE;
+  return problem.mask <= 1 || tma_reads_mask(problem);
 }
 
 }  // namespace archflash::hopper

@@ -1,6 +1,7 @@
 // The parts that plan.cpp puts a plan together from. Pure host code.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -76,6 +77,13 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const KernelTile& til
 // which need none, are the only mask as data, and a tensor map describes the elements of attn_mask
 // if they are added.
 bool reads_summary(const Problem& problem);
+
+// Whether TMA can bring the elements of attn_mask: it is added, in 16 bits.
+bool tma_reads_mask(const Problem& problem);
+
+// The map at `offset` of a parameter block by which it does, in boxes of MASK_BLOCK keys and so
+// many rows: (keys, rows, heads, batch). A dimension of stride 0 has size 1.
+TensorMapSpec mask_map(const Problem& problem, int64_t rows, size_t offset);
 
 // Whether the kernels for tables of blocks can serve a call: block_mask is the only mask as data,
 // and the scores need nothing but a scale.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/backward_params.h"
 #include "common/device/attention_work.cuh"
@@ -290,12 +291,19 @@ struct LoaderPosition {
   uint32_t ragged_parity = 0;
 };
 
-// Brings K and V of a tile once, and Q and dO of each block.
-template <class C, class Params, class Barriers>
+// Nothing comes with a block but Q and dO.
+struct NoMoreLoads {
+  __device__ __forceinline__ void operator()(int, int) const {}
+};
+
+// Brings K and V of a tile once, and Q and dO of each block. load_more(head, row): brings what a
+// folder has besides of a block of rows of a head of q.
+template <class C, class Params, class Barriers, class LoadMore = NoMoreLoads>
 __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork& work,
                                             unsigned char* shared, uint32_t shared_smem,
                                             const Barriers& barriers, const KeyStage& keys,
-                                            LoaderPosition<C>& position) {
+                                            LoaderPosition<C>& position,
+                                            const LoadMore& load_more = {}) {
   const AttentionParams& attention = params.backward.attention;
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
   const bool packed = attention.cu_seqlens_q_gmem != nullptr;
@@ -355,6 +363,7 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
           C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map, attention.q_head,
           attention.q_batch, head, block.row, barriers.q_full(q_ring.stage));
       q_ring.advance();
+      load_more(head, block.row);
       // V comes behind the first Q, because S comes before dP.
       if (left == work.blocks && block.row == work.start) {
         load_keys.template operator()<typename C::VTile>(
@@ -386,13 +395,21 @@ struct BlockNote {
   static constexpr int UNSEEN_SHIFT = 8;
 };
 
+// Nothing comes behind a block's note.
+struct NoMoreNotes {
+  struct Note {};
+  __device__ __forceinline__ Note operator()(int, int) const { return {}; }
+};
+
 // Writes LSEs, deltas and a note of each block to shared memory, in the ring of Q. A warp's keys
-// are WARP_ROWS of KEY_WARPS * WARP_ROWS.
-template <class C, class Params, class Barriers>
+// are WARP_ROWS of KEY_WARPS * WARP_ROWS. more_of(head, row): what a folder's own notes have of a
+// block besides, which lies behind the note; head: of those that share a head of K.
+template <class C, class Params, class Barriers, class More = NoMoreNotes>
 __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const CtaWork& work,
                                                      unsigned char* shared,
                                                      const Barriers& barriers,
-                                                     RingPosition<C::Q_STAGES>& q_ring) {
+                                                     RingPosition<C::Q_STAGES>& q_ring,
+                                                     const More& more_of = {}) {
   const int lane = threadIdx.x % 32;
   BlockPosition<C> block{0, work.start};
   if constexpr (C::USES_PDL) ptx::griddepcontrol_wait();  // the terms are written
@@ -410,6 +427,8 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
         terms[j] = {-MINUS_INFINITY, 0.0f};
         if (row < work.passing_rows) terms[j] = terms_gmem[row];
       }
+      using MoreNote = typename More::Note;
+      const MoreNote more = more_of(block.head, first);
       ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
       float* of_stage =
           reinterpret_cast<float*>(shared + C::TERMS_SMEM + q_ring.stage * C::TERMS_BYTES);
@@ -429,7 +448,9 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
         masked_warps = (masked_warps & 0xFF) | unseen | unseen << BlockNote::UNSEEN_SHIFT;
       }
       if (lane == 0) {
-        *reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK) = {first, masked_warps};
+        auto* const note = reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK);
+        *note = {first, masked_warps};
+        if constexpr (!std::is_empty_v<MoreNote>) *reinterpret_cast<MoreNote*>(note + 1) = more;
       }
       release(barriers.q_full(q_ring.stage));
       q_ring.advance();

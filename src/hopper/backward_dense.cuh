@@ -1,0 +1,292 @@
+// A dense attn_mask in the backward pass. A kernel before the main one reads it once, however many
+// heads share it, and writes it in the order in which wgmma leaves the scores of keys by queries:
+// for blocks of MASK_BLOCK rows and keys a state, a word of bits for each thread of a consumer
+// warpgroup that says which of its scores count, and what is added to them. A CTA lists the rounds
+// that see any of its keys by the states (backward_lists.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "common/device/attention_work.cuh"
+#include "common/device/masks.cuh"
+#include "common/masked_backward_params.h"
+#include "common/ptx/global_order.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/min.cuh"
+#include "hopper/backward_pipeline.cuh"
+#include "hopper/backward_products.cuh"
+
+namespace archflash::hopper {
+
+// The state of a block; 0: no row sees any key.
+constexpr uint32_t DENSE_SEEN = 1;
+constexpr uint32_t DENSE_HIDDEN = 2;  // some key is hidden: the bits say which
+constexpr uint32_t DENSE_ADDED = 4;   // something else than 0 is added
+constexpr int DENSE_STATE_BITS = 8;
+static_assert(BLOCK_UNSEEN == 0);
+
+constexpr int DENSE_SCORES = MASK_BLOCK * MASK_BLOCK / DENSE_THREADS;
+// What is added lies as chunks of 16 bytes: the first one of each thread, then the second one.
+constexpr int DENSE_16_BIT_CHUNKS = DENSE_SCORES / 8, DENSE_F32_CHUNKS = DENSE_SCORES / 4;
+
+// --- the kernel before the main one: a CTA for each block ---
+
+template <DType DTYPE>
+__device__ __forceinline__ void prepare_mask(const DenseBackwardParams& params) {
+  // Lanes lie at 8 keys of 4 pairs of rows: with this step at different banks.
+  constexpr int STEP = MASK_BLOCK + 4;
+  __shared__ float added_smem[MASK_BLOCK * STEP];
+  __shared__ uint32_t state_of_warp[DENSE_THREADS / 32];
+  ptx::griddepcontrol_wait();               // what comes before this call is done
+  ptx::griddepcontrol_launch_dependents();  // the next kernel waits for the end of this one
+  const MaskParams& masks = params.masks;
+  const AttentionParams& attention = params.call.backward.attention;
+  const unsigned block = blockIdx.x;
+  const int key_block = static_cast<int>(block % params.key_blocks);
+  const int row_block = static_cast<int>(block / params.key_blocks % params.row_blocks);
+  const int slice = static_cast<int>(block / params.key_blocks / params.row_blocks);
+  const int batch = slice / params.mask_heads, head = slice - batch * params.mask_heads;
+  const int first_row = row_block * MASK_BLOCK, first_key = key_block * MASK_BLOCK;
+  const int rows = min(attention.nq - first_row, MASK_BLOCK);
+  const int keys = min(attention.nk - first_key, MASK_BLOCK);
+
+  // What is added to each score, -inf for a hidden key; 0 behind the ends.
+  const int64_t first = batch * masks.mask_batch + head * masks.mask_head +
+                        first_row * masks.mask_row + first_key * masks.mask_key;
+  const int own_key = threadIdx.x % MASK_BLOCK, own_row = threadIdx.x / MASK_BLOCK;
+  constexpr int ROWS_AT_A_TIME = DENSE_THREADS / MASK_BLOCK;
+  const auto read = [&]<class Element>(const Element* mask_gmem, const auto& added_of) {
+    const Element* const own_gmem = mask_gmem + first + own_key * masks.mask_key;
+#pragma unroll 16
+    for (int row = own_row; row < MASK_BLOCK; row += ROWS_AT_A_TIME) {
+      float x = 0.0f;
+      if (row < rows && own_key < keys) x = added_of(own_gmem[row * masks.mask_row]);
+      added_smem[row * STEP + own_key] = x;
+    }
+  };
+  if (masks.mask_element == MaskElement::Bool) {
+    read(static_cast<const uint8_t*>(masks.mask_gmem),
+         [](uint8_t x) { return x != 0 ? 0.0f : device::MINUS_INFINITY; });
+  } else if (masks.mask_element == MaskElement::F32) {
+    read(static_cast<const float*>(masks.mask_gmem), [](float x) { return x; });
+  } else {
+    read(static_cast<const uint16_t*>(masks.mask_gmem),
+         [](uint16_t x) { return device::added_of_16_bits<DTYPE>(x); });
+  }
+  __syncthreads();  // the elements are there before other threads read them
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float* const own_smem = added_smem + lane % 4 * 2 * STEP + warp * 16 + lane / 4;
+  float added[DENSE_SCORES];
+  uint32_t seen = 0xFFFFFFFFu;
+  bool any_seen = false, any_hidden = false, any_added = false;
+#pragma unroll
+  for (int e = 0; e < DENSE_SCORES; ++e) {
+    const int n = e / 4, r = e / 2 % 2, i = e % 2;
+    float x = own_smem[(8 * n + i) * STEP + 8 * r];
+    const bool exists = 8 * n + i + lane % 4 * 2 < rows && warp * 16 + lane / 4 + 8 * r < keys;
+    const bool hidden = x == device::MINUS_INFINITY;
+    any_seen |= exists && !hidden;
+    if (hidden) seen &= ~(1u << e), any_hidden = true, x = 0.0f;
+    any_added |= x != 0.0f;
+    added[e] = x;
+  }
+  params.seen_gmem[static_cast<int64_t>(block) * DENSE_THREADS + threadIdx.x] = seen;
+  if (masks.mask_element == MaskElement::F32) {
+    uint4* const added_gmem = static_cast<uint4*>(params.added_gmem) +
+                              static_cast<int64_t>(block) * (DENSE_F32_CHUNKS * DENSE_THREADS) +
+                              threadIdx.x;
+#pragma unroll
+    for (int c = 0; c < DENSE_F32_CHUNKS; ++c) {
+      const auto bits = [&](int i) { return __float_as_uint(added[4 * c + i]); };
+      added_gmem[c * DENSE_THREADS] = uint4{bits(0), bits(1), bits(2), bits(3)};
+    }
+  } else if (masks.mask_element == MaskElement::SixteenBits) {
+    uint4* const added_gmem = static_cast<uint4*>(params.added_gmem) +
+                              static_cast<int64_t>(block) * (DENSE_16_BIT_CHUNKS * DENSE_THREADS) +
+                              threadIdx.x;
+#pragma unroll
+    for (int c = 0; c < DENSE_16_BIT_CHUNKS; ++c) {
+      const auto word = [&](int i) {
+        return ptx::cvt_rn_x2_f32<DTYPE>(added[8 * c + 2 * i], added[8 * c + 2 * i + 1]);
+      };
+      added_gmem[c * DENSE_THREADS] = uint4{word(0), word(1), word(2), word(3)};
+    }
+  }
+  const uint32_t state = (__any_sync(device::FULL_WARP, any_seen) ? DENSE_SEEN : 0) |
+                         (__any_sync(device::FULL_WARP, any_hidden) ? DENSE_HIDDEN : 0) |
+                         (__any_sync(device::FULL_WARP, any_added) ? DENSE_ADDED : 0);
+  if (lane == 0) state_of_warp[warp] = state;
+  __syncthreads();  // each warp's state is there before they are put together
+  if (threadIdx.x == 0) {
+    uint32_t whole = 0;
+#pragma unroll
+    for (const uint32_t part : state_of_warp) whole |= part;
+    // The main kernel reads masks.blocks_gmem, the same bytes.
+    const_cast<uint8_t*>(masks.blocks_gmem)[block] =
+        static_cast<uint8_t>((whole & DENSE_SEEN) != 0 ? whole : 0);
+  }
+}
+
+// --- the warp of the terms: what comes behind a block's note ---
+
+struct DenseNote {
+  int32_t block;  // the number of the mask's block with the tile's first key
+  // The states of the tile's two blocks of keys, a byte for each, and above them the head, of those
+  // that share a head of K.
+  uint32_t states;
+
+  static constexpr int HEAD_SHIFT = 2 * DENSE_STATE_BITS;
+  __device__ __forceinline__ uint32_t state(int group) const {
+    return states >> (DENSE_STATE_BITS * group);
+  }
+};
+
+template <class C>
+struct DenseNotes {
+  using Note = DenseNote;
+  const DenseBackwardParams& params;
+  const CtaWork& work;
+
+  __device__ __forceinline__ DenseNote operator()(int head, int row) const {
+    const MaskParams& masks = params.masks;
+    const int of_q = work.head * params.call.backward.attention.heads_per_kv + head;
+    const int block = static_cast<int>(work.batch * masks.blocks_batch + of_q * masks.blocks_head +
+                                       row / MASK_BLOCK * masks.blocks_row) +
+                      work.first_row / MASK_BLOCK;
+    uint32_t states = static_cast<uint32_t>(head) << DenseNote::HEAD_SHIFT;
+    if (row < work.passing_rows) {
+      states |= masks.blocks_gmem[block];
+      if (C::WARPGROUPS > 1 && work.first_row + MASK_BLOCK < work.own_rows)
+        states |= static_cast<uint32_t>(masks.blocks_gmem[block + 1]) << DENSE_STATE_BITS;
+    }
+    return {block, states};
+  }
+};
+
+// --- consumers ---
+
+template <class C>
+__device__ __forceinline__ const DenseNote& dense_note(const unsigned char* shared, int q_stage) {
+  return *reinterpret_cast<const DenseNote*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES +
+                                             8 * C::BLOCK + sizeof(BlockNote));
+}
+
+// The bits of a thread's scores in a block, all of them where none is hidden.
+template <class C>
+__device__ __forceinline__ uint32_t load_seen(const DenseBackwardParams& params,
+                                              const DenseNote& note) {
+  const int thread = ptx::mov_tid_x_volatile();
+  const int group = thread / DENSE_THREADS;
+  uint32_t seen = 0xFFFFFFFFu;
+  if ((note.state(group) & DENSE_HIDDEN) != 0) {
+    seen = params.seen_gmem[static_cast<int64_t>(note.block + group) * DENSE_THREADS +
+                            thread % DENSE_THREADS];
+  }
+  return seen;
+}
+
+// Sets to 0 what the bits say does not count.
+template <class C>
+__device__ __forceinline__ void clear_hidden(KeysByQueries<C>& x_rmem, uint32_t seen) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if ((seen >> (4 * n + e) & 1) == 0) x_rmem[n][e] = 0.0f;
+    }
+  }
+}
+
+// dS = P * (dP - delta), but 0 where P is: the value of a hidden key, NaN perhaps, does not matter.
+template <class C>
+__device__ __forceinline__ void differentiate_seen(KeysByQueries<C>& ds_rmem,
+                                                   const KeysByQueries<C>& p_rmem,
+                                                   const KeysByQueries<C>& dp_rmem,
+                                                   const float2* terms) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+    const float2 delta = terms[C::BLOCK / 2 + 4 * n];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float p = p_rmem[n][e];
+      const float ds = p * (dp_rmem[n][e] - (e % 2 == 0 ? delta.x : delta.y));
+      ds_rmem[n][e] = p == 0.0f ? 0.0f : ds;
+    }
+  }
+}
+
+// P = 2^(S + what is added - LSE), which may lie in the registers of S.
+template <class C>
+__device__ __forceinline__ void exponentiate_added(KeysByQueries<C>& p_rmem,
+                                                   KeysByQueries<C>& s_rmem, const float2* terms,
+                                                   const DenseBackwardParams& params,
+                                                   const DenseNote& note) {
+  const float scale = params.call.backward.attention.exp2_scale;
+  const int thread = ptx::mov_tid_x_volatile();
+  const int block = note.block + thread / DENSE_THREADS;
+  const auto exponentiate = [&](int n, int e, float bias) {
+    const float2 lse = terms[4 * n];
+    float score = fmaf(bias, device::LOG2_E, s_rmem[n][e] * scale);
+    if (score < device::LOWEST_LOG2) score = device::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+    const float exponent = score - (e % 2 == 0 ? lse.x : lse.y);
+    p_rmem[n][e] = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
+  };
+  if (params.masks.mask_element == MaskElement::F32) {
+    const uint4* const added_gmem =
+        static_cast<const uint4*>(params.added_gmem) +
+        static_cast<int64_t>(block) * (DENSE_F32_CHUNKS * DENSE_THREADS) + thread % DENSE_THREADS;
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; ++n) {
+      // Loads stay behind it, or ptxas would start more of them than there are registers for.
+      if (C::HEAD_DIM > 64 && n > 0) __syncwarp();
+      const uint4 x = added_gmem[n * DENSE_THREADS];
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) exponentiate(n, e, __uint_as_float(words[e]));
+    }
+  } else {
+    const uint4* const added_gmem =
+        static_cast<const uint4*>(params.added_gmem) +
+        static_cast<int64_t>(block) * (DENSE_16_BIT_CHUNKS * DENSE_THREADS) +
+        thread % DENSE_THREADS;
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; n += 2) {
+      const uint4 x = added_gmem[n / 2 * DENSE_THREADS];
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const auto bits = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+        exponentiate(n + e / 4, e % 4, device::added_of_16_bits<C::DTYPE>(bits));
+      }
+    }
+  }
+}
+
+// Adds dS, the gradient of what is added, to that of attn_mask.
+template <class C>
+__device__ __forceinline__ void add_mask_gradient(const KeysByQueries<C>& ds_rmem,
+                                                  const DenseBackwardParams& params,
+                                                  const CtaWork& work, const BlockNote& block,
+                                                  const DenseNote& note) {
+  const MaskGradientParams& dmask = params.dmask;
+  const int thread = ptx::mov_tid_x_volatile();
+  const int head = work.head * params.call.backward.attention.heads_per_kv +
+                   static_cast<int>(note.states >> DenseNote::HEAD_SHIFT);
+  const int query = block.row + thread % 4 * 2;
+  const int key = work.first_row + thread / 32 * C::WARP_ROWS + thread % 32 / 4;
+  float* const gmem = dmask.gmem + work.batch * dmask.batch + head * dmask.head +
+                      query * dmask.row + key * dmask.key;
+  const int queries = work.passing_rows - query, keys = work.own_rows - key;
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = e % 2, r = e / 2;
+      if (8 * n + i < queries && 8 * r < keys)
+        ptx::red_add_f32(gmem + (8 * n + i) * dmask.row + 8 * r * dmask.key, ds_rmem[n][e]);
+    }
+  }
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,19 @@
+// images: bwd_dense_f16 bwd_dense_bf16
+// The main backward kernels for fp16 and bf16 inputs with a dense attn_mask, and the one that reads
+// it before them. backward_config.cuh has their tiles; the launches before and behind are those of
+// bwd.cu.
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "hopper/attention_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_ENTRY(KERNEL(hopper_prepare_mask), (DENSE_THREADS), prepare_mask<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_dense), attention_bwd, BackwardD64Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_dense), attention_bwd, BackwardD128Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_added), attention_bwd, BackwardD64Added<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_dense_bias), attention_bwd,
+                 BackwardD64Dense<DTYPE, true>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_dense_bias), attention_bwd,
+                 BackwardD128Dense<DTYPE, true>)

@@ -1,0 +1,201 @@
+#include "hopper/plan_backward_masks.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
+#include "common/planning/masks.h"
+#include "common/planning/workspace.h"
+#include "hopper/backward_params.h"
+#include "hopper/plan_parts.h"
+
+namespace archflash::hopper {
+namespace {
+
+// For block_mask.
+constexpr TableTile TABLE_TILES[] = {
+    {backward_tile<BackwardD64Table<DType::F16>>("d64_short", nullptr, nullptr), "d64_table"},
+    {backward_tile<BackwardD128Table<DType::F16>>("d128", nullptr, nullptr), "d128_table"},
+};
+
+// For a dense attn_mask, and for one whose gradient is wanted.
+constexpr TableTile DENSE_TILES[] = {
+    {backward_tile<BackwardD64Dense<DType::F16>>("d64", nullptr, nullptr), "d64_dense"},
+    {backward_tile<BackwardD128Dense<DType::F16>>("d128", nullptr, nullptr), "d128_dense"},
+};
+constexpr TableTile BIAS_TILES[] = {
+    {backward_tile<BackwardD64Dense<DType::F16, true>>("d64", nullptr, nullptr), "d64_dense_bias"},
+    {backward_tile<BackwardD128Dense<DType::F16, true>>("d128", nullptr, nullptr),
+     "d128_dense_bias"},
+};
+
+// For one that is added, whose elements TMA brings.
+constexpr TableTile ADDED_TILE = {
+    backward_tile<BackwardD64Added<DType::F16>>("d64", nullptr, nullptr), "d64_added"};
+
+// The blocks of a dense attn_mask, with size 1 along dimensions of stride 0.
+struct DenseBlocks {
+  int64_t batches, heads, row_blocks, key_blocks;
+
+  explicit DenseBlocks(const Problem& call)
+      : batches(call.mask_strides.batch == 0 ? 1 : call.batch),
+        heads(call.mask_strides.head == 0 ? 1 : call.heads_q),
+        row_blocks(call.mask_strides.row == 0 ? 1 : core::ceil_div(call.nq, MASK_BLOCK)),
+        key_blocks(core::ceil_div(call.nk, MASK_BLOCK)) {}
+
+  int64_t count() const { return batches * heads * row_blocks * key_blocks; }
+};
+
+constexpr int64_t BITS_BYTES = 4;  // of a block's bits, for each thread that reads it
+
+// The bytes of what is added by a block.
+int64_t added_bytes(const Problem& call) {
+  if (call.mask <= 1) return 0;
+  return int64_t{MASK_BLOCK} * MASK_BLOCK * dtype_bytes(static_cast<DType>(call.mask - 2));
+}
+
+// Gives the main launch of `plan` the parameter `Params` of a kernel whose CTAs list their rounds
+// in the workspace. Returns the parameter, which the caller completes.
+template <class Params>
+Params add_lists(LaunchPlan& plan, Launch& main, const Problem& call, const BackwardTile& tile) {
+  Params params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main.params.data(), sizeof params.call);
+  params.masks = core::mask_params(call);
+  const int64_t rounds =
+      core::ceil_div(call.nq, tile.round_rows) * (call.heads_q / call.heads_kv) + 1;
+  params.rounds_of_cta = static_cast<int32_t>(rounds);
+  add_pointers(main, core::mask_pointers(call, offsetof(Params, masks)));
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t lists = workspace.add(main.grid[0] * rounds * int64_t{sizeof(device::ListedRound)});
+  plan.workspace_bytes = workspace.bytes();
+  add_pointer(main, Operand::Workspace, offsetof(Params, rounds_gmem), lists);
+  return params;
+}
+
+// Turns the main launch of `plan` into that of a kernel for tables of blocks.
+void add_block_mask(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
+  Launch* const main = main_launch(plan);
+  if (main == nullptr) return;
+  main->params = core::bytes(add_lists<ListingBackwardParams>(plan, *main, problem.call, tile));
+  main->image = std::string("hopper/bwd_table_") + core::dtype_word(problem.call.dtype);
+}
+
+// Turns the main launch of `plan` into that of a kernel for a dense attn_mask, and puts the one
+// before all others that reads the mask.
+void add_dense_mask(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
+  using P = DenseBackwardParams;
+  Launch* const main = main_launch(plan);
+  if (main == nullptr || problem.call.nq == 0) return;
+  const Problem& call = problem.call;
+  const DenseBlocks blocks(call);
+  P params = add_lists<P>(plan, *main, call, tile);
+  params.masks.blocks_row = blocks.row_blocks == 1 ? 0 : blocks.key_blocks;
+  params.masks.blocks_head = blocks.heads == 1 ? 0 : blocks.row_blocks * blocks.key_blocks;
+  params.masks.blocks_batch =
+      blocks.batches == 1 ? 0 : blocks.heads * blocks.row_blocks * blocks.key_blocks;
+  params.mask_heads = static_cast<int32_t>(blocks.heads);
+  params.row_blocks = static_cast<int32_t>(blocks.row_blocks);
+  params.key_blocks = static_cast<int32_t>(blocks.key_blocks);
+  const Strides& dmask = problem.dmask_strides;
+  params.dmask.batch = dmask.batch, params.dmask.head = dmask.head, params.dmask.row = dmask.row;
+  params.dmask.key = problem.dmask_key;
+  main->params = core::bytes(params);
+  main->image = std::string("hopper/bwd_dense_") + core::dtype_word(call.dtype);
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const auto add = [&](size_t field, int64_t bytes) {
+    add_pointer(*main, Operand::Workspace, static_cast<int32_t>(field), workspace.add(bytes));
+  };
+  add(offsetof(P, masks) + offsetof(MaskParams, blocks_gmem), blocks.count());
+  add(offsetof(P, seen_gmem), blocks.count() * DENSE_THREADS * BITS_BYTES);
+  if (call.mask > 1) add(offsetof(P, added_gmem), blocks.count() * added_bytes(call));
+  plan.workspace_bytes = workspace.bytes();
+  if (problem.dmask) {
+    const auto gradient = static_cast<int32_t>(offsetof(P, dmask));
+    add_pointer(*main, Operand::DMask, gradient + offsetof(MaskGradientParams, gmem), 0);
+  }
+  Launch first;
+  first.kernel = std::string("hopper_prepare_mask_") + core::dtype_word(call.dtype);
+  first.image = main->image;
+  first.grid = {blocks.count(), 1, 1};
+  first.block = {DENSE_THREADS, 1, 1};
+  first.params = main->params;
+  first.pointers = main->pointers;
+  plan.launches.insert(plan.launches.begin(), std::move(first));
+}
+
+}  // namespace
+
+bool adds_elements(const BackwardProblem& problem) {
+  const Problem& call = problem.call;
+  const int head_dim = ADDED_TILE.tile.head_dim;
+  return tma_reads_mask(call) && !problem.dmask && !call.block_mask && call.softcap == 0 &&
+         call.dropout_p == 0 && call.d <= head_dim && call.dv <= head_dim;
+}
+
+bool lists_rounds(const BackwardProblem& problem) {
+  const Problem& call = problem.call;
+  return call.block_mask || (call.mask != 0 && !adds_elements(problem));
+}
+
+const TableTile& table_tile_for(const BackwardProblem& problem) {
+  const Problem& call = problem.call;
+  if (adds_elements(problem)) return ADDED_TILE;
+  const auto& tiles = call.mask == 0 ? TABLE_TILES : problem.dmask ? BIAS_TILES : DENSE_TILES;
+  return tiles[std::max(call.d, call.dv) <= tiles[0].tile.head_dim ? 0 : 1];
+}
+
+void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
+  constexpr int64_t MOST_MASK_BYTES = int64_t{1} << 30;
+  const Problem& call = problem.call;
+  const std::string name = call.mask != 0 ? "attn_mask" : "block_mask";
+  const auto add = [&](const std::string& given) {
+    reasons.push_back("gradients of " + name + " with " + given +
+                      ": hopper computes those of head dimensions up to 128 without; leave the "
+                      "implementation out" +
+                      core::USE_TORCH);
+  };
+  if (std::max(call.d, call.dv) > 128) add("head dimensions above 128");
+  if (call.softcap != 0) add("a softcap");
+  if (call.dropout_p != 0) add("dropout_p");
+  if (problem.deterministic) add("deterministic gradients");
+  if (call.heads_q > call.heads_kv * device::ListedRound::MOST_HEADS)
+    add("more than " + std::to_string(device::ListedRound::MOST_HEADS) + " heads for each of k");
+  if (core::ceil_div(call.nq, MASK_BLOCK) > device::ListedRound::MOST_BLOCKS) add("so many rows");
+  if (call.mask == 0) return;
+  if (call.block_mask) add("block_mask");
+  const DenseBlocks blocks(call);
+  if (blocks.count() * (DENSE_THREADS * BITS_BYTES + added_bytes(call)) > MOST_MASK_BYTES)
+    add("so many elements");
+}
+
+void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
+  if (problem.call.mask != 0) {
+    add_dense_mask(plan, problem, tile);
+  } else {
+    add_block_mask(plan, problem, tile);
+  }
+}
+
+void add_elements(LaunchPlan& plan, const Problem& call) {
+  Launch* const main = main_launch(plan);
+  if (main == nullptr) return;
+  AddingBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
+  params.mask_batch = call.mask_strides.batch != 0;
+  params.mask_head = call.mask_strides.head != 0;
+  main->params = core::bytes(params);
+  main->image = std::string("hopper/bwd_dense_") + core::dtype_word(call.dtype);
+  main->tensor_maps.push_back(mask_map(call, BackwardD64Added<DType::F16>::BLOCK,
+                                       offsetof(AddingBackwardParams, mask_map)));
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,140 @@
+"""Gradients of calls with a dense attn_mask by hopper, which prepares the mask before its main
+kernel, or has TMA bring the elements of one that is added.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import archflash
+
+from . import gradients
+from .executors import executor
+from .gradients import differentiate, differentiate_and_check, note_plans
+from .test_mask_data import attn_mask_of
+
+on = executor()
+NAME = "hopper"
+pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
+inputs = functools.partial(gradients.inputs, on)
+NQ, NK = 150, 200
+
+# The kind of mask, its heads, the heads of q and k, and the other options.
+CALLS: dict[str, tuple[str, int, tuple[int, int], dict[str, Any]]] = {
+    "bool": ("bool", 2, (2, 2), {}),
+    "padding": ("keys", 1, (2, 1), {}),
+    "own": ("own", 1, (2, 1), {"causal": True}),
+    "float32": ("float32", 2, (2, 2), {"window": (70, 30)}),
+    "odd": ("odd", 1, (2, 1), {"sinks": True}),
+}
+
+
+def mask_of(kind: str, dtype: str, batch: int, heads: int) -> Tensor:
+    return attn_mask_of(kind, dtype, batch, heads, NQ, NK)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_with_a_dense_mask_agree_with_float64(
+    name: str, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = list(CALLS).index(name) + dim // 128
+    dtype = ("float16", "bfloat16")[number % 2]
+    kind, of_mask, heads, options = CALLS[name]
+    options = dict(options)
+    if "sinks" in options:
+        options["sinks"] = on.rand(heads[0], seed=9)
+    batch = 2 if kind == "keys" else 1
+    tensors = inputs(NQ, NK, dim - 8, dim, dtype, batch=batch, heads=heads)
+    mask = mask_of(kind, dtype, batch, of_mask)
+    wanted = mask.is_floating_point() and dim == 128
+    plans = note_plans(monkeypatch)
+    differentiate_and_check(
+        on, NAME, *tensors, schedules=(number % 4,), deterministic=False, planned_for="H200",
+        attn_mask=mask, mask_gradient=wanted, **options,
+    )  # fmt: skip
+    (main,) = (kernel for kernel in plans[0].kernels if "_attention_bwd_" in kernel)
+    by_tma = kind == "own" and not wanted
+    assert main.endswith(f"_d{dim}_{'added' if by_tma else 'dense'}" + ("_bias" if wanted else ""))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ctas_that_stay_take_the_elements_of_each_tile(deterministic: bool) -> None:
+    """Of every head, or the same for all; nobody sees the keys of one tile."""
+    for heads, of_mask, batch in (((2, 1), 2, 1), ((2, 2), 1, 2)):
+        tensors = inputs(260, 300, 64, 56, "float16", batch=batch, heads=heads)
+        mask = on.rand(batch, of_mask, 260, 304, seed=3, dtype="float16")[..., :300]
+        mask[:, :, :, 128:256] = -math.inf
+        mask[:, :, 70:80] = -math.inf
+        differentiate_and_check(
+            on, NAME, *tensors, attn_mask=mask, schedules=(1, 2), deterministic=deterministic,
+            planned_for="H200", sms=2, window=(200, 150),
+        )  # fmt: skip
+
+
+def test_the_gradient_of_a_bias_is_summed_over_what_it_is_broadcast_along() -> None:
+    tensors = inputs(40, 70, 64, 64, "bfloat16", batch=2)
+    for shape in ((70,), (2, 1, 1, 70), (1, 2, 40, 70)):
+        differentiate_and_check(
+            on, NAME, *tensors, attn_mask=on.rand(*shape, seed=4), mask_gradient=True,
+            schedules=(0, 1), deterministic=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_that_see_nothing_and_hidden_values_that_are_nan(dim: int) -> None:
+    """No query sees the first 64 keys, which hold NaN, nor key 100, whose value does."""
+    dout, q, k, v = inputs(NQ, NK, dim, dim, "bfloat16", heads=(2, 1))
+    mask = mask_of("bool", "bfloat16", 1, 1)
+    mask[..., :64] = mask[..., 100] = mask[:, :, 70:140] = False
+    spoiled_k, spoiled_v = k.clone(), v.clone()
+    spoiled_k[:, :, :64] = spoiled_v[:, :, :64] = spoiled_v[:, :, 100] = math.nan
+    dense: dict[str, Any] = {"attn_mask": mask, "deterministic": False}
+    found = differentiate(on, NAME, dout, q, spoiled_k, spoiled_v, schedules=(2,), **dense)
+    for name in gradients.NAMES:
+        assert getattr(found, name).isfinite().all(), name
+    right = differentiate_and_check(on, NAME, dout, q, k, v, schedules=(3,), **dense)
+    for gradients_of in (found, right):
+        assert not gradients_of.dq[:, :, 70:140].any()
+        assert not gradients_of.dk[:, :, :64].any()
+
+
+def test_rows_of_the_lowest_number() -> None:
+    mask = torch.zeros(4, 70, device=on.device)
+    mask[0] = -math.inf
+    mask[1] = torch.finfo(torch.float32).min
+    tensors = inputs(4, 70, 64, 64, "bfloat16")
+    found = differentiate(
+        on, NAME, *tensors, attn_mask=mask, mask_gradient=True, schedules=[0], deterministic=False
+    )
+    assert found.dmask is not None
+    assert not found.dq[:, :, 0].any()
+    assert not found.dmask[0].any()
+    assert all(bool(x.isfinite().all()) for x in (found.dq, found.dk, found.dv, found.dmask))
+
+
+def test_which_gradients_of_dense_masks_it_computes() -> None:
+    def why_not(d: int = 128, **call: Any) -> str:
+        q = torch.empty(1, 2, 300, d, dtype=torch.bfloat16, device="meta")
+        mask = torch.empty(300, 300, dtype=torch.bool, device="meta")
+        try:
+            archflash.explain(
+                q, q, q, device="H200", implementation=NAME, backward=True,
+                **{"attn_mask": mask} | call,
+            )  # fmt: skip
+        except archflash.ForcedImplementationError as error:
+            return str(error)
+        return ""
+
+    assert why_not() == why_not(64) == why_not(causal=True) == ""
+    assert why_not(attn_mask=torch.empty(300, 1, device="meta")) == ""
+    assert "attn_mask with head dimensions above 128" in why_not(192)
+    assert "attn_mask with a softcap" in why_not(softcap=2.0)
+    table = torch.empty(1, 1, 5, 5, dtype=torch.int8, device="meta")
+    assert "attn_mask with block_mask" in why_not(block_mask=table)
