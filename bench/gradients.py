@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bench import masks
 from bench.candidates import (
     Candidate,
     chosen_candidates,
@@ -42,6 +43,7 @@ FLOPS, BYTES = 3.5, 3
 LIMIT = 0.02
 # torch-math keeps every score for the backward pass.
 LEFT_OUT = ("torch-math",)
+MASKED = (*masks.OURS, *masks.PEERS, "archflash", "torch")
 
 
 class Gradients(NamedTuple):
@@ -115,6 +117,7 @@ class Checker:
 
     def __init__(self, case: Case, dout: torch.Tensor) -> None:
         self._case, self._dout = case, dout
+        self._mask = masks.mask_of(case, dout.device.type).dense() if case.mask else None
         # q is kept with what belongs to it: a new tensor may have the id of one that is gone.
         self._expected: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
@@ -162,12 +165,18 @@ class Checker:
             keys, values = k[batch, head].double(), v[batch, head].double()
             scale = self._case.d**-0.5
             seen = seen_keys(self._case, q.device)
-            hidden = None if seen is None else ~seen
             dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
-            for rows, dout in zip(mine, self._heads(self._dout, batch, head).double(), strict=True):
+            douts = self._heads(self._dout, batch, head).double()
+            first = head * len(mine)  # of the heads of q
+            for number, (rows, dout) in enumerate(zip(mine, douts, strict=True), first):
                 scores = rows @ keys.T * scale
-                if hidden is not None:
-                    scores.masked_fill_(hidden, -torch.inf)
+                if self._mask is not None:
+                    heads = (self._case.b, self._case.hq, -1, -1)
+                    seen = self._mask.expand(heads)[batch, number]
+                if seen is not None and seen.dtype == torch.bool:
+                    scores.masked_fill_(~seen, -torch.inf)
+                elif seen is not None:
+                    scores += seen
                 p = torch.softmax(scores, -1)
                 del scores
                 dp = dout @ values.T
@@ -237,8 +246,12 @@ def our_packed(name: str | None = None) -> Callable[..., torch.Tensor]:
 
 def candidates(case: Case) -> list[Candidate]:
     """Every implementation of ours, which refuses where it has no backward pass, PyTorch's fused
-    kernels, and both as they are chosen; of packed sequences ours and PyTorch's flash kernel.
+    kernels, and both as they are chosen; of packed sequences ours and PyTorch's flash kernel; with
+    a mask those that take one.
     """
+    if case.mask:
+        every = masks.masked_candidates()
+        return [candidate for candidate in every if candidate.name in MASKED]
     if not case.packed:
         every = [*our_candidates(), *torch_candidates(), *chosen_candidates()]
         return [candidate for candidate in every if candidate.name not in LEFT_OUT]
@@ -265,6 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in cases:
         dout = dout_of(case)
         measured = [with_gradients(candidate, dout) for candidate in candidates(case)]
+        if case.mask:
+            measured = [masks.for_mask(candidate, case) for candidate in measured]
         result = run_case(
             lab, case, measured, facts, rounds=options.rounds, check=Checker(case, dout)
         )

@@ -54,6 +54,8 @@ SHARES: dict[str, Callable[[Case], float]] = {
     "bool-heads": lambda case: 1.0,
     "added": lambda case: 1.0,
     "added-heads": lambda case: 1.0,
+    "padding": lambda case: 1.0,
+    "bias": lambda case: 1.0,
     "slopes": lambda case: 1.0,
     "blocks-64": lambda case: SEEN,
     "blocks-128": lambda case: SEEN,
@@ -102,7 +104,7 @@ def mask_of(case: Case, device: str = "cuda") -> Mask:
     import torch
 
     generator = torch.Generator(device).manual_seed(2)
-    kind, of_heads = case.mask.removesuffix("-heads"), case.mask.endswith("-heads")
+    kind, of_heads = case.mask.removesuffix("-heads"), case.mask.endswith(("-heads", "bias"))
     heads = case.hq if of_heads else 1
     shape = (case.b, heads, case.nq, case.nk)
     offset = case.nk - case.nq
@@ -119,6 +121,14 @@ def mask_of(case: Case, device: str = "cuda") -> Mask:
             lambda: keep,
             lambda: flex_blocks(case, lambda b, h, i, j: keep[b, of_head(h), i, j], case.b, heads),
         )
+    if case.mask == "padding":  # a batch of sequences of half to all of the keys
+        lengths = torch.linspace(case.nk // 2, case.nk, case.b, device=device).int()
+        seen = torch.arange(case.nk, device=device) < lengths[:, None, None, None]
+        return Mask({"attn_mask": seen}, lambda: seen, dict)
+    if case.mask == "bias":  # of each head, the same for all sequences
+        dtype = getattr(torch, TORCH_DTYPES[case.dtype])
+        bias = torch.randn((1, *shape[1:]), device=device, dtype=dtype, generator=generator)
+        return Mask({"attn_mask": bias}, lambda: bias, dict)
     if kind == "added":
         dtype = getattr(torch, TORCH_DTYPES[case.dtype])
         added = torch.randn(shape, device=device, dtype=dtype, generator=generator)

@@ -67,7 +67,7 @@ FILES = {CASES_FILE: False, GRADIENTS_FILE: True, MASKS_FILE: False}
 # The `mask` of Kind for what `mask` of a case begins with, where that is another word. It does not
 # matter whether each head has a dense mask of its own. The calls of bench/masks.toml without a mask
 # are there for ratios, but they count, too.
-MASKS = {"": "none", "documents": "ranges"}
+MASKS = {"": "none", "documents": "ranges", "padding": "bool", "bias": "added"}
 # The compute capability of each GPU that has rows, because the rows do not name it. The runs of all
 # GPUs of one compute capability count together.
 CAPABILITIES = {"NVIDIA H100 80GB HBM3": (9, 0), "NVIDIA H200": (9, 0)}

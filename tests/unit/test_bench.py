@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import (
     correctness,
     environment,
+    gradients,
     host_overhead,
     host_training,
     kvcache,
@@ -34,7 +35,7 @@ from bench import (
 from bench.candidates import (
     Candidate,
 )
-from bench.cases import MASKS_FILE, Case, load_cases
+from bench.cases import GRADIENTS_FILE, MASKS_FILE, Case, load_cases
 
 CASES = {case.name: case for case in load_cases()}
 SMALL = Case("small", "fp32", b=2, hq=4, hkv=2, nq=8, nk=12, d=16, dv=16, causal=True)
@@ -144,6 +145,27 @@ def test_each_mask_means_the_same_for_ours_and_for_sdpa(case: Case) -> None:
     )
     assert torch.allclose(ours, theirs, atol=1e-12)
     assert 0 < masks.SHARES[case.mask](case) <= 1
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in load_cases(GRADIENTS_FILE) if x.mask], ids=lambda case: case.name
+)
+def test_gradients_with_masks_are_compared_with_those_of_the_mask(case: Case) -> None:
+    small = replace(small_case(case), dtype="fp32")
+    q, k, v = (torch.randn(2, 2, small.nk, 8, requires_grad=True) for _ in range(3))
+    dout = gradients.dout_of(small, "cpu")
+    for mask, right in ((masks.mask_of(small, "cpu").dense(), True), (None, False)):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        found = gradients.Gradients(*torch.autograd.grad(out, (q, k, v), dout))
+        verdict = gradients.Checker(small, dout)(
+            q.detach(), k.detach(), v.detach(), found, ours=True
+        )
+        assert (verdict.problem == "") == right
+    named = [candidate.name for candidate in gradients.candidates(case)]
+    assert {"hopper", "ampere", "torch-cudnn", "torch-efficient", "torch"} <= set(named)
+    kind = measured.kind_of(case, gradients=True)
+    assert kind is not None
+    assert kind.mask in ("bool", "added")
 
 
 # ---- correctness check
