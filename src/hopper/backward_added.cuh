@@ -31,9 +31,9 @@ __device__ __forceinline__ void load_elements(const AddingBackwardParams& params
 }
 
 // P = 2^(S + what is added - LSE) of the CTA's block number `number`, when its elements are there;
-// then hands these back. What -inf hides is 0.
+// then hands these back. What -inf hides is 0. Returns whether it hides anything from the warp.
 template <class C>
-__device__ __forceinline__ void exponentiate_with_elements(KeysByQueries<C>& p_rmem,
+__device__ __forceinline__ bool exponentiate_with_elements(KeysByQueries<C>& p_rmem,
                                                            const KeysByQueries<C>& s_rmem,
                                                            const float2* terms, float scale,
                                                            uint32_t shared_smem, uint32_t number) {
@@ -46,6 +46,7 @@ __device__ __forceinline__ void exponentiate_with_elements(KeysByQueries<C>& p_r
   const int chunk = thread / 32 * 2 + lane / 8 % 2;
   const uint32_t first_smem =
       shared_smem + C::MASK_SMEM + stage * Tile::BYTES + Tile::offset(row, chunk);
+  bool hides = false;
   ptx::mbarrier_wait_parity(barriers.mask_full(stage), number / C::MASK_STAGES % 2);
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; n += 2) {
@@ -63,12 +64,15 @@ __device__ __forceinline__ void exponentiate_with_elements(KeysByQueries<C>& p_r
             fmaf(bias, device::LOG2_E,
                  fmaf(s_rmem[of_queries][2 * r + i], scale, -(i == 0 ? lse.x : lse.y)));
         const float p = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
-        p_rmem[of_queries][2 * r + i] = bias == device::MINUS_INFINITY ? 0.0f : p;
+        const bool hidden = bias == device::MINUS_INFINITY;
+        hides |= hidden;
+        p_rmem[of_queries][2 * r + i] = hidden ? 0.0f : p;
       }
     }
   }
   ptx::fence_proxy_async_shared();  // the reads come before TMA writes the next elements
   release(barriers.mask_empty(stage));
+  return __any_sync(device::FULL_WARP, hides);
 }
 
 }  // namespace archflash::hopper

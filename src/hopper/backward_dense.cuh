@@ -198,24 +198,6 @@ __device__ __forceinline__ void clear_hidden(KeysByQueries<C>& x_rmem, uint32_t 
   }
 }
 
-// dS = P * (dP - delta), but 0 where P is: the value of a hidden key, NaN perhaps, does not matter.
-template <class C>
-__device__ __forceinline__ void differentiate_seen(KeysByQueries<C>& ds_rmem,
-                                                   const KeysByQueries<C>& p_rmem,
-                                                   const KeysByQueries<C>& dp_rmem,
-                                                   const float2* terms) {
-#pragma unroll
-  for (int n = 0; n < C::BLOCK / 8; ++n) {
-    const float2 delta = terms[C::BLOCK / 2 + 4 * n];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float p = p_rmem[n][e];
-      const float ds = p * (dp_rmem[n][e] - (e % 2 == 0 ? delta.x : delta.y));
-      ds_rmem[n][e] = p == 0.0f ? 0.0f : ds;
-    }
-  }
-}
-
 // P = 2^(S + what is added - LSE), which may lie in the registers of S.
 template <class C>
 __device__ __forceinline__ void exponentiate_added(KeysByQueries<C>& p_rmem,

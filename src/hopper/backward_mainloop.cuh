@@ -51,7 +51,9 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   constexpr bool OWN_DQ = C::S_AHEAD || PART > SCORES;
   float own_dq_rmem[C::PART_COLUMNS / 8][4];
   KeysByQueries<C>& p_rmem = C::S_AHEAD ? own_p_rmem : s_rmem;
-  KeysByQueries<C>& ds_rmem = C::S_AHEAD ? own_p_rmem : dp_rmem;
+  // dS lies where P is not needed any more, or where dP was.
+  constexpr bool OVERWRITES_P = C::S_AHEAD && !C::READS_MASK && !C::ADDS_MASK;
+  KeysByQueries<C>& ds_rmem = OVERWRITES_P ? own_p_rmem : dp_rmem;
   KeysByQueries16<C> a_rmem;  // P or dS, as operand A
   float* const s = &s_rmem[0][0];
   float* const dp = &dp_rmem[0][0];
@@ -142,6 +144,7 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   [[maybe_unused]] int weighed = 0, head = 0;  // blocks; the next one's head
   // Which of the thread's scores attn_mask keeps, of the next block.
   [[maybe_unused]] uint32_t seen = 0;
+  [[maybe_unused]] bool hides = false;  // some of this block
   const auto look_ahead = [&](int q_stage) {
     if constexpr (C::READS_MASK) seen = load_seen<C>(all_params, dense_note<C>(shared, q_stage));
   };
@@ -157,12 +160,13 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       } else {
         exponentiate_scores<C>(p_rmem, s_rmem, terms, attention);
       }
-      if ((state & DENSE_HIDDEN) != 0) clear_hidden<C>(p_rmem, seen);
+      hides = (state & DENSE_HIDDEN) != 0;
+      if (hides) clear_hidden<C>(p_rmem, seen);
     } else if constexpr (C::ADDS_MASK) {
       // Behind the last block there are no elements, and nobody uses P.
       if (number < end) {
-        exponentiate_with_elements<C>(p_rmem, s_rmem, terms, attention.exp2_scale, shared_smem,
-                                      number);
+        hides = exponentiate_with_elements<C>(p_rmem, s_rmem, terms, attention.exp2_scale,
+                                              shared_smem, number);
       }
     } else {
       exponentiate_scores<C>(p_rmem, s_rmem, terms, attention);
@@ -301,19 +305,21 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     if constexpr (C::SWAPS_KEYS) {
       if (!more) release(barriers.values_empty());  // all products of V have read it
     }
-    if constexpr (C::READS_MASK || C::ADDS_MASK) {
-      differentiate_seen<C>(ds_rmem, p_rmem, dp_rmem, terms);
-    } else if constexpr (C::DROPS) {
+    if constexpr (C::DROPS) {
       differentiate_kept<C>(ds_rmem, p_rmem, dp_rmem, terms, all_params.kept_share);
     } else {
       differentiate<C>(ds_rmem, p_rmem, dp_rmem, terms, C::SOFTCAP ? params.uncap : 0.0f);
     }
-    if constexpr (C::MASK_GRADIENT) {
-      add_mask_gradient<C>(ds_rmem, all_params, work, *note_of(q_ring.stage),
-                           dense_note<C>(shared, q_ring.stage));
-    }
-    if (!C::READS_MASK && !C::ADDS_MASK && masks)
+    if constexpr (C::READS_MASK || C::ADDS_MASK) {
+      // Without S_AHEAD no register is left to know whether that is needed.
+      if (!C::S_AHEAD || masks || hides) clear_where_p_is_0<C>(ds_rmem, p_rmem);
+      if constexpr (C::MASK_GRADIENT) {
+        add_mask_gradient<C>(ds_rmem, all_params, work, *note_of(q_ring.stage),
+                             dense_note<C>(shared, q_ring.stage));
+      }
+    } else if (masks) {
       clear_unseen<C>(ds_rmem, work, row_of(q_ring.stage));
+    }
     ptx::registers_change<SCORES>(ds);
     if constexpr (C::S_AHEAD) {
       ptx::wgmma_wait_group<0>();  // S of the next block and dV

@@ -147,6 +147,19 @@ __device__ __forceinline__ void differentiate(KeysByQueries<C>& ds_rmem,
   }
 }
 
+// Sets dS to 0 where P is, so that the value of a hidden key, NaN perhaps, does not matter.
+template <class C>
+__device__ __forceinline__ void clear_where_p_is_0(KeysByQueries<C>& ds_rmem,
+                                                   const KeysByQueries<C>& p_rmem) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (p_rmem[n][i] == 0.0f) ds_rmem[n][i] = 0.0f;
+    }
+  }
+}
+
 // NEGATIVE_TO_0: what is below 0 becomes 0.
 template <class C, bool NEGATIVE_TO_0 = false>
 __device__ __forceinline__ void round_to_16_bits(KeysByQueries16<C>& rounded_rmem,

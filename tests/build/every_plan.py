@@ -128,6 +128,16 @@ def caches(dtype: torch.dtype) -> set[str]:
     return found
 
 
+def gradients_of_mask(q: Tensor, k: Tensor, options: dict[str, Tensor]) -> set[str]:
+    """hopper's kernels that compute the gradient of an added mask, too."""
+    lse = empty(torch.float32, *q.shape[:3])
+    given = _options.complete(options)
+    request = _gradients.Request(q, q, k, k, q, lse, None, given, mask_gradient=True)
+    into = _gradients.Gradients.like(request)
+    plan = _gradients.decide(request, into, find_device("H200"), "hopper").plan
+    return set(getattr(plan, "kernels", ()))
+
+
 def masks_and_dropout(dtype: torch.dtype) -> set[str]:
     found = set()
     dense = {"attn_mask": empty(torch.bool, 1024, 200)}
@@ -135,6 +145,10 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         q, k = empty(dtype, 2, 64, 1024, d), empty(dtype, 2, 64, 200, d)
         for given in (dense, {"key_ranges": integers(1, 1, 1024, 1, 2)}):
             found |= kernels(q, k, k, "H200", "hopper", **given)
+        added = {"attn_mask": empty(dtype, 1024, 200)}
+        for given in (dense, added):
+            found |= kernels(q, k, k, "H200", "hopper", backward=True, **given)
+        found |= gradients_of_mask(q, k, added)
     for d, backward in itertools.product((64, 128, 256), (False, True)):
         q = empty(dtype, 2, 16, 2048, d)
         for device, name in (

@@ -302,6 +302,7 @@ INSTRUCTIONS = {
     "hopper_convert_cache_": ("LDG.E.128", "HMUL2", "STG.E.128"),
     "hopper_order_mixed_": ("LDG.E", "SHFL.UP", "STG.E.128"),
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
+    "hopper_prepare_mask_": ("LDG.E", "VOTE", "STG.E.128"),
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
     "hopper_transpose_v": ("LDGSTS.E", "LDSM.16.MT88", "PRMT", "STG.E.128"),
@@ -326,7 +327,7 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120"), "QMMA.16832.F32") | {
 }
 WITHOUT_TENSOR_CORES = (
     *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
-    *("hopper_convert_cache_", "hopper_order_", "hopper_summarize_"),
+    *("hopper_convert_cache_", "hopper_order_", "hopper_prepare_", "hopper_summarize_"),
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
     *("ampere_approximate_convert", "ampere_approximate_stats"),
     "blackwell_dc_backward_",
