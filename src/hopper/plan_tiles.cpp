@@ -186,12 +186,14 @@ bool mixes_lengths(const Problem& problem) {
   return longest >= MANY_ROWS || (longest > DECODED_ROWS && others_decode);
 }
 
-// For a dense attn_mask or ranges (reads_summary). Few row tiles are left to the tiles above.
+// For a dense attn_mask or ranges (reads_summary). Fewer row tiles an SM than LEAST are left to the
+// tiles above, which take several times as long with an attn_mask that is added.
 constexpr const char* DENSE = "a dense attn_mask or ranges, summarized first, or ALiBi's slopes";
+template <double LEAST>
 constexpr KernelTile DENSE_TILES[] = {
-    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = LEAST}, DENSE),
     MASKED_TILES[0],
-    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = LEAST}, DENSE),
     MASKED_TILES[1],
     MASKED_TILES[2],
 };
@@ -391,7 +393,8 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   }
   if (problem.dropout_p != 0) return DROPOUT_TILES;
   if (core::writes_f32(problem)) return F32_OUT_TILES;
-  if (!is_fp8(problem.dtype) && reads_summary(problem)) return DENSE_TILES;
+  if (!is_fp8(problem.dtype) && reads_summary(problem))
+    return problem.mask > 1 ? DENSE_TILES<0.2> : DENSE_TILES<0.75>;
   if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
