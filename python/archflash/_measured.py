@@ -100,12 +100,19 @@ class Kind(NamedTuple):
 
     def nearest(self) -> tuple[Kind, ...]:
         """The kinds whose measurement stands for this one, the nearest first: itself, then those of
-        more keys, then those of more query rows.
+        more keys, then those of more query rows; with a mask as data then those that are not
+        causal, too.
         """
         sizes = ("small", "large") if self.query_rows == "small" else (self.query_rows,)
         lengths = ("few", "many") if self.keys == "few" else ("many",)
+        passes = (self.gradients,)
+        if self.gradients == "causal" and self.mask != "none":
+            passes = ("causal", "plain")
         return tuple(
-            self._replace(query_rows=size, keys=length) for size in sizes for length in lengths
+            self._replace(query_rows=size, keys=length, gradients=gradients)
+            for gradients in passes
+            for size in sizes
+            for length in lengths
         )
 
 

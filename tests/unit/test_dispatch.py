@@ -718,10 +718,11 @@ def test_masks_as_data_go_to_ampere_for_16_bits_and_to_simt_for_fp32(
     if name == "attn_mask" and capability <= PYTORCH_ENDS:
         many = torch.empty(129, 1, dtype=torch.bool, device="meta")
         of_many = _dispatch.select(problem(torch.float16, nq=129, attn_mask=many), gpu(capability))
-        assert of_many.chosen == "torch"
+        assert of_many.chosen == (HOPPER if capability == (9, 0) else "torch")
         assert not of_many.fallback
         faster = "PyTorch's fused kernels read a dense mask faster, where that was measured"
-        assert (of_many.why, of_many.reasons["ampere"]) == (faster, [faster])
+        if capability != (9, 0):
+            assert (of_many.why, of_many.reasons["ampere"]) == (faster, [faster])
         table = _dispatch.select(
             problem(torch.float16, **{each: MASKS[each] for each in ("attn_mask", "block_mask")}),
             gpu(capability),
@@ -771,11 +772,11 @@ def test_a_dense_mask_goes_to_hopper_where_it_was_measured() -> None:
             assert decision.chosen == HOPPER
             (reason,) = decision.reasons["torch"]
             assert reason.startswith("hopper was measured to be faster with such a mask than")
-    # Few tiles, elements that TMA cannot copy, other sizes.
-    assert select(keep[:200], nq=200).chosen == "torch"
+    # Few tiles, and elements that TMA cannot copy; other sizes.
+    for few in (keep[:200], empty(200, 4097)[:, 1:]):
+        assert select(few, nq=200).chosen == HOPPER
     assert select(empty(4096, 4097)[:, 1:]).chosen == "torch"
     assert select(keep, d=256).chosen == "torch"
-    assert select(keep, grad=True).chosen == "torch"
 
 
 def test_under_enable_the_kernel_that_was_measured_to_read_a_mask_faster_serves_it(
@@ -788,7 +789,8 @@ def test_under_enable_the_kernel_that_was_measured_to_read_a_mask_faster_serves_
     kept = _measured._table()
 
     def served(mask: torch.Tensor | None) -> native.LaunchPlan | str:
-        call = problem(torch.bfloat16, nq=4096, nk=4096, d=64, attn_mask=mask)
+        rows = 4096 if mask is None else len(mask)
+        call = problem(torch.bfloat16, nq=rows, nk=4096, d=64, attn_mask=mask)
         return _overrides._decide(call, 0, None)
 
     def measure(kind_of_mask: str, *order: str) -> None:
@@ -802,6 +804,7 @@ def test_under_enable_the_kernel_that_was_measured_to_read_a_mask_faster_serves_
     keep = added > 0
     assert served(added) == _dispatch.MASK_READ_FASTER
     assert not isinstance(served(keep), str)
+    assert served(keep[:200]) == _dispatch.MASK_READ_FASTER  # without a summary
     measure("added", "torch-cudnn", HOPPER)
     assert served(added) == _dispatch.MASK_READ_FASTER
     assert not isinstance(served(keep), str)
@@ -853,7 +856,7 @@ def test_gradients_of_few_rows_of_a_dense_mask_go_to_tensor_cores_of_ours(device
     few, more = (torch.empty(rows, 1, dtype=torch.bool, device="meta") for rows in (128, 129))
     for dtype, rows, mask, chosen in (
         (torch.bfloat16, 128, few, "ampere"),
-        (torch.bfloat16, 129, more, "torch"),
+        (torch.bfloat16, 129, more, "hopper" if device == "H200" else "torch"),
         (torch.float32, 128, few, "torch"),
     ):
         given = problem(dtype, grad=True, nq=rows, attn_mask=mask)
@@ -863,23 +866,38 @@ def test_gradients_of_few_rows_of_a_dense_mask_go_to_tensor_cores_of_ours(device
             assert "over keys and values once" in decision.reasons["torch"][0]
 
 
-def test_gradients_of_a_float32_mask_in_16_bits_go_to_tensor_cores_of_ours() -> None:
-    """Lists of keys become such masks; `torch` would bring them into 16 bits."""
-    wide = torch.empty(2048, 1, device="meta")
-    for dtype, mask, chosen in (
-        (torch.bfloat16, wide, "ampere"),
-        (torch.float16, wide, "ampere"),
-        (torch.bfloat16, wide.bfloat16(), "torch"),
-        (torch.bfloat16, wide.bool(), "torch"),
-        (torch.float32, wide, "torch"),
+@pytest.mark.parametrize("grad", [False, True])
+def test_calls_of_16_bits_with_a_float32_mask_go_to_tensor_cores_of_ours(grad: bool) -> None:
+    """Lists of keys become such masks; `torch` has plain operations for them."""
+    wide = torch.empty(2048, 2048, device="meta")
+    for gpu, dtype, d, chosen in (
+        ("H200", torch.bfloat16, 64, "hopper"),
+        ("H200", torch.float16, 128, "hopper"),
+        ("A100", torch.bfloat16, 64, "ampere"),
+        ("H200", torch.float32, 64, "torch" if grad else "simt"),
     ):
-        decision = _dispatch.select(
-            problem(dtype, grad=True, nq=2048, nk=2048, attn_mask=mask), find_device("H200")
-        )
-        assert decision.chosen == chosen
-        if chosen == "ampere":
-            assert "over keys and values once" in decision.reasons["torch"][0]
-            assert "float32 mask" in str(decision)
+        call = problem(dtype, grad=grad, nq=2048, nk=2048, d=d, attn_mask=wide)
+        decision = _dispatch.select(call, find_device(gpu))
+        assert decision.chosen == chosen, (gpu, dtype)
+        if dtype != torch.float32:
+            assert "float32 attn_mask" in decision.reasons["torch"][0]
+
+
+def test_gradients_of_dense_masks_go_to_hopper_where_it_has_them() -> None:
+    keep = torch.empty(2048, 2048, dtype=torch.bool, device="meta")
+    for gpu, d, mask, chosen in (
+        ("H200", 64, keep, "hopper"),
+        ("H200", 128, keep[:1], "hopper"),
+        ("H200", 128, keep.bfloat16(), "hopper"),
+        ("H200", 128, keep.bfloat16()[:, :1], "hopper"),  # TMA cannot read it
+        ("H200", 192, keep, "torch"),
+        ("A100", 64, keep, "torch"),
+    ):
+        call = problem(torch.bfloat16, grad=True, nq=2048, nk=2048, d=d, attn_mask=mask)
+        decision = _dispatch.select(call, find_device(gpu))
+        assert decision.chosen == chosen, (gpu, d, mask.dtype)
+        if chosen == "hopper":
+            assert "measured to be faster with such a mask" in decision.reasons["torch"][0]
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,6 @@ def why(chosen: str, fallback: bool, problem: _native.Problem, device: _native.D
             return f"{summary}; it has a backward pass, and PyTorch no fused kernel for this call"
         if order.dense_mask_of_few_rows(problem):
             return f"{summary}; `torch` would pass over all keys for few rows of a dense mask"
-        if order.wide_mask_with_gradients(problem):
-            return f"{summary}; `torch` would need a float32 mask in 16 bits"
         if measured is None or chosen not in measured.order:
             return summary
         return f"{summary}; {_FASTEST} ({measured})"
@@ -202,9 +200,9 @@ def why_behind(other: str, chosen: str, problem: _native.Problem, device: _nativ
         return MASK_READ_FASTER
     if problem.needs_grad and chosen == _registry.TORCH:
         return "PyTorch's fused kernels compute the gradients faster, where that was measured"
-    if other == _registry.TORCH and (
-        order.dense_mask_of_few_rows(problem) or order.wide_mask_with_gradients(problem)
-    ):
+    if other == _registry.TORCH and pytorch.mask_is_wider(problem):
+        return pytorch.WIDER_MASK
+    if other == _registry.TORCH and order.dense_mask_of_few_rows(problem):
         return (
             f"{chosen} passes over keys and values once, what archflash's promises need more often"
         )

@@ -78,8 +78,10 @@ def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tupl
         return _before_pytorch(problem, capability, kernels)
     # From here on `torch` uses what PyTorch itself uses.
     if problem.needs_grad and (rival := pytorch.differentiates(problem, capability, pytorchs)):
-        if dense_mask_of_few_rows(problem) or wide_mask_with_gradients(problem):
+        if dense_mask_of_few_rows(problem):
             faster = [name for name in kernels if _registry.uses_tensor_cores(name)]
+        elif dense_mask_alone(problem):
+            faster = [name for name in kernels if _registry.reads_masks_faster(name, capability)]
         elif fp32_is_faster_with_gradients(problem, capability, rival):
             faster = [name for name in kernels if not _registry.uses_tensor_cores(name)]
         else:
@@ -217,19 +219,6 @@ def dense_mask_of_few_rows(problem: _native.Problem) -> bool:
     return dense_mask_alone(problem) and problem.nq <= _FEW_ROWS_OF_A_MASK
 
 
-_FLOAT32_MASK = 2  # Problem.mask in src/common/problem.h
-
-
-def wide_mask_with_gradients(problem: _native.Problem) -> bool:
-    """Whether a call of 16 bits whose gradients are needed has a float32 mask, such as lists of
-    keys become. What `torch` does around PyTorch's kernel takes longer then than ours of mma.sync:
-    both passes 18.9 and 6.5 ms for 1x16 heads of 128, 4,096 rows and keys, 2.0 and 0.7 for 8x12 of
-    64 and 512 (H200, 2026-11-29; docs/masks.md).
-    """
-    wide = problem.mask == _FLOAT32_MASK and problem.dtype in ("float16", "bfloat16")
-    return wide and problem.needs_grad and dense_mask_alone(problem)
-
-
 @lru_cache(maxsize=1024)
 def _kernels_in_order(
     dtype: str, capability: tuple[int, int] | None, measured: tuple[str, ...]
@@ -253,11 +242,24 @@ def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan
     """
     measured = _measured.find(problem, plan.device.capability) if problem.attn_mask else None
     pytorchs = pytorch.kernel_of(problem, plan.device.capability)
-    if dense_mask_of_few_rows(problem):
-        return not isinstance(pytorchs, list)
     if measured is None or isinstance(pytorchs, list):
-        return False
+        return dense_mask_of_few_rows(problem) and not isinstance(pytorchs, list)
+    in_place = problem.attn_mask and plan.tile is not None and not plan.tile.summarizes_masks
+    if dense_mask_of_few_rows(problem) or in_place:
+        return True
     return measured.place(pytorchs) < measured.place(plan.implementation)
+
+
+def _reads_mask_in_place(problem: _native.Problem) -> bool:
+    """Whether a kernel that reads an attn_mask without a summary of it is faster than `torch`,
+    though mostly not than PyTorch's own kernel: where gradients are needed, where the mask is of
+    float32, and in small calls (1x16 heads of 64, 1,024 rows and keys, bool: 38 us beside 84; H200,
+    2026-11-30).
+    """
+    small = problem.batch * problem.heads_q * problem.nq < _measured.SMALL_ROWS
+    small = small and max(problem.d, problem.dv) <= 128
+    few = dense_mask_of_few_rows(problem)  # kernels of mma.sync split the keys for these
+    return pytorch.mask_is_wider(problem) or (not few and (problem.needs_grad or small))
 
 
 def only_forced(
@@ -285,7 +287,7 @@ def only_forced(
     if problem.dropout_p and (least := _registry.description(name).dropout_rows):
         rows = problem.nq // max(problem.batch, 1) if problem.varlen else problem.nq
         return rows < least
-    if problem.attn_mask and not summarizes:
-        return True  # of the kernels that read an attn_mask only these were measured
+    if problem.attn_mask and not summarizes and not _reads_mask_in_place(problem):
+        return True
     measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order

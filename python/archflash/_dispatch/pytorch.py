@@ -14,6 +14,8 @@ NAMES = {
 }
 
 
+WIDER_MASK = "a float32 attn_mask with 16-bit inputs needs plain operations"
+
 # Options that _fused_kernels.fused_kernel is asked about, or that change no result.
 _KNOWN_TO_FUSED_KERNELS = frozenset(
     ("causal", "window", "softcap", "sinks", "attn_mask", "alibi_slopes", "key_ranges",
@@ -47,6 +49,8 @@ def kernel_of(
         return ["a KV cache needs a mask over its whole capacity"]
     if problem.dropout_p:
         return ["the random bits of rng_state need plain operations"]
+    if mask_is_wider(problem) and not dropout:  # PyTorch's own function rounds it
+        return [WIDER_MASK]
     if unknown := [name for name in problem.given if name not in _KNOWN_TO_FUSED_KERNELS]:
         return [f"{unknown[0]} needs plain operations"]
     return _fused_kernels.fused_kernel(
@@ -74,6 +78,16 @@ def kernel_of(
         dropout=dropout,
         with_faults=with_faults,
     )
+
+
+_FLOAT32_MASK = 2  # Problem.mask in src/common/problem.h
+
+
+def mask_is_wider(problem: _native.Problem) -> bool:
+    """Whether a call of 16 bits has a float32 attn_mask, such as lists of keys become where its
+    gradients are needed. PyTorch's fused kernels take none, and rounding would change the result.
+    """
+    return problem.mask == _FLOAT32_MASK and problem.dtype in _OF_FUSED_KERNELS
 
 
 # Only for these dtypes `kernel_of` names a kernel.
