@@ -19,6 +19,7 @@
 #include "hopper/backward_params.h"
 #include "hopper/plan_backward_masks.h"
 #include "hopper/plan_backward_order.h"
+#include "hopper/plan_backward_rows.h"
 #include "hopper/plan_backward_tiles.h"
 
 namespace archflash::hopper {
@@ -178,19 +179,6 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
   main->grid[0] = ctas;
 }
 
-// Whether a call has rows and keys, and none of the options that most kernels leave out.
-bool is_simple(const Problem& call) {
-  return call.nq > 0 && call.nk > 0 && !call.varlen && call.softcap == 0 && call.dropout_p == 0;
-}
-
-// Whether every row of such a call sees every key, or at least the first one and no more than those
-// up to a diagonal.
-bool is_plain(const Problem& call) { return is_simple(call) && !is_windowed(call); }
-bool is_plain_or_causal(const Problem& call) {
-  return is_plain(call) || (is_simple(call) && core::is_triangle(call) && call.q_offset_default &&
-                            call.nk >= call.nq);
-}
-
 // Whether TMA can write dQ.
 bool writes_by_tma(const BackwardProblem& problem) {
   constexpr int64_t STRIDE_LIMIT = int64_t{1} << 40;  // in bytes
@@ -334,6 +322,10 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   BackwardProblem problem = asked;
   const Problem& call = problem.call;
   const bool adds = adds_elements(problem), table = lists_rounds(problem);
+  if (!adds && !table) {
+    if (const RowsTile* rows = rows_tile_for(problem, device))
+      return plan_rows(problem, *rows, device);
+  }
   const BackwardTile& tile =
       adds || table ? table_tile_for(problem).tile : tile_for(problem, device);
   Reasons reasons = core::refuse_rounds(problem, "hopper");

@@ -31,6 +31,21 @@ bool is_windowed(const Problem& call) {
   return call.window_left != UNBOUNDED || call.window_right != UNBOUNDED;
 }
 
+namespace {
+
+bool is_simple(const Problem& call) {
+  return call.nq > 0 && call.nk > 0 && !call.varlen && call.softcap == 0 && call.dropout_p == 0;
+}
+
+}  // namespace
+
+bool is_plain(const Problem& call) { return is_simple(call) && !is_windowed(call); }
+
+bool is_plain_or_causal(const Problem& call) {
+  return is_plain(call) || (is_simple(call) && core::is_triangle(call) && call.q_offset_default &&
+                            call.nk >= call.nq);
+}
+
 bool is_packed_short(const Problem& call, int64_t rows) {
   return call.varlen && std::max(call.nq, call.nk) <= rows * call.batch &&
          !has_far_longer_ones(call);

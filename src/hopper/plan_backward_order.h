@@ -22,6 +22,11 @@ struct KeyTileOrder {
 // A causal mask, a window, or both.
 bool is_windowed(const Problem& call);
 
+// Whether a call has rows and keys and none of the options that most kernels leave out, and every
+// row sees every key, or at least the first one and no more than those up to a diagonal.
+bool is_plain(const Problem& call);
+bool is_plain_or_causal(const Problem& call);
+
 // Whether a call is of packed sequences of up to so many rows and keys in the mean, none of which
 // is known to be far longer.
 bool is_packed_short(const Problem& call, int64_t rows);

@@ -185,6 +185,13 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     for d, nk in ((96, 200), (128, 200), (128, 4096)):  # two tiles of keys, and many
         q, k = empty(dtype, 16, 12, 200, d), empty(dtype, 16, 12, nk, d)
         found |= kernels(q, k, k, "H200", "hopper", backward=True)
+    for d, rows in ((32, (100, 200, 500)), (64, (100, 200, 300)), (96, (100,)), (128, (100,))):
+        for nq in rows:  # CTAs that have all of them
+            q, k = empty(dtype, 2, 12, nq, d), empty(dtype, 2, 12, 3000, d)
+            found |= kernels(q, k, k, "H200", "hopper", backward=True)
+    for n, nk, d in ((400, 256, 64), (60, 130, 64), (60, 190, 32)):  # heads that share one of k
+        q, k = empty(dtype, 16, 12, n, d), empty(dtype, 16, 12 if n == 400 else 6, nk, d)
+        found |= kernels(q, k, k, "H200", "hopper", backward=True)
     x = empty(dtype, 16, 12, 200, 128)
     found |= kernels(x, x, x, "H200", "hopper", causal=True, backward=True)
     ends = integers(65)
@@ -260,7 +267,9 @@ def in_turns(dtype: torch.dtype) -> set[str]:
     device = find_device("H200")
     # Heads with all columns of the tile, and with fewer.
     dims = (32, 32), (64, 64), (56, 56), (96, 96), (128, 128), (120, 120), (192, 128), (256, 256)
-    for (d, dv), rows, keys in itertools.product(dims, (40, 64, 128, 300), (50, 200, 950, 8192)):
+    for (d, dv), rows, keys in itertools.product(
+        dims, (40, 64, 128, 300, 600), (50, 200, 950, 8192)
+    ):
         q, out = empty(dtype, 1, 4, rows, d), empty(dtype, 1, 4, rows, dv)
         k, v = empty(dtype, 1, 4, keys, d), empty(dtype, 1, 4, keys, dv)
         lse = empty(torch.float32, 1, 4, rows)

@@ -394,7 +394,7 @@ def made_for(kernel: str, target: str) -> list[str]:
     # By warps, not by TMA.
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith(("_d192", "_d256")):
         expected = [name.replace("UBLKRED", "REDG.E.ADD.F32x4") for name in expected]
-    if kernel.startswith("hopper_attention_bwd_") and kernel.endswith("_one"):
+    if kernel.startswith("hopper_attention_bwd_") and re.search("_one$|_rows", kernel):
         expected = [name.replace("UBLKRED", "STG.E.128") for name in expected]  # dQ itself
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith("_turns"):
         expected = [name.replace("UBLKRED", "UTMASTG.4D") for name in expected]  # the same

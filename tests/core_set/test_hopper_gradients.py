@@ -103,8 +103,16 @@ def test_tiles_of_keys_in_any_groups_of_heads(d: int) -> None:
 
 
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")
-@pytest.mark.parametrize("options", [{"causal": True}, {"window": (170, 40)}], ids=str)
-@pytest.mark.parametrize(("d", "nq", "nk"), [(64, 300, 390), (256, 150, 200)])
+@pytest.mark.parametrize(
+    ("d", "nq", "nk", "options"),
+    [
+        (64, 390, 450, {"causal": True}),
+        (64, 300, 390, {"window": (170, 40)}),
+        (256, 150, 200, {"causal": True}),
+        (256, 150, 200, {"window": (170, 40)}),
+    ],
+    ids=str,
+)
 def test_tiles_of_keys_from_the_last_to_the_first(
     d: int, nq: int, nk: int, options: dict[str, Any]
 ) -> None:
@@ -352,8 +360,8 @@ def test_few_keys_of_many_heads_have_tiles_of_one_warpgroup(
 @pytest.mark.parametrize(
     ("rows", "keys", "d", "heads", "causal"),
     [
-        (128, 128, 32, (3, 3), False), (69, 70, 24, (3, 3), True), (100, 128, 64, (3, 3), True),
-        (65, 77, 40, (4, 2), False), (128, 90, 96, (3, 3), False), (9, 100, 72, (3, 3), True),
+        (128, 128, 32, (8, 4), False), (69, 70, 24, (8, 4), True), (100, 128, 64, (8, 4), True),
+        (65, 77, 40, (4, 2), False), (128, 90, 96, (8, 4), False), (9, 100, 72, (8, 4), True),
         (100, 128, 128, (5, 5), True), (300, 77, 128, (5, 5), False), (400, 100, 64, (4, 2), False),
         (50, 50, 64, (5, 5), False), (49, 49, 32, (6, 3), True), (130, 40, 24, (5, 5), False),
     ],
@@ -402,8 +410,8 @@ def test_sums_of_the_only_tile_where_tma_cannot_write_dq(options: dict[str, Any]
 
 # Calls of two tiles of keys: (rows, keys, d, dv).
 LAST_IN_TURN = [
-    (197, 197, 64, 64), (250, 256, 40, 64), (128, 200, 56, 48), (197, 197, 96, 96),
-    (100, 200, 72, 80), (197, 197, 128, 128), (70, 130, 104, 128), (250, 129, 128, 112),
+    (400, 197, 64, 64), (385, 256, 40, 64), (390, 200, 56, 48), (197, 197, 96, 96),
+    (130, 200, 72, 80), (197, 197, 128, 128), (129, 130, 104, 128), (250, 129, 128, 112),
 ]  # fmt: skip
 
 
@@ -431,8 +439,48 @@ def test_the_last_tile_in_turn_writes_dq(
     assert plans[0].kernels[-1].endswith("_turns")
 
 
+# Calls of few query rows and more keys: (rows, keys, d, dv), and the tile that has all rows.
+FEW_ROWS = {
+    (100, 400, 64, 64): "d64_rows", (128, 450, 40, 48): "d64_rows", (17, 490, 24, 32): "d32_rows",
+    (200, 300, 64, 64): "d64_rows_two", (330, 400, 56, 64): "d64_rows_three",
+    (129, 500, 32, 16): "d32_rows_two", (450, 530, 24, 32): "d32_rows_four",
+    (77, 460, 96, 80): "d96_rows", (90, 450, 128, 104): "d128_rows",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", FEW_ROWS, ids=str)
+def test_a_cta_has_all_query_rows_of_a_head(
+    sizes: tuple[int, int, int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One CTA, or several of them that share out the keys: the order of all sums is fixed, asked
+    for or not.
+    """
+    number = list(FEW_ROWS).index(sizes)
+    tensors = inputs(*sizes, ("float16", "bfloat16")[number % 2], heads=(3, 3), seed=number)
+    dlse = torch.randn(1, 3, sizes[0], device=on.device)
+    plans = gradients.note_plans(monkeypatch)
+    for sms, deterministic in ((1, True), (132, False)):
+        gradients.differentiate_and_check(
+            on, "hopper", *tensors, dlse=dlse, sms=sms, schedules=range(number, number + 2),
+            deterministic=deterministic, pad=8, causal=causal,
+        )  # fmt: skip
+    main, *behind = plans[0].kernels
+    assert main.endswith(FEW_ROWS[sizes])
+    assert not behind
+    assert plans[-1].kernels[-1].endswith("_rows")
+    assert plans[-1].kernels[-1].startswith("hopper_backward_dq_")
+
+
+@pytest.mark.parametrize("options", [{"gradient_dtype": torch.float32}, {"add_to": 0.5}], ids=str)
+@pytest.mark.parametrize("sms", [1, 132])
+def test_gradients_of_few_rows_in_fp32_and_added(sms: int, options: dict[str, Any]) -> None:
+    tensors = inputs(60, 390, 64, 64, "bfloat16", heads=(3, 3))
+    gradients.differentiate_and_check(on, "hopper", *tensors, schedules=(1,), sms=sms, **options)
+
+
 @pytest.mark.skipif(on.name != "simulator", reason="it is about a GPU that is shared")
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [96, 128])
 def test_a_tile_waits_for_no_cta_that_has_not_started(
     d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,7 +488,7 @@ def test_a_tile_waits_for_no_cta_that_has_not_started(
     of heads whose first ones nobody has.
     """
     monkeypatch.setattr(simulator, "resident_ctas", lambda plan: 2)
-    tensors = inputs(128, 200, d, d, "bfloat16", heads=(5, 5), seed=d)
+    tensors = inputs(130, 200, d, d, "bfloat16", heads=(5, 5), seed=d)
     plans = gradients.note_plans(monkeypatch)
     gradients.differentiate_and_check(on, "hopper", *tensors, sms=4, schedules=range(3))
     for plan in plans:
@@ -452,8 +500,8 @@ def test_a_tile_waits_for_no_cta_that_has_not_started(
 @pytest.mark.parametrize(
     ("sizes", "heads"),
     [
-        ((70, 1024, 128, 128), (2, 2)),
-        ((1, 1100, 104, 120), (2, 2)),
+        ((140, 1024, 128, 128), (2, 2)),
+        ((129, 1100, 104, 120), (2, 2)),
         ((130, 1030, 128, 128), (4, 2)),
     ],
     ids=str,

@@ -205,7 +205,7 @@ def test_without_turns_the_bits_of_dq_depend_on_the_schedule(kernel: str, in_tur
     """The schedules are such that tiles of keys come to a round of queries in more than one
     order.
     """
-    dout, q, k, v = inputs(150, 400, 64, 64, "float16", heads=(1, 1))
+    dout, q, k, v = inputs(150, 400, 128, 128, "float16", heads=(1, 1))
     out, lse = forward(q, k, v, {})
     request = _gradients.Request(dout, q, k, v, out, lse, None, _options.complete({}))
     found = []

@@ -601,7 +601,7 @@ def hopper_params(*given: Any, **options: Any) -> bytes:
         ((8, 16, 1024, 128), 16, False, False, 19, 0),  # 8 tiles of a head at the same time
         ((25, 16, 196, 80), 16, False, False, 67, 0),  # the tiles of 66 heads fill the GPU
         ((1, 32, 8192, 128), 8, False, True, 2, 0),  # 64 tiles each: about 132, in equal groups
-        ((1, 2, 100, 64), 2, False, False, 2, 0),
+        ((1, 4, 100, 64), 2, False, False, 2, 0),
     ],
 )
 def test_hopper_goes_over_as_many_heads_together_as_stay_in_l2(
@@ -691,7 +691,7 @@ SUMS_OFFSET = 520  # of BackwardKernelParams::sums_of_round
         ((2, 16, 4096, 128), 16, 1),
         ((4, 32, 2048, 128), 8, 1),  # the heads that share one of k make a tile's way long
         ((1, 32, 8192, 128), 8, 1),
-        ((1, 2, 128, 64), 2, 1),  # one tile
+        ((1, 4, 128, 64), 2, 1),  # one tile
     ],
 )
 def test_tiles_begin_apart_in_turns_where_they_would_wait_for_long(
@@ -708,12 +708,11 @@ def test_tiles_begin_apart_in_turns_where_they_would_wait_for_long(
         ((1, 16, 512, 64), 16, 8192, 8),  # whose sums take 16 MB
         ((1, 16, 512, 128), 16, 8192, 4),
         ((1, 64, 512, 64), 64, 8192, 3),  # as many as tiles of a head run at the same time
-        ((1, 4, 128, 64), 4, 8192, 32),
+        ((1, 4, 512, 64), 4, 32768, 32),
         ((1, 32, 512, 128), 4, 8192, 2),  # no more memory than dK takes in fp32
         ((1, 32, 512, 128), 8, 8192, 4),
         ((1, 16, 1024, 64), 16, 8192, 4),
         ((1, 16, 1024, 128), 16, 8192, 2),
-        ((8, 8, 100, 64), 8, 950, 3),
         ((16, 6, 448, 64), 6, 1500, 1),  # of 132 tiles at the same time 36 wait
         ((4, 12, 499, 64), 12, 499, 1),  # four tiles, as many rounds
         ((2, 12, 499, 64), 12, 499, 2),  # all at the same time
@@ -751,8 +750,8 @@ def test_tiles_in_chains_do_not_go_upwards() -> None:
         ((10, 16, 300, 128), 300, True),  # 480 tiles, three of a head
         ((5, 16, 300, 128), 300, False),  # too few tiles
         ((10, 16, 200, 128), 300, False),  # few rows
-        ((10, 16, 380, 64), 380, False),  # as fast without
-        ((12, 16, 380, 64), 380, True),
+        ((8, 16, 500, 64), 500, False),  # as fast without
+        ((9, 16, 500, 64), 500, True),
     ],
 )
 def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
@@ -767,23 +766,19 @@ def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
     ("shape", "keys", "options", "tile"),
     [
         ((8, 24, 197, 128), 197, {}, "d128_turns"),
-        ((8, 20, 128, 104), 256, {}, "d128_turns"),
+        ((8, 20, 129, 104), 256, {}, "d128_turns"),
         ((8, 24, 197, 96), 197, {}, "d96_turns"),
-        ((16, 12, 256, 64), 256, {}, "d64_turns"),
-        ((16, 12, 256, 64), 256, {"deterministic": True}, "d64_turns"),
-        ((16, 12, 256, 64), 256, {"causal": True}, "d64_turns"),
+        ((16, 12, 400, 64), 256, {}, "d64_turns"),
+        ((16, 12, 400, 64), 256, {"deterministic": True}, "d64_turns"),
         ((12, 16, 256, 128), 256, {"causal": True}, "d128_causal_turns"),
-        ((16, 12, 256, 32), 256, {}, "d32"),
         ((8, 24, 197, 128), 257, {}, "d128"),  # three tiles
         ((8, 24, 197, 128), 128, {}, "d128_one"),
         ((2, 16, 1024, 72), 120, {"deterministic": True}, "d96_one"),
         ((2, 10, 4096, 64), 77, {}, "d64_one"),  # whose rows CTAs share out
-        ((128, 12, 100, 32), 100, {"causal": True}, "d32_one"),
         ((64, 12, 50, 64), 50, {}, "d64_short_one"),
         ((1024, 4, 49, 32), 49, {}, "d32_short_one"),
         ((64, 12, 256, 64), 100, {"causal": True}, "d64"),  # some rows see nothing
-        ((2, 12, 256, 64), 256, {}, "d64"),  # few heads
-        ((8, 24, 20, 128), 256, {}, "d128_turns"),
+        ((2, 12, 400, 64), 256, {}, "d64"),  # few heads
         ((8, 24, 600, 128), 256, {}, "d128"),  # many
         ((8, 8, 448, 128), 4096, {}, "d128_stays"),
         ((8, 8, 448, 128), 4096, {"deterministic": True}, "d128"),
@@ -802,6 +797,47 @@ def test_tiles_of_hopper_that_end_in_turns_or_stay(
     assert main.endswith(f"_{tile}")
     sums = [name for name in plan.kernels if "_dq_" in name]
     assert len(sums) == (not tile.endswith(("_turns", "_one")))
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "options", "tile", "shares"),
+    [
+        ((8, 16, 114, 64), 512, {}, "d64_rows", 1),
+        ((8, 16, 114, 64), 512, {"deterministic": True, "causal": True}, "d64_rows", 1),
+        ((4, 12, 128, 40), 2048, {}, "d64_rows", 2),
+        ((1, 20, 200, 64), 1500, {}, "d64_rows_two", 6),
+        ((12, 8, 384, 64), 384, {}, "d64_rows_three", 1),
+        ((8, 8, 100, 32), 950, {}, "d32_rows", 2),
+        ((16, 12, 256, 32), 256, {}, "d32_rows_two", 1),
+        ((8, 8, 512, 32), 1200, {}, "d32_rows_four", 2),
+        ((2, 8, 100, 80), 3000, {}, "d96_rows", 8),
+        ((2, 8, 128, 104), 4096, {}, "d128_rows", 8),
+    ],
+)
+def test_ctas_of_hopper_that_have_all_query_rows_of_a_head(
+    shape: tuple[int, ...], keys: int, options: dict[str, Any], tile: str, shares: int
+) -> None:
+    """They make the terms of the rows themselves, and a launch comes behind where several CTAs
+    share out the keys of a head.
+    """
+    given = {"deterministic": False, "causal": False} | options
+    plan = hopper_plan(shape, shape[1], keys=keys, **given)
+    main, *behind = plan.kernels
+    assert main.endswith(f"_{tile}")
+    assert len(behind) == (shares > 1)
+    assert plan.to_dict()["tile"]["tiles"] == shape[0] * shape[1] * shares
+
+
+def test_few_rows_with_other_options_have_tiles_of_keys() -> None:
+    few = ((8, 16, 114, 64), 16), {"deterministic": False, "causal": False, "keys": 512}
+    for shape, heads_kv, options in (
+        ((8, 16, 114, 64), 8, {}),  # query heads share a head of k
+        ((8, 16, 385, 64), 16, {}),
+        ((8, 16, 129, 96), 16, {}),
+        ((8, 16, 100, 192), 16, {}),
+    ):
+        plan = hopper_plan(shape, heads_kv, **few[1] | options)
+        assert not any(kernel.endswith("_rows") for kernel in plan.kernels), shape
 
 
 def test_every_kernel_that_hopper_plans_for_gradients_was_built() -> None:

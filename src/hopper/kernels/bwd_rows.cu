@@ -1,0 +1,19 @@
+// images: bwd_rows_f16 bwd_rows_bf16
+// The backward kernels for few query rows. rows_config.cuh has their tiles.
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "hopper/rows_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::hopper;
+
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_rows), rows_bwd, RowsBackwardD32<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_rows_two), rows_bwd, RowsBackwardD32Two<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_rows_four), rows_bwd, RowsBackwardD32Four<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows), rows_bwd, RowsBackwardD64<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_two), rows_bwd, RowsBackwardD64Two<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_three), rows_bwd,
+                 RowsBackwardD64Three<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96_rows), rows_bwd, RowsBackwardD96<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_rows), rows_bwd, RowsBackwardD128<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, rows), (BACKWARD_DQ_THREADS), add_dq_shares<DTYPE>)

@@ -1,0 +1,201 @@
+#include "hopper/plan_backward_rows.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
+#include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
+#include "hopper/backward_params.h"
+#include "hopper/plan_backward_order.h"
+#include "hopper/rows_config.cuh"
+
+namespace archflash::hopper {
+
+const Description& describe();
+
+namespace {
+
+template <class C>
+constexpr RowsTile rows_tile(const char* name) {
+  RowsTile tile{};
+  tile.name = name;
+  tile.head_dim = C::HEAD_DIM, tile.head_dim_v = C::HEAD_DIM_V;
+  tile.gradients = DQ | DK | DV;
+  tile.rows = C::BLOCK;
+  tile.threads = C::THREADS;
+  tile.shared_bytes = C::SHARED_BYTES;
+  tile.round_rows = C::MOST_ROWS;
+  tile.sums_step = C::HEAD_DIM;
+  tile.q_box = tile.dout_box = core::box<typename C::QTile>(1);
+  tile.k_box = tile.v_box = core::box<typename C::KTile>(1);
+  tile.writes_dq = true;
+  tile.most_rows = C::MOST_ROWS;
+  tile.block = C::BLOCK;
+  tile.row_tiles = C::ROW_TILES;
+  tile.packed = C::PACKED;
+  return tile;
+}
+
+// The tiles of the smallest head dimensions and of the fewest rows come first.
+constexpr RowsTile TILES[] = {
+    rows_tile<RowsBackwardD32<DType::F16>>("d32_rows"),
+    rows_tile<RowsBackwardD32Two<DType::F16>>("d32_rows_two"),
+    rows_tile<RowsBackwardD32Four<DType::F16>>("d32_rows_four"),
+    rows_tile<RowsBackwardD64<DType::F16>>("d64_rows"),
+    rows_tile<RowsBackwardD64Two<DType::F16>>("d64_rows_two"),
+    rows_tile<RowsBackwardD64Three<DType::F16>>("d64_rows_three"),
+    rows_tile<RowsBackwardD96<DType::F16>>("d96_rows"),
+    rows_tile<RowsBackwardD128<DType::F16>>("d128_rows"),
+};
+
+// How many CTAs share out the keys of a head, and blocks of each.
+struct KeyShares {
+  int64_t shares, blocks;
+};
+
+// Finds those with which a call takes the least time by a model of the makespan, in steps of a
+// block: what a CTA's start and end take, and the launch behind, and how much of the shares is
+// written and read meanwhile. Measured on an H200 (docs/lab/hopper.md).
+KeyShares share_keys(const Problem& call, const RowsTile& tile, const Device& device) {
+  constexpr int64_t START_STEPS = 4, LAUNCH_STEPS = 3, BYTES_OF_STEP = int64_t{8} << 20;
+  constexpr int64_t MOST_WAVES = 4;
+  const int64_t heads = call.batch * call.heads_q;
+  const int64_t blocks = core::ceil_div(call.nk, tile.block);
+  KeyShares best{1, blocks};
+  if (call.varlen) return best;
+  int64_t best_time = 0;
+  for (int64_t wanted = 1; wanted <= blocks; ++wanted) {
+    const int64_t of_share = core::ceil_div(blocks, wanted);
+    const int64_t shares = core::ceil_div(blocks, of_share);
+    if (shares != wanted) continue;
+    if (shares > 1 && heads * shares > MOST_WAVES * device.sm_count) break;
+    const int64_t rounds = core::ceil_div(heads * shares, int64_t{device.sm_count});
+    int64_t time = rounds * (START_STEPS + of_share * tile.row_tiles);
+    if (shares > 1) {
+      const int64_t bytes = 2 * heads * shares * call.nq * call.d * int64_t{sizeof(float)};
+      time += LAUNCH_STEPS + bytes / BYTES_OF_STEP;
+    }
+    if (shares == 1 || time < best_time) best = {shares, of_share}, best_time = time;
+  }
+  return best;
+}
+
+// Makes the CTAs write shares of dQ, and adds the launch that adds them up.
+void share_dq(LaunchPlan& plan, Launch& main, const BackwardProblem& problem, int64_t shares) {
+  using Sums = SharedGradientsParams;
+  const Problem& call = problem.call;
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t head = call.nq * call.d;
+  const int64_t start =
+      workspace.add(call.batch * call.heads_q * shares * head * int64_t{sizeof(float)});
+  plan.workspace_bytes = workspace.bytes();
+  Sums sums;
+  std::memset(static_cast<void*>(&sums), 0, sizeof sums);  // equal plans are equal bytes
+  BackwardParams params;
+  std::memcpy(static_cast<void*>(&params), main.params.data(), sizeof params);
+  sums.dk = params.dq;
+  params.dq = {nullptr, call.heads_q * shares * head, head, call.d, DType::F32, 0};
+  std::memcpy(main.params.data(), static_cast<const void*>(&params), sizeof params);
+  for (PointerSlot& slot : main.pointers) {
+    if (slot.operand == Operand::DQ) slot.operand = Operand::Workspace, slot.addend = start;
+  }
+  Launch last = plan.launches.front();
+  last.kernel = std::string("hopper_backward_dq_") + core::dtype_word(call.dtype) + "_rows";
+  last.image = main.image;
+  last.pointers.clear();
+  add_pointer(last, Operand::DQ, offsetof(Sums, dk) + offsetof(GradientParams, gmem));
+  add_pointer(last, Operand::Workspace, offsetof(Sums, dk_shares_gmem), start);
+  sums.shares = static_cast<int32_t>(shares);
+  sums.heads_kv = static_cast<int32_t>(call.heads_q);
+  sums.nk = static_cast<int32_t>(call.nq);
+  sums.d_chunks = sums.chunks = static_cast<int32_t>(call.d / 8);
+  sums.all_chunks = call.batch * call.heads_q * call.nq * sums.chunks;
+  last.params = core::bytes(sums);
+  last.grid = {core::ceil_div(sums.all_chunks, BACKWARD_DQ_THREADS), 1, 1};
+  last.block = {BACKWARD_DQ_THREADS, 1, 1};
+  plan.launches.insert(plan.launches.end() - (problem.dsinks ? 1 : 0), std::move(last));
+}
+
+}  // namespace
+
+const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& device) {
+  const Problem& call = problem.call;
+  if (call.softcap != 0 || call.dropout_p != 0 || call.block_mask) return nullptr;
+  if (call.heads_q != call.heads_kv || call.nq == 0 || call.nk == 0) return nullptr;
+  // The keys of a packed sequence are not shared out, and so must not keep one CTA busy for long.
+  constexpr int64_t KEYS_OF_FEW = 512, KEYS_OF_MANY = 2048;
+  constexpr int64_t ONE_TILE = 128, HALF_TILE = 64;
+  int64_t rows = call.nq;
+  if (call.varlen) {
+    if (is_windowed(call) && !core::is_triangle(call)) return nullptr;
+    if (call.max_seqlen_q == UNKNOWN || call.max_seqlen_k == UNKNOWN) return nullptr;
+    rows = call.max_seqlen_q;
+    const bool many = call.batch * call.heads_q >= device.sm_count;
+    if (call.max_seqlen_k > (many ? KEYS_OF_MANY : KEYS_OF_FEW)) return nullptr;
+  } else if (!is_plain_or_causal(call)) {
+    return nullptr;
+  }
+  for (const RowsTile& tile : TILES) {
+    if (call.d > tile.head_dim || call.dv > tile.head_dim_v || rows > tile.most_rows) continue;
+    if (call.varlen) return tile.packed ? &tile : nullptr;
+    // Of keys that are one tile, the other kernels were faster with half of its rows, and with more
+    // than 96 columns, and write dQ of many rows themselves.
+    const bool is_one = call.nk <= ONE_TILE;
+    const bool halves = std::max(call.nq, call.nk) <= HALF_TILE;
+    if (is_one && (halves || rows > ONE_TILE || tile.head_dim > 96)) return nullptr;
+    return &tile;
+  }
+  return nullptr;
+}
+
+PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const Device& device) {
+  BackwardProblem problem = asked;
+  problem.deterministic = false;  // the order of sums is fixed
+  const Problem& call = problem.call;
+  Reasons reasons = core::refuse_rounds(problem, "hopper");
+  const core::BackwardTile main_tile = tile;
+  PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
+  if (const auto* more = std::get_if<Reasons>(&result))
+    reasons.insert(reasons.end(), more->begin(), more->end());
+  if (!reasons.empty()) return reasons;
+  if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
+  const KeyShares shares = share_keys(call, tile, device);
+  result = core::complete_rounds<BackwardKernelParams>(
+      std::get<LaunchPlan>(std::move(result)), problem, tile, "hopper",
+      [&](BackwardKernelParams& params) {
+        params.shares = static_cast<int32_t>(shares.shares);
+        params.tiles = static_cast<int32_t>(call.batch * call.heads_q * shares.shares);
+        params.share_rows = static_cast<int32_t>(shares.blocks * tile.block);
+      },
+      1);
+  if (auto* plan = std::get_if<LaunchPlan>(&result)) {
+    const int64_t works = call.batch * call.heads_q * shares.shares;
+    // Else the CTAs make the terms of their rows themselves. The launch that makes them also clears
+    // rows of packed tensors that belong to no sequence.
+    const bool keeps_terms = call.varlen || problem.dsinks || problem.kept_terms > 0;
+    for (Launch& launch : plan->launches) {
+      launch.uses_pdl = !launch.kernel.starts_with("hopper_backward_sinks_");
+      if (!launch.kernel.starts_with("hopper_attention_bwd_")) continue;
+      launch.image = std::string("hopper/bwd_rows_") + core::dtype_word(call.dtype);
+      launch.grid[0] = std::min<int64_t>(works, device.sm_count);
+      if (keeps_terms) continue;
+      std::erase_if(launch.pointers, [](const PointerSlot& slot) {
+        return slot.offset == static_cast<int32_t>(offsetof(BackwardParams, terms_gmem));
+      });
+    }
+    plan->tile.tiles = works;
+    if (shares.shares > 1) share_dq(*plan, plan->launches[1], problem, shares.shares);
+    if (!keeps_terms) plan->launches.erase(plan->launches.begin());
+  }
+  return result;
+}
+
+}  // namespace archflash::hopper

@@ -1,0 +1,24 @@
+// The plan of gradients where a head has few query rows (rows_bwd.cuh). Pure host code.
+#pragma once
+
+#include <cstdint>
+
+#include "common/planning/backward_rounds.h"
+
+namespace archflash::hopper {
+
+// A kernel whose CTAs have all query rows of a head.
+struct RowsTile : core::RoundsTile {
+  int64_t most_rows;
+  int64_t block;      // keys at a time
+  int64_t row_tiles;  // steps of a block
+  bool packed;        // it serves packed sequences
+};
+
+// The tile for a call, or null: then CTAs own keys.
+const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& device);
+
+// The plan with such a tile, or the reasons why not.
+PlanResult plan_rows(const BackwardProblem& problem, const RowsTile& tile, const Device& device);
+
+}  // namespace archflash::hopper
