@@ -25,93 +25,9 @@ constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
 // slower on an H200, and 16 (docs/lab/ampere.md).
 constexpr double UNEQUAL_TURNS_FROM = 8;
 
-Reasons why_not_backward(const BackwardProblem& problem, const Description& description,
-                         bool takes_masks) {
-  Reasons reasons = why_not(problem.call, description);
-  if (writes_f32(problem.call)) {
-    reasons.push_back("gradients of out_dtype float32: " + description.name +
-                      " reads outputs of the inputs' type; leave out_dtype out" + USE_TORCH);
-  }
-  if (problem.call.slopes_need_grad) {
-    reasons.push_back("the gradient of alibi_slopes: " + description.name +
-                      " computes none; detach alibi_slopes" + USE_TORCH);
-  }
-  if (problem.call.dropout_p != 0 && !takes_masks) {
-    reasons.push_back("dropout_p in a call whose gradients are needed: " + description.name +
-                      " computes gradients without dropout only; drop dropout_p" + USE_TORCH);
-  }
-  if (problem.call.key_indices > 0) {
-    reasons.push_back("key_indices in a call whose gradients are needed: " + description.name +
-                      " reads masks there; pass attn_mask=masks.from_key_indices(...)" + USE_TORCH);
-  }
-  for (const auto& [name, given] : masks_of(problem.call)) {
-    if (!given || takes_masks) continue;
-    reasons.push_back(std::string(name) +
-                      " in a call whose gradients are needed: " + description.name +
-                      " computes gradients without masks as data only; drop " + name + USE_TORCH);
-  }
-  const auto check = [&](const char* name, const BackwardTensor& tensor, bool gradient) {
-    add_layout_reasons(description.name, name, tensor.strides, tensor.column == 1, tensor.align,
-                       tensor.dtype, reasons);
-    if (gradient && tensor.dtype != problem.call.dtype && tensor.dtype != DType::F32) {
-      reasons.push_back(std::string(name) + " has dtype " + dtype_name(tensor.dtype) + ": " +
-                        description.name + " writes " + dtype_name(problem.call.dtype) +
-                        " or float32; pass one of them" + USE_TORCH);
-    }
-  };
-  check("dout", problem.dout, false);
-  check("dq", problem.dq, true);
-  if (problem.call.nk > 0) check("dk", problem.dk, true), check("dv", problem.dv, true);
-  return reasons;
-}
-
 GradientParams gradient_params(const BackwardTensor& tensor, bool accumulate) {
   return {nullptr,   tensor.strides.batch, tensor.strides.head, tensor.strides.row, tensor.dtype,
           accumulate};
-}
-
-BackwardParams backward_params(const BackwardProblem& problem, const DqSums& sums) {
-  BackwardParams params;
-  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
-  params.attention = attention_params(problem.call);
-  params.dout_batch = problem.dout.strides.batch, params.dout_head = problem.dout.strides.head,
-  params.dout_row = problem.dout.strides.row;
-  params.dq = gradient_params(problem.dq, problem.accumulate);
-  params.dk = gradient_params(problem.dk, problem.accumulate);
-  params.dv = gradient_params(problem.dv, problem.accumulate);
-  params.scale = static_cast<float>(problem.call.scale);
-  params.head_shares = 1;
-  params.dq_sums.blocks = sums.blocks;
-  params.dq_sums.block_rows = sums.block_rows;
-  params.dq_sums.columns = sums.columns;
-  return params;
-}
-
-// Where the parts of the workspace start, in bytes.
-struct WorkspaceParts {
-  int64_t turns = -1;  // none
-  int64_t sums = 0, terms = 0;
-};
-
-std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const DqSums& sums,
-                                           const WorkspaceParts& parts) {
-  using P = BackwardParams;
-  std::vector<PointerSlot> slots = pointers(problem.call);
-  const auto add = [&](Operand operand, size_t offset, int64_t addend = 0) {
-    slots.push_back({operand, static_cast<int32_t>(offset), addend});
-  };
-  add(Operand::DOut, offsetof(P, dout_gmem));
-  if (problem.dlse) add(Operand::DLse, offsetof(P, dlse_gmem));
-  add(Operand::Workspace, offsetof(P, terms_gmem), parts.terms);
-  if (sums.blocks > 0)
-    add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, gmem), parts.sums);
-  if (parts.turns >= 0)
-    add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, turns_gmem), parts.turns);
-  add(Operand::DQ, offsetof(P, dq) + offsetof(GradientParams, gmem));
-  add(Operand::DK, offsetof(P, dk) + offsetof(GradientParams, gmem));
-  add(Operand::DV, offsetof(P, dv) + offsetof(GradientParams, gmem));
-  if (problem.dsinks) add(Operand::DSinks, offsetof(P, dsinks_gmem));
-  return slots;
 }
 
 MaskedBackwardParams masked_params(const BackwardProblem& problem, const BackwardParams& call,
@@ -211,6 +127,84 @@ bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const
 }
 
 }  // namespace
+
+Reasons why_not_backward(const BackwardProblem& problem, const Description& description,
+                         bool takes_masks, bool takes_lists) {
+  Reasons reasons = why_not(problem.call, description);
+  if (writes_f32(problem.call)) {
+    reasons.push_back("gradients of out_dtype float32: " + description.name +
+                      " reads outputs of the inputs' type; leave out_dtype out" + USE_TORCH);
+  }
+  if (problem.call.slopes_need_grad) {
+    reasons.push_back("the gradient of alibi_slopes: " + description.name +
+                      " computes none; detach alibi_slopes" + USE_TORCH);
+  }
+  if (problem.call.dropout_p != 0 && !takes_masks) {
+    reasons.push_back("dropout_p in a call whose gradients are needed: " + description.name +
+                      " computes gradients without dropout only; drop dropout_p" + USE_TORCH);
+  }
+  if (problem.call.key_indices > 0 && !takes_lists) {
+    reasons.push_back("key_indices in a call whose gradients are needed: " + description.name +
+                      " reads masks there; pass attn_mask=masks.from_key_indices(...)" + USE_TORCH);
+  }
+  for (const auto& [name, given] : masks_of(problem.call)) {
+    if (!given || takes_masks) continue;
+    reasons.push_back(std::string(name) +
+                      " in a call whose gradients are needed: " + description.name +
+                      " computes gradients without masks as data only; drop " + name + USE_TORCH);
+  }
+  const auto check = [&](const char* name, const BackwardTensor& tensor, bool gradient) {
+    add_layout_reasons(description.name, name, tensor.strides, tensor.column == 1, tensor.align,
+                       tensor.dtype, reasons);
+    if (gradient && tensor.dtype != problem.call.dtype && tensor.dtype != DType::F32) {
+      reasons.push_back(std::string(name) + " has dtype " + dtype_name(tensor.dtype) + ": " +
+                        description.name + " writes " + dtype_name(problem.call.dtype) +
+                        " or float32; pass one of them" + USE_TORCH);
+    }
+  };
+  check("dout", problem.dout, false);
+  check("dq", problem.dq, true);
+  if (problem.call.nk > 0) check("dk", problem.dk, true), check("dv", problem.dv, true);
+  return reasons;
+}
+
+BackwardParams backward_params(const BackwardProblem& problem, const DqSums& sums) {
+  BackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  params.attention = attention_params(problem.call);
+  params.dout_batch = problem.dout.strides.batch, params.dout_head = problem.dout.strides.head,
+  params.dout_row = problem.dout.strides.row;
+  params.dq = gradient_params(problem.dq, problem.accumulate);
+  params.dk = gradient_params(problem.dk, problem.accumulate);
+  params.dv = gradient_params(problem.dv, problem.accumulate);
+  params.scale = static_cast<float>(problem.call.scale);
+  params.head_shares = 1;
+  params.dq_sums.blocks = sums.blocks;
+  params.dq_sums.block_rows = sums.block_rows;
+  params.dq_sums.columns = sums.columns;
+  return params;
+}
+
+std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const DqSums& sums,
+                                           const WorkspaceParts& parts) {
+  using P = BackwardParams;
+  std::vector<PointerSlot> slots = pointers(problem.call);
+  const auto add = [&](Operand operand, size_t offset, int64_t addend = 0) {
+    slots.push_back({operand, static_cast<int32_t>(offset), addend});
+  };
+  add(Operand::DOut, offsetof(P, dout_gmem));
+  if (problem.dlse) add(Operand::DLse, offsetof(P, dlse_gmem));
+  add(Operand::Workspace, offsetof(P, terms_gmem), parts.terms);
+  if (sums.blocks > 0)
+    add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, gmem), parts.sums);
+  if (parts.turns >= 0)
+    add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, turns_gmem), parts.turns);
+  add(Operand::DQ, offsetof(P, dq) + offsetof(GradientParams, gmem));
+  add(Operand::DK, offsetof(P, dk) + offsetof(GradientParams, gmem));
+  add(Operand::DV, offsetof(P, dv) + offsetof(GradientParams, gmem));
+  if (problem.dsinks) add(Operand::DSinks, offsetof(P, dsinks_gmem));
+  return slots;
+}
 
 DroppedHeads dropped_heads(const BackwardProblem& problem) {
   const bool part = problem.heads_of_sequence > 0;

@@ -1,8 +1,10 @@
 // What all folders with a backward pass plan alike. Pure host code.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "common/backward_params.h"
 #include "common/dropped_heads.h"
@@ -47,6 +49,21 @@ struct MaskedBackwardTiles {
 };
 
 constexpr int64_t ROW_TERMS_BYTES = 8;  // of the workspace for each query row: two floats
+
+// Why a folder computes no gradients of a call, whichever kernels it has.
+Reasons why_not_backward(const BackwardProblem& problem, const Description& description,
+                         bool takes_masks, bool takes_lists = false);
+
+// Where the parts of the workspace start, in bytes.
+struct WorkspaceParts {
+  int64_t turns = -1;  // none
+  int64_t sums = 0, terms = 0;
+};
+
+// What every kernel of the backward pass is told of a call, and the addresses in it.
+BackwardParams backward_params(const BackwardProblem& problem, const DqSums& sums);
+std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const DqSums& sums,
+                                           const WorkspaceParts& parts);
 
 // By which numbers of heads a call, or a part of one, draws what is dropped.
 DroppedHeads dropped_heads(const BackwardProblem& problem);
