@@ -1,10 +1,11 @@
 """Measures attention to listed rows (key_indices), over latent caches, packed rows and K and V as
 they are given: our kernels beside PyTorch, which gathers the rows first.
 
-    python -m bench.sparse [--only REGEX] [--rounds N] [--output FOLDER]
+    python -m bench.sparse [--only REGEX] [--rounds N] [--output FOLDER] [--gradients]
 
 The rows go to sparse-<gpu>.csv: b lists of nk rows, whose bytes are those that gbps counts, for nq
-queries of hq heads each. Tables of blocks are cases of bench.masks. Exit status: 0 when all is
+queries of hq heads each. Tables of blocks are cases of bench.masks. With --gradients both passes
+are timed, from the lists and with their mask, and printed only. Exit status: 0 when all is
 measured, 1 when a result was wrong, 2 when nothing can be measured.
 """
 
@@ -175,9 +176,64 @@ CASES = (
 )
 
 
+# Heads of q and of k, query rows and keys, lists (of one row or of 64), entries, d, dv.
+GRADIENTS = (
+    (32, 8, 8192, 128, 2048, 128, 128), (16, 16, 4096, 64, 2048, 128, 128),
+    (128, 1, 4096, 4096, 2048, 192, 128), (128, 1, 4096, 4096, 2048, 128, 128),
+    (64, 1, 4096, 4096, 2048, 128, 128), (64, 1, 4096, 4096, 2048, 64, 64),
+    (16, 1, 4096, 4096, 2048, 128, 128), (16, 16, 4096, 4096, 128, 128, 128),
+)  # fmt: skip
+
+
+def differentiate(rounds: int) -> bool:
+    """Prints the times of GRADIENTS. Whether the two ways agree."""
+    import torch
+
+    import archflash
+    from archflash import _key_lists
+
+    right = True
+    for heads, heads_kv, rows, count, n, d, dv in GRADIENTS:
+        sizes = ((heads, d), (heads_kv, d), (heads_kv, dv), (heads, dv))
+        *leaves, dout = (
+            torch.randn(1, h, rows, dim, device="cuda", dtype=torch.bfloat16) for h, dim in sizes
+        )
+        of_heads = 1 if count == rows else heads_kv
+        lists = torch.rand(of_heads, count, rows, device="cuda").topk(n).indices.int()[None]
+        leaves = [x.requires_grad_() for x in leaves]
+
+        def both(masked: bool, given: tuple[Any, ...] = (leaves, lists, dout)) -> Any:
+            leaves, lists, dout = given
+            call = {"key_indices": lists}
+            if masked:
+                call = {"attn_mask": _key_lists.as_mask(lists, None, leaves[0], leaves[1], "bhnd")}
+            out = archflash.attention(*leaves, **call)
+            return torch.autograd.grad(out, leaves, dout)
+
+        by_lists, by_mask = both(False), both(True)
+        off = max(
+            float((x - y).abs().max() / y.abs().max())
+            for x, y in zip(by_lists, by_mask, strict=True)
+        )
+        right = right and off < 2**-6
+        timed = {"lists": Calls(lambda: both(False)), "mask": Calls(lambda: both(True))}
+        warm_up(timed, 0.1)
+        us = {name: percentile(of, 0.5) for name, of in round_robin(timed, rounds).items()}
+        print(
+            f"{heads}/{heads_kv} heads, {rows} rows and keys, {count} lists of {n}, d {d}/{dv}, "
+            f"us: lists {us['lists']:.0f}, mask {us['mask']:.0f}; they differ by {off:.1e}",
+            flush=True,
+        )
+        del timed, by_lists, by_mask, leaves, lists, dout
+        torch.cuda.empty_cache()
+    return right
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see the top of this file."""
-    options = short_parser("bench.sparse", __doc__).parse_args(argv)
+    parser = short_parser("bench.sparse", __doc__)
+    parser.add_argument("--gradients", action="store_true", help="time both passes")
+    options = parser.parse_args(argv)
     forms = {case.name: form for case, form in CASES}
     wanted = re.compile(options.only or "")
     cases = cases_to_run(lambda: [case for case, _ in CASES if wanted.search(case.name)])
@@ -188,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import archflash
 
+    if options.gradients:
+        return int(not differentiate(options.rounds))
     lab = CudaLab()
     facts, path = open_results(lab, options.output, "sparse-")
     wrong = False

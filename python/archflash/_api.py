@@ -108,8 +108,8 @@ def attention(
             list names, of those that causal and window allow; entries other than 0 to nk - 1, such
             as -1, name none, and nothing is read for them. A key that is named twice counts twice:
             ARCHFLASH_CHECK=1 refuses that. Not with masks as data, dropout_p, cu_seqlens, float8
-            inputs and batch_invariant. Gradients are computed with the mask that
-            `archflash.masks.from_key_indices` makes.
+            inputs and batch_invariant. Gradients come from the lists where a kernel reads them and
+            is faster, else from the mask that `archflash.masks.from_key_indices` makes.
         topk_lengths: int32, shaped as key_indices without its last dimension, or 1 for any: how
             many entries of each list count; what lies behind them is never read. Default: all.
         dropout_p: the probability that a weight is dropped, at least 0 and less than 1; the other
@@ -202,27 +202,26 @@ def attention(
         q, k, v, attn_mask = _autocast.inputs(q, k, v, attn_mask, out)
     if _dropout.wants_state(dropout_p, rng_state):
         rng_state = _dropout.dropout_state(q.device)
-    if key_indices is not None:
-        if _key_lists.ALWAYS_CHECK and is_eager():
+    if key_indices is not None and is_eager():
+        if _key_lists.ALWAYS_CHECK:
             make_problem(
                 q, k, v, key_indices=key_indices, topk_lengths=topk_lengths, layout=layout
             )  # refuses wrong shapes
             nk = k.shape[2 if layout == "bhnd" else 1]
             _key_lists.check(key_indices, topk_lengths, nk)
         if _key_lists.needs_gradients(q, k, v, sinks):
-            if is_eager():
-                make_problem(
-                    q, k, v, key_indices=key_indices, topk_lengths=topk_lengths, layout=layout,
-                    attn_mask=attn_mask, alibi_slopes=alibi_slopes, key_ranges=key_ranges,
-                    block_mask=block_mask, dropout_p=dropout_p, rng_state=rng_state,
-                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-                )  # fmt: skip
-            _key_lists.refuse_beside(
+            problem = make_problem(
+                q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
+                q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
                 attn_mask=attn_mask, alibi_slopes=alibi_slopes, key_ranges=key_ranges,
-                block_mask=block_mask, dropout_p=dropout_p or None, cu_seqlens_q=cu_seqlens_q,
+                block_mask=block_mask, key_indices=key_indices, topk_lengths=topk_lengths,
+                dropout_p=dropout_p, rng_state=rng_state, layout=layout,
             )  # fmt: skip
-            attn_mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
-            key_indices = topk_lengths = None
+            name = _forced() if implementation is None else implementation
+            here, obstacle = _dispatch.device_of(problem, q.device.index)
+            if not _gradients.reads_lists(problem, here, name, obstacle):
+                attn_mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
+                key_indices = topk_lengths = None
     # In the order of the table of options, src/common/options.inc.
     values = (
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
@@ -289,13 +288,24 @@ def explain(
         options["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)
     if options.get("key_indices") is not None and not _options.has_cache(options):
         make_problem(q, k, v, **options)  # refuses wrong lists
-        if backward or _key_lists.needs_gradients(q, k, v, options.get("sinks")):
-            options = _key_lists.explained_as_mask(q, k, options)
     problem = make_problem(q, k, v, **options)
     name = _forced() if implementation is None else implementation
     decide = _dispatch.select
     if backward:
         decide = _gradients.decider(q, k, v, _options.named(option_values(q, k, options)))
+    elif problem.key_indices and problem.needs_grad and not problem.kv_cache:
+
+        def decide(
+            problem: _native.Problem,
+            device: _native.Device | None,
+            name: str | None = None,
+            obstacle: str | None = None,
+        ) -> _dispatch.Decision:
+            if not _gradients.reads_lists(problem, device, name, obstacle):
+                masked = make_problem(q, k, v, **_key_lists.explained_as_mask(q, k, options))
+                problem = masked.as_if_on_cuda() if problem.on_cuda else masked
+            return _dispatch.select(problem, device, name, obstacle)
+
     if device is None:
         if q.device.type == "meta":
             raise ValueError("q is on the meta device: name the GPU to explain for with device=")

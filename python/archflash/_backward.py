@@ -42,6 +42,8 @@ def attention_backward(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: Tensor | None = None,
+    key_indices: Tensor | None = None,
+    topk_lengths: Tensor | None = None,
     dropout_p: float | None = None,
     rng_state: Tensor | None = None,
     mask_gradient: bool = False,
@@ -108,8 +110,8 @@ def attention_backward(
     # In the order of the table of options, src/common/options.inc.
     values = (
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, None, None, dropout_p,
-        rng_state, None, None, None, None, None, None, False, layout, None, False,
+        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, key_indices, topk_lengths,
+        dropout_p, rng_state, None, None, None, None, None, None, False, layout, None, False,
     )  # fmt: skip
     if is_eager():
         name = _dispatch.forced() if implementation is None else implementation

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,16 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _autocast, _dispatch, _options, _proofs, _registry, _strides, _torch
+from archflash import (
+    _autocast,
+    _dispatch,
+    _key_lists,
+    _options,
+    _proofs,
+    _registry,
+    _strides,
+    _torch,
+)
 from archflash._errors import ForcedImplementationError
 
 _NO_GRADIENTS = 0  # what the runtime is told of autograd: see enum Grad in src/runtime/call.h
@@ -91,6 +101,14 @@ class Request:
         if self.options["cu_seqlens_q"] is not None:
             return x.transpose(0, 1)[None]
         return x.transpose(1, 2) if self.options["layout"] == "bnhd" else x
+
+    def with_mask_of_lists(self) -> Request:
+        """The same call with an attn_mask in the place of key_indices."""
+        options = dict(self.options)
+        lists, lengths = options["key_indices"], options["topk_lengths"]
+        options["attn_mask"] = _key_lists.as_mask(lists, lengths, self.q, self.k, options["layout"])
+        options["key_indices"] = options["topk_lengths"] = None
+        return dataclasses.replace(self, options=options)
 
     def problem(self) -> _native.Problem:
         """The call as planning sees it. Raises what `archflash.attention` raises."""
@@ -164,9 +182,70 @@ def decider(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Decide:
     lse = q.new_empty(0, dtype=torch.float32)
     request = Request(out, q, k, v, out, lse, None, options)
     into = Gradients.like(request)
-    return lambda problem, device, name, obstacle=None: decide(
-        request, into, device, name, obstacle, wants_deterministic()
-    )
+
+    def of_call(
+        problem: _native.Problem,
+        device: _native.Device | None,
+        name: str | None,
+        obstacle: str | None = None,
+    ) -> _dispatch.Decision:
+        deterministic = wants_deterministic()
+        call, kernel = as_computed(request, into, device, name, obstacle, deterministic)
+        return decide(call, into, device, kernel, obstacle, deterministic)
+
+    return of_call
+
+
+def reads_lists(
+    problem: _native.Problem,
+    device: _native.Device | None,
+    name: str | None,
+    obstacle: str | None = None,
+) -> bool:
+    """Whether a kernel serves a call with lists of keys and computes its gradients from them. Else
+    the call has a mask from the start, also for deterministic gradients. The arguments are those
+    of `_dispatch.select`.
+    """
+    if wants_deterministic() or name == _registry.TORCH:
+        return False
+    return _has_plan(problem, device, name, obstacle)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_plan(
+    problem: _native.Problem, device: _native.Device | None, name: str | None, obstacle: str | None
+) -> bool:
+    try:
+        return _dispatch.select(problem, device, name, obstacle).plan is not None
+    except ForcedImplementationError:
+        return False
+
+
+def as_computed(
+    request: Request,
+    into: Gradients,
+    device: _native.Device | None,
+    name: str | None,
+    obstacle: str | None = None,
+    deterministic: bool = False,
+) -> tuple[Request, str | None]:
+    """The call whose gradients are computed, and the forced implementation: where no kernel reads
+    the lists of keys of a call, it is the same with a mask, and where the forced kernel, which
+    served the lists, takes no mask, another one. The arguments are those of `decide`.
+    """
+
+    def can(call: Request, kernel: str | None) -> bool:
+        try:
+            return decide(call, into, device, kernel, obstacle, deterministic).plan is not None
+        except ForcedImplementationError:
+            return False
+
+    if request.options["key_indices"] is None or can(request, name):
+        return request, name
+    masked = request.with_mask_of_lists()
+    if name is None or name == _registry.TORCH:
+        return masked, name
+    return masked, next((kernel for kernel in (name, *FOLDERS) if can(masked, kernel)), name)
 
 
 def decide(
@@ -335,6 +414,7 @@ def compute(
     by_score = into
     if into.dmask is not None and deterministic:
         by_score = into.with_dmask_of_all_scores(request)
+    request, name = as_computed(request, by_score, device, name, obstacle, deterministic)
     decision = decide(request, by_score, device, name, obstacle, deterministic)
     if decision.unproved and device is not None:
         _proofs.note(decision.unproved[0], device, decision.chosen)

@@ -1,5 +1,5 @@
 """What calls with key_indices need beside the runtime: the check of what the lists hold, and the
-same call with a mask, for whose gradients there are kernels.
+same call with a mask, which gives its gradients where no kernel reads the lists for them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def needs_gradients(*tensors: Any) -> bool:
 
 
 def explained_as_mask(q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a call with lists whose gradients are needed, as it is made: with a mask, here one
-    without values.
+    """Options of a call with lists whose gradients are computed with a mask, as it is made then:
+    here the mask has no values.
     """
     options = dict(options)
     lists = options.pop("key_indices")
@@ -78,16 +78,6 @@ def explained_as_mask(q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str
         k.shape[rows],
     )
     return options | {"attn_mask": torch.empty(shape, device=q.device)}
-
-
-def refuse_beside(**others: Any) -> None:
-    """Raises the runtime's ValueError for an option that lists of keys cannot have beside them."""
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is given with key_indices: only causal, window, softcap, sinks, scale and "
-                "q_offset may be; leave it out"
-            )
 
 
 def as_mask(

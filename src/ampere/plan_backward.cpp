@@ -12,11 +12,13 @@
 #include <vector>
 
 #include "ampere/backward_config.cuh"
+#include "ampere/list_bwd_config.cuh"
 #include "ampere/plain_config.cuh"
 #include "common/planning/backward.h"
 #include "common/planning/backward_shares.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/list_backward.h"
 #include "common/planning/masks.h"
 #include "common/planning/order.h"
 #include "common/planning/tiles.h"
@@ -46,6 +48,20 @@ constexpr core::BackwardTile TILES[] = {
     backward_tile<D256Values<DType::F16>>("d256_values"),
     backward_tile<D256Keys<DType::F16>>("d256_keys"),
     backward_tile<D256Queries<DType::F16>>("d256_queries"),
+};
+
+// Adding to dK and dV bounds those of few rows (NOTES.md).
+constexpr core::ListTile LIST_TILES[] = {
+    core::list_tile<D64Lists<DType::F16>>("d64_lists", 46),
+    core::list_tile<D64FewLists<DType::F16>>("d64_few_lists", 37),
+    core::list_tile<D128LargeLists<DType::F16>>("d128_large_lists", 105),
+    core::list_tile<D128Lists<DType::F16>>("d128_lists", 65),
+    core::list_tile<D128FewLists<DType::F16>>("d128_few_lists", 50),
+    core::list_tile<D192LargeLists<DType::F16>>("d192_large_lists", 20),
+    core::list_tile<D192Lists<DType::F16>>("d192_lists", 11),
+    core::list_tile<D192FewLists<DType::F16>>("d192_few_lists", 8),
+    core::list_tile<D256Lists<DType::F16>>("d256_lists", 17),
+    core::list_tile<D256FewLists<DType::F16>>("d256_few_lists", 13),
 };
 
 constexpr size_t BEHIND_D64_WIDE = 2;
@@ -354,6 +370,8 @@ std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Dev
 
 PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   const Problem& call = problem.call;
+  if (call.key_indices > 0)
+    return core::plan_list_backward(describe(), LIST_TILES, problem, device);
   if (call.dropout_p != 0 && !is_masked(call)) {
     if (auto plan = plan_dropout(problem, device)) return *std::move(plan);
   }

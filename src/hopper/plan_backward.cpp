@@ -11,12 +11,14 @@
 
 #include "common/planning/backward_rounds.h"
 #include "common/planning/backward_shares.h"
+#include "common/planning/list_backward.h"
 #include "common/planning/masks.h"
 #include "common/planning/order.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
 #include "hopper/backward_config.cuh"
 #include "hopper/backward_params.h"
+#include "hopper/list_bwd_config.cuh"
 #include "hopper/plan_backward_masks.h"
 #include "hopper/plan_backward_order.h"
 #include "hopper/plan_backward_rows.h"
@@ -275,6 +277,14 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
   return best != nullptr ? *best : TILES[std::size(TILES) - 1];
 }
 
+// Where fewer rows share a list, the kernels of another folder waste none.
+constexpr int FEWEST_ROWS_OF_LIST = 65;
+constexpr core::ListTile LIST_TILES[] = {
+    core::list_tile<D64Lists<DType::F16>>("d64_lists", 70, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D128Lists<DType::F16>>("d128_lists", 81, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D192Lists<DType::F16>>("d192_lists", 15, FEWEST_ROWS_OF_LIST),
+};
+
 // From so many chains on several CTAs write dQ of a round. With three or four that was 5 to 20%
 // slower (docs/lab/hopper.md).
 constexpr int64_t MANY_CHAINS = 6;
@@ -321,6 +331,8 @@ void add_dropout(LaunchPlan& plan, const BackwardProblem& problem) {
 PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   BackwardProblem problem = asked;
   const Problem& call = problem.call;
+  if (call.key_indices > 0)
+    return core::plan_list_backward(describe(), LIST_TILES, problem, device);
   const bool adds = adds_elements(problem), table = lists_rounds(problem);
   if (!adds && !table) {
     if (const RowsTile* rows = rows_tile_for(problem, device))

@@ -320,7 +320,7 @@ std::optional<Written> compute(const GradientCall& given) {
     const BackwardProblem asked = asked_of(key, inputs, targets, axes, decision);
     const PlanBy plan_by = by_kernel(asked);
     auto chosen = plan_gradients_in_order(call.device_index, given.implementation, plan_by);
-    if (!chosen) {
+    if (!chosen && p.key_indices == 0) {  // Python makes a mask of lists
       const nb::object told =
           decide_gradients()(p, call.device_index, given.implementation, nb::cpp_function(plan_by));
       if (!told.is_none()) chosen = nb::cast<std::shared_ptr<LaunchPlan>>(told);

@@ -144,6 +144,21 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
   }
 }
 
+// The plan of a folder. Where it has no kernel that reads lists of keys for gradients, another
+// folder's does so for it.
+PlanResult plan_gradients(const Backward& backward, const BackwardProblem& problem,
+                          const Device& device) {
+  PlanResult own = backward.plan(problem, device);
+  if (problem.call.key_indices == 0) return own;
+  for (const Backward& other : BACKWARDS) {
+    if (std::holds_alternative<LaunchPlan>(own)) break;
+    if (!other.plan || !has_code(other.folder, device.capability())) continue;
+    PlanResult lent = other.plan(problem, device);
+    if (std::holds_alternative<LaunchPlan>(lent)) own = std::move(lent);
+  }
+  return own;
+}
+
 // Why the gradients of a call cannot be computed, whatever tensors it makes for them.
 Reasons why_no_gradients(const Backward& backward, const Problem& call, const Device& device) {
   const int64_t row = std::max(call.d, call.dv), head = call.nq * row;
@@ -153,7 +168,7 @@ Reasons why_no_gradients(const Backward& backward, const Problem& call, const De
                              .align = 16};
   BackwardProblem problem{.call = call, .dout = dense, .dq = dense, .dk = dense, .dv = dense};
   problem.call.want_lse = true;
-  const PlanResult result = backward.plan(problem, device);
+  const PlanResult result = plan_gradients(backward, problem, device);
   const auto* reasons = std::get_if<Reasons>(&result);
   return reasons == nullptr ? Reasons{} : *reasons;
 }
@@ -254,7 +269,7 @@ PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
   const auto plan_part = [&](const BackwardProblem& part, const Device& of) {
     BackwardProblem asked = part;
     const copy::Copies copies = copy::prepare(asked);
-    PlanResult planned = backward->plan(asked, of);
+    PlanResult planned = plan_gradients(*backward, asked, of);
     complete_copies(planned, copies, part.call, asked.call, of);
     return planned;
   };

@@ -109,6 +109,17 @@ def few_keys_and_lists(dtype: torch.dtype) -> set[str]:
     return found
 
 
+def gradients_of_lists(dtype: torch.dtype) -> set[str]:
+    found = set()
+    dims = ((64, 64), (128, 128), (192, 128), (256, 256))
+    for (d, dv), heads in itertools.product(dims, (2, 64, 128)):
+        q, k, v = (empty(dtype, 1, n, 100, x) for n, x in ((heads, d), (1, d), (1, dv)))
+        for name in ("hopper", "ampere"):
+            given = {"key_indices": integers(1, 1, 100, 8), "backward": True}
+            found |= kernels(q, k, v, "H200", name, **given)
+    return found
+
+
 def caches(dtype: torch.dtype) -> set[str]:
     """Decoding, with a row to append and split keys."""
     found = set()
@@ -331,6 +342,6 @@ def all_kernels() -> set[str]:
     for dtype in BOTH:
         found |= masks_and_dropout(dtype) | more_gradients(dtype) | caches_of_many_rows(dtype)
         found |= latent_caches(dtype) | other_numbers(dtype) | in_turns(dtype)
-        found |= few_rounds(dtype)
+        found |= few_rounds(dtype) | gradients_of_lists(dtype)
         found |= every_key_seen(dtype)
     return found

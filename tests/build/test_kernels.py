@@ -261,6 +261,7 @@ INSTRUCTIONS = {
     "ampere_approximate_stats": ("LDG.E.128", "FMNMX"),
     "ampere_attention_": ("HMMA.16816.F32", *TILES),
     "ampere_backward_dq_": ("LDG.E.128", "STG.E.128"),
+    "ampere_backward_keys_": ("LDG.E.128", "STG.E.128"),
     "ampere_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
     "ampere_backward_shares_": ("LDG.E.128", "STG.E.128"),
     "ampere_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
@@ -294,6 +295,7 @@ INSTRUCTIONS = {
     "hopper_attention_fwd_f16_": ("HGMMA.64x", *WARPGROUPS),
     "hopper_attention_fwd_e4m3_": ("QGMMA.64x", *WARPGROUPS),
     "hopper_backward_dq_": ("LDG.E.128", "STG.E.128"),
+    "hopper_backward_keys_": ("LDG.E.128", "STG.E.128"),
     "hopper_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
     "hopper_backward_shares_": ("LDG.E.128", "STG.E.128"),
     "hopper_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),
@@ -391,6 +393,11 @@ def made_for(kernel: str, target: str) -> list[str]:
         expected = [name.replace("UTMALDG.4D", "LDGSTS.E.BYPASS.128") for name in expected]
     if kernel.startswith("hopper_attention_fwd_") and "_mla_packed_pair" in kernel:
         expected = [name.replace("UTMALDG.4D", "UBLKCP.S.S") for name in expected]
+    if kernel.startswith("ampere_attention_bwd_") and kernel.endswith("_lists"):
+        expected.append("RED.E.ADD.F32" if target == "sm_80" else "REDG.E.ADD.F32x4")
+    if kernel.startswith("hopper_attention_bwd_") and kernel.endswith("_lists"):
+        expected = ["HGMMA.64x", "WARPGROUP.ARRIVE", "LDGSTS.E.BYPASS.128", "STSM.16.MT88.4"]
+        expected.append("REDG.E.ADD.F32x4")
     # By warps, not by TMA.
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith(("_d192", "_d256")):
         expected = [name.replace("UBLKRED", "REDG.E.ADD.F32x4") for name in expected]

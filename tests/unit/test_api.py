@@ -56,7 +56,8 @@ SIGNATURES = {  # that of attention: test_options.py; with a cache: test_kvcache
         "cu_seqlens_k: 'Tensor | None' = None, max_seqlen_q: 'int | None' = None, "
         "max_seqlen_k: 'int | None' = None, attn_mask: 'Tensor | None' = None, "
         "alibi_slopes: 'Tensor | None' = None, key_ranges: 'Tensor | None' = None, "
-        "block_mask: 'Tensor | None' = None, dropout_p: 'float | None' = None, "
+        "block_mask: 'Tensor | None' = None, key_indices: 'Tensor | None' = None, "
+        "topk_lengths: 'Tensor | None' = None, dropout_p: 'float | None' = None, "
         "rng_state: 'Tensor | None' = None, mask_gradient: 'bool' = False, "
         "layout: 'str' = 'bhnd', implementation: 'str | None' = None) -> 'tuple[Tensor, ...]'"
     ),

@@ -151,6 +151,11 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
         batch, _, heads_kv, rows, keys = shape
         return {"key_indices": make.lists(batch, heads_kv, rows, 90, keys=keys), "causal": True}
 
+    def lists_of_blocks(make: Maker, shape: tuple[int, ...]) -> Call:
+        batch, _, heads_kv, rows, keys = shape
+        blocks = -(-rows // _native.MASK_BLOCK)
+        return {"key_indices": make.lists(batch, heads_kv, blocks, 90, keys=keys)}
+
     def approximating(name: str, others: Options = lambda make, shape: {}) -> Options:
         return lambda make, shape: others(make, shape) | {"approximate": name}
 
@@ -172,6 +177,7 @@ def options_of(dtype: str, takes: set[str]) -> Iterator[tuple[str, Options]]:
         yield "dropout", dropout
     if "key_indices" in takes and "kv_cache" in takes:  # not of latent rows alone
         yield "listed keys", lists
+        yield "keys listed for 64 rows", lists_of_blocks
 
 
 def candidate(
@@ -232,7 +238,7 @@ def backward(kernel: str, dtype: str, setup: Setup) -> Iterator[Candidate]:
     """Candidates of a backward pass."""
     takes = {*_native.describe(kernel).features}
     for dims, shape, exact in itertools.product(DIMS, SHAPES_OF_GRADIENTS, (False, True)):
-        for what, options in options_of(dtype, takes - _APPROXIMATIONS - {"key_indices"}):
+        for what, options in options_of(dtype, takes - _APPROXIMATIONS):
             batch, heads, heads_kv, rows, keys = shape
             words = [f"{dtype} d{dims[0]}/{dims[1]} {batch}x{heads}/{heads_kv} {rows}x{keys}", what]
             name = " ".join([*words, *(["deterministic"] if exact else [])])

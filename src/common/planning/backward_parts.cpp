@@ -168,6 +168,7 @@ PlanResult plan_in_parts(const BackwardProblem& problem, const Device& device,
   const Problem& call = problem.call;
   const int64_t most = most_workspace(problem);
   if (whole == nullptr || whole->workspace_bytes <= most) return planned;
+  if (call.key_indices > 0) return planned;  // what peers hold there, a mask, is larger
   if (is_little_for_packed(call, whole->workspace_bytes)) return planned;
   const Launch* main = find_launch(*whole, "_attention_bwd_");
   if (main == nullptr) return planned;

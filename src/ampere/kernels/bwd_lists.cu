@@ -1,0 +1,26 @@
+// images: bwd_lists_f16 bwd_lists_bf16
+// targets: 80:80,ptx 90:90,100,120
+// The backward kernels for lists of keys in fp16 and bf16. list_bwd_config.cuh has their tiles.
+#include "ampere/list_bwd.cuh"
+#include "ampere/list_bwd_config.cuh"
+#include "common/device/list_backward.cuh"
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_rows, lists), (BACKWARD_ROWS_THREADS),
+                device::list_rows<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_keys, lists), (LIST_SUMS_THREADS),
+                device::list_gradients<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_lists), list_bwd, D64Lists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_few_lists), list_bwd, D64FewLists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_large_lists), list_bwd, D128LargeLists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_lists), list_bwd, D128Lists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_few_lists), list_bwd, D128FewLists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_large_lists), list_bwd, D192LargeLists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_lists), list_bwd, D192Lists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_few_lists), list_bwd, D192FewLists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_lists), list_bwd, D256Lists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_few_lists), list_bwd, D256FewLists<DTYPE>)

@@ -1,0 +1,137 @@
+// What the backward kernels for lists of keys share: where a CTA's list and sums lie, the sums of
+// dK and dV, and the kernels before and behind the main one.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention_params.h"
+#include "common/device/backward_rows.cuh"
+#include "common/device/key_lists.cuh"
+#include "common/device/visible_keys.cuh"
+#include "common/list_backward_params.h"
+#include "common/ptx/global_order.cuh"
+#include "common/ptx/red_global.cuh"
+#include "common/ptx/special_registers.cuh"
+
+namespace archflash::device {
+
+// What a CTA knows; it is in shared memory.
+struct ListBackwardWork {
+  Work work;
+  VisibleKeys visible;
+  KeyList list;
+  const uint16_t *k_gmem, *v_gmem;  // the first row of the CTA's head of K
+  float *dk_gmem, *dv_gmem;         // and of its sums
+};
+
+// A lane of mma.sync adds four numbers of a row and of 16 columns: number e is of column
+// 8 (e / 2) + 2 t + e % 2 for t = lane % 4. In the sums they are neighbours, which one addition
+// takes from 9.0 on. Before, the same numbers of the four lanes are.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool ADDS_FOUR = true;
+#else
+constexpr bool ADDS_FOUR = false;
+#endif
+__device__ __forceinline__ int list_sum_place(int lane, int number = 0) {
+  return ADDS_FOUR ? lane % 4 * 4 + number : lane % 4 + 4 * number;
+}
+
+// gmem: the row's 16 columns in the sums, from list_sum_place(lane) on.
+__device__ __forceinline__ void add_four(float* gmem, float x, float y, float z, float w) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  ptx::red_add_v4_f32(gmem, x, y, z, w);
+#else
+  ptx::red_add_f32(gmem, x);
+  ptx::red_add_f32(gmem + 4, y);
+  ptx::red_add_f32(gmem + 8, z);
+  ptx::red_add_f32(gmem + 12, w);
+#endif
+}
+
+__device__ __forceinline__ ListBackwardWork
+find_list_backward_work(const ListBackwardParams& params, Work work) {
+  const AttentionParams& attention = params.call.attention;
+  const int sequence = work.batch_head / attention.heads_q;
+  const int kv_head = work.batch_head % attention.heads_q / attention.heads_per_kv;
+  work.nk = attention.nk;
+  ListBackwardWork cta;
+  cta.work = work;
+  cta.visible = find_visible_keys(attention, work);
+  const int last_row = min(work.first_row + params.packed_heads.rows(), work.nq) - 1;
+  cta.list = find_key_list(attention, params.lists, work, {0, attention.nk}, cta.visible, last_row);
+  cta.k_gmem = static_cast<const uint16_t*>(attention.k_gmem) + sequence * attention.k_batch +
+               kv_head * attention.k_head;
+  cta.v_gmem = static_cast<const uint16_t*>(attention.v_gmem) + sequence * attention.v_batch +
+               kv_head * attention.v_head;
+  const int heads_kv = attention.heads_q / attention.heads_per_kv;
+  const int64_t row = (static_cast<int64_t>(sequence) * heads_kv + kv_head) * attention.nk;
+  cta.dk_gmem = params.sums.dk_gmem + row * params.sums.dk_columns;
+  cta.dv_gmem = params.sums.dv_gmem + row * params.sums.dv_columns;
+  return cta;
+}
+
+// The position of this thread's key of a block, counted in blocks.
+template <int BLOCK_K>
+__device__ __forceinline__ int find_listed_position(const KeyList& list, int block) {
+  const int entry = list.entry(block * BLOCK_K + ptx::mov_tid_x_volatile());
+  return entry < list.first || entry > list.last ? NO_KEY : entry;
+}
+
+// Clears the sums, by all threads of the grid.
+__device__ __forceinline__ void clear_key_sums(const ListBackwardParams& params) {
+  const AttentionParams& attention = params.call.attention;
+  const int64_t rows = static_cast<int64_t>(attention.batch) *
+                       (attention.heads_q / attention.heads_per_kv) * attention.nk;
+  clear_by_grid(params.sums.dk_gmem, rows * params.sums.dk_columns * 4);
+  clear_by_grid(params.sums.dv_gmem, rows * params.sums.dv_columns * 4);
+}
+
+// The terms of BACKWARD_ROWS query rows for each CTA, and cleared sums.
+template <DType DTYPE>
+__device__ __forceinline__ void list_rows(const ListBackwardParams& params) {
+  backward_rows<DTYPE>(params.call, [&] { clear_key_sums(params); });
+}
+
+// dK and dV of their sums, 16 columns of a row for each thread.
+template <DType DTYPE>
+__device__ __forceinline__ void list_gradients(const ListBackwardParams& params) {
+  const AttentionParams& attention = params.call.attention;
+  const KeySums& sums = params.sums;
+  const int dk_parts = sums.dk_columns / LIST_SUM_COLUMNS;
+  const int parts = dk_parts + sums.dv_columns / LIST_SUM_COLUMNS;
+  const int heads_kv = attention.heads_q / attention.heads_per_kv;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * LIST_SUMS_THREADS + threadIdx.x;
+  const int64_t row_of_all = index / parts;
+  int part = static_cast<int>(index - row_of_all * parts);
+  const int64_t head_of_all = row_of_all / attention.nk;
+  const int64_t row = row_of_all - head_of_all * attention.nk;
+  if (head_of_all >= static_cast<int64_t>(attention.batch) * heads_kv) return;
+  const bool is_dk = part < dk_parts;
+  if (!is_dk) part -= dk_parts;
+  const GradientParams& gradient = is_dk ? params.call.dk : params.call.dv;
+  const int columns = is_dk ? sums.dk_columns : sums.dv_columns;
+  const float* all_gmem = is_dk ? sums.dk_gmem : sums.dv_gmem;
+  const float factor = is_dk ? params.call.scale : 1.0f;
+  float x[LIST_SUM_COLUMNS] = {};
+  if (all_gmem != nullptr) {
+    const float* row_gmem = all_gmem + row_of_all * columns + part * LIST_SUM_COLUMNS;
+#pragma unroll
+    for (int i = 0; i < LIST_SUM_COLUMNS; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(row_gmem + i);
+      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+    }
+  }
+  const int64_t start = head_of_all / heads_kv * gradient.batch +
+                        head_of_all % heads_kv * gradient.head + row * gradient.row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int column = part * LIST_SUM_COLUMNS + 8 * half;
+    if (column >= (is_dk ? attention.d : attention.dv)) continue;
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = x[list_sum_place(i / 2, 2 * half + i % 2)] * factor;
+    store_gradient_chunk<DTYPE>(gradient, start + column, y);
+  }
+}
+
+}  // namespace archflash::device

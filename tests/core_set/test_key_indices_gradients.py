@@ -1,0 +1,157 @@
+"""Gradients of calls with key_indices by kernels that read the lists: what no list names is NaN and
+has the gradient 0.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+
+import archflash
+from archflash import _archflash as native
+from archflash import reference
+
+from .executors import executor
+from .gradients import NAMES, differentiate, inputs
+from .test_key_indices import lists_of, poisoned
+
+here = executor()
+DTYPES = ("float16", "bfloat16")
+KERNELS = [name for name in ("ampere", "hopper") if name in here.kernels()]
+
+# (batch, (heads of q, of k), nq, nk, d, dv), the lists' shape, options. Each tile of each size is
+# taken: few rows (up to 16), 64 and 128. In hopper these are calls of at least 65 rows.
+CALLS: dict[str, tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, Any]]] = {
+    "a-head": ((1, (1, 1), 3, 70, 64, 64), (1, 1, 3, 40), {}),
+    "gqa-lists-of-heads-dlse": (
+        (2, (6, 2), 2, 90, 64, 40), (2, 2, 2, 150), {"lengths": (2, 2, 2), "dlse": True}
+    ),
+    "many-heads": ((1, (72, 1), 1, 150, 40, 64), (1, 1, 1, 140), {"dtype": "float32"}),
+    "causal-sinks-lists-of-a-batch": (
+        (2, (4, 2), 5, 40, 128, 128), (1, 1, 5, 33),
+        {"causal": True, "sinks": True, "lengths": (2, 1, 1)},
+    ),
+    "lists-of-64-rows": ((1, (2, 1), 66, 150, 64, 56), (1, 1, 2, 70), {"causal": True}),
+    "lists-of-64-rows-window-added": (
+        (1, (2, 1), 70, 80, 96, 128), (1, 1, 2, 50),
+        {"window": (30, 20), "q_offset": 4, "add_to": 0.5, "pad": 8},
+    ),
+    "64-heads": ((1, (64, 1), 2, 90, 128, 104), (1, 1, 2, 70), {}),
+    "100-heads-window-sinks": (
+        (1, (100, 1), 2, 90, 128, 120), (1, 1, 2, 130), {"window": (20, 9), "sinks": True}
+    ),
+    "narrow-128-rows-lse-added": (
+        (2, (4, 2), 70, 90, 64, 48), (2, 1, 2, 80),
+        {"lengths": (2, 1, 2), "dlse": True, "add_to": 0.5, "causal": True},
+    ),
+    "128-rows-softcap-lists-of-heads": (
+        (1, (4, 2), 130, 70, 104, 128), (1, 2, 3, 64), {"softcap": 2.0, "scale": -0.3}
+    ),
+    "narrow-128-rows": ((1, (3, 1), 64, 200, 40, 64), (1, 1, 1, 190), {"dtype": "float32"}),
+    "128-rows-bnhd": ((1, (2, 1), 66, 150, 128, 128), (1, 1, 2, 130), {"layout": "bnhd"}),
+    "mla-heads": ((1, (20, 1), 2, 70, 192, 128), (1, 1, 2, 66), {"causal": True}),
+    "mla-few": ((1, (8, 1), 2, 70, 184, 120), (1, 1, 2, 66), {}),
+    "mla-128-rows": ((1, (128, 1), 1, 70, 192, 128), (1, 1, 1, 66), {}),
+    "wide-softcap-bnhd": (
+        (1, (20, 1), 2, 80, 256, 256), (1, 1, 2, 70), {"softcap": 3.0, "layout": "bnhd"}
+    ),
+    "wide-few": ((2, (1, 1), 3, 80, 256, 200), (2, 1, 3, 70), {"scale": -0.2}),
+    "nobody-sees-a-key": ((1, (2, 2), 2, 8, 64, 64), (1, 2, 2, 4), {"lengths": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_of_listed_keys(kernel: str, dtype: str, name: str) -> None:
+    (batch, heads, nq, nk, d, dv), shape, given = CALLS[name]
+    number = list(CALLS).index(name)
+    of_list = heads[0] // heads[1] * (1 if shape[2] == nq else min(nq, 64))
+    if kernel == "hopper" and (of_list <= 64 or d > 192 or dv > 128):
+        return  # another folder's kernel, which is tested as such
+    if here.name == "simulator" and (number + DTYPES.index(dtype)) % 2:
+        return  # both types have one code
+    tensors = inputs(here, nq, nk, d, dv, dtype, batch=batch, heads=heads)
+    call = dict(given)
+    how = {word: call.pop(word) for word in ("add_to", "pad") if word in call}
+    if "dtype" in call:
+        how["gradient_dtype"] = getattr(torch, call.pop("dtype"))
+    lengths = call.pop("lengths", None)
+    if lengths == 0:
+        lengths = torch.zeros(1, 1, 1, dtype=torch.int32)
+    elif lengths is not None:
+        generator = torch.Generator().manual_seed(1)
+        lengths = torch.randint(0, shape[3] + 9, lengths, generator=generator).int()
+    lists = lists_of(shape, nk, lengths=lengths)
+    if lengths is not None:
+        call["topk_lengths"] = lengths.to(here.device)
+    dlse = here.rand(batch, heads[0], nq, seed=6) if call.pop("dlse", False) else None
+    if call.pop("sinks", False):
+        call["sinks"] = here.rand(heads[0], seed=5)
+    dout, q, k, v = tensors
+    with_nan = poisoned(k, v, lists)
+    if call.get("layout") == "bnhd":
+        dout, q, k, v, *with_nan = (
+            x.transpose(1, 2).contiguous() for x in (dout, q, k, v, *with_nan)
+        )
+    call["key_indices"] = lists
+    schedules = (number, number + 1) if here.name == "simulator" else (0,)
+    found = differentiate(
+        here, kernel, dout, q, *with_nan, dlse=dlse, deterministic=False, schedules=schedules,
+        **how, **call,
+    )  # fmt: skip
+    exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **call)
+    rounded = reference.baseline_backward(dout, q, k, v, dlse=dlse, **call)
+    more = how.get("add_to", 0.0)
+    for what in (*NAMES, "dsinks"):
+        x, expected, base = (getattr(of, what) for of in (found, exact, rounded))
+        if x is None:
+            assert expected is None
+            continue
+        added = more if what in NAMES else 0.0
+        allowed = exact.sinks_rounding if what == "dsinks" else 0.0
+        report = reference.check(x, expected + added, base.double() + added, allowed)
+        assert report.ok, f"{what}: {report}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_key_that_is_named_twice_counts_twice(kernel: str) -> None:
+    dout, q, k, v = inputs(here, 1, 20, 64, 64, "bfloat16", heads=(1, 1))
+    lists = here.int32(3, 7, 3, 3, 11).reshape(1, 1, 1, 5)
+    found = differentiate(
+        here, kernel, dout, q, k, v, deterministic=False, key_indices=lists, schedules=(0,)
+    )
+    exact = reference.attention_backward(dout, q, k, v, key_indices=lists)
+    for name in NAMES:
+        torch.testing.assert_close(
+            getattr(found, name).double(), getattr(exact, name), rtol=2e-2, atol=2e-2
+        )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_calls_above_run_every_compiled_kernel(kernel: str) -> None:
+    planned: set[str] = set()
+    for (batch, heads, nq, nk, d, dv), shape, _ in CALLS.values():
+        q, k, v = here.qkv(nq, nk, d, dv, dtype="float16", batch=batch, heads=heads)
+        plan = archflash.explain(
+            q, k, v, key_indices=lists_of(shape, nk), backward=True, implementation=kernel,
+            device=native.describe(kernel).home_device,
+        ).plan  # fmt: skip
+        assert plan is not None
+        planned |= {x for x in plan.kernels if x.startswith(kernel) and x.endswith("_lists")}
+    text = files("archflash").joinpath(f"_kernels/{kernel}/bwd_lists_f16.json").read_text()
+    assert planned == {entry for entries in json.loads(text).values() for entry in entries}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_without_keys_are_0(kernel: str) -> None:
+    dout, q, k, v = inputs(here, 3, 0, 64, 64, "bfloat16")
+    lists = here.int32(*range(6)).reshape(1, 1, 3, 2)
+    found = differentiate(
+        here, kernel, dout, q, k, v, deterministic=False, key_indices=lists, schedules=(0,)
+    )
+    assert not found.dq.any()
