@@ -71,7 +71,8 @@ def calls(count: int, sms: int, seed: int = 0) -> list[Point]:
         point
         for passes in (FORWARD, BOTH)
         for case in load_models()
-        if (passes == FORWARD or case.passes == "both") and (point := of_model(case, passes))
+        if case.documents is None and (passes == FORWARD or case.passes == "both")
+        if (point := of_model(case, passes))
     ]
     grid = set(points(sms, 1e12))
 
