@@ -15,6 +15,7 @@
 #include "ampere/config.cuh"
 #include "ampere/dense_config.cuh"
 #include "ampere/plan_approximate.h"
+#include "ampere/plan_bounded.h"
 #include "ampere/plan_latent.h"
 #include "ampere/wide_config.cuh"
 #include "common/mma_sync/params.h"
@@ -384,7 +385,11 @@ PlanResult plan(const Problem& problem, const Device& device) {
   if (takes_masked_kernels(problem))
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
-  if (auto dense = plan_dense(problem, device)) return *std::move(dense);
+  if (auto packed = plan_packed(problem, device)) return *std::move(packed);
+  auto dense = plan_dense(problem, device);
+  if (auto shares = plan_shares(problem, device, dense ? &dense->tile : nullptr))
+    return *std::move(shares);
+  if (dense) return *std::move(dense);
   const auto tiles = few_causal_tiles(problem, device)
                          ? std::span<const core::Tile>(FEW_CAUSAL_TILES)
                          : tiles_of(problem, device);

@@ -68,10 +68,32 @@ def every_key_seen(dtype: torch.dtype) -> set[str]:
             x = empty(dtype, batch, 32, rows, d)
             found |= kernels(x, x, x, "A100", "ampere", **given)
     q, k = empty(dtype, 1, 32, 512, 128), empty(dtype, 1, 8, 8192, 128)
-    found |= kernels(q, k, k, "H200", "ampere", causal=True)
+    found |= kernels(q, k, k, "H200", "ampere", causal=True, sinks=empty(torch.float32, 32))
     for d, device in ((160, "A100"), (192, "H200")):
         x = empty(dtype, 1, 2, 100, d)
         found |= kernels(x, x, x, device, "ampere", backward=True)
+    return found
+
+
+def keys_up_to_one(dtype: torch.dtype) -> set[str]:
+    """ampere's kernels for causal calls and packed sequences, their gradients, and with sinks those
+    that serve other calls of these sizes.
+    """
+    found = set()
+    for d in (32, 64, 96, 128, 160, 256):
+        for heads, rows in ((2, 2048), (8, 128), (128, 512), (4, 2048), (6, 3000)):
+            x = empty(dtype, 1, heads, rows, d)
+            found |= kernels(x, x, x, "H200", "ampere", causal=True)
+            sinks = empty(torch.float32, heads)
+            found |= kernels(x, x, x, "H200", "ampere", causal=True, sinks=sinks)
+        x = empty(dtype, 2, 4, 100, d)  # the only tile of a head
+        found |= kernels(x, x, x, "H200", "ampere", backward=True)
+    for d, n, sequences in itertools.product((32, 64, 80, 96, 128), (64, 200, 500), (8, 150)):
+        x, ends = empty(dtype, n * sequences, 2, d), integers(sequences + 1)
+        call: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        call |= {"max_seqlen_q": n, "max_seqlen_k": n}
+        for backward in (False, True):
+            found |= kernels(x, x, x, "H200", "ampere", backward=backward, **call)
     return found
 
 
@@ -343,5 +365,5 @@ def all_kernels() -> set[str]:
         found |= masks_and_dropout(dtype) | more_gradients(dtype) | caches_of_many_rows(dtype)
         found |= latent_caches(dtype) | other_numbers(dtype) | in_turns(dtype)
         found |= few_rounds(dtype) | gradients_of_lists(dtype)
-        found |= every_key_seen(dtype)
+        found |= every_key_seen(dtype) | keys_up_to_one(dtype)
     return found

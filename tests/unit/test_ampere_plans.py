@@ -183,7 +183,7 @@ def test_unequal_tiles_of_128_rows_begin_at_two_for_each_sm(device: str) -> None
     heads = 2 * find_device(device).sm_count
 
     def chosen(heads: int) -> str:
-        problem = call("float16", b=1, hq=heads, nq=128, nk=512, causal=True)
+        problem = with_sinks("float16", b=1, hq=heads, nq=128, nk=512, causal=True)
         return variant(ampere(problem, device))
 
     assert chosen(heads) == "d64_groups"
@@ -243,26 +243,25 @@ def test_few_causal_tiles_have_two_warps_for_16_rows(
     shape: tuple[int, int, int, int, int], chosen: str
 ) -> None:
     b, hq, hkv, nq, nk = shape
-    problem = call("bfloat16", b=b, hq=hq, hkv=hkv, nq=nq, nk=nk, d=128, causal=True)
+    problem = with_sinks("bfloat16", b=b, hq=hq, hkv=hkv, nq=nq, nk=nk, d=128, causal=True)
     assert variant(ampere(problem, "H200")) == chosen
 
 
 @pytest.mark.parametrize(
-    ("shape", "d", "causal", "splits"),
+    ("shape", "d", "splits"),
     [
-        ((1, 4, 4, 2048, 2048), 256, True, 3),
-        ((1, 2, 2, 4096, 4096), 128, True, 4),
-        ((1, 3, 3, 4096, 4096), 128, True, 3),
-        ((1, 4, 4, 4096, 4096), 128, True, 2),
-        ((1, 2, 2, 1024, 1024), 128, True, 8),
-        ((1, 2, 2, 4096, 4096), 128, False, 1),
+        ((1, 4, 4, 2048, 2048), 256, 3),
+        ((1, 2, 2, 4096, 4096), 128, 4),
+        ((1, 3, 3, 4096, 4096), 128, 3),
+        ((1, 4, 4, 4096, 4096), 128, 2),
+        ((1, 2, 2, 1024, 1024), 128, 8),
     ],
 )
 def test_causal_tiles_count_with_their_mean_length_when_keys_are_split(
-    shape: tuple[int, int, int, int, int], d: int, causal: bool, splits: int
+    shape: tuple[int, int, int, int, int], d: int, splits: int
 ) -> None:
     b, hq, hkv, nq, nk = shape
-    problem = call("bfloat16", b=b, hq=hq, hkv=hkv, nq=nq, nk=nk, d=d, causal=causal)
+    problem = with_sinks("bfloat16", b=b, hq=hq, hkv=hkv, nq=nq, nk=nk, d=d, causal=True)
     plan = ampere(problem, "H200")
     assert plan.tile is not None
     assert plan.tile.splits == splits
@@ -271,7 +270,7 @@ def test_causal_tiles_count_with_their_mean_length_when_keys_are_split(
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     word = DTYPES[dtype]
-    images = ("fwd", "dense", "decode")
+    images = ("fwd", "dense", "decode", "shares")
     built = set().union(*(kernels_built(f"ampere/{image}_{word}") for image in images))
     chosen = {
         name
@@ -288,7 +287,11 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
             call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1], sinks=True),
             call(dtype, b=1, hq=100, nq=128, nk=512, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, d=dims[0], dv=dims[1]),
-            call(dtype, b=1, hq=8, nq=1024, d=dims[0], dv=dims[1], causal=True),
+            *(
+                call(dtype, b=1, hq=heads, nq=rows, d=dims[0], dv=dims[1], causal=True, sinks=sinks)
+                for heads, rows in ((8, 1024), (2, 2048), (128, 512), (8, 128), (4, 4096))
+                for sinks in (False, True)
+            ),
             call(dtype, b=4, hq=60, hkv=60, nq=130, nk=130, d=dims[0], dv=dims[1]),
             call(dtype, b=4, hq=60, hkv=60, nq=60, nk=130, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, nk=8192, d=dims[0], dv=dims[1]),
@@ -298,7 +301,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 42
+    assert len(built) == 54
 
 
 # --- every query sees every key ---
@@ -333,18 +336,19 @@ def test_few_keys_and_few_tiles_have_dense_kernels_of_their_own() -> None:
         return variant(ampere(call("float16", **options), "H200"))
 
     assert chosen(b=64, hq=12, nq=197) == chosen(b=64, hq=12, nq=197, nk=224) == "d64_dense_short"
-    assert chosen(b=64, hq=12, nq=197, nk=225) == "d64_dense"
+    assert chosen(b=64, hq=24, nq=197, nk=225) == "d64_dense"
     assert chosen(b=8, hq=8, nq=950, d=32) == "d32_dense_medium"
     # A tile of 128 rows for each SM is two of 64; and so many that keys need not be split.
-    assert chosen(b=1, hq=133, nq=128, nk=512) == "d64_dense"
+    assert chosen(b=1, hq=200, nq=128, nk=512) == "d64_dense"
     assert chosen(b=1, hq=132, nq=128, nk=512) == "d64_dense_few"
-    assert chosen(b=1, hq=27, nq=128, nk=1024) == chosen(b=1, hq=50, nq=128, nk=1025)
-    assert chosen(b=1, hq=27, nq=128, nk=1024) == "d64_dense_few"
+    assert chosen(b=1, hq=50, nq=128, nk=1025) == "d64_dense_few"
+    # CTAs share out the keys of fewer tiles.
+    assert chosen(b=1, hq=27, nq=128, nk=1024) == "d64_shares_three"
     assert "dense" not in chosen(b=1, hq=26, nq=128, nk=1024)
     assert "dense" not in chosen(b=1, hq=49, nq=128, nk=1025)
     assert "dense" not in chosen(b=1, hq=50, nq=128, nk=224)
     assert chosen(b=2, hq=8, nq=64, d=160) == "d160_dense"
-    assert chosen(b=2, hq=8, nq=64, nk=1025, d=160) == "d256_large"
+    assert chosen(b=2, hq=8, nq=64, nk=1025, d=160) == "d160_shares"
 
 
 # --- few query rows ---
@@ -572,11 +576,17 @@ def test_the_grid_covers_all_rows_and_no_tile_more(
     for batch, heads in ((1, 3), (16, 32)):
         problem = call("float16", b=batch, hq=heads, nq=rows, nk=300, d=dims[0], dv=dims[1])
         plan = ampere(problem, device)
-        (launch,) = plan.to_dict()["launches"]
+        launch = plan.to_dict()["launches"][0]
         tile = tile_of(plan).block_q
+        if tile_of(plan).share_keys > 0:  # CTAs for each tile and share
+            assert math.prod(launch["grid"]) == len(native.tile_times(plan))
+            continue
         tiles, rest = divmod(math.prod(launch["grid"]), batch * heads)
         assert rest == 0
-        assert launch["grid"][1:] == ([heads, batch] if "_dense" in launch["kernel"] else [1, 1])
+        if "_dense" in launch["kernel"]:
+            assert launch["grid"][1:] == [heads, batch]
+        elif "_shares" not in launch["kernel"]:
+            assert launch["grid"][1:] == [1, 1]
         assert (tiles - 1) * tile < rows <= tiles * tile
         warps = tile_of(plan).warps
         sharing = 2 if "_groups" in launch["kernel"] else 1  # warps that have the same rows

@@ -57,28 +57,13 @@ __device__ __forceinline__ void start_last_rows(uint32_t tile_smem, const uint16
   }
 }
 
-// S, P and O += P V for STEP_KEYS keys, of which the first `keys` exist. before_v() is called when
-// P is known.
+// P and O += P V of the masked scores of STEP_KEYS keys. before_v() is called when the bases are
+// known.
 template <class C, class BeforeV>
-__device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::RowState<C>& state,
-                                           const QFragments<C>& q_rmem, uint32_t q_smem,
-                                           uint32_t k_smem, uint32_t v_smem, int keys,
-                                           float exp2_scale, const BeforeV& before_v) {
-  device::Scores<C> s_rmem;
-  multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-  if (keys < C::STEP_KEYS) {
-    const int keys_of_lane = keys - ptx::mov_tid_x_volatile() % 4 * 2;
-#pragma unroll
-    for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-      for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (8 * n + i % 2 >= keys_of_lane) s_rmem[m][n][i] = device::MINUS_INFINITY;
-        }
-      }
-    }
-  }
+__device__ __forceinline__ void weigh_and_multiply(device::Outputs<C>& o_rmem,
+                                                   device::RowState<C>& state,
+                                                   device::Scores<C>& s_rmem, uint32_t v_smem,
+                                                   float exp2_scale, const BeforeV& before_v) {
   constexpr const device::RaiseLimits<C>* KEPT = nullptr;  // in the state
   const float scale = device::update_row_max<C>(s_rmem, state, o_rmem, exp2_scale, KEPT);
   before_v();
@@ -103,6 +88,31 @@ __device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::R
   }
 }
 
+// S, P and O += P V for STEP_KEYS keys, of which the first `keys` exist. before_v() is called when
+// P is known.
+template <class C, class BeforeV>
+__device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::RowState<C>& state,
+                                           const QFragments<C>& q_rmem, uint32_t q_smem,
+                                           uint32_t k_smem, uint32_t v_smem, int keys,
+                                           float exp2_scale, const BeforeV& before_v) {
+  device::Scores<C> s_rmem;
+  multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
+  if (keys < C::STEP_KEYS) {
+    const int keys_of_lane = keys - ptx::mov_tid_x_volatile() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+      for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (8 * n + i % 2 >= keys_of_lane) s_rmem[m][n][i] = device::MINUS_INFINITY;
+        }
+      }
+    }
+  }
+  weigh_and_multiply<C>(o_rmem, state, s_rmem, v_smem, exp2_scale, before_v);
+}
+
 // Copies a softmax state to the type that steps of another number of keys use.
 template <class To, class From>
 __device__ __forceinline__ void copy_state(device::RowState<To>& to,
@@ -116,6 +126,46 @@ __device__ __forceinline__ void copy_state(device::RowState<To>& to,
       to.sum[m][r] = from.sum[m][r];
       to.limit[m][r] = from.limit[m][r];
     }
+  }
+}
+
+// Divides a warp's outputs by the row sums and writes the first `rows` rows from out_gmem on, and
+// the LSE where lse_gmem is not null. Outputs go through the warp's own rows of Q, rows_smem, so
+// that each lane writes 16 bytes.
+template <class C>
+__device__ __forceinline__ void store_rows(const device::Outputs<C>& o_rmem,
+                                           const device::RowState<C>& state,
+                                           unsigned char* rows_smem, uint16_t* out_gmem,
+                                           int64_t out_row, int columns, float* lse_gmem,
+                                           int rows) {
+  using VTile = typename C::VTile;
+  static_assert(VTile::ROW_BYTES <= C::QKTile::ROW_BYTES);
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+  __syncwarp();  // every lane has read its fragments of Q, before any lane overwrites them
+#pragma unroll
+  for (int m = 0; m < C::M_TILES; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const device::RowEnd end =
+          device::finish_lane_row<C>(state, m, r, device::MINUS_INFINITY /* no sink */);
+      const int row = 16 * m + 8 * r + lane / 4;
+#pragma unroll
+      for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
+        const float* o = &o_rmem[m][n][2 * r];
+        *reinterpret_cast<uint32_t*>(rows_smem + VTile::offset(row, n) + lane % 4 * 4) =
+            ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
+      }
+      if (lse_gmem != nullptr && lane % 4 == 0 && row < rows) lse_gmem[row] = end.lse;
+    }
+  }
+  __syncwarp();  // the warp's rows are complete before any lane reads them
+  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+#pragma unroll
+  for (int index = lane; index < C::WARP_ROWS * CHUNKS; index += 32) {
+    const int row = index / CHUNKS, chunk = index % CHUNKS;
+    const uint4 x = *reinterpret_cast<const uint4*>(rows_smem + VTile::offset(row, chunk));
+    if (row < rows && chunk * 8 < columns)
+      ptx::st_global_v4_b32(out_gmem + row * out_row + chunk * 8, x.x, x.y, x.z, x.w);
   }
 }
 
@@ -246,44 +296,15 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
     stage_smem = other_stage;
   }
 
-  // Outputs go through the warp's own rows of Q, so that each lane writes 16 bytes.
-  static_assert(VTile::ROW_BYTES <= QKTile::ROW_BYTES);
-  const unsigned thread = ptx::mov_tid_x_volatile();
-  const int lane = thread % 32, warp_row = thread / 32 * C::WARP_ROWS;
+  const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
   const int row_of_head = first_row + warp_row, warp_rows = rows - warp_row;
-  unsigned char* rows_smem = shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES;
   float* lse_gmem = params.lse_gmem;
   if (lse_gmem != nullptr)
     lse_gmem += batch * params.lse_batch + head * params.lse_head + row_of_head;
-  __syncwarp();  // every lane has read its fragments of Q, before any lane overwrites them
-#pragma unroll
-  for (int m = 0; m < C::M_TILES; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const device::RowEnd end =
-          device::finish_lane_row<C>(state, m, r, device::MINUS_INFINITY /* no sink */);
-      const int row = 16 * m + 8 * r + lane / 4;
-#pragma unroll
-      for (int n = 0; n < C::HEAD_DIM_V / 8; ++n) {
-        const float* o = &o_rmem[m][n][2 * r];
-        *reinterpret_cast<uint32_t*>(rows_smem + VTile::offset(row, n) + lane % 4 * 4) =
-            ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
-      }
-      if (lse_gmem != nullptr && lane % 4 == 0 && row < warp_rows) lse_gmem[row] = end.lse;
-    }
-  }
-  __syncwarp();  // the warp's rows are complete before any lane reads them
   uint16_t* out_gmem = static_cast<uint16_t*>(params.out_gmem) + batch * params.out_batch +
                        head * params.out_head + row_of_head * params.out_row;
-  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
-#pragma unroll
-  for (int index = lane; index < C::WARP_ROWS * CHUNKS; index += 32) {
-    const int row = index / CHUNKS, chunk = index % CHUNKS;
-    const uint4 x = *reinterpret_cast<const uint4*>(rows_smem + VTile::offset(row, chunk));
-    if (row < warp_rows && chunk * 8 < params.dv) {
-      ptx::st_global_v4_b32(out_gmem + row * params.out_row + chunk * 8, x.x, x.y, x.z, x.w);
-    }
-  }
+  store_rows<C>(o_rmem, state, shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES, out_gmem,
+                params.out_row, params.dv, lse_gmem, warp_rows);
 }
 
 }  // namespace archflash::mma_sync

@@ -36,6 +36,25 @@ std::vector<TileTime> in_parts(const std::vector<TileTime>& tiles, const TileCho
   return parts;
 }
 
+// The CTAs of a plan whose shares have places (TileChoice::share_keys): those of the first share,
+// then those of the next one, and of each from the last tile to the first that sees any of its
+// keys. All heads' CTAs of a place follow one another.
+std::vector<TileTime> shares_in_places(const Problem& problem, const TileChoice& tile) {
+  std::vector<TileTime> ctas;
+  for (int64_t split = 0; split < tile.splits; ++split) {
+    const int64_t begin = split * tile.share_keys;
+    for (int64_t index = ceil_div(problem.nq, tile.block_q) - 1; index >= 0; --index) {
+      const int64_t seen = keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq, problem.nk,
+                                        index * tile.block_q);
+      if (seen <= begin) break;
+      const auto time = static_cast<double>(TILE_KEYS + std::min(tile.share_keys, seen - begin));
+      for (int64_t head = 0; head < problem.batch * problem.heads_q; ++head)
+        ctas.push_back({head * problem.heads_kv / problem.heads_q, time});
+    }
+  }
+  return ctas;
+}
+
 RowTileSize size_of(const TileChoice& tile) { return {tile.block_q, tile.block_k, tile.row_step}; }
 
 int64_t workers_of(const LaunchPlan& plan) {
@@ -110,6 +129,7 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
     }
     return tiles;
   }
+  if (tile.share_keys > 0) return shares_in_places(problem, tile);
   const TileOrder order{.heads_per_group = 1,
                         .turned_begin = static_cast<int32_t>(tile.turned_begin),
                         .turned_end = static_cast<int32_t>(tile.turned_end)};
@@ -130,7 +150,8 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
 Walk walk_of(const LaunchPlan& plan) {
   const int64_t tiles = plan.tile.tiles * plan.tile.splits * plan.tile.v_slices;
   const bool one_each = plan.tile.ctas >= tiles * plan.tile.cluster;
-  return one_each || plan.tile.counts_tiles ? Walk::Queue : Walk::Rounds;
+  return one_each || plan.tile.counts_tiles || plan.tile.share_keys > 0 ? Walk::Queue
+                                                                        : Walk::Rounds;
 }
 
 Makespan makespan(const LaunchPlan& plan, const Lengths& lengths) {

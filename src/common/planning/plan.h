@@ -128,6 +128,7 @@ struct TileChoice {
   int64_t ctas = 0;             // of the launch
   int64_t tiles = 0;            // row tiles of all heads
   int64_t splits = 0;           // shares into which the keys of each tile are split; 1: none
+  int64_t share_keys = 0;       // share s has the keys from s * share_keys on; 0: equal shares
   int64_t v_slices = 0;         // shares of the columns of V, of CTAs that all compute the scores
   int64_t heads_per_group = 0;  // heads whose tiles follow one another; 0: no groups
   int64_t turned_begin = 0;     // tiles of a head that come in the opposite direction (TileOrder)
@@ -149,7 +150,8 @@ void for_each_field(TileChoice& t, F&& f) {
   f("warps", t.warps), f("rows_per_warp", t.rows_per_warp);
   f("k_stages", t.k_stages), f("v_stages", t.v_stages), f("cluster", t.cluster);
   f("packed_heads", t.packed_heads), f("ctas_per_sm", t.ctas_per_sm);
-  f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits), f("v_slices", t.v_slices);
+  f("ctas", t.ctas), f("tiles", t.tiles), f("splits", t.splits), f("share_keys", t.share_keys);
+  f("v_slices", t.v_slices);
   f("heads_per_group", t.heads_per_group);
   f("turned_begin", t.turned_begin), f("turned_end", t.turned_end), f("row_step", t.row_step);
   f("whole_tiles", t.whole_tiles), f("part_rows", t.part_rows);

@@ -123,6 +123,8 @@ class Target:
         if self.is_fp8:
             for number, (_, inputs, options) in enumerate(calls):
                 _add_descales(number, inputs, options, self.sums_13_bits, self.keys_by_block)
+        if self.implementation == "ampere":
+            _add_sinks(calls)
         return [made for made in calls if made[0] not in self.elsewhere]
 
     def plan(self, name: str, inputs: list[Tensor], options: dict[str, Any]) -> Any:
@@ -143,6 +145,14 @@ class Target:
         if self.kernel not in plan.kernels:
             raise ValueError(f"{name} is planned on {plan.kernels}, not on {self.kernel}")
         return plan
+
+
+def _add_sinks(calls: list[tuple[str, list[Tensor], dict[str, Any]]]) -> None:
+    """Gives causal calls sinks, without which ampere has kernels of their own for them."""
+    for _, inputs, options in calls:
+        if options.get("causal") and "sinks" not in options and inputs[0].dim() == 4:
+            heads = inputs[0].shape[2 if options.get("layout") == "bnhd" else 1]
+            options["sinks"] = hashed((heads,), 4)
 
 
 TARGETS = (
