@@ -8,6 +8,8 @@
 namespace archflash::ampere {
 
 using mma_sync::BulkSumsConfig;
+using mma_sync::OnlyTileConfig;
+using mma_sync::PackedBackwardConfig;
 using mma_sync::PlainBackwardConfig;
 
 template <DType T>
@@ -28,5 +30,33 @@ template <DType T>
 using D192WidePlain = PlainBackwardConfig<D192Wide<T>>;
 template <DType T>
 using D256WidePlain = PlainBackwardConfig<D256Wide<T>>;
+
+// Heads whose keys are one tile.
+template <DType T>
+using D32Only = OnlyTileConfig<D32Plain<T>>;
+template <DType T>
+using D64WideOnly = OnlyTileConfig<D64WidePlain<T>>;
+template <DType T>
+using D96Only = OnlyTileConfig<D96Plain<T>>;
+template <DType T>
+using D128WideOnly = OnlyTileConfig<D128WidePlain<T>>;
+
+// Packed sequences.
+template <DType T>
+using D64WidePacked = PackedBackwardConfig<D64Wide<T>>;
+template <DType T>
+using D64WidePackedBulk = PackedBackwardConfig<BulkSumsConfig<D64Wide<T>>>;
+template <DType T>
+using D64WidePackedOnly = OnlyTileConfig<D64WidePacked<T>>;
+template <DType T>
+using D96Packed = PackedBackwardConfig<D96<T>>;
+template <DType T>
+using D96PackedOnly = OnlyTileConfig<D96Packed<T>>;
+template <DType T>
+using D128WidePacked = PackedBackwardConfig<D128Wide<T>>;
+template <DType T>
+using D128WidePackedBulk = PackedBackwardConfig<BulkSumsConfig<D128Wide<T>>>;
+template <DType T>
+using D128WidePackedOnly = OnlyTileConfig<D128WidePacked<T>>;
 
 }  // namespace archflash::ampere

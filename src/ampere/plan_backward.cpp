@@ -86,6 +86,7 @@ constexpr core::BackwardTile DROPOUT_TILES[] = {
 
 // The kernels that need more shared memory than 8.x and 12.x have.
 const std::string WIDE_IMAGE = "ampere/bwd_wide_";
+const std::string PLAIN_IMAGE = "ampere/bwd_plain_";
 
 // Whether `d64`, two CTAs on an SM that take 32 queries at a time, is faster than `d64_wide` with
 // 128: where it computes an eighth fewer rows, and its CTAs come in full rounds or in many.
@@ -120,6 +121,37 @@ constexpr core::BackwardTile PLAIN_TILES[] = {
 constexpr core::BackwardTile BULK_TILES[] = {
     backward_tile<D64WideBulk<DType::F16>>("d64_wide"),
     backward_tile<D128WideBulk<DType::F16>>("d128_wide"),
+};
+
+// Those for heads whose keys are one tile, which need no sums of dQ.
+template <class C>
+constexpr core::BackwardTile only_tile(const char* name) {
+  core::BackwardTile of = backward_tile<C>(name);
+  of.dq_block = 0;
+  return of;
+}
+constexpr core::BackwardTile ONLY_TILES[] = {
+    only_tile<D32Only<DType::F16>>("d32"),
+    only_tile<D64WideOnly<DType::F16>>("d64_wide"),
+    only_tile<D96Only<DType::F16>>("d96"),
+    only_tile<D128WideOnly<DType::F16>>("d128_wide"),
+};
+
+// Those for packed sequences. In the place of the second and the last one CTAs that take no turns
+// have a kernel whose sums TMA adds to.
+constexpr core::BackwardTile PACKED_TILES[] = {
+    backward_tile<D64WidePacked<DType::F16>>("d64_wide"),
+    backward_tile<D96Packed<DType::F16>>("d96"),
+    backward_tile<D128WidePacked<DType::F16>>("d128_wide"),
+};
+constexpr core::BackwardTile PACKED_BULK_TILES[] = {
+    backward_tile<D64WidePackedBulk<DType::F16>>("d64_wide"),
+    backward_tile<D128WidePackedBulk<DType::F16>>("d128_wide"),
+};
+constexpr core::BackwardTile PACKED_ONLY_TILES[] = {
+    only_tile<D64WidePackedOnly<DType::F16>>("d64_wide"),
+    only_tile<D96PackedOnly<DType::F16>>("d96"),
+    only_tile<D128WidePackedOnly<DType::F16>>("d128_wide"),
 };
 
 bool has_plain_kernels(const Device& device) { return device.major == 9 || device.major == 10; }
@@ -267,7 +299,7 @@ void share_out(LaunchPlan& plan, const BackwardProblem& problem, const core::Bac
   plan.workspace_bytes = workspace.bytes();
   main.grid[0] = ctas;
   last.grid[0] += core::ceil_div(cut * part_floats, 8 * BACKWARD_DQ_THREADS);
-  last.kernel += "_parts", last.image = main.image;
+  last.kernel += "_parts", last.image = PLAIN_IMAGE + core::dtype_word(call.dtype);
   last.params = core::bytes(params);  // it finds tiles as the main launch does
   constexpr size_t PARTS =
       offsetof(mma_sync::CuttingBackwardParams, cut) + offsetof(mma_sync::CutTiles, parts_gmem);
@@ -284,7 +316,8 @@ bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& 
     return std::ranges::find_if(plan.launches,
                                 [&](const Launch& of) { return of.kernel.starts_with(start); });
   };
-  const auto main = launch_of("ampere_attention_bwd_"), none = plan.launches.end();
+  auto main = launch_of("ampere_attention_bwd_");
+  const auto none = plan.launches.end();
   if (!has_plain_kernels(device) || call.varlen || main == none) return false;
   const auto tile_of = [&](std::span<const core::BackwardTile> tiles) {
     return std::ranges::find_if(tiles, [&](const core::BackwardTile& of) {
@@ -299,13 +332,22 @@ bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& 
   std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
   const AttentionParams& attention = params.call.attention;
   if (attention.transform_scores) return false;
-  main->image = "ampere/bwd_plain_" + word;
+  // Its main kernel writes dQ: there is no launch for that.
+  const bool only = launch_of("ampere_backward_dq_") == none;
+  main->image = only ? "ampere/bwd_only_" + word : PLAIN_IMAGE + word;
 
   const int64_t tiles = main->grid[0], heads_kv = call.heads_q / attention.heads_per_kv;
   const int64_t heads = call.batch * heads_kv;
   const bool shared = launch_of("ampere_backward_shares_") != none;
   const Runs runs = shared ? Runs{} : cut_tiles(problem, *tile, *main, device);
   if (!runs.empty()) {
+    if (only) {
+      Launch adds = plan.launches.front();
+      adds.kernel = "ampere_backward_dq_" + word;
+      adds.grid = {0, 1, 1}, adds.block = {BACKWARD_DQ_THREADS, 1, 1};
+      plan.launches.push_back(std::move(adds));
+      main = launch_of("ampere_attention_bwd_");
+    }
     const auto last = launch_of("ampere_backward_dq_");
     share_out(plan, problem, *tile, device, runs, params, *main, *last);
   } else if (attention.order.heads_per_group >= heads && call.batch <= GRID_SIDE_LIMIT &&
@@ -317,10 +359,69 @@ bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& 
   main->params = core::bytes(params);
   const bool in_turns =
       std::ranges::any_of(main->pointers, [](const PointerSlot& of) { return of.offset == TURNS; });
-  const bool adds_in_bulk = bulk != in_bulk.end() && !in_turns;
+  const bool adds_in_bulk = bulk != in_bulk.end() && !in_turns && !only;
   main->shared_bytes = adds_in_bulk ? bulk->shared_bytes : tile->shared_bytes;
-  main->kernel += adds_in_bulk ? "_bulk" : "_plain";
+  main->kernel += only ? "_only" : adds_in_bulk ? "_bulk" : "_plain";
   return !runs.empty();
+}
+
+// Whether a call asks for nothing that the kernels of bwd_plain.cu and those beside it lack, and
+// its head dimensions are those of `tiles`.
+bool is_plain(const Problem& call, const Device& device,
+              std::span<const core::BackwardTile> tiles) {
+  const core::BackwardTile& largest = tiles.back();
+  return has_plain_kernels(device) && !takes_masked_kernels(call) && call.dropout_p == 0 &&
+         !core::attention_params(call).transform_scores && call.d <= largest.head_dim &&
+         call.dv <= largest.head_dim_v;
+}
+
+// The plan of packed sequences for the kernels of bwd_packed.cu. Nothing where they do not take the
+// call, or where most sequences are far shorter than the longest one, so that most CTAs would have
+// nothing to do.
+std::optional<PlanResult> plan_packed(const BackwardProblem& problem, const Device& device) {
+  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
+  constexpr int64_t MOST_PLACES = 3;          // for each tile
+  const Problem& call = problem.call;
+  constexpr int ROWS = D64WidePacked<DType::F16>::ROWS;
+  static_assert(D96Packed<DType::F16>::ROWS == ROWS && D128WidePacked<DType::F16>::ROWS == ROWS);
+  if (!call.varlen || !is_plain(call, device, PACKED_TILES) || call.nk == 0) return std::nullopt;
+  if (call.max_seqlen_q == UNKNOWN || std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM)
+    return std::nullopt;
+  const int64_t places = core::ceil_div(call.max_seqlen_k, ROWS);
+  if (places <= 0 || places > GRID_SIDE_LIMIT || call.batch > GRID_SIDE_LIMIT ||
+      places * call.batch > MOST_PLACES * (core::ceil_div(call.nk, ROWS) + call.batch))
+    return std::nullopt;
+  // With so many heads the first CTAs of all come before the second ones, and none waits long. TMA
+  // adds to the sums of long sequences as fast, where it does.
+  constexpr int64_t LONG_SEQUENCE = 400;
+  const bool only = places == 1;
+  const bool waits_less = call.batch * call.heads_kv >= device.sm_count;
+  const bool by_tma = std::max(call.d, call.dv) <= D64Wide<DType::F16>::HEAD_DIM &&
+                      core::rows_per_sequence(call) >= LONG_SEQUENCE;
+  BackwardProblem of = problem;
+  of.deterministic |= waits_less && !by_tma;
+  const std::span<const core::BackwardTile> tiles =
+      only ? std::span<const core::BackwardTile>(PACKED_ONLY_TILES) : PACKED_TILES;
+  PlanResult result = core::plan_backward(describe(), tiles, of, device, {}, true);
+  auto* plan = std::get_if<LaunchPlan>(&result);
+  if (plan == nullptr) return result;
+  const std::string word = core::dtype_word(call.dtype), start = "ampere_attention_bwd_" + word;
+  const auto main = std::ranges::find_if(
+      plan->launches, [&](const Launch& x) { return x.kernel.starts_with(start); });
+  if (main == plan->launches.end()) return result;
+  mma_sync::CuttingBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
+  main->params = core::bytes(params);
+  main->grid = {call.heads_q / params.call.attention.heads_per_kv, call.batch, places};
+  main->image = "ampere/bwd_packed_" + word;
+  const auto bulk = std::ranges::find_if(PACKED_BULK_TILES, [&](const core::BackwardTile& x) {
+    return main->kernel == start + "_" + x.name;
+  });
+  const bool adds_in_bulk = !only && !of.deterministic && bulk != std::end(PACKED_BULK_TILES);
+  if (adds_in_bulk) main->shared_bytes = bulk->shared_bytes;
+  main->kernel += only ? "_packed_only" : adds_in_bulk ? "_packed_bulk" : "_packed";
+  return result;
 }
 
 // Launches start early where their image has PTX for 9.0: these kernels wait for what comes before
@@ -334,7 +435,8 @@ void start_early(LaunchPlan& plan, const Problem& call) {
         i > 0 && std::ranges::any_of(TILES, [&](const core::BackwardTile& of) {
           return of.dq_block > 0 && launch.kernel.starts_with(prefix + of.name) &&
                  (launch.kernel == prefix + of.name || launch.kernel.ends_with("_plain") ||
-                  launch.kernel.ends_with("_bulk"));
+                  launch.kernel.ends_with("_bulk") || launch.kernel.ends_with("_only") ||
+                  launch.kernel.ends_with("_packed"));
         });
     launch.uses_pdl = is_main || launch.kernel.starts_with("ampere_backward_rows_") ||
                       launch.kernel.starts_with("ampere_backward_dq_");
@@ -376,8 +478,17 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     if (auto plan = plan_dropout(problem, device)) return *std::move(plan);
   }
   const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
+  if (auto packed = plan_packed(problem, device)) {
+    if (auto* plan = std::get_if<LaunchPlan>(&*packed)) start_early(*plan, call);
+    return *std::move(packed);
+  }
   std::span<const core::BackwardTile> tiles = TILES;
-  if (small_blocks_pay(call, device)) tiles = tiles.subspan(BEHIND_D64_WIDE);
+  if (!call.varlen && 0 < call.nk && call.nk <= ONLY_TILES[0].rows &&
+      is_plain(call, device, ONLY_TILES)) {
+    tiles = ONLY_TILES;
+  } else if (small_blocks_pay(call, device)) {
+    tiles = tiles.subspan(BEHIND_D64_WIDE);
+  }
   // CTAs share out blocks of queries where that is faster than sharing out heads.
   const bool blocks_first = has_plain_kernels(device) && shrinking_tiles(call) &&
                             !problem.deterministic && call.heads_q != call.heads_kv;

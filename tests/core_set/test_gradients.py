@@ -267,6 +267,84 @@ def test_longer_tiles_of_causal_calls_that_ctas_share_out(
     differentiate_in_parts(row, list(CAUSAL_CUT).index(name), monkeypatch, deterministic=False)
 
 
+# Heads whose keys are one tile, whose main kernel writes dQ: name -> as above, and the SMs of an
+# H200, few of which let CTAs share out the tile.
+ONE_TILE: dict[str, tuple[FeatureCase, int]] = {
+    "d32-window-that-leaves-rows-without-keys": (
+        ((250, 60, 32, 24, 2, (2, 1)), {"window": (10, 5), "sinks": True}), 132,
+    ),
+    "d64-rows-without-keys": (((200, 100, 64, 48, 1, (2, 2)), {"causal": True}), 132),
+    "d64-shared-out": (((800, 77, 64, 64, 1, (1, 1)), {"dlse": True}), 6),
+    "d64-shared-heads": (((200, 128, 56, 64, 1, (4, 1)), {"causal": True}), 132),
+    "d80-added-in-fp32": (
+        (
+            (100, 128, 80, 72, 1, (2, 1)),
+            {"gradient_dtype": "float32", "add_to": 0.5, "pad": 4},
+        ),
+        132,
+    ),
+    "d128-added": (
+        ((150, 90, 128, 112, 1, (2, 2)), {"add_to": -1.0, "layout": "bnhd"}), 132,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_TILE)
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_the_only_tile_of_a_head_writes_dq(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, sms = ONE_TILE[name]
+    number = list(ONE_TILE).index(name)
+    tensors, options = feature_call(on, case, ("bfloat16", "float16")[number % 2], number)
+    plans = gradients.note_plans(monkeypatch)
+    differentiate_and_check(
+        on, "ampere", *tensors, schedules=(number, number + 1), planned_for="H200", sms=sms,
+        **options,
+    )  # fmt: skip
+    for plan in plans:
+        assert plan.kernels[1].endswith("_only")
+        dq = [kernel for kernel in plan.kernels if "_backward_dq_" in kernel]
+        assert all(kernel.endswith("_parts") for kernel in dq)
+        assert dq or "shared-out" not in name
+
+
+# Packed sequences: lengths of q and k, head dims, whether they are causal, the SMs of an H200, and
+# the end of the kernel's name.
+PACKED_LENGTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, int], bool, int, str]]
+PACKED_LENGTHS = {
+    "d64-in-turns": ((140, 0, 60), (150, 20, 60), (64, 56), True, 2, "d64_wide_packed"),
+    "d64-added-by-tma": ((140, 7, 60), (260, 0, 60), (48, 64), False, 132, "d64_wide_packed_bulk"),
+    "d64-one-tile": (
+        (140, 50, 60, 9), (128, 0, 33, 1), (64, 64), True, 132, "d64_wide_packed_only",
+    ),
+    "d80-added": ((70, 0, 130), (130, 20, 60), (80, 72), True, 132, "d96_packed"),
+    "d96-in-turns": ((70, 0, 130), (130, 20, 60), (96, 96), False, 2, "d96_packed"),
+    "d96-one-tile": ((70, 1, 65), (100, 20, 60), (88, 96), False, 132, "d96_packed_only"),
+    "d128-in-turns": ((70, 66), (130, 60), (128, 128), False, 2, "d128_wide_packed"),
+    "d128-added-by-tma": ((70, 66), (130, 60), (128, 104), True, 132, "d128_wide_packed_bulk"),
+    "d128-one-tile": ((70, 66), (30, 60), (112, 128), True, 132, "d128_wide_packed_only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED_LENGTHS)
+@pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
+def test_packed_sequences_whose_tiles_the_grid_names(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q_lengths, k_lengths, (d, dv), causal, sms, end = PACKED_LENGTHS[name]
+    number = list(PACKED_LENGTHS).index(name)
+    rows = sum(q_lengths) + 3, sum(k_lengths) + 5  # rows of no sequence behind the last one
+    heads = ((2, 1), (2, 2))[number % 2]
+    dout, q, k, v = (x[0].transpose(0, 1) for x in inputs(*rows, d, dv, "bfloat16", heads=heads))
+    plans = gradients.note_plans(monkeypatch)
+    differentiate_and_check(
+        on, "ampere", dout, q, k, v, planned_for="H200", sms=sms, causal=causal,
+        deterministic="in-turns" in name or "one-tile" in name, schedules=(number, 3),
+        cu_seqlens_q=on.cu_seqlens(q_lengths), cu_seqlens_k=on.cu_seqlens(k_lengths),
+        max_seqlen_q=max(q_lengths), max_seqlen_k=max(k_lengths),
+    )  # fmt: skip
+    assert all(plan.kernels[1].endswith("bf16_" + end) for plan in plans)
+
+
 @pytest.mark.parametrize(("kernel", "dtype"), DTYPED)
 def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> None:
     devices = []
@@ -277,6 +355,8 @@ def test_the_calls_above_run_every_compiled_kernel(kernel: str, dtype: str) -> N
     heads = ((2, 1), (7, 1))  # the second ones are shared out
     dims = (*HEAD_DIMS, *WIDE, (136, 160))
     keys = (4, 128) if kernel == "simt" else (4,)  # on tensor cores it has sums of many keys only
+    if kernel == "ampere":  # one tile of keys, and two
+        keys = (4, 200)
     more: dict[str, Any] = {}
     if kernel == "ampere":  # kernels with turns and without, with rules for scores and without
         more = {"deterministic": (False, True), "with_softcap": WIDE}

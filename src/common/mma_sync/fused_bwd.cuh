@@ -190,6 +190,67 @@ __device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLU
   }
 }
 
+// Writes the fragments dq_rmem of dQ, from row `row` of a block and column `column` on. Pairs of
+// fragments are PAIR_STEP pairs apart.
+template <class C, int ROW_TILES, int COLUMN_TILES>
+__device__ __forceinline__ void store_dq(const BackwardParams& params, const BackwardWork& cta,
+                                         const Passing& block, int row, int column,
+                                         const float (&dq_rmem)[ROW_TILES][COLUMN_TILES][4]) {
+  const int lane = ptx::mov_tid_x_volatile() % 32;
+  const int head = cta.head * params.attention.heads_per_kv + block.head;
+  const int first = block.row + row + lane / 4;
+  const int64_t start = cta.batch * params.dq.batch + head * params.dq.head +
+                        (static_cast<int64_t>(cta.passing_start) + first) * params.dq.row;
+  const auto for_each = [&](auto&& put) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (first + 16 * m + 8 * r >= cta.passing_rows) continue;
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; ++n) {
+          const int at = column + 8 * (n / 2 * 2 * C::DQ_PAIR_STEP + n % 2) + lane % 4 * 2;
+          const float* x = &dq_rmem[m][n][2 * r];
+          if (at < params.attention.d) {
+            put(start + (16 * m + 8 * r) * params.dq.row + at,
+                float2{x[0] * params.scale, x[1] * params.scale});
+          }
+        }
+      }
+    }
+  };
+  if (params.dq.dtype == DType::F32 || params.dq.accumulate) {
+    for_each(
+        [&](int64_t at, float2 x) { device::store_gradient_pair<C::DTYPE>(params.dq, at, x); });
+  } else {
+    uint16_t* dq_gmem = static_cast<uint16_t*>(params.dq.gmem);
+    for_each([&](int64_t at, float2 x) {
+      *reinterpret_cast<uint32_t*>(dq_gmem + at) = ptx::cvt_rn_x2_f32<C::DTYPE>(x.x, x.y);
+    });
+  }
+}
+
+// Clears dQ of the rows that see no key, for which no block comes by. By whole CTAs.
+template <class C>
+__device__ __forceinline__ void clear_unseeing(const BackwardParams& params,
+                                               const FusedWork& work) {
+  const int blocks = work.walk.template blocks<C::BLOCK>();
+  const int begin = blocks > 0 ? work.walk.begin : 0;
+  const int end = blocks > 0 ? work.walk.last + C::BLOCK : 0;
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32; row < work.passing_rows; row += C::WARPS) {
+    if (row >= begin && row < end) {
+      row += (end - 1 - row) / C::WARPS * C::WARPS;
+      continue;
+    }
+    for (int head = 0; head < work.heads; ++head) {
+      device::clear_gradient_row(params.dq, work.batch, work.head * work.heads + head,
+                                 static_cast<int64_t>(work.passing_start) + row, params.attention.d,
+                                 lane, 32);
+    }
+  }
+}
+
 // Adds dS K of a block of queries, in fp32, to the sums. Where CTAs take turns, `waits` says
 // whether the CTA of the keys before adds to this block, too, and therefore first. The first CTA of
 // a block writes the sums.
@@ -255,7 +316,9 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
       const int tile = step / 8 + n / 2 * 2 * C::DQ_PAIR_STEP + n % 2;
       return sums_gmem + device::dq_fragment<C::HEAD_DIM>(m, tile);
     };
-    if constexpr (C::IN_BULK) {
+    if constexpr (C::WRITES_DQ) {
+      store_dq<C>(params, cta, block, row, column + step, dq_rmem);
+    } else if constexpr (C::IN_BULK) {
       constexpr int WARP_FRAGMENTS = C::DQ_ROWS / 16 * (C::DQ_STEP / 8);
       const uint32_t warp_smem = sums_smem + warp * (512 * WARP_FRAGMENTS);
       ptx::cp_async_bulk_wait_group_read_0();  // of the block before
@@ -309,12 +372,29 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   FusedWork& cta = *reinterpret_cast<FusedWork*>(shared + C::CONTEXT_SMEM);
   const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
-  if constexpr (!C::PLAIN)
+  if constexpr (C::PACKED) {
+    const int places = gridDim.y * gridDim.z;
+    for (int place = blockIdx.z * gridDim.y + blockIdx.y; place * C::ROWS < attention.nk;
+         place += places) {
+      device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, place * gridDim.x + blockIdx.x,
+                                                          C::WARPS);
+    }
+  } else if constexpr (!C::PLAIN) {
     device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
+  }
   FusedWork own;  // what `cta` will be behind the first barrier of the loop
   const TilePart part_of_tile = part_of_cta(all_params);
   static_cast<BackwardWork&>(own) = find_key_tile<C>(all_params, part_of_tile.tile);
-  if (!C::PLAIN && own.first_row < 0) return ptx::griddepcontrol_wait();  // for the launch behind
+  if constexpr (!C::PLAIN || C::PACKED) {
+    if (own.first_row < 0) {
+      ptx::griddepcontrol_wait();  // for the launch behind
+      if constexpr (C::PACKED && C::WRITES_DQ) {
+        own.walk = {1, 0, 1, 0};  // no block
+        if (blockIdx.z == 0) clear_unseeing<C>(params, own);
+      }
+      return;
+    }
+  }
   {
     const int head = own.head * attention.heads_per_kv;
     const auto rows = device::query_rows<uint16_t>(params, own.batch, head, own.passing_start);
@@ -322,6 +402,9 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     own.dout_gmem = rows.second_gmem;
     own.terms_gmem = device::terms_of(params, own.batch, head, own.passing_start);
     own.walk = device::find_dq_walk<C::ROWS, C::BLOCK>(params.dq_sums, own);
+    if constexpr (C::WRITES_DQ) {
+      if (part_of_tile.index == 0) clear_unseeing<C>(params, own);
+    }
     keep_part<C::BLOCK>(own.walk, part_of_tile);
   }
   if (threadIdx.x == 0) cta = own;

@@ -22,9 +22,11 @@ template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int KEY_WARPS_, int SPLI
 struct FusedBackwardConfig {
   using Params = BackwardParams;
   static constexpr bool MASKED = false;
-  static constexpr bool DROPS = false;    // see DropoutBackwardConfig
-  static constexpr bool PLAIN = false;    // see PlainBackwardConfig
-  static constexpr bool IN_BULK = false;  // see BulkSumsConfig
+  static constexpr bool DROPS = false;      // see DropoutBackwardConfig
+  static constexpr bool PLAIN = false;      // see PlainBackwardConfig
+  static constexpr bool PACKED = false;     // see PackedBackwardConfig
+  static constexpr bool IN_BULK = false;    // see BulkSumsConfig
+  static constexpr bool WRITES_DQ = false;  // see OnlyTileConfig
   static constexpr DType DTYPE = DTYPE_;
   static constexpr Owns OWNS = Owns::Keys;
   static constexpr int GRADIENTS = DQ | DK | DV;
@@ -114,6 +116,21 @@ template <class Backward>
 struct PlainBackwardConfig : Backward {
   using Params = CuttingBackwardParams;
   static constexpr bool PLAIN = true;
+};
+
+// A PlainBackwardConfig for packed sequences, whose grid is (heads of K, sequences, tiles of the
+// longest sequence).
+template <class Backward>
+struct PackedBackwardConfig : PlainBackwardConfig<Backward> {
+  static constexpr bool PACKED = true;
+};
+
+// A FusedBackwardConfig for heads whose keys are one tile: dS K of a block of queries is dQ at
+// once, which the warps write in the place of sums.
+template <class Backward>
+struct OnlyTileConfig : Backward {
+  static constexpr bool WRITES_DQ = true;
+  static_assert(!Backward::IN_BULK, "there are no sums to add to");
 };
 
 }  // namespace archflash::mma_sync

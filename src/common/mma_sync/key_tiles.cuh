@@ -52,11 +52,35 @@ __device__ __forceinline__ bool tiles_by_grid(const Params& params) {
   return false;
 }
 
+// What a CTA works on by its place in the grid (heads of K, sequences, tiles of ROWS keys of the
+// longest sequence). A negative first_row: its sequence has no such tile.
+template <int ROWS>
+__device__ __forceinline__ BackwardWork find_packed_key_tile(const AttentionParams& params) {
+  const int sequence = blockIdx.y;
+  const auto start = [&](const int* cu_seqlens, int of, int rows) {
+    return device::sequence_start(cu_seqlens, of, rows);
+  };
+  BackwardWork found{};
+  found.batch = sequence, found.head = blockIdx.x, found.heads = params.heads_per_kv;
+  found.passing_start = start(params.cu_seqlens_q_gmem, sequence, params.nq);
+  found.own_start = start(params.cu_seqlens_k_gmem, sequence, params.nk);
+  device::Work work{};
+  work.batch_head = sequence * params.heads_q;
+  work.nq = max(start(params.cu_seqlens_q_gmem, sequence + 1, params.nq) - found.passing_start, 0);
+  work.nk = max(start(params.cu_seqlens_k_gmem, sequence + 1, params.nk) - found.own_start, 0);
+  const int first = blockIdx.z * ROWS;
+  found.first_row = first < work.nk ? first : -1;
+  found.visible = device::queries_that_see(device::find_visible_keys(params, work), work.nq);
+  found.own_rows = work.nk, found.passing_rows = work.nq;
+  return found;
+}
+
 // What a CTA with tile `index` works on.
 template <class C>
 __device__ __forceinline__ BackwardWork find_key_tile(const typename C::Params& all_params,
                                                       uint32_t index) {
   const AttentionParams& params = call_of<C>(all_params).attention;
+  if constexpr (C::PACKED) return find_packed_key_tile<C::ROWS>(params);
   if (!C::PLAIN && params.cu_seqlens_k_gmem != nullptr)
     return device::find_backward_work<Owns::Keys, C::ROWS>(params, static_cast<int>(index));
   KeyTile tile;
@@ -84,7 +108,8 @@ template <class C>
 __device__ __forceinline__ int64_t dq_block_number(const BackwardParams& params,
                                                    const device::BackwardWork& work,
                                                    const device::Passing& block) {
-  if constexpr (!C::PLAIN) return device::dq_block_number(params, work, block, C::BLOCK);
+  if constexpr (!C::PLAIN || C::PACKED)
+    return device::dq_block_number(params, work, block, C::BLOCK);
   const AttentionParams& attention = params.attention;
   const int64_t head = static_cast<int64_t>(work.batch) * attention.heads_q +
                        work.head * attention.heads_per_kv + block.head;

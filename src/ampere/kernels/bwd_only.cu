@@ -1,0 +1,18 @@
+// images: bwd_only_f16 bwd_only_bf16
+// targets: 90:90,100,ptx
+// The backward kernels of bwd_plain.cu for heads whose keys are one tile. plain_config.cuh has
+// their tiles.
+#include "ampere/plain_config.cuh"
+#include "common/instantiate.cuh"
+#include "common/kernel_entry.cuh"
+#include "common/mma_sync/fused_bwd.cuh"
+
+using namespace archflash;
+using namespace archflash::ampere;
+
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_only), mma_sync::fused_bwd, D32Only<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_wide_only), mma_sync::fused_bwd,
+                 D64WideOnly<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d96_only), mma_sync::fused_bwd, D96Only<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_only), mma_sync::fused_bwd,
+                 D128WideOnly<DTYPE>)
