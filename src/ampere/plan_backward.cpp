@@ -106,7 +106,7 @@ bool small_blocks_pay(const Problem& call, const Device& device) {
   return rounds > MANY_ROUNDS || 10 * tiles >= 9 * rounds * workers;
 }
 
-// The kernels of bwd_plain.cu, for GPUs from 9.0 on that have their shared memory.
+// The kernels of bwd_plain.cu, for GPUs of 9.0 with their shared memory.
 constexpr core::BackwardTile PLAIN_TILES[] = {
     backward_tile<D32Plain<DType::F16>>("d32"),
     backward_tile<D64WidePlain<DType::F16>>("d64_wide"),
@@ -154,7 +154,8 @@ constexpr core::BackwardTile PACKED_ONLY_TILES[] = {
     only_tile<D128WidePackedOnly<DType::F16>>("d128_wide"),
 };
 
-bool has_plain_kernels(const Device& device) { return device.major == 9 || device.major == 10; }
+// On 10.x, which has the memory too, PyTorch's kernels come first: they are not built for it.
+bool has_plain_kernels(const Device& device) { return device.major == 9; }
 
 // How the tiles of a call are cut, in the order of their CTAs.
 using Runs = std::vector<mma_sync::TileRun>;

@@ -1,5 +1,5 @@
 // images: bwd_only_f16 bwd_only_bf16
-// targets: 90:90,100,ptx
+// targets: 90:90
 // The backward kernels of bwd_plain.cu for heads whose keys are one tile. plain_config.cuh has
 // their tiles.
 #include "ampere/plain_config.cuh"

@@ -1,5 +1,5 @@
 // images: bwd_packed_f16 bwd_packed_bf16
-// targets: 90:90,100,ptx
+// targets: 90:90
 // The backward kernels of bwd_plain.cu for packed sequences. plain_config.cuh has their tiles.
 #include "ampere/plain_config.cuh"
 #include "common/instantiate.cuh"
