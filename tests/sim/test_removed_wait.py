@@ -68,11 +68,11 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
 ) -> None:
     q = torch.randn(1, 2, 100, 128).bfloat16()
     k = torch.randn(1, 1, 300, 128).bfloat16()
-    whole = sim.run(q, k, k, implementation="ampere", mode=mode)
+    whole = sim.run(q, k, k, implementation="ampere", mode=mode, softcap=9.0)
     assert not whole.report.findings
     run_without(whole.plan, (opcode,), which, monkeypatch)
     with pytest.raises(sim.SimulationError) as caught:
-        sim.run(q, k, k, implementation="ampere", mode=mode)
+        sim.run(q, k, k, implementation="ampere", mode=mode, softcap=9.0)
     errors = caught.value.report.errors
     assert errors[0].kind in kinds
     place = f"common/mma_sync/main_loop.cuh:{line_of(text)}"
