@@ -5,15 +5,13 @@
 A table stands between `<!-- bench:GPU/TABLE -->` and `<!-- /bench -->`, each on a line of its own.
 GPU is the name of a file in bench/results. TABLE is a group of bench/cases.toml (every kernel and
 every peer), `plain` (what a plain call gets, beside the best peer, for the cases of the group
-`readme`), `sustained` (every candidate timed alone, for the cases of 16 and 8 bits with more than
-one query), `masks` (calls with mask tensors, of bench/masks.toml), `models` (calls of well-known
+`readme`), `masks` (calls with mask tensors, of bench/masks.toml), `models` (calls of well-known
 models, of bench/models.toml), `models-ampere` (the same calls by `ampere` beside its peers),
 `published` (ratios to torch-math beside published ones), `host` (cost of one call on the host),
 `end-to-end` (models with PyTorch's attention and with archflash) or `by-name` (small ones of them,
-which train eagerly). In all tables but `sustained`,
-and but for the last column of `plain`, candidates took turns. What a plain call gets is what
-`archflash.explain` chooses for that GPU, so tables of speed need the installed package, with
-PyTorch 2.10 or newer.
+which train eagerly). But for the last column of `plain` candidates took turns. What a plain call
+gets is what `archflash.explain` chooses for that GPU, so tables of speed need the installed
+package, with PyTorch 2.10 or newer.
 
 Exit status: 0 when the tables are up to date, 1 when --check finds one that is not, 2 when a marker
 or a result file cannot be read.
@@ -88,16 +86,14 @@ def rows_of_case(
     return {row["implementation"]: row for row in matching if row["run_id"] == run_id}
 
 
-def speed_table(
-    rows: Sequence[Row], cases: Sequence[Case], run_id: str | None, *, sustained: bool = False
-) -> str:
+def speed_table(rows: Sequence[Row], cases: Sequence[Case], run_id: str | None) -> str:
     """Speed of every kernel and every peer, and what dispatch gives against the best peer."""
-    measured = {case.name: rows_of_case(rows, case, run_id, sustained=sustained) for case in cases}
+    measured = {case.name: rows_of_case(rows, case, run_id) for case in cases}
     names = list(dict.fromkeys(name for found in measured.values() for name in found))
     kernels = [name for name in names if not is_peer(name)]
     peers = [name for name in names if is_peer(name)]
     head = ["case", *(kernels or ["archflash"]), *peers]
-    head += [AGAINST] if sustained else ["a plain call runs", AGAINST]
+    head += ["a plain call runs", AGAINST]
     lines = []
     for case in cases:
         found = measured[case.name]
@@ -106,8 +102,7 @@ def speed_table(
             for name in [*(kernels or ["archflash"]), *peers]
         ]
         choice, given = what_dispatch_gives(rows, case, found)
-        last = [against(given, found)] if sustained else [choice, against(given, found)]
-        lines.append([case.name + unit_note(case), *speeds, *last])
+        lines.append([case.name + unit_note(case), *speeds, choice, against(given, found)])
     rows_shown = [row for found in measured.values() for row in found.values()]
     eager = any(EAGER in row["features"] for row in rows_shown)
     note = " *: timed eagerly, not in a CUDA graph." if eager else ""
@@ -356,14 +351,10 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return published_table(rows, cases, run_id)
     if table == "plain":
         return plain_table(rows, [case for case in cases if "readme" in case.groups], run_id)
-    if table == "sustained":
-        many = [case for case in cases if case.dtype != "fp32" and not case.is_decode]
-        return speed_table(rows, many, run_id, sustained=True)
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
         others = (
             "plain",
-            "sustained",
             "masks",
             "published",
             "models",
