@@ -105,7 +105,7 @@ class Kind(NamedTuple):
         """
         sizes = ("small", "large") if self.query_rows == "small" else (self.query_rows,)
         lengths = ("few", "many") if self.keys == "few" else ("many",)
-        passes = (self.gradients,)
+        passes: tuple[str, ...] = (self.gradients,)
         if self.gradients == "causal" and self.mask != "none":
             passes = ("causal", "plain")
         return tuple(
