@@ -319,7 +319,7 @@ bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& 
   };
   auto main = launch_of("ampere_attention_bwd_");
   const auto none = plan.launches.end();
-  if (!has_plain_kernels(device) || call.varlen || main == none) return false;
+  if (!has_plain_kernels(device) || call.varlen || call.nq == 0 || main == none) return false;
   const auto tile_of = [&](std::span<const core::BackwardTile> tiles) {
     return std::ranges::find_if(tiles, [&](const core::BackwardTile& of) {
       return main->kernel == "ampere_attention_bwd_" + word + "_" + of.name;
@@ -385,7 +385,8 @@ std::optional<PlanResult> plan_packed(const BackwardProblem& problem, const Devi
   const Problem& call = problem.call;
   constexpr int ROWS = D64WidePacked<DType::F16>::ROWS;
   static_assert(D96Packed<DType::F16>::ROWS == ROWS && D128WidePacked<DType::F16>::ROWS == ROWS);
-  if (!call.varlen || !is_plain(call, device, PACKED_TILES) || call.nk == 0) return std::nullopt;
+  if (!call.varlen || !is_plain(call, device, PACKED_TILES) || call.nk == 0 || call.batch == 0)
+    return std::nullopt;
   if (call.max_seqlen_q == UNKNOWN || std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM)
     return std::nullopt;
   const int64_t places = core::ceil_div(call.max_seqlen_k, ROWS);

@@ -323,7 +323,8 @@ std::optional<LaunchPlan> plan_packed(const Problem& problem, const Device& devi
   if (tile == nullptr || packs_heads(problem)) return std::nullopt;
   KeyShares bound{};
   bound.shift = static_cast<int32_t>(std::clamp(problem.window_right, -problem.nk, problem.nq));
-  const int64_t places = core::ceil_div(problem.max_seqlen_q, tile->block_q);
+  const int64_t longest = std::min(problem.max_seqlen_q, problem.nq);  // which is a hint
+  const int64_t places = core::ceil_div(longest, tile->block_q);
   // Where most sequences are far shorter than the longest one, most of these CTAs would have
   // nothing to do.
   constexpr int64_t MOST_PLACES = 3;  // for each tile

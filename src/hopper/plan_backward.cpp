@@ -333,7 +333,10 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   const Problem& call = problem.call;
   if (call.key_indices > 0)
     return core::plan_list_backward(describe(), LIST_TILES, problem, device);
-  const bool adds = adds_elements(problem), table = lists_rounds(problem);
+  // Without rows there is no mask to read.
+  const bool masks = call.nq > 0;
+  const bool adds = masks && adds_elements(problem);
+  const bool table = (masks || call.block_mask) && lists_rounds(problem);
   if (!adds && !table) {
     if (const RowsTile* rows = rows_tile_for(problem, device))
       return plan_rows(problem, *rows, device);

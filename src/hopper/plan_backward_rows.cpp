@@ -129,7 +129,8 @@ void share_dq(LaunchPlan& plan, Launch& main, const BackwardProblem& problem, in
 const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& device) {
   const Problem& call = problem.call;
   if (call.softcap != 0 || call.dropout_p != 0 || call.block_mask) return nullptr;
-  if (call.heads_q != call.heads_kv || call.nq == 0 || call.nk == 0) return nullptr;
+  if (call.heads_q != call.heads_kv || call.batch == 0 || call.nq == 0 || call.nk == 0)
+    return nullptr;
   // The keys of a packed sequence are not shared out, and so must not keep one CTA busy for long.
   constexpr int64_t KEYS_OF_FEW = 512, KEYS_OF_MANY = 2048;
   constexpr int64_t ONE_TILE = 128, HALF_TILE = 64;

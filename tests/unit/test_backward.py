@@ -1054,3 +1054,45 @@ def test_gradients_of_parts_of_the_keys_add_up_in_plain_operations(
             whole[of_part] = gradient
     for one, other in zip((*found, dsinks), expected, strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), atol=2e-6, rtol=1e-5)
+
+
+EMPTY: dict[str, Any] = {
+    "sequences": {"shapes": ((10, 4, 64), (10, 4, 64)), "packed": True},
+    "rows-dense-mask": {"shapes": ((2, 4, 0, 64), (2, 4, 96, 64)), "mask": (2, 1, 0, 96)},
+    "rows-d256": {"shapes": ((2, 4, 0, 256), (2, 4, 300, 256))},
+    "rows-d64-causal": {"shapes": ((2, 4, 0, 64), (2, 4, 200, 64)), "causal": True},
+    "rows-d192": {"shapes": ((2, 4, 0, 192), (2, 4, 1, 192))},
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "ampere", "hopper"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_calls_without_rows_or_sequences_are_planned(name: str, implementation: str | None) -> None:
+    given = dict(EMPTY[name])
+    q, k = (torch.empty(x, dtype=torch.float16, device="meta") for x in given.pop("shapes"))
+    if given.pop("packed", False):
+        ends = torch.empty(1, dtype=torch.int32, device="meta")
+        given |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        given |= {"max_seqlen_q": 16, "max_seqlen_k": 16}
+    if "mask" in given:
+        given["attn_mask"] = torch.empty(given.pop("mask"), dtype=torch.bool, device="meta")
+    call = {"device": "H200", "backward": True, "implementation": implementation, **given}
+    try:
+        plan = archflash.explain(q, k, k, **call).plan
+    except archflash.ForcedImplementationError:
+        return
+    assert plan is not None
+    for launch in plan.to_dict()["launches"]:
+        assert min(launch["grid"]) > 0, launch
+        assert launch["kernel"] in kernels_built(launch["image"])
+
+
+def test_a_longest_sequence_beyond_all_rows_is_a_hint() -> None:
+    x = torch.empty(32768, 4, 64, dtype=torch.float16, device="meta")
+    ends = torch.empty(513, dtype=torch.int32, device="meta")
+    call = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "implementation": "ampere"}
+    for longest in (2**31, 2**60 - 1):
+        call |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        plan = archflash.explain(x, x, x, device="H200", **call).plan
+        assert plan is not None
+        assert all(0 < n < 2**31 for of in plan.to_dict()["launches"] for n in of["grid"])

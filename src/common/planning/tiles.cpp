@@ -30,7 +30,7 @@ int64_t filled_tiles(const Problem& problem, const Tile& tile) {
 }
 
 int64_t rows_per_sequence(const Problem& problem) {
-  return problem.varlen ? problem.nq / problem.batch : problem.nq;
+  return problem.varlen ? problem.nq / std::max<int64_t>(problem.batch, 1) : problem.nq;
 }
 
 bool equal_tiles(const Problem& problem) {
