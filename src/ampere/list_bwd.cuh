@@ -66,22 +66,15 @@ template <class C>
 __device__ __forceinline__ void start_rows(uint32_t shared_smem, const ListBackwardParams& params,
                                            const device::Work& work) {
   const AttentionParams& attention = params.call.attention;
-  const auto row_of = [&](const void* gmem, int64_t batch, int64_t head, int64_t row_stride) {
-    return [=, &params](int row_of_tile) -> const uint16_t* {
-      const device::FewRow row(params.call.attention, params.packed_heads, work, row_of_tile);
-      if (!row.wanted) return nullptr;
-      return static_cast<const uint16_t*>(gmem) + row.batch * batch + row.head * head +
-             row.packed * row_stride;
-    };
-  };
   const uint16_t* any_gmem = static_cast<const uint16_t*>(attention.q_gmem);
   mma_sync::start_rows_load<C, typename C::FirstTile, C::BLOCK_Q>(
       shared_smem, attention.d, any_gmem,
-      row_of(attention.q_gmem, attention.q_batch, attention.q_head, attention.q_row));
+      device::listing_rows(params, work, attention.q_gmem, attention.q_batch, attention.q_head,
+                           attention.q_row));
   mma_sync::start_rows_load<C, typename C::SecondTile, C::BLOCK_Q>(
       shared_smem + C::DOUT_SMEM, attention.dv, any_gmem,
-      row_of(params.call.dout_gmem, params.call.dout_batch, params.call.dout_head,
-             params.call.dout_row));
+      device::listing_rows(params, work, params.call.dout_gmem, params.call.dout_batch,
+                           params.call.dout_head, params.call.dout_row));
 }
 
 // The terms of a lane's rows; [m][r] is row lane/4 + 8r of row tile m.

@@ -123,7 +123,7 @@ constexpr core::BackwardTile BULK_TILES[] = {
     backward_tile<D128WideBulk<DType::F16>>("d128_wide"),
 };
 
-// Those for heads whose keys are one tile, which need no sums of dQ.
+// The tiles of kernels for heads whose keys are one tile, which need no sums of dQ.
 template <class C>
 constexpr core::BackwardTile only_tile(const char* name) {
   core::BackwardTile of = backward_tile<C>(name);
@@ -137,8 +137,8 @@ constexpr core::BackwardTile ONLY_TILES[] = {
     only_tile<D128WideOnly<DType::F16>>("d128_wide"),
 };
 
-// Those for packed sequences. In the place of the second and the last one CTAs that take no turns
-// have a kernel whose sums TMA adds to.
+// The tiles of kernels for packed sequences; and those of kernels whose CTAs take no turns, where
+// TMA adds to the sums of dQ.
 constexpr core::BackwardTile PACKED_TILES[] = {
     backward_tile<D64WidePacked<DType::F16>>("d64_wide"),
     backward_tile<D96Packed<DType::F16>>("d96"),

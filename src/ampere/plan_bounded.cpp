@@ -75,7 +75,8 @@ constexpr BoundedTile BOUNDED_TILES[] = {
     bounded_tile<D160Shares<DType::F16>>("d160_shares", 2400, 24, 38.4, SHARED),
     bounded_tile<D256Shares<DType::F16>>("d256_shares", 2700, 41.4, 60.2, SHARED),
 };
-// Of the second launch, of each share of a row, and of a megabyte of shares.
+// What sharing out keys costs: a second launch, and in it each share of a row and megabyte of
+// shares.
 constexpr double COMBINE = 1500, COMBINE_SHARE = 100, COMBINE_MEGABYTE = 200;
 
 // The keys that the rows of a call see, in one share; keys = 0: some row sees none.
@@ -128,8 +129,8 @@ struct Choice {
   KeyShares shares{};
   int64_t ctas = 0;  // of a head
   double time = 0;
-  // Of the first kernels of 64 and of 128 rows, if each tile has one CTA: such a time is that of
-  // kernels for calls in which every query sees every key, too.
+  // The times of the first kernels with 64 and with 128 rows, if each tile has one CTA. Kernels for
+  // calls in which every query sees every key take as long.
   double of_64 = 0, of_128 = 0;
 };
 

@@ -257,20 +257,13 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
         device::find_list_work(attention, params.lists, params.packed_heads, blockIdx.x);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work);
-    const auto row_of = [&](const void* gmem, int64_t batch, int64_t head, int64_t row_stride) {
-      return [=, &params](int row_of_tile) -> const uint16_t* {
-        const device::FewRow row(params.call.attention, params.packed_heads, work, row_of_tile);
-        if (!row.wanted) return nullptr;
-        return static_cast<const uint16_t*>(gmem) + row.batch * batch + row.head * head +
-               row.packed * row_stride;
-      };
-    };
-    start_rows<C, QTile>(
-        shared_smem, attention.d, any_gmem,
-        row_of(attention.q_gmem, attention.q_batch, attention.q_head, attention.q_row));
-    start_rows<C, DoutTile>(shared_smem + C::DOUT_SMEM, attention.dv, any_gmem,
-                            row_of(params.call.dout_gmem, params.call.dout_batch,
-                                   params.call.dout_head, params.call.dout_row));
+    start_rows<C, QTile>(shared_smem, attention.d, any_gmem,
+                         device::listing_rows(params, work, attention.q_gmem, attention.q_batch,
+                                              attention.q_head, attention.q_row));
+    start_rows<C, DoutTile>(
+        shared_smem + C::DOUT_SMEM, attention.dv, any_gmem,
+        device::listing_rows(params, work, params.call.dout_gmem, params.call.dout_batch,
+                             params.call.dout_head, params.call.dout_row));
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
 

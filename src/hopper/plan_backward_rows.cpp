@@ -147,8 +147,8 @@ const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& devi
   for (const RowsTile& tile : TILES) {
     if (call.d > tile.head_dim || call.dv > tile.head_dim_v || rows > tile.most_rows) continue;
     if (call.varlen) return tile.packed ? &tile : nullptr;
-    // Of keys that are one tile, the other kernels were faster with half of its rows, and with more
-    // than 96 columns, and write dQ of many rows themselves.
+    // Where all keys are one tile, the other kernels were faster for half of its rows and for more
+    // than 96 columns, and they write dQ of many rows themselves.
     const bool is_one = call.nk <= ONE_TILE;
     const bool halves = std::max(call.nq, call.nk) <= HALF_TILE;
     if (is_one && (halves || rows > ONE_TILE || tile.head_dim > 96)) return nullptr;

@@ -6,6 +6,7 @@
 
 #include "common/attention_params.h"
 #include "common/device/backward_rows.cuh"
+#include "common/device/few_rows.cuh"
 #include "common/device/key_lists.cuh"
 #include "common/device/visible_keys.cuh"
 #include "common/list_backward_params.h"
@@ -27,25 +28,20 @@ struct ListBackwardWork {
 // A lane of mma.sync adds four numbers of a row and of 16 columns: number e is of column
 // 8 (e / 2) + 2 t + e % 2 for t = lane % 4. In the sums they are neighbours, which one addition
 // takes from 9.0 on. Before, the same numbers of the four lanes are.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool ADDS_FOUR = true;
-#else
-constexpr bool ADDS_FOUR = false;
-#endif
 __device__ __forceinline__ int list_sum_place(int lane, int number = 0) {
-  return ADDS_FOUR ? lane % 4 * 4 + number : lane % 4 + 4 * number;
+  return ptx::HAS_RED_V4 ? lane % 4 * 4 + number : lane % 4 + 4 * number;
 }
 
 // gmem: the row's 16 columns in the sums, from list_sum_place(lane) on.
 __device__ __forceinline__ void add_four(float* gmem, float x, float y, float z, float w) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  ptx::red_add_v4_f32(gmem, x, y, z, w);
-#else
-  ptx::red_add_f32(gmem, x);
-  ptx::red_add_f32(gmem + 4, y);
-  ptx::red_add_f32(gmem + 8, z);
-  ptx::red_add_f32(gmem + 12, w);
-#endif
+  if constexpr (ptx::HAS_RED_V4) {
+    ptx::red_add_v4_f32(gmem, x, y, z, w);
+  } else {
+    ptx::red_add_f32(gmem, x);
+    ptx::red_add_f32(gmem + 4, y);
+    ptx::red_add_f32(gmem + 8, z);
+    ptx::red_add_f32(gmem + 12, w);
+  }
 }
 
 __device__ __forceinline__ ListBackwardWork
@@ -68,6 +64,19 @@ find_list_backward_work(const ListBackwardParams& params, Work work) {
   cta.dk_gmem = params.sums.dk_gmem + row * params.sums.dk_columns;
   cta.dv_gmem = params.sums.dv_gmem + row * params.sums.dv_columns;
   return cta;
+}
+
+// row_of(row) of the rows of q or dout that a CTA has: the address of a row by its place in the
+// tile; null where there is none.
+__device__ __forceinline__ auto listing_rows(const ListBackwardParams& params, const Work& work,
+                                             const void* gmem, int64_t batch, int64_t head,
+                                             int64_t row_stride) {
+  return [=, &params](int row_of_tile) -> const uint16_t* {
+    const FewRow row(params.call.attention, params.packed_heads, work, row_of_tile);
+    if (!row.wanted) return nullptr;
+    return static_cast<const uint16_t*>(gmem) + row.batch * batch + row.head * head +
+           row.packed * row_stride;
+  };
 }
 
 // The position of this thread's key of a block, counted in blocks.
