@@ -47,7 +47,7 @@ EXPLAINED = (
         "ampere",
         "relaxed-order",
         "",
-        "add_dq() of common/mma_sync/fused_bwd.cuh looks for its turn by a relaxed load while it "
+        "add_dq() of common/mma_sync/fused_dq.cuh looks for its turn by a relaxed load while it "
         "multiplies, and adds, by red in L2, if that says that the turn has come: an acquire there "
         "would cost 2 to 6% (docs/lab/ampere.md)",
     ),

@@ -1,0 +1,199 @@
+#include "ampere/plan_plain.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "ampere/cut_tiles.h"
+#include "ampere/plain_config.cuh"
+#include "common/planning/core_set.h"
+#include "common/planning/launch.h"
+#include "common/planning/tiles.h"
+
+namespace archflash::ampere {
+
+const Description& describe();
+
+namespace {
+
+using core::backward_tile;
+
+// The kernels of bwd_plain.cu, for GPUs of 9.0 with their shared memory.
+constexpr core::BackwardTile PLAIN_TILES[] = {
+    backward_tile<D32Plain<DType::F16>>("d32"),
+    backward_tile<D64WidePlain<DType::F16>>("d64_wide"),
+    backward_tile<D64Plain<DType::F16>>("d64"),
+    backward_tile<D96Plain<DType::F16>>("d96"),
+    backward_tile<D128WidePlain<DType::F16>>("d128_wide"),
+    backward_tile<D192WidePlain<DType::F16>>("d192_wide"),
+    backward_tile<D256WidePlain<DType::F16>>("d256_wide"),
+};
+
+// The kernels of bwd_plain.cu whose CTAs add to dQ in any order instead of taking turns.
+constexpr core::BackwardTile BULK_TILES[] = {
+    backward_tile<D64WideBulk<DType::F16>>("d64_wide"),
+    backward_tile<D128WideBulk<DType::F16>>("d128_wide"),
+};
+
+// The tiles of kernels for heads whose keys are one tile, which need no sums of dQ.
+template <class C>
+constexpr core::BackwardTile only_tile(const char* name) {
+  core::BackwardTile of = backward_tile<C>(name);
+  of.dq_block = 0;
+  return of;
+}
+constexpr core::BackwardTile ONLY_TILES[] = {
+    only_tile<D32Only<DType::F16>>("d32"),
+    only_tile<D64WideOnly<DType::F16>>("d64_wide"),
+    only_tile<D96Only<DType::F16>>("d96"),
+    only_tile<D128WideOnly<DType::F16>>("d128_wide"),
+};
+
+// The tiles of kernels for packed sequences; and those of kernels whose CTAs take no turns, where
+// TMA adds to the sums of dQ.
+constexpr core::BackwardTile PACKED_TILES[] = {
+    backward_tile<D64WidePacked<DType::F16>>("d64_wide"),
+    backward_tile<D96Packed<DType::F16>>("d96"),
+    backward_tile<D128WidePacked<DType::F16>>("d128_wide"),
+};
+constexpr core::BackwardTile PACKED_BULK_TILES[] = {
+    backward_tile<D64WidePackedBulk<DType::F16>>("d64_wide"),
+    backward_tile<D128WidePackedBulk<DType::F16>>("d128_wide"),
+};
+constexpr core::BackwardTile PACKED_ONLY_TILES[] = {
+    only_tile<D64WidePackedOnly<DType::F16>>("d64_wide"),
+    only_tile<D96PackedOnly<DType::F16>>("d96"),
+    only_tile<D128WidePackedOnly<DType::F16>>("d128_wide"),
+};
+
+// Whether a call asks for nothing that the kernels of bwd_plain.cu and those beside it lack, and
+// its head dimensions are those of `tiles`.
+bool is_plain(const Problem& call, const Device& device,
+              std::span<const core::BackwardTile> tiles) {
+  const core::BackwardTile& largest = tiles.back();
+  return has_plain_kernels(device) && !takes_masked_kernels(call) && call.dropout_p == 0 &&
+         !core::attention_params(call).transform_scores && call.d <= largest.head_dim &&
+         call.dv <= largest.head_dim_v;
+}
+
+}  // namespace
+
+bool has_plain_kernels(const Device& device) { return device.major == 9; }
+
+std::span<const core::BackwardTile> only_tiles(const Problem& call, const Device& device) {
+  const bool serve = !call.varlen && 0 < call.nk && call.nk <= ONLY_TILES[0].rows &&
+                     is_plain(call, device, ONLY_TILES);
+  return serve ? std::span<const core::BackwardTile>(ONLY_TILES)
+               : std::span<const core::BackwardTile>();
+}
+
+bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& device) {
+  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
+  const Problem& call = problem.call;
+  const std::string word = core::dtype_word(call.dtype);
+  const auto launch_of = [&](const std::string& start) {
+    return std::ranges::find_if(plan.launches,
+                                [&](const Launch& of) { return of.kernel.starts_with(start); });
+  };
+  auto main = launch_of("ampere_attention_bwd_");
+  const auto none = plan.launches.end();
+  if (!has_plain_kernels(device) || call.varlen || call.nq == 0 || main == none) return false;
+  const auto tile_of = [&](std::span<const core::BackwardTile> tiles) {
+    return std::ranges::find_if(tiles, [&](const core::BackwardTile& of) {
+      return main->kernel == "ampere_attention_bwd_" + word + "_" + of.name;
+    });
+  };
+  const std::span<const core::BackwardTile> plain = PLAIN_TILES, in_bulk = BULK_TILES;
+  const auto tile = tile_of(plain), bulk = tile_of(in_bulk);
+  if (tile == plain.end()) return false;
+  mma_sync::CuttingBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
+  const AttentionParams& attention = params.call.attention;
+  if (attention.transform_scores) return false;
+  // Its main kernel writes dQ: there is no launch for that.
+  const bool only = launch_of("ampere_backward_dq_") == none;
+  main->image = only ? "ampere/bwd_only_" + word : PLAIN_IMAGE + word;
+
+  const int64_t tiles = main->grid[0], heads_kv = call.heads_q / attention.heads_per_kv;
+  const int64_t heads = call.batch * heads_kv;
+  const bool shared = launch_of("ampere_backward_shares_") != none;
+  const Runs runs = shared ? Runs{} : cut_tiles(problem, *tile, *main, device);
+  if (!runs.empty()) {
+    if (only) {
+      Launch adds = plan.launches.front();
+      adds.kernel = "ampere_backward_dq_" + word;
+      adds.grid = {0, 1, 1}, adds.block = {BACKWARD_DQ_THREADS, 1, 1};
+      plan.launches.push_back(std::move(adds));
+      main = launch_of("ampere_attention_bwd_");
+    }
+    const auto last = launch_of("ampere_backward_dq_");
+    share_out(plan, problem, *tile, device, runs, params, *main, *last);
+  } else if (attention.order.heads_per_group >= heads && call.batch <= GRID_SIDE_LIMIT &&
+             tiles / heads <= GRID_SIDE_LIMIT) {
+    main->grid = {heads_kv, call.batch, tiles / heads};
+  } else {
+    params.cut.runs[0] = {static_cast<int32_t>(tiles), 1};
+  }
+  main->params = core::bytes(params);
+  const bool in_turns =
+      std::ranges::any_of(main->pointers, [](const PointerSlot& of) { return of.offset == TURNS; });
+  const bool adds_in_bulk = bulk != in_bulk.end() && !in_turns && !only;
+  main->shared_bytes = adds_in_bulk ? bulk->shared_bytes : tile->shared_bytes;
+  main->kernel += only ? "_only" : adds_in_bulk ? "_bulk" : "_plain";
+  return !runs.empty();
+}
+
+std::optional<PlanResult> plan_packed_backward(const BackwardProblem& problem,
+                                               const Device& device) {
+  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
+  constexpr int64_t MOST_PLACES = 3;          // for each tile
+  const Problem& call = problem.call;
+  constexpr int ROWS = D64WidePacked<DType::F16>::ROWS;
+  static_assert(D96Packed<DType::F16>::ROWS == ROWS && D128WidePacked<DType::F16>::ROWS == ROWS);
+  if (!call.varlen || !is_plain(call, device, PACKED_TILES) || call.nk == 0 || call.batch == 0)
+    return std::nullopt;
+  if (call.max_seqlen_q == UNKNOWN || std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM)
+    return std::nullopt;
+  const int64_t places = core::ceil_div(call.max_seqlen_k, ROWS);
+  if (places <= 0 || places > GRID_SIDE_LIMIT || call.batch > GRID_SIDE_LIMIT ||
+      places * call.batch > MOST_PLACES * (core::ceil_div(call.nk, ROWS) + call.batch))
+    return std::nullopt;
+  // With so many heads the first CTAs of all come before the second ones, and none waits long. TMA
+  // adds to the sums of long sequences as fast, where it does.
+  constexpr int64_t LONG_SEQUENCE = 400;
+  const bool only = places == 1;
+  const bool waits_less = call.batch * call.heads_kv >= device.sm_count;
+  const bool by_tma = std::max(call.d, call.dv) <= D64Wide<DType::F16>::HEAD_DIM &&
+                      core::rows_per_sequence(call) >= LONG_SEQUENCE;
+  BackwardProblem of = problem;
+  of.deterministic |= waits_less && !by_tma;
+  const std::span<const core::BackwardTile> tiles =
+      only ? std::span<const core::BackwardTile>(PACKED_ONLY_TILES) : PACKED_TILES;
+  PlanResult result = core::plan_backward(describe(), tiles, of, device, {}, true);
+  auto* plan = std::get_if<LaunchPlan>(&result);
+  if (plan == nullptr) return result;
+  const std::string word = core::dtype_word(call.dtype), start = "ampere_attention_bwd_" + word;
+  const auto main = std::ranges::find_if(
+      plan->launches, [&](const Launch& x) { return x.kernel.starts_with(start); });
+  if (main == plan->launches.end()) return result;
+  mma_sync::CuttingBackwardParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
+  main->params = core::bytes(params);
+  main->grid = {call.heads_q / params.call.attention.heads_per_kv, call.batch, places};
+  main->image = "ampere/bwd_packed_" + word;
+  const auto bulk = std::ranges::find_if(PACKED_BULK_TILES, [&](const core::BackwardTile& x) {
+    return main->kernel == start + "_" + x.name;
+  });
+  const bool adds_in_bulk = !only && !of.deterministic && bulk != std::end(PACKED_BULK_TILES);
+  if (adds_in_bulk) main->shared_bytes = bulk->shared_bytes;
+  main->kernel += only ? "_packed_only" : adds_in_bulk ? "_packed_bulk" : "_packed";
+  return result;
+}
+
+}  // namespace archflash::ampere
