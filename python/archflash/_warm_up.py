@@ -205,6 +205,11 @@ def _problems(
         {"sinks": sinks, "num_splits": 1},
         {"sinks": sinks, "num_splits": 8},
     ]
+    if dtype in (torch.float16, torch.bfloat16):
+        state = torch.zeros(2, dtype=torch.int64)
+        for causal in (False, True):
+            kinds.append({"dropout_p": 0.1, "rng_state": state, "causal": causal, "sinks": sinks})
+            kinds.append({"out_dtype": torch.float32, "causal": causal, "sinks": sinks})
     heads = sorted({max(1, round(device.sm_count * ratio)) for ratio in _HEADS_PER_SM})
     for nq, nk in itertools.product(_QUERIES, _KEYS):
         # The tensors are on the CPU, where nothing touches their memory. Tensors on the meta device
@@ -223,12 +228,7 @@ def _problems(
         for name in _dispatch.approximating.NAMES:
             for options in ({}, {"key_ranges": ranges}):
                 yield _api.make_problem(q, k, v, approximate=name, **options).as_if_on_cuda()
-        ends = torch.zeros(65, dtype=torch.int32)  # of packed sequences, which may be short
-        for causal, few_or_many in itertools.product((False, True), (1, 16)):
-            q, k, v = (torch.empty(64 * 100, few_or_many, dim, dtype=dtype) for dim in (d, d, dv))
-            yield _api.make_problem(
-                q, k, v, causal=causal, cu_seqlens_q=ends, cu_seqlens_k=ends
-            ).as_if_on_cuda()
+        yield from _packed_problems(dtype, d, dv)
     if dtype.itemsize == 1 and hasattr(torch, "float8_e8m0fnu"):
         q, k, v = (torch.empty(1, 1, 64, dim, dtype=dtype) for dim in (d, d, dv))
         columns, rows = (-(-n // _native.SCALED_NUMBERS) for n in (d, 64))
@@ -236,8 +236,38 @@ def _problems(
         of_v = torch.empty(1, 1, rows, dv, dtype=torch.float8_e8m0fnu)
         scales = {"q_descale": of_q, "k_descale": of_q, "v_descale": of_v}
         yield _api.make_problem(q, k, v, **scales).as_if_on_cuda()
+    if dtype.itemsize > 1:
+        yield from _problems_with_lists(dtype, d, dv)
     yield from _problems_with_cache(device, dtype, d, dv)
     yield from _problems_with_masks(device, dtype, d, dv)
+
+
+def _packed_problems(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:
+    """Problems that launch every kernel of packed sequences alone, which go by the mean length and,
+    where it is known, by the longest.
+    """
+    ends = torch.zeros(65, dtype=torch.int32)
+    for causal, heads, rows in itertools.product((False, True), (1, 16), (2, 50, 100, 200, 1000)):
+        q, k, v = (torch.empty(64 * rows, heads, dim, dtype=dtype) for dim in (d, d, dv))
+        for longest in (None, max(rows, 33)):  # tiles of few rows have up to 16
+            yield _api.make_problem(
+                q, k, v, causal=causal, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
+                max_seqlen_k=longest,
+            ).as_if_on_cuda()  # fmt: skip
+
+
+def _problems_with_lists(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Problem]:
+    """Problems that launch every kernel of calls with lists of keys, which go by the head dims and
+    by how many rows share a list.
+    """
+    for heads, nq in itertools.product((1, 16, 64, 128), (1, 128)):
+        q = torch.empty(1, heads, nq, d, dtype=dtype)
+        k, v = (torch.empty(1, 1, 8192, dim, dtype=dtype) for dim in (d, dv))
+        for rows in {nq, -(-nq // _native.MASK_BLOCK)}:
+            lists = torch.zeros(1, 1, rows, 64, dtype=torch.int32)
+            for num_splits in (1, 8):
+                problem = _api.make_problem(q, k, v, key_indices=lists, num_splits=num_splits)
+                yield problem.as_if_on_cuda()
 
 
 def _problems_with_masks(

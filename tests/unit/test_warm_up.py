@@ -37,7 +37,8 @@ def test_an_rtx_5090_gets_its_own_kernels_and_those_for_repeated_rows(dtype: tor
     expected |= {f"ampere_combine_{word}", f"ampere_combine_{word}_decode"}
     of_caches = ("cache", "cache_fp8", "decode")
     expected |= {f"ampere_attention_fwd_{word}_d128_{name}" for name in of_caches}
-    expected.add(f"ampere_attention_fwd_{word}_d128_masked")
+    of_options = ("masked", "dropout", "gather")
+    expected |= {f"ampere_attention_fwd_{word}_d128_{name}" for name in of_options}
     expected.add(f"blackwell_consumer_attention_fwd_{word}_d128_table")
     expected |= {f"ampere_append_{word}{of}" for of in ("", "_fp8")}
     expected |= {f"ampere_approximate_{name}" for name in ("stats", "convert")}
@@ -58,7 +59,8 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     assert own <= loaded("H200", [HALF], [(64, 64)])
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
     with_masks = ("masked", "dense", "table")
-    others = {f"d64_{tile}" for tile in (*with_masks, "cache", "few_cache", "mixed")}
+    of_options = ("dropout", "f32_out", "gather", "gather_large")
+    others = {f"d64_{tile}" for tile in (*with_masks, *of_options, "cache", "few_cache", "mixed")}
     helpers = {
         "clear_counter", "combine", "order_tiles", "order_mixed", "summarize_mask",
         "summarize_ranges",
@@ -145,6 +147,8 @@ def some_call(rng: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> 
         (0.1, {"approximate": rng.choice(("int8_qk", "int8", "int8_pv", "fp16_accumulate"))}),
         (0.1, {"q_offset": size(14)}),
         (0.1, {"key_ranges": torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32, device="meta")}),
+        (0.1, {"dropout_p": 0.1}),
+        (0.05, {"out_dtype": torch.float32}),
     ):
         if rng.random() < chance:
             options |= option
@@ -153,11 +157,22 @@ def some_call(rng: random.Random, dtype: torch.dtype, dims: tuple[int, int]) -> 
     if rng.random() < 0.25:
         options.pop("approximate", None)
         options.pop("key_ranges", None)
-        return packed_call(name, rows=size(16), sequences=size(7), d=dims[0], **options)
+        rows, sequences = size(16), size(7)
+        if rng.random() < 0.7:
+            longest = rng.randint(-(-rows // sequences), rows)
+            options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        return packed_call(name, rows=rows, sequences=sequences, d=dims[0], **options)
     hkv = rng.choice((1, 2, 8))
     group = rng.choice((1, 1, 4))
+    nq = size(14)
+    if dtype.itemsize > 1 and rng.random() < 0.15:
+        with_lists = ("causal", "window", "softcap", "return_lse", "num_splits", "q_offset")
+        options = {x: value for x, value in options.items() if x in with_lists}
+        rows = rng.choice((nq, -(-nq // 64)))
+        options["key_indices"] = torch.empty(1, 1, rows, 64, dtype=torch.int32, device="meta")
+        hkv, group = rng.choice(((hkv, group), (1, 16), (1, 64), (1, 128)))
     return call(
-        name, b=size(8), hq=hkv * group, hkv=hkv, nq=size(14), nk=size(17), d=dims[0], dv=dims[1],
+        name, b=size(8), hq=hkv * group, hkv=hkv, nq=nq, nk=size(17), d=dims[0], dv=dims[1],
         sinks=rng.random() < 0.3, offsets="q_offset" not in options and rng.random() < 0.1,
         **options,
     )  # fmt: skip
