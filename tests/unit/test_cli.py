@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import signal
@@ -123,6 +124,15 @@ def test_explain_writes_the_plan_as_json_that_loads(run: Run, tmp_path: Path) ->
     assert plan.to_dict() == expected.to_dict() == fields
 
 
+def test_explain_says_who_computes_gradients(run: Run, tmp_path: Path) -> None:
+    call = ("explain", "--device", "H200", "--shape", "2,4,512,64", "--backward")
+    q = torch.empty(2, 4, 512, 64, dtype=torch.float16, device="meta")
+    assert run(*call).out == f"{archflash.explain(q, q, q, device='H200', backward=True)}\n"
+    refused = run(*call, "--plan", str(tmp_path / "plan.json"))
+    assert refused.status == 2
+    assert "--backward" in refused.err
+
+
 @no_driver
 def test_explain_without_device_and_gpu_names_the_option(run: Run) -> None:
     result = run("explain", "--shape", "1,4,8,64")
@@ -133,9 +143,12 @@ def test_explain_without_device_and_gpu_names_the_option(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("explain",), ("fly",), ("explain", "--shape", "1,1,1,8", "--dtype", "int8"), ("replay",)],
+    [
+        ("explain",), ("fly",), ("explain", "--shape", "1,1,1,8", "--dtype", "int8"), ("replay",),
+        ("explain", "--shape", "1,1,1,8", "--no-such"), ("sim", "run", "--no-such", "1"),
+    ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_arguments_that_do_not_parse_exit_2(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
@@ -146,6 +159,9 @@ def test_arguments_that_do_not_parse_exit_2(
     assert error.startswith("archflash")
     assert error.count("\n") == 1
     assert error.endswith("--help)\n")
+    if "--no-such" in arguments:
+        command = " ".join(itertools.takewhile(lambda x: not x.startswith("--"), arguments))
+        assert f"(see archflash {command} --help)" in error
 
 
 # --- replay ---

@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,6 +22,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_one_line(message)} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """Of a command it refuses what is left over, which the parser of all would not name."""
+        parsed, left = super().parse_known_args(*given, **named)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return parsed, left
 
 
 def exit_status(run: Callable[[], int]) -> int:

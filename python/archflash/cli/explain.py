@@ -30,6 +30,7 @@ def add_parser(commands: Any) -> None:
         "--device", help="a known GPU such as 'RTX 5090', or cuda:0; default the first GPU here"
     )
     parser.add_argument("--implementation", help="force one")
+    parser.add_argument("--backward", action="store_true", help="who computes its gradients")
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="write the plan as JSON, for `archflash replay`"
     )
@@ -171,6 +172,8 @@ def read_call(arguments: argparse.Namespace) -> Call:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the decision; with --plan also writes the plan."""
     call = read_call(arguments)
+    if arguments.backward and arguments.plan is not None:
+        raise ValueError("--plan with --backward: `archflash replay` runs no backward pass")
     device = arguments.device
     if device is None:
         if trouble := _dispatch.driver_problem():
@@ -183,6 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
         *(torch.empty(shape, dtype=call.dtype, device="meta") for shape in call.shapes),
         device=device,
         implementation=arguments.implementation,
+        backward=arguments.backward,
         sinks=torch.empty(call.heads, device="meta") if arguments.sinks else None,
         **call.options,
     )
