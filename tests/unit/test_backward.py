@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -1096,3 +1097,14 @@ def test_a_longest_sequence_beyond_all_rows_is_a_hint() -> None:
         plan = archflash.explain(x, x, x, device="H200", **call).plan
         assert plan is not None
         assert all(0 < n < 2**31 for of in plan.to_dict()["launches"] for n in of["grid"])
+
+
+def test_calls_of_many_tiles_are_planned_at_once() -> None:
+    """Nobody asks how long their tiles take, of which this call has 16 million for each SM."""
+    q, k = (
+        torch.empty(1000, heads, n, 256, device="meta") for heads, n in ((256, 300), (128, 2**22))
+    )
+    start = time.perf_counter()
+    with pytest.raises(archflash.ForcedImplementationError, match="CTAs"):
+        archflash.explain(q, k, k, device="A100", implementation="simt", backward=True)
+    assert time.perf_counter() - start < 2

@@ -71,6 +71,7 @@ int64_t share_heads(const Problem& call, const BackwardTile& tile, const Device&
   const int64_t room = device.shared_per_sm / tile.shared_bytes;
   const int64_t workers = device.sm_count * std::clamp<int64_t>(room, 1, MOST_CTAS);
   const int64_t tiles = call.batch * call.heads_kv * ceil_div(one.nk, tile.rows);
+  if (tiles >= MOST_WAVES * workers) return 1;
   const int64_t block = std::max(tile.dq_block, 1);
   const RowShares whole{1, ceil_div(one.nq, block) * block};
   int64_t best = 1, last = 1;
