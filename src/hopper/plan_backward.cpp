@@ -344,7 +344,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   const BackwardTile& tile =
       adds || table ? table_tile_for(problem).tile : tile_for(problem, device);
   Reasons reasons = core::refuse_rounds(problem, "hopper");
-  if (call.softcap != 0 && tile.with_softcap == nullptr) {
+  if (call.softcap != 0 && tile.with_softcap == nullptr && !table) {
     reasons.push_back(
         std::string("softcap with gradients of head dimensions above 128: hopper computes those "
                     "without; drop softcap") +
