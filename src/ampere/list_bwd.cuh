@@ -64,16 +64,16 @@ __device__ __forceinline__ void start_listed_rows(uint32_t stage_smem, const int
 // Starts the copies of Q and dO of the CTA's rows.
 template <class C>
 __device__ __forceinline__ void start_rows(uint32_t shared_smem, const ListBackwardParams& params,
-                                           const device::Work& work) {
+                                           const device::ListBackwardWork& cta) {
   const AttentionParams& attention = params.call.attention;
   const uint16_t* any_gmem = static_cast<const uint16_t*>(attention.q_gmem);
   mma_sync::start_rows_load<C, typename C::FirstTile, C::BLOCK_Q>(
       shared_smem, attention.d, any_gmem,
-      device::listing_rows(params, work, attention.q_gmem, attention.q_batch, attention.q_head,
+      device::listing_rows(params, cta, attention.q_gmem, attention.q_batch, attention.q_head,
                            attention.q_row));
   mma_sync::start_rows_load<C, typename C::SecondTile, C::BLOCK_Q>(
       shared_smem + C::DOUT_SMEM, attention.dv, any_gmem,
-      device::listing_rows(params, work, params.call.dout_gmem, params.call.dout_batch,
+      device::listing_rows(params, cta, params.call.dout_gmem, params.call.dout_batch,
                            params.call.dout_head, params.call.dout_row));
 }
 
@@ -283,7 +283,6 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
         device::find_list_work(attention, params.lists, params.packed_heads, blockIdx.x);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work);
-    start_rows<C>(shared_smem, params, work);
   }
   mma_sync::clear_columns<C, FirstTile>(shared, C::BLOCK_Q, attention.d);
   mma_sync::clear_columns<C, SecondTile>(shared + C::DOUT_SMEM, C::BLOCK_Q, attention.dv);
@@ -294,6 +293,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     mma_sync::clear_columns<C, SecondTile>(k + C::V_OF_STAGE, C::BLOCK_K, attention.dv);
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+  device::find_rows_that_see<C::THREADS>(cta, params.packed_heads.rows());
 
   const int blocks = (cta.list.count + C::BLOCK_K - 1) / C::BLOCK_K;
   const bool looks_up = threadIdx.x < C::BLOCK_K;
@@ -314,8 +314,11 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     start_listed_rows<C>(shared_smem + C::STAGES_SMEM + block % C::STAGES * C::STAGE_BYTES,
                          positions_of<C>(shared, block), attention, cta);
   };
-  __syncthreads();  // the positions of the first block are known to all
-  if (blocks > 0) start_block(0);
+  __syncthreads();  // the positions of the first block, and which rows see a key, are known to all
+  if (blocks > 0) {
+    start_rows<C>(shared_smem, params, cta);
+    start_block(0);
+  }
 
   constexpr int DQ_TILES = C::HEAD_DIM / 8 / C::COLUMN_WARPS;
   float dq_rmem[C::M_TILES][DQ_TILES][4] = {};
@@ -368,7 +371,6 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     add_to_keys<C, FirstTile>(cta.dk_gmem, params.sums.dk_columns, positions + first_key,
                               shared_smem + C::DS_SMEM, shared_smem, first_key, sum_share, lane);
   }
-  ptx::copies_wait_all();  // of rows without keys
   store_dq<C>(dq_rmem, params, cta.work, warp_row, share, lane);
 }
 

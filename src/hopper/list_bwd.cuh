@@ -257,15 +257,9 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
         device::find_list_work(attention, params.lists, params.packed_heads, blockIdx.x);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work);
-    start_rows<C, QTile>(shared_smem, attention.d, any_gmem,
-                         device::listing_rows(params, work, attention.q_gmem, attention.q_batch,
-                                              attention.q_head, attention.q_row));
-    start_rows<C, DoutTile>(
-        shared_smem + C::DOUT_SMEM, attention.dv, any_gmem,
-        device::listing_rows(params, work, params.call.dout_gmem, params.call.dout_batch,
-                             params.call.dout_head, params.call.dout_row));
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+  device::find_rows_that_see<C::THREADS>(cta, params.packed_heads.rows());
 
   // The positions of the keys of a block; an entry that no row of the CTA sees has NO_KEY.
   const auto positions_of = [&](int block) {
@@ -322,8 +316,16 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   };
 
   GradientRows<C> dq_rmem = {};
-  __syncthreads();  // the positions of the first two blocks are known to all
+  // The positions of the first two blocks, and which rows see a key, are known to all.
+  __syncthreads();
   if (blocks > 0) {
+    start_rows<C, QTile>(shared_smem, attention.d, any_gmem,
+                         device::listing_rows(params, cta, attention.q_gmem, attention.q_batch,
+                                              attention.q_head, attention.q_row));
+    start_rows<C, DoutTile>(
+        shared_smem + C::DOUT_SMEM, attention.dv, any_gmem,
+        device::listing_rows(params, cta, params.call.dout_gmem, params.call.dout_batch,
+                             params.call.dout_head, params.call.dout_row));
     start_block(0);
     wait_for_copies();
     start_block(1);

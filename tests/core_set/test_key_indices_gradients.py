@@ -5,6 +5,7 @@ has the gradient 0.
 from __future__ import annotations
 
 import json
+import math
 from importlib.resources import files
 from typing import Any
 
@@ -115,6 +116,55 @@ def test_gradients_of_listed_keys(kernel: str, dtype: str, name: str) -> None:
         added = more if what in NAMES else 0.0
         allowed = exact.sinks_rounding if what == "dsinks" else 0.0
         report = reference.check(x, expected + added, base.double() + added, allowed)
+        assert report.ok, f"{what}: {report}"
+
+
+# (batch, (heads of q, of k), nq, nk, d), the lists' shape, options, and how many of the first query
+# rows see no key of their list.
+BLIND: dict[str, tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, Any], int]] = {
+    "causal-before-the-keys": (
+        (1, (3, 1), 66, 40, 64), (1, 1, 2, 300), {"causal": True, "sinks": True}, 26
+    ),
+    "causal-list-of-later-keys": (
+        (1, (2, 1), 64, 80, 128), (1, 1, 1, 40), {"causal": True, "later": 40}, 24
+    ),
+    "window-behind-the-keys": (
+        (1, (2, 1), 64, 80, 64), (1, 1, 1, 33), {"window": (30, 5), "later": 60}, 39
+    ),
+    "a-list-of-nothing": ((1, (80, 1), 2, 30, 128), (1, 1, 2, 30), {"nothing": 1}, 1),
+    "lists-without-length": ((1, (2, 1), 70, 50, 64), (1, 1, 2, 30), {"lengths": (0, 30)}, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLIND)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_queries_that_see_no_key_of_their_list_may_hold_anything(kernel: str, name: str) -> None:
+    (batch, heads, nq, nk, d), shape, given, blind = BLIND[name]
+    dout, q, k, v = inputs(here, nq, nk, d, d, "bfloat16", batch=batch, heads=heads)
+    lists = lists_of(shape, nk).flip(-1)  # at the end of a list that is longer than a CTA
+    call = dict(given)
+    lists = torch.where(lists < call.pop("later", 0), -1, lists)
+    lists[:, :, : call.pop("nothing", 0)] = -1
+    if "lengths" in call:
+        call["topk_lengths"] = here.int32(*call.pop("lengths")).reshape(1, 1, 2)
+    if call.pop("sinks", False):
+        call["sinks"] = here.rand(heads[0], seed=5)
+    call["key_indices"] = lists
+    dlse = here.rand(batch, heads[0], nq, seed=6)
+    _, lse = reference.attention(q, k, v, **{**call, "sinks": None})
+    assert bool((lse[:, :, :blind] == -math.inf).all())
+    assert bool(lse[:, :, blind:].isfinite().any(-1).all())
+    exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **call)
+    rounded = reference.baseline_backward(dout, q, k, v, dlse=dlse, **call)
+    for x in (q, dout):
+        x[:, :, :blind:2] = math.nan
+        x[:, :, 1:blind:2] = math.inf
+    with_nan = poisoned(k, v, lists)
+    found = differentiate(
+        here, kernel, dout, q, *with_nan, dlse=dlse, deterministic=False, schedules=(0,), **call
+    )
+    for what in NAMES:
+        report = reference.check(*(getattr(of, what) for of in (found, exact, rounded)))
         assert report.ok, f"{what}: {report}"
 
 

@@ -23,6 +23,12 @@ struct ListBackwardWork {
   KeyList list;
   const uint16_t *k_gmem, *v_gmem;  // the first row of the CTA's head of K
   float *dk_gmem, *dv_gmem;         // and of its sums
+  unsigned long long seeing;        // bit i: row first_row + i sees a key of the list
+
+  // Whether causal and window hide nothing from the rows up to this one.
+  __device__ __forceinline__ bool all_see(int last_row) const {
+    return !visible.masks(work.first_row, last_row, 0, work.nk - 1);
+  }
 };
 
 // A lane of mma.sync adds four numbers of a row and of 16 columns: number e is of column
@@ -63,17 +69,40 @@ find_list_backward_work(const ListBackwardParams& params, Work work) {
   const int64_t row = (static_cast<int64_t>(sequence) * heads_kv + kv_head) * attention.nk;
   cta.dk_gmem = params.sums.dk_gmem + row * params.sums.dk_columns;
   cta.dv_gmem = params.sums.dv_gmem + row * params.sums.dv_columns;
+  cta.seeing = cta.all_see(last_row) ? ~0ull : 0;
   return cta;
 }
 
+// Finds cta.seeing, by all threads; barriers stand around it.
+template <int THREADS>
+__device__ __forceinline__ void find_rows_that_see(ListBackwardWork& cta, int rows) {
+  const KeyList& list = cta.list;
+  const int first_row = cta.work.first_row, last_row = min(first_row + rows, cta.work.nq) - 1;
+  if (cta.all_see(last_row)) return;
+  const unsigned long long all = ~0ull >> (63 - (last_row - first_row));
+  unsigned long long seeing = 0;
+  for (int i = threadIdx.x; i < list.count && (seeing & all) != all; i += THREADS) {
+    const int key = list.entry(i);
+    if (key < list.first || key > list.last) continue;
+    const int first = max(key - cta.visible.last_shift - first_row, 0);
+    const int last = min(key - cta.visible.first_shift - first_row, 63);
+    seeing |= (~0ull << first) & (~0ull >> (63 - last));
+  }
+  const auto of_warp = [&](uint32_t half) { return __reduce_or_sync(FULL_WARP, half); };
+  seeing = static_cast<unsigned long long>(of_warp(static_cast<uint32_t>(seeing >> 32))) << 32 |
+           of_warp(static_cast<uint32_t>(seeing));
+  if (threadIdx.x % 32 == 0) atomicOr(&cta.seeing, seeing);
+}
+
 // row_of(row) of the rows of q or dout that a CTA has: the address of a row by its place in the
-// tile; null where there is none.
-__device__ __forceinline__ auto listing_rows(const ListBackwardParams& params, const Work& work,
-                                             const void* gmem, int64_t batch, int64_t head,
-                                             int64_t row_stride) {
-  return [=, &params](int row_of_tile) -> const uint16_t* {
+// tile; null where there is none. So it is for a row that sees no key of its list: it may hold NaN,
+// which would reach the sums of dK and dV, because P and dS of 0 do not silence it.
+__device__ __forceinline__ auto listing_rows(const ListBackwardParams& params,
+                                             const ListBackwardWork& cta, const void* gmem,
+                                             int64_t batch, int64_t head, int64_t row_stride) {
+  return [=, &params, work = cta.work, seeing = cta.seeing](int row_of_tile) -> const uint16_t* {
     const FewRow row(params.call.attention, params.packed_heads, work, row_of_tile);
-    if (!row.wanted) return nullptr;
+    if (!row.wanted || (seeing >> (row.row - work.first_row) & 1) == 0) return nullptr;
     return static_cast<const uint16_t*>(gmem) + row.batch * batch + row.head * head +
            row.packed * row_stride;
   };
