@@ -14,6 +14,7 @@ from archflash import _api, _gradients, _options, reference
 
 from ..cards.cases import DTYPES
 from ..hashed import hashed
+from .gathered import lists_of
 from .planned import main, number_of
 
 
@@ -29,6 +30,7 @@ class BackwardTarget:
         masked: whether it takes masks as data.
         many: queries and keys of one more call, with more blocks than there are stages.
         long: whether it takes sums of many keys and query rows only.
+        listed: whether it takes lists of keys.
     """
 
     implementation: str
@@ -38,6 +40,7 @@ class BackwardTarget:
     masked: bool = False
     many: tuple[int, int] | None = None
     long: bool = False
+    listed: bool = False
 
     @property
     def kernel(self) -> str:
@@ -64,6 +67,20 @@ class BackwardTarget:
                 for stream, shape in enumerate(shapes, 1)
             ]
 
+        if self.listed:
+            lengths = torch.tensor([[[150, 60]]], dtype=torch.int32)
+            lists = lists_of((1, 1, 2, 150), 120, lengths)
+            inputs = make(80, 60, (2, 1))
+            for x in inputs[:2]:
+                x[:, :, :20] = math.nan  # rows that see no key
+            options = {"key_indices": lists, "topk_lengths": lengths, "causal": True}
+            yield BackwardCall(self, "causal, rows that see no key", inputs, options)
+            inputs = make(70, 120, (2, 1), d - 8)
+            for x in inputs[2:]:
+                x[:, :, ~torch.isin(torch.arange(120), lists)] = math.nan  # that no list names
+            options |= {"causal": False, "window": (30, 5), "softcap": 0.5}
+            yield BackwardCall(self, "window, softcap", inputs, options)
+            return
         if not self.masked:
             inputs = make(130, 130, (1, 1)) if self.long else make(70, 150, (2, 1))
             yield BackwardCall(self, "causal", inputs, {"causal": True} | self.softcap(0))
@@ -122,7 +139,8 @@ class BackwardCall:
     ) -> None:
         self.name = name
         dout, q, k, v = inputs
-        out, lse = reference.attention(q.nan_to_num(), k, v, **options)
+        clean = [x.nan_to_num() for x in inputs]  # what is not finite must not matter
+        out, lse = reference.attention(*clean[1:], **options)
         request = _gradients.Request(
             dout, q, k, v, out.to(q.dtype), lse.float().contiguous(), None,
             _options.complete(options),
@@ -133,14 +151,13 @@ class BackwardCall:
             into = _gradients.Gradients(dq, dk, dv, None)  # written by code of its own
         device = _api.find_device(target.device)
         plan = _gradients.decide(
-            request, into, device, target.implementation, deterministic=True
+            request, into, device, target.implementation, deterministic=not target.listed
         ).plan
         assert plan is not None
         self.plan: Any = plan
         self.launches: list[dict[str, Any]] = plan.to_dict()["launches"]
         self.number = number_of(target.kernel, name, self.launches)
         self.tensors = _gradients.operands(request, into, plan)
-        clean = [x.nan_to_num() for x in inputs]  # what is not finite must not matter
         self._exact = reference.attention_backward(*clean, **options)
         self._rounded = reference.baseline_backward(*clean, **options)
 
@@ -157,10 +174,12 @@ class BackwardCall:
 TARGETS = (
     BackwardTarget("ampere", "bf16_d64", "RTX 4090", 64),
     BackwardTarget("ampere", "bf16_d128_masked", "A100", 128, masked=True),
+    BackwardTarget("ampere", "bf16_d64_lists", "A100", 64, listed=True),
     BackwardTarget("blackwell_dc", "bf16_d64", "B200", 64, many=(400, 300)),
     BackwardTarget("blackwell_dc", "f16_d128", "B200", 128, many=(300, 400)),
     BackwardTarget("hopper", "bf16_d64_softcap", "H200", 64, many=(600, 550)),
     BackwardTarget("hopper", "f16_d128", "H200", 128, many=(330, 550)),
+    BackwardTarget("hopper", "bf16_d64_lists", "H200", 64, listed=True),
     BackwardTarget("simt", "f32_d64_large", "A100", 64),
     BackwardTarget("simt", "f32_d64_queries_masked", "A100", 64, masked=True),
     BackwardTarget("simt", "f32_d128_tensor", "H200", 128, long=True),
