@@ -49,16 +49,16 @@ constexpr core::BackwardTile TILES[] = {
 
 // Adding to dK and dV bounds those of few rows (NOTES.md).
 constexpr core::ListTile LIST_TILES[] = {
-    core::list_tile<D64Lists<DType::F16>>("d64_lists", 46),
-    core::list_tile<D64FewLists<DType::F16>>("d64_few_lists", 37),
-    core::list_tile<D128LargeLists<DType::F16>>("d128_large_lists", 105),
-    core::list_tile<D128Lists<DType::F16>>("d128_lists", 65),
-    core::list_tile<D128FewLists<DType::F16>>("d128_few_lists", 50),
-    core::list_tile<D192LargeLists<DType::F16>>("d192_large_lists", 20),
-    core::list_tile<D192Lists<DType::F16>>("d192_lists", 11),
-    core::list_tile<D192FewLists<DType::F16>>("d192_few_lists", 8),
-    core::list_tile<D256Lists<DType::F16>>("d256_lists", 17),
-    core::list_tile<D256FewLists<DType::F16>>("d256_few_lists", 13),
+    core::list_tile<D64Lists<DType::F16>>("d64_lists", 280),
+    core::list_tile<D64FewLists<DType::F16>>("d64_few_lists", 215),
+    core::list_tile<D128LargeLists<DType::F16>>("d128_large_lists", 780),
+    core::list_tile<D128Lists<DType::F16>>("d128_lists", 485),
+    core::list_tile<D128FewLists<DType::F16>>("d128_few_lists", 410),
+    core::list_tile<D192LargeLists<DType::F16>>("d192_large_lists", 1170),
+    core::list_tile<D192Lists<DType::F16>>("d192_lists", 645),
+    core::list_tile<D192FewLists<DType::F16>>("d192_few_lists", 545),
+    core::list_tile<D256Lists<DType::F16>>("d256_lists", 1000),
+    core::list_tile<D256FewLists<DType::F16>>("d256_few_lists", 806),
 };
 
 constexpr size_t BEHIND_D64_WIDE = 2;

@@ -280,9 +280,9 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
 // Where fewer rows share a list, the kernels of another folder waste none.
 constexpr int FEWEST_ROWS_OF_LIST = 65;
 constexpr core::ListTile LIST_TILES[] = {
-    core::list_tile<D64Lists<DType::F16>>("d64_lists", 70, FEWEST_ROWS_OF_LIST),
-    core::list_tile<D128Lists<DType::F16>>("d128_lists", 81, FEWEST_ROWS_OF_LIST),
-    core::list_tile<D192Lists<DType::F16>>("d192_lists", 15, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D64Lists<DType::F16>>("d64_lists", 375, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D128Lists<DType::F16>>("d128_lists", 580, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D192Lists<DType::F16>>("d192_lists", 785, FEWEST_ROWS_OF_LIST),
 };
 
 // From so many chains on several CTAs write dQ of a round. With three or four that was 5 to 20%

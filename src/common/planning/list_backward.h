@@ -17,8 +17,7 @@ struct ListTile {
   int rows;                  // of a list, that a CTA has
   int fewest_rows;           // it is not launched for fewer
   int threads, shared_bytes;
-  // What both passes take for each key of a CTA's list, in the time that they take for a query row
-  // and a key with a mask. Measured on an H200.
+  // Picoseconds that both passes take for each key of a CTA's list, where CTAs fill an H200.
   int time;
 };
 
