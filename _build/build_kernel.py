@@ -6,9 +6,10 @@ ends (src/common/instantiate.cuh). Where it says `// one text`, the compiler mak
 only, and that for fp16 is the same with the other name of the type: tests/build compares them.
 
 All machine code is assembled from PTX texts that are kept: the wheel carries them, and the
-simulator runs them. Outputs, in --output: IMAGE.sm_XX.cubin and IMAGE.compute_XX.ptx, which
-pack_images.py packs, and IMAGE.json (registers, spills, shared and stack bytes per target and
-kernel).
+simulator runs them. `compile` writes IMAGE.compute_XX.ptx for each text and then IMAGE.texts, which
+says that they are there; `assemble` writes IMAGE.sm_XX.cubin from a text, and beside it
+IMAGE.sm_XX.json with the registers, spills, shared and stack bytes of each kernel. pack_images.py
+packs them.
 
 ARCHFLASH_KERNEL_CACHE may name a folder where compiled texts and machine code are kept between
 builds: a kernel whose preprocessed source is unchanged is then not compiled again, and a PTX text
@@ -178,39 +179,15 @@ def parse_resources(report: str) -> dict[str, dict[str, int]]:
     return resources
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", type=Path, required=True, help="the .cu file")
-    parser.add_argument("--image", help="its name; without it the name of the .cu file")
-    parser.add_argument(
-        "--one-text-with", metavar="IMAGE", help="the image for bf16 whose texts are there already"
-    )
-    parser.add_argument(  # absolute, as the compiler names files: see neutral_paths()
-        "--source-root", type=lambda path: Path(path).resolve(), required=True,
-        help="src/, the include path",
-    )  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--toolkit", type=Path, required=True, help="folder with nvcc")
-    parser.add_argument("--ptxas", type=Path, required=True, help="the assembler")
-    parser.add_argument(
-        "--lineinfo",
-        action="store_true",
-        help="keep line information in the machine code (profiling)",
-    )
-    parser.add_argument("--define", action="append", default=[], help="a macro for the compiler")
-    parser.add_argument(
-        "groups", nargs="+", help="PTX:TARGET,TARGET... for example 80:80,90,100,120,ptx"
-    )
-    arguments = parser.parse_args()
-
+def compile_texts(arguments: argparse.Namespace) -> None:
+    """Writes the PTX texts of an image."""
     source: Path = arguments.source
     image = arguments.image or source.stem
     macros = [*arguments.define, *macros_of(source, image)]
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     texts: dict[str | None, str] = {}
-    resources: dict[str, dict[str, dict[str, int]]] = {}
-    for virtual, targets in targets_of_groups(arguments.groups):
+    for virtual, _ in targets_of_groups(arguments.groups):
         ptx_file = output / f"{image}.compute_{virtual}.ptx"
         same = SAME_TEXT_AS.get(virtual)
         if arguments.one_text_with:
@@ -224,12 +201,49 @@ def main() -> None:
             )
         texts[virtual] = text
         ptx_file.write_text(text)
-        for target in targets:
-            if target != "ptx":
-                cubin = output / f"{image}.sm_{target}.cubin"
-                report = assemble(arguments.ptxas, ptx_file, target, arguments.lineinfo, cubin)
-                resources[f"sm_{target}"] = parse_resources(report)
-    (output / f"{image}.json").write_text(json.dumps(resources, indent=1, sort_keys=True) + "\n")
+    (output / f"{image}.texts").touch()
+
+
+def assemble_text(arguments: argparse.Namespace) -> None:
+    """Writes the machine code of a text, and what the assembler reports of it."""
+    cubin: Path = arguments.output
+    report = assemble(arguments.ptxas, arguments.ptx, arguments.target, arguments.lineinfo, cubin)
+    cubin.with_suffix(".json").write_text(json.dumps(parse_resources(report)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    compiling = commands.add_parser("compile", help="CUDA to PTX")
+    compiling.set_defaults(run=compile_texts)
+    compiling.add_argument("--source", type=Path, required=True, help="the .cu file")
+    compiling.add_argument("--image", help="its name; without it the name of the .cu file")
+    compiling.add_argument(
+        "--one-text-with", metavar="IMAGE", help="the image for bf16 whose texts are there already"
+    )
+    compiling.add_argument(  # absolute, as the compiler names files: see neutral_paths()
+        "--source-root", type=lambda path: Path(path).resolve(), required=True,
+        help="src/, the include path",
+    )  # fmt: skip
+    compiling.add_argument("--output", type=Path, required=True, help="folder for the results")
+    compiling.add_argument("--toolkit", type=Path, required=True, help="folder with nvcc")
+    compiling.add_argument("--define", action="append", default=[], help="a macro for the compiler")
+    compiling.add_argument(
+        "groups", nargs="+", help="PTX:TARGET,TARGET... for example 80:80,90,100,120,ptx"
+    )
+    assembling = commands.add_parser("assemble", help="PTX to machine code")
+    assembling.set_defaults(run=assemble_text)
+    assembling.add_argument("--ptx", type=Path, required=True, help="the text")
+    assembling.add_argument("--output", type=Path, required=True, help="the .cubin")
+    assembling.add_argument("--target", required=True, help="for example 90a")
+    assembling.add_argument("--ptxas", type=Path, required=True, help="the assembler")
+    assembling.add_argument(
+        "--lineinfo",
+        action="store_true",
+        help="keep line information in the machine code (profiling)",
+    )
+    arguments = parser.parse_args()
+    arguments.run(arguments)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python _build/check_wheel.py WHEEL --sbom FILE [--same-as OTHER_BUILD]
 
-Every file of the wheel is of a kind that belongs there, and no file names the folder in which it
-was built. The bill of materials is CycloneDX (JSON): each file with its SHA-256, and what was
-compiled in, with its licence. --same-as compares two builds byte for byte.
+Every file of the wheel is of a kind that belongs there, no file names the folder in which it was
+built, and there is machine code for every target. The bill of materials is CycloneDX (JSON): each
+file with its SHA-256, and what was compiled in, with its licence. --same-as compares two builds
+byte for byte.
 """
 
 from __future__ import annotations
@@ -51,6 +52,19 @@ def wrong_files(files: dict[str, bytes], built_in: str) -> list[str]:
     found = [f"{name} does not belong there" for name in files if not BELONGS.fullmatch(name)]
     here = built_in.encode()
     return found + [f"{name} names {built_in}" for name, data in files.items() if here in data]
+
+
+def left_out(files: dict[str, bytes]) -> list[str]:
+    """The machine code that the build has left out (ARCHFLASH_MACHINE_CODE), a sentence for each
+    image and target: pack_images.py writes no resources of it.
+    """
+    return [
+        f"{name} has no machine code for {target}"
+        for name, data in files.items()
+        if re.fullmatch(r"archflash/_kernels/.*\.json", name)
+        for target, kernels in json.loads(data).items()
+        if not all(kernels.values())
+    ]
 
 
 def differences(one: dict[str, bytes], two: dict[str, bytes]) -> list[str]:
@@ -130,7 +144,7 @@ def main() -> int:
     parser.add_argument("--same-as", type=Path, metavar="WHEEL", help="another build of the same")
     args = parser.parse_args()
     files = files_of(args.wheel)
-    wrong = wrong_files(files, str(Path.cwd()))
+    wrong = wrong_files(files, str(Path.cwd())) + left_out(files)
     if args.same_as is not None:
         found = differences(files, files_of(args.same_as))
         print(f"{len(files) - len(found)} of {len(files)} files are the same in both builds")

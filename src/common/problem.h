@@ -221,6 +221,7 @@ struct Device {
   int64_t l2_bytes = 0;
   int registers_per_sm = 65536;  // 32-bit registers; the same on every capability from 7.5 to 12.1
   int threads_per_sm = 0;        // resident threads per SM
+  bool present = false;          // in this machine: a plan needs machine code of this build
 
   int capability() const { return 10 * major + minor; }
 };

@@ -94,8 +94,10 @@ cudaLibrary_t find_library(const std::string& image, int device_index,
   const std::string code = code_of(image, target);
   lock.lock();
   if (code.empty()) {
-    throw LaunchFailure(join("this build has no code of ", image, " for compute capability ",
-                             capability / 10, '.', capability % 10));
+    throw LaunchFailure(target.empty()
+                            ? join("this build has no code of ", image, " for compute capability ",
+                                   capability / 10, '.', capability % 10)
+                            : join(image, ": ", no_machine_code(target)));
   }
   if (library == nullptr) {  // CUDA keeps a copy of the code
     check(cudaLibraryLoadData(&library, code.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0),
@@ -314,6 +316,7 @@ Device query_device(int device_index) {
   check(cudaGetDeviceProperties(&properties, device_index),
         join("asking for device ", device_index));
   Device device;
+  device.present = true;
   device.name = properties.name;
   device.major = attribute(cudaDevAttrComputeCapabilityMajor);
   device.minor = attribute(cudaDevAttrComputeCapabilityMinor);

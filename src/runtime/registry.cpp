@@ -88,7 +88,32 @@ bool has_code(std::string_view name, int capability) {
   return pick_target(targets(name), capability) != nullptr;
 }
 
+const std::vector<std::string>& left_out_targets() {
+  static const auto& names = *new std::vector<std::string>([] {
+    std::vector<std::string> found;
+    for (const Piece& piece : PIECES) {
+      if (piece.image && piece.begin == nullptr &&
+          std::find(found.begin(), found.end(), piece.target) == found.end())
+        found.emplace_back(piece.target);
+    }
+    return found;
+  }());
+  return names;
+}
+
+std::string no_machine_code(std::string_view target) {
+  return join("this build has no machine code for ", target,
+              " (ARCHFLASH_MACHINE_CODE left it out): build again with ARCHFLASH_MACHINE_CODE=all "
+              "or with ",
+              target.substr(target.find('_') + 1), " in it");
+}
+
 namespace {
+
+bool lacks_machine_code(const Target& target, const Device& device) {
+  const std::vector<std::string>& names = left_out_targets();
+  return device.present && std::find(names.begin(), names.end(), target.name) != names.end();
+}
 
 // The code of a folder that a device runs, or the reasons why there is none.
 std::variant<Target, Reasons> code_for(std::string_view name, const Device& device) {
@@ -99,7 +124,10 @@ std::variant<Target, Reasons> code_for(std::string_view name, const Device& devi
              "ARCHFLASH_ARCHS=all or with ",
              name, " in it")};
   }
-  if (const Target* target = pick_target(all, device.capability())) return *target;
+  if (const Target* target = pick_target(all, device.capability())) {
+    if (lacks_machine_code(*target, device)) return Reasons{no_machine_code(target->name)};
+    return *target;
+  }
   return Reasons{join("compute capability ", capability_text(device.capability()), " (",
                       device.name, "): ", name, " is built for ", targets_text(all))};
 }
@@ -132,6 +160,10 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
                              ? std::string("not compiled in this build (ARCHFLASH_TARGETS left "
                                            "it out): build again with ARCHFLASH_TARGETS=all")
                              : join("built for ", targets_text(targets(launch.image))))};
+        return;
+      }
+      if (lacks_machine_code(*own, device)) {
+        result = Reasons{no_machine_code(own->name)};
         return;
       }
       // The PTX for newer GPUs is of a target below 9.0: its kernels cannot wait for one
@@ -353,7 +385,7 @@ std::string code_of(std::string_view image, std::string_view target) {
   }
   if (target.starts_with("compute_")) return unpack({}, image, target);
   for (const Piece& piece : PIECES) {
-    if (piece.image && image == piece.image && target == piece.target)
+    if (piece.begin && image == piece.image && target == piece.target)
       return unpack({piece.begin, piece.end}, image, target);
   }
   return {};

@@ -51,6 +51,11 @@ std::vector<std::string> merger_names();
 bool has_merger(int capability);
 LaunchPlan plan_merge(const MergeProblem& problem, const Device& device);
 
+// The targets whose machine code ARCHFLASH_MACHINE_CODE has left out of this build, which has the
+// PTX that it would be made from; and what to tell of one of them.
+const std::vector<std::string>& left_out_targets();
+std::string no_machine_code(std::string_view target);
+
 // The target whose code of an image "<folder>/<stem>" a capability runs; empty where there is none,
 // and for images that add_image() got.
 std::string target_for(std::string_view image, int capability);

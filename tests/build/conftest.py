@@ -1,4 +1,6 @@
-"""What the build tests share: the wheel, and NVIDIA's tools where they are at hand."""
+"""What the build tests share: the wheel, NVIDIA's tools where they are at hand, and what to do
+where a build has left out machine code.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,47 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+from archflash import _archflash as native
 
 ROOT = Path(__file__).parents[2]
 # Names the folder that a wheel of these sources was built into. The Makefile sets it, so that
 # nothing is built twice; otherwise a wheel is built here.
 WHEEL_VARIABLE = "ARCHFLASH_TEST_WHEEL"
+# `make test-images` sets it: then a test that cannot run, because machine code or a tool is
+# missing, fails.
+ALL_IMAGES = os.environ.get("ARCHFLASH_TEST_ALL_IMAGES") == "1"
+LEFT_OUT = frozenset(native.left_out_targets())
+NO_CODE = "this build has left out the machine code that it reads: make test-images has all"
+
+
+def missing(what: str) -> NoReturn:
+    """Skips a test, or fails it in `make test-images`."""
+    if ALL_IMAGES:
+        pytest.fail(what, pytrace=False)
+    pytest.skip(what)
+
+
+def built_of(targets: Iterable[str]) -> list[str]:
+    """Those of an image's targets that this build has machine code for. Where there is none, the
+    test that asks is skipped.
+    """
+    asked = sorted(set(targets))
+    if asked and LEFT_OUT.issuperset(asked):
+        missing(NO_CODE)
+    return [name for name in asked if name not in LEFT_OUT]
+
+
+@pytest.fixture(scope="session")
+def every_target() -> None:
+    """Skips tests of the wheel as others get it, with machine code for every target."""
+    if LEFT_OUT:
+        missing(NO_CODE)
 
 
 def pip_wheel(target: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +102,7 @@ def find_tool(name: str) -> Path | None:
 def cuobjdump() -> Path:
     tool = find_tool("cuobjdump")
     if tool is None:
-        pytest.skip("no cuobjdump here: pip install nvidia-cuda-cuobjdump")
+        missing("no cuobjdump here: pip install nvidia-cuda-cuobjdump")
     return tool
 
 
@@ -75,7 +110,7 @@ def cuobjdump() -> Path:
 def nvdisasm() -> Path:
     tool = find_tool("nvdisasm")  # cuobjdump calls it
     if tool is None:
-        pytest.skip("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
+        missing("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
     return tool
 
 
@@ -83,5 +118,5 @@ def nvdisasm() -> Path:
 def ptxas() -> Path:
     tool = find_tool("ptxas")
     if tool is None:
-        pytest.skip("no ptxas here: it comes with the CUDA toolkit")
+        missing("no ptxas here: it comes with the CUDA toolkit")
     return tool

@@ -14,6 +14,7 @@ from bench import on_the_spot
 
 from archflash import _archflash as native
 
+from .conftest import built_of
 from .machine_code import instructions_of
 from .test_kernels import IMAGES, REGISTERS_PER_SM, RESOURCES, ptx_text
 
@@ -54,6 +55,7 @@ def count(found: Counter[str], start: str, part: str = "") -> int:
 
 @pytest.fixture
 def code(kernel: str, cuobjdump: Path, nvdisasm: Path) -> list[str]:
+    built_of([TARGET])
     return instructions_of(cuobjdump, native.code_of(KERNELS[kernel], TARGET))[kernel]
 
 

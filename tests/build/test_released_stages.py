@@ -17,6 +17,7 @@ import torch
 import archflash
 from archflash import _archflash as native
 
+from .conftest import built_of
 from .machine_code import Flow, controls_of, instructions_of
 
 # Folders in which arrivals of threads hand memory back to TMA. Of blackwell_dc one target, one of
@@ -95,6 +96,7 @@ def loads_under_way(texts: list[str], controls: list[int]) -> dict[int, list[str
 def test_no_load_is_under_way_when_a_stage_is_handed_back(
     image: str, target: str, cuobjdump: Path, nvdisasm: Path
 ) -> None:
+    built_of([target])
     cubin = native.code_of(image, target)
     codes, controls = instructions_of(cuobjdump, cubin), controls_of(cuobjdump, cubin)
     arrivals = 0

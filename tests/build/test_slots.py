@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from . import slots
+from .conftest import built_of
 from .machine_code import Flow, main_loops
 
 FOLDERS = slots.folders()
@@ -17,6 +18,7 @@ def test_the_table_has_the_slots_of_a_folder(folder: str, cuobjdump: Path, nvdis
     written = slots.sections(slots.TABLE.read_text()).get(folder)
     assert written, "run python -m tests.build.slots --write"
     assert {row[1] for row in written} == {slots.home_target(folder)}
+    built_of([slots.home_target(folder)])
     (ptxas,) = {row[2] for row in written}
     here = slots.assemblers(folder, FOLDERS[folder])
     if ptxas != here:

@@ -22,7 +22,7 @@ from archflash import _archflash as native
 from archflash._packed import members
 from tests.kernel_files import groups_of, sources_of
 
-from .conftest import ROOT, pip_wheel
+from .conftest import LEFT_OUT, ROOT, pip_wheel
 
 check_wheel: Any = runpy.run_path(str(ROOT / "_build" / "check_wheel.py"))
 MEGABYTE = 1 << 20
@@ -70,7 +70,7 @@ def test_the_wheel_is_what_is_installed_here(wheel: Path) -> None:
     assert other == [], "install these sources again (make test does)"
 
 
-def test_the_wheel_is_small(wheel: Path) -> None:
+def test_the_wheel_is_small(wheel: Path, every_target: None) -> None:
     assert wheel.stat().st_size < 33 * MEGABYTE
 
 
@@ -96,6 +96,14 @@ def test_what_does_not_belong_into_a_wheel_is_told() -> None:
     builds = {"a": b"12", "b": b"1", "c": b""}, {"a": b"132", "b": b"1"}
     told = ["a differs in 2 of 2 bytes", "c is in one of them only"]
     assert check_wheel["differences"](*builds) == told
+
+
+def test_machine_code_that_was_left_out_is_told(wheel: Path) -> None:
+    told = check_wheel["left_out"](check_wheel["files_of"](wheel))
+    assert {x.rpartition(" ")[2] for x in told} == LEFT_OUT
+    files = {"archflash/_kernels/simt/fwd.json": b'{"sm_75": {"a": {"registers": 3}, "b": {}}}'}
+    told = check_wheel["left_out"](files)
+    assert told == ["archflash/_kernels/simt/fwd.json has no machine code for sm_75"]
 
 
 def test_the_bill_of_materials_names_every_file_and_licence(wheel: Path) -> None:

@@ -94,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     print("\nimplementations, best first among those that take the dtype")
     for implementation in implementations():
         print("  " + str(implementation).replace("\n", "\n  "))
+    if left_out := _native.left_out_targets():
+        print(f"  no machine code in this build, but PTX, for {', '.join(left_out)}")
     print("\nenvironment variables")
     for name, values, effect in ENVIRONMENT:
         value = os.environ.get(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from archflash import _api, _dispatch, _proofs, _user_tables
+from archflash import _archflash as _native
 from archflash.cli import INTERRUPTED, gpus
 from archflash.verify import _jobs, _machine, _run, _verdict, _worker
 from archflash.verify._setup import Job, Setup, kernels_on
@@ -57,6 +58,12 @@ def pattern(text: str) -> str:
     return text
 
 
+def lacking_on(capability: tuple[int, int]) -> list[str]:
+    """The targets of this build that a GPU would load, but whose machine code it has left out."""
+    names = _native.left_out_targets()
+    return [name for name in names if _native.target(name).loads_on(capability)]
+
+
 def make_setup(arguments: argparse.Namespace) -> tuple[Setup, dict[str, str]]:
     """What the jobs share, and what torch says of the GPU.
 
@@ -73,6 +80,11 @@ def make_setup(arguments: argparse.Namespace) -> tuple[Setup, dict[str, str]]:
         raise ValueError(
             f"no kernel of this build has code for {device.name} (compute capability "
             f"{device.major}.{device.minor}): archflash info lists what they are built for"
+        )
+    if left_out := lacking_on(device.capability):
+        raise ValueError(
+            f"this build has no machine code for {', '.join(left_out)}, which {device.name} loads: "
+            "build again with ARCHFLASH_MACHINE_CODE=all"
         )
     machine = _machine.ask(arguments.device)
     where, free = f"cuda:{arguments.device}", int(machine["free_bytes"])

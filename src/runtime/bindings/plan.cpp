@@ -17,7 +17,14 @@ void bind_plan(nb::module_& m) {
       .def(
           "to_dict", [](const Device& d) { return to_dict(d); },
           nb::sig("def to_dict(self) -> dict[str, typing.Any]"))
-      .def_prop_ro("capability", [](const Device& d) { return Capability(d.major, d.minor); });
+      .def_prop_ro("capability", [](const Device& d) { return Capability(d.major, d.minor); })
+      .def(
+          "as_if_present",
+          [](Device d) {
+            d.present = true;
+            return d;
+          },
+          "The same GPU as one of this machine, whose kernels need machine code.");
   def_fields(device);
 
   nb::class_<TileChoice> tile(m, "TileChoice",

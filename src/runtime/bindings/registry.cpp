@@ -176,6 +176,8 @@ void bind_registry(nb::module_& m) {
       "image"_a, "target"_a,
       "The machine code of an image `<folder>/<file stem>` for a target (sm_90a), a cubin, or its "
       "PTX for newer GPUs (compute_80); empty when not compiled in.");
+  m.def("left_out_targets", &left_out_targets,
+        "The targets whose machine code is not in this build, which has their PTX.");
   m.def("image_names", &image_names, "The images of this build.");
   m.def(
       "add_image",
