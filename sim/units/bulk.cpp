@@ -1,7 +1,6 @@
 #include "sim/units/bulk.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "sim/units/mbarrier.h"
@@ -9,7 +8,6 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint32_t UNIT = 16;  // bytes that a swizzle moves as one; a store ends at such a unit
 constexpr uint16_t NAN_FILL = 0x7FF7;  // for both 16-bit floating-point types, as on an H200
 
 // The runs of bytes in shared memory that a shape touches, as offsets from the box's start. A
@@ -21,9 +19,9 @@ void for_each_run(const BulkShape& shape, uint32_t start_address, F f) {
     return;
   }
   for (const BulkShape::Piece& piece : shape.pieces) {
-    for (uint32_t b = 0; b < shape.piece_bytes; b += UNIT) {
+    for (uint32_t b = 0; b < shape.piece_bytes; b += SWIZZLE_UNIT) {
       const uint32_t address = start_address + piece.place + b;
-      f(swizzled(address, shape.swizzle) - start_address, UNIT);
+      f(swizzled(address, shape.swizzle) - start_address, SWIZZLE_UNIT);
     }
   }
 }
@@ -35,9 +33,9 @@ void for_each_unit(const BulkShape& shape, const BulkShape::Piece& piece, Shared
     f(at.bytes() + piece.place, 0u, shape.piece_bytes);
     return;
   }
-  for (uint32_t b = 0; b < shape.piece_bytes; b += UNIT) {
+  for (uint32_t b = 0; b < shape.piece_bytes; b += SWIZZLE_UNIT) {
     const uint32_t address = swizzled(at.address() + piece.place + b, shape.swizzle);
-    f(at.bytes() + (address - at.address()), b, UNIT);
+    f(at.bytes() + (address - at.address()), b, SWIZZLE_UNIT);
   }
 }
 
@@ -254,56 +252,6 @@ class Delivery : public AsyncOperation {
 };
 
 }  // namespace
-
-BulkShape flat_shape(uint64_t address, uint32_t bytes) {
-  BulkShape shape;
-  shape.piece_bytes = shape.pitch = bytes;
-  shape.bytes = bytes;
-  shape.pieces.push_back({0, 0, bytes, address});
-  return shape;
-}
-
-BulkShape box_shape(const TensorMap& map, const int32_t* coordinates, bool stores) {
-  BulkShape shape;
-  shape.piece_bytes = map.row_bytes();
-  shape.pitch = map.pitch();
-  shape.slab_pieces = static_cast<uint32_t>(map.rank > 1 ? map.extent(1) : 1);
-  if (map.rank > 4) shape.group_pieces = shape.slab_pieces * static_cast<uint32_t>(map.extent(2));
-  shape.swizzle = swizzle_mask(map.swizzle);
-  shape.is_box = true;
-  shape.element_bytes = map.element_bytes();
-  shape.type = map.type;
-  shape.nan_fill = map.nan_fill;
-  shape.bytes = map.box_bytes();
-  const auto clamp = [&](int64_t elements) {
-    return static_cast<uint32_t>(std::clamp<int64_t>(elements, 0, map.box[0])) *
-           map.element_bytes();
-  };
-  const int64_t first = coordinates[0];
-  const uint32_t begin = clamp(-first);
-  uint32_t end = clamp(static_cast<int64_t>(map.dims[0]) - first);
-  if (stores) end = std::min(shape.piece_bytes, (end + UNIT - 1) / UNIT * UNIT);
-  const uint32_t rows = map.rows();
-  for (uint32_t row = 0; row < rows; ++row) {
-    BulkShape::Piece piece{row * shape.pitch, 0, 0, 0};
-    int64_t address = static_cast<int64_t>(map.address) + first * map.element_bytes();
-    bool inside = begin < end;
-    uint32_t rest = row;
-    for (int i = 1; i < map.rank; ++i) {
-      const int64_t index = coordinates[i] + int64_t{rest % map.extent(i)} * map.element_steps[i];
-      rest /= map.extent(i);
-      inside = inside && index >= 0 && index < static_cast<int64_t>(map.dims[i]);
-      address += index * static_cast<int64_t>(map.strides[i]);
-    }
-    if (inside) {
-      piece.begin = begin;
-      piece.end = end;
-      piece.address = static_cast<uint64_t>(address + begin);
-    }
-    shape.pieces.push_back(piece);
-  }
-  return shape;
-}
 
 void start_bulk_load(Warp& warp, int lane, BulkShape shape, std::vector<BulkTarget> targets) {
   for (const BulkShape::Piece& piece : shape.pieces) {
