@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import _bias, _dispatch, _gradients, _ops_backward, _options
+from archflash import (
+    _bias,
+    _compute_gradients,
+    _dispatch,
+    _gradients,
+    _ops_backward,
+    _options,
+)
 from archflash._eager import is_eager, refuse_derivatives, unrecorded
 from archflash._errors import UnsupportedError
 from archflash._plain_tensors import goes_through_operator, is_symbolic
@@ -152,7 +159,7 @@ def attention_backward(
         into = _targets(request, given, accumulate)
         name = _dispatch.forced() if implementation is None else implementation
         with torch.no_grad():
-            _gradients.compute(request, into, name, deterministic)
+            _compute_gradients.compute(request, into, name, deterministic)
         dmask = None if into.dmask is None else into.dmask.reshape(options["attn_mask"].shape)
         results = (into.dq, into.dk, into.dv, into.dsinks, dmask)
     return tuple(x for x in results if x is not None)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash import (
+    _compute_gradients,
     _dispatch,
     _gradients,
     _options,
@@ -112,7 +113,7 @@ def serve(
         return decision.reason
     request, into = call.request(), _new_gradients(call, decision.layouts, call.tensors[1].device)
     if decision.plan is None:
-        _gradients.compute(request, into, _registry.TORCH, deterministic)
+        _compute_gradients.compute(request, into, _registry.TORCH, deterministic)
         return into.dq, into.dk, into.dv
     _native.launch(decision.plan, _gradients.operands(request, into, decision.plan))
     # The runtime, which takes the log-sum-exp as it is, serves the next call of this kind itself.

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from archflash import _flops, _options, _sharding, _strides
+from archflash._compute_gradients import by_plain_operations, compute, variable
 from archflash._dispatch import forced
 from archflash._eager import has_tangent
 from archflash._gradients import (
     Gradients,
     Request,
     asks_for_deterministic,
-    by_plain_operations,
     check_tensor,
-    compute,
-    variable,
 )
 from archflash._ops import library, refuse_tangents
 from archflash._plain_tensors import plain

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import archflash
 from archflash import _archflash as native
-from archflash import _dispatch, _gradients, _options, reference
+from archflash import _compute_gradients, _dispatch, _gradients, _options, reference
 from archflash.sim import _attention as simulator
 
 from ..sim.explained import unexplained
@@ -227,7 +227,7 @@ def differentiate(
         if deterministic and dmask is not None:
             into = into.with_dmask_of_all_scores(request)
         if on.name == "gpu" and planned_for is None and sms is None:
-            _gradients.compute(request, into, kernel, deterministic)
+            _compute_gradients.compute(request, into, kernel, deterministic)
         else:
             plan = _plan(request, into, kernel, deterministic, planned_for, sms)
             _run(on, plan, _gradients.operands(request, into, plan), kernel, number)

@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_dispatch.choosing",),
     ("_dispatch",),
     ("_gradients",),
+    ("_compute_gradients",),
     ("_eager_gradients", "_ops"),
     ("_ops_backward",),
     ("_autograd",),
