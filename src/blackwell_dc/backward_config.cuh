@@ -21,7 +21,7 @@ struct BackwardConfig {
   static constexpr int WARP_ROWS = 32;
   static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
   static constexpr int BLOCK = 128;  // query rows
-  // dQ is added for each block (device/backward_rounds.cuh).
+  // dQ is added for each block (device/backward_round_sums.cuh).
   static constexpr int BLOCKS_OF_ROUND = 1;
   static constexpr int ROUND = BLOCK;
   static constexpr bool USES_PDL = false;  // before the terms of the rows are written

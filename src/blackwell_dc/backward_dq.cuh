@@ -7,8 +7,10 @@
 #include "blackwell_dc/backward_params.h"
 #include "blackwell_dc/backward_pipeline.cuh"
 #include "common/backward_params.h"
+#include "common/device/backward_round_sums.cuh"
 #include "common/device/backward_rounds.cuh"
 #include "common/device/backward_work.cuh"
+#include "common/device/ring.cuh"
 #include "common/device/uniform.cuh"
 #include "common/ptx/bulk_order.cuh"
 #include "common/ptx/bulk_store.cuh"
@@ -16,6 +18,7 @@
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/named_barrier.cuh"
 #include "common/ptx/tcgen05.cuh"
+#include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 
 namespace archflash::blackwell_dc::backward {

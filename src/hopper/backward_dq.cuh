@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/device/backward_round_sums.cuh"
 #include "common/ptx/bulk_load.cuh"
 #include "common/ptx/bulk_order.cuh"
 #include "common/ptx/bulk_store.cuh"

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/device/backward_round_loads.cuh"
 #include "common/device/backward_rounds.cuh"
 #include "common/device/backward_work.cuh"
 #include "hopper/backward_config.cuh"

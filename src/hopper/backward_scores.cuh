@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/device/backward_masks.cuh"
+#include "common/device/backward_softcap.cuh"
 #include "common/ptx/cvt_relu.cuh"
 #include "common/ptx/min.cuh"
 #include "hopper/backward_products.cuh"

@@ -1,0 +1,252 @@
+// The tables of hopper's tiles, and which of them a call chooses from. Pure host code.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+
+#include "common/device/packed_heads.cuh"
+#include "common/planning/core_set.h"
+#include "common/planning/masks.h"
+#include "hopper/cache_maps.h"
+#include "hopper/config.cuh"
+#include "hopper/masked_config.cuh"
+#include "hopper/more_config.cuh"
+#include "hopper/plan_parts.h"
+#include "hopper/plan_tiles.h"
+#include "hopper/short_config.cuh"
+#include "hopper/table_config.cuh"
+
+namespace archflash::hopper {
+namespace {
+
+template <class C>
+constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char* reason) {
+  KernelTile tile{core::tile<C>(name, serves, reason)};
+  tile.q_box = core::box<typename C::QTile>(C::PACK);
+  tile.k_box = core::box<typename C::KTile>(C::PACK);
+  tile.v_box = core::box<typename C::VTile>(C::PACK);
+  tile.raw_v_box = core::box<typename C::RawVTile>(C::PACK);
+  if (C::SLICES_V) tile.head_dim_v = 2 * C::HEAD_DIM_V;
+  tile.q_stages = C::Q_STAGES;
+  tile.barriers = C::BARRIERS;
+  if (C::MOVES_REGISTERS) tile.producer_registers = C::PRODUCER_REGISTERS;
+  if (C::MOVES_REGISTERS) tile.consumer_registers = C::CONSUMER_REGISTERS;
+  tile.in_turns = C::IN_TURNS;
+  tile.row_step = C::TILE_STEP;
+  tile.v_columns_of_cta = C::HEAD_DIM_V;
+  if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
+  tile.cuts_tiles = C::CUTS_TILES;
+  if (C::STORES_BY_TMA) tile.out_box = {C::QTile::SLAB, C::WARP_ROWS, C::QTile::SWIZZLE};
+  tile.mixed = C::MIXED;
+  tile.dense = requires { typename C::MaskTile; };
+  if constexpr (requires { C::STREAMS; }) tile.streams = C::STREAMS;
+  if constexpr (requires { C::V_STAGES; }) tile.v_stages = C::V_STAGES;
+  tile.transposes_v = C::TRANSPOSES_V;
+  tile.takes_transposed_v = C::TAKES_TRANSPOSED_V;
+  return tile;
+}
+
+template <class C>
+constexpr KernelTile rated(const char* name, double speed, int start_keys, const char* reason,
+                           const char* image = nullptr) {
+  KernelTile rated = tile<C>(name, {}, reason);
+  rated.speed = speed, rated.start_keys = start_keys, rated.image = image;
+  rated.split_costs.rows_per_key = 64;  // fp32 sums, at the speed of memory
+  return rated;
+}
+
+// Measured on an H200 (NOTES.md).
+constexpr const char* FOUR_64 = "4 warpgroups of 64 rows in turns, 64 keys at a time";
+constexpr const char* THREE_128 = "3 warpgroups of 64 rows in turns, 128 keys at a time";
+constexpr const char* THREE_96 = "3 warpgroups of 64 rows in turns, 96 keys at a time";
+constexpr const char* THREE_80 = "3 warpgroups of 64 rows in turns, 80 keys at a time";
+constexpr const char* TWO_80 = "2 warpgroups of 64 rows in turns, 80 keys at a time";
+constexpr const char* TWO_128 =
+    "2 warpgroups of 64 rows in turns, 128 keys at a time: fills the GPU more evenly";
+constexpr const char* FOUR_ALONE =
+    "4 warpgroups of 64 rows, 96 keys at a time, one after another: fills the pauses between tiles";
+constexpr const char* THREE_ALONE =
+    "3 warpgroups of 64 rows, 128 keys at a time, one after another: fills the pauses between "
+    "tiles of few keys";
+constexpr const char* FOUR_ALONE_64 =
+    "4 warpgroups of 64 rows, 64 keys at a time, one after another: fills the pauses between tiles";
+constexpr const char* TWO_96 = "2 warpgroups of 64 rows in turns, 96 keys at a time";
+constexpr const char* FEW_64 = "few tiles: 64 rows make twice as many";
+constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
+constexpr const char* SHORT = "short sequences: four CTAs of 64 rows stay on an SM";
+constexpr const char* SHORT_96 = "short packed sequences: three CTAs of 64 rows stay on an SM";
+constexpr const char* SHORT_128 = "short packed sequences: two CTAs of 64 rows stay on an SM";
+constexpr KernelTile TILES[] = {
+    rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64),
+    rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128),
+    rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE),
+    rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
+    rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"),
+    rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96),
+    rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
+    rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
+    rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
+    rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
+    rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80),
+    rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128),
+    rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),
+    rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
+    rated<D128Short<DType::F16>>("d128_short", 1.12, 110, SHORT_128, "short"),
+    rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80),
+    rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128),
+    rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),
+    rated<D192Square<DType::F16>>("d192_square", 1, 0, TWO_96, "fwd_more"),
+    rated<D192SquareFew<DType::F16>>("d192_square_few", 0.55, 64, FEW_64, "fwd_more"),
+    rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80),
+    rated<D256Few<DType::F16>>("d256_few", 0.75, 0, FEW_64),
+};
+
+constexpr const char* F32_OUT = "fp32 outputs, written from registers";
+constexpr KernelTile F32_OUT_TILES[] = {
+    rated<D64F32Out<DType::F16>>("d64_f32_out", 1, 0, F32_OUT),
+    rated<D128F32Out<DType::F16>>("d128_f32_out", 1, 0, F32_OUT),
+};
+
+constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
+constexpr KernelTile MASKED_TILES[] = {
+    tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
+    tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),
+    tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
+};
+
+constexpr const char* WITH_DROPOUT =
+    "dropout: the random bits of a block are drawn while its scores are computed";
+constexpr KernelTile DROPOUT_TILES[] = {
+    tile<D64Dropout<DType::F16>>("d64_dropout", {}, WITH_DROPOUT),
+    tile<D128Dropout<DType::F16>>("d128_dropout", {}, WITH_DROPOUT),
+};
+
+constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
+constexpr const char* WITH_CACHE_FEW = "a KV cache and few tiles: 64 rows make more of them";
+constexpr const char* WITH_PAGES = "pages of a KV cache: one copy brings all columns of their rows";
+constexpr core::ServesFrom MANY = {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 1.25};
+constexpr core::ServesFrom MANY_256 = {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
+// hopper::tile, because an argument of namespace core would bring in core::tile.
+constexpr KernelTile CACHE_TILES[] = {
+    hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
+    tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D128Cache<DType::F16>>("d128_cache", MANY, WITH_CACHE),
+    tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
+    tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+};
+// For pages whose rows a tensor map has in groups (page_groups): `Tile128` serves head dimensions
+// up to 128.
+template <class Tile128>
+constexpr auto pages_tiles(const char* name, const char* reason) {
+  return std::array{
+      hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
+      hopper::tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<Tile128>(name, MANY, reason),
+      hopper::tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<D256PagesCache<DType::F16>>("d256_pages_cache", MANY_256, WITH_PAGES),
+      hopper::tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+  };
+}
+constexpr int64_t PAGE_ROWS = 64;
+constexpr auto PAGES_TILES = pages_tiles<D128PagesCache<DType::F16>>(
+    "d128_pages_cache", "pages of a multiple of 64 rows: two copies for a block of 128 keys");
+constexpr auto SMALL_PAGES_TILES =
+    pages_tiles<D128SmallPagesCache<DType::F16>>("d128_small_pages_cache", WITH_PAGES);
+
+constexpr const char* MIXED =
+    "packed sequences of mixed lengths: those of few rows beside those of many";
+constexpr KernelTile MIXED_TILES[] = {
+    hopper::tile<D64Mixed<DType::F16>>("d64_mixed", {}, MIXED),
+    tile<D128Mixed<DType::F16>>("d128_mixed", {}, MIXED),
+};
+
+// Whether packed sequences have their tiles found on the device: where one has enough rows to fill
+// tiles of many rows, or is a prompt among sequences of which most decode.
+bool mixes_lengths(const Problem& problem) {
+  constexpr int64_t MANY_ROWS = 129, DECODED_ROWS = 16;
+  if (!problem.varlen || problem.batch < 2 || problem.nk == 0 || problem.num_splits != 0)
+    return false;
+  if (std::max(problem.d, problem.dv) > MIXED_TILES[1].head_dim) return false;
+  if (!std::has_single_bit(static_cast<uint64_t>(problem.page_size))) return false;
+  const int64_t ratio = problem.heads_q / problem.heads_kv;
+  if (ratio > 1 && problem.q.head == 0) return false;  // no tensor map has such heads side by side
+  const device::PackedHeads packed =
+      device::pack_heads(D128Mixed<DType::F16>::GROUP_ROWS, static_cast<int>(ratio));
+  if (packed.count != ratio) return false;
+  const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
+  const bool others_decode = problem.nq - longest <= DECODED_ROWS * (problem.batch - 1);
+  return longest >= MANY_ROWS || (longest > DECODED_ROWS && others_decode);
+}
+
+// For a dense attn_mask or ranges (reads_summary). Fewer row tiles an SM than LEAST are left to the
+// tiles above, which take several times as long with an attn_mask that is added.
+constexpr const char* DENSE = "a dense attn_mask or ranges, summarized first, or ALiBi's slopes";
+template <double LEAST>
+constexpr KernelTile DENSE_TILES[] = {
+    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = LEAST}, DENSE),
+    MASKED_TILES[0],
+    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = LEAST}, DENSE),
+    MASKED_TILES[1],
+    MASKED_TILES[2],
+};
+
+// For block_mask alone (reads_table). Fewer tiles are computed as fast by two CTAs on an SM.
+constexpr const char* TABLE =
+    "block_mask alone: warpgroups with tiles of their own, so that others multiply where one waits";
+constexpr KernelTile TABLE_TILES[] = {
+    tile<D64Table<DType::F16>>("d64_table", {.min_tiles_per_sm = 2}, TABLE),
+    MASKED_TILES[0],
+    tile<D128Table<DType::F16>>("d128_table", {.min_tiles_per_sm = 2}, TABLE),
+    MASKED_TILES[1],
+    MASKED_TILES[2],
+};
+
+constexpr const char* FOUR_128 = "4 warpgroups of 64 rows in turns, 128 keys at a time";
+constexpr const char* TWO_192 = "2 warpgroups of 64 rows in turns, 192 keys at a time";
+constexpr const char* SMALL =
+    "2 warpgroups of 64 rows in turns, 128 keys at a time: more tiles or fewer masked keys than in "
+    "larger ones";
+constexpr KernelTile FP8_TILES[] = {
+    rated<Fp8D64<DType::E4M3>>("d64", 1, 0, FOUR_128),
+    rated<Fp8D64Small<DType::E4M3>>("d64_small", 0.65, 0, SMALL),
+    rated<Fp8D128<DType::E4M3>>("d128", 1, 0, THREE_128),
+    rated<Fp8D128Small<DType::E4M3>>("d128_small", 0.77, 0, SMALL),
+    rated<Fp8D192<DType::E4M3>>("d192", 1, 0, THREE_128),
+    rated<Fp8D256<DType::E4M3>>("d256", 1, 0, TWO_192),
+    rated<Fp8D256Small<DType::E4M3>>("d256_small", 0.94, 0, SMALL),
+};
+// For descales of k or v by blocks of 64 keys.
+constexpr KernelTile FP8_BLOCK_TILES[] = {
+    tile<Fp8D64Blocks<DType::E4M3>>("d64_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D128Blocks<DType::E4M3>>("d128_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D192Blocks<DType::E4M3>>("d192_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D256Blocks<DType::E4M3>>(
+        "d256_blocks", {},
+        "64 keys at a time share their descales, two CTAs the columns of V; its speed is "
+        "unmeasured"),
+};
+
+}  // namespace
+
+std::span<const KernelTile> tiles_for(const Problem& problem) {
+  if (problem.kv_cache) {
+    const bool grouped = page_groups(problem, Operand::K) && page_groups(problem, Operand::V);
+    if (!grouped) return CACHE_TILES;
+    if (mixes_lengths(problem)) return MIXED_TILES;
+    if (problem.page_size % PAGE_ROWS == 0) return PAGES_TILES;
+    return SMALL_PAGES_TILES;
+  }
+  if (problem.dropout_p != 0) return DROPOUT_TILES;
+  if (core::writes_f32(problem)) return F32_OUT_TILES;
+  if (!is_fp8(problem.dtype) && reads_summary(problem))
+    return problem.mask > 1 ? DENSE_TILES<0.2> : DENSE_TILES<0.75>;
+  if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;
+  if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
+  if (!is_fp8(problem.dtype)) return TILES;
+  const Descales descales = core::descales(problem);
+  if (descales.k.block != 0 || descales.v.block != 0) return FP8_BLOCK_TILES;
+  return FP8_TILES;
+}
+
+}  // namespace archflash::hopper
