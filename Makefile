@@ -10,7 +10,7 @@ ifndef ARCHFLASH_MACHINE_CODE
 export ARCHFLASH_MACHINE_CODE := $(shell $(PYTHON) _build/machine_code.py)
 endif
 
-.PHONY: demo editable test test-fast test-images wheel-aarch64 test-aarch64 check-wheel test-torch test-models test-servers test-sim-full coverage lint lint-built format test-gpu bench day-one clean
+.PHONY: demo editable test test-fast test-rest wheel-aarch64 test-aarch64 check-wheel test-torch test-models test-servers test-sim-full coverage lint lint-built format test-gpu bench day-one clean
 
 demo: $(VENV)/installed  ## a real model's attention through archflash
 	$(BIN)/python -m archflash demo
@@ -24,11 +24,12 @@ endif
 # gets one thread in each: with more, threads of the two wait for one another.
 PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(VENV)/installed $(VENV)/third-party  ## every test that needs no GPU, but of machine code only what is for this machine
-	$(PYTEST)
+test: $(VENV)/installed  ## every test that needs no GPU, but for those of test-rest
+	$(PYTEST) -m "not rest"
 
-test-images: $(VENV)/all-images  ## the tests of machine code and of the wheel, with machine code for every GPU
+test-rest: $(VENV)/all-images $(VENV)/third-party  ## what takes longest: machine code for every GPU, mutants of kernels, kernels that tests compile
 	ARCHFLASH_TEST_ALL_IMAGES=1 $(PYTEST) tests/build
+	$(PYTEST) -m rest tests/sim tests/unit
 
 # A test is in it by its place, unless it is marked as slow: CONTRIBUTING.md.
 FAST_TESTS := tests/unit tests/core_set/test_calls.py tests/sim/test_instructions.py tests/sim/test_strictness.py

@@ -22,15 +22,15 @@ ROOT = Path(__file__).parents[2]
 # Names the folder that a wheel of these sources was built into. The Makefile sets it, so that
 # nothing is built twice; otherwise a wheel is built here.
 WHEEL_VARIABLE = "ARCHFLASH_TEST_WHEEL"
-# `make test-images` sets it: then a test that cannot run, because machine code or a tool is
-# missing, fails.
+# `make test-rest` sets it: then a test that cannot run, because machine code or a tool is missing,
+# fails.
 ALL_IMAGES = os.environ.get("ARCHFLASH_TEST_ALL_IMAGES") == "1"
 LEFT_OUT = frozenset(native.left_out_targets())
-NO_CODE = "this build has left out the machine code that it reads: make test-images has all"
+NO_CODE = "this build has left out the machine code that it reads: make test-rest has all"
 
 
 def missing(what: str) -> NoReturn:
-    """Skips a test, or fails it in `make test-images`."""
+    """Skips a test, or fails it in `make test-rest`."""
     if ALL_IMAGES:
         pytest.fail(what, pytrace=False)
     pytest.skip(what)

@@ -122,6 +122,7 @@ def test_registers_of_the_roles_are_the_ones_at_launch(kernel: str, code: list[s
     assert used <= max(names) < more[0]
 
 
+@pytest.mark.rest
 def test_the_compiler_makes_the_same_text_for_10_x_and_11_0() -> None:
     """The build relies on it: SAME_TEXT_AS of _build/build_kernel.py."""
     nvcc = on_the_spot.find_nvcc()

@@ -43,6 +43,7 @@ def text_for(file: Path, word: str, folder: Path) -> str:
     return re.sub(r"\b_Z\w+", "_Z", to.read_text())
 
 
+@pytest.mark.rest
 @needs_nvcc
 @pytest.mark.parametrize("file", FILES, ids=named)
 def test_the_compiler_makes_one_text_for_both_types(file: Path, tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ def test_the_compiler_makes_one_text_for_both_types(file: Path, tmp_path: Path) 
     assert same, f"{named(file)}.cu makes another text for fp16: leave out its line `// one text`"
 
 
+@pytest.mark.rest
 @needs_nvcc
 def test_a_file_whose_texts_differ_is_noticed(tmp_path: Path) -> None:
     file = SOURCES / "ampere" / "kernels" / "mla.cu"

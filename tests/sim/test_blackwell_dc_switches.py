@@ -25,7 +25,10 @@ from .explained import unexplained
 from .schedules import IN_FULL, MODES
 
 NVCC = on_the_spot.find_nvcc()
-pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not found: it compiles the variants")
+pytestmark = [
+    pytest.mark.rest,
+    pytest.mark.skipif(NVCC is None, reason="nvcc is not found: it compiles the variants"),
+]
 
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 # The dtype, d and dv that a kernel is for, query rows, and whether CTAs work in pairs. More rows

@@ -19,6 +19,7 @@ EVERY = [(ladder, rung) for ladder in LADDERS for rung in ladder.rungs]
 SAME_COMPILER, OTHER_COMPILER = 1e-6, 0.15  # how far counters may be from those of the page
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("ladder", "rung"), EVERY, ids=[f"{x.name}-{y.name}" for x, y in EVERY])
 def test_a_rung_computes_attention_with_the_counters_of_its_page(
     ladder: Ladder, rung: Rung
@@ -36,6 +37,7 @@ def test_a_rung_computes_attention_with_the_counters_of_its_page(
     assert found.conflicts == pytest.approx(kept.conflicts, rel=limit), hint
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("rung", BY_NAME["simt"].rungs, ids=lambda rung: rung.name)
 def test_rungs_of_any_length_and_mask_stop_at_the_diagonal_and_at_the_end(rung: Rung) -> None:
     nvcc = find_nvcc()

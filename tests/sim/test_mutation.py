@@ -50,6 +50,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("implementation", implementations())
 def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = []
@@ -116,6 +117,7 @@ SAMPLED: list[tuple[Any, float, int]] = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("target", "coverage", "seed"), SAMPLED, ids=[target.kernel for target, *_ in SAMPLED]
 )

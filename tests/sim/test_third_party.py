@@ -22,8 +22,9 @@ from torch import Tensor
 
 from archflash import reference, sim
 
+pytestmark = pytest.mark.rest
 ROOT = Path(__file__).parents[2]
-FOLDER = Path(sys.prefix) / "third-party"  # where `make test` installs it
+FOLDER = Path(sys.prefix) / "third-party"  # where `make test-rest` installs it
 TABLE = Path(__file__).parent / "third_party.json"  # what ran, for the instruction table
 KEYS = 64  # of a tile
 
@@ -98,7 +99,7 @@ def why_not() -> str:
     if version == pinned():
         return ""
     here = version or "no Triton"
-    return f"Triton {pinned()} is not in {FOLDER} (found: {here}): make test installs it"
+    return f"Triton {pinned()} is not in {FOLDER} (found: {here}): make test-rest installs it"
 
 
 def compiled(capability: int, constants: list[dict[str, object]]) -> list[dict[str, Any]]:

@@ -148,6 +148,7 @@ def test_without_the_card_it_says_what_it_needs(
 
 @pytest.mark.slow
 @pytest.mark.skipif(on_the_spot.find_nvcc() is None, reason="nvcc is not found")
+@pytest.mark.rest
 def test_the_simulated_day_ends_well_and_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
