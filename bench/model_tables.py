@@ -35,10 +35,11 @@ def source_note(rows: Sequence[Row]) -> str:
             + ")"
             for row in here
         }
-        notes.append(
-            f" {gpu}, driver {driver}, CUDA {cuda}, torch {torch}{clock}. "
-            f"Run{'s' if len(runs) > 1 else ''} {', '.join(runs.values())}."
-        )
+        said = f"Run{'s' if len(runs) > 1 else ''} {', '.join(runs.values())}"
+        if len(runs) > MOST_RUNS_NAMED:  # bench/results has them
+            days = sorted(row["date"] for row in here)
+            said = f"{len(runs)} runs of {days[0]} to {days[-1]}"
+        notes.append(f" {gpu}, driver {driver}, CUDA {cuda}, torch {torch}{clock}. {said}.")
     return "".join(notes)
 
 
@@ -48,6 +49,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
 
 
+MOST_RUNS_NAMED = 3  # below a table
 UNFUSED = ("torch-math",)  # a ratio to it says nothing about kernels, and is in no mean
 
 
