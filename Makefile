@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WHEELS := build/wheel
+# For this machine: where machine code is left out (below), other GPUs are not served. `pip wheel .` makes one for all.
+WHEELS := build/local-wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
 # Machine code for every GPU takes longer than all the rest: most commands have it for this machine's GPUs, or some where there is none.
