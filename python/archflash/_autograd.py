@@ -34,7 +34,7 @@ class ArchflashAttention(torch.autograd.Function):
     ) -> Any:
         # `given`: the tensors among the options. Tensors are saved by autograd alone, which tells
         # whether they were changed. `call`: (options without tensors, places of the tensors,
-        # implementation).
+        # implementation, whether others may compute the gradients where that one does not).
         out, lse, given, returns_lse, call = recorded
         ctx.call = call, asks_for_deterministic()
         ctx.save_for_backward(q, k, v, out, lse, *given)
@@ -53,7 +53,8 @@ class ArchflashAttention(torch.autograd.Function):
             )
             if found is not NotImplemented:
                 return found
-        (values, places, implementation), (q, k, v, out, lse, *given) = call, saved
+        (values, places, kernel, or_others), (q, k, v, out, lse, *given) = call, saved
+        implementation = None if or_others else kernel
         options = dict(zip(_options.OF_ATTENTION, values, strict=True)) | {"return_lse": True}
         options |= {_options.OF_ATTENTION[i]: x for i, x in zip(places, given, strict=True)}
         inputs = _INPUTS[: len(needed) - 1]

@@ -35,6 +35,7 @@ _OF_FORWARD = ("approximate", "num_splits", "out")
 
 class _Asked(threading.local):
     deterministic = False
+    or_others = False
 
 
 _asked = _Asked()
@@ -50,6 +51,23 @@ def asked_for(deterministic: bool) -> Iterator[None]:
         yield
     finally:
         _asked.deterministic = before
+
+
+@contextlib.contextmanager
+def chosen_unless(forced: str | None) -> Iterator[None]:
+    """Inside, the implementation that operators of this thread name was chosen, if none was forced:
+    others may compute the gradients where that one does not.
+    """
+    before, _asked.or_others = _asked.or_others, forced is None
+    try:
+        yield
+    finally:
+        _asked.or_others = before
+
+
+def may_be_others() -> bool:
+    """What `chosen_unless` says."""
+    return _asked.or_others
 
 
 def asks_for_deterministic() -> bool:

@@ -28,7 +28,7 @@ from archflash._dispatch import (
 )
 from archflash._eager import has_tangent, is_exporting, is_tracing, is_transformed, untraced
 from archflash._errors import ForcedImplementationError, UnsupportedError
-from archflash._gradients import FOLDERS
+from archflash._gradients import FOLDERS, chosen_unless
 from archflash._plain_tensors import has_symbols, is_symbolic, plain, resolved
 from archflash._schemas import by_name
 
@@ -142,7 +142,11 @@ def attention(
             with torch.no_grad():
                 operator(q.detach(), k.detach(), v.detach())
         return _torch.attention(q, k, v, **_options.for_torch(options))
-    results = operator(q, k, v)
+    if compiling:
+        results = operator(q, k, v)
+    else:
+        with chosen_unless(name):
+            results = operator(q, k, v)
     options["return_lse"] = wants_lse  # torch.compile of torch 2.6 cannot trace a union of dicts
     return _answer(results, options)
 

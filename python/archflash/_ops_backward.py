@@ -19,6 +19,8 @@ from archflash._gradients import (
     Request,
     asks_for_deterministic,
     check_tensor,
+    may_be_others,
+    wants_deterministic,
 )
 from archflash._ops import library, refuse_tangents
 from archflash._plain_tensors import plain
@@ -170,6 +172,7 @@ def _keep(ctx: Any, op: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _keep(ctx, torch.ops.archflash.attention, inputs, *output)
     ctx.deterministic = asks_for_deterministic()
+    ctx.or_others = may_be_others()
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -177,6 +180,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     arguments = ctx.others | dict(zip(ctx.names, (q, k, v, *given), strict=True))
     del arguments["needs_grad"]
     needed = {n for n, x in zip(ctx.order, ctx.needs_input_grad, strict=True) if x}
+    if ctx.or_others and (ctx.deterministic or wants_deterministic()):
+        arguments["implementation"] = None  # the kernel that was chosen may have none in order
     dout = torch.zeros_like(out) if dout is None else dout
     found = gradients(arguments, (out, lse), (dout, dlse), needed, ctx.deterministic)
     return tuple(found.get(name) for name in ctx.order)

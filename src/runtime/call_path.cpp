@@ -198,8 +198,10 @@ OptionsToKeep options_to_keep(const Arguments& a) {
   return kept;
 }
 
-// A call whose gradients are needed, by a plan that gives its log-sum-exp.
-nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& call) {
+// A call whose gradients are needed, by a plan that gives its log-sum-exp. Unless a kernel is
+// forced others may compute the gradients: those that are to be deterministic, for example.
+nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& call,
+                          nb::handle implementation) {
   const std::shared_ptr<PreparedPlan> plan = found.plan;
   const Templates like = found.like_of(call);
   if (plan->plan->launches.empty() && call.problem.varlen) return nb::borrow(Py_NotImplemented);
@@ -208,8 +210,8 @@ nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& cal
   const nb::object results = run(*plan, a, call, like);
   call.problem.want_lse = wants_lse;
   const OptionsToKeep kept = options_to_keep(a);
-  const nb::tuple of_call =
-      nb::make_tuple(kept.values, nb::tuple(kept.places), plan->plan->implementation);
+  const nb::tuple of_call = nb::make_tuple(kept.values, nb::tuple(kept.places),
+                                           plan->plan->implementation, implementation.is_none());
   const nb::tuple recorded = nb::make_tuple(results[0], results[1], nb::tuple(kept.tensors),
                                             static_cast<bool>(wants_lse), of_call);
   if (a.sinks.is_none() && a.attn_mask.is_none()) return record()(recorded, a.q, a.k, a.v);
@@ -294,7 +296,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
   }
   if (call.problem.needs_grad) {
     if (!can_be_recorded(arguments, call.problem)) return nb::borrow(Py_NotImplemented);
-    return run_and_record(*found, arguments, call);
+    return run_and_record(*found, arguments, call, implementation);
   }
   // Copies: allocating may let other threads insert.
   const std::shared_ptr<PreparedPlan> plan = found->plan;

@@ -312,6 +312,7 @@ std::optional<Written> compute(const GradientCall& given) {
   make_other_gradients(a, given.mask_gradient, call, made, problem);
   key.device_index = call.device_index;
   key.forced = forced_index(given.implementation);
+  if (given.or_others) key.forced = -2 - key.forced;  // below -1
 
   if (call.device_index < 0) forget_other_simulated_devices();
   const CachedGradients* found = cache().find(key);
@@ -319,10 +320,14 @@ std::optional<Written> compute(const GradientCall& given) {
     CachedGradients decision;
     const BackwardProblem asked = asked_of(key, inputs, targets, axes, decision);
     const PlanBy plan_by = by_kernel(asked);
+    const nb::handle none = Py_None;
     auto chosen = plan_gradients_in_order(call.device_index, given.implementation, plan_by);
+    if (!chosen && given.or_others)
+      chosen = plan_gradients_in_order(call.device_index, none, plan_by);
     if (!chosen && p.key_indices == 0) {  // Python makes a mask of lists
+      const nb::handle forced = given.or_others ? none : given.implementation;
       const nb::object told =
-          decide_gradients()(p, call.device_index, given.implementation, nb::cpp_function(plan_by));
+          decide_gradients()(p, call.device_index, forced, nb::cpp_function(plan_by));
       if (!told.is_none()) chosen = nb::cast<std::shared_ptr<LaunchPlan>>(told);
     }
     if (chosen) decision.plan = prepare_for(call, std::move(chosen));
@@ -372,7 +377,8 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
                      .dq = nb::none(),
                      .dk = nb::none(),
                      .dv = nb::none(),
-                     .deterministic = deterministic};
+                     .deterministic = deterministic,
+                     .or_others = item(call, 3).is(Py_True)};
   const auto places = nb::borrow<nb::tuple>(item(call, 1));
   nb::handle sinks, mask;
   for (size_t i = 0; i < nb::len(places); ++i) {

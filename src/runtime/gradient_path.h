@@ -21,6 +21,8 @@ struct GradientCall {
   bool mask_gradient;         // that of attn_mask is wanted
   bool deterministic;         // the same inputs must always give the same bits
   bool refuse_recorded;       // not if any tensor requires a gradient
+  // Whether another implementation computes them where that one does not.
+  bool or_others = false;
   // Tensors of options that stand for those of `options`.
   std::vector<std::pair<nb::handle Arguments::*, nb::handle>> tensors = {};
 };

@@ -13,9 +13,10 @@ import pytest
 import torch
 from plan_cases import kernels_built
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import archflash
-from archflash import _api, _gradients, _options, _strides, reference
+from archflash import _api, _gradients, _ops, _options, _strides, reference
 from archflash import _archflash as native
 
 
@@ -1108,3 +1109,51 @@ def test_calls_of_many_tiles_are_planned_at_once() -> None:
     with pytest.raises(archflash.ForcedImplementationError, match="CTAs"):
         archflash.explain(q, k, k, device="A100", implementation="simt", backward=True)
     assert time.perf_counter() - start < 2
+
+
+def masked_call() -> tuple[tuple[Tensor, ...], Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 64, dtype=torch.float16) for _ in "qkv")
+    return (q, k, v), torch.rand(1, 1, 40, 40) > 0.3
+
+
+def test_deterministic_gradients_of_a_kernel_that_was_chosen_come_from_others() -> None:
+    """hopper serves a call with a dense mask, and has no gradients of it in a fixed order. Here
+    `torch` is the other one, as the tensors are on the CPU.
+    """
+    (q, k, v), mask = masked_call()
+    out, lse = archflash.attention(q, k, v, attn_mask=mask, return_lse=True)
+    values = list(_api.option_values(q, k, {}))
+    place = _options.OF_ATTENTION.index("attn_mask")
+
+    def backward(forced: bool) -> object:
+        call = (tuple(values), (place,), "hopper", not forced)
+        saved, needed = (q, k, v, out, lse, mask), (False, True, True, True)
+        return native.recorded_backward(out, None, saved, call, needed, True)
+
+    assert backward(forced=False) is NotImplemented
+    with pytest.raises(archflash.ForcedImplementationError, match="deterministic"):
+        backward(forced=True)
+
+
+def test_so_do_those_of_a_call_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, mask = masked_call()
+    monkeypatch.setattr(_ops, "_who_differentiates", lambda *_: "hopper")
+    torch.use_deterministic_algorithms(True)
+    try:
+        leaves = [x.requires_grad_() for x in tensors]
+        with FlopCounterMode(display=False):
+            out = archflash.attention(*leaves, attn_mask=mask)
+        found = torch.autograd.grad(out, leaves, out.detach())
+        with (
+            archflash.force("hopper"),
+            FlopCounterMode(display=False),
+        ):
+            out = archflash.attention(*leaves, attn_mask=mask)
+        with pytest.raises(archflash.ForcedImplementationError, match="deterministic"):
+            torch.autograd.grad(out, leaves, out.detach())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    exact = reference.attention_backward(out.detach(), *tensors, attn_mask=mask)
+    for x, name in zip(found, ("dq", "dk", "dv"), strict=True):
+        torch.testing.assert_close(x.double(), getattr(exact, name), atol=5e-3, rtol=5e-3)
