@@ -202,6 +202,13 @@ def attention(
         q, k, v, attn_mask = _autocast.inputs(q, k, v, attn_mask, out)
     if _dropout.wants_state(dropout_p, rng_state):
         rng_state = _dropout.dropout_state(q.device)
+    # In the order of the table of options, src/common/options.inc.
+    values = (
+        causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, key_indices, topk_lengths,
+        dropout_p, rng_state, q_descale, k_descale, v_descale, out_dtype, approximate, num_splits,
+        batch_invariant, layout, out, return_lse,
+    )  # fmt: skip
     if key_indices is not None and is_eager():
         if _key_lists.ALWAYS_CHECK:
             make_problem(
@@ -210,25 +217,14 @@ def attention(
             nk = k.shape[2 if layout == "bhnd" else 1]
             _key_lists.check(key_indices, topk_lengths, nk)
         if _key_lists.needs_gradients(q, k, v, sinks):
-            problem = make_problem(
-                q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
-                q_offset=q_offset, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-                attn_mask=attn_mask, alibi_slopes=alibi_slopes, key_ranges=key_ranges,
-                block_mask=block_mask, key_indices=key_indices, topk_lengths=topk_lengths,
-                dropout_p=dropout_p, rng_state=rng_state, layout=layout,
-            )  # fmt: skip
+            problem = _native.make_problem(q, k, v, _with_approximate(values), _is_grad_enabled())
             name = _forced() if implementation is None else implementation
             here, obstacle = _dispatch.device_of(problem, q.device.index)
             if not _gradients.reads_lists(problem, here, name, obstacle):
-                attn_mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
-                key_indices = topk_lengths = None
-    # In the order of the table of options, src/common/options.inc.
-    values = (
-        causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, attn_mask, alibi_slopes, key_ranges, block_mask, key_indices, topk_lengths,
-        dropout_p, rng_state, q_descale, k_descale, v_descale, out_dtype, approximate, num_splits,
-        batch_invariant, layout, out, return_lse,
-    )  # fmt: skip
+                mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
+                values = _options.replaced(
+                    values, attn_mask=mask, key_indices=None, topk_lengths=None
+                )
     if is_eager():
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and
         # launches.

@@ -93,6 +93,11 @@ def named(values: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(NAMES, values, strict=True))
 
 
+def replaced(values: tuple[Any, ...], **new: Any) -> tuple[Any, ...]:
+    """Values of options with others for some of them."""
+    return tuple(new.get(name, value) for name, value in zip(NAMES, values, strict=False))
+
+
 def with_cache(values: list[Any]) -> tuple[Any, ...]:
     """The values of all options, from those of OF_CACHE in its order."""
     given = {**_ABSENT, **dict(zip(OF_CACHE, values, strict=True))}  # torch 2.6 traces no union

@@ -326,6 +326,21 @@ def test_fp32_and_deterministic_calls_have_a_mask_from_the_start() -> None:
     assert "key_indices" in str(of_lists((8, 2), 5, 90, 4)).splitlines()[0]
 
 
+def test_an_approximation_with_gradients_is_computed_as_it_is_explained() -> None:
+    """Its kernels take masks and no lists."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 20, 64).to(BF16).requires_grad_() for n in (2, 1, 1))
+    lists = torch.arange(0, 20, 2, dtype=torch.int32).repeat(20, 1)[None, None]
+    call = {"key_indices": lists, "approximate": "int8", "implementation": "ampere"}
+    plan = archflash.explain(q, k, v, device="A100", **call).plan
+    assert plan is not None
+    assert any("int8" in kernel for kernel in plan.kernels)
+    out = archflash.attention(q, k, v, **call)
+    exact = archflash.reference.attention(q, k, v, key_indices=lists, return_lse=False)
+    assert (out.double() - exact).norm() < 0.05 * exact.norm()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 @pytest.mark.parametrize(
     ("kernel", "deterministic", "why"),
     [
