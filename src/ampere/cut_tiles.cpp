@@ -26,9 +26,8 @@ constexpr int64_t MOST_ROUNDS_OF_PARTS = 2;  // which keeps what they leave smal
 
 // CTAs that run at the same time.
 int64_t workers_of(const core::BackwardTile& tile, const Device& device) {
-  constexpr int64_t MOST_CTAS = 2;  // on an SM: ptxas is told to allow no more
   const int64_t room = device.shared_per_sm / tile.shared_bytes;
-  return device.sm_count * std::clamp<int64_t>(room, 1, MOST_CTAS);
+  return device.sm_count * std::clamp<int64_t>(room, 1, tile.ctas_per_sm);
 }
 
 // Where all tiles take the same time: the `last` ones, which are left for the last round of CTAs.
@@ -112,8 +111,9 @@ Runs cut_tiles(const BackwardProblem& problem, const core::BackwardTile& tile, c
   constexpr int64_t MOST_ROUNDS = 4;
   const Problem& call = problem.call;
   const int64_t tiles = main.grid[0], workers = workers_of(tile, device);
-  // Blocks of 32 queries leave parts too little (docs/lab/ampere.md).
-  if (tiles >= MOST_ROUNDS * device.sm_count || tile.dq_block < 64) return {};
+  // Blocks of 32 queries leave parts too little (docs/lab/ampere.md), but for heads of one tile.
+  const bool small = tile.dq_block < 64 && !tile.whole_heads;
+  if (tiles >= MOST_ROUNDS * device.sm_count || small) return {};
   if (core::equal_tiles(call)) return cut_last_tiles(call, tile, tiles, workers);
   BackwardParams params;
   std::memcpy(static_cast<void*>(&params), main.params.data(), sizeof params);

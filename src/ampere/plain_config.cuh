@@ -31,11 +31,23 @@ using D192WidePlain = PlainBackwardConfig<D192Wide<T>>;
 template <DType T>
 using D256WidePlain = PlainBackwardConfig<D256Wide<T>>;
 
-// Heads whose keys are one tile.
+// Heads whose keys are one tile: of 128 keys, or few, of 64. Small blocks of queries let three or
+// four CTAs run on an SM, and code that is executed once is short.
+// clang-format off
+//                                          head_dim  key       m_          dQ row  CTAs
+//                                         q,k   v  warps split tiles block warps  per SM
 template <DType T>
-using D32Only = OnlyTileConfig<D32Plain<T>>;
+using D32Only      = OnlyTileConfig<PlainBackwardConfig<
+                     FusedBackwardConfig<T, 32,  32, 4,    1,    2,   32,   2,      3>>>;
 template <DType T>
-using D64WideOnly = OnlyTileConfig<D64WidePlain<T>>;
+using D32FewOnly   = OnlyTileConfig<PlainBackwardConfig<
+                     FusedBackwardConfig<T, 32,  32, 4,    1,    1,   32,   2,      4>>>;
+template <DType T>
+using D64FewOnly   = OnlyTileConfig<PlainBackwardConfig<
+                     FusedBackwardConfig<T, 64,  64, 4,    1,    1,   32,   2,      3>>>;
+// clang-format on
+template <DType T>
+using D64Only = OnlyTileConfig<D64Plain<T>>;
 template <DType T>
 using D96Only = OnlyTileConfig<D96Plain<T>>;
 template <DType T>

@@ -103,20 +103,19 @@ bool small_blocks_pay(const Problem& call, const Device& device) {
 }
 
 // Launches start early where their image has PTX for 9.0: these kernels wait for what comes before
-// them. A main kernel without one of rows before it would not.
+// them. Main kernels that need terms read K and V before, and would not without a launch of these.
 void start_early(LaunchPlan& plan, const Problem& call) {
   const std::string prefix =
       std::string("ampere_attention_bwd_") + core::dtype_word(call.dtype) + "_";
   for (size_t i = 0; i < plan.launches.size(); ++i) {
     Launch& launch = plan.launches[i];
-    const bool is_main =
-        i > 0 && std::ranges::any_of(TILES, [&](const core::BackwardTile& of) {
-          return of.dq_block > 0 && launch.kernel.starts_with(prefix + of.name) &&
-                 (launch.kernel == prefix + of.name || launch.kernel.ends_with("_plain") ||
-                  launch.kernel.ends_with("_bulk") || launch.kernel.ends_with("_only") ||
-                  launch.kernel.ends_with("_packed"));
-        });
-    launch.uses_pdl = is_main || launch.kernel.starts_with("ampere_backward_rows_") ||
+    const bool is_fused = std::ranges::any_of(TILES, [&](const core::BackwardTile& of) {
+      return of.dq_block > 0 && launch.kernel.starts_with(prefix + of.name) &&
+             (launch.kernel == prefix + of.name || launch.kernel.ends_with("_plain") ||
+              launch.kernel.ends_with("_bulk") || launch.kernel.ends_with("_packed"));
+    });
+    launch.uses_pdl = (is_fused && i > 0) || launch.kernel.ends_with("_only") ||
+                      launch.kernel.starts_with("ampere_backward_rows_") ||
                       launch.kernel.starts_with("ampere_backward_dq_");
   }
 }

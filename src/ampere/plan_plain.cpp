@@ -39,18 +39,17 @@ constexpr core::BackwardTile BULK_TILES[] = {
     backward_tile<D128WideBulk<DType::F16>>("d128_wide"),
 };
 
-// The tiles of kernels for heads whose keys are one tile, which need no sums of dQ.
+// The tiles of kernels for heads whose keys are one tile.
 template <class C>
 constexpr core::BackwardTile only_tile(const char* name) {
   core::BackwardTile of = backward_tile<C>(name);
-  of.dq_block = 0;
+  of.whole_heads = true;
   return of;
 }
 constexpr core::BackwardTile ONLY_TILES[] = {
-    only_tile<D32Only<DType::F16>>("d32"),
-    only_tile<D64WideOnly<DType::F16>>("d64_wide"),
-    only_tile<D96Only<DType::F16>>("d96"),
-    only_tile<D128WideOnly<DType::F16>>("d128_wide"),
+    only_tile<D32FewOnly<DType::F16>>("d32_few"), only_tile<D32Only<DType::F16>>("d32"),
+    only_tile<D64FewOnly<DType::F16>>("d64_few"), only_tile<D64Only<DType::F16>>("d64"),
+    only_tile<D96Only<DType::F16>>("d96"),        only_tile<D128WideOnly<DType::F16>>("d128_wide"),
 };
 
 // The tiles of kernels for packed sequences; and those of kernels whose CTAs take no turns, where
@@ -85,10 +84,12 @@ bool is_plain(const Problem& call, const Device& device,
 bool has_plain_kernels(const Device& device) { return device.major == 9; }
 
 std::span<const core::BackwardTile> only_tiles(const Problem& call, const Device& device) {
-  const bool serve = !call.varlen && 0 < call.nk && call.nk <= ONLY_TILES[0].rows &&
-                     is_plain(call, device, ONLY_TILES);
-  return serve ? std::span<const core::BackwardTile>(ONLY_TILES)
-               : std::span<const core::BackwardTile>();
+  const std::span<const core::BackwardTile> tiles = ONLY_TILES;
+  if (call.varlen || call.nq == 0 || call.nk == 0 || !is_plain(call, device, tiles)) return {};
+  const auto tile = std::ranges::find_if(tiles, [&](const core::BackwardTile& of) {
+    return call.d <= of.head_dim && call.dv <= of.head_dim_v && call.nk <= of.rows;
+  });
+  return tile == tiles.end() ? std::span<const core::BackwardTile>() : std::span(&*tile, 1);
 }
 
 bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& device) {
@@ -107,16 +108,16 @@ bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& 
       return main->kernel == "ampere_attention_bwd_" + word + "_" + of.name;
     });
   };
+  const bool only = launch_of("ampere_backward_dq_") == none;
   const std::span<const core::BackwardTile> plain = PLAIN_TILES, in_bulk = BULK_TILES;
-  const auto tile = tile_of(plain), bulk = tile_of(in_bulk);
-  if (tile == plain.end()) return false;
+  const std::span<const core::BackwardTile> tiles_of_kind = only ? ONLY_TILES : plain;
+  const auto tile = tile_of(tiles_of_kind), bulk = tile_of(in_bulk);
+  if (tile == tiles_of_kind.end()) return false;
   mma_sync::CuttingBackwardParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
   const AttentionParams& attention = params.call.attention;
   if (attention.transform_scores) return false;
-  // Its main kernel writes dQ: there is no launch for that.
-  const bool only = launch_of("ampere_backward_dq_") == none;
   main->image = only ? "ampere/bwd_only_" + word : PLAIN_IMAGE + word;
 
   const int64_t tiles = main->grid[0], heads_kv = call.heads_q / attention.heads_per_kv;
@@ -125,8 +126,8 @@ bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& 
   const Runs runs = shared ? Runs{} : cut_tiles(problem, *tile, *main, device);
   if (!runs.empty()) {
     if (only) {
-      Launch adds = plan.launches.front();
-      adds.kernel = "ampere_backward_dq_" + word;
+      Launch adds = *main;
+      adds.kernel = "ampere_backward_dq_" + word, adds.shared_bytes = 0;
       adds.grid = {0, 1, 1}, adds.block = {BACKWARD_DQ_THREADS, 1, 1};
       plan.launches.push_back(std::move(adds));
       main = launch_of("ampere_attention_bwd_");

@@ -13,7 +13,7 @@ namespace archflash::ampere {
 // On 10.x, which has the memory too, PyTorch's kernels come first: they are not built for it.
 bool has_plain_kernels(const Device& device);
 
-// The tiles of kernels for heads whose keys are one tile, where those serve a call; else none.
+// The tile of a kernel for heads whose keys are one tile, if one serves a call; else none.
 std::span<const core::BackwardTile> only_tiles(const Problem& call, const Device& device);
 
 // Makes a plan launch the kernel of PLAIN_TILES or BULK_TILES in the place of its main one, and

@@ -30,6 +30,7 @@
 #include "common/mma_sync/fused_bwd_config.cuh"
 #include "common/mma_sync/fused_dq.cuh"
 #include "common/mma_sync/fused_products.cuh"
+#include "common/mma_sync/fused_terms.cuh"
 #include "common/mma_sync/key_tiles.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/bulk_order.cuh"
@@ -50,14 +51,18 @@ __device__ __forceinline__ void start_queries(const BackwardParams& params, cons
   const uint32_t head = block.head, row = block.row;
   const uint16_t* q_gmem = cta.q_gmem + head * static_cast<uint64_t>(attention.q_head);
   const uint16_t* dout_gmem = cta.dout_gmem + head * static_cast<uint64_t>(params.dout_head);
-  const device::RowTerms* terms_gmem =
-      cta.terms_gmem + head * static_cast<uint64_t>(attention.lse_head) + row;
   const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
-  const int thread = ptx::mov_tid_x_volatile();
-  if (QUERIES && thread < C::BLOCK) {
-    const bool exists = thread < end;
-    ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(device::RowTerms)),
-                       exists ? terms_gmem + thread : terms_gmem, exists ? 8 : 0);
+  if constexpr (QUERIES && C::WRITES_DQ) {
+    start_lse<C>(params, cta, block, terms_smem, end);
+  } else if constexpr (QUERIES) {
+    const device::RowTerms* terms_gmem =
+        cta.terms_gmem + head * static_cast<uint64_t>(attention.lse_head) + row;
+    const int thread = ptx::mov_tid_x_volatile();
+    if (thread < C::BLOCK) {
+      const bool exists = thread < end;
+      ptx::cp_async_ca_8(terms_smem + thread * static_cast<int>(sizeof(device::RowTerms)),
+                         exists ? terms_gmem + thread : terms_gmem, exists ? 8 : 0);
+    }
   }
   const uint32_t second_smem = stage_smem + C::SECOND_OF_STAGE;
   if (begin <= 0 && end >= C::BLOCK) {
@@ -98,6 +103,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   FusedWork& cta = *reinterpret_cast<FusedWork*>(shared + C::CONTEXT_SMEM);
   const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
+  if constexpr (C::WRITES_DQ) ptx::griddepcontrol_wait();  // what comes before this pass is done
+  if constexpr (C::PACKED && C::WRITES_DQ) clear_queries_of_no_sequence<C>(params);
   if constexpr (C::PACKED) {
     const int places = gridDim.y * gridDim.z;
     for (int place = blockIdx.z * gridDim.y + blockIdx.y; place * C::ROWS < attention.nk;
@@ -113,7 +120,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   static_cast<BackwardWork&>(own) = find_key_tile<C>(all_params, part_of_tile.tile);
   if constexpr (!C::PLAIN || C::PACKED) {
     if (own.first_row < 0) {
-      ptx::griddepcontrol_wait();  // for the launch behind
+      if constexpr (!C::WRITES_DQ) ptx::griddepcontrol_wait();  // for the launch behind
       if constexpr (C::PACKED && C::WRITES_DQ) {
         own.walk = {1, 0, 1, 0};  // no block
         if (blockIdx.z == 0) clear_unseeing<C>(params, own);
@@ -165,7 +172,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     const auto keys = device::key_rows<uint16_t>(params, own.batch, own.head, row);
     const Passing first{0, row_of(number)};
     start_own_first<C>(attention, keys, own, shared_smem);
-    ptx::griddepcontrol_wait();  // the terms are written, and the sums or turns are zero
+    // The terms are written, and the sums or turns are zero.
+    if constexpr (!C::WRITES_DQ) ptx::griddepcontrol_wait();
     start_queries<C, true, false>(params, own, first, shared_smem + C::STAGES_SMEM,
                                   shared_smem + C::TERMS_SMEM);
     ptx::cp_async_commit_group();
@@ -174,7 +182,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     ptx::cp_async_commit_group();
     if (attention.d < C::HEAD_DIM || attention.dv < C::HEAD_DIM_V)
       clear_unwritten_columns<C, true>(attention, shared);
-  } else {
+  } else if constexpr (!C::WRITES_DQ) {
     ptx::griddepcontrol_wait();
   }
 
@@ -206,7 +214,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   const auto add_multiplied = [&] {
     add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
               shared_smem + C::OWN_FIRST_SMEM, shared_smem + C::SUMS_SMEM,
-              cta.walk.waits(multiplied));
+              !C::WRITES_DQ && cta.walk.waits(multiplied));
   };
   bool has_block = blocks_left > 0;
   Passing next = has_block ? next_of(own, block) : block;
@@ -245,6 +253,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     const int warp_last = min(warp_first + C::WARP_ROWS, cta.own_rows) - 1;
     const int block_last = block.row + C::BLOCK - 1;
     const uint32_t ds_smem = shared_smem + C::DS_SMEM + stage * C::SCORE_BYTES;
+    [[maybe_unused]] float* deltas = nullptr;
+    if constexpr (C::WRITES_DQ) deltas = reinterpret_cast<float*>(shared + C::DELTAS_SMEM);
     BlockFragments<Scores> ds_fragments = {};
     // Warps without keys, or whose keys no query of the block sees, skip the work. All warps that
     // share keys do, and so none of them waits at their barrier.
@@ -260,6 +270,12 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
                                 stage_smem + part * C::PART * FirstTile::ROW_BYTES +
                                     columns_first_offset<FirstTile>(lane));
       start_next();
+      [[maybe_unused]] const float* lse =
+          reinterpret_cast<const float*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
+          part * C::PART + lane % 4 * 2;
+      // Early where other CTAs multiply meanwhile, and registers are few.
+      constexpr bool EARLY = C::CTAS_PER_SM > 1;
+      if constexpr (C::WRITES_DQ && EARLY) exponentiate_own<C>(s_rmem, attention.exp2_scale, lse);
       if (!C::DROPS && !C::PLAIN && attention.transform_scores) {
         device::transform_scores<FirstProduct>(s_rmem, attention.rule);
       }
@@ -276,7 +292,9 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
         const float4 two = terms[4 * n];  // of the lane's two neighbouring queries
         return i == 0 ? device::RowTerms{two.x, two.y} : device::RowTerms{two.z, two.w};
       };
-      if constexpr (C::MASKED) {
+      if constexpr (C::WRITES_DQ) {
+        if constexpr (!EARLY) exponentiate_own<C>(s_rmem, attention.exp2_scale, lse);
+      } else if constexpr (C::MASKED) {
         exponentiate_masked<Scores>(s_rmem, dp_rmem, all_params, cta,
                                     device::passing_head<C::OWNS>(attention, cta, block),
                                     warp_first, block.row + part * C::PART, lane, terms_of);
@@ -295,12 +313,21 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       }
       // P of a key behind the end must be 0, because its dS may be too large for 16 bits, and
       // infinity * 0 spoils dQ.
-      if (!C::MASKED && (warp_first + C::WARP_ROWS > cta.own_rows ||
-                         cta.visible.masks(warp_first, warp_last, block.row, block_last))) {
+      const bool masks =
+          !C::MASKED && (warp_first + C::WARP_ROWS > cta.own_rows ||
+                         cta.visible.masks(warp_first, warp_last, block.row, block_last));
+      const auto clear_masked = [&](auto&... of_block) {
+        if (!masks) return;
         const int row = warp_first + lane / 4;
         const int column = block.row + part * C::PART + lane % 4 * 2;
-        clear_unseen<Scores>(s_rmem, cta, row, column);
-        clear_unseen<Scores>(dp_rmem, cta, row, column);
+        (clear_unseen<Scores>(of_block, cta, row, column), ...);
+      };
+      clear_masked(s_rmem, dp_rmem);
+      if constexpr (C::WRITES_DQ) {
+        store_deltas<C>(deltas, s_rmem, dp_rmem, warp / C::SPLIT, part, lane);
+        __syncthreads();  // the sums of all keys of a query are written
+        subtract_deltas<C>(dp_rmem, s_rmem, deltas, lse + C::BLOCK, part, lane);
+        clear_masked(dp_rmem);  // of a query whose delta is no number
       }
       BlockFragments<Scores> p_fragments;
       pack_block<Scores>(p_fragments, s_rmem);
@@ -322,6 +349,10 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       }
     } else {
       start_next();
+      if constexpr (C::WRITES_DQ) {
+        clear_deltas<C>(deltas, warp / C::SPLIT, part, lane);
+        __syncthreads();  // as above
+      }
       store_scores<C>(ds_smem, ds_fragments, warp_row, part, lane);  // zeros, which dQ reads
     }
     added = multiplied;
@@ -344,15 +375,14 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   const GradientParams dk = gradient_of_part<C::ROWS>(params.dk, all_params, cta.first_row, 0);
   const GradientParams dv =
       gradient_of_part<C::ROWS>(params.dv, all_params, cta.first_row, attention.d);
-  constexpr bool CHUNKS = C::CTAS_PER_SM == 1;  // else another CTA multiplies in the meantime
-  store_gradient<C, CHUNKS, C::PAIR_STEP>(dk_rmem, dk, cta, warp_row,
-                                          8 * first_chunk<C, FIRST_COLUMNS>(warp % C::SPLIT),
-                                          attention.d, params.scale);
+  store_gradient<C, true, C::PAIR_STEP>(dk_rmem, dk, cta, warp_row,
+                                        8 * first_chunk<C, FIRST_COLUMNS>(warp % C::SPLIT),
+                                        attention.d, params.scale);
   float dv_factor = 1.0f;
   if constexpr (C::MASKED || C::DROPS) dv_factor = all_params.dropout.scale;
-  store_gradient<C, CHUNKS, C::PAIR_STEP>(dv_rmem, dv, cta, warp_row,
-                                          8 * first_chunk<C, SECOND_COLUMNS>(warp % C::SPLIT),
-                                          attention.dv, dv_factor);
+  store_gradient<C, true, C::PAIR_STEP>(dv_rmem, dv, cta, warp_row,
+                                        8 * first_chunk<C, SECOND_COLUMNS>(warp % C::SPLIT),
+                                        attention.dv, dv_factor);
   if constexpr (C::IN_BULK) ptx::cp_async_bulk_wait_group_0();
 }
 

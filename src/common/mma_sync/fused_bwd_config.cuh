@@ -34,11 +34,12 @@ struct FusedBackwardConfig {
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int SPLIT = SPLIT_;
-  static constexpr int WARPS = KEY_WARPS_ * SPLIT;
+  static constexpr int KEY_WARPS = KEY_WARPS_;
+  static constexpr int WARPS = KEY_WARPS * SPLIT;
   static constexpr int THREADS = 32 * WARPS;
   static constexpr int M_TILES = M_TILES_;
   static constexpr int WARP_ROWS = 16 * M_TILES;
-  static constexpr int ROWS = KEY_WARPS_ * WARP_ROWS;
+  static constexpr int ROWS = KEY_WARPS * WARP_ROWS;
   static constexpr int BLOCK = BLOCK_;
   static constexpr int PART = BLOCK / SPLIT;  // queries of which a warp has the scores
   static constexpr int STAGES = 2;
@@ -125,12 +126,17 @@ struct PackedBackwardConfig : PlainBackwardConfig<Backward> {
   static constexpr bool PACKED = true;
 };
 
-// A FusedBackwardConfig for heads whose keys are one tile: dS K of a block of queries is dQ at
-// once, which the warps write in the place of sums.
+// A FusedBackwardConfig for heads whose keys are one tile. dS K of a block of queries is dQ at
+// once, which the warps write in the place of sums; and the CTA finds the delta of a query by
+// itself (fused_terms.cuh), so that no launch comes before and none behind.
 template <class Backward>
 struct OnlyTileConfig : Backward {
   static constexpr bool WRITES_DQ = true;
+  // A warp's sum for each query of a block.
+  static constexpr int DELTAS_SMEM = (Backward::SHARED_BYTES + 15) / 16 * 16;
+  static constexpr int SHARED_BYTES = DELTAS_SMEM + 4 * Backward::BLOCK * Backward::KEY_WARPS;
   static_assert(!Backward::IN_BULK, "there are no sums to add to");
+  static_assert(Backward::PART % 32 == 0, "each of 8 lanes keeps the sums of as many queries");
 };
 
 }  // namespace archflash::mma_sync

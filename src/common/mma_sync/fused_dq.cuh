@@ -96,6 +96,26 @@ __device__ __forceinline__ void clear_unseeing(const BackwardParams& params,
   }
 }
 
+// Clears dQ of rows of a packed tensor that belong to no sequence. By whole CTAs; those of a head
+// of K share out its rows.
+template <class C>
+__device__ __forceinline__ void clear_queries_of_no_sequence(const BackwardParams& params) {
+  const AttentionParams& attention = params.attention;
+  const int* cu_q = attention.cu_seqlens_q_gmem;
+  const int begin = device::sequence_start(cu_q, 0, attention.nq);
+  const int end = device::sequence_start(cu_q, attention.batch, attention.nq);
+  if (begin == 0 && end == attention.nq) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int place = (blockIdx.z * gridDim.y + blockIdx.y) * C::WARPS + warp;
+  for (int row = place; row < attention.nq; row += gridDim.y * gridDim.z * C::WARPS) {
+    if (row >= begin && row < end) continue;
+    for (int head = 0; head < attention.heads_per_kv; ++head) {
+      device::clear_gradient_row(params.dq, 0, blockIdx.x * attention.heads_per_kv + head, row,
+                                 attention.d, lane, 32);
+    }
+  }
+}
+
 // Adds dS K of a block of queries, in fp32, to the sums. Where CTAs take turns, `waits` says
 // whether the CTA of the keys before adds to this block, too, and therefore first. The first CTA of
 // a block writes the sums.
@@ -195,7 +215,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
 template <class C>
 __device__ __forceinline__ void pass_turn(const BackwardParams& params, const BackwardWork& cta,
                                           const Passing& block) {
-  if (C::IN_BULK || params.dq_sums.turns_gmem == nullptr) return;
+  if (C::IN_BULK || C::WRITES_DQ || params.dq_sums.turns_gmem == nullptr) return;
   if (block.head < 0 || threadIdx.x != 0) return;
   device::pass_turn(params.dq_sums, dq_block_number<C>(params, cta, block),
                     cta.first_row / C::ROWS);

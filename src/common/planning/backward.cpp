@@ -194,7 +194,7 @@ std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const
   };
   add(Operand::DOut, offsetof(P, dout_gmem));
   if (problem.dlse) add(Operand::DLse, offsetof(P, dlse_gmem));
-  add(Operand::Workspace, offsetof(P, terms_gmem), parts.terms);
+  if (parts.terms >= 0) add(Operand::Workspace, offsetof(P, terms_gmem), parts.terms);
   if (sums.blocks > 0)
     add(Operand::Workspace, offsetof(P, dq_sums) + offsetof(DqSums, gmem), parts.sums);
   if (parts.turns >= 0)
@@ -243,7 +243,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   WorkspaceParts parts;
   const bool keeps_terms = problem.kept_terms > 0;
   if (keeps_terms) workspace.add(problem.kept_terms);
-  if (const int block = set.front().dq_block; block > 0 && rows > 0) {
+  if (const int block = set.front().dq_block; block > 0 && rows > 0 && !set.front().whole_heads) {
     sums.blocks = static_cast<int32_t>(ceil_div(call.nq, block) + (call.varlen ? call.batch : 0));
     sums.block_rows = block;
     sums.columns = set.front().head_dim;
@@ -252,8 +252,12 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
       parts.turns = workspace.add(blocks * TURN_BYTES);
     parts.sums = workspace.add(blocks * block * sums.columns * SUM_BYTES);
   }
-  parts.terms = keeps_terms ? problem.first_head * call.nq * ROW_TERMS_BYTES
-                            : workspace.add(rows * ROW_TERMS_BYTES);
+  const bool needs_terms = keeps_terms || problem.dsinks || !set.front().whole_heads;
+  if (keeps_terms) {
+    parts.terms = problem.first_head * call.nq * ROW_TERMS_BYTES;
+  } else if (needs_terms) {
+    parts.terms = workspace.add(rows * ROW_TERMS_BYTES);
+  }
   plan.workspace_bytes = workspace.bytes();
   const BackwardParams of_call = backward_params(problem, sums);
   const auto params = bytes(of_call);
@@ -289,7 +293,10 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     launch.pointers = is_main ? main_slots : slots;
   };
 
-  add("_backward_rows_", "", heads * ceil_div(call.nq, BACKWARD_ROWS), BACKWARD_ROWS_THREADS, 0);
+  if (needs_terms) {
+    const int64_t ctas = heads * ceil_div(call.nq, BACKWARD_ROWS);
+    add("_backward_rows_", "", ctas, BACKWARD_ROWS_THREADS, 0);
+  }
   for (const BackwardTile& tile : set) {
     const int64_t ctas = ctas_of(tile, call) * (tile.gradients == DQ ? 1 : shares);
     add("_attention_bwd_", tile.name, ctas, tile.threads, tile.shared_bytes, true);

@@ -28,14 +28,22 @@ struct BackwardTile {
   // at the same time, from which on turns are faster (measured; an SM has one CTA of these).
   // 0: they never are.
   double turns_from;
+  int ctas_per_sm = 2;  // at most: ptxas is told to allow no more
+  // Its CTAs have all keys of a head: they write dQ in the place of sums, and find the terms of
+  // their query rows by themselves.
+  bool whole_heads = false;
 };
 
 // A row of a folder's table from the kernel's Config.
 template <class C>
 constexpr BackwardTile backward_tile(const char* name, double turns_from = 0) {
   constexpr bool ALL = C::GRADIENTS == (DQ | DK | DV);
+  constexpr int CTAS = [] {
+    if constexpr (requires { C::CTAS_PER_SM; }) return C::CTAS_PER_SM;
+    return 2;
+  }();
   return {name,       C::HEAD_DIM,     C::HEAD_DIM_V,      C::GRADIENTS, C::ROWS,
-          C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, turns_from};
+          C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, turns_from,   CTAS};
 }
 
 // The end of a reason why a folder does not compute gradients.
@@ -56,8 +64,8 @@ Reasons why_not_backward(const BackwardProblem& problem, const Description& desc
 
 // Where the parts of the workspace start, in bytes.
 struct WorkspaceParts {
-  int64_t turns = -1;  // none
-  int64_t sums = 0, terms = 0;
+  int64_t turns = -1, terms = -1;  // none
+  int64_t sums = 0;
 };
 
 // What every kernel of the backward pass is told of a call, and the addresses in it.
@@ -69,7 +77,8 @@ std::vector<PointerSlot> backward_pointers(const BackwardProblem& problem, const
 DroppedHeads dropped_heads(const BackwardProblem& problem);
 
 // The plan, or the reasons why not: first the terms of each query row and zeros for the sums of dQ
-// ("<folder>_backward_rows_<dtype>", into the workspace), then the main kernels
+// ("<folder>_backward_rows_<dtype>", into the workspace), unless nobody needs them, then the main
+// kernels
 // ("<folder>_attention_bwd_<dtype>_<tile>"), dQ from its sums if they made such
 // ("<folder>_backward_dq_<dtype>"), and the gradient of the sinks
 // ("<folder>_backward_sinks_<dtype>"), all of the image "<folder>/bwd_<dtype>".

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "common/device/visible_keys.cuh"
 #include "common/planning/core_set.h"
@@ -14,6 +15,34 @@ namespace archflash::core {
 namespace {
 
 int64_t sequences_of(const Problem& call) { return call.varlen ? 1 : call.batch; }
+
+// Sequences that are taken to have the same length, and one of them.
+struct AlikeSequences {
+  Problem one;
+  int64_t count;
+};
+
+// Those of a call. Of packed ones only their mean length is known, and maybe the longest one.
+std::vector<AlikeSequences> sequences_of_call(const Problem& call) {
+  if (!call.varlen) return {{call, call.batch}};
+  const auto of_lengths = [&](int64_t nq, int64_t nk, int64_t count) {
+    AlikeSequences of{call, count};
+    of.one.nq = nq, of.one.nk = nk, of.one.q_offset = nk - nq;
+    return of;
+  };
+  const int64_t batch = std::max<int64_t>(call.batch, 1);
+  std::vector<AlikeSequences> all;
+  int64_t rest_q = call.nq, rest_k = call.nk, rest = batch;
+  if (batch > 1 && call.max_seqlen_q != UNKNOWN && call.max_seqlen_k != UNKNOWN) {
+    const int64_t nq = std::clamp<int64_t>(call.max_seqlen_q, ceil_div(call.nq, batch), call.nq);
+    const int64_t nk = std::clamp<int64_t>(call.max_seqlen_k, ceil_div(call.nk, batch), call.nk);
+    all.push_back(of_lengths(nq, nk, 1));
+    rest_q -= nq, rest_k -= nk, --rest;
+  }
+  if (rest_q > 0 && rest_k > 0)
+    all.push_back(of_lengths(ceil_div(rest_q, rest), ceil_div(rest_k, rest), rest));
+  return all;
+}
 
 bool is_main(const Launch& launch) {
   return launch.kernel.find("_attention_bwd_") != std::string::npos;
@@ -59,29 +88,43 @@ int64_t share_bytes(const Problem& call) {
 
 int64_t share_heads(const Problem& call, const BackwardTile& tile, const Device& device) {
   constexpr int64_t MOST_WAVES = 4;  // of CTAs, with which all SMs are busy
-  constexpr int64_t MOST_CTAS = 2;   // on an SM: the registers of these kernels allow no more
   const int64_t group = call.heads_q / std::max<int64_t>(call.heads_kv, 1);
   if (group == 1 || call.nq == 0 || call.nk == 0) return 1;
-  Problem one = call;  // sequence, of the mean length
-  if (call.varlen) {
-    one.nq = ceil_div(call.nq, std::max<int64_t>(call.batch, 1));
-    one.nk = ceil_div(call.nk, std::max<int64_t>(call.batch, 1));
-    one.q_offset = one.nk - one.nq;
-  }
   const int64_t room = device.shared_per_sm / tile.shared_bytes;
-  const int64_t workers = device.sm_count * std::clamp<int64_t>(room, 1, MOST_CTAS);
-  const int64_t tiles = call.batch * call.heads_kv * ceil_div(one.nk, tile.rows);
-  if (tiles >= MOST_WAVES * workers) return 1;
+  const int64_t workers = device.sm_count * std::clamp<int64_t>(room, 1, tile.ctas_per_sm);
   const int64_t block = std::max(tile.dq_block, 1);
-  const RowShares whole{1, ceil_div(one.nq, block) * block};
-  int64_t best = 1, last = 1;
+  const std::vector<AlikeSequences> sequences = sequences_of_call(call);
+  int64_t tiles = 0;
+  for (const AlikeSequences& of : sequences)
+    tiles += of.count * call.heads_kv * ceil_div(of.one.nk, tile.rows);
+  if (tiles >= MOST_WAVES * workers) return 1;
+  // The first tiles of all sequences come first.
+  const auto runs_of = [&](int64_t shares) {
+    std::vector<std::vector<Run>> of_lengths;
+    size_t most = 0;
+    for (const AlikeSequences& of : sequences) {
+      const RowShares whole{1, ceil_div(of.one.nq, block) * block};
+      of_lengths.push_back(runs_of_keys(of.one, tile.rows, block, whole, group / shares));
+      most = std::max(most, of_lengths.back().size());
+    }
+    std::vector<Run> runs;
+    for (size_t at = 0; at < most; ++at) {
+      for (size_t i = 0; i < sequences.size(); ++i) {
+        if (at >= of_lengths[i].size()) continue;
+        const int64_t count = sequences[i].count * call.heads_kv * shares;
+        runs.push_back({of_lengths[i][at].time, count});
+      }
+    }
+    return runs;
+  };
+  int64_t best = 1, last = 0;  // the last one's CTAs
   double best_time = 0;
   for (int64_t shares = 1; shares <= group; ++shares) {
     if (group % shares != 0) continue;
-    if (shares > 1 && last * tiles >= MOST_WAVES * workers) break;
-    last = shares;
-    std::vector<Run> runs = runs_of_keys(one, tile.rows, block, whole, group / shares);
-    for (Run& run : runs) run.count = call.batch * call.heads_kv * shares;
+    if (shares > 1 && last >= MOST_WAVES * workers) break;
+    const std::vector<Run> runs = runs_of(shares);
+    last = 0;
+    for (const Run& run : runs) last += run.count;
     double time = queue_time(runs, workers);
     if (shares > 1) time += time_of_shares(call, tile.head_dim, shares);
     if (shares == 1 || time < best_time) best = shares, best_time = time;
@@ -100,6 +143,7 @@ void add_shares(LaunchPlan& plan, const BackwardProblem& problem, const std::str
   Launch last = plan.launches.front();
   last.kernel = folder + "_backward_shares_" + dtype_word(call.dtype);
   last.pointers.clear();
+  last.shared_bytes = 0;
   const int64_t bytes_of_column = share_bytes(call) / std::max<int64_t>(call.d + call.dv, 1);
   const int64_t dk_start = workspace.add(shares * bytes_of_column * call.d);
   const int64_t dv_start = workspace.add(shares * bytes_of_column * call.dv);
