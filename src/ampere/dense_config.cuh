@@ -55,6 +55,11 @@ template <DType T>
 using D128DenseFew   = Config<T, 128, 128, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
 template <DType T>
 using D160Dense      = Config<T, 160, 160, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
+template <DType T>
+using D192Dense      = LateConfig<
+                       Config<T, 192, 192, 4, 1,   64,   64,  1,     QIn::Shared,    2>>;
+template <DType T>
+using D256Dense      = D256Large<T>;
 // clang-format on
 
 }  // namespace archflash::ampere

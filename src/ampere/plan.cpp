@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 
@@ -244,6 +245,7 @@ constexpr core::ServesFrom DENSE_FEW = {
     .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75, .min_keys = 225};
 constexpr core::ServesFrom DENSE_FEWER = {
     .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.4, .min_keys = 225, .max_keys = 1024};
+constexpr core::ServesFrom DENSE_WIDE = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75};
 constexpr const char* FEW_SEE_ALL = "the same with 64 rows, which make twice as many tiles";
 constexpr core::Tile DENSE_TILES[] = {
     tile<D32Dense<DType::F16>>("d32_dense", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 6},
@@ -269,7 +271,21 @@ constexpr core::Tile DENSE_TILES[] = {
     tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 0.1, .max_keys = 1024},
                                 SEES_ALL),
     tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 1}, SEES_ALL),
+    tile<D192Dense<DType::F16>>("d192_dense", DENSE_WIDE, SEES_ALL),
+    tile<D256Dense<DType::F16>>("d256_dense", DENSE_WIDE, SEES_ALL),
 };
+
+// Whether `d64_dense_short` is slower than `d64_dense`, whose CTAs take three quarters of the time
+// where two share an SM and not three: where their last round leaves more SMs idle. Measured on an
+// H200 (docs/lab/ampere.md).
+bool short_tiles_lose(const Problem& problem, const Device& device, const core::Tile& small,
+                      const core::Tile& large) {
+  constexpr int64_t FEW_KEYS = 96;  // of which the latter computes more than there are
+  const auto rounds = [&](const core::Tile& of) {
+    return core::ceil_div(core::tiles_of(problem, of), core::workers_of(of, device));
+  };
+  return problem.nk > FEW_KEYS && 4 * rounds(small) > 3 * rounds(large);
+}
 
 // The plan of a call for DENSE_TILES. Tiles of 64 rows beside those of 128 are for calls that have
 // at most one of the latter for each SM. Nothing where it asks for more than they know, where the
@@ -285,15 +301,26 @@ std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& devic
                        problem.batch <= GRID_SIDE_LIMIT && fits(problem.q) && fits(problem.k) &&
                        fits(problem.v);
   if (!plain || !fitting || device.major > 9) return std::nullopt;
+  using Own = D192Large<DType::F16>;  // for (192, 128): 32 rows for each warp
+  if (problem.d > D160Dense<DType::F16>::HEAD_DIM && problem.d <= Own::HEAD_DIM &&
+      problem.dv <= Own::HEAD_DIM_V) {
+    return std::nullopt;
+  }
   const auto smallest = std::ranges::find_if(
       DENSE_TILES, [&](const core::Tile& of) { return core::takes_head_dims(of, problem); });
   const bool few =
       smallest != std::end(DENSE_TILES) && core::tiles_of(problem, *smallest) <= device.sm_count;
-  const auto tile = std::find_if(smallest, std::end(DENSE_TILES), [&](const core::Tile& of) {
+  const auto serves = [&](const core::Tile& of) {
     return of.head_dim == smallest->head_dim && (few || of.block_q == smallest->block_q) &&
            of.shared_bytes <= device.shared_per_block && core::serves(of, problem, device);
-  });
+  };
+  auto tile = std::find_if(smallest, std::end(DENSE_TILES), serves);
   if (tile == std::end(DENSE_TILES)) return std::nullopt;
+  if (std::string_view(tile->name) == "d64_dense_short") {
+    const auto next = std::find_if(tile + 1, std::end(DENSE_TILES), serves);
+    if (next != std::end(DENSE_TILES) && short_tiles_lose(problem, device, *tile, *next))
+      tile = next;
+  }
   mma_sync::ManyRowsParams params;
   core::init_params(problem, params);
   if (params.attention.transform_scores) return std::nullopt;

@@ -283,6 +283,9 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
   const KeyShares& shares = choice.shares;
   const bool combines = shares.first_combined < shares.nq;
   const bool grouped = tile->rows_per_warp * tile->warps > tile->block_q;
+  // At the largest head dimensions longer steps are faster than shares.
+  const bool wide = tile->head_dim == D256Shares<DType::F16>::HEAD_DIM;
+  if (dense != nullptr && wide) return std::nullopt;
   if (dense != nullptr && !grouped) {
     constexpr double MARGIN = 0.93;
     const int64_t ctas = choice.ctas * problem.batch * problem.heads_q;
@@ -291,16 +294,16 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
     // dimensions nothing.
     constexpr int SMALLEST = D32Shares<DType::F16>::HEAD_DIM;
     constexpr int64_t FEW_KEYS = 224;  // for which their kernels are others
-    const bool takes_place = few        ? combines && tile->head_dim > SMALLEST
-                             : combines ? true
-                                        : problem.nk > FEW_KEYS || tile->head_dim == SMALLEST;
-    if (!takes_place || ctas > MOST_ROUNDS * core::workers_of(*tile, device) ||
+    const int64_t workers = core::workers_of(*tile, device);
+    const bool takes_place =
+        few        ? combines && tile->head_dim > SMALLEST
+        : combines ? true
+                   : problem.nk > FEW_KEYS || tile->head_dim == SMALLEST || ctas <= workers;
+    if (!takes_place || ctas > MOST_ROUNDS * workers ||
         choice.time > MARGIN * (few ? choice.of_64 : choice.of_128))
       return std::nullopt;
   }
-  // At the largest head dimensions kernels with longer steps are faster where each tile has one
-  // CTA.
-  if (!combines && tile->head_dim == D256Shares<DType::F16>::HEAD_DIM) return std::nullopt;
+  if (!combines && wide) return std::nullopt;
   if (tile->rows_per_warp > 16 &&
       (tile->reason == OF_OTHERS || core::resident_ctas(*tile, device) < tile->ctas_per_sm)) {
     return std::nullopt;

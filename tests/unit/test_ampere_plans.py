@@ -275,7 +275,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     chosen = {
         name
         for device in DEVICES
-        for dims in ((32, 32), (80, 80), (160, 160), *HEAD_DIMS)
+        for dims in ((32, 32), (80, 80), (160, 160), (192, 192), *HEAD_DIMS)
         for problem in (
             large_call(dtype, dims),
             large_with_sinks(dtype, dims),
@@ -301,7 +301,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 54
+    assert len(built) == 56
 
 
 # --- every query sees every key ---
@@ -312,6 +312,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     [
         ((32, 32), "d32_dense"), ((64, 64), "d64_dense"), ((72, 80), "d80_dense"),
         ((88, 96), "d96_dense"), ((128, 128), "d128_dense"), ((136, 160), "d160_dense"),
+        ((168, 192), "d192_dense"), ((208, 256), "d256_dense"),
     ],
 )  # fmt: skip
 @every_device
@@ -321,7 +322,7 @@ def test_large_calls_without_masks_have_kernels_of_their_own(
     """Where an SM has room for two of their CTAs, on GPUs that they have machine code for."""
     fits = find_device(device).major <= 9 and {
         "d32_dense": 0, "d64_dense": 163, "d80_dense": 163, "d96_dense": 163, "d128_dense": 227,
-        "d160_dense": 163,
+        "d160_dense": 163, "d192_dense": 163, "d256_dense": 227,
     }[name] <= DEVICES[device]  # fmt: skip
     plan = ampere(large_call("bfloat16", dims), device)
     assert (variant(plan) == name) == fits

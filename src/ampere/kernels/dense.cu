@@ -31,3 +31,5 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dense), mma_sync::dense_fwd, 
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dense_few), mma_sync::dense_fwd,
                  D128DenseFew<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d160_dense), mma_sync::dense_fwd, D160Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d192_dense), mma_sync::dense_fwd, D192Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_dense), mma_sync::dense_fwd, D256Dense<DTYPE>)

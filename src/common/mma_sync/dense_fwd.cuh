@@ -57,6 +57,39 @@ __device__ __forceinline__ void start_last_rows(uint32_t tile_smem, const uint16
   }
 }
 
+// What a thread copies of each block of keys, found once: for kernels that have registers to keep
+// it.
+template <class C, class Tile>
+struct KeptLoad {
+  const char* source;  // in the first block
+  uint32_t target;
+  int column;
+
+  __device__ __forceinline__ KeptLoad(uint32_t tile_smem, const uint16_t* rows_gmem,
+                                      uint64_t row_bytes) {
+    const CopyLane<C, Tile> lane;
+    source = reinterpret_cast<const char*>(rows_gmem + lane.column) + lane.row * row_bytes;
+    target = tile_smem + lane.offset;
+    column = lane.column;
+  }
+  // Starts the copy of the block from first_row on.
+  __device__ __forceinline__ void start(uint32_t first_row, uint64_t row_bytes, int columns) const {
+    using Lane = CopyLane<C, Tile>;
+    const char* row_gmem = source + first_row * row_bytes;
+#pragma unroll
+    for (int row = 0; row < C::BLOCK_K; row += Lane::ROWS_PER_STEP) {
+#pragma unroll
+      for (int group = 0; group < Lane::GROUPS; ++group) {
+        if (column + group * Lane::GROUP_COLUMNS < columns) {
+          ptx::cp_async_cg_16(target + row * Tile::ROW_BYTES + group * Tile::GROUP * 16,
+                              row_gmem + group * Lane::GROUP_COLUMNS * 2);
+        }
+      }
+      row_gmem += Lane::ROWS_PER_STEP * row_bytes;
+    }
+  }
+};
+
 // P and O += P V of the masked scores of STEP_KEYS keys. before_v() is called when the bases are
 // known.
 template <class C, class BeforeV>
@@ -191,10 +224,10 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
   const int first_row = (gridDim.x - 1 - blockIdx.x) * C::BLOCK_Q;  // the last rows first
   const int rows = params.nq - first_row;
   const int last = (params.nk - 1) / C::BLOCK_K * C::BLOCK_K;  // first key of the last block
+  const auto at = [&](const void* gmem, int64_t of_batch, int64_t of_head, uint32_t head) {
+    return static_cast<const uint16_t*>(gmem) + batch * of_batch + head * of_head;
+  };
   {
-    const auto at = [&](const void* gmem, int64_t of_batch, int64_t of_head, uint32_t head) {
-      return static_cast<const uint16_t*>(gmem) + batch * of_batch + head * of_head;
-    };
     const uint16_t* q_gmem = at(params.q_gmem, params.q_batch, params.q_head, head);
     const DenseContext own{at(params.k_gmem, params.k_batch, params.k_head, kv_head),
                            at(params.v_gmem, params.v_batch, params.v_head, kv_head)};
@@ -222,29 +255,52 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
   state.large = false;
   device::clear(state);
 
+  // With one buffer each thread keeps what it copies.
+  [[maybe_unused]] const auto loads_of = [&]<class Tile>(int tile_smem, const auto& rows_gmem,
+                                                         int64_t row_stride) {
+    if constexpr (C::STAGES == 1) {
+      return KeptLoad<C, Tile>(shared_smem + tile_smem, rows_gmem(), row_stride * 2);
+    } else {
+      return 0;
+    }
+  };
+  [[maybe_unused]] const auto k_load = loads_of.template operator()<QKTile>(
+      C::K_SMEM, [&] { return at(params.k_gmem, params.k_batch, params.k_head, kv_head); },
+      params.k_row);
+  [[maybe_unused]] const auto v_load = loads_of.template operator()<VTile>(
+      C::V_SMEM, [&] { return at(params.v_gmem, params.v_batch, params.v_head, kv_head); },
+      params.v_row);
+  [[maybe_unused]] const unsigned kept_thread = threadIdx.x;
+
   uint32_t stage_smem = shared_smem;  // K at stage_smem + K_SMEM, V at stage_smem + V_SMEM
   QFragments<C> q_rmem;
 #pragma unroll 1
   for (int block = last; block >= 0; block -= C::BLOCK_K) {
     const bool first = block == last;
-    // Each thread waits for its own copies: Q and K, or K and V. The barrier makes those of all
-    // threads visible, and `cta`. After it no warp still reads the other stage.
+    // Each thread waits for its own copies: Q and K, or K and V, or with one buffer K. The barrier
+    // makes those of all threads visible, and `cta`. After it no warp still reads the other stage,
+    // or V of the block before.
     if (first) {
       ptx::cp_async_wait_group<1>();
     } else {
       ptx::cp_async_wait_group<0>();
     }
     __syncthreads();
-    const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
-    if (block > 0) {
-      const uint32_t next = block - C::BLOCK_K;
-      start_load<C, QKTile, C::BLOCK_K>(other_stage + C::K_SMEM, cta.k_gmem, next, params.k_row * 2,
-                                        params.d);
-      start_load<C, VTile, C::BLOCK_K>(other_stage + C::V_SMEM, cta.v_gmem, next, params.v_row * 2,
-                                       params.dv);
+    [[maybe_unused]] const uint32_t other_stage = 2 * shared_smem + C::STAGE_BYTES - stage_smem;
+    if constexpr (C::STAGES == 2) {
+      if (block > 0) {
+        const uint32_t next = block - C::BLOCK_K;
+        start_load<C, QKTile, C::BLOCK_K>(other_stage + C::K_SMEM, cta.k_gmem, next,
+                                          params.k_row * 2, params.d);
+        start_load<C, VTile, C::BLOCK_K>(other_stage + C::V_SMEM, cta.v_gmem, next,
+                                         params.v_row * 2, params.dv);
+      }
+      ptx::cp_async_commit_group();
+    } else if (!first) {
+      v_load.start(block, params.v_row * 2, params.dv);
+      ptx::cp_async_commit_group();
     }
-    ptx::cp_async_commit_group();
-    const unsigned thread = ptx::mov_tid_x_volatile();
+    const unsigned thread = C::STAGES == 1 ? kept_thread : ptx::mov_tid_x_volatile();
     const int warp_row = thread / 32 * C::WARP_ROWS;
     const uint32_t q_smem = shared_smem + C::Q_SMEM + warp_row * QKTile::ROW_BYTES +
                             rows_first_offset<QKTile>(thread % 32);
@@ -258,11 +314,20 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
       }
     }
 
-    bool awaits_v = first;
-    const auto await_v = [&] {  // once by each warp, and in the first round alone
+    bool awaits_v = first || C::STAGES == 1;
+    // Once by each warp: in the first round, or in each where one buffer is all there is. Then no
+    // warp still reads K, and the next block's may come.
+    const auto await_v = [&] {
       if (!awaits_v) return;
-      ptx::cp_async_wait_group<1>();
-      __syncthreads();
+      if constexpr (C::STAGES == 2) {
+        ptx::cp_async_wait_group<1>();
+        __syncthreads();
+      } else {
+        ptx::cp_async_wait_group<0>();
+        __syncthreads();
+        if (block > 0) k_load.start(block - C::BLOCK_K, params.k_row * 2, params.d);
+        ptx::cp_async_commit_group();
+      }
       awaits_v = false;
     };
     const auto step = [&]<class Step>(device::RowState<Step>& step_state, int key, int keys) {
@@ -275,7 +340,8 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
       keys = 0;
     }
     const int rest = keys % C::STEP_KEYS;
-    if (rest > 0 && rest <= C::STEP_KEYS / 2) {
+    // With one buffer all of K is read before V is awaited.
+    if (C::STAGES == 2 && rest > 0 && rest <= C::STEP_KEYS / 2) {
       keys -= rest;
       device::RowState<Piece> piece_state;
       copy_state(piece_state, state);
@@ -293,7 +359,7 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
         step(state, key, keys - key);
       }
     }
-    stage_smem = other_stage;
+    if constexpr (C::STAGES == 2) stage_smem = other_stage;
   }
 
   const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
