@@ -393,6 +393,21 @@ def test_query_heads_are_shared_out_where_few_tiles_leave_sms_idle(
     assert ctas == shares * shape[0] * heads_kv * shape[2] // rows
 
 
+@pytest.mark.parametrize(("longest", "shared"), [(1024, False), (1873, True), (8192, True)])
+def test_the_longest_packed_sequence_decides_whether_heads_are_shared_out(
+    longest: int, shared: bool
+) -> None:
+    """Its first tile takes as long as all others where seven heads share one of k."""
+    q = torch.empty(8192, 14, 64, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(9, dtype=torch.int32, device="meta")
+    plan = archflash.explain(
+        q, q[:, :2], q[:, :2], causal=True, device="H200", backward=True, implementation="ampere",
+        cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
+    ).plan  # fmt: skip
+    assert plan is not None
+    assert ("ampere_backward_shares_bf16" in plan.kernels) == shared
+
+
 @pytest.mark.parametrize(
     ("shape", "keys", "d", "causal", "tile"),
     [
