@@ -192,7 +192,7 @@ def test_query_heads_of_packed_sequences_that_ctas_share_out(
 # out: name -> as above, how many SMs the GPU has, and how many CTAs it then needs.
 LAST_ROUND_CUT: dict[str, tuple[FeatureCase, str, int, int]] = {
     "d64-two-of-six-in-two": (((900, 200, 64, 48, 1, (3, 3)), {"dlse": True}), "H200", 4, 8),
-    "d64-one-in-three": (((600, 100, 64, 64, 1, (1, 1)), {"layout": "bnhd"}), "H200", 4, 3),
+    "d64-one-in-seven": (((600, 100, 64, 64, 1, (1, 1)), {"layout": "bnhd"}), "H200", 4, 7),
     # Its parts are so short that they take no turns.
     "d64-one-of-four-in-three": (((850, 400, 64, 64, 1, (1, 1)), {}), "H200", 3, 6),
     "d32-two-ctas-on-an-sm": (((800, 140, 32, 24, 1, (1, 1)), {"sinks": True}), "H200", 2, 4),
