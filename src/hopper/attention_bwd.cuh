@@ -194,6 +194,8 @@ __device__ __forceinline__ void load_terms(const BackwardParamsOf<C>& all_params
     if constexpr (C::READS_MASK) {
       device::load_terms_of_rounds<C>(params, work, shared, barriers, q_ring,
                                       DenseNotes<C>{all_params, work});
+    } else if constexpr (C::ADDS_MASK) {
+      device::load_terms_of_rounds<C>(params, work, shared, barriers, q_ring, AddedNotes{});
     } else {
       device::load_terms_of_rounds<C>(params, work, shared, barriers, q_ring);
     }

@@ -9,11 +9,30 @@
 #include "common/device/slab_load.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/min.cuh"
+#include "hopper/backward_dense.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_products.cuh"
 
 namespace archflash::hopper {
 
+// What comes behind a block's note.
+struct AddedNote {
+  bool lowest;  // some row of the block sees lowest scores only
+};
+
+struct AddedNotes {
+  using Note = AddedNote;
+  template <class Terms>
+  __device__ __forceinline__ AddedNote operator()(int, int, const Terms& terms) const {
+    return {any_lowest(terms)};
+  }
+};
+
+template <class C>
+__device__ __forceinline__ const AddedNote& added_note(const unsigned char* shared, int q_stage) {
+  return *reinterpret_cast<const AddedNote*>(shared + C::TERMS_SMEM + q_stage * C::TERMS_BYTES +
+                                             8 * C::BLOCK + sizeof(BlockNote));
+}
 // Loader: asks for the elements of a block, which is the CTA's number `number`. head: of q.
 template <class C>
 __device__ __forceinline__ void load_elements(const AddingBackwardParams& params,
@@ -31,12 +50,14 @@ __device__ __forceinline__ void load_elements(const AddingBackwardParams& params
 }
 
 // P = 2^(S + what is added - LSE) of the CTA's block number `number`, when its elements are there;
-// then hands these back. What -inf hides is 0. Returns whether it hides anything from the warp.
+// then hands these back. What -inf hides is 0. lowest: whether some row sees lowest scores only.
+// Returns whether -inf hides anything from the warp.
 template <class C>
 __device__ __forceinline__ bool exponentiate_with_elements(KeysByQueries<C>& p_rmem,
                                                            const KeysByQueries<C>& s_rmem,
                                                            const float2* terms, float scale,
-                                                           uint32_t shared_smem, uint32_t number) {
+                                                           uint32_t shared_smem, uint32_t number,
+                                                           bool lowest) {
   using Tile = typename C::MaskTile;
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const int stage = static_cast<int>(number % C::MASK_STAGES);
@@ -67,6 +88,23 @@ __device__ __forceinline__ bool exponentiate_with_elements(KeysByQueries<C>& p_r
         const bool hidden = bias == device::MINUS_INFINITY;
         hides |= hidden;
         p_rmem[of_queries][2 * r + i] = hidden ? 0.0f : p;
+      }
+    }
+  }
+  if (lowest) {  // above, the scores of rows whose LSE is so low were -inf
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; n += 2) {
+      uint32_t words[4];
+      ptx::ldmatrix_x4_trans(words, first_smem + 8 * n * Tile::ROW_BYTES);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const auto bits = static_cast<uint16_t>(words[e / 2] >> (16 * (e % 2)));
+        const float2 lse = terms[4 * (n + e / 4)];
+        const float of_row = e % 2 == 0 ? lse.x : lse.y;
+        if (of_row < device::LOWEST_LOG2) {
+          const bool hidden = device::added_of_16_bits<C::DTYPE>(bits) == device::MINUS_INFINITY;
+          p_rmem[n + e / 4][e % 4] = hidden ? 0.0f : device::most_weight(of_row);
+        }
       }
     }
   }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/device/attention_work.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/device/masks.cuh"
 #include "common/masked_backward_params.h"
 #include "common/ptx/global_order.cuh"
@@ -22,6 +23,7 @@ namespace archflash::hopper {
 constexpr uint32_t DENSE_SEEN = 1;
 constexpr uint32_t DENSE_HIDDEN = 2;  // some key is hidden: the bits say which
 constexpr uint32_t DENSE_ADDED = 4;   // something else than 0 is added
+constexpr uint32_t DENSE_LOWEST = 8;  // some row may see lowest scores only; not of the mask alone
 constexpr int DENSE_STATE_BITS = 8;
 static_assert(BLOCK_UNSEEN == 0);
 
@@ -140,7 +142,21 @@ struct DenseNote {
   __device__ __forceinline__ uint32_t state(int group) const {
     return states >> (DENSE_STATE_BITS * group);
   }
+  // All warps where some row sees lowest scores only.
+  __device__ __forceinline__ unsigned masked_warps() const {
+    return (states & DENSE_LOWEST) != 0 ? 0xFF : 0;
+  }
 };
+
+// Whether some row of a block may see lowest scores only (device/lowest_rows.cuh). terms: of the
+// lane's rows. Called by a whole warp.
+template <class Terms>
+__device__ __forceinline__ bool any_lowest(const Terms& terms) {
+  float least = terms[0].lse_log2;
+#pragma unroll
+  for (const device::RowTerms& of_row : terms) least = fminf(least, of_row.lse_log2);
+  return __any_sync(device::FULL_WARP, least < device::LOWEST_LOG2);
+}
 
 template <class C>
 struct DenseNotes {
@@ -148,7 +164,8 @@ struct DenseNotes {
   const DenseBackwardParams& params;
   const CtaWork& work;
 
-  __device__ __forceinline__ DenseNote operator()(int head, int row) const {
+  template <class Terms>
+  __device__ __forceinline__ DenseNote operator()(int head, int row, const Terms& terms) const {
     const MaskParams& masks = params.masks;
     const int of_q = work.head * params.call.backward.attention.heads_per_kv + head;
     const int block = static_cast<int>(work.batch * masks.blocks_batch + of_q * masks.blocks_head +
@@ -160,6 +177,7 @@ struct DenseNotes {
       if (C::WARPGROUPS > 1 && work.first_row + MASK_BLOCK < work.own_rows)
         states |= static_cast<uint32_t>(masks.blocks_gmem[block + 1]) << DENSE_STATE_BITS;
     }
+    if (any_lowest(terms)) states |= DENSE_LOWEST | DENSE_LOWEST << DENSE_STATE_BITS;
     return {block, states};
   }
 };
@@ -194,6 +212,20 @@ __device__ __forceinline__ void clear_hidden(KeysByQueries<C>& x_rmem, uint32_t 
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if ((seen >> (4 * n + e) & 1) == 0) x_rmem[n][e] = 0.0f;
+    }
+  }
+}
+
+// Limits P of the rows that see lowest scores only.
+template <class C>
+__device__ __forceinline__ void limit_lowest(KeysByQueries<C>& p_rmem, const float2* terms) {
+#pragma unroll
+  for (int n = 0; n < C::BLOCK / 8; ++n) {
+    const float2 lse = terms[4 * n];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float most = device::most_weight(e % 2 == 0 ? lse.x : lse.y);
+      p_rmem[n][e] = ptx::min_nan(p_rmem[n][e], most);
     }
   }
 }

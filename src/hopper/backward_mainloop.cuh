@@ -165,13 +165,20 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     } else if constexpr (C::ADDS_MASK) {
       // Behind the last block there are no elements, and nobody uses P.
       if (number < end) {
+        const bool lowest = added_note<C>(shared, q_stage).lowest;
         hides = exponentiate_with_elements<C>(p_rmem, s_rmem, terms, attention.exp2_scale,
-                                              shared_smem, number);
+                                              shared_smem, number, lowest);
       }
     } else {
       exponentiate_scores<C>(p_rmem, s_rmem, terms, attention);
     }
-    if (masks) clear_unseen<C>(p_rmem, work, row_of(q_stage));
+    if (masks) {
+      clear_unseen<C>(p_rmem, work, row_of(q_stage));
+      if constexpr (C::READS_MASK) {
+        const uint32_t state = dense_note<C>(shared, q_stage).state(group);
+        if ((state & DENSE_LOWEST) != 0) limit_lowest<C>(p_rmem, terms);
+      }
+    }
     if constexpr (C::DROPS) {
       const int thread = ptx::mov_tid_x_volatile();
       mark_dropped<C>(p_rmem, dropout,

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/device/few_rows.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -32,6 +33,39 @@ __device__ __forceinline__ void load_q(QFragments<C>& q_rmem, uint32_t shared_sm
 #pragma unroll
   for (int i = 0; i < C::HEAD_DIM / 16; ++i)
     ptx::ldmatrix_x4(q_rmem[i], QTile::advance(row_smem, 2 * i));
+}
+
+// Marks the LSEs of rows that see lowest scores only (device/lowest_rows.cuh).
+template <class C>
+__device__ __forceinline__ void mark_lowest(TileEnd<C>& end, const device::RowState<C>& state,
+                                            float sink) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float keys = state.sum[0][r];
+    keys += __shfl_xor_sync(device::FULL_WARP, keys, 1);
+    keys += __shfl_xor_sync(device::FULL_WARP, keys, 2);
+    if (device::sees_lowest(state.base[0][r], sink)) end.ends[r].lse = device::lse_of_lowest(keys);
+  }
+}
+
+// Writes those of packed heads behind the others.
+template <class C>
+__device__ __forceinline__ void store_packed_lowest(const device::RowState<C>& state,
+                                                    const Params& params, const SeekingTile& tile,
+                                                    int warp_row) {
+  const AttentionParams& attention = params.attention;
+  if (attention.lse_gmem == nullptr || params.partials.wanted()) return;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float keys = state.sum[0][r];
+    keys += __shfl_xor_sync(device::FULL_WARP, keys, 1);
+    keys += __shfl_xor_sync(device::FULL_WARP, keys, 2);
+    const device::FewRow row(attention, params.packed_heads, tile, warp_row + lane / 4 + 8 * r);
+    if (row.wanted && lane % 4 == 0 &&
+        device::sees_lowest(state.base[0][r], device::load_sink(attention, row.head)))
+      attention.lse_gmem[row.lse_index(attention)] = device::lse_of_lowest(keys);
+  }
 }
 
 template <class C, class Masks>
@@ -235,7 +269,11 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
     }
 
     // How the tile ends is found while the last product runs.
-    const auto find_end = [&] { return TileEnd<C>(state, attention, cta.head, tile, warp_row); };
+    const auto find_end = [&] {
+      TileEnd<C> end(state, attention, cta.head, tile, warp_row);
+      mark_lowest<C>(end, state, device::load_sink(attention, cta.head.head));
+      return end;
+    };
     const auto end_tile = [&](const TileEnd<C>& end) {
       if constexpr (!C::RELEASES_Q_EARLY) {
         // Rows are written while Q goes back.
@@ -244,6 +282,7 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
         end.store_lse();
       } else {
         store_rows<C>(o_rmem, state, params, tile, warp_row, q, &end);
+        if (params.packed_heads.count > 1) store_packed_lowest<C>(state, params, tile, warp_row);
       }
     };
     if (is_pending) {

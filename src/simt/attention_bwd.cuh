@@ -13,6 +13,7 @@
 
 #include "common/device/backward_masks.cuh"
 #include "common/device/backward_work.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/global_order.cuh"
 #include "simt/backward_config.cuh"
@@ -104,7 +105,9 @@ __device__ __forceinline__ PAndDs exponentiate_masked(const MaskedBackwardParams
   }
   const auto masked = device::masked_score<false>(s, seen, bias, slope, distance);
   if (!masked.seen) return {0.0f, 0.0f};
-  const float p = device::probability(fmaf(masked.score, attention.exp2_scale, -terms.lse_log2));
+  const float p =
+      device::probability_up_to(device::most_weight(terms.lse_log2),
+                                fmaf(masked.score, attention.exp2_scale, -terms.lse_log2));
   bool kept = true;
   if (params.dropout.state_gmem != nullptr) {
     const DroppedHeads& heads = params.dropped_heads;

@@ -12,6 +12,7 @@
 
 #include "common/device/attention_work.cuh"
 #include "common/device/dropout.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/device/masks.cuh"
 #include "common/device/packed_heads.cuh"
 #include "simt/attention_fwd.cuh"
@@ -120,6 +121,30 @@ struct MaskedTile : DenseTile<C> {
   }
 };
 
+// Writes the LSEs of rows that see lowest scores only (device/lowest_rows.cuh), behind those of all
+// rows.
+template <class C>
+__device__ __forceinline__ void store_lowest(const RowState<C>& state,
+                                             const AttentionParams& attention,
+                                             const device::Work& work) {
+  const Lane<C> lane;
+  const int batch = work.batch_head / attention.heads_q, head = work.batch_head % attention.heads_q;
+  const float sink = device::load_sink(attention, head);
+  const int first_row = work.first_row + lane.warp_row + lane.row;
+  float* const lse_gmem = attention.lse_gmem + batch * attention.lse_batch +
+                          head * attention.lse_head +
+                          device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
+#pragma unroll
+  for (int i = 0; i < C::THREAD_ROWS; ++i) {
+    const float keys =
+        Lane<C>::reduce_cols(state.sum_rmem[i], [](float x, float y) { return x + y; });
+    const int row = first_row + i * C::LANE_ROWS;
+    if (row < work.nq && lane.col == 0 && state.max_rmem[i] == device::LOWEST_SCORE &&
+        sink < device::LOWEST_SCORE)
+      lse_gmem[row] = device::lse_of_lowest(keys);
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void masked_fwd(const MaskedParams& params) {
   extern __shared__ float4 shared_memory[];
@@ -139,6 +164,7 @@ __device__ __forceinline__ void masked_fwd(const MaskedParams& params) {
     }
   }
   store_out<C>(o_rmem, state, params.attention, work);
+  if (params.attention.lse_gmem != nullptr) store_lowest<C>(state, params.attention, work);
 }
 
 }  // namespace archflash::simt

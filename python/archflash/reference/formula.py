@@ -221,11 +221,27 @@ def exact_weights(block: Block) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(logits, 1)
     if block.sink is not None:
         lse = torch.logaddexp(lse, block.sink)
+    weights = _weights_of(block, logits)
+    return weights if block.factors is None else weights * block.factors, lse
+
+
+def _weights_of(block: Block, logits: Tensor) -> Tensor:
+    """The softmax of logits, 0 of keys that a row does not see. Not by the LSE: beside the lowest
+    numbers of a mask it has no room for the logarithm of the sum.
+    """
+    logits = logits.masked_fill(~block.visible, -math.inf)
+    of_sink = logits.new_full((len(logits), 1), -math.inf)
+    if block.sink is not None:
+        of_sink = block.sink.expand(len(logits), 1)
+    base = torch.cat([logits, of_sink], 1).amax(1, keepdim=True)
     # In a row that sees no key and has no sink, every weight is exp(-inf) = 0. Using 0 for its
     # maximum avoids -inf - -inf.
-    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
-    weights = weights.masked_fill(~block.visible, 0.0)  # also where the sink is NaN
-    return weights if block.factors is None else weights * block.factors, lse
+    base = base.masked_fill(base == -math.inf, 0.0)
+    weights = torch.exp(logits - base)
+    of_sink = torch.exp(of_sink - base).masked_fill(of_sink == math.inf, 1.0)
+    total = weights.sum(1, keepdim=True) + of_sink
+    # Also 0 where the sink is NaN.
+    return (weights / total.masked_fill(total == 0, 1.0)).masked_fill(~block.visible, 0.0)
 
 
 def _exact_block(block: Block) -> tuple[Tensor, Tensor]:
@@ -254,7 +270,7 @@ def _exact_gradients(
     if block.bias is not None:
         logits = logits + block.bias
     base = lse.masked_fill(lse == -math.inf, 0.0)  # rows that see no key, and have no sink
-    weights = torch.exp(logits - base[:, None]).masked_fill(~block.visible, 0.0)
+    weights = _weights_of(block, logits)
     dweights = dout @ block.v.T
     kept = weights if block.factors is None else weights * block.factors
     dweights = dweights if block.factors is None else dweights * block.factors

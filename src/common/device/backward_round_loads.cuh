@@ -141,12 +141,16 @@ struct BlockNote {
 // Nothing comes behind a block's note.
 struct NoMoreNotes {
   struct Note {};
-  __device__ __forceinline__ Note operator()(int, int) const { return {}; }
+  template <class Terms>
+  __device__ __forceinline__ Note operator()(int, int, const Terms&) const {
+    return {};
+  }
 };
 
 // Writes LSEs, deltas and a note of each block to shared memory, in the ring of Q. A warp's keys
-// are WARP_ROWS of KEY_WARPS * WARP_ROWS. more_of(head, row): what a folder's own notes have of a
-// block besides, which lies behind the note; head: of those that share a head of K.
+// are WARP_ROWS of KEY_WARPS * WARP_ROWS. more_of(head, row, terms): what a folder's own notes have
+// of a block besides, which lies behind the note; head: of those that share a head of K; terms: of
+// the lane's rows.
 template <class C, class Params, class Barriers, class More = NoMoreNotes>
 __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const CtaWork& work,
                                                      unsigned char* shared,
@@ -171,7 +175,7 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
         if (row < work.passing_rows) terms[j] = terms_gmem[row];
       }
       using MoreNote = typename More::Note;
-      const MoreNote more = more_of(block.head, first);
+      const MoreNote more = more_of(block.head, first, terms);
       ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
       float* of_stage =
           reinterpret_cast<float*>(shared + C::TERMS_SMEM + q_ring.stage * C::TERMS_BYTES);
@@ -190,6 +194,7 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
         const unsigned unseen = (seen & 1 ? 0 : 0x0Fu) | (seen & 2 ? 0 : 0xF0u);
         masked_warps = (masked_warps & 0xFF) | unseen | unseen << BlockNote::UNSEEN_SHIFT;
       }
+      if constexpr (requires { more.masked_warps(); }) masked_warps |= more.masked_warps();
       if (lane == 0) {
         auto* const note = reinterpret_cast<BlockNote*>(of_stage + 2 * C::BLOCK);
         *note = {first, masked_warps};

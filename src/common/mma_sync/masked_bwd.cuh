@@ -8,6 +8,7 @@
 
 #include "common/device/backward_masks.cuh"
 #include "common/device/dropout.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/masked_backward_params.h"
 #include "common/ptx/global_order.cuh"
 
@@ -154,6 +155,7 @@ __device__ __forceinline__ void weigh_masked_scores(Scores& s_rmem, Scores& dp_r
 #pragma unroll
   for (int a = 0; a < E::QUERIES; ++a) {
     const device::RowTerms terms = E::terms(terms_of, a);
+    const float most = device::most_weight(terms.lse_log2);
     const int query = place.query + E::query_offset(a);
     if (DROPS && a % 2 == 0) {
       const DroppedHeads& heads = params.dropped_heads;
@@ -174,7 +176,7 @@ __device__ __forceinline__ void weigh_masked_scores(Scores& s_rmem, Scores& dp_r
     for (int b = 0; b < E::KEYS; ++b) {
       const bool counts = (seen & E::bit(a, b)) != 0;
       float& s = E::of(s_rmem, a, b);
-      const float p = device::probability(s - terms.lse_log2);
+      const float p = device::probability_up_to(most, s - terms.lse_log2);
       bool kept = true;
       if constexpr (DROPS) {
         kept = bits[E::OWNS_KEYS ? 0 : b % 2].of(query, place.key + E::key_offset(b)) >= threshold;

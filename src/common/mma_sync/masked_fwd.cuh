@@ -25,6 +25,7 @@
 #include "common/device/few_rows.cuh"
 #include "common/device/kv_cache.cuh"
 #include "common/device/lane_masks.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/device/masks.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
@@ -149,6 +150,26 @@ __device__ __forceinline__ void drop_of_warp(Probabilities<C>& p_rmem, const Dro
                                      key_first + thread % 4 * 2);
 }
 
+// Writes the LSEs of a warp's rows that see lowest scores only (device/lowest_rows.cuh), behind
+// those of all rows.
+template <class C, class Params>
+__device__ __forceinline__ void store_lowest(const device::RowState<C>& state, const Params& params,
+                                             const device::Work& work) {
+  const AttentionParams& attention = attention_of(params);
+  if (attention.lse_gmem == nullptr) return;
+  const int thread = threadIdx.x, lane = thread % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float keys = state.sum[0][r];
+    keys += __shfl_xor_sync(device::FULL_WARP, keys, 1);
+    keys += __shfl_xor_sync(device::FULL_WARP, keys, 2);
+    if (state.base[0][r] != device::LOWEST_LOG2 || lane % 4 != 0) continue;
+    const device::FewRow row(attention, params.packed_heads, work,
+                             thread / 32 * C::WARP_ROWS + lane / 4 + 8 * r);
+    if (row.wanted && device::sees_lowest(state.base[0][r], device::load_sink(attention, row.head)))
+      attention.lse_gmem[row.lse_index(attention)] = device::lse_of_lowest(keys);
+  }
+}
 // Which keys of a block some row of the warp sees, from scores that have been masked: bit 2n + i is
 // the key 8n + i from this lane's first one on, as in device::lane_bits(). Called by whole warps.
 template <class C>
@@ -300,6 +321,9 @@ __device__ __forceinline__ void masked_fwd(const MaskedParamsOf<C>& all_params) 
     if (all_params.dropout.state_gmem != nullptr) scale_kept<C>(o_rmem, all_params.dropout.scale);
   }
   store_tile<C>(o_rmem, state, call, cta.work, shared);
+  if constexpr (!C::CACHE) {
+    if (!call.partials.wanted()) store_lowest<C>(state, call, cta.work);
+  }
 }
 
 }  // namespace archflash::mma_sync
