@@ -337,10 +337,8 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   const bool masks = call.nq > 0;
   const bool adds = masks && adds_elements(problem);
   const bool table = (masks || call.block_mask) && lists_rounds(problem);
-  if (!adds && !table) {
-    if (const RowsTile* rows = rows_tile_for(problem, device))
-      return plan_rows(problem, *rows, device);
-  }
+  if (const RowsTile* rows = rows_tile_for(problem, device))
+    return plan_rows(problem, *rows, device);
   const BackwardTile& tile =
       adds || table ? table_tile_for(problem).tile : tile_for(problem, device);
   Reasons reasons = core::refuse_rounds(problem, "hopper");

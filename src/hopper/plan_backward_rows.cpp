@@ -10,11 +10,13 @@
 
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/masks.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
 #include "hopper/backward_params.h"
 #include "hopper/plan_backward_order.h"
 #include "hopper/rows_config.cuh"
+#include "hopper/rows_params.h"
 
 namespace archflash::hopper {
 
@@ -53,6 +55,12 @@ constexpr RowsTile TILES[] = {
     rows_tile<RowsBackwardD64Three<DType::F16>>("d64_rows_three"),
     rows_tile<RowsBackwardD96<DType::F16>>("d96_rows"),
     rows_tile<RowsBackwardD128<DType::F16>>("d128_rows"),
+};
+
+// For a dense attn_mask. The second one knows no elements of fp32.
+constexpr RowsTile MASKED_TILES[] = {
+    rows_tile<RowsBackwardD64Masked<DType::F16>>("d64_rows_masked"),
+    rows_tile<RowsBackwardD64TwoMasked<DType::F16>>("d64_rows_two_masked"),
 };
 
 // How many CTAs share out the keys of a head, and blocks of each.
@@ -124,6 +132,37 @@ void share_dq(LaunchPlan& plan, Launch& main, const BackwardProblem& problem, in
   plan.launches.insert(plan.launches.end() - (problem.dsinks ? 1 : 0), std::move(last));
 }
 
+// Turns the main launch into that of a kernel for a dense attn_mask.
+void add_mask(Launch& main, const BackwardProblem& problem) {
+  using P = MaskedRowsParams;
+  P params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), main.params.data(), sizeof params.call);
+  params.masks = core::mask_params(problem.call);
+  const Strides& dmask = problem.dmask_strides;
+  params.dmask.batch = dmask.batch, params.dmask.head = dmask.head, params.dmask.row = dmask.row;
+  params.dmask.key = problem.dmask_key;
+  main.params = core::bytes(params);
+  add_pointers(main, core::mask_pointers(problem.call, offsetof(P, masks)));
+  if (problem.dmask)
+    add_pointer(main, Operand::DMask, offsetof(P, dmask) + offsetof(MaskGradientParams, gmem));
+}
+
+// The tile for a call with a dense attn_mask, or null. Of two tiles of rows those with more keys,
+// and those whose elements lanes read one at a time, were measured slower (docs/lab/hopper.md).
+const RowsTile* masked_tile_for(const Problem& call) {
+  constexpr int64_t KEYS_OF_TWO = 512;
+  if (call.varlen) return nullptr;
+  const bool is_f32 = call.mask > 1 && static_cast<DType>(call.mask - 2) == DType::F32;
+  const bool reads_pairs = core::mask_params(call).mask_step != 0;
+  for (const RowsTile& tile : MASKED_TILES) {
+    if (call.d > tile.head_dim || call.dv > tile.head_dim_v || call.nq > tile.most_rows) continue;
+    const bool serves = tile.row_tiles == 1 || (!is_f32 && reads_pairs && call.nk <= KEYS_OF_TWO);
+    return serves ? &tile : nullptr;
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& device) {
@@ -144,6 +183,7 @@ const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& devi
   } else if (!is_plain_or_causal(call)) {
     return nullptr;
   }
+  if (call.mask != 0) return masked_tile_for(call);
   for (const RowsTile& tile : TILES) {
     if (call.d > tile.head_dim || call.dv > tile.head_dim_v || rows > tile.most_rows) continue;
     if (call.varlen) return tile.packed ? &tile : nullptr;
@@ -163,7 +203,9 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
   const Problem& call = problem.call;
   Reasons reasons = core::refuse_rounds(problem, "hopper");
   const core::BackwardTile main_tile = tile;
-  PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, problem, device);
+  BackwardProblem plain = problem;  // add_mask() adds what is left out here
+  plain.call.mask = 0;
+  PlanResult result = core::plan_backward(describe(), {&main_tile, 1}, plain, device);
   if (const auto* more = std::get_if<Reasons>(&result))
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
@@ -194,6 +236,10 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
     }
     plan->tile.tiles = works;
     if (shares.shares > 1) share_dq(*plan, plan->launches[1], problem, shares.shares);
+    for (Launch& launch : plan->launches) {
+      if (call.mask != 0 && launch.kernel.starts_with("hopper_attention_bwd_"))
+        add_mask(launch, problem);
+    }
     if (!keeps_terms) plan->launches.erase(plan->launches.begin());
   }
   return result;

@@ -29,6 +29,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/device/backward_rows.cuh"
 #include "common/device/backward_shares.cuh"
@@ -41,6 +42,7 @@
 #include "hopper/backward_products.cuh"
 #include "hopper/backward_scores.cuh"
 #include "hopper/rows_load.cuh"
+#include "hopper/rows_masks.cuh"
 
 namespace archflash::hopper {
 
@@ -100,6 +102,19 @@ struct BlockOf : C {
   static constexpr int KEY_WARPS = C::BLOCK / C::WARP_ROWS;
 };
 
+// What a kernel is given.
+template <class C>
+using RowsParamsOf = std::conditional_t<C::MASKED, MaskedRowsParams, BackwardKernelParams>;
+
+template <class C>
+__device__ __forceinline__ const BackwardKernelParams& call_of_rows(const RowsParamsOf<C>& params) {
+  if constexpr (C::MASKED) {
+    return params.call;
+  } else {
+    return params;
+  }
+}
+
 // Where the consumers are in the blocks of all heads of a CTA.
 template <class C>
 struct RowsPosition {
@@ -110,9 +125,10 @@ struct RowsPosition {
 
 // Goes over the blocks of keys of a head; returns whether it is the CTA's last one.
 template <class C>
-__device__ __forceinline__ bool consume_keys(const BackwardKernelParams& params,
+__device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
                                              unsigned char* shared, uint32_t shared_smem,
                                              RowsPosition<C>& position) {
+  const BackwardKernelParams& params = call_of_rows<C>(all_params);
   using QTile = typename C::QTile;
   using KTile = typename C::KTile;
   using DsTile = typename C::DsTile;
@@ -129,6 +145,13 @@ __device__ __forceinline__ bool consume_keys(const BackwardKernelParams& params,
   const RowsWork& work = rows_work<C>(shared, row_stage);
   const int begin = uniform(work.begin), end = uniform(work.end);
   const device::VisibleKeys visible = visible_of(attention, work);
+
+  [[maybe_unused]] MaskWords<C> elements;  // of the next step
+  const auto read_ahead = [&](int tile, int of_block, bool any) {
+    if constexpr (C::MASKED)
+      read_elements<C>(elements, all_params.masks, work, tile, of_block, any);
+  };
+  read_ahead(0, begin, begin < end);
 
   // Each warp makes the terms of its own rows.
   float2* const terms =
@@ -278,13 +301,19 @@ __device__ __forceinline__ bool consume_keys(const BackwardKernelParams& params,
     const bool masks = visible.masks(first_row, first_row + C::WARP_ROWS - 1, block * C::BLOCK,
                                      block * C::BLOCK + C::BLOCK - 1);
     const float2 of_rows[2] = {terms[TILE * C::TILE_ROWS], terms[TILE * C::TILE_ROWS + 8]};
+    if constexpr (C::MASKED) {
+      weigh_with_elements<C>(p_rmem, s_rmem, elements, all_params.masks, attention.exp2_scale,
+                             of_rows[0].x, of_rows[1].x);
+      read_ahead(NEXT_TILE, LAST ? block + 1 : block, !LAST || more);
+    } else {
 #pragma unroll
-    for (int n = 0; n < C::BLOCK / 8; ++n) {
+      for (int n = 0; n < C::BLOCK / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float exponent = fmaf(s_rmem[n][i], attention.exp2_scale, -of_rows[i / 2].x);
-        // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
-        p_rmem[n][i] = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
+        for (int i = 0; i < 4; ++i) {
+          const float exponent = fmaf(s_rmem[n][i], attention.exp2_scale, -of_rows[i / 2].x);
+          // P is at most 1. The LSE of huge scores is rounded, which must not make P infinite.
+          p_rmem[n][i] = ptx::ex2_approx_ftz(ptx::min_nan(exponent, 0.0f));
+        }
       }
     }
     if (masks) clear_hidden(p_rmem, TILE, block);
@@ -318,7 +347,13 @@ __device__ __forceinline__ bool consume_keys(const BackwardKernelParams& params,
 #pragma unroll
       for (int i = 0; i < 4; ++i) ds_rmem[n][i] = p_rmem[n][i] * (dp_rmem[n][i] - of_rows[i / 2].y);
     }
-    if (masks) clear_hidden(ds_rmem, TILE, block);
+    if constexpr (C::MASKED) {
+      clear_where_p_is_0<C>(ds_rmem, p_rmem);
+      if (all_params.dmask.gmem != nullptr)
+        add_element_gradients<C>(ds_rmem, all_params.dmask, work, TILE, block);
+    } else if (masks) {
+      clear_hidden(ds_rmem, TILE, block);
+    }
     round_to_16_bits<C>(a_rmem, ds_rmem);
     ptx::registers_change<WORDS>(a);
     store_ds<C>(stage_smem + DsTile::BYTES, a_rmem);
@@ -374,7 +409,8 @@ __device__ __forceinline__ bool consume_keys(const BackwardKernelParams& params,
 }
 
 template <class C>
-__device__ __forceinline__ void rows_bwd(const BackwardKernelParams& params) {
+__device__ __forceinline__ void rows_bwd(const RowsParamsOf<C>& all_params) {
+  const BackwardKernelParams& params = call_of_rows<C>(all_params);
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   static_assert(sizeof(RowsWork) <= C::WORK_BYTES);
@@ -392,7 +428,7 @@ __device__ __forceinline__ void rows_bwd(const BackwardKernelParams& params) {
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
     RowsPosition<C> position;
 #pragma unroll 1
-    while (!consume_keys<C>(params, shared, shared_smem, position)) {
+    while (!consume_keys<C>(all_params, shared, shared_smem, position)) {
     }
   } else {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();

@@ -21,6 +21,9 @@ struct RowsBackwardVariant {
   // The registers suffice for the warp's rows of Q and dO. If not, products read them in shared
   // memory.
   bool keeps_rows = false;
+  // It serves calls with a dense attn_mask (rows_masks.cuh), of whose elements a lane keeps so many
+  // words for each pair: two for fp32.
+  int mask_words = 0;
 };
 
 // The numbers of one kernel. A CTA has all query rows of a head, TILE_ROWS in each of ROW_TILES
@@ -43,6 +46,8 @@ struct RowsBackwardConfig {
   static constexpr bool S_AHEAD = VARIANT.s_ahead;
   static constexpr bool KEEPS_ROWS = VARIANT.keeps_rows;
   static_assert(!KEEPS_ROWS || ROW_TILES == 1);
+  static constexpr int MASK_WORDS = VARIANT.mask_words;
+  static constexpr bool MASKED = MASK_WORDS > 0;
   static constexpr bool SOFTCAP = false, READS_MASK = false;
   static constexpr bool HANDS_KEYS_BACK = true;  // before gradients are written
   static constexpr int ROW_STAGES = VARIANT.row_stages;
@@ -107,6 +112,12 @@ constexpr RowsBackwardVariant ROWS_BACKWARD_D128 = {.head_dim = 128,
                                                     .key_stages = 2,
                                                     .s_ahead = false,
                                                     .packed = false};
+// No registers are left for P beside S, nor for rows.
+constexpr RowsBackwardVariant with_elements(RowsBackwardVariant variant, int mask_words) {
+  variant.s_ahead = variant.keeps_rows = variant.packed = false;
+  variant.mask_words = mask_words;
+  return variant;
+}
 template <DType T>
 using RowsBackwardD32 = RowsBackwardConfig<T, ROWS_BACKWARD_D32>;
 template <DType T>
@@ -119,6 +130,10 @@ template <DType T>
 using RowsBackwardD64Two = RowsBackwardConfig<T, ROWS_BACKWARD_D64_TWO>;
 template <DType T>
 using RowsBackwardD64Three = RowsBackwardConfig<T, ROWS_BACKWARD_D64_THREE>;
+template <DType T>
+using RowsBackwardD64Masked = RowsBackwardConfig<T, with_elements(ROWS_BACKWARD_D64, 2)>;
+template <DType T>
+using RowsBackwardD64TwoMasked = RowsBackwardConfig<T, with_elements(ROWS_BACKWARD_D64_TWO, 1)>;
 template <DType T>
 using RowsBackwardD96 = RowsBackwardConfig<T, ROWS_BACKWARD_D96>;
 template <DType T>

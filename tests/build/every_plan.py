@@ -182,6 +182,10 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         for given in (dense, added):
             found |= kernels(q, k, k, "H200", "hopper", backward=True, **given)
         found |= gradients_of_mask(q, k, added)
+    for rows in (100, 200):  # few of them
+        q = empty(dtype, 2, 4, rows, 64)
+        mask = empty(torch.bool, rows, rows)
+        found |= kernels(q, q, q, "H200", "hopper", backward=True, attn_mask=mask)
     for d, backward in itertools.product((64, 128, 256), (False, True)):
         q = empty(dtype, 2, 16, 2048, d)
         for device, name in (

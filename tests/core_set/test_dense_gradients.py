@@ -27,7 +27,7 @@ NQ, NK = 150, 200
 
 # The kind of mask, its heads, the heads of q and k, and the other options.
 CALLS: dict[str, tuple[str, int, tuple[int, int], dict[str, Any]]] = {
-    "bool": ("bool", 2, (2, 2), {}),
+    "bool": ("bool", 2, (2, 1), {}),
     "padding": ("keys", 1, (2, 1), {}),
     "own": ("own", 1, (2, 1), {"causal": True}),
     "float32": ("float32", 2, (2, 2), {"window": (70, 30)}),
@@ -62,6 +62,42 @@ def test_gradients_with_a_dense_mask_agree_with_float64(
     (main,) = (kernel for kernel in plans[0].kernels if "_attention_bwd_" in kernel)
     by_tma = kind == "own" and not wanted
     assert main.endswith(f"_d{dim}_{'added' if by_tma else 'dense'}" + ("_bias" if wanted else ""))
+
+
+# Calls of few query rows: the kind of mask and its heads, (rows, keys, d, dv), the options, whether
+# the gradient of the mask is wanted, and the tile that has all rows.
+FEW_ROWS: dict[str, tuple[str, int, tuple[int, ...], dict[str, Any], bool, str]] = {
+    "bool": ("bool", 3, (100, 140, 64, 64), {}, False, "d64_rows_masked"),
+    "padding": ("keys", 1, (200, 180, 64, 56), {}, False, "d64_rows_two_masked"),
+    "own": ("own", 1, (128, 130, 48, 64), {"causal": True}, True, "d64_rows_masked"),
+    "own-heads": ("own", 3, (210, 150, 24, 32), {}, True, "d64_rows_two_masked"),
+    "float32": ("float32", 3, (49, 49, 32, 32), {}, True, "d64_rows_masked"),
+    "odd": ("odd", 1, (90, 77, 64, 64), {"sinks": True}, False, "d64_rows_masked"),
+}
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_a_cta_with_all_query_rows_of_a_head_reads_the_mask(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One CTA, or several of them that share out the keys. The order of all sums is fixed but
+    those of the gradient of the mask.
+    """
+    number = list(FEW_ROWS).index(name)
+    kind, of_mask, (nq, nk, d, dv), options, wanted, tile = FEW_ROWS[name]
+    dtype = ("float16", "bfloat16")[number % 2]
+    options = dict(options)
+    if "sinks" in options:
+        options["sinks"] = on.rand(3, seed=9)
+    tensors = inputs(nq, nk, d, dv, dtype, batch=2, heads=(3, 3), seed=number)
+    mask = attn_mask_of(kind, dtype, 1 if kind == "odd" else 2, of_mask, nq, nk)
+    plans = note_plans(monkeypatch)
+    for sms in (1, 132):
+        differentiate_and_check(
+            on, NAME, *tensors, sms=sms, schedules=(number, number + 1), deterministic=not wanted,
+            attn_mask=mask, mask_gradient=wanted, **options,
+        )  # fmt: skip
+    assert any(kernel.endswith(tile) for kernel in plans[0].kernels)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -14,6 +14,10 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows), rows_bwd, RowsBackwardD
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_two), rows_bwd, RowsBackwardD64Two<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_three), rows_bwd,
                  RowsBackwardD64Three<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_masked), rows_bwd,
+                 RowsBackwardD64Masked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_two_masked), rows_bwd,
+                 RowsBackwardD64TwoMasked<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96_rows), rows_bwd, RowsBackwardD96<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_rows), rows_bwd, RowsBackwardD128<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, rows), (BACKWARD_DQ_THREADS), add_dq_shares<DTYPE>)
