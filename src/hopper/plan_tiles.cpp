@@ -183,6 +183,17 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
     const bool splits_asked = problem.num_splits > 0 || problem.batch_invariant;
     if (whole != nullptr && whole->streams > 0 && !splits_asked)
       return core::SplitChoice<KernelTile>{*whole};
+    if (whole != nullptr && whole->dense && problem.mask != 0) {
+      // Keys pass in so much of the time that they take in a CTA that reads the mask in place
+      // (docs/lab/hopper.md).
+      const double share = problem.mask > 1 ? 0.36 : 0.6;
+      const auto time_without = [&](const KernelTile& few) {
+        const int64_t keys = core::unsplit_time(problem, device, *whole, few.split_costs);
+        return static_cast<int64_t>(share * static_cast<double>(keys));
+      };
+      return core::choose_splits_of<KernelTile>("hopper", whole, table, problem, device,
+                                                time_without);
+    }
     return core::choose_with_splits("hopper", table, problem, device);
   }
   // CTAs of the tile for few rows compute more slowly than those of larger tiles.

@@ -239,8 +239,10 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   }
   if (problem.dropout_p != 0) return DROPOUT_TILES;
   if (core::writes_f32(problem)) return F32_OUT_TILES;
-  if (!is_fp8(problem.dtype) && reads_summary(problem))
-    return problem.mask > 1 ? DENSE_TILES<0.2> : DENSE_TILES<0.75>;
+  if (!is_fp8(problem.dtype) && reads_summary(problem)) {
+    if (problem.mask == 0) return DENSE_TILES<0.75>;
+    return problem.mask > 1 ? DENSE_TILES<0.01> : DENSE_TILES<0.05>;
+  }
   if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
