@@ -206,6 +206,8 @@ def dense_mask_alone(problem: _native.Problem) -> bool:
     return problem.attn_mask and not (problem.key_ranges or problem.block_mask or problem.dropout_p)
 
 
+_MANY_HEADS = 256  # of all sequences: whose tiles fill a GPU
+
 # On an H200 `torch` takes 5 to 9 times as long as kernels of mma.sync up to so many rows of 4,096
 # keys (331 and 42 us for one row of 2x16 heads of 128). With gradients it is 8 times on the host
 # (1,380 and 162 us for 128 rows and keys).
@@ -254,12 +256,14 @@ def _reads_mask_in_place(problem: _native.Problem) -> bool:
     """Whether a kernel that reads an attn_mask without a summary of it is faster than `torch`,
     though mostly not than PyTorch's own kernel: where gradients are needed, where the mask is of
     float32, and in small calls (1x16 heads of 64, 1,024 rows and keys, bool: 38 us beside 84; H200,
-    2026-11-30).
+    2026-11-30). Kernels of mma.sync split the keys of few rows, which many heads need not (64x12
+    heads of 32, 49 rows and keys, bool: 16 us beside 30).
     """
     small = problem.batch * problem.heads_q * problem.nq < _measured.SMALL_ROWS
     small = small and max(problem.d, problem.dv) <= 128
-    few = dense_mask_of_few_rows(problem)  # kernels of mma.sync split the keys for these
-    return pytorch.mask_is_wider(problem) or (not few and (problem.needs_grad or small))
+    if dense_mask_of_few_rows(problem):
+        small = problem.batch * problem.heads_q >= _MANY_HEADS
+    return pytorch.mask_is_wider(problem) or problem.needs_grad or small
 
 
 def only_forced(
