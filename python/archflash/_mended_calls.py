@@ -45,8 +45,7 @@ class Call:
         a = given.copy()
         for name in _TENSORS if self._backward else ("query", "key", "value"):
             a[name] = _torch_kernels.aligned_for_fused_kernels(a[name])
-        masked = a.get("attn_bias") is not None
-        if masked:
+        if a.get("attn_bias") is not None:
             _mend_mask(operator, a)
         if operator.startswith(_CUDNN) and self._may_differentiate(a):
             _hide_keys(a)
@@ -55,9 +54,7 @@ class Call:
             self._factor, a["scale"] = _torch_kernels.positive_scale(scale)
             a["query"] = a["query"] * self._factor
         self.args, self.kwargs = by_place(op, a)
-        # The runtime reads no mask of a backward pass.
-        self.differs = masked and self._backward
-        self.differs |= any(x is not given.get(name) for name, x in a.items())
+        self.differs = any(x is not given.get(name) for name, x in a.items())
         self._hidden = a["key"].shape[-2] > self._key.shape[-2]
 
     def _may_differentiate(self, a: dict[str, Any]) -> bool:

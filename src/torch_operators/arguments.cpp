@@ -72,7 +72,7 @@ bool read(TensorHandle tensor, size_t i, bool any_dims, OperatorCall& call) {
 
 }  // namespace
 
-bool read(std::string_view types, size_t tensors_read, bool any_dims,
+bool read(std::string_view types, size_t tensors_read, size_t mask, bool any_dims,
           const OperatorArguments& arguments, OperatorCall& call) {
   const TorchFunctions& f = *torch_functions();
   Word given = f.grad_mode_is_enabled();
@@ -84,8 +84,10 @@ bool read(std::string_view types, size_t tensors_read, bool any_dims,
     if (arguments[i].given) given |= Word{8} << i;
     if (!is_tensor(i)) continue;
     const size_t place = tensors++;
-    if (place >= tensors_read || !arguments[i].given) continue;
-    if (!read(arguments[i].tensor.get(), place, any_dims, call)) return false;
+    const bool is_mask = mask != 0 && place == mask;
+    if ((place >= tensors_read && !is_mask) || !arguments[i].given) continue;
+    if (!read(arguments[i].tensor.get(), is_mask ? tensors_read : place, any_dims, call))
+      return false;
   }
   for (size_t i = 0; i < types.size(); ++i) {
     if (is_tensor(i)) continue;

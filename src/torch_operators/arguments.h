@@ -86,8 +86,9 @@ struct OperatorCall {
 //
 // Args:
 //   tensors_read: of the operator's tensors so many are read: what the others hold changes nothing.
+//   mask: the place of one more that is read; 0: none.
 //   any_dims: whether tensors may have fewer than four dimensions.
-bool read(std::string_view types, size_t tensors_read, bool any_dims,
+bool read(std::string_view types, size_t tensors_read, size_t mask, bool any_dims,
           const OperatorArguments& arguments, OperatorCall& call);
 
 }  // namespace archflash::torch_operators

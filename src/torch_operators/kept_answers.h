@@ -91,6 +91,10 @@ inline std::span<const Operand> operands_of(Known known) {
   }
 }
 
+// The place among the tensors of a backward operator of the mask, which only PyTorch's own kernel
+// takes; 0: it has none.
+inline size_t mask_of(Known known) { return known == Known::CudnnBackward ? 8 : 0; }
+
 // What a plan of an operator writes: its results in their order.
 constexpr std::array OUTPUTS{Operand::Out, Operand::Lse};
 constexpr std::array GRADIENTS{Operand::DQ, Operand::DK, Operand::DV};

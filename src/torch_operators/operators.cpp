@@ -142,8 +142,8 @@ void run(Operator& op, Word* stack, uint64_t count) {
     const bool backward = is_backward(op.known);
     if (backward || op.known == Known::None) find_undefined(op.types, arguments);
     readable = op.known != Known::None && !inside_pytorch && !is_forced() &&
-               read(op.types, operands_of(op.known).size(), backward || op.known == Known::Packed,
-                    arguments, call);
+               read(op.types, operands_of(op.known).size(), mask_of(op.known),
+                    backward || op.known == Known::Packed, arguments, call);
     if (const auto kept = readable ? op.find(call.key) : nullptr) {
       if (kept->plan) {
         serve(op.known, *kept, call, stack);
