@@ -58,7 +58,9 @@ struct RowsBackwardConfig {
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
   static constexpr int CTAS_PER_SM = 1;
   static constexpr bool PACKED = VARIANT.packed;
-  static constexpr int CONSUMER_REGISTERS = !PACKED ? 240 : HEAD_DIM == 96 ? 224 : 232;
+  static constexpr int CONSUMER_REGISTERS = !PACKED || HEAD_DIM == 128 ? 240
+                                            : HEAD_DIM == 96           ? 224
+                                                                       : 232;
   static constexpr int PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS;
 
   // Tiles in shared memory: the query rows of Q and dO, a block of K and V, and P or dS of a block,
@@ -81,7 +83,7 @@ struct RowsBackwardConfig {
   // Full of the work, of Q and of dO, and empty, of each stage of rows; full of each K and each V,
   // and empty; the bytes of ragged tiles.
   static constexpr int BARRIERS = 4 * ROW_STAGES + 3 * KEY_STAGES + 1;
-  static constexpr int WORK_BYTES = 48;  // of RowsWork
+  static constexpr int WORK_BYTES = 64;  // of RowsWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int SHARED_BYTES = WORK_SMEM + ROW_STAGES * WORK_BYTES;
   static_assert(SHARED_BYTES <= 227 * 1024,
@@ -106,12 +108,8 @@ constexpr RowsBackwardVariant ROWS_BACKWARD_D64_THREE = {.head_dim = 64,
                                                          .packed = false};
 constexpr RowsBackwardVariant ROWS_BACKWARD_D96 = {
     .head_dim = 96, .row_tiles = 1, .row_stages = 2, .key_stages = 2, .s_ahead = false};
-constexpr RowsBackwardVariant ROWS_BACKWARD_D128 = {.head_dim = 128,
-                                                    .row_tiles = 1,
-                                                    .row_stages = 1,
-                                                    .key_stages = 2,
-                                                    .s_ahead = false,
-                                                    .packed = false};
+constexpr RowsBackwardVariant ROWS_BACKWARD_D128 = {
+    .head_dim = 128, .row_tiles = 1, .row_stages = 1, .key_stages = 2, .s_ahead = false};
 // No registers are left for P beside S, nor for rows.
 constexpr RowsBackwardVariant with_elements(RowsBackwardVariant variant, int mask_words) {
   variant.s_ahead = variant.keeps_rows = variant.packed = false;

@@ -29,16 +29,28 @@ __device__ __forceinline__ void load_for_rows(const BackwardKernelParams& params
   for (int index = static_cast<int>(blockIdx.x); index < params.tiles;
        index += static_cast<int>(gridDim.x)) {
     ptx::mbarrier_wait_parity(barriers.rows_empty(row_ring.stage), row_ring.parity ^ 1);
-    const RowsWork work = find_rows_work<C>(params, index);
-    if (leader) {
-      rows_work<C>(shared, row_ring.stage) = work;
-      ptx::mbarrier_arrive(barriers.work_full(row_ring.stage));
+    // The message is read anew where something of it is needed, so that it needs no registers.
+    RowsWork& work = rows_work<C>(shared, row_ring.stage);
+    {
+      const RowsWork found = find_rows_work<C>(params, index);
+      __syncwarp();  // every lane has read the message before
+      if (leader) work = found;
+      __syncwarp();
     }
-    // The rows and keys that have to do with any of the other side: the others count as zeros.
-    const device::VisibleKeys visible = visible_of(attention, work);
-    const int rows_begin = max(-visible.last_shift, 0);
-    const int rows_end = min(work.nk - visible.first_shift, work.nq);
-    const int keys_begin = visible.begin(), keys_end = visible.end(work.nq);
+    {
+      const device::VisibleKeys visible = visible_of(attention, work);
+      const int rows_begin = max(-visible.last_shift, 0);
+      const int rows_end = min(work.nk - visible.first_shift, work.nq);
+      const int keys_begin = visible.begin(), keys_end = visible.end(work.nq);
+      if (leader) {
+        work.rows_begin = rows_begin, work.rows_end = rows_end;
+        work.keys_begin = keys_begin, work.keys_end = keys_end;
+        ptx::mbarrier_arrive(barriers.work_full(row_ring.stage));
+      }
+      __syncwarp();
+    }
+    const int &rows_begin = work.rows_begin, &rows_end = work.rows_end;
+    const int &keys_begin = work.keys_begin, &keys_end = work.keys_end;
     // Without cu_seqlens TMA reads zeros behind the end.
     const bool rows_ragged =
         C::PACKED &&
@@ -132,26 +144,36 @@ __device__ __forceinline__ void load_for_rows(const BackwardKernelParams& params
 
 // Clears the gradients of keys in a packed tensor that belong to no sequence, because they come
 // before the first or behind the last one. Called by the warps of the loader's warpgroup that have
-// nothing else to do.
+// nothing else to do, and have few registers.
 template <class C>
 __device__ __forceinline__ void clear_keys_of_none(const BackwardKernelParams& params) {
-  constexpr int WARPS = C::WARPGROUP / 32 - 1;
+  constexpr int WARPS = C::WARPGROUP / 32 - 1, CHUNK_BYTES = 16;
+  static_assert(C::HEAD_DIM * 4 <= 32 * CHUNK_BYTES, "a lane writes one chunk of a row");
   const AttentionParams& attention = params.backward.attention;
   const int* const cu_k = attention.cu_seqlens_k_gmem;
   if (cu_k == nullptr) return;
-  const int begin = device::sequence_start(cu_k, 0, attention.nk);
-  const int end = device::sequence_start(cu_k, attention.batch, attention.nk);
   const int number = static_cast<int>(threadIdx.x - C::CONSUMER_THREADS) / 32 - 1;
+  const int first = static_cast<int>(blockIdx.x) * WARPS + number;
+  const auto clear = [&](const GradientParams& gradient, int columns, int begin, int end) {
+    const int bytes = gradient.dtype == DType::F32 ? 4 : 2;
+    const int byte = static_cast<int>(threadIdx.x) % 32 * CHUNK_BYTES;
+    if (gradient.accumulate || byte >= columns * bytes) return;
 #pragma unroll 1
-  for (int row = static_cast<int>(blockIdx.x) * WARPS + number; row < attention.nk;
-       row += static_cast<int>(gridDim.x) * WARPS) {
-    if (row >= begin && row < end) continue;
-    for (int head = 0; head < attention.heads_q; ++head) {
-      const int lane = threadIdx.x % 32;
-      device::clear_gradient_row(params.backward.dk, 0, head, row, attention.d, lane, 32);
-      device::clear_gradient_row(params.backward.dv, 0, head, row, attention.dv, lane, 32);
+    for (int row = begin + first; row < end; row += static_cast<int>(gridDim.x) * WARPS) {
+#pragma unroll 1
+      for (int head = 0; head < attention.heads_q; ++head) {
+        const int64_t start = head * gradient.head + row * gradient.row;
+        ptx::st_global_v4_b32(static_cast<unsigned char*>(gradient.gmem) + start * bytes + byte, 0,
+                              0, 0, 0);
+      }
     }
-  }
+  };
+  const auto clear_both = [&](int begin, int end) {
+    clear(params.backward.dk, attention.d, begin, end);
+    clear(params.backward.dv, attention.dv, begin, end);
+  };
+  clear_both(0, device::sequence_start(cu_k, 0, attention.nk));
+  clear_both(device::sequence_start(cu_k, attention.batch, attention.nk), attention.nk);
 }
 
 }  // namespace archflash::hopper

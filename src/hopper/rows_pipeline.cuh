@@ -77,6 +77,8 @@ struct RowsWork {
   int begin, end;        // blocks
   int gradient_head;     // that it writes of dQ
   bool last;             // of the CTA
+  // The rows and keys that have to do with any of the other side: the others count as zeros.
+  int rows_begin, rows_end, keys_begin, keys_end;
 };
 
 template <class C>

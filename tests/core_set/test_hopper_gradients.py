@@ -472,6 +472,32 @@ def test_a_cta_has_all_query_rows_of_a_head(
     assert plans[-1].kernels[-1].startswith("hopper_backward_dq_")
 
 
+@pytest.mark.parametrize(
+    ("d", "causal", "tile"),
+    [
+        (24, True, "d32_rows"), (64, False, "d64_rows"), (88, True, "d96_rows"),
+        (128, False, "d128_rows"), (112, True, "d128_rows"),
+    ],
+)  # fmt: skip
+def test_a_cta_has_all_query_rows_of_a_packed_sequence(
+    d: int, causal: bool, tile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences without rows, without keys, and of fewer of either; rows of no sequence."""
+    q_lengths, k_lengths = (60, 5, 128, 9, 0, 33), (70, 129, 128, 0, 20, 33)
+    rows = sum(q_lengths) + 3, sum(k_lengths) + 5
+    dtype = "float16" if causal else "bfloat16"
+    dout, q, k, v = (x[0].transpose(0, 1) for x in inputs(*rows, d, d, dtype, heads=(2, 2)))
+    for x, of_none in ((q, 3), (dout, 3), (k, 5), (v, 5)):
+        x[-of_none:] = torch.nan
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(
+        on, "hopper", dout, q, k, v, sms=2, schedules=range(2), causal=causal,
+        cu_seqlens_q=on.cu_seqlens(q_lengths), cu_seqlens_k=on.cu_seqlens(k_lengths),
+        max_seqlen_q=max(q_lengths), max_seqlen_k=max(k_lengths),
+    )  # fmt: skip
+    assert all(plan.kernels[-1].endswith(f"_{tile}") for plan in plans)
+
+
 @pytest.mark.parametrize("options", [{"gradient_dtype": torch.float32}, {"add_to": 0.5}], ids=str)
 @pytest.mark.parametrize("sms", [1, 132])
 def test_gradients_of_few_rows_in_fp32_and_added(sms: int, options: dict[str, Any]) -> None:
