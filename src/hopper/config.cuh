@@ -131,6 +131,9 @@ struct Config {
   // alike, or one for each. With more than 128 keys at a time a single copy spills a register.
   static constexpr int MASKED_STEPS = BLOCK_K > 128 ? 2 : 1;
   static constexpr int PRODUCERS = PAGES ? 2 : 1;  // warps that start copies: V may have its own
+  // Tiles of few keys, where a producer that waits for V to clear rows that do not count would be
+  // the last to be done: the consumers clear them.
+  static constexpr bool SHORT = STORES_BY_TMA && WARPGROUPS == 1;
   // The columns of V that a product takes. With 8 bits and without OVERLAPS all of them are
   // multiplied so many at a time, so that a part of the sums needs few registers.
   static constexpr int PASS_COLUMNS = FP8 && !OVERLAPS ? 64 : HEAD_DIM_V;

@@ -165,7 +165,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
           static_cast<int>(batch_head % heads_q / static_cast<unsigned>(attention.heads_per_kv));
       send_tile_to_v<C>(barriers, shared, tile, parity_of_tile<C>(q_ring) ^ 1, leader);
     } else if constexpr (C::PREPARES_TILES) {
-      const FoundTile found = find_tile<C>(attention, part.tile);
+      const FoundTile found = find_tile<C>(params, part.tile);
       tile = {found.work, 0};
       if (tile.first_row < 0) continue;
       batch = found.batch, head = found.head, kv_head = found.kv_head;
@@ -250,8 +250,8 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     // `place` is that of the block in a cache.
     const auto load_v = [&](int block, const CachePlace& place) {
       // 8-bit V that was transposed before has zeros there.
-      const bool ragged =
-          !C::FP8 && (block < seen_begin || (block + C::BLOCK_K > seen_end && reads_beyond()));
+      const bool ragged = !C::FP8 && !C::SHORT &&
+                          (block < seen_begin || (block + C::BLOCK_K > seen_end && reads_beyond()));
       const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
       // The products of every consumer warp have read the V that the stage held.
       ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);

@@ -187,8 +187,22 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         part_keys = 0;
       }
     };
-    const auto multiply_pv = [&](const auto& meanwhile) {
+    // With SHORT: clears the rows of V that do not count, where a block has any.
+    const auto clear_v = [&](int block) {
+      if constexpr (C::SHORT) {
+        using VTile = typename C::VTile;
+        const int begin = visible.begin() - block, end = visible.nk - block;
+        // Without cu_seqlens TMA reads zeros behind the last key.
+        const bool beyond = attention.cu_seqlens_k_gmem != nullptr || visible.nk < attention.nk;
+        if (begin <= 0 && (end >= C::BLOCK_K || !beyond)) return;
+        clear_rows<VTile, VTile::SLABS, C::WARPGROUP>(
+            shared + C::V_SMEM + v_ring.stage * VTile::BYTES, begin, end);
+        ptx::bar_sync(1, C::WARPGROUP);  // all warps' zeros come before any warp's product
+      }
+    };
+    const auto multiply_pv = [&](int block, const auto& meanwhile) {
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
+      clear_v(block);
       if constexpr (C::FP8) {
         multiply_passes<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, meanwhile);
       } else {
@@ -298,7 +312,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     };
     const auto step_alone = [&]<bool MASKED>(int block) {
       turns.wait();
-      multiply_pv([] {});
+      multiply_pv(block + C::BLOCK_K, [] {});
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
       begin_qk();
       turns.hand_over();
@@ -401,13 +415,13 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         }
       } else if constexpr (finds_ends<C>()) {
         TileEnd<C> end;
-        multiply_pv([&] {
+        multiply_pv(block + C::BLOCK_K, [&] {
           end = find_end();
           release_q_early();
         });
         end_tile<C>(o_rmem, end, all_params, shared, barriers, q_ring, q, warp_row);
       } else {
-        multiply_pv([] {});
+        multiply_pv(block + C::BLOCK_K, [] {});
       }
     } else {
       hand_back_before();

@@ -33,9 +33,11 @@ struct Params {
   int32_t v_columns;  // keys of a column of V, each sequence filled up to whole V_COLUMN_KEYS
   int32_t v_slices;   // into which the columns of V are shared out, for kernels that can do that
   // The tiles from whole_tiles on are parts of a row tile, which have part_rows rows or what is
-  // left (for kernels with CUTS_TILES).
+  // left (for kernels with CUTS_TILES). With part_rows = ONE_TILE_EACH, for kernels with SHORT, no
+  // packed sequence has more than one row tile, and each has the tiles of its number.
   int32_t whole_tiles, part_rows;
 };
+constexpr int32_t ONE_TILE_EACH = -1;
 
 // The one parameter of the kernel that clears the counter of tiles (Params::taken_gmem).
 struct CounterParams {

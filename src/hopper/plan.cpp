@@ -127,7 +127,10 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
                           const core::SplitChoice<KernelTile>& choice) {
   const auto& [tile, splits, share_keys] = choice;
   const int64_t v_slices = std::max<int64_t>(core::ceil_div(problem.dv, tile.v_columns_of_cta), 1);
-  const int64_t tiles = core::tiles_of(problem, tile) * splits * v_slices;
+  const bool one_tile_each = has_one_tile_each(problem, tile);
+  const int64_t row_tiles =
+      one_tile_each ? problem.batch * problem.heads_q : core::tiles_of(problem, tile);
+  const int64_t tiles = row_tiles * splits * v_slices;
   const bool fp8 = is_fp8(problem.dtype);
   const bool transposed_before = fp8 && !transposes_v(problem, tile);
   const int64_t largest = std::max(tiles, transposed_before ? transpose_ctas(problem) : 0);
@@ -159,11 +162,13 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
     params.whole_tiles = static_cast<int32_t>(cut.whole);
     params.part_rows = static_cast<int32_t>(cut.rows);
   }
+  if (one_tile_each) params.part_rows = ONE_TILE_EACH;
   KernelTile loaded = tile;
   if (fp8 && !transposed_before) loaded.v_box = tile.raw_v_box;
   LaunchPlan plan = core::one_launch("hopper", problem, device, loaded, ctas, params);
   plan.tile.v_slices = v_slices;
   plan.tile.row_step = tile.row_step;
+  plan.tile.tiles = row_tiles, plan.tile.one_tile_each = one_tile_each;
   plan.tile.whole_tiles = cut.whole, plan.tile.part_rows = cut.rows;
   if (splits > 1) {
     core::split_keys(plan, problem, splits, share_keys, offsetof(Params, partials),

@@ -21,9 +21,12 @@ constexpr int START_ALONE = 64;
 // which begins when another one has ended. By 29 calls of 32 to 160 rows (H200, 2026-11-29).
 constexpr double SHORT_SHARE = 0.19, SHORT_SLOPE = 1.03;
 constexpr double NEW_CTA = 200;
+// What a kernel that does not start early takes longer, in keys of so many rows (H200, 2026-11-30).
+constexpr double LATE_KEYS = 110, LATE_ROWS = 192;
 // The rows and keys of short sequences, which these numbers are for, and the keys that few rows may
 // have: 8x20 64x1500 takes 25.2 us with such a tile, 33.2 with the next best that is not split.
 constexpr int64_t SHORT_ROWS = 300, SHORT_KEYS = 512, FEW_ROWS = 128, KEYS_OF_FEW_ROWS = 1536;
+constexpr int64_t FEW_KEYS = 128;
 constexpr int64_t PACKED_ROWS = 64;  // of a tile of kernels that split
 
 // Whether a tile is one of short sequences: several CTAs of its kernel stay on an SM.
@@ -77,8 +80,10 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   const bool packs = problem.num_splits != 0 || (ratio > 1 && ratio * head.nq <= PACKED_ROWS);
   const bool is_short = !packs && head.nq <= SHORT_ROWS && !has_far_longer_ones(problem) &&
                         head.nk <= (head.nq <= FEW_ROWS ? KEYS_OF_FEW_ROWS : SHORT_KEYS);
-  // Up to 64 columns in all calls, with more columns in packed ones; others are unmeasured.
-  const bool measured = problem.varlen || tile.head_dim <= 64;
+  // Up to 64 columns in all calls, with more columns in packed ones and for one tile of keys that
+  // are about as few; others are unmeasured.
+  const bool measured = problem.varlen || tile.head_dim <= 64 ||
+                        (head.nq <= tile.block_q && head.nk <= 2 * tile.block_k);
   if (is_of_short(tile, device) && rows > 0)
     return is_short && measured ? time_of_short(problem, device, tile, head)
                                 : std::numeric_limits<double>::infinity();
@@ -105,22 +110,34 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
     const double beside = second > 0 && core::equal_tiles(problem) ? 1 : second;
     time *= ALONE + (1 - ALONE) * beside;
   }
-  return time * tile.block_q * static_cast<double>(resident) / tile.speed;
+  // See plan_with_tile(). With more keys it is unmeasured.
+  const bool starts_late = resident > 1 && rows * heads < workers && head.nk <= FEW_KEYS;
+  return time * tile.block_q * static_cast<double>(resident) / tile.speed +
+         (starts_late ? LATE_KEYS * LATE_ROWS : 0);
 }
 
 // The tile of a table with which a call is expected to be done first; null: the device has too
 // little shared memory for all of them.
 const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& problem,
                           const Device& device) {
+  const bool packed = are_many_packed(problem, device);
   const KernelTile* best = nullptr;
+  int head_dim = 0, head_dim_v = 0;
   double time = 0;
   for (const KernelTile& tile : tiles) {
     if (!core::takes_head_dims(tile, problem)) continue;
-    const bool as_wide =
-        best == nullptr || (tile.head_dim == best->head_dim && tile.head_dim_v == best->head_dim_v);
-    if (!as_wide) break;  // for larger heads
+    if (best == nullptr) head_dim = tile.head_dim, head_dim_v = tile.head_dim_v;
+    const bool as_wide = tile.head_dim == head_dim && tile.head_dim_v == head_dim_v;
+    // Tiles are for larger heads from here on. Rows that are odd come sooner in the boxes of 64
+    // columns of the next ones.
+    const bool takes_odd = packed && tile.is_short && tile.head_dim == 128 && has_odd_rows(problem);
+    if (!as_wide && !takes_odd) continue;
     if (tile.shared_bytes > device.shared_per_block) continue;
-    const double of_tile = time_of(problem, device, tile);
+    const bool measured = packed && tile.packed.start > 0;
+    // Tiles without such times serve calls of few tiles.
+    if (packed && !measured && best != nullptr && best->packed.start > 0) continue;
+    const double of_tile =
+        measured ? packed_time(problem, device, tile) : time_of(problem, device, tile);
     if (best == nullptr || of_tile < time) best = &tile, time = of_tile;
   }
   return best;
@@ -228,6 +245,11 @@ int32_t heads_per_group(const Problem& problem, const Device& device, const Kern
                            ? core::ceil_div(kv_heads, core::ceil_div(kv_heads, size))
                            : core::even_size(kv_heads, size);
   return static_cast<int32_t>(even * ratio);
+}
+
+bool has_one_tile_each(const Problem& problem, const KernelTile& tile) {
+  return tile.is_short && problem.varlen && problem.max_seqlen_q != UNKNOWN &&
+         problem.max_seqlen_q <= tile.block_q && problem.nq <= problem.batch * tile.block_q;
 }
 
 CutTiles cut_last_round(const Problem& problem, const KernelTile& tile, int64_t tiles,

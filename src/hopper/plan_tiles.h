@@ -13,6 +13,13 @@
 
 namespace archflash::hopper {
 
+// Where packed sequences fill the GPU: the time that an SM takes for the start and end of a tile,
+// and for each key of a whole one, in ns. Measured (docs/lab/hopper.md).
+struct PackedTimes {
+  double start = 0, key = 0;  // 0: unmeasured
+  double odd_key = 0;         // where has_odd_rows(); 0: the same
+};
+
 // A row of the tables.
 struct KernelTile : core::Tile {
   int q_stages = 0;
@@ -23,6 +30,7 @@ struct KernelTile : core::Tile {
   int v_columns_of_cta = 0;
   int grouped_slabs = 0;    // of K and V, if they lie in GroupedTiles, else 0
   bool cuts_tiles = false;  // the last ones into parts
+  bool is_short = false;    // for short sequences: several CTAs stay on an SM
   bool dense = false;       // its kernel reads a summary of attn_mask
   int streams = 0;          // of a CTA, in kernels for calls whose only mask as data is block_mask
   bool mixed = false;       // for packed sequences of mixed lengths (mixed_params.h)
@@ -37,6 +45,7 @@ struct KernelTile : core::Tile {
   // tiles.
   double speed = 0;
   int start_keys = 0;
+  PackedTimes packed = {};
 };
 
 // The table of the tiles that can serve a call: there is one for each kind of kernels.
@@ -50,6 +59,14 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
 // Whether packed sequences are known to be of such different lengths that few of them have most of
 // the work.
 bool has_far_longer_ones(const Problem& problem);
+
+// Whether the times of KernelTile::packed are for a call, if its tile has them: packed sequences
+// with at least half as many heads as there are SMs. And that time, in ns (plan_packed.cpp).
+bool are_many_packed(const Problem& problem, const Device& device);
+// Whether rows of heads begin in the middle of a sector of memory, so that TMA's boxes have parts
+// of more sectors.
+bool has_odd_rows(const Problem& problem);
+double packed_time(const Problem& problem, const Device& device, const KernelTile& tile);
 
 // The row tiles of a head of one sequence, with a tile of the tables, as the model of makespans has
 // them. Packed sequences count as having the mean length.
@@ -65,6 +82,11 @@ struct HeadModel {
 
 // Which heads' row tiles follow one another: TileOrder::heads_per_group.
 int32_t heads_per_group(const Problem& problem, const Device& device, const KernelTile& tile);
+
+// Whether packed sequences are known to have one row tile of a head at most, so that a kernel need
+// not look for the sequence of a tile. Rows of no sequence are cleared by the CTAs of their tiles,
+// of which there are as many as of all rows then.
+bool has_one_tile_each(const Problem& problem, const KernelTile& tile);
 
 // The row tiles that are left for the last round of CTAs that stay, if they are so few that cut
 // into parts of `rows` rows they still fit into one round. rows = 0: none are cut.

@@ -36,6 +36,7 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   tile.v_columns_of_cta = C::HEAD_DIM_V;
   if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
   tile.cuts_tiles = C::CUTS_TILES;
+  if constexpr (requires { C::SHORT; }) tile.is_short = C::SHORT;
   if (C::STORES_BY_TMA) tile.out_box = {C::QTile::SLAB, C::WARP_ROWS, C::QTile::SWIZZLE};
   tile.mixed = C::MIXED;
   tile.dense = requires { typename C::MaskTile; };
@@ -76,22 +77,31 @@ constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
 constexpr const char* SHORT = "short sequences: four CTAs of 64 rows stay on an SM";
 constexpr const char* SHORT_96 = "short packed sequences: three CTAs of 64 rows stay on an SM";
 constexpr const char* SHORT_128 = "short packed sequences: two CTAs of 64 rows stay on an SM";
+// Measured on an H200 (docs/lab/hopper.md).
+constexpr KernelTile with_packed(KernelTile tile, PackedTimes times) {
+  tile.packed = times;
+  return tile;
+}
 constexpr KernelTile TILES[] = {
-    rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64),
-    rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128),
-    rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE),
+    with_packed(rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64), {2620, 20.9}),
+    with_packed(rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128), {2690, 12.2}),
+    with_packed(rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE), {2650, 19.1}),
     rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
-    rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"),
-    rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96),
-    rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
-    rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
-    rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
-    rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
-    rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80),
-    rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128),
-    rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),
+    with_packed(rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"),
+                {610, 5.3, 8.5}),
+    with_packed(rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96), {3920, 17.3}),
+    with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128), {3630, 11.1}),
+    with_packed(rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
+                {3850, 24.2}),
+    rated<D96Few<DType::F16>>("d96_few", 0.62, 64, PAIR),
+    with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
+                {980, 7.4, 13.5}),
+    with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3380, 17.7}),
+    with_packed(rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128), {2400, 14.5}),
+    with_packed(rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE), {3330, 16.8}),
     rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
-    rated<D128Short<DType::F16>>("d128_short", 1.12, 110, SHORT_128, "short"),
+    with_packed(rated<D128Short<DType::F16>>("d128_short", 1.12, 110, SHORT_128, "short"),
+                {1080, 8.3, 10.2}),
     rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80),
     rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128),
     rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),

@@ -193,7 +193,8 @@ struct FoundTile {
 // of a tile for the next one, so it does what device::find_work() does with fewer instructions: it
 // divides only where it must, and numbers without a sign.
 template <class C>
-__device__ __forceinline__ FoundTile find_tile(const AttentionParams& params, unsigned index) {
+__device__ __forceinline__ FoundTile find_tile(const Params& all_params, unsigned index) {
+  const AttentionParams& params = all_params.attention;
   FoundTile found{};
   if (params.cu_seqlens_q_gmem == nullptr) {
     const unsigned tiles = (static_cast<unsigned>(params.nq) + C::BLOCK_Q - 1) / C::BLOCK_Q;
@@ -209,6 +210,17 @@ __device__ __forceinline__ FoundTile find_tile(const AttentionParams& params, un
     found.work.nk = params.nk;
     found.work.first_row = C::BLOCK_Q * (static_cast<int>(tiles) - 1 -
                                          params.order.from_last(static_cast<int>(from_last)));
+  } else if (C::SHORT && all_params.part_rows == ONE_TILE_EACH) {
+    const unsigned batch = index / static_cast<unsigned>(params.heads_q);
+    const auto length = [&](const int* cu_seqlens, int rows) {
+      return max(device::sequence_start(cu_seqlens, batch + 1, rows) -
+                     device::sequence_start(cu_seqlens, batch, rows),
+                 0);
+    };
+    found.work.batch_head = static_cast<int>(index);
+    found.work.nq = length(params.cu_seqlens_q_gmem, params.nq);
+    found.work.nk = length(params.cu_seqlens_k_gmem, params.nk);
+    found.work.first_row = found.work.nq > 0 ? 0 : -1;
   } else {
     found.work = device::find_work<C::BLOCK_Q>(params, static_cast<int>(index));
   }

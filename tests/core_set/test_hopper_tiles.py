@@ -119,8 +119,8 @@ def test_packed_sequences_with_and_without_keys_follow_each_other(kernel: str) -
     q, k, v = (on.rand(*shape, seed=i, dtype="bfloat16") for i, shape in enumerate(shapes))
     k[-5:], v[-5:] = torch.nan, torch.nan  # rows that no sequence has
     ends = {"cu_seqlens_q": on.cu_seqlens(q_lengths), "cu_seqlens_k": on.cu_seqlens(k_lengths)}
-    # One is said to be so long that the others do not count as short.
-    call: dict[str, Any] = {"causal": True, **ends, "max_seqlen_k": 4096}
+    # Where a number of splits is asked for, sequences do not count as short.
+    call: dict[str, Any] = {"causal": True, **ends, "num_splits": 1}
     out, _ = check_every_schedule(kernel, q, k, v, **call)
     assert torch.equal(out[-2:], torch.zeros_like(out[-2:]))
 
@@ -213,6 +213,39 @@ def test_ctas_of_short_packed_sequences_share_an_sm(
     assert launch["kernel"].endswith(f"d{columns}_short")
     assert launch["grid"] == [ctas, 1, 1]
     out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
+    assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "call"),
+    [
+        (64, "bfloat16", {"causal": True}),
+        (80, "float16", {}),
+        (128, "bfloat16", {"window": (20, 9)}),
+    ],
+    ids=str,
+)
+def test_packed_sequences_of_one_tile_are_not_searched_for(
+    d: int, dtype: str, call: dict[str, Any]
+) -> None:
+    """More tiles than CTAs take twice; rows of no sequence before the first and behind the last."""
+    q_lengths, k_lengths = (64, 0, 1, 30, 63, 17), (70, 9, 64, 0, 130, 17)
+    q, k, v = (
+        on.rand(sum(lengths) + 7, heads, d, seed=heads, dtype=dtype)
+        for lengths, heads in ((q_lengths, 6), (k_lengths, 3), (k_lengths, 3))
+    )
+    k[:2], v[:2], k[-5:], v[-5:] = torch.nan, torch.nan, torch.nan, torch.nan
+    call |= {
+        "cu_seqlens_q": on.cu_seqlens(q_lengths) + 4, "cu_seqlens_k": on.cu_seqlens(k_lengths) + 2,
+        "max_seqlen_q": 64, "max_seqlen_k": 130,
+    }  # fmt: skip
+    plan = plan_on(1, q, k, v, **call)
+    tile = plan.tile
+    assert tile is not None
+    assert tile.name.endswith("_short")
+    assert (tile.one_tile_each, tile.tiles) == (True, 6 * 6)
+    out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
+    assert torch.equal(out[:4], torch.zeros_like(out[:4]))
     assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
 
 

@@ -71,7 +71,10 @@ SHAPES = {
     (32, 16, 16, 257, 257, 64, False): ("d64_short", 103),
     (8, 8, 8, 100, 100, 32, False): ("d64_short", 64),
     (64, 12, 12, 197, 197, 64, False): ("d64_large", 128),
-    (64, 16, 16, 64, 64, 80, False): ("d96_large", 128),
+    (64, 16, 16, 64, 64, 80, False): ("d96_short", 342),
+    (64, 8, 8, 64, 64, 128, False): ("d128_short", 256),
+    (1, 16, 16, 64, 64, 128, False): ("d128_short", 16),
+    (25, 3, 3, 400, 400, 80, False): ("d96_large", 38),
     (8, 16, 16, 114, 512, 64, False): ("d64_short", 128),
     (8, 20, 20, 64, 1500, 64, False): ("d64_short", 40),
     # Tiles of few keys of 96 columns, and 160 columns.
@@ -106,46 +109,62 @@ def packed(
     return {**call, "causal": causal, **hints}
 
 
-# Sequences, their rows in all, heads of q and of k, head dimension, causal: the tile.
+# Sequences, the longest of them, their rows in all, heads of q and of k, head dimension, causal:
+# the tile. It took at most 5% longer than the fastest (H200, 2026-11-30).
 PACKED_SHAPES = {
-    (64, 8192, 12, 12, 64, False): "d64_short",
-    (75, 8192, 32, 8, 64, True): "d64_short",  # not tiles of packed heads
-    (41, 8192, 12, 12, 64, False): "d64_short",
-    (31, 8192, 14, 2, 64, True): "d64_short",
-    (37, 4096, 12, 12, 32, False): "d64_short",
-    (75, 8192, 12, 12, 96, False): "d96_short",
-    (40, 7840, 16, 16, 80, False): "d96_turns",
-    (48, 8192, 12, 12, 96, False): "d96_short",
-    (32, 8192, 16, 16, 72, False): "d96_turns",
-    (128, 8192, 16, 16, 128, False): "d128_short",
-    (75, 8192, 32, 8, 128, True): "d128_short",
-    (32, 8192, 32, 8, 128, True): "d128_turns",
+    (37, 397, 8192, 16, 16, 72, False): "d96_large",
+    (63, 250, 8192, 16, 16, 72, False): "d96_turns",
+    (120, 128, 8192, 16, 16, 72, False): "d128_short",  # rows that are no multiples of 32 bytes
+    (76, 196, 8192, 16, 16, 80, False): "d96_short",
+    (37, 397, 8192, 12, 12, 96, True): "d96_short",
+    (12, 2866, 16384, 16, 16, 72, False): "d96_large",
+    (64, 128, 8192, 12, 12, 64, False): "d64_short",
+    (279, 54, 8192, 28, 4, 64, False): "d64_short",
+    (160, 256, 8192, 12, 12, 64, False): "d64_short",  # one far longer than most
+    (66, 3228, 16384, 12, 12, 64, False): "d64_medium",
+    (13, 1363, 8192, 16, 16, 64, True): "d64_medium",
+    (11, 186, 1024, 8, 8, 64, False): "d64_short",
+    (279, 54, 8192, 32, 8, 128, True): "d128_short",
+    (76, 196, 8192, 16, 16, 112, False): "d128_short",
+    (37, 397, 8192, 32, 8, 128, True): "d128_turns",
 }
 
 
 @pytest.mark.parametrize("shape", PACKED_SHAPES, ids=str)
-def test_short_packed_sequences_get_the_tile_that_was_the_fastest(shape: Any) -> None:
-    decision = archflash.explain(**packed(*shape), device="H200", implementation=NAME)
+def test_packed_sequences_get_a_tile_that_was_among_the_fastest(shape: Any) -> None:
+    sequences, longest, *others = shape
+    call = packed(sequences, *others, max_seqlen_q=longest, max_seqlen_k=longest)
+    decision = archflash.explain(**call, device="H200", implementation=NAME)
     assert decision.plan is not None
     assert tile_of(decision.plan).name == PACKED_SHAPES[shape]
 
 
-def test_packed_sequences_of_which_one_is_known_to_be_far_longer_are_not_short() -> None:
-    def tiles(**hints: int) -> tuple[str, str]:
+def test_packed_sequences_known_to_have_one_tile_each_have_that_of_their_number() -> None:
+    def tile(sequences: int, longest: int | None) -> native.TileChoice:
+        hints = {} if longest is None else {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        call = packed(sequences, 6000, 12, 12, 64, **hints)
+        plan = archflash.explain(**call, device="H200", implementation=NAME).plan
+        assert plan is not None
+        return tile_of(plan)
+
+    assert (tile(200, 64).one_tile_each, tile(200, 64).tiles) == (True, 200 * 12)
+    # Others have tiles that they may leave empty; of the last ones 240 rows belong to no sequence.
+    for sequences, longest in ((200, 65), (200, None), (90, 64)):
+        found = tile(sequences, longest)
+        assert found.name == "d64_short"
+        assert (found.one_tile_each, found.tiles) == (False, (94 + sequences) * 12)
+
+
+def test_gradients_of_packed_sequences_of_which_one_is_far_longer_have_long_tiles() -> None:
+    def kernel(**hints: int) -> str:
         call = packed(64, 8192, 12, 12, 64, **hints)
-        plans = [
-            archflash.explain(**call, device="H200", implementation=NAME, backward=backward).plan
-            for backward in (False, True)
-        ]
-        assert plans[0] is not None
-        assert plans[1] is not None
-        return tile_of(plans[0]).name, launch_of_attention(plans[1])["kernel"]
+        plan = archflash.explain(**call, device="H200", implementation=NAME, backward=True).plan
+        assert plan is not None
+        return str(launch_of_attention(plan)["kernel"])
 
     for hints in ({}, {"max_seqlen_q": 512, "max_seqlen_k": 512}):
-        assert tiles(**hints) == ("d64_short", "hopper_attention_bwd_bf16_d64_short")
-    name, kernel = tiles(max_seqlen_q=513, max_seqlen_k=513)
-    assert name != "d64_short"
-    assert kernel == "hopper_attention_bwd_bf16_d64"
+        assert kernel(**hints) == "hopper_attention_bwd_bf16_d64_short"
+    assert kernel(max_seqlen_q=513, max_seqlen_k=513) == "hopper_attention_bwd_bf16_d64"
 
 
 def test_one_cta_for_each_sm_counts_the_tiles_that_are_of_unequal_length() -> None:

@@ -39,9 +39,9 @@ __device__ __forceinline__ void arrive_beside(bool leader, uint32_t barrier_smem
 }
 
 // Clears the rows of a tile before `begin` and from `end` on, which no row of the sequence has to
-// do with: what they are multiplied with is 0, but 0 * NaN would be NaN. Called by the whole warp
-// when the tile has landed, by the thread with this number.
-template <class Tile, int SLABS = Tile::SLABS>
+// do with: what they are multiplied with is 0, but 0 * NaN would be NaN. Called by a whole warp, or
+// by all warps of THREADS threads, when the tile has landed, by the thread with this number.
+template <class Tile, int SLABS = Tile::SLABS, int THREADS = 32>
 __device__ __forceinline__ void clear_rows(unsigned char* tile, int begin, int end,
                                            unsigned thread = threadIdx.x) {
   begin = min(max(begin, 0), static_cast<int>(Tile::ROWS));
@@ -49,8 +49,8 @@ __device__ __forceinline__ void clear_rows(unsigned char* tile, int begin, int e
 #pragma unroll 1
   for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll 1
-    for (int byte = static_cast<int>(thread % 32 * 16);
-         byte < static_cast<int>(Tile::ROWS - kept) * Tile::ROW_BYTES; byte += 32 * 16) {
+    for (int byte = static_cast<int>(thread % THREADS * 16);
+         byte < static_cast<int>(Tile::ROWS - kept) * Tile::ROW_BYTES; byte += THREADS * 16) {
       const int behind = byte < begin * Tile::ROW_BYTES ? 0 : kept * Tile::ROW_BYTES;
       *reinterpret_cast<uint4*>(tile + slab * Tile::SLAB_BYTES + byte + behind) = uint4{};
     }

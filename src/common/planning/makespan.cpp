@@ -112,7 +112,8 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
     int64_t start = 0;
     for (size_t sequence = 0; sequence < lengths.q.size(); ++sequence) {
       const int64_t nq = lengths.q[sequence], nk = lengths.k[sequence];
-      const int64_t places = (start + nq) / tile.block_q - start / tile.block_q + 1;
+      int64_t places = (start + nq) / tile.block_q - start / tile.block_q + 1;
+      if (tile.one_tile_each) places = 1;
       const int64_t needed = ceil_div(nq, tile.block_q);
       start += nq;
       for (int64_t place = 0; place < places; ++place) {

@@ -139,6 +139,7 @@ struct TileChoice {
   // The row tiles from whole_tiles on are cut into parts of part_rows rows, which CTAs take one by
   // one; part_rows = 0: none is.
   int64_t whole_tiles = 0, part_rows = 0;
+  bool one_tile_each = false;     // no packed sequence has more, and each has that of its number
   bool counts_tiles = false;      // CTAs take their tiles by a counter
   bool summarizes_masks = false;  // a launch before summarizes the masks as data for its kernel
 };
@@ -155,6 +156,7 @@ void for_each_field(TileChoice& t, F&& f) {
   f("heads_per_group", t.heads_per_group);
   f("turned_begin", t.turned_begin), f("turned_end", t.turned_end), f("row_step", t.row_step);
   f("whole_tiles", t.whole_tiles), f("part_rows", t.part_rows);
+  f("one_tile_each", t.one_tile_each);
   f("counts_tiles", t.counts_tiles), f("summarizes_masks", t.summarizes_masks);
 }
 
