@@ -93,7 +93,7 @@ constexpr KernelTile TILES[] = {
     with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128), {3630, 11.1}),
     with_packed(rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
                 {3850, 24.2}),
-    rated<D96Few<DType::F16>>("d96_few", 0.62, 64, PAIR),
+    rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
     with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
                 {980, 7.4, 13.5}),
     with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3380, 17.7}),

@@ -74,7 +74,6 @@ SHAPES = {
     (64, 16, 16, 64, 64, 80, False): ("d96_short", 342),
     (64, 8, 8, 64, 64, 128, False): ("d128_short", 256),
     (1, 16, 16, 64, 64, 128, False): ("d128_short", 16),
-    (25, 3, 3, 400, 400, 80, False): ("d96_large", 38),
     (8, 16, 16, 114, 512, 64, False): ("d64_short", 128),
     (8, 20, 20, 64, 1500, 64, False): ("d64_short", 40),
     # Tiles of few keys of 96 columns, and 160 columns.
