@@ -11,8 +11,8 @@ namespace archflash::hopper {
 
 // A CTA has STREAMS_ streams: a consumer warpgroup and a producer warp each, with tiles, rings and
 // barriers of their own. Base is the Config of one of them, whose tile is a row of blocks of
-// block_mask.
-template <class Base, int STREAMS_, int V_STAGES_, int PRODUCER_REGISTERS_>
+// block_mask, and whose stages hold K or V, as they come.
+template <class Base, int STREAMS_, int PRODUCER_REGISTERS_>
 struct TableConfig : Base {
   static constexpr int STREAMS = STREAMS_;
   static constexpr int CONSUMER_THREADS = Base::WARPGROUP * STREAMS;
@@ -22,12 +22,11 @@ struct TableConfig : Base {
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(LAUNCH_REGISTERS, STREAMS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = true;
-  static constexpr int V_STAGES = V_STAGES_;  // Base::STAGES are those of K
+  static constexpr int V_SMEM = Base::K_SMEM;
 
-  // Shared memory of a stream, in bytes: Q | ring of K | ring of V | barriers | a message for each
-  // stage of K | two messages about tiles, since the next one is written while this one is still
-  // read.
-  static constexpr int BARRIER_SMEM = Base::V_SMEM + V_STAGES * Base::VTile::BYTES;
+  // Shared memory of a stream, in bytes: Q | ring of K and V | barriers | a message for each stage
+  // | two messages about tiles, since the next one is written while this one is still read.
+  static constexpr int BARRIER_SMEM = Base::K_SMEM + Base::STAGES * Base::KTile::BYTES;
   static constexpr int BARRIERS = 2 + 4 * Base::STAGES + 1;
   static constexpr int BLOCK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int BLOCK_BYTES = 16;
@@ -42,14 +41,15 @@ struct TableConfig : Base {
   static_assert(Base::BLOCK_Q == MASK_BLOCK && Base::BLOCK_K == MASK_BLOCK &&
                     Base::TILE_STEP == MASK_BLOCK,
                 "a tile and a block of keys are a block of block_mask");
-  static_assert(V_STAGES <= Base::STAGES, "the barriers of V are as many as those of K");
+  static_assert(Base::STAGES >= 3, "the next K comes while this one and a V are read");
+  static_assert(Base::VTile::BYTES == Base::KTile::BYTES, "a stage holds either");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
 // clang-format off
-template <DType T> using D64Table  = TableConfig<Config<T, Variant{.head_dim = 64,  .block_k = 64, .stages = 3, .overlaps = false}>, 4, 2, 32>;
-template <DType T> using D128Table = TableConfig<Config<T, Variant{.head_dim = 128, .block_k = 64, .stages = 2, .overlaps = false}>, 3, 1, 56>;
+template <DType T> using D64Table  = TableConfig<Config<T, Variant{.head_dim = 64,  .block_k = 64, .stages = 5, .overlaps = false}>, 4, 32>;
+template <DType T> using D128Table = TableConfig<Config<T, Variant{.head_dim = 128, .block_k = 64, .stages = 3, .overlaps = false}>, 3, 56>;
 // clang-format on
 
 }  // namespace archflash::hopper

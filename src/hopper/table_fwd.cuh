@@ -16,8 +16,8 @@
 //
 //   what is handed over       from -> to              barriers of the stream: ready / free again
 //   Q, the tile's message     producer -> consumers   q_full / q_empty
-//   K, the block's message    producer -> consumers   k_full / k_empty
-//   V                         producer -> consumers   v_full / v_empty
+//   K, the block's message    producer -> consumers   k_full / k_empty, one ring for both: what
+//   V                         producer -> consumers   comes next takes the stage that is free first
 //
 //   one step of a consumer warpgroup:
 //

@@ -23,8 +23,7 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
   const MaskParams& masks = all_params.masks;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
-  RingPosition<C::STAGES> k_ring;
-  RingPosition<C::V_STAGES> v_ring;
+  RingPosition<C::STAGES> ring;
   uint32_t q_parity = 0, ragged_parity = 0;
 
   // The first tiles go to the streams of all CTAs, the others to who is done first.
@@ -82,16 +81,16 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
         end};
   };
   const auto load_k = [&](const TableTile& tile, const device::TableBlock& block) {
-    // The products of every consumer warp have read the K that the stage held.
-    ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
+    // The products of every consumer warp have read what the stage held.
+    ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage), ring.parity ^ 1);
     if (leader) {
-      table_block<C>(shared, k_ring.stage) = block;
+      table_block<C>(shared, ring.stage) = block;
       device::start_load<typename C::KTile>(
-          shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map, block.key,
+          shared_smem + C::K_SMEM + ring.stage * C::KTile::BYTES, params.k_map, block.key,
           attention.k_head == 0 ? 0 : tile.head.head / attention.heads_per_kv,
-          attention.k_batch == 0 ? 0 : tile.head.batch, barriers.k_full(k_ring.stage));
+          attention.k_batch == 0 ? 0 : tile.head.batch, barriers.k_full(ring.stage));
     }
-    k_ring.advance();
+    ring.advance();
   };
   // V of a block.
   struct VToLoad {
@@ -100,27 +99,24 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
   };
   const auto load_v = [&](const VToLoad& v) {
     const bool ragged = v.key < v.seen_begin || v.key > v.seen_end - C::BLOCK_K;
-    const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
-    // The products of every consumer warp have read the V that the stage held.
-    ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
+    const int offset = C::V_SMEM + ring.stage * C::VTile::BYTES;
+    // The products of every consumer warp have read what the stage held.
+    ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage), ring.parity ^ 1);
     if (leader) {
       device::start_load<typename C::VTile>(
           shared_smem + offset, params.v_map, v.key, attention.v_head == 0 ? 0 : v.kv_head,
           attention.v_batch == 0 ? 0 : v.batch,
-          ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
+          ragged ? barriers.v_ragged() : barriers.k_full(ring.stage));
     }
     if (ragged) {
       ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
       ragged_parity ^= 1;
       clear_rows<typename C::VTile>(shared + offset, v.seen_begin - v.key, v.seen_end - v.key);
-      if (leader) ptx::mbarrier_arrive(barriers.v_full(v_ring.stage));
+      if (leader) ptx::mbarrier_arrive(barriers.k_full(ring.stage));
     }
-    v_ring.advance();
+    ring.advance();
   };
 
-  // V comes a block behind K, also from tile to tile: the first K and the Q of a tile come before
-  // the last V of the one before.
-  VToLoad pending{-1};
   unsigned index = blockIdx.x + gridDim.x * stream;
   TileToLoad now{};
   if (index < tiles) now = find_tile(index);
@@ -132,11 +128,7 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
     device::TableBlocks<1> blocks = now.blocks;
     device::TableBlock block = blocks.next();
     tile.any_block = block.key >= 0;
-    if (!tile.any_block) {
-      if (pending.key >= 0) load_v(pending);  // the consumers wait for it before they take a tile
-      pending.key = -1;
-      send_q(tile);
-    }
+    if (!tile.any_block) send_q(tile);
     bool is_first = true, is_next_known = false;
     // The next tile is taken before the last blocks are waited for, which hides the time of it.
     const auto find_next = [&] {
@@ -151,15 +143,14 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
       load_k(tile, block);
       if (is_first) send_q(tile);
       is_first = false;
-      if (pending.key >= 0) load_v(pending);
+      if (v.key >= 0) load_v(v);  // a block behind K, in the order of the products
       v.key = block.key;
-      pending = v;
       if (!is_next_known && blocks.ends_soon()) find_next();
       block = next;
     }
+    if (v.key >= 0) load_v(v);
     if (!is_next_known) find_next();
   }
-  if (pending.key >= 0) load_v(pending);
   TableTile none{};
   none.first_row = -1;
   send_q(none);

@@ -25,16 +25,14 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
   const AttentionParams& attention = params.call.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, 0, 0);
-  RingPosition<C::STAGES> k_ring;
-  RingPosition<C::V_STAGES> v_ring;
+  RingPosition<C::STAGES> ring;
   uint32_t q_parity = 0;
 
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(0), q_parity);  // Q has landed
     const TableTile& tile = table_message<C>(shared, uniform(q_parity));
     if (uniform(tile.first_row) < 0) break;
-    k_ring = {uniform(k_ring.stage), uniform(k_ring.parity)};
-    v_ring = {uniform(v_ring.stage), uniform(v_ring.parity)};
+    ring = {uniform(ring.stage), uniform(ring.parity)};
 
     device::Scores<C> s_rmem;
     Probabilities<C> p_rmem;
@@ -52,13 +50,18 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
     // A step starts S of its block, and O += P V of the block before, which runs during this one's
     // softmax. STARTS: there is no block before.
     const auto step = [&]<bool STARTS>() {
-      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
-      start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
+      ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
+      start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage);
+      const int k_stage = ring.stage;
+      ring.advance();
+      int v_stage = 0;
       if constexpr (!STARTS) {
-        ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
-        start_pv<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, true);
+        ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // V has landed
+        start_pv<C>(o_rmem, p_rmem, shared_smem, ring.stage, true);
+        v_stage = ring.stage;
+        ring.advance();
       }
-      const device::TableBlock& block = table_block<C>(shared, k_ring.stage);
+      const device::TableBlock& block = table_block<C>(shared, k_stage);
       const uint32_t block_state = uniform(block.states);
       more = uniform(block.last) == 0;
       ptx::wgmma_wait_group<STARTS ? 0 : 1>();  // the scores are there
@@ -71,8 +74,7 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
         const int rows[2] = {row, row + 8};
         device::mask_rows<C>(s_rmem, visible, rows, block.key + static_cast<int>(thread % 4 * 2));
       }
-      release(barriers.k_empty(k_ring.stage));
-      k_ring.advance();
+      release(barriers.k_empty(k_stage));
       if (!more) release(barriers.q_empty(0));
       bool raised = false;
       float corrections[2];
@@ -86,8 +88,7 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
         ptx::wgmma_wait_group<0>();
         ptx::registers_change<OUTPUTS>(o);
         ptx::registers_change<WORDS>(p);
-        release(barriers.v_empty(v_ring.stage));
-        v_ring.advance();
+        release(barriers.k_empty(v_stage));
       }
       pack<C>(s_rmem, p_rmem);
       if (!STARTS && raised) rescale<C>(o_rmem, corrections);
@@ -96,12 +97,12 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
       step.template operator()<true>();
 #pragma unroll 1
       while (more) step.template operator()<false>();
-      ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
-      start_pv<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, true);
+      ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // V has landed
+      start_pv<C>(o_rmem, p_rmem, shared_smem, ring.stage, true);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
-      release(barriers.v_empty(v_ring.stage));
-      v_ring.advance();
+      release(barriers.k_empty(ring.stage));
+      ring.advance();
     }
 
     const int warp_row = static_cast<int>(threadIdx.x) / 32 % C::WARPS * C::WARP_ROWS;

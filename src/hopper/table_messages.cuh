@@ -11,7 +11,7 @@
 
 namespace archflash::hopper {
 
-// Called by one thread. Barriers has what each one protects.
+// Called by one thread. Barriers has what each one protects; those of K are those of V, too.
 template <class C>
 __device__ __forceinline__ void initialise_barriers(const Barriers<C>& barriers) {
   ptx::mbarrier_init(barriers.q_full(0), 1);
@@ -19,14 +19,12 @@ __device__ __forceinline__ void initialise_barriers(const Barriers<C>& barriers)
   for (int stage = 0; stage < C::STAGES; ++stage) {
     ptx::mbarrier_init(barriers.k_full(stage), 1);
     ptx::mbarrier_init_for_warps(barriers.k_empty(stage), C::WARPS);
-    ptx::mbarrier_init(barriers.v_full(stage), 1);
-    ptx::mbarrier_init_for_warps(barriers.v_empty(stage), C::WARPS);
   }
   ptx::mbarrier_init(barriers.v_ragged(), 1);
   ptx::fence_mbarrier_init();
 }
 
-// The message about the block in a stage of K.
+// The message about the block whose K is in a stage.
 template <class C>
 __device__ __forceinline__ device::TableBlock& table_block(unsigned char* shared, int stage) {
   static_assert(sizeof(device::TableBlock) <= C::BLOCK_BYTES);
