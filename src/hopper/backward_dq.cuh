@@ -54,29 +54,27 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
   uint32_t count = 0;          // of rounds
   ptx::griddepcontrol_wait();  // the sums and the turns are zero
   for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
-    BlockPosition<C> block{0, work.start};
+    BlockPosition<C> block = device::first_block<C>(params, work);
     const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
-    // Whether a CTA has the turn behind this one, in the rounds that it goes over, too.
-    const int behind = work.first_row + device::count_chains(params) * C::ROWS;
-    const bool hands_on =
-        C::SWAPS_KEYS || (work.upwards ? work.first_row > 0 : behind < work.own_rows);
 #pragma unroll 1
     for (; count < end; ++count, block.next_round(work)) {
       if (all_groups && count % 2 != number) continue;
       const device::DqTurn turn = device::dq_turn<C>(params, work, block);
       // It looks for its turn while dQ is computed, because that takes a while even if it has come.
       if (leader && turn.waits) {
-        const int own_turn = work.turn;
-        while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
+        while (ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < turn.come) {
         }
       }
       __syncwarp();
+#pragma unroll 1
       for (int group = first_group; group < end_group; ++group)
         ptx::mbarrier_wait_parity(barriers.dq_full(group, count), count / 2 % 2);
       if (leader) {
         if (turn.waits) ptx::fence_proxy_async_global();  // the turn has come before TMA adds
         float* const round_gmem = device::sums_of_round<C>(params, turn.sum);
+        const bool adds = !device::lists_rounds<C>() || turn.come != device::ListedRound::NO_TURN;
         const auto add = [&](int start, uint32_t offset, uint32_t bytes) {
+          if (!adds) return;
           const uint32_t from_smem = shared_smem + C::DQ_SMEM + offset;
           if (in_turns && !turn.waits) {
             ptx::cp_async_bulk_store(round_gmem + start, from_smem, bytes);
@@ -100,11 +98,15 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
         }
         ptx::cp_async_bulk_commit_group();
         ptx::cp_async_bulk_wait_group_read_0();
+#pragma unroll 1
         for (int group = first_group; group < end_group; ++group)
           ptx::mbarrier_arrive(barriers.dq_empty(group));
         if (in_turns) {  // the CTA of the next turn may add when this one has
-          if (hands_on) ptx::cp_async_bulk_wait_group_0();
-          ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
+          // Whether a CTA has the turn behind this one, in the rounds that it goes over, too.
+          const int behind = work.first_row + device::count_chains(params) * C::ROWS;
+          if (C::SWAPS_KEYS || (work.upwards ? work.first_row > 0 : behind < work.own_rows))
+            ptx::cp_async_bulk_wait_group_0();
+          if (adds) ptx::st_release_s32(params.turns_gmem + turn.sum, work.turn + 1);
         }
       }
       __syncwarp();
@@ -134,7 +136,7 @@ __device__ __forceinline__ void end_dq(const BackwardParamsOf<C>& all_params, un
     int goes_on = INT32_MAX;
     if (!C::WRITES_DQ && next_key < work.own_rows)
       goes_on = C::SWAPS_KEYS ? 0 : work.visible.first(next_key) & -C::ROUND;
-    BlockPosition<C> block{0, work.start};
+    BlockPosition<C> block = device::first_block<C>(params, work);
     const uint32_t end = count + work.blocks / C::BLOCKS_OF_ROUND;
 #pragma unroll 1
     for (; count < end; ++count, block.next_round(work)) {

@@ -25,7 +25,6 @@ __device__ __forceinline__ void list_rounds(const BackwardParamsOf<C>& params, C
   if (work.first_row < 0) return;
   const MaskParams& masks = params.masks;
   const int lane = threadIdx.x % 32;
-  const int key_blocks = (work.own_rows - work.first_row + MASK_BLOCK - 1) / MASK_BLOCK;
   ListedRound* const rounds_gmem =
       params.rounds_gmem + static_cast<int64_t>(blockIdx.x) * params.rounds_of_cta;
   int count = 0;
@@ -33,36 +32,48 @@ __device__ __forceinline__ void list_rounds(const BackwardParamsOf<C>& params, C
   for (int head = 0; head < work.heads; ++head) {
     const uint8_t* const table_gmem =
         masks.blocks_gmem + work.batch * masks.blocks_batch +
-        (work.head * params.call.backward.attention.heads_per_kv + head) * masks.blocks_head +
-        work.first_row / MASK_BLOCK;
-#pragma unroll 1
-    for (int top = work.last; top >= work.begin; top -= 32 * C::ROUND) {
-      const int row = top - lane * C::ROUND;
+        (work.head * params.call.backward.attention.heads_per_kv + head) * masks.blocks_head;
+    // Which blocks of keys of the tile with the first key `tile_key` see which blocks of a round.
+    const auto find_seen = [&](int row, int tile_key) {
       uint32_t seen = 0;
 #pragma unroll
       for (int i = 0; i < C::WARPGROUPS * C::BLOCKS_OF_ROUND; ++i) {
         const int block = i / C::WARPGROUPS, key_block = i % C::WARPGROUPS;
         const int first_query = row + block * C::BLOCK;
-        if (row < work.begin || first_query >= work.passing_rows || key_block >= key_blocks)
+        const int first_key = tile_key + key_block * MASK_BLOCK;
+        if (row < work.begin || first_query >= work.passing_rows || first_key >= work.own_rows)
           continue;
-        const int first_key = work.first_row + key_block * MASK_BLOCK;
         const int last_key = min(first_key + MASK_BLOCK, work.own_rows) - 1;
-        const uint8_t state = table_gmem[first_query / MASK_BLOCK * masks.blocks_row + key_block];
+        const uint8_t state =
+            table_gmem[first_query / MASK_BLOCK * masks.blocks_row + first_key / MASK_BLOCK];
         if (state != BLOCK_UNSEEN &&
             !work.visible.hides(first_key, last_key, first_query, first_query + C::BLOCK - 1))
           seen |= 1u << (2 * block + key_block);
       }
+      return seen;
+    };
+#pragma unroll 1
+    for (int top = work.last; top >= work.begin; top -= 32 * C::ROUND) {
+      const int row = top - lane * C::ROUND;
+      const uint32_t seen = find_seen(row, work.first_row);
       const uint32_t lanes = __ballot_sync(device::FULL_WARP, seen != 0);
       if (seen != 0) {
+        // In turns the tile comes behind the last one of those before it that see the round.
+        int come = 0;
+        if (params.call.turns_gmem != nullptr) {
+          come = work.first_row / C::ROWS;
+          while (come > 0 && find_seen(row, (come - 1) * C::ROWS) == 0) --come;
+        }
         rounds_gmem[count + __popc(lanes & ((1u << lane) - 1))] =
-            ListedRound::of(head, row / C::BLOCK, seen);
+            ListedRound::of(head, row / C::BLOCK, seen, come);
       }
       count += __popc(lanes);
       seen_of_any |= __reduce_or_sync(device::FULL_WARP, (seen | seen >> 2) & 3);
     }
     // A list begins with a round of the first head, if need be one that sees nothing.
     if (head == 0 && count == 0 && work.heads > 1 && work.begin <= work.last) {
-      if (lane == 0) rounds_gmem[0] = ListedRound::of(0, work.last / C::BLOCK, 0);
+      if (lane == 0)
+        rounds_gmem[0] = ListedRound::of(0, work.last / C::BLOCK, 0, ListedRound::NO_TURN);
       count = 1;
     }
   }

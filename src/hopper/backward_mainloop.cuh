@@ -136,12 +136,14 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     if constexpr (C::DROPS) {
       const DroppedHeads& heads = all_params.dropped_heads;
       return find_dropout(all_params.dropout, heads.first + work.batch * heads.of_sequence +
-                                                  work.head * attention.heads_per_kv);
+                                                  work.head * attention.heads_per_kv +
+                                                  work.start_head);
     } else {
       return nullptr;
     }
   }();
-  [[maybe_unused]] int weighed = 0, head = 0;  // blocks; the next one's head
+  // Blocks; the next one's head.
+  [[maybe_unused]] int weighed = 0, head = C::DROPS ? uniform(work.start_head) : 0;
   // Which of the thread's scores attn_mask keeps, of the next block.
   [[maybe_unused]] uint32_t seen = 0;
   [[maybe_unused]] bool hides = false;  // some of this block

@@ -51,6 +51,9 @@ struct BackwardKernelParams {
   // by a counter, which the first launch clears.
   int32_t tiles;
   int32_t* taken_gmem;
+  // In turns, where tiles of a chain that run together start apart, 2^turn_steps_shift rounds of
+  // all heads one before the next: how many of them there are; 0: tiles do not start apart.
+  int32_t turn_tiles, turn_steps_shift;
   TensorMap q_map, k_map, v_map, dout_map;
 };
 

@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_swapping(const BackwardKernelParams& params
   load_keys.template operator()<typename C::KTile>(barriers.values_empty(), k_offset<C>(tile_stage),
                                                    params.k_map, attention.k_head,
                                                    attention.k_batch, barriers.k_full(tile_stage));
-  BlockPosition<C> block{0, work.start};
+  BlockPosition<C> block = device::first_block<C>(params, work);
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
     static_assert(C::BLOCKS_OF_ROUND == 1);
@@ -89,7 +89,7 @@ __device__ __forceinline__ int take_number_when_all_run(const BackwardKernelPara
   const int ctas = ptx::mov_nctaid_x_volatile();
   int number = params.tiles;
   if (ptx::mov_tid_x_volatile() % 32 == 0) {
-    bool all_run = !C::ENDS_DQ || C::WRITES_DQ;
+    bool all_run = C::WRITES_DQ || (!C::ENDS_DQ && params.turns_gmem == nullptr);
 #pragma unroll 1
     for (int i = 0; i < TRIES && !all_run; ++i)
       all_run = ptx::ld_relaxed_s32(params.taken_gmem + 1) >= ctas;
@@ -104,13 +104,6 @@ template <class C>
 __device__ __forceinline__ void find_work_after(const BackwardKernelParams& params, int number,
                                                 const CtaWork& before, CtaWork& work) {
   const AttentionParams& attention = params.backward.attention;
-  work.own_rows = before.own_rows, work.own_start = 0;
-  work.passing_rows = before.passing_rows, work.passing_start = 0;
-  work.visible = before.visible;
-  work.heads = before.heads;
-  work.begin = before.begin, work.last = before.last, work.blocks = before.blocks;
-  work.upwards = false, work.chain = 0;
-  work.dq_next_head = before.dq_next_head, work.dq_next_round = before.dq_next_round;
   const int heads_kv = attention.heads_q / attention.heads_per_kv;
   const int tiles = (attention.nk + C::ROWS - 1) / C::ROWS;
   const TileInGroups found(number, attention.batch * heads_kv, tiles, params.group_heads, 1);
@@ -118,15 +111,24 @@ __device__ __forceinline__ void find_work_after(const BackwardKernelParams& para
   work.batch = batch, work.head = work.gradient_head = head;
   work.dq_first = (batch * attention.heads_q + head * attention.heads_per_kv) * params.rounds;
   work.first_row = found.tile * C::ROWS;
-  if constexpr (C::ENDS_DQ) {
-    work.start = work.before_start = work.last;
+  work.heads = before.heads, work.begin = before.begin, work.last = before.last;
+  work.upwards = false, work.chain = 0;
+  work.start_head = 0;
+  if (!C::ENDS_DQ && params.turn_tiles > 0) {
+    device::start_apart<C>(params, work, found.tile, 0, 1);
+  } else if (C::ENDS_DQ || params.turns_gmem != nullptr) {
+    work.start = work.last;
     work.turn = found.tile;
-    work.before_begin = 0, work.before_last = found.tile > 0 ? work.last : -1;
   } else {
     constexpr int STEPS_APART = 4;  // as in device::find_queries()
     const int apart = found.tile * STEPS_APART / max(work.heads, STEPS_APART);
     work.start = work.last - apart % ((work.last - work.begin) / C::ROUND + 1) * C::ROUND;
   }
+  work.own_rows = before.own_rows, work.own_start = 0;
+  work.passing_rows = before.passing_rows, work.passing_start = 0;
+  work.visible = before.visible;
+  work.blocks = before.blocks;
+  work.dq_next_head = before.dq_next_head, work.dq_next_round = before.dq_next_round;
 }
 
 template <class C>
@@ -134,7 +136,7 @@ __device__ __forceinline__ void load_terms_and_take(const BackwardKernelParams& 
                                                     unsigned char* shared, uint32_t shared_smem) {
   const BackwardBarriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   release(barriers.tile_full(0));  // the first tile is there already
-  if constexpr (C::ENDS_DQ && !C::WRITES_DQ) {
+  if constexpr (!C::WRITES_DQ) {
     ptx::griddepcontrol_wait();  // the counter is zero
     if (takes_more<C>(params) && threadIdx.x % 32 == 0) atomicAdd(params.taken_gmem + 1, 1);
   }

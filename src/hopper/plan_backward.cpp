@@ -223,11 +223,20 @@ bool stays(const BackwardProblem& problem, const Device& device) {
   constexpr int64_t MANY_KEYS = 1024, MANY_WAVES = 5;
   const Problem& call = problem.call;
   const BackwardTile& tile = STAYING_TILE;
-  return is_plain(call) && !problem.deterministic && std::max(call.d, call.dv) > 96 &&
-         call.d <= tile.head_dim && call.dv <= tile.head_dim_v && call.nk >= MANY_KEYS &&
+  return is_plain(call) && std::max(call.d, call.dv) > 96 && call.d <= tile.head_dim &&
+         call.dv <= tile.head_dim_v && call.nk >= MANY_KEYS &&
          call.nq * (call.heads_q / call.heads_kv) <= SHORT_ROWS &&
          call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows) >=
              MANY_WAVES * device.sm_count;
+}
+
+// Whether the tiles for few keys need no chains in turns.
+bool has_one_sum(const BackwardProblem& problem, const Device& device) {
+  for (const BackwardTile& tile : SHORT_TILES) {
+    if (problem.call.d <= tile.head_dim && problem.call.dv <= tile.head_dim_v)
+      return core::sums_of_round(problem, tile, device) == 1;
+  }
+  return false;
 }
 
 // The tile with the smallest sums of dQ among the smallest ones that serve a call. If there is
@@ -244,7 +253,8 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
   const bool computes_less = call.varlen
                                  ? is_packed_short(call, SHORT_PACKED_ROWS)
                                  : call.nq <= SHORT_ROWS && 6 * computed(64) <= 5 * computed(128) &&
-                                       (!problem.deterministic || call.nk <= KEYS_IN_TURNS);
+                                       (!problem.deterministic || call.nk <= KEYS_IN_TURNS ||
+                                        has_one_sum(problem, device));
   const bool is_short = computes_less && call.softcap == 0 && call.dropout_p == 0;
   for (const BackwardTile& tile : SHORT_ONE_TILES) {
     if (is_short && is_one_tile(problem, tile)) return tile;
@@ -379,7 +389,11 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
                                               turns_are_faster(call, tile, shares.all(), device));
   }
   shared.deterministic = problem.deterministic;
+  // Lists of rounds begin with the last one, and have one sum each.
+  if (table) shared.deterministic = false;
   const KeyTileOrder order = order_tiles(shared, tile, split, device);
+  Turns turns = find_turns(shared, tile, split, order.group_heads, !tile.swaps_keys, device);
+  if (tile.swaps_keys && turns.tiles == 0) turns.sums = 1;
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, "hopper",
       [&](BackwardKernelParams& params) {
@@ -389,21 +403,22 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
         params.packed_rows = static_cast<int32_t>(order.packed_rows);
         params.packed_tiles = static_cast<int32_t>(order.packed_tiles);
         params.upward_work = static_cast<int32_t>(order.upward_work);
+        params.turn_tiles = static_cast<int32_t>(turns.tiles);
+        params.turn_steps_shift = static_cast<int32_t>(turns.steps_shift);
         params.shares = static_cast<int32_t>(split.shares);
         params.share_rows = static_cast<int32_t>(split.rows);
         params.backward.scale *= core::dropout_params(call).scale;  // 1 without dropout
         params.backward.head_shares = static_cast<int32_t>(shares.heads);
         params.backward.attention.heads_per_kv /= params.backward.head_shares;
       },
-      core::sums_of_round(shared, tile, device, split.shares));
+      turns.sums);
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
     if (shares.all() > 1) {
       core::add_shares(*plan, problem, "hopper", shares.all());
       main_launch(*plan)->grid[0] *= shares.all();
     }
     take_tiles(*plan, problem, tile, device, shares.all());
-    if (tile.dq_ctas > 0 && core::sums_of_round(shared, tile, device, split.shares) >= MANY_CHAINS)
-      write_dq_of_chains(*plan, tile);
+    if (tile.dq_ctas > 0 && turns.sums >= MANY_CHAINS) write_dq_of_chains(*plan, tile);
     if (table) add_table(*plan, problem, tile);
     if (adds) add_elements(*plan, call);
     if (drops) add_dropout(*plan, problem);

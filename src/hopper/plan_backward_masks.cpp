@@ -165,7 +165,6 @@ void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
   if (std::max(call.d, call.dv) > 128) add("head dimensions above 128");
   if (call.softcap != 0) add("a softcap");
   if (call.dropout_p != 0) add("dropout_p");
-  if (problem.deterministic) add("deterministic gradients");
   if (call.heads_q > call.heads_kv * device::ListedRound::MOST_HEADS)
     add("more than " + std::to_string(device::ListedRound::MOST_HEADS) + " heads for each of k");
   if (core::ceil_div(call.nq, MASK_BLOCK) > device::ListedRound::MOST_BLOCKS) add("so many rows");

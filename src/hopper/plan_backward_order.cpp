@@ -79,6 +79,26 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t
   return call.batch * call.heads_kv * tiles >= many_waves * device.sm_count;
 }
 
+namespace {
+
+// The rounds, of all heads, of a tile that all rows see.
+int64_t steps_of_tile(const Problem& call, const core::RoundsTile& tile,
+                      const core::RowShares& split) {
+  const int64_t rounds = core::ceil_div(std::min(call.nq, split.rows), tile.round_rows);
+  return rounds * (call.heads_q / std::max<int64_t>(call.heads_kv, 1));
+}
+
+// Whether tiles for more than 192 columns start apart, in groups as small as without turns: that
+// was faster with 32 rounds, and slower with 64 (docs/lab/hopper.md).
+bool starts_apart_above_192(const BackwardProblem& problem, const core::RoundsTile& tile,
+                            const core::RowShares& split) {
+  constexpr int64_t MOST_STEPS = 32;
+  return problem.deterministic && tile.head_dim > 192 && is_plain(problem.call) &&
+         steps_of_tile(problem.call, tile, split) <= MOST_STEPS;
+}
+
+}  // namespace
+
 KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile& tile,
                          const core::RowShares& split, const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20;
@@ -107,7 +127,10 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
     // By a model of the schedule anything from a quarter to a half of the SMs is as good.
     order.upward_work = 3 * device.sm_count / 8;
     if (call.varlen) return order;
-    const int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
+    int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
+    // Two groups where L2 holds all that they read and add to.
+    if (tile.head_dim > 128 && all * head_bytes <= BYTES / 2 * 3)
+      heads = std::max(heads, core::ceil_div(all, 2));
     order.group_heads = core::even_size(all, std::min(heads, all));
     order.upward_heads = (core::ceil_div(all, order.group_heads) - 1) * order.group_heads;
     return order;
@@ -133,7 +156,8 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
     return order;
   }
   if (problem.deterministic && tile.head_dim <= 128) return order;
-  const int64_t times = problem.deterministic ? 2 : 1;
+  const bool apart = starts_apart_above_192(problem, tile, split);
+  const int64_t times = problem.deterministic && !apart ? 2 : 1;
   order.packed_rows = times * BYTES / row_bytes;
   order.packed_tiles = times * device.sm_count;
   if (call.varlen) return order;
@@ -142,6 +166,44 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
   // A smaller last group would start with its longest tiles when all others are done.
   order.group_heads = core::even_size(all, std::min(times * heads, all));
   return order;
+}
+
+Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
+                 const core::RowShares& split, int64_t group_heads, bool takes_chains,
+                 const Device& device) {
+  const Problem& call = problem.call;
+  Turns turns{core::sums_of_round(problem, tile, device, split.shares)};
+  const bool wide = starts_apart_above_192(problem, tile, split);
+  // That of the tiles for few keys is unmeasured.
+  if ((turns.sums == 1 && !wide) || !tile.reads_many_chains) return turns;
+  if (is_windowed(call) && !sees_nearly_all(call)) return turns;
+  if (call.nk <= call.nq && call.heads_q == call.heads_kv && !wide) return turns;
+  const int64_t all = call.batch * call.heads_kv * split.shares;
+  const int64_t heads = std::max<int64_t>(std::min(all, group_heads), 1);
+  const int64_t together =
+      std::min(core::ceil_div(call.nk, tile.rows), core::ceil_div(device.sm_count, heads));
+  const int64_t steps = steps_of_tile(call, tile, split);
+  if (together <= 1) return turns;
+  // To hand a sum on takes about as long as 64 rows, so that the next tile is 128 behind, or if
+  // that takes too many chains, one round. Their sums have to stay in L2, and are no more than
+  // those of chains alone; if these were two, tiles would wait for good parts of their time.
+  constexpr int64_t ROWS_APART = 128, L2_BYTES = int64_t{20} << 20, MOST_SUMS = 32;
+  const int64_t bytes =
+      core::count_rounds(call, tile.round_rows) * core::sums_bytes_of_round(call, tile);
+  const int64_t most = turns.sums > 2 ? turns.sums : MOST_SUMS;
+  for (int64_t apart = core::ceil_div(ROWS_APART, tile.round_rows); apart > 0; --apart) {
+    const int64_t of_chain = steps / apart;  // tiles that start apart
+    if (of_chain == 0) continue;
+    const int64_t chains = core::ceil_div(together, of_chain);
+    if (chains > 1 && (2 * chains > most || 2 * chains * bytes > L2_BYTES)) continue;
+    if (chains > 1 && !takes_chains) continue;
+    turns.sums = 2 * chains;
+    while (core::ceil_div(together, chains) << (turns.steps_shift + 1) <= steps)
+      ++turns.steps_shift;
+    turns.tiles = core::ceil_div(steps, int64_t{1} << turns.steps_shift);
+    return turns;
+  }
+  return turns;
 }
 
 }  // namespace archflash::hopper

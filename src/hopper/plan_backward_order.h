@@ -19,6 +19,12 @@ struct KeyTileOrder {
   int64_t upward_work = 0;
 };
 
+// In turns: the sums of a round, and where tiles that run together start (BackwardKernelParams).
+struct Turns {
+  int64_t sums = 1;
+  int64_t tiles = 0, steps_shift = 0;
+};
+
 // A causal mask, a window, or both.
 bool is_windowed(const Problem& call);
 
@@ -53,5 +59,15 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t
 // Q and dO from memory again: so these calls go the first way, with tiles in a row.
 KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile& tile,
                          const core::RowShares& split, const Device& device);
+
+// How a call takes turns whose heads come in groups of group_heads.
+//
+// Tiles that run together start apart where there are rounds enough of all heads: then the turn has
+// mostly come before a CTA comes to a round, with two sums for each chain of tiles. Measured on an
+// H200 (docs/lab/hopper.md), where keys are more than rows or heads share a head of K.
+// takes_chains: whether a kernel knows of more than one.
+Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
+                 const core::RowShares& split, int64_t group_heads, bool takes_chains,
+                 const Device& device);
 
 }  // namespace archflash::hopper

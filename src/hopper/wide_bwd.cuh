@@ -274,7 +274,7 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int number = threadIdx.x % C::WARPGROUP;
   const bool in_turns = params.turns_gmem != nullptr;
-  BlockPosition<C> block{0, work.start};
+  BlockPosition<C> block = device::first_block<C>(params, work);
   RingPosition<C::DS_STAGES> ds_ring;
   RingPosition<C::TURN_STAGES> turn_ring;
   const int parts = uniform(device::sums_columns<C>(params.backward.attention.d)) / C::PART_COLUMNS;
@@ -337,7 +337,7 @@ __device__ __forceinline__ void take_turns(const BackwardKernelParams& params, c
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const bool leader = ptx::elect_sync();
   const int own_turn = work.turn;
-  BlockPosition<C> block{0, work.start};
+  BlockPosition<C> block = device::first_block<C>(params, work);
   const int rounds = work.blocks;
   ptx::griddepcontrol_wait();  // the turns are zero
 #pragma unroll 1
@@ -345,7 +345,7 @@ __device__ __forceinline__ void take_turns(const BackwardKernelParams& params, c
     if (count % C::TURN_STAGES != number) continue;
     const device::DqTurn turn = device::dq_turn<C>(params, work, block);
     if (leader) {
-      while (turn.waits && ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < own_turn) {
+      while (turn.waits && ptx::ld_acquire_s32(params.turns_gmem + turn.sum) < turn.come) {
       }
       ptx::mbarrier_arrive(barriers.turn_come(number));
     }

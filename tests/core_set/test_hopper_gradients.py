@@ -175,6 +175,36 @@ def test_tiles_that_a_cta_takes_one_after_another(name: str, deterministic: bool
     )
 
 
+# Calls whose tiles of keys start apart, and the SMs that they are planned for. name -> (nq, nk, d,
+# dv, batch, heads), options, SMs.
+START_APART: dict[str, tuple[tuple[Any, ...], dict[str, Any], int]] = {
+    "full": ((390, 700, 64, 64, 1, (2, 2)), {}, 4),
+    "shared-heads": ((130, 700, 128, 128, 1, (8, 2)), {"causal": True}, 8),
+    "chains": ((70, 900, 128, 128, 1, (2, 1)), {"causal": True}, 7),
+    "shared-out": ((300, 1300, 64, 64, 1, (7, 1)), {"causal": True}, 30),
+    "dropout": ((140, 700, 64, 64, 1, (4, 1)), {"dropout_p": 0.3}, 4),
+    "stays": ((200, 1100, 128, 128, 2, (2, 2)), {}, 7),
+    "wide": ((150, 600, 256, 256, 1, (2, 1)), {}, 8),
+}
+# Where BackwardKernelParams::turn_tiles lies.
+TURN_TILES_OFFSET = ORDER_OFFSET + 52
+
+
+@pytest.mark.parametrize("name", START_APART)
+def test_tiles_that_start_apart_take_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = list(START_APART).index(name)
+    *case, sms = START_APART[name]
+    tensors, options = gradients.feature_call(on, (case[0], case[1]), "bfloat16", number)
+    if "dropout_p" in options:
+        options["rng_state"] = on.tensor([7, 0], dtype=torch.int64)
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, sms=sms, schedules=(number, number + 1), **options
+    )
+    (main,) = (x for x in plans[0].to_dict()["launches"] if "_attention_bwd_" in x["kernel"])
+    assert struct.unpack_from("<i", bytes.fromhex(main["params"]), TURN_TILES_OFFSET)[0] > 1
+
+
 # Calls of few and long tiles, whose query rows several CTAs share out. Under a mask some of them
 # have no row of their tile.
 SHARED_OUT: dict[str, gradients.FeatureCase] = {

@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
 
   load_keys.template operator()<typename C::KTile>(keys.k_smem, params.k_map, attention.k_head,
                                                    attention.k_batch, keys.k_full);
-  BlockPosition<C> block{0, work.start};
+  BlockPosition<C> block = first_block<C>(params, work);
   // The loop keeps few values: a warp that loads has few registers.
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
                                                      RingPosition<C::Q_STAGES>& q_ring,
                                                      const More& more_of = {}) {
   const int lane = threadIdx.x % 32;
-  BlockPosition<C> block{0, work.start};
+  BlockPosition<C> block = first_block<C>(params, work);
   if constexpr (C::USES_PDL) ptx::griddepcontrol_wait();  // the terms are written
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {

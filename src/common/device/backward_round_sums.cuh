@@ -17,7 +17,8 @@ namespace archflash::device {
 // go upwards use the first one alone. Or it has one for each chain of tiles.
 struct DqTurn {
   int sum;     // its number among all sums
-  bool waits;  // the CTA of the turn before adds to it
+  bool waits;  // a CTA adds to it before
+  int come;    // what the sum's counter says when that one has
 };
 
 template <class C, class Params>
@@ -25,11 +26,39 @@ __device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& c
                                           const BlockPosition<C>& block) {
   const int round =
       cta.dq_first + block.head * cta.dq_next_head + block.row / C::ROUND * cta.dq_next_round;
-  if (params.turns_gmem == nullptr) return {round, false};
+  if (params.turns_gmem == nullptr) return {round, false, 0};
+  if constexpr (lists_rounds<C>()) {
+    const int come = block.listed(cta).come;
+    return {round, come > 0, come};
+  }
+  if constexpr (can_start_apart<Params>()) {
+    if (C::SWAPS_KEYS ? params.turn_tiles > 0 : starts_apart(params, cta)) {
+      const int step =
+          (block.row - cta.before_start) / C::ROUND * cta.heads + cta.heads - 1 - block.head;
+      const bool after = step > cta.start_step;
+      // The tile before of its chain, if it adds to the same sum, else the last one that does of
+      // those that ran together before.
+      int before = cta.turn - 1;
+      if (after) {
+        if (cta.before_last == 0) {
+          before -= params.turn_tiles -
+                    ((step + (1 << params.turn_steps_shift) - 1) >> params.turn_steps_shift);
+        }
+      } else if (step > cta.before_begin) {
+        before -= cta.before_last;
+      }
+      // With SWAPS_KEYS, for which few registers are left, there is one chain.
+      const int first_sum =
+          C::SWAPS_KEYS ? 2 * round : params.sums_of_round * round + 2 * cta.chain;
+      return {first_sum + (after ? 1 : 0), before >= 0, before + 1};
+    }
+    if constexpr (C::SWAPS_KEYS) return {round, cta.turn > 0, cta.turn};  // all rows see all keys
+  }
   const bool after = !cta.upwards && block.row > cta.start;
   return {params.sums_of_round * round + (after ? 1 : cta.chain),
           block.row >= cta.before_begin && block.row <= cta.before_last &&
-              (cta.upwards || (block.row > cta.before_start) == after)};
+              (cta.upwards || (block.row > cta.before_start) == after),
+          cta.turn};
 }
 
 // The columns of the sums: those of dQ, or as many more as make steps of C::SUMS_STEP.

@@ -34,7 +34,18 @@ struct CtaWork : BackwardWork {
   // head and for the next round.
   int dq_first, dq_next_head, dq_next_round;
   int gradient_head;  // that it writes of dK and dV, in folders whose CTAs share out a tile's rows
+  // In turns where tiles start apart: the head of its first round, and how many rounds, of all
+  // heads, come behind that one, which before_begin says of the tile before. There before_start is
+  // the first row of the CTA's share, and before_last the tile's number among those of its chain
+  // that run together.
+  int start_head, start_step;
 };
+
+// Whether tiles may start apart, in a folder with such parameters.
+template <class Params>
+consteval bool can_start_apart() {
+  return requires(Params params) { params.turn_tiles; };
+}
 
 // The number of the round of query row `row` among those of all heads.
 template <class C, class Params>
@@ -55,11 +66,44 @@ __device__ __forceinline__ int start_in_turns(const Params& params, int first_ke
   return params.sums_of_round == 2 ? min(begin + first_key, last) : last;
 }
 
-// How many chains the tiles of a head are in turns: with more than two sums of a round each chain
-// has one of them, and every so many-th tile is in it.
+// Whether a tile starts apart from those that run together with it, in turns.
+template <class Params>
+__device__ __forceinline__ bool starts_apart(const Params& params, const CtaWork& cta) {
+  if constexpr (can_start_apart<Params>()) {
+    return params.turn_tiles > 0 && !cta.upwards;
+  } else {
+    return false;
+  }
+}
+
+// How many chains the tiles of a head are in turns, of which every so many-th tile is one: with
+// more than two sums of a round each chain has one of them, and two where tiles start apart.
 template <class Params>
 __device__ __forceinline__ int count_chains(const Params& params) {
+  if constexpr (can_start_apart<Params>()) {
+    if (params.turn_tiles > 0) return params.sums_of_round / 2;
+  }
   return params.sums_of_round > 2 ? params.sums_of_round : 1;
+}
+
+// Writes where a tile starts that starts apart.
+template <class C, class Params>
+__device__ __forceinline__ void start_apart(const Params& params, CtaWork& cta, int tile,
+                                            int first_row, int chains) {
+  const int turn = tile / chains;
+  cta.chain = tile - turn * chains;
+  cta.turn = turn;
+  cta.before_start = first_row;
+  const int number = turn % params.turn_tiles;
+  cta.before_last = number;
+  cta.before_begin = (number - 1) << params.turn_steps_shift;
+  const int step = number << params.turn_steps_shift;
+  cta.start_step = step;
+  const int round = step / cta.heads;
+  cta.start_head = cta.heads - 1 - (step - round * cta.heads);
+  cta.start = first_row + round * C::ROUND;
+  // No such round sees its keys.
+  if (cta.start < cta.begin || cta.start > cta.last) cta.start = cta.last, cta.start_head = 0;
 }
 
 // Writes what a CTA works on, with the query rows. upwards: in turns the tiles of its head come
@@ -85,6 +129,7 @@ __device__ __forceinline__ void find_queries(const Params& params, const Backwar
   rows_of(work.first_row, begin, last);
   const int rounds = begin > last ? 0 : (last - begin) / C::ROUND + 1;
   cta.begin = begin, cta.last = last;
+  if constexpr (can_start_apart<Params>()) cta.start_head = 0;
   cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
   int start = last;
   if (params.turns_gmem == nullptr) {
@@ -100,7 +145,12 @@ __device__ __forceinline__ void find_queries(const Params& params, const Backwar
     cta.turn = turn;
     cta.chain = tile % chains;
     start = upwards ? begin : start_in_turns(params, work.first_row, begin, last);
-    if (turn > 0) {
+    if (starts_apart(params, cta)) {
+      if constexpr (can_start_apart<Params>()) {
+        start_apart<C>(params, cta, tile, share * params.share_rows, chains);
+        start = cta.start;
+      }
+    } else if (turn > 0) {
       const int before = work.first_row + (upwards ? C::ROWS : -C::ROWS * chains);
       int before_begin, before_last;
       rows_of(before, before_begin, before_last);
@@ -127,6 +177,16 @@ struct BlockPosition {
     if (row < uniform(cta.begin)) row = uniform(cta.last);
   }
 };
+
+// Where a CTA begins.
+template <class C, class Params>
+__device__ __forceinline__ BlockPosition<C> first_block(const Params&, const CtaWork& cta) {
+  if constexpr (can_start_apart<Params>()) {
+    return {cta.start_head, cta.start};
+  } else {
+    return {0, cta.start};
+  }
+}
 
 // Whether the CTAs of a kernel go over lists of rounds (listed_round.h).
 template <class C>

@@ -7,18 +7,23 @@
 
 namespace archflash::device {
 
-// In a word: the head, of those that share a head of K; the first row, as a number of blocks of
+// In one word: the head, of those that share a head of K; the first row, as a number of blocks of
 // queries; and which of the tile's two blocks of keys see the round's first block, a bit for each,
 // and its second one, the same again.
 struct ListedRound {
   static constexpr int HEAD_SHIFT = 4, ROW_SHIFT = 12;
   static constexpr int MOST_HEADS = 1 << (ROW_SHIFT - HEAD_SHIFT);
   static constexpr int64_t MOST_BLOCKS = int64_t{1} << (32 - ROW_SHIFT);
+  // That adds no dQ, in turns.
+  static constexpr int32_t NO_TURN = -1;
   uint32_t word;
+  int32_t come;  // in turns: what the counter of its sum says when the tile's turn has come
 
-  ARCHFLASH_HOST_DEVICE static ListedRound of(int head, int row_block, uint32_t seen) {
+  ARCHFLASH_HOST_DEVICE static ListedRound of(int head, int row_block, uint32_t seen,
+                                              int32_t come) {
     return {static_cast<uint32_t>(row_block) << ROW_SHIFT |
-            static_cast<uint32_t>(head) << HEAD_SHIFT | seen};
+                static_cast<uint32_t>(head) << HEAD_SHIFT | seen,
+            come};
   }
   ARCHFLASH_HOST_DEVICE int head() const {
     return static_cast<int>(word >> HEAD_SHIFT & (MOST_HEADS - 1));
