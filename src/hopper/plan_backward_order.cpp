@@ -177,7 +177,8 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   // That of the tiles for few keys is unmeasured.
   if ((turns.sums == 1 && !wide) || !tile.reads_many_chains) return turns;
   if (is_windowed(call) && !sees_nearly_all(call)) return turns;
-  if (call.nk <= call.nq && call.heads_q == call.heads_kv && !wide) return turns;
+  const bool shares_keys = call.heads_q != call.heads_kv && !core::is_triangle(call);
+  if (call.nk <= call.nq && !shares_keys && !wide) return turns;
   const int64_t all = call.batch * call.heads_kv * split.shares;
   const int64_t heads = std::max<int64_t>(std::min(all, group_heads), 1);
   const int64_t together =
@@ -188,6 +189,10 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   // that takes too many chains, one round. Their sums have to stay in L2, and are no more than
   // those of chains alone; if these were two, tiles would wait for good parts of their time.
   constexpr int64_t ROWS_APART = 128, L2_BYTES = int64_t{20} << 20, MOST_SUMS = 32;
+  // Several chains of tiles that start apart were slower than chains alone with fewer columns, and
+  // with more keys.
+  constexpr int64_t MOST_KEYS_OF_ROW = 32;
+  takes_chains = takes_chains && tile.head_dim == 128 && call.nk <= MOST_KEYS_OF_ROW * call.nq;
   const int64_t bytes =
       core::count_rounds(call, tile.round_rows) * core::sums_bytes_of_round(call, tile);
   const int64_t most = turns.sums > 2 ? turns.sums : MOST_SUMS;

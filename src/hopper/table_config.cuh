@@ -11,8 +11,9 @@ namespace archflash::hopper {
 
 // A CTA has STREAMS_ streams: a consumer warpgroup and a producer warp each, with tiles, rings and
 // barriers of their own. Base is the Config of one of them, whose tile is a row of blocks of
-// block_mask, and whose stages hold K or V, as they come.
-template <class Base, int STREAMS_, int PRODUCER_REGISTERS_>
+// block_mask, and whose stages hold K or V, as they come. The last stream has LAST_STAGES_ of them,
+// for which shared memory suffices.
+template <class Base, int STREAMS_, int LAST_STAGES_, int PRODUCER_REGISTERS_>
 struct TableConfig : Base {
   static constexpr int STREAMS = STREAMS_;
   static constexpr int CONSUMER_THREADS = Base::WARPGROUP * STREAMS;
@@ -22,34 +23,39 @@ struct TableConfig : Base {
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(LAUNCH_REGISTERS, STREAMS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = true;
-  static constexpr int V_SMEM = Base::K_SMEM;
+  static constexpr int LAST_STAGES = LAST_STAGES_;
 
-  // Shared memory of a stream, in bytes: Q | ring of K and V | barriers | a message for each stage
-  // | two messages about tiles, since the next one is written while this one is still read.
-  static constexpr int BARRIER_SMEM = Base::K_SMEM + Base::STAGES * Base::KTile::BYTES;
+  // Shared memory of a stream, in bytes: barriers | a message for each stage | two messages about
+  // tiles, since the next one is written while this one is still read | Q | ring of K and V.
+  static constexpr int BARRIER_SMEM = 0;
   static constexpr int BARRIERS = 2 + 4 * Base::STAGES + 1;
   static constexpr int BLOCK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
   static constexpr int BLOCK_BYTES = 16;
   static constexpr int TABLE_MESSAGE_SMEM = BLOCK_SMEM + Base::STAGES * BLOCK_BYTES;
   static constexpr int TABLE_MESSAGE_BYTES = 48;
-  static constexpr int STREAM_BYTES =
-      (TABLE_MESSAGE_SMEM + 2 * TABLE_MESSAGE_BYTES + 1023) / 1024 * 1024;
-  static constexpr int SHARED_BYTES = STREAMS * STREAM_BYTES;
+  static constexpr int Q_SMEM =
+      (TABLE_MESSAGE_SMEM + 2 * TABLE_MESSAGE_BYTES + 1023) / 1024 * 1024;  // where swizzles start
+  static constexpr int K_SMEM = Q_SMEM + Base::QTile::BYTES;
+  static constexpr int V_SMEM = K_SMEM;
+  static constexpr int STREAM_BYTES = K_SMEM + Base::STAGES * Base::KTile::BYTES;
+  static constexpr int SHARED_BYTES =
+      STREAMS * STREAM_BYTES - (Base::STAGES - LAST_STAGES) * Base::KTile::BYTES;
 
   static_assert(!Base::FP8 && !Base::OVERLAPS && Base::WARPGROUPS == 1 && Base::Q_STAGES == 1);
   static_assert(STREAMS <= 4, "the warps of the producers' warpgroup");
   static_assert(Base::BLOCK_Q == MASK_BLOCK && Base::BLOCK_K == MASK_BLOCK &&
                     Base::TILE_STEP == MASK_BLOCK,
                 "a tile and a block of keys are a block of block_mask");
-  static_assert(Base::STAGES >= 3, "the next K comes while this one and a V are read");
+  static_assert(3 <= LAST_STAGES && LAST_STAGES <= Base::STAGES,
+                "the next K comes while this one and a V are read");
   static_assert(Base::VTile::BYTES == Base::KTile::BYTES, "a stage holds either");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
 // clang-format off
-template <DType T> using D64Table  = TableConfig<Config<T, Variant{.head_dim = 64,  .block_k = 64, .stages = 5, .overlaps = false}>, 4, 32>;
-template <DType T> using D128Table = TableConfig<Config<T, Variant{.head_dim = 128, .block_k = 64, .stages = 3, .overlaps = false}>, 3, 56>;
+template <DType T> using D64Table  = TableConfig<Config<T, Variant{.head_dim = 64,  .block_k = 64, .stages = 5, .overlaps = false}>, 4, 5, 32>;
+template <DType T> using D128Table = TableConfig<Config<T, Variant{.head_dim = 128, .block_k = 64, .stages = 4, .overlaps = false}>, 3, 3, 56>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
   const MaskParams& masks = all_params.masks;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const bool leader = ptx::elect_sync();  // one lane starts copies; all lanes wait and count
-  RingPosition<C::STAGES> ring;
+  TableRing<C> ring(stream);
   uint32_t q_parity = 0, ragged_parity = 0;
 
   // The first tiles go to the streams of all CTAs, the others to who is done first.

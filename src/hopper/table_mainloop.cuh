@@ -25,14 +25,14 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
   const AttentionParams& attention = params.call.attention;
   const Barriers<C> barriers{shared_smem + C::BARRIER_SMEM};
   const ptx::WgmmaDescriptor q_descriptor = describe_q<C>(shared_smem, 0, 0);
-  RingPosition<C::STAGES> ring;
+  TableRing<C> ring(uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP));
   uint32_t q_parity = 0;
 
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(0), q_parity);  // Q has landed
     const TableTile& tile = table_message<C>(shared, uniform(q_parity));
     if (uniform(tile.first_row) < 0) break;
-    ring = {uniform(ring.stage), uniform(ring.parity)};
+    ring.stage = uniform(ring.stage), ring.parity = uniform(ring.parity);
 
     device::Scores<C> s_rmem;
     Probabilities<C> p_rmem;

@@ -24,6 +24,20 @@ __device__ __forceinline__ void initialise_barriers(const Barriers<C>& barriers)
   ptx::fence_mbarrier_init();
 }
 
+// A place in the ring of a stream.
+template <class C>
+struct TableRing {
+  int stages;  // of the stream
+  int stage = 0;
+  uint32_t parity = 0;  // of the phases that a full barrier is in
+
+  __device__ __forceinline__ explicit TableRing(int stream)
+      : stages(stream < C::STREAMS - 1 ? C::STAGES : C::LAST_STAGES) {}
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
 // The message about the block whose K is in a stage.
 template <class C>
 __device__ __forceinline__ device::TableBlock& table_block(unsigned char* shared, int stage) {

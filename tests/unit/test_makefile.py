@@ -29,7 +29,9 @@ def dry_run(target: str, *options: str) -> str:
 def test_one_wheel_is_built_installed_and_looked_at(target: str) -> None:
     lines = dry_run(target, "VENV=elsewhere").splitlines()
     built = [line for line in lines if " pip wheel " in line]
-    installed = [line for line in lines if " install " in line and "build/local-wheel/*.whl" in line]
+    installed = [
+        line for line in lines if " install " in line and "build/local-wheel/*.whl" in line
+    ]
     assert [line.split()[-3:] for line in built] == [["-w", "build/local-wheel", "."]]
     assert "--force-reinstall" in installed[0]
     assert installed[1].endswith("--group test")
