@@ -189,10 +189,11 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   // that takes too many chains, one round. Their sums have to stay in L2, and are no more than
   // those of chains alone; if these were two, tiles would wait for good parts of their time.
   constexpr int64_t ROWS_APART = 128, L2_BYTES = int64_t{20} << 20, MOST_SUMS = 32;
-  // Several chains of tiles that start apart were slower than chains alone with fewer columns, and
-  // with more keys.
+  // Several chains of tiles that start apart were slower than chains alone where a head of few
+  // columns has its own keys, and with more keys.
   constexpr int64_t MOST_KEYS_OF_ROW = 32;
-  takes_chains = takes_chains && tile.head_dim == 128 && call.nk <= MOST_KEYS_OF_ROW * call.nq;
+  const bool chains_alone = tile.head_dim < 128 && call.heads_q == call.heads_kv;
+  takes_chains = takes_chains && (wide || call.nk <= MOST_KEYS_OF_ROW * call.nq);
   const int64_t bytes =
       core::count_rounds(call, tile.round_rows) * core::sums_bytes_of_round(call, tile);
   const int64_t most = turns.sums > 2 ? turns.sums : MOST_SUMS;
@@ -200,6 +201,7 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
     const int64_t of_chain = steps / apart;  // tiles that start apart
     if (of_chain == 0) continue;
     const int64_t chains = core::ceil_div(together, of_chain);
+    if (chains > 1 && chains_alone) return turns;
     if (chains > 1 && (2 * chains > most || 2 * chains * bytes > L2_BYTES)) continue;
     if (chains > 1 && !takes_chains) continue;
     turns.sums = 2 * chains;

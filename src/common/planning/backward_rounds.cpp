@@ -91,9 +91,11 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
     const int64_t bytes = count_rounds(call, tile.round_rows) * sums_bytes_of_round(call, tile);
     most = std::max(most, std::min(L2_BYTES / std::max<int64_t>(bytes, 1), MOST_CHAINS));
   }
-  // Sums that stay in L2 are few where rows are, of however many heads. Measured with 128 columns.
-  const bool fits = tile.reads_many_chains && tile.head_dim == 128 && call.nk >= 4 * call.nq &&
-                    call.nk <= 32 * call.nq;
+  // Sums that stay in L2 are few where rows are, of however many heads. Measured with 128 columns,
+  // and where heads share one of K.
+  const bool fits = tile.reads_many_chains &&
+                    (tile.head_dim == 128 || call.heads_q != call.heads_kv) &&
+                    call.nk >= 4 * call.nq && call.nk <= 32 * call.nq;
   const int64_t chains = std::min({wanted, fits ? wanted : fitting, most});
   if (!many_keys && 3 * chains < wanted) return 2;
   return std::max<int64_t>(chains, 2);
