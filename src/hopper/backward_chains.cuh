@@ -43,18 +43,26 @@ __device__ __forceinline__ void write_dq_of_chains(const BackwardKernelParams& p
   for (int i = 0; i < DQ_PIECES; ++i) chunks[i] = find_piece(i).chunk;
   ptx::griddepcontrol_wait();  // all CTAs have added to the sums
   const device::SumsOfRound<C> sums(params, index);
-  // All loads are in flight before it is known which sums were written.
   float4 read[MOST / WARPS][DQ_PIECES] = {};
+  const auto load = [&](uint32_t wanted) {
 #pragma unroll
-  for (int j = 0; j < MOST / WARPS; ++j) {
-    const int number = j * WARPS + warp;
-    if (number >= params.sums_of_round) break;
-    const float4* const sum_gmem =
-        sums.sums_gmem + static_cast<int64_t>(number) * sums.to_next + lane;
+    for (int j = 0; j < MOST / WARPS; ++j) {
+      const int number = j * WARPS + warp;
+      if (number >= params.sums_of_round || (wanted >> number & 1) == 0) continue;
+      const float4* const sum_gmem =
+          sums.sums_gmem + static_cast<int64_t>(number) * sums.to_next + lane;
 #pragma unroll
-    for (int i = 0; i < DQ_PIECES; ++i) {
-      if (chunks[i] >= 0) read[j][i] = sum_gmem[chunks[i]];
+      for (int i = 0; i < DQ_PIECES; ++i) {
+        if (chunks[i] >= 0) read[j][i] = sum_gmem[chunks[i]];
+      }
     }
+  };
+  // Where tiles start apart, some sums are never written. Elsewhere all loads are in flight before
+  // it is known which were.
+  if (params.turn_tiles > 0) {
+    load(sums.written);
+  } else {
+    load(~0u);
   }
   float4 own[DQ_PIECES] = {};
 #pragma unroll

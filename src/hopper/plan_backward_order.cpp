@@ -94,7 +94,7 @@ bool starts_apart_above_192(const BackwardProblem& problem, const core::RoundsTi
                             const core::RowShares& split) {
   constexpr int64_t MOST_STEPS = 32;
   return problem.deterministic && tile.head_dim > 192 && is_plain(problem.call) &&
-         steps_of_tile(problem.call, tile, split) <= MOST_STEPS;
+         split.shares == 1 && steps_of_tile(problem.call, tile, split) <= MOST_STEPS;
 }
 
 }  // namespace

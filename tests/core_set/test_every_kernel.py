@@ -184,6 +184,12 @@ if on.name == "simulator":  # one tile of ada is for calls of many rows only
         for dtype in ("float16", "bfloat16")
         for shape in ("few long", "two long", "grouped", "large")
     ]
+    # One of larger heads, whose tile for few rows is for more keys or packed heads.
+    EVERY += [
+        ("hopper", "H200", dtype, dims, "grouped")
+        for dtype in ("float16", "bfloat16")
+        for dims in ((96, 96), (128, 128), (192, 128))
+    ]
     # On 9.0 simt has tensor cores for it.
     EVERY += [("simt", "B200", "float32", (d, d), "many") for d in (128, 256)]
     # The tiles for larger heads.

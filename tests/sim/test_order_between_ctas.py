@@ -327,7 +327,7 @@ def backward_in_turns(implementation: str) -> BackwardCall:
     ]
     target = BackwardTarget(implementation, name, device, 128)
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 1, 135, 128), (1, 1, 135, 128), (1, 1, 150, 128), (1, 1, 150, 128))
+    shapes = ((1, 1, 150, 128),) * 4
     inputs = [torch.randn(shape, generator=generator).half() for shape in shapes]
     return BackwardCall(target, "in turns", inputs, {})
 

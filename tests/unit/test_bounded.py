@@ -44,7 +44,7 @@ FEW = {"capability", "device", "dtype", "image", "index", "kernel", "kind", "nam
 BOUNDED_NATIVE = {
     ("runtime/execute.cpp", "kernels"), ("runtime/execute.cpp", "libraries"),  # of the package
     ("runtime/registry.cpp", "sorted"), ("runtime/registry.cpp", "parsed"),
-    ("runtime/registry.cpp", "images"),
+    ("runtime/registry.cpp", "images"), ("runtime/registry.cpp", "names"),
     ("runtime/known_devices.cpp", "table"), ("runtime/known_devices.cpp", "devices"),
     ("runtime/call_path.cpp", "last"),  # one text
     ("runtime/orders.cpp", "instance"),  # of gradients: one for each GPU and forced kernel
