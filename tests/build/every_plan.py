@@ -59,7 +59,7 @@ def every_key_seen(dtype: torch.dtype) -> set[str]:
     found = set()
     given: dict[str, Tensor]
     for given in ({}, {"sinks": empty(torch.float32, 32)}):
-        for d in (32, 64, 80, 96, 128, 160):
+        for d in (32, 64, 80, 96, 128, 160, 192):
             x, few = empty(dtype, 16, 32, 1024, d), empty(dtype, 16, 32, 77, d)
             for device in ("A100", "H200"):
                 found |= kernels(x, x, x, device, "ampere", **given)
@@ -338,6 +338,10 @@ def few_rounds(dtype: torch.dtype) -> set[str]:
             x = empty(dtype, 1, heads, n, d)
             found |= kernels(x, x, x, "H200", "ampere", backward=True)
             found |= kernels(x, x, x, "H200", "ampere", backward=True, softcap=2.0)
+    for d, n in itertools.product((32, 64), (40, 64)):  # heads of one tile
+        for batch in (1, 64):
+            x = empty(dtype, batch, 12, n, d)
+            found |= kernels(x, x, x, "H200", "ampere", backward=True)
     return found
 
 
