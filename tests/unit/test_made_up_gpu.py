@@ -175,6 +175,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return told
 
 
+@pytest.mark.rest  # it wants machine code for that GPU
 @pytest.mark.usefixtures("machine")
 def test_the_jobs_of_a_gpu_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--list", "--only", "first calls: ampere"]) == 0
@@ -185,6 +186,7 @@ def test_the_jobs_of_a_gpu_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(line.endswith(" items)") for line in lines)
 
 
+@pytest.mark.rest  # it wants machine code for that GPU
 def test_a_gpu_in_exclusive_mode_gets_one_process_at_a_time(machine: dict[str, str]) -> None:
     arguments = SimpleNamespace(simulate=None, device=0, full=False)
     setup, told = verify_command.make_setup(arguments)
@@ -207,6 +209,7 @@ def test_a_gpu_without_code_in_this_build_is_named(monkeypatch: pytest.MonkeyPat
         verify_command.make_setup(arguments)
 
 
+@pytest.mark.rest  # it wants machine code for that GPU
 @pytest.mark.usefixtures("machine")
 def test_a_full_run_tells_what_was_not_launched_and_where_it_kept_the_proof(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
