@@ -24,12 +24,6 @@ constexpr int64_t parts_time(const core::BackwardTile& tile) {
 constexpr int64_t MOST_PARTS = mma_sync::CutTiles::MOST_PARTS;
 constexpr int64_t MOST_ROUNDS_OF_PARTS = 2;  // which keeps what they leave small
 
-// CTAs that run at the same time.
-int64_t workers_of(const core::BackwardTile& tile, const Device& device) {
-  const int64_t room = device.shared_per_sm / tile.shared_bytes;
-  return device.sm_count * std::clamp<int64_t>(room, 1, tile.ctas_per_sm);
-}
-
 // Where all tiles take the same time: the `last` ones, which are left for the last round of CTAs.
 Runs cut_last_tiles(const Problem& call, const core::BackwardTile& tile, int64_t tiles,
                     int64_t workers) {
@@ -110,7 +104,7 @@ Runs cut_tiles(const BackwardProblem& problem, const core::BackwardTile& tile, c
                const Device& device) {
   constexpr int64_t MOST_ROUNDS = 4;
   const Problem& call = problem.call;
-  const int64_t tiles = main.grid[0], workers = workers_of(tile, device);
+  const int64_t tiles = main.grid[0], workers = core::workers_of(tile, device);
   // Blocks of 32 queries leave parts too little (docs/lab/ampere.md), but for heads of one tile.
   const bool small = tile.dq_block < 64 && !tile.whole_heads;
   if (tiles >= MOST_ROUNDS * device.sm_count || small) return {};
@@ -131,7 +125,8 @@ void share_out(LaunchPlan& plan, const BackwardProblem& problem, const core::Bac
   // In turns, parts that are short wait for the tiles of the round before at each of their blocks:
   // the last one of a head that runs then is late by a block for each other one. Measured on an
   // H200 (docs/lab/ampere.md).
-  const int64_t late = std::min(core::ceil_div(workers_of(tile, device), heads), tiles / heads) - 1;
+  const int64_t late =
+      std::min(core::ceil_div(core::workers_of(tile, device), heads), tiles / heads) - 1;
   const int64_t blocks = core::ceil_div(call.nq, tile.dq_block) * (call.heads_q / call.heads_kv);
   const bool waits = !core::equal_tiles(call) || blocks < 2 * late * runs.back().parts;
   if (!problem.deterministic && waits) {

@@ -193,7 +193,7 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   // columns has its own keys, and with more keys.
   constexpr int64_t MOST_KEYS_OF_ROW = 32;
   const bool chains_alone = tile.head_dim < 128 && call.heads_q == call.heads_kv;
-  takes_chains = takes_chains && (wide || call.nk <= MOST_KEYS_OF_ROW * call.nq);
+  const bool may_be_several = takes_chains && (wide || call.nk <= MOST_KEYS_OF_ROW * call.nq);
   const int64_t bytes =
       core::count_rounds(call, tile.round_rows) * core::sums_bytes_of_round(call, tile);
   const int64_t most = turns.sums > 2 ? turns.sums : MOST_SUMS;
@@ -203,7 +203,7 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
     const int64_t chains = core::ceil_div(together, of_chain);
     if (chains > 1 && chains_alone) return turns;
     if (chains > 1 && (2 * chains > most || 2 * chains * bytes > L2_BYTES)) continue;
-    if (chains > 1 && !takes_chains) continue;
+    if (chains > 1 && !may_be_several) continue;
     turns.sums = 2 * chains;
     while (core::ceil_div(together, chains) << (turns.steps_shift + 1) <= steps)
       ++turns.steps_shift;

@@ -13,9 +13,9 @@
 namespace archflash::hopper {
 namespace {
 
-// Of the lengths of sequences only the mean and the longest are known. They count as spread evenly
-// about the mean, or where the longest has more than twice that as many short and few long ones:
-// the length that so much of the sequences (`share`) do not exceed.
+// The length that a share of the packed sequences does not exceed. Their mean and longest lengths
+// alone are known, so that lengths count as spread evenly about the mean, or where the longest has
+// more than twice the mean, as many short ones and few long ones.
 int64_t length_at(double share, int64_t all, int64_t batch, int64_t longest) {
   const double mean = static_cast<double>(all) / static_cast<double>(batch);
   const double most = longest == UNKNOWN ? 2 * mean : std::max(static_cast<double>(longest), mean);

@@ -326,14 +326,8 @@ def few_rounds(dtype: torch.dtype) -> set[str]:
     ):
         x = empty(dtype, 1, heads, n, d)
         found |= kernels(x, x, x, "H200", "ampere", backward=True)
-    for d in (
-        32,
-        64,
-        96,
-        128,
-        192,
-        256,
-    ):  # kernels that know rules for scores, and those that do not
+    # Kernels that know rules for scores, and those that do not.
+    for d in (32, 64, 96, 128, 192, 256):
         for heads, n in ((800, 160), (200, 1024)):
             x = empty(dtype, 1, heads, n, d)
             found |= kernels(x, x, x, "H200", "ampere", backward=True)

@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_deltas(float* deltas,
   }
 }
 
-// The same for a warp whose keys no query of the block sees.
+// Writes sums of 0, for a warp whose keys no query of the block sees.
 template <class C>
 __device__ __forceinline__ void clear_deltas(float* deltas, int key_warp, int part, int lane) {
 #pragma unroll

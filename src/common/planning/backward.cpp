@@ -128,6 +128,11 @@ bool takes_turns(const BackwardTile& tile, const BackwardProblem& problem, const
 
 }  // namespace
 
+int64_t workers_of(const BackwardTile& tile, const Device& device) {
+  const int64_t room = device.shared_per_sm / tile.shared_bytes;
+  return device.sm_count * std::clamp<int64_t>(room, 1, tile.ctas_per_sm);
+}
+
 Reasons why_not_backward(const BackwardProblem& problem, const Description& description,
                          bool takes_masks, bool takes_lists) {
   Reasons reasons = why_not(problem.call, description);

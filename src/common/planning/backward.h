@@ -46,6 +46,9 @@ constexpr BackwardTile backward_tile(const char* name, double turns_from = 0) {
           C::THREADS, C::SHARED_BYTES, ALL ? C::BLOCK : 0, turns_from,   CTAS};
 }
 
+// How many CTAs of a tile run at the same time.
+int64_t workers_of(const BackwardTile& tile, const Device& device);
+
 // The end of a reason why a folder does not compute gradients.
 constexpr const char* OTHERS_COMPUTE_THEM = "; kernels of another folder compute them";
 
@@ -78,8 +81,7 @@ DroppedHeads dropped_heads(const BackwardProblem& problem);
 
 // The plan, or the reasons why not: first the terms of each query row and zeros for the sums of dQ
 // ("<folder>_backward_rows_<dtype>", into the workspace), unless nobody needs them, then the main
-// kernels
-// ("<folder>_attention_bwd_<dtype>_<tile>"), dQ from its sums if they made such
+// kernels ("<folder>_attention_bwd_<dtype>_<tile>"), dQ from its sums if they made such
 // ("<folder>_backward_dq_<dtype>"), and the gradient of the sinks
 // ("<folder>_backward_sinks_<dtype>"), all of the image "<folder>/bwd_<dtype>".
 //

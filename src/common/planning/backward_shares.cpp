@@ -22,7 +22,7 @@ struct AlikeSequences {
   int64_t count;
 };
 
-// Those of a call. Of packed ones only their mean length is known, and maybe the longest one.
+// The sequences of a call. Of packed ones the mean length is known, and maybe the longest one.
 std::vector<AlikeSequences> sequences_of_call(const Problem& call) {
   if (!call.varlen) return {{call, call.batch}};
   const auto of_lengths = [&](int64_t nq, int64_t nk, int64_t count) {
@@ -90,8 +90,7 @@ int64_t share_heads(const Problem& call, const BackwardTile& tile, const Device&
   constexpr int64_t MOST_WAVES = 4;  // of CTAs, with which all SMs are busy
   const int64_t group = call.heads_q / std::max<int64_t>(call.heads_kv, 1);
   if (group == 1 || call.nq == 0 || call.nk == 0) return 1;
-  const int64_t room = device.shared_per_sm / tile.shared_bytes;
-  const int64_t workers = device.sm_count * std::clamp<int64_t>(room, 1, tile.ctas_per_sm);
+  const int64_t workers = workers_of(tile, device);
   const int64_t block = std::max(tile.dq_block, 1);
   const std::vector<AlikeSequences> sequences = sequences_of_call(call);
   int64_t tiles = 0;
