@@ -125,14 +125,11 @@ def test_packed_sequences_with_and_without_keys_follow_each_other(kernel: str) -
     assert torch.equal(out[-2:], torch.zeros_like(out[-2:]))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @every_uneven
-def test_blocks_are_masked_at_either_end_of_the_rows_of_a_warpgroup(
-    kernel: str, dtype: str
-) -> None:
+def test_blocks_are_masked_at_either_end_of_the_rows_of_a_warpgroup(kernel: str) -> None:
     """A window whose blocks some warpgroups of a tile do not see; some rows see no key."""
     dims, _, keys, _ = LARGE[kernel]
-    q, k, v = on.qkv(rows_of(kernel), 8 * keys - 3, *dims, dtype=dtype, heads=(4, 2))
+    q, k, v = on.qkv(rows_of(kernel), 8 * keys - 3, *dims, dtype="bfloat16", heads=(4, 2))
     call = {"window": (40, 25), "q_offset": on.int32(-30), "sinks": on.rand(q.shape[1], seed=3)}
     check(kernel, q, k, v, **call)
 
@@ -212,7 +209,7 @@ def test_ctas_of_short_packed_sequences_share_an_sm(
     columns, ctas = (64, 4) if d <= 64 else (96, 3) if d <= 96 else (128, 2)
     assert launch["kernel"].endswith(f"d{columns}_short")
     assert launch["grid"] == [ctas, 1, 1]
-    out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
+    out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, **call)
     assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
 
 

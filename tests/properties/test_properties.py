@@ -1,7 +1,8 @@
 """Random problems over the whole public API agree with float64, and wrong ones are refused.
 
 Hypothesis draws the same problems in each run, and shows the smallest one that fails: add it to
-found.py. `python -m tests.properties` draws more of them from a seed, also on a GPU.
+found.py. `make test-rest` draws twice as many, and `python -m tests.properties` as many as there is
+time for, from a seed and also on a GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ ALWAYS_THE_SAME = settings(
     suppress_health_check=list(HealthCheck),
 )
 chances = st.randoms(use_true_random=False)
+twice = pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.rest)])
 
 
 def check(problem: Problem, *implementations: str) -> None:
@@ -47,11 +49,12 @@ def test_what_has_failed_is_right(problem: Problem) -> None:
     check(problem, "torch", "simt")
 
 
+@twice
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_answers_agree_with_float64(entry: str) -> None:
+def test_answers_agree_with_float64(entry: str, times: int) -> None:
     slow = entry in ("key_lists", "block_lists")
 
-    @settings(ALWAYS_THE_SAME, max_examples=80 if slow else 120)
+    @settings(ALWAYS_THE_SAME, max_examples=times * (40 if slow else 60))
     @given(st.builds(draw, st.just(entry), chances))
     def property_holds(problem: Problem) -> None:
         check(problem, "torch")
@@ -98,15 +101,16 @@ def test_every_pair_of_options(entry: str) -> None:
             missing.pop(pair, None)
 
 
+@twice
 @pytest.mark.parametrize(
     "entry",
     ["attention", "attention_backward", "attention_with_kvcache", "key_lists", "block_lists"],
 )
-def test_kernels_agree_with_float64(entry: str) -> None:
+def test_kernels_agree_with_float64(entry: str, times: int) -> None:
     """On the simulator, which is slow: a few tiny problems."""
     names = [i.name for i in archflash.implementations() if i.name != "torch"]
 
-    @settings(ALWAYS_THE_SAME, max_examples=40)
+    @settings(ALWAYS_THE_SAME, max_examples=times * 20)
     @given(st.builds(draw, st.just(entry), chances, st.just(9)), st.sampled_from(names))
     def property_holds(problem: Problem, name: str) -> None:
         check(problem, name)
@@ -114,9 +118,10 @@ def test_kernels_agree_with_float64(entry: str) -> None:
     property_holds()
 
 
+@twice
 @pytest.mark.parametrize("entry", ["attention", "attention_backward", "attention_with_kvcache"])
-def test_wrong_calls_are_refused(entry: str) -> None:
-    @settings(ALWAYS_THE_SAME, max_examples=400)
+def test_wrong_calls_are_refused(entry: str, times: int) -> None:
+    @settings(ALWAYS_THE_SAME, max_examples=times * 200)
     @given(chances)
     def property_holds(chance: random.Random) -> None:
         refuses(draw(entry, chance, 70), chance)
@@ -151,11 +156,12 @@ def test_wrong_calls_beside_attention_are_refused(name: str) -> None:
     refuses_all(name, OWN[name], options, illegal_own.RIGHT)
 
 
+@twice
 @pytest.mark.parametrize("name", APPROXIMATE)
-def test_approximate_kernels_agree_with_float64(name: str) -> None:
+def test_approximate_kernels_agree_with_float64(name: str, times: int) -> None:
     kernel = {"int8_qk": "ada", "nvfp4": "blackwell_consumer"}.get(name, "ampere")
 
-    @settings(ALWAYS_THE_SAME, max_examples=25)
+    @settings(ALWAYS_THE_SAME, max_examples=times * 12)
     @given(st.builds(draw_approximate, st.just(name), chances, st.just(40)))
     def property_holds(problem: Problem) -> None:
         check(problem, kernel)

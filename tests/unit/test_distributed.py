@@ -847,6 +847,7 @@ def test_ranks_of_two_hosts_have_no_sockets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cases", [40, pytest.param(80, marks=pytest.mark.rest)])
 @pytest.mark.parametrize(
     ("ranks", "parts"),
     [
@@ -862,8 +863,10 @@ def test_ranks_of_two_hosts_have_no_sockets(monkeypatch: pytest.MonkeyPatch) -> 
         ),
     ],
 )
-def test_ranks_give_what_one_process_gives(ranks: int, parts: str, tmp_path: Path) -> None:
-    for text in run_ranks(ranks, tmp_path, *parts.split(), "--cases", "80"):
+def test_ranks_give_what_one_process_gives(
+    ranks: int, parts: str, cases: int, tmp_path: Path
+) -> None:
+    for text in run_ranks(ranks, tmp_path, *parts.split(), "--cases", str(cases)):
         assert text.endswith("done\n"), text[-3000:]
 
 
