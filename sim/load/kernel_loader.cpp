@@ -12,10 +12,6 @@
 namespace archflash::sim {
 namespace {
 
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 // Where the dynamic part of shared memory starts. It is aligned to what the kernel asks for and to
 // no more, so that code which relies on a rounder address fails here. Banks are as on a card: a row
 // of them has 128 bytes.

@@ -13,10 +13,6 @@ constexpr uint64_t MAX_VARIABLE_BYTES = uint64_t{1} << 30;  // also for all .glo
 constexpr uint64_t MAX_CONST_BYTES = 64 * 1024, MAX_LOCAL_BYTES = 512 * 1024;  // as on a card
 constexpr uint64_t MAX_PARAMETER_ALIGN = 1024;
 
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 }  // namespace
 
 bool parse_type(std::string_view word, Type& type) {

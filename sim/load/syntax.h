@@ -14,6 +14,11 @@
 
 namespace archflash::sim {
 
+// The first multiple that is not below a value.
+inline uint64_t round_up(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 struct Type {
   char kind = 'b';  // b, u, s, f (f16, f32, f64, bf16, ...), p (predicate)
   int bits = 32;

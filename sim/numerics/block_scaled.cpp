@@ -8,7 +8,7 @@
 namespace archflash::sim {
 namespace {
 
-constexpr uint8_t UE8M0_NAN = 0xFF, UE4M3_NAN = 0x7F;
+constexpr uint8_t UE4M3_NAN = 0x7F;
 
 constexpr int ue8m0_exponent(uint8_t scale) { return scale - 127; }
 

@@ -235,7 +235,6 @@ uint64_t cvt_packed_packed(const CvtSpec& spec, uint64_t a, uint64_t) {
 }
 
 // UE8M0: a power of two, 2^(bits - 127); 0xFF is NaN.
-constexpr uint64_t UE8M0_NAN = 0xFF;
 uint64_t encode_ue8m0(double value, const CvtSpec& spec) {
   if (std::isnan(value)) return UE8M0_NAN;
   const double magnitude = std::fabs(value);

@@ -41,6 +41,7 @@ inline constexpr Format E5M2{5, 2, 0x7B, 0x7C, 0x7F};
 inline constexpr Format E2M3{2, 3, 0x1F, 0, 0};
 inline constexpr Format E3M2{3, 2, 0x1F, 0, 0};
 inline constexpr Format E2M1{2, 1, 0x7, 0, 0};
+inline constexpr uint8_t UE8M0_NAN = 0xFF;  // UE8M0: a power of two without a sign
 
 // Whether rounding adds one unit to the kept part of a magnitude. `discarded` is the part that is
 // cut off, `half` its half-way point; `sticky` says that still smaller bits were cut off before.

@@ -8,6 +8,7 @@
 #include "sim/numerics/block_scaled.h"
 #include "sim/numerics/numeric.h"
 #include "sim/numerics/tensor_core.h"
+#include "sim/numerics/warp_wide.h"
 
 // Fragments (PTX ISA, "Matrix Fragments for mma"). With lane = 4 * g + t and E elements in a
 // register, register j of A holds row g + 8 * (j % (m / 8)), columns 4 * E * (j / (m / 8)) + E * t
@@ -18,7 +19,6 @@
 namespace archflash::sim {
 namespace {
 
-constexpr int WARP = 32;
 constexpr int MAX_M = 16;
 constexpr int N = 8;
 constexpr int MAX_K = 32;  // of the floating-point forms

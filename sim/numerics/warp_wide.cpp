@@ -13,8 +13,6 @@
 namespace archflash::sim {
 namespace {
 
-constexpr int WARP = 32;
-
 template <bool FTZ>
 void fma_baseline(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
   for (int i = 0; i < WARP; ++i) {

@@ -7,6 +7,8 @@
 
 namespace archflash::sim {
 
+inline constexpr int WARP = 32;  // lanes
+
 void fma_rn_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c);
 void fma_rn_ftz_f32_warp(uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c);
 void ex2_approx_ftz_f32_warp(uint32_t* d, const uint32_t* a);

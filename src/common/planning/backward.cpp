@@ -17,9 +17,7 @@
 namespace archflash::core {
 namespace {
 
-constexpr size_t MOST_USUAL_LAUNCHES = 4;
-constexpr size_t MOST_OF_NAME = 64;  // characters of most names of kernels
-
+constexpr size_t MOST_USUAL_BACKWARD_LAUNCHES = 4;
 constexpr int64_t SUM_BYTES = 4, TURN_BYTES = 4;
 // BackwardTile::turns_from where queries see unequal numbers of keys: between 4, where turns were
 // slower on an H200, and 16 (docs/lab/ampere.md).
@@ -279,7 +277,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     main_slots = masked_pointers(problem, slots);
   }
   int64_t most_ctas = 0;
-  plan.launches.reserve(MOST_USUAL_LAUNCHES);
+  plan.launches.reserve(MOST_USUAL_BACKWARD_LAUNCHES);
   const auto add = [&](const char* start, const char* end, int64_t ctas, int threads,
                        int shared_bytes, bool is_main = false) {
     if (ctas == 0) return;

@@ -31,8 +31,6 @@ struct Part {
   int64_t head, heads;  // of k
 };
 
-int64_t sequences_of(const Problem& call) { return call.varlen ? 1 : call.batch; }
-
 int64_t most_workspace(const BackwardProblem& problem) {
   const Problem& call = problem.call;
   const int64_t queries = sequences_of(call) * call.heads_q * call.nq;

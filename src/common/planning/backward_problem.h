@@ -36,4 +36,10 @@ struct BackwardProblem {
   int64_t kept_terms = 0;
 };
 
+namespace core {
+
+// The sequences of a call as its tensors count them: packed ones are one.
+inline int64_t sequences_of(const Problem& call) { return call.varlen ? 1 : call.batch; }
+
+}  // namespace core
 }  // namespace archflash

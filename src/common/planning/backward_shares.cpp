@@ -14,8 +14,6 @@
 namespace archflash::core {
 namespace {
 
-int64_t sequences_of(const Problem& call) { return call.varlen ? 1 : call.batch; }
-
 // Sequences that are taken to have the same length, and one of them.
 struct AlikeSequences {
   Problem one;

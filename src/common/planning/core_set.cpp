@@ -20,8 +20,6 @@ constexpr int64_t LENGTH_LIMIT = int64_t{1} << 30;  // positions are 32-bit insi
 // this lie beyond every position and do not overflow.
 constexpr int64_t POSITION_LIMIT = int64_t{1} << 62;
 
-std::string str(int64_t x) { return std::to_string(x); }
-
 // "float32, float16 and bfloat16"
 std::string names(std::span<const DType> dtypes) {
   std::string text;

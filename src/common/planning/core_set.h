@@ -15,6 +15,8 @@
 
 namespace archflash::core {
 
+inline std::string str(int64_t x) { return std::to_string(x); }
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr const char* USE_TORCH = " or use implementation='torch'";  // ends a reason

@@ -10,8 +10,6 @@
 namespace archflash::core {
 namespace {
 
-std::string str(int64_t x) { return std::to_string(x); }
-
 // One line of notes each.
 std::string tile_text(const TileChoice& tile) {
   const std::string heads =
@@ -65,7 +63,6 @@ std::string order_text(const LaunchPlan& plan) {
 }  // namespace
 
 constexpr size_t MOST_USUAL_LAUNCHES = 2;  // a second one combines shares, or comes before
-constexpr size_t MOST_OF_NAME = 64;        // characters of most names of kernels
 
 const char* dtype_word(DType dtype) {
   constexpr const char* WORDS[DTYPE_COUNT] = {"f32", "f16", "bf16", "e4m3", "e5m2", "f64"};

@@ -18,6 +18,8 @@
 
 namespace archflash::core {
 
+constexpr size_t MOST_OF_NAME = 64;  // characters of most names of kernels
+
 // A folder's Params is AttentionParams, or a struct that starts with it. By their names these
 // members of it are filled in here too: `out_dtype`; `descales`, for 8-bit inputs; `q_map`,
 // `k_map`, `v_map` and `out_map`, the tensor maps of the tile's boxes.
