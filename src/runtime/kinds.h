@@ -1,5 +1,5 @@
-// The kind of a problem: what can matter to the order in which kernels are asked to serve it. Of
-// lengths that are the powers of two between which they lie, and little more.
+// The kind of a problem: what can matter to the order in which kernels are asked to serve it. A
+// length matters by the powers of two between which it lies, and by little more.
 #pragma once
 
 #include <cstdint>

@@ -96,7 +96,7 @@ void read_qv(const Arguments& a, const Axes& x, const TensorView& q, Call& call)
 void read_out_dtype(const Arguments& a, Problem& p);
 // The output that the call gives, or the one to allocate.
 void read_output(const Arguments& a, const TensorView& q, const Axes& x, Call& call);
-// For calls that write their output: of a backward pass it is an input.
+// For calls that write their output. A backward pass reads it.
 void refuse_shared_output(const Call& call);
 
 }  // namespace archflash::reading
