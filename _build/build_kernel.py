@@ -3,7 +3,7 @@ src/<folder>/kernels/*.cu: those that the file's line `// images:` names, else o
 
 A file with several images is compiled with two macros that say the type in which the image's name
 ends (src/common/instantiate.cuh). Where it says `// one text`, the compiler makes the PTX for bf16
-only, and that for fp16 is the same with the other name of the type: tests/build compares them.
+only, and that for fp16 is the same with the other type (text_for_f16): tests/build compares them.
 
 All machine code is assembled from PTX texts that are kept: the wheel carries them, and the
 simulator runs them. `compile` writes IMAGE.compute_XX.ptx for each text and then IMAGE.texts, which
@@ -35,6 +35,15 @@ COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
 SAME_TEXT_AS = {"110f": "100f"}
 # How the texts for bf16 and for fp16 name the type: in instructions, and in mangled names.
 NAMES_OF_TYPE = {"bf16": "f16", "DTypeE2E": "DTypeE1E"}
+# How they make a float of half of a register, once the type is renamed: common/ptx/f32_of_half.cuh.
+FLOATS_OF_BF16 = {
+    "low": re.compile(r"\bshl\.b32 (\S+), (\S+), 16;  // low f16"),
+    "high": re.compile(r"\band\.b32 (\S+), (\S+), 0xFFFF0000;  // high f16"),
+}
+FLOAT_OF_F16 = r"{{.reg .b16 low, high; mov.b32 {{low, high}}, \2; cvt.f32.f16 \1, {};}}"
+# The bits by which the instruction descriptors of their products differ (matrix_descriptor.h).
+DESCRIPTOR_OF_BF16 = re.compile(r"\bmov\.b32 (\S+), (\d+);  // operands f16")
+TYPE_BITS_OF_BF16 = 1 << 7 | 1 << 10
 
 
 def run(command: list[str]) -> str:
@@ -107,7 +116,14 @@ def text_for_f16(ptx: str) -> str:
     """
     for bf16, f16 in NAMES_OF_TYPE.items():
         ptx = ptx.replace(bf16, f16)
-    return ptx
+    for half, of_bf16 in FLOATS_OF_BF16.items():
+        ptx = of_bf16.sub(FLOAT_OF_F16.format(half), ptx)
+
+    def descriptor_of_f16(match: re.Match[str]) -> str:
+        descriptor = int(match[2]) & ~TYPE_BITS_OF_BF16
+        return f"mov.b32 {match[1]}, {descriptor};  // operands f16"
+
+    return DESCRIPTOR_OF_BF16.sub(descriptor_of_f16, ptx)
 
 
 def assemble(ptxas: Path, ptx_file: Path, target: str, lineinfo: bool, to: Path) -> str:

@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_rows(uint32_t d_tmem, uint32_t a_addres
     ptx::tcgen05_mma_f16(d_tmem,
                          operand(device::K_MAJOR_FIELDS<A>, a_address, device::k_major_step<A>(i)),
                          operand(device::K_MAJOR_FIELDS<B>, b_address, device::k_major_step<B>(i)),
-                         INSTRUCTION, i > 0);
+                         ptx::mov_instruction_descriptor<C::DTYPE, INSTRUCTION>(), i > 0);
   }
 }
 
@@ -52,11 +52,11 @@ __device__ __forceinline__ void add_gradient(uint32_t d_tmem, uint32_t a_tmem, u
   constexpr int PIECE = C::GROUP_QUERIES / C::PRODUCT_DEPTH;  // products
 #pragma unroll
   for (int i = 0; i < C::BLOCK / C::PRODUCT_DEPTH; ++i) {
-    ptx::tcgen05_mma_f16(d_tmem,
-                         a_tmem + i / PIECE * C::GROUP_QUERIES + i % PIECE * (C::PRODUCT_DEPTH / 2),
-                         operand(device::MN_MAJOR_FIELDS<Tile>, b_address,
-                                 device::mn_major_step<Tile, C::PRODUCT_DEPTH>(i)),
-                         INSTRUCTION, i > 0 || accumulate);
+    ptx::tcgen05_mma_f16(
+        d_tmem, a_tmem + i / PIECE * C::GROUP_QUERIES + i % PIECE * (C::PRODUCT_DEPTH / 2),
+        operand(device::MN_MAJOR_FIELDS<Tile>, b_address,
+                device::mn_major_step<Tile, C::PRODUCT_DEPTH>(i)),
+        ptx::mov_instruction_descriptor<C::DTYPE, INSTRUCTION>(), i > 0 || accumulate);
   }
 }
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_dq(uint32_t dq_tmem, uint32_t ds_addres
                                  device::mn_major_step<DsTile, C::PRODUCT_DEPTH>(i)),
                          operand(device::MN_MAJOR_FIELDS<KTile>, k_address,
                                  device::mn_major_step<KTile, C::PRODUCT_DEPTH>(i)),
-                         INSTRUCTION, i > 0);
+                         ptx::mov_instruction_descriptor<C::DTYPE, INSTRUCTION>(), i > 0);
   }
 }
 

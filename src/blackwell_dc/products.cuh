@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_qk(uint32_t s_tmem, uint32_t q_address,
         s_tmem,
         descriptor_at<C>(device::K_MAJOR_FIELDS<QTile>, q_address, device::k_major_step<QTile>(i)),
         descriptor_at<C>(device::K_MAJOR_FIELDS<KTile>, k_address, device::k_major_step<KTile>(i)),
-        INSTRUCTION, i > 0);
+        ptx::mov_instruction_descriptor<C::DTYPE, INSTRUCTION>(), i > 0);
   }
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply_pv(uint32_t o_tmem, uint32_t p_tmem, ui
     multiply<C>(o_tmem, p_tmem + 8 * i,
                 descriptor_at<C>(device::MN_MAJOR_FIELDS<VTile>, v_address,
                                  device::mn_major_step<VTile, C::PRODUCT_DEPTH>(i)),
-                INSTRUCTION, i > 0 || accumulate);
+                ptx::mov_instruction_descriptor<C::DTYPE, INSTRUCTION>(), i > 0 || accumulate);
   }
 }
 

@@ -79,8 +79,7 @@ __device__ __forceinline__ bool exponentiate_with_elements(KeysByQueries<C>& p_r
       const float2 lse = terms[4 * of_queries];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const auto bits = static_cast<uint16_t>(words[j] >> (16 * i));
-        const float bias = device::added_of_16_bits<C::DTYPE>(bits);
+        const float bias = device::added_of_half<C::DTYPE>(words[j], i);
         const float exponent =
             fmaf(bias, device::LOG2_E,
                  fmaf(s_rmem[of_queries][2 * r + i], scale, -(i == 0 ? lse.x : lse.y)));
@@ -98,11 +97,11 @@ __device__ __forceinline__ bool exponentiate_with_elements(KeysByQueries<C>& p_r
       ptx::ldmatrix_x4_trans(words, first_smem + 8 * n * Tile::ROW_BYTES);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const auto bits = static_cast<uint16_t>(words[e / 2] >> (16 * (e % 2)));
         const float2 lse = terms[4 * (n + e / 4)];
         const float of_row = e % 2 == 0 ? lse.x : lse.y;
         if (of_row < device::LOWEST_LOG2) {
-          const bool hidden = device::added_of_16_bits<C::DTYPE>(bits) == device::MINUS_INFINITY;
+          const float bias = device::added_of_half<C::DTYPE>(words[e / 2], e % 2);
+          const bool hidden = bias == device::MINUS_INFINITY;
           p_rmem[n + e / 4][e % 4] = hidden ? 0.0f : device::most_weight(of_row);
         }
       }

@@ -73,7 +73,7 @@ __device__ __forceinline__ void prepare_mask(const DenseBackwardParams& params) 
     read(static_cast<const float*>(masks.mask_gmem), [](float x) { return x; });
   } else {
     read(static_cast<const uint16_t*>(masks.mask_gmem),
-         [](uint16_t x) { return device::added_of_16_bits<DTYPE>(x); });
+         [](uint16_t x) { return device::added_of_half<DTYPE>(x); });
   }
   __syncthreads();  // the elements are there before other threads read them
 
@@ -270,8 +270,7 @@ __device__ __forceinline__ void exponentiate_added(KeysByQueries<C>& p_rmem,
       const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const auto bits = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
-        exponentiate(n + e / 4, e % 4, device::added_of_16_bits<C::DTYPE>(bits));
+        exponentiate(n + e / 4, e % 4, device::added_of_half<C::DTYPE>(words[e / 2], e % 2));
       }
     }
   }

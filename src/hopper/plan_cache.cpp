@@ -82,7 +82,7 @@ void convert_cache(LaunchPlan& plan, const Problem& given, int32_t few_rows) {
   const std::string word = core::dtype_word(given.dtype);
   Launch first;
   first.kernel = "hopper_convert_cache_" + word;
-  first.image = "hopper/cache_" + word;
+  first.image = "hopper/convert_cache_" + word;
   first.grid = {2 * given.batch * params.row_blocks, 1, 1};
   first.block = {32 * CONVERT_WARPS, 1, 1};
   first.params = core::bytes(params);

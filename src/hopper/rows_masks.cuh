@@ -28,9 +28,7 @@ struct MaskWords {
   __device__ __forceinline__ uint8_t kept(int r, int n, int i) const {
     return static_cast<uint8_t>(words[r][n][0] >> (8 * i));
   }
-  __device__ __forceinline__ uint16_t of_16_bits(int r, int n, int i) const {
-    return static_cast<uint16_t>(words[r][n][0] >> (16 * i));
-  }
+  __device__ __forceinline__ uint32_t of_16_bits(int r, int n) const { return words[r][n][0]; }
   __device__ __forceinline__ float of_f32(int r, int n, int i) const {
     return __uint_as_float(words[r][n][WORDS == 1 ? 0 : i]);
   }
@@ -131,7 +129,7 @@ __device__ __forceinline__ void weigh_with_elements(KeysByQueries<C>& p_rmem,
     }
   } else if (C::MASK_WORDS == 1 || masks.mask_element == MaskElement::SixteenBits) {
     weigh([&](int r, int n, int i) {
-      return device::added_of_16_bits<C::DTYPE>(read.of_16_bits(r, n, i));
+      return device::added_of_half<C::DTYPE>(read.of_16_bits(r, n), i);
     });
   } else {
     weigh([&](int r, int n, int i) { return read.of_f32(r, n, i); });

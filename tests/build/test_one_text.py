@@ -1,6 +1,7 @@
 """`// one text` in a .cu file: the build makes the PTX for fp16 from that for bf16, so the two must
-be the same but for the name of the type. They are compared before the compiler optimises them,
-which takes a quarter of the time; what it makes of two texts that are the same then is the same.
+be the same but for the name of the type and how a number becomes a float. They are compared before
+the compiler optimises them, which takes a quarter of the time; what it makes of two texts that are
+the same then is the same.
 """
 
 from __future__ import annotations

@@ -303,6 +303,26 @@ def test_what_the_cache_folder_keeps_is_not_made_again(
     assert len(runs) == 4
 
 
+def test_the_text_for_fp16_is_made_of_that_for_bf16() -> None:
+    """Names, halves of a register that become floats, and descriptors of products; no others."""
+    made = load("build_kernel").text_for_f16(
+        "cvt.rn.bf16x2.f32 %r1, %f2, %f1;\n"
+        "shl.b32 %f3, %r1, 16;  // low bf16\n"
+        "and.b32 %f4, %r1, 0xFFFF0000;  // high bf16\n"
+        "mov.b32 %r5, 136316048;  // operands bf16\n"
+        "shl.b32 %r6, %r5, 16;\n"
+        "mov.b32 %r7, 1168;\n"
+    )
+    assert made == (
+        "cvt.rn.f16x2.f32 %r1, %f2, %f1;\n"
+        "{.reg .b16 low, high; mov.b32 {low, high}, %r1; cvt.f32.f16 %f3, low;}\n"
+        "{.reg .b16 low, high; mov.b32 {low, high}, %r1; cvt.f32.f16 %f4, high;}\n"
+        "mov.b32 %r5, 136314896;  // operands f16\n"
+        "shl.b32 %r6, %r5, 16;\n"
+        "mov.b32 %r7, 1168;\n"
+    )
+
+
 def test_the_tools_of_the_build_are_those_that_the_project_and_the_backend_require() -> None:
     tools = load("install_tools")
     packages = tools.required((BUILD_FOLDER.parent / "pyproject.toml").read_text())

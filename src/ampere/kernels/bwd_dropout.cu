@@ -1,4 +1,5 @@
 // images: bwd_dropout_f16 bwd_dropout_bf16
+// one text
 // The backward kernels for fp16 and bf16 inputs with dropout and without masks as data.
 // backward_config.cuh has their tiles.
 #include "ampere/backward_config.cuh"

@@ -1,5 +1,6 @@
 // images: bwd_lists_f16 bwd_lists_bf16
 // targets: 80:80,ptx 90:90,100,120
+// one text
 // The backward kernels for lists of keys in fp16 and bf16. list_bwd_config.cuh has their tiles.
 #include "ampere/list_bwd.cuh"
 #include "ampere/list_bwd_config.cuh"

@@ -1,4 +1,5 @@
 // images: bwd_masked_f16 bwd_masked_bf16
+// one text
 // The backward kernels for fp16 and bf16 inputs with masks as data or dropout. backward_config.cuh
 // has their tiles.
 #include "ampere/backward_config.cuh"

@@ -1,5 +1,6 @@
 // images: bwd_only_f16 bwd_only_bf16
 // targets: 90:90
+// one text
 // The backward kernels of bwd_plain.cu for heads whose keys are one tile. plain_config.cuh has
 // their tiles.
 #include "ampere/plain_config.cuh"

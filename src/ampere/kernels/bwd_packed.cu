@@ -1,5 +1,6 @@
 // images: bwd_packed_f16 bwd_packed_bf16
 // targets: 90:90
+// one text
 // The backward kernels of bwd_plain.cu for packed sequences. plain_config.cuh has their tiles.
 #include "ampere/plain_config.cuh"
 #include "common/instantiate.cuh"

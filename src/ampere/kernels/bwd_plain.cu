@@ -1,5 +1,6 @@
 // images: bwd_plain_f16 bwd_plain_bf16
 // targets: 90:90
+// one text
 // The backward kernels for fp16 and bf16 inputs without packed sequences, rules for scores, masks
 // as data and dropout, whose CTAs may share out tiles, and the kernel that adds up what they leave.
 // plain_config.cuh has their tiles.

@@ -1,5 +1,6 @@
 // images: bwd_wide_f16 bwd_wide_bf16
 // targets: 90:90,100,ptx
+// one text
 // The backward kernels for fp16 and bf16 inputs that need more shared memory than 8.x and 12.x
 // have: without masks as data, and those with dropout. backward_config.cuh has their tiles.
 #include "ampere/backward_config.cuh"

@@ -1,4 +1,5 @@
 // images: cache_f16 cache_bf16
+// one text
 // The kernels for fp16 and bf16 inputs with a KV cache. config.cuh has their tiles.
 #include "ampere/config.cuh"
 #include "common/device/append_kv.cuh"

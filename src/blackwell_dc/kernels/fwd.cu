@@ -1,4 +1,5 @@
 // images: fwd_f16 fwd_bf16
+// one text
 // fp16 and bf16 inputs. Tiles: config.cuh.
 #include "blackwell_dc/attention_fwd.cuh"
 #include "common/device/combine_splits.cuh"

@@ -12,6 +12,7 @@
 #include "common/dtype.h"
 #include "common/kv_cache.h"
 #include "common/ptx/cvt.cuh"
+#include "common/ptx/f32_of_half.cuh"
 
 namespace archflash::device {
 
@@ -66,8 +67,8 @@ __device__ __forceinline__ void copy_row(const AppendParams& params, const Numbe
       to_gmem[one] = turned.x;
       to_gmem[other] = turned.y;
     } else {
-      const float2 turned =
-          turn(load_number(from_gmem, one, DTYPE), load_number(from_gmem, other, DTYPE));
+      const float2 turned = turn(ptx::f32_of_half<DTYPE>(from_gmem[one], 0),
+                                 ptx::f32_of_half<DTYPE>(from_gmem[other], 0));
       const uint32_t pair = ptx::cvt_rn_x2_f32<DTYPE>(turned.x, turned.y);
       to_gmem[one] = static_cast<uint16_t>(pair);
       to_gmem[other] = static_cast<uint16_t>(pair >> 16);

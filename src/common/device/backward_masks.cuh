@@ -54,9 +54,11 @@ struct HeadMasks {
                             query * params.mask_row + key * params.mask_key;
     if (params.mask_element == MaskElement::Bool)
       return added(static_cast<const uint8_t*>(params.mask_gmem)[element]);
-    if (DTYPE == DType::F32 || params.mask_element == MaskElement::F32)
-      return static_cast<const float*>(params.mask_gmem)[element];
-    return added_of_16_bits<DTYPE>(static_cast<const uint16_t*>(params.mask_gmem)[element]);
+    if constexpr (DTYPE != DType::F32) {
+      if (params.mask_element != MaskElement::F32)
+        return added_of_half<DTYPE>(static_cast<const uint16_t*>(params.mask_gmem)[element]);
+    }
+    return static_cast<const float*>(params.mask_gmem)[element];
   }
 
   // Whether ranges and block_mask let any of `queries` queries from one on see any of `keys` keys.

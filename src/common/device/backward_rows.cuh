@@ -10,10 +10,10 @@
 
 #include "common/backward_params.h"
 #include "common/device/attention_work.cuh"
-#include "common/device/bfloat16.cuh"
 #include "common/dtype.h"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/f32_of_half.cuh"
 #include "common/ptx/st_global.cuh"
 
 namespace archflash::device {
@@ -29,10 +29,11 @@ constexpr int ELEMENT_BYTES = DTYPE == DType::F32 ? 4 : 2;
 // Element i of a 16-byte chunk of a row.
 template <DType DTYPE>
 __device__ __forceinline__ float element_of_chunk(const uint32_t (&words)[4], int i) {
-  if constexpr (DTYPE == DType::F32) return __uint_as_float(words[i]);
-  const uint16_t bits = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
-  if constexpr (DTYPE == DType::F16) return ptx::cvt_f32_f16(bits);
-  return __uint_as_float(float_bits_of_bfloat16(bits));
+  if constexpr (DTYPE == DType::F32) {
+    return __uint_as_float(words[i]);
+  } else {
+    return ptx::f32_of_half<DTYPE>(words[i / 2], i % 2);
+  }
 }
 
 // Writes zeros to `columns` columns of one row of a gradient; called by `lanes` threads, of which

@@ -233,7 +233,7 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
   // Each lane of a quad gets one of four column tiles of a row, or, where these are no neighbours,
   // one of two tiles of two rows.
   if constexpr (CHUNKS && PAIR_STEP > 1) {
-    if (gradient.dtype == C::DTYPE && !gradient.accumulate) {
+    if (gradient.dtype != DType::F32 && !gradient.accumulate) {
       const int row_of_lane = lane % 4 / 2 * 8, column = warp_column + lane % 2 * 8;
       uint16_t* lane_gmem =
           static_cast<uint16_t*>(gradient.gmem) + start + row_of_lane * gradient.row + column;
@@ -257,7 +257,7 @@ __device__ __forceinline__ void store_gradient(const float (&x_rmem)[C::M_TILES]
       return;
     }
   } else if constexpr (CHUNKS) {
-    if (gradient.dtype == C::DTYPE && !gradient.accumulate) {
+    if (gradient.dtype != DType::F32 && !gradient.accumulate) {
       const int column = warp_column + lane % 4 * 8;
       uint16_t* lane_gmem = static_cast<uint16_t*>(gradient.gmem) + start + column;
 #pragma unroll

@@ -255,7 +255,7 @@ __device__ __forceinline__ void exponentiate_masked(Scores& s_rmem, Scores& dp_r
     } else {
       add_mask_elements<C>(s_rmem, seen, mask,
                            static_cast<const uint16_t*>(mask.mask_gmem) + element,
-                           [](uint16_t x) { return device::added_of_16_bits<C::DTYPE>(x); });
+                           [](uint16_t x) { return device::added_of_half<C::DTYPE>(x); });
     }
   }
   if (params.masks.slopes_gmem != nullptr) {

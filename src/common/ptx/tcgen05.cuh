@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
+
 namespace archflash::ptx {
 
 // PTX ISA, "TensorCore 5th Generation Family Instructions" (sm_100f, sm_103a and others). The
@@ -41,6 +43,20 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address_tmem) {
   asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address_tmem),
                "n"(COLUMNS)
                : "memory");
+}
+
+// An instruction descriptor of operands of a type. Of a text for bf16 the build makes that for fp16
+// with the descriptor of the other type, which it knows by the comment (text_for_f16 in
+// _build/build_kernel.py). Volatile, so that it stays where it is needed.
+template <DType DTYPE, uint32_t DESCRIPTOR>
+__device__ __forceinline__ uint32_t mov_instruction_descriptor() {
+  uint32_t x = DESCRIPTOR;
+  if constexpr (DTYPE == DType::BF16) {
+    asm volatile("mov.b32 %0, %1;  // operands bf16" : "=r"(x) : "n"(DESCRIPTOR));
+  } else if constexpr (DTYPE == DType::F16) {
+    asm volatile("mov.b32 %0, %1;  // operands f16" : "=r"(x) : "n"(DESCRIPTOR));
+  }
+  return x;
 }
 
 // Defines two overloads of NAME, which is the instruction tcgen05.mma.CTA_GROUP_AND_KIND. One

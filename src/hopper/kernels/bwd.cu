@@ -1,4 +1,5 @@
 // images: bwd_f16 bwd_bf16
+// one text
 // The backward kernels for fp16 and bf16 inputs. backward_config.cuh has their tiles.
 #include "common/device/backward_rows.cuh"
 #include "common/device/backward_shares.cuh"

@@ -1,4 +1,5 @@
 // images: bwd_dense_f16 bwd_dense_bf16
+// one text
 // The main backward kernels for fp16 and bf16 inputs with a dense attn_mask, and the one that reads
 // it before them. backward_config.cuh has their tiles; the launches before and behind are those of
 // bwd.cu.

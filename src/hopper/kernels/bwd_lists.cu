@@ -1,4 +1,5 @@
 // images: bwd_lists_f16 bwd_lists_bf16
+// one text
 // The backward kernels for lists of keys in fp16 and bf16. list_bwd_config.cuh has their tiles.
 #include "common/device/list_backward.cuh"
 #include "common/instantiate.cuh"

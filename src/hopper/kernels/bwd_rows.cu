@@ -1,4 +1,5 @@
 // images: bwd_rows_f16 bwd_rows_bf16
+// one text
 // The backward kernels for few query rows. rows_config.cuh has their tiles.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"

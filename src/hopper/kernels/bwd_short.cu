@@ -1,4 +1,5 @@
 // images: bwd_short_f16 bwd_short_bf16
+// one text
 // The backward kernels for few keys. backward_config.cuh has their tiles.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"

@@ -1,4 +1,5 @@
 // images: bwd_table_f16 bwd_table_bf16
+// one text
 // The main backward kernels for fp16 and bf16 inputs with a table of blocks. backward_config.cuh
 // has their tiles; the launches before and behind are those of bwd.cu.
 #include "common/instantiate.cuh"

@@ -1,11 +1,11 @@
 // images: cache_f16 cache_bf16
+// one text
 // The kernels for fp16 and bf16 inputs with a KV cache and many query rows, and those that write to
-// a cache or read it for any kernel. config.cuh has their tiles.
+// a cache for any kernel. config.cuh has their tiles.
 #include "common/device/append_kv.cuh"
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 #include "hopper/attention_fwd.cuh"
-#include "hopper/convert_cache.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
@@ -26,6 +26,3 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_few_cache), attention_fwd, D2
 // New keys and values of a call go into its cache first, also before a kernel for latent caches.
 ARCHFLASH_ENTRY(KERNEL(hopper_append), (32 * APPEND_WARPS), device::append_kv<DTYPE, uint16_t>)
 ARCHFLASH_ENTRY(KERNEL(hopper_append, fp8), (32 * APPEND_WARPS), device::append_kv<DTYPE, uint8_t>)
-
-// A cache of 8-bit numbers becomes one of 16 bits before the kernels for many query rows.
-ARCHFLASH_ENTRY(KERNEL(hopper_convert_cache), (32 * CONVERT_WARPS), convert_cache<DTYPE>)

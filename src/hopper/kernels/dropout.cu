@@ -1,4 +1,5 @@
 // images: dropout_f16 dropout_bf16
+// one text
 // The forward and backward kernels for fp16 and bf16 inputs with dropout. Their tiles are in
 // config.cuh and backward_config.cuh.
 #include "common/instantiate.cuh"
