@@ -89,4 +89,4 @@ def as_mask(
     mask = from_key_indices(key_indices, q.shape[rows], k.shape[rows], topk_lengths, dtype=dtype)
     if mask.shape[1] == 1:
         return mask
-    return mask.repeat_interleave(q.shape[heads] // mask.shape[1], 1)
+    return mask.repeat_interleave(q.shape[heads] // max(mask.shape[1], 1), 1)

@@ -389,6 +389,8 @@ def _scaled(x: Tensor, descale: Tensor | None, layout: str, sequence: Tensor | N
     if descale.numel() == 1:
         return x * descale.reshape(())
     heads = x.shape[1 if sequence is not None or layout == "bhnd" else 2]
+    if heads == 0:
+        return x
     factor = descale.repeat_interleave(heads // descale.shape[-1], -1)
     if sequence is not None:
         return x * (factor if factor.ndim == 1 else factor[sequence])[..., None]

@@ -180,8 +180,14 @@ void complete(PlanResult& result, std::string_view name, const Problem& problem,
 // folder's does so for it.
 PlanResult plan_gradients(const Backward& backward, const BackwardProblem& problem,
                           const Device& device) {
+  const Problem& call = problem.call;
+  if (call.heads_q == 0) {  // folders divide by the number of heads
+    if (call.heads_kv == 0) return LaunchPlan{};
+    return Reasons{join("no query heads over ", call.heads_kv, " key heads: ", backward.folder,
+                        " computes gradients from query heads; use implementation='torch'")};
+  }
   PlanResult own = backward.plan(problem, device);
-  if (problem.call.key_indices == 0) return own;
+  if (call.key_indices == 0) return own;
   for (const Backward& other : BACKWARDS) {
     if (std::holds_alternative<LaunchPlan>(own)) break;
     if (!other.plan || !has_code(other.folder, device.capability())) continue;
@@ -305,7 +311,8 @@ PlanResult plan_backward(std::string_view name, const BackwardProblem& problem,
     complete_copies(planned, copies, part.call, asked.call, of);
     return planned;
   };
-  PlanResult result = core::plan_in_parts(problem, device, plan_part);
+  PlanResult result = problem.call.heads_q == 0 ? plan_part(problem, device)
+                                                : core::plan_in_parts(problem, device, plan_part);
   complete(result, name, problem.call, device, std::get<Target>(code));
   return result;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import struct
@@ -43,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": rand(4, seed=7), "causal": True, "q_offset": -2},
     "offsets": {"q_offset": torch.tensor([0, 3], dtype=torch.int32), "causal": True},
 }
+KERNELS = [x.name for x in archflash.implementations() if x.name != "torch"]
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
 
@@ -322,6 +324,42 @@ def test_a_call_without_heads_has_nothing_to_launch(name: str, deterministic: bo
     plan = _gradients.decide(request, into, device, name, deterministic=deterministic).plan
     assert plan is not None
     assert plan.kernels == []
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_whatever_size_is_zero_a_plan_or_a_reason_comes(name: str) -> None:
+    dtype = torch.float32 if name == "simt" else torch.bfloat16
+    device = native.describe(name).home_device
+    sizes = {"batch": 2, "heads_q": 4, "heads_kv": 2, "nq": 70, "nk": 2048}
+    for zeros in itertools.chain(*(itertools.combinations(sizes, n) for n in (1, 2))):
+        batch, heads_q, heads_kv, nq, nk = (sizes | dict.fromkeys(zeros, 0)).values()
+        if heads_kv == 0 < heads_q:
+            continue
+        q, k = (
+            torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            for shape in ((batch, heads_q, nq, 128), (batch, heads_kv, nk, 128))
+        )
+        for backward in (False, True):
+            chosen = archflash.explain(q, k, k, device=device, backward=backward).chosen
+            if heads_q == 0 < heads_kv and backward:
+                assert chosen == "torch", zeros
+            with contextlib.suppress(archflash.ForcedImplementationError):
+                archflash.explain(
+                    q, k, k, device=device, backward=backward, implementation=name, causal=True
+                )
+
+
+@pytest.mark.parametrize("name", _gradients.FOLDERS)
+def test_keys_of_which_no_query_head_is_have_gradients_of_zero(name: str) -> None:
+    dtype = torch.float32 if name == "simt" else torch.bfloat16
+    q, k, v = (torch.ones(1, heads, 5, 16, dtype=dtype, requires_grad=True) for heads in (0, 2, 2))
+    with pytest.raises(archflash.ForcedImplementationError, match="no query heads over 2"):
+        archflash.attention(q, k, v, implementation=name)
+    archflash.attention(q, k, v).sum().backward()
+    assert k.grad is not None
+    assert v.grad is not None
+    assert not k.grad.any()
+    assert not v.grad.any()
 
 
 def shared_out(

@@ -132,6 +132,13 @@ def test_gradients_are_those_of_the_formula(compiled: bool) -> None:
         torch.testing.assert_close(x.double(), want, atol=1e-5, rtol=1e-5)
 
 
+def test_lists_of_no_heads_have_gradients() -> None:
+    x = torch.ones(2, 0, 5, 16, requires_grad=True)
+    empty = torch.zeros(2, 0, 5, 4, dtype=torch.int32)
+    archflash.attention(x, x, x, key_indices=empty).sum().backward()
+    assert x.grad is not None
+
+
 INT = torch.zeros(2, 1, 5, 4, dtype=torch.int32)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype": ({"key_indices": INT.long()}, TypeError, r"torch\.int64: it must be torch\.int32"),

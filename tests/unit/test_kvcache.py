@@ -557,6 +557,14 @@ def test_check_knows_how_many_positions_are_rotated(
         by_torch(with_tables(last).copied(), check=True)
 
 
+def test_scales_of_no_heads_scale_nothing() -> None:
+    q, cache = (torch.empty(2, n, 0, 16).to(torch.float8_e4m3fn) for n in (1, 4))
+    one = {f"{x}_descale": torch.ones(2, 0) for x in "qkv"}
+    seqlens = torch.ones(2, dtype=torch.int32)
+    out = archflash.attention_with_kvcache(q, cache, cache, cache_seqlens=seqlens, **one)
+    assert out.shape == q.shape
+
+
 def test_check_of_no_sequences_has_nothing_to_say() -> None:
     q, cache = torch.zeros(0, 1, 4, 64), torch.zeros(3, 16, 2, 64)
     lengths, table = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 2, dtype=torch.int32)
