@@ -87,8 +87,7 @@ def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> N
             if name == "table" and not _has_integers(value):
                 raise TypeError(f"table has dtype {value.dtype}: it must be bool or of integers")
         elif kind == "int":
-            is_one = not isinstance(value, Tensor) or value.numel() == 1
-            if isinstance(value, bool) or not hasattr(value, "__index__") or not is_one:
+            if not _is_int(value):
                 raise TypeError(f"{wrong}an int")
             if not isinstance(value, (Tensor, torch.SymInt)) and not 0 <= value < _END:
                 raise ValueError(f"{wrong}>= 0" + " and below 2^31" * (value > 0))
@@ -113,6 +112,14 @@ def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> N
 
 def _all_below_end(values: Any, first: int) -> bool:
     return all(hasattr(x, "__index__") and first <= x < _END for x in values)
+
+
+def _is_int(value: Any) -> bool:
+    """Whether this is one integer: of Python, numpy or a tensor."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and _has_integers(value)
+    is_array = getattr(value, "ndim", 0) > 0
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not is_array
 
 
 def _is_pair(value: Any) -> bool:

@@ -118,7 +118,7 @@ Reasons why_not_int8(const Problem& problem) {
         "cap is not linear for" +
         exactly);
   } else if (core::attention_params(problem).transform_scores) {
-    reasons.push_back("scale " + std::to_string(problem.scale) +
+    reasons.push_back("scale " + core::number_text(problem.scale) +
                       " with approximate='int8_qk': ada takes positive normal ones" + exactly);
   }
   return reasons;

@@ -65,7 +65,7 @@ void add_nvfp4_reasons(const Problem& problem, const Device& device, Reasons& wh
   if (problem.softcap != 0) {
     refuse("softcap", "adds the mean of k back where a row ends, which a cap is not linear for");
   } else if (core::attention_params(problem).transform_scores) {
-    refuse("scale " + std::to_string(problem.scale), "takes positive normal ones");
+    refuse("scale " + core::number_text(problem.scale), "takes positive normal ones");
   }
 }
 

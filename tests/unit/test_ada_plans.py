@@ -347,7 +347,7 @@ def test_the_parts_of_the_workspace_do_not_overlap() -> None:
     ("options", "reason"),
     [
         ({"softcap": 20.0}, "softcap with approximate='int8_qk'"),
-        ({"scale": -0.5}, "scale -0.500000 with approximate='int8_qk'"),
+        ({"scale": -0.5}, "scale -0.5 with approximate='int8_qk'"),
         ({"dtype": "float32"}, "dtype float32"),
         ({"dtype": "float8_e4m3fn"}, "takes float16 and bfloat16"),
     ],

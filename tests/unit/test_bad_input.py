@@ -679,6 +679,10 @@ def plain(d: int = 64) -> Tensor:
 
 # id: (the call, the start of every reason that simt gives)
 LIMITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "softcap-tiny": (
+        {"q": plain(), "k": plain(), "v": plain(), "softcap": 1e-40},
+        ("softcap 1e-40 with this scale: simt computes in fp32",),
+    ),
     "D-520": (
         {"q": plain(520), "k": plain(520), "v": plain(520)},
         ("head_dim 520: simt takes", "value head_dim 520: simt takes"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -263,3 +265,13 @@ def test_integers_of_every_width_are_numbers(name: str) -> None:
     if name != "documents":
         with pytest.raises(TypeError, match=r"has dtype torch\.bool: it must be of integers"):
             make(Tensor.bool)
+
+
+@pytest.mark.parametrize("name", ["nq", "nk"])
+@pytest.mark.parametrize(
+    "value", [torch.tensor(3.5), torch.tensor([True]), torch.tensor([8, 8]), np.array([8]), 8.0]
+)
+def test_what_is_no_integer_is_no_number_of_rows(name: str, value: Any) -> None:
+    sizes = {"nq": np.int64(8), "nk": torch.tensor(8)} | {name: value}
+    with pytest.raises(TypeError, match=f"{name} is .*: it must be an int"):
+        masks.prefix_lm(torch.tensor([3], dtype=torch.int32), **sizes)

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <sstream>
 #include <utility>
 
 #include "common/planning/masks.h"
@@ -205,7 +206,7 @@ void check_masks(const Problem& problem, const Description& description, Refusal
 // Numbers beyond what a kernel computes with.
 void check_numbers(const Problem& problem, Refusals& refuse) {
   if (problem.softcap != 0 && !fits_float(problem.softcap, problem.scale / problem.softcap)) {
-    refuse.add("softcap " + std::to_string(problem.softcap) + " with this scale",
+    refuse.add("softcap " + number_text(problem.softcap) + " with this scale",
                "computes in fp32, where one of the two or their quotient has no normal value; "
                "choose a softcap nearer to 1,");
   }
@@ -300,6 +301,12 @@ bool nothing_to_write(const Problem& problem) {
   const bool nothing = no_rows || (problem.dv == 0 && !problem.want_lse);
   const bool appends = problem.n_new > 0 && problem.batch > 0 && problem.heads_kv > 0;
   return nothing && !appends && !problem.needs_grad;
+}
+
+std::string number_text(double number) {
+  std::ostringstream text;
+  text << number;
+  return text.str();
 }
 
 AttentionParams attention_params(const Problem& problem) {

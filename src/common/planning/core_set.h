@@ -47,6 +47,9 @@ bool has_latent_lists(const Problem& problem);
 // Whether no output element and no log-sum-exp is asked for. A plan without launches serves that.
 bool nothing_to_write(const Problem& problem);
 
+// A number of a call as reasons name it: 1e-40, not 0.000000.
+std::string number_text(double number);
+
 // For kernels that multiply each score by AttentionParams::tanh_scale, whatever the call: sets what
 // transform_scores needs.
 void always_transform_scores(const Problem& problem, AttentionParams& params);
