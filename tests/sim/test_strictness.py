@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -636,6 +640,17 @@ def test_errors_raise_and_the_next_run_works() -> None:
     out = words()
     run(program("st.global.u32 [%rd11], %r0;"), words(), out)
     assert out[:32].tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_an_error_goes_from_a_process_to_another(through: Callable[[Any], Any]) -> None:
+    with pytest.raises(sim.SimulationError) as caught:
+        run(program("ld.global.u32 %r1, [%rd0+4096];"), words(), words())
+    error = through(caught.value)
+    assert type(error) is sim.SimulationError
+    assert str(error) == str(caught.value)
+    assert error.report == caught.value.report
+    assert error.report.listing == caught.value.report.listing
 
 
 def test_reports_do_not_depend_on_the_number_of_threads() -> None:

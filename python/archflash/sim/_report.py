@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,9 @@ class SimulationError(LaunchError):
         more = f"\nand {len(errors) - 8} more" if len(errors) > 8 else ""
         super().__init__(f"the simulator found errors in {report.kernel}:\n{shown}{more}")
         self.report = report
+
+    def __reduce__(self) -> tuple[type[SimulationError], tuple[Report]]:
+        return SimulationError, (self.report,)  # a process pool hands it to its parent
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,10 @@ class Report:
     def total_instructions(self) -> int:
         """All warp-instructions executed."""
         return sum(self.executed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The listing is made when it is asked for, by what no other process has.
+        return self.__dict__ | {"_listing": functools.partial(list, self._listing())}
 
     def __str__(self) -> str:
         errors, lints = len(self.errors), len(self.lints)
