@@ -225,6 +225,16 @@ def test_decisions_and_their_parts_pickle(through: Any) -> None:
     assert through(cpu).reasons == cpu.reasons
 
 
+@pytest.mark.parametrize("device", ["L4", "H200"])
+def test_a_plan_of_gradients_is_copied_and_says_that_it_has_no_pickle(device: str) -> None:
+    q = torch.empty(2, 8, 70, 64, dtype=torch.float16, device="meta")
+    decision = archflash.explain(q, q, q, device=device, backward=True, implementation="ampere")
+    assert decision.plan is not None
+    assert copy.deepcopy(decision).plan.to_dict() == decision.plan.to_dict()
+    with pytest.raises(TypeError, match=r"a plan of gradients cannot be pickled: pickle str"):
+        pickle.dumps(decision)
+
+
 def test_a_spoilt_pickle_is_refused_as_from_dict_would() -> None:
     problem = archflash.explain(Q, K, K, device="H200").problem
     empty = native.Problem.__new__(native.Problem)

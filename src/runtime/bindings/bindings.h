@@ -50,16 +50,26 @@ void def_fields(nb::class_<T>& type) {
   });
 }
 
-// Lets a struct be pickled and copied through its to_dict and from_dict.
+// A pickle of a plan is planned anew from the problem in it, which does not tell the tensors of a
+// backward pass.
+void refuse_gradients_in_pickle(const LaunchPlan& plan);
+
+// Lets a struct be pickled through its to_dict and from_dict, and copied as it is.
 template <class T>
 nb::class_<T> with_pickle(nb::class_<T> type, T (*from_dict)(nb::handle)) {
   type.def(
-      "__getstate__", [](const T& value) { return to_dict(value); },
+      "__getstate__",
+      [](const T& value) {
+        if constexpr (std::is_same_v<T, LaunchPlan>) refuse_gradients_in_pickle(value);
+        return to_dict(value);
+      },
       nb::sig("def __getstate__(self) -> dict[str, typing.Any]"));
   type.def(
       "__setstate__",
       [from_dict](T& value, nb::handle fields) { new (&value) T(from_dict(fields)); },
       nb::sig("def __setstate__(self, fields: dict[str, typing.Any], /) -> None"));
+  type.def("__copy__", [](const T& value) { return T(value); });
+  type.def("__deepcopy__", [](const T& value, nb::handle) { return T(value); });
   return type;
 }
 

@@ -3,10 +3,23 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "runtime/bindings/bindings.h"
 #include "runtime/registry.h"
 
 namespace archflash {
+
+void refuse_gradients_in_pickle(const LaunchPlan& plan) {
+  const auto is_of_gradients = [](const auto& read) { return read.operand == Operand::DOut; };
+  for (const Launch& launch : plan.launches) {
+    if (std::ranges::any_of(launch.pointers, is_of_gradients) ||
+        std::ranges::any_of(launch.tensor_maps, is_of_gradients)) {
+      throw nb::type_error(
+          "a plan of gradients cannot be pickled: pickle str(decision) or plan.to_dict()");
+    }
+  }
+}
 
 void bind_plan(nb::module_& m) {
   using namespace nb::literals;
