@@ -25,6 +25,7 @@ import torch.nn.attention as _torch_attention
 
 from archflash import _archflash as _native
 from archflash import _backward_operators, _dispatch, _forward_operators
+from archflash._eager import never_compiled
 from archflash._forward_operators import Kernel, decline
 from archflash._replacing import Replaced
 from archflash._stats import declined
@@ -124,6 +125,7 @@ def _active() -> str | None:
     return None if _replaced is None else NAME
 
 
+@never_compiled
 def _activate(name: str | None) -> None:
     global _replaced
     if name == _active():

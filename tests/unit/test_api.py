@@ -151,6 +151,22 @@ def test_a_compiled_function_may_explain_its_calls() -> None:
     assert torch.equal(out, archflash.attention(q, q, q))
 
 
+def test_a_compiled_function_may_enable_archflash() -> None:
+    """torch.compile looked into it, and gave up with warnings after eight of its operators."""
+
+    def model(q: Tensor) -> Tensor:
+        with archflash.enabled():
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(1, 2, 8, 16)
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(torch.compile(model, backend="eager")(q), model(q))
+    breaks = " ".join(torch._dynamo.utils.counters["graph_break"])
+    assert "op returned non-Tensor" not in breaks
+    assert "marked as skipped" not in breaks
+    assert torch._dynamo.utils.counters["frames"]["total"] < 20
+
+
 def test_the_version_is_that_of_the_project() -> None:
     match = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert match is not None
