@@ -41,6 +41,14 @@ if _find_spec("archflash._archflash") is None:
         "`pip install .` in the clone, and start Python outside of its folder python"
     )
 
+from torch import __version__ as _torch_version
+
+if tuple(map(int, _torch_version.split(".")[:2])) < (2, 6):
+    raise ImportError(
+        f"archflash needs torch 2.6 or newer, and this is torch {_torch_version}: "
+        "run `pip install --upgrade torch`"
+    )
+
 from archflash import _archflash as _native
 from archflash import masks, reference
 from archflash._api import attention, explain

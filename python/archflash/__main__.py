@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 
+from archflash import __version__
 from archflash.cli import (
     Parser,
     bench,
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given and given[0] in of_clone.PROGRAMS:
         return exit_status(lambda: of_clone.run(given[0], given[1:]))
     parser = Parser(prog="archflash", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"archflash {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in (info, explain, verify, calibrate, bench, replay, sim):
         command.add_parser(commands)

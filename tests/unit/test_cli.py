@@ -69,6 +69,13 @@ def test_without_a_command_the_installation_is_described(
     assert run("info").out == result.out
 
 
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"archflash {archflash.__version__}\n"
+
+
 def test_every_environment_variable_of_the_sources_is_documented(run: Run) -> None:
     package = Path(archflash.__file__).parent
     read = {

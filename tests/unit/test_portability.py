@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import archflash
 from archflash import _posix
@@ -67,6 +68,13 @@ def test_sources_without_the_compiled_part_say_what_to_do(monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"not in clone/python/archflash. .*`pip install \.`"):
         exec(source, {"__path__": ["clone/python/archflash"]})
+
+
+def test_an_old_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(archflash.__file__).read_text()
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    with pytest.raises(ImportError, match=r"needs torch 2\.6 or newer, and this is torch 2\.5\.1"):
+        exec(source, {"__path__": archflash.__path__, "__name__": "archflash"})
 
 
 def test_host_code() -> None:
