@@ -99,7 +99,9 @@ def merge_attention(
             return _with_torch(parts, of_parts, layout)
         if _sharding.has_dtensor(*parts, *of_parts):
             _sharding.check_lists("merge_attention")
-            _sharding.prepare({})
+            given = {"outs": parts, "lses": of_parts}
+            named = {f"{name}[{i}]": x for name, y in given.items() for i, x in enumerate(y)}
+            _sharding.prepare({}, **named)
         heads = 2 if layout == "bnhd" and parts[0].ndim == 4 else 1
         merged: tuple[Tensor, Tensor] = torch.ops.archflash.merge_attention(
             parts, of_parts, heads, implementation

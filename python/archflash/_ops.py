@@ -80,9 +80,9 @@ def attention(
     # The kernels that compute the gradients, if any do: a traced call has to name them.
     differentiable = implementation if needs_grad and implementation in FOLDERS else None
     name = implementation
-    sharded = _sharding.has_dtensor(q, k, v)
+    sharded = _sharding.has_dtensor(q, k, v, *values)
     if sharded:
-        _sharding.prepare(options)
+        _sharding.prepare(options, q=q, k=k, v=v)
     if not compiling:
         problem = _native.make_problem(
             q, k, v, values, _GRADIENTS_NEEDED if needs_grad else _NO_GRADIENTS
@@ -238,8 +238,8 @@ def attention_with_kvcache(
             **_options.to_operator(options, _options.OF_CACHE),
         )
 
-    if _sharding.has_dtensor(q, k_cache, v_cache):
-        _sharding.prepare(options)
+    if _sharding.has_dtensor(q, k_cache, v_cache, *options.values()):
+        _sharding.prepare(options, q=q, k_cache=k_cache, v_cache=v_cache)
         if options["k_new"] is not None:
             return _answer(_sharding.append(operator, q, k_cache, v_cache, options), options)
     return _answer(operator(q, k_cache, v_cache, options), options)

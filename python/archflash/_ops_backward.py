@@ -50,8 +50,8 @@ def attention_backward(
     """(dq, dk, dv, dsinks, dmask) of a call through the operator; dsinks is None without sinks, and
     dmask where it is not wanted. With `wide` dq, dk and dv are float32.
     """
-    if _sharding.has_dtensor(q, k, v):
-        _sharding.prepare(options)
+    if _sharding.has_dtensor(dout, q, k, v, out, lse, dlse, *options.values()):
+        _sharding.prepare(options, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse)
     *gradients, dsinks, dmask = torch.ops.archflash.attention_backward(
         dout, q, k, v, out, lse, dlse,
         implementation=implementation, mask_gradient=mask_gradient, deterministic=deterministic,

@@ -33,11 +33,12 @@ def has_dtensor(*tensors: object) -> bool:
     return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 
 
-def prepare(options: dict[str, Any]) -> None:
+def prepare(options: dict[str, Any], **tensors: Any) -> None:
     """Makes the operators ready for a call on DTensors with these options.
 
     Raises:
         UnsupportedError: the call drops weights, and its devices would drop different ones.
+        TypeError: some tensors of the call are no DTensors.
     """
     if options.get("dropout_p") and not has_dtensor(options["rng_state"]):
         raise UnsupportedError(
@@ -45,11 +46,32 @@ def prepare(options: dict[str, Any]) -> None:
             "between devices; pass rng_state as a replicated DTensor, or call it on to_local() of "
             "the tensors with a state for each device"
         )
+    if not torch.compiler.is_compiling():
+        _refuse_plain(tensors | options)
     _register()
 
 
 def _register() -> None:
     _register_once()
+
+
+def _refuse_plain(given: dict[str, Any]) -> None:
+    """DTensor's own error does not say which tensor it was."""
+    from torch.distributed.tensor import DTensor
+
+    if getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False):
+        return
+    one = next((name for name, x in given.items() if isinstance(x, DTensor)), None)
+    if one is None:
+        return
+    for name, x in given.items():
+        # One of a single element is replicated by DTensor itself.
+        if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.numel() != 1:
+            raise TypeError(
+                f"{name} is a plain tensor and {one} is a DTensor: make it one with "
+                "distribute_tensor(), replicated or split as that is, or pass to_local() of the "
+                "DTensors"
+            )
 
 
 def check_lists(name: str) -> None:

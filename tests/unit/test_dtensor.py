@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import archflash
@@ -302,6 +303,30 @@ wanted = archflash.attention_backward(grad, q, k, v, out, lse, causal=True)
 found = archflash.attention_backward(grad, q, *gathered, out, lse, causal=True)
 for x, y in zip(found, wanted):
     torch.testing.assert_close(x, y)
+
+# --- plain tensors beside DTensors ---
+
+def refused(what, call):
+    try:
+        call()
+    except TypeError as error:
+        assert f"{what} is a plain tensor and" in str(error), error
+    else:
+        raise AssertionError(what)
+
+
+one = put(q, WHOLE)
+refused("k", lambda: archflash.attention(one, k, put(v, WHOLE)))
+refused("q", lambda: archflash.attention(q, k, v, sinks=put(torch.zeros(q.shape[1]), WHOLE)))
+refused("attn_mask", lambda: archflash.attention(one, one, one, attn_mask=torch.ones(9, 9)))
+refused("lse", lambda: archflash.attention_backward(one, one, one, one, one, lse))
+if _sharding._takes_lists():
+    refused("outs[1]", lambda: archflash.merge_attention([one, q], [put(lse, WHOLE)] * 2))
+with torch.no_grad():
+    refused("cache_seqlens", lambda: archflash.attention_with_kvcache(
+        one, one, one, cache_seqlens=torch.ones(q.shape[0], dtype=torch.int32), layout="bhnd"))
+with implicit_replication():
+    same("replicated", archflash.attention(one, k, v), archflash.attention(q, k, v), WHOLE)
 
 # --- kernels, on the simulator ---
 
