@@ -18,7 +18,9 @@ from archflash import _archflash as _native
 from archflash._eager import is_tracing
 
 _WORD = 0xFFFFFFFF
+_MIDDLE = 1 << 31
 _ROUNDS = 7
+_A, _B = 0xD2511F53, 0xCD9E8D57  # what words are multiplied by in a round
 _VALUES = 1 << 16  # that the random bits of a weight can have
 
 
@@ -120,17 +122,23 @@ def kept(
     ]
     round_key = [seed & _WORD, ((seed >> 32) ^ (offset >> 32)) & _WORD]
     for _ in range(_ROUNDS):
-        # Products of 64 bits wrap, and so does the shift's sign: the mask leaves the right word.
-        a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        (high_a, low_a), (high_b, low_b) = _product(counter[0], _A), _product(counter[2], _B)
         counter = [
-            ((b >> 32) & _WORD) ^ counter[1] ^ round_key[0],
-            b & _WORD,
-            ((a >> 32) & _WORD) ^ counter[3] ^ round_key[1],
-            a & _WORD,
-        ]
+            high_b ^ counter[1] ^ round_key[0], low_b,
+            high_a ^ counter[3] ^ round_key[1], low_a,
+        ]  # fmt: skip
         round_key = [(round_key[0] + 0x9E3779B9) & _WORD, (round_key[1] + 0xBB67AE85) & _WORD]
     low = torch.where((key & 16) != 0, counter[1], counter[0])
     high = torch.where((key & 16) != 0, counter[3], counter[2])
     word = torch.where((query & 8) != 0, high, low)
     bits = (word >> (2 * (key & 8))) & 0xFFFF
     return bits >= threshold
+
+
+def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The high and the low 32 bits of a product of 32 bits with an odd factor of 32 bits. It may
+    not fit into 63 bits, and a compiler that is given a product which overflows may make anything
+    of it. With the middle of its range as 0 it fits.
+    """
+    shifted = (word - _MIDDLE) * factor + _MIDDLE  # word * factor less factor // 2 times 2^32
+    return (shifted >> 32) + factor // 2, shifted & _WORD
