@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _sequences
 from archflash._archflash import MASK_BLOCK, MOST_RANGES
 from archflash._mask_arguments import checked
 
@@ -204,7 +205,7 @@ def from_bsr(
             f"they must be ({rows + 1},) and (n,)"
         )
     entry = torch.arange(len(indices), device=indices.device)
-    row = torch.searchsorted(indptr.to(indices.device)[1:].contiguous(), entry, right=True)
+    row = _sequences.of_rows(entry, indptr.to(indices.device))
     # What belongs to no row or column goes into one of its own, which is dropped.
     inside = (row < rows) & (indices >= 0) & (indices < columns)
     place = torch.where(inside, row * columns + indices, rows * columns).long()

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from archflash import _sequences
 from archflash._archflash import MASK_BLOCK
 from archflash._bias import sides_of
 from archflash._dropout import kept
@@ -56,9 +57,7 @@ def packed_rows(cu_seqlens: Tensor, total: int) -> PackedRows:
     # Positions are int64, so that adding an offset or a window limit does not overflow.
     cu_seqlens = cu_seqlens.long()
     position = torch.arange(total, device=cu_seqlens.device)
-    # The number of a row's sequence is the number of sequences that end at or before it. This skips
-    # empty sequences, which own no row.
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+    sequence = _sequences.of_rows(position, cu_seqlens)
     return PackedRows(cu_seqlens, sequence, position - cu_seqlens[sequence])
 
 

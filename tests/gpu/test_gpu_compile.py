@@ -154,6 +154,27 @@ def test_opcheck(kernel: str, name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["packed", "dropout"])
+def test_inductor_compiles_what_pytorch_differentiates(name: str) -> None:
+    tensors: tuple[Tensor, ...] = qkv(65, 129, batch=2)
+    call: dict[str, Any] = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 6], device="cuda")}
+    if name == "packed":
+        tensors, call = packed(*tensors)
+
+    def gradients(function: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return archflash.attention(q, k, v, **call)
+
+    torch._dynamo.reset()
+    found = gradients(torch.compile(attend, fullgraph=True))
+    for got, expected in zip(found, gradients(attend), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 def test_cuda_graphs_of_torch_compile_hold_calls_of_pytorchs_attention(gradients: bool) -> None:
     """With mode="reduce-overhead" the first call warms up, the second is captured, and the others

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from archflash import _torch_cache
+from archflash import _sequences, _torch_cache
 from archflash.compat._arguments import check_device, check_ints, check_tensors
 
 
@@ -26,7 +26,7 @@ def used_rows_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tenso
     ends = cu_seqlens.long()
     lengths = torch.minimum(used.long().clamp(min=0), ends.diff())
     rows = torch.arange(total, device=ends.device)
-    sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+    sequence = _sequences.of_rows(rows, ends)
     row = rows - ends[sequence]
     # Rows behind the last sequence have none.
     last = torch.cat([lengths, lengths.new_zeros(1)])[sequence]
@@ -68,7 +68,7 @@ def append_new(
     batch = len(ends) - 1
     lengths = torch.as_tensor(cache_seqlens, device=ends.device).long().expand(batch)
     rows = torch.arange(len(new[0]), device=ends.device)
-    sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+    sequence = _sequences.of_rows(rows, ends)
     row = rows - ends[sequence]
     owned = (sequence < batch) & (row >= 0)
     sequence = sequence.clamp(max=max(batch - 1, 0))

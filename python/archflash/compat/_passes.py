@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from archflash import _sequences
 from archflash._backward import attention_backward
 from archflash.compat._arguments import flag, plain
 from archflash.compat._flash import Window, as_window, seen_by_none
@@ -63,6 +64,6 @@ def padded(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return F.pad(rows, (0, -rows.shape[-1] % _ROWS))
     total, sequences = rows.shape[1], len(cu_seqlens) - 1
     number = torch.arange(total, device=rows.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), number, right=True)
+    sequence = _sequences.of_rows(number, cu_seqlens)
     place = number + _ROWS * sequence.clamp(max=max(sequences - 1, 0))
     return rows.new_zeros(len(rows), total + _ROWS * sequences).index_copy(1, place, rows)

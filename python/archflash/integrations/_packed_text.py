@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from archflash import masks
+from archflash import _sequences, masks
 from archflash._api import attention
 from archflash.integrations._model_mask import (
     Packed,
@@ -153,7 +153,7 @@ def _ranges_of_lengths(lengths: Lengths, batch: int, n: int) -> Tensor:
     """The keys of each query's document as key_ranges (batch, 1, n, 1, 2), of rows of n tokens."""
     cu_seqlens_q, cu_seqlens_k = lengths[:2]
     rows = torch.arange(batch * n, dtype=torch.int32, device=cu_seqlens_q.device)
-    document = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True)
+    document = _sequences.of_rows(rows, cu_seqlens_q)
     ends_k = F.pad(cu_seqlens_k[1:], (0, 1))  # rows behind the last document see no key
     first_of_row = rows // n * n
     sides = [

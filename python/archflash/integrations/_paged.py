@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _sequences
 from archflash._api import attention
 from archflash._errors import UnsupportedError
 from archflash._kvcache import PLACES, Batch, kind_of, serve, values_of
@@ -138,7 +139,7 @@ class PagedBatch:
         """The numbers of the rows, and the request of each."""
         ends = self.query_start_loc
         rows = torch.arange(self.num_actual_tokens, device=ends.device, dtype=torch.int32)
-        request = torch.searchsorted(ends[1:], rows, right=True)
+        request = _sequences.of_rows(rows, ends)
         return rows, request.clamp(max=ends.shape[0] - 2)  # rows behind all requests pad the batch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from archflash import _sequences
 from archflash._autocast import no_autocast
 
 
@@ -57,7 +58,7 @@ def apply_rotary_emb(
         inside = torch.ones_like(position, dtype=torch.bool)
     else:
         ends = cu_seqlens.long()
-        sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+        sequence = _sequences.of_rows(rows, ends)
         inside = sequence < len(ends) - 1
         sequence = sequence.clamp(max=max(len(ends) - 2, 0))
         offsets = torch.as_tensor(seqlen_offsets, device=x.device)
@@ -295,7 +296,7 @@ def _packed_positions(total: int, cu_seqlens: Tensor, starts: int | Tensor, apar
     """
     rows = torch.arange(total, device=cu_seqlens.device)
     ends = cu_seqlens.long()
-    sequence = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+    sequence = _sequences.of_rows(rows, ends)
     sequence = sequence.clamp(max=max(len(ends) - 2, 0))
     position = torch.as_tensor(starts, device=rows.device).expand(len(ends) - 1)[sequence]
     return position + rows - ends[sequence] if apart else position
