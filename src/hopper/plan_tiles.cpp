@@ -88,6 +88,7 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
     return is_short && measured ? time_of_short(problem, device, tile, head)
                                 : std::numeric_limits<double>::infinity();
   const bool begins_anew = is_short && resident > 1 && rows * heads > workers;
+  runs.reserve(head.times.size());
   for (double time : head.times) {
     if (head.time_among_others > 0 && heads > workers) time = head.time_among_others;
     runs.push_back({time + (begins_anew ? NEW_CTA : 0), heads});

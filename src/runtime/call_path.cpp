@@ -226,8 +226,10 @@ bool needs_dispatcher(nb::handle object) {
 
 int64_t forced_index(nb::handle name) {
   if (name.is_none()) return -1;
-  const std::string text =
-      nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name) : std::string();
+  return forced_index(nb::isinstance<nb::str>(name) ? nb::cast<std::string>(name) : std::string());
+}
+
+int64_t forced_index(const std::string& text) {
   const std::vector<std::string>& names = folder_names();
   for (size_t i = 0; i < names.size(); ++i) {
     if (names[i] == text) return static_cast<int64_t>(i);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <utility>
 
 #include "runtime/call.h"
@@ -49,6 +50,7 @@ void set_record(nb::object function);
 
 // What is forced, in a CacheKey.
 int64_t forced_index(nb::handle name);
+int64_t forced_index(const std::string& name);
 
 // Plans for the simulator depend on ARCHFLASH_SIM_DEVICE: with another value
 // what is cached is stale, and forgotten here.

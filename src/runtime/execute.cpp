@@ -216,7 +216,8 @@ void launch_all(const PreparedPlan& prepared, const std::array<void*, OPERAND_CO
 std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan) {
   auto prepared = std::make_shared<PreparedPlan>();
   prepared->plan = std::move(plan);
-  prepared->maps.resize(prepared->plan->launches.size());
+  prepared->maps = std::make_unique<EncodedMaps[]>(prepared->plan->launches.size());
+  prepared->kernels.reserve(prepared->plan->launches.size());
   const std::lock_guard lock(loading);
   for (const Launch& launch : prepared->plan->launches) {
     if (launch.params.size() > MAX_PARAMETER_BYTES) {

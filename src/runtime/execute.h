@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,8 +17,8 @@ struct Kernel;  // an entry of an image
 // A plan and the kernels it launches, looked up once.
 struct PreparedPlan {
   std::shared_ptr<const LaunchPlan> plan;
-  std::vector<Kernel*> kernels;          // one per launch
-  mutable std::deque<EncodedMaps> maps;  // likewise
+  std::vector<Kernel*> kernels;                 // one per launch
+  mutable std::unique_ptr<EncodedMaps[]> maps;  // likewise
 };
 
 std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan);

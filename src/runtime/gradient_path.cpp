@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -111,6 +112,10 @@ bool read_gradient(nb::handle given, const char* name, nb::handle of, Seen& made
 
 using Key = CacheKey<BackwardProblem>;
 
+// What is forced, in a key, where a kernel is asked first and others may serve in its place: below
+// -1. So a node of autograd asks for the kernel of its forward pass.
+int64_t asked_first(int64_t index) { return -2 - index; }
+
 // The members of a problem that describe dq, dk and dv.
 constexpr BackwardTensor BackwardProblem::* GRADIENTS_OF[GRADIENTS] = {
     &BackwardProblem::dq, &BackwardProblem::dk, &BackwardProblem::dv};
@@ -138,6 +143,16 @@ nb::object template_of_gradient(nb::handle of, const reading::Axes& axes, Backwa
   return like;
 }
 
+// Whether k has the shape, strides and dtype of q (i = 1), or v those of k (i = 2).
+bool is_as_the_one_before(const Problem& p, int i) {
+  const auto same = [](const Strides& a, const Strides& b) {
+    return a.batch == b.batch && a.head == b.head && a.row == b.row;
+  };
+  if (i == 1)
+    return p.nq == p.nk && p.heads_q == p.heads_kv && same(p.q, p.k) && p.q_column == p.k_column;
+  return i == 2 && p.d == p.dv && same(p.k, p.v) && p.k_column == p.v_column;
+}
+
 // The problem of a key, and what those gradients are made from that are not given.
 BackwardProblem asked_of(const Key& key, const nb::handle (&inputs)[GRADIENTS],
                          const nb::handle (&targets)[GRADIENTS], const reading::Axes& axes,
@@ -145,16 +160,16 @@ BackwardProblem asked_of(const Key& key, const nb::handle (&inputs)[GRADIENTS],
   BackwardProblem asked = key.problem;
   asked.call.on_cuda = true;  // the simulator stands for a GPU
   for (int i = 0; i < GRADIENTS; ++i) {
-    if (targets[i].is_none())
-      decision.like[i] = template_of_gradient(inputs[i], axes, asked.*GRADIENTS_OF[i]);
+    if (!targets[i].is_none()) continue;
+    BackwardTensor& gradient = asked.*GRADIENTS_OF[i];
+    if (is_as_the_one_before(asked.call, i) && targets[i - 1].is_none()) {
+      decision.like[i] = decision.like[i - 1];
+      gradient = asked.*GRADIENTS_OF[i - 1];
+    } else {
+      decision.like[i] = template_of_gradient(inputs[i], axes, gradient);
+    }
   }
   return asked;
-}
-
-PlanBy by_kernel(const BackwardProblem& asked) {
-  return [asked](const std::string& kernel, const Device& device) {
-    return plan_backward(kernel, asked, device);
-  };
 }
 
 // What a backward pass writes.
@@ -312,18 +327,21 @@ std::optional<Written> compute(const GradientCall& given) {
   make_other_gradients(a, given.mask_gradient, call, made, problem);
   key.device_index = call.device_index;
   key.forced = forced_index(given.implementation);
-  if (given.or_others) key.forced = -2 - key.forced;  // below -1
+  if (given.or_others) key.forced = asked_first(key.forced);
 
   if (call.device_index < 0) forget_other_simulated_devices();
   const CachedGradients* found = cache().find(key);
   if (found == nullptr) {
     CachedGradients decision;
     const BackwardProblem asked = asked_of(key, inputs, targets, axes, decision);
-    const PlanBy plan_by = by_kernel(asked);
+    const auto plan_by = [asked](const std::string& kernel, const Device& device) {
+      return plan_backward(kernel, asked, device);
+    };
+    const PlanBy asking = std::cref(plan_by);
     const nb::handle none = Py_None;
-    auto chosen = plan_gradients_in_order(call.device_index, given.implementation, plan_by);
+    auto chosen = plan_gradients_in_order(call.device_index, given.implementation, asking);
     if (!chosen && given.or_others)
-      chosen = plan_gradients_in_order(call.device_index, none, plan_by);
+      chosen = plan_gradients_in_order(call.device_index, none, asking);
     if (!chosen && p.key_indices == 0) {  // Python makes a mask of lists
       const nb::handle forced = given.or_others ? none : given.implementation;
       const nb::object told =
@@ -413,22 +431,28 @@ std::string expect_gradients(const Arguments& a, const Call& call, nb::handle im
   of_call.approximate = of_call.approximate_if_served = of_call.num_splits = 0;
   Key key;
   start_key(a, of_call, last_options, key);
-  key.problem.dout = {.strides = of_call.out, .dtype = of_call.out_dtype, .column = 1, .align = 16};
+  BackwardTensor& dout = key.problem.dout;  // no padding is written: it is part of the key
+  dout.strides = of_call.out, dout.dtype = of_call.out_dtype;
+  dout.column = 1, dout.align = 16;
   key.device_index = call.device_index;
-  key.forced = forced_index(implementation);
-  const CachedGradients* found = cache().find(key);
-  if (found == nullptr) {
-    CachedGradients decision;
-    const nb::handle inputs[GRADIENTS] = {a.q, a.k, a.v};
-    const nb::handle targets[GRADIENTS] = {nb::none(), nb::none(), nb::none()};
-    const BackwardProblem asked =
-        asked_of(key, inputs, targets, reading::axes_of(a, of_call.varlen), decision);
-    auto chosen = plan_gradients_in_order(call.device_index, implementation, by_kernel(asked));
-    if (!chosen) return {};
-    decision.plan = prepare_for(call, std::move(chosen));
-    found = cache().insert(key, std::move(decision));
-  }
-  return found->plan ? found->plan->plan->implementation : std::string();
+  CachedGradients decision;
+  const nb::handle inputs[GRADIENTS] = {a.q, a.k, a.v};
+  const nb::handle targets[GRADIENTS] = {nb::none(), nb::none(), nb::none()};
+  const BackwardProblem asked =
+      asked_of(key, inputs, targets, reading::axes_of(a, of_call.varlen), decision);
+  const PlanBy plan_by = [&asked](const std::string& kernel, const Device& device) {
+    return plan_backward(kernel, asked, device);
+  };
+  auto chosen = plan_gradients_in_order(call.device_index, implementation, plan_by);
+  if (!chosen) return {};
+  const std::string kernel = chosen->implementation;
+  // As the backward pass will ask (run_and_record() in call_path.cpp), if the forward pass takes
+  // this kernel.
+  key.forced = forced_index(kernel);
+  if (implementation.is_none()) key.forced = asked_first(key.forced);
+  decision.plan = prepare_for(call, std::move(chosen));
+  cache().insert(key, std::move(decision));
+  return kernel;
 }
 
 void set_decide_gradients(nb::object function, nb::object order) {

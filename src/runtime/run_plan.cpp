@@ -111,12 +111,9 @@ nb::object template_of_lse(nb::handle q, const Call& call, bool column) {
     nb::object lse = allocate_lse(q, p);
     return without_memory(column ? lse.attr("unsqueeze")(-1) : lse);
   }
-  nb::list shape, strides;
-  if (!p.varlen) shape.append(p.batch), strides.append(p.heads_q * p.nq);
-  shape.append(p.heads_q), strides.append(p.nq);
-  shape.append(p.nq), strides.append(1);
-  if (column) shape.append(1), strides.append(1);
-  return nb::make_tuple(nb::tuple(shape), nb::tuple(strides), torch().float32);
+  const int64_t shape[] = {p.batch, p.heads_q, p.nq, 1}, strides[] = {p.heads_q * p.nq, p.nq, 1, 1};
+  const int skipped = p.varlen ? 1 : 0;
+  return strided(4 - skipped - !column, shape + skipped, strides + skipped, DType::F32);
 }
 
 void write_rows_of_no_sequence(nb::handle out, nb::handle lse, nb::handle sinks) {

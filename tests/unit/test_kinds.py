@@ -150,7 +150,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     _native.clear_cache()
 
 
-def _train(length: int, kernel: str, **options: Any) -> None:
+def _train(length: int, kernel: str | None, **options: Any) -> None:
     dtype = torch.float32 if kernel == "simt" else torch.bfloat16
     q, k, v = (torch.randn(1, 2, length, 64, dtype=dtype, requires_grad=True) for _ in range(3))
     out = archflash.attention(q, k, v, implementation=kernel, **options)
@@ -172,7 +172,8 @@ def test_the_plans_are_those_that_are_decided_one_by_one(seen: Seen, kernel: str
     calls: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"sinks": torch.zeros(2)})
     if kernel == "simt":
         calls = (*calls, {"alibi_slopes": torch.ones(2)})
-    for length in (40, 150, 161):
+    lengths = (40, 150, 161, *random.Random(5).sample(range(1, 900), 9))
+    for length in lengths:
         for options in calls:
             _train(length, kernel, **options)
     kept = seen.plans.copy()
@@ -180,10 +181,25 @@ def test_the_plans_are_those_that_are_decided_one_by_one(seen: Seen, kernel: str
     _native.set_decide_gradients(_eager_gradients.decide)
     _native.clear_cache()
     seen.plans.clear()
-    for length in (40, 150, 161):
+    for length in lengths:
         for options in calls:
             _train(length, kernel, **options)
     assert [plan.to_dict() for plan in kept] == [plan.to_dict() for plan in seen.plans]
+
+
+def test_the_forward_pass_plans_the_backward_pass(seen: Seen) -> None:
+    device, asked = find_device("H200"), list[str | None]()
+
+    def order(index: int, name: str | None) -> Any:
+        asked.append(name)
+        return device, [("hopper", False)]
+
+    _native.set_decide(_dispatch.decide, lambda *_: (device, [("hopper", False)]))
+    _native.set_decide_gradients(_eager_gradients.decide, order)
+    for length in (140, 150):
+        _train(length, None)
+    assert asked == [None]
+    assert len(seen.plans) == 4
 
 
 def test_pytorchs_operators_of_another_length_need_no_decision(seen: Seen) -> None:

@@ -72,8 +72,9 @@ int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t n
 double queue_time(std::span<const Run> runs, int64_t workers) {
   // How many workers are free from which time on, in the order of time; those before `first` are
   // no more.
-  std::vector<std::pair<double, int64_t>> free_at{{0, workers}};
+  std::vector<std::pair<double, int64_t>> free_at;
   free_at.reserve(2 * runs.size() + 16);
+  free_at.emplace_back(0, workers);
   size_t first = 0;
   for (const Run& run : runs) {
     for (int64_t left = run.count; left > 0;) {
