@@ -132,8 +132,8 @@ def attention_backward(
             gradients: tuple[Tensor, ...] = results[:3]
             if dsinks is not None:
                 gradients = (*gradients, dsinks)
-            if dmask is not None and attn_mask is not None:
-                gradients = (*gradients, dmask.reshape(attn_mask.shape))
+            if dmask is not None:
+                gradients = (*gradients, dmask)
             return gradients
     options = _options.complete(dict(zip(_options.OF_ATTENTION, values, strict=True)))
     differentiable = {name: options[name] for name in _options.DIFFERENTIABLE}

@@ -191,7 +191,7 @@ void clear(void* start, int64_t bytes, void* stream) {
   if (bytes == 0) return;
   const cudaError_t status = cudaMemsetAsync(start, 0, bytes, static_cast<cudaStream_t>(stream));
   // The text is made only where it is needed: this runs on every call.
-  if (status != cudaSuccess) check(status, join("zeroing ", bytes, " bytes of the workspace"));
+  if (status != cudaSuccess) check(status, join("zeroing ", bytes, " bytes"));
 }
 
 // of_batch: also the launches that serve all layers of a batch.
@@ -230,9 +230,10 @@ std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan) {
 }
 
 void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
-             int device_index, void* stream) {
-  if (prepared.plan->launches.empty()) return;
+             int device_index, void* stream, const Cleared& cleared) {
+  if (prepared.plan->launches.empty() && cleared.bytes == 0) return;
   const DeviceGuard guard(device_index);
+  clear(cleared.start, cleared.bytes, stream);
   clear(addresses[static_cast<int>(Operand::Workspace)], prepared.plan->zeroed_bytes, stream);
   launch_all(prepared, addresses, device_index, stream, {}, true);
 }

@@ -23,10 +23,16 @@ struct PreparedPlan {
 
 std::shared_ptr<PreparedPlan> prepare(std::shared_ptr<const LaunchPlan> plan);
 
+// Memory that is set to 0 before the launches of a plan, on their stream.
+struct Cleared {
+  void* start = nullptr;
+  int64_t bytes = 0;
+};
+
 // Launches on `stream` of device `device_index`, asynchronously. Throws LaunchFailure, which says
 // what was tried; no CUDA error remains set.
 void execute(const PreparedPlan& prepared, const std::array<void*, OPERAND_COUNT>& addresses,
-             int device_index, void* stream);
+             int device_index, void* stream, const Cleared& cleared = {});
 
 // Runs one layer of a batch whose layers share the workspace. counters: the layer's own, of
 // counters_of(plan) bytes. first: this layer makes the launches that serve all layers.

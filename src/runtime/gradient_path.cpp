@@ -176,6 +176,7 @@ BackwardProblem asked_of(const Key& key, const nb::handle (&inputs)[GRADIENTS],
 struct Written {
   Seen gradients[GRADIENTS];
   nb::object dsinks = nb::none(), dmask = nb::none();
+  Cleared cleared;  // the gradient of the mask, to which kernels add
 };
 
 // Whether a given gradient begins where another tensor of the call does, which Python refuses.
@@ -202,16 +203,20 @@ void make_other_gradients(const Arguments& a, bool mask_gradient, const Call& ca
   if (!mask_gradient) return;
   TensorView mask;
   read_tensor(a.attn_mask, "attn_mask", mask);
-  int64_t shape[4] = {1, 1, 1, 1}, strides[4] = {0, 0, 0, 0};
-  nb::object sizes = nb::steal(PyTuple_New(4));
-  for (int i = 0; i < mask.ndim; ++i) shape[4 - mask.ndim + i] = mask.shape[i];
-  int64_t stride = 1;
-  for (int i = 3; i >= 0; --i) {
-    if (shape[i] > 1) strides[i] = stride;
-    stride *= shape[i];
-    PyTuple_SetItem(sizes.ptr(), i, PyLong_FromLongLong(shape[i]));
+  // Dense in the mask's own shape; the problem has four dimensions, those of size 1 with stride 0.
+  int64_t dense[4], strides[4] = {0, 0, 0, 0}, size = 1;
+  for (int i = mask.ndim - 1; i >= 0; --i) {
+    dense[i] = size;
+    if (mask.shape[i] > 1) strides[4 - mask.ndim + i] = size;
+    size *= mask.shape[i];
   }
-  made.dmask = a.attn_mask.attr("new_zeros")(sizes, nb::arg("dtype") = torch().float32);
+  made.dmask =
+      new_tensor(strided(mask.ndim, mask.shape, dense, DType::F32), a.attn_mask, call.device_index);
+  if (call.device_index < 0) {
+    made.dmask.attr("zero_")();
+  } else {
+    made.cleared = {address_of_new(made.dmask, "dmask"), size * int64_t{sizeof(float)}};
+  }
   problem.dmask = true;
   problem.dmask_strides = {strides[0], strides[1], strides[2]};
   problem.dmask_key = strides[3];
@@ -249,7 +254,7 @@ void launch(const PreparedPlan& prepared, const Arguments& a, Call& call, const 
   }
   void* stream = current_stream(call.device_index);
   const nb::gil_scoped_release release;
-  execute(prepared, call.addresses, call.device_index, stream);
+  execute(prepared, call.addresses, call.device_index, stream, made.cleared);
 }
 
 }  // namespace
@@ -412,13 +417,13 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
   if (!made) return nb::borrow(Py_NotImplemented);
   const Seen* const g = made->gradients;
   if (!has_more) return nb::make_tuple(nb::none(), g[0].tensor, g[1].tensor, g[2].tensor);
-  const auto as = [](nb::object gradient, nb::handle input) {
+  const auto as = [](nb::object& gradient, nb::handle input) {
+    if (gradient.is_none()) return;
     const nb::object dtype = input.attr("dtype");
-    return dtype.is(torch().float32) ? gradient : nb::object(gradient.attr("to")(dtype));
+    if (!dtype.is(torch().float32)) gradient = gradient.attr("to")(dtype);
   };
-  if (!made->dsinks.is_none()) made->dsinks = as(made->dsinks, sinks);
-  if (!made->dmask.is_none())
-    made->dmask = as(made->dmask.attr("reshape")(mask.attr("shape")), mask);
+  as(made->dsinks, sinks);
+  as(made->dmask, mask);
   return nb::make_tuple(nb::none(), g[0].tensor, g[1].tensor, g[2].tensor, made->dsinks,
                         made->dmask);
 }
