@@ -85,21 +85,31 @@ constexpr core::BackwardTile DROPOUT_TILES[] = {
 const std::string WIDE_IMAGE = "ampere/bwd_wide_";
 
 // Whether `d64`, two CTAs on an SM that take 32 queries at a time, is faster than `d64_wide` with
-// 128: where it computes an eighth fewer rows, and its CTAs come in full rounds or in many.
-// Measured on an H200 (docs/lab/ampere.md).
+// 128. It is where it computes an eighth fewer rows, and its CTAs come in full rounds or in many.
+// Elsewhere a model says so of calls whose tiles fill several rounds: a CTA starts beside another
+// one, which is worth most where rows are few. Measured on an H200 (docs/lab/ampere.md).
 bool small_blocks_pay(const Problem& call, const Device& device) {
-  constexpr int64_t CTAS_PER_SM = 2, MANY_ROUNDS = 5;
+  constexpr int64_t CTAS_PER_SM = 2, MANY_ROUNDS = 5, FEWEST_ROUNDS_OF_WIDE = 3;
+  constexpr double START = 5, WIDE_BLOCK = 4.9, SMALL_BLOCK = 2.65, MARGIN = 1.05;  // us
   using Wide = D64Wide<DType::F16>;
   using Small = D64<DType::F16>;
   static_assert(Wide::ROWS == Small::ROWS);
   if (call.varlen || std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM) return false;
-  const int64_t wide_rows = core::ceil_div(call.nq, Wide::BLOCK) * Wide::BLOCK;
-  const int64_t small_rows = core::ceil_div(call.nq, Small::BLOCK) * Small::BLOCK;
-  if (8 * wide_rows < 9 * small_rows) return false;
-  if (!core::equal_tiles(call)) return true;
+  const int64_t wide_blocks = core::ceil_div(call.nq, Wide::BLOCK);
+  const int64_t small_blocks = core::ceil_div(call.nq, Small::BLOCK);
+  const bool has_fewer_rows = 8 * wide_blocks * Wide::BLOCK >= 9 * small_blocks * Small::BLOCK;
+  if (!core::equal_tiles(call)) return has_fewer_rows;
   const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, Small::ROWS);
   const int64_t workers = CTAS_PER_SM * device.sm_count, rounds = core::ceil_div(tiles, workers);
-  return rounds > MANY_ROUNDS || 10 * tiles >= 9 * rounds * workers;
+  if (has_fewer_rows && (rounds > MANY_ROUNDS || 10 * tiles >= 9 * rounds * workers)) return true;
+  if (tiles < FEWEST_ROUNDS_OF_WIDE * device.sm_count || call.heads_q != call.heads_kv)
+    return false;
+  const auto time = [](int64_t rounds, double of_block, int64_t blocks) {
+    return static_cast<double>(rounds) * (START + of_block * static_cast<double>(blocks));
+  };
+  const int64_t rounds_of_wide = core::ceil_div(tiles, int64_t{device.sm_count});
+  return MARGIN * time(rounds, SMALL_BLOCK, small_blocks) <=
+         time(rounds_of_wide, WIDE_BLOCK, wide_blocks);
 }
 
 // Launches start early where their image has PTX for 9.0: these kernels wait for what comes before

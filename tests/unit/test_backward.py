@@ -452,7 +452,12 @@ def test_the_longest_packed_sequence_decides_whether_heads_are_shared_out(
         ((64, 12, 160), 160, 64, False, "d64_plain"),  # 160 rows are five blocks of 32, two of 128
         ((16, 12, 64), 512, 40, False, "d64_plain"),
         ((64, 12, 192), 192, 64, False, "d64_plain"),
-        ((64, 12, 256), 256, 64, False, "d64_wide_plain"),
+        ((16, 12, 256), 256, 64, False, "d64_wide_plain"),
+        ((16, 12, 384), 384, 64, False, "d64_wide_plain"),
+        ((24, 12, 128), 256, 64, False, "d64_plain"),
+        ((8, 12, 100), 600, 64, False, "d64_plain"),  # two full rounds of short tiles
+        ((16, 12, 256), 1024, 64, False, "d64_plain"),
+        ((32, 12, 300), 300, 64, False, "d64_plain"),
         ((8, 20, 448), 448, 64, False, "d64_wide_plain"),  # the third of three rounds is half empty
         ((8, 20, 448), 448, 64, True, "d64_plain"),
         ((16, 12, 1024), 1024, 64, True, "d64_wide_plain"),
