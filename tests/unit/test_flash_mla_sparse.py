@@ -5,6 +5,7 @@ query names, which is written here once more.
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -146,6 +147,47 @@ def test_what_does_not_fit_is_refused() -> None:
             flash_mla.flash_mla_with_kvcache(q, cache, *given, False, True, indices, **alone)
     with pytest.raises(ValueError, match="q has 300 columns"):
         flash_mla.flash_mla_sparse_fwd(q[0, :, :, :300], rand(9, 1, 300, seed=3), indices, 0.1)
+
+
+def test_each_wrong_tensor_is_named_as_it_was_given() -> None:
+    q, rows = rand(2, 3, 4, 576, seed=1), rand(5, 6, 1, 576, seed=2)
+    lists = torch.zeros(2, 3, 7, dtype=torch.int32)
+    call = {"q": q, "k_cache": rows, "head_dim_v": LATENT, "softmax_scale": 0.1, "indices": lists}
+    bytes_of_rows = packed(2, 6, 576, seed=3)[0]
+    extra = {"extra_k_cache": rows, "extra_indices_in_kvcache": lists}
+    counts = torch.ones(2, dtype=torch.int32)
+    for wrong, words in (
+        ({"q": q[0]}, "q has shape (3, 4, 576): it must have 4 dimensions"),
+        ({"k_cache": rows[:, :, 0]}, "k_cache has shape (5, 6, 576): it must have 4"),
+        ({"k_cache": rows[..., :512]}, "k_cache has rows of 512 columns for q of 576"),
+        ({"k_cache": bytes_of_rows}, "or 656 bytes with is_fp8_kvcache=True"),
+        ({"is_fp8_kvcache": True}, "k_cache has rows of 576 bytes"),
+        (
+            {"is_fp8_kvcache": True, "k_cache": bytes_of_rows.view(torch.int8)},
+            "k_cache has dtype torch.int8: packed rows must be torch.uint8",
+        ),
+        ({"indices": lists.long()}, "indices has dtype torch.int64"),
+        ({"indices": lists[:, :1]}, "indices has shape (2, 1, 7) for q of 2 x 3 rows"),
+        ({"topk_length": counts[:1]}, "topk_length has shape (1,) for q of 2 x 3 rows"),
+        (extra | {"extra_k_cache": bytes_of_rows}, "extra_k_cache has rows of 656 columns"),
+        (
+            extra | {"extra_indices_in_kvcache": lists[:1]},
+            "extra_indices_in_kvcache has shape (1, 3, 7)",
+        ),
+        (extra | {"extra_topk_length": counts.float()}, "extra_topk_length has dtype"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            flash_mla.flash_mla_with_kvcache(
+                **{"block_table": None, "cache_seqlens": None} | call | wrong
+            )
+    kv = rows.flatten(0, 1)
+    for prefill, words in (
+        ((q[0], kv[:, 0], lists[0][:, None]), "kv has shape (30, 576): it must have 3 dimensions"),
+        ((q[0], kv[..., :512], lists[0][:, None]), "kv has rows of 512 columns for q of 576"),
+        ((q[0], kv, lists[0][:1, None]), "indices has shape (1, 1, 7) for q of 3 rows"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            flash_mla.flash_mla_sparse_fwd(*prefill, 0.1)
 
 
 def test_packed_rows_in_compiled_calls_and_beside_descales() -> None:

@@ -109,7 +109,6 @@ def flash_mla_with_kvcache(
     check_tensors(q=q, k_cache=k_cache)
     packed = boolean("is_fp8_kvcache", is_fp8_kvcache)
     if indices is not None:
-        _check_lists(indices=(indices, 3), topk_length=(topk_length, 1))
         _check_sink(attn_sink, q)
         if boolean("causal", causal):
             raise ValueError("causal is True with indices: leave out what a row must not see")
@@ -122,9 +121,13 @@ def flash_mla_with_kvcache(
                 "extra_k_cache, extra_indices_in_kvcache or extra_topk_length is given alone: the "
                 "second cache needs the first two"
             )
+        _check_columns(q, 4, k_cache=k_cache, packed=packed)
+        _check_lists(q.shape[:2], indices=(indices, 3), topk_length=(topk_length, 1))
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
             check_tensors(extra_k_cache=extra_k_cache)
+            _check_columns(q, 4, extra_k_cache=extra_k_cache, packed=packed)
             _check_lists(
+                q.shape[:2],
                 extra_indices_in_kvcache=(extra_indices_in_kvcache, 3),
                 extra_topk_length=(extra_topk_length, 1),
             )
@@ -208,7 +211,8 @@ def flash_mla_sparse_fwd(
         (torch.Size([3, 2, 512]), torch.Size([3, 2]))
     """
     check_tensors(q=q, kv=kv)
-    _check_lists(indices=(indices, 3), topk_length=(topk_length, 1))
+    _check_columns(q, 3, kv=kv)
+    _check_lists(q.shape[:1], indices=(indices, 3), topk_length=(topk_length, 1))
     _check_sink(attn_sink, q)
     if d_v != _LATENT:
         raise ValueError(f"d_v is {d_v}: it must be {_LATENT}")
@@ -243,21 +247,13 @@ def _call_of(
     rows that lists name.
     """
     columns = int(q.shape[-1])  # a tracer gives a tensor
-    if columns not in _PACKED:
-        raise ValueError(f"q has {columns} columns: it must have 576 or 512")
     call: dict[str, Any] = {
         "q": q, "k_cache": cache, "key_indices": lists, "topk_lengths": lengths,
         "physical_indices": True, "scale": columns**-0.5 if scale is None else scale,
         "return_lse": True,
     }  # fmt: skip
     if packed:
-        name, row_bytes = _PACKED[columns]
-        if cache.shape[-1] != row_bytes:
-            raise ValueError(
-                f"k_cache has rows of {cache.shape[-1]} bytes for q of {columns} columns: they "
-                f"must have {row_bytes}"
-            )
-        return call | {"packed_rows": name}
+        return call | {"packed_rows": _PACKED[columns][0]}
     if columns == _LATENT:  # K has no columns of its own: zeros of q meet any columns
         zeros = q.new_zeros(*q.shape[:-1], _ROPE)
         return call | {"q": zeros, "k_cache": cache[..., :_ROPE], "v_cache": cache, "qv": q}
@@ -281,8 +277,29 @@ _call_of_extra = _of_extra(_call_of)
 _attend_extra, _refuse_extra = _of_extra(_attend), _of_extra(_refuse)
 
 
-def _check_lists(**given: tuple[Tensor | None, int]) -> None:
-    """Checks lists of rows and how many entries of each count, with their dimensions."""
+def _check_columns(q: Tensor, ndim: int, packed: bool = False, **cache: Tensor) -> None:
+    """Checks the dimensions of q and of a cache, and the size of its rows."""
+    (name, rows), columns = *cache.items(), int(q.shape[-1]) if q.ndim else 0
+    for of, x in (("q", q), (name, rows)):
+        if x.ndim != ndim:
+            raise ValueError(f"{of} has shape {tuple(x.shape)}: it must have {ndim} dimensions")
+    if columns not in _PACKED:
+        raise ValueError(f"q has {columns} columns: it must have 576 or 512")
+    wanted, held = _PACKED[columns][1] if packed else columns, int(rows.shape[-1])
+    if held != wanted:
+        other = f", or {held} bytes with is_fp8_kvcache=True" * (held == _PACKED[columns][1])
+        raise ValueError(
+            f"{name} has rows of {held} {'bytes' if packed else 'columns'} for q of {columns} "
+            f"columns: they must have {wanted}{other}"
+        )
+    if packed and rows.dtype not in (torch.uint8, torch.float8_e4m3fn):
+        raise ValueError(f"{name} has dtype {rows.dtype}: packed rows must be torch.uint8")
+
+
+def _check_lists(rows: torch.Size, **given: tuple[Tensor | None, int]) -> None:
+    """Checks lists of rows and how many entries of each count, with their dimensions. rows: those
+    of q that have lists, (batch, rows) or (rows,).
+    """
     for name, (x, ndim) in given.items():
         if x is None:
             continue
@@ -291,6 +308,12 @@ def _check_lists(**given: tuple[Tensor | None, int]) -> None:
             raise ValueError(
                 f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}: it must be torch.int32 "
                 f"of {ndim} dimension{'s' * (ndim > 1)}"
+            )
+        wanted = tuple(rows[:ndim])
+        if tuple(x.shape[: len(wanted)]) != wanted:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} for q of {' x '.join(map(str, rows))} rows: "
+                f"it must begin with {wanted}"
             )
 
 
