@@ -244,7 +244,8 @@ def check(
     Args:
         call: the call.
         serve: gives its output and log-sum-exp.
-        slack: an output is also right with no error above so many times the rule's bound.
+        slack: an output or log-sum-exp is also right with no error above so many times the rule's
+            bound.
         exact: gives the call's exact results, if they are known.
     """
     mine = call.copied()
@@ -256,7 +257,7 @@ def check(
     # A rotation rounds q and k to their dtype, which the exact log-sum-exp does not.
     more = 16 * float(torch.finfo(call.q.dtype).eps) if rotated else 0.0
     of_lse = reference.check_lse(lse, expected.lse, more)
-    assert of_lse.ok, of_lse
+    assert of_lse.ok or of_lse.max_error <= slack * of_lse.bound, of_lse
     for after, want in zip((mine.k_cache, mine.v_cache), expected.caches, strict=True):
         assert_written_like(after, want)
     return out

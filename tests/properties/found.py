@@ -61,4 +61,27 @@ FOUND = [
         "masks", 260,
         {"name": "from_flashmask", "nq": 3, "nk": 3, "batch": 2, "number": 5, "causal": False},
     ),
+    # Judged without slack, where a softcap lets the log-sum-exp be 0.1 but 576 products that cancel
+    # add up to 254: half of float32's last bit there is 1.5e-5. In the second one hopper was right,
+    # and in the first one ampere.
+    Problem(
+        "key_lists", 106,
+        {"kind": "latent rows", "lengths": (0, 2),
+         "made": {"nq": 8, "heads": (16, 1), "d": 64, "dv": 512, "qv": True, "capacity": 3,
+                  "dtype": "bfloat16", "page_size": 64},
+         "options": {"window": (3, 3), "softcap": 1.0, "scale": 1,
+                     "key_indices": {"ones": (False, True), "blocks": False, "count": 15,
+                                     "lengths": True, "twice": False}},
+         "packed_rows": "fp8_584", "physical": False},
+    ),
+    Problem(
+        "key_lists", 0,
+        {"kind": "latent rows", "lengths": (53, 104),
+         "made": {"nq": 70, "heads": (1, 1), "d": 64, "dv": 512, "qv": True, "capacity": 129,
+                  "dtype": "bfloat16", "page_size": 7},
+         "options": {"causal": True, "window": (0, 1), "softcap": 1.0, "scale": 1,
+                     "key_indices": {"ones": (False, True), "blocks": False, "count": 224,
+                                     "lengths": False, "twice": False}},
+         "packed_rows": "fp8_584", "physical": False},
+    ),
 ]  # fmt: skip
