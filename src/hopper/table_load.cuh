@@ -56,6 +56,7 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
   struct TileToLoad {
     TableTile tile;
     device::TableBlocks<1> blocks;
+    int kv_head;               // once for a tile: a division takes longer than all else for a block
     int seen_begin, seen_end;  // the keys that any row of the sequence sees
   };
   const auto find_tile = [&](unsigned index) -> TileToLoad {
@@ -77,25 +78,26 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
         {masks.blocks_gmem + tile.head.batch * masks.blocks_batch +
              tile.head.head * masks.blocks_head + tile.first_row / MASK_BLOCK * masks.blocks_row,
          masks.blocks_row, visible, tile.first_row, min(tile.first_row + C::BLOCK_Q, tile.nq)},
+        tile.head.head / attention.heads_per_kv,
         visible.begin(),
         end};
   };
-  const auto load_k = [&](const TableTile& tile, const device::TableBlock& block) {
+  // V of a block.
+  struct VToLoad {
+    int key;  // negative: none
+    int batch, kv_head, seen_begin, seen_end;
+  };
+  const auto load_k = [&](const VToLoad& of, const device::TableBlock& block) {
     // The products of every consumer warp have read what the stage held.
     ptx::mbarrier_wait_parity(barriers.k_empty(ring.stage), ring.parity ^ 1);
     if (leader) {
       table_block<C>(shared, ring.stage) = block;
       device::start_load<typename C::KTile>(
           shared_smem + C::K_SMEM + ring.stage * C::KTile::BYTES, params.k_map, block.key,
-          attention.k_head == 0 ? 0 : tile.head.head / attention.heads_per_kv,
-          attention.k_batch == 0 ? 0 : tile.head.batch, barriers.k_full(ring.stage));
+          attention.k_head == 0 ? 0 : of.kv_head, attention.k_batch == 0 ? 0 : of.batch,
+          barriers.k_full(ring.stage));
     }
     ring.advance();
-  };
-  // V of a block.
-  struct VToLoad {
-    int key;  // negative: none
-    int batch, kv_head, seen_begin, seen_end;
   };
   const auto load_v = [&](const VToLoad& v) {
     const bool ragged = v.key < v.seen_begin || v.key > v.seen_end - C::BLOCK_K;
@@ -123,8 +125,7 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
 #pragma unroll 1
   while (index < tiles) {
     TableTile tile = now.tile;
-    VToLoad v{-1, tile.head.batch, tile.head.head / attention.heads_per_kv, now.seen_begin,
-              now.seen_end};
+    VToLoad v{-1, tile.head.batch, now.kv_head, now.seen_begin, now.seen_end};
     device::TableBlocks<1> blocks = now.blocks;
     device::TableBlock block = blocks.next();
     tile.any_block = block.key >= 0;
@@ -140,7 +141,7 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
     while (block.key >= 0) {
       const device::TableBlock next = blocks.next();
       block.last = next.key < 0;
-      load_k(tile, block);
+      load_k(v, block);
       if (is_first) send_q(tile);
       is_first = false;
       if (v.key >= 0) load_v(v);  // a block behind K, in the order of the products

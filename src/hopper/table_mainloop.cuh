@@ -51,6 +51,10 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
     // softmax. STARTS: there is no block before.
     const auto step = [&]<bool STARTS>() {
       ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed
+      // Their message is read before the products are started, behind which it would wait.
+      const device::TableBlock& block = table_block<C>(shared, ring.stage);
+      const uint32_t block_state = block.states;
+      more = block.last == 0;
       start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage);
       const int k_stage = ring.stage;
       ring.advance();
@@ -61,9 +65,6 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
         v_stage = ring.stage;
         ring.advance();
       }
-      const device::TableBlock& block = table_block<C>(shared, k_stage);
-      const uint32_t block_state = uniform(block.states);
-      more = uniform(block.last) == 0;
       ptx::wgmma_wait_group<STARTS ? 0 : 1>();  // the scores are there
       ptx::registers_change<SCORES>(s);
       if ((block_state & device::BLOCK_MASKED) != 0) {
@@ -93,20 +94,22 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
       pack<C>(s_rmem, p_rmem);
       if (!STARTS && raised) rescale<C>(o_rmem, corrections);
     };
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 % C::WARPS * C::WARP_ROWS;
+    TileEnd<C> end;
     if (more) {
       step.template operator()<true>();
 #pragma unroll 1
       while (more) step.template operator()<false>();
       ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // V has landed
       start_pv<C>(o_rmem, p_rmem, shared_smem, ring.stage, true);
+      end = TileEnd<C>(state, attention, tile.head, tile, warp_row);  // beside the products
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<OUTPUTS>(o);
       release(barriers.k_empty(ring.stage));
       ring.advance();
+    } else {  // a copy of the code: outputs that meet here would let the products wait
+      end = TileEnd<C>(state, attention, tile.head, tile, warp_row);
     }
-
-    const int warp_row = static_cast<int>(threadIdx.x) / 32 % C::WARPS * C::WARP_ROWS;
-    const TileEnd<C> end(state, attention, tile.head, tile, warp_row);
     store_by_quads<C>(o_rmem, end, attention);
     end.store_lse();
     q_parity ^= 1;
