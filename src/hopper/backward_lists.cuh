@@ -29,6 +29,14 @@ __device__ __forceinline__ void list_rounds(const BackwardParamsOf<C>& params, C
       params.rounds_gmem + static_cast<int64_t>(blockIdx.x) * params.rounds_of_cta;
   int count = 0;
   uint32_t seen_of_any = 0;  // a bit for each warpgroup's keys
+  // In turns, where tiles start apart, a list begins with that round of a head, and behind the
+  // first one goes on with the last one: these rounds have a second sum.
+  const int own_tile = work.first_row / C::ROWS;
+  const auto start_of = [&](int tile) {
+    if (params.call.turn_tiles == 0) return INT32_MAX;
+    return (tile % params.call.turn_tiles << params.call.turn_steps_shift) * C::ROUND;
+  };
+  const int start = start_of(own_tile);
   for (int head = 0; head < work.heads; ++head) {
     const uint8_t* const table_gmem =
         masks.blocks_gmem + work.batch * masks.blocks_batch +
@@ -53,22 +61,31 @@ __device__ __forceinline__ void list_rounds(const BackwardParamsOf<C>& params, C
       return seen;
     };
 #pragma unroll 1
-    for (int top = work.last; top >= work.begin; top -= 32 * C::ROUND) {
-      const int row = top - lane * C::ROUND;
-      const uint32_t seen = find_seen(row, work.first_row);
-      const uint32_t lanes = __ballot_sync(device::FULL_WARP, seen != 0);
-      if (seen != 0) {
-        // In turns the tile comes behind the last one of those before it that see the round.
-        int come = 0;
-        if (params.call.turns_gmem != nullptr) {
-          come = work.first_row / C::ROWS;
-          while (come > 0 && find_seen(row, (come - 1) * C::ROWS) == 0) --come;
+    for (int pass = 0; pass < 2; ++pass) {
+      const bool second = pass != 0;
+      if (second && start >= work.last) break;
+      const int end = second ? max(work.begin, start + C::ROUND) : work.begin;
+#pragma unroll 1
+      for (int top = second ? work.last : min(work.last, start); top >= end; top -= 32 * C::ROUND) {
+        const int row = top - lane * C::ROUND;
+        const uint32_t seen = row < end ? 0 : find_seen(row, work.first_row);
+        const uint32_t lanes = __ballot_sync(device::FULL_WARP, seen != 0);
+        if (seen != 0) {
+          // In turns the tile comes behind the last one of those before it that add to the sum.
+          int turn = 0;
+          if (params.call.turns_gmem != nullptr) {
+            turn = own_tile;
+            while (turn > 0 && ((row > start_of(turn - 1)) != second ||
+                                find_seen(row, (turn - 1) * C::ROWS) == 0))
+              --turn;
+            if (second) turn |= ListedRound::SECOND_SUM;
+          }
+          rounds_gmem[count + __popc(lanes & ((1u << lane) - 1))] =
+              ListedRound::of(head, row / C::BLOCK, seen, turn);
         }
-        rounds_gmem[count + __popc(lanes & ((1u << lane) - 1))] =
-            ListedRound::of(head, row / C::BLOCK, seen, come);
+        count += __popc(lanes);
+        seen_of_any |= __reduce_or_sync(device::FULL_WARP, (seen | seen >> 2) & 3);
       }
-      count += __popc(lanes);
-      seen_of_any |= __reduce_or_sync(device::FULL_WARP, (seen | seen >> 2) & 3);
     }
     // A list begins with a round of the first head, if need be one that sees nothing.
     if (head == 0 && count == 0 && work.heads > 1 && work.begin <= work.last) {
@@ -82,6 +99,7 @@ __device__ __forceinline__ void list_rounds(const BackwardParamsOf<C>& params, C
   work.rounds_gmem = rounds_gmem;
   work.blocks = count * C::BLOCKS_OF_ROUND;
   if (count > 0) work.start = rounds_gmem[0].row_block() * C::BLOCK;
+  work.start_head = 0;
   work.keys_begin = (seen_of_any & 1) != 0 ? 0 : work.first_row + MASK_BLOCK;
   work.keys_end = (seen_of_any & 2) != 0 ? INT32_MAX : work.first_row + MASK_BLOCK;
 }

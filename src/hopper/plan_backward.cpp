@@ -389,11 +389,12 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
                                               turns_are_faster(call, tile, shares.all(), device));
   }
   shared.deterministic = problem.deterministic;
-  // Lists of rounds begin with the last one, and have one sum each.
-  if (table) shared.deterministic = false;
+  if (table) shared.deterministic = false;  // lists of rounds have turns of their own
   const KeyTileOrder order = order_tiles(shared, tile, split, device);
   Turns turns = find_turns(shared, tile, split, order.group_heads, !tile.swaps_keys, device);
   if (tile.swaps_keys && turns.tiles == 0) turns.sums = 1;
+  if (table && problem.deterministic)
+    turns = find_turns_of_lists(call, tile, int64_t{tile.ctas_per_sm} * device.sm_count);
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, "hopper",
       [&](BackwardKernelParams& params) {

@@ -28,8 +28,9 @@ __device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& c
       cta.dq_first + block.head * cta.dq_next_head + block.row / C::ROUND * cta.dq_next_round;
   if (params.turns_gmem == nullptr) return {round, false, 0};
   if constexpr (lists_rounds<C>()) {
-    const int come = block.listed(cta).come;
-    return {round, come > 0, come};
+    const ListedRound listed = block.listed(cta);
+    const int come = listed.come();
+    return {params.sums_of_round * round + listed.sum(), come > 0, come};
   }
   if constexpr (can_start_apart<Params>()) {
     if (C::SWAPS_KEYS ? params.turn_tiles > 0 : starts_apart(params, cta)) {

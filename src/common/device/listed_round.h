@@ -16,19 +16,26 @@ struct ListedRound {
   static constexpr int64_t MOST_BLOCKS = int64_t{1} << (32 - ROW_SHIFT);
   // That adds no dQ, in turns.
   static constexpr int32_t NO_TURN = -1;
+  static constexpr int32_t SECOND_SUM = 1 << 30;
   uint32_t word;
-  int32_t come;  // in turns: what the counter of its sum says when the tile's turn has come
+  // In turns: what the counter of its sum says when the tile's turn has come, and with SECOND_SUM
+  // which of the round's sums that is.
+  int32_t turn;
 
   ARCHFLASH_HOST_DEVICE static ListedRound of(int head, int row_block, uint32_t seen,
-                                              int32_t come) {
+                                              int32_t turn) {
     return {static_cast<uint32_t>(row_block) << ROW_SHIFT |
                 static_cast<uint32_t>(head) << HEAD_SHIFT | seen,
-            come};
+            turn};
   }
   ARCHFLASH_HOST_DEVICE int head() const {
     return static_cast<int>(word >> HEAD_SHIFT & (MOST_HEADS - 1));
   }
   ARCHFLASH_HOST_DEVICE int row_block() const { return static_cast<int>(word >> ROW_SHIFT); }
+  ARCHFLASH_HOST_DEVICE int32_t come() const {
+    return turn == NO_TURN ? NO_TURN : turn & (SECOND_SUM - 1);
+  }
+  ARCHFLASH_HOST_DEVICE int32_t sum() const { return turn >= SECOND_SUM ? 1 : 0; }
   ARCHFLASH_HOST_DEVICE uint32_t seen(int block) const { return word >> (2 * block) & 3; }
 };
 
