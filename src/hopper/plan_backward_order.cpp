@@ -54,6 +54,7 @@ bool is_packed_short(const Problem& call, int64_t rows) {
 bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
                       const Device& device) {
   constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048;
+  constexpr int64_t MANY_ROWS_OF_KEY = 4;
   const bool triangle = core::is_triangle(call);
   if (call.varlen) {
     if (shares > 1) return false;
@@ -69,14 +70,18 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t
   if (shares > 1) return call.nq >= MANY_ROWS;
   if (tile.head_dim > 128 || call.heads_q != call.heads_kv) return false;
   if (is_windowed(call) && !triangle) return false;
-  if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
   const int64_t tiles = core::ceil_div(call.nk, tile.rows);
+  const int64_t ctas = call.batch * call.heads_kv * tiles;
+  // The second one of two tiles waits little, and what the turns save grows with the rows.
+  const bool many_rows = !triangle && call.nq >= MANY_ROWS_OF_KEY * call.nk && tiles == 2;
+  if (many_rows && 2 * ctas >= device.sm_count) return true;
+  if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
   // A tile that is alone waits for none, and of up to three tiles of 128 columns the one before has
   // mostly ended.
   const bool waits_little =
       tiles == 1 || (tile.head_dim == 128 && tiles <= 3 && call.nq >= call.nk);
   const int64_t many_waves = waits_little ? 2 : 4;
-  return call.batch * call.heads_kv * tiles >= many_waves * device.sm_count;
+  return ctas >= many_waves * device.sm_count;
 }
 
 namespace {

@@ -813,6 +813,9 @@ def test_tiles_in_chains_do_not_go_upwards() -> None:
         ((10, 16, 200, 128), 300, False),  # few rows
         ((8, 16, 500, 64), 500, False),  # as fast without
         ((9, 16, 500, 64), 500, True),
+        ((4, 16, 2048, 96), 256, True),  # many rows of two tiles
+        ((4, 16, 1000, 96), 256, False),
+        ((1, 12, 2048, 96), 256, False),  # few heads
     ],
 )
 def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
