@@ -67,6 +67,7 @@
 #include "hopper/backward_epilogue.cuh"
 #include "hopper/backward_lists.cuh"
 #include "hopper/backward_mainloop.cuh"
+#include "hopper/backward_no_keys.cuh"
 #include "hopper/backward_order.cuh"
 #include "hopper/backward_params.h"
 #include "hopper/backward_pipeline.cuh"
@@ -267,7 +268,10 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
     ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
     ConsumerPosition<C> position;
     for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto& tile) {
-      if (work.blocks > 0) {
+      if (work.blocks > 0 && has_no_keys<C>(work)) {
+        if constexpr (C::LEAVES_OUT_KEYS)
+          pass_without_keys<C>(params, work, shared, shared_smem, tile, position);
+      } else if (work.blocks > 0) {
         consume<C>(all_params, work, shared, shared_smem, tile, position);
       } else {
         clear_gradients<C>(params, work, C::WARPS);

@@ -65,6 +65,10 @@ struct BackwardConfig {
   static constexpr bool USES_PDL = true;  // before the terms of the rows are written
   static constexpr int BLOCKS_OF_ROUND = VARIANT.blocks_of_round;
   static constexpr int ROUND = BLOCK * BLOCKS_OF_ROUND;
+  // Where no row is in the second block of a round, it is left out.
+  static constexpr bool SINGLE_BLOCKS =
+      BLOCKS_OF_ROUND == 2 && !VARIANT.softcap && !VARIANT.drops && !VARIANT.lists_rounds &&
+      !VARIANT.adds_mask && (!VARIANT.ends_dq || VARIANT.writes_dq);
   static constexpr int Q_STAGES = VARIANT.q_stages;
   static constexpr int DOUT_STAGES = VARIANT.dout_stages;
   static constexpr int DS_STAGES = BLOCKS_OF_ROUND == 1 ? 3 : 2;  // rounds
@@ -87,6 +91,10 @@ struct BackwardConfig {
   static constexpr bool SWAPS_KEYS = VARIANT.swaps_keys;
   static_assert(KEY_STAGES == TILE_STAGES || (KEY_STAGES == 1 && TILE_STAGES == 2));
 
+  // A warpgroup whose keys are behind the end computes its part of dQ alone.
+  static constexpr bool LEAVES_OUT_KEYS = WARPGROUPS == 2 && !VARIANT.softcap && !VARIANT.drops &&
+                                          !VARIANT.lists_rounds && !VARIANT.adds_mask &&
+                                          !VARIANT.ends_dq && !VARIANT.swaps_keys;
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
   static constexpr int CTAS_PER_SM = WARPGROUPS == 1 ? 2 : 1;

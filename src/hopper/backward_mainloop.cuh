@@ -255,10 +255,10 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
   // before that may be unfinished, and the next ones are left so. Returns whether there is a next
   // one. Its products are not in branches more than they have to be: ptxas would wait for each of
   // them (NOTES.md).
-  const auto step = [&]<bool LAST_OF_ROUND>() {
-    constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1;
+  const auto step = [&]<bool LAST_OF_ROUND, bool SINGLE = false>() {
+    constexpr bool FIRST_OF_ROUND = !LAST_OF_ROUND || C::BLOCKS_OF_ROUND == 1 || SINGLE;
     // Without S_AHEAD a step takes the dQ that the step before has started, of round `taken`.
-    constexpr bool TAKES_DQ = !C::S_AHEAD && LAST_OF_ROUND;
+    constexpr bool TAKES_DQ = !C::S_AHEAD && LAST_OF_ROUND && !SINGLE;
     [[maybe_unused]] const uint32_t taken =
         number / C::BLOCKS_OF_ROUND - (C::BLOCKS_OF_ROUND == 1 ? 2 : 1);
     const auto finish_dk = [&] {
@@ -267,7 +267,8 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       const int before = (q_ring.stage == 0 ? C::Q_STAGES : q_ring.stage) - 1;
       if (number > 0) release(barriers.q_empty(before));
     };
-    const bool more = !LAST_OF_ROUND || number + 1 < end;
+    constexpr int COUNTED = SINGLE ? C::BLOCKS_OF_ROUND : 1;  // blocks
+    const bool more = !LAST_OF_ROUND || number + COUNTED < end;
     RingPosition<C::Q_STAGES> next = q_ring;  // of the next block; of this one if it is the last
     if (more) next.advance();
     if constexpr (!C::S_AHEAD) {
@@ -338,7 +339,9 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       look_ahead(next.stage);
       // With two blocks in a round ptxas would wait for each product if this one had a branch:
       // behind the last block S is that of the same queries once more, which nobody uses.
-      if (more || C::BLOCKS_OF_ROUND > 1) {
+      if (SINGLE) {
+        ptx::wgmma_wait_group<0>();  // dV
+      } else if (more || C::BLOCKS_OF_ROUND > 1) {
         begin_s(q_at(next.stage));
         ptx::wgmma_wait_group<1>();  // dV
       } else {
@@ -352,8 +355,18 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     round_to_16_bits<C>(a_rmem, ds_rmem);
     ptx::registers_change<WORDS>(a);
     if constexpr (FIRST_OF_ROUND) begin_dq();  // of the round before
-    constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND ? C::BLOCKS_OF_ROUND - 1 : 0;
+    if constexpr (SINGLE) {
+      // By dS other warps know that it is complete, which lies where they write dS of the next one.
+      ptx::wgmma_wait_group<0>();
+      ptx::registers_change<PART>(dq);
+      if (blocks_done() > 0) {
+        store_dq(number / C::BLOCKS_OF_ROUND - 1);
+        hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
+      }
+    }
+    constexpr int BLOCK_OF_ROUND = LAST_OF_ROUND && !SINGLE ? C::BLOCKS_OF_ROUND - 1 : 0;
     store_ds<C>(ds_at(ds_ring.stage) + BLOCK_OF_ROUND * C::BLOCK * C::DsTile::ROW_BYTES, a_rmem);
+    if constexpr (SINGLE) clear_ds<C>(ds_at(ds_ring.stage) + C::BLOCK * C::DsTile::ROW_BYTES);
     ptx::registers_change<SUMS>(dk);
     ptx::wgmma_fence();  // dS is rounded before the product
     start_gradient<C, QTile>(dk_rmem, a_rmem, q_at(q_ring.stage));
@@ -362,11 +375,11 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
       release(barriers.ds_full(ds_ring.stage));
       ds_ring.advance();
     }
-    ++number;
+    number += COUNTED;
     q_ring = next;
     if constexpr (C::S_AHEAD) {
       exponentiate(q_ring.stage);
-      if constexpr (FIRST_OF_ROUND) {
+      if constexpr (FIRST_OF_ROUND && !SINGLE) {
         ptx::wgmma_wait_group<1>();
         ptx::registers_change<PART>(dq);
         if (behind_first_round()) {
@@ -376,13 +389,28 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
         }
       }
     } else {
-      ptx::wgmma_wait_group<FIRST_OF_ROUND ? 2 : 1>();  // S of the next block
-      ptx::registers_change<SCORES>(s);
+      if constexpr (SINGLE) {
+        ptx::wgmma_wait_group<0>();
+        ptx::registers_change<SUMS>(dk);
+        ptx::registers_change<WORDS>(a);
+        begin_s(q_at(next.stage));
+        ptx::wgmma_wait_group<0>();
+        ptx::registers_change<SCORES>(s);
+      } else {
+        ptx::wgmma_wait_group<FIRST_OF_ROUND ? 2 : 1>();  // S of the next block
+        ptx::registers_change<SCORES>(s);
+      }
     }
     return more;
   };
+  bool more_rounds = true;
+  if constexpr (C::SINGLE_BLOCKS) {
 #pragma unroll 1
-  while (true) {
+    for (int left = uniform(work.singles); left > 0; --left)
+      more_rounds = step.template operator()<true, true>();
+  }
+#pragma unroll 1
+  while (more_rounds) {
     if constexpr (C::BLOCKS_OF_ROUND == 2) step.template operator()<false>();
     if (!step.template operator()<true>()) break;
   }

@@ -99,6 +99,13 @@ __device__ __forceinline__ void store_ds(uint32_t rows_smem, const KeysByQueries
     ptx::stmatrix_x4_trans(first_smem + 16 * i * DsTile::ROW_BYTES, ds_rmem[i]);
 }
 
+// Clears what store_ds() writes.
+template <class C>
+__device__ __forceinline__ void clear_ds(uint32_t rows_smem) {
+  const KeysByQueries16<C> zeros_rmem = {};
+  store_ds<C>(rows_smem, zeros_rmem);
+}
+
 // Writes a warp's rows of a part of dQ, times `scale`, to a tile of 16 bits.
 template <class C>
 __device__ __forceinline__ void store_dq_rows(uint32_t tile_smem, const float* dq, float scale) {

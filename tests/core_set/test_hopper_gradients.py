@@ -438,6 +438,48 @@ def test_sums_of_the_only_tile_where_tma_cannot_write_dq(options: dict[str, Any]
     gradients.differentiate_and_check(on, "hopper", *tensors, schedules=(1,), **options)
 
 
+# Calls whose last round of 128 rows has no row in its second block, or whose last tile has no key
+# for its second warpgroup: tile -> (rows, keys, d, heads, causal).
+LEFT_OUT: dict[str, tuple[int, int, int, tuple[int, int], bool]] = {
+    "d64": (530, 180, 64, (2, 1), True),
+    "d64_exact": (560, 300, 40, (1, 1), False),
+    "d96": (150, 310, 80, (4, 2), False),
+    "d96_one": (140, 60, 96, (3, 3), False),
+    "d128": (70, 190, 128, (2, 1), True),
+}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("tile", LEFT_OUT)
+def test_blocks_without_rows_and_warpgroups_without_keys(
+    tile: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CTAs take one tile after another, of which the last ones have fewer keys."""
+    rows, keys, d, heads, causal = LEFT_OUT[tile]
+    dtype = ("float16", "bfloat16")[deterministic]
+    tensors = inputs(rows, keys, d, d, dtype, heads=heads)
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, sms=2, schedules=(0, 3), deterministic=deterministic, causal=causal
+    )
+    assert all(any(x.endswith(f"_{tile}") for x in plan.kernels) for plan in plans)
+
+
+@pytest.mark.parametrize(("d", "causal"), [(64, False), (96, True), (128, False)])
+def test_packed_sequences_whose_last_blocks_are_left_out(d: int, causal: bool) -> None:
+    """Sequences without rows, without keys, and with NaN behind the rows and keys of one."""
+    q_lengths, k_lengths = (70, 5, 150, 0, 520), (140, 30, 190, 20, 0)
+    rows = sum(q_lengths) + 3, sum(k_lengths) + 5
+    dout, q, k, v = (x[0].transpose(0, 1) for x in inputs(*rows, d, d, "bfloat16", heads=(2, 1)))
+    for x, of_none in ((q, 3), (dout, 3), (k, 5), (v, 5)):
+        x[-of_none:] = torch.nan
+    gradients.differentiate_and_check(
+        on, "hopper", dout, q, k, v, sms=2, schedules=range(2), causal=causal,
+        cu_seqlens_q=on.cu_seqlens(q_lengths), cu_seqlens_k=on.cu_seqlens(k_lengths),
+        max_seqlen_q=max(q_lengths), max_seqlen_k=max(k_lengths),
+    )  # fmt: skip
+
+
 # Calls of two tiles of keys: (rows, keys, d, dv).
 LAST_IN_TURN = [
     (400, 197, 64, 64), (385, 256, 40, 64), (390, 200, 56, 48), (197, 197, 96, 96),

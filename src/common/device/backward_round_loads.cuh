@@ -99,6 +99,7 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
   // The loop keeps few values: a warp that loads has few registers.
 #pragma unroll 1
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
+    const bool single = is_single<C>(work, block);
     do {
       const int head = work.head * attention.heads_per_kv + block.head;
       ptx::mbarrier_wait_parity(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
@@ -108,7 +109,8 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
       q_ring.advance();
       load_more(head, block.row);
       // V comes behind the first Q, because S comes before dP.
-      if (left == work.blocks && block.row == work.start) {
+      if (left == work.blocks &&
+          (has_single_blocks<C>() ? block.row % C::ROUND == 0 : block.row == work.start)) {
         load_keys.template operator()<typename C::VTile>(
             keys.v_smem, params.v_map, attention.v_head, attention.v_batch, keys.v_full);
       }
@@ -119,8 +121,8 @@ __device__ __forceinline__ void load_rounds(const Params& params, const CtaWork&
           barriers.dout_full(dout_ring.stage));
       dout_ring.advance();
       block.row += C::BLOCK;
-    } while (C::BLOCKS_OF_ROUND > 1 && block.row % C::ROUND != 0);
-    block.row -= C::ROUND;
+    } while (C::BLOCKS_OF_ROUND > 1 && block.row % C::ROUND != 0 && !single);
+    block.row -= single ? C::BLOCK : C::ROUND;
     block.next_round(work);
   }
 }
@@ -164,8 +166,9 @@ __device__ __forceinline__ void load_terms_of_rounds(const Params& params, const
   for (int left = work.blocks; left > 0; left -= C::BLOCKS_OF_ROUND) {
     const int head = work.head * params.backward.attention.heads_per_kv + block.head;
     const RowTerms* terms_gmem = terms_of(params.backward, work.batch, head, work.passing_start);
+    const int end = block.row + (is_single<C>(work, block) ? C::BLOCK : C::ROUND);
 #pragma unroll 1
-    for (int first = block.row; first < block.row + C::ROUND; first += C::BLOCK) {
+    for (int first = block.row; first < end; first += C::BLOCK) {
       RowTerms terms[C::BLOCK / 32];
 #pragma unroll
       for (int j = 0; j < C::BLOCK / 32; ++j) {

@@ -55,7 +55,7 @@ __device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& c
     }
     if constexpr (C::SWAPS_KEYS) return {round, cta.turn > 0, cta.turn};  // all rows see all keys
   }
-  const bool after = !cta.upwards && block.row > cta.start;
+  const bool after = !cta.upwards && block.row > cta.start && !is_single<C>(cta, block);
   return {params.sums_of_round * round + (after ? 1 : cta.chain),
           block.row >= cta.before_begin && block.row <= cta.before_last &&
               (cta.upwards || (block.row > cta.before_start) == after),

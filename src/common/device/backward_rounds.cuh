@@ -25,6 +25,10 @@ struct CtaWork : BackwardWork {
   int begin, last, start;
   bool upwards;
   int blocks;  // of all rounds and heads
+  // In kernels with SINGLE_BLOCKS, where no row is in the second block of the last round: how many
+  // such rounds it begins with, one of each head. They come before `start`, and `last` is the round
+  // before theirs.
+  int singles;
   // In turns: the chain of tiles that add to the same sums, which turn of it the CTA has, and what
   // the CTA of the turn before has, which is that of the keys before in this chain, or behind if
   // `upwards`; before_begin > before_last: no round.
@@ -55,6 +59,13 @@ __device__ __forceinline__ int dq_round(const Params& params, int batch, int hea
   if (cu_q == nullptr) return (batch * attention.heads_q + head) * params.rounds + row / C::ROUND;
   const int tile = varlen_tile_start(cu_q, batch, C::ROUND) + row / C::ROUND;
   return tile * attention.heads_q + head;
+}
+
+// Whether a kernel leaves out the second block of a round where no row is in it.
+template <class C>
+consteval bool has_single_blocks() {
+  if constexpr (requires { C::SINGLE_BLOCKS; }) return C::SINGLE_BLOCKS;
+  return false;
 }
 
 // The round that a CTA begins with in turns: the last one, or where a round has two sums
@@ -127,10 +138,21 @@ __device__ __forceinline__ void find_queries(const Params& params, const Backwar
   if constexpr (requires { params.shares; }) cta.gradient_head = work.head * params.shares + share;
   int begin, last;
   rows_of(work.first_row, begin, last);
-  const int rounds = begin > last ? 0 : (last - begin) / C::ROUND + 1;
+  int rounds = begin > last ? 0 : (last - begin) / C::ROUND + 1;
   cta.begin = begin, cta.last = last;
   if constexpr (can_start_apart<Params>()) cta.start_head = 0;
   cta.blocks = rounds * C::BLOCKS_OF_ROUND * work.heads;
+  if constexpr (has_single_blocks<C>()) {
+    cta.singles = 0;
+    // Where tiles start apart or have two sums, they may not begin with the same round.
+    const bool begins_anywhere =
+        params.turns_gmem == nullptr || (params.sums_of_round != 2 && params.turn_tiles == 0);
+    if (rounds > 0 && last + C::BLOCK >= work.passing_rows && begins_anywhere && !upwards) {
+      cta.singles = work.heads;
+      last -= C::ROUND, --rounds;
+      cta.last = last;
+    }
+  }
   int start = last;
   if (params.turns_gmem == nullptr) {
     // CTAs begin so many steps apart at most that L2 has what the one before has read.
@@ -170,17 +192,36 @@ template <class C>
 struct BlockPosition {
   int head = 0, row;  // of the heads that share a head of K; the block's first row
 
+  // Whether its round has one block.
+  __device__ __forceinline__ bool is_single(const CtaWork& cta) const {
+    return has_single_blocks<C>() && row > uniform(cta.last);
+  }
   __device__ __forceinline__ void next_round(const CtaWork& cta) {
     if (++head < uniform(cta.heads)) return;
     head = 0;
+    if constexpr (has_single_blocks<C>()) {
+      if (is_single(cta)) {
+        row = uniform(cta.start);
+        return;
+      }
+    }
     row += uniform(cta.upwards) ? C::ROUND : -C::ROUND;
     if (row < uniform(cta.begin)) row = uniform(cta.last);
   }
 };
 
+template <class C>
+__device__ __forceinline__ bool is_single(const CtaWork& cta, const BlockPosition<C>& block) {
+  if constexpr (has_single_blocks<C>()) return block.is_single(cta);
+  return false;
+}
+
 // Where a CTA begins.
 template <class C, class Params>
 __device__ __forceinline__ BlockPosition<C> first_block(const Params&, const CtaWork& cta) {
+  if constexpr (has_single_blocks<C>()) {
+    if (uniform(cta.singles) > 0) return {0, cta.last + C::ROUND};
+  }
   if constexpr (can_start_apart<Params>()) {
     return {cta.start_head, cta.start};
   } else {
