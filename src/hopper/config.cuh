@@ -85,7 +85,7 @@ struct Config {
   static constexpr int Q_STAGES = VARIANT.q_stages;
   static constexpr int CTAS_PER_SM = VARIANT.ctas_per_sm;
   static constexpr bool IN_TURNS = VARIANT.in_turns;
-  static constexpr bool CAN_SPLIT = VARIANT.can_split, CAN_PACK = CAN_SPLIT;
+  static constexpr bool CAN_SPLIT = VARIANT.can_split;
   static constexpr bool SLICES_V = VARIANT.slices_v;
   static constexpr bool OVERLAPS = VARIANT.overlaps;
   static constexpr bool CACHE = VARIANT.cache, PAGES = VARIANT.pages;
@@ -95,7 +95,7 @@ struct Config {
   // Tiles of one head are moved towards the end of their sequence by a multiple of so many rows
   // (device::row_tile_from_end); 0: they begin with it. A warpgroup then has 64 rows of one tile or
   // none, and blocks of SCALE_ROWS rows of Q that share a descale stay whole.
-  static constexpr int TILE_STEP = CAN_PACK ? 0 : GROUP_ROWS;
+  static constexpr int TILE_STEP = CAN_SPLIT ? 0 : GROUP_ROWS;
   // Whether Q goes back before the last P V of a tile has ended, so that the next one comes
   // meanwhile: where Q has one stage, and with 8 bits, whose output rows do not pass through its
   // part. With 256 columns of 16 bits it was no faster, so their Q stays.
@@ -134,6 +134,8 @@ struct Config {
   // Tiles of few keys, where a producer that waits for V to clear rows that do not count would be
   // the last to be done: the consumers clear them.
   static constexpr bool SHORT = STORES_BY_TMA && WARPGROUPS == 1;
+  // Whether a tile may have rows of several heads that share a head of K.
+  static constexpr bool CAN_PACK = CAN_SPLIT || SHORT;
   // The columns of V that a product takes. With 8 bits and without OVERLAPS all of them are
   // multiplied so many at a time, so that a part of the sums needs few registers.
   static constexpr int PASS_COLUMNS = FP8 && !OVERLAPS ? 64 : HEAD_DIM_V;

@@ -40,18 +40,21 @@ struct TileEnd {
   OutElement<C>* out_gmem;  // of the warp's first row
   float* lse_gmem;          // likewise; null where no LSE is asked for
   int first_row;            // with STORES_BY_TMA: the warp's first row, in the tensor
-  int rows;  // from the warp's first one to the end of the tile; may exceed the warp's
+  int rows;  // from the warp's first one to the end of the tile (of each packed head); may exceed
+             // the warp's
   device::RowEnd ends[2];  // of the rows lane / 4 + 8r
 
   TileEnd() = default;
   // v_factor: what the outputs are multiplied by.
   __device__ __forceinline__ TileEnd(const device::RowState<C>& state,
                                      const AttentionParams& params, const TileHead& at,
-                                     const Tile& tile, int warp_row, float v_factor = 1.0f) {
+                                     const Tile& tile, int warp_row, float v_factor = 1.0f,
+                                     const device::PackedHeads& packed = {}) {
     if constexpr (C::STORES_BY_TMA) {
+      const int row_of_head = C::SHORT ? packed.row(warp_row) : warp_row;
       first_row = device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
-                  tile.first_row + warp_row;
-      rows = tile.end_row - tile.first_row - warp_row;
+                  tile.first_row + row_of_head;
+      rows = tile.end_row - tile.first_row - row_of_head;
     } else {
       lse_gmem = params.lse_gmem;
       rows = tile.end_row - tile.first_row - warp_row;
@@ -59,9 +62,16 @@ struct TileEnd {
                   device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
                       tile.first_row + warp_row);
     }
-    const float sink = device::load_sink(params, at.head);
+    const auto sink_of_row = [&](int row) {
+      if (params.sinks_gmem == nullptr) return device::MINUS_INFINITY;
+      return device::load_sink(params,
+                               at.head + min(packed.head(warp_row + row), packed.count - 1));
+    };
+    float sink;
+    if constexpr (!C::SHORT) sink = device::load_sink(params, at.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if constexpr (C::SHORT) sink = sink_of_row(static_cast<int>(threadIdx.x % 32 / 4) + 8 * r);
       // mutants: zeros-without-keys (tests/sim/tags.py)
       ends[r] = device::finish_lane_row<C>(state, 0, r, sink);
       if constexpr (C::FP8) ends[r].factor *= v_factor;
@@ -174,42 +184,103 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
   }
 }
 
+// Where a row of a warp lies in a tile of short sequences, which may have rows of several heads:
+// the head, counted from the tile's first one, and the row, counted from TileEnd::first_row.
+struct PackedRow {
+  int head, row;
+  bool wanted;  // it belongs to a head and a sequence
+
+  template <class C>
+  __device__ __forceinline__ PackedRow(const device::PackedHeads& packed, const TileEnd<C>& end,
+                                       int warp_row, int row_of_warp)
+      : head(packed.head(warp_row + row_of_warp)),
+        row(packed.row(warp_row + row_of_warp) - packed.row(warp_row)),
+        wanted(head < packed.count && row < end.rows) {}
+};
+
+// With SHORT: writes the rows of a warp that are no box of TMA's from `rows`, where they are.
+template <class C>
+__device__ __forceinline__ void store_packed_rows(const TileEnd<C>& end, const Params& params,
+                                                  const TileHead& at, int warp_row,
+                                                  unsigned char* rows) {
+  using QTile = typename C::QTile;
+  const AttentionParams& attention = params.attention;
+  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+  constexpr int COUNT = C::WARP_ROWS * CHUNKS / 32;  // of a lane
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  uint4 chunks[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    chunks[i] = *reinterpret_cast<const uint4*>(
+        rows + QTile::offset((lane + 32 * i) / CHUNKS, (lane + 32 * i) % CHUNKS));
+  }
+  // The reads come before TMA writes the next Q there. Behind a store the fence would wait for it.
+  // mutants: ragged-rows-come-last
+  ptx::fence_proxy_async_shared();
+  uint16_t* const out_gmem = static_cast<uint16_t*>(attention.out_gmem) +
+                             at.batch * attention.out_batch + at.head * attention.out_head +
+                             int64_t{end.first_row} * attention.out_row;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const int chunk = (lane + 32 * i) % CHUNKS;
+    const PackedRow place(params.packed_heads, end, warp_row, (lane + 32 * i) / CHUNKS);
+    if (place.wanted && 8 * chunk < attention.dv) {
+      const uint4& x = chunks[i];
+      ptx::st_global_v4_b32(
+          out_gmem + place.head * attention.out_head + place.row * attention.out_row + 8 * chunk,
+          x.x, x.y, x.z, x.w);
+    }
+  }
+}
+
 // Writes a warp's rows of outputs by TMA from `rows`, its own rows of Q's part of shared memory,
 // where they are put first. TMA has read them when the warp's bulk group has. No path leaves out
 // what others do: in branches ptxas has too few registers.
 template <class C>
 __device__ __forceinline__ void store_by_tma(const device::Outputs<C>& o_rmem,
                                              const TileEnd<C>& end, const StoringParams& params,
-                                             const TileHead& at, unsigned char* rows) {
+                                             const TileHead& at, int warp_row,
+                                             unsigned char* rows) {
   using QTile = typename C::QTile;
   const AttentionParams& attention = params.call.attention;
   put_into_q<C>(o_rmem, end, rows, static_cast<int>(threadIdx.x % 32));
   ptx::fence_proxy_async_shared();  // the rows come before TMA reads them
   __syncwarp();                     // those of all lanes do
-  const bool whole = end.rows >= C::WARP_ROWS;
+  bool whole = end.rows >= C::WARP_ROWS;
+  int head = at.head;
+  if constexpr (C::SHORT) {  // a box has the warp's rows of all its heads
+    const device::PackedHeads& packed = params.call.packed_heads;
+    head += packed.head(warp_row);
+    whole = end.rows >= min(C::WARP_ROWS, packed.rows()) &&
+            packed.head(warp_row + C::WARP_ROWS - 1) < packed.count;
+  }
   const bool starts = ptx::elect_sync() && whole;
   const auto rows_smem = static_cast<uint32_t>(__cvta_generic_to_shared(rows));
   const int batch = attention.cu_seqlens_q_gmem == nullptr ? at.batch : 0;
 #pragma unroll
   for (int slab = 0; slab < C::HEAD_DIM_V / QTile::SLAB; ++slab) {
     ptx::cp_async_bulk_tensor_4d_store_if(starts, params.out_map, slab * QTile::SLAB, end.first_row,
-                                          at.head, batch, rows_smem + slab * QTile::SLAB_BYTES);
+                                          head, batch, rows_smem + slab * QTile::SLAB_BYTES);
   }
   ptx::cp_async_bulk_commit_group();
   // Behind the last row of a tile there may be rows of the next sequence.
-  constexpr int CHUNKS = C::HEAD_DIM_V / 8;
-  const int count = whole ? 0 : end.rows * CHUNKS;
+  if constexpr (C::SHORT) {
+    if (!whole && end.rows > 0) store_packed_rows<C>(end, params.call, at, warp_row, rows);
+  } else {
+    constexpr int CHUNKS = C::HEAD_DIM_V / 8;
+    const int count = whole ? 0 : end.rows * CHUNKS;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) {
-    const int row = i / CHUNKS, chunk = i % CHUNKS;
-    const uint4 x = *reinterpret_cast<const uint4*>(rows + QTile::offset(row, chunk));
-    // The read comes before TMA writes the next Q there.
-    // mutants: ragged-rows-come-last
-    ptx::fence_proxy_async_shared();
-    uint16_t* const row_gmem = static_cast<uint16_t*>(attention.out_gmem) +
-                               at.batch * attention.out_batch + at.head * attention.out_head +
-                               int64_t{end.first_row + row} * attention.out_row;
-    if (8 * chunk < attention.dv) ptx::st_global_v4_b32(row_gmem + 8 * chunk, x.x, x.y, x.z, x.w);
+    for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32) {
+      const int row = i / CHUNKS, chunk = i % CHUNKS;
+      const uint4 x = *reinterpret_cast<const uint4*>(rows + QTile::offset(row, chunk));
+      // The read comes before TMA writes the next Q there.
+      // mutants: ragged-rows-come-last
+      ptx::fence_proxy_async_shared();
+      uint16_t* const row_gmem = static_cast<uint16_t*>(attention.out_gmem) +
+                                 at.batch * attention.out_batch + at.head * attention.out_head +
+                                 int64_t{end.first_row + row} * attention.out_row;
+      if (8 * chunk < attention.dv) ptx::st_global_v4_b32(row_gmem + 8 * chunk, x.x, x.y, x.z, x.w);
+    }
   }
 }
 
@@ -284,14 +355,34 @@ __device__ __forceinline__ void store_rows(const device::Outputs<C>& o_rmem,
   }
 }
 
+// Writes the LSE of a warp's rows of packed heads.
+template <class C>
+__device__ __forceinline__ void store_packed_lse(const TileEnd<C>& end, const Params& params,
+                                                 const TileHead& at, int warp_row) {
+  const AttentionParams& attention = params.attention;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const PackedRow place(params.packed_heads, end, warp_row, 8 * r + lane / 4);
+    if (lane % 4 == 0 && place.wanted) {
+      attention.lse_gmem[at.batch * attention.lse_batch +
+                         (at.head + place.head) * attention.lse_head + end.first_row + place.row] =
+          end.ends[r].lse;
+    }
+  }
+}
+
 // With finds_ends(): how the tile ends.
 template <class C>
-__device__ __forceinline__ TileEnd<C> find_tile_end(
-    const device::RowState<C>& state, const AttentionParams& attention, unsigned char* shared,
-    const RingPosition<C::Q_STAGES>& q_ring, const Tile& tile, int warp_row, float v_factor) {
+__device__ __forceinline__ TileEnd<C> find_tile_end(const device::RowState<C>& state,
+                                                    const Params& params, unsigned char* shared,
+                                                    const RingPosition<C::Q_STAGES>& q_ring,
+                                                    const Tile& tile, int warp_row,
+                                                    float v_factor) {
+  const AttentionParams& attention = params.attention;
   if constexpr (C::PREPARES_TILES) {
     return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
-                      warp_row, v_factor);
+                      warp_row, v_factor, params.packed_heads);
   } else {
     const TileHead head{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
     return TileEnd<C>(state, attention, head, tile, warp_row, v_factor);
@@ -321,8 +412,10 @@ __device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, TileE
     end.store_lse();
   } else if constexpr (C::STORES_BY_TMA) {
     const TileHead at = blocks_message<C>(shared, q_ring.stage).head;
-    store_by_tma<C>(o_rmem, end, all_params, at, q + warp_row * C::QTile::ROW_BYTES);
-    if (attention.lse_gmem != nullptr) {
+    store_by_tma<C>(o_rmem, end, all_params, at, warp_row, q + warp_row * C::QTile::ROW_BYTES);
+    if constexpr (C::SHORT) {
+      if (attention.lse_gmem != nullptr) store_packed_lse<C>(end, params, at, warp_row);
+    } else if (attention.lse_gmem != nullptr) {
       end.lse_gmem = attention.lse_gmem;
       end.find_places(attention, at, end.first_row);
       end.store_lse();
@@ -367,6 +460,14 @@ template <class C>
 __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) {
   if (params.attention.cu_seqlens_q_gmem == nullptr) return;
   ptx::griddepcontrol_wait();  // what comes before this kernel is done
+  if constexpr (C::SHORT) {
+    // To look at each of the many small tiles takes the consumers' time.
+    const AttentionParams& attention = params.attention;
+    const auto start = [&](int sequence) {
+      return device::sequence_start(attention.cu_seqlens_q_gmem, sequence, attention.nq);
+    };
+    if (start(0) == 0 && start(attention.batch) == attention.nq) return;
+  }
   // With split keys the combining kernel writes these rows.
   if (C::CAN_SPLIT && params.partials.splits > 1) return;
   constexpr int THREADS = C::WARPGROUP - 32 * C::PRODUCERS;

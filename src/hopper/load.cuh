@@ -154,7 +154,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     TileOf<C> tile;
     int batch, head, kv_head;
     [[maybe_unused]] TilePart part{index, 0, C::BLOCK_Q};
-    if constexpr (C::CUTS_TILES) part = find_part<C>(params, index);
+    if constexpr (C::CUTS_TILES && !C::SHORT) part = find_part<C>(params, index);
     if constexpr (C::MIXED) {
       tile = find_mixed_tile<C>(all_params, index);
       const auto heads_q = static_cast<unsigned>(attention.heads_q);
@@ -188,7 +188,9 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       tile.nk = cache_rows.count;
     }
     if constexpr (!C::MIXED) tile.end_row = tile.nq;
-    if constexpr (C::TILE_STEP > 0 && !C::MIXED) {
+    if constexpr (C::SHORT) {
+      tile.end_row = min(tile.nq, tile.first_row + rows_of_tile<C>(params));
+    } else if constexpr (C::TILE_STEP > 0 && !C::MIXED) {
       const device::RowTile rows =
           device::row_tile_from_end(tile.nq, tile.first_row, C::BLOCK_Q, C::TILE_STEP);
       tile.first_row = rows.first_row;

@@ -367,7 +367,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if constexpr (C::RELEASES_Q_EARLY) release(barriers.q_empty(q_ring.stage));
     };
     const auto find_end = [&] {
-      return find_tile_end<C>(state, attention, shared, q_ring, tile, warp_row, warp_descale.v);
+      return find_tile_end<C>(state, params, shared, q_ring, tile, warp_row, warp_descale.v);
     };
     // The blocks, from the last to the first: those after the last one that the warpgroup sees,
     // those that it sees, and those before. Of those that it sees, some need masks at either end:

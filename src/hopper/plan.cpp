@@ -128,8 +128,8 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   const auto& [tile, splits, share_keys] = choice;
   const int64_t v_slices = std::max<int64_t>(core::ceil_div(problem.dv, tile.v_columns_of_cta), 1);
   const bool one_tile_each = has_one_tile_each(problem, tile);
-  const int64_t row_tiles =
-      one_tile_each ? problem.batch * problem.heads_q : core::tiles_of(problem, tile);
+  const int64_t row_tiles = one_tile_each ? problem.batch * (problem.heads_q / tile.packed_heads)
+                                          : core::tiles_of(problem, tile);
   const int64_t tiles = row_tiles * splits * v_slices;
   const bool fp8 = is_fp8(problem.dtype);
   const bool transposed_before = fp8 && !transposes_v(problem, tile);
@@ -143,7 +143,7 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   params.attention.order.heads_per_group = heads_per_group(problem, device, tile);
   params.tiles = params.whole_tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
-  if (tile.can_split) params.packed_heads = core::packed_heads(tile);
+  if (tile.can_split || tile.is_short) params.packed_heads = core::packed_heads(tile);
   params.v_slices = static_cast<int32_t>(v_slices);
   if (transposed_before) params.v_columns = static_cast<int32_t>(v_columns(problem));
   // A CTA that goes on to the next tile loads its keys while the last one is computed and written.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/device/packed_heads.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/order.h"
 #include "common/planning/plan.h"
@@ -25,19 +26,21 @@ int64_t length_at(double share, int64_t all, int64_t batch, int64_t longest) {
   return std::max<int64_t>(std::lround(length), 1);
 }
 
-// The time of a head of a sequence.
+// The time of a head of a sequence, or of packed heads.
 double time_of_head(const Problem& problem, const KernelTile& tile, int64_t nq, int64_t nk) {
-  constexpr int64_t GROUP_ROWS = 64, MOST_GROUPS = 4;  // whose keys are looked up
+  constexpr int64_t MOST_GROUPS = 4;  // of rows, whose keys are looked up
+  constexpr int GROUP_ROWS = 64;
+  const int rows = std::min(tile.block_q, GROUP_ROWS);
   const bool odd = tile.packed.odd_key > 0 && has_odd_rows(problem);
   const double key = odd ? tile.packed.odd_key : tile.packed.key;
-  const int64_t groups = core::ceil_div(nq, GROUP_ROWS);
+  const int64_t groups = core::ceil_div(nq, rows);
   const int64_t step = core::ceil_div(groups, MOST_GROUPS);
   int64_t keys = 0, seen = 0;  // of how many groups, and by them
   for (int64_t group = step / 2; group < groups; group += step, ++seen)
-    keys += core::keys_of_tile(problem, GROUP_ROWS, tile.block_k, nq, nk, group * GROUP_ROWS);
+    keys += core::keys_of_tile(problem, rows, tile.block_k, nq, nk, group * rows);
   const double tiles = static_cast<double>(core::ceil_div(nq, tile.block_q));
   const double of_groups = static_cast<double>(keys * groups) / static_cast<double>(seen);
-  return tile.packed.start * tiles + key * of_groups * GROUP_ROWS / tile.block_q;
+  return tile.packed.start * tiles + key * of_groups * rows / tile.block_q;
 }
 
 }  // namespace
@@ -67,8 +70,26 @@ double packed_time(const Problem& problem, const Device& device, const KernelTil
     const int64_t nk = length_at(part.until, problem.nk, problem.batch, problem.max_seqlen_k);
     time += part.weight * time_of_head(problem, tile, nq, nk);
   }
-  const int64_t heads = problem.batch * problem.heads_q;
+  const int64_t heads = problem.batch * problem.heads_q / tile.packed_heads;
   return time * static_cast<double>(heads) / static_cast<double>(device.sm_count);
+}
+
+KernelTile pack_short(const Problem& problem, const Device& device, const KernelTile& tile) {
+  constexpr int WARP_ROWS = 16;
+  constexpr int64_t MOST_ROWS = 128;  // of a sequence in the mean; more are unmeasured
+  const auto heads_per_kv = static_cast<int>(problem.heads_q / problem.heads_kv);
+  const bool fills = problem.batch * problem.heads_q >= device.sm_count;
+  if (!tile.is_short || heads_per_kv == 1 || !fills || !are_many_packed(problem, device) ||
+      problem.nq > MOST_ROWS * problem.batch || problem.q.head == 0 || problem.out.head == 0)
+    return tile;
+  const device::PackedHeads heads = device::pack_heads(tile.block_q, heads_per_kv);
+  KernelTile packed = tile;
+  packed.block_q = packed.q_box.rows = heads.rows();
+  packed.packed_heads = heads.count;
+  packed.q_box.heads = tile.block_q / heads.rows();
+  packed.out_box.rows = std::min(WARP_ROWS, heads.rows());  // a warp's
+  packed.out_box.heads = WARP_ROWS / packed.out_box.rows;
+  return packed_time(problem, device, packed) < packed_time(problem, device, tile) ? packed : tile;
 }
 
 }  // namespace archflash::hopper

@@ -137,8 +137,9 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
     const bool measured = packed && tile.packed.start > 0;
     // Tiles without such times serve calls of few tiles.
     if (packed && !measured && best != nullptr && best->packed.start > 0) continue;
-    const double of_tile =
-        measured ? packed_time(problem, device, tile) : time_of(problem, device, tile);
+    const double of_tile = measured
+                               ? packed_time(problem, device, pack_short(problem, device, tile))
+                               : time_of(problem, device, tile);
     if (best == nullptr || of_tile < time) best = &tile, time = of_tile;
   }
   return best;
@@ -193,7 +194,7 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
   const bool fills = best != nullptr && problem.batch * problem.heads_q >= device.sm_count &&
                      (problem.varlen ? is_of_short(*best, device) : is_whole);
   if (fills && problem.num_splits == 0 && !problem.batch_invariant)
-    return core::SplitChoice<KernelTile>{*best};
+    return core::SplitChoice<KernelTile>{pack_short(problem, device, *best)};
   if (best == nullptr) {
     // A CTA for tables of blocks computes several tiles side by side, which the model of splits
     // does not know: it would split the keys of calls that fill the GPU.

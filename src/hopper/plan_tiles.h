@@ -67,6 +67,9 @@ bool are_many_packed(const Problem& problem, const Device& device);
 // of more sectors.
 bool has_odd_rows(const Problem& problem);
 double packed_time(const Problem& problem, const Device& device, const KernelTile& tile);
+// A tile of short sequences with the heads that share a head of K packed into its rows, where that
+// time is shorter then; else the tile as it is.
+KernelTile pack_short(const Problem& problem, const Device& device, const KernelTile& tile);
 
 // The row tiles of a head of one sequence, with a tile of the tables, as the model of makespans has
 // them. Packed sequences count as having the mean length.

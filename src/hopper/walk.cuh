@@ -189,6 +189,45 @@ struct FoundTile {
   int batch, head, kv_head;
 };
 
+// With SHORT: device::find_work() for packed sequences. Its tiles have a number of rows that is a
+// power of two, so that nothing is divided by it. A whole warp calls it.
+__device__ __forceinline__ device::Work find_short_work(const AttentionParams& params,
+                                                        const device::PackedHeads& packed,
+                                                        unsigned index) {
+  const auto heads = static_cast<unsigned>(params.heads_q / packed.count);
+  const auto tile = static_cast<int>(index / heads);
+  const int* cu_q = params.cu_seqlens_q_gmem;
+  const int* cu_k = params.cu_seqlens_k_gmem;
+  // See device::find_varlen_sequence().
+  const auto start = [&](int sequence) {
+    return (max(cu_q[sequence], 0) >> packed.row_bits) + sequence;
+  };
+  device::Work work{};
+  work.first_row = -1;
+  int batch = 0;  // the answer lies in [batch, batch + count)
+  for (int count = params.batch, step = 0; step != 1;) {
+    step = (count + 31) / 32;
+    const int place = static_cast<int>(threadIdx.x) % 32 * step;
+    const bool before = place < count && start(batch + place) <= tile;
+    const int hits = __popc(__ballot_sync(~0u, before));
+    if (hits == 0) return work;
+    batch += (hits - 1) * step;
+    count = min(count - (hits - 1) * step, step);
+  }
+  const auto length = [&](const int* cu_seqlens, int rows) {
+    return max(device::sequence_start(cu_seqlens, batch + 1, rows) -
+                   device::sequence_start(cu_seqlens, batch, rows),
+               0);
+  };
+  work.batch_head = batch * params.heads_q + static_cast<int>(index % heads) * packed.count;
+  work.nq = length(cu_q, params.nq);
+  work.nk = length(cu_k, params.nk);
+  const int tiles = (work.nq + packed.rows() - 1) >> packed.row_bits;
+  // Negative if the sequence has fewer tiles than its share of the grid.
+  work.first_row = (tiles - 1 - (tile - start(batch))) * packed.rows();
+  return work;
+}
+
 // With PREPARES_TILES: the tile of an index. The first copy of a CTA waits for it, and the copies
 // of a tile for the next one, so it does what device::find_work() does with fewer instructions: it
 // divides only where it must, and numbers without a sign.
@@ -211,6 +250,7 @@ __device__ __forceinline__ FoundTile find_tile(const Params& all_params, unsigne
     found.work.first_row = C::BLOCK_Q * (static_cast<int>(tiles) - 1 -
                                          params.order.from_last(static_cast<int>(from_last)));
   } else if (C::SHORT && all_params.part_rows == ONE_TILE_EACH) {
+    index *= static_cast<unsigned>(all_params.packed_heads.count);
     const unsigned batch = index / static_cast<unsigned>(params.heads_q);
     const auto length = [&](const int* cu_seqlens, int rows) {
       return max(device::sequence_start(cu_seqlens, batch + 1, rows) -
@@ -221,6 +261,8 @@ __device__ __forceinline__ FoundTile find_tile(const Params& all_params, unsigne
     found.work.nq = length(params.cu_seqlens_q_gmem, params.nq);
     found.work.nk = length(params.cu_seqlens_k_gmem, params.nk);
     found.work.first_row = found.work.nq > 0 ? 0 : -1;
+  } else if constexpr (C::SHORT) {
+    found.work = find_short_work(params, all_params.packed_heads, index);
   } else {
     found.work = device::find_work<C::BLOCK_Q>(params, static_cast<int>(index));
   }

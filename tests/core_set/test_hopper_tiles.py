@@ -214,33 +214,70 @@ def test_ctas_of_short_packed_sequences_share_an_sm(
 
 
 @pytest.mark.parametrize(
-    ("d", "dtype", "call"),
+    ("d", "dtype", "heads_kv", "call"),
     [
-        (64, "bfloat16", {"causal": True}),
-        (80, "float16", {}),
-        (128, "bfloat16", {"window": (20, 9)}),
+        (64, "bfloat16", 6, {"causal": True}),
+        (80, "float16", 6, {}),
+        (128, "bfloat16", 6, {"window": (20, 9)}),
+        (64, "float16", 3, {"causal": True}),  # of two heads
     ],
     ids=str,
 )
 def test_packed_sequences_of_one_tile_are_not_searched_for(
-    d: int, dtype: str, call: dict[str, Any]
+    d: int, dtype: str, heads_kv: int, call: dict[str, Any]
 ) -> None:
     """More tiles than CTAs take twice; rows of no sequence before the first and behind the last."""
-    q_lengths, k_lengths = (64, 0, 1, 30, 63, 17), (70, 9, 64, 0, 130, 17)
+    most = 64 * heads_kv // 6
+    q_lengths, k_lengths = (most, 0, 1, 30, most - 1, 17), (70, 9, 64, 0, 130, 17)
     q, k, v = (
         on.rand(sum(lengths) + 7, heads, d, seed=heads, dtype=dtype)
-        for lengths, heads in ((q_lengths, 6), (k_lengths, 3), (k_lengths, 3))
+        for lengths, heads in ((q_lengths, 6), (k_lengths, heads_kv), (k_lengths, heads_kv))
     )
     k[:2], v[:2], k[-5:], v[-5:] = torch.nan, torch.nan, torch.nan, torch.nan
     call |= {
         "cu_seqlens_q": on.cu_seqlens(q_lengths) + 4, "cu_seqlens_k": on.cu_seqlens(k_lengths) + 2,
-        "max_seqlen_q": 64, "max_seqlen_k": 130,
+        "max_seqlen_q": most, "max_seqlen_k": 130,
     }  # fmt: skip
     plan = plan_on(1, q, k, v, **call)
     tile = plan.tile
     assert tile is not None
     assert tile.name.endswith("_short")
-    assert (tile.one_tile_each, tile.tiles) == (True, 6 * 6)
+    assert (tile.one_tile_each, tile.tiles) == (True, 6 * heads_kv)
+    out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
+    assert torch.equal(out[:4], torch.zeros_like(out[:4]))
+    assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "heads", "rows", "call"),
+    [
+        (64, "bfloat16", (14, 2), 8, {"causal": True}),
+        (72, "float16", (6, 2), 16, {}),
+        (96, "bfloat16", (4, 2), 32, {"window": (9, 3)}),
+        (128, "float16", (5, 1), 8, {"softcap": 3.0}),
+        (128, "bfloat16", (40, 2), 2, {"causal": True}),
+    ],
+    ids=str,
+)
+def test_heads_that_share_k_fill_the_tiles_of_short_packed_sequences(
+    d: int, dtype: str, heads: tuple[int, int], rows: int, call: dict[str, Any]
+) -> None:
+    """Sequences of whole tiles, a row more, without rows or keys; rows of no sequence around."""
+    q_lengths, k_lengths = (rows, 0, rows + 1, 1, 5, 3 * rows), (70, 9, rows, 0, 30, 5)
+    q, k, v = (
+        on.rand(sum(lengths) + 7, heads, d, seed=heads, dtype=dtype)
+        for lengths, heads in ((q_lengths, heads[0]), (k_lengths, heads[1]), (k_lengths, heads[1]))
+    )
+    k[:2], v[:2], k[-5:], v[-5:] = torch.nan, torch.nan, torch.nan, torch.nan
+    call |= {
+        "cu_seqlens_q": on.cu_seqlens(q_lengths) + 4, "cu_seqlens_k": on.cu_seqlens(k_lengths) + 2,
+        "sinks": on.rand(heads[0], seed=9),
+    }  # fmt: skip
+    plan = plan_on(1, q, k, v, **call)
+    tile = plan.tile
+    assert tile is not None
+    assert tile.name.endswith("_short")
+    assert (tile.packed_heads, tile.block_q) == (heads[0] // heads[1], rows)
     out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
     assert torch.equal(out[:4], torch.zeros_like(out[:4]))
     assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))

@@ -138,6 +138,26 @@ def test_packed_sequences_get_a_tile_that_was_among_the_fastest(shape: Any) -> N
     assert tile_of(decision.plan).name == PACKED_SHAPES[shape]
 
 
+def test_short_packed_sequences_have_tiles_of_all_heads_that_share_k() -> None:
+    def tile(
+        sequences: int, hq: int, hkv: int, d: int, **hints: int
+    ) -> tuple[int, int, list[list[int]]]:
+        call = packed(sequences, 8192, hq, hkv, d, causal=True, **hints)
+        plan = archflash.explain(**call, device="H200", implementation=NAME).plan
+        assert plan is not None
+        found = tile_of(plan)
+        assert found.name == f"d{d}_short"
+        maps = plan.to_dict()["launches"][-1]["tensor_maps"]
+        return found.packed_heads, found.block_q, [maps[i]["box"][1:3] for i in (0, 3)]
+
+    assert tile(400, 28, 4, 128) == (7, 8, [[8, 8], [8, 2]])
+    assert tile(280, 32, 8, 128) == (4, 16, [[16, 4], [16, 1]])
+    assert tile(400, 16, 8, 64) == (2, 32, [[32, 2], [16, 1]])
+    assert tile(400, 16, 16, 128) == (1, 64, [[64, 1], [16, 1]])
+    assert tile(128, 64, 8, 128, max_seqlen_q=64, max_seqlen_k=64)[0] == 1  # tiles are full
+    assert tile(60, 32, 8, 64)[0] == 1  # long ones
+
+
 def test_packed_sequences_known_to_have_one_tile_each_have_that_of_their_number() -> None:
     def tile(sequences: int, longest: int | None) -> native.TileChoice:
         hints = {} if longest is None else {"max_seqlen_q": longest, "max_seqlen_k": longest}
