@@ -49,6 +49,15 @@ struct BlockMessage {
 constexpr int BLOCK_MESSAGE_BYTES = 16;
 static_assert(sizeof(BlockMessage) <= BLOCK_MESSAGE_BYTES);
 
+// A Config of whose producer's warpgroup only the producer is there, so that more registers are
+// left for each thread, and none move.
+template <class Base>
+struct LoneProducer : Base {
+  static constexpr int THREADS = Base::CONSUMER_THREADS + 32;
+  static constexpr int LAUNCH_REGISTERS = Base::SM_REGISTERS / Base::CTAS_PER_SM / THREADS / 8 * 8;
+  static constexpr bool MOVES_REGISTERS = false;
+};
+
 // A Config whose kernel takes mask tensors. The producer also finds out which blocks a tile sees,
 // for which it needs more registers.
 template <class Base, int PRODUCER_REGISTERS_>
@@ -59,11 +68,12 @@ struct MaskedConfig : Base {
   // These kernels lay out other things behind BLOCKS_SMEM, where PREPARES_TILES has its messages.
   static constexpr bool PREPARES_TILES = false, HALVES = false;
   static constexpr bool CHANGES_PLACES = false, CUTS_TILES = false;
-  static constexpr bool STORES_BY_TMA = false;
+  static constexpr bool STORES_BY_TMA = false, SHORT = false, CAN_PACK = Base::CAN_SPLIT;
   static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
-  static constexpr bool MOVES_REGISTERS = Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
+  static constexpr bool MOVES_REGISTERS =
+      Base::MOVES_REGISTERS && Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
   static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
 };
 
@@ -110,21 +120,26 @@ struct SummarizedConfig : MaskedConfig<Base, Base::WARPGROUPS == 3 ? 80 : 72> {
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
   // Whether elements that are added wait in registers for the scores, and so go back while the
   // products run. Larger tiles have no registers for them.
-  static constexpr bool KEEPS_ELEMENTS = Base::HEAD_DIM == 64;
+  static constexpr bool KEEPS_ELEMENTS = Base::HEAD_DIM == 64 && Base::WARPGROUPS > 1;
   // Whether Q is kept in registers: a product of 64 rows and 64 keys that reads both from shared
   // memory takes all that this can give.
-  static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64;
-  static constexpr int TILE_MESSAGES = Base::Q_STAGES;
+  static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64 && Base::WARPGROUPS > 1;
+  // With 256 columns no registers are left to write output rows through Q's part: Q goes back
+  // early, and there are two messages, as in InPlaceConfig.
+  static constexpr bool RELEASES_Q_EARLY = Base::HEAD_DIM > 128;
+  static constexpr int TILE_MESSAGES = RELEASES_Q_EARLY ? 2 : Base::Q_STAGES;
 
-  // Behind what the Config has: ring of what is added | a message for each stage of K | a barrier
-  // for each stage of what is added | what is known of the tile for each stage of Q. Where
-  // SHARES_Q, the second stage of what is added is the second stage of Q, and a call in which
-  // something is added uses the first stage of Q alone.
+  // Behind what the Config has: the second message about a tile | ring of what is added | a message
+  // for each stage of K | a barrier for each stage of what is added | what is known of the tile for
+  // each stage of Q. Where SHARES_Q, the second stage of what is added is the second stage of Q,
+  // and a call in which something is added uses the first stage of Q alone.
   using MaskTile = device::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
   static constexpr int MASK_STAGES = 2;
   static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
+  static constexpr int MESSAGES_END =
+      Base::BLOCKS_SMEM + (TILE_MESSAGES - Base::Q_STAGES) * TILE_MESSAGE_BYTES;
   static constexpr int MASK_SMEM =
-      (Base::BLOCKS_SMEM + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
+      (MESSAGES_END + MaskTile::ALIGNMENT - 1) / MaskTile::ALIGNMENT * MaskTile::ALIGNMENT;
   static constexpr bool SHARES_Q = MASK_SMEM + MASK_STAGES * MaskTile::BYTES > 226 * 1024;
   static constexpr int MASK_STEP =  // bytes from the first stage to the second
       SHARES_Q ? Base::Q_SMEM + Base::QTile::BYTES - MASK_SMEM : MaskTile::BYTES;
@@ -135,7 +150,8 @@ struct SummarizedConfig : MaskedConfig<Base, Base::WARPGROUPS == 3 ? 80 : 72> {
   static constexpr int CONTEXT_SMEM = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + TILE_MESSAGES * CONTEXT_BYTES;
 
-  static_assert(!Base::CAN_PACK && Base::TILE_STEP == MASK_BLOCK && Base::BLOCK_K % MASK_BLOCK == 0,
+  static_assert(!Base::CAN_SPLIT && Base::TILE_STEP == MASK_BLOCK &&
+                    Base::BLOCK_K % MASK_BLOCK == 0,
                 "a warpgroup's rows are a row of blocks of the summary");
   static_assert(!SHARES_Q || (Base::Q_STAGES == 2 && MASK_STAGES == 2 &&
                               MaskTile::BYTES == Base::QTile::BYTES),
@@ -149,7 +165,9 @@ template <DType T> using D64Masked  = InPlaceConfig<Config<T, few({.head_dim = 6
 template <DType T> using D128Masked = InPlaceConfig<D128Few<T>>;
 template <DType T> using D256Masked = InPlaceConfig<D256Few<T>>;
 template <DType T> using D64Dense   = SummarizedConfig<Config<T, in_turns({.head_dim = 64, .warpgroups = 3, .block_k = 64, .stages = 4, .q_stages = 2})>>;
+template <DType T> using D64DenseShort = SummarizedConfig<LoneProducer<Config<T, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3}>>>;
 template <DType T> using D128Dense  = SummarizedConfig<D128Medium<T>>;
+template <DType T> using D256Dense  = SummarizedConfig<Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64, .stages = 2})>>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -15,13 +15,13 @@
 //                                                                   shared memory, by TMA
 //   consumers   4 of each of WARPGROUPS       masked_mainloop.cuh   S = Q K^T, masks, softmax,
 //                                                                   O += P V; output rows
-//   others      the last three                                      rows of no sequence
+//   others      the last three, or none                             rows of no sequence
 //
 //   policy         blocks that the producer visits      masks of a warp's scores         a tile ends
 //   InPlace        by ranges and block_mask:            read by each lane:               from registers, its
 //                  masks_in_place.cuh                   masks_in_place.cuh               Q is gone by then
 //   Summarized     by what summarize_mask.cuh wrote:    bits of the summary, elements    through Q's part of
-//                  masks_summarized.cuh                 by TMA: masks_summarized.cuh    shared memory
+//                  masks_summarized.cuh                 by TMA: masks_summarized.cuh    shared memory (up to 128 columns)
 //
 //   what is handed over           from -> to              barriers: ready / free again
 //   Q, the tile's message         producer -> consumers   q_full / q_empty
@@ -34,10 +34,10 @@
 // a block is written before the producer arrives at its k_full, and read before a consumer warp
 // arrives at its k_empty. K and V of a block have the same stage of their rings. The ring of
 // elements moves on only with blocks that have some for any warpgroup; a warp hands a stage back
-// when it has read them, which may be before or after its products have read K. With InPlace Q goes
-// back when the scores of the last block are there. The message about the tile is still read then,
-// so there are two: a message is overwritten after the next tile's Q has come back, when every warp
-// is done with this tile.
+// when it has read them, which may be before or after its products have read K. With InPlace, and
+// 256 columns, Q goes back when the scores of the last block are there. The message about the tile
+// is still read then, so there are two: a message is overwritten after the next tile's Q has come
+// back, when every warp is done with this tile.
 //
 // The tiles and the memory plan are in masked_config.cuh.
 #pragma once

@@ -156,6 +156,7 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
     // this warpgroup.
     const auto skip_block = [&](const BlockMessage& block) {
       const BlockMessage next = read_next();
+      if (C::RELEASES_Q_EARLY && next.last) release_q();
       if (is_pending) {  // its V cannot wait for a block that comes later
         begin_pv();
         finish_pv();

@@ -32,6 +32,10 @@ struct SummarizedParams {
   uint8_t* states_gmem;      // a byte for each block, in the workspace
   uint32_t* bits_gmem;       // SUMMARY_WORDS for each block of attn_mask, in the workspace
   SeenKeys* seen_keys_gmem;  // of key_ranges: for each row block, in the workspace
+  // A copy of attn_mask that TMA can read, (batch, heads, rows, copied_row), in the workspace;
+  // null: TMA reads attn_mask itself.
+  uint32_t* copied_gmem;
+  int64_t copied_row;  // in words of two elements
   int32_t mask_batches, mask_heads, row_blocks, key_blocks;
   TensorMap mask_map;  // attn_mask, where its elements are added
 };

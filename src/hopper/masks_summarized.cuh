@@ -1,6 +1,6 @@
 // Mask tensors that a kernel before this one has read (summarize_mask.cuh): a dense attn_mask, bool
 // or added in 16 bits, or key_ranges, or alibi_slopes, together with the causal mask and the
-// window. Slopes need no summary, and elements that only one head uses are not read twice: every
+// window. Slopes need no summary, and elements of one head, or few keys, are not read twice: every
 // block is said to have some (UNREAD). The summary says of each block of MASK_BLOCK rows and keys
 // whether it changes anything, and which scores count, as bits in the order in which wgmma leaves
 // scores. From it the producer makes the state of a block for each warpgroup.

@@ -42,15 +42,48 @@ bool heads_have_masks(const Problem& problem) {
   return problem.mask > 1 && (problem.mask_strides.head != 0 || problem.heads_q == 1);
 }
 
+// Whether an added attn_mask of 16 bits is copied to where TMA can read it: its rows are not
+// aligned, or its keys are no neighbours.
+bool copies_mask(const Problem& problem) {
+  if (problem.mask <= 1 || tma_reads_mask(problem)) return false;
+  return dtype_bytes(static_cast<DType>(problem.mask - 2)) == 2;
+}
+
+// The words of a row of the copy, and its bytes.
+int64_t copied_row(const Problem& problem) {
+  constexpr int64_t UNIT = 8, OF_WORD = 2;  // elements
+  return core::ceil_div(problem.nk, UNIT) * UNIT / OF_WORD;
+}
+int64_t copied_bytes(const Problem& problem) {
+  const SummaryBlocks blocks(problem);
+  return blocks.batches * blocks.heads * problem.nq * copied_row(problem) * 4;
+}
+
+// The map of the copy `start` bytes into the workspace, as mask_map() describes that of the mask.
+TensorMapSpec copied_map(const Problem& problem, int64_t rows, size_t offset, int64_t start) {
+  Problem copied = problem;
+  const SummaryBlocks blocks(problem);
+  Strides& strides = copied.mask_strides;
+  strides.row = 2 * copied_row(problem);
+  strides.head = blocks.heads == 1 ? 0 : problem.nq * strides.row;
+  strides.batch = blocks.batches == 1 ? 0 : blocks.heads * problem.nq * strides.row;
+  TensorMapSpec map = mask_map(copied, rows, offset);
+  map.operand = Operand::Workspace;
+  map.addend = start;
+  return map;
+}
+
 // The parts of the workspace that a launch is given: `field` is the offset of a pointer in its
 // parameter.
 struct FieldsInWorkspace {
   Launch& launch;
   core::Workspace workspace{};
 
-  void add(size_t field, int64_t bytes) {
-    const auto slot = static_cast<int32_t>(field);
-    add_pointer(launch, Operand::Workspace, slot, workspace.add(bytes));
+  // Returns where the part starts.
+  int64_t add(size_t field, int64_t bytes) {
+    const int64_t start = workspace.add(bytes);
+    add_pointer(launch, Operand::Workspace, static_cast<int32_t>(field), start);
+    return start;
   }
 };
 
@@ -111,8 +144,18 @@ bool add_masks_in_place(LaunchPlan& plan, const Problem& problem, const KernelTi
   return true;
 }
 
+// Whether a kernel summarizes the mask before. A call whose CTAs pass few keys is done sooner
+// without one: they look at what is added themselves.
+bool needs_summary(const LaunchPlan& plan, const Problem& problem) {
+  constexpr int64_t FEW_KEYS = 512;
+  if (copies_mask(problem)) return true;
+  if (problem.alibi_slopes || heads_have_masks(problem)) return false;
+  const int64_t rounds = core::ceil_div(plan.tile.tiles, plan.tile.ctas);
+  return problem.mask <= 1 || rounds * problem.nk > FEW_KEYS;
+}
+
 // For kernels that read a summary of a mask, which another one makes first, where they need one.
-void add_summary(LaunchPlan& plan, const Problem& problem) {
+void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device) {
   const SummaryBlocks blocks(problem);
   Launch& last = plan.launches[0];
   auto params = with_masks<SummarizedParams>(plan, problem);
@@ -122,17 +165,28 @@ void add_summary(LaunchPlan& plan, const Problem& problem) {
   params.key_blocks = static_cast<int32_t>(blocks.key_blocks);
   last.params = core::bytes(params);
   FieldsInWorkspace fields{last};
-  fields.add(offsetof(SummarizedParams, call) + offsetof(Params, taken_gmem),
-             sizeof(*Params::taken_gmem));
-  if (problem.mask > 1)
-    last.tensor_maps.push_back(
-        mask_map(problem, plan.tile.block_q, offsetof(SummarizedParams, mask_map)));
-  if (problem.alibi_slopes || heads_have_masks(problem)) {  // nothing to summarize
+  constexpr size_t taken = offsetof(SummarizedParams, call) + offsetof(Params, taken_gmem);
+  constexpr size_t map = offsetof(SummarizedParams, mask_map);
+  const bool copies = copies_mask(problem);
+  if (copies) {
+    params.copied_row = copied_row(problem);
+    last.params = core::bytes(params);
+    const int64_t start =
+        fields.add(offsetof(SummarizedParams, copied_gmem), copied_bytes(problem));
+    last.tensor_maps.push_back(copied_map(problem, plan.tile.block_q, map, start));
+  } else if (problem.mask > 1) {
+    last.tensor_maps.push_back(mask_map(problem, plan.tile.block_q, map));
+  }
+  if (!needs_summary(plan, problem)) {
+    last.uses_pdl = fills_places(plan, device);
+    plan.tile.counts_tiles = plan.tile.tiles > plan.tile.ctas;
+    if (!plan.tile.counts_tiles) return;
+    fields.add(taken, sizeof(*Params::taken_gmem));
     plan.workspace_bytes = fields.workspace.bytes();
-    plan.zeroed_bytes = sizeof(*Params::taken_gmem);
-    plan.tile.counts_tiles = true;
+    clear_counter(plan, problem, 0);
     return;
   }
+  fields.add(taken, sizeof(*Params::taken_gmem));
   const int64_t row_blocks = blocks.count() / blocks.key_blocks;
   fields.add(offsetof(SummarizedParams, states_gmem), blocks.count());
   if (problem.mask != 0) {
@@ -167,7 +221,8 @@ TensorMapSpec mask_map(const Problem& problem, int64_t rows, size_t offset) {
   elements.dims = {problem.nk};
   for (int i = 0; i < 3; ++i) {
     elements.dims.push_back(sizes[i]);
-    elements.strides.push_back(steps[i] == 0 ? UNIT_BYTES : steps[i] * 2);
+    const bool once = sizes[i] == 1 && steps[i] == 0;
+    elements.strides.push_back(once ? UNIT_BYTES : steps[i] * 2);
   }
   elements.box = {MASK_BLOCK, static_cast<int32_t>(rows), 1, 1};
   return elements;
@@ -181,13 +236,14 @@ bool tma_reads_mask(const Problem& problem) {
   const bool in_units = strides.batch % UNIT == 0 && strides.head % UNIT == 0 &&
                         strides.row % UNIT == 0 && problem.mask_align % (2 * UNIT) == 0;
   const int64_t largest = std::max({strides.batch, strides.head, strides.row});
-  return in_units && strides.row != 0 && problem.mask_key == 1 && largest < LARGEST_STRIDE;
+  return in_units && problem.mask_key == 1 && largest < LARGEST_STRIDE;
 }
 
-bool add_masks(LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
+bool add_masks(LaunchPlan& plan, const Problem& problem, const Device& device,
+               const KernelTile& tile) {
   plan.tile.summarizes_masks = tile.dense;
   if (!tile.dense) return add_masks_in_place(plan, problem, tile);
-  add_summary(plan, problem);
+  add_summary(plan, problem, device);
   return true;
 }
 
@@ -199,6 +255,7 @@ bool reads_table(const Problem& problem) {
 
 bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
+  constexpr int64_t MOST_COPIED_BYTES = int64_t{1} << 28;
   const int given =
       (problem.mask != 0) + (problem.key_ranges != 0) + (problem.alibi_slopes ? 1 : 0);
   if (given != 1 || problem.block_mask) return false;
@@ -207,6 +264,7 @@ bool reads_summary(const Problem& problem) {
   const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
   if (blocks.count() == 0) return false;
   if (bytes > MOST_SUMMARY_BYTES && !heads_have_masks(problem)) return false;
+  if (copies_mask(problem)) return copied_bytes(problem) <= MOST_COPIED_BYTES;
   return problem.mask <= 1 || tma_reads_mask(problem);
 }
 

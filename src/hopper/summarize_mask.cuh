@@ -1,7 +1,8 @@
 // Reads attn_mask once, before the attention kernel, however many heads share it: a CTA for each
 // block of MASK_BLOCK rows and keys. It writes whether any row sees any key, whether any is hidden
 // and whether anything is added (masked_config.cuh), and for each thread of a consumer warpgroup
-// which of its scores count, as bits. Or it looks at key_ranges, a CTA for MASK_BLOCK rows.
+// which of its scores count, as bits; and a copy of elements that are added, where TMA cannot read
+// them as they lie. Or it looks at key_ranges, a CTA for MASK_BLOCK rows.
 #pragma once
 
 #include <cstdint>
@@ -67,6 +68,19 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
           added |= x != 0.0f;
           huge |= !(fabsf(x) < LARGEST_ADDED);
         }
+      }
+    }
+  }
+  if (params.copied_gmem != nullptr) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_block * MASK_BLOCK + warp * 16 + lane / 4 + 8 * r;
+      uint32_t* row_gmem = params.copied_gmem +
+                           (static_cast<int64_t>(slice) * attention.nq + row) * params.copied_row;
+#pragma unroll
+      for (int n = 0; n < MASK_BLOCK / 8; ++n) {
+        const int word = lane_key / 2 + 4 * n;
+        if (row < attention.nq && word < params.copied_row) row_gmem[word] = found.words[r][n];
       }
     }
   }

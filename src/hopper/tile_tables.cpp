@@ -189,14 +189,26 @@ bool mixes_lengths(const Problem& problem) {
   return longest >= MANY_ROWS || (longest > DECODED_ROWS && others_decode);
 }
 
-// For a dense attn_mask or ranges (reads_summary). Fewer row tiles an SM than LEAST are left to the
-// tiles above, which take several times as long with an attn_mask that is added.
+// For a dense attn_mask (reads_summary). With up to 64 columns three CTAs of 64 rows on an SM were
+// slower only where many tiles pass many keys (docs/lab/hopper.md). Fewer row tiles an SM than
+// LEAST, and fewer rows than half a tile, are left to the tiles that read the mask in place.
 constexpr const char* DENSE = "a dense attn_mask or ranges, summarized first, or ALiBi's slopes";
+constexpr const char* DENSE_SHORT = "a dense attn_mask: three CTAs of 64 rows stay on an SM";
 template <double LEAST>
 constexpr KernelTile DENSE_TILES[] = {
-    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = LEAST}, DENSE),
+    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 4, .min_keys = 512}, DENSE),
+    tile<D64DenseShort<DType::F16>>("d64_dense_short", {.min_tiles_per_sm = 0.001}, DENSE_SHORT),
     MASKED_TILES[0],
     tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = LEAST}, DENSE),
+    MASKED_TILES[1],
+    tile<D256Dense<DType::F16>>("d256_dense", {.min_tiles_per_sm = LEAST}, DENSE),
+    MASKED_TILES[2],
+};
+// For ranges or slopes.
+constexpr KernelTile RANGES_TILES[] = {
+    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    MASKED_TILES[0],
+    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[1],
     MASKED_TILES[2],
 };
@@ -250,7 +262,7 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   if (problem.dropout_p != 0) return DROPOUT_TILES;
   if (core::writes_f32(problem)) return F32_OUT_TILES;
   if (!is_fp8(problem.dtype) && reads_summary(problem)) {
-    if (problem.mask == 0) return DENSE_TILES<0.75>;
+    if (problem.mask == 0) return RANGES_TILES;
     return problem.mask > 1 ? DENSE_TILES<0.01> : DENSE_TILES<0.05>;
   }
   if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;

@@ -1,6 +1,6 @@
 """hopper's kernels for a dense attn_mask or key_ranges, which read a summary of it that a launch
-before them makes. An added mask of each head has none. Calls of few row tiles go to others
-(test_mask_data.py), so plans are made for a GPU with one SM.
+before them makes. An added mask of each head has none, nor have calls with few keys. Ranges of few
+row tiles go to others (test_mask_data.py), so plans are made for a GPU with one SM.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ on = executor()
 
 NAME = "hopper"
 pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
-DIMS = {"d64_dense": (64, 64), "d128_dense": (128, 128)}
-every_tile = pytest.mark.parametrize("tile", DIMS)
+DIMS = {
+    "d64_dense": (64, 64), "d64_dense_short": (64, 64), "d128_dense": (128, 128),
+    "d256_dense": (144, 200),
+}  # fmt: skip
+OF_RANGES = ("d64_dense", "d128_dense")
+every_tile = pytest.mark.parametrize("tile", ["d64_dense_short", "d128_dense", "d256_dense"])
 
 
 def plan_on(sms: int, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
@@ -36,14 +40,13 @@ def check(
     tile: str, q: Tensor, k: Tensor, v: Tensor, schedules: range, **call: Any
 ) -> tuple[Tensor, Tensor]:
     plan = plan_on(1, q, k, v, **call)
-    *summaries, last = plan.to_dict()["launches"]
+    first, last = plan.to_dict()["launches"]
     mask = call.get("attn_mask")
     if mask is not None and mask.dtype != torch.bool and mask.shape[1] > 1:
-        assert not summaries
+        assert first["kernel"].startswith("hopper_clear_counter_")
     else:
-        (summary,) = summaries
         name = "ranges" if "key_ranges" in call else "mask"
-        assert f"_summarize_{name}_" in summary["kernel"]
+        assert f"_summarize_{name}_" in first["kernel"]
     assert last["kernel"].endswith(tile)
     return on.attend_and_check(NAME, q, k, v, plan=plan, schedules=schedules, **call)
 
@@ -120,7 +123,7 @@ def ranges_of(kind: str, nq: int, nk: int) -> Tensor:
 RANGES = ("documents", "several", "one")
 
 
-@pytest.mark.parametrize("tile", DIMS)
+@pytest.mark.parametrize("tile", OF_RANGES)
 @pytest.mark.parametrize("position", ["none", "causal"])
 @pytest.mark.parametrize("kind", RANGES)
 def test_each_kind_of_ranges(kind: str, position: str, tile: str) -> None:
@@ -154,7 +157,7 @@ def test_masks_together_with_other_options(more: str, kind: str) -> None:
     if "q_offset" in options:
         options["q_offset"] = on.int32(*options["q_offset"])
     schedule = number % 4
-    check("d64_dense", q, k, v, range(schedule, schedule + 1), attn_mask=mask, **options)
+    check("d64_dense_short", q, k, v, range(schedule, schedule + 1), attn_mask=mask, **options)
 
 
 @every_tile
@@ -199,7 +202,7 @@ SLOPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("more", SLOPES)
 def test_slopes_together_with_other_options(more: str) -> None:
     number = list(SLOPES).index(more)
-    tile = list(DIMS)[number % 2]
+    tile = OF_RANGES[number % 2]
     dtype = ("float16", "bfloat16")[number // 2 % 2]
     q, k, v = on.qkv(260, 330, *DIMS[tile], dtype=dtype, batch=2, heads=(2, 1))
     options = dict(SLOPES[more])
@@ -209,7 +212,8 @@ def test_slopes_together_with_other_options(more: str) -> None:
     if more == "huge":
         slopes = slopes.abs() * 1e37
     plan = plan_on(1, q, k, v, alibi_slopes=slopes, **options)
-    (launch,) = plan.to_dict()["launches"]
+    clear, launch = plan.to_dict()["launches"]
+    assert clear["kernel"].startswith("hopper_clear_counter_")
     assert launch["kernel"].endswith(tile)
     on.attend_and_check(
         NAME, q, k, v, plan=plan, schedules=range(number % 4, number % 4 + 1),
@@ -247,13 +251,53 @@ def test_which_calls_read_a_summary() -> None:
     assert tile_of(keep, key_ranges=ranges) == "d128_masked"
     slopes = empty(64, dtype=torch.float32)
     assert tile_of(None, alibi_slopes=slopes) == "d128_dense"
-    # What TMA cannot copy: rows that are the same, or not aligned, and keys that lie apart.
-    assert tile_of(empty(2, 1, 1, 96)) == "d128_masked"
-    assert tile_of(empty(1024, 97)[:, :96]) == "d128_masked"
-    assert tile_of(empty(1024, 192)[:, ::2]) == "d128_masked"
+    assert tile_of(empty(2, 1, 1, 96)) == "d128_dense"  # the same for all rows
+    # What TMA cannot copy: rows that are not aligned, and keys that lie apart.
+    assert tile_of(empty(1024, 97)[:, :96]) == "d128_dense"
+    assert tile_of(empty(1024, 192)[:, ::2]) == "d128_dense"
+
+
+def test_many_tiles_that_pass_many_keys_are_larger() -> None:
+    """Those with 64 columns."""
+    q, k, v = on.qkv(200, 520, 64, dtype="bfloat16", batch=2, heads=(2, 1))
+    mask = mask_of("hidden", "bfloat16", 200, 520)
+    check("d64_dense", q, k, v, range(2), attn_mask=mask)
+    check("d64_dense_short", q[:1], k[:1], v[:1], range(1), attn_mask=mask)
 
 
 @every_tile
+@pytest.mark.parametrize("kind", ["rows", "keys apart", "one row", "one row of each head"])
+def test_added_masks_that_lie_as_tma_reads_none(kind: str, tile: str) -> None:
+    """Rows that are not aligned, and keys that lie apart, are copied. A row for all queries is
+    read by a map that repeats it.
+    """
+    nq, nk = 150, 72
+    q, k, v = on.qkv(nq, nk, *DIMS[tile], dtype="float16", batch=2, heads=(2, 2))
+    shape = {"rows": (2, 1, nq, nk + 1), "keys apart": (1, 2, nk, nq), "one row": (2, 1, 1, nk)}
+    mask = 2 * on.rand(*shape.get(kind, (1, 2, 1, nk)), seed=6, dtype="float16")
+    mask[..., 10:15] = -math.inf
+    if kind == "rows":
+        mask = mask[..., 1:]
+    if kind == "keys apart":
+        mask = mask.transpose(-1, -2)
+    plan = plan_on(1, q, k, v, attn_mask=mask)
+    assert plan.kernels[-1].endswith(tile)
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(2), attn_mask=mask)
+
+
+def test_few_keys_are_not_summarized() -> None:
+    """An added mask of all heads, whose blocks every CTA looks at itself: some are hidden."""
+    q, k, v = on.qkv(130, 200, 64, dtype="bfloat16", heads=(2, 2))
+    for kind in ("hidden", "lowest"):
+        mask = mask_of(kind, "bfloat16", 130, 200)
+        plan = plan_on(132, q, k, v, attn_mask=mask)
+        (launch,) = plan.to_dict()["launches"]
+        assert launch["uses_pdl"] is False  # CTAs that do not fill the GPU would lie unevenly
+        assert launch["kernel"].endswith("d64_dense_short")
+        on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(2), attn_mask=mask)
+
+
+@pytest.mark.parametrize("tile", OF_RANGES)
 def test_values_outside_all_ranges_do_not_matter(tile: str) -> None:
     d, dv = DIMS[tile]
     nq, nk = 260, 330

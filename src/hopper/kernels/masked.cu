@@ -17,6 +17,8 @@ ARCHFLASH_ENTRY(KERNEL(hopper_order_tiles), (ORDER_THREADS), order_tiles)
 
 // For a dense attn_mask, or key_ranges of many rows.
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense), masked_fwd, D64Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense_short), masked_fwd, D64DenseShort<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_dense), masked_fwd, D128Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_dense), masked_fwd, D256Dense<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_mask), (SUMMARY_THREADS), summarize_mask<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_ranges), (SUMMARY_THREADS), summarize_ranges)
