@@ -32,6 +32,7 @@ constexpr RowsTile rows_tile(const char* name) {
   tile.gradients = DQ | DK | DV;
   tile.rows = C::BLOCK;
   tile.threads = C::THREADS;
+  tile.ctas_per_sm = C::CTAS_PER_SM;
   tile.shared_bytes = C::SHARED_BYTES;
   tile.round_rows = C::MOST_ROWS;
   tile.sums_step = C::HEAD_DIM;
@@ -57,8 +58,10 @@ constexpr RowsTile TILES[] = {
     rows_tile<RowsBackwardD128<DType::F16>>("d128_rows"),
 };
 
-// For a dense attn_mask. The second one knows no elements of fp32.
+// For a dense attn_mask. The last one knows no elements of fp32.
 constexpr RowsTile MASKED_TILES[] = {
+    rows_tile<RowsBackwardD32ShortMasked<DType::F16>>("d32_rows_short_masked"),
+    rows_tile<RowsBackwardD64ShortMasked<DType::F16>>("d64_rows_short_masked"),
     rows_tile<RowsBackwardD64Masked<DType::F16>>("d64_rows_masked"),
     rows_tile<RowsBackwardD64TwoMasked<DType::F16>>("d64_rows_two_masked"),
 };
@@ -74,7 +77,7 @@ struct KeyShares {
 KeyShares share_keys(const Problem& call, const RowsTile& tile, const Device& device) {
   constexpr int64_t START_STEPS = 4, LAUNCH_STEPS = 3, BYTES_OF_STEP = int64_t{8} << 20;
   constexpr int64_t MOST_WAVES = 4;
-  const int64_t heads = call.batch * call.heads_q;
+  const int64_t heads = call.batch * call.heads_q, workers = core::workers_of(tile, device);
   const int64_t blocks = core::ceil_div(call.nk, tile.block);
   KeyShares best{1, blocks};
   if (call.varlen) return best;
@@ -83,8 +86,8 @@ KeyShares share_keys(const Problem& call, const RowsTile& tile, const Device& de
     const int64_t of_share = core::ceil_div(blocks, wanted);
     const int64_t shares = core::ceil_div(blocks, of_share);
     if (shares != wanted) continue;
-    if (shares > 1 && heads * shares > MOST_WAVES * device.sm_count) break;
-    const int64_t rounds = core::ceil_div(heads * shares, int64_t{device.sm_count});
+    if (shares > 1 && heads * shares > MOST_WAVES * workers) break;
+    const int64_t rounds = core::ceil_div(heads * shares, workers);
     int64_t time = rounds * (START_STEPS + of_share * tile.row_tiles);
     if (shares > 1) {
       const int64_t bytes = 2 * heads * shares * call.nq * call.d * int64_t{sizeof(float)};
@@ -149,13 +152,15 @@ void add_mask(Launch& main, const BackwardProblem& problem) {
 }
 
 // The tile for a call with a dense attn_mask, or null. Of two tiles of rows those with more keys,
-// and those whose elements lanes read one at a time, were measured slower (docs/lab/hopper.md).
-const RowsTile* masked_tile_for(const Problem& call) {
+// and those whose elements lanes read one at a time, were measured slower, and so were two CTAs on
+// an SM for few heads (docs/lab/hopper.md).
+const RowsTile* masked_tile_for(const Problem& call, const Device& device) {
   constexpr int64_t KEYS_OF_TWO = 512;
   if (call.varlen) return nullptr;
   const bool is_f32 = call.mask > 1 && static_cast<DType>(call.mask - 2) == DType::F32;
   const bool reads_pairs = core::mask_params(call).mask_step != 0;
   for (const RowsTile& tile : MASKED_TILES) {
+    if (tile.ctas_per_sm > 1 && call.batch * call.heads_q < device.sm_count) continue;
     if (call.d > tile.head_dim || call.dv > tile.head_dim_v || call.nq > tile.most_rows) continue;
     const bool serves = tile.row_tiles == 1 || (!is_f32 && reads_pairs && call.nk <= KEYS_OF_TWO);
     return serves ? &tile : nullptr;
@@ -183,7 +188,7 @@ const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& devi
   } else if (!is_plain_or_causal(call)) {
     return nullptr;
   }
-  if (call.mask != 0) return masked_tile_for(call);
+  if (call.mask != 0) return masked_tile_for(call, device);
   for (const RowsTile& tile : TILES) {
     if (call.d > tile.head_dim || call.dv > tile.head_dim_v || rows > tile.most_rows) continue;
     if (call.varlen) return tile.packed ? &tile : nullptr;
@@ -228,7 +233,11 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
       launch.uses_pdl = !launch.kernel.starts_with("hopper_backward_sinks_");
       if (!launch.kernel.starts_with("hopper_attention_bwd_")) continue;
       launch.image = std::string("hopper/bwd_rows_") + core::dtype_word(call.dtype);
-      launch.grid[0] = std::min<int64_t>(works, device.sm_count);
+      launch.grid[0] = std::min(works, core::workers_of(tile, device));
+      // A CTA that has one head of all sequences adds its part of their mask's gradient once.
+      const int64_t of_sequence = call.heads_q * shares.shares;
+      if (problem.dmask && launch.grid[0] >= 8 * of_sequence)
+        launch.grid[0] -= launch.grid[0] % of_sequence;
       if (keeps_terms) continue;
       std::erase_if(launch.pointers, [](const PointerSlot& slot) {
         return slot.offset == static_cast<int32_t>(offsetof(BackwardParams, terms_gmem));

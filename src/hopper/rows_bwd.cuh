@@ -115,12 +115,15 @@ __device__ __forceinline__ const BackwardKernelParams& call_of_rows(const RowsPa
   }
 }
 
+struct NoElementSums {};
+
 // Where the consumers are in the blocks of all heads of a CTA.
 template <class C>
 struct RowsPosition {
   RingPosition<C::ROW_STAGES> row_ring;
   RingPosition<C::KEY_STAGES> ring;
   uint32_t weight_stage = 0;  // of P and dS
+  [[maybe_unused]] std::conditional_t<C::SUMS_ELEMENTS, ElementSums<C>, NoElementSums> elements;
 };
 
 // Goes over the blocks of keys of a head; returns whether it is the CTA's last one.
@@ -167,7 +170,9 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
   __syncwarp();
 
   KeyGradient<KTile> dq_rmem[C::ROW_TILES] = {};
-  KeyGradient<KTile> dx_rmem = {};  // of a block: dV, or dK
+  // Of a block: dV, or dK, or both.
+  constexpr int PASSED = 2 / C::WARPGROUPS;
+  KeyGradient<KTile> dx_rmem[PASSED] = {};
   KeysByQueries<C> s_rmem, dp_rmem, own_p_rmem;
   KeysByQueries<C>& p_rmem = C::S_AHEAD ? own_p_rmem : s_rmem;
   KeysByQueries<C>& ds_rmem = C::S_AHEAD ? own_p_rmem : dp_rmem;
@@ -175,7 +180,6 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
   float* const s = &s_rmem[0][0];
   float* const dp = &dp_rmem[0][0];
   float* const p = &p_rmem[0][0];
-  float* const dx = &dx_rmem[0][0];
   uint32_t* const a = &a_rmem[0][0];
 
   const int own_rows = group * C::GROUP_ROWS * QTile::ROW_BYTES;
@@ -221,23 +225,31 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
   const auto begin_dp = [&](int tile, int stage) {
     start_rows_by_keys(dp_rmem, dout_rmem, C::DOUT_SMEM, tile, stage);
   };
-  // dV of a block, of the first warpgroup, or dK, of the second one. Where P and dO, or dS and Q
-  // lie:
+  const auto dx_change = [&] {
+#pragma unroll
+    for (int x = 0; x < PASSED; ++x) ptx::registers_change<SUMS>(&dx_rmem[x][0][0]);
+  };
+  // dV of a block, of the first warpgroup, or dK, of the second one; one alone makes both. Where P
+  // and dO, or dS and Q lie:
   const uint32_t weights_smem = shared_smem + C::WEIGHTS_SMEM + group * DsTile::BYTES;
   const uint32_t passing_smem =
       shared_smem + (group == 0 ? C::DOUT_SMEM : C::Q_SMEM) + row_stage * C::ROW_BYTES;
   const auto begin_dx = [&]<int TILE>(uint32_t weight_stage) {
     using Product = ptx::Wgmma<C::DTYPE, C::HEAD_DIM>;
-    ptx::registers_change<SUMS>(dx);
+    dx_change();
     ptx::wgmma_fence();  // the last uses of the sums come before the product
-    const ptx::WgmmaDescriptor a =
-        describe_tile<DsTile>(weights_smem + weight_stage * (2 * DsTile::BYTES), 16);
-    const ptx::WgmmaDescriptor b = describe_tile<QTile>(passing_smem + TILE * QTile::BYTES,
-                                                        QTile::SLABS > 1 ? QTile::SLAB_BYTES : 0);
 #pragma unroll
-    for (int i = 0; i < C::TILE_ROWS / 16; ++i) {
-      Product::template ss<true>(dx, advance(a, column_step<DsTile>(i)),
-                                 advance(b, 16 * i * QTile::ROW_BYTES), i != 0 || TILE != 0);
+    for (int x = 0; x < PASSED; ++x) {
+      const ptx::WgmmaDescriptor a = describe_tile<DsTile>(
+          weights_smem + weight_stage * (2 * DsTile::BYTES) + x * DsTile::BYTES, 16);
+      const ptx::WgmmaDescriptor b =
+          describe_tile<QTile>(passing_smem + x * (C::Q_SMEM - C::DOUT_SMEM) + TILE * QTile::BYTES,
+                               QTile::SLABS > 1 ? QTile::SLAB_BYTES : 0);
+#pragma unroll
+      for (int i = 0; i < C::TILE_ROWS / 16; ++i) {
+        Product::template ss<true>(&dx_rmem[x][0][0], advance(a, column_step<DsTile>(i)),
+                                   advance(b, 16 * i * QTile::ROW_BYTES), i != 0 || TILE != 0);
+      }
     }
     ptx::wgmma_commit_group();
   };
@@ -246,9 +258,13 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
     keys.batch = work.batch, keys.gradient_head = work.head;
     keys.first_row = block * C::BLOCK;
     keys.own_rows = work.nk, keys.own_start = work.k_start;
-    store_gradient<BlockOf<C>, KTile>(dx_rmem, group == 0 ? params.backward.dv : params.backward.dk,
-                                      keys, group == 0 ? attention.dv : attention.d,
-                                      group == 0 ? 1.0f : params.backward.scale);
+#pragma unroll
+    for (int x = 0; x < PASSED; ++x) {
+      const bool is_dv = group + x == 0;
+      store_gradient<BlockOf<C>, KTile>(dx_rmem[x], is_dv ? params.backward.dv : params.backward.dk,
+                                        keys, is_dv ? attention.dv : attention.d,
+                                        is_dv ? 1.0f : params.backward.scale);
+    }
   };
   const auto clear_hidden = [&](KeysByQueries<C>& x_rmem, int tile, int block) {
     const int thread = ptx::mov_tid_x_volatile();
@@ -331,7 +347,7 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
     ptx::wgmma_wait_group<0>();  // dP, S of the next step, and the products of the step before
     ptx::registers_change<SCORES>(dp);
     if constexpr (C::S_AHEAD) ptx::registers_change<SCORES>(s);
-    ptx::registers_change<SUMS>(dx);
+    dx_change();
     ptx::registers_change<WORDS>(a);
 #pragma unroll
     for (int tile = 0; tile < C::ROW_TILES; ++tile)
@@ -349,8 +365,14 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
     }
     if constexpr (C::MASKED) {
       clear_where_p_is_0<C>(ds_rmem, p_rmem);
-      if (all_params.dmask.gmem != nullptr)
-        add_element_gradients<C>(ds_rmem, all_params.dmask, work, TILE, block);
+      const MaskGradientParams& dmask = all_params.dmask;
+      if (dmask.gmem != nullptr) {
+        if (C::SUMS_ELEMENTS && dmask.batch == 0) {
+          if constexpr (C::SUMS_ELEMENTS) position.elements.add(ds_rmem, dmask, work, block);
+        } else {
+          add_element_gradients<C>(ds_rmem, dmask, work, work.head, TILE, block);
+        }
+      }
     } else if (masks) {
       clear_hidden(ds_rmem, TILE, block);
     }
@@ -383,7 +405,7 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
     if constexpr (C::ROW_TILES > 3) step.template operator()<3>();
   }
   ptx::wgmma_wait_group<0>();
-  ptx::registers_change<SUMS>(dx);
+  dx_change();
 #pragma unroll
   for (int tile = 0; tile < C::ROW_TILES; ++tile) ptx::registers_change<SUMS>(&dq_rmem[tile][0][0]);
   if (begin < end) {
@@ -401,6 +423,9 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
                              params.backward.scale);
   }
   const bool last = work.last;
+  if constexpr (C::SUMS_ELEMENTS) {
+    if (last) position.elements.flush(all_params.dmask, work);
+  }
   release(barriers.rows_empty(row_stage));
   position.ring = ring;
   position.weight_stage = weight_stage;

@@ -24,6 +24,10 @@ struct RowsBackwardVariant {
   // It serves calls with a dense attn_mask (rows_masks.cuh), of whose elements a lane keeps so many
   // words for each pair: two for fp32.
   int mask_words = 0;
+  // One: a tile has 64 rows, and several CTAs stay on an SM, so that the others multiply while one
+  // waits.
+  int warpgroups = 2;
+  int ctas_per_sm = 1;
 };
 
 // The numbers of one kernel. A CTA has all query rows of a head, TILE_ROWS in each of ROW_TILES
@@ -33,8 +37,8 @@ struct RowsBackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = VARIANT.head_dim;
   static constexpr int HEAD_DIM_V = HEAD_DIM;
-  static constexpr int WARPGROUP = 128;  // threads
-  static constexpr int WARPGROUPS = 2;   // consumers
+  static constexpr int WARPGROUP = 128;                  // threads
+  static constexpr int WARPGROUPS = VARIANT.warpgroups;  // consumers
   static constexpr int WARPS = 4 * WARPGROUPS;
   static constexpr int GROUP_ROWS = 64;
   static constexpr int WARP_ROWS = 16;
@@ -48,6 +52,8 @@ struct RowsBackwardConfig {
   static_assert(!KEEPS_ROWS || ROW_TILES == 1);
   static constexpr int MASK_WORDS = VARIANT.mask_words;
   static constexpr bool MASKED = MASK_WORDS > 0;
+  // The registers suffice for sums of dS.
+  static constexpr bool SUMS_ELEMENTS = MASKED && WARPGROUPS == 1 && HEAD_DIM == 32;
   static constexpr bool SOFTCAP = false, READS_MASK = false;
   static constexpr bool HANDS_KEYS_BACK = true;  // before gradients are written
   static constexpr int ROW_STAGES = VARIANT.row_stages;
@@ -56,12 +62,15 @@ struct RowsBackwardConfig {
 
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
-  static constexpr int CTAS_PER_SM = 1;
+  static constexpr int CTAS_PER_SM = VARIANT.ctas_per_sm;
   static constexpr bool PACKED = VARIANT.packed;
-  static constexpr int CONSUMER_REGISTERS = !PACKED || HEAD_DIM == 128 ? 240
-                                            : HEAD_DIM == 96           ? 224
-                                                                       : 232;
-  static constexpr int PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS;
+  static constexpr int LAUNCH_REGISTERS = 65536 / CTAS_PER_SM / THREADS / 8 * 8;
+  static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1              ? 232
+                                            : !PACKED || HEAD_DIM == 128 ? 240
+                                            : HEAD_DIM == 96             ? 224
+                                                                         : 232;
+  static constexpr int PRODUCER_REGISTERS =
+      (WARPGROUPS + 1) * LAUNCH_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
 
   // Tiles in shared memory: the query rows of Q and dO, a block of K and V, and P or dS of a block,
   // in which a key has a row.
@@ -132,6 +141,17 @@ template <DType T>
 using RowsBackwardD64Masked = RowsBackwardConfig<T, with_elements(ROWS_BACKWARD_D64, 2)>;
 template <DType T>
 using RowsBackwardD64TwoMasked = RowsBackwardConfig<T, with_elements(ROWS_BACKWARD_D64_TWO, 1)>;
+constexpr RowsBackwardVariant of_one_warpgroup(RowsBackwardVariant variant, int key_stages) {
+  variant.warpgroups = 1, variant.ctas_per_sm = 2;
+  variant.key_stages = key_stages;
+  return variant;
+}
+template <DType T>
+using RowsBackwardD32ShortMasked =
+    RowsBackwardConfig<T, of_one_warpgroup(with_elements(ROWS_BACKWARD_D32, 2), 2)>;
+template <DType T>
+using RowsBackwardD64ShortMasked =
+    RowsBackwardConfig<T, of_one_warpgroup(with_elements(ROWS_BACKWARD_D64, 2), 2)>;
 template <DType T>
 using RowsBackwardD96 = RowsBackwardConfig<T, ROWS_BACKWARD_D96>;
 template <DType T>

@@ -136,15 +136,17 @@ __device__ __forceinline__ void weigh_with_elements(KeysByQueries<C>& p_rmem,
   }
 }
 
-// Adds dS of a step to the gradient of attn_mask.
+// Adds dS of a step of a head to the gradient of attn_mask. work: of any head with as many rows and
+// keys.
 template <class C>
 __device__ __forceinline__ void add_element_gradients(const KeysByQueries<C>& ds_rmem,
                                                       const MaskGradientParams& dmask,
-                                                      const RowsWork& work, int tile, int block) {
+                                                      const RowsWork& work, int head, int tile,
+                                                      int block) {
   const int row = lane_row_of_tile<C>(tile), key = lane_key_of_block<C>(block);
   const int rows = work.nq - row, keys = work.nk - key;
-  float* gmem = dmask.gmem + work.batch * dmask.batch + work.head * dmask.head + row * dmask.row +
-                key * dmask.key;
+  float* gmem =
+      dmask.gmem + work.batch * dmask.batch + head * dmask.head + row * dmask.row + key * dmask.key;
 #pragma unroll
   for (int r = 0; r < 2; ++r, gmem += 8 * dmask.row) {
     if (8 * r >= rows) break;
@@ -158,5 +160,37 @@ __device__ __forceinline__ void add_element_gradients(const KeysByQueries<C>& ds
     }
   }
 }
+
+// With SUMS_ELEMENTS, dS of the steps of one head and block of keys, where the gradient is the same
+// for all sequences: it is added when a step of another one comes.
+template <class C>
+struct ElementSums {
+  KeysByQueries<C> sums_rmem;
+  int head = -1, block = 0;
+
+  __device__ __forceinline__ void add(const KeysByQueries<C>& ds_rmem,
+                                      const MaskGradientParams& dmask, const RowsWork& work,
+                                      int of_block) {
+    const int of_head = uniform(work.head);
+    if (of_head != head || of_block != block) {
+      flush(dmask, work);
+      head = of_head, block = of_block;
+#pragma unroll
+      for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums_rmem[n][i] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < C::BLOCK / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums_rmem[n][i] += ds_rmem[n][i];
+    }
+  }
+  __device__ __forceinline__ void flush(const MaskGradientParams& dmask,
+                                        const RowsWork& work) const {
+    if (head >= 0) add_element_gradients<C>(sums_rmem, dmask, work, head, 0, block);
+  }
+};
 
 }  // namespace archflash::hopper

@@ -182,10 +182,13 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         for given in (dense, added):
             found |= kernels(q, k, k, "H200", "hopper", backward=True, **given)
         found |= gradients_of_mask(q, k, added)
-    for rows in (100, 200):  # few of them
-        q = empty(dtype, 2, 4, rows, 64)
+    q, k = empty(dtype, 2, 64, 1024, 256), empty(dtype, 2, 64, 200, 256)
+    found |= kernels(q, k, k, "H200", "hopper", **dense)
+    for rows, d in ((50, 32), (50, 64), (100, 64), (200, 64)):  # few of them
+        q = empty(dtype, 2, 4, rows, d)
         mask = empty(torch.bool, rows, rows)
         found |= kernels(q, q, q, "H200", "hopper", backward=True, attn_mask=mask)
+        found |= kernels(q, q, q, "H200", "hopper", attn_mask=mask)
     for d, backward in itertools.product((64, 128, 256), (False, True)):
         q = empty(dtype, 2, 16, 2048, d)
         for device, name in (

@@ -140,7 +140,14 @@ def assert_every_kernel_is_planned(
     }
     # Kernels of dropout, of calls with many heads, of parts of tiles and the like have their own.
     elsewhere = ("_dropout", "_turns", "_stays", "_bulk", "_d64_plain", "_parts")
-    elsewhere += ("_rows_two", "_rows_three", "_rows_four", "_rows_masked", "_rows_two_masked")
+    elsewhere += (
+        "_rows_two",
+        "_rows_three",
+        "_rows_four",
+        "_rows_masked",
+        "_rows_two_masked",
+        "_short_masked",
+    )
     here = {entry for entry in built if not entry.endswith(elsewhere)}
     assert here <= planned <= built, planned ^ here
 

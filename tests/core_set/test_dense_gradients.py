@@ -71,7 +71,10 @@ FEW_ROWS: dict[str, tuple[str, int, tuple[int, ...], dict[str, Any], bool, str]]
     "padding": ("keys", 1, (200, 180, 64, 56), {}, False, "d64_rows_two_masked"),
     "own": ("own", 1, (128, 130, 48, 64), {"causal": True}, True, "d64_rows_masked"),
     "own-heads": ("own", 3, (210, 150, 24, 32), {}, True, "d64_rows_two_masked"),
-    "float32": ("float32", 3, (49, 49, 32, 32), {}, True, "d64_rows_masked"),
+    "float32": ("float32", 3, (99, 49, 32, 32), {}, True, "d64_rows_masked"),
+    "window": ("own", 3, (49, 49, 32, 32), {}, True, "d32_rows_short_masked"),
+    "window-float32": ("float32", 3, (60, 130, 24, 32), {}, True, "d32_rows_short_masked"),
+    "short": ("bool", 1, (64, 200, 64, 40), {"causal": True}, False, "d64_rows_short_masked"),
     "odd": ("odd", 1, (90, 77, 64, 64), {"sinks": True}, False, "d64_rows_masked"),
 }
 
@@ -115,12 +118,13 @@ def test_ctas_that_stay_take_the_elements_of_each_tile(deterministic: bool) -> N
 
 
 def test_the_gradient_of_a_bias_is_summed_over_what_it_is_broadcast_along() -> None:
-    tensors = inputs(40, 70, 64, 64, "bfloat16", batch=2)
-    for shape in ((70,), (2, 1, 1, 70), (1, 2, 40, 70)):
-        differentiate_and_check(
-            on, NAME, *tensors, attn_mask=on.rand(*shape, seed=4), mask_gradient=True,
-            schedules=(0, 1), deterministic=False,
-        )  # fmt: skip
+    for dim, nk in ((64, 70), (32, 70), (32, 49)):
+        tensors = inputs(40, nk, dim, dim, "bfloat16", batch=3)
+        for shape in ((nk,), (3, 1, 1, nk), (1, 2, 40, nk)):
+            differentiate_and_check(
+                on, NAME, *tensors, attn_mask=on.rand(*shape, seed=4), mask_gradient=True,
+                schedules=(0, 1), deterministic=False, sms=1,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -19,6 +19,10 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_masked), rows_bwd,
                  RowsBackwardD64Masked<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_two_masked), rows_bwd,
                  RowsBackwardD64TwoMasked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_rows_short_masked), rows_bwd,
+                 RowsBackwardD32ShortMasked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_rows_short_masked), rows_bwd,
+                 RowsBackwardD64ShortMasked<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96_rows), rows_bwd, RowsBackwardD96<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_rows), rows_bwd, RowsBackwardD128<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, rows), (BACKWARD_DQ_THREADS), add_dq_shares<DTYPE>)
