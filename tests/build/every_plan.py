@@ -185,7 +185,7 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
     q, k = empty(dtype, 2, 64, 1024, 256), empty(dtype, 2, 64, 200, 256)
     found |= kernels(q, k, k, "H200", "hopper", **dense)
     for rows, d in ((50, 32), (50, 64), (100, 64), (200, 64)):  # few of them
-        q = empty(dtype, 2, 4, rows, d)
+        q = empty(dtype, 16, 12, rows, d)
         mask = empty(torch.bool, rows, rows)
         found |= kernels(q, q, q, "H200", "hopper", backward=True, attn_mask=mask)
         found |= kernels(q, q, q, "H200", "hopper", attn_mask=mask)

@@ -66,13 +66,12 @@ WHOLE = (
 DATA = (*WHOLE, "shares, ranges")
 BLOCKS = ("blocks, ranges, slopes", "many heads", "many blocks")
 TABLES = ("blocks", "table, causal", "table, window", "table of many tiles")
-DENSE = (
-    "bool", "bool of all heads", "added", "ranges", "one range", "four ranges",
-    "slopes on both sides", "lowest", "added of each head", "ranges, softcap",
-)  # fmt: skip
-MASKS = (*DENSE[:3], "bool, aligned rows")
+ATTN_MASKS = ("bool", "bool of all heads", "added", "lowest", "added of each head")
+NO_ATTN_MASK = ("ranges", "one range", "four ranges", "slopes on both sides", "ranges, softcap")
+DENSE = (*ATTN_MASKS, *NO_ATTN_MASK)
+MASKS = (*ATTN_MASKS[:3], "bool, aligned rows")
 TILES = (*BLOCKS, "many tiles")
-RANGES = (*DENSE[3:6], "ranges of many blocks")
+RANGES = (*NO_ATTN_MASK[:3], "ranges of many blocks")
 SMS = {"many tiles": 70, "table of many tiles": 2}  # one where no number stands
 PLAIN = ("causal", "window, softcap", "huge scores", "shares")
 COPIES = tuple(ODD_STRIDES)
@@ -85,7 +84,12 @@ TARGETS = (
     MaskedTarget("ampere", "attention_fwd_f16_d512", "RTX 4090", "f16", 512, 70, PLAIN),
     MaskedTarget("hopper", "attention_fwd_bf16_d64_masked", "H200", "bf16", 64, 140, DATA, BLOCKS),
     MaskedTarget("hopper", "attention_fwd_f16_d128_masked", "H200", "f16", 128, 140, DATA, BLOCKS),
-    MaskedTarget("hopper", "attention_fwd_bf16_d64_dense", "H200", "bf16", 64, 260, (), DENSE),
+    MaskedTarget(
+        "hopper", "attention_fwd_bf16_d64_dense", "H200", "bf16", 64, 260, (), NO_ATTN_MASK
+    ),
+    MaskedTarget(
+        "hopper", "attention_fwd_bf16_d64_dense_short", "H200", "bf16", 64, 130, (), ATTN_MASKS
+    ),
     MaskedTarget("hopper", "attention_fwd_f16_d128_dense", "H200", "f16", 128, 260, (), DENSE),
     MaskedTarget("hopper", "attention_fwd_bf16_d64_table", "H200", "bf16", 64, 260, (), TABLES),
     MaskedTarget("hopper", "attention_fwd_f16_d128_table", "H200", "f16", 128, 260, (), TABLES),
