@@ -256,14 +256,26 @@ def _reads_mask_in_place(problem: _native.Problem) -> bool:
     """Whether a kernel that reads an attn_mask without a summary of it is faster than `torch`,
     though mostly not than PyTorch's own kernel: where gradients are needed, where the mask is of
     float32, and in small calls (1x16 heads of 64, 1,024 rows and keys, bool: 38 us beside 84; H200,
-    2026-11-30). Kernels of mma.sync split the keys of few rows, which many heads need not (64x12
-    heads of 32, 49 rows and keys, bool: 16 us beside 30).
+    2026-11-30). Few rows with a bool mask, too: 25 us beside 39 of `ampere` for one row of 32/8
+    heads of 128 and 8,192 keys, 19 beside 32 for 8x12 of 64 and 512. An added one takes as long or
+    longer (40 and 40 us; 61 and 46 for 4 rows of 4x32/8 heads, 4,096 keys), but not where heads are
+    many.
     """
     small = problem.batch * problem.heads_q * problem.nq < _measured.SMALL_ROWS
-    small = small and max(problem.d, problem.dv) <= 128
     if dense_mask_of_few_rows(problem):
-        small = problem.batch * problem.heads_q >= _MANY_HEADS
+        small = problem.bool_mask or problem.batch * problem.heads_q >= _MANY_HEADS
+    small = small and max(problem.d, problem.dv) <= 128
     return pytorch.mask_is_wider(problem) or problem.needs_grad or small
+
+
+def _is_unlisted_mask(problem: _native.Problem) -> bool:
+    """Whether a call with an attn_mask is of a kind that the table of what was measured does not
+    have, but was measured: few rows of a bool one of up to 128 columns.
+    """
+    if not dense_mask_alone(problem) or problem.dtype not in ("float16", "bfloat16"):
+        return False
+    few = problem.nq <= _measured.FEW_QUERIES and max(problem.d, problem.dv) <= 128
+    return few and problem.bool_mask
 
 
 def only_forced(
@@ -293,5 +305,7 @@ def only_forced(
         return rows < least
     if problem.attn_mask and not summarizes and not _reads_mask_in_place(problem):
         return True
+    if _is_unlisted_mask(problem):
+        return False
     measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order
