@@ -21,6 +21,7 @@
 #include "ampere/int8_pv.cuh"
 #include "common/device/few_rows.cuh"
 #include "common/device/online_softmax.cuh"
+#include "common/device/quad.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
@@ -229,9 +230,7 @@ __device__ __forceinline__ void store_rows(device::Outputs<C>& o_rmem,
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      sums[m][r] = state.sum[m][r];
-      sums[m][r] += __shfl_xor_sync(device::FULL_WARP, sums[m][r], 1);
-      sums[m][r] += __shfl_xor_sync(device::FULL_WARP, sums[m][r], 2);
+      sums[m][r] = device::sum_of_quad(state.sum[m][r]);
     }
   }
 #pragma unroll

@@ -20,6 +20,7 @@
 #include "common/device/few_rows.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/device/packed_heads.cuh"
+#include "common/device/quad.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/params.h"
 #include "common/mma_sync/tile.cuh"
@@ -175,9 +176,7 @@ __device__ __forceinline__ void store_half_rows(const device::Outputs<typename C
   for (int r = 0; r < 2; ++r) {
     const device::FewRow row(attention, cta.packed_heads, cta.work, warp_row + lane / 4 + 8 * r);
     if (partials.wanted()) {
-      float sum = state.sum[0][r];
-      sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
-      sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
+      const float sum = device::sum_of_quad(state.sum[0][r]);
       if (!row.wanted) continue;
       const int64_t index = partials.index(blockIdx.x % partials.splits, row.lse_index(attention));
       if (once) partials.ends_gmem[index] = {state.base[0][r], sum};

@@ -24,6 +24,7 @@
 #include "blackwell_consumer/nvfp4_prepare.cuh"
 #include "common/device/attention_work.cuh"
 #include "common/device/online_softmax.cuh"
+#include "common/device/quad.cuh"
 #include "common/device/ring.cuh"
 #include "common/device/tile_walk.cuh"
 #include "common/device/visible_keys.cuh"
@@ -183,8 +184,7 @@ struct QRows {
           }
         }
       }
-      dot += __shfl_xor_sync(device::FULL_WARP, dot, 1);
-      dot += __shfl_xor_sync(device::FULL_WARP, dot, 2);
+      dot = device::sum_of_quad(dot);
       // Beyond this the log-sum-exp is not right, but the output is.
       constexpr float LARGEST_SHIFT = 0x1p120f;
       shift[r] = fminf(fmaxf(dot * params.scale, -LARGEST_SHIFT), LARGEST_SHIFT);
@@ -349,9 +349,7 @@ __device__ __forceinline__ void store_nvfp4_out(const device::Outputs<C>& o_rmem
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = state.sum[0][r];
-    sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
-    sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
+    const float sum = device::sum_of_quad(state.sum[0][r]);
     const float keys_max =
         sum == 0.0f ? device::MINUS_INFINITY : state.base[0][r] * device::LN_2 + shift[r];
     const device::RowEnd end = device::finish_row(keys_max, sum, out.sink);

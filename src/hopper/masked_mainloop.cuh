@@ -8,6 +8,7 @@
 #include "common/device/few_rows.cuh"
 #include "common/device/lowest_rows.cuh"
 #include "common/device/online_softmax.cuh"
+#include "common/device/quad.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -41,9 +42,7 @@ __device__ __forceinline__ void mark_lowest(TileEnd<C>& end, const device::RowSt
                                             float sink) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float keys = state.sum[0][r];
-    keys += __shfl_xor_sync(device::FULL_WARP, keys, 1);
-    keys += __shfl_xor_sync(device::FULL_WARP, keys, 2);
+    const float keys = device::sum_of_quad(state.sum[0][r]);
     if (device::sees_lowest(state.base[0][r], sink)) end.ends[r].lse = device::lse_of_lowest(keys);
   }
 }
@@ -58,9 +57,7 @@ __device__ __forceinline__ void store_packed_lowest(const device::RowState<C>& s
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float keys = state.sum[0][r];
-    keys += __shfl_xor_sync(device::FULL_WARP, keys, 1);
-    keys += __shfl_xor_sync(device::FULL_WARP, keys, 2);
+    const float keys = device::sum_of_quad(state.sum[0][r]);
     const device::FewRow row(attention, params.packed_heads, tile, warp_row + lane / 4 + 8 * r);
     if (row.wanted && lane % 4 == 0 &&
         device::sees_lowest(state.base[0][r], device::load_sink(attention, row.head)))

@@ -7,6 +7,7 @@
 #include "common/device/attention_work.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/device/packed_heads.cuh"
+#include "common/device/quad.cuh"
 #include "common/partials.h"
 #include "common/ptx/atom_global.cuh"
 #include "common/ptx/cvt.cuh"
@@ -44,9 +45,7 @@ __device__ __forceinline__ bool merge_shares(device::Outputs<C>& o_rmem, device:
   };
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = state.sum[0][r];
-    sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
-    sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
+    const float sum = device::sum_of_quad(state.sum[0][r]);
     wanted[r] = is_wanted(params.call.packed_heads, tile, warp_row + lane / 4 + 8 * r);
     if (!wanted[r]) continue;
     if (lane % 4 == 0) tiles.ends_gmem[index(tile.split, r)] = {state.base[0][r], sum};

@@ -9,6 +9,7 @@
 #include "common/device/attention_work.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/device/packed_heads.cuh"
+#include "common/device/quad.cuh"
 #include "common/partials.h"
 #include "common/ptx/cvt.cuh"
 
@@ -47,9 +48,7 @@ __device__ __forceinline__ void store_partials(const Outputs<C>& o_rmem,
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = state.sum[0][r];
-    sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-    sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+    const float sum = sum_of_quad(state.sum[0][r]);
     const FewRow row(params, packed_heads, work, warp_row + lane / 4 + 8 * r);
     if (!row.wanted) continue;
     const int64_t index = partials.index(split, row.lse_index(params));

@@ -9,6 +9,7 @@
 
 #include "common/attention_params.h"
 #include "common/device/attention_work.cuh"
+#include "common/device/quad.cuh"
 #include "common/device/uniform.cuh"
 #include "common/device/visible_keys.cuh"
 #include "common/ptx/cvt.cuh"
@@ -386,9 +387,7 @@ struct OutRows {
 template <class C, class Flag>
 __device__ __forceinline__ RowEnd finish_lane_row(const RowState<C, Flag>& state, int m, int r,
                                                   float sink) {
-  float sum = state.sum[m][r];
-  sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-  sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+  const float sum = sum_of_quad(state.sum[m][r]);
   return finish_row(sum == 0.0f ? MINUS_INFINITY : state.base[m][r] * LN_2, sum, sink);
 }
 

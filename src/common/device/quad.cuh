@@ -7,6 +7,13 @@
 
 namespace archflash::device {
 
+// The sum of what the lanes of a quad have, in each of them: of a row, of which they have parts.
+__device__ __forceinline__ float sum_of_quad(float x) {
+  x += __shfl_xor_sync(FULL_WARP, x, 1);
+  x += __shfl_xor_sync(FULL_WARP, x, 2);
+  return x;
+}
+
 // Transposes 4 x 4 words among the lanes of a quad: lane t of it gets word t of each of its lanes.
 __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
 #pragma unroll

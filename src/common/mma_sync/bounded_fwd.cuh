@@ -15,6 +15,7 @@
 #include "common/device/attention_work.cuh"
 #include "common/device/key_groups.cuh"
 #include "common/device/online_softmax.cuh"
+#include "common/device/quad.cuh"
 #include "common/mma_sync/bounded_params.h"
 #include "common/mma_sync/dense_fwd.cuh"
 #include "common/mma_sync/tile.cuh"
@@ -109,9 +110,7 @@ __device__ __forceinline__ void store_share(const device::Outputs<C>& o_rmem,
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = state.sum[m][r];
-      sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
-      sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
+      const float sum = device::sum_of_quad(state.sum[m][r]);
       const int row = 16 * m + 8 * r + lane / 4;
       if (row >= rows) continue;
       const int64_t index = partials.index(share, first_row + row);

@@ -8,6 +8,7 @@
 #include "common/device/attention_work.cuh"
 #include "common/device/few_rows.cuh"
 #include "common/device/online_softmax.cuh"
+#include "common/device/quad.cuh"
 #include "common/mma_sync/decode_config.cuh"
 #include "common/mma_sync/decode_params.h"
 #include "common/mma_sync/decode_query.cuh"
@@ -27,9 +28,7 @@ __device__ __forceinline__ void store_warp(unsigned char* shared,
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = lane / 4 + 8 * r;
-    float sum = state.sum[0][r];
-    sum += __shfl_xor_sync(device::FULL_WARP, sum, 1);
-    sum += __shfl_xor_sync(device::FULL_WARP, sum, 2);
+    const float sum = device::sum_of_quad(state.sum[0][r]);
     if (lane % 4 == 0) ends[row] = {state.base[0][r], sum};
     float* own = rows + row * C::OUT_STRIDE;
     if constexpr (C::FP8_CACHE) {

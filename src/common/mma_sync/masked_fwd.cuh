@@ -28,6 +28,7 @@
 #include "common/device/lowest_rows.cuh"
 #include "common/device/masks.cuh"
 #include "common/device/online_softmax.cuh"
+#include "common/device/quad.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/main_loop.cuh"
@@ -160,9 +161,7 @@ __device__ __forceinline__ void store_lowest(const device::RowState<C>& state, c
   const int thread = threadIdx.x, lane = thread % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float keys = state.sum[0][r];
-    keys += __shfl_xor_sync(device::FULL_WARP, keys, 1);
-    keys += __shfl_xor_sync(device::FULL_WARP, keys, 2);
+    const float keys = device::sum_of_quad(state.sum[0][r]);
     if (state.base[0][r] != device::LOWEST_LOG2 || lane % 4 != 0) continue;
     const device::FewRow row(attention, params.packed_heads, work,
                              thread / 32 * C::WARP_ROWS + lane / 4 + 8 * r);
