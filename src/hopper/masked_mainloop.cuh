@@ -47,24 +47,6 @@ __device__ __forceinline__ void mark_lowest(TileEnd<C>& end, const device::RowSt
   }
 }
 
-// Writes those of packed heads behind the others.
-template <class C>
-__device__ __forceinline__ void store_packed_lowest(const device::RowState<C>& state,
-                                                    const Params& params, const SeekingTile& tile,
-                                                    int warp_row) {
-  const AttentionParams& attention = params.attention;
-  if (attention.lse_gmem == nullptr || params.partials.wanted()) return;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float keys = device::sum_of_quad(state.sum[0][r]);
-    const device::FewRow row(attention, params.packed_heads, tile, warp_row + lane / 4 + 8 * r);
-    if (row.wanted && lane % 4 == 0 &&
-        device::sees_lowest(state.base[0][r], device::load_sink(attention, row.head)))
-      attention.lse_gmem[row.lse_index(attention)] = device::lse_of_lowest(keys);
-  }
-}
-
 template <class C, class Masks>
 __device__ __forceinline__ void compute_masked(const typename Masks::Params& all_params,
                                                unsigned char* shared, uint32_t shared_smem) {
@@ -280,7 +262,8 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
         end.store_lse();
       } else {
         store_rows<C>(o_rmem, state, params, tile, warp_row, q, &end);
-        if (params.packed_heads.count > 1) store_packed_lowest<C>(state, params, tile, warp_row);
+        if (params.packed_heads.count > 1 && !params.partials.wanted())
+          device::store_lowest<C>(state, attention, params.packed_heads, tile, warp_row);
       }
     };
     if (is_pending) {

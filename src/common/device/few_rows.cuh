@@ -7,6 +7,7 @@
 
 #include "common/attention_params.h"
 #include "common/device/attention_work.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/device/packed_heads.cuh"
 #include "common/device/quad.cuh"
@@ -94,6 +95,25 @@ __device__ __forceinline__ void store_packed_out(const Outputs<C>& o_rmem,
             ptx::cvt_rn_x2_f32<C::DTYPE>(o[0] * end.factor, o[1] * end.factor);
       }
     }
+  }
+}
+
+// Marks the LSEs of a warp's rows that see lowest scores only (lowest_rows.cuh), behind the others.
+template <class C, class Flag>
+__device__ __forceinline__ void store_lowest(const RowState<C, Flag>& state,
+                                             const AttentionParams& params,
+                                             const PackedHeads& packed_heads, const Work& work,
+                                             int warp_row) {
+  static_assert(C::M_TILES == 1);
+  if (params.lse_gmem == nullptr) return;
+  const int thread = threadIdx.x, lane = thread % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float keys = sum_of_quad(state.sum[0][r]);
+    if (state.base[0][r] != LOWEST_LOG2 || lane % 4 != 0) continue;
+    const FewRow row(params, packed_heads, work, warp_row + lane / 4 + 8 * r);
+    if (row.wanted && sees_lowest(state.base[0][r], load_sink(params, row.head)))
+      params.lse_gmem[row.lse_index(params)] = lse_of_lowest(keys);
   }
 }
 

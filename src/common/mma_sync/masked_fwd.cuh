@@ -151,24 +151,6 @@ __device__ __forceinline__ void drop_of_warp(Probabilities<C>& p_rmem, const Dro
                                      key_first + thread % 4 * 2);
 }
 
-// Writes the LSEs of a warp's rows that see lowest scores only (device/lowest_rows.cuh), behind
-// those of all rows.
-template <class C, class Params>
-__device__ __forceinline__ void store_lowest(const device::RowState<C>& state, const Params& params,
-                                             const device::Work& work) {
-  const AttentionParams& attention = attention_of(params);
-  if (attention.lse_gmem == nullptr) return;
-  const int thread = threadIdx.x, lane = thread % 32;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float keys = device::sum_of_quad(state.sum[0][r]);
-    if (state.base[0][r] != device::LOWEST_LOG2 || lane % 4 != 0) continue;
-    const device::FewRow row(attention, params.packed_heads, work,
-                             thread / 32 * C::WARP_ROWS + lane / 4 + 8 * r);
-    if (row.wanted && device::sees_lowest(state.base[0][r], device::load_sink(attention, row.head)))
-      attention.lse_gmem[row.lse_index(attention)] = device::lse_of_lowest(keys);
-  }
-}
 // Which keys of a block some row of the warp sees, from scores that have been masked: bit 2n + i is
 // the key 8n + i from this lane's first one on, as in device::lane_bits(). Called by whole warps.
 template <class C>
@@ -321,7 +303,9 @@ __device__ __forceinline__ void masked_fwd(const MaskedParamsOf<C>& all_params) 
   }
   store_tile<C>(o_rmem, state, call, cta.work, shared);
   if constexpr (!C::CACHE) {
-    if (!call.partials.wanted()) store_lowest<C>(state, call, cta.work);
+    if (!call.partials.wanted())
+      device::store_lowest<C>(state, attention_of(call), call.packed_heads, cta.work,
+                              static_cast<int>(threadIdx.x) / 32 * C::WARP_ROWS);
   }
 }
 
