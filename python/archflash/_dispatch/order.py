@@ -264,18 +264,20 @@ def _reads_mask_in_place(problem: _native.Problem) -> bool:
     small = problem.batch * problem.heads_q * problem.nq < _measured.SMALL_ROWS
     if dense_mask_of_few_rows(problem):
         small = problem.bool_mask or problem.batch * problem.heads_q >= _MANY_HEADS
-    small = small and max(problem.d, problem.dv) <= 128
+    small = small and (problem.bool_mask or max(problem.d, problem.dv) <= 128)
     return pytorch.mask_is_wider(problem) or problem.needs_grad or small
 
 
-def _is_unlisted_mask(problem: _native.Problem) -> bool:
+def _is_unlisted_mask(problem: _native.Problem, summarizes: bool) -> bool:
     """Whether a call with an attn_mask is of a kind that the table of what was measured does not
-    have, but was measured: few rows of a bool one of up to 128 columns.
+    have, but was measured: few rows of a bool one, and more than 128 columns, without gradients
+    (2x16 heads of 256, 1,024 rows and keys, bool: 77 us, SDPA 157, `torch` 344; H200, 2026-11-30).
     """
     if not dense_mask_alone(problem) or problem.dtype not in ("float16", "bfloat16"):
         return False
-    few = problem.nq <= _measured.FEW_QUERIES and max(problem.d, problem.dv) <= 128
-    return few and problem.bool_mask
+    if max(problem.d, problem.dv) > 128:
+        return summarizes or problem.bool_mask
+    return problem.nq <= _measured.FEW_QUERIES and problem.bool_mask
 
 
 def only_forced(
@@ -305,7 +307,7 @@ def only_forced(
         return rows < least
     if problem.attn_mask and not summarizes and not _reads_mask_in_place(problem):
         return True
-    if _is_unlisted_mask(problem):
+    if _is_unlisted_mask(problem, summarizes):
         return False
     measured = _measured.find(problem, capability)
     return measured is None or name not in measured.order
