@@ -207,12 +207,15 @@ constexpr int64_t SHORT_ROWS = 512, SHORT_PACKED_ROWS = 400;
 
 // Whether tiles take turns of which the last one writes dQ, so that no launch comes behind. That
 // was measured faster where many heads have two tiles of keys (docs/lab/hopper.md): of few heads,
-// or of more tiles, most would wait for the one before. Up to 32 columns it is unmeasured.
+// or of more tiles, most would wait for the one before. Where there are many times as many rows as
+// keys, fewer heads are enough above 64 columns. Up to 32 columns it is unmeasured.
 bool ends_in_turns(const BackwardProblem& problem, const BackwardTile& tile, const Device& device) {
   const Problem& call = problem.call;
-  return is_plain_or_causal(call) && std::max(call.d, call.dv) > 32 &&
-         call.heads_q == call.heads_kv && call.nk > tile.rows && call.nk <= 2 * tile.rows &&
-         call.nq <= SHORT_ROWS && call.batch * call.heads_kv >= device.sm_count &&
+  const int64_t heads = call.batch * call.heads_kv, columns = std::max(call.d, call.dv);
+  const bool few_rows = call.nq <= SHORT_ROWS && heads >= device.sm_count;
+  const bool many_rows = is_plain(call) && call.nq >= 4 * call.nk && heads >= 64 && columns > 64;
+  return is_plain_or_causal(call) && columns > 32 && call.heads_q == call.heads_kv &&
+         call.nk > tile.rows && call.nk <= 2 * tile.rows && (few_rows || many_rows) &&
          writes_by_tma(problem) && share_out(call, tile, device).all() == 1;
 }
 

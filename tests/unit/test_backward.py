@@ -827,6 +827,25 @@ def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
 
 
 @pytest.mark.parametrize(
+    ("shape", "keys", "ends"),
+    [
+        ((8, 17, 500, 64), 256, True),  # few rows of 136 heads
+        ((8, 16, 500, 64), 256, False),
+        ((4, 16, 1024, 96), 256, True),  # many rows of fewer heads
+        ((4, 16, 1000, 96), 256, False),
+        ((3, 21, 1024, 96), 256, False),
+        ((4, 16, 2048, 64), 256, False),  # as fast with a launch behind
+        ((4, 16, 2048, 96), 257, False),  # three tiles of keys
+    ],
+)
+def test_the_last_of_two_tiles_in_turn_writes_dq_in_hopper(
+    shape: tuple[int, ...], keys: int, ends: bool
+) -> None:
+    plan = hopper_plan(shape, shape[1], deterministic=False, causal=False, keys=keys)
+    assert any("_backward_dq_" in kernel for kernel in plan.kernels) != ends
+
+
+@pytest.mark.parametrize(
     ("shape", "keys", "options", "tile"),
     [
         ((8, 24, 197, 128), 197, {}, "d128_turns"),
