@@ -54,7 +54,7 @@ bool is_packed_short(const Problem& call, int64_t rows) {
 bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
                       const Device& device) {
   constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048;
-  constexpr int64_t MANY_ROWS_OF_KEY = 4;
+  constexpr int64_t ROWS_OF_TWO_TILES = 1024, MANY_ROWS_OF_KEY = 4;
   const bool triangle = core::is_triangle(call);
   if (call.varlen) {
     if (shares > 1) return false;
@@ -73,7 +73,8 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t
   const int64_t tiles = core::ceil_div(call.nk, tile.rows);
   const int64_t ctas = call.batch * call.heads_kv * tiles;
   // The second one of two tiles waits little, and what the turns save grows with the rows.
-  const bool many_rows = !triangle && call.nq >= MANY_ROWS_OF_KEY * call.nk && tiles == 2;
+  const bool many_rows =
+      !triangle && call.nq >= std::max(ROWS_OF_TWO_TILES, MANY_ROWS_OF_KEY * call.nk) && tiles == 2;
   if (many_rows && 2 * ctas >= device.sm_count) return true;
   if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
   // A tile that is alone waits for none, and of up to three tiles of 128 columns the one before has

@@ -43,6 +43,7 @@ constexpr RowsTile rows_tile(const char* name) {
   tile.block = C::BLOCK;
   tile.row_tiles = C::ROW_TILES;
   tile.packed = C::PACKED;
+  tile.sums_elements = C::SUMS_ELEMENTS;
   return tile;
 }
 
@@ -236,7 +237,9 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
       launch.grid[0] = std::min(works, core::workers_of(tile, device));
       // A CTA that has one head of all sequences adds its part of their mask's gradient once.
       const int64_t of_sequence = call.heads_q * shares.shares;
-      if (problem.dmask && launch.grid[0] >= 8 * of_sequence)
+      const bool adds_once =
+          tile.sums_elements && problem.dmask && problem.dmask_strides.batch == 0;
+      if (adds_once && launch.grid[0] >= 8 * of_sequence)
         launch.grid[0] -= launch.grid[0] % of_sequence;
       if (keeps_terms) continue;
       std::erase_if(launch.pointers, [](const PointerSlot& slot) {

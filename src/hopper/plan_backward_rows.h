@@ -10,9 +10,10 @@ namespace archflash::hopper {
 // A kernel whose CTAs have all query rows of a head.
 struct RowsTile : core::RoundsTile {
   int64_t most_rows;
-  int64_t block;      // keys at a time
-  int64_t row_tiles;  // steps of a block
-  bool packed;        // it serves packed sequences
+  int64_t block;       // keys at a time
+  int64_t row_tiles;   // steps of a block
+  bool packed;         // it serves packed sequences
+  bool sums_elements;  // of the gradient of a mask that sequences share: a CTA adds its part once
 };
 
 // The tile for a call, or null: then CTAs own keys.

@@ -263,7 +263,8 @@ bool reads_summary(const Problem& problem) {
   const SummaryBlocks blocks(problem);
   const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
   if (blocks.count() == 0) return false;
-  if (bytes > MOST_SUMMARY_BYTES && !heads_have_masks(problem)) return false;
+  const bool summarizes = !heads_have_masks(problem) || copies_mask(problem);
+  if (bytes > MOST_SUMMARY_BYTES && summarizes) return false;
   if (copies_mask(problem)) return copied_bytes(problem) <= MOST_COPIED_BYTES;
   return problem.mask <= 1 || tma_reads_mask(problem);
 }
