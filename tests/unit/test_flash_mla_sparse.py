@@ -147,6 +147,8 @@ def test_what_does_not_fit_is_refused() -> None:
             flash_mla.flash_mla_with_kvcache(q, cache, *given, False, True, indices, **alone)
     with pytest.raises(ValueError, match="q has 300 columns"):
         flash_mla.flash_mla_sparse_fwd(q[0, :, :, :300], rand(9, 1, 300, seed=3), indices, 0.1)
+    with pytest.raises(ValueError, match=r"they must have 576$"):  # it takes no packed rows
+        flash_mla.flash_mla_sparse_fwd(q[0], rand(9, 1, 656, seed=3), indices, 0.1)
 
 
 def test_each_wrong_tensor_is_named_as_it_was_given() -> None:

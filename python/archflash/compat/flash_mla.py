@@ -287,13 +287,16 @@ def _check_columns(q: Tensor, ndim: int, packed: bool = False, **cache: Tensor) 
         raise ValueError(f"q has {columns} columns: it must have 576 or 512")
     wanted, held = _PACKED[columns][1] if packed else columns, int(rows.shape[-1])
     if held != wanted:
-        other = f", or {held} bytes with is_fp8_kvcache=True" * (held == _PACKED[columns][1])
+        unsaid = ndim == 4 and held == _PACKED[columns][1]
+        other = f", or {held} bytes with is_fp8_kvcache=True" if unsaid else ""
         raise ValueError(
             f"{name} has rows of {held} {'bytes' if packed else 'columns'} for q of {columns} "
             f"columns: they must have {wanted}{other}"
         )
     if packed and rows.dtype not in (torch.uint8, torch.float8_e4m3fn):
-        raise ValueError(f"{name} has dtype {rows.dtype}: packed rows must be torch.uint8")
+        raise ValueError(
+            f"{name} has dtype {rows.dtype}: packed rows must be torch.uint8 or torch.float8_e4m3fn"
+        )
 
 
 def _check_lists(rows: torch.Size, **given: tuple[Tensor | None, int]) -> None:
