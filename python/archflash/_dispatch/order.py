@@ -244,9 +244,11 @@ def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan
     """
     measured = _measured.find(problem, plan.device.capability) if problem.attn_mask else None
     pytorchs = pytorch.kernel_of(problem, plan.device.capability)
-    if measured is None or isinstance(pytorchs, list):
-        return dense_mask_of_few_rows(problem) and not isinstance(pytorchs, list)
+    if isinstance(pytorchs, list):
+        return False
     in_place = problem.attn_mask and plan.tile is not None and not plan.tile.summarizes_masks
+    if measured is None:
+        return dense_mask_of_few_rows(problem) or (in_place and plan.implementation == "hopper")
     if dense_mask_of_few_rows(problem) or in_place:
         return True
     return measured.place(pytorchs) < measured.place(plan.implementation)
@@ -270,8 +272,8 @@ def _reads_mask_in_place(problem: _native.Problem) -> bool:
 
 def _is_unlisted_mask(problem: _native.Problem, summarizes: bool) -> bool:
     """Whether a call with an attn_mask is of a kind that the table of what was measured does not
-    have, but was measured: few rows of a bool one, and more than 128 columns, without gradients
-    (2x16 heads of 256, 1,024 rows and keys, bool: 77 us, SDPA 157, `torch` 344; H200, 2026-11-30).
+    have, but was measured: few rows of a bool one, and more than 128 columns (2x16 heads of 256,
+    1,024 rows and keys, bool: 77 us, SDPA 157, `torch` 344; H200, 2026-11-30).
     """
     if not dense_mask_alone(problem) or problem.dtype not in ("float16", "bfloat16"):
         return False
