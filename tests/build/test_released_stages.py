@@ -22,14 +22,14 @@ from .machine_code import Flow, controls_of, instructions_of
 
 # Folders in which arrivals of threads hand memory back to TMA. Of blackwell_dc one target, one of
 # two types that differ in a few conversions, and not 10.3, whose kernels differ in exponentials. To
-# hopper's gradients of lists cp.async brings rows.
+# hopper's gradients of lists cp.async brings rows, and what converts caches copies none.
 IMAGES = [
     (image, target.name)
     for image in native.image_names()
     for target in native.targets(image)
     if (
         image.startswith(("blackwell_consumer/", "hopper/"))
-        and not image.startswith("hopper/bwd_lists")
+        and not image.startswith(("hopper/bwd_lists", "hopper/convert_cache"))
         and target.name.startswith("sm_")
     )
     or (target.name == "sm_100f" and re.fullmatch(r"blackwell_dc/(?!fwd_103).*(?<!_f16)", image))

@@ -143,7 +143,7 @@ def test_hidden_keys_are_told() -> None:
     call: dict[str, Any] = {"grad": True, "mask": torch.bool}
     assert "64 more keys" in decide("H200", (2, 8, 200, 136), 192, **call).why
     assert decide("H200", (2, 8, 200, 64), 192, **call).chosen == "hopper"
-    assert decide("H200", (2, 8, 1, 64), 128, **call).chosen == "ampere"  # which needs none
+    assert decide("H200", (2, 8, 1, 64), 128, **call).chosen == "hopper"
     assert _torch_kernels.hidden_keys(H200, 1, 128) == 8
     assert "more keys" not in decide("H200", (2, 8, 200, 136), **call).why
     assert "more keys" not in decide("A100", (2, 8, 200, 64), 192, **call).why

@@ -248,7 +248,8 @@ def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan
         return False
     in_place = problem.attn_mask and plan.tile is not None and not plan.tile.summarizes_masks
     if measured is None:
-        return dense_mask_of_few_rows(problem) or (in_place and plan.implementation == "hopper")
+        tuned = _registry.reads_masks_faster(plan.implementation, plan.device.capability)
+        return dense_mask_of_few_rows(problem) or (in_place and tuned)
     if dense_mask_of_few_rows(problem) or in_place:
         return True
     return measured.place(pytorchs) < measured.place(plan.implementation)
@@ -258,7 +259,7 @@ def _reads_mask_in_place(problem: _native.Problem) -> bool:
     """Whether a kernel that reads an attn_mask without a summary of it is faster than `torch`,
     though mostly not than PyTorch's own kernel: where gradients are needed, where the mask is of
     float32, and in small calls (1x16 heads of 64, 1,024 rows and keys, bool: 38 us beside 84; H200,
-    2026-11-30). Few rows with a bool mask, too: 25 us beside 39 of `ampere` for one row of 32/8
+    2026-11-30). Few rows with a bool mask, too: 25 us beside 39 of mma.sync for one row of 32/8
     heads of 128 and 8,192 keys, 19 beside 32 for 8x12 of 64 and 512. An added one takes as long or
     longer (40 and 40 us; 61 and 46 for 4 rows of 4x32/8 heads, 4,096 keys), but not where heads are
     many.
