@@ -223,7 +223,8 @@ Turns find_turns_of_lists(const Problem& call, const core::RoundsTile& tile, int
   const int64_t tiles = core::ceil_div(call.nk, int64_t{tile.rows});
   const int64_t rounds = core::ceil_div(call.nq, tile.round_rows);
   Turns turns;
-  // Of more tiles those that run together read and add to the same rows, which L2 then has.
+  // Where there are more tiles than run at a time, they start at the same rows: those that run
+  // together then read and add to rows that L2 has.
   if (call.batch * call.heads_kv * tiles > ctas || std::min(tiles, rounds) <= 1) return turns;
   turns.sums = 2, turns.tiles = std::min(tiles, rounds);
   while (turns.tiles << (turns.steps_shift + 1) <= rounds) ++turns.steps_shift;

@@ -70,8 +70,8 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
                  const core::RowShares& split, int64_t group_heads, bool takes_chains,
                  const Device& device);
 
-// The same where CTAs list the rounds that they go over (backward_lists.cuh), of which `ctas` run
-// at a time.
+// How a call takes turns whose CTAs list the rounds that they go over (backward_lists.cuh).
+// ctas: how many of them run at a time.
 Turns find_turns_of_lists(const Problem& call, const core::RoundsTile& tile, int64_t ctas);
 
 }  // namespace archflash::hopper

@@ -170,7 +170,7 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
   __syncwarp();
 
   KeyGradient<KTile> dq_rmem[C::ROW_TILES] = {};
-  // Of a block: dV, or dK, or both.
+  // The gradients of a block of keys: dV, or dK, or both.
   constexpr int PASSED = 2 / C::WARPGROUPS;
   KeyGradient<KTile> dx_rmem[PASSED] = {};
   KeysByQueries<C> s_rmem, dp_rmem, own_p_rmem;

@@ -16,7 +16,7 @@ namespace archflash::device {
 //
 // The TMA box of the tile's Q is rows() rows of as many heads as fill the tile. What it brings
 // beyond `count` is another head or zeros: nothing of it may be written out. The box of the output
-// is rows() rows of `count` heads.
+// is rows() rows of `count` heads, or where each warp writes its own rows, what a warp has of both.
 struct PackedHeads {
   int32_t count;  // 1: nothing is packed
   int32_t row_bits;
