@@ -149,8 +149,10 @@ endef
 # Pip keeps an installed wheel of the same version, unless it is forced.
 INSTALL_WHEEL := $(BIN)/python -m pip install -q --no-deps --force-reinstall $(WHEELS)/*.whl
 
-$(VENV)/built: $(VENV)/build-tools/.done $(SOURCES)
-	@echo "== building what has changed (from nothing about 6 minutes)"
+# Also where somebody has deleted the wheel.
+.PHONY: no-wheel
+$(VENV)/built: $(VENV)/build-tools/.done $(SOURCES) $(if $(wildcard $(WHEELS)/*.whl),,no-wheel)
+	@echo "== building what has changed (from nothing it takes minutes)"
 	$(BUILD_WHEEL)
 	touch $@
 
@@ -170,7 +172,7 @@ $(VENV)/installed: $(VENV)/built $(VENV)/packages
 # The same for every GPU, as pip builds it, in its place.
 $(VENV)/all-images: export ARCHFLASH_MACHINE_CODE = all
 $(VENV)/all-images: $(VENV)/installed
-	@echo "== building machine code for all GPUs (from nothing 6 minutes more), and installing it"
+	@echo "== building machine code for all GPUs (from nothing it takes minutes), and installing it"
 	$(BUILD_WHEEL)
 	$(INSTALL_WHEEL)
 	touch $@

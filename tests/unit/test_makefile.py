@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-def dry_run(target: str, *options: str) -> str:
+def dry_run(target: str, *options: str, always: str = "--always-make") -> str:
     """What `make target` would run if nothing were there."""
-    command = ["make", "--dry-run", "--always-make", target, *options]
+    command = ["make", "--dry-run", *filter(None, [always]), target, *options]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -37,6 +37,22 @@ def test_one_wheel_is_built_installed_and_looked_at(target: str) -> None:
     assert len([line for line in lines if line.endswith(" --group test")]) == 1
     assert not any(line.endswith(" .") for line in lines if line not in built)
     assert lines[-1].startswith("ARCHFLASH_TEST_WHEEL=build/local-wheel ")
+
+
+@needs_make
+def test_a_deleted_wheel_is_built_again(tmp_path: Path) -> None:
+    venv, wheels = tmp_path / "venv", tmp_path / "wheels"
+    for name in ("created", "torch", "build-tools/.done", "packages", "built", "installed"):
+        (venv / name).parent.mkdir(parents=True, exist_ok=True)
+        (venv / name).touch()
+    wheels.mkdir()
+    (wheels / "archflash.whl").touch()
+    options = (f"VENV={venv}", f"WHEELS={wheels}")
+    assert "pip" not in dry_run(f"{venv}/installed", *options, always="")
+    (wheels / "archflash.whl").unlink()
+    commands = dry_run(f"{venv}/installed", *options, always="")
+    assert f" wheel -q --no-deps --no-build-isolation -w {wheels} ." in commands
+    assert f" install -q --no-deps --force-reinstall {wheels}/*.whl" in commands
 
 
 @needs_make
