@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import fcntl
 import importlib.metadata
 import platform
 import re
@@ -77,13 +78,16 @@ def note(
     values = (package, version, tested, torch, python, str(passed), str(skipped))
     row = dict(zip(COLUMNS, (*values, str(datetime.date.today())), strict=True))
     key = ("package", "version", "torch", "python")
-    kept = [old for old in rows() if any(old[name] != row[name] for name in key)]
-    made = sorted([*kept, row], key=_order)
-    with PASSED.open("w", newline="") as file:
+    with PASSED.open("r+", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the tests of two servers may end at once
+        kept = [old for old in csv.DictReader(file) if any(old[name] != row[name] for name in key)]
+        made = sorted([*kept, row], key=_order)
+        file.seek(0)
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(made)
-    PAGE.write_text(page(made))
+        file.truncate()
+        PAGE.write_text(page(made))
 
 
 def _order(row: Row) -> tuple[str, list[int], str]:
