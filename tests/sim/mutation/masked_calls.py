@@ -43,10 +43,11 @@ class MaskedCalls:
         return next(call for call in (group(kind) for group in groups) if call is not None)
 
     def _qkv(
-        self, heads: tuple[int, int], nk: int = NK, d: int = 0, rows: int = 0
+        self, heads: tuple[int, int], nk: int = NK, d: int = 0, rows: int = 0, batch: int = 1
     ) -> tuple[Tensor, ...]:
         d, rows = d or self.d, rows or self.rows
-        shapes = ((1, heads[0], rows, d), (1, heads[1], nk, d), (1, heads[1], nk, d))
+        kv = (batch, heads[1], nk, d)
+        shapes = ((batch, heads[0], rows, d), kv, kv)
         return tuple(
             hashed(shape, stream).to(DTYPES[self.dtype]) for stream, shape in enumerate(shapes, 1)
         )
@@ -187,13 +188,17 @@ class MaskedCalls:
             options = {"block_mask": blocks[:, :1, :, :2], "softcap": 20.0}
             return self._qkv((7, 7), 70), options
         if kind == "table, causal":
-            return self._shared, {"block_mask": blocks, "causal": True, "q_offset": 0}
+            inputs = self._qkv((2, 1), batch=2)
+            return inputs, {"block_mask": blocks, "causal": True, "q_offset": 0}
         if kind == "table, window":  # bases beyond 2^24; keys that no row sees
             q, k, v = self._both
+            # Two blocks have the largest score of a row, so that it has to be the same in both.
+            k[:, :, 128:192] = k[:, :, 64:128]
             options = {"block_mask": blocks[:, :1], "window": (90, 40), "q_offset": -100}
             return (q * 4096, k * 4096, v), options
-        if kind == "table of many tiles":  # whose last one is cut
+        if kind == "table of many tiles":  # whose last one is cut; one has to wait for buffers
             table = torch.arange(3 * 8 * 40).reshape(1, 3, 8, 40) * 7 % 11 == 0
+            table[:, 0, 1] = True
             return self._qkv((3, 3), 2500, rows=500), {"block_mask": table}
         return None
 

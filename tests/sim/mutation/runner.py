@@ -310,8 +310,10 @@ class CallTrial:
         self, program: sim.Program, mode: str, seed: int, race: bool, limit: int
     ) -> tuple[sim.Report, list[Tensor]]:
         call = self._call
-        written = {  # new ones, full of NaN, or of bytes 255
-            name: torch.full_like(call.tensors[name], math.nan if name != "workspace" else 255)
+        # New ones, full of NaN, or of bytes 255; the gradient of attn_mask is added to zeros.
+        filled = {"workspace": 255, "dmask": 0}
+        written = {
+            name: torch.full_like(call.tensors[name], filled.get(name, math.nan))
             for name in dict.fromkeys((*call.judged, "workspace"))
             if name in call.tensors
         }
