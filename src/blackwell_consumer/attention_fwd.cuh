@@ -107,12 +107,8 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
     device::clear(state);
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
     const bool any_block = context.blocks.first <= context.blocks.last;
-    if (C::Q_IN_REGISTERS && any_block) {
-      const uint32_t q_smem = lane_q_smem<C>(shared_smem);
-#pragma unroll
-      for (int column = 0; column < QTile::COLUMNS; column += 16)
-        mma_sync::load_q<C>(q_rmem[column / 16], q_smem, column);
-    }
+    if (C::Q_IN_REGISTERS && any_block)
+      mma_sync::load_all_q<C>(q_rmem, lane_q_smem<C>(shared_smem));
 
     ScalesOf<C> scales;
     if constexpr (C::BLOCK_SCALES) {
@@ -183,10 +179,11 @@ __device__ __forceinline__ void consume(const Params& params, unsigned char* sha
   }
 }
 
-template <class C>
-__device__ __forceinline__ void attention_fwd(const Params& params) {
-  // Swizzle patterns start at multiples of 1024 bytes.
-  extern __shared__ __align__(1024) unsigned char shared[];
+// Initialises the barriers and runs the roles of a CTA's warps: the consumers, and behind them the
+// producer, a warp. Both get the address of `shared`.
+template <class C, class Consume, class Produce>
+__device__ __forceinline__ void run_roles(unsigned char* shared, const Consume& consume,
+                                          const Produce& produce) {
   // Opaque to the compiler, which otherwise computes the address anew at each use.
   const uint32_t shared_smem =
       ptx::mov_b32_volatile(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
@@ -196,11 +193,20 @@ __device__ __forceinline__ void attention_fwd(const Params& params) {
 
   if (threadIdx.x < C::CONSUMER_THREADS) {
     if constexpr (C::REGISTERS == Registers::Roles) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    consume<C>(params, shared, shared_smem);
+    consume(shared_smem);
   } else {
     if constexpr (C::REGISTERS == Registers::Roles) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32) produce<C>(params, shared_smem);
+    if (threadIdx.x < C::CONSUMER_THREADS + 32) produce(shared_smem);
   }
+}
+
+template <class C>
+__device__ __forceinline__ void attention_fwd(const Params& params) {
+  // Swizzle patterns start at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) unsigned char shared[];
+  run_roles<C>(
+      shared, [&](uint32_t shared_smem) { consume<C>(params, shared, shared_smem); },
+      [&](uint32_t shared_smem) { produce<C>(params, shared_smem); });
 }
 
 }  // namespace archflash::blackwell_consumer

@@ -136,12 +136,7 @@ __device__ __forceinline__ void consume_table(const Params& params, unsigned cha
     device::clear(state);
     ptx::mbarrier_wait_parity(barriers.q_full(), q_parity);  // Q has landed
     bool more = any_block<C>(shared) != 0;
-    if (C::Q_IN_REGISTERS && more) {
-      const uint32_t q_smem = lane_q_smem<C>(shared_smem);
-#pragma unroll
-      for (int column = 0; column < C::QTile::COLUMNS; column += 16)
-        mma_sync::load_q<C>(q_rmem[column / 16], q_smem, column);
-    }
+    if (C::Q_IN_REGISTERS && more) mma_sync::load_all_q<C>(q_rmem, lane_q_smem<C>(shared_smem));
 #pragma unroll 1
     while (more) {
       wait_for_k<C>(barriers, ring);
@@ -177,19 +172,9 @@ template <class C>
 __device__ __forceinline__ void table_fwd(const TableParams& params) {
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
-  // Opaque to the compiler, which otherwise computes the address anew at each use.
-  const uint32_t shared_smem =
-      ptx::mov_b32_volatile(static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
-  static_assert(C::QTile::ALIGNMENT <= 1024);
-  if (threadIdx.x == 0) Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();
-  __syncthreads();  // the barriers are initialised before any warp uses them
-  if (threadIdx.x < C::CONSUMER_THREADS) {
-    if constexpr (C::REGISTERS == Registers::Roles) ptx::setmaxnreg_inc<C::CONSUMER_REGISTERS>();
-    consume_table<C>(params.call, shared, shared_smem);
-  } else {
-    if constexpr (C::REGISTERS == Registers::Roles) ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (threadIdx.x < C::CONSUMER_THREADS + 32) produce_table<C>(params, shared, shared_smem);
-  }
+  run_roles<C>(
+      shared, [&](uint32_t shared_smem) { consume_table<C>(params.call, shared, shared_smem); },
+      [&](uint32_t shared_smem) { produce_table<C>(params, shared, shared_smem); });
 }
 
 }  // namespace archflash::blackwell_consumer

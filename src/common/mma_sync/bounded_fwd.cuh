@@ -186,13 +186,7 @@ __device__ __forceinline__ void bounded_fwd(const BoundedParams& all_params) {
                                             shares.nk - last, params.dv);
     }
     ptx::cp_async_commit_group();
-    clear_columns<C, QKTile>(shared + C::Q_SMEM, C::BLOCK_Q, params.d);
-#pragma unroll
-    for (int stage = 0; stage < C::STAGES; ++stage) {
-      unsigned char* stage_start = shared + stage * C::STAGE_BYTES;
-      clear_columns<C, QKTile>(stage_start + C::K_SMEM, C::BLOCK_K, params.d);
-      clear_columns<C, VTile>(stage_start + C::V_SMEM, C::BLOCK_K, params.dv);
-    }
+    clear_columns_of_tiles<C>(shared, params);
   }
   if (PACKED && last < 0) __syncthreads();  // `cta` is written; the loop has no barrier then
   device::Outputs<C> o_rmem = {};
@@ -229,13 +223,7 @@ __device__ __forceinline__ void bounded_fwd(const BoundedParams& all_params) {
                             rows_first_offset<QKTile>(thread % 32);
     const uint32_t k_smem = stage_smem + C::K_SMEM + columns_first_offset<QKTile>(thread % 32);
     const uint32_t v_smem = stage_smem + C::V_SMEM + rows_first_offset<VTile>(thread % 32);
-    if constexpr (C::Q_IN_REGISTERS) {
-      if (first) {
-#pragma unroll
-        for (int column = 0; column < QKTile::COLUMNS; column += 16)
-          load_q<C>(q_rmem[column / 16], q_smem, column);
-      }
-    }
+    if (first) load_all_q<C>(q_rmem, q_smem);
 
     bool awaits_v = first;
     const auto await_v = [&] {  // once by each warp, and in the first round alone
@@ -290,12 +278,7 @@ __device__ __forceinline__ void bounded_fwd(const BoundedParams& all_params) {
       return;
     }
   }
-  float* lse_gmem = params.lse_gmem;
-  if (lse_gmem != nullptr) lse_gmem += batch * params.lse_batch + head * params.lse_head + row;
-  uint16_t* out_gmem = static_cast<uint16_t*>(params.out_gmem) + batch * params.out_batch +
-                       head * params.out_head + row * params.out_row;
-  store_rows<C>(o_rmem, state, shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES, out_gmem,
-                params.out_row, params.dv, lse_gmem, warp_rows);
+  store_head_rows<C>(o_rmem, state, shared, params, batch, head, row, warp_row, warp_rows);
 }
 
 // The kernel behind one that shares out keys: adds up the shares of the rows that have several. The

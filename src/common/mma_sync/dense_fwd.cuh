@@ -202,6 +202,22 @@ __device__ __forceinline__ void store_rows(const device::Outputs<C>& o_rmem,
   }
 }
 
+// The same for the rows of a head from `row` on, as the call's strides say. warp_row: the warp's
+// first row in the tile.
+template <class C>
+__device__ __forceinline__ void store_head_rows(const device::Outputs<C>& o_rmem,
+                                                const device::RowState<C>& state,
+                                                unsigned char* shared,
+                                                const AttentionParams& params, uint32_t batch,
+                                                uint32_t head, auto row, int warp_row, int rows) {
+  float* lse_gmem = params.lse_gmem;
+  if (lse_gmem != nullptr) lse_gmem += batch * params.lse_batch + head * params.lse_head + row;
+  uint16_t* out_gmem = static_cast<uint16_t*>(params.out_gmem) + batch * params.out_batch +
+                       head * params.out_head + row * params.out_row;
+  store_rows<C>(o_rmem, state, shared + C::Q_SMEM + warp_row * C::QKTile::ROW_BYTES, out_gmem,
+                params.out_row, params.dv, lse_gmem, rows);
+}
+
 // Where the keys and values of the CTA's head lie. It is read from shared memory when a block is
 // copied, because outputs and scores leave few registers.
 struct DenseContext {
@@ -242,13 +258,7 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
     start_last_rows<C, VTile, C::BLOCK_K>(shared_smem + C::V_SMEM, own.v_gmem + last * params.v_row,
                                           params.v_row, params.nk - last, params.dv);
     ptx::cp_async_commit_group();
-    clear_columns<C, QKTile>(shared + C::Q_SMEM, C::BLOCK_Q, params.d);
-#pragma unroll
-    for (int stage = 0; stage < C::STAGES; ++stage) {
-      unsigned char* stage_start = shared + stage * C::STAGE_BYTES;
-      clear_columns<C, QKTile>(stage_start + C::K_SMEM, C::BLOCK_K, params.d);
-      clear_columns<C, VTile>(stage_start + C::V_SMEM, C::BLOCK_K, params.dv);
-    }
+    clear_columns_of_tiles<C>(shared, params);
   }
   device::Outputs<C> o_rmem = {};
   device::RowState<C> state;
@@ -306,13 +316,7 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
                             rows_first_offset<QKTile>(thread % 32);
     const uint32_t k_smem = stage_smem + C::K_SMEM + columns_first_offset<QKTile>(thread % 32);
     const uint32_t v_smem = stage_smem + C::V_SMEM + rows_first_offset<VTile>(thread % 32);
-    if constexpr (C::Q_IN_REGISTERS) {
-      if (first) {
-#pragma unroll
-        for (int column = 0; column < QKTile::COLUMNS; column += 16)
-          load_q<C>(q_rmem[column / 16], q_smem, column);
-      }
-    }
+    if (first) load_all_q<C>(q_rmem, q_smem);
 
     bool awaits_v = first || C::STAGES == 1;
     // Once by each warp: in the first round, or in each where one buffer is all there is. Then no
@@ -363,14 +367,8 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
   }
 
   const int warp_row = ptx::mov_tid_x_volatile() / 32 * C::WARP_ROWS;
-  const int row_of_head = first_row + warp_row, warp_rows = rows - warp_row;
-  float* lse_gmem = params.lse_gmem;
-  if (lse_gmem != nullptr)
-    lse_gmem += batch * params.lse_batch + head * params.lse_head + row_of_head;
-  uint16_t* out_gmem = static_cast<uint16_t*>(params.out_gmem) + batch * params.out_batch +
-                       head * params.out_head + row_of_head * params.out_row;
-  store_rows<C>(o_rmem, state, shared + C::Q_SMEM + warp_row * QKTile::ROW_BYTES, out_gmem,
-                params.out_row, params.dv, lse_gmem, warp_rows);
+  store_head_rows<C>(o_rmem, state, shared, params, batch, head, first_row + warp_row, warp_row,
+                     rows - warp_row);
 }
 
 }  // namespace archflash::mma_sync

@@ -160,13 +160,7 @@ struct KeyBlocks {
   __device__ __forceinline__ void start(unsigned char* shared, const ContextOf<C>& own) const {
     if (begin > last) return;
     start_q<C>(shared_smem + C::Q_SMEM, params, own);
-    clear_columns<C, QKTile>(shared + C::Q_SMEM, C::BLOCK_Q, params.d / C::QK_PACK);
-#pragma unroll
-    for (int stage = 0; stage < C::STAGES; ++stage) {
-      unsigned char* stage_start = shared + stage * C::STAGE_BYTES;
-      clear_columns<C, QKTile>(stage_start + C::K_SMEM, C::BLOCK_K, params.d / C::QK_PACK);
-      clear_columns<C, VTile>(stage_start + C::V_SMEM, C::BLOCK_K, params.dv / C::V_PACK);
-    }
+    clear_columns_of_tiles<C>(shared, params);
     start_k(last, shared_smem, own);
     if constexpr (C::V_WITH_K) start_v(last, shared_smem, own);
     if constexpr (C::KEY_GROUPS > 1) {
@@ -240,13 +234,7 @@ __device__ __forceinline__ void KeyBlocks<C, StartWithK>::visit(const Walk& walk
                             rows_first_offset<QKTile>(thread % 32);
     const uint32_t k_smem = stage_smem + C::K_SMEM + columns_first_offset<QKTile>(thread % 32);
     const uint32_t v_smem = stage_smem + C::V_SMEM + v_first_offset<C>(thread % 32);
-    if constexpr (C::Q_IN_REGISTERS) {
-      if (block == last) {
-#pragma unroll
-        for (int column = 0; column < QKTile::COLUMNS; column += 16)
-          load_q<C>(q_rmem[column / 16], q_smem, column);
-      }
-    }
+    if (block == last) load_all_q<C>(q_rmem, q_smem);
 
     // A warp takes all steps, or the one of its group.
     const int group_step = C::KEY_GROUPS > 1 ? device::key_group<C>(thread) * C::STEP_KEYS : 0;

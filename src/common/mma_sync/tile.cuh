@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/attention_params.h"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ldmatrix.cuh"
@@ -132,6 +133,19 @@ __device__ __forceinline__ void clear_columns(unsigned char* tile_smem, int rows
   }
 }
 
+// The same for Q's part of shared memory, and K's and V's in every stage.
+template <class C>
+__device__ __forceinline__ void clear_columns_of_tiles(unsigned char* shared,
+                                                       const AttentionParams& params) {
+  clear_columns<C, typename C::QKTile>(shared + C::Q_SMEM, C::BLOCK_Q, params.d / C::QK_PACK);
+#pragma unroll
+  for (int stage = 0; stage < C::STAGES; ++stage) {
+    unsigned char* start = shared + stage * C::STAGE_BYTES;
+    clear_columns<C, typename C::QKTile>(start + C::K_SMEM, C::BLOCK_K, params.d / C::QK_PACK);
+    clear_columns<C, typename C::VTile>(start + C::V_SMEM, C::BLOCK_K, params.dv / C::V_PACK);
+  }
+}
+
 // Byte offset, in a tile, of the 16-byte row that a lane names to ldmatrix.x4. The four matrices
 // that ldmatrix loads are the quarters of a 16x16 square, in one of two orders:
 //   rows first:    columns 0-7 of rows 0-7 and of rows 8-15, then columns 8-15 of both. Loaded from
@@ -172,6 +186,16 @@ __device__ __forceinline__ void load_q(uint32_t (&q_rmem)[C::M_TILES][4],
   for (int m = 0; m < C::M_TILES; ++m) {
     ptx::ldmatrix_x4(q_rmem[m],
                      C::QTile::advance(q_smem, column / 8) + m * 16 * C::QTile::ROW_BYTES);
+  }
+}
+
+// All of them, where they stay in registers.
+template <class C>
+__device__ __forceinline__ void load_all_q(QFragments<C>& q_rmem, uint32_t q_smem) {
+  if constexpr (C::Q_IN_REGISTERS) {
+#pragma unroll
+    for (int column = 0; column < C::QTile::COLUMNS; column += 16)
+      load_q<C>(q_rmem[column / 16], q_smem, column);
   }
 }
 
