@@ -402,9 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9, help="measured sections of each way")
     parser.add_argument("--output", type=Path, default=RESULTS_FOLDER, metavar="FOLDER")
     options = parser.parse_args(argv)
-    problem = environment.why_no_gpu() or environment.why_no_archflash()
-    if problem:
-        print(problem, file=sys.stderr)
+    if environment.measures_nothing():
         return 2
 
     import archflash

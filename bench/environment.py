@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -150,6 +151,14 @@ def why_no_archflash() -> str | None:
     except ImportError as error:
         return f"benchmarks need archflash installed in this Python (pip install .): {error}"
     return None
+
+
+def measures_nothing() -> bool:
+    """Whether nothing can be measured here; says why."""
+    problem = why_no_gpu() or why_no_archflash()
+    if problem:
+        print(problem, file=sys.stderr)
+    return problem is not None
 
 
 def run_facts(nvml: Nvml) -> dict[str, str]:

@@ -426,9 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see the top of this file."""
     parser = short_parser("bench.serving", __doc__, "layers and mixes whose name matches")
     options = parser.parse_args(argv)
-    problem = environment.why_no_gpu() or environment.why_no_archflash()
-    if problem:
-        print(problem, file=sys.stderr)
+    if environment.measures_nothing():
         return 2
 
     import torch

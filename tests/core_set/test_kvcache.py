@@ -203,6 +203,19 @@ def test_a_kernel_serves_a_call_as_the_reference_does(kernel: str, name: str) ->
     kvcache_cases.check(call, lambda mine: here.attend_with_kvcache(kernel, mine)[:2])
 
 
+def check_and_list_kernels(kernel: str, call: CacheCall) -> set[str]:
+    """The kernels of a call that was served as the reference does."""
+    ran: set[str] = set()
+
+    def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
+        out, lse, plan = here.attend_with_kvcache(kernel, mine)
+        ran.update(plan.kernels)
+        return out, lse
+
+    kvcache_cases.check(call, serve)
+    return ran
+
+
 def in_float32(call: CacheCall) -> CacheCall:
     new = {name: call.options[name].float() for name in ("k_new", "v_new") if name in call.options}
     caches = (call.k_cache.float(), call.v_cache.float())
@@ -225,12 +238,7 @@ def test_every_exact_kernel_combines_many_shares(kernel: str) -> None:
             causal=True, sinks=torch.linspace(-1, 9, 6, device=here.device), device=here.device,
         )  # fmt: skip
 
-        def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
-            out, lse, plan = here.attend_with_kvcache(kernel, mine)
-            ran.update(plan.kernels)
-            return out, lse
-
-        kvcache_cases.check(call, serve)
+        ran |= check_and_list_kernels(kernel, call)
     tiles = {f"{kernel}_attention_fwd_f32_d{d}_cache" for d in (64, 128, 256)}
     assert ran == {*tiles, f"{kernel}_combine_f32", f"{kernel}_append_f32"}
 
@@ -368,15 +376,10 @@ def test_every_kernel_for_a_cache_runs(kernel: str) -> None:
             num_splits=2 if qv or nq == 1 else None,
         )  # fmt: skip
 
-        def serve(mine: CacheCall) -> tuple[Tensor, Tensor]:
-            out, lse, plan = here.attend_with_kvcache(kernel, mine)
-            ran.update(plan.kernels)
-            return out, lse
-
-        kvcache_cases.check(call, serve)
+        ran |= check_and_list_kernels(kernel, call)
         if nq == 17 and d in (64, 128, 256):
             mask = random_mask(2, 1, 17, 9).to(here.device)
-            kvcache_cases.check(call.with_options(attn_mask=mask), serve)
+            ran |= check_and_list_kernels(kernel, call.with_options(attn_mask=mask))
     compiled: set[str] = set()
     for file in (files("archflash") / "_kernels" / kernel).iterdir():
         if file.name.endswith(".json"):
