@@ -239,7 +239,7 @@ class Simulator(Executor):
         if _launches_nothing(q, call):
             return _attend_once(kernel, q, k, v, guarded, call)
         if schedules is None:
-            schedules = _schedules(kernel, q, k, v, call)
+            schedules = schedules_of(kernel, q, k, v, call)
         first: sim.Run | None = None
         for number in schedules:
             mode = MODES[number % len(MODES)]
@@ -265,7 +265,7 @@ class Simulator(Executor):
         self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *, may_race: bool = False, **call: Any
     ) -> tuple[Tensor, Tensor]:
         guarded = guarded_output(q, v, 0, call)
-        for number in [0] if may_race else _schedules(kernel, q, k, v, call):
+        for number in [0] if may_race else schedules_of(kernel, q, k, v, call):
             run = sim.run(
                 q, k, v, implementation=kernel, mode=MODES[number % len(MODES)], seed=number,
                 return_lse=True, out=guarded.view, check=not may_race, **call,
@@ -284,7 +284,7 @@ class Simulator(Executor):
     ) -> tuple[Tensor, Tensor, native.LaunchPlan]:
         runs: list[tuple[sim.Run, CacheCall]] = []
         q, k, v = call.q, call.k_cache, call.v_cache
-        for number in _schedules(kernel, q, k, v, call.options):
+        for number in schedules_of(kernel, q, k, v, call.options):
             mine = call.copied()
             run = sim.run(
                 mine.q, mine.k_cache, mine.v_cache, implementation=kernel,
@@ -308,7 +308,9 @@ class Simulator(Executor):
         return first.out, first.lse, first.plan
 
 
-def _schedules(kernel: str, q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]) -> Sequence[int]:
+def schedules_of(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]
+) -> Sequence[int]:
     """One schedule, or a fixed and a random one. The shape decides which, so that the calls of a
     kernel have all kinds between them.
     """

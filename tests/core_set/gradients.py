@@ -19,9 +19,9 @@ from archflash import _compute_gradients, _dispatch, _gradients, _options, refer
 from archflash.sim import _attention as simulator
 
 from ..sim.explained import unexplained
-from ..sim.schedules import MODES
+from ..sim.schedules import IN_FULL, MODES
 from .checks import Guarded, dense_strides, same_bits
-from .executors import Executor
+from .executors import Executor, schedules_of
 
 NAMES = ("dq", "dk", "dv")
 # Options of `differentiate` that are none of the call.
@@ -192,7 +192,7 @@ def differentiate(
     gradient_dtype: torch.dtype | None = None,
     add_to: float | None = None,
     pad: int = 0,
-    schedules: Sequence[int] = (0, 1),
+    schedules: Sequence[int] | None = None,
     deterministic: bool = True,
     planned_for: str | None = None,
     sms: int | None = None,
@@ -209,7 +209,8 @@ def differentiate(
         gradient_dtype: that of dq, dk and dv; default that of q.
         add_to: the number that dq, dk and dv are full of, to which gradients are added.
         pad: elements between the rows of dq, dk and dv.
-        schedules: numbers of the simulator's schedules.
+        schedules: numbers of the simulator's schedules; None: those of the forward pass, and one
+            where bits may differ, as they are not compared.
         deterministic: as for `archflash.attention_backward`.
         planned_for: a known GPU whose plan is run; None: that of the executor.
         sms: the SMs of the GPU that is planned for, few of which let a small call have parts.
@@ -218,6 +219,10 @@ def differentiate(
     out, lse = forward(q, k, v, call)
     options = _options.complete(call)
     request = _gradients.Request(dout, q, k, v, out, lse, dlse, options, mask_gradient)
+    if schedules is None:
+        schedules = (0, 1) if on.name == "gpu" else schedules_of(kernel, q, k, v, call)
+        if on.name != "gpu" and not deterministic and not IN_FULL:
+            schedules = schedules[:1]
     first: list[Tensor] = []
     for number in schedules:
         guarded = [
