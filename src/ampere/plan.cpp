@@ -60,8 +60,8 @@ using core::tile;
 
 constexpr const char* FEW_ROWS = "few query rows: keys split over CTAs, or heads packed";
 
-// Measured on an H200 (NOTES.md), those for GPUs with 163 and 99 KB of shared memory too: what such
-// GPUs make of them is unmeasured.
+// Measured on an H200 (docs/lab/ampere.md), those for GPUs with 163 and 99 KB of shared memory too:
+// what such GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
     // The next three are left out where they do not serve a call: tiles_of().
     tile<D32Large<DType::F16>>("d32_large", {.min_tiles_per_sm = 6, .min_keys = 81},
@@ -146,8 +146,8 @@ constexpr core::Tile FEW_CAUSAL_TILES[] = {
                                     "the keys of 16 of them"),
 };
 
-// Whether FEW_CAUSAL_TILES serve a call. Measured on an H200 (NOTES.md): with fewer tiles their
-// keys are split instead, with more or longer ones those of 128 rows are as fast.
+// Whether FEW_CAUSAL_TILES serve a call. Measured on an H200 (docs/lab/ampere.md): with fewer tiles
+// their keys are split instead, with more or longer ones those of 128 rows are as fast.
 bool few_causal_tiles(const Problem& problem, const Device& device) {
   constexpr double FEWEST = 0.5, MOST = 2.25;  // tiles for each SM
   constexpr int64_t FEWEST_ROWS = 128, FEWEST_KEYS = 225, MOST_KEYS = 4095;

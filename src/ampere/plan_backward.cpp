@@ -29,7 +29,7 @@ namespace {
 
 using core::backward_tile;
 
-// NOTES.md has their speeds. The last sets of each head dimension fit 99 KB.
+// docs/lab/ampere.md has their speeds. The last sets of each head dimension fit 99 KB.
 constexpr core::BackwardTile TILES[] = {
     backward_tile<D32<DType::F16>>("d32"),
     backward_tile<D64Wide<DType::F16>>("d64_wide", 2.5),
@@ -47,7 +47,7 @@ constexpr core::BackwardTile TILES[] = {
     backward_tile<D256Queries<DType::F16>>("d256_queries"),
 };
 
-// Adding to dK and dV bounds those of few rows (NOTES.md).
+// Adding to dK and dV bounds those of few rows (docs/lab/ampere.md).
 constexpr core::ListTile LIST_TILES[] = {
     core::list_tile<D64Lists<DType::F16>>("d64_lists", 280),
     core::list_tile<D64FewLists<DType::F16>>("d64_few_lists", 215),

@@ -14,7 +14,7 @@ namespace {
 // head that shares its head of K, and the tiles that follow begin as far apart, each where another
 // one has ended. Two of a head in a row begin together, and read the same at the same time. Without
 // turns tiles begin with rounds that are a few steps apart, which is enough for up to four heads.
-// Measured on an H100 and an H200 (NOTES.md).
+// Measured on an H100 and an H200 (docs/lab/hopper.md).
 int64_t tiles_in_a_row(int64_t heads_per_kv, bool deterministic) {
   return heads_per_kv > (deterministic ? 2 : 4) ? 2 : 1;
 }
@@ -121,9 +121,10 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
   const bool triangle = core::is_triangle(call);
   const bool plain = !is_windowed(call) || (problem.deterministic && sees_nearly_all(call));
   KeyTileOrder order{all};
-  // What the CTAs read and add to while one of them comes to where the one before began.
+  // The bytes that all CTAs together read and add to, until a tile comes to the rows where its
+  // neighbour began: L2 has to keep them.
   const int64_t reach = int64_t{device.sm_count} * tile.rows * row_bytes;
-  // A tile that goes upwards waits for the one behind it, which in chains adds to other sums.
+  // Upwards a tile waits for the one behind it. In chains that one adds to other sums.
   const bool in_chains = core::sums_of_round(problem, tile, device, split.shares) > 2;
   const bool goes_upwards =
       !in_chains && (heads_per_kv == 1 || (!call.varlen && reach <= int64_t{36} << 20));
@@ -167,7 +168,7 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
   order.packed_rows = times * BYTES / row_bytes;
   order.packed_tiles = times * device.sm_count;
   if (call.varlen) return order;
-  // Their tiles fill the GPU.
+  // Those that stay in L2, or as many more as it takes for their tiles to fill the GPU.
   const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
   // A smaller last group would start with its longest tiles when all others are done.
   order.group_heads = core::even_size(all, std::min(times * heads, all));
@@ -180,7 +181,7 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   const Problem& call = problem.call;
   Turns turns{core::sums_of_round(problem, tile, device, split.shares)};
   const bool wide = starts_apart_above_192(problem, tile, split);
-  // That of the tiles for few keys is unmeasured.
+  // Whether tiles for few keys, which have one sum, should start apart is unmeasured.
   if ((turns.sums == 1 && !wide) || !tile.reads_many_chains) return turns;
   if (is_windowed(call) && !sees_nearly_all(call)) return turns;
   const bool shares_keys = call.heads_q != call.heads_kv && !core::is_triangle(call);

@@ -9,7 +9,8 @@
 
 namespace archflash::hopper {
 
-// The order in which the tiles of keys of all heads come: see BackwardKernelParams.
+// The order in which the tiles of keys of all heads come. BackwardKernelParams says what each field
+// does to it.
 struct KeyTileOrder {
   int64_t group_heads;
   int64_t upward_heads = 0;
@@ -19,7 +20,8 @@ struct KeyTileOrder {
   int64_t upward_work = 0;
 };
 
-// In turns: the sums of a round, and where tiles that run together start (BackwardKernelParams).
+// How CTAs take turns: how many sums of dQ a round has, and at which of so many steps tiles that
+// run together start. BackwardKernelParams says how a kernel reads them.
 struct Turns {
   int64_t sums = 1;
   int64_t tiles = 0, steps_shift = 0;
@@ -44,9 +46,9 @@ bool is_packed_short(const Problem& call, int64_t rows);
 bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
                       const Device& device);
 
-// Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200 (NOTES.md). In
-// turns more of them, because the tiles of a head that are computed at the same time wait for one
-// another; under a mask up to 128 columns all, which was faster there.
+// Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200
+// (docs/lab/hopper.md). In turns more of them, because the tiles of a head that are computed at the
+// same time wait for one another; under a mask up to 128 columns all, which was faster there.
 //
 // Without a mask the groups are smaller, where that does not make more than TILES_AT_A_TIME tiles
 // of a head be computed at the same time, or in turns more than half as many as it has rounds.

@@ -122,7 +122,7 @@ Problem as_kernels_read_it(const Problem& given) {
 void refuse_cached_call(const Problem& problem, const Problem& given, Reasons& reasons) {
   refuse_conversion(given, reasons);
   // Rows of q that share a head of K, as many as tiles of powers of two would have. So few are
-  // faster on the decoding kernels of ampere, measured on an H200 (NOTES.md).
+  // faster on the decoding kernels of ampere, measured on an H200 (docs/lab/hopper.md).
   const uint64_t most_decoded = converts_cache(given) ? 128 : problem.page_size > 0 ? 16 : 32;
   const auto add = [&](const std::string& text) { reasons.push_back(text + core::USE_TORCH); };
   const int64_t rows = problem.varlen ? problem.max_seqlen_q : problem.nq;

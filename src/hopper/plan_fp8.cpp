@@ -43,7 +43,7 @@ int64_t transpose_ctas(const Problem& problem) {
 }
 
 // That takes no launch of its own, but V is transposed as often as tiles see it: measured to be
-// faster as long as few rows see a key (NOTES.md).
+// faster as long as few rows see a key (docs/lab/hopper.md).
 bool transposes_v(const Problem& problem, const KernelTile& tile) {
   constexpr double MOST_ROWS = 3072;  // of all heads that read the same V
   if (!tile.transposes_v || !tile.takes_transposed_v) return tile.transposes_v;

@@ -14,17 +14,20 @@
 namespace archflash::hopper {
 namespace {
 
-// The start_keys of a tile some of whose warpgroups have no rows, at least.
+// The least KernelTile::start_keys of a tile that has no rows for some of its warpgroups.
 constexpr int START_ALONE = 64;
-// Where every head has one such tile and CTAs take many of them, the part of a whole tile's time
-// that one takes anyway, and what its share of the rows adds; and the keys that a CTA takes longer
-// which begins when another one has ended. By 29 calls of 32 to 160 rows (H200, 2026-11-29).
+// A tile with a share of a whole one's rows takes SHORT_SHARE + SHORT_SLOPE * share of its time,
+// where every head has one such tile and CTAs take many of them. A CTA that begins where another
+// one has ended takes the time of NEW_CTA more keys. From 29 calls of 32 to 160 rows (H200,
+// 2026-11-29).
 constexpr double SHORT_SHARE = 0.19, SHORT_SLOPE = 1.03;
 constexpr double NEW_CTA = 200;
-// What a kernel that does not start early takes longer, in keys of so many rows (H200, 2026-11-30).
+// A kernel that does not start early takes as much longer as LATE_ROWS rows with LATE_KEYS keys do
+// (H200, 2026-11-30).
 constexpr double LATE_KEYS = 110, LATE_ROWS = 192;
-// The rows and keys of short sequences, which these numbers are for, and the keys that few rows may
-// have: 8x20 64x1500 takes 25.2 us with such a tile, 33.2 with the next best that is not split.
+// Up to how many rows and keys sequences are short, which tiles of short sequences and the numbers
+// above were measured for; and up to how many keys if rows are few: 8x20 64x1500 takes 25.2 us with
+// such a tile, 33.2 with the next best that is not split.
 constexpr int64_t SHORT_ROWS = 300, SHORT_KEYS = 512, FEW_ROWS = 128, KEYS_OF_FEW_ROWS = 1536;
 constexpr int64_t FEW_KEYS = 128;
 constexpr int64_t PACKED_ROWS = 64;  // of a tile of kernels that split
@@ -223,10 +226,10 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
   return core::choose_splits_of<KernelTile>("hopper", best, table, problem, device, time_without);
 }
 
-// Which heads' row tiles follow one another, measured on an H200 (NOTES.md): with at most 16 MB of
-// K and V, which then come from L2, and about as many as the GPU computes at the same time. Tiles
-// of unequal length come from the longest to the shortest, so that larger groups share them out
-// more evenly; where they are few, all heads are one group.
+// Which heads' row tiles follow one another, measured on an H200 (docs/lab/hopper.md): with at most
+// 16 MB of K and V, which then come from L2, and about as many as the GPU computes at the same
+// time. Tiles of unequal length come from the longest to the shortest, so that larger groups share
+// them out more evenly; where they are few, all heads are one group.
 int32_t heads_per_group(const Problem& problem, const Device& device, const KernelTile& tile) {
   constexpr int64_t MOST_BYTES = int64_t{16} << 20;
   constexpr int64_t FEW_TILES_PER_SM = 7, UNEQUAL_ROUNDS = 8;

@@ -56,7 +56,7 @@ constexpr KernelTile rated(const char* name, double speed, int start_keys, const
   return rated;
 }
 
-// Measured on an H200 (NOTES.md).
+// Measured on an H200 (docs/lab/hopper.md).
 constexpr const char* FOUR_64 = "4 warpgroups of 64 rows in turns, 64 keys at a time";
 constexpr const char* THREE_128 = "3 warpgroups of 64 rows in turns, 128 keys at a time";
 constexpr const char* THREE_96 = "3 warpgroups of 64 rows in turns, 96 keys at a time";
