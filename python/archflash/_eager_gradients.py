@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from archflash import _archflash as _native
 from archflash import _dispatch, _proofs, _registry
-from archflash._gradients import FOLDERS, PlanOf, first, forced_plan
+from archflash._gradients import FOLDERS, PlanOf, first_with_plan, forced_plan
 
 
 def decide(
@@ -28,7 +28,7 @@ def decide(
         return forced_plan(name, plan_of, problem, device, obstacle)
     if device is None or obstacle is not None:
         return None
-    chosen, plan, unproved = first(plan_of, device)
+    chosen, plan, unproved = first_with_plan(plan_of, device)
     if unproved:
         _proofs.note(unproved[0], device, chosen)
     return plan

@@ -34,6 +34,8 @@ _OF_FORWARD = ("approximate", "num_splits", "out")
 
 
 class _Asked(threading.local):
+    """What the calls of a thread ask of their gradients, see `asked_for` and `chosen_unless`."""
+
     deterministic = False
     or_others = False
 
@@ -66,7 +68,7 @@ def chosen_unless(forced: str | None) -> Iterator[None]:
 
 
 def may_be_others() -> bool:
-    """What `chosen_unless` says."""
+    """Whether the implementation that serves a call was chosen and not forced."""
     return _asked.or_others
 
 
@@ -312,7 +314,7 @@ def decide(
         hint = obstacle or "the tensors are on the CPU: move them to a CUDA device"
         reasons = {kernel: [hint] for kernel in _registry.kernel_names()}
     else:
-        chosen, plan, unproved = first(plan_of, device)
+        chosen, plan, unproved = first_with_plan(plan_of, device)
         reasons = {}
         for kernel in _registry.kernel_names():
             answer = plan_of(kernel, device)
@@ -332,7 +334,7 @@ def decide(
     )
 
 
-def first(
+def first_with_plan(
     plan_of: PlanOf, device: _native.Device
 ) -> tuple[str, _native.LaunchPlan | None, list[str]]:
     """Who computes gradients if nothing is forced: the first kernel that has a plan and a proof for

@@ -109,46 +109,15 @@ def flash_mla_with_kvcache(
     check_tensors(q=q, k_cache=k_cache)
     packed = boolean("is_fp8_kvcache", is_fp8_kvcache)
     if indices is not None:
-        _check_sink(attn_sink, q)
         if boolean("causal", causal):
             raise ValueError("causal is True with indices: leave out what a row must not see")
         if head_dim_v != _LATENT:
             raise ValueError(f"head_dim_v is {head_dim_v} with indices: it must be {_LATENT}")
-        scopes = [(k_cache, indices, topk_length)]
-        extra = (extra_k_cache is None, extra_indices_in_kvcache is None)
-        if any(extra) and not (all(extra) and extra_topk_length is None):
-            raise ValueError(
-                "extra_k_cache, extra_indices_in_kvcache or extra_topk_length is given alone: the "
-                "second cache needs the first two"
-            )
-        _check_columns(q, 4, k_cache=k_cache, packed=packed)
-        _check_lists(q.shape[:2], indices=(indices, 3), topk_length=(topk_length, 1))
-        if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            check_tensors(extra_k_cache=extra_k_cache)
-            _check_columns(q, 4, extra_k_cache=extra_k_cache, packed=packed)
-            _check_lists(
-                q.shape[:2],
-                extra_indices_in_kvcache=(extra_indices_in_kvcache, 3),
-                extra_topk_length=(extra_topk_length, 1),
-            )
-            scopes.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
-        with torch.no_grad():
-            calls = [
-                (_call_of_extra if i else _call_of)(
-                    q, cache, lists[:, None], None if n is None else n[:, None, None],
-                    plain(softmax_scale), packed,
-                )
-                for i, (cache, lists, n) in enumerate(scopes)
-            ]  # fmt: skip
-            if len(calls) > 1 and is_eager():  # before the first one is launched
-                _refuse_extra(calls[1])
-            if len(calls) > 1:  # rounded once, when they are merged
-                wide = torch.promote_types(q.dtype, torch.float32)
-                calls = [call | {"out_dtype": wide} for call in calls]
-            parts = [(_attend_extra if i else _attend)(call) for i, call in enumerate(calls)]
-            out, lse = _merged(parts, attn_sink, q.dtype)
-        out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
-        return out, _with_unseen(lse, math.inf)
+        return _attend_to_listed_rows(
+            q, (k_cache, indices, topk_length),
+            (extra_k_cache, extra_indices_in_kvcache, extra_topk_length), plain(softmax_scale),
+            packed, attn_sink,
+        )  # fmt: skip
     refuse(
         is_fp8_kvcache=(packed, False),
         attn_sink=(attn_sink, None),
@@ -232,6 +201,59 @@ def flash_mla_sparse_fwd(
     return out[0], rows_first, _with_unseen(lse, math.inf)[0].transpose(0, 1).contiguous()
 
 
+def _attend_to_listed_rows(
+    q: Tensor,
+    first: tuple[Tensor, Tensor, Tensor | None],
+    extra: tuple[Tensor | None, Tensor | None, Tensor | None],
+    scale: float | None,
+    packed: bool,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What `flash_mla_with_kvcache` returns with indices.
+
+    Args:
+        q, scale, packed, sink: as it got them.
+        first, extra: each cache with its indices and how many of them count.
+    """
+    cache, indices, count = first
+    extra_cache, extra_indices, extra_count = extra
+    _check_sink(sink, q)
+    left_out = (extra_cache is None, extra_indices is None)
+    if any(left_out) and not (all(left_out) and extra_count is None):
+        raise ValueError(
+            "extra_k_cache, extra_indices_in_kvcache or extra_topk_length is given alone: the "
+            "second cache needs the first two"
+        )
+    _check_columns(q, 4, k_cache=cache, packed=packed)
+    _check_lists(q.shape[:2], indices=(indices, 3), topk_length=(count, 1))
+    caches = [(_call_of, cache, indices, count)]
+    if extra_cache is not None and extra_indices is not None:
+        check_tensors(extra_k_cache=extra_cache)
+        _check_columns(q, 4, extra_k_cache=extra_cache, packed=packed)
+        _check_lists(
+            q.shape[:2],
+            extra_indices_in_kvcache=(extra_indices, 3),
+            extra_topk_length=(extra_count, 1),
+        )
+        caches.append((_call_of_extra, extra_cache, extra_indices, extra_count))
+    with torch.no_grad():
+        calls = [
+            call_of(q, rows, lists[:, None], None if n is None else n[:, None, None], scale, packed)
+            for call_of, rows, lists, n in caches
+        ]
+        if len(calls) == 1:
+            parts = [_attend(calls[0])]
+        else:
+            if is_eager():  # before the first one is launched
+                _refuse_extra(calls[1])
+            wide = torch.promote_types(q.dtype, torch.float32)  # rounded once, when they are merged
+            of_first, of_extra = (call | {"out_dtype": wide} for call in calls)
+            parts = [_attend(of_first), _attend_extra(of_extra)]
+        out, lse = _merged(parts, sink, q.dtype)
+    out, lse = without_gradient("attention with a KV cache", (out, lse), q, cache)
+    return out, _with_unseen(lse, math.inf)
+
+
 _SHARPENED = float(1 << 20)
 
 
@@ -269,6 +291,7 @@ def _refuse(call: dict[str, Any]) -> None:
     refuse_wrong(**call)
 
 
+# The same for the second cache: their errors name its arguments.
 _of_extra = in_its_words(
     k_cache="extra_k_cache", key_indices="extra_indices_in_kvcache",
     topk_lengths="extra_topk_length",
