@@ -19,7 +19,7 @@ from tests.kernel_files import KERNELS, ptx_texts
 
 from . import tags
 from .explained import EXPLAINED, explanation
-from .mutation import backward, gathered, latent, masked, planned, protocols, targets
+from .mutation import backward, gathered, latent, masked, planned, protocols, short, targets
 from .mutation.excuses import EXCUSES
 from .mutation.mutants import Mutant, is_sync, mutants
 from .mutation.runner import (
@@ -106,6 +106,7 @@ SAMPLED: list[tuple[Any, float, int]] = [
         for x in backward.TARGETS
     ),
     *((x, 0.95, 0) for x in latent.TARGETS),
+    *((x, 0.85, 0) for x in short.TARGETS),
     # Of the kernels for lists of keys, only those whose calls take the least time are sampled.
     *((x, 0.85, 0) for x in gathered.TARGETS if (x.implementation, x.name) in GATHERED),
     # Copies of a tensor have code for units of every size, of which the calls have some. Those of

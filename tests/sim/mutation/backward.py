@@ -31,6 +31,7 @@ class BackwardTarget:
         many: queries and keys of one more call, with more blocks than there are stages.
         long: whether it takes sums of many keys and query rows only.
         listed: whether it takes lists of keys.
+        few_rows: whether it takes few query rows of heads that share no K.
     """
 
     implementation: str
@@ -41,6 +42,7 @@ class BackwardTarget:
     many: tuple[int, int] | None = None
     long: bool = False
     listed: bool = False
+    few_rows: bool = False
 
     @property
     def kernel(self) -> str:
@@ -81,6 +83,14 @@ class BackwardTarget:
                 x[:, :, ~torch.isin(torch.arange(120), lists)] = math.nan  # that no list names
             options |= {"causal": False, "window": (30, 5), "softcap": 0.5}
             yield BackwardCall(self, "window, softcap", inputs, options)
+            return
+        if self.few_rows:
+            options = {"causal": True}
+            yield BackwardCall(self, "causal", make(70, 150, (2, 2)), options)
+            inputs = make(45, 137, (1, 1), narrow)
+            yield BackwardCall(self, "negative scale", inputs, {"scale": -0.3})
+            # CTAs share out the keys of these.
+            yield BackwardCall(self, "shares", make(100, 450, (1, 1)), options)
             return
         if not self.masked:
             inputs = make(130, 130, (1, 1)) if self.long else make(70, 150, (2, 1))
@@ -131,7 +141,7 @@ class BackwardTarget:
 
 
 # Calls whose gradients are in fp32, which code of its own writes.
-FP32_GRADIENTS = ("window, softcap", "blocks")
+FP32_GRADIENTS = ("window, softcap", "blocks", "negative scale")
 
 
 class BackwardCall:
@@ -185,6 +195,7 @@ TARGETS = (
     BackwardTarget("blackwell_dc", "f16_d128", "B200", 128, many=(300, 400)),
     BackwardTarget("hopper", "bf16_d64_softcap", "H200", 64, many=(600, 550)),
     BackwardTarget("hopper", "f16_d128", "H200", 128, many=(330, 550)),
+    BackwardTarget("hopper", "bf16_d64_rows", "H200", 64, few_rows=True),
     BackwardTarget("hopper", "bf16_d64_lists", "H200", 64, listed=True),
     BackwardTarget("simt", "f32_d64_large", "A100", 64),
     BackwardTarget("simt", "f32_d64_queries_masked", "A100", 64, masked=True),
