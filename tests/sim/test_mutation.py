@@ -163,6 +163,13 @@ def test_every_call_of_a_target_is_planned_on_its_kernel(monkeypatch: pytest.Mon
             assert target.kernel in target.plan(*made).kernels
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("module", [backward, gathered, latent, masked, short])
+def test_every_call_of_a_further_target_is_planned_on_its_kernel(module: Any) -> None:
+    for target in module.TARGETS:
+        assert list(target.calls()), target  # which asserts it
+
+
 def test_every_kernel_of_blackwell_dc_has_a_target() -> None:
     """Those for fp16 and bf16 count as one: they differ in a few conversions. The backward pass has
     targets of its own (mutation/backward.py).

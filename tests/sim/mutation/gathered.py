@@ -87,6 +87,10 @@ class GatherTarget:
         for name, (inputs, options) in (self._dense() if self.d else {}).items():
             yield self._planned(name, inputs, options, OF_TENSORS)
         for name, call in (self._latent() if self.d == 0 else self._cached()).items():
+            # hopper has kernels of their own for latent rows with a softcap.
+            here = ("softcap" in call.options) == self.name.endswith("_capped")
+            if self.d == 0 and self.implementation == "hopper" and not here:
+                continue
             inputs = (call.q, call.k_cache, call.v_cache)
             yield self._planned(name, inputs, call.options, OF_CACHES)
 
@@ -252,6 +256,7 @@ TARGETS = (
     GatherTarget("hopper", "d256_gather", "H200", 256, rows=(1, 64), stays=True),
     GatherTarget("hopper", "d256_gather_large", "H200", 256, rows=(65, 1 << 20), stays=True),
     GatherTarget("hopper", "mla_gather", "H200"),
+    GatherTarget("hopper", "mla_gather_capped", "H200"),
     GatherTarget("hopper", "mla_packed", "H200", packed=True),
     GatherTarget("hopper", "mla_packed_pair", "H200", packed=True, heads=128),
     GatherTarget("simt", "d64_gather", "A100", 64, dtype="f32"),
