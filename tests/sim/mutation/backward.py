@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from archflash import _api, _gradients, _options, reference
+from archflash import _archflash as _native
 
 from ..cards.cases import DTYPES
 from ..hashed import hashed
@@ -91,6 +92,7 @@ class BackwardTarget:
             yield BackwardCall(self, "negative scale", inputs, {"scale": -0.3})
             # CTAs share out the keys of these.
             yield BackwardCall(self, "shares", make(100, 450, (1, 1)), options)
+            yield BackwardCall(self, "many heads", make(40, 90, (7, 7)), options)
             return
         if not self.masked:
             inputs = make(130, 130, (1, 1)) if self.long else make(70, 150, (2, 1))
@@ -165,6 +167,8 @@ class BackwardCall:
             dq, dk, dv = (x.float() for x in (into.dq, into.dk, into.dv))
             into = _gradients.Gradients(dq, dk, dv, None)
         device = _api.find_device(target.device)
+        if name == "many heads":  # more of them than CTAs
+            device = _native.Device.from_dict(device.to_dict() | {"sm_count": 2})
         plan = _gradients.decide(
             request, into, device, target.implementation, deterministic=not target.listed
         ).plan
