@@ -202,7 +202,9 @@ def before_ada(capability: tuple[int, int]) -> str:
 
 @every_capability
 def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int]) -> None:
-    decision = _dispatch.select(problem(), gpu(capability))
+    # On 8.0 PyTorch computes more of them faster.
+    given = problem(nq=16 if capability == (8, 0) else 128)
+    decision = _dispatch.select(given, gpu(capability))
     assert decision.chosen == "simt"
     assert decision.plan is not None
     assert decision.plan.implementation == "simt"
@@ -244,11 +246,17 @@ def test_float32_is_served_by_simt_with_native_code(capability: tuple[int, int])
         ("A100", 160, 2048, {"grad": True}, "torch"),
         ("H200", 160, 729, {"window": (100, 100)}, "simt"),
         ("H200", 160, 729, {"softcap": 20.0}, "simt"),
-        ("A100", 160, 729, {}, "simt"),
+        ("A100", 160, 729, {}, "torch"),
+        ("A100", 64, 729, {"causal": True}, "torch"),
+        ("A100", 64, 16, {}, "simt"),
+        ("A100", 64, 729, {"softcap": 20.0}, "simt"),
+        ("A100", 64, 729, {"window": (100, 100)}, "simt"),
+        ("RTX 3090", 64, 729, {}, "simt"),
+        ("RTX 4090", 64, 729, {}, "simt"),
         ("A100", 320, 729, {}, "torch"),
     ],
 )
-def test_wide_heads_in_float32_go_to_pytorch_where_that_is_faster(
+def test_float32_goes_to_pytorch_where_that_is_faster(
     device: str, d: int, rows: int, options: dict[str, Any], chosen: str
 ) -> None:
     given = problem(d=d, nq=rows, nk=rows, **options)
@@ -1459,7 +1467,7 @@ def test_a_choice_that_is_no_fallback_is_silent(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ARCHFLASH_FALLBACK", "error")
-    given = problem(dtype)
+    given = problem(dtype, nq=16)
     assert warned(lambda: _dispatch.decide(given, 0, None)) == []
     plan = _dispatch.decide(given, 0, None)
     assert plan is not None

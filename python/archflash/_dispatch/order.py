@@ -148,13 +148,27 @@ def pytorch_is_faster_than_mma_sync(
 _ROWS_THAT_FILL = 16384
 
 
+def _is_plain_for_memory_efficient(problem: _native.Problem, capability: tuple[int, int]) -> bool:
+    """Whether PyTorch's memory-efficient kernel serves a call of many rows as it is."""
+    plain = not problem.masked and not pytorch.needs_mask(problem) and pytorch.may_serve(problem)
+    return (
+        plain
+        and problem.nq > _measured.FEW_QUERIES
+        and pytorch.differentiates(problem, capability) == "torch-efficient"
+    )
+
+
 def pytorch_is_faster_in_fp32(problem: _native.Problem, capability: tuple[int, int] | None) -> bool:
     """Whether PyTorch's memory-efficient kernel, of three TF32 products, is faster without
     gradients than ours. Measured on an H200, 2026-11-29: above 256 columns ours has 0.5 to 0.8 of
     its speed; above 128 1.0 to 1.5 where the rows of all heads fill the GPU, else 0.6 to 1.06; with
-    a causal mask 1.1 to 1.8, and 0.85 at 200 rows.
+    a causal mask 1.1 to 1.8, and 0.85 at 200 rows. On 8.0 three such products have 2.7 times the
+    highest rate of one in fp32 (52 and 19.5 TFLOP/s on an A100, where neither was timed), and ours
+    are in fp32; on 8.6 and 8.9 they have a third of it.
     """
     columns = max(problem.d, problem.dv)
+    if columns <= 256 and capability == (8, 0):
+        return _is_plain_for_memory_efficient(problem, capability)
     if columns <= 128 or columns > 256 or capability != (9, 0):
         return columns > 256
     if problem.batch * problem.heads_q * problem.nq >= _ROWS_THAT_FILL:
