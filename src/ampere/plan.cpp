@@ -60,6 +60,14 @@ using core::tile;
 
 constexpr const char* FEW_ROWS = "few query rows: keys split over CTAs, or heads packed";
 
+// Where an SM has room for one CTA of the kernels for few tiles, their 64 rows make more tiles than
+// SMs. Measured on an H200 with so much shared memory (docs/lab/ampere.md).
+constexpr int64_t KB_100 = 100 * 1024;
+constexpr core::ServesFrom FEW_OF_100_KB = {
+    .min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 0.75, .max_shared_per_sm = KB_100};
+constexpr const char* ONE_CTA_OF_64_ROWS =
+    "99 KB: two CTAs of 128 rows per SM in place of one with 64";
+
 // Measured on an H200 (docs/lab/ampere.md), those for GPUs with 163 and 99 KB of shared memory too:
 // what such GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
@@ -79,6 +87,10 @@ constexpr core::Tile TILES[] = {
         "two CTAs per SM with 128 keys and two buffers from 163 KB on"),
     tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
                                 "99 KB, or up to 64 keys: two CTAs per SM with 64 at a time"),
+    tile<D64Medium<DType::F16>>("d64_medium", FEW_OF_100_KB, ONE_CTA_OF_64_ROWS),
+    tile<D64Short<DType::F16>>(
+        "d64_short", {.max_keys = D64Short<DType::F16>::BLOCK_K, .max_shared_per_sm = KB_100},
+        "99 KB and few keys: all of them at a time, and three CTAs per SM"),
     tile<D64Groups<DType::F16>>("d64_groups", {},
                                 "few CTAs or short sequences: 64 rows make twice as many, and two "
                                 "warps share out the keys of 16 rows"),
@@ -89,6 +101,7 @@ constexpr core::Tile TILES[] = {
     tile<D96Medium<DType::F16>>("d96_medium",
                                 {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 1.2},
                                 "99 KB: two CTAs per SM with one buffer"),
+    tile<D96Medium<DType::F16>>("d96_medium", FEW_OF_100_KB, ONE_CTA_OF_64_ROWS),
     tile<D96Few<DType::F16>>("d96_few", {},
                              "few CTAs or short sequences: 64 rows make twice as many"),
     tile<D128Large<DType::F16>>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
@@ -206,6 +219,9 @@ bool decodes(const Problem& problem) {
   if (problem.batch_invariant || rows == UNKNOWN || core::writes_f32(problem)) return false;
   const auto power_of_two = [](int64_t x) { return std::bit_ceil(static_cast<uint64_t>(x)); };
   const uint64_t tile_rows = power_of_two(rows) * power_of_two(problem.heads_q / problem.heads_kv);
+  // Their warps share out keys: of so few, most have none (docs/lab/ampere.md).
+  const int64_t few_keys = rows > 1 ? 80 : 16;
+  if (!problem.kv_cache && !problem.varlen && problem.nk <= few_keys) return false;
   return tile_rows <= static_cast<uint64_t>(DECODE_TILES[0].block_q);
 }
 
@@ -245,6 +261,8 @@ constexpr core::ServesFrom DENSE_FEW = {
     .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75, .min_keys = 225};
 constexpr core::ServesFrom DENSE_FEWER = {
     .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.4, .min_keys = 225, .max_keys = 1024};
+constexpr core::ServesFrom DENSE_SHORT_OF_100_KB = {
+    .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.5, .max_keys = 224, .max_shared_per_sm = KB_100};
 constexpr core::ServesFrom DENSE_WIDE = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75};
 constexpr const char* FEW_SEE_ALL = "the same with 64 rows, which make twice as many tiles";
 constexpr core::Tile DENSE_TILES[] = {
@@ -256,6 +274,7 @@ constexpr core::Tile DENSE_TILES[] = {
     tile<D64DenseShort<DType::F16>>(
         "d64_dense_short", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75, .max_keys = 224},
         SEES_ALL),
+    tile<D64DenseShort<DType::F16>>("d64_dense_short", DENSE_SHORT_OF_100_KB, SEES_ALL),
     tile<D64Dense<DType::F16>>("d64_dense", DENSE_MANY, SEES_ALL),
     tile<D64DenseFew<DType::F16>>("d64_dense_few", DENSE_FEW, FEW_SEE_ALL),
     tile<D64DenseFew<DType::F16>>("d64_dense_few", DENSE_FEWER, FEW_SEE_ALL),
@@ -271,7 +290,9 @@ constexpr core::Tile DENSE_TILES[] = {
     tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 0.1, .max_keys = 1024},
                                 SEES_ALL),
     tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 1}, SEES_ALL),
-    tile<D192Dense<DType::F16>>("d192_dense", DENSE_WIDE, SEES_ALL),
+    tile<D192Dense<DType::F16>>("d192_dense", {.min_tiles_per_sm = 0.1, .max_keys = 1024},
+                                SEES_ALL),
+    tile<D192Dense<DType::F16>>("d192_dense", {.min_tiles_per_sm = 0.75}, SEES_ALL),
     tile<D256Dense<DType::F16>>("d256_dense", DENSE_WIDE, SEES_ALL),
 };
 
@@ -306,8 +327,9 @@ std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& devic
       problem.dv <= Own::HEAD_DIM_V) {
     return std::nullopt;
   }
-  const auto smallest = std::ranges::find_if(
-      DENSE_TILES, [&](const core::Tile& of) { return core::takes_head_dims(of, problem); });
+  const auto smallest = std::ranges::find_if(DENSE_TILES, [&](const core::Tile& of) {
+    return core::takes_head_dims(of, problem) && of.shared_bytes <= device.shared_per_block;
+  });
   const bool few =
       smallest != std::end(DENSE_TILES) && core::tiles_of(problem, *smallest) <= device.sm_count;
   const auto serves = [&](const core::Tile& of) {

@@ -74,6 +74,9 @@ constexpr BoundedTile BOUNDED_TILES[] = {
     bounded_tile<D128Causal<DType::F16>>("d128_causal", 5000, 27, 41, TRIANGLE),
     bounded_tile<D160Shares<DType::F16>>("d160_shares", 2400, 24, 38.4, SHARED),
     bounded_tile<D256Shares<DType::F16>>("d256_shares", 2700, 41.4, 60.2, SHARED),
+    // Of GPUs on which one CTA of 64 rows has an SM to itself, as these have.
+    bounded_tile<D256Medium<DType::F16>>("d256_medium", 3500, 60.2, 60.2, OF_OTHERS),
+    bounded_tile<D256Small<DType::F16>>("d256_small", 3500, 60.2, 60.2, OF_OTHERS),
 };
 // What sharing out keys costs: a second launch, and in it each share of a row and megabyte of
 // shares.
@@ -138,16 +141,21 @@ struct Choice {
 Choice choose_shares(const Problem& problem, const Device& device) {
   constexpr double MEGABYTE = 1e6;
   const std::span<const BoundedTile> tiles = BOUNDED_TILES;
-  const auto smallest = std::ranges::find_if(
-      tiles, [&](const core::Tile& of) { return core::takes_head_dims(of, problem); });
+  const auto smallest = std::ranges::find_if(tiles, [&](const core::Tile& of) {
+    return core::takes_head_dims(of, problem) && of.shared_bytes <= device.shared_per_block;
+  });
   const int64_t heads = problem.batch * problem.heads_q;
   const KeyShares all = one_share(problem);
   Choice best;
   for (auto of = smallest; of != tiles.end() && of->head_dim == smallest->head_dim; ++of) {
     // Where two CTAs of 128 rows do not fit an SM, those of another kernel do.
-    const bool shares_keys = of->rows_per_warp == 16;
+    const bool shares_keys = of->rows_per_warp == 16 && of->reason != OF_OTHERS;
     const int64_t resident = shares_keys ? core::resident_ctas(*of, device) : of->ctas_per_sm;
     if (shares_keys && of->shared_bytes > device.shared_per_block) continue;
+    // Kernels of one CTA for an SM are for GPUs that have no room for two of 64 rows.
+    if (!shares_keys && resident == 1 &&
+        (core::resident_ctas(*smallest, device) > 1 || of->shared_bytes > device.shared_per_block))
+      continue;
     const int64_t blocks = core::ceil_div(all.nk, of->block_k);
     const int64_t most = shares_keys && problem.num_splits != 1 ? blocks : 1;
     for (int64_t count = 1, before = 0; count <= most; ++count) {
@@ -250,11 +258,15 @@ const core::Tile* choose_packed(const Problem& problem, const Device& device) {
   const int64_t few = smallest->head_dim > D96Packed<DType::F16>::HEAD_DIM ? FEW_ROWS_OF_128
                       : core::is_triangle(problem)                         ? FEW_CAUSAL_ROWS
                                                                            : FEW_ROWS;
-  const bool small = core::rows_per_sequence(problem) <= few;
+  const int64_t rows = core::rows_per_sequence(problem);
   for (auto of = smallest; of != tiles.end() && of->head_dim == smallest->head_dim; ++of) {
     const bool large = of->serves.min_ctas_per_sm > 1;
+    // Where an SM has room for fewer CTAs of 64 rows than their registers allow, the kernels for
+    // all calls are as fast with long sequences, and beside one CTA with any that fill their tiles.
+    const int64_t resident = core::resident_ctas(*of, device);
+    const bool small = rows <= (resident > 1 ? few : of->block_q);
     if (of->shared_bytes <= device.shared_per_block && core::serves(*of, problem, device) &&
-        !(small && large))
+        (large ? rows > few : small || resident == of->ctas_per_sm))
       return &*of;
   }
   return nullptr;
@@ -283,10 +295,14 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
   const KeyShares& shares = choice.shares;
   const bool combines = shares.first_combined < shares.nq;
   const bool grouped = tile->rows_per_warp * tile->warps > tile->block_q;
-  // At the largest head dimensions longer steps are faster than shares.
+  // At the largest head dimensions longer steps are faster than shares, and d192_dense takes less
+  // time than the kernel for 256 columns.
+  constexpr double OF_192 = 0.5;
   const bool wide = tile->head_dim == D256Shares<DType::F16>::HEAD_DIM;
-  if (dense != nullptr && wide) return std::nullopt;
-  if (dense != nullptr && !grouped) {
+  if (dense != nullptr && wide &&
+      (dense->head_dim == tile->head_dim || !combines || choice.time > OF_192 * choice.of_64))
+    return std::nullopt;
+  if (dense != nullptr && !grouped && !wide) {
     constexpr double MARGIN = 0.93;
     const int64_t ctas = choice.ctas * problem.batch * problem.heads_q;
     const bool few = dense->block_q == D64Shares<DType::F16>::BLOCK_Q;
@@ -303,11 +319,15 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
         choice.time > MARGIN * (few ? choice.of_64 : choice.of_128))
       return std::nullopt;
   }
-  if (!combines && wide) return std::nullopt;
-  if (tile->rows_per_warp > 16 &&
-      (tile->reason == OF_OTHERS || core::resident_ctas(*tile, device) < tile->ctas_per_sm)) {
+  if (tile->reason == OF_OTHERS) return std::nullopt;
+  // d64_short has three CTAs on an SM where these have one.
+  const bool few_keys = problem.nk <= D64Short<DType::F16>::BLOCK_K;
+  if (few_keys && !combines && tile->head_dim == D64Short<DType::F16>::HEAD_DIM &&
+      core::resident_ctas(*tile, device) == 1)
     return std::nullopt;
-  }
+  const bool fits_fully = core::resident_ctas(*tile, device) == tile->ctas_per_sm;
+  if (!combines && wide && fits_fully) return std::nullopt;  // d256_large
+  if (tile->rows_per_warp > 16 && !fits_fully) return std::nullopt;
   const int64_t heads = problem.batch * problem.heads_q;
   TileOrder order{.heads_per_group = static_cast<int32_t>(heads)};
   if (!combines) order = core::choose_order(problem, device, *tile);

@@ -148,6 +148,25 @@ def test_packed_sequences_have_tiles_by_their_length(
     assert tile_of(ampere(packed(300, 9000, 64, causal=True))).name == "d64_packed"
 
 
+@pytest.mark.parametrize(
+    ("rows", "d", "options", "name"),
+    [
+        (64, 80, {}, "d80_packed"),
+        (64, 96, {"causal": True}, "d96_packed"),
+        (100, 96, {}, "d96_medium"),
+        (300, 96, {"causal": True}, "d96_medium"),
+        (100, 64, {}, "d64_packed"),
+        (500, 64, {}, "d64_medium"),
+        (500, 128, {}, "d128_small"),
+    ],
+)
+def test_packed_sequences_have_two_ctas_on_an_sm_in_99_kb(
+    rows: int, d: int, options: dict[str, Any], name: str
+) -> None:
+    """But those of at most 64 rows, which leave half of a larger tile empty."""
+    assert tile_of(ampere(packed(rows, 8000, d, **options), "RTX 3090")).name == name
+
+
 def test_packed_sequences_of_other_calls_have_other_kernels() -> None:
     def name(**options: Any) -> str:
         return str(tile_of(ampere(packed(100, 8000, 64, **options))).name)

@@ -168,19 +168,22 @@ def test_a_call_of_few_ctas_gets_smaller_tiles_where_there_are_some(
 @pytest.mark.parametrize("d", [64, 128])
 @every_device
 def test_large_tiles_begin_where_their_ctas_outnumber_the_sms(device: str, d: int) -> None:
-    sm_count = find_device(device).sm_count
+    """Up to 96 columns in 99 KB at half as many, since an SM has room for one CTA of 64 rows."""
+    most = find_device(device).sm_count // (2 if DEVICES[device] == 99 and d == 64 else 1)
 
     def chosen(heads: int) -> str:
         return variant(ampere(with_sinks("float16", b=1, hq=heads, nq=128, nk=512, d=d), device))
 
-    assert chosen(sm_count) == FEW[d, d]
-    assert chosen(sm_count + 1) == CHOICES[DEVICES[device]][d, d][0]
+    assert chosen(most) == FEW[d, d]
+    assert chosen(most + 1) == CHOICES[DEVICES[device]][d, d][0]
 
 
 @every_device
 def test_unequal_tiles_of_128_rows_begin_at_two_for_each_sm(device: str) -> None:
-    """With fewer of them the longest one takes all the time, and 64 rows make it shorter."""
-    heads = 2 * find_device(device).sm_count
+    """With fewer of them the longest one takes all the time, and 64 rows make it shorter. In 99 KB
+    they begin at three for four SMs.
+    """
+    heads = int((0.75 if DEVICES[device] == 99 else 2) * find_device(device).sm_count)
 
     def chosen(heads: int) -> str:
         problem = with_sinks("float16", b=1, hq=heads, nq=128, nk=512, causal=True)
@@ -220,6 +223,22 @@ def test_a_call_of_few_keys_has_one_block_of_them(device: str) -> None:
     assert chosen(1) == chosen(64) == "d64_medium"
     assert chosen(65) == chosen(77) == chosen(80) == "d64_short"
     assert chosen(81) == CHOICES[DEVICES[device]][64, 64][0]
+
+
+@every_device
+def test_few_rows_and_keys_have_the_kernel_with_the_most_ctas(device: str) -> None:
+    """In 99 KB `d64_short` has three on an SM, where the others have one."""
+
+    def chosen(rows: int, keys: int, **options: Any) -> str:
+        problem = call("float16", b=512, hq=8, nq=rows, nk=keys, **options)
+        return variant(ampere(problem, device))
+
+    small = DEVICES[device] == 99
+    assert (chosen(20, 20) == "d64_short") == (chosen(64, 64, causal=True) == "d64_short") == small
+    # The decoding kernels share out keys over their warps: more than one row wants more of them.
+    assert chosen(1, 17) == chosen(16, 81) == "d64_decode"
+    assert chosen(1, 16) == chosen(2, 20) == chosen(20, 20)
+    assert chosen(16, 80) == chosen(20, 80)
 
 
 def test_only_the_kernels_for_few_rows_keep_the_bits_of_a_row() -> None:
@@ -319,16 +338,21 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
 def test_large_calls_without_masks_have_kernels_of_their_own(
     device: str, dims: tuple[int, int], name: str
 ) -> None:
-    """Where an SM has room for two of their CTAs, on GPUs that they have machine code for."""
+    """Where an SM has room for two of their CTAs, or for one of more than 128 columns, on GPUs that
+    they have machine code for.
+    """
+    kilobytes = DEVICES[device]
     fits = find_device(device).major <= 9 and {
         "d32_dense": 0, "d64_dense": 163, "d80_dense": 163, "d96_dense": 163, "d128_dense": 227,
-        "d160_dense": 163, "d192_dense": 163, "d256_dense": 227,
-    }[name] <= DEVICES[device]  # fmt: skip
+        "d160_dense": 0, "d192_dense": 0, "d256_dense": 227,
+    }[name] <= kilobytes  # fmt: skip
+    if name == "d160_dense" and kilobytes == 99:
+        name = "d192_dense"
     plan = ampere(large_call("bfloat16", dims), device)
     assert (variant(plan) == name) == fits
     (launch,) = plan.to_dict()["launches"]
     assert launch["image"] == ("ampere/dense_bf16" if fits else "ampere/fwd_bf16")
-    if fits and name != "d160_dense":
+    if fits and name not in ("d160_dense", "d192_dense"):
         assert tile_of(plan).ctas_per_sm >= 2
 
 
@@ -350,6 +374,32 @@ def test_few_keys_and_few_tiles_have_dense_kernels_of_their_own() -> None:
     assert "dense" not in chosen(b=1, hq=50, nq=128, nk=224)
     assert chosen(b=2, hq=8, nq=64, d=160) == "d160_dense"
     assert chosen(b=2, hq=8, nq=64, nk=1025, d=160) == "d160_shares"
+    assert chosen(b=4, hq=4, nq=200, d=192) == "d192_dense"
+    assert chosen(b=2, hq=8, nq=64, nk=1024, d=192) == "d256_shares"
+
+
+def test_few_keys_have_a_dense_kernel_for_fewer_tiles_in_99_kb() -> None:
+    """Where d64_groups would have one CTA of 64 rows on an SM."""
+
+    def chosen(heads: int, device: str) -> str:
+        return variant(ampere(call("float16", b=1, hq=heads, nq=197, nk=197), device))
+
+    assert chosen(21, "A10G") == "d64_dense_short"  # 42 tiles of 128 rows, 80 SMs
+    assert "dense" not in chosen(19, "A10G")
+
+
+@pytest.mark.parametrize("device", ["A100", "A10G"])
+def test_head_dimensions_up_to_256_have_64_rows_where_one_cta_has_an_sm(device: str) -> None:
+    """Where their tiles are few; 8 warps with 128 rows take less time for each row."""
+
+    def chosen(**options: Any) -> tuple[str, int]:
+        tile = tile_of(ampere(call("bfloat16", d=256, **options), device))
+        return tile.name, tile.splits
+
+    many = "d256_medium" if device == "A100" else "d256_small"
+    assert chosen(b=1, hq=16, hkv=8, nq=300, causal=True) == ("d256_shares", 1)
+    assert chosen(b=1, hq=16, hkv=8, nq=4096, causal=True) == (many, 1)
+    assert chosen(b=8, hq=16, nq=512) == (many, 1)
 
 
 # --- few query rows ---

@@ -90,7 +90,8 @@ bool serves(const Tile& tile, const Problem& problem, const Device& device) {
   const bool rows_mostly_used =
       from.min_tiles_per_sm == 0 || rows_per_sequence(problem) > tile.block_q / 2;
   return fills_gpu && rows_mostly_used && resident_ctas(tile, device) >= from.min_ctas_per_sm &&
-         problem.nk >= from.min_keys && problem.nk <= from.max_keys;
+         problem.nk >= from.min_keys && problem.nk <= from.max_keys &&
+         device.shared_per_sm <= from.max_shared_per_sm;
 }
 
 Reasons too_little_shared_memory(const std::string& folder, int64_t needed, const Device& device) {

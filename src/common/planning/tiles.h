@@ -31,6 +31,8 @@ struct ServesFrom {
   double min_uneven_tiles_per_sm = min_tiles_per_sm;
   // The call has so many keys.
   int64_t min_keys = 0, max_keys = INT64_MAX;
+  // An SM of the device has so many bytes of shared memory at most.
+  int64_t max_shared_per_sm = INT64_MAX;
 };
 
 // What keys shared out over several CTAs cost, in keys that a CTA could pass in that time
