@@ -68,7 +68,7 @@ def by_calibration(
 def _usual(problem: _native.Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
     """The order without what the user measured."""
     measured = _measured.find(problem, capability)
-    kernels = _kernels_in_order(problem.dtype, capability, measured.order if measured else ())
+    kernels = _kernels_in_order(problem, capability, measured.order if measured else ())
     if problem.batch_invariant:  # `torch` is no answer then: any kernel is one before it
         tensor_cores = [name for name in kernels if _registry.uses_tensor_cores(name)]
         others = [name for name in kernels if name not in tensor_cores]
@@ -235,21 +235,41 @@ def dense_mask_of_few_rows(problem: _native.Problem) -> bool:
     return dense_mask_alone(problem) and problem.nq <= _FEW_ROWS_OF_A_MASK
 
 
-@lru_cache(maxsize=1024)
 def _kernels_in_order(
-    dtype: str, capability: tuple[int, int] | None, measured: tuple[str, ...]
+    problem: _native.Problem, capability: tuple[int, int] | None, measured: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Our kernels, in the order of the measured speeds; those that take the dtype come first."""
+    home = capability if _has_tiles_for_8_9(problem) else None
+    return _in_order(problem.dtype, home, measured)
+
+
+@lru_cache(maxsize=1024)
+def _in_order(
+    dtype: str, home: tuple[int, int] | None, measured: tuple[str, ...]
+) -> tuple[str, ...]:
     return tuple(
         sorted(
             _registry.kernel_names(),
             key=lambda name: (
                 not _registry.takes(name, dtype),
                 measured.index(name) if name in measured else len(measured),
-                not _registry.made_for(name, dtype, capability),
+                not _registry.made_for(name, dtype, home),
             ),
         )
     )
+
+
+def _has_tiles_for_8_9(problem: _native.Problem) -> bool:
+    """Whether `ada` has 16-bit kernels that may be faster than those of `ampere`. It computes at
+    least 64 columns, 256 where values have more than 128, and decodes by tiles of 64 rows. On an
+    H200 with 99 KB of shared memory `ampere` had 1.3 to 1.9 times the speed of `ada` up to 32
+    columns, 1.03 to 2.4 with values of more than 128, and 1 to 1.6 for one row, but 0.8 to 1.2 (on
+    average 1) in other calls (2026-11-30).
+    """
+    columns = max(problem.d, problem.dv)
+    # A call with batch_invariant goes to the same kernel whatever its size is.
+    one_row = problem.nq == 1 and not problem.batch_invariant
+    return columns > 32 and problem.dv <= 128 and not one_row
 
 
 def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan) -> bool:
