@@ -231,10 +231,14 @@ class RegisterPlacer {
       if (!available.empty()) {
         place_[r] = available.back();
         available.pop_back();
-      } else if (bytes < 64) {  // predicates take a whole cache line at once
-        for (int k = 15; k > 0; --k) available.push_back(top + static_cast<uint32_t>(4 * k));
+      } else if (bytes < 4 * LANES) {
+        // Predicates take the place of another register at once: all others start at its multiples,
+        // by which the queues of products know them.
+        for (int k = LANES - 1; k > 0; --k) {
+          available.push_back(top + static_cast<uint32_t>(bytes * k));
+        }
         place_[r] = top;
-        top += 64;
+        top += 4 * LANES;
       } else {
         place_[r] = top;
         top += static_cast<uint32_t>(bytes);
