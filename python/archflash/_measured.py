@@ -177,9 +177,12 @@ def mask_of(problem: _native.Problem) -> str | None:
     return next((word for word, has in given.items() if has), "none")
 
 
-def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measurement | None:
+def find(
+    problem: _native.Problem, capability: tuple[int, int] | None, with_gradients: bool = True
+) -> Measurement | None:
     """The measurement for problems of this kind on GPUs of a compute capability; None if there is
-    none, or if it must not matter.
+    none, or if it must not matter. Without `with_gradients` that of the call alone, whether its
+    gradients are needed or not.
     """
     # With batch_invariant the choice must not depend on how large a call is.
     # Calls with dropout were measured on our own kernels alone: docs/masks.md.
@@ -195,7 +198,7 @@ def find(problem: _native.Problem, capability: tuple[int, int] | None) -> Measur
         keys=problem.nk,
         d=problem.d,
         dv=problem.dv,
-        gradients=problem.needs_grad,
+        gradients=with_gradients and problem.needs_grad,
         causal=problem.causal,
         mask=mask,
     )

@@ -1693,3 +1693,15 @@ def test_explain_says_measured_only_where_it_was(gpu: str, measured: bool) -> No
     assert decision.chosen == ("hopper" if measured else "ampere")
     said = " ".join(decision.reasons["torch"])
     assert ("was measured to be faster with such a mask" in said) == measured
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tables_of_blocks_go_to_hopper_with_gradients_too(dim: int) -> None:
+    def chosen(d: int = dim, **call: Any) -> str:
+        q = torch.empty(1, 16, 2048, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        table = torch.empty(1, 16, 32, 32, dtype=torch.int8, device="meta")
+        return archflash.explain(q, q, q, block_mask=table, device="H200", **call).chosen
+
+    assert chosen() == chosen(causal=True) == HOPPER
+    # It computes no gradients of these.
+    assert chosen(softcap=3.0) == chosen(192) == "ampere"
