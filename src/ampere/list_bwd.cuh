@@ -47,7 +47,7 @@ __device__ __forceinline__ int* positions_of(unsigned char* shared, int block) {
 template <class C>
 __device__ __forceinline__ void start_listed_rows(uint32_t stage_smem, const int* positions,
                                                   const AttentionParams& attention,
-                                                  const device::ListBackwardWork& cta) {
+                                                  const device::ListBackwardWork<>& cta) {
   const auto row_of = [&](const uint16_t* gmem, int64_t row_stride) {
     return [=](int number) -> const uint16_t* {
       const int position = positions[number];
@@ -64,7 +64,7 @@ __device__ __forceinline__ void start_listed_rows(uint32_t stage_smem, const int
 // Starts the copies of Q and dO of the CTA's rows.
 template <class C>
 __device__ __forceinline__ void start_rows(uint32_t shared_smem, const ListBackwardParams& params,
-                                           const device::ListBackwardWork& cta) {
+                                           const device::ListBackwardWork<>& cta) {
   const AttentionParams& attention = params.call.attention;
   const uint16_t* any_gmem = static_cast<const uint16_t*>(attention.q_gmem);
   mma_sync::start_rows_load<C, typename C::FirstTile, C::BLOCK_Q>(
@@ -104,7 +104,7 @@ template <class C>
 __device__ __forceinline__ void clear_unlisted(mma_sync::BlockScores<C>& p_rmem,
                                                mma_sync::BlockScores<C>& ds_rmem,
                                                const ListBackwardParams& params,
-                                               const device::ListBackwardWork& cta,
+                                               const device::ListBackwardWork<>& cta,
                                                const int* positions, int lane_row) {
 #pragma unroll
   for (int n = 0; n < C::BLOCK / 8; ++n) {
@@ -274,9 +274,9 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   using SecondProduct = mma_sync::BackwardProduct<C, SecondTile>;
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  static_assert(sizeof(device::ListBackwardWork) <= C::CONTEXT_BYTES);
-  device::ListBackwardWork& cta =
-      *reinterpret_cast<device::ListBackwardWork*>(shared + C::CONTEXT_SMEM);
+  static_assert(sizeof(device::ListBackwardWork<>) <= C::CONTEXT_BYTES);
+  device::ListBackwardWork<>& cta =
+      *reinterpret_cast<device::ListBackwardWork<>*>(shared + C::CONTEXT_SMEM);
   const AttentionParams& attention = params.call.attention;
   {
     const device::Work work =

@@ -73,7 +73,8 @@ struct LaneRows {
   int first[2], last[2];  // the positions that they see
 
   __device__ __forceinline__ LaneRows(const ListBackwardParams& params,
-                                      const device::ListBackwardWork& cta, int warp_row, int lane) {
+                                      const device::ListBackwardWork<>& cta, int warp_row,
+                                      int lane) {
     const AttentionParams& attention = params.call.attention;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -248,8 +249,8 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   using VTile = typename C::VTile;
   extern __shared__ __align__(1024) unsigned char shared[];  // a slab starts where its swizzle does
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  static_assert(sizeof(device::ListBackwardWork) <= C::CONTEXT_BYTES);
-  auto& cta = *reinterpret_cast<device::ListBackwardWork*>(shared + C::CONTEXT_SMEM);
+  static_assert(sizeof(device::ListBackwardWork<>) <= C::CONTEXT_BYTES);
+  auto& cta = *reinterpret_cast<device::ListBackwardWork<>*>(shared + C::CONTEXT_SMEM);
   const AttentionParams& attention = params.call.attention;
   const uint16_t* const any_gmem = static_cast<const uint16_t*>(attention.q_gmem);
   {

@@ -187,7 +187,7 @@ PlanResult plan_gradients(const Backward& backward, const BackwardProblem& probl
                         " computes gradients from query heads; use implementation='torch'")};
   }
   PlanResult own = backward.plan(problem, device);
-  if (call.key_indices == 0) return own;
+  if (call.key_indices == 0 || call.dtype == DType::F32) return own;  // one folder has fp32
   for (const Backward& other : BACKWARDS) {
     if (std::holds_alternative<LaunchPlan>(own)) break;
     if (!other.plan || !has_code(other.folder, device.capability())) continue;

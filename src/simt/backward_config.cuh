@@ -63,6 +63,19 @@ template <Owns O>
 using BackwardD256 = BackwardConfig<O,        256, 128,  16,   8,     8>;
 // clang-format on
 
+// Of the kernels for lists of keys (list_bwd.cuh): a CTA that owns queries also adds to dK and dV
+// of the keys that pass by, THREAD_KEYS of them and 4 columns in each thread.
+template <class Base>
+struct ListBackwardConfig : Base {
+  static constexpr int BLOCK_Q = Base::ROWS;
+  static constexpr int THREAD_KEYS = Base::BLOCK / Base::ROW_GROUPS;
+  static_assert(THREAD_KEYS * Base::ROW_GROUPS == Base::BLOCK, "threads must tile the keys");
+  static_assert(Base::BLOCK <= Base::THREADS, "a thread looks a key up");
+};
+using D64Lists = ListBackwardConfig<BackwardD64<Owns::Queries>>;
+using D128Lists = ListBackwardConfig<BackwardD128<Owns::Queries>>;
+using D256Lists = ListBackwardConfig<BackwardD256<Owns::Queries>>;
+
 // A warp computes dQ of 16 queries and 64 columns, and a lane 8 x 4 of these.
 constexpr int DQ_WARP_ROWS = 16, DQ_WARP_COLUMNS = 64;
 

@@ -7,6 +7,7 @@
 
 #include "common/planning/backward.h"
 #include "common/planning/core_set.h"
+#include "common/planning/list_backward.h"
 #include "simt/backward_config.cuh"
 #include "simt/tensor_config.cuh"
 
@@ -65,6 +66,12 @@ constexpr core::BackwardTile MASKED_TILES[] = {
     masked_tile<BackwardD256<Owns::Queries>>("d256_queries_masked"),
 };
 
+constexpr core::ListTile LIST_TILES[] = {
+    core::list_tile<D64Lists>("d64_lists", 3500),
+    core::list_tile<D128Lists>("d128_lists", 6100),
+    core::list_tile<D256Lists>("d256_lists", 5800),
+};
+
 }  // namespace
 
 PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
@@ -73,6 +80,8 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
                    ": simt computes gradients of float32 inputs only; convert q, k and v" +
                    core::USE_TORCH};
   }
+  if (problem.call.key_indices > 0)
+    return core::plan_list_backward(describe(), LIST_TILES, problem, device);
   // CTAs add their parts of dQ in turns, which costs at most 3% (NOTES.md): the same inputs always
   // give the same bits.
   BackwardProblem in_turns = problem;

@@ -136,7 +136,7 @@ def gradients_of_lists(dtype: torch.dtype) -> set[str]:
     dims = ((64, 64), (128, 128), (192, 128), (256, 256))
     for (d, dv), heads in itertools.product(dims, (2, 64, 128)):
         q, k, v = (empty(dtype, 1, n, 100, x) for n, x in ((heads, d), (1, d), (1, dv)))
-        for name in ("hopper", "ampere"):
+        for name in ("simt",) if dtype == torch.float32 else ("hopper", "ampere"):
             given = {"key_indices": integers(1, 1, 100, 8), "backward": True}
             found |= kernels(q, k, v, "H200", name, **given)
     return found
@@ -366,9 +366,10 @@ def all_kernels() -> set[str]:
     found = beside_attention() | block_scales()
     for dtype in (torch.float32, *BOTH):
         found |= gradients(dtype) | few_keys_and_lists(dtype) | caches(dtype)
+        found |= gradients_of_lists(dtype)
     for dtype in BOTH:
         found |= masks_and_dropout(dtype) | more_gradients(dtype) | caches_of_many_rows(dtype)
         found |= latent_caches(dtype) | other_numbers(dtype) | in_turns(dtype)
-        found |= few_rounds(dtype) | gradients_of_lists(dtype)
+        found |= few_rounds(dtype)
         found |= every_key_seen(dtype) | keys_up_to_one(dtype)
     return found

@@ -323,6 +323,7 @@ INSTRUCTIONS = {
     "simt_append_": ("LDG.E", "STG.E"),
     "simt_attention_": ("FFMA", "MUFU.EX2"),
     "simt_backward_dq_": ("LDG.E", "STG.E"),
+    "simt_backward_keys_": ("LDG.E.128", "STG.E.128"),
     "simt_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
     "simt_backward_shares_": ("LDG.E.128", "STG.E.128"),
     "simt_backward_sinks_": ("MUFU.EX2", "SHFL.BFLY"),

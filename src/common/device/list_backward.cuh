@@ -12,18 +12,20 @@
 #include "common/list_backward_params.h"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/red_global.cuh"
+#include "common/ptx/redux.cuh"
 #include "common/ptx/special_registers.cuh"
 
 namespace archflash::device {
 
-// What a CTA knows; it is in shared memory.
+// What a CTA knows; it is in shared memory. Element: of the inputs; 16-bit ones travel as bits.
+template <class Element = uint16_t>
 struct ListBackwardWork {
   Work work;
   VisibleKeys visible;
   KeyList list;
-  const uint16_t *k_gmem, *v_gmem;  // the first row of the CTA's head of K
-  float *dk_gmem, *dv_gmem;         // and of its sums
-  unsigned long long seeing;        // bit i: row first_row + i sees a key of the list
+  const Element *k_gmem, *v_gmem;  // the first row of the CTA's head of K
+  float *dk_gmem, *dv_gmem;        // and of its sums
+  unsigned long long seeing;       // bit i: row first_row + i sees a key of the list
 
   // Whether causal and window hide nothing from the rows up to this one.
   __device__ __forceinline__ bool all_see(int last_row) const {
@@ -50,20 +52,21 @@ __device__ __forceinline__ void add_four(float* gmem, float x, float y, float z,
   }
 }
 
-__device__ __forceinline__ ListBackwardWork
-find_list_backward_work(const ListBackwardParams& params, Work work) {
+template <class Element = uint16_t>
+__device__ __forceinline__ ListBackwardWork<Element> find_list_backward_work(
+    const ListBackwardParams& params, Work work) {
   const AttentionParams& attention = params.call.attention;
   const int sequence = work.batch_head / attention.heads_q;
   const int kv_head = work.batch_head % attention.heads_q / attention.heads_per_kv;
   work.nk = attention.nk;
-  ListBackwardWork cta;
+  ListBackwardWork<Element> cta;
   cta.work = work;
   cta.visible = find_visible_keys(attention, work);
   const int last_row = min(work.first_row + params.packed_heads.rows(), work.nq) - 1;
   cta.list = find_key_list(attention, params.lists, work, {0, attention.nk}, cta.visible, last_row);
-  cta.k_gmem = static_cast<const uint16_t*>(attention.k_gmem) + sequence * attention.k_batch +
+  cta.k_gmem = static_cast<const Element*>(attention.k_gmem) + sequence * attention.k_batch +
                kv_head * attention.k_head;
-  cta.v_gmem = static_cast<const uint16_t*>(attention.v_gmem) + sequence * attention.v_batch +
+  cta.v_gmem = static_cast<const Element*>(attention.v_gmem) + sequence * attention.v_batch +
                kv_head * attention.v_head;
   const int heads_kv = attention.heads_q / attention.heads_per_kv;
   const int64_t row = (static_cast<int64_t>(sequence) * heads_kv + kv_head) * attention.nk;
@@ -74,8 +77,8 @@ find_list_backward_work(const ListBackwardParams& params, Work work) {
 }
 
 // Finds cta.seeing, by all threads; barriers stand around it.
-template <int THREADS>
-__device__ __forceinline__ void find_rows_that_see(ListBackwardWork& cta, int rows) {
+template <int THREADS, class Element>
+__device__ __forceinline__ void find_rows_that_see(ListBackwardWork<Element>& cta, int rows) {
   const KeyList& list = cta.list;
   const int first_row = cta.work.first_row, last_row = min(first_row + rows, cta.work.nq) - 1;
   if (cta.all_see(last_row)) return;
@@ -88,22 +91,23 @@ __device__ __forceinline__ void find_rows_that_see(ListBackwardWork& cta, int ro
     const int last = min(key - cta.visible.first_shift - first_row, 63);
     seeing |= (~0ull << first) & (~0ull >> (63 - last));
   }
-  const auto of_warp = [&](uint32_t half) { return __reduce_or_sync(FULL_WARP, half); };
-  seeing = static_cast<unsigned long long>(of_warp(static_cast<uint32_t>(seeing >> 32))) << 32 |
-           of_warp(static_cast<uint32_t>(seeing));
+  seeing = static_cast<unsigned long long>(ptx::or_of_warp(static_cast<uint32_t>(seeing >> 32)))
+               << 32 |
+           ptx::or_of_warp(static_cast<uint32_t>(seeing));
   if (threadIdx.x % 32 == 0) atomicOr(&cta.seeing, seeing);
 }
 
 // row_of(row) of the rows of q or dout that a CTA has: the address of a row by its place in the
 // tile; null where there is none. So it is for a row that sees no key of its list: it may hold NaN,
 // which would reach the sums of dK and dV, because P and dS of 0 do not silence it.
+template <class Element>
 __device__ __forceinline__ auto listing_rows(const ListBackwardParams& params,
-                                             const ListBackwardWork& cta, const void* gmem,
+                                             const ListBackwardWork<Element>& cta, const void* gmem,
                                              int64_t batch, int64_t head, int64_t row_stride) {
-  return [=, &params, work = cta.work, seeing = cta.seeing](int row_of_tile) -> const uint16_t* {
+  return [=, &params, work = cta.work, seeing = cta.seeing](int row_of_tile) -> const Element* {
     const FewRow row(params.call.attention, params.packed_heads, work, row_of_tile);
     if (!row.wanted || (seeing >> (row.row - work.first_row) & 1) == 0) return nullptr;
-    return static_cast<const uint16_t*>(gmem) + row.batch * batch + row.head * head +
+    return static_cast<const Element*>(gmem) + row.batch * batch + row.head * head +
            row.packed * row_stride;
   };
 }
@@ -130,7 +134,8 @@ __device__ __forceinline__ void list_rows(const ListBackwardParams& params) {
   backward_rows<DTYPE>(params.call, [&] { clear_key_sums(params); });
 }
 
-// dK and dV of their sums, 16 columns of a row for each thread.
+// dK and dV of their sums, 16 columns of a row for each thread. Sums of fp32 inputs have their
+// columns in order.
 template <DType DTYPE>
 __device__ __forceinline__ void list_gradients(const ListBackwardParams& params) {
   const AttentionParams& attention = params.call.attention;
@@ -167,8 +172,22 @@ __device__ __forceinline__ void list_gradients(const ListBackwardParams& params)
     if (column >= (is_dk ? attention.d : attention.dv)) continue;
     float y[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = x[list_sum_place(i / 2, 2 * half + i % 2)] * factor;
-    store_gradient_chunk<DTYPE>(gradient, start + column, y);
+    for (int i = 0; i < 8; ++i) {
+      const int place =
+          DTYPE == DType::F32 ? 8 * half + i : list_sum_place(i / 2, 2 * half + i % 2);
+      y[i] = x[place] * factor;
+    }
+    if constexpr (DTYPE != DType::F32) {
+      store_gradient_chunk<DTYPE>(gradient, start + column, y);
+    } else {
+      float* gmem = static_cast<float*>(gradient.gmem) + start + column;
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        float4* four_gmem = reinterpret_cast<float4*>(gmem + i);
+        const float4 old = gradient.accumulate ? *four_gmem : float4{};
+        *four_gmem = {old.x + y[i], old.y + y[i + 1], old.z + y[i + 2], old.w + y[i + 3]};
+      }
+    }
   }
 }
 

@@ -57,7 +57,8 @@ int64_t lists_of(const Problem& call) {
 
 // Whether the mask of the lists is the faster way: where few rows share a list that names many of
 // the keys, and heads share lists. A mask that is too large is none. The numbers are picoseconds of
-// both passes (H200, 2026-11-30): of 245 calls 240 go the faster way, or one at most 5% slower.
+// both passes (H200, 2026-11-30): of 245 calls of 16 bits 240 go the faster way, or one at most 5%
+// slower, of 13 in fp32 12.
 bool mask_pays(const Problem& call, const ListTile& tile, const Device& device) {
   constexpr int64_t MOST_BYTES = int64_t{4} << 30;
   constexpr int RAGGED_KEYS = 32;     // of the last block of a list, in the mean
@@ -71,13 +72,16 @@ bool mask_pays(const Problem& call, const ListTile& tile, const Device& device) 
   const int64_t tiles = lists_of(call) * tiles_of_list(call, pack(call, tile));
   const double lists = static_cast<double>(std::max<int64_t>(tiles, device.sm_count)) *
                        static_cast<double>(call.key_indices + RAGGED_KEYS) * tile.time;
-  // Kernels for more than 128 columns are slow with masks. The others leave SMs without work where
-  // a head of K has few keys.
+  // Kernels of 16 bits for more than 128 columns are slow with masks. The others leave SMs without
+  // work where a head of K has few keys.
+  const bool fp32 = call.dtype == DType::F32;
   double of_score = 57;
-  if (tile.head_dim <= 128) {
+  if (fp32 || tile.head_dim <= 128) {
     const int64_t ctas = call.batch * call.heads_kv * ceil_div(call.nk, int64_t{KEYS_OF_CTA});
     const double for_a_cta = static_cast<double>(device.sm_count) / std::max<int64_t>(ctas, 1);
-    of_score = (tile.head_dim <= 64 ? 3.5 : 4.4) * std::max(1.0, (for_a_cta + 1) / 2);
+    of_score = tile.head_dim <= 64 ? 3.5 : 4.4;
+    if (fp32) of_score = tile.head_dim <= 64 ? 33 : tile.head_dim <= 128 ? 55 : 105;
+    of_score *= std::max(1.0, (for_a_cta + 1) / 2);
   }
   const double of_heads = static_cast<double>(call.batch * call.heads_q) * of_score;
   return lists > (of_heads + static_cast<double>(masks) * MAKING) * of_head + LAUNCHES;

@@ -202,6 +202,7 @@ TARGETS = (
     BackwardTarget("hopper", "bf16_d64_rows", "H200", 64, few_rows=True),
     BackwardTarget("hopper", "bf16_d64_lists", "H200", 64, listed=True),
     BackwardTarget("simt", "f32_d64_large", "A100", 64),
+    BackwardTarget("simt", "f32_d64_lists", "A100", 64, listed=True),
     BackwardTarget("simt", "f32_d64_queries_masked", "A100", 64, masked=True),
     BackwardTarget("simt", "f32_d128_tensor", "H200", 128, long=True),
 )
