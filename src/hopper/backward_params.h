@@ -54,6 +54,10 @@ struct BackwardKernelParams {
   // In turns, where tiles of a chain that run together start apart, 2^turn_steps_shift rounds of
   // all heads one before the next: how many of them there are; 0: tiles do not start apart.
   int32_t turn_tiles, turn_steps_shift;
+  // In kernels for few query rows (rows_bwd.cuh), `shares` CTAs share out the keys of each head of
+  // all sequences from this one on, share_rows keys each, and dq_sums_gmem has their parts of dQ:
+  // (heads, shares, nq, d). The heads before have a CTA each.
+  int32_t first_shared_head;
   TensorMap q_map, k_map, v_map, dout_map;
 };
 

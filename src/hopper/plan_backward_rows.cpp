@@ -67,71 +67,71 @@ constexpr RowsTile MASKED_TILES[] = {
     rows_tile<RowsBackwardD64TwoMasked<DType::F16>>("d64_rows_two_masked"),
 };
 
-// How many CTAs share out the keys of a head, and blocks of each.
+// How many CTAs share out the keys of a head, and blocks of each; and how many heads have a CTA
+// each before those.
 struct KeyShares {
   int64_t shares, blocks;
+  int64_t whole_heads;
 };
 
 // Finds those with which a call takes the least time by a model of the makespan, in steps of a
 // block: what a CTA's start and end take, and the launch behind, and how much of the shares is
-// written and read meanwhile. Measured on an H200 (docs/lab/hopper.md).
+// written and read meanwhile. Measured on an H200 (docs/lab/hopper.md). Either all heads are shared
+// out, or those that are left when all CTAs have had as many; the latter is unmeasured with masks.
 KeyShares share_keys(const Problem& call, const RowsTile& tile, const Device& device) {
   constexpr int64_t START_STEPS = 4, LAUNCH_STEPS = 3, BYTES_OF_STEP = int64_t{8} << 20;
+  constexpr double LAUNCH_OF_LAST = 2.5, BYTES_OF_LAST = 4 << 20;
   constexpr int64_t MOST_WAVES = 4;
   const int64_t heads = call.batch * call.heads_q, workers = core::workers_of(tile, device);
   const int64_t blocks = core::ceil_div(call.nk, tile.block);
-  KeyShares best{1, blocks};
+  KeyShares best{1, blocks, heads};
   if (call.varlen) return best;
-  int64_t best_time = 0;
-  for (int64_t wanted = 1; wanted <= blocks; ++wanted) {
-    const int64_t of_share = core::ceil_div(blocks, wanted);
-    const int64_t shares = core::ceil_div(blocks, of_share);
-    if (shares != wanted) continue;
-    if (shares > 1 && heads * shares > MOST_WAVES * workers) break;
-    const int64_t rounds = core::ceil_div(heads * shares, workers);
-    int64_t time = rounds * (START_STEPS + of_share * tile.row_tiles);
-    if (shares > 1) {
-      const int64_t bytes = 2 * heads * shares * call.nq * call.d * int64_t{sizeof(float)};
-      time += LAUNCH_STEPS + bytes / BYTES_OF_STEP;
+  const auto steps = [&](int64_t of_cta) { return START_STEPS + of_cta * tile.row_tiles; };
+  auto best_time = static_cast<double>(core::ceil_div(heads, workers) * steps(blocks));
+  const int64_t full_rounds = call.mask == 0 ? heads / workers * workers : 0;
+  for (const int64_t whole : {int64_t{0}, full_rounds}) {
+    const int64_t shared = heads - whole;
+    for (int64_t wanted = 2; wanted <= blocks && shared > 0; ++wanted) {
+      const int64_t of_share = core::ceil_div(blocks, wanted);
+      const int64_t shares = core::ceil_div(blocks, of_share);
+      if (shares != wanted) continue;
+      if (shared * shares > MOST_WAVES * workers) break;
+      const int64_t bytes = 2 * shared * shares * call.nq * call.d * int64_t{sizeof(float)};
+      const int64_t of_ctas = whole / workers * steps(blocks) +
+                              core::ceil_div(shared * shares, workers) * steps(of_share);
+      // Less of what the last CTAs write and read is hidden by others.
+      const double more = whole > 0 ? LAUNCH_OF_LAST + static_cast<double>(bytes) / BYTES_OF_LAST
+                                    : static_cast<double>(LAUNCH_STEPS + bytes / BYTES_OF_STEP);
+      const double time = static_cast<double>(of_ctas) + more;
+      if (time < best_time) best = {shares, of_share, whole}, best_time = time;
     }
-    if (shares == 1 || time < best_time) best = {shares, of_share}, best_time = time;
   }
   return best;
 }
 
-// Makes the CTAs write shares of dQ, and adds the launch that adds them up.
-void share_dq(LaunchPlan& plan, Launch& main, const BackwardProblem& problem, int64_t shares) {
-  using Sums = SharedGradientsParams;
+// Gives the CTAs room for shares of dQ, and adds the launch that adds them up.
+void share_dq(LaunchPlan& plan, Launch& main, const BackwardProblem& problem,
+              const KeyShares& shares) {
+  using P = BackwardKernelParams;
   const Problem& call = problem.call;
+  const int64_t shared_heads = call.batch * call.heads_q - shares.whole_heads;
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
-  const int64_t head = call.nq * call.d;
   const int64_t start =
-      workspace.add(call.batch * call.heads_q * shares * head * int64_t{sizeof(float)});
+      workspace.add(shared_heads * shares.shares * call.nq * call.d * int64_t{sizeof(float)});
   plan.workspace_bytes = workspace.bytes();
-  Sums sums;
-  std::memset(static_cast<void*>(&sums), 0, sizeof sums);  // equal plans are equal bytes
-  BackwardParams params;
-  std::memcpy(static_cast<void*>(&params), main.params.data(), sizeof params);
-  sums.dk = params.dq;
-  params.dq = {nullptr, call.heads_q * shares * head, head, call.d, DType::F32, 0};
-  std::memcpy(main.params.data(), static_cast<const void*>(&params), sizeof params);
   for (PointerSlot& slot : main.pointers) {
-    if (slot.operand == Operand::DQ) slot.operand = Operand::Workspace, slot.addend = start;
+    if (slot.offset == static_cast<int32_t>(offsetof(P, dq_sums_gmem))) slot.addend = start;
   }
   Launch last = plan.launches.front();
   last.kernel = std::string("hopper_backward_dq_") + core::dtype_word(call.dtype) + "_rows";
   last.image = main.image;
+  last.params = main.params;
   last.pointers.clear();
-  add_pointer(last, Operand::DQ, offsetof(Sums, dk) + offsetof(GradientParams, gmem));
-  add_pointer(last, Operand::Workspace, offsetof(Sums, dk_shares_gmem), start);
-  sums.shares = static_cast<int32_t>(shares);
-  sums.heads_kv = static_cast<int32_t>(call.heads_q);
-  sums.nk = static_cast<int32_t>(call.nq);
-  sums.d_chunks = sums.chunks = static_cast<int32_t>(call.d / 8);
-  sums.all_chunks = call.batch * call.heads_q * call.nq * sums.chunks;
-  last.params = core::bytes(sums);
-  last.grid = {core::ceil_div(sums.all_chunks, BACKWARD_DQ_THREADS), 1, 1};
+  add_pointer(last, Operand::DQ, offsetof(BackwardParams, dq) + offsetof(GradientParams, gmem));
+  add_pointer(last, Operand::Workspace, offsetof(P, dq_sums_gmem), start);
+  const int64_t chunks = shared_heads * call.nq * (call.d / 8);
+  last.grid = {core::ceil_div(chunks, int64_t{BACKWARD_DQ_THREADS}), 1, 1};
   last.block = {BACKWARD_DQ_THREADS, 1, 1};
   plan.launches.insert(plan.launches.end() - (problem.dsinks ? 1 : 0), std::move(last));
 }
@@ -217,16 +217,18 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
   if (!reasons.empty()) return reasons;
   if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
   const KeyShares shares = share_keys(call, tile, device);
+  const int64_t heads = call.batch * call.heads_q;
+  const int64_t works = shares.whole_heads + (heads - shares.whole_heads) * shares.shares;
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, "hopper",
       [&](BackwardKernelParams& params) {
         params.shares = static_cast<int32_t>(shares.shares);
-        params.tiles = static_cast<int32_t>(call.batch * call.heads_q * shares.shares);
+        params.tiles = static_cast<int32_t>(works);
         params.share_rows = static_cast<int32_t>(shares.blocks * tile.block);
+        params.first_shared_head = static_cast<int32_t>(shares.whole_heads);
       },
       1);
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {
-    const int64_t works = call.batch * call.heads_q * shares.shares;
     // Else the CTAs make the terms of their rows themselves. The launch that makes them also clears
     // rows of packed tensors that belong to no sequence.
     const bool keeps_terms = call.varlen || problem.dsinks || problem.kept_terms > 0;
@@ -247,7 +249,7 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
       });
     }
     plan->tile.tiles = works;
-    if (shares.shares > 1) share_dq(*plan, plan->launches[1], problem, shares.shares);
+    if (shares.shares > 1) share_dq(*plan, plan->launches[1], problem, shares);
     for (Launch& launch : plan->launches) {
       if (call.mask != 0 && launch.kernel.starts_with("hopper_attention_bwd_"))
         add_mask(launch, problem);

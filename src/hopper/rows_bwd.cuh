@@ -2,10 +2,10 @@
 //
 // A CTA has all query rows of a head, whose Q and dO stay in shared memory, and goes over blocks of
 // 64 keys. dK and dV of a block are complete when the block is, and dQ stays in registers, so that
-// nothing has to be cleared before or rounded behind. Where heads are few, several CTAs share out
-// the keys of one: each writes a share of dQ in fp32, and a launch behind adds them up. The order
-// of all sums is fixed. CTAs stay: they take one head after another, whose rows and first keys come
-// meanwhile.
+// nothing has to be cleared before or rounded behind. Where heads are few, or too few are left for
+// the last round of CTAs, several CTAs share out the keys of one: each writes a share of dQ in
+// fp32, and a launch behind adds them up. The order of all sums is fixed. CTAs stay: they take one
+// head after another, whose rows and first keys come meanwhile.
 // clang-format off
 //                      each head                    each block of keys
 //
@@ -32,7 +32,6 @@
 #include <type_traits>
 
 #include "common/device/backward_rows.cuh"
-#include "common/device/backward_shares.cuh"
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
@@ -413,14 +412,18 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
     store_dx(end - 1);
     ring.advance();
   }
+  GradientParams dq = params.backward.dq;
+  CtaWork rows;
+  rows.batch = work.batch, rows.gradient_head = work.head;
+  rows.own_rows = work.nq, rows.own_start = work.q_start;
+  if (const int share = work.share; share >= 0) {
+    dq = {params.dq_sums_gmem, 0, int64_t{attention.nq} * attention.d, attention.d, DType::F32, 0};
+    rows.gradient_head = share;
+  }
 #pragma unroll
   for (int tile = 0; tile < C::ROW_TILES; ++tile) {
-    CtaWork rows;
-    rows.batch = work.batch, rows.gradient_head = work.gradient_head;
     rows.first_row = tile * C::TILE_ROWS;
-    rows.own_rows = work.nq, rows.own_start = work.q_start;
-    store_gradient<C, KTile>(dq_rmem[tile], params.backward.dq, rows, attention.d,
-                             params.backward.scale);
+    store_gradient<C, KTile>(dq_rmem[tile], dq, rows, attention.d, params.backward.scale);
   }
   const bool last = work.last;
   if constexpr (C::SUMS_ELEMENTS) {
@@ -465,11 +468,33 @@ __device__ __forceinline__ void rows_bwd(const RowsParamsOf<C>& all_params) {
   }
 }
 
-// What comes behind where CTAs share out the keys of a head: adds up their shares of dQ.
+// What comes behind where CTAs share out keys: adds up their shares of dQ, 8 columns a thread.
 template <DType DTYPE>
-__device__ __forceinline__ void add_dq_shares(const SharedGradientsParams& params) {
+__device__ __forceinline__ void add_dq_shares(const BackwardKernelParams& params) {
+  const AttentionParams& attention = params.backward.attention;
+  const int chunks = attention.d / 8, rows = attention.nq;
+  const int64_t number = int64_t{blockIdx.x} * BACKWARD_DQ_THREADS + threadIdx.x;
+  const auto row_of_all = static_cast<int>(number / chunks);
+  const int column = 8 * static_cast<int>(number % chunks);
+  const int shared_head = row_of_all / rows, row = row_of_all - shared_head * rows;
+  const int head_of_all = params.first_shared_head + shared_head;
+  const int batch = head_of_all / attention.heads_q;
+  if (batch >= attention.batch) return;
   ptx::griddepcontrol_wait();  // all CTAs have written their shares
-  device::add_shares<DTYPE>(params);
+  const int64_t share_floats = int64_t{rows} * attention.d;
+  const int64_t first = shared_head * params.shares * share_floats + row * attention.d + column;
+  const float* share_gmem = params.dq_sums_gmem + first;
+  float x[8] = {};
+  for (int share = 0; share < params.shares; ++share, share_gmem += share_floats) {
+    const float4* const chunk_gmem = reinterpret_cast<const float4*>(share_gmem);
+    const float4 low = chunk_gmem[0], high = chunk_gmem[1];
+    x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;
+    x[4] += high.x, x[5] += high.y, x[6] += high.z, x[7] += high.w;
+  }
+  const GradientParams& dq = params.backward.dq;
+  const int head = head_of_all - batch * attention.heads_q;
+  const int64_t start = batch * dq.batch + head * dq.head + row * dq.row + column;
+  device::store_gradient_chunk<DTYPE>(dq, start, x);
 }
 
 }  // namespace archflash::hopper

@@ -1,5 +1,4 @@
-// The parameter of hopper's backward kernels for few query rows with a dense attn_mask, whose
-// elements their consumers read themselves.
+// Parameters of hopper's backward kernels for few query rows.
 #pragma once
 
 #include "common/mask_params.h"
@@ -8,6 +7,7 @@
 
 namespace archflash::hopper {
 
+// With a dense attn_mask, whose elements the consumers read themselves.
 struct MaskedRowsParams {
   BackwardKernelParams call;
   MaskParams masks;

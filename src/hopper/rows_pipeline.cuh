@@ -75,7 +75,7 @@ struct RowsWork {
   int nq, nk;            // lengths of the sequence
   int q_start, k_start;  // its first rows in packed tensors; 0 without cu_seqlens
   int begin, end;        // blocks
-  int gradient_head;     // that it writes of dQ
+  int share;             // of dQ, among those of all shared heads; negative: it writes dQ
   bool last;             // of the CTA
   // The rows and keys that have to do with any of the other side: the others count as zeros.
   int rows_begin, rows_end, keys_begin, keys_end;
@@ -86,13 +86,14 @@ __device__ __forceinline__ RowsWork find_rows_work(const BackwardKernelParams& p
   const AttentionParams& attention = params.backward.attention;
   const int* const cu_q = C::PACKED ? attention.cu_seqlens_q_gmem : nullptr;
   const int* const cu_k = C::PACKED ? attention.cu_seqlens_k_gmem : nullptr;
-  const int shares = params.shares;
-  const int head_of_all = index / shares;
-  const int share = index - head_of_all * shares;
+  const int first_shared = params.first_shared_head;
   RowsWork work;
+  work.share = index - first_shared;
+  const int of_shared = max(work.share, 0) / params.shares;
+  const int share = max(work.share, 0) - of_shared * params.shares;
+  const int head_of_all = min(index, first_shared) + of_shared;
   work.batch = head_of_all / attention.heads_q;
   work.head = head_of_all - work.batch * attention.heads_q;
-  work.gradient_head = work.head * shares + share;
   work.q_start = device::sequence_start(cu_q, work.batch, attention.nq);
   work.k_start = device::sequence_start(cu_k, work.batch, attention.nk);
   work.nq = attention.nq, work.nk = attention.nk;
@@ -100,9 +101,10 @@ __device__ __forceinline__ RowsWork find_rows_work(const BackwardKernelParams& p
     work.nq = max(device::sequence_start(cu_q, work.batch + 1, attention.nq) - work.q_start, 0);
     work.nk = max(device::sequence_start(cu_k, work.batch + 1, attention.nk) - work.k_start, 0);
   }
+  const int blocks = (work.nk + C::BLOCK - 1) / C::BLOCK;
   const int of_share = params.share_rows / C::BLOCK;
   work.begin = share * of_share;
-  work.end = min(work.begin + of_share, (work.nk + C::BLOCK - 1) / C::BLOCK);
+  work.end = work.share < 0 ? blocks : min(work.begin + of_share, blocks);
   work.last = index + static_cast<int>(gridDim.x) >= params.tiles;
   return work;
 }
