@@ -90,7 +90,8 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   if (is_of_short(tile, device) && rows > 0)
     return is_short && measured ? time_of_short(problem, device, tile, head)
                                 : std::numeric_limits<double>::infinity();
-  const bool begins_anew = is_short && resident > 1 && rows * heads > workers;
+  const bool few_keys = is_short || (!packs && !problem.varlen && head.nk <= SHORT_KEYS);
+  const bool begins_anew = few_keys && resident > 1 && rows * heads > workers;
   runs.reserve(head.times.size());
   for (double time : head.times) {
     if (head.time_among_others > 0 && heads > workers) time = head.time_among_others;
