@@ -33,10 +33,11 @@ __device__ __forceinline__ void write_dq_of_chains(const BackwardKernelParams& p
     const int number_of_part = rows_16 / 4, row = rows_16 % 4 * C::WARP_ROWS;
     const SumsPart<C> part(params, number_of_part);
     const int column = (C::SHARES_ROWS ? 0 : number_of_part * C::PART_COLUMNS) + 8 * n;
-    const bool has = column < attention.d && row < part.rows;
+    const int row_of_round = (C::SHARES_ROWS ? number_of_part * C::PART_ROWS : 0) + row;
+    const bool has =
+        column < attention.d && row < part.rows && round.first_row + row_of_round < round.rows;
     const int chunk = (part.start + row * part.columns) / 4 + n * 32;
-    return Piece{column, (C::SHARES_ROWS ? number_of_part * C::PART_ROWS : 0) + row,
-                 has ? chunk : -1};
+    return Piece{column, row_of_round, has ? chunk : -1};
   };
   int chunks[DQ_PIECES];
 #pragma unroll

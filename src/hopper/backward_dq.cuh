@@ -204,7 +204,8 @@ __device__ __forceinline__ void end_dq(const BackwardParamsOf<C>& all_params, un
 
 // --- what comes behind: dQ, when all CTAs have added to its sums ---
 
-// Writes dQ of a round of queries: the sums, times the scale.
+// Writes dQ of a round of queries: the sums, times the scale. Where rounds are few, several CTAs
+// share one out.
 template <class C>
 __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const AttentionParams& attention = params.backward.attention;
@@ -216,14 +217,18 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
   const device::SumsOfRound<C> sums_of_round(params, index);
   const int64_t start = device::gradient_of_sequence(params, round);
   // A thread takes what four lanes have of eight columns: of two rows, 8 apart.
-#pragma unroll
-  for (int i = 0; i * BACKWARD_DQ_THREADS < C::ROUND_SUMS / 16; ++i) {
+#pragma unroll 1
+  for (int i = static_cast<int>(blockIdx.y); i * BACKWARD_DQ_THREADS < C::ROUND_SUMS / 16;
+       i += static_cast<int>(gridDim.y)) {
     const int number = i * BACKWARD_DQ_THREADS + static_cast<int>(threadIdx.x);
     if (C::ROUND_SUMS / 16 < BACKWARD_DQ_THREADS && number >= C::ROUND_SUMS / 16) return;
     constexpr int CHUNKS = C::PART_COLUMNS / 8;
     const int n = number % CHUNKS, lane_row = number / CHUNKS % 8, warp = number / (8 * CHUNKS);
     const int part = warp / 4;
     const int column = (C::SHARES_ROWS ? 0 : part * C::PART_COLUMNS) + 8 * n;
+    const int first_row =
+        round.first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) + warp % 4 * C::WARP_ROWS;
+    if (first_row >= round.rows) continue;
     const SumsPart<C> of_part(params, part);
     if (C::SUMS_STEP < C::HEAD_DIM &&
         (column >= attention.d || warp % 4 * C::WARP_ROWS >= of_part.rows))
@@ -238,8 +243,7 @@ __device__ __forceinline__ void write_dq(const BackwardKernelParams& params) {
       x[0][2 * t] = sums[t].x * scale, x[0][2 * t + 1] = sums[t].y * scale;
       x[1][2 * t] = sums[t].z * scale, x[1][2 * t + 1] = sums[t].w * scale;
     }
-    const int row = round.first_row + (C::SHARES_ROWS ? part * C::PART_ROWS : 0) +
-                    warp % 4 * C::WARP_ROWS + lane_row;
+    const int row = first_row + lane_row;
     if (column >= attention.d) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

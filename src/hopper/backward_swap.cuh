@@ -118,7 +118,9 @@ __device__ __forceinline__ void find_work_after(const BackwardKernelParams& para
     device::start_apart<C>(params, work, found.tile, 0, 1);
   } else if (C::ENDS_DQ || params.turns_gmem != nullptr) {
     work.start = work.last;
-    work.turn = found.tile;
+    const int chains = C::ENDS_DQ ? 1 : device::count_chains(params);
+    work.turn = found.tile / chains;
+    work.chain = found.tile - work.turn * chains;
   } else {
     constexpr int STEPS_APART = 4;  // as in device::find_queries()
     const int apart = found.tile * STEPS_APART / max(work.heads, STEPS_APART);

@@ -111,6 +111,7 @@ Problem with_shared_heads(const Problem& call, int64_t head_shares) {
 // same time. Of packed sequences, as if all had the mean length, heads alone.
 Shares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
   constexpr int64_t MANY_WAVES = 4, MOST_WAVES = 5;  // of CTAs, before and behind
+  constexpr double OF_ROWS = 1.1;                    // of the time, since they add to the same sums
   constexpr int64_t FLOAT = sizeof(float);
   const int64_t share_bytes = core::share_bytes(call);
   Problem one = call;  // sequence
@@ -147,6 +148,7 @@ Shares share_out(const Problem& call, const BackwardTile& tile, const Device& de
       for (core::Run& run : runs) run.count = heads * of_heads;
       double time = core::queue_time(runs, device.sm_count);
       if (shares > 1) time += core::time_of_shares(call, tile.head_dim, shares);
+      if (of_rows > 1) time *= OF_ROWS;
       if (shares == 1 || time < best_time) {
         best = {of_heads, of_rows > 1 ? split : whole_rows(call, tile)};
         best_time = time;
@@ -213,24 +215,35 @@ bool ends_in_turns(const BackwardProblem& problem, const BackwardTile& tile, con
   const Problem& call = problem.call;
   const int64_t heads = call.batch * call.heads_kv, columns = std::max(call.d, call.dv);
   const bool few_rows = call.nq <= SHORT_ROWS && heads >= device.sm_count;
-  const bool many_rows = is_plain(call) && call.nq >= 4 * call.nk && heads >= 64 && columns > 64;
+  // If few CTAs take a second tile, all wait for these.
+  const bool few_take_two = 2 * heads > device.sm_count && 10 * heads < 7 * device.sm_count;
+  const bool many_rows =
+      is_plain(call) && has_many_rows(call) && heads >= 64 && !few_take_two && columns > 64;
   return is_plain_or_causal(call) && columns > 32 && call.heads_q == call.heads_kv &&
          call.nk > tile.rows && call.nk <= 2 * tile.rows && (few_rows || many_rows) &&
          writes_by_tma(problem) && share_out(call, tile, device).all() == 1;
 }
 
-// Whether CTAs stay at more than 96 columns. That was measured faster where many keys have few
-// rows (docs/lab/hopper.md): a tile's start and end are a good part of its time. In turns, which
-// fewer keys take unasked, it is unmeasured.
+// Whether CTAs stay at more than 96 columns, and with fewer rows and in turns, where such tiles
+// wait less, at more than 64. That was measured faster where many keys have few rows
+// (docs/lab/hopper.md): a tile's start and end are a good part of its time.
 bool stays(const BackwardProblem& problem, const Device& device) {
-  constexpr int64_t MANY_KEYS = 1024, MANY_WAVES = 5;
+  constexpr int64_t MANY_KEYS = 1024, MORE_KEYS = 512, MANY_WAVES = 5, MORE_WAVES = 3;
+  constexpr int64_t FEW_ROWS = 192, MORE_ROWS = 256, FEW_HEADS = 32;
   const Problem& call = problem.call;
   const BackwardTile& tile = STAYING_TILE;
-  return is_plain(call) && std::max(call.d, call.dv) > 96 && call.d <= tile.head_dim &&
-         call.dv <= tile.head_dim_v && call.nk >= MANY_KEYS &&
-         call.nq * (call.heads_q / call.heads_kv) <= SHORT_ROWS &&
-         call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows) >=
-             MANY_WAVES * device.sm_count;
+  const int64_t columns = std::max(call.d, call.dv);
+  const int64_t rows = call.nq * (call.heads_q / call.heads_kv);
+  const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows);
+  const bool fills = tiles >= (rows <= MORE_ROWS ? MORE_WAVES : MANY_WAVES) * device.sm_count;
+  const bool is_wide = columns > 96 && rows <= SHORT_ROWS && call.nk >= MORE_KEYS && fills;
+  // The sums of several chains of few heads stay in L2.
+  const bool waits_less = problem.deterministic && rows <= SHORT_ROWS &&
+                          call.batch * call.heads_kv <= FEW_HEADS && tiles > device.sm_count;
+  const bool is_narrow = columns > 64 && columns <= 96 && call.nk >= MANY_KEYS &&
+                         (waits_less || (!problem.deterministic && rows <= FEW_ROWS && fills));
+  return is_plain(call) && (is_wide || is_narrow) && call.d <= tile.head_dim &&
+         call.dv <= tile.head_dim_v;
 }
 
 // Whether the tiles for few keys need no chains in turns.
@@ -302,11 +315,20 @@ constexpr core::ListTile LIST_TILES[] = {
 // slower (docs/lab/hopper.md).
 constexpr int64_t MANY_CHAINS = 6;
 
-void write_dq_of_chains(LaunchPlan& plan, const BackwardTile& tile) {
+// Makes more CTAs write dQ where those of one for each round leave room on the SMs: several for
+// each of many chains, or else one for each step of a thread.
+void share_out_dq(LaunchPlan& plan, const BackwardTile& tile, int64_t sums, const Device& device) {
+  constexpr int64_t CTAS_PER_SM = 2048 / BACKWARD_DQ_THREADS, FLOATS_OF_STEP = 16;
+  const int64_t steps =
+      core::ceil_div(tile.round_rows * tile.head_dim, FLOATS_OF_STEP * BACKWARD_DQ_THREADS);
   for (Launch& launch : plan.launches) {
     if (!launch.kernel.starts_with("hopper_backward_dq_")) continue;
-    launch.kernel += "_chains";
-    launch.grid[0] *= tile.dq_ctas;
+    if (tile.dq_ctas > 0 && sums >= MANY_CHAINS) {
+      launch.kernel += "_chains";
+      launch.grid[0] *= tile.dq_ctas;
+    } else if (launch.grid[0] * steps <= CTAS_PER_SM * device.sm_count) {
+      launch.grid[1] = steps;
+    }
   }
 }
 
@@ -393,9 +415,11 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   }
   shared.deterministic = problem.deterministic;
   if (table) shared.deterministic = false;  // lists of rounds have turns of their own
-  const KeyTileOrder order = order_tiles(shared, tile, split, device);
+  KeyTileOrder order = order_tiles(shared, tile, split, device);
+  // Fewer tiles of a head at a time wait for one another, for more that is read from memory.
+  if (table && problem.deterministic) order.group_heads *= 2;
   Turns turns = find_turns(shared, tile, split, order.group_heads, !tile.swaps_keys, device);
-  if (tile.swaps_keys && turns.tiles == 0) turns.sums = 1;
+  if (tile.swaps_keys && turns.tiles == 0 && turns.sums == 2) turns.sums = 1;
   if (table && problem.deterministic)
     turns = find_turns_of_lists(call, tile, int64_t{tile.ctas_per_sm} * device.sm_count);
   result = core::complete_rounds<BackwardKernelParams>(
@@ -422,7 +446,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       main_launch(*plan)->grid[0] *= shares.all();
     }
     take_tiles(*plan, problem, tile, device, shares.all());
-    if (tile.dq_ctas > 0 && turns.sums >= MANY_CHAINS) write_dq_of_chains(*plan, tile);
+    share_out_dq(*plan, tile, turns.sums, device);
     if (table) add_table(*plan, problem, tile);
     if (adds) add_elements(*plan, call);
     if (drops) add_dropout(*plan, problem);

@@ -51,10 +51,14 @@ bool is_packed_short(const Problem& call, int64_t rows) {
          !has_far_longer_ones(call);
 }
 
+bool has_many_rows(const Problem& call) {
+  constexpr int64_t MANY_ROWS = 768, MANY_ROWS_OF_KEY = 4;
+  return call.nq >= std::max(MANY_ROWS, MANY_ROWS_OF_KEY * call.nk);
+}
+
 bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
                       const Device& device) {
-  constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048;
-  constexpr int64_t ROWS_OF_TWO_TILES = 1024, MANY_ROWS_OF_KEY = 4;
+  constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048, MORE_ROWS = 1024;
   const bool triangle = core::is_triangle(call);
   if (call.varlen) {
     if (shares > 1) return false;
@@ -67,14 +71,16 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t
     if (tile.head_dim == 128) most_keys = 400;
     return (!is_windowed(call) || triangle) && is_packed_short(call, most_keys);
   }
-  if (shares > 1) return call.nq >= MANY_ROWS;
-  if (tile.head_dim > 128 || call.heads_q != call.heads_kv) return false;
-  if (is_windowed(call) && !triangle) return false;
   const int64_t tiles = core::ceil_div(call.nk, tile.rows);
   const int64_t ctas = call.batch * call.heads_kv * tiles;
+  if (shares > 1) {
+    const bool more_than_run = 2 * shares * ctas > 3 * device.sm_count;
+    return call.nq >= (more_than_run ? MORE_ROWS : MANY_ROWS);
+  }
+  if (tile.head_dim > 128 || call.heads_q != call.heads_kv) return false;
+  if (is_windowed(call) && !triangle) return false;
   // The second one of two tiles waits little, and what the turns save grows with the rows.
-  const bool many_rows =
-      !triangle && call.nq >= std::max(ROWS_OF_TWO_TILES, MANY_ROWS_OF_KEY * call.nk) && tiles == 2;
+  const bool many_rows = !triangle && has_many_rows(call) && tiles == 2;
   if (many_rows && 2 * ctas >= device.sm_count) return true;
   if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
   // A tile that is alone waits for none, and of up to three tiles of 128 columns the one before has
@@ -107,7 +113,7 @@ bool starts_apart_above_192(const BackwardProblem& problem, const core::RoundsTi
 
 KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile& tile,
                          const core::RowShares& split, const Device& device) {
-  constexpr int64_t BYTES = int64_t{32} << 20;
+  constexpr int64_t BYTES = int64_t{32} << 20, L2_BYTES = int64_t{36} << 20;
   const Problem& call = problem.call;
   // A share counts as a head.
   const int64_t heads_kv = (call.varlen ? 1 : call.batch) * call.heads_kv;
@@ -127,14 +133,17 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
   // Upwards a tile waits for the one behind it. In chains that one adds to other sums.
   const bool in_chains = core::sums_of_round(problem, tile, device, split.shares) > 2;
   const bool goes_upwards =
-      !in_chains && (heads_per_kv == 1 || (!call.varlen && reach <= int64_t{36} << 20));
+      !in_chains && (heads_per_kv == 1 || (!call.varlen && reach <= L2_BYTES));
   if (problem.deterministic && !tile.ends_dq && triangle && !plain && goes_upwards) {
     order.packed_rows = BYTES / 2 / row_bytes;
     order.packed_tiles = device.sm_count;
     // By a model of the schedule anything from a quarter to a half of the SMs is as good.
     order.upward_work = 3 * device.sm_count / 8;
     if (call.varlen) return order;
-    int64_t heads = std::max({BYTES / 2 / head_bytes, device.sm_count / tiles, int64_t{1}});
+    // With 192 columns in fewer of them, if there are two at least.
+    const int64_t fitting = std::min(L2_BYTES / head_bytes, core::ceil_div(all, 2));
+    const int64_t of_bytes = tile.head_dim == 192 ? fitting : BYTES / 2 / head_bytes;
+    int64_t heads = std::max({of_bytes, device.sm_count / tiles, int64_t{1}});
     // Two groups where L2 holds all that they read and add to.
     if (tile.head_dim > 128 && all * head_bytes <= BYTES / 2 * 3)
       heads = std::max(heads, core::ceil_div(all, 2));
@@ -164,7 +173,8 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
   }
   if (problem.deterministic && tile.head_dim <= 128) return order;
   const bool apart = starts_apart_above_192(problem, tile, split);
-  const int64_t times = problem.deterministic && !apart ? 2 : 1;
+  const bool small = apart || (tile.head_dim == 192 && is_plain(call));
+  const int64_t times = problem.deterministic && !small ? 2 : 1;
   order.packed_rows = times * BYTES / row_bytes;
   order.packed_tiles = times * device.sm_count;
   if (call.varlen) return order;
@@ -200,10 +210,20 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   // columns has its own keys, and with more keys.
   constexpr int64_t MOST_KEYS_OF_ROW = 32;
   const bool chains_alone = tile.head_dim < 128 && call.heads_q == call.heads_kv;
-  const bool may_be_several = takes_chains && (wide || call.nk <= MOST_KEYS_OF_ROW * call.nq);
+  const bool may_be_several = takes_chains && (wide || call.nk < MOST_KEYS_OF_ROW * call.nq);
   const int64_t bytes =
       core::count_rounds(call, tile.round_rows) * core::sums_bytes_of_round(call, tile);
   const int64_t most = turns.sums > 2 ? turns.sums : MOST_SUMS;
+  // In one chain a sum is handed on from tile to tile. Where that takes as long as the call,
+  // several chains alone were faster: with so many steps for each hand-over and for a tile's start
+  // and end.
+  constexpr double HAND_OVER = 4.0 / 3;
+  constexpr int64_t START = 3, FEW_CHAINS = 3, MANY_CHAINS = 4;
+  const int64_t tiles = core::ceil_div(call.nk, tile.rows);
+  const auto call_steps =
+      static_cast<double>((steps + START) * core::ceil_div(all * tiles, device.sm_count));
+  const bool hands_on_late = HAND_OVER * static_cast<double>(tiles) > 0.9 * call_steps;
+  const int64_t fitting = std::min(L2_BYTES / bytes, MANY_CHAINS);
   for (int64_t apart = core::ceil_div(ROWS_APART, tile.round_rows); apart > 0; --apart) {
     const int64_t of_chain = steps / apart;  // tiles that start apart
     if (of_chain == 0) continue;
@@ -211,6 +231,10 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
     if (chains > 1 && chains_alone) return turns;
     if (chains > 1 && (2 * chains > most || 2 * chains * bytes > L2_BYTES)) continue;
     if (chains > 1 && !may_be_several) continue;
+    if (chains == 1 && hands_on_late && takes_chains && fitting >= FEW_CHAINS) {
+      turns.sums = fitting;
+      return turns;
+    }
     turns.sums = 2 * chains;
     while (core::ceil_div(together, chains) << (turns.steps_shift + 1) <= steps)
       ++turns.steps_shift;

@@ -39,6 +39,9 @@ bool is_plain_or_causal(const Problem& call);
 // is known to be far longer.
 bool is_packed_short(const Problem& call, int64_t rows);
 
+// Whether two tiles of keys have so many rows that turns save more than the second one waits.
+bool has_many_rows(const Problem& call);
+
 // Whether CTAs take turns though nobody asks for it. Then the first one to add to a sum of dQ
 // writes it, and no launch has to clear it. Measured on an H200 (docs/lab/hopper.md) that was
 // faster for many heads with few keys, and where many rows are shared out, when more CTAs add to

@@ -303,7 +303,7 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
       if (part == 0 && in_turns)
         ptx::mbarrier_wait_parity(barriers.turn_come(turn_ring.stage), turn_ring.parity);
       float* const part_gmem = sums_gmem + part * rows * C::PART_COLUMNS;
-      if (number / 32 * C::WARP_ROWS >= rows) {
+      if (number / 32 * C::WARP_ROWS >= work.passing_rows - block.row) {
         // dQ has none of the warp's rows.
       } else if (first) {
 #pragma unroll

@@ -181,7 +181,7 @@ START_APART: dict[str, tuple[tuple[Any, ...], dict[str, Any], int]] = {
     "full": ((390, 700, 64, 64, 1, (2, 2)), {}, 4),
     "shared-heads": ((130, 700, 128, 128, 1, (8, 2)), {"causal": True}, 8),
     "chains": ((70, 900, 128, 128, 1, (2, 1)), {"causal": True}, 7),
-    "shared-out": ((300, 1300, 64, 64, 1, (7, 1)), {"causal": True}, 30),
+    "shared-out": ((300, 1300, 64, 64, 1, (7, 1)), {"causal": True}, 24),
     "dropout": ((140, 700, 64, 64, 1, (4, 1)), {"dropout_p": 0.3}, 4),
     "stays": ((200, 1100, 128, 128, 2, (2, 2)), {}, 7),
     "wide": ((150, 600, 256, 256, 1, (2, 1)), {}, 8),
@@ -203,6 +203,17 @@ def test_tiles_that_start_apart_take_turns(name: str, monkeypatch: pytest.Monkey
     )
     (main,) = (x for x in plans[0].to_dict()["launches"] if "_attention_bwd_" in x["kernel"])
     assert struct.unpack_from("<i", bytes.fromhex(main["params"]), TURN_TILES_OFFSET)[0] > 1
+
+
+@pytest.mark.skipif(on.name != "simulator", reason="a GPU has more SMs")
+def test_ctas_that_stay_take_turns_in_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tiles of a head run together, each of another chain."""
+    tensors = inputs(64, 1100, 128, 128, "bfloat16", batch=2, heads=(4, 2))
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(on, "hopper", *tensors, sms=12, schedules=(0, 3))
+    (main,) = (x for x in plans[0].to_dict()["launches"] if "_attention_bwd_" in x["kernel"])
+    assert main["kernel"].endswith("_d128_stays")
+    assert struct.unpack_from("<i", bytes.fromhex(main["params"]), ORDER_OFFSET - 4)[0] == 3
 
 
 # Calls of few and long tiles, whose query rows several CTAs share out. Under a mask some of them
@@ -508,6 +519,8 @@ def test_the_last_tile_in_turn_writes_dq(
         assert plans[0].kernels[-1].endswith("_turns")
 
 
+# Where BackwardKernelParams::first_shared_head lies.
+FIRST_SHARED_OFFSET = ORDER_OFFSET + 60
 # Calls of few query rows and more keys: (rows, keys, d, dv), and the tile that has all rows.
 FEW_ROWS = {
     (100, 400, 64, 64): "d64_rows", (128, 450, 40, 48): "d64_rows", (17, 490, 24, 32): "d32_rows",
@@ -539,6 +552,27 @@ def test_a_cta_has_all_query_rows_of_a_head(
     assert not behind
     assert plans[-1].kernels[-1].endswith("_rows")
     assert plans[-1].kernels[-1].startswith("hopper_backward_dq_")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "sms"), [((330, 256, 64, 56), 3, 2), ((90, 450, 128, 104), 5, 4)]
+)
+def test_ctas_share_out_the_keys_of_the_last_heads(
+    sizes: tuple[int, int, int, int], heads: int, sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many heads as there are SMs have a CTA each, and what is left several."""
+    tensors = inputs(*sizes, "bfloat16", heads=(heads, heads))
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, sms=sms, schedules=(0, 1), pad=8, add_to=0.5
+    )
+    if on.name == "simulator":  # a GPU has more SMs
+        main, last = plans[0].to_dict()["launches"]
+        (first_shared,) = struct.unpack_from(
+            "<i", bytes.fromhex(main["params"]), FIRST_SHARED_OFFSET
+        )
+        assert first_shared == sms
+        assert last["kernel"].endswith("_rows")
 
 
 @pytest.mark.parametrize(

@@ -379,6 +379,7 @@ def shared_out(
 
 
 SHARES_OFFSETS = (452, 552)  # of BackwardParams::head_shares, BackwardKernelParams::shares
+ROWS_OFFSET = 556  # of BackwardKernelParams::share_rows
 
 
 @pytest.mark.parametrize(
@@ -388,7 +389,8 @@ SHARES_OFFSETS = (452, 552)  # of BackwardParams::head_shares, BackwardKernelPar
         ((2, 16, 2048, 128), (1, 2048), True, (256, 8, 1)),
         ((1, 71, 1024, 64), (1, 1024), True, (132, 71, 1)),  # the only divisor
         ((2, 10, 4096, 64), (10, 77), False, (120, 1, 6)),
-        ((1, 8, 1024, 128), (1, 1024), False, (64, 1, 8)),  # more would take too much memory
+        ((1, 8, 1024, 128), (1, 1024), False, (64, 8, 1)),  # more would take too much memory
+        ((1, 16, 1500, 96), (4, 1500), True, (132, 4, 1)),  # two of heads and of rows: as many CTAs
         ((1, 64, 4096, 128), (8, 4096), True, (256, 1, 1)),  # two rounds of tiles are even
         ((1, 32, 8192, 128), (8, 8192), True, (512, 1, 1)),
         ((1, 4, 1024, 128), (4, 1024), True, (32, 1, 1)),  # memory
@@ -789,6 +791,32 @@ def test_tiles_of_keys_far_more_than_rows_take_turns_in_chains(
         assert upward_heads == 0 or not deterministic or sums <= 2
 
 
+TURN_TILES_OFFSET = ORDER_OFFSET + 52  # of BackwardKernelParams::turn_tiles, turn_steps_shift
+
+
+def test_a_tile_that_starts_apart_waits_for_none_behind_it() -> None:
+    """Of the tiles that run together each starts another 2^shift rounds further on, and all of them
+    together reach the last round but one: else a tile would wait for its own turn.
+    """
+    apart = 0
+    sizes = itertools.product((130, 300, 512, 1000), (700, 3000, 8000), (2, 9, 32, 64))
+    for (rows, keys, heads), (d, group, causal) in itertools.product(
+        sizes, ((64, 1, False), (64, 3, True), (128, 1, False), (128, 4, True), (256, 1, False))
+    ):
+        shape = (1, heads * group, rows, d)
+        params = hopper_params(shape, heads, True, causal=causal, keys=keys)
+        tiles, shift = struct.unpack_from("<2i", params, TURN_TILES_OFFSET)
+        if tiles == 0:
+            continue
+        of_heads, shares, share_rows = (
+            struct.unpack_from("<i", params, at)[0] for at in (*SHARES_OFFSETS, ROWS_OFFSET)
+        )
+        rounds = -(-(share_rows if shares > 1 else rows) // (128 if d == 64 else 64))
+        assert tiles << shift >= rounds * group // of_heads - 1, (shape, keys, causal)
+        apart += 1
+    assert apart > 20
+
+
 def test_tiles_in_chains_do_not_go_upwards() -> None:
     """A tile that goes upwards waits for the one behind it, which would add to another chain's sums
     and never hand them on.
@@ -834,6 +862,8 @@ def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
         ((4, 16, 1024, 96), 256, True),  # many rows of fewer heads
         ((4, 16, 1000, 96), 256, False),
         ((3, 21, 1024, 96), 256, False),
+        ((4, 16, 700, 96), 150, False),
+        ((6, 12, 900, 112), 180, False),  # of 132 CTAs 12 would take a second tile
         ((4, 16, 2048, 64), 256, False),  # as fast with a launch behind
         ((4, 16, 2048, 96), 257, False),  # three tiles of keys
     ],
@@ -883,22 +913,23 @@ def test_tiles_of_hopper_that_end_in_turns_or_stay(
 
 
 @pytest.mark.parametrize(
-    ("shape", "keys", "options", "tile", "shares"),
+    ("shape", "keys", "options", "tile", "works"),
     [
-        ((8, 16, 114, 64), 512, {}, "d64_rows", 1),
-        ((8, 16, 114, 64), 512, {"deterministic": True, "causal": True}, "d64_rows", 1),
-        ((4, 12, 128, 40), 2048, {}, "d64_rows", 2),
-        ((1, 20, 200, 64), 1500, {}, "d64_rows_two", 6),
-        ((12, 8, 384, 64), 384, {}, "d64_rows_three", 1),
-        ((8, 8, 100, 32), 950, {}, "d32_rows", 2),
-        ((16, 12, 256, 32), 256, {}, "d32_rows_two", 1),
-        ((8, 8, 512, 32), 1200, {}, "d32_rows_four", 2),
-        ((2, 8, 100, 80), 3000, {}, "d96_rows", 8),
-        ((2, 8, 128, 104), 4096, {}, "d128_rows", 8),
+        ((8, 16, 114, 64), 512, {}, "d64_rows", 8 * 16),
+        ((8, 16, 114, 64), 512, {"deterministic": True, "causal": True}, "d64_rows", 8 * 16),
+        ((4, 12, 128, 40), 2048, {}, "d64_rows", 4 * 12 * 2),
+        ((1, 20, 200, 64), 1500, {}, "d64_rows_two", 20 * 6),
+        ((12, 8, 384, 64), 384, {}, "d64_rows_three", 12 * 8),
+        ((8, 20, 312, 64), 256, {}, "d64_rows_three", 132 + 28 * 4),  # the last heads alone
+        ((16, 16, 312, 64), 256, {}, "d64_rows_three", 16 * 16),  # fewer CTAs would be idle
+        ((8, 8, 100, 32), 950, {}, "d32_rows", 8 * 8 * 2),
+        ((8, 8, 512, 32), 1200, {}, "d32_rows_four", 8 * 8 * 2),
+        ((2, 8, 100, 80), 3000, {}, "d96_rows", 2 * 8 * 8),
+        ((2, 8, 128, 104), 4096, {}, "d128_rows", 2 * 8 * 8),
     ],
 )
 def test_ctas_of_hopper_that_have_all_query_rows_of_a_head(
-    shape: tuple[int, ...], keys: int, options: dict[str, Any], tile: str, shares: int
+    shape: tuple[int, ...], keys: int, options: dict[str, Any], tile: str, works: int
 ) -> None:
     """They make the terms of the rows themselves, and a launch comes behind where several CTAs
     share out the keys of a head.
@@ -907,8 +938,8 @@ def test_ctas_of_hopper_that_have_all_query_rows_of_a_head(
     plan = hopper_plan(shape, shape[1], keys=keys, **given)
     main, *behind = plan.kernels
     assert main.endswith(f"_{tile}")
-    assert len(behind) == (shares > 1)
-    assert plan.to_dict()["tile"]["tiles"] == shape[0] * shape[1] * shares
+    assert len(behind) == (works > shape[0] * shape[1])
+    assert plan.to_dict()["tile"]["tiles"] == works
 
 
 def test_few_rows_with_other_options_have_tiles_of_keys() -> None:

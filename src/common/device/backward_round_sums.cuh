@@ -48,12 +48,12 @@ __device__ __forceinline__ DqTurn dq_turn(const Params& params, const CtaWork& c
       } else if (step > cta.before_begin) {
         before -= cta.before_last;
       }
-      // With SWAPS_KEYS, for which few registers are left, there is one chain.
-      const int first_sum =
+      const int first_sum =  // with SWAPS_KEYS, for which few registers are left, of one chain
           C::SWAPS_KEYS ? 2 * round : params.sums_of_round * round + 2 * cta.chain;
       return {first_sum + (after ? 1 : 0), before >= 0, before + 1};
     }
-    if constexpr (C::SWAPS_KEYS) return {round, cta.turn > 0, cta.turn};  // all rows see all keys
+    if constexpr (C::SWAPS_KEYS)  // all rows see all keys
+      return {params.sums_of_round * round + cta.chain, cta.turn > 0, cta.turn};
   }
   const bool after = !cta.upwards && block.row > cta.start && !is_single<C>(cta, block);
   return {params.sums_of_round * round + (after ? 1 : cta.chain),

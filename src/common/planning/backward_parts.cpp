@@ -31,21 +31,6 @@ struct Part {
   int64_t head, heads;  // of k
 };
 
-int64_t most_workspace(const BackwardProblem& problem) {
-  const Problem& call = problem.call;
-  const int64_t queries = sequences_of(call) * call.heads_q * call.nq;
-  const int64_t keys = sequences_of(call) * call.heads_kv * call.nk;
-  const int64_t held =
-      queries * (call.dv * dtype_bytes(call.out_dtype) + call.d * dtype_bytes(problem.dq.dtype)) +
-      keys * (call.d * dtype_bytes(problem.dk.dtype) + call.dv * dtype_bytes(problem.dv.dtype));
-  int64_t beside = queries * call.d * int64_t{sizeof(float)};
-  if (call.heads_q != call.heads_kv) {  // gradients of keys and values for each head of q
-    beside +=
-        sequences_of(call) * call.heads_q * call.nk * (call.d + call.dv) * dtype_bytes(call.dtype);
-  }
-  return static_cast<int64_t>(SHARE_OF_PEERS * static_cast<double>(held + beside)) - held;
-}
-
 // Whether a call of packed sequences may take so much memory: cuDNN's kernel does not serve it, and
 // the one that does pads each sequence by 128 rows. At most three times its rows.
 bool is_little_for_packed(const Problem& call, int64_t bytes) {
@@ -158,6 +143,21 @@ const Launch* find_launch(const LaunchPlan& plan, const char* words) {
 }
 
 }  // namespace
+
+int64_t most_workspace(const BackwardProblem& problem) {
+  const Problem& call = problem.call;
+  const int64_t queries = sequences_of(call) * call.heads_q * call.nq;
+  const int64_t keys = sequences_of(call) * call.heads_kv * call.nk;
+  const int64_t held =
+      queries * (call.dv * dtype_bytes(call.out_dtype) + call.d * dtype_bytes(problem.dq.dtype)) +
+      keys * (call.d * dtype_bytes(problem.dk.dtype) + call.dv * dtype_bytes(problem.dv.dtype));
+  int64_t beside = queries * call.d * int64_t{sizeof(float)};
+  if (call.heads_q != call.heads_kv) {  // gradients of keys and values for each head of q
+    beside +=
+        sequences_of(call) * call.heads_q * call.nk * (call.d + call.dv) * dtype_bytes(call.dtype);
+  }
+  return static_cast<int64_t>(SHARE_OF_PEERS * static_cast<double>(held + beside)) - held;
+}
 
 PlanResult plan_in_parts(const BackwardProblem& problem, const Device& device,
                          const PlanBackward& plan) {

@@ -6,12 +6,16 @@
 // workspace is too large is computed for some of its heads after the others.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
 #include "common/planning/backward_problem.h"
 #include "common/planning/plan.h"
 
 namespace archflash::core {
+
+// The bytes of workspace that a call may take in one part.
+int64_t most_workspace(const BackwardProblem& problem);
 
 // The plan of a folder for a call or for a part of it.
 using PlanBackward = std::function<PlanResult(const BackwardProblem&, const Device&)>;

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "common/planning/backward_parts.h"
+
 namespace archflash::core {
 
 Reasons refuse_rounds(const BackwardProblem& problem, const std::string& implementation) {
@@ -74,10 +76,14 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
   const int64_t steps = rounds * (call.heads_q / std::max<int64_t>(call.heads_kv, 1));
   if (at_a_time <= 1 || steps >= steps_of_tile * at_a_time) return 1;
   // Few of the tiles that are taken first wait where nearly each of them is of another head. Where
-  // a head has few, and CTAs take several, these come one after another soon.
-  if (steps * heads >= steps_of_tile * (device.sm_count - heads)) return 1;
+  // a head has few, and CTAs take several, these come one after another soon. Where few CTAs take
+  // two, all wait for them.
+  if (steps * heads > steps_of_tile * (device.sm_count - heads)) return 1;
   constexpr int64_t FEW_TILES = 4;
-  if (tiles <= std::min(steps, FEW_TILES) && tiles * heads > device.sm_count) return 1;
+  const int64_t few_tiles = tile.head_dim == 96 ? 0 : std::min(steps, FEW_TILES);
+  const bool few_take_two =
+      tiles > FEW_TILES - 1 && call.nk <= call.nq && 2 * tiles * heads <= 3 * device.sm_count;
+  if (tiles * heads > device.sm_count && (tiles <= few_tiles || few_take_two)) return 1;
   // Where keys are many more than rows, a second sum does not help: nearly all tiles begin with the
   // last round, and each sum would be handed on from tile to tile. So there are chains, whose sums
   // take no more memory than dK would in fp32. Many of them only if they stay in L2. Measured on an
@@ -86,11 +92,15 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
   const bool many_keys = call.nk >= MANY_KEYS * call.nq;
   const int64_t wanted = ceil_div(at_a_time, std::max<int64_t>(steps / steps_of_tile, 1));
   const int64_t fitting = call.nk * call.heads_kv / std::max<int64_t>(call.nq * call.heads_q, 1);
+  const int64_t bytes = count_rounds(call, tile.round_rows) * sums_bytes_of_round(call, tile);
   int64_t most = many_keys ? tile.most_chains : 0;
-  if (tile.reads_many_chains) {
-    const int64_t bytes = count_rounds(call, tile.round_rows) * sums_bytes_of_round(call, tile);
+  if (tile.reads_many_chains)
     most = std::max(most, std::min(L2_BYTES / std::max<int64_t>(bytes, 1), MOST_CHAINS));
-  }
+  // So many that a large call needs no second part, if that leaves any.
+  constexpr int64_t FEWEST_CHAINS = 3, WAVES_OF_PARTS = 8;
+  const int64_t room = most_workspace(problem) / std::max<int64_t>(bytes, 1);
+  if (tiles * heads >= WAVES_OF_PARTS * device.sm_count && room >= FEWEST_CHAINS)
+    most = std::min(most, room);
   // Sums that stay in L2 are few where rows are, of however many heads. Measured with 128 columns,
   // and where heads share one of K.
   const bool fits = tile.reads_many_chains &&
