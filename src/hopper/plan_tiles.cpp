@@ -62,6 +62,12 @@ double time_of_short(const Problem& problem, const Device& device, const KernelT
   return std::max(of_sm / together, 1.0) * of_tiles * tile.block_q / tile.speed;
 }
 
+double speed_of(const KernelTile& tile, const Problem& problem) {
+  if (tile.odd_speed > 0 && has_odd_rows(problem)) return tile.odd_speed;
+  if (tile.uneven_speed > 0 && !core::equal_tiles(problem)) return tile.uneven_speed;
+  return tile.speed;
+}
+
 // With more rounds of tiles than these a model says little: they come out even.
 constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;
 
@@ -117,7 +123,7 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   }
   // See plan_with_tile(). With more keys it is unmeasured.
   const bool starts_late = resident > 1 && rows * heads < workers && head.nk <= FEW_KEYS;
-  return time * tile.block_q * static_cast<double>(resident) / tile.speed +
+  return time * tile.block_q * static_cast<double>(resident) / speed_of(tile, problem) +
          (starts_late ? LATE_KEYS * LATE_ROWS : 0);
 }
 
@@ -273,8 +279,9 @@ CutTiles cut_last_round(const Problem& problem, const KernelTile& tile, int64_t 
 // keys.
 bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
   constexpr double COUNTER_KEYS = 128;
-  // Tiles of unequal length take so much more time in fixed rounds than the model says, because the
-  // time of each varies. Measured at D=128 (docs/lab/hopper.md).
+  // Tiles that take unequal times, as where the first one of each head has fewer rows, take so much
+  // more time in fixed rounds than the model says, because the time of each varies
+  // (docs/lab/hopper.md).
   constexpr double ROUNDS_VARY = 1.03;
   const int64_t slices = plan.tile.v_slices;
   const int64_t tiles = plan.tile.tiles * slices, ctas = plan.tile.ctas;
@@ -294,7 +301,8 @@ bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTi
       times.insert(times.end(), std::min(group, heads - first) * slices, time);
   }
   const auto walk_time = [&](core::Walk walk) { return core::makespan(times, ctas, walk).time; };
-  const bool varies = tile.head_dim == 128 && !core::equal_tiles(problem);
+  const bool equal = core::equal_tiles(problem);
+  const bool varies = equal ? problem.nq % tile.block_q != 0 : tile.head_dim == 128;
   return walk_time(core::Walk::Queue) + COUNTER_KEYS <
          (varies ? ROUNDS_VARY : 1) * walk_time(core::Walk::Rounds);
 }

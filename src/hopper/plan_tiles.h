@@ -44,6 +44,8 @@ struct KernelTile : core::Tile {
   // beyond core::TILE_KEYS, in keys. No speed: the rules of `serves` choose among the table's
   // tiles.
   double speed = 0;
+  // That speed where has_odd_rows(), and where a call's tiles take unequal times; 0: the same.
+  double odd_speed = 0, uneven_speed = 0;
   int start_keys = 0;
   PackedTimes packed = {};
 };

@@ -82,6 +82,14 @@ constexpr KernelTile with_packed(KernelTile tile, PackedTimes times) {
   tile.packed = times;
   return tile;
 }
+constexpr KernelTile with_odd_speed(KernelTile tile, double speed) {
+  tile.odd_speed = speed;
+  return tile;
+}
+constexpr KernelTile with_uneven_speed(KernelTile tile, double speed) {
+  tile.uneven_speed = speed;
+  return tile;
+}
 constexpr KernelTile TILES[] = {
     with_packed(rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64), {2620, 20.9}),
     with_packed(rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128), {2690, 12.2}),
@@ -90,15 +98,22 @@ constexpr KernelTile TILES[] = {
     with_packed(rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"),
                 {610, 5.3, 8.5}),
     with_packed(rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96), {3920, 17.3}),
-    with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128), {3630, 11.1}),
-    with_packed(rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
-                {3850, 24.2}),
+    with_odd_speed(
+        with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128), {3630, 11.1}),
+        0.71),
+    with_odd_speed(
+        with_packed(rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
+                    {3850, 24.2}),
+        0.96),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
     with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
                 {980, 7.4, 13.5}),
     with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3380, 17.7}),
     with_packed(rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128), {2400, 14.5}),
-    with_packed(rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE), {3330, 16.8}),
+    with_uneven_speed(
+        with_packed(rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),
+                    {3330, 16.8}),
+        0.959),
     rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
     with_packed(rated<D128Short<DType::F16>>("d128_short", 1.12, 110, SHORT_128, "short"),
                 {1080, 8.3, 10.2}),
