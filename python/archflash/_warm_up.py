@@ -249,7 +249,8 @@ def _packed_problems(dtype: torch.dtype, d: int, dv: int) -> Iterator[_native.Pr
     ends = torch.zeros(65, dtype=torch.int32)
     for causal, heads, rows in itertools.product((False, True), (1, 16), (2, 50, 100, 200, 1000)):
         q, k, v = (torch.empty(64 * rows, heads, dim, dtype=dtype) for dim in (d, d, dv))
-        for longest in (None, max(rows, 33)):  # tiles of few rows have up to 16
+        # Tiles of few rows have up to 16; tiles of sequences of unequal lengths are listed.
+        for longest in (None, max(rows, 33), 8 * rows):
             yield _api.make_problem(
                 q, k, v, causal=causal, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
                 max_seqlen_k=longest,

@@ -134,6 +134,8 @@ struct Config {
   // Tiles of few keys, where a producer that waits for V to clear rows that do not count would be
   // the last to be done: the consumers clear them.
   static constexpr bool SHORT = STORES_BY_TMA && WARPGROUPS == 1;
+  // Whether a kernel before may have listed the tiles of packed sequences (PackedTiles).
+  static constexpr bool TAKES_LISTS = !FP8 && !CAN_SPLIT && !CACHE && !DROPS;
   // Whether a tile may have rows of several heads that share a head of K.
   static constexpr bool CAN_PACK = CAN_SPLIT || SHORT;
   // The columns of V that a product takes. With 8 bits and without OVERLAPS all of them are

@@ -167,14 +167,22 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     } else if constexpr (C::PREPARES_TILES) {
       const FoundTile found = find_tile<C>(params, part.tile);
       tile = {found.work, 0};
-      if (tile.first_row < 0) continue;
+      if (tile.first_row < 0) {
+        if (C::TAKES_LISTS && params.listed) break;  // the list has no more
+        continue;
+      }
       batch = found.batch, head = found.head, kv_head = found.kv_head;
     } else {
-      tile = {
-          device::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
-                            C::CAN_PACK ? params.packed_heads.count : 1),
-          static_cast<int>(index) % shares};
-      if (tile.first_row < 0) continue;
+      if (C::TAKES_LISTS && params.listed) {
+        tile = {find_listed_work(params, index, 1), 0};
+        if (tile.first_row < 0) break;  // the list has no more
+      } else {
+        tile = {
+            device::find_work(attention, static_cast<int>(index) / shares, rows_of_tile<C>(params),
+                              C::CAN_PACK ? params.packed_heads.count : 1),
+            static_cast<int>(index) % shares};
+        if (tile.first_row < 0) continue;
+      }
       batch = tile.batch_head / attention.heads_q;
       head = tile.batch_head % attention.heads_q;
       kv_head = head / attention.heads_per_kv;

@@ -17,6 +17,8 @@ struct Params {
   AttentionParams attention;
   // Row tiles of all heads, times partials.splits and v_slices, which the CTAs share out.
   int32_t tiles;
+  // Not 0: the row tiles of packed sequences are listed behind the counter (PackedTiles).
+  int32_t listed;
   // Counts the tiles that CTAs have taken beyond their first ones; 0 before the launch. Null: the
   // tiles are shared out in a fixed order.
   int32_t* taken_gmem;
@@ -38,6 +40,22 @@ struct Params {
   int32_t whole_tiles, part_rows;
 };
 constexpr int32_t ONE_TILE_EACH = -1;
+
+// A row tile of packed sequences; first_row is negative behind the last one.
+struct alignas(16) PackedTile {
+  int32_t sequence, first_row, nq, nk;
+};
+
+// The counter of tiles (Params::taken_gmem), and the tiles in the order in which they are taken, as
+// the kernel before has listed them (order_packed.cuh).
+struct PackedTiles {
+  int32_t taken;
+  PackedTile tiles[1];  // and more
+
+  static constexpr int64_t bytes(int64_t tiles) {
+    return static_cast<int64_t>(sizeof(PackedTiles) + (tiles - 1) * sizeof(PackedTile));
+  }
+};
 
 // The one parameter of the kernel that clears the counter of tiles (Params::taken_gmem).
 struct CounterParams {

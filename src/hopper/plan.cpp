@@ -109,6 +109,11 @@ void add_out_map(LaunchPlan& plan, const Problem& problem, const KernelTile& til
       problem, Operand::Out, static_cast<int>(offsetof(StoringParams, out_map)), tile.out_box));
 }
 
+// The row tiles of a head, of all packed sequences.
+int64_t tiles_of_head(const Problem& problem, const KernelTile& tile) {
+  return core::tiles_of(problem, tile) / (problem.heads_q / tile.packed_heads);
+}
+
 // The plan of a call without a latent cache, with a tile and a split that were chosen for it.
 PlanResult plan_with_tile(const Problem& problem, const Problem& given, const Device& device,
                           const core::SplitChoice<KernelTile>& choice) {
@@ -171,11 +176,13 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   // Kernels that wait for what comes before them may start early.
   const bool may_start_early = !fp8 && !masked && !problem.kv_cache;
   const bool two_launches = transposed_before && problem.nk > 0;
-  int64_t counter = 0;
+  int64_t counter = 0, listed = 0;
   if (splits == 1 && stays && counts_tiles(plan, problem, tile)) {
     constexpr int64_t BYTES = sizeof(*params.taken_gmem);
     plan.tile.counts_tiles = true;
-    counter = workspace.add(BYTES);
+    if (may_start_early && lists_tiles(problem, device, tile))
+      listed = tiles_of_head(problem, tile);
+    counter = workspace.add(listed > 0 ? PackedTiles::bytes(listed) : BYTES);
     // Before calls that start early a kernel clears it; the one that transposes V does, too.
     if (!may_start_early && !two_launches) plan.zeroed_bytes = BYTES;
     add_pointer(plan.launches[0], Operand::Workspace, offsetof(Params, taken_gmem), counter);
@@ -183,11 +190,25 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   if (two_launches) transpose_v(plan, problem, tile, workspace);
   if (problem.dropout_p != 0) add_dropout(plan, problem);
   if (tile.out_box.columns != 0) add_out_map(plan, problem, tile);
-  if (splits == 1) plan.workspace_bytes = workspace.bytes();
   if (may_start_early) {
     plan.launches[0].uses_pdl = fills_places(plan, device);
-    if (plan.tile.counts_tiles) clear_counter(plan, problem, counter);
+    if (listed > 0) {
+      TileList few{};
+      if (const FewRows others = few_rows_of(problem, device, tile); others.rows > 0) {
+        const PlanResult of_few = plan_with_tile(problem, given, device, {others.tile});
+        if (const auto* reasons = std::get_if<Reasons>(&of_few)) return *reasons;
+        plan.launches.push_back(std::get<LaunchPlan>(of_few).launches.back());
+        few = {.tiles = tiles_of_head(problem, others.tile),
+               .tile_rows = others.tile.block_q,
+               .rows = others.rows};
+        few.start = workspace.add(PackedTiles::bytes(few.tiles));
+      }
+      list_tiles(plan, problem, {counter, listed, tile.block_q}, few);
+    } else if (plan.tile.counts_tiles) {
+      clear_counter(plan, problem, counter);
+    }
   }
+  if (splits == 1) plan.workspace_bytes = workspace.bytes();
   if (problem.kv_cache) {
     const Reasons reasons = read_cache(plan, problem, given, device, tile);
     if (!reasons.empty()) return reasons;
@@ -255,8 +276,9 @@ Notes notes(const LaunchPlan& plan) {
                      (tile->v_stages == tile->k_stages ? "of" : str(tile->v_stages) + " of") +
                      " V, " + str(tile->barriers) + " barriers"},
   };
-  const auto few = std::ranges::find_if(plan.launches, [](const Launch& launch) {
-    return launch.kernel.ends_with("_decode") || launch.kernel.ends_with("_cache_fp8");
+  const auto few = std::ranges::find_if(plan.launches, [&](const Launch& launch) {
+    const bool is_second = launch.kernel.ends_with("_short") && !tile->is_short;
+    return is_second || launch.kernel.ends_with("_decode") || launch.kernel.ends_with("_cache_fp8");
   });
   if (few != plan.launches.end()) {
     lines.emplace_back("few rows",

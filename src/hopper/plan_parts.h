@@ -76,6 +76,19 @@ void transpose_v(LaunchPlan& plan, const Problem& problem, const KernelTile& til
 // the driver.
 void clear_counter(LaunchPlan& plan, const Problem& problem, int64_t counter);
 
+// A list of tiles of packed sequences: where it is in the workspace, for how many tiles of a head,
+// and which sequences it has (PackedListsParams).
+struct TileList {
+  int64_t start = 0, tiles = 0;
+  int32_t tile_rows = 0;
+  int64_t rows = 0;  // of a sequence, at most
+};
+
+// Puts a kernel before the one or two launches of `plan` that lists their tiles
+// (plan_packed.cpp).
+void list_tiles(LaunchPlan& plan, const Problem& problem, const TileList& many,
+                const TileList& few);
+
 // Whether a kernel of such CTAs may start early: they start where those of the kernel before have
 // ended. Where they do not fill the places that SMs have for them, they would lie unevenly: several
 // on some SMs and none on others.

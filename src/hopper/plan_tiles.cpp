@@ -147,9 +147,10 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
     const bool measured = packed && tile.packed.start > 0;
     // Tiles without such times serve calls of few tiles.
     if (packed && !measured && best != nullptr && best->packed.start > 0) continue;
-    const double of_tile = measured
-                               ? packed_time(problem, device, pack_short(problem, device, tile))
-                               : time_of(problem, device, tile);
+    if (packed && tile.can_split && best != nullptr && is_uneven(problem)) continue;
+    double of_tile = measured ? packed_time(problem, device, pack_short(problem, device, tile))
+                              : time_of(problem, device, tile);
+    if (const FewRows few = few_rows_of(problem, device, tile); few.rows > 0) of_tile = few.time;
     if (best == nullptr || of_tile < time) best = &tile, time = of_tile;
   }
   return best;

@@ -28,12 +28,13 @@ struct KernelTile : core::Tile {
   bool in_turns = false;
   int row_step = 0;
   int v_columns_of_cta = 0;
-  int grouped_slabs = 0;    // of K and V, if they lie in GroupedTiles, else 0
-  bool cuts_tiles = false;  // the last ones into parts
-  bool is_short = false;    // for short sequences: several CTAs stay on an SM
-  bool dense = false;       // its kernel reads a summary of attn_mask
-  int streams = 0;          // of a CTA, in kernels for calls whose only mask as data is block_mask
-  bool mixed = false;       // for packed sequences of mixed lengths (mixed_params.h)
+  int grouped_slabs = 0;     // of K and V, if they lie in GroupedTiles, else 0
+  bool cuts_tiles = false;   // the last ones into parts
+  bool is_short = false;     // for short sequences: several CTAs stay on an SM
+  bool takes_lists = false;  // of the tiles of packed sequences (order_packed.cuh)
+  bool dense = false;        // its kernel reads a summary of attn_mask
+  int streams = 0;           // of a CTA, in kernels for calls whose only mask as data is block_mask
+  bool mixed = false;        // for packed sequences of mixed lengths (mixed_params.h)
   // Whether a kernel for 8 bits can transpose V, whether it takes V that was transposed before, and
   // the box in which TMA brings the V that it transposes.
   bool transposes_v = false, takes_transposed_v = false;
@@ -69,9 +70,22 @@ bool are_many_packed(const Problem& problem, const Device& device);
 // of more sectors.
 bool has_odd_rows(const Problem& problem);
 double packed_time(const Problem& problem, const Device& device, const KernelTile& tile);
+// Whether the longest of the packed sequences is known to be so much longer than the mean that its
+// tiles would often be the last.
+bool is_uneven(const Problem& problem);
 // A tile of short sequences with the heads that share a head of K packed into its rows, where that
 // time is shorter then; else the tile as it is.
 KernelTile pack_short(const Problem& problem, const Device& device, const KernelTile& tile);
+// Whether a kernel before lists the tiles of packed sequences, the longest first.
+bool lists_tiles(const Problem& problem, const Device& device, const KernelTile& tile);
+// The tile by which a second kernel serves the packed sequences of up to `rows` rows, where calls
+// with few long ones are done sooner; rows = 0: they are not.
+struct FewRows {
+  KernelTile tile;
+  int64_t rows = 0;
+  double time = 0;  // of the whole call, in ns
+};
+FewRows few_rows_of(const Problem& problem, const Device& device, const KernelTile& tile);
 
 // The row tiles of a head of one sequence, with a tile of the tables, as the model of makespans has
 // them. Packed sequences count as having the mean length.

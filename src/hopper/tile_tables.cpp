@@ -37,6 +37,7 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
   tile.cuts_tiles = C::CUTS_TILES;
   if constexpr (requires { C::SHORT; }) tile.is_short = C::SHORT;
+  tile.takes_lists = C::TAKES_LISTS;
   if (C::STORES_BY_TMA) tile.out_box = {C::QTile::SLAB, C::WARP_ROWS, C::QTile::SWIZZLE};
   tile.mixed = C::MIXED;
   tile.dense = requires { typename C::MaskTile; };
@@ -99,7 +100,7 @@ constexpr KernelTile TILES[] = {
                 {610, 5.3, 8.5}),
     with_packed(rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96), {3920, 17.3}),
     with_odd_speed(
-        with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128), {3630, 11.1}),
+        with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128), {3630, 11.9}),
         0.71),
     with_odd_speed(
         with_packed(rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
@@ -108,7 +109,7 @@ constexpr KernelTile TILES[] = {
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
     with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
                 {980, 7.4, 13.5}),
-    with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3380, 17.7}),
+    with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3380, 17}),
     with_packed(rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128), {2400, 14.5}),
     with_uneven_speed(
         with_packed(rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),

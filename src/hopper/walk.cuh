@@ -228,6 +228,17 @@ __device__ __forceinline__ device::Work find_short_work(const AttentionParams& p
   return work;
 }
 
+// The tile of an index where the kernel before has listed the tiles of packed sequences.
+__device__ __forceinline__ device::Work find_listed_work(const Params& params, unsigned index,
+                                                         int packed_heads) {
+  const AttentionParams& attention = params.attention;
+  const unsigned heads = static_cast<unsigned>(attention.heads_q / packed_heads);
+  const unsigned number = index / heads;
+  const PackedTile tile = reinterpret_cast<const PackedTiles*>(params.taken_gmem)->tiles[number];
+  const int head = static_cast<int>(index - number * heads) * packed_heads;
+  return {tile.sequence * attention.heads_q + head, tile.first_row, tile.nq, tile.nk};
+}
+
 // With PREPARES_TILES: the tile of an index. The first copy of a CTA waits for it, and the copies
 // of a tile for the next one, so it does what device::find_work() does with fewer instructions: it
 // divides only where it must, and numbers without a sign.
@@ -249,6 +260,8 @@ __device__ __forceinline__ FoundTile find_tile(const Params& all_params, unsigne
     found.work.nk = params.nk;
     found.work.first_row = C::BLOCK_Q * (static_cast<int>(tiles) - 1 -
                                          params.order.from_last(static_cast<int>(from_last)));
+  } else if (C::TAKES_LISTS && all_params.listed) {
+    found.work = find_listed_work(all_params, index, C::SHORT ? all_params.packed_heads.count : 1);
   } else if (C::SHORT && all_params.part_rows == ONE_TILE_EACH) {
     index *= static_cast<unsigned>(all_params.packed_heads.count);
     const unsigned batch = index / static_cast<unsigned>(params.heads_q);

@@ -313,6 +313,7 @@ INSTRUCTIONS = {
     "hopper_combine_": COMBINES,
     "hopper_convert_cache_": ("LDG.E.128", "HMUL2", "STG.E.128"),
     "hopper_order_mixed_": ("LDG.E", "SHFL.UP", "STG.E.128"),
+    "hopper_order_packed_": ("LDG.E", "REDUX", "STG.E.128"),
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
     "hopper_prepare_mask_": ("LDG.E", "VOTE", "STG.E.128"),
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),

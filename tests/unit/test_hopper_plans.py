@@ -176,6 +176,30 @@ def test_packed_sequences_known_to_have_one_tile_each_have_that_of_their_number(
         assert (found.one_tile_each, found.tiles) == (False, (94 + sequences) * 12)
 
 
+def test_tiles_of_packed_sequences_are_listed_and_few_rows_may_have_a_kernel_of_their_own() -> None:
+    def kernels(call: dict[str, Any]) -> list[str]:
+        plan = archflash.explain(**call, device="H200", implementation=NAME).plan
+        assert plan is not None
+        return [launch["kernel"].replace("_bf16", "")[7:] for launch in plan.to_dict()["launches"]]
+
+    def longest(rows: int) -> dict[str, int]:
+        return {"max_seqlen_q": rows, "max_seqlen_k": rows}
+
+    assert kernels(packed(37, 8192, 16, 16, 72, **longest(397))) == [
+        "order_packed", "attention_fwd_d96_large"
+    ]  # fmt: skip
+    few = packed(74, 8192, 28, 4, 128, causal=True, **longest(2335))
+    assert kernels(few) == ["order_packed", "attention_fwd_d128_turns", "attention_fwd_d128_short"]
+    # The tiles of the long ones would not fill the GPU; up to 64 columns short tiles serve all.
+    of_23 = packed(23, 8192, 14, 2, 72, **longest(2400))
+    assert kernels(of_23) == ["order_packed", "attention_fwd_d96_large"]
+    of_64 = packed(83, 8192, 12, 12, 64, **longest(2000))
+    assert kernels(of_64) == ["order_packed", "attention_fwd_d64_short"]
+    # Short sequences of similar lengths, and too many to compare each with all others.
+    assert kernels(packed(76, 8192, 12, 12, 64, **longest(198)))[0] == "clear_counter"
+    assert kernels(packed(3000, 99999, 12, 12, 64, **longest(2000)))[0] == "clear_counter"
+
+
 def test_gradients_of_packed_sequences_of_which_one_is_far_longer_have_long_tiles() -> None:
     def kernel(**hints: int) -> str:
         call = packed(64, 8192, 12, 12, 64, **hints)

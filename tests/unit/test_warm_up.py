@@ -62,7 +62,7 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     of_options = ("dropout", "f32_out", "gather", "gather_large")
     others = {f"d64_{tile}" for tile in (*with_masks, *of_options, "cache", "few_cache", "mixed")}
     helpers = {
-        "clear_counter", "combine", "order_tiles", "order_mixed", "summarize_mask",
+        "clear_counter", "combine", "order_tiles", "order_mixed", "order_packed", "summarize_mask",
         "summarize_ranges",
     }  # fmt: skip
     assert names == (

@@ -5,6 +5,7 @@
 #include "common/kernel_entry.cuh"
 #include "hopper/attention_fwd.cuh"
 #include "hopper/before_and_behind.cuh"
+#include "hopper/order_packed.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
@@ -28,4 +29,5 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_few), attention_fwd, D256Few<
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_f32_out), attention_fwd, D64F32Out<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_f32_out), attention_fwd, D128F32Out<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_clear_counter), (1), clear_counter)
+ARCHFLASH_ENTRY(KERNEL(hopper_order_packed), (ORDER_PACKED_THREADS), order_packed)
 ARCHFLASH_ENTRY(KERNEL(hopper_combine), (32 * COMBINE_WARPS), combine<DTYPE>)
