@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from archflash import _archflash as _native
 from archflash import _dispatch, _forward_operators, _mended_calls, _schemas, _sharding
@@ -134,29 +133,13 @@ _IN_RUNTIME = (
     "_scaled_dot_product_cudnn_attention_backward",
     "_flash_attention_backward",
 )
-_OLDEST_FOR_RUNTIME = (2, 11)  # the oldest version of PyTorch with which this was tried
-_LETTERS = {
-    "Tensor": "T", "float": "f", "bool": "b", "int": "i", "SymInt": "i", "Optional[Tensor]": "t",
-    "Optional[float]": "g", "Optional[int]": "j", "Optional[SymInt]": "j",
-}  # fmt: skip
-
-
-def _handle_functions() -> tuple[Kernel, Kernel] | None:
-    """The two private functions of PyTorch with which the runtime makes a Python tensor of a
-    handle, and handles of Python tensors; None if this PyTorch lacks one.
-    """
-    core = getattr(torch._C, "_aoti", None)
-    tensor_of = getattr(core, "alloc_tensor_by_stealing_from_void_ptr", None)
-    handles_of = getattr(core, "unsafe_alloc_void_ptrs_from_tensors", None)
-    return None if tensor_of is None or handles_of is None else (tensor_of, handles_of)
 
 
 def runtime_serves() -> bool:
     """Whether the runtime can stand in front of PyTorch's operators itself. Where it cannot, the
     functions in Python serve every call.
     """
-    new = bool(TorchVersion(torch.__version__) >= _OLDEST_FOR_RUNTIME)  # type: ignore[operator]
-    return new and _native.has_torch_functions() and _handle_functions() is not None
+    return _native.has_torch_functions() and _schemas.handle_functions() is not None
 
 
 def _install_in_runtime(operator: str, kernel: Kernel) -> None:
@@ -164,9 +147,8 @@ def _install_in_runtime(operator: str, kernel: Kernel) -> None:
     happens where the operator takes arguments of a kind that the runtime does not read.
     """
     arguments = getattr(torch.ops.aten, operator).default._schema.arguments
-    letters = [_LETTERS.get(str(argument.real_type)) for argument in arguments]
-    functions = _handle_functions()
-    if None in letters or functions is None:
+    types, functions = _schemas.letters(operator), _schemas.handle_functions()
+    if types is None or functions is None:
         return
     positional = sum(not argument.kwarg_only for argument in arguments)
     names = [argument.name for argument in arguments[positional:]]
@@ -174,7 +156,6 @@ def _install_in_runtime(operator: str, kernel: Kernel) -> None:
     def by_python(*given: Any) -> Any:
         return kernel(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
 
-    types = "".join(str(letter) for letter in letters)
     _native.install_operator(operator, types, _KEY, by_python, _dispatch.steered, *functions)
 
 

@@ -20,6 +20,7 @@
 #include "runtime/registry.h"
 #include "runtime/run_plan.h"
 #include "runtime/text.h"
+#include "torch_operators/node.h"
 #include "torch_operators/operators.h"
 
 namespace archflash {
@@ -28,6 +29,19 @@ namespace {
 // The caches and the other objects of this module that functions return by
 // reference are never destroyed: they hold Python objects and CUDA handles,
 // which must outlive static destruction.
+
+// What is known of nodes that run_as_node() makes for calls that are alike.
+struct NodesInCpp {
+  struct Node {
+    double number;
+    std::vector<int> tensors;  // the places of options that are
+  };
+  // By where the rows of q are, and whether the gradients must be
+  // deterministic.
+  std::optional<Node> nodes[2][2];
+  bool are_none = false;        // such a call needs a node in Python
+  ExpectedGradients gradients;  // until the first one is made
+};
 
 struct CachedCall {
   // Null: `torch` serves the problem. Where gradients are needed, the plan also
@@ -41,6 +55,8 @@ struct CachedCall {
   // the dimensions come.
   int out_ndim = 0;
   int64_t out_shape[4]{}, out_strides[4]{};
+  // Where gradients are needed.
+  std::shared_ptr<NodesInCpp> nodes;
 
   // The templates that fit a call: that of the output only if it has the same
   // strides.
@@ -65,6 +81,9 @@ constexpr auto decide = kept_object<[] {}>;
 constexpr auto decide_pytorchs = kept_object<[] {}>;
 
 constexpr auto record = kept_object<[] {}>;
+
+// _gradients.asks_for_deterministic
+constexpr auto asks_for_deterministic = kept_object<[] {}>;
 
 // The calls of PyTorch's operators have decisions of their own: who serves them
 // is decided without the log-sum-exp, which PyTorch's kernels give at no cost,
@@ -130,11 +149,13 @@ void add_plans(const Call& call, const LaunchPlan& plan, CachedOperator& decisio
 // pass of a call whose gradients are needed, which also gives the log-sum-exp; nothing if the
 // kernel that was chosen does not, and Python refuses the call.
 std::optional<std::shared_ptr<LaunchPlan>> choose(const Arguments& a, const Call& call,
-                                                  nb::handle implementation, bool recorded) {
+                                                  nb::handle implementation, bool recorded,
+                                                  ExpectedGradients& gradients) {
   const Problem& problem = call.problem;
   const int device_index = call.device_index;
-  std::string differentiates;
-  if (recorded) differentiates = expect_gradients(a, call, implementation);
+  if (recorded) gradients = expect_gradients(a, call, implementation);
+  const std::string differentiates =
+      gradients.plan ? gradients.plan->plan->implementation : std::string();
   const auto plan_by = [&](const std::string& kernel, const Device& device) {
     Problem asked = problem;
     asked.on_cuda = true;  // the simulator stands for a GPU
@@ -198,20 +219,89 @@ OptionsToKeep options_to_keep(const Arguments& a) {
   return kept;
 }
 
+// What the backward pass is told of a call.
+nb::tuple told_of_call(const OptionsToKeep& kept, const LaunchPlan& plan,
+                       nb::handle implementation) {
+  return nb::make_tuple(kept.values, nb::tuple(kept.places), plan.implementation,
+                        implementation.is_none());
+}
+
+// Whether a tensor among the options can be the one that a node in C++ keeps beside q, k and v.
+bool can_be_of_node(nb::handle tensor, int place) {
+  constexpr Operand KNOWN[] = {Operand::Mask,        Operand::CuSeqlensQ, Operand::CuSeqlensK,
+                               Operand::AlibiSlopes, Operand::BlockMask,  Operand::RngState};
+  constexpr int MOST_DIMENSIONS_READ = 4;
+  TensorView view;
+  read_tensor(tensor, OPTIONS[place].name, view);
+  return view.device_kind == DeviceKind::Cuda && view.ndim <= MOST_DIMENSIONS_READ &&
+         OPTIONS[place].operand && std::ranges::count(KNOWN, *OPTIONS[place].operand) > 0;
+}
+
+// The node of calls like this one; nothing where it cannot be in C++.
+std::optional<NodesInCpp::Node> node_of(const Arguments& a, const Call& call,
+                                        const LaunchPlan& plan, nb::handle implementation,
+                                        bool deterministic) {
+  const Problem& p = call.problem;
+  if (call.device_index < 0 || p.want_lse || p.out_dtype != p.dtype ||
+      plan.problem.approximate != 0 || plan.launches.empty())
+    return {};
+  const OptionsToKeep kept = options_to_keep(a);
+  NodesInCpp::Node node{};
+  std::vector<Operand> operands;
+  for (const nb::handle place : kept.places) {
+    const int i = node.tensors.emplace_back(nb::cast<int>(place));
+    if (!can_be_of_node(a.*ARGUMENTS[i], i)) return {};
+    operands.push_back(*OPTIONS[i].operand);
+  }
+  const nb::tuple told = nb::make_tuple(told_of_call(kept, plan, implementation), deterministic);
+  const std::optional<double> number = number_of_node(told, operands);
+  if (!number) return {};
+  node.number = *number;
+  return node;
+}
+
+// The output of a call by a plan with its node in C++; null, with nothing launched, where the call
+// needs one in Python.
+nb::object run_with_node(NodesInCpp& known, const PreparedPlan& prepared, const Arguments& a,
+                         Call& call, nb::handle implementation) {
+  if (known.are_none) return {};
+  const bool deterministic = asks_for_deterministic()().is(Py_True);
+  const bool rows_first = reading::axes_of(a, false).row == 1;
+  std::optional<NodesInCpp::Node>& node = known.nodes[rows_first][deterministic];
+  if (!node) node = node_of(a, call, *prepared.plan, implementation, deterministic);
+  known.are_none = !node;
+  if (!node) return {};
+  nb::handle other = Py_None;
+  for (const int place : node->tensors) {
+    const nb::handle tensor = a.*ARGUMENTS[place];
+    if (!other.is_none() && !other.is(tensor)) return {};
+    other = tensor;
+  }
+  if (!other.is_none() && reading::requires_grad(other)) return {};
+  // The backward pass will ask the kernel of the forward pass first.
+  const ExpectedGradients expected = std::exchange(known.gradients, {});
+  const bool same =
+      expected.plan && expected.plan->plan->implementation == prepared.plan->implementation;
+  return run_as_node(prepared, a, call, other, node->number, deterministic,
+                     same ? expected : ExpectedGradients());
+}
+
 // A call whose gradients are needed, by a plan that gives its log-sum-exp. Unless a kernel is
 // forced others may compute the gradients: those that are to be deterministic, for example.
 nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& call,
                           nb::handle implementation) {
   const std::shared_ptr<PreparedPlan> plan = found.plan;
   const Templates like = found.like_of(call);
+  const std::shared_ptr<NodesInCpp> nodes = found.nodes;
   if (plan->plan->launches.empty() && call.problem.varlen) return nb::borrow(Py_NotImplemented);
+  if (nb::object out = run_with_node(*nodes, *plan, a, call, implementation); out.is_valid())
+    return out;
   const Flag wants_lse = call.problem.want_lse;
   call.problem.want_lse = true;
   const nb::object results = run(*plan, a, call, like);
   call.problem.want_lse = wants_lse;
   const OptionsToKeep kept = options_to_keep(a);
-  const nb::tuple of_call = nb::make_tuple(kept.values, nb::tuple(kept.places),
-                                           plan->plan->implementation, implementation.is_none());
+  const nb::tuple of_call = told_of_call(kept, *plan->plan, implementation);
   const nb::tuple recorded = nb::make_tuple(results[0], results[1], nb::tuple(kept.tensors),
                                             static_cast<bool>(wants_lse), of_call);
   if (a.sinks.is_none() && a.attn_mask.is_none()) return record()(recorded, a.q, a.k, a.v);
@@ -275,10 +365,15 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
     CachedCall decision;
     const bool needs_grad = call.problem.needs_grad;
     const bool recorded = needs_grad && can_be_recorded(arguments, call.problem);
-    const auto chosen = choose(arguments, call, implementation, recorded);
+    ExpectedGradients gradients;
+    const auto chosen = choose(arguments, call, implementation, recorded, gradients);
     if (!chosen || (*chosen && needs_grad && !recorded)) return nb::borrow(Py_NotImplemented);
     if (*chosen) {
       decision.plan = prepare_for(call, *chosen);
+      if (recorded) {
+        decision.nodes = std::make_shared<NodesInCpp>();
+        decision.nodes->gradients = std::move(gradients);
+      }
       decision.out_ndim = call.out_ndim;
       std::memcpy(decision.out_shape, call.out_shape, sizeof call.out_shape);
       std::memcpy(decision.out_strides, call.out_strides, sizeof call.out_strides);
@@ -379,7 +474,10 @@ void set_decide(nb::object function, nb::object order) {
 
 void set_decide_pytorchs(nb::object function) { decide_pytorchs() = std::move(function); }
 
-void set_record(nb::object function) { record() = std::move(function); }
+void set_record(nb::object function, nb::object deterministic) {
+  record() = std::move(function);
+  asks_for_deterministic() = std::move(deterministic);
+}
 
 void set_decide_operator(nb::object function) { decide_operator() = std::move(function); }
 

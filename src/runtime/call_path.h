@@ -45,8 +45,8 @@ void set_decide_operator(nb::object function);
 // launched, and record((out, lse, tensors among the options, whether lse is
 // returned, (options without tensors, their places, implementation)), q, k, v)
 // returns what the call does, with autograd's node; with sinks or attn_mask
-// both follow.
-void set_record(nb::object function);
+// both follow. deterministic: whether gradients asked for now must be so.
+void set_record(nb::object function, nb::object deterministic);
 
 // What is forced, in a CacheKey.
 int64_t forced_index(nb::handle name);

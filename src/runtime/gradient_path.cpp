@@ -21,6 +21,8 @@
 #include "runtime/reading/reading.h"
 #include "runtime/registry.h"
 #include "runtime/run_plan.h"
+#include "torch_operators/node.h"
+#include "torch_operators/operators.h"
 
 namespace archflash {
 namespace {
@@ -358,6 +360,7 @@ std::optional<Written> compute(const GradientCall& given) {
   }
   const CachedGradients decision = *found;  // a copy: allocating may let other threads insert
   if (!decision.plan) return unserved;
+  if (given.keep) operator_answer().plan = decision.plan;
   for (int i = 0; i < GRADIENTS; ++i) {
     if (!decision.like[i].is_valid()) continue;
     Seen& gradient = made.gradients[i];
@@ -382,7 +385,8 @@ nb::object attention_backward(const GradientCall& given) {
 }
 
 nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& saved,
-                             const nb::tuple& call, const nb::tuple& needed, bool deterministic) {
+                             const nb::tuple& call, const nb::tuple& needed, bool deterministic,
+                             bool keep) {
   constexpr size_t INPUTS = 1 + GRADIENTS;  // of a node without sinks and attn_mask
   constexpr size_t TENSORS = 5;             // q, k, v, out and lse, before those of options
   const auto item = [](const nb::tuple& of, size_t i) {
@@ -401,7 +405,8 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
                      .dk = nb::none(),
                      .dv = nb::none(),
                      .deterministic = deterministic,
-                     .or_others = item(call, 3).is(Py_True)};
+                     .or_others = item(call, 3).is(Py_True),
+                     .keep = keep};
   const auto places = nb::borrow<nb::tuple>(item(call, 1));
   nb::handle sinks, mask;
   for (size_t i = 0; i < nb::len(places); ++i) {
@@ -428,7 +433,8 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
                         made->dmask);
 }
 
-std::string expect_gradients(const Arguments& a, const Call& call, nb::handle implementation) {
+ExpectedGradients expect_gradients(const Arguments& a, const Call& call,
+                                   nb::handle implementation) {
   if (!a.attn_mask.is_none() && reading::requires_grad(a.attn_mask)) return {};
   Problem of_call = call.problem;
   of_call.needs_grad = false;
@@ -450,14 +456,14 @@ std::string expect_gradients(const Arguments& a, const Call& call, nb::handle im
   };
   auto chosen = plan_gradients_in_order(call.device_index, implementation, plan_by);
   if (!chosen) return {};
-  const std::string kernel = chosen->implementation;
   // As the backward pass will ask (run_and_record() in call_path.cpp), if the forward pass takes
   // this kernel.
-  key.forced = forced_index(kernel);
+  key.forced = forced_index(chosen->implementation);
   if (implementation.is_none()) key.forced = asked_first(key.forced);
   decision.plan = prepare_for(call, std::move(chosen));
+  const ExpectedGradients expected{decision.plan, last_options.dlse, last_options.deterministic};
   cache().insert(key, std::move(decision));
-  return kernel;
+  return expected;
 }
 
 void set_decide_gradients(nb::object function, nb::object order) {
@@ -465,6 +471,9 @@ void set_decide_gradients(nb::object function, nb::object order) {
   set_order_of_gradients(std::move(order));
 }
 
-void clear_cached_gradients() { cache().clear(); }
+void clear_cached_gradients() {
+  cache().clear();
+  forget_gradients_of_nodes();
+}
 
 }  // namespace archflash

@@ -3,11 +3,12 @@
 // once.
 #pragma once
 
-#include <string>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "runtime/call.h"
+#include "runtime/execute.h"
 
 namespace archflash {
 
@@ -23,6 +24,7 @@ struct GradientCall {
   bool refuse_recorded;       // not if any tensor requires a gradient
   // Whether another implementation computes them where that one does not.
   bool or_others = false;
+  bool keep = false;  // the plan is the operator_answer() of this thread
   // Tensors of options that stand for those of `options`.
   std::vector<std::pair<nb::handle Arguments::*, nb::handle>> tensors = {};
 };
@@ -33,13 +35,19 @@ nb::object attention_backward(const GradientCall& given);
 
 // What the node of autograd returns whose record() (call_path.h) was told `call` and which keeps
 // `saved`: None and the gradients of q, k and v, and where `needed` has more than those four, of
-// sinks and attn_mask. Or NotImplemented, as above.
+// sinks and attn_mask. Or NotImplemented, as above. keep: the plan is the operator_answer() of this
+// thread.
 nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& saved,
-                             const nb::tuple& call, const nb::tuple& needed, bool deterministic);
+                             const nb::tuple& call, const nb::tuple& needed, bool deterministic,
+                             bool keep);
 
 // Who is expected to compute the gradients of a call that was not served yet: the backward pass is
-// planned for a gradient of the output that lies as the output does, and kept. Empty: unknown.
-std::string expect_gradients(const Arguments& a, const Call& call, nb::handle implementation);
+// planned for a gradient of the output that lies as the output does, and kept. No plan: unknown.
+struct ExpectedGradients {
+  std::shared_ptr<PreparedPlan> plan;
+  bool dlse = false, deterministic = false;  // what is expected of it, as it was of the last one
+};
+ExpectedGradients expect_gradients(const Arguments& a, const Call& call, nb::handle implementation);
 
 // decide(problem, device_index, implementation, plan_of) -> LaunchPlan, or None for `torch`: who
 // computes gradients, where plan_of(kernel, device) is a kernel's plan or its reasons why not.

@@ -7,6 +7,7 @@
 #include "runtime/bindings/bindings.h"
 #include "runtime/call.h"
 #include "runtime/execute.h"
+#include "torch_operators/node.h"
 #include "torch_operators/operators.h"
 
 namespace archflash {
@@ -42,6 +43,7 @@ NB_MODULE(_archflash, m) {
   bind_registry(m);
   bind_calls(m);
   bind_operators(m);
+  bind_node(m);
   bind_plans_on_tensors(m);
   bind_functions(m);
 }

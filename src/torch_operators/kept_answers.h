@@ -60,7 +60,8 @@ enum class Known {
   Packed,
   FlashBackward,
   CudnnBackward,
-  PackedBackward
+  PackedBackward,
+  Node  // the backward operator of node.h, of which PyTorch has no kernel
 };
 
 inline bool is_backward(Known known) { return known >= Known::FlashBackward; }
@@ -83,6 +84,7 @@ inline std::span<const Operand> operands_of(Known known) {
       return OF_PACKED;
     case Known::FlashBackward:
     case Known::CudnnBackward:
+    case Known::Node:
       return OF_BACKWARD;
     case Known::PackedBackward:
       return OF_PACKED_BACKWARD;

@@ -15,6 +15,7 @@
 #include "torch_operators/by_python.h"
 #include "torch_operators/kept_answers.h"
 #include "torch_operators/pytorchs_kernels.h"
+#include "torch_operators/serve.h"
 #include "torch_operators/torch_functions.h"
 
 namespace archflash {
@@ -79,13 +80,17 @@ bool is_forced() {
 // that such a kernel calls are no calls of their own.
 thread_local bool inside_pytorch = false;
 
-// Makes the results of a call and launches its plan.
-void serve(Known known, const KeptAnswer& kept, const OperatorCall& call, Word* stack) {
+}  // namespace
+
+void torch_operators::serve(Known known, const KeptAnswer& kept, const OperatorCall& call,
+                            Word* stack, std::span<const Operand> of_last) {
   const TorchFunctions& f = *torch_functions();
   std::array<void*, OPERAND_COUNT> addresses{};
   const std::span<const Operand> operands = operands_of(known);
   for (size_t i = 0; i < operands.size(); ++i)
     addresses[static_cast<int>(operands[i])] = call.addresses[i];
+  for (const Operand operand : of_last)
+    addresses[static_cast<int>(operand)] = call.addresses[operands.size()];
   std::array<HeldTensor, MAX_RESULTS> made;
   for (size_t i = 0; i < kept.results.size(); ++i) {
     const Result& r = kept.results[i];
@@ -128,6 +133,8 @@ void serve(Known known, const KeptAnswer& kept, const OperatorCall& call, Word* 
   }
   give(kept.results, made, stack);
 }
+
+namespace {
 
 // --- a call ---
 

@@ -4,7 +4,11 @@ PyTorch's own kernel is asked. Values: tests/core_set/test_pytorch_operators.py.
 
 from __future__ import annotations
 
+import ctypes
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +16,8 @@ import torch
 from torch import Tensor
 
 import archflash
+from archflash import _autograd, _dispatch, _options, _overrides, _schemas
 from archflash import _backward_operators as backward
-from archflash import _dispatch, _options, _overrides
 from archflash import _forward_operators as forward
 from archflash._api import find_device, make_problem
 from archflash._backward_operators import Call
@@ -364,3 +368,30 @@ def test_without_a_registry_of_pytorchs_the_operators_are_replaced_and_put_back(
     archflash.disable()
     _overrides.count_declined("a reason")
     assert archflash.stats().declined == {"a reason": 1}
+
+
+NODE_OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.skipif(_schemas.handle_functions() is None, reason="an older PyTorch")
+def test_pytorch_has_what_nodes_in_cpp_need() -> None:
+    """Where it lacks one of these, nodes are in Python, without a word."""
+    both = (NODE_OPERATOR, NODE_OPERATOR + "_backward")
+    assert [_schemas.letters(name) for name in both] == _autograd._NODE_TYPES
+    assert hasattr(torch._C._VariableFunctions, NODE_OPERATOR)
+    for name in both:
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+    if sys.platform == "linux":
+        core = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+        source = Path(__file__).parents[2] / "src/torch_operators/node.cpp"
+        names = re.findall(r'"(_Z\w+)"', source.read_text())
+        assert len(names) == 2
+        for name in names:
+            assert hasattr(core, name)
+
+
+def test_nodes_of_calls_on_the_cpu_are_in_python() -> None:
+    q = torch.randn(1, 1, 4, 16, dtype=torch.float16).requires_grad_()
+    out = archflash.attention(q, q, q, implementation="ampere")
+    assert out.grad_fn is not None
+    assert out.grad_fn.name() == "ArchflashAttentionBackward"

@@ -34,7 +34,7 @@ void bind_calls(nb::module_& m) {
         "implementation"_a.none(),
         "A PreparedCall of a call of attention_with_kvcache that `attention` served just now, "
         "without gradients; None where no kernel serves it.");
-  m.def("set_record", &set_record, "function"_a);
+  m.def("set_record", &set_record, "function"_a, "deterministic"_a);
   m.def("set_decide_gradients", &set_decide_gradients, "function"_a, "order"_a.none() = nb::none());
   m.def(
       "attention_backward",
@@ -52,12 +52,13 @@ void bind_calls(nb::module_& m) {
       "NotImplemented where Python is to serve the call, or to refuse it. 'refuse_recorded': also "
       "where a tensor requires a gradient.");
   m.def("recorded_backward", &recorded_backward, "dout"_a, "dlse"_a.none(), "saved"_a, "call"_a,
-        "needed"_a, "deterministic"_a,
+        "needed"_a, "deterministic"_a, "keep"_a = false,
         nb::sig("def recorded_backward(dout: typing.Any, dlse: typing.Any, saved: "
                 "tuple[typing.Any, ...], call: tuple[typing.Any, ...], needed: tuple[bool, ...], "
-                "deterministic: bool) -> typing.Any"),
+                "deterministic: bool, keep: bool = False) -> typing.Any"),
         "What autograd's node returns, from the gradients of its output and log-sum-exp, its "
-        "tensors, what it was told and what is needed; NotImplemented as attention_backward.");
+        "tensors, what it was told and what is needed; NotImplemented as attention_backward. "
+        "'keep': the operator that is being served is served like that from now on.");
   m.def("set_decide_operator", &set_decide_operator, "function"_a);
   m.def("serve_operator", &serve_operator, "q"_a.none(), "k"_a.none(), "v"_a.none(), "options"_a,
         "implementation"_a.none(), "rows_before_heads"_a = false, "lse_column"_a = false,
