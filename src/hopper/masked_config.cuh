@@ -20,6 +20,8 @@ constexpr uint32_t STATE_BEYOND = 32;  // a row's position hides some; no part o
 constexpr uint32_t STATE_SLOPED = 64;  // alibi_slopes change all scores; no part of the summary
 // There is no summary: some may be huge or -inf. Then a warp looks at its elements.
 constexpr uint32_t STATE_UNREAD = 128;
+// In a summary alone: all elements are lowest, or -inf.
+constexpr uint32_t SUMMARY_LOWEST = 128;
 
 // Elements below it can be added before the scores are scaled, if the scale is not below
 // 1 / LARGEST_FACTOR: their product is finite.
@@ -29,10 +31,16 @@ constexpr float LARGEST_FACTOR = 0x1p20f;
 // it is then 2^65 or more in bfloat16, and 2^9 or more in float16.
 constexpr uint32_t HIGH_EXPONENT = 0x4000, NEXT_EXPONENT = 0x2000;
 
+// Elements up to it are lowest, such as the least number of bfloat16, which masks hide keys with.
+// Where a row also has a high one, which is above half of that, their keys' weights are 0.
+constexpr float LOWEST_ADDED = -0x1p126f;
+
 // The summary of a block: a word of bits for each thread of a consumer warpgroup. Bit 16r + 2n + i
 // is the key 8n + 2 (lane % 4) + i of the row lane / 4 + 8r of the warp.
 constexpr int SUMMARY_WORDS = 128;
 constexpr int SUMMARY_THREADS = 128;  // of the CTA that makes it
+// Which rows of a block have a high element, a bit for each. A row that does not exist has one.
+constexpr int HIGH_BYTES = MASK_BLOCK / 8;
 
 // order_tiles.cuh: the most tiles that are ordered, the threads of a CTA, and the tiles whose
 // places it finds.
@@ -84,9 +92,10 @@ struct MaskedConfig : Base {
 template <class Base>
 struct InPlaceConfig : MaskedConfig<Base, Base::HEAD_DIM <= 128 ? 72 : 64> {
   static constexpr bool SUMMARIZED = false, KEEPS_Q = false, SHARES_Q = false;
-  // The registers do not suffice for words of 16-bit elements beside the scores, nor for masks
-  // beside P.
-  static constexpr bool LOADS_ADDED_LATE = true, MASKS_TAKE_P = true;
+  // With more than 64 columns the registers do not suffice for words of 16-bit elements beside the
+  // scores and P, with any number not for masks beside P. Elements are loaded a row at a time.
+  static constexpr bool LOADS_ADDED_LATE = Base::HEAD_DIM > 64, MASKS_TAKE_P = true;
+  static constexpr bool LOADS_ROWS = true, WIDE = false;
   // Q goes back when the scores of a tile's last block are there, so that the next one comes during
   // their softmax and the end of the tile. Output rows do not pass through its part.
   static constexpr bool RELEASES_Q_EARLY = true;
@@ -113,10 +122,10 @@ struct InPlaceConfig : MaskedConfig<Base, Base::HEAD_DIM <= 128 ? 72 : 64> {
 
 // The kernel reads a summary of attn_mask or key_ranges (masks_summarized.cuh). Its block of keys
 // is one or more of the summary's. Consumers get a multiple of 8 registers each, and the rest is
-// the producer's.
-template <class Base>
+// the producer's. WIDE: elements that are added have 32 bits, and take two stages.
+template <class Base, bool WIDE_ = false>
 struct SummarizedConfig : MaskedConfig<Base, Base::WARPGROUPS == 3 ? 80 : 72> {
-  static constexpr bool SUMMARIZED = true, MASKS_TAKE_P = false;
+  static constexpr bool SUMMARIZED = true, MASKS_TAKE_P = false, WIDE = WIDE_;
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
   // Whether elements that are added wait in registers for the scores, and so go back while the
   // products run. Larger tiles have no registers for them.
@@ -164,10 +173,15 @@ struct SummarizedConfig : MaskedConfig<Base, Base::WARPGROUPS == 3 ? 80 : 72> {
 template <DType T> using D64Masked  = InPlaceConfig<Config<T, few({.head_dim = 64, .block_k = 64, .stages = 4, .ctas_per_sm = 2})>>;
 template <DType T> using D128Masked = InPlaceConfig<D128Few<T>>;
 template <DType T> using D256Masked = InPlaceConfig<D256Few<T>>;
+template <DType T> using D64Three   = LoneProducer<Config<T, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3}>>;
+template <DType T> using D256Two    = Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64, .stages = 2})>;
 template <DType T> using D64Dense   = SummarizedConfig<Config<T, in_turns({.head_dim = 64, .warpgroups = 3, .block_k = 64, .stages = 4, .q_stages = 2})>>;
-template <DType T> using D64DenseShort = SummarizedConfig<LoneProducer<Config<T, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3}>>>;
+template <DType T> using D64DenseShort = SummarizedConfig<D64Three<T>>;
 template <DType T> using D128Dense  = SummarizedConfig<D128Medium<T>>;
-template <DType T> using D256Dense  = SummarizedConfig<Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64, .stages = 2})>>;
+template <DType T> using D256Dense  = SummarizedConfig<D256Two<T>>;
+template <DType T> using D64Wide    = SummarizedConfig<D64Three<T>, true>;
+template <DType T> using D128Wide   = SummarizedConfig<D128Medium<T>, true>;
+template <DType T> using D256Wide   = SummarizedConfig<D256Two<T>, true>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -51,6 +51,28 @@ struct SeenBlocks : Look {
   }
 };
 
+// The bytes of a block's elements that are added. once: one row of them comes.
+template <class C>
+__device__ __forceinline__ int bytes_of_elements(bool once) {
+  return C::MaskTile::BYTES / (once ? C::MaskTile::ROWS : 1) * (C::WIDE ? 2 : 1);
+}
+
+// Starts the copy of a block's elements of 32 bits, half of the keys to each stage. A box is as
+// many bytes as one of 16 bits, of half as many keys. Called by one thread.
+template <class C>
+__device__ __forceinline__ void copy_wide_elements(uint32_t shared_smem, const TensorMap& map,
+                                                   int row, int head, int batch,
+                                                   uint32_t barrier_smem, int key) {
+  using Tile = typename C::MaskTile;
+#pragma unroll
+  for (int slab = 0; slab < 2 * Tile::SLABS; ++slab) {
+    const uint32_t slab_smem =
+        mask_smem<C>(shared_smem, slab / Tile::SLABS) + slab % Tile::SLABS * Tile::SLAB_BYTES;
+    ptx::cp_async_bulk_tensor_4d_load(slab_smem, map, key + slab * Tile::SLAB / 2, row, head, batch,
+                                      barrier_smem);
+  }
+}
+
 template <class C, class Masks>
 __device__ __forceinline__ void load_masked(const typename Masks::Params& all_params,
                                             unsigned char* shared, uint32_t shared_smem) {
@@ -108,6 +130,8 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
       set_counted_keys<C>(shared, counted);
     }
 
+    // Of a mask whose rows are repeated, one row comes.
+    [[maybe_unused]] const bool once = all_params.masks.mask_row == 0;
     const auto load_k = [&](const Block& block, const Block& next) {
       bool added = false;  // whether elements of attn_mask come with the block
       if constexpr (C::SUMMARIZED) added = (block.states & ADDED_FOR_ANY) != 0;
@@ -118,25 +142,36 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
         if (added)
           ptx::mbarrier_wait_parity(mask_empty<C>(shared_smem, mask_ring.stage),
                                     mask_ring.parity ^ 1);
+        if (C::WIDE && added)
+          ptx::mbarrier_wait_parity(mask_empty<C>(shared_smem, 1), mask_ring.parity ^ 1);
       }
       if (leader) {
         block_message<C>(shared, k_ring.stage) = {next.key, next.states, next.key < 0};
         const uint32_t full = barriers.k_full(k_ring.stage);
         int bytes = C::KTile::BYTES;
-        if constexpr (C::SUMMARIZED) bytes += added ? C::MaskTile::BYTES : 0;
+        if constexpr (C::SUMMARIZED) bytes += added ? bytes_of_elements<C>(once) : 0;
         ptx::mbarrier_arrive_expect_tx(full, bytes);
         device::start_copy<typename C::KTile>(
             shared_smem + C::K_SMEM + k_ring.stage * C::KTile::BYTES, params.k_map,
             keys_start + block.key, attention.k_head == 0 ? 0 : kv_head,
             attention.k_batch == 0 ? 0 : at.batch, full);
         if constexpr (C::SUMMARIZED) {
-          if (added)
-            device::start_copy<typename C::MaskTile>(
-                mask_smem<C>(shared_smem, mask_ring.stage), all_params.mask_map, tile.first_row,
-                seen.mask_head, seen.mask_batch, full, block.key);
+          const int row = once ? 0 : tile.first_row;
+          if (C::WIDE && added) {
+            copy_wide_elements<C>(shared_smem, all_params.mask_map, row, seen.mask_head,
+                                  seen.mask_batch, full, block.key);
+          } else if (added) {
+            device::start_copy<typename C::MaskTile>(mask_smem<C>(shared_smem, mask_ring.stage),
+                                                     all_params.mask_map, row, seen.mask_head,
+                                                     seen.mask_batch, full, block.key);
+          }
         }
       }
-      if (added) mask_ring.advance();
+      if (C::WIDE && added) {
+        mask_ring.parity ^= 1;
+      } else if (added) {
+        mask_ring.advance();
+      }
       k_ring.advance();
     };
     const auto load_v = [&](int block) {

@@ -64,7 +64,9 @@ constexpr uint32_t ADDED_FOR_ANY = 0x01010101 * STATE_ADDED;  // for any warpgro
 template <class C>
 __device__ __forceinline__ void advance_q(RingPosition<C::Q_STAGES>& q_ring,
                                           const MaskParams& masks) {
-  if (C::SHARES_Q && masks.mask_element == MaskElement::SixteenBits) {
+  const bool adds =
+      masks.mask_element == MaskElement::SixteenBits || masks.mask_element == MaskElement::F32;
+  if (C::SHARES_Q && adds) {
     q_ring.parity ^= 1;
   } else {
     q_ring.advance();

@@ -25,17 +25,22 @@ struct SeenKeys {
 };
 
 // The parameters of kernels that read a summary of the masks, (batch, heads, row blocks, key
-// blocks). A dimension along which the mask is broadcast has size 1.
+// blocks). A dimension along which the mask is broadcast has size 1; of key_ranges row blocks have
+// not.
 struct SummarizedParams {
   Params call;
   MaskParams masks;
   uint8_t* states_gmem;      // a byte for each block, in the workspace
   uint32_t* bits_gmem;       // SUMMARY_WORDS for each block of attn_mask, in the workspace
   SeenKeys* seen_keys_gmem;  // of key_ranges: for each row block, in the workspace
+  // HIGH_BYTES for each block of what is added, in the workspace; null: blocks of lowest elements
+  // are computed, too.
+  uint8_t* high_rows_gmem;
   // A copy of attn_mask that TMA can read, (batch, heads, rows, copied_row), in the workspace;
   // null: TMA reads attn_mask itself.
   uint32_t* copied_gmem;
-  int64_t copied_row;  // in words of two elements
+  int64_t copied_row;   // in words of two elements
+  int32_t copied_rows;  // of a head
   int32_t mask_batches, mask_heads, row_blocks, key_blocks;
   TensorMap mask_map;  // attn_mask, where its elements are added
 };

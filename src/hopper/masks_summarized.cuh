@@ -1,5 +1,5 @@
 // Mask tensors that a kernel before this one has read (summarize_mask.cuh): a dense attn_mask, bool
-// or added in 16 bits, or key_ranges, or alibi_slopes, together with the causal mask and the
+// or added in 16 or 32 bits, or key_ranges, or alibi_slopes, together with the causal mask and the
 // window. Slopes need no summary, and elements of one head, or few keys, are not read twice: every
 // block is said to have some (UNREAD). The summary says of each block of MASK_BLOCK rows and keys
 // whether it changes anything, and which scores count, as bits in the order in which wgmma leaves
@@ -31,10 +31,10 @@
 #include "common/device/tile_walk.cuh"
 #include "common/device/visible_keys.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "hopper/attention_fwd.cuh"
+#include "hopper/mask_elements.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_messages.cuh"
 #include "hopper/masked_params.h"
@@ -66,8 +66,9 @@ struct Look {
   float slope = 0.0f;
   int first = 0;
   int top = -1;
-  uint32_t seen = 0;    // a bit for each lane
-  uint32_t states = 0;  // of the lane's block
+  uint32_t seen = 0;      // a bit for each lane
+  uint32_t states = 0;    // of the lane's block
+  uint32_t all_high = 0;  // find_high_rows()
 
   __device__ __forceinline__ Look(const SummarizedParams& params, const SeekingTile& tile,
                                   TileHead head, const device::VisibleKeys& visible)
@@ -83,6 +84,7 @@ struct Look {
                     static_cast<int64_t>(slice) * params.row_blocks * params.key_blocks) {
     if (masks.slopes_gmem != nullptr)
       slope = masks.slopes_gmem[head.batch * masks.slopes_batch + head.head * masks.slopes_head];
+    if (params.high_rows_gmem != nullptr) all_high = find_high_rows();
   }
 
   // The number of the tile that is taken at position `index`.
@@ -118,8 +120,7 @@ struct Look {
   }
   __device__ __forceinline__ Context context(const SeekingTile& tile, TileHead head,
                                              const BlockMessage& first_block) const {
-    const int64_t row_block =
-        static_cast<int64_t>(slice) * params.row_blocks + first_row / MASK_BLOCK;
+    const int64_t row_block = static_cast<int64_t>(slice) * params.row_blocks + row_block_of(0);
     return {.bits_gmem = params.bits_gmem + row_block * params.key_blocks * SUMMARY_WORDS,
             .ranges_gmem =
                 masks.ranges_gmem + mask_batch * masks.ranges_batch + mask_head * masks.ranges_head,
@@ -150,6 +151,7 @@ struct Look {
       if (of_lane < first || last_row < row || visible.hides(row, last_row, of_lane, end - 1))
         continue;
       uint32_t state = 0;
+      bool lowest = true;  // or hidden
 #pragma unroll
       for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
         const int part_key = of_lane + part * MASK_BLOCK, part_last = part_key + MASK_BLOCK - 1;
@@ -158,7 +160,12 @@ struct Look {
           continue;
         }
         state |= of_mask[group][part] == 0 ? of_unseen : of_mask[group][part];
+        lowest &= of_mask[group][part] == 0 || (of_mask[group][part] & SUMMARY_LOWEST) != 0;
         if (visible.masks(row, last_row, part_key, part_last)) state |= STATE_BEYOND;
+      }
+      if (params.high_rows_gmem != nullptr) {
+        if (lowest && (all_high >> group & 1) != 0) continue;
+        state &= ~SUMMARY_LOWEST;
       }
       if ((state & STATE_SEEN) != 0) states |= state << (8 * group);
     }
@@ -167,6 +174,29 @@ struct Look {
   }
 
  private:
+  // The row block of a warpgroup; a mask whose rows are repeated has one.
+  __device__ __forceinline__ int row_block_of(int group) const {
+    return min(first_row / MASK_BLOCK + group, params.row_blocks - 1);
+  }
+  // A bit for each warpgroup: whether all rows of its row block have a high element.
+  __device__ __forceinline__ uint32_t find_high_rows() const {
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int group = 0; group < C::WARPGROUPS; ++group) {
+      const int row_block = slice * params.row_blocks + row_block_of(group);
+      const auto* gmem = reinterpret_cast<const uint32_t*>(params.high_rows_gmem) +
+                         static_cast<int64_t>(row_block) * params.key_blocks * 2;
+      uint32_t high = 0;  // of 32 rows, in every other block
+#pragma unroll 4
+      for (int i = static_cast<int>(threadIdx.x) % 32; i < params.key_blocks * 2; i += 32)
+        high |= gmem[i];
+#pragma unroll
+      for (int lanes = 2; lanes < 32; lanes *= 2)
+        high |= __shfl_xor_sync(device::FULL_WARP, high, lanes);
+      found |= (__all_sync(device::FULL_WARP, high == ~0u) ? 1u : 0) << group;
+    }
+    return found;
+  }
   // What the summary says of the lane's block, `otherwise` without one. All is loaded before any of
   // it is looked at: one load waits as long as all. Blocks that are not there get what others have,
   // which is not looked at. The offsets fit 32 bits: plan.cpp limits the summary's size.
@@ -175,7 +205,7 @@ struct Look {
     const bool summarized = params.states_gmem != nullptr;
 #pragma unroll
     for (int group = 0; group < C::WARPGROUPS; ++group) {
-      const int row_block = min(first_row / MASK_BLOCK + group, params.row_blocks - 1);
+      const int row_block = row_block_of(group);
 #pragma unroll
       for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
         const int block = min(max(of_lane / MASK_BLOCK + part, 0), params.key_blocks - 1);
@@ -185,96 +215,6 @@ struct Look {
     }
   }
 };
-
-// Selects the scores of a lane whose bits are set; the others become -inf, even if they were NaN.
-// seen: a word for each block of the summary.
-template <class C>
-__device__ __forceinline__ void select_scores(device::Scores<C>& s_rmem,
-                                              const uint32_t (&seen)[C::SUMMARY_BLOCKS]) {
-  constexpr int GROUPS = MASK_BLOCK / 8;
-#pragma unroll
-  for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int n = 0; n < GROUPS; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if ((seen[part] & 1u << (16 * r + 2 * n + i)) == 0)
-            s_rmem[0][part * GROUPS + n][2 * r + i] = device::MINUS_INFINITY;
-        }
-      }
-    }
-  }
-}
-
-// What is kept of the elements that are added to a lane's scores, two in a word: four words for 16
-// keys.
-template <class C>
-using Elements = uint32_t[C::KEEPS_ELEMENTS ? C::BLOCK_K / 16 : 1][4];
-
-// row_smem: where the tile of elements has the row and chunk that this lane addresses for ldmatrix.
-// n: a number of 16 keys.
-template <class C>
-__device__ __forceinline__ void load_elements(uint32_t (&words)[4], uint32_t row_smem, int n) {
-  ptx::ldmatrix_x4(words, C::MaskTile::advance(row_smem, 2 * n));
-}
-// Does what load_elements() does, from the registers where elements are kept.
-template <class C>
-__device__ __forceinline__ void take_elements(uint32_t (&words)[4], const Elements<C>& kept,
-                                              uint32_t row_smem, int n) {
-  if constexpr (C::KEEPS_ELEMENTS) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = kept[n][i];
-  } else {
-    load_elements<C>(words, row_smem, n);
-  }
-}
-
-// Calls add(s, x) with each score of a lane and the element that is added to it.
-template <class C, class Add>
-__device__ __forceinline__ void add_elements(device::Scores<C>& s_rmem, const Elements<C>& kept,
-                                             uint32_t row_smem, const Add& add) {
-#pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 16; ++n) {
-    uint32_t words[4];
-    take_elements<C>(words, kept, row_smem, n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float* s = &s_rmem[0][2 * n + i / 2][2 * (i % 2)];
-      add(s[0], device::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
-      add(s[1], device::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
-    }
-  }
-}
-
-// Whether an element of the warp's rows may be not below LARGEST_ADDED, for a whole warp.
-template <class C>
-__device__ __forceinline__ bool any_huge(const Elements<C>& kept, uint32_t row_smem) {
-  static_assert(NEXT_EXPONENT << 1 == HIGH_EXPONENT);
-  uint32_t exponents = 0;
-#pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 16; ++n) {
-    uint32_t words[4];
-    take_elements<C>(words, kept, row_smem, n);
-#pragma unroll
-    for (const uint32_t word : words) exponents |= word & word << 1;
-  }
-  return __any_sync(device::FULL_WARP, (exponents & (HIGH_EXPONENT << 16 | HIGH_EXPONENT)) != 0);
-}
-
-// Calls add(s, d) with each score of a lane and the distance of its key before its row. distance:
-// that of the lane's first key and row.
-template <class C, class Add>
-__device__ __forceinline__ void add_distances(device::Scores<C>& s_rmem, float distance,
-                                              const Add& add) {
-#pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      add(s_rmem[0][n][i], distance + static_cast<float>(8 * (i / 2) - 8 * n - i % 2));
-  }
-}
 
 template <class C>
 struct ScoreMasks {
@@ -322,7 +262,7 @@ struct ScoreMasks {
 #pragma unroll
         for (int n = 0; n < C::BLOCK_K / 16; ++n) load_elements<C>(kept[n], row_smem, n);
       }
-      if (unread && any_huge<C>(kept, row_smem)) state |= STATE_HUGE;
+      if (unread && (C::WIDE || any_huge<C>(kept, row_smem))) state |= STATE_HUGE;
       if constexpr (C::KEEPS_ELEMENTS) ptx::fence_proxy_async_shared();
     }
     if constexpr (C::KEEPS_ELEMENTS) hand_back_elements(state, block.states);
@@ -347,7 +287,13 @@ struct ScoreMasks {
       const auto add_late = [&](float& x, float element) {
         add_scaled(x, element, device::LOG2_E);
       };
-      if ((state & (STATE_HUGE | STATE_UNREAD)) == (STATE_HUGE | STATE_UNREAD)) {
+      if constexpr (C::WIDE) {
+        add_wide(s_rmem, [&](float& x, float element) {
+          add_late(x, element);
+          if (element == device::MINUS_INFINITY) x = element;  // also where it is NaN
+        });
+        scale = 1.0f;
+      } else if ((state & (STATE_HUGE | STATE_UNREAD)) == (STATE_HUGE | STATE_UNREAD)) {
         add_elements<C>(s_rmem, kept, row_smem, [&](float& x, float element) {
           add_late(x, element);
           if (element == device::MINUS_INFINITY) x = element;  // also where it is NaN
@@ -397,11 +343,25 @@ struct ScoreMasks {
   }
 
  private:
+  template <class Add>
+  __device__ __forceinline__ void add_wide(device::Scores<C>& s_rmem, const Add& add) const {
+    using MaskTile = typename C::MaskTile;
+    const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+    const bool once = masks.mask_row == 0;
+    const auto lane = static_cast<int>(thread % 32);
+    const int row = once ? 0 : static_cast<int>(thread / 32 * 16) + lane / 4;
+    const auto lane_bytes =
+        static_cast<uint32_t>(MaskTile::offset(row, lane % 4 / 2) + lane % 2 * 8);
+    const uint32_t row_smem[2] = {mask_smem<C>(shared_smem, 0) + lane_bytes,
+                                  mask_smem<C>(shared_smem, 1) + lane_bytes};
+    add_wide_elements<C>(s_rmem, row_smem, once ? 0 : 8 * MaskTile::ROW_BYTES, add);
+  }
   // Where this lane's row of the elements lies for ldmatrix.
   __device__ __forceinline__ uint32_t find_elements() const {
     const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
     const unsigned lane = thread % 32;
-    const auto row = static_cast<int>(thread / 32 * 16 + lane % 16);
+    // Of a mask whose rows are repeated, TMA brings one.
+    const auto row = masks.mask_row == 0 ? 0 : static_cast<int>(thread / 32 * 16 + lane % 16);
     return mask_smem<C>(shared_smem, ring.stage) +
            C::MaskTile::offset(row, static_cast<int>(lane / 16));
   }
@@ -412,13 +372,19 @@ struct ScoreMasks {
     // These reads come before TMA's next write there. Kept elements have a fence where they are
     // read.
     if (!C::KEEPS_ELEMENTS && (state & STATE_ADDED) != 0) ptx::fence_proxy_async_shared();
-    release(mask_empty<C>(shared_smem, ring.stage));
-    ring.advance();
+    if constexpr (C::WIDE) {
+      for (int stage = 0; stage < C::MASK_STAGES; ++stage)
+        release(mask_empty<C>(shared_smem, stage));
+    } else {
+      release(mask_empty<C>(shared_smem, ring.stage));
+      ring.advance();
+    }
   }
   // Which scores of this lane count by attn_mask, ranges and position.
   __device__ __forceinline__ void find_bits(Seen& seen, uint32_t state, int key) const {
     const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
     const unsigned lane = thread % 32;
+    const int row_block = params.row_blocks == 1 ? 0 : group;  // from that of bits_gmem on
 #pragma unroll
     for (int part = 0; part < C::SUMMARY_BLOCKS; ++part) {
       seen[part] = 0xFFFFFFFFu;
@@ -426,7 +392,7 @@ struct ScoreMasks {
       // Keys behind the last block of the summary are hidden by their position. Behind the last
       // row block no block is seen.
       const int number = min(key / MASK_BLOCK + part, params.key_blocks - 1);
-      const int64_t block = static_cast<int64_t>(group) * params.key_blocks + number;
+      const int64_t block = static_cast<int64_t>(row_block) * params.key_blocks + number;
       seen[part] = __ldg(cta->bits_gmem + block * SUMMARY_WORDS + thread % C::WARPGROUP);
     }
     if ((state & (STATE_RANGED | STATE_BEYOND)) == 0) return;

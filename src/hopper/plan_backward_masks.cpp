@@ -138,8 +138,10 @@ bool adds_elements(const BackwardProblem& problem) {
   const int head_dim = ADDED_TILE.tile.head_dim;
   // A row that is the same for all queries hides whole blocks, which a list of rounds leaves out.
   const bool hides_columns = call.mask_strides.row == 0 && call.nq > 1;
-  return tma_reads_mask(call) && !hides_columns && !problem.dmask && !call.block_mask &&
-         call.softcap == 0 && call.dropout_p == 0 && call.d <= head_dim && call.dv <= head_dim;
+  const bool of_16_bits = call.mask > 1 && static_cast<DType>(call.mask - 2) == call.dtype;
+  return of_16_bits && tma_reads_mask(call) && !hides_columns && !problem.dmask &&
+         !call.block_mask && call.softcap == 0 && call.dropout_p == 0 && call.d <= head_dim &&
+         call.dv <= head_dim;
 }
 
 bool lists_rounds(const BackwardProblem& problem) {

@@ -18,15 +18,20 @@
 namespace archflash::hopper {
 namespace {
 
+// Whether the rows of attn_mask are all the same one.
+bool repeats_row(const Problem& problem) {
+  return problem.mask != 0 && problem.mask_strides.row == 0;
+}
+
 // The blocks of the summary of attn_mask, or else of key_ranges, which has size 1 along dimensions
-// of stride 0.
+// of stride 0, but for the rows of key_ranges.
 struct SummaryBlocks {
   int64_t batches, heads, row_blocks, key_blocks;
 
   explicit SummaryBlocks(const Problem& problem)
       : batches(strides(problem).batch == 0 ? 1 : problem.batch),
         heads(strides(problem).head == 0 ? 1 : problem.heads_q),
-        row_blocks(core::ceil_div(problem.nq, MASK_BLOCK)),
+        row_blocks(repeats_row(problem) ? 1 : core::ceil_div(problem.nq, MASK_BLOCK)),
         key_blocks(core::ceil_div(problem.nk, MASK_BLOCK)) {}
 
   int64_t count() const { return batches * heads * row_blocks * key_blocks; }
@@ -49,14 +54,15 @@ bool copies_mask(const Problem& problem) {
   return dtype_bytes(static_cast<DType>(problem.mask - 2)) == 2;
 }
 
-// The words of a row of the copy, and its bytes.
+// The words of a row of the copy, its rows of a head, and its bytes.
 int64_t copied_row(const Problem& problem) {
   constexpr int64_t UNIT = 8, OF_WORD = 2;  // elements
   return core::ceil_div(problem.nk, UNIT) * UNIT / OF_WORD;
 }
+int64_t copied_rows(const Problem& problem) { return repeats_row(problem) ? 1 : problem.nq; }
 int64_t copied_bytes(const Problem& problem) {
   const SummaryBlocks blocks(problem);
-  return blocks.batches * blocks.heads * problem.nq * copied_row(problem) * 4;
+  return blocks.batches * blocks.heads * copied_rows(problem) * copied_row(problem) * 4;
 }
 
 // The map of the copy `start` bytes into the workspace, as mask_map() describes that of the mask.
@@ -64,9 +70,10 @@ TensorMapSpec copied_map(const Problem& problem, int64_t rows, size_t offset, in
   Problem copied = problem;
   const SummaryBlocks blocks(problem);
   Strides& strides = copied.mask_strides;
-  strides.row = 2 * copied_row(problem);
-  strides.head = blocks.heads == 1 ? 0 : problem.nq * strides.row;
-  strides.batch = blocks.batches == 1 ? 0 : blocks.heads * problem.nq * strides.row;
+  const int64_t head = 2 * copied_row(problem) * copied_rows(problem);
+  strides.row = repeats_row(problem) ? 0 : 2 * copied_row(problem);
+  strides.head = blocks.heads == 1 ? 0 : head;
+  strides.batch = blocks.batches == 1 ? 0 : blocks.heads * head;
   TensorMapSpec map = mask_map(copied, rows, offset);
   map.operand = Operand::Workspace;
   map.addend = start;
@@ -167,15 +174,16 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   FieldsInWorkspace fields{last};
   constexpr size_t taken = offsetof(SummarizedParams, call) + offsetof(Params, taken_gmem);
   constexpr size_t map = offsetof(SummarizedParams, mask_map);
-  const bool copies = copies_mask(problem);
-  if (copies) {
+  const int64_t rows = repeats_row(problem) ? 1 : plan.tile.block_q;
+  if (copies_mask(problem)) {
     params.copied_row = copied_row(problem);
+    params.copied_rows = static_cast<int32_t>(copied_rows(problem));
     last.params = core::bytes(params);
     const int64_t start =
         fields.add(offsetof(SummarizedParams, copied_gmem), copied_bytes(problem));
-    last.tensor_maps.push_back(copied_map(problem, plan.tile.block_q, map, start));
+    last.tensor_maps.push_back(copied_map(problem, rows, map, start));
   } else if (problem.mask > 1) {
-    last.tensor_maps.push_back(mask_map(problem, plan.tile.block_q, map));
+    last.tensor_maps.push_back(mask_map(problem, rows, map));
   }
   if (!needs_summary(plan, problem)) {
     last.uses_pdl = fills_places(plan, device);
@@ -191,6 +199,10 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   fields.add(offsetof(SummarizedParams, states_gmem), blocks.count());
   if (problem.mask != 0) {
     fields.add(offsetof(SummarizedParams, bits_gmem), blocks.bits_bytes());
+    // A high element that a row's position hides would not count.
+    const bool sees_all = problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
+    if (problem.mask > 1 && sees_all)
+      fields.add(offsetof(SummarizedParams, high_rows_gmem), blocks.count() * HIGH_BYTES);
   } else {
     fields.add(offsetof(SummarizedParams, seen_keys_gmem),
                row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
@@ -209,32 +221,36 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
 
 TensorMapSpec mask_map(const Problem& problem, int64_t rows, size_t offset) {
   const Strides& strides = problem.mask_strides;
-  const int64_t sizes[] = {problem.nq, strides.head == 0 ? 1 : problem.heads_q,
+  const int64_t sizes[] = {strides.row == 0 ? 1 : problem.nq,
+                           strides.head == 0 ? 1 : problem.heads_q,
                            strides.batch == 0 ? 1 : problem.batch};
   const int64_t steps[] = {strides.row, strides.head, strides.batch};
   constexpr int64_t UNIT_BYTES = 16;  // a stride along which nothing moves
   TensorMapSpec elements{};
   elements.operand = Operand::Mask;
   elements.offset = static_cast<int32_t>(offset);
-  elements.dtype = problem.dtype;
+  const auto dtype = static_cast<DType>(problem.mask - 2);
+  elements.dtype = dtype;
   elements.swizzle = Swizzle::B128;
   elements.dims = {problem.nk};
   for (int i = 0; i < 3; ++i) {
     elements.dims.push_back(sizes[i]);
     const bool once = sizes[i] == 1 && steps[i] == 0;
-    elements.strides.push_back(once ? UNIT_BYTES : steps[i] * 2);
+    elements.strides.push_back(once ? UNIT_BYTES : steps[i] * dtype_bytes(dtype));
   }
-  elements.box = {MASK_BLOCK, static_cast<int32_t>(rows), 1, 1};
+  // As many keys as fill a swizzle span.
+  elements.box = {2 * MASK_BLOCK / dtype_bytes(dtype), static_cast<int32_t>(rows), 1, 1};
   return elements;
 }
 
 bool tma_reads_mask(const Problem& problem) {
-  constexpr int64_t UNIT = 8;  // elements of 16 bits in the 16 bytes that TMA's strides count
-  constexpr int64_t LARGEST_STRIDE = int64_t{1} << 38;
-  if (problem.mask <= 1 || dtype_bytes(static_cast<DType>(problem.mask - 2)) != 2) return false;
+  constexpr int64_t UNIT_BYTES = 16;  // that TMA's strides count
+  constexpr int64_t LARGEST_STRIDE = int64_t{1} << 37;
+  if (problem.mask <= 1) return false;
+  const int64_t unit = UNIT_BYTES / dtype_bytes(static_cast<DType>(problem.mask - 2));
   const Strides& strides = problem.mask_strides;
-  const bool in_units = strides.batch % UNIT == 0 && strides.head % UNIT == 0 &&
-                        strides.row % UNIT == 0 && problem.mask_align % (2 * UNIT) == 0;
+  const bool in_units = strides.batch % unit == 0 && strides.head % unit == 0 &&
+                        strides.row % unit == 0 && problem.mask_align % UNIT_BYTES == 0;
   const int64_t largest = std::max({strides.batch, strides.head, strides.row});
   return in_units && problem.mask_key == 1 && largest < LARGEST_STRIDE;
 }

@@ -216,7 +216,7 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
     if (whole != nullptr && whole->dense && problem.mask != 0) {
       // Keys pass in so much of the time that they take in a CTA that reads the mask in place
       // (docs/lab/hopper.md).
-      const double share = problem.mask > 1 ? 0.36 : 0.6;
+      const double share = problem.mask > 1 ? 0.92 : 0.42;
       const auto time_without = [&](const KernelTile& few) {
         const int64_t keys = core::unsplit_time(problem, device, *whole, few.split_costs);
         return static_cast<int64_t>(share * static_cast<double>(keys));

@@ -50,17 +50,19 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
                   min(row, attention.nq - 1) * masks.mask_row + lane_key * masks.mask_key;
   }
   device::load_words<C>(found, masks, elements, attention.nk - key_first);
-  bool added = false, huge = false;
+  bool added = false, huge = false, all_lowest = true;
+  bool high[2] = {};
   if (found.loaded == MaskElement::Bool) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) found.seen[r] &= device::kept_bits<C>(found.words[r]);
-  } else if (found.loaded == MaskElement::SixteenBits) {
+  } else {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      float row[16];
+      device::load_row<C>(row, found, masks, r);
 #pragma unroll
       for (int bit = 0; bit < 16; ++bit) {
-        const auto bits = static_cast<uint16_t>(found.words[r][bit / 2] >> (bit % 2 * 16));
-        const float x = device::added_of_16_bits<DTYPE>(bits);
+        const float x = row[bit];
         if ((valid[r] >> bit & 1) == 0) continue;
         if (x == device::MINUS_INFINITY) {
           found.seen[r] &= ~(1u << bit);
@@ -68,19 +70,39 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
           added |= x != 0.0f;
           huge |= !(fabsf(x) < LARGEST_ADDED);
         }
+        if (params.high_rows_gmem == nullptr) continue;
+        all_lowest &= x <= LOWEST_ADDED;
+        high[r] |= x > LOWEST_ADDED / 2;
       }
+    }
+  }
+  if (params.high_rows_gmem != nullptr) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_block * MASK_BLOCK + warp * 16 + lane / 4 + 8 * r;
+      // A bit for each of the warp's eight rows, from those of four lanes.
+      uint32_t rows = __ballot_sync(device::FULL_WARP, high[r] || row >= attention.nq);
+      rows |= rows >> 2;
+      rows = (rows | rows >> 1) & 0x11111111;
+      rows = (rows | rows >> 3) & 0x03030303;
+      rows = (rows | rows >> 6) & 0x000F000F;
+      if (lane == 0)
+        params.high_rows_gmem[static_cast<int64_t>(block) * HIGH_BYTES + 2 * warp + r] =
+            static_cast<uint8_t>(rows | rows >> 12);
     }
   }
   if (params.copied_gmem != nullptr) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_block * MASK_BLOCK + warp * 16 + lane / 4 + 8 * r;
-      uint32_t* row_gmem = params.copied_gmem +
-                           (static_cast<int64_t>(slice) * attention.nq + row) * params.copied_row;
+      uint32_t* row_gmem =
+          params.copied_gmem +
+          (static_cast<int64_t>(slice) * params.copied_rows + row) * params.copied_row;
 #pragma unroll
       for (int n = 0; n < MASK_BLOCK / 8; ++n) {
         const int word = lane_key / 2 + 4 * n;
-        if (row < attention.nq && word < params.copied_row) row_gmem[word] = found.words[r][n];
+        if (row < params.copied_rows && word < params.copied_row)
+          row_gmem[word] = found.words[r][n];
       }
     }
   }
@@ -92,12 +114,14 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
                          (__any_sync(device::FULL_WARP, seen != exists) ? STATE_HIDDEN : 0) |
                          (__any_sync(device::FULL_WARP, added) ? STATE_ADDED : 0) |
                          (__any_sync(device::FULL_WARP, huge) ? STATE_HUGE : 0);
-  if (lane == 0) state_of_warp[warp] = state;
+  const bool lowest = params.high_rows_gmem != nullptr && __all_sync(device::FULL_WARP, all_lowest);
+  if (lane == 0) state_of_warp[warp] = state | (lowest ? SUMMARY_LOWEST : 0);
   __syncthreads();  // each warp's state is there before they are put together
   if (threadIdx.x == 0) {
-    uint32_t whole = 0;
+    uint32_t whole = 0, of_all = SUMMARY_LOWEST;
 #pragma unroll
-    for (const uint32_t part : state_of_warp) whole |= part;
+    for (const uint32_t part : state_of_warp) whole |= part, of_all &= part;
+    whole = (whole & ~SUMMARY_LOWEST) | of_all;
     params.states_gmem[block] = static_cast<uint8_t>((whole & STATE_SEEN) != 0 ? whole : 0);
     if (block == 0) *params.call.taken_gmem = 0;  // the attention kernel counts its tiles there
   }

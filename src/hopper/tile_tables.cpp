@@ -134,10 +134,23 @@ constexpr KernelTile F32_OUT_TILES[] = {
 };
 
 constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
+// A key takes 25 ns, since masks are looked at beside products, so that short shares pay: 4 to 64
+// shares of 10 calls (H200, 2026-11-30).
+template <class C>
+constexpr KernelTile masked_tile(const char* name) {
+  KernelTile masked = tile<C>(name, {}, WITH_MASKS);
+  masked.split_costs = {.start = 220,
+                        .combine = 120,
+                        .combine_share = 3,
+                        .fewest_keys = 64,
+                        .unsplit_start = 220,
+                        .rows_per_key = 200};
+  return masked;
+}
 constexpr KernelTile MASKED_TILES[] = {
-    tile<D64Masked<DType::F16>>("d64_masked", {}, WITH_MASKS),
-    tile<D128Masked<DType::F16>>("d128_masked", {}, WITH_MASKS),
-    tile<D256Masked<DType::F16>>("d256_masked", {}, WITH_MASKS),
+    masked_tile<D64Masked<DType::F16>>("d64_masked"),
+    masked_tile<D128Masked<DType::F16>>("d128_masked"),
+    masked_tile<D256Masked<DType::F16>>("d256_masked"),
 };
 
 constexpr const char* WITH_DROPOUT =
@@ -220,6 +233,14 @@ constexpr KernelTile DENSE_TILES[] = {
     tile<D256Dense<DType::F16>>("d256_dense", {.min_tiles_per_sm = LEAST}, DENSE),
     MASKED_TILES[2],
 };
+// For an added attn_mask of 32 bits.
+constexpr const char* WIDE = "the same for elements of 32 bits";
+constexpr core::ServesFrom WIDE_FROM = {.min_tiles_per_sm = 0.001};
+constexpr KernelTile WIDE_TILES[] = {
+    hopper::tile<D64Wide<DType::F16>>("d64_wide", WIDE_FROM, WIDE),   MASKED_TILES[0],
+    hopper::tile<D128Wide<DType::F16>>("d128_wide", WIDE_FROM, WIDE), MASKED_TILES[1],
+    hopper::tile<D256Wide<DType::F16>>("d256_wide", WIDE_FROM, WIDE), MASKED_TILES[2],
+};
 // For ranges or slopes.
 constexpr KernelTile RANGES_TILES[] = {
     tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
@@ -279,6 +300,7 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   if (core::writes_f32(problem)) return F32_OUT_TILES;
   if (!is_fp8(problem.dtype) && reads_summary(problem)) {
     if (problem.mask == 0) return RANGES_TILES;
+    if (problem.mask > 1 && static_cast<DType>(problem.mask - 2) == DType::F32) return WIDE_TILES;
     return problem.mask > 1 ? DENSE_TILES<0.01> : DENSE_TILES<0.05>;
   }
   if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;

@@ -25,7 +25,8 @@ NAME = "hopper"
 pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
 DIMS = {
     "d64_dense": (64, 64), "d64_dense_short": (64, 64), "d128_dense": (128, 128),
-    "d256_dense": (144, 200),
+    "d256_dense": (144, 200), "d64_wide": (64, 64), "d128_wide": (128, 128),
+    "d256_wide": (144, 200),
 }  # fmt: skip
 OF_RANGES = ("d64_dense", "d128_dense")
 every_tile = pytest.mark.parametrize("tile", ["d64_dense_short", "d128_dense", "d256_dense"])
@@ -102,6 +103,18 @@ def test_each_kind_of_mask(kind: str, dtype: str) -> None:
     q, k, v = on.qkv(nq, nk, 128, dtype=dtype, heads=(2, 1))
     mask = mask_of(kind, dtype, nq, nk)
     check("d128_dense", q, k, v, range(number % 4, number % 4 + 1), attn_mask=mask)
+
+
+@pytest.mark.parametrize("tile", ["d64_wide", "d128_wide", "d256_wide"])
+@pytest.mark.parametrize("kind", ["hidden", "lowest", "hidden-heads", "lowest-heads", "row"])
+def test_elements_of_32_bits(kind: str, tile: str) -> None:
+    nq, nk = 150, 203
+    dtype = "float16" if "heads" in kind else "bfloat16"
+    q, k, v = on.qkv(nq, nk, *DIMS[tile], dtype=dtype, batch=2, heads=(2, 1))
+    mask = mask_of("lowest" if kind == "row" else kind, "float32", nq, nk)
+    if kind == "row":
+        mask = mask[:, :, 3:4]
+    check(tile, q, k, v, range(2), attn_mask=mask)
 
 
 def ranges_of(kind: str, nq: int, nk: int) -> Tensor:
@@ -245,7 +258,8 @@ def test_which_calls_read_a_summary() -> None:
     assert tile_of(keep, alibi_slopes=empty(64, dtype=torch.float32)) == "d128_masked"
     assert tile_of(keep, block_mask=empty(1, 1, 16, 2, dtype=torch.int8)) == "d128_masked"
     assert tile_of(empty(1024, 96)) == "d128_dense"
-    assert tile_of(empty(1024, 96, dtype=torch.float32)) == "d128_masked"
+    assert tile_of(empty(1024, 96, dtype=torch.float32)) == "d128_wide"
+    assert tile_of(empty(1024, 97, dtype=torch.float32)[:, :96]) == "d128_masked"  # not aligned
     ranges = empty(1, 1, 1024, 2, 2, dtype=torch.int32)
     assert tile_of(None, key_ranges=ranges) == "d128_dense"
     assert tile_of(keep, key_ranges=ranges) == "d128_masked"
@@ -283,6 +297,59 @@ def test_added_masks_that_lie_as_tma_reads_none(kind: str, tile: str) -> None:
     plan = plan_on(1, q, k, v, attn_mask=mask)
     assert plan.kernels[-1].endswith(tile)
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(2), attn_mask=mask)
+
+
+@every_tile
+def test_blocks_of_lowest_numbers_are_left_out_where_rows_see_others(tile: str) -> None:
+    """As transformers makes a causal mask and padding: what lies in such a block does not matter.
+    Where a row of the block sees lowest numbers only, the block is computed for all of its rows.
+    """
+    nq, nk = 330, 520
+    q, k, v = on.qkv(nq, nk, *DIMS[tile], dtype="bfloat16")
+    row = torch.arange(nq, device=on.device)[:, None]
+    hidden = torch.arange(nk, device=on.device) > row + 40
+    mask = torch.zeros(1, 1, nq, nk, dtype=torch.bfloat16, device=on.device)
+    lowest_number = -2e38  # whose log-sum-exp is that of the formula
+    mask.masked_fill_(hidden, lowest_number)
+    mask[..., 3] = -math.inf
+    check(tile, q, k, v, range(1), attn_mask=mask)
+    lowest = mask.clone()
+    lowest[:, :, 300] = lowest_number
+    mean, _ = check(tile, q, k, v, range(1), attn_mask=lowest)
+    assert (mean[0, 0, 300] - v[0, 0].float().mean(0)).abs().max() < 0.01
+    # Blocks of 64 or 128 keys from 384 on are hidden for all rows, those of 64 from 384 on.
+    for x in (k, v):
+        x[:, :, 384:] = math.nan
+    out, _ = on.attend(NAME, q, k, v, plan=plan_on(1, q, k, v, attn_mask=mask), attn_mask=mask)
+    assert out.isfinite().all()
+    plan = plan_on(1, q, k, v, attn_mask=lowest)
+    out, _ = on.attend(NAME, q, k, v, plan=plan, attn_mask=lowest)
+    whole = out.isfinite().all(-1)[0, 0]
+    assert whole[:256].all()
+    assert not whole[300]
+    # Of a causal call high elements may be hidden by position: no block is left out.
+    call = {"attn_mask": mask, "causal": True, "q_offset": nk}
+    out, _ = on.attend(NAME, q, k, v, plan=plan_on(1, q, k, v, **call), **call)
+    assert not out.isfinite().any()
+
+
+@every_tile
+def test_a_row_for_all_queries_is_summarized_and_copied_once(tile: str) -> None:
+    d, dv = DIMS[tile]
+    for nk in (303, 504):  # rows that TMA reads as they lie, and others
+        q, k, v = on.qkv(200, nk, d, dv, dtype="bfloat16", batch=2)
+        row = torch.zeros(2, 1, 1, nk, dtype=torch.bfloat16, device=on.device)
+        row[..., 5] = 3.0
+        row[0, ..., 290:] = torch.finfo(torch.bfloat16).min
+        row[1, ..., 20:150] = -math.inf
+        check(tile, q, k, v, range(1), attn_mask=row)
+        plan = plan_on(1, q, k, v, attn_mask=row)
+        once = plan.to_dict()["launches"][0]["grid"][0]
+        rows = row.expand(2, 1, 200, nk).contiguous()
+        all_rows = plan_on(1, q, k, v, attn_mask=rows)
+        blocks = all_rows.to_dict()["launches"][0]["grid"][0]
+        assert (once, blocks) == (2 * -(-nk // 64), 4 * once)
+        assert plan.workspace_bytes < all_rows.workspace_bytes / 3
 
 
 def test_few_keys_are_not_summarized() -> None:

@@ -1684,6 +1684,32 @@ def test_few_rows_of_a_dense_mask_are_read_by_our_kernels(gpu: str, dtype: torch
         assert (chosen != "torch") == ours
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+def test_who_reads_few_rows_of_a_mask_on_hopper_and_in_how_many_shares(dtype: torch.dtype) -> None:
+    """As was measured: as many as fill the GPU once, and none where rows of tiles do."""
+    for batch, heads, rows, nk, d, tile, least, most in (
+        (1, 8, 1, 4096, 64, "d64_masked", 16, 64),
+        (1, 8, 1, 8192, 128, "d128_masked", 16, 64),
+        (8, 12, 1, 512, 64, "d64_masked", 2, 2),
+        (64, 8, 1, 256, 64, "d64_masked", 1, 1),
+        (1, 12, 32, 1000, 64, "d64_masked", 8, 16),
+        (4, 8, 64, 512, 64, "", 1 if dtype == torch.bool else 4, 8),
+    ):
+        q, k = (
+            torch.empty(batch, heads, n, d, dtype=torch.bfloat16, device="meta") for n in (rows, nk)
+        )
+        mask = torch.empty(batch, 1, rows, nk, dtype=dtype, device="meta")
+        decision = archflash.explain(q, k, k, device="H200", attn_mask=mask)
+        assert decision.chosen == "hopper"
+        assert decision.plan is not None
+        assert decision.plan.tile.name == (tile or decision.plan.tile.name)
+        assert least <= decision.plan.tile.splits <= most
+    q, k = (torch.empty(1, 16, n, 256, dtype=torch.bfloat16, device="meta") for n in (1, 2048))
+    mask = torch.empty(1, 1, 1, 2048, dtype=dtype, device="meta")
+    wide = archflash.explain(q, k, k, device="H200", attn_mask=mask).chosen
+    assert wide == ("hopper" if dtype == torch.bool else "ampere")
+
+
 @pytest.mark.parametrize(("gpu", "measured"), [("A100", False), ("H200", True)])
 def test_explain_says_measured_only_where_it_was(gpu: str, measured: bool) -> None:
     q = torch.empty(2, 16, 4096, 128, dtype=torch.bfloat16, device="meta")

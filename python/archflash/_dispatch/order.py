@@ -220,8 +220,6 @@ def dense_mask_alone(problem: _native.Problem) -> bool:
     return problem.attn_mask and not (problem.key_ranges or problem.block_mask or problem.dropout_p)
 
 
-_MANY_HEADS = 256  # of all sequences: whose tiles fill a GPU
-
 # On an H200 `torch` takes 5 to 9 times as long as kernels of mma.sync up to so many rows of 4,096
 # keys (331 and 42 us for one row of 2x16 heads of 128). With gradients it is 8 times on the host
 # (1,380 and 162 us for 128 rows and keys).
@@ -293,28 +291,26 @@ def _reads_mask_in_place(problem: _native.Problem) -> bool:
     """Whether a kernel that reads an attn_mask without a summary of it is faster than `torch`,
     though mostly not than PyTorch's own kernel: where gradients are needed, where the mask is of
     float32, and in small calls (1x16 heads of 64, 1,024 rows and keys, bool: 38 us beside 84; H200,
-    2026-11-30). Few rows with a bool mask, too: 25 us beside 39 of mma.sync for one row of 32/8
-    heads of 128 and 8,192 keys, 19 beside 32 for 8x12 of 64 and 512. An added one takes as long or
-    longer (40 and 40 us; 61 and 46 for 4 rows of 4x32/8 heads, 4,096 keys), but not where heads are
-    many.
+    2026-11-30). Few rows, too: 23 us beside 27 of mma.sync for one row of 32/8 heads of 128 and
+    8,192 keys with a bool mask, 26 and 28 with an added one, 36 and 40 for 32x32/8 and 512, but 23
+    and 22 for 1x16 heads of 256, 2,048.
     """
     small = problem.batch * problem.heads_q * problem.nq < _measured.SMALL_ROWS
-    if dense_mask_of_few_rows(problem):
-        small = problem.bool_mask or problem.batch * problem.heads_q >= _MANY_HEADS
+    small = small or dense_mask_of_few_rows(problem)
     small = small and (problem.bool_mask or max(problem.d, problem.dv) <= 128)
     return pytorch.mask_is_wider(problem) or problem.needs_grad or small
 
 
 def _is_unlisted_mask(problem: _native.Problem, summarizes: bool) -> bool:
     """Whether a call with an attn_mask is of a kind that the table of what was measured does not
-    have, but was measured: few rows of a bool one, and more than 128 columns (2x16 heads of 256,
+    have, but was measured: few rows, and more than 128 columns (2x16 heads of 256,
     1,024 rows and keys, bool: 77 us, SDPA 157, `torch` 344; H200, 2026-11-30).
     """
     if not dense_mask_alone(problem) or problem.dtype not in ("float16", "bfloat16"):
         return False
     if max(problem.d, problem.dv) > 128:
         return summarizes or problem.bool_mask
-    return problem.nq <= _measured.FEW_QUERIES and problem.bool_mask
+    return problem.nq <= _measured.FEW_QUERIES
 
 
 def only_forced(

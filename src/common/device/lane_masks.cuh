@@ -145,10 +145,6 @@ __device__ __forceinline__ void load_words(LaneMasks<C>& found, const MaskParams
           }
         }
       }
-      if constexpr (C::LOADS_ADDED_LATE) {
-        for (int r = 0; r < 2; ++r) found.seen[r] &= kept_bits<C>(found.words[r]);
-        found.loaded = MaskElement::None;
-      }
       return;
     }
     const uint8_t* const row_gmem[2] = {start + elements[0], start + elements[1]};
@@ -242,6 +238,87 @@ __device__ __forceinline__ void find_lane_masks(LaneMasks<C>& found, const MaskP
   load_words<C>(found, params, elements, cta.work.nk - key_first);
 }
 
+// The elements of attn_mask that are added to a lane's scores of row r, where they are seen. All
+// are loaded before any is used.
+template <class C>
+__device__ __forceinline__ void load_row(float (&row)[2 * LaneMasks<C>::GROUPS],
+                                         const LaneMasks<C>& masks, const MaskParams& params,
+                                         int r) {
+  constexpr int GROUPS = LaneMasks<C>::GROUPS;
+  const bool whole = params.mask_step == 2;
+  const uint32_t seen = masks.seen[r];
+  if (masks.loaded == MaskElement::F32) {
+    const auto* gmem = static_cast<const float*>(params.mask_gmem) + masks.element(r);
+#pragma unroll
+    for (float& x : row) x = 0.0f;
+    if (whole) {
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) {
+        float2 pair = {0.0f, 0.0f};
+        if ((seen >> (2 * n) & 3) != 0) pair = *reinterpret_cast<const float2*>(gmem + 8 * n);
+        row[2 * n] = pair.x, row[2 * n + 1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int key = 0; key < 2 * GROUPS; ++key) {
+        if ((seen >> key & 1) != 0) row[key] = gmem[(8 * (key / 2) + key % 2) * params.mask_key];
+      }
+    }
+    return;
+  }
+  uint32_t words[GROUPS];
+  if constexpr (LaneMasks<C>::KEEPS_16_BITS) {
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) words[n] = masks.words[r][n];
+  } else {
+    const auto* gmem = static_cast<const uint16_t*>(params.mask_gmem) + masks.element(r);
+#pragma unroll
+    for (uint32_t& word : words) word = 0;
+    if (whole) {
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) {
+        if ((seen >> (2 * n) & 3) != 0) words[n] = *reinterpret_cast<const uint32_t*>(gmem + 8 * n);
+      }
+    } else {
+#pragma unroll
+      for (int key = 0; key < 2 * GROUPS; ++key) {
+        if ((seen >> key & 1) == 0) continue;
+        const uint32_t x = gmem[(8 * (key / 2) + key % 2) * params.mask_key];
+        words[key / 2] |= x << (16 * (key % 2));
+      }
+    }
+  }
+#pragma unroll
+  for (int key = 0; key < 2 * GROUPS; ++key) {
+    const auto bits = static_cast<uint16_t>(words[key / 2] >> (key % 2 * 16));
+    row[key] = added_of_16_bits<C::DTYPE>(bits);
+  }
+}
+
+// Does what apply_lane_masks() does where elements are added, a row after the other: elements that
+// each wait for the one before take as long as a block's products.
+template <class C>
+__device__ __forceinline__ void add_rows(Scores<C>& s_rmem, const LaneMasks<C>& masks,
+                                         const MaskParams& params, float scale) {
+  constexpr int GROUPS = LaneMasks<C>::GROUPS;
+  const bool sloped = params.slopes_gmem != nullptr;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float row[2 * GROUPS];
+    load_row<C>(row, masks, params, r);
+#pragma unroll
+    for (int key = 0; key < 2 * GROUPS; ++key) {
+      float& score = s_rmem[0][key / 2][2 * r + key % 2];
+      float s = fmaf(row[key], LOG2_E, __fmul_rn(score, scale));
+      if (sloped)
+        s = fmaf(-masks.slope[r], fabsf(masks.distance[r] - (8 * (key / 2) + key % 2)), s);
+      if (s < LOWEST_LOG2) s = LOWEST_LOG2;  // not fmaxf: a NaN stays one
+      const bool seen = (masks.seen[r] >> key & 1) != 0 && row[key] != MINUS_INFINITY;
+      score = seen ? s : MINUS_INFINITY;
+    }
+  }
+}
+
 // Adds what the masks add, and sets the scores of keys that a row does not see to -inf. Selecting
 // makes the old value irrelevant, even if it was NaN. Scores are logarithms to base 2, times
 // 1 / scale: they are multiplied by `scale` first. Called by whole warps.
@@ -249,7 +326,7 @@ template <class C>
 __device__ __forceinline__ void apply_lane_masks(Scores<C>& s_rmem, LaneMasks<C>& masks,
                                                  const MaskParams& params, float scale) {
   constexpr int GROUPS = LaneMasks<C>::GROUPS;
-  if (!C::LOADS_ADDED_LATE && masks.loaded == MaskElement::Bool) {
+  if (masks.loaded == MaskElement::Bool) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) masks.seen[r] &= kept_bits<C>(masks.words[r]);
   }
@@ -270,6 +347,15 @@ __device__ __forceinline__ void apply_lane_masks(Scores<C>& s_rmem, LaneMasks<C>
       }
     }
   };
+  const auto add_nothing = [](int, int, int, float&, bool&) {};
+  if constexpr (requires { C::LOADS_ROWS; }) {
+    if (masks.loaded == MaskElement::F32 || masks.loaded == MaskElement::SixteenBits) {
+      add_rows<C>(s_rmem, masks, params, scale);
+    } else {
+      change(add_nothing);
+    }
+    return;
+  }
   const auto add = [](float bias, float& s, bool& seen) {
     s = fmaf(bias, LOG2_E, s);
     if (bias == MINUS_INFINITY) seen = false;
@@ -299,7 +385,7 @@ __device__ __forceinline__ void apply_lane_masks(Scores<C>& s_rmem, LaneMasks<C>
       add(added_of_16_bits<C::DTYPE>(bits), s, seen);
     });
   } else {
-    change([](int, int, int, float&, bool&) {});
+    change(add_nothing);
   }
 }
 

@@ -78,7 +78,7 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
     return may_differ ? std::max(longest + start, n * tiles * (mean + start) / workers) : 0;
   };
   const bool shrinks = counts_mean(problem, costs);
-  int64_t splits = 1, time = otherwise + of_unlike(1, 0);
+  int64_t splits = 1, time = otherwise + costs.unsplit_start + of_unlike(1, 0);
   const int64_t most = std::min(keys / costs.fewest_keys, MOST_SPLITS);
   for (int64_t n = 2; n <= most && (n - 1) * tiles < 2 * workers; ++n) {
     const int64_t of_share = ceil_div(blocks, n) * tile.block_k + costs.start;

@@ -20,5 +20,8 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense), masked_fwd, D64Dense<D
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense_short), masked_fwd, D64DenseShort<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_dense), masked_fwd, D128Dense<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_dense), masked_fwd, D256Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_wide), masked_fwd, D64Wide<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_wide), masked_fwd, D128Wide<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_wide), masked_fwd, D256Wide<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_mask), (SUMMARY_THREADS), summarize_mask<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_ranges), (SUMMARY_THREADS), summarize_ranges)
