@@ -12,11 +12,13 @@ from archflash import _archflash as _native
 from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _key_lists, _ops, _options
 from archflash import _autograd as _autograd  # it tells the runtime how calls are recorded
 from archflash._eager import is_eager, never_compiled
+from archflash._value_checks import check_call
 
 _is_grad_enabled = torch.is_grad_enabled
 _forced = _dispatch.forced
 _with_approximate = _dispatch.with_approximate
 _is_autocast_on = _autocast.is_on
+_always_check = _key_lists.ALWAYS_CHECK
 
 
 def attention(
@@ -180,7 +182,8 @@ def attention(
     Raises:
         ValueError: shapes that disagree, heads_q not a multiple of heads_kv, a NaN scale,
             num_splits below 1, num_splits with batch_invariant, another word for approximate, or,
-            under ARCHFLASH_CHECK=1, a list that names a key twice.
+            under ARCHFLASH_CHECK=1, a list that names a key twice, cu_seqlens that fall or leave
+            the tensors, or max_seqlen_q or max_seqlen_k below a length.
         TypeError: mixed dtypes or devices, or an argument of the wrong type.
         UnsupportedError: no kernel serves the call and ARCHFLASH_FALLBACK=error or
             batch_invariant=True.
@@ -209,22 +212,16 @@ def attention(
         dropout_p, rng_state, q_descale, k_descale, v_descale, out_dtype, approximate, num_splits,
         batch_invariant, layout, out, return_lse,
     )  # fmt: skip
-    if key_indices is not None and is_eager():
-        if _key_lists.ALWAYS_CHECK:
-            make_problem(
-                q, k, v, key_indices=key_indices, topk_lengths=topk_lengths, layout=layout
-            )  # refuses wrong shapes
-            nk = k.shape[2 if layout == "bhnd" else 1]
-            _key_lists.check(key_indices, topk_lengths, nk)
-        if _key_lists.needs_gradients(q, k, v, sinks):
-            problem = _native.make_problem(q, k, v, _with_approximate(values), _is_grad_enabled())
-            name = _forced() if implementation is None else implementation
-            here, obstacle = _dispatch.device_of(problem, q.device.index)
-            if not _gradients.reads_lists(problem, here, name, obstacle):
-                mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
-                values = _options.replaced(
-                    values, attn_mask=mask, key_indices=None, topk_lengths=None
-                )
+    if _always_check and is_eager():
+        _native.make_problem(q, k, v, values, 0)  # refuses wrong shapes
+        check_call(q, k, values)
+    if key_indices is not None and is_eager() and _key_lists.needs_gradients(q, k, v, sinks):
+        problem = _native.make_problem(q, k, v, _with_approximate(values), _is_grad_enabled())
+        name = _forced() if implementation is None else implementation
+        here, obstacle = _dispatch.device_of(problem, q.device.index)
+        if not _gradients.reads_lists(problem, here, name, obstacle):
+            mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
+            values = _options.replaced(values, attn_mask=mask, key_indices=None, topk_lengths=None)
     if is_eager():
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and
         # launches.

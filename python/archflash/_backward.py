@@ -13,12 +13,16 @@ from archflash import (
     _compute_gradients,
     _dispatch,
     _gradients,
+    _key_lists,
     _ops_backward,
     _options,
 )
 from archflash._eager import is_eager, refuse_derivatives, unrecorded
 from archflash._errors import UnsupportedError
 from archflash._plain_tensors import goes_through_operator, is_symbolic
+from archflash._value_checks import check_call
+
+_always_check = _key_lists.ALWAYS_CHECK
 
 
 def attention_backward(
@@ -121,6 +125,9 @@ def attention_backward(
         dropout_p, rng_state, None, None, None, None, None, None, False, layout, None, False,
     )  # fmt: skip
     if is_eager():
+        if _always_check:
+            _native.make_problem(q, k, v, values, 0)  # refuses wrong shapes
+            check_call(q, k, values)
         name = _dispatch.forced() if implementation is None else implementation
         asked = _gradients.wants_deterministic() if deterministic is None else deterministic
         results: Any = _native.attention_backward(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash import _autocast, _dispatch, _key_lists, _ops, _options, _torch_cache
-from archflash._cache_checks import check_values
 from archflash._eager import is_eager
 from archflash._latent_rows import latent_parts, packed_parts
+from archflash._value_checks import captured, check_cache
 
 _always_check = _key_lists.ALWAYS_CHECK
 
@@ -164,7 +164,7 @@ def attention_with_kvcache(
         check: whether to check what lies on the device first: lengths, page table, indices,
             offsets. It waits for the device, so it cannot be captured in a CUDA graph; under
             torch.compile it is left out. Default: whether ARCHFLASH_CHECK=1 was set when archflash
-            was imported.
+            was imported and no graph is captured.
         implementation: forces one by name; overrides `archflash.force` and
             ARCHFLASH_FORCE_IMPLEMENTATION.
         out: the tensor to write the output to. It must not overlap the caches in memory. Default: a
@@ -222,7 +222,11 @@ def attention_with_kvcache(
         return _ops.attention_with_kvcache(
             q, k_cache, v_cache, _options.with_cache(values), implementation
         )
-    if check or (check is None and _always_check):
+    if check and captured(q):
+        raise ValueError(
+            "check=True waits for the device, which no CUDA graph can capture: leave check out"
+        )
+    if check or (check is None and _always_check and not captured(q)):
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
         if key_indices is not None:
             rows = k_cache.shape[1 if layout == "bnhd" else 2] * k_cache.shape[0]
@@ -237,9 +241,9 @@ def attention_with_kvcache(
                 keys = ends[:, None, None, None]
             _key_lists.check(key_indices, topk_lengths, keys)
         if cache_seqlens is not None:
-            check_values(
+            check_cache(
                 q, k_cache, cache_seqlens, page_table, k_new, cache_batch_idx, leftpad_k,
-                rotary_cos, cu_seqlens_q, layout,
+                rotary_cos, cu_seqlens_q, max_seqlen_q, layout,
                 _torch_cache.orders_queries(causal, window, attention_chunk),
             )  # fmt: skip
     return _serve(q, k_cache, v_cache, values, implementation)

@@ -269,6 +269,33 @@ def test_tensors_as_options_are_refused_inside_a_capture_that_goes_on(kernel: st
 # --- tensors whose memory does not hold their values ---
 
 
+def test_checks_of_values_leave_captures_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(65, 129, dtype="bfloat16", heads=(4, 2))
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    ends = {"cu_seqlens_q": cu_seqlens((65,)), "cu_seqlens_k": cu_seqlens((129,))}
+    caches = [x.transpose(1, 2) for x in (q, k, v)]
+    lengths = int32(129)
+
+    def calls() -> list[Tensor]:
+        of_cache = archflash.attention_with_kvcache(*caches, cache_seqlens=lengths)
+        return [archflash.attention(*rows, **ends), of_cache]
+
+    calls()
+    for place in ("_api", "_kvcache"):
+        monkeypatch.setattr(f"archflash.{place}._always_check", True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = calls()
+        with pytest.raises(ValueError, match="check=True waits for the device"):
+            archflash.attention_with_kvcache(*caches, cache_seqlens=lengths, check=True)
+    graph.replay()
+    for found, expected in zip(results, calls(), strict=True):
+        assert torch.equal(found, expected)
+    ends["cu_seqlens_q"].fill_(66)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q\[0\] is 66: it must be from 0 to total_q"):
+        calls()
+
+
 @each_kernel
 def test_lazy_tensors_are_read_as_their_values(kernel: str) -> None:
     q, k, v = case_of(kernel)

@@ -521,6 +521,8 @@ def test_check_says_which_value_is_out_of_range(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ValueError, match=message):
             by_torch(changed(name, index, value), check=True)
     by_torch(changed("page_table", (1, 5), 99), check=True)  # behind the length
+    with pytest.raises(ValueError, match=r"q's sequence\[1\] is 2: .* at most max_seqlen_q = 1"):
+        by_torch(call.with_options(max_seqlen_q=1).copied(), check=True)
     monkeypatch.setattr("archflash._kvcache._always_check", True)  # as ARCHFLASH_CHECK=1 does
     with pytest.raises(ValueError, match="cache_seqlens"):
         by_torch(changed("cache_seqlens", (1,), 95))

@@ -21,7 +21,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_bias", "masks", "_dropout", "_packed_rows", "_sharding", "_plain_tensors", "_torch_kernels"),
     (
         "_autocast",
-        "_cache_checks",
         "_key_lists",
         "_latent_rows",
         "_options",
@@ -30,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "_torch_masks",
         "reference.blocks",
     ),
-    ("reference.formula",),
+    ("_value_checks", "reference.formula"),
     ("_calibrated", "_proofs", "_torch_plain", "reference.cache", "reference.rule"),
     ("_torch", "reference.four_bits", "reference.int8_pv"),
     ("reference.approximate",),

@@ -20,7 +20,6 @@ from archflash import (
     ForcedImplementationError,
     UnsupportedError,
     _gradients,
-    _key_lists,
     _options,
     reference,
 )
@@ -56,13 +55,54 @@ def test_lists_of_keys_are_checked_in_every_call_where_that_is_asked_for(
 ) -> None:
     lists = int32(3, 3).reshape(1, 1, 1, 2).expand(1, 1, 5, 2).contiguous()
     archflash.attention(Q, Q[:, :1], Q[:, :1], key_indices=lists)
-    monkeypatch.setattr(_key_lists, "ALWAYS_CHECK", True)
+    monkeypatch.setattr("archflash._api._always_check", True)  # as ARCHFLASH_CHECK=1 does
     empty = archflash.attention(Q[:, :, :0], Q[:, :1], Q[:, :1], key_indices=lists[:, :, :0])
     assert empty.shape == (1, 2, 0, 16)
     with pytest.raises(ValueError, match=r"key_indices\[0, 0, 0\] names key 3 twice"):
         archflash.attention(Q, Q[:, :1], Q[:, :1], key_indices=lists)
     with pytest.raises(ValueError, match="key_indices has shape"):
         archflash.attention(Q, Q[:, :1], Q[:, :1], key_indices=lists[:, :, :3])
+
+
+# id: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, and what is said, of 30 rows of q and
+# 100 of k; nothing where all is right
+SEQUENCES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int | None, int | None, str]] = {
+    "right": ((0, 12, 30), (0, 70, 100), 18, 70, ""),
+    "a prefix that sequences share": ((0, 12, 12, 30), (0, 70, 40, 100), 30, 70, ""),
+    "rows of no sequence": ((3, 12), (40, 70), None, None, ""),
+    "no sequence": ((0,), (0,), 0, 0, ""),
+    "q falls": ((0, 30, 12), (0, 70, 100), None, None, "cu_seqlens_q[2] is 12: it must be from 0 "
+                "to total_q = 30, in ascending order"),
+    "q below 0": ((-1, 12, 30), (0, 70, 100), None, None, "cu_seqlens_q[0] is -1"),
+    "q beyond": ((0, 12, 31), (0, 70, 100), None, None, "cu_seqlens_q[2] is 31"),
+    "k falls": ((0, 12, 13, 30), (0, 70, 40, 100), None, None, "cu_seqlens_k[2] is 40: it must be "
+                "from 0 to total_k = 100, in ascending order where a sequence has queries"),
+    "k beyond": ((0, 12, 30), (0, 70, 101), None, None, "cu_seqlens_k[2] is 101"),
+    "q too long": ((0, 12, 30), (0, 70, 100), 17, 70, "the length of q's sequence[1] is 18: it must"
+                   " be at most max_seqlen_q = 17: pass the longest length or more, or leave it"),
+    "k too long": ((0, 12, 30), (0, 70, 100), 18, 69, "the length of k's sequence[0] is 70"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_packed_sequences_are_checked_where_that_is_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_q, of_k, longest_q, longest_k, said = SEQUENCES[name]
+    q, k = torch.zeros(30, 2, 16), torch.zeros(100, 2, 16)
+    call: dict[str, Any] = {
+        "cu_seqlens_q": int32(*of_q), "cu_seqlens_k": int32(*of_k), "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+    }  # fmt: skip
+    lse = torch.zeros(2, 30)
+    monkeypatch.setattr("archflash._api._always_check", True)
+    monkeypatch.setattr("archflash._backward._always_check", True)
+    for passes in (
+        lambda: archflash.attention(q, k, k, **call),
+        lambda: archflash.attention_backward(q, q, k, k, q, lse, **call),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)) if said else contextlib.nullcontext():
+            passes()
 
 
 # --- attention_backward, by both ways ---

@@ -1,12 +1,72 @@
-"""Checks of the values of a call with a KV cache that lie on the device."""
+"""Checks of the values of a call that lie on the device, for ARCHFLASH_CHECK=1."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from archflash import _key_lists, _options
 
-def check_values(
+# (name, values, which of them are wrong, what they must be)
+_Check = tuple[str, Tensor, Tensor, str]
+
+
+def captured(q: Tensor) -> bool:
+    """Whether a CUDA graph is captured, in which nothing can be checked."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_call(q: Tensor, k: Tensor, values: tuple[Any, ...]) -> None:
+    """Checks the lists or the packed sequences of a call without a cache, whose shapes agree.
+
+    Args:
+        values: its options.
+
+    Raises:
+        ValueError: a list names a key twice; sequences do not lie one behind the other in q or k,
+            or one is longer than max_seqlen_q or max_seqlen_k.
+    """
+    options = dict(zip(_options.OF_ATTENTION, values, strict=True))
+    if captured(q):
+        return
+    if options["key_indices"] is not None:
+        keys = k.shape[2 if options["layout"] == "bhnd" else 1]
+        _key_lists.check(options["key_indices"], options["topk_lengths"], keys)
+    if options["cu_seqlens_q"] is not None:
+        of_q, of_k = (options[name].long() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        asked = of_q.diff() > 0  # sequences without queries may share keys with others
+        lengths = torch.where(asked, of_k.diff(), 0)
+        _raise_first([
+            *_of_sequences("cu_seqlens_q", of_q, q.shape[0], "total_q"),
+            *_of_sequences("cu_seqlens_k", of_k, k.shape[0], "total_k", asked),
+            *_of_longest("q", of_q.diff(), options["max_seqlen_q"]),
+            *_of_longest("k", lengths, options["max_seqlen_k"]),
+        ])  # fmt: skip
+
+
+def _of_sequences(
+    name: str, ends: Tensor, total: int, said: str, counts: Tensor | None = None
+) -> list[_Check]:
+    """Whether sequences lie one behind the other, of those that count."""
+    words = f"from 0 to {said} = {total}, in ascending order"
+    wrong = ends.diff() < 0
+    if counts is not None:
+        wrong &= counts
+        words += " where a sequence has queries"
+    wrong = torch.cat([ends[:1] < 0, wrong]) | (ends < 0) | (ends > total)
+    return [(name, ends, wrong, words)]
+
+
+def _of_longest(of: str, lengths: Tensor, longest: int | None) -> list[_Check]:
+    if longest is None:
+        return []
+    words = f"at most max_seqlen_{of} = {longest}: pass the longest length or more, or leave it out"
+    return [(f"the length of {of}'s sequence", lengths, lengths > longest, words)]
+
+
+def check_cache(
     q: Tensor,
     k_cache: Tensor,
     cache_seqlens: Tensor,
@@ -16,10 +76,11 @@ def check_values(
     leftpad_k: Tensor | None,
     rotary_cos: Tensor | None,
     cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
     layout: str,
     ordered: bool,
 ) -> None:
-    """Checks what lies on the device, there; one small result comes back.
+    """Checks what lies on the device of a call with a cache, there.
 
     Args:
         q, ...: those of `attention_with_kvcache`, whose shapes agree.
@@ -40,8 +101,7 @@ def check_values(
             f"k_new has {added} rows, but a sequence has room for {capacity}: "
             "append fewer at once, or give larger caches or more pages"
         )
-    # (name, values, which of them are wrong, what they must be)
-    checks: list[tuple[str, Tensor, Tensor, str]] = [
+    checks: list[_Check] = [
         (
             "cache_seqlens",
             lengths,
@@ -70,10 +130,8 @@ def check_values(
         )
     if cu_seqlens_q is not None:
         ends = cu_seqlens_q.long()
-        before = torch.cat([ends.new_zeros(1), ends[:-1]])
-        wrong = (ends < before) | (ends > q.shape[0])
-        words = f"from 0 to total_q = {q.shape[0]}, in ascending order"
-        checks.append(("cu_seqlens_q", ends, wrong, words))
+        checks += _of_sequences("cu_seqlens_q", ends, q.shape[0], "total_q")
+        checks += _of_longest("q", ends.diff(), max_seqlen_q)
     if rotary_cos is not None:
         rotated = torch.full_like(lengths, max(added, 1))
         if ordered and cu_seqlens_q is None:
@@ -84,6 +142,11 @@ def check_values(
         wrong = last >= rotary_cos.shape[0]
         words = f"below {rotary_cos.shape[0]}, the rows of rotary_cos: make the tables longer"
         checks.append(("the last position to rotate", last, wrong, words))
+    _raise_first(checks)
+
+
+def _raise_first(checks: list[_Check]) -> None:
+    """Raises the error of the first value that is wrong; one small result comes back."""
     checks = [row for row in checks if row[1].numel()]
     if not checks:
         return
