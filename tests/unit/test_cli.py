@@ -103,7 +103,7 @@ def test_explain_prints_the_decision_for_every_known_device(run: Run) -> None:
 
 def test_explain_takes_every_option_of_a_call(run: Run) -> None:
     result = run(
-        *("explain", "--device", "h200", "--shape", "2x32x1x128", "--dtype", "bfloat16"),
+        *("explain", "--device", "h200", "--shape", "2x32x1x128", "--dtype", "bf16"),
         *("--heads-kv", "8", "--keys", "4096", "--dv", "64", "--causal", "--window", "128,"),
         *("--softcap", "30", "--sinks", "--lse", "--implementation", "simt"),
     )

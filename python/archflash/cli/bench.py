@@ -19,7 +19,7 @@ from archflash._call_times import BOTH, FORWARD, Kind
 from archflash._measured import FEW_QUERIES
 from archflash.cli import gpus
 from archflash.cli.calibrate import words_of
-from archflash.cli.explain import parse_shape
+from archflash.cli.explain import dtype_named, parse_shape
 
 DTYPES = {"bfloat16": "16 bits", "float32": "float32", "float8_e4m3fn": "fp8"}
 COLUMNS = (
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
         "bench", help="time every candidate on this GPU, for some standard calls or for one"
     )
     parser.add_argument("--shape", metavar="B,H,N,D", help="of q; without it, standard calls")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", type=dtype_named, choices=DTYPES, default="bfloat16")
     parser.add_argument("--heads-kv", type=int, help="heads of k and v")
     parser.add_argument("--keys", type=int, help="rows of k and v")
     parser.add_argument("--dv", type=int, help="head dim of v")

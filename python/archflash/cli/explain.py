@@ -18,6 +18,12 @@ from archflash import _dispatch
 
 MOST = 1 << 59  # most elements of a tensor, so that its bytes fit 63 bits
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_SHORT = dict(zip(("fp32", "fp16", "bf16", "e4m3", "e5m2"), DTYPES, strict=True))
+
+
+def dtype_named(word: str) -> str:
+    """PyTorch's name of a dtype that a command was given, which may be as our tables write it."""
+    return _SHORT.get(word, word)
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +48,7 @@ def add_call_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", required=True, metavar="B,H,N,D", help="of q; k and v have the same unless told"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    parser.add_argument("--dtype", type=dtype_named, choices=DTYPES, default="float16")
     parser.add_argument("--heads-kv", type=int, help="heads of k and v")
     parser.add_argument("--keys", type=int, help="rows of k and v")
     parser.add_argument("--dv", type=int, help="head dim of v")
