@@ -204,7 +204,7 @@ def attention(
     if _is_autocast_on():
         q, k, v, attn_mask = _autocast.inputs(q, k, v, attn_mask, out)
     if _dropout.wants_state(dropout_p, rng_state):
-        rng_state = _dropout.dropout_state(q.device)
+        rng_state = _dropout.state_for(q)
     # In the order of the table of options, src/common/options.inc.
     values = (
         causal, window, softcap, sinks, scale, q_offset, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
@@ -274,9 +274,12 @@ def explain(
         >>> archflash.explain(q, q, q, device="RTX 5090").chosen
         'simt'
     """
+    if not isinstance(backward, bool):
+        raise TypeError(f"backward is {_native.given(backward)}: it must be a bool")
     if _is_autocast_on():
         q, k, v = _autocast.described(q, k, v, options)
-    if _dropout.wants_state(options.get("dropout_p"), options.get("rng_state")):
+    drops = _dropout.wants_state(options.get("dropout_p"), options.get("rng_state"))
+    if drops and isinstance(q, Tensor):
         # Any state will do, and drawing one would change what later calls draw.
         options["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)
     if options.get("key_indices") is not None and not _options.has_cache(options):
@@ -354,5 +357,5 @@ def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Any, .
             given["cu_seqlens_q"], given["layout"],
         )  # fmt: skip
     if _dropout.wants_state(given["dropout_p"], given["rng_state"]):
-        given["rng_state"] = _dropout.dropout_state(q.device)
+        given["rng_state"] = _dropout.state_for(q)
     return tuple(given.values())

@@ -117,6 +117,13 @@ def attention_backward(
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
         )
+    for name, flag in (("accumulate", accumulate), ("mask_gradient", mask_gradient)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {_native.given(flag)}: it must be a bool")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(
+            f"deterministic is {_native.given(deterministic)}: it must be a bool or None"
+        )
     given, tensors = (dq, dk, dv), (dout, q, k, v, out, lse, dlse)
     # In the order of the table of options, src/common/options.inc.
     values = (
@@ -131,7 +138,7 @@ def attention_backward(
         name = _dispatch.forced() if implementation is None else implementation
         asked = _gradients.wants_deterministic() if deterministic is None else deterministic
         results: Any = _native.attention_backward(
-            *tensors, values, name, *given, bool(accumulate), bool(mask_gradient), bool(asked),
+            *tensors, values, name, *given, accumulate, mask_gradient, asked,
             torch.is_grad_enabled(),
         )  # fmt: skip
         if results is not NotImplemented:

@@ -42,6 +42,11 @@ def dropout_state(device: torch.device | str) -> Tensor:
     return torch.randint(0, (1 << 63) - 1, (2,), dtype=torch.int64, device=device)
 
 
+def state_for(q: object) -> Tensor | None:
+    """The state that a call draws; None where q is no tensor, which the call is refused for."""
+    return dropout_state(q.device) if isinstance(q, Tensor) else None
+
+
 def wants_state(dropout_p: object, rng_state: object) -> bool:
     """Whether a call drops weights and has to draw the state of their random bits. A dropout_p of a
     wrong type, which might be a tensor on a GPU, is left to the check of arguments unread.

@@ -222,6 +222,8 @@ def attention_with_kvcache(
         return _ops.attention_with_kvcache(
             q, k_cache, v_cache, _options.with_cache(values), implementation
         )
+    if check is not None and not isinstance(check, bool):
+        raise TypeError(f"check is {_native.given(check)}: it must be a bool or None")
     if check and captured(q):
         raise ValueError(
             "check=True waits for the device, which no CUDA graph can capture: leave check out"

@@ -29,10 +29,11 @@ def packed_parts(
     if row is None:
         raise ValueError(f"packed_rows is {packed_rows!r}: it must be 'fp8_656' or 'fp8_584'")
     columns = 576 if row == 656 else 512
-    if q.shape[-1] != columns or dv not in (None, 512):
+    found = q.shape[-1] if q.ndim else 0
+    if found != columns or isinstance(dv, Tensor) or dv not in (None, 512):
         raise ValueError(
-            f"q has {q.shape[-1]} columns and dv is {dv} with packed_rows={packed_rows!r}: "
-            f"they must be {columns} and 512"
+            f"q has {found} columns and dv is {_native.given(dv)} with "
+            f"packed_rows={packed_rows!r}: they must be {columns} and 512"
         )
     if k_cache.dtype == torch.uint8:
         k_cache = k_cache.view(torch.float8_e4m3fn)
@@ -76,7 +77,9 @@ def _check_latent(q: Tensor, k_cache: Tensor, k_new: Tensor | None, dv: int | No
         raise ValueError("dv is missing: with v_cache=None it is the number of columns that are V")
     if not isinstance(dv, int) or isinstance(dv, bool):
         raise TypeError(f"dv is {_native.given(dv)}: it must be an int")
-    d = k_cache.shape[-1] if k_cache.ndim else 0
+    if k_cache.ndim == 0:
+        raise ValueError("k_cache has shape (): it must have rows of d columns")
+    d = k_cache.shape[-1]
     if not 0 < dv < d:
         raise ValueError(f"dv is {dv} for a latent cache of {d} columns: it must be 1 to {d - 1}")
     if q.ndim == 0 or q.shape[-1] != d:

@@ -106,12 +106,12 @@ def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> N
             if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
                 raise TypeError(f"{wrong}ints in their order, a list or what else has them")
             given[name] = list(value)
-            if not all(hasattr(x, "__index__") for x in given[name]):
+            if not all(map(_is_int, given[name])):
                 raise TypeError(f"{wrong}ints in their order, a list or what else has them")
 
 
 def _all_below_end(values: Any, first: int) -> bool:
-    return all(hasattr(x, "__index__") and first <= x < _END for x in values)
+    return all(_is_int(x) and first <= x < _END for x in values)
 
 
 def _is_int(value: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash import _flops, _options, _sharding, _strides
 from archflash._compute_gradients import by_plain_operations, compute, variable
 from archflash._dispatch import forced
@@ -100,6 +101,7 @@ def backward_request(
 
 def check_backward(request: Request) -> None:
     """Refuses wrong tensors of a call of `archflash.attention_backward`, plain or not."""
+    _native.check_data(request.out, "out")
     problem = request.problem()  # checks q, k, v and out
     q, out, dlse = request.q, request.out, request.dlse
     if q.dtype.itemsize == 1:

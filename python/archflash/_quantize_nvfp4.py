@@ -64,7 +64,7 @@ def quantize_nvfp4(
         raise ValueError(f"per is {_native.given(per)}: it must be 'tensor' or 'head'")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"x has dtype {x.dtype}: it must be float32, float16 or bfloat16")
-    if dim not in (-1, -2):
+    if isinstance(dim, Tensor) or dim not in (-1, -2):
         raise ValueError(f"dim is {_native.given(dim)}: it must be -1 or -2")
     least = 1 if per == "tensor" and dim == -1 else 2
     if x.ndim < least:

@@ -76,6 +76,8 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {_native.given(x)}: it must be a tensor")
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask is {_native.given(attn_mask)}: it must be a tensor or None")
     if isinstance(scale, Tensor) or not (scale is None or hasattr(scale, "__float__")):
         raise TypeError(f"scale is {_native.given(scale)}: it must be a number or None")
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
@@ -97,6 +99,11 @@ def scaled_dot_product_attention(
         return pytorchs_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if min(query.ndim, key.ndim, value.ndim) < 2:
+        raise RuntimeError(
+            f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions: "
+            "each needs at least 2"
+        )
     if not tracing and value.shape[-1] == 0:
         return pytorchs_sdpa(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -114,11 +121,6 @@ def scaled_dot_product_attention(
         raise (ValueError if is_bias else RuntimeError)(
             "Explicit attn_mask should not be set when is_causal=True: fold the causal rule into "
             "attn_mask"  # it begins with PyTorch's words, which callers may look for
-        )
-    if min(query.ndim, key.ndim, value.ndim) < 2:
-        raise RuntimeError(
-            f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions: "
-            "each needs at least 2"
         )
     q, k, v, shape = query, key, value, None
     if not tracing:

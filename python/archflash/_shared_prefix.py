@@ -195,5 +195,7 @@ def _capacity(k_prefix: Tensor, prefix_page_table: Tensor | None, layout: str) -
         raise ValueError("k_prefix must be a tensor of 4 dimensions, (1, capacity, heads_kv, d)")
     rows = k_prefix.shape[1 if layout == "bnhd" else 2]
     if prefix_page_table is not None:
+        if not isinstance(prefix_page_table, Tensor) or prefix_page_table.ndim != 2:
+            raise ValueError("prefix_page_table must be an int32 tensor (1, pages of the prefix)")
         rows *= prefix_page_table.shape[-1]
     return torch.full((1,), rows, dtype=torch.int32, device=k_prefix.device)

@@ -13,9 +13,9 @@ from archflash import _key_lists, _options
 _Check = tuple[str, Tensor, Tensor, str]
 
 
-def captured(q: Tensor) -> bool:
+def captured(q: object) -> bool:
     """Whether a CUDA graph is captured, in which nothing can be checked."""
-    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+    return isinstance(q, Tensor) and q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_call(q: Tensor, k: Tensor, values: tuple[Any, ...]) -> None:

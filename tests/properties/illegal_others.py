@@ -304,6 +304,7 @@ def _spoiled_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
     yield "none", None
     yield "one dimension more", x[None]
     yield "one dimension less", x[0]
+    yield "a number", torch.ones((), dtype=x.dtype)
     yield "complex", torch.zeros(x.shape, dtype=torch.complex64)
     yield "meta", torch.empty_like(x, device="meta")
     if x.dtype == torch.int32:

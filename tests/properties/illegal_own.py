@@ -30,7 +30,28 @@ def legal_calls() -> dict[str, Legal]:
     prefix = {"k_prefix": torch.randn(1, 8, 2, 64), "v_prefix": torch.randn(1, 8, 2, 64)}
     blocks = {"block_size": (64, 64), "nq": 100, "nk": 150}
     table = torch.ones(1, 2, 2, 3, dtype=torch.bool)
+    out, lse = archflash.attention(q, k, k, return_lse=True)
+    of_gradients = {"dout": out, "q": q, "k": k, "v": k, "out": out, "lse": lse}
     return {
+        "dropped weights": Legal(archflash.attention, {"q": q, "k": k, "v": k, "dropout_p": 0.3}),
+        "explained dropout": Legal(
+            archflash.explain, {"q": q, "k": k, "v": k, "dropout_p": 0.3, "device": "H200"}
+        ),
+        "gradients": Legal(archflash.attention_backward, of_gradients),
+        "checked": Legal(
+            archflash.attention_with_kvcache,
+            {
+                "q": q.transpose(1, 2), **caches, "cache_seqlens": int32(5, 3), "check": True,
+            },
+        ),
+        "pages of a prefix": Legal(
+            archflash.attention_with_shared_prefix,
+            {
+                "q": q.transpose(1, 2), "k_prefix": caches["k_cache"], "v_prefix":
+                caches["v_cache"], "prefix_page_table": int32([0, 1]), **caches,
+                "cache_seqlens": int32(5, 3),
+            },
+        ),
         "lists": Legal(archflash.attention, {"q": q, "k": k, "v": k, **listed}),
         "approximate": Legal(
             archflash.attention,
@@ -142,12 +163,21 @@ _COUNT = {
     "text": "a", "fraction": 1.5, "list": [1], "below 0": -1, "tensor of two": int32(1, 2),
     "huge": 1 << 70,
 }  # fmt: skip
-_BLOCK = {"number": 64, "three": (64, 64, 64), "texts": ("a", "b"), "odd": (60, 64), "0": (0, 64)}
+_FLAG = {"text": "yes", "number": 2, "tensor": torch.zeros(0), "list": [True]}
+_BLOCK = {
+    "tensors": [torch.ones(2).int()] * 2,
+    "number": 64,
+    "three": (64, 64, 64),
+    "texts": ("a", "b"),
+    "odd": (60, 64),
+    "0": (0, 64),
+}
 # Wrong values of arguments that are no tensors, or that most calls leave out.
 OPTIONS: Options = {
     "approximate": {"unknown": "int4", "number": 8, "list": ["int8"]},
     "packed_rows": {"unknown": "fp8_600", "number": 656},
-    "dv": {"too large": 600, "huge": 1 << 70, "below 0": -1, "text": "a", "fraction": 1.5},
+    "dv": {"too large": 600, "huge": 1 << 70, "below 0": -1, "text": "a", "fraction": 1.5,
+           "tensor": torch.zeros(0)},
     "physical_indices": {"text": "yes", "number": 2},
     "scale": {"text": "a", "NaN": math.nan},
     "topk_lengths": {"list": [1]},
@@ -159,14 +189,22 @@ OPTIONS: Options = {
     "lses": {"none": None, "number": 1, "numbers": [1, 2], "one": [torch.randn(2, 4, 5)]},
     "per": {"unknown": "row", "number": 1},
     "dtype": {"text": "e4m3", "of integers": torch.int32},
-    "dim": {"too large": 9, "text": "a", "fraction": 1.5},
+    "dim": {"tensor": torch.zeros(0), "too large": 9, "text": "a", "fraction": 1.5},
     "layout": {"unknown": "hbnd", "number": 1},
     "nq": _COUNT,
     "nk": _COUNT,
     "left": _COUNT,
     "global_keys": _COUNT,
     "past": _COUNT,
-    "parents": {"text": "abc", "later": [2, 0, 0], "fractions": [0.5], "number": 3},
+    "check": _FLAG,
+    "accumulate": _FLAG,
+    "deterministic": _FLAG,
+    "mask_gradient": _FLAG,
+    "backward": _FLAG,
+    "parents": {
+        "tensors": [torch.zeros(2)] * 2, "text": "abc", "later": [2, 0, 0], "fractions": [0.5],
+        "number": 3,
+    },
     "block_size": _BLOCK,
     "chunk_size": {**_COUNT, "0": 0},
     "causal": {"text": "yes", "number": 2},
@@ -194,6 +232,8 @@ RIGHT: set[tuple[str, ...]] = {
     ("dense", "key_ranges", "of 64 bits"), ("from_bsr", "indices", "one more"),
     ("from_bsr", "indices", "empty"), ("from_bsr", "block_size", "odd"),
     ("from_block_lists", "block_size", "odd"),
+    ("dropped weights", "v", "other columns"), ("explained dropout", "v", "other columns"),
+    ("checked", "v_cache", "other columns"),
     ("lists", "v", "other columns"), ("approximate", "v", "other columns"),
     ("dropout", "rng_state", "meta"),
     ("documents", "ids", "one dimension more"), ("documents", "ids", "one dimension less"),

@@ -162,6 +162,14 @@ def test_what_torch_refuses_is_refused() -> None:
             scaled_dot_product_attention(*tensors, **call)
 
 
+def test_tensors_of_no_dimensions_are_refused() -> None:
+    q, k, v = inputs((2, 4), 5, 7)
+    for i in range(3):
+        tensors = [torch.ones(()) if i == j else x for j, x in enumerate((q, k, v))]
+        with pytest.raises(RuntimeError, match="each needs at least 2"):
+            scaled_dot_product_attention(*tensors)
+
+
 def test_arguments_of_the_wrong_type_are_type_errors() -> None:
     q, k, v = inputs((2, 4), 5, 7)
     for tensors, call in (
@@ -169,6 +177,7 @@ def test_arguments_of_the_wrong_type_are_type_errors() -> None:
         ((q, 3, v), {}),
         ((q, k, v), {"scale": "1"}),
         ((q, k, v), {"is_causal": 1}),
+        ((q, k, v), {"attn_mask": [[1.0]]}),
     ):
         for attend in (F.scaled_dot_product_attention, scaled_dot_product_attention):
             with pytest.raises(TypeError):

@@ -76,6 +76,8 @@ def check_tensors(**given: Any) -> None:
     for name, x in given.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {_native.given(x)}: it must be a torch.Tensor")
+        if x.ndim == 0:
+            raise ValueError(f"{name} has shape (): it must have dimensions")
 
 
 def check_ints(name: str, x: Any, size: int | None = None, like: Tensor | None = None) -> None:
@@ -135,7 +137,7 @@ def in_its_words(**names: str) -> Callable[[_Function], _Function]:
             except (AttributeError, IndexError, AssertionError, RuntimeError) as error:
                 # An argument was of no use at all. Where all are of their types, it was not that:
                 # the GPU may have no memory.
-                if wrong := _wrong_argument(function, args, kwargs):
+                if wrong := _wrong_argument(function, args, kwargs, of_rows=True):
                     raise TypeError(wrong) from error
                 raise
 
@@ -146,10 +148,13 @@ def in_its_words(**names: str) -> Callable[[_Function], _Function]:
 
 
 def _wrong_argument(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    of_rows: bool = False,
 ) -> str:
     """Which argument is not of the type of its annotation, or on another device than the first
-    tensor; nothing if all are right.
+    tensor, or, where tensors must have rows, one without dimensions; nothing if all are right.
     """
     signature = inspect.signature(function)
     try:
@@ -167,6 +172,8 @@ def _wrong_argument(
         if not isinstance(what, tuple(x for kind in wanted for x in _TYPES[kind])):
             words = " or ".join(_WORDS[kind] for kind in wanted)
             return f"{name} is {_native.given(value)}: it must be {words}"
+        if of_rows and is_operand and value.ndim == 0 and not name.endswith("_descale"):
+            return f"{name} has shape (): it must have dimensions"
         if is_operand and of_first is not None and value.device != of_first.device:
             return f"{first} is on {of_first.device} but {name} is on {value.device}: move one"
     return ""

@@ -170,6 +170,8 @@ def attend_to_cache(
         cu_seqlens_q = options.get("cu_seqlens_q")
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         if cache_seqlens is None:
+            if k_cache.ndim != 4:
+                raise ValueError(f"k_cache has {k_cache.ndim} dimensions: it must have 4")
             pages = 1 if page_table is None else page_table.shape[1]
             cache_seqlens = k_cache.shape[1] * pages
         else:

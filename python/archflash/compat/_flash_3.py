@@ -381,6 +381,7 @@ def flash_attn_with_kvcache(
     attention_chunk = count("attention_chunk", attention_chunk)
     if cu_seqlens_q is not None:
         check_ints("cu_seqlens_q", cu_seqlens_q)
+    check_tensors(q=q)
     sequences = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     if page_table is not None and cache_batch_idx is not None:
         check_tensors(page_table=page_table)
