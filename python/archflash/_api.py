@@ -11,7 +11,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _key_lists, _ops, _options
 from archflash import _autograd as _autograd  # it tells the runtime how calls are recorded
-from archflash._eager import is_eager, never_compiled
+from archflash._eager import is_eager, never_compiled, overridden
 from archflash._value_checks import check_call
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -227,7 +227,14 @@ def attention(
         # launches.
         forced = _forced() if implementation is None else implementation
         asked = _with_approximate(values)
-        result = _native.attention(q, k, v, asked, _is_grad_enabled(), forced)
+        try:
+            result = _native.attention(q, k, v, asked, _is_grad_enabled(), forced)
+        except TypeError:
+            given = dict(zip(_options.OF_ATTENTION, values, strict=True))
+            given = {"q": q, "k": k, "v": v, **given, "implementation": implementation}
+            result = overridden(attention, given)
+            if result is NotImplemented:
+                raise
         if result is None:
             return _ops.by_torch(q, k, v, values, forced)
         if result is not NotImplemented:

@@ -117,9 +117,9 @@ def attention_backward(
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
         )
-    for name, flag in (("accumulate", accumulate), ("mask_gradient", mask_gradient)):
+    for argument, flag in (("accumulate", accumulate), ("mask_gradient", mask_gradient)):
         if not isinstance(flag, bool):
-            raise TypeError(f"{name} is {_native.given(flag)}: it must be a bool")
+            raise TypeError(f"{argument} is {_native.given(flag)}: it must be a bool")
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(
             f"deterministic is {_native.given(deterministic)}: it must be a bool or None"

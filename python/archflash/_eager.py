@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -131,6 +132,27 @@ def refuse_derivatives(what: str, **given: Any) -> None:
                 f"{name} has a tangent of forward-mode autograd, and {what} has no derivative: "
                 f"pass {name}.detach()"
             )
+
+
+def stands_for_tensor(x: object) -> bool:
+    """Whether x is no tensor and overrides functions that are called with it, as the proxies of
+    torch.fx.symbolic_trace do.
+    """
+    return not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__")
+
+
+def overridden(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """What such objects make of a call: torch.fx records it. NotImplemented if there are none.
+
+    Args:
+        given: all arguments by name.
+    """
+    flat = [y for x in given.values() for y in (x if isinstance(x, (list, tuple)) else [x])]
+    if not (objects := tuple(x for x in flat if stands_for_tensor(x))):
+        return NotImplemented
+    defaults = inspect.signature(function).parameters
+    named = {name: x for name, x in given.items() if x is not defaults[name].default}
+    return torch.overrides.handle_torch_function(function, objects, **named)
 
 
 def give_code(wrapper: Any, function: Callable[..., Any]) -> None:

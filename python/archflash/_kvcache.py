@@ -10,7 +10,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash import _autocast, _dispatch, _key_lists, _ops, _options, _torch_cache
-from archflash._eager import is_eager
+from archflash._eager import is_eager, overridden, stands_for_tensor
 from archflash._latent_rows import latent_parts, packed_parts
 from archflash._value_checks import captured, check_cache
 
@@ -199,6 +199,8 @@ def attention_with_kvcache(
         >>> out.shape, bool((k_cache[1, 20] == k[1, 0]).all())
         (torch.Size([2, 1, 4, 16]), True)
     """
+    if v_cache is None and stands_for_tensor(q):
+        return overridden(attention_with_kvcache, locals())
     if packed_rows is not None and v_cache is None and scale is None:
         scale = q.shape[-1] ** -0.5
     if v_cache is None or dv is not None:
@@ -316,7 +318,14 @@ def _serve(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, values: list[Any], implementation: str | None
 ) -> Any:
     forced = _forced() if implementation is None else implementation
-    result = _native.attention(q, k_cache, v_cache, values, _is_grad_enabled(), forced)
+    try:
+        result = _native.attention(q, k_cache, v_cache, values, _is_grad_enabled(), forced)
+    except TypeError:
+        given = dict(zip(_options.OF_CACHE, values, strict=True))
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **given}
+        result = overridden(attention_with_kvcache, given | {"implementation": implementation})
+        if result is NotImplemented:
+            raise
     if result is None:
         return _ops.by_torch(q, k_cache, v_cache, values, forced)
     if result is not NotImplemented:

@@ -11,7 +11,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import MERGE_PARTS
-from archflash._eager import has_tangent, in_transform, unrecorded
+from archflash._eager import has_tangent, in_transform, overridden, unrecorded
 from archflash._errors import ForcedImplementationError
 from archflash._plain_tensors import goes_through_operator, is_symbolic, plain, resolved
 from archflash._strides import as_bhnd
@@ -77,7 +77,13 @@ def merge_attention(
         >>> torch.allclose(out, archflash.attention(q, k, v), atol=1e-5)
         True
     """
-    parts, of_parts = _tensors(outs, "outs"), _tensors(lses, "lses")
+    try:
+        parts, of_parts = _tensors(outs, "outs"), _tensors(lses, "lses")
+    except TypeError:
+        call = {"outs": outs, "lses": lses, "layout": layout, "implementation": implementation}
+        if (made := overridden(merge_attention, call)) is NotImplemented:
+            raise
+        return made  # type: ignore[no-any-return]
     by_operator = goes_through_operator(*parts, *of_parts)
     symbolic = by_operator and is_symbolic(*parts, *of_parts)
     unrecorded(_check, parts, of_parts, layout, symbolic)

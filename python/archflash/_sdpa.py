@@ -14,7 +14,7 @@ from archflash import _autocast
 from archflash._api import attention, make_problem
 from archflash._bias import is_causal_bias
 from archflash._dispatch import device_of, forced, note_fallback, pytorch_drops_faster, select
-from archflash._eager import is_eager, is_tracing, unrecorded
+from archflash._eager import is_eager, is_tracing, overridden, unrecorded
 from archflash._forward_operators import DROPPED_FASTER
 from archflash._overrides import count_declined
 from archflash._registry import TORCH
@@ -75,6 +75,16 @@ def scaled_dot_product_attention(
         raise TypeError(f"dropout_p is {_native.given(dropout_p)}: it must be a number")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
+            result = overridden(
+                scaled_dot_product_attention,
+                {
+                    "query": query, "key": key, "value": value, "attn_mask": attn_mask,
+                    "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+                    "enable_gqa": enable_gqa,
+                },
+            )  # fmt: skip
+            if result is not NotImplemented:
+                return result
             raise TypeError(f"{name} is {_native.given(x)}: it must be a tensor")
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask is {_native.given(attn_mask)}: it must be a tensor or None")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._eager import is_eager, is_tracing
+from archflash._eager import is_eager, is_tracing, overridden, stands_for_tensor
 from archflash._errors import ArchflashError
 from archflash._kvcache import attention_with_kvcache, refuse_wrong
 from archflash._merge import merge_attention
@@ -101,6 +101,8 @@ def attention_with_shared_prefix(
         >>> torch.allclose(out[:1], alone, atol=1e-5)
         True
     """
+    if stands_for_tensor(q):
+        return overridden(attention_with_shared_prefix, locals())
     if layout not in ("bhnd", "bnhd"):
         raise ValueError(f"layout is {_native.given(layout)}: it must be 'bhnd' or 'bnhd'")
     if (v_prefix is None) != (v_cache is None):

@@ -287,11 +287,6 @@ def test_a_transform_inside_of_a_traced_function_is_refused(transform: Function)
         torch.jit.trace(transform(loss), (rand(1, 2, 5, 8),))
 
 
-def test_fx_refuses_a_call_that_it_would_run_with_proxies() -> None:
-    with pytest.raises(TypeError, match=r"q is a torch\.fx\.proxy\.Proxy"):
-        torch.fx.symbolic_trace(lambda q: archflash.attention(q, q, q))
-
-
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -314,3 +309,60 @@ def test_a_layer_with_parameters_passes_the_check_of_its_trace() -> None:
         assert weight is not None
         gradients.append(weight.clone())
     torch.testing.assert_close(*gradients)
+
+
+# --- torch.fx.symbolic_trace, which calls functions with objects in the place of tensors ---
+
+RECORDED: dict[str, tuple[Function, str]] = {
+    "attention": (lambda q, k, v, n: archflash.attention(q, k, v, causal=True), "attention"),
+    "number drawn": (
+        lambda q, k, v, n: archflash.attention(q, k, v, dropout_p=0.5, implementation="torch"),
+        "attention",
+    ),
+    "pair": (lambda q, k, v, n: archflash.attention(q, k, v, return_lse=True)[1], "attention"),
+    "mask": (
+        lambda q, k, v, n: archflash.attention(q, k, v, attn_mask=k[:, :1, None, :, 0] > 0),
+        "attention",
+    ),
+    "PyTorch's": (
+        lambda q, k, v, n: archflash.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        "scaled_dot_product_attention",
+    ),
+    "cache": (
+        lambda q, k, v, n: archflash.attention_with_kvcache(
+            q, k, v, cache_seqlens=n, layout="bhnd"
+        ),
+        "attention_with_kvcache",
+    ),
+    "latent cache": (
+        lambda q, k, v, n: archflash.attention_with_kvcache(
+            q, k, cache_seqlens=n, layout="bhnd", dv=8
+        ),
+        "attention_with_kvcache",
+    ),
+    "prefix": (
+        lambda q, k, v, n: archflash.attention_with_shared_prefix(
+            q, k[:1], v[:1], k, v, cache_seqlens=n, layout="bhnd"
+        ),
+        "attention_with_shared_prefix",
+    ),
+    "merge": (
+        lambda q, k, v, n: archflash.merge_attention([q, q], [q[..., 0], q[..., 1]])[0],
+        "merge_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_fx_records_a_call_as_it_is(name: str) -> None:
+    function, called = RECORDED[name]
+    recorded = torch.fx.symbolic_trace(function)
+    assert [node.target.__name__ for node in recorded.graph.nodes if called in node.name] == [
+        called
+    ]
+    for rows in (5, 9):
+        given = (*qkv(rows, rows, batch=2), int32([3, 5]))
+        torch.manual_seed(rows)
+        expected = function(*given)
+        torch.manual_seed(rows)
+        assert torch.equal(recorded(*given), expected)
