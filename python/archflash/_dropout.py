@@ -119,6 +119,10 @@ def kept(
     """
     threshold = min(round(dropout_p * _VALUES), _VALUES - 1)
     seed, offset = rng_state[0], rng_state[1]
+    # torch.compile counts in 32 bits what arange() made, until a number of 64 is added that the
+    # kernel reads: products below would overflow.
+    zero = seed & 0
+    batch_head, query, key = batch_head + zero, query + zero, key + zero
     counter = [
         (query >> 4 << 3) | (query & 7),
         (key >> 5 << 3) | (key & 7),
