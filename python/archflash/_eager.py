@@ -92,6 +92,16 @@ def _levels(x: Tensor) -> list[Tensor]:
     return levels
 
 
+def is_mapped(*given: Tensor) -> bool:
+    """Whether vmap maps one of these tensors. PyTorch's rules for its fused kernels are wrong where
+    there is a mask: one that is not mapped itself lacks a dimension, others lose their alignment.
+    """
+    if not in_transform():
+        return False
+    mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
+    return any(mapped(level) for x in given for level in _levels(x))
+
+
 def differentiates_twice(*given: Tensor | None) -> bool:
     """Whether derivatives of these tensors are wanted that PyTorch's fused kernels lack: tangents,
     or gradients of gradients in transforms of torch.func. Autograd alone does not tell beforehand.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from archflash import _autocast, _key_lists, _torch_kernels
 from archflash._archflash import SCALE_ROWS, SCALED_NUMBERS
-from archflash._eager import differentiates_twice, in_transform, is_eager
+from archflash._eager import differentiates_twice, in_transform, is_eager, is_mapped
 from archflash._strides import in_stride_order_of
 from archflash._torch_kernels import (
     differentiates,
@@ -426,7 +426,8 @@ def _with_dense_mask(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: 
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool
 ) -> Tensor:
-    if differentiates_twice(q, k, v, mask):
+    mapped = mask is not None and q.device.type == "cuda" and is_mapped(q, k, v, mask)
+    if mapped or differentiates_twice(q, k, v, mask):
         return sdpa_by_plain_operations(q, k, v, mask, scale, is_causal=is_causal)
     if q.device.type == "cuda":
         q, k, v = (readable_by_fused_kernels(x) for x in (q, k, v))

@@ -144,6 +144,33 @@ def test_transforms(way: str, transform: str, dtype: torch.dtype, causal: bool) 
     assert_near(found, expected, dtype)
 
 
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "bool": lambda: {"attn_mask": torch.ones(33, 33, device="cuda").tril(3) > 0},
+    "added": lambda: {"attn_mask": torch.randn(2, 1, 33, 33, device="cuda")},
+    "window": lambda: {"window": (5, 0)},
+    "lists": lambda: {"key_indices": torch.arange(9, device="cuda").int().expand(1, 1, 33, 9)},
+}
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_vmap_over_one_tensor_of_a_call_with_a_mask(
+    name: str, dtype: torch.dtype, which: int
+) -> None:
+    given, call = [rand(2, 2, 33, 64, dtype=dtype) for _ in "qkv"], MASKS[name]()
+    many = rand(3, 2, 2, 33, 64, dtype=dtype)
+
+    def loss(x: Tensor) -> Tensor:
+        y = [x if i == which else y for i, y in enumerate(given)]
+        return archflash.attention(*y, **call).float().square().sum()  # type: ignore[union-attr]
+
+    for transform in (lambda f: f, grad):
+        found = vmap(transform(loss))(many)
+        expected = torch.stack([transform(loss)(x) for x in many])
+        assert_near(found, expected.double(), dtype)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("transform", ["grad", "per sample"])
 def test_transforms_of_pytorchs_own_attention_while_enabled(transform: str, causal: bool) -> None:
