@@ -107,7 +107,9 @@ def attention(
         if by_torch and not transformed and _flops.are_counted():
             differentiable = _registry.TORCH  # through the operator, whose formula counts
     wants_lse = options["return_lse"]
-    if compiling and needs_grad and is_exporting():
+    # No other program has the operator.
+    for_onnx = compiling and is_exporting() and torch.onnx.is_in_onnx_export()
+    if compiling and needs_grad and is_exporting() and not for_onnx:
         # One operator is exported, as it is traced: who serves the call and computes its gradients
         # is decided where the program runs.
         options["return_lse"] = True  # the backward pass reads it
@@ -128,7 +130,13 @@ def attention(
         )
         return results
 
-    by_torch_operations = (needs_grad and differentiable is None and not by_operator) or transformed
+    by_torch_operations = (
+        (needs_grad and differentiable is None and not by_operator) or transformed or for_onnx
+    )
+    if for_onnx and options["batch_invariant"]:
+        raise UnsupportedError(
+            "batch_invariant=True, which no operators of ONNX promise: leave it out"
+        )
     if by_torch_operations and options["batch_invariant"]:
         raise UnsupportedError(
             "batch_invariant=True, and no kernel of archflash computes the gradients of this call, "

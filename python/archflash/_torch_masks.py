@@ -19,6 +19,7 @@ from archflash import _sequences
 from archflash._archflash import MASK_BLOCK
 from archflash._bias import sides_of
 from archflash._dropout import kept
+from archflash._eager import is_exporting
 from archflash._torch_kernels import mask_for_fused_kernels
 from archflash.masks import to_dense
 
@@ -102,9 +103,11 @@ class Band(NamedTuple):
             q_offset = nk - nq
         if not isinstance(q_offset, Tensor):
             # A side that excludes no key is dropped, so that decoding one token needs no mask.
-            if right is not None and q_offset + right >= nk - 1:
+            # An exported program gets other sizes.
+            known = not is_exporting() or (isinstance(nq, int) and isinstance(nk, int))
+            if right is not None and known and q_offset + right >= nk - 1:
                 right = None
-            if left is not None and nq - 1 + q_offset - left <= 0:
+            if left is not None and known and nq - 1 + q_offset - left <= 0:
                 left = None
         return cls(left, right, q_offset)
 

@@ -18,6 +18,11 @@ from archflash._eager import is_exporting
 pytestmark = pytest.mark.slow  # torch.export takes two seconds to import
 
 
+tells_of_exports = pytest.mark.skipif(
+    not hasattr(torch.compiler, "_is_exporting_flag"), reason="this torch does not tell of exports"
+)
+
+
 class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         return archflash.attention(q, k, v, causal=True, window=(9, None), softcap=5.0) * 2
@@ -186,3 +191,29 @@ def test_compiled_functions_are_not_exported_ones() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: x + is_exporting(), fullgraph=True, backend="eager")
     assert compiled(torch.zeros(1)).item() == 0
+
+
+@tells_of_exports
+def test_programs_for_onnx_are_made_of_pytorchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.onnx.export knows these, and needs a package that the tests have not."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    sizes = {2: torch.export.Dim("rows", min=2, max=64)}
+    module = Attention().eval()
+    program = torch.export.export(module, qkv(2, 9), dynamic_shapes=(sizes,) * 3, strict=False)
+    program.graph.eliminate_dead_code()
+    assert not [node for node in program.graph.nodes if "archflash" in str(node.target)]
+    for given in (qkv(2, 9), qkv(2, 33)):
+        torch.testing.assert_close(program.module()(*given), module(*given), atol=1e-5, rtol=1e-5)
+
+
+@tells_of_exports
+def test_onnx_promises_no_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+
+    class Invariant(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return archflash.attention(q, k, v, batch_invariant=True)
+
+    given = tuple(x.half() for x in qkv(2, 9))
+    with pytest.raises(archflash.UnsupportedError, match="no operators of ONNX"):
+        torch.export.export(Invariant(), given, strict=False)
