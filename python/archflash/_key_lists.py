@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash._sharding import has_dtensor
 from archflash.masks import from_key_indices
 
 
@@ -58,9 +59,10 @@ def check(key_indices: Tensor, topk_lengths: Tensor | None, keys: int | Tensor) 
 
 
 def needs_gradients(*tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in tensors
-    )
+    """Whether a call needs gradients that are not left to the operators, as those of DTensors."""
+    if not torch.is_grad_enabled() or has_dtensor(*tensors):
+        return False
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def explained_as_mask(q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,16 @@ same(
     archflash.attention(q, k, v, key_indices=lists),
     BATCH,
 )
+for way in (BATCH, HEADS):
+    of_parts, of_wholes = [
+        [x.clone().requires_grad_() for x in tensors]
+        for tensors in ([put(x, way) for x in (q, k, v)], (q, k, v))
+    ]
+    (archflash.attention(*of_wholes, key_indices=lists) * grad).sum().backward()
+    found = archflash.attention(*of_parts, key_indices=put(lists, WHOLE))
+    (found * put(grad, way)).sum().backward()
+    for x, y in zip(of_parts, of_wholes):
+        same("gradients of lists", x.grad, y.grad, way)
 
 # --- gradients by themselves, and float8 ---
 
