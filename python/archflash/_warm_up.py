@@ -290,6 +290,13 @@ def _problems_with_masks(
             for mask in ({"key_ranges": ranges}, {"attn_mask": keep}, {"block_mask": table}, both):
                 problem = _api.make_problem(*many, **mask, num_splits=num_splits)
                 yield problem.as_if_on_cuda()
+    # Elements that are added, for several heads.
+    q, k, v = (
+        torch.empty(device.sm_count, 2, 8192, n, dtype=dtype, device="meta") for n in (d, d, dv)
+    )
+    for kind in {dtype, torch.float32}:
+        added = torch.empty(1, 1, 8192, 8192, dtype=kind, device="meta")
+        yield _api.make_problem(q, k, v, attn_mask=added).as_if_on_cuda()
 
 
 def _problems_with_cache(

@@ -277,7 +277,8 @@ Notes notes(const LaunchPlan& plan) {
                      " V, " + str(tile->barriers) + " barriers"},
   };
   const auto few = std::ranges::find_if(plan.launches, [&](const Launch& launch) {
-    const bool is_second = launch.kernel.ends_with("_short") && !tile->is_short;
+    const bool own = launch.kernel.ends_with(std::string("_") + tile->name);
+    const bool is_second = launch.kernel.ends_with("_short") && !own;
     return is_second || launch.kernel.ends_with("_decode") || launch.kernel.ends_with("_cache_fp8");
   });
   if (few != plan.launches.end()) {

@@ -223,7 +223,7 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   const auto call_steps =
       static_cast<double>((steps + START) * core::ceil_div(all * tiles, device.sm_count));
   const bool hands_on_late = HAND_OVER * static_cast<double>(tiles) > 0.9 * call_steps;
-  const int64_t fitting = std::min(L2_BYTES / bytes, MANY_CHAINS);
+  const int64_t fitting = std::min(L2_BYTES / std::max<int64_t>(bytes, 1), MANY_CHAINS);
   for (int64_t apart = core::ceil_div(ROWS_APART, tile.round_rows); apart > 0; --apart) {
     const int64_t of_chain = steps / apart;  // tiles that start apart
     if (of_chain == 0) continue;

@@ -161,6 +161,15 @@ bool needs_summary(const LaunchPlan& plan, const Problem& problem) {
   return problem.mask <= 1 || rounds * problem.nk > FEW_KEYS;
 }
 
+// Whether the summary says of blocks of the lowest elements alone which rows need none of them. A
+// mask of each head is read once, so that this would cost more than it saves; fp16 has no such
+// elements; and a high element that a row's position hides would not count.
+bool tells_high_rows(const Problem& problem) {
+  const bool sees_all = problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
+  return problem.mask > 1 && static_cast<DType>(problem.mask - 2) != DType::F16 && sees_all &&
+         !heads_have_masks(problem);
+}
+
 // For kernels that read a summary of a mask, which another one makes first, where they need one.
 void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device) {
   const SummaryBlocks blocks(problem);
@@ -199,9 +208,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   fields.add(offsetof(SummarizedParams, states_gmem), blocks.count());
   if (problem.mask != 0) {
     fields.add(offsetof(SummarizedParams, bits_gmem), blocks.bits_bytes());
-    // A high element that a row's position hides would not count.
-    const bool sees_all = problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
-    if (problem.mask > 1 && sees_all)
+    if (tells_high_rows(problem))
       fields.add(offsetof(SummarizedParams, high_rows_gmem), blocks.count() * HIGH_BYTES);
   } else {
     fields.add(offsetof(SummarizedParams, seen_keys_gmem),
@@ -211,7 +218,10 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
   last.uses_pdl = problem.mask == 0;
   if (problem.mask != 0) {
-    put_first(plan, problem, "hopper_summarize_mask_", blocks.count(), SUMMARY_THREADS);
+    const bool wide = problem.mask > 1 && static_cast<DType>(problem.mask - 2) == DType::F32;
+    const char* const what = wide ? "wide_" : tells_high_rows(problem) ? "low_" : "";
+    put_first(plan, problem, std::string("hopper_summarize_") + what + "mask_", blocks.count(),
+              SUMMARY_THREADS);
   } else {
     put_first(plan, problem, "hopper_summarize_ranges_", row_blocks, SUMMARY_THREADS);
   }

@@ -101,11 +101,11 @@ bool fills_places(const LaunchPlan& plan, const Device& device);
 // if they are added.
 bool reads_summary(const Problem& problem);
 
-// Whether TMA can bring the elements of attn_mask: it is added, in 16 bits.
+// Whether TMA can bring the elements of attn_mask: it is added, and its rows are aligned.
 bool tma_reads_mask(const Problem& problem);
 
-// The map at `offset` of a parameter block by which it does, in boxes of MASK_BLOCK keys and so
-// many rows: (keys, rows, heads, batch). A dimension of stride 0 has size 1.
+// The map at `offset` of a parameter block by which it does, in boxes of so many rows and as many
+// keys as fill a swizzle span: (keys, rows, heads, batch). A dimension of stride 0 has size 1.
 TensorMapSpec mask_map(const Problem& problem, int64_t rows, size_t offset);
 
 // Whether the kernels for tables of blocks can serve a call: block_mask is the only mask as data,

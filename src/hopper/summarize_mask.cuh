@@ -16,6 +16,8 @@
 
 namespace archflash::hopper {
 
+constexpr int LOW_SUMMARY_CTAS = 8;  // on an SM: registers without spills
+
 // What device::load_words() is told.
 template <DType DTYPE_>
 struct SummaryConfig {
@@ -24,7 +26,9 @@ struct SummaryConfig {
   static constexpr bool LOADS_ADDED_LATE = false;
 };
 
-template <DType DTYPE>
+// WIDE: elements of 32 bits. TELLS_HIGH: high_rows_gmem may be written. Either costs the kernel
+// that most masks need registers, of which its speed depends.
+template <DType DTYPE, bool WIDE, bool TELLS_HIGH>
 __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
   using C = SummaryConfig<DTYPE>;
   __shared__ uint32_t state_of_warp[SUMMARY_THREADS / 32];
@@ -52,31 +56,60 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
   device::load_words<C>(found, masks, elements, attention.nk - key_first);
   bool added = false, huge = false, all_lowest = true;
   bool high[2] = {};
-  if (found.loaded == MaskElement::Bool) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) found.seen[r] &= device::kept_bits<C>(found.words[r]);
-  } else {
+  const bool tells_high = TELLS_HIGH && params.high_rows_gmem != nullptr;
+  const auto look_at = [&](int r, int bit, float x) {
+    if ((valid[r] >> bit & 1) == 0) return;
+    if (x == device::MINUS_INFINITY) {
+      found.seen[r] &= ~(1u << bit);
+    } else {
+      added |= x != 0.0f;
+      huge |= !(fabsf(x) < LARGEST_ADDED);
+    }
+  };
+  const auto compare = [&](int r, int bit, float x) {
+    if ((valid[r] >> bit & 1) == 0) return;
+    all_lowest &= x <= LOWEST_ADDED;
+    high[r] |= x > LOWEST_ADDED / 2;
+  };
+  if constexpr (WIDE) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float row[16];
       device::load_row<C>(row, found, masks, r);
 #pragma unroll
       for (int bit = 0; bit < 16; ++bit) {
-        const float x = row[bit];
-        if ((valid[r] >> bit & 1) == 0) continue;
-        if (x == device::MINUS_INFINITY) {
-          found.seen[r] &= ~(1u << bit);
-        } else {
-          added |= x != 0.0f;
-          huge |= !(fabsf(x) < LARGEST_ADDED);
-        }
-        if (params.high_rows_gmem == nullptr) continue;
-        all_lowest &= x <= LOWEST_ADDED;
-        high[r] |= x > LOWEST_ADDED / 2;
+        look_at(r, bit, row[bit]);
+        compare(r, bit, row[bit]);
+      }
+    }
+  } else if (found.loaded == MaskElement::Bool) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) found.seen[r] &= device::kept_bits<C>(found.words[r]);
+  } else if (found.loaded == MaskElement::SixteenBits) {
+    const auto element = [&](int r, int bit) {
+      const auto bits = static_cast<uint16_t>(found.words[r][bit / 2] >> (bit % 2 * 16));
+      return device::added_of_16_bits<DTYPE>(bits);
+    };
+#pragma unroll
+    for (int i = 0; i < 32; ++i) look_at(i / 16, i % 16, element(i / 16, i % 16));
+    all_lowest = (found.seen[0] | found.seen[1]) == 0;
+    high[0] = found.seen[0] != 0, high[1] = found.seen[1] != 0;
+    // Most warps have no element that is nearly as low as the lowest one, and those of fp16 cannot
+    // be. Compared as numbers, the elements would stay in registers from above.
+    if (DTYPE == DType::BF16 && tells_high && __any_sync(device::FULL_WARP, huge)) {
+      constexpr uint32_t LOWEST = 0xFE80, MINUS_INFINITY_BITS = 0xFF80;
+      static_assert(LOWEST_ADDED == -0x1p126f, "as LOWEST");
+      all_lowest = true, high[0] = high[1] = false;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const uint32_t bits = found.words[i / 16][i % 16 / 2] >> (i % 2 * 16) & 0xFFFF;
+        if ((valid[i / 16] >> (i % 16) & 1) == 0) continue;
+        all_lowest &= bits >= LOWEST && bits <= MINUS_INFINITY_BITS;
+        high[i / 16] |= bits < LOWEST - 0x80;
       }
     }
   }
-  if (params.high_rows_gmem != nullptr) {
+  if (tells_high) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_block * MASK_BLOCK + warp * 16 + lane / 4 + 8 * r;
@@ -114,7 +147,7 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
                          (__any_sync(device::FULL_WARP, seen != exists) ? STATE_HIDDEN : 0) |
                          (__any_sync(device::FULL_WARP, added) ? STATE_ADDED : 0) |
                          (__any_sync(device::FULL_WARP, huge) ? STATE_HUGE : 0);
-  const bool lowest = params.high_rows_gmem != nullptr && __all_sync(device::FULL_WARP, all_lowest);
+  const bool lowest = tells_high && __all_sync(device::FULL_WARP, all_lowest);
   if (lane == 0) state_of_warp[warp] = state | (lowest ? SUMMARY_LOWEST : 0);
   __syncthreads();  // each warp's state is there before they are put together
   if (threadIdx.x == 0) {

@@ -317,6 +317,8 @@ INSTRUCTIONS = {
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
     "hopper_prepare_mask_": ("LDG.E", "VOTE", "STG.E.128"),
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
+    "hopper_summarize_low_mask_": ("LDG.E", "VOTE", "STG.E"),
+    "hopper_summarize_wide_mask_": ("LDG.E", "VOTE", "STG.E"),
     "hopper_summarize_ranges_": ("LDG.E", "VOTE", "STG.E"),
     "hopper_transpose_v": ("LDGSTS.E", "LDSM.16.MT88", "PRMT", "STG.E.128"),
     "merge_attention": ("LD.E.128", "LD.E.64", "MUFU.EX2", "STG.E.128"),

@@ -23,5 +23,10 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_dense), masked_fwd, D256Dense
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_wide), masked_fwd, D64Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_wide), masked_fwd, D128Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_wide), masked_fwd, D256Wide<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(hopper_summarize_mask), (SUMMARY_THREADS), summarize_mask<DTYPE>)
+ARCHFLASH_ENTRY(KERNEL(hopper_summarize_mask), (SUMMARY_THREADS),
+                (summarize_mask<DTYPE, false, false>))
+ARCHFLASH_ENTRY(KERNEL(hopper_summarize_low_mask), (SUMMARY_THREADS, LOW_SUMMARY_CTAS),
+                (summarize_mask<DTYPE, false, true>))
+ARCHFLASH_ENTRY(KERNEL(hopper_summarize_wide_mask), (SUMMARY_THREADS),
+                (summarize_mask<DTYPE, true, true>))
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_ranges), (SUMMARY_THREADS), summarize_ranges)
