@@ -12,7 +12,7 @@ from archflash import _archflash as _native
 from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _key_lists, _ops, _options
 from archflash import _autograd as _autograd  # it tells the runtime how calls are recorded
 from archflash._eager import is_eager, never_compiled, overridden
-from archflash._value_checks import check_call
+from archflash._value_checks import check_call, is_readable
 
 _is_grad_enabled = torch.is_grad_enabled
 _forced = _dispatch.forced
@@ -212,7 +212,7 @@ def attention(
         dropout_p, rng_state, q_descale, k_descale, v_descale, out_dtype, approximate, num_splits,
         batch_invariant, layout, out, return_lse,
     )  # fmt: skip
-    if _always_check and is_eager():
+    if _always_check and is_eager() and is_readable(q):
         _native.make_problem(q, k, v, values, 0)  # refuses wrong shapes
         check_call(q, k, values)
     if key_indices is not None and is_eager() and _key_lists.needs_gradients(q, k, v, sinks):

@@ -97,13 +97,15 @@ def _compute(
 
 
 def _gradients_of_node(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: float,
+    dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: float,
     is_causal: bool, other: Tensor | None, scale: None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What the backward pass of a node in C++ gives, where no earlier one was like it, or somebody
     watches.
     """
     call, deterministic = _native.told_to_node(number)
+    if dout is None:
+        dout = torch.zeros_like(out)
     given = [] if other is None else [other] * len(call[1])  # one tensor in all these places
     saved = (q, k, v, out, lse, *given)
     found: tuple[Tensor, ...] = _compute(dout, None, saved, call, (True,) * 4, deterministic, True)

@@ -20,7 +20,7 @@ from archflash import (
 from archflash._eager import is_eager, refuse_derivatives, unrecorded
 from archflash._errors import UnsupportedError
 from archflash._plain_tensors import goes_through_operator, is_symbolic
-from archflash._value_checks import check_call
+from archflash._value_checks import check_call, is_readable
 
 _always_check = _key_lists.ALWAYS_CHECK
 
@@ -132,7 +132,7 @@ def attention_backward(
         dropout_p, rng_state, None, None, None, None, None, None, False, layout, None, False,
     )  # fmt: skip
     if is_eager():
-        if _always_check:
+        if _always_check and is_readable(q):
             _native.make_problem(q, k, v, values, 0)  # refuses wrong shapes
             check_call(q, k, values)
         name = _dispatch.forced() if implementation is None else implementation

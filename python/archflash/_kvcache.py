@@ -12,7 +12,7 @@ from archflash import _archflash as _native
 from archflash import _autocast, _dispatch, _key_lists, _ops, _options, _torch_cache
 from archflash._eager import is_eager, overridden, stands_for_tensor
 from archflash._latent_rows import latent_parts, packed_parts
-from archflash._value_checks import captured, check_cache
+from archflash._value_checks import captured, check_cache, is_readable
 
 _always_check = _key_lists.ALWAYS_CHECK
 
@@ -230,7 +230,7 @@ def attention_with_kvcache(
         raise ValueError(
             "check=True waits for the device, which no CUDA graph can capture: leave check out"
         )
-    if check or (check is None and _always_check and not captured(q)):
+    if (check or (check is None and _always_check)) and is_readable(q):
         _native.make_problem(q, k_cache, v_cache, values, 0)  # refuses wrong shapes
         if key_indices is not None:
             rows = k_cache.shape[1 if layout == "bnhd" else 2] * k_cache.shape[0]

@@ -12,7 +12,7 @@ from archflash import _api, _dispatch, _key_lists, _options, _strides
 from archflash import _archflash as _native
 from archflash._eager import is_eager
 from archflash._quantize_nvfp4 import GROUP
-from archflash._value_checks import captured
+from archflash._value_checks import is_readable
 
 Nvfp4 = tuple[Tensor, Tensor, Tensor]
 _STORED = 32  # Problem.descale: bits 0 to 2 say that each head of q, k, v has a unit
@@ -78,7 +78,7 @@ def attention_nvfp4(
             raise TypeError(
                 f"{name} is on {x.device} but q is on {device}: move them to one device"
             )
-    if _key_lists.ALWAYS_CHECK and is_eager() and not captured(inputs["q"][0]):
+    if _key_lists.ALWAYS_CHECK and is_eager() and is_readable(inputs["q"][0]):
         for name, (_, _, unit) in inputs.items():
             _check_unit(name, unit)
     if out_dtype not in (torch.bfloat16, torch.float16):

@@ -18,6 +18,15 @@ def captured(q: object) -> bool:
     return isinstance(q, Tensor) and q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def is_readable(q: object) -> bool:
+    """Whether values on q's device can be read: not of meta and fake tensors, nor what stands for
+    tensors while a call is recorded.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(q, Tensor) and not (q.is_meta or isinstance(q, FakeTensor) or captured(q))
+
+
 def check_call(q: Tensor, k: Tensor, values: tuple[Any, ...]) -> None:
     """Checks the lists or the packed sequences of a call without a cache, whose shapes agree.
 
@@ -29,8 +38,6 @@ def check_call(q: Tensor, k: Tensor, values: tuple[Any, ...]) -> None:
             or one is longer than max_seqlen_q or max_seqlen_k.
     """
     options = dict(zip(_options.OF_ATTENTION, values, strict=True))
-    if captured(q):
-        return
     if options["key_indices"] is not None:
         keys = k.shape[2 if options["layout"] == "bhnd" else 1]
         _key_lists.check(options["key_indices"], options["topk_lengths"], keys)

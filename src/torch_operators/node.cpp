@@ -34,6 +34,20 @@ constexpr auto forward_function = kept_object<[] {}>;
 constexpr auto told = kept_object<[] {}>;
 constexpr auto numbers = kept_object<[] {}>;
 
+// The numbers of nodes begin where no probability of dropout lies, which others give the operator.
+constexpr size_t FIRST_NUMBER = 2;
+// So many kinds of calls have nodes in C++, because what their backward passes are told is kept.
+constexpr size_t MOST_NUMBERS = 4096;
+
+size_t place_of(double number) {
+  if (!(number >= FIRST_NUMBER)) {
+    throw std::runtime_error(
+        "_scaled_dot_product_flash_attention_for_cpu_backward with CUDA tensors serves "
+        "archflash.attention alone: call that");
+  }
+  return static_cast<size_t>(number) - FIRST_NUMBER;
+}
+
 // What the tensor beside q, k and v is to the plans of a number's backward passes, which threads
 // without Python's lock read.
 class OtherTensors {
@@ -44,7 +58,7 @@ class OtherTensors {
   }
   const std::vector<Operand>& of(double number) {
     const std::lock_guard guard(lock_);
-    return of_number_.at(static_cast<size_t>(number));  // it stays where it is
+    return of_number_.at(place_of(number));  // it stays where it is
   }
 
  private:
@@ -62,10 +76,14 @@ Operator& backward_operator() {
   return instance;
 }
 
-// Two functions of PyTorch that are no part of its stable ABI: how many dispatch modes watch this
-// thread, and the tangent of a tensor at a level of forward-mode autograd.
+// Three functions of PyTorch that are no part of its stable ABI: how many dispatch modes watch this
+// thread, the tangent of a tensor at a level of forward-mode autograd, and whether a tensor means
+// the negative of what its memory holds.
 int64_t (*count_of_modes)() = nullptr;
 TensorHandle (*tangent_of)(void* implementation, uint64_t level, TensorHandle tensor) = nullptr;
+bool (*is_negative)(TensorHandle tensor) = nullptr;
+// A function of torch: how many function modes watch this thread. They would see the operator.
+constexpr auto count_of_function_modes = kept_object<[] {}>;
 
 // --- the forward pass ---
 
@@ -177,12 +195,14 @@ void forward_kernel(Word* stack, uint64_t count, uint64_t) {
 // --- the backward pass ---
 
 // Whether nobody but autograd watches a call: no dispatch mode, no gradient of the gradients, and
-// no tangent of the gradient of the output.
+// no tangent of the gradient of the output, whose memory holds what it means.
 bool is_plain(const OperatorArguments& given) {
   const TorchFunctions& f = *torch_functions();
   if (f.grad_mode_is_enabled() || count_of_modes() > 0) return false;
   const TensorHandle dout = given[0].tensor.get();
-  bool has_tangent = false;
+  bool is_given = false, has_tangent = false;
+  check(f.is_defined(dout, &is_given));
+  if (!is_given || is_negative(dout)) return false;
   check(f.is_defined(tangent_of(*static_cast<void**>(dout), 0, dout), &has_tangent));
   return !has_tangent;
 }
@@ -233,7 +253,12 @@ bool install_kernels(nb::object forward, nb::object backward, nb::object make_te
       exported(core, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv"));
   tangent_of = reinterpret_cast<decltype(tangent_of)>(
       exported(core, "_ZNK3c1010TensorImpl8_fw_gradEmRKN2at10TensorBaseE"));
-  if (count_of_modes == nullptr || tangent_of == nullptr) return false;
+  if (void* const cpu = loaded_library("torch_cpu"); cpu != nullptr) {
+    is_negative = reinterpret_cast<decltype(is_negative)>(
+        exported(cpu, "_ZN2at4_ops6is_neg4callERKNS_6TensorE"));
+  }
+  if (count_of_modes == nullptr || tangent_of == nullptr || is_negative == nullptr) return false;
+  count_of_function_modes() = nb::module_::import_("torch._C").attr("_len_torch_function_stack");
   tensor_of() = std::move(make_tensor);
   handles_of() = std::move(make_handles);
   Operator& op = backward_operator();
@@ -263,7 +288,8 @@ std::optional<double> number_of_node(nb::handle of_call, const std::vector<Opera
     PyErr_Clear();
     return std::nullopt;
   }
-  const auto number = static_cast<double>(nb::len(told()));
+  if (nb::len(told()) >= MOST_NUMBERS) return std::nullopt;
+  const auto number = static_cast<double>(nb::len(told()) + FIRST_NUMBER);
   if (PyList_Append(told().ptr(), of_call.ptr()) != 0 ||
       PyDict_SetItem(numbers().ptr(), of_call.ptr(), nb::float_(number).ptr()) != 0)
     throw nb::python_error();
@@ -274,6 +300,7 @@ std::optional<double> number_of_node(nb::handle of_call, const std::vector<Opera
 nb::object run_as_node(const PreparedPlan& prepared, const Arguments& a, Call& call,
                        nb::handle other, double number, bool deterministic,
                        const ExpectedGradients& gradients) {
+  if (nb::cast<int64_t>(count_of_function_modes()()) > 0) return {};
   Forward forward{prepared, call, number, deterministic, gradients};
   // Hooks for the tensors that autograd saves run in between, and may make calls themselves.
   Forward* const outer = std::exchange(forward_of_thread, &forward);
@@ -286,7 +313,11 @@ nb::object run_as_node(const PreparedPlan& prepared, const Arguments& a, Call& c
   const nb::object results =
       nb::steal(PyObject_Call(forward_function().ptr(), arguments.ptr(), named.ptr()));
   forward_of_thread = outer;
-  if (results.is_valid()) return nb::borrow(PyTuple_GetItem(results.ptr(), 0));
+  if (results.is_valid()) {
+    PyObject* const out = PyTuple_GetItem(results.ptr(), 0);
+    if (out == nullptr) throw nb::python_error();
+    return nb::borrow(out);
+  }
   if (forward.failure == nullptr) throw nb::python_error();
   PyErr_Clear();
   try {
@@ -306,7 +337,7 @@ void bind_node(nb::module_& m) {
                 "handles_of: typing.Callable[..., typing.Any]) -> bool"),
         "Lets eager calls be nodes of autograd in C++. False where this PyTorch cannot have them.");
   m.def(
-      "told_to_node", [](double number) { return told()[static_cast<size_t>(number)]; }, "number"_a,
+      "told_to_node", [](double number) { return told()[place_of(number)]; }, "number"_a,
       nb::sig("def told_to_node(number: float) -> tuple[typing.Any, ...]"),
       "What the backward pass of a node of this number was told.");
 }

@@ -343,8 +343,8 @@ def only_forced(
     if _is_unlisted_mask(problem, summarizes):
         return False
     # Tables of blocks were measured without gradients. Both passes of `hopper` beside those of
-    # mma.sync: 0.3 of the time (25% of blocks of 128, 2x16 heads of 128, 4,096 rows; H200,
-    # 2026-11-30).
-    of_both = _measured.mask_of(problem) != "blocks"
+    # mma.sync, eager: 0.33 to 0.59 of the time with 2,048 to 16,384 rows, 0.97 to 1.0 with 1,024,
+    # 0.95 to 1.16 with 64 to 512 (12 calls; H200, 2026-11-30).
+    of_both = _measured.mask_of(problem) != "blocks" or problem.nq < 1024
     measured = _measured.find(problem, capability, with_gradients=of_both)
     return measured is None or name not in measured.order
