@@ -34,8 +34,8 @@ def cudnn_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     find = _measured.find
 
-    def with_cudnn_first(*given: Any) -> _measured.Measurement | None:
-        found = find(*given)
+    def with_cudnn_first(*given: Any, **named: Any) -> _measured.Measurement | None:
+        found = find(*given, **named)
         return found and replace(found, order=("torch-cudnn", *found.order))
 
     monkeypatch.setattr(_measured, "find", with_cudnn_first)

@@ -44,6 +44,7 @@ def plan(tiles: int, clusters: int) -> native.LaunchPlan:
         "grid": [clusters * CTAS, 1, 1],
         "cluster": [CTAS, 1, 1],
         "block": [512, 1, 1],
+        "uses_pdl": False,
         "shared_bytes": SHARED_BYTES,
         "params": struct.pack("<Qi", 0, tiles).ljust(MAP_OFFSET + MAP_BYTES, b"\0").hex(),
         "pointers": [{"operand": "out", "offset": 0, "addend": 0}],

@@ -16,7 +16,7 @@ from archflash.sim import _attention
 from ..core_set.one_cta import one_after_another
 from ..kvcache_cases import make
 
-SOURCE = Path(__file__).parents[2] / "src" / "common" / "mma_sync" / "main_loop.cuh"
+SOURCE = Path(__file__).parents[2] / "src" / "common" / "mma_sync" / "tile.cuh"
 LOADS_Q = "load_q<C>(q_rmem[column / 16], q_smem, column);"
 
 
@@ -75,7 +75,7 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
         sim.run(q, k, k, implementation="ampere", mode=mode, softcap=9.0)
     errors = caught.value.report.errors
     assert errors[0].kind in kinds
-    place = f"common/mma_sync/main_loop.cuh:{line_of(text)}"
+    place = f"common/mma_sync/tile.cuh:{line_of(text)}"
     at = [error for error in errors if re.search(rf"{re.escape(place)}\b", error.source)]
     assert {error.kind for error in at} & kinds
     assert place in str(caught.value.report)

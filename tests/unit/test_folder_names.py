@@ -20,6 +20,7 @@ CODE_ENDINGS = {".h", ".cpp", ".cuh", ".cu", ".in", ".py", ".txt", ".json"}
 PLACES = {
     "CMakeLists.txt": "the line that adds each folder",
     "_build/archflash_backend.py": "the folder that wants a newer assembler",
+    "python/archflash/_dispatch/order.py": "a comment on tables that were measured",
     "python/archflash/_measured.json": "made by bench.measured from bench/results",
     "python/archflash/_measured.py": "a comment on what is not measured",
     "python/archflash/_api.py": "examples for people",
