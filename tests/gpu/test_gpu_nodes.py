@@ -245,3 +245,46 @@ def test_the_operator_is_for_the_function_alone() -> None:
     q, k, v = leaves(1, 2, 64, 64)
     with pytest.raises(RuntimeError, match=r"serves archflash\.attention alone"):
         getattr(torch.ops.aten, OPERATOR)(q, k, v)
+
+
+def test_a_gradient_of_the_output_that_is_negated_or_undefined() -> None:
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, _: Tensor) -> None:
+            return None
+
+    inputs = leaves(1, 2, 70, 64)
+    out = archflash.attention(*inputs)
+    assert name_of(out) == NODE
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    negated = torch.autograd.grad(out, inputs, torch._neg_view(-dout))
+    for one, other in zip(negated, expected, strict=True):
+        assert torch.equal(one, other)
+    Stop.apply(archflash.attention(*inputs)).sum().backward()
+    for x in inputs:
+        assert x.grad is None or not x.grad.any()
+
+
+def test_modes_of_torch_functions_and_others_do_not_meet_the_operator() -> None:
+    class Noting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    inputs = leaves(1, 2, 70, 64)
+    with Noting():
+        out = archflash.attention(*inputs)
+    assert name_of(out) == PYTHON_NODE
+    assert getattr(torch._C._VariableFunctions, OPERATOR) not in seen
+    lse = torch.zeros(1, 2, 70, device="cuda")
+    backward = getattr(torch.ops.aten, OPERATOR + "_backward")
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"archflash\.attention alone"):
+        backward(out.detach(), *(x.detach() for x in inputs), out.detach(), lse, 0.0, False)

@@ -1177,12 +1177,16 @@ EMPTY: dict[str, Any] = {
     "rows-d256": {"shapes": ((2, 4, 0, 256), (2, 4, 300, 256))},
     "rows-d64-causal": {"shapes": ((2, 4, 0, 64), (2, 4, 200, 64)), "causal": True},
     "rows-d192": {"shapes": ((2, 4, 0, 192), (2, 4, 1, 192))},
+    "rows-d128-many-keys": {"shapes": ((1, 1, 0, 128), (1, 1, 2000, 128))},
 }
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("implementation", [None, "ampere", "hopper"])
 @pytest.mark.parametrize("name", EMPTY)
-def test_calls_without_rows_or_sequences_are_planned(name: str, implementation: str | None) -> None:
+def test_calls_without_rows_or_sequences_are_planned(
+    name: str, implementation: str | None, deterministic: bool
+) -> None:
     given = dict(EMPTY[name])
     q, k = (torch.empty(x, dtype=torch.float16, device="meta") for x in given.pop("shapes"))
     if given.pop("packed", False):
@@ -1192,10 +1196,13 @@ def test_calls_without_rows_or_sequences_are_planned(name: str, implementation: 
     if "mask" in given:
         given["attn_mask"] = torch.empty(given.pop("mask"), dtype=torch.bool, device="meta")
     call = {"device": "H200", "backward": True, "implementation": implementation, **given}
+    torch.use_deterministic_algorithms(deterministic)
     try:
         plan = archflash.explain(q, k, k, **call).plan
     except archflash.ForcedImplementationError:
         return
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert plan is not None
     for launch in plan.to_dict()["launches"]:
         assert min(launch["grid"]) > 0, launch

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -103,6 +104,25 @@ def test_packed_sequences_are_checked_where_that_is_asked_for(
     ):
         with pytest.raises(ValueError, match=re.escape(said)) if said else contextlib.nullcontext():
             passes()
+
+
+def test_what_has_no_values_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta and fake tensors, and what stands for tensors while torch.fx records a call."""
+    monkeypatch.setattr("archflash._api._always_check", True)
+    monkeypatch.setattr("archflash._kvcache._always_check", True)
+
+    def call(q: Tensor, k: Tensor, ends: Tensor) -> Tensor:
+        return archflash.attention(q, k, k, cu_seqlens_q=ends, cu_seqlens_k=ends)
+
+    shapes = ((30, 2, 16), (30, 2, 16))
+    meta = [torch.zeros(x, device="meta") for x in shapes]
+    assert call(*meta, torch.zeros(3, dtype=torch.int32, device="meta")).shape == (30, 2, 16)
+    with FakeTensorMode() as mode:
+        fake = [torch.zeros(x) for x in shapes]
+        assert call(*fake, torch.zeros(3, dtype=torch.int32)).shape == (30, 2, 16)
+    del mode
+    recorded = torch.fx.symbolic_trace(lambda q, k: archflash.attention(q, k, k))
+    assert any(node.target is archflash.attention for node in recorded.graph.nodes)
 
 
 # --- attention_backward, by both ways ---
