@@ -184,6 +184,9 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         found |= gradients_of_mask(q, k, added)
     q, k = empty(dtype, 2, 64, 1024, 256), empty(dtype, 2, 64, 200, 256)
     found |= kernels(q, k, k, "H200", "hopper", **dense)
+    for d, kind in itertools.product((64, 128, 256), (dtype, torch.float32)):  # added for all heads
+        q, k = empty(dtype, 4, 16, 1024, d), empty(dtype, 4, 16, 1024, d)
+        found |= kernels(q, k, k, "H200", "hopper", attn_mask=empty(kind, 1024, 1024))
     for rows, d in ((50, 32), (50, 64), (100, 64), (200, 64)):  # few of them
         q = empty(dtype, 16, 12, rows, d)
         mask = empty(torch.bool, rows, rows)
@@ -238,6 +241,8 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     for d in (96, 128):  # short packed sequences
         x = empty(dtype, 64 * 100, 12, d)
         found |= kernels(x, x, x, "H200", "hopper", cu_seqlens_q=ends, cu_seqlens_k=ends)
+    x = empty(dtype, 64 * 700, 12, 128)  # long ones are listed
+    found |= kernels(x, x, x, "H200", "hopper", cu_seqlens_q=ends, cu_seqlens_k=ends)
     for d in (64, 128):  # query heads that share a head of k are shared out
         q, k = empty(dtype, 2, 16, 1024, d), empty(dtype, 2, 2, 1024, d)
         found |= kernels(q, k, k, "A100", "ampere", causal=True, backward=True)

@@ -25,8 +25,13 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_wide), masked_fwd, D128Wide<D
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_wide), masked_fwd, D256Wide<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_mask), (SUMMARY_THREADS),
                 (summarize_mask<DTYPE, false, false>))
+// The lowest elements of fp16 are no lower than what scores may be.
+#define HAS_LOWEST_F16 0
+#define HAS_LOWEST_BF16 1
+#if ARCHFLASH_EXPAND(HAS_LOWEST, ARCHFLASH_DTYPE)
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_low_mask), (SUMMARY_THREADS, LOW_SUMMARY_CTAS),
                 (summarize_mask<DTYPE, false, true>))
+#endif
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_wide_mask), (SUMMARY_THREADS),
                 (summarize_mask<DTYPE, true, true>))
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_ranges), (SUMMARY_THREADS), summarize_ranges)
