@@ -74,7 +74,7 @@ constexpr BoundedTile BOUNDED_TILES[] = {
     bounded_tile<D128Causal<DType::F16>>("d128_causal", 5000, 27, 41, TRIANGLE),
     bounded_tile<D160Shares<DType::F16>>("d160_shares", 2400, 24, 38.4, SHARED),
     bounded_tile<D256Shares<DType::F16>>("d256_shares", 2700, 41.4, 60.2, SHARED),
-    // Of GPUs on which one CTA of 64 rows has an SM to itself, as these have.
+    // For GPUs on which a CTA of 64 rows has an SM to itself, as CTAs of these tiles have.
     bounded_tile<D256Medium<DType::F16>>("d256_medium", 3500, 60.2, 60.2, OF_OTHERS),
     bounded_tile<D256Small<DType::F16>>("d256_small", 3500, 60.2, 60.2, OF_OTHERS),
 };

@@ -130,7 +130,7 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
       set_counted_keys<C>(shared, counted);
     }
 
-    // Of a mask whose rows are repeated, one row comes.
+    // Where all rows of a mask are the same, one of them comes.
     [[maybe_unused]] const bool once = all_params.masks.mask_row == 0;
     const auto load_k = [&](const Block& block, const Block& next) {
       bool added = false;  // whether elements of attn_mask come with the block

@@ -360,7 +360,7 @@ struct ScoreMasks {
   __device__ __forceinline__ uint32_t find_elements() const {
     const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
     const unsigned lane = thread % 32;
-    // Of a mask whose rows are repeated, TMA brings one.
+    // Where all rows of a mask are the same, TMA brings one of them.
     const auto row = masks.mask_row == 0 ? 0 : static_cast<int>(thread / 32 * 16 + lane % 16);
     return mask_smem<C>(shared_smem, ring.stage) +
            C::MaskTile::offset(row, static_cast<int>(lane / 16));

@@ -178,7 +178,7 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
   order.packed_rows = times * BYTES / row_bytes;
   order.packed_tiles = times * device.sm_count;
   if (call.varlen) return order;
-  // Those that stay in L2, or as many more as it takes for their tiles to fill the GPU.
+  // Heads whose data stays in L2, or as many more as it takes for their tiles to fill the GPU.
   const int64_t heads = std::max(BYTES / head_bytes, core::ceil_div(device.sm_count, tiles));
   // A smaller last group would start with its longest tiles when all others are done.
   order.group_heads = core::even_size(all, std::min(times * heads, all));

@@ -51,7 +51,7 @@ bool heads_have_masks(const Problem& problem) {
 // aligned, or its keys are no neighbours.
 bool copies_mask(const Problem& problem) {
   if (problem.mask <= 1 || tma_reads_mask(problem)) return false;
-  return dtype_bytes(static_cast<DType>(problem.mask - 2)) == 2;
+  return dtype_bytes(core::added_dtype(problem)) == 2;
 }
 
 // The words of a row of the copy, its rows of a head, and its bytes.
@@ -166,7 +166,7 @@ bool needs_summary(const LaunchPlan& plan, const Problem& problem) {
 // elements; and a high element that a row's position hides would not count.
 bool tells_high_rows(const Problem& problem) {
   const bool sees_all = problem.window_left == UNBOUNDED && problem.window_right == UNBOUNDED;
-  return problem.mask > 1 && static_cast<DType>(problem.mask - 2) != DType::F16 && sees_all &&
+  return problem.mask > 1 && core::added_dtype(problem) != DType::F16 && sees_all &&
          !heads_have_masks(problem);
 }
 
@@ -218,7 +218,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
   last.uses_pdl = problem.mask == 0;
   if (problem.mask != 0) {
-    const bool wide = problem.mask > 1 && static_cast<DType>(problem.mask - 2) == DType::F32;
+    const bool wide = problem.mask > 1 && core::added_dtype(problem) == DType::F32;
     const char* const what = wide ? "wide_" : tells_high_rows(problem) ? "low_" : "";
     put_first(plan, problem, std::string("hopper_summarize_") + what + "mask_", blocks.count(),
               SUMMARY_THREADS);
@@ -239,7 +239,7 @@ TensorMapSpec mask_map(const Problem& problem, int64_t rows, size_t offset) {
   TensorMapSpec elements{};
   elements.operand = Operand::Mask;
   elements.offset = static_cast<int32_t>(offset);
-  const auto dtype = static_cast<DType>(problem.mask - 2);
+  const auto dtype = core::added_dtype(problem);
   elements.dtype = dtype;
   elements.swizzle = Swizzle::B128;
   elements.dims = {problem.nk};
@@ -257,7 +257,7 @@ bool tma_reads_mask(const Problem& problem) {
   constexpr int64_t UNIT_BYTES = 16;  // that TMA's strides count
   constexpr int64_t LARGEST_STRIDE = int64_t{1} << 37;
   if (problem.mask <= 1) return false;
-  const int64_t unit = UNIT_BYTES / dtype_bytes(static_cast<DType>(problem.mask - 2));
+  const int64_t unit = UNIT_BYTES / dtype_bytes(core::added_dtype(problem));
   const Strides& strides = problem.mask_strides;
   const bool in_units = strides.batch % unit == 0 && strides.head % unit == 0 &&
                         strides.row % unit == 0 && problem.mask_align % UNIT_BYTES == 0;

@@ -300,7 +300,7 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   if (core::writes_f32(problem)) return F32_OUT_TILES;
   if (!is_fp8(problem.dtype) && reads_summary(problem)) {
     if (problem.mask == 0) return RANGES_TILES;
-    if (problem.mask > 1 && static_cast<DType>(problem.mask - 2) == DType::F32) return WIDE_TILES;
+    if (problem.mask > 1 && core::added_dtype(problem) == DType::F32) return WIDE_TILES;
     return problem.mask > 1 ? DENSE_TILES<0.01> : DENSE_TILES<0.05>;
   }
   if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;

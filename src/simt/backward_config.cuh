@@ -63,7 +63,7 @@ template <Owns O>
 using BackwardD256 = BackwardConfig<O,        256, 128,  16,   8,     8>;
 // clang-format on
 
-// Of the kernels for lists of keys (list_bwd.cuh): a CTA that owns queries also adds to dK and dV
+// The kernels for lists of keys (list_bwd.cuh). A CTA that owns queries also adds to dK and dV
 // of the keys that pass by, THREAD_KEYS of them and 4 columns in each thread.
 template <class Base>
 struct ListBackwardConfig : Base {

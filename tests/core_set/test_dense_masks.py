@@ -328,7 +328,7 @@ def test_blocks_of_lowest_numbers_are_left_out_where_rows_see_others(tile: str) 
     whole = out.isfinite().all(-1)[0, 0]
     assert whole[:256].all()
     assert not whole[300]
-    # Of a causal call high elements may be hidden by position: no block is left out.
+    # In a causal call high elements may be hidden by position, so no block is left out.
     call = {"attn_mask": mask, "causal": True, "q_offset": nk}
     out, _ = on.attend(NAME, q, k, v, plan=plan_on(1, q, k, v, **call), **call)
     assert not out.isfinite().any()

@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_function_and_python_is_asked_once_if_at_all(
 def test_calls_of_one_problem_with_dimensions_in_another_order_are_told_apart() -> None:
     q, k, v = leaves(1, 64, 64, 64)
     for layout in ("bhnd", "bnhd", "bhnd"):
-        # The same addresses and strides of heads and rows, whichever dimension is which.
+        # Both layouts have equal addresses and strides, but their dimensions mean other things.
         given = [x if layout == "bhnd" else x.transpose(1, 2) for x in (q, k, v)]
         out = archflash.attention(*given, layout=layout, implementation="ampere")
         assert name_of(out) == NODE

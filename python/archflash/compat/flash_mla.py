@@ -291,7 +291,7 @@ def _refuse(call: dict[str, Any]) -> None:
     refuse_wrong(**call)
 
 
-# The same for the second cache: their errors name its arguments.
+# These functions for the second cache: their errors name the arguments of that one.
 _of_extra = in_its_words(
     k_cache="extra_k_cache", key_indices="extra_indices_in_kvcache",
     topk_lengths="extra_topk_length",

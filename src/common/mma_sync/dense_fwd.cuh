@@ -202,8 +202,8 @@ __device__ __forceinline__ void store_rows(const device::Outputs<C>& o_rmem,
   }
 }
 
-// The same for the rows of a head from `row` on, as the call's strides say. warp_row: the warp's
-// first row in the tile.
+// Writes the outputs of a warp to the rows of a head from `row` on, as the call's strides say.
+// warp_row: the warp's first row in the tile.
 template <class C>
 __device__ __forceinline__ void store_head_rows(const device::Outputs<C>& o_rmem,
                                                 const device::RowState<C>& state,

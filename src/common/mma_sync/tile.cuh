@@ -133,7 +133,7 @@ __device__ __forceinline__ void clear_columns(unsigned char* tile_smem, int rows
   }
 }
 
-// The same for Q's part of shared memory, and K's and V's in every stage.
+// Clears the columns beyond d and dv in Q's part of shared memory, and in every stage of K and V.
 template <class C>
 __device__ __forceinline__ void clear_columns_of_tiles(unsigned char* shared,
                                                        const AttentionParams& params) {

@@ -11,6 +11,7 @@
 #include "common/options.h"
 #include "common/planning/backward.h"
 #include "common/planning/core_set.h"
+#include "common/planning/masks.h"
 
 namespace archflash::core {
 namespace {
@@ -118,8 +119,7 @@ int64_t start_of(const BackwardProblem& whole, const Part& part, Operand operand
     case Operand::QOffset:
       return part.batch * int64_t{sizeof(int32_t)};
     case Operand::Mask:
-      return at(call.mask_strides, head_q,
-                call.mask == 1 ? 1 : dtype_bytes(static_cast<DType>(call.mask - 2)));
+      return at(call.mask_strides, head_q, call.mask == 1 ? 1 : dtype_bytes(added_dtype(call)));
     case Operand::DMask:
       return at(whole.dmask_strides, head_q, FLOAT);
     case Operand::KeyRanges:

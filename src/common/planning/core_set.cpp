@@ -194,7 +194,7 @@ void check_masks(const Problem& problem, const Description& description, Refusal
   if (problem.dropout_p != 0 && !has(description, "dropout_p"))
     refuse.add("dropout_p", "drops no weights; drop dropout_p");
   if (problem.mask > 1 && has(description, "attn_mask")) {
-    const DType dtype = static_cast<DType>(problem.mask - 2);
+    const DType dtype = added_dtype(problem);
     if (dtype != DType::F32 && dtype != problem.dtype) {
       refuse.add(std::string("attn_mask of dtype ") + dtype_name(dtype) + " with " +
                      dtype_name(problem.dtype) + " inputs",

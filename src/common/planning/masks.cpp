@@ -30,7 +30,7 @@ MaskParams mask_params(const Problem& problem) {
   params.blocks_row = blocks.row;
   params.ranges = static_cast<int32_t>(problem.key_ranges);
   if (problem.mask == 0) return params;
-  const DType dtype = problem.mask == 1 ? DType::F32 : static_cast<DType>(problem.mask - 2);
+  const DType dtype = problem.mask == 1 ? DType::F32 : added_dtype(problem);
   params.mask_element = problem.mask == 1     ? MaskElement::Bool
                         : dtype == DType::F32 ? MaskElement::F32
                                               : MaskElement::SixteenBits;

@@ -17,6 +17,9 @@ namespace archflash::core {
 // given.
 std::array<std::pair<const char*, bool>, 4> masks_of(const Problem& problem);
 
+// The dtype of the elements of an attn_mask that are added: Problem::mask is above 1.
+inline DType added_dtype(const Problem& problem) { return static_cast<DType>(problem.mask - 2); }
+
 MaskParams mask_params(const Problem& problem);
 
 // Where a parameter block with MaskParams at `offset` has their addresses.
