@@ -5,8 +5,9 @@ The modules stand in layers, and each imports only from layers below its own:
 
 - `_archflash`, the runtime in C++; the exceptions; where PyTorch's kernels fail; `_user_tables`,
   the files in which commands keep what they found on this machine
-- `_eager`, who watches a call: torch.compile, modes, tracing, transforms, forward mode; `_flops`,
-  what counts of operations are made of; the order of dimensions in memory; packed sequences
+- `_eager`, who watches a call: torch.compile, modes, tracing, transforms, forward mode; `_given`,
+  checks of arguments; `_flops`, what counts of operations are made of; the order of dimensions in
+  memory; packed sequences
 - what PyTorch's causal biases mean; `masks`, masks as data; dropout; how calls on
   DTensors are split; `_torch_kernels`, which of PyTorch's kernels may serve
 - the table of options, the implementations, what was measured, dtypes under autocast, the float64

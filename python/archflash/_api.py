@@ -12,6 +12,7 @@ from archflash import _archflash as _native
 from archflash import _autocast, _bias, _dispatch, _dropout, _gradients, _key_lists, _ops, _options
 from archflash import _autograd as _autograd  # it tells the runtime how calls are recorded
 from archflash._eager import is_eager, never_compiled, overridden
+from archflash._given import as_device
 from archflash._value_checks import check_call, is_readable
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -314,7 +315,7 @@ def explain(
             raise ValueError("q is on the meta device: name the GPU to explain for with device=")
         here, obstacle = _dispatch.device_of(problem, q.device.index)
         return decide(problem, here, name, obstacle)
-    if not isinstance(device, (str, int, torch.device)):
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(
             f"device is {_native.given(device)}: "
             "it must be the name of a GPU, a CUDA device or its index"
@@ -322,7 +323,11 @@ def explain(
     if isinstance(device, str) and not re.fullmatch(r"(cpu|cuda)(:[0-9]{1,3})?", device):
         # For a GPU from the table the decision is as if the tensors were there.
         return decide(problem.as_if_on_cuda(), find_device(device), name)
-    asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if isinstance(device, int):
+        if not 0 <= device < 128:
+            raise ValueError(f"device is {_native.given(device)}: it must be the index of a GPU")
+        device = f"cuda:{device}"
+    asked = as_device(device)
     if asked.type == "cpu":
         return decide(problem, None, name)
     if asked.type != "cuda":
@@ -345,7 +350,10 @@ def find_device(name: str) -> _native.Device:
     known = _native.find_known_device(name)
     if known is None:
         names = ", ".join(row.device.name for row in _native.known_devices())
-        raise ValueError(f"no GPU called {name!r} in the table of known ones: {names}")
+        raise ValueError(
+            f"device is {_native.given(name)}: no GPU called {name!r} in the table of known ones: "
+            f"{names}"
+        )
     return known.device
 
 

@@ -170,6 +170,7 @@ def attention_backward(
             results = _into_given(found, given, accumulate, q.dtype)
     else:
         request = _ops_backward.backward_request(*tensors, options, mask_gradient)
+        _options.with_python_numbers(request.options)
         into = _targets(request, given, accumulate)
         name = _dispatch.forced() if implementation is None else implementation
         with torch.no_grad():

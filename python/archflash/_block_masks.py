@@ -16,6 +16,7 @@ from torch import Tensor
 
 from archflash import _sequences
 from archflash._archflash import MASK_BLOCK, MOST_RANGES
+from archflash._given import check_dense
 from archflash._mask_arguments import checked
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256  # queries or keys of a block of a list
@@ -47,8 +48,7 @@ def summarize_mask(attn_mask: Tensor) -> Tensor:
         >>> archflash.summarize_mask(mask).tolist()
         [[[[1, 0], [2, 1]]]]
     """
-    if attn_mask.is_nested or attn_mask.layout is not torch.strided:
-        raise TypeError("attn_mask is a nested or sparse tensor: it must be dense")
+    check_dense(attn_mask=attn_mask)
     if not 2 <= attn_mask.ndim <= 4:
         raise ValueError(
             f"attn_mask has shape {tuple(attn_mask.shape)}: it must have 2 to 4 dimensions"

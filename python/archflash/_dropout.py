@@ -16,6 +16,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._eager import is_tracing
+from archflash._given import as_device, check_dense
 
 _WORD = 0xFFFFFFFF
 _MIDDLE = 1 << 31
@@ -39,6 +40,7 @@ def dropout_state(device: torch.device | str) -> Tensor:
         >>> archflash.dropout_state("cpu").shape
         torch.Size([2])
     """
+    device = device if isinstance(device, torch.device) else as_device(device)
     return torch.randint(0, (1 << 63) - 1, (2,), dtype=torch.int64, device=device)
 
 
@@ -89,7 +91,8 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> T
 
 
 def _check(shape: Any, dropout_p: Any, rng_state: Any) -> None:
-    is_shape = hasattr(shape, "__len__") and not isinstance(shape, (str, bytes)) and len(shape) == 4
+    is_shape = isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))
+    is_shape = is_shape and len(shape) == 4
     if not is_shape or not all(hasattr(x, "__index__") and 0 <= x < 1 << 31 for x in shape):
         raise ValueError(
             f"shape is {_native.given(shape)}: it must be four ints from 0 on and below 2^31: "
@@ -102,8 +105,7 @@ def _check(shape: Any, dropout_p: Any, rng_state: Any) -> None:
             f"dropout_p is {_native.given(dropout_p)}: it must be a number, at least 0 and less "
             "than 1"
         )
-    if not isinstance(rng_state, Tensor):
-        raise TypeError(f"rng_state is {_native.given(rng_state)}: it must be a torch.Tensor")
+    check_dense(rng_state=rng_state)
     if rng_state.dtype != torch.int64 or rng_state.shape != (2,):
         raise ValueError(
             f"rng_state has dtype {rng_state.dtype} and shape {tuple(rng_state.shape)}: it must be "

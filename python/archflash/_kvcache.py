@@ -330,6 +330,12 @@ def _serve(
         return _ops.by_torch(q, k_cache, v_cache, values, forced)
     if result is not NotImplemented:
         return result
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if _native.is_plain_tensor(x) and x.is_neg():
+            raise ValueError(
+                f"{name} holds the negative of its values, which nothing can be appended to: pass "
+                f"{name}.resolve_neg()"
+            )
     return _ops.attention_with_kvcache(
         q, k_cache, v_cache, _options.with_cache(values), implementation
     )

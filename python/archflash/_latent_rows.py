@@ -7,6 +7,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._eager import unrecorded
+from archflash._given import check_dense, is_one_of
 from archflash._packed_rows import ROW_BYTES
 
 
@@ -22,15 +23,14 @@ def packed_parts(
     Raises:
         ValueError: no such format, or q or dv do not fit it.
     """
-    for name, x in (("q", q), ("k_cache", k_cache)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {_native.given(x)}: it must be a torch.Tensor")
-    row = ROW_BYTES.get(packed_rows)
-    if row is None:
-        raise ValueError(f"packed_rows is {packed_rows!r}: it must be 'fp8_656' or 'fp8_584'")
-    columns = 576 if row == 656 else 512
+    check_dense(q=q, k_cache=k_cache)
+    if not is_one_of(packed_rows, ROW_BYTES):
+        raise ValueError(
+            f"packed_rows is {_native.given(packed_rows)}: it must be 'fp8_656' or 'fp8_584'"
+        )
+    columns = 576 if ROW_BYTES[packed_rows] == 656 else 512
     found = q.shape[-1] if q.ndim else 0
-    if found != columns or isinstance(dv, Tensor) or dv not in (None, 512):
+    if found != columns or not (dv is None or (isinstance(dv, int) and dv == 512)):
         raise ValueError(
             f"q has {found} columns and dv is {_native.given(dv)} with "
             f"packed_rows={packed_rows!r}: they must be {columns} and 512"
@@ -70,9 +70,7 @@ def latent_parts(
 
 
 def _check_latent(q: Tensor, k_cache: Tensor, k_new: Tensor | None, dv: int | None) -> None:
-    for name, x in (("q", q), ("k_cache", k_cache), ("k_new", k_new)):
-        if not isinstance(x, Tensor) and (x is not None or name != "k_new"):
-            raise TypeError(f"{name} is {_native.given(x)}: it must be a torch.Tensor")
+    check_dense(q=q, k_cache=k_cache, **({} if k_new is None else {"k_new": k_new}))
     if dv is None:
         raise ValueError("dv is missing: with v_cache=None it is the number of columns that are V")
     if not isinstance(dv, int) or isinstance(dv, bool):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._eager import give_code, is_tracing
+from archflash._given import as_device, check_dense
 
 _Maker = TypeVar("_Maker", bound=Callable[..., Any])
 # Arguments that hold numbers of tokens, keys or blocks. What is bool in tables is a flag.
@@ -54,6 +55,8 @@ def _widened(name: str, x: Any) -> Any:
     """An argument as its maker takes it."""
     if name not in _WIDENED or not isinstance(x, Tensor) or x.layout != torch.strided:
         return x
+    if x.is_quantized:  # refused later
+        return x
     return x.long() if _has_integers(x) and x.dtype not in _KEPT else x
 
 
@@ -71,10 +74,7 @@ def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> N
             continue
         wrong = f"{name} is {_native.given(value)}: it must be "
         if kind == "Tensor":
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{wrong}a torch.Tensor")
-            if value.is_nested or value.layout != torch.strided:
-                raise TypeError(f"{name} is a nested or sparse tensor: it must be dense")
+            check_dense(**{name: value})
             is_moved = (maker, name) in _MOVED and not value.is_meta
             if of_first is not None and value.device != of_first.device and not is_moved:
                 raise TypeError(
@@ -94,16 +94,22 @@ def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> N
         elif kind == "tuple[int, int]":
             if not _is_pair(value) or not _all_below_end(value, 1):
                 raise TypeError(f"{wrong}two ints above 0 and below 2^31, of queries and keys")
+        elif kind == "torch.device":
+            as_device(value)
         elif kind == "bool" and not _is_bool(value):
             raise TypeError(f"{wrong}a bool")
         elif kind == "torch.dtype" and not isinstance(value, torch.dtype):
             raise TypeError(f"{wrong}a torch.dtype")
         elif kind == "Sequence[int]":
             is_sequence = hasattr(value, "__len__") and not isinstance(value, (str, bytes))
+            is_sequence = is_sequence and getattr(value, "ndim", 1) == 1
             if not is_sequence or not _all_below_end(value, 0):
                 raise TypeError(f"{wrong}a sequence of ints from 0 on and below 2^31")
         elif kind == "Iterable[int]":
-            if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+            if isinstance(value, Tensor):
+                check_dense(**{name: value})
+            is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+            if not is_list or getattr(value, "ndim", 1) != 1:
                 raise TypeError(f"{wrong}ints in their order, a list or what else has them")
             given[name] = list(value)
             if not all(map(_is_int, given[name])):
@@ -118,8 +124,8 @@ def _is_int(value: Any) -> bool:
     """Whether this is one integer: of Python, numpy or a tensor."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.dtype != torch.bool and _has_integers(value)
-    is_array = getattr(value, "ndim", 0) > 0
-    return hasattr(value, "__index__") and not isinstance(value, bool) and not is_array
+    is_array = type(value).__name__ == "ndarray"
+    return hasattr(value, "__index__") and not isinstance(value, (bool, type)) and not is_array
 
 
 def _is_pair(value: Any) -> bool:

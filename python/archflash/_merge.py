@@ -13,6 +13,7 @@ from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import MERGE_PARTS
 from archflash._eager import has_tangent, in_transform, overridden, unrecorded
 from archflash._errors import ForcedImplementationError
+from archflash._given import check_dense, is_one_of
 from archflash._plain_tensors import goes_through_operator, is_symbolic, plain, resolved
 from archflash._strides import as_bhnd
 
@@ -87,7 +88,7 @@ def merge_attention(
     by_operator = goes_through_operator(*parts, *of_parts)
     symbolic = by_operator and is_symbolic(*parts, *of_parts)
     unrecorded(_check, parts, of_parts, layout, symbolic)
-    if implementation not in (None, _KERNEL, _registry.TORCH):
+    if implementation is not None and not is_one_of(implementation, (_KERNEL, _registry.TORCH)):
         raise ForcedImplementationError(
             f"no merging kernel is called {_native.given(implementation)}: there are {_KERNEL} and "
             "torch"
@@ -150,6 +151,7 @@ def _tensors(given: Sequence[Tensor] | Tensor, name: str) -> list[Tensor]:
     if isinstance(given, Tensor):
         if given.ndim == 0:
             raise ValueError(f"{name} is a number: it must be tensors, or tensors stacked in one")
+        check_dense(**{name: given})
         return list(given.unbind(0))
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"{name} is {_native.given(given)}: it must be tensors, or one stacked one")
@@ -160,7 +162,7 @@ def _tensors(given: Sequence[Tensor] | Tensor, name: str) -> list[Tensor]:
 
 
 def _check(outs: list[Tensor], lses: list[Tensor], layout: str, symbolic: bool) -> None:
-    if layout not in ("bhnd", "bnhd"):
+    if not is_one_of(layout, ("bhnd", "bnhd")):
         raise ValueError(f"layout is {_native.given(layout)}: it must be 'bhnd' or 'bnhd'")
     if not outs or len(outs) != len(lses):
         raise ValueError(
@@ -182,17 +184,18 @@ def _check(outs: list[Tensor], lses: list[Tensor], layout: str, symbolic: bool) 
             _native.check_data(lse, f"lses[{i}]")
         if out.dtype != first.dtype or lse.dtype != torch.float32:
             raise TypeError(
-                f"part {i} has dtypes {out.dtype} and {lse.dtype}: they must be {first.dtype}, as "
-                "in part 0, and torch.float32"
+                f"outs[{i}] and lses[{i}] have dtypes {out.dtype} and {lse.dtype}: they must be "
+                f"{first.dtype}, as outs[0], and torch.float32"
             )
         if out.device != first.device or lse.device != first.device:
             raise TypeError(
-                f"part {i} is on {out.device} and {lse.device}: all must be on {first.device}"
+                f"outs[{i}] and lses[{i}] are on {out.device} and {lse.device}: all must be on "
+                f"{first.device}"
             )
         if out.shape != first.shape or tuple(lse.shape) != shape:
             raise ValueError(
-                f"part {i} has shapes {tuple(out.shape)} and {tuple(lse.shape)}: they must be "
-                f"{tuple(first.shape)}, as in part 0, and {shape}"
+                f"outs[{i}] and lses[{i}] have shapes {tuple(out.shape)} and {tuple(lse.shape)}: "
+                f"they must be {tuple(first.shape)}, as outs[0], and {shape}"
             )
 
 

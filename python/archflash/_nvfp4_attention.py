@@ -11,6 +11,7 @@ from torch import Tensor
 from archflash import _api, _dispatch, _key_lists, _options, _strides
 from archflash import _archflash as _native
 from archflash._eager import is_eager
+from archflash._given import check_dense
 from archflash._quantize_nvfp4 import GROUP
 from archflash._value_checks import is_readable
 
@@ -74,15 +75,22 @@ def attention_nvfp4(
     device = inputs["q"][0].device
     others = {"k": inputs["k"][0], "v": inputs["v"][0], "sinks": sinks, "q_offset": q_offset}
     for name, x in others.items():
-        if isinstance(x, Tensor) and x.device != device:
+        if not isinstance(x, Tensor):
+            continue
+        check_dense(**{name: x})
+        if x.device != device:
             raise TypeError(
                 f"{name} is on {x.device} but q is on {device}: move them to one device"
             )
     if _key_lists.ALWAYS_CHECK and is_eager() and is_readable(inputs["q"][0]):
         for name, (_, _, unit) in inputs.items():
             _check_unit(name, unit)
-    if out_dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(f"out_dtype is {out_dtype}: it must be torch.bfloat16 or torch.float16")
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"implementation is {_native.given(implementation)}: it must be a str")
+    if not (out_dtype is torch.bfloat16 or out_dtype is torch.float16):
+        raise TypeError(
+            f"out_dtype is {_native.given(out_dtype)}: it must be torch.bfloat16 or torch.float16"
+        )
     call: dict[str, Any] = {
         "causal": causal,
         "window": window,
@@ -209,7 +217,7 @@ def _plan(
         fields[f"{of}_descale"] = dict(zip(("batch", "head", "row"), steps, strict=False))
         fields["descale"] |= int(unit.ndim == 4) << bit
     options = {
-        x: y.to("meta") if isinstance(y, Tensor) else y
+        x: y.to("meta") if isinstance(y, Tensor) and x in ("sinks", "q_offset") else y
         for x, y in (call | {"approximate": "nvfp4"}).items()
     }
     given = tuple(_options.complete(options)[x] for x in _options.OF_ATTENTION)

@@ -119,7 +119,11 @@ def given_to_torch(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def python_number(x: Any) -> Any:
-    """Python's own number for one of numpy's and the like; everything else as it is."""
+    """Python's own number for one of numpy's and the like, and for an int that operations of torch
+    do not take; everything else as it is.
+    """
+    if isinstance(x, int) and abs(x) >= 1 << 63:
+        return float(x)
     if x is None or isinstance(x, (int, float, Tensor)):
         return x
     return operator.index(x) if hasattr(x, "__index__") else float(x)

@@ -13,6 +13,7 @@ from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import SCALE_ROWS
 from archflash._eager import in_transform, refuse_derivatives
 from archflash._errors import ForcedImplementationError
+from archflash._given import check_dense, is_one_of
 from archflash._plain_tensors import goes_through_operator, is_symbolic, plain, resolved
 from archflash._strides import as_bhnd
 
@@ -77,12 +78,12 @@ def quantize_fp8(
     """
     by_operator = goes_through_operator(x)
     if by_operator and is_symbolic(x):
-        _check_dense(x)
+        check_dense(x=x)
     else:
         _native.check_data(x, "x")
     _check(x, per, dtype, layout)
     refuse_derivatives("quantize_fp8", x=x)
-    if implementation not in (None, _KERNEL, _registry.TORCH):
+    if implementation is not None and not is_one_of(implementation, (_KERNEL, _registry.TORCH)):
         raise ForcedImplementationError(
             f"no quantiser is called {_native.given(implementation)}: there are {_KERNEL} and torch"
         )
@@ -146,20 +147,12 @@ _ops.library.impl("quantize_fp8", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("archflash::quantize_fp8", _fake, lib=_ops.library)
 
 
-def _check_dense(x: object) -> None:
-    """What `_native.check_data` refuses without a look at x's memory, for torch.compile."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is {_native.given(x)}: it must be a torch.Tensor")
-    if x.is_nested or x.layout is not torch.strided:
-        raise TypeError("x is a nested or sparse tensor: it must be dense")
-
-
 def _check(x: Tensor, per: str, dtype: torch.dtype, layout: str) -> None:
-    if per not in _PER:
+    if not is_one_of(per, _PER):
         raise ValueError(f"per is {_native.given(per)}: it must be 'tensor', 'head' or 'block'")
-    if layout not in ("bhnd", "bnhd"):
+    if not is_one_of(layout, ("bhnd", "bnhd")):
         raise ValueError(f"layout is {_native.given(layout)}: it must be 'bhnd' or 'bnhd'")
-    if dtype not in tuple(_LARGEST):
+    if not isinstance(dtype, torch.dtype) or dtype not in tuple(_LARGEST):
         raise TypeError(
             f"dtype is {_native.given(dtype)}: it must be torch.float8_e4m3fn or torch.float8_e5m2"
         )

@@ -9,6 +9,7 @@ from archflash import _archflash as _native
 from archflash._archflash import SCALED_NUMBERS
 from archflash._eager import refuse_derivatives
 from archflash._errors import UnsupportedError
+from archflash._given import check_dense
 from archflash._plain_tensors import goes_through_operator
 
 # The largest number of each type, 0.875 times a power of two, and the exponent of that.
@@ -52,9 +53,10 @@ def quantize_mxfp8(
         >>> values.shape, scales.shape
         (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100, 2]))
     """
+    check_dense(x=x)
     if not goes_through_operator(x):  # else torch.compile or a subclass sees plain operations
         _native.check_data(x, "x")
-    if dtype not in tuple(_LARGEST):
+    if not isinstance(dtype, torch.dtype) or dtype not in tuple(_LARGEST):
         raise TypeError(
             f"dtype is {_native.given(dtype)}: it must be torch.float8_e4m3fn or torch.float8_e5m2"
         )

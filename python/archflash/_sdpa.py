@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import Any
 
 import torch
@@ -71,8 +72,7 @@ def scaled_dot_product_attention(
             raise RuntimeError(str(error)) from error
         assert isinstance(out, Tensor)
         return out
-    if isinstance(dropout_p, Tensor):  # its value may be on a GPU, and reading it would wait
-        raise TypeError(f"dropout_p is {_native.given(dropout_p)}: it must be a number")
+    _check_number("dropout_p", dropout_p)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             result = overridden(
@@ -88,11 +88,14 @@ def scaled_dot_product_attention(
             raise TypeError(f"{name} is {_native.given(x)}: it must be a tensor")
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask is {_native.given(attn_mask)}: it must be a tensor or None")
-    if isinstance(scale, Tensor) or not (scale is None or hasattr(scale, "__float__")):
-        raise TypeError(f"scale is {_native.given(scale)}: it must be a number or None")
+    if scale is not None:
+        _check_number("scale", scale)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {_native.given(flag)}: it must be a bool")
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"dropout_p is {dropout_p}: it must be at least 0 and at most 1")
+    _check_layouts(query, key, value, attn_mask)
     tracing = is_tracing()
     if tracing and not unrecorded(_is_recorded, query, key, value, dropout_p, enable_gqa):
         return pytorchs_sdpa(  # which torch.jit.trace records as PyTorch's own operator
@@ -170,6 +173,34 @@ def scaled_dot_product_attention(
         raise RuntimeError(str(error)) from error  # what callers of PyTorch's function expect
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out if shape is None else out.reshape(shape)
+
+
+def _check_number(name: str, given: Any) -> None:
+    """Refuses what is no number of Python, numpy or a compiler. The value of a tensor is not read,
+    which would wait for a GPU.
+    """
+    if isinstance(given, Tensor):
+        raise TypeError(f"{name} is {_native.given(given)}: it must be a number; pass its item()")
+    if not isinstance(given, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} is {_native.given(given)}: it must be a number")
+
+
+def _check_layouts(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
+    """Refuses tensors that neither archflash nor PyTorch's function reads."""
+    nested = query.is_nested
+    inputs = {"query": query, "key": key, "value": value}
+    for name, x in inputs.items():
+        if x.is_nested != nested:
+            raise RuntimeError(
+                f"{name}.is_nested is {x.is_nested} and query.is_nested {nested}: query, key and "
+                "value must be nested tensors or dense ones, all three"
+            )
+    given = {} if nested else inputs
+    if attn_mask is not None and not is_causal_bias(attn_mask):
+        given = {**given, "attn_mask": attn_mask}
+    for name, x in given.items():
+        if x.is_nested or x.layout is not torch.strided or x.is_quantized:
+            raise RuntimeError(f"{name} is a nested, sparse or quantized tensor: it must be dense")
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -13,6 +13,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash._eager import is_eager, is_tracing, overridden, stands_for_tensor
 from archflash._errors import ArchflashError
+from archflash._given import check_dense, is_one_of
 from archflash._kvcache import attention_with_kvcache, refuse_wrong
 from archflash._merge import merge_attention
 from archflash._registry import TORCH
@@ -103,11 +104,15 @@ def attention_with_shared_prefix(
     """
     if stands_for_tensor(q):
         return overridden(attention_with_shared_prefix, locals())
-    if layout not in ("bhnd", "bnhd"):
+    if not is_one_of(layout, ("bhnd", "bnhd")):
         raise ValueError(f"layout is {_native.given(layout)}: it must be 'bhnd' or 'bnhd'")
     if (v_prefix is None) != (v_cache is None):
         name = "v_prefix" if v_prefix is None else "v_cache"
         raise ValueError(f"{name} is None and the other is not: both parts are latent or neither")
+    tensors = {"q": q, "k_prefix": k_prefix, "v_prefix": v_prefix, "v_cache": v_cache}
+    check_dense(**{x: y for x, y in tensors.items() if isinstance(y, Tensor)})
+    if isinstance(prefix_page_table, Tensor):
+        check_dense(prefix_page_table=prefix_page_table)
     columns = [x.shape[3] for x in (v_prefix, v_cache) if isinstance(x, Tensor) and x.ndim == 4]
     # A tracer's sizes are tensors.
     if not is_tracing() and len(columns) == 2 and columns[0] != columns[1]:

@@ -16,7 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import archflash
-from tests.properties import ENTRIES, Problem, attempt, draw, illegal_others, illegal_own
+from tests.properties import (
+    ENTRIES,
+    Problem,
+    attempt,
+    draw,
+    illegal_others,
+    illegal_own,
+    odd_values,
+)
 from tests.properties.drawing import (
     APPROXIMATE,
     draw_approximate,
@@ -154,6 +162,17 @@ def test_wrong_calls_of_other_libraries_functions_are_refused(name: str) -> None
 def test_wrong_calls_beside_attention_are_refused(name: str) -> None:
     options = illegal_own.OF_NVFP4 if name == "stored nvfp4" else illegal_own.OPTIONS
     refuses_all(name, OWN[name], options, illegal_own.RIGHT)
+
+
+ODD = odd_values.legal_calls()
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.rest)])
+def test_odd_values_are_taken_or_refused_by_name(count: int) -> None:
+    found = []
+    for name, legal in ODD.items():
+        found += odd_values.faults(name, legal, random.Random(name), count)
+    assert not found, "\n".join(found)
 
 
 @twice

@@ -15,7 +15,16 @@ ROOT = Path(archflash.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_archflash", "_archflash_sim", "_errors", "_packed", "_posix", "_pytorch_faults"),
     ("_user_tables",),
-    ("_call_times", "_eager", "_flops", "_fused_kernels", "_schemas", "_sequences", "_strides"),
+    (
+        "_call_times",
+        "_eager",
+        "_flops",
+        "_fused_kernels",
+        "_given",
+        "_schemas",
+        "_sequences",
+        "_strides",
+    ),
     ("_mask_arguments",),
     ("_block_masks", "_query_ranges"),
     ("_bias", "masks", "_dropout", "_packed_rows", "_sharding", "_plain_tensors", "_torch_kernels"),

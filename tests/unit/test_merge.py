@@ -102,9 +102,9 @@ WRONG: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "no-tensor": ([OUTS[0], 3], LSES, {}, TypeError, "outs.1. is 3"),
     "number": (torch.tensor(1.0), LSES, {}, ValueError, "outs is a number"),
     "dtype": ([x.double() for x in OUTS], LSES, {}, TypeError, "dtype torch.float64"),
-    "dtypes": ([OUTS[0], OUTS[1].half()], LSES, {}, TypeError, "part 1 has dtypes torch.float16"),
-    "lse-dtype": (OUTS, [x.half() for x in LSES], {}, TypeError, "part 0 has dtypes"),
-    "shape": ([OUTS[0], OUTS[1][:1]], LSES, {}, ValueError, "part 1 has shapes"),
+    "dtypes": ([OUTS[0], OUTS[1].half()], LSES, {}, TypeError, "lses\\[1\\] have dtypes"),
+    "lse-dtype": (OUTS, [x.half() for x in LSES], {}, TypeError, "lses\\[0\\] have dtypes"),
+    "shape": ([OUTS[0], OUTS[1][:1]], LSES, {}, ValueError, "lses\\[1\\] have shapes"),
     "lse-shape": (OUTS, [x[:, :2] for x in LSES], {}, ValueError, r"and \(2, 3, 5\)"),
     "dimensions": ([x[0, 0] for x in OUTS], LSES, {}, ValueError, "must have 4 dimensions"),
     "layout": (OUTS, LSES, {"layout": "nhd"}, ValueError, "layout is 'nhd'"),
@@ -162,7 +162,7 @@ def test_a_build_or_a_machine_without_the_kernel_is_named(monkeypatch: pytest.Mo
 
 
 def test_parts_of_other_devices_are_refused() -> None:
-    with pytest.raises(TypeError, match="part 1 is on meta and cpu: all must be on cpu"):
+    with pytest.raises(TypeError, match="lses\\[1\\] are on meta and cpu: all must be on cpu"):
         archflash.merge_attention([OUTS[0], OUTS[1].to("meta")], LSES)
 
 

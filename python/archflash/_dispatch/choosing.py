@@ -10,6 +10,7 @@ from archflash._dispatch import device as devices
 from archflash._dispatch import explain, forcing, order, pytorch
 from archflash._dispatch.explain import Decision
 from archflash._errors import ForcedImplementationError, NotCompiledError, UnsupportedError
+from archflash._given import is_one_of
 
 _ON_CPU = "q, k and v are on the CPU: move them to a CUDA device"
 _NOT_INVARIANT = (
@@ -289,7 +290,7 @@ def order_of_kind(
     if obstacle is not None or problem.approximate_if_served:
         return None
     if name is not None:
-        if name not in _registry.kernel_names() or not _native.targets(name):
+        if not is_one_of(name, _registry.kernel_names()) or not _native.targets(name):
             return None
         return device or devices.simulated_device(name), [(name, False)], []
     if device is None or _calibrated.table_of(device) is not None:

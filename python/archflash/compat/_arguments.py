@@ -16,6 +16,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash._eager import give_code
 from archflash._errors import UnsupportedError
+from archflash._given import check_dense
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Numbers that a compiler has in the place of sizes stand for ints.
@@ -34,7 +35,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value
+        return value.item() if value.numel() == 1 and not value.is_meta else value
     if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
         return value.item()
     return value
@@ -63,7 +64,7 @@ def count(name: str, value: Any) -> int:
     if (type(value) is int and 0 <= value < _END) or isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     number = plain(value)
-    if not isinstance(number, int):
+    if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"{name} is {_native.given(value)}: it must be an int")
     if number < 0:
         raise ValueError(f"{name} is {_native.given(number)}: it must be >= 0")
@@ -74,8 +75,7 @@ def count(name: str, value: Any) -> int:
 
 def check_tensors(**given: Any) -> None:
     for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {_native.given(x)}: it must be a torch.Tensor")
+        check_dense(**{name: x})
         if x.ndim == 0:
             raise ValueError(f"{name} has shape (): it must have dimensions")
 

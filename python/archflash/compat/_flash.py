@@ -15,8 +15,9 @@ from archflash import _autocast, _dispatch, _gradients, _proofs
 from archflash._api import attention
 from archflash._eager import is_eager, without_gradient
 from archflash._errors import ForcedImplementationError, UnsupportedError
+from archflash._given import check_dense
 from archflash._kvcache import attention_with_kvcache, values_of
-from archflash.compat._arguments import boolean, count, flag, plain
+from archflash.compat._arguments import boolean, check_tensors, count, flag, plain
 
 Window = tuple[int | None, int | None]
 UNBOUNDED: Window = (-1, -1)
@@ -164,6 +165,7 @@ def attend_to_cache(
     """
     if cache_seqlens is None and k_new is not None:
         raise ValueError("k is given without cache_seqlens: say how long the caches are before it")
+    check_tensors(q=q, k_cache=k_cache)
     want_lse = flag(want_lse)
     rotary_interleaved = boolean("rotary_interleaved", rotary_interleaved)
     if not isinstance(cache_seqlens, Tensor):
@@ -258,7 +260,9 @@ def as_window(window_size: Window) -> Window | None:
 
 def sides_of(window_size: Any) -> list[int | None]:
     """Both sides of a window as Python has them; a side may be a tensor, and so may both."""
-    is_pair = isinstance(window_size, (tuple, list, Tensor)) or hasattr(window_size, "tolist")
+    is_pair = isinstance(window_size, (tuple, list)) or getattr(window_size, "ndim", 0) == 1
+    if isinstance(window_size, Tensor):
+        check_dense(window_size=window_size)
     sides = [plain(side) for side in window_size] if is_pair else []
     if len(sides) != 2 or not all(
         side is None or isinstance(side, (int, torch.SymInt)) for side in sides
@@ -297,7 +301,7 @@ def refuse(**given: tuple[Any, Any]) -> None:
     """
     for name, (value, taken) in given.items():
         value = plain(value)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) or getattr(value, "ndim", 0) > 0:
             raise UnsupportedError(f"{name}: not built yet; leave it at {taken}")
         if value != taken:
             raise UnsupportedError(f"{name}={value!r}: not built yet; leave it at {taken!r}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash.compat._arguments import (
     boolean,
     check_ints,
@@ -138,6 +139,7 @@ def flash_attn_qkvpacked_func(
     Raises:
         ValueError: qkv of four dimensions without num_heads_q, or heads that do not divide.
     """
+    check_tensors(qkv=qkv)
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     else:
@@ -212,6 +214,7 @@ def flash_attn_varlen_func(
     attention_chunk = count("attention_chunk", attention_chunk)
     deterministic = boolean("deterministic", deterministic)
     if seqused_q is not None:
+        check_tensors(q=q, **({} if qv is None else {"qv": qv}))
         check_ints("cu_seqlens_q", cu_seqlens_q)
         check_ints("seqused_q", seqused_q, len(cu_seqlens_q) - 1)
         if qv is not None and len(qv) != len(q):
@@ -241,7 +244,10 @@ def flash_attn_varlen_func(
     if not has_backward or seqused_k is not None:
         # as with a cache whose pages have one row, in their order
         check_ints("cu_seqlens_k", cu_seqlens_k)
+        check_tensors(k=k, v=v)
         longest = count("max_seqlen_k", max_seqlen_k)
+        if type(longest) is type(k.shape[0]) is int:  # a hint, which may be far too large
+            longest = min(longest, k.shape[0])
         rows = torch.arange(longest, dtype=torch.int32, device=k.device)
         return without_backward(
             "attention_chunk" if qv is None else "qv", q, k[:, None], v[:, None],
@@ -286,8 +292,11 @@ def flash_attn_combine(
             f"lse_partial has dtype {lse_partial.dtype} and shape {tuple(lse_partial.shape)}: it "
             f"must be float32, {tuple(out_partial.shape[:-1])}"
         )
-    if out_dtype is not None and not getattr(out_dtype, "is_floating_point", False):
-        raise TypeError(f"out_dtype is {out_dtype!r}: it must be a floating point torch.dtype")
+    is_dtype = isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point
+    if out_dtype is not None and not is_dtype:
+        raise TypeError(
+            f"out_dtype is {_native.given(out_dtype)}: it must be a floating point torch.dtype"
+        )
     if out is not None:
         check_tensors(out=out)
         if out.shape != out_partial.shape[1:]:

@@ -42,7 +42,8 @@ def check_new(
 ) -> None:  # fmt: skip
     """Checks packed new rows of a cache, before operations of PyTorch turn and write them."""
     check_ints("cu_seqlens_k_new", cu_seqlens_k_new, sequences + 1, k_cache)
-    check_tensors(k=k, v=v, **({} if page_table is None else {"page_table": page_table}))
+    check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    check_tensors(**({} if page_table is None else {"page_table": page_table}))
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         assert x is not None
         assert k is not None

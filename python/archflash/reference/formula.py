@@ -11,7 +11,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash import _bias
+from archflash._given import check_dense
 from archflash.reference.blocks import Block, Options, as_given, blocks, by_head
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -53,8 +55,27 @@ def attention(
     Raises:
         TypeError: for a keyword that archflash.attention does not have.
     """
-    out, lse = run(Options(**call), q, k, v, torch.float64, _exact_block)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse is {_native.given(return_lse)}: it must be a bool")
+    options = Options(**call)
+    _check_inputs(options, q, k, v)
+    out, lse = run(options, q, k, v, torch.float64, _exact_block)
     return (out, lse) if return_lse else out
+
+
+def _check_inputs(call: Options, q: Tensor, k: Tensor, v: Tensor) -> None:
+    check_dense(q=q, k=k, v=v)
+    ndim = 4 if call.cu_seqlens_q is None else 3
+    shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+    if not q.ndim == k.ndim == v.ndim == ndim:
+        raise ValueError(f"q, k and v have shapes {shapes}: each must have {ndim} dimensions")
+    of_q, of_k, of_v = (by_head(call, x).shape for x in (q, k, v))
+    heads_fit = of_q[1] % of_k[1] == 0 if of_k[1] else of_q[1] == 0
+    if of_q[0] != of_k[0] or of_q[3] != of_k[3] or of_k[:3] != of_v[:3] or not heads_fit:
+        raise ValueError(
+            f"q, k and v have shapes {shapes}: batches must agree, the columns of q and k, the "
+            "heads and rows of k and v, and the heads of q must be a multiple of those of k"
+        )
 
 
 def baseline(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **call: Any) -> Tensor:

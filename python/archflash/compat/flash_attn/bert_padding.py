@@ -12,7 +12,8 @@ from archflash.compat._arguments import check_tensors, count, in_its_words
 
 def _check_padded(name: str, hidden_states: Tensor, mask: Tensor) -> None:
     check_tensors(**{"hidden_states": hidden_states, name: mask})
-    if mask.is_complex() or mask.ndim != 2 or mask.shape != hidden_states.shape[:2]:
+    is_fp8 = mask.is_floating_point() and mask.dtype.itemsize == 1
+    if mask.is_complex() or is_fp8 or mask.ndim != 2 or mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"{name} has dtype {mask.dtype} and shape {tuple(mask.shape)} for hidden_states "
             f"{tuple(hidden_states.shape)}: it must be bool or of real numbers, (batch, rows)"

@@ -114,6 +114,7 @@ def flash_attn_func(
     if shift:
         raise UnsupportedError(f"window_size={window_size!r} with qv: no side may be negative")
     if gather_kv_indices is not None:
+        check_tensors(gather_kv_indices=gather_kv_indices)
         options["key_indices"] = gather_kv_indices[:, None]
     result = without_backward(
         "qv", q, k, v, qv=qv, cache_seqlens=None, page_table=None, causal=False,
@@ -186,6 +187,7 @@ def flash_attn_varlen_func(
     if shift:
         raise UnsupportedError(f"window_size={window_size!r}: no side may be negative here")
     sinks = _sink(learnable_sink)
+    check_tensors(q=q)
     rows = None if cu_seqlens_q is not None else q.shape[:2]  # of sequences of one size
     if rows is not None:
         q, cu_seqlens_q, max_seqlen_q = _packed("q", q)
@@ -263,6 +265,7 @@ def _longest(name: str, ends: Tensor) -> int:
 
 def _packed(name: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Sequences of one size as packed ones: rows, where each begins, and the size."""
+    check_tensors(**{name: x})
     if x.ndim != 4:
         missing = "cu_seqlens_q" if name.startswith("q") else "cu_seqlens_k"
         raise ValueError(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from archflash import _sequences
 from archflash._autocast import no_autocast
+from archflash._given import check_dense
 
 
 def apply_rotary_emb(
@@ -38,6 +39,7 @@ def apply_rotary_emb(
     Raises:
         ValueError: more than d channels, or fewer positions than rows of an unpacked x.
     """
+    check_dense(x=x, cos=cos, sin=sin)
     for name, table in (("cos", cos), ("sin", sin)):
         if not table.is_floating_point() or table.ndim != 2 or table.shape != cos.shape:
             raise ValueError(
@@ -266,9 +268,14 @@ def turned_at(
     Returns:
         q and k, turned.
     """
-
+    check_dense(q=q, k=k, rotary_cos=cos, rotary_sin=sin)
     for name, x, ends in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
         ndim = 4 if ends is None else 3
+        if cu_seqlens_q is ends is None and x.ndim == ndim and x.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, batch {x.shape[0]}: it must be {q.shape[0]} "
+                "as in q"
+            )
         if x.ndim != ndim or 2 * cos.shape[-1] > x.shape[-1]:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}: it must have {ndim} dimensions, and at least "

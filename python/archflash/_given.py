@@ -1,0 +1,52 @@
+"""What functions of the package are given, checked before PyTorch's operations see it, whose errors
+do not say which argument was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archflash import _archflash as _native
+
+_in_transform = torch._C._are_functorch_transforms_active
+
+
+def check_dense(**given: Any) -> None:
+    """Refuses what is no tensor, or one whose values do not lie in memory one by one. Operations of
+    PyTorch crash the process where a tensor's storage was freed.
+    """
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {_native.given(x)}: it must be a torch.Tensor")
+        if x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{name} is a nested or sparse tensor: it must be dense")
+        if x.is_quantized:
+            raise TypeError(f"{name} has dtype {x.dtype}: pass its numbers, {name}.dequantize()")
+        if not torch.compiler.is_compiling() and not _in_transform():
+            _native.check_data(x, name)
+
+
+def is_one_of(x: object, words: Iterable[str]) -> bool:
+    """Whether x is one of these words. Neither asks an array whether it is true, nor for a hash."""
+    return isinstance(x, str) and x in words
+
+
+def as_device(device: Any) -> torch.device:
+    """A device as PyTorch has it, of its name or index."""
+    if isinstance(device, torch.device):
+        return device
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
+        raise TypeError(
+            f"device is {_native.given(device)}: it must be a torch.device, its name or its index"
+        )
+    try:
+        return torch.device(device)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"device is {_native.given(device)}: it must be one that PyTorch knows, such as "
+            "'cuda:0' or 'cpu'"
+        ) from error
