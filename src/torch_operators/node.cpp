@@ -76,12 +76,13 @@ Operator& backward_operator() {
   return instance;
 }
 
-// Three functions of PyTorch that are no part of its stable ABI: how many dispatch modes watch this
-// thread, the tangent of a tensor at a level of forward-mode autograd, and whether a tensor means
-// the negative of what its memory holds.
+// Functions of PyTorch that are no part of its stable ABI: how many dispatch modes watch this
+// thread, the tangent of a tensor at a level of forward-mode autograd, whether a tensor means the
+// negative of what its memory holds, and whether a subclass handles operators on it.
 int64_t (*count_of_modes)() = nullptr;
 TensorHandle (*tangent_of)(void* implementation, uint64_t level, TensorHandle tensor) = nullptr;
 bool (*is_negative)(TensorHandle tensor) = nullptr;
+bool (*is_handled_by_subclass)(TensorHandle tensor) = nullptr;
 // A function of torch: how many function modes watch this thread. They would see the operator.
 constexpr auto count_of_function_modes = kept_object<[] {}>;
 
@@ -194,15 +195,23 @@ void forward_kernel(Word* stack, uint64_t count, uint64_t) {
 
 // --- the backward pass ---
 
-// Whether nobody but autograd watches a call: no dispatch mode, no gradient of the gradients, and
-// no tangent of the gradient of the output, whose memory holds what it means.
+// Whether a tensor's memory holds what it means. Autograd's key comes before those of subclasses
+// and of negated tensors.
+bool holds_values(const Argument& a) {
+  return !is_handled_by_subclass(a.tensor.get()) && !is_negative(a.tensor.get());
+}
+
+// Whether nobody but autograd watches a call: no dispatch mode, no gradient of the gradients, no
+// tangent of the gradient of the output, and no tensor whose memory does not hold its values, as
+// that gradient may be one, and what a hook gives for a saved tensor.
 bool is_plain(const OperatorArguments& given) {
   const TorchFunctions& f = *torch_functions();
   if (f.grad_mode_is_enabled() || count_of_modes() > 0) return false;
   const TensorHandle dout = given[0].tensor.get();
   bool is_given = false, has_tangent = false;
   check(f.is_defined(dout, &is_given));
-  if (!is_given || is_negative(dout)) return false;
+  if (!is_given || !std::all_of(given.begin(), given.begin() + NUMBER, holds_values)) return false;
+  if (given[OTHER].given && !holds_values(given[OTHER])) return false;
   check(f.is_defined(tangent_of(*static_cast<void**>(dout), 0, dout), &has_tangent));
   return !has_tangent;
 }
@@ -256,8 +265,12 @@ bool install_kernels(nb::object forward, nb::object backward, nb::object make_te
   if (void* const cpu = loaded_library("torch_cpu"); cpu != nullptr) {
     is_negative = reinterpret_cast<decltype(is_negative)>(
         exported(cpu, "_ZN2at4_ops6is_neg4callERKNS_6TensorE"));
+    is_handled_by_subclass = reinterpret_cast<decltype(is_handled_by_subclass)>(
+        exported(cpu, "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE"));
   }
-  if (count_of_modes == nullptr || tangent_of == nullptr || is_negative == nullptr) return false;
+  if (count_of_modes == nullptr || tangent_of == nullptr || is_negative == nullptr ||
+      is_handled_by_subclass == nullptr)
+    return false;
   count_of_function_modes() = nb::module_::import_("torch._C").attr("_len_torch_function_stack");
   tensor_of() = std::move(make_tensor);
   handles_of() = std::move(make_handles);

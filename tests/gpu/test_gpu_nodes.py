@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import archflash
@@ -109,6 +110,11 @@ def options_of(kind: str) -> dict[str, Any]:
         "added mask": lambda: {"attn_mask": torch.randn(64, 64, device="cuda").to(BF16)},
         "packed": lambda: {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True},
         "slopes": lambda: {"alibi_slopes": torch.rand(2, device="cuda")},
+        "ranges": lambda: {"key_ranges": int32([[[[[0, 20], [30, 50]]]]])},
+        "lists": lambda: {
+            "key_indices": torch.arange(64, device="cuda").int().reshape(1, 1, 1, 64)
+        },
+        "offsets": lambda: {"q_offset": int32([3]), "causal": True},
         "dropout": lambda: {"dropout_p": 0.3, "rng_state": archflash.dropout_state("cuda")},
     }[kind]()
 
@@ -268,6 +274,40 @@ def test_a_gradient_of_the_output_that_is_negated_or_undefined() -> None:
     Stop.apply(archflash.attention(*inputs)).sum().backward()
     for x in inputs:
         assert x.grad is None or not x.grad.any()
+
+
+class Doubled(Tensor):
+    """Means twice what its memory holds."""
+
+    meant: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> Doubled:
+        made: Doubled = Tensor._make_subclass(Doubled, x.detach().div(2))  # type: ignore[attr-defined]
+        made.meant = x.detach()
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = tree_map(lambda x: x.meant if isinstance(x, cls) else x, args)
+        return function(*given, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_subclasses_handle_gradients_and_saved_tensors(saved: bool) -> None:
+    inputs = leaves(1, 2, 70, 64)
+    dout = torch.randn(1, 2, 70, 64, device="cuda", dtype=BF16)
+    expected = torch.autograd.grad(archflash.attention(*inputs), inputs, dout)
+    with saved_tensors_hooks(lambda x: x, Doubled.of if saved else lambda x: x):
+        out = archflash.attention(*inputs)
+    assert name_of(out) == NODE
+    given = dout if saved else Doubled.of(dout)
+    for one, other in zip(torch.autograd.grad(out, inputs, given), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
 
 
 def test_modes_of_torch_functions_and_others_do_not_meet_the_operator() -> None:
