@@ -60,6 +60,20 @@ using D192Dense      = LateConfig<
                        Config<T, 192, 192, 4, 1,   64,   64,  1,     QIn::Shared,    2>>;
 template <DType T>
 using D256Dense      = D256Large<T>;
+
+// For GPUs with less shared memory: 99 KB, and Medium 163.
+template <DType T>
+using D64DenseSmall  = Config<T,  64,  64, 4, 2,  128,  128,  1,     QIn::Shared,    2>;
+template <DType T>
+using D80DenseSmall  = NarrowConfig<D96Medium<T>, 80>;
+template <DType T>
+using D96DenseSmall  = D96Medium<T>;
+template <DType T>
+using D128DenseSmall = D128Small<T>;
+template <DType T>
+using D128DenseMedium = LateConfig<D128Medium<T>>;
+template <DType T>
+using D256DenseMedium = D256Medium<T>;
 // clang-format on
 
 }  // namespace archflash::ampere

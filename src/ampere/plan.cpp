@@ -14,9 +14,9 @@
 #include <variant>
 
 #include "ampere/config.cuh"
-#include "ampere/dense_config.cuh"
 #include "ampere/plan_approximate.h"
 #include "ampere/plan_bounded.h"
+#include "ampere/plan_dense.h"
 #include "ampere/plan_latent.h"
 #include "ampere/wide_config.cuh"
 #include "common/mma_sync/params.h"
@@ -62,7 +62,6 @@ constexpr const char* FEW_ROWS = "few query rows: keys split over CTAs, or heads
 
 // Where an SM has room for one CTA of the kernels for few tiles, their 64 rows make more tiles than
 // SMs. Measured on an H200 with so much shared memory (docs/lab/ampere.md).
-constexpr int64_t KB_100 = 100 * 1024;
 constexpr core::ServesFrom FEW_OF_100_KB = {
     .min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 0.75, .max_shared_per_sm = KB_100};
 constexpr const char* ONE_CTA_OF_64_ROWS =
@@ -89,8 +88,8 @@ constexpr core::Tile TILES[] = {
                                 "99 KB, or up to 64 keys: two CTAs per SM with 64 at a time"),
     tile<D64Medium<DType::F16>>("d64_medium", FEW_OF_100_KB, ONE_CTA_OF_64_ROWS),
     tile<D64Short<DType::F16>>(
-        "d64_short", {.max_keys = D64Short<DType::F16>::BLOCK_K, .max_shared_per_sm = KB_100},
-        "99 KB and few keys: all of them at a time, and three CTAs per SM"),
+        "d64_short", {.max_keys = D64Short<DType::F16>::BLOCK_K, .max_shared_per_sm = KB_164},
+        "up to 163 KB and few keys: all of them at a time, and three or four CTAs per SM"),
     tile<D64Groups<DType::F16>>("d64_groups", {},
                                 "few CTAs or short sequences: 64 rows make twice as many, and two "
                                 "warps share out the keys of 16 rows"),
@@ -126,6 +125,10 @@ constexpr core::Tile TILES[] = {
     tile<D256Small<DType::F16>>("d256_small", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
     tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
+
+// Those of TILES that no GPU of 9.0 or 10.0 takes, whose larger ones fit it (fwd_small.cu).
+constexpr std::string_view SMALL[] = {"d96_medium",  "d128_medium", "d128_small",
+                                      "d192_medium", "d256_medium", "d256_small"};
 
 // The kernels of TILES with the split costs of causal calls that are not packed. The costs fit what
 // an H200 took for calls of few heads, D 96 to 256. At D=64 two warps that share out a block's keys
@@ -260,111 +263,6 @@ constexpr core::Tile DROPOUT_TILES[] = {
     tile<D256Dropout<DType::F16>>("d256_dropout", MANY_ROWS, WITH_DROPOUT),
 };
 
-// For calls without masks, softcap and sinks.
-constexpr const char* SEES_ALL = "every query sees every key: a short start and end of each tile";
-constexpr core::ServesFrom DENSE_MANY = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1};
-// With at most a tile of 128 rows for each SM, twice as many of 64 run at once. Where they are
-// still fewer than SMs, the keys of long sequences are split instead.
-constexpr core::ServesFrom DENSE_FEW = {
-    .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75, .min_keys = 225};
-constexpr core::ServesFrom DENSE_FEWER = {
-    .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.4, .min_keys = 225, .max_keys = 1024};
-constexpr core::ServesFrom DENSE_SHORT_OF_100_KB = {
-    .min_ctas_per_sm = 2, .min_tiles_per_sm = 0.5, .max_keys = 224, .max_shared_per_sm = KB_100};
-constexpr core::ServesFrom DENSE_WIDE = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75};
-constexpr const char* FEW_SEE_ALL = "the same with 64 rows, which make twice as many tiles";
-constexpr core::Tile DENSE_TILES[] = {
-    tile<D32Dense<DType::F16>>("d32_dense", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 6},
-                               SEES_ALL),
-    tile<D32DenseMedium<DType::F16>>("d32_dense_medium", DENSE_MANY, SEES_ALL),
-    tile<D32DenseFew<DType::F16>>("d32_dense_few", DENSE_FEW, FEW_SEE_ALL),
-    tile<D32DenseFew<DType::F16>>("d32_dense_few", DENSE_FEWER, FEW_SEE_ALL),
-    tile<D64DenseShort<DType::F16>>(
-        "d64_dense_short", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.75, .max_keys = 224},
-        SEES_ALL),
-    tile<D64DenseShort<DType::F16>>("d64_dense_short", DENSE_SHORT_OF_100_KB, SEES_ALL),
-    tile<D64Dense<DType::F16>>("d64_dense", DENSE_MANY, SEES_ALL),
-    tile<D64DenseFew<DType::F16>>("d64_dense_few", DENSE_FEW, FEW_SEE_ALL),
-    tile<D64DenseFew<DType::F16>>("d64_dense_few", DENSE_FEWER, FEW_SEE_ALL),
-    tile<D80Dense<DType::F16>>("d80_dense", DENSE_MANY, SEES_ALL),
-    tile<D80DenseFew<DType::F16>>("d80_dense_few", DENSE_FEW, FEW_SEE_ALL),
-    tile<D80DenseFew<DType::F16>>("d80_dense_few", DENSE_FEWER, FEW_SEE_ALL),
-    tile<D96Dense<DType::F16>>("d96_dense", DENSE_MANY, SEES_ALL),
-    tile<D96DenseFew<DType::F16>>("d96_dense_few", DENSE_FEW, FEW_SEE_ALL),
-    tile<D96DenseFew<DType::F16>>("d96_dense_few", DENSE_FEWER, FEW_SEE_ALL),
-    tile<D128Dense<DType::F16>>("d128_dense", DENSE_MANY, SEES_ALL),
-    tile<D128DenseFew<DType::F16>>("d128_dense_few", DENSE_FEW, FEW_SEE_ALL),
-    tile<D128DenseFew<DType::F16>>("d128_dense_few", DENSE_FEWER, FEW_SEE_ALL),
-    tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 0.1, .max_keys = 1024},
-                                SEES_ALL),
-    tile<D160Dense<DType::F16>>("d160_dense", {.min_tiles_per_sm = 1}, SEES_ALL),
-    tile<D192Dense<DType::F16>>("d192_dense", {.min_tiles_per_sm = 0.1, .max_keys = 1024},
-                                SEES_ALL),
-    tile<D192Dense<DType::F16>>("d192_dense", {.min_tiles_per_sm = 0.75}, SEES_ALL),
-    tile<D256Dense<DType::F16>>("d256_dense", DENSE_WIDE, SEES_ALL),
-};
-
-// Whether `d64_dense_short` is slower than `d64_dense`, whose CTAs take three quarters of the time
-// where two share an SM and not three: where their last round leaves more SMs idle. Measured on an
-// H200 (docs/lab/ampere.md).
-bool short_tiles_lose(const Problem& problem, const Device& device, const core::Tile& small,
-                      const core::Tile& large) {
-  constexpr int64_t FEW_KEYS = 96;  // of which the latter computes more than there are
-  const auto rounds = [&](const core::Tile& of) {
-    return core::ceil_div(core::tiles_of(problem, of), core::workers_of(of, device));
-  };
-  return problem.nk > FEW_KEYS && 4 * rounds(small) > 3 * rounds(large);
-}
-
-// The plan of a call for DENSE_TILES. Tiles of 64 rows beside those of 128 are for calls that have
-// at most one of the latter for each SM. Nothing where it asks for more than they know, where the
-// one for its head dimensions does not serve it, or on GPUs from 10.0 on, for which dense.cu has no
-// machine code.
-std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& device) {
-  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
-  constexpr int64_t STRIDE_LIMIT = UINT32_MAX;
-  const auto fits = [&](const Strides& x) { return 0 <= x.row && x.row <= STRIDE_LIMIT; };
-  const bool plain = core::equal_tiles(problem) && problem.sinks == 0 && problem.num_splits <= 1 &&
-                     !problem.batch_invariant && !core::writes_f32(problem);
-  const bool fitting = problem.nk > 0 && problem.heads_q <= GRID_SIDE_LIMIT &&
-                       problem.batch <= GRID_SIDE_LIMIT && fits(problem.q) && fits(problem.k) &&
-                       fits(problem.v);
-  if (!plain || !fitting || device.major > 9) return std::nullopt;
-  using Own = D192Large<DType::F16>;  // for (192, 128): 32 rows for each warp
-  if (problem.d > D160Dense<DType::F16>::HEAD_DIM && problem.d <= Own::HEAD_DIM &&
-      problem.dv <= Own::HEAD_DIM_V) {
-    return std::nullopt;
-  }
-  const auto smallest = std::ranges::find_if(DENSE_TILES, [&](const core::Tile& of) {
-    return core::takes_head_dims(of, problem) && of.shared_bytes <= device.shared_per_block;
-  });
-  const bool few =
-      smallest != std::end(DENSE_TILES) && core::tiles_of(problem, *smallest) <= device.sm_count;
-  const auto serves = [&](const core::Tile& of) {
-    return of.head_dim == smallest->head_dim && (few || of.block_q == smallest->block_q) &&
-           of.shared_bytes <= device.shared_per_block && core::serves(of, problem, device);
-  };
-  auto tile = std::find_if(smallest, std::end(DENSE_TILES), serves);
-  if (tile == std::end(DENSE_TILES)) return std::nullopt;
-  if (std::string_view(tile->name) == "d64_dense_short") {
-    const auto next = std::find_if(tile + 1, std::end(DENSE_TILES), serves);
-    if (next != std::end(DENSE_TILES) && short_tiles_lose(problem, device, *tile, *next))
-      tile = next;
-  }
-  mma_sync::ManyRowsParams params;
-  core::init_params(problem, params);
-  if (params.attention.transform_scores) return std::nullopt;
-  params.attention.order.heads_per_group = 1;
-  const int64_t row_tiles = core::ceil_div(problem.nq, tile->block_q);
-  const int64_t ctas = core::tiles_of(problem, *tile);
-  LaunchPlan plan = core::one_launch("ampere", problem, device, *tile, ctas, params);
-  Launch& launch = plan.launches[0];
-  launch.grid = {row_tiles, problem.heads_q, problem.batch};
-  launch.image = std::string("ampere/dense_") + core::dtype_word(problem.dtype);
-  launch.uses_pdl = true;
-  return plan;
-}
-
 // A row of the table for head dimensions above 256.
 template <class C>
 constexpr core::Tile wide_tile(const char* name, const char* reason) {
@@ -450,7 +348,12 @@ PlanResult plan(const Problem& problem, const Device& device) {
   const auto tiles = few_causal_tiles(problem, device)
                          ? std::span<const core::Tile>(FEW_CAUSAL_TILES)
                          : tiles_of(problem, device);
-  return mma_sync::plan_16_bits("ampere", tiles, problem, device);
+  PlanResult result = mma_sync::plan_16_bits("ampere", tiles, problem, device);
+  if (auto* plan = std::get_if<LaunchPlan>(&result);
+      plan != nullptr && std::ranges::find(SMALL, plan->tile.name) != std::end(SMALL)) {
+    plan->launches[0].image = std::string("ampere/fwd_small_") + core::dtype_word(problem.dtype);
+  }
+  return result;
 }
 
 // Lends the decoding kernels to the calls of other folders.

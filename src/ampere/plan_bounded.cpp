@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ampere/bounded_config.cuh"
+#include "ampere/plan_dense.h"
 #include "common/mma_sync/bounded_params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
@@ -302,6 +303,10 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
   if (dense != nullptr && wide &&
       (dense->head_dim == tile->head_dim || !combines || choice.time > OF_192 * choice.of_64))
     return std::nullopt;
+  constexpr int64_t FEW_KEYS = 224;  // for which dense kernels are others
+  if (dense != nullptr && !combines &&
+      (dense->name == "d128_dense_medium" || (grouped && problem.nk <= FEW_KEYS)))
+    return std::nullopt;
   if (dense != nullptr && !grouped && !wide) {
     constexpr double MARGIN = 0.93;
     const int64_t ctas = choice.ctas * problem.batch * problem.heads_q;
@@ -309,7 +314,6 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
     // Where those kernels have 64 rows, these gain by shares alone, and at the smallest head
     // dimensions nothing.
     constexpr int SMALLEST = D32Shares<DType::F16>::HEAD_DIM;
-    constexpr int64_t FEW_KEYS = 224;  // for which their kernels are others
     const int64_t workers = core::workers_of(*tile, device);
     const bool takes_place =
         few        ? combines && tile->head_dim > SMALLEST
@@ -320,14 +324,21 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
       return std::nullopt;
   }
   if (tile->reason == OF_OTHERS) return std::nullopt;
-  // d64_short has three CTAs on an SM where these have one.
+  // d64_short has three CTAs on an SM where these have one, and four where these have two.
   const bool few_keys = problem.nk <= D64Short<DType::F16>::BLOCK_K;
+  const bool overflow =
+      device.shared_per_sm <= KB_164 &&
+      choice.ctas * problem.batch * problem.heads_q > core::workers_of(*tile, device);
   if (few_keys && !combines && tile->head_dim == D64Short<DType::F16>::HEAD_DIM &&
-      core::resident_ctas(*tile, device) == 1)
+      (core::resident_ctas(*tile, device) == 1 || overflow))
     return std::nullopt;
   const bool fits_fully = core::resident_ctas(*tile, device) == tile->ctas_per_sm;
   if (!combines && wide && fits_fully) return std::nullopt;  // d256_large
-  if (tile->rows_per_warp > 16 && !fits_fully) return std::nullopt;
+  // Where one of their CTAs has an SM, those of 128 rows are for few of them.
+  constexpr int64_t FEW_ROUNDS = 2;
+  if (tile->rows_per_warp > 16 && !fits_fully &&
+      choice.ctas * problem.batch * problem.heads_q > FEW_ROUNDS * device.sm_count)
+    return std::nullopt;
   const int64_t heads = problem.batch * problem.heads_q;
   TileOrder order{.heads_per_group = static_cast<int32_t>(heads)};
   if (!combines) order = core::choose_order(problem, device, *tile);

@@ -59,9 +59,9 @@ def every_key_seen(dtype: torch.dtype) -> set[str]:
     found = set()
     given: dict[str, Tensor]
     for given in ({}, {"sinks": empty(torch.float32, 32)}):
-        for d in (32, 64, 80, 96, 128, 160, 192):
+        for d in (32, 64, 80, 96, 128, 160, 192, 256):
             x, few = empty(dtype, 16, 32, 1024, d), empty(dtype, 16, 32, 77, d)
-            for device in ("A100", "H200"):
+            for device in ("A100", "A10G", "H200"):
                 found |= kernels(x, x, x, device, "ampere", **given)
                 found |= kernels(x, few, few, device, "ampere", **given)
         for batch, rows, d in ((2, 950, 32), (1, 128, 80), (1, 256, 80)):

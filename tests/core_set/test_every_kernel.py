@@ -269,7 +269,7 @@ def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
     others += "|_e4m3_.*_blocks$|_combine_f32$|_dense$|_summarize_|_order_tiles_|_convert_cache_"
     others += "|_prepare_mask_|^hopper_.*_wide$"
     # Every key seen, and keys that two warps share out: test_every_key_seen.py.
-    others += "|_dense_(few|short|medium)$|^ampere_.*_d128_groups(_few)?$"
+    others += "|_dense_(few|short|medium|small)$|^ampere_.*_d128_groups(_few)?$"
     # Keys up to one: test_key_shares.py.
     others += "|_shares(_three|_groups)?$|_causal$|_packed_large$|_combine_shares_"
     # Short packed sequences: test_hopper_tiles.py; of unequal lengths: test_listed_tiles.py.

@@ -107,7 +107,11 @@ def test_a_call_that_fills_the_gpu_gets_the_kernel_for_its_shared_memory(
     name, per_sm = CHOICES[kilobytes][dims]
     assert kernel(plan) == f"ampere_attention_fwd_{DTYPES[dtype]}_{name}"
     (launch,) = plan.to_dict()["launches"]
-    assert launch["image"] == f"ampere/fwd_{DTYPES[dtype]}"
+    # Those that no GPU with 227 KB takes have no machine code for one.
+    file = (
+        "fwd" if kilobytes == 227 or name.startswith("d64") or name == "d96_large" else "fwd_small"
+    )
+    assert launch["image"] == f"ampere/{file}_{DTYPES[dtype]}"
     assert launch["shared_bytes"] <= limits.shared_per_block
     assert tile_of(plan).ctas_per_sm == per_sm
 
@@ -227,13 +231,13 @@ def test_a_call_of_few_keys_has_one_block_of_them(device: str) -> None:
 
 @every_device
 def test_few_rows_and_keys_have_the_kernel_with_the_most_ctas(device: str) -> None:
-    """In 99 KB `d64_short` has three on an SM, where the others have one."""
+    """`d64_short` has three on an SM in 99 KB, where the others have one, and four in 163 KB."""
 
     def chosen(rows: int, keys: int, **options: Any) -> str:
         problem = call("float16", b=512, hq=8, nq=rows, nk=keys, **options)
         return variant(ampere(problem, device))
 
-    small = DEVICES[device] == 99
+    small = DEVICES[device] < 227
     assert (chosen(20, 20) == "d64_short") == (chosen(64, 64, causal=True) == "d64_short") == small
     # The decoding kernels share out keys over their warps: more than one row wants more of them.
     assert chosen(1, 17) == chosen(16, 81) == "d64_decode"
@@ -289,7 +293,7 @@ def test_causal_tiles_count_with_their_mean_length_when_keys_are_split(
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     word = DTYPES[dtype]
-    images = ("fwd", "dense", "decode", "shares")
+    images = ("fwd", "fwd_small", "dense", "dense_small", "decode", "shares")
     built = set().union(*(kernels_built(f"ampere/{image}_{word}") for image in images))
     chosen = {
         name
@@ -320,40 +324,57 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 56
+    assert len(built) == 62
 
 
 # --- every query sees every key ---
 
 
-@pytest.mark.parametrize(
-    ("dims", "name"),
-    [
-        ((32, 32), "d32_dense"), ((64, 64), "d64_dense"), ((72, 80), "d80_dense"),
-        ((88, 96), "d96_dense"), ((128, 128), "d128_dense"), ((136, 160), "d160_dense"),
-        ((168, 192), "d192_dense"), ((208, 256), "d256_dense"),
-    ],
-)  # fmt: skip
+# For 227, 163 and 99 KB.
+DENSE = {
+    (32, 32): ("d32_dense", "d32_dense", "d32_dense_medium"),
+    (64, 64): ("d64_dense", "d64_dense", "d64_dense_small"),
+    (72, 80): ("d80_dense", "d80_dense", "d80_dense_small"),
+    (88, 96): ("d96_dense", "d96_dense", "d96_dense_small"),
+    (128, 128): ("d128_dense", "d128_dense_medium", "d128_dense_small"),
+    (136, 160): ("d160_dense", "d160_dense", "d192_dense"),
+    (168, 192): ("d192_dense", "d192_dense", "d192_dense"),
+    (208, 256): ("d256_dense", "d256_dense_medium", "d256_dense"),
+}
+
+
+@pytest.mark.parametrize("dims", DENSE)
 @every_device
 def test_large_calls_without_masks_have_kernels_of_their_own(
-    device: str, dims: tuple[int, int], name: str
+    device: str, dims: tuple[int, int]
 ) -> None:
-    """Where an SM has room for two of their CTAs, or for one of more than 128 columns, on GPUs that
-    they have machine code for.
-    """
-    kilobytes = DEVICES[device]
-    fits = find_device(device).major <= 9 and {
-        "d32_dense": 0, "d64_dense": 163, "d80_dense": 163, "d96_dense": 163, "d128_dense": 227,
-        "d160_dense": 0, "d192_dense": 0, "d256_dense": 227,
-    }[name] <= kilobytes  # fmt: skip
-    if name == "d160_dense" and kilobytes == 99:
-        name = "d192_dense"
+    """On GPUs that they have machine code for. Up to 128 columns two CTAs share an SM."""
+    name = DENSE[dims][(227, 163, 99).index(DEVICES[device])]
     plan = ampere(large_call("bfloat16", dims), device)
-    assert (variant(plan) == name) == fits
+    has_code = find_device(device).major <= 9
+    assert (variant(plan) == name) == has_code
     (launch,) = plan.to_dict()["launches"]
-    assert launch["image"] == ("ampere/dense_bf16" if fits else "ampere/fwd_bf16")
-    if fits and name not in ("d160_dense", "d192_dense"):
+    if not has_code:
+        assert launch["image"] in ("ampere/fwd_bf16", "ampere/fwd_small_bf16")
+        return
+    of_8x = name.endswith("_small") or name in ("d128_dense_medium", "d256_dense_medium")
+    assert launch["image"] == ("ampere/dense_small_bf16" if of_8x else "ampere/dense_bf16")
+    if max(dims) <= 128:
         assert tile_of(plan).ctas_per_sm >= 2
+
+
+def test_few_tiles_in_99_kb_have_an_sm_each_and_two_buffers() -> None:
+    def chosen(heads: int, **options: Any) -> str:
+        return variant(ampere(call("float16", b=1, hq=heads, nq=128, **options), "A10G"))
+
+    assert chosen(80, d=80) == chosen(41, d=80, nk=77) == "d80_dense"
+    assert chosen(80, d=96) == "d96_dense"
+    assert chosen(80, d=128) == "d128_dense"
+    assert chosen(160, d=128) == "d128_dense_small"
+    assert chosen(161, d=128) == "d128_dense"  # three rounds of one CTA an SM, or two of two
+    assert chosen(81, d=256, nk=300) == "d256_dense"
+    assert chosen(81, d=256, nk=77) == "d256_small"
+    assert chosen(80, d=32, nk=300) == "d32_dense_few"
 
 
 def test_few_keys_and_few_tiles_have_dense_kernels_of_their_own() -> None:
@@ -371,7 +392,9 @@ def test_few_keys_and_few_tiles_have_dense_kernels_of_their_own() -> None:
     assert chosen(b=1, hq=27, nq=128, nk=1024) == "d64_shares_three"
     assert "dense" not in chosen(b=1, hq=26, nq=128, nk=1024)
     assert "dense" not in chosen(b=1, hq=49, nq=128, nk=1025)
-    assert "dense" not in chosen(b=1, hq=50, nq=128, nk=224)
+    assert chosen(b=1, hq=50, nq=128, nk=224) == "d64_dense_few"
+    assert chosen(b=2, hq=8, nq=1024, nk=77, d=80) == "d80_dense_few"
+    assert chosen(b=2, hq=12, nq=200, nk=200, d=128) == "d128_dense_few"
     assert chosen(b=2, hq=8, nq=64, d=160) == "d160_dense"
     assert chosen(b=2, hq=8, nq=64, nk=1025, d=160) == "d160_shares"
     assert chosen(b=4, hq=4, nq=200, d=192) == "d192_dense"
@@ -384,7 +407,7 @@ def test_few_keys_have_a_dense_kernel_for_fewer_tiles_in_99_kb() -> None:
     def chosen(heads: int, device: str) -> str:
         return variant(ampere(call("float16", b=1, hq=heads, nq=197, nk=197), device))
 
-    assert chosen(21, "A10G") == "d64_dense_short"  # 42 tiles of 128 rows, 80 SMs
+    assert chosen(21, "A10G") == "d64_dense_small"  # 42 tiles of 128 rows, 80 SMs
     assert "dense" not in chosen(19, "A10G")
 
 
@@ -397,9 +420,10 @@ def test_head_dimensions_up_to_256_have_64_rows_where_one_cta_has_an_sm(device: 
         return tile.name, tile.splits
 
     many = "d256_medium" if device == "A100" else "d256_small"
+    dense = "d256_dense_medium" if device == "A100" else "d256_dense"
     assert chosen(b=1, hq=16, hkv=8, nq=300, causal=True) == ("d256_shares", 1)
     assert chosen(b=1, hq=16, hkv=8, nq=4096, causal=True) == (many, 1)
-    assert chosen(b=8, hq=16, nq=512) == (many, 1)
+    assert chosen(b=8, hq=16, nq=512) == (dense, 1)
 
 
 # --- few query rows ---

@@ -130,6 +130,7 @@ __device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::R
                                            float exp2_scale, const BeforeV& before_v) {
   device::Scores<C> s_rmem;
   multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
+  if constexpr (C::STAGES == 1) before_v();  // so that the next K may come
   if (keys < C::STEP_KEYS) {
     const int keys_of_lane = keys - ptx::mov_tid_x_volatile() % 4 * 2;
 #pragma unroll
@@ -265,15 +266,28 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
   state.large = false;
   device::clear(state);
 
-  // With one buffer each thread keeps what it copies.
+  // With one buffer, and 16 rows for each warp, each thread keeps what it copies: there are
+  // registers for it.
+  constexpr bool KEEPS_LOADS = C::STAGES == 1 && C::M_TILES == 1;
   [[maybe_unused]] const auto loads_of = [&]<class Tile>(int tile_smem, const auto& rows_gmem,
                                                          int64_t row_stride) {
-    if constexpr (C::STAGES == 1) {
+    if constexpr (KEEPS_LOADS) {
       return KeptLoad<C, Tile>(shared_smem + tile_smem, rows_gmem(), row_stride * 2);
     } else {
       return 0;
     }
   };
+  // Starts the copy of a block into the one buffer. rows_gmem is in shared memory.
+  [[maybe_unused]] const auto start_one =
+      [&]<class Tile>(const auto& kept, int tile_smem, const uint16_t* const& rows_gmem,
+                      int first_row, int64_t row_stride, int columns) {
+        if constexpr (KEEPS_LOADS) {
+          kept.start(first_row, row_stride * 2, columns);
+        } else {
+          start_load<C, Tile, C::BLOCK_K>(shared_smem + tile_smem, rows_gmem, first_row,
+                                          row_stride * 2, columns);
+        }
+      };
   [[maybe_unused]] const auto k_load = loads_of.template operator()<QKTile>(
       C::K_SMEM, [&] { return at(params.k_gmem, params.k_batch, params.k_head, kv_head); },
       params.k_row);
@@ -307,10 +321,11 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
       }
       ptx::cp_async_commit_group();
     } else if (!first) {
-      v_load.start(block, params.v_row * 2, params.dv);
+      start_one.template operator()<VTile>(v_load, C::V_SMEM, cta.v_gmem, block, params.v_row,
+                                           params.dv);
       ptx::cp_async_commit_group();
     }
-    const unsigned thread = C::STAGES == 1 ? kept_thread : ptx::mov_tid_x_volatile();
+    const unsigned thread = KEEPS_LOADS ? kept_thread : ptx::mov_tid_x_volatile();
     const int warp_row = thread / 32 * C::WARP_ROWS;
     const uint32_t q_smem = shared_smem + C::Q_SMEM + warp_row * QKTile::ROW_BYTES +
                             rows_first_offset<QKTile>(thread % 32);
@@ -329,7 +344,10 @@ __device__ __forceinline__ void dense_fwd(const ManyRowsParams& all_params) {
       } else {
         ptx::cp_async_wait_group<0>();
         __syncthreads();
-        if (block > 0) k_load.start(block - C::BLOCK_K, params.k_row * 2, params.d);
+        if (block > 0) {
+          start_one.template operator()<QKTile>(k_load, C::K_SMEM, cta.k_gmem, block - C::BLOCK_K,
+                                                params.k_row, params.d);
+        }
         ptx::cp_async_commit_group();
       }
       awaits_v = false;
