@@ -165,17 +165,19 @@ struct Config {
   static constexpr bool MOVES_REGISTERS = LAUNCH_REGISTERS < CONSUMER_REGISTERS;
 
   // Tiles in shared memory. wgmma takes 8-bit V only with the keys of a column side by side, so the
-  // rows of its tile are the columns of V (transpose_block() or transpose_v.cuh).
-  using QTile = device::SlabTile<HEAD_DIM / PACK, BLOCK_Q>;
+  // rows of its tile are the columns of V (transpose_block() or transpose_v.cuh). Tiles have whole
+  // slabs of columns: those behind HEAD_DIM are copied as zeros, and no product reads them.
+  static constexpr int whole_slabs(int columns) { return (columns + 31) / 32 * 32; }
+  using QTile = device::SlabTile<whole_slabs(HEAD_DIM / PACK), BLOCK_Q>;
   template <int COLUMNS, int ROWS>
   using RowsTile =
       std::conditional_t<PAGES, GroupedTile<COLUMNS, ROWS>, device::SlabTile<COLUMNS, ROWS>>;
-  using KTile = RowsTile<HEAD_DIM / PACK, BLOCK_K>;
+  using KTile = RowsTile<whole_slabs(HEAD_DIM / PACK), BLOCK_K>;
   using VTile = std::conditional_t<FP8, device::SlabTile<BLOCK_K / PACK, HEAD_DIM_V>,
-                                   RowsTile<HEAD_DIM_V, BLOCK_K>>;
+                                   RowsTile<whole_slabs(HEAD_DIM_V), BLOCK_K>>;
 
   // V as it lies in memory, for TRANSPOSES_V.
-  using RawVTile = device::SlabTile<HEAD_DIM_V / PACK, BLOCK_K>;
+  using RawVTile = device::SlabTile<whole_slabs(HEAD_DIM_V / PACK), BLOCK_K>;
 
   // Shared memory, in bytes: ring of Q | ring of K | ring of V | ring of V to transpose |
   // barriers | messages about tiles, the last one for a producer of V | with PREPARES_TILES about

@@ -258,7 +258,7 @@ __device__ __forceinline__ void store_by_tma(const device::Outputs<C>& o_rmem,
   const auto rows_smem = static_cast<uint32_t>(__cvta_generic_to_shared(rows));
   const int batch = attention.cu_seqlens_q_gmem == nullptr ? at.batch : 0;
 #pragma unroll
-  for (int slab = 0; slab < C::HEAD_DIM_V / QTile::SLAB; ++slab) {
+  for (int slab = 0; slab < C::VTile::SLABS; ++slab) {
     ptx::cp_async_bulk_tensor_4d_store_if(starts, params.out_map, slab * QTile::SLAB, end.first_row,
                                           head, batch, rows_smem + slab * QTile::SLAB_BYTES);
   }

@@ -133,12 +133,12 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
                           const Device& device) {
   const bool packed = are_many_packed(problem, device);
   const KernelTile* best = nullptr;
-  int head_dim = 0, head_dim_v = 0;
+  int columns = 0, columns_v = 0;
   double time = 0;
   for (const KernelTile& tile : tiles) {
     if (!core::takes_head_dims(tile, problem)) continue;
-    if (best == nullptr) head_dim = tile.head_dim, head_dim_v = tile.head_dim_v;
-    const bool as_wide = tile.head_dim == head_dim && tile.head_dim_v == head_dim_v;
+    if (best == nullptr) columns = tile.columns, columns_v = tile.columns_v;
+    const bool as_wide = tile.columns == columns && tile.columns_v == columns_v;
     // Tiles are for larger heads from here on. Rows that are odd come sooner in the boxes of 64
     // columns of the next ones.
     const bool takes_odd = packed && tile.is_short && tile.head_dim == 128 && has_odd_rows(problem);

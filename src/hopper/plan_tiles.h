@@ -22,6 +22,7 @@ struct PackedTimes {
 
 // A row of the tables.
 struct KernelTile : core::Tile {
+  int columns = 0, columns_v = 0;  // of the tiles of Q and K, and of V: whole slabs
   int q_stages = 0;
   int barriers = 0;
   int producer_registers = 0, consumer_registers = 0;  // of a thread; 0: the same for all

@@ -68,7 +68,7 @@ __device__ __forceinline__ void start_qk(device::Scores<C>& s_rmem, const Q& q,
   const ptx::WgmmaDescriptor k =
       describe_tile<typename C::KTile>(shared_smem + C::K_SMEM + stage * C::KTile::BYTES, 16);
 #pragma unroll
-  for (int i = 0; i < C::QTile::COLUMNS / 16; ++i) {
+  for (int i = 0; i < C::HEAD_DIM / C::PACK / 16; ++i) {
     const ptx::WgmmaDescriptor k_of_product = advance(k, column_step<typename C::KTile>(i));
     if constexpr (std::is_same_v<Q, ptx::WgmmaDescriptor>) {
       Product::ss(s, advance(q, column_step<typename C::QTile>(i)), k_of_product, i != 0);

@@ -26,6 +26,7 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   tile.k_box = core::box<typename C::KTile>(C::PACK);
   tile.v_box = core::box<typename C::VTile>(C::PACK);
   tile.raw_v_box = core::box<typename C::RawVTile>(C::PACK);
+  tile.columns = C::whole_slabs(C::HEAD_DIM), tile.columns_v = C::whole_slabs(C::HEAD_DIM_V);
   if (C::SLICES_V) tile.head_dim_v = 2 * C::HEAD_DIM_V;
   tile.q_stages = C::Q_STAGES;
   tile.barriers = C::BARRIERS;
@@ -72,6 +73,8 @@ constexpr const char* THREE_ALONE =
     "tiles of few keys";
 constexpr const char* FOUR_ALONE_64 =
     "4 warpgroups of 64 rows, 64 keys at a time, one after another: fills the pauses between tiles";
+constexpr const char* FOUR_ALONE_80 =
+    "4 warpgroups of 64 rows, 80 keys at a time, one after another: fills the pauses between tiles";
 constexpr const char* TWO_96 = "2 warpgroups of 64 rows in turns, 96 keys at a time";
 constexpr const char* FEW_64 = "few tiles: 64 rows make twice as many";
 constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
@@ -107,6 +110,9 @@ constexpr KernelTile TILES[] = {
                     {3850, 24.2}),
         0.96),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
+    rated<D80Large<DType::F16>>("d80_large", 1.03, 0, THREE_96, "fwd_more"),
+    with_odd_speed(rated<D80Turns<DType::F16>>("d80_turns", 1.03, -90, FOUR_ALONE_80, "fwd_more"),
+                   1.06),
     with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
                 {980, 7.4, 13.5}),
     with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3380, 17}),

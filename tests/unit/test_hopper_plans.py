@@ -78,12 +78,12 @@ SHAPES = {
     (1, 16, 16, 64, 64, 128, False): ("d128_short", 16),
     (8, 16, 16, 114, 512, 64, False): ("d64_short", 128),
     (8, 20, 20, 64, 1500, 64, False): ("d64_short", 40),
-    # Tiles of few keys of 96 columns, and 160 columns.
+    # Tiles of few keys of 96 columns, of up to 80 columns, and 160 columns.
     (32, 16, 16, 256, 256, 72, False): ("d96_turns", 128),
-    (25, 16, 16, 196, 196, 80, False): ("d96_turns", 100),
-    (8, 16, 16, 1024, 1024, 72, False): ("d96_turns", 32),
-    (16, 16, 16, 576, 576, 72, False): ("d96_large", 43),
-    (2, 16, 16, 4096, 4096, 72, False): ("d96_turns", 8),
+    (25, 16, 16, 196, 196, 80, False): ("d80_turns", 100),
+    (8, 16, 16, 1024, 1024, 72, False): ("d80_turns", 32),
+    (16, 16, 16, 576, 576, 72, False): ("d80_large", 43),
+    (2, 16, 16, 4096, 4096, 72, False): ("d80_turns", 8),
     (4, 16, 16, 512, 512, 160, True): ("d192_square", 64),
     (2, 8, 8, 256, 256, 160, False): ("d192_square_few", 16),
     (4, 8, 8, 64, 77, 160, False): ("d192_square", 32),

@@ -10,5 +10,7 @@ using namespace archflash;
 using namespace archflash::hopper;
 
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_turns), attention_fwd, D96Turns<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d80_large), attention_fwd, D80Large<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d80_turns), attention_fwd, D80Turns<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_square), attention_fwd, D192Square<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_square_few), attention_fwd, D192SquareFew<DTYPE>)
