@@ -22,6 +22,9 @@ constexpr int START_ALONE = 64;
 // 2026-11-29).
 constexpr double SHORT_SHARE = 0.19, SHORT_SLOPE = 1.03;
 constexpr double NEW_CTA = 200;
+// Parts of the last round take so much of their time where sequences of up to 64 columns are short:
+// 16x12 256 and 16x20 196 take 1.48 and 2.34 rounds of whole tiles (H200, 2026-11-30).
+constexpr double SHORT_CUT = 0.7;
 // A kernel that does not start early takes as much longer as LATE_ROWS rows with LATE_KEYS keys do
 // (H200, 2026-11-30).
 constexpr double LATE_KEYS = 110, LATE_ROWS = 192;
@@ -97,7 +100,7 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
     return is_short && measured ? time_of_short(problem, device, tile, head)
                                 : std::numeric_limits<double>::infinity();
   const bool few_keys = is_short || (!packs && !problem.varlen && head.nk <= SHORT_KEYS);
-  const bool begins_anew = few_keys && resident > 1 && rows * heads > workers;
+  const bool begins_anew = few_keys && (resident > 1 || tile.can_split) && rows * heads > workers;
   runs.reserve(head.times.size());
   for (double time : head.times) {
     if (head.time_among_others > 0 && heads > workers) time = head.time_among_others;
@@ -112,7 +115,9 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   const CutTiles cut = cut_last_round(problem, tile, rows * heads, workers);
   if (cut.rows > 0) {
     const double rounds = static_cast<double>(cut.whole / workers);
-    time = std::min(time, (rounds + core::share_of_rows(cut.rows, tile.block_q)) * runs[0].time);
+    const double share = core::share_of_rows(cut.rows, tile.block_q);
+    const bool cuts_short = is_short && head.nk <= SHORT_KEYS && tile.head_dim <= 64;
+    time = std::min(time, (rounds + (cuts_short ? SHORT_CUT : 1) * share) * runs[0].time);
   }
   if (resident > 1) {
     // How many of the SMs have a second CTA. Equal tiles end together: one such SM is the last.
@@ -277,9 +282,9 @@ CutTiles cut_last_round(const Problem& problem, const KernelTile& tile, int64_t 
 }
 
 // Zeroing the counter takes about 2 us, in which a CTA multiplies a tile with about COUNTER_KEYS
-// keys.
+// keys, or with COUNTER_KEYS_FP8 of 8 bits: both neighbours wait for their memset.
 bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
-  constexpr double COUNTER_KEYS = 128;
+  constexpr double COUNTER_KEYS = 128, COUNTER_KEYS_FP8 = 512;
   // Tiles that take unequal times, as where the first one of each head has fewer rows, take so much
   // more time in fixed rounds than the model says, because the time of each varies
   // (docs/lab/hopper.md).
@@ -290,7 +295,10 @@ bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTi
       (problem.kv_cache && problem.batch > 1) || problem.block_mask || problem.key_ranges != 0;
   if (tiles > ctas && unknown_lengths) return true;
   if (tiles <= ctas || plan.tile.part_rows > 0) return false;
-  if (core::equal_tiles(problem) && !tile.cuts_tiles) return false;  // not measured
+  // With whole tiles alone this was measured with tiles that can be cut.
+  const bool equal = core::equal_tiles(problem);
+  const bool shorter_first = equal && is_fp8(problem.dtype) && problem.nq % tile.block_q != 0;
+  if (equal && !tile.cuts_tiles && !shorter_first) return false;
   if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
   // The heads of a group take turns: each row tile of all of them, then the next one.
   const HeadModel head(problem, tile);
@@ -302,9 +310,9 @@ bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTi
       times.insert(times.end(), std::min(group, heads - first) * slices, time);
   }
   const auto walk_time = [&](core::Walk walk) { return core::makespan(times, ctas, walk).time; };
-  const bool equal = core::equal_tiles(problem);
+  const double counter_keys = shorter_first ? COUNTER_KEYS_FP8 : COUNTER_KEYS;
   const bool varies = equal ? problem.nq % tile.block_q != 0 : tile.head_dim == 128;
-  return walk_time(core::Walk::Queue) + COUNTER_KEYS <
+  return walk_time(core::Walk::Queue) + counter_keys <
          (varies ? ROUNDS_VARY : 1) * walk_time(core::Walk::Rounds);
 }
 

@@ -73,6 +73,10 @@ SHAPES = {
     (32, 16, 16, 257, 257, 64, False): ("d64_short", 103),
     (8, 8, 8, 100, 100, 32, False): ("d64_short", 64),
     (64, 12, 12, 197, 197, 64, False): ("d64_large", 128),
+    (16, 12, 12, 256, 256, 64, False): ("d64_large", 96),
+    (16, 20, 20, 196, 196, 64, False): ("d64_large", 107),
+    (4, 8, 4, 256, 256, 256, True): ("d256_few", 32),
+    (8, 8, 4, 256, 256, 256, True): ("d256_large", 64),
     (64, 16, 16, 64, 64, 80, False): ("d96_short", 342),
     (64, 8, 8, 64, 64, 128, False): ("d128_short", 256),
     (1, 16, 16, 64, 64, 128, False): ("d128_short", 16),
@@ -434,6 +438,17 @@ def test_tiles_are_counted_where_that_gains_more_than_clearing_the_counter_costs
     # Long rounds of unequal tiles vary by more than the counter costs, short ones do not.
     assert counts(b=2, hq=32, hkv=8, nq=2048, nk=2048, d=128, causal=True)
     assert not counts(b=8, hq=32, hkv=8, nq=512, nk=512, d=128, causal=True)
+
+
+def test_tiles_of_8_bits_are_counted_where_the_first_one_of_a_head_is_shorter() -> None:
+    def counts(b: int, hq: int, n: int) -> bool:
+        problem = call("float8_e4m3fn", b=b, hq=hq, hkv=hq, nq=n, d=128, causal=False)
+        return tile_of(plan_of(problem, "H200", NAME)).counts_tiles
+
+    assert counts(2, 40, 1560)
+    assert counts(16, 16, 2048)
+    assert not counts(1, 24, 4608)  # whole tiles
+    assert not counts(2, 24, 1370)  # the memset takes longer than it gains
 
 
 def early_starts(plan: native.LaunchPlan) -> list[bool]:
