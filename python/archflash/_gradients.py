@@ -215,10 +215,9 @@ def reads_lists(
     obstacle: str | None = None,
 ) -> bool:
     """Whether a kernel serves a call with lists of keys and computes its gradients from them. Else
-    the call has a mask from the start, also for deterministic gradients. The arguments are those
-    of `_dispatch.select`.
+    the call has a mask from the start. The arguments are those of `_dispatch.select`.
     """
-    if wants_deterministic() or name == _registry.TORCH:
+    if name == _registry.TORCH:
         return False
     return _has_plan(problem, device, name, obstacle)
 

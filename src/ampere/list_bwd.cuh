@@ -4,7 +4,7 @@
 // A CTA has up to BLOCK_Q rows that share a list, as in gather_fwd.cuh, and walks the list. dQ of
 // its rows is its own and stays in registers. dK and dV of a key belong to all lists that name it:
 // the CTAs add theirs to sums in fp32 (KeySums), which device::list_gradients() converts in the
-// end. So the sums of a row may have other last bits each time.
+// end: in any order, so that sums may have other last bits each time, or in turns (ListOrder).
 //
 //   wait for rows | barrier | S = Q K^T  dP = dO V^T | P, dS to shared memory | barrier
 //   | dQ += dS K | dV = P^T dO, added to the sums | dK = dS^T Q, added to the sums
@@ -279,10 +279,11 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       *reinterpret_cast<device::ListBackwardWork<>*>(shared + C::CONTEXT_SMEM);
   const AttentionParams& attention = params.call.attention;
   {
+    const device::TileInOrder tile(params.order);
     const device::Work work =
-        device::find_list_work(attention, params.lists, params.packed_heads, blockIdx.x);
-    if (work.first_row < 0) return;
-    if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work);
+        device::find_list_work(attention, params.lists, params.packed_heads, tile.index);
+    if (work.first_row < 0) return device::pass_turns(params.order);
+    if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work, tile.chain);
   }
   mma_sync::clear_columns<C, FirstTile>(shared, C::BLOCK_Q, attention.d);
   mma_sync::clear_columns<C, SecondTile>(shared + C::DOUT_SMEM, C::BLOCK_Q, attention.dv);
@@ -320,6 +321,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     start_block(0);
   }
 
+  device::ListTurns<C::BLOCK_K, uint16_t> turns(cta, params.order, C::THREADS / 2);
   constexpr int DQ_TILES = C::HEAD_DIM / 8 / C::COLUMN_WARPS;
   float dq_rmem[C::M_TILES][DQ_TILES][4] = {};
 #pragma unroll 1
@@ -331,6 +333,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       next_position = device::find_listed_position<C::BLOCK_K>(cta.list, block + 3);
     }
     if (C::STAGES > 1 && block + 1 < blocks) start_block(block + 1);
+    turns.take(block);
     const uint32_t k_smem = shared_smem + C::STAGES_SMEM + block % C::STAGES * C::STAGE_BYTES;
     const uint32_t v_smem = k_smem + C::V_OF_STAGE;
     const int* const positions = positions_of<C>(shared, block);
@@ -370,6 +373,10 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
                                sum_share, lane);
     add_to_keys<C, FirstTile>(cta.dk_gmem, params.sums.dk_columns, positions + first_key,
                               shared_smem + C::DS_SMEM, shared_smem, first_key, sum_share, lane);
+  }
+  if (params.order.left_gmem != nullptr) {
+    __syncthreads();  // all additions are made
+    turns.end();
   }
   store_dq<C>(dq_rmem, params, cta.work, warp_row, share, lane);
 }

@@ -51,7 +51,7 @@ struct ListBackwardConfig {
   static constexpr int POSITIONS_SMEM = DS_SMEM + BLOCK_Q * ScoreTile::ROW_BYTES;
   static constexpr int POSITION_BLOCKS = 3;  // multiplied, copied, looked up
   static constexpr int CONTEXT_SMEM = POSITIONS_SMEM + POSITION_BLOCKS * BLOCK_K * 4;
-  static constexpr int CONTEXT_BYTES = 144;
+  static constexpr int CONTEXT_BYTES = 160;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
 
   static_assert(ROW_WARPS * COLUMN_WARPS == WARPS && KEY_WARPS * SUM_WARPS == WARPS);

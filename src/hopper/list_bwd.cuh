@@ -3,7 +3,8 @@
 //
 // A CTA has up to 128 rows that share a list, and walks the list. dQ of its rows is its own and
 // stays in registers. dK and dV of a key belong to all lists that name it: CTAs add theirs to sums
-// in fp32 (KeySums), which device::list_gradients() converts in the end. Each of two warpgroups has
+// in fp32 (KeySums), in any order or in turns (ListOrder), which device::list_gradients() converts
+// in the end. Each of two warpgroups has
 // 64 of the rows; behind S and dP the first one multiplies dV of the block's keys, the second dK:
 //
 //   S, dP arrive | P, dS to shared memory | start dQ += dS K | barrier | dV = P^T dO or dK = dS^T Q
@@ -254,10 +255,11 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   const AttentionParams& attention = params.call.attention;
   const uint16_t* const any_gmem = static_cast<const uint16_t*>(attention.q_gmem);
   {
+    const device::TileInOrder tile(params.order);
     const device::Work work =
-        device::find_list_work(attention, params.lists, params.packed_heads, blockIdx.x);
-    if (work.first_row < 0) return;
-    if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work);
+        device::find_list_work(attention, params.lists, params.packed_heads, tile.index);
+    if (work.first_row < 0) return device::pass_turns(params.order);
+    if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work, tile.chain);
   }
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
   device::find_rows_that_see<C::THREADS>(cta, params.packed_heads.rows());
@@ -316,6 +318,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     ptx::wgmma_commit_group();
   };
 
+  device::ListTurns<C::BLOCK_K, uint16_t> turns(cta, params.order, C::THREADS / 2);
   GradientRows<C> dq_rmem = {};
   // The positions of the first two blocks, and which rows see a key, are known to all.
   __syncthreads();
@@ -374,6 +377,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
         positions_of(block + 2)[threadIdx.x] = next_position;
         next_position = device::find_listed_position<C::BLOCK_K>(cta.list, block + 3);
       }
+      turns.take(block);  // beside the products
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<GRADIENTS>(&dq_rmem[0][0]);
       ptx::registers_change<GRADIENTS>(&sums_rmem[0][0]);
@@ -387,6 +391,10 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       if (!C::ADDS_LATE) start_scores(next);
     }
     ptx::wgmma_wait_group<0>();
+  }
+  if (params.order.left_gmem != nullptr) {
+    __syncthreads();  // all additions are made
+    turns.end();
   }
   ptx::copies_wait_all();  // a thread may not end before its copies
   store_listed_dq<C>(dq_rmem, params, cta.work, warp, lane);

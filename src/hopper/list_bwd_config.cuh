@@ -37,7 +37,7 @@ struct ListBackwardConfig {
   static constexpr int POSITIONS_SMEM = DS_SMEM + ScoreTile::BYTES;
   static constexpr int POSITION_BLOCKS = 4;  // added, multiplied, copied, looked up
   static constexpr int CONTEXT_SMEM = POSITIONS_SMEM + POSITION_BLOCKS * BLOCK_K * 4;
-  static constexpr int CONTEXT_BYTES = 144;
+  static constexpr int CONTEXT_BYTES = 160;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
 
   static_assert(HEAD_DIM_V <= HEAD_DIM, "the sums of either warpgroup fit those of dK");

@@ -5,7 +5,8 @@
 // block, and walks the list, BLOCK keys at a time, as a CTA of attention_bwd.cuh that owns queries
 // walks keys. dQ of its rows is its own and stays in registers. dK and dV of a key belong to all
 // lists that name it: the CTAs add theirs to sums (KeySums), of which device::list_gradients()
-// makes dK and dV in the end. So their last bits may differ from one time to the next.
+// makes dK and dV in the end: in any order, so that their last bits may differ from one time to the
+// next, or in turns (ListOrder).
 //
 //   positions of the block's keys | barrier | copy K, V | barrier | S, dP, then P, dS to shared
 //   memory | barrier | dQ += dS K, dV = P^T dO and dK = dS^T Q to the sums | barrier
@@ -110,10 +111,10 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   float* shared = reinterpret_cast<float*>(shared_memory);
   const AttentionParams& attention = params.call.attention;
   const device::PackedHeads& packed = params.packed_heads;
-  const device::Work work =
-      device::find_list_work(attention, params.lists, packed, static_cast<int>(blockIdx.x));
-  if (work.first_row < 0) return;
-  if (threadIdx.x == 0) cta = device::find_list_backward_work<float>(params, work);
+  const device::TileInOrder tile(params.order);
+  const device::Work work = device::find_list_work(attention, params.lists, packed, tile.index);
+  if (work.first_row < 0) return device::pass_turns(params.order);
+  if (threadIdx.x == 0) cta = device::find_list_backward_work<float>(params, work, tile.chain);
   __syncthreads();  // thread 0 has written `cta`, before the other threads read it
   device::find_rows_that_see<C::THREADS>(cta, packed.rows());
   __syncthreads();  // which rows see a key is known to all
@@ -149,6 +150,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   const int out_column = thread % C::COLUMN_GROUPS * 4;
   const bool capped = attention.transform_scores && attention.rule.softcap != 0.0f;
   float dq_rmem[C::OUT_ROWS][4] = {};
+  device::ListTurns<C::BLOCK, float> turns(cta, params.order, C::THREADS / 2);
 
 #pragma unroll 1
   for (int block = 0; block * C::BLOCK < count; ++block) {
@@ -167,6 +169,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
                                    row_of(cta.v_gmem, attention.v_row));
     ptx::copies_wait_all();
     __syncthreads();  // the copies of all threads have arrived
+    turns.take(block);
 #pragma unroll
     for (int i = 0; i < C::THREAD_ROWS; ++i) {
       const int row = score_row + i * C::GRID_ROWS;
@@ -202,6 +205,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     __syncthreads();  // no thread still reads the block, its positions, P or dS, before the next
   }
 
+  turns.end();  // a barrier stands behind the last additions
   const GradientParams& dq = params.call.dq;
   if (out_column >= attention.d) return;
 #pragma unroll

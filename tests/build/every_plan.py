@@ -138,7 +138,9 @@ def gradients_of_lists(dtype: torch.dtype) -> set[str]:
         q, k, v = (empty(dtype, 1, n, 100, x) for n, x in ((heads, d), (1, d), (1, dv)))
         for name in ("simt",) if dtype == torch.float32 else ("hopper", "ampere"):
             given = {"key_indices": integers(1, 1, 100, 8), "backward": True}
-            found |= kernels(q, k, v, "H200", name, **given)
+            for deterministic in (False, True):
+                with _gradients.asked_for(deterministic):
+                    found |= kernels(q, k, v, "H200", name, **given)
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import reference
+from archflash import _gradients, reference
 
 from .executors import executor
 from .gradients import NAMES, differentiate, inputs
@@ -73,9 +73,19 @@ CALLS: dict[str, tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, Any
 }  # fmt: skip
 
 
+# In which order CTAs add to dK and dV: any; one after another, as planned for a GPU of two SMs; or
+# in several chains with sums of their own.
+ORDERS: dict[str, dict[str, Any]] = {
+    "any-order": {"deterministic": False},
+    "a-chain": {"deterministic": True, "sms": 2},
+    "chains": {"deterministic": True},
+}
+
+
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("kernel", "dtype"), KINDS)
-def test_gradients_of_listed_keys(kernel: str, dtype: str, name: str) -> None:
+def test_gradients_of_listed_keys(kernel: str, dtype: str, order: str, name: str) -> None:
     (batch, heads, nq, nk, d, dv), shape, given = CALLS[name]
     number = list(CALLS).index(name)
     of_list = heads[0] // heads[1] * (1 if shape[2] == nq else min(nq, 64))
@@ -83,6 +93,8 @@ def test_gradients_of_listed_keys(kernel: str, dtype: str, name: str) -> None:
         return  # another folder's kernel, which is tested as such
     if here.name == "simulator" and dtype in DTYPES and (number + DTYPES.index(dtype)) % 2:
         return  # both types have one code
+    if here.name == "simulator" and (number // 2 + len(kernel)) % 3 != list(ORDERS).index(order):
+        return  # a call has one of them
     if here.name == "simulator" and kernel == "simt" and of_list > 64:
         return  # its tiles have at most 32 rows
     tensors = inputs(here, nq, nk, d, dv, dtype, batch=batch, heads=heads)
@@ -111,8 +123,8 @@ def test_gradients_of_listed_keys(kernel: str, dtype: str, name: str) -> None:
     call["key_indices"] = lists
     schedules = range(number, number + 2 - (kernel == "simt")) if here.name == "simulator" else (0,)
     found = differentiate(
-        here, kernel, dout, q, *with_nan, dlse=dlse, deterministic=False, schedules=schedules,
-        **how, **call,
+        here, kernel, dout, q, *with_nan, dlse=dlse, schedules=schedules, **ORDERS[order], **how,
+        **call,
     )  # fmt: skip
     exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **call)
     rounded = reference.baseline_backward(dout, q, k, v, dlse=dlse, **call)
@@ -177,12 +189,13 @@ def test_queries_that_see_no_key_of_their_list_may_hold_anything(kernel: str, na
         assert report.ok, f"{what}: {report}"
 
 
+@pytest.mark.parametrize("order", ["any-order", "a-chain"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_key_that_is_named_twice_counts_twice(kernel: str) -> None:
+def test_a_key_that_is_named_twice_counts_twice(kernel: str, order: str) -> None:
     dout, q, k, v = inputs(here, 1, 20, 64, 64, dtype_of(kernel), heads=(1, 1))
     lists = here.int32(3, 7, 3, 3, 11).reshape(1, 1, 1, 5)
     found = differentiate(
-        here, kernel, dout, q, k, v, deterministic=False, key_indices=lists, schedules=(0,)
+        here, kernel, dout, q, k, v, key_indices=lists, schedules=(0,), **ORDERS[order]
     )
     exact = reference.attention_backward(dout, q, k, v, key_indices=lists)
     for name in NAMES:
@@ -191,16 +204,51 @@ def test_a_key_that_is_named_twice_counts_twice(kernel: str) -> None:
         )
 
 
+# Lists of several blocks that share keys: the last key of a block is often the first one of the
+# next. Some lists name nothing, and the last one has fewer rows.
+IN_TURNS: dict[str, tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, Any]]] = {
+    "rows": ((1, (6, 2), 7, 40, 64), (1, 2, 7, 400), {"lengths": (150, 400, 0, 9, 390, 65, 320)}),
+    "128-rows": (
+        (1, (2, 1), 150, 90, 128), (1, 1, 3, 330), {"lengths": (330, 250, 330), "causal": True}
+    ),
+    "tiles-without-rows": ((1, (4, 1), 130, 60, 64), (1, 1, 3, 330), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_TURNS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sums_in_order_have_the_same_bits_each_time(kernel: str, name: str) -> None:
+    (batch, heads, nq, nk, d), shape, given = IN_TURNS[name]
+    if kernel == "hopper" and name == "rows":
+        return  # another folder's
+    dout, q, k, v = inputs(here, nq, nk, d, d, dtype_of(kernel), batch=batch, heads=heads)
+    generator = torch.Generator().manual_seed(3)
+    lists = torch.randint(-9, nk + 9, shape, generator=generator).int().to(here.device)
+    call = dict(given)
+    if "lengths" in call:
+        call["topk_lengths"] = here.int32(*call.pop("lengths")).reshape(1, 1, -1)
+    found = differentiate(
+        here, kernel, dout, q, k, v, key_indices=lists, sms=1,
+        schedules=range(2 if here.name == "simulator" else 5), **call,
+    )  # fmt: skip
+    exact = reference.attention_backward(dout, q, k, v, key_indices=lists, **call)
+    rounded = reference.baseline_backward(dout, q, k, v, key_indices=lists, **call)
+    for what in NAMES:
+        report = reference.check(*(getattr(of, what) for of in (found, exact, rounded)))
+        assert report.ok, f"{what}: {report}"
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_calls_above_run_every_compiled_kernel(kernel: str) -> None:
     planned: set[str] = set()
     for (batch, heads, nq, nk, d, dv), shape, _ in CALLS.values():
         dtype = "float32" if kernel == "simt" else "float16"
         q, k, v = here.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads)
-        plan = archflash.explain(
-            q, k, v, key_indices=lists_of(shape, nk), backward=True, implementation=kernel,
-            device=native.describe(kernel).home_device,
-        ).plan  # fmt: skip
+        with _gradients.asked_for(True):
+            plan = archflash.explain(
+                q, k, v, key_indices=lists_of(shape, nk), backward=True, implementation=kernel,
+                device=native.describe(kernel).home_device,
+            ).plan  # fmt: skip
         assert plan is not None
         planned |= {x for x in plan.kernels if x.startswith(kernel) and x.endswith("_lists")}
     word = "f32" if kernel == "simt" else "f16"

@@ -255,8 +255,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "said"),
     [
-        (BF16, False, "key_indices"), (BF16, True, "attn_mask"), (F32, False, "key_indices"),
-        (F32, True, "attn_mask"),
+        (BF16, False, "key_indices"), (BF16, True, "key_indices"), (F32, False, "key_indices"),
+        (F32, True, "key_indices"),
     ],
 )  # fmt: skip
 def test_gradients_are_explained_as_they_are_computed(
@@ -340,11 +340,28 @@ def test_fp32_reads_lists_where_that_was_faster(
     assert (decision.chosen == "simt") == by_lists
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_deterministic_calls_have_a_mask_from_the_start(dtype: torch.dtype) -> None:
-    with _gradients.asked_for(True):
-        assert "attn_mask" in str(of_lists((8, 2), 5, 90, 4, dtype=dtype)).splitlines()[0]
-    assert "key_indices" in str(of_lists((8, 2), 5, 90, 4, dtype=dtype)).splitlines()[0]
+@pytest.mark.parametrize("forced", [None, "ampere", "hopper"])
+def test_deterministic_gradients_of_lists_too_long_to_sort_are_those_of_a_mask(
+    forced: str | None,
+) -> None:
+    for n, said in ((16384, "key_indices"), (16385, "attn_mask")):
+        with _gradients.asked_for(True):
+            decision = of_lists(
+                (8, 2), 64, 200000, n, list_rows=64, backward=True, implementation=forced
+            )
+        assert said in str(decision).splitlines()[0], str(decision)
+
+
+def test_chains_of_ordered_sums_suffice_for_the_ctas_that_run() -> None:
+    """More chains where lists are short or few heads have all CTAs, within the memory for sums."""
+    sizes = {}
+    for heads, keys, n in (((32, 8), 8192, 2048), ((128, 1), 8192, 2048), ((128, 1), 8192, 64)):
+        with _gradients.asked_for(True):
+            plan = of_lists(heads, 8192, keys, n, list_rows=64, d=128, backward=True).plan
+        assert plan is not None
+        sums = heads[1] * keys * 256 * 4
+        sizes[heads, n] = (plan.workspace_bytes - 8 * heads[0] * 8192) // sums  # without the terms
+    assert sizes == {((32, 8), 2048): 2, ((128, 1), 2048): 13, ((128, 1), 64): 64}
 
 
 def test_an_approximation_with_gradients_is_computed_as_it_is_explained() -> None:
@@ -374,7 +391,9 @@ def test_backward_passes_that_do_not_read_lists_say_so(
     kernel: str, deterministic: bool, why: str
 ) -> None:
     x = torch.empty(1, 2, 5, 64, dtype=F32 if kernel == "simt" else BF16, device="meta")
-    given = make_problem(x, x, x, key_indices=INT[:1].to("meta"), return_lse=True)
+    n = 20000 if deterministic else 4  # too many to sort
+    of_rows = torch.empty(1, 1, 5, n, dtype=torch.int32, device="meta")
+    given = make_problem(x, x, x, key_indices=of_rows, return_lse=True)
     device = find_device(native.describe(kernel).home_device)
     into = (given.as_if_on_cuda(), device, x, x, x, x)
     reasons = native.plan_backward(kernel, *into, False, False, False, deterministic)
@@ -383,8 +402,7 @@ def test_backward_passes_that_do_not_read_lists_say_so(
 
 
 @pytest.mark.parametrize("kernel", ["ampere", "hopper", "simt"])
-def test_gradients_that_become_deterministic_are_those_of_a_mask(kernel: str) -> None:
-    """Also where the kernel that served the lists takes no mask."""
+def test_gradients_may_become_deterministic_behind_the_forward_pass(kernel: str) -> None:
     dtype = F32 if kernel == "simt" else BF16
     q, k, v = (x.to(dtype).requires_grad_() for x in qkv(2, 20, batch=1))
     given = lists(1, 2, 2, 9, keys=20)

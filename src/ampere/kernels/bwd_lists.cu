@@ -11,6 +11,7 @@
 using namespace archflash;
 using namespace archflash::ampere;
 
+ARCHFLASH_ENTRY(KERNEL(ampere_backward_order, lists), (LIST_SORT_THREADS), device::sort_list)
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_rows, lists), (BACKWARD_ROWS_THREADS),
                 device::list_rows<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_keys, lists), (LIST_SUMS_THREADS),

@@ -23,9 +23,11 @@ struct ListBackwardWork {
   Work work;
   VisibleKeys visible;
   KeyList list;
-  const Element *k_gmem, *v_gmem;  // the first row of the CTA's head of K
-  float *dk_gmem, *dv_gmem;        // and of its sums
-  unsigned long long seeing;       // bit i: row first_row + i sees a key of the list
+  const Element *k_gmem, *v_gmem;   // the first row of the CTA's head of K
+  float *dk_gmem, *dv_gmem;         // and of its sums
+  const int32_t* left_before_gmem;  // ListOrder::left_gmem of the CTA before it; null: none
+  int32_t* left_gmem;               // and its own
+  unsigned long long seeing;        // bit i: row first_row + i sees a key of the list
 
   // Whether causal and window hide nothing from the rows up to this one.
   __device__ __forceinline__ bool all_see(int last_row) const {
@@ -52,9 +54,23 @@ __device__ __forceinline__ void add_four(float* gmem, float x, float y, float z,
   }
 }
 
+// The tile of a CTA as find_list_work() counts them, and its chain (ListOrder). The CTAs of all
+// heads of K take turns, so that those of a chain start far apart.
+struct TileInOrder {
+  int index, chain;
+
+  __device__ __forceinline__ explicit TileInOrder(const ListOrder& order)
+      : index(static_cast<int>(blockIdx.x)), chain(0) {
+    if (order.left_gmem == nullptr) return;
+    const int of_head = index / order.heads, tiles = static_cast<int>(gridDim.x) / order.heads;
+    index = (index - of_head * order.heads) * tiles + of_head;
+    chain = of_head % order.chains;
+  }
+};
+
 template <class Element = uint16_t>
 __device__ __forceinline__ ListBackwardWork<Element> find_list_backward_work(
-    const ListBackwardParams& params, Work work) {
+    const ListBackwardParams& params, Work work, int chain) {
   const AttentionParams& attention = params.call.attention;
   const int sequence = work.batch_head / attention.heads_q;
   const int kv_head = work.batch_head % attention.heads_q / attention.heads_per_kv;
@@ -69,9 +85,15 @@ __device__ __forceinline__ ListBackwardWork<Element> find_list_backward_work(
   cta.v_gmem = static_cast<const Element*>(attention.v_gmem) + sequence * attention.v_batch +
                kv_head * attention.v_head;
   const int heads_kv = attention.heads_q / attention.heads_per_kv;
-  const int64_t row = (static_cast<int64_t>(sequence) * heads_kv + kv_head) * attention.nk;
-  cta.dk_gmem = params.sums.dk_gmem + row * params.sums.dk_columns;
-  cta.dv_gmem = params.sums.dv_gmem + row * params.sums.dv_columns;
+  const int64_t head = static_cast<int64_t>(chain) * attention.batch * heads_kv +
+                       static_cast<int64_t>(sequence) * heads_kv + kv_head;
+  cta.dk_gmem = params.sums.dk_gmem + head * attention.nk * params.sums.dk_columns;
+  cta.dv_gmem = params.sums.dv_gmem + head * attention.nk * params.sums.dv_columns;
+  const ListOrder& order = params.order;
+  cta.left_gmem = order.left_gmem + blockIdx.x;
+  const int before = static_cast<int>(blockIdx.x) - order.chains * order.heads;
+  cta.left_before_gmem =
+      order.left_gmem != nullptr && before >= 0 ? order.left_gmem + before : nullptr;
   cta.seeing = cta.all_see(last_row) ? ~0ull : 0;
   return cta;
 }
@@ -119,11 +141,115 @@ __device__ __forceinline__ int find_listed_position(const KeyList& list, int blo
   return entry < list.first || entry > list.last ? NO_KEY : entry;
 }
 
-// Clears the sums, by all threads of the grid.
+// Behind the keys of all lists.
+constexpr int NO_KEY_LEFT = INT32_MAX;
+
+// The turns of a CTA, where there is an order (ListOrder). Two threads see to them: thread 0 hands
+// turns on, `waiting` waits for those before this CTA. Barriers stand between what they do for a
+// block and the additions of other threads.
+template <int BLOCK_K, class Element>
+class ListTurns {
+ public:
+  __device__ __forceinline__ ListTurns(const ListBackwardWork<Element>& cta, const ListOrder& order,
+                                       int waiting)
+      : cta_(cta), order_(order), waits_(static_cast<int>(threadIdx.x) == waiting) {
+    takes_turns_ = order.left_gmem != nullptr && (waits_ || threadIdx.x == 0);
+    if (takes_turns_ && cta.list.count > 0) last_ = last_of(0);
+  }
+
+  // Behind the additions for the block before, and before those for this one. A key that is the
+  // last one of a block may be the first one of the next, too, so that it may be left.
+  __device__ __forceinline__ void take(int block) {
+    if (!takes_turns_) return;
+    const int last = last_;
+    last_ = last_of(block + 1);  // for the next block: it takes a while
+    if (waits_) {
+      if (cta_.left_before_gmem == nullptr) return;
+      while (left_ <= last && left_ != NO_KEY_LEFT)
+        left_ = ptx::ld_acquire_s32(cta_.left_before_gmem);
+    } else if (block % order_.every == 0 && block > 0) {
+      ptx::st_release_s32(cta_.left_gmem, last);
+    }
+  }
+  // Behind all additions.
+  __device__ __forceinline__ void end() const {
+    if (takes_turns_ && !waits_) end_turns(cta_.left_before_gmem, cta_.left_gmem);
+  }
+  __device__ __forceinline__ static void end_turns(const int32_t* left_before_gmem,
+                                                   int32_t* left_gmem) {
+    while (left_before_gmem != nullptr && ptx::ld_acquire_s32(left_before_gmem) != NO_KEY_LEFT) {
+    }
+    ptx::st_release_s32(left_gmem, NO_KEY_LEFT);
+  }
+
+ private:
+  // The last key of a block, or for the thread that hands turns on of the block before it.
+  __device__ __forceinline__ int last_of(int block) const {
+    const int end = min((waits_ ? block + 1 : max(block, 1)) * BLOCK_K, cta_.list.count);
+    return cta_.list.entries_gmem[end - 1];
+  }
+
+  const ListBackwardWork<Element>& cta_;
+  const ListOrder& order_;
+  bool waits_, takes_turns_;
+  int last_ = 0;
+  int left_ = 0;  // what the CTA before this one has left, as it was last read
+};
+
+// For a CTA without rows.
+__device__ __forceinline__ void pass_turns(const ListOrder& order) {
+  const int cta = static_cast<int>(blockIdx.x), before = cta - order.chains * order.heads;
+  if (order.left_gmem == nullptr || threadIdx.x != 0) return;
+  ListTurns<1, uint16_t>::end_turns(before >= 0 ? order.left_gmem + before : nullptr,
+                                    order.left_gmem + cta);
+}
+
+// Sorts a list by its keys, for each CTA; entries that name none or do not count come last, as
+// NO_KEY_LEFT. A bitonic sort in shared memory, of the smallest power of two of entries.
+__device__ __forceinline__ void sort_list(const ListBackwardParams& params) {
+  extern __shared__ int entries[];
+  const AttentionParams& attention = params.call.attention;
+  const KeyLists& lists = params.lists;
+  const int number_of_lists = (attention.nq + lists.list_rows - 1) / lists.list_rows;
+  const bool of_heads = lists.head != 0 || lists.lengths_head != 0;
+  const int heads = of_heads ? attention.heads_q / attention.heads_per_kv : 1;
+  const int list = static_cast<int>(blockIdx.x) % number_of_lists;
+  const int batch_head = static_cast<int>(blockIdx.x) / number_of_lists;
+  const int batch = batch_head / heads, head = batch_head % heads;
+  int count = lists.topk;
+  if (lists.lengths_gmem != nullptr) {
+    count = min(count, lists.lengths_gmem[batch * lists.lengths_batch + head * lists.lengths_head +
+                                          list * lists.lengths_row]);
+  }
+  const int32_t* const list_gmem =
+      lists.indices_gmem + batch * lists.batch + head * lists.head + list * lists.row;
+  const int places = 1 << (32 - __clz(lists.topk - 1));
+  for (int i = threadIdx.x; i < places; i += LIST_SORT_THREADS) {
+    const int key = i < count ? list_gmem[i] : NO_KEY;
+    entries[i] = key < 0 ? NO_KEY_LEFT : key;
+  }
+  for (int run = 2; run <= places; run *= 2) {
+    for (int step = run / 2; step > 0; step /= 2) {
+      __syncthreads();  // the entries that other threads wrote in the last step are there
+      for (int i = threadIdx.x; i < places / 2; i += LIST_SORT_THREADS) {
+        const int one = 2 * i - (i & (step - 1)), other = one + step;
+        const int a = entries[one], b = entries[other];
+        if ((a > b) == ((one & run) == 0)) entries[one] = b, entries[other] = a;
+      }
+    }
+  }
+  __syncthreads();  // the list is sorted
+  int32_t* const sorted_gmem =
+      params.order.sorted_gmem + static_cast<int64_t>(blockIdx.x) * lists.topk;
+  for (int i = threadIdx.x; i < lists.topk; i += LIST_SORT_THREADS) sorted_gmem[i] = entries[i];
+}
+
+// Clears the sums, and what CTAs have left, by all threads of the grid.
 __device__ __forceinline__ void clear_key_sums(const ListBackwardParams& params) {
   const AttentionParams& attention = params.call.attention;
-  const int64_t rows = static_cast<int64_t>(attention.batch) *
+  const int64_t rows = static_cast<int64_t>(params.order.chains) * attention.batch *
                        (attention.heads_q / attention.heads_per_kv) * attention.nk;
+  clear_by_grid(params.order.left_gmem, params.order.left_bytes);
   clear_by_grid(params.sums.dk_gmem, rows * params.sums.dk_columns * 4);
   clear_by_grid(params.sums.dv_gmem, rows * params.sums.dv_columns * 4);
 }
@@ -156,12 +282,15 @@ __device__ __forceinline__ void list_gradients(const ListBackwardParams& params)
   const float* all_gmem = is_dk ? sums.dk_gmem : sums.dv_gmem;
   const float factor = is_dk ? params.call.scale : 1.0f;
   float x[LIST_SUM_COLUMNS] = {};
-  if (all_gmem != nullptr) {
-    const float* row_gmem = all_gmem + row_of_all * columns + part * LIST_SUM_COLUMNS;
+  const int chains = all_gmem == nullptr ? 0 : params.order.chains;
+  const int64_t rows = static_cast<int64_t>(attention.batch) * heads_kv * attention.nk;
+  for (int chain = 0; chain < chains; ++chain) {
+    const float* row_gmem =
+        all_gmem + (chain * rows + row_of_all) * columns + part * LIST_SUM_COLUMNS;
 #pragma unroll
     for (int i = 0; i < LIST_SUM_COLUMNS; i += 4) {
       const float4 four = *reinterpret_cast<const float4*>(row_gmem + i);
-      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+      x[i] += four.x, x[i + 1] += four.y, x[i + 2] += four.z, x[i + 3] += four.w;
     }
   }
   const int64_t start = head_of_all / heads_kv * gradient.batch +

@@ -87,6 +87,25 @@ bool mask_pays(const Problem& call, const ListTile& tile, const Device& device) 
   return lists > (of_heads + static_cast<double>(masks) * MAKING) * of_head + LAUNCHES;
 }
 
+// Lists that are sorted in shared memory have at most so many entries.
+constexpr int64_t MOST_SORTED = 16384;
+
+// Chooses the chains of a head's CTAs that add in order, and after how many blocks they hand turns
+// on, which takes a while, as it waits for additions. A CTA starts about a block more than these
+// behind the one before it in its chain, so that those which run at a time need several chains, but
+// L2 holds less of the sums of many (H200, 2026-11-30).
+void choose_chains(ListOrder& order, const Problem& call, const ListTile& tile, int64_t tiles,
+                   int64_t sums_bytes, const Device& device) {
+  constexpr int64_t BLOCK_K = 64, MANY_BLOCKS = 32, MOST_BYTES = int64_t{512} << 20;
+  const int64_t heads = call.batch * call.heads_kv;
+  const int64_t running = std::min<int64_t>(device.sm_count * tile.ctas_per_sm, heads * tiles);
+  const int64_t blocks = ceil_div(call.key_indices, BLOCK_K);
+  order.every = blocks >= MANY_BLOCKS ? 2 : 1;
+  const int64_t wanted = ceil_div((order.every + 1) * running, heads * blocks);
+  const int64_t most = std::clamp<int64_t>(MOST_BYTES / sums_bytes, 1, tiles);
+  order.chains = static_cast<int32_t>(std::min(wanted, most));
+}
+
 }  // namespace
 
 PlanResult plan_list_backward(const Description& description, std::span<const ListTile> tiles,
@@ -97,8 +116,10 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
   const auto refuse = [&](const std::string& why) {
     reasons.push_back(start + why + "; pass attn_mask=masks.from_key_indices(...)" + USE_TORCH);
   };
-  if (problem.deterministic)
-    refuse("CTAs of " + description.name + " add to dk and dv in any order");
+  if (problem.deterministic && call.key_indices > MOST_SORTED) {
+    refuse("CTAs of " + description.name + " add to dk and dv in any order where lists have over " +
+           std::to_string(MOST_SORTED) + " entries");
+  }
   if (!reasons.empty()) return reasons;
   const ListTile* const tile = choose_tile(tiles, call, device);
   if (tile == nullptr) {
@@ -115,7 +136,7 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
     return ceil_div(columns, int64_t{LIST_SUM_COLUMNS}) * LIST_SUM_COLUMNS;
   };
   const int64_t heads = call.batch * call.heads_q, rows = heads * call.nq;
-  const int64_t keys = call.batch * call.heads_kv * call.nk;
+  const int64_t heads_kv = call.batch * call.heads_kv, keys = heads_kv * call.nk;
   ListBackwardParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   params.call = backward_params(problem, {});
@@ -123,27 +144,46 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
   params.packed_heads = pack(call, *tile);
   params.sums.dk_columns = static_cast<int32_t>(in_sums(call.d));
   params.sums.dv_columns = static_cast<int32_t>(in_sums(call.dv));
+  const int64_t ctas = lists_of(call) * tiles_of_list(call, params.packed_heads);
+  ListOrder& order = params.order;
+  order.chains = 1;
 
   LaunchPlan plan;
   plan.accumulates = problem.accumulate;
   Workspace workspace;
   WorkspaceParts parts;
-  constexpr int64_t FLOAT = sizeof(float);
-  const int64_t dk_sums = workspace.add(keys * params.sums.dk_columns * FLOAT);
-  const int64_t dv_sums = workspace.add(keys * params.sums.dv_columns * FLOAT);
+  constexpr int64_t FLOAT = sizeof(float), INT = sizeof(int32_t);
+  const bool in_order = problem.deterministic && rows > 0 && keys > 0;
+  if (in_order) {
+    const int64_t sums_bytes = keys * (params.sums.dk_columns + params.sums.dv_columns) * FLOAT;
+    order.heads = static_cast<int32_t>(heads_kv);
+    choose_chains(order, call, *tile, ctas / heads_kv, sums_bytes, device);
+    order.left_bytes = static_cast<int32_t>(ceil_div(ctas * INT, 16) * 16);
+  }
+  const int64_t dk_sums = workspace.add(order.chains * keys * params.sums.dk_columns * FLOAT);
+  const int64_t dv_sums = workspace.add(order.chains * keys * params.sums.dv_columns * FLOAT);
   parts.terms = workspace.add(rows * ROW_TERMS_BYTES);
+  // Lists that serve several heads or sequences are sorted once.
+  const KeyLists& given = params.lists;
+  const int64_t of_head = ceil_div(call.nq, call.list_rows);
+  const int64_t sorted_heads = given.head != 0 || given.lengths_head != 0 ? call.heads_kv : 1;
+  const int64_t sorted_batch = given.batch != 0 || given.lengths_batch != 0 ? call.batch : 1;
+  const int64_t sorted = in_order ? sorted_batch * sorted_heads * of_head : 0;
+  const int64_t sorted_start = workspace.add(sorted * call.key_indices * INT);
+  const int64_t left_start = workspace.add(order.left_bytes);
   plan.workspace_bytes = workspace.bytes();
   std::vector<PointerSlot> slots = backward_pointers(problem, {}, parts);
   const std::vector<PointerSlot> of_call = slots;
-  for (const PointerSlot& slot : key_list_pointers(call, offsetof(ListBackwardParams, lists)))
-    slots.push_back(slot);
+  const auto in_workspace = [](size_t offset, int64_t start) -> PointerSlot {
+    return {Operand::Workspace, static_cast<int32_t>(offset), start};
+  };
+  constexpr size_t LISTS = offsetof(ListBackwardParams, lists);
+  constexpr size_t SUMS = offsetof(ListBackwardParams, sums);
+  constexpr size_t ORDER = offsetof(ListBackwardParams, order);
+  for (const PointerSlot& slot : key_list_pointers(call, LISTS)) slots.push_back(slot);
   if (rows > 0) {  // else nothing is added, and nothing clears the sums
-    const auto add_sums = [&](size_t offset, int64_t start) {
-      const size_t sums = offsetof(ListBackwardParams, sums);
-      slots.push_back({Operand::Workspace, static_cast<int32_t>(sums + offset), start});
-    };
-    add_sums(offsetof(KeySums, dk_gmem), dk_sums);
-    add_sums(offsetof(KeySums, dv_gmem), dv_sums);
+    slots.push_back(in_workspace(SUMS + offsetof(KeySums, dk_gmem), dk_sums));
+    slots.push_back(in_workspace(SUMS + offsetof(KeySums, dv_gmem), dv_sums));
   }
 
   const std::string word = dtype_word(call.dtype), &folder = description.name;
@@ -160,10 +200,24 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
     launch.params = bytes(params);
     launch.pointers = slots;
   };
+  if (in_order) {
+    slots.push_back(in_workspace(ORDER + offsetof(ListOrder, sorted_gmem), sorted_start));
+    slots.push_back(in_workspace(ORDER + offsetof(ListOrder, left_gmem), left_start));
+    const auto places = std::bit_ceil(static_cast<uint64_t>(call.key_indices));
+    add("backward_order_" + word + "_lists", sorted, LIST_SORT_THREADS,
+        static_cast<int>(places * INT));
+    // The other launches read the sorted lists.
+    for (PointerSlot& slot : slots)
+      if (slot.operand == Operand::KeyIndices)
+        slot = in_workspace(LISTS + offsetof(KeyLists, indices_gmem), sorted_start);
+    KeyLists& lists = params.lists;
+    lists.row = call.key_indices;
+    lists.head = sorted_heads > 1 ? of_head * lists.row : 0;
+    lists.batch = sorted_batch > 1 ? sorted_heads * of_head * lists.row : 0;
+  }
   add("backward_rows_" + word + "_lists", heads * ceil_div(call.nq, BACKWARD_ROWS),
       BACKWARD_ROWS_THREADS);
-  add("attention_bwd_" + word + "_" + tile->name,
-      lists_of(call) * tiles_of_list(call, params.packed_heads), tile->threads, tile->shared_bytes);
+  add("attention_bwd_" + word + "_" + tile->name, ctas, tile->threads, tile->shared_bytes);
   const int64_t sum_parts = (params.sums.dk_columns + params.sums.dv_columns) / LIST_SUM_COLUMNS;
   add("backward_keys_" + word + "_lists", ceil_div(keys * sum_parts, LIST_SUMS_THREADS),
       LIST_SUMS_THREADS);

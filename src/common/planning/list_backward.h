@@ -17,18 +17,20 @@ struct ListTile {
   int rows;                  // of a list, that a CTA has
   int fewest_rows;           // it is not launched for fewer
   int threads, shared_bytes;
+  int ctas_per_sm;
   // Picoseconds that both passes take for each key of a CTA's list, where CTAs fill an H200.
   int time;
 };
 
 template <class C>
 constexpr ListTile list_tile(const char* name, int time, int fewest_rows = 1) {
-  return {name,        C::HEAD_DIM, C::HEAD_DIM_V,   C::BLOCK_Q,
-          fewest_rows, C::THREADS,  C::SHARED_BYTES, time};
+  return {name,       C::HEAD_DIM,     C::HEAD_DIM_V,  C::BLOCK_Q, fewest_rows,
+          C::THREADS, C::SHARED_BYTES, C::CTAS_PER_SM, time};
 }
 
-// The plan, or the reasons why not: the terms of each query row and cleared sums of dK and dV
-// ("<folder>_backward_rows_<dtype>_lists"), the main kernel
+// The plan, or the reasons why not: for deterministic sums lists in order
+// ("<folder>_backward_order_<dtype>_lists"); the terms of each query row and cleared sums of dK and
+// dV ("<folder>_backward_rows_<dtype>_lists"), the main kernel
 // ("<folder>_attention_bwd_<dtype>_<tile>"), dK and dV of their sums
 // ("<folder>_backward_keys_<dtype>_lists"), all of the image "<folder>/bwd_lists_<dtype>", and the
 // gradient of the sinks. The parameter is a ListBackwardParams.

@@ -10,6 +10,7 @@
 using namespace archflash;
 using namespace archflash::hopper;
 
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_order, lists), (LIST_SORT_THREADS), device::sort_list)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_rows, lists), (BACKWARD_ROWS_THREADS),
                 device::list_rows<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_keys, lists), (LIST_SUMS_THREADS),

@@ -7,6 +7,7 @@
 using namespace archflash;
 using namespace archflash::simt;
 
+ARCHFLASH_ENTRY(simt_backward_order_f32_lists, (LIST_SORT_THREADS), device::sort_list)
 ARCHFLASH_ENTRY(simt_backward_rows_f32_lists, (BACKWARD_ROWS_THREADS),
                 device::list_rows<DType::F32>)
 ARCHFLASH_ENTRY(simt_backward_keys_f32_lists, (LIST_SUMS_THREADS),
