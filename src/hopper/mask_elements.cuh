@@ -69,8 +69,8 @@ __device__ __forceinline__ void add_elements(device::Scores<C>& s_rmem, const El
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float* s = &s_rmem[0][2 * n + i / 2][2 * (i % 2)];
-      add(s[0], device::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i])));
-      add(s[1], device::added_of_16_bits<C::DTYPE>(static_cast<uint16_t>(words[i] >> 16)));
+      add(s[0], device::added_of_half<C::DTYPE>(words[i], 0));
+      add(s[1], device::added_of_half<C::DTYPE>(words[i], 1));
     }
   }
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/device/attention_work.cuh"
+#include "common/device/uniform.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_params.h"

@@ -100,7 +100,7 @@ void put_first(LaunchPlan& plan, const Problem& problem, const std::string& kern
   const Launch& last = plan.launches[0];
   Launch first;
   first.kernel = kernel + core::dtype_word(problem.dtype);
-  first.image = last.image;
+  first.image = std::string("hopper/summarize_") + core::dtype_word(problem.dtype);
   first.grid = {ctas, 1, 1};
   first.block = {threads, 1, 1};
   first.params = last.params;
@@ -146,8 +146,6 @@ bool add_masks_in_place(LaunchPlan& plan, const Problem& problem, const KernelTi
   launch.uses_pdl = true;
   put_first(plan, problem, "hopper_order_tiles_", core::ceil_div(ordered, int64_t{ORDER_TILES}),
             ORDER_THREADS);
-  // Tables alone have attention kernels in an image of their own, but no other order.
-  plan.launches[0].image = std::string("hopper/masked_") + core::dtype_word(problem.dtype);
   return true;
 }
 

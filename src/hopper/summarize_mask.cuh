@@ -87,8 +87,7 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
     for (int r = 0; r < 2; ++r) found.seen[r] &= device::kept_bits<C>(found.words[r]);
   } else if (found.loaded == MaskElement::SixteenBits) {
     const auto element = [&](int r, int bit) {
-      const auto bits = static_cast<uint16_t>(found.words[r][bit / 2] >> (bit % 2 * 16));
-      return device::added_of_16_bits<DTYPE>(bits);
+      return device::added_of_half<DTYPE>(found.words[r][bit / 2], bit % 2);
     };
 #pragma unroll
     for (int i = 0; i < 32; ++i) look_at(i / 16, i % 16, element(i / 16, i % 16));

@@ -1,4 +1,5 @@
 // images: cache_masked_f16 cache_masked_bf16
+// one text
 // The kernels for fp16 and bf16 inputs with a KV cache and masks as data. config.cuh has their
 // tiles.
 #include "ampere/config.cuh"

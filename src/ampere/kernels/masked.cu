@@ -1,4 +1,5 @@
 // images: masked_f16 masked_bf16
+// one text
 // The kernels for fp16 and bf16 inputs with masks as data. config.cuh has their tiles.
 #include "ampere/config.cuh"
 #include "common/instantiate.cuh"

@@ -1,4 +1,5 @@
 // images: wide_masked_f16 wide_masked_bf16
+// one text
 // The kernels for head dimensions above 256 with masks as data in fp16 and bf16. wide_config.cuh
 // has their tile.
 #include "ampere/wide_config.cuh"

@@ -290,8 +290,7 @@ __device__ __forceinline__ void load_row(float (&row)[2 * LaneMasks<C>::GROUPS],
   }
 #pragma unroll
   for (int key = 0; key < 2 * GROUPS; ++key) {
-    const auto bits = static_cast<uint16_t>(words[key / 2] >> (key % 2 * 16));
-    row[key] = added_of_16_bits<C::DTYPE>(bits);
+    row[key] = added_of_half<C::DTYPE>(words[key / 2], key % 2);
   }
 }
 
@@ -381,8 +380,7 @@ __device__ __forceinline__ void apply_lane_masks(Scores<C>& s_rmem, LaneMasks<C>
           word = static_cast<uint32_t>(row_gmem[(8 * n + i) * params.mask_key]) << (16 * i);
         }
       }
-      const auto bits = static_cast<uint16_t>(word >> (16 * i));
-      add(added_of_16_bits<C::DTYPE>(bits), s, seen);
+      add(added_of_half<C::DTYPE>(word, i), s, seen);
     });
   } else {
     change(add_nothing);

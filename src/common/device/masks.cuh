@@ -6,12 +6,10 @@
 
 #include "common/attention_params.h"
 #include "common/device/attention_work.cuh"
-#include "common/device/bfloat16.cuh"
 #include "common/device/packed_heads.cuh"
 #include "common/device/visible_keys.cuh"
 #include "common/dtype.h"
 #include "common/mask_params.h"
-#include "common/ptx/cvt.cuh"
 #include "common/ptx/f32_of_half.cuh"
 
 namespace archflash::device {
@@ -172,15 +170,9 @@ struct SeenKeyBlocks {
 };
 
 // An element of attn_mask as a number that is added to a score in natural logarithms: -inf for a
-// key that is not seen. Elements of 16 bits are of type DTYPE; those of gradients are half 0 or 1
-// of a word, converted by an instruction that the texts of both types share.
+// key that is not seen. Elements of 16 bits are of type DTYPE and half 0 or 1 of a word.
 __device__ __forceinline__ float added(uint8_t kept) { return kept ? 0.0f : MINUS_INFINITY; }
 __device__ __forceinline__ float added(float x) { return x; }
-template <DType DTYPE>
-__device__ __forceinline__ float added_of_16_bits(uint16_t bits) {
-  if constexpr (DTYPE == DType::F16) return ptx::cvt_f32_f16(bits);
-  return __uint_as_float(float_bits_of_bfloat16(bits));
-}
 template <DType DTYPE>
 __device__ __forceinline__ float added_of_half(uint32_t word, int half = 0) {
   return ptx::f32_of_half<DTYPE>(word, half);

@@ -1,11 +1,10 @@
 // images: masked_f16 masked_bf16
+// one text
 // The kernels for fp16 and bf16 inputs with mask tensors. masked_config.cuh has their tiles.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_fwd.cuh"
-#include "hopper/order_tiles.cuh"
-#include "hopper/summarize_mask.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
@@ -13,7 +12,6 @@ using namespace archflash::hopper;
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_masked), masked_fwd, D64Masked<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_masked), masked_fwd, D128Masked<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_masked), masked_fwd, D256Masked<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(hopper_order_tiles), (ORDER_THREADS), order_tiles)
 
 // For a dense attn_mask, or key_ranges of many rows.
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense), masked_fwd, D64Dense<DTYPE>)
@@ -23,15 +21,3 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_dense), masked_fwd, D256Dense
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_wide), masked_fwd, D64Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_wide), masked_fwd, D128Wide<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_wide), masked_fwd, D256Wide<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(hopper_summarize_mask), (SUMMARY_THREADS),
-                (summarize_mask<DTYPE, false, false>))
-// The lowest elements of fp16 are no lower than what scores may be.
-#define HAS_LOWEST_F16 0
-#define HAS_LOWEST_BF16 1
-#if ARCHFLASH_EXPAND(HAS_LOWEST, ARCHFLASH_DTYPE)
-ARCHFLASH_ENTRY(KERNEL(hopper_summarize_low_mask), (SUMMARY_THREADS, LOW_SUMMARY_CTAS),
-                (summarize_mask<DTYPE, false, true>))
-#endif
-ARCHFLASH_ENTRY(KERNEL(hopper_summarize_wide_mask), (SUMMARY_THREADS),
-                (summarize_mask<DTYPE, true, true>))
-ARCHFLASH_ENTRY(KERNEL(hopper_summarize_ranges), (SUMMARY_THREADS), summarize_ranges)
