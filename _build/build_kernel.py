@@ -4,6 +4,7 @@ src/<folder>/kernels/*.cu: those that the file's line `// images:` names, else o
 A file with several images is compiled with two macros that say the type in which the image's name
 ends (src/common/instantiate.cuh). Where it says `// one text`, the compiler makes the PTX for bf16
 only, and that for fp16 is the same with the other type (text_for_f16): tests/build compares them.
+So it does with what `// 80 as 90` says: the text for 8.0 is made from that for 9.0 (text_for_80).
 
 All machine code is assembled from PTX texts that are kept: the wheel carries them, and the
 simulator runs them. `compile` writes IMAGE.compute_XX.ptx for each text and then IMAGE.texts, which
@@ -33,6 +34,10 @@ COMPILER_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Werror", "all-warnings"]
 # For the first the compiler makes the text that it makes for the second, but for its `.target`:
 # tests/build compares them. So it is not asked again.
 SAME_TEXT_AS = {"110f": "100f"}
+# What a text for 9.0 has of launches that start early (common/ptx/grid_dependency.cuh).
+OF_LAUNCHES = re.compile(
+    r"^\t// begin inline asm\n\tgriddepcontrol\.\w+;\n\t// end inline asm\n", re.MULTILINE
+)
 # How the texts for bf16 and for fp16 name the type: in instructions, and in mangled names.
 NAMES_OF_TYPE = {"bf16": "f16", "DTypeE2E": "DTypeE1E"}
 # How they make a float of half of a register, once the type is renamed: common/ptx/f32_of_half.cuh.
@@ -126,6 +131,11 @@ def text_for_f16(ptx: str) -> str:
     return DESCRIPTOR_OF_BF16.sub(descriptor_of_f16, ptx)
 
 
+def text_for_80(ptx: str) -> str:
+    """The PTX text of a `// 80 as 90` file for compute_80, made from that for compute_90."""
+    return OF_LAUNCHES.sub("", ptx).replace("\n.target sm_90\n", "\n.target sm_80\n", 1)
+
+
 def assemble(ptxas: Path, ptx_file: Path, target: str, lineinfo: bool, to: Path) -> str:
     """Writes the machine code of a PTX file for sm_TARGET; returns ptxas's report."""
     debug = "--generate-line-info" if lineinfo else "--suppress-debug-info"
@@ -203,7 +213,10 @@ def compile_texts(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     texts: dict[str | None, str] = {}
-    for virtual, _ in targets_of_groups(arguments.groups):
+    older = {"80": "90"} if arguments.as_90 else {}
+    virtuals = [virtual for virtual, _ in targets_of_groups(arguments.groups)]
+    # What others are made from comes first.
+    for virtual in sorted(virtuals, key=lambda virtual: older.get(virtual) in virtuals):
         ptx_file = output / f"{image}.compute_{virtual}.ptx"
         same = SAME_TEXT_AS.get(virtual)
         if arguments.one_text_with:
@@ -211,6 +224,8 @@ def compile_texts(arguments: argparse.Namespace) -> None:
             text = text_for_f16(made.read_text())
         elif same in texts:
             text = texts[same].replace(f"\n.target sm_{same}\n", f"\n.target sm_{virtual}\n", 1)
+        elif older.get(virtual) in texts:
+            text = text_for_80(texts["90"])
         else:
             text = compile_to_ptx(
                 arguments.toolkit, source, arguments.source_root, macros, virtual, ptx_file
@@ -236,6 +251,12 @@ def main() -> None:
     compiling.add_argument("--image", help="its name; without it the name of the .cu file")
     compiling.add_argument(
         "--one-text-with", metavar="IMAGE", help="the image for bf16 whose texts are there already"
+    )
+    compiling.add_argument(
+        "--80-as-90",
+        dest="as_90",
+        action="store_true",
+        help="make the text for 8.0 from that for 9.0",
     )
     compiling.add_argument(  # absolute, as the compiler names files: see neutral_paths()
         "--source-root", type=lambda path: Path(path).resolve(), required=True,

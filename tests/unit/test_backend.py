@@ -323,6 +323,22 @@ def test_the_text_for_fp16_is_made_of_that_for_bf16() -> None:
     )
 
 
+def test_the_text_for_8_0_is_made_of_that_for_9_0() -> None:
+    """Without what belongs to launches that start early, and nothing else."""
+    made = load("build_kernel").text_for_80(
+        "\n.target sm_90\n"
+        "\t// begin inline asm\n\tgriddepcontrol.wait;\n\t// end inline asm\n"
+        "\t// begin inline asm\n\tcp.async.commit_group;\n\t// end inline asm\n"
+        "\t// begin inline asm\n\tgriddepcontrol.launch_dependents;\n\t// end inline asm\n"
+        "\tret;\n"
+    )
+    assert made == (
+        "\n.target sm_80\n"
+        "\t// begin inline asm\n\tcp.async.commit_group;\n\t// end inline asm\n"
+        "\tret;\n"
+    )
+
+
 def test_the_tools_of_the_build_are_those_that_the_project_and_the_backend_require() -> None:
     tools = load("install_tools")
     packages = tools.required((BUILD_FOLDER.parent / "pyproject.toml").read_text())

@@ -1,6 +1,7 @@
 // images: bwd_f16 bwd_bf16
 // targets: 80:80,ptx 90:90,100,120
 // one text
+// 80 as 90
 // The backward kernels for fp16 and bf16 inputs. backward_config.cuh has their tiles.
 #include "ampere/backward_config.cuh"
 #include "common/device/backward_rows.cuh"

@@ -1,6 +1,7 @@
 // images: decode_f16 decode_bf16
 // targets: 80:80,ptx 90:90,100,120
 // one text
+// 80 as 90
 // The kernels for few query rows in fp16 and bf16, with a KV cache or without. config.cuh has their
 // tiles. The second PTX text, for all but 8.x, may convert 8-bit numbers and start the next kernel
 // early.

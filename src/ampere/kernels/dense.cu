@@ -1,6 +1,7 @@
 // images: dense_f16 dense_bf16
 // targets: 80:80,ptx 90:90
 // one text
+// 80 as 90
 // The kernels for fp16 and bf16 inputs of which every query sees every key. dense_config.cuh has
 // their tiles.
 #include "ampere/dense_config.cuh"

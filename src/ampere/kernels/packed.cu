@@ -1,6 +1,7 @@
 // images: packed_f16 packed_bf16
 // targets: 80:80,ptx 90:90
 // one text
+// 80 as 90
 // The kernels for fp16 and bf16 inputs of packed sequences whose rows see all keys up to one.
 // bounded_config.cuh has their tiles.
 #include "ampere/bounded_config.cuh"

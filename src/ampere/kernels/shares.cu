@@ -1,6 +1,7 @@
 // images: shares_f16 shares_bf16
 // targets: 80:80,ptx 90:90
 // one text
+// 80 as 90
 // The kernels for fp16 and bf16 inputs whose CTAs share out the keys of row tiles, and the causal
 // ones beside them. bounded_config.cuh has their tiles.
 #include "ampere/bounded_config.cuh"
