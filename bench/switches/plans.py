@@ -101,9 +101,8 @@ def as_many_as_fit(plan: native.LaunchPlan) -> native.LaunchPlan:
 
 
 def _image(kernel: str, dtype: str, ctas: int) -> str:
-    if "_mufu" in kernel:
-        return "blackwell_dc/fwd_103"
-    return "blackwell_dc/fwd_pair" if ctas == 2 else f"blackwell_dc/fwd_{dtype}"
+    kind = "fwd_103" if "_mufu" in kernel else "fwd_pair" if ctas == 2 else "fwd"
+    return f"blackwell_dc/{kind}_{dtype}"
 
 
 def _with_ctas(plan: native.LaunchPlan, ctas: int) -> native.LaunchPlan:

@@ -15,10 +15,9 @@
 
 #include "ada/params.h"
 #include "common/device/attention_work.cuh"
-#include "common/device/bfloat16.cuh"
 #include "common/device/largest_of_cta.cuh"
 #include "common/dtype.h"
-#include "common/ptx/cvt.cuh"
+#include "common/ptx/f32_of_half.cuh"
 #include "common/ptx/st_global.cuh"
 
 namespace archflash::ada {
@@ -34,9 +33,7 @@ __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST_
 template <DType DTYPE>
 __device__ __forceinline__ float element(const uint4& chunk, int j) {
   const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-  const uint16_t bits = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
-  if constexpr (DTYPE == DType::F16) return ptx::cvt_f32_f16(bits);
-  return __uint_as_float(device::float_bits_of_bfloat16(bits));
+  return ptx::f32_of_half<DTYPE>(words[j / 2], j % 2);
 }
 
 // The number of keys of a batch up to the last one that some query sees.

@@ -240,13 +240,13 @@ PlanResult plan(const Problem& problem, const Device& device) {
       tile.dynamic_walk ? tiles : std::min<int64_t>(tiles, device.sm_count / tile.cluster);
   const int64_t ctas = tile.cluster * groups;
   LaunchPlan plan = core::one_launch("blackwell_dc", problem, device, tile, ctas, params);
+  const std::string word = core::dtype_word(problem.dtype);
   std::string& image = plan.launches[0].image;
-  if (tile.cluster == 2) image = "blackwell_dc/fwd_pair";
-  if (for_10_3)
-    image = is_fp8(problem.dtype) ? "blackwell_dc/fwd_103_e4m3" : "blackwell_dc/fwd_103";
+  if (tile.cluster == 2) image = "blackwell_dc/fwd_pair_" + word;
+  if (for_10_3) image = "blackwell_dc/fwd_103_" + word;
   if (splits > 1) {
     core::split_keys(plan, problem, splits, 0, offsetof(Params, partials),
-                     std::string("blackwell_dc_combine_") + core::dtype_word(problem.dtype));
+                     "blackwell_dc_combine_" + word);
   }
   return plan;
 }

@@ -201,7 +201,7 @@ def test_no_kernel_spills_registers(image: str, target: str, kernel: str) -> Non
     assert 0 < used["registers"] <= REGISTERS_PER_THREAD
 
 
-@pytest.mark.parametrize("image", ["blackwell_dc/fwd_103", "blackwell_dc/fwd_103_e4m3"])
+@pytest.mark.parametrize("image", ["blackwell_dc/fwd_103_bf16", "blackwell_dc/fwd_103_e4m3"])
 def test_sm_100f_ptx_does_not_spill_on_sm_103a(image: str, ptxas: Path, tmp_path: Path) -> None:
     """Of the kernel for the largest head dimension, whose threads hold most."""
     text = ptx_text(image, "compute_100f").replace(".target sm_100f", ".target sm_103a")

@@ -1,4 +1,5 @@
 // images: int8_f16 int8_bf16
+// one text
 // The kernels of approximate="int8_qk" for fp16 and bf16 inputs. config.cuh has their tiles.
 #include "ada/int8_attention_fwd.cuh"
 #include "common/instantiate.cuh"

@@ -1,11 +1,12 @@
+// images: fwd_pair_f16 fwd_pair_bf16
+// one text
 // Pairs of CTAs that multiply together, for long sequences. Tiles: config.cuh.
 #include "blackwell_dc/attention_fwd.cuh"
+#include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_dc;
 
-ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_f16_d128_pair, attention_fwd, D128Pair<DType::F16>)
-ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_bf16_d128_pair, attention_fwd, D128Pair<DType::BF16>)
-ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_f16_d192_pair, attention_fwd, D192Pair<DType::F16>)
-ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_bf16_d192_pair, attention_fwd, D192Pair<DType::BF16>)
+ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d128_pair), attention_fwd, D128Pair<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d192_pair), attention_fwd, D192Pair<DTYPE>)
