@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WHEELS := build/local-wheel
 SOURCES := $(shell find src sim python _build CMakeLists.txt pyproject.toml -type f -not -name '*.pyc' 2>/dev/null)
 
-# Machine code for every GPU takes longer than all the rest: most commands have it for this machine's GPUs, or some where there is none.
+# Machine code for every GPU takes longer than all the rest: most commands have it for this machine's GPUs, or one where there is none.
 ifndef ARCHFLASH_MACHINE_CODE
 export ARCHFLASH_MACHINE_CODE := $(shell $(PYTHON) _build/machine_code.py)
 endif
