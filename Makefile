@@ -30,7 +30,7 @@ test: $(VENV)/installed  ## every test that needs no GPU, but for those of test-
 
 test-rest: $(VENV)/all-images $(VENV)/third-party  ## what takes longest: machine code for every GPU, mutants of kernels, more random calls, kernels that tests compile
 	ARCHFLASH_TEST_ALL_IMAGES=1 $(PYTEST) tests/build
-	$(PYTEST) -m rest tests/properties tests/sim tests/unit
+	$(PYTEST) -m rest tests/core_set tests/properties tests/sim tests/unit
 
 # A test is in it by its place, unless it is marked as slow: CONTRIBUTING.md.
 FAST_TESTS := tests/unit tests/core_set/test_calls.py tests/sim/test_instructions.py tests/sim/test_strictness.py

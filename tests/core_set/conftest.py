@@ -1,4 +1,6 @@
-"""Chooses the executor before the test modules, whose parameters depend on it, are imported."""
+"""Chooses the executor before the test modules, whose parameters depend on it, are imported, and
+which tests `make test` leaves to `make test-rest`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from .executors import choose, executor
+from ..sim.schedules import IN_FULL
+from .executors import choose, executor, left_to_rest
 
 HERE = Path(__file__).parent
 
@@ -17,8 +20,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = executor().why_not()
-    if reason is None:
-        return
-    for item in items:
-        if HERE in item.path.parents:
+    mine = [item for item in items if HERE in item.path.parents]
+    if reason is not None:
+        for item in mine:
             item.add_marker(pytest.mark.skip(reason=reason))
+    elif executor().name == "simulator" and not IN_FULL:
+        left = left_to_rest({item.nodeid for item in mine})
+        for item in mine:
+            if item.nodeid in left:
+                item.add_marker(pytest.mark.rest)

@@ -19,9 +19,9 @@ from archflash import _compute_gradients, _dispatch, _gradients, _options, refer
 from archflash.sim import _attention as simulator
 
 from ..sim.explained import unexplained
-from ..sim.schedules import IN_FULL, MODES
+from ..sim.schedules import IN_FULL, MODES, some_of
 from .checks import Guarded, dense_strides, same_bits
-from .executors import Executor, schedules_of
+from .executors import Executor, number_of, schedules_of
 
 NAMES = ("dq", "dk", "dv")
 # Options of `differentiate` that are none of the call.
@@ -139,7 +139,7 @@ def assert_every_kernel_is_planned(
         for entry in entries
     }
     # Kernels of dropout, of calls with many heads, of parts of tiles and the like have their own.
-    elsewhere = ("_dropout", "_turns", "_stays", "_bulk", "_d64_plain", "_parts")
+    elsewhere = ("_dropout", "_turns", "_stays")
     elsewhere += (
         "_rows_two",
         "_rows_three",
@@ -223,6 +223,8 @@ def differentiate(
         schedules = (0, 1) if on.name == "gpu" else schedules_of(kernel, q, k, v, call)
         if on.name != "gpu" and not deterministic and not IN_FULL:
             schedules = schedules[:1]
+    elif on.name != "gpu":
+        schedules = some_of(schedules, number_of(q, k, v, call), compared=deterministic)
     first: list[Tensor] = []
     for number in schedules:
         guarded = [

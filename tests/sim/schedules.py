@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 MODES = ("lazy", "eager", "random", "priority")
 # Schedule number n has mode n % 4 and seed n. By default each mode runs once.
 SEEDS = int(os.environ.get("ARCHFLASH_SIM_SEEDS", "4"))
 IN_FULL = len(MODES) < SEEDS  # `make test-sim-full`
+
+
+def some_of(schedules: Sequence[int], number: int, *, compared: bool = False) -> list[int]:
+    """Those of the schedules of a call that `make test` runs: of more than two every second one; of
+    two each third call has both, and the others one of them. The number of a call, which its shape
+    gives, decides which, so that the calls of a kernel have all schedules between them.
+
+    Args:
+        schedules: those that `make test-sim-full` runs.
+        number: of the call.
+        compared: what is run is that schedules give the same bits: a call has two at least, if it
+            has as many, and of two each second call has both.
+    """
+    if IN_FULL or len(schedules) < 2:
+        return list(schedules)
+    first = number % 2
+    if len(schedules) == 2:
+        both = number % (2 if compared else 3) == 0
+        return list(schedules) if both else [schedules[first]]
+    kept = list(schedules[first::2])
+    return kept if len(kept) > 1 else list(schedules[-2:])

@@ -11,27 +11,28 @@ from pathlib import Path
 import pytest
 import torch
 from tests.core_set.checks import Guarded, assert_close, dense_strides
-from tests.core_set.executors import EXECUTORS, Simulator
+from tests.core_set.executors import Simulator, left_to_rest
 from tests.core_set.pairs import all_pairs
+from tests.sim.schedules import IN_FULL, some_of
 
 ROOT = Path(__file__).parents[2]
 
 
-def collected(executor: str) -> set[str]:
-    """The test functions of the core set, with their files."""
+@pytest.mark.slow
+def test_on_a_gpu_every_test_of_the_simulator_runs() -> None:
     command = [
-        sys.executable, "-m", "pytest", "tests/core_set", f"--executor={executor}",
+        sys.executable, "-m", "pytest", "tests/core_set", "--executor=gpu",
         "--collect-only", "-q", "-p", "no:cacheprovider",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return set(re.findall(r"^tests/core_set/(\S+?::\w+)", done.stdout, re.M))
-
-
-@pytest.mark.slow
-def test_both_executors_run_every_test() -> None:
-    simulator, gpu = (collected(name) for name in EXECUTORS)
-    assert len(simulator) > 50
-    assert simulator == gpu
+    collected = set(re.findall(r"^tests/core_set/(\S+?::\w+)", done.stdout, re.M))
+    written = {
+        f"{file.name}::{name}"
+        for file in (ROOT / "tests" / "core_set").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
+    assert len(written) > 50
+    assert collected == written
 
 
 def test_any_two_values_of_two_factors_meet() -> None:
@@ -69,6 +70,23 @@ def test_the_simulator_compares_bits_and_the_rule_compares_numbers() -> None:
         assert_close(out, lse + 1e-3, q, k, v)
 
 
+@pytest.mark.skipif(IN_FULL, reason="all schedules run")
+def test_calls_have_all_schedules_between_them() -> None:
+    for compared, schedules in itertools.product((False, True), ([3], [1, 2], range(3), range(4))):
+        chosen = [some_of(schedules, number, compared=compared) for number in range(6)]
+        assert {one for of_call in chosen for one in of_call} == set(schedules)
+        assert len(schedules) in {len(of_call) for of_call in chosen} or len(schedules) > 2
+    assert all(len(some_of(range(n), 1, compared=True)) == 2 for n in (3, 4))
+
+
+def test_tests_in_float16_are_sampled_where_bfloat16_has_them() -> None:
+    both = {f"a[{dtype}-{i}]" for dtype in ("float16", "bfloat16") for i in range(300)}
+    alone = {f"b[float16-{i}]" for i in range(300)}
+    left = left_to_rest(both | alone)
+    assert 150 < len(left) < 250
+    assert all(test.startswith("a[float16") for test in left)
+
+
 def test_a_schedule_with_other_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.core_set import executors
 
@@ -82,6 +100,6 @@ def test_a_schedule_with_other_bits_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(executors.sim, "run", run)
     on = Simulator()
-    q, k, v = on.qkv(5, 9, 16)
+    q, k, v = on.qkv(6, 10, 16)  # the shape of a call with two schedules
     with pytest.raises(AssertionError, match="other bits in mode eager"):
         on.attend("simt", q, k, v, schedules=[0, 1])

@@ -847,7 +847,7 @@ def test_ranks_of_two_hosts_have_no_sockets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [40, pytest.param(80, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("cases", [20, pytest.param(80, marks=pytest.mark.rest)])
 @pytest.mark.parametrize(
     ("ranks", "parts"),
     [

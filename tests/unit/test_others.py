@@ -46,7 +46,7 @@ def test_race_condition():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.rest  # it starts PyTorch in four processes
 def test_all_outcomes_are_counted(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "tests").mkdir(parents=True)
     (tmp_path / "theirs" / "tests" / "test_flash_attn.py").write_text(THEIRS)
