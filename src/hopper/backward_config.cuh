@@ -168,6 +168,8 @@ struct WideBackwardVariant {
   int part_columns;           // of dQ that are computed at once
   // Registers of a thread in the warpgroups that keep dV and dK, and in that which computes dQ.
   int weights_registers, keys_registers, queries_registers;
+  bool reads_mask = false;  // as in BackwardVariant, without turns
+  bool mask_gradient = false;
 };
 
 // The numbers of a kernel for larger head dimensions (wide_bwd.cuh). A CTA owns 64 keys of a head,
@@ -180,6 +182,8 @@ struct WideBackwardConfig {
   static constexpr int HEAD_DIM_V = VARIANT.head_dim_v;
   static constexpr int WARPGROUP = 128;  // threads
   static constexpr int WARPS = 8;        // that read Q, and that read dO: of two warpgroups
+  static constexpr int WARPGROUPS = 1;   // that share out the keys
+  static constexpr int GROUP_ROWS = 64;
   static constexpr int WARP_ROWS = 16;
   static constexpr int ROWS = 64;
   static constexpr int KEY_WARPS = ROWS / WARP_ROWS;
@@ -194,7 +198,9 @@ struct WideBackwardConfig {
   static constexpr int TURN_STAGES = 2;   // a warp each
   static constexpr bool SOFTCAP = false;  // it would spill registers
   static constexpr bool DROPS = false;
-  static constexpr bool READS_MASK = false;
+  static constexpr bool READS_MASK = VARIANT.reads_mask;
+  static constexpr bool LISTS_ROUNDS = READS_MASK;
+  static constexpr bool MASK_GRADIENT = VARIANT.mask_gradient;
   static constexpr bool ADDS_MASK = false;
   static constexpr bool STAYS = false;
   static constexpr bool SWAPS_KEYS = false;
@@ -208,9 +214,10 @@ struct WideBackwardConfig {
   static constexpr int WEIGHTS_REGISTERS = VARIANT.weights_registers;
   static constexpr int KEYS_REGISTERS = VARIANT.keys_registers;
   static constexpr int QUERIES_REGISTERS = VARIANT.queries_registers;
-  static constexpr int PRODUCER_REGISTERS = 24;
-  static_assert(WEIGHTS_REGISTERS + KEYS_REGISTERS + QUERIES_REGISTERS + PRODUCER_REGISTERS <= 512,
-                "an SM has 512 registers for each thread of a warpgroup");
+  // An SM has 512 registers for each thread of a warpgroup.
+  static constexpr int PRODUCER_REGISTERS =
+      512 - WEIGHTS_REGISTERS - KEYS_REGISTERS - QUERIES_REGISTERS;
+  static_assert(PRODUCER_REGISTERS >= 24, "PTX: setmaxnreg gives 24 registers or more");
 
   // dQ of a round is computed in parts of so many columns.
   static constexpr int PART_ROWS = 64;
@@ -410,9 +417,18 @@ constexpr WideBackwardVariant BACKWARD_D256 = {.head_dim = 256,
                                                .weights_registers = 208,
                                                .keys_registers = 208,
                                                .queries_registers = 72};
+constexpr WideBackwardVariant with_mask(WideBackwardVariant variant, bool gradient) {
+  variant.reads_mask = true;
+  variant.mask_gradient = gradient;
+  variant.queries_registers -= 8;  // they know no turns
+  variant.weights_registers += 8;
+  return variant;
+}
 template <DType T>
 using BackwardD192 = WideBackwardConfig<T, BACKWARD_D192>;
 template <DType T>
 using BackwardD256 = WideBackwardConfig<T, BACKWARD_D256>;
+template <DType T, bool GRADIENT = false>
+using BackwardD256Dense = WideBackwardConfig<T, with_mask(BACKWARD_D256, GRADIENT)>;
 
 }  // namespace archflash::hopper

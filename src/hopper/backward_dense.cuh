@@ -253,7 +253,8 @@ __device__ __forceinline__ void exponentiate_added(KeysByQueries<C>& p_rmem,
 #pragma unroll
     for (int n = 0; n < C::BLOCK / 8; ++n) {
       // Loads stay behind it, or ptxas would start more of them than there are registers for.
-      if (C::HEAD_DIM > 64 && n > 0) __syncwarp();
+      constexpr int LOADS = C::HEAD_DIM > 128 ? 2 : 1;
+      if (C::HEAD_DIM > 64 && n > 0 && n % LOADS == 0) __syncwarp();
       const uint4 x = added_gmem[n * DENSE_THREADS];
       const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -287,7 +288,7 @@ __device__ __forceinline__ void add_mask_gradient(const KeysByQueries<C>& ds_rme
   const int head = work.head * params.call.backward.attention.heads_per_kv +
                    static_cast<int>(note.states >> DenseNote::HEAD_SHIFT);
   const int query = block.row + thread % 4 * 2;
-  const int key = work.first_row + thread / 32 * C::WARP_ROWS + thread % 32 / 4;
+  const int key = work.first_row + thread / 32 % C::KEY_WARPS * C::WARP_ROWS + thread % 32 / 4;
   float* const gmem = dmask.gmem + work.batch * dmask.batch + head * dmask.head +
                       query * dmask.row + key * dmask.key;
   const int queries = work.passing_rows - query, keys = work.own_rows - key;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -27,11 +28,14 @@ constexpr TableTile TABLE_TILES[] = {
 constexpr TableTile DENSE_TILES[] = {
     {backward_tile<BackwardD64Dense<DType::F16>>("d64", nullptr, nullptr), "d64_dense"},
     {backward_tile<BackwardD128Dense<DType::F16>>("d128", nullptr, nullptr), "d128_dense"},
+    {backward_tile<BackwardD256Dense<DType::F16>>("d256", nullptr, nullptr), "d256_dense"},
 };
 constexpr TableTile BIAS_TILES[] = {
     {backward_tile<BackwardD64Dense<DType::F16, true>>("d64", nullptr, nullptr), "d64_dense_bias"},
     {backward_tile<BackwardD128Dense<DType::F16, true>>("d128", nullptr, nullptr),
      "d128_dense_bias"},
+    {backward_tile<BackwardD256Dense<DType::F16, true>>("d256", nullptr, nullptr),
+     "d256_dense_bias"},
 };
 
 // For one that is added, whose elements TMA brings.
@@ -152,8 +156,12 @@ bool lists_rounds(const BackwardProblem& problem) {
 const TableTile& table_tile_for(const BackwardProblem& problem) {
   const Problem& call = problem.call;
   if (adds_elements(problem)) return ADDED_TILE;
-  const auto& tiles = call.mask == 0 ? TABLE_TILES : problem.dmask ? BIAS_TILES : DENSE_TILES;
-  return tiles[std::max(call.d, call.dv) <= tiles[0].tile.head_dim ? 0 : 1];
+  const std::span<const TableTile> tables(TABLE_TILES), biases(BIAS_TILES), masks(DENSE_TILES);
+  const auto tiles = call.mask == 0 ? tables : problem.dmask ? biases : masks;
+  for (const TableTile& of : tiles) {
+    if (std::max(call.d, call.dv) <= of.tile.head_dim) return of;
+  }
+  return tiles.back();
 }
 
 void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
@@ -162,11 +170,15 @@ void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
   const std::string name = call.mask != 0 ? "attn_mask" : "block_mask";
   const auto add = [&](const std::string& given) {
     reasons.push_back("gradients of " + name + " with " + given +
-                      ": hopper computes those of head dimensions up to 128 without; leave the "
-                      "implementation out" +
+                      ": hopper computes those without; leave the implementation out" +
                       core::USE_TORCH);
   };
-  if (std::max(call.d, call.dv) > 128) add("head dimensions above 128");
+  const int64_t columns = std::max(call.d, call.dv);
+  if (call.mask == 0 && columns > 128) {
+    add("head dimensions above 128");
+  } else if (columns > 128 && problem.deterministic) {
+    add("deterministic=True and head dimensions above 128");
+  }
   if (call.softcap != 0) add("a softcap");
   if (call.dropout_p != 0) add("dropout_p");
   if (call.heads_q > call.heads_kv * device::ListedRound::MOST_HEADS)

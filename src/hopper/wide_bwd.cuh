@@ -87,10 +87,31 @@ __device__ __forceinline__ const float2* terms_of_stage(const unsigned char* sha
 
 // --- weights, one warpgroup: S, P, dV ---
 
+// P of a block with attn_mask, from S in the same registers. seen: which scores the mask keeps.
 template <class C>
-__device__ __forceinline__ void consume_weights(const BackwardKernelParams& params,
+__device__ __forceinline__ void weigh_masked(KeysByQueries<C>& p_rmem, const float2* terms,
+                                             const DenseBackwardParams& params, const CtaWork& work,
+                                             const BlockNote& block, const DenseNote& note,
+                                             uint32_t seen, int warp) {
+  const uint32_t state = note.state(0);
+  if ((state & DENSE_ADDED) != 0) {
+    exponentiate_added<C>(p_rmem, p_rmem, terms, params, note);
+  } else {
+    exponentiate_scores<C>(p_rmem, p_rmem, terms, params.call.backward.attention);
+  }
+  if ((state & DENSE_HIDDEN) != 0) clear_hidden<C>(p_rmem, seen);
+  if ((block.masked_warps >> warp & 1) == 0) return;
+  constexpr int BEHIND_ALL = 1 << 30;  // a row whose block sees no key
+  const bool unseen = (block.masked_warps >> (warp + BlockNote::UNSEEN_SHIFT) & 1) != 0;
+  clear_unseen<C>(p_rmem, work, unseen ? BEHIND_ALL : block.row);
+  if ((state & DENSE_LOWEST) != 0) limit_lowest<C>(p_rmem, terms);
+}
+
+template <class C>
+__device__ __forceinline__ void consume_weights(const BackwardParamsOf<C>& all_params,
                                                 const CtaWork& work, unsigned char* shared,
                                                 uint32_t shared_smem) {
+  const BackwardKernelParams& params = call_of<C>(all_params);
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK / 4;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS);
@@ -116,16 +137,27 @@ __device__ __forceinline__ void consume_weights(const BackwardKernelParams& para
   ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
   ptx::registers_change<SUMS>(dv);  // it is 0 before any product starts
   begin_s(0);
+  // Which of the thread's scores attn_mask keeps, of the next block.
+  [[maybe_unused]] uint32_t seen = 0;
+  const auto look_ahead = [&](int stage) {
+    if constexpr (C::READS_MASK) seen = load_seen<C>(all_params, dense_note<C>(shared, stage));
+  };
+  look_ahead(0);
   ptx::wgmma_wait_group<0>();
   const int blocks = uniform(work.blocks);
 #pragma unroll 1
   for (int left = blocks; left > 0; --left) {
     // S of this block is there, and dV of the one before may be unfinished.
     ptx::registers_change<SCORES>(p);
-    exponentiate_scores<C>(p_rmem, p_rmem, terms_of_stage<C>(shared, q_ring.stage),
-                           params.backward.attention);
+    const float2* terms = terms_of_stage<C>(shared, q_ring.stage);
     const BlockNote* note = note_of_stage<C>(shared, q_ring.stage);
-    if (note->masked_warps >> warp & 1) clear_unseen<C>(p_rmem, work, note->row);
+    if constexpr (C::READS_MASK) {
+      weigh_masked<C>(p_rmem, terms, all_params, work, *note, dense_note<C>(shared, q_ring.stage),
+                      seen, warp);
+    } else {
+      exponentiate_scores<C>(p_rmem, p_rmem, terms, params.backward.attention);
+      if (note->masked_warps >> warp & 1) clear_unseen<C>(p_rmem, work, note->row);
+    }
     ptx::registers_change<SCORES>(p);
     release(barriers.q_empty(q_ring.stage));
     ptx::wgmma_wait_group<0>();  // dV
@@ -153,6 +185,7 @@ __device__ __forceinline__ void consume_weights(const BackwardKernelParams& para
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);
     ptx::registers_change<WORDS>(a);
     begin_s(q_ring.stage);
+    look_ahead(q_ring.stage);
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_ring.stage), dout_ring.parity);
     ptx::registers_change<SUMS>(dv);
     ptx::wgmma_fence();  // P is rounded before the product
@@ -170,9 +203,10 @@ __device__ __forceinline__ void consume_weights(const BackwardKernelParams& para
 // --- keys, one warpgroup: dP, dS, dK ---
 
 template <class C>
-__device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
+__device__ __forceinline__ void consume_keys(const BackwardParamsOf<C>& all_params,
                                              const CtaWork& work, unsigned char* shared,
                                              uint32_t shared_smem) {
+  const BackwardKernelParams& params = call_of<C>(all_params);
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % C::KEY_WARPS);
@@ -232,16 +266,21 @@ __device__ __forceinline__ void consume_keys(const BackwardKernelParams& params,
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& x = ds_rmem[n][2 * r + i];
-            x = device::element_of_chunk<C::DTYPE>(p, 2 * (2 * half + r) + i) *
-                (x - (i == 0 ? delta.x : delta.y));
+            const float weight = device::element_of_chunk<C::DTYPE>(p, 2 * (2 * half + r) + i);
+            x = weight * (x - (i == 0 ? delta.x : delta.y));
+            // The value of a hidden key, NaN perhaps, does not matter.
+            if (C::READS_MASK && weight == 0.0f) x = 0.0f;
           }
         }
       }
     }
     const BlockNote* note = note_of_stage<C>(shared, q_ring.stage);
-    if (note->masked_warps >> warp & 1) clear_unseen<C>(ds_rmem, work, note->row);
+    if (!C::READS_MASK && (note->masked_warps >> warp & 1) != 0)
+      clear_unseen<C>(ds_rmem, work, note->row);
     release(barriers.p_empty(p_ring.stage));
     p_ring.advance();
+    if constexpr (C::MASK_GRADIENT)
+      add_mask_gradient<C>(ds_rmem, all_params, work, *note, dense_note<C>(shared, q_ring.stage));
 
     ptx::registers_change<SCORES>(ds);
     round_to_16_bits<C>(a_rmem, ds_rmem);
@@ -273,7 +312,7 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
   constexpr int PART = C::PART_COLUMNS / 2;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int number = threadIdx.x % C::WARPGROUP;
-  const bool in_turns = params.turns_gmem != nullptr;
+  const bool in_turns = !C::READS_MASK && params.turns_gmem != nullptr;
   BlockPosition<C> block = device::first_block<C>(params, work);
   RingPosition<C::DS_STAGES> ds_ring;
   RingPosition<C::TURN_STAGES> turn_ring;
@@ -357,12 +396,17 @@ __device__ __forceinline__ void take_turns(const BackwardKernelParams& params, c
 }
 
 template <class C>
-__device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
+__device__ __forceinline__ void wide_bwd(const BackwardParamsOf<C>& all_params) {
+  const BackwardKernelParams& params = call_of<C>(all_params);
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
   begin_backward<C>(params, shared);
+  if constexpr (C::READS_MASK) {
+    ptx::griddepcontrol_wait();  // the states of blocks are written
+    if (threadIdx.x < 32) list_rounds<C>(all_params, work_of<C>(shared));
+  }
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   if (threadIdx.x == C::WARPGROUP) {
     barriers.initialise_inputs();
@@ -391,13 +435,13 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
   if (role == 0) {
     ptx::setmaxnreg_inc<C::WEIGHTS_REGISTERS>();
     if (any_block) {
-      consume_weights<C>(params, work, shared, shared_smem);
+      consume_weights<C>(all_params, work, shared, shared_smem);
     } else {
       clear_gradients<C>(params, work, C::KEY_WARPS);
     }
   } else if (role == 1) {
     ptx::setmaxnreg_inc<C::KEYS_REGISTERS>();
-    if (any_block) consume_keys<C>(params, work, shared, shared_smem);
+    if (any_block) consume_keys<C>(all_params, work, shared, shared_smem);
   } else if (role == 2) {
     if constexpr (C::QUERIES_REGISTERS > 128) {
       ptx::setmaxnreg_inc<C::QUERIES_REGISTERS>();
@@ -412,9 +456,9 @@ __device__ __forceinline__ void wide_bwd(const BackwardKernelParams& params) {
       return;
     }
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % 4);
-    if (warp == 0) load<C>(params, shared, shared_smem);
-    if (warp == 1) load_terms<C>(params, shared, shared_smem);
-    if (warp > 1 && params.turns_gmem != nullptr)
+    if (warp == 0) load<C>(all_params, shared, shared_smem);
+    if (warp == 1) load_terms<C>(all_params, shared, shared_smem);
+    if (!C::READS_MASK && warp > 1 && params.turns_gmem != nullptr)
       take_turns<C>(params, work, shared_smem, warp - 2);
   }
 }

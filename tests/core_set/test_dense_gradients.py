@@ -39,7 +39,7 @@ def mask_of(kind: str, dtype: str, batch: int, heads: int) -> Tensor:
     return attn_mask_of(kind, dtype, batch, heads, NQ, NK)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_with_a_dense_mask_agree_with_float64(
     name: str, dim: int, monkeypatch: pytest.MonkeyPatch
@@ -53,14 +53,15 @@ def test_gradients_with_a_dense_mask_agree_with_float64(
     batch = 2 if kind == "keys" else 1
     tensors = inputs(NQ, NK, dim - 8, dim, dtype, batch=batch, heads=heads)
     mask = mask_of(kind, dtype, batch, of_mask)
-    wanted = mask.is_floating_point() and dim == 128
+    wanted = mask.is_floating_point() and (dim == 128 or (dim, kind) == (256, "float32"))
     plans = note_plans(monkeypatch)
     differentiate_and_check(
         on, NAME, *tensors, schedules=(number % 4, (number + 1) % 4), planned_for="H200",
-        deterministic=number % 2 == 0, attn_mask=mask, mask_gradient=wanted, **options,
+        deterministic=number % 2 == 0 and dim <= 128, attn_mask=mask, mask_gradient=wanted,
+        **options,
     )  # fmt: skip
     (main,) = (kernel for kernel in plans[0].kernels if "_attention_bwd_" in kernel)
-    by_tma = kind == "own" and not wanted
+    by_tma = kind == "own" and dim == 64
     assert main.endswith(f"_d{dim}_{'added' if by_tma else 'dense'}" + ("_bias" if wanted else ""))
 
 
@@ -140,7 +141,7 @@ def test_turns_of_rounds_that_not_all_tiles_see(dim: int) -> None:
     )
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_rows_that_see_nothing_and_hidden_values_that_are_nan(dim: int) -> None:
     """No query sees the first 64 keys, which hold NaN, nor key 100, whose value does."""
     dout, q, k, v = inputs(NQ, NK, dim, dim, "bfloat16", heads=(2, 1))
@@ -185,9 +186,13 @@ def test_which_gradients_of_dense_masks_it_computes() -> None:
             return str(error)
         return ""
 
-    assert why_not() == why_not(64) == why_not(causal=True) == ""
+    assert why_not() == why_not(64) == why_not(causal=True) == why_not(192) == ""
     assert why_not(attn_mask=torch.empty(300, 1, device="meta")) == ""
-    assert "attn_mask with head dimensions above 128" in why_not(192)
+    assert why_not(320)
+    tensors = inputs(70, 70, 192, 192, "bfloat16")
+    mask = torch.ones(70, 70, dtype=torch.bool, device=on.device)
+    with pytest.raises(archflash.ForcedImplementationError, match="deterministic=True and head"):
+        differentiate(on, NAME, *tensors, attn_mask=mask, deterministic=True)
     assert "attn_mask with a softcap" in (why := why_not(softcap=2.0))
     assert "softcap with gradients of head dimensions above 128" not in why
     table = torch.empty(1, 1, 5, 5, dtype=torch.int8, device="meta")

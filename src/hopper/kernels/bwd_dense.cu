@@ -6,6 +6,7 @@
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 #include "hopper/attention_bwd.cuh"
+#include "hopper/wide_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
@@ -18,3 +19,6 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_dense_bias), attention_bwd,
                  BackwardD64Dense<DTYPE, true>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_dense_bias), attention_bwd,
                  BackwardD128Dense<DTYPE, true>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256_dense), wide_bwd, BackwardD256Dense<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256_dense_bias), wide_bwd,
+                 BackwardD256Dense<DTYPE, true>)
