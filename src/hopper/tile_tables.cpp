@@ -150,7 +150,8 @@ constexpr KernelTile masked_tile(const char* name) {
                         .combine_share = 3,
                         .fewest_keys = 64,
                         .unsplit_start = 220,
-                        .rows_per_key = 200};
+                        .rows_per_key = 200,
+                        .combined_per_key = 30};
   return masked;
 }
 constexpr KernelTile MASKED_TILES[] = {

@@ -84,6 +84,7 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
     const int64_t of_share = ceil_div(blocks, n) * tile.block_k + costs.start;
     int64_t combine = (costs.combine + n * costs.combine_share) * (may_differ ? 2 : 1);
     if (costs.rows_per_key > 0) combine += n * all_rows(problem) / costs.rows_per_key;
+    if (costs.combined_per_key > 0) combine += all_rows(problem) / costs.combined_per_key;
     const int64_t of_alike =
         shrinks ? std::max(of_share, tiles * (mean_keys(problem, keys) + n * costs.start) / workers)
                 : ceil_div(n * tiles, workers) * of_share;

@@ -38,12 +38,13 @@ struct ServesFrom {
 // What keys shared out over several CTAs cost, in keys that a CTA could pass in that time
 // (choose_splits). The numbers here are guesses: no GPU was asked.
 struct SplitCosts {
-  int64_t start = 256;        // of a CTA
-  int64_t combine = 512;      // of the second kernel
-  int64_t combine_share = 0;  // of the second kernel, for each share
-  int64_t fewest_keys = 512;  // no share is shorter
-  int64_t unsplit_start = 0;  // of all CTAs where no keys are shared out
-  int64_t rows_per_key = 0;   // of shares that are written and combined in a key's time; 0: many
+  int64_t start = 256;           // of a CTA
+  int64_t combine = 512;         // of the second kernel
+  int64_t combine_share = 0;     // of the second kernel, for each share
+  int64_t fewest_keys = 512;     // no share is shorter
+  int64_t unsplit_start = 0;     // of all CTAs where no keys are shared out
+  int64_t rows_per_key = 0;      // of shares that are written and combined in a key's time; 0: many
+  int64_t combined_per_key = 0;  // rows, of however many shares, in a key's time; 0: many
   // Whether causal calls count with the mean length of their tiles, too. Else all count as having
   // the longest.
   bool by_mean = false;
