@@ -140,6 +140,12 @@ template <DType T>
 using D128Decode   = mma_sync::DecodeConfig<T, 128, 4,   16,    2,     QIn::Shared,    3>;
 template <DType T>
 using D256Decode   = mma_sync::DecodeConfig<T, 256, 2,   16,    2,     QIn::Shared,    2>;
+template <DType T>
+using D64MaskedDecode  = mma_sync::MaskedDecodeConfig<D64Decode<T>>;
+template <DType T>
+using D128MaskedDecode = mma_sync::MaskedDecodeConfig<D128Decode<T>>;
+template <DType T>
+using D256MaskedDecode = mma_sync::MaskedDecodeConfig<D256Decode<T>>;
 
 // For a KV cache of 8-bit numbers, whatever the number of rows is.
 template <DType T>

@@ -208,6 +208,12 @@ constexpr core::Tile DECODE_TILES[] = {
     decode_tile<D128Decode<DType::F16>>("d128_decode", DECODES),
     decode_tile<D256Decode<DType::F16>>("d256_decode", DECODES),
 };
+constexpr const char* DECODES_MASKED = "few rows of attn_mask: its elements come with the keys";
+constexpr core::Tile MASKED_DECODE_TILES[] = {
+    decode_tile<D64MaskedDecode<DType::F16>>("d64_decode_masked", DECODES_MASKED),
+    decode_tile<D128MaskedDecode<DType::F16>>("d128_decode_masked", DECODES_MASKED),
+    decode_tile<D256MaskedDecode<DType::F16>>("d256_decode_masked", DECODES_MASKED),
+};
 constexpr const char* WITH_FP8_CACHE = "8-bit K and V become fp16 in registers";
 constexpr core::Tile FP8_CACHE_TILES[] = {
     decode_tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", WITH_FP8_CACHE),
@@ -337,6 +343,8 @@ PlanResult plan(const Problem& problem, const Device& device) {
     auto result = mma_sync::plan_dropout("ampere", DROPOUT_TILES, problem, device);
     if (result) return *std::move(result);
   }
+  if (has_attn_mask_alone(problem) && !problem.varlen && decodes(problem))
+    return mma_sync::plan_with_cache("ampere", MASKED_DECODE_TILES, problem, device);
   if (takes_masked_kernels(problem))
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);

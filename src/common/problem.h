@@ -196,6 +196,10 @@ constexpr bool is_masked(const Problem& p) {
 constexpr bool has_cache_masks(const Problem& p) {
   return p.kv_cache && (p.mask != 0 || p.key_ranges != 0);
 }
+// Whether attn_mask is the only mask as data, and nothing is dropped.
+constexpr bool has_attn_mask_alone(const Problem& p) {
+  return p.mask != 0 && p.key_ranges == 0 && !p.alibi_slopes && !p.block_mask && p.dropout_p == 0;
+}
 // Whether a call takes the kernels with masks as data, which have dropout, too.
 constexpr bool takes_masked_kernels(const Problem& p) { return is_masked(p) || p.dropout_p != 0; }
 

@@ -182,7 +182,12 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
             found |= kernels(q, k, k, "H200", "hopper", backward=True, **given)
         found |= gradients_of_mask(q, k, added)
     q, k = empty(dtype, 2, 64, 1024, 256), empty(dtype, 2, 64, 200, 256)
+    found |= kernels(q, k, k, "H200", "hopper", backward=True, **dense)
     found |= kernels(q, k, k, "H200", "hopper", **dense)
+    found |= gradients_of_mask(q, k, {"attn_mask": empty(dtype, 1024, 200)})
+    for d in (64, 128, 256):  # of few rows
+        q, k = empty(dtype, 2, 8, 1, d), empty(dtype, 2, 2, 4096, d)
+        found |= kernels(q, k, k, "H200", attn_mask=empty(dtype, 4096))
     for d, kind in itertools.product((64, 128, 256), (dtype, torch.float32)):  # added for all heads
         q, k = empty(dtype, 4, 16, 1024, d), empty(dtype, 4, 16, 1024, d)
         found |= kernels(q, k, k, "H200", "hopper", attn_mask=empty(kind, 1024, 1024))

@@ -295,6 +295,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     word = DTYPES[dtype]
     images = ("fwd", "fwd_small", "dense", "dense_small", "decode", "shares")
     built = set().union(*(kernels_built(f"ampere/{image}_{word}") for image in images))
+    keys = torch.empty(8192, dtype=torch.bool, device="meta")
     chosen = {
         name
         for device in DEVICES
@@ -320,11 +321,12 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
             call(dtype, nq=17, nk=8192, d=dims[0], dv=dims[1]),
             call(dtype, nq=17, nk=77, d=dims[0], dv=dims[1]),
             call(dtype, nq=1, nk=8192, d=dims[0], dv=dims[1]),
+            call(dtype, nq=1, nk=8192, d=dims[0], dv=dims[1], attn_mask=keys),
         )
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 62
+    assert len(built) == 65
 
 
 # --- every query sees every key ---

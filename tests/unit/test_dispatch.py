@@ -931,7 +931,7 @@ def test_gradients_of_dense_masks_go_to_hopper_where_it_has_them() -> None:
         ("H200", 128, keep[:1], "hopper"),
         ("H200", 128, keep.bfloat16(), "hopper"),
         ("H200", 128, keep.bfloat16()[:, :1], "hopper"),  # TMA cannot read it
-        ("H200", 192, keep, "torch"),
+        ("H200", 192, keep, "hopper"),
         ("A100", 64, keep, "torch"),
     ):
         call = problem(torch.bfloat16, grad=True, nq=2048, nk=2048, d=d, attn_mask=mask)
@@ -1690,11 +1690,8 @@ def test_few_rows_of_a_dense_mask_are_read_by_our_kernels(gpu: str, dtype: torch
 def test_who_reads_few_rows_of_a_mask_on_hopper_and_in_how_many_shares(dtype: torch.dtype) -> None:
     """As was measured: as many as fill the GPU once, and none where rows of tiles do."""
     for batch, heads, rows, nk, d, tile, least, most in (
-        (1, 8, 1, 4096, 64, "d64_masked", 16, 64),
-        (1, 8, 1, 8192, 128, "d128_masked", 16, 64),
-        (8, 12, 1, 512, 64, "d64_masked", 2, 2),
-        (64, 8, 1, 256, 64, "d64_masked", 1, 1),
         (1, 12, 32, 1000, 64, "d64_masked", 8, 16),
+        (1, 4, 20, 4096, 128, "d128_masked", 16, 64),
         (4, 8, 64, 512, 64, "", 1 if dtype == torch.bool else 4, 8),
     ):
         q, k = (
@@ -1706,10 +1703,25 @@ def test_who_reads_few_rows_of_a_mask_on_hopper_and_in_how_many_shares(dtype: to
         assert decision.plan is not None
         assert decision.plan.tile.name == (tile or decision.plan.tile.name)
         assert least <= decision.plan.tile.splits <= most
-    q, k = (torch.empty(1, 16, n, 256, dtype=torch.bfloat16, device="meta") for n in (1, 2048))
-    mask = torch.empty(1, 1, 1, 2048, dtype=dtype, device="meta")
-    wide = archflash.explain(q, k, k, device="H200", attn_mask=mask).chosen
-    assert wide == ("hopper" if dtype == torch.bool else "ampere")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_a_mask_that_fit_a_tile_of_16_decode(dtype: torch.dtype) -> None:
+    """Those of heads that share a head of k together, beside keys for each warp."""
+
+    def chosen(rows: int, heads: int, nk: int, d: int = 64, gpu: str = "H200") -> tuple[str, str]:
+        q = torch.empty(2, heads, rows, d, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(2, 2, nk, d, dtype=torch.bfloat16, device="meta")
+        mask = torch.empty(2, 1, rows, nk, dtype=dtype, device="meta")
+        decision = archflash.explain(q, k, k, device=gpu, attn_mask=mask)
+        assert decision.plan is not None
+        return decision.chosen, decision.plan.tile.name
+
+    for d, size in ((64, 64), (96, 128), (256, 256)):
+        assert chosen(1, 8, 4096, d) == chosen(3, 6, 300, d) == ("ampere", f"d{size}_decode_masked")
+    assert chosen(1, 2, 17) == chosen(1, 2, 301, gpu="A100") == ("ampere", "d64_decode_masked")
+    assert chosen(16, 2, 4096)[1] == "d64_decode_masked"
+    assert chosen(17, 2, 4096)[0] == chosen(3, 12, 4096)[0] == chosen(2, 2, 100)[0] == "hopper"
 
 
 @pytest.mark.parametrize(("gpu", "measured"), [("A100", False), ("H200", True)])

@@ -37,7 +37,7 @@ def test_an_rtx_5090_gets_its_own_kernels_and_those_for_repeated_rows(dtype: tor
     expected |= {f"ampere_combine_{word}", f"ampere_combine_{word}_decode"}
     of_caches = ("cache", "cache_fp8", "decode")
     expected |= {f"ampere_attention_fwd_{word}_d128_{name}" for name in of_caches}
-    of_options = ("masked", "dropout", "gather")
+    of_options = ("masked", "decode_masked", "dropout", "gather")
     expected |= {f"ampere_attention_fwd_{word}_d128_{name}" for name in of_options}
     expected.add(f"blackwell_consumer_attention_fwd_{word}_d128_table")
     expected |= {f"ampere_append_{word}{of}" for of in ("", "_fp8")}

@@ -233,12 +233,31 @@ def dense_mask_of_few_rows(problem: _native.Problem) -> bool:
     return dense_mask_alone(problem) and problem.nq <= _FEW_ROWS_OF_A_MASK
 
 
+def decodes_with_mask(problem: _native.Problem) -> bool:
+    """Whether the kernels for decoding of `ampere` serve a call with an attn_mask: its rows that
+    share a head of k and v fit their tiles, and warps that share out the keys have some each.
+    """
+    if not dense_mask_alone(problem) or problem.dtype not in ("float16", "bfloat16"):
+        return False
+    if problem.varlen or problem.kv_cache or problem.alibi_slopes or problem.batch_invariant:
+        return False
+    if problem.needs_grad or problem.out_dtype != problem.dtype:
+        return False
+    rows, heads = problem.nq, problem.heads_q // max(problem.heads_kv, 1)
+    tile_rows = (1 << (rows - 1).bit_length()) * (1 << (heads - 1).bit_length())
+    few_keys = 128 if rows > 1 else 16
+    return tile_rows <= 16 and problem.nk > few_keys and max(problem.d, problem.dv) <= 256
+
+
 def _kernels_in_order(
     problem: _native.Problem, capability: tuple[int, int] | None, measured: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Our kernels, in the order of the measured speeds; those that take the dtype come first."""
     home = capability if _has_tiles_for_8_9(problem) else None
-    return _in_order(problem.dtype, home, measured)
+    names = _in_order(problem.dtype, home, measured)
+    if capability is None or not decodes_with_mask(problem):
+        return names
+    return tuple(sorted(names, key=lambda name: _registry.uses_own_instructions(name, capability)))
 
 
 @lru_cache(maxsize=1024)

@@ -17,5 +17,11 @@ using namespace archflash::ampere;
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), mma_sync::decode_fwd, D64Decode<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), mma_sync::decode_fwd, D128Decode<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), mma_sync::decode_fwd, D256Decode<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode_masked), mma_sync::decode_fwd,
+                 D64MaskedDecode<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode_masked), mma_sync::decode_fwd,
+                 D128MaskedDecode<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode_masked), mma_sync::decode_fwd,
+                 D256MaskedDecode<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(ampere_combine, decode), (32 * COMBINE_WARPS),
                 device::combine_shares<DTYPE, mma_sync::CombineUnlikeParams>)

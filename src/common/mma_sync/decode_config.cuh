@@ -31,6 +31,7 @@ struct DecodeConfig {
   static constexpr bool CAN_SPLIT = true;
   static constexpr bool CACHE = true;
   static constexpr bool FP8_CACHE = FP8_CACHE_;
+  static constexpr bool MASKED = false;  // takes attn_mask
   static constexpr int ELEMENT_BYTES = FP8_CACHE ? 1 : 2;
 
   // What device/online_softmax.cuh needs to know of a warp.
@@ -65,6 +66,12 @@ struct DecodeConfig {
   static_assert(BLOCK_Q * OUT_STRIDE * 4 <= WARP_BYTES, "a warp's outputs fit its stages");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0, 10.0)");
+};
+
+// A DecodeConfig for calls with attn_mask.
+template <class Base>
+struct MaskedDecodeConfig : Base {
+  static constexpr bool MASKED = true;
 };
 
 // A DecodeConfig for a cache of 8-bit numbers.

@@ -31,6 +31,7 @@
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/decode_config.cuh"
 #include "common/mma_sync/decode_copies.cuh"
+#include "common/mma_sync/decode_masks.cuh"
 #include "common/mma_sync/decode_merge.cuh"
 #include "common/mma_sync/decode_params.h"
 #include "common/mma_sync/decode_products.cuh"
@@ -82,7 +83,7 @@ __device__ __forceinline__ void add_alibi(device::Scores<typename C::Warp>& s_rm
 }
 
 template <class C>
-__device__ __forceinline__ void decode_fwd(const DecodeParams& params) {
+__device__ __forceinline__ void decode_fwd(const DecodeParamsOf<C>& params) {
   extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
   using Warp = typename C::Warp;
   static_assert(sizeof(DecodeContext) <= C::CONTEXT_BYTES);
@@ -161,6 +162,10 @@ __device__ __forceinline__ void decode_fwd(const DecodeParams& params) {
   };
 #pragma unroll
   for (int stage = 0; stage < C::STAGES - 1; ++stage) start_next();
+  // The mask of the group that is read, and of the next one.
+  [[maybe_unused]] const DecodeMasks<C> masks(params, cta);
+  [[maybe_unused]] typename DecodeMasks<C>::Elements mask, next_mask;
+  if constexpr (C::MASKED) masks.load(next_mask, key);
 
   const DecodeQuery<C> query(attention, cta, shared);
   if (!C::Q_IN_REGISTERS) __syncthreads();  // all warps have stored their part of Q
@@ -187,6 +192,10 @@ __device__ __forceinline__ void decode_fwd(const DecodeParams& params) {
     ptx::cp_async_wait_group<C::STAGES - 2>();
     __syncwarp();
     start_next();
+    if constexpr (C::MASKED) {
+      mask = next_mask;
+      masks.load(next_mask, key + C::BLOCK_K);
+    }
 
     const device::RaiseLimits<Warp> limits(state);
     device::Scores<Warp> s_rmem;
@@ -203,24 +212,33 @@ __device__ __forceinline__ void decode_fwd(const DecodeParams& params) {
       }
       if (attention.rule.softcap != 0.0f)
         device::transform_scores<Warp>(s_rmem, ScoreRule{1.0f, attention.rule.softcap});
-    } else if (attention.transform_scores) {
+    } else if (C::MASKED || attention.transform_scores) {
       device::transform_scores<Warp>(s_rmem, attention.rule);
     }
-    if (params.slopes.gmem != nullptr) add_alibi<C>(s_rmem, params, cta, key);
+    if constexpr (C::MASKED) {
+      masks.apply(s_rmem, mask);
+    } else if (params.slopes.gmem != nullptr) {
+      add_alibi<C>(s_rmem, params, cta, key);
+    }
     if (key < all_first || key + C::WARP_KEYS - 1 > all_last) {
       for (int r = 0; r < 2; ++r) {
         const int row = first_row + packed.row(lane / 4 + 8 * r);
         device::mask_row<Warp>(s_rmem, visible.of_row(row), 0, r, 0, key + lane % 4 * 2);
       }
     }
+    uint32_t seen = 0;
+    if constexpr (C::MASKED) seen = masks.keys_of_warp(s_rmem);
     const float exp2_scale =
         device::update_row_max<Warp>(s_rmem, state, o_rmem, attention.exp2_scale, &limits);
     device::Probabilities<Warp> p_rmem;
     device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+    const auto correct = [&](uint32_t (&v_rmem)[4], int k) {
+      if constexpr (C::MASKED) clear_unseen_values(v_rmem, seen, k);
+    };
     if (C::FP8_CACHE && !e4m3) {
-      multiply_decode_pv<C, DType::E5M2>(o_rmem, p_rmem, v_lane + read);
+      multiply_decode_pv<C, DType::E5M2>(o_rmem, p_rmem, v_lane + read, correct);
     } else {
-      multiply_decode_pv<C, DType::E4M3>(o_rmem, p_rmem, v_lane + read);
+      multiply_decode_pv<C, DType::E4M3>(o_rmem, p_rmem, v_lane + read, correct);
     }
     read = read == (C::STAGES - 1) * C::STAGE_BYTES ? 0 : read + C::STAGE_BYTES;
   }

@@ -7,6 +7,7 @@
 #include "common/attention_params.h"
 #include "common/device/attention_work.cuh"
 #include "common/device/few_rows.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/device/quad.cuh"
 #include "common/mma_sync/decode_config.cuh"
@@ -95,9 +96,11 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const D
     if (sum == 0.0f) return;  // the combining kernel does not read the outputs
     partial_gmem = partials.rows_gmem + index * attention.dv;
   } else {
-    const device::RowEnd end =
-        device::finish_row(sum == 0.0f ? device::MINUS_INFINITY : base * device::LN_2, sum,
-                           device::load_sink(attention, row.head));
+    const float sink = device::load_sink(attention, row.head);
+    device::RowEnd end =
+        device::finish_row(sum == 0.0f ? device::MINUS_INFINITY : base * device::LN_2, sum, sink);
+    if (C::MASKED && sum != 0.0f && device::sees_lowest(base, sink))
+      end.lse = device::lse_of_lowest(sum);
     if (attention.lse_gmem != nullptr && thread_of_row == 0)
       attention.lse_gmem[row.lse_index(attention)] = end.lse;
     factor *= end.factor;

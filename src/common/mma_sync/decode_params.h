@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/mma_sync/params.h"
 
@@ -19,6 +20,16 @@ struct DecodeParams : CacheParams {
   int32_t share_ctas;
 };
 static_assert(sizeof(DecodeParams) == DecodeParams::SHARES + 16);
+
+struct MaskedDecodeParams : DecodeParams {
+  MaskParams masks;  // attn_mask alone
+  static constexpr size_t MASKS = sizeof(DecodeParams);
+};
+static_assert(sizeof(MaskedDecodeParams) == MaskedDecodeParams::MASKS + sizeof(MaskParams));
+
+// The parameter of the kernel with Config C.
+template <class C>
+using DecodeParamsOf = std::conditional_t<C::MASKED, MaskedDecodeParams, DecodeParams>;
 
 // The parameter of the combining kernel of such calls.
 struct CombineUnlikeParams : CombineSharesParams {

@@ -52,11 +52,13 @@ __device__ __forceinline__ void multiply_decode_qk(device::Scores<typename C::Wa
 }
 
 // O += P V of a warp's keys. For an FP8 cache o_rmem[0][2j] has the even columns of the 16 from 16j
-// on, o_rmem[0][2j + 1] the odd ones.
-template <class C, DType FORMAT>
+// on, o_rmem[0][2j + 1] the odd ones. correct(v_rmem, k) may change the fragments of the number k
+// of 16 keys.
+template <class C, DType FORMAT, class Correct>
 __device__ __forceinline__ void multiply_decode_pv(
     device::Outputs<typename C::Warp>& o_rmem,
-    const device::Probabilities<typename C::Warp>& p_rmem, uint32_t v_smem) {
+    const device::Probabilities<typename C::Warp>& p_rmem, uint32_t v_smem,
+    const Correct& correct) {
   using Tile = typename C::Tile;
 #pragma unroll
   for (int chunk = 0; chunk < Tile::CHUNKS; chunk += 2) {
@@ -66,6 +68,7 @@ __device__ __forceinline__ void multiply_decode_pv(
       // Keys 0 to 7 and 8 to 15 of the first chunk, then of the second.
       uint32_t v_rmem[4];
       ptx::ldmatrix_x4_trans(v_rmem, Tile::advance(v_smem, chunk) + k * 16 * Tile::ROW_BYTES);
+      correct(v_rmem, k);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (C::FP8_CACHE) {

@@ -157,6 +157,17 @@ void add_masks(Launch& attention, const Problem& problem) {
   add_pointers(attention, core::mask_pointers(problem, offsetof(MaskedCacheParams, masks)));
 }
 
+// Tells the kernel of decode_fwd.cuh of attn_mask.
+void add_mask_of_rows(Launch& attention, const Problem& problem) {
+  MaskedDecodeParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params), attention.params.data(), attention.params.size());
+  core::transform_scores_to_base_2(problem, params.attention);
+  params.masks = core::mask_params(problem);
+  attention.params = core::bytes(params);
+  add_pointers(attention, core::mask_pointers(problem, MaskedDecodeParams::MASKS));
+}
+
 // Turns the parameters of the launches of decode_fwd.cuh and of its combining kernel into theirs.
 template <class Params>
 Params& longer(Launch& launch, Params& params) {
@@ -274,6 +285,7 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   add_descale(1, Operand::KDescale, offsetof(CacheParams, k_descale));
   add_descale(2, Operand::VDescale, offsetof(CacheParams, v_descale));
   if (decodes) add_share_ctas(plan, share_ctas);
+  if (decodes && problem.mask != 0) add_mask_of_rows(plan.launches[0], problem);
   return plan;
 }
 
