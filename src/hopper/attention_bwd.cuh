@@ -97,8 +97,8 @@ __device__ __forceinline__ void find_work(const BackwardKernelParams& params, in
   const TileOfCta tile = find_tile<C>(params, number);
   const int shares = params.shares;
   const int index = shares > 1 ? tile.index / shares : tile.index;
-  const BackwardWork found =
-      device::find_backward_work<Owns::Keys, C::ROWS>(params.backward.attention, index);
+  const BackwardWork found = device::find_backward_work<Owns::Keys, C::ROWS, C::UNEVEN_SHARES>(
+      params.backward.attention, index);
   if (threadIdx.x % 32 != 0) return;
   if (found.first_row < 0) {
     work.first_row = found.first_row;
@@ -131,7 +131,8 @@ template <class C>
 __device__ __forceinline__ bool take_next_tile(const BackwardKernelParams& params,
                                                const BackwardBarriers<C>& barriers,
                                                const RingPosition<C::TILE_STAGES>& position,
-                                               CtaWork& work) {
+                                               unsigned char* shared) {
+  CtaWork& work = work_of<C>(shared, position.stage);
   __builtin_assume(params.backward.attention.cu_seqlens_q_gmem == nullptr);
   __builtin_assume(params.backward.attention.cu_seqlens_k_gmem == nullptr);
   const int number = take_number<C>(params);
@@ -139,6 +140,11 @@ __device__ __forceinline__ bool take_next_tile(const BackwardKernelParams& param
   const bool any = number < params.tiles;
   if (any) {
     find_work<C>(params, number, work);
+    if constexpr (C::COUNTS_BLOCKS) {
+      const auto& before = static_cast<CountedWork&>(work_of<C>(shared, position.stage ^ 1));
+      if (ptx::mov_tid_x_volatile() % 32 == 0)
+        static_cast<CountedWork&>(work).blocks_before = before.blocks_before + before.blocks;
+    }
   } else if (threadIdx.x % 32 == 0) {
     work.first_row = -1;
   }
@@ -162,6 +168,13 @@ __device__ __forceinline__ void load(const BackwardParamsOf<C>& all_params, unsi
     const CtaWork& work = work_of<C>(shared, tile.stage);
     if constexpr (C::HANDS_KEYS_BACK)  // the first one of two tiles has stage 0
       ptx::mbarrier_wait_parity(barriers.keys_empty(), tile.stage ^ 1);
+    [[maybe_unused]] const auto wait_for_values = [&] {
+      ptx::mbarrier_wait_parity(barriers.values_empty(), tile.stage ^ 1);
+    };
+    if constexpr (C::COUNTS_BLOCKS) {
+      position.q_ring = ring_behind<C::Q_STAGES>(blocks_before<C>(work));
+      position.dout_ring = ring_behind<C::DOUT_STAGES>(blocks_before<C>(work));
+    }
     if (!C::STAYS || work.blocks > 0) {
       const device::KeyStage keys{k_offset<C>(tile.stage), v_offset<C>(tile.stage),
                                   barriers.k_full(tile.stage), barriers.v_full(tile.stage)};
@@ -170,16 +183,23 @@ __device__ __forceinline__ void load(const BackwardParamsOf<C>& all_params, unsi
             params, work, shared, shared_smem, barriers, keys, position, [&](int head, int row) {
               load_elements<C>(all_params, work, shared_smem, masks++, head, row);
             });
+      } else if constexpr (C::HANDS_VALUES_BACK) {
+        // Between the first Q and V. Behind the next Q of the tile there is nothing to wait for.
+        device::load_rounds<C>(params, work, shared, shared_smem, barriers, keys, position,
+                               [&](int, int) { wait_for_values(); });
       } else {
         device::load_rounds<C>(params, work, shared, shared_smem, barriers, keys, position);
       }
-    } else if (ptx::elect_sync()) {  // the consumers count its phases, too
-      ptx::mbarrier_arrive(barriers.k_full(tile.stage));
-      ptx::mbarrier_arrive(barriers.v_full(tile.stage));
+    } else {
+      if constexpr (C::HANDS_VALUES_BACK) wait_for_values();
+      if (ptx::elect_sync()) {  // the consumers count its phases, too
+        ptx::mbarrier_arrive(barriers.k_full(tile.stage));
+        ptx::mbarrier_arrive(barriers.v_full(tile.stage));
+      }
     }
     if (!takes_more<C>(params)) break;
     tile.advance();
-    if (!take_next_tile<C>(params, barriers, tile, work_of<C>(shared, tile.stage))) break;
+    if (!take_next_tile<C>(params, barriers, tile, shared)) break;
   }
 }
 
@@ -208,7 +228,7 @@ __device__ __forceinline__ void load_terms(const BackwardParamsOf<C>& all_params
 template <class C>
 __device__ __forceinline__ void begin_backward(const BackwardKernelParams& params,
                                                unsigned char* shared) {
-  static_assert(sizeof(CtaWork) <= C::WORK_BYTES);
+  static_assert(sizeof(CountedWork) <= C::WORK_BYTES);
   // This kernel has started early: its warps wait where they use what the one before has written,
   // and in each CTA one does, so that this kernel ends behind that one. The inputs were there
   // before that one began.
@@ -227,6 +247,9 @@ __device__ __forceinline__ void begin_backward(const BackwardKernelParams& param
     if (threadIdx.x == 0) work_of<C>(shared).first_row = -1;
   } else {
     find_work<C>(params, number, work_of<C>(shared));
+    if constexpr (C::COUNTS_BLOCKS) {
+      if (threadIdx.x == 0) static_cast<CountedWork&>(work_of<C>(shared)).blocks_before = 0;
+    }
   }
 }
 

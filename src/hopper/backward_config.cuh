@@ -85,9 +85,12 @@ struct BackwardConfig {
   static constexpr bool WRITES_DQ = VARIANT.writes_dq;
   static constexpr bool ENDS_DQ = VARIANT.ends_dq;
   static constexpr int TILE_STAGES = VARIANT.tile_stages;
+  static constexpr int TILE_WARPS = WARPS + 3;  // those of the terms and of dQ, too
   static constexpr bool STAYS = TILE_STAGES > 1;
   static constexpr int KEY_STAGES = VARIANT.key_stages;
   static constexpr bool HANDS_KEYS_BACK = KEY_STAGES < TILE_STAGES;
+  static constexpr bool HANDS_VALUES_BACK = false;
+  static constexpr bool COUNTS_BLOCKS = false;
   static constexpr bool SWAPS_KEYS = VARIANT.swaps_keys;
   static_assert(KEY_STAGES == TILE_STAGES || (KEY_STAGES == 1 && TILE_STAGES == 2));
 
@@ -95,6 +98,8 @@ struct BackwardConfig {
   static constexpr bool LEAVES_OUT_KEYS = WARPGROUPS == 2 && !VARIANT.softcap && !VARIANT.drops &&
                                           !VARIANT.lists_rounds && !VARIANT.adds_mask &&
                                           !VARIANT.ends_dq && !VARIANT.swaps_keys;
+  // Query heads are shared out in parts of which the last one may be smaller.
+  static constexpr bool UNEVEN_SHARES = LEAVES_OUT_KEYS;
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
   static constexpr int THREADS = CONSUMER_THREADS + WARPGROUP;
   static constexpr int CTAS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
@@ -170,6 +175,8 @@ struct WideBackwardVariant {
   int weights_registers, keys_registers, queries_registers;
   bool reads_mask = false;  // as in BackwardVariant, without turns
   bool mask_gradient = false;
+  // CTAs stay: K of the next tile comes while this one is computed, and V while dK is written.
+  bool stays = false;
 };
 
 // The numbers of a kernel for larger head dimensions (wide_bwd.cuh). A CTA owns 64 keys of a head,
@@ -202,12 +209,17 @@ struct WideBackwardConfig {
   static constexpr bool LISTS_ROUNDS = READS_MASK;
   static constexpr bool MASK_GRADIENT = VARIANT.mask_gradient;
   static constexpr bool ADDS_MASK = false;
-  static constexpr bool STAYS = false;
+  static constexpr bool STAYS = VARIANT.stays;
   static constexpr bool SWAPS_KEYS = false;
   static constexpr bool ENDS_DQ = false;
   static constexpr bool HANDS_KEYS_BACK = false;
-  static constexpr int TILE_STAGES = 1;
-  static constexpr int TILE_BARRIERS = 2 * TILE_STAGES + 1;
+  static constexpr bool HANDS_VALUES_BACK = STAYS;
+  static constexpr bool UNEVEN_SHARES = true;
+  static constexpr bool COUNTS_BLOCKS = STAYS;  // CtaWork says how many blocks came before
+  static constexpr int TILE_STAGES = STAYS ? 2 : 1;
+  // The consumers, the warp of the terms, and those of the turns.
+  static constexpr int TILE_WARPS = 15;
+  static constexpr int TILE_BARRIERS = (STAYS ? 4 : 2) * TILE_STAGES + HANDS_VALUES_BACK + 1;
 
   static constexpr int THREADS = 4 * WARPGROUP;  // weights, keys, queries, producers
   static constexpr int CTAS_PER_SM = 1;
@@ -240,7 +252,7 @@ struct WideBackwardConfig {
   // Shared memory, in bytes: K | V | ring of Q | ring of dO | ring of dS | ring of P | terms |
   // barriers | work.
   static constexpr int K_SMEM = 0;
-  static constexpr int V_SMEM = K_SMEM + KTile::BYTES;
+  static constexpr int V_SMEM = K_SMEM + TILE_STAGES * KTile::BYTES;
   static constexpr int Q_SMEM = V_SMEM + VTile::BYTES;
   static constexpr int DOUT_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
   static constexpr int DS_SMEM = DOUT_SMEM + DOUT_STAGES * DoutTile::BYTES;
@@ -248,13 +260,13 @@ struct WideBackwardConfig {
   static constexpr int TERMS_SMEM = P_SMEM + P_STAGES * P_BYTES;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
-  // One barrier each for K, for V and for the bytes of a ragged block; two, full and empty, for
-  // each stage of the four rings, and for each stage of turns.
+  // Those of tiles, as in BackwardConfig, with one at which V is handed back; two, full and empty,
+  // for each stage of the four rings, and for each stage of turns.
   static constexpr int BARRIERS =
-      3 + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES + TURN_STAGES);
+      TILE_BARRIERS + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES + TURN_STAGES);
   static constexpr int WORK_BYTES = 128;  // of device::CtaWork
   static constexpr int WORK_SMEM = (BARRIER_SMEM + 8 * BARRIERS + 15) / 16 * 16;
-  static constexpr int SHARED_BYTES = WORK_SMEM + WORK_BYTES;
+  static constexpr int SHARED_BYTES = WORK_SMEM + TILE_STAGES * WORK_BYTES;
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
@@ -406,9 +418,10 @@ constexpr WideBackwardVariant BACKWARD_D192 = {.head_dim = 192,
                                                .q_stages = 3,
                                                .dout_stages = 3,
                                                .part_columns = 192,
-                                               .weights_registers = 160,
+                                               .weights_registers = 152,
                                                .keys_registers = 176,
-                                               .queries_registers = 152};
+                                               .queries_registers = 152,
+                                               .stays = true};
 constexpr WideBackwardVariant BACKWARD_D256 = {.head_dim = 256,
                                                .head_dim_v = 256,
                                                .q_stages = 2,

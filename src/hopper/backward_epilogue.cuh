@@ -15,7 +15,8 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<Tile>& x_rmem,
                                                const GradientParams& gradient, const CtaWork& work,
                                                int columns, float factor) {
   // A CTA that stays has no register to keep this in from tile to tile.
-  const unsigned thread = C::HANDS_KEYS_BACK ? ptx::mov_tid_x_volatile() : threadIdx.x;
+  const unsigned thread =
+      C::HANDS_KEYS_BACK || C::HANDS_VALUES_BACK ? ptx::mov_tid_x_volatile() : threadIdx.x;
   const int lane = thread % 32;
   const int warp = static_cast<int>(thread) / 32 % C::KEY_WARPS;
   const int first = work.first_row + warp * C::WARP_ROWS + lane / 4;
@@ -28,6 +29,8 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<Tile>& x_rmem,
     for (int r = 0; r < 2; ++r) {
       uint16_t* const row_gmem =
           static_cast<uint16_t*>(gradient.gmem) + start + 8 * r * gradient.row;
+      uint32_t end = columns;  // compared anew for each row: no register is left for the answers
+      if constexpr (C::COUNTS_BLOCKS) ptx::registers_change<1>(&end);
 #pragma unroll
       for (int n = 0; n < Tile::COLUMNS / 8; n += 4) {
         uint32_t words[4];
@@ -38,7 +41,7 @@ __device__ __forceinline__ void store_gradient(const KeyGradient<Tile>& x_rmem,
         }
         device::transpose_in_quad(words);
         const int column = 8 * (n + lane % 4);
-        if (first + 8 * r < work.own_rows && column < columns)
+        if (first + 8 * r < work.own_rows && column < static_cast<int>(end))
           ptx::st_global_v4_b32(row_gmem + column, words[0], words[1], words[2], words[3]);
       }
     }

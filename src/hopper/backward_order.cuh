@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/device/attention_work.cuh"
+#include "common/device/backward_work.cuh"
 #include "common/device/uniform.cuh"
 #include "common/device/varlen_tiles.cuh"
 #include "hopper/backward_params.h"
@@ -105,7 +106,8 @@ template <class C>
 __device__ __forceinline__ TileOfCta find_tile(const BackwardKernelParams& params, int index) {
   const AttentionParams& attention = params.backward.attention;
   if (attention.cu_seqlens_k_gmem != nullptr) return find_packed_tile<C>(params, index);
-  const int heads = attention.batch * (attention.heads_q / attention.heads_per_kv) * params.shares;
+  const int heads =
+      attention.batch * device::heads_of_ctas<C::UNEVEN_SHARES>(attention) * params.shares;
   if (params.group_heads >= heads && params.tiles_in_a_row == 1) return {index, false};
   const int tiles = (attention.nk + C::ROWS - 1) / C::ROWS;
   const TileInGroups found(index, heads, tiles, params.group_heads, params.tiles_in_a_row);

@@ -74,7 +74,8 @@ __device__ __forceinline__ bool takes_more(const BackwardKernelParams& params) {
 //     V have one stage                                             and V before those of the next
 //                                                                  tile come (with SWAPS_KEYS K)
 //   values_empty, with       each consumer warp    loader          every warp's products have read V
-//     SWAPS_KEYS                                                   before the next K comes
+//     SWAPS_KEYS, or where     that multiplies it                  before the next K comes, or the
+//     V alone has one stage                                        next V
 //   q_full of each stage     loader, bytes;        consumers       Q has landed, and its terms are
 //                            terms warp                            there
 //   q_empty of each stage    each consumer warp    loader, terms   every warp's products have read Q,
@@ -123,7 +124,9 @@ struct BackwardBarriers {
     return tile_full(C::TILE_STAGES) + 8 * stage;
   }
   __device__ __forceinline__ uint32_t keys_empty() const { return tile_empty(C::TILE_STAGES); }
-  __device__ __forceinline__ uint32_t values_empty() const { return keys_empty() + 8; }
+  __device__ __forceinline__ uint32_t values_empty() const {
+    return keys_empty() + (C::HANDS_VALUES_BACK ? 0 : 8);
+  }
   __device__ __forceinline__ uint32_t ds_full(int stage) const {
     return first_smem + 8 * C::TILE_BARRIERS + 8 * stage;
   }
@@ -162,12 +165,12 @@ struct BackwardBarriers {
       ptx::mbarrier_init(v_full(stage), 1);
       if constexpr (C::STAYS) {
         ptx::mbarrier_init_for_warps(tile_full(stage), 1);
-        // The consumers, the warp of the terms, and those that add dQ.
-        ptx::mbarrier_init_for_warps(tile_empty(stage), C::WARPS + 3);
+        ptx::mbarrier_init_for_warps(tile_empty(stage), C::TILE_WARPS);
       }
     }
     if constexpr (C::HANDS_KEYS_BACK) ptx::mbarrier_init_for_warps(keys_empty(), C::WARPS);
     if constexpr (C::SWAPS_KEYS) ptx::mbarrier_init_for_warps(values_empty(), C::WARPS);
+    if constexpr (C::HANDS_VALUES_BACK) ptx::mbarrier_init_for_warps(values_empty(), C::KEY_WARPS);
     ptx::mbarrier_init(ragged(), 1);
     for (int stage = 0; stage < C::Q_STAGES; ++stage) {
       // The warp of the terms, and the loader.
@@ -181,6 +184,21 @@ struct BackwardBarriers {
   }
 };
 
+// What a CTA that stays works on, with COUNTS_BLOCKS.
+struct CountedWork : CtaWork {
+  int blocks_before;  // of its tiles before
+};
+
+// The blocks of the tiles before; and a position of a ring that goes on from tile to tile.
+template <class C>
+__device__ __forceinline__ int blocks_before(const CtaWork& work) {
+  return C::COUNTS_BLOCKS ? uniform(static_cast<const CountedWork&>(work).blocks_before) : 0;
+}
+template <int STAGES>
+__device__ __forceinline__ RingPosition<STAGES> ring_behind(uint32_t blocks) {
+  return {static_cast<int>(blocks % STAGES), blocks / STAGES % 2};
+}
+
 // Where K and V of a tile lie, whose stage is `tile_stage`.
 template <class C>
 __device__ __forceinline__ int k_offset(int tile_stage) {
@@ -190,7 +208,8 @@ __device__ __forceinline__ int k_offset(int tile_stage) {
 template <class C>
 __device__ __forceinline__ int v_offset(int tile_stage) {
   if constexpr (C::SWAPS_KEYS) return tile_stage == 0 ? C::V_SMEM : C::K_SMEM;
-  return C::V_SMEM + (C::HANDS_KEYS_BACK ? 0 : tile_stage) * C::VTile::BYTES;
+  return C::V_SMEM +
+         (C::HANDS_KEYS_BACK || C::HANDS_VALUES_BACK ? 0 : tile_stage) * C::VTile::BYTES;
 }
 
 // Calls each(work, position) for each tile of the CTA, where `position` is that of K, V and of
@@ -212,7 +231,11 @@ __device__ __forceinline__ void for_each_tile(const BackwardKernelParams& params
         if (work_of<C>(shared, position.stage).first_row < 0) return;
       }
       each(work_of<C>(shared, position.stage), position);
-      if (!takes_more<C>(params)) return;
+      if constexpr (C::COUNTS_BLOCKS) {  // asked anew: no register is left to keep the answer
+        if (params.tiles <= ptx::mov_nctaid_x_volatile()) return;
+      } else {
+        if (!takes_more<C>(params)) return;
+      }
       release(barriers.tile_empty(position.stage));
     }
   }

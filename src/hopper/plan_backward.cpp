@@ -96,6 +96,7 @@ core::RowShares whole_rows(const Problem& call, const BackwardTile& tile) {
 struct Shares {
   int64_t heads;
   core::RowShares rows;
+  int64_t heads_of_share;  // at most
   int64_t all() const { return heads * rows.shares; }
 };
 
@@ -112,6 +113,7 @@ Problem with_shared_heads(const Problem& call, int64_t head_shares) {
 Shares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
   constexpr int64_t MANY_WAVES = 4, MOST_WAVES = 5;  // of CTAs, before and behind
   constexpr double OF_ROWS = 1.1;                    // of the time, since they add to the same sums
+  constexpr int64_t MANY_ROWS = 1024;
   constexpr int64_t FLOAT = sizeof(float);
   const int64_t share_bytes = core::share_bytes(call);
   Problem one = call;  // sequence
@@ -120,9 +122,12 @@ Shares share_out(const Problem& call, const BackwardTile& tile, const Device& de
     one.nk = core::ceil_div(call.nk, std::max<int64_t>(call.batch, 1));
     one.q_offset = one.nk - one.nq;
   }
-  Shares best{1, whole_rows(call, tile)};
-  const core::RowShares whole = whole_rows(one, tile);
   const int64_t group = call.heads_q / std::max<int64_t>(call.heads_kv, 1);
+  Shares best{1, whole_rows(call, tile), group};
+  const core::RowShares whole = whole_rows(one, tile);
+  // CTAs count the query heads of one head of K alone.
+  const bool takes_uneven = tile.takes_uneven_shares && call.heads_kv == 1 && !call.varlen &&
+                            call.softcap == 0 && call.dropout_p == 0;
   const int64_t heads = call.batch * call.heads_kv;
   const int64_t ctas = heads * core::ceil_div(one.nk, tile.rows);
   const int64_t most_rows = call.varlen ? 1 : whole.rows / tile.round_rows;
@@ -130,11 +135,16 @@ Shares share_out(const Problem& call, const BackwardTile& tile, const Device& de
   // They take no more memory than a part of the sums of dQ, and the gradients of each query head.
   const int64_t rows = (call.varlen ? 1 : call.batch) * call.nq;
   int64_t most_bytes = call.heads_q * rows * call.d * FLOAT / 4;
+  // Many rows that leave half of the SMs idle: twice the sums.
+  if (call.nq >= MANY_ROWS && 2 * ctas <= device.sm_count) most_bytes *= 8;
   if (group > 1) most_bytes += share_bytes * group;
   double best_time = 0;
   for (int64_t of_heads = 1; of_heads <= group; ++of_heads) {
     // Where K comes to where V was, the loader knows of no shared heads.
-    if (group % of_heads != 0 || (of_heads > 1 && tile.swaps_keys)) continue;
+    if (of_heads > 1 && tile.swaps_keys) continue;
+    const int64_t of_share = core::ceil_div(group, of_heads);
+    const bool uneven = group % of_heads != 0;
+    if (uneven && (!takes_uneven || core::ceil_div(group, of_share) != of_heads)) continue;
     for (int64_t of_rows = 1; of_rows == 1 || of_rows <= most_rows; ++of_rows) {
       const int64_t shares = of_heads * of_rows;
       if (shares > 1 &&
@@ -144,13 +154,13 @@ Shares share_out(const Problem& call, const BackwardTile& tile, const Device& de
       const core::RowShares split{of_rows, rounds * tile.round_rows};
       if ((of_rows - 1) * split.rows >= whole.rows) continue;  // a share would be empty
       std::vector<core::Run> runs =
-          core::runs_of_keys(one, tile.rows, tile.round_rows, split, group / of_heads);
+          core::runs_of_keys(one, tile.rows, tile.round_rows, split, of_share);
       for (core::Run& run : runs) run.count = heads * of_heads;
       double time = core::queue_time(runs, device.sm_count);
       if (shares > 1) time += core::time_of_shares(call, tile.head_dim, shares);
       if (of_rows > 1) time *= OF_ROWS;
       if (shares == 1 || time < best_time) {
-        best = {of_heads, of_rows > 1 ? split : whole_rows(call, tile)};
+        best = {of_heads, of_rows > 1 ? split : whole_rows(call, tile), of_share};
         best_time = time;
       }
     }
@@ -170,7 +180,10 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
   const int64_t tiles = main->grid[0];
   plan.tile.tiles = tiles;
   const int64_t ctas = int64_t{tile.ctas_per_sm} * device.sm_count;
-  if (!tile.stays || problem.call.varlen || tiles <= ctas) return;
+  // Above 128 columns few tiles of each CTA were slower in turns.
+  constexpr int64_t FEW = 2;
+  const int64_t fewest = tile.head_dim > 128 ? FEW * ctas : ctas + 1;
+  if (!tile.stays || problem.call.varlen || tiles < fewest) return;
   if (tile.swaps_keys && shares > 1) return;
   core::Workspace workspace;
   workspace.add(plan.workspace_bytes);
@@ -228,20 +241,28 @@ bool ends_in_turns(const BackwardProblem& problem, const BackwardTile& tile, con
 // wait less, at more than 64. That was measured faster where many keys have few rows
 // (docs/lab/hopper.md): a tile's start and end are a good part of its time.
 bool stays(const BackwardProblem& problem, const Device& device) {
-  constexpr int64_t MANY_KEYS = 1024, MORE_KEYS = 512, MANY_WAVES = 5, MORE_WAVES = 3;
-  constexpr int64_t FEW_ROWS = 192, MORE_ROWS = 256, FEW_HEADS = 32;
+  constexpr int64_t MANY_KEYS = 1024, MORE_KEYS = 512, MANY_WAVES = 5, MORE_WAVES = 3,
+                    FEW_WAVES = 2;
+  constexpr int64_t FEW_ROWS = 192, MORE_ROWS = 256, MOST_ROWS = 768, FEW_HEADS = 32;
   const Problem& call = problem.call;
   const BackwardTile& tile = STAYING_TILE;
   const int64_t columns = std::max(call.d, call.dv);
   const int64_t rows = call.nq * (call.heads_q / call.heads_kv);
   const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, tile.rows);
   const bool fills = tiles >= (rows <= MORE_ROWS ? MORE_WAVES : MANY_WAVES) * device.sm_count;
-  const bool is_wide = columns > 96 && rows <= SHORT_ROWS && call.nk >= MORE_KEYS && fills;
+  // More rows only where all warpgroups have keys of the last tile: the other kernel leaves out
+  // those without.
+  const int64_t last_keys = call.nk % tile.rows;
+  const bool takes_more_rows = !problem.deterministic && rows <= MOST_ROWS &&
+                               tiles >= FEW_WAVES * device.sm_count &&
+                               (last_keys == 0 || 2 * last_keys > tile.rows);
+  const bool is_wide =
+      columns > 96 && call.nk >= MORE_KEYS && ((rows <= SHORT_ROWS && fills) || takes_more_rows);
   // The sums of several chains of few heads stay in L2.
   const bool waits_less = problem.deterministic && rows <= SHORT_ROWS &&
                           call.batch * call.heads_kv <= FEW_HEADS && tiles > device.sm_count;
   const bool is_narrow = columns > 64 && columns <= 96 && call.nk >= MANY_KEYS &&
-                         (waits_less || (!problem.deterministic && rows <= FEW_ROWS && fills));
+                         (waits_less || (rows <= FEW_ROWS && fills));
   return is_plain(call) && (is_wide || is_narrow) && call.d <= tile.head_dim &&
          call.dv <= tile.head_dim_v;
 }
@@ -260,17 +281,19 @@ bool has_one_sum(const BackwardProblem& problem, const Device& device) {
 const BackwardTile& tile_for(const BackwardProblem& problem, const Device& device) {
   const Problem& call = problem.call;
   // Tiles of 64 rows and keys, where they leave out a sixth or more of what rounds of 128 rows and
-  // tiles of 128 keys compute (docs/lab/hopper.md). More rows are unmeasured. With more keys than
-  // KEYS_IN_TURNS the tiles that take turns make chains, which the other tiles have a kernel for.
-  constexpr int64_t KEYS_IN_TURNS = 512;
+  // tiles of 128 keys compute, of many keys a ninth (docs/lab/hopper.md). More rows are unmeasured.
+  // With more keys than KEYS_IN_TURNS the tiles that take turns make chains, which the other tiles
+  // have a kernel for.
+  constexpr int64_t KEYS_IN_TURNS = 512, MANY_KEYS = 1024;
+  const int64_t part = call.nk >= MANY_KEYS ? 9 : 6;
   const auto computed = [&](int64_t step) {
     return core::ceil_div(call.nq, step) * core::ceil_div(call.nk, step) * step * step;
   };
-  const bool computes_less = call.varlen
-                                 ? is_packed_short(call, SHORT_PACKED_ROWS)
-                                 : call.nq <= SHORT_ROWS && 6 * computed(64) <= 5 * computed(128) &&
-                                       (!problem.deterministic || call.nk <= KEYS_IN_TURNS ||
-                                        has_one_sum(problem, device));
+  const bool computes_less =
+      call.varlen ? is_packed_short(call, SHORT_PACKED_ROWS)
+                  : call.nq <= SHORT_ROWS && part * computed(64) <= (part - 1) * computed(128) &&
+                        (!problem.deterministic || call.nk <= KEYS_IN_TURNS ||
+                         has_one_sum(problem, device));
   const bool is_short = computes_less && call.softcap == 0 && call.dropout_p == 0;
   for (const BackwardTile& tile : SHORT_ONE_TILES) {
     if (is_short && is_one_tile(problem, tile)) return tile;
@@ -314,6 +337,8 @@ constexpr core::ListTile LIST_TILES[] = {
 // From so many chains on several CTAs write dQ of a round. With three or four that was 5 to 20%
 // slower (docs/lab/hopper.md).
 constexpr int64_t MANY_CHAINS = 6;
+// More were slower where K comes to where V was.
+constexpr int64_t CHAINS_OF_SWAPPED = 4;
 
 // Makes more CTAs write dQ where those of one for each round leave room on the SMs: several for
 // each of many chains, or else one for each step of a thread.
@@ -403,7 +428,8 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
   if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
-  const Shares shares = table ? Shares{1, whole_rows(call, tile)} : share_out(call, tile, device);
+  const Shares shares = table ? Shares{1, whole_rows(call, tile), call.heads_q / call.heads_kv}
+                              : share_out(call, tile, device);
   const core::RowShares& split = shares.rows;
   BackwardProblem shared = problem;  // as the CTAs see it
   shared.call = with_shared_heads(call, shares.heads);
@@ -419,7 +445,11 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   // Fewer tiles of a head at a time wait for one another, for more that is read from memory.
   if (table && problem.deterministic) order.group_heads *= 2;
   Turns turns = find_turns(shared, tile, split, order.group_heads, !tile.swaps_keys, device);
-  if (tile.swaps_keys && turns.tiles == 0 && turns.sums == 2) turns.sums = 1;
+  if (tile.swaps_keys && turns.tiles == 0)
+    turns.sums = turns.sums == 2 ? 1 : std::min(turns.sums, CHAINS_OF_SWAPPED);
+  // The smaller share has no rounds for some of the tiles that would start apart.
+  const bool uneven = shares.heads * shares.heads_of_share != call.heads_q / call.heads_kv;
+  if (uneven && turns.tiles > 0) turns = {};
   if (table && problem.deterministic)
     turns = find_turns_of_lists(call, tile, int64_t{tile.ctas_per_sm} * device.sm_count);
   result = core::complete_rounds<BackwardKernelParams>(
@@ -437,7 +467,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
         params.share_rows = static_cast<int32_t>(split.rows);
         params.backward.scale *= core::dropout_params(call).scale;  // 1 without dropout
         params.backward.head_shares = static_cast<int32_t>(shares.heads);
-        params.backward.attention.heads_per_kv /= params.backward.head_shares;
+        params.backward.attention.heads_per_kv = static_cast<int32_t>(shares.heads_of_share);
       },
       turns.sums);
   if (auto* plan = std::get_if<LaunchPlan>(&result)) {

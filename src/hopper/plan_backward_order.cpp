@@ -5,6 +5,7 @@
 
 #include "common/planning/order.h"
 #include "common/planning/tiles.h"
+#include "hopper/plan_backward_tiles.h"
 #include "hopper/plan_tiles.h"
 
 namespace archflash::hopper {
@@ -111,7 +112,7 @@ bool starts_apart_above_192(const BackwardProblem& problem, const core::RoundsTi
 
 }  // namespace
 
-KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile& tile,
+KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& tile,
                          const core::RowShares& split, const Device& device) {
   constexpr int64_t BYTES = int64_t{32} << 20, L2_BYTES = int64_t{36} << 20;
   const Problem& call = problem.call;
@@ -156,15 +157,15 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile&
   if (call.varlen && tile.head_dim <= 128) return order;  // as fast, and found sooner
   if (plain && tile.head_dim <= 128) {
     constexpr int64_t TILES_AT_A_TIME = 16, MOST_AT_A_TIME = 64;
-    // With room for one tile of keys smaller groups were 2 to 4% faster.
-    const bool small = tile.head_dim == 96;
+    // With room for K and V of one tile smaller groups were 2 to 5% faster.
+    const bool small = tile.head_dim == 96 || (tile.swaps_keys && !tile.ends_dq);
     const auto at_a_time = [&](int64_t most) {
       return core::ceil_div(device.sm_count, std::min(tiles, most));
     };
     int64_t heads = std::clamp(at_a_time(TILES_AT_A_TIME), BYTES / (small ? 4 : 2) / head_bytes,
                                std::max(BYTES / head_bytes, int64_t{1}));
     heads = std::max(heads, at_a_time(MOST_AT_A_TIME));
-    if (problem.deterministic && !small) {
+    if (problem.deterministic && tile.head_dim != 96) {
       const int64_t rounds = core::ceil_div(rows, tile.round_rows) * heads_per_kv;
       heads = std::max(heads, 2 * device.sm_count / std::max<int64_t>(rounds, 1));
     }
@@ -191,17 +192,33 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   const Problem& call = problem.call;
   Turns turns{core::sums_of_round(problem, tile, device, split.shares)};
   const bool wide = starts_apart_above_192(problem, tile, split);
-  // Whether tiles for few keys, which have one sum, should start apart is unmeasured.
-  if ((turns.sums == 1 && !wide) || !tile.reads_many_chains) return turns;
-  if (is_windowed(call) && !sees_nearly_all(call)) return turns;
-  const bool shares_keys = call.heads_q != call.heads_kv && !core::is_triangle(call);
-  if (call.nk <= call.nq && !shares_keys && !wide) return turns;
   const int64_t all = call.batch * call.heads_kv * split.shares;
   const int64_t heads = std::max<int64_t>(std::min(all, group_heads), 1);
   const int64_t together =
       std::min(core::ceil_div(call.nk, tile.rows), core::ceil_div(device.sm_count, heads));
   const int64_t steps = steps_of_tile(call, tile, split);
+  // With as many rows as keys only tiles of which many run together, for few columns.
+  constexpr int64_t MANY_TOGETHER = 16, STEPS_OF_TILE = 8;
+  const bool many = problem.deterministic && is_plain(call) && tile.head_dim <= 64 &&
+                    call.heads_q == call.heads_kv && call.nk <= call.nq &&
+                    together >= MANY_TOGETHER && steps < STEPS_OF_TILE * together;
+  // Whether tiles for few keys, which have one sum, should start apart is unmeasured.
+  if ((turns.sums == 1 && !wide && !many) || !tile.reads_many_chains) return turns;
+  if (is_windowed(call) && !sees_nearly_all(call)) return turns;
+  const bool shares_keys = call.heads_q != call.heads_kv && !core::is_triangle(call);
+  if (call.nk <= call.nq && !shares_keys && !wide && !many) return turns;
   if (together <= 1) return turns;
+  // In one chain a sum is handed on from tile to tile. Where that takes as long as the call,
+  // several chains alone were faster: with so many steps for each hand-over and for a tile's start
+  // and end.
+  const double hand_over = tile.head_dim == 192 ? 8.0 / 3 : 4.0 / 3;
+  constexpr int64_t START = 3, FEW_TOGETHER = 4;
+  const int64_t tiles = core::ceil_div(call.nk, tile.rows);
+  const auto call_steps =
+      static_cast<double>((steps + START) * core::ceil_div(all * tiles, device.sm_count));
+  const bool hands_on_late = hand_over * static_cast<double>(tiles) > 0.9 * call_steps;
+  // Where few tiles run together one sum was faster, too.
+  if (together <= FEW_TOGETHER && tile.head_dim <= 128 && !hands_on_late) return {};
   // To hand a sum on takes about as long as 64 rows, so that the next tile is 128 behind, or if
   // that takes too many chains, one round. Their sums have to stay in L2, and are no more than
   // those of chains alone; if these were two, tiles would wait for good parts of their time.
@@ -214,16 +231,8 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   const int64_t bytes =
       core::count_rounds(call, tile.round_rows) * core::sums_bytes_of_round(call, tile);
   const int64_t most = turns.sums > 2 ? turns.sums : MOST_SUMS;
-  // In one chain a sum is handed on from tile to tile. Where that takes as long as the call,
-  // several chains alone were faster: with so many steps for each hand-over and for a tile's start
-  // and end.
-  constexpr double HAND_OVER = 4.0 / 3;
-  constexpr int64_t START = 3, FEW_CHAINS = 3, MANY_CHAINS = 4;
-  const int64_t tiles = core::ceil_div(call.nk, tile.rows);
-  const auto call_steps =
-      static_cast<double>((steps + START) * core::ceil_div(all * tiles, device.sm_count));
-  const bool hands_on_late = HAND_OVER * static_cast<double>(tiles) > 0.9 * call_steps;
-  const int64_t fitting = std::min(L2_BYTES / std::max<int64_t>(bytes, 1), MANY_CHAINS);
+  constexpr int64_t FEW_CHAINS = 3, MANY_CHAINS = 4, CHAINS_BYTES = int64_t{25} << 20;
+  const int64_t fitting = std::min(CHAINS_BYTES / std::max<int64_t>(bytes, 1), MANY_CHAINS);
   for (int64_t apart = core::ceil_div(ROWS_APART, tile.round_rows); apart > 0; --apart) {
     const int64_t of_chain = steps / apart;  // tiles that start apart
     if (of_chain == 0) continue;

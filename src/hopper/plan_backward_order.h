@@ -6,6 +6,7 @@
 
 #include "common/planning/backward_rounds.h"
 #include "common/planning/backward_shares.h"
+#include "hopper/plan_backward_tiles.h"
 
 namespace archflash::hopper {
 
@@ -62,7 +63,7 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t
 // end together. These groups are smaller, because tiles of a head that run at the same time are at
 // far apart rounds. Where query heads share a head of K they are so far apart that each tile reads
 // Q and dO from memory again: so these calls go the first way, with tiles in a row.
-KeyTileOrder order_tiles(const BackwardProblem& problem, const core::RoundsTile& tile,
+KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& tile,
                          const core::RowShares& split, const Device& device);
 
 // How a call takes turns whose heads come in groups of group_heads.

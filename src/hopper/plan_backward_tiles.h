@@ -16,6 +16,7 @@ struct BackwardTile : core::RoundsTile {
   const char* with_dropout;
   bool stays;  // its CTAs can take one tile of keys after another
   bool swaps_keys;
+  bool takes_uneven_shares;
   int ctas_per_sm;
   int64_t dq_ctas;  // of a round, of the kernel that writes dQ of many chains; 0: there is none
 };
@@ -23,13 +24,9 @@ struct BackwardTile : core::RoundsTile {
 template <class C>
 constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
                                      const char* with_dropout) {
-  BackwardTile tile{core::rounds_tile<C>(name),
-                    with_softcap,
-                    with_dropout,
-                    C::STAYS,
-                    C::SWAPS_KEYS,
-                    C::CTAS_PER_SM,
-                    DQ_CTAS_OF_ROUND<C>};
+  BackwardTile tile{
+      core::rounds_tile<C>(name), with_softcap,   with_dropout,       C::STAYS, C::SWAPS_KEYS,
+      C::UNEVEN_SHARES,           C::CTAS_PER_SM, DQ_CTAS_OF_ROUND<C>};
   tile.reads_many_chains = true;
   if constexpr (requires { typename C::DqTile; }) tile.dq_box = core::box<typename C::DqTile>(1);
   return tile;

@@ -56,6 +56,8 @@ struct RowsBackwardConfig {
   static constexpr bool SUMS_ELEMENTS = MASKED && WARPGROUPS == 1 && HEAD_DIM == 32;
   static constexpr bool SOFTCAP = false, READS_MASK = false;
   static constexpr bool HANDS_KEYS_BACK = true;  // before gradients are written
+  static constexpr bool HANDS_VALUES_BACK = false;
+  static constexpr bool COUNTS_BLOCKS = false;
   static constexpr int ROW_STAGES = VARIANT.row_stages;
   static constexpr int KEY_STAGES = VARIANT.key_stages;
   static constexpr int WEIGHT_STAGES = 2;  // of P and dS

@@ -29,6 +29,9 @@
 // clang-format on
 //
 // P passes on rounded to 16 bits, as the product for dV takes it.
+//
+// Up to 192 columns CTAs stay. There is room for K of the next tile beside that of this one, while
+// V comes when the warps of keys have multiplied it for the last time, before they write dK.
 #pragma once
 
 #include <cstdint>
@@ -110,7 +113,9 @@ __device__ __forceinline__ void weigh_masked(KeysByQueries<C>& p_rmem, const flo
 template <class C>
 __device__ __forceinline__ void consume_weights(const BackwardParamsOf<C>& all_params,
                                                 const CtaWork& work, unsigned char* shared,
-                                                uint32_t shared_smem) {
+                                                uint32_t shared_smem,
+                                                const RingPosition<C::TILE_STAGES>& tile,
+                                                uint32_t behind) {
   const BackwardKernelParams& params = call_of<C>(all_params);
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM_V / 2, WORDS = C::BLOCK / 4;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
@@ -122,10 +127,11 @@ __device__ __forceinline__ void consume_weights(const BackwardParamsOf<C>& all_p
   float* const p = &p_rmem[0][0];
   float* const dv = &dv_rmem[0][0];
   uint32_t* const a = &a_rmem[0][0];
-  const ptx::WgmmaDescriptor k = describe_tile<typename C::KTile>(shared_smem + C::K_SMEM, 16);
-  RingPosition<C::Q_STAGES> q_ring;
-  RingPosition<C::DOUT_STAGES> dout_ring;
-  RingPosition<C::P_STAGES> p_ring;
+  const ptx::WgmmaDescriptor k =
+      describe_tile<typename C::KTile>(shared_smem + k_offset<C>(tile.stage), 16);
+  auto q_ring = ring_behind<C::Q_STAGES>(behind);
+  auto dout_ring = ring_behind<C::DOUT_STAGES>(behind);
+  auto p_ring = ring_behind<C::P_STAGES>(behind);
   const auto begin_s = [&](int stage) {
     ptx::registers_change<SCORES>(p);
     ptx::wgmma_fence();  // the last uses of P come before the product
@@ -133,16 +139,16 @@ __device__ __forceinline__ void consume_weights(const BackwardParamsOf<C>& all_p
         p_rmem, k, shared_smem + C::Q_SMEM + stage * C::QTile::BYTES);
   };
 
-  ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
-  ptx::mbarrier_wait_parity(barriers.q_full(0), 0);
+  ptx::mbarrier_wait_parity(barriers.k_full(tile.stage), tile.parity);  // K has landed
+  ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);
   ptx::registers_change<SUMS>(dv);  // it is 0 before any product starts
-  begin_s(0);
+  begin_s(q_ring.stage);
   // Which of the thread's scores attn_mask keeps, of the next block.
   [[maybe_unused]] uint32_t seen = 0;
   const auto look_ahead = [&](int stage) {
     if constexpr (C::READS_MASK) seen = load_seen<C>(all_params, dense_note<C>(shared, stage));
   };
-  look_ahead(0);
+  look_ahead(q_ring.stage);
   ptx::wgmma_wait_group<0>();
   const int blocks = uniform(work.blocks);
 #pragma unroll 1
@@ -159,7 +165,7 @@ __device__ __forceinline__ void consume_weights(const BackwardParamsOf<C>& all_p
       if (note->masked_warps >> warp & 1) clear_unseen<C>(p_rmem, work, note->row);
     }
     ptx::registers_change<SCORES>(p);
-    release(barriers.q_empty(q_ring.stage));
+    if (left > 1) release(barriers.q_empty(q_ring.stage));
     ptx::wgmma_wait_group<0>();  // dV
     ptx::registers_change<SUMS>(dv);
     ptx::registers_change<WORDS>(a);
@@ -193,9 +199,10 @@ __device__ __forceinline__ void consume_weights(const BackwardParamsOf<C>& all_p
         dv_rmem, a_rmem, shared_smem + C::DOUT_SMEM + dout_ring.stage * C::DoutTile::BYTES);
     ptx::wgmma_wait_group<1>();  // S of the next block
   }
+  release(barriers.q_empty(q_ring.stage));
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SUMS>(dv);
-  release(barriers.dout_empty(dout_ring.stage));  // nobody waits, but its phase ends
+  release(barriers.dout_empty(dout_ring.stage));
   store_gradient<C, typename C::VTile>(dv_rmem, params.backward.dv, work,
                                        params.backward.attention.dv, 1.0f);
 }
@@ -205,7 +212,9 @@ __device__ __forceinline__ void consume_weights(const BackwardParamsOf<C>& all_p
 template <class C>
 __device__ __forceinline__ void consume_keys(const BackwardParamsOf<C>& all_params,
                                              const CtaWork& work, unsigned char* shared,
-                                             uint32_t shared_smem) {
+                                             uint32_t shared_smem,
+                                             const RingPosition<C::TILE_STAGES>& tile,
+                                             uint32_t behind) {
   const BackwardKernelParams& params = call_of<C>(all_params);
   constexpr int SCORES = C::BLOCK / 2, SUMS = C::HEAD_DIM / 2, WORDS = C::BLOCK / 4;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
@@ -218,10 +227,10 @@ __device__ __forceinline__ void consume_keys(const BackwardParamsOf<C>& all_para
   float* const dk = &dk_rmem[0][0];
   uint32_t* const a = &a_rmem[0][0];
   const ptx::WgmmaDescriptor v = describe_tile<typename C::VTile>(shared_smem + C::V_SMEM, 16);
-  RingPosition<C::Q_STAGES> q_ring;
-  RingPosition<C::DOUT_STAGES> dout_ring;
-  RingPosition<C::P_STAGES> p_ring;
-  RingPosition<C::DS_STAGES> ds_ring;
+  auto q_ring = ring_behind<C::Q_STAGES>(behind);
+  auto dout_ring = ring_behind<C::DOUT_STAGES>(behind);
+  auto p_ring = ring_behind<C::P_STAGES>(behind);
+  auto ds_ring = ring_behind<C::DS_STAGES>(behind);
   const auto begin_dp = [&] {
     ptx::mbarrier_wait_parity(barriers.dout_full(dout_ring.stage), dout_ring.parity);
     ptx::registers_change<SCORES>(ds);
@@ -230,8 +239,8 @@ __device__ __forceinline__ void consume_keys(const BackwardParamsOf<C>& all_para
         ds_rmem, v, shared_smem + C::DOUT_SMEM + dout_ring.stage * C::DoutTile::BYTES);
   };
 
-  ptx::mbarrier_wait_parity(barriers.v_full(), 0);  // V has landed
-  ptx::registers_change<SUMS>(dk);                  // it is 0 before any product starts
+  ptx::mbarrier_wait_parity(barriers.v_full(tile.stage), tile.parity);  // V has landed
+  ptx::registers_change<SUMS>(dk);  // it is 0 before any product starts
   begin_dp();
   const int blocks = uniform(work.blocks);
 #pragma unroll 1
@@ -247,8 +256,10 @@ __device__ __forceinline__ void consume_keys(const BackwardParamsOf<C>& all_para
     ptx::mbarrier_wait_parity(barriers.p_full(p_ring.stage), p_ring.parity);
     ptx::wgmma_wait_group<0>();  // dP of this block
     ptx::registers_change<SCORES>(ds);
-    release(barriers.dout_empty(dout_ring.stage));
-    if (left > 1) dout_ring.advance();
+    if (left > 1) {
+      release(barriers.dout_empty(dout_ring.stage));
+      dout_ring.advance();
+    }
 
     const float2* terms = terms_of_stage<C>(shared, q_ring.stage);
     const unsigned char* const p_of_lane =
@@ -299,7 +310,9 @@ __device__ __forceinline__ void consume_keys(const BackwardParamsOf<C>& all_para
   }
   ptx::wgmma_wait_group<0>();
   ptx::registers_change<SUMS>(dk);
-  release(barriers.q_empty(q_ring.stage));  // nobody waits, but its phase ends
+  if constexpr (C::HANDS_VALUES_BACK) release(barriers.values_empty());
+  release(barriers.dout_empty(dout_ring.stage));
+  release(barriers.q_empty(q_ring.stage));
   store_gradient<C, typename C::KTile>(dk_rmem, params.backward.dk, work,
                                        params.backward.attention.d, params.backward.scale);
 }
@@ -308,18 +321,20 @@ __device__ __forceinline__ void consume_keys(const BackwardParamsOf<C>& all_para
 
 template <class C>
 __device__ __forceinline__ void consume_queries(const BackwardKernelParams& params,
-                                                const CtaWork& work, uint32_t shared_smem) {
+                                                const CtaWork& work, uint32_t shared_smem,
+                                                const RingPosition<C::TILE_STAGES>& tile,
+                                                uint32_t behind) {
   constexpr int PART = C::PART_COLUMNS / 2;
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const int number = threadIdx.x % C::WARPGROUP;
   const bool in_turns = !C::READS_MASK && params.turns_gmem != nullptr;
   BlockPosition<C> block = device::first_block<C>(params, work);
-  RingPosition<C::DS_STAGES> ds_ring;
-  RingPosition<C::TURN_STAGES> turn_ring;
+  auto ds_ring = ring_behind<C::DS_STAGES>(behind);
+  auto turn_ring = ring_behind<C::TURN_STAGES>(behind);
   const int parts = uniform(device::sums_columns<C>(params.backward.attention.d)) / C::PART_COLUMNS;
   const int rows = params.sums_rows;
-  ptx::griddepcontrol_wait();                       // the sums are zero
-  ptx::mbarrier_wait_parity(barriers.k_full(), 0);  // K has landed
+  ptx::griddepcontrol_wait();                                           // the sums are zero
+  ptx::mbarrier_wait_parity(barriers.k_full(tile.stage), tile.parity);  // K has landed
 #pragma unroll 1
   for (int left = uniform(work.blocks); left > 0; --left) {
     const device::DqTurn turn = device::dq_turn<C>(params, work, block);
@@ -334,7 +349,7 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
       ptx::registers_change<PART>(dq);
       ptx::wgmma_fence();  // the last uses of dQ come before the product
       start_dq<C>(dq, shared_smem + C::DS_SMEM + ds_ring.stage * C::DsTile::BYTES,
-                  shared_smem + C::K_SMEM, part);
+                  shared_smem + k_offset<C>(tile.stage), part);
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<PART>(dq);
       if (part == parts - 1) release(barriers.ds_empty(ds_ring.stage));
@@ -370,17 +385,18 @@ __device__ __forceinline__ void consume_queries(const BackwardKernelParams& para
 // --- turns, two warps, which take every second round each ---
 
 // To look for a turn and to hand it on takes a while, which the warpgroup of dQ has no time for.
+// behind: the rounds of all tiles before.
 template <class C>
 __device__ __forceinline__ void take_turns(const BackwardKernelParams& params, const CtaWork& work,
-                                           uint32_t shared_smem, int number) {
+                                           uint32_t shared_smem, int number, int behind) {
   const WideBarriers<C> barriers{{shared_smem + C::BARRIER_SMEM}};
   const bool leader = ptx::elect_sync();
   const int own_turn = work.turn;
   BlockPosition<C> block = device::first_block<C>(params, work);
-  const int rounds = work.blocks;
+  const int end = behind + work.blocks;
   ptx::griddepcontrol_wait();  // the turns are zero
 #pragma unroll 1
-  for (int count = 0; count < rounds; ++count, block.next_round(work)) {
+  for (int count = behind; count < end; ++count, block.next_round(work)) {
     if (count % C::TURN_STAGES != number) continue;
     const device::DqTurn turn = device::dq_turn<C>(params, work, block);
     if (leader) {
@@ -401,7 +417,7 @@ __device__ __forceinline__ void wide_bwd(const BackwardParamsOf<C>& all_params) 
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const CtaWork& work = *reinterpret_cast<const CtaWork*>(shared + C::WORK_SMEM);
+  const CtaWork& first_work = work_of<C>(shared);
   begin_backward<C>(params, shared);
   if constexpr (C::READS_MASK) {
     ptx::griddepcontrol_wait();  // the states of blocks are written
@@ -424,42 +440,61 @@ __device__ __forceinline__ void wide_bwd(const BackwardParamsOf<C>& all_params) 
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();  // the barriers are initialised and `work` is written before any warp uses them
-  if (work.first_row < 0) {
+  __syncthreads();  // the barriers are initialised and the work is written before any warp uses it
+  if (first_work.first_row < 0) {
     ptx::griddepcontrol_wait();
     return;
   }
 
-  const bool any_block = work.blocks > 0;
+  const auto for_each = [&](const auto& each) {
+    for_each_tile<C>(params, shared, shared_smem, each);
+  };
   const int role = uniform(static_cast<int>(threadIdx.x) / C::WARPGROUP);
   if (role == 0) {
     ptx::setmaxnreg_inc<C::WEIGHTS_REGISTERS>();
-    if (any_block) {
-      consume_weights<C>(all_params, work, shared, shared_smem);
-    } else {
-      clear_gradients<C>(params, work, C::KEY_WARPS);
-    }
+    for_each([&](const CtaWork& work, const auto& tile) {
+      if (work.blocks > 0) {
+        consume_weights<C>(all_params, work, shared, shared_smem, tile, blocks_before<C>(work));
+      } else {
+        clear_gradients<C>(params, work, C::KEY_WARPS);
+      }
+    });
   } else if (role == 1) {
     ptx::setmaxnreg_inc<C::KEYS_REGISTERS>();
-    if (any_block) consume_keys<C>(all_params, work, shared, shared_smem);
+    for_each([&](const CtaWork& work, const auto& tile) {
+      if (work.blocks > 0) {
+        consume_keys<C>(all_params, work, shared, shared_smem, tile, blocks_before<C>(work));
+      } else if constexpr (C::HANDS_VALUES_BACK) {
+        // The loader has seen what the tile before has handed back.
+        ptx::mbarrier_wait_parity(barriers.v_full(tile.stage), tile.parity);
+        release(barriers.values_empty());
+      }
+    });
   } else if (role == 2) {
     if constexpr (C::QUERIES_REGISTERS > 128) {
       ptx::setmaxnreg_inc<C::QUERIES_REGISTERS>();
     } else {
       ptx::setmaxnreg_dec<C::QUERIES_REGISTERS>();
     }
-    if (any_block) consume_queries<C>(params, work, shared_smem);
+    for_each([&](const CtaWork& work, const auto& tile) {
+      if (work.blocks > 0)
+        consume_queries<C>(params, work, shared_smem, tile, blocks_before<C>(work));
+    });
   } else {
     ptx::setmaxnreg_dec<C::PRODUCER_REGISTERS>();
-    if (!any_block) {
+    if (!C::STAYS && first_work.blocks == 0) {
       ptx::griddepcontrol_wait();
       return;
     }
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % 4);
     if (warp == 0) load<C>(all_params, shared, shared_smem);
     if (warp == 1) load_terms<C>(all_params, shared, shared_smem);
-    if (!C::READS_MASK && warp > 1 && params.turns_gmem != nullptr)
-      take_turns<C>(params, work, shared_smem, warp - 2);
+    if (!C::READS_MASK && warp > 1) {
+      for_each([&](const CtaWork& work, const auto&) {
+        if (params.turns_gmem != nullptr)
+          take_turns<C>(params, work, shared_smem, warp - 2, blocks_before<C>(work));
+      });
+    }
   }
 }
 

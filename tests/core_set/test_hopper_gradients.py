@@ -159,6 +159,8 @@ ONE_AFTER_ANOTHER: dict[str, gradients.FeatureCase] = {
     "96-window": ((60, 560, 72, 96, 1, (2, 2)), {"window": (90, 10), "dlse": True}),
     "softcap": ((140, 300, 40, 64, 1, (2, 1)), {"softcap": 2.0, "layout": "bnhd"}),
     "dropout": ((140, 300, 64, 64, 1, (2, 1)), {"dropout_p": 0.3}),
+    "192": ((130, 200, 192, 128, 1, (4, 2)), {"causal": True}),
+    "192-window": ((60, 330, 160, 128, 1, (2, 2)), {"window": (90, 10), "dlse": True}),
 }
 
 
@@ -178,12 +180,12 @@ def test_tiles_that_a_cta_takes_one_after_another(name: str, deterministic: bool
 # Calls whose tiles of keys start apart, and the SMs that they are planned for. name -> (nq, nk, d,
 # dv, batch, heads), options, SMs.
 START_APART: dict[str, tuple[tuple[Any, ...], dict[str, Any], int]] = {
-    "full": ((390, 700, 64, 64, 1, (2, 2)), {}, 4),
-    "shared-heads": ((130, 700, 128, 128, 1, (8, 2)), {"causal": True}, 8),
+    "full": ((520, 700, 64, 64, 1, (1, 1)), {}, 5),
+    "shared-heads": ((130, 700, 128, 128, 1, (8, 2)), {"causal": True}, 10),
     "chains": ((70, 900, 128, 128, 1, (2, 1)), {"causal": True}, 7),
-    "shared-out": ((300, 1300, 64, 64, 1, (7, 1)), {"causal": True}, 24),
-    "dropout": ((140, 700, 64, 64, 1, (4, 1)), {"dropout_p": 0.3}, 4),
-    "stays": ((200, 1100, 128, 128, 2, (2, 2)), {}, 7),
+    "shared-out": ((300, 1300, 64, 64, 1, (6, 1)), {"causal": True}, 20),
+    "dropout": ((140, 700, 64, 64, 1, (4, 1)), {"dropout_p": 0.3}, 6),
+    "stays": ((330, 1100, 96, 96, 1, (1, 1)), {}, 5),
     "wide": ((150, 600, 256, 256, 1, (2, 1)), {}, 8),
 }
 # Where BackwardKernelParams::turn_tiles lies.
@@ -207,13 +209,13 @@ def test_tiles_that_start_apart_take_turns(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(on.name != "simulator", reason="a GPU has more SMs")
 def test_ctas_that_stay_take_turns_in_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tiles of a head run together, each of another chain."""
-    tensors = inputs(64, 1100, 128, 128, "bfloat16", batch=2, heads=(4, 2))
+    """Six tiles of a head run together, in four chains."""
+    tensors = inputs(64, 1100, 96, 96, "bfloat16", heads=(4, 2))
     plans = gradients.note_plans(monkeypatch)
     gradients.differentiate_and_check(on, "hopper", *tensors, sms=12, schedules=(0, 3))
     (main,) = (x for x in plans[0].to_dict()["launches"] if "_attention_bwd_" in x["kernel"])
     assert main["kernel"].endswith("_d128_stays")
-    assert struct.unpack_from("<i", bytes.fromhex(main["params"]), ORDER_OFFSET - 4)[0] == 3
+    assert struct.unpack_from("<i", bytes.fromhex(main["params"]), ORDER_OFFSET - 4)[0] == 4
 
 
 # Calls of few and long tiles, whose query rows several CTAs share out. Under a mask some of them
@@ -248,6 +250,22 @@ def test_query_rows_that_ctas_share_out(
         on, "hopper", *tensors, sms=132, schedules=schedules, deterministic=deterministic, **options
     )
     assert all("hopper_backward_shares_bf16" in plan.kernels for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("d", "batch", "deterministic"), [(64, 2, False), (96, 2, True), (192, 1, True)]
+)
+def test_query_heads_that_ctas_share_out_unevenly(
+    d: int, batch: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five heads share one of K: two CTAs of a tile have two of them, and one has the last."""
+    tensors = inputs(200, 200, d, min(d, 128), "bfloat16", batch=batch, heads=(5, 1), seed=d)
+    plans = gradients.note_plans(monkeypatch)
+    gradients.differentiate_and_check(
+        on, "hopper", *tensors, causal=True, sms=12, schedules=range(2), deterministic=deterministic
+    )
+    (main,) = (x for x in plans[0].to_dict()["launches"] if "_attention_bwd_" in x["kernel"])
+    assert main["grid"][0] == 12
 
 
 @pytest.mark.skipif(on.name != "simulator", reason="it changes a plan's parameters")

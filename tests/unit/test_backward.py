@@ -387,9 +387,9 @@ ROWS_OFFSET = 556  # of BackwardKernelParams::share_rows
     [
         ((2, 14, 4096, 64), (2, 4096), True, (132, 1, 2)),
         ((2, 16, 2048, 128), (1, 2048), True, (256, 8, 1)),
-        ((1, 71, 1024, 64), (1, 1024), True, (132, 71, 1)),  # the only divisor
+        ((1, 71, 1024, 64), (1, 1024), True, (132, 24, 1)),  # the last one has two heads, not three
         ((2, 10, 4096, 64), (10, 77), False, (120, 1, 6)),
-        ((1, 8, 1024, 128), (1, 1024), False, (64, 8, 1)),  # more would take too much memory
+        ((1, 8, 1024, 128), (1, 1024), False, (128, 1, 16)),
         ((1, 16, 1500, 96), (4, 1500), True, (132, 4, 1)),  # two of heads and of rows: as many CTAs
         ((1, 64, 4096, 128), (8, 4096), True, (256, 1, 1)),  # two rounds of tiles are even
         ((1, 32, 8192, 128), (8, 8192), True, (512, 1, 1)),
@@ -770,7 +770,7 @@ def test_tiles_begin_apart_in_turns_where_they_would_wait_for_long(
     [
         ((1, 16, 512, 64), 16, 8192, 8),  # whose sums take 16 MB
         ((1, 16, 512, 128), 16, 8192, 4),
-        ((1, 64, 512, 64), 64, 8192, 2),  # the three tiles that run at the same time start apart
+        ((1, 64, 512, 64), 64, 8192, 1),  # three tiles run at the same time
         ((1, 4, 512, 64), 4, 32768, 32),
         ((1, 32, 512, 128), 4, 8192, 2),  # no more memory than dK takes in fp32
         ((1, 32, 512, 128), 8, 8192, 2),
@@ -843,7 +843,7 @@ def test_tiles_in_chains_do_not_go_upwards() -> None:
         ((9, 16, 500, 64), 500, True),
         ((4, 16, 2048, 96), 256, True),  # many rows of two tiles
         ((4, 16, 1000, 96), 256, False),
-        ((1, 12, 2048, 96), 256, False),  # few heads
+        ((1, 12, 800, 96), 192, False),  # few heads
     ],
 )
 def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
@@ -896,7 +896,10 @@ def test_the_last_of_two_tiles_in_turn_writes_dq_in_hopper(
         ((8, 8, 448, 128), 4096, {}, "d128_stays"),
         ((8, 8, 448, 128), 4096, {"deterministic": True}, "d128_stays"),
         ((8, 8, 448, 128), 4096, {"causal": True}, "d128"),
-        ((8, 8, 600, 128), 4096, {}, "d128"),
+        ((8, 8, 700, 128), 4096, {}, "d128_stays"),
+        ((8, 8, 700, 128), 4096 + 60, {}, "d128"),  # a warpgroup has none of the last keys
+        ((8, 8, 800, 128), 4096, {}, "d128"),
+        ((8, 8, 448, 64), 1500, {}, "d64_short"),
         ((1, 8, 448, 128), 4096, {}, "d128"),
         ((8, 8, 448, 96), 4096, {}, "d96"),
     ],

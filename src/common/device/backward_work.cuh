@@ -39,9 +39,16 @@ __device__ __forceinline__ VisibleKeys queries_that_see(const VisibleKeys& visib
   return {-visible.last_shift, -visible.first_shift, nq};
 }
 
+// The heads of K as CTAs see them, where several share out the query heads of one.
+template <bool UNEVEN>
+__device__ __forceinline__ int heads_of_ctas(const AttentionParams& params) {
+  return (params.heads_q + (UNEVEN ? params.heads_per_kv - 1 : 0)) / params.heads_per_kv;
+}
+
 // The tile of ROWS rows for a CTA index. Called by whole warps. Tiles of keys come from the first
-// one on, because under a causal mask the first keys are seen by the most queries.
-template <Owns OWNS, int ROWS>
+// one on, because under a causal mask the first keys are seen by the most queries. UNEVEN: the last
+// CTA that shares out the heads of q may have fewer of them than the others.
+template <Owns OWNS, int ROWS, bool UNEVEN = false>
 __device__ __forceinline__ BackwardWork find_backward_work(const AttentionParams& params,
                                                            int index) {
   BackwardWork found{};
@@ -56,9 +63,10 @@ __device__ __forceinline__ BackwardWork find_backward_work(const AttentionParams
     found.head = work.batch_head % params.heads_q;
     found.heads = 1;
   } else {
-    const int heads_kv = params.heads_q / params.heads_per_kv;
+    const int heads_kv = heads_of_ctas<UNEVEN>(params);
     found.head = index % heads_kv;
     found.heads = params.heads_per_kv;
+    if constexpr (UNEVEN) found.heads = min(found.heads, params.heads_q - found.head * found.heads);
     if (cu_k == nullptr) {
       const int heads = params.batch * heads_kv;
       found.first_row = index / heads * ROWS;

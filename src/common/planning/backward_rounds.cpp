@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/planning/backward_parts.h"
+#include "common/planning/tiles.h"
 
 namespace archflash::core {
 
@@ -79,11 +80,16 @@ int64_t sums_of_round(const BackwardProblem& problem, const RoundsTile& tile, co
   // a head has few, and CTAs take several, these come one after another soon. Where few CTAs take
   // two, all wait for them.
   if (steps * heads > steps_of_tile * (device.sm_count - heads)) return 1;
+  // Under a causal mask tiles have other lengths; of three all begin with the last rounds.
   constexpr int64_t FEW_TILES = 4;
+  const bool triangle = is_triangle(call) && call.nk <= call.nq;
+  if (triangle && tiles < FEW_TILES) return 1;
   const int64_t few_tiles = tile.head_dim == 96 ? 0 : std::min(steps, FEW_TILES);
-  const bool few_take_two =
-      tiles > FEW_TILES - 1 && call.nk <= call.nq && 2 * tiles * heads <= 3 * device.sm_count;
-  if (tiles * heads > device.sm_count && (tiles <= few_tiles || few_take_two)) return 1;
+  const bool few_take_two = tiles > FEW_TILES - 1 && call.nk <= call.nq && !triangle &&
+                            2 * tiles * heads <= 3 * device.sm_count;
+  // So few take two that the others do not wait for them.
+  const bool nearly_all_run = 8 * tiles * heads <= 9 * device.sm_count;
+  if (!nearly_all_run && (tiles <= few_tiles || few_take_two)) return 1;
   // Where keys are many more than rows, a second sum does not help: nearly all tiles begin with the
   // last round, and each sum would be handed on from tile to tile. So there are chains, whose sums
   // take no more memory than dK would in fp32. Many of them only if they stay in L2. Measured on an
