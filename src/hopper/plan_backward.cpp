@@ -281,11 +281,13 @@ bool has_one_sum(const BackwardProblem& problem, const Device& device) {
 const BackwardTile& tile_for(const BackwardProblem& problem, const Device& device) {
   const Problem& call = problem.call;
   // Tiles of 64 rows and keys, where they leave out a sixth or more of what rounds of 128 rows and
-  // tiles of 128 keys compute, of many keys a ninth (docs/lab/hopper.md). More rows are unmeasured.
-  // With more keys than KEYS_IN_TURNS the tiles that take turns make chains, which the other tiles
-  // have a kernel for.
-  constexpr int64_t KEYS_IN_TURNS = 512, MANY_KEYS = 1024;
-  const int64_t part = call.nk >= MANY_KEYS ? 9 : 6;
+  // tiles of 128 keys compute, of many keys of few heads a ninth (docs/lab/hopper.md). More rows
+  // are unmeasured. With more keys than KEYS_IN_TURNS the tiles that take turns make chains, which
+  // the other tiles have a kernel for.
+  constexpr int64_t KEYS_IN_TURNS = 512, MANY_KEYS = 1024, MOST_TILES = 8;
+  const bool few_tiles =
+      call.batch * call.heads_kv * core::ceil_div(call.nk, 64) <= MOST_TILES * device.sm_count;
+  const int64_t part = call.nk >= MANY_KEYS && few_tiles ? 9 : 6;
   const auto computed = [&](int64_t step) {
     return core::ceil_div(call.nq, step) * core::ceil_div(call.nk, step) * step * step;
   };
