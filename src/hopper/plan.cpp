@@ -180,8 +180,7 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   if (splits == 1 && stays && counts_tiles(plan, problem, tile)) {
     constexpr int64_t BYTES = sizeof(*params.taken_gmem);
     plan.tile.counts_tiles = true;
-    if (may_start_early && lists_tiles(problem, device, tile))
-      listed = tiles_of_head(problem, tile);
+    if (may_start_early && lists_tiles(problem, tile)) listed = tiles_of_head(problem, tile);
     counter = workspace.add(listed > 0 ? PackedTiles::bytes(listed) : BYTES);
     // Before calls that start early a kernel clears it; the one that transposes V does, too.
     if (!may_start_early && !two_launches) plan.zeroed_bytes = BYTES;

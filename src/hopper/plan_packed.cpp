@@ -2,6 +2,7 @@
 // those of unequal lengths. Pure host code.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -25,21 +26,20 @@ namespace archflash::hopper {
 namespace {
 
 // The length that a share of the packed sequences does not exceed. Their mean and longest lengths
-// alone are known, so that lengths count as spread evenly about the mean, or where the longest has
-// more than twice the mean, as many short ones and few long ones.
+// alone are known, so that lengths count as spread evenly about the mean, or where the longest is
+// far above it, as many short ones, of LEAST of the mean and more, and few long ones.
 int64_t length_at(double share, int64_t all, int64_t batch, int64_t longest) {
+  constexpr double LEAST = 0.1;
   const double mean = static_cast<double>(all) / static_cast<double>(batch);
   const double most = longest == UNKNOWN ? 2 * mean : std::max(static_cast<double>(longest), mean);
-  const double least = 2 * mean - most;
-  const double length =
-      least >= 0 ? least + (most - least) * share : most * std::pow(share, most / mean - 1);
-  return std::max<int64_t>(std::lround(length), 1);
+  const double least = std::max(2 * mean - most, LEAST * mean);
+  const double power = most > mean ? (most - least) / (mean - least) - 1 : 1;
+  return std::max<int64_t>(std::lround(least + (most - least) * std::pow(share, power)), 1);
 }
 
-// The time that a tile takes for a key, if all of its rows see it.
-double time_of_key(const Problem& problem, const KernelTile& tile) {
-  const bool odd = tile.packed.odd_key > 0 && has_odd_rows(problem);
-  return odd ? tile.packed.odd_key : tile.packed.key;
+// The times of a tile for a call.
+const PackedTimes& times_of(const Problem& problem, const KernelTile& tile) {
+  return tile.odd_packed.start > 0 && has_odd_rows(problem) ? tile.odd_packed : tile.packed;
 }
 
 // The time of a head of a sequence, or of packed heads.
@@ -54,37 +54,57 @@ double time_of_head(const Problem& problem, const KernelTile& tile, int64_t nq, 
     keys += core::keys_of_tile(problem, rows, tile.block_k, nq, nk, group * rows);
   const double tiles = static_cast<double>(core::ceil_div(nq, tile.block_q));
   const double of_groups = static_cast<double>(keys * groups) / static_cast<double>(seen);
-  return tile.packed.start * tiles + time_of_key(problem, tile) * of_groups * rows / tile.block_q;
+  const PackedTimes& times = times_of(problem, tile);
+  return times.start * tiles + times.key * of_groups * rows / tile.block_q;
 }
 
-// The time of all heads of all sequences, where time_of(nq, nk) is that of a head.
-template <class TimeOf>
-double time_of_all(const Problem& problem, const Device& device, const TimeOf& time_of) {
-  // Few sequences have most of the work: the longer ones are looked at more closely.
-  struct Part {
-    double until, weight;  // the share of the sequences in the middle of it, and in it
+// Some of the sequences, which count as having the same length.
+struct LikeSequences {
+  int64_t nq, nk, most_rows;  // most_rows: of the longest of them
+  double heads_per_sm;
+};
+constexpr int PARTS = 6;
+using Parts = std::array<LikeSequences, PARTS>;
+
+// Few sequences have most of the work: the longer ones are looked at more closely.
+Parts parts_of(const Problem& problem, const Device& device) {
+  constexpr double UNTIL[PARTS] = {0.5, 0.75, 0.875, 0.9375, 0.96875, 1};  // shares of sequences
+  const double heads = static_cast<double>(problem.batch * problem.heads_q) / device.sm_count;
+  const auto rows_at = [&](double share) {
+    return length_at(share, problem.nq, problem.batch, problem.max_seqlen_q);
   };
-  constexpr Part PARTS[] = {{0.25, 0.5},       {0.625, 0.25},       {0.8125, 0.125},
-                            {0.90625, 0.0625}, {0.953125, 0.03125}, {0.984375, 0.03125}};
-  double time = 0;
-  for (const Part& part : PARTS) {
-    const int64_t nq = length_at(part.until, problem.nq, problem.batch, problem.max_seqlen_q);
-    const int64_t nk = length_at(part.until, problem.nk, problem.batch, problem.max_seqlen_k);
-    time += part.weight * time_of(nq, nk);
+  Parts parts;
+  double begin = 0;
+  for (int i = 0; i < PARTS; begin = UNTIL[i++]) {
+    const double middle = (begin + UNTIL[i]) / 2;
+    parts[i] = {rows_at(middle), length_at(middle, problem.nk, problem.batch, problem.max_seqlen_k),
+                rows_at(UNTIL[i]), heads * (UNTIL[i] - begin)};
   }
-  return time * static_cast<double>(problem.batch * problem.heads_q) /
-         static_cast<double>(device.sm_count);
+  return parts;
 }
 
-// The time of the longest tile. CTAs that share an SM are no faster when they are alone.
+double time_of_part(const Problem& problem, const KernelTile& tile, const LikeSequences& part) {
+  return time_of_head(problem, tile, part.nq, part.nk) * part.heads_per_sm / tile.packed_heads;
+}
+
+// The time of the longest tile, beside as many others on its SM as there are at first.
 double time_of_longest(const Problem& problem, const Device& device, const KernelTile& tile) {
   const int64_t nq = length_at(1, problem.nq, problem.batch, problem.max_seqlen_q);
   const int64_t nk = length_at(1, problem.nk, problem.batch, problem.max_seqlen_k);
   const int64_t last = std::max<int64_t>(nq - tile.block_q, 0);
   const auto keys =
       static_cast<double>(core::keys_of_tile(problem, tile.block_q, tile.block_k, nq, nk, last));
-  return static_cast<double>(core::resident_ctas(tile, device)) *
-         (tile.packed.start + time_of_key(problem, tile) * keys);
+  const PackedTimes& times = times_of(problem, tile);
+  const int64_t tiles_of_sm = core::ceil_div(core::tiles_of(problem, tile), device.sm_count);
+  const int64_t together = std::clamp<int64_t>(tiles_of_sm, 1, core::resident_ctas(tile, device));
+  return static_cast<double>(together) * (times.start + times.key * keys);
+}
+
+// When CTAs are done that share out so much work, the longest tile first: in this part of its time
+// they end. Measured on an H200 (docs/lab/hopper.md).
+double time_until_end(double work, double longest) {
+  constexpr double END = 0.3;
+  return std::max(work + END * longest, longest);
 }
 
 // The tile with the heads that share a head of K packed into its rows, where there are any that a
@@ -103,11 +123,21 @@ KernelTile pack_heads(const Problem& problem, const KernelTile& tile) {
   return packed;
 }
 
+// Whether a tile of short sequences may serve those of few rows beside `tile`. Of 256 columns it
+// was always slower.
+bool serves_few(const Problem& problem, const KernelTile& few, const KernelTile& tile) {
+  constexpr int MOST_COLUMNS = 128;
+  if (!few.is_short || few.head_dim > MOST_COLUMNS || !core::takes_head_dims(few, problem))
+    return false;
+  return few.head_dim == tile.head_dim || takes_wider(problem, few);
+}
+
 // Whether a kernel can list the tiles of a call's sequences.
-bool can_list(const Problem& problem, const Device& device, const KernelTile& tile) {
+bool can_list(const Problem& problem, const KernelTile& tile) {
   constexpr int64_t MOST_SEQUENCES = 2048;  // each is compared with all others
-  return tile.takes_lists && are_many_packed(problem, device) && !is_masked(problem) &&
-         problem.batch <= MOST_SEQUENCES;
+  const bool has_list =
+      problem.varlen && problem.batch > 1 && !problem.kv_cache && problem.nq > 0 && problem.nk > 0;
+  return tile.takes_lists && has_list && !is_masked(problem) && problem.batch <= MOST_SEQUENCES;
 }
 
 }  // namespace
@@ -124,17 +154,30 @@ bool has_odd_rows(const Problem& problem) {
   return is_odd(problem.d) || is_odd(problem.dv);
 }
 
+bool takes_wider(const Problem& problem, const KernelTile& tile) {
+  if (!tile.is_short || tile.packed.start == 0) return false;
+  return tile.head_dim == 128 ? has_odd_rows(problem) : tile.head_dim == 256 && problem.d > 128;
+}
+
 bool are_many_packed(const Problem& problem, const Device& device) {
+  // Or unlike ones that have so many tiles of 192 rows as there are SMs, and a third more.
+  constexpr int64_t ROWS = 192;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const int64_t tiles = problem.heads_q * core::ceil_div(problem.nq, ROWS) + heads / 2;
+  const bool unlike =
+      problem.batch > 1 && (problem.max_seqlen_q == UNKNOWN ||
+                            10 * problem.max_seqlen_q * problem.batch > 11 * problem.nq);
+  const bool fills =
+      2 * heads >= device.sm_count || (unlike && 3 * tiles >= 4 * int64_t{device.sm_count});
   return problem.varlen && !problem.kv_cache && problem.num_splits == 0 &&
-         !problem.batch_invariant && problem.nq > 0 && problem.nk > 0 &&
-         2 * problem.batch * problem.heads_q >= device.sm_count;
+         !problem.batch_invariant && problem.nq > 0 && problem.nk > 0 && fills;
 }
 
 double packed_time(const Problem& problem, const Device& device, const KernelTile& tile) {
-  const double time = time_of_all(problem, device, [&](int64_t nq, int64_t nk) {
-    return time_of_head(problem, tile, nq, nk) / tile.packed_heads;
-  });
-  return is_uneven(problem) ? std::max(time, time_of_longest(problem, device, tile)) : time;
+  double work = 0;
+  for (const LikeSequences& part : parts_of(problem, device))
+    work += time_of_part(problem, tile, part);
+  return time_until_end(work, time_of_longest(problem, device, tile));
 }
 
 KernelTile pack_short(const Problem& problem, const Device& device, const KernelTile& tile) {
@@ -147,40 +190,34 @@ KernelTile pack_short(const Problem& problem, const Device& device, const Kernel
   return packed_time(problem, device, packed) < packed_time(problem, device, tile) ? packed : tile;
 }
 
-bool lists_tiles(const Problem& problem, const Device& device, const KernelTile& tile) {
-  return can_list(problem, device, tile) && (!tile.is_short || is_uneven(problem));
+bool lists_tiles(const Problem& problem, const KernelTile& tile) {
+  return can_list(problem, tile) && (!tile.is_short || is_uneven(problem));
 }
 
 FewRows few_rows_of(const Problem& problem, const Device& device, const KernelTile& tile) {
-  constexpr int64_t MOST_ROWS = 512, ROWS = 64;
-  // What a second launch takes besides, in ns, and the part of the longest tile's time in which the
-  // CTAs of the first one end. Measured on an H200 (docs/lab/hopper.md).
-  constexpr double SECOND_LAUNCH = 6000, END = 0.3;
+  constexpr int64_t MOST_ROWS = 256, ROWS = 64;
+  // What two launches take besides, in ns and as a share. Measured on an H200 (docs/lab/hopper.md).
+  constexpr double SECOND_LAUNCH = 14000, SHARE = 0.05;
   const bool measured = tile.packed.start > 0 && !tile.is_short;
-  if (!measured || !is_uneven(problem) || !can_list(problem, device, tile)) return {};
+  if (!measured || !is_uneven(problem) || !can_list(problem, tile)) return {};
   const double longest = time_of_longest(problem, device, tile);
-  FewRows best{{}, 0, packed_time(problem, device, tile)};
+  const Parts parts = parts_of(problem, device);
+  double all = 0;
+  std::array<double, PARTS> of_many;
+  for (int i = 0; i < PARTS; ++i) all += of_many[i] = time_of_part(problem, tile, parts[i]);
+  FewRows best{{}, 0, time_until_end(all, longest)};
   for (const KernelTile& given : tiles_for(problem)) {
-    if (!given.is_short || !core::takes_head_dims(given, problem)) continue;
+    if (!serves_few(problem, given, tile)) continue;
     for (const KernelTile& few : {given, pack_heads(problem, given)}) {
-      const auto of_many = [&](int64_t nq, int64_t nk) {
-        return time_of_head(problem, tile, nq, nk);
-      };
-      const auto of_few = [&](int64_t nq, int64_t nk) {
-        return time_of_head(problem, few, nq, nk) / few.packed_heads;
-      };
-      const auto is_faster = [&](int64_t length) {
-        return of_few(length, length) <= of_many(length, length);
-      };
-      int64_t rows = 0;
-      while (rows < MOST_ROWS && is_faster(rows + ROWS)) rows += ROWS;
-      if (rows == 0 || rows >= problem.max_seqlen_q) continue;
-      const double first = time_of_all(
-          problem, device, [&](int64_t nq, int64_t nk) { return nq > rows ? of_many(nq, nk) : 0; });
-      const double second = time_of_all(
-          problem, device, [&](int64_t nq, int64_t nk) { return nq > rows ? 0 : of_few(nq, nk); });
-      const double time = std::max(first + END * longest, longest) + SECOND_LAUNCH + second;
-      if (time < best.time) best = {few, rows, time};
+      double first = all, second = SECOND_LAUNCH;
+      for (int i = 0; i + 1 < PARTS; ++i) {  // those of few rows are the parts up to this one
+        first -= of_many[i];
+        second += time_of_part(problem, few, parts[i]);
+        const int64_t rows = core::ceil_div(parts[i].most_rows, ROWS) * ROWS;
+        if (rows > MOST_ROWS || rows >= problem.max_seqlen_q) break;
+        const double time = (1 + SHARE) * (time_until_end(first, longest) + second);
+        if (time < best.time) best = {few, rows, time};
+      }
     }
   }
   return best;

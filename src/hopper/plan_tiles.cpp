@@ -144,15 +144,13 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
     if (!core::takes_head_dims(tile, problem)) continue;
     if (best == nullptr) columns = tile.columns, columns_v = tile.columns_v;
     const bool as_wide = tile.columns == columns && tile.columns_v == columns_v;
-    // Tiles are for larger heads from here on. Rows that are odd come sooner in the boxes of 64
-    // columns of the next ones.
-    const bool takes_odd = packed && tile.is_short && tile.head_dim == 128 && has_odd_rows(problem);
-    if (!as_wide && !takes_odd) continue;
+    // Tiles are for larger heads from here on.
+    if (!as_wide && !(packed && takes_wider(problem, tile))) continue;
     if (tile.shared_bytes > device.shared_per_block) continue;
     const bool measured = packed && tile.packed.start > 0;
+    if (tile.is_short && !measured && !is_of_short(tile, device)) continue;  // one CTA on an SM
     // Tiles without such times serve calls of few tiles.
     if (packed && !measured && best != nullptr && best->packed.start > 0) continue;
-    if (packed && tile.can_split && best != nullptr && is_uneven(problem)) continue;
     double of_tile = measured ? packed_time(problem, device, pack_short(problem, device, tile))
                               : time_of(problem, device, tile);
     if (const FewRows few = few_rows_of(problem, device, tile); few.rows > 0) of_tile = few.time;
@@ -209,7 +207,12 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
   // Short packed sequences with packed heads compute no faster in shares, either.
   const bool fills = best != nullptr && problem.batch * problem.heads_q >= device.sm_count &&
                      (problem.varlen ? is_of_short(*best, device) : is_whole);
-  if (fills && problem.num_splits == 0 && !problem.batch_invariant)
+  // Nor do those of which a tile's packed time is known, unless they have far more keys than rows.
+  constexpr int64_t FAR_MORE_KEYS = 8;
+  const bool by_packed_time = best != nullptr && best->packed.start > 0 &&
+                              are_many_packed(problem, device) &&
+                              problem.nk < FAR_MORE_KEYS * problem.nq;
+  if ((fills || by_packed_time) && problem.num_splits == 0 && !problem.batch_invariant)
     return core::SplitChoice<KernelTile>{pack_short(problem, device, *best)};
   if (best == nullptr) {
     // A CTA for tables of blocks computes several tiles side by side, which the model of splits
@@ -299,6 +302,7 @@ bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTi
   const bool equal = core::equal_tiles(problem);
   const bool shorter_first = equal && is_fp8(problem.dtype) && problem.nq % tile.block_q != 0;
   if (equal && !tile.cuts_tiles && !shorter_first) return false;
+  if (problem.varlen && lists_tiles(problem, tile)) return true;
   if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
   // The heads of a group take turns: each row tile of all of them, then the next one.
   const HeadModel head(problem, tile);

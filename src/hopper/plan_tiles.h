@@ -17,7 +17,6 @@ namespace archflash::hopper {
 // and for each key of a whole one, in ns. Measured (docs/lab/hopper.md).
 struct PackedTimes {
   double start = 0, key = 0;  // 0: unmeasured
-  double odd_key = 0;         // where has_odd_rows(); 0: the same
 };
 
 // A row of the tables.
@@ -50,6 +49,7 @@ struct KernelTile : core::Tile {
   double odd_speed = 0, uneven_speed = 0;
   int start_keys = 0;
   PackedTimes packed = {};
+  PackedTimes odd_packed = {};  // where has_odd_rows(); 0: the same
 };
 
 // The table of the tiles that can serve a call: there is one for each kind of kernels.
@@ -65,11 +65,14 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
 bool has_far_longer_ones(const Problem& problem);
 
 // Whether the times of KernelTile::packed are for a call, if its tile has them: packed sequences
-// with at least half as many heads as there are SMs. And that time, in ns (plan_packed.cpp).
+// that fill the GPU. And that time, in ns (plan_packed.cpp).
 bool are_many_packed(const Problem& problem, const Device& device);
 // Whether rows of heads begin in the middle of a sector of memory, so that TMA's boxes have parts
 // of more sectors.
 bool has_odd_rows(const Problem& problem);
+// Whether a tile of short sequences serves packed ones of fewer columns than its own, too: odd rows
+// come sooner in boxes of 64 columns, and 192 columns have no such tile.
+bool takes_wider(const Problem& problem, const KernelTile& tile);
 double packed_time(const Problem& problem, const Device& device, const KernelTile& tile);
 // Whether the longest of the packed sequences is known to be so much longer than the mean that its
 // tiles would often be the last.
@@ -78,7 +81,7 @@ bool is_uneven(const Problem& problem);
 // time is shorter then; else the tile as it is.
 KernelTile pack_short(const Problem& problem, const Device& device, const KernelTile& tile);
 // Whether a kernel before lists the tiles of packed sequences, the longest first.
-bool lists_tiles(const Problem& problem, const Device& device, const KernelTile& tile);
+bool lists_tiles(const Problem& problem, const KernelTile& tile);
 // The tile by which a second kernel serves the packed sequences of up to `rows` rows, where calls
 // with few long ones are done sooner; rows = 0: they are not.
 struct FewRows {

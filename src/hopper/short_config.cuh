@@ -1,5 +1,6 @@
 // The tiles of short sequences. A CTA has one warpgroup, and several of them stay on an SM: the
-// others multiply while one waits for its copies, starts or writes a tile.
+// others multiply while one waits for its copies, starts or writes a tile. Of 256 columns an SM has
+// room for one, whose next tile is copied meanwhile.
 #pragma once
 
 #include "hopper/config.cuh"
@@ -20,5 +21,7 @@ template <DType T>
 using D96Short = Config<T, short_tile(96, 3)>;
 template <DType T>
 using D128Short = Config<T, short_tile(128, 2)>;
+template <DType T>
+using D256Short = Config<T, short_tile(256, 1)>;
 
 }  // namespace archflash::hopper

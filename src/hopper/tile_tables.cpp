@@ -81,9 +81,11 @@ constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
 constexpr const char* SHORT = "short sequences: four CTAs of 64 rows stay on an SM";
 constexpr const char* SHORT_96 = "short packed sequences: three CTAs of 64 rows stay on an SM";
 constexpr const char* SHORT_128 = "short packed sequences: two CTAs of 64 rows stay on an SM";
+constexpr const char* SHORT_256 =
+    "short packed sequences: 64 rows, whose Q comes while the tile before is computed";
 // Measured on an H200 (docs/lab/hopper.md).
-constexpr KernelTile with_packed(KernelTile tile, PackedTimes times) {
-  tile.packed = times;
+constexpr KernelTile with_packed(KernelTile tile, PackedTimes times, PackedTimes odd = {}) {
+  tile.packed = times, tile.odd_packed = odd;
   return tile;
 }
 constexpr KernelTile with_odd_speed(KernelTile tile, double speed) {
@@ -95,42 +97,46 @@ constexpr KernelTile with_uneven_speed(KernelTile tile, double speed) {
   return tile;
 }
 constexpr KernelTile TILES[] = {
-    with_packed(rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64), {2620, 20.9}),
-    with_packed(rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128), {2690, 12.2}),
-    with_packed(rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE), {2650, 19.1}),
+    with_packed(rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64), {1900, 17}),
+    with_packed(rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128), {2170, 11.1}),
+    with_packed(rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE), {2100, 15.4}),
     rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
-    with_packed(rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"),
-                {610, 5.3, 8.5}),
-    with_packed(rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96), {3920, 17.3}),
-    with_odd_speed(
-        with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128), {3630, 11.9}),
-        0.71),
+    with_packed(rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"), {630, 4.2},
+                {630, 8.5}),
+    with_packed(rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96), {2950, 13.7},
+                {3850, 14.3}),
+    with_odd_speed(with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
+                               {2600, 9.9}, {3060, 12.7}),
+                   0.71),
     with_odd_speed(
         with_packed(rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
-                    {3850, 24.2}),
+                    {3030, 21}, {3650, 20.6}),
         0.96),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
     rated<D80Large<DType::F16>>("d80_large", 1.03, 0, THREE_96, "fwd_more"),
     with_odd_speed(rated<D80Turns<DType::F16>>("d80_turns", 1.03, -90, FOUR_ALONE_80, "fwd_more"),
                    1.06),
-    with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"),
-                {980, 7.4, 13.5}),
-    with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3380, 17}),
-    with_packed(rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128), {2400, 14.5}),
+    with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"), {790, 6},
+                {930, 13.5}),
+    with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3170, 15.8}),
+    with_packed(rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128), {1900, 12.1}),
     with_uneven_speed(
         with_packed(rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),
-                    {3330, 16.8}),
+                    {2450, 16.3}),
         0.959),
     rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
     with_packed(rated<D128Short<DType::F16>>("d128_short", 1.12, 110, SHORT_128, "short"),
-                {1080, 8.3, 10.2}),
-    rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80),
-    rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128),
+                {980, 7.7}, {960, 11.5}),
+    with_packed(rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80), {3640, 18.7}),
+    with_packed(rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128), {3460, 12.3}),
     rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),
-    rated<D192Square<DType::F16>>("d192_square", 1, 0, TWO_96, "fwd_more"),
+    with_packed(rated<D192Square<DType::F16>>("d192_square", 1, 0, TWO_96, "fwd_more"),
+                {4460, 16.4}),
     rated<D192SquareFew<DType::F16>>("d192_square_few", 0.55, 64, FEW_64, "fwd_more"),
-    rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80),
+    with_packed(rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80), {5060, 20}),
     rated<D256Few<DType::F16>>("d256_few", 0.75, 0, FEW_64),
+    with_packed(rated<D256Short<DType::F16>>("d256_short", 0.5, 110, SHORT_256, "short"),
+                {1890, 21.2}),
 };
 
 constexpr const char* F32_OUT = "fp32 outputs, written from registers";

@@ -242,7 +242,7 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     x = empty(dtype, 16, 12, 200, 128)
     found |= kernels(x, x, x, "H200", "hopper", causal=True, backward=True)
     ends = integers(65)
-    for d in (96, 128):  # short packed sequences
+    for d in (96, 128, 256):  # short packed sequences
         x = empty(dtype, 64 * 100, 12, d)
         found |= kernels(x, x, x, "H200", "hopper", cu_seqlens_q=ends, cu_seqlens_k=ends)
     x = empty(dtype, 64 * 700, 12, 128)  # long ones are listed

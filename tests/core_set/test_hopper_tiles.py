@@ -197,6 +197,8 @@ def test_ctas_that_share_the_tiles_out_give_the_bits_of_one(counted: bool) -> No
         (96, "bfloat16", {"causal": True}),
         (128, "float16", {"causal": True}),
         (112, "bfloat16", {"window": (40, 9), "softcap": 3.0}),
+        (192, "float16", {"causal": True}),
+        (256, "bfloat16", {"softcap": 3.0}),
     ],
     ids=str,
 )
@@ -214,7 +216,7 @@ def test_ctas_of_short_packed_sequences_share_an_sm(
     call |= {"cu_seqlens_q": on.cu_seqlens(q_lengths), "cu_seqlens_k": on.cu_seqlens(k_lengths)}
     plan = plan_on(1, q, k, v, **call)
     launch = plan.to_dict()["launches"][-1]
-    columns, ctas = (64, 4) if d <= 64 else (96, 3) if d <= 96 else (128, 2)
+    columns, ctas = next(x for x in ((64, 4), (96, 3), (128, 2), (256, 1)) if d <= x[0])
     assert launch["kernel"].endswith(f"d{columns}_short")
     assert launch["grid"] == [ctas, 1, 1]
     out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, **call)
@@ -228,6 +230,7 @@ def test_ctas_of_short_packed_sequences_share_an_sm(
         (80, "float16", 6, {}),
         (128, "bfloat16", 6, {"window": (20, 9)}),
         (64, "float16", 3, {"causal": True}),  # of two heads
+        (256, "float16", 6, {}),
     ],
     ids=str,
 )
@@ -264,6 +267,7 @@ def test_packed_sequences_of_one_tile_are_not_searched_for(
         (96, "bfloat16", (4, 2), 32, {"window": (9, 3)}),
         (128, "float16", (5, 1), 8, {"softcap": 3.0}),
         (128, "bfloat16", (40, 2), 2, {"causal": True}),
+        (256, "bfloat16", (7, 1), 8, {"causal": True}),
     ],
     ids=str,
 )

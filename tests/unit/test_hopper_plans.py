@@ -132,6 +132,13 @@ PACKED_SHAPES = {
     (279, 54, 8192, 32, 8, 128, True): "d128_short",
     (76, 196, 8192, 16, 16, 112, False): "d128_short",
     (37, 397, 8192, 32, 8, 128, True): "d128_turns",
+    (128, 64, 8192, 14, 2, 256, False): "d256_short",
+    (38, 196, 4096, 32, 8, 256, True): "d256_short",
+    (256, 64, 16384, 28, 4, 192, True): "d256_short",
+    (50, 2000, 8192, 8, 8, 256, False): "d256_large",
+    (24, 580, 8192, 16, 16, 192, True): "d192_square",
+    (6, 1218, 4096, 8, 1, 80, False): "d96_large",  # few, but listed
+    (745, 3000, 32768, 8, 1, 72, False): "d96_large",
 }
 
 
@@ -199,6 +206,10 @@ def test_tiles_of_packed_sequences_are_listed_and_few_rows_may_have_a_kernel_of_
     assert kernels(of_23) == ["order_packed", "attention_fwd_d96_large"]
     of_64 = packed(83, 8192, 12, 12, 64, **longest(2000))
     assert kernels(of_64) == ["order_packed", "attention_fwd_d64_short"]
+    # Few rows of 256 columns have none, and one sequence needs no list.
+    of_256 = packed(49, 8192, 25, 5, 256, **longest(2048))
+    assert kernels(of_256) == ["order_packed", "attention_fwd_d256_large"]
+    assert kernels(packed(1, 4096, 16, 16, 128, **longest(4096)))[0] != "order_packed"
     # Short sequences of similar lengths, and too many to compare each with all others.
     assert kernels(packed(76, 8192, 12, 12, 64, **longest(198)))[0] == "clear_counter"
     assert kernels(packed(3000, 99999, 12, 12, 64, **longest(2000)))[0] == "clear_counter"

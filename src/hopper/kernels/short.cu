@@ -12,3 +12,4 @@ using namespace archflash::hopper;
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_short), attention_fwd, D64Short<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_short), attention_fwd, D96Short<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_short), attention_fwd, D128Short<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_short), attention_fwd, D256Short<DTYPE>)
