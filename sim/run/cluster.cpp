@@ -9,6 +9,9 @@ namespace archflash::sim {
 namespace {
 
 constexpr uint64_t LAZY_BUDGET = uint64_t{1} << 20;
+// A copy lands at the latest when its cluster has executed so many instructions since one has: a
+// warp that waits in a loop for another cluster can always run, and that one may need the copy.
+constexpr uint64_t LAZY_PATIENCE = uint64_t{1} << 22;
 constexpr uint64_t EAGER_BUDGET = 256;
 constexpr uint64_t RANDOM_BUDGET = 400;
 constexpr uint64_t PRIORITY_BUDGET = 2000;
@@ -75,6 +78,7 @@ Warp* Cluster::pick(uint64_t& budget) {
   const auto longest = [&](uint64_t of_mode) {
     return launch_.options.stretch > 0 ? launch_.options.stretch : of_mode;
   };
+  if (mode == Mode::Lazy && time_ - landed_ > LAZY_PATIENCE) land_one(0);
   if (mode == Mode::Lazy || mode == Mode::Eager) {
     budget = longest(mode == Mode::Lazy ? LAZY_BUDGET : EAGER_BUDGET);
     for (size_t i = 0; i < count; ++i) {
@@ -244,6 +248,7 @@ bool Cluster::step(AsyncOperation& operation) {
 }
 
 bool Cluster::land_one(uint64_t pick) {
+  landed_ = time_;
   if (pending_.empty()) return false;
   const std::shared_ptr<AsyncOperation> operation = pending_[pick % pending_.size()];
   if (step(*operation)) std::erase(pending_, operation);  // a step may have changed the list

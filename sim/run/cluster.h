@@ -103,6 +103,7 @@ class Cluster {
   std::vector<uint32_t> priorities_;
   size_t turn_ = 0;
   uint64_t time_ = 0;
+  uint64_t landed_ = 0;  // when a copy landed last
   std::vector<std::shared_ptr<AsyncOperation>> pending_;
   AsyncOperation* stepping_ = nullptr;
   // How often only resting lanes could run since something happened.
