@@ -9,6 +9,7 @@
 
 #include "common/attention_params.h"
 #include "common/device/attention_work.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/dtype.h"
 #include "common/partials.h"
 #include "common/ptx/cvt.cuh"
@@ -110,7 +111,9 @@ __device__ __forceinline__ void store_combined(const AttentionParams& attention,
                                                const CombinedRow& row, float scale) {
   const int lane = threadIdx.x % 32;
   const float keys_max = all.sum == 0.0f ? MINUS_INFINITY : all.base * scale * LN_2;
-  const RowEnd end = finish_row(keys_max, all.sum, load_sink(attention, row.head));
+  const float sink = load_sink(attention, row.head);
+  RowEnd end = finish_row(keys_max, all.sum, sink);
+  if (all.sum != 0.0f && sees_lowest(all.base * scale, sink)) end.lse = lse_of_lowest(all.sum);
   using Element = std::conditional_t<OUT == DType::F32, float, uint16_t>;
   Element* out_gmem = static_cast<Element*>(attention.out_gmem) + row.batch * attention.out_batch +
                       row.head * attention.out_head + row.row * attention.out_row;

@@ -8,6 +8,7 @@
 
 #include "common/attention_params.h"
 #include "common/device/attention_work.cuh"
+#include "common/device/lowest_rows.cuh"
 #include "common/dtype.h"
 #include "common/partials.h"
 #include "common/ptx/cvt.cuh"
@@ -100,7 +101,9 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
 
   const float keys_max = sum == 0.0f ? MINUS_INFINITY : base * LN_2;
-  const RowEnd end = finish_row(keys_max, sum, load_sink(attention, head));
+  const float sink = load_sink(attention, head);
+  RowEnd end = finish_row(keys_max, sum, sink);
+  if (sum != 0.0f && sees_lowest(base, sink)) end.lse = lse_of_lowest(sum);
   using Number = std::conditional_t<OUT == DType::F32, float, uint16_t>;
   Number* out_gmem = static_cast<Number*>(attention.out_gmem) + batch * attention.out_batch +
                      head * attention.out_head + row_of_head * attention.out_row;
