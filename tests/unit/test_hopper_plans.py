@@ -283,6 +283,11 @@ def test_a_tile_whose_keys_are_split_has_all_columns(d: int, dv: int, splits: in
     assert tile.head_dim_v >= dv
 
 
+@pytest.mark.parametrize("d", [64, 72, 80, 96, 128])
+def test_keys_are_split_where_another_tile_would_be_faster(d: int) -> None:
+    assert tile_of(hopper(b=2, hq=16, nq=4096, d=d, num_splits=3)).splits == 3
+
+
 def test_only_descales_by_block_share_the_columns_of_v_out() -> None:
     def tile(d: int, dv: int, **options: Any) -> native.TileChoice:
         problem = call("float8_e4m3fn", b=1, hq=16, nq=4096, d=d, dv=dv, **options)

@@ -69,6 +69,16 @@ int64_t fixed_shares(const Problem& problem);
 Reasons refuse_workspace(const Problem& problem, const std::string& folder, int64_t splits);
 constexpr int64_t MOST_WORKSPACE_BYTES = int64_t{4} << 30;
 
+// Whether two tiles of a table compete for the same calls.
+template <class T>
+bool has_columns_of(const T& tile, const T& other) {
+  if constexpr (requires { tile.columns; }) {  // a tile may leave out some of the last slab
+    return tile.columns == other.columns && tile.columns_v == other.columns_v;
+  } else {
+    return tile.head_dim == other.head_dim;
+  }
+}
+
 template <class T>
 using TimeWithout = std::function<int64_t(const T& few)>;
 
@@ -89,8 +99,8 @@ std::variant<SplitChoice<T>, Reasons> choose_splits_of(const std::string& folder
   const T* found = unsplit;
   if (!unsplit->can_split) {
     const auto other = std::find_if(tiles.begin(), tiles.end(), [&](const T& tile) {
-      return tile.can_split && tile.head_dim == unsplit->head_dim &&
-             takes_head_dims(tile, problem) && serves(tile, problem, device);
+      return tile.can_split && has_columns_of(tile, *unsplit) && takes_head_dims(tile, problem) &&
+             serves(tile, problem, device);
     });
     if (other == tiles.end()) return choice;
     found = &*other;
