@@ -180,7 +180,7 @@ void take_tiles(LaunchPlan& plan, const BackwardProblem& problem, const Backward
   const int64_t tiles = main->grid[0];
   plan.tile.tiles = tiles;
   const int64_t ctas = int64_t{tile.ctas_per_sm} * device.sm_count;
-  // Above 128 columns few tiles of each CTA were slower in turns.
+  // Above 128 columns few tiles of each CTA were slower.
   constexpr int64_t FEW = 2;
   const int64_t fewest = tile.head_dim > 128 ? FEW * ctas : ctas + 1;
   if (!tile.stays || problem.call.varlen || tiles < fewest) return;

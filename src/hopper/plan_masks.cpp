@@ -94,7 +94,7 @@ struct FieldsInWorkspace {
   }
 };
 
-// Puts a kernel before that of `plan`, from the same image and with the same parameter.
+// Puts a kernel of hopper/summarize_<dtype> before that of `plan`, with the same parameter.
 void put_first(LaunchPlan& plan, const Problem& problem, const std::string& kernel, int64_t ctas,
                int32_t threads) {
   const Launch& last = plan.launches[0];

@@ -234,10 +234,13 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
     }
     return core::choose_with_splits("hopper", table, problem, device);
   }
-  // CTAs of the tile for few rows compute more slowly than those of larger tiles.
+  // CTAs of the tile for few rows compute more slowly than those of larger tiles. Of a tile with
+  // packed times alone it is not known how much.
   const auto time_without = [&](const KernelTile& few) {
     const auto rows = static_cast<double>(few.block_q * core::resident_ctas(few, device));
-    return static_cast<int64_t>(time_of(problem, device, *best) * few.speed / rows);
+    const double time = time_of(problem, device, *best);
+    if (std::isinf(time)) return core::unsplit_time(problem, device, *best, few.split_costs);
+    return static_cast<int64_t>(time * few.speed / rows);
   };
   return core::choose_splits_of<KernelTile>("hopper", best, table, problem, device, time_without);
 }

@@ -30,7 +30,7 @@ struct KernelTile : core::Tile {
   int v_columns_of_cta = 0;
   int grouped_slabs = 0;     // of K and V, if they lie in GroupedTiles, else 0
   bool cuts_tiles = false;   // the last ones into parts
-  bool is_short = false;     // for short sequences: several CTAs stay on an SM
+  bool is_short = false;     // for short sequences: small CTAs that stay on an SM
   bool takes_lists = false;  // of the tiles of packed sequences (order_packed.cuh)
   bool dense = false;        // its kernel reads a summary of attn_mask
   int streams = 0;           // of a CTA, in kernels for calls whose only mask as data is block_mask

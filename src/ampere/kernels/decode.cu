@@ -3,8 +3,7 @@
 // one text
 // 80 as 90
 // The kernels for few query rows in fp16 and bf16, with a KV cache or without. config.cuh has their
-// tiles. The second PTX text, for all but 8.x, may convert 8-bit numbers and start the next kernel
-// early.
+// tiles. The second PTX text, for all but 8.x, starts the next kernel early.
 #include "ampere/config.cuh"
 #include "common/device/combine_shares.cuh"
 #include "common/instantiate.cuh"

@@ -160,16 +160,17 @@ class ListTurns {
   // Behind the additions for the block before, and before those for this one. A key that is the
   // last one of a block may be the first one of the next, too, so that it may be left.
   __device__ __forceinline__ void take(int block) {
-    if (!takes_turns_) return;
-    const int last = last_;
-    last_ = last_of(block + 1);  // for the next block: it takes a while
-    if (waits_) {
-      if (cta_.left_before_gmem == nullptr) return;
-      while (left_ <= last && left_ != NO_KEY_LEFT)
-        left_ = ptx::ld_acquire_s32(cta_.left_before_gmem);
-    } else if (block % order_.every == 0 && block > 0) {
-      ptx::st_release_s32(cta_.left_gmem, last);
+    if (takes_turns_) {
+      const int last = last_;
+      last_ = last_of(block + 1);  // for the next block: it takes a while
+      if (!waits_) {
+        if (block % order_.every == 0 && block > 0) ptx::st_release_s32(cta_.left_gmem, last);
+      } else if (cta_.left_before_gmem != nullptr) {
+        while (left_ <= last && left_ != NO_KEY_LEFT)
+          left_ = ptx::ld_acquire_s32(cta_.left_before_gmem);
+      }
     }
+    __syncwarp();  // instructions of whole warps follow
   }
   // Behind all additions.
   __device__ __forceinline__ void end() const {

@@ -90,8 +90,8 @@ struct KeptLoad {
   }
 };
 
-// P and O += P V of the masked scores of STEP_KEYS keys. before_v() is called when the bases are
-// known.
+// P and O += P V of the masked scores of STEP_KEYS keys. before_v() is called before V is read, and
+// may do nothing.
 template <class C, class BeforeV>
 __device__ __forceinline__ void weigh_and_multiply(device::Outputs<C>& o_rmem,
                                                    device::RowState<C>& state,
@@ -122,7 +122,7 @@ __device__ __forceinline__ void weigh_and_multiply(device::Outputs<C>& o_rmem,
 }
 
 // S, P and O += P V for STEP_KEYS keys, of which the first `keys` exist. before_v() is called when
-// P is known.
+// K has been read, with one buffer, and before V is.
 template <class C, class BeforeV>
 __device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::RowState<C>& state,
                                            const QFragments<C>& q_rmem, uint32_t q_smem,
