@@ -234,8 +234,9 @@ def dense_mask_of_few_rows(problem: _native.Problem) -> bool:
 
 
 def decodes_with_mask(problem: _native.Problem) -> bool:
-    """Whether the kernels for decoding of `ampere` serve a call with an attn_mask: its rows that
-    share a head of k and v fit their tiles, and warps that share out the keys have some each.
+    """Whether the kernels for decoding of `ampere` come first for a call with an attn_mask, as
+    measured on an H200 up to 128 columns: its rows that share a head of k and v fit their tiles,
+    and warps that share out the keys have some each.
     """
     if not dense_mask_alone(problem) or problem.dtype not in ("float16", "bfloat16"):
         return False
@@ -246,7 +247,7 @@ def decodes_with_mask(problem: _native.Problem) -> bool:
     rows, heads = problem.nq, problem.heads_q // max(problem.heads_kv, 1)
     tile_rows = (1 << (rows - 1).bit_length()) * (1 << (heads - 1).bit_length())
     few_keys = 128 if rows > 1 else 16
-    return tile_rows <= 16 and problem.nk > few_keys and max(problem.d, problem.dv) <= 256
+    return tile_rows <= 16 and problem.nk > few_keys and max(problem.d, problem.dv) <= 128
 
 
 def _kernels_in_order(
@@ -310,9 +311,7 @@ def _reads_mask_in_place(problem: _native.Problem) -> bool:
     """Whether a kernel that reads an attn_mask without a summary of it is faster than `torch`,
     though mostly not than PyTorch's own kernel: where gradients are needed, where the mask is of
     float32, and in small calls (1x16 heads of 64, 1,024 rows and keys, bool: 38 us beside 84; H200,
-    2026-11-30). Few rows, too: 23 us beside 27 of mma.sync for one row of 32/8 heads of 128 and
-    8,192 keys with a bool mask, 26 and 28 with an added one, 36 and 40 for 32x32/8 and 512, but 23
-    and 22 for 1x16 heads of 256, 2,048.
+    2026-11-30). Few rows, too, of those that `decodes_with_mask` leaves.
     """
     small = problem.batch * problem.heads_q * problem.nq < _measured.SMALL_ROWS
     small = small or dense_mask_of_few_rows(problem)
