@@ -28,14 +28,14 @@ PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 test: $(VENV)/installed  ## every test that needs no GPU, but for those of test-rest
 	$(PYTEST) -m "not rest"
 
-test-rest: $(VENV)/all-images $(VENV)/third-party  ## what takes longest: machine code for every GPU, mutants of kernels, more random calls, kernels that tests compile
+test-rest: $(VENV)/all-images $(VENV)/third-party  ## what takes longest: machine code for every GPU, mutants of kernels, more random calls, calls in float16, kernels that tests compile
 	ARCHFLASH_TEST_ALL_IMAGES=1 $(PYTEST) tests/build
 	$(PYTEST) -m rest tests/core_set tests/properties tests/sim tests/unit
 
 # A test is in it by its place, unless it is marked as slow: CONTRIBUTING.md.
 FAST_TESTS := tests/unit tests/core_set/test_calls.py tests/sim/test_instructions.py tests/sim/test_strictness.py
 test-fast: $(VENV)/installed  ## in a minute: unit tests, a few launches of every kernel, the simulator's instructions
-	$(PYTEST) -m "not slow" $(FAST_TESTS)
+	$(PYTEST) -m "not slow and not rest" $(FAST_TESTS)
 
 # auditwheel names the oldest Linux that the wheel runs on, and lays what it lacks into it. The second build has another folder.
 PLATFORM := manylinux_2_34_$(shell uname -m)

@@ -8,6 +8,7 @@ computes them in kernels, and `dropout_mask` in PyTorch's operations.
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,12 +26,12 @@ _A, _B = 0xD2511F53, 0xCD9E8D57  # what words are multiplied by in a round
 _VALUES = 1 << 16  # that the random bits of a weight can have
 
 
-def dropout_state(device: torch.device | str) -> Tensor:
+def dropout_state(device: torch.device | str | None) -> Tensor:
     """A new state for `rng_state`: seed and offset, int64 ``(2,)``, from PyTorch's generator of a
     device. In a CUDA graph each replay draws a new one, and a checkpointed call draws the same.
 
     Args:
-        device: where q is.
+        device: where q is; None for PyTorch's default device.
 
     Returns:
         The state. Calls that are given the same one drop the same weights.
@@ -40,7 +41,8 @@ def dropout_state(device: torch.device | str) -> Tensor:
         >>> archflash.dropout_state("cpu").shape
         torch.Size([2])
     """
-    device = device if isinstance(device, torch.device) else as_device(device)
+    if device is not None and not isinstance(device, torch.device):
+        device = as_device(device)
     return torch.randint(0, (1 << 63) - 1, (2,), dtype=torch.int64, device=device)
 
 
@@ -82,7 +84,7 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> T
         torch.bool
     """
     if not torch.compiler.is_compiling() and not is_tracing():
-        _check(shape, dropout_p, rng_state)
+        shape = _checked(shape, dropout_p, rng_state)
     batch, heads, nq, nk = shape
     device = rng_state.device
     batch_head = torch.arange(batch * heads, device=device).reshape(batch, heads, 1, 1)
@@ -90,10 +92,17 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> T
     return kept(batch_head, query, torch.arange(nk, device=device), dropout_p, rng_state)
 
 
-def _check(shape: Any, dropout_p: Any, rng_state: Any) -> None:
-    is_shape = isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))
-    is_shape = is_shape and len(shape) == 4
-    if not is_shape or not all(hasattr(x, "__index__") and 0 <= x < 1 << 31 for x in shape):
+def _checked(shape: Any, dropout_p: Any, rng_state: Any) -> Sequence[int]:
+    """The shape as ints; an array or a tensor of integers says one, too."""
+    if isinstance(shape, Tensor):
+        check_dense(shape=shape)
+    is_shape = getattr(shape, "ndim", 0) == 1 or isinstance(shape, Sequence)
+    sizes = list(shape) if is_shape and not isinstance(shape, (str, bytes)) else []
+    try:
+        sizes = [x if isinstance(x, torch.SymInt) else operator.index(x) for x in sizes]
+    except (TypeError, RuntimeError):  # what is no integer, or a tensor without a value
+        sizes = []
+    if len(sizes) != 4 or not all(0 <= x < 1 << 31 for x in sizes):
         raise ValueError(
             f"shape is {_native.given(shape)}: it must be four ints from 0 on and below 2^31: "
             "(batch, heads_q, nq, nk)"
@@ -111,6 +120,7 @@ def _check(shape: Any, dropout_p: Any, rng_state: Any) -> None:
             f"rng_state has dtype {rng_state.dtype} and shape {tuple(rng_state.shape)}: it must be "
             "torch.int64, (2,), seed and offset, as dropout_state gives it"
         )
+    return sizes
 
 
 def kept(

@@ -4,6 +4,7 @@ do not say which argument was wrong.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,9 @@ def check_dense(**given: Any) -> None:
             raise TypeError(f"{name} is a nested or sparse tensor: it must be dense")
         if x.is_quantized:
             raise TypeError(f"{name} has dtype {x.dtype}: pass its numbers, {name}.dequantize()")
-        if not torch.compiler.is_compiling() and not _in_transform():
+        if torch.compiler.is_compiling() or _in_transform():
+            continue
+        if _native.is_plain_tensor(x):  # sizes of others may be symbols
             _native.check_data(x, name)
 
 
@@ -35,11 +38,16 @@ def is_one_of(x: object, words: Iterable[str]) -> bool:
     return isinstance(x, str) and x in words
 
 
+def is_int(x: object) -> bool:
+    """Whether x is an integer of Python, numpy or a compiler, and no bool."""
+    return isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool)
+
+
 def as_device(device: Any) -> torch.device:
     """A device as PyTorch has it, of its name or index."""
     if isinstance(device, torch.device):
         return device
-    if isinstance(device, bool) or not isinstance(device, (str, int)):
+    if not isinstance(device, str) and not is_int(device):
         raise TypeError(
             f"device is {_native.given(device)}: it must be a torch.device, its name or its index"
         )

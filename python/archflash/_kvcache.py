@@ -333,7 +333,7 @@ def _serve(
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if _native.is_plain_tensor(x) and x.is_neg():
             raise ValueError(
-                f"{name} holds the negative of its values, which nothing can be appended to: pass "
+                f"{name} holds the negative of its values, which no kernel reads or writes: pass "
                 f"{name}.resolve_neg()"
             )
     return _ops.attention_with_kvcache(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._eager import unrecorded
-from archflash._given import check_dense, is_one_of
+from archflash._given import check_dense, is_int, is_one_of
 from archflash._packed_rows import ROW_BYTES
 
 
@@ -30,7 +30,7 @@ def packed_parts(
         )
     columns = 576 if ROW_BYTES[packed_rows] == 656 else 512
     found = q.shape[-1] if q.ndim else 0
-    if found != columns or not (dv is None or (isinstance(dv, int) and dv == 512)):
+    if found != columns or not (dv is None or (is_int(dv) and dv == 512)):
         raise ValueError(
             f"q has {found} columns and dv is {_native.given(dv)} with "
             f"packed_rows={packed_rows!r}: they must be {columns} and 512"
@@ -73,7 +73,7 @@ def _check_latent(q: Tensor, k_cache: Tensor, k_new: Tensor | None, dv: int | No
     check_dense(q=q, k_cache=k_cache, **({} if k_new is None else {"k_new": k_new}))
     if dv is None:
         raise ValueError("dv is missing: with v_cache=None it is the number of columns that are V")
-    if not isinstance(dv, int) or isinstance(dv, bool):
+    if not is_int(dv):
         raise TypeError(f"dv is {_native.given(dv)}: it must be an int")
     if k_cache.ndim == 0:
         raise ValueError("k_cache has shape (): it must have rows of d columns")

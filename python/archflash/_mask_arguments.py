@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -65,7 +66,9 @@ def _has_integers(x: Tensor) -> bool:
 
 
 def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> None:
-    """Checks all arguments. What can be gone through only once becomes a list in `given`."""
+    """Checks all arguments. Ints of numpy become Python's in `given`, and what can be gone through
+    only once a list.
+    """
     held = ((x, y) for x, y in given.items() if isinstance(y, Tensor) and (maker, x) not in _MOVED)
     first, of_first = next(held, ("", None))
     for name, value in given.items():
@@ -89,7 +92,10 @@ def _check(maker: str, signature: inspect.Signature, given: dict[str, Any]) -> N
         elif kind == "int":
             if not _is_int(value):
                 raise TypeError(f"{wrong}an int")
-            if not isinstance(value, (Tensor, torch.SymInt)) and not 0 <= value < _END:
+            if isinstance(value, (Tensor, torch.SymInt)):
+                continue
+            given[name] = value = operator.index(value)
+            if not 0 <= value < _END:
                 raise ValueError(f"{wrong}>= 0" + " and below 2^31" * (value > 0))
         elif kind == "tuple[int, int]":
             if not _is_pair(value) or not _all_below_end(value, 1):
@@ -124,8 +130,13 @@ def _is_int(value: Any) -> bool:
     """Whether this is one integer: of Python, numpy or a tensor."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.dtype != torch.bool and _has_integers(value)
-    is_array = type(value).__name__ == "ndarray"
-    return hasattr(value, "__index__") and not isinstance(value, (bool, type)) and not is_array
+    if isinstance(value, (torch.SymInt, bool, type)):
+        return isinstance(value, torch.SymInt)
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_pair(value: Any) -> bool:

@@ -9,7 +9,7 @@ from archflash import _archflash as _native
 from archflash._archflash import SCALED_NUMBERS
 from archflash._eager import refuse_derivatives
 from archflash._errors import UnsupportedError
-from archflash._given import check_dense
+from archflash._given import check_dense, is_int
 from archflash._plain_tensors import goes_through_operator
 
 # The largest number of each type, 0.875 times a power of two, and the exponent of that.
@@ -64,7 +64,7 @@ def quantize_mxfp8(
         raise TypeError(f"x has dtype {x.dtype}: it must be float32, float16 or bfloat16")
     if x.ndim == 0:
         raise ValueError("x has no dimension: its numbers must be neighbours of one another")
-    if type(dim) is bool or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+    if not is_int(dim) or not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"dim is {_native.given(dim)}: it must be an integer from {-x.ndim} to {x.ndim - 1}"
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._eager import refuse_derivatives
-from archflash._given import check_dense, is_one_of
+from archflash._given import check_dense, is_int, is_one_of
 from archflash._plain_tensors import goes_through_operator
 
 GROUP = 16  # neighbouring numbers of a row that share a scale
@@ -66,7 +66,7 @@ def quantize_nvfp4(
         raise ValueError(f"per is {_native.given(per)}: it must be 'tensor' or 'head'")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"x has dtype {x.dtype}: it must be float32, float16 or bfloat16")
-    if not isinstance(dim, int) or dim not in (-1, -2):
+    if not is_int(dim) or dim not in (-1, -2):
         raise ValueError(f"dim is {_native.given(dim)}: it must be -1 or -2")
     least = 1 if per == "tensor" and dim == -1 else 2
     if x.ndim < least:

@@ -72,7 +72,6 @@ def scaled_dot_product_attention(
             raise RuntimeError(str(error)) from error
         assert isinstance(out, Tensor)
         return out
-    _check_number("dropout_p", dropout_p)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             result = overridden(
@@ -86,6 +85,7 @@ def scaled_dot_product_attention(
             if result is not NotImplemented:
                 return result
             raise TypeError(f"{name} is {_native.given(x)}: it must be a tensor")
+    _check_number("dropout_p", dropout_p)
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask is {_native.given(attn_mask)}: it must be a tensor or None")
     if scale is not None:

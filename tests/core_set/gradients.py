@@ -139,7 +139,7 @@ def assert_every_kernel_is_planned(
         for entry in entries
     }
     # Kernels of dropout, of calls with many heads, of parts of tiles and the like have their own.
-    elsewhere = ("_dropout", "_turns", "_stays")
+    elsewhere = ("_dropout", "_turns", "_stays", "_bulk", "_d64_plain", "_parts")
     elsewhere += (
         "_rows_two",
         "_rows_three",
@@ -209,7 +209,7 @@ def differentiate(
         gradient_dtype: that of dq, dk and dv; default that of q.
         add_to: the number that dq, dk and dv are full of, to which gradients are added.
         pad: elements between the rows of dq, dk and dv.
-        schedules: numbers of the simulator's schedules; None: those of the forward pass, and one
+        schedules: numbers of the simulator's schedules; None: as many as the call is worth, and one
             where bits may differ, as they are not compared.
         deterministic: as for `archflash.attention_backward`.
         planned_for: a known GPU whose plan is run; None: that of the executor.
@@ -220,11 +220,15 @@ def differentiate(
     options = _options.complete(call)
     request = _gradients.Request(dout, q, k, v, out, lse, dlse, options, mask_gradient)
     if schedules is None:
-        schedules = (0, 1) if on.name == "gpu" else schedules_of(kernel, q, k, v, call)
-        if on.name != "gpu" and not deterministic and not IN_FULL:
-            schedules = schedules[:1]
+        schedules = (0, 1)
+        if on.name != "gpu":
+            schedules = schedules_of(kernel, q, k, v, call, compared=deterministic)
+            if not deterministic and not IN_FULL:
+                schedules = schedules[:1]
     elif on.name != "gpu":
+        named = len(schedules)
         schedules = some_of(schedules, number_of(q, k, v, call), compared=deterministic)
+        assert not deterministic or len(schedules) > 1 or named == 1, "nothing to compare"
     first: list[Tensor] = []
     for number in schedules:
         guarded = [

@@ -43,6 +43,8 @@ def test_each_key_of_a_row_of_the_lowest_numbers_weighs_the_same(
     kernel: str, dtype: str, name: str
 ) -> None:
     is_f32, of_heads, heads, dim, options = CALLS[name]
+    if kernel == "simt" and "num_splits" in options:
+        pytest.skip("simt does not split keys")
     nk = KEYS_OF_SHARES if "num_splits" in options else NK
     dout, q, k, v = inputs(on, NQ, nk, dim, dim, dtype, heads=heads)
     kind = torch.float32 if is_f32 else q.dtype

@@ -170,9 +170,11 @@ def fault_of(legal: Legal, argument: str, value: Any) -> str | None:
     given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in legal.given.items()} | {
         argument: value
     }
-    # An error about shapes may name the tensor that does not fit.
-    names = {name for name, x in legal.given.items() if isinstance(x, Tensor)}
-    named = re.compile(rf"\b({'|'.join({argument, *names, *_NAMES})})\b")
+    names = {argument, "cu_seqlens" if argument.startswith("cu_seqlens_") else argument}
+    if value is None or isinstance(value, Tensor) or argument in _FITTED:
+        # The error may name the tensor that does not fit.
+        names |= {name for name, x in legal.given.items() if isinstance(x, Tensor)} | {*_NAMES}
+    named = re.compile(rf"\b({'|'.join(names)})\b")
     try:
         legal.function(**given)
     except REFUSALS as error:
@@ -186,6 +188,8 @@ def fault_of(legal: Legal, argument: str, value: Any) -> str | None:
     return None
 
 
+# Of which a right value may not fit the shapes of tensors.
+_FITTED = ("nq", "nk", "layout", "is_fp8_kvcache")
 # What a function that is made of others calls its tensors.
 _NAMES = ("q", "k", "v", "k_cache", "v_cache", "latent cache", "cu_seqlens")
 # What other errors are about, or what PyTorch alone can tell.

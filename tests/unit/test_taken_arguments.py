@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import archflash
 from archflash import masks
 from archflash.compat import flash_attn as fa2
 from archflash.compat import flash_attn_interface as fa3
@@ -194,3 +195,36 @@ def test_ends_and_sizes_of_lists_of_blocks_are_moved_to_the_lists_device() -> No
     assert made["attn_mask"].is_meta
     with pytest.raises(TypeError, match="indptr is on meta but indices is on cpu: move one"):
         masks.from_bsr(ends.to("meta"), numbers, (64, 64), 100, 150)
+
+
+# --- integers of numpy, and what PyTorch takes for a device or a shape ---
+
+
+def test_integers_of_numpy_are_ints() -> None:
+    lengths, x = torch.tensor([2, 3]), torch.randn(3, 32, 64)
+    for nq in (np.int64(4), np.array(4)):
+        same(masks.prefix_lm(lengths, nq), masks.prefix_lm(lengths, 4))  # type: ignore[arg-type]
+    for dim in (-1, -2):
+        for quantise in (archflash.quantize_nvfp4, archflash.quantize_mxfp8):
+            values = quantise(x, dim=np.int64(dim))[0]  # type: ignore[arg-type]
+            same(values.float(), quantise(x, dim=dim)[0].float())
+    q, cache = torch.randn(1, 1, 2, 24), torch.randn(1, 5, 1, 24)
+    outs = [
+        archflash.attention_with_kvcache(q, cache, cache_seqlens=int32(3), dv=dv)
+        for dv in (np.int64(8), 8)
+    ]
+    same(*outs)
+    for wrong in (np.array(4.0), np.array([4]), np.array(True), True):
+        with pytest.raises(TypeError, match=r"nq is .*: it must be an int"):
+            masks.prefix_lm(lengths, wrong)
+
+
+def test_states_and_shapes_of_dropout() -> None:
+    state = archflash.dropout_state(None)
+    assert state.device == torch.get_default_device()
+    for shape in (np.array([1, 2, 3, 4]), torch.tensor([1, 2, 3, 4]), torch.Size([1, 2, 3, 4])):
+        kept = archflash.dropout_mask(shape, 0.5, state)  # type: ignore[arg-type]
+        same(kept, archflash.dropout_mask((1, 2, 3, 4), 0.5, state))
+    for wrong in (np.ones(4), torch.ones(4), torch.tensor(4), {1, 2, 3, 4}):
+        with pytest.raises(ValueError, match=r"shape is .*: it must be four ints"):
+            archflash.dropout_mask(wrong, 0.5, state)  # type: ignore[arg-type]

@@ -324,6 +324,10 @@ RECORDED: dict[str, tuple[Function, str]] = {
         lambda q, k, v, n: archflash.attention(q, k, v, attn_mask=k[:, :1, None, :, 0] > 0),
         "attention",
     ),
+    "probability": (
+        lambda q, k, v, n: archflash.scaled_dot_product_attention(q, k, v, None, n.dim() - 1.0),
+        "scaled_dot_product_attention",
+    ),
     "PyTorch's": (
         lambda q, k, v, n: archflash.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "scaled_dot_product_attention",

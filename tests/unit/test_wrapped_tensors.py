@@ -143,6 +143,29 @@ def test_a_symbolic_trace_keeps_the_operators() -> None:
     torch.testing.assert_close(traced(q, k, v), chain(q, k, v))
 
 
+@pytest.mark.parametrize("name", ["merge", "four bits", "eight bits", "latent cache", "mask"])
+def test_sizes_stay_symbols_where_arguments_are_checked(name: str) -> None:
+    x, rows = torch.randn(2, 3, 5, 32), torch.randn(2, 3, 5)
+    calls: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
+        "merge": (lambda x, lse: archflash.merge_attention([x, x], [lse, lse])[0], (x, rows)),
+        "four bits": (lambda x: archflash.quantize_nvfp4(x)[0], (x,)),
+        "eight bits": (lambda x: archflash.quantize_fp8(x)[0].float(), (x,)),
+        "latent cache": (
+            lambda x, n: archflash.attention_with_kvcache(x, x[:, :, :1], cache_seqlens=n, dv=16),
+            (x, torch.tensor([3, 2], dtype=torch.int32)),
+        ),
+        "mask": (
+            lambda ids: archflash.masks.documents(ids),
+            (torch.tensor([[0, 0, 1], [0, 1, 1]]),),
+        ),
+    }
+    call, given = calls[name]
+    traced = make_fx(call, tracing_mode="symbolic")(*given)
+    first = next(node for node in traced.graph.nodes if node.op == "placeholder").meta["val"]
+    assert not any(isinstance(size, int) for size in first.shape)
+    torch.testing.assert_close(traced(*given), call(*given))
+
+
 OF_LISTS = torch.ops.archflash.merge_attention.default
 OF_ONE = torch.ops.archflash.quantize_fp8.default
 

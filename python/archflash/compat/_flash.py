@@ -165,10 +165,10 @@ def attend_to_cache(
     """
     if cache_seqlens is None and k_new is not None:
         raise ValueError("k is given without cache_seqlens: say how long the caches are before it")
-    check_tensors(q=q, k_cache=k_cache)
     want_lse = flag(want_lse)
     rotary_interleaved = boolean("rotary_interleaved", rotary_interleaved)
     if not isinstance(cache_seqlens, Tensor):
+        check_tensors(q=q, k_cache=k_cache)
         cu_seqlens_q = options.get("cu_seqlens_q")
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         if cache_seqlens is None:
