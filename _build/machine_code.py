@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# The target that takes the least time to build: of `ada` and `quantize` alone.
+# The target that takes the least time to build, because few folders have code of their own for it.
 SAMPLE = ("89",)
 
 

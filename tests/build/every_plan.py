@@ -76,8 +76,8 @@ def every_key_seen(dtype: torch.dtype) -> set[str]:
 
 
 def keys_up_to_one(dtype: torch.dtype) -> set[str]:
-    """ampere's kernels for causal calls and packed sequences, and with sinks those that serve other
-    calls of these sizes.
+    """ampere's kernels for causal calls and packed sequences, their gradients, and with sinks those
+    that serve other calls of these sizes.
     """
     found = set()
     for d in (32, 64, 96, 128, 160, 256):
@@ -86,11 +86,14 @@ def keys_up_to_one(dtype: torch.dtype) -> set[str]:
             found |= kernels(x, x, x, "H200", "ampere", causal=True)
             sinks = empty(torch.float32, heads)
             found |= kernels(x, x, x, "H200", "ampere", causal=True, sinks=sinks)
+        x = empty(dtype, 2, 4, 100, d)  # the only tile of a head
+        found |= kernels(x, x, x, "H200", "ampere", backward=True)
     for d, n, sequences in itertools.product((32, 64, 80, 96, 128), (64, 200, 500), (8, 150)):
         x, ends = empty(dtype, n * sequences, 2, d), integers(sequences + 1)
         call: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
         call |= {"max_seqlen_q": n, "max_seqlen_k": n}
-        found |= kernels(x, x, x, "H200", "ampere", **call)
+        for backward in (False, True):
+            found |= kernels(x, x, x, "H200", "ampere", backward=backward, **call)
     return found
 
 
@@ -242,6 +245,9 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     x = empty(dtype, 16, 12, 200, 128)
     found |= kernels(x, x, x, "H200", "hopper", causal=True, backward=True)
     ends = integers(65)
+    for batch, rows, d in ((2, 4096, 72), (4, 2304, 72)):
+        x = empty(dtype, batch, 16, rows, d)
+        found |= kernels(x, x, x, "H200", "hopper")
     for d in (96, 128, 256):  # short packed sequences
         x = empty(dtype, 64 * 100, 12, d)
         found |= kernels(x, x, x, "H200", "hopper", cu_seqlens_q=ends, cu_seqlens_k=ends)

@@ -416,7 +416,7 @@ def made_for(kernel: str, target: str) -> list[str]:
         expected = ["HGMMA.64x", "WARPGROUP.ARRIVE", "LDGSTS.E.BYPASS.128", "STSM.16.MT88.4"]
         expected.append("REDG.E.ADD.F32x4")
     # By warps, not by TMA.
-    if kernel.startswith("hopper_attention_bwd_") and kernel.endswith(("_d192", "_d256")):
+    if kernel.startswith("hopper_attention_bwd_") and re.search(r"_d(192|256)(_dense.*)?$", kernel):
         expected = [name.replace("UBLKRED", "REDG.E.ADD.F32x4") for name in expected]
     if kernel.startswith("hopper_attention_bwd_") and re.search("_one$|_rows", kernel):
         expected = [name.replace("UBLKRED", "STG.E.128") for name in expected]  # dQ itself

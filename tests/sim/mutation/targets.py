@@ -260,6 +260,7 @@ TARGETS = (
         both=True,
         steady=True,
         widths=True,
+        elsewhere=("packed", "causal tiles"),
     ),
     Target("hopper", "e4m3_d64", "H200", 1, 256, 128, 64, many=(300, 3), steady=True),
     Target("hopper", "combine_bf16", "H200", 0, 64, 64, 256, heads=(6, 2), widths=True),
