@@ -110,10 +110,8 @@ __device__ __forceinline__ void store_combined(const AttentionParams& attention,
                                                const CombinedShares<STEPS>& all,
                                                const CombinedRow& row, float scale) {
   const int lane = threadIdx.x % 32;
-  const float keys_max = all.sum == 0.0f ? MINUS_INFINITY : all.base * scale * LN_2;
-  const float sink = load_sink(attention, row.head);
-  RowEnd end = finish_row(keys_max, all.sum, sink);
-  if (all.sum != 0.0f && sees_lowest(all.base * scale, sink)) end.lse = lse_of_lowest(all.sum);
+  const RowEnd end =
+      finish_row_to_base_2(all.base * scale, all.sum, load_sink(attention, row.head));
   using Element = std::conditional_t<OUT == DType::F32, float, uint16_t>;
   Element* out_gmem = static_cast<Element*>(attention.out_gmem) + row.batch * attention.out_batch +
                       row.head * attention.out_head + row.row * attention.out_row;

@@ -100,10 +100,7 @@ __device__ __forceinline__ void combine_splits(const CombineParams& params) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
 
-  const float keys_max = sum == 0.0f ? MINUS_INFINITY : base * LN_2;
-  const float sink = load_sink(attention, head);
-  RowEnd end = finish_row(keys_max, sum, sink);
-  if (sum != 0.0f && sees_lowest(base, sink)) end.lse = lse_of_lowest(sum);
+  const RowEnd end = finish_row_to_base_2(base, sum, load_sink(attention, head));
   using Number = std::conditional_t<OUT == DType::F32, float, uint16_t>;
   Number* out_gmem = static_cast<Number*>(attention.out_gmem) + batch * attention.out_batch +
                      head * attention.out_head + row_of_head * attention.out_row;

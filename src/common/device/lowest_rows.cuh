@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/device/attention_work.cuh"
 #include "common/device/masks.cuh"
 #include "common/ptx/ex2.cuh"
 
@@ -26,6 +27,15 @@ __device__ __forceinline__ bool sees_lowest(float max_log2, float sink) {
 __device__ __forceinline__ float lse_of_lowest(float keys) {
   const auto counted = static_cast<uint32_t>(fminf(keys, MOST_LOWEST_KEYS));
   return __uint_as_float(__float_as_uint(LOWEST_SCORE) + STEPS_OF_KEY * counted);
+}
+
+// finish_row() of a row whose keys have such a base, the largest score as a logarithm to base 2,
+// and such a sum of weights. HAS_LOWEST: whether rows may see lowest scores only.
+template <bool HAS_LOWEST = true>
+__device__ __forceinline__ RowEnd finish_row_to_base_2(float base, float sum, float sink) {
+  RowEnd end = finish_row(sum == 0.0f ? MINUS_INFINITY : base * LN_2, sum, sink);
+  if (HAS_LOWEST && sum != 0.0f && sees_lowest(base, sink)) end.lse = lse_of_lowest(sum);
+  return end;
 }
 
 // The most that a key of a row may weigh: 1, or 1 / n. lse_log2: the LSE as a logarithm to base 2.

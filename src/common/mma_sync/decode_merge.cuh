@@ -96,11 +96,8 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const D
     if (sum == 0.0f) return;  // the combining kernel does not read the outputs
     partial_gmem = partials.rows_gmem + index * attention.dv;
   } else {
-    const float sink = device::load_sink(attention, row.head);
-    device::RowEnd end =
-        device::finish_row(sum == 0.0f ? device::MINUS_INFINITY : base * device::LN_2, sum, sink);
-    if (C::MASKED && sum != 0.0f && device::sees_lowest(base, sink))
-      end.lse = device::lse_of_lowest(sum);
+    const device::RowEnd end =
+        device::finish_row_to_base_2<C::MASKED>(base, sum, device::load_sink(attention, row.head));
     if (attention.lse_gmem != nullptr && thread_of_row == 0)
       attention.lse_gmem[row.lse_index(attention)] = end.lse;
     factor *= end.factor;
