@@ -16,6 +16,7 @@
 #include "common/ptx/min.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_products.cuh"
+#include "hopper/backward_scores.cuh"
 
 namespace archflash::hopper {
 
@@ -275,6 +276,27 @@ __device__ __forceinline__ void exponentiate_added(KeysByQueries<C>& p_rmem,
       }
     }
   }
+}
+
+// P of a block, from S in the same registers, in kernels whose warpgroup has no other keys. seen:
+// which scores the mask keeps.
+template <class C>
+__device__ __forceinline__ void weigh_masked(KeysByQueries<C>& p_rmem, const float2* terms,
+                                             const DenseBackwardParams& params, const CtaWork& work,
+                                             const BlockNote& block, const DenseNote& note,
+                                             uint32_t seen, int warp) {
+  const uint32_t state = note.state(0);
+  if ((state & DENSE_ADDED) != 0) {
+    exponentiate_added<C>(p_rmem, p_rmem, terms, params, note);
+  } else {
+    exponentiate_scores<C>(p_rmem, p_rmem, terms, params.call.backward.attention);
+  }
+  if ((state & DENSE_HIDDEN) != 0) clear_hidden<C>(p_rmem, seen);
+  if ((block.masked_warps >> warp & 1) == 0) return;
+  constexpr int BEHIND_ALL = 1 << 30;  // a row whose block sees no key
+  const bool unseen = (block.masked_warps >> (warp + BlockNote::UNSEEN_SHIFT) & 1) != 0;
+  clear_unseen<C>(p_rmem, work, unseen ? BEHIND_ALL : block.row);
+  if ((state & DENSE_LOWEST) != 0) limit_lowest<C>(p_rmem, terms);
 }
 
 // Adds dS, the gradient of what is added, to that of attn_mask.
