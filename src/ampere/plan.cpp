@@ -126,7 +126,7 @@ constexpr core::Tile TILES[] = {
     tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
 };
 
-// Those of TILES that no GPU of 9.0 or 10.0 takes, whose larger ones fit it (fwd_small.cu).
+// Tiles of fwd_small.cu: of TILES those that no GPU of 9.0 or 10.0 takes, which larger ones fit.
 constexpr std::string_view SMALL[] = {"d96_medium",  "d128_medium", "d128_small",
                                       "d192_medium", "d256_medium", "d256_small"};
 

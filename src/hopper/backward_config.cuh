@@ -260,8 +260,8 @@ struct WideBackwardConfig {
   static constexpr int TERMS_SMEM = P_SMEM + P_STAGES * P_BYTES;
   static constexpr int TERMS_BYTES = 2 * 4 * BLOCK + 16;
   static constexpr int BARRIER_SMEM = TERMS_SMEM + Q_STAGES * TERMS_BYTES;
-  // Those of tiles, as in BackwardConfig, with one at which V is handed back; two, full and empty,
-  // for each stage of the four rings, and for each stage of turns.
+  // Tiles have barriers as in BackwardConfig, and one at which V is handed back. Each stage of the
+  // four rings has two, full and empty, and so does each stage of turns.
   static constexpr int BARRIERS =
       TILE_BARRIERS + 2 * (Q_STAGES + DOUT_STAGES + P_STAGES + DS_STAGES + TURN_STAGES);
   static constexpr int WORK_BYTES = 128;  // of device::CtaWork

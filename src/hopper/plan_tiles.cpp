@@ -207,7 +207,8 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
   // Short packed sequences with packed heads compute no faster in shares, either.
   const bool fills = best != nullptr && problem.batch * problem.heads_q >= device.sm_count &&
                      (problem.varlen ? is_of_short(*best, device) : is_whole);
-  // Nor do those of which a tile's packed time is known, unless they have far more keys than rows.
+  // Packed sequences are not split where a tile's packed time is known, unless their keys are far
+  // more than their rows.
   constexpr int64_t FAR_MORE_KEYS = 8;
   const bool by_packed_time = best != nullptr && best->packed.start > 0 &&
                               are_many_packed(problem, device) &&

@@ -1,6 +1,6 @@
-// The tiles of short sequences. A CTA has one warpgroup, and up to 128 columns several of
-// them stay on an SM: the others multiply while one waits for its copies, starts or writes a tile.
-// Of 256 columns an SM has room for one, whose next tile is copied meanwhile.
+// The tiles of short sequences. A CTA has one warpgroup. Up to 128 columns several CTAs stay on an
+// SM: the others multiply while one waits for its copies, starts or writes a tile. With 256 columns
+// an SM has room for one CTA, and its next tile is copied meanwhile.
 #pragma once
 
 #include "hopper/config.cuh"

@@ -45,7 +45,7 @@ KERNELS = {
     "d128_dense_medium": ((112, 128), 64),
     "d256_dense_medium": ((216, 256), 64),
 }
-# Of shared memory, for kernels of GPUs with less than 227.
+# What a CTA may have of shared memory on the GPUs that take these kernels.
 KILOBYTES = {
     "d64_dense_small": 99, "d80_dense_small": 99, "d96_dense_small": 99, "d128_dense_small": 99,
     "d128_dense_medium": 163, "d256_dense_medium": 163,

@@ -188,7 +188,7 @@ def fault_of(legal: Legal, argument: str, value: Any) -> str | None:
     return None
 
 
-# Of which a right value may not fit the shapes of tensors.
+# Arguments of which a right value may not fit the shapes of the tensors.
 _FITTED = ("nq", "nk", "layout", "is_fp8_kvcache")
 # What a function that is made of others calls its tensors.
 _NAMES = ("q", "k", "v", "k_cache", "v_cache", "latent cache", "cu_seqlens")

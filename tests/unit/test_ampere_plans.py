@@ -107,7 +107,7 @@ def test_a_call_that_fills_the_gpu_gets_the_kernel_for_its_shared_memory(
     name, per_sm = CHOICES[kilobytes][dims]
     assert kernel(plan) == f"ampere_attention_fwd_{DTYPES[dtype]}_{name}"
     (launch,) = plan.to_dict()["launches"]
-    # Those that no GPU with 227 KB takes have no machine code for one.
+    # Kernels that no GPU with 227 KB takes have no machine code for one: they are in fwd_small.
     file = (
         "fwd" if kilobytes == 227 or name.startswith("d64") or name == "d96_large" else "fwd_small"
     )
