@@ -10,7 +10,6 @@ from archflash._archflash import SCALED_NUMBERS
 from archflash._eager import refuse_derivatives
 from archflash._errors import UnsupportedError
 from archflash._given import check_dense, is_int
-from archflash._plain_tensors import goes_through_operator
 
 # The largest number of each type, 0.875 times a power of two, and the exponent of that.
 _LARGEST = {torch.float8_e4m3fn: (448.0, 9), torch.float8_e5m2: (57344.0, 16)}
@@ -54,8 +53,6 @@ def quantize_mxfp8(
         (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100, 2]))
     """
     check_dense(x=x)
-    if not goes_through_operator(x):  # else torch.compile or a subclass sees plain operations
-        _native.check_data(x, "x")
     if not isinstance(dtype, torch.dtype) or dtype not in tuple(_LARGEST):
         raise TypeError(
             f"dtype is {_native.given(dtype)}: it must be torch.float8_e4m3fn or torch.float8_e5m2"

@@ -8,7 +8,6 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash._eager import refuse_derivatives
 from archflash._given import check_dense, is_int, is_one_of
-from archflash._plain_tensors import goes_through_operator
 
 GROUP = 16  # neighbouring numbers of a row that share a scale
 _LARGEST_VALUE, _LARGEST_SCALE = 6.0, 448.0  # of e2m1 and of e4m3
@@ -60,8 +59,6 @@ def quantize_nvfp4(
         (torch.Size([2, 4, 100, 32]), torch.Size([2, 4, 100, 4]))
     """
     check_dense(x=x)
-    if not goes_through_operator(x):  # else torch.compile or a subclass sees plain operations
-        _native.check_data(x, "x")
     if not is_one_of(per, _PER):
         raise ValueError(f"per is {_native.given(per)}: it must be 'tensor' or 'head'")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -62,9 +62,8 @@ def from_query_ranges(query_ranges: Tensor, nq: int) -> Tensor:
         return _seen_by(query_ranges, torch.arange(first, last, device=query_ranges.device))
 
     made, most = _pieces(seen, (batch, heads, nq, nk), query_ranges.device)
-    if query_ranges.is_meta or _is_traced(
-        query_ranges
-    ):  # no number can be read: empty pieces fill up the ranges
+    # Where no number can be read, empty pieces fill up the ranges.
+    if query_ranges.is_meta or _is_traced(query_ranges):
         torch._assert_async(
             most <= MOST_RANGES, "query_ranges let a query see keys in more than four pieces"
         )

@@ -109,10 +109,11 @@ def attention_with_shared_prefix(
     if (v_prefix is None) != (v_cache is None):
         name = "v_prefix" if v_prefix is None else "v_cache"
         raise ValueError(f"{name} is None and the other is not: both parts are latent or neither")
-    tensors = {"q": q, "k_prefix": k_prefix, "v_prefix": v_prefix, "v_cache": v_cache}
+    tensors = {
+        "q": q, "k_prefix": k_prefix, "v_prefix": v_prefix, "v_cache": v_cache,
+        "prefix_page_table": prefix_page_table,
+    }  # fmt: skip
     check_dense(**{x: y for x, y in tensors.items() if isinstance(y, Tensor)})
-    if isinstance(prefix_page_table, Tensor):
-        check_dense(prefix_page_table=prefix_page_table)
     columns = [x.shape[3] for x in (v_prefix, v_cache) if isinstance(x, Tensor) and x.ndim == 4]
     # A tracer's sizes are tensors.
     if not is_tracing() and len(columns) == 2 and columns[0] != columns[1]:
