@@ -24,6 +24,8 @@ from archflash import (
     _torch_kernels,
     reference,
 )
+from archflash._api import make_problem
+from archflash._dispatch import explain
 from archflash._pytorch_faults import CUDNN, EFFICIENT, FLASH
 
 H200 = (9, 0)
@@ -143,6 +145,10 @@ def test_hidden_keys() -> None:
     call: dict[str, Any] = {"grad": True, "mask": torch.bool}
     for d in (64, 136):
         assert decide("H200", (2, 8, 200, d), 192, **call).chosen == "hopper"
+    shapes = ((2, 8, 200, 136), (2, 8, 192, 136), (200, 192))
+    q, k, mask = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    problem = make_problem(q.requires_grad_(), k, k, attn_mask=mask.bool())
+    assert "64 more keys" in explain._why_hidden_keys(problem, H200)
     assert decide("H200", (2, 8, 1, 64), 128, **call).chosen == "hopper"
     assert _torch_kernels.hidden_keys(H200, 1, 128) == 8
     assert "more keys" not in decide("H200", (2, 8, 200, 136), **call).why
