@@ -585,6 +585,17 @@ def test_padding_and_back() -> None:
     for wrong in (flags[1:], flags.logical_not()):
         with pytest.raises(ValueError, match=r"torch\.bool \(15,\), True for each"):
             bert_padding.pad_input(rows, wrong, 3, 5)
+    for batch, wrong in ((2, indices), (3, indices - 16), (3, indices.int() + 2)):
+        with pytest.raises(ValueError, match=rf"must be below batch \* seqlen = {batch * 5}"):
+            bert_padding.pad_input(rows, wrong, batch, 5)
+    with pytest.raises(ValueError, match="must be below first_axis_dim = 13"):
+        bert_padding.index_put_first_axis(rows, indices, 13)
+    with pytest.raises(ValueError, match="from 0 to 13: they must be below the rows of x = 6"):
+        bert_padding.index_first_axis(rows, indices)
+    with pytest.raises(ValueError, match="attention_mask counts 11 rows and keeps 6"):
+        bert_padding.unpad_input(x, 2 * mask, unused)
+    with pytest.raises(ValueError, match="attention_mask_in_length counts 10 rows and keeps 9"):
+        bert_padding.unpad_input_for_concatenated_sequences(x, 2 * mask)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

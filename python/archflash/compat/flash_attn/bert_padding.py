@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from archflash._eager import is_tracing
+from archflash._plain_tensors import goes_through_operator
 from archflash.compat._arguments import check_tensors, count, in_its_words
 
 
@@ -20,13 +21,37 @@ def _check_padded(name: str, hidden_states: Tensor, mask: Tensor) -> None:
         )
 
 
+def _is_read(x: Tensor) -> bool:
+    """Whether the values of x are checked: reading them from a GPU would make the host wait."""
+    return x.is_cpu and x.numel() > 0 and not goes_through_operator(x)
+
+
+def _check_rows(indices: Tensor, rows: int, said: str) -> None:
+    if indices.dtype in (torch.int32, torch.int64) and _is_read(indices):
+        first, last = (int(x) for x in indices.aminmax())
+        if first < -rows or last >= rows:
+            raise ValueError(
+                f"indices has row numbers from {first} to {last}: they must be below {said} = "
+                f"{rows}"
+            )
+
+
+def _check_kept(name: str, kept: int, counted: Tensor, must: str) -> None:
+    if _is_read(counted) and kept != (total := int(counted.sum())):
+        raise ValueError(f"{name} counts {total} rows and keeps {kept}: it must hold {must}")
+
+
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """The rows of x (rows, ...) with these numbers, int64 (n,)."""
+    check_tensors(x=x, indices=indices)
+    _check_rows(indices, x.shape[0], "the rows of x")
     return x[indices]
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Zeros (first_axis_dim, ...) with values (n, ...) at the rows `indices`, int64 (n,)."""
+    check_tensors(values=values, indices=indices)
+    _check_rows(indices, first_axis_dim, "first_axis_dim")
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     return zeros.index_put_((indices,), values)  # autocast on CUDA has index_put alone on its list
 
@@ -54,6 +79,7 @@ def unpad_input(
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
+    _check_kept("attention_mask", len(indices), lengths, "0 or 1, and 0 where unused_mask is 1")
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -78,6 +104,8 @@ def unpad_input_for_concatenated_sequences(
     kept = rows < attention_mask_in_length.sum(-1, keepdim=True)
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
     indices = kept.flatten().nonzero().flatten()
+    must = f"lengths of at most {len(rows)} rows in all for each row of the batch"
+    _check_kept("attention_mask_in_length", len(indices), lengths, must)
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
     return hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, longest
@@ -101,5 +129,6 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
             f"hidden_states {tuple(hidden_states.shape)}: it must be int32 or int64, a number for "
             f"each row, or torch.bool ({batch * seqlen},), True for each"
         )
+    _check_rows(places, batch * seqlen, "batch * seqlen")
     rows = index_put_first_axis(hidden_states, places, batch * seqlen)
     return rows.reshape(batch, seqlen, *rows.shape[1:])
