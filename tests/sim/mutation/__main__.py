@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import json_rows
 from . import protocols
 from .runner import Outcome, Score, Subject, run_subject, subject_of, targets_of
 from .targets import implementations
@@ -100,7 +100,7 @@ def main() -> None:
     for implementation in options.implementation or [*implementations(), "protocols"]:
         result = summary(implementation, options.count, options.seed)
         file = options.output / f"{implementation}.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        file.write_text(json_rows.dump(result))
 
 
 if __name__ == "__main__":

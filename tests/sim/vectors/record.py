@@ -16,7 +16,6 @@ import argparse
 import ctypes
 import datetime
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from .. import json_rows
 from .inputs import Words
 from .programs import BLOCK, FAMILIES, Program, programs
 
@@ -207,7 +207,7 @@ def record_programs(gpu: Gpu, output: Path, label: str, families: list[str]) -> 
     """Runs every program; returns how many failed. Failures are printed and left out."""
     explicit: dict[str, npt.NDArray[np.generic]] = {}
     full: dict[str, npt.NDArray[np.generic]] = {}
-    entries: dict[str, dict[str, str]] = {}
+    entries: dict[str, str] = {}
     failed = 0
     for family in families:
         started = time.perf_counter()
@@ -229,11 +229,8 @@ def record_programs(gpu: Gpu, output: Path, label: str, families: list[str]) -> 
             for index, result in enumerate(outputs):
                 explicit[f"{key}/{index}"] = result[: program.explicit]
                 full[f"{key}/{index}"] = result[:FULL_ELEMENTS]
-            entries[key] = {
-                "ptx": text_hash(program),
-                "inputs": inputs_hash(program, values),
-                "outputs": outputs_hash(outputs),
-            }
+            hashes = (text_hash(program), inputs_hash(program, values), outputs_hash(outputs))
+            entries[key] = " ".join(hashes)
         print(f"{family}: {len(group)} programs, {time.perf_counter() - started:.1f} s", flush=True)
     # One array per width, in the order of `entries`: many small ones compress badly.
     _save(output / f"{label}.npz", _by_width(explicit))
@@ -245,7 +242,7 @@ def record_programs(gpu: Gpu, output: Path, label: str, families: list[str]) -> 
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "programs": entries,
     }
-    (output / f"{label}.json").write_text(json.dumps(about, indent=0) + "\n")
+    (output / f"{label}.json").write_text(json_rows.dump(about))
     return failed
 
 
