@@ -92,47 +92,11 @@ def attention(
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention by PyTorch operations; arguments as archflash.attention has checked them.
+    """Attention by PyTorch operations.
 
     Args:
-        q: ``(B, Hq, Nq, D)``, or ``(B, Nq, Hq, D)`` with layout "bnhd", or ``(Tq, Hq, D)`` with
-            cu_seqlens.
-        k: ``(B, Hkv, Nk, D)``, ``(B, Nk, Hkv, D)`` or ``(Tk, Hkv, D)``.
-        v: ``(B, Hkv, Nk, Dv)``, ``(B, Nk, Hkv, Dv)`` or ``(Tk, Hkv, Dv)``.
-        causal: query i sees keys ``j <= i + q_offset``; off by default.
-        window: ``(left, right)``, keys ``i + q_offset - left <= j <= i + q_offset + right``; None
-            (either) is unbounded.
-        softcap: scores become ``softcap * tanh(scale * q.k / softcap)``; None or 0 for none.
-        sinks: ``(Hq,)``, one more logit per head in the denominator; None for none.
-        scale: multiplies q.k; ``1 / sqrt(D)`` by default.
-        q_offset: position of query 0 among the keys, an int or ``(B,)`` int32; ``Nk - Nq`` of each
-            sequence by default.
-        cu_seqlens_q: ``(B + 1,)`` int32, where each sequence starts in q; given together with
-            cu_seqlens_k.
-        cu_seqlens_k: ``(B + 1,)`` int32, where each sequence starts in k and v.
-        attn_mask: broadcastable to ``(B, Hq, Nq, Nk)``; bool (True is seen) or floating point
-            (added to the scores).
-        alibi_slopes: float32 ``(Hq,)`` or ``(B, Hq)``: ``slope * |i + q_offset - j|`` is subtracted
-            from the scores; None for none.
-        key_ranges: int32 ``(B or 1, Hq or 1, Nq or 1, n, 2)``, the half-open ranges of keys that a
-            query sees; None for all keys.
-        block_mask: bool or int8 ``(B or 1, Hq or 1, ceil(Nq / 64), ceil(Nk / 64))``, 0 for blocks
-            that are not seen; None for none such.
-        key_indices: int32 ``(B or 1, Hkv or 1, Nq or ceil(Nq / 64), n)``, lists of the keys that
-            queries see; None for all keys.
-        topk_lengths: int32, how many entries of each list count; None for all.
-        dropout_p: the probability that a weight is dropped; None or 0 for none.
-        rng_state: int64 ``(2,)``, seed and offset of which weights are; given with dropout_p.
-        q_descale: float32; a stored number times its descale is the number that it stands for. One
-            number, ``(Hq,)``, ``(B, Hq)`` or, for each 64 rows, ``(B, Hq, blocks)``, also with Hkv
-            for Hq; None is 1. Or all three are float8_e8m0fnu, laid out as q, k and v, with a
-            number for 32 columns of q and k, and for 32 rows of v.
-        k_descale: as q_descale, with Hkv.
-        v_descale: as q_descale, with Hkv.
-        out_dtype: q's dtype by default, bfloat16 for FP8 inputs.
-        layout: "bhnd" (default) or "bnhd"; ignored with cu_seqlens.
-        out: written in place and returned, where given.
-        return_lse: also return the log-sum-exp; off by default.
+        q, k, v, causal, ..., return_lse: the tensors and options of `archflash.attention`, which
+            has checked them; dropout_p comes with rng_state.
 
     Returns:
         The output, shaped like q with Dv for D and in q's stride order; with return_lse also the

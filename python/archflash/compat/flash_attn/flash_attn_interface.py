@@ -97,20 +97,10 @@ def flash_attn_func(
         torch.Size([2, 7, 4, 16])
     """
     out, lse = attend(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        want_lse=return_attn_probs,
-        lse_unseen=math.inf,
-        sinks=s_aux,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-    )
+        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+        softcap=softcap, deterministic=deterministic, want_lse=return_attn_probs,
+        lse_unseen=math.inf, sinks=s_aux, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+    )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -177,49 +167,24 @@ def flash_attn_varlen_func(
     Raises:
         UnsupportedError: an argument that archflash does not take; it is named.
     """
+    options: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "softmax_scale": softmax_scale,
+        "causal": causal, "window_size": window_size, "softcap": softcap, "sinks": s_aux,
+        "alibi_slopes": alibi_slopes, "want_lse": return_attn_probs, "lse_unseen": math.inf,
+    }  # fmt: skip
     if block_table is not None:
         refuse(dropout_p=(dropout_p, 0.0))
         check_ints("cu_seqlens_k", cu_seqlens_k)
         boolean("deterministic", deterministic)
         result = attend_to_cache(
-            q,
-            k,
-            v,
-            cache_seqlens=cu_seqlens_k.diff(),
-            page_table=block_table,
-            k_new=None,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=s_aux,
-            alibi_slopes=alibi_slopes,
-            num_splits=0,
-            want_lse=return_attn_probs,
-            lse_unseen=math.inf,
-        )
+            q, k, v, cache_seqlens=cu_seqlens_k.diff(), page_table=block_table, k_new=None,
+            num_splits=0, **options,
+        )  # fmt: skip
         return (*result, q.new_empty(0)) if return_attn_probs else result
     out, lse = attend(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        want_lse=return_attn_probs,
-        lse_unseen=math.inf,
-        sinks=s_aux,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
+        q, k, v, deterministic=deterministic, dropout_p=dropout_p, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_k=max_seqlen_k, **options,
+    )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -310,25 +275,10 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         rotary_cos = rotary_sin = None
     return attend_to_cache(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens=cache_seqlens,
-        page_table=block_table,
-        k_new=k,
-        v_new=v,
-        cache_batch_idx=cache_batch_idx,
-        leftpad_k=cache_leftpad,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        sinks=s_aux,
-        alibi_slopes=alibi_slopes,
-        num_splits=num_splits,
-        want_lse=return_softmax_lse,
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=block_table, k_new=k, v_new=v,
+        cache_batch_idx=cache_batch_idx, leftpad_k=cache_leftpad, rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, softmax_scale=softmax_scale,
+        causal=causal, window_size=window_size, softcap=softcap, sinks=s_aux,
+        alibi_slopes=alibi_slopes, num_splits=num_splits, want_lse=return_softmax_lse,
         lse_unseen=math.inf,
-    )
+    )  # fmt: skip
