@@ -77,11 +77,9 @@ def test_every_row_belongs_to_one_rank(n: int, ranks: int) -> None:
         afd.Shards.documents(documents(n, shortest=1, longest=12), ranks),
         afd.Shards.of_positions(torch.randperm(n).tensor_split(ranks)),
     ):
-        rows = torch.cat([shards.positions(r) for r in range(ranks)])
-        assert torch.equal(rows.sort().values, torch.arange(n))
-        assert [shards.rows(r) for r in range(ranks)] == [
-            len(shards.positions(r)) for r in range(ranks)
-        ]
+        of_ranks = [shards.positions(r) for r in range(ranks)]
+        assert torch.equal(torch.cat(of_ranks).sort().values, torch.arange(n))
+        assert [shards.rows(r) for r in range(ranks)] == [len(x) for x in of_ranks]
 
 
 def test_positions_keep_their_order() -> None:
