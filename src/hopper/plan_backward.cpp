@@ -43,11 +43,10 @@ constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
 };
 
-// The tiles for few keys, whose kernels are in an image of their own, without one for many chains.
+// The tiles for few keys, whose kernels are in an image of their own. By rules they have one chain.
 template <class C>
 constexpr BackwardTile short_tile(const char* name) {
   BackwardTile tile = backward_tile<C>(name, nullptr, nullptr);
-  tile.dq_ctas = 0;
   tile.reads_many_chains = false;
   return tile;
 }
@@ -336,26 +335,19 @@ constexpr core::ListTile LIST_TILES[] = {
     core::list_tile<D192Lists<DType::F16>>("d192_lists", 785, FEWEST_ROWS_OF_LIST),
 };
 
-// From so many chains on several CTAs write dQ of a round. With three or four that was 5 to 20%
-// slower (docs/lab/hopper.md).
-constexpr int64_t MANY_CHAINS = 6;
 // More were slower where K comes to where V was.
 constexpr int64_t CHAINS_OF_SWAPPED = 4;
 
-// Makes more CTAs write dQ where those of one for each round leave room on the SMs: several for
-// each of many chains, or else one for each step of a thread.
+// Makes more CTAs write dQ, one for each step of a thread, where those of one for each round leave
+// room on the SMs. Several sums of a round have a kernel of their own.
 void share_out_dq(LaunchPlan& plan, const BackwardTile& tile, int64_t sums, const Device& device) {
   constexpr int64_t CTAS_PER_SM = 2048 / BACKWARD_DQ_THREADS, FLOATS_OF_STEP = 16;
   const int64_t steps =
       core::ceil_div(tile.round_rows * tile.head_dim, FLOATS_OF_STEP * BACKWARD_DQ_THREADS);
   for (Launch& launch : plan.launches) {
     if (!launch.kernel.starts_with("hopper_backward_dq_")) continue;
-    if (tile.dq_ctas > 0 && sums >= MANY_CHAINS) {
-      launch.kernel += "_chains";
-      launch.grid[0] *= tile.dq_ctas;
-    } else if (launch.grid[0] * steps <= CTAS_PER_SM * device.sm_count) {
-      launch.grid[1] = steps;
-    }
+    if (sums > 1) launch.kernel += "_chains";
+    if (launch.grid[0] * steps <= CTAS_PER_SM * device.sm_count) launch.grid[1] = steps;
   }
 }
 
@@ -484,8 +476,9 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     if (drops) add_dropout(*plan, problem);
     if (tile.ends_dq) add_dq_map(*plan, problem, tile);
     for (Launch& launch : plan->launches) {
-      if (launch.kernel.ends_with("_short") || launch.kernel.ends_with("_one") ||
-          launch.kernel.ends_with("_turns") || launch.kernel.ends_with("_stays"))
+      if (launch.kernel.ends_with("_short") || launch.kernel.ends_with("_short_chains") ||
+          launch.kernel.ends_with("_one") || launch.kernel.ends_with("_turns") ||
+          launch.kernel.ends_with("_stays"))
         launch.image = std::string("hopper/bwd_short_") + core::dtype_word(call.dtype);
       // It waits where it has to. This also takes less of the host.
       launch.uses_pdl = !launch.tensor_maps.empty() ||

@@ -6,7 +6,6 @@
 #include "common/planning/backward_rounds.h"
 #include "common/planning/plan.h"
 #include "hopper/backward_config.cuh"
-#include "hopper/chains_config.cuh"
 
 namespace archflash::hopper {
 
@@ -18,15 +17,14 @@ struct BackwardTile : core::RoundsTile {
   bool swaps_keys;
   bool takes_uneven_shares;
   int ctas_per_sm;
-  int64_t dq_ctas;  // of a round, of the kernel that writes dQ of many chains; 0: there is none
 };
 
 template <class C>
 constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
                                      const char* with_dropout) {
   BackwardTile tile{
-      core::rounds_tile<C>(name), with_softcap,   with_dropout,       C::STAYS, C::SWAPS_KEYS,
-      C::UNEVEN_SHARES,           C::CTAS_PER_SM, DQ_CTAS_OF_ROUND<C>};
+      core::rounds_tile<C>(name), with_softcap,  with_dropout, C::STAYS, C::SWAPS_KEYS,
+      C::UNEVEN_SHARES,           C::CTAS_PER_SM};
   tile.reads_many_chains = true;
   if constexpr (requires { typename C::DqTile; }) tile.dq_box = core::box<typename C::DqTile>(1);
   return tile;

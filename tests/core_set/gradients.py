@@ -115,7 +115,7 @@ def assert_every_kernel_is_planned(
     all_dims = [(dims, 0.0) for dims in head_dims] + [(dims, 1.0) for dims in with_softcap]
     shapes = list(itertools.product(keys, deterministic, heads))
     if chains:
-        shapes.append((900, True, (1, 1)))
+        shapes += [(nk, True, (1, 1)) for nk in (900, 300)]  # tiles of 128 keys, and of 64
     cases = itertools.product(all_dims, devices, shapes)
     for (dims, softcap), device, (nk, same_bits_asked, of_call) in cases:
         dout, q, k, v = inputs(on, 128, nk, *dims, dtype, heads=of_call)

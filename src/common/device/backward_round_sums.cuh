@@ -115,8 +115,7 @@ struct SumsOfRound {
   }
 
   // Adds up CHUNKS times 16 bytes, which are STEP chunks apart from chunk `index` on. Those of a
-  // sum are in flight together: one after another they would take longer than the main kernel where
-  // chains are many.
+  // sum are in flight together.
   template <int CHUNKS, int STEP>
   __device__ __forceinline__ void read(float4 (&sums)[CHUNKS], int index) const {
 #pragma unroll
@@ -131,6 +130,37 @@ struct SumsOfRound {
 #pragma unroll
       for (int t = 0; t < CHUNKS; ++t)
         sums[t] = {sums[t].x + x[t].x, sums[t].y + x[t].y, sums[t].z + x[t].z, sums[t].w + x[t].w};
+    }
+  }
+
+  // The same with the first `has` chunks of AT_A_TIME sums in flight: one after another they would
+  // take longer than the main kernel where chains are many.
+  template <int AT_A_TIME, int CHUNKS, int STEP>
+  __device__ __forceinline__ void read_many(float4 (&sums)[CHUNKS], int index, int has) const {
+#pragma unroll
+    for (int t = 0; t < CHUNKS; ++t) sums[t] = {};
+#pragma unroll 1
+    for (uint32_t left = written; left != 0;) {
+      float4 x[AT_A_TIME][CHUNKS] = {};
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+        if (left == 0) break;
+        const float4* const sum_gmem =
+            sums_gmem + static_cast<int64_t>(__ffs(left) - 1) * to_next + index;
+#pragma unroll
+        for (int t = 0; t < CHUNKS; ++t) {
+          if (t < has) x[i][t] = sum_gmem[t * STEP];
+        }
+        left &= left - 1;
+      }
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+#pragma unroll
+        for (int t = 0; t < CHUNKS; ++t) {
+          sums[t] = {sums[t].x + x[i][t].x, sums[t].y + x[i][t].y, sums[t].z + x[i][t].z,
+                     sums[t].w + x[i][t].w};
+        }
+      }
     }
   }
 };

@@ -4,6 +4,7 @@
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
 #include "hopper/attention_bwd.cuh"
+#include "hopper/backward_chains.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
@@ -14,6 +15,10 @@ ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d32_short), (BACKWARD_DQ_THREADS),
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_short), attention_bwd, BackwardD64Short<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_short), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD64Short<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d32_short_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD32Short<DTYPE>>)
+ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_short_chains), (BACKWARD_DQ_THREADS),
+                write_dq_of_chains<BackwardD64Short<DTYPE>>)
 // A head has one tile of keys, whose CTA writes dQ.
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d32_short_one), attention_bwd,
                  BackwardD32ShortOne<DTYPE>)
