@@ -37,6 +37,9 @@ __device__ __forceinline__ void list_rounds(const BackwardParamsOf<C>& params, C
     return (tile % params.call.turn_tiles << params.call.turn_steps_shift) * C::ROUND;
   };
   const int start = start_of(own_tile);
+  // Or a round has a sum for each chain of tiles, every so many-th of a head.
+  const int chains = params.call.turn_tiles == 0 ? params.call.sums_of_round : 1;
+  const int chain = own_tile % chains;
   for (int head = 0; head < work.heads; ++head) {
     const uint8_t* const table_gmem =
         masks.blocks_gmem + work.batch * masks.blocks_batch +
@@ -74,11 +77,12 @@ __device__ __forceinline__ void list_rounds(const BackwardParamsOf<C>& params, C
           // In turns the tile comes behind the last one of those before it that add to the sum.
           int turn = 0;
           if (params.call.turns_gmem != nullptr) {
-            turn = own_tile;
-            while (turn > 0 && ((row > start_of(turn - 1)) != second ||
-                                find_seen(row, (turn - 1) * C::ROWS) == 0))
-              --turn;
-            if (second) turn |= ListedRound::SECOND_SUM;
+            int before = own_tile - chains;
+            while (before >= 0 &&
+                   ((row > start_of(before)) != second || find_seen(row, before * C::ROWS) == 0))
+              before -= chains;
+            if (before >= 0) turn = before / device::count_chains(params.call) + 1;
+            turn |= (second ? 1 : chain) << ListedRound::SUM_SHIFT;
           }
           rounds_gmem[count + __popc(lanes & ((1u << lane) - 1))] =
               ListedRound::of(head, row / C::BLOCK, seen, turn);

@@ -445,7 +445,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   const bool uneven = shares.heads * shares.heads_of_share != call.heads_q / call.heads_kv;
   if (uneven && turns.tiles > 0) turns = {};
   if (table && problem.deterministic)
-    turns = find_turns_of_lists(call, tile, int64_t{tile.ctas_per_sm} * device.sm_count);
+    turns = find_turns_of_lists(problem, tile, int64_t{tile.ctas_per_sm} * device.sm_count);
   result = core::complete_rounds<BackwardKernelParams>(
       std::get<LaunchPlan>(std::move(result)), problem, tile, "hopper",
       [&](BackwardKernelParams& params) {

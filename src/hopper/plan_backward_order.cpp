@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/planning/backward_parts.h"
 #include "common/planning/order.h"
 #include "common/planning/tiles.h"
 #include "hopper/plan_backward_tiles.h"
@@ -253,13 +254,28 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
   return turns;
 }
 
-Turns find_turns_of_lists(const Problem& call, const core::RoundsTile& tile, int64_t ctas) {
+Turns find_turns_of_lists(const BackwardProblem& problem, const core::RoundsTile& tile,
+                          int64_t ctas) {
+  const Problem& call = problem.call;
+  const int64_t heads = call.batch * call.heads_kv;
   const int64_t tiles = core::ceil_div(call.nk, int64_t{tile.rows});
   const int64_t rounds = core::ceil_div(call.nq, tile.round_rows);
   Turns turns;
+  if (std::min(tiles, rounds) <= 1) return turns;
   // Where there are more tiles than run at a time, they start at the same rows: those that run
-  // together then read and add to rows that L2 has.
-  if (call.batch * call.heads_kv * tiles > ctas || std::min(tiles, rounds) <= 1) return turns;
+  // together then read and add to rows that L2 has. By a table of blocks they come to a row at
+  // other times, so that chains wait less, as many as memory for their sums allows.
+  if (heads * tiles > ctas) {
+    constexpr int64_t OF_CHAIN = 4, MOST_CHAINS = 4, MORE_BYTES = int64_t{40} << 20;
+    const int64_t bytes =
+        core::count_rounds(call, tile.round_rows) * core::sums_bytes_of_round(call, tile);
+    const int64_t room = (core::most_workspace(problem) + MORE_BYTES) / std::max<int64_t>(bytes, 1);
+    const int64_t together = std::min(tiles, core::ceil_div(ctas, heads));
+    if (call.block_mask)
+      turns.sums = std::clamp<int64_t>(core::ceil_div(together, OF_CHAIN), 1,
+                                       std::clamp<int64_t>(room, 1, MOST_CHAINS));
+    return turns;
+  }
   turns.sums = 2, turns.tiles = std::min(tiles, rounds);
   while (turns.tiles << (turns.steps_shift + 1) <= rounds) ++turns.steps_shift;
   return turns;

@@ -78,6 +78,7 @@ Turns find_turns(const BackwardProblem& problem, const core::RoundsTile& tile,
 
 // How a call takes turns whose CTAs list the rounds that they go over (backward_lists.cuh).
 // ctas: how many of them run at a time.
-Turns find_turns_of_lists(const Problem& call, const core::RoundsTile& tile, int64_t ctas);
+Turns find_turns_of_lists(const BackwardProblem& problem, const core::RoundsTile& tile,
+                          int64_t ctas);
 
 }  // namespace archflash::hopper

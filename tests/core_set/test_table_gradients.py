@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ on = executor()
 NAME = "hopper"
 pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
 inputs = functools.partial(gradients.inputs, on)
+SUMS_OFFSET = 520  # of BackwardKernelParams::sums_of_round
 every_dim = pytest.mark.parametrize("dim", [64, 128])
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -63,6 +65,20 @@ def test_gradients_with_a_table_in_every_schedule(dim: int) -> None:
     differentiate_and_check(
         on, NAME, *tensors, schedules=range(4), block_mask=table_of(2, 200, 200)
     )
+
+
+@pytest.mark.skipif(on.name != "simulator", reason="a GPU has more SMs")
+@every_dim
+def test_tiles_of_a_table_take_turns_in_chains(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than run at a time have two chains, each with sums of its own."""
+    tensors = inputs(200, 700, dim, dim, "bfloat16", heads=(2, 2))
+    table = table_of(2, 200, 700)
+    plans = note_plans(monkeypatch)
+    differentiate_and_check(
+        on, NAME, *tensors, sms=5 if dim == 64 else 10, schedules=(0, 3), block_mask=table
+    )
+    (main,) = (x for x in plans[0].to_dict()["launches"] if "_attention_bwd_" in x["kernel"])
+    assert struct.unpack_from("<i", bytes.fromhex(main["params"]), SUMS_OFFSET) == (2,)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

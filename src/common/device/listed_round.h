@@ -16,10 +16,10 @@ struct ListedRound {
   static constexpr int64_t MOST_BLOCKS = int64_t{1} << (32 - ROW_SHIFT);
   // That adds no dQ, in turns.
   static constexpr int32_t NO_TURN = -1;
-  static constexpr int32_t SECOND_SUM = 1 << 30;
+  static constexpr int SUM_SHIFT = 25;
   uint32_t word;
-  // In turns: what the counter of its sum says when the tile's turn has come, and with SECOND_SUM
-  // which of the round's sums that is.
+  // In turns: what the counter of its sum says when the tile's turn has come, and from bit
+  // SUM_SHIFT on which of the round's sums that is.
   int32_t turn;
 
   ARCHFLASH_HOST_DEVICE static ListedRound of(int head, int row_block, uint32_t seen,
@@ -33,9 +33,9 @@ struct ListedRound {
   }
   ARCHFLASH_HOST_DEVICE int row_block() const { return static_cast<int>(word >> ROW_SHIFT); }
   ARCHFLASH_HOST_DEVICE int32_t come() const {
-    return turn == NO_TURN ? NO_TURN : turn & (SECOND_SUM - 1);
+    return turn == NO_TURN ? NO_TURN : turn & ((1 << SUM_SHIFT) - 1);
   }
-  ARCHFLASH_HOST_DEVICE int32_t sum() const { return turn >= SECOND_SUM ? 1 : 0; }
+  ARCHFLASH_HOST_DEVICE int32_t sum() const { return turn == NO_TURN ? 0 : turn >> SUM_SHIFT; }
   ARCHFLASH_HOST_DEVICE uint32_t seen(int block) const { return word >> (2 * block) & 3; }
 };
 
