@@ -23,6 +23,7 @@
 #include "hopper/plan_backward_order.h"
 #include "hopper/plan_backward_rows.h"
 #include "hopper/plan_backward_tiles.h"
+#include "hopper/plan_backward_turns.h"
 
 namespace archflash::hopper {
 
@@ -84,88 +85,6 @@ constexpr BackwardTile CAUSAL_TURNS_TILE =
 constexpr BackwardTile STAYING_TILE =
     backward_tile<BackwardD128Stays<DType::F16>>("d128", nullptr, nullptr);
 constexpr const char* STAYING_NAME = "d128_stays";
-
-// One share has all query rows of a tile of keys.
-core::RowShares whole_rows(const Problem& call, const BackwardTile& tile) {
-  return {1, core::ceil_div(call.nq, tile.round_rows) * tile.round_rows};
-}
-
-// How the CTAs of a tile of keys share out what it has to do: so many share the query heads, as if
-// each had a head of K of its own, and of each of these so many the query rows, in whole rounds.
-struct Shares {
-  int64_t heads;
-  core::RowShares rows;
-  int64_t heads_of_share;  // at most
-  int64_t all() const { return heads * rows.shares; }
-};
-
-// A call whose heads of K are those that its CTAs see.
-Problem with_shared_heads(const Problem& call, int64_t head_shares) {
-  Problem shared = call;
-  shared.heads_kv *= head_shares;
-  return shared;
-}
-
-// Finds the shares with which a call takes the least time by a model of the makespan. Query heads
-// are shared out first, because CTAs with rows of the same heads add to the same sums of dQ at the
-// same time. Of packed sequences, as if all had the mean length, heads alone.
-Shares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
-  constexpr int64_t MANY_WAVES = 4, MOST_WAVES = 5;  // of CTAs, before and behind
-  constexpr double OF_ROWS = 1.1;                    // of the time, since they add to the same sums
-  constexpr int64_t MANY_ROWS = 1024;
-  constexpr int64_t FLOAT = sizeof(float);
-  const int64_t share_bytes = core::share_bytes(call);
-  Problem one = call;  // sequence
-  if (call.varlen) {
-    one.nq = core::ceil_div(call.nq, std::max<int64_t>(call.batch, 1));
-    one.nk = core::ceil_div(call.nk, std::max<int64_t>(call.batch, 1));
-    one.q_offset = one.nk - one.nq;
-  }
-  const int64_t group = call.heads_q / std::max<int64_t>(call.heads_kv, 1);
-  Shares best{1, whole_rows(call, tile), group};
-  const core::RowShares whole = whole_rows(one, tile);
-  // CTAs count the query heads of one head of K alone.
-  const bool takes_uneven = tile.takes_uneven_shares && call.heads_kv == 1 && !call.varlen &&
-                            call.softcap == 0 && call.dropout_p == 0;
-  const int64_t heads = call.batch * call.heads_kv;
-  const int64_t ctas = heads * core::ceil_div(one.nk, tile.rows);
-  const int64_t most_rows = call.varlen ? 1 : whole.rows / tile.round_rows;
-  if (ctas == 0 || ctas >= MANY_WAVES * device.sm_count) return best;
-  // They take no more memory than a part of the sums of dQ, and the gradients of each query head.
-  const int64_t rows = (call.varlen ? 1 : call.batch) * call.nq;
-  int64_t most_bytes = call.heads_q * rows * call.d * FLOAT / 4;
-  // Many rows that leave half of the SMs idle: twice the sums.
-  if (call.nq >= MANY_ROWS && 2 * ctas <= device.sm_count) most_bytes *= 8;
-  if (group > 1) most_bytes += share_bytes * group;
-  double best_time = 0;
-  for (int64_t of_heads = 1; of_heads <= group; ++of_heads) {
-    // Where K comes to where V was, the loader knows of no shared heads.
-    if (of_heads > 1 && tile.swaps_keys) continue;
-    const int64_t of_share = core::ceil_div(group, of_heads);
-    const bool uneven = group % of_heads != 0;
-    if (uneven && (!takes_uneven || core::ceil_div(group, of_share) != of_heads)) continue;
-    for (int64_t of_rows = 1; of_rows == 1 || of_rows <= most_rows; ++of_rows) {
-      const int64_t shares = of_heads * of_rows;
-      if (shares > 1 &&
-          (shares * share_bytes > most_bytes || shares * ctas > MOST_WAVES * device.sm_count))
-        break;
-      const int64_t rounds = core::ceil_div(whole.rows / tile.round_rows, of_rows);
-      const core::RowShares split{of_rows, rounds * tile.round_rows};
-      if ((of_rows - 1) * split.rows >= whole.rows) continue;  // a share would be empty
-      std::vector<core::Run> runs =
-          core::runs_of_keys(one, tile.rows, tile.round_rows, split, of_share);
-      for (core::Run& run : runs) run.count = heads * of_heads;
-      double time = core::queue_time(runs, device.sm_count);
-      if (shares > 1) time += core::time_of_shares(call, tile.head_dim, shares);
-      if (of_rows > 1) time *= OF_ROWS;
-      if (shares == 1 || time < best_time) {
-        best = {of_heads, of_rows > 1 ? split : whole_rows(call, tile), of_share};
-        best_time = time;
-      }
-    }
-  }
-  return best;
-}
 
 // Makes the CTAs of the main launch take the tiles one after another where there are more of them
 // than SMs, by a counter which the first launch clears. Packed calls have a CTA for each tile,
@@ -234,6 +153,17 @@ bool ends_in_turns(const BackwardProblem& problem, const BackwardTile& tile, con
   return is_plain_or_causal(call) && columns > 32 && call.heads_q == call.heads_kv &&
          call.nk > tile.rows && call.nk <= 2 * tile.rows && (few_rows || many_rows) &&
          writes_by_tma(problem) && share_out(call, tile, device).all() == 1;
+}
+
+// Whether the tile whose CTAs stay serves a deterministic call of so many tiles that these take
+// several: the model of turns then says whether it is faster.
+bool may_stay(const Problem& call, const Device& device) {
+  constexpr int64_t MOST_ROWS = 768;
+  const int64_t columns = std::max(call.d, call.dv);
+  const int64_t rows = call.nq * (call.heads_q / call.heads_kv);
+  const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, STAYING_TILE.rows);
+  return is_plain(call) && columns > 64 && columns <= STAYING_TILE.head_dim && rows <= MOST_ROWS &&
+         tiles > device.sm_count;
 }
 
 // Whether CTAs stay at more than 96 columns, and with fewer rows and in turns, where such tiles
@@ -327,6 +257,28 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
   return best != nullptr ? *best : TILES[std::size(TILES) - 1];
 }
 
+// The tile for a call. Of deterministic ones the model of turns chooses among those that serve the
+// call, in turns and without.
+const BackwardTile& choose_tile(const BackwardProblem& problem, const Device& device) {
+  const BackwardTile* best = &tile_for(problem, device);
+  if (!is_modelled(problem, *best)) return *best;
+  BackwardProblem unordered = problem;
+  unordered.deterministic = false;
+  const auto time_with = [&](const BackwardTile& tile) {
+    const Shares shares = share_out_in_turns(problem, tile, device);
+    return find_ways(problem, tile, shares, device, true).time;
+  };
+  double best_time = 0;
+  for (const BackwardTile* other : {&tile_for(unordered, device), &STAYING_TILE}) {
+    if (other == best || !is_modelled(problem, *other)) continue;
+    if (other == &STAYING_TILE && !may_stay(problem.call, device)) continue;
+    if (best_time == 0) best_time = time_with(*best);
+    const double time = time_with(*other);
+    if (time < 0.98 * best_time) best = other, best_time = time;
+  }
+  return *best;
+}
+
 // Where fewer rows share a list, the kernels of another folder waste none.
 constexpr int FEWEST_ROWS_OF_LIST = 65;
 constexpr core::ListTile LIST_TILES[] = {
@@ -334,9 +286,6 @@ constexpr core::ListTile LIST_TILES[] = {
     core::list_tile<D128Lists<DType::F16>>("d128_lists", 580, FEWEST_ROWS_OF_LIST),
     core::list_tile<D192Lists<DType::F16>>("d192_lists", 785, FEWEST_ROWS_OF_LIST),
 };
-
-// More were slower where K comes to where V was.
-constexpr int64_t CHAINS_OF_SWAPPED = 4;
 
 // Makes more CTAs write dQ, one for each step of a thread, where those of one for each round leave
 // room on the SMs. Several sums of a round have a kernel of their own.
@@ -394,7 +343,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   if (const RowsTile* rows = rows_tile_for(problem, device))
     return plan_rows(problem, *rows, device);
   const BackwardTile& tile =
-      adds || table ? table_tile_for(problem).tile : tile_for(problem, device);
+      adds || table ? table_tile_for(problem).tile : choose_tile(problem, device);
   Reasons reasons = core::refuse_rounds(problem, "hopper");
   if (call.softcap != 0 && tile.with_softcap == nullptr && !table) {
     reasons.push_back(
@@ -423,27 +372,22 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   if (!reasons.empty()) return reasons;
   if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
   const Shares shares = table ? Shares{1, whole_rows(call, tile), call.heads_q / call.heads_kv}
-                              : share_out(call, tile, device);
-  const core::RowShares& split = shares.rows;
-  BackwardProblem shared = problem;  // as the CTAs see it
-  shared.call = with_shared_heads(call, shares.heads);
+                        : asked.deterministic ? share_out_in_turns(problem, tile, device)
+                                              : share_out(call, tile, device);
   if (tile.writes_dq) {
     problem.deterministic = false;  // each row of dQ is written once
   } else {
     problem.deterministic |= tile.ends_dq || (!table && &tile != &STAYING_TILE &&
                                               turns_are_faster(call, tile, shares.all(), device));
   }
-  shared.deterministic = problem.deterministic;
-  if (table) shared.deterministic = false;  // lists of rounds have turns of their own
-  KeyTileOrder order = order_tiles(shared, tile, split, device);
+  BackwardProblem in_turns = problem;
+  if (table) in_turns.deterministic = false;  // lists of rounds have turns of their own
+  Ways ways = find_ways(in_turns, tile, shares, device, asked.deterministic);
+  const core::RowShares& split = shares.rows;
+  KeyTileOrder& order = ways.order;
+  Turns& turns = ways.turns;
   // Fewer tiles of a head at a time wait for one another, for more that is read from memory.
   if (table && problem.deterministic) order.group_heads *= 2;
-  Turns turns = find_turns(shared, tile, split, order.group_heads, !tile.swaps_keys, device);
-  if (tile.swaps_keys && turns.tiles == 0)
-    turns.sums = turns.sums == 2 ? 1 : std::min(turns.sums, CHAINS_OF_SWAPPED);
-  // The smaller share has no rounds for some of the tiles that would start apart.
-  const bool uneven = shares.heads * shares.heads_of_share != call.heads_q / call.heads_kv;
-  if (uneven && turns.tiles > 0) turns = {};
   if (table && problem.deterministic)
     turns = find_turns_of_lists(problem, tile, int64_t{tile.ctas_per_sm} * device.sm_count);
   result = core::complete_rounds<BackwardKernelParams>(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "common/planning/backward_parts.h"
 #include "common/planning/order.h"
@@ -56,6 +57,74 @@ bool is_packed_short(const Problem& call, int64_t rows) {
 bool has_many_rows(const Problem& call) {
   constexpr int64_t MANY_ROWS = 768, MANY_ROWS_OF_KEY = 4;
   return call.nq >= std::max(MANY_ROWS, MANY_ROWS_OF_KEY * call.nk);
+}
+
+core::RowShares whole_rows(const Problem& call, const core::RoundsTile& tile) {
+  return {1, core::ceil_div(call.nq, tile.round_rows) * tile.round_rows};
+}
+
+Problem with_shared_heads(const Problem& call, int64_t head_shares) {
+  Problem shared = call;
+  shared.heads_kv *= head_shares;
+  return shared;
+}
+
+Shares share_out(const Problem& call, const BackwardTile& tile, const Device& device) {
+  constexpr int64_t MANY_WAVES = 4, MOST_WAVES = 5;  // of CTAs, before and behind
+  constexpr double OF_ROWS = 1.1;                    // of the time, since they add to the same sums
+  constexpr int64_t MANY_ROWS = 1024;
+  constexpr int64_t FLOAT = sizeof(float);
+  const int64_t share_bytes = core::share_bytes(call);
+  Problem one = call;  // sequence
+  if (call.varlen) {
+    one.nq = core::ceil_div(call.nq, std::max<int64_t>(call.batch, 1));
+    one.nk = core::ceil_div(call.nk, std::max<int64_t>(call.batch, 1));
+    one.q_offset = one.nk - one.nq;
+  }
+  const int64_t group = call.heads_q / std::max<int64_t>(call.heads_kv, 1);
+  Shares best{1, whole_rows(call, tile), group};
+  const core::RowShares whole = whole_rows(one, tile);
+  // CTAs count the query heads of one head of K alone.
+  const bool takes_uneven = tile.takes_uneven_shares && call.heads_kv == 1 && !call.varlen &&
+                            call.softcap == 0 && call.dropout_p == 0;
+  const int64_t heads = call.batch * call.heads_kv;
+  const int64_t ctas = heads * core::ceil_div(one.nk, tile.rows);
+  const int64_t most_rows = call.varlen ? 1 : whole.rows / tile.round_rows;
+  if (ctas == 0 || ctas >= MANY_WAVES * device.sm_count) return best;
+  // They take no more memory than a part of the sums of dQ, and the gradients of each query head.
+  const int64_t rows = (call.varlen ? 1 : call.batch) * call.nq;
+  int64_t most_bytes = call.heads_q * rows * call.d * FLOAT / 4;
+  // Many rows that leave half of the SMs idle: twice the sums.
+  if (call.nq >= MANY_ROWS && 2 * ctas <= device.sm_count) most_bytes *= 8;
+  if (group > 1) most_bytes += share_bytes * group;
+  double best_time = 0;
+  for (int64_t of_heads = 1; of_heads <= group; ++of_heads) {
+    // Where K comes to where V was, the loader knows of no shared heads.
+    if (of_heads > 1 && tile.swaps_keys) continue;
+    const int64_t of_share = core::ceil_div(group, of_heads);
+    const bool uneven = group % of_heads != 0;
+    if (uneven && (!takes_uneven || core::ceil_div(group, of_share) != of_heads)) continue;
+    for (int64_t of_rows = 1; of_rows == 1 || of_rows <= most_rows; ++of_rows) {
+      const int64_t shares = of_heads * of_rows;
+      if (shares > 1 &&
+          (shares * share_bytes > most_bytes || shares * ctas > MOST_WAVES * device.sm_count))
+        break;
+      const int64_t rounds = core::ceil_div(whole.rows / tile.round_rows, of_rows);
+      const core::RowShares split{of_rows, rounds * tile.round_rows};
+      if ((of_rows - 1) * split.rows >= whole.rows) continue;  // a share would be empty
+      std::vector<core::Run> runs =
+          core::runs_of_keys(one, tile.rows, tile.round_rows, split, of_share);
+      for (core::Run& run : runs) run.count = heads * of_heads;
+      double time = core::queue_time(runs, device.sm_count);
+      if (shares > 1) time += core::time_of_shares(call, tile.head_dim, shares);
+      if (of_rows > 1) time *= OF_ROWS;
+      if (shares == 1 || time < best_time) {
+        best = {of_heads, of_rows > 1 ? split : whole_rows(call, tile), of_share};
+        best_time = time;
+      }
+    }
+  }
+  return best;
 }
 
 bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,

@@ -10,6 +10,26 @@
 
 namespace archflash::hopper {
 
+// One share has all query rows of a tile of keys.
+core::RowShares whole_rows(const Problem& call, const core::RoundsTile& tile);
+
+// How the CTAs of a tile of keys share out what it has to do: so many share the query heads, as if
+// each had a head of K of its own, and of each of these so many the query rows, in whole rounds.
+struct Shares {
+  int64_t heads;
+  core::RowShares rows;
+  int64_t heads_of_share;  // at most
+  int64_t all() const { return heads * rows.shares; }
+};
+
+// A call whose heads of K are those that its CTAs see.
+Problem with_shared_heads(const Problem& call, int64_t head_shares);
+
+// Finds the shares with which a call takes the least time by a model of the makespan. Query heads
+// are shared out first, because CTAs with rows of the same heads add to the same sums of dQ at the
+// same time. Of packed sequences, as if all had the mean length, heads alone.
+Shares share_out(const Problem& call, const BackwardTile& tile, const Device& device);
+
 // The order in which the tiles of keys of all heads come. BackwardKernelParams says what each field
 // does to it.
 struct KeyTileOrder {

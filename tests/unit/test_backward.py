@@ -791,6 +791,37 @@ def test_tiles_of_keys_far_more_than_rows_take_turns_in_chains(
         assert upward_heads == 0 or not deterministic or sums <= 2
 
 
+# The calls whose speed in turns is in docs/lab/hopper.md: tile, sums of a round, shares of heads
+# and of rows.
+@pytest.mark.parametrize(
+    ("shape", "heads_kv", "keys", "causal", "expected"),
+    [
+        ((5, 8, 400, 64), 8, 800, False, ("d64_short", 4, 1, 1)),
+        ((7, 8, 448, 64), 8, 1024, True, ("d64_short", 3, 1, 1)),
+        ((7, 8, 448, 128), 8, 1024, False, ("d128_stays", 1, 1, 1)),
+        ((6, 4, 400, 128), 4, 2500, False, ("d128_stays", 4, 1, 1)),
+        ((3, 16, 130, 128), 4, 2000, True, ("d128", 3, 1, 1)),
+        ((1, 8, 1024, 128), 1, 1024, True, ("d128", 2, 8, 2)),
+        ((1, 16, 2048, 192), 16, 2048, False, ("d192", 2, 1, 1)),
+        ((1, 16, 900, 64), 16, 900, False, ("d64", 2, 1, 1)),  # as rules say
+        ((6, 32, 784, 64), 32, 784, False, ("d64", 1, 1, 1)),
+    ],
+)
+def test_a_model_chooses_the_turns_of_deterministic_calls(
+    shape: tuple[int, int, int, int],
+    heads_kv: int,
+    keys: int,
+    causal: bool,
+    expected: tuple[str, int, int, int],
+) -> None:
+    dv = 128 if shape[3] == 192 else 0
+    plan = hopper_plan(shape, heads_kv, True, causal, keys=keys, dv=dv)
+    (main,) = (x for x in plan.to_dict()["launches"] if "_attention_bwd_" in x["kernel"])
+    params = bytes.fromhex(main["params"])
+    numbers = (struct.unpack_from("<i", params, at)[0] for at in (SUMS_OFFSET, *SHARES_OFFSETS))
+    assert (main["kernel"].partition("_bf16_")[2], *numbers) == expected
+
+
 TURN_TILES_OFFSET = ORDER_OFFSET + 52  # of BackwardKernelParams::turn_tiles, turn_steps_shift
 
 
