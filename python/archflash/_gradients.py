@@ -173,10 +173,15 @@ class Gradients:
         return Gradients(dq, dk, dv, dsinks, accumulate, dmask)
 
     def with_dmask_of_all_scores(self, request: Request) -> Gradients:
-        """These gradients with a number of dmask for each score, so that no two are added up."""
+        """These gradients with a number of dmask for each score, so that no two are added up. They
+        are these themselves where the mask has as many.
+        """
         heads = request.by_head(request.q).shape[:3]
         assert self.dmask is not None
-        full = self.dmask.new_zeros((*heads, request.by_head(request.k).shape[2]))
+        scores = (*heads, request.by_head(request.k).shape[2])
+        if self.dmask.shape == scores:
+            return self
+        full = self.dmask.new_zeros(scores)
         return dataclasses.replace(self, dmask=full)
 
 
