@@ -44,6 +44,8 @@ def number_of(kernel: str, name: str, launches: list[dict[str, Any]]) -> int:
 class ForwardCall:
     """One call of attention, over a cache or not, planned: see `Call`."""
 
+    same_bits = True
+
     def __init__(
         self,
         kernel: str,

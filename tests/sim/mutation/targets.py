@@ -291,6 +291,7 @@ class Call:
     """
 
     judged = ("out", "lse")
+    same_bits = True
 
     def __init__(
         self, target: Target, name: str, inputs: list[Tensor], options: dict[str, Any]
