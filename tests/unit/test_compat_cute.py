@@ -106,6 +106,32 @@ def test_second_query_has_heads_last() -> None:
     agrees((out, lse.transpose(1, 2)), *both, scale=1 / math.sqrt(576))
 
 
+def test_parts_are_combined() -> None:
+    q, k, v = tensors()
+    parts = [
+        cute.flash_attn_func(q, k[:, x], v[:, x], return_lse=True)
+        for x in (slice(0, 5), slice(5, 12))
+    ]
+    outs = torch.stack([out for out, _ in parts])
+    lses = torch.stack([lse.transpose(1, 2) for _, lse in parts if lse is not None])
+    out, lse = cute.flash_attn_combine(outs, lses)
+    assert lse is not None
+    agrees((out, lse.transpose(1, 2)), q, k, v)
+    packed = cute.flash_attn_combine(
+        outs.flatten(1, 2), lses.flatten(1, 2), cu_seqlens=ends(0, 9, 18), return_lse=False
+    )
+    assert torch.equal(packed[0], out.flatten(0, 1))
+    assert packed[1] is None
+
+
+def test_advice_about_gradients_of_lists_is_taken() -> None:
+    """4.0.0b36 has these two."""
+    q, k, v = tensors()
+    advice: dict[str, Any] = {"gather_bwd_recompute_p": False, "gather_bwd_token_chunk": None}
+    for function in (cute.flash_attn_func, cute.flash_attn_varlen_func):
+        assert torch.equal(function(q, k, v, **advice)[0], function(q, k, v)[0])
+
+
 def test_what_is_not_taken_is_named() -> None:
     q, k, v = tensors()
     with pytest.raises(UnsupportedError, match="mask_mod"):

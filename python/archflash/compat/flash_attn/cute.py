@@ -8,8 +8,9 @@ negative, and `learnable_sink` has gradients.
 What archflash does not take raises `archflash.UnsupportedError` with the name of the argument:
 functions written in CuTe (score_mod, mask_mod and what belongs to them), negative sides in packed
 sequences, gather_kv_indices there, and gradients with qv or pages. pack_gqa, scheduler_metadata,
-disable_scheduler_metadata, seqlen_k_per_split, min_seqlen_k and num_splits of 0 or 1 are advice
-about speed; so are max_seqlen_k and deterministic with pages.
+disable_scheduler_metadata, seqlen_k_per_split, min_seqlen_k, gather_bwd_recompute_p,
+gather_bwd_token_chunk and num_splits of 0 or 1 are advice about speed; so are max_seqlen_k and
+deterministic with pages, and all but out and out_dtype of what is combined.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ from torch import Tensor
 from archflash._errors import UnsupportedError
 from archflash.compat._arguments import boolean, check_tensors, count, in_its_words, plain
 from archflash.compat._flash import Window, attend, refuse, sides_of, without_backward
+from archflash.compat._flash_3 import flash_attn_combine as _fa3_combine
 from archflash.compat._flash_3 import flash_attn_varlen_func as _fa3_varlen_func
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+]
 
 _WRITTEN_IN_CUTE = (
     "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors",
@@ -60,6 +67,8 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of q (batch, rows, heads, d) on k and v.
 
@@ -156,6 +165,8 @@ def flash_attn_varlen_func(
     scheduler_metadata: Any = None,
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of sequences of different lengths: each of q and of k, v is packed (total rows,
     heads, d) with cu_seqlens, or (batch, rows, heads, d), of which the first seqused rows count.
@@ -222,6 +233,26 @@ def flash_attn_varlen_func(
     if lse is not None and qv is not None:
         lse = lse.movedim(-2, -1)
     return out, lse
+
+
+@in_its_words()
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention on all keys from the attention on shares of them, as that of
+    `flash_attn_interface`: out_partial (shares, batch, rows, heads, dv), or (shares, total rows,
+    heads, dv) of packed sequences. Without return_lse the log-sum-exp is None.
+    """
+    want_lse = boolean("return_lse", return_lse)
+    out, lse = _fa3_combine(out_partial, lse_partial, out, out_dtype)
+    return out, lse if want_lse else None
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
