@@ -158,6 +158,8 @@ def _tensors(given: Sequence[Tensor] | Tensor, name: str) -> list[Tensor]:
     for i, x in enumerate(given):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}[{i}] is {_native.given(x)}: it must be a torch.Tensor")
+        if x.is_nested:  # the sizes of some cannot be asked for
+            check_dense(**{f"{name}[{i}]": x})
     return list(given)
 
 

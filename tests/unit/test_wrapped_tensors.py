@@ -430,6 +430,7 @@ SPARSE: dict[str, Callable[[], Any]] = {
     "jagged": lambda: torch.nested.nested_tensor(
         [torch.ones(3, 4, 8), torch.ones(5, 4, 8)], layout=torch.jagged
     ),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(4, 3, 8), torch.ones(4, 5, 8)]),
     "sparse": lambda: torch.ones(2, 4, 5, 8).to_sparse(),
     "mkldnn": lambda: torch.ones(2, 4, 5, 8).to_mkldnn(),
 }
