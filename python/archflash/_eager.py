@@ -55,9 +55,40 @@ def is_exporting() -> bool:
     return _KNOWS_EXPORTS and torch.compiler._is_exporting_flag
 
 
+def _traced_in_transform() -> bool:
+    """`_in_transform`, of a call that torch.compile traces."""
+    return _in_transform()
+
+
+def _traced_in_vmap() -> bool:
+    """Whether vmap is among the transforms of a call that torch.compile traces."""
+    kinds: Any = torch._C._functorch.TransformType
+    return kinds.Vmap in _transforms()
+
+
+def _traced_in_two_derivatives() -> bool:
+    """Whether the transforms of a call that torch.compile traces take a derivative forward, or two
+    backward.
+    """
+    kinds: Any = torch._C._functorch.TransformType
+    found = _transforms()
+    return kinds.Jvp in found or found.count(kinds.Grad) > 1
+
+
+# torch.compile enters the transforms that it traces, calls these functions, and takes what they
+# return for a constant: what torch._dynamo.assume_constant_result says.
+for _function in (_traced_in_transform, _traced_in_vmap, _traced_in_two_derivatives):
+    vars(_function)["_dynamo_marked_constant"] = True
+
+
+def _transforms() -> list[Any]:
+    """The kinds of the transforms that are active."""
+    return [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+
+
 def in_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp, ...) is active."""
-    return not _is_compiling() and _in_transform()
+    return _traced_in_transform() if _is_compiling() else _in_transform()
 
 
 def has_tangent(x: object) -> bool:
@@ -98,6 +129,8 @@ def is_mapped(*given: Tensor) -> bool:
     """
     if not in_transform():
         return False
+    if _is_compiling():
+        return _traced_in_vmap()
     mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
     return any(mapped(level) for x in given for level in _levels(x))
 
@@ -107,10 +140,10 @@ def differentiates_twice(*given: Tensor | None) -> bool:
     or gradients of gradients in transforms of torch.func. Autograd alone does not tell beforehand.
     """
     if _is_compiling():
-        return False
+        return _traced_in_two_derivatives()
     if not _in_transform():
         return forward_ad._current_level >= 0 and any(map(has_tangent, given))
-    keys = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    keys = _transforms()
     kinds = torch._C._functorch.TransformType
     if kinds.Jvp in keys or forward_ad._current_level >= 0:
         return True

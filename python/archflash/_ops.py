@@ -106,6 +106,8 @@ def attention(
         by_torch = needs_grad and differentiable is None and not options["batch_invariant"]
         if by_torch and not transformed and _flops.are_counted():
             differentiable = _registry.TORCH  # through the operator, whose formula counts
+    elif transformed and implementation not in (None, _registry.TORCH):
+        raise ForcedImplementationError(f"{implementation} is forced, but {_TRANSFORMED}")
     wants_lse = options["return_lse"]
     # No other program has the operator.
     for_onnx = compiling and is_exporting() and torch.onnx.is_in_onnx_export()
@@ -146,7 +148,7 @@ def attention(
         # No kernel differentiates the call, so PyTorch's own operations run, which autograd or the
         # transform can handle. While compiling, the operator is traced only for its checks; nothing
         # uses its result, and it is dropped from the graph.
-        if compiling:
+        if compiling and not transformed:
             with torch.no_grad():
                 operator(q.detach(), k.detach(), v.detach())
         return _torch.attention(q, k, v, **_options.for_torch(options))

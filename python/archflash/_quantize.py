@@ -103,7 +103,8 @@ def _quantize(
     x: Tensor, per: str, dtype: torch.dtype, layout: str, implementation: str | None
 ) -> tuple[Tensor, Tensor]:
     """`quantize_fp8` of a plain tensor."""
-    x = resolved(x)
+    if not torch.compiler.is_compiling():
+        x = resolved(x)
     values = torch.empty_like(x, dtype=dtype)
     x_by_head, values_by_head = as_bhnd(x, layout), as_bhnd(values, layout)
     simulated = implementation == _KERNEL and x.device.type == "cpu"

@@ -526,3 +526,42 @@ def test_merging_inside_of_jvp_and_vmap() -> None:
     torch.testing.assert_close(found[1], found[0])  # it is linear in the outputs
     each = torch.func.vmap(lambda x: merge(x, "torch"))(out)
     torch.testing.assert_close(each, torch.stack([merge(x) for x in out]))
+
+
+INSIDE_OF_COMPILED: dict[str, Function] = {
+    **{name: lambda q, k, v, name=name: TRANSFORMS[name](plain_loss, q, k, v) for name in (
+        "grad", "vmap of grad", "jvp", "hessian",
+    )},
+    "vmap": lambda q, k, v: vmap(of_one(archflash.attention))(q, k, v),
+    "log-sum-exp": lambda q, k, v: grad(
+        lambda x: archflash.attention(x, k, v, causal=True, return_lse=True)[1].sum()
+    )(q),
+    "merge": lambda q, k, v: vmap(
+        lambda x, y: archflash.merge_attention([x, -x], [y, y])[0]
+    )(q[None], q[None, ..., 0]),
+    "quantiser": lambda q, k, v: vmap(lambda x: archflash.quantize_fp8(x)[0].float())(q[None]),
+}  # fmt: skip
+
+
+def plain_loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return archflash.attention(q, k, v, softcap=1.5).square().sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSIDE_OF_COMPILED)
+def test_transforms_inside_of_compiled_functions(name: str) -> None:
+    """torch.compile traces them: the operators, which have no tangents, would lose these."""
+    given = qkv(dtype=torch.float32)
+    function = INSIDE_OF_COMPILED[name]
+    wanted = function(*given)
+    torch.compiler.reset()
+    found = torch.compile(function, backend="eager", fullgraph=True)(*given)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_forced_kernel_refuses_transforms_inside_of_compiled_functions() -> None:
+    q, k, v = qkv(dtype=torch.float32)
+    derivative = grad(lambda x: archflash.attention(x, k, v, implementation="simt").sum())
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="is forced, but"):
+        torch.compile(derivative, backend="eager", fullgraph=True)(q)
