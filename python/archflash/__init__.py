@@ -122,12 +122,16 @@ if _TYPE_CHECKING:
     from archflash import integrations as integrations
     from archflash import sim as sim
 else:
+    _PACKAGES = ("compat", "distributed", "integrations", "sim")
 
     def __getattr__(name: str) -> _Any:
         """The packages that are imported only by who wants them, as by an import of their own."""
-        if name in ("compat", "distributed", "integrations", "sim"):
+        if name in _PACKAGES:
             return _import_module(f"archflash.{name}")
         raise AttributeError(f"module 'archflash' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_PACKAGES})
 
 
 def _simulate(plan: _native.LaunchPlan, tensors: dict[str, _Any]) -> None:

@@ -134,6 +134,7 @@ def test_the_public_names() -> None:
 def test_packages_need_no_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("compat", "distributed", "integrations", "sim"):
         monkeypatch.delattr(archflash, name, raising=False)
+        assert name in dir(archflash)
         assert getattr(archflash, name) is importlib.import_module(f"archflash.{name}")
     with pytest.raises(AttributeError, match="has no attribute 'attend'"):
         archflash.attend  # type: ignore[attr-defined]  # noqa: B018
