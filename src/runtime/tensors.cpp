@@ -253,7 +253,14 @@ void check_low_address(nb::handle tensor, const char* name, TensorView& view) {
 }  // namespace
 
 void read_tensor(nb::handle object, const char* name, TensorView& view, bool known) {
-  if (!is_tensor(object)) wrong_type(name, " is ", given(object), ": it must be a torch.Tensor");
+  if (!is_tensor(object)) {
+    const std::string found = given(object);
+    const bool of_flex = found == "a torch.nn.attention.flex_attention.BlockMask";
+    wrong_type(name, " is ", found, ": it must be a torch.Tensor",
+               of_flex ? "; archflash.masks.from_flex makes block_mask of it, and PyTorch's "
+                         "create_mask attn_mask of its mask_mod"
+                       : "");
+  }
   if (!read_through_table(object, view)) {
     if (nb::cast<bool>(object.attr("is_nested")) || !object.attr("layout").is(torch().strided)) {
       wrong_type(name,

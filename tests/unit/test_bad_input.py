@@ -850,3 +850,13 @@ def test_without_grad_mode_a_kernel_serves_tensors_that_require_grad() -> None:
     with torch.no_grad():
         assert archflash.explain(q, q, q, device="H200").chosen == "simt"
     assert archflash.explain(q, q, q, device="H200").chosen == "torch"
+
+
+@pytest.mark.parametrize("option", ["block_mask", "attn_mask"])
+def test_who_passes_flex_attentions_block_mask_is_told_what_to_pass(option: str) -> None:
+    from torch.nn.attention.flex_attention import BlockMask  # not at once: it takes a second
+
+    blocks = torch.zeros(1, 1, 1, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(blocks, blocks[..., None], BLOCK_SIZE=64)
+    with pytest.raises(TypeError, match=rf"{option} is a .*BlockMask.* archflash.masks.from_flex"):
+        archflash.attention(**padded(**{option: mask}))
