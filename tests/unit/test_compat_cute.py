@@ -132,6 +132,21 @@ def test_advice_about_gradients_of_lists_is_taken() -> None:
         assert torch.equal(function(q, k, v, **advice)[0], function(q, k, v)[0])
 
 
+def test_it_compiles_in_one_graph() -> None:
+    """Without locals(), which torch.compile of torch 2.11 cannot trace."""
+    q, k, v = tensors()
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    lengths = {"cu_seqlens_q": ends(0, 5, 18), "cu_seqlens_k": ends(0, 14, 24)}
+    lengths |= {"max_seqlen_q": 13, "max_seqlen_k": 14}
+    for call in (
+        lambda: cute.flash_attn_func(q, k, v, causal=True)[0],
+        lambda: cute.flash_attn_varlen_func(*packed, **lengths)[0],
+    ):
+        torch.compiler.reset()
+        found = torch.compile(call, backend="eager", fullgraph=True)()
+        torch.testing.assert_close(found, call())
+
+
 def test_what_is_not_taken_is_named() -> None:
     q, k, v = tensors()
     with pytest.raises(UnsupportedError, match="mask_mod"):

@@ -33,11 +33,6 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-_WRITTEN_IN_CUTE = (
-    "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors",
-    "block_sparse_tensors_bwd",
-)  # fmt: skip
-
 _NAMES = {
     "sinks": "learnable_sink", "s_aux": "learnable_sink", "scale": "softmax_scale",
     "window": "window_size", "key_indices": "gather_kv_indices", "k_cache": "k", "v_cache": "v",
@@ -101,9 +96,12 @@ def flash_attn_func(
         >>> lse.shape
         torch.Size([2, 4, 7])
     """
-    given = locals()
-    for name in _WRITTEN_IN_CUTE:
-        refuse(**{name: (given[name], None)})
+    _refuse_written_in_cute(
+        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    )  # fmt: skip
     window, shift = _window(window_size, boolean("causal", causal))
     num_splits = count("num_splits", num_splits)
     deterministic = boolean("deterministic", deterministic)
@@ -187,9 +185,11 @@ def flash_attn_varlen_func(
     Raises:
         UnsupportedError: an argument that archflash does not take; it is named.
     """
-    given = locals()
-    for name in _WRITTEN_IN_CUTE:
-        refuse(**{name: (given.get(name), None)})
+    _refuse_written_in_cute(
+        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+    )  # fmt: skip
     if gather_kv_indices is not None:
         raise UnsupportedError("gather_kv_indices: flash_attn_func takes it, with qv")
     window, shift = _window(window_size, boolean("causal", causal))
@@ -257,6 +257,12 @@ def flash_attn_combine(
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
     """None: archflash makes its plans itself and keeps them, so there is nothing to pass on."""
+
+
+def _refuse_written_in_cute(**given: Any) -> None:
+    """Refuses functions written in CuTe, and what belongs to them."""
+    for name, value in given.items():
+        refuse(**{name: (value, None)})
 
 
 def _window(window_size: Window, causal: bool) -> tuple[Window, int]:
