@@ -4,7 +4,8 @@ as data, with dropout and with gradients.
     compute-sanitizer --tool racecheck --kernel-name kns=attention_fwd \
         python -m tests.gpu.sanitizer_sample --seed 0 --count 60 [--kernel NAME]
 
-Tools: memcheck, racecheck, synccheck, initcheck. tests/core_set judges the numbers.
+Tools: memcheck, racecheck, synccheck; and initcheck, without --kernel-name: it takes what kernels
+that it does not watch have written for uninitialised. tests/core_set judges the numbers.
 """
 
 from __future__ import annotations
