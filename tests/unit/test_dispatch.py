@@ -87,8 +87,6 @@ def kernel_for_16_bits(capability: tuple[int, int]) -> str:
         return CONSUMER
     if capability[0] in (10, 11):
         return DC
-    if capability == FP8_FROM:
-        return "ada"
     return "ampere" if capability >= TENSOR_CORES_FROM else "simt"
 
 
@@ -96,8 +94,7 @@ def kernels_for_16_bits(capability: tuple[int, int]) -> tuple[str, ...]:
     """The kernels on tensor cores, in the order in which dispatch asks them."""
     if capability == MEASURED:
         return (HOPPER, CONSUMER, "ampere", "ada", DC)
-    for_8_9 = capability == FP8_FROM
-    return (DC, HOPPER, CONSUMER, *(("ada", "ampere") if for_8_9 else ("ampere", "ada")))
+    return (DC, HOPPER, CONSUMER, "ampere", "ada")
 
 
 def why_not_blackwell_dc(capability: tuple[int, int]) -> list[str]:
@@ -323,8 +320,8 @@ def test_16_bits_go_to_the_tensor_cores_with_the_tile_for_the_gpu(
         assert decision.reasons["ampere"] == [BEFORE_AMPERE]
         return
     name = kernel_for_16_bits(capability)
-    if name == "ada" and d == 256:
-        name = "ampere"  # whose tiles of so many columns are faster
+    if capability == FP8_FROM and d == 192:
+        name = "ada"  # whose tiles for (192, 128) may be faster
     assert decision.chosen == name
     assert decision.why.startswith(native.describe(name).summary)
     if name in (CONSUMER, DC, HOPPER):  # test_*_plans.py have their tiles
@@ -393,7 +390,7 @@ def test_few_queries_go_to_our_kernels_on_every_gpu(
         "every new shape"
     ]
     assert archflash.explain(q, k, k, device="H200", softcap=5.0).chosen == "ampere"
-    for device, own in (("A100", "ampere"), ("RTX 4090", "ada"), ("RTX 5090", CONSUMER)):
+    for device, own in (("A100", "ampere"), ("RTX 4090", "ampere"), ("RTX 5090", CONSUMER)):
         elsewhere = archflash.explain(q, k, k, device=device)
         assert elsewhere.chosen == own
         assert "shares of the keys of each tile" in str(elsewhere)
@@ -403,28 +400,32 @@ def test_few_queries_go_to_our_kernels_on_every_gpu(
 
 
 @pytest.mark.parametrize(
-    ("shape", "dv", "chosen"),
+    ("shape", "dv", "causal", "chosen"),
     [
-        ((8, 950, 32), 32, "ampere"),
-        ((8, 950, 40), 40, "ada"),
-        ((8, 950, 128), 128, "ada"),
-        ((8, 950, 192), 128, "ada"),
-        ((8, 950, 160), 160, "ampere"),
-        ((8, 1, 128), 128, "ampere"),
-        ((8, 2, 128), 128, "ada"),
+        ((32, 950, 32), 32, True, "ampere"),
+        ((32, 950, 40), 40, True, "ada"),
+        ((32, 950, 40), 40, False, "ampere"),
+        ((32, 950, 96), 96, True, "ada"),
+        ((8, 950, 96), 96, True, "ampere"),  # fewer tiles than SMs
+        ((32, 950, 128), 128, True, "ampere"),
+        ((8, 950, 192), 128, False, "ada"),
+        ((8, 950, 160), 160, False, "ampere"),
+        ((8, 1, 128), 128, False, "ampere"),
+        ((8, 1, 192), 128, False, "ampere"),
     ],
 )
 def test_ada_serves_what_it_has_tiles_for(
-    shape: tuple[int, int, int], dv: int, chosen: str
+    shape: tuple[int, int, int], dv: int, causal: bool, chosen: str
 ) -> None:
     heads, rows, d = shape
     q = torch.empty(1, heads, rows, d, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, heads, 2000, d, dtype=torch.bfloat16, device="meta")
     v = torch.empty(1, heads, 2000, dv, dtype=torch.bfloat16, device="meta")
-    assert archflash.explain(q, k, v, device="RTX 4090").chosen == chosen
+    found = archflash.explain(q, k, v, device="RTX 4090", causal=causal)
+    assert found.chosen == chosen
     # The size of a call must not matter where its bits are those of a row alone.
-    same = archflash.explain(q, k, v, device="RTX 4090", batch_invariant=True).chosen
-    assert same == ("ada" if chosen == "ada" or rows == 1 else "ampere")
+    same = archflash.explain(q, k, v, device="RTX 4090", causal=causal, batch_invariant=True)
+    assert same.chosen == ("ada" if d > 32 and dv <= 128 else "ampere")
 
 
 @once_proved
@@ -1207,9 +1208,10 @@ def test_a_decision_reads_like_a_report() -> None:
 
 
 def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None:
-    decision = _dispatch.select(problem(torch.float16, nq=4096, nk=4096), find_device("RTX 4090"))
+    given = problem(torch.float16, nq=4096, nk=4096, causal=True)
+    decision = _dispatch.select(given, find_device("RTX 4090"))
     assert str(decision).splitlines() == [
-        "float16, batch 2, heads 4, 4096 queries, 4096 keys, head dim 64 "
+        "float16, batch 2, heads 4, 4096 queries, 4096 keys, head dim 64, causal "
         "on RTX 4090 (compute capability 8.9, 128 SMs)",
         f"  chosen  ada: {native.describe('ada').summary}",
         "          code: sm_89",
@@ -1218,7 +1220,7 @@ def test_a_decision_for_16_bits_shows_tile_order_and_who_would_be_next() -> None
         "          warps: 4 of 32 rows",
         "          stages: 1",
         "          CTAs: 256, 2 per SM on 128 SMs",
-        "          order: last row tiles first, one head at a time",
+        "          order: last row tiles first, 8 heads at a time",
         "          balance: 100% of the best that these tiles allow (a model)",
         "          launch: ada_attention_fwd_f16_d64, grid 256, block 128, "
         "49216 bytes of shared memory",

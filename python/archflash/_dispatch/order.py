@@ -278,16 +278,27 @@ def _in_order(
 
 
 def _has_tiles_for_8_9(problem: _native.Problem) -> bool:
-    """Whether `ada` has 16-bit kernels that may be faster than those of `ampere`. It computes at
-    least 64 columns, 256 where values have more than 128, and decodes by tiles of 64 rows. On an
-    H200 with 99 KB of shared memory `ampere` had 1.3 to 1.9 times the speed of `ada` up to 32
-    columns, 1.03 to 2.4 with values of more than 128, and 1 to 1.6 for one row, but 0.8 to 1.2 (on
-    average 1) in other calls (2026-11-30).
+    """Whether `ada` has 16-bit kernels that may be faster than those of `ampere`.
+
+    On an H200 with 99 KB of shared memory (2026-11-30) `ampere` had 1.02 to 2.9 times the speed of
+    `ada` in all 35 calls whose queries see every key, 1.3 to 2 where tiles are fewer than SMs, 0.95
+    to 1.15 in other calls with 128 columns, and 0.91 to 1.04 in those with 48 to 96. Up to 32
+    columns it had 1.3 to 1.9, and with values of more than 128 1.03 to 2.4. Calls of (192, 128)
+    were not timed beside each other.
     """
+    few_tiles, tile_rows = 128, 128
     columns = max(problem.d, problem.dv)
-    # A call with batch_invariant goes to the same kernel whatever its size is.
-    one_row = problem.nq == 1 and not problem.batch_invariant
-    return columns > 32 and problem.dv <= 128 and not one_row
+    if columns <= 32 or problem.dv > 128:
+        return False
+    if problem.batch_invariant:  # the same kernel serves a call whatever its size is
+        return True
+    if columns > 128:
+        return problem.nq > 1
+    sees_all = not problem.varlen and not pytorch.needs_mask(problem) and not problem.causal
+    plain = sees_all and not problem.softcap and not problem.sinks
+    sequences = 1 if problem.varlen else problem.batch
+    tiles = sequences * problem.heads_q * -(-problem.nq // tile_rows)
+    return columns <= 96 and not plain and tiles > few_tiles
 
 
 def pytorch_reads_mask_faster(problem: _native.Problem, plan: _native.LaunchPlan) -> bool:
