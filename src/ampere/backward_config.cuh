@@ -32,15 +32,25 @@ using D192Wide     = FusedBackwardConfig<T, 192, 192, 2,    4,    2,    64,  2, 
 template <DType T>
 using D160         = FusedBackwardConfig<T, 160, 160, 2,    2,    2,    32,  2,      2>;
 template <DType T>
+using D192V128     = FusedBackwardConfig<T, 192, 128, 2,    2,    2,    32,  1,      2>;
+template <DType T>
+using D192V128Medium = FusedBackwardConfig<T, 192, 128, 4,  2,    2,    32,  2,      1>;
+template <DType T>
+using D256Medium   = FusedBackwardConfig<T, 256, 256, 4,    2,    1,    32,  2,      1>;
+template <DType T>
 using D256Wide     = FusedBackwardConfig<T, 256, 256, 2,    4,    2,    64,  2,      1>;
+
+// For 163 KB of shared memory.
+template <DType T>
+using D64Medium    = mma_sync::SharedScoresConfig<D64Wide<T>>;
+template <DType T>
+using D128Medium   = mma_sync::SharedScoresConfig<D128Wide<T>>;
+template <DType T>
+using D192Medium   = mma_sync::SharedScoresConfig<D192Wide<T>>;
 
 // One kernel for the gradients of keys, one for those of queries.
 //                                                           head_dim       m_          CTAs
 //                                                          q,k   v  warps tiles block per SM
-template <DType T>
-using D192Keys     = BackwardConfig<T, Owns::Keys,    DK | DV, 192, 128, 4,   1,   32,   2>;
-template <DType T>
-using D192Queries  = BackwardConfig<T, Owns::Queries, DQ,      192, 128, 4,   1,   32,   2>;
 // With 256 columns each, dK and dV of a row do not fit the registers of a warp together.
 template <DType T>
 using D256Values   = BackwardConfig<T, Owns::Keys,    DV,      256, 256, 4,   1,   16,   2>;

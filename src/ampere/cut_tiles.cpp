@@ -105,8 +105,9 @@ Runs cut_tiles(const BackwardProblem& problem, const core::BackwardTile& tile, c
   constexpr int64_t MOST_ROUNDS = 4;
   const Problem& call = problem.call;
   const int64_t tiles = main.grid[0], workers = core::workers_of(tile, device);
-  // Blocks of 32 queries leave parts too little (docs/lab/ampere.md), but for heads of one tile.
-  const bool small = tile.dq_block < 64 && !tile.whole_heads;
+  // Blocks of 32 queries of 64 columns leave parts too little (docs/lab/ampere.md), but for heads
+  // of one tile.
+  const bool small = tile.dq_block < 64 && tile.head_dim <= 64 && !tile.whole_heads;
   if (tiles >= MOST_ROUNDS * device.sm_count || small) return {};
   if (core::equal_tiles(call)) return cut_last_tiles(call, tile, tiles, workers);
   BackwardParams params;

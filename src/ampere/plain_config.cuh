@@ -29,6 +29,12 @@ using D128WideBulk = PlainBackwardConfig<BulkSumsConfig<D128Wide<T>>>;
 template <DType T>
 using D192WidePlain = PlainBackwardConfig<D192Wide<T>>;
 template <DType T>
+using D192WideBulk = PlainBackwardConfig<BulkSumsConfig<D192Wide<T>>>;
+template <DType T>
+using D160Plain = PlainBackwardConfig<D160<T>>;
+template <DType T>
+using D192V128Plain = PlainBackwardConfig<D192V128<T>>;
+template <DType T>
 using D256WidePlain = PlainBackwardConfig<D256Wide<T>>;
 
 // Heads whose keys are one tile: of 128 keys, or few, of 64. Small blocks of queries let three or

@@ -15,6 +15,7 @@
 #include "ampere/list_bwd_config.cuh"
 #include "ampere/plan_plain.h"
 #include "common/planning/backward.h"
+#include "common/planning/backward_shares.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/list_backward.h"
@@ -29,19 +30,31 @@ namespace {
 
 using core::backward_tile;
 
+// A tile for GPUs where an SM has room for two of its CTAs.
+constexpr core::BackwardTile two_ctas(core::BackwardTile tile) {
+  tile.min_ctas_per_sm = 2;
+  return tile;
+}
+
 // docs/lab/ampere.md has their speeds. The last sets of each head dimension fit 99 KB.
 constexpr core::BackwardTile TILES[] = {
     backward_tile<D32<DType::F16>>("d32"),
     backward_tile<D64Wide<DType::F16>>("d64_wide", 2.5),
+    backward_tile<D64Medium<DType::F16>>("d64_medium", 2.5),
     backward_tile<D64<DType::F16>>("d64"),
     backward_tile<D96<DType::F16>>("d96", 6),
     backward_tile<D128Wide<DType::F16>>("d128_wide", 4.5),
+    backward_tile<D128Medium<DType::F16>>("d128_medium", 4.5),
     backward_tile<D128<DType::F16>>("d128"),
-    backward_tile<D192Keys<DType::F16>>("d192_keys"),
-    backward_tile<D192Queries<DType::F16>>("d192_queries"),
+    two_ctas(backward_tile<D192V128<DType::F16>>("d192_128")),
+    backward_tile<D192V128Medium<DType::F16>>("d192_128_medium"),
+    backward_tile<D192V128<DType::F16>>("d192_128"),
+    two_ctas(backward_tile<D160<DType::F16>>("d160")),
     backward_tile<D192Wide<DType::F16>>("d192_wide"),
+    backward_tile<D192Medium<DType::F16>>("d192_medium"),
     backward_tile<D160<DType::F16>>("d160"),
     backward_tile<D256Wide<DType::F16>>("d256_wide"),
+    backward_tile<D256Medium<DType::F16>>("d256_medium"),
     backward_tile<D256Values<DType::F16>>("d256_values"),
     backward_tile<D256Keys<DType::F16>>("d256_keys"),
     backward_tile<D256Queries<DType::F16>>("d256_queries"),
@@ -61,8 +74,9 @@ constexpr core::ListTile LIST_TILES[] = {
     core::list_tile<D256FewLists<DType::F16>>("d256_few_lists", 806),
 };
 
-constexpr size_t BEHIND_D64_WIDE = 2;
-static_assert(std::string_view(TILES[BEHIND_D64_WIDE].name) == "d64");
+constexpr size_t OF_D64 = 3, BEHIND_D192_128_MEDIUM = 10;
+static_assert(std::string_view(TILES[OF_D64].name) == "d64");
+static_assert(std::string_view(TILES[BEHIND_D192_128_MEDIUM].name) == "d192_128");
 
 constexpr core::BackwardTile MASKED_TILES[] = {
     backward_tile<D64Masked<DType::F16>>("d64_masked"),
@@ -110,6 +124,42 @@ bool small_blocks_pay(const Problem& call, const Device& device) {
   const int64_t rounds_of_wide = core::ceil_div(tiles, int64_t{device.sm_count});
   return MARGIN * time(rounds, SMALL_BLOCK, small_blocks) <=
          time(rounds_of_wide, WIDE_BLOCK, wide_blocks);
+}
+
+// The same beside `d64_medium`, where an SM has no room for `d64_wide`. Two CTAs of `d64` on an SM
+// took 1.92 times as long as one of the other (as above), or 1.7 where tiles take unequal time.
+bool two_small_ctas_pay(const Problem& call, const Device& device) {
+  constexpr int64_t CTAS_PER_SM = 2;
+  using Medium = D64Medium<DType::F16>;
+  using Small = D64<DType::F16>;
+  static_assert(Medium::ROWS == Small::ROWS);
+  if (device.shared_per_block >= D64Wide<DType::F16>::SHARED_BYTES) return false;
+  if (std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM) return false;
+  const int64_t shares = core::share_heads(call, TILES[OF_D64], device);
+  const int64_t tiles = call.varlen
+                            ? call.heads_kv * (core::ceil_div(call.nk, Small::ROWS) + call.batch)
+                            : call.batch * call.heads_kv * core::ceil_div(call.nk, Small::ROWS);
+  const auto time = [&](int64_t ctas_per_sm, int64_t block) {
+    const int64_t rounds = core::ceil_div(tiles * shares, ctas_per_sm * device.sm_count);
+    return static_cast<double>(rounds * core::ceil_div(call.nq, block) * block);
+  };
+  const double both = core::equal_tiles(call) ? 1.92 : 1.7;
+  return both * time(CTAS_PER_SM, Small::BLOCK) <= time(1, Medium::BLOCK);
+}
+
+// Whether `d192_128` is faster than `d192_128_medium`, which has twice as many keys: a CTA that has
+// an SM to itself takes 0.72 of the time (as above).
+bool half_tiles_pay(const Problem& call, const Device& device) {
+  constexpr double OF_HALF = 0.72;
+  using Medium = D192V128Medium<DType::F16>;
+  using Half = D192V128<DType::F16>;
+  const bool takes = call.d <= Half::HEAD_DIM && call.dv <= Half::HEAD_DIM_V;
+  if (!takes || call.d <= D128<DType::F16>::HEAD_DIM || call.varlen) return false;
+  const auto rounds = [&](int64_t rows) {
+    const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, rows);
+    return static_cast<double>(core::ceil_div(tiles, int64_t{device.sm_count}));
+  };
+  return OF_HALF * rounds(Half::ROWS) <= rounds(Medium::ROWS);
 }
 
 // Launches start early where their image has PTX for 9.0: these kernels wait for what comes before
@@ -172,8 +222,10 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   std::span<const core::BackwardTile> tiles = TILES;
   if (const auto only = only_tiles(call, device); !only.empty()) {
     tiles = only;
-  } else if (small_blocks_pay(call, device)) {
-    tiles = tiles.subspan(BEHIND_D64_WIDE);
+  } else if (half_tiles_pay(call, device)) {
+    tiles = tiles.subspan(BEHIND_D192_128_MEDIUM);
+  } else if (small_blocks_pay(call, device) || two_small_ctas_pay(call, device)) {
+    tiles = tiles.subspan(OF_D64);
   }
   // CTAs share out blocks of queries where that is faster than sharing out heads.
   const bool blocks_first = has_plain_kernels(device) && shrinking_tiles(call) &&
@@ -189,10 +241,9 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
   if (plan != nullptr) {
     start_early(*plan, call);
     for (Launch& launch : plan->launches) {
-      if (launch.kernel.ends_with("_wide")) {
-        launch.image = WIDE_IMAGE + core::dtype_word(call.dtype);
-      } else if (launch.kernel.ends_with("_d96")) {
-        launch.image = "ampere/bwd_d96_" + std::string(core::dtype_word(call.dtype));
+      for (const std::string end : {"wide", "medium", "d96"}) {
+        if (launch.kernel.ends_with("_" + end))
+          launch.image = "ampere/bwd_" + end + "_" + core::dtype_word(call.dtype);
       }
     }
   }

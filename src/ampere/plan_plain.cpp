@@ -29,6 +29,8 @@ constexpr core::BackwardTile PLAIN_TILES[] = {
     backward_tile<D64Plain<DType::F16>>("d64"),
     backward_tile<D96Plain<DType::F16>>("d96"),
     backward_tile<D128WidePlain<DType::F16>>("d128_wide"),
+    backward_tile<D192V128Plain<DType::F16>>("d192_128"),
+    backward_tile<D160Plain<DType::F16>>("d160"),
     backward_tile<D192WidePlain<DType::F16>>("d192_wide"),
     backward_tile<D256WidePlain<DType::F16>>("d256_wide"),
 };
@@ -37,6 +39,7 @@ constexpr core::BackwardTile PLAIN_TILES[] = {
 constexpr core::BackwardTile BULK_TILES[] = {
     backward_tile<D64WideBulk<DType::F16>>("d64_wide"),
     backward_tile<D128WideBulk<DType::F16>>("d128_wide"),
+    backward_tile<D192WideBulk<DType::F16>>("d192_wide"),
 };
 
 // The tiles of kernels for heads whose keys are one tile.

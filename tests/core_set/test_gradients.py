@@ -55,7 +55,7 @@ def test_every_kernel_of_the_backward_pass(kernel: str, dtype: str, dims: tuple[
 # The kernels of these head dimensions have tiles of their own for the shared memory of 9.0. Three
 # tiles of keys take turns at two blocks of queries. On a GPU there are more, at the same time.
 WIDE_ROWS = on.pick(simulator=(150, 300), gpu=(1150, 2300))
-WIDE = ((40, 24), (128, 72), (96, 80), (200, 256), (160, 184))
+WIDE = ((40, 24), (128, 72), (96, 80), (200, 256), (160, 184), (184, 128))
 WIDE_DTYPES = dtypes_with_gradients(on, "ampere") if "ampere" in KERNELS else []
 PLANNED_FOR = on.pick(simulator="H200", gpu=None)
 
@@ -108,6 +108,19 @@ def test_head_dimensions_up_to_160_where_shared_memory_is_small(dtype: str) -> N
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "dims", [(40, 64), (104, 128), (192, 128), (168, 192), (256, 200)], ids=str
+)
+@pytest.mark.parametrize("dtype", WIDE_DTYPES)
+def test_tiles_for_the_shared_memory_of_8_0(dtype: str, dims: tuple[int, int]) -> None:
+    tensors = inputs(*WIDE_ROWS, *dims, dtype)
+    for deterministic in (True, False) if dtype == "bfloat16" else (True,):  # types share code
+        differentiate_and_check(
+            on, "ampere", *tensors, schedules=(1, 2), causal=deterministic, planned_for="A100",
+            deterministic=deterministic,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(("d", "device"), [(64, "H200"), (128, "RTX 4090")])
 @pytest.mark.skipif("ampere" not in KERNELS, reason="ampere is not built")
 def test_tiles_of_a_group_of_heads_follow_one_another(d: int, device: str) -> None:
@@ -145,7 +158,7 @@ SHARED_OUT: dict[str, tuple[FeatureCase, str]] = {
         ),
         "RTX 4090",
     ),
-    "kernels-of-keys-and-of-queries": (
+    "more-columns-of-k-than-of-v": (
         ((70, 70, 192, 128, 1, (8, 1)), {"causal": True, "add_to": 0.5}), "RTX 4090",
     ),
     "dropout": (((150, 70, 128, 128, 1, (4, 1)), {"dropout_p": 0.3}), "H200"),
@@ -208,6 +221,7 @@ LAST_ROUND_CUT: dict[str, tuple[FeatureCase, str, int, int]] = {
         ((384, 130, 128, 112, 3, (2, 1)), {"add_to": -1.0}), "H200", 4, 8,
     ),
     "d192": (((800, 100, 136, 192, 1, (1, 1)), {}), "H200", 4, 4),
+    "d192-of-v-128": (((800, 100, 192, 128, 1, (1, 1)), {}), "H200", 2, 4),
     "d256": (((800, 100, 256, 208, 1, (1, 1)), {}), "H200", 4, 4),
 }  # fmt: skip
 

@@ -191,15 +191,16 @@ def test_explain_says_who_computes_gradients(device: str) -> None:
     assert decision.plan is not None
     assert decision.plan.kernels == [
         "ampere_backward_rows_bf16",
-        "ampere_attention_bwd_bf16_d64" + ("_wide" if device == "B200" else ""),
+        "ampere_attention_bwd_bf16_d64" + {"B200": "_wide", "A100": "_medium"}.get(device, ""),
         "ampere_backward_shares_bf16",
         "ampere_backward_dq_bf16",
     ]
     rows = 128  # whole blocks of queries, each with 64 sums of dq
     shares = 4 * 4 * 2 * 2 * 100 * (64 + 64)  # of dk and dv, from a CTA for each query head
     assert decision.plan.zeroed_bytes == 0  # the first kernel clears the sums
-    # CTAs of the wide kernel take turns: 4 bytes for each head and block of 64 rows, padded.
-    turns = 256 if device == "B200" else 0
+    # CTAs of tiles that have an SM to themselves take turns: 4 bytes for each block of 64 rows of a
+    # head, padded.
+    turns = 256 if device in ("A100", "B200") else 0
     assert decision.plan.workspace_bytes == 4 * 2 * 8 * rows * 64 + 8 * 2 * 8 * 100 + shares + turns
     assert "once more" in decision.reasons["torch"][0]
     assert "workspace" in str(decision)
@@ -223,7 +224,7 @@ def backward_plan(
     return plan
 
 
-@pytest.mark.parametrize(("device", "block"), [("H200", 64), ("A100", 32)])
+@pytest.mark.parametrize(("device", "block"), [("H200", 64), ("RTX 4090", 32)])
 def test_deterministic_gradients_take_turns(device: str, block: int) -> None:
     """A block of sums of dq has a number of turns of 4 bytes."""
     free = backward_plan(16, 2048, 128, device)
@@ -239,7 +240,8 @@ def test_deterministic_gradients_take_turns(device: str, block: int) -> None:
         (16, 16, 2048, "H200", False),  # 9 CTAs of a head at a time, 32 blocks of queries
         (32, 32, 4096, "H200", True),  # 5 and 64
         (32, 8, 8192, "H200", True),  # 17 and 512, those of 4 heads
-        (32, 32, 4096, "A100", False),  # two CTAs on an SM
+        (32, 32, 4096, "A100", True),  # 4 and 64
+        (32, 32, 4096, "RTX 4090", False),  # a tile that takes none
         (8, 8, 4608, "H200", True),  # 17 and 72
     ],
 )
@@ -257,20 +259,23 @@ def test_large_calls_take_turns_where_that_is_faster(
         (32, "RTX 4090", ["d32"]),
         (40, "H200", ["d64_wide_plain"]),
         (64, "H200", ["d64_wide_plain"]),
-        (64, "A100", ["d64"]),
+        (64, "A100", ["d64_medium"]),
         (80, "A100", ["d96"]),
         (96, "H200", ["d96_plain"]),
         (96, "RTX 4090", ["d128"]),
         (128, "H200", ["d128_wide_plain"]),
-        (128, "A100", ["d128"]),
+        (128, "A100", ["d128_medium"]),
         (128, "RTX 4090", ["d128"]),
-        (160, "H200", ["d192_wide_plain"]),
-        (160, "A100", ["d160"]),
+        (160, "H200", ["d160_plain"]),
+        (160, "B200", ["d160"]),
+        (160, "A100", ["d192_medium"]),
         (160, "RTX 4090", ["d160"]),
-        (184, "H200", ["d192_wide_plain"]),
-        (184, "A100", ["d256_values", "d256_keys", "d256_queries"]),
+        (184, "H200", ["d192_wide_bulk"]),
+        (184, "A100", ["d192_medium"]),
+        (184, "RTX 4090", ["d256_values", "d256_keys", "d256_queries"]),
         (256, "H200", ["d256_wide_plain"]),
-        (256, "A100", ["d256_values", "d256_keys", "d256_queries"]),
+        (256, "A100", ["d256_medium"]),
+        (256, "RTX 4090", ["d256_values", "d256_keys", "d256_queries"]),
     ],
 )
 def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> None:
@@ -278,6 +283,47 @@ def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> No
     name = "ampere_attention_bwd_bf16_"
     named = [kernel.removeprefix(name) for kernel in found if kernel.startswith(name)]
     assert list(dict.fromkeys(named)) == tiles  # a pass may be in parts
+
+
+@pytest.mark.parametrize(
+    ("device", "heads", "tile"),
+    [
+        ("H200", 64, "d192_128_plain"),
+        ("A100", 64, "d192_128_medium"),
+        ("A100", 6, "d192_128"),  # 96 tiles of 64 keys on 108 SMs
+        ("RTX 4090", 64, "d192_128"),
+    ],
+)
+def test_gradients_of_more_columns_of_k_than_of_v_have_tiles_of_their_own(
+    device: str, heads: int, tile: str
+) -> None:
+    q = torch.empty(1, heads, 1024, 192, dtype=torch.bfloat16, device="meta")
+    plan = archflash.explain(
+        q, q, q[..., :128], device=device, backward=True, implementation="ampere"
+    ).plan
+    assert plan is not None
+    assert f"ampere_attention_bwd_bf16_{tile}" in plan.kernels
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "tile"),
+    [
+        ((1, 16, 768), False, "d64_medium"),  # 96 tiles, one on each of 108 SMs
+        ((4, 8, 1024), False, "d64_medium"),  # three rounds, two of pairs
+        ((3, 9, 1024), False, "d64"),  # two full rounds, one of pairs
+        ((3, 9, 1024), True, "d64"),
+        ((1, 6, 2048), True, "d64_medium"),
+    ],
+)
+def test_pairs_of_small_tiles_share_an_sm_where_their_rounds_are_fewer(
+    shape: tuple[int, int, int], causal: bool, tile: str
+) -> None:
+    q = torch.empty(*shape, 64, dtype=torch.bfloat16, device="meta")
+    plan = archflash.explain(
+        q, q, q, causal=causal, device="A100", backward=True, implementation="ampere"
+    ).plan
+    assert plan is not None
+    assert f"ampere_attention_bwd_bf16_{tile}" in plan.kernels
 
 
 def test_hopper_computes_gradients_on_its_gpus_unless_ampere_has_to() -> None:
@@ -412,8 +458,8 @@ def test_query_heads_and_rows_are_shared_out_where_few_tiles_leave_sms_idle(
     [
         ("H200", (2, 14, 4096, 64), 2, 896, 7),
         ("RTX 4090", (2, 14, 4096, 64), 2, 896, 7),
-        ("A100", (2, 16, 2048, 128), 1, 512, 8),
-        ("A100", (1, 32, 4096, 128), 8, 512, 1),  # the tiles of keys fill the GPU
+        ("A100", (2, 16, 2048, 128), 1, 256, 8),
+        ("A100", (1, 32, 4096, 128), 8, 256, 1),  # the tiles of keys fill the GPU
         ("A100", (4, 8, 1024, 64), 8, 256, 1),  # no heads that share one of k
     ],
 )

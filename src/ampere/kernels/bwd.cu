@@ -23,9 +23,7 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32), mma_sync::fused_bwd, D32<DTY
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64), mma_sync::fused_bwd, D64<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128), mma_sync::fused_bwd, D128<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d160), mma_sync::fused_bwd, D160<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_keys), mma_sync::attention_bwd, D192Keys<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_queries), mma_sync::attention_bwd,
-                 D192Queries<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_128), mma_sync::fused_bwd, D192V128<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_values), mma_sync::attention_bwd,
                  D256Values<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_keys), mma_sync::attention_bwd, D256Keys<DTYPE>)

@@ -29,3 +29,8 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_wide_plain), mma_sync::fused_
                  D192WidePlain<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_wide_plain), mma_sync::fused_bwd,
                  D256WidePlain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_wide_bulk), mma_sync::fused_bwd,
+                 D192WideBulk<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d160_plain), mma_sync::fused_bwd, D160Plain<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d192_128_plain), mma_sync::fused_bwd,
+                 D192V128Plain<DTYPE>)

@@ -87,6 +87,36 @@ __device__ __forceinline__ void start_queries(const BackwardParams& params, cons
   }
 }
 
+// Where a warp's P lies where its dS comes behind it: dV += P^T dO, dK += dS^T Q, each first of the
+// warp's own queries. Lane numbers are found anew, because there are no registers to keep them.
+template <class C>
+__device__ __forceinline__ void multiply_in_one_place(
+    float (&dv_rmem)[C::M_TILES][C::HEAD_DIM_V / C::SPLIT / 8][4],
+    float (&dk_rmem)[C::M_TILES][C::HEAD_DIM / C::SPLIT / 8][4],
+    const BlockFragments<ScoresOfWarp<C>>& p_rmem, const BlockFragments<ScoresOfWarp<C>>& ds_rmem,
+    uint32_t scores_smem, uint32_t stage_smem) {
+  // The warps that share keys meet. Number 0 is the barrier of the CTA.
+  const auto meet = [] {
+    ptx::bar_sync(1 + ptx::mov_tid_x_volatile() / (32 * C::SPLIT), 32 * C::SPLIT);
+  };
+  const auto add = [&]<class Tile, int COLUMNS>(auto& x_rmem, const auto& of_warp_rmem,
+                                                uint32_t passing_smem) {
+    const int thread = ptx::mov_tid_x_volatile();
+    const int lane = thread % 32, part = thread / 32 % C::SPLIT;
+    const int warp_row = thread / (32 * C::SPLIT) * C::WARP_ROWS;
+    store_scores<C>(scores_smem, of_warp_rmem, warp_row, part, lane);
+    multiply_own<C, Tile, COLUMNS>(x_rmem, of_warp_rmem, passing_smem, part, lane);
+    meet();  // what all of these warps have is written, before it is read
+    multiply_others<C, Tile, COLUMNS>(x_rmem, scores_smem + warp_row * C::ScoreTile::ROW_BYTES,
+                                      passing_smem, part, lane);
+  };
+  add.template operator()<typename C::SecondTile, C::HEAD_DIM_V / C::SPLIT>(
+      dv_rmem, p_rmem, stage_smem + C::SECOND_OF_STAGE);
+  meet();  // P is read, before dS overwrites it
+  add.template operator()<typename C::FirstTile, C::HEAD_DIM / C::SPLIT>(dk_rmem, ds_rmem,
+                                                                         stage_smem);
+}
+
 template <class C>
 __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) {
   using FirstTile = typename C::FirstTile;
@@ -332,12 +362,16 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       BlockFragments<Scores> p_fragments;
       pack_block<Scores>(p_fragments, s_rmem);
       pack_block<Scores>(ds_fragments, dp_rmem);
-      if constexpr (C::SPLIT > 1)
-        store_scores<C>(shared_smem + C::P_SMEM, p_fragments, warp_row, part, lane);
-      store_scores<C>(ds_smem, ds_fragments, warp_row, part, lane);
-      multiply_own<C, SecondTile, SECOND_COLUMNS>(dv_rmem, p_fragments, second_smem, part, lane);
-      multiply_own<C, FirstTile, FIRST_COLUMNS>(dk_rmem, ds_fragments, stage_smem, part, lane);
-      if constexpr (C::SPLIT > 1) {
+      if constexpr (C::P_BEFORE_DS) {
+        multiply_in_one_place<C>(dv_rmem, dk_rmem, p_fragments, ds_fragments, ds_smem, stage_smem);
+      } else {
+        if constexpr (C::SPLIT > 1)
+          store_scores<C>(shared_smem + C::P_SMEM, p_fragments, warp_row, part, lane);
+        store_scores<C>(ds_smem, ds_fragments, warp_row, part, lane);
+        multiply_own<C, SecondTile, SECOND_COLUMNS>(dv_rmem, p_fragments, second_smem, part, lane);
+        multiply_own<C, FirstTile, FIRST_COLUMNS>(dk_rmem, ds_fragments, stage_smem, part, lane);
+      }
+      if constexpr (C::SPLIT > 1 && !C::P_BEFORE_DS) {
         // P and dS of all warps that share the keys must be written before they are read. Number 0
         // is the barrier of the CTA.
         ptx::bar_sync(1 + warp / C::SPLIT, 32 * C::SPLIT);
@@ -375,14 +409,14 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   const GradientParams dk = gradient_of_part<C::ROWS>(params.dk, all_params, cta.first_row, 0);
   const GradientParams dv =
       gradient_of_part<C::ROWS>(params.dv, all_params, cta.first_row, attention.d);
-  store_gradient<C, true, C::PAIR_STEP>(dk_rmem, dk, cta, warp_row,
-                                        8 * first_chunk<C, FIRST_COLUMNS>(warp % C::SPLIT),
-                                        attention.d, params.scale);
+  store_gradient<C, true, C::template PAIR_STEP<FirstTile>>(
+      dk_rmem, dk, cta, warp_row, 8 * first_chunk<C, FirstTile>(warp % C::SPLIT), attention.d,
+      params.scale);
   float dv_factor = 1.0f;
   if constexpr (C::MASKED || C::DROPS) dv_factor = all_params.dropout.scale;
-  store_gradient<C, true, C::PAIR_STEP>(dv_rmem, dv, cta, warp_row,
-                                        8 * first_chunk<C, SECOND_COLUMNS>(warp % C::SPLIT),
-                                        attention.dv, dv_factor);
+  store_gradient<C, true, C::template PAIR_STEP<SecondTile>>(
+      dv_rmem, dv, cta, warp_row, 8 * first_chunk<C, SecondTile>(warp % C::SPLIT), attention.dv,
+      dv_factor);
   if constexpr (C::IN_BULK) ptx::cp_async_bulk_wait_group_0();
 }
 

@@ -14,19 +14,19 @@ namespace archflash::mma_sync {
 // of the columns. For dQ the warps are DQ_ROW_WARPS rows of warps. d may be at most HEAD_DIM, dv
 // HEAD_DIM_V.
 //
-// The columns that a warp takes must start with a swizzle group of its tile. Where a share is no
-// whole number of groups (48 or 80 columns), it is every SPLIT-th 16 columns, not neighbouring
-// ones.
+// The columns that a warp takes lie in one swizzle group of its tile or are whole groups. Where
+// neighbouring ones would not (48, 80 or 96 columns), a share is every SPLIT-th 16 columns.
 template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_, int KEY_WARPS_, int SPLIT_, int M_TILES_,
           int BLOCK_, int DQ_ROW_WARPS_, int CTAS_PER_SM_>
 struct FusedBackwardConfig {
   using Params = BackwardParams;
   static constexpr bool MASKED = false;
-  static constexpr bool DROPS = false;      // see DropoutBackwardConfig
-  static constexpr bool PLAIN = false;      // see PlainBackwardConfig
-  static constexpr bool PACKED = false;     // see PackedBackwardConfig
-  static constexpr bool IN_BULK = false;    // see BulkSumsConfig
-  static constexpr bool WRITES_DQ = false;  // see OnlyTileConfig
+  static constexpr bool DROPS = false;        // see DropoutBackwardConfig
+  static constexpr bool PLAIN = false;        // see PlainBackwardConfig
+  static constexpr bool PACKED = false;       // see PackedBackwardConfig
+  static constexpr bool IN_BULK = false;      // see BulkSumsConfig
+  static constexpr bool WRITES_DQ = false;    // see OnlyTileConfig
+  static constexpr bool P_BEFORE_DS = false;  // see SharedScoresConfig
   static constexpr DType DTYPE = DTYPE_;
   static constexpr Owns OWNS = Owns::Keys;
   static constexpr int GRADIENTS = DQ | DK | DV;
@@ -48,18 +48,22 @@ struct FusedBackwardConfig {
   static constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS_;
   static constexpr int DQ_ROWS = BLOCK / DQ_ROW_WARPS_;  // of a warp
   static constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS;
-  static constexpr bool DQ_ALTERNATES = DQ_COLUMNS % 32 == 16 && DQ_COLUMNS > 16;
-  static constexpr int DQ_STEP =  // columns at a time
-      DQ_COLUMNS < 32 || DQ_ALTERNATES ? DQ_COLUMNS : 32;
-  // From one pair of column tiles (16 columns) of a warp to its next, in pairs: of a gradient of
-  // keys, and of dQ.
-  static constexpr int PAIR_STEP = HEAD_DIM / SPLIT % 32 == 16 ? SPLIT : 1;
-  static constexpr int DQ_PAIR_STEP = DQ_ALTERNATES ? DQ_COLUMN_WARPS : 1;
-
   // "first" is Q or K, "second" dO or V, as in BackwardConfig.
   using FirstTile = device::SwizzledTile<HEAD_DIM>;
   using SecondTile = device::SwizzledTile<HEAD_DIM_V>;
   using ScoreTile = device::SwizzledTile<BLOCK>;  // rows are keys, columns are queries
+
+  // Whether a share of a tile's columns is every SHARES-th 16 columns.
+  template <class Tile, int SHARES>
+  static constexpr bool ALTERNATE =
+      Tile::CHUNKS / SHARES % Tile::GROUP != 0 && Tile::GROUP % (Tile::CHUNKS / SHARES) != 0;
+  // From one pair of column tiles (16 columns) of a warp to its next, in pairs: of a gradient of
+  // keys, whose columns are those of Tile, and of dQ.
+  template <class Tile>
+  static constexpr int PAIR_STEP = ALTERNATE<Tile, SPLIT> ? SPLIT : 1;
+  static constexpr bool DQ_ALTERNATES = ALTERNATE<FirstTile, DQ_COLUMN_WARPS>;
+  static constexpr int DQ_PAIR_STEP = DQ_ALTERNATES ? DQ_COLUMN_WARPS : 1;
+  static constexpr int DQ_STEP = DQ_COLUMNS % 32 == 0 ? 32 : DQ_COLUMNS;  // columns at a time
 
   // Shared memory: K, V | Q, dO of each stage | dS of two blocks | P, where warps share keys |
   // terms of the queries of each stage | FusedWork. Offsets and sizes in bytes.
@@ -81,12 +85,22 @@ struct FusedBackwardConfig {
   static_assert(PART % 16 == 0 && DQ_ROWS % 16 == 0 && DQ_COLUMNS % DQ_STEP == 0 &&
                     DQ_STEP % 16 == 0,
                 "mma.sync: 16 rows of a product, two tiles of 8 columns at a time");
-  static_assert((HEAD_DIM / SPLIT % 32 == 0 && HEAD_DIM_V / SPLIT % 32 == 0) ||
-                    (FirstTile::GROUP == 2 * PAIR_STEP && HEAD_DIM == HEAD_DIM_V),
-                "a warp's columns of a gradient start with a swizzle group");
-  static_assert(!DQ_ALTERNATES || FirstTile::GROUP == 2 * DQ_COLUMN_WARPS,
-                "16 columns of each make a swizzle group");
+  static_assert(FirstTile::GROUP % (2 * PAIR_STEP<FirstTile>) == 0 &&
+                    SecondTile::GROUP % (2 * PAIR_STEP<SecondTile>) == 0 &&
+                    FirstTile::GROUP % (2 * DQ_PAIR_STEP) == 0,
+                "16 columns of each are a whole part of a swizzle group");
   static_assert(BLOCK <= THREADS, "a thread copies the terms of a row");
+};
+
+// A FusedBackwardConfig whose P lies where dS of the same block comes behind it: less shared
+// memory, and two barriers more of the warps that share keys.
+template <class Backward>
+struct SharedScoresConfig : Backward {
+  static constexpr bool P_BEFORE_DS = true;
+  static constexpr int TERMS_SMEM = Backward::P_SMEM;
+  static constexpr int CONTEXT_SMEM = TERMS_SMEM + Backward::STAGES * Backward::TERMS_BYTES;
+  static constexpr int SHARED_BYTES = CONTEXT_SMEM + Backward::CONTEXT_BYTES;
+  static_assert(Backward::SPLIT > 1, "else P goes to no other warp");
 };
 
 // A FusedBackwardConfig for GPUs with TMA, which adds to the sums of dQ in place of the warps: each

@@ -152,8 +152,8 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
 #pragma unroll
       for (int n = 0; n < C::DQ_STEP / 8; n += 2) {
         uint32_t b_rmem[4];
-        ptx::ldmatrix_x4_trans(
-            b_rmem, Tile::advance(b_smem, step / 8 + n * C::DQ_PAIR_STEP) + key * Tile::ROW_BYTES);
+        ptx::ldmatrix_x4_trans(b_rmem, Tile::advance(b_smem, (step / 8 + n) * C::DQ_PAIR_STEP) +
+                                           key * Tile::ROW_BYTES);
 #pragma unroll
         for (int m = 0; m < C::DQ_ROWS / 16; ++m) {
           ptx::mma_m16n8k16<C::DTYPE>(dq_rmem[m][n], a_rmem[m], b_rmem[0], b_rmem[1]);
@@ -178,11 +178,11 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Backw
     // Neighbouring fragments of a warp lie side by side in the sums, too.
     constexpr int NEIGHBOURS = C::DQ_ALTERNATES ? 2 : C::DQ_STEP / 8;
     const auto place = [&](int m, int n) {
-      const int tile = step / 8 + n / 2 * 2 * C::DQ_PAIR_STEP + n % 2;
+      const int tile = (step / 8 + n / 2 * 2) * C::DQ_PAIR_STEP + n % 2;
       return sums_gmem + device::dq_fragment<C::HEAD_DIM>(m, tile);
     };
     if constexpr (C::WRITES_DQ) {
-      store_dq<C>(params, cta, block, row, column + step, dq_rmem);
+      store_dq<C>(params, cta, block, row, column + step * C::DQ_PAIR_STEP, dq_rmem);
     } else if constexpr (C::IN_BULK) {
       constexpr int WARP_FRAGMENTS = C::DQ_ROWS / 16 * (C::DQ_STEP / 8);
       const uint32_t warp_smem = sums_smem + warp * (512 * WARP_FRAGMENTS);

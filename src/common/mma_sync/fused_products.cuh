@@ -34,13 +34,13 @@ struct PairsOfTile : Tile {
 
 template <class C, class Tile, int OUT_COLUMNS>
 struct FusedProduct : BackwardProduct<C, Tile, C::PART, OUT_COLUMNS> {
-  using VTile = PairsOfTile<Tile, C::PAIR_STEP>;
+  using VTile = PairsOfTile<Tile, C::template PAIR_STEP<Tile>>;
 };
 
 // The first chunk of the columns of share `part` of a gradient of keys.
-template <class C, int COLUMNS>
+template <class C, class Tile>
 __device__ __forceinline__ int first_chunk(int part) {
-  return part * (C::PAIR_STEP > 1 ? 2 : COLUMNS / 8);
+  return part * (C::template PAIR_STEP<Tile> > 1 ? 2 : Tile::CHUNKS / C::SPLIT);
 }
 
 // Writes a warp's P or dS into the tile of the CTA, whose rows are keys.
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_own(float (&x_rmem)[C::M_TILES][COLUMNS
                                              const BlockFragments<ScoresOfWarp<C>>& scores_rmem,
                                              uint32_t passing_smem, int part, int lane) {
   const uint32_t first_smem =
-      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), first_chunk<C, COLUMNS>(part)) +
+      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), first_chunk<C, Tile>(part)) +
       part * C::PART * Tile::ROW_BYTES;
   multiply_pv<FusedProduct<C, Tile, COLUMNS>>(x_rmem, scores_rmem, first_smem);
 }
@@ -86,13 +86,15 @@ __device__ __forceinline__ void multiply_others(float (&x_rmem)[C::M_TILES][COLU
                                                 int part, int lane) {
   using Scores = typename C::ScoreTile;
   const uint32_t first_smem =
-      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), first_chunk<C, COLUMNS>(part));
+      Tile::advance(passing_smem + rows_first_offset<Tile>(lane), first_chunk<C, Tile>(part));
+  // Where P lies in the place of dS there are no registers to read far ahead.
+  constexpr int AT_ONCE = C::P_BEFORE_DS && C::PART > 32 ? 1 : C::PART / 16;
 #pragma unroll
   for (int step = 1; step < C::SPLIT; ++step) {
     const int other = (part + step) % C::SPLIT;
     const uint32_t lane_smem =
         Scores::advance(scores_smem + rows_first_offset<Scores>(lane), other * (C::PART / 8));
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int query = 0; query < C::PART; query += 16) {
       uint32_t a_rmem[C::M_TILES][4];
 #pragma unroll

@@ -84,6 +84,13 @@ int64_t ctas_of(const BackwardTile& tile, const Problem& call) {
   return of_all * (of_queries ? call.heads_q : call.heads_kv);
 }
 
+// Whether an SM has the shared memory for as many CTAs of a tile as it asks for.
+bool has_room(const BackwardTile& tile, const Device& device) {
+  constexpr int64_t RESERVED_BYTES = 1024;  // CUDA: of each CTA
+  return tile.min_ctas_per_sm == 1 ||
+         tile.min_ctas_per_sm * (tile.shared_bytes + RESERVED_BYTES) <= device.shared_per_sm;
+}
+
 // The kernels of a call; none if its head dimensions are larger than those of all. If the device
 // has too little shared memory for any: those that need least.
 Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
@@ -92,6 +99,7 @@ Tiles choose_set(Tiles tiles, const Problem& call, const Device& device) {
     const Tiles set = first_set(tiles);
     tiles = tiles.subspan(set.size());
     if (call.d > set.front().head_dim || call.dv > set.front().head_dim_v) continue;
+    if (!has_room(set.front(), device)) continue;
     if (shared_bytes_of(set) <= device.shared_per_block) return set;
     if (chosen.empty() || shared_bytes_of(set) < shared_bytes_of(chosen)) chosen = set;
   }

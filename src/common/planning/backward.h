@@ -28,7 +28,8 @@ struct BackwardTile {
   // at the same time, from which on turns are faster (measured; an SM has one CTA of these).
   // 0: they never are.
   double turns_from;
-  int ctas_per_sm = 2;  // at most: ptxas is told to allow no more
+  int ctas_per_sm = 2;      // at most: ptxas is told to allow no more
+  int min_ctas_per_sm = 1;  // for which an SM must have the shared memory
   // Its CTAs have all keys of a head: they write dQ in the place of sums, and find the terms of
   // their query rows by themselves.
   bool whole_heads = false;
