@@ -81,12 +81,13 @@ def from_flex(block_mask: Any) -> Tensor:
     Raises:
         ValueError: blocks of another size.
     """
-    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-    table = _scattered(counts, indices, _MIXED)
+    nq, nk = block_mask.seq_lengths
+    columns = -(-nk // block_mask.BLOCK_SIZE[1])  # lists may be shorter
+    table = _scattered(block_mask.kv_num_blocks, block_mask.kv_indices, columns, _MIXED)
     if block_mask.full_kv_num_blocks is not None:
-        full = _scattered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, _FULL)
-        table = torch.maximum(table, full)
-    return from_blocks(table, block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
+        counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        table = torch.maximum(table, _scattered(counts, indices, columns, _FULL))
+    return from_blocks(table, block_mask.BLOCK_SIZE, nq, nk)
 
 
 @checked
@@ -151,8 +152,8 @@ def from_block_lists(
 
     Returns:
         Options of `archflash.attention`: ``block_mask``, and where the blocks are not whole ones of
-        it, or some are not full, ``attn_mask``. Heads are those of q; a list of a head of k is
-        repeated for the heads of q that share it.
+        it, or some are not full, ``attn_mask``. Heads are those of q: repeat lists of heads of k
+        for the heads of q that share them.
 
     Raises:
         ValueError: tensors of other shapes, or blocks of another size.
@@ -205,9 +206,10 @@ def from_bsr(
             f"they must be ({rows + 1},) and (n,)"
         )
     entry = torch.arange(len(indices), device=indices.device)
-    row = _sequences.of_rows(entry, indptr.to(indices.device))
+    indptr = indptr.to(indices.device)
+    row = _sequences.of_rows(entry, indptr)
     # What belongs to no row or column goes into one of its own, which is dropped.
-    inside = (row < rows) & (indices >= 0) & (indices < columns)
+    inside = (entry >= indptr[0]) & (row < rows) & (indices >= 0) & (indices < columns)
     place = torch.where(inside, row * columns + indices, rows * columns).long()
     flat = torch.zeros(rows * columns + 1, dtype=torch.bool, device=indices.device)
     table = flat.index_fill(0, place, True)[:-1].reshape(1, 1, rows, columns)
@@ -316,9 +318,10 @@ def from_vertical_and_slash(vertical: Tensor, slash: Tensor, nq: int, nk: int) -
     # The keys of a slash in a row of blocks lie in two neighbouring blocks at most.
     first = torch.arange(rows, device=slash.device)[:, None] * MASK_BLOCK + (nk - nq)
     last = (first + MASK_BLOCK - 1).clamp(max=nk - 1)
+    first, last = first - slash[:, :, None], last - slash[:, :, None]
+    inside = (first < nk) & (last >= 0)
     for end in (first, last):
-        key = end - slash[:, :, None]
-        seen = seen | _marked(key // MASK_BLOCK, (key >= 0) & (key < nk), columns)
+        seen = seen | _marked(end.clamp(0, nk - 1) // MASK_BLOCK, inside, columns)
     return seen
 
 
@@ -367,8 +370,16 @@ def sliding_tiles(
         ValueError: tiles that do not fill the canvas, or a window of another size.
     """
     counts = _tiles_of(canvas, tile)
-    if any(len(window) != 3 or any(size % 2 == 0 for size in window) for window in windows):
-        raise ValueError(f"windows are {list(windows)}: each must be three odd numbers of tiles")
+    if len(windows) == 0 or not all(
+        hasattr(window, "__len__")
+        and len(window) == 3
+        and all(size > 0 and size % 2 == 1 for size in window)
+        for window in windows
+    ):
+        raise ValueError(
+            f"windows are {list(windows)}: it must be a list, of each head, of three odd numbers "
+            "of tiles"
+        )
     heads = []
     for window in windows:
         axes = []
@@ -440,14 +451,10 @@ def _options(
     return {"attn_mask": mask, "block_mask": summarize_mask(mask)}
 
 
-def _scattered(counts: Tensor, indices: Tensor, value: int) -> Tensor:
+def _scattered(counts: Tensor, indices: Tensor, columns: int, value: int) -> Tensor:
     """An int8 table with `value` at the first counts[...] of indices[..., :] in each row."""
-    columns = indices.shape[-1]
-    listed = torch.arange(columns, device=indices.device) < counts[..., None]
-    table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.int8, device=indices.device)
-    # What is not listed goes into a column of its own, which is dropped.
-    place = torch.where(listed, indices, columns).long()
-    return table.scatter(-1, place, torch.full_like(place, value, dtype=torch.int8))[..., :columns]
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    return _marked(indices, listed, columns).to(torch.int8) * value
 
 
 def _by_block(x: Tensor, *, fill: bool) -> Tensor:

@@ -114,6 +114,13 @@ def test_a_block_mask_of_flex_attention_keeps_its_blocks() -> None:
     ]
     with pytest.raises(ValueError, match=r"must be \(batch or 1, heads or 1, 2, 1\)"):
         masks.from_blocks(coarse, (128, 128), 200, 100)
+    # Lists that are shorter, or longer, than a row of blocks.
+    counts, lists = torch.tensor([[[1, 2]]]), torch.tensor([[[[3, 0], [1, 2]]]])
+    for indices in (lists, torch.nn.functional.pad(lists, (0, 3), value=9)):
+        listed = flex.BlockMask.from_kv_blocks(
+            counts, indices, BLOCK_SIZE=64, seq_lengths=(128, 256), compute_q_blocks=False
+        )
+        assert masks.from_flex(listed).tolist() == [[[[0, 0, 0, 1], [0, 1, 1, 0]]]]
     odd = flex.create_block_mask(causal, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=32)
     with pytest.raises(ValueError, match=r"block_size is \(32, 32\)"):
         masks.from_flex(odd)
