@@ -59,6 +59,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hopper/backward_added.cuh"
 #include "hopper/backward_config.cuh"
@@ -87,14 +88,24 @@ __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
   device::prepare_rounds<DTYPE>(params);
 }
 
+// prepare(), and the order of the tiles of a table of blocks.
+template <DType DTYPE>
+__device__ __forceinline__ void prepare_table(const ListingBackwardParams& params) {
+  prepare<DTYPE>(params.call);
+  order_tiles_of_keys(params);
+}
+
 // --- which tiles a CTA takes ---
 
 // Finds what the CTA works on in its tile number `number` of all; first_row < 0: nothing. Called by
-// a whole warp.
+// a whole warp. order_gmem: that of tables of blocks, or null.
 template <class C>
 __device__ __forceinline__ void find_work(const BackwardKernelParams& params, int number,
-                                          CtaWork& work) {
-  const TileOfCta tile = find_tile<C>(params, number);
+                                          CtaWork& work, const int32_t* order_gmem = nullptr) {
+  TileOfCta tile = find_tile<C>(params, number);
+  if constexpr (C::LISTS_ROUNDS) {
+    if (order_gmem != nullptr) tile.index = ordered_tile<C>(params, order_gmem, tile.index);
+  }
   const int shares = params.shares;
   const int index = shares > 1 ? tile.index / shares : tile.index;
   const BackwardWork found = device::find_backward_work<Owns::Keys, C::ROWS, C::UNEVEN_SHARES>(
@@ -224,10 +235,12 @@ __device__ __forceinline__ void load_terms(const BackwardParamsOf<C>& all_params
 }
 
 // What each CTA of a main kernel begins with: one warp finds what it works on, and writes that to
-// shared memory, which __syncthreads() then makes known; first_row < 0: nothing.
+// shared memory, which __syncthreads() then makes known; first_row < 0: nothing. order_gmem: as
+// find_work() takes it.
 template <class C>
 __device__ __forceinline__ void begin_backward(const BackwardKernelParams& params,
-                                               unsigned char* shared) {
+                                               unsigned char* shared,
+                                               const int32_t* order_gmem = nullptr) {
   static_assert(sizeof(CountedWork) <= C::WORK_BYTES);
   // This kernel has started early: its warps wait where they use what the one before has written,
   // and in each CTA one does, so that this kernel ends behind that one. The inputs were there
@@ -246,7 +259,7 @@ __device__ __forceinline__ void begin_backward(const BackwardKernelParams& param
   if (takes_more<C>(params) && number >= params.tiles) {
     if (threadIdx.x == 0) work_of<C>(shared).first_row = -1;
   } else {
-    find_work<C>(params, number, work_of<C>(shared));
+    find_work<C>(params, number, work_of<C>(shared), order_gmem);
     if constexpr (C::COUNTS_BLOCKS) {
       if (threadIdx.x == 0) static_cast<CountedWork&>(work_of<C>(shared)).blocks_before = 0;
     }
@@ -259,7 +272,11 @@ __device__ __forceinline__ void attention_bwd(const BackwardParamsOf<C>& all_par
   // Swizzle patterns start at multiples of 1024 bytes.
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  begin_backward<C>(params, shared);
+  if constexpr (std::is_same_v<BackwardParamsOf<C>, ListingBackwardParams>) {
+    begin_backward<C>(params, shared, all_params.order_gmem);
+  } else {
+    begin_backward<C>(params, shared);
+  }
   if constexpr (C::READS_MASK) ptx::griddepcontrol_wait();  // the states of blocks are written
   if constexpr (C::LISTS_ROUNDS) {
     if (threadIdx.x < 32) list_rounds<C>(all_params, work_of<C>(shared));

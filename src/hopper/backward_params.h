@@ -82,7 +82,13 @@ struct ListingBackwardParams {
   MaskParams masks;  // block_mask alone
   device::ListedRound* rounds_gmem;
   int32_t rounds_of_cta;  // that it has room for
+  int32_t tile_blocks;    // blocks of keys of a tile
+  // The tiles of each head of k in the order in which they are taken, which the first launch finds;
+  // null: from the first keys on.
+  int32_t* order_gmem;
 };
+// The most tiles of a head that are ordered.
+constexpr int MOST_ORDERED_TILES = 1024;
 
 // The parameter of kernels to which TMA brings the elements of an attn_mask.
 struct AddingBackwardParams {

@@ -415,7 +415,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     }
     take_tiles(*plan, problem, tile, device, shares.all());
     share_out_dq(*plan, tile, turns.sums, device);
-    if (table) add_table(*plan, problem, tile);
+    if (table) add_table(*plan, problem, tile, device);
     if (adds) add_elements(*plan, call);
     if (drops) add_dropout(*plan, problem);
     if (tile.ends_dq) add_dq_map(*plan, problem, tile);

@@ -83,12 +83,43 @@ Params add_lists(LaunchPlan& plan, Launch& main, const Problem& call, const Back
   return params;
 }
 
-// Turns the main launch of `plan` into that of a kernel for tables of blocks.
-void add_block_mask(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
+// Whether the tiles of each head are ordered by their work: where some come when others have ended,
+// and none waits for another.
+bool orders_tiles(const BackwardProblem& problem, const BackwardTile& tile, const Device& device) {
+  const Problem& call = problem.call;
+  const int64_t tiles = core::ceil_div(call.nk, tile.rows);
+  const int64_t ctas = int64_t{tile.ctas_per_sm} * device.sm_count;
+  return !problem.deterministic && call.nq > 0 && tiles > 1 && tiles <= MOST_ORDERED_TILES &&
+         call.batch * call.heads_kv * tiles > ctas;
+}
+
+// Turns the main launch of `plan` into that of a kernel for tables of blocks, and the first one
+// into one that orders their tiles.
+void add_block_mask(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile,
+                    const Device& device) {
+  using P = ListingBackwardParams;
   Launch* const main = main_launch(plan);
   if (main == nullptr) return;
-  main->params = core::bytes(add_lists<ListingBackwardParams>(plan, *main, problem.call, tile));
-  main->image = std::string("hopper/bwd_table_") + core::dtype_word(problem.call.dtype);
+  const Problem& call = problem.call;
+  P params = add_lists<P>(plan, *main, call, tile);
+  params.tile_blocks = static_cast<int32_t>(tile.rows / MASK_BLOCK);
+  main->params = core::bytes(params);
+  main->image = std::string("hopper/bwd_table_") + core::dtype_word(call.dtype);
+  Launch& first = plan.launches.front();
+  if (&first == main || !orders_tiles(problem, tile, device)) return;
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t tiles = core::ceil_div(call.nk, tile.rows);
+  const int64_t order =
+      workspace.add(call.batch * call.heads_kv * tiles * int64_t{sizeof(*params.order_gmem)});
+  plan.workspace_bytes = workspace.bytes();
+  add_pointer(*main, Operand::Workspace, offsetof(P, order_gmem), order);
+  add_pointer(first, Operand::Workspace, offsetof(P, order_gmem), order);
+  add_pointers(first, core::mask_pointers(call, offsetof(P, masks)));
+  std::memcpy(static_cast<void*>(&params.call), first.params.data(), sizeof params.call);
+  first.params = core::bytes(params);
+  first.kernel += "_table";
+  first.image = main->image;
 }
 
 // Turns the main launch of `plan` into that of a kernel for a dense attn_mask, and puts the one
@@ -191,11 +222,12 @@ void refuse_table(const BackwardProblem& problem, Reasons& reasons) {
     add("so many elements");
 }
 
-void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
+void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile,
+               const Device& device) {
   if (problem.call.mask != 0) {
     add_dense_mask(plan, problem, tile);
   } else {
-    add_block_mask(plan, problem, tile);
+    add_block_mask(plan, problem, tile, device);
   }
 }
 

@@ -27,7 +27,8 @@ void refuse_table(const BackwardProblem& problem, Reasons& reasons);
 
 // Turns the main launch of `plan` into that of a kernel for a table of blocks, or for a dense
 // attn_mask; before all others comes the one that prepares the mask.
-void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile);
+void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile,
+               const Device& device);
 
 // Turns the main launch of `plan` into that of a kernel to which TMA brings the elements.
 void add_elements(LaunchPlan& plan, const Problem& call);

@@ -102,6 +102,46 @@ def test_keys_that_no_query_sees_and_heads_that_see_none(dim: int) -> None:
     differentiate_and_check(on, NAME, dout, q, kept_k, kept_v, schedules=(1, 2), block_mask=table)
 
 
+@every_dim
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (150, 60)}], ids=str)
+def test_tiles_are_taken_in_the_order_of_their_rounds(
+    options: dict[str, Any], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU with one SM tiles follow one another. The table is that of heads which share a head
+    of K in two sequences; some tiles have as many rounds as others, and one has none.
+    """
+    tensors = inputs(260, 470, dim, dim, "bfloat16", batch=2, heads=(4, 2))
+    table = table_of(4, 260, 470)
+    table[:, :, :, 2:4] = 0
+    table[:, :, :, 6] = table[:, :, :, 0]
+    for shown in (table, table[:, :1]):
+        plans = note_plans(monkeypatch)
+        differentiate_and_check(
+            on, NAME, *tensors, schedules=(0,), deterministic=False, planned_for="H200", sms=1,
+            block_mask=shown, **options,
+        )  # fmt: skip
+        assert plans[0].kernels[0] == "hopper_backward_rows_bf16_table"
+
+
+def test_which_tiles_are_ordered() -> None:
+    def first(nk: int, deterministic: bool = False) -> str:
+        q, k = (torch.empty(1, 40, n, 128, dtype=torch.bfloat16, device="meta") for n in (300, nk))
+        table = torch.empty(1, 1, 5, -(-nk // 64), dtype=torch.int8, device="meta")
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            plan = archflash.explain(
+                q, k, k, device="H200", implementation=NAME, backward=True, block_mask=table
+            ).plan
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert plan is not None
+        return plan.kernels[0]
+
+    assert first(600) == "hopper_backward_rows_bf16_table"
+    assert first(384) == "hopper_backward_rows_bf16"  # all of them run at a time
+    assert first(600, deterministic=True) == "hopper_backward_rows_bf16"  # they wait for others
+
+
 def test_which_gradients_of_tables_it_computes() -> None:
     def why_not(d: int = 128, **call: Any) -> str:
         q = torch.empty(1, 2, 300, d, dtype=torch.bfloat16, device="meta")
