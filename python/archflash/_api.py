@@ -222,6 +222,9 @@ def attention(
         here, obstacle = _dispatch.device_of(problem, q.device.index)
         if not _gradients.reads_lists(problem, here, name, obstacle):
             mask = _key_lists.as_mask(key_indices, topk_lengths, q, k, layout)
+            k, v = _key_lists.without_unnamed(
+                q, k, v, dict(zip(_options.OF_ATTENTION, values, strict=True))
+            )
             values = _options.replaced(values, attn_mask=mask, key_indices=None, topk_lengths=None)
     if is_eager():
         # An eager call is one C++ call, which reads the tensors, finds the plan, binds and

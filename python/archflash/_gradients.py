@@ -118,11 +118,12 @@ class Request:
 
     def with_mask_of_lists(self) -> Request:
         """The same call with an attn_mask in the place of key_indices."""
+        k, v = _key_lists.without_unnamed(self.q, self.k, self.v, self.options)
         options = dict(self.options)
         lists, lengths = options["key_indices"], options["topk_lengths"]
         options["attn_mask"] = _key_lists.as_mask(lists, lengths, self.q, self.k, options["layout"])
         options["key_indices"] = options["topk_lengths"] = None
-        return dataclasses.replace(self, options=options)
+        return dataclasses.replace(self, k=k, v=v, options=options)
 
     def problem(self) -> _native.Problem:
         """The call as planning sees it. Raises what `archflash.attention` raises."""

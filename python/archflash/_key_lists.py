@@ -5,11 +5,14 @@ same call with a mask, which gives its gradients where no kernel reads the lists
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from archflash._archflash import MASK_BLOCK
+from archflash._bias import sides_of
 from archflash._sharding import has_dtensor
 from archflash.masks import from_key_indices
 
@@ -92,3 +95,41 @@ def as_mask(
     if mask.shape[1] == 1:
         return mask
     return mask.repeat_interleave(q.shape[heads] // max(mask.shape[1], 1), 1)
+
+
+def without_unnamed(
+    q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """k and v with zeros for keys that no list names, for a call with the mask of the lists: such
+    keys may hold anything, and a mask would not keep NaN out of the rows that see others.
+
+    Args:
+        q, k, v: of the call.
+        options: of it: key_indices, topk_lengths, causal, window, q_offset and layout.
+    """
+    lists, lengths = options["key_indices"], options["topk_lengths"]
+    rows = 2 if options["layout"] == "bhnd" else 1
+    nq, nk = q.shape[rows], k.shape[rows]
+    key = lists.long()
+    counts = (key >= 0) & (key < nk)
+    if lengths is not None:
+        counts = counts & (torch.arange(lists.shape[3], device=lists.device) < lengths[..., None])
+    # Some of the rows of a list, first to last, see the key.
+    step = 1 if lists.shape[2] == nq else MASK_BLOCK
+    first = torch.arange(lists.shape[2], device=lists.device)[:, None] * step
+    last = (first + step).clamp(max=nq) - 1
+    offset = nk - nq if options["q_offset"] is None else options["q_offset"]
+    if isinstance(offset, Tensor):
+        offset = offset.to(lists.device).reshape(-1, 1, 1, 1)
+    left, right = sides_of(options["window"])
+    if options["causal"]:
+        right = 0 if right is None else min(right, 0)
+    if left is not None:
+        counts = counts & (key >= first + offset - left)
+    if right is not None:
+        counts = counts & (key <= last + offset + right)
+    named = torch.zeros(*counts.shape[:2], nk + 1, dtype=torch.bool, device=lists.device)
+    place = torch.where(counts, key, nk).flatten(2)
+    named = named.scatter_(2, place, True)[:, :, :nk, None]
+    named = named if rows == 2 else named.transpose(1, 2)
+    return torch.where(named, k, 0.0), torch.where(named, v, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -60,6 +61,39 @@ def test_a_list_for_64_rows_is_that_of_each_of_them() -> None:
     expected = [reference.attention(q, k, v, key_indices=x)[0] for x in (shared, each)]
     assert torch.equal(*expected)
     torch.testing.assert_close(results[0].double(), expected[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("list_rows", [1, 64])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"causal": True}, {"window": (9, 20)},
+        {"causal": True, "q_offset": torch.tensor([5, 70], dtype=torch.int32)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_no_list_names_reach_no_call_with_a_mask(
+    more: dict[str, Any], list_rows: int, layout: str
+) -> None:
+    """A mask in the place of lists serves some gradients; its kernels multiply hidden keys by 0."""
+    nq, nk = 70, 150
+    q, k, v = qkv(nq, nk)
+    given = lists(2, 2, -(-nq // list_rows), 3, keys=nk)
+    lengths = torch.tensor([[[1], [3]]], dtype=torch.int32)
+    mask = masks.from_key_indices(given, nq, nk, lengths).repeat_interleave(2, 1) > -math.inf
+    none, ones = torch.zeros(2, 4, nk, nk), torch.eye(nk)[None, None].expand(2, 4, nk, nk)
+    seen = archflash.attention(none[:, :, :nq], none, ones, attn_mask=mask, **more) != 0
+    hidden = ~seen.any(2).reshape(2, 2, 2, nk).any(2)
+    assert hidden.any()
+    assert not hidden.all()
+    if layout == "bnhd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        hidden = hidden.transpose(1, 2)
+    call = {"causal": False, "window": None, "q_offset": None, "layout": layout, **more}
+    call |= {"key_indices": given, "topk_lengths": lengths}
+    for x, cleaned in zip((k, v), _key_lists.without_unnamed(q, k, v, call), strict=True):
+        assert torch.equal(cleaned, x.masked_fill(hidden[..., None], 0))
 
 
 def test_a_dropout_of_0_is_none() -> None:
