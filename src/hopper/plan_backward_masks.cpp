@@ -13,6 +13,7 @@
 #include "common/planning/masks.h"
 #include "common/planning/workspace.h"
 #include "hopper/backward_params.h"
+#include "hopper/plan_backward_order.h"
 #include "hopper/plan_parts.h"
 
 namespace archflash::hopper {
@@ -84,13 +85,16 @@ Params add_lists(LaunchPlan& plan, Launch& main, const Problem& call, const Back
 }
 
 // Whether the tiles of each head are ordered by their work: where some come when others have ended,
-// and none waits for another.
+// and none waits for another. Under a causal mask they come by their rows, and many rounds of tiles
+// gain nothing (docs/lab/hopper.md).
 bool orders_tiles(const BackwardProblem& problem, const BackwardTile& tile, const Device& device) {
+  constexpr int64_t MOST_ROUNDS = 10;
   const Problem& call = problem.call;
   const int64_t tiles = core::ceil_div(call.nk, tile.rows);
   const int64_t ctas = int64_t{tile.ctas_per_sm} * device.sm_count;
-  return !problem.deterministic && call.nq > 0 && tiles > 1 && tiles <= MOST_ORDERED_TILES &&
-         call.batch * call.heads_kv * tiles > ctas;
+  const int64_t all = call.batch * call.heads_kv * tiles;
+  return !problem.deterministic && !is_windowed(call) && call.nq > 0 && tiles > 1 &&
+         tiles <= MOST_ORDERED_TILES && all > ctas && all <= MOST_ROUNDS * ctas;
 }
 
 // Turns the main launch of `plan` into that of a kernel for tables of blocks, and the first one

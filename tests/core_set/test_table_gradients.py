@@ -103,12 +103,11 @@ def test_keys_that_no_query_sees_and_heads_that_see_none(dim: int) -> None:
 
 
 @every_dim
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (150, 60)}], ids=str)
 def test_tiles_are_taken_in_the_order_of_their_rounds(
-    options: dict[str, Any], dim: int, monkeypatch: pytest.MonkeyPatch
+    dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU with one SM tiles follow one another. The table is that of heads which share a head
-    of K in two sequences; some tiles have as many rounds as others, and one has none.
+    """On a GPU with three SMs tiles follow one another. The table is that of heads which share a
+    head of K in two sequences; some tiles have as many rounds as others, and one has none.
     """
     tensors = inputs(260, 470, dim, dim, "bfloat16", batch=2, heads=(4, 2))
     table = table_of(4, 260, 470)
@@ -117,20 +116,20 @@ def test_tiles_are_taken_in_the_order_of_their_rounds(
     for shown in (table, table[:, :1]):
         plans = note_plans(monkeypatch)
         differentiate_and_check(
-            on, NAME, *tensors, schedules=(0,), deterministic=False, planned_for="H200", sms=1,
-            block_mask=shown, **options,
+            on, NAME, *tensors, schedules=(0,), deterministic=False, planned_for="H200", sms=3,
+            block_mask=shown,
         )  # fmt: skip
         assert plans[0].kernels[0] == "hopper_backward_rows_bf16_table"
 
 
 def test_which_tiles_are_ordered() -> None:
-    def first(nk: int, deterministic: bool = False) -> str:
+    def first(nk: int, deterministic: bool = False, **call: Any) -> str:
         q, k = (torch.empty(1, 40, n, 128, dtype=torch.bfloat16, device="meta") for n in (300, nk))
         table = torch.empty(1, 1, 5, -(-nk // 64), dtype=torch.int8, device="meta")
         torch.use_deterministic_algorithms(deterministic)
         try:
             plan = archflash.explain(
-                q, k, k, device="H200", implementation=NAME, backward=True, block_mask=table
+                q, k, k, device="H200", implementation=NAME, backward=True, block_mask=table, **call
             ).plan
         finally:
             torch.use_deterministic_algorithms(False)
@@ -139,6 +138,8 @@ def test_which_tiles_are_ordered() -> None:
 
     assert first(600) == "hopper_backward_rows_bf16_table"
     assert first(384) == "hopper_backward_rows_bf16"  # all of them run at a time
+    assert first(5000) == "hopper_backward_rows_bf16"  # more than ten times as many
+    assert first(600, causal=True) == "hopper_backward_rows_bf16"
     assert first(600, deterministic=True) == "hopper_backward_rows_bf16"  # they wait for others
 
 
