@@ -27,6 +27,8 @@ constexpr uint32_t SUMMARY_LOWEST = 128;
 // 1 / LARGEST_FACTOR: their product is finite.
 constexpr float LARGEST_ADDED = 0x1p100f;
 constexpr float LARGEST_FACTOR = 0x1p20f;
+// Sums of scores and elements below it are right if no element was looked at.
+constexpr float LARGEST_SUM = 0x1p99f;
 // In an element of 16 bits that is not below LARGEST_ADDED, these two bits of the exponent are set:
 // it is then 2^65 or more in bfloat16, and 2^9 or more in float16.
 constexpr uint32_t HIGH_EXPONENT = 0x4000, NEXT_EXPONENT = 0x2000;
@@ -41,6 +43,9 @@ constexpr int SUMMARY_WORDS = 128;
 constexpr int SUMMARY_THREADS = 128;  // of the CTA that makes it
 // Which rows of a block have a high element, a bit for each. A row that does not exist has one.
 constexpr int HIGH_BYTES = MASK_BLOCK / 8;
+
+// copy_mask.cuh: the rows that a CTA copies, a warp each.
+constexpr int COPY_ROWS = 4;
 
 // order_tiles.cuh: the most tiles that are ordered, the threads of a CTA, and the tiles whose
 // places it finds.
@@ -82,7 +87,7 @@ struct MaskedConfig : Base {
       consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS =
       Base::MOVES_REGISTERS && Base::LAUNCH_REGISTERS < CONSUMER_REGISTERS;
-  static_assert(!Base::FP8 && Base::OVERLAPS && Base::WARPGROUPS <= 4);
+  static_assert(!Base::FP8 && Base::WARPGROUPS <= 4);
 };
 
 // Each lane reads the masks of its scores itself (masks_in_place.cuh): attn_mask, key_ranges,
@@ -95,7 +100,7 @@ struct InPlaceConfig : MaskedConfig<Base, Base::HEAD_DIM <= 128 ? 72 : 64> {
   // With more than 64 columns the registers do not suffice for words of 16-bit elements beside the
   // scores and P, with any number not for masks beside P. Elements are loaded a row at a time.
   static constexpr bool LOADS_ADDED_LATE = Base::HEAD_DIM > 64, MASKS_TAKE_P = true;
-  static constexpr bool LOADS_ROWS = true, WIDE = false;
+  static constexpr bool LOADS_ROWS = true, WIDE = false, ADDS_ALONE = false;
   // Q goes back when the scores of a tile's last block are there, so that the next one comes during
   // their softmax and the end of the tile. Output rows do not pass through its part.
   static constexpr bool RELEASES_Q_EARLY = true;
@@ -120,19 +125,30 @@ struct InPlaceConfig : MaskedConfig<Base, Base::HEAD_DIM <= 128 ? 72 : 64> {
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
+// Of the producer of the next one, which finds out less where elements are added alone.
+constexpr int summarized_producer_registers(int warpgroups, bool adds_alone) {
+  if (adds_alone && warpgroups > 1) return 64;
+  return warpgroups == 3 ? 80 : 72;
+}
+
 // The kernel reads a summary of attn_mask or key_ranges (masks_summarized.cuh). Its block of keys
 // is one or more of the summary's. Consumers get a multiple of 8 registers each, and the rest is
 // the producer's. WIDE: elements that are added have 32 bits, and take two stages.
-template <class Base, bool WIDE_ = false>
-struct SummarizedConfig : MaskedConfig<Base, Base::WARPGROUPS == 3 ? 80 : 72> {
-  static constexpr bool SUMMARIZED = true, MASKS_TAKE_P = false, WIDE = WIDE_;
+// ADDS_ALONE: all that there is are elements of 16 bits that are added, of which nobody has made a
+// summary. They are added first, and sums that are wrong then mended.
+template <class Base, bool WIDE_ = false, bool ADDS_ALONE_ = false>
+struct SummarizedConfig
+    : MaskedConfig<Base, summarized_producer_registers(Base::WARPGROUPS, ADDS_ALONE_)> {
+  static constexpr bool SUMMARIZED = true, MASKS_TAKE_P = false;
+  static constexpr bool WIDE = WIDE_, ADDS_ALONE = ADDS_ALONE_;
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
   // Whether elements that are added wait in registers for the scores, and so go back while the
   // products run. Larger tiles have no registers for them.
-  static constexpr bool KEEPS_ELEMENTS = Base::HEAD_DIM == 64 && Base::WARPGROUPS > 1;
+  static constexpr bool KEEPS_ELEMENTS =
+      Base::HEAD_DIM == 64 && Base::WARPGROUPS > 1 && !ADDS_ALONE;
   // Whether Q is kept in registers: a product of 64 rows and 64 keys that reads both from shared
   // memory takes all that this can give.
-  static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64 && Base::WARPGROUPS > 1;
+  static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64 && Base::WARPGROUPS > 1 && !ADDS_ALONE;
   // With 256 columns no registers are left to write output rows through Q's part: Q goes back
   // early, and there are two messages, as in InPlaceConfig.
   static constexpr bool RELEASES_Q_EARLY = Base::HEAD_DIM > 128;
@@ -159,6 +175,7 @@ struct SummarizedConfig : MaskedConfig<Base, Base::WARPGROUPS == 3 ? 80 : 72> {
   static constexpr int CONTEXT_SMEM = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + TILE_MESSAGES * CONTEXT_BYTES;
 
+  static_assert(ADDS_ALONE == !Base::OVERLAPS, "masked_mainloop.cuh has one step for each");
   static_assert(!Base::CAN_SPLIT && Base::TILE_STEP == MASK_BLOCK &&
                     Base::BLOCK_K % MASK_BLOCK == 0,
                 "a warpgroup's rows are a row of blocks of the summary");
@@ -177,6 +194,8 @@ template <DType T> using D64Three   = LoneProducer<Config<T, Variant{.head_dim =
 template <DType T> using D256Two    = Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64, .stages = 2})>;
 template <DType T> using D64Dense   = SummarizedConfig<Config<T, in_turns({.head_dim = 64, .warpgroups = 3, .block_k = 64, .stages = 4, .q_stages = 2})>>;
 template <DType T> using D64DenseShort = SummarizedConfig<D64Three<T>>;
+template <DType T> using D64Added   = SummarizedConfig<Config<T, no_overlap({.head_dim = 64, .warpgroups = 4, .block_k = 64, .stages = 4, .q_stages = 2})>, false, true>;
+template <DType T> using D64AddedShort = SummarizedConfig<LoneProducer<Config<T, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3, .overlaps = false}>>, false, true>;
 template <DType T> using D128Dense  = SummarizedConfig<D128Medium<T>>;
 template <DType T> using D256Dense  = SummarizedConfig<D256Two<T>>;
 template <DType T> using D64Wide    = SummarizedConfig<D64Three<T>, true>;

@@ -51,13 +51,15 @@
 #include "hopper/masked_load.cuh"
 #include "hopper/masked_mainloop.cuh"
 #include "hopper/masked_messages.cuh"
+#include "hopper/masks_added.cuh"
 #include "hopper/masks_in_place.cuh"
 #include "hopper/masks_summarized.cuh"
 
 namespace archflash::hopper {
 
 template <class C>
-using MasksOf = std::conditional_t<C::SUMMARIZED, Summarized<C>, InPlace<C>>;
+using MasksOf = std::conditional_t<C::ADDS_ALONE, Added<C>,
+                                   std::conditional_t<C::SUMMARIZED, Summarized<C>, InPlace<C>>>;
 
 template <class C>
 __device__ __forceinline__ void masked_fwd(const typename MasksOf<C>::Params& params) {

@@ -121,9 +121,11 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
     seen.first = blocks.first;
     {
       device::KeyRange counted{visible.begin(), visible.end(tile.nq)};
-      if (all_params.masks.ranges_gmem != nullptr) {
-        const device::KeyRange ranged = seen.all_ranges();
-        counted = {max(counted.begin, ranged.begin), min(counted.end, ranged.end)};
+      if constexpr (!C::ADDS_ALONE) {
+        if (all_params.masks.ranges_gmem != nullptr) {
+          const device::KeyRange ranged = seen.all_ranges();
+          counted = {max(counted.begin, ranged.begin), min(counted.end, ranged.end)};
+        }
       }
       // Without cu_seqlens TMA reads zeros behind the last key.
       if (attention.cu_seqlens_k_gmem == nullptr && counted.end == tile.nk) counted.end = INT32_MAX;
@@ -241,6 +243,7 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
     tile_message<C, SeekingTile>(shared, message_of<C>(q_ring)).first_row = -1;
     ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));
   }
+  ptx::griddepcontrol_launch_dependents();  // the next kernel may start where CTAs have ended
 }
 
 }  // namespace archflash::hopper

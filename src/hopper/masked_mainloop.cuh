@@ -185,6 +185,36 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
       advance();
       return next;
     };
+    // Without OVERLAPS: O += P V of the block before is done before the scores of this one begin,
+    // so that P and the scores share registers.
+    const auto step_in_turn = [&](auto& all_masks, uint32_t of_group, const BlockMessage& block) {
+      turns.wait();
+      if (is_pending) {
+        begin_pv();
+        finish_pv();
+      }
+      begin_qk();
+      turns.hand_over();
+      if (!has_outputs) {
+        clear_outputs<C>(o_rmem);
+        ptx::registers_change<OUTPUTS>(o);
+        has_outputs = true;
+      }
+      const BlockMessage next = read_next();
+      typename ScoreMasks::Seen seen;
+      typename ScoreMasks::Kept kept;
+      of_group = all_masks.template find<true>(seen, kept, of_group, block);
+      ptx::wgmma_wait_group<0>();
+      scores_are_there(next);
+      float scale = all_masks.template finish<true>(s_rmem, seen, kept, of_group, block.key);
+      const auto raised = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
+      scale = all_masks.update_row_max(s_rmem, state, scale, seen, of_group, raised);
+      all_masks.template hand_back<true>(of_group, block);
+      exponentiate_rows<C>(s_rmem, state, scale);
+      pack<C>(s_rmem, p_rmem);
+      advance();
+      return next;
+    };
     const auto step = [&]<bool MASKED, bool MAY_ADD>(uint32_t of_group, const BlockMessage& block) {
       turns.wait();
       begin_qk();
@@ -225,7 +255,7 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
         return ALONE ? block.states : block.states >> (8 * group) & 0xFF;
       };
       bool more = true;
-      if constexpr (ALONE) {
+      if constexpr (ALONE && C::OVERLAPS) {
         block = step_alone(wait_for_block(), block);
         more = !block.last;
       }
@@ -234,6 +264,8 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
         const uint32_t of_group = wait_for_block();
         if (!ALONE && of_group == 0) {
           block = skip_block(block);
+        } else if constexpr (!C::OVERLAPS) {
+          block = step_in_turn(masks, of_group, block);
         } else if (!is_pending) {
           block = step_alone(of_group, block);
         } else if (of_group == clear) {

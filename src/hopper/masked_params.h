@@ -42,7 +42,19 @@ struct SummarizedParams {
   int64_t copied_row;   // in words of two elements
   int32_t copied_rows;  // of a head
   int32_t mask_batches, mask_heads, row_blocks, key_blocks;
+  float factor;        // of elements that are added to scores before these are scaled
   TensorMap mask_map;  // attn_mask, where its elements are added
+};
+
+// The parameters of the kernel that copies an attn_mask of 16 bits to where TMA can read it:
+// (batch, heads, rows, row_words), with size 1 along dimensions along which it is broadcast.
+struct CopiedMaskParams {
+  const uint16_t* mask_gmem;
+  uint32_t* copied_gmem;  // in the workspace
+  int32_t* taken_gmem;    // the counter of tiles, which the kernel clears; null: there is none
+  int64_t mask_batch, mask_head, mask_row, mask_key;  // strides, in elements
+  int64_t row_words;                                  // from one row of the copy to the next
+  int32_t batches, heads, rows, keys;
 };
 
 }  // namespace archflash::hopper

@@ -31,6 +31,7 @@
 #include "common/device/tile_walk.cuh"
 #include "common/device/visible_keys.cuh"
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/ld_global.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/warp_roles.cuh"
 #include "hopper/attention_fwd.cuh"
@@ -393,7 +394,9 @@ struct ScoreMasks {
       // row block no block is seen.
       const int number = min(key / MASK_BLOCK + part, params.key_blocks - 1);
       const int64_t block = static_cast<int64_t>(row_block) * params.key_blocks + number;
-      seen[part] = __ldg(cta->bits_gmem + block * SUMMARY_WORDS + thread % C::WARPGROUP);
+      // The context came behind the producer's wait for the kernel that has written the bits.
+      seen[part] =
+          ptx::ld_global_b32(cta->bits_gmem + block * SUMMARY_WORDS + thread % C::WARPGROUP);
     }
     if ((state & (STATE_RANGED | STATE_BEYOND)) == 0) return;
     // The keys from `begin` to `end` of a row, as the lane's bits of one of its two rows.

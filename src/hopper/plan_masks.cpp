@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -45,39 +47,6 @@ struct SummaryBlocks {
 // Whether each element of an added attn_mask is read for one head only: then it needs no summary.
 bool heads_have_masks(const Problem& problem) {
   return problem.mask > 1 && (problem.mask_strides.head != 0 || problem.heads_q == 1);
-}
-
-// Whether an added attn_mask of 16 bits is copied to where TMA can read it: its rows are not
-// aligned, or its keys are no neighbours.
-bool copies_mask(const Problem& problem) {
-  if (problem.mask <= 1 || tma_reads_mask(problem)) return false;
-  return dtype_bytes(core::added_dtype(problem)) == 2;
-}
-
-// The words of a row of the copy, its rows of a head, and its bytes.
-int64_t copied_row(const Problem& problem) {
-  constexpr int64_t UNIT = 8, OF_WORD = 2;  // elements
-  return core::ceil_div(problem.nk, UNIT) * UNIT / OF_WORD;
-}
-int64_t copied_rows(const Problem& problem) { return repeats_row(problem) ? 1 : problem.nq; }
-int64_t copied_bytes(const Problem& problem) {
-  const SummaryBlocks blocks(problem);
-  return blocks.batches * blocks.heads * copied_rows(problem) * copied_row(problem) * 4;
-}
-
-// The map of the copy `start` bytes into the workspace, as mask_map() describes that of the mask.
-TensorMapSpec copied_map(const Problem& problem, int64_t rows, size_t offset, int64_t start) {
-  Problem copied = problem;
-  const SummaryBlocks blocks(problem);
-  Strides& strides = copied.mask_strides;
-  const int64_t head = 2 * copied_row(problem) * copied_rows(problem);
-  strides.row = repeats_row(problem) ? 0 : 2 * copied_row(problem);
-  strides.head = blocks.heads == 1 ? 0 : head;
-  strides.batch = blocks.batches == 1 ? 0 : blocks.heads * head;
-  TensorMapSpec map = mask_map(copied, rows, offset);
-  map.operand = Operand::Workspace;
-  map.addend = start;
-  return map;
 }
 
 // The parts of the workspace that a launch is given: `field` is the offset of a pointer in its
@@ -153,8 +122,8 @@ bool add_masks_in_place(LaunchPlan& plan, const Problem& problem, const KernelTi
 // without one: they look at what is added themselves.
 bool needs_summary(const LaunchPlan& plan, const Problem& problem) {
   constexpr int64_t FEW_KEYS = 512;
-  if (copies_mask(problem)) return true;
   if (problem.alibi_slopes || heads_have_masks(problem)) return false;
+  if (copies_mask(problem)) return true;
   const int64_t rounds = core::ceil_div(plan.tile.tiles, plan.tile.ctas);
   return problem.mask <= 1 || rounds * problem.nk > FEW_KEYS;
 }
@@ -177,28 +146,41 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   params.mask_heads = static_cast<int32_t>(blocks.heads);
   params.row_blocks = static_cast<int32_t>(blocks.row_blocks);
   params.key_blocks = static_cast<int32_t>(blocks.key_blocks);
+  constexpr float LOG2_E = 1.4426950408889634f;
+  params.factor = LOG2_E / params.call.attention.exp2_scale;
   last.params = core::bytes(params);
   FieldsInWorkspace fields{last};
   constexpr size_t taken = offsetof(SummarizedParams, call) + offsetof(Params, taken_gmem);
   constexpr size_t map = offsetof(SummarizedParams, mask_map);
   const int64_t rows = repeats_row(problem) ? 1 : plan.tile.block_q;
+  const bool summarizes = needs_summary(plan, problem);
+  int64_t copied = 0;
   if (copies_mask(problem)) {
-    params.copied_row = copied_row(problem);
-    params.copied_rows = static_cast<int32_t>(copied_rows(problem));
-    last.params = core::bytes(params);
-    const int64_t start =
-        fields.add(offsetof(SummarizedParams, copied_gmem), copied_bytes(problem));
-    last.tensor_maps.push_back(copied_map(problem, rows, map, start));
+    const CopiedMask copy(problem);
+    if (summarizes) {
+      params.copied_row = copy.row_words;
+      params.copied_rows = static_cast<int32_t>(copy.rows);
+      last.params = core::bytes(params);
+      copied = fields.add(offsetof(SummarizedParams, copied_gmem), copy.bytes());
+    } else {
+      copied = fields.workspace.add(copy.bytes());
+    }
+    last.tensor_maps.push_back(copy.map(problem, rows, map, copied));
   } else if (problem.mask > 1) {
     last.tensor_maps.push_back(mask_map(problem, rows, map));
   }
-  if (!needs_summary(plan, problem)) {
-    last.uses_pdl = fills_places(plan, device);
+  if (!summarizes) {
+    last.uses_pdl = copies_mask(problem) || fills_places(plan, device);
     plan.tile.counts_tiles = plan.tile.tiles > plan.tile.ctas;
-    if (!plan.tile.counts_tiles) return;
-    fields.add(taken, sizeof(*Params::taken_gmem));
+    std::optional<int64_t> counter;
+    if (plan.tile.counts_tiles) counter = fields.add(taken, sizeof(*Params::taken_gmem));
     plan.workspace_bytes = fields.workspace.bytes();
-    clear_counter(plan, problem, 0);
+    if (copies_mask(problem)) {
+      plan.launches.insert(plan.launches.begin(),
+                           CopiedMask(problem).launch(problem, copied, counter));
+    } else if (counter) {
+      clear_counter(plan, problem, *counter);
+    }
     return;
   }
   fields.add(taken, sizeof(*Params::taken_gmem));
@@ -213,8 +195,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
                row_blocks * static_cast<int64_t>(sizeof(SeenKeys)));
   }
   plan.workspace_bytes = fields.workspace.bytes();
-  // The bits of attn_mask are read as memory that nothing writes while the kernel runs.
-  last.uses_pdl = problem.mask == 0;
+  last.uses_pdl = true;
   if (problem.mask != 0) {
     const bool wide = problem.mask > 1 && core::added_dtype(problem) == DType::F32;
     const char* const what = wide ? "wide_" : tells_high_rows(problem) ? "low_" : "";
@@ -223,9 +204,68 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   } else {
     put_first(plan, problem, "hopper_summarize_ranges_", row_blocks, SUMMARY_THREADS);
   }
+  plan.launches[0].uses_pdl = true;
 }
 
 }  // namespace
+
+bool adds_alone(const Problem& problem) {
+  return heads_have_masks(problem) && dtype_bytes(core::added_dtype(problem)) == 2 &&
+         !core::attention_params(problem).transform_scores;
+}
+
+bool copies_mask(const Problem& problem) {
+  if (problem.mask <= 1 || tma_reads_mask(problem)) return false;
+  return dtype_bytes(core::added_dtype(problem)) == 2;
+}
+
+CopiedMask::CopiedMask(const Problem& problem)
+    : batches(problem.mask_strides.batch == 0 ? 1 : problem.batch),
+      heads(problem.mask_strides.head == 0 ? 1 : problem.heads_q),
+      rows(repeats_row(problem) ? 1 : problem.nq) {
+  constexpr int64_t UNIT = 8, OF_WORD = 2;  // elements
+  row_words = core::ceil_div(problem.nk, UNIT) * UNIT / OF_WORD;
+}
+
+int64_t CopiedMask::bytes() const { return batches * heads * rows * row_words * 4; }
+
+TensorMapSpec CopiedMask::map(const Problem& problem, int64_t box_rows, size_t offset,
+                              int64_t start) const {
+  Problem copied = problem;
+  Strides& strides = copied.mask_strides;
+  const int64_t row = 2 * row_words, head = row * rows;
+  strides.row = rows == 1 ? 0 : row;
+  strides.head = heads == 1 ? 0 : head;
+  strides.batch = batches == 1 ? 0 : heads * head;
+  TensorMapSpec map = mask_map(copied, box_rows, offset);
+  map.operand = Operand::Workspace;
+  map.addend = start;
+  return map;
+}
+
+Launch CopiedMask::launch(const Problem& problem, int64_t start,
+                          std::optional<int64_t> counter) const {
+  CopiedMaskParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  const Strides& strides = problem.mask_strides;
+  params.mask_batch = strides.batch, params.mask_head = strides.head;
+  params.mask_row = strides.row, params.mask_key = problem.mask_key;
+  params.row_words = row_words;
+  params.batches = static_cast<int32_t>(batches), params.heads = static_cast<int32_t>(heads);
+  params.rows = static_cast<int32_t>(rows), params.keys = static_cast<int32_t>(problem.nk);
+  Launch launch;
+  launch.kernel = std::string("hopper_copy_mask_") + core::dtype_word(problem.dtype);
+  launch.image = std::string("hopper/summarize_") + core::dtype_word(problem.dtype);
+  launch.grid = {core::ceil_div(batches * heads * rows, int64_t{COPY_ROWS}), 1, 1};
+  launch.block = {32 * COPY_ROWS, 1, 1};
+  launch.uses_pdl = true;
+  launch.params = core::bytes(params);
+  add_pointer(launch, Operand::Mask, offsetof(CopiedMaskParams, mask_gmem), 0);
+  add_pointer(launch, Operand::Workspace, offsetof(CopiedMaskParams, copied_gmem), start);
+  if (counter)
+    add_pointer(launch, Operand::Workspace, offsetof(CopiedMaskParams, taken_gmem), *counter);
+  return launch;
+}
 
 TensorMapSpec mask_map(const Problem& problem, int64_t rows, size_t offset) {
   const Strides& strides = problem.mask_strides;
@@ -279,7 +319,6 @@ bool reads_table(const Problem& problem) {
 
 bool reads_summary(const Problem& problem) {
   constexpr int64_t MOST_SUMMARY_BYTES = int64_t{1} << 30;
-  constexpr int64_t MOST_COPIED_BYTES = int64_t{1} << 28;
   const int given =
       (problem.mask != 0) + (problem.key_ranges != 0) + (problem.alibi_slopes ? 1 : 0);
   if (given != 1 || problem.block_mask) return false;
@@ -287,9 +326,8 @@ bool reads_summary(const Problem& problem) {
   const SummaryBlocks blocks(problem);
   const int64_t bytes = problem.mask != 0 ? blocks.bits_bytes() : blocks.count();
   if (blocks.count() == 0) return false;
-  const bool summarizes = !heads_have_masks(problem) || copies_mask(problem);
-  if (bytes > MOST_SUMMARY_BYTES && summarizes) return false;
-  if (copies_mask(problem)) return copied_bytes(problem) <= MOST_COPIED_BYTES;
+  if (bytes > MOST_SUMMARY_BYTES && !heads_have_masks(problem)) return false;
+  if (copies_mask(problem)) return CopiedMask(problem).bytes() <= CopiedMask::MOST_BYTES;
   return problem.mask <= 1 || tma_reads_mask(problem);
 }
 

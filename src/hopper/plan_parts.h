@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "common/planning/plan.h"
@@ -101,8 +102,30 @@ bool fills_places(const LaunchPlan& plan, const Device& device);
 // if they are added.
 bool reads_summary(const Problem& problem);
 
+// Whether such a call has an attn_mask of 16 bits alone, each element of which is read for one
+// head, and scores that need nothing but a scale.
+bool adds_alone(const Problem& problem);
+
 // Whether TMA can bring the elements of attn_mask: it is added, and its rows are aligned.
 bool tma_reads_mask(const Problem& problem);
+
+// Whether an added attn_mask of 16 bits is copied to where TMA can read it: its rows are not
+// aligned, or its keys are no neighbours.
+bool copies_mask(const Problem& problem);
+
+// That copy in the workspace: (batches, heads, rows, row_words), with size 1 along dimensions of
+// stride 0. A word has two elements.
+struct CopiedMask {
+  static constexpr int64_t MOST_BYTES = int64_t{1} << 28;
+  int64_t batches, heads, rows, row_words;
+
+  explicit CopiedMask(const Problem& problem);
+  int64_t bytes() const;
+  // The map of the copy that is `start` bytes into the workspace, as mask_map() describes the mask.
+  TensorMapSpec map(const Problem& problem, int64_t box_rows, size_t offset, int64_t start) const;
+  // The launch that makes it. counter: where the counter of tiles is that it clears, if any.
+  Launch launch(const Problem& problem, int64_t start, std::optional<int64_t> counter) const;
+};
 
 // The map at `offset` of a parameter block by which it does, in boxes of so many rows and as many
 // keys as fill a swizzle span: (keys, rows, heads, batch). A dimension of stride 0 has size 1.

@@ -159,6 +159,13 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
   return best;
 }
 
+// Whether a call's tiles leave at most a fifth of the places of their rounds empty.
+bool fills_rounds(const Problem& problem, const Device& device, const KernelTile& tile) {
+  const int64_t tiles = core::row_tiles(problem, tile.block_q);
+  const int64_t places = int64_t{tile.ctas_per_sm} * device.sm_count;
+  return 5 * tiles >= 4 * places * core::ceil_div(tiles, places);
+}
+
 }  // namespace
 
 bool has_far_longer_ones(const Problem& problem) {
@@ -198,7 +205,8 @@ HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
 
 std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& problem,
                                                                  const Device& device) {
-  const std::span<const KernelTile> table = tiles_for(problem);
+  std::span<const KernelTile> table = tiles_for(problem);
+  if (table[0].in_full_rounds && !fills_rounds(problem, device, table[0])) table = table.subspan(1);
   const KernelTile* best = table[0].speed > 0 ? fastest(table, problem, device) : nullptr;
   // Whole tiles of rows on all SMs compute no faster in shares, which a second kernel has to
   // combine: 8x20 64x1500 D=64 took 41.4 us with three, 25.2 without.

@@ -32,6 +32,8 @@ template <DType DTYPE, bool WIDE, bool TELLS_HIGH>
 __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
   using C = SummaryConfig<DTYPE>;
   __shared__ uint32_t state_of_warp[SUMMARY_THREADS / 32];
+  ptx::griddepcontrol_wait();               // what comes before this call is done
+  ptx::griddepcontrol_launch_dependents();  // the attention kernel waits for the end of this one
   const MaskParams& masks = params.masks;
   const AttentionParams& attention = params.call.attention;
   const unsigned block = blockIdx.x;
@@ -163,6 +165,7 @@ __device__ __forceinline__ void summarize_mask(const SummarizedParams& params) {
 // all of it lies.
 __device__ __forceinline__ void summarize_ranges(const SummarizedParams& params) {
   constexpr int LANE_ROWS = MASK_BLOCK / 32;
+  ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   const MaskParams& masks = params.masks;
   const AttentionParams& attention = params.call.attention;

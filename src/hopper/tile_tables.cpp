@@ -246,6 +246,24 @@ constexpr KernelTile DENSE_TILES[] = {
     tile<D256Dense<DType::F16>>("d256_dense", {.min_tiles_per_sm = LEAST}, DENSE),
     MASKED_TILES[2],
 };
+// For one of 16 bits that is added, of which no summary is made (adds_alone).
+constexpr const char* ADDED =
+    "an attn_mask of each head, added alone: 4 warpgroups of 64 rows in turns, 64 keys at a time";
+constexpr const char* ADDED_SHORT =
+    "an attn_mask of each head, added alone: three CTAs of 64 rows stay on an SM";
+constexpr KernelTile in_full_rounds(KernelTile tile) {
+  tile.in_full_rounds = true;
+  return tile;
+}
+constexpr KernelTile ADDED_TILES[] = {
+    in_full_rounds(tile<D64Added<DType::F16>>("d64_added", {.min_tiles_per_sm = 0.001}, ADDED)),
+    tile<D64AddedShort<DType::F16>>("d64_added_short", {.min_tiles_per_sm = 0.001}, ADDED_SHORT),
+    MASKED_TILES[0],
+    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = 0.01}, DENSE),
+    MASKED_TILES[1],
+    tile<D256Dense<DType::F16>>("d256_dense", {.min_tiles_per_sm = 0.01}, DENSE),
+    MASKED_TILES[2],
+};
 // For an added attn_mask of 32 bits.
 constexpr const char* WIDE = "the same for elements of 32 bits";
 constexpr core::ServesFrom WIDE_FROM = {.min_tiles_per_sm = 0.001};
@@ -314,6 +332,7 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   if (!is_fp8(problem.dtype) && reads_summary(problem)) {
     if (problem.mask == 0) return RANGES_TILES;
     if (problem.mask > 1 && core::added_dtype(problem) == DType::F32) return WIDE_TILES;
+    if (adds_alone(problem)) return ADDED_TILES;
     return problem.mask > 1 ? DENSE_TILES<0.01> : DENSE_TILES<0.05>;
   }
   if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;

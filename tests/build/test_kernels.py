@@ -314,6 +314,7 @@ INSTRUCTIONS = {
     "hopper_clear_counter_": ("STG.E",),
     "hopper_combine_": COMBINES,
     "hopper_convert_cache_": ("LDG.E.128", "HMUL2", "STG.E.128"),
+    "hopper_copy_mask_": ("LDG.E.U16", "STG.E"),
     "hopper_order_mixed_": ("LDG.E", "SHFL.UP", "STG.E.128"),
     "hopper_order_packed_": ("LDG.E", "REDUX", "STG.E.128"),
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
@@ -346,7 +347,8 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120"), "QMMA.16832.F32") | {
 }
 WITHOUT_TENSOR_CORES = (
     *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
-    *("hopper_convert_cache_", "hopper_order_", "hopper_prepare_", "hopper_summarize_"),
+    *("hopper_convert_cache_", "hopper_copy_", "hopper_order_", "hopper_prepare_"),
+    "hopper_summarize_",
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
     *("ampere_approximate_convert", "ampere_approximate_stats"),
     "blackwell_dc_backward_",

@@ -1,6 +1,7 @@
 """hopper's kernels for a dense attn_mask or key_ranges, which read a summary of it that a launch
-before them makes. An added mask of each head has none, nor have calls with few keys. Ranges of few
-row tiles go to others (test_mask_data.py), so plans are made for a GPU with one SM.
+before them makes. An added mask of each head has none, nor have calls with few keys: up to 64
+columns they have kernels of their own. Ranges of few row tiles go to others (test_mask_data.py), so
+plans are made for a GPU with one SM.
 """
 
 from __future__ import annotations
@@ -24,17 +25,28 @@ on = executor()
 NAME = "hopper"
 pytestmark = pytest.mark.skipif(NAME not in on.kernels(), reason=f"{NAME} has no code for this GPU")
 DIMS = {
-    "d64_dense": (64, 64), "d64_dense_short": (64, 64), "d128_dense": (128, 128),
+    "d64_dense": (64, 64), "d64_dense_short": (64, 64), "d64_added": (64, 64),
+    "d64_added_short": (64, 64), "d128_dense": (128, 128),
     "d256_dense": (144, 200), "d64_wide": (64, 64), "d128_wide": (128, 128),
     "d256_wide": (144, 200),
 }  # fmt: skip
 OF_RANGES = ("d64_dense", "d128_dense")
 every_tile = pytest.mark.parametrize("tile", ["d64_dense_short", "d128_dense", "d256_dense"])
+ADDED = ("d64_added", "d64_added_short")  # for a mask of each head
 
 
 def plan_on(sms: int, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:
     facts = {"sm_count": sms}
     return plan_with(facts, q, k, v, device="H200", implementation=NAME, **call)
+
+
+def tile_for(tile: str, mask: Tensor | None, **call: Any) -> str:
+    """The tile with which a call is served whose other masks have `tile`."""
+    of_heads = (
+        mask is not None and mask.is_floating_point() and mask.ndim == 4 and mask.shape[1] > 1
+    )
+    folds = "softcap" not in call and call.get("scale", 1.0) > 0
+    return "d64_added" if of_heads and folds and tile == "d64_dense_short" else tile
 
 
 def check(
@@ -49,7 +61,7 @@ def check(
         is_wide = mask is not None and mask.dtype == torch.float32
         names = ["ranges"] if mask is None else ["wide_mask"] if is_wide else ["mask", "low_mask"]
         assert any(f"_summarize_{name}_" in first["kernel"] for name in names)
-    assert last["kernel"].endswith(tile)
+    assert last["kernel"].endswith(tile_for(tile, mask, **call))
     return on.attend_and_check(NAME, q, k, v, plan=plan, schedules=schedules, **call)
 
 
@@ -195,7 +207,7 @@ def test_keys_that_are_not_finite_reach_only_the_rows_that_see_them(tile: str) -
     for each in (mask, added[:, :1], added):
         plan = plan_on(1, q, k, v, attn_mask=each)
         assert plan.tile is not None
-        assert plan.tile.name == tile
+        assert plan.tile.name == tile_for(tile, each)
         out, _ = on.attend(NAME, q, k, v, plan=plan, attn_mask=each)
         touched = out.isnan().any(-1)[0, 0]
         assert touched.nonzero().flatten().tolist() == [7]
@@ -296,7 +308,7 @@ def test_added_masks_that_lie_as_tma_reads_none(kind: str, tile: str) -> None:
     if kind == "keys apart":
         mask = mask.transpose(-1, -2)
     plan = plan_on(1, q, k, v, attn_mask=mask)
-    assert plan.kernels[-1].endswith(tile)
+    assert plan.kernels[-1].endswith(tile_for(tile, mask))
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(2), attn_mask=mask)
 
 
@@ -363,6 +375,36 @@ def test_few_keys_are_not_summarized() -> None:
         assert launch["uses_pdl"] is False  # CTAs that do not fill the GPU would lie unevenly
         assert launch["kernel"].endswith("d64_dense_short")
         on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(2), attn_mask=mask)
+
+
+@pytest.mark.parametrize("tile", ADDED)
+@pytest.mark.parametrize("kind", ["noise", "hidden", "lowest", "mixed", "unaligned", "window"])
+def test_added_alone(kind: str, tile: str) -> None:
+    """Sums that are wrong are mended: of lowest numbers, and of NaN scores that are hidden."""
+    nq, nk = 300, 200 + (kind == "unaligned")
+    dtype = "float16" if kind in ("noise", "unaligned") else "bfloat16"
+    q, k, v = on.qkv(nq, nk, 64, dtype=dtype, batch=2, heads=(2, 1))
+    mask = 2 * on.rand(1, 2, nq, nk, seed=6, dtype=dtype)
+    keep = keep_of(nq, nk, 2)
+    if kind in ("hidden", "unaligned", "window"):
+        mask.masked_fill_(~keep, -math.inf)
+    if kind in ("lowest", "mixed"):
+        mask.masked_fill_(~keep, -2e38)  # whose log-sum-exp is that of the formula
+    if kind == "mixed":
+        mask[:, :, ::3, 64:].masked_fill_(~keep[:, :, ::3, 64:], -math.inf)
+        mask[:, 1, 70:80] += 3e4
+        k[:, :, 7] = math.nan
+        mask[..., 7] = -math.inf
+    options = {"window": (100, 30)} if kind == "window" else {}
+    sms = 7 if tile == "d64_added_short" else 1  # 8 tiles of 256 rows fill little of 14 places
+    plan = plan_on(sms, q, k, v, attn_mask=mask, **options)
+    assert plan.kernels[-1].endswith(tile)
+    copies = any("hopper_copy_mask_" in kernel for kernel in plan.kernels)
+    assert copies == (kind == "unaligned")
+    clean = k.nan_to_num()
+    expected = on.attend_and_check(NAME, q, clean, v, plan=plan, attn_mask=mask, **options)
+    if kind == "mixed":
+        assert same_bits(on.attend(NAME, q, k, v, plan=plan, attn_mask=mask)[0], expected[0])
 
 
 @pytest.mark.parametrize("tile", OF_RANGES)

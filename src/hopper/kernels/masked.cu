@@ -16,6 +16,8 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_masked), masked_fwd, D256Mask
 // For a dense attn_mask, or key_ranges of many rows.
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense), masked_fwd, D64Dense<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense_short), masked_fwd, D64DenseShort<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_added), masked_fwd, D64Added<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_added_short), masked_fwd, D64AddedShort<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_dense), masked_fwd, D128Dense<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_dense), masked_fwd, D256Dense<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_wide), masked_fwd, D64Wide<DTYPE>)

@@ -1,7 +1,8 @@
 // images: summarize_f16 summarize_bf16
-// The kernels before those with mask tensors: they order tiles, and read masks once.
+// The kernels before those with mask tensors: they order tiles, and read or copy masks once.
 #include "common/instantiate.cuh"
 #include "common/kernel_entry.cuh"
+#include "hopper/copy_mask.cuh"
 #include "hopper/order_tiles.cuh"
 #include "hopper/summarize_mask.cuh"
 
@@ -9,6 +10,7 @@ using namespace archflash;
 using namespace archflash::hopper;
 
 ARCHFLASH_ENTRY(KERNEL(hopper_order_tiles), (ORDER_THREADS), order_tiles)
+ARCHFLASH_ENTRY(KERNEL(hopper_copy_mask), (32 * COPY_ROWS), copy_mask)
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_mask), (SUMMARY_THREADS),
                 (summarize_mask<DTYPE, false, false>))
 // The lowest elements of fp16 are no lower than what scores may be.
