@@ -428,6 +428,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       launch.uses_pdl = !launch.tensor_maps.empty() ||
                         launch.kernel.starts_with("hopper_backward_rows_") ||
                         launch.kernel.starts_with("hopper_prepare_mask_") ||
+                        launch.kernel.starts_with("hopper_copy_mask_") ||
                         launch.kernel.starts_with("hopper_backward_dq_");
     }
   }

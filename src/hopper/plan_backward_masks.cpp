@@ -178,9 +178,10 @@ bool adds_elements(const BackwardProblem& problem) {
   // A row that is the same for all queries hides whole blocks, which a list of rounds leaves out.
   const bool hides_columns = call.mask_strides.row == 0 && call.nq > 1;
   const bool of_16_bits = call.mask > 1 && static_cast<DType>(call.mask - 2) == call.dtype;
-  return of_16_bits && tma_reads_mask(call) && !hides_columns && !problem.dmask &&
-         !call.block_mask && call.softcap == 0 && call.dropout_p == 0 && call.d <= head_dim &&
-         call.dv <= head_dim;
+  if (!of_16_bits) return false;
+  const bool reads = tma_reads_mask(call) || CopiedMask(call).bytes() <= CopiedMask::MOST_BYTES;
+  return reads && !hides_columns && !problem.dmask && !call.block_mask && call.softcap == 0 &&
+         call.dropout_p == 0 && call.d <= head_dim && call.dv <= head_dim;
 }
 
 bool lists_rounds(const BackwardProblem& problem) {
@@ -245,8 +246,19 @@ void add_elements(LaunchPlan& plan, const Problem& call) {
   params.mask_head = call.mask_strides.head != 0;
   main->params = core::bytes(params);
   main->image = std::string("hopper/bwd_dense_") + core::dtype_word(call.dtype);
-  main->tensor_maps.push_back(mask_map(call, BackwardD64Added<DType::F16>::BLOCK,
-                                       offsetof(AddingBackwardParams, mask_map)));
+  constexpr int64_t ROWS = BackwardD64Added<DType::F16>::BLOCK;
+  constexpr size_t MAP = offsetof(AddingBackwardParams, mask_map);
+  if (!copies_mask(call)) {
+    main->tensor_maps.push_back(mask_map(call, ROWS, MAP));
+    return;
+  }
+  const CopiedMask copy(call);
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t start = workspace.add(copy.bytes());
+  plan.workspace_bytes = workspace.bytes();
+  main->tensor_maps.push_back(copy.map(call, ROWS, MAP, start));
+  plan.launches.insert(plan.launches.begin(), copy.launch(call, start, std::nullopt));
 }
 
 }  // namespace archflash::hopper

@@ -105,17 +105,24 @@ def test_a_cta_with_all_query_rows_of_a_head_reads_the_mask(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_ctas_that_stay_take_the_elements_of_each_tile(deterministic: bool) -> None:
-    """Of every head, or the same for all; nobody sees the keys of one tile."""
-    for heads, of_mask, batch in (((2, 1), 2, 1), ((2, 2), 1, 2)):
+def test_ctas_that_stay_take_the_elements_of_each_tile(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every head, or the same for all, whose rows are not aligned and are copied; nobody sees
+    the keys of one tile.
+    """
+    plans = note_plans(monkeypatch)
+    for heads, of_mask, batch, step in (((2, 1), 2, 1, 304), ((2, 2), 1, 2, 303)):
         tensors = inputs(260, 300, 64, 56, "float16", batch=batch, heads=heads)
-        mask = on.rand(batch, of_mask, 260, 304, seed=3, dtype="float16")[..., :300]
+        mask = on.rand(batch, of_mask, 260, step, seed=3, dtype="float16")[..., :300]
         mask[:, :, :, 128:256] = -math.inf
         mask[:, :, 70:80] = -math.inf
         differentiate_and_check(
             on, NAME, *tensors, attn_mask=mask, schedules=(1, 2), deterministic=deterministic,
             planned_for="H200", sms=2, window=(200, 150),
         )  # fmt: skip
+        assert any("_d64_added" in kernel for kernel in plans[-1].kernels)
+        assert any("_copy_mask_" in kernel for kernel in plans[-1].kernels) == (step == 303)
 
 
 def test_the_gradient_of_a_bias_is_summed_over_what_it_is_broadcast_along() -> None:
