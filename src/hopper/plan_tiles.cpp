@@ -161,7 +161,7 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
 
 // Whether a call's tiles leave at most a fifth of the places of their rounds empty.
 bool fills_rounds(const Problem& problem, const Device& device, const KernelTile& tile) {
-  const int64_t tiles = core::row_tiles(problem, tile.block_q);
+  const int64_t tiles = core::tiles_of(problem, tile);
   const int64_t places = int64_t{tile.ctas_per_sm} * device.sm_count;
   return 5 * tiles >= 4 * places * core::ceil_div(tiles, places);
 }

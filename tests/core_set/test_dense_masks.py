@@ -407,6 +407,20 @@ def test_added_alone(kind: str, tile: str) -> None:
         assert same_bits(on.attend(NAME, q, k, v, plan=plan, attn_mask=mask)[0], expected[0])
 
 
+def test_tiles_of_added_masks_fill_their_rounds() -> None:
+    for batch, heads, rows, tile in (
+        (2, 16, 1024, "d64_added"),
+        (8, 16, 785, "d64_added"),
+        (8, 12, 512, "d64_added_short"),
+        (1, 16, 1024, "d64_added_short"),
+    ):
+        q = torch.empty(batch, heads, rows, 64, dtype=torch.bfloat16, device="meta")
+        mask = torch.empty(1, heads, rows, rows, dtype=torch.bfloat16, device="meta")
+        plan = archflash.explain(q, q, q, device="H200", implementation=NAME, attn_mask=mask).plan
+        assert plan is not None
+        assert plan.kernels[-1].endswith(f"_{tile}")
+
+
 @pytest.mark.parametrize("tile", OF_RANGES)
 def test_values_outside_all_ranges_do_not_matter(tile: str) -> None:
     d, dv = DIMS[tile]
