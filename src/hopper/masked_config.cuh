@@ -44,8 +44,9 @@ constexpr int SUMMARY_THREADS = 128;  // of the CTA that makes it
 // Which rows of a block have a high element, a bit for each. A row that does not exist has one.
 constexpr int HIGH_BYTES = MASK_BLOCK / 8;
 
-// copy_mask.cuh: the rows that a CTA copies, a warp each.
-constexpr int COPY_ROWS = 4;
+// copy_mask.cuh: the warps of a CTA, and the rows that each copies.
+constexpr int COPY_WARPS = 4, COPY_WARP_ROWS = 4;
+constexpr int COPY_ROWS = COPY_WARPS * COPY_WARP_ROWS;
 
 // order_tiles.cuh: the most tiles that are ordered, the threads of a CTA, and the tiles whose
 // places it finds.

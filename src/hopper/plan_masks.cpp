@@ -257,7 +257,7 @@ Launch CopiedMask::launch(const Problem& problem, int64_t start,
   launch.kernel = std::string("hopper_copy_mask_") + core::dtype_word(problem.dtype);
   launch.image = std::string("hopper/summarize_") + core::dtype_word(problem.dtype);
   launch.grid = {core::ceil_div(batches * heads * rows, int64_t{COPY_ROWS}), 1, 1};
-  launch.block = {32 * COPY_ROWS, 1, 1};
+  launch.block = {32 * COPY_WARPS, 1, 1};
   launch.uses_pdl = true;
   launch.params = core::bytes(params);
   add_pointer(launch, Operand::Mask, offsetof(CopiedMaskParams, mask_gmem), 0);

@@ -10,7 +10,7 @@ using namespace archflash;
 using namespace archflash::hopper;
 
 ARCHFLASH_ENTRY(KERNEL(hopper_order_tiles), (ORDER_THREADS), order_tiles)
-ARCHFLASH_ENTRY(KERNEL(hopper_copy_mask), (32 * COPY_ROWS), copy_mask)
+ARCHFLASH_ENTRY(KERNEL(hopper_copy_mask), (32 * COPY_WARPS), copy_mask)
 ARCHFLASH_ENTRY(KERNEL(hopper_summarize_mask), (SUMMARY_THREADS),
                 (summarize_mask<DTYPE, false, false>))
 // The lowest elements of fp16 are no lower than what scores may be.
