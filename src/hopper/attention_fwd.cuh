@@ -11,14 +11,15 @@
 //               warpgroup
 //   V producer  second of it              load.cuh         with PAGES: V -> shared memory
 //   transpose   second to fourth of it    transpose_v.cuh  8-bit V, where transposes_v(): keys of a column side by side
+//   clear       second to fourth of it    grouped_load.cuh with CLEARS_BESIDE: rows of V that do not count
 //   consumers   the WARPGROUPS others,    mainloop.cuh     S = Q K^T, softmax, O += P V; output rows
 //               128 threads each
 //
 //   what is handed over    from -> to                          barriers: ready / free again
 //   a tile's message, Q    producer -> consumers               q_full / q_empty
 //   K, V                   producer -> consumers               k_full, v_full / k_empty, v_empty
-//   V of which some rows   producer -> itself -> consumers     v_ragged, v_full / v_empty
-//     must be cleared
+//   V of which some rows   producer -> itself, or with         v_ragged, v_full / v_empty, v_cleared
+//     must be cleared        CLEARS_BESIDE others -> consumers
 //   8-bit V                producer -> transpose -> consumers  raw_full, v_full / raw_empty, v_empty
 //   the tile, for V        producer -> V producer              v_tile_full / v_tile_empty
 //   the turn to multiply   consumers -> consumers              named barriers from 1 on
@@ -103,6 +104,7 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
                    if (transposes_v<C>(params)) transpose_blocks_of_v<C>(shared, shared_smem);
                  }
                  write_rows_of_no_sequence<C>(params);
+                 if constexpr (C::CLEARS_BESIDE) clear_v_beside<C>(shared, shared_smem);
                });
 }
 

@@ -54,6 +54,11 @@ struct Variant {
   // Packed sequences of mixed lengths: those of few rows have tiles of packed heads
   // (mixed_params.h).
   bool mixed = false;
+  // Each of several warpgroups may have rows of several heads that share a head of K (GroupHeads).
+  bool packs = false;
+  // The other warps of the producer's warpgroup clear rows of V that do not count, so that it need
+  // not wait for V.
+  bool clears_beside = false;
   bool drops = false;       // dropout
   bool writes_f32 = false;  // fp32 outputs of 16-bit inputs
 };
@@ -116,7 +121,7 @@ struct Config {
   // that see half of that block.
   static constexpr bool CHANGES_PLACES = HALVES && WARPGROUPS == 2;
   // Whether the last tiles can be cut into parts of fewer rows (Params::part_rows).
-  static constexpr bool CUTS_TILES = PREPARES_TILES && !FP8;
+  static constexpr bool CUTS_TILES = PREPARES_TILES && !FP8 && !VARIANT.packs;
   // Whether output rows go from Q's part of shared memory to global memory by TMA.
   static constexpr bool STORES_BY_TMA = PREPARES_TILES && !FP8 && !WRITES_F32;
   // Whether the other warps of the producer's warpgroup can transpose 8-bit V, a block at a time,
@@ -136,8 +141,13 @@ struct Config {
   static constexpr bool SHORT = STORES_BY_TMA && WARPGROUPS == 1;
   // Whether a kernel before may have listed the tiles of packed sequences (PackedTiles).
   static constexpr bool TAKES_LISTS = !FP8 && !CAN_SPLIT && !CACHE && !DROPS;
-  // Whether a tile may have rows of several heads that share a head of K.
-  static constexpr bool CAN_PACK = CAN_SPLIT || SHORT;
+  // Whether a tile may have rows of several heads that share a head of K: as PackedHeads, or each
+  // warpgroup as GroupHeads.
+  static constexpr bool CAN_PACK = CAN_SPLIT;
+  static constexpr bool PACKS = SHORT || VARIANT.packs;
+  static constexpr bool CLEARS_BESIDE = VARIANT.clears_beside;
+  // Named barriers: 1 and more for Turns, and with PACKS as many for the warps of a warpgroup.
+  static constexpr int GROUP_BARRIER = 1 + WARPGROUPS, CLEARING_BARRIER = 1 + 2 * WARPGROUPS;
   // The columns of V that a product takes. With 8 bits and without OVERLAPS all of them are
   // multiplied so many at a time, so that a part of the sums needs few registers.
   static constexpr int PASS_COLUMNS = FP8 && !OVERLAPS ? 64 : HEAD_DIM_V;
@@ -157,9 +167,10 @@ struct Config {
   // share out the rest (setmaxnreg).
   static constexpr int SM_REGISTERS = 65536;
   static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = TRANSPOSES_V && WARPGROUPS <= 3 ? 40
-                                            : WARPGROUPS >= 3 || CACHE      ? 32
-                                                                            : 24;
+  static constexpr int PRODUCER_REGISTERS =
+      (TRANSPOSES_V && WARPGROUPS <= 3) || VARIANT.clears_beside ? 40
+      : WARPGROUPS >= 3 || CACHE                                 ? 32
+                                                                 : 24;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(LAUNCH_REGISTERS, WARPGROUPS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = LAUNCH_REGISTERS < CONSUMER_REGISTERS;
@@ -181,9 +192,9 @@ struct Config {
 
   // Shared memory, in bytes: ring of Q | ring of K | ring of V | ring of V to transpose |
   // barriers | messages about tiles, the last one for a producer of V | with PREPARES_TILES about
-  // the blocks of the tile in each stage of Q | which rows of each block to transpose count.
-  // With 16-bit inputs the output rows of a tile pass through the part of its Q, unless Q is
-  // released early.
+  // the blocks of the tile in each stage of Q | which rows of each block to transpose count, or
+  // with CLEARS_BESIDE of a block. With 16-bit inputs the output rows of a tile pass through the
+  // part of its Q, unless Q is released early.
   static constexpr int Q_SMEM = 0;
   static constexpr int K_SMEM = Q_SMEM + Q_STAGES * QTile::BYTES;
   static constexpr int V_SMEM = K_SMEM + STAGES * KTile::BYTES;
@@ -192,13 +203,14 @@ struct Config {
   // Full and empty: each stage of Q, of K and of V, the message for a producer of V, each block to
   // transpose. One more: the bytes of a ragged block of V.
   static constexpr int BARRIERS =
-      2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1) + 2 * RAW_STAGES;
+      2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1) + 2 * RAW_STAGES + CLEARS_BESIDE;
   static constexpr int MESSAGE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
   static constexpr int BLOCKS_SMEM = MESSAGE_SMEM + (Q_STAGES + PRODUCERS - 1) * TILE_MESSAGE_BYTES;
   static constexpr int BLOCKS_BYTES = 16 * (2 + WARPGROUPS);  // of a BlocksMessage
   static constexpr int RAW_MESSAGE_SMEM =
       BLOCKS_SMEM + (PREPARES_TILES ? Q_STAGES * BLOCKS_BYTES : 0);
-  static constexpr int SHARED_BYTES = RAW_MESSAGE_SMEM + 8 * RAW_STAGES;
+  static constexpr int CLEAR_MESSAGE_SMEM = RAW_MESSAGE_SMEM + 8 * RAW_STAGES;
+  static constexpr int SHARED_BYTES = CLEAR_MESSAGE_SMEM + (CLEARS_BESIDE ? 16 : 0);
 
   static_assert(BLOCK_K % (16 * PACK) == 0, "wgmma sums P V over 16 or 32 keys");
   static_assert(FP8 || (HEAD_DIM_V <= HEAD_DIM && QTile::SLAB == VTile::SLAB),
@@ -218,6 +230,8 @@ struct Config {
                 "both rows of a lane are of one group of random bits: device::Dropout");
   static_assert(!WRITES_F32 || (PREPARES_TILES && !FP8), "not built: fp32 outputs with these");
   static_assert(!STORES_BY_TMA || Q_STAGES == 2, "a tile hands back the stage of the one before");
+  static_assert(!PACKS || STORES_BY_TMA, "written for these");
+  static_assert(!CLEARS_BESIDE || (PACKS && !SHORT), "written for these");
   static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");

@@ -40,8 +40,8 @@ struct TileEnd {
   OutElement<C>* out_gmem;  // of the warp's first row
   float* lse_gmem;          // likewise; null where no LSE is asked for
   int first_row;            // with STORES_BY_TMA: the warp's first row, in the tensor
-  int rows;  // from the warp's first one to the end of the tile (of each packed head); may exceed
-             // the warp's
+  int rows;  // from the warp's first one to the end of the tile; may exceed the warp's
+  // With PACKS both are counted from the warpgroup's first row of each head.
   device::RowEnd ends[2];  // of the rows lane / 4 + 8r
 
   TileEnd() = default;
@@ -49,9 +49,9 @@ struct TileEnd {
   __device__ __forceinline__ TileEnd(const device::RowState<C>& state,
                                      const AttentionParams& params, const TileHead& at,
                                      const Tile& tile, int warp_row, float v_factor = 1.0f,
-                                     const device::PackedHeads& packed = {}) {
+                                     const GroupHeads& groups = {}) {
     if constexpr (C::STORES_BY_TMA) {
-      const int row_of_head = C::SHORT ? packed.row(warp_row) : warp_row;
+      const int row_of_head = C::PACKS ? warp_row / C::GROUP_ROWS * groups.rows : warp_row;
       first_row = device::sequence_start(params.cu_seqlens_q_gmem, at.batch, params.nq) +
                   tile.first_row + row_of_head;
       rows = tile.end_row - tile.first_row - row_of_head;
@@ -64,14 +64,14 @@ struct TileEnd {
     }
     const auto sink_of_row = [&](int row) {
       if (params.sinks_gmem == nullptr) return device::MINUS_INFINITY;
-      return device::load_sink(params,
-                               at.head + min(packed.head(warp_row + row), packed.count - 1));
+      const int head = groups.head(warp_row % C::GROUP_ROWS + row);
+      return device::load_sink(params, at.head + min(head, groups.count - 1));
     };
     float sink;
-    if constexpr (!C::SHORT) sink = device::load_sink(params, at.head);
+    if constexpr (!C::PACKS) sink = device::load_sink(params, at.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if constexpr (C::SHORT) sink = sink_of_row(static_cast<int>(threadIdx.x % 32 / 4) + 8 * r);
+      if constexpr (C::PACKS) sink = sink_of_row(static_cast<int>(threadIdx.x % 32 / 4) + 8 * r);
       // mutants: zeros-without-keys (tests/sim/tags.py)
       ends[r] = device::finish_lane_row<C>(state, 0, r, sink);
       if constexpr (C::FP8) ends[r].factor *= v_factor;
@@ -184,21 +184,21 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
   }
 }
 
-// Where a row of a warp lies in a tile of short sequences, which may have rows of several heads:
-// the head, counted from the tile's first one, and the row, counted from TileEnd::first_row.
+// With PACKS: where a row of a warp lies: the head, counted from the tile's first one, and the row,
+// counted from TileEnd::first_row.
 struct PackedRow {
   int head, row;
   bool wanted;  // it belongs to a head and a sequence
 
   template <class C>
-  __device__ __forceinline__ PackedRow(const device::PackedHeads& packed, const TileEnd<C>& end,
+  __device__ __forceinline__ PackedRow(const GroupHeads& groups, const TileEnd<C>& end,
                                        int warp_row, int row_of_warp)
-      : head(packed.head(warp_row + row_of_warp)),
-        row(packed.row(warp_row + row_of_warp) - packed.row(warp_row)),
-        wanted(head < packed.count && row < end.rows) {}
+      : head(groups.head(warp_row % C::GROUP_ROWS + row_of_warp)),
+        row(groups.row(warp_row % C::GROUP_ROWS + row_of_warp)),
+        wanted(head < groups.count && row < end.rows) {}
 };
 
-// With SHORT: writes the rows of a warp that are no box of TMA's from `rows`, where they are.
+// With PACKS: writes the rows of a warp that are no box of TMA's from `rows`, where they are.
 template <class C>
 __device__ __forceinline__ void store_packed_rows(const TileEnd<C>& end, const Params& params,
                                                   const TileHead& at, int warp_row,
@@ -223,7 +223,7 @@ __device__ __forceinline__ void store_packed_rows(const TileEnd<C>& end, const P
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     const int chunk = (lane + 32 * i) % CHUNKS;
-    const PackedRow place(params.packed_heads, end, warp_row, (lane + 32 * i) / CHUNKS);
+    const PackedRow place(params.groups, end, warp_row, (lane + 32 * i) / CHUNKS);
     if (place.wanted && 8 * chunk < attention.dv) {
       const uint4& x = chunks[i];
       ptx::st_global_v4_b32(
@@ -234,7 +234,8 @@ __device__ __forceinline__ void store_packed_rows(const TileEnd<C>& end, const P
 }
 
 // Writes a warp's rows of outputs by TMA from `rows`, its own rows of Q's part of shared memory,
-// where they are put first. TMA has read them when the warp's bulk group has. No path leaves out
+// where they are put first. TMA has read them when the warp's bulk group has. Where heads are
+// packed a box has the rows of a warpgroup, and its first warp starts the copy. No path leaves out
 // what others do: in branches ptxas has too few registers.
 template <class C>
 __device__ __forceinline__ void store_by_tma(const device::Outputs<C>& o_rmem,
@@ -245,27 +246,32 @@ __device__ __forceinline__ void store_by_tma(const device::Outputs<C>& o_rmem,
   const AttentionParams& attention = params.call.attention;
   put_into_q<C>(o_rmem, end, rows, static_cast<int>(threadIdx.x % 32));
   ptx::fence_proxy_async_shared();  // the rows come before TMA reads them
-  __syncwarp();                     // those of all lanes do
-  bool whole = end.rows >= C::WARP_ROWS;
-  int head = at.head;
-  if constexpr (C::SHORT) {  // a box has the warp's rows of all its heads
-    const device::PackedHeads& packed = params.call.packed_heads;
-    head += packed.head(warp_row);
-    whole = end.rows >= min(C::WARP_ROWS, packed.rows()) &&
-            packed.head(warp_row + C::WARP_ROWS - 1) < packed.count;
+  bool whole = end.rows >= C::WARP_ROWS, has_box = true;
+  int first_row = end.first_row, rows_left = end.rows;
+  if constexpr (C::PACKS) {
+    const int rows_of_head = params.call.groups.rows, row_of_group = warp_row % C::GROUP_ROWS;
+    if (params.call.groups.count > 1) {
+      sync_group<C>(warp_row / C::GROUP_ROWS);  // those of all warps do
+      whole = end.rows >= rows_of_head, has_box = row_of_group == 0;
+    } else {
+      __syncwarp();  // those of all lanes do
+      rows_left -= row_of_group, whole = rows_left >= C::WARP_ROWS, first_row += row_of_group;
+    }
+  } else {
+    __syncwarp();  // those of all lanes do
   }
-  const bool starts = ptx::elect_sync() && whole;
+  const bool starts = ptx::elect_sync() && whole && has_box;
   const auto rows_smem = static_cast<uint32_t>(__cvta_generic_to_shared(rows));
   const int batch = attention.cu_seqlens_q_gmem == nullptr ? at.batch : 0;
 #pragma unroll
   for (int slab = 0; slab < C::VTile::SLABS; ++slab) {
-    ptx::cp_async_bulk_tensor_4d_store_if(starts, params.out_map, slab * QTile::SLAB, end.first_row,
-                                          head, batch, rows_smem + slab * QTile::SLAB_BYTES);
+    ptx::cp_async_bulk_tensor_4d_store_if(starts, params.out_map, slab * QTile::SLAB, first_row,
+                                          at.head, batch, rows_smem + slab * QTile::SLAB_BYTES);
   }
   ptx::cp_async_bulk_commit_group();
   // Behind the last row of a tile there may be rows of the next sequence.
-  if constexpr (C::SHORT) {
-    if (!whole && end.rows > 0) store_packed_rows<C>(end, params.call, at, warp_row, rows);
+  if constexpr (C::PACKS) {
+    if (!whole && rows_left > 0) store_packed_rows<C>(end, params.call, at, warp_row, rows);
   } else {
     constexpr int CHUNKS = C::HEAD_DIM_V / 8;
     const int count = whole ? 0 : end.rows * CHUNKS;
@@ -363,7 +369,7 @@ __device__ __forceinline__ void store_packed_lse(const TileEnd<C>& end, const Pa
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const PackedRow place(params.packed_heads, end, warp_row, 8 * r + lane / 4);
+    const PackedRow place(params.groups, end, warp_row, 8 * r + lane / 4);
     if (lane % 4 == 0 && place.wanted) {
       attention.lse_gmem[at.batch * attention.lse_batch +
                          (at.head + place.head) * attention.lse_head + end.first_row + place.row] =
@@ -382,7 +388,7 @@ __device__ __forceinline__ TileEnd<C> find_tile_end(const device::RowState<C>& s
   const AttentionParams& attention = params.attention;
   if constexpr (C::PREPARES_TILES) {
     return TileEnd<C>(state, attention, blocks_message<C>(shared, q_ring.stage).head, tile,
-                      warp_row, v_factor, params.packed_heads);
+                      warp_row, v_factor, params.groups);
   } else {
     const TileHead head{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
     return TileEnd<C>(state, attention, head, tile, warp_row, v_factor);
@@ -413,7 +419,7 @@ __device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, TileE
   } else if constexpr (C::STORES_BY_TMA) {
     const TileHead at = blocks_message<C>(shared, q_ring.stage).head;
     store_by_tma<C>(o_rmem, end, all_params, at, warp_row, q + warp_row * C::QTile::ROW_BYTES);
-    if constexpr (C::SHORT) {
+    if constexpr (C::PACKS) {
       if (attention.lse_gmem != nullptr) store_packed_lse<C>(end, params, at, warp_row);
     } else if (attention.lse_gmem != nullptr) {
       end.lse_gmem = attention.lse_gmem;
@@ -460,7 +466,7 @@ template <class C>
 __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) {
   if (params.attention.cu_seqlens_q_gmem == nullptr) return;
   ptx::griddepcontrol_wait();  // what comes before this kernel is done
-  if constexpr (C::SHORT) {
+  if constexpr (C::PACKS) {
     // To look at each of the many small tiles takes the consumers' time.
     const AttentionParams& attention = params.attention;
     const auto start = [&](int sequence) {
@@ -472,7 +478,7 @@ __device__ __forceinline__ void write_rows_of_no_sequence(const Params& params) 
   if (C::CAN_SPLIT && params.partials.splits > 1) return;
   constexpr int THREADS = C::WARPGROUP - 32 * C::PRODUCERS;
   const int thread = threadIdx.x - C::CONSUMER_THREADS - 32 * C::PRODUCERS;
-  const int heads = C::CAN_PACK ? params.packed_heads.count : 1;
+  const int heads = C::PACKS ? params.groups.count : C::CAN_PACK ? params.packed_heads.count : 1;
   const auto tiles = [&] { return C::SLICES_V ? params.tiles / params.v_slices : params.tiles; };
   for (int64_t index = blockIdx.x; index < tiles(); index += gridDim.x) {
     for (int head = 0; head < heads; ++head) {

@@ -10,6 +10,7 @@
 #include "hopper/cache_params.h"
 #include "hopper/cache_rows.cuh"
 #include "hopper/config.cuh"
+#include "hopper/grouped_load.cuh"
 #include "hopper/mixed_order.cuh"
 #include "hopper/params.h"
 #include "hopper/pipeline.cuh"
@@ -154,7 +155,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
     TileOf<C> tile;
     int batch, head, kv_head;
     [[maybe_unused]] TilePart part{index, 0, C::BLOCK_Q};
-    if constexpr (C::CUTS_TILES && !C::SHORT) part = find_part<C>(params, index);
+    if constexpr (C::CUTS_TILES && !C::PACKS) part = find_part<C>(params, index);
     if constexpr (C::MIXED) {
       tile = find_mixed_tile<C>(all_params, index);
       const auto heads_q = static_cast<unsigned>(attention.heads_q);
@@ -196,7 +197,7 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       tile.nk = cache_rows.count;
     }
     if constexpr (!C::MIXED) tile.end_row = tile.nq;
-    if constexpr (C::SHORT) {
+    if constexpr (C::PACKS) {
       tile.end_row = min(tile.nq, tile.first_row + rows_of_tile<C>(params));
     } else if constexpr (C::TILE_STEP > 0 && !C::MIXED) {
       const device::RowTile rows =
@@ -263,6 +264,13 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       const bool ragged = !C::FP8 && !C::SHORT &&
                           (block < seen_begin || (block + C::BLOCK_K > seen_end && reads_beyond()));
       const int offset = C::V_SMEM + v_ring.stage * C::VTile::BYTES;
+      if constexpr (C::CLEARS_BESIDE) {
+        if (ragged) {
+          ptx::mbarrier_wait_parity(barriers.v_cleared(), ragged_parity ^ 1);
+          if (leader)
+            rows_to_clear<C>(shared) = {seen_begin - block, seen_end - block, v_ring.stage};
+        }
+      }
       // The products of every consumer warp have read the V that the stage held.
       ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);
       if constexpr (C::CACHE) {
@@ -292,7 +300,9 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
             attention.v_head == 0 ? 0 : kv_head, attention.v_batch == 0 ? 0 : batch,
             ragged ? barriers.v_ragged() : barriers.v_full(v_ring.stage));
       }
-      if (ragged) {
+      if (C::CLEARS_BESIDE) {
+        ragged_parity ^= ragged ? 1 : 0;
+      } else if (ragged) {
         ptx::mbarrier_wait_parity(barriers.v_ragged(), ragged_parity);  // V has landed
         ragged_parity ^= 1;
         clear_rows<typename C::VTile>(shared + offset, seen_begin - block, seen_end - block);
@@ -354,10 +364,17 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
         if (any_block) {
           const int q_start =
               device::sequence_start(attention.cu_seqlens_q_gmem, batch, attention.nq);
-          device::start_load<typename C::QTile, C::PACK>(
-              shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES, params.q_map,
-              q_start + tile.first_row, attention.q_head == 0 ? 0 : head,
-              attention.q_batch == 0 ? 0 : batch, barriers.q_full(q_ring.stage));
+          const uint32_t q_smem = shared_smem + C::Q_SMEM + q_ring.stage * C::QTile::BYTES;
+          const int first_head = attention.q_head == 0 ? 0 : head;
+          if constexpr (C::PACKS) {
+            load_grouped_q<C>(params, tile, q_start + tile.first_row, first_head,
+                              C::SHORT && attention.q_batch != 0 ? batch : 0, q_smem,
+                              barriers.q_full(q_ring.stage));
+          } else {
+            device::start_load<typename C::QTile, C::PACK>(
+                q_smem, params.q_map, q_start + tile.first_row, first_head,
+                attention.q_batch == 0 ? 0 : batch, barriers.q_full(q_ring.stage));
+          }
         } else {
           ptx::mbarrier_arrive(barriers.q_full(q_ring.stage));  // a tile without keys needs no Q
         }
@@ -386,6 +403,13 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
   // Where V was transposed before, a CTA without tiles, too, ends after the kernel that did it.
   wait_for_transposed_v();
   send_no_tile<C, TileOf<C>>(barriers, shared, q_ring, leader);
+  if constexpr (C::CLEARS_BESIDE) {
+    ptx::mbarrier_wait_parity(barriers.v_cleared(), ragged_parity ^ 1);
+    if (leader) {
+      rows_to_clear<C>(shared) = {0, 0, -1};
+      ptx::mbarrier_arrive(barriers.v_ragged());
+    }
+  }
   // The next kernel may start where CTAs of this one have ended. Asked for when this one starts,
   // the small CTAs of a kernel of few would gather on the first SMs that are free.
   if constexpr (!C::FP8) ptx::griddepcontrol_launch_dependents();

@@ -82,6 +82,25 @@ __device__ __forceinline__ void multiply_passes(device::Outputs<C>& o_rmem,
   }
 }
 
+// With PACKS: clears the rows of a warpgroup in Q's part that no head fills. Their products count
+// for nothing, but they are read.
+template <class C>
+__device__ __forceinline__ void clear_rows_of_no_head(const GroupHeads& groups,
+                                                      unsigned char* shared, int group) {
+  using QTile = typename C::QTile;
+  constexpr int CHUNKS = QTile::COLUMNS / 8;
+  const int rows = C::GROUP_ROWS - groups.filled();
+  if (rows == 0) return;
+  for (int i = static_cast<int>(threadIdx.x) % C::WARPGROUP; i < C::Q_STAGES * rows * CHUNKS;
+       i += C::WARPGROUP) {
+    const int row = group * C::GROUP_ROWS + groups.filled() + i / CHUNKS % rows;
+    unsigned char* const q = shared + C::Q_SMEM + i / CHUNKS / rows * QTile::BYTES;
+    *reinterpret_cast<uint4*>(q + QTile::offset(row, i % CHUNKS)) = {};
+  }
+  ptx::fence_proxy_async_shared();  // the zeros come before the products read them
+  sync_group<C>(group);             // those of all warps do
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned char* shared,
                                         uint32_t shared_smem) {
@@ -104,6 +123,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     }
   };
 
+  if constexpr (C::PACKS) clear_rows_of_no_head<C>(params.groups, shared, group);
   while (true) {
     ptx::mbarrier_wait_parity(barriers.q_full(q_ring.stage), q_ring.parity);  // Q has landed
     const TileOf<C> tile = tile_message<C, TileOf<C>>(shared, q_ring.stage);
@@ -145,6 +165,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     for (int r = 0; r < 2; ++r) {
       const int row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * r;
       int of_tile = C::CAN_PACK ? params.packed_heads.row(row) : row;
+      if constexpr (C::PACKS)
+        of_tile = group * params.groups.rows + params.groups.row(row % C::GROUP_ROWS);
       if constexpr (C::MIXED) of_tile = heads_of(params, tile).row(row);
       lane_rows[r] = tile.first_row + of_tile;
     }

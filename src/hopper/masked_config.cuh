@@ -82,7 +82,8 @@ struct MaskedConfig : Base {
   // These kernels lay out other things behind BLOCKS_SMEM, where PREPARES_TILES has its messages.
   static constexpr bool PREPARES_TILES = false, HALVES = false;
   static constexpr bool CHANGES_PLACES = false, CUTS_TILES = false;
-  static constexpr bool STORES_BY_TMA = false, SHORT = false, CAN_PACK = Base::CAN_SPLIT;
+  static constexpr bool STORES_BY_TMA = false, SHORT = false, PACKS = false;
+  static constexpr bool CLEARS_BESIDE = false;
   static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(Base::LAUNCH_REGISTERS, Base::WARPGROUPS, PRODUCER_REGISTERS);

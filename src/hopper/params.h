@@ -10,6 +10,7 @@
 #include "common/dtype.h"
 #include "common/partials.h"
 #include "common/tensor_map.h"
+#include "hopper/group_heads.h"
 
 namespace archflash::hopper {
 
@@ -23,7 +24,8 @@ struct Params {
   // tiles are shared out in a fixed order.
   int32_t* taken_gmem;
   Partials partials;
-  device::PackedHeads packed_heads;  // for kernels that can pack heads
+  device::PackedHeads packed_heads;  // for kernels with CAN_PACK
+  GroupHeads groups;                 // for those with PACKS
   TensorMap q_map, k_map, v_map;
   // For 8-bit inputs only; descales of k and v for copies of 8-bit caches, too. With them
   // attention.rule.tanh_scale is set even if there is no softcap. With v_columns v_map is of the

@@ -42,7 +42,11 @@ using device::uniform;
 //     of each stage                                        before TMA overwrites it
 //   v_ragged                producer, bytes     producer   a block of which some rows do not count
 //                                                          has landed before the producer clears
-//                                                          them; then it arrives at v_full
+//                                                          them; then it arrives at v_full. With
+//                                                          CLEARS_BESIDE the warps beside it wait,
+//                                                          clear and arrive,
+//   v_cleared               one of them         producer   and have read its message before the
+//                                                          next one comes
 //   v_tile_full             producer            V's        the message for V's producer is there
 //                                               producer   before it is read,
 //   v_tile_empty            V's producer        producer   and was read before the next one comes
@@ -78,6 +82,7 @@ struct Barriers {
   __device__ __forceinline__ uint32_t v_ragged() const {
     return first_smem + 16 * C::Q_STAGES + 32 * C::STAGES;
   }
+  __device__ __forceinline__ uint32_t v_cleared() const { return v_ragged() + 8; }
   __device__ __forceinline__ uint32_t v_tile_full() const { return v_ragged() + 8; }
   __device__ __forceinline__ uint32_t v_tile_empty() const { return v_ragged() + 16; }
   __device__ __forceinline__ uint32_t raw_full(int stage) const {
@@ -105,6 +110,9 @@ struct Barriers {
       ptx::mbarrier_init_for_warps(v_empty(stage), C::WARPS);
     }
     ptx::mbarrier_init(v_ragged(), 1);
+    if constexpr (requires { C::CLEARS_BESIDE; }) {
+      if constexpr (C::CLEARS_BESIDE) ptx::mbarrier_init(v_cleared(), 1);
+    }
     for (int stage = 0; stage < C::RAW_STAGES; ++stage) {
       ptx::mbarrier_init(raw_full(stage), 1);
       ptx::mbarrier_init_for_warps(raw_empty(stage), C::TURNING_WARPS);
@@ -182,6 +190,16 @@ __device__ __forceinline__ RowsToTranspose& rows_to_transpose(unsigned char* sha
   return *reinterpret_cast<RowsToTranspose*>(shared + C::RAW_MESSAGE_SMEM + 8 * stage);
 }
 
+// With CLEARS_BESIDE: which rows of V in a stage count; the others are cleared. stage < 0: no block
+// follows.
+struct RowsToClear {
+  int begin, end, stage;
+};
+template <class C>
+__device__ __forceinline__ RowsToClear& rows_to_clear(unsigned char* shared) {
+  return *reinterpret_cast<RowsToClear*>(shared + C::CLEAR_MESSAGE_SMEM);
+}
+
 // The parity of the phase of q_empty in which the next tile's stage of Q is free.
 template <class C>
 __device__ __forceinline__ uint32_t free_parity(const RingPosition<C::Q_STAGES>& q_ring) {
@@ -233,5 +251,11 @@ struct Turns {
     if constexpr (C::IN_TURNS) ptx::bar_arrive(1 + next, THREADS);
   }
 };
+
+// With PACKS: the warps of a warpgroup wait for one another.
+template <class C>
+__device__ __forceinline__ void sync_group(int group) {
+  ptx::bar_sync(C::GROUP_BARRIER + (C::WARPGROUPS == 1 ? 0 : group), C::WARPGROUP);
+}
 
 }  // namespace archflash::hopper

@@ -135,7 +135,8 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   params.attention.order.heads_per_group = heads_per_group(problem, device, tile);
   params.tiles = params.whole_tiles = static_cast<int32_t>(tiles);
   params.partials.splits = 1;
-  if (tile.can_split || tile.is_short) params.packed_heads = core::packed_heads(tile);
+  if (tile.can_split) params.packed_heads = core::packed_heads(tile);
+  if (tile.packs) params.groups = group_heads(tile.packed_heads, tile.q_box.rows, groups_of(tile));
   params.v_slices = static_cast<int32_t>(v_slices);
   if (transposed_before) params.v_columns = static_cast<int32_t>(v_columns(problem));
   // A CTA that goes on to the next tile loads its keys while the last one is computed and written.

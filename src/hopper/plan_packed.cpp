@@ -10,13 +10,13 @@
 #include <string>
 #include <utility>
 
-#include "common/device/packed_heads.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
 #include "common/planning/order.h"
 #include "common/planning/plan.h"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
+#include "hopper/group_heads.h"
 #include "hopper/packed_lists.h"
 #include "hopper/params.h"
 #include "hopper/plan_parts.h"
@@ -42,11 +42,25 @@ const PackedTimes& times_of(const Problem& problem, const KernelTile& tile) {
   return tile.odd_packed.start > 0 && has_odd_rows(problem) ? tile.odd_packed : tile.packed;
 }
 
+// The time of a tile's start and end.
+double start_of(const Problem& problem, const KernelTile& tile) {
+  // Rows of V behind a sequence's last key are cleared when they have come, which takes a large
+  // tile or one of many columns so long. There are none where all sequences are known to have whole
+  // blocks of keys.
+  constexpr double CLEARS = 900, CLEARS_SHORT = 500;
+  const bool equal = problem.max_seqlen_k != UNKNOWN &&
+                     problem.max_seqlen_k * problem.batch == problem.nk &&
+                     problem.max_seqlen_k % tile.block_k == 0;
+  const double start = times_of(problem, tile).start;
+  if (!equal || tile.head_dim <= 64 || tile.clears_beside) return start;
+  return start - (tile.is_short ? tile.head_dim > 128 ? CLEARS_SHORT : 0 : CLEARS);
+}
+
 // The time of a head of a sequence, or of packed heads.
 double time_of_head(const Problem& problem, const KernelTile& tile, int64_t nq, int64_t nk) {
   constexpr int64_t MOST_GROUPS = 4;  // of rows, whose keys are looked up
   constexpr int GROUP_ROWS = 64;
-  const int rows = std::min(tile.block_q, GROUP_ROWS);
+  const int rows = tile.packs ? tile.q_box.rows : std::min(tile.block_q, GROUP_ROWS);
   const int64_t groups = core::ceil_div(nq, rows);
   const int64_t step = core::ceil_div(groups, MOST_GROUPS);
   int64_t keys = 0, seen = 0;  // of how many groups, and by them
@@ -54,8 +68,8 @@ double time_of_head(const Problem& problem, const KernelTile& tile, int64_t nq, 
     keys += core::keys_of_tile(problem, rows, tile.block_k, nq, nk, group * rows);
   const double tiles = static_cast<double>(core::ceil_div(nq, tile.block_q));
   const double of_groups = static_cast<double>(keys * groups) / static_cast<double>(seen);
-  const PackedTimes& times = times_of(problem, tile);
-  return times.start * tiles + times.key * of_groups * rows / tile.block_q;
+  return start_of(problem, tile) * tiles +
+         times_of(problem, tile).key * of_groups * rows / tile.block_q;
 }
 
 // Some of the sequences, which count as having the same length.
@@ -94,10 +108,10 @@ double time_of_longest(const Problem& problem, const Device& device, const Kerne
   const int64_t last = std::max<int64_t>(nq - tile.block_q, 0);
   const auto keys =
       static_cast<double>(core::keys_of_tile(problem, tile.block_q, tile.block_k, nq, nk, last));
-  const PackedTimes& times = times_of(problem, tile);
   const int64_t tiles_of_sm = core::ceil_div(core::tiles_of(problem, tile), device.sm_count);
   const int64_t together = std::clamp<int64_t>(tiles_of_sm, 1, core::resident_ctas(tile, device));
-  return static_cast<double>(together) * (times.start + times.key * keys);
+  return static_cast<double>(together) *
+         (start_of(problem, tile) + times_of(problem, tile).key * keys);
 }
 
 // When CTAs are done that share out so much work, the longest tile first: in this part of its time
@@ -110,16 +124,22 @@ double time_until_end(double work, double longest) {
 // The tile with the heads that share a head of K packed into its rows, where there are any that a
 // tensor map has side by side; else the tile as it is.
 KernelTile pack_heads(const Problem& problem, const KernelTile& tile) {
-  constexpr int WARP_ROWS = 16;
+  constexpr int GROUP_ROWS = 64, MOST_HEADS = 32;  // of a warpgroup
   const auto heads_per_kv = static_cast<int>(problem.heads_q / problem.heads_kv);
-  if (heads_per_kv == 1 || problem.q.head == 0 || problem.out.head == 0) return tile;
-  const device::PackedHeads heads = device::pack_heads(tile.block_q, heads_per_kv);
+  if (heads_per_kv == 1 || problem.q.head == 0 || problem.out.head == 0 ||
+      problem.nq > MOST_GROUPED_ROWS)
+    return tile;
+  const int heads = heads_per_kv <= MOST_HEADS ? heads_per_kv
+                                               : std::min(heads_per_kv & -heads_per_kv, MOST_HEADS);
+  // No more rows than sequences have: then fewer warps write some.
+  int64_t rows = GROUP_ROWS / heads;
+  if (problem.max_seqlen_q != UNKNOWN)
+    rows = std::min(rows, std::max<int64_t>(problem.max_seqlen_q, 2));
   KernelTile packed = tile;
-  packed.block_q = packed.q_box.rows = heads.rows();
-  packed.packed_heads = heads.count;
-  packed.q_box.heads = tile.block_q / heads.rows();
-  packed.out_box.rows = std::min(WARP_ROWS, heads.rows());  // a warp's
-  packed.out_box.heads = WARP_ROWS / packed.out_box.rows;
+  packed.block_q = groups_of(tile) * static_cast<int>(rows);
+  packed.packed_heads = heads;
+  packed.q_box.rows = packed.out_box.rows = static_cast<int>(rows);
+  packed.q_box.heads = packed.out_box.heads = heads;
   return packed;
 }
 
@@ -131,6 +151,9 @@ bool serves_few(const Problem& problem, const KernelTile& few, const KernelTile&
     return false;
   return few.head_dim == tile.head_dim || takes_wider(problem, few);
 }
+
+// What a launch before takes that lists tiles, in ns. Measured on an H200 (docs/lab/hopper.md).
+constexpr double LISTS = 2500;
 
 // Whether a kernel can list the tiles of a call's sequences.
 bool can_list(const Problem& problem, const KernelTile& tile) {
@@ -177,14 +200,25 @@ double packed_time(const Problem& problem, const Device& device, const KernelTil
   double work = 0;
   for (const LikeSequences& part : parts_of(problem, device))
     work += time_of_part(problem, tile, part);
-  return time_until_end(work, time_of_longest(problem, device, tile));
+  return time_until_end(work, time_of_longest(problem, device, tile)) +
+         (lists_tiles(problem, tile) ? LISTS : 0);
 }
 
-KernelTile pack_short(const Problem& problem, const Device& device, const KernelTile& tile) {
-  constexpr int64_t MOST_ROWS = 128;  // of a sequence in the mean; more are unmeasured
+int groups_of(const KernelTile& tile) {
+  constexpr int WARPS_OF_GROUP = 4;
+  return tile.warps / WARPS_OF_GROUP;
+}
+
+bool leaves_groups_empty(const Problem& problem, const KernelTile& tile) {
+  return tile.packs && !tile.is_short && tile.head_dim_v > 128 && problem.max_seqlen_q != UNKNOWN &&
+         problem.max_seqlen_q <= tile.q_box.rows;
+}
+
+KernelTile pack_if_faster(const Problem& problem, const Device& device, const KernelTile& tile) {
+  constexpr int64_t MOST_ROWS = 512;  // of a sequence in the mean; more are unmeasured
   const bool fills = problem.batch * problem.heads_q >= device.sm_count;
-  if (!tile.is_short || !fills || !are_many_packed(problem, device) ||
-      problem.nq > MOST_ROWS * problem.batch)
+  if (!tile.packs || !are_many_packed(problem, device) ||
+      (tile.is_short && (!fills || problem.nq > MOST_ROWS * problem.batch)))
     return tile;
   const KernelTile packed = pack_heads(problem, tile);
   return packed_time(problem, device, packed) < packed_time(problem, device, tile) ? packed : tile;
@@ -198,14 +232,18 @@ FewRows few_rows_of(const Problem& problem, const Device& device, const KernelTi
   constexpr int64_t MOST_ROWS = 256, ROWS = 64;
   // What two launches take besides, in ns and as a share. Measured on an H200 (docs/lab/hopper.md).
   constexpr double SECOND_LAUNCH = 14000, SHARE = 0.05;
-  const bool measured = tile.packed.start > 0 && !tile.is_short;
+  // Where so many heads share K, they fill long tiles with the rows of short sequences, too: then
+  // one launch is faster.
+  constexpr int64_t SHARING_HEADS = 3;
+  const bool shares = tile.head_dim > 64 && problem.heads_q >= SHARING_HEADS * problem.heads_kv;
+  const bool measured = tile.packed.start > 0 && !tile.is_short && !shares;
   if (!measured || !is_uneven(problem) || !can_list(problem, tile)) return {};
   const double longest = time_of_longest(problem, device, tile);
   const Parts parts = parts_of(problem, device);
   double all = 0;
   std::array<double, PARTS> of_many;
   for (int i = 0; i < PARTS; ++i) all += of_many[i] = time_of_part(problem, tile, parts[i]);
-  FewRows best{{}, 0, time_until_end(all, longest)};
+  FewRows best{{}, 0, time_until_end(all, longest) + LISTS};
   for (const KernelTile& given : tiles_for(problem)) {
     if (!serves_few(problem, given, tile)) continue;
     for (const KernelTile& few : {given, pack_heads(problem, given)}) {
@@ -215,7 +253,7 @@ FewRows few_rows_of(const Problem& problem, const Device& device, const KernelTi
         second += time_of_part(problem, few, parts[i]);
         const int64_t rows = core::ceil_div(parts[i].most_rows, ROWS) * ROWS;
         if (rows > MOST_ROWS || rows >= problem.max_seqlen_q) break;
-        const double time = (1 + SHARE) * (time_until_end(first, longest) + second);
+        const double time = (1 + SHARE) * (time_until_end(first, longest) + second) + LISTS;
         if (time < best.time) best = {few, rows, time};
       }
     }

@@ -149,11 +149,14 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
     if (tile.shared_bytes > device.shared_per_block) continue;
     const bool measured = packed && tile.packed.start > 0;
     if (tile.is_short && !measured && !is_of_short(tile, device)) continue;  // one CTA on an SM
+    if (tile.packs && !tile.is_short && !measured) continue;  // its kernel is for packed sequences
     // Tiles without such times serve calls of few tiles.
     if (packed && !measured && best != nullptr && best->packed.start > 0) continue;
-    double of_tile = measured ? packed_time(problem, device, pack_short(problem, device, tile))
-                              : time_of(problem, device, tile);
-    if (const FewRows few = few_rows_of(problem, device, tile); few.rows > 0) of_tile = few.time;
+    const KernelTile packs = pack_if_faster(problem, device, tile);
+    if (best != nullptr && leaves_groups_empty(problem, packs)) continue;
+    double of_tile =
+        measured ? packed_time(problem, device, packs) : time_of(problem, device, tile);
+    if (const FewRows few = few_rows_of(problem, device, packs); few.rows > 0) of_tile = few.time;
     if (best == nullptr || of_tile < time) best = &tile, time = of_tile;
   }
   return best;
@@ -222,7 +225,7 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
                               are_many_packed(problem, device) &&
                               problem.nk < FAR_MORE_KEYS * problem.nq;
   if ((fills || by_packed_time) && problem.num_splits == 0 && !problem.batch_invariant)
-    return core::SplitChoice<KernelTile>{pack_short(problem, device, *best)};
+    return core::SplitChoice<KernelTile>{pack_if_faster(problem, device, *best)};
   if (best == nullptr) {
     // A CTA for tables of blocks computes several tiles side by side, which the model of splits
     // does not know: it would split the keys of calls that fill the GPU.

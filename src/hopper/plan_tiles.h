@@ -28,12 +28,14 @@ struct KernelTile : core::Tile {
   bool in_turns = false;
   int row_step = 0;
   int v_columns_of_cta = 0;
-  int grouped_slabs = 0;     // of K and V, if they lie in GroupedTiles, else 0
-  bool cuts_tiles = false;   // the last ones into parts
-  bool is_short = false;     // for short sequences: small CTAs that stay on an SM
-  bool takes_lists = false;  // of the tiles of packed sequences (order_packed.cuh)
-  bool dense = false;        // its kernel reads a summary of attn_mask
-  int streams = 0;           // of a CTA, in kernels for calls whose only mask as data is block_mask
+  int grouped_slabs = 0;       // of K and V, if they lie in GroupedTiles, else 0
+  bool cuts_tiles = false;     // the last ones into parts
+  bool is_short = false;       // for short sequences: small CTAs that stay on an SM
+  bool packs = false;          // each warpgroup may have rows of several heads (GroupHeads)
+  bool clears_beside = false;  // rows of V that do not count
+  bool takes_lists = false;    // of the tiles of packed sequences (order_packed.cuh)
+  bool dense = false;          // its kernel reads a summary of attn_mask
+  int streams = 0;  // of a CTA, in kernels for calls whose only mask as data is block_mask
   bool in_full_rounds = false;  // only for calls whose tiles leave little of the last round empty
   bool mixed = false;           // for packed sequences of mixed lengths (mixed_params.h)
   // Whether a kernel for 8 bits can transpose V, whether it takes V that was transposed before, and
@@ -78,9 +80,13 @@ double packed_time(const Problem& problem, const Device& device, const KernelTil
 // Whether the longest of the packed sequences is known to be so much longer than the mean that its
 // tiles would often be the last.
 bool is_uneven(const Problem& problem);
-// A tile of short sequences with the heads that share a head of K packed into its rows, where that
-// time is shorter then; else the tile as it is.
-KernelTile pack_short(const Problem& problem, const Device& device, const KernelTile& tile);
+// A tile whose kernel can do that with the heads that share a head of K packed into its rows, where
+// that time is shorter then; else the tile as it is.
+KernelTile pack_if_faster(const Problem& problem, const Device& device, const KernelTile& tile);
+int groups_of(const KernelTile& tile);  // warpgroups of consumers
+// Whether no sequence has rows for a second warpgroup of such a tile of more than 128 columns of V.
+// The tile of short sequences is faster then: 1 to 8 rows 8/1 heads D=192 60.9 us of 74.7.
+bool leaves_groups_empty(const Problem& problem, const KernelTile& tile);
 // Whether a kernel before lists the tiles of packed sequences, the longest first.
 bool lists_tiles(const Problem& problem, const KernelTile& tile);
 // The tile by which a second kernel serves the packed sequences of up to `rows` rows, where calls

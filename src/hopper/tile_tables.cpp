@@ -9,6 +9,7 @@
 #include "common/planning/masks.h"
 #include "hopper/cache_maps.h"
 #include "hopper/config.cuh"
+#include "hopper/heads_config.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/more_config.cuh"
 #include "hopper/plan_parts.h"
@@ -40,6 +41,9 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   if constexpr (requires { C::SHORT; }) tile.is_short = C::SHORT;
   tile.takes_lists = C::TAKES_LISTS;
   if (C::STORES_BY_TMA) tile.out_box = {C::QTile::SLAB, C::WARP_ROWS, C::QTile::SWIZZLE};
+  if constexpr (requires { C::PACKS; }) tile.packs = C::PACKS;
+  if constexpr (requires { C::CLEARS_BESIDE; }) tile.clears_beside = C::CLEARS_BESIDE;
+  if (tile.packs) tile.q_box.rows = C::GROUP_ROWS;  // a warpgroup's
   tile.mixed = C::MIXED;
   tile.dense = requires { typename C::MaskTile; };
   if constexpr (requires { C::STREAMS; }) tile.streams = C::STREAMS;
@@ -81,6 +85,8 @@ constexpr const char* PAIR = "few tiles: two CTAs of 64 rows on an SM";
 constexpr const char* SHORT = "short sequences: four CTAs of 64 rows stay on an SM";
 constexpr const char* SHORT_96 = "short packed sequences: three CTAs of 64 rows stay on an SM";
 constexpr const char* SHORT_128 = "short packed sequences: two CTAs of 64 rows stay on an SM";
+constexpr const char* HEADS =
+    "packed sequences: each warpgroup has rows of all heads that share a head of K";
 constexpr const char* SHORT_256 =
     "short packed sequences: 64 rows, whose Q comes while the tile before is computed";
 // Measured on an H200 (docs/lab/hopper.md).
@@ -103,40 +109,50 @@ constexpr KernelTile TILES[] = {
     rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
     with_packed(rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"), {630, 4.2},
                 {630, 8.5}),
-    with_packed(rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96), {2950, 13.7},
-                {3850, 14.3}),
+    with_packed(rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96), {3500, 13.6}, {4300, 15}),
     with_odd_speed(with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
-                               {2600, 9.9}, {3060, 12.7}),
+                               {3100, 9.4}, {4000, 9.6}),
                    0.71),
     with_odd_speed(
         with_packed(rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
-                    {3030, 21}, {3650, 20.6}),
+                    {3300, 21.3}, {4400, 20.4}),
         0.96),
     rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
-    rated<D80Large<DType::F16>>("d80_large", 1.03, 0, THREE_96, "fwd_more"),
-    with_odd_speed(rated<D80Turns<DType::F16>>("d80_turns", 1.03, -90, FOUR_ALONE_80, "fwd_more"),
-                   1.06),
-    with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"), {790, 6},
-                {930, 13.5}),
-    with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3170, 15.8}),
-    with_packed(rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128), {1900, 12.1}),
+    with_packed(rated<D80Large<DType::F16>>("d80_large", 1.03, 0, THREE_96, "fwd_more"),
+                {3400, 14.4}, {4200, 15.3}),
+    with_odd_speed(
+        with_packed(rated<D80Turns<DType::F16>>("d80_turns", 1.03, -90, FOUR_ALONE_80, "fwd_more"),
+                    {3500, 18.6}, {4600, 17.1}),
+        1.06),
+    with_packed(rated<D80Heads<DType::F16>>("d80_heads", 1, 0, HEADS, "heads"), {2700, 21},
+                {3200, 22}),
+    with_packed(rated<D96Heads<DType::F16>>("d96_heads", 1, 0, HEADS, "heads"), {3700, 21},
+                {4400, 22.5}),
+    with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"), {1000, 7.8},
+                {1000, 14.4}),
+    with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3200, 16.3}),
+    with_packed(rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128), {2800, 11.4}),
     with_uneven_speed(
         with_packed(rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),
-                    {2450, 16.3}),
+                    {3100, 15.1}),
         0.959),
     rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
+    with_packed(rated<D128Heads<DType::F16>>("d128_heads", 1, 0, HEADS, "heads"), {3300, 14.2}),
     with_packed(rated<D128Short<DType::F16>>("d128_short", 1.12, 110, SHORT_128, "short"),
-                {980, 7.7}, {960, 11.5}),
-    with_packed(rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80), {3640, 18.7}),
-    with_packed(rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128), {3460, 12.3}),
+                {1300, 7.9}, {900, 12.9}),
+    with_packed(rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80), {3400, 24.1}),
+    with_packed(rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128), {3300, 13.6}),
     rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),
-    with_packed(rated<D192Square<DType::F16>>("d192_square", 1, 0, TWO_96, "fwd_more"),
-                {4460, 16.4}),
+    with_packed(rated<D192Heads<DType::F16>>("d192_heads", 1, 0, HEADS, "heads"), {2500, 27.6}),
+    with_packed(rated<D192Square<DType::F16>>("d192_square", 1, 0, TWO_96, "fwd_more"), {4900, 17}),
     rated<D192SquareFew<DType::F16>>("d192_square_few", 0.55, 64, FEW_64, "fwd_more"),
-    with_packed(rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80), {5060, 20}),
+    with_packed(rated<D192SquareHeads<DType::F16>>("d192_square_heads", 1, 0, HEADS, "heads"),
+                {2600, 19.2}),
+    with_packed(rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80), {4900, 21.9}),
     rated<D256Few<DType::F16>>("d256_few", 0.75, 0, FEW_64),
+    with_packed(rated<D256Heads<DType::F16>>("d256_heads", 1, 0, HEADS, "heads"), {3100, 28.5}),
     with_packed(rated<D256Short<DType::F16>>("d256_short", 0.5, 110, SHORT_256, "short"),
-                {1890, 21.2}),
+                {2400, 20.5}),
 };
 
 constexpr const char* F32_OUT = "fp32 outputs, written from registers";

@@ -35,6 +35,7 @@ __device__ __forceinline__ const Params& call_of(const ParamsOf<C>& params) {
 // Query rows of each head that a tile has.
 template <class C>
 __device__ __forceinline__ int rows_of_tile(const Params& params) {
+  if constexpr (C::PACKS) return params.groups.rows * C::WARPGROUPS;
   return C::CAN_PACK ? params.packed_heads.rows() : C::BLOCK_Q;
 }
 
@@ -115,8 +116,9 @@ template <class C>
 __device__ __forceinline__ GroupBlocks find_group_blocks(const Params& params, const Tile& tile,
                                                          const VisibleKeysOf<C>& visible,
                                                          const device::Blocks& blocks, int group) {
-  const int first_row = tile.first_row + group * C::GROUP_ROWS;
-  const int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
+  int rows = C::CAN_PACK ? rows_of_tile<C>(params) : C::GROUP_ROWS;  // of each head
+  if constexpr (C::PACKS) rows = params.groups.rows;
+  const int first_row = tile.first_row + group * (C::PACKS ? rows : C::GROUP_ROWS);
   const int last_row = min(first_row + rows, tile.end_row) - 1;
   return {
       .seen_first = max(device::block_start<C::BLOCK_K>(visible.first(first_row)), blocks.first),
@@ -189,19 +191,20 @@ struct FoundTile {
   int batch, head, kv_head;
 };
 
-// With SHORT: device::find_work() for packed sequences. Its tiles have a number of rows that is a
-// power of two, so that nothing is divided by it. A whole warp calls it.
-__device__ __forceinline__ device::Work find_short_work(const AttentionParams& params,
-                                                        const device::PackedHeads& packed,
-                                                        unsigned index) {
-  const auto heads = static_cast<unsigned>(params.heads_q / packed.count);
+// With PACKS: device::find_work() for packed sequences, where a tile has `tile_rows` of a head.
+// Nothing is divided by them. A whole warp calls it.
+__device__ __forceinline__ device::Work find_grouped_work(const AttentionParams& params,
+                                                          const GroupHeads& groups, int tile_rows,
+                                                          unsigned index) {
+  const auto heads = static_cast<unsigned>(params.heads_q / groups.count);
+  const auto tiles_of = [&](int x) {
+    return static_cast<int>(__umulhi(static_cast<unsigned>(x), groups.tile_inverse));
+  };
   const auto tile = static_cast<int>(index / heads);
   const int* cu_q = params.cu_seqlens_q_gmem;
   const int* cu_k = params.cu_seqlens_k_gmem;
   // See device::find_varlen_sequence().
-  const auto start = [&](int sequence) {
-    return (max(cu_q[sequence], 0) >> packed.row_bits) + sequence;
-  };
+  const auto start = [&](int sequence) { return tiles_of(max(cu_q[sequence], 0)) + sequence; };
   device::Work work{};
   work.first_row = -1;
   int batch = 0;  // the answer lies in [batch, batch + count)
@@ -219,12 +222,12 @@ __device__ __forceinline__ device::Work find_short_work(const AttentionParams& p
                    device::sequence_start(cu_seqlens, batch, rows),
                0);
   };
-  work.batch_head = batch * params.heads_q + static_cast<int>(index % heads) * packed.count;
+  work.batch_head = batch * params.heads_q + static_cast<int>(index % heads) * groups.count;
   work.nq = length(cu_q, params.nq);
   work.nk = length(cu_k, params.nk);
-  const int tiles = (work.nq + packed.rows() - 1) >> packed.row_bits;
+  const int tiles = tiles_of(work.nq + tile_rows - 1);
   // Negative if the sequence has fewer tiles than its share of the grid.
-  work.first_row = (tiles - 1 - (tile - start(batch))) * packed.rows();
+  work.first_row = (tiles - 1 - (tile - start(batch))) * tile_rows;
   return work;
 }
 
@@ -246,7 +249,8 @@ template <class C>
 __device__ __forceinline__ FoundTile find_tile(const Params& all_params, unsigned index) {
   const AttentionParams& params = all_params.attention;
   FoundTile found{};
-  if (params.cu_seqlens_q_gmem == nullptr) {
+  constexpr bool ONLY_PACKED = C::PACKS && !C::SHORT;  // sequences
+  if (!ONLY_PACKED && params.cu_seqlens_q_gmem == nullptr) {
     const unsigned tiles = (static_cast<unsigned>(params.nq) + C::BLOCK_Q - 1) / C::BLOCK_Q;
     const unsigned group_heads = params.order.heads_per_group;
     unsigned first_head = 0;
@@ -261,9 +265,9 @@ __device__ __forceinline__ FoundTile find_tile(const Params& all_params, unsigne
     found.work.first_row = C::BLOCK_Q * (static_cast<int>(tiles) - 1 -
                                          params.order.from_last(static_cast<int>(from_last)));
   } else if (C::TAKES_LISTS && all_params.listed) {
-    found.work = find_listed_work(all_params, index, C::SHORT ? all_params.packed_heads.count : 1);
+    found.work = find_listed_work(all_params, index, C::PACKS ? all_params.groups.count : 1);
   } else if (C::SHORT && all_params.part_rows == ONE_TILE_EACH) {
-    index *= static_cast<unsigned>(all_params.packed_heads.count);
+    index *= static_cast<unsigned>(all_params.groups.count);
     const unsigned batch = index / static_cast<unsigned>(params.heads_q);
     const auto length = [&](const int* cu_seqlens, int rows) {
       return max(device::sequence_start(cu_seqlens, batch + 1, rows) -
@@ -274,8 +278,8 @@ __device__ __forceinline__ FoundTile find_tile(const Params& all_params, unsigne
     found.work.nq = length(params.cu_seqlens_q_gmem, params.nq);
     found.work.nk = length(params.cu_seqlens_k_gmem, params.nk);
     found.work.first_row = found.work.nq > 0 ? 0 : -1;
-  } else if constexpr (C::SHORT) {
-    found.work = find_short_work(params, all_params.packed_heads, index);
+  } else if constexpr (C::PACKS) {
+    found.work = find_grouped_work(params, all_params.groups, rows_of_tile<C>(all_params), index);
   } else {
     found.work = device::find_work<C::BLOCK_Q>(params, static_cast<int>(index));
   }

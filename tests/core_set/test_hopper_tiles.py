@@ -214,9 +214,10 @@ def test_ctas_of_short_packed_sequences_share_an_sm(
     )
     k[-5:], v[-5:] = torch.nan, torch.nan
     call |= {"cu_seqlens_q": on.cu_seqlens(q_lengths), "cu_seqlens_k": on.cu_seqlens(k_lengths)}
-    plan = plan_on(1, q, k, v, **call)
+    sizes = ((64, 4, 49), (96, 3, 73), (128, 2, 98), (256, 1, 194))
+    columns, ctas, shared = next(x for x in sizes if d <= x[0])
+    plan = plan_on(1, q, k, v, shared, **call)
     launch = plan.to_dict()["launches"][-1]
-    columns, ctas = next(x for x in ((64, 4), (96, 3), (128, 2), (256, 1)) if d <= x[0])
     assert launch["kernel"].endswith(f"d{columns}_short")
     assert launch["grid"] == [ctas, 1, 1]
     out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, **call)
@@ -262,12 +263,12 @@ def test_packed_sequences_of_one_tile_are_not_searched_for(
 @pytest.mark.parametrize(
     ("d", "dtype", "heads", "rows", "call"),
     [
-        (64, "bfloat16", (14, 2), 8, {"causal": True}),
-        (72, "float16", (6, 2), 16, {}),
+        (64, "bfloat16", (14, 2), 9, {"causal": True}),
+        (72, "float16", (6, 2), 21, {}),
         (96, "bfloat16", (4, 2), 32, {"window": (9, 3)}),
-        (128, "float16", (5, 1), 8, {"softcap": 3.0}),
-        (128, "bfloat16", (40, 2), 2, {"causal": True}),
-        (256, "bfloat16", (7, 1), 8, {"causal": True}),
+        (128, "float16", (5, 1), 12, {"softcap": 3.0}),
+        (128, "bfloat16", (40, 2), 3, {"causal": True}),
+        (256, "bfloat16", (7, 1), 9, {"causal": True}),
     ],
     ids=str,
 )
@@ -285,11 +286,56 @@ def test_heads_that_share_k_fill_the_tiles_of_short_packed_sequences(
         "cu_seqlens_q": on.cu_seqlens(q_lengths) + 4, "cu_seqlens_k": on.cu_seqlens(k_lengths) + 2,
         "sinks": on.rand(heads[0], seed=9),
     }  # fmt: skip
-    plan = plan_on(1, q, k, v, **call)
+    plan = plan_on(1, q, k, v, 194 if d == 256 else 98, **call)
     tile = plan.tile
     assert tile is not None
     assert tile.name.endswith("_short")
     assert (tile.packed_heads, tile.block_q) == (heads[0] // heads[1], rows)
+    out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
+    assert torch.equal(out[:4], torch.zeros_like(out[:4]))
+    assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "dtype", "heads", "rows", "call"),
+    [
+        ("d80_heads", (72, 72), "bfloat16", (14, 2), 36, {"causal": True}),
+        ("d80_heads", (80, 80), "float16", (40, 1), 32, {}),  # of eight heads
+        ("d192_heads", (192, 128), "float16", (5, 1), 36, {"window": (40, 9)}),
+        ("d192_square_heads", (160, 152), "bfloat16", (7, 1), 18, {"softcap": 3.0}),
+        ("d256_heads", (256, 256), "float16", (6, 2), 42, {"causal": True}),
+        ("d256_heads", (200, 256), "bfloat16", (2, 2), 128, {}),
+    ],
+    ids=str,
+)
+def test_warpgroups_have_rows_of_all_heads_that_share_k(
+    kernel: str,
+    dims: tuple[int, int],
+    dtype: str,
+    heads: tuple[int, int],
+    rows: int,
+    call: dict[str, Any],
+) -> None:
+    """Sequences of whole tiles, a row more, for one warpgroup, without rows or keys; rows of no
+    sequence around.
+    """
+    q_lengths, k_lengths = (rows, 0, rows + 1, 5, 3 * rows - 1), (170, 9, rows, 0, 130)
+    q, k, v = (
+        on.rand(sum(lengths) + 7, heads, d, seed=heads, dtype=dtype)
+        for lengths, heads, d in (
+            (q_lengths, heads[0], dims[0]), (k_lengths, heads[1], dims[0]),
+            (k_lengths, heads[1], dims[1]),
+        )
+    )  # fmt: skip
+    k[:2], v[:2], k[-5:], v[-5:] = torch.nan, torch.nan, torch.nan, torch.nan
+    call |= {
+        "cu_seqlens_q": on.cu_seqlens(q_lengths) + 4, "cu_seqlens_k": on.cu_seqlens(k_lengths) + 2,
+        "sinks": on.rand(heads[0], seed=9),
+    }  # fmt: skip
+    plan = plan_on(1, q, k, v, **call)
+    tile = plan.tile
+    assert tile is not None
+    assert (tile.name, tile.block_q) == (kernel, rows)
     out, _ = on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
     assert torch.equal(out[:4], torch.zeros_like(out[:4]))
     assert torch.equal(out[-3:], torch.zeros_like(out[-3:]))

@@ -117,12 +117,12 @@ def packed(
 # Sequences, the longest of them, their rows in all, heads of q and of k, head dimension, causal:
 # the tile. It took at most 5% longer than the fastest (H200, 2026-11-30).
 PACKED_SHAPES = {
-    (37, 397, 8192, 16, 16, 72, False): "d96_large",
-    (63, 250, 8192, 16, 16, 72, False): "d96_turns",
+    (37, 397, 8192, 16, 16, 72, False): "d80_heads",
+    (63, 250, 8192, 16, 16, 72, False): "d80_heads",
     (120, 128, 8192, 16, 16, 72, False): "d128_short",  # rows that are no multiples of 32 bytes
     (76, 196, 8192, 16, 16, 80, False): "d96_short",
-    (37, 397, 8192, 12, 12, 96, True): "d96_short",
-    (12, 2866, 16384, 16, 16, 72, False): "d96_large",
+    (37, 397, 8192, 12, 12, 96, True): "d96_turns",
+    (12, 2866, 16384, 16, 16, 72, False): "d80_turns",
     (64, 128, 8192, 12, 12, 64, False): "d64_short",
     (279, 54, 8192, 28, 4, 64, False): "d64_short",
     (160, 256, 8192, 12, 12, 64, False): "d64_short",  # one far longer than most
@@ -131,14 +131,14 @@ PACKED_SHAPES = {
     (11, 186, 1024, 8, 8, 64, False): "d64_short",
     (279, 54, 8192, 32, 8, 128, True): "d128_short",
     (76, 196, 8192, 16, 16, 112, False): "d128_short",
-    (37, 397, 8192, 32, 8, 128, True): "d128_turns",
+    (37, 397, 8192, 32, 8, 128, True): "d128_heads",
     (128, 64, 8192, 14, 2, 256, False): "d256_short",
-    (38, 196, 4096, 32, 8, 256, True): "d256_short",
-    (256, 64, 16384, 28, 4, 192, True): "d256_short",
+    (38, 196, 4096, 32, 8, 256, True): "d256_heads",
+    (256, 64, 16384, 28, 4, 192, True): "d192_square_heads",
     (50, 2000, 8192, 8, 8, 256, False): "d256_large",
-    (24, 580, 8192, 16, 16, 192, True): "d192_square",
+    (24, 580, 8192, 16, 16, 192, True): "d192_square_heads",
     (6, 1218, 4096, 8, 1, 80, False): "d96_large",  # few, but listed
-    (745, 3000, 32768, 8, 1, 72, False): "d96_large",
+    (745, 3000, 32768, 8, 1, 72, False): "d80_heads",
 }
 
 
@@ -163,12 +163,12 @@ def test_short_packed_sequences_have_tiles_of_all_heads_that_share_k() -> None:
         maps = plan.to_dict()["launches"][-1]["tensor_maps"]
         return found.packed_heads, found.block_q, [maps[i]["box"][1:3] for i in (0, 3)]
 
-    assert tile(400, 28, 4, 128) == (7, 8, [[8, 8], [8, 2]])
-    assert tile(280, 32, 8, 128) == (4, 16, [[16, 4], [16, 1]])
-    assert tile(400, 16, 8, 64) == (2, 32, [[32, 2], [16, 1]])
+    assert tile(400, 28, 4, 128) == (7, 9, [[9, 7], [9, 7]])
+    assert tile(280, 32, 8, 128) == (4, 16, [[16, 4], [16, 4]])
+    assert tile(400, 16, 8, 64) == (2, 32, [[32, 2], [32, 2]])
     assert tile(400, 16, 16, 128) == (1, 64, [[64, 1], [16, 1]])
     assert tile(128, 64, 8, 128, max_seqlen_q=64, max_seqlen_k=64)[0] == 1  # tiles are full
-    assert tile(60, 32, 8, 64)[0] == 1  # long ones
+    assert tile(60, 32, 8, 64)[0] == 4
 
 
 def test_packed_sequences_known_to_have_one_tile_each_have_that_of_their_number() -> None:
@@ -197,13 +197,16 @@ def test_tiles_of_packed_sequences_are_listed_and_few_rows_may_have_a_kernel_of_
         return {"max_seqlen_q": rows, "max_seqlen_k": rows}
 
     assert kernels(packed(37, 8192, 16, 16, 72, **longest(397))) == [
-        "order_packed", "attention_fwd_d96_large"
+        "order_packed", "attention_fwd_d80_heads"
     ]  # fmt: skip
-    few = packed(74, 8192, 28, 4, 128, causal=True, **longest(2335))
-    assert kernels(few) == ["order_packed", "attention_fwd_d128_turns", "attention_fwd_d128_short"]
+    few = packed(74, 8192, 16, 16, 72, causal=True, **longest(2335))
+    assert kernels(few) == ["order_packed", "attention_fwd_d80_turns", "attention_fwd_d128_short"]
+    # Where many heads share K, they fill long tiles.
+    shared = packed(74, 8192, 28, 4, 128, causal=True, **longest(2335))
+    assert kernels(shared) == ["order_packed", "attention_fwd_d128_heads"]
     # The tiles of the long ones would not fill the GPU; up to 64 columns short tiles serve all.
     of_23 = packed(23, 8192, 14, 2, 72, **longest(2400))
-    assert kernels(of_23) == ["order_packed", "attention_fwd_d96_large"]
+    assert kernels(of_23) == ["order_packed", "attention_fwd_d80_turns"]
     of_64 = packed(83, 8192, 12, 12, 64, **longest(2000))
     assert kernels(of_64) == ["order_packed", "attention_fwd_d64_short"]
     # Few rows of 256 columns have none, and one sequence needs no list.
