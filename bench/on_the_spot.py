@@ -32,15 +32,13 @@ def images_of(source: Path) -> list[str]:
 
 
 def text_for(source: Path, image: str) -> str:
-    """A file of src/<folder>/kernels for one of its images: with the names and the type for which
-    src/common/instantiate.cuh has macros written out.
+    """A file of src/<folder>/kernels for one of its images: with the names for which
+    src/common/instantiate.cuh has a macro written out.
     """
     text = source.read_text()
     if image == source.stem:
         return text
     word = image.rpartition("_")[2]
-    text = text.replace('#include "common/instantiate.cuh"\n', "")
-    text = re.sub(r"\bDTYPE\b", f"DType::{word.upper()}", text)
     text = re.sub(r"\bKERNEL\((\w+)\)", rf"\1_{word}", text)
     return re.sub(r"\bKERNEL\((\w+), (\w+)\)", rf"\1_{word}_\2", text)
 

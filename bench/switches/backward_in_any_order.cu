@@ -1,7 +1,8 @@
 // A backward kernel of blackwell_dc that does not rely on the order in which products are issued.
-// The compiler's command line defines two macros:
-//   KERNEL        name of the kernel in src/blackwell_dc/kernels
-//   WHEEL_CONFIG  its Config there
+// The compiler's command line defines these macros:
+//   ARCHFLASH_DTYPE  dtype of that Config
+//   KERNEL           name of the kernel in src/blackwell_dc/kernels
+//   WHEEL_CONFIG     its Config there
 #include "blackwell_dc/attention_bwd.cuh"
 #include "common/kernel_entry.cuh"
 

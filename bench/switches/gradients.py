@@ -33,7 +33,7 @@ def request_of(
 def compiled(d: int, nvcc: str, kind: str, target: str) -> tuple[str, bytes]:
     """The name and the code of the bf16 kernel of a head dimension; kind: "ptx" or "cubin"."""
     kernel = f"{NAME}_attention_bwd_bf16_d{d}"
-    macros = (f"KERNEL={kernel}", f"WHEEL_CONFIG=BackwardD{d}<DType::BF16>")
+    macros = ("ARCHFLASH_DTYPE=BF16", f"KERNEL={kernel}", f"WHEEL_CONFIG=BackwardD{d}")
     architecture = target.replace("sm_", "compute_") if kind == "ptx" else target
     return kernel, on_the_spot.compiled(SOURCE, nvcc, kind, architecture, macros)
 

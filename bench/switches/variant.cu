@@ -1,8 +1,9 @@
 // A kernel of blackwell_dc with one setting that is not the wheel's. The compiler's command line
-// defines three macros:
-//   KERNEL        name of the kernel in src/blackwell_dc/kernels
-//   WHEEL_CONFIG  its Config there
-//   SETTING       an assignment to a member of Settings, such as `switches.split_p = false`
+// defines these macros:
+//   ARCHFLASH_DTYPE  dtype of that Config
+//   KERNEL           name of the kernel in src/blackwell_dc/kernels
+//   WHEEL_CONFIG     its Config there
+//   SETTING          an assignment to a member of Settings, such as `switches.split_p = false`
 #include "blackwell_dc/attention_fwd.cuh"
 #include "common/kernel_entry.cuh"
 

@@ -106,7 +106,7 @@ SETTINGS = (
 
 @cache
 def configs() -> Mapping[str, str]:
-    """The Config of each kernel of the wheel, by the kernel's name: "D128<DType::BF16>"."""
+    """The Config of each kernel of the wheel, by the kernel's name: "D128"."""
     text = "".join(
         on_the_spot.text_for(file, image)
         for file in sorted(KERNELS.glob("*.cu"))
@@ -126,7 +126,9 @@ def definitions(setting: Setting, kernel: str) -> tuple[str, ...]:
     """
     if kernel not in configs():
         raise RuntimeError(f"{kernel} has no variants: {', '.join(configs())} have")
+    dtype = kernel.removeprefix(f"{NAME}_attention_fwd_").partition("_")[0]
     return (
+        f"ARCHFLASH_DTYPE={dtype.upper()}",
         f"KERNEL={kernel}",
         f"WHEEL_CONFIG={configs()[kernel]}",
         f"SETTING={setting.assignment}",

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 #include "common/mma_sync/config.cuh"
 
 namespace archflash::ada {
@@ -18,39 +18,26 @@ using mma_sync::LateConfig;
 using mma_sync::QIn;
 
 // clang-format off
-//                             head_dim       m_    block step               CTAs
-//                           q,k   v   warps tiles _k   _keys stages  Q in           per SM
-template <DType T>
-using D64Large   = Config<T,  64,  64, 4,   2,  128,  128,  2,     QIn::Shared,    2>;
-template <DType T>
-using D64        = Config<T,  64,  64, 4,   2,  128,  128,  1,     QIn::Shared,    2>;
-template <DType T>
-using D96        = Config<T,  96,  96, 4,   2,   64,   64,  1,     QIn::Shared,    2>;
-template <DType T>
-using D128Large  = Config<T, 128, 128, 4,   2,   64,   64,  2,     QIn::Shared,    2>;
-template <DType T>
+//                                 head_dim       m_    block step               CTAs
+//                               q,k   v   warps tiles _k   _keys stages  Q in           per SM
+using D64Large   = Config<DTYPE,  64,  64, 4,   2,  128,  128,  2,     QIn::Shared,    2>;
+using D64        = Config<DTYPE,  64,  64, 4,   2,  128,  128,  1,     QIn::Shared,    2>;
+using D96        = Config<DTYPE,  96,  96, 4,   2,   64,   64,  1,     QIn::Shared,    2>;
+using D128Large  = Config<DTYPE, 128, 128, 4,   2,   64,   64,  2,     QIn::Shared,    2>;
 using D128Tall   = LateConfig<
-                   Config<T, 128, 128, 8,   2,   64,   64,  1,     QIn::Shared,    1>>;
-template <DType T>
-using D192       = Config<T, 192, 128, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
-template <DType T>
-using D256       = Config<T, 256, 256, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
+                   Config<DTYPE, 128, 128, 8,   2,   64,   64,  1,     QIn::Shared,    1>>;
+using D192       = Config<DTYPE, 192, 128, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
+using D256       = Config<DTYPE, 256, 256, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
 
 // For few rows: 4 warps of 16 rows.
-//                                    head_dim  block              CTAs
-//                                   q,k   v    _k   stages Q in           per SM
-template <DType T>
-using D64FewLarge = FewRowsConfig<T,  64,  64, 128,  2,     QIn::Registers, 2>;
-template <DType T>
-using D64Few      = FewRowsConfig<T,  64,  64,  64,  1,     QIn::Registers, 3>;
-template <DType T>
-using D96Few      = FewRowsConfig<T,  96,  96,  64,  2,     QIn::Registers, 2>;
-template <DType T>
-using D128        = FewRowsConfig<T, 128, 128,  64,  1,     QIn::Shared,    2>;
-template <DType T>
-using D192Few     = FewRowsConfig<T, 192, 128,  32,  2,     QIn::Shared,    2>;
-template <DType T>
-using D256Few     = FewRowsConfig<T, 256, 256,  32,  2,     QIn::Shared,    2>;
+//                                        head_dim  block              CTAs
+//                                       q,k   v    _k   stages Q in           per SM
+using D64FewLarge = FewRowsConfig<DTYPE,  64,  64, 128,  2,     QIn::Registers, 2>;
+using D64Few      = FewRowsConfig<DTYPE,  64,  64,  64,  1,     QIn::Registers, 3>;
+using D96Few      = FewRowsConfig<DTYPE,  96,  96,  64,  2,     QIn::Registers, 2>;
+using D128        = FewRowsConfig<DTYPE, 128, 128,  64,  1,     QIn::Shared,    2>;
+using D192Few     = FewRowsConfig<DTYPE, 192, 128,  32,  2,     QIn::Shared,    2>;
+using D256Few     = FewRowsConfig<DTYPE, 256, 256,  32,  2,     QIn::Shared,    2>;
 // clang-format on
 
 // --- 16-bit inputs whose Q and K are converted to int8 (approximate="int8_qk") ---
@@ -72,16 +59,12 @@ struct Int8Config : Config<DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, M_TILES, SCALE_RO
 };
 
 // clang-format off
-//                               head_dim       m_            CTAs
-//                             q,k   v   warps tiles stages  per SM
-template <DType T>
-using Int8D64    = Int8Config<T,  64,  64, 4,   2,    2,       2>;
-template <DType T>
-using Int8D128Large = Int8Config<T, 128, 128, 4, 2,   2,       2>;
-template <DType T>
-using Int8D128   = Int8Config<T, 128, 128, 8,   2,    2,       1>;
-template <DType T>
-using Int8D256   = Int8Config<T, 256, 256, 8,   1,    1,       1>;
+//                                   head_dim       m_            CTAs
+//                                 q,k   v   warps tiles stages  per SM
+using Int8D64    = Int8Config<DTYPE,  64,  64, 4,   2,    2,       2>;
+using Int8D128Large = Int8Config<DTYPE, 128, 128, 4, 2,   2,       2>;
+using Int8D128   = Int8Config<DTYPE, 128, 128, 8,   2,    2,       1>;
+using Int8D256   = Int8Config<DTYPE, 256, 256, 8,   1,    1,       1>;
 // clang-format on
 
 // --- 8-bit inputs ---

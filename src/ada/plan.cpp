@@ -50,28 +50,25 @@ constexpr const char* FEW_ROWS =
 // Measured on an H200 (NOTES.md), those for GPUs with 99 KB of shared memory too: what a GPU of 8.9
 // makes of them is unmeasured. So are split keys and packed heads.
 constexpr core::Tile TILES[] = {
-    tile<D64Large<DType::F16>>("d64_large",
-                               {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_keys = 129},
-                               "two CTAs per SM with two buffers from 163 KB on"),
-    tile<D64<DType::F16>>("d64", {.min_tiles_per_sm = 1}, "two CTAs per SM with 128 keys in 99 KB"),
-    tile<D64FewLarge<DType::F16>>(
+    tile<D64Large>("d64_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_keys = 129},
+                   "two CTAs per SM with two buffers from 163 KB on"),
+    tile<D64>("d64", {.min_tiles_per_sm = 1}, "two CTAs per SM with 128 keys in 99 KB"),
+    tile<D64FewLarge>(
         "d64_few_large", {.min_ctas_per_sm = 2},
         "few CTAs or short sequences: 64 rows make twice as many, two buffers from 163 KB on"),
-    tile<D64Few<DType::F16>>("d64_few", {},
-                             "few CTAs or short sequences: 64 rows make twice as many"),
-    tile<D96<DType::F16>>("d96", {}, "two CTAs per SM with one buffer in 99 KB"),
-    tile<D96Few<DType::F16>>("d96_few", {}, FEW_ROWS),
-    tile<D128Large<DType::F16>>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
-                                "two CTAs per SM with two buffers in 227 KB"),
-    tile<D128Tall<DType::F16>>("d128_tall", {.min_tiles_per_sm = 4},
-                               "one CTA per SM: 8 warps share 64 keys in 99 KB"),
-    tile<D128<DType::F16>>(
-        "d128", {},
-        "fewer CTAs or short sequences: two CTAs per SM with 64 rows and 64 keys in 99 KB"),
-    tile<D192<DType::F16>>("d192", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
-    tile<D192Few<DType::F16>>("d192_few", {}, FEW_ROWS),
-    tile<D256<DType::F16>>("d256", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
-    tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
+    tile<D64Few>("d64_few", {}, "few CTAs or short sequences: 64 rows make twice as many"),
+    tile<D96>("d96", {}, "two CTAs per SM with one buffer in 99 KB"),
+    tile<D96Few>("d96_few", {}, FEW_ROWS),
+    tile<D128Large>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
+                    "two CTAs per SM with two buffers in 227 KB"),
+    tile<D128Tall>("d128_tall", {.min_tiles_per_sm = 4},
+                   "one CTA per SM: 8 warps share 64 keys in 99 KB"),
+    tile<D128>("d128", {},
+               "fewer CTAs or short sequences: two CTAs per SM with 64 rows and 64 keys in 99 KB"),
+    tile<D192>("d192", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+    tile<D192Few>("d192_few", {}, FEW_ROWS),
+    tile<D256>("d256", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+    tile<D256Few>("d256_few", {}, FEW_ROWS),
 };
 
 constexpr core::Tile FP8_TILES[] = {
@@ -82,13 +79,11 @@ constexpr core::Tile FP8_TILES[] = {
 };
 
 constexpr core::Tile INT8_TILES[] = {
-    tile<Int8D64<DType::F16>>("int8_d64", {}, "two CTAs per SM with two buffers"),
-    tile<Int8D128Large<DType::F16>>("int8_d128_large", {.min_ctas_per_sm = 2},
-                                    "two CTAs per SM with two buffers from 163 KB on"),
-    tile<Int8D128<DType::F16>>("int8_d128", {},
-                               "one CTA per SM: 8 warps share two buffers in 99 KB"),
-    tile<Int8D256<DType::F16>>("int8_d256", {},
-                               "one CTA per SM: 8 warps share one buffer in 99 KB"),
+    tile<Int8D64>("int8_d64", {}, "two CTAs per SM with two buffers"),
+    tile<Int8D128Large>("int8_d128_large", {.min_ctas_per_sm = 2},
+                        "two CTAs per SM with two buffers from 163 KB on"),
+    tile<Int8D128>("int8_d128", {}, "one CTA per SM: 8 warps share two buffers in 99 KB"),
+    tile<Int8D256>("int8_d256", {}, "one CTA per SM: 8 warps share one buffer in 99 KB"),
 };
 
 // --- 8-bit inputs ---

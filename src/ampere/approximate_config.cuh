@@ -2,6 +2,7 @@
 // kernels and plan_approximate.cpp both include them.
 #pragma once
 
+#include "common/image_dtype.h"
 #include "common/mma_sync/config.cuh"
 
 namespace archflash::ampere {
@@ -81,23 +82,18 @@ struct Fp16SumsConfig : Base {
   static constexpr int SHARED_BYTES = Base::CONTEXT_SMEM + CONTEXT_BYTES;
   static_assert(SHARED_BYTES <= 99 * 1024, "CUDA: at most 99 KiB in a CTA (8.6, 8.9, 12.0)");
 };
-template <DType T>
 using Fp16SumsD64  = Fp16SumsConfig<mma_sync::Config<
-                       T,  64,  64, 4, 2, 64, 64, 2, QIn::Registers, 2>>;
-template <DType T>
+                       DTYPE,  64,  64, 4, 2, 64, 64, 2, QIn::Registers, 2>>;
 using Fp16SumsD128 = Fp16SumsConfig<mma_sync::Config<
-                       T, 128, 128, 8, 2, 32, 32, 2, QIn::Shared, 1>>;
-template <DType T>
+                       DTYPE, 128, 128, 8, 2, 32, 32, 2, QIn::Shared, 1>>;
 using Fp16SumsD256 = Fp16SumsConfig<mma_sync::Config<
-                       T, 256, 256, 8, 1, 32, 32, 1, QIn::Shared, 1>>;
+                       DTYPE, 256, 256, 8, 1, 32, 32, 1, QIn::Shared, 1>>;
 
-template <DType T, int D, int KEYS>
+template <int D, int KEYS>
 using Fp16SumsMasked = Fp16SumsConfig<mma_sync::MaskedConfig<mma_sync::Config<
-                       T, D, D, 4, 1, KEYS, KEYS, 2, QIn::Shared, 1, mma_sync::Inputs16, true>>>;
-template <DType T>
-using Fp16SumsD128Masked = Fp16SumsMasked<T, 128, 64>;
-template <DType T>
-using Fp16SumsD256Masked = Fp16SumsMasked<T, 256, 32>;
+                       DTYPE, D, D, 4, 1, KEYS, KEYS, 2, QIn::Shared, 1, mma_sync::Inputs16, true>>>;
+using Fp16SumsD128Masked = Fp16SumsMasked<128, 64>;
+using Fp16SumsD256Masked = Fp16SumsMasked<256, 32>;
 // clang-format on
 
 }  // namespace archflash::ampere

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ampere/config.cuh"
+#include "common/image_dtype.h"
 
 namespace archflash::ampere {
 
@@ -28,52 +29,31 @@ struct NarrowConfig : Base {
 // clang-format off
 //                             head_dim       m_    block step                       CTAs
 //                           q,k   v   warps tiles _k   _keys stages Q in           per SM
-template <DType T>
-using D32Dense       = D32Large<T>;
-template <DType T>
-using D32DenseMedium = D32Medium<T>;
-template <DType T>
+using D32Dense       = D32Large;
+using D32DenseMedium = D32Medium;
 using D32DenseFew    = LateConfig<
-                       Config<T,  32,  32, 4, 1,  256,  128,  2,     QIn::Registers, 2>>;
-template <DType T>
-using D64DenseShort  = Config<T,  64,  64, 4, 2,   64,   32,  2,     QIn::Shared,    3>;
-template <DType T>
-using D64Dense       = D64Large<T>;
-template <DType T>
-using D64DenseFew    = Config<T,  64,  64, 4, 1,  128,  128,  2,     QIn::Registers, 2>;
-template <DType T>
-using D80Dense       = NarrowConfig<D96Large<T>, 80>;
-template <DType T>
-using D96Dense       = D96Large<T>;
-template <DType T>
-using D96DenseFew    = Config<T,  96,  96, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
-template <DType T>
-using D80DenseFew    = NarrowConfig<D96DenseFew<T>, 80>;
-template <DType T>
-using D128Dense      = LateConfig<D128Large<T>>;
-template <DType T>
-using D128DenseFew   = Config<T, 128, 128, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
-template <DType T>
-using D160Dense      = Config<T, 160, 160, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
-template <DType T>
+                       Config<DTYPE,  32,  32, 4, 1,  256,  128,  2,     QIn::Registers, 2>>;
+using D64DenseShort  = Config<DTYPE,  64,  64, 4, 2,   64,   32,  2,     QIn::Shared,    3>;
+using D64Dense       = D64Large;
+using D64DenseFew    = Config<DTYPE,  64,  64, 4, 1,  128,  128,  2,     QIn::Registers, 2>;
+using D80Dense       = NarrowConfig<D96Large, 80>;
+using D96Dense       = D96Large;
+using D96DenseFew    = Config<DTYPE,  96,  96, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
+using D80DenseFew    = NarrowConfig<D96DenseFew, 80>;
+using D128Dense      = LateConfig<D128Large>;
+using D128DenseFew   = Config<DTYPE, 128, 128, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
+using D160Dense      = Config<DTYPE, 160, 160, 4, 1,   64,   64,  2,     QIn::Registers, 2>;
 using D192Dense      = LateConfig<
-                       Config<T, 192, 192, 4, 1,   64,   64,  1,     QIn::Shared,    2>>;
-template <DType T>
-using D256Dense      = D256Large<T>;
+                       Config<DTYPE, 192, 192, 4, 1,   64,   64,  1,     QIn::Shared,    2>>;
+using D256Dense      = D256Large;
 
 // For GPUs with less shared memory: 99 KB, and Medium 163.
-template <DType T>
-using D64DenseSmall  = Config<T,  64,  64, 4, 2,  128,  128,  1,     QIn::Shared,    2>;
-template <DType T>
-using D80DenseSmall  = NarrowConfig<D96Medium<T>, 80>;
-template <DType T>
-using D96DenseSmall  = D96Medium<T>;
-template <DType T>
-using D128DenseSmall = D128Small<T>;
-template <DType T>
-using D128DenseMedium = LateConfig<D128Medium<T>>;
-template <DType T>
-using D256DenseMedium = D256Medium<T>;
+using D64DenseSmall  = Config<DTYPE,  64,  64, 4, 2,  128,  128,  1,     QIn::Shared,    2>;
+using D80DenseSmall  = NarrowConfig<D96Medium, 80>;
+using D96DenseSmall  = D96Medium;
+using D128DenseSmall = D128Small;
+using D128DenseMedium = LateConfig<D128Medium>;
+using D256DenseMedium = D256Medium;
 // clang-format on
 
 }  // namespace archflash::ampere

@@ -7,7 +7,7 @@
 
 #include "ampere/mla_config.cuh"
 #include "common/device/swizzled_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 #include "common/key_lists.h"
 #include "common/mma_sync/config.cuh"
 #include "common/mma_sync/params.h"
@@ -92,11 +92,8 @@ struct GatherConfig {
 
 // clang-format off
 //                              head_dim block_k step  Q                           CTAs per SM
-template <DType DTYPE>
 using D64Gather  = GatherConfig<DTYPE,  64, 128,  32, mma_sync::QIn::Registers, 2>;
-template <DType DTYPE>
 using D128Gather = GatherConfig<DTYPE, 128,  64,  16, mma_sync::QIn::Registers, 2>;
-template <DType DTYPE>
 using D256Gather = GatherConfig<DTYPE, 256,  32,  16, mma_sync::QIn::Shared,    1>;
 // clang-format on
 

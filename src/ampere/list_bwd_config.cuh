@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/device/swizzled_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 
 namespace archflash::ampere {
 
@@ -66,28 +66,18 @@ struct ListBackwardConfig {
 };
 
 // clang-format off
-//                                                     head_dim            warps         CTAs
-//                                                    q,k   v  rows keys  all rows keys stages per SM
-template <DType T>
-using D64Lists       = ListBackwardConfig<T,  64,  64,  64,  64,  4,  2,   2,   1,     3>;
-template <DType T>
-using D64FewLists    = ListBackwardConfig<T,  64,  64,  16,  64,  4,  1,   2,   1,     4>;
-template <DType T>
-using D128LargeLists = ListBackwardConfig<T, 128, 128, 128,  64,  8,  4,   2,   2,     1>;
-template <DType T>
-using D128Lists      = ListBackwardConfig<T, 128, 128,  64,  64,  8,  4,   2,   1,     2>;
-template <DType T>
-using D128FewLists   = ListBackwardConfig<T, 128, 128,  16,  64,  4,  1,   2,   1,     4>;
-template <DType T>
-using D192LargeLists = ListBackwardConfig<T, 192, 128, 128,  64,  8,  4,   2,   1,     1>;
-template <DType T>
-using D192Lists      = ListBackwardConfig<T, 192, 128,  64,  64,  4,  2,   2,   1,     2>;
-template <DType T>
-using D192FewLists   = ListBackwardConfig<T, 192, 128,  16,  64,  4,  1,   2,   1,     4>;
-template <DType T>
-using D256Lists      = ListBackwardConfig<T, 256, 256,  64,  32,  4,  2,   1,   1,     2>;
-template <DType T>
-using D256FewLists   = ListBackwardConfig<T, 256, 256,  16,  64,  4,  1,   2,   1,     2>;
+//                                                         head_dim            warps         CTAs
+//                                                        q,k   v  rows keys  all rows keys stages per SM
+using D64Lists       = ListBackwardConfig<DTYPE,  64,  64,  64,  64,  4,  2,   2,   1,     3>;
+using D64FewLists    = ListBackwardConfig<DTYPE,  64,  64,  16,  64,  4,  1,   2,   1,     4>;
+using D128LargeLists = ListBackwardConfig<DTYPE, 128, 128, 128,  64,  8,  4,   2,   2,     1>;
+using D128Lists      = ListBackwardConfig<DTYPE, 128, 128,  64,  64,  8,  4,   2,   1,     2>;
+using D128FewLists   = ListBackwardConfig<DTYPE, 128, 128,  16,  64,  4,  1,   2,   1,     4>;
+using D192LargeLists = ListBackwardConfig<DTYPE, 192, 128, 128,  64,  8,  4,   2,   1,     1>;
+using D192Lists      = ListBackwardConfig<DTYPE, 192, 128,  64,  64,  4,  2,   2,   1,     2>;
+using D192FewLists   = ListBackwardConfig<DTYPE, 192, 128,  16,  64,  4,  1,   2,   1,     4>;
+using D256Lists      = ListBackwardConfig<DTYPE, 256, 256,  64,  32,  4,  2,   1,   1,     2>;
+using D256FewLists   = ListBackwardConfig<DTYPE, 256, 256,  16,  64,  4,  1,   2,   1,     2>;
 // clang-format on
 
 }  // namespace archflash::ampere

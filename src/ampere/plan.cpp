@@ -40,7 +40,7 @@ const Description& describe() {
       .home_device = "A100",
       .dtypes = {DType::F16, DType::BF16},
       .head_dims = core::WIDE_HEAD_DIMS,
-      .largest_head_dim = D512<DType::F16>::HEAD_DIM,
+      .largest_head_dim = D512::HEAD_DIM,
       .features =
           {"causal",       "q_offset",        "window",      "softcap",    "sinks",
            "gqa",          "cu_seqlens",      "strides",     "lse",        "num_splits",
@@ -71,59 +71,50 @@ constexpr const char* ONE_CTA_OF_64_ROWS =
 // what such GPUs make of them is unmeasured.
 constexpr core::Tile TILES[] = {
     // The next three are left out where they do not serve a call: tiles_of().
-    tile<D32Large<DType::F16>>("d32_large", {.min_tiles_per_sm = 6, .min_keys = 81},
-                               "head dimensions up to 32 and many rows: three CTAs per SM"),
-    tile<D32Medium<DType::F16>>("d32_medium", {.min_tiles_per_sm = 1, .min_keys = 81},
-                                "head dimensions up to 32: two CTAs per SM, 128 keys at a time"),
-    tile<D32Few<DType::F16>>("d32_few", {.min_tiles_per_sm = 0.75, .min_keys = 81},
-                             "head dimensions up to 32: 64 rows make twice as many tiles"),
-    tile<D64Short<DType::F16>>("d64_short",
-                               {.min_keys = 65, .max_keys = D64Short<DType::F16>::BLOCK_K},
-                               "few keys: all of them at a time, and more CTAs per SM"),
-    tile<D64Large<DType::F16>>(
+    tile<D32Large>("d32_large", {.min_tiles_per_sm = 6, .min_keys = 81},
+                   "head dimensions up to 32 and many rows: three CTAs per SM"),
+    tile<D32Medium>("d32_medium", {.min_tiles_per_sm = 1, .min_keys = 81},
+                    "head dimensions up to 32: two CTAs per SM, 128 keys at a time"),
+    tile<D32Few>("d32_few", {.min_tiles_per_sm = 0.75, .min_keys = 81},
+                 "head dimensions up to 32: 64 rows make twice as many tiles"),
+    tile<D64Short>("d64_short", {.min_keys = 65, .max_keys = D64Short::BLOCK_K},
+                   "few keys: all of them at a time, and more CTAs per SM"),
+    tile<D64Large>(
         "d64_large",
         {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2, .min_keys = 65},
         "two CTAs per SM with 128 keys and two buffers from 163 KB on"),
-    tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
-                                "99 KB, or up to 64 keys: two CTAs per SM with 64 at a time"),
-    tile<D64Medium<DType::F16>>("d64_medium", FEW_OF_100_KB, ONE_CTA_OF_64_ROWS),
-    tile<D64Short<DType::F16>>(
-        "d64_short", {.max_keys = D64Short<DType::F16>::BLOCK_K, .max_shared_per_sm = KB_164},
+    tile<D64Medium>("d64_medium", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
+                    "99 KB, or up to 64 keys: two CTAs per SM with 64 at a time"),
+    tile<D64Medium>("d64_medium", FEW_OF_100_KB, ONE_CTA_OF_64_ROWS),
+    tile<D64Short>(
+        "d64_short", {.max_keys = D64Short::BLOCK_K, .max_shared_per_sm = KB_164},
         "up to 163 KB and few keys: all of them at a time, and three or four CTAs per SM"),
-    tile<D64Groups<DType::F16>>("d64_groups", {},
-                                "few CTAs or short sequences: 64 rows make twice as many, and two "
-                                "warps share out the keys of 16 rows"),
-    tile<D64Few<DType::F16>>("d64_few", {}, FEW_ROWS),
-    tile<D96Large<DType::F16>>(
-        "d96_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 1.2},
-        "two CTAs per SM with two buffers from 163 KB on"),
-    tile<D96Medium<DType::F16>>("d96_medium",
-                                {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 1.2},
-                                "99 KB: two CTAs per SM with one buffer"),
-    tile<D96Medium<DType::F16>>("d96_medium", FEW_OF_100_KB, ONE_CTA_OF_64_ROWS),
-    tile<D96Few<DType::F16>>("d96_few", {},
-                             "few CTAs or short sequences: 64 rows make twice as many"),
-    tile<D128Large<DType::F16>>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
-                                "two CTAs per SM with two buffers in 227 KB"),
-    tile<D128Medium<DType::F16>>("d128_medium", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
-                                 "two CTAs per SM with one buffer in 163 KB"),
-    tile<D128Small<DType::F16>>("d128_small", {.min_tiles_per_sm = 1},
-                                "two CTAs per SM with 32 keys in 99 KB"),
-    tile<D128Groups<DType::F16>>("d128_groups", {.min_tiles_per_sm = 0.75, .min_keys = 2048},
-                                 "as many tiles as SMs: two warps share out the keys of 32 rows"),
-    tile<D128Few<DType::F16>>("d128_few", {},
-                              "few CTAs or short sequences: 64 rows make twice as many"),
-    tile<D192Large<DType::F16>>("d192_large", {.min_ctas_per_sm = 2},
-                                "two CTAs per SM with 64 keys in 227 KB"),
-    tile<D192Medium<DType::F16>>("d192_medium", {},
-                                 "32 keys: two CTAs per SM in 163 KB, one in 99 KB"),
-    tile<D192Few<DType::F16>>("d192_few", {}, FEW_ROWS),
-    tile<D256Large<DType::F16>>("d256_large", {.min_ctas_per_sm = 2},
-                                "two CTAs of 64 rows per SM in 227 KB"),
-    tile<D256Medium<DType::F16>>("d256_medium", {},
-                                 "one CTA per SM: 8 warps share 64 keys in 163 KB"),
-    tile<D256Small<DType::F16>>("d256_small", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
-    tile<D256Few<DType::F16>>("d256_few", {}, FEW_ROWS),
+    tile<D64Groups>("d64_groups", {},
+                    "few CTAs or short sequences: 64 rows make twice as many, and two "
+                    "warps share out the keys of 16 rows"),
+    tile<D64Few>("d64_few", {}, FEW_ROWS),
+    tile<D96Large>("d96_large",
+                   {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 1.2},
+                   "two CTAs per SM with two buffers from 163 KB on"),
+    tile<D96Medium>("d96_medium", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 1.2},
+                    "99 KB: two CTAs per SM with one buffer"),
+    tile<D96Medium>("d96_medium", FEW_OF_100_KB, ONE_CTA_OF_64_ROWS),
+    tile<D96Few>("d96_few", {}, "few CTAs or short sequences: 64 rows make twice as many"),
+    tile<D128Large>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
+                    "two CTAs per SM with two buffers in 227 KB"),
+    tile<D128Medium>("d128_medium", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
+                     "two CTAs per SM with one buffer in 163 KB"),
+    tile<D128Small>("d128_small", {.min_tiles_per_sm = 1}, "two CTAs per SM with 32 keys in 99 KB"),
+    tile<D128Groups>("d128_groups", {.min_tiles_per_sm = 0.75, .min_keys = 2048},
+                     "as many tiles as SMs: two warps share out the keys of 32 rows"),
+    tile<D128Few>("d128_few", {}, "few CTAs or short sequences: 64 rows make twice as many"),
+    tile<D192Large>("d192_large", {.min_ctas_per_sm = 2}, "two CTAs per SM with 64 keys in 227 KB"),
+    tile<D192Medium>("d192_medium", {}, "32 keys: two CTAs per SM in 163 KB, one in 99 KB"),
+    tile<D192Few>("d192_few", {}, FEW_ROWS),
+    tile<D256Large>("d256_large", {.min_ctas_per_sm = 2}, "two CTAs of 64 rows per SM in 227 KB"),
+    tile<D256Medium>("d256_medium", {}, "one CTA per SM: 8 warps share 64 keys in 163 KB"),
+    tile<D256Small>("d256_small", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
+    tile<D256Few>("d256_few", {}, FEW_ROWS),
 };
 
 // Tiles of fwd_small.cu: of TILES those that no GPU of 9.0 or 10.0 takes, which larger ones fit.
@@ -136,7 +127,7 @@ constexpr std::string_view SMALL[] = {"d96_medium",  "d128_medium", "d128_small"
 constexpr auto CAUSAL_TILES = [] {
   auto tiles = std::to_array(TILES);
   for (core::Tile& of : tiles) {
-    if (of.can_split && of.head_dim > D64Few<DType::F16>::HEAD_DIM)
+    if (of.can_split && of.head_dim > D64Few::HEAD_DIM)
       of.split_costs = {.start = 320, .combine = 128, .fewest_keys = 128, .by_mean = true};
   }
   return tiles;
@@ -157,9 +148,9 @@ std::span<const core::Tile> tiles_of(const Problem& problem, const Device& devic
 
 // For causal calls of few tiles: the longest ones take as long as all.
 constexpr core::Tile FEW_CAUSAL_TILES[] = {
-    tile<D128GroupsFew<DType::F16>>("d128_groups_few", {},
-                                    "few tiles of unequal length: 64 rows, and two warps share out "
-                                    "the keys of 16 of them"),
+    tile<D128GroupsFew>("d128_groups_few", {},
+                        "few tiles of unequal length: 64 rows, and two warps share out "
+                        "the keys of 16 of them"),
 };
 
 // Whether FEW_CAUSAL_TILES serve a call. Measured on an H200 (docs/lab/ampere.md): with fewer tiles
@@ -170,8 +161,7 @@ bool few_causal_tiles(const Problem& problem, const Device& device) {
   const core::Tile& tile = FEW_CAUSAL_TILES[0];
   const auto tiles = static_cast<double>(core::tiles_of(problem, tile));
   return core::is_triangle(problem) && !problem.varlen && !problem.batch_invariant &&
-         problem.num_splits <= 1 &&
-         std::max(problem.d, problem.dv) > D96Few<DType::F16>::HEAD_DIM &&
+         problem.num_splits <= 1 && std::max(problem.d, problem.dv) > D96Few::HEAD_DIM &&
          core::takes_head_dims(tile, problem) && tile.shared_bytes <= device.shared_per_block &&
          problem.nq >= FEWEST_ROWS && problem.nk >= FEWEST_KEYS && problem.nk <= MOST_KEYS &&
          tiles > FEWEST * device.sm_count && tiles <= MOST * device.sm_count;
@@ -179,17 +169,15 @@ bool few_causal_tiles(const Problem& problem, const Device& device) {
 
 constexpr const char* WITH_CACHE = "lengths and page tables are read on the device";
 constexpr core::Tile CACHE_TILES[] = {
-    tile<D64Cache<DType::F16>>("d64_cache", {}, WITH_CACHE),
-    tile<D96Cache<DType::F16>>("d96_cache", {}, WITH_CACHE),
-    tile<D128Cache<DType::F16>>("d128_cache", {}, WITH_CACHE),
-    tile<D192Cache<DType::F16>>("d192_cache", {}, WITH_CACHE),
-    tile<D256Cache<DType::F16>>("d256_cache", {}, WITH_CACHE),
+    tile<D64Cache>("d64_cache", {}, WITH_CACHE),   tile<D96Cache>("d96_cache", {}, WITH_CACHE),
+    tile<D128Cache>("d128_cache", {}, WITH_CACHE), tile<D192Cache>("d192_cache", {}, WITH_CACHE),
+    tile<D256Cache>("d256_cache", {}, WITH_CACHE),
 };
 constexpr const char* CACHE_WITH_MASKS = "masks as data, whose rows are those of a cache";
 constexpr core::Tile MASKED_CACHE_TILES[] = {
-    tile<D64MaskedCache<DType::F16>>("d64_cache_masked", {}, CACHE_WITH_MASKS),
-    tile<D128MaskedCache<DType::F16>>("d128_cache_masked", {}, CACHE_WITH_MASKS),
-    tile<D256MaskedCache<DType::F16>>("d256_cache_masked", {}, CACHE_WITH_MASKS),
+    tile<D64MaskedCache>("d64_cache_masked", {}, CACHE_WITH_MASKS),
+    tile<D128MaskedCache>("d128_cache_masked", {}, CACHE_WITH_MASKS),
+    tile<D256MaskedCache>("d256_cache_masked", {}, CACHE_WITH_MASKS),
 };
 // A row of the tables of decoding kernels, which serve calls without a cache too. Their costs were
 // measured on an H200 (docs/lab/ampere.md).
@@ -204,21 +192,21 @@ constexpr core::Tile decode_tile(const char* name, const char* reason) {
 }
 constexpr const char* DECODES = "few rows: each warp copies and multiplies keys of its own";
 constexpr core::Tile DECODE_TILES[] = {
-    decode_tile<D64Decode<DType::F16>>("d64_decode", DECODES),
-    decode_tile<D128Decode<DType::F16>>("d128_decode", DECODES),
-    decode_tile<D256Decode<DType::F16>>("d256_decode", DECODES),
+    decode_tile<D64Decode>("d64_decode", DECODES),
+    decode_tile<D128Decode>("d128_decode", DECODES),
+    decode_tile<D256Decode>("d256_decode", DECODES),
 };
 constexpr const char* DECODES_MASKED = "few rows of attn_mask: its elements come with the keys";
 constexpr core::Tile MASKED_DECODE_TILES[] = {
-    decode_tile<D64MaskedDecode<DType::F16>>("d64_decode_masked", DECODES_MASKED),
-    decode_tile<D128MaskedDecode<DType::F16>>("d128_decode_masked", DECODES_MASKED),
-    decode_tile<D256MaskedDecode<DType::F16>>("d256_decode_masked", DECODES_MASKED),
+    decode_tile<D64MaskedDecode>("d64_decode_masked", DECODES_MASKED),
+    decode_tile<D128MaskedDecode>("d128_decode_masked", DECODES_MASKED),
+    decode_tile<D256MaskedDecode>("d256_decode_masked", DECODES_MASKED),
 };
 constexpr const char* WITH_FP8_CACHE = "8-bit K and V become fp16 in registers";
 constexpr core::Tile FP8_CACHE_TILES[] = {
-    decode_tile<D64CacheFp8<DType::F16>>("d64_cache_fp8", WITH_FP8_CACHE),
-    decode_tile<D128CacheFp8<DType::F16>>("d128_cache_fp8", WITH_FP8_CACHE),
-    decode_tile<D256CacheFp8<DType::F16>>("d256_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D64CacheFp8>("d64_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D128CacheFp8>("d128_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D256CacheFp8>("d256_cache_fp8", WITH_FP8_CACHE),
 };
 
 // Whether the rows of q that share a head of K and V fit a tile of DECODE_TILES. With
@@ -253,9 +241,9 @@ constexpr core::Tile masked_tile(const char* name) {
   return masked;
 }
 constexpr core::Tile MASKED_TILES[] = {
-    masked_tile<D64Masked<DType::F16>>("d64_masked"),
-    masked_tile<D128Masked<DType::F16>>("d128_masked"),
-    masked_tile<D256Masked<DType::F16>>("d256_masked"),
+    masked_tile<D64Masked>("d64_masked"),
+    masked_tile<D128Masked>("d128_masked"),
+    masked_tile<D256Masked>("d256_masked"),
 };
 
 // Calls of fewer rows with dropout take MASKED_TILES, as those with masks as data do.
@@ -263,10 +251,10 @@ constexpr const char* WITH_DROPOUT = "dropout alone and many rows: the kernel wi
 constexpr core::ServesFrom MANY_ROWS = {.min_tiles_per_sm = 0.5};
 constexpr core::ServesFrom MANY_ROWS_163_KB = {.min_ctas_per_sm = 2, .min_tiles_per_sm = 0.5};
 constexpr core::Tile DROPOUT_TILES[] = {
-    tile<D64LargeDropout<DType::F16>>("d64_large_dropout", MANY_ROWS_163_KB, WITH_DROPOUT),
-    tile<D64MediumDropout<DType::F16>>("d64_medium_dropout", MANY_ROWS, WITH_DROPOUT),
-    tile<D128Dropout<DType::F16>>("d128_dropout", MANY_ROWS, WITH_DROPOUT),
-    tile<D256Dropout<DType::F16>>("d256_dropout", MANY_ROWS, WITH_DROPOUT),
+    tile<D64LargeDropout>("d64_large_dropout", MANY_ROWS_163_KB, WITH_DROPOUT),
+    tile<D64MediumDropout>("d64_medium_dropout", MANY_ROWS, WITH_DROPOUT),
+    tile<D128Dropout>("d128_dropout", MANY_ROWS, WITH_DROPOUT),
+    tile<D256Dropout>("d256_dropout", MANY_ROWS, WITH_DROPOUT),
 };
 
 // A row of the table for head dimensions above 256.
@@ -279,13 +267,13 @@ constexpr core::Tile wide_tile(const char* name, const char* reason) {
 constexpr const char* WIDE = "two warps share 16 rows, whose outputs one has no registers for";
 constexpr const char* WIDE_LARGE = "the same with 64 keys at a time, from 163 KB on";
 constexpr core::Tile WIDE_TILES[] = {
-    wide_tile<D384Large<DType::F16>>("d384_large", WIDE_LARGE),
-    wide_tile<D384<DType::F16>>("d384", WIDE),
-    wide_tile<D512Large<DType::F16>>("d512_large", WIDE_LARGE),
-    wide_tile<D512<DType::F16>>("d512", WIDE),
+    wide_tile<D384Large>("d384_large", WIDE_LARGE),
+    wide_tile<D384>("d384", WIDE),
+    wide_tile<D512Large>("d512_large", WIDE_LARGE),
+    wide_tile<D512>("d512", WIDE),
 };
 constexpr core::Tile WIDE_MASKED_TILES[] = {
-    wide_tile<D512Masked<DType::F16>>("d512_masked", WITH_MASKS),
+    wide_tile<D512Masked>("d512_masked", WITH_MASKS),
 };
 
 // The plan of a call with a head dimension above 256, with a cache or without one. Its kernels are

@@ -54,15 +54,13 @@ constexpr core::Tile INT8_PV_MASKED_TILES[] = {
     masked_tile<Int8PvD256Masked>("int8_pv_d256_masked"),
 };
 constexpr core::Tile FP16_TILES[] = {
-    tile<Fp16SumsD64<DType::F16>>("fp16_d64", {}, "two CTAs per SM with two buffers in 99 KB"),
-    tile<Fp16SumsD128<DType::F16>>("fp16_d128", {},
-                                   "one CTA per SM: 8 warps share two buffers in 99 KB"),
-    tile<Fp16SumsD256<DType::F16>>("fp16_d256", {},
-                                   "one CTA per SM: 8 warps share one buffer in 99 KB"),
+    tile<Fp16SumsD64>("fp16_d64", {}, "two CTAs per SM with two buffers in 99 KB"),
+    tile<Fp16SumsD128>("fp16_d128", {}, "one CTA per SM: 8 warps share two buffers in 99 KB"),
+    tile<Fp16SumsD256>("fp16_d256", {}, "one CTA per SM: 8 warps share one buffer in 99 KB"),
 };
 constexpr core::Tile FP16_MASKED_TILES[] = {
-    masked_tile<Fp16SumsD128Masked<DType::F16>>("fp16_d128_masked"),
-    masked_tile<Fp16SumsD256Masked<DType::F16>>("fp16_d256_masked"),
+    masked_tile<Fp16SumsD128Masked>("fp16_d128_masked"),
+    masked_tile<Fp16SumsD256Masked>("fp16_d256_masked"),
 };
 
 bool is_int8_pv(const Problem& problem) {

@@ -38,40 +38,40 @@ constexpr core::BackwardTile two_ctas(core::BackwardTile tile) {
 
 // docs/lab/ampere.md has their speeds. The last sets of each head dimension fit 99 KB.
 constexpr core::BackwardTile TILES[] = {
-    backward_tile<D32<DType::F16>>("d32"),
-    backward_tile<D64Wide<DType::F16>>("d64_wide", 2.5),
-    backward_tile<D64Medium<DType::F16>>("d64_medium", 2.5),
-    backward_tile<D64<DType::F16>>("d64"),
-    backward_tile<D96<DType::F16>>("d96", 6),
-    backward_tile<D128Wide<DType::F16>>("d128_wide", 4.5),
-    backward_tile<D128Medium<DType::F16>>("d128_medium", 4.5),
-    backward_tile<D128<DType::F16>>("d128"),
-    two_ctas(backward_tile<D192V128<DType::F16>>("d192_128")),
-    backward_tile<D192V128Medium<DType::F16>>("d192_128_medium"),
-    backward_tile<D192V128<DType::F16>>("d192_128"),
-    two_ctas(backward_tile<D160<DType::F16>>("d160")),
-    backward_tile<D192Wide<DType::F16>>("d192_wide"),
-    backward_tile<D192Medium<DType::F16>>("d192_medium"),
-    backward_tile<D160<DType::F16>>("d160"),
-    backward_tile<D256Wide<DType::F16>>("d256_wide"),
-    backward_tile<D256Medium<DType::F16>>("d256_medium"),
-    backward_tile<D256Values<DType::F16>>("d256_values"),
-    backward_tile<D256Keys<DType::F16>>("d256_keys"),
-    backward_tile<D256Queries<DType::F16>>("d256_queries"),
+    backward_tile<D32>("d32"),
+    backward_tile<D64Wide>("d64_wide", 2.5),
+    backward_tile<D64Medium>("d64_medium", 2.5),
+    backward_tile<D64>("d64"),
+    backward_tile<D96>("d96", 6),
+    backward_tile<D128Wide>("d128_wide", 4.5),
+    backward_tile<D128Medium>("d128_medium", 4.5),
+    backward_tile<D128>("d128"),
+    two_ctas(backward_tile<D192V128>("d192_128")),
+    backward_tile<D192V128Medium>("d192_128_medium"),
+    backward_tile<D192V128>("d192_128"),
+    two_ctas(backward_tile<D160>("d160")),
+    backward_tile<D192Wide>("d192_wide"),
+    backward_tile<D192Medium>("d192_medium"),
+    backward_tile<D160>("d160"),
+    backward_tile<D256Wide>("d256_wide"),
+    backward_tile<D256Medium>("d256_medium"),
+    backward_tile<D256Values>("d256_values"),
+    backward_tile<D256Keys>("d256_keys"),
+    backward_tile<D256Queries>("d256_queries"),
 };
 
 // Adding to dK and dV bounds those of few rows (docs/lab/ampere.md).
 constexpr core::ListTile LIST_TILES[] = {
-    core::list_tile<D64Lists<DType::F16>>("d64_lists", 280),
-    core::list_tile<D64FewLists<DType::F16>>("d64_few_lists", 215),
-    core::list_tile<D128LargeLists<DType::F16>>("d128_large_lists", 780),
-    core::list_tile<D128Lists<DType::F16>>("d128_lists", 485),
-    core::list_tile<D128FewLists<DType::F16>>("d128_few_lists", 410),
-    core::list_tile<D192LargeLists<DType::F16>>("d192_large_lists", 1170),
-    core::list_tile<D192Lists<DType::F16>>("d192_lists", 645),
-    core::list_tile<D192FewLists<DType::F16>>("d192_few_lists", 545),
-    core::list_tile<D256Lists<DType::F16>>("d256_lists", 1000),
-    core::list_tile<D256FewLists<DType::F16>>("d256_few_lists", 806),
+    core::list_tile<D64Lists>("d64_lists", 280),
+    core::list_tile<D64FewLists>("d64_few_lists", 215),
+    core::list_tile<D128LargeLists>("d128_large_lists", 780),
+    core::list_tile<D128Lists>("d128_lists", 485),
+    core::list_tile<D128FewLists>("d128_few_lists", 410),
+    core::list_tile<D192LargeLists>("d192_large_lists", 1170),
+    core::list_tile<D192Lists>("d192_lists", 645),
+    core::list_tile<D192FewLists>("d192_few_lists", 545),
+    core::list_tile<D256Lists>("d256_lists", 1000),
+    core::list_tile<D256FewLists>("d256_few_lists", 806),
 };
 
 constexpr size_t OF_D64 = 3, BEHIND_D192_128_MEDIUM = 10;
@@ -79,20 +79,20 @@ static_assert(std::string_view(TILES[OF_D64].name) == "d64");
 static_assert(std::string_view(TILES[BEHIND_D192_128_MEDIUM].name) == "d192_128");
 
 constexpr core::BackwardTile MASKED_TILES[] = {
-    backward_tile<D64Masked<DType::F16>>("d64_masked"),
-    backward_tile<D128Masked<DType::F16>>("d128_masked"),
-    backward_tile<D256ValuesMasked<DType::F16>>("d256_values_masked"),
-    backward_tile<D256KeysMasked<DType::F16>>("d256_keys_masked"),
-    backward_tile<D256QueriesMasked<DType::F16>>("d256_queries_masked"),
+    backward_tile<D64Masked>("d64_masked"),
+    backward_tile<D128Masked>("d128_masked"),
+    backward_tile<D256ValuesMasked>("d256_values_masked"),
+    backward_tile<D256KeysMasked>("d256_keys_masked"),
+    backward_tile<D256QueriesMasked>("d256_queries_masked"),
 };
 
 // With dropout and without masks as data, a softcap and the like. MASKED_TILES take what these do
 // not, and head dimensions above 128 where an SM has less than 227 KB.
 constexpr core::BackwardTile DROPOUT_TILES[] = {
-    backward_tile<BackwardD64Dropout<DType::F16>>("d64_dropout"),
-    backward_tile<BackwardD128WideDropout<DType::F16>>("d128_wide_dropout", 8),
-    backward_tile<BackwardD128Dropout<DType::F16>>("d128_dropout"),
-    backward_tile<BackwardD256WideDropout<DType::F16>>("d256_wide_dropout"),
+    backward_tile<BackwardD64Dropout>("d64_dropout"),
+    backward_tile<BackwardD128WideDropout>("d128_wide_dropout", 8),
+    backward_tile<BackwardD128Dropout>("d128_dropout"),
+    backward_tile<BackwardD256WideDropout>("d256_wide_dropout"),
 };
 
 // The kernels that need more shared memory than 8.x and 12.x have.
@@ -105,10 +105,10 @@ const std::string WIDE_IMAGE = "ampere/bwd_wide_";
 bool small_blocks_pay(const Problem& call, const Device& device) {
   constexpr int64_t CTAS_PER_SM = 2, MANY_ROUNDS = 5, FEWEST_ROUNDS_OF_WIDE = 3;
   constexpr double START = 5, WIDE_BLOCK = 4.9, SMALL_BLOCK = 2.65, MARGIN = 1.05;  // us
-  using Wide = D64Wide<DType::F16>;
-  using Small = D64<DType::F16>;
+  using Wide = D64Wide;
+  using Small = D64;
   static_assert(Wide::ROWS == Small::ROWS);
-  if (call.varlen || std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM) return false;
+  if (call.varlen || std::max(call.d, call.dv) <= D32::HEAD_DIM) return false;
   const int64_t wide_blocks = core::ceil_div(call.nq, Wide::BLOCK);
   const int64_t small_blocks = core::ceil_div(call.nq, Small::BLOCK);
   const bool has_fewer_rows = 8 * wide_blocks * Wide::BLOCK >= 9 * small_blocks * Small::BLOCK;
@@ -130,11 +130,11 @@ bool small_blocks_pay(const Problem& call, const Device& device) {
 // took 1.92 times as long as one of the other (as above), or 1.7 where tiles take unequal time.
 bool two_small_ctas_pay(const Problem& call, const Device& device) {
   constexpr int64_t CTAS_PER_SM = 2;
-  using Medium = D64Medium<DType::F16>;
-  using Small = D64<DType::F16>;
+  using Medium = D64Medium;
+  using Small = D64;
   static_assert(Medium::ROWS == Small::ROWS);
-  if (device.shared_per_block >= D64Wide<DType::F16>::SHARED_BYTES) return false;
-  if (std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM) return false;
+  if (device.shared_per_block >= D64Wide::SHARED_BYTES) return false;
+  if (std::max(call.d, call.dv) <= D32::HEAD_DIM) return false;
   const int64_t shares = core::share_heads(call, TILES[OF_D64], device);
   const int64_t tiles = call.varlen
                             ? call.heads_kv * (core::ceil_div(call.nk, Small::ROWS) + call.batch)
@@ -151,10 +151,10 @@ bool two_small_ctas_pay(const Problem& call, const Device& device) {
 // an SM to itself takes 0.72 of the time (as above).
 bool half_tiles_pay(const Problem& call, const Device& device) {
   constexpr double OF_HALF = 0.72;
-  using Medium = D192V128Medium<DType::F16>;
-  using Half = D192V128<DType::F16>;
+  using Medium = D192V128Medium;
+  using Half = D192V128;
   const bool takes = call.d <= Half::HEAD_DIM && call.dv <= Half::HEAD_DIM_V;
-  if (!takes || call.d <= D128<DType::F16>::HEAD_DIM || call.varlen) return false;
+  if (!takes || call.d <= D128::HEAD_DIM || call.varlen) return false;
   const auto rounds = [&](int64_t rows) {
     const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, rows);
     return static_cast<double>(core::ceil_div(tiles, int64_t{device.sm_count}));

@@ -62,22 +62,21 @@ constexpr const char* SHARED_BY_GROUPS =
 constexpr const char* TRIANGLE = "causal and many row tiles: a short start and end of each";
 constexpr const char* OF_OTHERS = "a kernel of another file, which is compared with these";
 constexpr BoundedTile BOUNDED_TILES[] = {
-    bounded_tile<D32Shares<DType::F16>>("d32_shares", 1800, 8.3, 11.2, SHARED),
-    bounded_tile<D32Medium<DType::F16>>("d32_medium", 2500, 11, 16, OF_OTHERS),
-    bounded_tile<D64Shares<DType::F16>>("d64_shares", 2500, 9.6, 17, SHARED),
-    bounded_tile<D64SharesThree<DType::F16>>("d64_shares_three", 2000, 10.9, 23.5, SHARED_BY_THREE),
-    bounded_tile<D64Causal<DType::F16>>("d64_causal", 4500, 15, 21.5, TRIANGLE),
-    bounded_tile<D96Shares<DType::F16>>("d96_shares", 1700, 17, 24.7, SHARED),
-    bounded_tile<D96Causal<DType::F16>>("d96_causal", 2500, 24.5, 40, TRIANGLE),
-    bounded_tile<D128Shares<DType::F16>>("d128_shares", 2500, 18.2, 26.9, SHARED),
-    bounded_tile<D128SharesGroups<DType::F16>>("d128_shares_groups", 2400, 15.5, 15.5,
-                                               SHARED_BY_GROUPS),
-    bounded_tile<D128Causal<DType::F16>>("d128_causal", 5000, 27, 41, TRIANGLE),
-    bounded_tile<D160Shares<DType::F16>>("d160_shares", 2400, 24, 38.4, SHARED),
-    bounded_tile<D256Shares<DType::F16>>("d256_shares", 2700, 41.4, 60.2, SHARED),
+    bounded_tile<D32Shares>("d32_shares", 1800, 8.3, 11.2, SHARED),
+    bounded_tile<D32Medium>("d32_medium", 2500, 11, 16, OF_OTHERS),
+    bounded_tile<D64Shares>("d64_shares", 2500, 9.6, 17, SHARED),
+    bounded_tile<D64SharesThree>("d64_shares_three", 2000, 10.9, 23.5, SHARED_BY_THREE),
+    bounded_tile<D64Causal>("d64_causal", 4500, 15, 21.5, TRIANGLE),
+    bounded_tile<D96Shares>("d96_shares", 1700, 17, 24.7, SHARED),
+    bounded_tile<D96Causal>("d96_causal", 2500, 24.5, 40, TRIANGLE),
+    bounded_tile<D128Shares>("d128_shares", 2500, 18.2, 26.9, SHARED),
+    bounded_tile<D128SharesGroups>("d128_shares_groups", 2400, 15.5, 15.5, SHARED_BY_GROUPS),
+    bounded_tile<D128Causal>("d128_causal", 5000, 27, 41, TRIANGLE),
+    bounded_tile<D160Shares>("d160_shares", 2400, 24, 38.4, SHARED),
+    bounded_tile<D256Shares>("d256_shares", 2700, 41.4, 60.2, SHARED),
     // For GPUs on which a CTA of 64 rows has an SM to itself, as CTAs of these tiles have.
-    bounded_tile<D256Medium<DType::F16>>("d256_medium", 3500, 60.2, 60.2, OF_OTHERS),
-    bounded_tile<D256Small<DType::F16>>("d256_small", 3500, 60.2, 60.2, OF_OTHERS),
+    bounded_tile<D256Medium>("d256_medium", 3500, 60.2, 60.2, OF_OTHERS),
+    bounded_tile<D256Small>("d256_small", 3500, 60.2, 60.2, OF_OTHERS),
 };
 // What sharing out keys costs: a second launch, and in it each share of a row and megabyte of
 // shares.
@@ -235,16 +234,16 @@ void combine(LaunchPlan& plan, const Problem& problem, const KeyShares& shares) 
 constexpr const char* PACKED = "packed sequences of few rows, whose tiles the grid names";
 constexpr const char* PACKED_LARGE = "packed sequences, whose tiles the grid names";
 constexpr core::Tile PACKED_TILES[] = {
-    tile<D32PackedLarge<DType::F16>>("d32_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
-    tile<D32Packed<DType::F16>>("d32_packed", {}, PACKED),
-    tile<D64PackedLarge<DType::F16>>("d64_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
-    tile<D64Packed<DType::F16>>("d64_packed", {}, PACKED),
-    tile<D80PackedLarge<DType::F16>>("d80_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
-    tile<D80Packed<DType::F16>>("d80_packed", {}, PACKED),
-    tile<D96PackedLarge<DType::F16>>("d96_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
-    tile<D96Packed<DType::F16>>("d96_packed", {}, PACKED),
-    tile<D128PackedLarge<DType::F16>>("d128_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
-    tile<D128Packed<DType::F16>>("d128_packed", {}, PACKED),
+    tile<D32PackedLarge>("d32_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
+    tile<D32Packed>("d32_packed", {}, PACKED),
+    tile<D64PackedLarge>("d64_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
+    tile<D64Packed>("d64_packed", {}, PACKED),
+    tile<D80PackedLarge>("d80_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
+    tile<D80Packed>("d80_packed", {}, PACKED),
+    tile<D96PackedLarge>("d96_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
+    tile<D96Packed>("d96_packed", {}, PACKED),
+    tile<D128PackedLarge>("d128_packed_large", {.min_ctas_per_sm = 2}, PACKED_LARGE),
+    tile<D128Packed>("d128_packed", {}, PACKED),
 };
 
 // The kernel for packed sequences; null if none serves the call. Tiles of 64 rows are for short
@@ -256,9 +255,9 @@ const core::Tile* choose_packed(const Problem& problem, const Device& device) {
   const auto smallest = std::ranges::find_if(
       tiles, [&](const core::Tile& of) { return core::takes_head_dims(of, problem); });
   if (smallest == tiles.end()) return nullptr;
-  const int64_t few = smallest->head_dim > D96Packed<DType::F16>::HEAD_DIM ? FEW_ROWS_OF_128
-                      : core::is_triangle(problem)                         ? FEW_CAUSAL_ROWS
-                                                                           : FEW_ROWS;
+  const int64_t few = smallest->head_dim > D96Packed::HEAD_DIM ? FEW_ROWS_OF_128
+                      : core::is_triangle(problem)             ? FEW_CAUSAL_ROWS
+                                                               : FEW_ROWS;
   const int64_t rows = core::rows_per_sequence(problem);
   for (auto of = smallest; of != tiles.end() && of->head_dim == smallest->head_dim; ++of) {
     const bool large = of->serves.min_ctas_per_sm > 1;
@@ -286,8 +285,8 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
                                       const TileChoice* dense) {
   if (problem.varlen || !is_bounded(problem, device)) return std::nullopt;
   constexpr int D_OF_OWN = 192, DV_OF_OWN = 128;  // head dimensions with kernels of their own
-  const bool own = problem.d > D160Shares<DType::F16>::HEAD_DIM && problem.d <= D_OF_OWN &&
-                   problem.dv <= DV_OF_OWN;
+  const bool own =
+      problem.d > D160Shares::HEAD_DIM && problem.d <= D_OF_OWN && problem.dv <= DV_OF_OWN;
   if (own || one_share(problem).keys == 0) return std::nullopt;
   if (packs_heads(problem)) return std::nullopt;
   const Choice choice = choose_shares(problem, device);
@@ -299,7 +298,7 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
   // At the largest head dimensions longer steps are faster than shares, and d192_dense takes less
   // time than the kernel for 256 columns.
   constexpr double OF_192 = 0.5;
-  const bool wide = tile->head_dim == D256Shares<DType::F16>::HEAD_DIM;
+  const bool wide = tile->head_dim == D256Shares::HEAD_DIM;
   if (dense != nullptr && wide &&
       (dense->head_dim == tile->head_dim || !combines || choice.time > OF_192 * choice.of_64))
     return std::nullopt;
@@ -310,10 +309,10 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
   if (dense != nullptr && !grouped && !wide) {
     constexpr double MARGIN = 0.93;
     const int64_t ctas = choice.ctas * problem.batch * problem.heads_q;
-    const bool few = dense->block_q == D64Shares<DType::F16>::BLOCK_Q;
+    const bool few = dense->block_q == D64Shares::BLOCK_Q;
     // Where those kernels have 64 rows, these gain by shares alone, and at the smallest head
     // dimensions nothing.
-    constexpr int SMALLEST = D32Shares<DType::F16>::HEAD_DIM;
+    constexpr int SMALLEST = D32Shares::HEAD_DIM;
     const int64_t workers = core::workers_of(*tile, device);
     const bool takes_place =
         few        ? combines && tile->head_dim > SMALLEST
@@ -325,11 +324,11 @@ std::optional<LaunchPlan> plan_shares(const Problem& problem, const Device& devi
   }
   if (tile->reason == OF_OTHERS) return std::nullopt;
   // d64_short has three CTAs on an SM where these have one, and four where these have two.
-  const bool few_keys = problem.nk <= D64Short<DType::F16>::BLOCK_K;
+  const bool few_keys = problem.nk <= D64Short::BLOCK_K;
   const bool overflow =
       device.shared_per_sm <= KB_164 &&
       choice.ctas * problem.batch * problem.heads_q > core::workers_of(*tile, device);
-  if (few_keys && !combines && tile->head_dim == D64Short<DType::F16>::HEAD_DIM &&
+  if (few_keys && !combines && tile->head_dim == D64Short::HEAD_DIM &&
       (core::resident_ctas(*tile, device) == 1 || overflow))
     return std::nullopt;
   const bool fits_fully = core::resident_ctas(*tile, device) == tile->ctas_per_sm;

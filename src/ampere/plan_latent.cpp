@@ -30,9 +30,9 @@ constexpr core::Tile MLA_TILES[] = {
 
 constexpr const char* GATHERS = "listed keys: each row of K and V is copied by itself";
 constexpr core::Tile GATHER_TILES[] = {
-    tile<D64Gather<DType::F16>>("d64_gather", {}, GATHERS),
-    tile<D128Gather<DType::F16>>("d128_gather", {}, GATHERS),
-    tile<D256Gather<DType::F16>>("d256_gather", {}, GATHERS),
+    tile<D64Gather>("d64_gather", {}, GATHERS),
+    tile<D128Gather>("d128_gather", {}, GATHERS),
+    tile<D256Gather>("d256_gather", {}, GATHERS),
 };
 constexpr core::Tile MLA_GATHER_TILES[] = {
     tile<MlaGatherConfig<DType::F16>>("mla_gather", {}, "listed latent rows, read once each"),

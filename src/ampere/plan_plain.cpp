@@ -24,22 +24,22 @@ using core::backward_tile;
 
 // The kernels of bwd_plain.cu, for GPUs of 9.0 with their shared memory.
 constexpr core::BackwardTile PLAIN_TILES[] = {
-    backward_tile<D32Plain<DType::F16>>("d32"),
-    backward_tile<D64WidePlain<DType::F16>>("d64_wide"),
-    backward_tile<D64Plain<DType::F16>>("d64"),
-    backward_tile<D96Plain<DType::F16>>("d96"),
-    backward_tile<D128WidePlain<DType::F16>>("d128_wide"),
-    backward_tile<D192V128Plain<DType::F16>>("d192_128"),
-    backward_tile<D160Plain<DType::F16>>("d160"),
-    backward_tile<D192WidePlain<DType::F16>>("d192_wide"),
-    backward_tile<D256WidePlain<DType::F16>>("d256_wide"),
+    backward_tile<D32Plain>("d32"),
+    backward_tile<D64WidePlain>("d64_wide"),
+    backward_tile<D64Plain>("d64"),
+    backward_tile<D96Plain>("d96"),
+    backward_tile<D128WidePlain>("d128_wide"),
+    backward_tile<D192V128Plain>("d192_128"),
+    backward_tile<D160Plain>("d160"),
+    backward_tile<D192WidePlain>("d192_wide"),
+    backward_tile<D256WidePlain>("d256_wide"),
 };
 
 // The kernels of bwd_plain.cu whose CTAs add to dQ in any order instead of taking turns.
 constexpr core::BackwardTile BULK_TILES[] = {
-    backward_tile<D64WideBulk<DType::F16>>("d64_wide"),
-    backward_tile<D128WideBulk<DType::F16>>("d128_wide"),
-    backward_tile<D192WideBulk<DType::F16>>("d192_wide"),
+    backward_tile<D64WideBulk>("d64_wide"),
+    backward_tile<D128WideBulk>("d128_wide"),
+    backward_tile<D192WideBulk>("d192_wide"),
 };
 
 // The tiles of kernels for heads whose keys are one tile.
@@ -50,26 +50,26 @@ constexpr core::BackwardTile only_tile(const char* name) {
   return of;
 }
 constexpr core::BackwardTile ONLY_TILES[] = {
-    only_tile<D32FewOnly<DType::F16>>("d32_few"), only_tile<D32Only<DType::F16>>("d32"),
-    only_tile<D64FewOnly<DType::F16>>("d64_few"), only_tile<D64Only<DType::F16>>("d64"),
-    only_tile<D96Only<DType::F16>>("d96"),        only_tile<D128WideOnly<DType::F16>>("d128_wide"),
+    only_tile<D32FewOnly>("d32_few"), only_tile<D32Only>("d32"),
+    only_tile<D64FewOnly>("d64_few"), only_tile<D64Only>("d64"),
+    only_tile<D96Only>("d96"),        only_tile<D128WideOnly>("d128_wide"),
 };
 
 // The tiles of kernels for packed sequences; and those of kernels whose CTAs take no turns, where
 // TMA adds to the sums of dQ.
 constexpr core::BackwardTile PACKED_TILES[] = {
-    backward_tile<D64WidePacked<DType::F16>>("d64_wide"),
-    backward_tile<D96Packed<DType::F16>>("d96"),
-    backward_tile<D128WidePacked<DType::F16>>("d128_wide"),
+    backward_tile<D64WidePacked>("d64_wide"),
+    backward_tile<D96Packed>("d96"),
+    backward_tile<D128WidePacked>("d128_wide"),
 };
 constexpr core::BackwardTile PACKED_BULK_TILES[] = {
-    backward_tile<D64WidePackedBulk<DType::F16>>("d64_wide"),
-    backward_tile<D128WidePackedBulk<DType::F16>>("d128_wide"),
+    backward_tile<D64WidePackedBulk>("d64_wide"),
+    backward_tile<D128WidePackedBulk>("d128_wide"),
 };
 constexpr core::BackwardTile PACKED_ONLY_TILES[] = {
-    only_tile<D64WidePackedOnly<DType::F16>>("d64_wide"),
-    only_tile<D96PackedOnly<DType::F16>>("d96"),
-    only_tile<D128WidePackedOnly<DType::F16>>("d128_wide"),
+    only_tile<D64WidePackedOnly>("d64_wide"),
+    only_tile<D96PackedOnly>("d96"),
+    only_tile<D128WidePackedOnly>("d128_wide"),
 };
 
 // Whether a call asks for nothing that the kernels of bwd_plain.cu and those beside it lack, and
@@ -157,11 +157,11 @@ std::optional<PlanResult> plan_packed_backward(const BackwardProblem& problem,
   constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
   constexpr int64_t MOST_PLACES = 3;          // for each tile
   const Problem& call = problem.call;
-  constexpr int ROWS = D64WidePacked<DType::F16>::ROWS;
-  static_assert(D96Packed<DType::F16>::ROWS == ROWS && D128WidePacked<DType::F16>::ROWS == ROWS);
+  constexpr int ROWS = D64WidePacked::ROWS;
+  static_assert(D96Packed::ROWS == ROWS && D128WidePacked::ROWS == ROWS);
   if (!call.varlen || !is_plain(call, device, PACKED_TILES) || call.nk == 0 || call.batch == 0)
     return std::nullopt;
-  if (call.max_seqlen_q == UNKNOWN || std::max(call.d, call.dv) <= D32<DType::F16>::HEAD_DIM)
+  if (call.max_seqlen_q == UNKNOWN || std::max(call.d, call.dv) <= D32::HEAD_DIM)
     return std::nullopt;
   const int64_t places = core::ceil_div(call.max_seqlen_k, ROWS);
   if (places <= 0 || places > GRID_SIDE_LIMIT || call.batch > GRID_SIDE_LIMIT ||
@@ -172,7 +172,7 @@ std::optional<PlanResult> plan_packed_backward(const BackwardProblem& problem,
   constexpr int64_t LONG_SEQUENCE = 400;
   const bool only = places == 1;
   const bool waits_less = call.batch * call.heads_kv >= device.sm_count;
-  const bool by_tma = std::max(call.d, call.dv) <= D64Wide<DType::F16>::HEAD_DIM &&
+  const bool by_tma = std::max(call.d, call.dv) <= D64Wide::HEAD_DIM &&
                       core::rows_per_sequence(call) >= LONG_SEQUENCE;
   BackwardProblem of = problem;
   of.deterministic |= waits_less && !by_tma;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/device/swizzled_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 #include "common/mask_params.h"
 
 namespace archflash::ampere {
@@ -93,19 +93,14 @@ struct WideMaskedConfig : Base {
 };
 
 // clang-format off
-//                           head block
-//                           _dim _k  state in
-template <DType T>
-using D384Large = WideConfig<T, 384, 64, StateIn::Registers>;
-template <DType T>
-using D384      = WideConfig<T, 384, 32, StateIn::Registers>;
-template <DType T>
-using D512Large = WideConfig<T, 512, 64, StateIn::Shared>;
-template <DType T>
-using D512      = WideConfig<T, 512, 32, StateIn::Registers>;
-template <DType T>
+//                               head block
+//                               _dim _k  state in
+using D384Large = WideConfig<DTYPE, 384, 64, StateIn::Registers>;
+using D384      = WideConfig<DTYPE, 384, 32, StateIn::Registers>;
+using D512Large = WideConfig<DTYPE, 512, 64, StateIn::Shared>;
+using D512      = WideConfig<DTYPE, 512, 32, StateIn::Registers>;
 using D512Masked = WideMaskedConfig<
-                  WideConfig<T, 512, 32, StateIn::Shared>>;
+                  WideConfig<DTYPE, 512, 32, StateIn::Shared>>;
 // clang-format on
 
 }  // namespace archflash::ampere

@@ -6,7 +6,7 @@
 
 #include "common/block_scales.h"
 #include "common/device/slab_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 
 namespace archflash::blackwell_consumer {
 
@@ -112,43 +112,27 @@ using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, STAGES,
 // Pair shares an SM with another CTA of the same kernel. Few is for few rows: it can split keys and
 // pack heads.
 // clang-format off
-//                                head_dim         m_    block         Q in                    CTAs    context in
-//                              q,k   v    warps tiles  _k    stages  regs   registers         per SM  registers
-template <DType T>
-using D64Pair    = Config<T,  64,  64,  4,     2,     64,  4,     true,  Registers::Roles,  2>;
-template <DType T>
-using D64Large   = Config<T,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
-template <DType T>
-using D64Medium  = Config<T,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3>;
-template <DType T>
-using D64Short   = Config<T,  64,  64,  4,     2,     80,  2,     false, Registers::Roles,  2>;
-template <DType T>
-using D64Small   = Config<T,  64,  64,  4,     1,    128,  2,     true,  Registers::Roles,  2, true>;
-template <DType T>
-using D96Large   = Config<T,  96,  96,  8,     2,     64,  2,     false, Registers::Roles,  1>;
-template <DType T>
-using D128Large  = Config<T, 128, 128,  8,     2,     64,  1,     false, Registers::Roles,  1>;
-template <DType T>
-using D128Medium = Config<T, 128, 128,  8,     1,     64,  2,     true,  Registers::Roles,  1>;
-template <DType T>
-using D192Large  = Config<T, 192, 128,  8,     1,     64,  1,     false, Registers::Roles,  1>;
-template <DType T>
-using D256Pair   = Config<T, 256, 256,  4,     1,     64,  1,     false, Registers::Roles,  2>;
-template <DType T>
-using D256Large  = Config<T, 256, 256,  8,     1,     32,  1,     false, Registers::Roles,  1>;
+//                                    head_dim         m_    block         Q in                    CTAs    context in
+//                                  q,k   v    warps tiles  _k    stages  regs   registers         per SM  registers
+using D64Pair    = Config<DTYPE,  64,  64,  4,     2,     64,  4,     true,  Registers::Roles,  2>;
+using D64Large   = Config<DTYPE,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
+using D64Medium  = Config<DTYPE,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3>;
+using D64Short   = Config<DTYPE,  64,  64,  4,     2,     80,  2,     false, Registers::Roles,  2>;
+using D64Small   = Config<DTYPE,  64,  64,  4,     1,    128,  2,     true,  Registers::Roles,  2, true>;
+using D96Large   = Config<DTYPE,  96,  96,  8,     2,     64,  2,     false, Registers::Roles,  1>;
+using D128Large  = Config<DTYPE, 128, 128,  8,     2,     64,  1,     false, Registers::Roles,  1>;
+using D128Medium = Config<DTYPE, 128, 128,  8,     1,     64,  2,     true,  Registers::Roles,  1>;
+using D192Large  = Config<DTYPE, 192, 128,  8,     1,     64,  1,     false, Registers::Roles,  1>;
+using D256Pair   = Config<DTYPE, 256, 256,  4,     1,     64,  1,     false, Registers::Roles,  2>;
+using D256Large  = Config<DTYPE, 256, 256,  8,     1,     32,  1,     false, Registers::Roles,  1>;
 
-//                                        head_dim  block       Q in                    CTAs    context in
-//                                       q,k   v     _k  stages  regs   registers         per SM  registers
-template <DType T>
-using D64Few     = FewRowsConfig<T,  64,  64, 128,  2,     true,  Registers::Roles,  2, true>;
-template <DType T>
-using D96Few     = FewRowsConfig<T,  96,  96,  64,  2,     true,  Registers::Even,   1>;
-template <DType T>
-using D128Few    = FewRowsConfig<T, 128, 128,  64,  2,     true,  Registers::Even,   1>;
-template <DType T>
-using D192Few    = FewRowsConfig<T, 192, 128,  32,  2,     false, Registers::Even,   1>;
-template <DType T>
-using D256Few    = FewRowsConfig<T, 256, 256,  32,  2,     false, Registers::Even,   1>;
+//                                            head_dim  block       Q in                    CTAs    context in
+//                                           q,k   v     _k  stages  regs   registers         per SM  registers
+using D64Few     = FewRowsConfig<DTYPE,  64,  64, 128,  2,     true,  Registers::Roles,  2, true>;
+using D96Few     = FewRowsConfig<DTYPE,  96,  96,  64,  2,     true,  Registers::Even,   1>;
+using D128Few    = FewRowsConfig<DTYPE, 128, 128,  64,  2,     true,  Registers::Even,   1>;
+using D192Few    = FewRowsConfig<DTYPE, 192, 128,  32,  2,     false, Registers::Even,   1>;
+using D256Few    = FewRowsConfig<DTYPE, 256, 256,  32,  2,     false, Registers::Even,   1>;
 // clang-format on
 
 // --- 8-bit inputs ---

@@ -64,35 +64,30 @@ constexpr ConsumerTile tile(const char* name, core::ServesFrom serves, const cha
 
 // Measured on an H200 (NOTES.md).
 constexpr ConsumerTile TILES[] = {
-    tile<D64Short<DType::F16>>("d64_short", {.max_keys = D64Short<DType::F16>::BLOCK_K},
-                               "few keys: all of them at a time"),
-    tile<D64Pair<DType::F16>>(
-        "d64_pair", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1.5, .min_uneven_tiles_per_sm = 4},
-        "two CTAs per SM of 128 rows"),
-    tile<D64Large<DType::F16>>("d64_large",
-                               {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 2},
-                               "one CTA per SM: 8 warps of 32 rows share K and V"),
-    tile<D64Medium<DType::F16>>("d64_medium", {.min_tiles_per_sm = 4},
-                                "fewer tiles: 64 rows balance better"),
-    tile<D64Small<DType::F16>>("d64_small", {}, "few tiles: 64 rows with 128 keys at a time"),
-    tile<D64Few<DType::F16>>("d64_few", {},
-                             "few query rows: keys split over CTAs, or heads packed"),
-    tile<D96Large<DType::F16>>("d96_large", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
-                               "8 warps of 32 rows share K and V"),
-    tile<D96Few<DType::F16>>("d96_few", {}, "few tiles: 64 rows make four times as many"),
-    tile<D128Large<DType::F16>>("d128_large", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
-                                "8 warps of 32 rows share K and V"),
-    tile<D128Medium<DType::F16>>("d128_medium", {.min_tiles_per_sm = 0.5},
-                                 "fewer tiles: 128 rows make twice as many"),
-    tile<D128Few<DType::F16>>("d128_few", {}, "few tiles: 64 rows make four times as many"),
-    tile<D192Large<DType::F16>>("d192_large", {.min_tiles_per_sm = 0.5},
-                                "8 warps of 16 rows share K and V"),
-    tile<D192Few<DType::F16>>("d192_few", {}, "few tiles: 64 rows make twice as many"),
-    tile<D256Pair<DType::F16>>("d256_pair", {.min_ctas_per_sm = 2},
-                               "two CTAs per SM with 64 keys where 227 KB are there"),
-    tile<D256Large<DType::F16>>("d256_large", {.min_tiles_per_sm = 0.5},
-                                "one CTA per SM: 8 warps of 16 rows share K and V"),
-    tile<D256Few<DType::F16>>("d256_few", {}, "few tiles: 64 rows make twice as many"),
+    tile<D64Short>("d64_short", {.max_keys = D64Short::BLOCK_K}, "few keys: all of them at a time"),
+    tile<D64Pair>("d64_pair",
+                  {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1.5, .min_uneven_tiles_per_sm = 4},
+                  "two CTAs per SM of 128 rows"),
+    tile<D64Large>("d64_large", {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 2},
+                   "one CTA per SM: 8 warps of 32 rows share K and V"),
+    tile<D64Medium>("d64_medium", {.min_tiles_per_sm = 4}, "fewer tiles: 64 rows balance better"),
+    tile<D64Small>("d64_small", {}, "few tiles: 64 rows with 128 keys at a time"),
+    tile<D64Few>("d64_few", {}, "few query rows: keys split over CTAs, or heads packed"),
+    tile<D96Large>("d96_large", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
+                   "8 warps of 32 rows share K and V"),
+    tile<D96Few>("d96_few", {}, "few tiles: 64 rows make four times as many"),
+    tile<D128Large>("d128_large", {.min_tiles_per_sm = 1, .min_uneven_tiles_per_sm = 2},
+                    "8 warps of 32 rows share K and V"),
+    tile<D128Medium>("d128_medium", {.min_tiles_per_sm = 0.5},
+                     "fewer tiles: 128 rows make twice as many"),
+    tile<D128Few>("d128_few", {}, "few tiles: 64 rows make four times as many"),
+    tile<D192Large>("d192_large", {.min_tiles_per_sm = 0.5}, "8 warps of 16 rows share K and V"),
+    tile<D192Few>("d192_few", {}, "few tiles: 64 rows make twice as many"),
+    tile<D256Pair>("d256_pair", {.min_ctas_per_sm = 2},
+                   "two CTAs per SM with 64 keys where 227 KB are there"),
+    tile<D256Large>("d256_large", {.min_tiles_per_sm = 0.5},
+                    "one CTA per SM: 8 warps of 16 rows share K and V"),
+    tile<D256Few>("d256_few", {}, "few tiles: 64 rows make twice as many"),
 };
 
 // Chosen by analogy: no GPU with 8-bit mma.sync and TMA was measured (NOTES.md).
@@ -122,8 +117,8 @@ constexpr const char* TABLE =
     "a table of blocks: two rows of blocks share the blocks of keys that either sees; its speed is "
     "unmeasured on 12.x";
 constexpr ConsumerTile TABLE_TILES[] = {
-    tile<D64Table<DType::F16>>("d64_table", {}, TABLE),
-    tile<D128Table<DType::F16>>("d128_table", {}, TABLE),
+    tile<D64Table>("d64_table", {}, TABLE),
+    tile<D128Table>("d128_table", {}, TABLE),
 };
 
 std::span<const ConsumerTile> table_of(const Problem& problem) {
@@ -226,7 +221,7 @@ Notes notes(const LaunchPlan& plan) {
   const std::string registers = tile->registers == Registers::Roles
                                     ? str(tile->consumer_registers) +
                                           " for each consumer thread, " +
-                                          str(D64Large<DType::F16>::PRODUCER_REGISTERS) +
+                                          str(D64Large::PRODUCER_REGISTERS) +
                                           " for each of the producer's warpgroup (setmaxnreg)"
                                     : "the same for all warps";
   return {

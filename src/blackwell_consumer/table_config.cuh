@@ -27,9 +27,7 @@ struct TableConfig : Base {
                 "the rows of a warp lie in one row of blocks, and a block of keys is one of them");
   static_assert(SHARED_BYTES <= 99 * 1024, "CUDA: at most 99 KiB of shared memory in a CTA (12.x)");
 };
-template <DType T>
-using D64Table = TableConfig<D64Pair<T>>;
-template <DType T>
-using D128Table = TableConfig<D128Medium<T>>;
+using D64Table = TableConfig<D64Pair>;
+using D128Table = TableConfig<D128Medium>;
 
 }  // namespace archflash::blackwell_consumer

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/device/slab_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 
 namespace archflash::blackwell_dc {
 
@@ -98,12 +98,10 @@ struct BackwardConfig {
 };
 
 // clang-format off
-//                                          head_dim  stages    dQ over
-//                                                    Q   dO    dS
-template <DType T>
-using BackwardD64  = BackwardConfig<T,         64,    2,  2,    false>;
-template <DType T>
-using BackwardD128 = BackwardConfig<T,        128,    2,  1,    true>;
+//                                              head_dim  stages    dQ over
+//                                                        Q   dO    dS
+using BackwardD64  = BackwardConfig<DTYPE,         64,    2,  2,    false>;
+using BackwardD128 = BackwardConfig<DTYPE,        128,    2,  1,    true>;
 // clang-format on
 
 }  // namespace archflash::blackwell_dc

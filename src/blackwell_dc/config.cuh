@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "common/device/slab_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 
 namespace archflash::blackwell_dc {
 
@@ -168,47 +168,32 @@ constexpr Switches FIVE_16THS{.polynomial_pairs = 5};
 constexpr Switches SIX_OF_THREE_QUARTERS{.polynomial_pairs = 6,
                                          .polynomial_in_last_quarter = false};
 
-//                              head_dim        block  stages  O over
-//                             q,k   v    tiles  _k    K   V   Q      registers     switches
-template <DType T>
-using D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
-template <DType T>
-using D96  = Config<T,  96,  96,  2,    128,  5,  0,  false, MORE_SOFTMAX, SIX_OF_THREE_QUARTERS>;
-template <DType T>
-using D128 = Config<T, 128, 128,  2,    128,  3,  0,  false, MORE_SOFTMAX, THREE_16THS>;
-template <DType T>
-using D192 = Config<T, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, NONE>;
-template <DType T>
-using D256 = Config<T, 256, 256,  1,     64,  2,  2,  true,  ONE_SOFTMAX, NONE>;
+//                                  head_dim        block  stages  O over
+//                                 q,k   v    tiles  _k    K   V   Q      registers     switches
+using D64  = Config<DTYPE,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
+using D96  = Config<DTYPE,  96,  96,  2,    128,  5,  0,  false, MORE_SOFTMAX, SIX_OF_THREE_QUARTERS>;
+using D128 = Config<DTYPE, 128, 128,  2,    128,  3,  0,  false, MORE_SOFTMAX, THREE_16THS>;
+using D192 = Config<DTYPE, 192, 128,  2,    128,  2,  1,  true,  MORE_SOFTMAX, NONE>;
+using D256 = Config<DTYPE, 256, 256,  1,     64,  2,  2,  true,  ONE_SOFTMAX, NONE>;
 // Pairs of CTAs, for long sequences: tiles of 2 x 256 rows, half a block of K or V in each stage.
-template <DType T>
-using D128Pair = Config<T, 128, 128, 2, 128, 6, 0, false, MORE_SOFTMAX, THREE_16THS, 2>;
-template <DType T>
-using D192Pair = Config<T, 192, 128, 2, 128, 4, 2, true, MORE_SOFTMAX, NONE, 2>;
+using D128Pair = Config<DTYPE, 128, 128, 2, 128, 6, 0, false, MORE_SOFTMAX, THREE_16THS, 2>;
+using D192Pair = Config<DTYPE, 192, 128, 2, 128, 4, 2, true, MORE_SOFTMAX, NONE, 2>;
 // For few query rows: one tile, and as many stages of K and V as there is room for.
-template <DType T>
-using D64Few  = Config<T,  64,  64,  1,    128,  6,  6,  false, ONE_SOFTMAX, FIVE_16THS>;
-template <DType T>
-using D96Few  = Config<T,  96,  96,  1,    128,  4,  3,  false, ONE_SOFTMAX, SIX_OF_THREE_QUARTERS>;
-template <DType T>
-using D128Few = Config<T, 128, 128,  1,    128,  3,  2,  false, ONE_SOFTMAX, THREE_16THS>;
-template <DType T>
-using D192Few = Config<T, 192, 128,  1,    128,  2,  2,  true,  ONE_SOFTMAX, NONE>;
+using D64Few  = Config<DTYPE,  64,  64,  1,    128,  6,  6,  false, ONE_SOFTMAX, FIVE_16THS>;
+using D96Few  = Config<DTYPE,  96,  96,  1,    128,  4,  3,  false, ONE_SOFTMAX, SIX_OF_THREE_QUARTERS>;
+using D128Few = Config<DTYPE, 128, 128,  1,    128,  3,  2,  false, ONE_SOFTMAX, THREE_16THS>;
+using D192Few = Config<DTYPE, 192, 128,  1,    128,  2,  2,  true,  ONE_SOFTMAX, NONE>;
 // clang-format on
 
 // --- 8-bit inputs ---
 
 // clang-format off
-//                                 head_dim        block  stages  O over
-//                                q,k   v    tiles  _k    K   V   Q      registers     switches
-template <DType T>
-using Fp8D64  = Config<T,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
-template <DType T>
-using Fp8D128 = Config<T, 128, 128,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
-template <DType T>
-using Fp8D192 = Config<T, 192, 128,  2,    128,  3,  2,  false, MORE_SOFTMAX, FIVE_16THS>;
-template <DType T>
-using Fp8D256 = Config<T, 256, 256,  1,    128,  2,  2,  false, MORE_SOFTMAX, EIGHTH>;
+//                                           head_dim        block  stages  O over
+//                                          q,k   v    tiles  _k    K   V   Q      registers     switches
+using Fp8D64  = Config<DType::E4M3,  64,  64,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
+using Fp8D128 = Config<DType::E4M3, 128, 128,  2,    128,  8,  0,  false, MORE_SOFTMAX, FIVE_16THS>;
+using Fp8D192 = Config<DType::E4M3, 192, 128,  2,    128,  3,  2,  false, MORE_SOFTMAX, FIVE_16THS>;
+using Fp8D256 = Config<DType::E4M3, 256, 256,  1,    128,  2,  2,  false, MORE_SOFTMAX, EIGHTH>;
 // clang-format on
 
 // --- for 10.3 ---
@@ -225,20 +210,20 @@ using WithoutPolynomials =
 
 // The sums of shared memory that NOTES.md shows: Q, K and V, O, in KiB.
 constexpr int KIB = 1024;
-static_assert(D64<DType::BF16>::STATS_SMEM == (32 + 8 * 16 + 32) * KIB);
-static_assert(D96<DType::BF16>::STATS_SMEM == (48 + 5 * 24 + 48) * KIB);
-static_assert(D128<DType::BF16>::STATS_SMEM == (64 + 3 * 32 + 64) * KIB);
-static_assert(D128Pair<DType::BF16>::STATS_SMEM == (64 + 6 * 16 + 64) * KIB);
-static_assert(D192<DType::BF16>::STATS_SMEM == (96 + 2 * 48 + 32) * KIB);
-static_assert(D192Pair<DType::BF16>::STATS_SMEM == (96 + 4 * 24 + 2 * 16) * KIB);
-static_assert(D256<DType::BF16>::STATS_SMEM == (64 + 4 * 32) * KIB);
-static_assert(D64Few<DType::BF16>::STATS_SMEM == (16 + 6 * 16 + 6 * 16 + 16) * KIB);
-static_assert(D96Few<DType::BF16>::STATS_SMEM == (24 + 4 * 24 + 3 * 24 + 24) * KIB);
-static_assert(D128Few<DType::BF16>::STATS_SMEM == (32 + 3 * 32 + 2 * 32 + 32) * KIB);
-static_assert(D192Few<DType::BF16>::STATS_SMEM == (48 + 2 * 48 + 2 * 32) * KIB);
-static_assert(Fp8D64<DType::E4M3>::STATS_SMEM == (16 + 8 * 8 + 32) * KIB);
-static_assert(Fp8D128<DType::E4M3>::STATS_SMEM == (32 + 8 * 16 + 64) * KIB);
-static_assert(Fp8D192<DType::E4M3>::STATS_SMEM == (48 + 3 * 24 + 2 * 16 + 64) * KIB);
-static_assert(Fp8D256<DType::E4M3>::STATS_SMEM == (32 + 2 * 32 + 2 * 32 + 64) * KIB);
+static_assert(D64::STATS_SMEM == (32 + 8 * 16 + 32) * KIB);
+static_assert(D96::STATS_SMEM == (48 + 5 * 24 + 48) * KIB);
+static_assert(D128::STATS_SMEM == (64 + 3 * 32 + 64) * KIB);
+static_assert(D128Pair::STATS_SMEM == (64 + 6 * 16 + 64) * KIB);
+static_assert(D192::STATS_SMEM == (96 + 2 * 48 + 32) * KIB);
+static_assert(D192Pair::STATS_SMEM == (96 + 4 * 24 + 2 * 16) * KIB);
+static_assert(D256::STATS_SMEM == (64 + 4 * 32) * KIB);
+static_assert(D64Few::STATS_SMEM == (16 + 6 * 16 + 6 * 16 + 16) * KIB);
+static_assert(D96Few::STATS_SMEM == (24 + 4 * 24 + 3 * 24 + 24) * KIB);
+static_assert(D128Few::STATS_SMEM == (32 + 3 * 32 + 2 * 32 + 32) * KIB);
+static_assert(D192Few::STATS_SMEM == (48 + 2 * 48 + 2 * 32) * KIB);
+static_assert(Fp8D64::STATS_SMEM == (16 + 8 * 8 + 32) * KIB);
+static_assert(Fp8D128::STATS_SMEM == (32 + 8 * 16 + 64) * KIB);
+static_assert(Fp8D192::STATS_SMEM == (48 + 3 * 24 + 2 * 16 + 64) * KIB);
+static_assert(Fp8D256::STATS_SMEM == (32 + 2 * 32 + 2 * 32 + 64) * KIB);
 
 }  // namespace archflash::blackwell_dc

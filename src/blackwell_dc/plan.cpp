@@ -76,24 +76,20 @@ constexpr RoleTile tile(const char* name) {
 }
 
 // One for each head dimension, the smallest first.
-constexpr RoleTile TILES[] = {tile<D64<DType::F16>>("d64"), tile<D96<DType::F16>>("d96"),
-                              tile<D128<DType::F16>>("d128"), tile<D192<DType::F16>>("d192"),
-                              tile<D256<DType::F16>>("d256")};
+constexpr RoleTile TILES[] = {tile<D64>("d64"), tile<D96>("d96"), tile<D128>("d128"),
+                              tile<D192>("d192"), tile<D256>("d256")};
 
 // For pairs of CTAs: each has the head dimensions of one of TILES, and serves where pairs_pay().
-constexpr RoleTile PAIRS[] = {tile<D128Pair<DType::F16>>("d128_pair"),
-                              tile<D192Pair<DType::F16>>("d192_pair")};
+constexpr RoleTile PAIRS[] = {tile<D128Pair>("d128_pair"), tile<D192Pair>("d192_pair")};
 
 // For few query rows: one tile of 128 rows, whose keys may be split over CTAs.
-constexpr int FEW_ROWS = D64Few<DType::F16>::TILE_ROWS;
-constexpr RoleTile FEW_TILES[] = {
-    tile<D64Few<DType::F16>>("d64_few"), tile<D96Few<DType::F16>>("d96_few"),
-    tile<D128Few<DType::F16>>("d128_few"), tile<D192Few<DType::F16>>("d192_few"),
-    tile<D256<DType::F16>>("d256")};
+constexpr int FEW_ROWS = D64Few::TILE_ROWS;
+constexpr RoleTile FEW_TILES[] = {tile<D64Few>("d64_few"), tile<D96Few>("d96_few"),
+                                  tile<D128Few>("d128_few"), tile<D192Few>("d192_few"),
+                                  tile<D256>("d256")};
 
-constexpr RoleTile FP8_TILES[] = {
-    tile<Fp8D64<DType::E4M3>>("d64"), tile<Fp8D128<DType::E4M3>>("d128"),
-    tile<Fp8D192<DType::E4M3>>("d192"), tile<Fp8D256<DType::E4M3>>("d256")};
+constexpr RoleTile FP8_TILES[] = {tile<Fp8D64>("d64"), tile<Fp8D128>("d128"), tile<Fp8D192>("d192"),
+                                  tile<Fp8D256>("d256")};
 
 // Tiles that replace others on 10.3. The other kernels have no polynomials, or wait for memory.
 struct Replacement {
@@ -106,14 +102,12 @@ constexpr Replacement on_10_3(const char* replaces, const char* name) {
   mufu.reason = "10.3: no polynomials, since its MUFU is said to be twice as fast";
   return {replaces, mufu};
 }
-constexpr Replacement ON_10_3[] = {on_10_3<D64<DType::F16>>("d64", "d64_mufu"),
-                                   on_10_3<D96<DType::F16>>("d96", "d96_mufu"),
-                                   on_10_3<D128<DType::F16>>("d128", "d128_mufu"),
-                                   on_10_3<D128Pair<DType::F16>>("d128_pair", "d128_mufu_pair")};
-constexpr Replacement FP8_ON_10_3[] = {on_10_3<Fp8D64<DType::E4M3>>("d64", "d64_mufu"),
-                                       on_10_3<Fp8D128<DType::E4M3>>("d128", "d128_mufu"),
-                                       on_10_3<Fp8D192<DType::E4M3>>("d192", "d192_mufu"),
-                                       on_10_3<Fp8D256<DType::E4M3>>("d256", "d256_mufu")};
+constexpr Replacement ON_10_3[] = {on_10_3<D64>("d64", "d64_mufu"), on_10_3<D96>("d96", "d96_mufu"),
+                                   on_10_3<D128>("d128", "d128_mufu"),
+                                   on_10_3<D128Pair>("d128_pair", "d128_mufu_pair")};
+constexpr Replacement FP8_ON_10_3[] = {
+    on_10_3<Fp8D64>("d64", "d64_mufu"), on_10_3<Fp8D128>("d128", "d128_mufu"),
+    on_10_3<Fp8D192>("d192", "d192_mufu"), on_10_3<Fp8D256>("d256", "d256_mufu")};
 
 std::span<const Replacement> replacements(const Problem& problem) {
   if (is_fp8(problem.dtype)) return FP8_ON_10_3;

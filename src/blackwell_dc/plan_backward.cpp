@@ -13,8 +13,8 @@ const Description& describe();
 namespace {
 
 constexpr core::RoundsTile TILES[] = {
-    core::rounds_tile<BackwardD64<DType::F16>>("d64"),
-    core::rounds_tile<BackwardD128<DType::F16>>("d128"),
+    core::rounds_tile<BackwardD64>("d64"),
+    core::rounds_tile<BackwardD128>("d128"),
 };
 
 }  // namespace

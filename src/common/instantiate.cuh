@@ -3,11 +3,8 @@
 // ARCHFLASH_DTYPE_WORD is bf16.
 #pragma once
 
-#include "common/dtype.h"
-
-namespace archflash {
-constexpr DType DTYPE = DType::ARCHFLASH_DTYPE;
-}
+#include "common/image_dtype.h"
+#include "common/kernel_entry.cuh"
 
 // The name of a kernel for this type: KERNEL(hopper_attention_fwd, d64_large) is
 // hopper_attention_fwd_bf16_d64_large, and KERNEL(hopper_combine) is hopper_combine_bf16.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/device/slab_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 
 namespace archflash::hopper {
 
@@ -358,60 +358,38 @@ constexpr BackwardVariant with_dropout(BackwardVariant variant) {
   variant.drops = true;
   return variant;
 }
-template <DType T>
-using BackwardD32 = BackwardConfig<T, BACKWARD_D32>;
-template <DType T, bool SOFTCAP = false>
-using BackwardD64 = BackwardConfig<T, with_softcap(BACKWARD_D64, SOFTCAP)>;
-template <DType T>
-using BackwardD32Short = BackwardConfig<T, BACKWARD_D32_SHORT>;
-template <DType T>
-using BackwardD64Short = BackwardConfig<T, BACKWARD_D64_SHORT>;
-template <DType T>
-using BackwardD96 = BackwardConfig<T, BACKWARD_D96>;
-template <DType T, bool SOFTCAP = false>
-using BackwardD128 = BackwardConfig<T, with_softcap(BACKWARD_D128, SOFTCAP)>;
-template <DType T>
-using BackwardD64Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D64)>;
-template <DType T>
-using BackwardD128Exact = BackwardConfig<T, with_exact_sums(BACKWARD_D128)>;
-template <DType T>
-using BackwardD32ShortOne = BackwardConfig<T, with_one_tile(BACKWARD_D32_SHORT)>;
-template <DType T>
-using BackwardD64ShortOne = BackwardConfig<T, with_one_tile(BACKWARD_D64_SHORT)>;
-template <DType T>
-using BackwardD32One = BackwardConfig<T, with_one_tile(BACKWARD_D32)>;
-template <DType T>
-using BackwardD64One = BackwardConfig<T, with_one_tile(BACKWARD_D64)>;
-template <DType T>
-using BackwardD96One = BackwardConfig<T, with_one_tile(BACKWARD_D96)>;
-template <DType T>
-using BackwardD128One = BackwardConfig<T, with_swapped_keys(with_one_tile(BACKWARD_D128))>;
-template <DType T>
-using BackwardD128CausalTurns = BackwardConfig<T, with_turns(BACKWARD_D128)>;
-template <DType T>
-using BackwardD64Turns = BackwardConfig<T, with_turns(BACKWARD_D64)>;
-template <DType T>
-using BackwardD96Turns = BackwardConfig<T, with_turns(BACKWARD_D96)>;
-template <DType T>
-using BackwardD128Turns = BackwardConfig<T, with_swapped_keys(with_turns(BACKWARD_D128))>;
-template <DType T>
-using BackwardD128Stays = BackwardConfig<T, with_swapped_keys(BACKWARD_D128)>;
+using BackwardD32 = BackwardConfig<DTYPE, BACKWARD_D32>;
+template <bool SOFTCAP = false>
+using BackwardD64 = BackwardConfig<DTYPE, with_softcap(BACKWARD_D64, SOFTCAP)>;
+using BackwardD32Short = BackwardConfig<DTYPE, BACKWARD_D32_SHORT>;
+using BackwardD64Short = BackwardConfig<DTYPE, BACKWARD_D64_SHORT>;
+using BackwardD96 = BackwardConfig<DTYPE, BACKWARD_D96>;
+template <bool SOFTCAP = false>
+using BackwardD128 = BackwardConfig<DTYPE, with_softcap(BACKWARD_D128, SOFTCAP)>;
+using BackwardD64Exact = BackwardConfig<DTYPE, with_exact_sums(BACKWARD_D64)>;
+using BackwardD128Exact = BackwardConfig<DTYPE, with_exact_sums(BACKWARD_D128)>;
+using BackwardD32ShortOne = BackwardConfig<DTYPE, with_one_tile(BACKWARD_D32_SHORT)>;
+using BackwardD64ShortOne = BackwardConfig<DTYPE, with_one_tile(BACKWARD_D64_SHORT)>;
+using BackwardD32One = BackwardConfig<DTYPE, with_one_tile(BACKWARD_D32)>;
+using BackwardD64One = BackwardConfig<DTYPE, with_one_tile(BACKWARD_D64)>;
+using BackwardD96One = BackwardConfig<DTYPE, with_one_tile(BACKWARD_D96)>;
+using BackwardD128One = BackwardConfig<DTYPE, with_swapped_keys(with_one_tile(BACKWARD_D128))>;
+using BackwardD128CausalTurns = BackwardConfig<DTYPE, with_turns(BACKWARD_D128)>;
+using BackwardD64Turns = BackwardConfig<DTYPE, with_turns(BACKWARD_D64)>;
+using BackwardD96Turns = BackwardConfig<DTYPE, with_turns(BACKWARD_D96)>;
+using BackwardD128Turns = BackwardConfig<DTYPE, with_swapped_keys(with_turns(BACKWARD_D128))>;
+using BackwardD128Stays = BackwardConfig<DTYPE, with_swapped_keys(BACKWARD_D128)>;
 // BackwardD64Table: all blocks of a round are computed where one of them is seen, half of 128 keys
 // and queries perhaps for nothing. The tiles for few keys have one block in a round.
-template <DType T>
-using BackwardD64Table = BackwardConfig<T, with_lists(BACKWARD_D64_SHORT)>;
-template <DType T>
-using BackwardD128Table = BackwardConfig<T, with_lists(BACKWARD_D128)>;
-template <DType T, bool GRADIENT = false>
-using BackwardD64Dense = BackwardConfig<T, with_mask(BACKWARD_D64, GRADIENT)>;
-template <DType T>
-using BackwardD64Added = BackwardConfig<T, with_elements(BACKWARD_D64)>;
-template <DType T, bool GRADIENT = false>
-using BackwardD128Dense = BackwardConfig<T, with_mask(BACKWARD_D128, GRADIENT)>;
-template <DType T>
-using BackwardD64Dropout = BackwardConfig<T, with_dropout(BACKWARD_D64)>;
-template <DType T>
-using BackwardD128Dropout = BackwardConfig<T, with_dropout(BACKWARD_D128)>;
+using BackwardD64Table = BackwardConfig<DTYPE, with_lists(BACKWARD_D64_SHORT)>;
+using BackwardD128Table = BackwardConfig<DTYPE, with_lists(BACKWARD_D128)>;
+template <bool GRADIENT = false>
+using BackwardD64Dense = BackwardConfig<DTYPE, with_mask(BACKWARD_D64, GRADIENT)>;
+using BackwardD64Added = BackwardConfig<DTYPE, with_elements(BACKWARD_D64)>;
+template <bool GRADIENT = false>
+using BackwardD128Dense = BackwardConfig<DTYPE, with_mask(BACKWARD_D128, GRADIENT)>;
+using BackwardD64Dropout = BackwardConfig<DTYPE, with_dropout(BACKWARD_D64)>;
+using BackwardD128Dropout = BackwardConfig<DTYPE, with_dropout(BACKWARD_D128)>;
 
 constexpr WideBackwardVariant BACKWARD_D192 = {.head_dim = 192,
                                                .head_dim_v = 128,
@@ -437,11 +415,9 @@ constexpr WideBackwardVariant with_mask(WideBackwardVariant variant, bool gradie
   variant.weights_registers += 8;
   return variant;
 }
-template <DType T>
-using BackwardD192 = WideBackwardConfig<T, BACKWARD_D192>;
-template <DType T>
-using BackwardD256 = WideBackwardConfig<T, BACKWARD_D256>;
-template <DType T, bool GRADIENT = false>
-using BackwardD256Dense = WideBackwardConfig<T, with_mask(BACKWARD_D256, GRADIENT)>;
+using BackwardD192 = WideBackwardConfig<DTYPE, BACKWARD_D192>;
+using BackwardD256 = WideBackwardConfig<DTYPE, BACKWARD_D256>;
+template <bool GRADIENT = false>
+using BackwardD256Dense = WideBackwardConfig<DTYPE, with_mask(BACKWARD_D256, GRADIENT)>;
 
 }  // namespace archflash::hopper

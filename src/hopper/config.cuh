@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "common/device/slab_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 #include "hopper/grouped_tile.cuh"
 
 namespace archflash::hopper {
@@ -276,41 +276,41 @@ constexpr Variant of_mixed_lengths(Variant variant) {
 // three have no registers for the masks of what is kept. Kernels of their own write fp32 outputs:
 // as a branch in the others that cost calls of 16 bits 1% (docs/lab/hopper.md).
 // clang-format off
-template <DType T> using D64Large   = Config<T, in_turns({.head_dim = 64,  .warpgroups = 4, .block_k = 64,  .stages = 3, .q_stages = 2})>;
-template <DType T> using D64Medium  = Config<T, in_turns({.head_dim = 64,  .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2})>;
-template <DType T> using D64Turns   = Config<T, no_overlap({.head_dim = 64,  .warpgroups = 4, .block_k = 96, .stages = 3, .q_stages = 2})>;
-template <DType T> using D64Few     = Config<T, few({.head_dim = 64,  .block_k = 128, .stages = 3, .ctas_per_sm = 2})>;
-template <DType T> using D96Large   = Config<T, in_turns({.head_dim = 96,  .warpgroups = 3, .block_k = 96,  .stages = 2, .q_stages = 2})>;
-template <DType T> using D96Medium  = Config<T, in_turns({.head_dim = 96,  .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
-template <DType T> using D96Few     = Config<T, few({.head_dim = 96,  .block_k = 64,  .stages = 3, .ctas_per_sm = 2})>;
-template <DType T> using D128Large  = Config<T, in_turns({.head_dim = 128, .warpgroups = 3, .block_k = 80,  .stages = 3, .q_stages = 2})>;
-template <DType T> using D128Medium = Config<T, in_turns({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 2, .q_stages = 2})>;
-template <DType T> using D128Turns  = Config<T, no_overlap({.head_dim = 128, .warpgroups = 3, .block_k = 128, .stages = 2, .q_stages = 2})>;
-template <DType T> using D128Few    = Config<T, few({.head_dim = 128, .block_k = 64,  .stages = 3, .ctas_per_sm = 2})>;
-template <DType T> using D192Large  = Config<T, in_turns({.head_dim = 192, .warpgroups = 3, .block_k = 80,  .stages = 2, .head_dim_v = 128})>;
-template <DType T> using D192Medium = Config<T, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 128, .stages = 2, .head_dim_v = 128})>;
-template <DType T> using D192Few    = Config<T, few({.head_dim = 192, .block_k = 64,  .stages = 2, .ctas_per_sm = 2, .head_dim_v = 128})>;
-template <DType T> using D256Large  = Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 80,  .stages = 2})>;
-template <DType T> using D256Few    = Config<T, few({.head_dim = 256, .block_k = 64,  .stages = 2})>;
+using D64Large   = Config<DTYPE, in_turns({.head_dim = 64,  .warpgroups = 4, .block_k = 64,  .stages = 3, .q_stages = 2})>;
+using D64Medium  = Config<DTYPE, in_turns({.head_dim = 64,  .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2})>;
+using D64Turns   = Config<DTYPE, no_overlap({.head_dim = 64,  .warpgroups = 4, .block_k = 96, .stages = 3, .q_stages = 2})>;
+using D64Few     = Config<DTYPE, few({.head_dim = 64,  .block_k = 128, .stages = 3, .ctas_per_sm = 2})>;
+using D96Large   = Config<DTYPE, in_turns({.head_dim = 96,  .warpgroups = 3, .block_k = 96,  .stages = 2, .q_stages = 2})>;
+using D96Medium  = Config<DTYPE, in_turns({.head_dim = 96,  .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
+using D96Few     = Config<DTYPE, few({.head_dim = 96,  .block_k = 64,  .stages = 3, .ctas_per_sm = 2})>;
+using D128Large  = Config<DTYPE, in_turns({.head_dim = 128, .warpgroups = 3, .block_k = 80,  .stages = 3, .q_stages = 2})>;
+using D128Medium = Config<DTYPE, in_turns({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 2, .q_stages = 2})>;
+using D128Turns  = Config<DTYPE, no_overlap({.head_dim = 128, .warpgroups = 3, .block_k = 128, .stages = 2, .q_stages = 2})>;
+using D128Few    = Config<DTYPE, few({.head_dim = 128, .block_k = 64,  .stages = 3, .ctas_per_sm = 2})>;
+using D192Large  = Config<DTYPE, in_turns({.head_dim = 192, .warpgroups = 3, .block_k = 80,  .stages = 2, .head_dim_v = 128})>;
+using D192Medium = Config<DTYPE, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 128, .stages = 2, .head_dim_v = 128})>;
+using D192Few    = Config<DTYPE, few({.head_dim = 192, .block_k = 64,  .stages = 2, .ctas_per_sm = 2, .head_dim_v = 128})>;
+using D256Large  = Config<DTYPE, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 80,  .stages = 2})>;
+using D256Few    = Config<DTYPE, few({.head_dim = 256, .block_k = 64,  .stages = 2})>;
 
-template <DType T> using D64F32Out   = Config<T, with_f32_outputs(D64Large<T>::VARIANT)>;
-template <DType T> using D128F32Out  = Config<T, with_f32_outputs(D128Large<T>::VARIANT)>;
+using D64F32Out   = Config<DTYPE, with_f32_outputs(D64Large::VARIANT)>;
+using D128F32Out  = Config<DTYPE, with_f32_outputs(D128Large::VARIANT)>;
 
-template <DType T> using D64Dropout  = Config<T, with_dropout(in_turns({.head_dim = 64, .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2}))>;
-template <DType T> using D128Dropout = Config<T, with_dropout(D128Medium<T>::VARIANT)>;
+using D64Dropout  = Config<DTYPE, with_dropout(in_turns({.head_dim = 64, .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2}))>;
+using D128Dropout = Config<DTYPE, with_dropout(D128Medium::VARIANT)>;
 
-template <DType T> using D64Cache            = Config<T, with_cache(D64Medium<T>::VARIANT)>;
-template <DType T> using D64FewCache         = Config<T, with_cache(D64Few<T>::VARIANT)>;
-template <DType T> using D128Cache           = Config<T, with_cache(D128Large<T>::VARIANT)>;
-template <DType T> using D128PagesCache      = Config<T, with_pages(D128Medium<T>::VARIANT)>;
-template <DType T> using D128SmallPagesCache = Config<T, with_pages(D128Large<T>::VARIANT)>;
-template <DType T> using D128FewCache        = Config<T, with_cache(D128Few<T>::VARIANT)>;
-template <DType T> using D256Cache           = Config<T, with_cache(D256Large<T>::VARIANT)>;
-template <DType T> using D256PagesCache      = Config<T, with_pages(D256Large<T>::VARIANT)>;
-template <DType T> using D256FewCache        = Config<T, with_cache(D256Few<T>::VARIANT)>;
+using D64Cache            = Config<DTYPE, with_cache(D64Medium::VARIANT)>;
+using D64FewCache         = Config<DTYPE, with_cache(D64Few::VARIANT)>;
+using D128Cache           = Config<DTYPE, with_cache(D128Large::VARIANT)>;
+using D128PagesCache      = Config<DTYPE, with_pages(D128Medium::VARIANT)>;
+using D128SmallPagesCache = Config<DTYPE, with_pages(D128Large::VARIANT)>;
+using D128FewCache        = Config<DTYPE, with_cache(D128Few::VARIANT)>;
+using D256Cache           = Config<DTYPE, with_cache(D256Large::VARIANT)>;
+using D256PagesCache      = Config<DTYPE, with_pages(D256Large::VARIANT)>;
+using D256FewCache        = Config<DTYPE, with_cache(D256Few::VARIANT)>;
 
-template <DType T> using D64Mixed  = Config<T, of_mixed_lengths(D64Medium<T>::VARIANT)>;
-template <DType T> using D128Mixed = Config<T, of_mixed_lengths(D128Large<T>::VARIANT)>;
+using D64Mixed  = Config<DTYPE, of_mixed_lengths(D64Medium::VARIANT)>;
+using D128Mixed = Config<DTYPE, of_mixed_lengths(D128Large::VARIANT)>;
 // clang-format on
 
 // --- 8-bit inputs ---
@@ -324,17 +324,17 @@ constexpr int TRANSPOSED_COLUMNS = 128;  // and columns
 constexpr int TRANSPOSE_THREADS = 128;
 
 // clang-format off
-template <DType T> using Fp8D64        = Config<T, no_overlap({.head_dim = 64,  .warpgroups = 4, .block_k = 128, .stages = 3, .q_stages = 2})>;
-template <DType T> using Fp8D64Small   = Config<T, no_overlap({.head_dim = 64,  .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
-template <DType T> using Fp8D64Blocks  = Config<T, Variant{.head_dim = 64,  .warpgroups = 3, .block_k = 64,  .stages = 4, .q_stages = 2}>;
-template <DType T> using Fp8D128       = Config<T, no_overlap({.head_dim = 128, .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2})>;
-template <DType T> using Fp8D128Small  = Config<T, no_overlap({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
-template <DType T> using Fp8D128Blocks = Config<T, in_turns({.head_dim = 128, .warpgroups = 2, .block_k = 64,  .stages = 4, .q_stages = 2})>;
-template <DType T> using Fp8D192       = Config<T, no_overlap({.head_dim = 192, .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2, .head_dim_v = 128})>;
-template <DType T> using Fp8D192Blocks = Config<T, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 64,  .stages = 3, .q_stages = 2, .head_dim_v = 128})>;
-template <DType T> using Fp8D256       = Config<T, no_overlap({.head_dim = 256, .warpgroups = 2, .block_k = 192, .stages = 2})>;
-template <DType T> using Fp8D256Small  = Config<T, no_overlap({.head_dim = 256, .warpgroups = 2, .block_k = 128, .stages = 2})>;
-template <DType T> using Fp8D256Blocks = Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64,  .stages = 3, .q_stages = 2, .head_dim_v = 128, .slices_v = true})>;
+using Fp8D64        = Config<DType::E4M3, no_overlap({.head_dim = 64,  .warpgroups = 4, .block_k = 128, .stages = 3, .q_stages = 2})>;
+using Fp8D64Small   = Config<DType::E4M3, no_overlap({.head_dim = 64,  .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
+using Fp8D64Blocks  = Config<DType::E4M3, Variant{.head_dim = 64,  .warpgroups = 3, .block_k = 64,  .stages = 4, .q_stages = 2}>;
+using Fp8D128       = Config<DType::E4M3, no_overlap({.head_dim = 128, .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2})>;
+using Fp8D128Small  = Config<DType::E4M3, no_overlap({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 3, .q_stages = 2})>;
+using Fp8D128Blocks = Config<DType::E4M3, in_turns({.head_dim = 128, .warpgroups = 2, .block_k = 64,  .stages = 4, .q_stages = 2})>;
+using Fp8D192       = Config<DType::E4M3, no_overlap({.head_dim = 192, .warpgroups = 3, .block_k = 128, .stages = 3, .q_stages = 2, .head_dim_v = 128})>;
+using Fp8D192Blocks = Config<DType::E4M3, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 64,  .stages = 3, .q_stages = 2, .head_dim_v = 128})>;
+using Fp8D256       = Config<DType::E4M3, no_overlap({.head_dim = 256, .warpgroups = 2, .block_k = 192, .stages = 2})>;
+using Fp8D256Small  = Config<DType::E4M3, no_overlap({.head_dim = 256, .warpgroups = 2, .block_k = 128, .stages = 2})>;
+using Fp8D256Blocks = Config<DType::E4M3, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64,  .stages = 3, .q_stages = 2, .head_dim_v = 128, .slices_v = true})>;
 // clang-format on
 
 }  // namespace archflash::hopper

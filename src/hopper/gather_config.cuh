@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/image_dtype.h"
 #include "common/key_lists.h"
 #include "common/mma_sync/params.h"
 #include "hopper/config.cuh"
@@ -50,12 +51,12 @@ constexpr Variant gathers(Variant variant) {
 
 // Two warpgroups where so many rows share a list: each row that is gathered then serves 128.
 // clang-format off
-template <DType T> using D64Gather       = GatherConfig<T, gathers({.head_dim = 64,  .block_k = 128, .stages = 3, .ctas_per_sm = 2})>;
-template <DType T> using D64GatherLarge  = GatherConfig<T, no_overlap({.head_dim = 64,  .warpgroups = 2, .block_k = 128, .stages = 5})>;
-template <DType T> using D128Gather      = GatherConfig<T, gathers({.head_dim = 128, .block_k = 96, .stages = 2, .ctas_per_sm = 2})>;
-template <DType T> using D128GatherLarge = GatherConfig<T, gathers({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 3})>;
-template <DType T> using D256Gather      = GatherConfig<T, gathers({.head_dim = 256, .block_k = 64, .stages = 3})>;
-template <DType T> using D256GatherLarge = GatherConfig<T, gathers({.head_dim = 256, .warpgroups = 2, .block_k = 64, .stages = 2})>;
+using D64Gather       = GatherConfig<DTYPE, gathers({.head_dim = 64,  .block_k = 128, .stages = 3, .ctas_per_sm = 2})>;
+using D64GatherLarge  = GatherConfig<DTYPE, no_overlap({.head_dim = 64,  .warpgroups = 2, .block_k = 128, .stages = 5})>;
+using D128Gather      = GatherConfig<DTYPE, gathers({.head_dim = 128, .block_k = 96, .stages = 2, .ctas_per_sm = 2})>;
+using D128GatherLarge = GatherConfig<DTYPE, gathers({.head_dim = 128, .warpgroups = 2, .block_k = 128, .stages = 3})>;
+using D256Gather      = GatherConfig<DTYPE, gathers({.head_dim = 256, .block_k = 64, .stages = 3})>;
+using D256GatherLarge = GatherConfig<DTYPE, gathers({.head_dim = 256, .warpgroups = 2, .block_k = 64, .stages = 2})>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/device/slab_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 
 namespace archflash::hopper {
 
@@ -44,11 +44,8 @@ struct ListBackwardConfig {
   static_assert(SHARED_BYTES <= 227 * 1024, "CUDA: at most 227 KiB of shared memory in a CTA");
 };
 
-template <DType DTYPE>
 using D64Lists = ListBackwardConfig<DTYPE, 64>;
-template <DType DTYPE>
 using D128Lists = ListBackwardConfig<DTYPE, 128>;
-template <DType DTYPE>
 using D192Lists = ListBackwardConfig<DTYPE, 192, 128>;
 
 }  // namespace archflash::hopper

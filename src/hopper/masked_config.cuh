@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/image_dtype.h"
 #include "common/mask_params.h"
 #include "hopper/config.cuh"
 
@@ -189,20 +190,20 @@ struct SummarizedConfig
 };
 
 // clang-format off
-template <DType T> using D64Masked  = InPlaceConfig<Config<T, few({.head_dim = 64, .block_k = 64, .stages = 4, .ctas_per_sm = 2})>>;
-template <DType T> using D128Masked = InPlaceConfig<D128Few<T>>;
-template <DType T> using D256Masked = InPlaceConfig<D256Few<T>>;
-template <DType T> using D64Three   = LoneProducer<Config<T, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3}>>;
-template <DType T> using D256Two    = Config<T, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64, .stages = 2})>;
-template <DType T> using D64Dense   = SummarizedConfig<Config<T, in_turns({.head_dim = 64, .warpgroups = 3, .block_k = 64, .stages = 4, .q_stages = 2})>>;
-template <DType T> using D64DenseShort = SummarizedConfig<D64Three<T>>;
-template <DType T> using D64Added   = SummarizedConfig<Config<T, no_overlap({.head_dim = 64, .warpgroups = 4, .block_k = 64, .stages = 4, .q_stages = 2})>, false, true>;
-template <DType T> using D64AddedShort = SummarizedConfig<LoneProducer<Config<T, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3, .overlaps = false}>>, false, true>;
-template <DType T> using D128Dense  = SummarizedConfig<D128Medium<T>>;
-template <DType T> using D256Dense  = SummarizedConfig<D256Two<T>>;
-template <DType T> using D64Wide    = SummarizedConfig<D64Three<T>, true>;
-template <DType T> using D128Wide   = SummarizedConfig<D128Medium<T>, true>;
-template <DType T> using D256Wide   = SummarizedConfig<D256Two<T>, true>;
+using D64Masked  = InPlaceConfig<Config<DTYPE, few({.head_dim = 64, .block_k = 64, .stages = 4, .ctas_per_sm = 2})>>;
+using D128Masked = InPlaceConfig<D128Few>;
+using D256Masked = InPlaceConfig<D256Few>;
+using D64Three   = LoneProducer<Config<DTYPE, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3}>>;
+using D256Two    = Config<DTYPE, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 64, .stages = 2})>;
+using D64Dense   = SummarizedConfig<Config<DTYPE, in_turns({.head_dim = 64, .warpgroups = 3, .block_k = 64, .stages = 4, .q_stages = 2})>>;
+using D64DenseShort = SummarizedConfig<D64Three>;
+using D64Added   = SummarizedConfig<Config<DTYPE, no_overlap({.head_dim = 64, .warpgroups = 4, .block_k = 64, .stages = 4, .q_stages = 2})>, false, true>;
+using D64AddedShort = SummarizedConfig<LoneProducer<Config<DTYPE, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3, .overlaps = false}>>, false, true>;
+using D128Dense  = SummarizedConfig<D128Medium>;
+using D256Dense  = SummarizedConfig<D256Two>;
+using D64Wide    = SummarizedConfig<D64Three, true>;
+using D128Wide   = SummarizedConfig<D128Medium, true>;
+using D256Wide   = SummarizedConfig<D256Two, true>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -3,16 +3,17 @@
 // up to 192 columns of V, which would fill three quarters of the tiles for 256.
 #pragma once
 
+#include "common/image_dtype.h"
 #include "hopper/config.cuh"
 
 namespace archflash::hopper {
 
 // clang-format off
-template <DType T> using D96Turns      = Config<T, no_overlap({.head_dim = 96,  .warpgroups = 4, .block_k = 64, .stages = 3, .q_stages = 2})>;
-template <DType T> using D80Large      = Config<T, in_turns({.head_dim = 80,  .warpgroups = 3, .block_k = 96, .stages = 2, .q_stages = 2})>;
-template <DType T> using D80Turns      = Config<T, no_overlap({.head_dim = 80,  .warpgroups = 4, .block_k = 80, .stages = 3, .q_stages = 2})>;
-template <DType T> using D192Square    = Config<T, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 96, .stages = 2})>;
-template <DType T> using D192SquareFew = Config<T, few({.head_dim = 192, .block_k = 64, .stages = 2})>;
+using D96Turns      = Config<DTYPE, no_overlap({.head_dim = 96,  .warpgroups = 4, .block_k = 64, .stages = 3, .q_stages = 2})>;
+using D80Large      = Config<DTYPE, in_turns({.head_dim = 80,  .warpgroups = 3, .block_k = 96, .stages = 2, .q_stages = 2})>;
+using D80Turns      = Config<DTYPE, no_overlap({.head_dim = 80,  .warpgroups = 4, .block_k = 80, .stages = 3, .q_stages = 2})>;
+using D192Square    = Config<DTYPE, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 96, .stages = 2})>;
+using D192SquareFew = Config<DTYPE, few({.head_dim = 192, .block_k = 64, .stages = 2})>;
 // clang-format on
 
 }  // namespace archflash::hopper

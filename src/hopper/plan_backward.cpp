@@ -34,14 +34,14 @@ namespace {
 // The tiles of the smallest head dimensions come first. With "exact" in its name one has sums of dQ
 // that leave out rows and columns.
 constexpr BackwardTile TILES[] = {
-    backward_tile<BackwardD32<DType::F16>>("d32", nullptr, nullptr),
-    backward_tile<BackwardD64<DType::F16>>("d64", "d64_softcap", "d64_dropout"),
-    backward_tile<BackwardD64Exact<DType::F16>>("d64_exact", nullptr, nullptr),
-    backward_tile<BackwardD96<DType::F16>>("d96", nullptr, nullptr),
-    backward_tile<BackwardD128<DType::F16>>("d128", "d128_softcap", "d128_dropout"),
-    backward_tile<BackwardD128Exact<DType::F16>>("d128_exact", nullptr, nullptr),
-    backward_tile<BackwardD192<DType::F16>>("d192", nullptr, nullptr),
-    backward_tile<BackwardD256<DType::F16>>("d256", nullptr, nullptr),
+    backward_tile<BackwardD32>("d32", nullptr, nullptr),
+    backward_tile<BackwardD64<>>("d64", "d64_softcap", "d64_dropout"),
+    backward_tile<BackwardD64Exact>("d64_exact", nullptr, nullptr),
+    backward_tile<BackwardD96>("d96", nullptr, nullptr),
+    backward_tile<BackwardD128<>>("d128", "d128_softcap", "d128_dropout"),
+    backward_tile<BackwardD128Exact>("d128_exact", nullptr, nullptr),
+    backward_tile<BackwardD192>("d192", nullptr, nullptr),
+    backward_tile<BackwardD256>("d256", nullptr, nullptr),
 };
 
 // The tiles for few keys, whose kernels are in an image of their own. By rules they have one chain.
@@ -52,38 +52,37 @@ constexpr BackwardTile short_tile(const char* name) {
   return tile;
 }
 constexpr BackwardTile SHORT_TILES[] = {
-    short_tile<BackwardD32Short<DType::F16>>("d32_short"),
-    short_tile<BackwardD64Short<DType::F16>>("d64_short"),
+    short_tile<BackwardD32Short>("d32_short"),
+    short_tile<BackwardD64Short>("d64_short"),
 };
 
 // The tiles where a head has one of them, whose kernels are in that image, too: where those for few
 // keys serve a call, and elsewhere.
 constexpr BackwardTile SHORT_ONE_TILES[] = {
-    backward_tile<BackwardD32ShortOne<DType::F16>>("d32_short_one", nullptr, nullptr),
-    backward_tile<BackwardD64ShortOne<DType::F16>>("d64_short_one", nullptr, nullptr),
+    backward_tile<BackwardD32ShortOne>("d32_short_one", nullptr, nullptr),
+    backward_tile<BackwardD64ShortOne>("d64_short_one", nullptr, nullptr),
 };
 constexpr BackwardTile ONE_TILES[] = {
-    backward_tile<BackwardD32One<DType::F16>>("d32_one", nullptr, nullptr),
-    backward_tile<BackwardD64One<DType::F16>>("d64_one", nullptr, nullptr),
-    backward_tile<BackwardD96One<DType::F16>>("d96_one", nullptr, nullptr),
-    backward_tile<BackwardD128One<DType::F16>>("d128_one", nullptr, nullptr),
+    backward_tile<BackwardD32One>("d32_one", nullptr, nullptr),
+    backward_tile<BackwardD64One>("d64_one", nullptr, nullptr),
+    backward_tile<BackwardD96One>("d96_one", nullptr, nullptr),
+    backward_tile<BackwardD128One>("d128_one", nullptr, nullptr),
 };
 
 // The tiles that take turns and of which the last one writes dQ, whose kernels are in that image,
 // too.
 constexpr BackwardTile TURNS_TILES[] = {
-    backward_tile<BackwardD64Turns<DType::F16>>("d64_turns", nullptr, nullptr),
-    backward_tile<BackwardD96Turns<DType::F16>>("d96_turns", nullptr, nullptr),
-    backward_tile<BackwardD128Turns<DType::F16>>("d128_turns", nullptr, nullptr),
+    backward_tile<BackwardD64Turns>("d64_turns", nullptr, nullptr),
+    backward_tile<BackwardD96Turns>("d96_turns", nullptr, nullptr),
+    backward_tile<BackwardD128Turns>("d128_turns", nullptr, nullptr),
 };
 // Under a causal mask, at more than 96 columns: its CTAs take one tile each.
 constexpr BackwardTile CAUSAL_TURNS_TILE =
-    backward_tile<BackwardD128CausalTurns<DType::F16>>("d128_causal_turns", nullptr, nullptr);
+    backward_tile<BackwardD128CausalTurns>("d128_causal_turns", nullptr, nullptr);
 
 // A tile whose CTAs stay, in that image, too, with the sums of dQ of the tile that it is named
 // after; and the name of its main kernel.
-constexpr BackwardTile STAYING_TILE =
-    backward_tile<BackwardD128Stays<DType::F16>>("d128", nullptr, nullptr);
+constexpr BackwardTile STAYING_TILE = backward_tile<BackwardD128Stays>("d128", nullptr, nullptr);
 constexpr const char* STAYING_NAME = "d128_stays";
 
 // Makes the CTAs of the main launch take the tiles one after another where there are more of them
@@ -282,9 +281,9 @@ const BackwardTile& choose_tile(const BackwardProblem& problem, const Device& de
 // Where fewer rows share a list, the kernels of another folder waste none.
 constexpr int FEWEST_ROWS_OF_LIST = 65;
 constexpr core::ListTile LIST_TILES[] = {
-    core::list_tile<D64Lists<DType::F16>>("d64_lists", 375, FEWEST_ROWS_OF_LIST),
-    core::list_tile<D128Lists<DType::F16>>("d128_lists", 580, FEWEST_ROWS_OF_LIST),
-    core::list_tile<D192Lists<DType::F16>>("d192_lists", 785, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D64Lists>("d64_lists", 375, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D128Lists>("d128_lists", 580, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D192Lists>("d192_lists", 785, FEWEST_ROWS_OF_LIST),
 };
 
 // Makes more CTAs write dQ, one for each step of a thread, where those of one for each round leave

@@ -21,27 +21,25 @@ namespace {
 
 // For block_mask.
 constexpr TableTile TABLE_TILES[] = {
-    {backward_tile<BackwardD64Table<DType::F16>>("d64_short", nullptr, nullptr), "d64_table"},
-    {backward_tile<BackwardD128Table<DType::F16>>("d128", nullptr, nullptr), "d128_table"},
+    {backward_tile<BackwardD64Table>("d64_short", nullptr, nullptr), "d64_table"},
+    {backward_tile<BackwardD128Table>("d128", nullptr, nullptr), "d128_table"},
 };
 
 // For a dense attn_mask, and for one whose gradient is wanted.
 constexpr TableTile DENSE_TILES[] = {
-    {backward_tile<BackwardD64Dense<DType::F16>>("d64", nullptr, nullptr), "d64_dense"},
-    {backward_tile<BackwardD128Dense<DType::F16>>("d128", nullptr, nullptr), "d128_dense"},
-    {backward_tile<BackwardD256Dense<DType::F16>>("d256", nullptr, nullptr), "d256_dense"},
+    {backward_tile<BackwardD64Dense<>>("d64", nullptr, nullptr), "d64_dense"},
+    {backward_tile<BackwardD128Dense<>>("d128", nullptr, nullptr), "d128_dense"},
+    {backward_tile<BackwardD256Dense<>>("d256", nullptr, nullptr), "d256_dense"},
 };
 constexpr TableTile BIAS_TILES[] = {
-    {backward_tile<BackwardD64Dense<DType::F16, true>>("d64", nullptr, nullptr), "d64_dense_bias"},
-    {backward_tile<BackwardD128Dense<DType::F16, true>>("d128", nullptr, nullptr),
-     "d128_dense_bias"},
-    {backward_tile<BackwardD256Dense<DType::F16, true>>("d256", nullptr, nullptr),
-     "d256_dense_bias"},
+    {backward_tile<BackwardD64Dense<true>>("d64", nullptr, nullptr), "d64_dense_bias"},
+    {backward_tile<BackwardD128Dense<true>>("d128", nullptr, nullptr), "d128_dense_bias"},
+    {backward_tile<BackwardD256Dense<true>>("d256", nullptr, nullptr), "d256_dense_bias"},
 };
 
 // For one that is added, whose elements TMA brings.
-constexpr TableTile ADDED_TILE = {
-    backward_tile<BackwardD64Added<DType::F16>>("d64", nullptr, nullptr), "d64_added"};
+constexpr TableTile ADDED_TILE = {backward_tile<BackwardD64Added>("d64", nullptr, nullptr),
+                                  "d64_added"};
 
 // The blocks of a dense attn_mask, with size 1 along dimensions of stride 0.
 struct DenseBlocks {
@@ -246,7 +244,7 @@ void add_elements(LaunchPlan& plan, const Problem& call) {
   params.mask_head = call.mask_strides.head != 0;
   main->params = core::bytes(params);
   main->image = std::string("hopper/bwd_dense_") + core::dtype_word(call.dtype);
-  constexpr int64_t ROWS = BackwardD64Added<DType::F16>::BLOCK;
+  constexpr int64_t ROWS = BackwardD64Added::BLOCK;
   constexpr size_t MAP = offsetof(AddingBackwardParams, mask_map);
   if (!copies_mask(call)) {
     main->tensor_maps.push_back(mask_map(call, ROWS, MAP));

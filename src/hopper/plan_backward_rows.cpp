@@ -49,22 +49,22 @@ constexpr RowsTile rows_tile(const char* name) {
 
 // The tiles of the smallest head dimensions and of the fewest rows come first.
 constexpr RowsTile TILES[] = {
-    rows_tile<RowsBackwardD32<DType::F16>>("d32_rows"),
-    rows_tile<RowsBackwardD32Two<DType::F16>>("d32_rows_two"),
-    rows_tile<RowsBackwardD32Four<DType::F16>>("d32_rows_four"),
-    rows_tile<RowsBackwardD64<DType::F16>>("d64_rows"),
-    rows_tile<RowsBackwardD64Two<DType::F16>>("d64_rows_two"),
-    rows_tile<RowsBackwardD64Three<DType::F16>>("d64_rows_three"),
-    rows_tile<RowsBackwardD96<DType::F16>>("d96_rows"),
-    rows_tile<RowsBackwardD128<DType::F16>>("d128_rows"),
+    rows_tile<RowsBackwardD32>("d32_rows"),
+    rows_tile<RowsBackwardD32Two>("d32_rows_two"),
+    rows_tile<RowsBackwardD32Four>("d32_rows_four"),
+    rows_tile<RowsBackwardD64>("d64_rows"),
+    rows_tile<RowsBackwardD64Two>("d64_rows_two"),
+    rows_tile<RowsBackwardD64Three>("d64_rows_three"),
+    rows_tile<RowsBackwardD96>("d96_rows"),
+    rows_tile<RowsBackwardD128>("d128_rows"),
 };
 
 // For a dense attn_mask. The last one knows no elements of fp32.
 constexpr RowsTile MASKED_TILES[] = {
-    rows_tile<RowsBackwardD32ShortMasked<DType::F16>>("d32_rows_short_masked"),
-    rows_tile<RowsBackwardD64ShortMasked<DType::F16>>("d64_rows_short_masked"),
-    rows_tile<RowsBackwardD64Masked<DType::F16>>("d64_rows_masked"),
-    rows_tile<RowsBackwardD64TwoMasked<DType::F16>>("d64_rows_two_masked"),
+    rows_tile<RowsBackwardD32ShortMasked>("d32_rows_short_masked"),
+    rows_tile<RowsBackwardD64ShortMasked>("d64_rows_short_masked"),
+    rows_tile<RowsBackwardD64Masked>("d64_rows_masked"),
+    rows_tile<RowsBackwardD64TwoMasked>("d64_rows_two_masked"),
 };
 
 // How many CTAs share out the keys of a head, and blocks of each; and how many heads have a CTA

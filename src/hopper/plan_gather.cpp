@@ -21,14 +21,14 @@ namespace {
 constexpr const char* ONE = "listed keys, up to 64 rows that share a list";
 constexpr const char* TWO = "the same, up to 128: each row that is gathered serves twice as many";
 constexpr core::Tile TILES[] = {
-    core::tile<D64Gather<DType::F16>>("d64_gather", {}, ONE),
-    core::tile<D128Gather<DType::F16>>("d128_gather", {}, ONE),
-    core::tile<D256Gather<DType::F16>>("d256_gather", {}, ONE),
+    core::tile<D64Gather>("d64_gather", {}, ONE),
+    core::tile<D128Gather>("d128_gather", {}, ONE),
+    core::tile<D256Gather>("d256_gather", {}, ONE),
 };
 constexpr core::Tile LARGE_TILES[] = {
-    core::tile<D64GatherLarge<DType::F16>>("d64_gather_large", {}, TWO),
-    core::tile<D128GatherLarge<DType::F16>>("d128_gather_large", {}, TWO),
-    core::tile<D256GatherLarge<DType::F16>>("d256_gather_large", {}, TWO),
+    core::tile<D64GatherLarge>("d64_gather_large", {}, TWO),
+    core::tile<D128GatherLarge>("d128_gather_large", {}, TWO),
+    core::tile<D256GatherLarge>("d256_gather_large", {}, TWO),
 };
 
 }  // namespace

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/device/slab_tile.cuh"
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 
 namespace archflash::hopper {
 
@@ -127,36 +127,24 @@ constexpr RowsBackwardVariant with_elements(RowsBackwardVariant variant, int mas
   variant.mask_words = mask_words;
   return variant;
 }
-template <DType T>
-using RowsBackwardD32 = RowsBackwardConfig<T, ROWS_BACKWARD_D32>;
-template <DType T>
-using RowsBackwardD32Two = RowsBackwardConfig<T, ROWS_BACKWARD_D32_TWO>;
-template <DType T>
-using RowsBackwardD32Four = RowsBackwardConfig<T, ROWS_BACKWARD_D32_FOUR>;
-template <DType T>
-using RowsBackwardD64 = RowsBackwardConfig<T, ROWS_BACKWARD_D64>;
-template <DType T>
-using RowsBackwardD64Two = RowsBackwardConfig<T, ROWS_BACKWARD_D64_TWO>;
-template <DType T>
-using RowsBackwardD64Three = RowsBackwardConfig<T, ROWS_BACKWARD_D64_THREE>;
-template <DType T>
-using RowsBackwardD64Masked = RowsBackwardConfig<T, with_elements(ROWS_BACKWARD_D64, 2)>;
-template <DType T>
-using RowsBackwardD64TwoMasked = RowsBackwardConfig<T, with_elements(ROWS_BACKWARD_D64_TWO, 1)>;
+using RowsBackwardD32 = RowsBackwardConfig<DTYPE, ROWS_BACKWARD_D32>;
+using RowsBackwardD32Two = RowsBackwardConfig<DTYPE, ROWS_BACKWARD_D32_TWO>;
+using RowsBackwardD32Four = RowsBackwardConfig<DTYPE, ROWS_BACKWARD_D32_FOUR>;
+using RowsBackwardD64 = RowsBackwardConfig<DTYPE, ROWS_BACKWARD_D64>;
+using RowsBackwardD64Two = RowsBackwardConfig<DTYPE, ROWS_BACKWARD_D64_TWO>;
+using RowsBackwardD64Three = RowsBackwardConfig<DTYPE, ROWS_BACKWARD_D64_THREE>;
+using RowsBackwardD64Masked = RowsBackwardConfig<DTYPE, with_elements(ROWS_BACKWARD_D64, 2)>;
+using RowsBackwardD64TwoMasked = RowsBackwardConfig<DTYPE, with_elements(ROWS_BACKWARD_D64_TWO, 1)>;
 constexpr RowsBackwardVariant of_one_warpgroup(RowsBackwardVariant variant, int key_stages) {
   variant.warpgroups = 1, variant.ctas_per_sm = 2;
   variant.key_stages = key_stages;
   return variant;
 }
-template <DType T>
 using RowsBackwardD32ShortMasked =
-    RowsBackwardConfig<T, of_one_warpgroup(with_elements(ROWS_BACKWARD_D32, 2), 2)>;
-template <DType T>
+    RowsBackwardConfig<DTYPE, of_one_warpgroup(with_elements(ROWS_BACKWARD_D32, 2), 2)>;
 using RowsBackwardD64ShortMasked =
-    RowsBackwardConfig<T, of_one_warpgroup(with_elements(ROWS_BACKWARD_D64, 2), 2)>;
-template <DType T>
-using RowsBackwardD96 = RowsBackwardConfig<T, ROWS_BACKWARD_D96>;
-template <DType T>
-using RowsBackwardD128 = RowsBackwardConfig<T, ROWS_BACKWARD_D128>;
+    RowsBackwardConfig<DTYPE, of_one_warpgroup(with_elements(ROWS_BACKWARD_D64, 2), 2)>;
+using RowsBackwardD96 = RowsBackwardConfig<DTYPE, ROWS_BACKWARD_D96>;
+using RowsBackwardD128 = RowsBackwardConfig<DTYPE, ROWS_BACKWARD_D128>;
 
 }  // namespace archflash::hopper

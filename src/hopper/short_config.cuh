@@ -3,6 +3,7 @@
 // an SM has room for one CTA, and its next tile is copied meanwhile.
 #pragma once
 
+#include "common/image_dtype.h"
 #include "hopper/config.cuh"
 
 namespace archflash::hopper {
@@ -15,13 +16,9 @@ constexpr Variant short_tile(int head_dim, int ctas_per_sm) {
           .ctas_per_sm = ctas_per_sm,
           .overlaps = false};
 }
-template <DType T>
-using D64Short = Config<T, short_tile(64, 4)>;
-template <DType T>
-using D96Short = Config<T, short_tile(96, 3)>;
-template <DType T>
-using D128Short = Config<T, short_tile(128, 2)>;
-template <DType T>
-using D256Short = Config<T, short_tile(256, 1)>;
+using D64Short = Config<DTYPE, short_tile(64, 4)>;
+using D96Short = Config<DTYPE, short_tile(96, 3)>;
+using D128Short = Config<DTYPE, short_tile(128, 2)>;
+using D256Short = Config<DTYPE, short_tile(256, 1)>;
 
 }  // namespace archflash::hopper

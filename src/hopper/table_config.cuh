@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/image_dtype.h"
 #include "common/mask_params.h"
 #include "hopper/config.cuh"
 
@@ -54,8 +55,8 @@ struct TableConfig : Base {
 };
 
 // clang-format off
-template <DType T> using D64Table  = TableConfig<Config<T, Variant{.head_dim = 64,  .block_k = 64, .stages = 5, .overlaps = false}>, 4, 5, 32>;
-template <DType T> using D128Table = TableConfig<Config<T, Variant{.head_dim = 128, .block_k = 64, .stages = 4, .overlaps = false}>, 3, 3, 56>;
+using D64Table  = TableConfig<Config<DTYPE, Variant{.head_dim = 64,  .block_k = 64, .stages = 5, .overlaps = false}>, 4, 5, 32>;
+using D128Table = TableConfig<Config<DTYPE, Variant{.head_dim = 128, .block_k = 64, .stages = 4, .overlaps = false}>, 3, 3, 56>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -103,62 +103,53 @@ constexpr KernelTile with_uneven_speed(KernelTile tile, double speed) {
   return tile;
 }
 constexpr KernelTile TILES[] = {
-    with_packed(rated<D64Large<DType::F16>>("d64_large", 1, 0, FOUR_64), {1900, 17}),
-    with_packed(rated<D64Medium<DType::F16>>("d64_medium", 1.06, 32, THREE_128), {2170, 11.1}),
-    with_packed(rated<D64Turns<DType::F16>>("d64_turns", 1.065, 40, FOUR_ALONE), {2100, 15.4}),
-    rated<D64Few<DType::F16>>("d64_few", 0.72, 0, PAIR),
-    with_packed(rated<D64Short<DType::F16>>("d64_short", 1.12, 110, SHORT, "short"), {630, 4.2},
-                {630, 8.5}),
-    with_packed(rated<D96Large<DType::F16>>("d96_large", 1, 0, THREE_96), {3500, 13.6}, {4300, 15}),
-    with_odd_speed(with_packed(rated<D96Medium<DType::F16>>("d96_medium", 0.88, 32, TWO_128),
-                               {3100, 9.4}, {4000, 9.6}),
-                   0.71),
+    with_packed(rated<D64Large>("d64_large", 1, 0, FOUR_64), {1900, 17}),
+    with_packed(rated<D64Medium>("d64_medium", 1.06, 32, THREE_128), {2170, 11.1}),
+    with_packed(rated<D64Turns>("d64_turns", 1.065, 40, FOUR_ALONE), {2100, 15.4}),
+    rated<D64Few>("d64_few", 0.72, 0, PAIR),
+    with_packed(rated<D64Short>("d64_short", 1.12, 110, SHORT, "short"), {630, 4.2}, {630, 8.5}),
+    with_packed(rated<D96Large>("d96_large", 1, 0, THREE_96), {3500, 13.6}, {4300, 15}),
     with_odd_speed(
-        with_packed(rated<D96Turns<DType::F16>>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
-                    {3300, 21.3}, {4400, 20.4}),
-        0.96),
-    rated<D96Few<DType::F16>>("d96_few", 0.72, 64, PAIR),
-    with_packed(rated<D80Large<DType::F16>>("d80_large", 1.03, 0, THREE_96, "fwd_more"),
-                {3400, 14.4}, {4200, 15.3}),
-    with_odd_speed(
-        with_packed(rated<D80Turns<DType::F16>>("d80_turns", 1.03, -90, FOUR_ALONE_80, "fwd_more"),
-                    {3500, 18.6}, {4600, 17.1}),
-        1.06),
-    with_packed(rated<D80Heads<DType::F16>>("d80_heads", 1, 0, HEADS, "heads"), {2700, 21},
-                {3200, 22}),
-    with_packed(rated<D96Heads<DType::F16>>("d96_heads", 1, 0, HEADS, "heads"), {3700, 21},
-                {4400, 22.5}),
-    with_packed(rated<D96Short<DType::F16>>("d96_short", 0.93, 110, SHORT_96, "short"), {1000, 7.8},
+        with_packed(rated<D96Medium>("d96_medium", 0.88, 32, TWO_128), {3100, 9.4}, {4000, 9.6}),
+        0.71),
+    with_odd_speed(with_packed(rated<D96Turns>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
+                               {3300, 21.3}, {4400, 20.4}),
+                   0.96),
+    rated<D96Few>("d96_few", 0.72, 64, PAIR),
+    with_packed(rated<D80Large>("d80_large", 1.03, 0, THREE_96, "fwd_more"), {3400, 14.4},
+                {4200, 15.3}),
+    with_odd_speed(with_packed(rated<D80Turns>("d80_turns", 1.03, -90, FOUR_ALONE_80, "fwd_more"),
+                               {3500, 18.6}, {4600, 17.1}),
+                   1.06),
+    with_packed(rated<D80Heads>("d80_heads", 1, 0, HEADS, "heads"), {2700, 21}, {3200, 22}),
+    with_packed(rated<D96Heads>("d96_heads", 1, 0, HEADS, "heads"), {3700, 21}, {4400, 22.5}),
+    with_packed(rated<D96Short>("d96_short", 0.93, 110, SHORT_96, "short"), {1000, 7.8},
                 {1000, 14.4}),
-    with_packed(rated<D128Large<DType::F16>>("d128_large", 1, 0, THREE_80), {3200, 16.3}),
-    with_packed(rated<D128Medium<DType::F16>>("d128_medium", 0.95, 64, TWO_128), {2800, 11.4}),
+    with_packed(rated<D128Large>("d128_large", 1, 0, THREE_80), {3200, 16.3}),
+    with_packed(rated<D128Medium>("d128_medium", 0.95, 64, TWO_128), {2800, 11.4}),
     with_uneven_speed(
-        with_packed(rated<D128Turns<DType::F16>>("d128_turns", 0.945, -90, THREE_ALONE),
-                    {3100, 15.1}),
-        0.959),
-    rated<D128Few<DType::F16>>("d128_few", 0.76, 64, PAIR),
-    with_packed(rated<D128Heads<DType::F16>>("d128_heads", 1, 0, HEADS, "heads"), {3300, 14.2}),
-    with_packed(rated<D128Short<DType::F16>>("d128_short", 1.12, 110, SHORT_128, "short"),
-                {1300, 7.9}, {900, 12.9}),
-    with_packed(rated<D192Large<DType::F16>>("d192_large", 1, 0, THREE_80), {3400, 24.1}),
-    with_packed(rated<D192Medium<DType::F16>>("d192_medium", 0.9, 96, TWO_128), {3300, 13.6}),
-    rated<D192Few<DType::F16>>("d192_few", 0.76, 64, PAIR),
-    with_packed(rated<D192Heads<DType::F16>>("d192_heads", 1, 0, HEADS, "heads"), {2500, 27.6}),
-    with_packed(rated<D192Square<DType::F16>>("d192_square", 1, 0, TWO_96, "fwd_more"), {4900, 17}),
-    rated<D192SquareFew<DType::F16>>("d192_square_few", 0.55, 64, FEW_64, "fwd_more"),
-    with_packed(rated<D192SquareHeads<DType::F16>>("d192_square_heads", 1, 0, HEADS, "heads"),
-                {2600, 19.2}),
-    with_packed(rated<D256Large<DType::F16>>("d256_large", 1, 0, TWO_80), {4900, 21.9}),
-    rated<D256Few<DType::F16>>("d256_few", 0.75, 0, FEW_64),
-    with_packed(rated<D256Heads<DType::F16>>("d256_heads", 1, 0, HEADS, "heads"), {3100, 28.5}),
-    with_packed(rated<D256Short<DType::F16>>("d256_short", 0.5, 110, SHORT_256, "short"),
-                {2400, 20.5}),
+        with_packed(rated<D128Turns>("d128_turns", 0.945, -90, THREE_ALONE), {3100, 15.1}), 0.959),
+    rated<D128Few>("d128_few", 0.76, 64, PAIR),
+    with_packed(rated<D128Heads>("d128_heads", 1, 0, HEADS, "heads"), {3300, 14.2}),
+    with_packed(rated<D128Short>("d128_short", 1.12, 110, SHORT_128, "short"), {1300, 7.9},
+                {900, 12.9}),
+    with_packed(rated<D192Large>("d192_large", 1, 0, THREE_80), {3400, 24.1}),
+    with_packed(rated<D192Medium>("d192_medium", 0.9, 96, TWO_128), {3300, 13.6}),
+    rated<D192Few>("d192_few", 0.76, 64, PAIR),
+    with_packed(rated<D192Heads>("d192_heads", 1, 0, HEADS, "heads"), {2500, 27.6}),
+    with_packed(rated<D192Square>("d192_square", 1, 0, TWO_96, "fwd_more"), {4900, 17}),
+    rated<D192SquareFew>("d192_square_few", 0.55, 64, FEW_64, "fwd_more"),
+    with_packed(rated<D192SquareHeads>("d192_square_heads", 1, 0, HEADS, "heads"), {2600, 19.2}),
+    with_packed(rated<D256Large>("d256_large", 1, 0, TWO_80), {4900, 21.9}),
+    rated<D256Few>("d256_few", 0.75, 0, FEW_64),
+    with_packed(rated<D256Heads>("d256_heads", 1, 0, HEADS, "heads"), {3100, 28.5}),
+    with_packed(rated<D256Short>("d256_short", 0.5, 110, SHORT_256, "short"), {2400, 20.5}),
 };
 
 constexpr const char* F32_OUT = "fp32 outputs, written from registers";
 constexpr KernelTile F32_OUT_TILES[] = {
-    rated<D64F32Out<DType::F16>>("d64_f32_out", 1, 0, F32_OUT),
-    rated<D128F32Out<DType::F16>>("d128_f32_out", 1, 0, F32_OUT),
+    rated<D64F32Out>("d64_f32_out", 1, 0, F32_OUT),
+    rated<D128F32Out>("d128_f32_out", 1, 0, F32_OUT),
 };
 
 constexpr const char* WITH_MASKS = "masks as data: blocks of keys that no row sees are skipped";
@@ -177,16 +168,16 @@ constexpr KernelTile masked_tile(const char* name) {
   return masked;
 }
 constexpr KernelTile MASKED_TILES[] = {
-    masked_tile<D64Masked<DType::F16>>("d64_masked"),
-    masked_tile<D128Masked<DType::F16>>("d128_masked"),
-    masked_tile<D256Masked<DType::F16>>("d256_masked"),
+    masked_tile<D64Masked>("d64_masked"),
+    masked_tile<D128Masked>("d128_masked"),
+    masked_tile<D256Masked>("d256_masked"),
 };
 
 constexpr const char* WITH_DROPOUT =
     "dropout: the random bits of a block are drawn while its scores are computed";
 constexpr KernelTile DROPOUT_TILES[] = {
-    tile<D64Dropout<DType::F16>>("d64_dropout", {}, WITH_DROPOUT),
-    tile<D128Dropout<DType::F16>>("d128_dropout", {}, WITH_DROPOUT),
+    tile<D64Dropout>("d64_dropout", {}, WITH_DROPOUT),
+    tile<D128Dropout>("d128_dropout", {}, WITH_DROPOUT),
 };
 
 constexpr const char* WITH_CACHE = "a KV cache: lengths and page tables are read on the device";
@@ -196,37 +187,37 @@ constexpr core::ServesFrom MANY = {.min_tiles_per_sm = 0.75, .min_uneven_tiles_p
 constexpr core::ServesFrom MANY_256 = {.min_tiles_per_sm = 0.5, .min_uneven_tiles_per_sm = 1};
 // hopper::tile, because an argument of namespace core would bring in core::tile.
 constexpr KernelTile CACHE_TILES[] = {
-    hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
-    tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
-    hopper::tile<D128Cache<DType::F16>>("d128_cache", MANY, WITH_CACHE),
-    tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
-    hopper::tile<D256Cache<DType::F16>>("d256_cache", MANY_256, WITH_CACHE),
-    tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D64Cache>("d64_cache", MANY, WITH_CACHE),
+    tile<D64FewCache>("d64_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D128Cache>("d128_cache", MANY, WITH_CACHE),
+    tile<D128FewCache>("d128_few_cache", {}, WITH_CACHE_FEW),
+    hopper::tile<D256Cache>("d256_cache", MANY_256, WITH_CACHE),
+    tile<D256FewCache>("d256_few_cache", {}, WITH_CACHE_FEW),
 };
 // For pages whose rows a tensor map has in groups (page_groups): `Tile128` serves head dimensions
 // up to 128.
 template <class Tile128>
 constexpr auto pages_tiles(const char* name, const char* reason) {
   return std::array{
-      hopper::tile<D64Cache<DType::F16>>("d64_cache", MANY, WITH_CACHE),
-      hopper::tile<D64FewCache<DType::F16>>("d64_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<D64Cache>("d64_cache", MANY, WITH_CACHE),
+      hopper::tile<D64FewCache>("d64_few_cache", {}, WITH_CACHE_FEW),
       hopper::tile<Tile128>(name, MANY, reason),
-      hopper::tile<D128FewCache<DType::F16>>("d128_few_cache", {}, WITH_CACHE_FEW),
-      hopper::tile<D256PagesCache<DType::F16>>("d256_pages_cache", MANY_256, WITH_PAGES),
-      hopper::tile<D256FewCache<DType::F16>>("d256_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<D128FewCache>("d128_few_cache", {}, WITH_CACHE_FEW),
+      hopper::tile<D256PagesCache>("d256_pages_cache", MANY_256, WITH_PAGES),
+      hopper::tile<D256FewCache>("d256_few_cache", {}, WITH_CACHE_FEW),
   };
 }
 constexpr int64_t PAGE_ROWS = 64;
-constexpr auto PAGES_TILES = pages_tiles<D128PagesCache<DType::F16>>(
+constexpr auto PAGES_TILES = pages_tiles<D128PagesCache>(
     "d128_pages_cache", "pages of a multiple of 64 rows: two copies for a block of 128 keys");
 constexpr auto SMALL_PAGES_TILES =
-    pages_tiles<D128SmallPagesCache<DType::F16>>("d128_small_pages_cache", WITH_PAGES);
+    pages_tiles<D128SmallPagesCache>("d128_small_pages_cache", WITH_PAGES);
 
 constexpr const char* MIXED =
     "packed sequences of mixed lengths: those of few rows beside those of many";
 constexpr KernelTile MIXED_TILES[] = {
-    hopper::tile<D64Mixed<DType::F16>>("d64_mixed", {}, MIXED),
-    tile<D128Mixed<DType::F16>>("d128_mixed", {}, MIXED),
+    hopper::tile<D64Mixed>("d64_mixed", {}, MIXED),
+    tile<D128Mixed>("d128_mixed", {}, MIXED),
 };
 
 // Whether packed sequences have their tiles found on the device: where one has enough rows to fill
@@ -240,7 +231,7 @@ bool mixes_lengths(const Problem& problem) {
   const int64_t ratio = problem.heads_q / problem.heads_kv;
   if (ratio > 1 && problem.q.head == 0) return false;  // no tensor map has such heads side by side
   const device::PackedHeads packed =
-      device::pack_heads(D128Mixed<DType::F16>::GROUP_ROWS, static_cast<int>(ratio));
+      device::pack_heads(D128Mixed::GROUP_ROWS, static_cast<int>(ratio));
   if (packed.count != ratio) return false;
   const int64_t longest = problem.max_seqlen_q == UNKNOWN ? problem.nq : problem.max_seqlen_q;
   const bool others_decode = problem.nq - longest <= DECODED_ROWS * (problem.batch - 1);
@@ -254,12 +245,12 @@ constexpr const char* DENSE = "a dense attn_mask or ranges, summarized first, or
 constexpr const char* DENSE_SHORT = "a dense attn_mask: three CTAs of 64 rows stay on an SM";
 template <double LEAST>
 constexpr KernelTile DENSE_TILES[] = {
-    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 4, .min_keys = 512}, DENSE),
-    tile<D64DenseShort<DType::F16>>("d64_dense_short", {.min_tiles_per_sm = 0.001}, DENSE_SHORT),
+    tile<D64Dense>("d64_dense", {.min_tiles_per_sm = 4, .min_keys = 512}, DENSE),
+    tile<D64DenseShort>("d64_dense_short", {.min_tiles_per_sm = 0.001}, DENSE_SHORT),
     MASKED_TILES[0],
-    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = LEAST}, DENSE),
+    tile<D128Dense>("d128_dense", {.min_tiles_per_sm = LEAST}, DENSE),
     MASKED_TILES[1],
-    tile<D256Dense<DType::F16>>("d256_dense", {.min_tiles_per_sm = LEAST}, DENSE),
+    tile<D256Dense>("d256_dense", {.min_tiles_per_sm = LEAST}, DENSE),
     MASKED_TILES[2],
 };
 // For one of 16 bits that is added, of which no summary is made (adds_alone).
@@ -272,27 +263,27 @@ constexpr KernelTile in_full_rounds(KernelTile tile) {
   return tile;
 }
 constexpr KernelTile ADDED_TILES[] = {
-    in_full_rounds(tile<D64Added<DType::F16>>("d64_added", {.min_tiles_per_sm = 0.001}, ADDED)),
-    tile<D64AddedShort<DType::F16>>("d64_added_short", {.min_tiles_per_sm = 0.001}, ADDED_SHORT),
+    in_full_rounds(tile<D64Added>("d64_added", {.min_tiles_per_sm = 0.001}, ADDED)),
+    tile<D64AddedShort>("d64_added_short", {.min_tiles_per_sm = 0.001}, ADDED_SHORT),
     MASKED_TILES[0],
-    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = 0.01}, DENSE),
+    tile<D128Dense>("d128_dense", {.min_tiles_per_sm = 0.01}, DENSE),
     MASKED_TILES[1],
-    tile<D256Dense<DType::F16>>("d256_dense", {.min_tiles_per_sm = 0.01}, DENSE),
+    tile<D256Dense>("d256_dense", {.min_tiles_per_sm = 0.01}, DENSE),
     MASKED_TILES[2],
 };
 // For an added attn_mask of 32 bits.
 constexpr const char* WIDE = "the same for elements of 32 bits";
 constexpr core::ServesFrom WIDE_FROM = {.min_tiles_per_sm = 0.001};
 constexpr KernelTile WIDE_TILES[] = {
-    hopper::tile<D64Wide<DType::F16>>("d64_wide", WIDE_FROM, WIDE),   MASKED_TILES[0],
-    hopper::tile<D128Wide<DType::F16>>("d128_wide", WIDE_FROM, WIDE), MASKED_TILES[1],
-    hopper::tile<D256Wide<DType::F16>>("d256_wide", WIDE_FROM, WIDE), MASKED_TILES[2],
+    hopper::tile<D64Wide>("d64_wide", WIDE_FROM, WIDE),   MASKED_TILES[0],
+    hopper::tile<D128Wide>("d128_wide", WIDE_FROM, WIDE), MASKED_TILES[1],
+    hopper::tile<D256Wide>("d256_wide", WIDE_FROM, WIDE), MASKED_TILES[2],
 };
 // For ranges or slopes.
 constexpr KernelTile RANGES_TILES[] = {
-    tile<D64Dense<DType::F16>>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    tile<D64Dense>("d64_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[0],
-    tile<D128Dense<DType::F16>>("d128_dense", {.min_tiles_per_sm = 0.75}, DENSE),
+    tile<D128Dense>("d128_dense", {.min_tiles_per_sm = 0.75}, DENSE),
     MASKED_TILES[1],
     MASKED_TILES[2],
 };
@@ -301,9 +292,9 @@ constexpr KernelTile RANGES_TILES[] = {
 constexpr const char* TABLE =
     "block_mask alone: warpgroups with tiles of their own, so that others multiply where one waits";
 constexpr KernelTile TABLE_TILES[] = {
-    tile<D64Table<DType::F16>>("d64_table", {.min_tiles_per_sm = 2}, TABLE),
+    tile<D64Table>("d64_table", {.min_tiles_per_sm = 2}, TABLE),
     MASKED_TILES[0],
-    tile<D128Table<DType::F16>>("d128_table", {.min_tiles_per_sm = 2}, TABLE),
+    tile<D128Table>("d128_table", {.min_tiles_per_sm = 2}, TABLE),
     MASKED_TILES[1],
     MASKED_TILES[2],
 };
@@ -314,20 +305,20 @@ constexpr const char* SMALL =
     "2 warpgroups of 64 rows in turns, 128 keys at a time: more tiles or fewer masked keys than in "
     "larger ones";
 constexpr KernelTile FP8_TILES[] = {
-    rated<Fp8D64<DType::E4M3>>("d64", 1, 0, FOUR_128),
-    rated<Fp8D64Small<DType::E4M3>>("d64_small", 0.65, 0, SMALL),
-    rated<Fp8D128<DType::E4M3>>("d128", 1, 0, THREE_128),
-    rated<Fp8D128Small<DType::E4M3>>("d128_small", 0.77, 0, SMALL),
-    rated<Fp8D192<DType::E4M3>>("d192", 1, 0, THREE_128),
-    rated<Fp8D256<DType::E4M3>>("d256", 1, 0, TWO_192),
-    rated<Fp8D256Small<DType::E4M3>>("d256_small", 0.94, 0, SMALL),
+    rated<Fp8D64>("d64", 1, 0, FOUR_128),
+    rated<Fp8D64Small>("d64_small", 0.65, 0, SMALL),
+    rated<Fp8D128>("d128", 1, 0, THREE_128),
+    rated<Fp8D128Small>("d128_small", 0.77, 0, SMALL),
+    rated<Fp8D192>("d192", 1, 0, THREE_128),
+    rated<Fp8D256>("d256", 1, 0, TWO_192),
+    rated<Fp8D256Small>("d256_small", 0.94, 0, SMALL),
 };
 // For descales of k or v by blocks of 64 keys.
 constexpr KernelTile FP8_BLOCK_TILES[] = {
-    tile<Fp8D64Blocks<DType::E4M3>>("d64_blocks", {}, "64 keys at a time share their descales"),
-    tile<Fp8D128Blocks<DType::E4M3>>("d128_blocks", {}, "64 keys at a time share their descales"),
-    tile<Fp8D192Blocks<DType::E4M3>>("d192_blocks", {}, "64 keys at a time share their descales"),
-    tile<Fp8D256Blocks<DType::E4M3>>(
+    tile<Fp8D64Blocks>("d64_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D128Blocks>("d128_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D192Blocks>("d192_blocks", {}, "64 keys at a time share their descales"),
+    tile<Fp8D256Blocks>(
         "d256_blocks", {},
         "64 keys at a time share their descales, two CTAs the columns of V; its speed is "
         "unmeasured"),

@@ -2,7 +2,7 @@
 // plan.cpp both include them.
 #pragma once
 
-#include "common/dtype.h"
+#include "common/image_dtype.h"
 #include "common/mask_params.h"
 
 namespace archflash::simt {
@@ -83,13 +83,9 @@ using F32D256Large   = Config<DType::F32,  256,    8,    2,    4,   64,  32,   8
 using F32D256Small   = Config<DType::F32,  256,    4,    2,    2,   16,  16,   4,   4,   3, Sums::Short>;
 using F32D512Large   = Config<DType::F32,  512,    8,    2,    2,   32,  32,   4,   4,   1, Sums::Short>;
 using F32D512Small   = Config<DType::F32,  512,    4,    2,    2,   16,  16,   4,   4,   2, Sums::Short>;
-template <DType DTYPE>
 using HalfD32        = Config<DTYPE,        32,    4,    4,    4,   64,  32,   8,   8,   3, Sums::Long>;
-template <DType DTYPE>
 using HalfD64        = Config<DTYPE,        64,    4,    2,    8,   64,  32,   8,   8,   2, Sums::Long>;
-template <DType DTYPE>
 using HalfD128       = Config<DTYPE,       128,    4,    2,    4,   32,  32,   8,   8,   3, Sums::Long>;
-template <DType DTYPE>
 using HalfD256       = Config<DTYPE,       256,    4,    2,    2,   16,  16,   4,   4,   3, Sums::Long>;
 // clang-format on
 

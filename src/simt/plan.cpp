@@ -103,10 +103,10 @@ constexpr core::Tile TENSOR_TILES[] = {
 constexpr const char* ONE_PER_HEAD_DIM = "16-bit inputs: one kernel per head_dim, for every GPU";
 
 constexpr core::Tile HALF_TILES[] = {
-    tile<HalfD32<DType::F16>>("d32", {}, ONE_PER_HEAD_DIM),
-    tile<HalfD64<DType::F16>>("d64", {}, ONE_PER_HEAD_DIM),
-    tile<HalfD128<DType::F16>>("d128", {}, ONE_PER_HEAD_DIM),
-    tile<HalfD256<DType::F16>>("d256", {}, ONE_PER_HEAD_DIM),
+    tile<HalfD32>("d32", {}, ONE_PER_HEAD_DIM),
+    tile<HalfD64>("d64", {}, ONE_PER_HEAD_DIM),
+    tile<HalfD128>("d128", {}, ONE_PER_HEAD_DIM),
+    tile<HalfD256>("d256", {}, ONE_PER_HEAD_DIM),
 };
 
 constexpr const char* WITH_MASKS =

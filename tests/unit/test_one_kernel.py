@@ -31,11 +31,9 @@ def test_one_instantiation_is_left() -> None:
     assert re.findall("^ARCHFLASH_.*", kept, re.MULTILINE) == [
         "ARCHFLASH_KERNEL(simt_attention_fwd_f32_d32, attention_fwd, F32D32)"
     ]
-    shared = (
-        "ARCHFLASH_A(KERNEL(x_fwd, d64),\n            D64<DTYPE>)\nARCHFLASH_B(KERNEL(x), DTYPE)\n"
-    )
+    shared = "ARCHFLASH_A(KERNEL(x_fwd, d64),\n            D64)\nARCHFLASH_B(KERNEL(x), x)\n"
     assert one_kernel.only("x_fwd_bf16_d64", shared, "fwd_bf16").count("KERNEL") == 1
-    assert one_kernel.only("x_bf16", shared, "fwd_bf16").strip() == "ARCHFLASH_B(KERNEL(x), DTYPE)"
+    assert one_kernel.only("x_bf16", shared, "fwd_bf16").strip() == "ARCHFLASH_B(KERNEL(x), x)"
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc here")

@@ -6,24 +6,22 @@
 #include "ada/config.cuh"
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ada;
 
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_large), mma_sync::attention_fwd, D64Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64), mma_sync::attention_fwd, D64<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_few_large), mma_sync::attention_fwd,
-                 D64FewLarge<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_few), mma_sync::attention_fwd, D64Few<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d96), mma_sync::attention_fwd, D96<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d96_few), mma_sync::attention_fwd, D96Few<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128_large), mma_sync::attention_fwd, D128Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128_tall), mma_sync::attention_fwd, D128Tall<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128), mma_sync::attention_fwd, D128<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192), mma_sync::attention_fwd, D192<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192_few), mma_sync::attention_fwd, D192Few<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256), mma_sync::attention_fwd, D256<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256_few), mma_sync::attention_fwd, D256Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_large), mma_sync::attention_fwd, D64Large)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64), mma_sync::attention_fwd, D64)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_few_large), mma_sync::attention_fwd, D64FewLarge)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_few), mma_sync::attention_fwd, D64Few)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d96), mma_sync::attention_fwd, D96)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d96_few), mma_sync::attention_fwd, D96Few)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128_large), mma_sync::attention_fwd, D128Large)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128_tall), mma_sync::attention_fwd, D128Tall)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128), mma_sync::attention_fwd, D128)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192), mma_sync::attention_fwd, D192)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192_few), mma_sync::attention_fwd, D192Few)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256), mma_sync::attention_fwd, D256)
+ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d256_few), mma_sync::attention_fwd, D256Few)
 ARCHFLASH_ENTRY(KERNEL(ada_combine), (32 * COMBINE_WARPS), device::combine_splits<DTYPE>)

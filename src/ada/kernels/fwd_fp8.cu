@@ -4,7 +4,6 @@
 // for GPUs whose sums keep more bits than those of 8.9.
 #include "ada/attention_fwd.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::ada;

@@ -6,10 +6,9 @@
 // memory than 8.6, 8.9 and 12.x have. backward_config.cuh has its tile.
 #include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d96), mma_sync::fused_bwd, D96<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d96), mma_sync::fused_bwd, D96)

@@ -4,13 +4,11 @@
 // backward_config.cuh has their tiles.
 #include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_dropout), mma_sync::fused_bwd,
-                 BackwardD64Dropout<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_dropout), mma_sync::fused_bwd, BackwardD64Dropout)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_dropout), mma_sync::fused_bwd,
-                 BackwardD128Dropout<DTYPE>)
+                 BackwardD128Dropout)

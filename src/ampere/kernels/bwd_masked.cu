@@ -4,17 +4,16 @@
 // has their tiles.
 #include "ampere/backward_config.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_masked), mma_sync::fused_bwd, D64Masked<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_masked), mma_sync::fused_bwd, D128Masked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_masked), mma_sync::fused_bwd, D64Masked)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_masked), mma_sync::fused_bwd, D128Masked)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_values_masked), mma_sync::attention_bwd,
-                 D256ValuesMasked<DTYPE>)
+                 D256ValuesMasked)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_keys_masked), mma_sync::attention_bwd,
-                 D256KeysMasked<DTYPE>)
+                 D256KeysMasked)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d256_queries_masked), mma_sync::attention_bwd,
-                 D256QueriesMasked<DTYPE>)
+                 D256QueriesMasked)

@@ -5,16 +5,14 @@
 // their tiles.
 #include "ampere/plain_config.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/fused_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_few_only), mma_sync::fused_bwd, D32FewOnly<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_only), mma_sync::fused_bwd, D32Only<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_few_only), mma_sync::fused_bwd, D64FewOnly<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_only), mma_sync::fused_bwd, D64Only<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d96_only), mma_sync::fused_bwd, D96Only<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_only), mma_sync::fused_bwd,
-                 D128WideOnly<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_few_only), mma_sync::fused_bwd, D32FewOnly)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_only), mma_sync::fused_bwd, D32Only)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_few_only), mma_sync::fused_bwd, D64FewOnly)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_only), mma_sync::fused_bwd, D64Only)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d96_only), mma_sync::fused_bwd, D96Only)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_only), mma_sync::fused_bwd, D128WideOnly)

@@ -5,16 +5,12 @@
 #include "ampere/config.cuh"
 #include "common/device/append_kv.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/decode_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_cache_fp8), mma_sync::decode_fwd,
-                 D64CacheFp8<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_cache_fp8), mma_sync::decode_fwd,
-                 D128CacheFp8<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_cache_fp8), mma_sync::decode_fwd,
-                 D256CacheFp8<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_cache_fp8), mma_sync::decode_fwd, D64CacheFp8)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_cache_fp8), mma_sync::decode_fwd, D128CacheFp8)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_cache_fp8), mma_sync::decode_fwd, D256CacheFp8)
 ARCHFLASH_ENTRY(KERNEL(ampere_append, fp8), (32 * APPEND_WARPS), device::append_kv<DTYPE, uint8_t>)

@@ -4,15 +4,14 @@
 // tiles.
 #include "ampere/config.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/masked_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_cache_masked), mma_sync::masked_fwd,
-                 D64MaskedCache<DTYPE>)
+                 D64MaskedCache)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_cache_masked), mma_sync::masked_fwd,
-                 D128MaskedCache<DTYPE>)
+                 D128MaskedCache)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_cache_masked), mma_sync::masked_fwd,
-                 D256MaskedCache<DTYPE>)
+                 D256MaskedCache)

@@ -7,20 +7,19 @@
 #include "ampere/config.cuh"
 #include "common/device/combine_shares.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/decode_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), mma_sync::decode_fwd, D64Decode<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), mma_sync::decode_fwd, D128Decode<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), mma_sync::decode_fwd, D256Decode<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), mma_sync::decode_fwd, D64Decode)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), mma_sync::decode_fwd, D128Decode)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), mma_sync::decode_fwd, D256Decode)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode_masked), mma_sync::decode_fwd,
-                 D64MaskedDecode<DTYPE>)
+                 D64MaskedDecode)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode_masked), mma_sync::decode_fwd,
-                 D128MaskedDecode<DTYPE>)
+                 D128MaskedDecode)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode_masked), mma_sync::decode_fwd,
-                 D256MaskedDecode<DTYPE>)
+                 D256MaskedDecode)
 ARCHFLASH_ENTRY(KERNEL(ampere_combine, decode), (32 * COMBINE_WARPS),
                 device::combine_shares<DTYPE, mma_sync::CombineUnlikeParams>)

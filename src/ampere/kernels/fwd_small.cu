@@ -5,21 +5,14 @@
 // or more CTAs, fit them.
 #include "ampere/config.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "common/mma_sync/attention_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d96_medium), mma_sync::attention_fwd,
-                 D96Medium<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_medium), mma_sync::attention_fwd,
-                 D128Medium<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_small), mma_sync::attention_fwd,
-                 D128Small<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d192_medium), mma_sync::attention_fwd,
-                 D192Medium<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_medium), mma_sync::attention_fwd,
-                 D256Medium<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_small), mma_sync::attention_fwd,
-                 D256Small<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d96_medium), mma_sync::attention_fwd, D96Medium)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_medium), mma_sync::attention_fwd, D128Medium)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_small), mma_sync::attention_fwd, D128Small)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d192_medium), mma_sync::attention_fwd, D192Medium)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_medium), mma_sync::attention_fwd, D256Medium)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_small), mma_sync::attention_fwd, D256Small)

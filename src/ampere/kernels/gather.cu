@@ -4,11 +4,10 @@
 #include "ampere/gather_config.cuh"
 #include "ampere/gather_fwd.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_gather), gather_fwd, D64Gather<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_gather), gather_fwd, D128Gather<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_gather), gather_fwd, D256Gather<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_gather), gather_fwd, D64Gather)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_gather), gather_fwd, D128Gather)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_gather), gather_fwd, D256Gather)

@@ -4,7 +4,6 @@
 #include "ampere/mla_fwd.cuh"
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;

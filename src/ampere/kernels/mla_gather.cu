@@ -4,7 +4,6 @@
 #include "ampere/gather_config.cuh"
 #include "ampere/mla_gather_fwd.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;

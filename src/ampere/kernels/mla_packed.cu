@@ -3,7 +3,6 @@
 #include "ampere/gather_config.cuh"
 #include "ampere/mla_gather_fwd.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;

@@ -4,12 +4,11 @@
 #include "ampere/wide_config.cuh"
 #include "ampere/wide_fwd.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d384_large), wide_fwd, D384Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d384), wide_fwd, D384<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d512_large), wide_fwd, D512Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d512), wide_fwd, D512<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d384_large), wide_fwd, D384Large)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d384), wide_fwd, D384)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d512_large), wide_fwd, D512Large)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d512), wide_fwd, D512)

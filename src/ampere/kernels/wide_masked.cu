@@ -5,9 +5,8 @@
 #include "ampere/wide_config.cuh"
 #include "ampere/wide_fwd.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::ampere;
 
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d512_masked), wide_fwd, D512Masked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d512_masked), wide_fwd, D512Masked)

@@ -4,36 +4,25 @@
 #include "blackwell_consumer/attention_fwd.cuh"
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_consumer;
 
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_pair), attention_fwd, D64Pair<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_large), attention_fwd,
-                 D64Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_medium), attention_fwd,
-                 D64Medium<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_short), attention_fwd,
-                 D64Short<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_small), attention_fwd,
-                 D64Small<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_few), attention_fwd, D64Few<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d96_large), attention_fwd,
-                 D96Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d96_few), attention_fwd, D96Few<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d128_large), attention_fwd,
-                 D128Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d128_medium), attention_fwd,
-                 D128Medium<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d128_few), attention_fwd, D128Few<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d192_large), attention_fwd,
-                 D192Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d192_few), attention_fwd, D192Few<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d256_pair), attention_fwd,
-                 D256Pair<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d256_large), attention_fwd,
-                 D256Large<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d256_few), attention_fwd, D256Few<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_pair), attention_fwd, D64Pair)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_large), attention_fwd, D64Large)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_medium), attention_fwd, D64Medium)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_short), attention_fwd, D64Short)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_small), attention_fwd, D64Small)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_few), attention_fwd, D64Few)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d96_large), attention_fwd, D96Large)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d96_few), attention_fwd, D96Few)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d128_large), attention_fwd, D128Large)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d128_medium), attention_fwd, D128Medium)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d128_few), attention_fwd, D128Few)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d192_large), attention_fwd, D192Large)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d192_few), attention_fwd, D192Few)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d256_pair), attention_fwd, D256Pair)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d256_large), attention_fwd, D256Large)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d256_few), attention_fwd, D256Few)
 ARCHFLASH_ENTRY(KERNEL(blackwell_consumer_combine), (32 * COMBINE_WARPS),
                 device::combine_splits<DTYPE>)

@@ -3,10 +3,9 @@
 // fp16 and bf16 inputs with a table of blocks. Tiles: table_config.cuh.
 #include "blackwell_consumer/table_fwd.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_consumer;
 
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_table), table_fwd, D64Table<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d128_table), table_fwd, D128Table<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_table), table_fwd, D64Table)
+ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d128_table), table_fwd, D128Table)

@@ -4,7 +4,6 @@
 #include "blackwell_dc/attention_bwd.cuh"
 #include "common/device/backward_rows.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_dc;
@@ -13,11 +12,9 @@ ARCHFLASH_ENTRY(KERNEL(blackwell_dc_backward_rows), (BACKWARD_ROWS_THREADS),
                 backward::prepare<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(blackwell_dc_backward_sinks), (BACKWARD_SINKS_THREADS),
                 device::backward_sinks)
-ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_bwd, d64), backward::attention_bwd,
-                 BackwardD64<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_bwd, d64), backward::attention_bwd, BackwardD64)
 ARCHFLASH_ENTRY(KERNEL(blackwell_dc_backward_dq, d64), (BACKWARD_DQ_THREADS),
-                backward::write_dq<BackwardD64<DTYPE>>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_bwd, d128), backward::attention_bwd,
-                 BackwardD128<DTYPE>)
+                backward::write_dq<BackwardD64>)
+ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_bwd, d128), backward::attention_bwd, BackwardD128)
 ARCHFLASH_ENTRY(KERNEL(blackwell_dc_backward_dq, d128), (BACKWARD_DQ_THREADS),
-                backward::write_dq<BackwardD128<DTYPE>>)
+                backward::write_dq<BackwardD128>)

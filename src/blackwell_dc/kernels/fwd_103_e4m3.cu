@@ -7,10 +7,10 @@ using namespace archflash;
 using namespace archflash::blackwell_dc;
 
 ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d64_mufu, attention_fwd,
-                 WithoutPolynomials<Fp8D64<DType::E4M3>>)
+                 WithoutPolynomials<Fp8D64>)
 ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d128_mufu, attention_fwd,
-                 WithoutPolynomials<Fp8D128<DType::E4M3>>)
+                 WithoutPolynomials<Fp8D128>)
 ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d192_mufu, attention_fwd,
-                 WithoutPolynomials<Fp8D192<DType::E4M3>>)
+                 WithoutPolynomials<Fp8D192>)
 ARCHFLASH_KERNEL(blackwell_dc_attention_fwd_e4m3_d256_mufu, attention_fwd,
-                 WithoutPolynomials<Fp8D256<DType::E4M3>>)
+                 WithoutPolynomials<Fp8D256>)

@@ -3,10 +3,9 @@
 // Pairs of CTAs that multiply together, for long sequences. Tiles: config.cuh.
 #include "blackwell_dc/attention_fwd.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 
 using namespace archflash;
 using namespace archflash::blackwell_dc;
 
-ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d128_pair), attention_fwd, D128Pair<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d192_pair), attention_fwd, D192Pair<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d128_pair), attention_fwd, D128Pair)
+ARCHFLASH_KERNEL(KERNEL(blackwell_dc_attention_fwd, d192_pair), attention_fwd, D192Pair)

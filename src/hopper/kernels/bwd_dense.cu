@@ -4,7 +4,6 @@
 // it before them. backward_config.cuh has their tiles; the launches before and behind are those of
 // bwd.cu.
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/attention_bwd.cuh"
 #include "hopper/wide_bwd.cuh"
 
@@ -12,13 +11,12 @@ using namespace archflash;
 using namespace archflash::hopper;
 
 ARCHFLASH_ENTRY(KERNEL(hopper_prepare_mask), (DENSE_THREADS), prepare_mask<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_dense), attention_bwd, BackwardD64Dense<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_dense), attention_bwd, BackwardD128Dense<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_added), attention_bwd, BackwardD64Added<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_dense), attention_bwd, BackwardD64Dense<>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_dense), attention_bwd, BackwardD128Dense<>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_added), attention_bwd, BackwardD64Added)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_dense_bias), attention_bwd,
-                 BackwardD64Dense<DTYPE, true>)
+                 BackwardD64Dense<true>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_dense_bias), attention_bwd,
-                 BackwardD128Dense<DTYPE, true>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256_dense), wide_bwd, BackwardD256Dense<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256_dense_bias), wide_bwd,
-                 BackwardD256Dense<DTYPE, true>)
+                 BackwardD128Dense<true>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256_dense), wide_bwd, BackwardD256Dense<>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256_dense_bias), wide_bwd, BackwardD256Dense<true>)

@@ -3,7 +3,6 @@
 // The backward kernels for lists of keys in fp16 and bf16. list_bwd_config.cuh has their tiles.
 #include "common/device/list_backward.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/list_bwd.cuh"
 #include "hopper/list_bwd_config.cuh"
 
@@ -15,6 +14,6 @@ ARCHFLASH_ENTRY(KERNEL(hopper_backward_rows, lists), (BACKWARD_ROWS_THREADS),
                 device::list_rows<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_keys, lists), (LIST_SUMS_THREADS),
                 device::list_gradients<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_lists), list_bwd, D64Lists<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_lists), list_bwd, D128Lists<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d192_lists), list_bwd, D192Lists<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_lists), list_bwd, D64Lists)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_lists), list_bwd, D128Lists)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d192_lists), list_bwd, D192Lists)

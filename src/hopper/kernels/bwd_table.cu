@@ -5,12 +5,11 @@
 // those of bwd.cu.
 #include "common/backward_params.h"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/attention_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
 
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_rows, table), (BACKWARD_ROWS_THREADS), prepare_table<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_table), attention_bwd, BackwardD64Table<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_table), attention_bwd, BackwardD128Table<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_table), attention_bwd, BackwardD64Table)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_table), attention_bwd, BackwardD128Table)

@@ -3,17 +3,15 @@
 // fp16 and bf16 inputs, packed sequences whose tiles have rows of several heads. Tiles:
 // heads_config.cuh.
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/attention_fwd.cuh"
 #include "hopper/heads_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
 
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d80_heads), attention_fwd, D80Heads<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_heads), attention_fwd, D96Heads<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_heads), attention_fwd, D128Heads<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_heads), attention_fwd, D192Heads<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_square_heads), attention_fwd,
-                 D192SquareHeads<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_heads), attention_fwd, D256Heads<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d80_heads), attention_fwd, D80Heads)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_heads), attention_fwd, D96Heads)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_heads), attention_fwd, D128Heads)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_heads), attention_fwd, D192Heads)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d192_square_heads), attention_fwd, D192SquareHeads)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_heads), attention_fwd, D256Heads)

@@ -2,24 +2,23 @@
 // one text
 // The kernels for fp16 and bf16 inputs with mask tensors. masked_config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
 
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_masked), masked_fwd, D64Masked<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_masked), masked_fwd, D128Masked<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_masked), masked_fwd, D256Masked<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_masked), masked_fwd, D64Masked)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_masked), masked_fwd, D128Masked)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_masked), masked_fwd, D256Masked)
 
 // For a dense attn_mask, or key_ranges of many rows.
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense), masked_fwd, D64Dense<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense_short), masked_fwd, D64DenseShort<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_added), masked_fwd, D64Added<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_added_short), masked_fwd, D64AddedShort<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_dense), masked_fwd, D128Dense<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_dense), masked_fwd, D256Dense<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_wide), masked_fwd, D64Wide<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_wide), masked_fwd, D128Wide<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_wide), masked_fwd, D256Wide<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense), masked_fwd, D64Dense)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_dense_short), masked_fwd, D64DenseShort)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_added), masked_fwd, D64Added)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_added_short), masked_fwd, D64AddedShort)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_dense), masked_fwd, D128Dense)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_dense), masked_fwd, D256Dense)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_wide), masked_fwd, D64Wide)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_wide), masked_fwd, D128Wide)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_wide), masked_fwd, D256Wide)

@@ -3,7 +3,6 @@
 // The kernels for latent caches in fp16 and bf16. mla_config.cuh has their tile.
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/mla_config.cuh"
 #include "hopper/mla_fwd.cuh"
 

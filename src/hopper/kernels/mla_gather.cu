@@ -4,7 +4,6 @@
 // tile.
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/mla_fwd.cuh"
 #include "hopper/mla_gather_config.cuh"
 

@@ -1,7 +1,6 @@
 // images: mla_packed_bf16
 // The kernels for lists of packed latent rows. mla_gather_config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/mla_fwd.cuh"
 #include "hopper/mla_gather_config.cuh"
 

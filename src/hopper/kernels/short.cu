@@ -2,14 +2,13 @@
 // one text
 // fp16 and bf16 inputs, short sequences. Tile: short_config.cuh.
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/attention_fwd.cuh"
 #include "hopper/short_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
 
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_short), attention_fwd, D64Short<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_short), attention_fwd, D96Short<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_short), attention_fwd, D128Short<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_short), attention_fwd, D256Short<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_short), attention_fwd, D64Short)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d96_short), attention_fwd, D96Short)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_short), attention_fwd, D128Short)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d256_short), attention_fwd, D256Short)

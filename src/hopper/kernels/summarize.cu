@@ -1,7 +1,6 @@
 // images: summarize_f16 summarize_bf16
 // The kernels before those with mask tensors: they order tiles, and read or copy masks once.
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/copy_mask.cuh"
 #include "hopper/order_tiles.cuh"
 #include "hopper/summarize_mask.cuh"

@@ -2,12 +2,11 @@
 // one text
 // The kernels for fp16 and bf16 inputs with a table of blocks. table_config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "hopper/table_config.cuh"
 #include "hopper/table_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
 
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_table), table_fwd, D64Table<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_table), table_fwd, D128Table<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_table), table_fwd, D64Table)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_table), table_fwd, D128Table)

@@ -1,13 +1,12 @@
 // images: fwd_f16 fwd_bf16
 // The kernels for fp16 and bf16 inputs, which compute in fp32. config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "common/kernel_entry.cuh"
 #include "simt/attention_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::simt;
 
-ARCHFLASH_KERNEL(KERNEL(simt_attention_fwd, d32), attention_fwd, HalfD32<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(simt_attention_fwd, d64), attention_fwd, HalfD64<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(simt_attention_fwd, d128), attention_fwd, HalfD128<DTYPE>)
-ARCHFLASH_KERNEL(KERNEL(simt_attention_fwd, d256), attention_fwd, HalfD256<DTYPE>)
+ARCHFLASH_KERNEL(KERNEL(simt_attention_fwd, d32), attention_fwd, HalfD32)
+ARCHFLASH_KERNEL(KERNEL(simt_attention_fwd, d64), attention_fwd, HalfD64)
+ARCHFLASH_KERNEL(KERNEL(simt_attention_fwd, d128), attention_fwd, HalfD128)
+ARCHFLASH_KERNEL(KERNEL(simt_attention_fwd, d256), attention_fwd, HalfD256)
