@@ -249,14 +249,18 @@ __device__ __forceinline__ void store_by_tma(const device::Outputs<C>& o_rmem,
   bool whole = end.rows >= C::WARP_ROWS, has_box = true;
   int first_row = end.first_row, rows_left = end.rows;
   if constexpr (C::PACKS) {
-    const int rows_of_head = params.call.groups.rows, row_of_group = warp_row % C::GROUP_ROWS;
-    if (params.call.groups.count > 1) {
+    const GroupHeads& groups = params.call.groups;
+    const int row_of_group = warp_row % C::GROUP_ROWS;
+    const bool packed = groups.count > 1;
+    if (packed) {
       sync_group<C>(warp_row / C::GROUP_ROWS);  // those of all warps do
-      whole = end.rows >= rows_of_head, has_box = row_of_group == 0;
     } else {
-      __syncwarp();  // those of all lanes do
-      rows_left -= row_of_group, whole = rows_left >= C::WARP_ROWS, first_row += row_of_group;
+      __syncwarp();
     }
+    rows_left -= packed ? 0 : row_of_group;
+    first_row += packed ? 0 : row_of_group;
+    whole = rows_left >= (packed ? groups.rows : C::WARP_ROWS);
+    has_box = !packed || row_of_group == 0;
   } else {
     __syncwarp();  // those of all lanes do
   }
