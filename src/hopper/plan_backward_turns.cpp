@@ -97,13 +97,16 @@ Place place_of(int64_t index, const Schedule& call, const KeyTileOrder& order) {
   return place;
 }
 
-// The time until all tiles have added to the sums of dQ, which the last kernel has then read.
-double time_of(const Schedule& call, const KeyTileOrder& order, const Turns& turns) {
+// The time until all tiles have added to the sums of dQ, which the last kernel has then read; where
+// it is above `limit`, any time above that.
+double time_of(const Schedule& call, const KeyTileOrder& order, const Turns& turns,
+               double limit = std::numeric_limits<double>::infinity()) {
   const int64_t chains = turns.tiles > 0 ? turns.sums / 2 : turns.sums > 2 ? turns.sums : 1;
   const int64_t steps = call.rounds * call.group;  // of all rows of a head
   // When each sum of a round may be added to again. Shares of a head have rounds of their own.
   std::vector<float> added(static_cast<size_t>(call.heads / call.shares * turns.sums * steps));
   std::priority_queue<double, std::vector<double>, std::greater<>> free;
+  const double reading = READING * call.megabytes * static_cast<double>(turns.sums);
   double end = 0;
   for (int64_t index = 0; index < call.heads * call.tiles; ++index) {
     const Place place = place_of(index, call, order);
@@ -153,8 +156,9 @@ double time_of(const Schedule& call, const KeyTileOrder& order, const Turns& tur
     const double done = std::max(now + call.times.end, before);
     free.push(done);
     end = std::max(end, done);
+    if (end + reading > limit) break;
   }
-  return end + READING * call.megabytes * static_cast<double>(turns.sums);
+  return end + reading;
 }
 
 // The time without an order.
@@ -236,9 +240,9 @@ double improve_turns(const BackwardProblem& problem, const BackwardTile& tile,
     if (other.sums == 1 && sums_of_rules > 1 && (many_keys || tile.head_dim > 128)) continue;
     KeyTileOrder as_well = given;
     as_well.upward_heads = 0;
-    const double time = time_of(schedule, as_well, other);
-    if (time < std::min(best, 0.96 * time_of_rules - 1))
-      best = time, order = as_well, turns = other;
+    const double limit = std::min(best, 0.96 * time_of_rules - 1);
+    const double time = time_of(schedule, as_well, other, limit);
+    if (time < limit) best = time, order = as_well, turns = other;
   }
   return best;
 }
