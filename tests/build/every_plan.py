@@ -194,6 +194,9 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
     for d, kind in itertools.product((64, 128, 256), (dtype, torch.float32)):  # added for all heads
         q, k = empty(dtype, 4, 16, 1024, d), empty(dtype, 4, 16, 1024, d)
         found |= kernels(q, k, k, "H200", "hopper", attn_mask=empty(kind, 1024, 1024))
+    for batch, rows in ((2, 1024), (1, 197)):  # of each head: many tiles; few, of a copy
+        q = empty(dtype, batch, 16, rows, 64)
+        found |= kernels(q, q, q, "H200", "hopper", attn_mask=empty(dtype, 1, 16, rows, rows))
     for rows, d in ((50, 32), (50, 64), (100, 64), (200, 64)):  # few of them
         q = empty(dtype, 16, 12, rows, d)
         mask = empty(torch.bool, rows, rows)
@@ -259,6 +262,18 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     for d in (64, 128):  # query heads that share a head of k are shared out
         q, k = empty(dtype, 2, 16, 1024, d), empty(dtype, 2, 2, 1024, d)
         found |= kernels(q, k, k, "A100", "ampere", causal=True, backward=True)
+    for device, d, dv in (("A10G", 160, 160), ("A100", 192, 128)):
+        q, v = empty(dtype, 2, 8, 2048, d), empty(dtype, 2, 8, 2048, dv)
+        found |= kernels(q, q, v, device, "ampere", backward=True)
+    with _gradients.asked_for(deterministic=True):
+        x = empty(dtype, 2, 8, 2048, 192)
+        found |= kernels(x, x, x, "H200", "ampere", backward=True)
+        for d in (40, 104):  # sums of dQ of their own size
+            x = empty(dtype, 8, 16, 577, d)
+            found |= kernels(x, x, x, "H200", "hopper", causal=True, backward=True)
+        for d in (32, 64):  # short tiles with many sums
+            q, k = empty(dtype, 1, 2, 100, d), empty(dtype, 1, 2, 300, d)
+            found |= kernels(q, k, k, "H200", "hopper", window=(200, 200), backward=True)
     return found
 
 

@@ -301,6 +301,8 @@ def test_heads_that_share_k_fill_the_tiles_of_short_packed_sequences(
     [
         ("d80_heads", (72, 72), "bfloat16", (14, 2), 36, {"causal": True}),
         ("d80_heads", (80, 80), "float16", (40, 1), 32, {}),  # of eight heads
+        ("d96_heads", (88, 96), "bfloat16", (6, 1), 40, {"causal": True}),
+        ("d128_heads", (128, 128), "float16", (14, 2), 27, {}),
         ("d192_heads", (192, 128), "float16", (5, 1), 36, {"window": (40, 9)}),
         ("d192_square_heads", (160, 152), "bfloat16", (7, 1), 18, {"softcap": 3.0}),
         ("d256_heads", (256, 256), "float16", (6, 2), 42, {"causal": True}),

@@ -403,7 +403,7 @@ def test_the_forward_kernels_of_hopper_wait_for_the_launch_before_them(calls: st
         q, k = (x[0].transpose(0, 1).contiguous() for x in (q.repeat(1, 1, 4, 1), k))
         ends = {"cu_seqlens_q": (10, 700), "cu_seqlens_k": (0, 130)}
         call = {name: torch.tensor(x, dtype=torch.int32) for name, x in ends.items()}
-        kernels = ["hopper_clear_counter_bf16", "hopper_attention_fwd_bf16_d128_turns"]
+        kernels = ["hopper_clear_counter_bf16", "hopper_attention_fwd_bf16_d128_large"]
     planned = archflash.explain(q, k, k, device="H200", implementation="hopper", **call).plan
     assert planned is not None
     plan = replanned(planned, sm_count=1 if calls == "packed" else 2)
