@@ -227,18 +227,23 @@ struct ScoreMasks {
   }
   // Whether all elements of a lane hide their keys: a bit for each of its two rows.
   __device__ __forceinline__ uint32_t hides_all() const {
-    constexpr uint32_t MINUS_INFINITIES = C::DTYPE == DType::BF16 ? 0xFF80FF80u : 0xFC00FC00u;
     const uint32_t row_smem = find_elements();
-    uint32_t others[2] = {};  // bits in which elements differ from -inf
+    uint32_t hidden = 3;
 #pragma unroll
     for (int n = 0; n < C::BLOCK_K / 16; ++n) {
       __syncwarp();  // as in add()
       uint32_t words[4];
       summarized::load_elements<C>(words, row_smem, n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) others[i % 2] |= words[i] ^ MINUS_INFINITIES;
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (device::added_of_half<C::DTYPE>(words[i], half) != device::MINUS_INFINITY)
+            hidden &= ~(1u << (i % 2));
+        }
+      }
     }
-    return (others[0] == 0 ? 1 : 0) | (others[1] == 0 ? 2 : 0);
+    return hidden;
   }
   // A scaled sum that stays finite; -inf where the element is, even if the sum is NaN.
   __device__ __forceinline__ static float at_least_lowest(float x, float element) {

@@ -22,14 +22,15 @@ from .machine_code import Flow, controls_of, instructions_of
 
 # Folders in which arrivals of threads hand memory back to TMA. Of blackwell_dc one target, one of
 # two types that differ in a few conversions, and not 10.3, whose kernels differ in exponentials. To
-# hopper's gradients of lists cp.async brings rows, and what converts caches copies none.
+# hopper's gradients of lists cp.async brings rows, and what converts caches or reads masks before a
+# call copies none.
 IMAGES = [
     (image, target.name)
     for image in native.image_names()
     for target in native.targets(image)
     if (
         image.startswith(("blackwell_consumer/", "hopper/"))
-        and not image.startswith(("hopper/bwd_lists", "hopper/convert_cache"))
+        and not image.startswith(("hopper/bwd_lists", "hopper/convert_cache", "hopper/summarize"))
         and target.name.startswith("sm_")
     )
     or (target.name == "sm_100f" and re.fullmatch(r"blackwell_dc/(?!fwd_103).*(?<!_f16)", image))
