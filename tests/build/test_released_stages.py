@@ -42,6 +42,10 @@ KNOWN = re.compile(rf"\b(?:{'|'.join(LOADS)}|{ARRIVAL}|{WAIT}|{FENCE})")
 NO_SCOREBOARD = 7
 LINE = 16  # bytes: the longest load
 BACKWARD_WORK_BYTES = 128  # hopper::BackwardConfig::WORK_BYTES
+# In hopper's gradients above 128 columns (wide_bwd.cuh) lanes read P, which threads of the other
+# warpgroup store: as `stored_by_threads` says. Of what TMA writes they read 8 bytes at a time.
+WIDE = re.compile(r"hopper_attention_bwd_[^_]+_d(192|256)")
+READS_P = re.compile(r"LDS\.128 R\d+, \[R\d+\+UR")
 STATS_BYTES = 1024  # of a tile: blackwell_dc's Config::STATS_BYTES
 # A load under way: its place in the kernel, and the scoreboard that it sets.
 Pending = set[tuple[int, int]]
@@ -109,7 +113,9 @@ def test_no_load_is_under_way_when_a_stage_is_handed_back(
             load
             for loads in found.values()
             for load in loads
-            if offset_of(load) < kept and offset_of(load) // LINE not in stored
+            if offset_of(load) < kept
+            and offset_of(load) // LINE not in stored
+            and not (WIDE.match(kernel) and READS_P.match(load))
         ]
         assert not of_stages, (kernel, found)
     assert arrivals
