@@ -175,7 +175,7 @@ def from_block_lists(
             f"counts has shape {tuple(counts.shape)}: it must be {tuple(indices.shape[:3])}"
         )
     listed = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
-    table = _marked(indices, listed, shape[1])
+    table = marked(indices, listed, shape[1])
     return _options(table, block_size, nq, nk, key_sizes)
 
 
@@ -314,14 +314,14 @@ def from_vertical_and_slash(vertical: Tensor, slash: Tensor, nq: int, nk: int) -
         )
     rows, columns = -(-nq // MASK_BLOCK), -(-nk // MASK_BLOCK)
     inside = (vertical >= 0) & (vertical < nk)
-    seen = _marked(vertical[:, :, None] // MASK_BLOCK, inside[:, :, None], columns)
+    seen = marked(vertical[:, :, None] // MASK_BLOCK, inside[:, :, None], columns)
     # The keys of a slash in a row of blocks lie in two neighbouring blocks at most.
     first = torch.arange(rows, device=slash.device)[:, None] * MASK_BLOCK + (nk - nq)
     last = (first + MASK_BLOCK - 1).clamp(max=nk - 1)
     first, last = first - slash[:, :, None], last - slash[:, :, None]
     inside = (first < nk) & (last >= 0)
     for end in (first, last):
-        seen = seen | _marked(end.clamp(0, nk - 1) // MASK_BLOCK, inside, columns)
+        seen = seen | marked(end.clamp(0, nk - 1) // MASK_BLOCK, inside, columns)
     return seen
 
 
@@ -419,7 +419,7 @@ def _blocks_of(block_size: tuple[int, int], nq: int, nk: int) -> tuple[int, int]
     return -(-nq // block_size[0]), -(-nk // block_size[1])
 
 
-def _marked(indices: Tensor, counts: Tensor, columns: int) -> Tensor:
+def marked(indices: Tensor, counts: Tensor, columns: int) -> Tensor:
     """Bool tables in which the indices that count are True, those of the last dimension of each."""
     counts = counts & (indices >= 0) & (indices < columns)
     place = torch.where(counts, indices, columns).long()  # others: a column that is dropped
@@ -454,7 +454,7 @@ def _options(
 def _scattered(counts: Tensor, indices: Tensor, columns: int, value: int) -> Tensor:
     """An int8 table with `value` at the first counts[...] of indices[..., :] in each row."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    return _marked(indices, listed, columns).to(torch.int8) * value
+    return marked(indices, listed, columns).to(torch.int8) * value
 
 
 def _by_block(x: Tensor, *, fill: bool) -> Tensor:

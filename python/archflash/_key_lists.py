@@ -13,6 +13,7 @@ from torch import Tensor
 
 from archflash._archflash import MASK_BLOCK
 from archflash._bias import sides_of
+from archflash._block_masks import marked
 from archflash._sharding import has_dtensor
 from archflash.masks import from_key_indices
 
@@ -110,10 +111,8 @@ def without_unnamed(
     lists, lengths = options["key_indices"], options["topk_lengths"]
     rows = 2 if options["layout"] == "bhnd" else 1
     nq, nk = q.shape[rows], k.shape[rows]
-    key = lists.long()
-    counts = (key >= 0) & (key < nk)
-    if lengths is not None:
-        counts = counts & (torch.arange(lists.shape[3], device=lists.device) < lengths[..., None])
+    place = torch.arange(lists.shape[3], device=lists.device)
+    counts = place < (lists.shape[3] if lengths is None else lengths[..., None])
     # Some of the rows of a list, first to last, see the key.
     step = 1 if lists.shape[2] == nq else MASK_BLOCK
     first = torch.arange(lists.shape[2], device=lists.device)[:, None] * step
@@ -125,11 +124,10 @@ def without_unnamed(
     if options["causal"]:
         right = 0 if right is None else min(right, 0)
     if left is not None:
-        counts = counts & (key >= first + offset - left)
+        counts = counts & (lists >= first + offset - left)
     if right is not None:
-        counts = counts & (key <= last + offset + right)
-    named = torch.zeros(*counts.shape[:2], nk + 1, dtype=torch.bool, device=lists.device)
-    place = torch.where(counts, key, nk).flatten(2)
-    named = named.scatter_(2, place, True)[:, :, :nk, None]
+        counts = counts & (lists <= last + offset + right)
+    keys, counts = torch.broadcast_tensors(lists, counts)
+    named = marked(keys.flatten(2), counts.flatten(2), nk)[..., None]
     named = named if rows == 2 else named.transpose(1, 2)
     return torch.where(named, k, 0.0), torch.where(named, v, 0.0)

@@ -126,8 +126,9 @@ bool small_blocks_pay(const Problem& call, const Device& device) {
          time(rounds_of_wide, WIDE_BLOCK, wide_blocks);
 }
 
-// The same beside `d64_medium`, where an SM has no room for `d64_wide`. Two CTAs of `d64` on an SM
-// took 1.92 times as long as one of the other (as above), or 1.7 where tiles take unequal time.
+// Whether `d64`, two CTAs on an SM, is faster than `d64_medium`, one on an SM, where that has no
+// room for `d64_wide`. The two took 1.92 times as long as the one, or 1.7 where tiles take unequal
+// time (H200, 163 KB of shared memory; docs/lab/ampere.md).
 bool two_small_ctas_pay(const Problem& call, const Device& device) {
   constexpr int64_t CTAS_PER_SM = 2;
   using Medium = D64Medium;

@@ -128,7 +128,7 @@ struct InPlaceConfig : MaskedConfig<Base, Base::HEAD_DIM <= 128 ? 72 : 64> {
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0)");
 };
 
-// Of the producer of the next one, which finds out less where elements are added alone.
+// Registers of SummarizedConfig's producer, which finds out less where elements are added alone.
 constexpr int summarized_producer_registers(int warpgroups, bool adds_alone) {
   if (adds_alone && warpgroups > 1) return 64;
   return warpgroups == 3 ? 80 : 72;

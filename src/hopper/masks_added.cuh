@@ -112,7 +112,7 @@ struct ScoreMasks {
     tile = &of_cta;
     cta = &context;
   }
-  // Of what is added to scores before they are scaled.
+  // What an element is multiplied by where it is added to a score that is not scaled yet.
   __device__ __forceinline__ float factor() const { return params.factor; }
   // Whether elements times the factor may be infinite though none is huge.
   __device__ __forceinline__ bool always_adds_late() const { return !(factor() <= LARGEST_FACTOR); }

@@ -154,30 +154,30 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   constexpr size_t map = offsetof(SummarizedParams, mask_map);
   const int64_t rows = repeats_row(problem) ? 1 : plan.tile.block_q;
   const bool summarizes = needs_summary(plan, problem);
+  std::optional<CopiedMask> copy;
+  if (copies_mask(problem)) copy.emplace(problem);
   int64_t copied = 0;
-  if (copies_mask(problem)) {
-    const CopiedMask copy(problem);
+  if (copy) {
     if (summarizes) {
-      params.copied_row = copy.row_words;
-      params.copied_rows = static_cast<int32_t>(copy.rows);
+      params.copied_row = copy->row_words;
+      params.copied_rows = static_cast<int32_t>(copy->rows);
       last.params = core::bytes(params);
-      copied = fields.add(offsetof(SummarizedParams, copied_gmem), copy.bytes());
+      copied = fields.add(offsetof(SummarizedParams, copied_gmem), copy->bytes());
     } else {
-      copied = fields.workspace.add(copy.bytes());
+      copied = fields.workspace.add(copy->bytes());
     }
-    last.tensor_maps.push_back(copy.map(problem, rows, map, copied));
+    last.tensor_maps.push_back(copy->map(problem, rows, map, copied));
   } else if (problem.mask > 1) {
     last.tensor_maps.push_back(mask_map(problem, rows, map));
   }
   if (!summarizes) {
-    last.uses_pdl = copies_mask(problem) || fills_places(plan, device);
+    last.uses_pdl = copy || fills_places(plan, device);
     plan.tile.counts_tiles = plan.tile.tiles > plan.tile.ctas;
     std::optional<int64_t> counter;
     if (plan.tile.counts_tiles) counter = fields.add(taken, sizeof(*Params::taken_gmem));
     plan.workspace_bytes = fields.workspace.bytes();
-    if (copies_mask(problem)) {
-      plan.launches.insert(plan.launches.begin(),
-                           CopiedMask(problem).launch(problem, copied, counter));
+    if (copy) {
+      plan.launches.insert(plan.launches.begin(), copy->launch(problem, copied, counter));
     } else if (counter) {
       clear_counter(plan, problem, *counter);
     }

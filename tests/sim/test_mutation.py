@@ -87,8 +87,8 @@ def test_mutants_are_caught(implementation: str, capsys: pytest.CaptureFixture[s
 
 
 BACKWARD_SAMPLE = 12
-# Of simt's kernel for lists two of the first 12 survive: one sets bits by all lanes but one, the
-# other is of turns that no CTA takes.
+# Two of the first 12 mutants of simt's kernel for lists survive: in one all lanes but one set bits,
+# the other changes turns that no CTA takes.
 LARGER_SAMPLES = {"simt_attention_bwd_f32_d64_lists": 36}
 BACKWARD_FLOOR = 0.9
 

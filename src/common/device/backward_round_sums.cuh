@@ -133,8 +133,8 @@ struct SumsOfRound {
     }
   }
 
-  // The same with the first `has` chunks of AT_A_TIME sums in flight: one after another they would
-  // take longer than the main kernel where chains are many.
+  // Adds up as read() does, the first `has` chunks of AT_A_TIME sums in flight together: one sum
+  // after another would take longer than the main kernel where chains are many.
   template <int AT_A_TIME, int CHUNKS, int STEP>
   __device__ __forceinline__ void read_many(float4 (&sums)[CHUNKS], int index, int has) const {
 #pragma unroll
