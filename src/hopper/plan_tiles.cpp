@@ -10,6 +10,7 @@
 #include "common/device/row_tiles.h"
 #include "common/planning/makespan.h"
 #include "common/planning/order.h"
+#include "hopper/group_heads.h"
 
 namespace archflash::hopper {
 namespace {
@@ -149,7 +150,8 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
     if (tile.shared_bytes > device.shared_per_block) continue;
     const bool measured = packed && tile.packed.start > 0;
     if (tile.is_short && !measured && !is_of_short(tile, device)) continue;  // one CTA on an SM
-    if (tile.packs && !tile.is_short && !measured) continue;  // its kernel is for packed sequences
+    // Kernels with such tiles are for packed sequences, and divide rows as GroupHeads does.
+    if (tile.packs && !tile.is_short && (!measured || problem.nq > MOST_GROUPED_ROWS)) continue;
     // Tiles without such times serve calls of few tiles.
     if (packed && !measured && best != nullptr && best->packed.start > 0) continue;
     const KernelTile packs = pack_if_faster(problem, device, tile);

@@ -151,6 +151,19 @@ def test_packed_sequences_get_a_tile_that_was_among_the_fastest(shape: Any) -> N
     assert tile_of(decision.plan).name == PACKED_SHAPES[shape]
 
 
+@pytest.mark.parametrize("heads", [(8, 1), (4, 4)])
+def test_tiles_of_all_heads_have_as_many_rows_as_they_can_divide(heads: tuple[int, int]) -> None:
+    """Behind 2^23 rows a quotient of the 192 rows of a tile might be one too large."""
+    tiles = []
+    for rows in (1 << 23, 40_000_000):
+        call = packed(rows // 600, rows, *heads, 128, max_seqlen_q=2000, max_seqlen_k=2000)
+        plan = archflash.explain(**call, device="H200", implementation=NAME).plan
+        assert plan is not None
+        tiles.append(tile_of(plan).name)
+    assert tiles[0] == "d128_heads"
+    assert not tiles[1].endswith("_heads")
+
+
 def test_short_packed_sequences_have_tiles_of_all_heads_that_share_k() -> None:
     def tile(
         sequences: int, hq: int, hkv: int, d: int, **hints: int
