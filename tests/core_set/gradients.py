@@ -123,7 +123,8 @@ def assert_every_kernel_is_planned(
         if chains and same_bits_asked:
             given["window"] = (nk // 2, nk // 2)  # few rows that see all keys have other kernels
         call = _options.complete(given)
-        request = _gradients.Request(dout, q, k, v, *forward(q, k, v, {}), None, call)
+        unread = torch.empty_like(dout), q.new_empty(q.shape[:3], dtype=torch.float32)
+        request = _gradients.Request(dout, q, k, v, *unread, None, call)
         into = _gradients.Gradients.like(request)
         asked = _gradients.decide(request, into, device, kernel, deterministic=same_bits_asked)
         plan = asked.plan

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_on_a_gpu_every_test_of_the_simulator_runs() -> None:
     command = [
         sys.executable, "-m", "pytest", "tests/core_set", "--executor=gpu",
-        "--collect-only", "-q", "-p", "no:cacheprovider",
+        "--collect-only", "-q", "-p", "no:cacheprovider", "--assert=plain",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     collected = set(re.findall(r"^tests/core_set/(\S+?::\w+)", done.stdout, re.M))

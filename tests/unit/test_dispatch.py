@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import re
 import subprocess
 import sys
@@ -1395,44 +1394,38 @@ def test_the_argument_beats_force() -> None:
         assert archflash.explain(q, q, q, device="H200").chosen == "torch"
 
 
-def run_python(code: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
-def test_force_and_the_argument_beat_the_environment() -> None:
+def test_the_environment_forces_and_what_it_cannot_force_refuses_calls_not_the_import() -> None:
+    # Two processes that have imported torch.
     code = """
-import torch, archflash
+import os, sys, torch
 q = torch.ones(1, 1, 2, 8)
-chosen = lambda **options: archflash.explain(q, q, q, device="H200", **options).chosen
-print(chosen(), chosen(implementation="simt"))
-with archflash.force("simt"):
-    print(chosen(), chosen(implementation="torch"))
-"""
-    said = run_python(code, ARCHFLASH_FORCE_IMPLEMENTATION="torch").split()
-    assert said == ["torch", "simt", "simt", "torch"]
 
+def beaten_by_force_and_the_argument():
+    chosen = lambda **options: archflash.explain(q, q, q, device="H200", **options).chosen
+    print(chosen(), chosen(implementation="simt"))
+    with archflash.force("simt"):
+        print(chosen(), chosen(implementation="torch"))
 
-@pytest.mark.slow
-def test_an_unknown_name_in_the_environment_refuses_calls_not_the_import() -> None:
-    code = """
-import torch, archflash
-q = torch.ones(1, 1, 2, 8)
-try:
-    archflash.attention(q, q, q)
-except archflash.ForcedImplementationError as error:
-    print(error)
+def unknown():
+    try:
+        archflash.attention(q, q, q)
+    except archflash.ForcedImplementationError as error:
+        print(error)
+
+for name, run in (("torch", beaten_by_force_and_the_argument), ("fermi", unknown)):
+    os.environ["ARCHFLASH_FORCE_IMPLEMENTATION"] = name
+    if os.fork() == 0:
+        import archflash
+        run()
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
 """
-    said = run_python(code, ARCHFLASH_FORCE_IMPLEMENTATION="fermi").strip()
-    assert said == f"no implementation is called 'fermi': this build has {THIS_BUILD}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    first, second, refused = done.stdout.splitlines()
+    assert (first, second) == ("torch simt", "simt torch"), done.stderr
+    assert refused == f"no implementation is called 'fermi': this build has {THIS_BUILD}"
 
 
 # --- falling back aloud ---

@@ -168,8 +168,9 @@ def test_derivatives_by_what_is_no_input(transform: Function, name: str) -> None
 
 @pytest.mark.slow
 def test_gradgradcheck_and_tangents_of_all_options_together() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv())
-    bias, sinks = rand(3, 4).requires_grad_(), rand(4).requires_grad_()
+    few_heads = (x[:, : x.shape[1] // 2] for x in qkv())  # each check takes the square of the time
+    q, k, v = (x.clone().requires_grad_() for x in few_heads)
+    bias, sinks = rand(3, 4).requires_grad_(), rand(2).requires_grad_()
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Any:
         return archflash.attention(q, k, v, attn_mask=bias, sinks=sinks, window=(1, 1), softcap=3.0)
