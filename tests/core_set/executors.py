@@ -26,7 +26,7 @@ from archflash.cli.replay import Inputs, run_plan
 
 from ..kvcache_cases import CacheCall
 from ..sim.explained import unexplained
-from ..sim.schedules import IN_FULL, MODES, SEEDS, some_of
+from ..sim.schedules import IN_FULL, MODES, SEEDS, looks_for_races, some_of
 from .checks import Guarded, assert_close, guarded_output, same_bits
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -250,7 +250,8 @@ class Simulator(Executor):
             mode = MODES[number % len(MODES)]
             run = sim.run(
                 q, k, v, implementation=kernel, mode=mode, seed=number, plan=plan, return_lse=True,
-                out=guarded.view if first is None else None, **call,
+                out=guarded.view if first is None else None,
+                race_check=looks_for_races(number, schedules), **call,
             )  # fmt: skip
             for report in run.reports:
                 assert not unexplained(kernel, report), f"{mode}, seed {number}: {report}"
@@ -289,12 +290,13 @@ class Simulator(Executor):
     ) -> tuple[Tensor, Tensor, native.LaunchPlan]:
         runs: list[tuple[sim.Run, CacheCall]] = []
         q, k, v = call.q, call.k_cache, call.v_cache
-        for number in schedules_of(kernel, q, k, v, call.options):
+        schedules = schedules_of(kernel, q, k, v, call.options)
+        for number in schedules:
             mine = call.copied()
             run = sim.run(
                 mine.q, mine.k_cache, mine.v_cache, implementation=kernel,
                 mode=MODES[number % len(MODES)], seed=number, plan=plan, return_lse=True,
-                **mine.options,
+                race_check=looks_for_races(number, schedules), **mine.options,
             )  # fmt: skip
             for report in run.reports:
                 assert not unexplained(kernel, report), f"seed {number}: {report}"

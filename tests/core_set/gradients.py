@@ -19,7 +19,7 @@ from archflash import _compute_gradients, _dispatch, _gradients, _options, refer
 from archflash.sim import _attention as simulator
 
 from ..sim.explained import unexplained
-from ..sim.schedules import IN_FULL, MODES, some_of
+from ..sim.schedules import IN_FULL, MODES, looks_for_races, some_of
 from .checks import Guarded, dense_strides, same_bits
 from .executors import Executor, number_of, schedules_of
 
@@ -249,7 +249,8 @@ def differentiate(
             _compute_gradients.compute(request, into, kernel, deterministic)
         else:
             plan = _plan(request, into, kernel, deterministic, planned_for, sms)
-            _run(on, plan, _gradients.operands(request, into, plan), kernel, number)
+            races = looks_for_races(number, schedules)
+            _run(on, plan, _gradients.operands(request, into, plan), kernel, number, races)
         found = [x.view for x in guarded]
         found += [x for x in (dsinks, into.dmask) if x is not None]
         first = first or found
@@ -299,12 +300,18 @@ def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[native.LaunchPlan]:
 
 
 def _run(
-    on: Executor, plan: native.LaunchPlan, tensors: dict[str, Tensor], kernel: str, number: int
+    on: Executor,
+    plan: native.LaunchPlan,
+    tensors: dict[str, Tensor],
+    kernel: str,
+    number: int,
+    races: bool,
 ) -> None:
     if on.name == "gpu":
         native.launch(plan, tensors)
         return
-    settings = simulator.Settings(mode=MODES[number % len(MODES)], seed=number)
+    mode = MODES[number % len(MODES)]
+    settings = simulator.Settings(mode=mode, seed=number, race_check=races)
     for report in simulator.simulate(plan, tensors, settings):
         assert not unexplained(kernel, report), report
 
