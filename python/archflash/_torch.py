@@ -42,6 +42,7 @@ from archflash._torch_masks import (
     any_of,
     in_blocks,
     in_ranges,
+    in_sequences,
     largest_of_rows,
     nan_where,
     no_masks,
@@ -309,6 +310,9 @@ def _attention_bhnd(
         return _sdpa(q, *seen_from_top_left(q, k, v), None, scale, is_causal=True), None
 
     visible = visible_keys(q, k, band, packed)
+    if packed is not None and differentiates(q, k, v, *([] if sinks is None else [sinks])):
+        # Rows of no sequence may hold NaN, which times their gradient of 0 would reach every key.
+        q = torch.where(in_sequences(packed.q)[:, None], q, 0.0)
     nq, nk = q.shape[2], k.shape[2]
     alone = visible is None and masks.key_ranges is None and masks.block_mask is None
     if attn_mask is not None and alone and not plain:

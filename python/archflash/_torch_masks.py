@@ -62,6 +62,11 @@ def packed_rows(cu_seqlens: Tensor, total: int) -> PackedRows:
     return PackedRows(cu_seqlens, sequence, position - cu_seqlens[sequence])
 
 
+def in_sequences(rows: PackedRows) -> Tensor:
+    """Which rows belong to a sequence: bool ``(T,)``."""
+    return (rows.sequence < rows.cu_seqlens.shape[0] - 1) & (rows.row >= 0)
+
+
 def of_rows(per_sequence: Tensor, rows: PackedRows) -> Tensor:
     """Gives each row the value of its sequence: ``(B, ...)`` to ``(T, ...)``. Rows after the last
     sequence get 0.
@@ -147,10 +152,8 @@ def visible_keys(q: Tensor, k: Tensor, band: Band, packed: Packed | None) -> Ten
     """
     if packed is not None:
         rows, keys = packed
-        sequences = rows.cu_seqlens.shape[0] - 1
-        owned = (rows.sequence < sequences) & (rows.row >= 0)
         own, row_of_key = keys.of(rows)
-        visible = own & owned[:, None]
+        visible = own & in_sequences(rows)[:, None]
         if not unbounded(band):
             first = rows.row + (
                 of_rows(band.offset, rows) if isinstance(band.offset, Tensor) else band.offset

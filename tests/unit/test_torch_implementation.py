@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.core_set.odd_strides import READABLE, UNREADABLE, laid_out
 from torch import Tensor
 from torch.torch_version import TorchVersion
@@ -734,6 +735,32 @@ def test_gradients_flow_through_packed_sequences() -> None:
         ).square().sum().backward()
     for grad, x in zip(packed_grads, again, strict=True):
         torch.testing.assert_close(grad, x.grad)
+
+
+@pytest.mark.parametrize("option", [{}, {"causal": True, "sinks": rand(4, seed=5)}], ids=str)
+def test_nan_in_rows_of_no_sequence_reaches_no_gradient(option: dict[str, Any]) -> None:
+    whole, ends = packed()
+    dout = rand(*whole[0].shape[:2], 24, seed=7)
+    want = archflash.attention_backward(
+        dout, *whole, *archflash.attention(*whole, return_lse=True, **ends, **option),
+        implementation="torch", **ends, **option,
+    )  # fmt: skip
+    ends = {name: x + 1 for name, x in ends.items()}
+    padded = [F.pad(x, (0, 0, 0, 0, 1, 2), value=math.nan) for x in (dout, *whole)]
+    leaves = [x.detach().requires_grad_() for x in padded[1:]]
+    out, lse = archflash.attention(*leaves, return_lse=True, **ends, **option)
+    found = torch.autograd.grad(out, leaves, padded[0])
+    results = archflash.attention_backward(
+        *padded, out.detach(), lse.detach(), implementation="torch", **ends, **option
+    )
+    for grads in (found, results[:3]):
+        for x, expected in zip(grads, want, strict=False):
+            torch.testing.assert_close(x, F.pad(expected, (0, 0, 0, 0, 1, 2)))
+    if "sinks" in option:
+        torch.testing.assert_close(results[3], want[3])
+        sinks = option["sinks"].clone().requires_grad_()
+        alone = archflash.attention(*padded[1:], **ends, **{**option, "sinks": sinks})
+        torch.testing.assert_close(torch.autograd.grad(alone, sinks, padded[0])[0], want[3])
 
 
 # --- no host synchronisation, torch.compile ---
