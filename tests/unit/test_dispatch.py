@@ -783,6 +783,15 @@ def test_masks_as_data_go_to_ampere_for_16_bits_and_to_simt_for_fp32(
             assert own[0].startswith(says)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+def test_masks_too_large_for_copies_are_read_in_place(heads: int, dtype: torch.dtype) -> None:
+    n = 100000 if heads == 1 else 60000
+    mask = torch.empty(1, heads, n, n, dtype=dtype, device="meta")
+    call = problem(torch.bfloat16, nq=n, nk=n, attn_mask=mask)
+    assert _dispatch.select(call, find_device("H200")).chosen == HOPPER
+
+
 @pytest.mark.parametrize("name", ["key_ranges", "block_mask", "alibi_slopes"])
 def test_masks_as_data_go_to_hopper_where_it_was_measured(name: str) -> None:
     def chosen(**options: Any) -> str:

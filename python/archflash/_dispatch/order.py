@@ -322,12 +322,17 @@ def _reads_mask_in_place(problem: _native.Problem) -> bool:
     """Whether a kernel that reads an attn_mask without a summary of it is faster than `torch`,
     though mostly not than PyTorch's own kernel: where gradients are needed, where the mask is of
     float32, and in small calls (1x16 heads of 64, 1,024 rows and keys, bool: 38 us beside 84; H200,
-    2026-11-30). Few rows, too, of those that `decodes_with_mask` leaves.
+    2026-11-30). Few rows, too, of those that `decodes_with_mask` leaves; and masks too large for a
+    summary, of which `torch` would make copies of twice their size.
     """
+    huge = 1 << 33  # elements: the summary of more of them would take more than 1 GB
+    strides = problem.to_dict()["mask_strides"]
+    heads = problem.heads_q if strides["head"] else 1
+    elements = problem.nq * problem.nk * heads * (problem.batch if strides["batch"] else 1)
     small = problem.batch * problem.heads_q * problem.nq < _measured.SMALL_ROWS
     small = small or dense_mask_of_few_rows(problem)
     small = small and (problem.bool_mask or max(problem.d, problem.dv) <= 128)
-    return pytorch.mask_is_wider(problem) or problem.needs_grad or small
+    return pytorch.mask_is_wider(problem) or problem.needs_grad or small or elements > huge
 
 
 def _is_unlisted_mask(problem: _native.Problem, summarizes: bool) -> bool:
