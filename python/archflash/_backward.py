@@ -17,7 +17,13 @@ from archflash import (
     _ops_backward,
     _options,
 )
-from archflash._eager import is_eager, refuse_derivatives, unrecorded
+from archflash._eager import (
+    is_eager,
+    overridden,
+    refuse_derivatives,
+    stands_for_tensor,
+    unrecorded,
+)
 from archflash._errors import UnsupportedError
 from archflash._plain_tensors import goes_through_operator, is_symbolic
 from archflash._value_checks import check_call, is_readable
@@ -113,6 +119,8 @@ def attention_backward(
         >>> dk.shape
         torch.Size([2, 4, 7, 16])
     """
+    if stands_for_tensor(q):
+        return overridden(attention_backward, locals())
     if attn_mask is not None and _bias.is_causal_bias(attn_mask):
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._eager import is_tracing
+from archflash._eager import is_tracing, overridden, stands_for_tensor
 from archflash._given import as_device, check_dense
 
 _WORD = 0xFFFFFFFF
@@ -83,6 +83,8 @@ def dropout_mask(shape: Sequence[int], dropout_p: float, rng_state: Tensor) -> T
         >>> archflash.dropout_mask((1, 2, 3, 4), 0.1, state).dtype
         torch.bool
     """
+    if stands_for_tensor(rng_state):
+        return overridden(dropout_mask, locals())  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and not is_tracing():
         shape = _checked(shape, dropout_p, rng_state)
     batch, heads, nq, nk = shape

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -196,6 +196,14 @@ def overridden(function: Callable[..., Any], given: dict[str, Any]) -> Any:
     defaults = inspect.signature(function).parameters
     named = {name: x for name, x in given.items() if x is not defaults[name].default}
     return torch.overrides.handle_torch_function(function, objects, **named)
+
+
+def recorded(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`overridden` of a call that is given as it was made."""
+    objects = tuple(x for x in (*args, *kwargs.values()) if stands_for_tensor(x))
+    if not objects:
+        return NotImplemented
+    return torch.overrides.handle_torch_function(function, objects, *args, **kwargs)
 
 
 def give_code(wrapper: Any, function: Callable[..., Any]) -> None:

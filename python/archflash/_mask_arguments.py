@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._eager import give_code, is_tracing
+from archflash._eager import give_code, is_tracing, recorded
 from archflash._given import as_device, check_dense
 
 _Maker = TypeVar("_Maker", bound=Callable[..., Any])
@@ -43,6 +43,8 @@ def checked(maker: _Maker) -> _Maker:
         args = (*map(_widened, names, args), *args[len(names) :])
         kwargs = {name: _widened(name, x) for name, x in kwargs.items()}
         if not is_tracing() and not torch.compiler.is_compiling():
+            if (result := recorded(call, args, kwargs)) is not NotImplemented:
+                return result
             bound = signature.bind(*args, **kwargs)
             _check(maker.__name__, signature, bound.arguments)
             return maker(*bound.args, **bound.kwargs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from archflash import _api, _dispatch, _key_lists, _options, _strides
 from archflash import _archflash as _native
-from archflash._eager import is_eager
+from archflash._eager import is_eager, overridden, stands_for_tensor
 from archflash._given import check_dense
 from archflash._quantize_nvfp4 import GROUP
 from archflash._value_checks import is_readable
@@ -71,6 +71,8 @@ def attention_nvfp4(
         >>> archflash.attention_nvfp4(*made, causal=True).shape
         torch.Size([1, 2, 64, 64])
     """
+    if stands_for_tensor(q):
+        return overridden(attention_nvfp4, locals())
     inputs = {"q": _checked("q", q), "k": _checked("k", k), "v": _checked("v", v, along_rows=True)}
     device = inputs["q"][0].device
     others = {"k": inputs["k"][0], "v": inputs["v"][0], "sinks": sinks, "q_offset": q_offset}

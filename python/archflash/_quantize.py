@@ -11,7 +11,7 @@ from torch import Tensor
 from archflash import _archflash as _native
 from archflash import _dispatch, _ops, _registry, _sharding
 from archflash._archflash import SCALE_ROWS
-from archflash._eager import in_transform, refuse_derivatives
+from archflash._eager import in_transform, overridden, refuse_derivatives, stands_for_tensor
 from archflash._errors import ForcedImplementationError
 from archflash._given import check_dense, is_one_of
 from archflash._plain_tensors import goes_through_operator, is_symbolic, plain, resolved
@@ -76,6 +76,8 @@ def quantize_fp8(
         >>> values.dtype, descale.shape
         (torch.float8_e4m3fn, torch.Size([2, 4, 2]))
     """
+    if stands_for_tensor(x):
+        return overridden(quantize_fp8, locals())  # type: ignore[no-any-return]
     by_operator = goes_through_operator(x)
     if by_operator and is_symbolic(x):
         check_dense(x=x)

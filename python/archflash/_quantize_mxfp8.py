@@ -7,7 +7,7 @@ from torch import Tensor
 
 from archflash import _archflash as _native
 from archflash._archflash import SCALED_NUMBERS
-from archflash._eager import refuse_derivatives
+from archflash._eager import overridden, refuse_derivatives, stands_for_tensor
 from archflash._errors import UnsupportedError
 from archflash._given import check_dense, is_int
 
@@ -52,6 +52,8 @@ def quantize_mxfp8(
         >>> values.shape, scales.shape
         (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100, 2]))
     """
+    if stands_for_tensor(x):
+        return overridden(quantize_mxfp8, locals())  # type: ignore[no-any-return]
     check_dense(x=x)
     if not isinstance(dtype, torch.dtype) or dtype not in tuple(_LARGEST):
         raise TypeError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._eager import refuse_derivatives
+from archflash._eager import overridden, refuse_derivatives, stands_for_tensor
 from archflash._given import check_dense, is_int, is_one_of
 
 GROUP = 16  # neighbouring numbers of a row that share a scale
@@ -58,6 +58,8 @@ def quantize_nvfp4(
         >>> values.shape, scales.shape
         (torch.Size([2, 4, 100, 32]), torch.Size([2, 4, 100, 4]))
     """
+    if stands_for_tensor(x):
+        return overridden(quantize_nvfp4, locals())  # type: ignore[no-any-return]
     check_dense(x=x)
     if not is_one_of(per, _PER):
         raise ValueError(f"per is {_native.given(per)}: it must be 'tensor' or 'head'")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_upper_left
 
 import archflash
+from archflash.compat import flash_attn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(torch.jit|TorchScript):DeprecationWarning"),
@@ -353,6 +354,41 @@ RECORDED: dict[str, tuple[Function, str]] = {
     "merge": (
         lambda q, k, v, n: archflash.merge_attention([q, q], [q[..., 0], q[..., 1]])[0],
         "merge_attention",
+    ),
+    "gradients": (
+        lambda q, k, v, n: archflash.attention_backward(
+            q, q, k, v, q, q[..., 0].contiguous(), causal=True
+        )[1],
+        "attention_backward",
+    ),
+    "dropout": (
+        lambda q, k, v, n: archflash.dropout_mask((1, 2, 3, 4), 0.5, n.long()),
+        "dropout_mask",
+    ),
+    "float8": (lambda q, k, v, n: archflash.quantize_fp8(q)[1], "quantize_fp8"),
+    "MXFP8": (lambda q, k, v, n: archflash.quantize_mxfp8(q, dim=-2)[1].float(), "quantize_mxfp8"),
+    "NVFP4": (lambda q, k, v, n: archflash.quantize_nvfp4(q)[2], "quantize_nvfp4"),
+    "four bits": (
+        lambda q, k, v, n: archflash.attention_nvfp4(
+            *(archflash.quantize_nvfp4(q[..., :16, :], dim=x) for x in (-1, -1, -2))
+        ),
+        "attention_nvfp4",
+    ),
+    "summary": (lambda q, k, v, n: archflash.summarize_mask(q[..., 0, None] > 0), "summarize_mask"),
+    "maker of a mask": (lambda q, k, v, n: archflash.masks.prefix_lm(n, 9), "prefix_lm"),
+    "flash-attn": (
+        lambda q, k, v, n: flash_attn.flash_attn_func(q, k, v, softmax_scale=0.3),
+        "flash_attn_func",
+    ),
+    "flash-attn's cache": (
+        lambda q, k, v, n: flash_attn.flash_attn_with_kvcache(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache_seqlens=n
+        ),
+        "flash_attn_with_kvcache",
+    ),
+    "flash-attn's packed": (
+        lambda q, k, v, n: flash_attn.flash_attn_qkvpacked_func(torch.stack([q, q, q], 2)),
+        "flash_attn_qkvpacked_func",
     ),
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash._eager import give_code
+from archflash._eager import give_code, recorded, stands_for_tensor
 from archflash._errors import UnsupportedError
 from archflash._given import check_dense
 
@@ -124,6 +124,8 @@ def in_its_words(**names: str) -> Callable[[_Function], _Function]:
     def wrap(function: _Function) -> _Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if args and stands_for_tensor(args[0]):
+                return recorded(call, args, kwargs)
             try:
                 return function(*args, **kwargs)
             except (TypeError, ValueError, UnsupportedError) as error:
