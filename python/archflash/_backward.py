@@ -120,7 +120,7 @@ def attention_backward(
         torch.Size([2, 4, 7, 16])
     """
     if stands_for_tensor(q):
-        return overridden(attention_backward, locals())
+        return overridden(attention_backward, locals())  # type: ignore[no-any-return]
     if attn_mask is not None and _bias.is_causal_bias(attn_mask):
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout

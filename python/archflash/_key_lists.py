@@ -127,7 +127,7 @@ def without_unnamed(
         counts = counts & (lists >= first + offset - left)
     if right is not None:
         counts = counts & (lists <= last + offset + right)
-    keys, counts = torch.broadcast_tensors(lists, counts)
+    keys, counts = torch.broadcast_tensors(lists, counts)  # type: ignore[no-untyped-call]
     named = marked(keys.flatten(2), counts.flatten(2), nk)[..., None]
     named = named if rows == 2 else named.transpose(1, 2)
     return torch.where(named, k, 0.0), torch.where(named, v, 0.0)
