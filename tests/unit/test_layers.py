@@ -99,7 +99,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat.flash_attn.ops.triton",),
     ("compat.flash_attn", "compat.flash_attn.layers", "compat.flash_attn.ops"),
     ("compat",),
-    ("integrations._mask_functions",),
+    ("integrations._chosen_keys", "integrations._mask_functions"),
     ("integrations._model_mask", "integrations._paged"),
     ("integrations._packed_text",),
     ("integrations._sglang_batch", "integrations._sglang_refusals"),

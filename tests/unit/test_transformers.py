@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -440,6 +442,77 @@ def test_lengths_that_cannot_be_meant() -> None:
             layer, q[:, :, :1], q, q, None, position_bias=bias, cu_seq_lens_q=BEGINS,
             cu_seq_lens_k=BEGINS,
         )  # fmt: skip
+
+
+def eager(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Attention (batch, queries, heads, d) as transformers' eager functions compute it."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["indices", "block_indices", "sinks", "indices and sinks"])
+@pytest.mark.parametrize("masked", ["rule", "padding", "documents"])
+def test_keys_that_an_indexer_chose_and_sinks_of_queries(
+    kind: str, masked: str, packs: bool
+) -> None:
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(2, 4, 13, 8), torch.randn(2, 2, 2, 13, 8)
+    causal = torch.ones(13, 13, dtype=torch.bool).tril()
+    visible = causal.expand(2, 1, 13, 13)
+    mask, given = None, {}
+    if masked == "padding":
+        kept = padding("right", (13, 9)).bool()
+        mask = integration.make_mask(2, 13, 13, attention_mask=kept)
+        visible = visible & kept[:, None, None]
+    elif masked == "documents":
+        given["position_ids"] = POSITIONS
+        visible = visible & (POSITIONS.eq(0).cumsum(1)[:, None] == POSITIONS.eq(0).cumsum(1).mT)
+    layer = torch.nn.Identity()
+    layer.is_causal = True  # type: ignore[assignment]
+    sinks = None
+    if "sinks" in kind:
+        given["sinks"] = sinks = torch.randn(2, 4, 13, 1)
+    if "indices" in kind:
+        blocks, size = "block" in kind, 4
+        layer.indexer = types.SimpleNamespace(block_size=size)  # type: ignore[assignment]
+        shape = (2, 2, 13, 4 if blocks else 13)
+        places = torch.rand(shape).argsort(-1)[..., : 2 if blocks else 6].int()
+        chosen = torch.zeros(shape, dtype=torch.bool).scatter(-1, places.long(), True)
+        if blocks:
+            places = torch.cat([places, torch.full_like(places[..., :1], -1)], -1)
+            chosen = chosen.repeat_interleave(size, -1)[..., :13].repeat_interleave(2, 1)
+            given["block_indices"] = places
+        else:
+            chosen, given["indices"] = chosen[:, :1], places[:, 0]
+        visible = visible & chosen
+    found = integration.forward(layer, q, k, v, mask, scaling=0.3, **given)[0]
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    expected = eager(q @ keys.mT * 0.3, values, visible, sinks)
+    some = visible.any(-1).expand(2, 4, 13).transpose(1, 2)
+    torch.testing.assert_close(found[some], expected[some])
+
+
+def test_layers_give_no_option_that_is_unknown() -> None:
+    """An option that a new model gives its layers must not be lost among those that say what the
+    mask says already.
+    """
+    known = set(inspect.signature(integration.forward).parameters) | {
+        "deterministic", "output_attentions", "sliding_window",
+    }  # fmt: skip
+    folder = Path(transformers.__file__).parent / "models"
+    call = re.compile(r"attention_interface\(\n(.*?)^ *\)", re.DOTALL | re.MULTILINE)
+    option = re.compile(r"^ *(\w+)=", re.MULTILINE)
+    calls = 0
+    for file in folder.glob("*/modeling_*.py"):
+        for arguments in call.findall(file.read_text()):
+            calls += 1
+            assert set(option.findall(arguments)) <= known, file.name
+    assert calls > 100
 
 
 def test_a_cache_of_continuous_batching_takes_keys_up_and_its_mask_says_all() -> None:

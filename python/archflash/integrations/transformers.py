@@ -43,7 +43,7 @@ from archflash import _autocast, masks
 from archflash._api import attention
 from archflash._registry import TORCH
 from archflash._sdpa import scaled_dot_product_attention, who_drops
-from archflash.integrations import _mask_functions
+from archflash.integrations import _chosen_keys, _mask_functions
 from archflash.integrations._mask_functions import Rule
 from archflash.integrations._model_mask import (
     Mask,
@@ -295,7 +295,10 @@ def forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cache: Any = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -317,7 +320,11 @@ def forward(
         is_causal: overrides that of the layer.
         softcap: as for `archflash.attention`.
         s_aux: sinks (heads,).
+        sinks: one more logit for each query (batch, heads, queries, 1).
         position_bias: added to the scores, broadcastable to (batch, heads, queries, keys).
+        indices: integers (batch, queries, n), keys that an indexer chose: only these count.
+        block_indices: integers (batch, heads_kv, queries, n), blocks of keys that it chose, -1 for
+            none; `module.indexer.block_size` says how many keys a block has.
         cache: the paged cache of continuous batching, which takes up key and value.
         position_ids: (batch or 1, queries). A document begins where a position is the lowest of its
             row again. It counts where neither a mask nor cu_seq_lens say more than a rule.
@@ -350,14 +357,22 @@ def forward(
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
     batch, nq, nk = query.shape[0], query.shape[2], key.shape[2]
     seen = _seen(module, attention_mask, is_causal, batch, nq, nk)
+    if indices is not None:
+        position_bias = both_masks(_chosen_keys.of_indices(indices, nk), position_bias)
+    if block_indices is not None:
+        indexer: Any = module.indexer
+        chosen = _chosen_keys.of_blocks(block_indices, indexer.block_size, query.shape[1], nk)
+        position_bias = both_masks(chosen, position_bias)
     # A mask that somebody has read or written is one of values, but it was made of a rule.
     was = attention_mask._content.seen if isinstance(attention_mask, Mask) else seen
+    # What goes by rows and keys, so that no rows are packed.
+    by_rows = sinks if position_bias is None else position_bias
     lengths: Lengths | None = None
     # Continuous batching gives a mask that says all, and lengths of another order of keys.
     by_mask_alone = cache is not None
     if not by_mask_alone and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
         given_lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        seen, lengths = in_documents_of_lengths(seen, given_lengths, query, nk, position_bias)
+        seen, lengths = in_documents_of_lengths(seen, given_lengths, query, nk, by_rows)
     elif not by_mask_alone and position_ids is not None and may_restart(position_ids, was, nq, nk):
         with_gradients = torch.is_grad_enabled() and any(
             x.requires_grad for x in (query, key, value)
@@ -370,7 +385,7 @@ def forward(
     options: dict[str, Any] = {
         "scale": scaling, "softcap": softcap, "sinks": s_aux, **_options_of(seen, nq, nk)
     }  # fmt: skip
-    if lengths is None and seen.packed is not None and position_bias is None:
+    if lengths is None and seen.packed is not None and by_rows is None:
         cu_seqlens, longest = seen.packed
         lengths = Lengths(cu_seqlens, cu_seqlens, longest, longest)
     if lengths is not None:
@@ -381,7 +396,7 @@ def forward(
 
     mask = seen.values
     if seen.padding is not None:
-        if position_bias is None and packs(query, key, seen, options):
+        if by_rows is None and packs(query, key, seen, options):
             if dropout > 0.0:
                 options["dropout_p"] = dropout
             return without_padding(query, key, value, attention_mask, options), None
@@ -390,12 +405,17 @@ def forward(
     if position_bias is not None:
         mask = both_masks(position_bias, mask)
     options["attn_mask"] = mask
+    plain = not softcap and s_aux is None and sinks is None
     if dropout > 0.0:
-        if not softcap and s_aux is None and _goes_to_sdpa(query, key, value, options, dropout):
+        if plain and _goes_to_sdpa(query, key, value, options, dropout):
             out = _dropped_by_sdpa(query, key, value, seen, mask, dropout, scaling)
             return out.transpose(1, 2).contiguous(), None
         options["dropout_p"] = dropout
-    out = attention(query, key, value, **options)
+    if sinks is not None:  # of queries, which no kernel knows: they take a share of each row's sum
+        out, lse = attention(query, key, value, **options, return_lse=True)
+        out = (out * torch.sigmoid(lse[..., None] - sinks)).to(query.dtype)
+    else:
+        out = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -109,6 +109,7 @@ def forward(
     for name, given in (
         ("dropout", dropout > 0), ("a mask", attention_mask is not None),
         ("position_bias", position_bias is not None),
+        *((name, others.get(name) is not None) for name in ("sinks", "indices", "block_indices")),
     ):  # fmt: skip
         if given:
             raise UnsupportedError(f"attention over ranks has no {name}: leave it out")
