@@ -246,7 +246,7 @@ q, k, v = (torch.randn(2, 9, 4, 8, generator=generator) for _ in range(3))
 attend = attention_dispatch.dispatch_attention_fn
 kept = torch.arange(9) < torch.tensor([[9], [5]])
 # "_flash_3" is an operator of diffusers for CUDA alone.
-for backend in ("flash", "flash_varlen", "_flash_varlen_3"):
+for backend in ("flash", "flash_varlen", "_flash_varlen_3", "xformers"):
     for call in ({}, {"is_causal": True, "scale": 0.4}, {"attn_mask": kept}):
         if "attn_mask" in call and backend == "flash":
             continue  # diffusers refuses it
@@ -261,7 +261,7 @@ print("done")
 @pytest.mark.parametrize("program", [SAGE, FLASH], ids=["sageattention", "flash_attn"])
 def test_the_backends_of_other_libraries_are_served_after_install(program: str) -> None:
     """In a process of its own: diffusers looks for the libraries when it is imported."""
-    if any(importlib.util.find_spec(name) for name in ("sageattention", "flash_attn")):
+    if any(importlib.util.find_spec(name) for name in ("sageattention", "flash_attn", "xformers")):
         pytest.skip("an original is installed, whose version diffusers would find")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120

@@ -7,6 +7,7 @@ them.
 - `archflash.compat.flash_attn_2_cuda`, `archflash.compat.flash_attn_3`: what lies below these two
 - `archflash.compat.flash_mla`: FlashMLA's module `flash_mla`
 - `archflash.compat.sageattention`, `archflash.compat.sageattn3`: SageAttention's packages
+- `archflash.compat.xformers`: of xformers `memory_efficient_attention` and its masks
 
 Import them in place of the originals. `install` gives them the originals' names, for code that
 cannot be edited.
@@ -14,6 +15,7 @@ cannot be edited.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import re
 import sys
@@ -31,6 +33,7 @@ from archflash.compat import (
     flash_mla,
     sageattention,
     sageattn3,
+    xformers,
 )
 from archflash.compat.flash_attn import bert_padding, cute, layers, ops
 from archflash.compat.flash_attn import flash_attn_interface as _flash_attn_2_interface
@@ -38,6 +41,9 @@ from archflash.compat.flash_attn.layers import rotary
 from archflash.compat.flash_attn.ops import triton
 from archflash.compat.flash_attn.ops.triton import rotary as _triton_rotary
 from archflash.compat.sageattention import core as _sageattention_core
+from archflash.compat.xformers import ops as _xformers_ops
+from archflash.compat.xformers import version as _xformers_version
+from archflash.compat.xformers.ops import fmha as _fmha
 
 __all__ = [
     "flash_attn",
@@ -49,6 +55,7 @@ __all__ = [
     "sageattention",
     "sageattn3",
     "uninstall",
+    "xformers",
 ]
 
 _MODULES: dict[str, ModuleType] = {
@@ -69,6 +76,11 @@ _MODULES: dict[str, ModuleType] = {
     "sageattention": sageattention,
     "sageattention.core": _sageattention_core,
     "sageattn3": sageattn3,
+    "xformers": xformers,
+    "xformers.ops": _xformers_ops,
+    "xformers.ops.fmha": _fmha,
+    "xformers.ops.fmha.attn_bias": _fmha.attn_bias,
+    "xformers.version": _xformers_version,
 }
 # The extension calls functions of that module, which therefore cannot import it.
 vars(_flash_attn_2_interface)["flash_attn_gpu"] = flash_attn_2_cuda
@@ -81,6 +93,7 @@ _DISTRIBUTIONS = {
     "flash_mla": ("1.0.0+archflash", ("flash_mla",)),
     "sageattention": ("2.2.0+archflash", ("sageattention",)),
     "sageattn3": ("1.0.0+archflash", ("sageattn3",)),
+    "xformers": (f"{xformers.__version__}+archflash", ("xformers",)),
 }
 _hidden: dict[str, ModuleType] = {}  # modules that install() took the names of
 _listed: list[tuple[dict[str, list[str]], str]] = []  # what it put into tables of others
@@ -127,7 +140,8 @@ _PROVIDER = _Provider()
 def install(*, replace: bool = False) -> None:
     """Makes ``import flash_attn`` (FlashAttention-2), ``import flash_attn_interface``
     (FlashAttention-3), ``import flash_mla``, ``import sageattention`` and ``import sageattn3`` find
-    the modules of this package, in this process.
+    the modules of this package, in this process; ``import xformers``, too, if xformers is not
+    installed, as it has much besides attention.
 
     The operators torch.ops.flash_attn and torch.ops.flash_attn_3 are registered, too, if those of
     the originals are not. Call it before the code that imports them. What looks for the installed
@@ -147,9 +161,10 @@ def install(*, replace: bool = False) -> None:
         >>> from flash_attn import flash_attn_func
         >>> archflash.compat.uninstall()
     """
+    given = _given_names()
     others = {
         name: sys.modules[name]
-        for name, module in _MODULES.items()
+        for name, module in given.items()
         if sys.modules.get(name, module) is not module
     }
     if others and not replace:
@@ -159,10 +174,20 @@ def install(*, replace: bool = False) -> None:
         )
     _operators.register()  # the only step here that can fail
     _hidden.update(others)
-    sys.modules.update(_MODULES)
+    sys.modules.update(given)
     if _PROVIDER not in sys.meta_path:
         sys.meta_path.append(_PROVIDER)
     _tell_transformers()
+
+
+def _given_names() -> dict[str, ModuleType]:
+    """The modules of `install`: xformers has more than its attention, so where it is installed it
+    stays.
+    """
+    ours = sys.modules.get("xformers", xformers) is xformers
+    if ours and importlib.machinery.PathFinder.find_spec("xformers") is None:
+        return _MODULES
+    return {name: x for name, x in _MODULES.items() if name.partition(".")[0] != "xformers"}
 
 
 def uninstall() -> None:
