@@ -27,7 +27,7 @@ PROMPTS = models.prompts(19, 3, 9)
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "attention_backend": "archflash", "dtype": "float32",
     "skip_tokenizer_init": True, "disable_cuda_graph": True, "disable_overlap_schedule": True,
-    "max_total_tokens": 1024, "context_length": 128, "mem_fraction_static": 0.3,
+    "max_total_tokens": 1024, "context_length": 128, "mem_fraction_static": 0.9,
     "log_level": "error",
 }  # fmt: skip
 
