@@ -19,6 +19,7 @@ from archflash.compat import (
     sageattn3,
 )
 from archflash.compat.flash_attn import bert_padding, cute
+from archflash.compat.xformers.ops import fmha
 
 Call = dict[str, Any]
 Options = Mapping[str, Mapping[str, Any]]  # wrong values of arguments, by what is wrong
@@ -198,6 +199,10 @@ def legal_calls() -> dict[str, Legal]:
         "sage": Legal(sageattention.sageattn, dict.fromkeys("qkv", heads_first)),
         "sage, packed": Legal(sageattention.sageattn_varlen, packed),
         "sage 3": Legal(sageattn3.sageattn3_blackwell, dict.fromkeys("qkv", heads_first)),
+        "xformers": Legal(
+            fmha.memory_efficient_attention,
+            {**dict.fromkeys(("query", "key", "value"), q), "p": 0.0, "scale": 0.3},
+        ),
         "unpad": Legal(
             bert_padding.unpad_input,
             {
@@ -288,6 +293,7 @@ UNREAD = {
 # Changed tensors that make another right call.
 RIGHT: set[tuple[str, ...]] = {
     *((x, "other columns") for x in ("v", "v_cache", "qkv", "out_partial", "hidden_states")),
+    ("value", "other columns"),
     *((x, "float64") for x in ("qkv", "rotary_cos", "rotary_sin", "lse_partial", "out_partial")),
     *(("hidden_states", x) for x in ("complex", "integers", "meta", "float64")),
     ("qkv", "meta"), ("attn_sink", "float64"), ("attention_mask", "integers"),

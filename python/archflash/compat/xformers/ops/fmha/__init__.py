@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archflash import _archflash as _native
 from archflash import _sequences
 from archflash._api import attention
 from archflash._errors import UnsupportedError
@@ -127,6 +128,8 @@ def _attend(
     want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     check_tensors(query=query, key=key, value=value)
+    if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
+        raise TypeError(f"output_dtype is {_native.given(output_dtype)}: it must be a torch.dtype")
     if not 3 <= query.ndim == key.ndim == value.ndim <= 5:
         raise ValueError(
             f"query has {query.ndim} dimensions, key {key.ndim} and value {value.ndim}: all must "
