@@ -238,7 +238,7 @@ def _on_padded_keys(
         raise UnsupportedError(f"p={options['dropout_p']} with {type(bias).__name__}: set p to 0")
     of_q, of_k = bias.q_seqinfo, bias.k_seqinfo
     _check_rows(query=(q, of_q), key=(k, of_k))
-    caches = (x[0].unflatten(0, (-1, of_k.padding)) for x in (k, v))
+    caches = (x.view(len(of_k.seqlen), of_k.padding, *x.shape[2:]) for x in (k, v))
     result = without_backward(
         "padded keys", q[0], *caches, cache_seqlens=of_k.seqlen, page_table=None,
         cu_seqlens_q=of_q.seqstart, max_seqlen_q=of_q.max_seqlen, softmax_scale=options["scale"],

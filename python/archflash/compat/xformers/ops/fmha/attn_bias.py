@@ -5,7 +5,7 @@ tensor, unless by `materialize`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,7 +39,8 @@ class AttentionBias:
         device: torch.device | str = "cpu",
     ) -> Tensor:
         """The mask as a tensor (..., queries, keys) that is added to the scores."""
-        seen = self._visible(*shape[-2:], torch.device(device))
+        nq, nk = shape[-2:]
+        seen = self._visible(nq, nk, torch.device(device))
         return torch.zeros(shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
     def _visible(self, nq: int, nk: int, device: torch.device) -> Tensor:
@@ -161,7 +162,9 @@ class _SeqLenInfo:
         return cls(seqstart, max(lengths, default=0), min(lengths, default=0), starts)
 
     def to(self: _Lengths, device: torch.device | str) -> _Lengths:
-        moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {
+            name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
         return dataclasses.replace(self, **moved)
 
     def intervals(self) -> Iterable[tuple[int, int]]:
@@ -297,24 +300,24 @@ class BlockDiagonalMask(_OfSequences):
 
     def make_causal(self) -> BlockDiagonalCausalMask:
         """This, with query i of a sequence seeing its keys up to i."""
-        return self._made(BlockDiagonalCausalMask)
+        return self._made_into(BlockDiagonalCausalMask)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
         """This, with the last query of a sequence seeing up to its last key."""
-        return self._made(BlockDiagonalCausalFromBottomRightMask)
+        return self._made_into(BlockDiagonalCausalFromBottomRightMask)
 
     def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
         """`make_causal` in a window of that many keys."""
-        return self._made(BlockDiagonalCausalLocalAttentionMask, window_size)
+        return self._made_into(BlockDiagonalCausalLocalAttentionMask, window_size)
 
     def make_local_attention_from_bottomright(
         self, window_size: int
     ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
         """`make_causal_from_bottomright` in a window of that many keys."""
-        return self._made(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
+        return self._made_into(BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size)
 
-    def _made(self, of: Any, *more: Any) -> Any:
-        return of(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, *more)
+    def _made_into(self, kind: Callable[..., _Bias], *more: int) -> _Bias:
+        return kind(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, *more)
 
     def to(self, device: torch.device | str) -> Any:
         moved = super().to(device)
