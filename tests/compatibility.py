@@ -38,9 +38,9 @@ PACKAGES = {
             *(
                 f"tests/unit/test_{name}.py"
                 for name in (
-                    "api", "bad_input", "bounded", "cli", "compat", "compat_cute", "dispatch",
-                    "export", "kvcache", "layers", "masks", "plan", "prepared_calls", "tracing",
-                    "transforms",
+                    "api", "bad_input", "bounded", "cli", "compat", "compat_cute",
+                    "compat_xformers", "dispatch", "export", "kvcache", "layers", "masks", "plan",
+                    "prepared_calls", "tracing", "transforms",
                 )
             ),
             "tests/core_set/test_calls.py",

@@ -24,8 +24,9 @@ from .unit import stub_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 UNIT_TESTS = (
-    "api", "causal_bias", "compat", "dynamic_shapes", "export", "flops", "other_ways", "quantize",
-    "reference", "sdpa_semantics", "torch_implementation", "tracing", "transforms",
+    "api", "causal_bias", "compat", "compat_xformers", "dynamic_shapes", "export", "flops",
+    "other_ways", "quantize", "reference", "sdpa_semantics", "torch_implementation", "tracing",
+    "transforms",
 )  # fmt: skip
 TESTS = [f"tests/unit/test_{name}.py" for name in UNIT_TESTS]
 TESTS.append("tests/core_set/test_pytorch_operators.py")
