@@ -113,8 +113,8 @@ Shares share_out(const Problem& call, const BackwardTile& tile, const Device& de
       const core::RowShares split{of_rows, rounds * tile.round_rows};
       if ((of_rows - 1) * split.rows >= whole.rows) continue;  // a share would be empty
       std::vector<core::Run> runs =
-          core::runs_of_keys(one, tile.rows, tile.round_rows, split, of_share);
-      for (core::Run& run : runs) run.count = heads * of_heads;
+          core::merge_equal(core::runs_of_keys(one, tile.rows, tile.round_rows, split, of_share));
+      for (core::Run& run : runs) run.count *= heads * of_heads;
       double time = core::queue_time(runs, device.sm_count);
       if (shares > 1) time += core::time_of_shares(call, tile.head_dim, shares);
       if (of_rows > 1) time *= OF_ROWS;

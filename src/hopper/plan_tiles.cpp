@@ -102,11 +102,13 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
                                 : std::numeric_limits<double>::infinity();
   const bool few_keys = is_short || (!packs && !problem.varlen && head.nk <= SHORT_KEYS);
   const bool begins_anew = few_keys && (resident > 1 || tile.can_split) && rows * heads > workers;
-  runs.reserve(head.times.size());
+  runs.reserve(core::equal_tiles(problem) ? 2 : head.times.size());
   for (double time : head.times) {
     if (head.time_among_others > 0 && heads > workers) time = head.time_among_others;
-    runs.push_back({time + (begins_anew ? NEW_CTA : 0), heads});
-    sum += runs.back().time;
+    time += begins_anew ? NEW_CTA : 0;
+    sum += time;
+    if (runs.empty() || runs.back().time != time) runs.push_back({time, 0});
+    runs.back().count += heads;
   }
   double time = rows * heads > MOST_ROUNDS_TO_MODEL * workers
                     ? sum * static_cast<double>(heads) / static_cast<double>(workers)
@@ -135,10 +137,14 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
 
 // The tile of a table with which a call is expected to be done first; null: the device has too
 // little shared memory for all of them.
-const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& problem,
-                          const Device& device) {
+struct Fastest {
+  const KernelTile* tile = nullptr;
+  double time = 0;  // time_of(), where that was asked; 0: it was not
+};
+Fastest fastest(std::span<const KernelTile> tiles, const Problem& problem, const Device& device) {
   const bool packed = are_many_packed(problem, device);
-  const KernelTile* best = nullptr;
+  Fastest found;
+  const KernelTile*& best = found.tile;
   int columns = 0, columns_v = 0;
   double time = 0;
   for (const KernelTile& tile : tiles) {
@@ -156,12 +162,12 @@ const KernelTile* fastest(std::span<const KernelTile> tiles, const Problem& prob
     if (packed && !measured && best != nullptr && best->packed.start > 0) continue;
     const KernelTile packs = pack_if_faster(problem, device, tile);
     if (best != nullptr && leaves_groups_empty(problem, packs)) continue;
-    double of_tile =
-        measured ? packed_time(problem, device, packs) : time_of(problem, device, tile);
+    const double modelled = measured ? 0 : time_of(problem, device, tile);
+    double of_tile = measured ? packed_time(problem, device, packs) : modelled;
     if (const FewRows few = few_rows_of(problem, device, packs); few.rows > 0) of_tile = few.time;
-    if (best == nullptr || of_tile < time) best = &tile, time = of_tile;
+    if (best == nullptr || of_tile < time) found = {&tile, modelled}, time = of_tile;
   }
-  return best;
+  return found;
 }
 
 // Whether a call's tiles leave at most a fifth of the places of their rounds empty.
@@ -187,8 +193,14 @@ HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
   const int64_t rows_of_head = core::ceil_div(nq, tile.block_q);
   double last_keys = 0;
   times.reserve(rows_of_head);
+  const core::KeysOfTiles keys_of(problem, nq, nk);
+  const bool windowed = problem.window_left != UNBOUNDED || problem.window_right != UNBOUNDED;
   for (int64_t index = rows_of_head - 1; index >= 0; --index) {
-    last_keys = static_cast<double>(core::keys_of_row_tile(problem, size, nq, nk, index));
+    if (!windowed && !times.empty()) {  // all see the same keys
+      times.resize(rows_of_head, times.front());
+      break;
+    }
+    last_keys = static_cast<double>(core::keys_of_row_tile(keys_of, size, nq, index));
     const double filled = -MOST_FILLED * last_keys;
     times.push_back(core::TILE_KEYS + last_keys + std::max<double>(tile.start_keys, filled));
   }
@@ -212,7 +224,8 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
                                                                  const Device& device) {
   std::span<const KernelTile> table = tiles_for(problem);
   if (table[0].in_full_rounds && !fills_rounds(problem, device, table[0])) table = table.subspan(1);
-  const KernelTile* best = table[0].speed > 0 ? fastest(table, problem, device) : nullptr;
+  const Fastest fastest_tile = table[0].speed > 0 ? fastest(table, problem, device) : Fastest{};
+  const KernelTile* const best = fastest_tile.tile;
   // Whole tiles of rows on all SMs compute no faster in shares, which a second kernel has to
   // combine: 8x20 64x1500 D=64 took 41.4 us with three, 25.2 without.
   constexpr int64_t KEYS_OF_WHOLE_TILES = 4096;
@@ -252,7 +265,7 @@ std::variant<core::SplitChoice<KernelTile>, Reasons> choose_tile(const Problem& 
   // packed times alone it is not known how much.
   const auto time_without = [&](const KernelTile& few) {
     const auto rows = static_cast<double>(few.block_q * core::resident_ctas(few, device));
-    const double time = time_of(problem, device, *best);
+    const double time = fastest_tile.time > 0 ? fastest_tile.time : time_of(problem, device, *best);
     if (std::isinf(time)) return core::unsplit_time(problem, device, *best, few.split_costs);
     return static_cast<int64_t>(time * few.speed / rows);
   };
@@ -325,12 +338,14 @@ bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTi
   const HeadModel head(problem, tile);
   const int64_t heads = problem.batch * problem.heads_q / tile.packed_heads;
   const int64_t group = plan.tile.heads_per_group / tile.packed_heads;
-  std::vector<double> times;
+  std::vector<core::Run> runs;
+  runs.reserve(head.times.size() * core::ceil_div(heads, group));
   for (int64_t first = 0; first < heads; first += group) {
     for (const double time : head.times)
-      times.insert(times.end(), std::min(group, heads - first) * slices, time);
+      runs.push_back({time, std::min(group, heads - first) * slices});
   }
-  const auto walk_time = [&](core::Walk walk) { return core::makespan(times, ctas, walk).time; };
+  runs = core::merge_equal(std::move(runs));
+  const auto walk_time = [&](core::Walk walk) { return core::time_of_walk(runs, ctas, walk); };
   const double counter_keys = shorter_first ? COUNTER_KEYS_FP8 : COUNTER_KEYS;
   const bool varies = equal ? problem.nq % tile.block_q != 0 : tile.head_dim == 128;
   return walk_time(core::Walk::Queue) + counter_keys <

@@ -58,6 +58,7 @@ std::vector<Run> runs_of_keys(const Problem& call, int64_t tile_rows, int64_t bl
       std::min(call.window_left, NO_SIDE), std::min(call.window_right, NO_SIDE));
   const device::VisibleKeys rows{-keys.last_shift, -keys.first_shift, static_cast<int>(call.nq)};
   std::vector<Run> runs;
+  runs.reserve(ceil_div(call.nk, tile_rows) * split.shares);
   for (int64_t key = 0; key < call.nk; key += tile_rows) {
     const int64_t last_key = std::min(key + tile_rows, call.nk) - 1;
     const int64_t first = rows.first(static_cast<int>(key)) / block_rows * block_rows;

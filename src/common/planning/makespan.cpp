@@ -4,9 +4,7 @@
 #include <map>
 #include <numeric>
 
-#include "common/device/row_tiles.h"
 #include "common/planning/core_set.h"
-#include "common/planning/order.h"
 
 namespace archflash::core {
 namespace {
@@ -65,15 +63,21 @@ int64_t workers_of(const LaunchPlan& plan) {
 
 }  // namespace
 
-int64_t keys_of_row_tile(const Problem& problem, const RowTileSize& tile, int64_t nq, int64_t nk,
-                         int64_t index) {
-  int64_t row = index * tile.block_q, rows = tile.block_q;
-  if (tile.row_step > 0) {
-    const device::RowTile moved = device::row_tile_from_end(
-        static_cast<int>(nq), static_cast<int>(row), tile.block_q, static_cast<int>(tile.row_step));
-    row = moved.first_row, rows = moved.end_row - moved.first_row;
+double time_of_walk(std::span<const Run> runs, int64_t workers, Walk walk) {
+  if (walk == Walk::Queue) return queue_time(runs, workers);
+  std::vector<double> until(workers, 0);
+  int64_t place = 0;  // in the round
+  bool reversed = false;
+  for (const Run& run : runs) {
+    for (int64_t left = run.count; left > 0;) {
+      const int64_t taken = std::min(left, workers - place);
+      double* const first = until.data() + (reversed ? workers - place - taken : place);
+      for (int64_t i = 0; i < taken; ++i) first[i] += run.time;
+      left -= taken, place += taken;
+      if (place == workers) place = 0, reversed = !reversed;
+    }
   }
-  return keys_of_tile(problem, rows, tile.block_k, nq, nk, row);
+  return *std::max_element(until.begin(), until.end());
 }
 
 Makespan makespan(std::span<const double> times, int64_t workers, Walk walk) {
@@ -81,21 +85,12 @@ Makespan makespan(std::span<const double> times, int64_t workers, Walk walk) {
   const double sum = std::accumulate(times.begin(), times.end(), 0.0);
   const double longest = times.empty() ? 0 : *std::max_element(times.begin(), times.end());
   result.ideal = std::max(sum / static_cast<double>(workers), longest);
-  if (walk == Walk::Rounds) {
-    std::vector<double> until(workers, 0);
-    for (size_t i = 0; i < times.size(); ++i) {
-      const size_t round = i / workers, place = i % workers;
-      until[round % 2 == 0 ? place : workers - 1 - place] += times[i];
-    }
-    result.time = *std::max_element(until.begin(), until.end());
-  } else {
-    std::vector<Run> runs;
-    for (const double time : times) {
-      if (runs.empty() || runs.back().time != time) runs.push_back({time, 0});
-      ++runs.back().count;
-    }
-    result.time = queue_time(runs, workers);
+  std::vector<Run> runs;
+  for (const double time : times) {
+    if (runs.empty() || runs.back().time != time) runs.push_back({time, 0});
+    ++runs.back().count;
   }
+  result.time = time_of_walk(runs, workers, walk);
   return result;
 }
 
@@ -116,12 +111,12 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
       if (tile.one_tile_each) places = 1;
       const int64_t needed = ceil_div(nq, tile.block_q);
       start += nq;
+      const KeysOfTiles keys(problem, nq, nk);
       for (int64_t place = 0; place < places; ++place) {
         const int64_t index = needed - 1 - place;
         for (int64_t head = 0; head < problem.heads_q / packed; ++head) {
           if (index >= 0) {
-            add(tiles, head / heads_per_kv, keys_of_row_tile(problem, size_of(tile), nq, nk, index),
-                tile);
+            add(tiles, head / heads_per_kv, keys_of_row_tile(keys, size_of(tile), nq, index), tile);
           } else {
             tiles.insert(tiles.end(), tile.splits * tile.v_slices, {head / heads_per_kv, 0});
           }
@@ -137,10 +132,11 @@ std::vector<TileTime> tile_times(const LaunchPlan& plan, const Lengths& lengths)
   const int64_t rows = ceil_div(problem.nq, tile.block_q);
   const int64_t heads = problem.batch * problem.heads_q / packed;
   const int64_t group = tile.heads_per_group > 0 ? tile.heads_per_group / packed : heads;
+  const KeysOfTiles keys_of(problem, problem.nq, problem.nk);
   for (int64_t first = 0; first < heads; first += group) {
     for (int64_t place = 0; place < rows; ++place) {
       const int64_t index = rows - 1 - order.from_last(static_cast<int>(place));
-      const int64_t keys = keys_of_row_tile(problem, size_of(tile), problem.nq, problem.nk, index);
+      const int64_t keys = keys_of_row_tile(keys_of, size_of(tile), problem.nq, index);
       for (int64_t head = first; head < std::min(first + group, heads); ++head)
         add(tiles, head / heads_per_kv, keys, tile);
     }

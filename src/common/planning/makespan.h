@@ -10,6 +10,8 @@
 #include <span>
 #include <vector>
 
+#include "common/device/row_tiles.h"
+#include "common/planning/order.h"
 #include "common/planning/plan.h"
 
 namespace archflash::core {
@@ -41,15 +43,25 @@ struct Makespan {
 
 // The time of a walk over tiles that take `times`, in this order.
 Makespan makespan(std::span<const double> times, int64_t workers, Walk walk);
+// Until the last worker is done.
+double time_of_walk(std::span<const Run> runs, int64_t workers, Walk walk);
 
 // Query rows and keys of a row tile; row_step: TileChoice::row_step.
 struct RowTileSize {
   int32_t block_q, block_k;
   int64_t row_step;
 };
-// The keys that row tile number `index` of a sequence of nq rows and nk keys visits.
-int64_t keys_of_row_tile(const Problem& problem, const RowTileSize& tile, int64_t nq, int64_t nk,
-                         int64_t index);
+// The keys that row tile number `index` of a sequence of nq rows visits.
+inline int64_t keys_of_row_tile(const KeysOfTiles& keys, const RowTileSize& tile, int64_t nq,
+                                int64_t index) {
+  int64_t row = index * tile.block_q, rows = tile.block_q;
+  if (tile.row_step > 0) {
+    const device::RowTile moved = device::row_tile_from_end(
+        static_cast<int>(nq), static_cast<int>(row), tile.block_q, static_cast<int>(tile.row_step));
+    row = moved.first_row, rows = moved.end_row - moved.first_row;
+  }
+  return keys.of(static_cast<int>(rows), tile.block_k, row);
+}
 
 // Lengths of the packed sequences of a call.
 struct Lengths {

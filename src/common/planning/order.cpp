@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "common/device/visible_keys.cuh"
 #include "common/planning/core_set.h"
 
 namespace archflash::core {
@@ -38,11 +37,10 @@ std::vector<Run> runs_of(const std::vector<double>& rows, int64_t heads, const T
 // The times of a head's row tiles, from the first to the last.
 std::vector<double> times_of_rows(const Problem& problem, const Tile& tile) {
   std::vector<double> times;
-  for (int64_t row = 0; row < problem.nq; row += tile.block_q) {
-    const int64_t keys =
-        keys_of_tile(problem, tile.block_q, tile.block_k, problem.nq, problem.nk, row);
-    times.push_back(static_cast<double>(TILE_KEYS + keys));
-  }
+  times.reserve(ceil_div(problem.nq, tile.block_q));
+  const KeysOfTiles keys(problem, problem.nq, problem.nk);
+  for (int64_t row = 0; row < problem.nq; row += tile.block_q)
+    times.push_back(static_cast<double>(TILE_KEYS + keys.of(tile.block_q, tile.block_k, row)));
   return times;
 }
 
@@ -55,18 +53,29 @@ int64_t even_size(int64_t all, int64_t most) {
   return ceil_div(all, ceil_div(all, most));
 }
 
-int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t nq, int64_t nk,
-                     int64_t first_row) {
+KeysOfTiles::KeysOfTiles(const Problem& problem, int64_t nq, int64_t nk) : nq_(nq) {
   constexpr int64_t NO_SIDE = int64_t{1} << 62;  // what visible_keys() takes for an open window
   const bool known = !problem.q_offset_default && !problem.q_offset_tensor;
-  const device::VisibleKeys visible = device::visible_keys(
+  visible_ = device::visible_keys(
       static_cast<int>(nq), static_cast<int>(nk), known ? problem.q_offset : nk - nq,
       std::min(problem.window_left, NO_SIDE), std::min(problem.window_right, NO_SIDE));
-  const int64_t last_row = std::min(first_row + block_q, nq) - 1;
-  const int first_key = visible.first(static_cast<int>(first_row));
-  const int last_key = visible.last(static_cast<int>(last_row));
-  if (last_key < first_key) return 0;
-  return (last_key / block_k - first_key / block_k + 1) * block_k;
+}
+
+int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t nq, int64_t nk,
+                     int64_t first_row) {
+  return KeysOfTiles(problem, nq, nk).of(block_q, block_k, first_row);
+}
+
+std::vector<Run> merge_equal(std::vector<Run> runs) {
+  size_t last = 0;
+  for (size_t i = 1; i < runs.size(); ++i) {
+    if (runs[i].time == runs[last].time)
+      runs[last].count += runs[i].count;
+    else
+      runs[++last] = runs[i];
+  }
+  if (!runs.empty()) runs.resize(last + 1);
+  return runs;
 }
 
 double queue_time(std::span<const Run> runs, int64_t workers) {

@@ -1,10 +1,13 @@
 // The order in which the row tiles of all heads are computed. Pure host code.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "common/attention_params.h"
+#include "common/device/visible_keys.cuh"
 #include "common/planning/tiles.h"
 #include "common/problem.h"
 
@@ -19,11 +22,31 @@ constexpr int64_t TILE_KEYS = 192;
 int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t nq, int64_t nk,
                      int64_t first_row);
 
+// The same for many tiles of a sequence.
+class KeysOfTiles {
+ public:
+  KeysOfTiles(const Problem& problem, int64_t nq, int64_t nk);
+  int64_t of(int block_q, int block_k, int64_t first_row) const {
+    const int64_t last_row = std::min(first_row + block_q, nq_) - 1;
+    const int first_key = visible_.first(static_cast<int>(first_row));
+    const int last_key = visible_.last(static_cast<int>(last_row));
+    if (last_key < first_key) return 0;
+    return int64_t{last_key / block_k - first_key / block_k + 1} * block_k;
+  }
+
+ private:
+  device::VisibleKeys visible_;
+  int64_t nq_;
+};
+
 // `count` tiles, one after another, that take `time` each.
 struct Run {
   double time;
   int64_t count;
 };
+
+// The same runs, of which no neighbours are equal.
+std::vector<Run> merge_equal(std::vector<Run> runs);
 
 // The time until all tiles are done if the next one always goes to the worker that is free first.
 double queue_time(std::span<const Run> runs, int64_t workers);
