@@ -41,16 +41,15 @@ struct Refusals {
     reasons.push_back(given + ": " + implementation + " " + allowed_and_what_to_do + USE_TORCH);
   }
 
-  void head_dim(const std::string& name, int64_t head_dim, int64_t largest,
-                const std::string& tensors) {
+  void head_dim(const char* name, int64_t head_dim, int64_t largest, const char* tensors) {
     const bool fp8 = is_fp8(problem.dtype) || is_fp8(problem.kv_dtype);
     const int64_t step = fp8 ? 16 : 8;
     if (fp8) largest = std::min(largest, FP8_HEAD_DIM_LIMIT);
     const bool whole = head_dim % step == 0 && head_dim >= step;
     if (whole && head_dim <= largest) return;
-    add(name + " " + str(head_dim), "takes multiples of " + str(step) + " up to " + str(largest) +
-                                        "; " +
-                                        (whole ? "split the heads" : "pad " + tensors + ","));
+    const std::string what_to_do = whole ? "split the heads" : std::string("pad ") + tensors + ",";
+    add(std::string(name) + " " + str(head_dim),
+        "takes multiples of " + str(step) + " up to " + str(largest) + "; " + what_to_do);
   }
 
   // Checks out_dtype where the inputs are not 8-bit. writes_f32: whether the folder can write fp32.
@@ -71,8 +70,13 @@ struct Refusals {
     alone(problem.batch_invariant, "batch_invariant");
   }
 
-  void layout(const std::string& name, const Strides& strides, bool unit, int32_t align,
+  void layout(const char* given_name, const Strides& strides, bool unit, int32_t align,
               DType dtype) {
+    const auto whole = [&](int64_t stride) { return stride * dtype_bytes(dtype) % ROW_BYTES == 0; };
+    if (unit && align >= ROW_BYTES && whole(strides.batch) && whole(strides.head) &&
+        whole(strides.row))
+      return;
+    const std::string name = given_name;
     if (!unit) {
       add(name + " has a strided last dimension",
           "reads and writes contiguous rows; make " + name + " contiguous");
@@ -85,8 +89,8 @@ struct Refusals {
     const std::pair<const char*, int64_t> named_strides[] = {
         {"batch", strides.batch}, {"head", strides.head}, {"row", strides.row}};
     for (const auto& [dimension, stride] : named_strides) {
+      if (whole(stride)) continue;
       const int64_t bytes = stride * dtype_bytes(dtype);
-      if (bytes % ROW_BYTES == 0) continue;
       add(name + " has a " + dimension + " stride of " + str(bytes) + " bytes",
           "needs multiples of 16; make " + name + " contiguous or pad its rows,");
     }
@@ -272,10 +276,9 @@ Reasons why_not(const Problem& problem, const Description& description) {
   return refuse.reasons;
 }
 
-void add_layout_reasons(const std::string& implementation, const std::string& name,
-                        const Strides& strides, bool unit, int32_t align, DType dtype,
-                        Reasons& reasons) {
-  const Problem unused{};
+void add_layout_reasons(const std::string& implementation, const char* name, const Strides& strides,
+                        bool unit, int32_t align, DType dtype, Reasons& reasons) {
+  static const Problem unused{};
   Refusals refuse{unused, implementation, {}};
   refuse.layout(name, strides, unit, align, dtype);
   reasons.insert(reasons.end(), refuse.reasons.begin(), refuse.reasons.end());

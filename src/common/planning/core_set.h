@@ -32,9 +32,8 @@ Reasons why_not(const Problem& problem, const Description& description);
 // Adds the reasons why an implementation cannot read or write a tensor because of how it lies in
 // memory: strides in elements, `unit` says that the last dimension is contiguous, `align` is the
 // largest power of two that divides the address.
-void add_layout_reasons(const std::string& implementation, const std::string& name,
-                        const Strides& strides, bool unit, int32_t align, DType dtype,
-                        Reasons& reasons);
+void add_layout_reasons(const std::string& implementation, const char* name, const Strides& strides,
+                        bool unit, int32_t align, DType dtype, Reasons& reasons);
 
 // What a plan that approximates computes, and the error to expect, for people.
 std::pair<std::string, std::string> approximate_note(const Problem& problem);
