@@ -41,6 +41,7 @@ struct NodesInCpp {
   std::optional<Node> nodes[2][2];
   bool are_none = false;        // such a call needs a node in Python
   ExpectedGradients gradients;  // until the first one is made
+  Templates like;               // of calls with a node in Python, made for the first one
 };
 
 struct CachedCall {
@@ -58,14 +59,15 @@ struct CachedCall {
   // Where gradients are needed.
   std::shared_ptr<NodesInCpp> nodes;
 
+  bool has_out_of(const Call& call) const {
+    const size_t bytes = out_ndim * sizeof(int64_t);
+    return call.out_ndim == out_ndim && std::memcmp(call.out_shape, out_shape, bytes) == 0 &&
+           std::memcmp(call.out_strides, out_strides, bytes) == 0;
+  }
   // The templates that fit a call: that of the output only if it has the same
   // strides.
   Templates like_of(const Call& call) const {
-    const size_t bytes = out_ndim * sizeof(int64_t);
-    const bool same = call.out_ndim == out_ndim &&
-                      std::memcmp(call.out_shape, out_shape, bytes) == 0 &&
-                      std::memcmp(call.out_strides, out_strides, bytes) == 0;
-    return {same ? like.out : nb::object(), like.lse};
+    return {has_out_of(call) ? like.out : nb::object(), like.lse};
   }
 };
 
@@ -237,6 +239,34 @@ bool can_be_of_node(nb::handle tensor, int place) {
          OPTIONS[place].operand && std::ranges::count(KNOWN, *OPTIONS[place].operand) > 0;
 }
 
+// The node that was looked up last. Calls that differ in their lengths alone have the same one.
+struct LastNode {
+  nb::object options;  // null: there is none
+  std::string kernel;
+  bool or_others, deterministic;
+  NodesInCpp::Node node;
+
+  bool is_of(const Arguments& a, const LaunchPlan& plan, nb::handle implementation,
+             bool is_deterministic) const {
+    if (!options.is_valid() || kernel != plan.implementation ||
+        or_others != implementation.is_none() || deterministic != is_deterministic)
+      return false;
+    for (int i = 0; i < ATTENTION_OPTION_COUNT; ++i) {
+      const nb::handle value = a.*ARGUMENTS[i];
+      if (std::ranges::count(node.tensors, i) == 0) {
+        if (!value.is(PyTuple_GetItem(options.ptr(), i))) return false;
+      } else if (!is_tensor(value) || !can_be_of_node(value, i)) {
+        return false;
+      }
+    }
+    return true;
+  }
+};
+LastNode& last_node() {
+  static auto& instance = *new LastNode;
+  return instance;
+}
+
 // The node of calls like this one; nothing where it cannot be in C++.
 std::optional<NodesInCpp::Node> node_of(const Arguments& a, const Call& call,
                                         const LaunchPlan& plan, nb::handle implementation,
@@ -245,6 +275,7 @@ std::optional<NodesInCpp::Node> node_of(const Arguments& a, const Call& call,
   if (call.device_index < 0 || p.want_lse || p.out_dtype != p.dtype ||
       plan.problem.approximate != 0 || plan.launches.empty())
     return {};
+  if (last_node().is_of(a, plan, implementation, deterministic)) return last_node().node;
   const OptionsToKeep kept = options_to_keep(a);
   NodesInCpp::Node node{};
   std::vector<Operand> operands;
@@ -257,6 +288,7 @@ std::optional<NodesInCpp::Node> node_of(const Arguments& a, const Call& call,
   const std::optional<double> number = number_of_node(told, operands);
   if (!number) return {};
   node.number = *number;
+  last_node() = {kept.values, plan.implementation, implementation.is_none(), deterministic, node};
   return node;
 }
 
@@ -291,13 +323,18 @@ nb::object run_with_node(NodesInCpp& known, const PreparedPlan& prepared, const 
 nb::object run_and_record(const CachedCall& found, const Arguments& a, Call& call,
                           nb::handle implementation) {
   const std::shared_ptr<PreparedPlan> plan = found.plan;
-  const Templates like = found.like_of(call);
+  const bool has_template = found.has_out_of(call);
   const std::shared_ptr<NodesInCpp> nodes = found.nodes;
   if (plan->plan->launches.empty() && call.problem.varlen) return nb::borrow(Py_NotImplemented);
   if (nb::object out = run_with_node(*nodes, *plan, a, call, implementation); out.is_valid())
     return out;
+  if (const auto gradients = std::exchange(nodes->gradients, {}); gradients.plan)
+    keep_expected_gradients(gradients, a, call, implementation);
   const Flag wants_lse = call.problem.want_lse;
   call.problem.want_lse = true;
+  if (!nodes->like.lse.is_valid()) nodes->like.lse = template_of_lse(a.q, call, false);
+  if (has_template && !nodes->like.out.is_valid()) nodes->like.out = template_of_out(a.q, call);
+  const Templates like{has_template ? nodes->like.out : nb::object(), nodes->like.lse};
   const nb::object results = run(*plan, a, call, like);
   call.problem.want_lse = wants_lse;
   const OptionsToKeep kept = options_to_keep(a);
@@ -377,9 +414,11 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle option
       decision.out_ndim = call.out_ndim;
       std::memcpy(decision.out_shape, call.out_shape, sizeof call.out_shape);
       std::memcpy(decision.out_strides, call.out_strides, sizeof call.out_strides);
-      decision.like.out = template_of_out(q, call);
-      if (decision.plan->plan->problem.want_lse)
-        decision.like.lse = template_of_lse(q, call, false);
+      if (!recorded) {
+        decision.like.out = template_of_out(q, call);
+        if (decision.plan->plan->problem.want_lse)
+          decision.like.lse = template_of_lse(q, call, false);
+      }
     } else if (decide_pytorchs().is_valid()) {
       decision.pytorchs = decide_pytorchs()(q, k, v, options, implementation);
     }

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <string_view>
+#include <unordered_map>
 
 #include "runtime/registry.h"
 #include "runtime/text.h"
@@ -60,8 +61,11 @@ class DeviceGuard {
 
 Kernel* find_kernel(std::string_view image_name, std::string_view entry) {
   using Name = std::pair<std::string_view, std::string_view>;
+  struct HashOfEntry {
+    size_t operator()(const Name& name) const { return std::hash<std::string_view>()(name.second); }
+  };
   // A key points to the names inside its own kernel, which is never destroyed.
-  static auto& kernels = *new std::map<Name, std::unique_ptr<Kernel>>;
+  static auto& kernels = *new std::unordered_map<Name, std::unique_ptr<Kernel>, HashOfEntry>;
   if (const auto found = kernels.find({image_name, entry}); found != kernels.end()) {
     return found->second.get();
   }

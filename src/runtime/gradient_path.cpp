@@ -132,17 +132,17 @@ void start_key(const Arguments& a, const Problem& call, const GradientOptions& o
   key.row_axis = reading::axes_of(a, call.varlen).row;
 }
 
-// What a new gradient is made from, which nests in memory as its input does.
-nb::object template_of_gradient(nb::handle of, const reading::Axes& axes, BackwardTensor& to) {
+// Describes a new gradient, which nests in memory as its input does. like: gets what it is made
+// from, where that is wanted.
+void describe_new(nb::handle of, const reading::Axes& axes, BackwardTensor& to, nb::object* like) {
   TensorView input;
   read_tensor(of, "q, k or v", input, true);
   int64_t strides[MAX_DIMS];
   reading::nest_as(input.strides, input.ndim, input.shape, strides);
-  const nb::object like = strided(input.ndim, input.shape, strides, input.dtype);
+  if (like != nullptr) *like = strided(input.ndim, input.shape, strides, input.dtype);
   input.strides = strides;
   input.data = nullptr;  // new memory is aligned
   describe(input, axes, to);
-  return like;
 }
 
 // Whether k has the shape, strides and dtype of q (i = 1), or v those of k (i = 2).
@@ -155,20 +155,21 @@ bool is_as_the_one_before(const Problem& p, int i) {
   return i == 2 && p.d == p.dv && same(p.k, p.v) && p.k_column == p.v_column;
 }
 
-// The problem of a key, and what those gradients are made from that are not given.
+// The problem of a key. decision: gets what those gradients are made from that are not given; null
+// where nothing is to be made.
 BackwardProblem asked_of(const Key& key, const nb::handle (&inputs)[GRADIENTS],
                          const nb::handle (&targets)[GRADIENTS], const reading::Axes& axes,
-                         CachedGradients& decision) {
+                         CachedGradients* decision) {
   BackwardProblem asked = key.problem;
   asked.call.on_cuda = true;  // the simulator stands for a GPU
   for (int i = 0; i < GRADIENTS; ++i) {
     if (!targets[i].is_none()) continue;
     BackwardTensor& gradient = asked.*GRADIENTS_OF[i];
     if (is_as_the_one_before(asked.call, i) && targets[i - 1].is_none()) {
-      decision.like[i] = decision.like[i - 1];
+      if (decision != nullptr) decision->like[i] = decision->like[i - 1];
       gradient = asked.*GRADIENTS_OF[i - 1];
     } else {
-      decision.like[i] = template_of_gradient(inputs[i], axes, gradient);
+      describe_new(inputs[i], axes, gradient, decision == nullptr ? nullptr : &decision->like[i]);
     }
   }
   return asked;
@@ -340,7 +341,7 @@ std::optional<Written> compute(const GradientCall& given) {
   const CachedGradients* found = cache().find(key);
   if (found == nullptr) {
     CachedGradients decision;
-    const BackwardProblem asked = asked_of(key, inputs, targets, axes, decision);
+    const BackwardProblem asked = asked_of(key, inputs, targets, axes, &decision);
     const auto plan_by = [asked](const std::string& kernel, const Device& device) {
       return plan_backward(kernel, asked, device);
     };
@@ -433,37 +434,52 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
                         made->dmask);
 }
 
-ExpectedGradients expect_gradients(const Arguments& a, const Call& call,
-                                   nb::handle implementation) {
-  if (!a.attn_mask.is_none() && reading::requires_grad(a.attn_mask)) return {};
+namespace {
+
+// The key of the backward pass that is expected of a call, but for what is forced; and its problem.
+Key expected_key(const Arguments& a, const Call& call, const GradientOptions& options) {
   Problem of_call = call.problem;
   of_call.needs_grad = false;
   of_call.want_lse = true;
   of_call.approximate = of_call.approximate_if_served = of_call.num_splits = 0;
   Key key;
-  start_key(a, of_call, last_options, key);
+  start_key(a, of_call, options, key);
   BackwardTensor& dout = key.problem.dout;  // no padding is written: it is part of the key
   dout.strides = of_call.out, dout.dtype = of_call.out_dtype;
   dout.column = 1, dout.align = 16;
   key.device_index = call.device_index;
-  CachedGradients decision;
+  return key;
+}
+BackwardProblem asked_of(const Key& key, const Arguments& a, CachedGradients* decision) {
   const nb::handle inputs[GRADIENTS] = {a.q, a.k, a.v};
   const nb::handle targets[GRADIENTS] = {nb::none(), nb::none(), nb::none()};
-  const BackwardProblem asked =
-      asked_of(key, inputs, targets, reading::axes_of(a, of_call.varlen), decision);
+  return asked_of(key, inputs, targets, reading::axes_of(a, key.problem.call.varlen), decision);
+}
+
+}  // namespace
+
+ExpectedGradients expect_gradients(const Arguments& a, const Call& call,
+                                   nb::handle implementation) {
+  if (!a.attn_mask.is_none() && reading::requires_grad(a.attn_mask)) return {};
+  const BackwardProblem asked = asked_of(expected_key(a, call, last_options), a, nullptr);
   const PlanBy plan_by = [&asked](const std::string& kernel, const Device& device) {
     return plan_backward(kernel, asked, device);
   };
   auto chosen = plan_gradients_in_order(call.device_index, implementation, plan_by);
   if (!chosen) return {};
+  return {prepare_for(call, std::move(chosen)), last_options.dlse, last_options.deterministic};
+}
+
+void keep_expected_gradients(const ExpectedGradients& expected, const Arguments& a,
+                             const Call& call, nb::handle implementation) {
+  Key key = expected_key(a, call, {expected.dlse, expected.deterministic});
+  CachedGradients decision{.plan = expected.plan};
+  asked_of(key, a, &decision);
   // As the backward pass will ask (run_and_record() in call_path.cpp), if the forward pass takes
   // this kernel.
-  key.forced = forced_index(chosen->implementation);
+  key.forced = forced_index(expected.plan->plan->implementation);
   if (implementation.is_none()) key.forced = asked_first(key.forced);
-  decision.plan = prepare_for(call, std::move(chosen));
-  const ExpectedGradients expected{decision.plan, last_options.dlse, last_options.deterministic};
   cache().insert(key, std::move(decision));
-  return expected;
 }
 
 void set_decide_gradients(nb::object function, nb::object order) {

@@ -42,12 +42,15 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
                              bool keep);
 
 // Who is expected to compute the gradients of a call that was not served yet: the backward pass is
-// planned for a gradient of the output that lies as the output does, and kept. No plan: unknown.
+// planned for a gradient of the output that lies as the output does. No plan: unknown.
 struct ExpectedGradients {
   std::shared_ptr<PreparedPlan> plan;
   bool dlse = false, deterministic = false;  // what is expected of it, as it was of the last one
 };
 ExpectedGradients expect_gradients(const Arguments& a, const Call& call, nb::handle implementation);
+// Keeps them for recorded_backward(). A node in C++ keeps them itself.
+void keep_expected_gradients(const ExpectedGradients& expected, const Arguments& a,
+                             const Call& call, nb::handle implementation);
 
 // decide(problem, device_index, implementation, plan_of) -> LaunchPlan, or None for `torch`: who
 // computes gradients, where plan_of(kernel, device) is a kernel's plan or its reasons why not.

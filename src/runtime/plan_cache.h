@@ -67,7 +67,8 @@ class PlanCache {
       ++hits;
       return &order_.front().value;
     }
-    const auto found = entries_.find(Hashed(key));
+    asked_ = Hashed(key);
+    const auto found = entries_.find(asked_);
     if (found == entries_.end()) {
       ++misses;
       return nullptr;
@@ -85,19 +86,26 @@ class PlanCache {
       Order dropped;
       dropped.swap(dropped_);
     }
-    const auto [known, is_new] = entries_.try_emplace(Hashed(key));
-    if (!is_new) {
-      Entry& entry = *known->second;
+    if (!(asked_.key == key)) asked_ = Hashed(key);
+    if (const auto found = entries_.find(asked_); found != entries_.end()) {
+      Entry& entry = *found->second;
       std::swap(entry.value, value);
       dropped_.push_back({nullptr, std::move(value)});
       return &entry.value;
     }
-    order_.push_front({&*known, std::move(value)});
-    known->second = order_.begin();
-    if (entries_.size() > PLAN_CACHE_CAPACITY) {
-      entries_.erase(entries_.find(order_.back().known->first));
+    Order made;
+    made.push_front({nullptr, std::move(value)});
+    typename Entries::iterator known;
+    if (entries_.size() == PLAN_CACHE_CAPACITY) {  // in the place of the one used longest ago
+      auto node = entries_.extract(entries_.find(order_.back().known->first));
       dropped_.splice(dropped_.end(), order_, std::prev(order_.end()));
+      node.key() = asked_, node.mapped() = made.begin();
+      known = entries_.insert(std::move(node)).position;
+    } else {
+      known = entries_.try_emplace(asked_, made.begin()).first;
     }
+    made.front().known = &*known;
+    order_.splice(order_.begin(), made);
     return &order_.front().value;
   }
 
@@ -115,6 +123,7 @@ class PlanCache {
 
  private:
   struct Hashed {
+    Hashed() { std::memset(static_cast<void*>(this), 0, sizeof *this); }
     explicit Hashed(const Key& key) : key(key), hash(hash_of_words(&key, sizeof key)) {}
     bool operator==(const Hashed& other) const { return hash == other.hash && key == other.key; }
 
@@ -134,6 +143,7 @@ class PlanCache {
   Order order_;    // most recently used first
   Order dropped_;  // no longer in the table
   Entries entries_;
+  Hashed asked_;  // what was looked up last and not at the front: it may be inserted next
 };
 
 }  // namespace archflash

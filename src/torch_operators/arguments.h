@@ -6,9 +6,9 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <string_view>
 
+#include "runtime/plan_cache.h"
 #include "torch_operators/torch_functions.h"
 
 namespace archflash::torch_operators {
@@ -71,7 +71,7 @@ struct OperatorKey {
 };
 struct OperatorKeyHash {
   size_t operator()(const OperatorKey& key) const {
-    return std::hash<std::string_view>()(key.bytes());
+    return hash_of_words(key.words.data(), key.count * sizeof(Word));
   }
 };
 

@@ -125,20 +125,21 @@ void keep_gradients(const Forward& forward, const HeldTensor& out, const HeldTen
   const TensorHandle tensors[] = {
       out.get(), given[0].tensor.get(), given[1].tensor.get(), given[2].tensor.get(), out.get(),
       lse.get()};
-  OperatorArguments backward;
-  for (size_t i = 0; i < std::size(tensors); ++i)
-    check(f.new_tensor_handle(tensors[i], backward[i].tensor.out()));
+  struct Borrowed : OperatorArguments {
+    ~Borrowed() {
+      for (Argument& a : *this) a.tensor.release();
+    }
+  } backward;
+  for (size_t i = 0; i < std::size(tensors); ++i) *backward[i].tensor.out() = tensors[i];
   backward[NUMBER].bits = std::bit_cast<Word>(forward.number);
   backward[OTHER].given = given[5].given;
-  if (given[5].given)
-    check(f.new_tensor_handle(given[5].tensor.get(), backward[OTHER].tensor.out()));
+  *backward[OTHER].tensor.out() = given[5].tensor.get();
   backward.at(9).given = false;  // a scale
   OperatorCall call;
   if (!read(BACKWARD_TYPES, OF_BACKWARD.size(), OTHER_TENSOR, true, backward, call)) return;
   call.key.words[0] &= ~Word{1};  // gradients are not enabled then
-  KeptAnswer kept{
-      .plan = forward.gradients.plan,
-  };
+  KeptAnswer kept{.plan = forward.gradients.plan};
+  kept.results.reserve(3);
   for (int i = 0; i < 3; ++i) kept.results.push_back(gradient_of(given[i].tensor.get()));
   backward_operator().keep(call.key, std::move(kept));
 } catch (const TryInPython&) {  // nothing is kept
