@@ -1,6 +1,7 @@
 #include "common/options.h"
 
 #include <algorithm>
+#include <array>
 #include <string_view>
 
 namespace archflash {
@@ -16,9 +17,21 @@ const char* flag_field(const Option& option) {
 }
 
 Reasons refused_options(bool flags_alone, const Problem& problem, const Description& description) {
+  // Those that a problem tells of, and that change a result.
+  static constexpr auto is_told = [](const Option& option) {
+    return option.flag || (!option.advice && (option.present || option.given));
+  };
+  static constexpr auto TOLD = [] {
+    std::array<int, std::count_if(std::begin(OPTIONS), std::end(OPTIONS), is_told)> places{};
+    size_t count = 0;
+    for (int i = 0; i < OPTION_COUNT; ++i) {
+      if (is_told(OPTIONS[i])) places[count++] = i;
+    }
+    return places;
+  }();
   Reasons reasons;
-  for (const Option& option : OPTIONS) {
-    if (option.advice && !option.flag) continue;
+  for (const int place : TOLD) {
+    const Option& option = OPTIONS[place];
     if ((flags_alone && !option.flag) || !is_given(option, problem)) continue;
     const std::string_view feature = feature_of(option);
     const auto& features = description.features;

@@ -76,15 +76,17 @@ double speed_of(const KernelTile& tile, const Problem& problem) {
 constexpr int64_t MOST_ROUNDS_TO_MODEL = 16;
 
 // How long a call takes with a tile, by the model of makespans: keys, times the rows that an SM
-// passes with the first tile of the table meanwhile.
-double time_of(const Problem& problem, const Device& device, const KernelTile& tile) {
+// passes with the first tile of the table meanwhile. Where that is above `limit`, any time above
+// it.
+double time_of(const Problem& problem, const Device& device, const KernelTile& tile,
+               double limit = std::numeric_limits<double>::infinity()) {
   // A CTA that has an SM for itself, where there is room for two, is faster than beside another
   // one: in so much of the time (docs/lab/hopper.md).
   constexpr double ALONE = 0.65;
   const int64_t heads = problem.batch * problem.heads_q;
   const HeadModel head(problem, tile);
   std::vector<core::Run> runs;
-  double sum = 0;
+  double sum = 0, longest = 0;
   const auto rows = static_cast<int64_t>(head.times.size());
   const int64_t workers = core::workers_of(tile, device);
   const int64_t resident = core::resident_ctas(tile, device);
@@ -107,14 +109,34 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
     if (head.time_among_others > 0 && heads > workers) time = head.time_among_others;
     time += begins_anew ? NEW_CTA : 0;
     sum += time;
+    longest = std::max(longest, time);
     if (runs.empty() || runs.back().time != time) runs.push_back({time, 0});
     runs.back().count += heads;
   }
-  double time = rows * heads > MOST_ROUNDS_TO_MODEL * workers
-                    ? sum * static_cast<double>(heads) / static_cast<double>(workers)
-                    : core::queue_time(runs, workers);
-  if (problem.varlen && rows > 0)
-    time *= tiles_of_head(problem, tile, head) / static_cast<double>(rows);
+  // How many of the SMs have a second CTA. Equal tiles end together: one such SM is the last.
+  const bool equal = core::equal_tiles(problem);
+  const double second =
+      std::clamp(static_cast<double>(rows * heads - device.sm_count) / device.sm_count, 0.0, 1.0);
+  const double beside = second > 0 && equal ? 1 : second;
+  // See plan_with_tile(). With more keys it is unmeasured.
+  const bool starts_late = resident > 1 && rows * heads < workers && head.nk <= FEW_KEYS;
+  const auto of_rows = [&](double time) {
+    if (resident > 1) time *= ALONE + (1 - ALONE) * beside;
+    return time * tile.block_q * static_cast<double>(resident) / speed_of(tile, problem) +
+           (starts_late ? LATE_KEYS * LATE_ROWS : 0);
+  };
+  const auto of_packed = [&](double time) {
+    if (!problem.varlen || rows == 0) return time;
+    return time * (tiles_of_head(problem, tile, head) / static_cast<double>(rows));
+  };
+  const double even = sum * static_cast<double>(heads) / static_cast<double>(workers);
+  const bool many = rows * heads > MOST_ROUNDS_TO_MODEL * workers;
+  if (!many && !equal) {  // no queue is faster
+    constexpr double ROUNDED = 1 - 1e-9;
+    const double least = of_rows(of_packed(ROUNDED * std::max(even, longest)));
+    if (least > limit) return least;
+  }
+  double time = of_packed(many ? even : core::queue_time(runs, workers));
   const CutTiles cut = cut_last_round(problem, tile, rows * heads, workers);
   if (cut.rows > 0) {
     const double rounds = static_cast<double>(cut.whole / workers);
@@ -122,17 +144,7 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
     const bool cuts_short = is_short && head.nk <= SHORT_KEYS && tile.head_dim <= 64;
     time = std::min(time, (rounds + (cuts_short ? SHORT_CUT : 1) * share) * runs[0].time);
   }
-  if (resident > 1) {
-    // How many of the SMs have a second CTA. Equal tiles end together: one such SM is the last.
-    const double second =
-        std::clamp(static_cast<double>(rows * heads - device.sm_count) / device.sm_count, 0.0, 1.0);
-    const double beside = second > 0 && core::equal_tiles(problem) ? 1 : second;
-    time *= ALONE + (1 - ALONE) * beside;
-  }
-  // See plan_with_tile(). With more keys it is unmeasured.
-  const bool starts_late = resident > 1 && rows * heads < workers && head.nk <= FEW_KEYS;
-  return time * tile.block_q * static_cast<double>(resident) / speed_of(tile, problem) +
-         (starts_late ? LATE_KEYS * LATE_ROWS : 0);
+  return of_rows(time);
 }
 
 // The tile of a table with which a call is expected to be done first; null: the device has too
@@ -162,7 +174,8 @@ Fastest fastest(std::span<const KernelTile> tiles, const Problem& problem, const
     if (packed && !measured && best != nullptr && best->packed.start > 0) continue;
     const KernelTile packs = pack_if_faster(problem, device, tile);
     if (best != nullptr && leaves_groups_empty(problem, packs)) continue;
-    const double modelled = measured ? 0 : time_of(problem, device, tile);
+    const double limit = best == nullptr ? std::numeric_limits<double>::infinity() : time;
+    const double modelled = measured ? 0 : time_of(problem, device, tile, limit);
     double of_tile = measured ? packed_time(problem, device, packs) : modelled;
     if (const FewRows few = few_rows_of(problem, device, packs); few.rows > 0) of_tile = few.time;
     if (best == nullptr || of_tile < time) found = {&tile, modelled}, time = of_tile;

@@ -125,7 +125,9 @@ class PlanCache {
   struct Hashed {
     Hashed() { std::memset(static_cast<void*>(this), 0, sizeof *this); }
     explicit Hashed(const Key& key) : key(key), hash(hash_of_words(&key, sizeof key)) {}
-    bool operator==(const Hashed& other) const { return hash == other.hash && key == other.key; }
+    bool operator==(const Hashed& other) const {
+      return this == &other || (hash == other.hash && key == other.key);
+    }
 
     Key key;
     size_t hash;

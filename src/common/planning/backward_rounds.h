@@ -110,11 +110,12 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
   const int64_t turns_bytes = ceil_div(sums * int64_t{sizeof(int32_t)}, 16) * 16;
   const int64_t turns_start = workspace.add(problem.deterministic ? turns_bytes : 0);
   plan.workspace_bytes = workspace.bytes();
-  const std::string word = dtype_word(call.dtype);
-  const std::string of_rows = folder + "_backward_rows_" + word;
-  const std::string of_sinks = folder + "_backward_sinks_" + word;
+  const char* const word = dtype_word(call.dtype);
+  const auto is = [&](const Launch& launch, std::string_view name) {
+    return std::string_view(launch.kernel).substr(folder.size()).starts_with(name);
+  };
   for (Launch& launch : plan.launches) {
-    if (launch.kernel == of_sinks) continue;
+    if (is(launch, "_backward_sinks_")) continue;
     P params;
     std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
     std::memcpy(static_cast<void*>(&params), launch.params.data(), sizeof params.backward);
@@ -134,13 +135,14 @@ PlanResult complete_rounds(LaunchPlan plan, const BackwardProblem& problem, cons
       add_pointer(launch, Operand::Workspace, offsetof(P, turns_gmem), turns_start);
     }
     // Without queries the main kernel copies nothing.
-    if (rounds == 0 || launch.kernel == of_rows) continue;
-    launch.tensor_maps = {
-        tensor_map(call, Operand::Q, offsetof(P, q_map), tile.q_box),
-        tensor_map(call, Operand::K, offsetof(P, k_map), tile.k_box),
-        tensor_map(call, Operand::V, offsetof(P, v_map), tile.v_box),
-        dout_map(problem, offsetof(P, dout_map), tile.dout_box),
-    };
+    if (rounds == 0 || is(launch, "_backward_rows_")) continue;
+    std::vector<TensorMapSpec>& maps = launch.tensor_maps;
+    maps.clear();
+    maps.reserve(4);
+    maps.push_back(tensor_map(call, Operand::Q, offsetof(P, q_map), tile.q_box));
+    maps.push_back(tensor_map(call, Operand::K, offsetof(P, k_map), tile.k_box));
+    maps.push_back(tensor_map(call, Operand::V, offsetof(P, v_map), tile.v_box));
+    maps.push_back(dout_map(problem, offsetof(P, dout_map), tile.dout_box));
   }
   if (rounds > 0 && !tile.writes_dq && !tile.ends_dq) {
     Launch last = plan.launches.front();

@@ -59,7 +59,12 @@ std::vector<Run> runs_of_keys(const Problem& call, int64_t tile_rows, int64_t bl
   const device::VisibleKeys rows{-keys.last_shift, -keys.first_shift, static_cast<int>(call.nq)};
   std::vector<Run> runs;
   runs.reserve(ceil_div(call.nk, tile_rows) * split.shares);
+  const bool windowed = call.window_left != UNBOUNDED || call.window_right != UNBOUNDED;
   for (int64_t key = 0; key < call.nk; key += tile_rows) {
+    if (!windowed && key > 0) {  // all keys see the same rows
+      runs.insert(runs.end(), runs.begin(), runs.begin() + split.shares);
+      continue;
+    }
     const int64_t last_key = std::min(key + tile_rows, call.nk) - 1;
     const int64_t first = rows.first(static_cast<int>(key)) / block_rows * block_rows;
     const int64_t end =
