@@ -231,7 +231,8 @@ nb::tuple told_of_call(const OptionsToKeep& kept, const LaunchPlan& plan,
 // Whether a tensor among the options can be the one that a node in C++ keeps beside q, k and v.
 bool can_be_of_node(nb::handle tensor, int place) {
   constexpr Operand KNOWN[] = {Operand::Mask,        Operand::CuSeqlensQ, Operand::CuSeqlensK,
-                               Operand::AlibiSlopes, Operand::BlockMask,  Operand::RngState};
+                               Operand::AlibiSlopes, Operand::BlockMask,  Operand::RngState,
+                               Operand::Sinks};
   constexpr int MOST_DIMENSIONS_READ = 4;
   TensorView view;
   read_tensor(tensor, OPTIONS[place].name, view);

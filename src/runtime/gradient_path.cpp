@@ -32,9 +32,9 @@ constexpr const char* GRADIENT_NAMES[GRADIENTS] = {"dq", "dk", "dv"};
 
 // What a backward pass is asked beside what its call is.
 struct GradientOptions {
-  bool dlse, deterministic;
+  bool dlse, deterministic, dsinks;
 };
-// That of the last one: what is expected of the next.
+// That of the last one: what is expected of the next, but for dsinks.
 GradientOptions last_options{};
 
 // What serves calls that are alike.
@@ -128,7 +128,7 @@ void start_key(const Arguments& a, const Problem& call, const GradientOptions& o
   std::memcpy(static_cast<void*>(&key.problem.call), &call, sizeof(Problem));
   key.problem.dlse = options.dlse;
   key.problem.deterministic = options.deterministic;
-  key.problem.dsinks = !a.sinks.is_none();
+  key.problem.dsinks = options.dsinks;
   key.row_axis = reading::axes_of(a, call.varlen).row;
 }
 
@@ -199,7 +199,7 @@ bool shares_memory(const Written& made, const Call& call, const TensorView& dout
 // The gradients of sinks and mask, and what the problem says of them.
 void make_other_gradients(const Arguments& a, bool mask_gradient, const Call& call, Written& made,
                           BackwardProblem& problem) {
-  if (!a.sinks.is_none()) {
+  if (problem.dsinks) {
     const int64_t heads = call.problem.heads_q, one = 1;
     made.dsinks = new_tensor(strided(1, &heads, &one, DType::F32), a.q, call.device_index);
   }
@@ -322,7 +322,8 @@ std::optional<Written> compute(const GradientCall& given) {
       return unserved;
   }
   if (shares_memory(made, call, dout.view)) return unserved;
-  last_options = {!given.dlse.is_none(), given.deterministic};
+  last_options = {!given.dlse.is_none(), given.deterministic,
+                  given.sinks_gradient && !a.sinks.is_none()};
   Key key;
   start_key(a, p, last_options, key);
   BackwardProblem& problem = key.problem;
@@ -419,6 +420,7 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
   }
   const bool has_more = nb::len(needed) > INPUTS;
   given.mask_gradient = has_more && item(needed, INPUTS + 1).is(Py_True);
+  given.sinks_gradient = has_more && item(needed, INPUTS).is(Py_True);
   auto made = compute(given);
   if (!made) return nb::borrow(Py_NotImplemented);
   const Seen* const g = made->gradients;
@@ -461,18 +463,21 @@ BackwardProblem asked_of(const Key& key, const Arguments& a, CachedGradients* de
 ExpectedGradients expect_gradients(const Arguments& a, const Call& call,
                                    nb::handle implementation) {
   if (!a.attn_mask.is_none() && reading::requires_grad(a.attn_mask)) return {};
-  const BackwardProblem asked = asked_of(expected_key(a, call, last_options), a, nullptr);
+  GradientOptions options = last_options;
+  options.dsinks = !a.sinks.is_none() && reading::requires_grad(a.sinks);
+  const BackwardProblem asked = asked_of(expected_key(a, call, options), a, nullptr);
   const PlanBy plan_by = [&asked](const std::string& kernel, const Device& device) {
     return plan_backward(kernel, asked, device);
   };
   auto chosen = plan_gradients_in_order(call.device_index, implementation, plan_by);
   if (!chosen) return {};
-  return {prepare_for(call, std::move(chosen)), last_options.dlse, last_options.deterministic};
+  return {prepare_for(call, std::move(chosen)), options.dlse, options.deterministic,
+          options.dsinks};
 }
 
 void keep_expected_gradients(const ExpectedGradients& expected, const Arguments& a,
                              const Call& call, nb::handle implementation) {
-  Key key = expected_key(a, call, {expected.dlse, expected.deterministic});
+  Key key = expected_key(a, call, {expected.dlse, expected.deterministic, expected.dsinks});
   CachedGradients decision{.plan = expected.plan};
   asked_of(key, a, &decision);
   // As the backward pass will ask (run_and_record() in call_path.cpp), if the forward pass takes

@@ -15,13 +15,14 @@ namespace archflash {
 // What the gradients of a call are computed from and written to.
 struct GradientCall {
   nb::handle dout, q, k, v, out, lse, dlse;
-  nb::handle options;         // the values of the call's options, a tuple
-  nb::handle implementation;  // the forced one, or None
-  nb::handle dq, dk, dv;      // None: new tensors
-  bool accumulate;            // dq, dk and dv are added to
-  bool mask_gradient;         // that of attn_mask is wanted
-  bool deterministic;         // the same inputs must always give the same bits
-  bool refuse_recorded;       // not if any tensor requires a gradient
+  nb::handle options;          // the values of the call's options, a tuple
+  nb::handle implementation;   // the forced one, or None
+  nb::handle dq, dk, dv;       // None: new tensors
+  bool accumulate;             // dq, dk and dv are added to
+  bool mask_gradient;          // that of attn_mask is wanted
+  bool sinks_gradient = true;  // that of sinks is wanted, where there are any
+  bool deterministic;          // the same inputs must always give the same bits
+  bool refuse_recorded;        // not if any tensor requires a gradient
   // Whether another implementation computes them where that one does not.
   bool or_others = false;
   bool keep = false;  // the plan is the operator_answer() of this thread
@@ -46,6 +47,7 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
 struct ExpectedGradients {
   std::shared_ptr<PreparedPlan> plan;
   bool dlse = false, deterministic = false;  // what is expected of it, as it was of the last one
+  bool dsinks = false;                       // whether it also computes the gradient of sinks
 };
 ExpectedGradients expect_gradients(const Arguments& a, const Call& call, nb::handle implementation);
 // Keeps them for recorded_backward(). A node in C++ keeps them itself.

@@ -121,7 +121,8 @@ void keep_gradients(const Forward& forward, const HeldTensor& out, const HeldTen
   const TorchFunctions& f = *torch_functions();
   const bool deterministic =
       forward.deterministic || f.deterministic_algorithms(f.global_context());
-  if (forward.gradients.dlse || forward.gradients.deterministic != deterministic) return;
+  const ExpectedGradients& expected = forward.gradients;
+  if (expected.dlse || expected.dsinks || expected.deterministic != deterministic) return;
   const TensorHandle tensors[] = {
       out.get(), given[0].tensor.get(), given[1].tensor.get(), given[2].tensor.get(), out.get(),
       lse.get()};

@@ -109,6 +109,7 @@ def options_of(kind: str) -> dict[str, Any]:
         "bool mask": lambda: {"attn_mask": torch.rand(1, 2, 64, 64, device="cuda") > 0.2},
         "added mask": lambda: {"attn_mask": torch.randn(64, 64, device="cuda").to(BF16)},
         "packed": lambda: {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True},
+        "sinks": lambda: {"sinks": torch.randn(2, device="cuda")},
         "slopes": lambda: {"alibi_slopes": torch.rand(2, device="cuda")},
         "ranges": lambda: {"key_ranges": int32([[[[[0, 20], [30, 50]]]]])},
         "lists": lambda: {
@@ -119,7 +120,9 @@ def options_of(kind: str) -> dict[str, Any]:
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["bool mask", "added mask", "packed", "slopes", "dropout"])
+@pytest.mark.parametrize(
+    "kind", ["bool mask", "added mask", "packed", "slopes", "sinks", "dropout"]
+)
 def test_a_node_keeps_one_more_tensor(kind: str, asked: list[Any]) -> None:
     q, k, v = leaves(64, 2, 64) if kind == "packed" else leaves(1, 2, 64, 64)
     for _ in range(3):
@@ -144,7 +147,7 @@ def test_other_calls_have_a_node_in_python() -> None:
     mask, slopes = options_of("added mask"), options_of("slopes")
     results = [
         archflash.attention(q, k, v, return_lse=True)[0],
-        archflash.attention(q, k, v, sinks=torch.zeros(2, device="cuda")),
+        archflash.attention(q, k, v, sinks=torch.zeros(2, device="cuda", requires_grad=True)),
         archflash.attention(q, k, v, **mask, **slopes),
         archflash.attention(q, k, v, attn_mask=mask["attn_mask"].clone().requires_grad_()),
         archflash.attention(*packed, cu_seqlens_q=ends, cu_seqlens_k=ends.clone()),

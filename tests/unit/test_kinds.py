@@ -187,6 +187,15 @@ def test_the_plans_are_those_that_are_decided_one_by_one(seen: Seen, kernel: str
     assert [plan.to_dict() for plan in kept] == [plan.to_dict() for plan in seen.plans]
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_gradient_of_sinks_is_computed_where_it_is_wanted(seen: Seen, wanted: bool) -> None:
+    q, sinks = torch.randn(1, 2, 40, 64, requires_grad=True), torch.zeros(2, requires_grad=wanted)
+    out = archflash.attention(q, q, q, sinks=sinks, implementation="simt")
+    torch.autograd.grad(out, (q, sinks) if wanted else (q,), torch.zeros_like(out))
+    kernels = [launch["kernel"] for launch in seen.plans[-1].to_dict()["launches"]]
+    assert ("simt_backward_sinks_f32" in kernels) == wanted
+
+
 def test_the_forward_pass_plans_the_backward_pass(seen: Seen) -> None:
     device, asked = find_device("H200"), list[str | None]()
 
