@@ -125,9 +125,10 @@ def attention_backward(
         causal, q_offset, attn_mask = _bias.resolve(
             attn_mask, q, k, causal, window, q_offset, cu_seqlens_q, layout
         )
-    for argument, flag in (("accumulate", accumulate), ("mask_gradient", mask_gradient)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{argument} is {_native.given(flag)}: it must be a bool")
+    if not isinstance(accumulate, bool):
+        raise TypeError(f"accumulate is {_native.given(accumulate)}: it must be a bool")
+    if not isinstance(mask_gradient, bool):
+        raise TypeError(f"mask_gradient is {_native.given(mask_gradient)}: it must be a bool")
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(
             f"deterministic is {_native.given(deterministic)}: it must be a bool or None"
@@ -150,13 +151,10 @@ def attention_backward(
             torch.is_grad_enabled(),
         )  # fmt: skip
         if results is not NotImplemented:
-            dsinks, dmask = results[3:]
-            gradients: tuple[Tensor, ...] = results[:3]
-            if dsinks is not None:
-                gradients = (*gradients, dsinks)
-            if dmask is not None:
-                gradients = (*gradients, dmask)
-            return gradients
+            new_dq, new_dk, new_dv, dsinks, dmask = results
+            if dsinks is None and dmask is None:
+                return new_dq, new_dk, new_dv
+            return tuple(x for x in results if x is not None)
     options = _options.complete(dict(zip(_options.OF_ATTENTION, values, strict=True)))
     differentiable = {name: options[name] for name in _options.DIFFERENTIABLE}
     refuse_derivatives(
