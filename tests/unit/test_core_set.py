@@ -112,3 +112,21 @@ def test_a_schedule_with_other_bits_is_found(monkeypatch: pytest.MonkeyPatch) ->
     q, k, v = on.qkv(6, 10, 16)  # the shape of a call with two schedules
     with pytest.raises(AssertionError, match="other bits in mode eager"):
         on.attend("simt", q, k, v, schedules=[0, 1])
+
+
+@pytest.mark.skipif(IN_FULL, reason="every run looks for races")
+def test_one_run_of_a_call_looks_for_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.core_set import executors
+
+    real, looked = executors.sim.run, []
+
+    def run(*tensors: torch.Tensor, race_check: bool, **options: object) -> object:
+        looked.append(race_check)
+        return real(*tensors, race_check=race_check, **options)
+
+    monkeypatch.setattr(executors.sim, "run", run)
+    on = Simulator()
+    q, k, v = on.qkv(6, 10, 16)  # the shape of a call with two schedules
+    on.attend("simt", q, k, v, schedules=[0, 1])
+    on.attend("simt", q, k, v, schedules=[2])
+    assert looked == [False, True, True]
