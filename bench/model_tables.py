@@ -50,6 +50,11 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 MOST_RUNS_NAMED = 3  # below a table
+# What the card of a table has that others, on which the forced implementation is chosen, have not.
+NEED_OF_GRADIENTS = {
+    "ampere": " Gradients are those of kernels that need 9.0 (`_plain`, `_bulk`, `_only` and "
+    "`_packed`) in all of these calls: an A100 runs others."
+}
 UNFUSED = ("torch-math",)  # a ratio to it says nothing about kernels, and is in no mean
 
 
@@ -93,6 +98,7 @@ def models_table(rows: Sequence[Row], *, forced: str = "") -> str:
     ]
     if forced:
         note = f"Bold: behind the best peer, which is {usual_peer} where none is named."
+        note += NEED_OF_GRADIENTS.get(forced, "")
     else:
         ((usual, _),) = Counter(kernels.values()).most_common(1) or [("dispatch", 0)]
         others = [f"{name} ({by})" for name, by in kernels.items() if by != usual]
