@@ -26,6 +26,15 @@ struct NarrowConfig : Base {
   using VTile = FirstColumns<typename Base::VTile, D>;
 };
 
+// A Config of one buffer whose warps start the copies of a block in parts between products, so that
+// ldmatrix does not wait behind all of them. Alone on an SM a CTA would wait for its copies.
+template <class Base>
+struct SpreadConfig : Base {
+  static constexpr bool SPREADS_COPIES = true;
+  static_assert(Base::STAGES == 1 && Base::M_TILES == 1 && Base::WEIGHS_LATE,
+                "registers to keep what a thread copies, and products of 16 keys at a time");
+};
+
 // clang-format off
 //                             head_dim       m_    block step                       CTAs
 //                           q,k   v   warps tiles _k   _keys stages Q in           per SM
@@ -46,6 +55,7 @@ using D160Dense      = Config<DTYPE, 160, 160, 4, 1,   64,   64,  2,     QIn::Re
 using D192Dense      = LateConfig<
                        Config<DTYPE, 192, 192, 4, 1,   64,   64,  1,     QIn::Shared,    2>>;
 using D256Dense      = D256Large;
+using D256DenseLong  = SpreadConfig<D256Large>;
 
 // For GPUs with less shared memory: 99 KB, and Medium 163.
 using D64DenseSmall  = Config<DTYPE,  64,  64, 4, 2,  128,  128,  1,     QIn::Shared,    2>;

@@ -27,3 +27,4 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dense_few), mma_sync::dense_f
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d160_dense), mma_sync::dense_fwd, D160Dense)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d192_dense), mma_sync::dense_fwd, D192Dense)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_dense), mma_sync::dense_fwd, D256Dense)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_dense_long), mma_sync::dense_fwd, D256DenseLong)
