@@ -57,6 +57,12 @@ using D192Dense      = LateConfig<
 using D256Dense      = D256Large;
 using D256DenseLong  = SpreadConfig<D256Large>;
 
+// With dropout: 128 rows, and 64 that make twice as many tiles.
+using D64DenseDropout = mma_sync::DropoutConfig<
+                       Config<DTYPE,  64,  64, 4, 2,   64,   64,  2,     QIn::Shared,    2>>;
+using D64DenseFewDropout = mma_sync::DropoutConfig<
+                       Config<DTYPE,  64,  64, 4, 1,   64,   64,  2,     QIn::Registers, 3>>;
+
 // For GPUs with less shared memory: 99 KB, and Medium 163.
 using D64DenseSmall  = Config<DTYPE,  64,  64, 4, 2,  128,  128,  1,     QIn::Shared,    2>;
 using D80DenseSmall  = NarrowConfig<D96Medium, 80>;

@@ -328,6 +328,7 @@ PlanResult plan(const Problem& problem, const Device& device) {
     return mma_sync::plan_with_cache("ampere", tiles, problem, device, few_rows_apart ? few : none);
   }
   if (problem.dropout_p != 0 && !is_masked(problem)) {
+    if (auto dense = plan_dense_dropout(problem, device)) return *std::move(dense);
     auto result = mma_sync::plan_dropout("ampere", DROPOUT_TILES, problem, device);
     if (result) return *std::move(result);
   }

@@ -1,6 +1,7 @@
 #include "ampere/plan_dense.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <string>
@@ -10,6 +11,7 @@
 #include "common/mma_sync/params.h"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/masks.h"
 #include "common/planning/mma_sync.h"
 #include "common/planning/tiles.h"
 
@@ -136,9 +138,8 @@ bool shares_sms_for_long(const Problem& problem, const Device& device, const cor
          5 * tiles >= 3 * workers * rounds_of(problem, device, tile);
 }
 
-}  // namespace
-
-std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& device) {
+// Whether dense_fwd knows all that a call asks for, and dense.cu has code for the GPU.
+bool is_dense(const Problem& problem, const Device& device) {
   constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
   constexpr int64_t STRIDE_LIMIT = UINT32_MAX;
   const auto fits = [&](const Strides& x) { return 0 <= x.row && x.row <= STRIDE_LIMIT; };
@@ -147,7 +148,57 @@ std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& devic
   const bool fitting = problem.nk > 0 && problem.heads_q <= GRID_SIDE_LIMIT &&
                        problem.batch <= GRID_SIDE_LIMIT && fits(problem.q) && fits(problem.k) &&
                        fits(problem.v);
-  if (!plain || !fitting || device.major > 9) return std::nullopt;
+  return plain && fitting && device.major <= 9;
+}
+
+// One launch of a tile, whose grid says what a CTA computes; nothing where scores have a rule.
+template <class Params>
+std::optional<LaunchPlan> launch_dense(const Problem& problem, const Device& device,
+                                       const core::Tile& tile, Params& params) {
+  if (params.attention.transform_scores) return std::nullopt;
+  params.attention.order.heads_per_group = 1;
+  const int64_t row_tiles = core::ceil_div(problem.nq, tile.block_q);
+  const int64_t ctas = core::tiles_of(problem, tile);
+  LaunchPlan plan = core::one_launch("ampere", problem, device, tile, ctas, params);
+  Launch& launch = plan.launches[0];
+  launch.grid = {row_tiles, problem.heads_q, problem.batch};
+  launch.image = std::string(is_for_8x(tile) ? "ampere/dense_small_" : "ampere/dense_") +
+                 core::dtype_word(problem.dtype);
+  launch.uses_pdl = true;
+  return plan;
+}
+
+constexpr core::Tile DENSE_DROPOUT =
+    tile<D64DenseDropout>("d64_dense_dropout", {}, "dropout, and every query sees every key");
+constexpr core::Tile DENSE_FEW_DROPOUT =
+    tile<D64DenseFewDropout>("d64_dense_few_dropout", {}, FEW_SEE_ALL);
+
+}  // namespace
+
+std::optional<LaunchPlan> plan_dense_dropout(const Problem& problem, const Device& device) {
+  constexpr int64_t MANY_KEYS = 1024;  // of fewer tiles than SMs they are shared out
+  if (!is_dense(problem, device) || !core::takes_head_dims(DENSE_DROPOUT, problem))
+    return std::nullopt;
+  if (problem.nk > MANY_KEYS && core::tiles_of(problem, DENSE_FEW_DROPOUT) < device.sm_count)
+    return std::nullopt;
+  // Tiles of 64 rows, of which three share an SM, take four fifths of the time of 128.
+  const int64_t few = rounds_of(problem, device, DENSE_FEW_DROPOUT);
+  const int64_t many = rounds_of(problem, device, DENSE_DROPOUT);
+  const bool three = core::workers_of(DENSE_FEW_DROPOUT, device) >= 3 * device.sm_count;
+  const core::Tile& tile = three && 4 * few <= 5 * many ? DENSE_FEW_DROPOUT : DENSE_DROPOUT;
+  mma_sync::DroppingParams params;
+  core::init_params(problem, params);
+  params.dropout = core::dropout_params(problem);
+  auto plan = launch_dense(problem, device, tile, params);
+  if (plan) {
+    add_pointers(plan->launches[0],
+                 core::dropout_pointers(problem, offsetof(mma_sync::DroppingParams, dropout)));
+  }
+  return plan;
+}
+
+std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& device) {
+  if (!is_dense(problem, device)) return std::nullopt;
   using Own = D192Large;  // for (192, 128): 32 rows for each warp
   if (problem.d > D160Dense::HEAD_DIM && problem.d <= Own::HEAD_DIM &&
       problem.dv <= Own::HEAD_DIM_V) {
@@ -172,17 +223,7 @@ std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& devic
     tile = &DENSE_LONG;
   mma_sync::ManyRowsParams params;
   core::init_params(problem, params);
-  if (params.attention.transform_scores) return std::nullopt;
-  params.attention.order.heads_per_group = 1;
-  const int64_t row_tiles = core::ceil_div(problem.nq, tile->block_q);
-  const int64_t ctas = core::tiles_of(problem, *tile);
-  LaunchPlan plan = core::one_launch("ampere", problem, device, *tile, ctas, params);
-  Launch& launch = plan.launches[0];
-  launch.grid = {row_tiles, problem.heads_q, problem.batch};
-  launch.image = std::string(is_for_8x(*tile) ? "ampere/dense_small_" : "ampere/dense_") +
-                 core::dtype_word(problem.dtype);
-  launch.uses_pdl = true;
-  return plan;
+  return launch_dense(problem, device, *tile, params);
 }
 
 }  // namespace archflash::ampere

@@ -138,21 +138,36 @@ def test_many_tiles_of_ampere(dtype: str, name: str) -> None:
 
 
 @pytest.mark.skipif("ampere" not in on.kernels(), reason="GPUs from 8.0 on")
+@pytest.mark.parametrize(
+    ("tile", "rows", "dtype"),
+    [("d64_dense_dropout", 250, "float16"), ("d64_dense_few_dropout", 60, "bfloat16")],
+)
+def test_every_key_is_seen(tile: str, rows: int, dtype: str) -> None:
+    options = options_of({}, 1)
+    q, k, v = on.qkv(rows, 100, 64, 40, dtype=dtype)
+    plan = plan_of_ampere(q, k, v, **options)
+    assert plan.tile is not None
+    assert plan.tile.name == tile
+    on.attend_and_check("ampere", q, k, v, plan=plan, schedules=[rows], **options)
+
+
+@pytest.mark.skipif("ampere" not in on.kernels(), reason="GPUs from 8.0 on")
 @pytest.mark.parametrize(("dtype", "word"), [(torch.float16, "f16"), (torch.bfloat16, "bf16")])
 def test_the_calls_above_run_every_kernel_of_ampere(dtype: torch.dtype, word: str) -> None:
     planned: set[str] = set()
-    for d in (64, 128, 256):
-        x = torch.empty(2, 16, 2048, d, device="meta", dtype=dtype)
+    calls = [(d, 2048, causal) for d in (64, 128, 256) for causal in (False, True)]
+    for d, rows, causal in [*calls, (64, 64, False)]:
+        x = torch.empty(2, 16, rows, d, device="meta", dtype=dtype)
         for device in ("A100", "RTX 4090", "H200"):
             for backward in (False, True):
                 plan = archflash.explain(
-                    x, x, x, dropout_p=0.1, backward=backward, device=device,
+                    x, x, x, dropout_p=0.1, causal=causal, backward=backward, device=device,
                     implementation="ampere",
                 ).plan  # fmt: skip
                 assert plan is not None
                 planned |= {kernel for kernel in plan.kernels if kernel.endswith("_dropout")}
     built: set[str] = set()
-    for stem in ("dropout", "bwd_dropout", "bwd_wide"):
+    for stem in ("dropout", "dense", "bwd_dropout", "bwd_wide"):
         file = files("archflash") / "_kernels" / "ampere" / f"{stem}_{word}.json"
         for entries in json.loads(file.read_text()).values():
             built |= {kernel for kernel in entries if kernel.endswith("_dropout")}

@@ -27,4 +27,8 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dense_few), mma_sync::dense_f
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d160_dense), mma_sync::dense_fwd, D160Dense)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d192_dense), mma_sync::dense_fwd, D192Dense)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_dense), mma_sync::dense_fwd, D256Dense)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense_dropout), mma_sync::dense_fwd,
+                 D64DenseDropout)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense_few_dropout), mma_sync::dense_fwd,
+                 D64DenseFewDropout)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_dense_long), mma_sync::dense_fwd, D256DenseLong)
