@@ -111,6 +111,7 @@ struct ScoreMasks {
   __device__ __forceinline__ void begin_tile(const SeekingTile& of_cta, const Context& context) {
     tile = &of_cta;
     cta = &context;
+    adds_late = always_adds_late();  // a tile's bits do not depend on which one came before
   }
   // What an element is multiplied by where it is added to a score that is not scaled yet.
   __device__ __forceinline__ float factor() const { return params.factor; }
@@ -219,8 +220,9 @@ struct ScoreMasks {
                                        uint32_t state) const {
     add<true>(s_rmem, [&](float& x, float element) {
       float y = __fmul_rn(x, params.call.attention.exp2_scale);
-      // Beside a huge element no score counts but a NaN. The sum may be infinite.
-      if (fabsf(element) >= LARGEST_ADDED && x == x) y = element * device::LOG2_E;
+      // Beside a huge element no score counts but a NaN. The sum may be infinite, and equal
+      // elements have equal sums in the blocks to which they are added late, too.
+      if (fabsf(element) >= LARGEST_SUM / LARGEST_FACTOR && x == x) y = element * device::LOG2_E;
       x = at_least_lowest(y, element);
     });
     if ((state & STATE_BEYOND) != 0) summarized::select_scores<C>(s_rmem, seen);

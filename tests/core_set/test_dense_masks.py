@@ -407,6 +407,41 @@ def test_added_alone(kind: str, tile: str) -> None:
         assert same_bits(on.attend(NAME, q, k, v, plan=plan, attn_mask=mask)[0], expected[0])
 
 
+def test_bits_of_a_tile_do_not_depend_on_the_one_before() -> None:
+    """Where the last block of that one had to be mended."""
+    q, k, v = on.qkv(130, 128, 64, dtype="bfloat16", batch=2, heads=(1, 1))
+    mask = 2 * on.rand(2, 1, 130, 128, seed=6, dtype="bfloat16")
+    mask[0, 0, :, :64] = -2e38
+    for order in ((0, 1), (1, 0)):
+        call = [x[list(order)] for x in (q, k, v, mask)]
+        plan = plan_on(1, *call[:3], attn_mask=call[3])
+        assert plan.kernels[-1].endswith("d64_added")
+        out, _ = on.attend(NAME, *call[:3], plan=plan, schedules=range(1), attn_mask=call[3])
+        for i in range(2):
+            one = [x[i : i + 1] for x in call]
+            alone = plan_on(1, *one[:3], attn_mask=one[3])
+            expected, _ = on.attend(
+                NAME, *one[:3], plan=alone, schedules=range(1), attn_mask=one[3]
+            )
+            assert same_bits(out[i : i + 1], expected)
+
+
+@pytest.mark.parametrize("tile", ADDED)
+def test_rows_of_equal_huge_elements_weigh_their_keys_equally(tile: str) -> None:
+    """Though some of their blocks are mended, and elements of others are added late. The scale is
+    no power of two.
+    """
+    nq, nk = 130, 250
+    q, k, v = on.qkv(nq, nk, 40, dtype="bfloat16", batch=2, heads=(2, 2))
+    mask = torch.zeros(1, 2, nq, 256, dtype=torch.bfloat16, device=on.device)[..., :nk]
+    mask[:, :, ::5] = -1e30
+    mask[:, :, 1::5, 60:190] = 1e30
+    sms = 7 if tile == "d64_added_short" else 1
+    plan = plan_on(sms, q, k, v, attn_mask=mask)
+    assert plan.kernels[-1].endswith(tile)
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(1), attn_mask=mask)
+
+
 def test_tiles_of_added_masks_fill_their_rounds() -> None:
     for batch, heads, rows, tile in (
         (2, 16, 1024, "d64_added"),
