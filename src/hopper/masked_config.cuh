@@ -103,7 +103,7 @@ struct InPlaceConfig : MaskedConfig<Base, Base::HEAD_DIM <= 128 ? 72 : 64> {
   // With more than 64 columns the registers do not suffice for words of 16-bit elements beside the
   // scores and P, with any number not for masks beside P. Elements are loaded a row at a time.
   static constexpr bool LOADS_ADDED_LATE = Base::HEAD_DIM > 64, MASKS_TAKE_P = true;
-  static constexpr bool LOADS_ROWS = true, WIDE = false, ADDS_ALONE = false;
+  static constexpr bool LOADS_ROWS = true, WIDE = false, ADDS_ALONE = false, COPIES_OWN = false;
   // Q goes back when the scores of a tile's last block are there, so that the next one comes during
   // their softmax and the end of the tile. Output rows do not pass through its part.
   static constexpr bool RELEASES_Q_EARLY = true;
@@ -139,11 +139,15 @@ constexpr int summarized_producer_registers(int warpgroups, bool adds_alone) {
 // the producer's. WIDE: elements that are added have 32 bits, and take two stages.
 // ADDS_ALONE: all that there is are elements of 16 bits that are added, of which nobody has made a
 // summary. They are added first, and sums that are wrong then mended.
-template <class Base, bool WIDE_ = false, bool ADDS_ALONE_ = false>
+// SHARED: the same of a mask that heads share, which may have a summary.
+// COPIES_OWN: each warp copies the elements of its own rows, which TMA cannot read.
+template <class Base, bool WIDE_ = false, bool ADDS_ALONE_ = false, bool COPIES_OWN_ = false,
+          bool SHARED_ = false>
 struct SummarizedConfig
     : MaskedConfig<Base, summarized_producer_registers(Base::WARPGROUPS, ADDS_ALONE_)> {
   static constexpr bool SUMMARIZED = true, MASKS_TAKE_P = false;
-  static constexpr bool WIDE = WIDE_, ADDS_ALONE = ADDS_ALONE_;
+  static constexpr bool WIDE = WIDE_, ADDS_ALONE = ADDS_ALONE_, COPIES_OWN = COPIES_OWN_;
+  static constexpr bool SHARED = SHARED_;
   static constexpr int SUMMARY_BLOCKS = Base::BLOCK_K / MASK_BLOCK;  // of a block of keys
   // Whether elements that are added wait in registers for the scores, and so go back while the
   // products run. Larger tiles have no registers for them.
@@ -152,9 +156,10 @@ struct SummarizedConfig
   // Whether Q is kept in registers: a product of 64 rows and 64 keys that reads both from shared
   // memory takes all that this can give.
   static constexpr bool KEEPS_Q = Base::HEAD_DIM == 64 && Base::WARPGROUPS > 1 && !ADDS_ALONE;
-  // With 256 columns no registers are left to write output rows through Q's part: Q goes back
-  // early, and there are two messages, as in InPlaceConfig.
-  static constexpr bool RELEASES_Q_EARLY = Base::HEAD_DIM > 128;
+  // With 256 columns no registers are left to write output rows through Q's part, nor with 96 where
+  // warps copy elements: Q goes back early, and there are two messages, as in InPlaceConfig.
+  static constexpr bool RELEASES_Q_EARLY =
+      Base::HEAD_DIM > 128 || (COPIES_OWN && Base::Q_STAGES == 1);
   static constexpr int TILE_MESSAGES = RELEASES_Q_EARLY ? 2 : Base::Q_STAGES;
 
   // Behind what the Config has: the second message about a tile | ring of what is added | a message
@@ -162,8 +167,9 @@ struct SummarizedConfig
   // each stage of Q. Where SHARES_Q, the second stage of what is added is the second stage of Q,
   // and a call in which something is added uses the first stage of Q alone.
   using MaskTile = device::SlabTile<Base::BLOCK_K, Base::BLOCK_Q>;
-  static constexpr int MASK_STAGES = 2;
-  static constexpr int BARRIERS = Base::BARRIERS + MASK_STAGES;
+  static constexpr int MASK_STAGES = COPIES_OWN ? 1 : 2;
+  static constexpr int MASK_BARRIERS = COPIES_OWN ? 0 : MASK_STAGES;
+  static constexpr int BARRIERS = Base::BARRIERS + MASK_BARRIERS;
   static constexpr int MESSAGES_END =
       Base::BLOCKS_SMEM + (TILE_MESSAGES - Base::Q_STAGES) * TILE_MESSAGE_BYTES;
   static constexpr int MASK_SMEM =
@@ -175,10 +181,12 @@ struct SummarizedConfig
   static constexpr int BLOCK_MESSAGE_SMEM =
       MASK_SMEM + (SHARES_Q ? MASK_STAGES - 1 : MASK_STAGES) * MaskTile::BYTES;
   static constexpr int MASK_BARRIER_SMEM = BLOCK_MESSAGE_SMEM + Base::STAGES * BLOCK_MESSAGE_BYTES;
-  static constexpr int CONTEXT_SMEM = MASK_BARRIER_SMEM + 8 * MASK_STAGES;
+  static constexpr int CONTEXT_SMEM = MASK_BARRIER_SMEM + 8 * MASK_BARRIERS;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + TILE_MESSAGES * CONTEXT_BYTES;
 
   static_assert(ADDS_ALONE == !Base::OVERLAPS, "masked_mainloop.cuh has one step for each");
+  static_assert(!COPIES_OWN || (ADDS_ALONE && Base::WARPGROUPS == 1 && Base::BLOCK_K == 64),
+                "a lane of a warp copies two keys, and sees every block that comes");
   static_assert(!Base::CAN_SPLIT && Base::TILE_STEP == MASK_BLOCK &&
                     Base::BLOCK_K % MASK_BLOCK == 0,
                 "a warpgroup's rows are a row of blocks of the summary");
@@ -198,7 +206,10 @@ using D256Two    = Config<DTYPE, in_turns({.head_dim = 256, .warpgroups = 2, .bl
 using D64Dense   = SummarizedConfig<Config<DTYPE, in_turns({.head_dim = 64, .warpgroups = 3, .block_k = 64, .stages = 4, .q_stages = 2})>>;
 using D64DenseShort = SummarizedConfig<D64Three>;
 using D64Added   = SummarizedConfig<Config<DTYPE, no_overlap({.head_dim = 64, .warpgroups = 4, .block_k = 64, .stages = 4, .q_stages = 2})>, false, true>;
+using D64Shared   = SummarizedConfig<Config<DTYPE, no_overlap({.head_dim = 64, .warpgroups = 4, .block_k = 64, .stages = 4, .q_stages = 2})>, false, true, false, true>;
 using D64AddedShort = SummarizedConfig<LoneProducer<Config<DTYPE, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3, .overlaps = false}>>, false, true>;
+using D64Windows = SummarizedConfig<LoneProducer<Config<DTYPE, Variant{.head_dim = 64, .block_k = 64, .stages = 2, .q_stages = 2, .ctas_per_sm = 3, .overlaps = false}>>, false, true, true>;
+using D96Windows = SummarizedConfig<LoneProducer<Config<DTYPE, Variant{.head_dim = 96, .block_k = 64, .stages = 2, .q_stages = 1, .ctas_per_sm = 3, .overlaps = false}>>, false, true, true>;
 using D128Dense  = SummarizedConfig<D128Medium>;
 using D256Dense  = SummarizedConfig<D256Two>;
 using D64Wide    = SummarizedConfig<D64Three, true>;

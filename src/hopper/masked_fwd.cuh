@@ -68,7 +68,7 @@ __device__ __forceinline__ void masked_fwd(const typename MasksOf<C>::Params& pa
   const uint32_t shared_smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if (threadIdx.x == 0) {
     if constexpr (C::SUMMARIZED) {
-      for (int stage = 0; stage < C::MASK_STAGES; ++stage)
+      for (int stage = 0; stage < C::MASK_BARRIERS; ++stage)
         ptx::mbarrier_init_for_warps(mask_empty<C>(shared_smem, stage), C::WARPS);
     }
     Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise();  // with the fence for all of them

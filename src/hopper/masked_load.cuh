@@ -136,12 +136,14 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
     [[maybe_unused]] const bool once = all_params.masks.mask_row == 0;
     const auto load_k = [&](const Block& block, const Block& next) {
       bool added = false;  // whether elements of attn_mask come with the block
-      if constexpr (C::SUMMARIZED) added = (block.states & ADDED_FOR_ANY) != 0;
+      if constexpr (C::SUMMARIZED && !C::COPIES_OWN) added = (block.states & ADDED_FOR_ANY) != 0;
+      // Whether it has a stage of the ring of elements.
+      const bool has_stage = !C::COPIES_OWN && (C::ADDS_ALONE || added);
       // The products of every consumer warp have read the K that the stage held.
       ptx::mbarrier_wait_parity(barriers.k_empty(k_ring.stage), k_ring.parity ^ 1);
       if constexpr (C::SUMMARIZED) {
         // Every consumer warp has read the elements that the stage held.
-        if (added)
+        if (has_stage)
           ptx::mbarrier_wait_parity(mask_empty<C>(shared_smem, mask_ring.stage),
                                     mask_ring.parity ^ 1);
         if (C::WIDE && added)
@@ -171,7 +173,7 @@ __device__ __forceinline__ void load_masked(const typename Masks::Params& all_pa
       }
       if (C::WIDE && added) {
         mask_ring.parity ^= 1;
-      } else if (added) {
+      } else if (has_stage) {
         mask_ring.advance();
       }
       k_ring.advance();

@@ -94,6 +94,8 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
     RingPosition<C::STAGES> pending;
     bool is_pending = false;
     bool has_outputs = false;  // whether o_rmem holds sums already
+    // Whether the tile has rows for this warp: the first one of a head may not.
+    [[maybe_unused]] const bool has_rows = uniform(tile.first_row + warp_row) < tile.end_row;
 
     const auto begin_qk = [&] {
       if constexpr (C::KEEPS_Q) {
@@ -206,11 +208,19 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
       of_group = all_masks.template find<true>(seen, kept, of_group, block);
       ptx::wgmma_wait_group<0>();
       scores_are_there(next);
-      float scale = all_masks.template finish<true>(s_rmem, seen, kept, of_group, block.key);
-      const auto raised = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
-      scale = all_masks.update_row_max(s_rmem, state, scale, seen, of_group, raised);
-      all_masks.template hand_back<true>(of_group, block);
-      exponentiate_rows<C>(s_rmem, state, scale);
+      const auto weigh = [&] {
+        float scale = all_masks.template finish<true>(s_rmem, seen, kept, of_group, block.key);
+        const auto raised = [&](const float (&corrections)[2]) { rescale<C>(o_rmem, corrections); };
+        scale = all_masks.update_row_max(s_rmem, state, scale, seen, of_group, raised);
+        all_masks.template hand_back<true>(of_group, block);
+        if constexpr (C::COPIES_OWN) all_masks.copy_elements(next);
+        exponentiate_rows<C>(s_rmem, state, scale);
+      };
+      if constexpr (C::COPIES_OWN) {
+        if (has_rows) weigh();  // else P is of rows that nobody writes
+      } else {
+        weigh();
+      }
       pack<C>(s_rmem, p_rmem);
       advance();
       return next;
@@ -249,6 +259,9 @@ __device__ __forceinline__ void compute_masked(const typename Masks::Params& all
     if (tile.any_block) {
       if constexpr (C::KEEPS_Q) load_q<C>(q_rmem, shared_smem, q_ring.stage, warp_row);
       BlockMessage block = read(cta.first);
+      if constexpr (C::COPIES_OWN) {
+        if (has_rows) masks.copy_elements(block);
+      }
       // Returns the state of the block for this warpgroup.
       const auto wait_for_block = [&] {
         ptx::mbarrier_wait_parity(barriers.k_full(ring.stage), ring.parity);  // K has landed

@@ -1,12 +1,15 @@
-// An attn_mask of 16 bits that is added, of which nobody has made a summary: each of its elements
-// is read for one head only, so that looking at it twice would cost more than a summary saves.
-// Causal mask and window may come with it.
+// An attn_mask of 16 bits that is added. One of each head has no summary: each of its elements is
+// read for one head only, so that looking at it twice would cost more than a summary saves. Causal
+// mask and window may come with it.
 //
 // Elements are added to the scores as if all were numbers of an ordinary size. Where the maxima of
 // the sums say that this was wrong, the warp mends them: some element may be huge, so that a sum is
 // infinite where it should be the lowest score (device/masks.cuh), or hide a NaN. Keys that -inf
 // hides need no mending, as long as a row's maximum says so: their sums are -inf. Behind a block
 // that was mended elements are added as that needs it at once, until none is huge.
+//
+// A mask that heads share may have a summary (summarize_mask.cuh): then blocks that no row sees, or
+// that change nothing, are told by it, and its bits are used where nothing is added.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +20,10 @@
 #include "common/device/online_softmax.cuh"
 #include "common/device/tile_walk.cuh"
 #include "common/device/visible_keys.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/cp_async_4.cuh"
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/ld_global.cuh"
 #include "common/ptx/min.cuh"
 #include "common/ptx/special_registers.cuh"
 #include "common/ptx/warp_roles.cuh"
@@ -26,12 +32,14 @@
 #include "hopper/masked_config.cuh"
 #include "hopper/masked_messages.cuh"
 #include "hopper/masked_params.h"
+#include "hopper/masks_summarized.cuh"
 #include "hopper/summarize_mask.cuh"
 
 namespace archflash::hopper::added {
 
 // What the producer says of a tile besides its message.
 struct Context {
+  const uint32_t* bits_gmem;  // the summary's words of the tile's first row block
   device::VisibleKeys visible;
   TileHead head;
   BlockMessage first;  // of the first block
@@ -40,6 +48,7 @@ struct Context {
 // The producer's view of 32 blocks of a tile, one in each lane. For a whole warp.
 template <class C>
 struct Look {
+  const SummarizedParams& params;
   device::VisibleKeys visible;
   int first_row, end_row;     // of the tile
   int mask_batch, mask_head;  // 0 where the mask is broadcast
@@ -50,7 +59,8 @@ struct Look {
 
   __device__ __forceinline__ Look(const SummarizedParams& params, const SeekingTile& tile,
                                   TileHead head, const device::VisibleKeys& visible)
-      : visible(visible),
+      : params(params),
+        visible(visible),
         first_row(tile.first_row),
         end_row(tile.end_row),
         mask_batch(params.mask_batches == 1 ? 0 : head.batch),
@@ -66,7 +76,12 @@ struct Look {
   }
   __device__ __forceinline__ Context context(const SeekingTile&, TileHead head,
                                              const BlockMessage& first_block) const {
-    return {.visible = visible, .head = head, .first = first_block};
+    const int64_t row_block = static_cast<int64_t>(slice()) * params.row_blocks +
+                              summarized::row_block_of(params, first_row, 0);
+    return {.bits_gmem = params.bits_gmem + row_block * params.key_blocks * SUMMARY_WORDS,
+            .visible = visible,
+            .head = head,
+            .first = first_block};
   }
   __device__ __forceinline__ uint32_t states_of(int lane) const {
     return __shfl_sync(device::FULL_WARP, states, lane);
@@ -78,24 +93,40 @@ struct Look {
     const int of_lane = key - static_cast<int>(threadIdx.x % 32) * C::BLOCK_K;
     const int last_key = of_lane + C::BLOCK_K - 1;
     states = 0;
-#pragma unroll
+#pragma unroll(C::SHARED ? 1 : C::WARPGROUPS)
     for (int group = 0; group < C::WARPGROUPS; ++group) {
       const int row = first_row + group * C::GROUP_ROWS;
       const int last_row = min(row + C::GROUP_ROWS, end_row) - 1;
-      if (of_lane < first || last_row < row || visible.hides(row, last_row, of_lane, last_key))
-        continue;
-      uint32_t state = STATE_SEEN | STATE_ADDED;
-      if (visible.masks(row, last_row, of_lane, last_key)) state |= STATE_BEYOND;
-      states |= state << (8 * group);
+      const int row_block =
+          slice() * params.row_blocks + summarized::row_block_of(params, first_row, group);
+      uint32_t state = of_lane >= first && last_row >= row ? state_of(row_block, of_lane) : 0;
+      if (C::SHARED && __any_sync(device::FULL_WARP, (state & SUMMARY_LOWEST) != 0)) {
+        const bool counts_not = summarized::has_high_rows(params, row_block);
+        state = counts_not && (state & SUMMARY_LOWEST) != 0 ? 0 : state & ~SUMMARY_LOWEST;
+      }
+      if (state == 0 || visible.hides(row, last_row, of_lane, last_key)) continue;
+      const bool beyond = visible.masks(row, last_row, of_lane, last_key);
+      states |= (beyond ? state | STATE_BEYOND : state) << (8 * group);
     }
     seen = __ballot_sync(device::FULL_WARP, states != 0);
     return key;
+  }
+
+ private:
+  __device__ __forceinline__ int slice() const {
+    return mask_batch * params.mask_heads + mask_head;
+  }
+  // What the summary says of a block of the mask; without one all is added. row_block: of all
+  // slices.
+  __device__ __forceinline__ uint32_t state_of(int row_block, int key) const {
+    if (!C::SHARED || params.states_gmem == nullptr) return STATE_SEEN | STATE_ADDED;
+    return params.states_gmem[row_block * params.key_blocks + key / MASK_BLOCK];
   }
 };
 
 template <class C>
 struct ScoreMasks {
-  using Seen = uint32_t[1];  // which scores count by their position
+  using Seen = uint32_t[1];  // which scores count by their position, or by a summary's bits
   using Kept = summarized::Elements<C>;
 
   const SummarizedParams& params;
@@ -104,7 +135,6 @@ struct ScoreMasks {
   RingPosition<C::MASK_STAGES> ring;
   const SeekingTile* tile = nullptr;
   const Context* cta = nullptr;
-
   __device__ __forceinline__ ScoreMasks(const SummarizedParams& params, uint32_t shared_smem, int,
                                         int)
       : params(params), shared_smem(shared_smem), adds_late(always_adds_late()) {}
@@ -121,22 +151,31 @@ struct ScoreMasks {
   // Called while the products run. Returns the state of the block for this warp.
   template <bool>
   __device__ __forceinline__ uint32_t find(Seen& seen, Kept&, uint32_t state,
-                                           const BlockMessage& block) const {
+                                           const BlockMessage& block) {
     seen[0] = 0xFFFFFFFFu;
+    if (C::SHARED && (state & STATE_HUGE) != 0) adds_late = true;
+    if (selects_by_bits(state)) {
+      const int thread = ptx::mov_tid_x_volatile();
+      const int row_block = params.row_blocks == 1 ? 0 : thread / C::WARPGROUP;
+      const int number = row_block * params.key_blocks + block.key / MASK_BLOCK;
+      // The context came behind the producer's wait for the kernel that has written the bits.
+      seen[0] = ptx::ld_global_b32(cta->bits_gmem + number * SUMMARY_WORDS + thread % C::WARPGROUP);
+    }
     if ((state & STATE_BEYOND) == 0) return state;
     const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
     const unsigned lane = thread % 32;
     const device::VisibleKeys visible = cta->visible;
     const int lane_key = block.key + static_cast<int>(lane % 4 * 2);
     const int lane_row = tile->first_row + static_cast<int>(thread / 32 * 16 + lane / 4);
-    seen[0] = 0;
+    uint32_t of_rows = 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = lane_row + 8 * r;
-      seen[0] |= device::lane_bits<SummaryConfig<C::DTYPE>>(visible.first(row) - lane_key,
+      of_rows |= device::lane_bits<SummaryConfig<C::DTYPE>>(visible.first(row) - lane_key,
                                                             visible.last(row) + 1 - lane_key)
                  << (16 * r);
     }
+    seen[0] &= of_rows;
     return state;
   }
 
@@ -145,20 +184,29 @@ struct ScoreMasks {
   __device__ __forceinline__ float finish(device::Scores<C>& s_rmem, const Seen& seen, const Kept&,
                                           uint32_t state, int) const {
     float scale = params.call.attention.exp2_scale;
-    if (adds_late) {
-      add(s_rmem, [&](float& x, float element) {
-        x = at_least_lowest(fmaf(element, device::LOG2_E, __fmul_rn(x, scale)), element);
-      });
-      scale = 1.0f;
-    } else {
-      add(s_rmem, [&](float& x, float element) { x = fmaf(element, factor(), x); });
+    if constexpr (C::COPIES_OWN) {
+      ptx::cp_async_wait_all();
+      __syncwarp();  // the copies of all lanes are there before any lane reads them
     }
-    if ((state & STATE_BEYOND) != 0) summarized::select_scores<C>(s_rmem, seen);
+    if (!C::SHARED || (state & STATE_ADDED) != 0) {
+      if (adds_late) {
+        add<true>(s_rmem, [&](float& x, float element) {
+          x = at_least_lowest(fmaf(element, device::LOG2_E, __fmul_rn(x, scale)), element);
+        });
+        scale = 1.0f;
+      } else {
+        add(s_rmem, [&](float& x, float element) { x = fmaf(element, factor(), x); });
+      }
+    }
+    if ((state & STATE_BEYOND) != 0 || selects_by_bits(state))
+      summarized::select_scores<C>(s_rmem, seen);
     return scale;
   }
-  // Hands back the elements of a block. state: 0 if the warp has read none.
+  // Hands back the stage of a block, which it has even if no elements come with it. state: 0 if the
+  // warp has read none.
   template <bool>
   __device__ __forceinline__ void hand_back(uint32_t state, const BlockMessage&) {
+    if (C::COPIES_OWN) return;
     if (state != 0) ptx::fence_proxy_async_shared();  // the reads come before TMA's next write
     release(mask_empty<C>(shared_smem, ring.stage));
     ring.advance();
@@ -173,8 +221,9 @@ struct ScoreMasks {
     float max[2];
     find_maxima(s_rmem, max);
     // Whether a maximum is that of huge or NaN sums, or of keys that are all hidden.
-    const bool odd = !(fabsf(max[0]) < LARGEST_SUM) || !(fabsf(max[1]) < LARGEST_SUM);
-    if (adds_late) {
+    const bool added = !C::SHARED || (state & STATE_ADDED) != 0;
+    const bool odd = added && (!(fabsf(max[0]) < LARGEST_SUM) || !(fabsf(max[1]) < LARGEST_SUM));
+    if (added && adds_late) {
       adds_late = always_adds_late() || __any_sync(device::FULL_WARP, odd);
     } else {
       // Without short cuts, so that there is no branch: as in hopper::update_row_max().
@@ -191,7 +240,37 @@ struct ScoreMasks {
     return hopper::update_row_max<C>(s_rmem, row_state, scale, raised);
   }
 
+  // Starts the copies of a block's elements for the warp's own rows, two in each lane at a time.
+  // All lanes have read those of the block before.
+  __device__ __forceinline__ void copy_elements(const BlockMessage& block) const {
+    using Tile = typename C::MaskTile;
+    if (block.key < 0) return;
+    __syncwarp();
+    const auto thread = static_cast<unsigned>(ptx::mov_tid_x_volatile());
+    const auto lane = static_cast<int>(thread % 32), warp_row = static_cast<int>(thread / 32 * 16);
+    const MaskParams& masks = params.masks;
+    const int key = block.key + 2 * lane, nk = params.call.attention.nk;
+    const auto bytes = static_cast<uint32_t>(2 * min(max(nk - key, 0), 2));
+    // volatile: the compiler would keep what is the same for all blocks in registers.
+    const volatile TileHead& head = cta->head;
+    const volatile SeekingTile& of_cta = *tile;
+    const int row = of_cta.first_row + warp_row, rows = params.call.attention.nq - row;
+    const auto* gmem = static_cast<const uint16_t*>(masks.mask_gmem) +
+                       head.batch * masks.mask_batch + head.head * masks.mask_head +
+                       (rows > 0 ? row : 0) * masks.mask_row + (bytes == 0 ? 0 : key);
+    const uint32_t row_smem = mask_smem<C>(shared_smem, 0) + lane % 4 * 4;
+#pragma unroll
+    for (int r = 0; r < C::WARP_ROWS; ++r) {
+      ptx::cp_async_ca_4(row_smem + Tile::offset(warp_row + r, lane / 4), gmem, bytes);
+      if (r + 1 < rows) gmem += masks.mask_row;  // behind the last row comes that again
+    }
+  }
+
  private:
+  // Whether the summary's bits say which scores count. Elements that are added say it themselves.
+  __device__ __forceinline__ static bool selects_by_bits(uint32_t state) {
+    return C::SHARED && (state & (STATE_HIDDEN | STATE_ADDED)) == STATE_HIDDEN;
+  }
   // The largest of a lane's scores in each of its two rows; NaN if one is.
   __device__ __forceinline__ static void find_maxima(const device::Scores<C>& s_rmem,
                                                      float (&max)[2]) {

@@ -55,6 +55,25 @@ struct Context {
   BlockMessage first;  // of the first block
 };
 
+// The row block of a warpgroup of a tile; a mask whose rows are repeated has one.
+__device__ __forceinline__ int row_block_of(const SummarizedParams& params, int first_row,
+                                            int group) {
+  return min(first_row / MASK_BLOCK + group, params.row_blocks - 1);
+}
+// Whether all rows of a row block, of all slices, have a high element. For a whole warp.
+__device__ __forceinline__ bool has_high_rows(const SummarizedParams& params, int row_block) {
+  const auto* gmem = reinterpret_cast<const uint32_t*>(params.high_rows_gmem) +
+                     static_cast<int64_t>(row_block) * params.key_blocks * 2;
+  uint32_t high = 0;  // of 32 rows, in every other block
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x) % 32; i < params.key_blocks * 2; i += 32)
+    high |= gmem[i];
+#pragma unroll
+  for (int lanes = 2; lanes < 32; lanes *= 2)
+    high |= __shfl_xor_sync(device::FULL_WARP, high, lanes);
+  return __all_sync(device::FULL_WARP, high == ~0u);
+}
+
 // The producer's view of 32 blocks of a tile, one in each lane. For a whole warp.
 template <class C>
 struct Look {
@@ -175,26 +194,16 @@ struct Look {
   }
 
  private:
-  // The row block of a warpgroup; a mask whose rows are repeated has one.
   __device__ __forceinline__ int row_block_of(int group) const {
-    return min(first_row / MASK_BLOCK + group, params.row_blocks - 1);
+    return summarized::row_block_of(params, first_row, group);
   }
   // A bit for each warpgroup: whether all rows of its row block have a high element.
   __device__ __forceinline__ uint32_t find_high_rows() const {
     uint32_t found = 0;
 #pragma unroll 1
     for (int group = 0; group < C::WARPGROUPS; ++group) {
-      const int row_block = slice * params.row_blocks + row_block_of(group);
-      const auto* gmem = reinterpret_cast<const uint32_t*>(params.high_rows_gmem) +
-                         static_cast<int64_t>(row_block) * params.key_blocks * 2;
-      uint32_t high = 0;  // of 32 rows, in every other block
-#pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x) % 32; i < params.key_blocks * 2; i += 32)
-        high |= gmem[i];
-#pragma unroll
-      for (int lanes = 2; lanes < 32; lanes *= 2)
-        high |= __shfl_xor_sync(device::FULL_WARP, high, lanes);
-      found |= (__all_sync(device::FULL_WARP, high == ~0u) ? 1u : 0) << group;
+      const bool high = has_high_rows(params, slice * params.row_blocks + row_block_of(group));
+      found |= (high ? 1u : 0) << group;
     }
     return found;
   }

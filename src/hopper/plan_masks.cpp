@@ -138,7 +138,8 @@ bool tells_high_rows(const Problem& problem) {
 }
 
 // For kernels that read a summary of a mask, which another one makes first, where they need one.
-void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device) {
+void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device,
+                 const KernelTile& tile) {
   const SummaryBlocks blocks(problem);
   Launch& last = plan.launches[0];
   auto params = with_masks<SummarizedParams>(plan, problem);
@@ -155,7 +156,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
   const int64_t rows = repeats_row(problem) ? 1 : plan.tile.block_q;
   const bool summarizes = needs_summary(plan, problem);
   std::optional<CopiedMask> copy;
-  if (copies_mask(problem)) copy.emplace(problem);
+  if (copies_mask(problem) && !tile.copies_own) copy.emplace(problem);
   int64_t copied = 0;
   if (copy) {
     if (summarizes) {
@@ -167,7 +168,7 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
       copied = fields.workspace.add(copy->bytes());
     }
     last.tensor_maps.push_back(copy->map(problem, rows, map, copied));
-  } else if (problem.mask > 1) {
+  } else if (problem.mask > 1 && !tile.copies_own) {
     last.tensor_maps.push_back(mask_map(problem, rows, map));
   }
   if (!summarizes) {
@@ -212,6 +213,16 @@ void add_summary(LaunchPlan& plan, const Problem& problem, const Device& device)
 bool adds_alone(const Problem& problem) {
   return heads_have_masks(problem) && dtype_bytes(core::added_dtype(problem)) == 2 &&
          !core::attention_params(problem).transform_scores;
+}
+
+bool copies_own(const Problem& problem) {
+  constexpr int64_t PAIR = 2, PAIR_BYTES = 4;
+  const Strides& strides = problem.mask_strides;
+  const bool in_pairs = strides.batch % PAIR == 0 && strides.head % PAIR == 0 &&
+                        strides.row % PAIR == 0 && problem.mask_align % PAIR_BYTES == 0;
+  const bool alone = strides.batch != 0 || problem.batch == 1;
+  return adds_alone(problem) && copies_mask(problem) && in_pairs && alone &&
+         problem.mask_key == 1 && strides.row != 0 && problem.nq >= MASK_BLOCK;
 }
 
 bool copies_mask(const Problem& problem) {
@@ -307,7 +318,7 @@ bool add_masks(LaunchPlan& plan, const Problem& problem, const Device& device,
                const KernelTile& tile) {
   plan.tile.summarizes_masks = tile.dense;
   if (!tile.dense) return add_masks_in_place(plan, problem, tile);
-  add_summary(plan, problem, device);
+  add_summary(plan, problem, device, tile);
   return true;
 }
 

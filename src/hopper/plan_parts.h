@@ -106,6 +106,11 @@ bool reads_summary(const Problem& problem);
 // head, and scores that need nothing but a scale.
 bool adds_alone(const Problem& problem);
 
+// Whether such a call's elements are best copied by the warps that add them: there are whole tiles
+// of rows, two neighbours are a word, no other sequence reads them, and TMA cannot bring them as
+// they lie.
+bool copies_own(const Problem& problem);
+
 // Whether TMA can bring the elements of attn_mask: it is added, and its rows are aligned.
 bool tma_reads_mask(const Problem& problem);
 

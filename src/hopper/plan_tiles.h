@@ -37,6 +37,7 @@ struct KernelTile : core::Tile {
   bool dense = false;          // its kernel reads a summary of attn_mask
   int streams = 0;  // of a CTA, in kernels for calls whose only mask as data is block_mask
   bool in_full_rounds = false;  // only for calls whose tiles leave little of the last round empty
+  bool copies_own = false;      // its warps copy the elements of attn_mask (copies_own())
   bool mixed = false;           // for packed sequences of mixed lengths (mixed_params.h)
   // Whether a kernel for 8 bits can transpose V, whether it takes V that was transposed before, and
   // the box in which TMA brings the V that it transposes.

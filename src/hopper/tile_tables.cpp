@@ -46,6 +46,7 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   if (tile.packs) tile.q_box.rows = C::GROUP_ROWS;  // a warpgroup's
   tile.mixed = C::MIXED;
   tile.dense = requires { typename C::MaskTile; };
+  if constexpr (requires { C::COPIES_OWN; }) tile.copies_own = C::COPIES_OWN;
   if constexpr (requires { C::STREAMS; }) tile.streams = C::STREAMS;
   if constexpr (requires { C::V_STAGES; }) tile.v_stages = C::V_STAGES;
   tile.transposes_v = C::TRANSPOSES_V;
@@ -271,6 +272,24 @@ constexpr KernelTile ADDED_TILES[] = {
     tile<D256Dense>("d256_dense", {.min_tiles_per_sm = 0.01}, DENSE),
     MASKED_TILES[2],
 };
+// For one whose elements the warps copy (copies_own).
+constexpr const char* WINDOWS =
+    "an attn_mask of each head and sequence that TMA cannot read: each warp copies its elements";
+constexpr KernelTile WINDOWS_TILES[] = {
+    tile<D64Windows>("d64_windows", {.min_tiles_per_sm = 0.001}, WINDOWS),
+    MASKED_TILES[0],
+    tile<D96Windows>("d96_windows", {.min_tiles_per_sm = 0.001}, WINDOWS),
+};
+constexpr int64_t MOST_WINDOW_KEYS = 1024;  // of more a few row tiles may be split
+// For an added one of 16 bits that heads share, up to 64 columns.
+constexpr const char* ADDED_SHARED =
+    "an added attn_mask, summarized first: 4 warpgroups of 64 rows in turns, 64 keys at a time";
+constexpr KernelTile SHARED_TILES[] = {
+    in_full_rounds(tile<D64Shared>("d64_shared", {.min_tiles_per_sm = 0.001}, ADDED_SHARED)),
+    DENSE_TILES<0.01>[0],
+    DENSE_TILES<0.01>[1],
+    MASKED_TILES[0],
+};
 // For an added attn_mask of 32 bits.
 constexpr const char* WIDE = "the same for elements of 32 bits";
 constexpr core::ServesFrom WIDE_FROM = {.min_tiles_per_sm = 0.001};
@@ -339,7 +358,13 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
   if (!is_fp8(problem.dtype) && reads_summary(problem)) {
     if (problem.mask == 0) return RANGES_TILES;
     if (problem.mask > 1 && core::added_dtype(problem) == DType::F32) return WIDE_TILES;
+    const int64_t columns = std::max(problem.d, problem.dv);
+    const bool splits = problem.num_splits > 0 || problem.batch_invariant;
+    if (copies_own(problem) && columns <= 96 && problem.nk <= MOST_WINDOW_KEYS && !splits)
+      return WINDOWS_TILES;
     if (adds_alone(problem)) return ADDED_TILES;
+    if (problem.mask > 1 && columns <= 64 && !core::attention_params(problem).transform_scores)
+      return SHARED_TILES;
     return problem.mask > 1 ? DENSE_TILES<0.01> : DENSE_TILES<0.05>;
   }
   if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;

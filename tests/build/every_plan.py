@@ -197,6 +197,9 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
     for batch, rows in ((2, 1024), (1, 197)):  # of each head: many tiles; few, of a copy
         q = empty(dtype, batch, 16, rows, 64)
         found |= kernels(q, q, q, "H200", "hopper", attn_mask=empty(dtype, 1, 16, rows, rows))
+    for d in (64, 80):  # of each head and sequence, as TMA reads none
+        q, mask = empty(dtype, 25, 12, 196, d), empty(dtype, 25, 12, 196, 196)
+        found |= kernels(q, q, q, "H200", "hopper", attn_mask=mask)
     for rows, d in ((50, 32), (50, 64), (100, 64), (200, 64)):  # few of them
         q = empty(dtype, 16, 12, rows, d)
         mask = empty(torch.bool, rows, rows)

@@ -1,7 +1,8 @@
 """hopper's kernels for a dense attn_mask or key_ranges, which read a summary of it that a launch
-before them makes. An added mask of each head has none, nor have calls with few keys: up to 64
-columns they have kernels of their own. Ranges of few row tiles go to others (test_mask_data.py), so
-plans are made for a GPU with one SM.
+before them makes. An added mask of each head has none, nor have calls with few keys. Up to 64
+columns added masks have kernels of their own, and up to 96 those of each head and sequence that TMA
+cannot read. Ranges of few row tiles go to others (test_mask_data.py), so plans are made for a GPU
+with one SM.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ DIMS = {
     "d64_dense": (64, 64), "d64_dense_short": (64, 64), "d64_added": (64, 64),
     "d64_added_short": (64, 64), "d128_dense": (128, 128),
     "d256_dense": (144, 200), "d64_wide": (64, 64), "d128_wide": (128, 128),
-    "d256_wide": (144, 200),
+    "d256_wide": (144, 200), "d64_shared": (64, 64), "d64_windows": (64, 64),
+    "d96_windows": (80, 72),
 }  # fmt: skip
 OF_RANGES = ("d64_dense", "d128_dense")
 every_tile = pytest.mark.parametrize("tile", ["d64_dense_short", "d128_dense", "d256_dense"])
@@ -42,11 +44,13 @@ def plan_on(sms: int, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.La
 
 def tile_for(tile: str, mask: Tensor | None, **call: Any) -> str:
     """The tile with which a call is served whose other masks have `tile`."""
-    of_heads = (
-        mask is not None and mask.is_floating_point() and mask.ndim == 4 and mask.shape[1] > 1
-    )
+    added = mask is not None and mask.dtype in (torch.float16, torch.bfloat16)
     folds = "softcap" not in call and call.get("scale", 1.0) > 0
-    return "d64_added" if of_heads and folds and tile == "d64_dense_short" else tile
+    if not added or not folds or tile != "d64_dense_short":
+        return tile
+    assert mask is not None
+    of_heads = mask.ndim == 4 and mask.shape[1] > 1
+    return "d64_added" if of_heads else "d64_shared"
 
 
 def check(
@@ -287,7 +291,7 @@ def test_which_calls_read_a_summary() -> None:
 def test_many_tiles_that_pass_many_keys_are_larger() -> None:
     """Those with 64 columns."""
     q, k, v = on.qkv(200, 520, 64, dtype="bfloat16", batch=2, heads=(2, 1))
-    mask = mask_of("hidden", "bfloat16", 200, 520)
+    mask = mask_of("bool", "bfloat16", 200, 520)
     check("d64_dense", q, k, v, range(2), attn_mask=mask)
     check("d64_dense_short", q[:1], k[:1], v[:1], range(1), attn_mask=mask)
 
@@ -405,6 +409,81 @@ def test_added_alone(kind: str, tile: str) -> None:
     expected = on.attend_and_check(NAME, q, clean, v, plan=plan, attn_mask=mask, **options)
     if kind == "mixed":
         assert same_bits(on.attend(NAME, q, k, v, plan=plan, attn_mask=mask)[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        ("hidden", "d64_windows"), ("mixed", "d64_windows"), ("window", "d64_windows"),
+        ("noise", "d96_windows"), ("mixed", "d96_windows"),
+    ],
+)  # fmt: skip
+def test_warps_copy_elements_of_each_head_and_sequence(kind: str, tile: str) -> None:
+    """Rows of 4 bytes' alignment, up to the last element of the mask. The first tile of a head has
+    rows for one warp only.
+    """
+    nq, nk = 132, (198 if tile == "d64_windows" else 67)
+    dtype = "float16" if kind in ("noise", "window") else "bfloat16"
+    q, k, v = on.qkv(nq, nk, *DIMS[tile], dtype=dtype, batch=2, heads=(2, 1))
+    mask = (2 * on.rand(2, 2, nq, -(-nk // 2) * 2, seed=6, dtype=dtype))[..., :nk]
+    keep = keep_of(nq, nk, 2)
+    if kind in ("hidden", "window"):
+        mask.masked_fill_(~keep, -math.inf)
+    if kind == "mixed":
+        mask.masked_fill_(~keep, -2e38)  # whose log-sum-exp is that of the formula
+        mask[:, :, ::3, 64:].masked_fill_(~keep[:, :, ::3, 64:], -math.inf)
+        mask[:, 1, 70:80] += 3e4
+        k[:, :, 7] = math.nan
+        mask[..., 7] = -math.inf
+    options = {"window": (100, 30)} if kind == "window" else {}
+    plan = plan_on(1, q, k, v, attn_mask=mask, **options)
+    assert plan.kernels[-1].endswith(tile)
+    assert not any("hopper_copy_mask_" in kernel for kernel in plan.kernels)
+    clean = k.nan_to_num()
+    expected = on.attend_and_check(NAME, q, clean, v, plan=plan, attn_mask=mask, **options)
+    if kind == "mixed":
+        assert same_bits(on.attend(NAME, q, k, v, plan=plan, attn_mask=mask)[0], expected[0])
+
+
+def test_which_masks_warps_copy() -> None:
+    def kernels(*shape: int, columns: int = 64, rows: int = 196, keys: int = 196) -> list[str]:
+        q = torch.empty(3, 4, rows, columns, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(3, 4, keys, columns, dtype=torch.bfloat16, device="meta")
+        mask = torch.empty(*shape, dtype=torch.bfloat16, device="meta")[..., :keys]
+        plan = archflash.explain(q, k, k, device="H200", implementation=NAME, attn_mask=mask).plan
+        assert plan is not None
+        return list(plan.kernels)
+
+    assert kernels(3, 4, 196, 196)[-1].endswith("d64_windows")
+    assert kernels(3, 4, 196, 196, columns=72)[-1].endswith("d96_windows")
+    others = {
+        "of each head": kernels(1, 4, 196, 196),
+        "of odd rows": kernels(3, 4, 196, 197),
+        "of few rows": kernels(3, 4, 40, 196, rows=40),
+        "of many keys": kernels(3, 4, 196, 1026, keys=1026),
+        "of more columns": kernels(3, 4, 196, 196, columns=104),
+    }
+    assert not any("windows" in name for names in others.values() for name in names), others
+    assert kernels(3, 4, 196, 200, keys=200)[-1].endswith("d64_added_short")  # by TMA
+
+
+def test_a_shared_mask_that_is_added_has_a_summary_for_larger_tiles() -> None:
+    """Blocks of lowest elements and hidden ones are left out, and where nothing else is added the
+    summary's bits hide keys.
+    """
+    nq, nk = 300, 400
+    q, k, v = on.qkv(nq, nk, 64, dtype="bfloat16", batch=2, heads=(2, 1))
+    row = torch.arange(nq, device=on.device)[:, None]
+    hidden = torch.arange(nk, device=on.device) > row + 40
+    mask = torch.zeros(2, 1, nq, nk, dtype=torch.bfloat16, device=on.device)
+    mask[0].masked_fill_(hidden, -math.inf)
+    mask[1].masked_fill_(hidden, -2e38)
+    mask[:, :, 100:200, 130:140] = 1.5
+    mask[0, 0, 2] = -math.inf
+    plan = plan_on(1, q, k, v, attn_mask=mask)
+    assert plan.kernels[0].startswith("hopper_summarize_low_mask_")
+    assert plan.kernels[-1].endswith("d64_shared")
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(1), attn_mask=mask)
 
 
 def test_bits_of_a_tile_do_not_depend_on_the_one_before() -> None:
