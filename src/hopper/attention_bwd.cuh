@@ -71,6 +71,7 @@
 #include "hopper/backward_no_keys.cuh"
 #include "hopper/backward_order.cuh"
 #include "hopper/backward_params.h"
+#include "hopper/backward_parts.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_swap.cuh"
 
@@ -85,6 +86,7 @@ __device__ __forceinline__ void prepare(const BackwardKernelParams& params) {
   ptx::griddepcontrol_launch_dependents();  // the main kernel waits for what this one writes
   if (params.taken_gmem != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
     params.taken_gmem[0] = params.taken_gmem[1] = 0;
+  if (params.parts > 0) device::clear_by_grid(params.parts_done_gmem, params.parts_done_bytes);
   device::prepare_rounds<DTYPE>(params);
 }
 
@@ -102,7 +104,8 @@ __device__ __forceinline__ void prepare_table(const ListingBackwardParams& param
 template <class C>
 __device__ __forceinline__ void find_work(const BackwardKernelParams& params, int number,
                                           CtaWork& work, const int32_t* order_gmem = nullptr) {
-  TileOfCta tile = find_tile<C>(params, number);
+  const NumberInParts in_parts = find_part<C>(params, number);
+  TileOfCta tile = find_tile<C>(params, in_parts.number);
   if constexpr (C::LISTS_ROUNDS) {
     if (order_gmem != nullptr) tile.index = ordered_tile<C>(params, order_gmem, tile.index);
   }
@@ -114,7 +117,10 @@ __device__ __forceinline__ void find_work(const BackwardKernelParams& params, in
   if (found.first_row < 0) {
     work.first_row = found.first_row;
   } else {
-    device::find_queries<C>(params, found, work, tile.upwards, tile.index - index * shares);
+    device::find_queries<C>(params, found, work, tile.upwards, tile.index - index * shares,
+                            in_parts.part);
+    if constexpr (C::MERGES_PARTS)
+      work.tile_in_parts = static_cast<int16_t>(in_parts.number - params.first_in_parts);
   }
 }
 

@@ -98,6 +98,10 @@ struct BackwardConfig {
   static constexpr bool LEAVES_OUT_KEYS = WARPGROUPS == 2 && !VARIANT.softcap && !VARIANT.drops &&
                                           !VARIANT.lists_rounds && !VARIANT.adds_mask &&
                                           !VARIANT.ends_dq && !VARIANT.swaps_keys;
+  // Parts of tiles are merged (backward_parts.cuh). With 96 columns registers would be spilled.
+  static constexpr bool MERGES_PARTS = !VARIANT.softcap && !VARIANT.drops &&
+                                       !VARIANT.lists_rounds && !VARIANT.adds_mask &&
+                                       !VARIANT.ends_dq && !VARIANT.swaps_keys && HEAD_DIM != 96;
   // Query heads are shared out in parts of which the last one may be smaller.
   static constexpr bool UNEVEN_SHARES = LEAVES_OUT_KEYS;
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
@@ -214,6 +218,7 @@ struct WideBackwardConfig {
   static constexpr bool ENDS_DQ = false;
   static constexpr bool HANDS_KEYS_BACK = false;
   static constexpr bool HANDS_VALUES_BACK = STAYS;
+  static constexpr bool MERGES_PARTS = false;
   static constexpr bool UNEVEN_SHARES = true;
   static constexpr bool COUNTS_BLOCKS = STAYS;  // CtaWork says how many blocks came before
   static constexpr int TILE_STAGES = STAYS ? 2 : 1;

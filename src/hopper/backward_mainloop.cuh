@@ -7,6 +7,7 @@
 #include "hopper/backward_added.cuh"
 #include "hopper/backward_dense.cuh"
 #include "hopper/backward_epilogue.cuh"
+#include "hopper/backward_parts.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_products.cuh"
 #include "hopper/backward_scores.cuh"
@@ -433,10 +434,17 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
     hand_on_dq(number / C::BLOCKS_OF_ROUND - 1);
   };
   if constexpr (C::HANDS_KEYS_BACK) finish_dq();
-  store_gradient<C, KTile>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
-  float dv_factor = 1.0f;
-  if constexpr (C::DROPS) dv_factor = all_params.dropout.scale;
-  store_gradient<C, KTile>(dv_rmem, params.backward.dv, work, attention.dv, dv_factor);
+  bool writes = true;
+  if constexpr (C::MERGES_PARTS) {
+    if (uniform(static_cast<int>(work.part)) >= 0)
+      writes = merge_parts<C, SUMS>(params, work, dk, dv);
+  }
+  if (writes) {
+    store_gradient<C, KTile>(dk_rmem, params.backward.dk, work, attention.d, params.backward.scale);
+    float dv_factor = 1.0f;
+    if constexpr (C::DROPS) dv_factor = all_params.dropout.scale;
+    store_gradient<C, KTile>(dv_rmem, params.backward.dv, work, attention.dv, dv_factor);
+  }
   if constexpr (!C::HANDS_KEYS_BACK) finish_dq();
   position = {number, q_ring, dout_ring, ds_ring};
 }

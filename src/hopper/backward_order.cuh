@@ -70,11 +70,56 @@ __device__ __forceinline__ bool much_work_follows(const BackwardKernelParams& pa
   return work >= static_cast<float>(params.upward_work) * tiles;
 }
 
+// The tile of a CTA where packed sequences come in groups, the first tiles of all of their heads,
+// then the second ones, and so on: in turns a tile then comes when the one before it of its head is
+// far ahead. Called by whole warps.
+template <class C>
+__device__ __forceinline__ TileOfCta find_tile_of_sequences(const BackwardKernelParams& params,
+                                                            int index) {
+  const AttentionParams& attention = params.backward.attention;
+  const int* const cu_k = attention.cu_seqlens_k_gmem;
+  const int heads = attention.heads_q / attention.heads_per_kv;
+  const int number = index / heads;
+  const int batch = device::find_varlen_sequence(cu_k, attention.batch, C::ROWS, number);
+  if (batch < 0) return {index, false};
+  // Each lane has a sequence of the group.
+  const int lane = threadIdx.x % 32;
+  const int first = batch / params.packed_sequences * params.packed_sequences;
+  const int sequence = first + lane;
+  int start = INT32_MAX, tiles = 0, end = 0;
+  if (lane < params.packed_sequences && sequence < attention.batch) {
+    const int rows = device::sequence_start(cu_k, sequence + 1, attention.nk) -
+                     device::sequence_start(cu_k, sequence, attention.nk);
+    tiles = (max(rows, 0) + C::ROWS - 1) / C::ROWS;
+    start = device::varlen_tile_start(cu_k, sequence, C::ROWS);
+    end = device::varlen_tile_start(cu_k, sequence + 1, C::ROWS);
+  }
+  int behind = number - __shfl_sync(device::FULL_WARP, start, 0);  // tiles of the group
+  for (int tile = 0;; ++tile) {
+    const uint32_t having = __ballot_sync(device::FULL_WARP, tiles > tile);
+    if (having == 0) break;
+    const int sequences = __popc(having);
+    if (behind < sequences) {
+      const bool found = tiles > tile && __popc(having & ((1u << lane) - 1)) == behind;
+      const int found_lane = __ffs(__ballot_sync(device::FULL_WARP, found)) - 1;
+      const int found_tile = __shfl_sync(device::FULL_WARP, start, found_lane) + tile;
+      return {found_tile * heads + index % heads, false};
+    }
+    behind -= sequences;
+  }
+  // Fewer tiles than the group's share of the grid: one that its sequence does not have.
+  const uint32_t lacking = __ballot_sync(device::FULL_WARP, start + tiles < end);
+  if (lacking == 0) return {index, false};
+  const int none = __shfl_sync(device::FULL_WARP, start + tiles, __ffs(lacking) - 1);
+  return {none * heads, false};
+}
+
 // The tile of a CTA in packed sequences. Called by whole warps.
 template <class C>
 __device__ __forceinline__ TileOfCta find_packed_tile(const BackwardKernelParams& params,
                                                       int index) {
   const AttentionParams& attention = params.backward.attention;
+  if (params.packed_sequences > 1) return find_tile_of_sequences<C>(params, index);
   // To find the order takes a while, for which small calls have to wait.
   if (params.packed_rows == INT32_MAX && params.tiles_in_a_row == 1) return {index, false};
   const int* const cu_k = attention.cu_seqlens_k_gmem;

@@ -41,6 +41,9 @@ struct BackwardKernelParams {
   int32_t packed_rows;
   int32_t packed_tiles;
   int32_t upward_work;
+  // With cu_seqlens, above 1: so many sequences, at most 32, are gone over together, the first
+  // tiles of all of their heads, then the second ones, and so on.
+  int32_t packed_sequences;
   int32_t sums_rows;  // that a round has in the sums: no more than dQ needs where it is one round
   // How many CTAs share out the query rows of a tile of keys: share_rows each, of whole rounds.
   // With more than one, dk and dv are shares in the workspace, whose heads are those of K times the
@@ -51,6 +54,13 @@ struct BackwardKernelParams {
   // by a counter, which the first launch clears.
   int32_t tiles;
   int32_t* taken_gmem;
+  // Tiles from number first_in_parts on have `parts` CTAs each, one after another, which share out
+  // the query rows, share_rows each, and merge dK and dV (backward_parts.cuh): what the other ones
+  // have, and counters of their warps, which the first launch clears. 0: all tiles have one CTA.
+  int32_t first_in_parts, parts;
+  float* parts_gmem;
+  int32_t* parts_done_gmem;
+  int64_t parts_done_bytes;
   // In turns, where tiles of a chain that run together start apart, 2^turn_steps_shift rounds of
   // all heads one before the next: how many of them there are; 0: tiles do not start apart.
   int32_t turn_tiles, turn_steps_shift;

@@ -21,6 +21,7 @@
 #include "hopper/list_bwd_config.cuh"
 #include "hopper/plan_backward_masks.h"
 #include "hopper/plan_backward_order.h"
+#include "hopper/plan_backward_parts.h"
 #include "hopper/plan_backward_rows.h"
 #include "hopper/plan_backward_tiles.h"
 #include "hopper/plan_backward_turns.h"
@@ -370,9 +371,9 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     reasons.insert(reasons.end(), more->begin(), more->end());
   if (!reasons.empty()) return reasons;
   if (std::get<LaunchPlan>(result).launches.empty()) return result;  // there is no head
-  const Shares shares = table ? Shares{1, whole_rows(call, tile), call.heads_q / call.heads_kv}
-                        : asked.deterministic ? share_out_in_turns(problem, tile, device)
-                                              : share_out(call, tile, device);
+  Shares shares = table ? Shares{1, whole_rows(call, tile), call.heads_q / call.heads_kv}
+                  : asked.deterministic ? share_out_in_turns(problem, tile, device)
+                                        : share_out(call, tile, device);
   if (tile.writes_dq) {
     problem.deterministic = false;  // each row of dQ is written once
   } else {
@@ -382,6 +383,14 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   BackwardProblem in_turns = problem;
   if (table) in_turns.deterministic = false;  // lists of rounds have turns of their own
   Ways ways = find_ways(in_turns, tile, shares, device, asked.deterministic);
+  Parts parts;
+  if (!table && !adds && !drops && call.softcap == 0)
+    parts = find_parts(problem, tile, shares, problem.deterministic, ways.turns, device);
+  if (parts.parts > 0 && shares.rows.shares > 1) {
+    shares.rows = whole_rows(call, tile);
+    ways = find_ways(in_turns, tile, shares, device, asked.deterministic);
+  }
+  if (parts.sums > 0) ways.turns = {parts.sums};
   const core::RowShares& split = shares.rows;
   KeyTileOrder& order = ways.order;
   Turns& turns = ways.turns;
@@ -398,10 +407,13 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
         params.packed_rows = static_cast<int32_t>(order.packed_rows);
         params.packed_tiles = static_cast<int32_t>(order.packed_tiles);
         params.upward_work = static_cast<int32_t>(order.upward_work);
+        params.packed_sequences = static_cast<int32_t>(order.packed_sequences);
         params.turn_tiles = static_cast<int32_t>(turns.tiles);
         params.turn_steps_shift = static_cast<int32_t>(turns.steps_shift);
         params.shares = static_cast<int32_t>(split.shares);
-        params.share_rows = static_cast<int32_t>(split.rows);
+        params.share_rows = static_cast<int32_t>(parts.parts > 0 ? parts.rows : split.rows);
+        params.first_in_parts = static_cast<int32_t>(parts.first);
+        params.parts = static_cast<int32_t>(parts.parts);
         params.backward.scale *= core::dropout_params(call).scale;  // 1 without dropout
         params.backward.head_shares = static_cast<int32_t>(shares.heads);
         params.backward.attention.heads_per_kv = static_cast<int32_t>(shares.heads_of_share);
@@ -412,6 +424,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       core::add_shares(*plan, problem, "hopper", shares.all());
       main_launch(*plan)->grid[0] *= shares.all();
     }
+    add_parts(*plan, tile, parts);
     take_tiles(*plan, problem, tile, device, shares.all());
     share_out_dq(*plan, tile, turns.sums, device);
     if (table) add_table(*plan, problem, tile, device);

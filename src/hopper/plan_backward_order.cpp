@@ -8,6 +8,7 @@
 #include "common/planning/order.h"
 #include "common/planning/tiles.h"
 #include "hopper/plan_backward_tiles.h"
+#include "hopper/plan_backward_times.h"
 #include "hopper/plan_tiles.h"
 
 namespace archflash::hopper {
@@ -180,6 +181,27 @@ bool starts_apart_above_192(const BackwardProblem& problem, const core::RoundsTi
          split.shares == 1 && steps_of_tile(problem.call, tile, split) <= MOST_STEPS;
 }
 
+// How many packed sequences are gone over together in turns: so many that a tile comes when the one
+// before it of its head is as far ahead as it takes to hand the sums on, and no more than L2 holds.
+int64_t sequences_together(const Problem& call, const BackwardTile& tile, int64_t row_bytes,
+                           const Device& device) {
+  constexpr int64_t MOST = 32, BYTES = int64_t{32} << 20;
+  constexpr double MARGIN = 1.5;
+  if (call.batch == 0 || call.heads_kv == 0) return 1;
+  const int64_t rows = core::ceil_div(call.nq, call.batch);
+  if (core::ceil_div(call.nk, call.batch) <= tile.rows) return 1;
+  const TileTimes times = times_of(tile);
+  const auto steps =
+      static_cast<double>(core::ceil_div(rows, tile.round_rows) * (call.heads_q / call.heads_kv));
+  const double of_tile = times.start + steps * times.round + times.end;
+  const auto ctas = static_cast<double>(int64_t{tile.ctas_per_sm} * device.sm_count);
+  const double wanted =
+      MARGIN * times.hand_over / of_tile * ctas / static_cast<double>(call.heads_kv);
+  const int64_t fitting =
+      std::max<int64_t>(BYTES / std::max<int64_t>(rows * call.heads_kv * row_bytes, 1), 1);
+  return std::clamp<int64_t>(static_cast<int64_t>(wanted) + 1, 1, std::min(fitting, MOST));
+}
+
 }  // namespace
 
 KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& tile,
@@ -224,7 +246,11 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   }
   if (triangle && !plain)
     order.tiles_in_a_row = tiles_in_a_row(heads_per_kv, problem.deterministic);
-  if (call.varlen && tile.head_dim <= 128) return order;  // as fast, and found sooner
+  if (call.varlen && tile.head_dim <= 128) {
+    if (problem.deterministic && !is_windowed(call))
+      order.packed_sequences = sequences_together(call, tile, row_bytes, device);
+    return order;  // as fast, and found sooner
+  }
   if (plain && tile.head_dim <= 128) {
     constexpr int64_t TILES_AT_A_TIME = 16, MOST_AT_A_TIME = 64;
     // With room for K and V of one tile smaller groups were 2 to 5% faster.
@@ -245,7 +271,11 @@ KeyTileOrder order_tiles(const BackwardProblem& problem, const BackwardTile& til
   if (problem.deterministic && tile.head_dim <= 128) return order;
   const bool apart = starts_apart_above_192(problem, tile, split);
   const bool small = apart || (tile.head_dim == 192 && is_plain(call));
-  const int64_t times = problem.deterministic && !small ? 2 : 1;
+  // Tiles of many steps wait for one another for a small part of their time.
+  constexpr int64_t STEPS_OF_TILE = 4;
+  const bool waits_little =
+      is_plain(call) && steps_of_tile(call, tile, split) >= STEPS_OF_TILE * tiles;
+  const int64_t times = problem.deterministic && !small && !waits_little ? 2 : 1;
   order.packed_rows = times * BYTES / row_bytes;
   order.packed_tiles = times * device.sm_count;
   if (call.varlen) return order;

@@ -39,6 +39,7 @@ struct KeyTileOrder {
   int64_t packed_rows = INT32_MAX;
   int64_t packed_tiles = 0;
   int64_t upward_work = 0;
+  int64_t packed_sequences = 1;
 };
 
 // How CTAs take turns: how many sums of dQ a round has, and at which of so many steps tiles that

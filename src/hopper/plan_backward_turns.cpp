@@ -22,22 +22,6 @@ constexpr double READING = 0.3;      // of a megabyte of sums, by the kernel beh
 constexpr double HALF_ROUND = 0.55;  // of the time of a round
 constexpr int64_t MOST_STEPS = 20000;
 
-struct TileTimes {
-  double round, start, end;
-  double hand_over = 3.5;  // from an addition to that of the next tile
-};
-
-TileTimes times_of(const BackwardTile& tile) {
-  if (tile.ctas_per_sm > 1) return {tile.head_dim <= 32 ? 1.2 : 1.5, 2, 2.5, 4.2};
-  if (tile.swaps_keys) return {2.1, 2.5, 2, 4.5};
-  if (tile.head_dim <= 32) return {2.3, 3, 3};
-  if (tile.head_dim <= 64) return {2.9, 3, 3.5};
-  if (tile.head_dim <= 96) return {3.6, 3, 3.5};
-  if (tile.head_dim <= 128) return {2.1, 3.5, 4};
-  if (tile.head_dim <= 192) return {1.9, 3.5, 3.5};
-  return {2.4, 3.5, 3.5};
-}
-
 // A call as the model sees it. A share of a head's rows counts as a head.
 struct Schedule {
   int64_t heads, tiles, group;  // group: query heads of a head of K

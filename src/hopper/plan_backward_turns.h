@@ -4,6 +4,7 @@
 
 #include "hopper/plan_backward_order.h"
 #include "hopper/plan_backward_tiles.h"
+#include "hopper/plan_backward_times.h"
 
 namespace archflash::hopper {
 

@@ -189,7 +189,7 @@ START_APART: dict[str, tuple[tuple[Any, ...], dict[str, Any], int]] = {
     "wide": ((150, 600, 256, 256, 1, (2, 1)), {}, 8),
 }
 # Where BackwardKernelParams::turn_tiles lies.
-TURN_TILES_OFFSET = ORDER_OFFSET + 52
+TURN_TILES_OFFSET = ORDER_OFFSET + 84
 
 
 @pytest.mark.parametrize("name", START_APART)
@@ -549,7 +549,7 @@ def test_the_last_tile_in_turn_writes_dq(
 
 
 # Where BackwardKernelParams::first_shared_head lies.
-FIRST_SHARED_OFFSET = ORDER_OFFSET + 60
+FIRST_SHARED_OFFSET = ORDER_OFFSET + 92
 # Calls of few query rows and more keys: (rows, keys, d, dv), and the tile that has all rows.
 FEW_ROWS = {
     (100, 400, 64, 64): "d64_rows", (128, 450, 40, 48): "d64_rows", (17, 490, 24, 32): "d32_rows",

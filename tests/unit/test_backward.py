@@ -424,8 +424,8 @@ def shared_out(
     return decision.plan.kernels, (main["grid"][0], of_heads, of_rows)
 
 
-SHARES_OFFSETS = (452, 552)  # of BackwardParams::head_shares, BackwardKernelParams::shares
-ROWS_OFFSET = 556  # of BackwardKernelParams::share_rows
+SHARES_OFFSETS = (452, 556)  # of BackwardParams::head_shares, BackwardKernelParams::shares
+ROWS_OFFSET = 560  # of BackwardKernelParams::share_rows
 
 
 @pytest.mark.parametrize(
@@ -868,7 +868,7 @@ def test_a_model_chooses_the_turns_of_deterministic_calls(
     assert (main["kernel"].partition("_bf16_")[2], *numbers) == expected
 
 
-TURN_TILES_OFFSET = ORDER_OFFSET + 52  # of BackwardKernelParams::turn_tiles, turn_steps_shift
+TURN_TILES_OFFSET = ORDER_OFFSET + 84  # of BackwardKernelParams::turn_tiles, turn_steps_shift
 
 
 def test_a_tile_that_starts_apart_waits_for_none_behind_it() -> None:

@@ -24,6 +24,10 @@ struct CtaWork : BackwardWork {
   // on; or, if `upwards`, from the first one to the last one.
   int begin, last, start;
   bool upwards;
+  // In folders whose CTAs merge parts of tiles: which part of the rows it has, -1: all; and the
+  // number of the tile among those in parts.
+  int8_t part;
+  int16_t tile_in_parts;
   int blocks;  // of all rounds and heads
   // In kernels with SINGLE_BLOCKS, where no row is in the second block of the last round: how many
   // such rounds it begins with, one of each head. They come before `start`, and `last` is the round
@@ -118,21 +122,26 @@ __device__ __forceinline__ void start_apart(const Params& params, CtaWork& cta, 
 }
 
 // Writes what a CTA works on, with the query rows. upwards: in turns the tiles of its head come
-// from the last one to the first. share: of the rows, in folders whose CTAs share them out.
+// from the last one to the first. share, part: of the rows, in folders whose CTAs share them out;
+// part -1: all rows.
 template <class C, class Params>
 __device__ __forceinline__ void find_queries(const Params& params, const BackwardWork& work,
-                                             CtaWork& cta, bool upwards = false, int share = 0) {
+                                             CtaWork& cta, bool upwards = false, int share = 0,
+                                             int part = -1) {
   const AttentionParams& attention = params.backward.attention;
   static_cast<BackwardWork&>(cta) = work;
   cta.upwards = false;
+  cta.part = static_cast<int8_t>(part);
   cta.before_begin = 0, cta.before_last = -1, cta.before_start = 0;
   // The rows that see keys from `first_key` on, of the CTA's share.
   const auto rows_of = [&](int first_key, int& begin, int& last) {
     begin = work.visible.first(first_key) & -C::ROUND;
     last = work.visible.last(min(first_key + C::ROWS, work.own_rows) - 1) & -C::ROUND;
     if constexpr (requires { params.shares; }) {
-      begin = max(begin, share * params.share_rows);
-      if (params.shares > 1) last = min(last, (share + 1) * params.share_rows - C::ROUND);
+      const int of_rows = max(share, part);  // one of them is not shared out
+      begin = max(begin, of_rows * params.share_rows);
+      if (params.shares > 1 || part >= 0)
+        last = min(last, (of_rows + 1) * params.share_rows - C::ROUND);
     }
   };
   if constexpr (requires { params.shares; }) cta.gradient_head = work.head * params.shares + share;

@@ -1,0 +1,83 @@
+#include "hopper/plan_backward_parts.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "common/planning/backward_parts.h"
+#include "common/planning/launch.h"
+#include "common/planning/tiles.h"
+#include "common/planning/workspace.h"
+#include "hopper/backward_params.h"
+#include "hopper/plan_backward_times.h"
+
+namespace archflash::hopper {
+
+Parts find_parts(const BackwardProblem& problem, const BackwardTile& tile, const Shares& shares,
+                 bool in_turns, const Turns& turns, const Device& device) {
+  constexpr int64_t MOST_PARTS = 4, MOST_WAVES = 4, MOST_SHARES = 8;
+  // Microseconds: of any parts, and of each one that is written and read again, by its kilobytes.
+  constexpr double COST = 2.5, COST_OF_KILOBYTE = 1.6 / 128, LEAST_GAIN = 1;
+  const Problem& call = problem.call;
+  if (!tile.merges_parts || !is_plain(call) || shares.heads > 1) return {};
+  if (shares.rows.shares > 1) {
+    if (in_turns || shares.rows.shares > MOST_SHARES) return {};
+    return {0, shares.rows.shares, shares.rows.rows};
+  }
+  const int64_t of_head = core::ceil_div(call.nk, int64_t{tile.rows});
+  const int64_t tiles = call.batch * call.heads_kv * of_head;
+  const int64_t ctas = int64_t{tile.ctas_per_sm} * device.sm_count;
+  const int64_t last = tiles % ctas;
+  if (tiles > MOST_WAVES * ctas || last == 0) return {};
+  const int64_t rounds = core::ceil_div(call.nq, tile.round_rows);
+  const double of_round = times_of(tile).round * static_cast<double>(call.heads_q / call.heads_kv);
+  const double of_gradients = COST_OF_KILOBYTE * 2 * 4 / 1024 * tile.rows * tile.head_dim;
+  Parts parts;
+  double most = LEAST_GAIN;
+  for (int64_t number = 2; number <= std::min(ctas / last, MOST_PARTS); ++number) {
+    const int64_t of_part = core::ceil_div(rounds, number);
+    if (core::ceil_div(rounds, of_part) != number) continue;  // one would be empty
+    const double gain = of_round * static_cast<double>(rounds - of_part) - COST -
+                        of_gradients * static_cast<double>(number);
+    if (gain > most) parts = {tiles - last, number, of_part * tile.round_rows}, most = gain;
+  }
+  if (parts.parts == 0) return {};
+  if (in_turns && parts.first == 0) {
+    // Few tiles have sums of their own, of which two would mean another way to take turns.
+    constexpr int64_t FEWEST_SUMS = 3, MOST_SUMS = 8, SUMS_BYTES = int64_t{16} << 20;
+    const int64_t bytes =
+        core::count_rounds(call, tile.round_rows) * core::sums_bytes_of_round(call, tile);
+    parts.sums = std::max(of_head, FEWEST_SUMS);
+    if (!tile.reads_many_chains || of_head > MOST_SUMS || parts.sums * bytes > SUMS_BYTES)
+      return {};
+  } else if (in_turns && (turns.sums == 2 || turns.tiles > 0)) {
+    return {};  // a tile tells by where the one before began to which of two sums it adds
+  }
+  return parts;
+}
+
+void add_parts(LaunchPlan& plan, const BackwardTile& tile, const Parts& parts) {
+  using P = BackwardKernelParams;
+  constexpr int64_t WARP_ROWS = 16, GRADIENTS = 2;
+  Launch* const main = main_launch(plan);
+  if (main == nullptr || parts.parts == 0) return;
+  const int64_t others = (main->grid[0] - parts.first) * (parts.parts - 1);
+  core::Workspace workspace;
+  workspace.add(plan.workspace_bytes);
+  const int64_t sums =
+      workspace.add(others * GRADIENTS * tile.rows * tile.head_dim * int64_t{sizeof(float)});
+  const int64_t done_bytes =
+      core::ceil_div(others * (tile.rows / WARP_ROWS) * int64_t{sizeof(int32_t)}, 16) * 16;
+  const int64_t done = workspace.add(done_bytes);
+  plan.workspace_bytes = workspace.bytes();
+  for (Launch* launch : {&plan.launches.front(), main}) {
+    add_pointer(*launch, Operand::Workspace, offsetof(P, parts_gmem), sums);
+    add_pointer(*launch, Operand::Workspace, offsetof(P, parts_done_gmem), done);
+    std::memcpy(launch->params.data() + offsetof(P, parts_done_bytes), &done_bytes,
+                sizeof done_bytes);
+  }
+  main->grid[0] += others;
+}
+
+}  // namespace archflash::hopper
