@@ -71,10 +71,14 @@ struct TileEnd {
     if constexpr (!C::PACKS) sink = device::load_sink(params, at.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if constexpr (C::PACKS) sink = sink_of_row(static_cast<int>(threadIdx.x % 32 / 4) + 8 * r);
+      const int row = static_cast<int>(threadIdx.x % 32 / 4) + 8 * r;
+      if constexpr (C::PACKS) sink = sink_of_row(row);
       // mutants: zeros-without-keys (tests/sim/tags.py)
       ends[r] = device::finish_lane_row<C>(state, 0, r, sink);
       if constexpr (C::FP8) ends[r].factor *= v_factor;
+      // Rows of no head become zeros in Q's part: what earlier tiles have left there would decide
+      // when the bases of the warp's other rows rise, and so their bits.
+      if (C::PACKS && warp_row % C::GROUP_ROWS + row >= groups.filled()) ends[r].factor = 0.0f;
     }
   }
 

@@ -359,3 +359,24 @@ def test_ctas_of_short_sequences_share_an_sm(dtype: str, call: dict[str, Any]) -
     assert launch["kernel"].endswith("d64_short")
     assert launch["grid"] == [4, 1, 1]  # for twelve tiles
     on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS), **call)
+
+
+@pytest.mark.parametrize("heads", [3, 7])
+def test_earlier_tiles_of_a_cta_never_decide_bits(heads: int) -> None:
+    """Sequences of the same numbers, whose tiles have rows of a warpgroup that belong to no head.
+    Behind the rows of each but the last are those of the next.
+    """
+    count, nq, nk = 13, 24, 400
+    sizes = ((nq, heads), (nk, 1), (nk, 1))
+    one = [on.rand(n, h, 64, seed=20 + h, dtype="float16") for n, h in sizes]
+    one[2] = 30 * one[2].flip(0)  # so that outputs are large beside queries
+    call: dict[str, Any] = {
+        "cu_seqlens_q": on.cu_seqlens([nq] * count), "cu_seqlens_k": on.cu_seqlens([nk] * count),
+        "max_seqlen_q": nq, "max_seqlen_k": nk,
+    }  # fmt: skip
+    tensors = [x.repeat(count, 1, 1) for x in one]
+    plan = plan_on(1, *tensors, **call)
+    assert plan.to_dict()["launches"][-1]["kernel"].endswith("d64_short")
+    out, _ = on.attend_and_check(NAME, *tensors, plan=plan, schedules=range(1), **call)
+    first, *others = out.unflatten(0, (count, nq))[:-1]
+    assert all(torch.equal(x, first) for x in others)
