@@ -659,11 +659,14 @@ def test_installed_names_have_the_distributions_of_the_originals(
     """As transformers and diffusers look for them, by a module's name or a distribution's."""
     # transformers asks for all distributions once, and keeps a table or the answer.
     kept = functools.cache(importlib.metadata.packages_distributions)
+    available = functools.cache(lambda: importlib.util.find_spec("flash_attn") is not None)
     asked_before = SimpleNamespace(
-        PACKAGE_DISTRIBUTION_MAPPING={"torch": ["torch"]}, _package_distribution_mapping=kept
-    )
+        PACKAGE_DISTRIBUTION_MAPPING={"torch": ["torch"]}, _package_distribution_mapping=kept,
+        is_flash_attn_2_available=available,
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", asked_before)
     before = kept()
+    there_before = available()
     originals = {
         "flash-attn": "flash_attn", "flash-attn-4": "flash_attn", "flash_attn_3": "flash_attn_3",
         "flash-attn-3": "flash_attn_interface", "flash_mla": "flash_mla",
@@ -679,8 +682,10 @@ def test_installed_names_have_the_distributions_of_the_originals(
             assert importlib.metadata.version(distribution)
         assert importlib.metadata.version("flash_attn").startswith(fa2.__version__)
         assert importlib.metadata.version("archflash") == archflash.__version__
+        assert available()
     finally:
         archflash.compat.uninstall()
+    assert available() == there_before
     assert asked_before.PACKAGE_DISTRIBUTION_MAPPING == {"torch": ["torch"]}
     assert kept() == before
 

@@ -207,11 +207,14 @@ def uninstall() -> None:
 
 
 def _forget_distributions() -> None:
-    """Has transformers 5 ask for the distributions again, which it does once."""
-    module = sys.modules.get("transformers.utils.import_utils")
-    mapping = getattr(module, "_package_distribution_mapping", None)
-    if mapping is not None:
-        mapping.cache_clear()
+    """Has transformers 5 look for flash-attn and for all distributions again, which it does once,
+    as soon as it makes a model.
+    """
+    for name, function in vars(sys.modules.get("transformers.utils.import_utils", object)).items():
+        if name.startswith(("is_flash_attn_", "_package_distribution_mapping")):
+            clear = getattr(function, "cache_clear", None)
+            if clear is not None:
+                clear()
 
 
 def _tell_transformers() -> None:
