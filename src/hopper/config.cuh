@@ -59,6 +59,10 @@ struct Variant {
   // The other warps of the producer's warpgroup clear rows of V that do not count, so that it need
   // not wait for V.
   bool clears_beside = false;
+  // Output rows pass through the ring of V, and Q goes back early: where Q has one stage.
+  bool stores_through_v = false;
+  // A warpgroup that sees only so many keys of its first block multiplies these alone; 0: all.
+  int tail_keys = 0;
   bool drops = false;       // dropout
   bool writes_f32 = false;  // fp32 outputs of 16-bit inputs
 };
@@ -101,29 +105,34 @@ struct Config {
   // (device::row_tile_from_end); 0: they begin with it. A warpgroup then has 64 rows of one tile or
   // none, and blocks of SCALE_ROWS rows of Q that share a descale stay whole.
   static constexpr int TILE_STEP = CAN_SPLIT ? 0 : GROUP_ROWS;
+  // Whether output rows pass through the ring of V, so that the next tile's V comes when they have
+  // left it, but K and Q before.
+  static constexpr bool STORES_THROUGH_V = VARIANT.stores_through_v;
   // Whether Q goes back before the last P V of a tile has ended, so that the next one comes
   // meanwhile: where Q has one stage, and with 8 bits, whose output rows do not pass through its
-  // part. With 256 columns of 16 bits it was no faster, so their Q stays.
+  // part. From registers 256 columns of 16 bits leave too slowly.
   static constexpr bool RELEASES_Q_EARLY =
-      FP8 || (Q_STAGES == 1 && !CAN_SPLIT && !CACHE && HEAD_DIM_V <= 128);
+      FP8 || STORES_THROUGH_V || (Q_STAGES == 1 && !CAN_SPLIT && !CACHE && HEAD_DIM_V <= 128);
   // Whether the producer finds out which blocks each warpgroup sees and where its rows lie.
   // Elsewhere the consumers do that between two tiles, and the producer needs fewer registers.
   // Kernels with masks as data have messages of their own. With dropout the outputs are scaled once
   // more before they are written: TileEnd has no such factor.
   static constexpr bool PREPARES_TILES =
-      Q_STAGES == 2 && !CAN_SPLIT && !CACHE && !DROPS && (!FP8 || !OVERLAPS);
+      (Q_STAGES == 2 || STORES_THROUGH_V) && !CAN_SPLIT && !CACHE && !DROPS && (!FP8 || !OVERLAPS);
   // Whether a warpgroup that sees only the first half of its first block of keys computes the
   // scores and P of that half alone. With other head dimensions, and with three warpgroups that
   // overlap, ptxas has too few registers and lets every product wait (its warning C7511).
   static constexpr bool HALVES = PREPARES_TILES && !FP8 && (WARPGROUPS == 2 || !OVERLAPS) &&
-                                 BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128;
+                                 BLOCK_K == 2 * GROUP_ROWS && HEAD_DIM == 128 &&
+                                 VARIANT.tail_keys == 0;
+  static constexpr int TAIL_KEYS = VARIANT.tail_keys;
   // Two warpgroups then change places with each tile: else one of them would always have the rows
   // that see half of that block.
   static constexpr bool CHANGES_PLACES = HALVES && WARPGROUPS == 2;
   // Whether the last tiles can be cut into parts of fewer rows (Params::part_rows).
-  static constexpr bool CUTS_TILES = PREPARES_TILES && !FP8 && !VARIANT.packs;
+  static constexpr bool CUTS_TILES = PREPARES_TILES && Q_STAGES == 2 && !FP8 && !VARIANT.packs;
   // Whether output rows go from Q's part of shared memory to global memory by TMA.
-  static constexpr bool STORES_BY_TMA = PREPARES_TILES && !FP8 && !WRITES_F32;
+  static constexpr bool STORES_BY_TMA = PREPARES_TILES && Q_STAGES == 2 && !FP8 && !WRITES_F32;
   // Whether the other warps of the producer's warpgroup can transpose 8-bit V, a block at a time,
   // and whether a kernel that can takes V that hopper_transpose_v has transposed before, too: where
   // the producer has the registers for both. Kernels that cannot take only V that was transposed
@@ -146,8 +155,10 @@ struct Config {
   static constexpr bool CAN_PACK = CAN_SPLIT;
   static constexpr bool PACKS = SHORT || VARIANT.packs;
   static constexpr bool CLEARS_BESIDE = VARIANT.clears_beside;
-  // Named barriers: 1 and more for Turns, and with PACKS as many for the warps of a warpgroup.
+  // Named barriers: 1 and more for Turns, and with PACKS as many for the warps of a warpgroup. With
+  // STORES_THROUGH_V one for all consumers.
   static constexpr int GROUP_BARRIER = 1 + WARPGROUPS, CLEARING_BARRIER = 1 + 2 * WARPGROUPS;
+  static constexpr int CONSUMERS_BARRIER = 1 + WARPGROUPS;
   // The columns of V that a product takes. With 8 bits and without OVERLAPS all of them are
   // multiplied so many at a time, so that a part of the sums needs few registers.
   static constexpr int PASS_COLUMNS = FP8 && !OVERLAPS ? 64 : HEAD_DIM_V;
@@ -168,9 +179,9 @@ struct Config {
   static constexpr int SM_REGISTERS = 65536;
   static constexpr int LAUNCH_REGISTERS = SM_REGISTERS / CTAS_PER_SM / THREADS / 8 * 8;
   static constexpr int PRODUCER_REGISTERS =
-      (TRANSPOSES_V && WARPGROUPS <= 3) || VARIANT.clears_beside ? 40
-      : WARPGROUPS >= 3 || CACHE                                 ? 32
-                                                                 : 24;
+      (TRANSPOSES_V && WARPGROUPS <= 3) || VARIANT.clears_beside || STORES_THROUGH_V ? 40
+      : WARPGROUPS >= 3 || CACHE                                                     ? 32
+                                                                                     : 24;
   static constexpr int CONSUMER_REGISTERS =
       consumer_registers(LAUNCH_REGISTERS, WARPGROUPS, PRODUCER_REGISTERS);
   static constexpr bool MOVES_REGISTERS = LAUNCH_REGISTERS < CONSUMER_REGISTERS;
@@ -202,8 +213,8 @@ struct Config {
   static constexpr int BARRIER_SMEM = RAW_SMEM + RAW_STAGES * RawVTile::BYTES;
   // Full and empty: each stage of Q, of K and of V, the message for a producer of V, each block to
   // transpose. One more: the bytes of a ragged block of V.
-  static constexpr int BARRIERS =
-      2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1) + 2 * RAW_STAGES + CLEARS_BESIDE;
+  static constexpr int BARRIERS = 2 * Q_STAGES + 4 * STAGES + 1 + 2 * (PRODUCERS - 1) +
+                                  2 * RAW_STAGES + CLEARS_BESIDE + STORES_THROUGH_V;
   static constexpr int MESSAGE_SMEM = BARRIER_SMEM + (8 * BARRIERS + 15) / 16 * 16;
   static constexpr int BLOCKS_SMEM = MESSAGE_SMEM + (Q_STAGES + PRODUCERS - 1) * TILE_MESSAGE_BYTES;
   static constexpr int BLOCKS_BYTES = 16 * (2 + WARPGROUPS);  // of a BlocksMessage
@@ -231,6 +242,10 @@ struct Config {
   static_assert(!WRITES_F32 || (PREPARES_TILES && !FP8), "not built: fp32 outputs with these");
   static_assert(!STORES_BY_TMA || Q_STAGES == 2, "a tile hands back the stage of the one before");
   static_assert(!PACKS || STORES_BY_TMA, "written for these");
+  static_assert(TAIL_KEYS == 0 || (PREPARES_TILES && TAIL_KEYS < BLOCK_K), "written for these");
+  static_assert(!STORES_THROUGH_V || (!FP8 && !CACHE && !CAN_SPLIT && !DROPS && !CLEARS_BESIDE &&
+                                      Q_STAGES == 1 && STAGES * BLOCK_K >= BLOCK_Q),
+                "written for these");
   static_assert(!CLEARS_BESIDE || (PACKS && !SHORT), "written for these");
   static_assert(GROUP_ROWS % SCALE_ROWS == 0, "rows that share a descale are of one tile");
   static_assert(SHARED_BYTES <= 227 * 1024,
@@ -257,8 +272,13 @@ constexpr Variant with_f32_outputs(Variant variant) {
   variant.writes_f32 = true;
   return variant;
 }
+constexpr Variant through_v(Variant variant) {
+  variant.stores_through_v = true;
+  return in_turns(variant);
+}
 constexpr Variant with_cache(Variant variant) {
   variant.cache = true;
+  variant.stores_through_v = false;
   return variant;
 }
 constexpr Variant with_pages(Variant variant) {
@@ -290,7 +310,7 @@ using D128Few    = Config<DTYPE, few({.head_dim = 128, .block_k = 64,  .stages =
 using D192Large  = Config<DTYPE, in_turns({.head_dim = 192, .warpgroups = 3, .block_k = 80,  .stages = 2, .head_dim_v = 128})>;
 using D192Medium = Config<DTYPE, in_turns({.head_dim = 192, .warpgroups = 2, .block_k = 128, .stages = 2, .head_dim_v = 128})>;
 using D192Few    = Config<DTYPE, few({.head_dim = 192, .block_k = 64,  .stages = 2, .ctas_per_sm = 2, .head_dim_v = 128})>;
-using D256Large  = Config<DTYPE, in_turns({.head_dim = 256, .warpgroups = 2, .block_k = 80,  .stages = 2})>;
+using D256Large  = Config<DTYPE, through_v({.head_dim = 256, .warpgroups = 2, .block_k = 80,  .stages = 2})>;
 using D256Few    = Config<DTYPE, few({.head_dim = 256, .block_k = 64,  .stages = 2})>;
 
 using D64F32Out   = Config<DTYPE, with_f32_outputs(D64Large::VARIANT)>;

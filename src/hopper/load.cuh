@@ -389,6 +389,11 @@ __device__ __forceinline__ void produce(const ParamsOf<C>& all_params, unsigned 
       if (block == min(blocks.last, blocks.first + 2 * C::BLOCK_K)) take_next();
       const CachePlace place_before = next_place;
       if (block > blocks.first) load_k(block - C::BLOCK_K);
+      // The output rows of the tile before have left the ring of V. Q has one stage, whose parity
+      // counts tiles, and goes back in each tile: so no tile is missed where one has no keys.
+      if constexpr (C::STORES_THROUGH_V) {
+        if (block == blocks.last) ptx::mbarrier_wait_parity(barriers.v_free(), q_ring.parity);
+      }
       bool loaded = false;
       if constexpr (C::TRANSPOSES_V) {
         loaded = transposes_v<C>(params);

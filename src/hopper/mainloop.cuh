@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "hopper/blocks.cuh"
 #include "hopper/config.cuh"
 #include "hopper/drop_weights.cuh"
 #include "hopper/epilogue.cuh"
@@ -15,91 +16,6 @@
 #include "hopper/walk.cuh"
 
 namespace archflash::hopper {
-
-// Hands K back, whose product is done: the scores are there.
-template <class C, int KEYS = C::BLOCK_K>
-__device__ __forceinline__ void release_k(device::Scores<C>& s_rmem, const Barriers<C>& barriers,
-                                          RingPosition<C::STAGES>& k_ring) {
-  ptx::registers_change<KEYS / 2>(&s_rmem[0][0][0]);
-  release(barriers.k_empty(k_ring.stage));
-  k_ring.advance();
-}
-
-// Hands V back, whose product is done: P may be overwritten.
-template <class C>
-__device__ __forceinline__ void release_v(Probabilities<C>& p_rmem, const Barriers<C>& barriers,
-                                          RingPosition<C::STAGES>& v_ring) {
-  ptx::registers_change<C::BLOCK_K / (4 * C::PACK)>(&p_rmem[0][0][0]);
-  release(barriers.v_empty(v_ring.stage));
-  v_ring.advance();
-}
-
-// A block that is masked for this warpgroup; others may see it. The warps still wait for it:
-// otherwise they could lap the ring and hand back a stage a phase too early.
-template <class C>
-__device__ __forceinline__ void skip_block(const Barriers<C>& barriers, const Turns<C>& turns,
-                                           RingPosition<C::STAGES>& k_ring,
-                                           RingPosition<C::STAGES>& v_ring) {
-  // mutants: few-skipped-blocks (tests/sim/tags.py)
-  ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);
-  release(barriers.k_empty(k_ring.stage));
-  k_ring.advance();
-  turns.wait();  // each warpgroup takes one turn for a block
-  turns.hand_over();
-  // mutants: few-skipped-blocks
-  ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);
-  release(barriers.v_empty(v_ring.stage));
-  v_ring.advance();
-}
-
-// With 8 bits, without OVERLAPS: O += P V of the V in a stage from beginning to end, PASS_COLUMNS
-// columns at a time, of which PARTS are multiplied at the same time. Calls meanwhile() while the
-// first ones are.
-template <class C, class Meanwhile>
-__device__ __forceinline__ void multiply_passes(device::Outputs<C>& o_rmem,
-                                                Probabilities<C>& p_rmem, uint32_t shared_smem,
-                                                int stage, const Meanwhile& meanwhile) {
-  constexpr int PASSES = C::HEAD_DIM_V / C::PASS_COLUMNS;
-  PassOutputs<C> parts_rmem[C::PARTS];
-  const auto begin = [&](int pass) {
-    start_pv<C>(parts_rmem[pass % C::PARTS], p_rmem, shared_smem, stage, false,
-                pass * C::PASS_COLUMNS);
-  };
-  if constexpr (C::PARTS == 2) begin(0);
-#pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-    PassOutputs<C>& part_rmem = parts_rmem[pass % C::PARTS];
-    const int next = pass + C::PARTS - 1;
-    if (next < PASSES) begin(next);
-    if (pass == 0) meanwhile();
-    if (C::PARTS == 2 && next < PASSES) {
-      ptx::wgmma_wait_group<1>();
-    } else {
-      ptx::wgmma_wait_group<0>();
-    }
-    ptx::registers_change<C::PASS_COLUMNS / 2>(&part_rmem[0][0][0]);
-    add_pass<C>(o_rmem, part_rmem, pass);
-  }
-}
-
-// With PACKS: clears the rows of a warpgroup in Q's part that no head fills. Their products count
-// for nothing, but they are read.
-template <class C>
-__device__ __forceinline__ void clear_rows_of_no_head(const GroupHeads& groups,
-                                                      unsigned char* shared, int group) {
-  using QTile = typename C::QTile;
-  constexpr int CHUNKS = QTile::COLUMNS / 8;
-  const int rows = C::GROUP_ROWS - groups.filled();
-  if (rows == 0) return;
-  for (int i = static_cast<int>(threadIdx.x) % C::WARPGROUP; i < C::Q_STAGES * rows * CHUNKS;
-       i += C::WARPGROUP) {
-    const int row = group * C::GROUP_ROWS + groups.filled() + i / CHUNKS % rows;
-    unsigned char* const q = shared + C::Q_SMEM + i / CHUNKS / rows * QTile::BYTES;
-    *reinterpret_cast<uint4*>(q + QTile::offset(row, i % CHUNKS)) = {};
-  }
-  ptx::fence_proxy_async_shared();  // the zeros come before the products read them
-  sync_group<C>(group);             // those of all warps do
-}
 
 template <class C>
 __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned char* shared,
@@ -193,11 +109,11 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     state.large = false;
 
     const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
-    const auto begin_pv = [&] {
+    const auto begin_pv = [&]<int KEYS = C::BLOCK_K>() {
       // mutants: fence-before-both-products
-      start_pv<C>(products_rmem, p_rmem, shared_smem, v_ring.stage,
-                  !C::SUMS_IN_PARTS || part_keys > 0);
-      part_keys += C::BLOCK_K;
+      start_pv<C, KEYS>(products_rmem, p_rmem, shared_smem, v_ring.stage,
+                        !C::SUMS_IN_PARTS || part_keys > 0);
+      part_keys += KEYS;
     };
     const auto wait_for_outputs = [&] {
       ptx::wgmma_wait_group<0>();
@@ -222,17 +138,18 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         ptx::bar_sync(1, C::WARPGROUP);  // all warps' zeros come before any warp's product
       }
     };
-    const auto multiply_pv = [&](int block, const auto& meanwhile) {
+    // O += P V of the first KEYS keys of a block, from beginning to end.
+    const auto multiply_pv = [&]<int KEYS = C::BLOCK_K>(int block, const auto& meanwhile) {
       ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
       clear_v(block);
       if constexpr (C::FP8) {
-        multiply_passes<C>(o_rmem, p_rmem, shared_smem, v_ring.stage, meanwhile);
+        multiply_passes<C, KEYS>(o_rmem, p_rmem, shared_smem, v_ring.stage, meanwhile);
       } else {
-        begin_pv();
+        begin_pv.template operator()<KEYS>();
         meanwhile();
         wait_for_outputs();
       }
-      ptx::registers_change<WORDS>(p);
+      ptx::registers_change<KEYS / (4 * C::PACK)>(p);
       release(barriers.v_empty(v_ring.stage));
       v_ring.advance();
     };
@@ -286,7 +203,27 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if (key_descales.v_gmem != nullptr)
         device::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
     };
-    // The first block of the warpgroup, whose P V the next step starts.
+    // With TAIL_KEYS: S, P and P V of the first TAIL_KEYS keys of the warpgroup's first block,
+    // which sees no others and has no score capped. Other blocks come behind it.
+    const auto tail_step = [&](int block) {
+      if constexpr (C::TAIL_KEYS > 0) {
+        constexpr int KEYS = C::TAIL_KEYS;
+        ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+        turns.wait();
+        start_qk<C, KEYS>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
+        turns.hand_over();
+        ptx::wgmma_wait_group<0>();
+        release_k<C, KEYS>(s_rmem, barriers, k_ring);
+        mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows, lane_key(block));
+        const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
+        const float scale =
+            update_row_max<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
+        exponentiate_rows<C, KEYS>(s_rmem, state, scale);
+        pack<C, KEYS>(s_rmem, p_rmem);
+        multiply_pv.template operator()<KEYS>(block, [] {});
+      }
+    };
+    // The first block of the warpgroup, or the one behind its tail, whose P V the next step starts.
     const auto first_step = [&](int block) {
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
       turns.wait();
@@ -298,8 +235,10 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       hand_back_before();
       float scale = exp2_scale;
       if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
-      const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-      scale = update_row_max<C, true>(s_rmem, state, scale, nothing_to_rescale);
+      const auto rescale_tail = [&](const float (&corrections)[2]) {
+        if constexpr (C::TAIL_KEYS > 0) rescale<C>(o_rmem, corrections);  // else they are still 0
+      };
+      scale = update_row_max<C, true>(s_rmem, state, scale, rescale_tail);
       exponentiate_rows<C>(s_rmem, state, scale);
       if (key_descales.v_gmem != nullptr)
         device::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
@@ -388,7 +327,19 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const auto release_q_early = [&] {
       if constexpr (C::RELEASES_Q_EARLY) release(barriers.q_empty(q_ring.stage));
     };
+    // With STORES_THROUGH_V: read before Q and the message go back.
+    [[maybe_unused]] const TileHead at = [&] {
+      if constexpr (C::STORES_THROUGH_V) {
+        const TileHead head = blocks_message<C>(shared, q_ring.stage).head;
+        return TileHead{uniform(head.batch), uniform(head.head)};
+      } else {
+        return TileHead{};
+      }
+    }();
+    [[maybe_unused]] TileEnd<C> end_through_v;
     const auto find_end = [&] {
+      if constexpr (C::STORES_THROUGH_V)
+        return TileEnd<C>(state, attention, at, tile, warp_row, warp_descale.v, params.groups);
       return find_tile_end<C>(state, params, shared, q_ring, tile, warp_row, warp_descale.v);
     };
     // The blocks, from the last to the first: those after the last one that the warpgroup sees,
@@ -399,6 +350,11 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     for (; block >= all_blocks.first && block > blocks.seen_last; block -= C::BLOCK_K)
       skip_block<C>(barriers, turns, k_ring, v_ring);
     if (block >= blocks.seen_first) {
+      if (C::TAIL_KEYS > 0 && !all_need_more && blocks.seen_last < block + C::TAIL_KEYS &&
+          block > blocks.seen_first) {
+        tail_step(block);
+        block -= C::BLOCK_K;
+      }
       if (C::HALVES && !all_need_more && blocks.seen_last < block + C::BLOCK_K / 2) {
         first_half_step(block);
       } else {
@@ -428,7 +384,10 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
           release(barriers.v_empty(v_ring.stage));
           v_ring.advance();
         };
-        if constexpr (C::PREPARES_TILES) {
+        if constexpr (C::STORES_THROUGH_V) {
+          end_through_v = find_end();
+          finish();
+        } else if constexpr (C::PREPARES_TILES) {
           const TileEnd<C> end = find_end();
           finish();
           end_tile<C>(o_rmem, end, all_params, shared, barriers, q_ring, q, warp_row);
@@ -447,7 +406,10 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       }
     } else {
       hand_back_before();
-      if constexpr (finds_ends<C>()) {
+      if constexpr (C::STORES_THROUGH_V) {
+        end_through_v = find_end();
+        release_q_early();
+      } else if constexpr (finds_ends<C>()) {
         const TileEnd<C> end = find_end();
         release_q_early();
         end_tile<C>(o_rmem, end, all_params, shared, barriers, q_ring, q, warp_row);
@@ -458,6 +420,8 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
 #pragma unroll 1
     for (; block >= all_blocks.first; block -= C::BLOCK_K)
       skip_block<C>(barriers, turns, k_ring, v_ring);
+    if constexpr (C::STORES_THROUGH_V)
+      store_through_v<C>(o_rmem, end_through_v, attention, barriers, shared, warp_row);
 
     if constexpr (C::MIXED) {  // the message is read anew, as above
       store_mixed_tile<C>(o_rmem, state, all_params,

@@ -47,6 +47,9 @@ using device::uniform;
 //                                                          clear and arrive,
 //   v_cleared               one of them         producer   and have read its message before the
 //                                                          next one comes
+//   v_free                  each consumer warp  producer   with STORES_THROUGH_V: output rows have
+//                                                          left the ring of V before the next tile's
+//                                                          V comes
 //   v_tile_full             producer            V's        the message for V's producer is there
 //                                               producer   before it is read,
 //   v_tile_empty            V's producer        producer   and was read before the next one comes
@@ -83,6 +86,7 @@ struct Barriers {
     return first_smem + 16 * C::Q_STAGES + 32 * C::STAGES;
   }
   __device__ __forceinline__ uint32_t v_cleared() const { return v_ragged() + 8; }
+  __device__ __forceinline__ uint32_t v_free() const { return v_ragged() + 8; }
   __device__ __forceinline__ uint32_t v_tile_full() const { return v_ragged() + 8; }
   __device__ __forceinline__ uint32_t v_tile_empty() const { return v_ragged() + 16; }
   __device__ __forceinline__ uint32_t raw_full(int stage) const {
@@ -112,6 +116,9 @@ struct Barriers {
     ptx::mbarrier_init(v_ragged(), 1);
     if constexpr (requires { C::CLEARS_BESIDE; }) {
       if constexpr (C::CLEARS_BESIDE) ptx::mbarrier_init(v_cleared(), 1);
+    }
+    if constexpr (requires { C::STORES_THROUGH_V; }) {
+      if constexpr (C::STORES_THROUGH_V) ptx::mbarrier_init_for_warps(v_free(), C::WARPS);
     }
     for (int stage = 0; stage < C::RAW_STAGES; ++stage) {
       ptx::mbarrier_init(raw_full(stage), 1);

@@ -41,6 +41,28 @@ bool is_of_short(const KernelTile& tile, const Device& device) {
   return tile.cuts_tiles && core::resident_ctas(tile, device) > 1;
 }
 
+// How much longer the keys of a tail take than as many others, in keys (H200, 2026-11-30).
+constexpr int TAIL_START = 8;
+// Zeroing the counter of tiles takes about 2 us, in which a CTA multiplies a tile with about so
+// many keys, or with COUNTER_KEYS_FP8 of 8 bits: both neighbours wait for its memset.
+constexpr double COUNTER_KEYS = 128, COUNTER_KEYS_FP8 = 512;
+
+// The times of a call's tiles as they are handed out: the heads of a group take turns, each row
+// tile of all of them, then the next one.
+std::vector<core::Run> runs_in_order(const Problem& problem, const HeadModel& head,
+                                     const KernelTile& tile, int64_t heads_per_group,
+                                     int64_t slices) {
+  const int64_t heads = problem.batch * problem.heads_q / tile.packed_heads;
+  const int64_t group = heads_per_group / tile.packed_heads;
+  std::vector<core::Run> runs;
+  runs.reserve(head.times.size() * core::ceil_div(heads, group));
+  for (int64_t first = 0; first < heads; first += group) {
+    for (const double time : head.times)
+      runs.push_back({time, std::min(group, heads - first) * slices});
+  }
+  return core::merge_equal(std::move(runs));
+}
+
 // The row tiles of a head. Each of the packed sequences counts as filling half of its last tile.
 double tiles_of_head(const Problem& problem, const KernelTile& tile, const HeadModel& head) {
   if (!problem.varlen) return static_cast<double>(head.times.size());
@@ -70,6 +92,13 @@ double speed_of(const KernelTile& tile, const Problem& problem) {
   if (tile.odd_speed > 0 && has_odd_rows(problem)) return tile.odd_speed;
   if (tile.uneven_speed > 0 && !core::equal_tiles(problem)) return tile.uneven_speed;
   return tile.speed;
+}
+
+// Whether a call's last block of keys is one of those that a tile multiplies a few keys of.
+bool has_tail(const Problem& problem, const KernelTile& tile) {
+  const int64_t keys = problem.nk % tile.block_k;
+  return !problem.varlen && core::equal_tiles(problem) && problem.softcap == 0 && keys > 0 &&
+         keys <= tile.tail_keys && problem.nk > tile.block_k;
 }
 
 // With more rounds of tiles than these a model says little: they come out even.
@@ -130,14 +159,16 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
     return time * (tiles_of_head(problem, tile, head) / static_cast<double>(rows));
   };
   const double even = sum * static_cast<double>(heads) / static_cast<double>(workers);
-  const bool many = rows * heads > MOST_ROUNDS_TO_MODEL * workers;
+  // Where all tiles take equal times the last round is as long as the others.
+  const bool has_rounds = tile.cuts_tiles && equal && runs.size() == 1;
+  const bool many = rows * heads > MOST_ROUNDS_TO_MODEL * workers && !has_rounds;
   if (!many && !equal) {  // no queue is faster
     constexpr double ROUNDED = 1 - 1e-9;
     const double least = of_rows(of_packed(ROUNDED * std::max(even, longest)));
     if (least > limit) return least;
   }
   double time = of_packed(many ? even : core::queue_time(runs, workers));
-  const CutTiles cut = cut_last_round(problem, tile, rows * heads, workers);
+  const CutTiles cut = cut_last_round(problem, device, tile, rows * heads, workers);
   if (cut.rows > 0) {
     const double rounds = static_cast<double>(cut.whole / workers);
     const double share = core::share_of_rows(cut.rows, tile.block_q);
@@ -166,6 +197,7 @@ Fastest fastest(std::span<const KernelTile> tiles, const Problem& problem, const
     // Tiles are for larger heads from here on.
     if (!as_wide && !(packed && takes_wider(problem, tile))) continue;
     if (tile.shared_bytes > device.shared_per_block) continue;
+    if (tile.tail_keys > 0 && !has_tail(problem, tile)) continue;
     const bool measured = packed && tile.packed.start > 0;
     if (tile.is_short && !measured && !is_of_short(tile, device)) continue;  // one CTA on an SM
     // Kernels with such tiles are for packed sequences, and divide rows as GroupHeads does.
@@ -214,6 +246,7 @@ HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
       break;
     }
     last_keys = static_cast<double>(core::keys_of_row_tile(keys_of, size, nq, index));
+    if (tile.tail_keys > 0) last_keys -= tile.block_k - tile.tail_keys - TAIL_START;
     const double filled = -MOST_FILLED * last_keys;
     times.push_back(core::TILE_KEYS + last_keys + std::max<double>(tile.start_keys, filled));
   }
@@ -316,21 +349,30 @@ bool has_one_tile_each(const Problem& problem, const KernelTile& tile) {
          problem.max_seqlen_q <= tile.block_q && problem.nq <= problem.batch * tile.block_q;
 }
 
-CutTiles cut_last_round(const Problem& problem, const KernelTile& tile, int64_t tiles,
-                        int64_t ctas) {
+CutTiles cut_last_round(const Problem& problem, const Device& device, const KernelTile& tile,
+                        int64_t tiles, int64_t ctas) {
   const bool few_rounds = tiles > ctas && tiles <= MOST_ROUNDS_TO_MODEL * ctas;
   const int64_t left = tiles % ctas;
   if (!tile.cuts_tiles || !core::equal_tiles(problem) || !few_rounds || left == 0) return {};
   for (int64_t rows = tile.row_step; rows < tile.block_q; rows *= 2) {
-    if (left * core::ceil_div(tile.block_q, rows) <= ctas) return {tiles - left, rows};
+    if (left * core::ceil_div(tile.block_q, rows) > ctas) continue;
+    // Where the first tile of each head has fewer rows, a counter of tiles may fill the last round
+    // as well (docs/lab/hopper.md).
+    const HeadModel head(problem, tile);
+    if (head.times.back() < head.times[0]) {
+      const std::vector<core::Run> runs =
+          runs_in_order(problem, head, tile, heads_per_group(problem, device, tile), 1);
+      const double rounds = static_cast<double>(tiles / ctas);
+      const double of_parts = (rounds + core::share_of_rows(rows, tile.block_q)) * head.times[0];
+      const double counted = core::time_of_walk(runs, ctas, core::Walk::Queue);
+      if (counted + COUNTER_KEYS < of_parts) return {};
+    }
+    return {tiles - left, rows};
   }
   return {};
 }
 
-// Zeroing the counter takes about 2 us, in which a CTA multiplies a tile with about COUNTER_KEYS
-// keys, or with COUNTER_KEYS_FP8 of 8 bits: both neighbours wait for their memset.
 bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTile& tile) {
-  constexpr double COUNTER_KEYS = 128, COUNTER_KEYS_FP8 = 512;
   // Tiles that take unequal times, as where the first one of each head has fewer rows, take so much
   // more time in fixed rounds than the model says, because the time of each varies
   // (docs/lab/hopper.md).
@@ -346,18 +388,13 @@ bool counts_tiles(const LaunchPlan& plan, const Problem& problem, const KernelTi
   const bool shorter_first = equal && is_fp8(problem.dtype) && problem.nq % tile.block_q != 0;
   if (equal && !tile.cuts_tiles && !shorter_first) return false;
   if (problem.varlen && lists_tiles(problem, tile)) return true;
-  if (problem.varlen || tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
-  // The heads of a group take turns: each row tile of all of them, then the next one.
+  if (problem.varlen) return tiles > 2 * ctas;
   const HeadModel head(problem, tile);
-  const int64_t heads = problem.batch * problem.heads_q / tile.packed_heads;
-  const int64_t group = plan.tile.heads_per_group / tile.packed_heads;
-  std::vector<core::Run> runs;
-  runs.reserve(head.times.size() * core::ceil_div(heads, group));
-  for (int64_t first = 0; first < heads; first += group) {
-    for (const double time : head.times)
-      runs.push_back({time, std::min(group, heads - first) * slices});
-  }
-  runs = core::merge_equal(std::move(runs));
+  const bool in_full_rounds = equal && head.times.back() == head.times[0] && tiles % ctas == 0;
+  if (in_full_rounds && !shorter_first) return false;
+  if (tiles > MOST_ROUNDS_TO_MODEL * ctas) return tiles > 2 * ctas;
+  const std::vector<core::Run> runs =
+      runs_in_order(problem, head, tile, plan.tile.heads_per_group, slices);
   const auto walk_time = [&](core::Walk walk) { return core::time_of_walk(runs, ctas, walk); };
   const double counter_keys = shorter_first ? COUNTER_KEYS_FP8 : COUNTER_KEYS;
   const bool varies = equal ? problem.nq % tile.block_q != 0 : tile.head_dim == 128;

@@ -31,6 +31,7 @@ struct KernelTile : core::Tile {
   int grouped_slabs = 0;       // of K and V, if they lie in GroupedTiles, else 0
   bool cuts_tiles = false;     // the last ones into parts
   bool is_short = false;       // for short sequences: small CTAs that stay on an SM
+  int tail_keys = 0;           // of a last block, which are multiplied alone; 0: all
   bool packs = false;          // each warpgroup may have rows of several heads (GroupHeads)
   bool clears_beside = false;  // rows of V that do not count
   bool takes_lists = false;    // of the tiles of packed sequences (order_packed.cuh)
@@ -124,8 +125,8 @@ bool has_one_tile_each(const Problem& problem, const KernelTile& tile);
 struct CutTiles {
   int64_t whole = 0, rows = 0;
 };
-CutTiles cut_last_round(const Problem& problem, const KernelTile& tile, int64_t tiles,
-                        int64_t ctas);
+CutTiles cut_last_round(const Problem& problem, const Device& device, const KernelTile& tile,
+                        int64_t tiles, int64_t ctas);
 
 // Whether the CTAs count the tiles that they have taken, so that the one that is done first takes
 // the next one. Else they take them in rounds, of which every second one is handed out in reverse

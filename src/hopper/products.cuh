@@ -7,6 +7,7 @@
 #include "common/device/fp8_softmax.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/ptx/wgmma.cuh"
+#include "common/ptx/wgmma_few.cuh"
 #include "common/swizzle.h"
 
 namespace archflash::hopper {
@@ -70,7 +71,10 @@ __device__ __forceinline__ void start_qk(device::Scores<C>& s_rmem, const Q& q,
 #pragma unroll
   for (int i = 0; i < C::HEAD_DIM / C::PACK / 16; ++i) {
     const ptx::WgmmaDescriptor k_of_product = advance(k, column_step<typename C::KTile>(i));
-    if constexpr (std::is_same_v<Q, ptx::WgmmaDescriptor>) {
+    if constexpr (KEYS < 48) {
+      ptx::wgmma_ss_few<C::DTYPE, KEYS>(s, advance(q, column_step<typename C::QTile>(i)),
+                                        k_of_product, i != 0);
+    } else if constexpr (std::is_same_v<Q, ptx::WgmmaDescriptor>) {
       Product::ss(s, advance(q, column_step<typename C::QTile>(i)), k_of_product, i != 0);
     } else {
       Product::template rs<false>(s, q[i], k_of_product, i != 0);
@@ -100,8 +104,8 @@ __device__ __forceinline__ PassOutputs<C>& products_of(device::Outputs<C>& o_rme
 }
 
 // Starts O += P V, or O = P V if not `add`, with the V of a stage; if it is of 8 bits, with its
-// columns from `first_column` on.
-template <class C>
+// columns from `first_column` on. KEYS: the first ones of the block.
+template <class C, int KEYS = C::BLOCK_K>
 __device__ __forceinline__ void start_pv(PassOutputs<C>& o_rmem, const Probabilities<C>& p_rmem,
                                          uint32_t shared_smem, int stage, int add,
                                          int first_column = 0) {
@@ -115,7 +119,7 @@ __device__ __forceinline__ void start_pv(PassOutputs<C>& o_rmem, const Probabili
       shared_smem + C::V_SMEM + stage * VTile::BYTES + first_column * VTile::ROW_BYTES,
       leading_bytes);
 #pragma unroll
-  for (int i = 0; i < C::BLOCK_K / (16 * C::PACK); ++i) {
+  for (int i = 0; i < KEYS / (16 * C::PACK); ++i) {
     const int step = C::FP8 ? column_step<VTile>(i) : 2 * i * group_step<VTile>();
     Product::rs(o, p_rmem[0][i], advance(v, step), add || i > 0);
   }

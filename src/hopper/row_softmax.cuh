@@ -135,13 +135,13 @@ __device__ __forceinline__ void exponentiate_rows(device::Scores<C>& s_rmem,
   exponentiate_row<C, KEYS>(s_rmem, state, 1, scale);
 }
 
-// Rounds P to fragments of A. In 8 bits a register has the keys 2t and 2t + 1 (t = lane % 4) of two
-// neighbouring groups of 8 keys: a product takes them for the keys 4t to 4t + 3 of 16, an order
-// that transpose_v() and transpose_block() give to V as well.
-template <class C>
+// Rounds P of the first KEYS keys to fragments of A. In 8 bits a register has the keys 2t and 2t +
+// 1 (t = lane % 4) of two neighbouring groups of 8 keys: a product takes them for the keys 4t to 4t
+// + 3 of 16, an order that transpose_v() and transpose_block() give to V as well.
+template <class C, int KEYS = C::BLOCK_K>
 __device__ __forceinline__ void pack(const device::Scores<C>& s_rmem, Probabilities<C>& p_rmem) {
 #pragma unroll
-  for (int n = 0; n < C::BLOCK_K / 8; n += C::PACK) {
+  for (int n = 0; n < KEYS / 8; n += C::PACK) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float* s = &s_rmem[0][n][2 * r];

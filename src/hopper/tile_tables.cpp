@@ -16,6 +16,7 @@
 #include "hopper/plan_tiles.h"
 #include "hopper/short_config.cuh"
 #include "hopper/table_config.cuh"
+#include "hopper/tail_config.cuh"
 
 namespace archflash::hopper {
 namespace {
@@ -39,6 +40,7 @@ constexpr KernelTile tile(const char* name, core::ServesFrom serves, const char*
   if (C::PAGES) tile.grouped_slabs = C::KTile::SLABS;
   tile.cuts_tiles = C::CUTS_TILES;
   if constexpr (requires { C::SHORT; }) tile.is_short = C::SHORT;
+  if constexpr (requires { C::TAIL_KEYS; }) tile.tail_keys = C::TAIL_KEYS;
   tile.takes_lists = C::TAKES_LISTS;
   if (C::STORES_BY_TMA) tile.out_box = {C::QTile::SLAB, C::WARP_ROWS, C::QTile::SWIZZLE};
   if constexpr (requires { C::PACKS; }) tile.packs = C::PACKS;
@@ -88,6 +90,7 @@ constexpr const char* SHORT_96 = "short packed sequences: three CTAs of 64 rows 
 constexpr const char* SHORT_128 = "short packed sequences: two CTAs of 64 rows stay on an SM";
 constexpr const char* HEADS =
     "packed sequences: each warpgroup has rows of all heads that share a head of K";
+constexpr const char* TAIL = "the few keys behind the last whole block are multiplied alone";
 constexpr const char* SHORT_256 =
     "short packed sequences: 64 rows, whose Q comes while the tile before is computed";
 // Measured on an H200 (docs/lab/hopper.md).
@@ -135,7 +138,7 @@ constexpr KernelTile TILES[] = {
     with_packed(rated<D128Short>("d128_short", 1.12, 110, SHORT_128, "short"), {1300, 7.9},
                 {900, 12.9}),
     with_packed(rated<D192Large>("d192_large", 1, 0, THREE_80), {3400, 24.1}),
-    with_packed(rated<D192Medium>("d192_medium", 0.9, 96, TWO_128), {3300, 13.6}),
+    with_packed(rated<D192Medium>("d192_medium", 0.965, 32, TWO_128), {3300, 13.6}),
     rated<D192Few>("d192_few", 0.76, 64, PAIR),
     with_packed(rated<D192Heads>("d192_heads", 1, 0, HEADS, "heads"), {2500, 27.6}),
     with_packed(rated<D192Square>("d192_square", 1, 0, TWO_96, "fwd_more"), {4900, 17}),
@@ -145,6 +148,11 @@ constexpr KernelTile TILES[] = {
     rated<D256Few>("d256_few", 0.75, 0, FEW_64),
     with_packed(rated<D256Heads>("d256_heads", 1, 0, HEADS, "heads"), {3100, 28.5}),
     with_packed(rated<D256Short>("d256_short", 0.5, 110, SHORT_256, "short"), {2400, 20.5}),
+    rated<D64ShortTail>("d64_short_tail", 1.12, 110, TAIL, "tail"),
+    rated<D64MediumTail>("d64_medium_tail", 1.06, 32, TAIL, "tail"),
+    rated<D64TurnsTail>("d64_turns_tail", 1.065, 40, TAIL, "tail"),
+    with_odd_speed(rated<D80TurnsTail>("d80_turns_tail", 1.03, -90, TAIL, "tail"), 1.06),
+    rated<D128LargeTail>("d128_large_tail", 0.96, 0, TAIL, "tail"),
 };
 
 constexpr const char* F32_OUT = "fp32 outputs, written from registers";

@@ -105,6 +105,7 @@ def test_a_cta_goes_from_tile_to_tile(kernel: str, causal: bool) -> None:
     nk = {
         "d64_turns": 8 * keys - 9, "d128_turns": 4 * keys - 9,
         "d96_turns": 4 * keys - 3, "d96_medium": 3 * keys - 3,
+        "d64_medium": 4 * keys + 40, "d128_large": 4 * keys + 40, "d80_turns": 4 * keys + 40,
     }.get(kernel, 4 * keys + 9)  # fmt: skip
     heads = (4, 2) if kernel == "d96_medium" else (2, 1)  # two tiles for a CTA, or four
     q, k, v = on.qkv(rows_of(kernel), nk, *dims, dtype="bfloat16", heads=heads)
@@ -166,6 +167,48 @@ def test_a_warpgroup_sees_half_of_its_first_block(nk: int, causal: bool) -> None
     kernel = "d128_medium"
     q, k, v = on.qkv(rows_of(kernel), nk, 128, 128, dtype="bfloat16", heads=(4, 2))
     check(kernel, q, k, v, causal=causal)
+
+
+# Kernels that multiply a few keys behind the last whole block alone: d, query rows for which a GPU
+# with one SM gets the kernel, the keys of a block, how many blocks, and the most keys of a tail.
+TAILS = {
+    "d64_short_tail": (64, 100, 64, 2, 16),
+    "d64_medium_tail": (40, 180, 128, 4, 32),
+    "d64_turns_tail": (64, 500, 96, 2, 32),
+    "d80_turns_tail": (72, 500, 80, 2, 32),
+    "d128_large_tail": (128, 700, 80, 5, 32),
+}
+
+
+@pytest.mark.parametrize("keys", ["one key", "all keys"])
+@pytest.mark.parametrize("kernel", TAILS)
+def test_few_keys_behind_the_last_whole_block(kernel: str, keys: str) -> None:
+    d, rows, block, blocks, most = TAILS[kernel]
+    nk = blocks * block + (1 if keys == "one key" else most)
+    q, k, v = on.qkv(rows, nk, d, dtype="bfloat16", heads=(2, 1))
+    if keys == "one key":
+        k[:, :, -1] *= 40  # its scores are the largest, and others are rescaled by them
+    else:
+        q *= 1e3  # scores that are scaled alone
+    plan = plan_on(1, q, k, v)
+    assert plan.to_dict()["launches"][-1]["kernel"].endswith(kernel)
+    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=range(SEEDS))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "call"),
+    [
+        ("d64_short_tail", {"causal": True}),
+        ("d64_turns_tail", {"softcap": 3.0}),
+        ("d80_turns_tail", {"window": (30, 30)}),
+    ],
+)
+def test_other_calls_have_no_tail(kernel: str, call: dict[str, Any]) -> None:
+    d, rows, block, blocks, most = TAILS[kernel]
+    for nk, given in ((blocks * block + 1, call), (blocks * block + most + 1, {}), (most, {})):
+        q, k, v = on.qkv(rows, nk, d, dtype="bfloat16", heads=(2, 1))
+        (*_, launch) = plan_on(1, q, k, v, **given).to_dict()["launches"]
+        assert not launch["kernel"].endswith("_tail")
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["in rounds", "by a counter"])
@@ -353,7 +396,7 @@ def test_warpgroups_have_rows_of_all_heads_that_share_k(
     ids=["full", "causal", "window"],
 )
 def test_ctas_of_short_sequences_share_an_sm(dtype: str, call: dict[str, Any]) -> None:
-    q, k, v = on.qkv(100, 130, 64, dtype=dtype, heads=(6, 3))
+    q, k, v = on.qkv(100, 150, 64, dtype=dtype, heads=(6, 3))
     plan = plan_on(1, q, k, v, **call)
     (launch,) = plan.to_dict()["launches"]
     assert launch["kernel"].endswith("d64_short")

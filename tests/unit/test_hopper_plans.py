@@ -66,15 +66,22 @@ SHAPES = {
     (8, 20, 20, 1500, 1500, 64, False): ("d64_medium", 16),
     (16, 12, 12, 1024, 1024, 64, True): ("d64_large", 192),
     (1, 40, 40, 1024, 1024, 128, False): ("d128_turns", 20),
+    # A few keys behind the last whole block.
+    (16, 16, 16, 577, 577, 64, False): ("d64_turns_tail", 43),
+    (4, 16, 16, 577, 577, 64, False): ("d64_medium", 32),
+    (8, 16, 16, 1025, 1025, 64, False): ("d64_medium_tail", 22),
+    (8, 16, 16, 1601, 1601, 80, False): ("d80_turns_tail", 19),
+    (16, 25, 25, 257, 257, 128, False): ("d128_large_tail", 58),
+    (4, 16, 16, 4096, 4096, 128, False): ("d128_large", 6),  # too few of all
     # Short sequences.
     (64, 12, 12, 128, 128, 64, False): ("d64_short", 256),
     (64, 12, 12, 128, 128, 64, True): ("d64_short", 384),
     (1024, 3, 3, 49, 49, 32, False): ("d64_short", 512),
-    (32, 16, 16, 257, 257, 64, False): ("d64_short", 103),
+    (32, 16, 16, 257, 257, 64, False): ("d64_short_tail", 103),
     (8, 8, 8, 100, 100, 32, False): ("d64_short", 64),
-    (64, 12, 12, 197, 197, 64, False): ("d64_large", 128),
+    (64, 12, 12, 197, 197, 64, False): ("d64_turns_tail", 128),
     (16, 12, 12, 256, 256, 64, False): ("d64_large", 96),
-    (16, 20, 20, 196, 196, 64, False): ("d64_large", 107),
+    (16, 20, 20, 196, 196, 64, False): ("d64_turns_tail", 107),
     (4, 8, 4, 256, 256, 256, True): ("d256_few", 32),
     (8, 8, 4, 256, 256, 256, True): ("d256_large", 64),
     (64, 16, 16, 64, 64, 80, False): ("d96_short", 342),
@@ -83,11 +90,11 @@ SHAPES = {
     (8, 16, 16, 114, 512, 64, False): ("d64_short", 128),
     (8, 20, 20, 64, 1500, 64, False): ("d64_short", 40),
     # Tiles of few keys of 96 columns, of up to 80 columns, and 160 columns.
-    (32, 16, 16, 256, 256, 72, False): ("d96_turns", 128),
+    (32, 16, 16, 256, 256, 72, False): ("d80_turns_tail", 128),
     (25, 16, 16, 196, 196, 80, False): ("d80_turns", 100),
     (8, 16, 16, 1024, 1024, 72, False): ("d80_turns", 32),
     (16, 16, 16, 576, 576, 72, False): ("d80_large", 43),
-    (2, 16, 16, 4096, 4096, 72, False): ("d80_turns", 8),
+    (2, 16, 16, 4096, 4096, 72, False): ("d80_turns_tail", 8),
     (4, 16, 16, 512, 512, 160, True): ("d192_square", 64),
     (2, 8, 8, 256, 256, 160, False): ("d192_square_few", 16),
     (4, 8, 8, 64, 77, 160, False): ("d192_square", 32),
@@ -253,8 +260,8 @@ def test_one_cta_for_each_sm_counts_the_tiles_that_are_of_unequal_length() -> No
     equal = hopper(b=2, hq=16, nq=4224, d=128)
     assert launch_of(equal)["grid"] == [132, 1, 1]
     assert equal.workspace_bytes == 0
-    short_ones = hopper(b=32, hq=16, nq=577, d=64)  # the first tile of a head has 64 of 192 rows
-    assert (tile_of(short_ones).name, short_ones.workspace_bytes) == ("d64_medium", 4)
+    short_ones = hopper(b=32, hq=16, nq=577, d=64)  # the first tile of a head has 65 of 256 rows
+    assert (tile_of(short_ones).name, short_ones.workspace_bytes) == ("d64_turns_tail", 4)
     two_rounds = hopper(b=1, hq=12, nq=4096, d=64, causal=True)
     assert (launch_of(two_rounds)["grid"], tile_of(two_rounds).tiles) == ([132, 1, 1], 264)
     assert two_rounds.workspace_bytes == 0
@@ -274,6 +281,8 @@ def test_the_tiles_of_the_last_round_are_cut_where_their_parts_fit_into_it() -> 
     assert parts(b=2, hq=10, nq=4096, nk=77, d=64) == ("d64_turns", 320, 264, 128)
     # 92 are too many.
     assert parts(b=8, hq=20, nq=1500, d=64) == ("d64_medium", 1280, 0, 0)
+    # A counter fills the last round as well with the first tiles of heads, of 24 rows.
+    assert parts(b=2, hq=40, nq=1560, d=128) == ("d128_large", 720, 0, 0)
     cut = hopper(b=2, hq=10, nq=4096, d=64)
     assert cut.workspace_bytes == 0  # no counter beside them
     assert len(native.tile_times(cut)) == 396 + 3 * 44
@@ -468,6 +477,7 @@ def test_tiles_are_counted_where_that_gains_more_than_clearing_the_counter_costs
     assert not counts(b=8, hq=16, hkv=16, nq=1024, nk=1024, d=64, causal=False)  # rounds
     assert counts(b=16, hq=16, hkv=16, nq=8192, nk=8192, d=128, causal=False)  # many of them
     assert counts(b=8, hq=16, hkv=16, nq=901, nk=901, d=64, causal=False)  # first tiles of 133 rows
+    assert not counts(b=3, hq=16, hkv=16, nq=1370, nk=1370, d=128, causal=False)  # four full rounds
     # Long rounds of unequal tiles vary by more than the counter costs, short ones do not.
     assert counts(b=2, hq=32, hkv=8, nq=2048, nk=2048, d=128, causal=True)
     assert not counts(b=8, hq=32, hkv=8, nq=512, nk=512, d=128, causal=True)

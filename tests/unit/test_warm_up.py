@@ -62,6 +62,7 @@ def test_an_h200_gets_the_large_and_the_few_row_kernels() -> None:
 
 def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     own = {f"hopper_attention_fwd_f16_d64_{size}" for size in (*SIZES, "turns", "short")}
+    own |= {f"hopper_attention_fwd_f16_d64_{size}_tail" for size in ("short", "medium", "turns")}
     assert own <= loaded("H200", [HALF], [(64, 64)])
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
     with_masks = ("masked", "dense", "dense_short", "table", "wide")
