@@ -269,12 +269,12 @@ def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
     others += "|_e4m3_.*_blocks$|_combine_f32$|_dense$|_summarize_|_order_tiles_|_convert_cache_"
     others += "|_prepare_mask_|_copy_mask_|^hopper_.*_(wide|added|added_short|shared|windows)$"
     # Every key seen, and keys that two warps share out: test_every_key_seen.py.
-    others += "|_dense_(few|short|medium|small)$|^ampere_.*_d128_groups(_few)?$"
+    others += "|_dense_(few|short|medium|small|long)$|^ampere_.*_d128_groups(_few)?$"
     # Keys up to one: test_key_shares.py.
     others += "|_shares(_three|_groups)?$|_causal$|_packed_large$|_combine_shares_"
     # Short packed sequences: test_hopper_tiles.py; of unequal lengths: test_listed_tiles.py.
     others += "|_d(96|128|256)_short$"
-    others += "|_d80_(large|turns)$|^hopper_.*_heads$"  # test_hopper_tiles.py
+    others += "|_d80_(large|turns)$|^hopper_.*_(heads|tail)$"  # test_hopper_tiles.py
     # Lists of keys: test_key_indices.py.
     others += "|_dropout$|_f32_out$|_gather(_large|_capped)?$|_packed(_pair)?(_capped)?$"
     others += "|_table$|_mixed$|_order_(mixed|packed)_|_nvfp4_|_mx_|_approximate_"
