@@ -96,9 +96,12 @@ double speed_of(const KernelTile& tile, const Problem& problem) {
 
 // Whether a call's last block of keys is one of those that a tile multiplies a few keys of.
 bool has_tail(const Problem& problem, const KernelTile& tile) {
+  // In more blocks a tail saves less than the kernel with one costs (docs/lab/hopper.md).
+  constexpr int64_t MOST_BLOCKS = 64;
   const int64_t keys = problem.nk % tile.block_k;
   return !problem.varlen && core::equal_tiles(problem) && problem.softcap == 0 && keys > 0 &&
-         keys <= tile.tail_keys && problem.nk > tile.block_k;
+         keys <= tile.tail_keys && problem.nk > tile.block_k &&
+         problem.nk <= MOST_BLOCKS * tile.block_k;
 }
 
 // With more rounds of tiles than these a model says little: they come out even.
