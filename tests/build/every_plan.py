@@ -212,6 +212,11 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         ):  # fmt: skip
             if name != "hopper" or d <= 128:
                 found |= kernels(q, q, q, device, name, dropout_p=0.1, backward=backward)
+    q = empty(dtype, 16, 12, 512, 64)  # ampere has kernels of its own where every key is seen
+    for device in ("A100", "RTX 4090"):
+        found |= kernels(q, q, q, device, "ampere", dropout_p=0.1, causal=True)
+    few = empty(dtype, 1, 8, 512, 64)
+    found |= kernels(few, few, few, "A100", "ampere", dropout_p=0.1)
     q, table = empty(dtype, 2, 16, 2048, 128), empty(torch.bool, 2, 16, 32, 32)
     found |= kernels(q, q, q, "H200", "hopper", block_mask=table)  # tiles in the order of work
     blocks = empty(torch.bool, 1, 1, 64, 64)
@@ -251,8 +256,12 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     x = empty(dtype, 16, 12, 200, 128)
     found |= kernels(x, x, x, "H200", "hopper", causal=True, backward=True)
     ends = integers(65)
-    for batch, rows, d in ((2, 4096, 72), (4, 2304, 72)):
-        x = empty(dtype, batch, 16, rows, d)
+    # Whole blocks, and tails of a few keys, by each tile.
+    for batch, heads, rows, d in (
+        (2, 16, 4096, 72), (4, 16, 2304, 72), (4, 16, 2048, 80), (16, 16, 577, 64),
+        (8, 16, 1025, 64), (16, 25, 257, 128), (32, 16, 257, 64),
+    ):  # fmt: skip
+        x = empty(dtype, batch, heads, rows, d)
         found |= kernels(x, x, x, "H200", "hopper")
     for d in (96, 128, 256):  # short packed sequences
         x = empty(dtype, 64 * (100 if d < 256 else 40), 12, d)
