@@ -45,6 +45,9 @@ struct BackwardVariant {
   // before that of K; V comes to where K is. For calls without cu_seqlens and shared heads whose
   // rows see all keys, or whose heads have one tile: few registers are left to find the next one.
   bool swaps_keys = false;
+  // Parts of tiles are merged (backward_parts.cuh). At 64 and 128 columns the code for it cost 1 to
+  // 2% of the speed of calls without parts; at 96 registers would be spilled.
+  bool merges_parts = false;
 };
 
 // The numbers of one kernel. A CTA owns ROWS keys of a head, 64 for each consumer warpgroup, and
@@ -98,10 +101,7 @@ struct BackwardConfig {
   static constexpr bool LEAVES_OUT_KEYS = WARPGROUPS == 2 && !VARIANT.softcap && !VARIANT.drops &&
                                           !VARIANT.lists_rounds && !VARIANT.adds_mask &&
                                           !VARIANT.ends_dq && !VARIANT.swaps_keys;
-  // Parts of tiles are merged (backward_parts.cuh). With 96 columns registers would be spilled.
-  static constexpr bool MERGES_PARTS = !VARIANT.softcap && !VARIANT.drops &&
-                                       !VARIANT.lists_rounds && !VARIANT.adds_mask &&
-                                       !VARIANT.ends_dq && !VARIANT.swaps_keys && HEAD_DIM != 96;
+  static constexpr bool MERGES_PARTS = VARIANT.merges_parts;
   // Query heads are shared out in parts of which the last one may be smaller.
   static constexpr bool UNEVEN_SHARES = LEAVES_OUT_KEYS;
   static constexpr int CONSUMER_THREADS = WARPGROUP * WARPGROUPS;
@@ -342,6 +342,10 @@ constexpr BackwardVariant with_exact_sums(BackwardVariant variant) {
   variant.exact = true;
   return variant;
 }
+constexpr BackwardVariant with_parts(BackwardVariant variant) {
+  variant.merges_parts = true;
+  return variant;
+}
 // A CTA lists its rounds when it begins, so it takes one tile.
 constexpr BackwardVariant with_lists(BackwardVariant variant) {
   variant.lists_rounds = true;
@@ -363,16 +367,19 @@ constexpr BackwardVariant with_dropout(BackwardVariant variant) {
   variant.drops = true;
   return variant;
 }
-using BackwardD32 = BackwardConfig<DTYPE, BACKWARD_D32>;
+using BackwardD32 = BackwardConfig<DTYPE, with_parts(BACKWARD_D32)>;
 template <bool SOFTCAP = false>
 using BackwardD64 = BackwardConfig<DTYPE, with_softcap(BACKWARD_D64, SOFTCAP)>;
-using BackwardD32Short = BackwardConfig<DTYPE, BACKWARD_D32_SHORT>;
-using BackwardD64Short = BackwardConfig<DTYPE, BACKWARD_D64_SHORT>;
+using BackwardD32Short = BackwardConfig<DTYPE, with_parts(BACKWARD_D32_SHORT)>;
+using BackwardD64Short = BackwardConfig<DTYPE, with_parts(BACKWARD_D64_SHORT)>;
 using BackwardD96 = BackwardConfig<DTYPE, BACKWARD_D96>;
 template <bool SOFTCAP = false>
 using BackwardD128 = BackwardConfig<DTYPE, with_softcap(BACKWARD_D128, SOFTCAP)>;
 using BackwardD64Exact = BackwardConfig<DTYPE, with_exact_sums(BACKWARD_D64)>;
 using BackwardD128Exact = BackwardConfig<DTYPE, with_exact_sums(BACKWARD_D128)>;
+// They serve calls whose sums of dQ are those of whole tiles, too.
+using BackwardD64Parts = BackwardConfig<DTYPE, with_parts(with_exact_sums(BACKWARD_D64))>;
+using BackwardD128Parts = BackwardConfig<DTYPE, with_parts(with_exact_sums(BACKWARD_D128))>;
 using BackwardD32ShortOne = BackwardConfig<DTYPE, with_one_tile(BACKWARD_D32_SHORT)>;
 using BackwardD64ShortOne = BackwardConfig<DTYPE, with_one_tile(BACKWARD_D64_SHORT)>;
 using BackwardD32One = BackwardConfig<DTYPE, with_one_tile(BACKWARD_D32)>;

@@ -51,6 +51,9 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
   const bool all_groups = in_turns || C::WARPGROUPS == 1;
   const int first_group = all_groups ? 0 : static_cast<int>(number);
   const int end_group = all_groups ? C::WARPGROUPS : first_group + 1;
+  // The sums of a round lie in memory as in shared memory.
+  const bool whole_sums = C::SUMS_STEP == C::HEAD_DIM ||
+                          (C::MERGES_PARTS && device::round_sums<C>(params) == C::ROUND_SUMS);
   uint32_t count = 0;          // of rounds
   ptx::griddepcontrol_wait();  // the sums and the turns are zero
   for_each_tile<C>(params, shared, shared_smem, [&](const CtaWork& work, const auto&) {
@@ -82,7 +85,7 @@ __device__ __forceinline__ void add_dq(const BackwardKernelParams& params, unsig
             ptx::cp_reduce_async_bulk_add_f32(round_gmem + start, from_smem, bytes);
           }
         };
-        if constexpr (C::SUMS_STEP == C::HEAD_DIM) {
+        if (whole_sums) {
           add(first_group * (PART_BYTES / 4), first_group * PART_BYTES,
               (end_group - first_group) * PART_BYTES);
         } else {  // what dQ has of each warp's rows

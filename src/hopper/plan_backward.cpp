@@ -32,15 +32,25 @@ const Description& describe();
 
 namespace {
 
+// A tile whose kernel for parts is another one, with the same sums of dQ.
+template <class C>
+constexpr BackwardTile tile_with_parts(const char* name, const char* with_parts,
+                                       const char* with_softcap = nullptr,
+                                       const char* with_dropout = nullptr) {
+  BackwardTile tile = backward_tile<C>(name, with_softcap, with_dropout);
+  tile.with_parts = with_parts;
+  return tile;
+}
+
 // The tiles of the smallest head dimensions come first. With "exact" in its name one has sums of dQ
 // that leave out rows and columns.
 constexpr BackwardTile TILES[] = {
     backward_tile<BackwardD32>("d32", nullptr, nullptr),
-    backward_tile<BackwardD64<>>("d64", "d64_softcap", "d64_dropout"),
-    backward_tile<BackwardD64Exact>("d64_exact", nullptr, nullptr),
+    tile_with_parts<BackwardD64<>>("d64", "d64_parts", "d64_softcap", "d64_dropout"),
+    tile_with_parts<BackwardD64Exact>("d64_exact", "d64_parts"),
     backward_tile<BackwardD96>("d96", nullptr, nullptr),
-    backward_tile<BackwardD128<>>("d128", "d128_softcap", "d128_dropout"),
-    backward_tile<BackwardD128Exact>("d128_exact", nullptr, nullptr),
+    tile_with_parts<BackwardD128<>>("d128", "d128_parts", "d128_softcap", "d128_dropout"),
+    tile_with_parts<BackwardD128Exact>("d128_exact", "d128_parts"),
     backward_tile<BackwardD192>("d192", nullptr, nullptr),
     backward_tile<BackwardD256>("d256", nullptr, nullptr),
 };

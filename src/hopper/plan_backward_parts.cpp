@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "common/planning/backward_parts.h"
 #include "common/planning/launch.h"
@@ -20,7 +21,7 @@ Parts find_parts(const BackwardProblem& problem, const BackwardTile& tile, const
   // Microseconds: of any parts, and of each one that is written and read again, by its kilobytes.
   constexpr double COST = 2.5, COST_OF_KILOBYTE = 1.6 / 128, LEAST_GAIN = 1;
   const Problem& call = problem.call;
-  if (!tile.merges_parts || !is_plain(call) || shares.heads > 1) return {};
+  if (tile.with_parts == nullptr || !is_plain(call) || shares.heads > 1) return {};
   if (shares.rows.shares > 1) {
     if (in_turns || shares.rows.shares > MOST_SHARES) return {};
     return {0, shares.rows.shares, shares.rows.rows};
@@ -78,6 +79,7 @@ void add_parts(LaunchPlan& plan, const BackwardTile& tile, const Parts& parts) {
                 sizeof done_bytes);
   }
   main->grid[0] += others;
+  main->kernel.replace(main->kernel.rfind(tile.name), std::string::npos, tile.with_parts);
 }
 
 }  // namespace archflash::hopper

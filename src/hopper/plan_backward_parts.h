@@ -22,7 +22,8 @@ struct Parts {
 Parts find_parts(const BackwardProblem& problem, const BackwardTile& tile, const Shares& shares,
                  bool in_turns, const Turns& turns, const Device& device);
 
-// Gives the tiles of the plan's main launch their parts, which its parameters know of already.
+// Gives the tiles of the plan's main launch their parts, which its parameters know of already, and
+// the launch the kernel that merges them.
 void add_parts(LaunchPlan& plan, const BackwardTile& tile, const Parts& parts);
 
 }  // namespace archflash::hopper

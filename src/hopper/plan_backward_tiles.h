@@ -16,16 +16,21 @@ struct BackwardTile : core::RoundsTile {
   bool stays;  // its CTAs can take one tile of keys after another
   bool swaps_keys;
   bool takes_uneven_shares;
-  bool merges_parts;
+  const char* with_parts;  // the name of the kernel for calls with parts of tiles; null: none
   int ctas_per_sm;
 };
 
 template <class C>
 constexpr BackwardTile backward_tile(const char* name, const char* with_softcap,
                                      const char* with_dropout) {
-  BackwardTile tile{
-      core::rounds_tile<C>(name), with_softcap,    with_dropout,  C::STAYS, C::SWAPS_KEYS,
-      C::UNEVEN_SHARES,           C::MERGES_PARTS, C::CTAS_PER_SM};
+  BackwardTile tile{core::rounds_tile<C>(name),
+                    with_softcap,
+                    with_dropout,
+                    C::STAYS,
+                    C::SWAPS_KEYS,
+                    C::UNEVEN_SHARES,
+                    C::MERGES_PARTS ? name : nullptr,
+                    C::CTAS_PER_SM};
   tile.reads_many_chains = true;
   if constexpr (requires { typename C::DqTile; }) tile.dq_box = core::box<typename C::DqTile>(1);
   return tile;

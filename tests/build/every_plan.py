@@ -240,6 +240,9 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     found |= kernels(q, k, k, "H200", backward=True)  # query rows are shared out
     q, k = empty(dtype, 2, 16, 100, 64), empty(dtype, 2, 16, 1000, 64)
     found |= kernels(q, k, k, "H200", backward=True)  # tiles of 64 keys would compute as much
+    for d in (64, 128):  # parts of few tiles
+        x = empty(dtype, 1, 8, 1024, d)
+        found |= kernels(x, x, x, "H200", "hopper", backward=True)
     for b, n, d in ((64, 50, 32), (8, 100, 32), (8, 1000, 32), (64, 50, 64), (16, 200, 64)):
         x = empty(dtype, b, 12, n, d)
         found |= kernels(x, x, x, "H200", "hopper", backward=True)

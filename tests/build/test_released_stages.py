@@ -129,8 +129,10 @@ def kept_from(kernel: str, texts: list[str]) -> int:
     if kernel.startswith("blackwell_dc_attention_fwd"):
         tiles = 1 if re.search(r"_few$|_d256", kernel) else 2
         return first_barrier(texts) // STATS_BYTES * STATS_BYTES - tiles * STATS_BYTES
-    # The kernels with a softcap, with dropout and of exact sums have the same memory as the others.
-    main = re.fullmatch(r"hopper_attention_bwd_[^_]+_d(\d+)(_softcap|_dropout|_exact)?", kernel)
+    # The kernels with a softcap, with dropout, of exact sums and for parts have the same memory as
+    # the others.
+    variants = "_softcap|_dropout|_exact|_parts"
+    main = re.fullmatch(rf"hopper_attention_bwd_[^_]+_d(\d+)({variants})?", kernel)
     if main is None:
         return sys.maxsize
     tile = main[1]
@@ -139,8 +141,8 @@ def kept_from(kernel: str, texts: list[str]) -> int:
     v = q[..., :128] if tile == "192" else q
     plan = archflash.explain(q, q, v, device="H200", implementation="hopper", backward=True).plan
     assert plan is not None
-    kernels = {launch["kernel"]: launch for launch in plan.to_dict()["launches"]}
-    launch = kernels[f"hopper_attention_bwd_bf16_d{tile}"]
+    (launch,) = (x for x in plan.to_dict()["launches"] if "_attention_bwd_" in x["kernel"])
+    assert re.search(rf"_d{tile}(_parts)?$", launch["kernel"])
     return int(launch["shared_bytes"]) - BACKWARD_WORK_BYTES
 
 

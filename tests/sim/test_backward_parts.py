@@ -51,16 +51,19 @@ def main_grid(plan: native.LaunchPlan) -> int:
 
 
 @pytest.mark.parametrize(
-    ("nq", "nk", "sm_count", "tiles", "deterministic"),
-    [(420, 180, 4, 3, False), (420, 200, 5, 2, True)],
-    ids=["few-keys", "in-turns"],
+    ("nq", "nk", "d", "sm_count", "tiles", "deterministic"),
+    [(420, 180, 64, 4, 3, False), (420, 200, 64, 5, 2, True), (390, 180, 104, 8, 2, False)],
+    ids=["few-keys", "in-turns", "sums-of-fewer-columns"],
 )
 def test_the_parts_of_a_tile_are_merged(
-    nq: int, nk: int, sm_count: int, tiles: int, deterministic: bool
+    nq: int, nk: int, d: int, sm_count: int, tiles: int, deterministic: bool
 ) -> None:
-    shapes = [(1, 1, nq, 64)] * 2 + [(1, 1, nk, 64)] * 2
+    shapes = [(1, 1, nq, d)] * 2 + [(1, 1, nk, d)] * 2
     plan = gradients(shapes, sm_count, deterministic)
     assert main_grid(plan) > tiles
+    if d > 64:
+        assert "hopper_attention_bwd_f16_d128_parts" in plan.kernels
+        assert "hopper_backward_dq_f16_d128_exact" in plan.kernels
 
 
 def test_packed_sequences_come_in_groups_in_turns() -> None:

@@ -23,6 +23,7 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64), attention_bwd, BackwardD64<>
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_softcap), attention_bwd, D64Softcap)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64), (BACKWARD_DQ_THREADS), write_dq<BackwardD64<>>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_exact), attention_bwd, BackwardD64Exact)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_parts), attention_bwd, BackwardD64Parts)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d64_exact), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD64Exact>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d96), attention_bwd, BackwardD96)
@@ -31,6 +32,7 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128), attention_bwd, BackwardD128
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_softcap), attention_bwd, D128Softcap)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128), (BACKWARD_DQ_THREADS), write_dq<BackwardD128<>>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_exact), attention_bwd, BackwardD128Exact)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_parts), attention_bwd, BackwardD128Parts)
 ARCHFLASH_ENTRY(KERNEL(hopper_backward_dq, d128_exact), (BACKWARD_DQ_THREADS),
                 write_dq<BackwardD128Exact>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d192), wide_bwd, BackwardD192)
