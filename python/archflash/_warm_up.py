@@ -186,7 +186,7 @@ def _add_forced(
 # number of SMs, and by the keys. So these are lengths on both sides of every limit, and numbers of
 # tiles from one to far more than the SMs, in steps small enough to miss no kernel.
 _QUERIES = (1, 33, 65, 129, 257, 8192)
-_KEYS = (64, 80, 128, 257, 1025, 8192, 65536)
+_KEYS = (64, 80, 128, 257, 577, 1025, 8192, 65536)
 _HEADS_PER_SM = tuple(2 ** (step / 2) for step in range(-14, 10))
 
 

@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_through_q(const device::Outputs<C>& o_rmem
   using QTile = typename C::QTile;
   const int lane = threadIdx.x % 32;
   put_into_q<C>(o_rmem, end, rows, lane);
-  // mutants: zeros-without-keys
+  // mutants: zeros-without-keys (tests/sim/tags.py)
   __syncwarp();  // the warp's rows are complete before any lane reads them
   constexpr int CHUNKS = C::HEAD_DIM_V / 8;
   constexpr int COUNT = C::WARP_ROWS * CHUNKS / 32;  // of a lane

@@ -110,7 +110,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
 
     const auto begin_qk = [&] { start_qk<C>(s_rmem, q_descriptor, shared_smem, k_ring.stage); };
     const auto begin_pv = [&]<int KEYS = C::BLOCK_K>() {
-      // mutants: fence-before-both-products
+      // mutants: fence-before-both-products (tests/sim/tags.py)
       start_pv<C, KEYS>(products_rmem, p_rmem, shared_smem, v_ring.stage,
                         !C::SUMS_IN_PARTS || part_keys > 0);
       part_keys += KEYS;

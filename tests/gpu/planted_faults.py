@@ -88,7 +88,7 @@ FAULTS = (
         "state.base[m][r] = LOWEST;", "state.base[m][r] = MINUS_INFINITY;", said="nan",
     ),
     Fault(
-        "K is never handed back", FORWARD, "hopper/fwd_bf16", "hopper/mainloop.cuh",
+        "K is never handed back", FORWARD, "hopper/fwd_bf16", "hopper/blocks.cuh",
         "  ptx::registers_change<KEYS / 2>(&s_rmem[0][0][0]);\n"
         "  release(barriers.k_empty(k_ring.stage));",
         "  ptx::registers_change<KEYS / 2>(&s_rmem[0][0][0]);",

@@ -65,7 +65,7 @@ def test_an_h200_gets_the_tiles_of_hopper_and_what_combines_shares() -> None:
     own |= {f"hopper_attention_fwd_f16_d64_{size}_tail" for size in ("short", "medium", "turns")}
     assert own <= loaded("H200", [HALF], [(64, 64)])
     names = loaded("H200", [HALF], [(64, 64)], ["hopper"])
-    with_masks = ("masked", "dense", "dense_short", "table", "wide")
+    with_masks = ("masked", "dense", "dense_short", "shared", "table", "wide")
     of_options = ("dropout", "f32_out", "gather", "gather_large")
     others = {f"d64_{tile}" for tile in (*with_masks, *of_options, "cache", "few_cache", "mixed")}
     helpers = {

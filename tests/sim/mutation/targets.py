@@ -481,7 +481,7 @@ def _calls(target: Target) -> list[tuple[str, list[Tensor], dict[str, Any]]]:
         (
             "negative scale",
             qkv(rows - 1, few + 1, (2, 2), d),
-            {"scale": -0.125, "return_lse": False},
+            {"scale": -0.125, "return_lse": False, **in_one},
         ),
         ("huge scores", huge, with_huge),
     ]  # fmt: skip
