@@ -18,7 +18,7 @@ constexpr int64_t KB_100 = 100 * 1024, KB_164 = 164 * 1024;
 // machine code.
 std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& device);
 
-// The same with dropout and head dimensions up to 64, where no masks are given as data.
+// The plan of such a call with dropout, of up to 64 columns: none where masks are given as data.
 std::optional<LaunchPlan> plan_dense_dropout(const Problem& problem, const Device& device);
 
 }  // namespace archflash::ampere

@@ -17,7 +17,7 @@ const char* flag_field(const Option& option) {
 }
 
 Reasons refused_options(bool flags_alone, const Problem& problem, const Description& description) {
-  // Those that a problem tells of, and that change a result.
+  // Whether a problem tells of an option, and the option changes a result.
   static constexpr auto is_told = [](const Option& option) {
     return option.flag || (!option.advice && (option.present || option.given));
   };

@@ -43,7 +43,7 @@ struct Makespan {
 
 // The time of a walk over tiles that take `times`, in this order.
 Makespan makespan(std::span<const double> times, int64_t workers, Walk walk);
-// Until the last worker is done.
+// The time until the last worker of a walk over runs of equal tiles is done.
 double time_of_walk(std::span<const Run> runs, int64_t workers, Walk walk);
 
 // Query rows and keys of a row tile; row_step: TileChoice::row_step.

@@ -22,7 +22,7 @@ constexpr int64_t TILE_KEYS = 192;
 int64_t keys_of_tile(const Problem& problem, int block_q, int block_k, int64_t nq, int64_t nk,
                      int64_t first_row);
 
-// The same for many tiles of a sequence.
+// The keys that tiles of one sequence visit, as keys_of_tile() counts them, for many of its tiles.
 class KeysOfTiles {
  public:
   KeysOfTiles(const Problem& problem, int64_t nq, int64_t nk);
@@ -45,7 +45,7 @@ struct Run {
   int64_t count;
 };
 
-// The same runs, of which no neighbours are equal.
+// Joins neighbouring runs of equal times.
 std::vector<Run> merge_equal(std::vector<Run> runs);
 
 // The time until all tiles are done if the next one always goes to the worker that is free first.
