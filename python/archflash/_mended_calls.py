@@ -6,8 +6,9 @@ scale. On an H200 (torch 2.11, cuDNN 9.19, 2026-11-28) its cuDNN kernel then gav
 without a word, and its flash kernel an illegal access: for rows that do not start at multiples of
 16 bytes; for an added mask in another dtype (pytorch/pytorch#191612), or whose last dimension is
 strided or broadcast; for a scale of 0 or less; for some numbers of keys
-(`_pytorch_faults.hidden_keys`). Its memory-efficient kernel reads keys and values beyond their end
-where a mask has 1 column more than a multiple of 32 and they are expanded
+(`_pytorch_faults.hidden_keys`); for a gradient of the output with other strides than that of an
+earlier call (`_torch_kernels.gradient_for_cudnn`). Its memory-efficient kernel reads keys and
+values beyond their end where a mask has 1 column more than a multiple of 32 and they are expanded
 (pytorch/pytorch#191937).
 """
 
@@ -43,8 +44,10 @@ class Call:
         self._key, self._value = given["key"], given["value"]  # as the caller gave them
         self._factor = 1.0  # of the gradient of q
         a = given.copy()
+        by_cudnn = self._backward and operator.startswith(_CUDNN)
         for name in _TENSORS if self._backward else ("query", "key", "value"):
-            a[name] = _torch_kernels.aligned_for_fused_kernels(a[name])
+            if name != "grad_out" or not by_cudnn:
+                a[name] = _torch_kernels.aligned_for_fused_kernels(a[name])
         if a.get("attn_bias") is not None:
             _mend_mask(operator, a)
         if operator.startswith(_CUDNN) and self._may_differentiate(a):
@@ -53,6 +56,11 @@ class Call:
         if scale is not None and not scale > 0 and operator != _EFFICIENT:
             self._factor, a["scale"] = _torch_kernels.positive_scale(scale)
             a["query"] = a["query"] * self._factor
+        if by_cudnn:
+            tensors = (a["query"], a["key"], a["value"], a.get("attn_bias"))
+            kind = _torch_kernels.kind_for_cudnn(*tensors, a["is_causal"])
+            strides = a["out"].stride()
+            a["grad_out"] = _torch_kernels.gradient_for_cudnn(kind, strides, a["grad_out"])
         self.args, self.kwargs = by_place(op, a)
         self.differs = any(x is not given.get(name) for name, x in a.items())
         self._hidden = a["key"].shape[-2] > self._key.shape[-2]

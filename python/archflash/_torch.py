@@ -25,6 +25,7 @@ from archflash._strides import in_stride_order_of
 from archflash._torch_kernels import (
     differentiates,
     failing_kernels,
+    let_read_gradients,
     mask_for_fused_kernels,
     mask_in_float32,
     pytorchs_sdpa,
@@ -226,6 +227,7 @@ def pytorchs_call(
             q, k, v, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         if out.requires_grad:
+            let_read_gradients(out, q, k, v, None, is_causal)
             let_differentiate_twice(out)
         return in_stride_order_of(given, out.transpose(1, 2) if rows_first else out)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def pytorchs_sdpa(
     if not traced:
         failing = failing_kernels(query, key, value, attn_mask, is_causal, dropout_p != 0.0)
     with _others(failing) if failing else _NOTHING:
-        return PYTORCHS_SDPA(
+        out = PYTORCHS_SDPA(
             query,
             key,
             value,
@@ -73,6 +74,9 @@ def pytorchs_sdpa(
             scale=scale,
             enable_gqa=enable_gqa,
         )
+    if out.requires_grad and not traced and not torch.compiler.is_compiling():
+        let_read_gradients(out, query, key, value, attn_mask, is_causal)
+    return out
 
 
 _NOTHING = contextlib.nullcontext()
@@ -304,6 +308,90 @@ def aligned_for_fused_kernels(x: Tensor) -> Tensor:
     if all(step * size % _LOAD_BYTES == 0 for step in steps) and _address(x) % _LOAD_BYTES == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+_FUSED = "ScaledDotProduct"  # how autograd's nodes of PyTorch's fused kernels are called
+
+
+def fused_node(out: Tensor) -> Any:
+    """Autograd's node of the fused kernel that gave PyTorch's SDPA its output; None if none did."""
+    node = out.grad_fn
+    while node is not None and not node.name().startswith(_FUSED):
+        # Columns that SDPA has appended are cut off behind the kernel.
+        if not node.name().startswith("Slice"):
+            return None  # SDPA by plain operations
+        node = node.next_functions[0][0]
+    return node
+
+
+def let_read_gradients(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> None:
+    """Lets the gradient of what PyTorch's SDPA returned for a call have any address and strides.
+
+    Its fused CUDA kernels load it as they load q, k and v, and fault likewise
+    (`readable_by_fused_kernels`).
+    """
+    if not out.is_cuda or in_transform() or (node := fused_node(out)) is None:
+        return
+    if "Cudnn" in node.name():
+        kind = kind_for_cudnn(query, key, value, mask, is_causal)
+        node.register_prehook(functools.partial(_readable_by_cudnn, kind, out.stride()))
+    else:
+        node.register_prehook(_readable)
+
+
+def _readable(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    """What the backward pass of one of PyTorch's kernels is given, as it can read it; None for as
+    it is.
+    """
+    dout = given[0]
+    if dout is None or (readable := aligned_for_fused_kernels(dout)) is dout:
+        return None
+    return readable, *given[1:]
+
+
+def _readable_by_cudnn(
+    kind: tuple[Any, ...], out_strides: tuple[int, ...], given: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """As `_readable`, for cuDNN's kernel."""
+    dout = given[0]
+    if dout is None or (readable := gradient_for_cudnn(kind, out_strides, dout)) is dout:
+        return None
+    return readable, *given[1:]
+
+
+def kind_for_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> tuple[Any, ...]:
+    """What calls have in common that have one plan of PyTorch's cuDNN kernel, and maybe more."""
+    given = [query, key, value] if mask is None else [query, key, value, mask]
+    return query.device, query.dtype, is_causal, *((x.shape, x.stride()) for x in given)
+
+
+_MOST_PLANS = 4096
+_strides_of_plans: dict[tuple[Any, ...], tuple[int, ...]] = {}
+
+
+def gradient_for_cudnn(kind: tuple[Any, ...], out_strides: tuple[int, ...], dout: Tensor) -> Tensor:
+    """The gradient of an output as PyTorch's cuDNN kernel reads it rightly, which is copied where
+    it has other strides than that of the thread's first call of a kind.
+
+    PyTorch keeps a plan of cuDNN for each kind of calls in each thread, in which the gradient has
+    the strides of the first one, and uses it for all of them, so that others give wrong gradients
+    without a word (H200, torch 2.11, cuDNN 9.19, 2026-12-01).
+    """
+    kind = (threading.get_ident(), *kind)
+    strides = _strides_of_plans.get(kind)
+    if strides is None:
+        dense = dout.stride(-1) == 1 and aligned_for_fused_kernels(dout) is dout
+        strides = dout.stride() if dense else out_strides
+        if len(_strides_of_plans) >= _MOST_PLANS:
+            _strides_of_plans.clear()
+        _strides_of_plans[kind] = strides
+    if dout.stride() == strides and _address(dout) % _LOAD_BYTES == 0:
+        return dout
+    return dout.new_empty_strided(dout.shape, strides).copy_(dout)
 
 
 def _address(x: Tensor) -> int:

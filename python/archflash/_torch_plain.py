@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from archflash._eager import differentiates_twice
+from archflash._torch_kernels import fused_node
 from archflash._torch_masks import Band, Mask, visible_keys
 
 _MINUS_INF = -math.inf
@@ -78,22 +79,13 @@ def sdpa_by_plain_operations(
     return out.to(q.dtype)
 
 
-_FUSED = "ScaledDotProduct"  # how autograd's nodes of PyTorch's fused kernels are called
-
-
 def let_differentiate_twice(out: Tensor) -> None:
     """Makes gradients of gradients possible of what PyTorch's SDPA returned.
 
     Its fused kernels have first gradients only. Where their gradients are to be differentiated
     (create_graph=True), they are replaced by those of plain operations.
     """
-    node = out.grad_fn
-    while node is not None and not node.name().startswith(_FUSED):
-        # Columns that SDPA has appended are cut off behind the kernel.
-        if not node.name().startswith("Slice"):
-            return  # SDPA by plain operations
-        node = node.next_functions[0][0]
-    if node is not None:
+    if (node := fused_node(out)) is not None:
         node.register_hook(_differentiable_gradients)
 
 

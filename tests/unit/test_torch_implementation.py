@@ -649,6 +649,51 @@ def test_what_fused_kernels_read_is_not_copied(name: str, dtype: torch.dtype) ->
         assert _torch_kernels.readable_by_fused_kernels(view) is view
 
 
+def test_gradients_that_fused_kernels_could_not_read_are_copied_to_aligned_memory() -> None:
+    more = torch.ones(3)
+    for name in (*READABLE, *UNREADABLE):
+        dout = laid_out(name, (2, 3, 5, 16), torch.float16)
+        found = _torch_kernels._readable((dout, more, None))
+        # PyTorch itself makes rows dense whose numbers are not neighbours.
+        if name in READABLE or dout.stride(-1) != 1:
+            assert found is None, name
+        else:
+            assert found is not None, name
+            copy, *others = found
+            assert copy is not None
+            assert torch.equal(copy, dout)
+            assert copy.is_contiguous()
+            assert copy.data_ptr() % 16 == 0
+            assert others == [more, None]
+    assert _torch_kernels._readable((None, more)) is None
+
+
+def test_gradients_for_cudnn_have_the_strides_of_the_first_one() -> None:
+    shape = (2, 3, 5, 16)
+    q = laid_out("dense", shape, torch.float16)
+    kinds = [_torch_kernels.kind_for_cudnn(q, q, q, None, causal) for causal in (False, True)]
+    given = [laid_out(name, shape, torch.float16) for name in (*READABLE[:2], *UNREADABLE)]
+    for kind, first in zip(kinds, ("bnhd", "row"), strict=True):
+        # The first one of all is copied to the strides of the output where none could read it.
+        x = laid_out(first, shape, torch.float16)
+        wanted = x.stride() if first == "bnhd" else q.stride()
+        for dout in (x, *given, x):
+            read = _torch_kernels.gradient_for_cudnn(kind, q.stride(), dout)
+            assert torch.equal(read, dout)
+            assert read.stride() == wanted
+            assert read.data_ptr() % 16 == 0
+            aligned = dout.stride() == wanted and dout.data_ptr() % 16 == 0
+            assert (read is dout) == aligned
+
+
+def test_the_node_of_a_fused_kernel_is_found_behind_columns_that_are_cut_off() -> None:
+    x = torch.randn(1, 2, 5, 16).requires_grad_()
+    out = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    for result in (out, out[..., :12]):
+        assert _torch_kernels.fused_node(result).name().startswith("ScaledDotProduct")
+    assert _torch_kernels.fused_node(x @ x.mT) is None
+
+
 def test_rows_that_pytorch_pads_are_not_copied() -> None:
     for dtype in HALF:
         x = laid_out("offset and row", (2, 3, 5, 12), dtype)
