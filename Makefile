@@ -112,7 +112,8 @@ format: $(VENV)/linters
 	$(BIN)/clang-format -i $$(find src sim tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 test-gpu:  ## tests on this machine's GPU, with the Python and the archflash that are installed (2 minutes with pytest-xdist)
-	$(PYTHON) -m pytest tests/gpu tests/core_set --executor=gpu $$($(PYTHON) -c "import xdist; print('-n', 6)" 2>/dev/null)
+	$(PYTHON) -m pytest tests/gpu tests/core_set --executor=gpu -m "not alone" $$($(PYTHON) -c "import xdist; print('-n', 6)" 2>/dev/null)
+	$(PYTHON) -m pytest tests/gpu --executor=gpu -m alone
 
 bench:  ## times every implementation and its peers; appends to bench/results
 	$(PYTHON) -m bench.run

@@ -268,6 +268,7 @@ print("returned", *names)
 """
 
 
+@pytest.mark.alone
 @each_kernel
 def test_after_warm_up_the_first_call_does_not_wait_for_the_device(kernel: str) -> None:
     command = [sys.executable, "-c", FIRST_CALLS_BEHIND_WORK, kernel, dtype_of(kernel)]

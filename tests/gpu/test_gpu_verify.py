@@ -60,6 +60,7 @@ def test_a_short_run_is_right_and_keeps_its_proof(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not found")
 def test_every_planted_fault_is_found_by_name(tmp_path: Path) -> None:
     assert NVCC is not None
