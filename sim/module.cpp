@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -31,17 +32,17 @@ struct LoadedModule {
   std::vector<std::vector<uint8_t>> globals;
 
   const Kernel& kernel(const std::string& name) const {
-    const auto found = module->kernels.find(name);
-    if (found == module->kernels.end()) throw LoadError("no kernel is called " + name);
-    return *found->second;
+    const Kernel* const found = find_kernel(*module, name);
+    if (found == nullptr) throw LoadError("no kernel is called " + name);
+    return *found;
   }
 };
 
-std::unique_ptr<LoadedModule> load(const std::string& text) {
+std::unique_ptr<LoadedModule> load(const std::string& text, bool when_asked) {
   auto result = std::make_unique<LoadedModule>();
   {
     const nb::gil_scoped_release release;
-    result->module = load_module(text);
+    result->module = load_module(text, when_asked);
   }
   for (const Variable& variable : result->module->globals) {
     std::vector<uint8_t> bytes(variable.bytes);
@@ -118,15 +119,17 @@ nb::list findings_of(const LaunchReport& report, const Module& module, const Ker
 // What the instructions did, one by one and summed up.
 void add_counts(const LaunchReport& report, const Kernel& kernel, nb::dict& result) {
   nb::list executed;
-  std::map<std::string, uint64_t> by_class, by_opcode;
-  std::map<std::string, std::pair<uint64_t, uint64_t>> shared;  // wavefronts, and without conflicts
+  std::map<std::string, uint64_t> by_class;
+  std::map<std::string_view, uint64_t> by_opcode;
+  std::map<std::string_view, std::pair<uint64_t, uint64_t>>
+      shared;  // wavefronts, and without conflicts
   uint64_t wavefronts = 0, transactions = 0, local = 0;
   for (size_t i = 0; i < kernel.code.size(); ++i) {
     const uint64_t count = report.counts.executed[i];
     executed.append(count);
     if (count == 0) continue;
     const auto& memory_counts = report.counts.memory[i];
-    const std::string& opcode = kernel.texts[i].text;
+    const std::string_view opcode = kernel.texts[i].text;
     by_class[class_name(kernel.code[i].counted)] += count;
     by_opcode[opcode] += count;
     if (memory_counts.ideal != 0) {
@@ -195,6 +198,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
     const nb::gil_scoped_acquire acquire;
     return PyErr_CheckSignals() != 0;
   };
+  find_kernel(*loaded.module, kernel_name);
   LaunchReport report;
   double seconds = 0;
   bool interrupted = false;
@@ -306,9 +310,9 @@ NB_MODULE(_archflash_sim, m) {
                    "resident_ctas: int, starts_early: bool, next_starts_early: bool) -> dict[str, "
                    "typing.Any]"));
 
-  m.def("load", &load, "text"_a,
-        "Parses PTX text and resolves every instruction of every kernel; LaunchError names the "
-        "line of what it does not know.");
+  m.def("load", &load, "text"_a, "when_asked"_a = false,
+        "Parses PTX text and resolves every instruction of every kernel, or of a kernel when it is "
+        "first asked for; LaunchError names the line of what it does not know.");
   m.def(
       "forms",
       [] {

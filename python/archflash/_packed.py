@@ -4,7 +4,7 @@ in files of the package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import resources
 
 CHUNK = 1 << 12
@@ -50,15 +50,27 @@ def member(archive: bytes, name: str) -> bytes:
 
 def texts(image: str) -> Iterator[tuple[str, bytes]]:
     """The PTX of an image ("folder/stem") by target, such as compute_90a."""
+    archive = archive_of(image)
+    return texts_in(members(archive) if archive else (), image)
+
+
+def texts_in(found: Iterable[tuple[str, bytes]], image: str) -> Iterator[tuple[str, bytes]]:
+    """Those of them that are the texts of an image, by target."""
+    for name, content in found:
+        own, _, target = name.partition(".")
+        if own == image.partition("/")[2]:
+            yield target, content
+
+
+def archive_of(image: str) -> bytes:
+    """The archive with the PTX of an image; empty if there is none."""
     folder, _, stem = image.partition("/")
     kernels = resources.files("archflash") / "_kernels" / folder
     for file in kernels.iterdir() if kernels.is_dir() else ():
         images, _, kind = file.name.partition(".")
         if kind == "ptx.lzma" and stem in images.split("+"):
-            for name, content in members(file.read_bytes()):
-                own, _, target = name.partition(".")
-                if own == stem:
-                    yield target, content
+            return file.read_bytes()
+    return b""
 
 
 def text(image: str, target: str) -> bytes:

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -100,7 +101,7 @@ class Builder {
   const Statement* statement_ = nullptr;
   Kernel* kernel_ = nullptr;
   KernelLoader* loader_ = nullptr;
-  std::vector<std::string_view> slots_;
+  std::span<const std::string_view> slots_;
   std::vector<Ref> operands_;
   std::vector<Role> roles_;
   size_t next_ = 0;

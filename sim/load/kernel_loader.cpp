@@ -202,10 +202,15 @@ void KernelLoader::require(std::string_view needed, std::string_view what, int l
 }
 
 void KernelLoader::build(const Statement& statement) {
-  FormMatch match = match_form(statement.opcode, statement.modifiers);
-  const std::string opcode(statement.opcode);
-  if (!match.known_opcode) fail(statement.line, "unknown instruction " + opcode);
+  const auto [known, added] = module_.forms.try_emplace(statement.name);
+  auto& [match, missing] = known->second;
+  if (added) {
+    match = match_form(statement.opcode, statement.modifiers);
+    missing = lacked_.needed_by(statement.opcode, statement.modifiers);
+  }
   if (match.form == nullptr) {
+    const std::string opcode(statement.opcode);
+    if (!match.known_opcode) fail(statement.line, "unknown instruction " + opcode);
     const std::string text(statement.text);
     if (match.consumed < statement.modifiers.size()) {
       fail(statement.line, opcode + " does not take modifier ." +
@@ -213,13 +218,12 @@ void KernelLoader::build(const Statement& statement) {
     }
     fail(statement.line, opcode + " lacks a modifier: " + text);
   }
-  const std::string_view missing = lacked_.needed_by(opcode, statement.modifiers);
   if (!missing.empty()) require(missing, statement.text, statement.line);
   Builder builder;
   builder.statement_ = &statement;
   builder.kernel_ = &kernel_;
   builder.loader_ = this;
-  builder.slots_ = std::move(match.slots);
+  builder.slots_ = match.slots;
   match.form->build(builder);
   builder.end();
   finish(builder, statement);
@@ -235,14 +239,8 @@ void KernelLoader::finish(Builder& builder, const Statement& statement) {
     instruction.guard = static_cast<Ref>(statement.guard);
     instruction.guard_negated = statement.guard_negated;
   }
-  std::string opcode(statement.opcode);
-  for (const std::string_view modifier : statement.modifiers) {
-    opcode += '.';
-    opcode += modifier;
-  }
   kernel_.code.push_back(instruction);
-  kernel_.texts.push_back(
-      {statement.line, statement.location, std::move(opcode), std::string(statement.text)});
+  kernel_.texts.push_back({statement.line, statement.location, statement.name, statement.text});
   operands_.refs.push_back(std::move(builder.operands_));
   operands_.roles.push_back(std::move(builder.roles_));
 }

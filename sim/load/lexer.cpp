@@ -77,6 +77,28 @@ std::string_view Lexer::quoted() {
   return result;
 }
 
+void Lexer::skip_braces() {
+  const int line = line_;
+  if (peek() != '{') expect('{');
+  for (int depth = 0; !at_end();) {
+    const char c = text_[at_++];
+    if (c == '{') {
+      ++depth;
+    } else if (c == '}') {
+      if (--depth == 0) return skip();
+    } else if (c == '\n') {
+      ++line_;
+    } else if (c == '"') {
+      while (!at_end() && peek() != '"' && peek() != '\n') ++at_;
+      at_ += peek() == '"' ? 1 : 0;
+    } else if (c == '/' && (peek() == '/' || peek() == '*')) {
+      --at_;
+      skip();
+    }
+  }
+  fail(line, "a '{' has no '}'");
+}
+
 bool Lexer::at_number() const { return std::isdigit(static_cast<unsigned char>(peek())); }
 
 Operand Lexer::number() {

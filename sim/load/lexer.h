@@ -39,6 +39,8 @@ class Lexer {
 
   bool at_modifier() const;
   std::string_view peek_modifier() const;
+  // Goes past { ... }, without a look at what is inside.
+  void skip_braces();
   bool at_number() const;
   std::string here() const;  // what comes next, for messages
 

@@ -19,11 +19,9 @@ void fail(int line, const std::string& message) {
   throw LoadError(printable("PTX line " + std::to_string(line) + ": " + message));
 }
 
-ModuleSyntax Parser::run() {
+void Parser::read_module() {
   while (!lexer_.at_end()) module_item();
   if (result_.module->version.empty()) fail(1, "no .version directive: this is not PTX");
-  name_functions();
-  return std::move(result_);
 }
 
 void Parser::module_item() {
@@ -46,7 +44,7 @@ void Parser::module_item() {
     if (section == "debug_str")
       debug_strings();
     else
-      skip_braces();
+      lexer_.skip_braces();
   } else if (word == "pragma") {
     lexer_.quoted();
     lexer_.expect(';');
@@ -110,7 +108,8 @@ void Parser::debug_strings() {
 }
 
 void Parser::name_functions() {
-  for (const auto& [label, offset] : functions_) {
+  for (size_t i = result_.module->functions.size(); i < functions_.size(); ++i) {
+    const auto& [label, offset] = functions_[i];
     const auto found = debug_labels_.find(label);
     std::string name;
     if (found != debug_labels_.end() && offset < debug_bytes_.size() - found->second) {
@@ -127,34 +126,33 @@ int Parser::function_named(const std::string& label, uint64_t offset) {
   return found->second;
 }
 
-void Parser::skip_braces() {
-  const int line = lexer_.line();
-  lexer_.expect('{');
-  for (int depth = 1; depth > 0;) {
-    if (lexer_.at_end()) fail(line, "a '{' has no '}'");
-    if (lexer_.accept('{'))
-      ++depth;
-    else if (lexer_.accept('}'))
-      --depth;
-    else
-      skip_token();
-  }
-}
-
 // Skips a function. No kernel can call it, since the table has no call instruction.
 void Parser::function() {
   while (!lexer_.at_end() && lexer_.peek() != '{' && lexer_.peek() != ';') skip_token();
   if (lexer_.peek() == '{')
-    skip_braces();
+    lexer_.skip_braces();
   else
     lexer_.expect(';');
 }
 
+// Notes where a kernel stands, and goes past it.
 void Parser::entry() {
   const int line = lexer_.line();
+  const Lexer at_name = lexer_;
+  const std::string name(lexer_.name());
+  while (!lexer_.at_end() && lexer_.peek() != '{' && lexer_.peek() != ';') skip_token();
+  if (lexer_.accept(';')) return;  // a declaration only
+  lexer_.skip_braces();
+  if (!entries_.emplace(name, at_name).second) fail(line, "kernel " + name + " is defined twice");
+  result_.module->kernels.emplace(name, nullptr);
+}
+
+KernelSyntax Parser::read_kernel(const std::string& name) {
+  lexer_ = entries_.at(name);
+  lexer_.name();
   KernelSyntax syntax;
   syntax.kernel = std::make_unique<Kernel>();
-  syntax.kernel->name = std::string(lexer_.name());
+  syntax.kernel->name = name;
   syntax.scopes.emplace_back();
   kernel_ = &syntax;
   current_ = 0;
@@ -167,15 +165,10 @@ void Parser::entry() {
     }
   }
   while (lexer_.at_modifier()) performance_directive(*syntax.kernel);
-  if (lexer_.accept(';')) return;  // a declaration only
   body();
-  for (const KernelSyntax& other : result_.kernels) {
-    if (other.kernel->name == syntax.kernel->name) {
-      fail(line, "kernel " + other.kernel->name + " is defined twice");
-    }
-  }
-  result_.kernels.push_back(std::move(syntax));
   kernel_ = nullptr;
+  name_functions();
+  return syntax;
 }
 
 void Parser::performance_directive(Kernel& kernel) {
@@ -209,7 +202,5 @@ void Parser::performance_directive(Kernel& kernel) {
     for (int i = 0; i < 3; ++i) kernel.required_threads[i] = static_cast<int>(values[i]);
   }
 }
-
-ModuleSyntax parse(const std::string& text) { return Parser(text).run(); }
 
 }  // namespace archflash::sim

@@ -107,6 +107,8 @@ void Parser::statement() {
     return;
   }
   while (lexer_.at_modifier()) s.modifiers.push_back(lexer_.modifier());
+  const std::string_view last = s.modifiers.empty() ? s.opcode : s.modifiers.back();
+  s.name = {s.opcode.data(), static_cast<size_t>(last.data() + last.size() - s.opcode.data())};
   if (lexer_.peek() != ';') {
     do {
       s.operands.push_back(operand(0));

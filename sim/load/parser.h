@@ -1,8 +1,7 @@
-// The parser: one function for each construct of PTX text. It fills a ModuleSyntax.
+// The parser: one function for each construct of PTX text.
 #pragma once
 
 #include <map>
-#include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -20,11 +19,13 @@ bool parse_type(std::string_view word, Type& type);
 
 class Parser {
  public:
-  explicit Parser(const std::string& text) : lexer_(text) {
-    result_.module = std::make_unique<Module>();
-  }
+  // What is parsed has views of `text`. Each function throws LoadError naming the line.
+  Parser(std::string_view text, Module& module) : lexer_(text) { result_.module = &module; }
 
-  ModuleSyntax run();
+  // Reads all but the kernels, whose names it gives the module.
+  void read_module();
+  KernelSyntax read_kernel(const std::string& name);
+  ModuleSyntax& syntax() { return result_; }
 
  private:
   // parse.cpp: module scope and the heads of kernels
@@ -34,7 +35,6 @@ class Parser {
   void debug_strings();
   void name_functions();
   int function_named(const std::string& label, uint64_t offset);
-  void skip_braces();
   void function();
   void entry();
   void performance_directive(Kernel& kernel);
@@ -64,6 +64,7 @@ class Parser {
 
   Lexer lexer_;
   ModuleSyntax result_;
+  std::map<std::string, Lexer> entries_;  // where the name of each kernel stands
   KernelSyntax* kernel_ = nullptr;
   int current_ = 0;
   int location_ = -1;

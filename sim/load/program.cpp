@@ -1,9 +1,16 @@
 #include "sim/load/program.h"
 
 #include "sim/load/kernel_loader.h"
-#include "sim/load/syntax.h"
+#include "sim/load/parser.h"
 
 namespace archflash::sim {
+
+struct Source {
+  Source(std::string from, Module& module) : text(std::move(from)), parser(text, module) {}
+
+  std::string text;
+  Parser parser;
+};
 
 const char* class_name(Class c) {
   static const char* const NAMES[CLASS_COUNT] = {
@@ -21,14 +28,26 @@ int Module::capability() const {
   return number;
 }
 
-std::unique_ptr<Module> load_module(const std::string& text) {
-  ModuleSyntax syntax = parse(text);
-  for (KernelSyntax& kernel : syntax.kernels) {
-    KernelLoader(syntax, kernel).load();
-    const std::string name = kernel.kernel->name;
-    syntax.module->kernels[name] = std::move(kernel.kernel);
+std::unique_ptr<Module> load_module(std::string text, bool when_asked) {
+  auto module = std::make_unique<Module>();
+  module->source = std::make_shared<Source>(std::move(text), *module);
+  module->source->parser.read_module();
+  if (!when_asked) {
+    for (const auto& [name, kernel] : module->kernels) find_kernel(*module, name);
   }
-  return std::move(syntax.module);
+  return module;
+}
+
+const Kernel* find_kernel(Module& module, const std::string& name) {
+  const auto found = module.kernels.find(name);
+  if (found == module.kernels.end()) return nullptr;
+  if (found->second == nullptr) {
+    Parser& parser = module.source->parser;
+    KernelSyntax syntax = parser.read_kernel(name);
+    KernelLoader(parser.syntax(), syntax).load();
+    found->second = std::move(syntax.kernel);
+  }
+  return found->second.get();
 }
 
 std::string source_line(const Module& module, const Kernel& kernel, uint32_t pc) {
@@ -47,8 +66,8 @@ std::string source_line(const Module& module, const Kernel& kernel, uint32_t pc)
 
 std::string describe_instruction(const Module& module, const Kernel& kernel, uint32_t pc) {
   if (pc >= kernel.texts.size()) return "no instruction";
-  std::string text =
-      "PTX line " + std::to_string(kernel.texts[pc].line) + " (" + kernel.texts[pc].text;
+  std::string text = "PTX line " + std::to_string(kernel.texts[pc].line) + " (";
+  text += kernel.texts[pc].text;
   const std::string source = source_line(module, kernel, pc);
   if (!source.empty()) text += ", " + source;
   return text + ")";

@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace archflash::sim {
@@ -103,12 +104,12 @@ struct Location {
   int function = -1;    // the index in Module::functions; -1: not stated, as for code not inlined
 };
 
-// The text of an instruction, for reports and tools.
+// The text of an instruction, for reports and tools: parts of the module's.
 struct InstructionText {
-  int line = 0;           // in the PTX text, from 1
-  int location = -1;      // index in Kernel::locations
-  std::string text;       // opcode with modifiers
-  std::string statement;  // the whole statement
+  int line = 0;                // in the PTX text, from 1
+  int location = -1;           // index in Kernel::locations
+  std::string_view text;       // opcode with modifiers
+  std::string_view statement;  // the whole statement
 };
 
 struct Variable {
@@ -190,18 +191,25 @@ struct Kernel {
   std::vector<std::shared_ptr<const void>> extras;
 };
 
+struct Source;
+
 struct Module {
   std::string version, target;
-  int capability() const;  // of the target: 90 for "sm_90a"
-  std::map<std::string, std::unique_ptr<Kernel>> kernels;
+  int capability() const;                                  // of the target: 90 for "sm_90a"
+  std::map<std::string, std::unique_ptr<Kernel>> kernels;  // nullptr: not yet loaded
   std::map<int, std::string> files;
   std::vector<std::string> functions;  // inlined ones, without namespaces and arguments
   std::vector<Variable> globals;       // the .global variables
   std::vector<uint8_t> const_memory;   // holds all .const variables
+  std::shared_ptr<Source> source;      // its text
 };
 
-// Parses PTX text and resolves every instruction of every kernel. Throws LoadError naming the line.
-std::unique_ptr<Module> load_module(const std::string& text);
+// Parses PTX text and resolves every instruction of every kernel, or of each kernel when
+// find_kernel is first asked for it. Throws LoadError naming the line.
+std::unique_ptr<Module> load_module(std::string text, bool when_asked = false);
+
+// The kernel of that name; nullptr: there is none.
+const Kernel* find_kernel(Module& module, const std::string& name);
 
 // "line 12: ld.shared.u32 (attention_fwd.cuh:33)"
 std::string describe_instruction(const Module& module, const Kernel& kernel, uint32_t pc);

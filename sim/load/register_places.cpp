@@ -2,19 +2,20 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <map>
+#include <queue>
+#include <tuple>
 
 namespace archflash::sim {
 namespace {
 
-// A set of registers.
+// A set of registers that blocks hand on, by the numbers that these have among each other.
 class RegisterSet {
  public:
   explicit RegisterSet(size_t registers) : words_((registers + 63) / 64) {}
 
-  void insert(Ref r) { words_[r / 64] |= uint64_t{1} << r % 64; }
-  void erase(Ref r) { words_[r / 64] &= ~(uint64_t{1} << r % 64); }
-  bool contains(Ref r) const { return (words_[r / 64] >> r % 64 & 1) != 0; }
+  void insert(uint32_t r) { words_[r / 64] |= uint64_t{1} << r % 64; }
   void insert_all(const RegisterSet& other) {
     for (size_t w = 0; w < words_.size(); ++w) words_[w] |= other.words_[w];
   }
@@ -32,7 +33,7 @@ class RegisterSet {
   void for_each(Function function) const {
     for (size_t w = 0; w < words_.size(); ++w) {
       for (uint64_t rest = words_[w]; rest != 0; rest &= rest - 1) {
-        function(static_cast<Ref>(w * 64 + static_cast<size_t>(std::countr_zero(rest))));
+        function(w * 64 + static_cast<size_t>(std::countr_zero(rest)));
       }
     }
   }
@@ -111,15 +112,20 @@ class RegisterPlacer {
 
   size_t blocks() const { return begin_.size() - 1; }
 
-  // The registers that are alive where each block begins and ends.
+  // The registers that are alive where each block begins and ends. Most are written and read in one
+  // block: the sets are of the others.
   void find_live_registers() {
-    const RegisterSet none(registers_.size());
-    std::vector<RegisterSet> uses(blocks(), none), defines(blocks(), none);
-    live_in_.assign(blocks(), none);
-    live_out_.assign(blocks(), none);
+    std::vector<uint32_t> number(registers_.size(), 0);  // from 1; 0: no block hands it on
+    std::vector<size_t> defined_in(registers_.size(), NEVER);
+    std::vector<std::vector<uint32_t>> read_first(blocks());
     for (size_t b = 0; b < blocks(); ++b) {
       const auto read = [&](Ref r) {
-        if (!(r & CONSTANT) && !defines[b].contains(r)) uses[b].insert(r);
+        if ((r & CONSTANT) || defined_in[r] == b) return;
+        if (number[r] == 0) {
+          handed_on_.push_back(r);
+          number[r] = static_cast<uint32_t>(handed_on_.size());
+        }
+        read_first[b].push_back(number[r] - 1);
       };
       for (size_t i = begin_[b]; i < begin_[b + 1]; ++i) {
         const std::vector<Ref>& refs = operands_.refs[i];
@@ -132,7 +138,22 @@ class RegisterPlacer {
           if (roles[k] == Role::Read || guarded) read(refs[k]);
         }
         for (size_t k = 0; k < refs.size(); ++k) {
-          if (roles[k] == Role::Write) defines[b].insert(refs[k]);
+          if (roles[k] == Role::Write) defined_in[refs[k]] = b;
+        }
+      }
+    }
+    const RegisterSet none(handed_on_.size());
+    std::vector<RegisterSet> uses(blocks(), none), defines(blocks(), none);
+    live_in_.assign(blocks(), none);
+    live_out_.assign(blocks(), none);
+    for (size_t b = 0; b < blocks(); ++b) {
+      for (const uint32_t r : read_first[b]) uses[b].insert(r);
+      for (size_t i = begin_[b]; i < begin_[b + 1]; ++i) {
+        const std::vector<Ref>& refs = operands_.refs[i];
+        for (size_t k = 0; k < refs.size(); ++k) {
+          if (operands_.roles[i][k] == Role::Write && number[refs[k]] != 0) {
+            defines[b].insert(number[refs[k]] - 1);
+          }
         }
       }
     }
@@ -150,8 +171,9 @@ class RegisterPlacer {
   // Compilers load whole structures at once, with parts that nobody has written and nobody will
   // read. Reading those parts must not be reported.
   void mark_unused_loads() {
+    std::vector<size_t> live_in_block(registers_.size(), NEVER);
     for (size_t b = 0; b < blocks(); ++b) {
-      RegisterSet live = live_out_[b];
+      live_out_[b].for_each([&](size_t r) { live_in_block[handed_on_[r]] = b; });
       for (size_t i = begin_[b + 1]; i-- > begin_[b];) {
         Instruction& instruction = kernel_.code[i];
         const std::vector<Ref>& refs = operands_.refs[i];
@@ -160,18 +182,18 @@ class RegisterPlacer {
         int element = 0;
         for (size_t k = 0; k < refs.size(); ++k) {
           if (roles[k] != Role::Write) continue;
-          if (instruction.counted == Class::Load && !live.contains(refs[k]) && element < 8) {
+          if (instruction.counted == Class::Load && live_in_block[refs[k]] != b && element < 8) {
             instruction.unused |= static_cast<uint8_t>(1u << element);
           }
           ++element;
         }
         for (size_t k = 0; k < refs.size(); ++k) {
-          if (roles[k] == Role::Write && !guarded) live.erase(refs[k]);
+          if (roles[k] == Role::Write && !guarded) live_in_block[refs[k]] = NEVER;
         }
         for (size_t k = 0; k < refs.size(); ++k) {
-          if (roles[k] == Role::Read && !(refs[k] & CONSTANT)) live.insert(refs[k]);
+          if (roles[k] == Role::Read && !(refs[k] & CONSTANT)) live_in_block[refs[k]] = b;
         }
-        if (guarded) live.insert(instruction.guard);
+        if (guarded) live_in_block[instruction.guard] = b;
       }
     }
   }
@@ -189,8 +211,8 @@ class RegisterPlacer {
     first_.assign(registers_.size(), NEVER);
     last_.assign(registers_.size(), 0);
     for (size_t b = 0; b < blocks(); ++b) {
-      live_in_[b].for_each([&](Ref r) { touch(r, begin_[b]); });
-      live_out_[b].for_each([&](Ref r) { touch(r, begin_[b + 1] - 1); });
+      live_in_[b].for_each([&](size_t r) { touch(handed_on_[r], begin_[b]); });
+      live_out_[b].for_each([&](size_t r) { touch(handed_on_[r], begin_[b + 1] - 1); });
       for (size_t i = begin_[b]; i < begin_[b + 1]; ++i) {
         if (kernel_.code[i].guard != NO_REF) touch(kernel_.code[i].guard, i);
         for (const Ref r : operands_.refs[i]) {
@@ -217,14 +239,17 @@ class RegisterPlacer {
     std::sort(order.begin(), order.end(),
               [&](Ref a, Ref b) { return first_[a] != first_[b] ? first_[a] < first_[b] : a < b; });
     std::map<int, std::vector<Ref>> free_places;  // by size, the most recently used one last
-    std::multimap<size_t, Ref> active;            // by last instruction
+    // By last instruction, of several the first that became active.
+    using Active = std::tuple<size_t, size_t, Ref>;
+    std::priority_queue<Active, std::vector<Active>, std::greater<>> active;
+    size_t activated = 0;
     place_.assign(registers_.size(), 0);
     uint32_t top = 0;
     for (const Ref r : order) {
-      while (!active.empty() && active.begin()->first < first_[r]) {
-        const Ref done = active.begin()->second;
+      while (!active.empty() && std::get<0>(active.top()) < first_[r]) {
+        const Ref done = std::get<2>(active.top());
         free_places[place_bytes(registers_[done].bits)].push_back(place_[done]);
-        active.erase(active.begin());
+        active.pop();
       }
       const int bytes = place_bytes(registers_[r].bits);
       std::vector<Ref>& available = free_places[bytes];
@@ -243,7 +268,7 @@ class RegisterPlacer {
         place_[r] = top;
         top += static_cast<uint32_t>(bytes);
       }
-      active.emplace(last_[r], r);
+      active.emplace(last_[r], activated++, r);
     }
     kernel_.register_bytes = top;
   }
@@ -263,6 +288,7 @@ class RegisterPlacer {
   const std::vector<Type>& registers_;
   OperandLists& operands_;
   std::vector<size_t> begin_, block_of_;
+  std::vector<Ref> handed_on_;  // the registers that a block reads of another one
   std::vector<RegisterSet> live_in_, live_out_;
   std::vector<size_t> first_, last_;
   std::vector<Ref> place_;

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "sim/load/forms.h"
 #include "sim/load/program.h"
 
 namespace archflash::sim {
@@ -63,6 +64,7 @@ struct Statement {
   std::string_view opcode;
   std::vector<std::string_view> modifiers;  // without their dots
   std::vector<Operand> operands;
+  std::string_view name;  // the opcode with its modifiers
   std::string_view text;
   int guard = -1;  // a predicate register
   bool guard_negated = false;
@@ -79,14 +81,17 @@ struct KernelSyntax {
   std::unordered_map<std::string, uint32_t> parameters;  // their offsets in the parameter block
 };
 
-struct ModuleSyntax {
-  std::unique_ptr<Module> module;
-  std::vector<KernelSyntax> kernels;
-  std::unordered_map<std::string, Variable> variables;  // those of module scope
+// What the statements of one name have in common.
+struct StatementForm {
+  FormMatch match;
+  std::string_view missing;  // what the target must be; empty: it has the instruction
 };
 
-// Parses PTX text. Throws LoadError naming the line. The result's string views point into `text`.
-ModuleSyntax parse(const std::string& text);
+struct ModuleSyntax {
+  Module* module = nullptr;
+  std::unordered_map<std::string_view, StatementForm> forms;  // by the names of statements
+  std::unordered_map<std::string, Variable> variables;        // those of module scope
+};
 
 // Throws LoadError with the line and a message.
 [[noreturn]] void fail(int line, const std::string& message);

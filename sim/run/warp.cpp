@@ -281,7 +281,7 @@ void Warp::execute_control(Fragment& fragment, const Instruction& instruction, u
       return;
     case Control::Trap:
       if (active != 0) {
-        throw Fault{"trap", "the kernel executed " + cta_.kernel().texts[pc_].text,
+        throw Fault{"trap", "the kernel executed " + std::string(cta_.kernel().texts[pc_].text),
                     std::countr_zero(active), 0};
       }
       ++fragment.pc;

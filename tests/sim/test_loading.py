@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from archflash import LaunchError, sim
+from archflash.sim import _launch
 
 from .fuzz import attempt, corpus, damage
 from .ptx import HEADER, program, run
@@ -80,6 +81,24 @@ def test_unknown_ptx_is_refused_with_its_line(statement: str, message: str) -> N
 )
 def test_malformed_text_is_refused(text: str, message: str) -> None:
     assert message in refused(text)
+
+
+def test_a_kernel_that_is_read_when_asked_for_is_refused_then_and_the_others_run() -> None:
+    text = (
+        HEADER + '.entry fine() { // }\n{ .pragma "}"; } ret; }\n'
+        ".entry broken() { ret;\nfrobnicate.b32; }\n.entry last() { ret; }"
+    )
+    line = text[: text.index("frobnicate")].count("\n") + 1
+    assert f"line {line}: unknown instruction frobnicate" in refused(text)
+    loaded = _launch.load_when_asked(text)
+    assert loaded.kernels == ("broken", "fine", "last")
+    for _ in range(2):
+        with pytest.raises(LaunchError, match=f"line {line}: unknown instruction frobnicate"):
+            sim.launch(loaded, "broken", [], block=(1,))
+        for kernel in ("last", "fine"):
+            assert sim.launch(loaded, kernel, [], block=(1,)).ctas == 1
+    with pytest.raises(LaunchError, match="the PTX has broken, fine, last"):
+        sim.launch(loaded, "none", [], block=(1,))
 
 
 def test_scopes_hide_registers_and_labels_of_inline_assembly() -> None:

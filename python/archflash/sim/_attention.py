@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from archflash import _archflash as _runtime
 from archflash import _archflash_sim as _native
 from archflash._errors import LaunchError, NotCompiledError
 from archflash._plain_tensors import resolved
-from archflash.sim._launch import Bindings, Buffer, Program, load, run_kernel
+from archflash.sim._launch import Bindings, Buffer, Program, load_when_asked, run_kernel
 from archflash.sim._report import Report, SimulationError
 
 LIMIT_VARIABLE = "ARCHFLASH_SIM_LIMIT"
@@ -300,7 +300,12 @@ def find_program(image: str, capability: tuple[int, int]) -> Program:
     Raises:
         NotCompiledError: this build left it out.
     """
-    return load(ptx_text(image, capability))
+    return load_when_asked(ptx_text(image, capability))
+
+
+@lru_cache(maxsize=1)  # those for fp16 and bf16 are in one
+def _unpacked(archive: bytes) -> list[tuple[str, bytes]]:
+    return list(_packed.members(archive)) if archive else []
 
 
 def ptx_text(image: str, capability: tuple[int, int]) -> str:
@@ -309,7 +314,7 @@ def ptx_text(image: str, capability: tuple[int, int]) -> str:
     Raises:
         NotCompiledError: this build has none.
     """
-    texts = dict(_packed.texts(image))
+    texts = dict(_packed.texts_in(_unpacked(_packed.archive_of(image)), image))
     target = _runtime.pick_target(list(texts), capability)
     if target is None:
         raise NotCompiledError(

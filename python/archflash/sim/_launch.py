@@ -62,7 +62,15 @@ def load(text: str) -> Program:
         >>> sim.load(header + ".entry nothing() { ret; }").kernels
         ('nothing',)
     """
-    module = _native.load(text)
+    return _as_program(_native.load(text))
+
+
+def load_when_asked(text: str) -> Program:
+    """As `load`, for PTX that is known to load: each kernel is read when it is first launched."""
+    return _as_program(_native.load(text, when_asked=True))
+
+
+def _as_program(module: _native.Module) -> Program:
     return Program(module, tuple(module.kernels), module.target)
 
 
