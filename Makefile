@@ -22,8 +22,11 @@ MAKEFLAGS += --jobs=2
 endif
 
 # tests/build looks at the wheel that was installed. Each worker takes a half of the tests, and then steals from the other. Torch
-# gets one thread in each: with more, threads of the two wait for one another.
-PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# gets one thread in each: with more, threads of the two wait for one another. The C library keeps memory that is freed: else the
+# kernel clears pages for each large array again, in a quarter of the time of some tests. Python keeps what it compiles.
+MALLOC := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=16777216
+PYTEST := ARCHFLASH_TEST_WHEEL=$(WHEELS) OMP_NUM_THREADS=1 $(MALLOC) $(BIN)/python -m pytest -n 2 --dist worksteal
+unexport PYTHONDONTWRITEBYTECODE
 
 test: $(VENV)/installed  ## every test that needs no GPU, but for those of test-rest
 	$(PYTEST) -m "not rest"
