@@ -200,6 +200,8 @@ def test_tensors_of_other_lengths_are_joined_and_split_again() -> None:
     assert [x.shape[1] for x in of_both.split_kv(k)] == [2, 2]
     with pytest.raises(ValueError, match="split_queries or split_kv"):
         of_both.split(q)
+    with pytest.raises(ValueError, match=r"it must be \(1, 11, "):
+        of_both.split_queries(q[:, 1:])
     with pytest.raises(ValueError, match="11 rows of all sequences"):
         ops.memory_efficient_attention(q[:, 1:], k, v, of_both)
     assert ops.unbind(rand(3, 2), 0)[0].shape == (2,)
@@ -219,6 +221,19 @@ def test_tensors_of_other_lengths_are_joined_and_split_again() -> None:
 def test_masks_that_cannot_be(wrong: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r"must|may|has"):
         wrong()
+
+
+def test_the_type_of_outputs_is_a_dtype() -> None:
+    q = rand(1, 3, 1, 8)
+    assert ops.memory_efficient_attention(q, q, q, output_dtype=torch.half).dtype == torch.half
+    with pytest.raises(TypeError, match="output_dtype is 'half'"):
+        ops.memory_efficient_attention(q, q, q, output_dtype="half")  # type: ignore[arg-type]
+
+
+def test_lengths_are_on_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    bias = biases.BlockDiagonalMask.from_seqlens([2, 1])
+    assert bias.q_seqinfo.seqstart.device.type == "cpu"
 
 
 def test_a_mask_of_somebody_elses_is_refused() -> None:
