@@ -133,6 +133,7 @@ def plans_by_kernel(
     if implementations is None and (forced := _dispatch.forced()) is not None:
         implementations = (forced,)
     found: dict[str, _native.LaunchPlan] = {}
+    head_dims = list(dict.fromkeys(head_dims))
     if implementations is None:
         for dtype, dims in itertools.product(dtypes, head_dims):
             for problem in _problems(device, dtype, *dims):
