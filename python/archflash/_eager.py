@@ -222,11 +222,14 @@ def never_compiled(function: _Function) -> _Function:
     the runtime's objects is wrong. torch._dynamo, which takes a second, is not imported for that.
     """
 
+    disabled: list[_Function] = []
+
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         dynamo: Any = sys.modules.get("torch._dynamo")
-        run = function if dynamo is None else dynamo.disable(function)
-        return run(*given, **named)
+        if dynamo is not None and not disabled:
+            disabled.append(dynamo.disable(function))
+        return (disabled[0] if disabled else function)(*given, **named)
 
     vars(call)["_torchdynamo_disable"] = True  # what torch._dynamo.disable sets
     give_code(call, function)

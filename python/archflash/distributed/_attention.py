@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from archflash import _autocast, _dispatch, _gradients
 from archflash._api import make_problem
-from archflash._eager import in_transform
+from archflash._eager import in_transform, never_compiled
 from archflash._errors import UnsupportedError
 from archflash.distributed import _cost, _stages
 from archflash.distributed import _shards as _of_shards
@@ -34,7 +34,7 @@ from archflash.distributed._shards import Shards, digest
 from archflash.distributed._work import Ranks, check_calls, work_of
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def attention(
     q: Tensor,
     k: Tensor,
