@@ -25,6 +25,13 @@ def dry_run(target: str, *options: str, always: str = "--always-make") -> str:
 
 
 @needs_make
+def test_tests_with_time_limits_have_the_gpu_to_themselves() -> None:
+    others, alone = dry_run("test-gpu").splitlines()
+    assert '-m "not alone"' in others
+    assert alone.endswith("-m alone")
+
+
+@needs_make
 @pytest.mark.parametrize("target", ["test", "test-fast"])
 def test_one_wheel_is_built_installed_and_looked_at(target: str) -> None:
     lines = dry_run(target, "VENV=elsewhere").splitlines()
