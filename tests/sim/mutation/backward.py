@@ -90,6 +90,11 @@ class BackwardTarget:
             yield BackwardCall(self, "causal", make(70, 150, (2, 2)), options)
             inputs = make(45, 137, (1, 1), narrow)
             yield BackwardCall(self, "negative scale", inputs, {"scale": -0.3})
+            # Gradients in fp32 with all columns, and with few, of which whole groups are left out.
+            wide = make(45, 137, (1, 1))
+            few = [x[..., :16].contiguous() for x in wide]
+            yield BackwardCall(self, "few columns of v", [few[0], wide[1], wide[2], few[3]], {})
+            yield BackwardCall(self, "few columns of q", [wide[0], few[1], few[2], wide[3]], {})
             # CTAs share out the keys of these.
             yield BackwardCall(self, "shares", make(100, 450, (1, 1)), options)
             yield BackwardCall(self, "many heads", make(40, 90, (7, 7)), options)
@@ -143,7 +148,9 @@ class BackwardTarget:
 
 
 # Calls whose gradients are in fp32, which code of its own writes.
-FP32_GRADIENTS = ("window, softcap", "blocks", "negative scale")
+FP32_GRADIENTS = (
+    "window, softcap", "blocks", "negative scale", "few columns of v", "few columns of q",
+)  # fmt: skip
 
 
 class BackwardCall:

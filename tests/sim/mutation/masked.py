@@ -95,7 +95,14 @@ TARGETS = (
         "hopper", "attention_fwd_bf16_d64_dense", "H200", "bf16", 64, 260, (), NO_ATTN_MASK
     ),
     MaskedTarget(
-        "hopper", "attention_fwd_bf16_d64_dense_short", "H200", "bf16", 64, 120, (), ATTN_MASKS[:4]
+        "hopper",
+        "attention_fwd_bf16_d64_dense_short",
+        "H200",
+        "bf16",
+        64,
+        120,
+        (),
+        (*ATTN_MASKS[:4], "bool, window"),
     ),
     MaskedTarget("hopper", "attention_fwd_f16_d128_dense", "H200", "f16", 128, 260, (), DENSE),
     MaskedTarget("hopper", "attention_fwd_bf16_d64_table", "H200", "bf16", 64, 260, (), TABLES),

@@ -91,6 +91,8 @@ class MaskedCalls:
             return (q * 4096, k * 4096, v), {"attn_mask": apart, "scale": 2.0**20}
         if kind == "bool":
             return self._shared, {"attn_mask": keep, "causal": True}
+        if kind == "bool, window":  # rows that begin behind a block which others see
+            return self._shared, {"attn_mask": keep, "window": (20, 7)}
         if kind == "bool, aligned rows":  # which are read by words
             wide = torch.zeros(1, 2, rows, 256, dtype=torch.bool)[..., :NK]
             return self._shared, {"attn_mask": wide.copy_(keep)}

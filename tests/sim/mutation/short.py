@@ -77,6 +77,10 @@ class ShortTarget:
             ("two sequences", qkv(70, 100, 3, batch=2), {"scale": -0.2}),
             ("window, softcap", capped, {"window": (10, 4), "softcap": 2.0, "q_offset": 30}),
             ("huge scores", huge, {}),
+            # Tiles of one block, fewer than there are stages, and without any.
+            ("few keys", qkv(100, 20, 5), {"causal": True}),
+            # Rows that see the first keys of a block alone, beside rows that see the next block.
+            ("causal", qkv(98, 100, 2), {"causal": True}),
         ]
         for name, tensors, given in calls:
             yield ForwardCall(
