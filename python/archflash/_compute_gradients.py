@@ -42,10 +42,14 @@ def compute(
         deterministic = wants_deterministic()
     problem = request.problem()
     device, obstacle = _dispatch.device_of(problem, request.q.device.index)
-    by_score = into
-    if into.dmask is not None and deterministic:
-        by_score = into.with_dmask_of_all_scores(request)
-    request, decision = decide_as_computed(request, by_score, device, name, obstacle, deterministic)
+    asked, by_score = request, into
+    request, decision = decide_as_computed(asked, into, device, name, obstacle, deterministic)
+    if into.dmask is not None and deterministic and not _orders_mask_sums(decision):
+        by_score = into.with_dmask_of_all_scores(asked)
+        if by_score is not into:
+            request, decision = decide_as_computed(
+                asked, by_score, device, name, obstacle, deterministic
+            )
     if decision.unproved and device is not None:
         _proofs.note(decision.unproved[0], device, decision.chosen)
     if decision.plan is not None:
@@ -62,6 +66,11 @@ def compute(
         )
         _dispatch.note_fallback(f"{kernel}: {reason}")
     _by_torch(request, into, deterministic)
+
+
+def _orders_mask_sums(decision: _dispatch.Decision) -> bool:
+    """Whether the chosen kernel adds up the gradients of a mask that heads share in order."""
+    return decision.plan is not None and decision.plan.orders_mask_sums
 
 
 def _with_autograd() -> Any:

@@ -139,8 +139,8 @@ class Gradients:
     Attributes:
         dq, dk, dv: in the dtype of the inputs, or float32.
         dsinks: float32 ``(heads_q,)``; None if the call has no sinks.
-        dmask: float32, shaped like attn_mask with 4 dimensions, to which its gradient is added;
-            None if that is not wanted.
+        dmask: float32, shaped like attn_mask with 4 dimensions, zeros to which its gradient is
+            added; None if that is not wanted.
         accumulate: whether dq, dk and dv are added to what they hold.
     """
 

@@ -17,14 +17,15 @@ namespace archflash::hopper {
 
 // What comes behind a block's note.
 struct AddedNote {
+  int head;     // of those that share a head of K
   bool lowest;  // some row of the block sees lowest scores only
 };
 
 struct AddedNotes {
   using Note = AddedNote;
   template <class Terms>
-  __device__ __forceinline__ AddedNote operator()(int, int, const Terms& terms) const {
-    return {any_lowest(terms)};
+  __device__ __forceinline__ AddedNote operator()(int head, int, const Terms& terms) const {
+    return {head, any_lowest(terms)};
   }
 };
 

@@ -31,7 +31,8 @@ struct BackwardVariant {
   bool lists_rounds = false;
   // That table is made of attn_mask, whose elements change the scores (backward_dense.cuh).
   bool reads_mask = false;
-  bool mask_gradient = false;  // the gradient of attn_mask is wanted, too
+  bool mask_gradient = false;   // the gradient of attn_mask is wanted, too
+  bool keeps_gradient = false;  // of each head, for a launch that adds these up in order
   // TMA brings the elements of an attn_mask that is added, in 16 bits (backward_added.cuh).
   bool adds_mask = false;
   // Consumer warpgroups, with 64 keys each. With one there is room for two CTAs on an SM.
@@ -81,6 +82,7 @@ struct BackwardConfig {
   static constexpr bool LISTS_ROUNDS = VARIANT.lists_rounds;
   static constexpr bool READS_MASK = VARIANT.reads_mask;
   static constexpr bool MASK_GRADIENT = VARIANT.mask_gradient;
+  static constexpr bool KEEPS_GRADIENT = VARIANT.keeps_gradient;
   static_assert(!READS_MASK || LISTS_ROUNDS);
   static constexpr bool ADDS_MASK = VARIANT.adds_mask;
   static constexpr int MASK_STAGES = ADDS_MASK ? 2 : 0;  // blocks of elements
@@ -363,6 +365,10 @@ constexpr BackwardVariant with_elements(BackwardVariant variant) {
   variant.key_stages = 1;
   return variant;
 }
+constexpr BackwardVariant with_kept_gradient(BackwardVariant variant) {
+  variant.keeps_gradient = true;
+  return variant;
+}
 constexpr BackwardVariant with_dropout(BackwardVariant variant) {
   variant.drops = true;
   return variant;
@@ -400,6 +406,11 @@ using BackwardD64Dense = BackwardConfig<DTYPE, with_mask(BACKWARD_D64, GRADIENT)
 using BackwardD64Added = BackwardConfig<DTYPE, with_elements(BACKWARD_D64)>;
 template <bool GRADIENT = false>
 using BackwardD128Dense = BackwardConfig<DTYPE, with_mask(BACKWARD_D128, GRADIENT)>;
+using BackwardD64AddedKept = BackwardConfig<DTYPE, with_kept_gradient(with_elements(BACKWARD_D64))>;
+using BackwardD64DenseKept =
+    BackwardConfig<DTYPE, with_kept_gradient(with_mask(BACKWARD_D64, false))>;
+using BackwardD128DenseKept =
+    BackwardConfig<DTYPE, with_kept_gradient(with_mask(BACKWARD_D128, false))>;
 using BackwardD64Dropout = BackwardConfig<DTYPE, with_dropout(BACKWARD_D64)>;
 using BackwardD128Dropout = BackwardConfig<DTYPE, with_dropout(BACKWARD_D128)>;
 

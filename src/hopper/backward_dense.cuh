@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/device/attention_work.cuh"
+#include "common/device/backward_rows.cuh"
 #include "common/device/lowest_rows.cuh"
 #include "common/device/masks.cuh"
 #include "common/masked_backward_params.h"
@@ -17,6 +18,7 @@
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_products.cuh"
 #include "hopper/backward_scores.cuh"
+#include "hopper/kept_scores.cuh"
 
 namespace archflash::hopper {
 
@@ -28,10 +30,6 @@ constexpr uint32_t DENSE_LOWEST = 8;  // some row may see lowest scores only; no
 constexpr int DENSE_STATE_BITS = 8;
 static_assert(BLOCK_UNSEEN == 0);
 
-constexpr int DENSE_SCORES = MASK_BLOCK * MASK_BLOCK / DENSE_THREADS;
-// What is added lies as chunks of 16 bytes: the first one of each thread, then the second one.
-constexpr int DENSE_16_BIT_CHUNKS = DENSE_SCORES / 8, DENSE_F32_CHUNKS = DENSE_SCORES / 4;
-
 // --- the kernel before the main one: a CTA for each block ---
 
 template <DType DTYPE>
@@ -42,6 +40,7 @@ __device__ __forceinline__ void prepare_mask(const DenseBackwardParams& params) 
   __shared__ uint32_t state_of_warp[DENSE_THREADS / 32];
   ptx::griddepcontrol_wait();               // what comes before this call is done
   ptx::griddepcontrol_launch_dependents();  // the next kernel waits for the end of this one
+  device::clear_by_grid(params.kept.is_kept_gmem, params.kept.is_kept_bytes);
   const MaskParams& masks = params.masks;
   const AttentionParams& attention = params.call.backward.attention;
   const unsigned block = blockIdx.x;
@@ -143,6 +142,7 @@ struct DenseNote {
   __device__ __forceinline__ uint32_t state(int group) const {
     return states >> (DENSE_STATE_BITS * group);
   }
+  __device__ __forceinline__ int head() const { return static_cast<int>(states >> HEAD_SHIFT); }
   // All warps where some row sees lowest scores only.
   __device__ __forceinline__ unsigned masked_warps() const {
     return (states & DENSE_LOWEST) != 0 ? 0xFF : 0;
@@ -307,8 +307,7 @@ __device__ __forceinline__ void add_mask_gradient(const KeysByQueries<C>& ds_rme
                                                   const DenseNote& note) {
   const MaskGradientParams& dmask = params.dmask;
   const int thread = ptx::mov_tid_x_volatile();
-  const int head = work.head * params.call.backward.attention.heads_per_kv +
-                   static_cast<int>(note.states >> DenseNote::HEAD_SHIFT);
+  const int head = work.head * params.call.backward.attention.heads_per_kv + note.head();
   const int query = block.row + thread % 4 * 2;
   const int key = work.first_row + thread / 32 % C::KEY_WARPS * C::WARP_ROWS + thread % 32 / 4;
   float* const gmem = dmask.gmem + work.batch * dmask.batch + head * dmask.head +
@@ -323,6 +322,18 @@ __device__ __forceinline__ void add_mask_gradient(const KeysByQueries<C>& ds_rme
         ptx::red_add_f32(gmem + (8 * n + i) * dmask.row + 8 * r * dmask.key, ds_rmem[n][e]);
     }
   }
+}
+
+// Keeps dS of a block for sum_mask_gradients(). head: of those that share a head of K.
+template <class C>
+__device__ __forceinline__ void keep_mask_gradient(const KeysByQueries<C>& ds_rmem,
+                                                   const BackwardKernelParams& params,
+                                                   const KeptScoresParams& kept,
+                                                   const CtaWork& work, int row, int head) {
+  const AttentionParams& attention = params.backward.attention;
+  const int of_q = work.head * attention.heads_per_kv + head;
+  const int key_block = work.first_row / MASK_BLOCK + ptx::mov_tid_x_volatile() / DENSE_THREADS;
+  keep_scores<C>(ds_rmem, kept, work.batch * attention.heads_q + of_q, row / MASK_BLOCK, key_block);
 }
 
 }  // namespace archflash::hopper

@@ -328,6 +328,14 @@ __device__ __forceinline__ void consume(const BackwardParamsOf<C>& all_params, c
         add_mask_gradient<C>(ds_rmem, all_params, work, *note_of(q_ring.stage),
                              dense_note<C>(shared, q_ring.stage));
       }
+      if constexpr (C::KEEPS_GRADIENT) {
+        const int head = [&] {
+          if constexpr (C::READS_MASK) return dense_note<C>(shared, q_ring.stage).head();
+          if constexpr (C::ADDS_MASK) return added_note<C>(shared, q_ring.stage).head;
+        }();
+        keep_mask_gradient<C>(ds_rmem, all_params.call, all_params.kept, work,
+                              note_of(q_ring.stage)->row, head);
+      }
     } else if (masks) {
       clear_unseen<C>(ds_rmem, work, row_of(q_ring.stage));
     }

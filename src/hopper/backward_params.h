@@ -100,15 +100,26 @@ struct ListingBackwardParams {
 // The most tiles of a head that are ordered.
 constexpr int MOST_ORDERED_TILES = 1024;
 
+// Threads of a consumer warpgroup, and of a CTA that prepares a block of attn_mask.
+constexpr int DENSE_THREADS = 128;
+
+// dS of each head, which main kernels keep for the launch behind them that adds it up to the
+// gradient of attn_mask: blocks of MASK_BLOCK rows and keys, (batch * heads of q, row_blocks,
+// key_blocks), of whole rounds and tiles.
+struct KeptScoresParams {
+  void* gmem;             // MASK_BLOCK * MASK_BLOCK elements of 16 bits of each block
+  uint8_t* is_kept_gmem;  // 1 for each block that a CTA has written, else 0; null: all are written
+  int64_t is_kept_bytes;
+  int32_t row_blocks, key_blocks;
+};
+
 // The parameter of kernels to which TMA brings the elements of an attn_mask.
 struct AddingBackwardParams {
   BackwardKernelParams call;
   int32_t mask_batch, mask_head;  // 0 where the mask is the same for all of them, else 1
+  KeptScoresParams kept;          // in kernels that keep dS
   TensorMap mask_map;
 };
-
-// Threads of a consumer warpgroup, and of a CTA that prepares a block of attn_mask.
-constexpr int DENSE_THREADS = 128;
 
 // The parameter of kernels for a dense attn_mask, and of the one before them, which makes of it
 // what they read, in the workspace: for blocks of MASK_BLOCK rows and keys, (batch, heads, row
@@ -120,6 +131,7 @@ struct DenseBackwardParams {
   uint32_t* seen_gmem;  // DENSE_THREADS words of each block
   void* added_gmem;     // what is added: MASK_BLOCK * MASK_BLOCK elements of each block
   MaskGradientParams dmask;
+  KeptScoresParams kept;  // in kernels that keep dS
   int32_t rounds_of_cta;
   int32_t mask_heads, row_blocks, key_blocks;
 };

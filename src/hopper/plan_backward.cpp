@@ -438,7 +438,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     take_tiles(*plan, problem, tile, device, shares.all());
     share_out_dq(*plan, tile, turns.sums, device);
     if (table) add_table(*plan, problem, tile, device);
-    if (adds) add_elements(*plan, call);
+    if (adds) add_elements(*plan, problem, tile);
     if (drops) add_dropout(*plan, problem);
     if (tile.ends_dq) add_dq_map(*plan, problem, tile);
     for (Launch& launch : plan->launches) {
@@ -450,6 +450,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
       launch.uses_pdl = !launch.tensor_maps.empty() ||
                         launch.kernel.starts_with("hopper_backward_rows_") ||
                         launch.kernel.starts_with("hopper_prepare_mask_") ||
+                        launch.kernel.starts_with("hopper_sum_mask_gradients_") ||
                         launch.kernel.starts_with("hopper_copy_mask_") ||
                         launch.kernel.starts_with("hopper_backward_dq_");
     }

@@ -14,6 +14,7 @@
 #include "common/planning/workspace.h"
 #include "hopper/backward_params.h"
 #include "hopper/plan_backward_order.h"
+#include "hopper/plan_kept_scores.h"
 #include "hopper/plan_parts.h"
 
 namespace archflash::hopper {
@@ -36,10 +37,22 @@ constexpr TableTile BIAS_TILES[] = {
     {backward_tile<BackwardD128Dense<true>>("d128", nullptr, nullptr), "d128_dense_bias"},
     {backward_tile<BackwardD256Dense<true>>("d256", nullptr, nullptr), "d256_dense_bias"},
 };
+// For one whose gradient is wanted, dS of which is kept for a launch behind.
+constexpr TableTile KEPT_TILES[] = {
+    {backward_tile<BackwardD64DenseKept>("d64", nullptr, nullptr), "d64_dense_kept"},
+    {backward_tile<BackwardD128DenseKept>("d128", nullptr, nullptr), "d128_dense_kept"},
+};
+
+bool keeps_mask_gradient(const BackwardProblem& problem) {
+  const int head_dim = KEPT_TILES[std::size(KEPT_TILES) - 1].tile.head_dim;
+  return problem.call.d <= head_dim && problem.call.dv <= head_dim && keeps_scores(problem);
+}
 
 // For one that is added, whose elements TMA brings.
 constexpr TableTile ADDED_TILE = {backward_tile<BackwardD64Added>("d64", nullptr, nullptr),
                                   "d64_added"};
+constexpr TableTile ADDED_KEPT_TILE = {backward_tile<BackwardD64AddedKept>("d64", nullptr, nullptr),
+                                       "d64_added_kept"};
 
 // The blocks of a dense attn_mask, with size 1 along dimensions of stride 0.
 struct DenseBlocks {
@@ -143,6 +156,14 @@ void add_dense_mask(LaunchPlan& plan, const BackwardProblem& problem, const Back
   const Strides& dmask = problem.dmask_strides;
   params.dmask.batch = dmask.batch, params.dmask.head = dmask.head, params.dmask.row = dmask.row;
   params.dmask.key = problem.dmask_key;
+  const bool keeps = keeps_mask_gradient(problem);
+  KeptScores kept;
+  if (keeps) {
+    constexpr bool LISTS_ROUNDS = true;
+    kept = keep_scores(plan, problem, tile.round_rows, tile.rows, LISTS_ROUNDS);
+    add_kept_scores(*main, kept, offsetof(P, kept));
+    params.kept = kept.params;
+  }
   main->params = core::bytes(params);
   main->image = std::string("hopper/bwd_dense_") + core::dtype_word(call.dtype);
   core::Workspace workspace;
@@ -165,6 +186,7 @@ void add_dense_mask(LaunchPlan& plan, const BackwardProblem& problem, const Back
   first.block = {DENSE_THREADS, 1, 1};
   first.params = main->params;
   first.pointers = main->pointers;
+  if (keeps) add_mask_sums(plan, kept, problem, /*by_rows=*/false);
   plan.launches.insert(plan.launches.begin(), std::move(first));
 }
 
@@ -178,7 +200,9 @@ bool adds_elements(const BackwardProblem& problem) {
   const bool of_16_bits = call.mask > 1 && static_cast<DType>(call.mask - 2) == call.dtype;
   if (!of_16_bits) return false;
   const bool reads = tma_reads_mask(call) || CopiedMask(call).bytes() <= CopiedMask::MOST_BYTES;
-  return reads && !hides_columns && !problem.dmask && !call.block_mask && call.softcap == 0 &&
+  // All blocks are kept, and no launch before would note which are.
+  const bool takes_gradient = !problem.dmask || (keeps_scores(problem) && is_plain(call));
+  return reads && !hides_columns && takes_gradient && !call.block_mask && call.softcap == 0 &&
          call.dropout_p == 0 && call.d <= head_dim && call.dv <= head_dim;
 }
 
@@ -189,9 +213,13 @@ bool lists_rounds(const BackwardProblem& problem) {
 
 const TableTile& table_tile_for(const BackwardProblem& problem) {
   const Problem& call = problem.call;
-  if (adds_elements(problem)) return ADDED_TILE;
+  if (adds_elements(problem)) return problem.dmask ? ADDED_KEPT_TILE : ADDED_TILE;
   const std::span<const TableTile> tables(TABLE_TILES), biases(BIAS_TILES), masks(DENSE_TILES);
-  const auto tiles = call.mask == 0 ? tables : problem.dmask ? biases : masks;
+  const std::span<const TableTile> kept(KEPT_TILES);
+  const auto tiles = call.mask == 0                 ? tables
+                     : keeps_mask_gradient(problem) ? kept
+                     : problem.dmask                ? biases
+                                                    : masks;
   for (const TableTile& of : tiles) {
     if (std::max(call.d, call.dv) <= of.tile.head_dim) return of;
   }
@@ -234,20 +262,29 @@ void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardT
   }
 }
 
-void add_elements(LaunchPlan& plan, const Problem& call) {
+void add_elements(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile) {
   Launch* const main = main_launch(plan);
   if (main == nullptr) return;
+  const Problem& call = problem.call;
   AddingBackwardParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   std::memcpy(static_cast<void*>(&params.call), main->params.data(), sizeof params.call);
   params.mask_batch = call.mask_strides.batch != 0;
   params.mask_head = call.mask_strides.head != 0;
+  KeptScores kept;
+  if (problem.dmask) {
+    constexpr bool LISTS_ROUNDS = false;
+    kept = keep_scores(plan, problem, tile.round_rows, tile.rows, LISTS_ROUNDS);
+    add_kept_scores(*main, kept, offsetof(AddingBackwardParams, kept));
+    params.kept = kept.params;
+  }
   main->params = core::bytes(params);
   main->image = std::string("hopper/bwd_dense_") + core::dtype_word(call.dtype);
   constexpr int64_t ROWS = BackwardD64Added::BLOCK;
   constexpr size_t MAP = offsetof(AddingBackwardParams, mask_map);
   if (!copies_mask(call)) {
     main->tensor_maps.push_back(mask_map(call, ROWS, MAP));
+    if (problem.dmask) add_mask_sums(plan, kept, problem, /*by_rows=*/false);
     return;
   }
   const CopiedMask copy(call);
@@ -256,6 +293,7 @@ void add_elements(LaunchPlan& plan, const Problem& call) {
   const int64_t start = workspace.add(copy.bytes());
   plan.workspace_bytes = workspace.bytes();
   main->tensor_maps.push_back(copy.map(call, ROWS, MAP, start));
+  if (problem.dmask) add_mask_sums(plan, kept, problem, /*by_rows=*/false);
   plan.launches.insert(plan.launches.begin(), copy.launch(call, start, std::nullopt));
 }
 

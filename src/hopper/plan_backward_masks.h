@@ -31,6 +31,6 @@ void add_table(LaunchPlan& plan, const BackwardProblem& problem, const BackwardT
                const Device& device);
 
 // Turns the main launch of `plan` into that of a kernel to which TMA brings the elements.
-void add_elements(LaunchPlan& plan, const Problem& call);
+void add_elements(LaunchPlan& plan, const BackwardProblem& problem, const BackwardTile& tile);
 
 }  // namespace archflash::hopper

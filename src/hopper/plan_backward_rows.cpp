@@ -15,6 +15,7 @@
 #include "common/planning/workspace.h"
 #include "hopper/backward_params.h"
 #include "hopper/plan_backward_order.h"
+#include "hopper/plan_kept_scores.h"
 #include "hopper/rows_config.cuh"
 #include "hopper/rows_params.h"
 
@@ -136,8 +137,9 @@ void share_dq(LaunchPlan& plan, Launch& main, const BackwardProblem& problem,
   plan.launches.insert(plan.launches.end() - (problem.dsinks ? 1 : 0), std::move(last));
 }
 
-// Turns the main launch into that of a kernel for a dense attn_mask.
-void add_mask(Launch& main, const BackwardProblem& problem) {
+// Turns the main launch into that of a kernel for a dense attn_mask. kept: where dS is kept, or
+// null.
+void add_mask(Launch& main, const BackwardProblem& problem, const KeptScores* kept) {
   using P = MaskedRowsParams;
   P params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
@@ -146,10 +148,14 @@ void add_mask(Launch& main, const BackwardProblem& problem) {
   const Strides& dmask = problem.dmask_strides;
   params.dmask.batch = dmask.batch, params.dmask.head = dmask.head, params.dmask.row = dmask.row;
   params.dmask.key = problem.dmask_key;
+  if (kept != nullptr) params.kept = kept->params;
   main.params = core::bytes(params);
   add_pointers(main, core::mask_pointers(problem.call, offsetof(P, masks)));
-  if (problem.dmask)
+  if (kept != nullptr) {
+    add_kept_scores(main, *kept, offsetof(P, kept));
+  } else if (problem.dmask) {
     add_pointer(main, Operand::DMask, offsetof(P, dmask) + offsetof(MaskGradientParams, gmem));
+  }
 }
 
 // The tile for a call with a dense attn_mask, or null. Of two tiles of rows those with more keys,
@@ -232,6 +238,10 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
     // Else the CTAs make the terms of their rows themselves. The launch that makes them also clears
     // rows of packed tensors that belong to no sequence.
     const bool keeps_terms = call.varlen || problem.dsinks || problem.kept_terms > 0;
+    // Under a causal mask some blocks are left out, which no launch before would note.
+    const bool adds_once = tile.sums_elements && problem.dmask &&
+                           problem.dmask_strides.batch == 0 && !asked.deterministic;
+    const bool keeps = keeps_scores(asked) && is_plain(call) && !adds_once;
     for (Launch& launch : plan->launches) {
       launch.uses_pdl = !launch.kernel.starts_with("hopper_backward_sinks_");
       if (!launch.kernel.starts_with("hopper_attention_bwd_")) continue;
@@ -239,8 +249,6 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
       launch.grid[0] = std::min(works, core::workers_of(tile, device));
       // A CTA that has one head of all sequences adds its part of their mask's gradient once.
       const int64_t of_sequence = call.heads_q * shares.shares;
-      const bool adds_once =
-          tile.sums_elements && problem.dmask && problem.dmask_strides.batch == 0;
       if (adds_once && launch.grid[0] >= 8 * of_sequence)
         launch.grid[0] -= launch.grid[0] % of_sequence;
       if (keeps_terms) continue;
@@ -250,10 +258,13 @@ PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const D
     }
     plan->tile.tiles = works;
     if (shares.shares > 1) share_dq(*plan, plan->launches[1], problem, shares);
+    KeptScores kept;
+    if (keeps) kept = keep_scores(*plan, problem, tile.most_rows, tile.block, false);
     for (Launch& launch : plan->launches) {
       if (call.mask != 0 && launch.kernel.starts_with("hopper_attention_bwd_"))
-        add_mask(launch, problem);
+        add_mask(launch, problem, keeps ? &kept : nullptr);
     }
+    if (keeps) add_mask_sums(*plan, kept, problem, /*by_rows=*/true);
     if (!keeps_terms) plan->launches.erase(plan->launches.begin());
   }
   return result;

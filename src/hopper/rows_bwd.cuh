@@ -114,15 +114,13 @@ __device__ __forceinline__ const BackwardKernelParams& call_of_rows(const RowsPa
   }
 }
 
-struct NoElementSums {};
-
 // Where the consumers are in the blocks of all heads of a CTA.
 template <class C>
 struct RowsPosition {
   RingPosition<C::ROW_STAGES> row_ring;
   RingPosition<C::KEY_STAGES> ring;
   uint32_t weight_stage = 0;  // of P and dS
-  [[maybe_unused]] std::conditional_t<C::SUMS_ELEMENTS, ElementSums<C>, NoElementSums> elements;
+  [[maybe_unused]] ElementSumsOf<C> elements;
 };
 
 // Goes over the blocks of keys of a head; returns whether it is the CTA's last one.
@@ -364,14 +362,7 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
     }
     if constexpr (C::MASKED) {
       clear_where_p_is_0<C>(ds_rmem, p_rmem);
-      const MaskGradientParams& dmask = all_params.dmask;
-      if (dmask.gmem != nullptr) {
-        if (C::SUMS_ELEMENTS && dmask.batch == 0) {
-          if constexpr (C::SUMS_ELEMENTS) position.elements.add(ds_rmem, dmask, work, block);
-        } else {
-          add_element_gradients<C>(ds_rmem, dmask, work, work.head, TILE, block);
-        }
-      }
+      take_mask_gradient<C>(ds_rmem, all_params, work, position.elements, TILE, block);
     } else if (masks) {
       clear_hidden(ds_rmem, TILE, block);
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/device/lowest_rows.cuh"
 #include "common/device/masks.cuh"
@@ -12,6 +13,7 @@
 #include "common/ptx/lg2.cuh"
 #include "common/ptx/min.cuh"
 #include "hopper/backward_products.cuh"
+#include "hopper/kept_scores.cuh"
 #include "hopper/rows_params.h"
 #include "hopper/rows_pipeline.cuh"
 
@@ -192,5 +194,27 @@ struct ElementSums {
     if (head >= 0) add_element_gradients<C>(sums_rmem, dmask, work, head, 0, block);
   }
 };
+struct NoElementSums {};
+template <class C>
+using ElementSumsOf = std::conditional_t<C::SUMS_ELEMENTS, ElementSums<C>, NoElementSums>;
+
+// Adds dS of a step to the gradient of attn_mask, or keeps it for that, if it is wanted.
+template <class C>
+__device__ __forceinline__ void take_mask_gradient(const KeysByQueries<C>& ds_rmem,
+                                                   const MaskedRowsParams& params,
+                                                   const RowsWork& work, ElementSumsOf<C>& elements,
+                                                   int tile, int block) {
+  const MaskGradientParams& dmask = params.dmask;
+  if (params.kept.gmem != nullptr) {
+    const int head = work.batch * params.call.backward.attention.heads_q + work.head;
+    const int group = ptx::mov_tid_x_volatile() / C::WARPGROUP;
+    keep_scores<C>(ds_rmem, params.kept, head, tile * C::WARPGROUPS + group, block);
+  } else if (dmask.gmem != nullptr) {
+    if constexpr (C::SUMS_ELEMENTS) {
+      if (dmask.batch == 0) return elements.add(ds_rmem, dmask, work, block);
+    }
+    add_element_gradients<C>(ds_rmem, dmask, work, work.head, tile, block);
+  }
+}
 
 }  // namespace archflash::hopper

@@ -12,6 +12,7 @@ struct MaskedRowsParams {
   BackwardKernelParams call;
   MaskParams masks;
   MaskGradientParams dmask;
+  KeptScoresParams kept;  // of dS, if its address is not null
 };
 
 }  // namespace archflash::hopper

@@ -225,6 +225,16 @@ void make_other_gradients(const Arguments& a, bool mask_gradient, const Call& ca
   problem.dmask_key = strides[3];
 }
 
+// Whether a plan for gradients that must be deterministic adds up that of the mask in any order.
+bool sums_in_any_order(const BackwardProblem& problem, const LaunchPlan& plan) {
+  const Problem& call = problem.call;
+  const Strides& dmask = problem.dmask_strides;
+  const auto shared = [](int64_t size, int64_t stride) { return size > 1 && stride == 0; };
+  const bool sums = shared(call.batch, dmask.batch) || shared(call.heads_q, dmask.head) ||
+                    shared(call.nq, dmask.row) || shared(call.nk, problem.dmask_key);
+  return problem.deterministic && problem.dmask && sums && plan.kept_bytes == 0;
+}
+
 void launch(const PreparedPlan& prepared, const Arguments& a, Call& call, const Seen& lse,
             const Seen& dlse, const Seen& dout, const Written& made) {
   Outputs outputs;
@@ -257,7 +267,8 @@ void launch(const PreparedPlan& prepared, const Arguments& a, Call& call, const 
   }
   void* stream = current_stream(call.device_index);
   const nb::gil_scoped_release release;
-  execute(prepared, call.addresses, call.device_index, stream, made.cleared);
+  execute(prepared, call.addresses, call.device_index, stream,
+          prepared.plan->writes_dmask ? decltype(made.cleared){} : made.cleared);
 }
 
 }  // namespace
@@ -309,9 +320,7 @@ std::optional<Written> compute(const GradientCall& given) {
     if (!usable(dlse.view, out) || !fits_lse(dlse.view, p)) return unserved;
     if (!is_contiguous(dlse.view)) dlse.read(dlse.tensor.attr("contiguous")(), "dlse");
   }
-  // Only an added mask has a gradient. Kernels add it up in any order: where that matters Python
-  // gives them a number for each score.
-  if (given.mask_gradient && (given.deterministic || p.mask < 2)) return unserved;
+  if (given.mask_gradient && p.mask < 2) return unserved;  // only an added mask has a gradient
 
   Written made;
   const nb::handle inputs[GRADIENTS] = {a.q, a.k, a.v};
@@ -357,6 +366,8 @@ std::optional<Written> compute(const GradientCall& given) {
           decide_gradients()(p, call.device_index, forced, nb::cpp_function(plan_by));
       if (!told.is_none()) chosen = nb::cast<std::shared_ptr<LaunchPlan>>(told);
     }
+    // Kernels that add up a mask's gradient in any order get a number for each score from Python.
+    if (chosen && sums_in_any_order(asked, *chosen)) chosen = nullptr;
     if (chosen) decision.plan = prepare_for(call, std::move(chosen));
     found = cache().insert(key, std::move(decision));
   }

@@ -183,7 +183,9 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         added = {"attn_mask": empty(dtype, 1024, 200)}
         for given in (dense, added):
             found |= kernels(q, k, k, "H200", "hopper", backward=True, **given)
-        found |= gradients_of_mask(q, k, added)
+        of_all_rows, wide = empty(dtype, 1, 200), empty(torch.float32, 1024, 200)
+        for mask in (added["attn_mask"], of_all_rows, wide):
+            found |= gradients_of_mask(q, k, {"attn_mask": mask})
     q, k = empty(dtype, 2, 64, 1024, 256), empty(dtype, 2, 64, 200, 256)
     found |= kernels(q, k, k, "H200", "hopper", backward=True, **dense)
     found |= kernels(q, k, k, "H200", "hopper", **dense)

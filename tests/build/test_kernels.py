@@ -319,6 +319,7 @@ INSTRUCTIONS = {
     "hopper_order_packed_": ("LDG.E", "REDUX", "STG.E.128"),
     "hopper_order_tiles_": ("LDG.E", "ATOMS", "REDUX", "STG.E"),
     "hopper_prepare_mask_": ("LDG.E", "VOTE", "STG.E.128"),
+    "hopper_sum_mask_gradients_": ("LDG.E.128", "LDS", "STG.E"),
     "hopper_summarize_mask_": ("LDG.E", "SHFL.BFLY", "VOTE", "STG.E"),
     "hopper_summarize_low_mask_": ("LDG.E", "VOTE", "STG.E"),
     "hopper_summarize_wide_mask_": ("LDG.E", "VOTE", "STG.E"),
@@ -348,7 +349,7 @@ FP8_PRODUCTS = dict.fromkeys(("sm_89", "sm_120"), "QMMA.16832.F32") | {
 WITHOUT_TENSOR_CORES = (
     *("simt_", "copy_", "quantize_", "merge_", "ada_int8_", "hopper_transpose_v"),
     *("hopper_convert_cache_", "hopper_copy_", "hopper_order_", "hopper_prepare_"),
-    "hopper_summarize_",
+    *("hopper_summarize_", "hopper_sum_mask_"),
     *("ampere_append_", "hopper_append_", "ampere_backward_", "hopper_backward_"),
     *("ampere_approximate_convert", "ampere_approximate_stats"),
     "blackwell_dc_backward_",

@@ -243,12 +243,13 @@ def differentiate(
         dsinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
         dmask = _gradients.Gradients.like(request).dmask
         into = _gradients.Gradients(*(x.view for x in guarded), dsinks, add_to is not None, dmask)
-        if deterministic and dmask is not None:
-            into = into.with_dmask_of_all_scores(request)
         if on.name == "gpu" and planned_for is None and sms is None:
             _compute_gradients.compute(request, into, kernel, deterministic)
         else:
             plan = _plan(request, into, kernel, deterministic, planned_for, sms)
+            if deterministic and dmask is not None and not plan.orders_mask_sums:
+                into = into.with_dmask_of_all_scores(request)
+                plan = _plan(request, into, kernel, deterministic, planned_for, sms)
             races = looks_for_races(number, schedules)
             _run(on, plan, _gradients.operands(request, into, plan), kernel, number, races)
         found = [x.view for x in guarded]

@@ -60,9 +60,47 @@ def test_gradients_with_a_dense_mask_agree_with_float64(
         deterministic=number % 2 == 0 and dim <= 128, attn_mask=mask, mask_gradient=wanted,
         **options,
     )  # fmt: skip
-    (main,) = (kernel for kernel in plans[0].kernels if "_attention_bwd_" in kernel)
+    (main,) = (kernel for kernel in plans[-1].kernels if "_attention_bwd_" in kernel)
     by_tma = kind == "own" and dim == 64
-    assert main.endswith(f"_d{dim}_{'added' if by_tma else 'dense'}" + ("_bias" if wanted else ""))
+    gradient = "_kept" if plans[-1].orders_mask_sums else "_bias" if wanted else ""
+    assert main.endswith(f"_d{dim}_{'added' if by_tma else 'dense'}" + gradient)
+
+
+# Of masks that heads or sequences share: the mask's batch and heads, the heads of q and k, d, the
+# mask's dtype, the other options, and the kernel that keeps the gradient of each score.
+SHARED: dict[str, tuple[tuple[int, int], tuple[int, int], int, str, dict[str, Any], str]] = {
+    "all": ((1, 1), (3, 3), 64, "float16", {}, "d64_rows_two_masked"),
+    "added": ((2, 1), (4, 2), 64, "bfloat16", {}, "d64_added_kept"),
+    "heads": ((2, 1), (4, 2), 128, "bfloat16", {"window": (100, 20)}, "d128_dense_kept"),
+    "batch": ((1, 2), (2, 2), 128, "float32", {"causal": True}, "d128_dense_kept"),
+    "offsets": (
+        (1, 1), (2, 1), 64, "float32", {"causal": True, "q_offset": (90, 20)}, "d64_dense_kept"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_gradient_of_a_shared_mask_is_summed_in_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No query sees the keys of one block."""
+    of_mask, heads, dim, dtype, options, kernel = SHARED[name]
+    options = dict(options)
+    if "q_offset" in options:
+        options["q_offset"] = on.tensor(options["q_offset"], torch.int32)
+    inputs_dtype = "bfloat16" if dtype == "float32" else dtype
+    tensors = inputs(NQ, NK, dim, dim, inputs_dtype, batch=2, heads=heads)
+    mask = on.rand(*of_mask, NQ, NK, seed=8, dtype=dtype)
+    mask[..., 64:128, 64:128] = mask[..., 100] = -math.inf
+    plans = note_plans(monkeypatch)
+    found = differentiate_and_check(
+        on, NAME, *tensors, attn_mask=mask, mask_gradient=True, schedules=(0, 1, 2),
+        deterministic=True, planned_for="H200", **options,
+    )  # fmt: skip
+    assert plans[-1].orders_mask_sums
+    assert any(x.endswith(kernel) for x in plans[-1].kernels)
+    assert found.dmask is not None
+    assert not found.dmask[..., 100].any()
 
 
 # Calls of few query rows: the kind of mask and its heads, (rows, keys, d, dv), the options, whether
@@ -133,6 +171,18 @@ def test_the_gradient_of_a_bias_is_summed_over_what_it_is_broadcast_along() -> N
                 on, NAME, *tensors, attn_mask=on.rand(*shape, seed=4), mask_gradient=True,
                 schedules=(0, 1), deterministic=False, sms=1,
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_gradient_of_a_bias_of_all_rows_is_added_by_atomics(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = note_plans(monkeypatch)
+    differentiate_and_check(
+        on, NAME, *inputs(40, 70, dim, dim, "bfloat16", heads=(2, 1)), planned_for="H200",
+        attn_mask=on.rand(70, seed=4), mask_gradient=True, schedules=(0,), deterministic=False,
+    )  # fmt: skip
+    assert any(x.endswith(f"_d{dim}_dense_bias") for x in plans[0].kernels)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -164,8 +164,11 @@ PlanResult plan_in_parts(const BackwardProblem& problem, const Device& device,
   PlanResult planned = plan(problem, device);
   const auto* whole = std::get_if<LaunchPlan>(&planned);
   const Problem& call = problem.call;
-  const int64_t most = most_workspace(problem);
-  if (whole == nullptr || whole->workspace_bytes <= most) return planned;
+  if (whole == nullptr) return planned;
+  // Others keep the gradient of each score, too.
+  constexpr int64_t MOST_KEPT = int64_t{1} << 30;
+  const int64_t most = most_workspace(problem) + std::min(whole->kept_bytes, MOST_KEPT);
+  if (whole->workspace_bytes <= most) return planned;
   if (call.key_indices > 0) return planned;  // what peers hold there, a mask, is larger
   if (is_little_for_packed(call, whole->workspace_bytes)) return planned;
   const Launch* main = find_launch(*whole, "_attention_bwd_");
@@ -183,6 +186,7 @@ PlanResult plan_in_parts(const BackwardProblem& problem, const Device& device,
   LaunchPlan result = *whole;
   result.launches.clear();
   result.workspace_bytes = 0;
+  result.writes_dmask = false;
   for (const Part& part : parts) {
     const BackwardProblem of_part = problem_of(problem, part);
     const std::array key = {of_part.call.batch, of_part.call.heads_kv, of_part.first_head};

@@ -175,6 +175,10 @@ struct LaunchPlan {
   // launches behind it start, and it leaves them so. A layer without it has others in their place.
   int64_t counter_bytes = 0;
   bool accumulates = false;  // the gradients that it writes are added to what is there
+  // Bytes of the workspace that keep the gradient of each score, which a launch adds up to that of
+  // attn_mask in a fixed order; 0: where heads or sequences share a mask, it is in any order.
+  int64_t kept_bytes = 0;
+  bool writes_dmask = false;  // that gradient is not added to what is there
   std::string code;  // what the device will run: "sm_90" (native) or "compute_75 PTX, compiled by
                      // the driver"
 };

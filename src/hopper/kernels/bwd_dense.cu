@@ -5,6 +5,7 @@
 // bwd.cu.
 #include "common/instantiate.cuh"
 #include "hopper/attention_bwd.cuh"
+#include "hopper/mask_sums.cuh"
 #include "hopper/wide_bwd.cuh"
 
 using namespace archflash;
@@ -18,5 +19,10 @@ ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_dense_bias), attention_bwd,
                  BackwardD64Dense<true>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_dense_bias), attention_bwd,
                  BackwardD128Dense<true>)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_added_kept), attention_bwd, BackwardD64AddedKept)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d64_dense_kept), attention_bwd, BackwardD64DenseKept)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d128_dense_kept), attention_bwd,
+                 BackwardD128DenseKept)
+ARCHFLASH_ENTRY(KERNEL(hopper_sum_mask_gradients), (SUMMING_THREADS), sum_mask_gradients<DTYPE>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256_dense), wide_bwd, BackwardD256Dense<>)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_bwd, d256_dense_bias), wide_bwd, BackwardD256Dense<true>)

@@ -74,6 +74,10 @@ void bind_plan(nb::module_& m) {
       .def_ro("zeroed_bytes", &LaunchPlan::zeroed_bytes)
       .def_ro("accumulates", &LaunchPlan::accumulates,
               "Whether the gradients that it writes are added to what is there.")
+      .def_prop_ro(
+          "orders_mask_sums", [](const LaunchPlan& p) { return p.kept_bytes > 0; },
+          "Whether the gradient of an attn_mask that heads or sequences share is added up in a "
+          "fixed order.")
       .def_prop_ro("kernels",
                    [](const LaunchPlan& p) {
                      std::vector<std::string> names;
