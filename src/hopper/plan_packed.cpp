@@ -200,6 +200,15 @@ double packed_time(const Problem& problem, const Device& device, const KernelTil
   double work = 0;
   for (const LikeSequences& part : parts_of(problem, device))
     work += time_of_part(problem, tile, part);
+  // Where every sequence has one tile as long as all others, whose CTAs have an SM each, the last
+  // round of tiles takes as long as a full one.
+  const int64_t heads = problem.batch * problem.heads_q / tile.packed_heads;
+  const bool is_equal = problem.max_seqlen_q * problem.batch == problem.nq &&
+                        problem.max_seqlen_k * problem.batch == problem.nk;
+  if (is_equal && problem.max_seqlen_q <= tile.block_q && core::resident_ctas(tile, device) == 1) {
+    const auto rounds = static_cast<double>(core::ceil_div(heads, device.sm_count));
+    work *= rounds * device.sm_count / static_cast<double>(heads);
+  }
   return time_until_end(work, time_of_longest(problem, device, tile)) +
          (lists_tiles(problem, tile) ? LISTS : 0);
 }

@@ -110,7 +110,7 @@ constexpr KernelTile TILES[] = {
     with_packed(rated<D64Large>("d64_large", 1, 0, FOUR_64), {1900, 17}),
     with_packed(rated<D64Medium>("d64_medium", 1.06, 32, THREE_128), {2170, 11.1}),
     with_packed(rated<D64Turns>("d64_turns", 1.065, 40, FOUR_ALONE), {2100, 15.4}),
-    rated<D64Few>("d64_few", 0.72, 0, PAIR),
+    with_odd_speed(rated<D64Few>("d64_few", 0.72, 0, PAIR), 0.59),
     with_packed(rated<D64Short>("d64_short", 1.12, 110, SHORT, "short"), {630, 4.2}, {630, 8.5}),
     with_packed(rated<D96Large>("d96_large", 1, 0, THREE_96), {3500, 13.6}, {4300, 15}),
     with_odd_speed(
@@ -119,7 +119,7 @@ constexpr KernelTile TILES[] = {
     with_odd_speed(with_packed(rated<D96Turns>("d96_turns", 0.88, -90, FOUR_ALONE_64, "fwd_more"),
                                {3300, 21.3}, {4400, 20.4}),
                    0.96),
-    rated<D96Few>("d96_few", 0.72, 64, PAIR),
+    with_odd_speed(rated<D96Few>("d96_few", 0.72, 64, PAIR), 0.54),
     with_packed(rated<D80Large>("d80_large", 1.03, 0, THREE_96, "fwd_more"), {3400, 14.4},
                 {4200, 15.3}),
     with_odd_speed(with_packed(rated<D80Turns>("d80_turns", 1.03, -90, FOUR_ALONE_80, "fwd_more"),

@@ -66,6 +66,9 @@ SHAPES = {
     (8, 20, 20, 1500, 1500, 64, False): ("d64_medium", 16),
     (16, 12, 12, 1024, 1024, 64, True): ("d64_large", 192),
     (1, 40, 40, 1024, 1024, 128, False): ("d128_turns", 20),
+    # Few tiles, whose rows are no multiples of 32 bytes.
+    (2, 10, 10, 500, 640, 40, False): ("d64_medium", 20),
+    (4, 4, 4, 1000, 1000, 72, True): ("d96_medium", 16),
     # A few keys behind the last whole block.
     (16, 16, 16, 577, 577, 64, False): ("d64_turns_tail", 43),
     (4, 16, 16, 577, 577, 64, False): ("d64_medium", 32),
@@ -129,6 +132,7 @@ PACKED_SHAPES = {
     (120, 128, 8192, 16, 16, 72, False): "d128_short",  # rows that are no multiples of 32 bytes
     (76, 196, 8192, 16, 16, 80, False): "d96_short",
     (37, 397, 8192, 12, 12, 96, True): "d96_turns",
+    (48, 134, 6432, 12, 12, 96, True): "d96_short",  # larger tiles leave some of five rounds empty
     (12, 2866, 16384, 16, 16, 72, False): "d80_turns",
     (64, 128, 8192, 12, 12, 64, False): "d64_short",
     (279, 54, 8192, 28, 4, 64, False): "d64_short",
