@@ -179,7 +179,9 @@ bool may_stay(const Problem& call, const Device& device) {
 // Whether CTAs stay at more than 96 columns, and with fewer rows and in turns, where such tiles
 // wait less, at more than 64. That was measured faster where many keys have few rows
 // (docs/lab/hopper.md): a tile's start and end are a good part of its time.
-bool stays(const BackwardProblem& problem, const Device& device) {
+//
+// other: the tile of a call whose CTAs do not.
+bool stays(const BackwardProblem& problem, const BackwardTile& other, const Device& device) {
   constexpr int64_t MANY_KEYS = 1024, MORE_KEYS = 512, MANY_WAVES = 5, MORE_WAVES = 3,
                     FEW_WAVES = 2;
   constexpr int64_t FEW_ROWS = 192, MORE_ROWS = 256, MOST_ROWS = 768, FEW_HEADS = 32;
@@ -192,9 +194,10 @@ bool stays(const BackwardProblem& problem, const Device& device) {
   // More rows only where all warpgroups have keys of the last tile: the other kernel leaves out
   // those without.
   const int64_t last_keys = call.nk % tile.rows;
-  const bool takes_more_rows = !problem.deterministic && rows <= MOST_ROWS &&
-                               tiles >= FEW_WAVES * device.sm_count &&
-                               (last_keys == 0 || 2 * last_keys > tile.rows);
+  const bool takes_more_rows =
+      !problem.deterministic && rows <= MOST_ROWS && tiles > device.sm_count &&
+      (last_keys == 0 || 2 * last_keys > tile.rows) &&
+      (tiles >= FEW_WAVES * device.sm_count || saves_more_than_parts(problem, other, device));
   const bool is_wide =
       columns > 96 && call.nk >= MORE_KEYS && ((rows <= SHORT_ROWS && fills) || takes_more_rows);
   // The sums of several chains of few heads stay in L2.
@@ -204,6 +207,18 @@ bool stays(const BackwardProblem& problem, const Device& device) {
                          (waits_less || (rows <= FEW_ROWS && fills));
   return is_plain(call) && (is_wide || is_narrow) && call.d <= tile.head_dim &&
          call.dv <= tile.head_dim_v;
+}
+
+// The tile for more columns than a call has that is faster in parts than `tile`, which has none, or
+// null.
+const BackwardTile* faster_in_parts(const BackwardProblem& problem, const BackwardTile& tile,
+                                    const Device& device) {
+  if (tile.head_dim != 96) return nullptr;
+  for (const BackwardTile& wider : TILES) {
+    const bool is_exact = wider.head_dim == 128 && wider.sums_step < wider.head_dim;
+    if (is_exact && is_faster_in_parts(problem, tile, wider, device)) return &wider;
+  }
+  return nullptr;
 }
 
 // Whether the tiles for few keys need no chains in turns.
@@ -251,7 +266,6 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
       return tile.head_dim == 128 && is_windowed(call) ? CAUSAL_TURNS_TILE : tile;
     break;
   }
-  if (stays(problem, device)) return STAYING_TILE;
   const BackwardTile* best = nullptr;
   for (const BackwardTile& tile : TILES) {
     if (call.d > tile.head_dim || call.dv > tile.head_dim_v) continue;
@@ -264,7 +278,10 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
       best = &tile;
     }
   }
-  return best != nullptr ? *best : TILES[std::size(TILES) - 1];
+  if (best == nullptr) return TILES[std::size(TILES) - 1];
+  if (stays(problem, *best, device)) return STAYING_TILE;
+  if (const BackwardTile* in_parts = faster_in_parts(problem, *best, device)) return *in_parts;
+  return *best;
 }
 
 // The tile for a call. Of deterministic ones the model of turns chooses among those that serve the

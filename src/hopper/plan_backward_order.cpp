@@ -134,12 +134,12 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t
   const bool triangle = core::is_triangle(call);
   if (call.varlen) {
     if (shares > 1) return false;
-    // The most keys of the mean sequence with which turns are faster. At D=64 a sequence has one
-    // tile; above that they are as many as were measured. With no sums of dQ to clear, turns save 5
-    // to 20%.
+    // The most keys of the mean sequence with which turns are faster. At D=64, and at D=96 under a
+    // causal mask, a sequence has one tile; else they are as many as were measured. With no sums of
+    // dQ to clear, turns save 5 to 20%.
     int64_t most_keys = 0;
     if (tile.head_dim == 64) most_keys = 64;
-    if (tile.head_dim == 96) most_keys = 256;
+    if (tile.head_dim == 96) most_keys = triangle ? 128 : 256;
     if (tile.head_dim == 128) most_keys = 400;
     return (!is_windowed(call) || triangle) && is_packed_short(call, most_keys);
   }

@@ -15,11 +15,26 @@
 
 namespace archflash::hopper {
 
+namespace {
+
+// What the parts of a tile take beside their rounds, in microseconds: all of them, and each one
+// that is written and read again, by its kilobytes.
+double cost_of_parts(const BackwardTile& tile, int64_t parts) {
+  constexpr double COST = 2.5, COST_OF_KILOBYTE = 1.6 / 128;
+  const double of_gradients = COST_OF_KILOBYTE * 2 * 4 / 1024 * tile.rows * tile.head_dim;
+  return COST + of_gradients * static_cast<double>(parts);
+}
+
+int64_t count_tiles(const Problem& call, const BackwardTile& tile) {
+  return call.batch * call.heads_kv * core::ceil_div(call.nk, int64_t{tile.rows});
+}
+
+}  // namespace
+
 Parts find_parts(const BackwardProblem& problem, const BackwardTile& tile, const Shares& shares,
                  bool in_turns, const Turns& turns, const Device& device) {
   constexpr int64_t MOST_PARTS = 4, MOST_WAVES = 4, MOST_SHARES = 8;
-  // Microseconds: of any parts, and of each one that is written and read again, by its kilobytes.
-  constexpr double COST = 2.5, COST_OF_KILOBYTE = 1.6 / 128, LEAST_GAIN = 1;
+  constexpr double LEAST_GAIN = 1;  // microseconds
   const Problem& call = problem.call;
   if (tile.with_parts == nullptr || !is_plain(call) || shares.heads > 1) return {};
   if (shares.rows.shares > 1) {
@@ -27,21 +42,21 @@ Parts find_parts(const BackwardProblem& problem, const BackwardTile& tile, const
     return {0, shares.rows.shares, shares.rows.rows};
   }
   const int64_t of_head = core::ceil_div(call.nk, int64_t{tile.rows});
-  const int64_t tiles = call.batch * call.heads_kv * of_head;
+  const int64_t tiles = count_tiles(call, tile);
   const int64_t ctas = int64_t{tile.ctas_per_sm} * device.sm_count;
   const int64_t last = tiles % ctas;
   if (tiles > MOST_WAVES * ctas || last == 0) return {};
   const int64_t rounds = core::ceil_div(call.nq, tile.round_rows);
   const double of_round = times_of(tile).round * static_cast<double>(call.heads_q / call.heads_kv);
-  const double of_gradients = COST_OF_KILOBYTE * 2 * 4 / 1024 * tile.rows * tile.head_dim;
   Parts parts;
   double most = LEAST_GAIN;
   for (int64_t number = 2; number <= std::min(ctas / last, MOST_PARTS); ++number) {
     const int64_t of_part = core::ceil_div(rounds, number);
     if (core::ceil_div(rounds, of_part) != number) continue;  // one would be empty
-    const double gain = of_round * static_cast<double>(rounds - of_part) - COST -
-                        of_gradients * static_cast<double>(number);
-    if (gain > most) parts = {tiles - last, number, of_part * tile.round_rows}, most = gain;
+    const double gain =
+        of_round * static_cast<double>(rounds - of_part) - cost_of_parts(tile, number);
+    if (gain > most)
+      parts = {tiles - last, number, of_part * tile.round_rows, 0, gain}, most = gain;
   }
   if (parts.parts == 0) return {};
   if (in_turns && parts.first == 0) {
@@ -56,6 +71,39 @@ Parts find_parts(const BackwardProblem& problem, const BackwardTile& tile, const
     return {};  // a tile tells by where the one before began to which of two sums it adds
   }
   return parts;
+}
+
+bool is_faster_in_parts(const BackwardProblem& problem, const BackwardTile& tile,
+                        const BackwardTile& wider, const Device& device) {
+  constexpr double MARGIN = 0.97;
+  const Problem& call = problem.call;
+  // With shared heads and turns it is unmeasured.
+  if (problem.deterministic || !is_plain(call) || call.heads_q != call.heads_kv ||
+      share_out(call, tile, device).all() > 1)
+    return false;
+  const Parts parts = find_parts(problem, wider, share_out(call, wider, device), false, {}, device);
+  if (parts.parts == 0 || parts.first > 0 ||
+      count_tiles(call, wider) * parts.parts > device.sm_count)
+    return false;
+  const TileTimes times = times_of(tile), of_wider = times_of(wider);
+  const auto blocks = static_cast<double>(core::ceil_div(2 * call.nq, tile.round_rows));
+  const double whole = times.start + times.end + times.round * blocks / 2;
+  const double in_parts = of_wider.start + of_wider.end +
+                          of_wider.round * static_cast<double>(parts.rows / wider.round_rows) +
+                          cost_of_parts(wider, parts.parts);
+  return in_parts < MARGIN * whole;
+}
+
+bool saves_more_than_parts(const BackwardProblem& problem, const BackwardTile& tile,
+                           const Device& device) {
+  constexpr double SAVED = 1.4;  // microseconds of each wave (docs/lab/hopper.md)
+  const Problem& call = problem.call;
+  if (call.heads_q != call.heads_kv) return false;  // unmeasured
+  const Shares shares = share_out(call, tile, device);
+  if (shares.all() > 1) return false;
+  const auto waves =
+      static_cast<double>(core::ceil_div(count_tiles(call, tile), int64_t{device.sm_count}));
+  return SAVED * waves > find_parts(problem, tile, shares, false, {}, device).gain;
 }
 
 void add_parts(LaunchPlan& plan, const BackwardTile& tile, const Parts& parts) {

@@ -932,6 +932,18 @@ def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
 
 
 @pytest.mark.parametrize(
+    ("rows", "causal", "turns"),
+    [(4 * 128, True, True), (4 * 134, True, False), (4 * 200, False, True)],
+)
+def test_packed_causal_sequences_of_96_columns_take_turns_where_one_has_a_tile(
+    rows: int, causal: bool, turns: bool
+) -> None:
+    plan = hopper_plan((rows, 16, 96), 16, deterministic=False, causal=causal, packed=True)
+    offsets = {slot["offset"] for slot in plan.to_dict()["launches"][1]["pointers"]}
+    assert (TURNS_OFFSET in offsets) == turns
+
+
+@pytest.mark.parametrize(
     ("shape", "keys", "ends"),
     [
         ((8, 17, 500, 64), 256, True),  # few rows of 136 heads
@@ -978,8 +990,14 @@ def test_the_last_of_two_tiles_in_turn_writes_dq_in_hopper(
         ((8, 8, 800, 128), 4096, {}, "d128"),
         ((2, 16, 448, 64), 1500, {}, "d64_short"),
         ((4, 20, 448, 64), 1500, {}, "d64"),
-        ((1, 8, 448, 128), 4096, {}, "d128"),
+        ((1, 8, 448, 128), 4096, {}, "d128_stays"),
+        ((4, 10, 500, 112), 640, {}, "d128_stays"),  # 1.5 rounds of tiles
+        ((4, 8, 500, 128), 640, {}, "d128_parts"),  # 1.2 rounds
+        ((1, 4, 448, 128), 4096, {}, "d128"),
         ((8, 8, 448, 96), 4096, {}, "d96"),
+        ((1, 8, 1024, 72), 1024, {}, "d128_parts"),  # few tiles, which d96 would compute whole
+        ((1, 8, 1024, 72), 1024, {"deterministic": True}, "d96"),
+        ((2, 8, 640, 96), 640, {}, "d96"),  # parts would be more than SMs
     ],
 )
 def test_tiles_of_hopper_that_end_in_turns_or_stay(
