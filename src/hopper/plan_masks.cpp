@@ -323,7 +323,8 @@ bool add_masks(LaunchPlan& plan, const Problem& problem, const Device& device,
 }
 
 bool reads_table(const Problem& problem) {
-  return problem.block_mask && problem.mask == 0 && problem.key_ranges == 0 &&
+  const bool of_keys = problem.mask == 1 && repeats_row(problem);
+  return problem.block_mask && (problem.mask == 0 || of_keys) && problem.key_ranges == 0 &&
          !problem.alibi_slopes && !problem.varlen &&
          !core::attention_params(problem).transform_scores;
 }

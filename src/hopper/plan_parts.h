@@ -137,7 +137,8 @@ struct CopiedMask {
 TensorMapSpec mask_map(const Problem& problem, int64_t rows, size_t offset);
 
 // Whether the kernels for tables of blocks can serve a call: block_mask is the only mask as data,
-// and the scores need nothing but a scale.
+// or with a bool attn_mask of which all rows are the same one, and the scores need nothing but a
+// scale.
 bool reads_table(const Problem& problem);
 
 // Turns the launch of `plan` into that of a kernel that takes masks as data, and puts a launch

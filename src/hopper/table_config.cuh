@@ -13,10 +13,12 @@ namespace archflash::hopper {
 // A CTA has STREAMS_ streams: a consumer warpgroup and a producer warp each, with tiles, rings and
 // barriers of their own. Base is the Config of one of them, whose tile is a row of blocks of
 // block_mask, and whose stages hold K or V, as they come. The last stream has LAST_STAGES_ of them,
-// for which shared memory suffices.
-template <class Base, int STREAMS_, int LAST_STAGES_, int PRODUCER_REGISTERS_>
+// for which shared memory suffices. KEYS_: attn_mask says which keys count, the same for all rows;
+// other calls have kernels of their own, which that would slow by 3%.
+template <class Base, int STREAMS_, int LAST_STAGES_, int PRODUCER_REGISTERS_, bool KEYS_ = false>
 struct TableConfig : Base {
   static constexpr int STREAMS = STREAMS_;
+  static constexpr bool KEYS = KEYS_;
   static constexpr int CONSUMER_THREADS = Base::WARPGROUP * STREAMS;
   static constexpr int THREADS = CONSUMER_THREADS + Base::WARPGROUP;
   static constexpr int LAUNCH_REGISTERS = Base::SM_REGISTERS / THREADS / 8 * 8;
@@ -55,8 +57,12 @@ struct TableConfig : Base {
 };
 
 // clang-format off
-using D64Table  = TableConfig<Config<DTYPE, Variant{.head_dim = 64,  .block_k = 64, .stages = 5, .overlaps = false}>, 4, 5, 32>;
-using D128Table = TableConfig<Config<DTYPE, Variant{.head_dim = 128, .block_k = 64, .stages = 4, .overlaps = false}>, 3, 3, 56>;
+constexpr Variant TABLE_64  = {.head_dim = 64,  .block_k = 64, .stages = 5, .overlaps = false};
+constexpr Variant TABLE_128 = {.head_dim = 128, .block_k = 64, .stages = 4, .overlaps = false};
+using D64Table      = TableConfig<Config<DTYPE, TABLE_64>, 4, 5, 32>;
+using D64TableKeys  = TableConfig<Config<DTYPE, TABLE_64>, 4, 5, 32, true>;
+using D128Table     = TableConfig<Config<DTYPE, TABLE_128>, 3, 3, 56>;
+using D128TableKeys = TableConfig<Config<DTYPE, TABLE_128>, 3, 3, 56, true>;
 // clang-format on
 
 }  // namespace archflash::hopper

@@ -1,5 +1,6 @@
-// Attention forward on TMA, mbarriers and wgmma with block_mask alone, a table of blocks of 64 rows
-// and 64 keys.
+// Attention forward on TMA, mbarriers and wgmma with block_mask, a table of blocks of 64 rows and
+// 64 keys, alone or beside an attn_mask that says which keys of a block count, the same for all
+// rows.
 //
 // A row of blocks sees few blocks of keys. So its tile is short, and a warpgroup that computes it
 // waits for most of the time: for S, for the softmax between its two products, for the first block

@@ -77,7 +77,8 @@ __device__ __forceinline__ void load_table(const MaskedParams& all_params, unsig
         tile,
         {masks.blocks_gmem + tile.head.batch * masks.blocks_batch +
              tile.head.head * masks.blocks_head + tile.first_row / MASK_BLOCK * masks.blocks_row,
-         masks.blocks_row, visible, tile.first_row, min(tile.first_row + C::BLOCK_Q, tile.nq)},
+         masks.blocks_row, visible, tile.first_row, min(tile.first_row + C::BLOCK_Q, tile.nq),
+         C::KEYS},
         tile.head.head / attention.heads_per_kv,
         visible.begin(),
         end};

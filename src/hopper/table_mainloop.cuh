@@ -17,6 +17,37 @@
 
 namespace archflash::hopper {
 
+// Which keys of a block attn_mask keeps, where all rows see the same ones: a warp reads two keys in
+// each lane while the scores are computed.
+struct KeptKeys {
+  uint8_t even = 0, odd = 0;  // bytes of the mask
+
+  // Starts to read the keys from `key` on.
+  __device__ __forceinline__ void read(const MaskParams& masks, const TableTile& tile, int key) {
+    const auto* const row_gmem = static_cast<const uint8_t*>(masks.mask_gmem) +
+                                 tile.head.batch * masks.mask_batch +
+                                 tile.head.head * masks.mask_head;
+    key += static_cast<int>(threadIdx.x % 32) * 2;
+    if (key < tile.nk) even = row_gmem[key * masks.mask_key];
+    if (key + 1 < tile.nk) odd = row_gmem[(key + 1) * masks.mask_key];
+  }
+  // Sets the scores of the other keys to -inf, even if they were NaN. For a whole warp.
+  template <class C>
+  __device__ __forceinline__ void select(device::Scores<C>& s_rmem) const {
+    static_assert(C::BLOCK_K == 64, "two keys in each lane");
+    const unsigned place = threadIdx.x % 4;  // a lane has the keys 2 * place and the next of 8
+    const uint32_t kept[2] = {__ballot_sync(device::FULL_WARP, even != 0) >> place,
+                              __ballot_sync(device::FULL_WARP, odd != 0) >> place};
+#pragma unroll
+    for (int n = 0; n < C::BLOCK_K / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if ((kept[i % 2] >> 4 * n & 1) == 0) s_rmem[0][n][i] = device::MINUS_INFINITY;
+      }
+    }
+  }
+};
+
 // `shared`: of the stream.
 template <class C>
 __device__ __forceinline__ void compute_table(const MaskedParams& params, unsigned char* shared,
@@ -55,6 +86,9 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
       const device::TableBlock& block = table_block<C>(shared, ring.stage);
       const uint32_t block_state = block.states;
       more = block.last == 0;
+      const bool some_keys = C::KEYS && (block_state & device::BLOCK_KEYS) != 0;
+      KeptKeys kept;
+      if (some_keys) kept.read(params.masks, tile, block.key);
       start_qk<C>(s_rmem, q_descriptor, shared_smem, ring.stage);
       const int k_stage = ring.stage;
       ring.advance();
@@ -75,6 +109,7 @@ __device__ __forceinline__ void compute_table(const MaskedParams& params, unsign
         const int rows[2] = {row, row + 8};
         device::mask_rows<C>(s_rmem, visible, rows, block.key + static_cast<int>(thread % 4 * 2));
       }
+      if (some_keys) kept.select<C>(s_rmem);
       release(barriers.k_empty(k_stage));
       if (!more) release(barriers.q_empty(0));
       bool raised = false;

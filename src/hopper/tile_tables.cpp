@@ -325,6 +325,16 @@ constexpr KernelTile TABLE_TILES[] = {
     MASKED_TILES[1],
     MASKED_TILES[2],
 };
+// With an attn_mask of which all rows are the same.
+constexpr const char* TABLE_KEYS =
+    "block_mask and an attn_mask of keys: warpgroups with tiles of their own";
+constexpr KernelTile TABLE_KEYS_TILES[] = {
+    tile<D64TableKeys>("d64_table_keys", {.min_tiles_per_sm = 2}, TABLE_KEYS),
+    MASKED_TILES[0],
+    tile<D128TableKeys>("d128_table_keys", {.min_tiles_per_sm = 2}, TABLE_KEYS),
+    MASKED_TILES[1],
+    MASKED_TILES[2],
+};
 
 constexpr const char* FOUR_128 = "4 warpgroups of 64 rows in turns, 128 keys at a time";
 constexpr const char* TWO_192 = "2 warpgroups of 64 rows in turns, 192 keys at a time";
@@ -375,7 +385,8 @@ std::span<const KernelTile> tiles_for(const Problem& problem) {
       return SHARED_TILES;
     return problem.mask > 1 ? DENSE_TILES<0.01> : DENSE_TILES<0.05>;
   }
-  if (!is_fp8(problem.dtype) && reads_table(problem)) return TABLE_TILES;
+  if (!is_fp8(problem.dtype) && reads_table(problem))
+    return problem.mask == 0 ? std::span<const KernelTile>(TABLE_TILES) : TABLE_KEYS_TILES;
   if (!is_fp8(problem.dtype) && is_masked(problem)) return MASKED_TILES;
   if (!is_fp8(problem.dtype)) return TILES;
   const Descales descales = core::descales(problem);

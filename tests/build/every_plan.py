@@ -226,6 +226,8 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         x = empty(dtype, 2, 16, 4096, d)
         for more in ({}, {"softcap": 5.0}, {"backward": True}):
             found |= kernels(x, x, x, "H200", "hopper", block_mask=blocks, **more)
+        keys = {"attn_mask": empty(torch.bool, 1, 1, 1, 4096), "block_mask": blocks}
+        found |= kernels(x, x, x, "H200", "hopper", **keys)
         found |= kernels(x, x, x, "RTX 5090", "blackwell_consumer", block_mask=blocks)
     return found
 

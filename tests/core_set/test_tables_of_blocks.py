@@ -1,6 +1,6 @@
-"""The kernels of hopper and blackwell_consumer for a table of blocks without another mask as data.
-hopper has others for calls of few row tiles (test_mask_data.py), so plans are made for a GPU with
-few SMs.
+"""The kernels of hopper and blackwell_consumer for a table of blocks without another mask as data,
+and of hopper for one with a mask of keys. hopper has others for calls of few row tiles
+(test_mask_data.py), so plans are made for a GPU with few SMs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check(
 ) -> None:
     plan = plan_on(sms, q, k, v, kernel, **call)
     launch = plan.to_dict()["launches"][-1]
-    assert launch["kernel"].endswith(f"_d{dim}_table")
+    assert launch["kernel"].endswith(f"_d{dim}_table" + "_keys" * ("attn_mask" in call))
     on.attend_and_check(kernel, q, k, v, plan=plan, schedules=schedules, **call)
 
 
@@ -114,6 +114,17 @@ def test_tiles_that_see_nothing_or_everything(state: int, kernel: str) -> None:
 
 
 @of_hopper
+@pytest.mark.parametrize(("dim", "batch", "heads"), [(64, 2, 1), (128, 1, 2)])
+def test_a_mask_of_keys_beside_a_table(dim: int, batch: int, heads: int) -> None:
+    q, k, v = on.qkv(330, 270, dim, dtype="bfloat16", batch=batch, heads=(2, 1))
+    keys = on.rand(batch, heads, 1, 540, seed=8)[..., ::2] > -0.3
+    keys[..., 64:128] = True  # whole blocks of the table
+    keys[..., 128:192] = False
+    options = {"attn_mask": keys, "causal": heads == 2}
+    check(dim, 1, range(1), q, k, v, block_mask=table_of(heads, 330, 270), **options)
+
+
+@of_hopper
 @every_dim
 def test_keys_are_not_split_where_streams_fill_the_gpu(dim: int) -> None:
     q, k, v = on.qkv(384, 4096, dim, dtype="bfloat16")
@@ -140,6 +151,10 @@ def test_which_calls_go_to_them() -> None:
     slopes = torch.ones(2, device=on.device)
     for other in ({"softcap": 2.0}, {"scale": -1.0}, {"alibi_slopes": slopes}):
         assert kernel(**other).endswith("_d128_masked")
+    for row, name in ((1, "table_keys"), (330, "masked")):
+        mask = torch.ones(1, 2, row, 200, dtype=torch.bool, device=on.device)
+        assert kernel(attn_mask=mask).endswith(f"_d128_{name}")
+        assert kernel(attn_mask=mask.bfloat16()).endswith("_d128_masked")
 
 
 @pytest.mark.skipif(CONSUMER not in KERNELS, reason=f"{CONSUMER} has no code for this GPU")

@@ -14,6 +14,7 @@ namespace archflash::device {
 // its rows sees a key of it.
 constexpr uint32_t BLOCK_SEEN = 1;
 constexpr uint32_t BLOCK_MASKED = 2;  // the positions of some rows hide some of its keys
+constexpr uint32_t BLOCK_KEYS = 4;    // attn_mask may hide some of its keys
 
 // A block of keys, as consumers are told of it with its K.
 struct TableBlock {
@@ -39,13 +40,16 @@ class TableBlocks {
   TableBlocks() = default;
   // row_gmem: the table's row of blocks with the tile's first row, which is a multiple of
   // MASK_BLOCK; row_step: from one row of blocks to the next. end_row: one behind the tile's last.
+  // decides: whether attn_mask decides which keys are seen in blocks that are not BLOCK_FULL.
   __device__ __forceinline__ TableBlocks(const uint8_t* row_gmem, int64_t row_step,
-                                         const VisibleKeys& visible, int first_row, int end_row)
+                                         const VisibleKeys& visible, int first_row, int end_row,
+                                         bool decides = false)
       : row_gmem_(row_gmem),
         row_step_(row_step),
         visible_(visible),
         first_row_(first_row),
         end_row_(end_row),
+        decides_(decides),
         first_(block_start<MASK_BLOCK>(visible.first(first_row))),
         ahead_(block_start<MASK_BLOCK>(visible.last(end_row - 1))) {
     read();
@@ -92,7 +96,8 @@ class TableBlocks {
       const int last_row = min(row + MASK_BLOCK, end_row_) - 1;
       if (read_[i] == BLOCK_UNSEEN || visible_.hides(row, last_row, key, last_key)) continue;
       const bool masked = visible_.masks(row, last_row, key, last_key);
-      states_ |= (BLOCK_SEEN | (masked ? BLOCK_MASKED : 0)) << (8 * i);
+      const bool some = decides_ && read_[i] != BLOCK_FULL;
+      states_ |= (BLOCK_SEEN | (masked ? BLOCK_MASKED : 0) | (some ? BLOCK_KEYS : 0)) << (8 * i);
     }
     left_ = __ballot_sync(0xFFFFFFFFu, states_ != 0);
     ahead_ -= KEYS;
@@ -103,6 +108,7 @@ class TableBlocks {
   int64_t row_step_;
   VisibleKeys visible_;
   int first_row_, end_row_;
+  bool decides_;
   int first_;  // the first key of the first block
   int ahead_;  // that of the block in lane 0 for which the table was read
   uint8_t read_[ROW_BLOCKS];

@@ -10,3 +10,5 @@ using namespace archflash::hopper;
 
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_table), table_fwd, D64Table)
 ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_table), table_fwd, D128Table)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d64_table_keys), table_fwd, D64TableKeys)
+ARCHFLASH_KERNEL(KERNEL(hopper_attention_fwd, d128_table_keys), table_fwd, D128TableKeys)
