@@ -764,7 +764,7 @@ def test_masks_as_data_go_to_ampere_for_16_bits_and_to_simt_for_fp32(
             problem(torch.float16, **{each: MASKS[each] for each in ("attn_mask", "block_mask")}),
             gpu(capability),
         )
-        assert table.chosen == "ampere"
+        assert table.chosen == (HOPPER if capability == (9, 0) else "ampere")
     if name == "attn_mask" and capability == (9, 0):
         assert of_16.chosen == HOPPER
         return
@@ -803,7 +803,22 @@ def test_masks_as_data_go_to_hopper_where_it_was_measured(name: str) -> None:
     assert chosen(d=64) == (HOPPER if name == "block_mask" else "ampere")
     assert chosen(d=256) == "ampere"
     if name != "alibi_slopes":  # with slopes alone a dense mask goes to PyTorch
-        assert chosen(d=128, attn_mask=MASKS["attn_mask"]) == "ampere"
+        kernel = HOPPER if name == "block_mask" else "ampere"
+        assert chosen(d=128, attn_mask=MASKS["attn_mask"]) == kernel
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
+def test_a_mask_with_a_table_goes_to_hopper_without_gradients(
+    dtype: torch.dtype, rows: int
+) -> None:
+    table = torch.empty(1, 1, 5, 8, dtype=torch.int8, device="meta")
+    mask = torch.empty(1, 1, rows, 512, dtype=dtype, device="meta")
+    call = {"nq": 300, "nk": 512, "d": 128, "attn_mask": mask, "block_mask": table}
+    for grad in (False, True):
+        given = problem(torch.bfloat16, grad=grad, **call)
+        chosen = _dispatch.select(given, find_device("H200")).chosen
+        assert chosen == ("ampere" if grad else HOPPER)
 
 
 def test_a_dense_mask_goes_to_hopper_where_it_was_measured() -> None:
