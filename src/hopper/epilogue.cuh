@@ -8,6 +8,7 @@
 #include "common/device/few_rows.cuh"
 #include "common/device/quad.cuh"
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/mov.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma_store.cuh"
 #include "hopper/params.h"
@@ -234,7 +235,7 @@ __device__ __forceinline__ void store_fp8_rows(const device::Outputs<C>& o_rmem,
   for (int r = 0; r < 2; ++r) {
     const int row = 8 * r + lane / 4;
     const float factor = end.ends[r].factor;
-    uint16_t* place = end.place(params, row, lane % 4 * 4);
+    uint16_t* place = ptx::computed_here(end.place(params, row, lane % 4 * 4));
 #pragma unroll
     for (int n = 0; n < C::HEAD_DIM_V / 8; n += 2) {
       const float* even = &o_rmem[0][n][2 * r];
@@ -244,6 +245,17 @@ __device__ __forceinline__ void store_fp8_rows(const device::Outputs<C>& o_rmem,
       if (row < end.rows && 8 * n < params.dv) ptx::st_global_v2_b32(place + 8 * n, first, second);
     }
   }
+}
+
+template <class C>
+__device__ __forceinline__ void store_fp8_rows(const device::Outputs<C>& o_rmem,
+                                               const TileEnd<C>& end, const Params& params) {
+  if (params.out_dtype == DType::F16) {
+    store_fp8_rows<C, DType::F16>(o_rmem, end, params.attention);
+  } else {
+    store_fp8_rows<C, DType::BF16>(o_rmem, end, params.attention);
+  }
+  end.store_lse();
 }
 
 // Writes a warp's rows of 16-bit outputs of a tile: to the workspace if its keys are split, else to
@@ -318,12 +330,7 @@ __device__ __forceinline__ void end_tile(const device::Outputs<C>& o_rmem, TileE
   const Params& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
   if constexpr (finds_ends<C>() && C::FP8) {
-    if (params.out_dtype == DType::F16) {
-      store_fp8_rows<C, DType::F16>(o_rmem, end, attention);
-    } else {
-      store_fp8_rows<C, DType::BF16>(o_rmem, end, attention);
-    }
-    end.store_lse();
+    store_fp8_rows<C>(o_rmem, end, params);
   } else if constexpr (writes_f32<C>()) {
     hand_back_q(barriers, q_ring.stage);
     store_f32_rows<C>(o_rmem, end, attention);
@@ -369,7 +376,11 @@ __device__ __forceinline__ void store_tile(device::Outputs<C>& o_rmem,
                                            const ParamsOf<C>& all_params, const Tile& tile,
                                            int warp_row, float v_factor, unsigned char* q) {
   const Params& params = call_of<C>(all_params);
-  if constexpr (C::FP8) {
+  if constexpr (C::FP8 && !C::OVERLAPS) {
+    const AttentionParams& attention = params.attention;
+    const TileHead head{tile.batch_head / attention.heads_q, tile.batch_head % attention.heads_q};
+    store_fp8_rows<C>(o_rmem, TileEnd<C>(state, attention, head, tile, warp_row, v_factor), params);
+  } else if constexpr (C::FP8) {
     // The lane that knows it tells the others the unit of the last block.
     device::store_fp8_out<C>(o_rmem, state, params.attention, params.out_dtype, tile.rows(),
                              warp_row, uniform(v_factor), first_v_column<C>(tile));

@@ -156,7 +156,9 @@ __device__ __forceinline__ void transpose_block(uint32_t raw_smem, uint32_t turn
   using Turned = typename C::VTile;
   static_assert(Turned::SLABS == 1, "the keys of a block are one slab's");
   constexpr int GROUPS = C::BLOCK_K / 32;  // of keys
-  constexpr int AT_ONCE = 2;               // groups of keys: more loads are under way then
+  // So many groups of keys at a time, whose loads are under way together: beside products a load
+  // takes long. With four warpgroups there are registers for two.
+  constexpr int AT_ONCE = C::WARPGROUPS < 4 ? GROUPS : 2;
   constexpr int TURNS = C::HEAD_DIM_V / 16 * GROUPS / AT_ONCE;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint32_t from_smem = raw_smem + Raw::offset(lane, 0);
