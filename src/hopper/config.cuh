@@ -130,7 +130,8 @@ struct Config {
   // that see half of that block.
   static constexpr bool CHANGES_PLACES = HALVES && WARPGROUPS == 2;
   // Whether the last tiles can be cut into parts of fewer rows (Params::part_rows).
-  static constexpr bool CUTS_TILES = PREPARES_TILES && Q_STAGES == 2 && !FP8 && !VARIANT.packs;
+  static constexpr bool CUTS_TILES =
+      PREPARES_TILES && Q_STAGES == 2 && !(FP8 && WARPGROUPS == 4) && !VARIANT.packs;
   // Whether output rows go from Q's part of shared memory to global memory by TMA.
   static constexpr bool STORES_BY_TMA = PREPARES_TILES && Q_STAGES == 2 && !FP8 && !WRITES_F32;
   // Whether the other warps of the producer's warpgroup can transpose 8-bit V, a block at a time,

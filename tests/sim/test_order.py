@@ -27,10 +27,12 @@ KERNELS = {
 }
 
 
-def inputs(dtype: torch.dtype, rows: int, heads: tuple[int, int] = (4, 2)) -> list[Tensor]:
+def inputs(
+    dtype: torch.dtype, rows: int, heads: tuple[int, int] = (4, 2), d: int = 64
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(1, count, rows, 64, generator=generator).to(dtype)
+        torch.randn(1, count, rows, d, generator=generator).to(dtype)
         for count in (heads[0], heads[1], heads[1])
     ]
 
@@ -99,13 +101,21 @@ def test_every_order_computes_every_row_once(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "part_rows"), [(620, 64), (700, 128)], ids=["parts without rows", "a short part"]
+    ("dtype", "d", "rows", "part_rows"),
+    [
+        (torch.bfloat16, 64, 620, 64),
+        (torch.bfloat16, 64, 700, 128),
+        (torch.float8_e4m3fn, 128, 450, 128),
+    ],
+    ids=["parts without rows", "a short part", "8 bits"],
 )
-def test_parts_of_row_tiles_compute_every_row_once(rows: int, part_rows: int) -> None:
+def test_parts_of_row_tiles_compute_every_row_once(
+    dtype: torch.dtype, d: int, rows: int, part_rows: int
+) -> None:
     """The tiles that are left for the last round of five CTAs are cut into parts; two CTAs have
     none left. The output is full of NaN before.
     """
-    qkv = inputs(torch.bfloat16, rows)
+    qkv = inputs(dtype, rows, d=d)
 
     def out(sms: int, part_rows: int) -> tuple[str, Tensor]:
         plan = plan_for("hopper", qkv, sms)
@@ -115,7 +125,7 @@ def test_parts_of_row_tiles_compute_every_row_once(rows: int, part_rows: int) ->
         if part_rows > 0:
             parts = -(-tile.block_q // part_rows) * (tile.tiles - tile.whole_tiles)
             assert len(native.tile_times(plan)) == tile.whole_tiles + parts
-        given = torch.full_like(qkv[0], torch.nan)
+        given = torch.full_like(qkv[0], torch.nan, dtype=torch.bfloat16)
         run = sim.run(*qkv, implementation="hopper", plan=plan, out=given)
         return tile.name, run.out
 
