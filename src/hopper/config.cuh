@@ -113,6 +113,9 @@ struct Config {
   // part. From registers 256 columns of 16 bits leave too slowly.
   static constexpr bool RELEASES_Q_EARLY =
       FP8 || STORES_THROUGH_V || (Q_STAGES == 1 && !CAN_SPLIT && !CACHE && HEAD_DIM_V <= 128);
+  // Whether that is as soon as the last scores are there, so that the next tile waits less for its
+  // Q. In the kernel of 128 keys that spills registers, and with 16 bits it gains nothing.
+  static constexpr bool RELEASES_Q_BEHIND_SCORES = FP8 && Q_STAGES == 1 && BLOCK_K > 128;
   // Whether the producer finds out which blocks each warpgroup sees and where its rows lie.
   // Elsewhere the consumers do that between two tiles, and the producer needs fewer registers.
   // Kernels with masks as data have messages of their own. With dropout the outputs are scaled once

@@ -203,6 +203,13 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if (key_descales.v_gmem != nullptr)
         device::change_unit<C>(o_rmem, key_descales, warp_descale, block, INT32_MAX);
     };
+    // With RELEASES_Q_BEHIND_SCORES: called when the scores of a block are there. No product reads
+    // Q behind those of the last one.
+    const auto release_q_behind = [&](int block) {
+      if constexpr (C::RELEASES_Q_BEHIND_SCORES) {
+        if (block - C::BLOCK_K < blocks.seen_first) release(barriers.q_empty(q_ring.stage));
+      }
+    };
     // With TAIL_KEYS: S, P and P V of the first TAIL_KEYS keys of the warpgroup's first block,
     // which sees no others and has no score capped. Other blocks come behind it.
     const auto tail_step = [&](int block) {
@@ -232,6 +239,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       draw(block);
       ptx::wgmma_wait_group<0>();
       release_k<C>(s_rmem, barriers, k_ring);
+      release_q_behind(block);
       hand_back_before();
       float scale = exp2_scale;
       if (block < bare_first || block > blocks.clear_last) scale = finish_scores(block);
@@ -279,6 +287,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       turns.hand_over();
       ptx::wgmma_wait_group<0>();
       release_k<C>(s_rmem, barriers, k_ring);
+      release_q_behind(block);
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
       scale = update_row_max<C>(s_rmem, state, scale, rescale_outputs);
@@ -299,6 +308,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       draw(block);
       ptx::wgmma_wait_group<1>();  // the scores are there
       release_k<C>(s_rmem, barriers, k_ring);
+      release_q_behind(block);
       float scale = exp2_scale;
       if constexpr (MASKED) scale = finish_scores(block);
       bool raised = false;
@@ -372,7 +382,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         for (; block >= blocks.seen_first && block >= bare_first; block -= C::BLOCK_K)
           step.template operator()<false>(block);
       }
-      if constexpr (!(C::FP8 && finds_ends<C>())) release_q_early();
+      if constexpr (!C::RELEASES_Q_BEHIND_SCORES && !(C::FP8 && finds_ends<C>())) release_q_early();
       if constexpr (C::OVERLAPS) {
         ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed
         begin_pv();
@@ -398,7 +408,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         TileEnd<C> end;
         multiply_pv(block + C::BLOCK_K, [&] {
           end = find_end();
-          release_q_early();
+          if constexpr (!C::RELEASES_Q_BEHIND_SCORES) release_q_early();
         });
         end_tile<C>(o_rmem, end, all_params, shared, barriers, q_ring, q, warp_row);
       } else {
