@@ -75,6 +75,7 @@ using D256Masked   = MaskedConfig<D256Few>;
 // wheel stays small.
 using D64LargeDropout = DropoutConfig<Config<DTYPE, 64, 64, 4, 2, 128, 64, 2, QIn::Shared, 2>>;
 using D64MediumDropout = DropoutConfig<D64Medium>;
+using D96Dropout = DropoutConfig<D96Medium>;
 using D128Dropout = DropoutConfig<D128Medium>;
 using D256Dropout = DropoutConfig<D256Large>;
 

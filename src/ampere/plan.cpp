@@ -253,6 +253,7 @@ constexpr core::ServesFrom MANY_ROWS_163_KB = {.min_ctas_per_sm = 2, .min_tiles_
 constexpr core::Tile DROPOUT_TILES[] = {
     tile<D64LargeDropout>("d64_large_dropout", MANY_ROWS_163_KB, WITH_DROPOUT),
     tile<D64MediumDropout>("d64_medium_dropout", MANY_ROWS, WITH_DROPOUT),
+    tile<D96Dropout>("d96_dropout", MANY_ROWS, WITH_DROPOUT),
     tile<D128Dropout>("d128_dropout", MANY_ROWS, WITH_DROPOUT),
     tile<D256Dropout>("d256_dropout", MANY_ROWS, WITH_DROPOUT),
 };

@@ -99,6 +99,7 @@ TILES_OF_AMPERE = TILES | {
     "d256-causal": (140, 150, (256, 192), (4, 2), {"causal": True}),
     "d128-groups": (150, 170, (128, 128), (4, 1), {"causal": True}),
     "d64-window": (260, 140, (64, 64), (2, 2), {"window": (60, 20)}),
+    "d96-causal": (130, 150, (96, 72), (2, 1), {"causal": True}),
 }
 
 
@@ -155,7 +156,7 @@ def test_every_key_is_seen(tile: str, rows: int, dtype: str) -> None:
 @pytest.mark.parametrize(("dtype", "word"), [(torch.float16, "f16"), (torch.bfloat16, "bf16")])
 def test_the_calls_above_run_every_kernel_of_ampere(dtype: torch.dtype, word: str) -> None:
     planned: set[str] = set()
-    calls = [(d, 2048, causal) for d in (64, 128, 256) for causal in (False, True)]
+    calls = [(d, 2048, causal) for d in (64, 96, 128, 256) for causal in (False, True)]
     for d, rows, causal in [*calls, (64, 64, False)]:
         x = torch.empty(2, 16, rows, d, device="meta", dtype=dtype)
         for device in ("A100", "RTX 4090", "H200"):

@@ -12,5 +12,6 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_large_dropout), mma_sync::atte
                  D64LargeDropout)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_medium_dropout), mma_sync::attention_fwd,
                  D64MediumDropout)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d96_dropout), mma_sync::attention_fwd, D96Dropout)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_dropout), mma_sync::attention_fwd, D128Dropout)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_dropout), mma_sync::attention_fwd, D256Dropout)
