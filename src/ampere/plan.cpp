@@ -196,11 +196,29 @@ constexpr core::Tile DECODE_TILES[] = {
     decode_tile<D128Decode>("d128_decode", DECODES),
     decode_tile<D256Decode>("d256_decode", DECODES),
 };
+// The same for kernels with PLAIN in their Config, whose CTAs start sooner. Costs are in keys, of
+// which those of 256 columns take twice the time.
+template <class C>
+constexpr core::Tile plain_decode_tile(const char* name, const char* reason) {
+  core::Tile decodes = decode_tile<C>(name, reason);
+  if (C::HEAD_DIM > 128) {
+    decodes.split_costs = {.start = 128, .combine = 64, .combine_share = 4, .fewest_keys = 64};
+  } else {
+    decodes.split_costs = {.start = 192, .combine = 96, .combine_share = 6, .fewest_keys = 64};
+  }
+  return decodes;
+}
+constexpr const char* DECODES_PLAIN = "few rows without a cache: the grid says what a CTA computes";
+constexpr core::Tile PLAIN_DECODE_TILES[] = {
+    plain_decode_tile<D64PlainDecode>("d64_decode_plain", DECODES_PLAIN),
+    plain_decode_tile<D128PlainDecode>("d128_decode_plain", DECODES_PLAIN),
+    plain_decode_tile<D256PlainDecode>("d256_decode_plain", DECODES_PLAIN),
+};
 constexpr const char* DECODES_MASKED = "few rows of attn_mask: its elements come with the keys";
 constexpr core::Tile MASKED_DECODE_TILES[] = {
-    decode_tile<D64MaskedDecode>("d64_decode_masked", DECODES_MASKED),
-    decode_tile<D128MaskedDecode>("d128_decode_masked", DECODES_MASKED),
-    decode_tile<D256MaskedDecode>("d256_decode_masked", DECODES_MASKED),
+    plain_decode_tile<D64MaskedDecode>("d64_decode_masked", DECODES_MASKED),
+    plain_decode_tile<D128MaskedDecode>("d128_decode_masked", DECODES_MASKED),
+    plain_decode_tile<D256MaskedDecode>("d256_decode_masked", DECODES_MASKED),
 };
 constexpr const char* WITH_FP8_CACHE = "8-bit K and V become fp16 in registers";
 constexpr core::Tile FP8_CACHE_TILES[] = {
@@ -220,6 +238,22 @@ bool decodes(const Problem& problem) {
   const int64_t few_keys = rows > 1 ? 80 : 16;
   if (!problem.kv_cache && !problem.varlen && problem.nk <= few_keys) return false;
   return tile_rows <= static_cast<uint64_t>(DECODE_TILES[0].block_q);
+}
+
+// The plan of a call for kernels with PLAIN in their Config, whose grid is (sequences, tiles of a
+// sequence, shares of the keys). Nothing where that is more than a grid can have.
+std::optional<PlanResult> plan_plain_decode(std::span<const core::Tile> tiles,
+                                            const Problem& problem, const Device& device) {
+  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
+  PlanResult result = mma_sync::plan_with_cache("ampere", tiles, problem, device);
+  auto* plan = std::get_if<LaunchPlan>(&result);
+  if (plan == nullptr) return result;
+  const int64_t shares = std::max<int64_t>(plan->tile.splits, 1);
+  const int64_t tiles_of_sequence = problem.heads_q / plan->tile.packed_heads;
+  if (tiles_of_sequence > GRID_SIDE_LIMIT || shares > GRID_SIDE_LIMIT) return std::nullopt;
+  if (problem.nq > 0 && problem.batch > 0 && tiles_of_sequence > 0)
+    plan->launches[0].grid = {problem.batch, tiles_of_sequence, shares};
+  return result;
 }
 
 // The table for a call with a cache.
@@ -333,11 +367,19 @@ PlanResult plan(const Problem& problem, const Device& device) {
     auto result = mma_sync::plan_dropout("ampere", DROPOUT_TILES, problem, device);
     if (result) return *std::move(result);
   }
-  if (has_attn_mask_alone(problem) && !problem.varlen && decodes(problem))
-    return mma_sync::plan_with_cache("ampere", MASKED_DECODE_TILES, problem, device);
+  if (has_attn_mask_alone(problem) && !problem.varlen && decodes(problem)) {
+    if (auto plan = plan_plain_decode(MASKED_DECODE_TILES, problem, device))
+      return *std::move(plan);
+  }
   if (takes_masked_kernels(problem))
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
-  if (decodes(problem)) return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
+  if (decodes(problem)) {
+    if (!problem.varlen) {
+      if (auto plan = plan_plain_decode(PLAIN_DECODE_TILES, problem, device))
+        return *std::move(plan);
+    }
+    return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);
+  }
   if (auto packed = plan_packed(problem, device)) return *std::move(packed);
   auto dense = plan_dense(problem, device);
   if (auto shares = plan_shares(problem, device, dense ? &dense->tile : nullptr))

@@ -52,13 +52,13 @@ FEW_ROWS = {
         64,
         {
             **(D64_FEW | D96_FEW | D128_FEW | WIDE_FEW),
-            "d64_decode": ((64, 64), 128),
-            "d128_decode": ((128, 128), 64),
-            "d256_decode": ((256, 256), 32),
+            "d64_decode_plain": ((64, 64), 128),
+            "d128_decode_plain": ((128, 128), 64),
+            "d256_decode_plain": ((256, 256), 32),
         },
         only_if_it_pays=("d64_few", "d96_few", "d192_few", "d256_few"),
         by_tensor_map=False,
-        decoding=("d64_decode", "d128_decode", "d256_decode"),
+        decoding=("d64_decode_plain", "d128_decode_plain", "d256_decode_plain"),
     ),
     "blackwell_consumer": FewRows(
         64, D64_FEW | D96_FEW | D128_FEW | WIDE_FEW, only_if_it_pays=("d64_few",)

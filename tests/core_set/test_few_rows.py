@@ -57,7 +57,7 @@ def test_shares_together_give_what_one_gives(name: str, kernel: str, splits: int
     elif kernel not in FEW_ROWS[name].only_if_it_pays:
         assert kernels_of(plan) == expected[:1]
     # The first launch has a CTA for each share of each head.
-    assert plan.to_dict()["launches"][0]["grid"][0] == 2 * min(splits, BLOCKS)
+    assert math.prod(plan.to_dict()["launches"][0]["grid"]) == 2 * min(splits, BLOCKS)
     on.attend_and_check(name, q, k, v, schedules=[splits], **call)
 
 
@@ -127,7 +127,7 @@ def test_split_packed_sequences_of_all_lengths(name: str, d: int) -> None:
         x[:2], x[-4:] = math.nan, math.nan
     call: dict[str, Any] = {"causal": True, "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     call |= {"sinks": on.tensor([0.5, 3.0]), "num_splits": 3, "max_seqlen_q": 1}  # a wrong hint
-    assert kernels_of(plan_of(name, q, k, v, **call))[0].endswith(kernel)
+    assert kernels_of(plan_of(name, q, k, v, **call))[0].endswith(kernel.removesuffix("_plain"))
     out, lse = on.survive(name, q, k, v, **call)
     assert torch.equal(out[:2], torch.zeros_like(out[:2]))
     assert torch.equal(out[-4:], torch.zeros_like(out[-4:]))
@@ -140,7 +140,7 @@ def test_more_shares_than_a_warp_has_lanes(name: str) -> None:
     q, k, v = on.qkv(1, 35 * keys - 7, 256, dtype="bfloat16", heads=(1, 1))
     k[:, :, keys : 2 * keys] *= 8  # one share has most of the weight
     plan = plan_of(name, q, k, v, num_splits=34)
-    assert plan.to_dict()["launches"][0]["grid"] == [34, 1, 1]
+    assert plan.to_dict()["launches"][0]["grid"] in ([34, 1, 1], [1, 1, 34])
     on.attend_and_check(name, q, k, v, num_splits=34)
 
 

@@ -240,7 +240,7 @@ def test_few_rows_and_keys_have_the_kernel_with_the_most_ctas(device: str) -> No
     small = DEVICES[device] < 227
     assert (chosen(20, 20) == "d64_short") == (chosen(64, 64, causal=True) == "d64_short") == small
     # The decoding kernels share out keys over their warps: more than one row wants more of them.
-    assert chosen(1, 17) == chosen(16, 81) == "d64_decode"
+    assert chosen(1, 17) == chosen(16, 81) == "d64_decode_plain"
     assert chosen(1, 16) == chosen(2, 20) == chosen(20, 20)
     assert chosen(16, 80) == chosen(20, 80)
 
@@ -295,7 +295,8 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     word = DTYPES[dtype]
     images = ("fwd", "fwd_small", "dense", "dense_small", "decode", "shares")
     built = set().union(*(kernels_built(f"ampere/{image}_{word}") for image in images))
-    built = {kernel for kernel in built if not kernel.endswith("_dropout")}  # tests of dropout
+    # Others are in the tests of dropout, and of caches and packed sequences.
+    built = {kernel for kernel in built if not re.search(r"_dropout$|_d\d+_decode$", kernel)}
     keys = torch.empty(8192, dtype=torch.bool, device="meta")
     chosen = {
         name
@@ -448,9 +449,16 @@ def test_decoding_packs_heads_and_fills_the_gpu(batch: int, splits: int) -> None
     plan = ampere(problem, "A100")
     tile = tile_of(plan)
     # Four heads of one row are four rows of one warp.
-    assert (tile.name, tile.packed_heads, tile.block_q) == ("d128_decode", 4, 1)
+    assert (tile.name, tile.packed_heads, tile.block_q) == ("d128_decode_plain", 4, 1)
     assert tile.splits == splits
-    assert plan.to_dict()["launches"][0]["grid"] == [8 * batch * splits, 1, 1]
+    assert plan.to_dict()["launches"][0]["grid"] == [batch, 8, splits]
+
+
+def test_more_heads_than_a_grid_has_along_a_side_decode_too() -> None:
+    problem = call("float16", b=1, hq=70_000, hkv=70_000, nq=1, nk=300)
+    plan = ampere(problem, "A100")
+    assert variant(plan) == "d64_decode"
+    assert plan.to_dict()["launches"][0]["grid"] == [70_000, 1, 1]
 
 
 @every_head_dim
@@ -465,7 +473,7 @@ def test_packed_heads_are_taken_where_they_save_a_quarter_of_the_tiles(
 
     assert (tile(5).name, tile(5).packed_heads) == (f"d{dims[0]}_few", 4)
     size = next(size for size in (64, 128, 256) if dims[0] <= size)
-    assert (tile(4).name, tile(4).packed_heads) == (f"d{size}_decode", 4)
+    assert (tile(4).name, tile(4).packed_heads) == (f"d{size}_decode_plain", 4)
     assert (tile(3).block_q, tile(16).block_q, tile(17).block_q) == (4, 16, 16)
     assert tile(48).packed_heads == 4
     assert tile(49).packed_heads == 1
@@ -676,6 +684,10 @@ def test_the_grid_covers_all_rows_and_no_tile_more(
         tile = tile_of(plan).block_q
         if tile_of(plan).share_keys > 0:  # CTAs for each tile and share
             assert math.prod(launch["grid"]) == len(native.tile_times(plan))
+            continue
+        if launch["kernel"].endswith("_decode_plain"):  # one tile for each head
+            assert launch["grid"] == [batch, heads, max(tile_of(plan).splits, 1)]
+            assert rows <= tile
             continue
         tiles, rest = divmod(math.prod(launch["grid"]), batch * heads)
         assert rest == 0

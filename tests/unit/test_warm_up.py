@@ -41,7 +41,7 @@ def test_an_rtx_5090_gets_its_own_kernels_and_those_for_repeated_rows(dtype: tor
     expected |= {f"ada_attention_fwd_{word}_int8_d128", f"ada_int8_mean_{word}"}
     expected |= {f"ada_int8_values_{word}_d128", f"blackwell_consumer_combine_{word}"}
     expected |= {f"ampere_combine_{word}", f"ampere_combine_{word}_decode"}
-    of_caches = ("cache", "cache_fp8", "decode")
+    of_caches = ("cache", "cache_fp8", "decode", "decode_plain")
     expected |= {f"ampere_attention_fwd_{word}_d128_{name}" for name in of_caches}
     of_options = ("masked", "decode_masked", "dropout", "gather")
     expected |= {f"ampere_attention_fwd_{word}_d128_{name}" for name in of_options}

@@ -15,6 +15,12 @@ using namespace archflash::ampere;
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode), mma_sync::decode_fwd, D64Decode)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode), mma_sync::decode_fwd, D128Decode)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode), mma_sync::decode_fwd, D256Decode)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode_plain), mma_sync::decode_fwd,
+                 D64PlainDecode)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode_plain), mma_sync::decode_fwd,
+                 D128PlainDecode)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_decode_plain), mma_sync::decode_fwd,
+                 D256PlainDecode)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_decode_masked), mma_sync::decode_fwd,
                  D64MaskedDecode)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d128_decode_masked), mma_sync::decode_fwd,

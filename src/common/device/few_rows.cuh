@@ -32,6 +32,14 @@ struct FewRow {
     head = work.batch_head % params.heads_q + (wanted ? head_of_tile : 0);
     packed = sequence_start(params.cu_seqlens_q_gmem, batch, params.nq) + row;
   }
+  // Without cu_seqlens, of a tile that has all `nq` rows of its heads.
+  __device__ __forceinline__ FewRow(const PackedHeads& packed_heads, int batch, int first_head,
+                                    int nq, int row_of_tile)
+      : batch(batch), row(packed_heads.row(row_of_tile)), packed(row) {
+    const int head_of_tile = packed_heads.head(row_of_tile);
+    wanted = head_of_tile < packed_heads.count && row < nq;
+    head = first_head + (wanted ? head_of_tile : 0);
+  }
   __device__ __forceinline__ int64_t lse_index(const AttentionParams& params) const {
     return batch * params.lse_batch + head * params.lse_head + packed;
   }

@@ -32,6 +32,7 @@ struct DecodeConfig {
   static constexpr bool CACHE = true;
   static constexpr bool FP8_CACHE = FP8_CACHE_;
   static constexpr bool MASKED = false;  // takes attn_mask
+  static constexpr bool PLAIN = false;   // see PlainDecodeConfig
   static constexpr int ELEMENT_BYTES = FP8_CACHE ? 1 : 2;
 
   // What device/online_softmax.cuh needs to know of a warp.
@@ -68,9 +69,17 @@ struct DecodeConfig {
                 "CUDA: at most 227 KiB of shared memory in a CTA (9.0, 10.0)");
 };
 
-// A DecodeConfig for calls with attn_mask.
+// A DecodeConfig for calls without a KV cache and cu_seqlens whose rows are one tile for each head
+// of K, or for a part of its query heads. The grid says what a CTA computes: (sequences, tiles of a
+// sequence, shares of the keys). Of a call of few keys, finding it out otherwise is the half.
 template <class Base>
-struct MaskedDecodeConfig : Base {
+struct PlainDecodeConfig : Base {
+  static constexpr bool PLAIN = true;
+};
+
+// A PlainDecodeConfig for calls with attn_mask.
+template <class Base>
+struct MaskedDecodeConfig : PlainDecodeConfig<Base> {
   static constexpr bool MASKED = true;
 };
 

@@ -38,6 +38,10 @@ struct DecodeCopies {
         first(cta.first),
         blocks(cta.blocks),
         block_rows(cta.block_rows) {
+    if constexpr (C::PLAIN) {
+      pages_gmem = nullptr;
+      first = 0;
+    }
     page_shift = (block_rows & (block_rows - 1)) == 0 ? __ffs(block_rows) - 1 : -1;
     same_strides = params.k_batch == params.v_batch && params.k_row == params.v_row;
     whole_pages = pages_gmem == nullptr || (block_rows % UNIT == 0 && first % UNIT == 0);
@@ -59,12 +63,16 @@ struct DecodeCopies {
   __device__ __forceinline__ void start(uint32_t stage_smem, int key) const {
 #pragma unroll
     for (int unit = 0; unit < C::WARP_KEYS; unit += UNIT) {
+      const uint32_t k_smem = stage_smem + unit * C::Tile::ROW_BYTES;
+      if constexpr (C::PLAIN) {
+        start_plain_unit(k_smem, k_smem + C::K_BYTES, key + unit);
+        continue;
+      }
       int page = entry;
       if constexpr (C::WARP_KEYS > UNIT)
         page = __shfl_sync(device::FULL_WARP, entry, unit + threadIdx.x % UNIT);
       // A page outside the cache is clamped into it.
       page = min(max(page, 0), blocks - 1);
-      const uint32_t k_smem = stage_smem + unit * C::Tile::ROW_BYTES;
       start_unit(k_smem, k_smem + C::K_BYTES, key + unit, page);
     }
   }
@@ -96,6 +104,26 @@ struct DecodeCopies {
              step * ROWS * Tile::ROW_BYTES;
     }
   };
+
+  // Rows that no row of the sequence sees become zeros: of a unit that has some, each copy is told
+  // how much it reads.
+  __device__ __forceinline__ void start_plain_unit(uint32_t k_smem, uint32_t v_smem,
+                                                   int key) const {
+    const Lane at(params);
+    const int first_row = key + at.row;
+    const char* k = k_gmem + first_row * params.k_row * C::ELEMENT_BYTES + at.chunk * 16;
+    const char* v = v_gmem + first_row * params.v_row * C::ELEMENT_BYTES + at.chunk * 16;
+    const bool whole = key >= begin && key + UNIT <= end;
+#pragma unroll
+    for (int step = 0; step < Lane::STEPS; ++step) {
+      const int row = first_row + step * Lane::ROWS;
+      const uint32_t bytes = whole || (row >= begin && row < end) ? 16 : 0;
+      if (at.in_k) ptx::cp_async_cg_16(at.target(k_smem, step), k, bytes);
+      if (at.in_v) ptx::cp_async_cg_16(at.target(v_smem, step), v, bytes);
+      k += Lane::ROWS * params.k_row * C::ELEMENT_BYTES;
+      v += Lane::ROWS * params.v_row * C::ELEMENT_BYTES;
+    }
+  }
 
   // page: that of the unit's first key, or of the lane's own key, which is lane % UNIT.
   __device__ __forceinline__ void start_unit(uint32_t k_smem, uint32_t v_smem, int key,

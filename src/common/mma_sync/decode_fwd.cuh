@@ -82,44 +82,37 @@ __device__ __forceinline__ void add_alibi(device::Scores<typename C::Warp>& s_rm
   }
 }
 
+// What a CTA of a PlainDecodeConfig computes. Each thread finds it, and most of it is the same for
+// all of a warp.
+__device__ __forceinline__ DecodeContext plain_context(const CacheParams& params) {
+  const AttentionParams& attention = params.attention;
+  const int batch = static_cast<int>(blockIdx.x), tile = static_cast<int>(blockIdx.y);
+  const int head = tile * params.packed_heads.count;
+  const bool whole = params.packed_heads.count == attention.heads_per_kv;
+  const int kv_head = whole ? tile : head / attention.heads_per_kv;
+  DecodeContext cta{};
+  cta.work = {batch * attention.heads_q + head, 0, attention.nq, attention.nk};
+  cta.visible = device::find_visible_keys(attention, cta.work);
+  cta.visible.nk = cta.visible.end(attention.nq);
+  cta.k_gmem = static_cast<const uint16_t*>(attention.k_gmem) + batch * attention.k_batch +
+               kv_head * attention.k_head;
+  cta.v_gmem = static_cast<const uint16_t*>(attention.v_gmem) + batch * attention.v_batch +
+               kv_head * attention.v_head;
+  cta.packed_heads = params.packed_heads;
+  cta.v_descale = 1.0f;
+  cta.share = static_cast<int>(blockIdx.z);
+  cta.shares = params.partials.splits;
+  return cta;
+}
+
+// What a CTA does when it knows what it computes.
 template <class C>
-__device__ __forceinline__ void decode_fwd(const DecodeParamsOf<C>& params) {
-  extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
+__device__ __forceinline__ void decode_tile(const DecodeParamsOf<C>& params,
+                                            const DecodeContext& cta, unsigned char* shared) {
   using Warp = typename C::Warp;
-  static_assert(sizeof(DecodeContext) <= C::CONTEXT_BYTES);
   const AttentionParams& attention = params.attention;
   const device::PackedHeads& packed = params.packed_heads;
   const Partials& partials = params.partials;
-  DecodeContext& cta = *reinterpret_cast<DecodeContext*>(shared + C::CONTEXT_SMEM);
-  // This kernel starts early (Launch::uses_pdl): what it reads is written now, and what it
-  // writes was read.
-  ptx::griddepcontrol_wait();
-  ptx::griddepcontrol_launch_dependents();  // the combining kernel waits for the last share
-  {
-    const bool all_rows = params.few_rows == 0;  // of all sequences
-    for (int head = 0; all_rows && !partials.wanted() && head < packed.count; ++head) {
-      device::write_rows_of_no_sequence(attention, blockIdx.x, threadIdx.x, C::THREADS,
-                                        packed.rows(), packed.count, head);
-    }
-    SharedWork own;
-    if (params.share_ctas > 0) {
-      own = find_shared_work<C::BLOCK_K>(params);
-    } else {
-      const int index = static_cast<int>(blockIdx.x) / partials.splits;
-      own.work = all_rows ? device::find_work(attention, index, packed.rows(), packed.count)
-                          : work_of_short_sequence(attention, index, params.few_rows, packed.count);
-      own.share = blockIdx.x % partials.splits;
-      own.shares = partials.splits;
-    }
-    if (own.work.first_row < 0) return;
-    if (threadIdx.x == 0) {
-      const device::CacheRows rows = find_rows(params, own.work);
-      own.work.nk = rows.count;
-      cta = {make_cache_context<C>(params, own.work, rows), own.share, own.shares};
-    }
-  }
-  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
-
   // Two ranges of keys: `first` to `last`, which any row of the tile sees, cut to the part of this
   // CTA where the keys are split; and all_first to all_last, which every row sees, so that scores
   // there need no mask.
@@ -213,11 +206,15 @@ __device__ __forceinline__ void decode_fwd(const DecodeParamsOf<C>& params) {
       if (attention.rule.softcap != 0.0f)
         device::transform_scores<Warp>(s_rmem, ScoreRule{1.0f, attention.rule.softcap});
     } else if (C::MASKED || attention.transform_scores) {
-      device::transform_scores<Warp>(s_rmem, attention.rule);
+      if (C::MASKED && attention.rule.softcap == 0.0f) {
+        device::transform_scores<Warp>(s_rmem, ScoreRule{attention.rule.tanh_scale, 0.0f});
+      } else {
+        device::transform_scores<Warp>(s_rmem, attention.rule);
+      }
     }
     if constexpr (C::MASKED) {
       masks.apply(s_rmem, mask);
-    } else if (params.slopes.gmem != nullptr) {
+    } else if (!C::PLAIN && params.slopes.gmem != nullptr) {
       add_alibi<C>(s_rmem, params, cta, key);
     }
     if (key < all_first || key + C::WARP_KEYS - 1 > all_last) {
@@ -226,19 +223,23 @@ __device__ __forceinline__ void decode_fwd(const DecodeParamsOf<C>& params) {
         device::mask_row<Warp>(s_rmem, visible.of_row(row), 0, r, 0, key + lane % 4 * 2);
       }
     }
-    uint32_t seen = 0;
+    typename DecodeMasks<C>::Seen seen;
     if constexpr (C::MASKED) seen = masks.keys_of_warp(s_rmem);
-    const float exp2_scale =
-        device::update_row_max<Warp>(s_rmem, state, o_rmem, attention.exp2_scale, &limits);
-    device::Probabilities<Warp> p_rmem;
-    device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
-    const auto correct = [&](uint32_t (&v_rmem)[4], int k) {
-      if constexpr (C::MASKED) clear_unseen_values(v_rmem, seen, k);
-    };
-    if (C::FP8_CACHE && !e4m3) {
-      multiply_decode_pv<C, DType::E5M2>(o_rmem, p_rmem, v_lane + read, correct);
-    } else {
-      multiply_decode_pv<C, DType::E4M3>(o_rmem, p_rmem, v_lane + read, correct);
+    if (seen.any) {
+      const float exp2_scale =
+          device::update_row_max<Warp>(s_rmem, state, o_rmem, attention.exp2_scale, &limits);
+      device::Probabilities<Warp> p_rmem;
+      device::exponentiate_all_scores<Warp>(s_rmem, p_rmem, state, exp2_scale);
+      const auto correct = [&](uint32_t (&)[4], int) {};
+      if (C::FP8_CACHE && !e4m3) {
+        multiply_decode_pv<C, DType::E5M2>(o_rmem, p_rmem, v_lane + read, correct);
+      } else if (C::MASKED && !seen.all) {
+        multiply_decode_pv<C, DType::E4M3>(
+            o_rmem, p_rmem, v_lane + read,
+            [&](uint32_t (&v_rmem)[4], int k) { clear_unseen_values(v_rmem, seen.bits, k); });
+      } else {
+        multiply_decode_pv<C, DType::E4M3>(o_rmem, p_rmem, v_lane + read, correct);
+      }
     }
     read = read == (C::STAGES - 1) * C::STAGE_BYTES ? 0 : read + C::STAGE_BYTES;
   }
@@ -246,6 +247,47 @@ __device__ __forceinline__ void decode_fwd(const DecodeParamsOf<C>& params) {
   store_warp<C>(shared, o_rmem, state);
   __syncthreads();  // all warps have stored theirs, before they are merged
   merge_warps<C>(shared, params, cta, v_factor);
+}
+
+template <class C>
+__device__ __forceinline__ void decode_fwd(const DecodeParamsOf<C>& params) {
+  extern __shared__ __align__(128) unsigned char shared[];  // swizzles permute whole 128-byte lines
+  static_assert(sizeof(DecodeContext) <= C::CONTEXT_BYTES);
+  // This kernel starts early (Launch::uses_pdl): what it reads is written now, and what it
+  // writes was read.
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();  // the combining kernel waits for the last share
+  if constexpr (C::PLAIN) {
+    decode_tile<C>(params, plain_context(params), shared);
+  } else {
+    const AttentionParams& attention = params.attention;
+    const device::PackedHeads& packed = params.packed_heads;
+    const Partials& partials = params.partials;
+    DecodeContext& cta = *reinterpret_cast<DecodeContext*>(shared + C::CONTEXT_SMEM);
+    const bool all_rows = params.few_rows == 0;  // of all sequences
+    for (int head = 0; all_rows && !partials.wanted() && head < packed.count; ++head) {
+      device::write_rows_of_no_sequence(attention, blockIdx.x, threadIdx.x, C::THREADS,
+                                        packed.rows(), packed.count, head);
+    }
+    SharedWork own;
+    if (params.share_ctas > 0) {
+      own = find_shared_work<C::BLOCK_K>(params);
+    } else {
+      const int index = static_cast<int>(blockIdx.x) / partials.splits;
+      own.work = all_rows ? device::find_work(attention, index, packed.rows(), packed.count)
+                          : work_of_short_sequence(attention, index, params.few_rows, packed.count);
+      own.share = blockIdx.x % partials.splits;
+      own.shares = partials.splits;
+    }
+    if (own.work.first_row < 0) return;
+    if (threadIdx.x == 0) {
+      const device::CacheRows rows = find_rows(params, own.work);
+      own.work.nk = rows.count;
+      cta = {make_cache_context<C>(params, own.work, rows), own.share, own.shares};
+    }
+    __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+    decode_tile<C>(params, cta, shared);
+  }
 }
 
 }  // namespace archflash::mma_sync

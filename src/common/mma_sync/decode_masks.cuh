@@ -26,8 +26,15 @@ struct DecodeMasks {
     uint32_t words[2][GROUPS][2];
   };
 
+  // Which keys of a group some row sees.
+  struct Seen {
+    bool all, any;  // one answer a warp
+    uint32_t bits;  // bit 2n + i is the key 8n + i from this lane's first one on
+  };
+
   const MaskParams& params;
   int64_t first[2];  // the number of the element of key 0; below 0: the row does not exist
+  bool both;         // whether the tile has rows behind the eighth; the same in all lanes
   int nk;
 
   __device__ __forceinline__ DecodeMasks(const MaskedDecodeParams& call, const CacheContext& cta)
@@ -35,11 +42,12 @@ struct DecodeMasks {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const device::FewRow row(call.attention, cta.packed_heads, cta.work, lane / 4 + 8 * r);
+      const device::FewRow row = few_row<C>(call.attention, cta, lane / 4 + 8 * r);
       first[r] =
           row.batch * params.mask_batch + row.head * params.mask_head + row.row * params.mask_row;
       if (!row.wanted) first[r] = -1;
     }
+    both = __any_sync(device::FULL_WARP, first[1] >= 0);
   }
 
   // Loads the elements of the group from `key` on. Those that do not exist become 0.
@@ -53,8 +61,8 @@ struct DecodeMasks {
     }
   }
 
-  // Adds what the mask adds, and sets the scores of keys that it hides to -inf. Selecting makes the
-  // old value irrelevant, even if it was NaN.
+  // Adds what the mask adds to the rows that exist, and sets the scores of keys that it hides to
+  // -inf. Selecting makes the old value irrelevant, even if it was NaN.
   __device__ __forceinline__ void apply(device::Scores<typename C::Warp>& s_rmem,
                                         const Elements& elements) const {
     if (params.mask_element == MaskElement::Bool) {
@@ -72,23 +80,29 @@ struct DecodeMasks {
     }
   }
 
-  // Which keys some row sees, from scores that have been masked: bit 2n + i is the key 8n + i from
-  // this lane's first one on. Called by whole warps.
-  __device__ __forceinline__ uint32_t
+  // Which keys some row sees, from scores that have been masked. Called by whole warps.
+  __device__ __forceinline__ Seen
   keys_of_warp(const device::Scores<typename C::Warp>& s_rmem) const {
-    uint32_t seen = 0;
+    const auto bits_of_row = [&](int r) {
+      uint32_t bits = 0;
 #pragma unroll
-    for (int n = 0; n < GROUPS; ++n) {
+      for (int n = 0; n < GROUPS; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float (&s)[4] = s_rmem[0][n];
-        const bool of_first = first[0] >= 0 && s[i] != device::MINUS_INFINITY;
-        const bool of_second = first[1] >= 0 && s[2 + i] != device::MINUS_INFINITY;
-        if (of_first || of_second) seen |= 1u << (2 * n + i);
+        for (int i = 0; i < 2; ++i)
+          if (s_rmem[0][n][2 * r + i] != device::MINUS_INFINITY) bits |= 1u << (2 * n + i);
       }
-    }
+      return first[r] >= 0 ? bits : 0;
+    };
+    constexpr uint32_t ALL = (1u << (2 * GROUPS)) - 1;
+    Seen seen{true, true, bits_of_row(0)};
+    if (both) seen.bits |= bits_of_row(1);
+    // Mostly some row of each lane's keys sees all of them.
+    if (__all_sync(device::FULL_WARP, first[0] < 0 || seen.bits == ALL)) return seen;
 #pragma unroll
-    for (int rows = 4; rows < 32; rows *= 2) seen |= __shfl_xor_sync(device::FULL_WARP, seen, rows);
+    for (int rows = 4; rows < 32; rows *= 2)
+      seen.bits |= __shfl_xor_sync(device::FULL_WARP, seen.bits, rows);
+    seen.all = __all_sync(device::FULL_WARP, seen.bits == ALL);
+    seen.any = __any_sync(device::FULL_WARP, seen.bits != 0);
     return seen;
   }
 
@@ -97,9 +111,27 @@ struct DecodeMasks {
   __device__ __forceinline__ void load_each(Elements& elements, int key) const {
     constexpr int WORDS = sizeof(Pair) == 8 ? 2 : 1;
     const bool pairs = params.mask_step != 0;
+    const bool whole = pairs && key + C::WARP_KEYS <= nk;
     const int lane_key = key + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if (r == 1 && !both) break;
+      if (whole) {
+        const Pair* const pairs_gmem =
+            reinterpret_cast<const Pair*>(static_cast<const Element*>(params.mask_gmem) +
+                                          (first[r] < 0 ? 0 : first[r]) + lane_key);
+#pragma unroll
+        for (int n = 0; n < GROUPS; ++n) {
+          uint32_t (&words)[2] = elements.words[r][n];
+          if constexpr (WORDS == 2) {
+            const Pair pair = pairs_gmem[4 * n];
+            words[0] = __float_as_uint(pair.x), words[1] = __float_as_uint(pair.y);
+          } else {
+            words[0] = pairs_gmem[4 * n];
+          }
+        }
+        continue;
+      }
       const Element* const row_gmem = static_cast<const Element*>(params.mask_gmem) + first[r];
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n) {
@@ -131,16 +163,20 @@ struct DecodeMasks {
   }
 
   template <class AddedOf>
-  __device__ __forceinline__ static void apply_each(device::Scores<typename C::Warp>& s_rmem,
-                                                    const AddedOf& added_of) {
+  __device__ __forceinline__ void apply_each(device::Scores<typename C::Warp>& s_rmem,
+                                             const AddedOf& added_of) const {
 #pragma unroll
-    for (int n = 0; n < GROUPS; ++n) {
+    for (int r = 0; r < 2; ++r) {
+      if (r == 1 && !both) break;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = added_of(i / 2, n, i % 2);
-        float s = fmaf(x, device::LOG2_E, s_rmem[0][n][i]);
-        if (s < device::LOWEST_LOG2) s = device::LOWEST_LOG2;  // not fmaxf: a NaN stays one
-        s_rmem[0][n][i] = x == device::MINUS_INFINITY ? x : s;
+      for (int n = 0; n < GROUPS; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float x = added_of(r, n, i);
+          float s = fmaf(x, device::LOG2_E, s_rmem[0][n][2 * r + i]);
+          if (s < device::LOWEST_LOG2) s = device::LOWEST_LOG2;  // not fmaxf: a NaN stays one
+          s_rmem[0][n][2 * r + i] = x == device::MINUS_INFINITY ? x : s;
+        }
       }
     }
   }
@@ -149,6 +185,10 @@ struct DecodeMasks {
 template <class C>
 struct DecodeMasks<C, false> {
   struct Elements {};
+  struct Seen {
+    static constexpr bool all = true, any = true;
+    static constexpr uint32_t bits = 0;
+  };
   __device__ __forceinline__ DecodeMasks(const DecodeParams&, const CacheContext&) {}
 };
 

@@ -58,7 +58,7 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const D
   const AttentionParams& attention = params.attention;
   const int row_of_tile = threadIdx.x / THREADS_OF_ROW;
   const int thread_of_row = threadIdx.x % THREADS_OF_ROW;
-  const device::FewRow row(attention, cta.packed_heads, cta.work, row_of_tile);
+  const device::FewRow row = few_row<C>(attention, cta, row_of_tile);
   if (!row.wanted) return;
   PartialEnd ends[C::WARPS];
   float base = device::LOWEST;
@@ -79,11 +79,11 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const D
   float* partial_gmem = nullptr;
   uint16_t* row_gmem = nullptr;
   float factor = v_factor;
-  const bool by_length = params.share_ctas > 0;
+  const bool by_length = !C::PLAIN && params.share_ctas > 0;
   int64_t row_of_all = 0;
   if (partials.wanted()) {
     row_of_all =
-        params.few_rows == 0
+        C::PLAIN || params.few_rows == 0
             ? row.lse_index(attention)
             : (static_cast<int64_t>(row.batch) * attention.heads_q + row.head) * params.few_rows +
                   row.row;

@@ -22,6 +22,19 @@ struct DecodeContext : CacheContext {
   int share, shares;
 };
 
+// Row `row_of_tile` of the CTA's tile.
+template <class C>
+__device__ __forceinline__ device::FewRow few_row(const AttentionParams& params,
+                                                  const CacheContext& cta, int row_of_tile) {
+  if constexpr (C::PLAIN) {
+    const int first_head = static_cast<int>(blockIdx.y) * cta.packed_heads.count;
+    return device::FewRow(cta.packed_heads, static_cast<int>(blockIdx.x), first_head, params.nq,
+                          row_of_tile);
+  } else {
+    return device::FewRow(params, cta.packed_heads, cta.work, row_of_tile);
+  }
+}
+
 // The fragments a of the 16 query rows, for each 16 columns.
 template <class C>
 struct DecodeQuery {
@@ -41,7 +54,7 @@ struct DecodeQuery {
     uint32_t all[STEPS][4];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const device::FewRow row(params, cta.packed_heads, cta.work, lane / 4 + 8 * r);
+      const device::FewRow row = few_row<C>(params, cta, lane / 4 + 8 * r);
       const uint16_t* q_gmem = static_cast<const uint16_t*>(params.q_gmem) +
                                row.batch * params.q_batch + row.head * params.q_head +
                                row.packed * params.q_row;
