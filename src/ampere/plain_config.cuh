@@ -39,6 +39,7 @@ using D64FewOnly   = OnlyTileConfig<PlainBackwardConfig<
                      FusedBackwardConfig<DTYPE, 64,  64, 4,    1,    1,   32,   2,      3>>>;
 // clang-format on
 using D64Only = OnlyTileConfig<D64Plain>;
+using D64OnlyDropout = mma_sync::DropoutBackwardConfig<D64Only>;
 using D96Only = OnlyTileConfig<D96Plain>;
 using D128WideOnly = OnlyTileConfig<D128WidePlain>;
 

@@ -186,7 +186,10 @@ void start_early(LaunchPlan& plan, const Problem& call) {
 std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Device& device) {
   BackwardProblem undropped = problem;
   undropped.call.dropout_p = 0;
-  PlanResult result = core::plan_backward(describe(), DROPOUT_TILES, undropped, device, {}, true);
+  const auto only = only_dropout_tiles(undropped.call, device);
+  const std::span<const core::BackwardTile> tiles =
+      only.empty() ? std::span<const core::BackwardTile>(DROPOUT_TILES) : only;
+  PlanResult result = core::plan_backward(describe(), tiles, undropped, device, {}, true);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return std::nullopt;
   mma_sync::DroppingBackwardParams params;
@@ -195,9 +198,16 @@ std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Dev
   params.dropped_heads = core::dropped_heads(problem);
   constexpr int DROPOUT = offsetof(mma_sync::DroppingBackwardParams, dropout);
   for (Launch& launch : plan->launches) {
-    if (!launch.kernel.ends_with("_dropout")) continue;
+    if (launch.params.size() != sizeof params.call) continue;
     std::memcpy(static_cast<void*>(&params.call), launch.params.data(), sizeof params.call);
+    params.call.scale *= params.dropout.scale;  // without which the main kernel leaves dS
+    launch.params = core::bytes(params.call);
+    if (!launch.kernel.ends_with("_dropout")) continue;
     if (params.call.attention.transform_scores) return std::nullopt;
+    if (!only.empty()) {
+      make_only_dropout(launch, problem.call, params);
+      continue;
+    }
     launch.params = core::bytes(params);
     launch.image = (launch.kernel.ends_with("_wide_dropout") ? WIDE_IMAGE : "ampere/bwd_dropout_") +
                    core::dtype_word(problem.call.dtype);

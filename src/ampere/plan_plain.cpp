@@ -12,6 +12,7 @@
 #include "ampere/plain_config.cuh"
 #include "common/planning/core_set.h"
 #include "common/planning/launch.h"
+#include "common/planning/masks.h"
 #include "common/planning/tiles.h"
 
 namespace archflash::ampere {
@@ -82,6 +83,8 @@ bool is_plain(const Problem& call, const Device& device,
          call.dv <= largest.head_dim_v;
 }
 
+constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
+
 }  // namespace
 
 bool has_plain_kernels(const Device& device) { return device.major == 9; }
@@ -95,8 +98,38 @@ std::span<const core::BackwardTile> only_tiles(const Problem& call, const Device
   return tile == tiles.end() ? std::span<const core::BackwardTile>() : std::span(&*tile, 1);
 }
 
+std::span<const core::BackwardTile> only_dropout_tiles(const Problem& undropped,
+                                                       const Device& device) {
+  using C = D64OnlyDropout;
+  static constexpr core::BackwardTile TILES[] = {only_tile<C>("d64_only_dropout")};
+  const bool takes =
+      undropped.d <= C::HEAD_DIM && undropped.dv <= C::HEAD_DIM_V && undropped.nk <= C::ROWS;
+  if (!takes || only_tiles(undropped, device).empty()) return {};
+  return TILES;
+}
+
+void make_only_dropout(Launch& main, const Problem& call,
+                       const mma_sync::DroppingBackwardParams& of_main) {
+  mma_sync::DroppingCuttingParams params;
+  std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
+  std::memcpy(static_cast<void*>(&params.call), &of_main.call, sizeof params.call);
+  params.dropout = of_main.dropout;
+  params.dropped_heads = of_main.dropped_heads;
+  const AttentionParams& attention = params.call.attention;
+  const int64_t tiles = main.grid[0], heads_kv = call.heads_q / attention.heads_per_kv;
+  if (attention.order.heads_per_group >= tiles && call.batch <= GRID_SIDE_LIMIT) {
+    main.grid = {heads_kv, call.batch, 1};
+  } else {
+    params.cut.runs[0] = {static_cast<int32_t>(tiles), 1};
+  }
+  main.params = core::bytes(params);
+  main.image = std::string("ampere/bwd_only_") + core::dtype_word(call.dtype);
+  main.uses_pdl = true;
+  add_pointers(main,
+               core::dropout_pointers(call, offsetof(mma_sync::DroppingCuttingParams, dropout)));
+}
+
 bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& device) {
-  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
   const Problem& call = problem.call;
   const std::string word = core::dtype_word(call.dtype);
   const auto launch_of = [&](const std::string& start) {
@@ -154,8 +187,7 @@ bool make_plain(LaunchPlan& plan, const BackwardProblem& problem, const Device& 
 
 std::optional<PlanResult> plan_packed_backward(const BackwardProblem& problem,
                                                const Device& device) {
-  constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
-  constexpr int64_t MOST_PLACES = 3;          // for each tile
+  constexpr int64_t MOST_PLACES = 3;  // for each tile
   const Problem& call = problem.call;
   constexpr int ROWS = D64WidePacked::ROWS;
   static_assert(D96Packed::ROWS == ROWS && D128WidePacked::ROWS == ROWS);

@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 
+#include "common/mma_sync/params.h"
 #include "common/planning/backward.h"
 #include "common/planning/plan.h"
 
@@ -15,6 +16,16 @@ bool has_plain_kernels(const Device& device);
 
 // The tile of a kernel for heads whose keys are one tile, if one serves a call; else none.
 std::span<const core::BackwardTile> only_tiles(const Problem& call, const Device& device);
+
+// The tile of a kernel with dropout for heads whose keys are one tile, if one serves a call, of
+// which `undropped` is all but the dropout; else none.
+std::span<const core::BackwardTile> only_dropout_tiles(const Problem& undropped,
+                                                       const Device& device);
+
+// Turns the main launch of a plan for that tile into one of its kernel. of_main: what kernels of
+// more tiles are given.
+void make_only_dropout(Launch& main, const Problem& call,
+                       const mma_sync::DroppingBackwardParams& of_main);
 
 // Makes a plan launch the kernel of PLAIN_TILES or BULK_TILES in the place of its main one, and
 // says whether CTAs share out tiles.

@@ -14,5 +14,7 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_few_only), mma_sync::fused_bwd
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d32_only), mma_sync::fused_bwd, D32Only)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_few_only), mma_sync::fused_bwd, D64FewOnly)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_only), mma_sync::fused_bwd, D64Only)
+ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_only_dropout), mma_sync::fused_bwd,
+                 D64OnlyDropout)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d96_only), mma_sync::fused_bwd, D96Only)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_wide_only), mma_sync::fused_bwd, D128WideOnly)

@@ -322,20 +322,34 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
         const float4 two = terms[4 * n];  // of the lane's two neighbouring queries
         return i == 0 ? device::RowTerms{two.x, two.y} : device::RowTerms{two.z, two.w};
       };
+      [[maybe_unused]] const auto dropout_of_head = [&] {
+        auto of_head = dropout;
+        if constexpr (C::DROPS) {
+          const DroppedHeads& heads = all_params.dropped_heads;
+          const int head = device::passing_head<C::OWNS>(attention, cta, block);
+          of_head.batch_head = device::uniform(heads.first + cta.batch * heads.of_sequence + head);
+        }
+        return of_head;
+      };
+      // 1 / the scale of what is kept.
+      [[maybe_unused]] const auto unscaled = [&] {
+        if constexpr (C::DROPS) return __frcp_rn(all_params.dropout.scale);
+        return 1.0f;
+      };
+      [[maybe_unused]] const int lane_query = block.row + part * C::PART + lane % 4 * 2;
       if constexpr (C::WRITES_DQ) {
         if constexpr (!EARLY) exponentiate_own<C>(s_rmem, attention.exp2_scale, lse);
+        if constexpr (C::DROPS) {
+          mark_dropped<Scores>(s_rmem, dp_rmem, dropout_of_head(), lane_query,
+                               warp_first + lane / 4);
+        }
       } else if constexpr (C::MASKED) {
         exponentiate_masked<Scores>(s_rmem, dp_rmem, all_params, cta,
                                     device::passing_head<C::OWNS>(attention, cta, block),
                                     warp_first, block.row + part * C::PART, lane, terms_of);
       } else if constexpr (C::DROPS) {
-        device::Dropout of_head = dropout;
-        const DroppedHeads& heads = all_params.dropped_heads;
-        of_head.batch_head = device::uniform(heads.first + cta.batch * heads.of_sequence +
-                                             device::passing_head<C::OWNS>(attention, cta, block));
-        exponentiate_dropping<Scores>(
-            s_rmem, dp_rmem, attention.exp2_scale, of_head, all_params.dropout.scale,
-            block.row + part * C::PART + lane % 4 * 2, warp_first + lane / 4, terms_of);
+        exponentiate_dropping<Scores>(s_rmem, dp_rmem, attention.exp2_scale, dropout_of_head(),
+                                      unscaled(), lane_query, warp_first + lane / 4, terms_of);
       } else if constexpr (C::PLAIN) {
         exponentiate_scores<Scores, false>(s_rmem, dp_rmem, attention, terms_of);
       } else {
@@ -356,7 +370,8 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       if constexpr (C::WRITES_DQ) {
         store_deltas<C>(deltas, s_rmem, dp_rmem, warp / C::SPLIT, part, lane);
         __syncthreads();  // the sums of all keys of a query are written
-        subtract_deltas<C>(dp_rmem, s_rmem, deltas, lse + C::BLOCK, part, lane);
+        subtract_deltas<C>(dp_rmem, s_rmem, deltas, lse + C::BLOCK, unscaled(), part, lane);
+        if constexpr (C::DROPS) clear_dropped<Scores>(s_rmem);
         clear_masked(dp_rmem);  // of a query whose delta is no number
       }
       BlockFragments<Scores> p_fragments;

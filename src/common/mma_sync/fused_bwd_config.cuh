@@ -2,6 +2,8 @@
 // only, in plain C++: kernels and plans both include them.
 #pragma once
 
+#include <type_traits>
+
 #include "common/backward_params.h"
 #include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
@@ -115,10 +117,19 @@ struct BulkSumsConfig : Backward {
   static_assert(SHARED_BYTES <= 227 * 1024, "CUDA: at most 227 KB in a CTA (9.0, 10.0)");
 };
 
+// The parameter block of backward kernels with dropout for heads of one tile: CuttingBackwardParams
+// and what is dropped.
+struct DroppingCuttingParams {
+  BackwardParams call;
+  CutTiles cut;
+  DropoutParams dropout;
+  DroppedHeads dropped_heads;
+};
+
 // A FusedBackwardConfig whose kernel drops some of P and knows no masks as data.
 template <class Backward>
 struct DropoutBackwardConfig : Backward {
-  using Params = DroppingBackwardParams;
+  using Params = std::conditional_t<Backward::PLAIN, DroppingCuttingParams, DroppingBackwardParams>;
   static constexpr bool DROPS = true;
   static_assert(Backward::M_TILES == 2 && Backward::PART % 16 == 0,
                 "a lane has all elements that share their random bits: 32 keys by 16 queries");

@@ -111,18 +111,20 @@ __device__ __forceinline__ void clear_deltas(float* deltas, int key_warp, int pa
     deltas[(part * C::PART + query + lane) * C::KEY_WARPS + key_warp] = 0.0f;
 }
 
-// Turns a warp's dP into dS = P (dP - delta). dlse: of the lane's first query.
+// Turns a warp's dP into dS = P (dP - delta), with dropout divided by its scale, 1 / of_dlse; P may
+// be negative then (mark_dropped). dlse: of the lane's first query.
 template <class C>
 __device__ __forceinline__ void subtract_deltas(BlockScores<ScoresOfWarp<C>>& dp_rmem,
                                                 const BlockScores<ScoresOfWarp<C>>& p_rmem,
-                                                const float* deltas, const float* dlse, int part,
-                                                int lane) {
+                                                const float* deltas, const float* dlse,
+                                                float of_dlse, int part, int lane) {
 #pragma unroll
   for (int n = 0; n < C::PART / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int query = part * C::PART + 8 * n + lane % 4 * 2 + i;
       float delta = -dlse[8 * n + i];
+      if constexpr (C::DROPS) delta *= of_dlse;
 #pragma unroll
       for (int warp = 0; warp < C::KEY_WARPS; ++warp) delta += deltas[query * C::KEY_WARPS + warp];
 #pragma unroll
@@ -130,7 +132,8 @@ __device__ __forceinline__ void subtract_deltas(BlockScores<ScoresOfWarp<C>>& dp
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float& dp = dp_rmem[m][n][2 * r + i];
-          dp = p_rmem[m][n][2 * r + i] * (dp - delta);
+          const float p = p_rmem[m][n][2 * r + i];
+          dp = (C::DROPS ? fabsf(p) : p) * (dp - delta);
         }
       }
     }
