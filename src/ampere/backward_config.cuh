@@ -50,10 +50,8 @@ using D256KeysMasked = MaskedBackwardConfig<D256Keys>;
 using D256QueriesMasked = MaskedBackwardConfig<D256Queries>;
 // clang-format on
 
-// With dropout and without masks as data, in at most 99 KB of shared memory. The tiles of 128 keys
-// have no registers for the random bits at head dimension 64.
-using BackwardD64Dropout =
-    DropoutBackwardConfig<FusedBackwardConfig<DTYPE, 64, 64, 2, 2, 2, 64, 2, 2>>;
+// With dropout and without masks as data, in at most 99 KB of shared memory.
+using BackwardD64Dropout = DropoutBackwardConfig<D64>;
 using BackwardD128Dropout = DropoutBackwardConfig<D128>;
 
 // Tiles with dropout for GPUs that give a CTA 227 KB or more.
