@@ -115,23 +115,36 @@ struct Operator {
   // thread would wait, while another one that holds Python's lock waits for this.
   std::mutex lock;
   KeptAnswers answers;
+  std::vector<const OperatorKey*> in_order;  // the keys of the answers, as they came
+  size_t oldest = 0;                         // in that, where all places are taken
 
   std::shared_ptr<const KeptAnswer> find(const OperatorKey& key) {
     const std::lock_guard guard(lock);
     const auto found = answers.find(key);
     return found == answers.end() ? nullptr : found->second;
   }
+  // In the place of an earlier answer for such a call, or of the one that came first.
   void keep(const OperatorKey& key, KeptAnswer answer) {
     auto kept = std::make_shared<const KeptAnswer>(std::move(answer));
-    KeptAnswers replaced;
     const std::lock_guard guard(lock);
-    if (answers.size() >= MOST_ANSWERS) answers.swap(replaced);
-    answers[key].swap(kept);  // with an earlier answer for such a call, or null
+    if (const auto known = answers.find(key); known != answers.end()) {
+      known->second.swap(kept);
+    } else if (in_order.size() < MOST_ANSWERS) {
+      in_order.push_back(&answers.emplace(key, std::move(kept)).first->first);
+    } else {
+      auto node = answers.extract(*in_order[oldest]);
+      node.key() = key;
+      node.mapped().swap(kept);
+      in_order[oldest] = &answers.insert(std::move(node)).position->first;
+      oldest = (oldest + 1) % MOST_ANSWERS;
+    }
   }
   void forget() {
     KeptAnswers replaced;
     const std::lock_guard guard(lock);
     answers.swap(replaced);
+    in_order.clear();
+    oldest = 0;
   }
 };
 

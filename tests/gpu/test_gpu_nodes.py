@@ -250,6 +250,22 @@ def test_deterministic_algorithms_are_another_kind(asked: list[Any]) -> None:
     assert both_kinds() == count
 
 
+def test_gradients_of_more_lengths_than_are_kept() -> None:
+    longest = 1100  # of 1,024 calls it is kept how their gradients are computed
+    whole = [x.detach() for x in leaves(1, 2, longest, 64)]
+
+    def gradients(length: int) -> tuple[Tensor, ...]:
+        inputs = [x[:, :, :length].requires_grad_() for x in whole]
+        out = archflash.attention(*inputs)
+        return torch.autograd.grad(out, inputs, out.detach())
+
+    first = {length: gradients(length) for length in range(1, longest + 1)}
+    for length in (1, 77, 500, longest):
+        for again, before in zip(gradients(length), first[length], strict=True):
+            assert again.shape == before.shape
+            torch.testing.assert_close(again, before)
+
+
 def test_the_operator_is_for_the_function_alone() -> None:
     q, k, v = leaves(1, 2, 64, 64)
     with pytest.raises(RuntimeError, match=r"serves archflash\.attention alone"):
