@@ -150,7 +150,8 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   const double second =
       std::clamp(static_cast<double>(rows * heads - device.sm_count) / device.sm_count, 0.0, 1.0);
   const double beside = second > 0 && equal ? 1 : second;
-  // See plan_with_tile(). With more keys it is unmeasured.
+  // As measured before such calls started early, by is_soon_done() in plan.cpp: without this their
+  // tiles are unmeasured, as they are with more keys.
   const bool starts_late = resident > 1 && rows * heads < workers && head.nk <= FEW_KEYS;
   const auto of_rows = [&](double time) {
     if (resident > 1) time *= ALONE + (1 - ALONE) * beside;
