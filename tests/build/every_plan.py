@@ -193,6 +193,7 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
     for d in (64, 128, 256):  # of few rows
         q, k = empty(dtype, 2, 8, 1, d), empty(dtype, 2, 2, 4096, d)
         found |= kernels(q, k, k, "H200", attn_mask=empty(dtype, 4096))
+        found |= kernels(q, k, k, "H200", "ampere")
     for d, kind in itertools.product((64, 128, 256), (dtype, torch.float32)):  # added for all heads
         q, k = empty(dtype, 4, 16, 1024, d), empty(dtype, 4, 16, 1024, d)
         found |= kernels(q, k, k, "H200", "hopper", attn_mask=empty(kind, 1024, 1024))
@@ -207,7 +208,7 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         mask = empty(torch.bool, rows, rows)
         found |= kernels(q, q, q, "H200", "hopper", backward=True, attn_mask=mask)
         found |= kernels(q, q, q, "H200", "hopper", attn_mask=mask)
-    for d, backward in itertools.product((64, 128, 256), (False, True)):
+    for d, backward in itertools.product((64, 96, 128, 256), (False, True)):
         q = empty(dtype, 2, 16, 2048, d)
         for device, name in (
             ("H200", "hopper"), ("H200", "ampere"), ("A100", "ampere"), ("RTX 4090", "ampere"),
@@ -219,6 +220,8 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         found |= kernels(q, q, q, device, "ampere", dropout_p=0.1, causal=True)
     few = empty(dtype, 1, 8, 512, 64)
     found |= kernels(few, few, few, "A100", "ampere", dropout_p=0.1)
+    x = empty(dtype, 2, 4, 100, 64)  # one tile of each head
+    found |= kernels(x, x, x, "H200", "ampere", dropout_p=0.1, backward=True)
     q, table = empty(dtype, 2, 16, 2048, 128), empty(torch.bool, 2, 16, 32, 32)
     found |= kernels(q, q, q, "H200", "hopper", block_mask=table)  # tiles in the order of work
     blocks = empty(torch.bool, 1, 1, 64, 64)
