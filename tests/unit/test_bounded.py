@@ -27,6 +27,7 @@ BOUNDED = {
     "_kvcache._kinds": "emptied at _MOST",
     "_kvcache._same": "emptied at _MOST",
     "_proofs._warned": "kernels and kinds of GPUs",
+    "_torch_kernels._strides_of_plans": "emptied at _MOST_PLANS",
     "compat.__init__._hidden": "modules whose names were taken",
     "compat.__init__._listed": "tables of others that were changed",
     "compat._operators._libraries": "one for each version of the operators",
