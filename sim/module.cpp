@@ -198,6 +198,7 @@ nb::dict run(LoadedModule& loaded, const std::string& kernel_name, const Sizes& 
     const nb::gil_scoped_acquire acquire;
     return PyErr_CheckSignals() != 0;
   };
+  // A kernel that is new is read here, so that its time is not the run's.
   find_kernel(*loaded.module, kernel_name);
   LaunchReport report;
   double seconds = 0;

@@ -196,8 +196,8 @@ constexpr core::Tile DECODE_TILES[] = {
     decode_tile<D128Decode>("d128_decode", DECODES),
     decode_tile<D256Decode>("d256_decode", DECODES),
 };
-// The same for kernels with PLAIN in their Config, whose CTAs start sooner. Costs are in keys, of
-// which those of 256 columns take twice the time.
+// The tile of a decoding kernel with PLAIN in its Config, whose CTAs start sooner than others.
+// Costs are in keys, of which those of 256 columns take twice the time.
 template <class C>
 constexpr core::Tile plain_decode_tile(const char* name, const char* reason) {
   core::Tile decodes = decode_tile<C>(name, reason);

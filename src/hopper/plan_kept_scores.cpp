@@ -14,7 +14,7 @@
 namespace archflash::hopper {
 namespace {
 
-// Of 16 bits, as PyTorch's kernels keep the gradient of each score, too.
+// The gradient of a score is kept in 16 bits, as PyTorch's kernels keep it.
 constexpr int64_t BYTES_OF_BLOCK = int64_t{2} * MASK_BLOCK * MASK_BLOCK;
 
 }  // namespace

@@ -66,7 +66,7 @@ def test_gradients_with_a_dense_mask_agree_with_float64(
     assert main.endswith(f"_d{dim}_{'added' if by_tma else 'dense'}" + gradient)
 
 
-# Of masks that heads or sequences share: the mask's batch and heads, the heads of q and k, d, the
+# Calls whose mask heads or sequences share: its batch and heads, the heads of q and k, d, the
 # mask's dtype, the other options, and the kernel that keeps the gradient of each score.
 SHARED: dict[str, tuple[tuple[int, int], tuple[int, int], int, str, dict[str, Any], str]] = {
     "all": ((1, 1), (3, 3), 64, "float16", {}, "d64_rows_two_masked"),

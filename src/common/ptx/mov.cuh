@@ -14,8 +14,8 @@ __device__ __forceinline__ uint32_t mov_b32_b16x2(uint16_t low, uint16_t high) {
   return x;
 }
 
-// The same address, which is computed here and once: in front of several guarded stores the
-// compiler would compute it again for each of them.
+// Returns `address`, which the compiler then computes at this place and once. In front of several
+// guarded stores it would compute the address again for each of them.
 template <class T>
 __device__ __forceinline__ T* computed_here(T* address) {
   asm volatile("" : "+l"(address));
