@@ -11,9 +11,7 @@
 #include <variant>
 
 #include "ampere/backward_config.cuh"
-#include "ampere/cut_tiles.h"
 #include "ampere/list_bwd_config.cuh"
-#include "ampere/plan_plain.h"
 #include "common/planning/backward.h"
 #include "common/planning/backward_shares.h"
 #include "common/planning/core_set.h"
@@ -171,12 +169,9 @@ void start_early(LaunchPlan& plan, const Problem& call) {
   for (size_t i = 0; i < plan.launches.size(); ++i) {
     Launch& launch = plan.launches[i];
     const bool is_fused = std::ranges::any_of(TILES, [&](const core::BackwardTile& of) {
-      return of.dq_block > 0 && launch.kernel.starts_with(prefix + of.name) &&
-             (launch.kernel == prefix + of.name || launch.kernel.ends_with("_plain") ||
-              launch.kernel.ends_with("_bulk") || launch.kernel.ends_with("_packed"));
+      return of.dq_block > 0 && launch.kernel == prefix + of.name;
     });
-    launch.uses_pdl = (is_fused && i > 0) || launch.kernel.ends_with("_only") ||
-                      launch.kernel.starts_with("ampere_backward_rows_") ||
+    launch.uses_pdl = (is_fused && i > 0) || launch.kernel.starts_with("ampere_backward_rows_") ||
                       launch.kernel.starts_with("ampere_backward_dq_");
   }
 }
@@ -186,10 +181,7 @@ void start_early(LaunchPlan& plan, const Problem& call) {
 std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Device& device) {
   BackwardProblem undropped = problem;
   undropped.call.dropout_p = 0;
-  const auto only = only_dropout_tiles(undropped.call, device);
-  const std::span<const core::BackwardTile> tiles =
-      only.empty() ? std::span<const core::BackwardTile>(DROPOUT_TILES) : only;
-  PlanResult result = core::plan_backward(describe(), tiles, undropped, device, {}, true);
+  PlanResult result = core::plan_backward(describe(), DROPOUT_TILES, undropped, device, {}, true);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return std::nullopt;
   mma_sync::DroppingBackwardParams params;
@@ -204,10 +196,6 @@ std::optional<LaunchPlan> plan_dropout(const BackwardProblem& problem, const Dev
     launch.params = core::bytes(params.call);
     if (!launch.kernel.ends_with("_dropout")) continue;
     if (params.call.attention.transform_scores) return std::nullopt;
-    if (!only.empty()) {
-      make_only_dropout(launch, problem.call, params);
-      continue;
-    }
     launch.params = core::bytes(params);
     launch.image = (launch.kernel.ends_with("_wide_dropout") ? WIDE_IMAGE : "ampere/bwd_dropout_") +
                    core::dtype_word(problem.call.dtype);
@@ -226,30 +214,14 @@ PlanResult plan_backward(const BackwardProblem& problem, const Device& device) {
     if (auto plan = plan_dropout(problem, device)) return *std::move(plan);
   }
   const core::MaskedBackwardTiles masked{.tiles = MASKED_TILES, .base_2 = true};
-  if (auto packed = plan_packed_backward(problem, device)) {
-    if (auto* plan = std::get_if<LaunchPlan>(&*packed)) start_early(*plan, call);
-    return *std::move(packed);
-  }
   std::span<const core::BackwardTile> tiles = TILES;
-  if (const auto only = only_tiles(call, device); !only.empty()) {
-    tiles = only;
-  } else if (half_tiles_pay(call, device)) {
+  if (half_tiles_pay(call, device)) {
     tiles = tiles.subspan(BEHIND_D192_128_MEDIUM);
   } else if (small_blocks_pay(call, device) || two_small_ctas_pay(call, device)) {
     tiles = tiles.subspan(OF_D64);
   }
-  // CTAs share out blocks of queries where that is faster than sharing out heads.
-  const bool blocks_first = has_plain_kernels(device) && shrinking_tiles(call) &&
-                            !problem.deterministic && call.heads_q != call.heads_kv;
-  PlanResult result =
-      core::plan_backward(describe(), tiles, problem, device, masked, !blocks_first);
-  auto* plan = std::get_if<LaunchPlan>(&result);
-  if (plan != nullptr && !make_plain(*plan, problem, device) && blocks_first) {
-    result = core::plan_backward(describe(), tiles, problem, device, masked, true);
-    plan = std::get_if<LaunchPlan>(&result);
-    if (plan != nullptr) make_plain(*plan, problem, device);
-  }
-  if (plan != nullptr) {
+  PlanResult result = core::plan_backward(describe(), tiles, problem, device, masked, true);
+  if (auto* plan = std::get_if<LaunchPlan>(&result)) {
     start_early(*plan, call);
     for (Launch& launch : plan->launches) {
       for (const std::string end : {"wide", "medium", "d96"}) {

@@ -76,8 +76,8 @@ def every_key_seen(dtype: torch.dtype) -> set[str]:
 
 
 def keys_up_to_one(dtype: torch.dtype) -> set[str]:
-    """ampere's kernels for causal calls and packed sequences, their gradients, and with sinks those
-    that serve other calls of these sizes.
+    """ampere's kernels for causal calls and packed sequences, and with sinks those that serve other
+    calls of these sizes.
     """
     found = set()
     for d in (32, 64, 96, 128, 160, 256):
@@ -86,14 +86,11 @@ def keys_up_to_one(dtype: torch.dtype) -> set[str]:
             found |= kernels(x, x, x, "H200", "ampere", causal=True)
             sinks = empty(torch.float32, heads)
             found |= kernels(x, x, x, "H200", "ampere", causal=True, sinks=sinks)
-        x = empty(dtype, 2, 4, 100, d)  # the only tile of a head
-        found |= kernels(x, x, x, "H200", "ampere", backward=True)
     for d, n, sequences in itertools.product((32, 64, 80, 96, 128), (64, 200, 500), (8, 150)):
         x, ends = empty(dtype, n * sequences, 2, d), integers(sequences + 1)
         call: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
         call |= {"max_seqlen_q": n, "max_seqlen_k": n}
-        for backward in (False, True):
-            found |= kernels(x, x, x, "H200", "ampere", backward=backward, **call)
+        found |= kernels(x, x, x, "H200", "ampere", **call)
     return found
 
 
@@ -220,8 +217,6 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
         found |= kernels(q, q, q, device, "ampere", dropout_p=0.1, causal=True)
     few = empty(dtype, 1, 8, 512, 64)
     found |= kernels(few, few, few, "A100", "ampere", dropout_p=0.1)
-    x = empty(dtype, 2, 4, 100, 64)  # one tile of each head
-    found |= kernels(x, x, x, "H200", "ampere", dropout_p=0.1, backward=True)
     q, table = empty(dtype, 2, 16, 2048, 128), empty(torch.bool, 2, 16, 32, 32)
     found |= kernels(q, q, q, "H200", "hopper", block_mask=table)  # tiles in the order of work
     blocks = empty(torch.bool, 1, 1, 64, 64)
@@ -376,24 +371,12 @@ def in_turns(dtype: torch.dtype) -> set[str]:
     return found
 
 
-def few_rounds(dtype: torch.dtype) -> set[str]:
-    """Gradients whose tiles leave SMs idle in their last round."""
+def gradients_of_many_heads(dtype: torch.dtype) -> set[str]:
+    """ampere's, whose tiles fill every SM."""
     found = set()
-    for d, heads, n in itertools.product(
-        (32, 64, 96, 128, 192, 256), (8, 10, 24), (512, 1024, 1560)
-    ):
+    for d, (heads, n) in itertools.product((32, 64, 96, 128, 192, 256), ((800, 160), (200, 1024))):
         x = empty(dtype, 1, heads, n, d)
         found |= kernels(x, x, x, "H200", "ampere", backward=True)
-    # Kernels that know rules for scores, and those that do not.
-    for d in (32, 64, 96, 128, 192, 256):
-        for heads, n in ((800, 160), (200, 1024)):
-            x = empty(dtype, 1, heads, n, d)
-            found |= kernels(x, x, x, "H200", "ampere", backward=True)
-            found |= kernels(x, x, x, "H200", "ampere", backward=True, softcap=2.0)
-    for d, n in itertools.product((32, 64), (40, 64)):  # heads of one tile
-        for batch in (1, 64):
-            x = empty(dtype, batch, 12, n, d)
-            found |= kernels(x, x, x, "H200", "ampere", backward=True)
     return found
 
 
@@ -425,6 +408,6 @@ def all_kernels() -> set[str]:
     for dtype in BOTH:
         found |= masks_and_dropout(dtype) | more_gradients(dtype) | caches_of_many_rows(dtype)
         found |= latent_caches(dtype) | other_numbers(dtype) | in_turns(dtype)
-        found |= few_rounds(dtype)
+        found |= gradients_of_many_heads(dtype)
         found |= every_key_seen(dtype) | keys_up_to_one(dtype)
     return found

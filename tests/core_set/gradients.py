@@ -140,7 +140,7 @@ def assert_every_kernel_is_planned(
         for entry in entries
     }
     # Kernels of dropout, of calls with many heads, of parts of tiles and the like have their own.
-    elsewhere = ("_dropout", "_turns", "_stays", "_bulk", "_d64_plain", "_parts")
+    elsewhere = ("_dropout", "_turns", "_stays", "_parts")
     elsewhere += (
         "_rows_two",
         "_rows_three",

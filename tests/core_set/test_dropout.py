@@ -152,36 +152,6 @@ def test_every_key_is_seen(tile: str, rows: int, dtype: str) -> None:
     on.attend_and_check("ampere", q, k, v, plan=plan, schedules=[rows], **options)
 
 
-@on_hopper
-@pytest.mark.parametrize(
-    ("dtype", "shape", "dims", "heads", "words"),
-    [
-        ("float16", (70, 100), (64, 40), (2, 1), {"causal": True}),
-        ("bfloat16", (90, 128), (56, 64), (2, 2), {"sinks": True}),
-    ],
-)
-def test_gradients_of_heads_of_one_tile(
-    dtype: str,
-    shape: tuple[int, int],
-    dims: tuple[int, int],
-    heads: tuple[int, int],
-    words: dict[str, Any],
-) -> None:
-    options = options_of(words, heads[0])
-    tensors = inputs(on, *shape, *dims, dtype, heads=heads)
-    given = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in options.items()}
-    q, k, v = (x.to("meta") for x in tensors[1:])
-    plan = archflash.explain(
-        q, k, v, implementation="ampere", device="H200", backward=True, **given
-    ).plan
-    assert plan is not None
-    assert any(kernel.endswith("_d64_only_dropout") for kernel in plan.kernels)
-    dlse = on.rand(1, heads[0], shape[0], seed=5)
-    differentiate_and_check(
-        on, "ampere", *tensors, dlse=dlse, schedules=[1], planned_for="H200", **options
-    )
-
-
 @pytest.mark.skipif("ampere" not in on.kernels(), reason="GPUs from 8.0 on")
 @pytest.mark.parametrize(("dtype", "word"), [(torch.float16, "f16"), (torch.bfloat16, "bf16")])
 def test_the_calls_above_run_every_kernel_of_ampere(dtype: torch.dtype, word: str) -> None:
@@ -198,7 +168,7 @@ def test_the_calls_above_run_every_kernel_of_ampere(dtype: torch.dtype, word: st
                 assert plan is not None
                 planned |= {kernel for kernel in plan.kernels if kernel.endswith("_dropout")}
     built: set[str] = set()
-    for stem in ("dropout", "dense", "bwd_dropout", "bwd_wide", "bwd_only"):
+    for stem in ("dropout", "dense", "bwd_dropout", "bwd_wide"):
         file = files("archflash") / "_kernels" / "ampere" / f"{stem}_{word}.json"
         for entries in json.loads(file.read_text()).values():
             built |= {kernel for kernel in entries if kernel.endswith("_dropout")}

@@ -43,7 +43,7 @@ def has_parts(plan_kernels: list[str]) -> bool:
 
 def needs_no_parts(plan_kernels: list[str]) -> bool:
     """Whether a plan has no sums of dq, which would be larger than the inputs."""
-    return any(name.endswith(("_one", "_only")) for name in plan_kernels)
+    return any(name.endswith("_one") for name in plan_kernels)
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ def test_deterministic_gradients_take_turns(device: str, block: int) -> None:
     """A block of sums of dq has a number of turns of 4 bytes."""
     free = backward_plan(16, 2048, 128, device)
     ordered = backward_plan(16, 2048, 128, device, deterministic=True)
-    assert ordered.kernels == [kernel.replace("_bulk", "_plain") for kernel in free.kernels]
+    assert ordered.kernels == free.kernels
     assert ordered.workspace_bytes == free.workspace_bytes + 4 * 16 * (2048 // block)
 
 
@@ -257,23 +257,23 @@ def test_large_calls_take_turns_where_that_is_faster(
     ("d", "device", "tiles"),
     [
         (32, "RTX 4090", ["d32"]),
-        (40, "H200", ["d64_wide_plain"]),
-        (64, "H200", ["d64_wide_plain"]),
+        (40, "H200", ["d64_wide"]),
+        (64, "H200", ["d64_wide"]),
         (64, "A100", ["d64_medium"]),
         (80, "A100", ["d96"]),
-        (96, "H200", ["d96_plain"]),
+        (96, "H200", ["d96"]),
         (96, "RTX 4090", ["d128"]),
-        (128, "H200", ["d128_wide_plain"]),
+        (128, "H200", ["d128_wide"]),
         (128, "A100", ["d128_medium"]),
         (128, "RTX 4090", ["d128"]),
-        (160, "H200", ["d160_plain"]),
+        (160, "H200", ["d160"]),
         (160, "B200", ["d160"]),
         (160, "A100", ["d192_medium"]),
         (160, "RTX 4090", ["d160"]),
-        (184, "H200", ["d192_wide_bulk"]),
+        (184, "H200", ["d192_wide"]),
         (184, "A100", ["d192_medium"]),
         (184, "RTX 4090", ["d256_values", "d256_keys", "d256_queries"]),
-        (256, "H200", ["d256_wide_plain"]),
+        (256, "H200", ["d256_wide"]),
         (256, "A100", ["d256_medium"]),
         (256, "RTX 4090", ["d256_values", "d256_keys", "d256_queries"]),
     ],
@@ -288,7 +288,7 @@ def test_tiles_of_the_backward_pass(d: int, device: str, tiles: list[str]) -> No
 @pytest.mark.parametrize(
     ("device", "heads", "tile"),
     [
-        ("H200", 64, "d192_128_plain"),
+        ("H200", 64, "d192_128"),
         ("A100", 64, "d192_128_medium"),
         ("A100", 6, "d192_128"),  # 96 tiles of 64 keys on 108 SMs
         ("RTX 4090", 64, "d192_128"),
@@ -497,20 +497,20 @@ def test_the_longest_packed_sequence_decides_whether_heads_are_shared_out(
 @pytest.mark.parametrize(
     ("shape", "keys", "d", "causal", "tile"),
     [
-        ((64, 12, 160), 160, 64, False, "d64_plain"),  # 160 rows are five blocks of 32, two of 128
-        ((16, 12, 64), 512, 40, False, "d64_plain"),
-        ((64, 12, 192), 192, 64, False, "d64_plain"),
-        ((16, 12, 256), 256, 64, False, "d64_wide_plain"),
-        ((16, 12, 384), 384, 64, False, "d64_wide_plain"),
-        ((24, 12, 128), 256, 64, False, "d64_plain"),
-        ((8, 12, 100), 600, 64, False, "d64_plain"),  # two full rounds of short tiles
-        ((16, 12, 256), 1024, 64, False, "d64_plain"),
-        ((32, 12, 300), 300, 64, False, "d64_plain"),
-        ((8, 20, 448), 448, 64, False, "d64_wide_plain"),  # the third of three rounds is half empty
-        ((8, 20, 448), 448, 64, True, "d64_plain"),
-        ((16, 12, 1024), 1024, 64, True, "d64_wide_plain"),
-        ((64, 12, 160), 160, 128, False, "d128_wide_plain"),
-        ((64, 12, 160), 160, 32, False, "d32_plain"),
+        ((64, 12, 160), 160, 64, False, "d64"),  # 160 rows are five blocks of 32, two of 128
+        ((16, 12, 64), 512, 40, False, "d64"),
+        ((64, 12, 192), 192, 64, False, "d64"),
+        ((16, 12, 256), 256, 64, False, "d64_wide"),
+        ((16, 12, 384), 384, 64, False, "d64_wide"),
+        ((24, 12, 128), 256, 64, False, "d64"),
+        ((8, 12, 100), 600, 64, False, "d64"),  # two full rounds of short tiles
+        ((16, 12, 256), 1024, 64, False, "d64"),
+        ((32, 12, 300), 300, 64, False, "d64"),
+        ((8, 20, 448), 448, 64, False, "d64_wide"),  # the third of three rounds is half empty
+        ((8, 20, 448), 448, 64, True, "d64"),
+        ((16, 12, 1024), 1024, 64, True, "d64_wide"),
+        ((64, 12, 160), 160, 128, False, "d128_wide"),
+        ((64, 12, 160), 160, 32, False, "d32"),
     ],
 )
 def test_rows_that_fill_no_wide_block_have_tiles_of_small_ones(
@@ -523,100 +523,6 @@ def test_rows_that_fill_no_wide_block_have_tiles_of_small_ones(
     ).plan
     assert plan is not None
     assert plan.kernels[1] == f"ampere_attention_bwd_bf16_{tile}"
-
-
-@pytest.mark.parametrize(
-    ("shape", "keys", "d", "device", "ctas"),
-    [
-        ((2, 20, 1024), 1024, 64, "H200", 264 + 2 * 56),  # of 320 tiles, one on each of 132 SMs
-        ((2, 12, 1500), 1500, 64, "H200", 264 + 4 * 24),
-        ((2, 10, 4096), 77, 64, "H200", 13 * 20),  # two CTAs on an SM
-        ((1, 16, 2048), 2048, 128, "H200", 256),  # the last round lacks eight
-        ((4, 12, 512), 512, 64, "H200", 132 + 2 * 60),
-        ((4, 12, 256), 512, 64, "H200", 132 + 2 * 60),
-        ((4, 12, 128), 512, 64, "H200", 192),  # tiles are too short
-        ((4, 40, 1024), 1024, 64, "H200", 1280),  # ten rounds
-        ((2, 20, 1024), 1024, 64, "A100", 320),  # no code for 8.0
-    ],
-)
-def test_ctas_share_out_the_tiles_of_their_last_round(
-    shape: tuple[int, int, int], keys: int, d: int, device: str, ctas: int
-) -> None:
-    q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(*shape[:2], keys, d, dtype=torch.bfloat16, device="meta")
-    plan = archflash.explain(q, k, k, device=device, backward=True, implementation="ampere").plan
-    assert plan is not None
-    launches = plan.to_dict()["launches"]
-    (main,) = (launch for launch in launches if "_attention_bwd_" in launch["kernel"])
-    assert math.prod(main["grid"]) == ctas
-    assert main["kernel"].endswith(("_plain", "_bulk", "_only")) == (device == "H200")
-    tiles = shape[0] * shape[1] * -(-keys // 128)
-    assert plan.kernels[-1].endswith("_parts") == (ctas > tiles)
-
-
-@pytest.mark.parametrize(
-    ("shape", "heads_kv", "d", "options", "ctas"),
-    [
-        ((1, 4, 2048), 2, 128, {}, 122),  # 32 tiles, the longest of 32 blocks in seven parts
-        ((1, 4, 2048), 4, 64, {}, 120),
-        ((1, 4, 4096), 4, 128, {}, 252),
-        ((1, 8, 2048), 8, 128, {}, 256),
-        ((1, 16, 1024), 16, 64, {}, 128),  # tiles are too short
-        ((1, 4, 2048), 4, 64, {"deterministic": True}, 64),  # parts would wait for one another
-        ((1, 4, 2048), 4, 64, {"window": (500, 0)}, 64),  # few queries see a tile
-        ((1, 4, 2048), 4, 64, {"softcap": 2.0}, 64),  # the kernels know no rules for scores
-        ((1, 14, 2048), 2, 64, {}, 224),  # sharing out seven heads is better
-    ],
-)
-def test_ctas_share_out_the_longer_tiles_of_causal_calls(
-    shape: tuple[int, int, int], heads_kv: int, d: int, options: dict[str, Any], ctas: int
-) -> None:
-    call = {"causal": True} | options
-    deterministic = call.pop("deterministic", False)
-    q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
-    k = q[:, :heads_kv]
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        plan = archflash.explain(
-            q, k, k, **call, device="H200", backward=True, implementation="ampere"
-        ).plan
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert plan is not None
-    main, *_, last = plan.to_dict()["launches"][1:]
-    assert math.prod(main["grid"]) == ctas
-    kernel = "plain" if deterministic else "wide" if "softcap" in options else "bulk"
-    assert main["kernel"].endswith(kernel)
-    shared_out = "ampere_backward_shares_bf16" in plan.kernels
-    whole = heads_kv * -(-shape[2] // 128)
-    assert last["kernel"].endswith("_parts") == (ctas > whole and not shared_out)
-
-
-@pytest.mark.parametrize(
-    ("shape", "d", "deterministic", "turns"),
-    [
-        ((1, 24, 1560), 128, False, True),  # parts of 13 blocks, the last CTA is late by five
-        ((2, 20, 1024), 64, False, False),  # of four, by three
-        ((2, 20, 1024), 64, True, True),
-        ((2, 12, 1500), 64, False, False),
-    ],
-)
-def test_short_parts_of_tiles_take_no_turns(
-    shape: tuple[int, int, int], d: int, deterministic: bool, turns: bool
-) -> None:
-    q = torch.empty(*shape, d, dtype=torch.bfloat16, device="meta")
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        plan = archflash.explain(
-            q, q, q, device="H200", backward=True, implementation="ampere"
-        ).plan
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert plan is not None
-    for launch in plan.to_dict()["launches"]:
-        parts = 1 if launch["kernel"].endswith(("_plain", "_bulk", "_only", "_parts")) else 0
-        addresses = [x for x in launch["pointers"] if x["operand"] == "workspace"]
-        assert len(addresses) == 2 + turns + parts  # terms and sums of dq beside them
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,11 @@ struct KeptFactors {
 
   // The factor of the element whose bits are the lower half of the word (half = 0) or the higher.
   __device__ __forceinline__ float of(uint32_t word, int half) const {
-    return __saturatef(number(word, half) - below);
-  }
-  // Whether that element is kept.
-  __device__ __forceinline__ bool keeps(uint32_t word, int half) const {
-    return number(word, half) > below;
+    const uint32_t number = ptx::prmt_b32(word, TWO_23, half == 0 ? 0x7610 : 0x7632);
+    return __saturatef(__uint_as_float(number) - below);
   }
 
  private:
-  __device__ __forceinline__ static float number(uint32_t word, int half) {
-    return __uint_as_float(ptx::prmt_b32(word, TWO_23, half == 0 ? 0x7610 : 0x7632));
-  }
-
   static constexpr uint32_t TWO_23 = 0x4B000000;  // the bits of 2^23, of which the lower half is 0
 };
 

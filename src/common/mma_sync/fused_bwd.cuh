@@ -30,10 +30,8 @@
 #include "common/mma_sync/fused_bwd_config.cuh"
 #include "common/mma_sync/fused_dq.cuh"
 #include "common/mma_sync/fused_products.cuh"
-#include "common/mma_sync/fused_terms.cuh"
 #include "common/mma_sync/key_tiles.cuh"
 #include "common/mma_sync/tile.cuh"
-#include "common/ptx/bulk_order.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/named_barrier.cuh"
@@ -52,9 +50,7 @@ __device__ __forceinline__ void start_queries(const BackwardParams& params, cons
   const uint16_t* q_gmem = cta.q_gmem + head * static_cast<uint64_t>(attention.q_head);
   const uint16_t* dout_gmem = cta.dout_gmem + head * static_cast<uint64_t>(params.dout_head);
   const int begin = cta.passing_begin() - block.row, end = cta.passing_end() - block.row;
-  if constexpr (QUERIES && C::WRITES_DQ) {
-    start_lse<C>(params, cta, block, terms_smem, end);
-  } else if constexpr (QUERIES) {
+  if constexpr (QUERIES) {
     const device::RowTerms* terms_gmem =
         cta.terms_gmem + head * static_cast<uint64_t>(attention.lse_head) + row;
     const int thread = ptx::mov_tid_x_volatile();
@@ -133,30 +129,12 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   FusedWork& cta = *reinterpret_cast<FusedWork*>(shared + C::CONTEXT_SMEM);
   const BackwardParams& params = call_of<C>(all_params);
   const AttentionParams& attention = params.attention;
-  if constexpr (C::WRITES_DQ) ptx::griddepcontrol_wait();  // what comes before this pass is done
-  if constexpr (C::PACKED && C::WRITES_DQ) clear_queries_of_no_sequence<C>(params);
-  if constexpr (C::PACKED) {
-    const int places = gridDim.y * gridDim.z;
-    for (int place = blockIdx.z * gridDim.y + blockIdx.y; place * C::ROWS < attention.nk;
-         place += places) {
-      device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, place * gridDim.x + blockIdx.x,
-                                                          C::WARPS);
-    }
-  } else if constexpr (!C::PLAIN) {
-    device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
-  }
+  device::clear_keys_of_no_sequence<C::ROWS, DK | DV>(params, blockIdx.x, C::WARPS);
   FusedWork own;  // what `cta` will be behind the first barrier of the loop
-  const TilePart part_of_tile = part_of_cta(all_params);
-  static_cast<BackwardWork&>(own) = find_key_tile<C>(all_params, part_of_tile.tile);
-  if constexpr (!C::PLAIN || C::PACKED) {
-    if (own.first_row < 0) {
-      if constexpr (!C::WRITES_DQ) ptx::griddepcontrol_wait();  // for the launch behind
-      if constexpr (C::PACKED && C::WRITES_DQ) {
-        own.walk = {1, 0, 1, 0};  // no block
-        if (blockIdx.z == 0) clear_unseeing<C>(params, own);
-      }
-      return;
-    }
+  static_cast<BackwardWork&>(own) = find_key_tile<C::ROWS>(attention, blockIdx.x);
+  if (own.first_row < 0) {
+    ptx::griddepcontrol_wait();  // for the launch behind
+    return;
   }
   {
     const int head = own.head * attention.heads_per_kv;
@@ -165,10 +143,6 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     own.dout_gmem = rows.second_gmem;
     own.terms_gmem = device::terms_of(params, own.batch, head, own.passing_start);
     own.walk = device::find_dq_walk<C::ROWS, C::BLOCK>(params.dq_sums, own);
-    if constexpr (C::WRITES_DQ) {
-      if (part_of_tile.index == 0) clear_unseeing<C>(params, own);
-    }
-    keep_part<C::BLOCK>(own.walk, part_of_tile);
   }
   if (threadIdx.x == 0) cta = own;
 
@@ -203,7 +177,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     const Passing first{0, row_of(number)};
     start_own_first<C>(attention, keys, own, shared_smem);
     // The terms are written, and the sums or turns are zero.
-    if constexpr (!C::WRITES_DQ) ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_wait();
     start_queries<C, true, false>(params, own, first, shared_smem + C::STAGES_SMEM,
                                   shared_smem + C::TERMS_SMEM);
     ptx::cp_async_commit_group();
@@ -212,7 +186,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     ptx::cp_async_commit_group();
     if (attention.d < C::HEAD_DIM || attention.dv < C::HEAD_DIM_V)
       clear_unwritten_columns<C, true>(attention, shared);
-  } else if constexpr (!C::WRITES_DQ) {
+  } else {
     ptx::griddepcontrol_wait();
   }
 
@@ -241,10 +215,10 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       return Passing{0, before.row - C::BLOCK};
     }
   };
+  // `true &&` has the compiler keep what it says in a predicate.
   const auto add_multiplied = [&] {
     add_dq<C>(params, cta, multiplied, shared_smem + C::DS_SMEM + (1 - stage) * C::SCORE_BYTES,
-              shared_smem + C::OWN_FIRST_SMEM, shared_smem + C::SUMS_SMEM,
-              !C::WRITES_DQ && cta.walk.waits(multiplied));
+              shared_smem + C::OWN_FIRST_SMEM, true && cta.walk.waits(multiplied));
   };
   bool has_block = blocks_left > 0;
   Passing next = has_block ? next_of(own, block) : block;
@@ -283,8 +257,6 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
     const int warp_last = min(warp_first + C::WARP_ROWS, cta.own_rows) - 1;
     const int block_last = block.row + C::BLOCK - 1;
     const uint32_t ds_smem = shared_smem + C::DS_SMEM + stage * C::SCORE_BYTES;
-    [[maybe_unused]] float* deltas = nullptr;
-    if constexpr (C::WRITES_DQ) deltas = reinterpret_cast<float*>(shared + C::DELTAS_SMEM);
     BlockFragments<Scores> ds_fragments = {};
     // Warps without keys, or whose keys no query of the block sees, skip the work. All warps that
     // share keys do, and so none of them waits at their barrier.
@@ -300,13 +272,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
                                 stage_smem + part * C::PART * FirstTile::ROW_BYTES +
                                     columns_first_offset<FirstTile>(lane));
       start_next();
-      [[maybe_unused]] const float* lse =
-          reinterpret_cast<const float*>(shared + C::TERMS_SMEM + stage * C::TERMS_BYTES) +
-          part * C::PART + lane % 4 * 2;
-      // Early where other CTAs multiply meanwhile, and registers are few.
-      constexpr bool EARLY = C::CTAS_PER_SM > 1;
-      if constexpr (C::WRITES_DQ && EARLY) exponentiate_own<C>(s_rmem, attention.exp2_scale, lse);
-      if (!C::DROPS && !C::PLAIN && attention.transform_scores) {
+      if (!C::DROPS && attention.transform_scores) {
         device::transform_scores<FirstProduct>(s_rmem, attention.rule);
       }
       multiply_qk<SecondProduct>(dp_rmem, unused,
@@ -337,21 +303,13 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
         return 1.0f;
       };
       [[maybe_unused]] const int lane_query = block.row + part * C::PART + lane % 4 * 2;
-      if constexpr (C::WRITES_DQ) {
-        if constexpr (!EARLY) exponentiate_own<C>(s_rmem, attention.exp2_scale, lse);
-        if constexpr (C::DROPS) {
-          mark_dropped<Scores>(s_rmem, dp_rmem, dropout_of_head(), lane_query,
-                               warp_first + lane / 4);
-        }
-      } else if constexpr (C::MASKED) {
+      if constexpr (C::MASKED) {
         exponentiate_masked<Scores>(s_rmem, dp_rmem, all_params, cta,
                                     device::passing_head<C::OWNS>(attention, cta, block),
                                     warp_first, block.row + part * C::PART, lane, terms_of);
       } else if constexpr (C::DROPS) {
         exponentiate_dropping<Scores>(s_rmem, dp_rmem, attention.exp2_scale, dropout_of_head(),
                                       unscaled(), lane_query, warp_first + lane / 4, terms_of);
-      } else if constexpr (C::PLAIN) {
-        exponentiate_scores<Scores, false>(s_rmem, dp_rmem, attention, terms_of);
       } else {
         exponentiate_backward<Scores>(s_rmem, dp_rmem, attention, terms_of);
       }
@@ -360,19 +318,11 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       const bool masks =
           !C::MASKED && (warp_first + C::WARP_ROWS > cta.own_rows ||
                          cta.visible.masks(warp_first, warp_last, block.row, block_last));
-      const auto clear_masked = [&](auto&... of_block) {
-        if (!masks) return;
+      if (masks) {
         const int row = warp_first + lane / 4;
         const int column = block.row + part * C::PART + lane % 4 * 2;
-        (clear_unseen<Scores>(of_block, cta, row, column), ...);
-      };
-      clear_masked(s_rmem, dp_rmem);
-      if constexpr (C::WRITES_DQ) {
-        store_deltas<C>(deltas, s_rmem, dp_rmem, warp / C::SPLIT, part, lane);
-        __syncthreads();  // the sums of all keys of a query are written
-        subtract_deltas<C>(dp_rmem, s_rmem, deltas, lse + C::BLOCK, unscaled(), part, lane);
-        if constexpr (C::DROPS) clear_dropped<Scores>(s_rmem);
-        clear_masked(dp_rmem);  // of a query whose delta is no number
+        clear_unseen<Scores>(s_rmem, cta, row, column);
+        clear_unseen<Scores>(dp_rmem, cta, row, column);
       }
       BlockFragments<Scores> p_fragments;
       pack_block<Scores>(p_fragments, s_rmem);
@@ -398,10 +348,6 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
       }
     } else {
       start_next();
-      if constexpr (C::WRITES_DQ) {
-        clear_deltas<C>(deltas, warp / C::SPLIT, part, lane);
-        __syncthreads();  // as above
-      }
       store_scores<C>(ds_smem, ds_fragments, warp_row, part, lane);  // zeros, which dQ reads
     }
     added = multiplied;
@@ -421,9 +367,7 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
 
   const int warp = ptx::mov_tid_x_volatile() / 32;
   const int warp_row = warp / C::SPLIT * C::WARP_ROWS;
-  const GradientParams dk = gradient_of_part<C::ROWS>(params.dk, all_params, cta.first_row, 0);
-  const GradientParams dv =
-      gradient_of_part<C::ROWS>(params.dv, all_params, cta.first_row, attention.d);
+  const GradientParams dk = params.dk, dv = params.dv;  // copies: their fields go to registers
   store_gradient<C, true, C::template PAIR_STEP<FirstTile>>(
       dk_rmem, dk, cta, warp_row, 8 * first_chunk<C, FirstTile>(warp % C::SPLIT), attention.d,
       params.scale);
@@ -432,7 +376,6 @@ __device__ __forceinline__ void fused_bwd(const typename C::Params& all_params) 
   store_gradient<C, true, C::template PAIR_STEP<SecondTile>>(
       dv_rmem, dv, cta, warp_row, 8 * first_chunk<C, SecondTile>(warp % C::SPLIT), attention.dv,
       dv_factor);
-  if constexpr (C::IN_BULK) ptx::cp_async_bulk_wait_group_0();
 }
 
 }  // namespace archflash::mma_sync

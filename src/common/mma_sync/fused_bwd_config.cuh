@@ -2,8 +2,6 @@
 // only, in plain C++: kernels and plans both include them.
 #pragma once
 
-#include <type_traits>
-
 #include "common/backward_params.h"
 #include "common/device/swizzled_tile.cuh"
 #include "common/dtype.h"
@@ -24,10 +22,6 @@ struct FusedBackwardConfig {
   using Params = BackwardParams;
   static constexpr bool MASKED = false;
   static constexpr bool DROPS = false;        // see DropoutBackwardConfig
-  static constexpr bool PLAIN = false;        // see PlainBackwardConfig
-  static constexpr bool PACKED = false;       // see PackedBackwardConfig
-  static constexpr bool IN_BULK = false;      // see BulkSumsConfig
-  static constexpr bool WRITES_DQ = false;    // see OnlyTileConfig
   static constexpr bool P_BEFORE_DS = false;  // see SharedScoresConfig
   static constexpr DType DTYPE = DTYPE_;
   static constexpr Owns OWNS = Owns::Keys;
@@ -82,7 +76,6 @@ struct FusedBackwardConfig {
   static constexpr int CONTEXT_SMEM = TERMS_SMEM + STAGES * TERMS_BYTES;
   static constexpr int CONTEXT_BYTES = 96;
   static constexpr int SHARED_BYTES = CONTEXT_SMEM + CONTEXT_BYTES;
-  static constexpr int SUMS_SMEM = SHARED_BYTES;  // none
 
   static_assert(PART % 16 == 0 && DQ_ROWS % 16 == 0 && DQ_COLUMNS % DQ_STEP == 0 &&
                     DQ_STEP % 16 == 0,
@@ -105,63 +98,13 @@ struct SharedScoresConfig : Backward {
   static_assert(Backward::SPLIT > 1, "else P goes to no other warp");
 };
 
-// A FusedBackwardConfig for GPUs with TMA, which adds to the sums of dQ in place of the warps: each
-// leaves its share of a block in shared memory, as it lies in the sums, and goes on, where it would
-// wait for its additions to be taken. The CTAs of a head take no turns.
-template <class Backward>
-struct BulkSumsConfig : Backward {
-  static constexpr bool IN_BULK = true;
-  static constexpr int SUMS_SMEM = (Backward::SHARED_BYTES + 127) / 128 * 128;
-  static constexpr int SHARED_BYTES = SUMS_SMEM + 4 * Backward::BLOCK * Backward::HEAD_DIM;
-  static_assert(Backward::DQ_COLUMNS == Backward::DQ_STEP, "a warp has room for all it adds");
-  static_assert(SHARED_BYTES <= 227 * 1024, "CUDA: at most 227 KB in a CTA (9.0, 10.0)");
-};
-
-// The parameter block of backward kernels with dropout for heads of one tile: CuttingBackwardParams
-// and what is dropped.
-struct DroppingCuttingParams {
-  BackwardParams call;
-  CutTiles cut;
-  DropoutParams dropout;
-  DroppedHeads dropped_heads;
-};
-
 // A FusedBackwardConfig whose kernel drops some of P and knows no masks as data.
 template <class Backward>
 struct DropoutBackwardConfig : Backward {
-  using Params = std::conditional_t<Backward::PLAIN, DroppingCuttingParams, DroppingBackwardParams>;
+  using Params = DroppingBackwardParams;
   static constexpr bool DROPS = true;
   static_assert(Backward::M_TILES == 2 && Backward::PART % 16 == 0,
                 "a lane has all elements that share their random bits: 32 keys by 16 queries");
-};
-
-// A FusedBackwardConfig whose CTAs may share out tiles (key_tiles.cuh), and which knows neither
-// packed sequences nor a rule for scores. Without their code in between, what runs is code that
-// lies together, so that an SM seldom waits for it.
-template <class Backward>
-struct PlainBackwardConfig : Backward {
-  using Params = CuttingBackwardParams;
-  static constexpr bool PLAIN = true;
-};
-
-// A PlainBackwardConfig for packed sequences, whose grid is (heads of K, sequences, tiles of the
-// longest sequence).
-template <class Backward>
-struct PackedBackwardConfig : PlainBackwardConfig<Backward> {
-  static constexpr bool PACKED = true;
-};
-
-// A FusedBackwardConfig for heads whose keys are one tile. dS K of a block of queries is dQ at
-// once, which the warps write in the place of sums; and the CTA finds the delta of a query by
-// itself (fused_terms.cuh), so that no launch comes before and none behind.
-template <class Backward>
-struct OnlyTileConfig : Backward {
-  static constexpr bool WRITES_DQ = true;
-  // A warp's sum for each query of a block.
-  static constexpr int DELTAS_SMEM = (Backward::SHARED_BYTES + 15) / 16 * 16;
-  static constexpr int SHARED_BYTES = DELTAS_SMEM + 4 * Backward::BLOCK * Backward::KEY_WARPS;
-  static_assert(!Backward::IN_BULK, "there are no sums to add to");
-  static_assert(Backward::PART % 32 == 0, "each of 8 lanes keeps the sums of as many queries");
 };
 
 }  // namespace archflash::mma_sync

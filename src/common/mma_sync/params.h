@@ -73,27 +73,6 @@ struct DroppingBackwardParams {
   DroppedHeads dropped_heads;
 };
 
-// Tiles of keys of a backward kernel that follow one another, each shared out among `parts` CTAs by
-// blocks of queries (key_tiles.cuh).
-struct TileRun {
-  int32_t tiles, parts;  // 1: one CTA has all of a tile, and writes dK and dV
-};
-
-// How the CTAs of a backward kernel share out its tiles.
-struct CutTiles {
-  static constexpr int MOST_PARTS = 16, MOST_RUNS = MOST_PARTS;
-  float* parts_gmem;        // (parts of tiles that have several, rows, columns)
-  TileRun runs[MOST_RUNS];  // empty behind the last one; all are where the grid says the tiles
-  int32_t rows;             // of a tile
-  int32_t columns;          // of dK and dV together
-};
-
-// The parameter block of the backward kernels that cut tiles.
-struct CuttingBackwardParams {
-  BackwardParams call;
-  CutTiles cut;
-};
-
 // The parameter of the kernel of attention_fwd.cuh with Config C.
 template <class C>
 using ParamsOf = std::conditional_t<

@@ -254,7 +254,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
   WorkspaceParts parts;
   const bool keeps_terms = problem.kept_terms > 0;
   if (keeps_terms) workspace.add(problem.kept_terms);
-  if (const int block = set.front().dq_block; block > 0 && rows > 0 && !set.front().whole_heads) {
+  if (const int block = set.front().dq_block; block > 0 && rows > 0) {
     sums.blocks = static_cast<int32_t>(ceil_div(call.nq, block) + (call.varlen ? call.batch : 0));
     sums.block_rows = block;
     sums.columns = set.front().head_dim;
@@ -263,10 +263,9 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
       parts.turns = workspace.add(blocks * TURN_BYTES);
     parts.sums = workspace.add(blocks * block * sums.columns * SUM_BYTES);
   }
-  const bool needs_terms = keeps_terms || problem.dsinks || !set.front().whole_heads;
   if (keeps_terms) {
     parts.terms = problem.first_head * call.nq * ROW_TERMS_BYTES;
-  } else if (needs_terms) {
+  } else {
     parts.terms = workspace.add(rows * ROW_TERMS_BYTES);
   }
   plan.workspace_bytes = workspace.bytes();
@@ -304,10 +303,7 @@ PlanResult plan_backward(const Description& description, std::span<const Backwar
     launch.pointers = is_main ? main_slots : slots;
   };
 
-  if (needs_terms) {
-    const int64_t ctas = heads * ceil_div(call.nq, BACKWARD_ROWS);
-    add("_backward_rows_", "", ctas, BACKWARD_ROWS_THREADS, 0);
-  }
+  add("_backward_rows_", "", heads * ceil_div(call.nq, BACKWARD_ROWS), BACKWARD_ROWS_THREADS, 0);
   for (const BackwardTile& tile : set) {
     const int64_t ctas = ctas_of(tile, call) * (tile.gradients == DQ ? 1 : shares);
     add("_attention_bwd_", tile.name, ctas, tile.threads, tile.shared_bytes, true);

@@ -30,9 +30,6 @@ struct BackwardTile {
   double turns_from;
   int ctas_per_sm = 2;      // at most: ptxas is told to allow no more
   int min_ctas_per_sm = 1;  // for which an SM must have the shared memory
-  // Its CTAs have all keys of a head: they write dQ in the place of sums, and find the terms of
-  // their query rows by themselves.
-  bool whole_heads = false;
 };
 
 // A row of a folder's table from the kernel's Config.
