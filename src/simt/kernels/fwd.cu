@@ -1,4 +1,5 @@
 // images: fwd_f16 fwd_bf16
+// targets: 75:75,80,90,100,120,ptx
 // The kernels for fp16 and bf16 inputs, which compute in fp32. config.cuh has their tiles.
 #include "common/instantiate.cuh"
 #include "simt/attention_fwd.cuh"
