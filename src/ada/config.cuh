@@ -10,29 +10,23 @@
 namespace archflash::ada {
 
 // --- 16-bit inputs. The kernel is that of common/mma_sync. The tiles fit the 99 KB of shared
-// memory of 8.9; those named "Large" are for GPUs with more. ---
+// memory of 8.9. ---
 
 using mma_sync::Config;
 using mma_sync::FewRowsConfig;
-using mma_sync::LateConfig;
 using mma_sync::QIn;
 
 // clang-format off
 //                                 head_dim       m_    block step               CTAs
 //                               q,k   v   warps tiles _k   _keys stages  Q in           per SM
-using D64Large   = Config<DTYPE,  64,  64, 4,   2,  128,  128,  2,     QIn::Shared,    2>;
 using D64        = Config<DTYPE,  64,  64, 4,   2,  128,  128,  1,     QIn::Shared,    2>;
 using D96        = Config<DTYPE,  96,  96, 4,   2,   64,   64,  1,     QIn::Shared,    2>;
-using D128Large  = Config<DTYPE, 128, 128, 4,   2,   64,   64,  2,     QIn::Shared,    2>;
-using D128Tall   = LateConfig<
-                   Config<DTYPE, 128, 128, 8,   2,   64,   64,  1,     QIn::Shared,    1>>;
 using D192       = Config<DTYPE, 192, 128, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
 using D256       = Config<DTYPE, 256, 256, 8,   1,   32,   32,  1,     QIn::Shared,    1>;
 
 // For few rows: 4 warps of 16 rows.
 //                                        head_dim  block              CTAs
 //                                       q,k   v    _k   stages Q in           per SM
-using D64FewLarge = FewRowsConfig<DTYPE,  64,  64, 128,  2,     QIn::Registers, 2>;
 using D64Few      = FewRowsConfig<DTYPE,  64,  64,  64,  1,     QIn::Registers, 3>;
 using D96Few      = FewRowsConfig<DTYPE,  96,  96,  64,  2,     QIn::Registers, 2>;
 using D128        = FewRowsConfig<DTYPE, 128, 128,  64,  1,     QIn::Shared,    2>;

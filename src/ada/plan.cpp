@@ -50,21 +50,11 @@ constexpr const char* FEW_ROWS =
 // Measured on an H200 (NOTES.md), those for GPUs with 99 KB of shared memory too: what a GPU of 8.9
 // makes of them is unmeasured. So are split keys and packed heads.
 constexpr core::Tile TILES[] = {
-    tile<D64Large>("d64_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1, .min_keys = 129},
-                   "two CTAs per SM with two buffers from 163 KB on"),
     tile<D64>("d64", {.min_tiles_per_sm = 1}, "two CTAs per SM with 128 keys in 99 KB"),
-    tile<D64FewLarge>(
-        "d64_few_large", {.min_ctas_per_sm = 2},
-        "few CTAs or short sequences: 64 rows make twice as many, two buffers from 163 KB on"),
     tile<D64Few>("d64_few", {}, "few CTAs or short sequences: 64 rows make twice as many"),
     tile<D96>("d96", {}, "two CTAs per SM with one buffer in 99 KB"),
     tile<D96Few>("d96_few", {}, FEW_ROWS),
-    tile<D128Large>("d128_large", {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1},
-                    "two CTAs per SM with two buffers in 227 KB"),
-    tile<D128Tall>("d128_tall", {.min_tiles_per_sm = 4},
-                   "one CTA per SM: 8 warps share 64 keys in 99 KB"),
-    tile<D128>("d128", {},
-               "fewer CTAs or short sequences: two CTAs per SM with 64 rows and 64 keys in 99 KB"),
+    tile<D128>("d128", {}, "two CTAs per SM with 64 rows and 64 keys in 99 KB"),
     tile<D192>("d192", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),
     tile<D192Few>("d192_few", {}, FEW_ROWS),
     tile<D256>("d256", {}, "one CTA per SM: 8 warps share 32 keys in 99 KB"),

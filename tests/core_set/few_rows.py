@@ -83,11 +83,7 @@ FEW_ROWS = {
     ),
 }
 if on.name == "gpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-    # With 227 KB of shared memory ada has another kernel for head dimension 64, and two CTAs of
-    # blackwell_consumer's larger tile share an SM at 256.
-    roomy = {"d64_few_large": ((64, 64), 128)} | FEW_ROWS["ada"].kernels
-    del roomy["d64_few"]
-    FEW_ROWS["ada"] = replace(FEW_ROWS["ada"], kernels=roomy)
+    # With 227 KB of shared memory two CTAs of blackwell_consumer's larger tile share an SM at 256.
     FEW_ROWS["blackwell_consumer"] = replace(
         FEW_ROWS["blackwell_consumer"], only_if_it_pays=("d64_few", "d256_few")
     )

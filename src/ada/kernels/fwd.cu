@@ -11,14 +11,10 @@
 using namespace archflash;
 using namespace archflash::ada;
 
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_large), mma_sync::attention_fwd, D64Large)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64), mma_sync::attention_fwd, D64)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_few_large), mma_sync::attention_fwd, D64FewLarge)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d64_few), mma_sync::attention_fwd, D64Few)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d96), mma_sync::attention_fwd, D96)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d96_few), mma_sync::attention_fwd, D96Few)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128_large), mma_sync::attention_fwd, D128Large)
-ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128_tall), mma_sync::attention_fwd, D128Tall)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d128), mma_sync::attention_fwd, D128)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192), mma_sync::attention_fwd, D192)
 ARCHFLASH_KERNEL(KERNEL(ada_attention_fwd, d192_few), mma_sync::attention_fwd, D192Few)
