@@ -114,7 +114,6 @@ using FewRowsConfig = Config<DTYPE, HEAD_DIM, HEAD_DIM_V, 4, 1, BLOCK_K, STAGES,
 // clang-format off
 //                                    head_dim         m_    block         Q in                    CTAs    context in
 //                                  q,k   v    warps tiles  _k    stages  regs   registers         per SM  registers
-using D64Pair    = Config<DTYPE,  64,  64,  4,     2,     64,  4,     true,  Registers::Roles,  2>;
 using D64Large   = Config<DTYPE,  64,  64,  8,     2,     64,  4,     true,  Registers::Roles,  1>;
 using D64Medium  = Config<DTYPE,  64,  64,  4,     1,     64,  2,     true,  Registers::Roles,  3>;
 using D64Short   = Config<DTYPE,  64,  64,  4,     2,     80,  2,     false, Registers::Roles,  2>;

@@ -65,9 +65,6 @@ constexpr ConsumerTile tile(const char* name, core::ServesFrom serves, const cha
 // Measured on an H200 (NOTES.md).
 constexpr ConsumerTile TILES[] = {
     tile<D64Short>("d64_short", {.max_keys = D64Short::BLOCK_K}, "few keys: all of them at a time"),
-    tile<D64Pair>("d64_pair",
-                  {.min_ctas_per_sm = 2, .min_tiles_per_sm = 1.5, .min_uneven_tiles_per_sm = 4},
-                  "two CTAs per SM of 128 rows"),
     tile<D64Large>("d64_large", {.min_tiles_per_sm = 0.75, .min_uneven_tiles_per_sm = 2},
                    "one CTA per SM: 8 warps of 32 rows share K and V"),
     tile<D64Medium>("d64_medium", {.min_tiles_per_sm = 4}, "fewer tiles: 64 rows balance better"),

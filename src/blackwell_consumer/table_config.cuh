@@ -27,7 +27,8 @@ struct TableConfig : Base {
                 "the rows of a warp lie in one row of blocks, and a block of keys is one of them");
   static_assert(SHARED_BYTES <= 99 * 1024, "CUDA: at most 99 KiB of shared memory in a CTA (12.x)");
 };
-using D64Table = TableConfig<D64Pair>;
+// 128 rows, and four blocks of 64 keys in flight.
+using D64Table = TableConfig<Config<DTYPE, 64, 64, 4, 2, 64, 4, true, Registers::Roles, 2>>;
 using D128Table = TableConfig<D128Medium>;
 
 }  // namespace archflash::blackwell_consumer

@@ -12,7 +12,7 @@ on = executor()
 NAME = "blackwell_consumer"
 # Kernels: (d, dv), rows, heads of q and of k, keys of a block, whether the call is causal.
 KERNELS = {
-    "d64_pair": ((64, 64), 128, (4, 2), 64, False),
+    "d64_large": ((64, 64), 256, (4, 2), 64, False),
     "d64_medium": ((64, 64), 80, (4, 4), 64, True),
     "d64_small": ((64, 64), 64, (1, 1), 128, False),
     "d128_large": ((128, 128), 256, (2, 1), 64, False),

@@ -126,7 +126,7 @@ def test_named_implementations_are_loaded_as_if_they_were_forced() -> None:
     names = loaded("H200", [HALF], [(64, 64)], ["simt", "blackwell_consumer"])
     own = {name for name in names if name.startswith("blackwell_consumer_")}
     assert names - own == {"simt_attention_fwd_f16_d64"}
-    sizes = ("pair", "large", "few")
+    sizes = ("large", "small", "few")
     assert {f"blackwell_consumer_attention_fwd_f16_d64_{size}" for size in sizes} <= own
     with archflash.force("simt"):
         assert loaded("H200", [HALF], [(64, 64)]) == {"simt_attention_fwd_f16_d64"}

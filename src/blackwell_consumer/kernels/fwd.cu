@@ -8,7 +8,6 @@
 using namespace archflash;
 using namespace archflash::blackwell_consumer;
 
-ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_pair), attention_fwd, D64Pair)
 ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_large), attention_fwd, D64Large)
 ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_medium), attention_fwd, D64Medium)
 ARCHFLASH_KERNEL(KERNEL(blackwell_consumer_attention_fwd, d64_short), attention_fwd, D64Short)
