@@ -26,15 +26,6 @@ struct NarrowConfig : Base {
   using VTile = FirstColumns<typename Base::VTile, D>;
 };
 
-// A Config of one buffer whose warps start the copies of a block in parts between products, so that
-// ldmatrix does not wait behind all of them. Alone on an SM a CTA would wait for its copies.
-template <class Base>
-struct SpreadConfig : Base {
-  static constexpr bool SPREADS_COPIES = true;
-  static_assert(Base::STAGES == 1 && Base::M_TILES == 1 && Base::WEIGHS_LATE,
-                "registers to keep what a thread copies, and products of 16 keys at a time");
-};
-
 // clang-format off
 //                             head_dim       m_    block step                       CTAs
 //                           q,k   v   warps tiles _k   _keys stages Q in           per SM
@@ -55,7 +46,6 @@ using D160Dense      = Config<DTYPE, 160, 160, 4, 1,   64,   64,  2,     QIn::Re
 using D192Dense      = LateConfig<
                        Config<DTYPE, 192, 192, 4, 1,   64,   64,  1,     QIn::Shared,    2>>;
 using D256Dense      = D256Large;
-using D256DenseLong  = SpreadConfig<D256Large>;
 
 // With dropout: 128 rows, and 64 that make twice as many tiles.
 using D64DenseDropout = mma_sync::DropoutConfig<

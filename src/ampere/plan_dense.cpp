@@ -94,10 +94,6 @@ constexpr core::Tile DENSE_TILES[] = {
                     SEES_ALL),
 };
 
-// In the place of d256_dense, whose tile it has.
-constexpr core::Tile DENSE_LONG = tile<D256DenseLong>(
-    "d256_dense_long", {}, "every query sees every key: copies start between products");
-
 // Whether a kernel is in dense_small.cu.
 bool is_for_8x(const core::Tile& tile) {
   const std::string_view name = tile.name;
@@ -127,15 +123,6 @@ const core::Tile* sooner(const Problem& problem, const Device& device, const cor
   if (name == "d128_dense_small" && next != nullptr && 10 * rounds(*next) < 17 * rounds(tile))
     return next;
   return nullptr;
-}
-
-// Whether two CTAs of a tile share an SM most of the time, and long. Measured on an H200
-// (docs/lab/ampere.md).
-bool shares_sms_for_long(const Problem& problem, const Device& device, const core::Tile& tile) {
-  constexpr int64_t MIN_KEYS = 400;
-  const int64_t workers = core::workers_of(tile, device), tiles = core::tiles_of(problem, tile);
-  return problem.nk >= MIN_KEYS && workers >= 2 * device.sm_count &&
-         5 * tiles >= 3 * workers * rounds_of(problem, device, tile);
 }
 
 // Whether dense_fwd knows all that a call asks for, and dense.cu has code for the GPU.
@@ -219,8 +206,6 @@ std::optional<LaunchPlan> plan_dense(const Problem& problem, const Device& devic
   if (const core::Tile* of = sooner(problem, device, *tile,
                                     next == std::end(DENSE_TILES) ? nullptr : &*next, *smallest))
     tile = of;
-  if (tile->name == std::string_view("d256_dense") && shares_sms_for_long(problem, device, *tile))
-    tile = &DENSE_LONG;
   mma_sync::ManyRowsParams params;
   core::init_params(problem, params);
   return launch_dense(problem, device, *tile, params);

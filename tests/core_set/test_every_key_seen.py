@@ -174,11 +174,3 @@ def test_a_grid_has_no_more_heads_and_sequences_than_cuda_allows() -> None:
     assert chosen(65535, 1) == chosen(1, 65535) == "d64_dense_short"
     assert "dense" not in chosen(65536, 1)
     assert "dense" not in chosen(1, 65536)
-
-
-def test_copies_start_between_products() -> None:
-    """Of blocks that are not the first, with warps of the last tile that have no rows."""
-    q, k, v = on.qkv(70, 410, 256, 216, dtype="bfloat16", heads=(1, 1))
-    plan = plan_of(q, k, v)
-    assert name_of(plan) == "d256_dense_long"
-    on.attend_and_check(NAME, q, k, v, plan=plan, schedules=[4])

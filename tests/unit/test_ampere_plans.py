@@ -328,7 +328,7 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
         for name in ampere(problem, device).kernels
     }
     assert chosen == built
-    assert len(built) == 66
+    assert len(built) == 65
 
 
 # --- every query sees every key ---
@@ -343,7 +343,7 @@ DENSE = {
     (128, 128): ("d128_dense", "d128_dense_medium", "d128_dense_small"),
     (136, 160): ("d160_dense", "d160_dense", "d192_dense"),
     (168, 192): ("d192_dense", "d192_dense", "d192_dense"),
-    (208, 256): ("d256_dense_long", "d256_dense_medium", "d256_dense"),
+    (208, 256): ("d256_dense", "d256_dense_medium", "d256_dense"),
 }
 
 
@@ -365,16 +365,6 @@ def test_large_calls_without_masks_have_kernels_of_their_own(
     assert launch["image"] == ("ampere/dense_small_bf16" if of_8x else "ampere/dense_bf16")
     if max(dims) <= 128:
         assert tile_of(plan).ctas_per_sm >= 2
-
-
-def test_copies_start_between_products_where_two_ctas_share_an_sm_for_long() -> None:
-    def chosen(heads: int, device: str = "H200", keys: int = 1024) -> str:
-        problem = call("bfloat16", b=1, hq=heads, nq=64, nk=keys, d=256)
-        return variant(ampere(problem, device))
-
-    assert chosen(264) == chosen(159) == "d256_dense_long"  # three fifths of two on each SM
-    assert chosen(158) == chosen(132) == chosen(265) == chosen(264, keys=300) == "d256_dense"
-    assert chosen(264, "A10G") == "d256_dense"  # one CTA on an SM
 
 
 def test_few_tiles_in_99_kb_have_an_sm_each_and_two_buffers() -> None:

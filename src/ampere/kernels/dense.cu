@@ -31,4 +31,3 @@ ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense_dropout), mma_sync::dens
                  D64DenseDropout)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d64_dense_few_dropout), mma_sync::dense_fwd,
                  D64DenseFewDropout)
-ARCHFLASH_KERNEL(KERNEL(ampere_attention_fwd, d256_dense_long), mma_sync::dense_fwd, D256DenseLong)

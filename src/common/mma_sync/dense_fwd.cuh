@@ -74,7 +74,6 @@ struct KeptLoad {
     target = tile_smem + lane.offset;
     column = lane.column;
   }
-  static constexpr int PARTS = C::BLOCK_K / CopyLane<C, Tile>::ROWS_PER_STEP;
 
   // Starts the copy of the block from first_row on.
   __device__ __forceinline__ void start(uint32_t first_row, uint64_t row_bytes, int columns) const {
@@ -82,55 +81,31 @@ struct KeptLoad {
     const char* row_gmem = source + first_row * row_bytes;
 #pragma unroll
     for (int row = 0; row < C::BLOCK_K; row += Lane::ROWS_PER_STEP) {
-      start_row(row, row_gmem, columns);
+#pragma unroll
+      for (int group = 0; group < Lane::GROUPS; ++group) {
+        if (column + group * Lane::GROUP_COLUMNS < columns) {
+          ptx::cp_async_cg_16(target + row * Tile::ROW_BYTES + group * Tile::GROUP * 16,
+                              row_gmem + group * Lane::GROUP_COLUMNS * 2);
+        }
+      }
       row_gmem += Lane::ROWS_PER_STEP * row_bytes;
     }
   }
-  // Starts the copy of one of its parts.
-  __device__ __forceinline__ void start_part(int part, uint32_t first_row, uint64_t row_bytes,
-                                             int columns) const {
-    const int row = part * CopyLane<C, Tile>::ROWS_PER_STEP;
-    start_row(row, source + (first_row + row) * row_bytes, columns);
-  }
-
- private:
-  __device__ __forceinline__ void start_row(int row, const char* row_gmem, int columns) const {
-    using Lane = CopyLane<C, Tile>;
-#pragma unroll
-    for (int group = 0; group < Lane::GROUPS; ++group) {
-      if (column + group * Lane::GROUP_COLUMNS < columns) {
-        ptx::cp_async_cg_16(target + row * Tile::ROW_BYTES + group * Tile::GROUP * 16,
-                            row_gmem + group * Lane::GROUP_COLUMNS * 2);
-      }
-    }
-  }
 };
 
-// Whether a Config's kernel starts the copies of a block in parts between products.
-template <class C>
-consteval bool spreads_copies() {
-  if constexpr (requires { C::SPREADS_COPIES; }) return C::SPREADS_COPIES;
-  return false;
-}
-
-// The defaults for `between` and `drop` of weigh_and_multiply, which do nothing.
-struct NothingBetween {
-  __device__ __forceinline__ void operator()(int) const {}
-};
+// The default for `drop` of weigh_and_multiply, which does nothing.
 struct DropsNothing {
   template <class P>
   __device__ __forceinline__ void operator()(P&) const {}
 };
 
 // P and O += P V of the masked scores of STEP_KEYS keys. before_v() is called before V is read, and
-// may do nothing. With C::WEIGHS_LATE, between(i) is called with the products of 16 columns and
-// 16 keys, the i-th; without, drop(p_rmem) before those of P V.
-template <class C, class BeforeV, class Between = NothingBetween, class Drop = DropsNothing>
+// may do nothing; without C::WEIGHS_LATE drop(p_rmem) before the products of P V.
+template <class C, class BeforeV, class Drop = DropsNothing>
 __device__ __forceinline__ void weigh_and_multiply(device::Outputs<C>& o_rmem,
                                                    device::RowState<C>& state,
                                                    device::Scores<C>& s_rmem, uint32_t v_smem,
                                                    float exp2_scale, const BeforeV& before_v,
-                                                   const Between& between = Between(),
                                                    const Drop& drop = Drop()) {
   constexpr const device::RaiseLimits<C>* KEPT = nullptr;  // in the state
   const float scale = device::update_row_max<C>(s_rmem, state, o_rmem, exp2_scale, KEPT);
@@ -145,10 +120,9 @@ __device__ __forceinline__ void weigh_and_multiply(device::Outputs<C>& o_rmem,
         for (int n = 0; n < 2; ++n)
           device::exponentiate_key_tile<C>(s_rmem, p_rmem[m], state, m, key / 8 + n, scale);
       }
-      int i = key / 16 * (C::HEAD_DIM_V / 16);
       multiply_pv_group<C>(
           o_rmem, [&](int m) -> const uint32_t (&)[4] { return p_rmem[m]; }, v_smem, key,
-          [&](uint32_t (&)[4]) { between(i++); });
+          [](uint32_t (&)[4]) {});
     }
   } else {
     Probabilities<C> p_rmem;
@@ -158,48 +132,16 @@ __device__ __forceinline__ void weigh_and_multiply(device::Outputs<C>& o_rmem,
   }
 }
 
-// multiply_qk() of 16 rows whose Q is in shared memory. between(i) is called behind the products of
-// 16 columns, the i-th.
-template <class C, class Between>
-__device__ __forceinline__ void multiply_qk_with(device::Scores<C>& s_rmem, uint32_t q_smem,
-                                                 uint32_t k_smem, const Between& between) {
-  static_assert(C::M_TILES == 1 && !C::Q_IN_REGISTERS);
-#pragma unroll
-  for (int n = 0; n < C::STEP_KEYS / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s_rmem[0][n][i] = 0.0f;
-  }
-#pragma unroll
-  for (int column = 0; column < C::QTile::COLUMNS; column += 16) {
-    uint32_t q_rmem[1][4];
-    load_q<C>(q_rmem, q_smem, column);
-#pragma unroll
-    for (int n = 0; n < C::STEP_KEYS / 8; n += 2) {
-      uint32_t k_rmem[4];
-      ptx::ldmatrix_x4(k_rmem, C::KTile::advance(k_smem, column / 8) + n * 8 * C::KTile::ROW_BYTES);
-      multiply_qk_tile<C>(s_rmem[0][n], q_rmem[0], k_rmem[0], k_rmem[1]);
-      multiply_qk_tile<C>(s_rmem[0][n + 1], q_rmem[0], k_rmem[2], k_rmem[3]);
-    }
-    between(column / 16);
-  }
-}
-
 // S, P and O += P V for STEP_KEYS keys, of which the first `keys` exist. before_v() is called when
-// K has been read, with one buffer, and before V is; between_qk() and between_pv() between
-// products, drop(p_rmem) before those of P V.
-template <class C, class BeforeV, class BetweenQk, class BetweenPv, class Drop>
+// K has been read, with one buffer, and before V is; drop(p_rmem) before the products of P V.
+template <class C, class BeforeV, class Drop>
 __device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::RowState<C>& state,
                                            const QFragments<C>& q_rmem, uint32_t q_smem,
                                            uint32_t k_smem, uint32_t v_smem, int keys,
                                            float exp2_scale, const BeforeV& before_v,
-                                           const BetweenQk& between_qk, const BetweenPv& between_pv,
                                            const Drop& drop) {
   device::Scores<C> s_rmem;
-  if constexpr (std::is_same_v<BetweenQk, NothingBetween>) {
-    multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
-  } else {
-    multiply_qk_with<C>(s_rmem, q_smem, k_smem, between_qk);
-  }
+  multiply_qk<C>(s_rmem, q_rmem, q_smem, k_smem);
   if constexpr (C::STAGES == 1) before_v();  // so that the next K may come
   if (keys < C::STEP_KEYS) {
     const int keys_of_lane = keys - ptx::mov_tid_x_volatile() % 4 * 2;
@@ -214,7 +156,7 @@ __device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::R
       }
     }
   }
-  weigh_and_multiply<C>(o_rmem, state, s_rmem, v_smem, exp2_scale, before_v, between_pv, drop);
+  weigh_and_multiply<C>(o_rmem, state, s_rmem, v_smem, exp2_scale, before_v, drop);
 }
 
 // Sets the dropped weights of a warp's P to 0, of STEP_KEYS keys from key_first on. first_row: the
@@ -363,8 +305,6 @@ __device__ __forceinline__ void dense_fwd(
   // With one buffer, and 16 rows for each warp, each thread keeps what it copies: there are
   // registers for it.
   constexpr bool KEEPS_LOADS = C::STAGES == 1 && C::M_TILES == 1;
-  constexpr bool SPREADS = spreads_copies<C>();
-  static_assert(!SPREADS || KEEPS_LOADS);
   [[maybe_unused]] const auto loads_of = [&]<class Tile>(int tile_smem, const auto& rows_gmem,
                                                          int64_t row_stride) {
     if constexpr (KEEPS_LOADS) {
@@ -409,8 +349,6 @@ __device__ __forceinline__ void dense_fwd(
     // or V of the block before.
     if (first) {
       ptx::cp_async_wait_group<1>();
-    } else if constexpr (SPREADS) {
-      ptx::copies_wait_all();  // those of K were not committed
     } else {
       ptx::cp_async_wait_group<0>();
     }
@@ -428,39 +366,13 @@ __device__ __forceinline__ void dense_fwd(
     }
     const unsigned thread = KEEPS_LOADS ? kept_thread : ptx::mov_tid_x_volatile();
     const int warp_row = thread / 32 * C::WARP_ROWS;
-    // Warps without rows have no products between which to start copies.
-    const bool spreads = SPREADS && warp_row < rows;
     if constexpr (C::STAGES == 1) {
-      if (!first && !spreads) {
+      if (!first) {
         start_one.template operator()<VTile>(v_load, C::V_SMEM, cta.v_gmem, block, params.v_row,
                                              params.dv);
-        if constexpr (!SPREADS) ptx::cp_async_commit_group();
+        ptx::cp_async_commit_group();
       }
     }
-    // A part in every second step of Q K^T, and in every eighth of P V. A branch would keep the
-    // assembler from moving products, so that copies which are not to be are those of no column.
-    const auto spread_v = [&] {
-      if constexpr (SPREADS) {
-        const int columns = first ? 0 : params.dv;
-        return [&, columns](int step) {
-          if (step % 2 == 0 && step / 2 < v_load.PARTS)
-            v_load.start_part(step / 2, block, params.v_row * 2, columns);
-        };
-      } else {
-        return NothingBetween();
-      }
-    }();
-    const auto spread_k = [&] {
-      if constexpr (SPREADS) {
-        const int columns = block > 0 ? params.d : 0;
-        return [&, columns](int step) {
-          if (step % 8 == 0 && step / 8 < k_load.PARTS)
-            k_load.start_part(step / 8, block - C::BLOCK_K, params.k_row * 2, columns);
-        };
-      } else {
-        return NothingBetween();
-      }
-    }();
     const uint32_t q_smem = shared_smem + C::Q_SMEM + warp_row * QKTile::ROW_BYTES +
                             rows_first_offset<QKTile>(thread % 32);
     const uint32_t k_smem = stage_smem + C::K_SMEM + columns_first_offset<QKTile>(thread % 32);
@@ -476,24 +388,20 @@ __device__ __forceinline__ void dense_fwd(
         ptx::cp_async_wait_group<1>();
         __syncthreads();
       } else {
-        if constexpr (SPREADS) {
-          ptx::copies_wait_all();
-        } else {
-          ptx::cp_async_wait_group<0>();
-        }
+        ptx::cp_async_wait_group<0>();
         __syncthreads();
-        if (block > 0 && !spreads) {
+        if (block > 0) {
           start_one.template operator()<QKTile>(k_load, C::K_SMEM, cta.k_gmem, block - C::BLOCK_K,
                                                 params.k_row, params.d);
         }
-        if constexpr (!SPREADS) ptx::cp_async_commit_group();
+        ptx::cp_async_commit_group();
       }
       awaits_v = false;
     };
     const auto step = [&]<class Step>(device::RowState<Step>& step_state, int key, int keys) {
       dense_step<Step>(o_rmem, step_state, q_rmem, q_smem, k_smem + key * QKTile::ROW_BYTES,
-                       v_smem + key * VTile::ROW_BYTES, keys, params.exp2_scale, await_v, spread_v,
-                       spread_k, [&](auto& p_rmem) {
+                       v_smem + key * VTile::ROW_BYTES, keys, params.exp2_scale, await_v,
+                       [&](auto& p_rmem) {
                          if constexpr (C::DROPS)
                            drop_some<C>(p_rmem, dropout, first_row + warp_row, block + key);
                        });
