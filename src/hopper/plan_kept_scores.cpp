@@ -20,15 +20,14 @@ constexpr int64_t BYTES_OF_BLOCK = int64_t{2} * MASK_BLOCK * MASK_BLOCK;
 }  // namespace
 
 bool keeps_scores(const BackwardProblem& problem) {
-  // Without an order more than that is added up by atomics.
-  constexpr int64_t MOST_BYTES = int64_t{1} << 30;
   const Problem& call = problem.call;
   if (!problem.dmask || call.mask < 2) return false;
   const bool of_each_score =
       (call.nq <= 1 || problem.dmask_strides.row != 0) && (call.nk <= 1 || problem.dmask_key != 0);
   const int64_t blocks = call.batch * call.heads_q * core::ceil_div(call.nq, MASK_BLOCK) *
                          core::ceil_div(call.nk, MASK_BLOCK);
-  return of_each_score && (problem.deterministic || blocks * BYTES_OF_BLOCK <= MOST_BYTES);
+  return of_each_score &&
+         (problem.deterministic || blocks * BYTES_OF_BLOCK <= LaunchPlan::MOST_KEPT_BYTES);
 }
 
 KeptScores keep_scores(LaunchPlan& plan, const BackwardProblem& problem, int64_t row_step,

@@ -166,8 +166,8 @@ PlanResult plan_in_parts(const BackwardProblem& problem, const Device& device,
   const Problem& call = problem.call;
   if (whole == nullptr) return planned;
   // Others keep the gradient of each score, too.
-  constexpr int64_t MOST_KEPT = int64_t{1} << 30;
-  const int64_t most = most_workspace(problem) + std::min(whole->kept_bytes, MOST_KEPT);
+  const int64_t most =
+      most_workspace(problem) + std::min(whole->kept_bytes, LaunchPlan::MOST_KEPT_BYTES);
   if (whole->workspace_bytes <= most) return planned;
   if (call.key_indices > 0) return planned;  // what peers hold there, a mask, is larger
   if (is_little_for_packed(call, whole->workspace_bytes)) return planned;

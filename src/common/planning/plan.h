@@ -176,8 +176,10 @@ struct LaunchPlan {
   int64_t counter_bytes = 0;
   bool accumulates = false;  // the gradients that it writes are added to what is there
   // Bytes of the workspace that keep the gradient of each score, which a launch adds up to that of
-  // attn_mask in a fixed order; 0: where heads or sequences share a mask, it is in any order.
+  // attn_mask in a fixed order; 0: where heads or sequences share a mask, it is in any order. Above
+  // the limit only calls that must be deterministic keep them.
   int64_t kept_bytes = 0;
+  static constexpr int64_t MOST_KEPT_BYTES = int64_t{1} << 30;
   bool writes_dmask = false;  // that gradient is not added to what is there
   std::string code;  // what the device will run: "sm_90" (native) or "compute_75 PTX, compiled by
                      // the driver"
