@@ -158,7 +158,8 @@ PlanResult plan_with_tile(const Problem& problem, const Problem& given, const De
   const bool stays = resident == 1 || tile.cuts_tiles || (masked && splits == 1);
   const int64_t ctas = stays ? std::min(tiles, resident * device.sm_count) : tiles;
   CutTiles cut{};
-  if (stays && splits == 1) cut = cut_last_round(problem, device, tile, tiles, ctas);
+  if (stays && splits == 1 && tile.cuts_tiles)
+    cut = cut_last_round(problem, device, tile, HeadModel(problem, tile), tiles, ctas);
   if (cut.rows > 0) {
     const int64_t parts = (tiles - cut.whole) * core::ceil_div(tile.block_q, cut.rows);
     params.tiles = static_cast<int32_t>(cut.whole + parts);

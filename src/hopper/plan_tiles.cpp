@@ -172,7 +172,7 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
     if (least > limit) return least;
   }
   double time = of_packed(many ? even : core::queue_time(runs, workers));
-  const CutTiles cut = cut_last_round(problem, device, tile, rows * heads, workers);
+  const CutTiles cut = cut_last_round(problem, device, tile, head, rows * heads, workers);
   if (cut.rows > 0) {
     const double rounds = static_cast<double>(cut.whole / workers);
     const double share = core::share_of_rows(cut.rows, tile.block_q);
@@ -354,7 +354,7 @@ bool has_one_tile_each(const Problem& problem, const KernelTile& tile) {
 }
 
 CutTiles cut_last_round(const Problem& problem, const Device& device, const KernelTile& tile,
-                        int64_t tiles, int64_t ctas) {
+                        const HeadModel& head, int64_t tiles, int64_t ctas) {
   const bool few_rounds = tiles > ctas && tiles <= MOST_ROUNDS_TO_MODEL * ctas;
   const int64_t left = tiles % ctas;
   if (!tile.cuts_tiles || !core::equal_tiles(problem) || !few_rounds || left == 0) return {};
@@ -362,7 +362,6 @@ CutTiles cut_last_round(const Problem& problem, const Device& device, const Kern
     if (left * core::ceil_div(tile.block_q, rows) > ctas) continue;
     // Where the first tile of each head has fewer rows, a counter of tiles may fill the last round
     // as well (docs/lab/hopper.md).
-    const HeadModel head(problem, tile);
     if (head.times.back() < head.times[0]) {
       const std::vector<core::Run> runs =
           runs_in_order(problem, head, tile, heads_per_group(problem, device, tile), 1);

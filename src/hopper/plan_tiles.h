@@ -126,7 +126,7 @@ struct CutTiles {
   int64_t whole = 0, rows = 0;
 };
 CutTiles cut_last_round(const Problem& problem, const Device& device, const KernelTile& tile,
-                        int64_t tiles, int64_t ctas);
+                        const HeadModel& head, int64_t tiles, int64_t ctas);
 
 // Whether the CTAs count the tiles that they have taken, so that the one that is done first takes
 // the next one. Else they take them in rounds, of which every second one is handed out in reverse

@@ -316,25 +316,25 @@ constexpr KernelTile RANGES_TILES[] = {
 };
 
 // For block_mask alone (reads_table). Fewer tiles are computed as fast by two CTAs on an SM.
-constexpr const char* TABLE =
-    "block_mask alone: warpgroups with tiles of their own, so that others multiply where one waits";
-constexpr KernelTile TABLE_TILES[] = {
-    tile<D64Table>("d64_table", {.min_tiles_per_sm = 2}, TABLE),
-    MASKED_TILES[0],
-    tile<D128Table>("d128_table", {.min_tiles_per_sm = 2}, TABLE),
-    MASKED_TILES[1],
-    MASKED_TILES[2],
-};
+template <class Tile64, class Tile128>
+constexpr auto table_tiles(const char* name64, const char* name128, const char* reason) {
+  constexpr core::ServesFrom SERVES = {.min_tiles_per_sm = 2};
+  return std::array{
+      hopper::tile<Tile64>(name64, SERVES, reason),
+      MASKED_TILES[0],
+      hopper::tile<Tile128>(name128, SERVES, reason),
+      MASKED_TILES[1],
+      MASKED_TILES[2],
+  };
+}
+constexpr auto TABLE_TILES = table_tiles<D64Table, D128Table>(
+    "d64_table", "d128_table",
+    "block_mask alone: warpgroups with tiles of their own, so that others multiply where one "
+    "waits");
 // With an attn_mask of which all rows are the same.
-constexpr const char* TABLE_KEYS =
-    "block_mask and an attn_mask of keys: warpgroups with tiles of their own";
-constexpr KernelTile TABLE_KEYS_TILES[] = {
-    tile<D64TableKeys>("d64_table_keys", {.min_tiles_per_sm = 2}, TABLE_KEYS),
-    MASKED_TILES[0],
-    tile<D128TableKeys>("d128_table_keys", {.min_tiles_per_sm = 2}, TABLE_KEYS),
-    MASKED_TILES[1],
-    MASKED_TILES[2],
-};
+constexpr auto TABLE_KEYS_TILES = table_tiles<D64TableKeys, D128TableKeys>(
+    "d64_table_keys", "d128_table_keys",
+    "block_mask and an attn_mask of keys: warpgroups with tiles of their own");
 
 constexpr const char* FOUR_128 = "4 warpgroups of 64 rows in turns, 128 keys at a time";
 constexpr const char* TWO_192 = "2 warpgroups of 64 rows in turns, 192 keys at a time";
