@@ -210,22 +210,27 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         if (block - C::BLOCK_K < blocks.seen_first) release(barriers.q_empty(q_ring.stage));
       }
     };
-    // With TAIL_KEYS: S, P and P V of the first TAIL_KEYS keys of the warpgroup's first block,
-    // which sees no others and has no score capped. Other blocks come behind it.
+    // S and the exponentials of the first KEYS keys of the warpgroup's first block, which sees no
+    // others of it and has no score capped. meanwhile() is called when the scores are there.
+    const auto weigh_first_keys = [&]<int KEYS>(int block, const auto& meanwhile) {
+      ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
+      turns.wait();
+      start_qk<C, KEYS>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
+      turns.hand_over();
+      ptx::wgmma_wait_group<0>();
+      release_k<C, KEYS>(s_rmem, barriers, k_ring);
+      meanwhile();
+      mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows, lane_key(block));
+      const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
+      const float scale =
+          update_row_max<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
+      exponentiate_rows<C, KEYS>(s_rmem, state, scale);
+    };
+    // With TAIL_KEYS: S, P and P V of the first TAIL_KEYS keys. Other blocks come behind them.
     const auto tail_step = [&](int block) {
       if constexpr (C::TAIL_KEYS > 0) {
         constexpr int KEYS = C::TAIL_KEYS;
-        ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
-        turns.wait();
-        start_qk<C, KEYS>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
-        turns.hand_over();
-        ptx::wgmma_wait_group<0>();
-        release_k<C, KEYS>(s_rmem, barriers, k_ring);
-        mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows, lane_key(block));
-        const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-        const float scale =
-            update_row_max<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
-        exponentiate_rows<C, KEYS>(s_rmem, state, scale);
+        weigh_first_keys.template operator()<KEYS>(block, [] {});
         pack<C, KEYS>(s_rmem, p_rmem);
         multiply_pv.template operator()<KEYS>(block, [] {});
       }
@@ -252,23 +257,11 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
         device::change_unit<C>(o_rmem, key_descales, warp_descale, block, block);
       pack_kept();
     };
-    // first_step() of a warpgroup that sees the first half of the block only, and has no score
-    // capped.
+    // With HALVES: first_step() of the first half of the block.
     const auto first_half_step = [&](int block) {
       if constexpr (C::HALVES) {
         constexpr int KEYS = C::BLOCK_K / 2;
-        ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
-        turns.wait();
-        start_qk<C, KEYS>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
-        turns.hand_over();
-        ptx::wgmma_wait_group<0>();
-        release_k<C, KEYS>(s_rmem, barriers, k_ring);
-        hand_back_before();
-        mask_rows_by_bits<C, KEYS>(s_rmem, visible, lane_rows, lane_key(block));
-        const auto nothing_to_rescale = [](const float (&)[2]) {};  // the outputs are still 0
-        const float scale =
-            update_row_max<C, true, KEYS>(s_rmem, state, exp2_scale, nothing_to_rescale);
-        exponentiate_rows<C, KEYS>(s_rmem, state, scale);
+        weigh_first_keys.template operator()<KEYS>(block, hand_back_before);
         // P V multiplies the whole block: a branch around its second half, in the step that all
         // blocks share, would cost more.
 #pragma unroll
