@@ -21,7 +21,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import gradients
@@ -50,9 +49,9 @@ PEERS = {"ampere": ("torch-flash", "torch-efficient")}
 WINDOW, DOCUMENTS, SINKS = "window=", "documents=", "sinks"  # words in `features`
 
 
-def load_models(path: Path = MODELS_FILE) -> list[Case]:
+def load_models() -> list[Case]:
     """The calls of models.toml, whose tensors have rows before heads, as models have them."""
-    return [dataclasses.replace(case, packed=True) for case in load_cases(path)]
+    return [dataclasses.replace(case, packed=True) for case in load_cases(MODELS_FILE)]
 
 
 ROWS = 16_384

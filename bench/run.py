@@ -81,7 +81,6 @@ def run_case(
     rounds: int,
     warm_seconds: float = WARM_SECONDS,
     sustained: Sequence[str] = (),
-    sustained_seconds: float = SUSTAINED_SECONDS,
     check: Callable[..., Verdict] | None = None,
 ) -> CaseResult:
     """Checks and times one case.
@@ -93,8 +92,8 @@ def run_case(
         facts: the columns that all rows of the run share.
         rounds: measured rounds.
         warm_seconds: seconds of load before them.
-        sustained: names of candidates that afterwards also run alone.
-        sustained_seconds: how long each of them warms up, and how long it is measured.
+        sustained: names of candidates that afterwards also run alone, SUSTAINED_SECONDS to warm up
+            and as long while they are measured.
         check: compares the output that a candidate's timed calls wrote with float64; a Checker by
             default.
 
@@ -170,7 +169,7 @@ def run_case(
         add_row(candidate, samples[candidate.name], clocks)
     for candidate in random.Random(case.name).sample(served, len(served)):
         if candidate.name in sustained:
-            alone = run_alone(lab, timed[candidate.name], sustained_seconds)
+            alone = run_alone(lab, timed[candidate.name], SUSTAINED_SECONDS)
             add_row(candidate, alone.samples_us, alone.clocks, SUSTAINED, alone.power)
     return result
 

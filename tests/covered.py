@@ -194,7 +194,7 @@ def of_coverage(folder: Path) -> dict[str, object]:
     return told
 
 
-def write_missing(found: Sequence[Part], tests: Iterable[str], to: Path = UNCOVERED) -> None:
+def write_missing(found: Sequence[Part], tests: Iterable[str]) -> None:
     """Writes what is missing, in place of the rows of the same kind: of Python or of C++."""
 
     def kind(name: str) -> bool:  # whether it is of Python
@@ -208,10 +208,10 @@ def write_missing(found: Sequence[Part], tests: Iterable[str], to: Path = UNCOVE
     measured = {kind(part.name) for part in found}
     if True in measured:
         rows.append([TESTS_OF_PYTHON, "", "", "; ".join(dict.fromkeys(tests))])
-    if to.exists():
-        with to.open(newline="") as file:
+    if UNCOVERED.exists():
+        with UNCOVERED.open(newline="") as file:
             rows += [row for row in [*csv.reader(file)][1:] if kind(row[0]) not in measured]
-    with to.open("w", newline="") as file:
+    with UNCOVERED.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([["file", "covered", "of", "not covered"], *sorted(rows)])
 

@@ -177,7 +177,7 @@ def packed_cache(form: str, pages: int, size: int, *, seed: int, device: str) ->
     return memory.to(device)[:, :length].unflatten(1, (size, 1, width))
 
 
-def with_latent_rows(call: CacheCall, form: str | None, seed: int = 0) -> CacheCall:
+def with_latent_rows(call: CacheCall, form: str | None) -> CacheCall:
     """A call with qv, of 64 and 512 columns, whose K and V are parts of the same rows, or of packed
     ones.
     """
@@ -185,7 +185,7 @@ def with_latent_rows(call: CacheCall, form: str | None, seed: int = 0) -> CacheC
         both = torch.cat([call.v_cache, call.k_cache], -1)
         return replace(call, k_cache=both[..., 512:], v_cache=both[..., :512])
     pages, size = call.k_cache.shape[:2]
-    cache = packed_cache(form, pages, size, seed=seed, device=str(call.q.device))
+    cache = packed_cache(form, pages, size, seed=0, device=str(call.q.device))
     cache = cache.view(torch.float8_e4m3fn)
     options = {"scale": (576 if form == "fp8_656" else 512) ** -0.5, **call.options}
     return CacheCall(call.q, cache, cache, {**options, "packed_rows": form})

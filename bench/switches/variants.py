@@ -48,8 +48,8 @@ def _off(name: str, meaning: str) -> Setting:
     return Setting(f"{name}=off", meaning, f"switches.{name} = false")
 
 
-def _registers(softmax: int, correction: int, other: int) -> Setting:
-    numbers = (softmax, correction, other)
+def _registers(softmax: int, correction: int) -> Setting:
+    numbers = (softmax, correction, other := 48)
     return Setting(
         "registers=" + "/".join(map(str, numbers)),
         f"{softmax} registers for a thread of softmax, {correction} in correction, {other} else",
@@ -99,8 +99,8 @@ SETTINGS = (
     Setting("pairs=on", "pairs of CTAs multiply together, whatever the call (d 128 and 192)"),
     Setting("pairs=off", "CTAs work alone, whatever the call (d 128 and 192)"),
     Setting("splits=off", "keys are not split over CTAs (calls whose keys the plan splits only)"),
-    _registers(200, 64, 48),
-    _registers(184, 96, 48),
+    _registers(200, 64),
+    _registers(184, 96),
 )
 
 

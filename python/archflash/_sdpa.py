@@ -160,7 +160,7 @@ def scaled_dot_product_attention(
     }
     try:
         if dropout_p != 0.0:
-            if _dropped_by_pytorch(q, k, v, options, dropout_p):
+            if _dropped_by_pytorch(q, k, v, options):
                 return pytorchs_sdpa(
                     query, key, value, attn_mask, dropout_p, is_causal,
                     scale=scale, enable_gqa=enable_gqa,
@@ -300,9 +300,7 @@ def _may_drop(query: Tensor, dropout_p: float) -> bool:
     return query.device.type == "cuda" or forced() not in (None, TORCH)
 
 
-def _dropped_by_pytorch(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], dropout_p: float
-) -> bool:
+def _dropped_by_pytorch(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
     """Whether PyTorch's own function serves a call with dropout. It is counted then."""
     problem = make_problem(q, k, v, **options)
     device, obstacle = device_of(problem, q.device.index)

@@ -56,8 +56,8 @@ mbarrier.try_wait.parity.shared::cta.b64 %p9, [%r30], {parity};
 """
 
 
-def load_body(rank: int, coordinates: list[int], bytes_: int, offset: int = 0, copy: int = SHARED):
-    """Loads a box to smem + offset, then writes `copy` bytes of shared memory to the output."""
+def load_body(rank: int, coordinates: list[int], bytes_: int, offset: int = 0):
+    """Loads a box to smem + offset, then writes the shared memory to the output."""
     corner = ", ".join(str(c) for c in coordinates)
     return f"""
     // What the box leaves alone is zero.
@@ -67,7 +67,7 @@ def load_body(rank: int, coordinates: list[int], bytes_: int, offset: int = 0, c
     add.u32 %r2, %r2, %r31;
     st.shared.u32 [%r2], 0;
     add.u32 %r1, %r1, 32;
-    setp.lt.u32 %p1, %r1, {copy // 4};
+    setp.lt.u32 %p1, %r1, {SHARED // 4};
     @%p1 bra CLEAR;
     fence.proxy.async.shared::cta;
     bar.sync 0;
@@ -86,7 +86,7 @@ def load_body(rank: int, coordinates: list[int], bytes_: int, offset: int = 0, c
     add.u64 %rd1, %rd1, %out;
     st.global.u32 [%rd1], %r4;
     add.u32 %r1, %r1, 32;
-    setp.lt.u32 %p1, %r1, {copy // 4};
+    setp.lt.u32 %p1, %r1, {SHARED // 4};
     @%p1 bra COPY;
     """
 

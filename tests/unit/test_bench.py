@@ -94,8 +94,8 @@ class FakeMark:
 class FakeTimed:
     """Takes 100 us for the first enqueued call of a name, one more for each further one."""
 
-    def __init__(self, name: str, log: list[str], out: Any = None, calls: int = 10) -> None:
-        self.calls, self.captured = calls, True
+    def __init__(self, name: str, log: list[str], out: Any = None) -> None:
+        self.calls, self.captured = 10, True
         self._name, self._log, self._out, self._us = name, log, out, 100.0
 
     def enqueue(self) -> FakeMark:

@@ -231,10 +231,10 @@ HANDED_BACK: dict[str, tuple[Callable[[], Any], str]] = {
 
 def of_cudnn(
     bias: Tensor | None = None, ends_k: Tensor | None = ENDS, lse: Tensor = FLAT_LSE,
-    dropout_p: float = 0.0, causal: bool = True,
+    dropout_p: float = 0.0,
 ) -> Call | str:  # fmt: skip
     return backward._cudnn_packed(
-        *[FLAT] * 5, lse, LSE, LSE, bias, ENDS, ends_k, 3, 3, dropout_p, causal, scale=0.5
+        *[FLAT] * 5, lse, LSE, LSE, bias, ENDS, ends_k, 3, 3, dropout_p, True, scale=0.5
     )
 
 

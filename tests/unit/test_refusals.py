@@ -368,10 +368,10 @@ def test_four_bits_of_more_columns_than_a_kernel_takes_and_of_no_rows() -> None:
 # --- values and gradients whose plans are made up ---
 
 
-def backward_of(rows: int = 64, **options: Any) -> tuple[Any, Any, Any]:
+def backward_of(**options: Any) -> tuple[Any, Any, Any]:
     """What decides about gradients of a call on a GPU: the request, its targets and the problem."""
-    q = torch.empty(1, 2, rows, 64, dtype=torch.bfloat16, device="meta")
-    lse = torch.empty(1, 2, rows, device="meta")
+    q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 2, 64, device="meta")
     request = _gradients.Request(q, q, q, q, q, lse, None, _options.complete(options))
     targets = _gradients.Gradients.like(request, (None, None, None), False)
     return request, targets, request.problem().as_if_on_cuda()

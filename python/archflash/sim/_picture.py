@@ -227,7 +227,7 @@ def draw(
     for track in extra:
         places.append(places[-1] + (MAP if track == TENSOR_MEMORY else COPIES) + GAP)
     axis = places[-1]
-    entries = _legend(colours, buffers, most) + _writers(others)
+    entries = _legend(colours, buffers) + _writers(others)
     legend_rows = _wrap(entries, right - MARGIN)
     drawing = Drawing(axis + 66 + ENTRY * len(legend_rows) + MARGIN / 2)
     drawing.rectangle(0, 0, WIDTH, drawing.height, PAPER, EDGE)
@@ -458,9 +458,7 @@ def _steps(
     return points
 
 
-def _legend(
-    colours: dict[Region, str], buffers: dict[str, str], most: int
-) -> list[tuple[str, str, str]]:
+def _legend(colours: dict[Region, str], buffers: dict[str, str]) -> list[tuple[str, str, str]]:
     entries = [
         ("bar", colour, region.name + TECHNIQUES.get(region.role, ""))
         for region, colour in colours.items()

@@ -347,9 +347,9 @@ def masks_of(
     return masks
 
 
-def prefilled(server: Server, rows: tuple[int, ...] = (5, 2, 3)) -> Any:
+def prefilled(server: Server) -> Any:
     backend = server.start()
-    backend.init_forward_metadata(batch := server.batch(rows))
+    backend.init_forward_metadata(batch := server.batch((5, 2, 3)))
     server.attend(batch, seed=0)
     return backend
 

@@ -388,11 +388,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(integers), b.view(integers))
 
 
-def run_mutants(
-    subject: Subject, chosen: list[Mutant], workers: int = 0, briefly: bool = False
-) -> list[Outcome]:
+def run_mutants(subject: Subject, chosen: list[Mutant], briefly: bool = False) -> list[Outcome]:
     """Runs mutants on all cores; briefly: see `Subject.run`."""
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda mutant: subject.run(mutant, briefly), chosen))
 
 
