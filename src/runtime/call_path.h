@@ -1,7 +1,6 @@
-// The way of an eager call: read, look up, allocate, bind, launch. No policy:
-// which implementation serves a problem is decided in Python
-// (python/archflash/_dispatch), which is asked once per new Problem; what it
-// answers is kept.
+// The way of an eager call: read, look up, allocate, bind, launch. Which implementation serves a
+// problem is decided by the order of orders.h, or in Python (python/archflash/_dispatch), once for
+// each new Problem.
 #pragma once
 
 #include <cstdint>
@@ -12,52 +11,31 @@
 
 namespace archflash {
 
-// An eager call of archflash.attention or attention_with_kvcache. None when
-// `torch` is to serve it; NotImplemented for torch's dispatcher, and for lazy
-// tensors.
+// An eager call of archflash.attention or attention_with_kvcache. None when `torch` is to serve it;
+// NotImplemented for torch's dispatcher, and for lazy tensors.
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle options, int grad,
                      nb::handle implementation);
-// A PreparedCall of a call of attention_with_kvcache without gradients that was
-// served just now, with the options of `batch` (BATCH); None where no kernel
-// serves it.
+// A PreparedCall of a call of attention_with_kvcache without gradients that was served just now,
+// with the options of `batch` (BATCH); None where no kernel serves it.
 nb::object prepare_call(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
                         nb::handle batch, nb::handle implementation);
-// decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`: who
-// serves new problems. order: orders.h.
+// decide(problem, device_index, forced) -> LaunchPlan, or None for `torch`: who serves new
+// problems. order: orders.h.
 void set_decide(nb::object function, nb::object order);
-// decide(q, k, v, options, forced) -> a function of (q, k, v, rows_first) that
-// serves calls of `torch` which are alike, where no `out` is given; or None,
-// where `attention` is to return None. rows_first: their layout has rows before
-// heads.
+// decide(q, k, v, options, forced) -> a function of (q, k, v, rows_first) that serves calls of
+// `torch` which are alike, where no `out` is given; or None, where `attention` is to return None.
+// rows_first: their layout has rows before heads.
 void set_decide_pytorchs(nb::object function);
-
-// An eager call of one of PyTorch's operators, in which nothing but the
-// kernel's own checks depends on gradients: autograd records the operator, not
-// this call. What `attention` would return, or the reason why PyTorch's own
-// kernel is to serve the call, a str.
-nb::object serve_operator(nb::handle q, nb::handle k, nb::handle v, nb::handle options,
-                          nb::handle implementation, bool rows_before_heads, bool lse_column);
-// decide(problem, device_index, forced) -> LaunchPlan, or a str: the reason why
-// PyTorch's own kernel serves the problem.
-void set_decide_operator(nb::object function);
-
-// Who serves calls whose gradients are needed, where that is a kernel: it is
-// launched, and record((out, lse, tensors among the options, whether lse is
-// returned, (options without tensors, their places, implementation)), q, k, v)
-// returns what the call does, with autograd's node; with sinks or attn_mask
-// both follow. deterministic: whether gradients asked for now must be so.
-void set_record(nb::object function, nb::object deterministic);
 
 // What is forced, in a CacheKey.
 int64_t forced_index(nb::handle name);
 int64_t forced_index(const std::string& name);
 
-// Plans for the simulator depend on ARCHFLASH_SIM_DEVICE: with another value
-// what is cached is stale, and forgotten here.
+// Plans for the simulator depend on ARCHFLASH_SIM_DEVICE: with another value what is cached is
+// stale, and forgotten here.
 void forget_other_simulated_devices();
 
-// Tensor subclasses, fake tensors among them, have a say of their own in what
-// runs.
+// Tensor subclasses, fake tensors among them, have a say of their own in what runs.
 bool needs_dispatcher(nb::handle object);
 bool needs_dispatcher(const Arguments& arguments);  // whether any of them is one
 

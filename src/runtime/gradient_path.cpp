@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "runtime/call_path.h"
+#include "runtime/gradient_key.h"
 #include "runtime/kept_object.h"
 #include "runtime/orders.h"
 #include "runtime/plan_cache.h"
@@ -27,13 +28,6 @@
 namespace archflash {
 namespace {
 
-constexpr int GRADIENTS = 3;  // dq, dk, dv
-constexpr const char* GRADIENT_NAMES[GRADIENTS] = {"dq", "dk", "dv"};
-
-// What a backward pass is asked beside what its call is.
-struct GradientOptions {
-  bool dlse, deterministic, dsinks;
-};
 // That of the last one: what is expected of the next, but for dsinks.
 GradientOptions last_options{};
 
@@ -91,14 +85,6 @@ bool fits_lse(const TensorView& t, const Problem& p) {
 
 bool requires_gradient(nb::handle x) { return is_plain_tensor(x) && reading::requires_grad(x); }
 
-// Writes no padding, which is part of a cache's key.
-void describe(const TensorView& t, const reading::Axes& x, BackwardTensor& to) {
-  to.strides = reading::strides_of(t, x);
-  to.dtype = t.dtype;
-  to.column = reading::column_of(t, x);
-  to.align = alignment(t.data);
-}
-
 // Reads a gradient that was given. False if no kernel may write it.
 bool read_gradient(nb::handle given, const char* name, nb::handle of, Seen& made) {
   TensorView input;
@@ -110,69 +96,6 @@ bool read_gradient(nb::handle given, const char* name, nb::handle of, Seen& made
   }
   return usable(t, input) && same_shape(t, input) &&
          (t.dtype == input.dtype || t.dtype == DType::F32);
-}
-
-using Key = CacheKey<BackwardProblem>;
-
-// What is forced, in a key, where a kernel is asked first and others may serve in its place: below
-// -1. So a node of autograd asks for the kernel of its forward pass.
-int64_t asked_first(int64_t index) { return -2 - index; }
-
-// The members of a problem that describe dq, dk and dv.
-constexpr BackwardTensor BackwardProblem::* GRADIENTS_OF[GRADIENTS] = {
-    &BackwardProblem::dq, &BackwardProblem::dk, &BackwardProblem::dv};
-
-// Every byte set. What belongs to new gradients follows from the inputs, and stays out of the key.
-void start_key(const Arguments& a, const Problem& call, const GradientOptions& options, Key& key) {
-  std::memset(static_cast<void*>(&key), 0, sizeof key);
-  std::memcpy(static_cast<void*>(&key.problem.call), &call, sizeof(Problem));
-  key.problem.dlse = options.dlse;
-  key.problem.deterministic = options.deterministic;
-  key.problem.dsinks = options.dsinks;
-  key.row_axis = reading::axes_of(a, call.varlen).row;
-}
-
-// Describes a new gradient, which nests in memory as its input does. like: gets what it is made
-// from, where that is wanted.
-void describe_new(nb::handle of, const reading::Axes& axes, BackwardTensor& to, nb::object* like) {
-  TensorView input;
-  read_tensor(of, "q, k or v", input, true);
-  int64_t strides[MAX_DIMS];
-  reading::nest_as(input.strides, input.ndim, input.shape, strides);
-  if (like != nullptr) *like = strided(input.ndim, input.shape, strides, input.dtype);
-  input.strides = strides;
-  input.data = nullptr;  // new memory is aligned
-  describe(input, axes, to);
-}
-
-// Whether k has the shape, strides and dtype of q (i = 1), or v those of k (i = 2).
-bool is_as_the_one_before(const Problem& p, int i) {
-  const auto same = [](const Strides& a, const Strides& b) {
-    return a.batch == b.batch && a.head == b.head && a.row == b.row;
-  };
-  if (i == 1)
-    return p.nq == p.nk && p.heads_q == p.heads_kv && same(p.q, p.k) && p.q_column == p.k_column;
-  return i == 2 && p.d == p.dv && same(p.k, p.v) && p.k_column == p.v_column;
-}
-
-// The problem of a key. decision: gets what those gradients are made from that are not given; null
-// where nothing is to be made.
-BackwardProblem asked_of(const Key& key, const nb::handle (&inputs)[GRADIENTS],
-                         const nb::handle (&targets)[GRADIENTS], const reading::Axes& axes,
-                         CachedGradients* decision) {
-  BackwardProblem asked = key.problem;
-  asked.call.on_cuda = true;  // the simulator stands for a GPU
-  for (int i = 0; i < GRADIENTS; ++i) {
-    if (!targets[i].is_none()) continue;
-    BackwardTensor& gradient = asked.*GRADIENTS_OF[i];
-    if (is_as_the_one_before(asked.call, i) && targets[i - 1].is_none()) {
-      if (decision != nullptr) decision->like[i] = decision->like[i - 1];
-      gradient = asked.*GRADIENTS_OF[i - 1];
-    } else {
-      describe_new(inputs[i], axes, gradient, decision == nullptr ? nullptr : &decision->like[i]);
-    }
-  }
-  return asked;
 }
 
 // What a backward pass writes.
@@ -333,7 +256,7 @@ std::optional<Written> compute(const GradientCall& given) {
   if (shares_memory(made, call, dout.view)) return unserved;
   last_options = {!given.dlse.is_none(), given.deterministic,
                   given.sinks_gradient && !a.sinks.is_none()};
-  Key key;
+  GradientKey key;
   start_key(a, p, last_options, key);
   BackwardProblem& problem = key.problem;
   const reading::Axes axes = reading::axes_of(a, p.varlen);
@@ -351,7 +274,7 @@ std::optional<Written> compute(const GradientCall& given) {
   const CachedGradients* found = cache().find(key);
   if (found == nullptr) {
     CachedGradients decision;
-    const BackwardProblem asked = asked_of(key, inputs, targets, axes, &decision);
+    const BackwardProblem asked = asked_of(key, inputs, targets, axes, decision.like);
     const auto plan_by = [asked](const std::string& kernel, const Device& device) {
       return plan_backward(kernel, asked, device);
     };
@@ -447,30 +370,6 @@ nb::object recorded_backward(nb::handle dout, nb::handle dlse, const nb::tuple& 
                         made->dmask);
 }
 
-namespace {
-
-// The key of the backward pass that is expected of a call, but for what is forced; and its problem.
-Key expected_key(const Arguments& a, const Call& call, const GradientOptions& options) {
-  Problem of_call = call.problem;
-  of_call.needs_grad = false;
-  of_call.want_lse = true;
-  of_call.approximate = of_call.approximate_if_served = of_call.num_splits = 0;
-  Key key;
-  start_key(a, of_call, options, key);
-  BackwardTensor& dout = key.problem.dout;  // no padding is written: it is part of the key
-  dout.strides = of_call.out, dout.dtype = of_call.out_dtype;
-  dout.column = 1, dout.align = 16;
-  key.device_index = call.device_index;
-  return key;
-}
-BackwardProblem asked_of(const Key& key, const Arguments& a, CachedGradients* decision) {
-  const nb::handle inputs[GRADIENTS] = {a.q, a.k, a.v};
-  const nb::handle targets[GRADIENTS] = {nb::none(), nb::none(), nb::none()};
-  return asked_of(key, inputs, targets, reading::axes_of(a, key.problem.call.varlen), decision);
-}
-
-}  // namespace
-
 ExpectedGradients expect_gradients(const Arguments& a, const Call& call,
                                    nb::handle implementation) {
   if (!a.attn_mask.is_none() && reading::requires_grad(a.attn_mask)) return {};
@@ -488,9 +387,9 @@ ExpectedGradients expect_gradients(const Arguments& a, const Call& call,
 
 void keep_expected_gradients(const ExpectedGradients& expected, const Arguments& a,
                              const Call& call, nb::handle implementation) {
-  Key key = expected_key(a, call, {expected.dlse, expected.deterministic, expected.dsinks});
+  GradientKey key = expected_key(a, call, {expected.dlse, expected.deterministic, expected.dsinks});
   CachedGradients decision{.plan = expected.plan};
-  asked_of(key, a, &decision);
+  asked_of(key, a, decision.like);
   // As the backward pass will ask (run_and_record() in call_path.cpp), if the forward pass takes
   // this kernel.
   key.forced = forced_index(expected.plan->plan->implementation);

@@ -5,8 +5,10 @@
 #include "runtime/bindings/bindings.h"
 #include "runtime/call_path.h"
 #include "runtime/gradient_path.h"
+#include "runtime/operator_path.h"
 #include "runtime/plan_cache.h"
 #include "runtime/prepared_call.h"
+#include "runtime/recorded_call.h"
 #include "runtime/run_plan.h"
 #include "torch_operators/operators.h"
 
