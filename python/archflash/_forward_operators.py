@@ -245,18 +245,10 @@ def _flash(
 
 
 def _flash_quantized(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, q_descale: Tensor | None, k_descale: Tensor | None,
+    v_descale: Tensor | None, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
     """aten::_scaled_dot_product_flash_attention.quantized: FP8, with descales (batch, heads_kv),
     and the output in bfloat16.
     """
@@ -278,17 +270,10 @@ def _new_output(query: Tensor) -> Tensor:
 
 
 def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
+    dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
     scale: float | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """aten::_scaled_dot_product_cudnn_attention."""
     if dropout_p != 0.0 or return_debug_mask:
         return decline(_why_not(dropout_p, return_debug_mask))
@@ -313,16 +298,9 @@ def _cudnn(
 
 
 def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
     """aten::_scaled_dot_product_efficient_attention."""
     if dropout_p != 0.0:
         return decline(_why_not(dropout_p, False))
@@ -394,28 +372,14 @@ def _cudnn_packed(operator: str) -> Kernel:
 
 
 def _flash_into(
-    out: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-    top_left: bool = False,
+    out: Tensor | None, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None,
+    seqused_k: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None, num_splits: int | None = None, top_left: bool = False,
     descales: dict[str, Tensor | None] | None = None,
-) -> tuple[Tensor, Tensor] | str:
+) -> tuple[Tensor, Tensor] | str:  # fmt: skip
     """The output, in `out` if that is given, and the log-sum-exp. Rows come before heads here,
     packed sequences have three dimensions, and causal aligns to the bottom right, or to the top
     left. (Of equally long queries and keys both are the same, and the former was measured.)

@@ -14,31 +14,12 @@ from archflash import _pytorch_faults
 
 
 def fused_kernel(
-    *,
-    device_type: str,
-    capability: tuple[int, int] | None,
-    dtype: torch.dtype | str,
-    d: int,
-    dv: int,
-    nq: int,
-    nk: int,
-    causal: bool,
-    window: bool,
-    softcap: float | None,
-    sinks: bool,
-    q_offset_given: bool,
-    varlen: bool,
-    masked: bool,
-    want_lse: bool,
-    fp8: bool,
-    gqa: bool = False,
-    alibi: bool = False,
-    batch: int = 1,
-    heads: int = 1,
-    gradients: bool = False,
-    dropout: bool = False,
-    with_faults: bool = False,
-) -> str | list[str]:
+    *, device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype | str, d: int,
+    dv: int, nq: int, nk: int, causal: bool, window: bool, softcap: float | None, sinks: bool,
+    q_offset_given: bool, varlen: bool, masked: bool, want_lse: bool, fp8: bool, gqa: bool = False,
+    alibi: bool = False, batch: int = 1, heads: int = 1, gradients: bool = False,
+    dropout: bool = False, with_faults: bool = False,
+) -> str | list[str]:  # fmt: skip
     """Which of PyTorch's fused tensor-core kernels `torch` uses for a call, or why it uses none.
 
     Args:
@@ -140,21 +121,10 @@ def fused_kernel(
 
 
 def faults(
-    *,
-    capability: tuple[int, int],
-    batch: int,
-    heads: int,
-    nq: int,
-    nk: int,
-    d: int,
-    dv: int,
-    causal: bool,
-    masked: bool,
-    gradients: bool,
-    scale: float = 1.0,
-    dropout: bool = False,
+    *, capability: tuple[int, int], batch: int, heads: int, nq: int, nk: int, d: int, dv: int,
+    causal: bool, masked: bool, gradients: bool, scale: float = 1.0, dropout: bool = False,
     cudnn: int | None = None,
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
     """The kernels of PyTorch that fail at a call, and what happens there (`_pytorch_faults`).
 
     Args:

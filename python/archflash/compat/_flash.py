@@ -37,19 +37,10 @@ def _with_plain_numbers(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    deterministic: bool,
-    want_lse: bool,
-    lse_unseen: float = -math.inf,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool,
+    window_size: Window, softcap: float, deterministic: bool, want_lse: bool,
+    lse_unseen: float = -math.inf, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A call with FlashAttention's arguments: rows before heads, causal and window aligned to the
     bottom right, -1 for an unbounded side of the window, 0 for no softcap.
 
@@ -128,24 +119,12 @@ def _with_gradients(device: torch.device) -> list[str]:
 
 
 def attend_to_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: int | Tensor | None,
-    page_table: Tensor | None,
-    k_new: Tensor | None,
-    softmax_scale: float | None,
-    window_size: Window,
-    softcap: float,
-    num_splits: int,
-    want_lse: bool,
-    lse_unseen: float = -math.inf,
-    rotary_cos: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    append: Callable[[], None] | None = None,
-    **options: Any,
-) -> Any:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: int | Tensor | None,
+    page_table: Tensor | None, k_new: Tensor | None, softmax_scale: float | None,
+    window_size: Window, softcap: float, num_splits: int, want_lse: bool,
+    lse_unseen: float = -math.inf, rotary_cos: Tensor | None = None,
+    rotary_interleaved: bool = False, append: Callable[[], None] | None = None, **options: Any,
+) -> Any:  # fmt: skip
     """A call on a KV cache with FlashAttention's arguments. Rotary positions count from behind
     leftpad_k here, as `archflash.attention_with_kvcache` has them.
 

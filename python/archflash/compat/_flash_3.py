@@ -36,26 +36,13 @@ _NAMES = {"sinks": "s_aux", "scale": "softmax_scale", "window": "window_size"}
 
 @in_its_words(**_NAMES, k_cache="k", v_cache="v")
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Window = UNBOUNDED,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: Window = UNBOUNDED, attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False, *,
     s_aux: Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of q (batch, rows, heads, d) on k and v.
 
     Args:
@@ -115,20 +102,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, num_splits: int, **options: Any)
 
 @in_its_words(q="q of qkv", k="k of qkv", v="v of qkv")
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Window = UNBOUNDED,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: Window = UNBOUNDED, attention_chunk: int = 0,
+    softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """`flash_attn_func` with q, k and v in one tensor.
 
     Args:
@@ -163,32 +142,15 @@ def flash_attn_qkvpacked_func(
     page_table="cu_seqlens_k",
 )  # fmt: skip
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Window = UNBOUNDED,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: Window = UNBOUNDED, attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False, *,
     s_aux: Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of packed sequences: q (total rows, heads, d), each sequence on its own keys.
 
     Args:
@@ -316,39 +278,19 @@ def flash_attn_combine(
     **_NAMES, k_new="k", v_new="v", leftpad_k="cache_leftpad", cos="rotary_cos", sin="rotary_sin"
 )
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = UNBOUNDED,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-    *,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = UNBOUNDED, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, *,
     s_aux: Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of q (batch, rows, heads, d) on a cache of keys and values. It has no backward.
 
     Args:

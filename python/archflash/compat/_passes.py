@@ -19,23 +19,11 @@ _ROWS = 128  # to a multiple of which FlashAttention-2 rounds rows up
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
-    *,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    deterministic: bool,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    **options: Any,
-) -> tuple[tuple[Tensor, ...], Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None], *, softmax_scale: float | None,
+    causal: bool, window_size: Window, softcap: float, deterministic: bool, dropout_p: float = 0.0,
+    rng_state: Tensor | None = None, **options: Any,
+) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
     """The gradients of a call, written into those given, and the sum of dout * out of each row.
 
     Raises:

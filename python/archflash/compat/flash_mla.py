@@ -46,23 +46,13 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     topk_lengths="topk_length",
 )  # fmt: skip
 def flash_mla_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor | None,
-    cache_seqlens: Tensor | None,
-    head_dim_v: int,
-    tile_scheduler_metadata: Any = None,
-    num_splits: Any = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    is_fp8_kvcache: bool = False,
-    indices: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices_in_kvcache: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, block_table: Tensor | None, cache_seqlens: Tensor | None,
+    head_dim_v: int, tile_scheduler_metadata: Any = None, num_splits: Any = None,
+    softmax_scale: float | None = None, causal: bool = False, is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None, attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None, extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None, extra_topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of q (batch, rows, heads, d) on a cache whose rows are K, and V in their first
     columns.
 

@@ -28,35 +28,16 @@ _CAUSAL = {
 
 
 def attn_forward_func_with_cp(
-    is_training: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_kv: int | None,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    dropout_p: float,
-    cp_group: dist.ProcessGroup,
-    cp_global_ranks: Any,
-    cp_stream: Any,
-    cp_comm_type: str = "p2p",
-    softmax_scale: float | None = None,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "causal",
-    attn_bias_type: str = "no_bias",
-    attn_bias: Tensor | None = None,
-    deterministic: bool = False,
-    use_fused_attention: bool = False,
-    window_size: tuple[int, int] | None = None,
-    fp8: bool = False,
-    *,
-    softmax_type: str = "vanilla",
-    softmax_offset: Tensor | None = None,
+    is_training: bool, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None, max_seqlen_q: int | None, max_seqlen_kv: int | None,
+    cu_seqlens_q_padded: Tensor | None, cu_seqlens_kv_padded: Tensor | None, dropout_p: float,
+    cp_group: dist.ProcessGroup, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p",
+    softmax_scale: float | None = None, qkv_format: str = "bshd", attn_mask_type: str = "causal",
+    attn_bias_type: str = "no_bias", attn_bias: Tensor | None = None, deterministic: bool = False,
+    use_fused_attention: bool = False, window_size: tuple[int, int] | None = None,
+    fp8: bool = False, *, softmax_type: str = "vanilla", softmax_offset: Tensor | None = None,
     **others: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention of rows that lie on the ranks of cp_group, in the arguments of TransformerEngine.
 
     Args:

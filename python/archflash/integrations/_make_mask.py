@@ -91,19 +91,11 @@ def _looked_up(name: str) -> tuple[bool, bool]:
 
 
 def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **options: Any,
-) -> Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
+    *, device: torch.device | str = "cpu", allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False, **options: Any,
+) -> Tensor | None:  # fmt: skip
     """The mask of a model, as transformers asks for it.
 
     Args:

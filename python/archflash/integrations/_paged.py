@@ -171,21 +171,12 @@ class PagedAttention:
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        *,
-        batch_invariant: bool = False,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
+        attn_type: str = "decoder", kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None, *, batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -262,15 +253,9 @@ class PagedAttention:
             self._views = (lambda: None, None, None)
 
     def run(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        batch: PagedBatch,
-        output: Tensor,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        batch: PagedBatch, output: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Writes the attention of a batch, whose keys and values are in the cache, into output.
 
         Args:
@@ -310,16 +295,9 @@ class PagedAttention:
         return output
 
     def _attend(
-        self,
-        layer: Any,
-        query: Tensor,
-        kv_cache: Tensor,
-        batch: PagedBatch,
-        causal: bool,
-        out: Tensor | None = None,
-        in_common: Batch | None = None,
-        **more: Any,
-    ) -> Any:
+        self, layer: Any, query: Tensor, kv_cache: Tensor, batch: PagedBatch, causal: bool,
+        out: Tensor | None = None, in_common: Batch | None = None, **more: Any,
+    ) -> Any:  # fmt: skip
         """Attention of the rows to the cache.
 
         Args:
@@ -342,17 +320,9 @@ class PagedAttention:
         )  # fmt: skip
 
     def run_shared(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        batch: PagedBatch,
-        output: Tensor,
-        gather: Any,
-        combine: Any,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        batch: PagedBatch, output: Tensor, gather: Any, combine: Any,
+    ) -> Tensor:  # fmt: skip
         """`run` where the ranks of a group hold a share of the cache's rows each (decode context
         parallelism): the rows before this batch are attended to by all ranks together, those of
         this batch by the rank that has their heads, and the two results are merged.

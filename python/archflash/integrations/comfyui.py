@@ -20,18 +20,10 @@ _OVERRIDE = "optimized_attention_override"  # where ComfyUI looks for a function
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    mask: Tensor | None = None,
-    attn_precision: Any = None,
-    skip_reshape: bool = False,
-    skip_output_reshape: bool = False,
-    *,
-    approximate: str | None = None,
-    **kwargs: Any,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None,
+    attn_precision: Any = None, skip_reshape: bool = False, skip_output_reshape: bool = False, *,
+    approximate: str | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """The attention of a layer, as ComfyUI calls it; it means what ComfyUI's "pytorch" means.
 
     Args:

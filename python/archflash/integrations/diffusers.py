@@ -44,17 +44,10 @@ def _member() -> Any:
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _parallel_config: Any = None,
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
+) -> Any:  # fmt: skip
     """The attention of a layer, as diffusers calls it.
 
     Args:
@@ -111,19 +104,11 @@ def _options(
 
 
 def _forward_op(
-    ctx: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _save_ctx: bool = True,
+    ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, _save_ctx: bool = True,
     _parallel_config: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """One part of a call that is spread over ranks: diffusers calls it inside an autograd.Function
     of its own, whose context it passes.
     """

@@ -77,17 +77,10 @@ class ArchflashBackend(ReadsBatches):
         return not self._is_cpu
 
     def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: Tensor | None = None,
-        return_lse: bool = False,
-        **others: Any,
-    ) -> Any:
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention,
+        forward_batch: Any, save_kv_cache: bool = True, sinks: Tensor | None = None,
+        return_lse: bool = False, **others: Any,
+    ) -> Any:  # fmt: skip
         """Writes k and v (rows, kv heads, head dim) into the cache, and computes the attention of q
         (rows, heads x head dim): of new rows of each request, behind those of its cache.
 
@@ -238,15 +231,9 @@ class ArchflashBackend(ReadsBatches):
         )
 
     def _attend_to_new_rows(
-        self,
-        q: Tensor,
-        k: Any,
-        v: Any,
-        layer: RadixAttention,
-        known: _Layer,
-        batch: Batch,
+        self, q: Tensor, k: Any, v: Any, layer: RadixAttention, known: _Layer, batch: Batch,
         with_lse: bool,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Prefill of a model with latent attention, whose K and V are not those of the cache."""
         return attention(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),

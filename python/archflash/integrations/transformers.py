@@ -50,28 +50,14 @@ NAME = "arch_attention"
 
 
 def forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    cache: Any = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: Any = None,
-    max_length_k: Any = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    sinks: Tensor | None = None, position_bias: Tensor | None = None, indices: Tensor | None = None,
+    block_indices: Tensor | None = None, cache: Any = None, position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
+    max_length_q: Any = None, max_length_k: Any = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The attention of a layer, as transformers calls it.
 
     Args:

@@ -86,20 +86,11 @@ def make_mask(
 
 
 def forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    position_bias: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    sliding_window: int | None = None, position_bias: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The attention of a layer, as transformers calls it; see `integrations.transformers`."""
     if _sharing.options is None:
         raise UnsupportedError(

@@ -309,17 +309,10 @@ class ArchflashImpl(PagedAttention, AttentionImpl):  # type: ignore[misc]
         )
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        attn_metadata: PagedBatch | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: PagedBatch | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Writes the attention of the batch into output: see `PagedAttention.run`.
 
         Args:

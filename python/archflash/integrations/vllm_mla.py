@@ -93,16 +93,10 @@ class ArchflashMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[mis
         return int(max_decode_query_len(vllm_config))
 
     def _build_decode(
-        self,
-        block_table_tensor: Tensor,
-        seq_lens_device: Tensor,
-        max_seq_len: int,
-        query_start_loc_cpu: Tensor,
-        query_start_loc_device: Tensor,
-        num_decode_tokens: int,
-        max_query_len: int,
-        dcp_tot_seq_lens_device: Tensor | None,
-    ) -> ArchflashMLADecodeMetadata:
+        self, block_table_tensor: Tensor, seq_lens_device: Tensor, max_seq_len: int,
+        query_start_loc_cpu: Tensor, query_start_loc_device: Tensor, num_decode_tokens: int,
+        max_query_len: int, dcp_tot_seq_lens_device: Tensor | None,
+    ) -> ArchflashMLADecodeMetadata:  # fmt: skip
         return ArchflashMLADecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
@@ -125,19 +119,11 @@ class ArchflashMLAImpl(MLACommonImpl):  # type: ignore[misc]
     lse_base_on_e = True
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int,
+        alibi_slopes: list[float] | None, sliding_window: int | None, kv_cache_dtype: str,
+        logits_soft_cap: float | None, attn_type: str, kv_sharing_target_layer_name: str | None,
         **latent: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"{attn_type} with a latent cache: not built yet")
         refuse_unserved(
@@ -162,15 +148,9 @@ class ArchflashMLAImpl(MLACommonImpl):  # type: ignore[misc]
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        skip_scale: bool = False,
-    ) -> None:
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
+        kv_cache_dtype: str, k_scale: Tensor, skip_scale: bool = False,
+    ) -> None:  # fmt: skip
         """Writes the rows of a batch into the cache (pages, page size, latent + rope columns)."""
         if kv_cache.is_cuda:
             super().do_kv_cache_update(

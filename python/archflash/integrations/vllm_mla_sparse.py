@@ -99,18 +99,10 @@ class ArchflashMLASparseImpl(SparseMLACommonImpl):  # type: ignore[misc]
     group_conversion_decode_only: ClassVar[bool] = True
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        *others: Any,
-        **latent: Any,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int,
+        alibi_slopes: list[float] | None, sliding_window: int | None, kv_cache_dtype: str,
+        logits_soft_cap: float | None, *others: Any, **latent: Any,
+    ) -> None:  # fmt: skip
         refuse_unserved(
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
@@ -131,16 +123,9 @@ class ArchflashMLASparseImpl(SparseMLACommonImpl):  # type: ignore[misc]
         self.supports_quant_query_input = False  # queries stay in 16 bits
 
     def _forward_mqa_kernel(
-        self,
-        q: Tensor | tuple[Tensor, Tensor],
-        kv_cache: Tensor,
-        topk_indices: Tensor,
-        valid_counts: Tensor,
-        *,
-        layer: Any,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[Tensor, None]:
+        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, topk_indices: Tensor,
+        valid_counts: Tensor, *, layer: Any, block_size: int, is_decode: bool,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention of each row to the rows of the cache that its list names.
 
         Args:

@@ -64,18 +64,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, **options: An
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
     return_softmax: bool,
-) -> Forward:
+) -> Forward:  # fmt: skip
     """The output, log-sum-exp, an empty tensor and rng_state of q (batch, rows, heads, d)."""
     return _forward(
         q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
@@ -85,27 +77,13 @@ def _flash_attn_forward(
 
 
 def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    num_splits: int = 0,
-) -> Forward:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+    block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
+) -> Forward:  # fmt: skip
     """The output, log-sum-exp, an empty tensor and rng_state of packed q (total rows, heads, d).
 
     Args:
@@ -150,25 +128,11 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float,
+    causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The backward pass of `_flash_attn_forward`."""
     return backward(
         dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p=dropout_p,
@@ -179,30 +143,13 @@ def _flash_attn_backward(
 
 
 def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
     """The backward pass of `_flash_attn_varlen_forward` on packed keys."""
     return backward(
         dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p=dropout_p,

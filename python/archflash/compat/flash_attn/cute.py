@@ -41,30 +41,16 @@ _NAMES = {
 
 @in_its_words(**_NAMES)
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: Any = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    aux_tensors: Any = None,
-    aux_scalars: Any = None,
-    block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None,
-    return_lse: bool = False,
-    gather_bwd_recompute_p: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, score_mod: Any = None, score_mod_bwd: Any = None,
+    mask_mod: Any = None, aux_tensors: Any = None, aux_scalars: Any = None,
+    block_sparse_tensors: Any = None, block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False, gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention of q (batch, rows, heads, d) on k and v.
 
     Args:
@@ -132,40 +118,20 @@ def flash_attn_func(
 
 @in_its_words(**_NAMES, cache_seqlens="seqused_k")
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    page_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: Any = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    block_sparse_tensors: Any = None,
-    aux_tensors: Any = None,
-    aux_scalars: Any = None,
-    return_lse: bool = False,
-    scheduler_metadata: Any = None,
-    seqlen_k_per_split: int | None = None,
-    disable_scheduler_metadata: bool = False,
-    gather_bwd_recompute_p: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, score_mod: Any = None,
+    score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
+    aux_tensors: Any = None, aux_scalars: Any = None, return_lse: bool = False,
+    scheduler_metadata: Any = None, seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False, gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention of sequences of different lengths: each of q and of k, v is packed (total rows,
     heads, d) with cu_seqlens, or (batch, rows, heads, d), of which the first seqused rows count.
 
@@ -237,15 +203,10 @@ def flash_attn_varlen_func(
 
 @in_its_words()
 def flash_attn_combine(
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    cu_seqlens: Tensor | None = None,
-    seqused: Tensor | None = None,
-    virtual_batch_idx: Tensor | None = None,
-    return_lse: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None, virtual_batch_idx: Tensor | None = None, return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The attention on all keys from the attention on shares of them, as that of
     `flash_attn_interface`: out_partial (shares, batch, rows, heads, dv), or (shares, total rows,
     heads, dv) of packed sequences. Without return_lse the log-sum-exp is None.

@@ -63,20 +63,11 @@ _OF_QKV = {"q": "q of qkv", "k": "k of qkv", "v": "v of qkv"}
 
 @in_its_words(**_NAMES)
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = UNBOUNDED,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = UNBOUNDED, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Attention of q (batch, rows, heads, d) on k and v.
 
     Args:
@@ -133,25 +124,13 @@ def _parts(name: str, x: Tensor, count: int, ndim: int) -> tuple[Tensor, ...]:
     **_NAMES, page_table="block_table", cache_seqlens="cu_seqlens_k", k_cache="k", v_cache="v"
 )
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = UNBOUNDED,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-    *,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = UNBOUNDED, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: Tensor | None = None, *,
     s_aux: Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of packed sequences: q (total rows, heads, d), each sequence on its own keys.
 
     Args:
@@ -214,28 +193,14 @@ def flash_attn_varlen_qkvpacked_func(
     cos="rotary_cos", sin="rotary_sin",
 )  # fmt: skip
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = UNBOUNDED,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-) -> Any:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = UNBOUNDED,
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None,
+    num_splits: int = 0, return_softmax_lse: bool = False, *, s_aux: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Attention of q (batch, rows, heads, d) on a cache of keys and values. It has no backward.
 
     Args:

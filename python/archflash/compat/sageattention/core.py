@@ -34,16 +34,10 @@ _OF_PYTORCH = ("dropout_p", "enable_gqa", "scale")
 
 @in_its_words(causal="is_causal", scale="sm_scale", layout="tensor_layout")
 def sageattn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    sm_scale: float | None = None,
-    return_lse: bool = False,
-    attn_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False,
+    sm_scale: float | None = None, return_lse: bool = False, attn_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of q on k and v.
 
     Args:
@@ -102,18 +96,10 @@ def sageattn(
 
 
 def sageattn_qk_int8_pv_fp16_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    quantization_backend: str = "triton",
-    is_causal: bool = False,
-    attn_mask: Tensor | None = None,
-    sm_scale: float | None = None,
-    smooth_k: bool = True,
-    return_lse: bool = False,
-    **kwargs: Any,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND",
+    quantization_backend: str = "triton", is_causal: bool = False, attn_mask: Tensor | None = None,
+    sm_scale: float | None = None, smooth_k: bool = True, return_lse: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """`sageattn`. The original adds a floating mask to scores to the base 2; here it is added to
     the scores, as in PyTorch.
     """
@@ -121,54 +107,30 @@ def sageattn_qk_int8_pv_fp16_triton(
 
 
 def sageattn_qk_int8_pv_fp16_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32",
-    smooth_k: bool = True,
-    smooth_v: bool = False,
-    return_lse: bool = False,
-    **kwargs: Any,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False,
+    qk_quant_gran: str = "per_thread", sm_scale: float | None = None, pv_accum_dtype: str = "fp32",
+    smooth_k: bool = True, smooth_v: bool = False, return_lse: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """`sageattn`."""
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **kwargs)
 
 
 def sageattn_qk_int8_pv_fp8_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32+fp16",
-    smooth_k: bool = True,
-    smooth_v: bool = False,
-    return_lse: bool = False,
-    **kwargs: Any,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False,
+    qk_quant_gran: str = "per_thread", sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16", smooth_k: bool = True, smooth_v: bool = False,
+    return_lse: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """`sageattn`."""
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **kwargs)
 
 
 def sageattn_qk_int8_pv_fp8_cuda_sm90(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32+fp32",
-    smooth_k: bool = True,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False,
+    qk_quant_gran: str = "per_thread", sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32", smooth_k: bool = True, return_lse: bool = False,
     **kwargs: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """`sageattn`."""
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **kwargs)
 
@@ -181,18 +143,10 @@ def _as_int32(starts: Any) -> Any:
 
 @in_its_words(causal="is_causal", scale="sm_scale")
 def sageattn_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool = False,
-    sm_scale: float | None = None,
-    smooth_k: bool = True,
-    **kwargs: Any,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, is_causal: bool = False, sm_scale: float | None = None,
+    smooth_k: bool = True, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Attention of packed sequences.
 
     Args:

@@ -11,15 +11,10 @@ from archflash._given import check_dense
 
 
 def apply_rotary_emb(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Turns pairs of the first channels of each row by the angles of its position.
 
     Args:
@@ -100,15 +95,9 @@ def apply_rotary_emb_torch(
 
 
 def apply_rotary_emb_qkv_(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None,
-    interleaved: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    num_heads_q: int | None = None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None,
+    interleaved: bool = False, seqlen_offsets: int | Tensor = 0, num_heads_q: int | None = None,
+) -> Tensor:  # fmt: skip
     """Turns q and k of qkv in place.
 
     Args:
@@ -242,17 +231,9 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def turned_at(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    starts: int | Tensor,
-    *,
-    interleaved: bool,
-    apart: bool,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: int | Tensor, *, interleaved: bool,
+    apart: bool, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Turns the queries and the new keys of a call with a KV cache, whose positions begin anywhere.
 
     Args:

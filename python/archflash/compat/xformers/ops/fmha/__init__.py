@@ -38,16 +38,9 @@ _NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "dro
 
 @in_its_words(**_NAMES)
 def memory_efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of query on key and value.
 
     Args:
@@ -80,16 +73,9 @@ def memory_efficient_attention(
 
 @in_its_words(**_NAMES)
 def memory_efficient_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """`memory_efficient_attention` without gradients."""
     with torch.no_grad():
         out, _ = _attend(query, key, value, attn_bias, p, scale, output_dtype, False)
@@ -98,16 +84,9 @@ def memory_efficient_attention_forward(
 
 @in_its_words(**_NAMES)
 def memory_efficient_attention_forward_requires_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`memory_efficient_attention_forward`, and the log-sum-exp, float32 (batch, heads, rows), or
     (batch, groups, heads, rows).
     """
@@ -118,15 +97,9 @@ def memory_efficient_attention_forward_requires_grad(
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Any,
-    p: float,
-    scale: float | None,
-    output_dtype: torch.dtype | None,
-    want_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, bias: Any, p: float, scale: float | None,
+    output_dtype: torch.dtype | None, want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     check_tensors(query=query, key=key, value=value)
     if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
         raise TypeError(f"output_dtype is {_native.given(output_dtype)}: it must be a torch.dtype")
