@@ -4,7 +4,7 @@
 //
 // int8_prepare.cuh makes Q, K and their scales. It subtracts the mean over the keys from K. Each
 // row of scores thus lacks one number, q.mean, which is added when the row ends ("shift").
-// config.cuh has the tiles, plan.cpp the choice among them, NOTES.md the measurements.
+// config.cuh has the tiles, plan.cpp the choice among them, NOTES.md the decisions.
 #pragma once
 
 #include <cstdint>

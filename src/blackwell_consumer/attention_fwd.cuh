@@ -26,7 +26,7 @@
 //
 // The producer is in load.cuh, a block of keys in mainloop.cuh. The tiles, stages and the memory
 // plan are in config.cuh, the barriers and the hazards that they close in tile.cuh, the choice
-// among the kernels in plan.cpp, budgets and measurements in NOTES.md.
+// among the kernels in plan.cpp, decisions in NOTES.md.
 #pragma once
 
 #include <cstdint>

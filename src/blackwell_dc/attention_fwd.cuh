@@ -31,7 +31,7 @@
 // All roles walk over the same tiles and blocks (next_tile.cuh, walk.cuh). pipeline.cuh lists the
 // barriers and the hazards that they close, pair_pipeline.cuh what changes where two CTAs multiply
 // together, for long sequences. The tiles and the memory plan are in config.cuh, the choice among
-// the kernels in plan.cpp, budgets and counts in NOTES.md.
+// the kernels in plan.cpp, decisions in NOTES.md.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,7 @@
 // The main loop, attend(), serves all forward kernels. It takes a tile, which says which keys and
 // rows there are, where they come from, and what masks do: DenseTile below, MaskedTile in
 // masked_fwd.cuh and CacheTile in cache_fwd.cuh. tile.cuh has the loads, the lane map and the
-// products, config.cuh the tile sizes, plan.cpp the choice among them, NOTES.md the measurements.
+// products, config.cuh the tile sizes, plan.cpp the choice among them, NOTES.md the decisions.
 #pragma once
 
 #include <cstdint>
