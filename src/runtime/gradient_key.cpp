@@ -53,7 +53,8 @@ GradientKey expected_key(const Arguments& a, const Call& call, const GradientOpt
   Problem of_call = call.problem;
   of_call.needs_grad = false;
   of_call.want_lse = true;
-  of_call.approximate = of_call.approximate_if_served = of_call.num_splits = 0;
+  of_call.approximate = of_call.num_splits = 0;
+  of_call.approximate_if_served = false;
   GradientKey key;
   start_key(a, of_call, options, key);
   BackwardTensor& dout = key.problem.dout;  // no padding is written: it is part of the key
