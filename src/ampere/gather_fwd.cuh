@@ -23,7 +23,6 @@
 #include "common/device/online_softmax.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
-#include "common/ptx/special_registers.cuh"
 
 namespace archflash::ampere {
 

@@ -8,7 +8,6 @@
 
 #include <cstdint>
 
-#include "ampere/approximate_params.h"
 #include "common/device/online_softmax.cuh"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cvt.cuh"

@@ -30,7 +30,6 @@
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mma_sync.cuh"
-#include "common/ptx/special_registers.cuh"
 #include "common/ptx/st_shared.cuh"
 
 namespace archflash::ampere {

@@ -15,7 +15,6 @@
 #include "common/device/tile_walk.cuh"
 #include "common/device/visible_keys.cuh"
 #include "common/ptx/mbarrier.cuh"
-#include "common/ptx/tma.cuh"
 #include "common/ptx/warp_roles.cuh"
 
 namespace archflash::blackwell_consumer {

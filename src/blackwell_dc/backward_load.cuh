@@ -7,7 +7,6 @@
 #include "blackwell_dc/backward_pipeline.cuh"
 #include "common/device/backward_round_loads.cuh"
 #include "common/device/backward_rounds.cuh"
-#include "common/device/backward_work.cuh"
 #include "common/ptx/mbarrier.cuh"
 
 namespace archflash::blackwell_dc::backward {

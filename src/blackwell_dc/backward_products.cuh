@@ -8,7 +8,6 @@
 #include "common/device/matrix_descriptor.h"
 #include "common/device/uniform.cuh"
 #include "common/ptx/mbarrier.cuh"
-#include "common/ptx/special_registers.cuh"
 #include "common/ptx/tcgen05.cuh"
 #include "common/ptx/warp_roles.cuh"
 

@@ -12,7 +12,6 @@
 #include "common/ptx/launch_control.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
-#include "common/ptx/warp_roles.cuh"
 
 namespace archflash::blackwell_dc {
 

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <string>
 
-#include "common/planning/backward_parts.h"
 #include "common/planning/launch.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"

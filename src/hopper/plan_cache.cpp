@@ -11,8 +11,6 @@
 #include "common/planning/core_set.h"
 #include "common/planning/kv_cache.h"
 #include "common/planning/launch.h"
-#include "common/planning/masks.h"
-#include "common/planning/tensor_maps.h"
 #include "common/planning/tiles.h"
 #include "common/planning/workspace.h"
 #include "hopper/cache_maps.h"

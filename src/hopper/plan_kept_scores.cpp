@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "common/planning/launch.h"
-#include "common/planning/masks.h"
 #include "common/planning/workspace.h"
 #include "hopper/mask_sums_params.h"
 

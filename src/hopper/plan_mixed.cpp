@@ -12,7 +12,6 @@
 #include "common/planning/launch.h"
 #include "common/planning/tensor_maps.h"
 #include "common/planning/workspace.h"
-#include "hopper/config.cuh"
 #include "hopper/mixed_params.h"
 #include "hopper/plan_parts.h"
 

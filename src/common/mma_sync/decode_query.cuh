@@ -13,7 +13,6 @@
 #include "common/mma_sync/decode_params.h"
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cvt.cuh"
-#include "common/ptx/ldmatrix.cuh"
 
 namespace archflash::mma_sync {
 

@@ -25,7 +25,6 @@
 #include "common/device/few_rows.cuh"
 #include "common/device/kv_cache.cuh"
 #include "common/device/lane_masks.cuh"
-#include "common/device/lowest_rows.cuh"
 #include "common/device/masks.cuh"
 #include "common/device/online_softmax.cuh"
 #include "common/device/quad.cuh"

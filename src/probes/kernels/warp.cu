@@ -3,7 +3,6 @@
 #include "common/ptx/ex2.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/lg2.cuh"
-#include "common/ptx/prmt.cuh"
 #include "probes/probe.cuh"
 
 namespace archflash::probes {
