@@ -211,17 +211,9 @@ def _torch_refuses(case: Case) -> str | None:
 
 
 def torch_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ends_q: torch.Tensor,
-    ends_k: torch.Tensor,
-    longest_q: int,
-    longest_k: int,
-    *,
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor,
+    longest_q: int, longest_k: int, *, causal: bool = False, window: tuple[int, int] | None = None,
+) -> torch.Tensor:  # fmt: skip
     """PyTorch's operator for packed sequences, whose kernel is that of torch-flash.
 
     Args:

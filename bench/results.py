@@ -60,17 +60,9 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
 
 
 def make_row(
-    facts: Mapping[str, str],
-    case: Case,
-    *,
-    implementation: str,
-    version: str,
-    features: str,
-    clocks_mhz: str,
-    samples_us: Sequence[float],
-    max_err: float,
-    host_us: float,
-) -> Row:
+    facts: Mapping[str, str], case: Case, *, implementation: str, version: str, features: str,
+    clocks_mhz: str, samples_us: Sequence[float], max_err: float, host_us: float,
+) -> Row:  # fmt: skip
     """Builds one result row.
 
     Args:

@@ -73,16 +73,10 @@ class CaseResult:
 
 
 def run_case(
-    lab: Any,
-    case: Case,
-    candidates: Sequence[Candidate],
-    facts: Mapping[str, str],
-    *,
-    rounds: int,
-    warm_seconds: float = WARM_SECONDS,
-    sustained: Sequence[str] = (),
+    lab: Any, case: Case, candidates: Sequence[Candidate], facts: Mapping[str, str], *, rounds: int,
+    warm_seconds: float = WARM_SECONDS, sustained: Sequence[str] = (),
     check: Callable[..., Verdict] | None = None,
-) -> CaseResult:
+) -> CaseResult:  # fmt: skip
     """Checks and times one case.
 
     Args:

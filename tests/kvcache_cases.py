@@ -39,28 +39,13 @@ class CacheCall:
 
 
 def make(
-    lengths: Sequence[int],
-    *,
-    nq: int = 1,
-    heads: tuple[int, int] = (4, 2),
-    d: int = 64,
-    dv: int | None = None,
-    capacity: int = 96,
-    page_size: int | None = None,
-    n_new: int = 0,
-    leftpad: Sequence[int] | None = None,
-    rows_of: Sequence[int] | None = None,
-    q_lengths: Sequence[int] | None = None,
-    rotary: int = 0,
-    qv: bool = False,
-    dtype: torch.dtype = torch.float32,
-    cache_dtype: torch.dtype | None = None,
-    shared_pages: int = 0,
-    layout: str = "bnhd",
-    device: str = "cpu",
-    seed: int = 0,
-    **options: Any,
-) -> CacheCall:
+    lengths: Sequence[int], *, nq: int = 1, heads: tuple[int, int] = (4, 2), d: int = 64,
+    dv: int | None = None, capacity: int = 96, page_size: int | None = None, n_new: int = 0,
+    leftpad: Sequence[int] | None = None, rows_of: Sequence[int] | None = None,
+    q_lengths: Sequence[int] | None = None, rotary: int = 0, qv: bool = False,
+    dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
+    shared_pages: int = 0, layout: str = "bnhd", device: str = "cpu", seed: int = 0, **options: Any,
+) -> CacheCall:  # fmt: skip
     """A call for sequences of these lengths (before the append).
 
     Args:

@@ -20,19 +20,12 @@ _STORED = 32  # Problem.descale: bits 0 to 2 say that each head of q, k, v has a
 
 
 def attention_nvfp4(
-    q: Nvfp4,
-    k: Nvfp4,
-    v: Nvfp4,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    q_offset: int | Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    implementation: str | None = None,
+    q: Nvfp4, k: Nvfp4, v: Nvfp4, *, causal: bool = False,
+    window: tuple[int | None, int | None] | None = None, sinks: Tensor | None = None,
+    scale: float | None = None, q_offset: int | Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, implementation: str | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Computes softmax(scale * q k^T) v of NVFP4 numbers, without quantising them again.
 
     On 12.x the kernel of approximate="nvfp4" multiplies them as they are, and rounds only P, to

@@ -35,19 +35,10 @@ library.define(
 
 
 def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    options: dict[str, Any],
-    implementation: str | None,
-    mask_gradient: bool,
-    deterministic: bool | None,
-    wide: bool,
-) -> tuple[Tensor | None, ...]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    options: dict[str, Any], implementation: str | None, mask_gradient: bool,
+    deterministic: bool | None, wide: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dq, dk, dv, dsinks, dmask) of a call through the operator; dsinks is None without sinks, and
     dmask where it is not wanted. With `wide` dq, dk and dv are float32.
     """
@@ -80,16 +71,9 @@ def _request(
 
 
 def backward_request(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    options: dict[str, Any],
-    mask_gradient: bool = False,
-) -> Request:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    options: dict[str, Any], mask_gradient: bool = False,
+) -> Request:  # fmt: skip
     """The call whose gradients are asked for, its tensors checked."""
     options = {name: plain(value) for name, value in options.items()}
     dout, q, k, v, out, lse, dlse = (plain(x) for x in (dout, q, k, v, out, lse, dlse))

@@ -50,16 +50,9 @@ def _original(operator: str) -> Kernel | None:
 
 
 def _flash_by_its_part(
-    keys: object,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
+    keys: object, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
     nq, nk = query.shape[2], key.shape[2]
     out, lse, *rest = torch.ops.aten._flash_attention_forward(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, None, nq, nk,
@@ -69,17 +62,10 @@ def _flash_by_its_part(
 
 
 def _efficient_by_its_part(
-    keys: object,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
+    keys: object, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None,
+    compute_log_sumexp: bool, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_bias,
         None, None, None, None, dropout_p, int(is_causal), compute_log_sumexp, scale=scale,

@@ -66,34 +66,18 @@ _MINUS_INF = -math.inf
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    q_offset: int | Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    block_mask: Tensor | None = None,
-    key_indices: Tensor | None = None,
-    topk_lengths: Tensor | None = None,
-    dropout_p: float | None = None,
-    rng_state: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    layout: str = "bhnd",
-    out: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, scale: float | None = None, q_offset: int | Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    attn_mask: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None, block_mask: Tensor | None = None,
+    key_indices: Tensor | None = None, topk_lengths: Tensor | None = None,
+    dropout_p: float | None = None, rng_state: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, out_dtype: torch.dtype | None = None, layout: str = "bhnd",
+    out: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention by PyTorch operations.
 
     Args:

@@ -29,16 +29,10 @@ PYTORCHS_SDPA = F.scaled_dot_product_attention
 
 
 def pytorchs_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """PyTorch's scaled_dot_product_attention without those of its kernels that fail at the call."""
     if scale is not None and not scale > 0:
         factor, scale = positive_scale(scale)
@@ -207,18 +201,9 @@ def failing_kernels(
 
 @functools.lru_cache(maxsize=1024)
 def _failing_of(
-    device: int,
-    batch: int,
-    heads: int,
-    nq: int,
-    d: int,
-    nk: int,
-    dv: int,
-    masked: bool,
-    causal: bool,
-    gradients: bool,
-    dropout: bool,
-) -> dict[str, str]:
+    device: int, batch: int, heads: int, nq: int, d: int, nk: int, dv: int, masked: bool,
+    causal: bool, gradients: bool, dropout: bool,
+) -> dict[str, str]:  # fmt: skip
     gpu = _gpu(device)
     return _fused_kernels.faults(
         capability=(gpu.major, gpu.minor), batch=batch, heads=heads, nq=nq, nk=nk, d=d, dv=dv,

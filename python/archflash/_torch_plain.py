@@ -21,16 +21,9 @@ _MINUS_INF = -math.inf
 
 
 def plain_operations(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    factors: Tensor | None,
-    want_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, *, scale: float, softcap: float | None,
+    factors: Tensor | None, want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Output and LSE (without sinks) by plain operations in float32, or in float64 for float64."""
     if q.dtype != torch.float64:
         q, k, v = q.float(), k.float(), v.float()

@@ -84,17 +84,9 @@ class Executor(ABC):
         return torch.randn(shape, generator=generator, device=self.device).to(kind)
 
     def qkv(
-        self,
-        nq: int,
-        nk: int,
-        d: int = 64,
-        dv: int | None = None,
-        *,
-        dtype: str = "float32",
-        batch: int = 1,
-        heads: tuple[int, int] = (2, 2),
-        seed: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, nq: int, nk: int, d: int = 64, dv: int | None = None, *, dtype: str = "float32",
+        batch: int = 1, heads: tuple[int, int] = (2, 2), seed: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Contiguous q, k, v in the layout bhnd; heads are those of q and of k."""
         return (
             self.rand(batch, heads[0], nq, d, seed=3 * seed, dtype=dtype),
@@ -124,17 +116,9 @@ class Executor(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        kernel: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        out_pad: int = 0,
-        plan: native.LaunchPlan | None = None,
-        schedules: Sequence[int] | None = None,
-        **call: Any,
-    ) -> tuple[Tensor, Tensor]:
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *, out_pad: int = 0,
+        plan: native.LaunchPlan | None = None, schedules: Sequence[int] | None = None, **call: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Output and log-sum-exp of a call, which runs more than once and has the same bits each
         time; nothing is written outside the output.
 
@@ -227,17 +211,9 @@ class Simulator(Executor):
         ]
 
     def attend(
-        self,
-        kernel: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        out_pad: int = 0,
-        plan: native.LaunchPlan | None = None,
-        schedules: Sequence[int] | None = None,
-        **call: Any,
-    ) -> tuple[Tensor, Tensor]:
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *, out_pad: int = 0,
+        plan: native.LaunchPlan | None = None, schedules: Sequence[int] | None = None, **call: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         guarded = guarded_output(q, v, out_pad, call)
         if _launches_nothing(q, call):
             return _attend_once(kernel, q, k, v, guarded, call)
@@ -424,17 +400,9 @@ class Gpu(Executor):
         return [name for name in every if native.has_code(name, here)]
 
     def attend(
-        self,
-        kernel: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        out_pad: int = 0,
-        plan: native.LaunchPlan | None = None,
-        schedules: Sequence[int] | None = None,
-        **call: Any,
-    ) -> tuple[Tensor, Tensor]:
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *, out_pad: int = 0,
+        plan: native.LaunchPlan | None = None, schedules: Sequence[int] | None = None, **call: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         guarded = guarded_output(q, v, out_pad, call)
         if plan is None and not _pairs:
             call_with_lse = {**call, "return_lse": True}

@@ -52,17 +52,9 @@ def dtypes_with_gradients(on: Executor, kernel: str) -> list[str]:
 
 
 def inputs(
-    on: Executor,
-    nq: int,
-    nk: int,
-    d: int,
-    dv: int,
-    dtype: str,
-    *,
-    batch: int = 1,
-    heads: tuple[int, int] = (2, 1),
-    seed: int = 0,
-) -> list[Tensor]:
+    on: Executor, nq: int, nk: int, d: int, dv: int, dtype: str, *, batch: int = 1,
+    heads: tuple[int, int] = (2, 1), seed: int = 0,
+) -> list[Tensor]:  # fmt: skip
     """dout, q, k, v in the layout bhnd."""
     q, k, v = on.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads, seed=seed)
     return [on.rand(batch, heads[0], nq, dv, seed=seed + 90, dtype=dtype), q, k, v]
@@ -93,17 +85,11 @@ def feature_call(
 
 
 def assert_every_kernel_is_planned(
-    on: Executor,
-    kernel: str,
-    dtype: str,
-    head_dims: Sequence[tuple[int, int]],
-    devices: Sequence[native.Device | None],
-    deterministic: Sequence[bool] = (False,),
-    with_softcap: Sequence[tuple[int, int]] = (),
-    heads: Sequence[tuple[int, int]] = ((2, 1),),
-    chains: bool = False,
-    keys: Sequence[int] = (4,),
-) -> None:
+    on: Executor, kernel: str, dtype: str, head_dims: Sequence[tuple[int, int]],
+    devices: Sequence[native.Device | None], deterministic: Sequence[bool] = (False,),
+    with_softcap: Sequence[tuple[int, int]] = (), heads: Sequence[tuple[int, int]] = ((2, 1),),
+    chains: bool = False, keys: Sequence[int] = (4,),
+) -> None:  # fmt: skip
     """Calls with these head dimensions, planned for these GPUs (None: the one that is simulated),
     take every kernel that was compiled for gradients of a dtype, and no other. deterministic:
     whether the calls ask for deterministic gradients, each of these. with_softcap: head dimensions
@@ -182,24 +168,12 @@ def assert_keys_behind_the_end_do_not_matter(on: Executor, kernel: str, d: int) 
 
 
 def differentiate(
-    on: Executor,
-    kernel: str,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dlse: Tensor | None = None,
-    gradient_dtype: torch.dtype | None = None,
-    add_to: float | None = None,
-    pad: int = 0,
-    schedules: Sequence[int] | None = None,
-    deterministic: bool = True,
-    planned_for: str | None = None,
-    sms: int | None = None,
-    mask_gradient: bool = False,
-    **call: Any,
-) -> reference.Gradients:
+    on: Executor, kernel: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *,
+    dlse: Tensor | None = None, gradient_dtype: torch.dtype | None = None,
+    add_to: float | None = None, pad: int = 0, schedules: Sequence[int] | None = None,
+    deterministic: bool = True, planned_for: str | None = None, sms: int | None = None,
+    mask_gradient: bool = False, **call: Any,
+) -> reference.Gradients:  # fmt: skip
     """The gradients of a call, computed more than once with the same bits each time if they are
     deterministic; nothing is written outside of them, and all of them is written.
 
@@ -318,17 +292,9 @@ def _run(
 
 
 def differentiate_and_check(
-    on: Executor,
-    kernel: str,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dlse: Tensor | None = None,
-    add_to: float | None = None,
-    **call: Any,
-) -> reference.Gradients:
+    on: Executor, kernel: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *,
+    dlse: Tensor | None = None, add_to: float | None = None, **call: Any,
+) -> reference.Gradients:  # fmt: skip
     """`differentiate`, and the gradients agree with float64 by the error rule."""
     found = differentiate(on, kernel, dout, q, k, v, dlse=dlse, add_to=add_to, **call)
     semantics = {name: value for name, value in _semantics(call).items() if name not in _HOW}

@@ -361,16 +361,9 @@ def test_fp8_through_the_quantized_operators(packed: bool) -> None:
 
 
 def gradients_of(
-    operator: str,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    dropout_p: float = 0.0,
-) -> tuple[str, tuple[Any, ...]]:
+    operator: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, dropout_p: float = 0.0,
+) -> tuple[str, tuple[Any, ...]]:  # fmt: skip
     """The whole name of a backward operator of SDPA and its arguments, for a call whose log-sum-exp
     is (B, H, Nq) here.
     """

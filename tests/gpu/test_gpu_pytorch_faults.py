@@ -71,16 +71,9 @@ def exact(
 
 
 def assert_right(
-    way: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    sequences: list[int] | None = None,
-    tolerance: float = 0.05,
-) -> None:
+    way: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False,
+    scale: float | None = None, sequences: list[int] | None = None, tolerance: float = 0.05,
+) -> None:  # fmt: skip
     """The output with and without gradients, and the gradients, of some of the sequences."""
     at = slice(None) if sequences is None else sequences
     a, b, c = exact_inputs = [x[at].double().requires_grad_() for x in (q, k, v)]

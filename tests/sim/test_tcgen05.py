@@ -264,18 +264,10 @@ A_COLUMN = COLUMNS - 32  # of A in tensor memory; D is at 0
 
 
 def multiply(
-    a: Tensor,
-    b: Tensor,
-    *,
-    a_tmem: bool = False,
-    half: bool = False,
-    lane: int = 0,
-    products: str = "MMA, 0;",
-    change: int = 0,
-    a_change: int = 0,
-    b_change: int = 0,
+    a: Tensor, b: Tensor, *, a_tmem: bool = False, half: bool = False, lane: int = 0,
+    products: str = "MMA, 0;", change: int = 0, a_change: int = 0, b_change: int = 0,
     **options: Any,
-) -> tuple[sim.Report, Tensor]:
+) -> tuple[sim.Report, Tensor]:  # fmt: skip
     """a (m, k) times b (n, k), both K-major with a swizzle of 128 bytes: D (m, n). `products`: MMA
     stands for a tcgen05.mma up to its instruction descriptor.
     """

@@ -272,16 +272,9 @@ def put(image: Tensor, start: int, matrix: Tensor, k_major: bool, span: int) -> 
 
 
 def multiply(
-    a: Tensor,
-    b: Tensor,
-    instruction: Instruction,
-    *,
-    a_span: int = 128,
-    b_span: int = 128,
-    a_place: int = A_PLACE,
-    flip: int = 0,
-    mode: str = "random",
-) -> tuple[sim.Report, Tensor]:
+    a: Tensor, b: Tensor, instruction: Instruction, *, a_span: int = 128, b_span: int = 128,
+    a_place: int = A_PLACE, flip: int = 0, mode: str = "random",
+) -> tuple[sim.Report, Tensor]:  # fmt: skip
     """a (128, 32 bytes) times b (n, 32 bytes), of 16 or of 8 bits: the report, (128, n). `flip`:
     bits to change in the instruction descriptor.
     """

@@ -128,18 +128,9 @@ def random(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def problem(
-    a: Tensor,
-    b: Tensor,
-    types: str,
-    *,
-    a_major: bool | None = True,
-    b_major: bool = True,
-    a_span: int = 128,
-    b_span: int = 128,
-    tail: str = "",
-    twice: bool = False,
-    change: int = 0,
-) -> tuple[str, list[Tensor | bytes]]:
+    a: Tensor, b: Tensor, types: str, *, a_major: bool | None = True, b_major: bool = True,
+    a_span: int = 128, b_span: int = 128, tail: str = "", twice: bool = False, change: int = 0,
+) -> tuple[str, list[Tensor | bytes]]:  # fmt: skip
     """a (64, k) times b (n, k): PTX and the arguments, the second of which is the output. `a_major`
     None: A in registers; `change`: bits of B's descriptor to flip.
     """

@@ -60,19 +60,10 @@ every_kind_of_head_dims = pytest.mark.parametrize(
 
 
 def call(
-    dtype: str = "float32",
-    *,
-    b: int = 2,
-    hq: int = 4,
-    hkv: int | None = None,
-    nq: int = 128,
-    nk: int | None = None,
-    d: int = 64,
-    dv: int | None = None,
-    offsets: bool = False,
-    sinks: bool = False,
-    **options: Any,
-) -> native.Problem:
+    dtype: str = "float32", *, b: int = 2, hq: int = 4, hkv: int | None = None, nq: int = 128,
+    nk: int | None = None, d: int = 64, dv: int | None = None, offsets: bool = False,
+    sinks: bool = False, **options: Any,
+) -> native.Problem:  # fmt: skip
     """A padded call."""
     kind: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "meta"}
     hkv, nk, dv = hkv or hq, nq if nk is None else nk, dv or d

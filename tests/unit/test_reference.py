@@ -88,18 +88,11 @@ def test_causal_aligns_to_the_bottom_right() -> None:
 
 
 def by_loops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    q_offset: int | Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None), softcap: float | None = None,
+    sinks: Tensor | None = None, scale: float | None = None, q_offset: int | Tensor | None = None,
     attn_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The definition, one Python number at a time, for layout bhnd."""
     (b, hq, nq, d), (_, hkv, nk, dv) = q.shape, v.shape
     out = torch.zeros(b, hq, nq, dv, dtype=torch.float64)

@@ -30,16 +30,9 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = SEED) -> T
 
 
 def qkv(
-    nq: int,
-    nk: int,
-    *,
-    b: int = 2,
-    hq: int = 4,
-    hkv: int = 4,
-    d: int = 16,
-    dv: int = 16,
+    nq: int, nk: int, *, b: int = 2, hq: int = 4, hkv: int = 4, d: int = 16, dv: int = 16,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return (
         rand(b, hq, nq, d, dtype=dtype, seed=1),
         rand(b, hkv, nk, d, dtype=dtype, seed=2),

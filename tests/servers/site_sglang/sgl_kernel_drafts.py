@@ -75,15 +75,9 @@ def _write_tree(
 
 
 def reconstruct_indices_from_tree_mask(
-    mask: Tensor,
-    lengths: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    next_token: Tensor,
-    next_sibling: Tensor,
-    batch: int,
-    count: int,
-) -> None:
+    mask: Tensor, lengths: Tensor, positions: Tensor, index: Tensor, next_token: Tensor,
+    next_sibling: Tensor, batch: int, count: int,
+) -> None:  # fmt: skip
     before = mask.view(batch, count, count).bool().tril(-1)
     parents = (before * torch.arange(count)).amax(-1)
     shape = (batch, count)
@@ -96,19 +90,10 @@ def reconstruct_indices_from_tree_mask(
 
 
 def build_tree_kernel_efficient_cpu(
-    parent_list: Tensor,
-    selected: Tensor,
-    lengths: Tensor,
-    mask: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    next_token: Tensor,
-    next_sibling: Tensor,
-    topk: int,
-    depth: int,
-    count: int,
+    parent_list: Tensor, selected: Tensor, lengths: Tensor, mask: Tensor, positions: Tensor,
+    index: Tensor, next_token: Tensor, next_sibling: Tensor, topk: int, depth: int, count: int,
     mode: int,
-) -> None:
+) -> None:  # fmt: skip
     parents = []
     for of_request, chosen in zip(parent_list.tolist(), selected.tolist(), strict=True):
         groups = [number // topk for number in chosen[: count - 1]]
@@ -118,15 +103,10 @@ def build_tree_kernel_efficient_cpu(
 
 
 def verify_tree_greedy_cpu(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor,
+    retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor,
     target_predict: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     for request, of_request in enumerate(candidates.tolist()):
         draft, accepted = 0, [0]
         while draft >= 0 and len(accepted) < accept_index.shape[1]:

@@ -47,16 +47,10 @@ class ForwardCall:
     same_bits = True
 
     def __init__(
-        self,
-        kernel: str,
-        implementation: str,
-        device: _runtime.Device,
-        name: str,
-        inputs: tuple[Tensor, ...],
-        options: dict[str, Any],
-        references: tuple[Callable[..., Any], Callable[..., Tensor]],
-        prepares: bool = False,
-    ) -> None:
+        self, kernel: str, implementation: str, device: _runtime.Device, name: str,
+        inputs: tuple[Tensor, ...], options: dict[str, Any],
+        references: tuple[Callable[..., Any], Callable[..., Tensor]], prepares: bool = False,
+    ) -> None:  # fmt: skip
         """Plans a call.
 
         Args:

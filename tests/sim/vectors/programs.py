@@ -157,16 +157,9 @@ REGISTERS = {"b8": B8, "b16": B16, "b32": B32, "b64": B64, "f16": B16, "bf16": B
 
 
 def _elementwise(
-    family: str,
-    name: str,
-    target: str,
-    kinds: tuple[str, ...],
-    result: str,
-    *,
-    bound: Bound | None = None,
-    suffix: str = "",
-    body: tuple[str, ...] = (),
-) -> Program:
+    family: str, name: str, target: str, kinds: tuple[str, ...], result: str, *,
+    bound: Bound | None = None, suffix: str = "", body: tuple[str, ...] = (),
+) -> Program:  # fmt: skip
     """``name`` applied to operands of the given kinds of inputs.py, one result."""
     operands = ", ".join(f"%x{i}" for i in range(len(kinds)))
     key = f"{family}/{name}{suffix}"
@@ -495,15 +488,10 @@ def _carries(first: str, second: str) -> Program:
 
 
 def _collective(
-    name: str,
-    body: tuple[str, ...],
-    kinds: tuple[str, ...],
-    results: tuple[Operand, ...],
-    target: str = "sm_80",
-    shared_bytes: int = 0,
-    family: str = "warp",
+    name: str, body: tuple[str, ...], kinds: tuple[str, ...], results: tuple[Operand, ...],
+    target: str = "sm_80", shared_bytes: int = 0, family: str = "warp",
     make: Callable[[int], Words] | None = None,
-) -> Program:
+) -> Program:  # fmt: skip
     count = WARPS_OF_COLLECTIVES * 32
 
     def values(index: int) -> Words:
