@@ -136,15 +136,12 @@ class Table:
         families = {Kind(*told["kind"]): _family(told, sms) for told in entry["families"]}
         words = ", ".join(f"{name} {word}" for name, word in key.items() if name in _SHOWN)
         return cls(
-            gpu=str(key["gpu"]),
-            date=str(entry["date"]),
-            key=words,
-            sms=sms,
+            gpu=str(key["gpu"]), date=str(entry["date"]), key=words, sms=sms,
             host_us={(str(p), str(who)): float(_number(us)) for p, who, us in entry["host_us"]},
             families=families,
             wrong={(str(name), str(of)): str(text) for name, of, text in entry["wrong"]},
             wrong_kinds=frozenset((str(name), Kind(*kind)) for name, kind in entry["wrong_kinds"]),
-        )
+        )  # fmt: skip
 
     def predict(self, kind: Kind, sizes: Sizes, d: int, dv: int) -> Prediction | None:
         """What each candidate costs; None where such calls were not measured."""

@@ -191,17 +191,11 @@ def find(
     if capability is None or problem.dtype not in _DTYPES or unknown or mask is None:
         return None
     kind = Kind.of(
-        problem.dtype,
-        sequences=problem.batch,
-        heads_q=problem.heads_q,
-        rows=problem.nq if problem.varlen else problem.batch * problem.nq,
-        keys=problem.nk,
-        d=problem.d,
-        dv=problem.dv,
-        gradients=with_gradients and problem.needs_grad,
-        causal=problem.causal,
-        mask=mask,
-    )
+        problem.dtype, sequences=problem.batch, heads_q=problem.heads_q,
+        rows=problem.nq if problem.varlen else problem.batch * problem.nq, keys=problem.nk,
+        d=problem.d, dv=problem.dv, gradients=with_gradients and problem.needs_grad,
+        causal=problem.causal, mask=mask,
+    )  # fmt: skip
     if kind is not None:
         for near in _nearest(kind):
             if measurement := _table().get((capability, near)):

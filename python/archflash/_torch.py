@@ -144,15 +144,9 @@ def attention(
             _dequantise(_to_bhnd(q, layout, packed), q_descale, rows, inside, layout),
             _dequantise(_to_bhnd(k, layout, packed), k_descale, keys, inside, layout),
             _dequantise(_to_bhnd(v, layout, packed), v_descale, keys, inside, layout, along=-2),
-            scale=scale,
-            band=band,
-            packed=packed,
-            masks=masks,
-            softcap=softcap,
-            sinks=sinks,
-            want_lse=return_lse,
-            drops=drops,
-        )
+            scale=scale, band=band, packed=packed, masks=masks, softcap=softcap, sinks=sinks,
+            want_lse=return_lse, drops=drops,
+        )  # fmt: skip
     result = in_stride_order_of(q, _from_bhnd(result.to(out_dtype), layout, packed))
     if out is not None:
         result = out.copy_(result)

@@ -173,15 +173,10 @@ def attention(
     elif alibi_slopes is not None:
         bias = _of_slopes(alibi_slopes, distance, rows.clamped if packed else None, batch)
     result = _torch.attention(
-        q,
-        *(x.transpose(1, 2) for x in dense),
+        q, *(x.transpose(1, 2) for x in dense),
         attn_mask=visible if bias is None else bias.masked_fill(~visible, -math.inf),
-        softcap=softcap,
-        sinks=sinks,
-        scale=scale,
-        out_dtype=out_dtype,
-        return_lse=return_lse,
-    )
+        softcap=softcap, sinks=sinks, scale=scale, out_dtype=out_dtype, return_lse=return_lse,
+    )  # fmt: skip
     answer, lse = result if isinstance(result, tuple) else (result, None)
     if packed or not swap:
         answer = answer.transpose(1, 2)

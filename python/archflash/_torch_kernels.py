@@ -59,15 +59,9 @@ def pytorchs_sdpa(
         failing = failing_kernels(query, key, value, attn_mask, is_causal, dropout_p != 0.0)
     with _others(failing) if failing else _NOTHING:
         out = PYTORCHS_SDPA(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
     if out.requires_grad and not traced and not torch.compiler.is_compiling():
         let_read_gradients(out, query, key, value, attn_mask, is_causal)
     return out

@@ -54,30 +54,14 @@ def kernel_of(
     if unknown := [name for name in problem.given if name not in _KNOWN_TO_FUSED_KERNELS]:
         return [f"{unknown[0]} needs plain operations"]
     return _fused_kernels.fused_kernel(
-        device_type="cuda",
-        capability=capability,
-        dtype=dtype or problem.dtype,
-        d=problem.d,
-        dv=problem.dv,
-        nq=problem.nq,
-        nk=problem.nk,
-        gqa=problem.heads_q != problem.heads_kv,
-        causal=problem.causal,
-        window=problem.window,
-        softcap=problem.softcap,
-        sinks=problem.sinks,
-        q_offset_given=problem.q_offset_given,
-        varlen=problem.varlen,
-        masked=_says_which_keys(problem),
-        alibi=problem.alibi_slopes,
-        want_lse=problem.want_lse,
-        fp8=problem.dtype.startswith("float8"),
-        batch=problem.batch,
-        heads=problem.heads_q,
-        gradients=problem.needs_grad,
-        dropout=dropout,
-        with_faults=with_faults,
-    )
+        device_type="cuda", capability=capability, dtype=dtype or problem.dtype, d=problem.d,
+        dv=problem.dv, nq=problem.nq, nk=problem.nk, gqa=problem.heads_q != problem.heads_kv,
+        causal=problem.causal, window=problem.window, softcap=problem.softcap, sinks=problem.sinks,
+        q_offset_given=problem.q_offset_given, varlen=problem.varlen,
+        masked=_says_which_keys(problem), alibi=problem.alibi_slopes, want_lse=problem.want_lse,
+        fp8=problem.dtype.startswith("float8"), batch=problem.batch, heads=problem.heads_q,
+        gradients=problem.needs_grad, dropout=dropout, with_faults=with_faults,
+    )  # fmt: skip
 
 
 _FLOAT32_MASK = 2  # Problem.mask in src/common/problem.h
@@ -120,18 +104,10 @@ def fails(
         return None
     masked = _says_which_keys(problem) or needs_mask(problem)
     failing = _fused_kernels.faults(
-        capability=capability,
-        batch=problem.batch,
-        heads=problem.heads_q,
-        nq=problem.nq,
-        nk=problem.nk,
-        d=problem.d,
-        dv=problem.dv,
-        causal=problem.causal,
-        masked=masked,
-        gradients=problem.needs_grad,
-        scale=problem.scale,
-    )
+        capability=capability, batch=problem.batch, heads=problem.heads_q, nq=problem.nq,
+        nk=problem.nk, d=problem.d, dv=problem.dv, causal=problem.causal, masked=masked,
+        gradients=problem.needs_grad, scale=problem.scale,
+    )  # fmt: skip
     what = failing.get(pytorchs)
     return None if what is None else f"{NAMES[pytorchs]} {what}"
 

@@ -55,14 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         silent_s=measuring.silence_on(device.capability),
     )  # fmt: skip
     entry = fit.entry(
-        _calibrated.key_of(device),
-        f"{datetime.date.today():%Y-%m-%d}",
-        device.sm_count,
-        found.measured(),
-        found.host_us,
-        found.wrong,
-        found.wrong_kinds,
-    )
+        _calibrated.key_of(device), f"{datetime.date.today():%Y-%m-%d}", device.sm_count,
+        found.measured(), found.host_us, found.wrong, found.wrong_kinds,
+    )  # fmt: skip
     table = Table.read(entry)
     file = keep(entry)
     # A minute of plain calls does not overturn what was found wrong here.

@@ -190,12 +190,9 @@ def run(arguments: argparse.Namespace) -> int:
         device = "cuda:0"
     decision = archflash.explain(
         *(torch.empty(shape, dtype=call.dtype, device="meta") for shape in call.shapes),
-        device=device,
-        implementation=arguments.implementation,
-        backward=arguments.backward,
-        sinks=torch.empty(call.heads, device="meta") if arguments.sinks else None,
-        **call.options,
-    )
+        device=device, implementation=arguments.implementation, backward=arguments.backward,
+        sinks=torch.empty(call.heads, device="meta") if arguments.sinks else None, **call.options,
+    )  # fmt: skip
     print(decision)
     if arguments.plan is not None:
         if decision.plan is None:

@@ -211,18 +211,11 @@ def _simulate(
     from archflash import sim
 
     return sim.run(
-        *tensors,
-        implementation=arguments.implementation,
-        device=arguments.device,
-        mode=arguments.mode,
-        seed=arguments.seed,
-        race_check=not arguments.no_race_check,
-        traced_ctas=ctas,
-        stretch=arguments.stretch,
-        check=False,
-        program=arguments.program,
+        *tensors, implementation=arguments.implementation, device=arguments.device,
+        mode=arguments.mode, seed=arguments.seed, race_check=not arguments.no_race_check,
+        traced_ctas=ctas, stretch=arguments.stretch, check=False, program=arguments.program,
         **options,
-    )
+    )  # fmt: skip
 
 
 def _describe(result: Any) -> str:

@@ -57,17 +57,10 @@ def attend(
         call = _deterministic if any(x.requires_grad for x in (q, k, v)) else attention
     want_lse = flag(want_lse)
     result = call(
-        q,
-        k,
-        v,
-        scale=plain(softmax_scale),
-        causal=flag(causal),
-        window=as_window(window_size),
-        softcap=plain(softcap) or None,
-        layout="bnhd",
-        return_lse=want_lse,
+        q, k, v, scale=plain(softmax_scale), causal=flag(causal), window=as_window(window_size),
+        softcap=plain(softcap) or None, layout="bnhd", return_lse=want_lse,
         **_with_plain_numbers(options),
-    )
+    )  # fmt: skip
     if not want_lse:
         return result, None
     out, lse = result

@@ -118,15 +118,9 @@ def flash_mla_with_kvcache(
     )
     with torch.no_grad():
         out, lse = attention_with_kvcache(
-            q,
-            k_cache,
-            cache_seqlens=cache_seqlens,
-            page_table=block_table,
-            dv=head_dim_v,
-            scale=plain(softmax_scale),
-            causal=flag(causal),
-            return_lse=True,
-        )
+            q, k_cache, cache_seqlens=cache_seqlens, page_table=block_table, dv=head_dim_v,
+            scale=plain(softmax_scale), causal=flag(causal), return_lse=True,
+        )  # fmt: skip
     out, lse = without_gradient("attention with a KV cache", (out, lse), q, k_cache)
     return out, _with_unseen(lse, math.inf)
 

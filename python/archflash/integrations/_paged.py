@@ -379,16 +379,9 @@ class PagedAttention:
         """Attention of the rows of each request to one another."""
         ends, longest = batch.query_start_loc, batch.max_query_len
         return attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=ends,
-            cu_seqlens_k=ends,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            **self._calls[causal],
-            **more,
-        )
+            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
+            max_seqlen_k=longest, **self._calls[causal], **more,
+        )  # fmt: skip
 
 
 def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor, scale: Tensor) -> None:

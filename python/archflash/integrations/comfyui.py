@@ -68,14 +68,10 @@ def attention(
         mask = mask.unsqueeze(1)
     exact = kwargs.get("low_precision_attention") is False
     out: Tensor = _attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        scale=kwargs.get("scale"),
+        q, k, v, attn_mask=mask, scale=kwargs.get("scale"),
         approximate=None if exact else where_served(approximate, "approximate is"),
         layout="bhnd" if skip_reshape else "bnhd",
-    )
+    )  # fmt: skip
     if skip_reshape != skip_output_reshape:
         out = out.transpose(1, 2)
     return out if skip_output_reshape else out.flatten(2)

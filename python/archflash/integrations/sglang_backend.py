@@ -116,16 +116,10 @@ class ArchflashBackend(ReadsBatches):
             caches = self._caches(layer, known, self._page_size)
             if known.latent:
                 result = attention_with_kvcache(
-                    q.reshape(rows),
-                    *caches,
-                    cache_seqlens=batch.lengths,
-                    page_table=batch.pages,
-                    cu_seqlens_q=batch.ends,
-                    max_seqlen_q=batch.longest,
-                    sinks=sinks,
-                    return_lse=with_lse,
-                    **known.options,
-                )
+                    q.reshape(rows), *caches, cache_seqlens=batch.lengths, page_table=batch.pages,
+                    cu_seqlens_q=batch.ends, max_seqlen_q=batch.longest, sinks=sinks,
+                    return_lse=with_lse, **known.options,
+                )  # fmt: skip
             else:
                 of_window = known.in_window_pool
                 in_common = batch.in_common.get(of_window)
@@ -218,13 +212,9 @@ class ArchflashBackend(ReadsBatches):
             **options,
         )
         branch, branch_lse = attention_with_kvcache(
-            q.reshape(-1, 1, heads, layer.qk_head_dim),
-            *self._caches(layer, known, 1),
-            cache_seqlens=counts,
-            page_table=places,
-            sinks=sinks,
-            **options,
-        )
+            q.reshape(-1, 1, heads, layer.qk_head_dim), *self._caches(layer, known, 1),
+            cache_seqlens=counts, page_table=places, sinks=sinks, **options,
+        )  # fmt: skip
         by_request = branch_lse.view(-1, batch.rows, heads).transpose(1, 2)
         return merge_attention(
             [before[0], branch.view_as(before[0])], [before[1], by_request], layout="bnhd"
@@ -238,14 +228,10 @@ class ArchflashBackend(ReadsBatches):
         return attention(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            cu_seqlens_q=batch.ends,
-            cu_seqlens_k=batch.ends,
-            max_seqlen_q=batch.longest,
-            max_seqlen_k=batch.longest,
-            return_lse=with_lse,
-            **known.options,
-        )
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim), cu_seqlens_q=batch.ends,
+            cu_seqlens_k=batch.ends, max_seqlen_q=batch.longest, max_seqlen_k=batch.longest,
+            return_lse=with_lse, **known.options,
+        )  # fmt: skip
 
     def _describe(self, layer: RadixAttention) -> _Layer:
         left = layer.sliding_window_size

@@ -241,15 +241,9 @@ def _dropped_by_sdpa(
             visible = visible & visible_by(seen.rule, seen.offset, nq, nk, query.device)
         mask, is_causal = both_masks(visible, mask), False
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        mask,
-        dropout,
-        is_causal,
-        scale=scale,
+        query, key, value, mask, dropout, is_causal, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-    )
+    )  # fmt: skip
 
 
 AttentionInterface.register(NAME, forward)

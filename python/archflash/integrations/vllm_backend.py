@@ -210,16 +210,12 @@ class ArchflashMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
                 "backend, or set decode_context_parallel_size to 1"
             )
         batch = PagedBatch(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
+            num_actual_tokens=common.num_actual_tokens, max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc, seq_lens=common.seq_lens,
             block_table=self._narrowed(common.block_table_tensor, longest),
-            slot_mapping=common.slot_mapping,
-            causal=common.causal,
-            seen_by_all=self._images(common),
-            longest=longest,
-        )
+            slot_mapping=common.slot_mapping, causal=common.causal,
+            seen_by_all=self._images(common), longest=longest,
+        )  # fmt: skip
         if self.rswa_window is not None and common.rswa_prefix_lens is not None:
             requests = common.seq_lens.shape[0]
             given = common.rswa_prefix_lens[:requests]
@@ -299,14 +295,9 @@ class ArchflashImpl(PagedAttention, AttentionImpl):  # type: ignore[misc]
             self.write(layer, key, value, kv_cache, slot_mapping)
             return
         _custom_ops.reshape_and_cache_flash(
-            key,
-            value,
-            *self.stored_caches(kv_cache),
-            slot_mapping,
-            self.kv_cache_dtype,
-            layer._k_scale,
-            layer._v_scale,
-        )
+            key, value, *self.stored_caches(kv_cache), slot_mapping, self.kv_cache_dtype,
+            layer._k_scale, layer._v_scale,
+        )  # fmt: skip
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,

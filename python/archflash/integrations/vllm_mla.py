@@ -132,18 +132,9 @@ class ArchflashMLAImpl(MLACommonImpl):  # type: ignore[misc]
             logits_soft_cap=logits_soft_cap,
         )
         super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **latent,
-        )
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+            logits_soft_cap, attn_type, kv_sharing_target_layer_name, **latent,
+        )  # fmt: skip
         self.supports_quant_query_input = False  # queries stay in 16 bits
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
@@ -186,20 +177,12 @@ class ArchflashMLAImpl(MLACommonImpl):  # type: ignore[misc]
         if self.kv_cache_dtype in FP8:
             options.update(k_descale=layer._k_scale, v_descale=layer._k_scale)
         result = attention_with_kvcache(
-            q_rope,
-            cache[..., latent:],
-            cache[..., :latent],
-            qv=qv,
-            cache_seqlens=batch.seq_lens,
-            page_table=batch.block_table,
-            cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len,
-            causal=attn_metadata.causal,
-            scale=self.scale,
-            batch_invariant=self._batch_invariant,
-            return_lse=self.need_to_return_lse_for_decode,
+            q_rope, cache[..., latent:], cache[..., :latent], qv=qv, cache_seqlens=batch.seq_lens,
+            page_table=batch.block_table, cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len, causal=attn_metadata.causal, scale=self.scale,
+            batch_invariant=self._batch_invariant, return_lse=self.need_to_return_lse_for_decode,
             **options,
-        )
+        )  # fmt: skip
         if self.need_to_return_lse_for_decode:
             out, lse = result
             return out, lse.transpose(0, 1).contiguous()
@@ -245,15 +228,9 @@ class ArchflashMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]
     ) -> Any:
         """Attention of the rows of some requests to rows of the cache: output and log-sum-exp."""
         return self._attention(
-            q,
-            k,
-            v,
-            (chunk.query_start_loc, chunk.max_query_len),
-            (chunk.cu_seq_lens, chunk.max_seq_len),
-            False,
-            return_lse=True,
-            out=out,
-        )
+            q, k, v, (chunk.query_start_loc, chunk.max_query_len),
+            (chunk.cu_seq_lens, chunk.max_seq_len), False, return_lse=True, out=out,
+        )  # fmt: skip
 
     def _attention(
         self,
@@ -268,15 +245,7 @@ class ArchflashMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]
         if q.dtype in FP8.values():
             options["out_dtype"] = self._prefill_metadata.output_dtype
         return attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=queries[0],
-            max_seqlen_q=queries[1],
-            cu_seqlens_k=keys[0],
-            max_seqlen_k=keys[1],
-            causal=causal,
-            scale=self.scale,
-            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            **options,
-        )
+            q, k, v, cu_seqlens_q=queries[0], max_seqlen_q=queries[1], cu_seqlens_k=keys[0],
+            max_seqlen_k=keys[1], causal=causal, scale=self.scale,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), **options,
+        )  # fmt: skip

@@ -109,17 +109,9 @@ class ArchflashMLASparseImpl(SparseMLACommonImpl):  # type: ignore[misc]
             logits_soft_cap=logits_soft_cap,
         )
         super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            *others,
-            **latent,
-        )
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+            logits_soft_cap, *others, **latent,
+        )  # fmt: skip
         self.supports_quant_query_input = False  # queries stay in 16 bits
 
     def _forward_mqa_kernel(

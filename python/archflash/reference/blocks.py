@@ -147,16 +147,11 @@ def blocks(
                     of_distance = _alibi(call.alibi_slopes, number, head, rows + offset, nk)
                     bias = of_distance.to(dtype) if bias is None else bias + of_distance.to(dtype)
                 block = Block(
-                    q=head_q[rows],
-                    k=head_k,
-                    v=head_v,
-                    visible=visible,
-                    bias=bias,
+                    q=head_q[rows], k=head_k, v=head_v, visible=visible, bias=bias,
                     factors=_dropout_factors(call, number * q.shape[1] + head, rows, nk, dtype),
-                    sink=None if call.sinks is None else call.sinks[head].to(dtype),
-                    scale=scale,
+                    sink=None if call.sinks is None else call.sinks[head].to(dtype), scale=scale,
                     softcap=call.softcap,
-                )
+                )  # fmt: skip
                 first = q_rows.start + start
                 here = slice(first, first + len(rows))
                 yield Place(batch, head, head // group, here, k_rows), block

@@ -226,18 +226,10 @@ def report_of(out: Tensor, ref: Tensor, bound: float | Tensor, mean_bound: float
         bound_there = float(bound[worst]) if isinstance(bound, Tensor) else bound
         at, expected = float(value[worst]), float(ref[worst])
     return ErrorReport(
-        ok=bad == 0 and mean_error <= mean_bound,
-        max_error=_max(error),
-        mean_error=mean_error,
-        nrmse=nrmse,
-        bad_elements=bad,
-        elements=error.numel(),
-        worst=worst,
-        value=at,
-        expected=expected,
-        bound=bound_there,
-        mean_bound=mean_bound,
-    )
+        ok=bad == 0 and mean_error <= mean_bound, max_error=_max(error), mean_error=mean_error,
+        nrmse=nrmse, bad_elements=bad, elements=error.numel(), worst=worst, value=at,
+        expected=expected, bound=bound_there, mean_bound=mean_bound,
+    )  # fmt: skip
 
 
 def _max(x: Tensor) -> float:

@@ -175,27 +175,15 @@ def simulate(
         zip(launches, programs_of(plan, settings.program), strict=True)
     ):
         report = run_kernel(
-            program,
-            row["kernel"],
-            bound_parameters(plan, index, row, addresses),
-            memory,
-            grid=row["grid"],
-            block=row["block"],
-            cluster=row["cluster"],
-            shared_bytes=row["shared_bytes"],
-            mode=settings.mode,
-            seed=settings.seed,
-            race_check=settings.race_check,
-            threads=settings.threads,
-            capability=plan.device.capability,
-            shared_limit=plan.device.shared_per_block,
-            traced_ctas=settings.traced_ctas,
-            stretch=settings.stretch,
-            resident_ctas=resident_ctas(plan),
-            starts_early=starts_early(launches, index),
-            next_starts_early=starts_early(launches, index + 1),
-            strict=True,
-        )
+            program, row["kernel"], bound_parameters(plan, index, row, addresses), memory,
+            grid=row["grid"], block=row["block"], cluster=row["cluster"],
+            shared_bytes=row["shared_bytes"], mode=settings.mode, seed=settings.seed,
+            race_check=settings.race_check, threads=settings.threads,
+            capability=plan.device.capability, shared_limit=plan.device.shared_per_block,
+            traced_ctas=settings.traced_ctas, stretch=settings.stretch,
+            resident_ctas=resident_ctas(plan), starts_early=starts_early(launches, index),
+            next_starts_early=starts_early(launches, index + 1), strict=True,
+        )  # fmt: skip
         reports.append(report)
         if settings.check and report.errors:
             raise SimulationError(report)
@@ -280,15 +268,9 @@ def bound_parameters(
     address_of = dict(addresses)
     for spec in launch["tensor_maps"]:
         encoded = _native.encode_tensor_map(
-            address_of[spec["operand"]] + spec["addend"],
-            _MAP_TYPES[spec["dtype"]],
-            spec["dims"],
-            spec["strides"],
-            spec["box"],
-            [1] * len(spec["box"]),
-            spec["swizzle"],
-            spec["nan_fill"],
-        )
+            address_of[spec["operand"]] + spec["addend"], _MAP_TYPES[spec["dtype"]], spec["dims"],
+            spec["strides"], spec["box"], [1] * len(spec["box"]), spec["swizzle"], spec["nan_fill"],
+        )  # fmt: skip
         block[spec["offset"] : spec["offset"] + len(encoded)] = encoded
     return bytes(block)
 

@@ -153,15 +153,12 @@ class TensorMap:
             raise LaunchError("a tensor map: the last dimension is not contiguous")
         size = self.tensor.element_size()
         return _native.encode_tensor_map(
-            address,
-            self.type or _MAP_TYPES[self.tensor.dtype],
+            address, self.type or _MAP_TYPES[self.tensor.dtype],
             list(self.dims or reversed(self.tensor.shape)),
-            [step * size for step in reversed(self.tensor.stride()[:-1])],
-            list(self.box),
-            list(self.element_steps or [1] * len(self.box)),
-            SWIZZLES.index(self.swizzle),
+            [step * size for step in reversed(self.tensor.stride()[:-1])], list(self.box),
+            list(self.element_steps or [1] * len(self.box)), SWIZZLES.index(self.swizzle),
             self.nan_fill,
-        )
+        )  # fmt: skip
 
 
 class Bindings:
@@ -362,27 +359,12 @@ def launch(
         align = _MAP_ALIGN if isinstance(argument, TensorMap) else align
         parameters += b"\0" * (-len(parameters) % align) + piece
     report = run_kernel(
-        program,
-        kernel,
-        parameters,
-        memory,
-        grid=grid,
-        block=block,
-        cluster=cluster,
-        shared_bytes=shared_bytes,
-        mode=mode,
-        seed=seed,
-        race_check=race_check,
-        threads=threads,
-        max_instructions=max_instructions,
-        shared_limit=shared_limit,
-        traced_ctas=traced_ctas,
-        stretch=stretch,
-        resident_ctas=resident_ctas,
-        starts_early=starts_early,
-        capability=None if device is None else _api.find_device(device).capability,
-        strict=strict,
-    )
+        program, kernel, parameters, memory, grid=grid, block=block, cluster=cluster,
+        shared_bytes=shared_bytes, mode=mode, seed=seed, race_check=race_check, threads=threads,
+        max_instructions=max_instructions, shared_limit=shared_limit, traced_ctas=traced_ctas,
+        stretch=stretch, resident_ctas=resident_ctas, starts_early=starts_early,
+        capability=None if device is None else _api.find_device(device).capability, strict=strict,
+    )  # fmt: skip
     if check and report.errors:
         raise SimulationError(report)
     return report
@@ -419,26 +401,11 @@ def run_kernel(
     """
     major, minor = capability or (0, 0)
     result = program.module.run(
-        kernel,
-        _three(grid),
-        _three(cluster),
-        _three(block),
-        shared_bytes,
-        parameters,
-        memory,
-        mode,
-        seed % (1 << 64),
-        race_check,
-        threads,
-        max_instructions,
-        10 * major + minor,
-        shared_limit,
-        _indices(traced_ctas, grid),
-        stretch,
-        resident_ctas,
-        starts_early,
+        kernel, _three(grid), _three(cluster), _three(block), shared_bytes, parameters, memory,
+        mode, seed % (1 << 64), race_check, threads, max_instructions, 10 * major + minor,
+        shared_limit, _indices(traced_ctas, grid), stretch, resident_ctas, starts_early,
         next_starts_early,
-    )
+    )  # fmt: skip
     return make_report(kernel, partial(program.instructions, kernel), result, strict=strict)
 
 

@@ -81,18 +81,12 @@ def sageattn(
         raise ValueError(f"sm_scale={sm_scale} and scale={scale} are one number: pass one of them")
     causal = flag(is_causal)
     return attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        q_offset=0 if causal else None,
-        scale=plain(sm_scale) if scale is None else scale,
-        attn_mask=attn_mask,
+        q, k, v, causal=causal, q_offset=0 if causal else None,
+        scale=plain(sm_scale) if scale is None else scale, attn_mask=attn_mask,
         dropout_p=plain(kwargs.get("dropout_p")),
         approximate=_asked_of_all if kwargs.get("approximate") is None else kwargs["approximate"],
-        layout=_LAYOUTS[tensor_layout],
-        return_lse=flag(return_lse),
-    )
+        layout=_LAYOUTS[tensor_layout], return_lse=flag(return_lse),
+    )  # fmt: skip
 
 
 def sageattn_qk_int8_pv_fp16_triton(

@@ -14,12 +14,6 @@ def apply_rotary(
 ) -> Tensor:  # fmt: skip
     """`layers.rotary.apply_rotary_emb`, which the conjugate undoes."""
     return apply_rotary_emb(
-        x,
-        cos,
-        -sin if conjugate else sin,
-        interleaved,
-        inplace,
-        seqlen_offsets,
-        cu_seqlens,
+        x, cos, -sin if conjugate else sin, interleaved, inplace, seqlen_offsets, cu_seqlens,
         max_seqlen,
-    )
+    )  # fmt: skip
