@@ -189,7 +189,7 @@ def render(ladder: Ladder, results: Path = RESULTS_FOLDER) -> str:
     for gpu, by_case in runs.items():
         for case, rows in by_case.items():
             values = {row["implementation"]: f"{float(row['tflops']):.1f}" for row in rows}
-            columns.append((f"{gpu}, {case}", values))
+            columns.append((f"{gpu}, {case}" if len(runs) > 1 else case, values))
         row = next(iter(by_case.values()))[0]
         notes.append(f"{gpu}: driver {row['driver']}, torch {row['torch']}, {row['date']}.")
     if not runs:
@@ -207,8 +207,9 @@ def render(ladder: Ladder, results: Path = RESULTS_FOLDER) -> str:
             missing = UNMEASURED if own and not values else "-"
             cells.append(values.get(name) or values.get(text) or missing)
         lines.append([text, idea, *cells])
-    purpose = "what it is for, and what it bought where that is known"
-    said = [["rung", purpose, "instructions", "wavefronts over the least"]]
+    said = [
+        ["rung", "what it is for, and what it bought", "instructions", "wavefronts over the least"]
+    ]
     for rung in ladder.rungs:
         found = counters[rung.name]
         worst = f" ({found.conflicts_of})" if found.conflicts_of else ""
