@@ -69,29 +69,38 @@ double tiles_of_head(const Problem& problem, const KernelTile& tile, const HeadM
   return static_cast<double>(head.nq) / tile.block_q + 0.5;
 }
 
+double speed_of(const KernelTile& tile, const Problem& problem) {
+  if (tile.odd_speed > 0 && has_odd_rows(problem)) return tile.odd_speed;
+  if (tile.uneven_speed > 0 && !core::equal_tiles(problem)) return tile.uneven_speed;
+  return tile.speed;
+}
+
 // How long a call of short sequences takes with such a tile, as time_of() counts it. CTAs that are
 // alone on an SM take less than twice the time for their keys, but more than their share.
 double time_of_short(const Problem& problem, const Device& device, const KernelTile& tile,
                      const HeadModel& head) {
-  constexpr double KEYS_ALONE = 1.7, KEYS_BESIDE = 0.575;
+  const double keys_alone = tile.head_dim > 64 ? 1.7 : 2.7;
+  const double keys_beside = tile.head_dim > 64 ? 0.575 : 0.62;
   const double resident = static_cast<double>(core::resident_ctas(tile, device));
   const double rows = static_cast<double>(head.times.size());
   const double of_sm = tiles_of_head(problem, tile, head) *
                        static_cast<double>(problem.batch * problem.heads_q) /
                        static_cast<double>(device.sm_count);
-  const double together = std::clamp(std::ceil(of_sm), 1.0, resident);
   const double fixed = core::TILE_KEYS + tile.start_keys;
   double keys = 0;
   for (const double time : head.times) keys += (time - fixed) / rows;
   if (of_sm <= resident) keys = *std::max_element(head.times.begin(), head.times.end()) - fixed;
-  const double of_tiles = fixed * together + keys * (KEYS_ALONE + KEYS_BESIDE * together);
-  return std::max(of_sm / together, 1.0) * of_tiles * tile.block_q / tile.speed;
-}
-
-double speed_of(const KernelTile& tile, const Problem& problem) {
-  if (tile.odd_speed > 0 && has_odd_rows(problem)) return tile.odd_speed;
-  if (tile.uneven_speed > 0 && !core::equal_tiles(problem)) return tile.uneven_speed;
-  return tile.speed;
+  const auto of_round = [&](double ctas) {
+    return ctas > 0 ? fixed * ctas + keys * (keys_alone + keys_beside * ctas) : 0;
+  };
+  // CTAs of the first rounds begin and end together, and those of many keys longer.
+  const double few_rounds = keys > 256 ? 8 : 3;
+  const double rounds = of_sm / resident, whole = std::floor(rounds);
+  const double keys_passed =
+      rounds > few_rounds
+          ? rounds * of_round(resident)
+          : whole * of_round(resident) + of_round(std::ceil(of_sm - whole * resident));
+  return keys_passed * tile.block_q / speed_of(tile, problem);
 }
 
 // Whether a call's last block of keys is one of those that a tile multiplies a few keys of.
@@ -127,18 +136,21 @@ double time_of(const Problem& problem, const Device& device, const KernelTile& t
   const bool packs = problem.num_splits != 0 || (ratio > 1 && ratio * head.nq <= PACKED_ROWS);
   const bool is_short = !packs && head.nq <= SHORT_ROWS && !has_far_longer_ones(problem) &&
                         head.nk <= (head.nq <= FEW_ROWS ? KEYS_OF_FEW_ROWS : SHORT_KEYS);
-  // Up to 64 columns in all calls, with more columns in packed ones and for one tile of keys that
-  // are about as few; others are unmeasured.
-  const bool measured = problem.varlen || tile.head_dim <= 64 ||
-                        (head.nq <= tile.block_q && head.nk <= 2 * tile.block_k);
+  // Up to 64 columns in all calls, with more columns in short packed ones and for one tile of keys
+  // that are about as few; others are unmeasured.
+  const bool fits_short = !packs && !has_far_longer_ones(problem) &&
+                          (problem.varlen ? is_short
+                                          : tile.head_dim <= 64 || (head.nq <= tile.block_q &&
+                                                                    head.nk <= 2 * tile.block_k));
   if (is_of_short(tile, device) && rows > 0)
-    return is_short && measured ? time_of_short(problem, device, tile, head)
-                                : std::numeric_limits<double>::infinity();
+    return fits_short ? time_of_short(problem, device, tile, head)
+                      : std::numeric_limits<double>::infinity();
   const bool few_keys = is_short || (!packs && !problem.varlen && head.nk <= SHORT_KEYS);
   const bool begins_anew = few_keys && (resident > 1 || tile.can_split) && rows * heads > workers;
+  const int64_t many_rounds = tile.head_dim > 64 ? 1 : 2;
   runs.reserve(core::equal_tiles(problem) ? 2 : head.times.size());
   for (double time : head.times) {
-    if (head.time_among_others > 0 && heads > workers) time = head.time_among_others;
+    if (head.time_among_others > 0 && heads > many_rounds * workers) time = head.time_among_others;
     time += begins_anew ? NEW_CTA : 0;
     sum += time;
     longest = std::max(longest, time);
@@ -262,10 +274,13 @@ HeadModel::HeadModel(const Problem& problem, const KernelTile& tile)
       core::ceil_div(first.end_row - first.first_row, tile.row_step) * tile.row_step;
   if (rows >= tile.block_q) return;
   const double keys = last_keys;
-  const double start = core::TILE_KEYS + std::max(tile.start_keys, START_ALONE);
-  times.back() = start + keys * core::share_of_rows(rows, tile.block_q);
+  const double start =
+      core::TILE_KEYS +
+      (tile.head_dim > 64 ? std::max(tile.start_keys, START_ALONE) : tile.start_keys);
+  const double share = static_cast<double>(rows) / static_cast<double>(tile.block_q);
+  const double shared = times.size() == 1 ? SHARED_BY_GROUPS : tile.shared_by_groups;
+  times.back() = start + keys * std::lerp(shared, 1.0, share);
   if (times.size() == 1) {
-    const double share = static_cast<double>(rows) / static_cast<double>(tile.block_q);
     time_among_others = (start + keys) * (SHORT_SHARE + SHORT_SLOPE * share);
   }
 }

@@ -19,6 +19,8 @@ struct PackedTimes {
   double start = 0, key = 0;  // 0: unmeasured
 };
 
+constexpr double SHARED_BY_GROUPS = 0.55;  // as core::share_of_rows() has it
+
 // A row of the tables.
 struct KernelTile : core::Tile {
   int columns = 0, columns_v = 0;  // of the tiles of Q and K, and of V: whole slabs
@@ -53,6 +55,10 @@ struct KernelTile : core::Tile {
   // That speed where has_odd_rows(), and where a call's tiles take unequal times; 0: the same.
   double odd_speed = 0, uneven_speed = 0;
   int start_keys = 0;
+  // The share of the time of its keys that the first tile of a head takes even if few warpgroups
+  // have rows; the rest is in proportion to these. Up to 64 columns it is less where a whole tile
+  // follows, which the other warpgroups begin meanwhile.
+  double shared_by_groups = SHARED_BY_GROUPS;
   PackedTimes packed = {};
   PackedTimes odd_packed = {};  // where has_odd_rows(); 0: the same
 };

@@ -106,12 +106,24 @@ constexpr KernelTile with_uneven_speed(KernelTile tile, double speed) {
   tile.uneven_speed = speed;
   return tile;
 }
+constexpr KernelTile shared_by_groups(KernelTile tile, double share) {
+  tile.shared_by_groups = share;
+  return tile;
+}
+constexpr double OF_LARGE = 0.4, OF_MEDIUM = 0.2, OF_TURNS = 0.3;  // up to 64 columns
 constexpr KernelTile TILES[] = {
-    with_packed(rated<D64Large>("d64_large", 1, 0, FOUR_64), {1900, 17}),
-    with_packed(rated<D64Medium>("d64_medium", 1.06, 32, THREE_128), {2170, 11.1}),
-    with_packed(rated<D64Turns>("d64_turns", 1.065, 40, FOUR_ALONE), {2100, 15.4}),
-    with_odd_speed(rated<D64Few>("d64_few", 0.72, 0, PAIR), 0.59),
-    with_packed(rated<D64Short>("d64_short", 1.12, 110, SHORT, "short"), {630, 4.2}, {630, 8.5}),
+    with_packed(shared_by_groups(rated<D64Large>("d64_large", 1, 0, FOUR_64), OF_LARGE),
+                {1900, 17}),
+    with_packed(shared_by_groups(rated<D64Medium>("d64_medium", 1.08, 40, THREE_128), OF_MEDIUM),
+                {2170, 11.1}),
+    with_packed(shared_by_groups(rated<D64Turns>("d64_turns", 1.08, 40, FOUR_ALONE), OF_TURNS),
+                {2100, 15.4}),
+    with_odd_speed(rated<D64Few>("d64_few", 0.74, 30, PAIR), 0.61),
+    with_uneven_speed(
+        with_odd_speed(with_packed(rated<D64Short>("d64_short", 1.15, 70, SHORT, "short"),
+                                   {630, 4.2}, {630, 8.5}),
+                       0.85),
+        1.12),
     with_packed(rated<D96Large>("d96_large", 1, 0, THREE_96), {3500, 13.6}, {4300, 15}),
     with_odd_speed(
         with_packed(rated<D96Medium>("d96_medium", 0.88, 32, TWO_128), {3100, 9.4}, {4000, 9.6}),
@@ -148,9 +160,9 @@ constexpr KernelTile TILES[] = {
     rated<D256Few>("d256_few", 0.75, 0, FEW_64),
     with_packed(rated<D256Heads>("d256_heads", 1, 0, HEADS, "heads"), {3100, 28.5}),
     with_packed(rated<D256Short>("d256_short", 0.5, 110, SHORT_256, "short"), {2400, 20.5}),
-    rated<D64ShortTail>("d64_short_tail", 1.12, 110, TAIL, "tail"),
-    rated<D64MediumTail>("d64_medium_tail", 1.06, 32, TAIL, "tail"),
-    rated<D64TurnsTail>("d64_turns_tail", 1.065, 40, TAIL, "tail"),
+    with_odd_speed(rated<D64ShortTail>("d64_short_tail", 1.15, 70, TAIL, "tail"), 0.85),
+    shared_by_groups(rated<D64MediumTail>("d64_medium_tail", 1.08, 40, TAIL, "tail"), OF_MEDIUM),
+    shared_by_groups(rated<D64TurnsTail>("d64_turns_tail", 1.08, 40, TAIL, "tail"), OF_TURNS),
     with_odd_speed(rated<D80TurnsTail>("d80_turns_tail", 1.03, -90, TAIL, "tail"), 1.06),
     rated<D128LargeTail>("d128_large_tail", 0.96, 0, TAIL, "tail"),
 };

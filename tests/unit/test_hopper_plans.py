@@ -48,7 +48,7 @@ SHAPES = {
     # Tiles of these sizes fill the GPU unevenly; the tile was the fastest of all.
     (1, 12, 12, 2048, 2048, 64, False): ("d64_medium", 12),
     (1, 12, 12, 4096, 4096, 64, False): ("d64_medium", 6),
-    (2, 12, 12, 1024, 1024, 64, False): ("d64_turns", 24),
+    (2, 12, 12, 1024, 1024, 64, False): ("d64_medium", 12),
     (2, 16, 16, 1024, 1024, 64, True): ("d64_medium", 32),
     (1, 32, 32, 1024, 1024, 96, False): ("d96_turns", 32),
     (1, 16, 16, 1536, 1536, 128, False): ("d128_turns", 16),
@@ -64,7 +64,7 @@ SHAPES = {
     (16, 16, 16, 256, 256, 128, True): ("d128_medium", 256),
     (2, 24, 24, 4096, 77, 128, False): ("d128_large", 6),
     (8, 20, 20, 1500, 1500, 64, False): ("d64_medium", 16),
-    (16, 12, 12, 1024, 1024, 64, True): ("d64_large", 192),
+    (16, 12, 12, 1024, 1024, 64, True): ("d64_medium", 64),
     (1, 40, 40, 1024, 1024, 128, False): ("d128_turns", 20),
     # Few tiles, whose rows are no multiples of 32 bytes.
     (2, 10, 10, 500, 640, 40, False): ("d64_medium", 20),
@@ -80,7 +80,7 @@ SHAPES = {
     (64, 12, 12, 128, 128, 64, False): ("d64_short", 256),
     (64, 12, 12, 128, 128, 64, True): ("d64_short", 384),
     (1024, 3, 3, 49, 49, 32, False): ("d64_short", 512),
-    (32, 16, 16, 257, 257, 64, False): ("d64_short_tail", 103),
+    (32, 16, 16, 257, 257, 64, False): ("d64_medium_tail", 64),
     (8, 8, 8, 100, 100, 32, False): ("d64_short", 64),
     (64, 12, 12, 197, 197, 64, False): ("d64_turns_tail", 128),
     (16, 12, 12, 256, 256, 64, False): ("d64_large", 96),
@@ -90,8 +90,12 @@ SHAPES = {
     (64, 16, 16, 64, 64, 80, False): ("d96_short", 342),
     (64, 8, 8, 64, 64, 128, False): ("d128_short", 256),
     (1, 16, 16, 64, 64, 128, False): ("d128_short", 16),
-    (8, 16, 16, 114, 512, 64, False): ("d64_short", 128),
-    (8, 20, 20, 64, 1500, 64, False): ("d64_short", 40),
+    (8, 16, 16, 114, 512, 64, False): ("d64_medium", 128),
+    (8, 20, 20, 64, 1500, 64, False): ("d64_few", 40),
+    # The first tile of a head has few rows.
+    (12, 12, 12, 220, 640, 64, False): ("d64_medium", 48),
+    (8, 18, 18, 400, 640, 64, False): ("d64_short", 72),
+    (16, 16, 16, 512, 512, 64, False): ("d64_turns_tail", 64),
     # Tiles of few keys of 96 columns, of up to 80 columns, and 160 columns.
     (32, 16, 16, 256, 256, 72, False): ("d80_turns_tail", 128),
     (25, 16, 16, 196, 196, 80, False): ("d80_turns", 100),
@@ -521,7 +525,7 @@ def test_the_kernels_of_16_bit_calls_start_early() -> None:
 
 def test_ctas_that_would_lie_unevenly_on_the_sms_do_not_start_early() -> None:
     few = hopper(b=1, hq=12, nq=512, d=64, causal=True)  # 96 CTAs, two on an SM
-    short = hopper(b=8, hq=16, nq=114, nk=512, d=64)  # 256 CTAs, four on an SM
+    short = hopper(b=8, hq=24, nq=114, nk=512, d=64)  # 384 CTAs, four on an SM
     assert [tile_of(plan).name for plan in (few, short)] == ["d64_few", "d64_short"]
     assert early_starts(few) == early_starts(short) == [False]
 
