@@ -160,9 +160,13 @@ bool ends_in_turns(const BackwardProblem& problem, const BackwardTile& tile, con
   const bool few_take_two = 2 * heads > device.sm_count && 10 * heads < 7 * device.sm_count;
   const bool many_rows =
       is_plain(call) && has_many_rows(call) && heads >= 64 && !few_take_two && columns > 64;
+  // Up to 64 columns the other kernels leave out what half of the second tile has no keys for.
+  const bool fills_second = is_plain(call) && has_many_rows(call) && !few_take_two &&
+                            columns <= 64 && 2 * call.nk > 3 * tile.rows;
   return is_plain_or_causal(call) && columns > 32 && call.heads_q == call.heads_kv &&
-         call.nk > tile.rows && call.nk <= 2 * tile.rows && (few_rows || many_rows) &&
-         writes_by_tma(problem) && share_out(call, tile, device).all() == 1;
+         call.nk > tile.rows && call.nk <= 2 * tile.rows &&
+         (few_rows || many_rows || fills_second) && writes_by_tma(problem) &&
+         (fills_second || share_out(call, tile, device).all() == 1);
 }
 
 // Whether the tile whose CTAs stay serves a deterministic call of so many tiles that these take
@@ -250,7 +254,17 @@ const BackwardTile& tile_for(const BackwardProblem& problem, const Device& devic
                   : call.nq <= SHORT_ROWS && part * computed(64) <= (part - 1) * computed(128) &&
                         (!problem.deterministic || call.nk <= KEYS_IN_TURNS ||
                          has_one_sum(problem, device));
-  const bool is_short = computes_less && call.softcap == 0 && call.dropout_p == 0;
+  // Tiles of 64 rows and keys compute less of what a narrow window hides.
+  const auto of_window = [&](int64_t step) {
+    return (1 + core::ceil_div(call.window_left, step) + core::ceil_div(call.window_right, step)) *
+           step;
+  };
+  const bool leaves_out_window = !call.varlen && call.window_left != UNBOUNDED &&
+                                 call.window_right != UNBOUNDED && call.window_left >= 0 &&
+                                 call.window_right >= 0 && !problem.deterministic &&
+                                 3 * of_window(64) <= 2 * of_window(128);
+  const bool is_short =
+      (computes_less || leaves_out_window) && call.softcap == 0 && call.dropout_p == 0;
   for (const BackwardTile& tile : SHORT_ONE_TILES) {
     if (is_short && is_one_tile(problem, tile)) return tile;
   }
@@ -367,7 +381,9 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
   const bool masks = call.nq > 0;
   const bool adds = masks && adds_elements(problem);
   const bool table = (masks || call.block_mask) && lists_rounds(problem);
-  if (const RowsTile* rows = rows_tile_for(problem, device))
+  const RowsTile* const rows = rows_tile_for(problem, device);
+  if (rows != nullptr && !(leaves_rows_empty(problem, *rows) &&
+                           wastes_rows(call, *rows, tile_for(problem, device), device)))
     return plan_rows(problem, *rows, device);
   const BackwardTile& tile =
       adds || table ? table_tile_for(problem).tile : choose_tile(problem, device);
@@ -405,7 +421,7 @@ PlanResult plan_backward(const BackwardProblem& asked, const Device& device) {
     problem.deterministic = false;  // each row of dQ is written once
   } else {
     problem.deterministic |= tile.ends_dq || (!table && &tile != &STAYING_TILE &&
-                                              turns_are_faster(call, tile, shares.all(), device));
+                                              turns_are_faster(call, tile, shares, device));
   }
   BackwardProblem in_turns = problem;
   if (table) in_turns.deterministic = false;  // lists of rounds have turns of their own

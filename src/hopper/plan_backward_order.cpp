@@ -128,12 +128,12 @@ Shares share_out(const Problem& call, const BackwardTile& tile, const Device& de
   return best;
 }
 
-bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
+bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, const Shares& shares,
                       const Device& device) {
   constexpr int64_t FEW_KEYS = 640, FEW_KEYS_CAUSAL = 1280, MANY_ROWS = 2048, MORE_ROWS = 1024;
   const bool triangle = core::is_triangle(call);
   if (call.varlen) {
-    if (shares > 1) return false;
+    if (shares.all() > 1) return false;
     // The most keys of the mean sequence with which turns are faster. At D=64, and at D=96 under a
     // causal mask, a sequence has one tile; else they are as many as were measured. With no sums of
     // dQ to clear, turns save 5 to 20%.
@@ -145,22 +145,37 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t
   }
   const int64_t tiles = core::ceil_div(call.nk, tile.rows);
   const int64_t ctas = call.batch * call.heads_kv * tiles;
-  if (shares > 1) {
-    const bool more_than_run = 2 * shares * ctas > 3 * device.sm_count;
+  if (shares.all() > 1) {
+    // Shares of heads add to different sums. Those of rows wait for one another: without a mask
+    // where few tiles leave SMs idle, with one where they are many (H200, 2026-12-01).
+    constexpr int64_t MOST_OF_TRIANGLE = 2;
+    const bool waits =
+        triangle ? shares.rows.shares > MOST_OF_TRIANGLE : 4 * ctas < 3 * device.sm_count;
+    if (shares.heads > 1 || waits) return false;
+    const bool more_than_run = 2 * shares.all() * ctas > 3 * device.sm_count;
     return call.nq >= (more_than_run ? MORE_ROWS : MANY_ROWS);
   }
-  if (tile.head_dim > 128 || call.heads_q != call.heads_kv) return false;
+  if (tile.head_dim > 128) return false;
   if (is_windowed(call) && !triangle) return false;
-  // The second one of two tiles waits little, and what the turns save grows with the rows.
-  const bool many_rows = !triangle && has_many_rows(call) && tiles == 2;
+  // Of heads that share K each tile has more rounds, so that the next one waits less.
+  constexpr int64_t FEW_KEYS_SHARED = 640;
+  if (call.heads_q != call.heads_kv)
+    return triangle && tile.head_dim == 128 && tiles > 1 && call.nk <= FEW_KEYS_SHARED &&
+           call.nq == call.nk && 4 * ctas >= 3 * device.sm_count;
+  // The second one of two tiles waits little, and what the turns save grows with the rows. Up to 64
+  // columns the tiles have to be alike.
+  const bool alike = tile.head_dim > 64 || 2 * call.nk > 3 * tile.rows;
+  const bool many_rows = !triangle && has_many_rows(call) && tiles == 2 && alike;
   if (many_rows && 2 * ctas >= device.sm_count) return true;
   if (call.nk > (triangle ? FEW_KEYS_CAUSAL : FEW_KEYS) || 2 * call.nq < call.nk) return false;
   // A tile that is alone waits for none, and of up to three tiles of 128 columns the one before has
-  // mostly ended.
+  // mostly ended. Without a mask others of up to 64 columns gain from many waves on, those of more
+  // nothing (H200, 2026-12-01).
   const bool waits_little =
       tiles == 1 || (tile.head_dim == 128 && tiles <= 3 && call.nq >= call.nk);
-  const int64_t many_waves = waits_little ? 2 : 4;
-  return ctas >= many_waves * device.sm_count;
+  if (waits_little) return ctas >= 2 * device.sm_count;
+  if (triangle) return ctas >= 4 * device.sm_count;
+  return tile.head_dim <= 64 && ctas >= 10 * device.sm_count;
 }
 
 namespace {

@@ -68,7 +68,7 @@ bool has_many_rows(const Problem& call);
 // writes it, and no launch has to clear it. Measured on an H200 (docs/lab/hopper.md) that was
 // faster for many heads with few keys, and where many rows are shared out, when more CTAs add to
 // the same sums; CTAs with shares of few rows wait for one another.
-bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, int64_t shares,
+bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, const Shares& shares,
                       const Device& device);
 
 // Groups have those heads whose Q, dO and sums of dQ stay in L2, measured on an H200

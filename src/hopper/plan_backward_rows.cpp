@@ -1,6 +1,7 @@
 #include "hopper/plan_backward_rows.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -73,6 +74,7 @@ constexpr RowsTile MASKED_TILES[] = {
 struct KeyShares {
   int64_t shares, blocks;
   int64_t whole_heads;
+  double steps;  // that the call takes by the model of share_keys()
 };
 
 // Finds those with which a call takes the least time by a model of the makespan, in steps of a
@@ -85,10 +87,10 @@ KeyShares share_keys(const Problem& call, const RowsTile& tile, const Device& de
   constexpr int64_t MOST_WAVES = 4;
   const int64_t heads = call.batch * call.heads_q, workers = core::workers_of(tile, device);
   const int64_t blocks = core::ceil_div(call.nk, tile.block);
-  KeyShares best{1, blocks, heads};
+  KeyShares best{1, blocks, heads, 0};
   if (call.varlen) return best;
   const auto steps = [&](int64_t of_cta) { return START_STEPS + of_cta * tile.row_tiles; };
-  auto best_time = static_cast<double>(core::ceil_div(heads, workers) * steps(blocks));
+  best.steps = static_cast<double>(core::ceil_div(heads, workers) * steps(blocks));
   const int64_t full_rounds = call.mask == 0 ? heads / workers * workers : 0;
   for (const int64_t whole : {int64_t{0}, full_rounds}) {
     const int64_t shared = heads - whole;
@@ -104,7 +106,7 @@ KeyShares share_keys(const Problem& call, const RowsTile& tile, const Device& de
       const double more = whole > 0 ? LAUNCH_OF_LAST + static_cast<double>(bytes) / BYTES_OF_LAST
                                     : static_cast<double>(LAUNCH_STEPS + bytes / BYTES_OF_STEP);
       const double time = static_cast<double>(of_ctas) + more;
-      if (time < best_time) best = {shares, of_share, whole}, best_time = time;
+      if (time < best.steps) best = {shares, of_share, whole, time};
     }
   }
   return best;
@@ -207,6 +209,27 @@ const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& devi
     return &tile;
   }
   return nullptr;
+}
+
+bool leaves_rows_empty(const BackwardProblem& problem, const RowsTile& tile) {
+  constexpr int64_t ROWS = 128;
+  const Problem& call = problem.call;
+  return !call.varlen && call.mask == 0 && !problem.deterministic &&
+         call.nq <= (tile.row_tiles - 1) * ROWS;
+}
+
+bool wastes_rows(const Problem& call, const RowsTile& tile, const BackwardTile& of_keys,
+                 const Device& device) {
+  // Microseconds of a step, and of a round of a tile of keys with its share of a start and an end,
+  // where one or two CTAs of these are on an SM (H200, 2026-12-01).
+  constexpr double STEP = 1.33, ROUND = 5, ROUND_OF_TWO = 2.55, MARGIN = 0.97;
+  constexpr double FEW_WAVES = 4;  // whose tiles end together
+  const int64_t tiles = call.batch * call.heads_kv * core::ceil_div(call.nk, int64_t{of_keys.rows});
+  double waves = static_cast<double>(tiles) / (of_keys.ctas_per_sm * device.sm_count);
+  if (waves <= FEW_WAVES) waves = std::ceil(waves);
+  const auto rounds = static_cast<double>(core::ceil_div(call.nq, of_keys.round_rows));
+  const double of_round = of_keys.ctas_per_sm > 1 ? ROUND_OF_TWO : ROUND;
+  return waves * rounds * of_round < MARGIN * STEP * share_keys(call, tile, device).steps;
 }
 
 PlanResult plan_rows(const BackwardProblem& asked, const RowsTile& tile, const Device& device) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/planning/backward_rounds.h"
+#include "hopper/plan_backward_tiles.h"
 
 namespace archflash::hopper {
 
@@ -18,6 +19,12 @@ struct RowsTile : core::RoundsTile {
 
 // The tile for a call, or null: then CTAs own keys.
 const RowsTile* rows_tile_for(const BackwardProblem& problem, const Device& device);
+
+// Whether the rows of a call leave one of the row tiles of such a tile empty, and a tile of keys
+// may serve it as well. Then whether that is expected to be faster.
+bool leaves_rows_empty(const BackwardProblem& problem, const RowsTile& tile);
+bool wastes_rows(const Problem& call, const RowsTile& tile, const BackwardTile& of_keys,
+                 const Device& device);
 
 // The plan with such a tile, or the reasons why not.
 PlanResult plan_rows(const BackwardProblem& problem, const RowsTile& tile, const Device& device);

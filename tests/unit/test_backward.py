@@ -564,6 +564,7 @@ def hopper_plan(
     packed: bool = False,
     keys: int = 0,
     dv: int = 0,
+    window: tuple[int, int] | None = None,
 ) -> native.LaunchPlan:
     """hopper's plan for gradients on an H200. keys: rows of k, if not those of q. dv: columns of v,
     if not those of q.
@@ -576,7 +577,7 @@ def hopper_plan(
     if dv > 0:
         out, v = (x.new_empty(*x.shape[:-1], dv) for x in (q, k))
     lse = torch.empty(shape[:3], device="meta")
-    options: dict[str, Any] = {"causal": causal}
+    options: dict[str, Any] = {"causal": causal, "window": window}
     if packed:
         lse = torch.empty(shape[1], shape[0], device="meta")
         ends = torch.empty(5, dtype=torch.int32, device="meta")
@@ -823,7 +824,9 @@ def test_tiles_in_chains_do_not_go_upwards() -> None:
         ((5, 16, 300, 128), 300, False),  # too few tiles
         ((10, 16, 200, 128), 300, False),  # few rows
         ((8, 16, 500, 64), 500, False),  # as fast without
-        ((9, 16, 500, 64), 500, True),
+        ((9, 16, 500, 64), 500, False),
+        ((24, 16, 500, 64), 500, True),  # many waves
+        ((24, 16, 500, 72), 500, False),
         ((4, 16, 2048, 96), 256, True),  # many rows of two tiles
         ((4, 16, 1000, 96), 256, False),
         ((1, 12, 800, 96), 192, False),  # few heads
@@ -833,6 +836,31 @@ def test_hopper_takes_turns_unasked_where_few_tiles_wait_for_one_another(
     shape: tuple[int, ...], keys: int, turns: bool
 ) -> None:
     plan = hopper_plan(shape, shape[1], deterministic=False, causal=False, keys=keys)
+    offsets = {slot["offset"] for slot in plan.to_dict()["launches"][1]["pointers"]}
+    assert (TURNS_OFFSET in offsets) == turns
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads_kv", "causal", "turns"),
+    [
+        ((8, 28, 512, 128), 4, True, True),  # few keys that heads share
+        ((8, 28, 512, 128), 4, False, False),
+        ((8, 28, 768, 128), 4, True, False),
+        ((8, 28, 512, 64), 4, True, False),
+        ((1, 28, 4096, 128), 4, True, True),  # two shares of rows
+        ((1, 28, 3000, 128), 4, True, False),  # five
+        ((1, 16, 2048, 128), 2, True, False),  # shares of heads
+        ((1, 8, 2048, 256), 1, True, False),
+        ((1, 8, 2048, 128), 1, True, False),  # of both
+        ((1, 40, 32760, 128), 40, False, True),
+        ((1, 12, 8190, 128), 12, False, False),  # of few tiles
+    ],
+)
+def test_hopper_takes_turns_unasked_where_ctas_add_to_the_same_rows(
+    shape: tuple[int, ...], heads_kv: int, causal: bool, turns: bool
+) -> None:
+    keys = shape[2] if causal or shape[2] < 1000 else 512
+    plan = hopper_plan(shape, heads_kv, deterministic=False, causal=causal, keys=keys)
     offsets = {slot["offset"] for slot in plan.to_dict()["launches"][1]["pointers"]}
     assert (TURNS_OFFSET in offsets) == turns
 
@@ -859,7 +887,10 @@ def test_packed_causal_sequences_of_96_columns_take_turns_where_one_has_a_tile(
         ((3, 21, 1024, 96), 256, False),
         ((4, 16, 700, 96), 150, False),
         ((6, 12, 900, 112), 180, False),  # of 132 CTAs 12 would take a second tile
-        ((4, 16, 2048, 64), 256, False),  # as fast with a launch behind
+        ((4, 16, 2048, 64), 256, True),
+        ((2, 10, 3000, 64), 256, True),  # of rows that CTAs share out
+        ((4, 16, 2048, 64), 180, False),  # half of the second tile is left out elsewhere
+        ((4, 18, 2048, 64), 256, False),
         ((4, 16, 2048, 96), 257, False),  # three tiles of keys
     ],
 )
@@ -904,6 +935,13 @@ def test_the_last_of_two_tiles_in_turn_writes_dq_in_hopper(
         ((1, 8, 1024, 72), 1024, {}, "d128_parts"),  # few tiles, which d96 would compute whole
         ((1, 8, 1024, 72), 1024, {"deterministic": True}, "d96"),
         ((2, 8, 640, 96), 640, {}, "d96"),  # parts would be more than SMs
+        ((4, 20, 1500, 64), 1500, {}, "d64_parts"),  # many waves
+        ((4, 24, 1178, 64), 1178, {}, "d64"),  # of which short parts gain nothing
+        ((24, 20, 300, 32), 300, {}, "d32_short"),  # which a tile of all rows would half fill
+        ((4, 20, 384, 32), 384, {}, "d32"),
+        ((4, 12, 1024, 64), 1024, {"window": (64, 64)}, "d64_short"),
+        ((4, 12, 1024, 64), 1024, {"window": (128, 128)}, "d64"),
+        ((4, 12, 1024, 64), 1024, {"window": (127, 0)}, "d64"),
     ],
 )
 def test_tiles_of_hopper_that_end_in_turns_or_stay(
@@ -929,6 +967,7 @@ def test_tiles_of_hopper_that_end_in_turns_or_stay(
         ((16, 16, 312, 64), 256, {}, "d64_rows_three", 16 * 16),  # fewer CTAs would be idle
         ((8, 8, 100, 32), 950, {}, "d32_rows", 8 * 8 * 2),
         ((8, 8, 512, 32), 1200, {}, "d32_rows_four", 8 * 8 * 2),
+        ((16, 8, 310, 32), 310, {}, "d32_rows_four", 16 * 8),  # all in one round
         ((2, 8, 100, 80), 3000, {}, "d96_rows", 2 * 8 * 8),
         ((2, 8, 128, 104), 4096, {}, "d128_rows", 2 * 8 * 8),
     ],
