@@ -981,7 +981,7 @@ def test_dropout_goes_to_kernels_that_drop_weights(
     grad: bool, device: str, rows: int, d: int, kernel: str, reason: str
 ) -> None:
     state = torch.empty(2, dtype=torch.int64, device="meta")
-    given = problem(torch.float16, grad=grad, nq=rows, d=d, dropout_p=0.1, rng_state=state)
+    given = problem(torch.float16, grad=grad, nq=rows, nk=rows, d=d, dropout_p=0.1, rng_state=state)
     decision = _dispatch.select(given, find_device(device))
     assert decision.chosen == kernel
     assert decision.plan is not None
@@ -989,6 +989,25 @@ def test_dropout_goes_to_kernels_that_drop_weights(
     assert "the fastest measured" not in str(decision)  # no run has dropout
     if reason:
         assert reason in decision.reasons["hopper"][0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "d", "kernel"),
+    [
+        (1024, 128, 64, "ampere"),
+        (256, 256, 40, "ampere"),
+        (257, 256, 64, "hopper"),
+        (128, 128, 72, "hopper"),
+    ],
+)
+def test_dropped_gradients_of_few_keys_and_columns_go_to_ampere(
+    rows: int, keys: int, d: int, kernel: str
+) -> None:
+    state = torch.empty(2, dtype=torch.int64, device="meta")
+    given = {"nq": rows, "nk": keys, "d": d, "dropout_p": 0.1, "rng_state": state}
+    for grad, chosen in ((True, kernel), (False, "hopper")):
+        call = problem(torch.bfloat16, grad=grad, **given)
+        assert _dispatch.select(call, find_device("H200")).chosen == chosen
 
 
 @pytest.mark.parametrize(
