@@ -109,7 +109,9 @@ def test_a_cta_goes_from_tile_to_tile(kernel: str, causal: bool) -> None:
     }.get(kernel, 4 * keys + 9)  # fmt: skip
     heads = (4, 2) if kernel == "d96_medium" else (2, 1)  # two tiles for a CTA, or four
     q, k, v = on.qkv(rows_of(kernel), nk, *dims, dtype="bfloat16", heads=heads)
-    check_every_schedule(kernel, q, k, v, causal=causal)
+    # Where a number of splits is asked for, sequences do not count as short.
+    splits = 1 if kernel == "d64_large" else None
+    check_every_schedule(kernel, q, k, v, causal=causal, num_splits=splits)
 
 
 @every_uneven
@@ -139,7 +141,8 @@ def test_blocks_are_masked_at_either_end_of_the_rows_of_a_warpgroup(kernel: str)
     dims, _, keys, _ = LARGE[kernel]
     q, k, v = on.qkv(rows_of(kernel), 8 * keys - 3, *dims, dtype="bfloat16", heads=(4, 2))
     call = {"window": (40, 25), "q_offset": on.int32(-30), "sinks": on.rand(q.shape[1], seed=3)}
-    check(kernel, q, k, v, **call)
+    # Where a number of splits is asked for, sequences do not count as short.
+    check(kernel, q, k, v, num_splits=1, **call)
 
 
 @every_uneven
