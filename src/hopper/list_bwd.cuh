@@ -3,16 +3,17 @@
 //
 // A CTA has up to 128 rows that share a list, and walks the list. dQ of its rows is its own and
 // stays in registers. dK and dV of a key belong to all lists that name it: CTAs add theirs to sums
-// in fp32 (KeySums), in any order or in turns (ListOrder), which device::list_gradients() converts
-// in the end. Each of two warpgroups has
-// 64 of the rows; behind S and dP the first one multiplies dV of the block's keys, the second dK:
+// in fp32 (KeySums) in any order, which device::list_gradients() converts in the end, or keep them
+// (KeptKeys) for a launch that adds them up in a fixed order (kept_keys.cuh). Each of two
+// warpgroups has 64 of the rows; behind S and dP the first one multiplies dV of the block's keys,
+// the second dK:
 //
 //   S, dP arrive | P, dS to shared memory | start dQ += dS K | barrier | dV = P^T dO or dK = dS^T Q
 //   | wait for products and the next rows | barrier | start the next S, dP and copies | add dV, dK
 //
 // The first barrier makes P and dS of both warpgroups visible to the products. At the second one
 // the next block's rows have landed, and no product still reads this block's, which are overwritten
-// next, nor P and dS. What is added to memory runs beside the next S and dP.
+// next, nor P and dS. What is added to memory, or kept there, runs beside the next S and dP.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +27,11 @@
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
 #include "common/ptx/ex2.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/min.cuh"
 #include "common/ptx/special_registers.cuh"
+#include "common/ptx/st_global.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "hopper/list_bwd_config.cuh"
@@ -219,6 +222,33 @@ __device__ __forceinline__ void add_to_sums(float* sums_gmem, int columns, const
   }
 }
 
+// Keeps a warp's part of dK or dV, zeros for a key that no row sees. kept_gmem: dK or dV of the
+// block's first entry; entries: of the list from there on. A lane keeps what it has of 32 columns
+// together: device::kept_column() says which.
+template <class C>
+__device__ __forceinline__ void keep_rows(unsigned char* kept_gmem, int row_bytes, int columns,
+                                          int entries, const int* positions,
+                                          const GradientRows<C>& x_rmem, int warp, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int entry = warp % 4 * 16 + lane / 4 + 8 * r;
+    if (entry >= entries) continue;
+    const bool is_seen = positions[entry] != device::NO_KEY;
+    unsigned char* const row_gmem = kept_gmem + entry * row_bytes + lane % 4 * 16;
+#pragma unroll
+    for (int n = 0; n < C::HEAD_DIM / 8; n += 4) {
+      if (8 * n >= columns) break;
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x_rmem[n + i][2 * r], x_rmem[n + i][2 * r + 1]);
+        if (!is_seen) words[i] = 0;  // not a product with 0: a row may hold NaN
+      }
+      ptx::st_global_v4_b32(row_gmem + 16 * n, words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
 // Writes, or adds, dQ of a warp's rows.
 template <class C>
 __device__ __forceinline__ void store_listed_dq(const GradientRows<C>& dq_rmem,
@@ -255,13 +285,14 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   const AttentionParams& attention = params.call.attention;
   const uint16_t* const any_gmem = static_cast<const uint16_t*>(attention.q_gmem);
   {
-    const device::TileInOrder tile(params.order);
+    const int tile = static_cast<int>(blockIdx.x) + (C::KEEPS ? params.kept.first_tile : 0);
     const device::Work work =
-        device::find_list_work(attention, params.lists, params.packed_heads, tile.index);
-    if (work.first_row < 0) return device::pass_turns(params.order);
-    if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work, tile.chain);
+        device::find_list_work(attention, params.lists, params.packed_heads, tile);
+    if (work.first_row < 0) return;
+    if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work, 0);
   }
-  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
+  ptx::griddepcontrol_wait();  // terms are written and sums cleared, lists sorted
+  __syncthreads();             // thread 0 has written `cta`, before the other threads read it
   device::find_rows_that_see<C::THREADS>(cta, params.packed_heads.rows());
 
   // The positions of the keys of a block; an entry that no row of the CTA sees has NO_KEY.
@@ -303,6 +334,11 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     ptx::fence_proxy_async_shared();  // before products read what threads have copied
     __syncthreads();
   };
+  const auto look_up = [&](int block) {
+    if (!looks_up) return;
+    positions_of(block + 2)[threadIdx.x] = next_position;
+    next_position = device::find_listed_position<C::BLOCK_K>(cta.list, block + 3);
+  };
   QueriesByKeys<C> s_rmem, dp_rmem;
   constexpr int SCORES = C::BLOCK_K / 2, GRADIENTS = C::HEAD_DIM / 2;  // registers
   const auto scores_change = [&] {
@@ -318,7 +354,6 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     ptx::wgmma_commit_group();
   };
 
-  device::ListTurns<C::BLOCK_K, uint16_t> turns(cta, params.order, C::THREADS / 2);
   GradientRows<C> dq_rmem = {};
   // The positions of the first two blocks, and which rows see a key, are known to all.
   __syncthreads();
@@ -337,6 +372,11 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     GradientRows<C> sums_rmem;  // dV of the block's keys, or dK
     float* const sums_gmem = group == 0 ? cta.dv_gmem : cta.dk_gmem;
     const int columns = group == 0 ? params.sums.dv_columns : params.sums.dk_columns;
+    if constexpr (C::KEEPS) __syncwarp();
+    const int row_bytes = 2 * (params.sums.dk_columns + params.sums.dv_columns);
+    unsigned char* kept_gmem = static_cast<unsigned char*>(params.kept.rows_gmem) +
+                               int64_t{blockIdx.x} * params.lists.topk * row_bytes +
+                               (group == 0 ? 2 * params.sums.dk_columns : 0);
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       ptx::wgmma_wait_group<0>();
@@ -364,6 +404,7 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       ptx::wgmma_fence();
       start_listed_dq<C>(dq_rmem, ds_rmem, stage_of(block));
       ptx::wgmma_commit_group();
+      if constexpr (C::LOOKS_UP_EARLY) look_up(block);
       ptx::fence_proxy_async_shared();  // before products read P and dS
       __syncthreads();
       ptx::registers_change<GRADIENTS>(&sums_rmem[0][0]);
@@ -373,11 +414,8 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       else
         start_of_keys<C, QTile>(sums_rmem, shared_smem + C::DS_SMEM, shared_smem);
       ptx::wgmma_commit_group();
-      if (looks_up) {
-        positions_of(block + 2)[threadIdx.x] = next_position;
-        next_position = device::find_listed_position<C::BLOCK_K>(cta.list, block + 3);
-      }
-      turns.take(block);  // beside the products
+      if constexpr (!C::LOOKS_UP_EARLY) look_up(block);
+      __syncwarp();  // it helps ptxas, too
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<GRADIENTS>(&dq_rmem[0][0]);
       ptx::registers_change<GRADIENTS>(&sums_rmem[0][0]);
@@ -387,14 +425,16 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       const int next = min(block + 1, blocks - 1);
       if (C::ADDS_LATE) start_scores(next);
       start_block(block + 2);
-      add_to_sums<C>(sums_gmem, columns, positions_of(block), sums_rmem, warp, lane);
+      if constexpr (C::KEEPS) {
+        keep_rows<C>(kept_gmem, row_bytes, columns, cta.list.count - block * C::BLOCK_K,
+                     positions_of(block), sums_rmem, warp, lane);
+        kept_gmem += C::BLOCK_K * row_bytes;
+      } else {
+        add_to_sums<C>(sums_gmem, columns, positions_of(block), sums_rmem, warp, lane);
+      }
       if (!C::ADDS_LATE) start_scores(next);
     }
     ptx::wgmma_wait_group<0>();
-  }
-  if (params.order.left_gmem != nullptr) {
-    __syncthreads();  // all additions are made
-    turns.end();
   }
   ptx::copies_wait_all();  // a thread may not end before its copies
   store_listed_dq<C>(dq_rmem, params, cta.work, warp, lane);

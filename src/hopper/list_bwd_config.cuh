@@ -9,10 +9,12 @@ namespace archflash::hopper {
 
 // A CTA owns up to 128 rows of one list, 64 for each of its two warpgroups, and visits its keys in
 // blocks of 64.
-template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_ = HEAD_DIM_>
+template <DType DTYPE_, int HEAD_DIM_, int HEAD_DIM_V_ = HEAD_DIM_, bool KEEPS_ = false>
 struct ListBackwardConfig {
   static constexpr DType DTYPE = DTYPE_;
   static constexpr int HEAD_DIM = HEAD_DIM_, HEAD_DIM_V = HEAD_DIM_V_;
+  // Whether dK and dV of each entry are kept (KeptKeys), not added in any order.
+  static constexpr bool KEEPS = KEEPS_;
   static constexpr int GROUP_ROWS = 64;  // of a warpgroup: wgmma multiplies 64 rows at a time
   static constexpr int BLOCK_Q = 2 * GROUP_ROWS;
   static constexpr int BLOCK_K = 64;
@@ -21,6 +23,10 @@ struct ListBackwardConfig {
   static constexpr int STAGES = 2;
   // Whether the next scores are multiplied while dK and dV are added. Else registers would spill.
   static constexpr bool ADDS_LATE = HEAD_DIM <= 128;
+
+  // Where a thread looks up keys: ptxas has registers enough for the products that run at D=192
+  // (C7511) if that stands before them.
+  static constexpr bool LOOKS_UP_EARLY = HEAD_DIM > 128 && !KEEPS;
 
   using QTile = device::SlabTile<HEAD_DIM, BLOCK_Q>;
   using DoutTile = device::SlabTile<HEAD_DIM_V, BLOCK_Q>;
@@ -47,5 +53,8 @@ struct ListBackwardConfig {
 using D64Lists = ListBackwardConfig<DTYPE, 64>;
 using D128Lists = ListBackwardConfig<DTYPE, 128>;
 using D192Lists = ListBackwardConfig<DTYPE, 192, 128>;
+using D64KeptLists = ListBackwardConfig<DTYPE, 64, 64, true>;
+using D128KeptLists = ListBackwardConfig<DTYPE, 128, 128, true>;
+using D192KeptLists = ListBackwardConfig<DTYPE, 192, 128, true>;
 
 }  // namespace archflash::hopper

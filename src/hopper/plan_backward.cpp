@@ -323,9 +323,9 @@ const BackwardTile& choose_tile(const BackwardProblem& problem, const Device& de
 // Where fewer rows share a list, the kernels of another folder waste none.
 constexpr int FEWEST_ROWS_OF_LIST = 65;
 constexpr core::ListTile LIST_TILES[] = {
-    core::list_tile<D64Lists>("d64_lists", 375, FEWEST_ROWS_OF_LIST),
-    core::list_tile<D128Lists>("d128_lists", 580, FEWEST_ROWS_OF_LIST),
-    core::list_tile<D192Lists>("d192_lists", 785, FEWEST_ROWS_OF_LIST),
+    core::list_tile<D64Lists>("d64_lists", 375, FEWEST_ROWS_OF_LIST, "d64_kept_lists"),
+    core::list_tile<D128Lists>("d128_lists", 580, FEWEST_ROWS_OF_LIST, "d128_kept_lists"),
+    core::list_tile<D192Lists>("d192_lists", 785, FEWEST_ROWS_OF_LIST, "d192_kept_lists"),
 };
 
 // Makes more CTAs write dQ, one for each step of a thread, where those of one for each round leave

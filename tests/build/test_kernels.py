@@ -269,6 +269,7 @@ INSTRUCTIONS = {
     "ampere_approximate_stats": ("LDG.E.128", "FMNMX"),
     "ampere_attention_": ("HMMA.16816.F32", *TILES),
     "ampere_backward_dq_": ("LDG.E.128", "STG.E.128"),
+    "ampere_backward_kept_": ("LDG.E.128", "STG.E"),
     "ampere_backward_keys_": ("LDG.E.128", "STG.E.128"),
     "ampere_backward_order_": ("LDG.E", "LDS", "STS", "STG.E"),
     "ampere_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),
@@ -306,6 +307,7 @@ INSTRUCTIONS = {
     "hopper_attention_fwd_f16_": ("HGMMA.64x", *WARPGROUPS),
     "hopper_attention_fwd_e4m3_": ("QGMMA.64x", *WARPGROUPS),
     "hopper_backward_dq_": ("LDG.E.128", "STG.E.128"),
+    "hopper_backward_kept_": ("LDG.E.128", "STG.E"),
     "hopper_backward_keys_": ("LDG.E.128", "STG.E.128"),
     "hopper_backward_order_": ("LDG.E", "LDS", "STS", "STG.E"),
     "hopper_backward_rows_": ("LDG.E.128", "SHFL.BFLY", "STG.E.128"),
@@ -417,7 +419,7 @@ def made_for(kernel: str, target: str) -> list[str]:
         expected.append("RED.E.ADD.F32" if target == "sm_80" else "REDG.E.ADD.F32x4")
     if kernel.startswith("hopper_attention_bwd_") and kernel.endswith("_lists"):
         expected = ["HGMMA.64x", "WARPGROUP.ARRIVE", "LDGSTS.E.BYPASS.128", "STSM.16.MT88.4"]
-        expected.append("REDG.E.ADD.F32x4")
+        expected.append("STG.E.128" if "_kept_" in kernel else "REDG.E.ADD.F32x4")
     # By warps, not by TMA.
     if kernel.startswith("hopper_attention_bwd_") and re.search(r"_d(192|256)(_dense.*)?$", kernel):
         expected = [name.replace("UBLKRED", "REDG.E.ADD.F32x4") for name in expected]

@@ -73,12 +73,13 @@ CALLS: dict[str, tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, Any
 }  # fmt: skip
 
 
-# In which order CTAs add to dK and dV: any; one after another, as planned for a GPU of two SMs; or
-# in several chains with sums of their own.
+# In which order CTAs add to dK and dV: any; one after another, as planned for a GPU of two SMs; in
+# several chains with sums of their own; or a launch behind adds up what they keep, on 9.0.
 ORDERS: dict[str, dict[str, Any]] = {
     "any-order": {"deterministic": False},
     "a-chain": {"deterministic": True, "sms": 2},
     "chains": {"deterministic": True},
+    "kept": {"deterministic": True, "planned_for": "H200"},
 }
 
 
@@ -93,7 +94,12 @@ def test_gradients_of_listed_keys(kernel: str, dtype: str, order: str, name: str
         return  # another folder's kernel, which is tested as such
     if here.name == "simulator" and dtype in DTYPES and (number + DTYPES.index(dtype)) % 2:
         return  # both types have one code
-    if here.name == "simulator" and (number // 2 + len(kernel)) % 3 != list(ORDERS).index(order):
+    orders = [x for x in ORDERS if kernel == "ampere" or x != "kept"]
+    orders = ["any-order", "kept"] if kernel == "hopper" else orders
+    if order not in orders:
+        return
+    turn = (number // 2 + len(kernel)) % len(orders)
+    if here.name == "simulator" and turn != orders.index(order):
         return  # a call has one of them
     if here.name == "simulator" and kernel == "simt" and of_list > 64:
         return  # its tiles have at most 32 rows
@@ -191,7 +197,7 @@ def test_queries_that_see_no_key_of_their_list_may_hold_anything(kernel: str, na
         assert report.ok, f"{what}: {report}"
 
 
-@pytest.mark.parametrize("order", ["any-order", "a-chain"])
+@pytest.mark.parametrize("order", ["any-order", "a-chain", "kept"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_key_that_is_named_twice_counts_twice(kernel: str, order: str) -> None:
     dout, q, k, v = inputs(here, 1, 20, 64, 64, dtype_of(kernel), heads=(1, 1))
@@ -218,11 +224,14 @@ IN_TURNS: dict[str, tuple[tuple[Any, ...], tuple[int, int, int, int], dict[str, 
 
 
 @pytest.mark.parametrize("name", IN_TURNS)
+@pytest.mark.parametrize("order", ["a-chain", "kept"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_sums_in_order_have_the_same_bits_each_time(kernel: str, name: str) -> None:
+def test_sums_in_order_have_the_same_bits_each_time(kernel: str, order: str, name: str) -> None:
     (batch, heads, nq, nk, d), shape, given = IN_TURNS[name]
     if kernel == "hopper" and name == "rows":
         return  # another folder's
+    if kernel == {"a-chain": "hopper", "kept": "simt"}[order]:
+        return  # it has no such order
     dout, q, k, v = inputs(here, nq, nk, d, d, dtype_of(kernel), batch=batch, heads=heads)
     generator = torch.Generator().manual_seed(3)
     lists = torch.randint(-9, nk + 9, shape, generator=generator).int().to(here.device)
@@ -230,7 +239,7 @@ def test_sums_in_order_have_the_same_bits_each_time(kernel: str, name: str) -> N
     if "lengths" in call:
         call["topk_lengths"] = here.int32(*call.pop("lengths")).reshape(1, 1, -1)
     found = differentiate(
-        here, kernel, dout, q, k, v, key_indices=lists, sms=1,
+        here, kernel, dout, q, k, v, key_indices=lists, **ORDERS[order] | {"sms": 1},
         schedules=range(2 if here.name == "simulator" else 5), **call,
     )  # fmt: skip
     exact = reference.attention_backward(dout, q, k, v, key_indices=lists, **call)
@@ -246,13 +255,15 @@ def test_the_calls_above_run_every_compiled_kernel(kernel: str) -> None:
     for (batch, heads, nq, nk, d, dv), shape, _ in CALLS.values():
         dtype = "float32" if kernel == "simt" else "float16"
         q, k, v = here.qkv(nq, nk, d, dv, dtype=dtype, batch=batch, heads=heads)
-        with _gradients.asked_for(True):
-            plan = archflash.explain(
-                q, k, v, key_indices=lists_of(shape, nk), backward=True, implementation=kernel,
-                device=native.describe(kernel).home_device,
-            ).plan  # fmt: skip
-        assert plan is not None
-        planned |= {x for x in plan.kernels if x.startswith(kernel) and x.endswith("_lists")}
+        home = native.describe(kernel).home_device
+        for deterministic, device in ((True, home), (False, home), (True, "H200")):
+            with _gradients.asked_for(deterministic):
+                plan = archflash.explain(
+                    q, k, v, key_indices=lists_of(shape, nk), backward=True, implementation=kernel,
+                    device=device,
+                ).plan  # fmt: skip
+            assert plan is not None
+            planned |= {x for x in plan.kernels if x.startswith(kernel) and x.endswith("_lists")}
     word = "f32" if kernel == "simt" else "f16"
     text = files("archflash").joinpath(f"_kernels/{kernel}/bwd_lists_{word}.json").read_text()
     assert planned == {entry for entries in json.loads(text).values() for entry in entries}

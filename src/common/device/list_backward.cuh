@@ -11,6 +11,7 @@
 #include "common/device/visible_keys.cuh"
 #include "common/list_backward_params.h"
 #include "common/ptx/global_order.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/red_global.cuh"
 #include "common/ptx/redux.cuh"
 #include "common/ptx/special_registers.cuh"
@@ -205,30 +206,8 @@ __device__ __forceinline__ void pass_turns(const ListOrder& order) {
                                     order.left_gmem + cta);
 }
 
-// Sorts a list by its keys, for each CTA; entries that name none or do not count come last, as
-// NO_KEY_LEFT. A bitonic sort in shared memory, of the smallest power of two of entries.
-__device__ __forceinline__ void sort_list(const ListBackwardParams& params) {
-  extern __shared__ int entries[];
-  const AttentionParams& attention = params.call.attention;
-  const KeyLists& lists = params.lists;
-  const int number_of_lists = (attention.nq + lists.list_rows - 1) / lists.list_rows;
-  const bool of_heads = lists.head != 0 || lists.lengths_head != 0;
-  const int heads = of_heads ? attention.heads_q / attention.heads_per_kv : 1;
-  const int list = static_cast<int>(blockIdx.x) % number_of_lists;
-  const int batch_head = static_cast<int>(blockIdx.x) / number_of_lists;
-  const int batch = batch_head / heads, head = batch_head % heads;
-  int count = lists.topk;
-  if (lists.lengths_gmem != nullptr) {
-    count = min(count, lists.lengths_gmem[batch * lists.lengths_batch + head * lists.lengths_head +
-                                          list * lists.lengths_row]);
-  }
-  const int32_t* const list_gmem =
-      lists.indices_gmem + batch * lists.batch + head * lists.head + list * lists.row;
-  const int places = 1 << (32 - __clz(lists.topk - 1));
-  for (int i = threadIdx.x; i < places; i += LIST_SORT_THREADS) {
-    const int key = i < count ? list_gmem[i] : NO_KEY;
-    entries[i] = key < 0 ? NO_KEY_LEFT : key;
-  }
+// Sorts the entries of a list in shared memory, by all threads; `places` of them, a power of two.
+__device__ __forceinline__ void sort_bitonic(int* entries, int places) {
   for (int run = 2; run <= places; run *= 2) {
     for (int step = run / 2; step > 0; step /= 2) {
       __syncthreads();  // the entries that other threads wrote in the last step are there
@@ -240,9 +219,112 @@ __device__ __forceinline__ void sort_list(const ListBackwardParams& params) {
     }
   }
   __syncthreads();  // the list is sorted
-  int32_t* const sorted_gmem =
-      params.order.sorted_gmem + static_cast<int64_t>(blockIdx.x) * lists.topk;
-  for (int i = threadIdx.x; i < lists.topk; i += LIST_SORT_THREADS) sorted_gmem[i] = entries[i];
+}
+
+// Sets a bit for each key that a list names, and finds how many keys come before each 32, by all
+// threads. Returns how many there are, or -1 if one is named twice.
+template <class EntryOf>
+__device__ __forceinline__ int count_by_bits(uint32_t* bits, int* before, int words, int count,
+                                             const EntryOf& entry_of) {
+  __shared__ int of_warp[LIST_SORT_THREADS / 32];
+  for (int i = threadIdx.x; i < words; i += LIST_SORT_THREADS) bits[i] = 0;
+  __syncthreads();  // all bits are 0
+  bool twice = false;
+  for (int i = threadIdx.x; i < count; i += LIST_SORT_THREADS) {
+    const int key = entry_of(i);
+    if (key == NO_KEY_LEFT) continue;
+    const uint32_t bit = 1u << key % 32;
+    twice |= (atomicOr(&bits[key / 32], bit) & bit) != 0;
+  }
+  if (__syncthreads_or(twice)) return -1;  // else all bits are there
+  const int of_thread = (words + LIST_SORT_THREADS - 1) / LIST_SORT_THREADS;
+  const int begin = min(static_cast<int>(threadIdx.x) * of_thread, words);
+  const int end = min(begin + of_thread, words);
+  int own = 0;
+  for (int i = begin; i < end; ++i) own += __popc(bits[i]);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int through = own;  // of this thread and those before it
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const int other = __shfl_up_sync(~0u, through, lanes);
+    if (lane >= lanes) through += other;
+  }
+  if (lane == 31) of_warp[warp] = through;
+  __syncthreads();  // the sums of all warps are there
+  int all = 0;
+  for (int i = 0; i < LIST_SORT_THREADS / 32; ++i) {
+    if (i < warp) through += of_warp[i];
+    all += of_warp[i];
+  }
+  int sum = through - own;
+  for (int i = begin; i < end; ++i) {
+    before[i] = sum;
+    sum += __popc(bits[i]);
+  }
+  __syncthreads();  // all numbers are there
+  return all;
+}
+
+// Sorts a list by its keys, for each CTA; entries that name none or do not count come last, as
+// NO_KEY_LEFT. Keys are bits in shared memory, or where one is named twice or there are too many
+// of them, sorted there by exchanges.
+__device__ __forceinline__ void sort_list(const ListBackwardParams& params) {
+  ptx::griddepcontrol_launch_dependents();
+  extern __shared__ int entries[];
+  const AttentionParams& attention = params.call.attention;
+  const KeyLists& lists = params.lists;
+  const int number_of_lists = (attention.nq + lists.list_rows - 1) / lists.list_rows;
+  const bool of_heads = lists.head != 0 || lists.lengths_head != 0;
+  const int heads = of_heads ? attention.heads_q / attention.heads_per_kv : 1;
+  const int list = static_cast<int>(blockIdx.x) % number_of_lists;
+  const int batch_head = static_cast<int>(blockIdx.x) / number_of_lists;
+  const int batch = batch_head / heads, head = batch_head % heads;
+  const int topk = lists.topk;
+  int count = topk;
+  if (lists.lengths_gmem != nullptr) {
+    count = min(count, lists.lengths_gmem[batch * lists.lengths_batch + head * lists.lengths_head +
+                                          list * lists.lengths_row]);
+  }
+  const int32_t* const list_gmem =
+      lists.indices_gmem + batch * lists.batch + head * lists.head + list * lists.row;
+  const auto entry_of = [&](int i) {
+    const int key = i < count ? list_gmem[i] : NO_KEY_LEFT;
+    return key < 0 || key >= attention.nk ? NO_KEY_LEFT : key;
+  };
+  int32_t* const sorted_gmem = params.order.sorted_gmem + static_cast<int64_t>(blockIdx.x) * topk;
+  const int words = (attention.nk + 31) / 32;
+  static_assert(KEPT_KEYS == 32);
+  int32_t* const starts_gmem =
+      params.kept.starts_gmem == nullptr
+          ? nullptr
+          : params.kept.starts_gmem + static_cast<int64_t>(blockIdx.x) * (words + 1);
+  uint32_t* const bits = reinterpret_cast<uint32_t*>(entries);
+  int* const before = entries + words;
+  int named = -1;
+  if (sorts_by_bits(attention.nk)) named = count_by_bits(bits, before, words, topk, entry_of);
+  if (named >= 0) {
+    for (int i = threadIdx.x; i < words; i += LIST_SORT_THREADS) {
+      int place = before[i];
+      if (starts_gmem != nullptr) starts_gmem[i] = place;
+      for (uint32_t left = bits[i]; left != 0; left &= left - 1)
+        sorted_gmem[place++] = 32 * i + __ffs(static_cast<int>(left)) - 1;
+    }
+    if (starts_gmem != nullptr && threadIdx.x == 0) starts_gmem[words] = named;
+    for (int i = named + static_cast<int>(threadIdx.x); i < topk; i += LIST_SORT_THREADS)
+      sorted_gmem[i] = NO_KEY_LEFT;
+  } else {
+    int places = 32;
+    while (places < topk) places *= 2;
+    for (int i = threadIdx.x; i < places; i += LIST_SORT_THREADS)
+      entries[i] = i < topk ? entry_of(i) : NO_KEY_LEFT;
+    sort_bitonic(entries, places);
+    for (int i = threadIdx.x; i < topk; i += LIST_SORT_THREADS) sorted_gmem[i] = entries[i];
+    for (int i = threadIdx.x; starts_gmem != nullptr && i <= topk; i += LIST_SORT_THREADS) {
+      const int last_before = i == 0 ? -1 : min(entries[i - 1] / KEPT_KEYS, words);
+      const int last = i == topk ? words : min(entries[i] / KEPT_KEYS, words);
+      for (int group = last_before + 1; group <= last; ++group) starts_gmem[group] = i;
+    }
+  }
+  ptx::griddepcontrol_wait();  // this kernel has started early, and ends behind the one before
 }
 
 // Clears the sums, and what CTAs have left, by all threads of the grid.
@@ -258,6 +340,7 @@ __device__ __forceinline__ void clear_key_sums(const ListBackwardParams& params)
 // The terms of BACKWARD_ROWS query rows for each CTA, and cleared sums.
 template <DType DTYPE>
 __device__ __forceinline__ void list_rows(const ListBackwardParams& params) {
+  ptx::griddepcontrol_launch_dependents();  // lists are sorted beside this, and others wait
   backward_rows<DTYPE>(params.call, [&] { clear_key_sums(params); });
 }
 
@@ -272,6 +355,7 @@ __device__ __forceinline__ void list_gradients(const ListBackwardParams& params)
   const int heads_kv = attention.heads_q / attention.heads_per_kv;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * LIST_SUMS_THREADS + threadIdx.x;
   const int64_t row_of_all = index / parts;
+  ptx::griddepcontrol_wait();  // the sums are complete
   int part = static_cast<int>(index - row_of_all * parts);
   const int64_t head_of_all = row_of_all / attention.nk;
   const int64_t row = row_of_all - head_of_all * attention.nk;

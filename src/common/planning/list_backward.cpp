@@ -112,6 +112,18 @@ void choose_chains(ListOrder& order, const Problem& call, const ListTile& tile, 
   order.chains = static_cast<int32_t>(std::min(wanted, most));
 }
 
+// How many lists come in a launch of a kernel that keeps dK and dV of their entries: so many that
+// all its CTAs run together some times, and are kept in MOST_BYTES.
+int64_t lists_at_a_time(int64_t lists, int64_t ctas_of_list, int64_t list_bytes,
+                        const ListTile& tile, const Device& device) {
+  constexpr int64_t MOST_BYTES = int64_t{1} << 30;
+  const int64_t most = std::max<int64_t>(MOST_BYTES / list_bytes, 1);
+  if (most >= lists) return lists;
+  const int64_t running = int64_t{device.sm_count} * tile.ctas_per_sm;
+  const int64_t whole = most * ctas_of_list / running * running / ctas_of_list;
+  return whole > 0 ? whole : most;
+}
+
 }  // namespace
 
 PlanResult plan_list_backward(const Description& description, std::span<const ListTile> tiles,
@@ -138,11 +150,14 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
     refuse("a mask is faster where lists name so many of the keys and so few rows share one");
     return reasons;
   }
-  const auto in_sums = [](int64_t columns) {
-    return ceil_div(columns, int64_t{LIST_SUM_COLUMNS}) * LIST_SUM_COLUMNS;
-  };
   const int64_t heads = call.batch * call.heads_q, rows = heads * call.nq;
   const int64_t heads_kv = call.batch * call.heads_kv, keys = heads_kv * call.nk;
+  const bool in_order = problem.deterministic && rows > 0 && keys > 0;
+  const bool keeps = in_order && tile->kept != nullptr && device.major == 9;
+  const auto in_sums = [&](int64_t columns) {
+    const int64_t step = keeps ? KEPT_COLUMNS : LIST_SUM_COLUMNS;
+    return ceil_div(columns, step) * step;
+  };
   ListBackwardParams params;
   std::memset(static_cast<void*>(&params), 0, sizeof params);  // equal plans are equal bytes
   params.call = backward_params(problem, {});
@@ -159,15 +174,21 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
   Workspace workspace;
   WorkspaceParts parts;
   constexpr int64_t FLOAT = sizeof(float), INT = sizeof(int32_t);
-  const bool in_order = problem.deterministic && rows > 0 && keys > 0;
-  if (in_order) {
-    const int64_t sums_bytes = keys * (params.sums.dk_columns + params.sums.dv_columns) * FLOAT;
+  const int64_t lists = lists_of(call), ctas_of_list = ctas / std::max<int64_t>(lists, 1);
+  const int64_t sum_columns = params.sums.dk_columns + params.sums.dv_columns;
+  const int64_t list_bytes = ctas_of_list * call.key_indices * sum_columns * 2;
+  const int64_t at_a_time =
+      keeps ? lists_at_a_time(lists, ctas_of_list, list_bytes, *tile, device) : lists;
+  if (keeps) order.chains = 0;
+  if (in_order && !keeps) {
+    const int64_t sums_bytes = keys * sum_columns * FLOAT;
     order.heads = static_cast<int32_t>(heads_kv);
     choose_chains(order, call, *tile, ctas / heads_kv, sums_bytes, device);
     order.left_bytes = static_cast<int32_t>(ceil_div(ctas * INT, 16) * 16);
   }
-  const int64_t dk_sums = workspace.add(order.chains * keys * params.sums.dk_columns * FLOAT);
-  const int64_t dv_sums = workspace.add(order.chains * keys * params.sums.dv_columns * FLOAT);
+  const int64_t sums = at_a_time < lists ? keys : order.chains * keys;
+  const int64_t dk_sums = workspace.add(sums * params.sums.dk_columns * FLOAT);
+  const int64_t dv_sums = workspace.add(sums * params.sums.dv_columns * FLOAT);
   parts.terms = workspace.add(rows * ROW_TERMS_BYTES);
   // Lists that serve several heads or sequences are sorted once.
   const KeyLists& given = params.lists;
@@ -177,6 +198,9 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
   const int64_t sorted = in_order ? sorted_batch * sorted_heads * of_head : 0;
   const int64_t sorted_start = workspace.add(sorted * call.key_indices * INT);
   const int64_t left_start = workspace.add(order.left_bytes);
+  const int64_t key_groups = ceil_div(call.nk, int64_t{KEPT_KEYS});
+  const int64_t starts_start = workspace.add(keeps ? sorted * (key_groups + 1) * INT : 0);
+  const int64_t kept_start = workspace.add(keeps ? at_a_time * list_bytes : 0);
   plan.workspace_bytes = workspace.bytes();
   std::vector<PointerSlot> slots = backward_pointers(problem, {}, parts);
   const std::vector<PointerSlot> of_call = slots;
@@ -186,6 +210,7 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
   constexpr size_t LISTS = offsetof(ListBackwardParams, lists);
   constexpr size_t SUMS = offsetof(ListBackwardParams, sums);
   constexpr size_t ORDER = offsetof(ListBackwardParams, order);
+  constexpr size_t KEPT = offsetof(ListBackwardParams, kept);
   for (const PointerSlot& slot : key_list_pointers(call, LISTS)) slots.push_back(slot);
   if (rows > 0) {  // else nothing is added, and nothing clears the sums
     slots.push_back(in_workspace(SUMS + offsetof(KeySums, dk_gmem), dk_sums));
@@ -205,13 +230,24 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
     launch.shared_bytes = shared_bytes;
     launch.params = bytes(params);
     launch.pointers = slots;
+    // It waits where it has to. simt's are compiled for 8.0, which knows no such wait.
+    launch.uses_pdl = plan.launches.size() > 1 && call.dtype != DType::F32;
+  };
+  const auto add_rows = [&] {
+    add("backward_rows_" + word + "_lists", heads * ceil_div(call.nq, BACKWARD_ROWS),
+        BACKWARD_ROWS_THREADS);
   };
   if (in_order) {
     slots.push_back(in_workspace(ORDER + offsetof(ListOrder, sorted_gmem), sorted_start));
-    slots.push_back(in_workspace(ORDER + offsetof(ListOrder, left_gmem), left_start));
-    const auto places = std::bit_ceil(static_cast<uint64_t>(call.key_indices));
+    if (keeps) {
+      slots.push_back(in_workspace(KEPT + offsetof(KeptKeys, starts_gmem), starts_start));
+      slots.push_back(in_workspace(KEPT + offsetof(KeptKeys, rows_gmem), kept_start));
+    } else {
+      slots.push_back(in_workspace(ORDER + offsetof(ListOrder, left_gmem), left_start));
+    }
+    add_rows();
     add("backward_order_" + word + "_lists", sorted, LIST_SORT_THREADS,
-        static_cast<int>(places * INT));
+        static_cast<int>(list_sort_ints(call.key_indices, call.nk) * INT));
     // The other launches read the sorted lists.
     for (PointerSlot& slot : slots)
       if (slot.operand == Operand::KeyIndices)
@@ -220,18 +256,38 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
     lists.row = call.key_indices;
     lists.head = sorted_heads > 1 ? of_head * lists.row : 0;
     lists.batch = sorted_batch > 1 ? sorted_heads * of_head * lists.row : 0;
+  } else {
+    add_rows();
   }
-  add("backward_rows_" + word + "_lists", heads * ceil_div(call.nq, BACKWARD_ROWS),
-      BACKWARD_ROWS_THREADS);
-  add("attention_bwd_" + word + "_" + tile->name, ctas, tile->threads, tile->shared_bytes);
-  const int64_t sum_parts = (params.sums.dk_columns + params.sums.dv_columns) / LIST_SUM_COLUMNS;
-  add("backward_keys_" + word + "_lists", ceil_div(keys * sum_parts, LIST_SUMS_THREADS),
-      LIST_SUMS_THREADS);
+  const auto add_main = [&](const char* name, int64_t ctas) {
+    add("attention_bwd_" + word + "_" + name, ctas, tile->threads, tile->shared_bytes);
+  };
+  if (keeps) {
+    const int64_t lists_of_head = lists / heads_kv;
+    for (int64_t first = 0; first < lists; first += at_a_time) {
+      const int64_t end = std::min(first + at_a_time, lists);
+      params.kept.first_list = static_cast<int32_t>(first);
+      params.kept.end_list = static_cast<int32_t>(end);
+      params.kept.first_tile = static_cast<int32_t>(first * ctas_of_list);
+      add_main(tile->kept, (end - first) * ctas_of_list);
+      const int64_t heads_of_launch = ceil_div(end, lists_of_head) - first / lists_of_head;
+      add("backward_kept_" + word + "_lists", heads_of_launch * key_groups, KEPT_SUMS_THREADS);
+      const int64_t keys_of_cta =
+          std::min<int64_t>(KEPT_SUMS_THREADS / (sum_columns / 8), KEPT_MOST_KEYS);
+      plan.launches.back().grid[1] = ceil_div(KEPT_KEYS, keys_of_cta);
+    }
+  } else {
+    add_main(tile->name, ctas);
+    const int64_t sum_parts = sum_columns / LIST_SUM_COLUMNS;
+    add("backward_keys_" + word + "_lists", ceil_div(keys * sum_parts, LIST_SUMS_THREADS),
+        LIST_SUMS_THREADS);
+  }
   if (problem.dsinks) {
     add("backward_sinks_" + word, call.heads_q, BACKWARD_SINKS_THREADS);
     Launch& sinks = plan.launches.back();
     sinks.image = folder + "/bwd_" + word;
     sinks.params = bytes(params.call);
+    sinks.uses_pdl = false;
     sinks.pointers = of_call;
   }
   if (most_ctas > GRID_LIMIT) return grid_too_large(most_ctas);
