@@ -680,6 +680,7 @@ def test_installed_names_have_the_distributions_of_the_originals(
             assert normal in asked_before.PACKAGE_DISTRIBUTION_MAPPING[name]
             assert importlib.util.find_spec(name) is not None
             assert importlib.metadata.version(distribution)
+        assert importlib.import_module("flash_attn_3.flash_attn_interface") is fa3
         assert importlib.metadata.version("flash_attn").startswith(fa2.__version__)
         assert importlib.metadata.version("archflash") == archflash.__version__
         assert available()
@@ -1037,6 +1038,24 @@ def test_the_operators_compute_what_the_functions_do() -> None:
     with pytest.raises(UnsupportedError, match="page_table"):
         torch.ops.flash_attn_3.fwd(q[0], k, v, cu_seqlens_q=ends(0, 9), cu_seqlens_k=ends(0, 7),
                                    page_table=ends(0))  # fmt: skip
+
+
+def test_functions_below_flash_attention_3_take_names_of_earlier_versions_too() -> None:
+    """Code for context parallelism calls them by keywords."""
+    q, k, v = qkv()
+    into = torch.empty_like(q)
+    out, lse, *_ = fa3._flash_attn_forward(q, k, v, causal=True, window_size_left=3)
+    old, _, *_ = fa3._flash_attn_forward(q, k, v, causal=True, window_size=(3, -1), out=into)
+    assert old is into
+    assert torch.equal(old, out)
+    found = [[torch.empty_like(x) for x in (q, k, v)] for _ in range(2)]
+    new: dict[str, Any] = {"is_causal": True, "window_size_left": 3}
+    old_names: dict[str, Any] = {"causal": True, "window_size": (3, -1)}
+    for (dq, dk, dv), names in zip(found, (new, old_names), strict=True):
+        fa3._flash_attn_backward(q, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **names)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    with pytest.raises(TypeError, match="window_size is 3"):
+        fa3._flash_attn_forward(q, k, v, window_size=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("installed")

@@ -71,6 +71,8 @@ _MODULES: dict[str, ModuleType] = {
     "flash_attn.ops.triton.rotary": _triton_rotary,
     "flash_attn_2_cuda": flash_attn_2_cuda,
     "flash_attn_3": flash_attn_3,
+    # TransformerEngine and Megatron import it from there.
+    "flash_attn_3.flash_attn_interface": flash_attn_interface,
     "flash_attn_interface": flash_attn_interface,
     "flash_mla": flash_mla,
     "sageattention": sageattention,

@@ -5,12 +5,13 @@ parallelism and torch.ops.flash_attn_3 call them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
 from archflash._errors import UnsupportedError
 from archflash.compat._arguments import plain
-from archflash.compat._flash import refuse, seen_by_none
+from archflash.compat._flash import Window, refuse, seen_by_none, sides_of
 from archflash.compat._flash_3 import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -80,6 +81,11 @@ def _forward(
     return found if out is None else out.copy_(found), lse, empty, lse.new_empty(0)
 
 
+def _sides(both: Window | None, left: int, right: int) -> list[Any]:
+    """The sides of a window that is given as a pair, or else each for itself."""
+    return [left, right] if both is None else sides_of(both)
+
+
 def _flash_attn_forward(
     q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
     qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
@@ -94,15 +100,18 @@ def _flash_attn_forward(
     window_size_left: int = -1, window_size_right: int = -1, attention_chunk: int = 0,
     softcap: float = 0.0, rotary_interleaved: bool = True,
     scheduler_metadata: Tensor | None = None, num_splits: int = 1, pack_gqa: bool | None = None,
-    sm_margin: int = 0,
+    sm_margin: int = 0, *, out: Tensor | None = None, window_size: Window | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_forward` with the names and defaults that FlashAttention-3's Python has."""
+    """`_forward` with the names and defaults that FlashAttention-3's Python has. Earlier versions
+    have `out` for `out_`, and both sides of the window as `window_size`.
+    """
+    left, right = _sides(window_size, window_size_left, window_size_right)
     return _forward(
-        q, k, v, k_new, v_new, qv, out_, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
-        seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos,
-        rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal,
-        window_size_left, window_size_right, attention_chunk, softcap, rotary_interleaved,
-        scheduler_metadata, num_splits, pack_gqa, sm_margin,
+        q, k, v, k_new, v_new, qv, out if out_ is None else out_, cu_seqlens_q, cu_seqlens_k,
+        cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table,
+        kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale,
+        v_descale, softmax_scale, causal, left, right, attention_chunk, softcap,
+        rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
     )  # fmt: skip
 
 
@@ -144,11 +153,15 @@ def _flash_attn_backward(
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dq: Tensor | None = None,
     dk: Tensor | None = None, dv: Tensor | None = None, softmax_scale: float | None = None,
     is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+    softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0, *,
+    causal: bool = False, window_size: Window | None = None,
 ) -> Tensor:  # fmt: skip
-    """`_backward` with the order that FlashAttention-3's Python has; its first result."""
+    """`_backward` with the order that FlashAttention-3's Python has; its first result. Earlier
+    versions have `causal` for `is_causal`, and both sides of the window as `window_size`.
+    """
+    left, right = _sides(window_size, window_size_left, window_size_right)
     return _backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k,
-        max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_size_left, window_size_right,
-        softcap, deterministic, sm_margin,
+        max_seqlen_q, max_seqlen_k, softmax_scale, is_causal or causal, left, right, softcap,
+        deterministic, sm_margin,
     )[0]  # fmt: skip
