@@ -338,7 +338,7 @@ def _to_4d(x: Tensor) -> Tensor:
     """x as ``(B, H, N, D)``; missing dimensions are 1, those before the heads become one batch."""
     if x.ndim < 4:
         return x[(None,) * (4 - x.ndim)]
-    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
+    return x if x.ndim == 4 else x.flatten(0, -4)
 
 
 def _mask_to_4d(mask: Tensor, full: tuple[int, ...]) -> Tensor:
@@ -349,4 +349,4 @@ def _mask_to_4d(mask: Tensor, full: tuple[int, ...]) -> Tensor:
         )
     if len(full) <= 4 or mask.ndim <= 3:
         return mask
-    return mask.expand(full).reshape(-1, *full[-3:])
+    return mask.expand(full).flatten(0, -4)

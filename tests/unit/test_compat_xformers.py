@@ -205,6 +205,9 @@ def test_tensors_of_other_lengths_are_joined_and_split_again() -> None:
     with pytest.raises(ValueError, match="11 rows of all sequences"):
         ops.memory_efficient_attention(q[:, 1:], k, v, of_both)
     assert ops.unbind(rand(3, 2), 0)[0].shape == (2,)
+    without_heads = [x[:, :, :0] for x in tensors]
+    bias, joined = biases.BlockDiagonalMask.from_tensor_list(without_heads)
+    assert [x.shape for x in bias.split(joined)] == [(2, 3, 0, 8), (1, 5, 0, 8)]
 
 
 @pytest.mark.parametrize(

@@ -194,10 +194,13 @@ def test_head_dims_of_no_size(sizes: tuple[int, int]) -> None:
 
 
 def test_tensors_of_no_size() -> None:
-    for lead, nq, nk in (((0, 4), 5, 7), ((2, 4), 0, 7), ((2, 4), 5, 0)):
+    of_four = (((0, 4), 5, 7), ((2, 4), 0, 7), ((2, 4), 5, 0))
+    of_five = (((2, 3, 4), 0, 7), ((2, 3, 4), 5, 0), ((0, 3, 4), 5, 7))
+    for lead, nq, nk in of_four + of_five:
         q, k, v = inputs(lead, nq, nk)
         assert_same_as_torch(q, k, v)
         assert_same_as_torch(q, k, v, is_causal=True)
+        assert_same_as_torch(q, k, v, attn_mask=rand(*lead, nq, nk))
     q, k, v = inputs((2, 0), 5, 7)  # PyTorch 2.11 divides by the number of heads here
     assert scaled_dot_product_attention(q, k, v).shape == (2, 0, 5, 8)
 

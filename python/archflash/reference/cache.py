@@ -208,7 +208,7 @@ def _as_one_sequence(
     """A call with physical indices as one whose sequences all are the whole cache."""
     swap = asked.layout == "bhnd"
     caches = [x.transpose(1, 2) if swap else x for x in (k_cache, v_cache)]
-    caches = [x.reshape(1, -1, *x.shape[2:]) for x in caches]
+    caches = [x.flatten(0, 1)[None] for x in caches]
     lengths = torch.full((q.shape[0],), caches[0].shape[1], dtype=torch.int32, device=q.device)
     k_cache, v_cache = (x.transpose(1, 2) if swap else x for x in caches)
     as_sequence = {"cache_seqlens": lengths, "cache_batch_idx": torch.zeros_like(lengths)}

@@ -181,7 +181,8 @@ class _SeqLenInfo:
         parts, sequence = [], 0
         for count in counts:
             first, last = (self.seqstart_py[i] for i in (sequence, sequence + count))
-            parts.append(x[0, first:last].reshape(count, -1, *x.shape[2:]))
+            rows = (last - first) // count if count else 0
+            parts.append(x[0, first:last].reshape(count, rows, *x.shape[2:]))
             sequence += count
         return parts
 
@@ -331,7 +332,7 @@ def _lengths_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], 1)
+    return torch.cat([x.flatten(0, 1) for x in tensors])[None]
 
 
 @dataclass
