@@ -221,7 +221,11 @@ bool copies_own(const Problem& problem) {
   const bool in_pairs = strides.batch % PAIR == 0 && strides.head % PAIR == 0 &&
                         strides.row % PAIR == 0 && problem.mask_align % PAIR_BYTES == 0;
   const bool alone = strides.batch != 0 || problem.batch == 1;
-  return adds_alone(problem) && copies_mask(problem) && in_pairs && alone &&
+  // Above 64 columns the others have one CTA on an SM, and take longer even where TMA reads the
+  // mask or one copy serves all sequences (docs/lab/hopper.md).
+  constexpr int64_t COLUMNS = 64, MOST_KEYS = 512;
+  const bool wide = std::max(problem.d, problem.dv) > COLUMNS && problem.nk <= MOST_KEYS;
+  return adds_alone(problem) && (wide || (copies_mask(problem) && alone)) && in_pairs &&
          problem.mask_key == 1 && strides.row != 0 && problem.nq >= MASK_BLOCK;
 }
 

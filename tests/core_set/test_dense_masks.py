@@ -415,18 +415,20 @@ def test_added_alone(kind: str, tile: str) -> None:
     ("kind", "tile"),
     [
         ("hidden", "d64_windows"), ("mixed", "d64_windows"), ("window", "d64_windows"),
-        ("noise", "d96_windows"), ("mixed", "d96_windows"),
+        ("shared", "d96_windows"), ("mixed", "d96_windows"),
     ],
 )  # fmt: skip
 def test_warps_copy_elements_of_each_head_and_sequence(kind: str, tile: str) -> None:
     """Rows of 4 bytes' alignment, up to the last element of the mask. The first tile of a head has
-    rows for one warp only.
+    rows for one warp only. Above 64 columns sequences may share the mask.
     """
     nq, nk = 132, (198 if tile == "d64_windows" else 67)
-    dtype = "float16" if kind in ("noise", "window") else "bfloat16"
+    dtype = "float16" if kind in ("shared", "window") else "bfloat16"
     q, k, v = on.qkv(nq, nk, *DIMS[tile], dtype=dtype, batch=2, heads=(2, 1))
     mask = (2 * on.rand(2, 2, nq, -(-nk // 2) * 2, seed=6, dtype=dtype))[..., :nk]
     keep = keep_of(nq, nk, 2)
+    if kind == "shared":
+        mask = mask[:1]
     if kind in ("hidden", "window"):
         mask.masked_fill_(~keep, -math.inf)
     if kind == "mixed":
@@ -456,6 +458,8 @@ def test_which_masks_warps_copy() -> None:
 
     assert kernels(3, 4, 196, 196)[-1].endswith("d64_windows")
     assert kernels(3, 4, 196, 196, columns=72)[-1].endswith("d96_windows")
+    assert kernels(1, 4, 196, 200, columns=80, keys=200)[-1].endswith("d96_windows")
+    assert kernels(3, 4, 196, 520, columns=80, keys=520)[-1].endswith("d128_dense")  # by TMA
     others = {
         "of each head": kernels(1, 4, 196, 196),
         "of odd rows": kernels(3, 4, 196, 197),
