@@ -14,6 +14,7 @@
 #include "common/masked_backward_params.h"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/min.cuh"
 #include "hopper/backward_pipeline.cuh"
 #include "hopper/backward_products.cuh"
@@ -32,11 +33,54 @@ static_assert(BLOCK_UNSEEN == 0);
 
 // --- the kernel before the main one: a CTA for each block ---
 
+// Bytes from row to row of a block's elements of 16 bits in shared memory: ldmatrix reads 8 rows
+// from different banks.
+constexpr int PREPARED_ROW_BYTES = 2 * MASK_BLOCK + 16;
+template <DType DTYPE>
+constexpr uint32_t HALF_MINUS_INFINITY = DTYPE == DType::BF16 ? 0xFF80 : 0xFC00;
+
+// Copies a block's elements of 16 bits from element `first` of the mask on to shared memory, a word
+// of two in each lane and a row in each warp at a time; 0 behind the ends.
+__device__ __forceinline__ void read_16_bits(const MaskParams& masks, int64_t first, int rows,
+                                             int keys, float* shared) {
+  constexpr int WARPS = DENSE_THREADS / 32, STEPS = MASK_BLOCK / WARPS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto* mask_gmem = static_cast<const uint16_t*>(masks.mask_gmem) + first;
+  uint32_t words[STEPS];
+  const bool in_pairs = masks.mask_key == 1 && masks.mask_row % 2 == 0 &&
+                        reinterpret_cast<uintptr_t>(mask_gmem) % 4 == 0;
+  if (in_pairs) {
+    const uint16_t* own_gmem = mask_gmem + warp * masks.mask_row + 2 * lane;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      words[i] = 0;
+      if (i * WARPS + warp < rows && 2 * lane + 1 < keys)
+        words[i] = *reinterpret_cast<const uint32_t*>(own_gmem);
+      if (i * WARPS + warp < rows && 2 * lane + 1 == keys) words[i] = *own_gmem;
+      own_gmem += WARPS * masks.mask_row;
+    }
+  } else {
+    const uint16_t* own_gmem = mask_gmem + warp * masks.mask_row + 2 * lane * masks.mask_key;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      uint32_t low = 0, high = 0;
+      if (i * WARPS + warp < rows && 2 * lane < keys) low = own_gmem[0];
+      if (i * WARPS + warp < rows && 2 * lane + 1 < keys) high = own_gmem[masks.mask_key];
+      words[i] = low | high << 16;
+      own_gmem += WARPS * masks.mask_row;
+    }
+  }
+  char* const own = reinterpret_cast<char*>(shared) + warp * PREPARED_ROW_BYTES + 4 * lane;
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i)
+    *reinterpret_cast<uint32_t*>(own + i * WARPS * PREPARED_ROW_BYTES) = words[i];
+}
+
 template <DType DTYPE>
 __device__ __forceinline__ void prepare_mask(const DenseBackwardParams& params) {
   // Lanes lie at 8 keys of 4 pairs of rows: with this step at different banks.
   constexpr int STEP = MASK_BLOCK + 4;
-  __shared__ float added_smem[MASK_BLOCK * STEP];
+  __shared__ __align__(16) float added_smem[MASK_BLOCK * STEP];
   __shared__ uint32_t state_of_warp[DENSE_THREADS / 32];
   ptx::griddepcontrol_wait();               // what comes before this call is done
   ptx::griddepcontrol_launch_dependents();  // the next kernel waits for the end of this one
@@ -52,69 +96,96 @@ __device__ __forceinline__ void prepare_mask(const DenseBackwardParams& params) 
   const int rows = min(attention.nq - first_row, MASK_BLOCK);
   const int keys = min(attention.nk - first_key, MASK_BLOCK);
 
-  // What is added to each score, -inf for a hidden key; 0 behind the ends.
   const int64_t first = batch * masks.mask_batch + head * masks.mask_head +
                         first_row * masks.mask_row + first_key * masks.mask_key;
-  const int own_key = threadIdx.x % MASK_BLOCK, own_row = threadIdx.x / MASK_BLOCK;
-  constexpr int ROWS_AT_A_TIME = DENSE_THREADS / MASK_BLOCK;
-  const auto read = [&]<class Element>(const Element* mask_gmem, const auto& added_of) {
-    const Element* const own_gmem = mask_gmem + first + own_key * masks.mask_key;
-#pragma unroll 16
-    for (int row = own_row; row < MASK_BLOCK; row += ROWS_AT_A_TIME) {
-      float x = 0.0f;
-      if (row < rows && own_key < keys) x = added_of(own_gmem[row * masks.mask_row]);
-      added_smem[row * STEP + own_key] = x;
-    }
-  };
-  if (masks.mask_element == MaskElement::Bool) {
-    read(static_cast<const uint8_t*>(masks.mask_gmem),
-         [](uint8_t x) { return x != 0 ? 0.0f : device::MINUS_INFINITY; });
-  } else if (masks.mask_element == MaskElement::F32) {
-    read(static_cast<const float*>(masks.mask_gmem), [](float x) { return x; });
-  } else {
-    read(static_cast<const uint16_t*>(masks.mask_gmem),
-         [](uint16_t x) { return device::added_of_half<DTYPE>(x); });
-  }
-  __syncthreads();  // the elements are there before other threads read them
-
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const float* const own_smem = added_smem + lane % 4 * 2 * STEP + warp * 16 + lane / 4;
-  float added[DENSE_SCORES];
   uint32_t seen = 0xFFFFFFFFu;
-  bool any_seen = false, any_hidden = false, any_added = false;
-#pragma unroll
-  for (int e = 0; e < DENSE_SCORES; ++e) {
-    const int n = e / 4, r = e / 2 % 2, i = e % 2;
-    float x = own_smem[(8 * n + i) * STEP + 8 * r];
-    const bool exists = 8 * n + i + lane % 4 * 2 < rows && warp * 16 + lane / 4 + 8 * r < keys;
-    const bool hidden = x == device::MINUS_INFINITY;
-    any_seen |= exists && !hidden;
-    if (hidden) seen &= ~(1u << e), any_hidden = true, x = 0.0f;
-    any_added |= x != 0.0f;
-    added[e] = x;
-  }
-  params.seen_gmem[static_cast<int64_t>(block) * DENSE_THREADS + threadIdx.x] = seen;
-  if (masks.mask_element == MaskElement::F32) {
-    uint4* const added_gmem = static_cast<uint4*>(params.added_gmem) +
-                              static_cast<int64_t>(block) * (DENSE_F32_CHUNKS * DENSE_THREADS) +
-                              threadIdx.x;
-#pragma unroll
-    for (int c = 0; c < DENSE_F32_CHUNKS; ++c) {
-      const auto bits = [&](int i) { return __float_as_uint(added[4 * c + i]); };
-      added_gmem[c * DENSE_THREADS] = uint4{bits(0), bits(1), bits(2), bits(3)};
-    }
-  } else if (masks.mask_element == MaskElement::SixteenBits) {
+  bool any_seen = false, any_added = false;
+  if (masks.mask_element == MaskElement::SixteenBits) {
+    read_16_bits(masks, first, rows, keys, added_smem);
+    __syncthreads();  // the elements are there before other threads read them
     uint4* const added_gmem = static_cast<uint4*>(params.added_gmem) +
                               static_cast<int64_t>(block) * (DENSE_16_BIT_CHUNKS * DENSE_THREADS) +
                               threadIdx.x;
+    // Lanes 8j to 8j + 7 name the rows of matrix j, as in exponentiate_with_elements().
+    const uint32_t lane_smem = static_cast<uint32_t>(__cvta_generic_to_shared(added_smem)) +
+                               (lane / 16 * 8 + lane % 8) * PREPARED_ROW_BYTES +
+                               (warp * 2 + lane / 8 % 2) * 16;
+    uint32_t words[DENSE_16_BIT_CHUNKS][4], all = 0, hidden = 0;
 #pragma unroll
     for (int c = 0; c < DENSE_16_BIT_CHUNKS; ++c) {
-      const auto word = [&](int i) {
-        return ptx::cvt_rn_x2_f32<DTYPE>(added[8 * c + 2 * i], added[8 * c + 2 * i + 1]);
-      };
-      added_gmem[c * DENSE_THREADS] = uint4{word(0), word(1), word(2), word(3)};
+      ptx::ldmatrix_x4_trans(words[c], lane_smem + 16 * c * PREPARED_ROW_BYTES);
+#pragma unroll
+      for (const uint32_t word : words[c]) {
+        const uint32_t x = word ^ 0x10001u * HALF_MINUS_INFINITY<DTYPE>;
+        hidden |= (x - 0x10001u) & ~x & 0x80008000u;  // whether a half of x is 0
+        all |= word;
+      }
+    }
+    any_added = (all & 0x7FFF7FFFu) != 0;
+    if (hidden != 0) {
+      any_added = false;
+#pragma unroll
+      for (int e = 0; e < DENSE_SCORES; ++e) {
+        uint32_t& word = words[e / 8][e / 2 % 4];
+        const uint32_t half = e % 2 == 0 ? 0xFFFFu : 0xFFFF0000u;
+        if ((word & half) == (half & 0x10001u * HALF_MINUS_INFINITY<DTYPE>))
+          seen &= ~(1u << e), word &= ~half;
+        any_added |= (word & half & 0x7FFF7FFFu) != 0;
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < DENSE_16_BIT_CHUNKS; ++c)
+      added_gmem[c * DENSE_THREADS] = uint4{words[c][0], words[c][1], words[c][2], words[c][3]};
+  } else {
+    // What is added to each score, -inf for a hidden key; 0 behind the ends.
+    const int own_key = threadIdx.x % MASK_BLOCK, own_row = threadIdx.x / MASK_BLOCK;
+    constexpr int ROWS_AT_A_TIME = DENSE_THREADS / MASK_BLOCK;
+    const auto read = [&]<class Element>(const Element* mask_gmem, const auto& added_of) {
+      const Element* const own_gmem = mask_gmem + first + own_key * masks.mask_key;
+#pragma unroll 16
+      for (int row = own_row; row < MASK_BLOCK; row += ROWS_AT_A_TIME) {
+        float x = 0.0f;
+        if (row < rows && own_key < keys) x = added_of(own_gmem[row * masks.mask_row]);
+        added_smem[row * STEP + own_key] = x;
+      }
+    };
+    if (masks.mask_element == MaskElement::Bool) {
+      read(static_cast<const uint8_t*>(masks.mask_gmem),
+           [](uint8_t x) { return x != 0 ? 0.0f : device::MINUS_INFINITY; });
+    } else {
+      read(static_cast<const float*>(masks.mask_gmem), [](float x) { return x; });
+    }
+    __syncthreads();  // the elements are there before other threads read them
+    const float* const own_smem = added_smem + lane % 4 * 2 * STEP + warp * 16 + lane / 4;
+    float added[DENSE_SCORES];
+#pragma unroll
+    for (int e = 0; e < DENSE_SCORES; ++e) {
+      const int n = e / 4, r = e / 2 % 2, i = e % 2;
+      float x = own_smem[(8 * n + i) * STEP + 8 * r];
+      if (x == device::MINUS_INFINITY) seen &= ~(1u << e), x = 0.0f;
+      any_added |= x != 0.0f;
+      added[e] = x;
+    }
+    if (masks.mask_element == MaskElement::F32) {
+      uint4* const added_gmem = static_cast<uint4*>(params.added_gmem) +
+                                static_cast<int64_t>(block) * (DENSE_F32_CHUNKS * DENSE_THREADS) +
+                                threadIdx.x;
+#pragma unroll
+      for (int c = 0; c < DENSE_F32_CHUNKS; ++c) {
+        const auto bits = [&](int i) { return __float_as_uint(added[4 * c + i]); };
+        added_gmem[c * DENSE_THREADS] = uint4{bits(0), bits(1), bits(2), bits(3)};
+      }
     }
   }
+#pragma unroll
+  for (int e = 0; e < DENSE_SCORES; ++e) {
+    const int n = e / 4, r = e / 2 % 2, i = e % 2;
+    const bool exists = 8 * n + i + lane % 4 * 2 < rows && warp * 16 + lane / 4 + 8 * r < keys;
+    any_seen |= exists && (seen >> e & 1) != 0;
+  }
+  const bool any_hidden = seen != 0xFFFFFFFFu;
+  params.seen_gmem[static_cast<int64_t>(block) * DENSE_THREADS + threadIdx.x] = seen;
   const uint32_t state = (__any_sync(device::FULL_WARP, any_seen) ? DENSE_SEEN : 0) |
                          (__any_sync(device::FULL_WARP, any_hidden) ? DENSE_HIDDEN : 0) |
                          (__any_sync(device::FULL_WARP, any_added) ? DENSE_ADDED : 0);
