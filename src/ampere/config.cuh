@@ -103,9 +103,15 @@ using D256Decode   = mma_sync::DecodeConfig<DTYPE, 256, 2,   16,    2,     QIn::
 using D64PlainDecode   = mma_sync::PlainDecodeConfig<D64Decode>;
 using D128PlainDecode  = mma_sync::PlainDecodeConfig<D128Decode>;
 using D256PlainDecode  = mma_sync::PlainDecodeConfig<D256Decode>;
+using D64JoinedDecode  = mma_sync::JoinedDecodeConfig<D64PlainDecode>;
+using D128JoinedDecode = mma_sync::JoinedDecodeConfig<D128PlainDecode>;
+using D256JoinedDecode = mma_sync::JoinedDecodeConfig<D256PlainDecode>;
 using D64MaskedDecode  = mma_sync::MaskedDecodeConfig<D64Decode>;
 using D128MaskedDecode = mma_sync::MaskedDecodeConfig<D128Decode>;
 using D256MaskedDecode = mma_sync::MaskedDecodeConfig<D256Decode>;
+using D64JoinedMasked  = mma_sync::JoinedDecodeConfig<D64MaskedDecode>;
+using D128JoinedMasked = mma_sync::JoinedDecodeConfig<D128MaskedDecode>;
+using D256JoinedMasked = mma_sync::JoinedDecodeConfig<D256MaskedDecode>;
 
 // For a KV cache of 8-bit numbers, whatever the number of rows is.
 using D64CacheFp8  = mma_sync::Fp8DecodeConfig<DTYPE,  64, 4,   32,    4,     QIn::Registers, 3>;

@@ -227,6 +227,22 @@ constexpr core::Tile FP8_CACHE_TILES[] = {
     decode_tile<D256CacheFp8>("d256_cache_fp8", WITH_FP8_CACHE),
 };
 
+// The same of kernels whose shares are a cluster.
+template <class C>
+constexpr core::Tile joined_tile(const char* name) {
+  return plain_decode_tile<C>(name, "few rows: shares of the keys are a cluster, and join there");
+}
+constexpr core::Tile JOINED_TILES[] = {
+    joined_tile<D64JoinedDecode>("d64_decode_joined"),
+    joined_tile<D128JoinedDecode>("d128_decode_joined"),
+    joined_tile<D256JoinedDecode>("d256_decode_joined"),
+};
+constexpr core::Tile JOINED_MASKED_TILES[] = {
+    joined_tile<D64JoinedMasked>("d64_decode_joined_masked"),
+    joined_tile<D128JoinedMasked>("d128_decode_joined_masked"),
+    joined_tile<D256JoinedMasked>("d256_decode_joined_masked"),
+};
+
 // Whether the rows of q that share a head of K and V fit a tile of DECODE_TILES. With
 // batch_invariant the kernel must not depend on how many rows there are.
 bool decodes(const Problem& problem) {
@@ -241,18 +257,38 @@ bool decodes(const Problem& problem) {
 }
 
 // The plan of a call for kernels with PLAIN in their Config, whose grid is (sequences, tiles of a
-// sequence, shares of the keys). Nothing where that is more than a grid can have.
+// sequence, shares of the keys). Nothing where that is more than a grid can have. joined: the tiles
+// of those whose shares are a cluster, which serve it where they are faster.
 std::optional<PlanResult> plan_plain_decode(std::span<const core::Tile> tiles,
+                                            std::span<const core::Tile> joined,
                                             const Problem& problem, const Device& device) {
   constexpr int64_t GRID_SIDE_LIMIT = 65535;  // CUDA: CTAs along y and z
   PlanResult result = mma_sync::plan_with_cache("ampere", tiles, problem, device);
   auto* plan = std::get_if<LaunchPlan>(&result);
   if (plan == nullptr) return result;
+  bool joins = false;
+  if (device.major == 9 && problem.nk > 0) {
+    const auto tile = std::ranges::find_if(
+        joined, [&](const core::Tile& of) { return core::takes_head_dims(of, problem); });
+    core::Tile packed = *tile;
+    core::pack_heads(problem, packed);
+    const int64_t shares = core::choose_joined(problem, device, packed, plan->tile.splits);
+    if (shares > 1) {
+      Problem split = problem;
+      split.num_splits = shares;
+      result = mma_sync::plan_with_cache("ampere", joined, split, device);
+      plan = std::get_if<LaunchPlan>(&result);
+      if (plan == nullptr) return result;
+      plan->problem = problem;
+      joins = true;
+    }
+  }
   const int64_t shares = std::max<int64_t>(plan->tile.splits, 1);
   const int64_t tiles_of_sequence = problem.heads_q / plan->tile.packed_heads;
   if (tiles_of_sequence > GRID_SIDE_LIMIT || shares > GRID_SIDE_LIMIT) return std::nullopt;
   if (problem.nq > 0 && problem.batch > 0 && tiles_of_sequence > 0)
     plan->launches[0].grid = {problem.batch, tiles_of_sequence, shares};
+  if (joins) plan->launches[0].cluster = {1, 1, static_cast<int32_t>(shares)};
   return result;
 }
 
@@ -368,14 +404,14 @@ PlanResult plan(const Problem& problem, const Device& device) {
     if (result) return *std::move(result);
   }
   if (has_attn_mask_alone(problem) && !problem.varlen && decodes(problem)) {
-    if (auto plan = plan_plain_decode(MASKED_DECODE_TILES, problem, device))
+    if (auto plan = plan_plain_decode(MASKED_DECODE_TILES, JOINED_MASKED_TILES, problem, device))
       return *std::move(plan);
   }
   if (takes_masked_kernels(problem))
     return mma_sync::plan_masked("ampere", MASKED_TILES, problem, device);
   if (decodes(problem)) {
     if (!problem.varlen) {
-      if (auto plan = plan_plain_decode(PLAIN_DECODE_TILES, problem, device))
+      if (auto plan = plan_plain_decode(PLAIN_DECODE_TILES, JOINED_TILES, problem, device))
         return *std::move(plan);
     }
     return mma_sync::plan_with_cache("ampere", DECODE_TILES, problem, device);

@@ -121,10 +121,21 @@ def kernel_for(name: str, kernel: str, rows: int, group: int) -> str:
     return next(k for k in decoding if FEW_ROWS[name].kernels[k][0][0] >= d)
 
 
-def combines(name: str, kernel: str, word: str) -> str:
-    """The kernel that combines the shares of another one."""
+def of_shares(name: str, kernel: str, splits: int) -> str:
+    """The kernel in the place of `kernel` where keys are split. On GPUs of 9.0 up to eight shares
+    of decoding kernels are a cluster.
+    """
+    on_9 = on.name == "gpu" and torch.cuda.get_device_capability()[0] == 9
+    joins = on_9 and kernel in FEW_ROWS[name].decoding and 1 < splits <= 8
+    return kernel.replace("_plain", "_joined") if joins else kernel
+
+
+def launched(name: str, kernel: str, word: str, splits: int) -> list[str]:
+    """The kernels of a call whose keys are split."""
+    first = of_shares(name, kernel, splits)
     end = "_decode" if kernel in FEW_ROWS[name].decoding else ""
-    return f"{name}_combine_{word}{end}"
+    second = [f"{name}_combine_{word}{end}"] if first == kernel else []
+    return [f"{name}_attention_fwd_{word}_{first}", *second]
 
 
 def plan_of(name: str, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> native.LaunchPlan:

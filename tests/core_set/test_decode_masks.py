@@ -35,7 +35,7 @@ CALLS: dict[str, tuple[str, int, tuple[int, ...], tuple[int, int], dict[str, Any
 
 
 def tile_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **call: Any) -> str:
-    plan = archflash.explain(q, k, v, implementation=NAME, device="H200", **call).plan
+    plan = archflash.explain(q, k, v, implementation=NAME, device="A100", **call).plan
     assert plan is not None
     assert plan.tile is not None
     return plan.tile.name

@@ -18,10 +18,11 @@ from .few_rows import (
     FEW_ROWS,
     KERNELS,
     NAMES,
-    combines,
     kernel_for,
     kernels_of,
+    launched,
     of_head_dim,
+    of_shares,
     plan_of,
     rows_for,
     tile_of,
@@ -51,11 +52,10 @@ def test_shares_together_give_what_one_gives(name: str, kernel: str, splits: int
     if name == "ampere":  # without sinks it has kernels of their own
         call["sinks"] = on.tensor([0.5, 1.0])
     plan = plan_of(name, q, k, v, **call)
-    expected = [f"{name}_attention_fwd_{word}_{kernel}", combines(name, kernel, word)]
     if splits > 1:
-        assert kernels_of(plan) == expected
+        assert kernels_of(plan) == launched(name, kernel, word, splits)
     elif kernel not in FEW_ROWS[name].only_if_it_pays:
-        assert kernels_of(plan) == expected[:1]
+        assert kernels_of(plan) == [f"{name}_attention_fwd_{word}_{kernel}"]
     # The first launch has a CTA for each share of each head.
     assert math.prod(plan.to_dict()["launches"][0]["grid"]) == 2 * min(splits, BLOCKS)
     on.attend_and_check(name, q, k, v, schedules=[splits], **call)
@@ -95,11 +95,8 @@ def test_every_share_sees_what_its_rows_see(name: str, case: str) -> None:
     if call.get("q_offset") == -20:  # half of the rows see no key
         call["q_offset"] = -(nq // 2)
     q, k, v = on.qkv(nq, 5 * keys - 11, *dims, dtype="bfloat16", heads=heads)
-    launched = kernels_of(plan_of(name, q, k, v, num_splits=3, **call))
-    assert launched == [
-        f"{name}_attention_fwd_bf16_{kernel}",
-        combines(name, kernel, "bf16"),
-    ]
+    of_call = kernels_of(plan_of(name, q, k, v, num_splits=3, **call))
+    assert of_call == launched(name, kernel, "bf16", 3)
     out, lse = on.attend_and_check(name, q, k, v, num_splits=3, schedules=[number], **call)
     if "no-key" in case or "no-row" in case:
         blind = slice(0, nq // 2 if "rows" in case else None)
@@ -234,8 +231,8 @@ def test_packed_rows_get_the_bits_that_they_get_in_tiles_of_their_own(
     if name == "ampere":  # without sinks it has kernels of their own
         call["sinks"] = on.rand(6, seed=9)
     tile, of_one = tile_of(name, q, k, v, **call), tile_of(name, *per_head(q, k, v), **call)
-    assert (tile.name, tile.packed_heads) == (kernel, 3)
-    assert (of_one.name, of_one.packed_heads) == (kernel, 1)
+    assert (tile.name, tile.packed_heads) == (of_shares(name, kernel, splits), 3)
+    assert (of_one.name, of_one.packed_heads) == (of_shares(name, kernel, splits), 1)
     together = on.attend(name, q, k, v, schedules=[splits], **call)
     apart = on.attend(name, *per_head(q, k, v), schedules=[splits], **call)
     for mine, other in zip(together, apart, strict=True):

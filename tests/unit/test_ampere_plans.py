@@ -444,6 +444,32 @@ def test_decoding_packs_heads_and_fills_the_gpu(batch: int, splits: int) -> None
     assert plan.to_dict()["launches"][0]["grid"] == [batch, 8, splits]
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "shares", "early"),
+    [
+        (1, 8, 1024, 8, True),  # no more: a cluster has eight CTAs
+        (1, 8, 256, 4, True),  # of 64 keys
+        (4, 8, 2048, 5, True),  # all of the next call's CTAs have room beside them
+        (8, 8, 1024, 5, True),  # more than two for each SM
+        (12, 8, 1024, 2, True),
+        (3, 40, 700, 3, True),
+        (16, 8, 1024, 2, False),  # two for each SM, which the next call's would crowd
+        (20, 8, 600, 1, False),
+        (1, 8, 8192, 32, True),  # so many shares read faster, and a second kernel combines them
+    ],
+)
+def test_shares_of_decoding_calls_are_a_cluster_on_an_h200(
+    batch: int, heads: int, keys: int, shares: int, early: bool
+) -> None:
+    plan = ampere(call("bfloat16", b=batch, hq=heads, nq=1, nk=keys, d=128), "H200")
+    first, *others = plan.to_dict()["launches"]
+    joins = 1 < shares <= 8
+    assert first["kernel"].endswith("_d128_decode_joined" if joins else "_d128_decode_plain")
+    assert first["cluster"] == [1, 1, shares if joins else 1]
+    assert first["grid"] == [batch, heads, shares]
+    assert (first["uses_pdl"], len(others)) == (early, int(shares > 8))
+
+
 def test_more_heads_than_a_grid_has_along_a_side_decode_too() -> None:
     problem = call("float16", b=1, hq=70_000, hkv=70_000, nq=1, nk=300)
     plan = ampere(problem, "A100")
@@ -675,7 +701,7 @@ def test_the_grid_covers_all_rows_and_no_tile_more(
         if tile_of(plan).share_keys > 0:  # CTAs for each tile and share
             assert math.prod(launch["grid"]) == len(native.tile_times(plan))
             continue
-        if launch["kernel"].endswith("_decode_plain"):  # one tile for each head
+        if launch["kernel"].endswith(("_decode_plain", "_decode_joined")):  # a tile for each head
             assert launch["grid"] == [batch, heads, max(tile_of(plan).splits, 1)]
             assert rows <= tile
             continue

@@ -33,6 +33,7 @@ struct DecodeConfig {
   static constexpr bool FP8_CACHE = FP8_CACHE_;
   static constexpr bool MASKED = false;  // takes attn_mask
   static constexpr bool PLAIN = false;   // see PlainDecodeConfig
+  static constexpr bool JOINED = false;  // see JoinedDecodeConfig
   static constexpr int ELEMENT_BYTES = FP8_CACHE ? 1 : 2;
 
   // What device/online_softmax.cuh needs to know of a warp.
@@ -81,6 +82,17 @@ struct PlainDecodeConfig : Base {
 template <class Base>
 struct MaskedDecodeConfig : PlainDecodeConfig<Base> {
   static constexpr bool MASKED = true;
+};
+
+// A PlainDecodeConfig for up to MOST_JOINED shares of the keys, whose CTAs are a cluster: they join
+// what they have found in each other's shared memory (decode_join.cuh), and no kernel comes behind.
+template <class Base>
+struct JoinedDecodeConfig : Base {
+  static constexpr bool JOINED = true;
+  static constexpr int MOST_JOINED = 8;  // CTAs of a cluster that every GPU of 9.0 takes
+  // Behind the context: base and sum of the CTA's rows.
+  static constexpr int JOINED_SMEM = Base::SHARED_BYTES;
+  static constexpr int SHARED_BYTES = JOINED_SMEM + Base::BLOCK_Q * 8;
 };
 
 // A DecodeConfig for a cache of 8-bit numbers.

@@ -31,6 +31,7 @@
 #include "common/mma_sync/cta_context.cuh"
 #include "common/mma_sync/decode_config.cuh"
 #include "common/mma_sync/decode_copies.cuh"
+#include "common/mma_sync/decode_join.cuh"
 #include "common/mma_sync/decode_masks.cuh"
 #include "common/mma_sync/decode_merge.cuh"
 #include "common/mma_sync/decode_params.h"
@@ -246,7 +247,11 @@ __device__ __forceinline__ void decode_tile(const DecodeParamsOf<C>& params,
   __syncwarp();  // every lane has read its stages, before outputs overwrite them
   store_warp<C>(shared, o_rmem, state);
   __syncthreads();  // all warps have stored theirs, before they are merged
-  merge_warps<C>(shared, params, cta, v_factor);
+  if constexpr (C::JOINED) {
+    join_shares<C>(shared, params, cta, v_factor);
+  } else {
+    merge_warps<C>(shared, params, cta, v_factor);
+  }
 }
 
 template <class C>

@@ -49,6 +49,38 @@ __device__ __forceinline__ void store_warp(unsigned char* shared,
   }
 }
 
+// What the warps of a CTA have found of a row: base and sum of all, and how much each counts.
+template <class C>
+struct WarpsOfRow {
+  float base = device::LOWEST, sum = 0.0f, weight[C::WARPS];
+
+  __device__ __forceinline__ WarpsOfRow(const unsigned char* shared, int row_of_tile) {
+    PartialEnd ends[C::WARPS];
+#pragma unroll
+    for (int warp = 0; warp < C::WARPS; ++warp) {
+      ends[warp] = reinterpret_cast<const PartialEnd*>(
+          shared + C::ENDS_SMEM)[warp * C::BLOCK_Q + row_of_tile];
+      if (ends[warp].sum != 0.0f) base = fmaxf(base, ends[warp].base);
+    }
+#pragma unroll
+    for (int warp = 0; warp < C::WARPS; ++warp) {
+      weight[warp] = ends[warp].sum == 0.0f ? 0.0f : ptx::ex2_approx_ftz(ends[warp].base - base);
+      sum = fmaf(ends[warp].sum, weight[warp], sum);
+    }
+  }
+  // Four columns of its outputs. of_first: where those of the first warp lie.
+  __device__ __forceinline__ float4 outputs(const float4* of_first) const {
+    float4 o = {};
+#pragma unroll
+    for (int warp = 0; warp < C::WARPS; ++warp) {
+      const float4 x = of_first[warp * C::WARP_BYTES / 16];
+      o = {fmaf(x.x, weight[warp], o.x), fmaf(x.y, weight[warp], o.y), fmaf(x.z, weight[warp], o.z),
+           fmaf(x.w, weight[warp], o.w)};
+    }
+    return o;
+  }
+};
+
 // Adds up what the warps of a CTA have found, and writes it: to the workspace if the keys are
 // split, else to the output. Neighbouring threads have a row. v_factor: of the numbers of V.
 template <class C>
@@ -60,20 +92,8 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const D
   const int thread_of_row = threadIdx.x % THREADS_OF_ROW;
   const device::FewRow row = few_row<C>(attention, cta, row_of_tile);
   if (!row.wanted) return;
-  PartialEnd ends[C::WARPS];
-  float base = device::LOWEST;
-#pragma unroll
-  for (int warp = 0; warp < C::WARPS; ++warp) {
-    ends[warp] =
-        reinterpret_cast<const PartialEnd*>(shared + C::ENDS_SMEM)[warp * C::BLOCK_Q + row_of_tile];
-    if (ends[warp].sum != 0.0f) base = fmaxf(base, ends[warp].base);
-  }
-  float sum = 0.0f, weight[C::WARPS];
-#pragma unroll
-  for (int warp = 0; warp < C::WARPS; ++warp) {
-    weight[warp] = ends[warp].sum == 0.0f ? 0.0f : ptx::ex2_approx_ftz(ends[warp].base - base);
-    sum = fmaf(ends[warp].sum, weight[warp], sum);
-  }
+  const WarpsOfRow<C> warps(shared, row_of_tile);
+  const float base = warps.base, sum = warps.sum;
 
   const Partials& partials = params.partials;
   float* partial_gmem = nullptr;
@@ -108,14 +128,8 @@ __device__ __forceinline__ void merge_warps(const unsigned char* shared, const D
   for (int first = 0; first < C::HEAD_DIM_V; first += COLUMNS * THREADS_OF_ROW) {
     const int column = first + COLUMNS * thread_of_row;
     if (column >= attention.dv) break;
-    float4 o = {};
-#pragma unroll
-    for (int warp = 0; warp < C::WARPS; ++warp) {
-      const float4 x = reinterpret_cast<const float4*>(
-          shared + warp * C::WARP_BYTES)[(row_of_tile * C::OUT_STRIDE + column) / 4];
-      o = {fmaf(x.x, weight[warp], o.x), fmaf(x.y, weight[warp], o.y), fmaf(x.z, weight[warp], o.z),
-           fmaf(x.w, weight[warp], o.w)};
-    }
+    float4 o = warps.outputs(reinterpret_cast<const float4*>(shared) +
+                             (row_of_tile * C::OUT_STRIDE + column) / 4);
     o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
     if (partial_gmem != nullptr) {
       *reinterpret_cast<float4*>(partial_gmem + column) = o;

@@ -217,6 +217,12 @@ int64_t share_by_length(Choice& chosen, const Problem& problem, const Device& de
   return std::min(3 * workers / 2, tiles * (most - 1));
 }
 
+// Whether the CTAs of a call whose shares are a cluster start early though they are on the SMs at
+// once: those of the next call then all have room beside them (docs/lab/ampere.md).
+bool starts_early(int64_t ctas, int64_t shares, const Device& device) {
+  return 4 * ctas <= (shares > 2 ? 5 : 6) * int64_t{device.sm_count};
+}
+
 // The launches of a call with a cache, but for the append. few_rows, share_ctas: of DecodeParams.
 LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
                                const Problem& problem, const Device& device, int64_t few_rows,
@@ -225,10 +231,11 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
   const std::string word = core::dtype_word(problem.dtype);
   const bool decodes = tile.rows_per_warp == 0;  // a kernel of decode_fwd.cuh
   const bool for_few_rows = decodes && few_rows > 0;
+  const bool joins = tile.most_joined > 0, combines = chosen.combines() && !joins;
   CacheParams params;
   core::init_params(problem, params);
   params.attention.order = core::choose_order(problem, device, tile);
-  params.partials.splits = 1;
+  params.partials.splits = joins ? static_cast<int32_t>(splits) : 1;
   params.packed_heads = core::packed_heads(tile);
   params.cache = core::kv_cache(problem);
   params.attention_chunk = core::chunk_of(problem);
@@ -247,22 +254,24 @@ LaunchPlan launches_with_cache(const std::string& folder, const Choice& chosen,
                                      : core::tiles_of(problem, tile);
   const int64_t ctas = share_ctas > 0 ? tiles + share_ctas : tiles * splits;
   LaunchPlan plan = core::one_launch(folder, problem, device, tile, ctas, params);
-  if (chosen.combines()) {
+  if (joins) plan.tile.splits = splits;
+  if (combines) {
     const int64_t rows = for_few_rows ? problem.batch * problem.heads_q * few_rows : 0;
     core::split_keys(plan, problem, splits, share_keys, offsetof(CacheParams, partials),
                      folder + "_combine_" + word, rows);
   }
-  const std::string decode_image = folder + "/decode_" + word;
+  const std::string decode_image = folder + (joins ? "/decode_joined_" : "/decode_") + word;
   Launch& attention = plan.launches[0];
   attention.image = cache_image(folder, problem);
   if (decodes && !fp8) attention.image = decode_image;
   // PDL also saves host time. It is left out where all CTAs of a call are on the SMs at once: those
   // of the next call would start where the first ones have ended, and then lie unevenly, three on
   // some SMs and one on others. (Behind an append no such call comes right before.)
-  const bool all_at_once = !chosen.combines() && !for_few_rows && !core::has_append(problem) &&
-                           ctas <= int64_t{plan.tile.ctas_per_sm} * device.sm_count;
+  const bool all_at_once = !combines && !for_few_rows && !core::has_append(problem) &&
+                           ctas <= int64_t{plan.tile.ctas_per_sm} * device.sm_count &&
+                           !(joins && starts_early(ctas, splits, device));
   attention.uses_pdl = decodes && !all_at_once;
-  if (decodes && chosen.combines()) {
+  if (decodes && combines) {
     Launch& combine = plan.launches[1];
     combine.kernel += "_decode";
     combine.image = decode_image;

@@ -73,6 +73,9 @@ void add_few_rows(LaunchPlan& plan, FewRowsPlan few);
 // "<folder>/decode_<dtype>" follows the former, "<folder>_combine_<dtype>" of
 // "<folder>/fwd_<dtype>" the others.
 //
+// Shares of a tile with most_joined are a cluster, without a second launch; its kernel is in the
+// image "<folder>/decode_joined_<dtype>".
+//
 // for_few_rows: the tiles of plan_few_rows(), whose launches are then added.
 PlanResult plan_with_cache(const std::string& folder, std::span<const core::Tile> tiles,
                            const Problem& problem, const Device& device,

@@ -137,10 +137,12 @@ Notes notes(const LaunchPlan& plan, const Notes& own) {
                                      " keys of a sequence, by position (batch_invariant); a second "
                                      "kernel combines them");
   } else if (tile.splits > 1) {
-    lines.emplace_back("splits", str(tile.splits) + " shares of the keys of each tile, " +
-                                     (plan.problem.num_splits > 0 ? "as asked for"
-                                                                  : "expected to be the fastest") +
-                                     "; a second kernel combines them");
+    lines.emplace_back(
+        "splits",
+        str(tile.splits) + " shares of the keys of each tile, " +
+            (plan.problem.num_splits > 0 ? "as asked for" : "expected to be the fastest") +
+            (plan.launches[0].cluster[2] > 1 ? "; their CTAs are a cluster and join them"
+                                             : "; a second kernel combines them"));
   }
   lines.emplace_back("order", order_text(plan));
   // The model cuts equal shares, and batch_invariant cuts them by position. It knows no masks that

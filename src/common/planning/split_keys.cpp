@@ -94,6 +94,31 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
   return splits;
 }
 
+// Measured on an H200 (docs/lab/ampere.md). Up to 1.25 CTAs for each SM the next call's CTAs start
+// early beside them, and lie evenly; with two on most SMs, which start late, and whose number
+// choose_splits() gives, calls take longer than with some numbers between two and three.
+int64_t choose_joined(const Problem& problem, const Device& device, const Tile& tile,
+                      int64_t combined) {
+  constexpr int64_t MOST_BYTES = 200'000;  // of a share's K and V, where more shares are combined
+  if (problem.num_splits > 0) return problem.num_splits <= tile.most_joined ? combined : 1;
+  const int64_t keys = visited_keys(problem, tile), tiles = filled_tiles(problem, tile);
+  const int64_t most = std::min<int64_t>(
+      {tile.most_joined, keys / tile.split_costs.fewest_keys, keys / tile.block_k});
+  const int64_t sms = device.sm_count;
+  const auto between = [&](int64_t shares, double least, double largest) {
+    const double of_sm = static_cast<double>(shares * tiles) / static_cast<double>(sms);
+    return of_sm > least && of_sm <= largest;
+  };
+  int64_t shares = 5 * sms / (4 * std::max<int64_t>(tiles, 1));
+  if (between(5, 2, 2.5)) shares = 5;
+  if (between(3, 2.4, 2.75)) shares = 3;
+  if (shares < 3) shares = between(2, 1, 1.5) ? std::max<int64_t>(combined, 2) : combined;
+  shares = std::max<int64_t>(std::min(shares, most), 1);
+  const int64_t row_bytes = (problem.d + problem.dv) * dtype_bytes(problem.dtype);
+  const bool too_long = combined > tile.most_joined && keys / shares * row_bytes > MOST_BYTES;
+  return shares > 1 && !too_long ? shares : 1;
+}
+
 int64_t combine_ctas(const Problem& problem) { return ceil_div(all_rows(problem), COMBINE_WARPS); }
 
 device::PackedHeads packed_heads(const Tile& tile) {

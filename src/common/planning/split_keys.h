@@ -34,6 +34,11 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
                       int64_t otherwise);
 constexpr int64_t MOST_SPLITS = 128;  // unless more are asked for
 
+// The same for the tile of a kernel whose shares are a cluster (Tile::most_joined). `combined`: the
+// shares that choose_splits() gives the tile of a kernel without one. 1: that tile is faster.
+int64_t choose_joined(const Problem& problem, const Device& device, const Tile& tile,
+                      int64_t combined);
+
 // Keys that the longest tile passes without a split, in whole blocks; with cu_seqlens an estimate.
 int64_t visited_keys(const Problem& problem, const Tile& tile);
 

@@ -65,9 +65,12 @@ struct Tile {
   int v_stages = 0;          // and for V; 0: K and V share those of K
   int cluster = 1;           // CTAs that compute one tile together
   int packed_heads = 1;      // heads that share a head of K and lie in one tile
-  bool can_split = false;    // for few query rows: keys may be split, heads packed (split_keys.h)
-  int ctas_per_sm;           // as many as the registers allow
-  int shared_bytes;          // of a CTA
+  // So many shares of a tile's keys at most, whose CTAs are a cluster and need no second kernel; 0:
+  // shares are combined by one.
+  int most_joined = 0;
+  bool can_split = false;  // for few query rows: keys may be split, heads packed (split_keys.h)
+  int ctas_per_sm;         // as many as the registers allow
+  int shared_bytes;        // of a CTA
   Box q_box, k_box, v_box, out_box;
   ServesFrom serves = {};
   SplitCosts split_costs = {};
@@ -92,6 +95,7 @@ constexpr Tile tile(const char* name, ServesFrom serves, const char* reason) {
   if constexpr (requires { C::HEAD_DIM_V; }) tile.head_dim_v = C::HEAD_DIM_V;
   if constexpr (requires { C::STAGES; }) tile.k_stages = tile.v_stages = C::STAGES;
   if constexpr (requires { C::CAN_SPLIT; }) tile.can_split = C::CAN_SPLIT;
+  if constexpr (requires { C::MOST_JOINED; }) tile.most_joined = C::MOST_JOINED;
   return tile;
 }
 

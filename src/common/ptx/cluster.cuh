@@ -14,6 +14,25 @@ __device__ __forceinline__ uint32_t mapa_shared_cluster(uint32_t smem, uint32_t 
   return cluster_smem;
 }
 
+// ld.shared::cluster: PTX ISA, "Data Movement and Conversion Instructions: ld" (sm_90 and up).
+// Loads from the shared memory of any CTA of the cluster. Addresses are multiples of 16 and 8.
+__device__ __forceinline__ float4 ld_shared_cluster_v4_f32(uint32_t cluster_smem) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(cluster_smem)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ float2 ld_shared_cluster_v2_f32(uint32_t cluster_smem) {
+  float2 x;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.x), "=f"(x.y)
+               : "r"(cluster_smem)
+               : "memory");
+  return x;
+}
+
 // mbarrier.arrive at a barrier of any CTA of the cluster: PTX ISA, "Parallel Synchronization and
 // Communication Instructions: mbarrier.arrive" (sm_90 and up). It has release semantics in the
 // calling CTA only.
