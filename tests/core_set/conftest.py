@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ..sim.schedules import IN_FULL
-from .executors import choose, executor, left_to_rest
+from .executors import choose, executor, left_to_rest, others_of_two
 
 HERE = Path(__file__).parent
 
@@ -25,7 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in mine:
             item.add_marker(pytest.mark.skip(reason=reason))
     elif executor().name == "simulator" and not IN_FULL:
-        left = left_to_rest({item.nodeid for item in mine})
+        tests = [item.nodeid for item in mine]
+        left = left_to_rest(set(tests)) | others_of_two(tests)
         for item in mine:
             if item.nodeid in left:
                 item.add_marker(pytest.mark.rest)

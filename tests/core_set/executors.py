@@ -333,6 +333,32 @@ OF_THE_RANGE = (
 )
 
 
+# Functions whose last parameter has two values, of which `make test` runs each case with one, in
+# turns: the next case has the other value.
+ONE_OF_TWO = (
+    "test_gradients.py::test_tiles_of_the_last_round_that_ctas_share_out",
+    "test_hopper_gradients.py::test_a_cta_has_all_query_rows_of_a_head",
+    "test_hopper_gradients.py::test_blocks_without_rows_and_warpgroups_without_keys",
+    "test_hopper_gradients.py::test_query_rows_that_ctas_share_out",
+    "test_hopper_gradients.py::test_sums_of_dq_without_rows_and_columns_that_dq_has_not",
+    "test_hopper_gradients.py::test_the_only_tile_of_a_head_writes_dq",
+    "test_hopper_gradients.py::test_tiles_that_a_cta_takes_one_after_another",
+    "test_kvcache.py::test_packed_sequences_of_few_rows_have_a_launch_of_their_own",
+    "test_prefill_caches.py::test_a_kernel_serves_many_rows_as_the_reference_does",
+    "test_prefill_caches.py::test_packed_sequences_of_few_rows_have_a_launch_of_their_own",
+    "test_rounds_gradients.py::test_packed_sequences_with_rows_of_none_behind_them",
+)
+
+
+def others_of_two(tests: Sequence[str]) -> set[str]:
+    """What ONE_OF_TWO leaves to test-rest, of tests in the order in which they are collected."""
+    left = set()
+    for function in ONE_OF_TWO:
+        cases = [test for test in tests if test.partition("[")[0].endswith(f"/{function}")]
+        left |= {test for n, test in enumerate(cases) if (n // 2 + n) % 2}
+    return left
+
+
 def left_to_rest(tests: set[str]) -> set[str]:
     """Two thirds of the tests in float16 that there are in bfloat16, too, always the same: most
     texts for float16 are made from those for bfloat16. A function keeps one at least, and all where

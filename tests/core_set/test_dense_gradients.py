@@ -94,7 +94,7 @@ def test_the_gradient_of_a_shared_mask_is_summed_in_order(
     mask[..., 64:128, 64:128] = mask[..., 100] = -math.inf
     plans = note_plans(monkeypatch)
     found = differentiate_and_check(
-        on, NAME, *tensors, attn_mask=mask, mask_gradient=True, schedules=(0, 1, 2),
+        on, NAME, *tensors, attn_mask=mask, mask_gradient=True, schedules=(0, 3),
         deterministic=True, planned_for="H200", **options,
     )  # fmt: skip
     assert plans[-1].orders_mask_sums

@@ -195,8 +195,9 @@ def test_float32_outputs_of_listed_latent_rows_are_not_rounded(kernel: str) -> N
 @pytest.mark.parametrize(
     ("heads", "entries", "softcap"),
     [
-        (20, 40, None), (128, 290, None), (128, 50, None), (128, 0, None), (20, 40, 3.0),
-        (128, 50, 3.0),
+        (20, 40, None), (128, 290, None),
+        pytest.param(128, 50, None, marks=pytest.mark.rest),  # as with a softcap
+        (128, 0, None), (20, 40, 3.0), (128, 50, 3.0),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", ["fp8_656", "fp8_584"])

@@ -19,6 +19,7 @@ from .ptx import program
 README = ROOT / "sim" / "README.md"
 
 
+@pytest.mark.rest  # as `make lint` says it after a build
 def test_the_generated_documents_are_up_to_date() -> None:
     assert instruction_table.main([]) == 0, "run: python -m tests.sim.instruction_table --write"
 

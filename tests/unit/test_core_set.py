@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.core_set.checks import Guarded, assert_close, dense_strides
-from tests.core_set.executors import OF_THE_RANGE, Simulator, left_to_rest
+from tests.core_set.executors import (
+    OF_THE_RANGE,
+    ONE_OF_TWO,
+    Simulator,
+    left_to_rest,
+    others_of_two,
+)
 from tests.core_set.pairs import all_pairs
 from tests.sim.schedules import IN_FULL, some_of
 
@@ -94,6 +100,16 @@ def test_float16_stays_where_the_range_of_numbers_counts() -> None:
         assert f"def {function[2:]}(" in written
         every = {f"x.py{function}[{d}-{i}]" for d in ("float16", "bfloat16") for i in range(9)}
         assert not left_to_rest(every)
+
+
+def test_each_case_runs_with_one_of_two_values_in_turns() -> None:
+    for name in ONE_OF_TWO:
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / "core_set" / file).read_text()
+    name = f"tests/core_set/{ONE_OF_TWO[0]}"
+    tests = [f"{name}[{case}-{value}]" for case in "abcd" for value in (True, False)]
+    left = others_of_two([*tests, f"{name}_too[a-True]", "tests/core_set/test_x.py::test_y"])
+    assert left == {f"{name}[{case}]" for case in ("a-False", "b-True", "c-False", "d-True")}
 
 
 def test_a_schedule_with_other_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
