@@ -54,10 +54,16 @@ def every_target() -> None:
 
 
 def pip_wheel(target: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`pip wheel . --no-deps`; without isolation where the build requirements are installed."""
+    """`pip wheel . --no-deps`; without isolation where the build requirements are installed, or
+    where the Makefile has laid them beside this Python.
+    """
+    tools = Path(sys.prefix) / "build-tools"
     installed = all(
         importlib.util.find_spec(name) for name in ("scikit_build_core", "nanobind", "ninja")
     )
+    if not installed and (tools / ".done").exists():
+        variables["PYTHONPATH"] = str(tools)
+        installed = True
     isolation = ["--no-build-isolation"] if installed else []
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "-w", str(target)]
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])

@@ -571,6 +571,7 @@ def test_an_instruction_of_whole_warps_after_lanes_have_returned_is_an_error(
     assert not [f for f in findings(off, words(), words()) if f.kind == "partial-warp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", corpus())
 @pytest.mark.parametrize("block", [(17,), (100,), (5, 7), (3, 4, 5)], ids=str)
 def test_lanes_that_leave_or_are_missing_anywhere_are_survived(

@@ -140,6 +140,7 @@ def test_packages_need_no_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -
         archflash.attend  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_compiled_function_may_explain_its_calls() -> None:
     """torch.compile stops there and goes on behind it. What it made of the function was wrong."""
 

@@ -131,6 +131,7 @@ HEAD_DIMS = (8, 24, 40, 64, 72, 96, 128, 136, 192, 256)
 LARGEST = 1 << 31  # elements of q
 
 
+@pytest.mark.slow
 @each_folder
 def test_no_more_than_exact_sums_of_dq_whatever_the_shape(kernel: str, device: str) -> None:
     planned = 0

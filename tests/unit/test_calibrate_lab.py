@@ -145,6 +145,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [FORWARD, BOTH])
 def test_each_candidate_has_the_time_of_its_calls_in_a_graph(card: Card, passes: str) -> None:
     tried: list[str] = []
@@ -329,6 +330,7 @@ def test_points_are_measured_until_the_time_is_over(
     assert not set(points) & {worker.point_of(told) for told in more["point"]}
 
 
+@pytest.mark.slow
 def test_what_is_far_behind_at_four_points_of_a_kind_is_left_out_at_its_others(
     ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:

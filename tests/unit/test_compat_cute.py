@@ -132,6 +132,7 @@ def test_advice_about_gradients_of_lists_is_taken() -> None:
         assert torch.equal(function(q, k, v, **advice)[0], function(q, k, v)[0])
 
 
+@pytest.mark.slow
 def test_it_compiles_in_one_graph() -> None:
     """Without locals(), which torch.compile of torch 2.11 cannot trace."""
     q, k, v = tensors()

@@ -91,6 +91,7 @@ def test_sizes_may_be_symbols(name: str) -> None:
     torch.testing.assert_close(graph(*given), call(*given))
 
 
+@pytest.mark.slow
 def test_functions_of_a_decorator_do_not_use_up_each_others_compilations() -> None:
     q, k, v = heads(2, 5, 7)
     calls: tuple[tuple[Any, tuple[Any, ...]], ...] = (

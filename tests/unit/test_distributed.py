@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import queue
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ if not torch.distributed.is_available():
 # The worker is no part of the installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.distributed_worker import run_ranks
+from tests.distributed_worker import run_ranks, run_with_forks
 
 import archflash.distributed as afd
 from archflash import _merge
@@ -68,6 +67,7 @@ def documents(n: int, seed: int = 0, shortest: int = 8, longest: int = 14) -> li
 # --- shards ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", MANY)
 @pytest.mark.parametrize("n", [0, 1, 37, 1501])
 def test_every_row_belongs_to_one_rank(n: int, ranks: int) -> None:
@@ -102,6 +102,7 @@ def test_shards_that_are_none_are_refused(rows: list[Any], message: str) -> None
         afd.Shards.documents([3, 5], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64, pytest.param(256, marks=pytest.mark.slow)])
 def test_work_is_balanced(ranks: int) -> None:
     n = 8192 * ranks
@@ -208,6 +209,7 @@ def test_calls_see_what_the_mask_says_once(seed: int) -> None:
             assert whole.any(0)[rows][:, ~ranged.any(0)].sum() == counted.sum() or ranged.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_ranks_send_what_others_wait_for(seed: int) -> None:
     n, ranks = 400, 4
@@ -395,9 +397,9 @@ def attend_in_threads(
 @pytest.mark.parametrize(
     ("dtype", "implementation", "n", "ranks"),
     [
-        (torch.float32, None, 192, (1, 2, 3, 7, 16)),
-        (torch.bfloat16, None, 192, (1, 2, 3, 7, 16)),
-        (torch.bfloat16, "ampere", 32, (1, 3, 16)),
+        (torch.float32, None, 192, (1, 3, 16)),
+        (torch.bfloat16, None, 192, (1, 7, 16)),
+        (torch.bfloat16, "ampere", 32, (1, 8)),
     ],
 )
 def test_the_error_does_not_grow_with_the_ranks(
@@ -845,7 +847,7 @@ def test_ranks_of_two_hosts_have_no_sockets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [20, pytest.param(80, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("cases", [8, pytest.param(80, marks=pytest.mark.rest)])
 @pytest.mark.parametrize(
     ("ranks", "parts"),
     [
@@ -876,14 +878,27 @@ def test_models_of_transformers_run_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_trains_as_one_process_does() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(ROOT / "examples/long_context.py"), "--check"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "a difference of" in done.stdout
+def test_the_example_trains_as_one_process_does(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    # The ranks that torchrun starts: one process imports torch for both.
+    program = f"""
+import os, runpy, sys, torch
+rank = int(os.fork() == 0)
+os.environ |= {{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+                "MASTER_PORT": "{port}"}}
+sys.argv = ["long_context.py", "--check"]
+try:
+    runpy.run_path({str(ROOT / "examples/long_context.py")!r}, run_name="__main__")
+except SystemExit as end:
+    print("rank", rank, "ends with", end.code, flush=True)
+if rank == 0:
+    os.wait()
+"""
+    said = run_with_forks(["-c", program], tmp_path)
+    assert "a difference of" in said, said[-3000:]
+    assert {"rank 0 ends with 0", "rank 1 ends with 0"} <= set(said.splitlines()), said[-3000:]
 
 
 def test_a_call_without_a_process_group_says_so() -> None:

@@ -118,6 +118,7 @@ def test_very_many_documents_are_dealt_in_no_time() -> None:
     assert _moving.deal_apart(lengths, 8, True) == _dealing.deal(lengths, 8, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [(None, 0), (None, None), (9, 0), (5, 3)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_stages_see_what_the_mask_says_once(

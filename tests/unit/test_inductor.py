@@ -50,6 +50,7 @@ LOOKUPS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_nothing_is_looked_up_in_a_view(name: str) -> None:
     """Inductor of torch before 2.13 fails on a GPU if the sorted table is a slice, or takes all of

@@ -72,7 +72,7 @@ def _neighbours(dice: random.Random) -> tuple[_native.Problem, _native.Problem]:
 @pytest.mark.slow
 def test_problems_of_one_kind_are_asked_for_in_one_order() -> None:
     dice = random.Random(0)
-    pairs = [_neighbours(dice) for _ in range(3000)]
+    pairs = [_neighbours(dice) for _ in range(1500)]
     differ = 0
 
     def order(problem: _native.Problem, device: _native.Device) -> Any:
@@ -88,7 +88,7 @@ def test_problems_of_one_kind_are_asked_for_in_one_order() -> None:
                 assert pair[0].kind != pair[1].kind, name
 
     check_all(pairs, told_apart, lambda pair: f"{pair[0].to_dict()} and {pair[1].to_dict()}")
-    assert differ > 400
+    assert differ > 200
 
 
 @pytest.mark.parametrize(

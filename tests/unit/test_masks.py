@@ -259,6 +259,7 @@ BY_NUMBERS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NUMBERS)
 def test_integers_of_every_width_are_numbers(name: str) -> None:
     """Numbers of keys and blocks are larger than what the dtype of a list may hold."""

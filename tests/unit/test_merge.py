@@ -166,6 +166,7 @@ def test_parts_of_other_devices_are_refused() -> None:
         archflash.merge_attention([OUTS[0], OUTS[1].to("meta")], LSES)
 
 
+@pytest.mark.slow
 def test_tangents_go_through_plain_operations() -> None:
     tangents = [torch.randn_like(x) for x in OUTS]
     step = 1e-3

@@ -217,6 +217,7 @@ def test_with_nothing_to_write_nothing_is_launched(
     assert dict(plan.notes)["launches"].startswith("none")
 
 
+@pytest.mark.slow
 @every_kernel
 def test_a_grid_beyond_cudas_limit_is_refused_with_its_size(kernel: str) -> None:
     problem = call(dtypes_of(kernel)[0], b=2**20, hq=2**11, nq=1, d=8)

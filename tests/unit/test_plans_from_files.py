@@ -395,6 +395,7 @@ def fuzzed_problem(numbers: random.Random, good: dict[str, Any]) -> dict[str, An
     return fields
 
 
+@pytest.mark.slow
 def test_planning_a_hostile_problem_is_a_refusal_or_a_plan() -> None:
     """In a process of its own: a division by zero would end it."""
     numbers = random.Random(1)

@@ -35,6 +35,7 @@ def test_other_bits_are_told() -> None:
     assert worker.run("known") == f"other bits of {name}"
 
 
+@pytest.mark.slow
 def test_growth_says_where_it_comes_from() -> None:
     before = soak.Memory.now()
     kept = [bytearray(1 << 16) for _ in range(500)], [[] for _ in range(5000)]  # 33 MB

@@ -125,6 +125,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids="-and-".join)
 def test_each_pair_of_features_matches_the_reference(pair: tuple[str, ...]) -> None:
     for (nq, nk), dtype in zip([(7, 59), (59, 7), (65, 65)], (torch.float32, *HALF), strict=True):
@@ -836,6 +837,7 @@ def test_nothing_is_read_on_the_host() -> None:
         assert (result[0] if call["return_lse"] else result).device.type == "meta"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [

@@ -143,6 +143,7 @@ TRANSFORMS: dict[str, Function] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_derivatives_of_every_kind_are_those_of_the_formula(transform: str, options: str) -> None:

@@ -192,6 +192,7 @@ def later(n: int, tensors: Tensors, results: list[Tensor]) -> None:
         results[0][0, 0, 0, 0] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [(None, None), (one_late_row, "heads from .*, rows from 939 on: output: WRONG"),
@@ -210,6 +211,7 @@ def test_long_calls_are_compared_in_some_rows_and_finite_in_all(
         _checks.long_call("ampere", "float16", (64, 64), H200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spoil", "said"), [
     (None, None), (later, "output: .* differ"), (everywhere, "output: WRONG"),
 ])  # fmt: skip

@@ -122,6 +122,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(name: str, device: str) -> No
         assert x.device.type == device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_every_function_in_a_compiled_graph(name: str) -> None:
     torch._dynamo.reset()
@@ -143,6 +144,7 @@ def test_a_symbolic_trace_keeps_the_operators() -> None:
     torch.testing.assert_close(traced(q, k, v), chain(q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["merge", "four bits", "eight bits", "latent cache", "mask"])
 def test_sizes_stay_symbols_where_arguments_are_checked(name: str) -> None:
     x, rows = torch.randn(2, 3, 5, 32), torch.randn(2, 3, 5)
@@ -260,6 +262,7 @@ UNBACKED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 SELECTED = ("packed", "bnhd", "kvcache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNBACKED)
 def test_sizes_that_are_known_on_the_device_only(name: str) -> None:
     if name not in SELECTED and TorchVersion(torch.__version__) < (2, 9):
@@ -385,6 +388,7 @@ def test_a_gradient_of_merged_wrappers() -> None:
         archflash.merge_attention([out.as_subclass(Tagged)] * 2, [LSE] * 2, **forced("ampere"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_gradients_in_float32_where_an_operator_serves(accumulate: bool) -> None:
     """As context parallelism asks for them, here under a mode and compiled: not rounded between."""
