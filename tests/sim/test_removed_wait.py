@@ -66,8 +66,8 @@ def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
     mode: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q = torch.randn(1, 2, 100, 128).bfloat16()
-    k = torch.randn(1, 1, 300, 128).bfloat16()
+    q = torch.randn(1, 2, 70, 128).bfloat16()
+    k = torch.randn(1, 1, 150, 128).bfloat16()
     whole = sim.run(q, k, k, implementation="ampere", mode=mode, softcap=9.0)
     assert not whole.report.findings
     run_without(whole.plan, (opcode,), which, monkeypatch)
