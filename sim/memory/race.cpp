@@ -34,6 +34,7 @@ RaceDetector::RaceDetector(int warps, int warps_of_cta, uint64_t shared_bytes, i
       pending_(static_cast<size_t>(warps)),
       writes_((shared_bytes >> granule_log2) + 1),
       reads_(((shared_bytes >> granule_log2) + 1) * static_cast<size_t>(warps)),
+      readers_((shared_bytes >> granule_log2) + 1),
       matrix_reads_(matrix_reads ? ((shared_bytes >> UNIT_LOG2) + 1) * static_cast<size_t>(warps)
                                  : 0),
       passed_(static_cast<size_t>(warps)),
@@ -150,10 +151,15 @@ void RaceDetector::check_reader(const Accessor& who, int w, uint32_t read, bool 
   race.other_lane = lane >= LANES_OF_WARP ? -1 : static_cast<int>(lane);
 }
 
-Race RaceDetector::check_readers(const Accessor& who, const uint32_t* readers, bool strong) const {
+Race RaceDetector::check_readers(const Accessor& who, uint32_t granule, bool strong) const {
   Race race;
-  for (int w = 0; w < warps_ && !is_settled(race); ++w) {
-    check_reader(who, w, readers[w], strong, race);
+  const uint32_t* const reads = &reads_[static_cast<size_t>(granule) * static_cast<size_t>(warps_)];
+  for (uint32_t left = readers_[granule]; left != 0 && !is_settled(race); left &= left - 1) {
+    const int w = std::countr_zero(left);
+    check_reader(who, w, reads[w], strong, race);
+  }
+  for (int w = 32; w < warps_ && !is_settled(race); ++w) {
+    check_reader(who, w, reads[w], strong, race);
   }
   return race;
 }
@@ -217,6 +223,7 @@ Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t byte
   const auto warp = static_cast<size_t>(who.agent);
   const Clock now = known_[warp].general[warp];
   const uint32_t last = (offset + bytes - 1) >> shift_;
+  const uint32_t bit = warp < 32 ? 1U << warp : 0;
   uint32_t* reader =
       &reads_[static_cast<size_t>(offset >> shift_) * static_cast<size_t>(warps_) + warp];
   for (uint32_t g = offset >> shift_; g <= last; ++g, reader += warps_) {
@@ -226,6 +233,7 @@ Race RaceDetector::mark_read(const Accessor& who, uint32_t offset, uint32_t byte
       keep_worst(race, check_write(who, write));
     }
     mark(*reader, now, lane);
+    readers_[g] |= bit;
   }
   return race;
 }
@@ -238,8 +246,7 @@ Race RaceDetector::write(const Accessor& who, uint32_t offset, uint32_t bytes) {
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!is_settled(race)) keep_worst(race, check_write(who, writes_[g]));
     if (!is_settled(race)) {
-      keep_worst(race,
-                 check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]));
+      keep_worst(race, check_readers(who, g));
     }
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 0, who.pc};
   }
@@ -253,9 +260,7 @@ Race RaceDetector::atomic(const Accessor& who, uint32_t offset, uint32_t bytes) 
   const uint32_t last = (offset + bytes - 1) >> shift_;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found && !writes_[g].atomic) race = check_write(who, writes_[g]);
-    if (!race.found)
-      race =
-          check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)], true);
+    if (!race.found) race = check_readers(who, g, true);
     writes_[g] = {now, static_cast<uint16_t>(who.agent), static_cast<uint8_t>(who.lane), 1, who.pc};
   }
   return race;
@@ -272,8 +277,7 @@ Race RaceDetector::copy(int warp, int lane, uint32_t pc, Clock sequence, uint32_
   const uint32_t last = (offset + bytes - 1) >> shift_;
   for (uint32_t g = offset >> shift_; g <= last; ++g) {
     if (!race.found) race = check_write(who, writes_[g]);
-    if (!race.found)
-      race = check_readers(who, &reads_[static_cast<size_t>(g) * static_cast<size_t>(warps_)]);
+    if (!race.found) race = check_readers(who, g);
     writes_[g] = {sequence, static_cast<uint16_t>(copy_agent(warp)), static_cast<uint8_t>(lane), 0,
                   pc};
   }

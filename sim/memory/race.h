@@ -213,7 +213,7 @@ class RaceDetector {
   void note_matrix_read(const Accessor& who, Clock clock, uint32_t offset, uint32_t bytes);
   static void mark(uint32_t& reader, Clock now, uint32_t lane);
   // A strong access races with plain reads only.
-  Race check_readers(const Accessor& who, const uint32_t* readers, bool strong = false) const;
+  Race check_readers(const Accessor& who, uint32_t granule, bool strong = false) const;
   [[gnu::always_inline]] inline void check_reader(const Accessor& who, int warp, uint32_t read,
                                                   bool strong, Race& race) const;
   bool is_executed(const Accessor& who, int agent, Clock clock) const;
@@ -258,6 +258,7 @@ class RaceDetector {
   std::vector<std::array<Knowledge, SYNC_SCOPES>> pending_;
   std::vector<Write> writes_;
   std::vector<uint32_t> reads_;      // [granule][warp]
+  std::vector<uint32_t> readers_;    // [granule]: which of the first 32 warps have read it
   std::vector<Clock> matrix_reads_;  // [16 bytes][warp], of matrix agents; empty: not watched
   // For each warp, the last write that was found in order for every lane, and the last one that was
   // found in order for the async proxy. A warp's knowledge only grows, so that these stay in order,

@@ -63,7 +63,7 @@ Race RaceDetector::async_write(const Accessor& who, int unit, uint32_t offset, u
     }
     const uint32_t* const readers = &reads_[g * columns];
     if (!race.found && (passed == nullptr || !std::equal(readers, readers + columns, passed))) {
-      race = check_readers(who, readers, updates);
+      race = check_readers(who, g, updates);
       if (!race.found && kind == AsyncWrite::Proxy) race = check_unfenced_readers(who, readers);
       passed = readers;
     }
