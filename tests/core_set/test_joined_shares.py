@@ -39,7 +39,7 @@ CALLS: dict[
     "two": ((1, 300, 64, 64), (2, 2), 2, None, {}, "d64_decode_joined"),
     "packed": ((2, 330, 128, 128), (4, 1), 3, None, {"causal": True}, "d128_decode_joined"),
     "sinks": ((1, 140, 256, 200), (2, 1), 4, None, {"sinks": True}, "d256_decode_joined"),
-    "most": ((3, 520, 100, 128), (1, 1), 8, None, {"window": (90, 5)}, "d128_decode_joined"),
+    "most": ((3, 520, 104, 128), (1, 1), 8, None, {"window": (90, 5)}, "d128_decode_joined"),
     "bool": ((1, 400, 64, 56), (2, 1), 3, "bool", {}, "d64_decode_joined_masked"),
     "added": ((4, 280, 128, 128), (2, 2), 4, "own", {}, "d128_decode_joined_masked"),
     "float32": ((1, 140, 256, 256), (2, 1), 2, "float32", {}, "d256_decode_joined_masked"),

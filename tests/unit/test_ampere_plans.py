@@ -293,7 +293,7 @@ def test_causal_tiles_count_with_their_mean_length_when_keys_are_split(
 @every_dtype
 def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
     word = DTYPES[dtype]
-    images = ("fwd", "fwd_small", "dense", "dense_small", "decode", "shares")
+    images = ("fwd", "fwd_small", "dense", "dense_small", "decode", "decode_joined", "shares")
     built = set().union(*(kernels_built(f"ampere/{image}_{word}") for image in images))
     # Others are in the tests of dropout, and of caches and packed sequences.
     built = {kernel for kernel in built if not re.search(r"_dropout$|_d\d+_decode$", kernel)}
@@ -324,6 +324,8 @@ def test_every_kernel_that_was_built_is_chosen_somewhere(dtype: str) -> None:
             call(dtype, nq=17, nk=77, d=dims[0], dv=dims[1]),
             call(dtype, nq=1, nk=8192, d=dims[0], dv=dims[1]),
             call(dtype, nq=1, nk=8192, d=dims[0], dv=dims[1], attn_mask=keys),
+            call(dtype, nq=1, nk=1024, d=dims[0], dv=dims[1]),
+            call(dtype, nq=1, nk=1024, d=dims[0], dv=dims[1], attn_mask=keys[:1024]),
         )
         for name in ampere(problem, device).kernels
     }
