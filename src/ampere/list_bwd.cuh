@@ -4,8 +4,7 @@
 // A CTA has up to BLOCK_Q rows that share a list, as in gather_fwd.cuh, and walks the list. dQ of
 // its rows is its own and stays in registers. dK and dV of a key belong to all lists that name it:
 // the CTAs add theirs to sums in fp32 (KeySums), which device::list_gradients() converts in the
-// end: in any order, so that sums may have other last bits each time, or in turns (ListOrder). Or
-// they keep theirs (KeptKeys) for a launch that adds them up in a fixed order (kept_keys.cuh).
+// end: in any order, so that sums may have other last bits each time, or in turns (ListOrder).
 //
 //   wait for rows | barrier | S = Q K^T  dP = dO V^T | P, dS to shared memory | barrier
 //   | dQ += dS K | dV = P^T dO, added to the sums | dK = dS^T Q, added to the sums
@@ -29,10 +28,8 @@
 #include "common/mma_sync/tile.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/cvt.cuh"
-#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mma_sync.cuh"
-#include "common/ptx/st_global.cuh"
 #include "common/ptx/st_shared.cuh"
 
 namespace archflash::ampere {
@@ -184,20 +181,12 @@ __device__ __forceinline__ void multiply_dq(float (&dq_rmem)[C::M_TILES][COLUMN_
   }
 }
 
-// Where dK or dV of a block's entries is kept.
-struct KeptRows {
-  unsigned char* gmem;  // of the first entry; null: dK and dV are added to sums
-  int row_bytes, entries;
-};
-
 // Adds to the sums of a block's keys the product of P or dS, transposed, and dO or Q, all rows of
-// the CTA: of a warp's keys, and of its share of the columns. Or keeps it, zeros for a key that no
-// row sees. positions: of the warp's keys.
+// the CTA: of a warp's keys, and of its share of the columns. positions: of the warp's keys.
 template <class C, class Tile>
-__device__ __forceinline__ void add_to_keys(float* sums_gmem, const KeptRows& kept, int columns,
-                                            const int* positions, uint32_t scores_smem,
-                                            uint32_t rows_smem, int first_key, int share,
-                                            int lane) {
+__device__ __forceinline__ void add_to_keys(float* sums_gmem, int columns, const int* positions,
+                                            uint32_t scores_smem, uint32_t rows_smem, int first_key,
+                                            int share, int lane) {
   using Scores = typename C::ScoreTile;
   constexpr int PAIRS = Tile::COLUMNS / 16 / C::SUM_WARPS;            // of column tiles
   constexpr int STEP = PAIRS % C::SUM_PAIRS == 0 ? C::SUM_PAIRS : 1;  // pairs at a time
@@ -232,28 +221,7 @@ __device__ __forceinline__ void add_to_keys(float* sums_gmem, const KeptRows& ke
     for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int key = 16 * m + 8 * r + lane / 4;
-        const int position = positions[key];
-        if (kept.gmem != nullptr) {
-          if (first_key + key >= kept.entries) continue;
-          unsigned char* const row_gmem =
-              kept.gmem + (first_key + key) * kept.row_bytes + lane % 4 * 8;
-#pragma unroll
-          for (int n = 0; n < STEP; ++n) {
-            const int column = 16 * ((pair + n) * C::SUM_WARPS + share);
-            if (column >= columns) continue;
-            uint32_t words[2] = {};
-            if (position != device::NO_KEY) {
-#pragma unroll
-              for (int i = 0; i < 2; ++i) {
-                const float* x = &x_rmem[m][2 * n + i][2 * r];
-                words[i] = ptx::cvt_rn_x2_f32<C::DTYPE>(x[0], x[1]);
-              }
-            }
-            ptx::st_global_v2_b32(row_gmem + 2 * column, words[0], words[1]);
-          }
-          continue;
-        }
+        const int position = positions[16 * m + 8 * r + lane / 4];
         if (position == device::NO_KEY) continue;
         float* row_gmem =
             sums_gmem + static_cast<int64_t>(position) * columns + device::list_sum_place(lane);
@@ -309,11 +277,10 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   device::ListBackwardWork<>& cta =
       *reinterpret_cast<device::ListBackwardWork<>*>(shared + C::CONTEXT_SMEM);
   const AttentionParams& attention = params.call.attention;
-  ptx::griddepcontrol_wait();  // terms are written and sums cleared, lists sorted
   {
     const device::TileInOrder tile(params.order);
-    const device::Work work = device::find_list_work(attention, params.lists, params.packed_heads,
-                                                     tile.index + params.kept.first_tile);
+    const device::Work work =
+        device::find_list_work(attention, params.lists, params.packed_heads, tile.index);
     if (work.first_row < 0) return device::pass_turns(params.order);
     if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work, tile.chain);
   }
@@ -354,7 +321,6 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   }
 
   device::ListTurns<C::BLOCK_K, uint16_t> turns(cta, params.order, C::THREADS / 2);
-  const int row_bytes = 2 * (params.sums.dk_columns + params.sums.dv_columns);
   constexpr int DQ_TILES = C::HEAD_DIM / 8 / C::COLUMN_WARPS;
   float dq_rmem[C::M_TILES][DQ_TILES][4] = {};
 #pragma unroll 1
@@ -401,17 +367,10 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       if (block + 1 < blocks) start_block(block + 1);
     }
     const int first_key = warp / C::SUM_WARPS * C::SUM_KEYS, sum_share = warp % C::SUM_WARPS;
-    KeptRows kept{static_cast<unsigned char*>(params.kept.rows_gmem), row_bytes,
-                  cta.list.count - block * C::BLOCK_K};
-    if (kept.gmem != nullptr) {
-      const int64_t row = int64_t{blockIdx.x} * params.lists.topk + block * C::BLOCK_K;
-      kept.gmem += row * row_bytes + 2 * params.sums.dk_columns;
-    }
-    add_to_keys<C, SecondTile>(cta.dv_gmem, kept, params.sums.dv_columns, positions + first_key,
+    add_to_keys<C, SecondTile>(cta.dv_gmem, params.sums.dv_columns, positions + first_key,
                                shared_smem + C::P_SMEM, shared_smem + C::DOUT_SMEM, first_key,
                                sum_share, lane);
-    if (kept.gmem != nullptr) kept.gmem -= 2 * params.sums.dk_columns;
-    add_to_keys<C, FirstTile>(cta.dk_gmem, kept, params.sums.dk_columns, positions + first_key,
+    add_to_keys<C, FirstTile>(cta.dk_gmem, params.sums.dk_columns, positions + first_key,
                               shared_smem + C::DS_SMEM, shared_smem, first_key, sum_share, lane);
   }
   if (params.order.left_gmem != nullptr) {

@@ -60,16 +60,16 @@ constexpr core::BackwardTile TILES[] = {
 
 // Adding to dK and dV bounds those of few rows (docs/lab/ampere.md).
 constexpr core::ListTile LIST_TILES[] = {
-    core::list_tile<D64Lists>("d64_lists", 280, 1, "d64_lists"),
-    core::list_tile<D64FewLists>("d64_few_lists", 215, 1, "d64_few_lists"),
-    core::list_tile<D128LargeLists>("d128_large_lists", 780, 1, "d128_large_lists"),
-    core::list_tile<D128Lists>("d128_lists", 485, 1, "d128_lists"),
-    core::list_tile<D128FewLists>("d128_few_lists", 410, 1, "d128_few_lists"),
-    core::list_tile<D192LargeLists>("d192_large_lists", 1170, 1, "d192_large_lists"),
-    core::list_tile<D192Lists>("d192_lists", 645, 1, "d192_lists"),
-    core::list_tile<D192FewLists>("d192_few_lists", 545, 1, "d192_few_lists"),
-    core::list_tile<D256Lists>("d256_lists", 1000, 1, "d256_lists"),
-    core::list_tile<D256FewLists>("d256_few_lists", 806, 1, "d256_few_lists"),
+    core::list_tile<D64Lists>("d64_lists", 280),
+    core::list_tile<D64FewLists>("d64_few_lists", 215),
+    core::list_tile<D128LargeLists>("d128_large_lists", 780),
+    core::list_tile<D128Lists>("d128_lists", 485),
+    core::list_tile<D128FewLists>("d128_few_lists", 410),
+    core::list_tile<D192LargeLists>("d192_large_lists", 1170),
+    core::list_tile<D192Lists>("d192_lists", 645),
+    core::list_tile<D192FewLists>("d192_few_lists", 545),
+    core::list_tile<D256Lists>("d256_lists", 1000),
+    core::list_tile<D256FewLists>("d256_few_lists", 806),
 };
 
 constexpr size_t OF_D64 = 3, BEHIND_D192_128_MEDIUM = 10;

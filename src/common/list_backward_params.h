@@ -50,8 +50,8 @@ struct ListBackwardParams {
   KeyLists lists;
   KeySums sums;
   ListOrder order;
-  KeptKeys kept;
   device::PackedHeads packed_heads;
+  KeptKeys kept;
 };
 
 constexpr int LIST_SUM_COLUMNS = 16;

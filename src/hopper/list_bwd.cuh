@@ -284,15 +284,21 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
   auto& cta = *reinterpret_cast<device::ListBackwardWork<>*>(shared + C::CONTEXT_SMEM);
   const AttentionParams& attention = params.call.attention;
   const uint16_t* const any_gmem = static_cast<const uint16_t*>(attention.q_gmem);
-  {
-    const int tile = static_cast<int>(blockIdx.x) + (C::KEEPS ? params.kept.first_tile : 0);
+  if constexpr (C::KEEPS) {
+    const int tile = static_cast<int>(blockIdx.x) + params.kept.first_tile;
     const device::Work work =
         device::find_list_work(attention, params.lists, params.packed_heads, tile);
     if (work.first_row < 0) return;
     if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work, 0);
+    ptx::griddepcontrol_wait();  // terms are written, lists sorted
+  } else {
+    const device::TileInOrder tile(params.order);
+    const device::Work work =
+        device::find_list_work(attention, params.lists, params.packed_heads, tile.index);
+    if (work.first_row < 0) return device::pass_turns(params.order);
+    if (threadIdx.x == 0) cta = device::find_list_backward_work(params, work, tile.chain);
   }
-  ptx::griddepcontrol_wait();  // terms are written and sums cleared, lists sorted
-  __syncthreads();             // thread 0 has written `cta`, before the other threads read it
+  __syncthreads();  // thread 0 has written `cta`, before the other threads read it
   device::find_rows_that_see<C::THREADS>(cta, params.packed_heads.rows());
 
   // The positions of the keys of a block; an entry that no row of the CTA sees has NO_KEY.
@@ -334,11 +340,6 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     ptx::fence_proxy_async_shared();  // before products read what threads have copied
     __syncthreads();
   };
-  const auto look_up = [&](int block) {
-    if (!looks_up) return;
-    positions_of(block + 2)[threadIdx.x] = next_position;
-    next_position = device::find_listed_position<C::BLOCK_K>(cta.list, block + 3);
-  };
   QueriesByKeys<C> s_rmem, dp_rmem;
   constexpr int SCORES = C::BLOCK_K / 2, GRADIENTS = C::HEAD_DIM / 2;  // registers
   const auto scores_change = [&] {
@@ -354,6 +355,9 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
     ptx::wgmma_commit_group();
   };
 
+  // Kernels that keep nothing could take turns. No plan asks for that, but ptxas needs the code at
+  // D=192, for registers (C7511).
+  device::ListTurns<C::BLOCK_K, uint16_t> turns(cta, params.order, C::THREADS / 2);
   GradientRows<C> dq_rmem = {};
   // The positions of the first two blocks, and which rows see a key, are known to all.
   __syncthreads();
@@ -404,7 +408,6 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       ptx::wgmma_fence();
       start_listed_dq<C>(dq_rmem, ds_rmem, stage_of(block));
       ptx::wgmma_commit_group();
-      if constexpr (C::LOOKS_UP_EARLY) look_up(block);
       ptx::fence_proxy_async_shared();  // before products read P and dS
       __syncthreads();
       ptx::registers_change<GRADIENTS>(&sums_rmem[0][0]);
@@ -414,8 +417,15 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       else
         start_of_keys<C, QTile>(sums_rmem, shared_smem + C::DS_SMEM, shared_smem);
       ptx::wgmma_commit_group();
-      if constexpr (!C::LOOKS_UP_EARLY) look_up(block);
-      __syncwarp();  // it helps ptxas, too
+      if (looks_up) {
+        positions_of(block + 2)[threadIdx.x] = next_position;
+        next_position = device::find_listed_position<C::BLOCK_K>(cta.list, block + 3);
+      }
+      if constexpr (C::KEEPS) {
+        __syncwarp();  // it helps ptxas, too
+      } else {
+        turns.take(block);  // beside the products
+      }
       ptx::wgmma_wait_group<0>();
       ptx::registers_change<GRADIENTS>(&dq_rmem[0][0]);
       ptx::registers_change<GRADIENTS>(&sums_rmem[0][0]);
@@ -435,6 +445,12 @@ __device__ __forceinline__ void list_bwd(const ListBackwardParams& params) {
       if (!C::ADDS_LATE) start_scores(next);
     }
     ptx::wgmma_wait_group<0>();
+  }
+  if constexpr (!C::KEEPS) {
+    if (params.order.left_gmem != nullptr) {
+      __syncthreads();  // all additions are made
+      turns.end();
+    }
   }
   ptx::copies_wait_all();  // a thread may not end before its copies
   store_listed_dq<C>(dq_rmem, params, cta.work, warp, lane);

@@ -24,10 +24,6 @@ struct ListBackwardConfig {
   // Whether the next scores are multiplied while dK and dV are added. Else registers would spill.
   static constexpr bool ADDS_LATE = HEAD_DIM <= 128;
 
-  // Where a thread looks up keys: ptxas has registers enough for the products that run at D=192
-  // (C7511) if that stands before them.
-  static constexpr bool LOOKS_UP_EARLY = HEAD_DIM > 128 && !KEEPS;
-
   using QTile = device::SlabTile<HEAD_DIM, BLOCK_Q>;
   using DoutTile = device::SlabTile<HEAD_DIM_V, BLOCK_Q>;
   using KTile = device::SlabTile<HEAD_DIM, BLOCK_K>;

@@ -269,7 +269,6 @@ INSTRUCTIONS = {
     "ampere_approximate_stats": ("LDG.E.128", "FMNMX"),
     "ampere_attention_": ("HMMA.16816.F32", *TILES),
     "ampere_backward_dq_": ("LDG.E.128", "STG.E.128"),
-    "ampere_backward_kept_": ("LDG.E.128", "STG.E"),
     "ampere_backward_keys_": ("LDG.E.128", "STG.E.128"),
     "ampere_backward_order_": ("LDG.E", "LDS", "STS", "STG.E"),
     "ampere_backward_rows_": ("LDG.E.128", "SHFL.BFLY"),

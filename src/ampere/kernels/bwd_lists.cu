@@ -4,7 +4,6 @@
 // The backward kernels for lists of keys in fp16 and bf16. list_bwd_config.cuh has their tiles.
 #include "ampere/list_bwd.cuh"
 #include "ampere/list_bwd_config.cuh"
-#include "common/device/kept_keys.cuh"
 #include "common/device/list_backward.cuh"
 #include "common/instantiate.cuh"
 
@@ -16,8 +15,6 @@ ARCHFLASH_ENTRY(KERNEL(ampere_backward_rows, lists), (BACKWARD_ROWS_THREADS),
                 device::list_rows<DTYPE>)
 ARCHFLASH_ENTRY(KERNEL(ampere_backward_keys, lists), (LIST_SUMS_THREADS),
                 device::list_gradients<DTYPE>)
-ARCHFLASH_ENTRY(KERNEL(ampere_backward_kept, lists), (KEPT_SUMS_THREADS),
-                device::add_kept_rows<DTYPE, 16>)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_lists), list_bwd, D64Lists)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d64_few_lists), list_bwd, D64FewLists)
 ARCHFLASH_KERNEL(KERNEL(ampere_attention_bwd, d128_large_lists), list_bwd, D128LargeLists)

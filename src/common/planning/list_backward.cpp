@@ -153,7 +153,7 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
   const int64_t heads = call.batch * call.heads_q, rows = heads * call.nq;
   const int64_t heads_kv = call.batch * call.heads_kv, keys = heads_kv * call.nk;
   const bool in_order = problem.deterministic && rows > 0 && keys > 0;
-  const bool keeps = in_order && tile->kept != nullptr && device.major == 9;
+  const bool keeps = in_order && tile->kept != nullptr;
   const auto in_sums = [&](int64_t columns) {
     const int64_t step = keeps ? KEPT_COLUMNS : LIST_SUM_COLUMNS;
     return ceil_div(columns, step) * step;
@@ -230,8 +230,8 @@ PlanResult plan_list_backward(const Description& description, std::span<const Li
     launch.shared_bytes = shared_bytes;
     launch.params = bytes(params);
     launch.pointers = slots;
-    // It waits where it has to. simt's are compiled for 8.0, which knows no such wait.
-    launch.uses_pdl = plan.launches.size() > 1 && call.dtype != DType::F32;
+    // It waits where it has to. Kernels that keep nothing were faster without.
+    launch.uses_pdl = keeps && plan.launches.size() > 1;
   };
   const auto add_rows = [&] {
     add("backward_rows_" + word + "_lists", heads * ceil_div(call.nq, BACKWARD_ROWS),

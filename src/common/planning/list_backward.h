@@ -20,8 +20,7 @@ struct ListTile {
   int ctas_per_sm;
   // Picoseconds that both passes take for each key of a CTA's list, where CTAs fill an H200.
   int time;
-  // Of the kernel that keeps what deterministic sums consist of (KeptKeys), where that was measured
-  // faster: on 9.0. Elsewhere, and if it is null, CTAs take turns.
+  // Of the kernel that keeps what deterministic sums consist of (KeptKeys); null: CTAs take turns.
   const char* kept;
 };
 
