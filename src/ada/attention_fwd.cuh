@@ -85,7 +85,7 @@ __device__ __forceinline__ void attention_fwd(const Params& all_params) {
                                  blocks.last);
         exp2_scale = device::update_row_max<C, device::WeightsE4m3>(s_rmem, state, o_rmem,
                                                                     exp2_scale, nullptr);
-        device::weigh_all_scores_e4m3<C>(s_rmem, p_rmem, state, exp2_scale);
+        device::exponentiate_all_scores_e4m3<C>(s_rmem, p_rmem, state, exp2_scale);
         // A descale of 0 makes all V of this block 0, whatever is stored, so P must be 0: the unit
         // of the outputs is not 0.
         if (v_by_block && context.key_descales.v(key_first) == 0.0f) {

@@ -55,9 +55,9 @@ __device__ __forceinline__ void multiply_pv_group(device::Outputs<C>& o_rmem,
 // device::exponentiate_key_tile() for rows that raise their bases together. Two weights are added
 // to one another first, which makes the chain of additions half as long.
 template <class C, class State>
-__device__ __forceinline__ void weigh_rows_together(const device::Scores<C>& s_rmem,
-                                                    uint32_t (&p_rmem)[4], State& state, int m,
-                                                    int n, float exp2_scale) {
+__device__ __forceinline__ void exponentiate_rows_together(const device::Scores<C>& s_rmem,
+                                                           uint32_t (&p_rmem)[4], State& state,
+                                                           int m, int n, float exp2_scale) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float p[2];
@@ -88,11 +88,11 @@ __device__ __forceinline__ void exponentiate_and_multiply_pv(
 #pragma unroll
       for (int n = key / 8; n < (key + GROUP) / 8; n += C::V_PACK) {
         if constexpr (C::FP8) {
-          device::weigh_key_tiles_e4m3<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
+          device::exponentiate_key_tiles_e4m3<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         } else if constexpr (C::ROWS_ALONE) {
           device::exponentiate_key_tile<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         } else {
-          weigh_rows_together<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
+          exponentiate_rows_together<C>(s_rmem, p_rmem[m], state, m, n, exp2_scale);
         }
       }
     }

@@ -91,7 +91,7 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
   static_assert(C::QTile::ALIGNMENT <= 1024);
   if (threadIdx.x == 0) {
     Barriers<C>{shared_smem + C::BARRIER_SMEM}.initialise(
-        transposes_v<C>(params) ? C::TURNING_WARPS * ptx::ARRIVALS_OF_WARP : 1);
+        transposes_v<C>(params) ? C::TRANSPOSING_WARPS * ptx::ARRIVALS_OF_WARP : 1);
   }
   run_roles<C>([&] { consume<C>(all_params, shared, shared_smem); },
                [&] { produce<C>(all_params, shared, shared_smem); },

@@ -352,10 +352,11 @@ __device__ __forceinline__ void exponentiate_added(KeysByQueries<C>& p_rmem,
 // P of a block, from S in the same registers, in kernels whose warpgroup has no other keys. seen:
 // which scores the mask keeps.
 template <class C>
-__device__ __forceinline__ void weigh_masked(KeysByQueries<C>& p_rmem, const float2* terms,
-                                             const DenseBackwardParams& params, const CtaWork& work,
-                                             const BlockNote& block, const DenseNote& note,
-                                             uint32_t seen, int warp) {
+__device__ __forceinline__ void exponentiate_masked(KeysByQueries<C>& p_rmem, const float2* terms,
+                                                    const DenseBackwardParams& params,
+                                                    const CtaWork& work, const BlockNote& block,
+                                                    const DenseNote& note, uint32_t seen,
+                                                    int warp) {
   const uint32_t state = note.state(0);
   if ((state & DENSE_ADDED) != 0) {
     exponentiate_added<C>(p_rmem, p_rmem, terms, params, note);

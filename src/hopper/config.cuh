@@ -143,7 +143,7 @@ struct Config {
   // before.
   static constexpr bool TRANSPOSES_V = FP8 && !OVERLAPS && BLOCK_K == 128;
   static constexpr bool TAKES_TRANSPOSED_V = WARPGROUPS < 4;
-  static constexpr int TURNING_WARPS = 3;
+  static constexpr int TRANSPOSING_WARPS = 3;
   static constexpr int RAW_STAGES = TRANSPOSES_V ? 2 : 0;  // blocks of V to transpose
   // Copies of the step with masks in a kernel's code: one for the first and the last block of keys
   // alike, or one for each. With more than 128 keys at a time a single copy spills a register.

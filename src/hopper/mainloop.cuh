@@ -212,7 +212,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     };
     // S and the exponentials of the first KEYS keys of the warpgroup's first block, which sees no
     // others of it and has no score capped. meanwhile() is called when the scores are there.
-    const auto weigh_first_keys = [&]<int KEYS>(int block, const auto& meanwhile) {
+    const auto exponentiate_first_keys = [&]<int KEYS>(int block, const auto& meanwhile) {
       ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed
       turns.wait();
       start_qk<C, KEYS>(s_rmem, q_descriptor, shared_smem, k_ring.stage);
@@ -230,7 +230,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const auto tail_step = [&](int block) {
       if constexpr (C::TAIL_KEYS > 0) {
         constexpr int KEYS = C::TAIL_KEYS;
-        weigh_first_keys.template operator()<KEYS>(block, [] {});
+        exponentiate_first_keys.template operator()<KEYS>(block, [] {});
         pack<C, KEYS>(s_rmem, p_rmem);
         multiply_pv.template operator()<KEYS>(block, [] {});
       }
@@ -261,7 +261,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
     const auto first_half_step = [&](int block) {
       if constexpr (C::HALVES) {
         constexpr int KEYS = C::BLOCK_K / 2;
-        weigh_first_keys.template operator()<KEYS>(block, hand_back_before);
+        exponentiate_first_keys.template operator()<KEYS>(block, hand_back_before);
         // P V multiplies the whole block: a branch around its second half, in the step that all
         // blocks share, would cost more.
 #pragma unroll
@@ -285,7 +285,7 @@ __device__ __forceinline__ void consume(const ParamsOf<C>& all_params, unsigned 
       if constexpr (MASKED) scale = finish_scores(block);
       scale = update_row_max<C>(s_rmem, state, scale, rescale_outputs);
       if constexpr (C::FP8) {
-        weigh_and_pack<C>(s_rmem, p_rmem, state, scale);
+        exponentiate_and_pack<C>(s_rmem, p_rmem, state, scale);
       } else {
         exponentiate_rows<C>(s_rmem, state, scale);
         pack<C>(s_rmem, p_rmem);

@@ -122,7 +122,7 @@ struct Barriers {
     }
     for (int stage = 0; stage < C::RAW_STAGES; ++stage) {
       ptx::mbarrier_init(raw_full(stage), 1);
-      ptx::mbarrier_init_for_warps(raw_empty(stage), C::TURNING_WARPS);
+      ptx::mbarrier_init_for_warps(raw_empty(stage), C::TRANSPOSING_WARPS);
     }
     if constexpr (C::PRODUCERS > 1) {
       ptx::mbarrier_init(v_tile_full(), 1);

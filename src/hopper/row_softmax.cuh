@@ -160,9 +160,9 @@ __device__ __forceinline__ void pack(const device::Scores<C>& s_rmem, Probabilit
 // exponentiate_rows() and pack() for 16 keys of 8 bits at a time, so that scores and P need few
 // registers together.
 template <class C>
-__device__ __forceinline__ void weigh_and_pack(const device::Scores<C>& s_rmem,
-                                               Probabilities<C>& p_rmem, device::RowState<C>& state,
-                                               float scale) {
+__device__ __forceinline__ void exponentiate_and_pack(const device::Scores<C>& s_rmem,
+                                                      Probabilities<C>& p_rmem,
+                                                      device::RowState<C>& state, float scale) {
   float sums[2][2] = {};
 #pragma unroll
   for (int n = 0; n < C::BLOCK_K / 8; n += 2) {

@@ -315,8 +315,8 @@ __device__ __forceinline__ bool consume_keys(const RowsParamsOf<C>& all_params,
                                      block * C::BLOCK + C::BLOCK - 1);
     const float2 of_rows[2] = {terms[TILE * C::TILE_ROWS], terms[TILE * C::TILE_ROWS + 8]};
     if constexpr (C::MASKED) {
-      weigh_with_elements<C>(p_rmem, s_rmem, elements, all_params.masks, attention.exp2_scale,
-                             of_rows[0].x, of_rows[1].x);
+      exponentiate_with_elements<C>(p_rmem, s_rmem, elements, all_params.masks,
+                                    attention.exp2_scale, of_rows[0].x, of_rows[1].x);
       read_ahead(NEXT_TILE, LAST ? block + 1 : block, !LAST || more);
     } else {
 #pragma unroll

@@ -98,11 +98,11 @@ __device__ __forceinline__ void read_elements(MaskWords<C>& read, const MaskPara
 
 // P = 2^(S + what is added - LSE), 0 of what is hidden. lse: of the lane's two rows.
 template <class C>
-__device__ __forceinline__ void weigh_with_elements(KeysByQueries<C>& p_rmem,
-                                                    const KeysByQueries<C>& s_rmem,
-                                                    const MaskWords<C>& read,
-                                                    const MaskParams& masks, float scale,
-                                                    float lse_0, float lse_1) {
+__device__ __forceinline__ void exponentiate_with_elements(KeysByQueries<C>& p_rmem,
+                                                           const KeysByQueries<C>& s_rmem,
+                                                           const MaskWords<C>& read,
+                                                           const MaskParams& masks, float scale,
+                                                           float lse_0, float lse_1) {
   const auto weigh = [&](const auto& added_of) {
     const float most_0 = ptx::lg2_approx_ftz(device::most_weight(lse_0));
     const float most_1 = ptx::lg2_approx_ftz(device::most_weight(lse_1));

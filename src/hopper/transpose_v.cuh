@@ -145,27 +145,28 @@ __device__ __forceinline__ bool transposes_v(const Params& params) {
   return C::TRANSPOSES_V && (!C::TAKES_TRANSPOSED_V || params.v_columns == 0);
 }
 
-// Transposes the part of a block that warp `part` of TURNING_WARPS has. 32 keys of 16 columns at a
-// time are four matrices of ldmatrix, whose transposition gives a lane the keys 2t and 2t + 1 (t =
-// lane % 4) of two neighbouring columns: bytes of two such matrices are four keys of a column in
-// the order in which pack() has those of P. Column 2c of 16 goes to row c, and 2c + 1 to row 8 + c,
-// so that a lane ends with four neighbouring outputs.
+// Transposes the part of a block that warp `part` of TRANSPOSING_WARPS has. 32 keys of 16 columns
+// at a time are four matrices of ldmatrix, whose transposition gives a lane the keys 2t and 2t + 1
+// (t = lane % 4) of two neighbouring columns: bytes of two such matrices are four keys of a column
+// in the order in which pack() has those of P. Column 2c of 16 goes to row c, and 2c + 1 to row 8 +
+// c, so that a lane ends with four neighbouring outputs.
 template <class C>
-__device__ __forceinline__ void transpose_block(uint32_t raw_smem, uint32_t turned_smem, int part) {
+__device__ __forceinline__ void transpose_block(uint32_t raw_smem, uint32_t transposed_smem,
+                                                int part) {
   using Raw = typename C::RawVTile;
-  using Turned = typename C::VTile;
-  static_assert(Turned::SLABS == 1, "the keys of a block are one slab's");
+  using Transposed = typename C::VTile;
+  static_assert(Transposed::SLABS == 1, "the keys of a block are one slab's");
   constexpr int GROUPS = C::BLOCK_K / 32;  // of keys
   // So many groups of keys at a time, whose loads are under way together: beside products a load
   // takes long. With four warpgroups there are registers for two.
   constexpr int AT_ONCE = C::WARPGROUPS < 4 ? GROUPS : 2;
-  constexpr int TURNS = C::HEAD_DIM_V / 16 * GROUPS / AT_ONCE;
+  constexpr int PIECES = C::HEAD_DIM_V / 16 * GROUPS / AT_ONCE;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint32_t from_smem = raw_smem + Raw::offset(lane, 0);
-  const uint32_t to_smem = turned_smem + Turned::offset(lane % 16, lane / 16);
+  const uint32_t to_smem = transposed_smem + Transposed::offset(lane % 16, lane / 16);
 #pragma unroll 1
-  for (int turn = part; turn < TURNS; turn += C::TURNING_WARPS) {
-    const int group = turn % (GROUPS / AT_ONCE) * AT_ONCE, chunk = turn / (GROUPS / AT_ONCE);
+  for (int piece = part; piece < PIECES; piece += C::TRANSPOSING_WARPS) {
+    const int group = piece % (GROUPS / AT_ONCE) * AT_ONCE, chunk = piece / (GROUPS / AT_ONCE);
     const uint32_t group_smem = Raw::advance(from_smem, chunk) + group * 32 * Raw::ROW_BYTES;
     uint32_t x[AT_ONCE][4];
 #pragma unroll
@@ -173,14 +174,15 @@ __device__ __forceinline__ void transpose_block(uint32_t raw_smem, uint32_t turn
       ptx::ldmatrix_x4_trans(x[i], group_smem + i * 32 * Raw::ROW_BYTES);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      uint32_t turned[4];
+      uint32_t transposed[4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // 16 keys
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd)
-          turned[2 * half + odd] = keys_of_column(x[i][2 * half], x[i][2 * half + 1], odd);
+          transposed[2 * half + odd] = keys_of_column(x[i][2 * half], x[i][2 * half + 1], odd);
       }
-      ptx::stmatrix_x4((to_smem ^ (group + i) * 32) + chunk * 16 * Turned::ROW_BYTES, turned);
+      ptx::stmatrix_x4((to_smem ^ (group + i) * 32) + chunk * 16 * Transposed::ROW_BYTES,
+                       transposed);
     }
   }
 }
@@ -204,7 +206,7 @@ __device__ __forceinline__ void transpose_blocks_of_v(unsigned char* shared, uin
                                          begin, end);
       }
       // The rows are cleared before any warp transposes them.
-      ptx::bar_sync(1 + C::WARPGROUPS, 32 * C::TURNING_WARPS);
+      ptx::bar_sync(1 + C::WARPGROUPS, 32 * C::TRANSPOSING_WARPS);
     }
     // The products of every consumer warp have read the V that the stage held.
     ptx::mbarrier_wait_parity(barriers.v_empty(v_ring.stage), v_ring.parity ^ 1);

@@ -138,8 +138,8 @@ __device__ __forceinline__ void consume_weights(const BackwardParamsOf<C>& all_p
     const float2* terms = terms_of_stage<C>(shared, q_ring.stage);
     const BlockNote* note = note_of_stage<C>(shared, q_ring.stage);
     if constexpr (C::READS_MASK) {
-      weigh_masked<C>(p_rmem, terms, all_params, work, *note, dense_note<C>(shared, q_ring.stage),
-                      seen, warp);
+      exponentiate_masked<C>(p_rmem, terms, all_params, work, *note,
+                             dense_note<C>(shared, q_ring.stage), seen, warp);
     } else {
       exponentiate_scores<C>(p_rmem, p_rmem, terms, params.backward.attention);
       if (note->masked_warps >> warp & 1) clear_unseen<C>(p_rmem, work, note->row);

@@ -35,9 +35,10 @@ using Fp8Probabilities = uint32_t[C::M_TILES][C::STEP_KEYS / 32][4];
 // tiles share. A register has the keys 2t and 2t+1 (t = lane % 4) of two key tiles; see
 // mma_sync::Fp8VFragments.
 template <class C, class Flag>
-__device__ __forceinline__ void weigh_key_tiles_e4m3(const Scores<C>& s_rmem, uint32_t (&p_rmem)[4],
-                                                     RowState<C, Flag>& state, int m, int n,
-                                                     float exp2_scale) {
+__device__ __forceinline__ void exponentiate_key_tiles_e4m3(const Scores<C>& s_rmem,
+                                                            uint32_t (&p_rmem)[4],
+                                                            RowState<C, Flag>& state, int m, int n,
+                                                            float exp2_scale) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     uint32_t pairs[2];
@@ -58,14 +59,15 @@ __device__ __forceinline__ void weigh_key_tiles_e4m3(const Scores<C>& s_rmem, ui
 
 // P = 2^(S * exp2_scale - base) in e4m3 for all row tiles and STEP_KEYS keys.
 template <class C, class Flag>
-__device__ __forceinline__ void weigh_all_scores_e4m3(const Scores<C>& s_rmem,
-                                                      Fp8Probabilities<C>& p_rmem,
-                                                      RowState<C, Flag>& state, float exp2_scale) {
+__device__ __forceinline__ void exponentiate_all_scores_e4m3(const Scores<C>& s_rmem,
+                                                             Fp8Probabilities<C>& p_rmem,
+                                                             RowState<C, Flag>& state,
+                                                             float exp2_scale) {
 #pragma unroll
   for (int m = 0; m < C::M_TILES; ++m) {
 #pragma unroll
     for (int n = 0; n < C::STEP_KEYS / 8; n += 2)
-      weigh_key_tiles_e4m3<C>(s_rmem, p_rmem[m][n / 4], state, m, n, exp2_scale);
+      exponentiate_key_tiles_e4m3<C>(s_rmem, p_rmem[m][n / 4], state, m, n, exp2_scale);
   }
 }
 

@@ -210,7 +210,7 @@ __device__ __forceinline__ void attention_fwd(const ParamsOf<C>& all_params) {
     mask_edges<C>(s_rmem, cta, key_first);
     return device::update_row_max<C>(s_rmem, state, o_rmem, params.exp2_scale, &limits);
   };
-  if constexpr (C::WEIGHS_LATE) {
+  if constexpr (C::LATE_EXPONENTIALS) {
     struct Scored {
       device::Scores<C> s_rmem;
       float exp2_scale;

@@ -58,7 +58,7 @@ __device__ __forceinline__ void bounded_step(device::Outputs<C>& o_rmem, device:
       }
     }
   }
-  weigh_and_multiply<C>(o_rmem, state, s_rmem, v_smem, exp2_scale, before_v);
+  exponentiate_and_multiply<C>(o_rmem, state, s_rmem, v_smem, exp2_scale, before_v);
 }
 
 // What a CTA computes. It is read from shared memory where it is used, because outputs and scores

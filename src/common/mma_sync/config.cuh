@@ -51,12 +51,12 @@ struct Config {
   static constexpr bool ROWS_ALONE = CAN_SPLIT;  // device/online_softmax.cuh
   // device/online_softmax.cuh. For (192, 128) the registers would not suffice.
   static constexpr bool KEEPS_LIMITS = !CAN_SPLIT && QK_PACK == 1 && HEAD_DIM == HEAD_DIM_V;
-  static constexpr bool CACHE = false;           // see CacheConfig
-  static constexpr bool FP8_CACHE = false;       // only a DecodeConfig reads one
-  static constexpr int KEY_GROUPS = 1;           // see KeyGroupsConfig
-  static constexpr bool WEIGHS_LATE = false;     // see LateConfig
-  static constexpr bool DROPS = false;           // see DropoutConfig
-  static constexpr bool V_WITH_K = STAGES == 2;  // see ShortConfig
+  static constexpr bool CACHE = false;              // see CacheConfig
+  static constexpr bool FP8_CACHE = false;          // only a DecodeConfig reads one
+  static constexpr int KEY_GROUPS = 1;              // see KeyGroupsConfig
+  static constexpr bool LATE_EXPONENTIALS = false;  // see LateConfig
+  static constexpr bool DROPS = false;              // see DropoutConfig
+  static constexpr bool V_WITH_K = STAGES == 2;     // see ShortConfig
 
   // Layouts in shared memory. Their columns are units of 16 bits.
   using QKTile = device::SwizzledTile<HEAD_DIM / QK_PACK>;
@@ -112,7 +112,7 @@ struct ShortConfig : Base {
 // then places them between products.
 template <class Base>
 struct LateConfig : Base {
-  static constexpr bool WEIGHS_LATE = true;
+  static constexpr bool LATE_EXPONENTIALS = true;
 };
 
 // A Config whose kernel drops some of P before P V. It knows no softcap, no masks as data and no

@@ -16,24 +16,22 @@ struct PieceOf : C {
   static constexpr int STEP_KEYS = 16;
 };
 
-// The default for `drop` of weigh_and_multiply, which does nothing.
+// The default for `drop` of exponentiate_and_multiply, which does nothing.
 struct DropsNothing {
   template <class P>
   __device__ __forceinline__ void operator()(P&) const {}
 };
 
 // P and O += P V of the masked scores of STEP_KEYS keys. before_v() is called before V is read, and
-// may do nothing; without C::WEIGHS_LATE drop(p_rmem) before the products of P V.
+// may do nothing; without C::LATE_EXPONENTIALS drop(p_rmem) before the products of P V.
 template <class C, class BeforeV, class Drop = DropsNothing>
-__device__ __forceinline__ void weigh_and_multiply(device::Outputs<C>& o_rmem,
-                                                   device::RowState<C>& state,
-                                                   device::Scores<C>& s_rmem, uint32_t v_smem,
-                                                   float exp2_scale, const BeforeV& before_v,
-                                                   const Drop& drop = Drop()) {
+__device__ __forceinline__ void exponentiate_and_multiply(
+    device::Outputs<C>& o_rmem, device::RowState<C>& state, device::Scores<C>& s_rmem,
+    uint32_t v_smem, float exp2_scale, const BeforeV& before_v, const Drop& drop = Drop()) {
   constexpr const device::RaiseLimits<C>* KEPT = nullptr;  // in the state
   const float scale = device::update_row_max<C>(s_rmem, state, o_rmem, exp2_scale, KEPT);
   before_v();
-  if constexpr (C::WEIGHS_LATE) {
+  if constexpr (C::LATE_EXPONENTIALS) {
 #pragma unroll
     for (int key = 0; key < C::STEP_KEYS; key += 16) {
       uint32_t p_rmem[C::M_TILES][4];
@@ -79,7 +77,7 @@ __device__ __forceinline__ void dense_step(device::Outputs<C>& o_rmem, device::R
       }
     }
   }
-  weigh_and_multiply<C>(o_rmem, state, s_rmem, v_smem, exp2_scale, before_v, drop);
+  exponentiate_and_multiply<C>(o_rmem, state, s_rmem, v_smem, exp2_scale, before_v, drop);
 }
 
 // Sets the dropped weights of a warp's P to 0, of STEP_KEYS keys from key_first on. first_row: the

@@ -143,12 +143,12 @@ __device__ __forceinline__ void add_mask_elements(Scores& s_rmem, uint32_t& seen
 // What exponentiate_masked() does behind the masks. CAPPED: with softcap, whose result had the
 // derivatives `slopes` before anything was added to it.
 template <class C, bool CAPPED, bool DROPS, class Scores, class TermsOf>
-__device__ __forceinline__ void weigh_masked_scores(Scores& s_rmem, Scores& dp_rmem,
-                                                    const MaskedBackwardParams& params,
-                                                    const device::BackwardWork& cta, int head,
-                                                    const MaskedPlace& place, uint32_t seen,
-                                                    const float (&slopes)[32],
-                                                    const TermsOf& terms_of) {
+__device__ __forceinline__ void exponentiate_behind_masks(Scores& s_rmem, Scores& dp_rmem,
+                                                          const MaskedBackwardParams& params,
+                                                          const device::BackwardWork& cta, int head,
+                                                          const MaskedPlace& place, uint32_t seen,
+                                                          const float (&slopes)[32],
+                                                          const TermsOf& terms_of) {
   using E = LaneElements<C>;
   device::DropoutBits bits[2] = {};
   const uint32_t threshold = params.dropout.threshold;
@@ -274,8 +274,8 @@ __device__ __forceinline__ void exponentiate_masked(Scores& s_rmem, Scores& dp_r
     }
   }
   const auto exponentiate = [&](auto with_cap, auto with_dropout) {
-    weigh_masked_scores<C, with_cap, with_dropout>(s_rmem, dp_rmem, params, cta, head, place, seen,
-                                                   slopes, terms_of);
+    exponentiate_behind_masks<C, with_cap, with_dropout>(s_rmem, dp_rmem, params, cta, head, place,
+                                                         seen, slopes, terms_of);
   };
   const bool drops = params.dropout.state_gmem != nullptr;
   if (capped && drops)
