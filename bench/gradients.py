@@ -122,13 +122,7 @@ class Checker:
         self._expected: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: Gradients,
-        *,
-        ours: bool,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Gradients, *, ours: bool
     ) -> Verdict:
         """Judges the gradients of q, k and v; `ours` makes no difference."""
         import torch

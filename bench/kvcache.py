@@ -317,11 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             append_rows(path, result.rows)
             results[case.name] = result
         print(summary(cases, results))
-        record = {
-            **facts,
-            "mixed_us": measure_mixed(options.rounds),
-            "host_us": measure_host(2000),
-        }
+        record = {**facts, "mixed_us": measure_mixed(options.rounds), "host_us": measure_host(2000)}
     text = json.dumps(record, indent=2) + "\n"
     print(text)
     (options.output / f"{slug}-kvcache.json").write_text(text)

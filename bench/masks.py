@@ -24,14 +24,7 @@ from bench.candidates import Candidate, our_candidates, torch_candidates, torch_
 from bench.cases import MASKS_FILE, TORCH_DTYPES, Case, choose_cases, load_cases
 from bench.correctness import Checker, Slice
 from bench.results import MASK, PACKED, append_rows
-from bench.run import (
-    cases_to_run,
-    choose_candidates,
-    open_results,
-    run_case,
-    short_parser,
-    summary,
-)
+from bench.run import cases_to_run, choose_candidates, open_results, run_case, short_parser, summary
 from bench.timing import CudaLab
 
 if TYPE_CHECKING:

@@ -353,15 +353,7 @@ def make_table(name: str, results: Path, run_id: str | None = None) -> str:
         return plain_table(rows, [case for case in cases if "readme" in case.groups], run_id)
     chosen = [case for case in cases if table in case.groups]
     if not chosen:
-        others = (
-            "plain",
-            "masks",
-            "published",
-            "models",
-            "host",
-            "end-to-end",
-            "by-name",
-        )
+        others = ("plain", "masks", "published", "models", "host", "end-to-end", "by-name")
         of_one = [f"models-{name}" for name in models.PEERS]
         known = ", ".join([*others, *of_one, *groups])
         raise ValueError(f"bench:{name}: no table {table!r}; there are {known}")

@@ -85,10 +85,7 @@ MIXES = {
     "chat": Mix((60, 1.6, 4096), (150, 1.0, 1024), 0.3),
     "documents": Mix((5000, 0.6, 16384), (100, 0.8, 512), 0.1, 100),
 }
-LAYERS = {
-    "llama-8b": Layer(32, 8, 128),
-    "gpt-oss, window": Layer(64, 8, 64, 128, True),
-}
+LAYERS = {"llama-8b": Layer(32, 8, 128), "gpt-oss, window": Layer(64, 8, 64, 128, True)}
 
 
 @dataclass(frozen=True)

@@ -449,10 +449,7 @@ def watched_calls(here: Here) -> None:
     wanted = attend(q, k)
     gradients = torch.autograd.grad(wanted.sum(), (q, k))
     compiled = torch.compile(attend, backend="aot_eager")
-    for call in (
-        lambda: compiled(q, k),
-        lambda: checkpoint(attend, q, k, use_reentrant=False),
-    ):
+    for call in (lambda: compiled(q, k), lambda: checkpoint(attend, q, k, use_reentrant=False)):
         found = call()
         torch.testing.assert_close(found, wanted)
         for x, y in zip(torch.autograd.grad(found.sum(), (q, k)), gradients, strict=True):

@@ -11,12 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from bench import on_the_spot, timing
-from bench.candidates import (
-    Candidate,
-    flash_attention_candidates,
-    our_candidates,
-    torch_candidates,
-)
+from bench.candidates import Candidate, flash_attention_candidates, our_candidates, torch_candidates
 from bench.cases import Case
 from bench.correctness import Checker
 from bench.day_one import record

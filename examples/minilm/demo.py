@@ -173,9 +173,7 @@ def main(arguments: Sequence[str]) -> int:
         help="a local copy of the model, half precision or not (default: the installed package)",
     )
     parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="run in this dtype only (default: both)",
+        "--dtype", choices=["float32", "bfloat16"], help="run in this dtype only (default: both)"
     )
     parser.add_argument(
         "--implementation",

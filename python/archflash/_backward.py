@@ -17,13 +17,7 @@ from archflash import (
     _ops_backward,
     _options,
 )
-from archflash._eager import (
-    is_eager,
-    overridden,
-    refuse_derivatives,
-    stands_for_tensor,
-    unrecorded,
-)
+from archflash._eager import is_eager, overridden, refuse_derivatives, stands_for_tensor, unrecorded
 from archflash._errors import UnsupportedError
 from archflash._plain_tensors import goes_through_operator, is_symbolic
 from archflash._value_checks import check_call, is_readable

@@ -13,17 +13,7 @@ from typing import Any, NamedTuple
 
 from archflash import _archflash as _native
 from archflash import _fused_kernels, _measured, _user_tables
-from archflash._call_times import (
-    BOTH,
-    FORWARD,
-    MOST_LOG,
-    NOISE,
-    Family,
-    Fit,
-    Kind,
-    Measured,
-    Sizes,
-)
+from archflash._call_times import BOTH, FORWARD, MOST_LOG, NOISE, Family, Fit, Kind, Measured, Sizes
 
 TABLE = "calibration"  # the name of the file in the user's folder
 FORMAT = 3  # of an entry; another one does not count

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from archflash import _archflash as _native
-from archflash import (
-    _dispatch,
-    _key_lists,
-    _options,
-    _proofs,
-    _registry,
-    _strides,
-)
+from archflash import _dispatch, _key_lists, _options, _proofs, _registry, _strides
 from archflash._errors import ForcedImplementationError
 
 _NO_GRADIENTS = 0  # what the runtime is told of autograd: see enum Grad in src/runtime/call.h
@@ -404,11 +397,7 @@ def operands(request: Request, into: Gradients, plan: _native.LaunchPlan) -> dic
 
 
 def check_tensor(
-    name: str,
-    x: Any,
-    device: torch.device,
-    shape: Any,
-    dtypes: tuple[torch.dtype, ...],
+    name: str, x: Any, device: torch.device, shape: Any, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Refuses what is no tensor of that shape and one of those dtypes on the device."""
     _native.check_data(x, name)

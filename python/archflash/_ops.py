@@ -50,11 +50,7 @@ _TRANSFORMED = "torch.func's transforms and forward-mode autograd need PyTorch's
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    values: tuple[Any, ...],
-    implementation: str | None,
+    q: Tensor, k: Tensor, v: Tensor, values: tuple[Any, ...], implementation: str | None
 ) -> Any:
     """`archflash.attention` through the operator.
 
@@ -203,11 +199,7 @@ def _answer(results: tuple[Tensor, Tensor], options: dict[str, Any]) -> Any:
 
 
 def attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    values: tuple[Any, ...],
-    implementation: str | None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, values: tuple[Any, ...], implementation: str | None
 ) -> Any:
     """`archflash.attention_with_kvcache` through its operator, which writes the caches.
 

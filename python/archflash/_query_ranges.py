@@ -124,9 +124,7 @@ def from_flashmask(startend_row_indices: Tensor, nq: int, *, causal: bool) -> Te
 
 
 def from_rows(
-    seen: Callable[[int, int], Tensor],
-    shape: tuple[int, int, int, int],
-    device: torch.device | str,
+    seen: Callable[[int, int], Tensor], shape: tuple[int, int, int, int], device: torch.device | str
 ) -> Tensor | None:
     """The key_ranges with the meaning of a mask that is computed for some of its rows at a time, so
     that it never exists as a whole. One number is read on the host.
@@ -165,9 +163,7 @@ def query_ranges_to_dense(query_ranges: Tensor, nq: int) -> Tensor:
 
 
 def _pieces(
-    seen: Callable[[int, int], Tensor],
-    shape: tuple[int, int, int, int],
-    device: torch.device | str,
+    seen: Callable[[int, int], Tensor], shape: tuple[int, int, int, int], device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     """The pieces that the keys of each query form, int32 (batch, heads, nq, five, 2), of which the
     fifth means nothing, and how many they are at most. No value is read on the host.

@@ -324,10 +324,7 @@ def who_drops(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _chosen(
-    problem: _native.Problem,
-    device: _native.Device | None,
-    obstacle: str | None,
-    name: str | None,
+    problem: _native.Problem, device: _native.Device | None, obstacle: str | None, name: str | None
 ) -> str:
     """Who serves a problem with dropout. Which share is dropped does not decide that."""
     dropped = _native.Problem.from_dict(problem.to_dict() | {"dropout_p": 0.5})

@@ -176,12 +176,7 @@ _BACKENDS = {
 
 
 def failing_kernels(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    dropout: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout: bool
 ) -> dict[str, str]:
     """The kernels of PyTorch that fail at a call of its function."""
     if not _has_fused_kernels(query) or query.ndim != 4:

@@ -182,12 +182,7 @@ def sliding_window_with_global(
 
 
 @checked
-def tree(
-    parents: Iterable[int],
-    past: int,
-    *,
-    device: torch.device | str | None = None,
-) -> Tensor:
+def tree(parents: Iterable[int], past: int, *, device: torch.device | str | None = None) -> Tensor:
     """Each node of a tree of drafted tokens sees the keys before the tree, its ancestors and
     itself, as verifying them takes. Do not add causal=True.
 

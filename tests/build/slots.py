@@ -33,14 +33,7 @@ from pathlib import Path
 from archflash import _archflash as native
 
 from .conftest import find_tool
-from .machine_code import (
-    KINDS,
-    assembler_of,
-    instructions_of,
-    kinds,
-    main_loops,
-    words_of,
-)
+from .machine_code import KINDS, assembler_of, instructions_of, kinds, main_loops, words_of
 
 TABLE = Path(__file__).with_name("slots.csv")
 FORWARD = re.compile("_attention_fwd_|_approximate_(?!stats|convert)")

@@ -297,13 +297,7 @@ def number_of(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any]) -> int:
 
 
 def schedules_of(
-    kernel: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: dict[str, Any],
-    *,
-    compared: bool = False,
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], *, compared: bool = False
 ) -> Sequence[int]:
     """One schedule, or a fixed and a random one.
 

@@ -319,10 +319,7 @@ def test_order_of_packed_tiles(d: int, nq: tuple[int, ...], nk: tuple[int, ...])
 
 @pytest.mark.parametrize(
     ("d", "options", "words"),
-    [
-        (264, {}, "up to 256"),
-        (192, {"softcap": 2.0}, "softcap"),
-    ],
+    [(264, {}, "up to 256"), (192, {"softcap": 2.0}, "softcap")],
     ids=["head-dim", "wide-softcap"],
 )
 def test_what_is_left_to_ampere(d: int, options: dict[str, Any], words: str) -> None:

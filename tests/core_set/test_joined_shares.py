@@ -32,10 +32,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # (rows, keys, d, dv), the heads of q and k, shares, the kind of mask, the other options, the tile.
-CALLS: dict[
-    str,
-    tuple[tuple[int, ...], tuple[int, int], int, str | None, dict[str, Any], str],
-] = {
+CALLS: dict[str, tuple[tuple[int, ...], tuple[int, int], int, str | None, dict[str, Any], str]] = {
     "two": ((1, 300, 64, 64), (2, 2), 2, None, {}, "d64_decode_joined"),
     "packed": ((2, 330, 128, 128), (4, 1), 3, None, {"causal": True}, "d128_decode_joined"),
     "sinks": ((1, 140, 256, 200), (2, 1), 4, None, {"sinks": True}, "d256_decode_joined"),

@@ -63,8 +63,7 @@ def test_a_plan_serves_other_lengths_and_pages(kernel: str) -> None:
     plan = here.attend_with_kvcache(kernel, call([0, 9], seed=0))[2]
     for lengths, seed in (([150, 0], 1), ([16, 159], 2)):
         kvcache_cases.check(
-            call(lengths, seed),
-            lambda mine: here.attend_with_kvcache(kernel, mine, plan=plan)[:2],
+            call(lengths, seed), lambda mine: here.attend_with_kvcache(kernel, mine, plan=plan)[:2]
         )
 
 

@@ -52,11 +52,9 @@ BATCH = on.pick(simulator=1, gpu=2)
 
 def options_of_row(row: dict[str, Any], dtype: str) -> dict[str, Any]:
     (nq, nk), (heads, _) = row["lengths"], row["heads"]
-    call: dict[str, Any] = {
-        "none": {},
-        "causal": {"causal": True},
-        "window": {"window": (50, 9)},
-    }[row["position"]]
+    call: dict[str, Any] = {"none": {}, "causal": {"causal": True}, "window": {"window": (50, 9)}}[
+        row["position"]
+    ]
     call = dict(call)
     if row["attn_mask"]:
         call["attn_mask"] = attn_mask_of(row["attn_mask"], dtype, BATCH, heads, nq, nk)

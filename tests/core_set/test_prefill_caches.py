@@ -202,8 +202,7 @@ def test_a_plan_serves_other_lengths_and_pages(
     plan = here.attend_with_kvcache(kernel, call([0, 9], seed=0))[2]
     for lengths, seed in (([150, 0], 1), ([16, 159], 2)):
         kvcache_cases.check(
-            call(lengths, seed),
-            lambda mine: here.attend_with_kvcache(kernel, mine, plan=plan)[:2],
+            call(lengths, seed), lambda mine: here.attend_with_kvcache(kernel, mine, plan=plan)[:2]
         )
 
 
@@ -239,10 +238,7 @@ def test_what_it_does_not_read_has_a_reason(kernel: str) -> None:
         ({**many, "nq": 8, "page_size": 8}, "8 query rows of 2 heads"),
         ({**many, "nq": 16}, "16 query rows of 2 heads"),
         ({**many, "nq": 64, "cache_dtype": E4M3}, "hopper takes more than 128 such rows"),
-        (
-            {**many, "q_lengths": [3, 1], "max_seqlen_q": 3},
-            few,
-        ),
+        ({**many, "q_lengths": [3, 1], "max_seqlen_q": 3}, few),
         ({**many, "page_size": 7}, "rows of a cache in pages of 7: "),
         ({**many, "page_size": 1}, "rows of a cache in pages of 1: "),
         ({**many, "page_size": 16, "leftpad": [1, 0]}, "leftpad_k with a page table: "),

@@ -547,8 +547,7 @@ DECLINED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
 @needs_get_kernel
 @on_cpu
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[needs_quantized] * ("overload" in x)) for x in DECLINED],
+    "name", [pytest.param(x, marks=[needs_quantized] * ("overload" in x)) for x in DECLINED]
 )
 def test_pytorchs_own_kernel_serves_what_archflash_does_not(name: str) -> None:
     operator, args, kwargs, reason = DECLINED[name]

@@ -24,8 +24,7 @@ OTHER_GPU = (
     on.name == "gpu" and torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)
 )
 pytestmark = pytest.mark.skipif(
-    NAME not in on.kernels() or OTHER_GPU,
-    reason="these kernels have no code for this GPU",
+    NAME not in on.kernels() or OTHER_GPU, reason="these kernels have no code for this GPU"
 )
 
 

@@ -241,10 +241,7 @@ def unserved(why: str, dtype: str) -> tuple[tuple[Tensor, Tensor, Tensor], dict[
     return (q, k, v), ({"attn_mask": mask} if why == "mask" else {"causal": True})
 
 
-UNSERVED = {
-    "d999": "999",
-    "mask": "attn_mask",
-}
+UNSERVED = {"d999": "999", "mask": "attn_mask"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -38,10 +38,7 @@ IN_GRAPHS = [
 
 
 def call_of(
-    lengths: list[int],
-    seed: int,
-    of: dict[str, Any] = PLAIN,
-    dtype: torch.dtype = torch.bfloat16,
+    lengths: list[int], seed: int, of: dict[str, Any] = PLAIN, dtype: torch.dtype = torch.bfloat16
 ) -> CacheCall:
     return make(
         lengths, page_size=16, capacity=2048, n_new=1, rotary=64, causal=True,

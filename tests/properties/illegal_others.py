@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archflash.compat import (
-    flash_attn,
-    flash_attn_interface,
-    flash_mla,
-    sageattention,
-    sageattn3,
-)
+from archflash.compat import flash_attn, flash_attn_interface, flash_mla, sageattention, sageattn3
 from archflash.compat.flash_attn import bert_padding, cute
 from archflash.compat.xformers.ops import fmha
 

@@ -25,12 +25,7 @@ from tests.properties import (
     illegal_own,
     odd_values,
 )
-from tests.properties.drawing import (
-    APPROXIMATE,
-    draw_approximate,
-    draw_block_scaled,
-    options_of,
-)
+from tests.properties.drawing import APPROXIMATE, draw_approximate, draw_block_scaled, options_of
 from tests.properties.found import FOUND
 from tests.properties.illegal import raises, refuses
 from tests.properties.illegal_others import Legal, Options, spoiled
@@ -38,10 +33,7 @@ from tests.properties.making import Maker
 
 pytestmark = pytest.mark.filterwarnings("ignore:archflash. tensors are on the CPU")
 ALWAYS_THE_SAME = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 chances = st.randoms(use_true_random=False)
 thrice = pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.rest)])

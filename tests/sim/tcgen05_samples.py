@@ -390,11 +390,7 @@ add.u64 %rd2, %rd2, %rd3;"""
         words = registers("a", 16)
         shape = "16x64b.x16"
     return WRITE_A.replace("FREE_STAGE", PIECES["FREE_STAGE"]).format(
-        place=place,
-        loads=lines(loads),
-        empty=wait("%r14+16", "%r12"),
-        shape=shape,
-        words=words,
+        place=place, loads=lines(loads), empty=wait("%r14+16", "%r12"), shape=shape, words=words
     )
 
 
@@ -405,10 +401,7 @@ def _rows(rows: int, pair: bool) -> str:
     columns = N * rows // 128
     row = ["mov.u32 %row0, %thread0;"]
     if pair:
-        row = [
-            f"and.b32 %row0, %thread0, {rows - 1};",
-            f"mad.lo.u32 %row0, %rank0, {rows}, %row0;",
-        ]
+        row = [f"and.b32 %row0, %thread0, {rows - 1};", f"mad.lo.u32 %row0, %rank0, {rows}, %row0;"]
     second = []
     if columns < N:
         second = [

@@ -333,12 +333,7 @@ def test_registers_come_from_the_pool(mode: str) -> None:
     def launch(low: int, high: int) -> sim.Report:
         text = HEADER + REGISTERS.format(low=low, high=high).replace("256 .min", "512 .min")
         return sim.launch(
-            sim.load(text),
-            "test",
-            [torch.zeros(4)],
-            block=(256,),
-            mode=mode,
-            check=False,
+            sim.load(text), "test", [torch.zeros(4)], block=(256,), mode=mode, check=False
         )
 
     assert not launch(24, 232).findings  # 128 at the launch

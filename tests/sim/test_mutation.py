@@ -192,10 +192,7 @@ def test_every_kernel_of_blackwell_dc_has_a_target() -> None:
 
 
 def test_every_implementation_has_a_summary_of_its_last_run() -> None:
-    assert {summary["implementation"] for summary in SUMMARIES} == {
-        *implementations(),
-        "protocols",
-    }
+    assert {summary["implementation"] for summary in SUMMARIES} == {*implementations(), "protocols"}
 
 
 @pytest.mark.parametrize("summary", SUMMARIES, ids=lambda summary: summary["implementation"])

@@ -59,12 +59,7 @@ def run_without(
     ids=["wait", "barrier-behind-wait"],
 )
 def test_a_removed_wait_is_reported_with_the_line_that_needs_it(
-    opcode: str,
-    which: int,
-    kinds: set[str],
-    text: str,
-    mode: str,
-    monkeypatch: pytest.MonkeyPatch,
+    opcode: str, which: int, kinds: set[str], text: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q = torch.randn(1, 2, 70, 128).bfloat16()
     k = torch.randn(1, 1, 150, 128).bfloat16()

@@ -161,13 +161,7 @@ def multiply(
     """The product on the simulator, accumulators in their places."""
     text, arguments = problem(a, b, types, **options)
     report = sim.launch(
-        sim.load(text),
-        "test",
-        arguments,
-        block=(128,),
-        shared_bytes=SHARED,
-        mode=mode,
-        check=False,
+        sim.load(text), "test", arguments, block=(128,), shared_bytes=SHARED, mode=mode, check=False
     )
     out = arguments[1]
     assert isinstance(out, Tensor)

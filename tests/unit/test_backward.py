@@ -679,11 +679,7 @@ ALL_ROWS = 2**31 - 1
     ],
 )
 def test_order_of_packed_tiles_of_hopper(
-    d: int,
-    heads_kv: int,
-    deterministic: bool,
-    causal: bool,
-    expected: tuple[int, int, int, int],
+    d: int, heads_kv: int, deterministic: bool, causal: bool, expected: tuple[int, int, int, int]
 ) -> None:
     """tiles_in_a_row, packed_rows, packed_tiles and upward_work."""
     params = hopper_params((3000, 16, d), heads_kv, deterministic, causal, packed=True)
@@ -1309,10 +1305,7 @@ def test_so_do_those_of_a_call_through_the_operator(monkeypatch: pytest.MonkeyPa
         with FlopCounterMode(display=False):
             out = archflash.attention(*leaves, attn_mask=mask)
         found = torch.autograd.grad(out, leaves, out.detach())
-        with (
-            archflash.force("hopper"),
-            FlopCounterMode(display=False),
-        ):
+        with archflash.force("hopper"), FlopCounterMode(display=False):
             out = archflash.attention(*leaves, attn_mask=mask)
         with pytest.raises(archflash.ForcedImplementationError, match="head dimension"):
             torch.autograd.grad(out, leaves, out.detach())

@@ -69,11 +69,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ("q has shape (1, 7, 4, 16)", "3 dimensions (tokens, heads, dim)"),
     ),
     "rank-9": (padded(q=rand(*[1] * 9)), ValueError, ("q has", "dimensions")),
-    "q-not-a-tensor": (
-        padded(q=[[1.0]]),
-        TypeError,
-        ("q is [[1.0]]", "it must be a torch.Tensor"),
-    ),
+    "q-not-a-tensor": (padded(q=[[1.0]]), TypeError, ("q is [[1.0]]", "it must be a torch.Tensor")),
     "k-none": (padded(k=None), TypeError, ("k is None", "torch.Tensor")),
     "v-numpy": (
         padded(v=rand(2, 2, 9, 8).numpy()),
@@ -616,9 +612,7 @@ def test_explain_refuses_the_same_calls(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in WRONG if "implementation" not in name and "forced" not in name]
 )
-def test_a_wrong_call_is_refused_before_anything_is_decided(
-    name: str,
-) -> None:
+def test_a_wrong_call_is_refused_before_anything_is_decided(name: str) -> None:
     call, error, _ = WRONG[name]
     asked: list[object] = []
     native.set_decide(lambda *arguments: asked.append(arguments))

@@ -32,9 +32,7 @@ from bench import (
     run,
     timing,
 )
-from bench.candidates import (
-    Candidate,
-)
+from bench.candidates import Candidate
 from bench.cases import GRADIENTS_FILE, MASKS_FILE, Case, load_cases
 
 CASES = {case.name: case for case in load_cases()}
@@ -456,7 +454,7 @@ def test_calls_with_masks_are_kinds_of_their_own() -> None:
     assert kinds["documents"] == kinds["documents-256"]
     assert kinds["added"] == kinds["added-heads"]
     assert {kind.mask for kind in kinds.values() if kind} == {
-        *("none", "bool", "added", "slopes", "blocks", "ranges"),
+        *("none", "bool", "added", "slopes", "blocks", "ranges")
     }
     case = next(case for case in cases if case.mask == "bool")
     rows = [

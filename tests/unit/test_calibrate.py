@@ -212,10 +212,7 @@ def problem(
 
 
 def table_with(
-    us: dict[str, float],
-    passes: str = FORWARD,
-    device: native.Device = H200,
-    **key: str,
+    us: dict[str, float], passes: str = FORWARD, device: native.Device = H200, **key: str
 ) -> dict[str, Any]:
     """An entry by which calls of any size take so long."""
     measured = [

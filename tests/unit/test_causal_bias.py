@@ -117,9 +117,7 @@ def test_a_causal_bias_of_other_lengths_is_refused(
 
 
 @each_variant
-def test_a_causal_bias_with_causal_or_packed_sequences_is_refused(
-    make: Callable[..., Any],
-) -> None:
+def test_a_causal_bias_with_causal_or_packed_sequences_is_refused(make: Callable[..., Any]) -> None:
     q, k, v = qkv(5, 9)
     bias = make(5, 9)
     for attend in (F.scaled_dot_product_attention, archflash.scaled_dot_product_attention):

@@ -290,10 +290,7 @@ USER_ERRORS: list[tuple[tuple[str, ...], str]] = [
     ((*EXPLAIN, "--shape", "1,1,1,0"), "the head dim is 0 for q and k and 0 for v"),
     ((*EXPLAIN, "--shape", "1,4,1,64", "--heads-kv", "0"), "q has 4 heads and k has 0"),
     ((*EXPLAIN, "--shape", "9" * 5000 + ",1,1,1"), "it must be four integers B,H,N,D"),
-    (
-        (*EXPLAIN, "--shape", "1,1,1,8", "--window=-1,0"),
-        "either side an integer >= 0",
-    ),
+    ((*EXPLAIN, "--shape", "1,1,1,8", "--window=-1,0"), "either side an integer >= 0"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--implementation", "volta"), "is called 'volta'"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--implementation", "torch", "--plan", "x"), "--plan: torch"),
     ((*EXPLAIN, "--shape", "1,1,1,8", "--window", "\u00b2,"), "it must be LEFT,RIGHT"),
@@ -326,11 +323,7 @@ USER_ERRORS: list[tuple[tuple[str, ...], str]] = [
     ("arguments", "said"), USER_ERRORS, ids=[str(i) for i in range(len(USER_ERRORS))]
 )
 def test_a_user_error_is_one_line_and_exits_2(
-    run: Run,
-    arguments: tuple[str, ...],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    run: Run, arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(*arguments)

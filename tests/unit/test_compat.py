@@ -269,11 +269,7 @@ def test_packed_new_rows_are_appended(pages: bool, rotary: bool) -> None:
     """As in one call for each sequence, whose new rows are not packed."""
     lengths, new_rows, rows = [3, 0, 6], [2, 0, 3], [4, 1, 3]
     cu_q, cu_new = ends(0, 4, 5, 8), ends(0, 2, 2, 5)
-    q, k, v = (
-        rand(8, 4, 8),
-        rand(6, 2, 8, seed=2),
-        rand(6, 2, 8, seed=3),
-    )
+    q, k, v = (rand(8, 4, 8), rand(6, 2, 8, seed=2), rand(6, 2, 8, seed=3))
     k_cache, v_cache = rand(3, 12, 2, 8, seed=4), rand(3, 12, 2, 8, seed=5)
     table = torch.tensor([[4, 0, 8], [1, 5, 2], [3, 7, 6]], dtype=torch.int32)
 

@@ -21,14 +21,7 @@ import torch
 
 import archflash
 from archflash import _archflash as native
-from archflash import (
-    _dispatch,
-    _fused_kernels,
-    _measured,
-    _overrides,
-    _registry,
-    _user_tables,
-)
+from archflash import _dispatch, _fused_kernels, _measured, _overrides, _registry, _user_tables
 from archflash._api import find_device, make_problem
 
 # For each capability a known GPU whose facts are taken, and the machine code that this capability
@@ -377,9 +370,7 @@ def test_16_bits_leave_pytorch_and_the_cuda_cores_behind_from_8_0_on(
 
 
 @every_16_bit_dtype
-def test_few_queries_go_to_our_kernels_on_every_gpu(
-    dtype: torch.dtype,
-) -> None:
+def test_few_queries_go_to_our_kernels_on_every_gpu(dtype: torch.dtype) -> None:
     q = torch.empty(1, 8, 16, 128, dtype=dtype, device="meta")
     k = torch.empty(1, 8, 4096, 128, dtype=dtype, device="meta")
     decision = archflash.explain(q, k, k, device="H200")
@@ -587,9 +578,7 @@ def test_pytorch_comes_before_the_cuda_cores_where_its_fused_kernels_reach(
 )
 @every_capability
 def test_what_pytorch_does_unfused_goes_to_a_kernel(
-    capability: tuple[int, int],
-    make: Callable[[torch.dtype], native.Problem],
-    dtype: torch.dtype,
+    capability: tuple[int, int], make: Callable[[torch.dtype], native.Problem], dtype: torch.dtype
 ) -> None:
     given, expected = make(dtype), kernel_for_16_bits(capability)
     kernels = kernels_for_16_bits(capability)
@@ -1360,10 +1349,7 @@ def test_a_forced_kernel_never_substitutes_on_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["blackwell", "SIMT", "", 7, None], ids=repr)
 def test_force_refuses_an_unknown_name_and_lists_the_known_ones(name: Any) -> None:
-    with (
-        pytest.raises(archflash.ForcedImplementationError) as caught,
-        archflash.force(name),
-    ):
+    with pytest.raises(archflash.ForcedImplementationError) as caught, archflash.force(name):
         pass
     assert str(caught.value) == f"no implementation is called {name!r}: this build has {THIS_BUILD}"
 

@@ -797,10 +797,7 @@ def test_a_group_that_was_given_up_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ctrl_c_while_a_rank_plans_waits_for_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = type("Group", (), {})()
     monkeypatch.setattr(_agree, "_beside_of", lambda group: _agree._Beside(None))
-    with (
-        pytest.raises(KeyboardInterrupt),
-        _agree.Agreement([group], _agree.Statement(1, "f()"), 0),
-    ):
+    with pytest.raises(KeyboardInterrupt), _agree.Agreement([group], _agree.Statement(1, "f()"), 0):
         raise KeyboardInterrupt
     with pytest.raises(afd.GroupError, match=r"given up in an earlier call .*KeyboardInterrupt"):
         _agree.agree([group], _agree.Statement(1, "f()"), 0)

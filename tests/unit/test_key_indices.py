@@ -224,10 +224,7 @@ def test_wrong_lists_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (
-            {"cache_seqlens": torch.ones(2, dtype=torch.int32)},
-            "cache_seqlens is given with",
-        ),
+        ({"cache_seqlens": torch.ones(2, dtype=torch.int32)}, "cache_seqlens is given with"),
         ({"causal": True}, "causal is True with physical_indices=True"),
         ({"window": (1, 1)}, "window is given with physical_indices=True"),
         ({"key_indices": None}, "physical_indices is True without key_indices"),

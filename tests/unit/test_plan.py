@@ -311,11 +311,7 @@ def test_binding_a_tensor_map_needs_the_driver() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"dims": [], "strides": [], "box": []},
-        {"box": [64, 128]},
-        {"strides": [128]},
-    ],
+    [{"dims": [], "strides": [], "box": []}, {"box": [64, 128]}, {"strides": [128]}],
     ids=["rank 0", "short box", "short strides"],
 )
 def test_a_tensor_map_of_the_wrong_rank_is_not_bound(wrong: dict[str, Any]) -> None:

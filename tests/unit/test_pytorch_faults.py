@@ -492,9 +492,7 @@ def test_both_passes_of_cudnn_get_hidden_keys(masked: bool) -> None:
     assert mended("cudnn", q, k, v, mask, False).args[1] is k  # no gradients are needed
 
 
-def test_the_runtime_asks_again_for_calls_that_were_mended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_runtime_asks_again_for_calls_that_were_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hands a call like an earlier one to PyTorch's kernel as it is."""
     noted: list[str] = []
     scales: list[float] = []

@@ -17,13 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import archflash
-from archflash import (
-    ForcedImplementationError,
-    UnsupportedError,
-    _gradients,
-    _options,
-    reference,
-)
+from archflash import ForcedImplementationError, UnsupportedError, _gradients, _options, reference
 from archflash._api import find_device
 from archflash.compat import flash_attn_interface as interface3
 from archflash.compat import flash_mla

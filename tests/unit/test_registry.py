@@ -83,7 +83,7 @@ def test_machine_code_is_picked_before_ptx_and_the_newest_of_either(
 def test_implementations_are_listed_best_first_and_torch_last() -> None:
     listed = [row.name for row in archflash.implementations()]
     assert listed == [
-        *("blackwell_dc", "hopper", "blackwell_consumer", "ada", "ampere", "simt", "torch"),
+        *("blackwell_dc", "hopper", "blackwell_consumer", "ada", "ampere", "simt", "torch")
     ]
     assert listed == list(_registry.names())
     assert set(KERNELS) == set(native.folder_names())

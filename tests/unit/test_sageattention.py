@@ -47,10 +47,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bool": ({"attn_mask": MASK}, {"attn_mask": MASK}),
     "of-rows": ({"attn_mask": MASK[1, 0]}, {"attn_mask": MASK[1, 0]}),
     "added": ({"attn_mask": rand(1, 4, 9, 7)}, {"attn_mask": rand(1, 4, 9, 7)}),
-    "quantising": (
-        {"smooth_k": False, "smooth_v": True, "pv_accum_dtype": "fp32+fp16"},
-        {},
-    ),
+    "quantising": ({"smooth_k": False, "smooth_v": True, "pv_accum_dtype": "fp32+fp16"}, {}),
     "pytorchs": ({"scale": 0.3, "dropout_p": 0.0, "enable_gqa": True}, {"scale": 0.3}),
 }
 

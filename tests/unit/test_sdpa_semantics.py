@@ -30,11 +30,7 @@ def assert_same_as_torch(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> None:
 
 
 def inputs(lead: tuple[int, ...], nq: int, nk: int, dv: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        rand(*lead, nq, 8, seed=1),
-        rand(*lead, nk, 8, seed=2),
-        rand(*lead, nk, dv, seed=3),
-    )
+    return (rand(*lead, nq, 8, seed=1), rand(*lead, nk, 8, seed=2), rand(*lead, nk, dv, seed=3))
 
 
 LEADS = [(), (3,), (2, 4), (2, 3, 4), (2, 1, 3, 4), (0, 2)]

@@ -27,11 +27,7 @@ PYTORCHS = {
     "torch-flash": SDPBackend.FLASH_ATTENTION,
     "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_DTYPES = {
-    "16 bits": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "float32": torch.float32,
-}
+_DTYPES = {"16 bits": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # Rows that are compared with float64: at the start, in the middle and at the end of two heads.
 _ROWS = 24
 # The root mean square error of gradients over that of the right ones; 16-bit kernels have 3e-3.

@@ -78,11 +78,7 @@ def main() -> int:
     first = Point(Kind("16 bits", FORWARD, "many", False), (2, 16, 16, 2048, 2048), 128, 128)
     largest = max(point.bytes() for point in grid.points(sms, 1e12))
     free, _ = torch.cuda.mem_get_info(index)
-    lab = Lab(
-        index,
-        min(largest, free // 16),
-        trying=lambda point, name: say(trying=[point, name]),
-    )
+    lab = Lab(index, min(largest, free // 16), trying=lambda point, name: say(trying=[point, name]))
     gc.freeze()
     speed, warm = 0.0, time.monotonic() + _WARM_S
     while not speed or time.monotonic() < warm:

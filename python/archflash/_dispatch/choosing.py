@@ -99,10 +99,7 @@ class _Answers:
 
 
 def _settled(
-    problem: _native.Problem,
-    device: _native.Device | None,
-    name: str | None,
-    obstacle: str | None,
+    problem: _native.Problem, device: _native.Device | None, name: str | None, obstacle: str | None
 ) -> _native.Problem:
     """The problem as `archflash.approximate` lets it be served: approximately, where the forced
     kernel or, if none is forced, any kernel offers that; else exactly. On other GPUs than those of
@@ -224,10 +221,7 @@ def _require_kernel(
 
 
 def choose(
-    problem: _native.Problem,
-    device: _native.Device | None,
-    name: str | None,
-    obstacle: str | None,
+    problem: _native.Problem, device: _native.Device | None, name: str | None, obstacle: str | None
 ) -> tuple[_native.LaunchPlan | None, dict[str, list[str]]]:
     """What `select` decides, without its explanations where they take time: a decoding loop comes
     here with a new length each step.

@@ -199,9 +199,7 @@ def serves_as_measured(
 
 
 def as_calibrated(
-    problem: _native.Problem,
-    capability: tuple[int, int] | None,
-    calibrated: _calibrated.Prediction,
+    problem: _native.Problem, capability: tuple[int, int] | None, calibrated: _calibrated.Prediction
 ) -> str | None:
     """Under which name the user measured what `torch` does with a problem; None if they did not."""
     if fails(problem, capability) or set(problem.given) - _OF_CALIBRATED_CALLS:

@@ -14,13 +14,7 @@ import torch
 
 from archflash import _dispatch, _registry, reference
 from archflash._errors import LaunchError
-from archflash.cli.explain import (
-    Call,
-    add_call_arguments,
-    parse_indices,
-    parse_pair,
-    read_call,
-)
+from archflash.cli.explain import Call, add_call_arguments, parse_indices, parse_pair, read_call
 
 MODES = ("lazy", "eager", "random", "priority", "shuffled")
 SUFFIXES = (".json", ".svg", ".png")

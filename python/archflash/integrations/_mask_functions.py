@@ -127,9 +127,7 @@ def _both(one: Rule, other: Rule) -> Rule:
     lefts = [side for side in (one.left, other.left) if side is not None]
     rights = [side for side in (one.right, other.right) if side is not None]
     return Rule(
-        one.causal or other.causal,
-        min(lefts) if lefts else None,
-        min(rights) if rights else None,
+        one.causal or other.causal, min(lefts) if lefts else None, min(rights) if rights else None
     )
 
 

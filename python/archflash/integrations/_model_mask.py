@@ -199,11 +199,7 @@ class Mask(Tensor):
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 # What an operator that copies may be asked for without changing what a mask is.
-_SAME = (
-    ("dtype", torch.bool),
-    ("layout", torch.strided),
-    ("pin_memory", False),
-)
+_SAME = (("dtype", torch.bool), ("layout", torch.strided), ("pin_memory", False))
 
 
 def visible_by(rule: Rule, offset: int, nq: int, nk: int, device: torch.device | str) -> Tensor:

@@ -164,11 +164,7 @@ def _ranges_of_lengths(lengths: Lengths, batch: int, n: int) -> Tensor:
 
 
 def of_lengths(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    options: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, options: dict[str, Any]
 ) -> Tensor:
     """The attention of packed sequences; (batch, queries, heads, dv)."""
     batch, _, nq, _ = query.shape

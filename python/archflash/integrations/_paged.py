@@ -21,11 +21,7 @@ from archflash._errors import UnsupportedError
 from archflash._kvcache import PLACES, Batch, kind_of, serve, values_of
 from archflash._merge import merge_attention
 
-FP8 = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _WITHOUT_CACHE = ("encoder", "encoder_only")
 _K_DESCALE, _V_DESCALE = PLACES["k_descale"], PLACES["v_descale"]
 

@@ -12,14 +12,7 @@ from torch import Tensor
 
 from archflash._api import attention
 from archflash._errors import UnsupportedError
-from archflash._kvcache import (
-    PLACES,
-    attention_with_kvcache,
-    kind_of,
-    serve,
-    serve_flat,
-    values_of,
-)
+from archflash._kvcache import PLACES, attention_with_kvcache, kind_of, serve, serve_flat, values_of
 from archflash._merge import merge_attention
 from archflash.integrations._sglang_batch import Batch, ReadsBatches
 from archflash.integrations._sglang_refusals import FP8, refuse_what_is_not_served

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 from archflash.reference.approximate import check_approximate, check_int8_qk, int8, int8_qk
 from archflash.reference.blocks import dequantize_mxfp8
-from archflash.reference.cache import (
-    appended,
-    attention_with_kvcache,
-    baseline_with_kvcache,
-)
+from archflash.reference.cache import appended, attention_with_kvcache, baseline_with_kvcache
 from archflash.reference.formula import (
     Gradients,
     attention,
@@ -23,19 +19,8 @@ from archflash.reference.formula import (
     baseline_backward,
     merge_attention,
 )
-from archflash.reference.four_bits import (
-    check_nvfp4,
-    check_stored_nvfp4,
-    dequantize_nvfp4,
-    nvfp4,
-)
-from archflash.reference.rule import (
-    ErrorReport,
-    check,
-    check_fp8,
-    check_lse,
-    fp8_score_error,
-)
+from archflash.reference.four_bits import check_nvfp4, check_stored_nvfp4, dequantize_nvfp4, nvfp4
+from archflash.reference.rule import ErrorReport, check, check_fp8, check_lse, fp8_score_error
 
 __all__ = [
     "ErrorReport",

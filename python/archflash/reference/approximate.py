@@ -19,13 +19,7 @@ _SAMPLED_ROWS = 512  # most rows of k, and for "int8" of q, by which columns are
 
 
 def check_approximate(
-    approximate: str,
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    **call: Any,
+    approximate: str, out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **call: Any
 ) -> tuple[ErrorReport, ErrorReport | None]:
     """Compares the output of a kernel that approximates with float64 of what it is to compute: the
     numbers that q and k are rounded to, and for "int8" and "fp16_accumulate" sums of P V in fp16;

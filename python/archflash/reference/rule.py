@@ -138,12 +138,7 @@ def check_fp8(
 
 
 def fp8_score_error(
-    implementation: str,
-    capability: tuple[int, int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    **call: Any,
+    implementation: str, capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, **call: Any
 ) -> float:
     """What `check_lse` accepts on top from a kernel on a GPU whose tensor cores keep 13 bits of a
     sum of 8-bit products: 2^-12 of the largest sum of |q k|.

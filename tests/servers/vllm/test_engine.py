@@ -79,11 +79,7 @@ def engine(path: Path, backend: str | None, **options: Any) -> Iterator[LLM]:
 
 def generate(llm: LLM, prompts: list[list[int]], new: int = NEW) -> list[Generated]:
     wanted = SamplingParams(
-        max_tokens=new,
-        temperature=0,
-        logprobs=models.VOCABULARY,
-        detokenize=False,
-        ignore_eos=True,
+        max_tokens=new, temperature=0, logprobs=models.VOCABULARY, detokenize=False, ignore_eos=True
     )
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     results = []

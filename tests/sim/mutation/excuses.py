@@ -115,12 +115,7 @@ EXCUSES = (
         "returns-at-once",
         "a CTA without rows returns before it reads what else its work says",
     ),
-    Excuse(
-        "constant",
-        r"max\.s32: 0 -> -1",
-        "no-negative-key",
-        "no key has the number -1",
-    ),
+    Excuse("constant", r"max\.s32: 0 -> -1", "no-negative-key", "no key has the number -1"),
     Excuse(
         "constant",
         r"max\.s32: 0 -> [12]|add\.s32: -1 -> (0|-[23])|ld\.shared\.u32: .*",

@@ -200,17 +200,7 @@ TARGETS = (
     Target("blackwell_dc", "e4m3_d128_mufu", "B300", 1, 150, 128, 128, blocks=10),
     Target("blackwell_dc", "e4m3_d192_mufu", "B300", 1, 150, 128, 192, dv=128, blocks=10),
     Target("blackwell_dc", "e4m3_d256_mufu", "B300", 1, 150, 128, 256, blocks=10),
-    Target(
-        "hopper",
-        "bf16_d96_large",
-        "H200",
-        1,
-        192,
-        96,
-        96,
-        many=(300, 3),
-        steady=True,
-    ),
+    Target("hopper", "bf16_d96_large", "H200", 1, 192, 96, 96, many=(300, 3), steady=True),
     Target(
         "hopper", "f16_d256_large", "H200", 1, 128, 80, 256, many=(370, 3), sample=30, steady=True
     ),

@@ -253,10 +253,7 @@ def _runs() -> Iterator[Case]:
         yield Case(
             f"mbarrier-copies{'-noinc' if noinc else ''}",
             test_mbarrier.copies(noinc),
-            lambda: [
-                torch.arange(256, dtype=torch.int32) * 3,
-                torch.zeros(256, dtype=torch.int32),
-            ],
+            lambda: [torch.arange(256, dtype=torch.int32) * 3, torch.zeros(256, dtype=torch.int32)],
             1,
         )
 

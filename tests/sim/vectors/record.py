@@ -250,9 +250,7 @@ def _save(path: Path, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
     np.savez_compressed(path, **cast(dict[str, Any], arrays))
 
 
-def _by_width(
-    arrays: dict[str, npt.NDArray[np.generic]],
-) -> dict[str, npt.NDArray[np.generic]]:
+def _by_width(arrays: dict[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
     """Outputs of one width in one array, in the order of their programs."""
     widths = sorted({array.dtype.itemsize for array in arrays.values()})
     return {

@@ -32,14 +32,7 @@ from archflash.compat._arguments import (
     check_tensors,
     in_its_words,
 )
-from archflash.compat._flash import (
-    UNBOUNDED,
-    Window,
-    attend,
-    attend_to_cache,
-    is_window,
-    refuse,
-)
+from archflash.compat._flash import UNBOUNDED, Window, attend, attend_to_cache, is_window, refuse
 from archflash.compat.flash_attn._private import (
     _flash_attn_backward,
     _flash_attn_forward,
