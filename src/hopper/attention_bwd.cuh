@@ -61,19 +61,19 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "hopper/backward_added.cuh"
-#include "hopper/backward_config.cuh"
-#include "hopper/backward_dense.cuh"
-#include "hopper/backward_dq.cuh"
-#include "hopper/backward_epilogue.cuh"
-#include "hopper/backward_lists.cuh"
-#include "hopper/backward_mainloop.cuh"
-#include "hopper/backward_no_keys.cuh"
-#include "hopper/backward_order.cuh"
-#include "hopper/backward_params.h"
-#include "hopper/backward_parts.cuh"
-#include "hopper/backward_pipeline.cuh"
-#include "hopper/backward_swap.cuh"
+#include "hopper/backward/backward_added.cuh"
+#include "hopper/backward/backward_config.cuh"
+#include "hopper/backward/backward_dense.cuh"
+#include "hopper/backward/backward_dq.cuh"
+#include "hopper/backward/backward_epilogue.cuh"
+#include "hopper/backward/backward_lists.cuh"
+#include "hopper/backward/backward_mainloop.cuh"
+#include "hopper/backward/backward_no_keys.cuh"
+#include "hopper/backward/backward_order.cuh"
+#include "hopper/backward/backward_params.h"
+#include "hopper/backward/backward_parts.cuh"
+#include "hopper/backward/backward_pipeline.cuh"
+#include "hopper/backward/backward_swap.cuh"
 
 namespace archflash::hopper {
 

@@ -52,13 +52,13 @@
 #include <cstdint>
 
 #include "hopper/config.cuh"
-#include "hopper/epilogue.cuh"
-#include "hopper/load.cuh"
-#include "hopper/mainloop.cuh"
+#include "hopper/forward/epilogue.cuh"
+#include "hopper/forward/load.cuh"
+#include "hopper/forward/mainloop.cuh"
+#include "hopper/forward/pipeline.cuh"
+#include "hopper/forward/transpose_v.cuh"
+#include "hopper/forward/walk.cuh"
 #include "hopper/params.h"
-#include "hopper/pipeline.cuh"
-#include "hopper/transpose_v.cuh"
-#include "hopper/walk.cuh"
 
 namespace archflash::hopper {
 

@@ -7,7 +7,7 @@
 
 #include "common/device/slab_tile.cuh"
 #include "common/image_dtype.h"
-#include "hopper/grouped_tile.cuh"
+#include "hopper/cache/grouped_tile.cuh"
 
 namespace archflash::hopper {
 

@@ -10,7 +10,7 @@
 #include "common/dtype.h"
 #include "common/partials.h"
 #include "common/tensor_map.h"
-#include "hopper/group_heads.h"
+#include "hopper/forward/group_heads.h"
 
 namespace archflash::hopper {
 

@@ -18,8 +18,8 @@
 #include "common/planning/workspace.h"
 #include "common/problem.h"
 #include "hopper/params.h"
-#include "hopper/plan_parts.h"
-#include "hopper/plan_tiles.h"
+#include "hopper/plan/plan_parts.h"
+#include "hopper/plan/plan_tiles.h"
 
 namespace archflash::hopper {
 

@@ -59,7 +59,8 @@ class Fault:
 
 FAULTS = (
     Fault(
-        "a descriptor steps to the wrong slab", FORWARD, "hopper/fwd_bf16", "hopper/products.cuh",
+        "a descriptor steps to the wrong slab", FORWARD, "hopper/fwd_bf16",
+        "hopper/forward/products.cuh",
         "VTile::SLABS > 1 ? VTile::SLAB_BYTES : 0;",
         "VTile::SLABS > 1 ? VTile::SLAB_BYTES / 2 : 0;",
         where=("slabs of 64 columns", ("1",)),
@@ -68,18 +69,18 @@ FAULTS = (
     # are found by a warp of its own, they have not.
     Fault(
         "nobody waits for K", "hopper_attention_fwd_bf16_d128_few_cache", "hopper/cache_bf16",
-        "hopper/mainloop.cuh",
+        "hopper/forward/mainloop.cuh",
         "ptx::mbarrier_wait_parity(barriers.k_full(k_ring.stage), k_ring.parity);  // K has landed",
         "", job="caches: hopper bfloat16", statuses=("wrong", "timeout"),
     ),
     Fault(
         "nobody waits for V", "hopper_attention_fwd_bf16_d128_few_cache", "hopper/cache_bf16",
-        "hopper/mainloop.cuh",
+        "hopper/forward/mainloop.cuh",
         "ptx::mbarrier_wait_parity(barriers.v_full(v_ring.stage), v_ring.parity);  // V has landed",
         "", job="caches: hopper bfloat16", statuses=("wrong", "timeout"),
     ),
     Fault(
-        "a wrong scale", FORWARD, "hopper/fwd_bf16", "hopper/row_softmax.cuh",
+        "a wrong scale", FORWARD, "hopper/fwd_bf16", "hopper/forward/row_softmax.cuh",
         "fmaf(p, scale, -state.base[0][r])", "fmaf(p, scale * 1.05f, -state.base[0][r])",
         said="output: WRONG",
     ),
@@ -88,14 +89,14 @@ FAULTS = (
         "state.base[m][r] = LOWEST;", "state.base[m][r] = MINUS_INFINITY;", said="nan",
     ),
     Fault(
-        "K is never handed back", FORWARD, "hopper/fwd_bf16", "hopper/blocks.cuh",
+        "K is never handed back", FORWARD, "hopper/fwd_bf16", "hopper/forward/blocks.cuh",
         "  ptx::registers_change<KEYS / 2>(&s_rmem[0][0][0]);\n"
         "  release(barriers.k_empty(k_ring.stage));",
         "  ptx::registers_change<KEYS / 2>(&s_rmem[0][0][0]);",
         statuses=("timeout",), said="no end after",
     ),
     Fault(
-        "a mask that is one key wide", FORWARD, "hopper/fwd_bf16", "hopper/scores.cuh",
+        "a mask that is one key wide", FORWARD, "hopper/fwd_bf16", "hopper/forward/scores.cuh",
         "below(visible.last(rows[r]) + 1 - first_key)",
         "below(visible.last(rows[r]) + 2 - first_key)",
     ),
@@ -119,12 +120,12 @@ FAULTS = (
     ),
     Fault(
         "gradients with the neighbour's sum", "hopper_attention_bwd_bf16_d128", "hopper/bwd_bf16",
-        "hopper/backward_scores.cuh", "-(i == 0 ? lse.x : lse.y)", "-lse.x",
+        "hopper/backward/backward_scores.cuh", "-(i == 0 ? lse.x : lse.y)", "-lse.x",
         job="gradients: hopper bfloat16", said="dq: WRONG",
     ),
     Fault(
         "additions in any order", "hopper_attention_bwd_bf16_d128", "hopper/bwd_bf16",
-        "hopper/backward_dq.cuh",
+        "hopper/backward/backward_dq.cuh",
         "while (ptx::ld_acquire_s32(turn_gmem) < own_turn)", "while (false)",
         job="gradients: hopper bfloat16", said="differ between two runs",
     ),

@@ -44,7 +44,7 @@ selp.b32 %r3, 1, 0, complete;
 	@%p2 bra $L__BB0_2;
 	ret;
 }
-.file 1 "hopper/load.cuh"
+.file 1 "hopper/forward/load.cuh"
 .file 2 "common/ptx/mbarrier.cuh"
 """
 
@@ -66,7 +66,7 @@ def test_waits_of_a_program_are_counted() -> None:
     sim.launch(sim.load(ADDRESS), "test", [table], block=(1,))
     module, places = waits.counting(PROGRAM, "test", int(table[0, 0]))
     table.zero_()
-    assert places == ["hopper/load.cuh:12"]
+    assert places == ["hopper/forward/load.cuh:12"]
     sim.launch(sim.load(module), "test", [table], block=(64,))
     assert bool((table[0, :2] > 0).all())
     assert int(table[1, :2].sum()) > 0

@@ -5,8 +5,8 @@
 #include "common/device/backward_shares.cuh"
 #include "common/instantiate.cuh"
 #include "hopper/attention_bwd.cuh"
-#include "hopper/backward_chains.cuh"
-#include "hopper/wide_bwd.cuh"
+#include "hopper/backward/backward_chains.cuh"
+#include "hopper/backward/wide_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

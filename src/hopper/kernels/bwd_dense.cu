@@ -5,8 +5,8 @@
 // bwd.cu.
 #include "common/instantiate.cuh"
 #include "hopper/attention_bwd.cuh"
-#include "hopper/mask_sums.cuh"
-#include "hopper/wide_bwd.cuh"
+#include "hopper/backward/mask_sums.cuh"
+#include "hopper/backward/wide_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -4,8 +4,8 @@
 #include "common/device/kept_keys.cuh"
 #include "common/device/list_backward.cuh"
 #include "common/instantiate.cuh"
-#include "hopper/list_bwd.cuh"
-#include "hopper/list_bwd_config.cuh"
+#include "hopper/lists/list_bwd.cuh"
+#include "hopper/lists/list_bwd_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -2,7 +2,7 @@
 // one text
 // The backward kernels for few query rows. rows_config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "hopper/rows_bwd.cuh"
+#include "hopper/backward/rows_bwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

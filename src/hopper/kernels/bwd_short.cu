@@ -3,7 +3,7 @@
 // The backward kernels for few keys. backward_config.cuh has their tiles.
 #include "common/instantiate.cuh"
 #include "hopper/attention_bwd.cuh"
-#include "hopper/backward_chains.cuh"
+#include "hopper/backward/backward_chains.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -2,7 +2,7 @@
 // A cache of 8-bit numbers becomes one of 16 bits before the kernels of cache.cu, whose text for
 // both types is one.
 #include "common/instantiate.cuh"
-#include "hopper/convert_cache.cuh"
+#include "hopper/cache/convert_cache.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -3,8 +3,8 @@
 // fp16 and bf16 inputs. Tiles: config.cuh.
 #include "common/instantiate.cuh"
 #include "hopper/attention_fwd.cuh"
-#include "hopper/before_and_behind.cuh"
-#include "hopper/order_packed.cuh"
+#include "hopper/forward/before_and_behind.cuh"
+#include "hopper/forward/order_packed.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

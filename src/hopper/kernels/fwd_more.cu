@@ -3,7 +3,7 @@
 // fp16 and bf16 inputs, more tiles. Tiles: more_config.cuh.
 #include "common/instantiate.cuh"
 #include "hopper/attention_fwd.cuh"
-#include "hopper/more_config.cuh"
+#include "hopper/forward/more_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -2,8 +2,8 @@
 // one text
 // The kernels for listed rows of K and V in fp16 and bf16. gather_config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "hopper/gather_config.cuh"
-#include "hopper/gather_fwd.cuh"
+#include "hopper/lists/gather_config.cuh"
+#include "hopper/lists/gather_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -4,7 +4,7 @@
 // heads_config.cuh.
 #include "common/instantiate.cuh"
 #include "hopper/attention_fwd.cuh"
-#include "hopper/heads_config.cuh"
+#include "hopper/forward/heads_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

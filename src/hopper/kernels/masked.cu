@@ -2,8 +2,8 @@
 // one text
 // The kernels for fp16 and bf16 inputs with mask tensors. masked_config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "hopper/masked_config.cuh"
-#include "hopper/masked_fwd.cuh"
+#include "hopper/masks/masked_config.cuh"
+#include "hopper/masks/masked_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

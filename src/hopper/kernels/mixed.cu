@@ -4,7 +4,7 @@
 // lengths, and the one that finds their tiles. config.cuh has the tiles.
 #include "common/instantiate.cuh"
 #include "hopper/attention_fwd.cuh"
-#include "hopper/mixed_order.cuh"
+#include "hopper/cache/mixed_order.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -3,8 +3,8 @@
 // The kernels for latent caches in fp16 and bf16. mla_config.cuh has their tile.
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
-#include "hopper/mla_config.cuh"
-#include "hopper/mla_fwd.cuh"
+#include "hopper/latent/mla_config.cuh"
+#include "hopper/latent/mla_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -4,8 +4,8 @@
 // tile.
 #include "common/device/combine_splits.cuh"
 #include "common/instantiate.cuh"
-#include "hopper/mla_fwd.cuh"
-#include "hopper/mla_gather_config.cuh"
+#include "hopper/latent/mla_fwd.cuh"
+#include "hopper/latent/mla_gather_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

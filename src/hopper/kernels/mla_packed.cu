@@ -1,8 +1,8 @@
 // images: mla_packed_bf16
 // The kernels for lists of packed latent rows. mla_gather_config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "hopper/mla_fwd.cuh"
-#include "hopper/mla_gather_config.cuh"
+#include "hopper/latent/mla_fwd.cuh"
+#include "hopper/latent/mla_gather_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -3,7 +3,7 @@
 // fp16 and bf16 inputs, short sequences. Tile: short_config.cuh.
 #include "common/instantiate.cuh"
 #include "hopper/attention_fwd.cuh"
-#include "hopper/short_config.cuh"
+#include "hopper/forward/short_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

@@ -1,9 +1,9 @@
 // images: summarize_f16 summarize_bf16
 // The kernels before those with mask tensors: they order tiles, and read or copy masks once.
 #include "common/instantiate.cuh"
-#include "hopper/copy_mask.cuh"
-#include "hopper/order_tiles.cuh"
-#include "hopper/summarize_mask.cuh"
+#include "hopper/masks/copy_mask.cuh"
+#include "hopper/masks/order_tiles.cuh"
+#include "hopper/masks/summarize_mask.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

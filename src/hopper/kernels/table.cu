@@ -2,8 +2,8 @@
 // one text
 // The kernels for fp16 and bf16 inputs with a table of blocks. table_config.cuh has their tiles.
 #include "common/instantiate.cuh"
-#include "hopper/table_config.cuh"
-#include "hopper/table_fwd.cuh"
+#include "hopper/masks/table_config.cuh"
+#include "hopper/masks/table_fwd.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;

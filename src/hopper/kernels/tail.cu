@@ -3,7 +3,7 @@
 // fp16 and bf16 inputs, a last block of few keys. Tiles: tail_config.cuh.
 #include "common/instantiate.cuh"
 #include "hopper/attention_fwd.cuh"
-#include "hopper/tail_config.cuh"
+#include "hopper/forward/tail_config.cuh"
 
 using namespace archflash;
 using namespace archflash::hopper;
