@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -51,6 +50,10 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 MOST_RUNS_NAMED = 3  # below a table
+# What the card of a table has that others, on which the forced implementation is chosen, have not.
+NEED_OF_GRADIENTS = {
+    "ampere": " Some tiles of gradients need the 227 KB of an SM of 9.0: an A100 runs smaller ones."
+}
 UNFUSED = ("torch-math",)  # a ratio to it says nothing about kernels, and is in no mean
 
 
@@ -60,11 +63,10 @@ def models_table(rows: Sequence[Row], *, forced: str = "") -> str:
 
     Args:
         rows: rows of bench/results.
-        forced: the one implementation that they are of, which was timed in graphs only; its
-            gradients were those of kernels that are no longer built.
+        forced: the one implementation that they are of, which was timed in graphs only.
     """
-    passes, ways = ((False,), (False,)) if forced else ((False, True), (False, True))
-    columns = list(itertools.product(passes, ways))
+    ways = (False,) if forced else (False, True)
+    columns = [(both, eager) for both in (False, True) for eager in ways]
     usual_peer = models.PEERS[forced][0] if forced else ""
     lines, ratios = [], {column: dict[str, float]() for column in columns}
     kernels = dict[str, str]()
@@ -95,7 +97,7 @@ def models_table(rows: Sequence[Row], *, forced: str = "") -> str:
     ]
     if forced:
         note = f"Bold: behind the best peer, which is {usual_peer} where none is named."
-        note += " Gradients of the kernels that it has today are unmeasured."
+        note += NEED_OF_GRADIENTS.get(forced, "")
     else:
         ((usual, _),) = Counter(kernels.values()).most_common(1) or [("dispatch", 0)]
         others = [f"{name} ({by})" for name, by in kernels.items() if by != usual]
