@@ -371,9 +371,9 @@ def only_forced(
         return False  # such a kernel refuses all of these but those that it was measured for
     if problem.dropout_p and (least := _registry.description(name).dropout_rows):
         rows = problem.nq // max(problem.batch, 1) if problem.varlen else problem.nq
-        # Gradients of few keys of up to 64 columns: both passes of `ampere` take 0.64 to 0.87 of
-        # the time of `hopper` for one tile of keys, which it computes in one launch, and 0.88 to
-        # 0.96 with up to 256 rows and keys (13 calls; H200, 2026-12-01).
+        # Gradients of few keys of up to 64 columns: both passes of `ampere` take 0.88 of the time
+        # of `hopper` for one tile of keys (32x12 128: 65.5 us of 75, cuDNN 65.6), and 0.88 to 0.96
+        # with up to 256 rows and keys (H200, 2026-12-01).
         few = problem.nk <= 128 or max(rows, problem.nk) <= 256
         plain = not problem.varlen and problem.heads_q == problem.heads_kv
         by_mma = few and plain and max(problem.d, problem.dv) <= 64
