@@ -105,7 +105,8 @@ __device__ __forceinline__ void add_kept_rows(const ListBackwardParams& params) 
       starts[threadIdx.x] = start, ends[threadIdx.x] = stop, named[threadIdx.x] = names;
     }
     __syncthreads();  // what lists name is known
-                      // The lists that name a key, in order: a warp for a key.
+
+    // The lists that name a key, in order: a warp for a key.
 #pragma unroll 1
     for (int of_cta = warp; of_cta < keys; of_cta += WARPS) {
       const int of_group = first_key + of_cta;

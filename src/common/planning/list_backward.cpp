@@ -113,11 +113,10 @@ void choose_chains(ListOrder& order, const Problem& call, const ListTile& tile, 
 }
 
 // How many lists come in a launch of a kernel that keeps dK and dV of their entries: so many that
-// all its CTAs run together some times, and are kept in MOST_BYTES.
+// all its CTAs run together some times, and are kept in MOST_KEPT_BYTES.
 int64_t lists_at_a_time(int64_t lists, int64_t ctas_of_list, int64_t list_bytes,
                         const ListTile& tile, const Device& device) {
-  constexpr int64_t MOST_BYTES = int64_t{1} << 30;
-  const int64_t most = std::max<int64_t>(MOST_BYTES / list_bytes, 1);
+  const int64_t most = std::max<int64_t>(LaunchPlan::MOST_KEPT_BYTES / list_bytes, 1);
   if (most >= lists) return lists;
   const int64_t running = int64_t{device.sm_count} * tile.ctas_per_sm;
   const int64_t whole = most * ctas_of_list / running * running / ctas_of_list;
