@@ -189,8 +189,10 @@ def masks_and_dropout(dtype: torch.dtype) -> set[str]:
     found |= gradients_of_mask(q, k, {"attn_mask": empty(dtype, 1024, 200)})
     for d in (64, 128, 256):  # of few rows
         q, k = empty(dtype, 2, 8, 1, d), empty(dtype, 2, 2, 4096, d)
-        found |= kernels(q, k, k, "H200", attn_mask=empty(dtype, 4096))
-        found |= kernels(q, k, k, "H200", "ampere")
+        for splits in (2, 16):  # a cluster, and a launch that combines
+            mask = empty(dtype, 4096)
+            found |= kernels(q, k, k, "H200", "ampere", num_splits=splits, attn_mask=mask)
+            found |= kernels(q, k, k, "H200", "ampere", num_splits=splits)
     for d, kind in itertools.product((64, 128, 256), (dtype, torch.float32)):  # added for all heads
         q, k = empty(dtype, 4, 16, 1024, d), empty(dtype, 4, 16, 1024, d)
         found |= kernels(q, k, k, "H200", "hopper", attn_mask=empty(kind, 1024, 1024))
@@ -268,6 +270,9 @@ def more_gradients(dtype: torch.dtype) -> set[str]:
     ):  # fmt: skip
         x = empty(dtype, batch, heads, rows, d)
         found |= kernels(x, x, x, "H200", "hopper")
+    for heads, n, nk in ((2, 64, 77), (8, 4096, 129)):  # few keys of few rows and of many
+        q, k = empty(dtype, 1, heads, n, 64), empty(dtype, 1, heads, nk, 64)
+        found |= kernels(q, k, k, "H200", "hopper")
     for d in (96, 128, 256):  # short packed sequences
         x = empty(dtype, 64 * (100 if d < 256 else 40), 12, d)
         found |= kernels(x, x, x, "H200", "hopper", cu_seqlens_q=ends, cu_seqlens_k=ends)

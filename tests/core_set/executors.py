@@ -330,7 +330,6 @@ OF_THE_RANGE = (
 # Functions whose last parameter has two values, of which `make test` runs each case with one, in
 # turns: the next case has the other value.
 ONE_OF_TWO = (
-    "test_gradients.py::test_tiles_of_the_last_round_that_ctas_share_out",
     "test_hopper_gradients.py::test_a_cta_has_all_query_rows_of_a_head",
     "test_hopper_gradients.py::test_blocks_without_rows_and_warpgroups_without_keys",
     "test_hopper_gradients.py::test_query_rows_that_ctas_share_out",

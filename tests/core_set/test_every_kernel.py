@@ -265,12 +265,12 @@ def test_the_plans_above_run_every_compiled_kernel(kernel: str) -> None:
     # test_dense_masks.py, test_ordered_tiles.py, test_tables_of_blocks.py), with dropout
     # (test_dropout.py), with fp32 outputs (test_f32_outputs.py), with block scales (test_mxfp8.py)
     # and in four bits (test_nvfp4.py).
-    others = (
-        "_quantize_|int8_|_cache(_fp8)?$|_decode(_plain)?$|_mla$|_append_|_bwd_|_backward_|_masked$"
-    )
+    others = "_quantize_|int8_|_cache(_fp8)?$|_decode(_plain|_joined)?$|_mla$|_append_"
+    others += "|_bwd_|_backward_|_masked$"
     others += "|_e4m3_.*_blocks$|_combine_f32$|_dense$|_summarize_|_order_tiles_|_convert_cache_"
     others += "|_sum_mask_gradients_"  # test_mask_gradients.py
     others += "|_prepare_mask_|_copy_mask_|^hopper_.*_(wide|added|added_short|shared|windows)$"
+    others += "|^hopper_.*_d64_large$"  # test_hopper_tiles.py
     # Every key seen, and keys that two warps share out: test_every_key_seen.py.
     others += "|_dense_(few|short|medium|small|long)$|^ampere_.*_d128_groups(_few)?$"
     # Keys up to one: test_key_shares.py.

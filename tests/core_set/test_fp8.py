@@ -251,7 +251,7 @@ TILES: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int], int]] = {
     ("blackwell_dc", "d192_mufu"): ((300, 270), (192, 128), 1),
     ("blackwell_dc", "d256_mufu"): ((140, 270), (256, 208), 1),
     ("hopper", "d64"): ((300, 270), (64, 48), 1),
-    ("hopper", "d64_small"): ((100, 270), (64, 48), 1),
+    ("hopper", "d64_small"): ((100, 270), (64, 48), 2),
     ("hopper", "d64_blocks"): ((300, 270), (64, 48), 1),
     ("hopper", "d128"): ((260, 270), (128, 96), 1),
     ("hopper", "d128_small"): ((200, 270), (128, 96), 1),
