@@ -185,8 +185,6 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name: str) -> None:
     word = name.removeprefix("archflash.integrations.").lstrip("_")
-    if word == "make_mask":  # of transformers
-        word = "transformers"
     for library in ("comfyui", "diffusers", "sglang", "transformers", "vllm"):
         if word.startswith(library):
             pytest.importorskip(library, reason=f"{library} is not installed")

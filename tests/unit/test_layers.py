@@ -103,7 +103,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("integrations._chosen_keys", "integrations._mask_functions"),
     ("integrations._model_mask", "integrations._paged"),
-    ("integrations._make_mask", "integrations._packed_text"),
+    ("integrations._transformers_mask", "integrations._packed_text"),
     ("integrations._sglang_batch", "integrations._sglang_refusals"),
     ("integrations.sglang_backend", "integrations.vllm_backend"),
     (

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 import archflash
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-from archflash.integrations import _make_mask, _packed_text  # noqa: E402
+from archflash.integrations import _packed_text, _transformers_mask  # noqa: E402
 from archflash.integrations import transformers as integration  # noqa: E402
 from archflash.integrations._mask_functions import Rule  # noqa: E402
 from archflash.integrations._model_mask import Mask, Seen  # noqa: E402
@@ -234,7 +234,7 @@ def test_known_masks_are_never_computed(monkeypatch: pytest.MonkeyPatch) -> None
     def computed(*_: Any, **__: Any) -> Tensor:
         raise AssertionError("a mask of queries times keys")
 
-    monkeypatch.setattr(_make_mask, "sdpa_mask", computed)
+    monkeypatch.setattr(_transformers_mask, "sdpa_mask", computed)
     positions = torch.cat([torch.arange(n) for n in (4, 7, 2)])[None]
     with torch.no_grad():
         for name, call in (
@@ -849,12 +849,12 @@ def test_models_are_asked_for_their_support_once_they_are_imported(
 ) -> None:
     """A mask that was made for a config alone says nothing about the models of it."""
     config = type("OddConfig", (), {"__module__": "odd.configuration_odd"})
-    assert _make_mask._support_of(config) == (True, True)
+    assert _transformers_mask._support_of(config) == (True, True)
     model = type("OddModel", (transformers.PreTrainedModel,), {"__module__": "odd.modeling_odd"})
     module = types.ModuleType("odd.modeling_odd")
     vars(module)["OddModel"] = model
     monkeypatch.setitem(sys.modules, "odd.modeling_odd", module)
-    assert _make_mask._support_of(config) == (False, False)
+    assert _transformers_mask._support_of(config) == (False, False)
 
 
 @pytest.mark.slow

@@ -33,7 +33,6 @@ from archflash._api import attention
 from archflash._registry import TORCH
 from archflash._sdpa import scaled_dot_product_attention, who_drops
 from archflash.integrations import _chosen_keys
-from archflash.integrations._make_mask import make_mask
 from archflash.integrations._mask_functions import Rule
 from archflash.integrations._model_mask import Mask, Seen, both_masks, visible_by
 from archflash.integrations._packed_text import (
@@ -45,6 +44,7 @@ from archflash.integrations._packed_text import (
     packs,
     without_padding,
 )
+from archflash.integrations._transformers_mask import make_mask
 
 NAME = "arch_attention"
 
