@@ -220,14 +220,7 @@ constexpr core::Tile MASKED_DECODE_TILES[] = {
     plain_decode_tile<D128MaskedDecode>("d128_decode_masked", DECODES_MASKED),
     plain_decode_tile<D256MaskedDecode>("d256_decode_masked", DECODES_MASKED),
 };
-constexpr const char* WITH_FP8_CACHE = "8-bit K and V become fp16 in registers";
-constexpr core::Tile FP8_CACHE_TILES[] = {
-    decode_tile<D64CacheFp8>("d64_cache_fp8", WITH_FP8_CACHE),
-    decode_tile<D128CacheFp8>("d128_cache_fp8", WITH_FP8_CACHE),
-    decode_tile<D256CacheFp8>("d256_cache_fp8", WITH_FP8_CACHE),
-};
-
-// The same of kernels whose shares are a cluster.
+// The tile of such a decoding kernel whose shares of the keys are a cluster.
 template <class C>
 constexpr core::Tile joined_tile(const char* name) {
   return plain_decode_tile<C>(name, "few rows: shares of the keys are a cluster, and join there");
@@ -241,6 +234,12 @@ constexpr core::Tile JOINED_MASKED_TILES[] = {
     joined_tile<D64JoinedMasked>("d64_decode_joined_masked"),
     joined_tile<D128JoinedMasked>("d128_decode_joined_masked"),
     joined_tile<D256JoinedMasked>("d256_decode_joined_masked"),
+};
+constexpr const char* WITH_FP8_CACHE = "8-bit K and V become fp16 in registers";
+constexpr core::Tile FP8_CACHE_TILES[] = {
+    decode_tile<D64CacheFp8>("d64_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D128CacheFp8>("d128_cache_fp8", WITH_FP8_CACHE),
+    decode_tile<D256CacheFp8>("d256_cache_fp8", WITH_FP8_CACHE),
 };
 
 // Whether the rows of q that share a head of K and V fit a tile of DECODE_TILES. With

@@ -67,9 +67,13 @@ constexpr int KEPT_MOST_KEYS = 16;      // whose rows it adds up
 // more than MOST_LIST_BITS.
 constexpr int64_t MOST_LIST_BITS = 131072;
 ARCHFLASH_HOST_DEVICE constexpr bool sorts_by_bits(int64_t nk) { return nk <= MOST_LIST_BITS; }
-ARCHFLASH_HOST_DEVICE constexpr int64_t list_sort_ints(int64_t topk, int64_t nk) {
-  int64_t places = 32;
+ARCHFLASH_HOST_DEVICE constexpr int list_sort_places(int64_t topk) {
+  int places = 32;
   while (places < topk) places *= 2;
+  return places;
+}
+ARCHFLASH_HOST_DEVICE constexpr int64_t list_sort_ints(int64_t topk, int64_t nk) {
+  const int64_t places = list_sort_places(topk);
   const int64_t bits = sorts_by_bits(nk) ? (nk + 31) / 32 * 2 : 0;
   return places > bits ? places : bits;
 }

@@ -527,7 +527,7 @@ LAST_IN_TURN = [
 @pytest.mark.parametrize(
     "sizes",
     [
-        # Of each tile one call is left to test-rest.
+        # Each tile has one call here that only test-rest runs.
         pytest.param(sizes, marks=pytest.mark.rest if number in (2, 3, 6, 7) else ())
         for number, sizes in enumerate(LAST_IN_TURN)
     ],

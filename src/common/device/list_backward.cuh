@@ -312,8 +312,7 @@ __device__ __forceinline__ void sort_list(const ListBackwardParams& params) {
     for (int i = named + static_cast<int>(threadIdx.x); i < topk; i += LIST_SORT_THREADS)
       sorted_gmem[i] = NO_KEY_LEFT;
   } else {
-    int places = 32;
-    while (places < topk) places *= 2;
+    const int places = list_sort_places(topk);
     for (int i = threadIdx.x; i < places; i += LIST_SORT_THREADS)
       entries[i] = i < topk ? entry_of(i) : NO_KEY_LEFT;
     sort_bitonic(entries, places);

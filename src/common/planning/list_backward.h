@@ -20,7 +20,8 @@ struct ListTile {
   int ctas_per_sm;
   // Picoseconds that both passes take for each key of a CTA's list, where CTAs fill an H200.
   int time;
-  // Of the kernel that keeps what deterministic sums consist of (KeptKeys); null: CTAs take turns.
+  // The name of the kernel for deterministic gradients that keeps what sums consist of (KeptKeys);
+  // null: there is none, and CTAs take turns.
   const char* kept;
 };
 

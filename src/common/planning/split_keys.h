@@ -34,8 +34,8 @@ int64_t choose_splits(const Problem& problem, const Device& device, const Tile& 
                       int64_t otherwise);
 constexpr int64_t MOST_SPLITS = 128;  // unless more are asked for
 
-// The same for the tile of a kernel whose shares are a cluster (Tile::most_joined). `combined`: the
-// shares that choose_splits() gives the tile of a kernel without one. 1: that tile is faster.
+// How many shares of the keys a call has whose tile's shares are a cluster (Tile::most_joined); 1:
+// a tile without a cluster is faster, which choose_splits() gives `combined` shares.
 int64_t choose_joined(const Problem& problem, const Device& device, const Tile& tile,
                       int64_t combined);
 

@@ -157,7 +157,8 @@ bool turns_are_faster(const Problem& call, const core::RoundsTile& tile, const S
   }
   if (tile.head_dim > 128) return false;
   if (is_windowed(call) && !triangle) return false;
-  // Of heads that share K each tile has more rounds, so that the next one waits less.
+  // Where query heads share a head of K, each tile has more rounds, so that the next tile waits
+  // less.
   constexpr int64_t FEW_KEYS_SHARED = 640;
   if (call.heads_q != call.heads_kv)
     return triangle && tile.head_dim == 128 && tiles > 1 && call.nk <= FEW_KEYS_SHARED &&
